@@ -1,0 +1,31 @@
+# syntax=docker/dockerfile:1
+# The control plane without torch: wheels are built in one stage, installed in the next.
+ARG PYTHON_VERSION=3.12
+
+FROM python:${PYTHON_VERSION}-slim AS build
+WORKDIR /src
+COPY . .
+RUN pip wheel --no-cache-dir --wheel-dir /wheels .
+
+FROM python:${PYTHON_VERSION}-slim
+RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
+    pip install --no-cache-dir --no-index --find-links /wheels eplb-service
+COPY deploy/healthcheck.py /usr/local/bin/eplb-healthcheck
+RUN useradd --system --uid 10001 --home-dir /var/lib/eplb --create-home eplb \
+    && install --directory --owner=eplb --group=eplb /var/cache/eplb
+USER 10001
+WORKDIR /var/lib/eplb
+ENV PYTHONUNBUFFERED=1 \
+    NUMBA_CACHE_DIR=/var/cache/eplb \
+    EPLB_LISTEN=0.0.0.0:50551 \
+    EPLB_METRICS=0.0.0.0:9464 \
+    EPLB_STORE=/var/lib/eplb/eplb-state.sqlite3
+# Kernels for this build host's processor; another one compiles its own on first use.
+RUN eplb warmup
+VOLUME /var/lib/eplb
+EXPOSE 50551 9464
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=5s --start-period=20s --retries=3 \
+    CMD ["python", "/usr/local/bin/eplb-healthcheck"]
+ENTRYPOINT ["eplb"]
+CMD ["serve"]

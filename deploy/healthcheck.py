@@ -1,0 +1,27 @@
+"""The image's health check: ask the service beside it, over plain gRPC, and leave with 0 where it serves, else 1."""
+
+import os
+import sys
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+TIMEOUT_SECONDS = 3
+
+
+def serves(address: str) -> bool:
+    """Whether the service at ``host:port`` answers SERVING."""
+    with grpc.insecure_channel(address) as channel:
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=TIMEOUT_SECONDS
+            )
+        except grpc.RpcError as error:
+            print(f"{address}: {error.details()}", file=sys.stderr)
+            return False
+    return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+if __name__ == "__main__":
+    port = os.environ.get("EPLB_LISTEN", ":50551").rpartition(":")[2]
+    sys.exit(not serves(f"127.0.0.1:{port}"))

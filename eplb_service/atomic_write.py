@@ -1,0 +1,58 @@
+"""Write a file whole or not at all, and tell beforehand when it cannot be written."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+class OutputError(ValueError):
+    """A path that nothing can be written to; the message says why."""
+
+
+def check_output(path: Path, suffixes: tuple[str, ...]) -> None:
+    """Raise ``OutputError`` where ``path`` ends in none of ``suffixes`` or cannot be written.
+
+    Called before long work begins, so that its result is not lost for a misspelt path.
+    """
+    if path.suffix not in suffixes:
+        raise OutputError(f"{path}: the name must end in {' or '.join(suffixes)}, which says the format")
+    if path.exists() and not path.is_file():
+        raise OutputError(f"{path}: exists and is not a plain file")
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise OutputError(f"{path}: the folder {folder} does not exist; create it first")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OutputError(f"{path}: no permission to write into {folder}")
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace ``path`` by ``data`` in one step: readers see the old file or the new one, never a part.
+
+    Raises ``OutputError`` where the disk refuses; nothing is left behind then.
+    """
+    target = path.resolve()
+    mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()
+    scratch = None
+    try:
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
+            scratch = Path(file.name)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            os.fchmod(file.fileno(), mode)
+        scratch.replace(target)
+    except BaseException as error:
+        if scratch is not None:
+            scratch.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise OutputError(f"{path}: cannot be written ({error.strerror})") from error
+        raise
+
+
+def _umask() -> int:
+    # The only way to read it is to set it.
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,129 @@
+"""``eplb solve``: from recorded heat to a placement file, and what the placement is worth."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from eplb_service.atomic_write import check_output
+from eplb_service.cli.json_out import print_json
+from eplb_service.cli.warmup import compile_solver
+from eplb_service.heat.placement_file import SUFFIXES, read_placement, write_placement
+from eplb_service.heat.trace import read_heat
+from eplb_service.placement import Placement, check_shape
+from eplb_service.planner.scoring import par, rank_loads
+from eplb_service.planner.settings import POLICIES, PlannerSettings
+
+if TYPE_CHECKING:
+    from eplb_service.offline import Solution
+
+_WORST_LAYERS = 5
+
+
+def solve(
+    heat: Annotated[
+        Path, typer.Option(help="Trace: .npz with 'heat' or 'counts' [steps, layers, experts], or .npy.")
+    ],
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks of the expert-parallel group.")],
+    slots: Annotated[
+        int, typer.Option(min=1, help="Expert slots per rank and layer, redundant ones included.")
+    ],
+    out: Annotated[
+        Path, typer.Option(help="File to write: .npz (phy2log, log2phy) or .json (vLLM-Ascend expert_map).")
+    ],
+    placement: Annotated[
+        Path | None,
+        typer.Option(help="Placement that serves now (.npz, .npy, .json); in order where not given."),
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(help=f"One of {', '.join(POLICIES)}.", autocompletion=lambda: list(POLICIES))
+    ] = "flashlb",
+    seed: Annotated[int, typer.Option(min=0, help="Of every random choice.")] = 0,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Layers solved at a time; all cores by default.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+) -> None:
+    """Compute a placement and its tables from recorded heat, and show what they gain."""
+    check_output(out, SUFFIXES)
+    PlannerSettings(policy=policy, seed=seed, threads=threads)
+    heat_TLE = read_heat(heat)
+    steps, layers, experts = heat_TLE.shape
+    check_shape(experts, ranks, slots)
+    deployed = read_placement(placement, experts, ranks).phy2log_LRS if placement else None
+    compile_solver()
+    from eplb_service import offline
+
+    began = time.perf_counter()
+    solution = offline.solve(
+        heat_TLE, ranks, slots, placement=deployed, policy=policy, seed=seed, threads=threads
+    )
+    milliseconds = (time.perf_counter() - began) * 1e3
+    solved = Placement(solution.phy2log, experts)
+    write_placement(out, solved, solution.log2phy)
+    par_fixed_tables = float(par(rank_loads(heat_TLE, solved, solved.default_log2phy())).mean())
+    if json:
+        print_json(_document(solution, policy, steps, milliseconds, par_fixed_tables))
+    else:
+        console = Console(soft_wrap=True, highlight=False)
+        console.print(f"{policy}: {layers} layers x {experts} experts on {ranks} ranks x {slots} slots")
+        console.print(_table(solution))
+        console.print(f"PAR: hottest rank over mean rank in each of {steps} steps, mean over steps.")
+        if out.suffix == ".json":
+            console.print(
+                f"The expert_map holds no tables; with its host's own, PAR after is {par_fixed_tables:.3f}."
+            )
+        console.print(f"Solved in {milliseconds:.0f} ms; written to {out}.")
+
+
+def _table(solution: Solution) -> Table:
+    """All layers together, then those that stand worst afterwards."""
+    table = Table()
+    table.add_column("layer")
+    for heading in ("PAR before", "PAR after", "moves"):
+        table.add_column(heading, justify="right")
+    table.add_row(
+        f"all {solution.par_after_L.size}",
+        f"{solution.par_before:.3f}",
+        f"{solution.par_after:.3f}",
+        str(solution.moves),
+        style="bold",
+        end_section=True,
+    )
+    for layer in np.argsort(-solution.par_after_L)[:_WORST_LAYERS]:
+        table.add_row(
+            str(layer),
+            f"{solution.par_before_L[layer]:.3f}",
+            f"{solution.par_after_L[layer]:.3f}",
+            str(solution.moves_L[layer]),
+        )
+    return table
+
+
+def _document(
+    solution: Solution, policy: str, steps: int, milliseconds: float, par_fixed_tables: float
+) -> dict[str, Any]:
+    layers, ranks, slots = solution.phy2log.shape
+    return {
+        "policy": policy,
+        "steps": steps,
+        "layers": layers,
+        "experts": solution.log2phy.shape[2],
+        "ranks": ranks,
+        "slots": slots,
+        "par_before": solution.par_before,
+        "par_after": solution.par_after,
+        "par_after_fixed_tables": par_fixed_tables,
+        "moves": solution.moves,
+        "solve_ms": milliseconds,
+        "par_before_per_layer": solution.par_before_L,
+        "par_after_per_layer": solution.par_after_L,
+        "moves_per_layer": solution.moves_L,
+        "verdicts": [verdict.reason for verdict in solution.verdicts],
+    }

@@ -1,0 +1,1 @@
+"""The service that agents connect to: sessions, deployments, decisions, history."""

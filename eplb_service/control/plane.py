@@ -1,0 +1,234 @@
+"""All deployments of a service, and what follows in the world from what happens to them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import grpc
+import structlog
+
+from eplb_service.control.deployment import Deployment, Limits
+from eplb_service.control.events import Event, LayerCommitted, PlacementKnown, PlanEnded
+from eplb_service.control.hello import RankHello
+from eplb_service.control.planning import Decider
+from eplb_service.control.readings import mean_par, measured_par, problems
+from eplb_service.control.refusal import RefusedError, unknown_deployment
+from eplb_service.control.settings import ServiceSettings
+from eplb_service.control.store import StoredDeployment, StoredPlacement
+from eplb_service.control.store_writer import StoreWriter
+from eplb_service.control.streams import RankStream, Streams
+from eplb_service.heat.batch import HeatBatch
+from eplb_service.telemetry.metrics import Metrics
+from eplb_service.wire.generated import agent_pb2
+
+_log = structlog.get_logger(__name__)
+
+_FEWEST_PENDING_STEPS = 64
+_REPORTS_PENDING = 8
+
+
+class ControlPlane:
+    """Carries calls to the deployments' state machines and their events to store, metrics, logs and streams.
+
+    Parameters
+    ----------
+    settings
+        Of the service.
+    writer, metrics
+        Where history and figures go.
+
+    ``remembered`` holds what a deployment served when the last service stopped.
+    """
+
+    def __init__(self, settings: ServiceSettings, writer: StoreWriter, metrics: Metrics) -> None:
+        self.settings = settings
+        self.streams = Streams()
+        self.decider = Decider(settings.planner(), writer, self.streams, metrics)
+        self.deployments: dict[str, Deployment] = {}
+        self.remembered: dict[str, StoredPlacement] = {}
+        self._writer = writer
+        self._metrics = metrics
+        self._limits = Limits(
+            window_steps=settings.window_steps,
+            pending_steps=max(_FEWEST_PENDING_STEPS, _REPORTS_PENDING * settings.report_steps),
+            episode_steps=max(1, settings.window_steps // settings.planner().episodes),
+            plan_timeout=settings.plan_timeout_seconds,
+        )
+
+    @property
+    def leader_term(self) -> int:
+        """Of this start."""
+        return self._writer.store.leader_term
+
+    async def resume(self) -> None:
+        """Take up what the store remembers."""
+        for stored in await self._writer.run(self._writer.store.deployments):
+            deployment = self._new(stored.name)
+            deployment.paused, deployment.last_decision = stored.paused, stored.last_decision
+            deployment.totals = stored.totals
+            placement = await self._writer.run(self._writer.store.latest_placement, stored.name)
+            if placement is not None:
+                self.remembered[stored.name] = placement
+        self._metrics.leader_term.set(self.leader_term)
+        _log.info("resumed", leader_term=self.leader_term, deployments=len(self.deployments))
+
+    def find(self, name: str) -> Deployment:
+        """A known deployment; raises ``RefusedError`` with NOT_FOUND."""
+        if name not in self.deployments:
+            raise unknown_deployment(name)
+        return self.deployments[name]
+
+    # Agents
+
+    def admit(self, hello: RankHello, stream: RankStream) -> Deployment:
+        """Take a rank in; raises ``RefusedError`` where its deployment cannot."""
+        deployment = self.deployments.get(hello.deployment) or self._make_room_for(hello.deployment)
+        try:
+            events = deployment.hello(hello)
+        except RefusedError as error:
+            _log.warning("agent_refused", deployment=hello.deployment, rank=hello.rank, reason=error.message)
+            raise
+        self.streams.add(deployment.name, hello.rank, stream)
+        _log.info(
+            "agent_connected", deployment=deployment.name, rank=hello.rank, node=hello.node, epoch=hello.epoch
+        )
+        self.apply(deployment, events)
+        return deployment
+
+    def release(self, deployment: Deployment, rank: int) -> None:
+        """A rank's stream has ended."""
+        self.streams.remove(deployment.name, rank)
+        deployment.leave(rank)
+        _log.info("agent_disconnected", deployment=deployment.name, rank=rank)
+
+    def heat_batch(self, deployment: Deployment, rank: int, batch: HeatBatch) -> None:
+        """Counts have come; decides where enough of them have."""
+        before = replace(deployment.totals)
+        deployment.heat_batch(rank, batch)
+        name, after = deployment.name, deployment.totals
+        self._metrics.steps_received.labels(name).inc(after.steps_received - before.steps_received)
+        self._metrics.steps_lost.labels(name).inc(after.steps_lost - before.steps_lost)
+        if deployment.is_due(self.settings.decision_interval):
+            self.decider.start(deployment)
+
+    def heartbeat(self, deployment: Deployment, rank: int, message: agent_pb2.Heartbeat) -> None:
+        """A rank is alive."""
+        self.apply(deployment, deployment.heartbeat(rank, message))
+
+    def plan_status(self, deployment: Deployment, rank: int, message: agent_pb2.PlanStatus) -> None:
+        """A rank's word about a plan."""
+        self.apply(deployment, deployment.plan_status(rank, message, time.monotonic()))
+
+    # Operators
+
+    def set_paused(self, deployment: Deployment, paused: bool) -> None:
+        """Stop planning, or plan again."""
+        deployment.paused = paused
+        self._remember(deployment)
+        _log.info("paused" if paused else "resumed_planning", deployment=deployment.name)
+
+    # Time
+
+    def tick(self) -> None:
+        """Look after deadlines and tell the metrics; called a few times a second."""
+        self._metrics.deployments.set(len(self.deployments))
+        for deployment in self.deployments.values():
+            self.apply(deployment, deployment.tick(time.monotonic()))
+            self._tell(deployment)
+
+    def remember_all(self) -> None:
+        """Before the service stops."""
+        for deployment in self.deployments.values():
+            self._remember(deployment)
+
+    # What follows from events
+
+    def apply(self, deployment: Deployment, events: list[Event]) -> None:
+        """Carry out what a state machine's events ask for."""
+        store, name = self._writer.store, deployment.name
+        for event in events:
+            if isinstance(event, PlacementKnown):
+                self._writer.post(store.save_placement, name, event.live)
+                _log.info(
+                    "placement_known",
+                    deployment=name,
+                    epoch=event.live.epoch,
+                    digest=f"{event.live.digest:#x}",
+                )
+            elif isinstance(event, LayerCommitted):
+                self._layer_committed(name, event)
+            elif isinstance(event, PlanEnded):
+                self._plan_ended(deployment, event)
+            else:
+                _log.warning("streams_outdated", deployment=name, reason=event.reason)
+                self.streams.end(name, event.reason)
+
+    def _layer_committed(self, name: str, event: LayerCommitted) -> None:
+        moves = len(event.update.moves_M5)
+        self._metrics.layers_switched.labels(name).inc()
+        self._metrics.moves.labels(name).inc(moves)
+        self._metrics.moved_bytes.labels(name).inc(event.bytes_moved)
+        self._writer.post(self._writer.store.save_layer, name, event.live, event.update.layer)
+        _log.info(
+            "layer_committed", deployment=name, layer=event.update.layer, epoch=event.live.epoch, moves=moves
+        )
+
+    def _plan_ended(self, deployment: Deployment, event: PlanEnded) -> None:
+        life = event.life
+        assert life.outcome is not None
+        plan_id = life.offer.plan_id
+        self._metrics.plans.labels(deployment.name, life.outcome.value).inc()
+        self._writer.post(self._writer.store.end_plan, plan_id, life.outcome, life.reason, life.committed)
+        self._remember(deployment)
+        _log.info(
+            "plan_ended",
+            deployment=deployment.name,
+            plan_id=plan_id,
+            outcome=life.outcome.value,
+            reason=life.reason,
+            committed=life.committed,
+        )
+
+    def _remember(self, deployment: Deployment) -> None:
+        stored = StoredDeployment(
+            deployment.name, deployment.paused, replace(deployment.totals), deployment.last_decision
+        )
+        self._writer.post(self._writer.store.save_deployment, stored)
+
+    def _tell(self, deployment: Deployment) -> None:
+        name, metrics = deployment.name, self._metrics
+        metrics.agents_connected.labels(name).set(len(deployment.connected))
+        metrics.agents_expected.labels(name).set(deployment.group.shape.ranks if deployment.group else 0)
+        metrics.paused.labels(name).set(deployment.paused)
+        metrics.problems.labels(name).set(len(problems(deployment)))
+        if deployment.live is not None:
+            metrics.epoch.labels(name).set(deployment.live.epoch)
+            par_L = measured_par(deployment)
+            metrics.layer_pars(name, par_L.tolist(), deployment.planned_par)
+            if mean_par(par_L):
+                metrics.deployment_par_realised.labels(name).set(mean_par(par_L))
+
+    # Which deployments are known
+
+    def _new(self, name: str) -> Deployment:
+        self.deployments[name] = Deployment(name, self._limits)
+        return self.deployments[name]
+
+    def _make_room_for(self, name: str) -> Deployment:
+        if len(self.deployments) >= self.settings.max_deployments:
+            idle = [known for known in self.deployments.values() if not known.connected]
+            if not idle:
+                raise RefusedError(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                    f"{len(self.deployments)} deployments are connected, the most that max_deployments allows",
+                )
+            self._forget(idle[0].name)
+        return self._new(name)
+
+    def _forget(self, name: str) -> None:
+        del self.deployments[name]
+        self.remembered.pop(name, None)
+        self._metrics.forget(name)
+        self._writer.post(self._writer.store.forget, name)
+        _log.info("deployment_forgotten", deployment=name)

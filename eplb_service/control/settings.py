@@ -1,0 +1,173 @@
+"""Settings of the service: flags > environment ``EPLB_*`` > YAML file > defaults."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, SecretStr, ValidationError, model_validator
+from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+
+from eplb_service.planner.settings import POLICIES, PlannerSettings
+from eplb_service.planner.settings import SettingsError as PlannerSettingsError
+from eplb_service.wire.codec import MAX_MESSAGE_BYTES
+
+ENVIRONMENT_PREFIX = "EPLB_"
+_OTHERS_PREFIXES = ("EPLB_AGENT_",)
+_OTHERS_VARIABLES = {"EPLB_ADDRESS", "EPLB_CONFIG", "EPLB_TLS_CA"}
+
+Address = Annotated[str, Field(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5}$")]
+
+
+class SettingsError(ValueError):
+    """Settings that no service could run with; the message names the key, its source and what to do."""
+
+
+class ServiceSettings(BaseSettings):
+    """Everything that can be set about a running service; each is a flag of ``eplb serve`` too."""
+
+    model_config = SettingsConfigDict(env_prefix=ENVIRONMENT_PREFIX, extra="forbid", frozen=True)
+
+    listen: Address = Field(
+        "127.0.0.1:50551", description="host:port for agents and operators; port 0 takes a free one"
+    )
+    metrics: Address = Field(
+        "127.0.0.1:9464", description="host:port of Prometheus' /metrics; port 0 takes a free one"
+    )
+    store: str = Field(
+        "eplb-state.sqlite3",
+        min_length=1,
+        description="SQLite file with terms, placements and plans, resumed from at a restart; ':memory:' keeps none",
+    )
+    window_steps: int = Field(256, ge=1, le=65536, description="steps that a decision looks at")
+    decision_interval: int = Field(256, ge=1, description="steps from one decision to the next")
+    report_steps: int = Field(16, ge=1, le=1024, description="steps that an agent gathers into one report")
+    heartbeat_seconds: float = Field(2.0, ge=0.05, le=60, description="seconds between an agent's heartbeats")
+    plan_timeout_seconds: float = Field(
+        60.0, gt=0, description="seconds without a word from any rank after which a plan is given up"
+    )
+    policy: Literal["none", "deepseek", "flashlb"] = Field(
+        "flashlb", description=f"how placements are found: {', '.join(POLICIES)}"
+    )
+    par_threshold: float = Field(
+        1.02, ge=1, description="layers whose peak-to-average ratio is at or below it are left alone"
+    )
+    min_gain: float = Field(
+        0.01, ge=0, description="peak-to-average ratio that a layer must win to be switched"
+    )
+    max_layers: int | None = Field(
+        None, ge=1, description="most layers per decision, worst first; unset: all"
+    )
+    seed: int = Field(0, ge=0, description="seed of every random choice of the solver")
+    threads: int | None = Field(None, ge=1, description="layers solved at a time; unset: one per core")
+    max_deployments: int = Field(64, ge=1, description="most deployments known at a time")
+    max_message_bytes: int = Field(
+        MAX_MESSAGE_BYTES, ge=1 << 16, le=1 << 30, description="largest gRPC message taken"
+    )
+    auth_token: SecretStr | None = Field(
+        None,
+        description="shared token that every call must bring as 'authorization: Bearer TOKEN'; unset: none asked",
+    )
+    tls_cert: Path | None = Field(None, description="PEM certificate chain; set with tls_key to serve TLS")
+    tls_key: Path | None = Field(None, description="PEM private key of tls_cert")
+    log_format: Literal["auto", "console", "json"] = Field(
+        "auto", description="how logs are written to stderr; auto: console on a terminal, JSON otherwise"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least level that is logged"
+    )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ServiceSettings:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key must be set together")
+        if self.auth_token is not None and not self.auth_token.get_secret_value():
+            raise ValueError("auth_token is empty; leave it unset to ask for none")
+        try:
+            self.planner()
+        except PlannerSettingsError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+    def planner(self) -> PlannerSettings:
+        """What the planner needs of these."""
+        return PlannerSettings(
+            policy=self.policy,
+            par_threshold=self.par_threshold,
+            min_gain=self.min_gain,
+            max_layers=self.max_layers,
+            seed=self.seed,
+            threads=self.threads,
+        )
+
+
+def load_settings(
+    flags: Mapping[str, Any], config: Path | None = None, environment: Mapping[str, str] = os.environ
+) -> ServiceSettings:
+    """Settings from all four sources; ``flags`` that are ``None`` were not given.
+
+    Raises ``SettingsError`` with one line that names the key where one is unknown or its value will not do.
+    """
+    from_file = _read_yaml(config) if config is not None else {}
+    _check_environment(environment)
+
+    class Loaded(ServiceSettings):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+            file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=from_file)
+
+    try:
+        return Loaded(**{name: value for name, value in flags.items() if value is not None})
+    except ValidationError as error:
+        raise SettingsError("; ".join(_told(problem) for problem in error.errors())) from error
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"cannot read {path}: {error}") from error
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise SettingsError(f"{path} must hold 'key: value' lines")
+    known = ServiceSettings.model_fields
+    for key in content:
+        if key not in known:
+            raise SettingsError(f"{path}: unknown setting {key!r}{_nearest(key, known)}")
+    return content
+
+
+def _check_environment(environment: Mapping[str, str]) -> None:
+    known = {ENVIRONMENT_PREFIX + name.upper() for name in ServiceSettings.model_fields}
+    for variable in environment:
+        foreign = not variable.startswith(ENVIRONMENT_PREFIX) or variable.startswith(_OTHERS_PREFIXES)
+        if not foreign and variable not in known | _OTHERS_VARIABLES:
+            raise SettingsError(f"unknown environment variable {variable}{_nearest(variable, known)}")
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else "; `eplb serve --help` lists those that are known"
+
+
+def _told(problem: Any) -> str:
+    message = problem["msg"].removeprefix("Value error, ")
+    if not problem["loc"]:
+        return str(message)
+    key = ".".join(str(part) for part in problem["loc"])
+    shown = "" if key == "auth_token" else f" (got {problem['input']!r})"
+    return f"setting {key}: {message[0].lower()}{message[1:]}{shown}"

@@ -1,0 +1,330 @@
+"""What outlives a service: its term, every deployment's placements, and every plan with its outcome.
+
+One SQLite file, written in transactions with a write-ahead log, so that a kill at any moment leaves it whole.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from eplb_service.control.deployment import Totals
+from eplb_service.control.live import LivePlacement
+from eplb_service.control.plan_life import Offer, Outcome
+from eplb_service.placement import Int32, Placement
+from eplb_service.planner.plan import LayerVerdict
+
+MEMORY = ":memory:"
+"""A store that keeps nothing."""
+
+_APPLICATION_ID = 0x45504C42  # "EPLB"
+_SCHEMA_VERSION = 1
+_PLANS_KEPT = 10_000
+_LAYERS_PER_SNAPSHOT = 1024
+_SNAPSHOTS_KEPT = 4
+_SCHEMA = """
+CREATE TABLE service (leader_term INTEGER NOT NULL);
+INSERT INTO service VALUES (0);
+CREATE TABLE deployments (
+    name TEXT PRIMARY KEY,
+    paused INTEGER NOT NULL DEFAULT 0,
+    totals TEXT NOT NULL DEFAULT '{}',
+    last_decision TEXT NOT NULL DEFAULT ''
+);
+-- layer NULL: all layers, [layers, ranks, slots]; otherwise that layer alone, [ranks, slots].
+CREATE TABLE placements (
+    id INTEGER PRIMARY KEY,
+    deployment TEXT NOT NULL REFERENCES deployments (name) ON DELETE CASCADE,
+    at REAL NOT NULL,
+    epoch INTEGER NOT NULL,
+    digest INTEGER NOT NULL,
+    experts INTEGER NOT NULL,
+    layers INTEGER NOT NULL,
+    ranks INTEGER NOT NULL,
+    slots INTEGER NOT NULL,
+    layer INTEGER,
+    phy2log BLOB NOT NULL
+);
+CREATE INDEX placements_of ON placements (deployment, id);
+CREATE TABLE plans (
+    id INTEGER PRIMARY KEY,
+    deployment TEXT NOT NULL REFERENCES deployments (name) ON DELETE CASCADE,
+    at REAL NOT NULL,
+    leader_term INTEGER NOT NULL,
+    base_epoch INTEGER NOT NULL,
+    verdicts TEXT NOT NULL,
+    outcome TEXT,
+    reason TEXT NOT NULL DEFAULT '',
+    committed INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX plans_of ON plans (deployment, id);
+"""
+
+
+class StoreError(Exception):
+    """A file that cannot be this service's store; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class StoredDeployment:
+    """A deployment as the last service left it."""
+
+    name: str
+    paused: bool
+    totals: Totals
+    last_decision: str
+
+
+@dataclass(frozen=True)
+class StoredPlacement:
+    """The newest placement known of a deployment."""
+
+    epoch: int
+    digest: int
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class StoredPlan:
+    """A plan of the past; ``outcome`` is ``None`` while it is under way."""
+
+    plan_id: int
+    at: float
+    leader_term: int
+    base_epoch: int
+    verdicts: tuple[LayerVerdict, ...]
+    outcome: Outcome | None
+    reason: str
+    committed: int
+
+
+class Store:
+    """An open store; not for use by two threads at a time.
+
+    Parameters
+    ----------
+    path
+        A file, made where there is none, or ``MEMORY``.
+
+    Raises ``StoreError`` where the file is something else, or cannot be written. ``leader_term`` is this start's: one
+    more than the last start's on the same file. Plans that were under way are marked interrupted.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        try:
+            self._open()
+        except sqlite3.Error as error:
+            raise StoreError(
+                f"cannot use {path!r} as the store: {error}; name a writable path that is new or was made by eplb"
+            ) from error
+
+    def close(self) -> None:
+        """Write everything into the one file."""
+        self._db.close()
+
+    def new_plan_id(self) -> int:
+        """A number that no plan of this file has, and no plan of a service without one is likely to have had."""
+        self._last_plan_id += 1
+        return self._last_plan_id
+
+    # Written
+
+    def save_deployment(self, deployment: StoredDeployment) -> None:
+        """Remember what is not about one placement or plan."""
+        with self._db:
+            self._name(deployment.name)
+            self._db.execute(
+                "UPDATE deployments SET paused = ?, totals = ?, last_decision = ? WHERE name = ?",
+                (
+                    deployment.paused,
+                    json.dumps(asdict(deployment.totals)),
+                    deployment.last_decision,
+                    deployment.name,
+                ),
+            )
+
+    def save_placement(self, name: str, live: LivePlacement) -> None:
+        """Remember what a deployment serves, unless that is what was remembered last."""
+        known = self.latest_placement(name)
+        if known is not None and (known.epoch, known.digest) == (live.epoch, live.digest):
+            return
+        with self._db:
+            self._name(name)
+            self._insert_placement(name, live, None)
+            self._db.execute(
+                "DELETE FROM placements WHERE deployment = ?1 AND id < (SELECT id FROM placements "
+                "WHERE deployment = ?1 AND layer IS NULL ORDER BY id DESC LIMIT 1 OFFSET ?2)",
+                (name, _SNAPSHOTS_KEPT - 1),
+            )
+
+    def save_layer(self, name: str, live: LivePlacement, layer: int) -> None:
+        """Remember that one layer has switched, which led to ``live``."""
+        with self._db:
+            self._name(name)
+            self._insert_placement(name, live, layer)
+            (since,) = self._db.execute(
+                "SELECT COUNT(*) FROM placements WHERE deployment = ?1 AND id > COALESCE((SELECT MAX(id) "
+                "FROM placements WHERE deployment = ?1 AND layer IS NULL), 0)",
+                (name,),
+            ).fetchone()
+            if since >= _LAYERS_PER_SNAPSHOT:
+                self._insert_placement(name, live, None)
+
+    def begin_plan(self, name: str, offer: Offer) -> None:
+        """Remember a plan before any rank hears of it."""
+        verdicts = json.dumps([asdict(verdict) for verdict in offer.decision.verdicts])
+        with self._db:
+            self._name(name)
+            self._db.execute(
+                "INSERT INTO plans (id, deployment, at, leader_term, base_epoch, verdicts) VALUES (?, ?, ?, ?, ?, ?)",
+                (offer.plan_id, name, time.time(), self.leader_term, offer.base_epoch, verdicts),
+            )
+            self._db.execute(
+                "DELETE FROM plans WHERE deployment = ?1 AND id <= (SELECT id FROM plans WHERE deployment = ?1 "
+                "ORDER BY id DESC LIMIT 1 OFFSET ?2)",
+                (name, _PLANS_KEPT),
+            )
+
+    def end_plan(self, plan_id: int, outcome: Outcome, reason: str, committed: int) -> None:
+        """Remember what became of a plan."""
+        with self._db:
+            self._db.execute(
+                "UPDATE plans SET outcome = ?, reason = ?, committed = ? WHERE id = ?",
+                (outcome.value, reason, committed, plan_id),
+            )
+
+    def forget(self, name: str) -> None:
+        """Remove a deployment and all of its history."""
+        with self._db:
+            self._db.execute("DELETE FROM deployments WHERE name = ?", (name,))
+
+    # Read
+
+    def deployments(self) -> list[StoredDeployment]:
+        """All that were ever known, by name."""
+        rows = self._db.execute("SELECT name, paused, totals, last_decision FROM deployments ORDER BY name")
+        return [
+            StoredDeployment(name, bool(paused), Totals(**json.loads(totals)), last)
+            for name, paused, totals, last in rows
+        ]
+
+    def latest_placement(self, name: str) -> StoredPlacement | None:
+        """What a deployment served when it was last heard of."""
+        whole = self._db.execute(
+            "SELECT id, epoch, digest, experts, layers, ranks, slots, phy2log FROM placements "
+            "WHERE deployment = ? AND layer IS NULL ORDER BY id DESC LIMIT 1",
+            (name,),
+        ).fetchone()
+        if whole is None:
+            return None
+        since, epoch, digest, experts, layers, ranks, slots, blob = whole
+        phy2log_LRS = _from_blob(blob).reshape(layers, ranks, slots).copy()
+        later = self._db.execute(
+            "SELECT epoch, digest, layer, phy2log FROM placements WHERE deployment = ? AND id > ? ORDER BY id",
+            (name, since),
+        ).fetchall()
+        for _, _, layer, blob in later:
+            phy2log_LRS[layer] = _from_blob(blob).reshape(ranks, slots)
+        if later:
+            epoch, digest = later[-1][:2]
+        return StoredPlacement(epoch, digest, Placement(phy2log_LRS, experts))
+
+    def plans(self, name: str, limit: int = 100) -> list[StoredPlan]:
+        """The newest plans of a deployment, newest first."""
+        rows = self._db.execute(
+            "SELECT id, at, leader_term, base_epoch, verdicts, outcome, reason, committed FROM plans "
+            "WHERE deployment = ? ORDER BY id DESC LIMIT ?",
+            (name, limit),
+        )
+        return [
+            StoredPlan(
+                plan_id,
+                at,
+                term,
+                base_epoch,
+                tuple(LayerVerdict(**verdict) for verdict in json.loads(verdicts)),
+                Outcome(outcome) if outcome else None,
+                reason,
+                committed,
+            )
+            for plan_id, at, term, base_epoch, verdicts, outcome, reason, committed in rows
+        ]
+
+    # Opening
+
+    def _open(self) -> None:
+        if self._path != MEMORY and not Path(self._path).parent.is_dir():
+            raise StoreError(f"cannot make the store {self._path!r}: its directory does not exist")
+        self._db = sqlite3.connect(self._path, timeout=5.0, check_same_thread=False)
+        try:
+            self._check_kind()
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.execute("PRAGMA foreign_keys = ON")
+            self._begin_term()
+        except (sqlite3.Error, StoreError):
+            self._db.close()
+            raise
+
+    def _check_kind(self) -> None:
+        (application,) = self._db.execute("PRAGMA application_id").fetchone()
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        (tables,) = self._db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+        if not tables:
+            self._db.executescript(
+                f"BEGIN; {_SCHEMA} PRAGMA application_id = {_APPLICATION_ID}; "
+                f"PRAGMA user_version = {_SCHEMA_VERSION}; COMMIT;"
+            )
+        elif application != _APPLICATION_ID:
+            raise StoreError(f"{self._path!r} is a database of something else; name another store")
+        elif version != _SCHEMA_VERSION:
+            raise StoreError(
+                f"{self._path!r} has schema version {version}, this release reads {_SCHEMA_VERSION}; "
+                "use the release that wrote it, or name another store"
+            )
+
+    def _begin_term(self) -> None:
+        with self._db:
+            self._db.execute("UPDATE service SET leader_term = leader_term + 1")
+            self._db.execute(
+                "UPDATE plans SET outcome = ?, reason = 'the service stopped' WHERE outcome IS NULL",
+                (Outcome.INTERRUPTED.value,),
+            )
+        (term,) = self._db.execute("SELECT leader_term FROM service").fetchone()
+        self.leader_term: int = term
+        (last,) = self._db.execute("SELECT COALESCE(MAX(id), 0) FROM plans").fetchone()
+        # Agents outlive services: where no file remembers the last number, the clock is past it.
+        self._last_plan_id: int = max(last, int(time.time()))
+
+    def _name(self, name: str) -> None:
+        self._db.execute("INSERT OR IGNORE INTO deployments (name) VALUES (?)", (name,))
+
+    def _insert_placement(self, name: str, live: LivePlacement, layer: int | None) -> None:
+        placement = live.placement
+        slots = placement.phy2log_LRS if layer is None else placement.phy2log_LRS[layer]
+        self._db.execute(
+            "INSERT INTO placements (deployment, at, epoch, digest, experts, layers, ranks, slots, layer, phy2log) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                name,
+                time.time(),
+                live.epoch,
+                live.digest,
+                placement.experts,
+                placement.layers,
+                placement.ranks,
+                placement.slots,
+                layer,
+                np.ascontiguousarray(slots, dtype="<i4").tobytes(),
+            ),
+        )
+
+
+def _from_blob(blob: bytes) -> Int32:
+    return np.frombuffer(blob, dtype="<i4").astype(np.int32)

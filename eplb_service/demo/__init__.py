@@ -1,0 +1,1 @@
+"""The demo's stage: starts rank processes beside a service, keeps score of their balance, and shows it."""

@@ -1,0 +1,92 @@
+"""Steps that some ranks have reported and others not yet."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_service.heat.batch import HeatBatch
+from eplb_service.placement import Int32
+
+
+class PendingSteps:
+    """A ring of the newest steps, each filled rank by rank.
+
+    Parameters
+    ----------
+    ranks, layers, experts
+        R, L and E.
+    capacity
+        P, steps in the ring; a step that falls out of it unfinished is lost.
+
+    ``heat_PLE`` (tokens by expert), ``loads_PLR`` (tokens by rank), ``epochs_PL`` and ``step_P`` are rows of steps by
+    the positions that ``add`` returns, and hold until the next ``add``.
+    """
+
+    def __init__(self, ranks: int, layers: int, experts: int, capacity: int) -> None:
+        self.completed = 0
+        self.lost = 0
+        self.step_P = np.zeros(capacity, dtype=np.int64)
+        self.heat_PLE = np.zeros((capacity, layers, experts), dtype=np.int32)
+        self.loads_PLR = np.zeros((capacity, layers, ranks), dtype=np.int32)
+        self.epochs_PL = np.zeros((capacity, layers), dtype=np.int64)
+        self._seen_PR = np.zeros((capacity, ranks), dtype=bool)
+        self._busy_P = np.zeros(capacity, dtype=bool)
+        self._spoilt_P = np.zeros(capacity, dtype=bool)
+        self._first: int | None = None
+        self._end = 0
+
+    @property
+    def capacity(self) -> int:
+        """P."""
+        return len(self.step_P)
+
+    def add(self, rank: int, batch: HeatBatch, slots_LS: Int32) -> npt.NDArray[np.intp]:
+        """Fill in the counts of a rank whose slots hold the experts ``slots_LS``.
+
+        Returns the positions of steps that are now complete and carry tokens. A step that this rank has told of
+        before, or that has fallen out of the ring, is left as it is. At most ``capacity`` steps at a time.
+        """
+        self._make_room(batch.first_step, batch.first_step + batch.steps)
+        steps_T = np.arange(batch.first_step, batch.first_step + batch.steps)
+        positions_T = steps_T % self.capacity
+        open_T = (self.step_P[positions_T] == steps_T) & ~self._seen_PR[positions_T, rank]
+        positions, taken = positions_T[open_T], np.flatnonzero(open_T)
+        self._agree_on_epochs(positions, np.asarray(batch.layer_epochs, dtype=np.int64))
+        counts_TLS = batch.slot_counts_TLS[taken]
+        layers = np.arange(counts_TLS.shape[1])
+        # No expert stands twice on a rank, so no element is addressed twice.
+        self.heat_PLE[positions[:, None, None], layers[None, :, None], slots_LS[None]] += counts_TLS
+        self.loads_PLR[positions, :, rank] = counts_TLS.sum(axis=2)
+        self._busy_P[positions] |= ~batch.dummy_T[taken]
+        self._seen_PR[positions, rank] = True
+        done = self._done(positions)
+        self.completed += int(done.sum())
+        complete: npt.NDArray[np.intp] = positions[done & self._busy_P[positions]]
+        return complete
+
+    def _done(self, positions: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
+        done: npt.NDArray[np.bool_] = self._seen_PR[positions].all(axis=1) & ~self._spoilt_P[positions]
+        return done
+
+    def _agree_on_epochs(self, positions: npt.NDArray[np.intp], epochs_L: npt.NDArray[np.int64]) -> None:
+        fresh = ~self._seen_PR[positions].any(axis=1)
+        self.epochs_PL[positions[fresh]] = epochs_L
+        self._spoilt_P[positions] |= (self.epochs_PL[positions] != epochs_L).any(axis=1)
+
+    def _make_room(self, start: int, end: int) -> None:
+        if self._first is None:
+            self._first = self._end = start
+        if end <= self._end:
+            return
+        kept_from = end - self.capacity
+        leaving = (
+            np.arange(max(self._first, self._end - self.capacity), min(self._end, kept_from)) % self.capacity
+        )
+        self.lost += int((~self._done(leaving)).sum()) + max(0, kept_from - max(self._end, self._first))
+        coming = np.arange(max(self._end, kept_from), end)
+        positions = coming % self.capacity
+        self.step_P[positions] = coming
+        for rows in (self.heat_PLE, self.loads_PLR, self._seen_PR, self._busy_P, self._spoilt_P):
+            rows[positions] = 0
+        self._end = end

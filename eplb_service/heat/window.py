@@ -1,0 +1,94 @@
+"""The stretch of heat that one decision looks at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+class HeatError(ValueError):
+    """Heat that cannot be used; the message says what was found, where, and what was expected."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Heat of consecutive steps, ready to be planned on.
+
+    Parameters
+    ----------
+    heat_TLE
+        Tokens that each logical expert received in each step, ``[T, L, E]``, any integer or float type; kept as
+        float64 when fractional and int64 otherwise.
+    source_RLE
+        Tokens of each source rank by logical expert, before dispatch, summed over the window, float64 ``[R, L, E]``;
+        ``None`` where the host does not tell. Only each expert's split over the ranks is used.
+
+    Raises ``HeatError`` on a wrong shape, on negative or non-finite values, and on sums past 2**53.
+    """
+
+    heat_TLE: npt.NDArray[np.int64] | npt.NDArray[np.float64]
+    source_RLE: npt.NDArray[np.float64] | None = None
+
+    def __post_init__(self) -> None:
+        heat_TLE = checked_heat(self.heat_TLE)
+        object.__setattr__(self, "heat_TLE", heat_TLE)
+        if self.source_RLE is None:
+            return
+        source_RLE = np.ascontiguousarray(self.source_RLE, dtype=np.float64)
+        if source_RLE.ndim != 3 or source_RLE.shape[1:] != heat_TLE.shape[1:]:
+            raise HeatError(
+                f"source heat has the shape [ranks, {heat_TLE.shape[1]}, {heat_TLE.shape[2]}], "
+                f"got {list(source_RLE.shape)}"
+            )
+        if not np.isfinite(source_RLE).all() or (source_RLE < 0).any():
+            raise HeatError("source heat holds negative or non-finite values")
+        object.__setattr__(self, "source_RLE", source_RLE)
+
+    @property
+    def steps(self) -> int:
+        """T."""
+        return int(self.heat_TLE.shape[0])
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        return int(self.heat_TLE.shape[1])
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return int(self.heat_TLE.shape[2])
+
+    def episodes(self, count: int) -> npt.NDArray[np.float64]:
+        """Sum consecutive steps into at most ``count`` episodes of nearly equal length, float64 ``[N, L, E]``.
+
+        Raises ``HeatError`` where the window is empty.
+        """
+        if self.steps == 0:
+            raise HeatError("the window holds no steps")
+        episodes = max(1, min(count, self.steps))
+        first_steps = np.arange(episodes) * self.steps // episodes
+        return np.add.reduceat(self.heat_TLE, first_steps, axis=0).astype(np.float64)
+
+
+def checked_heat(heat_TLE: npt.ArrayLike) -> npt.NDArray[np.int64] | npt.NDArray[np.float64]:
+    """Heat as int64 or float64 ``[T, L, E]``; raises ``HeatError`` naming the first value that cannot be heat."""
+    heat = np.asarray(heat_TLE)
+    if heat.ndim != 3 or 0 in heat.shape[1:]:
+        raise HeatError(f"heat has the shape [steps, layers, experts], got {list(heat.shape)}")
+    if heat.dtype.kind not in "iuf":
+        raise HeatError(f"heat holds numbers, got {heat.dtype}")
+    bad = ~np.isfinite(heat) | (heat < 0)
+    if bad.any():
+        step, layer, expert = np.argwhere(bad)[0]
+        raise HeatError(
+            f"heat is {heat[step, layer, expert]} at step {step}, layer {layer}, expert {expert}; "
+            "it must be a finite number of tokens, zero or more"
+        )
+    if heat.size and float(heat.sum(axis=(0, 2), dtype=np.float64).max()) > 2.0**53:
+        raise HeatError("heat sums past 2**53 tokens in one layer; no real trace does")
+    whole: npt.NDArray[np.int64] | npt.NDArray[np.float64]
+    whole = heat.astype(np.float64) if heat.dtype.kind == "f" else heat.astype(np.int64)
+    return whole

@@ -1,0 +1,170 @@
+"""One decision, as a pure function: what to change in which layers, and why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_service.heat.window import HeatError, Window
+from eplb_service.placement import Int32, Placement, PlacementError, check_layer, check_log2phy
+from eplb_service.planner import verdict
+from eplb_service.planner.cherry_pick import cherry_pick
+from eplb_service.planner.noise_floor import noise_floor
+from eplb_service.planner.plan import LayerPlan, LayerVerdict, Plan
+from eplb_service.planner.scoring import Float64, par, rank_loads, source_shares
+from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.topology import Topology, TopologyError
+from eplb_service.solver.engine import Answers, solve_many
+from eplb_service.solver.layer import KEEP, Search
+from eplb_service.solver.moves import choose_senders
+
+_FLASHLB = Search(z=1.0, price=0.0, groups=4, spread=2, beam=4, steps=4096, tables=True, warm=True)
+_DEEPSEEK = Search(z=0.0, price=0.0, groups=0, spread=0, beam=0, steps=0, tables=False, warm=False)
+
+
+def plan(
+    window: Window,
+    placement: Placement,
+    log2phy_RLE: Int32,
+    topology: Topology,
+    settings: PlannerSettings,
+) -> Plan:
+    """Decide what to change, given the heat of a window and what serves now.
+
+    Parameters
+    ----------
+    window
+        Heat, and each expert's split over the source ranks where the host tells it.
+    placement, log2phy_RLE
+        What is deployed: the placement and int32 ``[R, L, E]`` the table of each source rank.
+    topology
+        Nodes and token groups of the ranks.
+    settings
+        How to decide.
+
+    Returns a ``Plan``: the same for the same arguments, whatever the number of threads. A layer whose solution
+    turns out invalid keeps what it has, and its verdict says so. Raises ``HeatError``, ``PlacementError`` or
+    ``TopologyError`` where the arguments contradict each other.
+    """
+    _check_agreement(window, placement, log2phy_RLE, topology)
+    heat_NLE = window.episodes(settings.episodes)
+    seen_L = par(rank_loads(heat_NLE, placement, log2phy_RLE, window.source_RLE))
+    floor_L = noise_floor(heat_NLE, placement.ranks)
+    if settings.policy == "none":
+        stays = [
+            verdict.kept(layer, seen_L, floor_L, "kept: the policy is none") for layer in range(window.layers)
+        ]
+        return Plan((), tuple(stays))
+    picked = cherry_pick(seen_L, settings)
+    answers = _solve(window, heat_NLE, placement, log2phy_RLE, topology, settings, picked)
+    plans: list[LayerPlan] = []
+    verdicts = {
+        layer: verdict.not_picked(layer, seen_L, floor_L, settings)
+        for layer in set(range(window.layers)) - set(picked.tolist())
+    }
+    for at, layer in enumerate(picked.tolist()):
+        verdicts[layer], changed = _conclude(
+            answers, at, layer, placement, topology, settings, seen_L, floor_L
+        )
+        if changed is not None:
+            plans.append(changed)
+    plans.sort(key=lambda changed: verdicts[changed.layer].par_planned - verdicts[changed.layer].par_seen)
+    return Plan(tuple(plans), tuple(verdicts[layer] for layer in range(window.layers)))
+
+
+def plan_afresh(window: Window, placement: Placement, topology: Topology, settings: PlannerSettings) -> Plan:
+    """Solve every layer from nothing; ``placement`` serves only as what moves are counted against."""
+    settings = replace(settings, par_threshold=1.0, min_gain=0.0, move_price=0.0, max_layers=None, warm=False)
+    return plan(window, placement, placement.default_log2phy(), topology, settings)
+
+
+def _check_agreement(window: Window, placement: Placement, log2phy_RLE: Int32, topology: Topology) -> None:
+    if (window.layers, window.experts) != (placement.layers, placement.experts):
+        raise HeatError(
+            f"heat of {window.layers} layers x {window.experts} experts does not fit a placement of "
+            f"{placement.layers} x {placement.experts}"
+        )
+    wanted = (placement.ranks, placement.layers, placement.experts)
+    if log2phy_RLE.shape != wanted:
+        raise PlacementError(f"log2phy has the shape {list(wanted)}, got {list(log2phy_RLE.shape)}")
+    for rank in range(placement.ranks):
+        for layer in range(placement.layers):
+            where = f"log2phy of rank {rank}, layer {layer}"
+            check_log2phy(log2phy_RLE[rank, layer], placement.phy2log_LRS[layer], where)
+    if window.source_RLE is not None and window.source_RLE.shape[0] != placement.ranks:
+        raise HeatError(
+            f"source heat of {window.source_RLE.shape[0]} ranks does not fit {placement.ranks} ranks"
+        )
+    if topology.ranks != placement.ranks:
+        raise TopologyError(f"a topology of {topology.ranks} ranks does not fit {placement.ranks} ranks")
+
+
+def _solve(
+    window: Window,
+    heat_NLE: Float64,
+    placement: Placement,
+    log2phy_RLE: Int32,
+    topology: Topology,
+    settings: PlannerSettings,
+    picked: npt.NDArray[np.int64],
+) -> Answers:
+    """Answers for the picked layers; one source for each token group."""
+    _, first_G, group_R = np.unique(topology.token_groups_R, return_index=True, return_inverse=True)
+    shares_RLE = source_shares(window.source_RLE, placement.ranks, placement.layers, placement.experts)
+    share_GLE = np.zeros((first_G.size, len(picked), placement.experts))
+    np.add.at(share_GLE, group_R, shares_RLE[:, picked])
+    answers = solve_many(
+        heat_NLE[:, picked].transpose(1, 0, 2),
+        np.ones(heat_NLE.shape[0]),
+        placement.phy2log_LRS[picked],
+        log2phy_RLE[first_G][:, picked].transpose(1, 0, 2),
+        share_GLE.transpose(1, 0, 2),
+        _search(settings, placement),
+        settings.threads,
+    )
+    return answers._replace(log2phy_LGE=answers.log2phy_LGE[:, group_R])
+
+
+def _search(settings: PlannerSettings, placement: Placement) -> Search:
+    if settings.policy == "deepseek":
+        return _DEEPSEEK
+    return _FLASHLB._replace(
+        z=settings.z,
+        price=settings.move_price / (placement.ranks * placement.slots),
+        groups=_FLASHLB.groups if settings.tree_search else 0,
+        steps=_FLASHLB.steps if settings.local_search else 0,
+        tables=settings.solve_tables,
+        warm=settings.warm,
+    )
+
+
+def _conclude(
+    answers: Answers,
+    at: int,
+    layer: int,
+    placement: Placement,
+    topology: Topology,
+    settings: PlannerSettings,
+    seen_L: Float64,
+    floor_L: Float64,
+) -> tuple[LayerVerdict, LayerPlan | None]:
+    """Check one layer's answer and weigh its gain."""
+    phy2log_RS, log2phy_RE = answers.phy2log_LRS[at], answers.log2phy_LGE[at]
+    planned, (moves, taken) = float(answers.par_L2[at, 1]), answers.taken_L2[at].tolist()
+    gain = float(seen_L[layer]) - planned
+    if taken == KEEP:
+        return verdict.kept(layer, seen_L, floor_L, "kept: no candidate wins more than its moves cost"), None
+    if gain < settings.min_gain:
+        reason = f"kept: the best candidate wins {gain:.3f}, less than min_gain {settings.min_gain:g}"
+        return verdict.kept(layer, seen_L, floor_L, reason), None
+    try:
+        check_layer(phy2log_RS, placement.experts, f"layer {layer}")
+        for rank in range(placement.ranks):
+            check_log2phy(log2phy_RE[rank], phy2log_RS, f"layer {layer}, table of rank {rank}")
+    except PlacementError as error:
+        return verdict.kept(layer, seen_L, floor_L, f"kept: the solver failed ({error})"), None
+    moves_M5 = choose_senders(placement.phy2log_LRS[layer].copy(), phy2log_RS, topology.nodes_R)
+    decided = verdict.changed(layer, seen_L, floor_L, planned, moves, taken)
+    return decided, LayerPlan(layer, phy2log_RS, log2phy_RE, moves_M5)

@@ -1,0 +1,85 @@
+"""What one decision says: the layers that change, and why each layer changes or stays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean
+
+from eplb_service.placement import Int32
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer that changes.
+
+    Parameters
+    ----------
+    layer
+        Its index.
+    phy2log_RS
+        int32 ``[R, S]``, the new placement.
+    log2phy_RE
+        int32 ``[R, E]``, the new table of each source rank.
+    moves_M5
+        int32 ``[M, 5]``: source rank, source slot, destination rank, destination slot, expert; one row per slot that
+        must receive weights. Empty where only the tables change.
+    """
+
+    layer: int
+    phy2log_RS: Int32
+    log2phy_RE: Int32
+    moves_M5: Int32
+
+
+@dataclass(frozen=True)
+class LayerVerdict:
+    """What was decided about one layer, and why.
+
+    Parameters
+    ----------
+    layer
+        Its index.
+    par_seen
+        Peak-to-average ratio of the window under the placement and tables that serve now.
+    par_planned
+        The same under what was decided; equal to ``par_seen`` where nothing changes.
+    noise_floor
+        What token sampling alone gives a perfectly balanced layer; no placement can win below it.
+    moves
+        Slots that must receive weights.
+    changed
+        Whether the layer stands in the plan.
+    reason
+        In an operator's words.
+    """
+
+    layer: int
+    par_seen: float
+    par_planned: float
+    noise_floor: float
+    moves: int
+    changed: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One decision: ``layers`` holds those that change, largest gain first; ``verdicts`` all, in order."""
+
+    layers: tuple[LayerPlan, ...]
+    verdicts: tuple[LayerVerdict, ...]
+
+    @property
+    def par_seen(self) -> float:
+        """Mean over layers before the decision; 1.0 where there are no layers."""
+        return fmean(verdict.par_seen for verdict in self.verdicts) if self.verdicts else 1.0
+
+    @property
+    def par_planned(self) -> float:
+        """Mean over layers after the decision."""
+        return fmean(verdict.par_planned for verdict in self.verdicts) if self.verdicts else 1.0
+
+    @property
+    def moves(self) -> int:
+        """Slots that must receive weights, over all layers."""
+        return sum(verdict.moves for verdict in self.verdicts)

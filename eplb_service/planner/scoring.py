@@ -1,0 +1,66 @@
+"""How well a placement and its tables share the heat: rank loads and their peak-to-average ratio."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_service.placement import Int32, Placement
+
+Float64 = npt.NDArray[np.float64]
+"""A float64 array; its dimensions stand in the variable's name."""
+
+
+def source_shares(source_RLE: Float64 | None, ranks: int, layers: int, experts: int) -> Float64:
+    """Each expert's split over the source ranks, summing to 1, float64 ``[R, L, E]``.
+
+    Uniform where it is unknown (``source_RLE`` is ``None``, or an expert got no tokens).
+    """
+    if source_RLE is None:
+        return np.full((ranks, layers, experts), 1.0 / ranks)
+    shares_RLE = np.full((ranks, layers, experts), 1.0 / ranks)
+    total_LE = source_RLE.sum(axis=0)
+    return np.divide(source_RLE, total_LE, out=shares_RLE, where=total_LE > 0)
+
+
+def slot_shares(phy2log_LRS: Int32, log2phy_RLE: Int32, shares_RLE: Float64) -> Float64:
+    """The share of its expert's tokens that each slot receives, float64 ``[L, R*S]``."""
+    layers, ranks, slots = phy2log_LRS.shape
+    first_L1 = np.arange(layers, dtype=np.int64)[:, None] * (ranks * slots)
+    flat = (first_L1 + log2phy_RLE).ravel()
+    total = np.bincount(flat, weights=shares_RLE.ravel(), minlength=layers * ranks * slots)
+    return total.reshape(layers, ranks * slots)
+
+
+def rank_loads(
+    heat_NLE: npt.NDArray[np.floating] | npt.NDArray[np.integer],
+    placement: Placement,
+    log2phy_RLE: Int32,
+    source_RLE: Float64 | None = None,
+) -> Float64:
+    """Tokens that each rank receives through the actual tables, float64 ``[N, L, R]``.
+
+    An expert's tokens split over the source ranks as ``source_RLE`` says (float64 ``[R, L, E]``, only each expert's
+    split is used; uniform where unknown), and each part goes to the replica that its rank's table names.
+    """
+    phy2log_LRS = placement.phy2log_LRS
+    layers, ranks, slots = phy2log_LRS.shape
+    shares_RLE = source_shares(source_RLE, log2phy_RLE.shape[0], layers, placement.experts)
+    share_LP = slot_shares(phy2log_LRS, log2phy_RLE, shares_RLE)
+    loads_NLR = np.empty((heat_NLE.shape[0], layers, ranks))
+    for layer in range(layers):
+        slot_heat_NP = heat_NLE[:, layer, phy2log_LRS[layer].ravel()] * share_LP[layer]
+        loads_NLR[:, layer] = slot_heat_NP.reshape(-1, ranks, slots).sum(axis=2)
+    return loads_NLR
+
+
+def par(loads_NLR: Float64) -> Float64:
+    """Peak-to-average ratio of each layer, float64 ``[L]``.
+
+    The largest rank load over the mean rank load, averaged over the episodes that have tokens; 1.0 where none has.
+    """
+    mean_NL = loads_NLR.mean(axis=2)
+    busy_NL = mean_NL > 0
+    ratio_NL = np.where(busy_NL, loads_NLR.max(axis=2) / np.where(busy_NL, mean_NL, 1.0), 0.0)
+    episodes_L = busy_NL.sum(axis=0)
+    return np.where(episodes_L > 0, ratio_NL.sum(axis=0) / np.maximum(episodes_L, 1), 1.0)

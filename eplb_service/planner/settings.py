@@ -1,0 +1,90 @@
+"""What an operator may set about a decision; it checks itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+POLICIES = ("none", "deepseek", "flashlb")
+"""``none`` never moves; ``deepseek`` is greedy replicas and LPT packing; ``flashlb`` is the search."""
+
+OBJECTIVES = ("risk", "mean_max")
+"""``risk``: mean + z*std of the hottest rank; ``mean_max``: mean over episodes of the hottest rank."""
+
+
+class SettingsError(ValueError):
+    """A setting that no planner could follow; the message names it and its bounds."""
+
+
+@dataclass(frozen=True)
+class PlannerSettings:
+    """How decisions are made.
+
+    Parameters
+    ----------
+    policy
+        One of ``POLICIES``.
+    par_threshold
+        Layers whose peak-to-average ratio is at or below it are left alone (cherry-picking).
+    min_gain
+        Peak-to-average ratio that a layer must win to be worth switching.
+    max_layers
+        Most layers per decision, worst first; ``None`` for all.
+    move_price
+        Peak-to-average ratio that moving every slot of a layer must win; one slot costs its share of it.
+    episodes
+        Most episodes that a window is summed into; 1 plans on the plain sum.
+    objective
+        One of ``OBJECTIVES``.
+    z
+        Standard deviations above its mean at which ``risk`` takes a rank's load.
+    tree_search
+        Search replica counts together with the placement; off: greedy counts.
+    local_search
+        Improve the placement by swaps and replica exchanges.
+    solve_tables
+        Choose log2phy from measured source heat; off: the engines' fixed rule.
+    warm
+        Start from what is deployed and weigh it against a fresh placement; off: every picked layer is placed anew.
+    seed
+        Of every random choice.
+    threads
+        Layers solved at a time; ``None`` for numba's default. Results do not depend on it.
+
+    Raises ``SettingsError`` on a value out of bounds.
+    """
+
+    policy: str = "flashlb"
+    par_threshold: float = 1.02
+    min_gain: float = 0.01
+    max_layers: int | None = None
+    move_price: float = 0.05
+    episodes: int = 32
+    objective: str = "risk"
+    z: float = 1.0
+    tree_search: bool = True
+    local_search: bool = True
+    solve_tables: bool = True
+    warm: bool = True
+    seed: int = 0
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise SettingsError(f"policy is {self.policy!r}; choose one of {', '.join(POLICIES)}")
+        if self.objective not in OBJECTIVES:
+            raise SettingsError(f"objective is {self.objective!r}; choose one of {', '.join(OBJECTIVES)}")
+        self._at_least("par_threshold", 1.0)
+        self._at_least("min_gain", 0.0)
+        self._at_least("move_price", 0.0)
+        self._at_least("z", 0.0)
+        self._at_least("episodes", 1)
+        self._at_least("seed", 0)
+        for name in ("max_layers", "threads"):
+            if getattr(self, name) is not None:
+                self._at_least(name, 1)
+
+    def _at_least(self, name: str, bound: float) -> None:
+        value = getattr(self, name)
+        if not math.isfinite(value) or value < bound:
+            raise SettingsError(f"{name} is {value}; it must be a finite number, {bound} or more")

@@ -1,0 +1,60 @@
+"""Where the ranks stand: nodes, and which ranks see the same tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from eplb_service.placement import Int32
+
+
+class TopologyError(ValueError):
+    """A topology that describes no set of ranks; the message says what was found."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Nodes and token groups of R ranks.
+
+    Parameters
+    ----------
+    nodes_R
+        int32 ``[R]``, node of each rank; transfers within a node are cheaper.
+    token_groups_R
+        int32 ``[R]``; ranks with the same number see the same tokens (all-gather dispatch) and must get one log2phy.
+    bytes_per_expert
+        Weights of one expert, for telling what moves cost.
+
+    Raises ``TopologyError`` on a wrong shape or a negative number.
+    """
+
+    nodes_R: Int32
+    token_groups_R: Int32
+    bytes_per_expert: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("nodes_R", "token_groups_R"):
+            array = np.ascontiguousarray(getattr(self, name), dtype=np.int32)
+            if array.ndim != 1 or array.size == 0:
+                raise TopologyError(f"{name} has the shape [ranks], got {list(array.shape)}")
+            if array.min() < 0:
+                raise TopologyError(f"{name} numbers from 0, got {array.min()}")
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+        if self.nodes_R.shape != self.token_groups_R.shape:
+            raise TopologyError(
+                f"nodes of {self.nodes_R.size} ranks but token groups of {self.token_groups_R.size}; one of each a rank"
+            )
+        if self.bytes_per_expert < 0:
+            raise TopologyError(f"bytes_per_expert is {self.bytes_per_expert}; it cannot be negative")
+
+    @property
+    def ranks(self) -> int:
+        """R."""
+        return int(self.nodes_R.size)
+
+    @classmethod
+    def flat(cls, ranks: int) -> Topology:
+        """One node, every rank with tokens of its own."""
+        return cls(np.zeros(ranks, dtype=np.int32), np.arange(ranks, dtype=np.int32))

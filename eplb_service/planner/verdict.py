@@ -1,0 +1,38 @@
+"""Why each layer changes or stays, in an operator's words."""
+
+from __future__ import annotations
+
+from eplb_service.planner.plan import LayerVerdict
+from eplb_service.planner.scoring import Float64
+from eplb_service.planner.settings import PlannerSettings
+from eplb_service.solver.layer import FRESH, TABLES
+
+
+def kept(layer: int, seen_L: Float64, floor_L: Float64, reason: str) -> LayerVerdict:
+    """A layer that stays as it is."""
+    seen = float(seen_L[layer])
+    return LayerVerdict(layer, seen, seen, float(floor_L[layer]), moves=0, changed=False, reason=reason)
+
+
+def not_picked(layer: int, seen_L: Float64, floor_L: Float64, settings: PlannerSettings) -> LayerVerdict:
+    """A layer that this decision did not look into."""
+    if seen_L[layer] > settings.par_threshold:
+        reason = f"waits: only the {settings.max_layers} worst layers change in one decision"
+    else:
+        reason = f"left alone: {seen_L[layer]:.3f} is at or below the threshold {settings.par_threshold:g}"
+    return kept(layer, seen_L, floor_L, reason)
+
+
+def changed(
+    layer: int, seen_L: Float64, floor_L: Float64, planned: float, moves: int, taken: int
+) -> LayerVerdict:
+    """A layer that switches."""
+    seen = float(seen_L[layer])
+    if taken == TABLES or moves == 0:
+        how = "tables retuned, no weights move"
+    elif taken == FRESH:
+        how = f"placed anew, {moves} slots receive weights"
+    else:
+        how = f"improved where it stands, {moves} slots receive weights"
+    reason = f"{how}: {seen:.3f} to {planned:.3f}"
+    return LayerVerdict(layer, seen, planned, float(floor_L[layer]), moves, changed=True, reason=reason)

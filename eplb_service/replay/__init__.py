@@ -1,0 +1,1 @@
+"""The planner run along a recorded trace, scored by what each decision realises in the steps after it."""

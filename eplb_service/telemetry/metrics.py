@@ -1,0 +1,120 @@
+"""Prometheus metrics of the service; told what happens, never asking."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Thread
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+_DEPLOYMENT = ("deployment",)
+_LAYER = ("deployment", "layer")
+_SOLVE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class Metrics:
+    """All metrics, in a registry of their own; every label is bounded by the deployments and layers that exist."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._labelled: list[tuple[Gauge | Counter | Histogram, Sequence[str]]] = []
+
+        def gauge(name: str, text: str, labels: Sequence[str] = _DEPLOYMENT) -> Gauge:
+            made = Gauge(name, text, labels, registry=self.registry)
+            self._labelled.append((made, labels))
+            return made
+
+        def counter(name: str, text: str, labels: Sequence[str] = _DEPLOYMENT) -> Counter:
+            made = Counter(name, text, labels, registry=self.registry)
+            self._labelled.append((made, labels))
+            return made
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            made = Histogram(name, text, _DEPLOYMENT, buckets=buckets, registry=self.registry)
+            self._labelled.append((made, _DEPLOYMENT))
+            return made
+
+        self.build = gauge("eplb_build_info", "Constant 1; the running version.", ("version",))
+        self.leader_term = gauge("eplb_leader_term", "Starts of a service on this store.", ())
+        self.deployments = gauge("eplb_deployments", "Deployments known.", ())
+        self.par_realised = gauge(
+            "eplb_par_realised",
+            "Peak-to-average ratio of a layer, from loads that the ranks measured.",
+            _LAYER,
+        )
+        self.par_planned = gauge(
+            "eplb_par_planned",
+            "Peak-to-average ratio that the last plan switched in promised for a layer.",
+            _LAYER,
+        )
+        self.deployment_par_realised = gauge(
+            "eplb_deployment_par_realised", "Mean of eplb_par_realised over layers."
+        )
+        self.deployment_par_planned = gauge(
+            "eplb_deployment_par_planned",
+            "Mean over layers that the last decision expects to serve from then on.",
+        )
+        self.deployment_par_seen = gauge(
+            "eplb_deployment_par_seen", "Mean over layers that the last decision found in its window."
+        )
+        self.solve_seconds = histogram(
+            "eplb_solve_seconds", "Time that one decision took to compute.", _SOLVE_BUCKETS
+        )
+        self.steps_received = counter("eplb_steps_received", "Steps of which every rank's heat arrived.")
+        self.steps_lost = counter("eplb_steps_lost", "Steps of which some rank's heat never arrived.")
+        self.layers_switched = counter("eplb_layers_switched", "Layers whose switch was committed.")
+        self.moves = counter("eplb_moves", "Experts moved by committed switches.")
+        self.moved_bytes = counter("eplb_moved_bytes", "Weights moved by committed switches.")
+        self.decisions = counter(
+            "eplb_decisions",
+            "Decisions by what they led to: plan, kept, dropped or failed.",
+            ("deployment", "result"),
+        )
+        self.plans = counter("eplb_plans", "Plans offered, by outcome.", ("deployment", "outcome"))
+        self.agents_connected = gauge("eplb_agents_connected", "Ranks whose stream is alive.")
+        self.agents_expected = gauge("eplb_agents_expected", "Ranks of the group.")
+        self.epoch = gauge("eplb_epoch", "Version of the placement in force.")
+        self.paused = gauge("eplb_paused", "1 while planning is paused.")
+        self.problems = gauge("eplb_problems", "What is wrong, in number; `eplb status` says what.")
+
+    def layer_pars(self, deployment: str, realised: Sequence[float], planned: dict[int, float]) -> None:
+        """Per-layer ratios; zeros were not measured and are left out."""
+        for layer, value in enumerate(realised):
+            if value > 0:
+                self.par_realised.labels(deployment, str(layer)).set(value)
+        for layer, value in planned.items():
+            self.par_planned.labels(deployment, str(layer)).set(value)
+
+    def forget(self, deployment: str) -> None:
+        """Remove every series of a deployment that is known no more."""
+        for metric, names in self._labelled:
+            samples = [sample.labels for family in metric.collect() for sample in family.samples]
+            for labels in {
+                tuple(of[name] for name in names) for of in samples if of.get("deployment") == deployment
+            }:
+                metric.remove(*labels)
+
+    def serve(self, host: str, port: int) -> MetricsServer:
+        """Answer ``GET /metrics`` on ``host:port`` (0: a free port); raises ``OSError`` where it cannot."""
+        server, thread = start_http_server(port, addr=host, registry=self.registry)
+        return MetricsServer(server, thread)
+
+
+class MetricsServer:
+    """The running HTTP server of ``Metrics.serve``."""
+
+    def __init__(self, server: Any, thread: Thread) -> None:
+        self._server = server
+        self._thread = thread
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._server.server_port)
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -1,0 +1,1 @@
+"""The wire contract: generated stubs, and the codec between messages and checked numpy arrays."""

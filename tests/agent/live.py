@@ -1,0 +1,125 @@
+"""Live layers with agents in a test's ranks, and plans for them as a service would make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from eplb_service.placement import Int32, Placement, default_log2phy
+from eplb_service.wire.plan_codec import WireLayer, WirePlan, plan_digest, table_digest
+from worker_agent.agent import Agent
+from worker_agent.heat import HeatSegment, StepPhase
+from worker_agent.moe import ExpertParallelMoE, MoEShape, seeded_experts
+from worker_agent.settings import AgentSettings
+
+EXPERTS, SLOTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 5, 16, 8, 2
+# Nobody listens on the discard port: an agent without a service.
+NOWHERE = "127.0.0.1:9"
+
+
+def layers_of(count: int, phy2log_RS: Int32, dispatcher: str = "all2allv") -> list[ExpertParallelMoE]:
+    """``count`` layers with seeded experts, this rank's part of ``phy2log_RS``."""
+    shapes = [MoEShape(layer, EXPERTS, HIDDEN, INTERMEDIATE) for layer in range(count)]
+    group = dist.group.WORLD
+    return [
+        ExpertParallelMoE(
+            shape, phy2log_RS, seeded_experts(shape), dispatcher=dispatcher, ep_group=group, heat_rows=16
+        )
+        for shape in shapes
+    ]
+
+
+def linear_RS(ranks: int) -> Int32:
+    """vLLM's first layout."""
+    return np.array(Placement.linear(1, EXPERTS, ranks, SLOTS).phy2log_LRS[0])
+
+
+def shuffled_RS(ranks: int, seed: int) -> Int32:
+    """Another valid layer: experts dealt out in a random order, none twice on a rank."""
+    order = np.random.default_rng(seed).permutation(EXPERTS)
+    return order[linear_RS(ranks)].astype(np.int32)
+
+
+def settings(**changes: Any) -> AgentSettings:
+    """Short deadlines, one node, no service."""
+    values = {"service": NOWHERE, "node": "here", "vote_timeout_seconds": 10, "transfer_timeout_seconds": 10}
+    return AgentSettings(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def plan_for(agent: Agent, changes: dict[int, Int32], plan_id: int = 1, term: int = 1) -> WirePlan:
+    """What a service would send this agent to bring the layers of ``changes`` there; slots that keep stay."""
+    rank, installed = agent.identity.rank, agent.installed
+    layers = []
+    for layer, new_RS in changes.items():
+        old_RS = installed.placement.phy2log_LRS[layer]
+        moves = [
+            (
+                int(np.argwhere(old_RS == expert)[0][0]),
+                int(np.argwhere(old_RS == expert)[0][1]),
+                r,
+                s,
+                int(expert),
+            )
+            for (r, s), expert in np.ndenumerate(new_RS)
+            if old_RS[r, s] != expert
+        ]
+        tables_RE = default_log2phy(new_RS, EXPERTS)
+        layers.append(
+            WireLayer(
+                layer=layer,
+                phy2log_RS=new_RS,
+                log2phy_E=tables_RE[rank],
+                log2phy_digests=tuple(table_digest(row) for row in tables_RE),
+                moves_M5=np.array(moves, dtype=np.int32).reshape(-1, 5),
+            )
+        )
+    digest = plan_digest(plan_id, installed.epoch, installed.digest, tuple(layers))
+    return WirePlan(plan_id, term, installed.epoch, installed.digest, tuple(layers), digest)
+
+
+def keep_staying_slots(old_RS: Int32, new_RS: Int32) -> Int32:
+    """``new_RS`` with its experts in the slots that they already have on their rank."""
+    kept = np.full_like(new_RS, -1)
+    for rank, experts in enumerate(new_RS):
+        stays = np.isin(old_RS[rank], experts)
+        kept[rank, stays] = old_RS[rank, stays]
+        kept[rank, ~stays] = [expert for expert in experts if expert not in old_RS[rank]]
+    return kept
+
+
+def drive(
+    agent: Agent,
+    live: list[ExpertParallelMoE],
+    still: list[ExpertParallelMoE],
+    steps: int,
+    between: Callable[[int], None] = lambda _: None,
+) -> float:
+    """Run ``steps`` steps through both sets of layers; the largest difference of their outputs.
+
+    ``between(step)`` runs before each step. Ranks have different token counts, and rank 0 none at every third step.
+    """
+    rank = agent.identity.rank
+    generator = torch.Generator().manual_seed(rank)
+    worst = 0.0
+    for step in range(steps):
+        between(step)
+        tokens = 0 if rank == 0 and step % 3 == 0 else 3 + rank
+        hidden_TH = torch.randn(tokens, HIDDEN, generator=generator)
+        for one, other in zip(live, still, strict=True):
+            order_TE = torch.rand(tokens, EXPERTS, generator=generator).argsort(dim=1)
+            weights_TK = torch.full((tokens, TOP_K), 1 / TOP_K)
+            expected_TH = other(hidden_TH, order_TE[:, :TOP_K], weights_TK)
+            difference = (one(hidden_TH, order_TE[:, :TOP_K], weights_TK) - expected_TH).abs()
+            worst = max(worst, float(difference.max()) if tokens else 0.0)
+        agent.step()
+    return worst
+
+
+def segment(first_step: int, steps: int) -> HeatSegment:
+    """A segment of empty counts."""
+    counts_TLS = np.zeros((steps, 1, SLOTS), dtype=np.int32)
+    return HeatSegment(first_step, (0,), counts_TLS, None, (StepPhase.DECODE,) * steps)

@@ -1,0 +1,218 @@
+"""Real ranks switch layers while they serve, all at the same step or not at all, and no output changes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.agent import live
+from tests.ranks import run_ranks
+from worker_agent.agent import Agent
+from worker_agent.heat import HeatSegment
+
+RANKS = 3
+
+
+def _start(layer_count: int, **changes: Any) -> tuple[Agent, list[Any], list[Any]]:
+    rank_RS = live.linear_RS(dist.get_world_size())
+    layers, still = live.layers_of(layer_count, rank_RS), live.layers_of(layer_count, rank_RS)
+    return Agent.start(layers, dist.group.WORLD, live.settings(**changes)), layers, still
+
+
+def _addresses(layers: list[Any]) -> list[int]:
+    tensors = [t for layer in layers for t in (*layer.expert_weights(), layer.expert_map, layer.log2phy)]
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def _switch_two_layers() -> dict[str, Any]:
+    agent, layers, still = _start(3)
+    before = _addresses(layers)
+    targets = {
+        layer: live.keep_staying_slots(live.linear_RS(RANKS), live.shuffled_RS(RANKS, seed=layer))
+        for layer in (2, 0)
+    }
+    seen: list[int] = []
+
+    def between(step: int) -> None:
+        seen.append(agent.installed.epoch)
+        # The service's plan reaches the ranks at different steps.
+        if step == 3 + 2 * agent.identity.rank:
+            agent._stream.plans.put(live.plan_for(agent, targets))
+        time.sleep(0.002)
+
+    worst = live.drive(agent, layers, still, 60, between)
+    # Slots hold what the placement names: each equals the never-switched copy of that expert on some rank.
+    facts = {
+        "worst": worst,
+        "epochs": seen,
+        "digest": agent.installed.digest,
+        "layer_epochs": agent.installed.layer_epochs,
+        "placement": agent.installed.placement.phy2log_LRS.tolist(),
+        "same_addresses": before == _addresses(layers),
+        "halted": agent.halted,
+        "switched": agent.stats.layers_switched,
+        "received": agent.stats.experts_received,
+        "changed_tables": [
+            not bool((a.log2phy == b.log2phy).all()) for a, b in zip(layers, still, strict=True)
+        ],
+        "targets": {layer: target.tolist() for layer, target in targets.items()},
+    }
+    agent.close()
+    return facts
+
+
+def test_a_plan_switches_its_layers_on_all_ranks_at_the_same_step() -> None:
+    facts = run_ranks(RANKS, _switch_two_layers)
+    assert max(fact["worst"] for fact in facts) < 1e-5
+    assert facts[0]["epochs"][-1] == 2
+    for fact in facts:
+        assert fact["halted"] is None
+        assert fact["epochs"] == facts[0]["epochs"]
+        assert fact["digest"] == facts[0]["digest"]
+        assert fact["layer_epochs"] == (2, 0, 1)
+        assert fact["same_addresses"]
+        assert fact["switched"] == 2
+        for layer, target in fact["targets"].items():
+            assert fact["placement"][layer] == target
+    assert sum(fact["received"] for fact in facts) > 0
+    assert any(any(fact["changed_tables"]) for fact in facts)
+
+
+def _plan_reaches_some_ranks_only() -> dict[str, Any]:
+    agent, layers, still = _start(1, offer_deadline_steps=6)
+    target = live.keep_staying_slots(live.linear_RS(RANKS), live.shuffled_RS(RANKS, seed=1))
+
+    def between(step: int) -> None:
+        if step == 2 and agent.identity.rank != 1:
+            agent._stream.plans.put(live.plan_for(agent, {0: target}))
+        if step == 30:
+            agent._stream.plans.put(live.plan_for(agent, {0: target}, plan_id=2))
+        time.sleep(0.002)
+
+    worst = live.drive(agent, layers, still, 60, between)
+    agent.close()
+    return {
+        "worst": worst,
+        "aborted": agent.stats.plans_aborted,
+        "epoch": agent.installed.epoch,
+        "halted": agent.halted,
+    }
+
+
+def test_a_plan_that_not_all_ranks_hold_is_dropped_and_the_next_one_goes_through() -> None:
+    facts = run_ranks(RANKS, _plan_reaches_some_ranks_only)
+    assert max(fact["worst"] for fact in facts) < 1e-5
+    assert [fact["aborted"] for fact in facts] == [1, 0, 1]
+    assert [fact["epoch"] for fact in facts] == [1, 1, 1]
+    assert [fact["halted"] for fact in facts] == [None] * RANKS
+
+
+def _one_ranks_transfer_fails() -> dict[str, Any]:
+    agent, layers, still = _start(1, transfer_timeout_seconds=1.0)
+    target = live.keep_staying_slots(live.linear_RS(RANKS), live.shuffled_RS(RANKS, seed=1))
+    if agent.identity.rank == 2:
+        reserve = agent._transfers._staging.reserve
+
+        def fail_once(*arguments: Any) -> Any:
+            agent._transfers._staging.reserve = reserve  # type: ignore[method-assign]
+            raise MemoryError("no room to stage")
+
+        agent._transfers._staging.reserve = fail_once  # type: ignore[method-assign]
+
+    def between(step: int) -> None:
+        if step == 2:
+            agent._stream.plans.put(live.plan_for(agent, {0: target}))
+        if step == 200:
+            agent._stream.plans.put(live.plan_for(agent, {0: target}, plan_id=2))
+        time.sleep(0.01)
+
+    worst = live.drive(agent, layers, still, 260, between)
+    agent.close()
+    return {
+        "worst": worst,
+        "aborted": agent.stats.plans_aborted,
+        "epoch": agent.installed.epoch,
+        "halted": agent.halted,
+    }
+
+
+def test_a_failed_transfer_aborts_on_all_ranks_and_a_later_plan_uses_a_fresh_lane() -> None:
+    facts = run_ranks(RANKS, _one_ranks_transfer_fails)
+    assert max(fact["worst"] for fact in facts) < 1e-5
+    assert [fact["aborted"] for fact in facts] == [1] * RANKS
+    assert [fact["epoch"] for fact in facts] == [1] * RANKS
+    assert [fact["halted"] for fact in facts] == [None] * RANKS
+
+
+def _agent_breaks_on_one_rank() -> dict[str, Any]:
+    agent, layers, still = _start(1, offer_deadline_steps=6)
+    target = live.keep_staying_slots(live.linear_RS(RANKS), live.shuffled_RS(RANKS, seed=1))
+
+    def between(step: int) -> None:
+        if step == 4 and agent.identity.rank == 1:
+            agent._heat = None  # type: ignore[assignment]
+        if step == 10:
+            agent._stream.plans.put(live.plan_for(agent, {0: target}))
+        time.sleep(0.002)
+
+    worst = live.drive(agent, layers, still, 40, between)
+    agent.close()
+    return {"worst": worst, "epoch": agent.installed.epoch, "halted": agent.halted}
+
+
+def test_an_agent_that_breaks_stops_balancing_but_not_the_model() -> None:
+    facts = run_ranks(RANKS, _agent_breaks_on_one_rank)
+    assert max(fact["worst"] for fact in facts) < 1e-5
+    assert [fact["epoch"] for fact in facts] == [0] * RANKS
+    assert "AttributeError" in facts[1]["halted"]
+    assert facts[0]["halted"] is None
+
+
+def _count_heat() -> dict[str, Any]:
+    agent, layers, still = _start(2, report_steps=4)
+    target = live.keep_staying_slots(live.linear_RS(RANKS), live.shuffled_RS(RANKS, seed=1))
+
+    def between(step: int) -> None:
+        if step == 5:
+            agent._stream.plans.put(live.plan_for(agent, {1: target}))
+        time.sleep(0.002)
+
+    live.drive(agent, layers, still, 40, between)
+    segments: list[HeatSegment] = []
+    while isinstance(item := agent._outbox.take(timeout=0), HeatSegment) or item is not None:
+        if isinstance(item, HeatSegment):
+            segments.append(item)
+    agent.close()
+    return {"segments": segments, "lost": agent._heat.lost_steps}
+
+
+def test_heat_is_counted_under_the_placement_that_served_it() -> None:
+    facts = run_ranks(RANKS, _count_heat)
+    assert [fact["lost"] for fact in facts] == [0] * RANKS
+    cuts = [[(s.first_step, len(s.phases), s.layer_epochs) for s in fact["segments"]] for fact in facts]
+    assert cuts[0] == cuts[1] == cuts[2]
+    epochs = [epochs for _, _, epochs in cuts[0]]
+    assert epochs[0] == (0, 0)
+    assert epochs[-1] == (0, 1)
+    for first, (start, length, _) in zip([c[0] for c in cuts[0]][1:], cuts[0], strict=False):
+        assert first == start + length
+    for parts in zip(*(fact["segments"] for fact in facts), strict=True):
+        received = sum(part.slot_counts_TLS.sum(axis=2) for part in parts)
+        sent = sum(part.source_counts_TLE.sum(axis=2) for part in parts)
+        assert (received == sent).all()
+
+
+def _unequal_layers() -> str:
+    rank = dist.get_rank()
+    layers = live.layers_of(1 + (rank == 1), live.linear_RS(RANKS))
+    with pytest.raises(RuntimeError) as caught:
+        Agent.start(layers, dist.group.WORLD, live.settings())
+    return str(caught.value)
+
+
+def test_ranks_that_do_not_fit_together_are_all_told_why() -> None:
+    told = run_ranks(RANKS, _unequal_layers)
+    assert told == ["[layers, slots] differ: rank 0 has [1, 5], rank 1 has [2, 5]"] * RANKS

@@ -1,0 +1,116 @@
+"""``eplb`` starts fast, names its commands, and answers a user's mistake with one line and exit code 2."""
+
+import subprocess
+import sys
+
+import pytest
+
+from eplb_service import PlacementError, __version__
+from eplb_service.cli import main
+from eplb_service.cli.errors import UserError
+
+
+def run(capsys, *arguments):
+    code = main.run(arguments)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_version(capsys):
+    assert run(capsys, "--version") == (0, f"eplb {__version__}\n", "")
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",)])
+def test_help_names_every_command(capsys, arguments):
+    code, out, err = run(capsys, *arguments)
+    assert (code, err) == (0, "")
+    for name in main.COMMANDS:
+        assert name in out
+
+
+def test_help_imports_nothing_heavy():
+    probe = (
+        "import sys; from eplb_service.cli import main; main.run(['--help']);"
+        "print(sorted({'numba', 'grpc', 'torch', 'scipy', 'pydantic_settings'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stderr == "[]\n"
+
+
+@pytest.mark.parametrize("name", main.COMMANDS)
+def test_every_command_is_there_and_helps(capsys, name):
+    if name == "demo":
+        pytest.importorskip("torch")
+    code, out, err = run(capsys, name, "--help")
+    assert (code, err) == (0, "")
+    assert f"eplb {name}" in out
+
+
+def test_unknown_command_is_one_line(capsys):
+    code, out, err = run(capsys, "slove")
+    assert (code, out) == (2, "")
+    assert err.startswith("eplb: error: No such command 'slove'.")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--bogus"], "No such option: --bogus"),
+        (["solve", "--bogus"], "No such option: --bogus"),
+        (["solve"], "Missing option"),
+        (["solve", "--heat", "x.npz", "--ranks", "many"], "'--ranks'"),
+        (["replay", "--heat", "x.npz", "--ranks", "0"], "'--ranks'"),
+    ],
+)
+def test_wrong_arguments_end_in_one_line(capsys, arguments, message):
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("eplb: error: ")
+    assert message in err
+    assert "--help" in err
+    assert err.count("\n") == 1
+
+
+def command_that_raises(monkeypatch, error):
+    def load(name):
+        raise error
+
+    monkeypatch.setattr(main, "load_command", load)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UserError("no\nsuch  thing"),
+        PlacementError("no such thing"),
+        FileNotFoundError(2, "no such thing", "x.npz"),
+    ],
+)
+def test_a_users_mistake_is_one_line(capsys, monkeypatch, error):
+    command_that_raises(monkeypatch, error)
+    code, out, err = run(capsys, "solve")
+    assert (code, out) == (2, "")
+    assert err.startswith("eplb: error: ")
+    assert "no such thing" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), RuntimeError("a bug"), OSError(5, "a bug")])
+def test_a_bug_is_not_hidden(monkeypatch, error):
+    command_that_raises(monkeypatch, error)
+    with pytest.raises(type(error)):
+        main.run(["solve"])
+
+
+def test_interrupt(monkeypatch, capsys):
+    command_that_raises(monkeypatch, KeyboardInterrupt())
+    assert run(capsys, "solve")[0] == 130
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    command = f"{sys.executable} -m eplb_service.cli.main --help | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+    assert "Traceback" not in done.stderr

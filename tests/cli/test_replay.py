@@ -1,0 +1,96 @@
+"""``eplb replay`` scores policies over the same steps, and refuses bad input in one line."""
+
+import json
+
+import numpy as np
+import pytest
+
+from eplb_service.cli import main
+from eplb_service.heat.synthetic import synthetic_heat
+
+LAYERS, EXPERTS, RANKS = 2, 16, 4
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "trace.npz"
+    np.savez(path, heat=synthetic_heat("drift", 100, LAYERS, EXPERTS, tokens=256, top_k=2, seed=1))
+    return path
+
+
+def replay(capsys, *arguments):
+    code = main.run(["replay", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_json_on_stdout_and_in_the_file_agree(tmp_path, trace, capsys):
+    out = tmp_path / "replay.json"
+    schedule = ("--window", 40, "--interval", 25)
+    code, printed, _ = replay(
+        capsys, "--heat", trace, "--ranks", RANKS, "--slots", 5, *schedule, "--out", out, "--json"
+    )
+    assert code == 0
+    told = json.loads(printed)
+    assert told == json.loads(out.read_text())
+    assert list(told["policies"]) == ["none", "deepseek", "flashlb"]
+    assert told["steps_scored"] == 60
+    for policy in told["policies"].values():
+        assert [decision["step"] for decision in policy["decisions"]] == [40, 65, 90]
+        assert [decision["steps"] for decision in policy["decisions"]] == [25, 25, 10]
+    assert told["policies"]["flashlb"]["par_realised"] < told["policies"]["none"]["par_realised"]
+    assert told["policies"]["none"]["moves"] == 0
+
+
+def test_table(trace, capsys):
+    arguments = ("--ranks", RANKS, "--redundant", 4, "--policy", "flashlb,none", "--window", 40)
+    code, printed, _ = replay(capsys, "--heat", trace, *arguments)
+    assert code == 0
+    assert "on 4 ranks x 5 slots; 60 steps scored, 1 decisions" in printed
+    assert printed.index("flashlb") < printed.index("none")
+    assert "deepseek" not in printed
+
+
+BAD_ARGUMENTS = {
+    "trace too short": (["--window", "100"], "the trace has 100 steps, a window of 100 leaves none"),
+    "no window": (["--window", "0"], "'--window'"),
+    "unknown policy": (
+        ["--policy", "none,greedy"],
+        "--policy names 'greedy'; choose among none, deepseek, flashlb",
+    ),
+    "no policy": (["--policy", ","], "--policy names nothing"),
+    "slots and redundant": (["--redundant", "4"], "either --slots or --redundant"),
+    "too few slots": (["--slots", "3"], "12 slots cannot hold 16 experts"),
+    "unknown suffix": (["--out", "replay.csv"], "must end in .json"),
+    "folder missing": (["--out", "absent/replay.json"], "does not exist"),
+    "trace missing": (["--heat", "absent.npz"], "No such file"),
+    "unknown option": (["--windows", "3"], "No such option"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
+def test_bad_arguments(tmp_path, trace, capsys, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    good = ["--heat", trace, "--ranks", RANKS, "--slots", "5", "--window", "40", "--out", "replay.json"]
+    code, out, err = replay(capsys, *good, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("eplb: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [trace]
+
+
+def test_redundant_experts_that_do_not_spread_evenly(trace, capsys):
+    code, out, err = replay(capsys, "--heat", trace, "--ranks", 5, "--redundant", 3)
+    assert (code, out) == (2, "")
+    assert "use --redundant 4 or that plus a multiple of 5" in err
+
+
+def test_defaults_are_those_of_the_service():
+    from eplb_service.cli.main import load_command
+    from eplb_service.control.settings import ServiceSettings
+
+    defaults = {option.name: option.default for option in load_command("replay").params}
+    service = ServiceSettings.model_fields
+    assert defaults["window"] == service["window_steps"].default
+    assert defaults["interval"] == service["decision_interval"].default

@@ -1,0 +1,159 @@
+"""``eplb solve`` writes a valid placement worth what it says, and refuses bad input before it writes anything."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from eplb_service import Placement
+from eplb_service.cli import main
+from eplb_service.heat.placement_file import read_placement
+from eplb_service.heat.synthetic import synthetic_heat
+from eplb_service.placement import check_log2phy
+from eplb_service.planner.scoring import par, rank_loads
+
+LAYERS, EXPERTS, RANKS, SLOTS = 3, 16, 4, 5
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "trace.npz"
+    np.savez(path, counts=synthetic_heat("static", 40, LAYERS, EXPERTS, tokens=256, top_k=2, seed=1))
+    return path
+
+
+def solve(capsys, *arguments):
+    code = main.run(["solve", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_writes_a_valid_placement_that_is_worth_what_is_printed(tmp_path, trace, capsys):
+    out = tmp_path / "placement.npz"
+    code, printed, _ = solve(
+        capsys, "--heat", trace, "--ranks", RANKS, "--slots", SLOTS, "--out", out, "--json"
+    )
+    assert code == 0
+    told = json.loads(printed)
+    with np.load(out) as file:
+        placement = Placement(file["phy2log"], EXPERTS)
+        log2phy_RLE = file["log2phy"]
+    for rank in range(RANKS):
+        for layer in range(LAYERS):
+            check_log2phy(log2phy_RLE[rank, layer], placement.phy2log_LRS[layer])
+    with np.load(trace) as file:
+        realised_L = par(rank_loads(file["counts"], placement, log2phy_RLE))
+    assert told["par_after"] == pytest.approx(realised_L.mean())
+    assert told["par_after_per_layer"] == pytest.approx(realised_L.tolist())
+    assert told["par_after"] < told["par_before"]
+    assert told["moves"] == sum(told["moves_per_layer"]) > 0
+    assert (told["layers"], told["experts"], told["ranks"], told["slots"]) == (LAYERS, EXPERTS, RANKS, SLOTS)
+
+
+def test_table_names_the_result_and_the_file(tmp_path, trace, capsys):
+    out = tmp_path / "placement.json"
+    code, printed, _ = solve(capsys, "--heat", trace, "--ranks", RANKS, "--slots", SLOTS, "--out", out)
+    assert code == 0
+    assert f"flashlb: {LAYERS} layers x {EXPERTS} experts on {RANKS} ranks x {SLOTS} slots" in printed
+    assert "PAR before" in printed
+    assert str(out) in printed
+    assert read_placement(out, EXPERTS, RANKS).slots == SLOTS
+
+
+def test_from_its_own_result_nothing_moves(tmp_path, trace, capsys):
+    first, second = tmp_path / "first.npz", tmp_path / "second.npz"
+    shape = ("--heat", trace, "--ranks", RANKS, "--slots", SLOTS, "--json")
+    solve(capsys, *shape, "--out", first)
+    code, printed, _ = solve(capsys, *shape, "--placement", first, "--out", second)
+    told = json.loads(printed)
+    assert code == 0
+    assert told["moves"] == 0
+    assert told["par_after"] <= told["par_before"]
+
+
+@pytest.mark.parametrize("policy", ["none", "deepseek"])
+def test_other_policies(tmp_path, trace, capsys, policy):
+    out = tmp_path / "placement.npz"
+    shape = ("--ranks", RANKS, "--slots", SLOTS, "--out", out, "--json", "--policy", policy)
+    code, printed, _ = solve(capsys, "--heat", trace, *shape)
+    told = json.loads(printed)
+    assert code == 0
+    assert told["policy"] == policy
+    assert (told["moves"] == 0) == (policy == "none")
+
+
+def test_same_seed_same_file(tmp_path, trace, capsys):
+    files = [tmp_path / "a.npz", tmp_path / "b.npz"]
+    for threads, out in enumerate(files, start=1):
+        arguments = ("--ranks", RANKS, "--slots", SLOTS, "--seed", 3, "--threads", threads, "--out", out)
+        assert solve(capsys, "--heat", trace, *arguments)[0] == 0
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+BAD_ARGUMENTS = {
+    "too few slots": (["--slots", "3"], "12 slots cannot hold 16 experts"),
+    "more slots than experts": (["--slots", "17"], "use at most 16 slots a rank"),
+    "no ranks": (["--ranks", "0"], "'--ranks'"),
+    "unknown policy": (["--policy", "greedy"], "choose one of none, deepseek, flashlb"),
+    "folder missing": (["--out", "absent/out.npz"], "does not exist; create it first"),
+    "unknown suffix": (["--out", "out.csv"], "must end in .npz or .json"),
+    "trace missing": (["--heat", "absent.npz"], "No such file"),
+    "trace of another kind": (["--heat", "trace.csv"], "ending in .npz or .npy"),
+    "placement missing": (["--placement", "absent.json"], "No such file"),
+    "placement of other ranks": (["--placement", "other_ranks.npz"], "places on 8 ranks, expected 4"),
+    "placement of other slots": (["--placement", "other_slots.npz"], "4 slots"),
+    "placement of other layers": (["--placement", "other_layers.npz"], "layers"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
+def test_bad_arguments(tmp_path, trace, capsys, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    for name, shape in (("ranks", (3, 16, 8, 5)), ("slots", (3, 16, 4, 4)), ("layers", (2, 16, 4, 5))):
+        np.savez(f"other_{name}.npz", phy2log=Placement.linear(*shape).phy2log_LRS)
+    before = sorted(tmp_path.iterdir())
+    good = ["--heat", trace, "--ranks", RANKS, "--slots", SLOTS, "--out", "out.npz"]
+    code, out, err = solve(capsys, *good, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("eplb: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def heat_with(value):
+    heat = np.ones((4, LAYERS, EXPERTS))
+    heat[2, 1, 7] = value
+    return heat
+
+
+BAD_HEAT = {
+    "negative": (heat_with(-1), "heat is -1.0 at step 2, layer 1, expert 7"),
+    "not a number": (heat_with(np.nan), "heat is nan at step 2, layer 1, expert 7"),
+    "wrong shape": (np.ones((LAYERS, EXPERTS)), "got [3, 16]"),
+    "no steps": (np.ones((0, LAYERS, EXPERTS)), "holds no steps"),
+}
+
+
+@pytest.mark.parametrize(("heat", "message"), BAD_HEAT.values(), ids=BAD_HEAT)
+def test_bad_heat(tmp_path, capsys, heat, message):
+    trace, out = tmp_path / "trace.npz", tmp_path / "out.npz"
+    np.savez(trace, heat=heat)
+    code, printed, err = solve(capsys, "--heat", trace, "--ranks", RANKS, "--slots", SLOTS, "--out", out)
+    assert (code, printed) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+    assert not out.exists()
+
+
+def test_truncated_trace_in_a_process_of_its_own(tmp_path, trace):
+    trace.write_bytes(trace.read_bytes()[:-100])
+    command = [sys.executable, "-m", "eplb_service.cli.main", "solve", "--heat", trace]
+    command += ["--ranks", "4", "--slots", "5", "--out", tmp_path / "out.npz"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"eplb: error: {trace}: is truncated or damaged")
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [trace]

@@ -1,0 +1,101 @@
+"""A placement survives being written and read in each format; a file that is none is refused in one line."""
+
+import json
+
+import numpy as np
+import pytest
+
+from eplb_service.heat.placement_file import expert_map_document, read_placement, write_placement
+from eplb_service.placement import Placement, PlacementError
+
+PLACEMENT = Placement.linear(layers=3, experts=6, ranks=4, slots=2)
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".json"])
+def test_round_trip(tmp_path, suffix):
+    path = tmp_path / f"placement{suffix}"
+    write_placement(path, PLACEMENT, PLACEMENT.default_log2phy())
+    assert np.array_equal(read_placement(path, experts=6, ranks=4).phy2log_LRS, PLACEMENT.phy2log_LRS)
+
+
+def test_npz_holds_both_arrays_as_int32(tmp_path):
+    path = tmp_path / "placement.npz"
+    write_placement(path, PLACEMENT, PLACEMENT.default_log2phy())
+    with np.load(path) as file:
+        assert {name: (file[name].dtype.name, file[name].shape) for name in file.files} == {
+            "phy2log": ("int32", (3, 4, 2)),
+            "log2phy": ("int32", (4, 3, 6)),
+        }
+
+
+def test_reads_the_flat_shape_of_other_engines(tmp_path):
+    path = tmp_path / "placement.npy"
+    np.save(path, PLACEMENT.phy2log_LRS.reshape(3, 8).astype(np.int64))
+    assert np.array_equal(read_placement(path, experts=6, ranks=4).phy2log_LRS, PLACEMENT.phy2log_LRS)
+
+
+def test_expert_map_names_devices_and_layers():
+    document = expert_map_document(PLACEMENT)
+    assert document["moe_layer_count"] == 3
+    assert document["layer_list"][1]["layer_id"] == 1
+    assert document["layer_list"][1]["device_count"] == 4
+    assert document["layer_list"][1]["device_list"][3] == {"device_id": 3, "device_expert": [0, 1]}
+
+
+def test_expert_map_may_list_layers_and_devices_in_any_order(tmp_path):
+    document = expert_map_document(PLACEMENT)
+    document["layer_list"].reverse()
+    for layer in document["layer_list"]:
+        layer["device_list"].reverse()
+    path = tmp_path / "map.json"
+    path.write_text(json.dumps(document))
+    assert np.array_equal(read_placement(path, experts=6, ranks=4).phy2log_LRS, PLACEMENT.phy2log_LRS)
+
+
+def refusal(path, experts=6, ranks=4):
+    with pytest.raises(PlacementError) as caught:
+        read_placement(path, experts, ranks)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"layer_list": [', "is not JSON, or truncated"),
+        ("{}", "the key 'layer_list' is missing"),
+        ('{"layer_list": []}', "expected 0, 1, 2"),
+        ("[]", "is no expert_map"),
+        ('{"layer_list": [{"layer_id": 1, "device_list": []}]}', "numbers its layer_ids [1]"),
+        (
+            '{"layer_list": [{"layer_id": 0, "device_list": [{"device_id": 0, "device_expert": [0, 1]},'
+            ' {"device_id": 1, "device_expert": [0]}]}]}',
+            "equally many experts",
+        ),
+        (
+            '{"layer_list": [{"layer_id": 0, "device_list": [{"device_id": 0, "device_expert": [0, 1.5]}]}]}',
+            "integers",
+        ),
+        ("\xff", "expert_map"),
+    ],
+)
+def test_json_that_is_no_expert_map_is_refused(tmp_path, text, message):
+    path = tmp_path / "map.json"
+    path.write_text(text, encoding="latin-1")
+    if text != "\xff":
+        assert message in refusal(path, ranks=1)
+    else:
+        assert "not JSON" in refusal(path)
+
+
+def test_placements_of_another_shape_are_refused(tmp_path):
+    path = tmp_path / "placement.npz"
+    np.savez(path, phy2log=PLACEMENT.phy2log_LRS)
+    assert "places on 4 ranks, expected 8" in refusal(path, ranks=8)
+    assert "cannot hold 9 experts" in refusal(path, experts=9)
+    np.savez(path, experts=PLACEMENT.phy2log_LRS)
+    assert "holds no array named 'phy2log'" in refusal(path)
+    np.savez(path, phy2log=np.zeros((3, 4, 2), dtype=np.int32))
+    assert "expert 1 stands in no slot" in refusal(path)

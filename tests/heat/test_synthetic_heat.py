@@ -1,0 +1,80 @@
+"""Made-up heat could be real (distinct experts per token), follows its seed, and moves as its kind says."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eplb_service.heat.synthetic import KINDS, source_shares, synthetic_heat
+from eplb_service.heat.window import HeatError
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    steps=st.integers(1, 130),
+    layers=st.integers(1, 3),
+    experts=st.integers(1, 40),
+    tokens=st.integers(1, 300),
+    seed=st.integers(0, 10),
+    data=st.data(),
+)
+def test_every_step_could_be_real(kind, steps, layers, experts, tokens, seed, data):
+    top_k = data.draw(st.integers(1, experts))
+    heat_TLE = synthetic_heat(kind, steps, layers, experts, tokens, top_k, seed)
+    assert heat_TLE.shape == (steps, layers, experts)
+    assert heat_TLE.dtype == np.int32
+    assert heat_TLE.min() >= 0
+    assert heat_TLE.max() <= tokens
+    assert (heat_TLE.sum(axis=2) == tokens * top_k).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_seed_decides(kind):
+    first, same, other = (synthetic_heat(kind, 20, 2, 32, seed=seed) for seed in (1, 1, 2))
+    assert np.array_equal(first, same)
+    assert not np.array_equal(first, other)
+
+
+def share_change(heat_TLE):
+    """How far the expert shares of the two halves of the heat lie apart, mean over layers, 0 to 1."""
+    totals = [half.sum(axis=0) for half in np.array_split(heat_TLE, 2)]
+    halves = np.stack([total / total.sum(axis=1, keepdims=True) for total in totals])
+    return float(np.abs(halves[0] - halves[1]).sum(axis=1).mean() / 2)
+
+
+def test_kinds_move_as_they_say():
+    static = synthetic_heat("static", 400, 4, 64, seed=3)
+    drift = synthetic_heat("drift", 400, 4, 64, seed=3)
+    assert share_change(static) < 0.02
+    assert share_change(drift) > 0.1
+
+    phased = synthetic_heat("phased", 400, 4, 64, seed=3)
+    assert share_change(phased[:35]) < 0.03
+    assert share_change(np.concatenate([phased[:35], phased[62:75]])) > 0.15
+
+    bursty = synthetic_heat("bursty", 400, 4, 64, seed=3)
+    swing = (bursty.std(axis=0) / bursty.mean(axis=0)).mean()
+    assert swing > 2 * (static.std(axis=0) / static.mean(axis=0)).mean()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"kind": "spiky"}, "choose one of static, drift, phased, bursty"),
+        ({"steps": 0}, "got 0 steps"),
+        ({"top_k": 33}, "1..32 choices"),
+        ({"tokens": 0}, "0 tokens"),
+    ],
+)
+def test_refuses_what_no_router_could_do(changed, message):
+    with pytest.raises(HeatError, match=message):
+        synthetic_heat(**{"kind": "static", "steps": 4, "layers": 2, "experts": 32, **changed})
+
+
+def test_source_shares_split_each_expert_over_the_ranks():
+    shares_RLE = source_shares(ranks=8, layers=2, experts=16, log_sd=0.5, seed=1)
+    assert shares_RLE.shape == (8, 2, 16)
+    assert np.allclose(shares_RLE.sum(axis=0), 1)
+    assert np.allclose(source_shares(8, 2, 16, log_sd=0), 1 / 8)
+    assert shares_RLE.std() > source_shares(8, 2, 16, log_sd=0.3, seed=1).std()

@@ -1,0 +1,130 @@
+"""Random but reproducible placements, tables and tokens, and the run of one layer on a part of the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from eplb_service.placement import Int32, Placement
+from worker_agent.moe import DenseMoE, ExpertParallelMoE, MoEShape, seeded_experts
+
+_groups: dict[int, dist.ProcessGroup | None] = {}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer, its placement and one step's tokens for each of the first ``len(tokens)`` ranks."""
+
+    dispatcher: str
+    experts: int
+    slots: int
+    top_k: int
+    tokens: tuple[int, ...]
+    skew: float = 1.0
+    seed: int = 0
+    hidden: int = 8
+    intermediate: int = 6
+    dtype: torch.dtype = torch.float32
+    quantized: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def shape(self) -> MoEShape:
+        return MoEShape(3, self.experts, self.hidden, self.intermediate)
+
+    def placement(self, draw: int = 0) -> Int32:
+        """A random valid placement ``[R, S]``; another for each ``draw``."""
+        rng = np.random.default_rng((self.seed, draw))
+        order = rng.permutation(self.ranks * self.slots)
+        flat = np.full(self.ranks * self.slots, -1, dtype=np.int32)
+        flat[order[: self.experts]] = rng.permutation(self.experts)
+        phy2log_RS = flat.reshape(self.ranks, self.slots)
+        for rank, slot in np.argwhere(phy2log_RS < 0):
+            absent = np.setdiff1d(np.arange(self.experts), phy2log_RS[rank])
+            phy2log_RS[rank, slot] = rng.choice(absent)
+        return phy2log_RS
+
+    def tables(self, draw: int = 0) -> Int32:
+        """Random valid log2phy tables ``[R, E]``; the same on all ranks where the dispatcher demands it."""
+        rng = np.random.default_rng((self.seed, draw, 1))
+        flat = self.placement(draw).ravel()
+        tables_RE = [
+            [rng.choice(np.flatnonzero(flat == expert)) for expert in range(self.experts)]
+            for _ in range(self.ranks)
+        ]
+        if self.dispatcher == "allgather":
+            tables_RE = [tables_RE[0]] * self.ranks
+        return np.array(tables_RE, dtype=np.int32)
+
+    def step(self, rank: int, step: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Hidden states, top-k ids (int32) and weights of a rank's tokens in a step."""
+        generator = torch.Generator().manual_seed(self.seed * 1000 + step * 100 + rank)
+        count = self.tokens[rank]
+        hidden_TH = torch.randn(count, self.hidden, generator=generator)
+        popularity_E = -self.skew * torch.arange(self.experts).float()
+        logits_TE = torch.randn(count, self.experts, generator=generator) + popularity_E
+        weights_TK, ids_TK = logits_TE.topk(self.top_k)
+        return hidden_TH.to(self.dtype), ids_TK.to(torch.int32), weights_TK.softmax(-1)
+
+
+def ep_group(ranks: int) -> dist.ProcessGroup | None:
+    """The first ``ranks`` ranks, made once a process; ``None`` for a rank alone. All ranks must ask together."""
+    if ranks not in _groups:
+        _groups[ranks] = dist.new_group(list(range(ranks))) if ranks > 1 else None
+    return _groups[ranks]
+
+
+def build(case: Case, heat_rows: int = 4) -> tuple[ExpertParallelMoE, DenseMoE | ExpertParallelMoE] | None:
+    """The case's layer and what it must equal; ``None`` on a rank that has no part in the case.
+
+    That is the dense twin, or where weights are quantized the same layer on a rank alone.
+    """
+    group = ep_group(case.ranks)
+    rank = dist.get_rank()
+    if rank >= case.ranks:
+        return None
+    experts = seeded_experts(case.shape, case.seed)
+    layer = ExpertParallelMoE(
+        case.shape,
+        case.placement(),
+        experts,
+        log2phy_E=case.tables()[rank],
+        dispatcher=case.dispatcher,
+        ep_group=group,
+        heat_rows=heat_rows,
+        quantized=case.quantized,
+        dtype=case.dtype,
+    )
+    return layer, alone(case) if case.quantized else DenseMoE(case.shape, experts, dtype=case.dtype)
+
+
+def alone(case: Case) -> ExpertParallelMoE:
+    """The case's layer on one rank, which holds expert ``e`` in slot ``e``."""
+    experts = seeded_experts(case.shape, case.seed)
+    phy2log_RS = Placement.linear(1, case.experts, 1, case.experts).phy2log_LRS[0]
+    return ExpertParallelMoE(
+        case.shape,
+        phy2log_RS,
+        experts,
+        dispatcher=case.dispatcher,
+        quantized=case.quantized,
+        dtype=case.dtype,
+    )
+
+
+def hand_counts(case: Case, step: int = 0, draw: int = 0) -> tuple[Int32, Int32]:
+    """Tokens that each slot receives ``[R, S]``, and that each rank sends by logical expert ``[R, E]``."""
+    source_RE = np.zeros((case.ranks, case.experts), dtype=np.int32)
+    received_P = np.zeros(case.ranks * case.slots, dtype=np.int32)
+    tables_RE = case.tables(draw)
+    for rank in range(case.ranks):
+        for expert in case.step(rank, step)[1].flatten().tolist():
+            source_RE[rank, expert] += 1
+            received_P[tables_RE[rank, expert]] += 1
+    return received_P.reshape(case.ranks, case.slots), source_RE

@@ -1,0 +1,149 @@
+"""Over any placement and any tokens, the layer must equal its dense twin and count its heat exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from tests.moe.cases import Case, alone, build, hand_counts
+from tests.ranks import Ranks
+from worker_agent.moe import DenseMoE, seeded_experts
+from worker_agent.moe.dispatch.selection import DISPATCHER_NAMES
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    ranks = draw(st.sampled_from([1, 2, 4]))
+    slots = draw(st.integers(1, 4))
+    experts = draw(st.integers(slots, ranks * slots))
+    return Case(
+        dispatcher=draw(st.sampled_from(DISPATCHER_NAMES)),
+        experts=experts,
+        slots=slots,
+        top_k=draw(st.integers(1, min(experts, 4))),
+        tokens=tuple(draw(st.lists(st.integers(0, 6), min_size=ranks, max_size=ranks))),
+        skew=draw(st.sampled_from([0.0, 0.3, 2.0])),
+        seed=draw(st.integers(0, 1000)),
+        quantized=draw(st.booleans()),
+    )
+
+
+def one_step(case: Case) -> tuple[float, list[int], list[int]] | None:
+    """Largest difference from the dense twin, and this rank's heat of the step."""
+    built = build(case)
+    if built is None:
+        return None
+    layer, dense = built
+    tokens = case.step(dist.get_rank())
+    output, expected = layer(*tokens), dense(*tokens)
+    assert output.shape == expected.shape
+    assert output.dtype == expected.dtype
+    difference = (output.float() - expected.float()).abs()
+    return float(difference.max()) if difference.numel() else 0.0, *heat_rows(layer, 0)
+
+
+def heat_rows(layer: torch.nn.Module, row: int) -> tuple[list[int], list[int]]:
+    return layer.moe_load[row].tolist(), layer.source_load[row].tolist()
+
+
+def check_case(ranks: Ranks, case: Case) -> None:
+    results = ranks.run(one_step, case)[: case.ranks]
+    received_RS, source_RE = hand_counts(case)
+    assert max(difference for difference, _, _ in results) <= TOLERANCE[case.dtype]
+    np.testing.assert_array_equal([received for _, received, _ in results], received_RS)
+    np.testing.assert_array_equal([source for _, _, source in results], source_RE)
+
+
+@given(case=cases())
+@example(case=Case("all2allv", experts=4, slots=1, top_k=2, tokens=(0, 0, 0, 0)))
+@example(case=Case("allgather", experts=4, slots=1, top_k=2, tokens=(0, 0, 0, 0)))
+@example(case=Case("all2allv", experts=3, slots=3, top_k=1, tokens=(0, 1)))
+@example(case=Case("allgather", experts=3, slots=3, top_k=1, tokens=(0, 1)))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_equals_the_dense_twin_and_counts_by_hand(eight_ranks: Ranks, case: Case):
+    check_case(eight_ranks, case)
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHER_NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_eight_ranks(eight_ranks: Ranks, dispatcher: str, dtype: torch.dtype):
+    check_case(
+        eight_ranks,
+        Case(
+            dispatcher, experts=32, slots=5, top_k=4, tokens=(9, 0, 3, 1, 16, 2, 0, 5), skew=0.1, dtype=dtype
+        ),
+    )
+
+
+def steps_over_a_ring(
+    case: Case, steps: int, rows: int
+) -> tuple[int, list[tuple[list[int], list[int]]]] | None:
+    built = build(case, heat_rows=rows)
+    if built is None:
+        return None
+    layer, _ = built
+    for step in range(steps):
+        layer(*case.step(dist.get_rank(), step))
+    return int(layer.load_counter), [heat_rows(layer, row) for row in range(rows)]
+
+
+def test_the_heat_ring_wraps_around(eight_ranks: Ranks):
+    case = Case("all2allv", experts=4, slots=3, top_k=2, tokens=(5, 3), skew=0.2)
+    rows, steps = 3, 7
+    results = eight_ranks.run(steps_over_a_ring, case, steps, rows)[: case.ranks]
+    for rank, (counter, ring) in enumerate(results):
+        assert counter == steps
+        for step in range(steps - rows, steps):
+            received_RS, source_RE = hand_counts(case, step)
+            assert ring[step % rows] == (received_RS[rank].tolist(), source_RE[rank].tolist())
+
+
+def switch_placement(case: Case) -> tuple[float, list[int]] | None:
+    """Outputs before and after another placement is written in place, and the heat counted under it."""
+    built = build(case)
+    if built is None:
+        return None
+    layer, _ = built
+    rank = dist.get_rank()
+    tokens = case.step(rank)
+    before = layer(*tokens)
+    tensors = [*layer.expert_weights(), layer.expert_map, layer.log2phy, layer.moe_load, layer.load_counter]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+
+    placed_S = torch.tensor(case.placement(draw=1)[rank]).long()
+    for weight, weight_of_expert in zip(layer.expert_weights(), alone(case).expert_weights(), strict=True):
+        weight.copy_(weight_of_expert[placed_S])
+    layer.expert_map.fill_(-1)
+    layer.expert_map[placed_S] = torch.arange(case.slots, dtype=torch.int32)
+    layer.log2phy.copy_(torch.tensor(case.tables(draw=1)[rank]))
+
+    after = layer(*tokens)
+    assert [tensor.data_ptr() for tensor in tensors] == addresses
+    return float((after - before).abs().max()), layer.moe_load[1].tolist()
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHER_NAMES)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_placement_written_in_place_changes_no_output(eight_ranks: Ranks, dispatcher: str, quantized: bool):
+    case = Case(dispatcher, experts=6, slots=3, top_k=3, tokens=(4, 7, 1, 2), skew=0.3, quantized=quantized)
+    results = eight_ranks.run(switch_placement, case)[: case.ranks]
+    assert max(difference for difference, _ in results) <= 1e-5
+    assert [received for _, received in results] == hand_counts(case, draw=1)[0].tolist()
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHER_NAMES)
+def test_quantized_experts_come_close_to_the_dense_twin(dispatcher: str):
+    case = Case(dispatcher, experts=8, slots=8, top_k=3, tokens=(50,), hidden=32, intermediate=48)
+    quantized = dataclasses.replace(case, quantized=True)
+    tokens = case.step(0)
+    exact_TH = DenseMoE(case.shape, seeded_experts(case.shape))(*tokens)
+    error = (alone(quantized)(*tokens) - exact_TH).norm() / exact_TH.norm()
+    assert 0 < error < 0.02

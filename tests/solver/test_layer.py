@@ -1,0 +1,83 @@
+"""Whatever the shape and the heat, an answer can be served, and is no worse than what it replaces."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eplb_service.placement import Placement, check_layer, check_log2phy
+from eplb_service.solver.engine import Answers, solve_many
+from eplb_service.solver.layer import KEEP, Search
+from eplb_service.solver.objective import demand, normalise
+from eplb_service.solver.risk_search import risk_search
+from eplb_service.solver.tree_search import tree_search
+from tests.solver.layers_of import KNOWN_EXAMPLE, Case, cases
+
+SEARCH = Search(z=1.0, price=0.0, groups=4, spread=1, beam=2, steps=500, tables=True, warm=False)
+
+
+def solve(case: Case, search: Search, threads: int = 1, layers: int = 1) -> tuple[Placement, Answers]:
+    deployed = Placement.linear(layers, case.experts, case.ranks, case.slots)
+    answers = solve_many(
+        np.broadcast_to(case.heat_NE, (layers, *case.heat_NE.shape)),
+        np.ones(len(case.heat_NE)),
+        deployed.phy2log_LRS,
+        deployed.default_log2phy().transpose(1, 0, 2),
+        np.full((layers, case.ranks, case.experts), 1 / case.ranks),
+        search,
+        threads,
+    )
+    return deployed, answers
+
+
+@settings(deadline=None, max_examples=150)
+@given(cases(), st.booleans(), st.booleans(), st.sampled_from((0, 2, 4)), st.sampled_from((0, 300)))
+def test_answers_can_be_served(case: Case, warm: bool, tables: bool, groups: int, steps: int) -> None:
+    search = SEARCH._replace(warm=warm, tables=tables, groups=groups, steps=steps)
+    deployed, answers = solve(case, search)
+    placed_RS = answers.phy2log_LRS[0]
+    check_layer(placed_RS, case.experts)
+    for table_E in answers.log2phy_LGE[0]:
+        check_log2phy(table_E, placed_RS)
+    before, after = answers.par_L2[0]
+    assert before >= 0.999
+    assert after >= 0.999
+    moves, taken = answers.taken_L2[0]
+    assert moves == np.count_nonzero(placed_RS != deployed.phy2log_LRS[0])
+    for rank in range(case.ranks):
+        was, now = deployed.phy2log_LRS[0, rank].tolist(), placed_RS[rank].tolist()
+        assert all(now[was.index(expert)] == expert for expert in set(was) & set(now))
+    if warm:
+        assert after <= before
+    if taken == KEEP:
+        assert moves == 0
+        assert after == before
+
+
+def test_known_example_reaches_its_proven_optimum() -> None:
+    scaled_EN, share_N = normalise(KNOWN_EXAMPLE[None, :], np.ones(1), 8)
+    layer = demand(scaled_EN, share_N)
+    packing, _ = tree_search(layer, 8, 2, 1.0, 4, 2, 4)
+    _, risk = risk_search(packing, layer, np.zeros((8, 8), dtype=bool), 1.0, 0.0, 1000)
+    assert risk * KNOWN_EXAMPLE.sum() / 8 == pytest.approx(196.667, abs=0.01)
+
+
+def test_threads_change_nothing() -> None:
+    heat_NE = np.random.default_rng(3).integers(0, 500, (6, 32)).astype(np.float64)
+    case = Case(8, 5, heat_NE)
+    _, alone = solve(case, SEARCH, threads=1, layers=5)
+    _, shared = solve(case, SEARCH, threads=2, layers=5)
+    for one, other in zip(alone, shared, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_price_holds_moves_back() -> None:
+    heat_NE = np.random.default_rng(5).gamma(0.5, 100, (6, 32))
+    case = Case(8, 5, heat_NE)
+    moves = [
+        solve(case, SEARCH._replace(warm=True, price=price))[1].taken_L2[0, 0] for price in (0.0, 0.01, 1.0)
+    ]
+    assert moves[0] >= moves[1] >= moves[2] == 0
+    assert moves[0] > 0

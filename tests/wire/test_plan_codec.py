@@ -1,0 +1,138 @@
+"""A plan must arrive as it was sent; one that no set of ranks could carry out must be refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eplb_service.placement import Placement, default_log2phy
+from eplb_service.wire.codec import WireError, pack
+from eplb_service.wire.generated import agent_pb2
+from eplb_service.wire.plan_codec import (
+    WireLayer,
+    WirePlan,
+    check_moves,
+    decode_plan,
+    encode_plan,
+    plan_digest,
+    table_digest,
+)
+
+LAYERS, EXPERTS, RANKS, SLOTS = 3, 4, 2, 3
+OLD_RS = Placement.linear(1, EXPERTS, RANKS, SLOTS).phy2log_LRS[0]  # [[0, 1, 2], [3, 0, 1]]
+NEW_RS = np.array([[0, 1, 2], [3, 2, 1]], dtype=np.int32)
+MOVES_M5 = np.array([[0, 2, 1, 1, 2]], dtype=np.int32)
+
+
+def plan_for(rank: int, layers: tuple[int, ...] = (1,)) -> WirePlan:
+    tables_RE = default_log2phy(NEW_RS, EXPERTS)
+    digests = tuple(table_digest(table_E) for table_E in tables_RE)
+    updates = tuple(WireLayer(layer, NEW_RS, tables_RE[rank], digests, MOVES_M5) for layer in layers)
+    return WirePlan(7, 2, 5, 99, updates, plan_digest(7, 5, 99, updates))
+
+
+def decode(message: agent_pb2.Plan, rank: int = 0) -> WirePlan:
+    return decode_plan(message, LAYERS, RANKS, SLOTS, EXPERTS, rank=rank)
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_a_plan_arrives_as_it_was_sent(rank: int) -> None:
+    sent = plan_for(rank, layers=(2, 0))
+    received = decode(agent_pb2.Plan.FromString(encode_plan(sent).SerializeToString()), rank)
+    assert dataclasses.replace(received, layers=()) == dataclasses.replace(sent, layers=())
+    for got, want in zip(received.layers, sent.layers, strict=True):
+        assert (got.layer, got.log2phy_digests) == (want.layer, want.log2phy_digests)
+        np.testing.assert_array_equal(got.phy2log_RS, want.phy2log_RS)
+        np.testing.assert_array_equal(got.log2phy_E, want.log2phy_E)
+        np.testing.assert_array_equal(got.moves_M5, want.moves_M5)
+
+
+def test_ranks_agree_on_the_digest_though_their_tables_differ() -> None:
+    first, second = plan_for(0), plan_for(1)
+    assert not np.array_equal(first.layers[0].log2phy_E, second.layers[0].log2phy_E)
+    assert first.digest == second.digest
+
+
+def edited(field: str, value: object) -> Callable[[agent_pb2.Plan], None]:
+    def edit(message: agent_pb2.Plan) -> None:
+        getattr(message.layers[0], field).CopyFrom(pack(np.asarray(value)))
+
+    return edit
+
+
+def twice(message: agent_pb2.Plan) -> None:
+    message.layers.append(message.layers[0])
+
+
+def set_field(field: str, value: int) -> Callable[[agent_pb2.Plan], None]:
+    return lambda message: setattr(message, field, value)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda message: message.ClearField("layers"), "names no layers"),
+        (lambda message: setattr(message.layers[0], "layer", LAYERS), "names layer 3, the model has 3"),
+        (twice, "twice"),
+        (set_field("digest", 1), "digest is 0x1"),
+        (set_field("base_epoch", 6), "digest"),
+        (set_field("plan_id", 8), "digest"),
+        (edited("physical_to_logical", NEW_RS[:1]), r"physical_to_logical: expected the shape \[2, 3\]"),
+        (edited("physical_to_logical", [[0, 1, 2], [0, 1, 2]]), "expert 3 stands in no slot"),
+        (edited("physical_to_logical", [[0, 1, 1], [3, 2, 1]]), "stands twice on rank 0"),
+        (edited("log2phy", [0, 1, 2]), r"log2phy: expected the shape \[4\]"),
+        (edited("log2phy", [1, 1, 2, 3]), "expert 0 points to slot 1, which does not hold it"),
+        (edited("log2phy", [0, 5, 2, 3]), "not the table whose digest is listed for rank 0"),
+        (lambda message: message.layers[0].log2phy_digests.append(1), "one for each of 2 ranks, got 3"),
+        (edited("moves", np.zeros((1, 4), dtype=np.int32)), r"moves: expected the shape \[any, 5\]"),
+        (edited("moves", [[0, 2, 1, 3, 2]]), r"moves\[0\]: .* is not among 2 ranks x 3 slots"),
+        (edited("moves", [[-1, 2, 1, 1, 2]]), r"moves\[0\]: .* is not among"),
+        (edited("moves", [[1, 1, 1, 1, 2]]), "stays on rank 1 keeps its slot"),
+        (edited("moves", [[0, 2, 1, 1, 0]]), "which is to hold 2"),
+        (edited("moves", [[0, 2, 1, 1, 2], [0, 2, 1, 1, 2]]), "same destination"),
+    ],
+)
+def test_a_plan_that_cannot_be_carried_out_is_refused(
+    spoil: Callable[[agent_pb2.Plan], None], says: str
+) -> None:
+    message = encode_plan(plan_for(0))
+    spoil(message)
+    with pytest.raises(WireError, match=says):
+        decode(message)
+
+
+def test_a_table_meant_for_another_rank_is_refused() -> None:
+    with pytest.raises(WireError, match="listed for rank 1"):
+        decode(encode_plan(plan_for(0)), rank=1)
+
+
+def test_moves_that_lead_from_the_old_layer_to_the_new_pass() -> None:
+    check_moves(OLD_RS, NEW_RS, MOVES_M5)
+    check_moves(OLD_RS, OLD_RS, MOVES_M5[:0])
+
+
+@pytest.mark.parametrize(
+    ("new_RS", "moves_M5", "says"),
+    [
+        (NEW_RS, [[0, 1, 1, 1, 2]], "rank 0 slot 1 holds expert 1, not 2"),
+        (NEW_RS, np.zeros((0, 5), dtype=np.int32), "rank 1 slot 1 has no move to change from 0 to expert 2"),
+        (OLD_RS, [[1, 1, 0, 0, 0]], "rank 0 slot 0 receives a move but keeps expert 0"),
+    ],
+)
+def test_moves_from_another_placement_are_refused(new_RS: np.ndarray, moves_M5: object, says: str) -> None:
+    with pytest.raises(WireError, match=says):
+        check_moves(OLD_RS, new_RS, np.asarray(moves_M5, dtype=np.int32))
+
+
+@given(data=st.binary(max_size=200))
+def test_noise_is_refused_or_never_was_a_plan(data: bytes) -> None:
+    message = encode_plan(plan_for(0))
+    message.layers[0].moves.data = data
+    message.layers[0].moves.compression = len(data) % 2
+    with pytest.raises(WireError):
+        decode(message)

@@ -1,0 +1,75 @@
+"""Install the project for development into the virtual environment that runs this file.
+
+Called by the Makefile, once; again only when the dependencies change. Where no accelerator is present, torch is taken
+as a CPU build: from the configured index where that offers one, otherwise from PyTorch's own index of CPU builds.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import platform
+import shutil
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parent.parent.resolve()
+CONSTRAINTS = ROOT / "constraints-dev.txt"
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+
+
+def main() -> None:
+    """Install torch, then the project with its extras, editable."""
+    pip("install", "--quiet", "--upgrade", "pip")
+    if not installed("torch"):
+        pip("install", "--quiet", torch_requirement(), *torch_options())
+    print("installing eplb-service and its development tools", flush=True)
+    pip("install", "--quiet", "--constraint", str(CONSTRAINTS), "--editable", f"{ROOT}[agent,dev]")
+
+
+def torch_requirement() -> str:
+    """The pinned torch."""
+    lines = CONSTRAINTS.read_text().splitlines()
+    return next(line for line in lines if line.startswith("torch=="))
+
+
+def torch_options() -> list[str]:
+    """Where to take torch from: no gigabytes of CUDA on a machine without an accelerator."""
+    if accelerator() or platform.system() != "Linux":
+        print("installing torch", flush=True)
+        return []
+    print("installing a CPU build of torch: no accelerator found", flush=True)
+    return [] if index_offers_cpu_build() else ["--index-url", CPU_INDEX]
+
+
+def accelerator() -> bool:
+    """Whether the tools of an NVIDIA GPU or an Ascend NPU are there."""
+    return any(shutil.which(tool) for tool in ("nvidia-smi", "npu-smi"))
+
+
+def index_offers_cpu_build() -> bool:
+    """Whether the index that pip is configured with would hand out a CPU build of the pinned torch."""
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--quiet", "--report", "-"]
+    answer = subprocess.run([*command, torch_requirement()], capture_output=True, text=True, check=False)
+    try:
+        version: str = json.loads(answer.stdout)["install"][0]["metadata"]["version"]
+    except (ValueError, LookupError):
+        return False
+    return version.endswith("+cpu")
+
+
+def installed(package: str) -> bool:
+    """Whether this environment has the package."""
+    command = [sys.executable, "-m", "pip", "show", "--quiet", package]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def pip(*arguments: str) -> None:
+    """Run pip; ends the program where it fails, pip having said why."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    if subprocess.run(command, check=False).returncode != 0:
+        sys.exit("set-up failed; pip's message is above")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""How an agent reaches a host's live MoE layers."""

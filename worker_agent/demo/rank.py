@@ -1,0 +1,154 @@
+"""One rank process of the demo: ``python -m worker_agent.demo.rank TASK.json RANK``.
+
+Every step runs the same routed tokens through two sets of layers with the same weights: *live* ones, which an agent
+balances, and *still* ones, which nobody touches. Progress goes to stdout as JSON lines, one every few steps.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from eplb_service.placement import Placement
+from worker_agent.agent import Agent
+from worker_agent.demo.routing import choices_per_token, deal, own_part
+from worker_agent.demo.task import DemoTask
+from worker_agent.moe import ExpertParallelMoE, MoEShape, seeded_experts
+from worker_agent.settings import AgentSettings
+
+_CONNECT_SECONDS = 30.0
+
+
+class DemoRank:
+    """Both sets of layers, the agent, and what has been measured since the last progress line."""
+
+    def __init__(self, task: DemoTask, rank: int) -> None:
+        self.task = task
+        self.rank = rank
+        self.group = dist.new_group(backend="gloo")
+        self.counts_TLE = np.load(task.counts)
+        self.top_k = choices_per_token(self.counts_TLE)
+        _, layers, experts = self.counts_TLE.shape
+        placement = Placement.linear(layers, experts, task.ranks, task.slots)
+        self.live = [self._layer(layer, placement) for layer in range(layers)]
+        self.still = [self._layer(layer, placement) for layer in range(layers)]
+        shares_tokens = task.dispatcher == "allgather"
+        settings = AgentSettings(service=task.service, deployment="demo")
+        self.agent = Agent.start(self.live, self.group, settings, token_group=0 if shares_tokens else None)
+        self._rows: list[dict[str, object]] = []
+        self._worst_difference = 0.0
+        self._largest_output = 0.0
+
+    def serve(self) -> None:
+        """All steps of the trace, reporting on the way."""
+        self._await_service()
+        for step in range(self.counts_TLE.shape[0]):
+            self._one_step(step)
+            if (step + 1) % self.task.report_every == 0:
+                self._report()
+        self._report()
+        self.agent.close()
+
+    def _layer(self, layer: int, placement: Placement) -> ExpertParallelMoE:
+        shape = MoEShape(layer, placement.experts, self.task.hidden, self.task.intermediate)
+        return ExpertParallelMoE(
+            shape,
+            placement.phy2log_LRS[layer],
+            seeded_experts(shape, self.task.seed),
+            dispatcher=self.task.dispatcher,
+            ep_group=self.group,
+        )
+
+    def _await_service(self) -> None:
+        """A demo is to show balancing: wait for the service, where a real host would just begin."""
+        deadline = time.monotonic() + _CONNECT_SECONDS
+        while not self.agent.connected and time.monotonic() < deadline:
+            time.sleep(0.05)
+        dist.barrier()
+
+    def _one_step(self, step: int) -> None:
+        routed = [self._routed(step, layer) for layer in range(len(self.live))]
+        # By turns, so that neither set always finds warm caches.
+        first, second = (self.live, self.still) if step % 2 else (self.still, self.live)
+        outputs, seconds = {}, {}
+        for layers in (first, second):
+            began = time.perf_counter()
+            outputs[id(layers)] = [layer(*tokens) for layer, tokens in zip(layers, routed, strict=True)]
+            if layers is self.live:
+                self.agent.step()
+            seconds[id(layers)] = time.perf_counter() - began
+        for live, still in zip(outputs[id(self.live)], outputs[id(self.still)], strict=True):
+            if live.numel():
+                self._worst_difference = max(self._worst_difference, float((live - still).abs().max()))
+                self._largest_output = max(self._largest_output, float(still.abs().max()))
+        self._rows.append(
+            {
+                "live_load": [_last_load(layer) for layer in self.live],
+                "still_load": [_last_load(layer) for layer in self.still],
+                "live_ms": 1e3 * seconds[id(self.live)],
+                "still_ms": 1e3 * seconds[id(self.still)],
+                "epoch": self.agent.installed.epoch,
+            }
+        )
+
+    def _routed(self, step: int, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """This rank's tokens of one layer: hidden ``[T, H]``, expert ids and weights ``[T, K]``."""
+        rng = np.random.default_rng([self.task.seed, step, layer])
+        ids_TK = own_part(deal(self.counts_TLE[step, layer], self.top_k, rng), self.rank, self.task.ranks)
+        own = np.random.default_rng([self.task.seed, step, layer, self.rank])
+        hidden_TH = own.standard_normal((ids_TK.shape[0], self.task.hidden), dtype=np.float32)
+        weights_TK = own.random(ids_TK.shape, dtype=np.float32) + 0.1
+        weights_TK /= weights_TK.sum(axis=1, keepdims=True)
+        return torch.from_numpy(hidden_TH), torch.from_numpy(ids_TK), torch.from_numpy(weights_TK)
+
+    def _report(self) -> None:
+        stats = self.agent.stats
+        line = {
+            "rank": self.rank,
+            "steps": self._rows,
+            "layers_switched": stats.layers_switched,
+            "experts_received": stats.experts_received,
+            "bytes_received": stats.bytes_received,
+            "worst_difference": self._worst_difference,
+            "largest_output": self._largest_output,
+            "halted": self.agent.halted,
+        }
+        print(json.dumps(line), flush=True)
+        self._rows = []
+
+
+def _last_load(layer: ExpertParallelMoE) -> int:
+    """Tokens that this rank's slots of the layer received in the step just run."""
+    rows = layer.moe_load.shape[0]
+    return int(layer.moe_load[(int(layer.load_counter) - 1) % rows].sum())
+
+
+def main() -> None:
+    """Join the other ranks and serve."""
+    task, rank = DemoTask.read(Path(sys.argv[1])), int(sys.argv[2])
+    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{task.rendezvous}",
+        rank=rank,
+        world_size=task.ranks,
+        timeout=timedelta(seconds=120),
+    )
+    DemoRank(task, rank).serve()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

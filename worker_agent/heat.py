@@ -1,0 +1,175 @@
+"""Records per-step expert heat without holding up the device: counted there, copied out in the background.
+
+The layers write each step's counts into rings on the device. Here rows are gathered into segments, copied to the host
+asynchronously, and become reports once the copy has arrived. A segment never spans a layer switch.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from worker_agent.adapters.live_layer import LiveLayer
+from worker_agent.device import Mark, host_empty
+
+
+class StepPhase(enum.IntEnum):
+    """What kind of step it was; the numbers are the wire's."""
+
+    PREFILL = 1
+    DECODE = 2
+    DUMMY = 3
+
+
+@dataclass(frozen=True)
+class HeatSegment:
+    """Counts of consecutive steps under one placement.
+
+    Parameters
+    ----------
+    first_step
+        Number of the first step.
+    layer_epochs
+        Epoch of each layer while they were counted.
+    slot_counts_TLS
+        int32 ``[T, L, S]``, tokens received by this rank's slots.
+    source_counts_TLE
+        int32 ``[T, L, E]``, this rank's own tokens before dispatch; ``None`` where a layer cannot tell.
+    phases
+        One a step.
+    """
+
+    first_step: int
+    layer_epochs: tuple[int, ...]
+    slot_counts_TLS: npt.NDArray[np.int32]
+    source_counts_TLE: npt.NDArray[np.int32] | None
+    phases: tuple[StepPhase, ...]
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A segment on its way from the device."""
+
+    first_step: int
+    layer_epochs: tuple[int, ...]
+    phases: tuple[StepPhase, ...]
+    expected_count: int
+    slots_LTS: torch.Tensor
+    sources_LTE: torch.Tensor | None
+    counters_L: torch.Tensor
+    arrived: Mark
+
+
+class HeatRecorder:
+    """Turns the layers' rings into segments.
+
+    Parameters
+    ----------
+    layers
+        The live layers; their rings must hold at least ``segment_steps`` rows.
+    segment_steps
+        Steps per segment, where no switch cuts it short.
+
+    ``lost_steps`` counts steps whose rows were not what they should be: a host that runs a layer twice a step, or a
+    forward pass that the agent was not told of. Such counts are dropped, never guessed.
+    """
+
+    def __init__(self, layers: Sequence[LiveLayer], segment_steps: int) -> None:
+        self.lost_steps = 0
+        self._layers = layers
+        self._rows = min(layer.moe_load.shape[0] for layer in layers)
+        if segment_steps > self._rows:
+            raise ValueError(
+                f"segments of {segment_steps} steps do not fit heat rings of {self._rows} rows; "
+                "report more often or make the rings longer"
+            )
+        self._segment_steps = segment_steps
+        self._device = layers[0].moe_load.device
+        self._phases: list[StepPhase] = []
+        self._first_step = 0
+        self._count = int(layers[0].load_counter)
+        self._copies: deque[_Copy] = deque()
+
+    def adopt(self, segment_steps: int) -> None:
+        """Report in segments of ``segment_steps``, or of as many steps as the rings hold."""
+        self._segment_steps = max(1, min(segment_steps, self._rows))
+
+    def step_done(self, step: int, phase: StepPhase, layer_epochs: tuple[int, ...]) -> None:
+        """Step ``step`` has run under ``layer_epochs``."""
+        if not self._phases:
+            self._first_step = step
+        self._phases.append(phase)
+        self._count += 1
+        if len(self._phases) >= self._segment_steps:
+            self.cut(layer_epochs)
+
+    def cut(self, layer_epochs: tuple[int, ...]) -> None:
+        """End the segment here: called before a layer switches, while the counts are still of ``layer_epochs``."""
+        if not self._phases:
+            return
+        rows = [(self._count - len(self._phases) + i) % self._rows for i in range(len(self._phases))]
+        slots = self._copy_out([layer.moe_load for layer in self._layers], rows)
+        sources = [layer.source_load for layer in self._layers if layer.source_load is not None]
+        self._copies.append(
+            _Copy(
+                first_step=self._first_step,
+                layer_epochs=layer_epochs,
+                phases=tuple(self._phases),
+                expected_count=self._count,
+                slots_LTS=slots,
+                sources_LTE=self._copy_out(sources, rows) if len(sources) == len(self._layers) else None,
+                counters_L=self._copy_counters(),
+                arrived=Mark(self._device),
+            )
+        )
+        self._phases = []
+
+    def take(self) -> list[HeatSegment]:
+        """Segments whose copies have arrived since the last call; never waits."""
+        segments = []
+        while self._copies and self._copies[0].arrived.passed():
+            copy = self._copies.popleft()
+            counters = copy.counters_L.tolist()
+            if any(counter != copy.expected_count for counter in counters):
+                self._resynchronise(copy, max(counters))
+                break
+            sources = None if copy.sources_LTE is None else _steps_first(copy.sources_LTE)
+            slots = _steps_first(copy.slots_LTS)
+            segments.append(HeatSegment(copy.first_step, copy.layer_epochs, slots, sources, copy.phases))
+        return segments
+
+    def _resynchronise(self, copy: _Copy, counter: int) -> None:
+        """Drop all that was counted from a wrong row on, and take the layers' own count as the truth."""
+        lost = [copy, *self._copies]
+        self.lost_steps += sum(len(one.phases) for one in lost) + len(self._phases)
+        self._count = counter + self._count - copy.expected_count
+        self._copies.clear()
+        self._phases = []
+
+    def _copy_out(self, rings: Sequence[torch.Tensor], rows: list[int]) -> torch.Tensor:
+        """Rows of all rings, int32 ``[L, T, width]`` on the host; the copy may still be under way."""
+        out = host_empty((len(rings), len(rows), rings[0].shape[1]), torch.int32, self._device)
+        # A segment is one or, where it wraps around the ring's end, two runs of rows.
+        wrap = next((i for i in range(1, len(rows)) if rows[i] < rows[i - 1]), len(rows))
+        for layer, ring in enumerate(rings):
+            for start, end in ((0, wrap), (wrap, len(rows))):
+                if start < end:
+                    source = ring[rows[start] : rows[end - 1] + 1]
+                    out[layer, start:end].copy_(source, non_blocking=True)
+        return out
+
+    def _copy_counters(self) -> torch.Tensor:
+        out = host_empty((len(self._layers),), torch.int64, self._device)
+        for index, layer in enumerate(self._layers):
+            out[index].copy_(layer.load_counter, non_blocking=True)
+        return out
+
+
+def _steps_first(rows_LTX: torch.Tensor) -> npt.NDArray[np.int32]:
+    return np.ascontiguousarray(rows_LTX.numpy().transpose(1, 0, 2))

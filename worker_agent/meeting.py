@@ -1,0 +1,132 @@
+"""How the agents of an EP group meet: what each holds is told to all, and what does not fit is refused by all alike."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch.distributed as dist
+
+from eplb_service.placement import Int32, Placement, PlacementError
+from worker_agent.adapters.live_layer import LiveLayer
+from worker_agent.identity import Identity
+from worker_agent.settings import AgentSettings
+from worker_agent.swap.group import AgentGroup
+from worker_agent.swap.installed import Installed
+
+
+class MeetingError(RuntimeError):
+    """The ranks do not fit together; raised on all of them, before any serves a token."""
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What one rank tells the others."""
+
+    nonce: str
+    token_group: int
+    slots_LS: Int32
+    experts: int
+    bytes_per_expert: int
+    shared_settings: dict[str, object]
+    complaint: str | None
+
+
+def meet(
+    layers: Sequence[LiveLayer],
+    host_group: dist.ProcessGroup,
+    settings: AgentSettings,
+    token_group: int | None,
+) -> tuple[AgentGroup, Identity, Installed]:
+    """Join the ranks of ``host_group`` and agree on who is who and what is installed. A collective.
+
+    Parameters
+    ----------
+    layers
+        The live layers of this rank, the same ones in the same order on every rank.
+    host_group
+        A CPU-capable process group over the EP ranks.
+    token_group
+        A number equal on all ranks that see the same tokens; ``None`` where this rank's tokens are its own.
+
+    Raises ``MeetingError``, on every rank, where shapes, settings or placements do not fit.
+    """
+    rank = dist.get_rank(host_group)
+    own = _facts(layers, settings, rank if token_group is None else token_group)
+    group, facts = AgentGroup.meet(host_group, settings.node, settings.data_host, own)
+    _check_alike(facts)
+    try:
+        placement = Placement(np.stack([fact.slots_LS for fact in facts], axis=1), own.experts)
+        tables_LE = np.stack([layer.log2phy.cpu().numpy() for layer in layers]).astype(np.int32)
+        installed = Installed.first(rank, placement, tables_LE)
+    except PlacementError as error:
+        raise MeetingError(f"the ranks do not hold a placement: {error}") from error
+    identity = Identity(
+        deployment=settings.deployment,
+        group_id=facts[0].nonce,
+        rank=rank,
+        ranks=len(facts),
+        node=settings.node,
+        token_groups=tuple(fact.token_group for fact in facts),
+        layers=placement.layers,
+        experts=placement.experts,
+        slots=placement.slots,
+        bytes_per_expert=own.bytes_per_expert,
+    )
+    return group, identity, installed
+
+
+def _facts(layers: Sequence[LiveLayer], settings: AgentSettings, token_group: int) -> _Facts:
+    complaint = None
+    slots_LS = np.zeros((len(layers), 0), dtype=np.int32)
+    try:
+        slots_LS = np.stack([_local_slots(index, layer) for index, layer in enumerate(layers)])
+    except ValueError as error:
+        complaint = str(error)
+    return _Facts(
+        nonce=uuid.uuid4().hex,
+        token_group=token_group,
+        slots_LS=slots_LS,
+        experts=int(layers[0].expert_map.shape[0]) if layers else 0,
+        bytes_per_expert=sum(weight[0].nbytes for weight in layers[0].expert_weights()) if layers else 0,
+        shared_settings=settings.shared(),
+        complaint=complaint,
+    )
+
+
+def _local_slots(index: int, layer: LiveLayer) -> Int32:
+    """Logical expert of each local slot, int32 ``[S]``, from the layer's own ``expert_map``."""
+    local_E = layer.expert_map.cpu().numpy()
+    slots = int(layer.moe_load.shape[1])
+    here = np.flatnonzero(local_E >= 0)
+    if sorted(local_E[here].tolist()) != list(range(slots)):
+        raise ValueError(f"layer {index}: expert_map names {here.size} experts for {slots} slots")
+    for weight in layer.expert_weights():
+        if weight.shape[0] != slots or not weight.is_contiguous():
+            raise ValueError(
+                f"layer {index}: expert weights must be contiguous with {slots} slots in front, "
+                f"got the shape {list(weight.shape)}, strides {list(weight.stride())}"
+            )
+    slots_S = np.zeros(slots, dtype=np.int32)
+    slots_S[local_E[here]] = here
+    return slots_S
+
+
+def _check_alike(facts: Sequence[_Facts]) -> None:
+    if not facts[0].slots_LS.shape[0]:
+        raise MeetingError("there are no MoE layers to balance")
+    for rank, fact in enumerate(facts):
+        if fact.complaint is not None:
+            raise MeetingError(f"rank {rank}: {fact.complaint}")
+    for rank, fact in enumerate(facts):
+        for what in ("experts", "bytes_per_expert", "shared_settings"):
+            here, there = getattr(facts[0], what), getattr(fact, what)
+            if here != there:
+                raise MeetingError(f"{what} differ: rank 0 has {here}, rank {rank} has {there}")
+        if fact.slots_LS.shape != facts[0].slots_LS.shape:
+            raise MeetingError(
+                f"[layers, slots] differ: rank 0 has {list(facts[0].slots_LS.shape)}, "
+                f"rank {rank} has {list(fact.slots_LS.shape)}"
+            )

@@ -1,0 +1,29 @@
+"""Dispatchers by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from worker_agent.moe.dispatch.all2allv import All2AllVDispatcher
+from worker_agent.moe.dispatch.allgather import AllGatherDispatcher
+from worker_agent.moe.dispatch.interface import TokenDispatcher
+from worker_agent.moe.ep_group import EpGroup
+from worker_agent.moe.operators import Operators
+
+_DISPATCHERS: dict[str, Callable[[EpGroup, int, Operators], TokenDispatcher[Any]]] = {
+    "all2allv": All2AllVDispatcher,
+    "allgather": AllGatherDispatcher,
+}
+
+DISPATCHER_NAMES = tuple(_DISPATCHERS)
+
+SHARED_TOKEN_DISPATCHERS = ("allgather",)
+"""Dispatchers under which all ranks see the same tokens and must use one log2phy."""
+
+
+def build_dispatcher(name: str, group: EpGroup, slots: int, operators: Operators) -> TokenDispatcher[Any]:
+    """The dispatcher of that name, for ``slots`` local experts a rank; ``ValueError`` where there is none."""
+    if name not in _DISPATCHERS:
+        raise ValueError(f"unknown dispatcher {name!r}; use one of {', '.join(DISPATCHER_NAMES)}")
+    return _DISPATCHERS[name](group, slots, operators)

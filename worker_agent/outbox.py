@@ -1,0 +1,72 @@
+"""What waits to be sent to the service: statuses, never dropped, and heat, of which the oldest goes when it is full."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TypeAlias
+
+from eplb_service.wire.generated import agent_pb2
+from worker_agent.heat import HeatSegment
+
+Outgoing: TypeAlias = HeatSegment | agent_pb2.PlanStatus
+
+_MOST_STATUSES = 4096
+
+
+class Outbox:
+    """A bounded queue between the model's thread, which never waits here, and the stream's.
+
+    Parameters
+    ----------
+    heat_segments
+        Segments kept; the oldest is dropped, and its steps counted in ``dropped_steps``, when one more comes.
+    """
+
+    def __init__(self, heat_segments: int) -> None:
+        self.dropped_steps = 0
+        self._heat: deque[HeatSegment] = deque()
+        self._heat_limit = heat_segments
+        # A group makes a handful of statuses per layer and plan; the bound only guards against a service gone for good.
+        self._statuses: deque[agent_pb2.PlanStatus] = deque(maxlen=_MOST_STATUSES)
+        self._changed = threading.Condition()
+
+    def put(self, item: Outgoing) -> None:
+        """Add, dropping the oldest heat where there is no room."""
+        with self._changed:
+            if isinstance(item, HeatSegment):
+                self._heat.append(item)
+                if len(self._heat) > self._heat_limit:
+                    self.dropped_steps += len(self._heat.popleft().phases)
+            else:
+                self._statuses.append(item)
+            self._changed.notify()
+
+    def restore(self, item: Outgoing) -> None:
+        """Put back, at the front, what could not be sent."""
+        with self._changed:
+            if not isinstance(item, HeatSegment):
+                self._statuses.appendleft(item)
+            elif len(self._heat) < self._heat_limit:
+                self._heat.appendleft(item)
+            else:
+                self.dropped_steps += len(item.phases)
+
+    def count_lost(self, steps: int) -> None:
+        """Count steps whose heat never got as far as here."""
+        with self._changed:
+            self.dropped_steps += steps
+
+    def take(self, timeout: float) -> Outgoing | None:
+        """The next thing to send, statuses first; ``None`` after ``timeout`` seconds without any, or on ``wake``."""
+        with self._changed:
+            if not self._heat and not self._statuses:
+                self._changed.wait(timeout)
+            if self._statuses:
+                return self._statuses.popleft()
+            return self._heat.popleft() if self._heat else None
+
+    def wake(self) -> None:
+        """Let a waiting ``take`` return."""
+        with self._changed:
+            self._changed.notify_all()

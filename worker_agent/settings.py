@@ -1,0 +1,61 @@
+"""Settings of an agent: arguments > environment ``EPLB_AGENT_*`` > defaults."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from pydantic import Field, SecretStr, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class AgentSettings(BaseSettings):
+    """How one agent reaches the service, and how its ranks vote and transfer.
+
+    All ranks of a group must have the same values from ``vote_interval`` on; they compare them when they meet.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="EPLB_AGENT_", extra="forbid", frozen=True)
+
+    service: str = Field("127.0.0.1:50551", description="host:port of the service")
+    deployment: str = Field("default", description="name of this served model instance")
+    node: str = Field(default_factory=socket.gethostname, description="host of this rank")
+    data_host: str = Field(
+        default_factory=socket.getfqdn, description="address at which other ranks reach this one"
+    )
+    auth_token: SecretStr | None = Field(None, description="shared token that the service asks for")
+    tls_ca: Path | None = Field(
+        None, description="PEM file of the authority that signed the service's certificate"
+    )
+    queue_reports: int = Field(64, ge=1, le=4096, description="heat reports kept while the service is away")
+    report_steps: int = Field(
+        16, ge=1, le=1024, description="steps per heat report, until the service says otherwise"
+    )
+
+    vote_interval: int = Field(4, ge=1, le=1024, description="steps from one vote to the next")
+    vote_lag: int = Field(2, ge=1, le=1024, description="steps from a vote's launch to its consumption")
+    vote_timeout_seconds: float = Field(
+        30.0, gt=0, le=600, description="longest wait for the slowest rank's ballot"
+    )
+    offer_deadline_steps: int = Field(
+        512, ge=1, description="steps after which a plan that not all hold is dropped"
+    )
+    transfer_timeout_seconds: float = Field(60.0, gt=0, le=3600, description="bound on one layer's transfer")
+    bytes_per_step: int | None = Field(
+        None, ge=1, description="bytes that a rank may send per step; none: no limit"
+    )
+    chunk_bytes: int = Field(4 * 1024 * 1024, ge=4096, description="largest single transfer message")
+
+    @model_validator(mode="after")
+    def _one_vote_at_a_time(self) -> AgentSettings:
+        if self.vote_lag > self.vote_interval:
+            raise ValueError(
+                f"vote_lag {self.vote_lag} is past vote_interval {self.vote_interval}: a vote must be consumed before "
+                "the next is launched"
+            )
+        return self
+
+    def shared(self) -> dict[str, object]:
+        """What must be the same on all ranks."""
+        names = ("deployment", "vote_interval", "vote_lag", "offer_deadline_steps", "chunk_bytes")
+        return {name: getattr(self, name) for name in names}

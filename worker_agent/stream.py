@@ -1,0 +1,165 @@
+"""The agent's end of the control stream: a thread that reconnects for ever and never touches the model."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+import grpc
+
+from eplb_service.wire.codec import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, WireError
+from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
+from eplb_service.wire.plan_codec import WirePlan
+from worker_agent import messages
+from worker_agent.heat import HeatSegment
+from worker_agent.identity import Identity
+from worker_agent.outbox import Outbox
+from worker_agent.settings import AgentSettings
+from worker_agent.swap.installed import Installed
+
+_log = logging.getLogger("eplb.agent")
+
+_FIRST_BACKOFF_SECONDS = 0.2
+_LAST_BACKOFF_SECONDS = 10.0
+_WELCOME_SECONDS = 10.0
+_CHANNEL_OPTIONS = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+
+Beat: TypeAlias = Callable[[], agent_pb2.Heartbeat]
+
+
+class ServiceStream:
+    """Says Hello, sends what the outbox holds, and puts checked plans into ``plans``.
+
+    Parameters
+    ----------
+    installed
+        Returns what the rank serves now; read from this thread.
+    beat
+        Returns the heartbeat to send; read from this thread.
+    """
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        identity: Identity,
+        outbox: Outbox,
+        installed: Callable[[], Installed],
+        beat: Beat,
+    ) -> None:
+        self.plans: queue.SimpleQueue[WirePlan] = queue.SimpleQueue()
+        self.welcome: agent_pb2.Welcome | None = None
+        self.connected = False
+        self._settings = settings
+        self._identity = identity
+        self._outbox = outbox
+        self._installed = installed
+        self._beat = beat
+        self._closing = threading.Event()
+        self._call: grpc.Call | None = None
+        self._thread = threading.Thread(target=self._run, name="eplb-stream", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout: float) -> None:
+        """End the stream and its thread, waiting at most ``timeout`` seconds."""
+        self._closing.set()
+        call = self._call
+        if call is not None:
+            call.cancel()
+        self._outbox.wake()
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        backoff = _FIRST_BACKOFF_SECONDS
+        while not self._closing.is_set():
+            try:
+                with self._channel() as channel:
+                    self._talk(agent_pb2_grpc.AgentServiceStub(channel))
+            except grpc.RpcError as error:
+                self._log_lost(error)
+            except Exception:
+                # A defect here must not end balancing for good, nor reach the model.
+                _log.exception("rank %d: the control stream failed", self._identity.rank)
+            if self.connected:
+                backoff = _FIRST_BACKOFF_SECONDS
+            self.connected = False
+            self._closing.wait(backoff * random.uniform(0.5, 1.5))  # noqa: S311 - jitter, not a secret
+            backoff = min(2 * backoff, _LAST_BACKOFF_SECONDS)
+
+    def _channel(self) -> grpc.Channel:
+        if self._settings.tls_ca is None:
+            return grpc.insecure_channel(self._settings.service, options=_CHANNEL_OPTIONS)
+        credentials = grpc.ssl_channel_credentials(self._settings.tls_ca.read_bytes())
+        return grpc.secure_channel(self._settings.service, credentials, options=_CHANNEL_OPTIONS)
+
+    def _talk(self, stub: agent_pb2_grpc.AgentServiceStub) -> None:
+        """One connection, from Hello to its end."""
+        over = threading.Event()
+        token = self._settings.auth_token
+        metadata = [] if token is None else [("authorization", f"Bearer {token.get_secret_value()}")]
+        call = stub.Connect(self._requests(over), metadata=metadata)
+        self._call = call
+        impatience = threading.Timer(_WELCOME_SECONDS, call.cancel)
+        impatience.start()
+        try:
+            for response in call:
+                impatience.cancel()
+                self._hear(response)
+        finally:
+            impatience.cancel()
+            call.cancel()
+            over.set()
+            self._outbox.wake()
+
+    def _requests(self, over: threading.Event) -> Iterator[agent_pb2.ConnectRequest]:
+        """What this side says; runs on a thread of gRPC's."""
+        yield agent_pb2.ConnectRequest(hello=messages.hello(self._identity, self._installed()))
+        while not over.is_set() and not self._closing.is_set():
+            welcome = self.welcome
+            item = self._outbox.take(timeout=welcome.heartbeat_seconds if welcome else 1.0)
+            if over.is_set():
+                if item is not None:
+                    self._outbox.restore(item)
+                return
+            if isinstance(item, HeatSegment):
+                report = messages.heat_report(item, self._outbox.dropped_steps)
+                yield agent_pb2.ConnectRequest(heat_report=report)
+            elif item is not None:
+                yield agent_pb2.ConnectRequest(plan_status=item)
+            else:
+                yield agent_pb2.ConnectRequest(heartbeat=self._beat())
+
+    def _hear(self, response: agent_pb2.ConnectResponse) -> None:
+        kind = response.WhichOneof("message")
+        if kind == "welcome":
+            if response.welcome.protocol_version != PROTOCOL_VERSION:
+                raise WireError(
+                    f"the service speaks protocol {response.welcome.protocol_version}, this agent {PROTOCOL_VERSION}"
+                )
+            self.welcome = response.welcome
+            self.connected = True
+            _log.info("rank %d: connected to %s", self._identity.rank, self._settings.service)
+        elif kind == "plan":
+            try:
+                self.plans.put(messages.checked_plan(response.plan, self._identity, self._installed()))
+            except WireError as error:
+                self._outbox.put(
+                    agent_pb2.PlanStatus(
+                        plan_id=response.plan.plan_id, state=agent_pb2.PLAN_STATE_REFUSED, reason=str(error)
+                    )
+                )
+
+    def _log_lost(self, error: grpc.RpcError) -> None:
+        if self._closing.is_set():
+            return
+        details = getattr(error, "details", error.__str__)()
+        _log.warning("rank %d: no stream to %s: %s", self._identity.rank, self._settings.service, details)

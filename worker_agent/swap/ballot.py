@@ -1,0 +1,95 @@
+"""What a rank says in a vote, what all ranks together said, and what follows from it.
+
+A vote is one integer all-reduce with MIN. Every field also travels negated, so that one reduction gives minimum and
+maximum: two equal bounds mean that all ranks said the same. The decision is a function of the outcome alone, and the
+outcome is the same on all ranks; that is what makes ranks act together.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BALLOT_WIDTH = 7
+"""Integers in one ballot on the wire."""
+
+
+class Progress(enum.IntEnum):
+    """How far a rank is with the layer that its plan is at."""
+
+    IDLE = 0
+    OFFERED = 1
+    TRANSFERRING = 2
+    READY = 3
+
+
+class Decision(enum.Enum):
+    """What all ranks do at this step boundary."""
+
+    NOTHING = "nothing"
+    START = "start the transfer of the plan's next layer"
+    COMMIT = "commit the layer"
+    ABORT = "drop the plan"
+    HALT = "stop balancing: the ranks serve different placements"
+
+
+@dataclass(frozen=True)
+class Ballot:
+    """One rank's vote. ``plan`` is the digest of the plan it holds, 0 for none."""
+
+    progress: Progress
+    plan: int
+    installed: int
+    abort: bool
+
+    def encode(self) -> list[int]:
+        """``BALLOT_WIDTH`` signed 64-bit integers for a MIN all-reduce."""
+        bounds = [self.progress, self.plan, self.installed]
+        return [*(int(value) for value in bounds), *(-int(value) for value in bounds), -int(self.abort)]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The ballots of all ranks, reduced."""
+
+    slowest: Progress
+    plan_low: int
+    plan_high: int
+    installed_agree: bool
+    abort: bool
+
+    @classmethod
+    def decode(cls, reduced: Sequence[int]) -> Outcome:
+        """From the reduced integers; raises ``ValueError`` where they are not a ballot's."""
+        if len(reduced) != BALLOT_WIDTH:
+            raise ValueError(f"a ballot has {BALLOT_WIDTH} integers, got {len(reduced)}")
+        progress, plan_low, installed_low, _, plan_high, installed_high, abort = reduced
+        return cls(
+            slowest=Progress(progress),
+            plan_low=plan_low,
+            plan_high=-plan_high,
+            installed_agree=installed_low == -installed_high,
+            abort=abort < 0,
+        )
+
+    @property
+    def plans(self) -> frozenset[int]:
+        """Digests that are known to be held by some rank."""
+        return frozenset({self.plan_low, self.plan_high} - {0})
+
+    @property
+    def decision(self) -> Decision:
+        """The one thing that all ranks do; see the table in ARCHITECTURE.md."""
+        if not self.installed_agree:
+            return Decision.HALT
+        if not self.plans:
+            return Decision.NOTHING
+        if self.abort or self.plan_low not in (0, self.plan_high):
+            return Decision.ABORT
+        if self.plan_low == 0:
+            return Decision.NOTHING
+        return {
+            Progress.OFFERED: Decision.START,
+            Progress.READY: Decision.COMMIT,
+        }.get(self.slowest, Decision.NOTHING)

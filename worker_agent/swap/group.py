@@ -1,0 +1,71 @@
+"""The agents' own process groups: one for votes, one per lane for transfers, over a store of their own.
+
+Nothing of the host engine's groups is used after the agents have met, so the agents can neither reorder nor delay the
+model's collectives.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, cast
+
+import torch.distributed as dist
+
+_MEET_TIMEOUT = timedelta(seconds=60)
+
+
+class AgentGroup:
+    """R agents of one EP group, joined by a TCP store that rank 0 hosts.
+
+    Parameters
+    ----------
+    store
+        Shared by all ranks, and by nobody else.
+    rank, size
+        This rank and R.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self.store = store
+        self.rank = rank
+        self.size = size
+
+    @classmethod
+    def meet(
+        cls, host_group: dist.ProcessGroup, node: str, address: str, facts: Any
+    ) -> tuple[AgentGroup, list[Any]]:
+        """Join the ranks of ``host_group``; a collective, called once by each before serving.
+
+        Parameters
+        ----------
+        host_group
+            A CPU-capable group over the EP ranks (gloo), used only here.
+        node
+            Name of this rank's host; where all are one, the ranks meet on the loopback address.
+        address
+            Name or address at which the other ranks reach this host.
+        facts
+            Anything picklable; every rank gets the list of all ranks' facts, in order of rank.
+        """
+        rank, size = dist.get_rank(host_group), dist.get_world_size(host_group)
+        gathered: list[Any] = [None] * size
+        dist.all_gather_object(gathered, (node, address, facts), group=host_group)
+        one_node = len({there for there, _, _ in gathered}) == 1
+        meeting_point = "127.0.0.1" if one_node else gathered[0][1]
+        port: list[Any] = [0]
+        server: dist.TCPStore | None = None
+        if rank == 0:
+            server = dist.TCPStore(meeting_point, 0, size, True, _MEET_TIMEOUT, wait_for_workers=False)
+            port = [server.port]
+        dist.broadcast_object_list(port, src=dist.get_global_rank(host_group, 0), group=host_group)
+        store = server or dist.TCPStore(
+            meeting_point, port[0], size, False, _MEET_TIMEOUT, wait_for_workers=False
+        )
+        return cls(store, rank, size), [told for _, _, told in gathered]
+
+    def process_group(self, name: str, timeout: timedelta) -> dist.ProcessGroup:
+        """A new gloo group of these ranks; every rank asks for it by the same name, in its own time."""
+        store = dist.PrefixStore(f"eplb/{name}", self.store)
+        backend = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
+        # A backend has a process group's methods; torch's type stubs do not list them.
+        return cast("dist.ProcessGroup", backend)

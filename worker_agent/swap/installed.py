@@ -1,0 +1,69 @@
+"""What this rank serves right now: the placement of all ranks, its epoch, and this rank's tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from eplb_service.placement import Int32, Placement, check_log2phy, combine_digests, layer_digest
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An immutable snapshot; each committed layer makes a new one, so any thread may read it at any time.
+
+    Parameters
+    ----------
+    rank
+        The rank that this is.
+    placement
+        Slots of all ranks.
+    log2phy_LE
+        This rank's tables, int32 ``[L, E]``.
+    epoch, layer_epochs
+        Version of the placement, and the version at which each layer last changed.
+    layer_digests
+        Fingerprint of each layer; ``digest`` combines them.
+    """
+
+    rank: int
+    placement: Placement
+    log2phy_LE: Int32
+    epoch: int
+    layer_epochs: tuple[int, ...]
+    layer_digests: tuple[int, ...]
+
+    @classmethod
+    def first(cls, rank: int, placement: Placement, log2phy_LE: Int32) -> Installed:
+        """The placement that a rank starts with, epoch 0.
+
+        Raises ``PlacementError`` where a table points to a slot that does not hold its expert.
+        """
+        for layer in range(placement.layers):
+            where = f"layer {layer}: log2phy of rank {rank}"
+            check_log2phy(log2phy_LE[layer], placement.phy2log_LRS[layer], where)
+        digests = tuple(layer_digest(layer, row) for layer, row in enumerate(placement.phy2log_LRS))
+        return cls(rank, placement, log2phy_LE, 0, (0,) * placement.layers, digests)
+
+    @property
+    def digest(self) -> int:
+        """The placement's fingerprint, equal on all ranks of a healthy group."""
+        return combine_digests(self.placement.experts, self.layer_digests)
+
+    def with_layer(self, layer: int, phy2log_RS: Int32, log2phy_E: Int32) -> Installed:
+        """The snapshot after one more committed layer."""
+        tables = np.array(self.log2phy_LE, copy=True)
+        tables[layer] = log2phy_E
+        return replace(
+            self,
+            placement=self.placement.with_layer(layer, phy2log_RS),
+            log2phy_LE=tables,
+            epoch=self.epoch + 1,
+            layer_epochs=_replaced(self.layer_epochs, layer, self.epoch + 1),
+            layer_digests=_replaced(self.layer_digests, layer, layer_digest(layer, phy2log_RS)),
+        )
+
+
+def _replaced(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
+    return (*values[:index], value, *values[index + 1 :])

@@ -1,0 +1,59 @@
+"""Memory in which incoming experts wait for their commit, and the commit itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from worker_agent.adapters.live_layer import LiveLayer
+
+
+class Staging:
+    """Buffers for the experts that one layer receives, kept and re-used from layer to layer."""
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+
+    def reserve(self, weights: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
+        """One ``[rows, ...]`` buffer for each ``[S, ...]`` tensor of ``weights``, its dtype and device.
+
+        Takes new memory only where a layer needs more rows, or other shapes, than the ones before.
+        """
+        fits = len(self._buffers) == len(weights) and all(
+            buffer.shape[0] >= rows
+            and buffer.shape[1:] == weight.shape[1:]
+            and (buffer.dtype, buffer.device) == (weight.dtype, weight.device)
+            for buffer, weight in zip(self._buffers, weights, strict=True)
+        )
+        if not fits:
+            self._buffers = []
+            self._buffers = [weight.new_empty((rows, *weight.shape[1:])) for weight in weights]
+        return [buffer[:rows] for buffer in self._buffers]
+
+    def drop(self) -> None:
+        """Give the memory up: a transfer that was abandoned may still write into it."""
+        self._buffers = []
+
+
+@torch.no_grad()
+def install(
+    layer: LiveLayer,
+    staged: Sequence[torch.Tensor],
+    slots: Sequence[int],
+    expert_map_E: torch.Tensor,
+    log2phy_E: torch.Tensor,
+) -> int:
+    """Copy staged experts and the new tables into the live layer, in place; returns the bytes of weights written.
+
+    ``staged[i][n]`` goes to slot ``slots[n]`` of the layer's tensor ``i``. Weights first, then the tables that route
+    to them, all on the caller's stream, between two forward passes.
+    """
+    written = 0
+    for weight, buffer in zip(layer.expert_weights(), staged, strict=True):
+        for row, slot in enumerate(slots):
+            weight[slot].copy_(buffer[row])
+            written += buffer[row].nbytes
+    layer.expert_map.copy_(expert_map_E)
+    layer.log2phy.copy_(log2phy_E)
+    return written

@@ -1,0 +1,68 @@
+"""Carries ballots to all ranks and back, without ever polling for completion.
+
+A vote is launched at one step boundary and consumed at a later one that is fixed beforehand, the same on every rank,
+waiting there if it must. Polling would let two ranks see the outcome at different steps.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from worker_agent.swap.ballot import BALLOT_WIDTH, Ballot, Outcome
+
+
+class VoteError(RuntimeError):
+    """The ranks could not be heard; what the others saw is not known here."""
+
+
+class VoteBox:
+    """At most one vote under way.
+
+    Parameters
+    ----------
+    group
+        A gloo group used for nothing else.
+    lag
+        Step boundaries between launch and consumption.
+    timeout
+        Longest wait at consumption.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, lag: int, timeout: timedelta) -> None:
+        self._group = group
+        self._lag = lag
+        self._timeout = timeout
+        self._tensor = torch.zeros(BALLOT_WIDTH, dtype=torch.int64)
+        self._options = dist.AllreduceOptions()
+        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
+        self._work: dist.Work | None = None
+        self._due = 0
+        self.number = 0
+
+    def launch(self, ballot: Ballot, step: int) -> None:
+        """Send this rank's ballot; the outcome is due at ``step + lag``."""
+        assert self._work is None, "a vote is already under way"
+        self._tensor.copy_(torch.tensor(ballot.encode(), dtype=torch.int64))
+        self.number += 1
+        self._due = step + self._lag
+        try:
+            self._work = self._group.allreduce([self._tensor], self._options)
+        except RuntimeError as error:
+            raise VoteError(f"vote {self.number} could not be sent: {error}") from error
+
+    def due(self, step: int) -> bool:
+        """Whether an outcome must be consumed at this boundary."""
+        return self._work is not None and step >= self._due
+
+    def consume(self) -> Outcome:
+        """The outcome, waiting for the slowest rank. Raises ``VoteError`` past the timeout or on a broken link."""
+        assert self._work is not None
+        work, self._work = self._work, None
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            raise VoteError(f"vote {self.number} came to nothing: {error}") from error
+        return Outcome.decode(self._tensor.tolist())
