@@ -48,6 +48,7 @@ def demo(
     intermediate: Annotated[int, typer.Option(min=1, help="Intermediate size of an expert.")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, tokens and solver.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Write the summary to this .json file.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Write the last view to this .svg file.")] = None,
 ) -> None:
     """Serve routed tokens on live expert-parallel layers while the service balances them, and prove it.
 
@@ -59,7 +60,7 @@ def demo(
             "the demo runs live layers and needs torch; install it with: pip install 'eplb-service[agent]'"
         )
     from eplb_service.atomic_write import check_output
-    from eplb_service.cli.demo_screen import screen
+    from eplb_service.cli.demo_screen import save_picture, screen
     from eplb_service.cli.json_out import write_json
     from eplb_service.demo import summary
     from eplb_service.demo.ranks import RankDiedError
@@ -68,6 +69,8 @@ def demo(
 
     if json is not None:
         check_output(json, (".json",))
+    if picture is not None:
+        check_output(picture, (".svg",))
     PlannerSettings(policy=policy, seed=seed)
     if dispatcher not in _DISPATCHERS:
         raise UserError(f"unknown dispatcher {dispatcher!r}; choose one of {', '.join(_DISPATCHERS)}")
@@ -84,6 +87,8 @@ def demo(
             raise typer.Exit(_FAILED_EXIT_CODE) from error
     figures = summary.summarise(board, counts_TLE)
     show.finish(summary.table(figures))
+    if picture is not None:
+        save_picture(picture, show.view(board), summary.table(figures))
     if json is not None:
         write_json(json, figures)
     complaint = summary.complaint(board)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -12,11 +14,13 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from eplb_service.atomic_write import write_atomically
 from eplb_service.demo.scoreboard import Scoreboard
 from eplb_service.demo.view import render
 
 _SECONDS_BETWEEN_LINES = 2.0
 _HEAT_STEPS = 24
+_PICTURE_WIDTH = 132
 
 
 class Screen:
@@ -32,7 +36,7 @@ class Screen:
     def update(self, board: Scoreboard, status: str) -> None:
         """Show the score as it is."""
         if self._live is not None:
-            self._live.update(self._view(board, status))
+            self._live.update(self.view(board, status))
         elif board.steps == 0 and status != self._last_status:
             self._console.print(status, highlight=False)
         elif board.steps and time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES:
@@ -43,6 +47,7 @@ class Screen:
                 f"{board.par('live', recent):.3f} balanced; {board.layers_switched} layers switched, "
                 f"{board.bytes_moved / 1e6:.1f} MB moved",
                 highlight=False,
+                soft_wrap=True,
             )
         self._last_status = status
 
@@ -54,7 +59,8 @@ class Screen:
         """Say what went wrong."""
         self._console.print(Text(f"eplb demo failed: {reason}", style="bold red"))
 
-    def _view(self, board: Scoreboard, status: str) -> RenderableType:
+    def view(self, board: Scoreboard, status: str = "") -> RenderableType:
+        """The live view as it stands."""
         recent_TLE = self._counts_TLE[max(0, board.steps - _HEAT_STEPS) : board.steps]
         heat_LE = recent_TLE.mean(axis=0) if len(recent_TLE) else None
         return render(board, len(self._counts_TLE), heat_LE, status)
@@ -69,3 +75,12 @@ def screen(counts_TLE: npt.NDArray[np.integer]) -> Iterator[Screen]:
         return
     with Live(console=console, refresh_per_second=8) as live:
         yield Screen(console, live, counts_TLE)
+
+
+def save_picture(path: Path, view: RenderableType, summary: RenderableType) -> None:
+    """Write the last view and the summary to ``path`` as an SVG picture; raises ``OutputError``."""
+    console = Console(record=True, width=_PICTURE_WIDTH, file=io.StringIO(), force_terminal=True)
+    console.print(view)
+    console.print()
+    console.print(summary)
+    write_atomically(path, console.export_svg(title="eplb demo").encode())

@@ -37,7 +37,7 @@ def print_replay(console: Console, result: Replay, placement: Placement) -> None
     decisions = len(result.policies[0].decisions)
     console.print(
         f"{placement.layers} layers x {placement.experts} experts on {placement.ranks} ranks x "
-        f"{placement.slots} slots; {result.steps} steps scored, {decisions} decisions"
+        f"{placement.slots} slots; steps scored {result.steps}, decisions {decisions}"
     )
     console.print(table)
     console.print(

@@ -40,11 +40,11 @@ def _announce(service: RunningService) -> None:
 
 
 def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
-    default = "" if field.default is None else f" [default: {field.default}]"
+    variable = f"${ENVIRONMENT_PREFIX}{name.upper()}"
     option = typer.Option(
         None,
         f"--{name.replace('_', '-')}",
-        help=f"{field.description}{default} (${ENVIRONMENT_PREFIX}{name.upper()})",
+        help=f"{field.description} ({variable if field.default is None else f'{variable}, default {field.default}'})",
         show_default=False,
         metavar=_metavar(field),
     )

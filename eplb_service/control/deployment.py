@@ -235,8 +235,7 @@ class Deployment:
             self.heat.place(layer, epoch, live.placement.phy2log_LRS[layer])
 
     def _follow_plan(self, rank: int, version: tuple[int, int]) -> list[Event]:
-        live = self.live
-        if live is None or version == (live.epoch, live.digest):
+        if self.live is None:
             return []
         for life in (self.plan, self.ended_plan):
             reached = life.sees(rank, *version) if life is not None else None

@@ -17,6 +17,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from eplb_service.control.hello import LONGEST_TEXT
 from eplb_service.control.live import LivePlacement
 from eplb_service.control.rank_list import rank_list
 from eplb_service.placement import combine_digests, layer_digest
@@ -102,6 +103,13 @@ class PlanLife:
         """Ranks whose last word is still missing."""
         return [rank for rank in range(len(self._progress)) if not self._is_final(rank)]
 
+    @property
+    def summary(self) -> str:
+        """How it stands, in an operator's words."""
+        state = "under way" if self.outcome is None else self.outcome.value.replace("_", " ")
+        reason = f": {self.reason}" if self.reason else ""
+        return f"plan {self.offer.plan_id} {state}{reason}"
+
     def hear(self, rank: int, status: agent_pb2.PlanStatus, now: float) -> list[Milestone]:
         """A rank's word; returns the layers that are now known to have switched, in order.
 
@@ -112,9 +120,9 @@ class PlanLife:
         if status.state == agent_pb2.PLAN_STATE_COMMITTED:
             reached = self._commit(rank, status)
         elif status.state == agent_pb2.PLAN_STATE_REFUSED:
-            self._refusals[rank] = status.reason
+            self._refusals[rank] = status.reason[:LONGEST_TEXT]
         elif status.state == agent_pb2.PLAN_STATE_ABORTED:
-            self._aborts[rank] = status.reason
+            self._aborts[rank] = status.reason[:LONGEST_TEXT]
         elif status.state not in (agent_pb2.PLAN_STATE_ACCEPTED, agent_pb2.PLAN_STATE_TRANSFERRED):
             raise ContradictionError(f"rank {rank} reports state {status.state} of plan {self.offer.plan_id}")
         self._settle()
@@ -131,14 +139,14 @@ class PlanLife:
 
     def tick(self, now: float, limit: float) -> None:
         """Give the plan up after ``limit`` seconds without a word."""
-        if self.outcome is None and now - self._heard_at > limit:
-            self.outcome = Outcome.TIMED_OUT
-            missing = self.silent_ranks
-            if self._refusals or self._aborts:
-                self._settle_by_refusal()
-            self.reason = "; ".join(
-                filter(None, [self.reason, f"{rank_list(missing)} did not answer in time"])
-            )
+        if self.outcome is not None or now - self._heard_at <= limit:
+            return
+        silent = f"{rank_list(self.silent_ranks)} did not answer in time"
+        if self._refusals or self._aborts:
+            self._settle_by_refusal()
+            self.reason += f"; {silent}"
+        else:
+            self.outcome, self.reason = Outcome.TIMED_OUT, silent
 
     def interrupt(self, reason: str) -> None:
         """End it for a reason outside the plan."""
@@ -177,11 +185,7 @@ class PlanLife:
             self.outcome = Outcome.DONE
 
     def _settle_by_refusal(self) -> None:
-        outcome, said = (
-            (Outcome.REFUSED, self._refusals) if self._refusals else (Outcome.ABORTED, self._aborts)
-        )
+        said = self._refusals or self._aborts
+        self.outcome = Outcome.REFUSED if self._refusals else Outcome.ABORTED
         rank, reason = min(said.items())
-        self.outcome, self.reason = (
-            outcome,
-            f"rank {rank}: {reason}" if reason else f"rank {rank} gave no reason",
-        )
+        self.reason = f"rank {rank}: {reason or 'no reason given'}"

@@ -53,7 +53,5 @@ def problems(deployment: Deployment) -> list[str]:
         found.append(deployment.contradiction)
     ended = deployment.ended_plan
     if ended is not None and ended.outcome is not Outcome.DONE:
-        found.append(
-            f"plan {ended.offer.plan_id} {ended.outcome.value}: {ended.reason}" if ended.outcome else ""
-        )
+        found.append(ended.summary)
     return found

@@ -66,6 +66,8 @@ async def running_service(settings: ServiceSettings) -> AsyncIterator[RunningSer
 
     Raises ``ListenError``, ``StoreError`` or ``SettingsError`` where it cannot start.
     """
+    _check_free(settings.listen, "listen")
+    _check_free(settings.metrics, "metrics")
     async with contextlib.AsyncExitStack() as stack:
         metrics = Metrics()
         metrics.build.labels(__version__).set(1)
@@ -128,8 +130,6 @@ def _server(settings: ServiceSettings, plane: ControlPlane, probes: Any) -> grpc
 
 
 def _bind(server: grpc.aio.Server, settings: ServiceSettings) -> str:
-    host, port = _split(settings.listen)
-    _check_free(host, port, "listen")
     if settings.tls_cert is None and not settings.listen.startswith(_LOOPBACK):
         _log.warning("serving_without_tls", address=settings.listen)
     if settings.auth_token is None and not settings.listen.startswith(_LOOPBACK):
@@ -160,10 +160,8 @@ def _credentials(settings: ServiceSettings) -> grpc.ServerCredentials | None:
 
 
 def _serve_metrics(metrics: Metrics, address: str, stack: contextlib.AsyncExitStack) -> str:
-    host, port = _split(address)
-    _check_free(host, port, "metrics")
     try:
-        server = metrics.serve(host, port)
+        server = metrics.serve(*_split(address))
     except OSError as error:
         raise ListenError(f"cannot serve metrics on {address}: {error.strerror or error}") from error
     stack.callback(server.close)
@@ -172,13 +170,12 @@ def _serve_metrics(metrics: Metrics, address: str, stack: contextlib.AsyncExitSt
 
 def _split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
-    if int(port) > 65535:
-        raise SettingsError(f"{address} has no port of 0 to 65535")
     return host.strip("[]"), int(port)
 
 
-def _check_free(host: str, port: int, flag: str) -> None:
-    """Raise ``ListenError`` where a port is taken: the servers themselves tell it less clearly, or in several lines."""
+def _check_free(address: str, flag: str) -> None:
+    """Raise ``ListenError`` where a port is taken, before the store counts this as a start."""
+    host, port = _split(address)
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -186,7 +183,7 @@ def _check_free(host: str, port: int, flag: str) -> None:
             probe.bind(where)
     except OSError as error:
         raise ListenError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; stop what listens there, or choose another "
+            f"cannot listen on {address}: {error.strerror or error}; stop what listens there, or choose another "
             f"address with --{flag}"
         ) from error
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, SecretStr, ValidationError, model_validator
+from pydantic import AfterValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from eplb_service.planner.settings import POLICIES, PlannerSettings
@@ -20,7 +21,17 @@ ENVIRONMENT_PREFIX = "EPLB_"
 _OTHERS_PREFIXES = ("EPLB_AGENT_",)
 _OTHERS_VARIABLES = {"EPLB_ADDRESS", "EPLB_CONFIG", "EPLB_TLS_CA"}
 
-Address = Annotated[str, Field(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):\d{1,5}$")]
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
+
+
+def _checked_address(address: str) -> str:
+    match = _ADDRESS.fullmatch(address)
+    if match is None or int(match[2]) > 65535:
+        raise ValueError("an address is host:port, such as 127.0.0.1:50551 or [::1]:0")
+    return address
+
+
+Address = Annotated[str, AfterValidator(_checked_address)]
 
 
 class SettingsError(ValueError):

@@ -156,12 +156,7 @@ class Store:
             return
         with self._db:
             self._name(name)
-            self._insert_placement(name, live, None)
-            self._db.execute(
-                "DELETE FROM placements WHERE deployment = ?1 AND id < (SELECT id FROM placements "
-                "WHERE deployment = ?1 AND layer IS NULL ORDER BY id DESC LIMIT 1 OFFSET ?2)",
-                (name, _SNAPSHOTS_KEPT - 1),
-            )
+            self._insert_snapshot(name, live)
 
     def save_layer(self, name: str, live: LivePlacement, layer: int) -> None:
         """Remember that one layer has switched, which led to ``live``."""
@@ -174,7 +169,7 @@ class Store:
                 (name,),
             ).fetchone()
             if since >= _LAYERS_PER_SNAPSHOT:
-                self._insert_placement(name, live, None)
+                self._insert_snapshot(name, live)
 
     def begin_plan(self, name: str, offer: Offer) -> None:
         """Remember a plan before any rank hears of it."""
@@ -304,6 +299,14 @@ class Store:
 
     def _name(self, name: str) -> None:
         self._db.execute("INSERT OR IGNORE INTO deployments (name) VALUES (?)", (name,))
+
+    def _insert_snapshot(self, name: str, live: LivePlacement) -> None:
+        self._insert_placement(name, live, None)
+        self._db.execute(
+            "DELETE FROM placements WHERE deployment = ?1 AND id < (SELECT id FROM placements "
+            "WHERE deployment = ?1 AND layer IS NULL ORDER BY id DESC LIMIT 1 OFFSET ?2)",
+            (name, _SNAPSHOTS_KEPT - 1),
+        )
 
     def _insert_placement(self, name: str, live: LivePlacement, layer: int | None) -> None:
         placement = live.placement

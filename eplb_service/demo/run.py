@@ -17,6 +17,7 @@ from eplb_service.demo.ranks import rank_processes
 from eplb_service.demo.scoreboard import Scoreboard
 from eplb_service.demo.service_thread import service_thread
 from eplb_service.placement import check_shape
+from eplb_service.telemetry.logs import configure_logs
 
 REPORT_EVERY_STEPS = 4
 
@@ -95,6 +96,7 @@ def run(settings: DemoSettings, watch: Callable[[Scoreboard, str], None]) -> Sco
             seed=settings.seed,
             log_level="error",
         )
+        configure_logs(level=service_settings.log_level)
         with service_thread(service_settings) as service:
             watch(board, f"service at {service.address}; starting {settings.ranks} ranks")
             task = _write_task(settings, service.address, scratch)

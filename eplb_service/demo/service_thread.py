@@ -14,13 +14,14 @@ from eplb_service.control.settings import ServiceSettings
 
 @contextmanager
 def service_thread(settings: ServiceSettings) -> Iterator[RunningService]:
-    """A service with ``settings``, ready to be connected to; whatever keeps it from starting is raised here."""
+    """A service with ``settings``, its solver compiled; whatever keeps it from starting is raised here."""
     started: queue.SimpleQueue[RunningService | BaseException] = queue.SimpleQueue()
     loop = asyncio.new_event_loop()
     stop = asyncio.Event()
 
     async def serve() -> None:
         async with running_service(settings) as service:
+            await service.warm
             started.put(service)
             await stop.wait()
 

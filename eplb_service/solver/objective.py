@@ -14,6 +14,9 @@ import numpy as np
 from eplb_service.solver.arrays import Float32, Float64, Int32
 from eplb_service.solver.jit import kernel
 
+SMALLEST_GAIN = 1e-5
+"""Peak-to-average ratio below which a change is rounding, not progress."""
+
 
 class Demand(NamedTuple):
     """One layer's heat as the search sees it; mean rank load 1."""

@@ -1,4 +1,4 @@
-"""A placement under construction or search, and the greedy way to build one: hottest first, to the coolest rank."""
+"""A placement under construction or search: its slots, each slot's share of its expert's tokens, and the rank loads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb_service.solver.arrays import Bool, Float32, Int32, Int64
+from eplb_service.solver.arrays import Bool, Float32, Int32
 from eplb_service.solver.jit import kernel
 from eplb_service.solver.objective import Demand, risk
 
@@ -17,7 +17,9 @@ class Packing(NamedTuple):
     phy2log_RS: Int32
     """int32 ``[R, S]``, expert in each slot, -1 where empty."""
     copies_E: Int32
-    """int32 ``[E]``; an expert's tokens split evenly over its copies."""
+    """int32 ``[E]``, slots that hold, or will hold, the expert."""
+    share_ER: Float32
+    """float32 ``[E, R]``, part of the expert's tokens that the rank's copy receives; 0 where it holds none."""
     holds_ER: Bool
     """bool ``[E, R]``, whether the rank holds the expert."""
     filled_R: Int32
@@ -37,6 +39,7 @@ def empty_packing(copies_E: Int32, ranks: int, slots: int) -> Packing:
     return Packing(
         np.full((ranks, slots), -1, dtype=np.int32),
         copies_E.copy(),
+        np.zeros((experts, ranks), dtype=np.float32),
         np.zeros((experts, ranks), dtype=np.bool_),
         np.zeros(ranks, dtype=np.int32),
         np.zeros(ranks, dtype=np.float32),
@@ -46,50 +49,74 @@ def empty_packing(copies_E: Int32, ranks: int, slots: int) -> Packing:
 
 
 @kernel
-def load_of(phy2log_RS: Int32, demand: Demand) -> Packing:
-    """The ``Packing`` of a complete placement."""
+def packing_of(phy2log_RS: Int32, share_RS: Float32, demand: Demand) -> Packing:
+    """The ``Packing`` of a complete placement whose slots receive ``share_RS`` of their experts' tokens."""
     ranks, slots = phy2log_RS.shape
-    copies_E = np.zeros(demand.mean_E.shape[0], dtype=np.int32)
+    packing = empty_packing(copies_of(phy2log_RS, demand.mean_E.shape[0]), ranks, slots)
     for r in range(ranks):
         for s in range(slots):
-            copies_E[phy2log_RS[r, s]] += 1
-    packing = empty_packing(copies_E, ranks, slots)
-    for r in range(ranks):
-        for s in range(slots):
-            put(packing, demand, phy2log_RS[r, s], r)
+            put(packing, demand, phy2log_RS[r, s], r, share_RS[r, s])
     return packing
 
 
 @kernel
-def shift_load(packing: Packing, demand: Demand, expert: int, rank: int, weight: float) -> None:
-    """Add ``weight`` (may be negative) of an expert's tokens to a rank's load, its slots untouched."""
-    cross_E = packing.cross_RE[rank]
-    gram_E = demand.gram_EE[expert]
-    weight = np.float32(weight)
-    packing.load_R[rank] += weight * demand.mean_E[expert]
-    packing.variance_R[rank] += weight * (np.float32(2.0) * cross_E[expert] + weight * gram_E[expert])
-    for e in range(cross_E.shape[0]):
-        cross_E[e] += weight * gram_E[e]
+def copies_of(phy2log_RS: Int32, experts: int) -> Int32:
+    """Copies of each expert, int32 ``[E]``."""
+    copies_E = np.zeros(experts, dtype=np.int32)
+    for expert in phy2log_RS.ravel():
+        copies_E[expert] += 1
+    return copies_E
 
 
 @kernel
-def put(packing: Packing, demand: Demand, expert: int, rank: int) -> None:
+def even_shares(phy2log_RS: Int32, experts: int) -> Float32:
+    """Each expert's tokens split evenly over its copies, float32 ``[R, S]``."""
+    copies_E = copies_of(phy2log_RS, experts)
+    share_RS = np.empty(phy2log_RS.shape, dtype=np.float32)
+    for r in range(phy2log_RS.shape[0]):
+        for s in range(phy2log_RS.shape[1]):
+            share_RS[r, s] = np.float32(1.0) / np.float32(copies_E[phy2log_RS[r, s]])
+    return share_RS
+
+
+@kernel
+def shift_load(packing: Packing, demand: Demand, expert: int, rank: int, share: float) -> None:
+    """Add ``share`` (may be negative) of an expert's tokens to what a rank's copy receives, its slots untouched."""
+    cross_E = packing.cross_RE[rank]
+    gram_E = demand.gram_EE[expert]
+    share32 = np.float32(share)
+    packing.share_ER[expert, rank] += share32
+    packing.load_R[rank] += share32 * demand.mean_E[expert]
+    packing.variance_R[rank] += share32 * (np.float32(2.0) * cross_E[expert] + share32 * gram_E[expert])
+    for e in range(cross_E.shape[0]):
+        cross_E[e] += share32 * gram_E[e]
+
+
+@kernel
+def put(packing: Packing, demand: Demand, expert: int, rank: int, share: float) -> None:
     """Fill the next free slot of ``rank`` with a copy of ``expert``."""
     packing.phy2log_RS[rank, packing.filled_R[rank]] = expert
     packing.filled_R[rank] += 1
     packing.holds_ER[expert, rank] = True
-    shift_load(packing, demand, expert, rank, 1.0 / packing.copies_E[expert])
+    shift_load(packing, demand, expert, rank, share)
 
 
 @kernel
-def replace(packing: Packing, demand: Demand, rank: int, slot: int, expert: int, weight: float) -> None:
-    """Let ``slot`` hold ``expert`` instead, at ``weight`` of its tokens; the old one leaves with its even share."""
-    old = packing.phy2log_RS[rank, slot]
-    shift_load(packing, demand, old, rank, -1.0 / packing.copies_E[old])
-    shift_load(packing, demand, expert, rank, weight)
+def clear(packing: Packing, demand: Demand, rank: int, slot: int) -> None:
+    """Take the expert of one slot off its rank; the slot itself must be filled or given up next."""
+    expert = packing.phy2log_RS[rank, slot]
+    shift_load(packing, demand, expert, rank, -packing.share_ER[expert, rank])
+    packing.share_ER[expert, rank] = 0
+    packing.holds_ER[expert, rank] = False
+
+
+@kernel
+def replace(packing: Packing, demand: Demand, rank: int, slot: int, expert: int, share: float) -> None:
+    """Let ``slot`` hold ``expert`` instead, at ``share`` of its tokens."""
+    clear(packing, demand, rank, slot)
     packing.phy2log_RS[rank, slot] = expert
-    packing.holds_ER[old, rank] = False
     packing.holds_ER[expert, rank] = True
+    shift_load(packing, demand, expert, rank, share)
 
 
 @kernel
@@ -102,60 +129,3 @@ def hottest_rank(packing: Packing, z: float) -> tuple[int, float]:
         if found > worst_risk:
             worst, worst_risk = r, found
     return worst, worst_risk
-
-
-@kernel
-def pack(packing: Packing, demand: Demand, order_E: Int64, z: float) -> None:
-    """Place all copies of the experts of ``order_E``, each on the rank that stays coolest with it."""
-    for expert in order_E:
-        for _ in range(packing.copies_E[expert]):
-            rank = _coolest_rank(packing, demand, expert, z)
-            if rank < 0:
-                rank = _make_room(packing, demand, expert)
-            put(packing, demand, expert, rank)
-
-
-@kernel
-def _coolest_rank(packing: Packing, demand: Demand, expert: int, z: float) -> int:
-    """Rank with a free slot, without the expert, and with the lowest risk once it holds it; -1 where none is."""
-    slots = packing.phy2log_RS.shape[1]
-    weight = np.float32(1.0) / np.float32(packing.copies_E[expert])
-    own = weight * weight * demand.gram_EE[expert, expert]
-    chosen = -1
-    lowest = np.inf
-    for r in range(packing.load_R.shape[0]):
-        if packing.filled_R[r] == slots or packing.holds_ER[expert, r] or packing.load_R[r] >= lowest:
-            continue
-        variance = packing.variance_R[r] + np.float32(2.0) * weight * packing.cross_RE[r, expert] + own
-        found = risk(packing.load_R[r], variance, z)
-        if found < lowest:
-            chosen, lowest = r, found
-    return chosen
-
-
-@kernel
-def _make_room(packing: Packing, demand: Demand, expert: int) -> int:
-    """Free a slot for ``expert`` where every rank with room holds it already; returns the rank.
-
-    A full rank without the expert passes one of its own to a rank with room that lacks it. Such a pair exists while
-    the expert has fewer copies placed than there are ranks: the full rank has more other experts than the one with
-    room.
-    """
-    ranks, slots = packing.phy2log_RS.shape
-    roomy = 0
-    while packing.filled_R[roomy] == slots:
-        roomy += 1
-    for giver in range(ranks):
-        if packing.holds_ER[expert, giver]:
-            continue
-        for slot in range(slots):
-            passed = packing.phy2log_RS[giver, slot]
-            if not packing.holds_ER[passed, roomy]:
-                shift_load(packing, demand, passed, giver, -1.0 / packing.copies_E[passed])
-                packing.holds_ER[passed, giver] = False
-                packing.filled_R[giver] -= 1
-                packing.phy2log_RS[giver, slot] = packing.phy2log_RS[giver, slots - 1]
-                packing.phy2log_RS[giver, slots - 1] = -1
-                put(packing, demand, passed, roomy)
-                return giver
-    return -1

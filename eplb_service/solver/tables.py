@@ -1,9 +1,8 @@
-"""Which replica each source rank's tokens of each expert go to: log2phy as part of the solution.
+"""Which replica each source's tokens of each expert go to: log2phy as part of the solution.
 
-An expert's tokens arrive unevenly from the source ranks, so a fixed rule splits them unevenly over its replicas.
-Here each part (one source, one expert) goes to the replica whose rank stays coolest, largest parts first, and is
-moved on while that cools the hottest rank. G token groups: ranks that see the same tokens are one source and share
-one table.
+An expert's tokens arrive unevenly from the source ranks, so a fixed rule splits them unevenly over its replicas. Here each
+part (one source, one expert) goes to the replica whose rank stays coolest, largest parts first, and is moved on while that
+cools the hottest rank. G sources: ranks that see the same tokens are one, and share one table.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ import numpy as np
 
 from eplb_service.solver.arrays import Float32, Int32
 from eplb_service.solver.jit import kernel
-from eplb_service.solver.objective import Demand, expert_heat, mean_of_max, risk
-from eplb_service.solver.packing import Packing, empty_packing, hottest_rank, shift_load
-from eplb_service.solver.risk_search import SMALLEST_GAIN
+from eplb_service.solver.objective import SMALLEST_GAIN, Demand, expert_heat, mean_of_max, risk
+from eplb_service.solver.packing import Packing, hottest_rank, packing_of, shift_load
 
 
 @kernel
@@ -34,10 +32,12 @@ def solve_tables(
 
     Returns int32 ``[G, E]``, physical ids, and the peak-to-average ratio that they realise.
     """
-    first_E1, slot_P = slots_by_expert(phy2log_RS, share_GE.shape[1])
-    rule_GE = fixed_rule(first_E1, slot_P, share_GE.shape[0])
+    sources, experts = share_GE.shape
+    first_E1, slot_P = slots_by_expert(phy2log_RS, experts)
+    rule_GE = fixed_rule(first_E1, slot_P, sources)
     rule_par = tables_par(phy2log_RS, rule_GE, scaled_EN, share_N, share_GE)
-    chosen_GE, packing = _spread(phy2log_RS, rule_GE, first_E1, slot_P, demand, share_GE, z)
+    chosen_GE = rule_GE.copy()
+    packing = _spread(phy2log_RS, chosen_GE, first_E1, slot_P, demand, share_GE, z)
     _cool(packing, chosen_GE, first_E1, slot_P, demand, share_GE, z)
     chosen_par = tables_par(phy2log_RS, chosen_GE, scaled_EN, share_N, share_GE)
     if chosen_par < rule_par:
@@ -48,20 +48,17 @@ def solve_tables(
 @kernel
 def slots_by_expert(phy2log_RS: Int32, experts: int) -> tuple[Int32, Int32]:
     """Physical ids in order of expert: those of expert ``e`` are ``slot_P[first_E1[e]:first_E1[e + 1]]``."""
-    ranks, slots = phy2log_RS.shape
+    expert_P = phy2log_RS.ravel()
     first_E1 = np.zeros(experts + 1, dtype=np.int32)
-    for r in range(ranks):
-        for s in range(slots):
-            first_E1[phy2log_RS[r, s] + 1] += 1
+    for expert in expert_P:
+        first_E1[expert + 1] += 1
     for e in range(experts):
         first_E1[e + 1] += first_E1[e]
     next_E = first_E1[:-1].copy()
-    slot_P = np.empty(ranks * slots, dtype=np.int32)
-    for r in range(ranks):
-        for s in range(slots):
-            e = phy2log_RS[r, s]
-            slot_P[next_E[e]] = r * slots + s
-            next_E[e] += 1
+    slot_P = np.empty(expert_P.shape[0], dtype=np.int32)
+    for p in range(expert_P.shape[0]):
+        slot_P[next_E[expert_P[p]]] = p
+        next_E[expert_P[p]] += 1
     return first_E1, slot_P
 
 
@@ -70,10 +67,24 @@ def fixed_rule(first_E1: Int32, slot_P: Int32, sources: int) -> Int32:
     """Source ``g`` uses replica ``g % k`` of an expert with ``k`` replicas, int32 ``[G, E]``."""
     experts = first_E1.shape[0] - 1
     chosen_GE = np.empty((sources, experts), dtype=np.int32)
-    for g in range(sources):
-        for e in range(experts):
-            chosen_GE[g, e] = slot_P[first_E1[e] + g % (first_E1[e + 1] - first_E1[e])]
+    for e in range(experts):
+        first, copies = first_E1[e], first_E1[e + 1] - first_E1[e]
+        at = 0
+        for g in range(sources):
+            chosen_GE[g, e] = slot_P[first + at]
+            at = at + 1 if at + 1 < copies else 0
     return chosen_GE
+
+
+@kernel
+def slot_shares(phy2log_RS: Int32, chosen_GE: Int32, share_GE: Float32) -> Float32:
+    """Part of its expert's tokens that each slot receives through tables, float32 ``[R, S]``."""
+    share_RS = np.zeros(phy2log_RS.shape, dtype=np.float32)
+    share_P = share_RS.ravel()
+    for g in range(chosen_GE.shape[0]):
+        for e in range(chosen_GE.shape[1]):
+            share_P[chosen_GE[g, e]] += share_GE[g, e]
+    return share_RS
 
 
 @kernel
@@ -81,60 +92,55 @@ def tables_par(
     phy2log_RS: Int32, chosen_GE: Int32, scaled_EN: Float32, share_N: Float32, share_GE: Float32
 ) -> float:
     """Peak-to-average ratio that tables realise."""
-    slots = phy2log_RS.shape[1]
-    weight_RS = np.zeros(phy2log_RS.shape, dtype=np.float32)
-    for g in range(chosen_GE.shape[0]):
-        for e in range(chosen_GE.shape[1]):
-            weight_RS[chosen_GE[g, e] // slots, chosen_GE[g, e] % slots] += share_GE[g, e]
-    return mean_of_max(scaled_EN, share_N, phy2log_RS, weight_RS)
+    return mean_of_max(scaled_EN, share_N, phy2log_RS, slot_shares(phy2log_RS, chosen_GE, share_GE))
 
 
 @kernel
 def _spread(
     phy2log_RS: Int32,
-    rule_GE: Int32,
+    chosen_GE: Int32,
     first_E1: Int32,
     slot_P: Int32,
     demand: Demand,
     share_GE: Float32,
     z: float,
-) -> tuple[Int32, Packing]:
-    """Largest part first, to the replica whose rank stays coolest; parts without tokens follow the rule."""
-    ranks, slots = phy2log_RS.shape
+) -> Packing:
+    """Largest part first, to the replica whose rank stays coolest; parts without tokens stay where they are."""
+    slots = phy2log_RS.shape[1]
     sources, experts = share_GE.shape
     copies_E = np.diff(first_E1)
-    packing = empty_packing(copies_E, ranks, slots)
-    heat_E = expert_heat(demand, z)
-    part_GE = np.zeros((sources, experts), dtype=np.float32)
+    share_RS = np.zeros(phy2log_RS.shape, dtype=np.float32)
     for e in range(experts):
         if copies_E[e] == 1:
-            shift_load(packing, demand, e, slot_P[first_E1[e]] // slots, 1.0)
-        else:
-            for g in range(sources):
-                part_GE[g, e] = share_GE[g, e] * heat_E[e]
-    chosen_GE = rule_GE.copy()
-    part_I = part_GE.ravel()
-    for item in np.argsort(-part_I, kind="mergesort"):
-        if part_I[item] <= 0:
+            only = slot_P[first_E1[e]]
+            share_RS[only // slots, only % slots] = 1.0
+    packing = packing_of(phy2log_RS, share_RS, demand)
+    heat_E = expert_heat(demand, z)
+    spread_E = np.flatnonzero(copies_E > 1)
+    part_I = np.empty(spread_E.shape[0] * sources, dtype=np.float32)
+    for i in range(spread_E.shape[0]):
+        for g in range(sources):
+            part_I[i * sources + g] = -share_GE[g, spread_E[i]] * heat_E[spread_E[i]]
+    for item in np.argsort(part_I, kind="mergesort"):
+        if part_I[item] >= 0:
             break
-        g, e = item // experts, item % experts
+        g, e = item % sources, spread_E[item // sources]
         lowest = np.inf
         for place in range(first_E1[e], first_E1[e + 1]):
-            rank = slot_P[place] // slots
-            after = _risk_with(packing, demand, e, rank, share_GE[g, e], z)
+            after = _risk_with(packing, demand, e, slot_P[place] // slots, share_GE[g, e], z)
             if after < lowest:
                 lowest = after
                 chosen_GE[g, e] = slot_P[place]
         shift_load(packing, demand, e, chosen_GE[g, e] // slots, share_GE[g, e])
-    return chosen_GE, packing
+    return packing
 
 
 @kernel
-def _risk_with(packing: Packing, demand: Demand, expert: int, rank: int, weight: float, z: float) -> float:
-    """Risk of a rank once it carries ``weight`` more of an expert's tokens."""
-    load = packing.load_R[rank] + weight * demand.mean_E[expert]
-    variance = packing.variance_R[rank] + weight * (
-        np.float32(2.0) * packing.cross_RE[rank, expert] + weight * demand.gram_EE[expert, expert]
+def _risk_with(packing: Packing, demand: Demand, expert: int, rank: int, share: float, z: float) -> float:
+    """Risk of a rank once it carries ``share`` more of an expert's tokens."""
+    load = packing.load_R[rank] + share * demand.mean_E[expert]
+    variance = packing.variance_R[rank] + share * (
+        np.float32(2.0) * packing.cross_RE[rank, expert] + share * demand.gram_EE[expert, expert]
     )
     return risk(load, variance, z)
 
@@ -149,31 +155,32 @@ def _cool(
     share_GE: Float32,
     z: float,
 ) -> None:
-    """Move parts off the hottest rank while that leaves the ranks touched cooler than it was."""
-    sources = share_GE.shape[0]
+    """Move parts off the hottest rank while that leaves both ranks touched cooler than it was."""
     ranks, slots = packing.phy2log_RS.shape
     for _ in range(4 * ranks * slots):
         hot, hottest = hottest_rank(packing, z)
         lowest = hottest - SMALLEST_GAIN
         found_g, found_e, found_place = -1, -1, -1
-        for e in range(first_E1.shape[0] - 1):
+        for slot in range(slots):
+            e = packing.phy2log_RS[hot, slot]
             if packing.copies_E[e] == 1:
                 continue
-            for g in range(sources):
-                weight = share_GE[g, e]
-                if chosen_GE[g, e] // slots != hot or weight <= 0:
+            own = hot * slots + slot
+            for g in range(share_GE.shape[0]):
+                share = share_GE[g, e]
+                if chosen_GE[g, e] != own or share <= 0:
                     continue
-                here = _risk_with(packing, demand, e, hot, -weight, z)
+                here = _risk_with(packing, demand, e, hot, -share, z)
                 for place in range(first_E1[e], first_E1[e + 1]):
-                    rank = slot_P[place] // slots
-                    if rank == hot:
+                    if slot_P[place] == own:
                         continue
-                    after = max(here, _risk_with(packing, demand, e, rank, weight, z))
+                    after = max(here, _risk_with(packing, demand, e, slot_P[place] // slots, share, z))
                     if after < lowest:
                         lowest = after
                         found_g, found_e, found_place = g, e, place
         if found_g < 0:
             return
-        shift_load(packing, demand, found_e, hot, -share_GE[found_g, found_e])
+        share = share_GE[found_g, found_e]
+        shift_load(packing, demand, found_e, hot, -share)
         chosen_GE[found_g, found_e] = slot_P[found_place]
-        shift_load(packing, demand, found_e, slot_P[found_place] // slots, share_GE[found_g, found_e])
+        shift_load(packing, demand, found_e, slot_P[found_place] // slots, share)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import numpy as np
 
 from eplb_service.solver.arrays import Float32, Int32, Int64
+from eplb_service.solver.greedy import pack
 from eplb_service.solver.jit import kernel
 from eplb_service.solver.objective import Demand, expert_heat
-from eplb_service.solver.packing import Packing, empty_packing, hottest_rank, pack
+from eplb_service.solver.packing import Packing, empty_packing, hottest_rank
 from eplb_service.solver.replicas import greedy_copies, hand_out
 
 

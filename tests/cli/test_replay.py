@@ -46,7 +46,7 @@ def test_table(trace, capsys):
     arguments = ("--ranks", RANKS, "--redundant", 4, "--policy", "flashlb,none", "--window", 40)
     code, printed, _ = replay(capsys, "--heat", trace, *arguments)
     assert code == 0
-    assert "on 4 ranks x 5 slots; 60 steps scored, 1 decisions" in printed
+    assert "on 4 ranks x 5 slots; steps scored 60, decisions 1" in printed
     assert printed.index("flashlb") < printed.index("none")
     assert "deepseek" not in printed
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from eplb_service.placement import Int32, Placement
 from worker_agent.moe import DenseMoE, ExpertParallelMoE, MoEShape, seeded_experts
+from worker_agent.moe.dispatch.selection import SHARED_TOKEN_DISPATCHERS
 
 _groups: dict[int, dist.ProcessGroup | None] = {}
 
@@ -39,8 +40,11 @@ class Case:
         return MoEShape(3, self.experts, self.hidden, self.intermediate)
 
     def placement(self, draw: int = 0) -> Int32:
-        """A random valid placement ``[R, S]``; another for each ``draw``."""
+        """A random valid placement ``[R, S]``; another for each ``draw``. Grouped experts stay on their rank."""
         rng = np.random.default_rng((self.seed, draw))
+        if self.dispatcher == "moge":
+            groups_RS = np.arange(self.experts, dtype=np.int32).reshape(self.ranks, self.slots)
+            return rng.permuted(groups_RS, axis=1)
         order = rng.permutation(self.ranks * self.slots)
         flat = np.full(self.ranks * self.slots, -1, dtype=np.int32)
         flat[order[: self.experts]] = rng.permutation(self.experts)
@@ -58,7 +62,7 @@ class Case:
             [rng.choice(np.flatnonzero(flat == expert)) for expert in range(self.experts)]
             for _ in range(self.ranks)
         ]
-        if self.dispatcher == "allgather":
+        if self.dispatcher in SHARED_TOKEN_DISPATCHERS:
             tables_RE = [tables_RE[0]] * self.ranks
         return np.array(tables_RE, dtype=np.int32)
 
@@ -69,8 +73,20 @@ class Case:
         hidden_TH = torch.randn(count, self.hidden, generator=generator)
         popularity_E = -self.skew * torch.arange(self.experts).float()
         logits_TE = torch.randn(count, self.experts, generator=generator) + popularity_E
-        weights_TK, ids_TK = logits_TE.topk(self.top_k)
+        if self.dispatcher == "moge":
+            weights_TK, ids_TK = grouped_top_k(logits_TE, self.ranks, self.top_k // self.ranks)
+        else:
+            weights_TK, ids_TK = logits_TE.topk(self.top_k)
         return hidden_TH.to(self.dtype), ids_TK.to(torch.int32), weights_TK.softmax(-1)
+
+
+def grouped_top_k(logits_TE: torch.Tensor, groups: int, share: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``share`` best experts of each group of consecutive ones, in order of logit, ``[T, groups * share]``."""
+    in_groups_TGS = logits_TE.unflatten(1, (groups, -1))
+    chosen_TGC, place_TGC = in_groups_TGS.topk(share, dim=2)
+    ids_TGC = place_TGC + torch.arange(groups).view(1, groups, 1) * in_groups_TGS.shape[2]
+    chosen_TK, order_TK = chosen_TGC.flatten(1).sort(dim=1, descending=True)
+    return chosen_TK, ids_TGC.flatten(1).gather(1, order_TK)
 
 
 def ep_group(ranks: int) -> dist.ProcessGroup | None:

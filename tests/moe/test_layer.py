@@ -23,12 +23,17 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 def cases(draw: st.DrawFn) -> Case:
     ranks = draw(st.sampled_from([1, 2, 4]))
     slots = draw(st.integers(1, 4))
-    experts = draw(st.integers(slots, ranks * slots))
+    dispatcher = draw(st.sampled_from(DISPATCHER_NAMES))
+    if dispatcher == "moge":
+        experts, top_k = ranks * slots, ranks * draw(st.integers(1, slots))
+    else:
+        experts = draw(st.integers(slots, ranks * slots))
+        top_k = draw(st.integers(1, min(experts, 4)))
     return Case(
-        dispatcher=draw(st.sampled_from(DISPATCHER_NAMES)),
+        dispatcher=dispatcher,
         experts=experts,
         slots=slots,
-        top_k=draw(st.integers(1, min(experts, 4))),
+        top_k=top_k,
         tokens=tuple(draw(st.lists(st.integers(0, 6), min_size=ranks, max_size=ranks))),
         skew=draw(st.sampled_from([0.0, 0.3, 2.0])),
         seed=draw(st.integers(0, 1000)),
@@ -65,9 +70,12 @@ def check_case(ranks: Ranks, case: Case) -> None:
 @given(case=cases())
 @example(case=Case("all2allv", experts=4, slots=1, top_k=2, tokens=(0, 0, 0, 0)))
 @example(case=Case("allgather", experts=4, slots=1, top_k=2, tokens=(0, 0, 0, 0)))
+@example(case=Case("mc2", experts=4, slots=1, top_k=2, tokens=(0, 0, 0, 0)))
+@example(case=Case("moge", experts=4, slots=1, top_k=4, tokens=(0, 0, 0, 0)))
 @example(case=Case("all2allv", experts=3, slots=3, top_k=1, tokens=(0, 1)))
 @example(case=Case("allgather", experts=3, slots=3, top_k=1, tokens=(0, 1)))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(case=Case("mc2", experts=3, slots=3, top_k=1, tokens=(0, 1)))
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_equals_the_dense_twin_and_counts_by_hand(eight_ranks: Ranks, case: Case):
     check_case(eight_ranks, case)
 
@@ -75,12 +83,9 @@ def test_equals_the_dense_twin_and_counts_by_hand(eight_ranks: Ranks, case: Case
 @pytest.mark.parametrize("dispatcher", DISPATCHER_NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_eight_ranks(eight_ranks: Ranks, dispatcher: str, dtype: torch.dtype):
-    check_case(
-        eight_ranks,
-        Case(
-            dispatcher, experts=32, slots=5, top_k=4, tokens=(9, 0, 3, 1, 16, 2, 0, 5), skew=0.1, dtype=dtype
-        ),
-    )
+    slots, top_k = (4, 8) if dispatcher == "moge" else (5, 4)
+    tokens = (9, 0, 3, 1, 16, 2, 0, 5)
+    check_case(eight_ranks, Case(dispatcher, 32, slots, top_k, tokens, skew=0.1, dtype=dtype))
 
 
 def steps_over_a_ring(
@@ -133,7 +138,8 @@ def switch_placement(case: Case) -> tuple[float, list[int]] | None:
 @pytest.mark.parametrize("dispatcher", DISPATCHER_NAMES)
 @pytest.mark.parametrize("quantized", [False, True])
 def test_a_placement_written_in_place_changes_no_output(eight_ranks: Ranks, dispatcher: str, quantized: bool):
-    case = Case(dispatcher, experts=6, slots=3, top_k=3, tokens=(4, 7, 1, 2), skew=0.3, quantized=quantized)
+    experts, top_k = (12, 4) if dispatcher == "moge" else (6, 3)
+    case = Case(dispatcher, experts, 3, top_k, tokens=(4, 7, 1, 2), skew=0.3, quantized=quantized)
     results = eight_ranks.run(switch_placement, case)[: case.ranks]
     assert max(difference for difference, _ in results) <= 1e-5
     assert [received for _, received in results] == hand_counts(case, draw=1)[0].tolist()

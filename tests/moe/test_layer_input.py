@@ -12,6 +12,7 @@ from tests.moe.cases import Case, build
 from tests.ranks import Ranks
 from worker_agent.adapters.live_layer import LiveLayer
 from worker_agent.moe import ExpertParallelMoE, MoEShape, seeded_experts
+from worker_agent.moe.dispatch.selection import DISPATCHER_NAMES
 
 SHAPE = MoEShape(layer=5, experts=4, hidden=8, intermediate=6)
 ALONE_RS = Placement.linear(1, experts=4, ranks=1, slots=4).phy2log_LRS[0]
@@ -90,7 +91,7 @@ def test_ids_are_not_looked_at_when_told_not_to():
             r"layer 5: log2phy must have the shape \[4\], got \[3\]",
         ),
         ({"log2phy_E": np.zeros(4, dtype=np.int32)}, "layer 5: log2phy: expert 1 points to slot 0"),
-        ({"dispatcher": "pigeon"}, "unknown dispatcher 'pigeon'; use one of all2allv, allgather"),
+        ({"dispatcher": "pigeon"}, "unknown dispatcher 'pigeon'; use one of all2allv, allgather, mc2, moge"),
         ({"heat_rows": 0}, "layer 5: a heat ring has at least one row, got 0"),
         (
             {"experts": lambda expert: (torch.zeros(12, 8), torch.zeros(6, 8))},
@@ -139,7 +140,7 @@ def refuse_then_serve(case: Case) -> list[str] | None:
     return messages
 
 
-@pytest.mark.parametrize("dispatcher", ["all2allv", "allgather"])
+@pytest.mark.parametrize("dispatcher", DISPATCHER_NAMES)
 def test_refused_input_leaves_the_collectives_in_order(eight_ranks: Ranks, dispatcher: str):
     case = Case(dispatcher, experts=4, slots=2, top_k=2, tokens=(3, 4))
     for messages in eight_ranks.run(refuse_then_serve, case)[: case.ranks]:
@@ -163,3 +164,26 @@ def test_all_gather_refuses_ranks_that_disagree_on_every_rank(eight_ranks: Ranks
     case = Case("allgather", experts=4, slots=2, top_k=2, tokens=(3, 4))
     messages = eight_ranks.run(gather_unequal_widths, case)[: case.ranks]
     assert len(set(messages)) == 1
+
+
+def choose_unequally(case: Case) -> list[str] | None:
+    built = build(case)
+    if built is None:
+        return None
+    layer, dense = built
+    hidden, ids, weights = case.step(dist.get_rank())
+    wrong = [(ids[:, :1], weights[:, :1]), (torch.zeros_like(ids), weights)]
+    messages = []
+    for wrong_ids, wrong_weights in wrong:
+        with pytest.raises(ValueError, match="grouped experts: ") as refused:
+            layer(hidden, wrong_ids, wrong_weights)
+        messages.append(str(refused.value))
+    torch.testing.assert_close(layer(hidden, ids, weights), dense(hidden, ids, weights))
+    return messages
+
+
+def test_grouped_experts_are_chosen_equally(eight_ranks: Ranks):
+    case = Case("moge", experts=4, slots=2, top_k=2, tokens=(3, 4))
+    for few, one_sided in eight_ranks.run(choose_unequally, case)[: case.ranks]:
+        assert few.endswith("topk_ids must have a multiple of 2 choices, got 1")
+        assert "token 0 must choose 1 experts on each of 2 ranks; its choices are on ranks" in one_sided

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 
 class EpGroup:
@@ -18,6 +19,22 @@ class EpGroup:
         self._group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
+
+    @classmethod
+    def named(cls, name: str) -> EpGroup:
+        """The group that has this ``name`` in this process."""
+        return cls(_resolve_process_group(name) if name else None)  # type: ignore[arg-type] # newer torch: GroupName
+
+    @property
+    def name(self) -> str:
+        """What fused operators call the group: HCCL's name of its communicator, elsewhere torch's of the group."""
+        if self._group is None:
+            return ""
+        if dist.get_backend(self._group) == "hccl":
+            backend = self._group._get_backend(torch.device("npu"))
+            name: str = backend.get_hccl_comm_name(self.rank)  # type: ignore[attr-defined]
+            return name
+        return self._group.group_name
 
     def all_to_all(self, rows_NX: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """Send ``sent[r]`` consecutive rows to each rank ``r``; return all ranks' rows, in order of rank.

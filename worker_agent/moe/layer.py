@@ -38,7 +38,8 @@ class ExpertParallelMoE(torch.nn.Module):
         int32 ``[E]``: this rank's table. By default source rank ``r`` uses replica ``r % k``, or the first
         replica on all ranks where the dispatcher lets all ranks see the same tokens.
     dispatcher
-        ``"all2allv"`` or ``"allgather"``.
+        ``"all2allv"``, ``"allgather"``, ``"mc2"`` or ``"moge"``. The last is for grouped experts: each token
+        chooses K/R experts on each rank.
     ep_group
         The ranks; ``None`` is a rank alone.
     heat_rows
@@ -147,7 +148,14 @@ class ExpertParallelMoE(torch.nn.Module):
         )
         weights = self._weights()
         dispatched = self._dispatcher.dispatch(
-            DispatchRequest(hidden_TH, topk_ids_TK, topk_weights_TK, self.log2phy, weights.quantized)
+            DispatchRequest(
+                hidden_TH,
+                topk_ids_TK,
+                topk_weights_TK,
+                self.log2phy,
+                check_values=self._check_ids,
+                quantized=weights.quantized,
+            )
         )
         rows_NH = run_experts(self._operators, dispatched, weights, hidden_TH.dtype)
         self._record(token_counts(dispatched.group_list_S, dispatched.group_list_type), topk_ids_TK)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from worker_agent.moe.dispatch.interface import Dispatched, DispatchRequest, to_physical
-from worker_agent.moe.dispatch.packing import pack_rows, unpack_rows
 from worker_agent.moe.ep_group import EpGroup
 from worker_agent.moe.heat_ring import count_ids
 from worker_agent.moe.operators import GroupListType, Operators
+from worker_agent.moe.packing import pack_rows, unpack_rows
 
 
 @dataclass(frozen=True)

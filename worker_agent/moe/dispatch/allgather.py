@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from worker_agent.moe.dispatch.interface import Dispatched, DispatchRequest, to_physical
-from worker_agent.moe.dispatch.packing import pack_rows, unpack_rows
+from worker_agent.moe.dispatch.token_gather import gather_tokens
 from worker_agent.moe.ep_group import EpGroup
 from worker_agent.moe.operators import GroupListType, Operators, QuantMode
 
@@ -35,13 +35,12 @@ class AllGatherDispatcher:
 
     def dispatch(self, request: DispatchRequest) -> Dispatched[AllGatherMetadata]:
         """Gather all tokens and their choices; sort the choices that are served here by local slot."""
-        sizes, gathered = self._gather(request)
-        hidden_NH, ids_NK, weights_NK = gathered
-        physical_NK = to_physical(ids_NK, request.log2phy_E)
+        gathered = gather_tokens(self._group, request)
+        physical_NK = to_physical(gathered.topk_ids_NK, request.log2phy_E)
         first = self._group.rank * self._slots
         served = [first, first + self._slots]
         rows_NH, row_of_choice, counts_S, scale_N = self._operators.npu_moe_init_routing_v2(
-            hidden_NH,
+            gathered.hidden_NH,
             physical_NK,
             active_num=physical_NK.numel(),
             expert_num=self._group.size * self._slots,
@@ -51,7 +50,7 @@ class AllGatherDispatcher:
             quant_mode=QuantMode.DYNAMIC if request.quantized else QuantMode.NONE,
         )
         here_NK = (physical_NK >= served[0]) & (physical_NK < served[1])
-        metadata = AllGatherMetadata(sizes, row_of_choice, weights_NK * here_NK)
+        metadata = AllGatherMetadata(gathered.sizes, row_of_choice, gathered.topk_weights_NK * here_NK)
         dynamic_scale_N = scale_N if request.quantized else None
         return Dispatched(rows_NH, counts_S.to(torch.int64), GroupListType.COUNTS, metadata, dynamic_scale_N)
 
@@ -62,15 +61,3 @@ class AllGatherDispatcher:
             rows_NH.float(), metadata.row_of_choice.clamp(min=0), metadata.local_weights_NK
         )
         return self._group.reduce_scatter(partial_NH, metadata.sizes).to(rows_NH.dtype)
-
-    def _gather(self, request: DispatchRequest) -> tuple[list[int], list[torch.Tensor]]:
-        columns = [request.hidden_TH, request.topk_ids_TK, request.topk_weights_TK]
-        packed_TB = pack_rows(columns)
-        own = torch.tensor(packed_TB.shape, dtype=torch.int64, device=packed_TB.device)
-        sizes, widths = self._group.exchange(own.repeat(self._group.size, 1)).t().tolist()
-        if len(set(widths)) > 1:
-            raise ValueError(
-                f"all-gather dispatch: ranks disagree about bytes per token {widths}; "
-                "hidden, topk_ids and topk_weights must have the same width and dtype on all ranks"
-            )
-        return sizes, unpack_rows(self._group.all_gather(packed_TB, sizes), columns)

@@ -25,6 +25,9 @@ class DispatchRequest:
     log2phy_E: torch.Tensor
     """int32: the physical expert that serves each logical one, for the tokens that this rank sends."""
 
+    check_values: bool = False
+    """Whether a dispatcher with demands on the ids themselves checks them; on an accelerator that waits for it."""
+
     quantized: bool = False
     """Whether experts want int8 rows with one scale each; dispatchers quantize before sending where they can."""
 

@@ -8,17 +8,21 @@ from typing import Any
 from worker_agent.moe.dispatch.all2allv import All2AllVDispatcher
 from worker_agent.moe.dispatch.allgather import AllGatherDispatcher
 from worker_agent.moe.dispatch.interface import TokenDispatcher
+from worker_agent.moe.dispatch.mc2 import MC2Dispatcher
+from worker_agent.moe.dispatch.moge import MoGEDispatcher
 from worker_agent.moe.ep_group import EpGroup
 from worker_agent.moe.operators import Operators
 
 _DISPATCHERS: dict[str, Callable[[EpGroup, int, Operators], TokenDispatcher[Any]]] = {
     "all2allv": All2AllVDispatcher,
     "allgather": AllGatherDispatcher,
+    "mc2": MC2Dispatcher,
+    "moge": MoGEDispatcher,
 }
 
 DISPATCHER_NAMES = tuple(_DISPATCHERS)
 
-SHARED_TOKEN_DISPATCHERS = ("allgather",)
+SHARED_TOKEN_DISPATCHERS = ("allgather", "moge")
 """Dispatchers under which all ranks see the same tokens and must use one log2phy."""
 
 

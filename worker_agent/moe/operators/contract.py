@@ -23,6 +23,14 @@ class QuantMode(IntEnum):
     """int8, with one scale a row."""
 
 
+class DispatchQuantMode(IntEnum):
+    """What ``npu_moe_distribute_dispatch_v2`` does to the rows that it sends."""
+
+    NONE = 0
+    DYNAMIC = 2
+    """int8, with one scale a row."""
+
+
 def token_counts(group_list: torch.Tensor, group_list_type: int) -> torch.Tensor:
     """Rows of each group, whichever way a group list tells them."""
     if group_list_type == GroupListType.COUNTS:
@@ -94,6 +102,53 @@ class Operators(Protocol):
 
         Where both are int8, the product of a group is scaled by ``scale[0] [G, M]`` by column and by
         ``per_token_scale[0] [N]`` by row, and returned as ``output_dtype``.
+        """
+        ...
+
+    def npu_moe_distribute_dispatch_v2(
+        self,
+        x: torch.Tensor,
+        expert_ids: torch.Tensor,
+        group_ep: str,
+        ep_world_size: int,
+        ep_rank_id: int,
+        moe_expert_num: int,
+        *,
+        x_active_mask: torch.Tensor | None = None,
+        quant_mode: int = 0,
+        global_bs: int = 0,
+        expert_token_nums_type: int = 1,
+    ) -> tuple[torch.Tensor, ...]:
+        """Send each choice ``expert_ids [T, K]`` of tokens ``x [T, H]`` to the rank of its expert; collective.
+
+        ``group_ep`` names the group. Tokens whose ``x_active_mask`` (bool ``[T]``) is not set are not sent.
+        ``global_bs`` is the ranks' largest T times their number, or 0 where all have the same. Returns seven
+        tensors: the rows ``[A, H]`` that arrive, sorted by local expert and then source rank, A being ``global_bs``
+        times the lesser of K and local experts; their scales ``[A]``; opaque assist info for the way back; tokens
+        of each local expert, int64, as ``expert_token_nums_type`` says; cumulative int32 counts ``[S * R]`` by
+        expert and source rank; and two for tensor parallelism and hierarchical communication.
+        """
+        ...
+
+    def npu_moe_distribute_combine_v2(
+        self,
+        expand_x: torch.Tensor,
+        expert_ids: torch.Tensor,
+        assist_info_for_combine: torch.Tensor,
+        ep_send_counts: torch.Tensor,
+        expert_scales: torch.Tensor,
+        group_ep: str,
+        ep_world_size: int,
+        ep_rank_id: int,
+        moe_expert_num: int,
+        *,
+        x_active_mask: torch.Tensor | None = None,
+        global_bs: int = 0,
+    ) -> torch.Tensor:
+        """Send rows ``[A, H]`` back to the choices that they came from, and sum each token's, weighted; ``[T, H]``.
+
+        ``assist_info_for_combine`` and ``ep_send_counts`` are the third and fifth result of the dispatch,
+        ``expert_scales`` the float32 weights ``[T, K]``.
         """
         ...
 

@@ -1,0 +1,208 @@
+"""``eplb deployments | status | placement | pause | resume | rebalance``: ask a running service."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from eplb_service.atomic_write import check_output
+from eplb_service.cli.json_out import print_json
+from eplb_service.cli.operator_client import Connection
+from eplb_service.heat.placement_file import SUFFIXES, write_placement
+from eplb_service.placement import Placement
+from eplb_service.wire.codec import unpack
+from eplb_service.wire.generated import operator_pb2
+
+Name = Annotated[str, typer.Argument(help="Name of the deployment, as `eplb deployments` lists it.")]
+Address = Annotated[str, typer.Option(help="host:port of the service.", envvar="EPLB_ADDRESS")]
+Token = Annotated[
+    str | None, typer.Option(help="Shared token, where the service asks for one.", envvar="EPLB_AUTH_TOKEN")
+]
+TlsCa = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-ca", help="PEM file of the authority behind the service's TLS.", envvar="EPLB_TLS_CA"
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+_ADDRESS = "127.0.0.1:50551"
+
+
+def deployments(
+    address: Address = _ADDRESS, token: Token = None, tls_ca: TlsCa = None, json: Json = False
+) -> None:
+    """List the deployments."""
+    with Connection(address, token, tls_ca).open() as call:
+        answer = call("ListDeployments", operator_pb2.ListDeploymentsRequest())
+    if json:
+        print_json({"deployments": [_plain(status) for status in answer.deployments]})
+        return
+    table = Table("deployment", "shape", "agents", "epoch", "PAR", "switched", "moved", "steps lost", "state")
+    for status in answer.deployments:
+        table.add_row(
+            status.deployment,
+            _shape(status),
+            f"{status.agents_connected}/{status.ranks}",
+            str(status.epoch),
+            _par(status.par),
+            str(status.layers_switched),
+            _size(status.bytes_moved),
+            str(status.steps_lost),
+            _state(status),
+        )
+    Console().print(table if answer.deployments else "no deployments yet: no agent has connected")
+
+
+def status(
+    deployment: Name,
+    address: Address = _ADDRESS,
+    token: Token = None,
+    tls_ca: TlsCa = None,
+    json: Json = False,
+) -> None:
+    """Show one deployment: balance, agents, last decision."""
+    with Connection(address, token, tls_ca).open() as call:
+        answer = call("GetStatus", operator_pb2.GetStatusRequest(deployment=deployment))
+    if json:
+        agents = [_plain(agent) for agent in answer.agents]
+        layers = [_plain(layer) for layer in answer.layers]
+        print_json({"status": _plain(answer.status), "layers": layers, "agents": agents})
+        return
+    console = Console()
+    console.print(_summary(answer.status))
+    for problem in answer.status.problems:
+        console.print(f"[red]problem:[/] {escape(problem)}", highlight=False)
+    layer_table = Table("layer", "PAR", "planned", "epoch")
+    for layer in answer.layers:
+        layer_table.add_row(str(layer.layer), _par(layer.par), _par(layer.planned_par), str(layer.epoch))
+    agent_table = Table("rank", "node", "connected", "step", "epoch", "error")
+    for agent in answer.agents:
+        connected = "yes" if agent.connected else "[red]no[/]"
+        agent_table.add_row(
+            str(agent.rank), escape(agent.node), connected, str(agent.step), str(agent.epoch), escape(agent.error)
+        )
+    console.print(layer_table, agent_table)
+
+
+def placement(
+    deployment: Name,
+    out: Annotated[
+        Path | None, typer.Option("--out", help=f"File to write it to: {' or '.join(SUFFIXES)}.")
+    ] = None,
+    address: Address = _ADDRESS,
+    token: Token = None,
+    tls_ca: TlsCa = None,
+    json: Json = False,
+) -> None:
+    """Show or save the placement in force."""
+    if out is not None:
+        check_output(out, SUFFIXES)
+    with Connection(address, token, tls_ca).open() as call:
+        answer = call("GetPlacement", operator_pb2.GetPlacementRequest(deployment=deployment))
+    found = Placement(unpack(answer.physical_to_logical, (None, None, None), "placement"), answer.experts)
+    tables_RLE = unpack(answer.log2phy, (found.ranks, found.layers, found.experts), "log2phy")
+    if out is not None:
+        write_placement(out, found, tables_RLE)
+        typer.echo(f"eplb: wrote epoch {answer.epoch} to {out}")
+    elif json:
+        print_json({"epoch": answer.epoch, "phy2log": found.phy2log_LRS, "log2phy": tables_RLE})
+    else:
+        _print_placement(answer.epoch, found)
+
+
+def pause(deployment: Name, address: Address = _ADDRESS, token: Token = None, tls_ca: TlsCa = None) -> None:
+    """Stop planning for a deployment; a plan under way is finished."""
+    with Connection(address, token, tls_ca).open() as call:
+        call("Pause", operator_pb2.PauseRequest(deployment=deployment))
+    typer.echo(f"eplb: planning for {deployment} is paused")
+
+
+def resume(deployment: Name, address: Address = _ADDRESS, token: Token = None, tls_ca: TlsCa = None) -> None:
+    """Plan for a paused deployment again."""
+    with Connection(address, token, tls_ca).open() as call:
+        call("Resume", operator_pb2.ResumeRequest(deployment=deployment))
+    typer.echo(f"eplb: planning for {deployment} goes on")
+
+
+def rebalance(
+    deployment: Name,
+    address: Address = _ADDRESS,
+    token: Token = None,
+    tls_ca: TlsCa = None,
+    json: Json = False,
+) -> None:
+    """Decide now instead of at the next interval."""
+    with Connection(address, token, tls_ca).open() as call:
+        answer = call("Rebalance", operator_pb2.RebalanceRequest(deployment=deployment))
+    if json:
+        print_json(_plain(answer))
+    else:
+        typer.echo(f"eplb: {answer.outcome}")
+
+
+def _plain(message: Any) -> Mapping[str, Any]:
+    """A message as JSON has it: every field there, 64-bit numbers as numbers, digests in hexadecimal."""
+    document: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.name == "digest":
+            value = f"{value:#018x}"
+        document[field.name] = (
+            list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+        )
+    return document
+
+
+def _print_placement(epoch: int, placement: Placement) -> None:
+    table = Table("layer", *(f"rank {rank}" for rank in range(placement.ranks)), title=f"epoch {epoch}")
+    for layer, row_RS in enumerate(placement.phy2log_LRS):
+        table.add_row(str(layer), *(" ".join(map(str, slots_S)) for slots_S in row_RS))
+    Console().print(table)
+
+
+def _summary(status: operator_pb2.DeploymentStatus) -> Table:
+    table = Table(show_header=False, title=status.deployment)
+    rows = {
+        "shape": _shape(status),
+        "agents": f"{status.agents_connected} of {status.ranks} connected",
+        "placement": f"epoch {status.epoch}, digest {status.digest:#018x}",
+        "PAR": f"{_par(status.par)} over {status.window_steps} steps",
+        "steps": f"{status.steps_received} received, {status.steps_lost} lost",
+        "switched": f"{status.layers_switched} layers, {status.experts_moved} experts, {_size(status.bytes_moved)}",
+        "last decision": escape(status.last_decision) or "none yet",
+        "state": _state(status),
+    }
+    for name, text in rows.items():
+        table.add_row(name, text)
+    return table
+
+
+def _shape(status: operator_pb2.DeploymentStatus) -> str:
+    return f"{status.layers} layers x {status.experts} experts on {status.ranks} ranks x {status.slots} slots"
+
+
+def _state(status: operator_pb2.DeploymentStatus) -> str:
+    if status.problems:
+        return f"[red]{len(status.problems)} problem{'s' if len(status.problems) > 1 else ''}[/]"
+    if status.paused:
+        return "[yellow]paused[/]"
+    return f"plan {status.plan_id} under way" if status.plan_id else "[green]well[/]"
+
+
+def _par(value: float) -> str:
+    return f"{value:.3f}" if value else "-"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

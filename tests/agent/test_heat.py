@@ -1,0 +1,114 @@
+"""Recorded segments hold exactly the steps that were counted, or say how many were lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker_agent.heat import HeatRecorder, HeatSegment, StepPhase
+
+ROWS, SLOTS, EXPERTS = 8, 3, 4
+
+
+@dataclass
+class CountingLayer:
+    """A layer that counts its step's number in every bin."""
+
+    tells_source: bool = True
+    expert_map: torch.Tensor = field(default_factory=lambda: torch.zeros(EXPERTS, dtype=torch.int32))
+    log2phy: torch.Tensor = field(default_factory=lambda: torch.zeros(EXPERTS, dtype=torch.int32))
+    moe_load: torch.Tensor = field(default_factory=lambda: torch.zeros(ROWS, SLOTS, dtype=torch.int32))
+    source_load: torch.Tensor | None = None
+    load_counter: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+
+    def __post_init__(self) -> None:
+        if self.tells_source:
+            self.source_load = torch.zeros(ROWS, EXPERTS, dtype=torch.int32)
+
+    def expert_weights(self) -> list[torch.Tensor]:
+        return [torch.zeros(SLOTS, 1)]
+
+    def forward(self, step: int) -> None:
+        row = int(self.load_counter) % ROWS
+        self.moe_load[row] = step
+        if self.source_load is not None:
+            self.source_load[row] = 10 * step
+        self.load_counter += 1
+
+
+def _run(layers: list[CountingLayer], recorder: HeatRecorder, steps: range) -> None:
+    for step in steps:
+        for layer in layers:
+            layer.forward(step)
+        recorder.step_done(step, StepPhase.DECODE, (0, 0))
+
+
+def _steps_of(segments: list[HeatSegment]) -> list[int]:
+    return [int(row.flat[0]) for segment in segments for row in segment.slot_counts_TLS]
+
+
+@given(cuts=st.sets(st.integers(1, 40)), segment_steps=st.integers(1, ROWS), warm_up=st.integers(0, 20))
+def test_every_step_is_in_one_segment_in_order_wherever_it_is_cut(
+    cuts: set[int], segment_steps: int, warm_up: int
+) -> None:
+    layers = [CountingLayer(), CountingLayer()]
+    for layer in layers:
+        for _ in range(warm_up):
+            layer.forward(999)
+    recorder = HeatRecorder(layers, segment_steps)
+    for step in range(40):
+        _run(layers, recorder, range(step, step + 1))
+        if step in cuts:
+            recorder.cut((0, 0))
+    recorder.cut((0, 0))
+    segments = recorder.take()
+    assert _steps_of(segments) == list(range(40))
+    for segment in segments:
+        assert len(segment.phases) <= segment_steps
+        assert segment.slot_counts_TLS.shape == (len(segment.phases), 2, SLOTS)
+        assert segment.source_counts_TLE is not None
+        assert (segment.source_counts_TLE[:, :, 0] == 10 * segment.slot_counts_TLS[:, :, 0]).all()
+        assert segment.slot_counts_TLS[0, 0, 0] == segment.first_step
+    assert recorder.lost_steps == 0
+
+
+def test_a_forward_pass_that_the_agent_was_not_told_of_loses_heat_but_misplaces_none() -> None:
+    layers = [CountingLayer(), CountingLayer()]
+    recorder = HeatRecorder(layers, segment_steps=4)
+    _run(layers, recorder, range(0, 6))
+    for layer in layers:
+        layer.forward(999)
+    _run(layers, recorder, range(6, 20))
+    segments = recorder.take()
+    taken = _steps_of(segments)
+    assert 999 not in taken
+    assert taken == sorted(set(taken))
+    assert set(range(4)) <= set(taken)
+    # The recorder has found its place again: later steps are whole.
+    _run(layers, recorder, range(20, 32))
+    assert _steps_of(recorder.take())[-4:] == [28, 29, 30, 31]
+    assert recorder.lost_steps > 0
+
+
+def test_a_host_that_cannot_tell_sources_is_reported_without() -> None:
+    layers = [CountingLayer(tells_source=False)]
+    recorder = HeatRecorder(layers, segment_steps=2)
+    _run(layers, recorder, range(2))
+    assert recorder.take()[0].source_counts_TLE is None
+
+
+def test_segments_longer_than_the_ring_are_refused() -> None:
+    with pytest.raises(ValueError, match="segments of 9 steps do not fit heat rings of 8 rows"):
+        HeatRecorder([CountingLayer()], segment_steps=9)
+
+
+def test_the_service_may_ask_for_other_segments_within_the_ring() -> None:
+    layers = [CountingLayer()]
+    recorder = HeatRecorder(layers, segment_steps=2)
+    recorder.adopt(500)
+    _run(layers, recorder, range(ROWS))
+    assert [len(segment.phases) for segment in recorder.take()] == [ROWS]

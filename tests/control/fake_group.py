@@ -1,0 +1,190 @@
+"""Ranks that speak the agents' side of the stream, and do at once whatever a plan asks of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import grpc
+import numpy as np
+
+from eplb_service.control.live import LivePlacement
+from eplb_service.placement import Int32, Placement
+from eplb_service.wire.codec import PROTOCOL_VERSION, pack
+from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
+from eplb_service.wire.plan_codec import WirePlan, check_moves, decode_plan
+
+LAYERS, EXPERTS, RANKS, SLOTS = 3, 8, 4, 3
+BYTES_PER_EXPERT = 1000
+
+
+def first_placement() -> Placement:
+    return Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
+
+
+def live_of(placement: Placement, epoch: int = 0) -> LivePlacement:
+    return LivePlacement.of(placement, placement.default_log2phy(), epoch, (epoch,) * placement.layers)
+
+
+def hello_of(live: LivePlacement, rank: int, **changes: Any) -> agent_pb2.Hello:
+    placement = live.placement
+    hello = agent_pb2.Hello(
+        protocol_version=PROTOCOL_VERSION,
+        deployment="decode",
+        rank=rank,
+        ep_size=placement.ranks,
+        node=f"node-{rank // 2}",
+        token_group=rank,
+        shape=agent_pb2.ModelShape(
+            layers=placement.layers,
+            experts=placement.experts,
+            slots=placement.slots,
+            bytes_per_expert=BYTES_PER_EXPERT,
+        ),
+        placement=agent_pb2.PlacementState(
+            epoch=live.epoch,
+            digest=live.digest,
+            layer_epochs=live.layer_epochs,
+            local_physical_to_logical=pack(live.placement.phy2log_LRS[:, rank]),
+            log2phy=pack(live.log2phy_RLE[rank]),
+        ),
+        agent_version="test",
+        group_id="first",
+    )
+    for name, value in changes.items():
+        setattr(hello, name, value)
+    return hello
+
+
+def heat_report(live: LivePlacement, rank: int, first_step: int, heat_TLE: Int32) -> agent_pb2.HeatReport:
+    """What ``rank`` counts where each expert's tokens come evenly from all ranks and go where the tables say."""
+    _, ranks, slots = live.placement.phy2log_LRS.shape
+    steps, layers, _ = heat_TLE.shape
+    slot_TLP = np.zeros((steps, layers, ranks * slots), dtype=np.int64)
+    for source in range(ranks):
+        for layer in range(layers):
+            np.add.at(slot_TLP[:, layer], (slice(None), live.log2phy_RLE[source, layer]), heat_TLE[:, layer])
+    return agent_pb2.HeatReport(
+        first_step=first_step,
+        layer_epochs=live.layer_epochs,
+        slot_counts=pack(slot_TLP[:, :, rank * slots : (rank + 1) * slots]),
+        source_counts=pack(heat_TLE),
+        step_phases=bytes([agent_pb2.STEP_PHASE_DECODE] * steps),
+    )
+
+
+class FakeRank:
+    """One rank's stream."""
+
+    def __init__(self, channel: grpc.aio.Channel, rank: int, metadata: Any = None) -> None:
+        self.rank = rank
+        self.call: Any = agent_pb2_grpc.AgentServiceStub(channel).Connect(metadata=metadata)
+
+    async def say(self, **message: Any) -> None:
+        await self.call.write(agent_pb2.ConnectRequest(**message))
+
+    async def hear(self) -> agent_pb2.ConnectResponse:
+        message = await asyncio.wait_for(self.call.read(), 20)
+        if message == grpc.aio.EOF:
+            raise AssertionError(f"rank {self.rank}: {await self.call.code()}: {await self.call.details()}")
+        return message
+
+    async def greet(self, hello: agent_pb2.Hello) -> agent_pb2.Welcome:
+        await self.say(hello=hello)
+        return (await self.hear()).welcome
+
+    async def refusal(self) -> tuple[grpc.StatusCode, str]:
+        """The status that the service ends the stream with."""
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            while await asyncio.wait_for(self.call.read(), 20) != grpc.aio.EOF:
+                pass
+        return await self.call.code(), await self.call.details()
+
+
+class FakeGroup:
+    """All ranks of a group, in step with each other."""
+
+    def __init__(self, address: str, live: LivePlacement | None = None) -> None:
+        self.live = live or live_of(first_placement())
+        self.step = 0
+        self.channel = grpc.aio.insecure_channel(address)
+        self.ranks: list[FakeRank] = []
+
+    async def __aenter__(self) -> FakeGroup:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.leave()
+        await self.channel.close()
+
+    async def join(self, **changes: Any) -> list[agent_pb2.Welcome]:
+        self.ranks = [FakeRank(self.channel, rank) for rank in range(self.live.placement.ranks)]
+        return [await rank.greet(hello_of(self.live, rank.rank, **changes)) for rank in self.ranks]
+
+    async def leave(self) -> None:
+        for rank in self.ranks:
+            rank.call.cancel()
+
+    async def send_heat(self, heat_TLE: Int32) -> None:
+        for rank in self.ranks:
+            await rank.say(heat_report=heat_report(self.live, rank.rank, self.step, heat_TLE))
+        self.step += len(heat_TLE)
+
+    async def hear_plan(self) -> list[WirePlan]:
+        """Each rank's copy, checked as an agent checks it."""
+        shape = self.live.placement
+        plans = []
+        for rank in self.ranks:
+            plan = decode_plan(
+                (await rank.hear()).plan,
+                shape.layers,
+                shape.ranks,
+                shape.slots,
+                shape.experts,
+                rank=rank.rank,
+            )
+            assert (plan.base_epoch, plan.base_digest) == (self.live.epoch, self.live.digest)
+            for layer in plan.layers:
+                check_moves(shape.phy2log_LRS[layer.layer], layer.phy2log_RS, layer.moves_M5)
+            plans.append(plan)
+        assert len({plan.digest for plan in plans}) == 1
+        return plans
+
+    async def say_all(self, plan_id: int, layer: int, state: int, reason: str = "") -> None:
+        for rank in self.ranks:
+            await rank.say(
+                plan_status=agent_pb2.PlanStatus(
+                    plan_id=plan_id,
+                    layer=layer,
+                    state=state,
+                    reason=reason,
+                    epoch=self.live.epoch,
+                    digest=self.live.digest,
+                    step=self.step,
+                )
+            )
+
+    async def carry_out(self, plans: list[WirePlan]) -> None:
+        """Switch every layer, and say so as each rank."""
+        first = plans[0]
+        await self.say_all(first.plan_id, first.layers[0].layer, agent_pb2.PLAN_STATE_ACCEPTED)
+        for index, layer in enumerate(first.layers):
+            tables_RE = np.stack([plan.layers[index].log2phy_E for plan in plans])
+            await self.say_all(first.plan_id, layer.layer, agent_pb2.PLAN_STATE_TRANSFERRED)
+            self.live = self.live.with_layer(layer.layer, layer.phy2log_RS, tables_RE)
+            await self.say_all(first.plan_id, layer.layer, agent_pb2.PLAN_STATE_COMMITTED)
+
+    async def heartbeat(self) -> None:
+        for rank in self.ranks:
+            await rank.say(
+                heartbeat=agent_pb2.Heartbeat(step=self.step, epoch=self.live.epoch, digest=self.live.digest)
+            )
+
+
+def skewed_heat(steps: int, seed: int = 0) -> Int32:
+    """One hot expert a layer, int32 ``[steps, LAYERS, EXPERTS]``; every count divides by the ranks."""
+    heat_TLE = np.random.default_rng(seed).poisson(20, (steps, LAYERS, EXPERTS)).astype(np.int32)
+    for layer in range(LAYERS):
+        heat_TLE[:, layer, 3 + layer] += 200
+    return heat_TLE

@@ -1,0 +1,126 @@
+"""A real server and ranks that speak the stream: heat must lead to a plan, the plan to an epoch, all of it told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import pytest_asyncio
+
+from eplb_service.control.server import RunningService, running_service
+from eplb_service.control.settings import ServiceSettings
+from eplb_service.wire.generated import agent_pb2, operator_pb2, operator_pb2_grpc
+from tests.control.fake_group import BYTES_PER_EXPERT, LAYERS, RANKS, FakeGroup, skewed_heat
+
+
+def settings(**changes: Any) -> ServiceSettings:
+    values: dict[str, Any] = {
+        "listen": "127.0.0.1:0",
+        "metrics": "127.0.0.1:0",
+        "store": ":memory:",
+        "window_steps": 32,
+        "decision_interval": 32,
+        "report_steps": 8,
+        "threads": 1,
+    }
+    return ServiceSettings(**{**values, **changes})
+
+
+@pytest_asyncio.fixture
+async def service() -> AsyncIterator[RunningService]:
+    async with running_service(settings()) as running:
+        yield running
+
+
+async def until(true: Callable[[], bool], seconds: float = 10.0) -> None:
+    async def poll() -> None:
+        while not true():
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(poll(), seconds)
+
+
+async def test_heat_leads_to_a_plan_and_the_plan_to_an_epoch(service: RunningService) -> None:
+    async with FakeGroup(service.address) as group:
+        welcomes = await group.join()
+        assert {welcome.leader_term for welcome in welcomes} == {1}
+        assert {welcome.report_steps for welcome in welcomes} == {8}
+        for _ in range(4):
+            await group.send_heat(skewed_heat(8))
+        plans = await group.hear_plan()
+        await group.carry_out(plans)
+        deployment = service.plane.deployments["decode"]
+        await until(lambda: deployment.ended_plan is not None)
+
+        operator = operator_pb2_grpc.OperatorServiceStub(group.channel)
+        answer = await operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))
+        status = answer.status
+        assert (status.epoch, status.digest) == (group.live.epoch, group.live.digest)
+        assert status.layers_switched == len(plans[0].layers) == group.live.epoch > 0
+        moves = sum(len(layer.moves_M5) for layer in plans[0].layers)
+        assert (status.experts_moved, status.bytes_moved) == (moves, moves * BYTES_PER_EXPERT)
+        assert (status.agents_connected, status.steps_received, status.steps_lost) == (RANKS, 32, 0)
+        assert list(status.problems) == []
+
+        # Loads measured after the switch are better than those that led to it.
+        await group.send_heat(skewed_heat(8, seed=1))
+        await until(lambda: deployment.totals.steps_received == 40)
+        answer = await operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))
+        assert len(answer.layers) == LAYERS
+        assert 1.0 <= answer.status.par < 1.5
+
+
+async def test_two_deployments_do_not_touch_each_other(service: RunningService) -> None:
+    async with FakeGroup(service.address) as prefill, FakeGroup(service.address) as decode:
+        await prefill.join(deployment="prefill")
+        await decode.join(deployment="decode")
+        for _ in range(4):
+            await decode.send_heat(skewed_heat(8))
+        await decode.carry_out(await decode.hear_plan())
+        known = service.plane.deployments
+        await until(lambda: known["decode"].ended_plan is not None)
+        assert known["prefill"].live is not None
+        assert known["prefill"].live.epoch == 0
+        assert known["decode"].live is not None
+        assert known["decode"].live.epoch == decode.live.epoch > 0
+
+
+async def test_a_refused_plan_changes_nothing_and_is_told(service: RunningService) -> None:
+    async with FakeGroup(service.address) as group:
+        await group.join()
+        for _ in range(4):
+            await group.send_heat(skewed_heat(8))
+        plan = (await group.hear_plan())[0]
+        await group.say_all(plan.plan_id, plan.layers[0].layer, agent_pb2.PLAN_STATE_REFUSED, "not now")
+        deployment = service.plane.deployments["decode"]
+        await until(lambda: deployment.ended_plan is not None)
+        operator = operator_pb2_grpc.OperatorServiceStub(group.channel)
+        answer = await operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))
+        assert answer.status.epoch == 0
+        assert list(answer.status.problems) == [f"plan {plan.plan_id} refused: rank 0: not now"]
+
+
+async def test_ranks_that_come_back_go_on_where_they_were(service: RunningService) -> None:
+    async with FakeGroup(service.address) as group:
+        await group.join()
+        await group.leave()
+        deployment = service.plane.deployments["decode"]
+        await until(lambda: not deployment.connected)
+        await group.join()
+        assert len(deployment.connected) == RANKS
+        await group.leave()
+        await until(lambda: not deployment.connected)
+        await group.join(group_id="second")
+        assert len(deployment.connected) == RANKS
+
+
+async def test_a_stopping_service_ends_streams_with_a_status_to_come_back_on() -> None:
+    async with running_service(settings()) as running:
+        group = FakeGroup(running.address)
+        await group.join()
+    code, text = await group.ranks[0].refusal()
+    await group.channel.close()
+    assert code == grpc.StatusCode.UNAVAILABLE
+    assert "connect again" in text

@@ -1,0 +1,243 @@
+"""Everything under deploy/ parses and speaks of metrics, ports, settings and files that the service really has."""
+
+import json
+import re
+import runpy
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+import yaml
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from eplb_service.control.settings import ENVIRONMENT_PREFIX, ServiceSettings, load_settings
+from eplb_service.telemetry.metrics import Metrics
+from worker_agent.settings import AgentSettings
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+YAML_FILES = sorted(path for suffix in ("yaml", "yml") for path in DEPLOY.rglob(f"*.{suffix}"))
+JSON_FILES = sorted(DEPLOY.rglob("*.json"))
+GRPC_PORT = int(ServiceSettings.model_fields["listen"].default.rpartition(":")[2])
+METRICS_PORT = int(ServiceSettings.model_fields["metrics"].default.rpartition(":")[2])
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+
+
+def load(name):
+    return yaml.safe_load((DEPLOY / name).read_text())
+
+
+def kubernetes_objects():
+    for folder in ("base", "examples"):
+        for path in sorted((DEPLOY / "kubernetes" / folder).glob("*.yaml")):
+            for document in yaml.safe_load_all(path.read_text()):
+                if "kind" in document:
+                    yield pytest.param(document, id=f"{folder}/{path.name}")
+
+
+DEPLOYMENTS = [item for item in kubernetes_objects() if item.values[0]["kind"] == "Deployment"]
+
+
+@pytest.mark.parametrize("path", YAML_FILES, ids=lambda path: path.name)
+def test_yaml_parses(path):
+    assert list(yaml.safe_load_all(path.read_text()))
+
+
+@pytest.mark.parametrize("path", JSON_FILES, ids=lambda path: path.name)
+def test_json_parses(path):
+    assert json.loads(path.read_text())
+
+
+def metric_series():
+    """Every series name that a scrape can bring, with its labels."""
+    suffixes = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
+    metrics = Metrics()
+    known = {}
+    for metric in vars(metrics).values():
+        for family in getattr(metric, "describe", list)():
+            for suffix in suffixes[family.type]:
+                extra = {"le"} if suffix == "_bucket" else set()
+                known[family.name + suffix] = set(metric._labelnames) | extra
+    return known
+
+
+def expressions():
+    dashboard = json.loads((DEPLOY / "grafana/dashboards/eplb.json").read_text())
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", []):
+            yield pytest.param(target["expr"], target["legendFormat"], id=panel["title"])
+    for variable in dashboard["templating"]["list"]:
+        if variable["type"] == "query":
+            yield pytest.param(variable["definition"], "", id=variable["name"])
+    for group in load("prometheus/rules.yml")["groups"]:
+        for rule in group["rules"]:
+            texts = " ".join(rule["annotations"].values()).replace("$labels.", "")
+            yield pytest.param(rule["expr"], texts, id=rule["alert"])
+
+
+@pytest.mark.parametrize(("expression", "shown"), list(expressions()))
+def test_expressions_name_metrics_and_labels_that_exist(expression, shown):
+    known = metric_series()
+    named = set(re.findall(r"\beplb_\w+", expression))
+    assert named <= set(known)
+    labels = set(re.findall(r"\{\{\s*(\w+)\s*\}\}", shown))
+    labels |= set(re.findall(r"(\w+)(?:=~|!~|!=|=)\"", expression))
+    for grouping in re.findall(r"\b(?:by|on) \(([^)]*)\)", expression):
+        labels |= set(re.findall(r"\w+", grouping))
+    from_prometheus = {"job", "instance"}
+    assert labels <= from_prometheus.union(*(known[name] for name in named))
+
+
+def test_the_dashboard_shows_every_balance_metric():
+    text = (DEPLOY / "grafana/dashboards/eplb.json").read_text()
+    missing = [name for name in metric_series() if not name.endswith(("_sum", "_count")) and name not in text]
+    assert missing == ["eplb_build_info", "eplb_deployments"]
+
+
+def test_the_dashboard_lies_where_grafana_looks():
+    compose = load("compose.yaml")
+    mounts = dict(
+        volume.split(":")[:2]
+        for volume in compose["services"]["grafana"]["volumes"]
+        if volume.startswith(".")
+    )
+    [provider] = load("grafana/provisioning/dashboards/eplb.yaml")["providers"]
+    assert mounts["./grafana/dashboards"] == provider["options"]["path"]
+    for source in mounts:
+        assert (DEPLOY / source).is_dir()
+
+
+def test_compose_ports_and_scrape_target():
+    compose = load("compose.yaml")
+    published = [mapping.rpartition(":")[2] for mapping in compose["services"]["eplb"]["ports"]]
+    assert published == [str(GRPC_PORT), str(METRICS_PORT)]
+    scrape = load("prometheus/prometheus.yml")
+    [job] = scrape["scrape_configs"]
+    assert job["job_name"] == "eplb"
+    assert job["static_configs"] == [{"targets": [f"eplb:{METRICS_PORT}"]}]
+    assert [DEPLOY / "prometheus" / name for name in scrape["rule_files"]] == [
+        DEPLOY / "prometheus/rules.yml"
+    ]
+    [datasource] = load("grafana/provisioning/datasources/prometheus.yaml")["datasources"]
+    assert datasource["url"] == "http://prometheus:9090"
+
+
+def settings_from(environment, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return load_settings({}, environment=environment)
+
+
+def test_the_image_listens_where_it_says(monkeypatch):
+    environment = dict(re.findall(r"^\s*(?:ENV )?(EPLB_\w+)=(\S+)", DOCKERFILE, flags=re.MULTILINE))
+    settings = settings_from(environment, monkeypatch)
+    assert settings.listen == f"0.0.0.0:{GRPC_PORT}"
+    assert settings.metrics == f"0.0.0.0:{METRICS_PORT}"
+    assert f"EXPOSE {GRPC_PORT} {METRICS_PORT}" in DOCKERFILE
+    assert settings.store.startswith("/var/lib/eplb/")
+
+
+def test_everything_the_image_copies_is_sent_to_the_builder():
+    sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert "deploy/healthcheck.py" in sent
+    assert {
+        "eplb_service",
+        "worker_agent",
+        "proto",
+        "pyproject.toml",
+        "setup.py",
+        "tools/generate_stubs.py",
+    } <= sent
+    assert [name for name in sent if not (ROOT / name).exists()] == []
+
+
+def test_the_config_of_the_base_is_valid():
+    settings = load_settings({}, config=DEPLOY / "kubernetes/base/eplb.yaml", environment={})
+    assert settings.listen == f"0.0.0.0:{GRPC_PORT}"
+    assert settings.metrics == f"0.0.0.0:{METRICS_PORT}"
+
+
+def test_kustomization_names_files_that_exist():
+    base = DEPLOY / "kubernetes/base"
+    kustomization = load("kubernetes/base/kustomization.yaml")
+    [config] = kustomization["configMapGenerator"]
+    named = set(kustomization["resources"]) | set(config["files"])
+    assert named | {"kustomization.yaml"} == {path.name for path in base.iterdir()}
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS)
+def test_deployments_are_consistent(deployment):
+    template = deployment["spec"]["template"]
+    pod = template["spec"]
+    assert deployment["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    assert template["metadata"]["annotations"]["prometheus.io/port"] == str(METRICS_PORT)
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    for container in pod["containers"]:
+        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            checked = container.get(probe, {})
+            assert checked.get("grpc", {"port": GRPC_PORT})["port"] == GRPC_PORT
+            assert checked.get("httpGet", {"port": next(iter(ports))})["port"] in ports
+    [service] = [container for container in pod["containers"] if container["name"] == "eplb"]
+    assert METRICS_PORT in {port["containerPort"] for port in service["ports"]}
+    written = {mount["mountPath"] for mount in service["volumeMounts"]}
+    assert {"/var/lib/eplb", re.search(r"NUMBA_CACHE_DIR=(\S+)", DOCKERFILE)[1]} <= written
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS)
+def test_environment_variables_are_known(deployment, monkeypatch):
+    for container in deployment["spec"]["template"]["spec"]["containers"]:
+        values = {entry["name"]: entry.get("value", "any") for entry in container.get("env", [])}
+        of_agent = {name for name in values if name.startswith("EPLB_AGENT_")}
+        known = {f"EPLB_AGENT_{name.upper()}" for name in AgentSettings.model_fields}
+        assert of_agent <= known
+        settings_from({name: value for name, value in values.items() if name not in of_agent}, monkeypatch)
+        assert all(name.startswith(ENVIRONMENT_PREFIX) for name in values)
+
+
+def test_service_and_deployment_of_the_base_meet():
+    service, deployment = load("kubernetes/base/service.yaml"), load("kubernetes/base/deployment.yaml")
+    template = deployment["spec"]["template"]
+    assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+    ports = {port["name"]: port["containerPort"] for port in template["spec"]["containers"][0]["ports"]}
+    assert ports == {"grpc": GRPC_PORT, "metrics": METRICS_PORT}
+    assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == ports
+
+
+@pytest.fixture
+def health_server():
+    server = grpc.server(ThreadPoolExecutor(max_workers=1))
+    servicer = health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield port, servicer
+    server.stop(grace=None).wait()
+
+
+def test_healthcheck(health_server, monkeypatch, capsys):
+    port, servicer = health_server
+    monkeypatch.setenv("EPLB_LISTEN", f"0.0.0.0:{port}")
+
+    def exit_code():
+        with pytest.raises(SystemExit) as left:
+            runpy.run_path(str(DEPLOY / "healthcheck.py"), run_name="__main__")
+        return int(left.value.code)
+
+    servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    assert exit_code() == 0
+    servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    assert exit_code() == 1
+    monkeypatch.setenv("EPLB_LISTEN", "0.0.0.0:1")
+    assert exit_code() == 1
+    assert "127.0.0.1:1" in capsys.readouterr().err
+
+
+def test_the_image_and_the_probes_run_the_same_healthcheck():
+    installed = re.search(r"COPY deploy/healthcheck.py (\S+)", DOCKERFILE)[1]
+    assert f'CMD ["python", "{installed}"]' in DOCKERFILE
+    sidecar = load("kubernetes/examples/sidecar.yaml")["spec"]["template"]["spec"]["containers"][1]
+    assert sidecar["startupProbe"]["exec"]["command"] == ["python", installed]
+    assert sidecar["livenessProbe"]["exec"]["command"] == ["python", installed]

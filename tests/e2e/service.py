@@ -1,0 +1,90 @@
+"""A real `eplb serve` process for a test, and the operator's calls to it."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import grpc
+
+from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
+
+_START_SECONDS = 90.0
+
+
+def free_address() -> str:
+    """host:port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+class Service:
+    """The process, started and stopped as often as a test wants, always at the same address."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.address = free_address()
+        self._flags = [*flags, "--listen", self.address, "--metrics", "127.0.0.1:0"]
+        self._log = (folder / "service.log").open("ab")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel = grpc.insecure_channel(self.address)
+        self._operator = operator_pb2_grpc.OperatorServiceStub(self._channel)
+
+    def __enter__(self) -> Service:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+        self._channel.close()
+        self._log.close()
+
+    def start(self) -> None:
+        """Start it and wait until it answers."""
+        command = [sys.executable, "-m", "eplb_service.cli.main", "serve", *self._flags]
+        self._process = subprocess.Popen(
+            command, stdout=self._log, stderr=self._log, stdin=subprocess.DEVNULL
+        )
+        self._operator.ListDeployments(
+            operator_pb2.ListDeploymentsRequest(), wait_for_ready=True, timeout=_START_SECONDS
+        )
+
+    def kill(self) -> None:
+        """As a crash would: no goodbye."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def status(self, deployment: str = "default") -> operator_pb2.GetStatusResponse:
+        """What the operator sees; raises ``grpc.RpcError``."""
+        request = operator_pb2.GetStatusRequest(deployment=deployment)
+        response: operator_pb2.GetStatusResponse = self._operator.GetStatus(
+            request, wait_for_ready=True, timeout=10
+        )
+        return response
+
+    def wait_until(
+        self, true_of: Callable[[operator_pb2.GetStatusResponse], bool], seconds: float = 60.0
+    ) -> operator_pb2.GetStatusResponse:
+        """The first status of which ``true_of`` holds; fails with the last one after ``seconds``."""
+        deadline = time.monotonic() + seconds
+        seen: object = "no status"
+        while time.monotonic() < deadline:
+            try:
+                status = self.status()
+                if true_of(status):
+                    return status
+                seen = status
+            except grpc.RpcError as error:
+                seen = error
+            time.sleep(0.1)
+        raise AssertionError(f"not so after {seconds:g} s: {seen}")
