@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint types layers unit format proto clean
+.PHONY: help demo test test-oldest check lint types layers unit format proto clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,12 @@ layers: $(READY)
 
 unit: $(READY) ## the tests alone; ARGS go to pytest
 	@$(BIN)/pytest $(ARGS)
+
+test-oldest: ## the service's tests on the oldest dependencies that the package allows, in .venv-oldest
+	@test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
+	@.venv-oldest/bin/pip install --quiet --constraint constraints-oldest.txt --editable ".[test]"
+	@.venv-oldest/bin/pytest tests --ignore tests/agent --ignore tests/swap --ignore tests/moe --ignore tests/e2e \
+	  --ignore tests/test_ranks.py $(ARGS)
 
 format: $(READY) ## format the code and mend what ruff can
 	@$(BIN)/ruff check --fix .

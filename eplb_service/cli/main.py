@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import eplb_service
+from eplb_service.cli.errors import UserError
 
 # typer brings a click of its own or uses the installed one; either way its usage errors have this base.
 _UsageError = cast("type[Exception]", typer.BadParameter.__base__)
@@ -128,7 +129,7 @@ def is_users_mistake(error: Exception) -> bool:
     if isinstance(error, OSError):
         return error.filename is not None
     is_ours = type(error).__module__.startswith(("eplb_service.", "worker_agent."))
-    return is_ours and (isinstance(error, ValueError) or type(error).__name__ == "UserError")
+    return isinstance(error, UserError) or (is_ours and isinstance(error, ValueError))
 
 
 def _usage_message(error: Exception) -> str:

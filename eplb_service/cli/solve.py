@@ -70,16 +70,14 @@ def solve(
     par_fixed_tables = float(par(rank_loads(heat_TLE, solved, solved.default_log2phy())).mean())
     if json:
         print_json(_document(solution, policy, steps, milliseconds, par_fixed_tables))
-    else:
-        console = Console(soft_wrap=True, highlight=False)
-        console.print(f"{policy}: {layers} layers x {experts} experts on {ranks} ranks x {slots} slots")
-        console.print(_table(solution))
-        console.print(f"PAR: hottest rank over mean rank in each of {steps} steps, mean over steps.")
-        if out.suffix == ".json":
-            console.print(
-                f"The expert_map holds no tables; with its host's own, PAR after is {par_fixed_tables:.3f}."
-            )
-        console.print(f"Solved in {milliseconds:.0f} ms; written to {out}.")
+        return
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"{policy}: {layers} layers x {experts} experts on {ranks} ranks x {slots} slots")
+    console.print(_table(solution))
+    console.print(f"PAR: hottest rank over mean rank in each of {steps} steps, mean over steps.")
+    if out.suffix == ".json":
+        console.print(f"An expert_map holds no tables; with its host's own, PAR is {par_fixed_tables:.3f}.")
+    console.print(f"Solved in {milliseconds:.0f} ms; written to {out}.")
 
 
 def _table(solution: Solution) -> Table:

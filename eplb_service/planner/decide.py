@@ -17,11 +17,11 @@ from eplb_service.planner.scoring import Float64, par, rank_loads, source_shares
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology, TopologyError
 from eplb_service.solver.engine import Answers, solve_many
-from eplb_service.solver.layer import KEEP, Search
+from eplb_service.solver.candidates import KEEP, Search
 from eplb_service.solver.moves import choose_senders
 
-_FLASHLB = Search(z=1.0, price=0.0, groups=4, spread=2, beam=4, steps=4096, tables=True, warm=True)
-_DEEPSEEK = Search(z=0.0, price=0.0, groups=0, spread=0, beam=0, steps=0, tables=False, warm=False)
+_FLASHLB = Search(z=1.0, price=0.0, groups=4, spread=2, beam=4, leaves=1, steps=4096, tables=True, warm=True)
+_DEEPSEEK = Search(z=0.0, price=0.0, groups=0, spread=0, beam=0, leaves=1, steps=0, tables=False, warm=False)
 
 
 def plan(
@@ -117,11 +117,12 @@ def _solve(
     np.add.at(share_GLE, group_R, shares_RLE[:, picked])
     answers = solve_many(
         heat_NLE[:, picked].transpose(1, 0, 2),
-        np.ones(heat_NLE.shape[0]),
         placement.phy2log_LRS[picked],
         log2phy_RLE[first_G][:, picked].transpose(1, 0, 2),
         share_GLE.transpose(1, 0, 2),
         _search(settings, placement),
+        np.array([np.inf, heat_NLE.shape[0] / 4]),
+        settings.min_gain,
         settings.threads,
     )
     return answers._replace(log2phy_LGE=answers.log2phy_LGE[:, group_R])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from eplb_service.planner.plan import LayerVerdict
 from eplb_service.planner.scoring import Float64
 from eplb_service.planner.settings import PlannerSettings
-from eplb_service.solver.layer import FRESH, TABLES
+from eplb_service.solver.candidates import FRESH, TABLES
 
 
 def kept(layer: int, seen_L: Float64, floor_L: Float64, reason: str) -> LayerVerdict:

@@ -52,7 +52,7 @@ def normalise(heat_NE: Float64, weight_N: Float64, ranks: int) -> tuple[Float32,
 
 
 @kernel
-def demand(scaled_EN: Float32, share_N: Float32) -> Demand:
+def demand_of(scaled_EN: Float32, share_N: Float32) -> Demand:
     """Mean and covariance of normalised heat, as a ``Demand``."""
     experts, episodes = scaled_EN.shape
     mean_E = np.zeros(experts, dtype=np.float32)

@@ -1,8 +1,8 @@
 """Which replica each source's tokens of each expert go to: log2phy as part of the solution.
 
-An expert's tokens arrive unevenly from the source ranks, so a fixed rule splits them unevenly over its replicas. Here each
-part (one source, one expert) goes to the replica whose rank stays coolest, largest parts first, and is moved on while that
-cools the hottest rank. G sources: ranks that see the same tokens are one, and share one table.
+An expert's tokens arrive unevenly from the source ranks, so a fixed rule splits them unevenly over its replicas.
+Here each part (one source, one expert) goes to the replica whose rank stays coolest, largest parts first, and is
+moved on while that cools the hottest rank. G sources: ranks that see the same tokens are one, and share one table.
 """
 
 from __future__ import annotations

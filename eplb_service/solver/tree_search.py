@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.solver.arrays import Float32, Int32, Int64
+from eplb_service.solver.arrays import Float32, Float64, Int32, Int64
 from eplb_service.solver.greedy import pack
 from eplb_service.solver.jit import kernel
 from eplb_service.solver.objective import Demand, expert_heat
@@ -20,9 +20,9 @@ from eplb_service.solver.replicas import greedy_copies, hand_out
 
 @kernel
 def tree_search(
-    demand: Demand, ranks: int, slots: int, z: float, groups: int, spread: int, beam: int
-) -> tuple[Packing, float]:
-    """Search replica counts; returns the best complete ``Packing`` and its risk.
+    demand: Demand, ranks: int, slots: int, z: float, groups: int, spread: int, beam: int, leaves: int
+) -> tuple[Int32, Float64]:
+    """Search replica counts; returns those of the best leaves, int32 ``[K, E]``, and their risks, coolest first.
 
     Parameters
     ----------
@@ -34,23 +34,24 @@ def tree_search(
         A group gets up to this many copies more or less than the greedy allotment gives it.
     beam
         Nodes that go on from each level.
+    leaves
+        Leaves to return at most.
     """
     heat_E = expert_heat(demand, z)
     experts = heat_E.shape[0]
+    best_KE = np.empty((leaves, experts), dtype=np.int32)
+    risk_K = np.full(leaves, np.inf)
     copies_E = greedy_copies(heat_E, ranks, slots)
-    best = empty_packing(copies_E, ranks, slots)
-    pack(best, demand, _hottest_copies_first(heat_E, copies_E), z)
-    _, best_risk = hottest_rank(best, z)
+    _, greedy_risk = hottest_rank(place(copies_E, demand, ranks, slots, z), z)
+    _remember(best_KE, risk_K, copies_E, greedy_risk)
     spare = ranks * slots - experts
-    if groups == 0 or spare == 0:
-        return best, best_risk
     by_heat_E = np.argsort(-heat_E, kind="mergesort")
-    first_G = group_bounds(copies_E, by_heat_E, groups)
+    first_G = group_bounds(copies_E, by_heat_E, groups if spare > 0 else 0)
     frontier_BE = np.ones((1, experts), dtype=np.int32)
     for group in range(first_G.shape[0] - 1):
         low, high = first_G[group], first_G[group + 1]
         children_CE = np.empty((frontier_BE.shape[0] * (2 * spread + 1), experts), dtype=np.int32)
-        risk_C = np.full(children_CE.shape[0], np.inf)
+        risk_C = np.empty(children_CE.shape[0])
         found = 0
         for node_E in frontier_BE:
             left = spare - (node_E[by_heat_E[:low]] - 1).sum()
@@ -59,23 +60,43 @@ def tree_search(
             for given in range(max(0, usual - spread), min(left, usual + spread) + 1):
                 child_E = node_E.copy()
                 unplaced = _hand_out_to(child_E, heat_E, by_heat_E[low:high], given, ranks)
-                if unplaced > 0 or floor_of(child_E, heat_E, by_heat_E[:high]) >= best_risk:
+                if unplaced > 0 or floor_of(child_E, heat_E, by_heat_E[:high]) >= risk_K[-1]:
                     continue
                 leaf_E = _complete(child_E, heat_E, by_heat_E, high, left - given, ranks)
                 if leaf_E.sum() < ranks * slots or _stands_in(child_E, children_CE[:found]):
                     continue
-                leaf = empty_packing(leaf_E, ranks, slots)
-                pack(leaf, demand, _hottest_copies_first(heat_E, leaf_E), z)
-                _, leaf_risk = hottest_rank(leaf, z)
+                _, leaf_risk = hottest_rank(place(leaf_E, demand, ranks, slots, z), z)
                 children_CE[found] = child_E
                 risk_C[found] = leaf_risk
                 found += 1
-                if leaf_risk < best_risk:
-                    best, best_risk = leaf, leaf_risk
+                _remember(best_KE, risk_K, leaf_E, leaf_risk)
         if found == 0:
             break
         frontier_BE = children_CE[np.argsort(risk_C[:found], kind="mergesort")[:beam]]
-    return best, best_risk
+    kept = (risk_K < np.inf).sum()
+    return best_KE[:kept], risk_K[:kept]
+
+
+@kernel
+def place(copies_E: Int32, demand: Demand, ranks: int, slots: int, z: float) -> Packing:
+    """Place these copies greedily, hottest first."""
+    packing = empty_packing(copies_E, ranks, slots)
+    pack(packing, demand, np.argsort(-expert_heat(demand, z) / copies_E, kind="mergesort"), z)
+    return packing
+
+
+@kernel
+def _remember(best_KE: Int32, risk_K: Float64, copies_E: Int32, risk: float) -> None:
+    """Sort a leaf into the best ones unless its counts are there already."""
+    if risk >= risk_K[-1] or _stands_in(copies_E, best_KE[: (risk_K < np.inf).sum()]):
+        return
+    at = risk_K.shape[0] - 1
+    while at > 0 and risk < risk_K[at - 1]:
+        risk_K[at] = risk_K[at - 1]
+        best_KE[at] = best_KE[at - 1]
+        at -= 1
+    risk_K[at] = risk
+    best_KE[at] = copies_E
 
 
 @kernel
@@ -83,6 +104,8 @@ def group_bounds(copies_E: Int32, by_heat_E: Int64, groups: int) -> Int64:
     """Cut the experts, hottest first, into groups with about equal numbers of copies; int64 ``[groups + 1]``."""
     experts = copies_E.shape[0]
     groups = min(groups, experts)
+    if groups == 0:
+        return np.zeros(1, dtype=np.int64)
     first_G: Int64 = np.zeros(groups + 1, dtype=np.int64)
     total = copies_E.sum()
     seen = 0
@@ -123,11 +146,6 @@ def _hand_out_to(copies_E: Int32, heat_E: Float32, members: Int64, budget: int, 
     for m in range(members.shape[0]):
         copies_E[members[m]] = own_M[m]
     return unplaced
-
-
-@kernel
-def _hottest_copies_first(heat_E: Float32, copies_E: Int32) -> Int64:
-    return np.argsort(-heat_E / copies_E, kind="mergesort")
 
 
 @kernel

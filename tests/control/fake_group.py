@@ -109,6 +109,7 @@ class FakeGroup:
         self.live = live or live_of(first_placement())
         self.step = 0
         self.channel = grpc.aio.insecure_channel(address)
+        self.address = address
         self.ranks: list[FakeRank] = []
 
     async def __aenter__(self) -> FakeGroup:

@@ -67,8 +67,8 @@ class Operators(Protocol):
         *,
         active_num: int,
         expert_num: int,
-        expert_tokens_num_type: int,
-        expert_tokens_num_flag: bool,
+        expert_tokens_num_type: int = 0,
+        expert_tokens_num_flag: bool = False,
         active_expert_range: list[int],
         quant_mode: int = -1,
         row_idx_type: int = 0,
@@ -77,8 +77,8 @@ class Operators(Protocol):
 
         Returns the rows ``[T*K, H]``, those of active choices first and the rest undefined; int32 ``[T*K]``,
         where each choice's row stands, or -1 where it is not active; the tokens of each active expert, int64,
-        counts where ``expert_tokens_num_type`` is 1 and cumulative where it is 0; and the scales of quantized
-        rows.
+        counts where ``expert_tokens_num_type`` is 1 and cumulative where it is 0; and float32 ``[T*K]``, the
+        rows' scales where they are quantized.
         """
         ...
 
@@ -90,9 +90,9 @@ class Operators(Protocol):
         scale: list[torch.Tensor] | None = None,
         per_token_scale: list[torch.Tensor] | None = None,
         group_list: torch.Tensor,
-        split_item: int,
-        group_type: int,
-        group_list_type: int,
+        split_item: int = 0,
+        group_type: int | None = None,
+        group_list_type: int = 0,
         output_dtype: torch.dtype | None = None,
     ) -> list[torch.Tensor]:
         """Multiply each group of rows of ``x[0] [N, K]`` with its matrix of ``weight[0] [G, K, M]``.

@@ -16,9 +16,9 @@ def npu_grouped_matmul(
     scale: list[torch.Tensor] | None = None,
     per_token_scale: list[torch.Tensor] | None = None,
     group_list: torch.Tensor,
-    split_item: int,
-    group_type: int,
-    group_list_type: int,
+    split_item: int = 0,
+    group_type: int | None = None,
+    group_list_type: int = 0,
     output_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
     """Multiply group by group, skipping empty ones; see ``Operators.npu_grouped_matmul``."""

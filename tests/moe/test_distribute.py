@@ -1,0 +1,75 @@
+"""The fused exchanges must bring rows to their experts, masked tokens nowhere, and all of it back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import Ranks
+from worker_agent.moe.ep_group import EpGroup
+from worker_agent.moe.operators import reference
+
+ALONE = ("", 1, 0)
+
+
+def tokens_and_ids(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids_TK = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(3)])
+    return torch.randn(3, 5, generator=generator), ids_TK
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(0, [1, 1, 3, 4]), (1, [1, 0, 2, 1])])
+def test_masked_tokens_are_neither_sent_nor_counted(kind: int, expected: list[int]):
+    hidden_TH = torch.arange(15.0).view(3, 5)
+    ids_TK = torch.tensor([[2, 0], [1, 3], [2, 3]])
+    mask_T = torch.tensor([True, False, True])
+    dispatched = reference.npu_moe_distribute_dispatch_v2(
+        hidden_TH, ids_TK, *ALONE, 4, x_active_mask=mask_T, expert_token_nums_type=kind
+    )
+    rows_AH, _, assist_info, tokens_S, counts = dispatched[:5]
+    assert tokens_S.tolist() == expected
+    assert torch.equal(
+        rows_AH, torch.stack([hidden_TH[0], hidden_TH[0], hidden_TH[2], hidden_TH[2], *torch.zeros(2, 5)])
+    )
+    weights_TK = torch.tensor([[0.5, 0.25], [9.0, 9.0], [1.0, 2.0]])
+    combined_TH = reference.npu_moe_distribute_combine_v2(
+        rows_AH, ids_TK, assist_info, counts, weights_TK, *ALONE, 4, x_active_mask=mask_T
+    )
+    assert torch.equal(combined_TH, torch.stack([0.75 * hidden_TH[0], torch.zeros(5), 3.0 * hidden_TH[2]]))
+
+
+def rows_by_source(experts: int) -> tuple[list[list[float]], list[int]]:
+    """Rows that arrive here, each marked with its source rank and token, and their cumulative counts."""
+    group = EpGroup(dist.group.WORLD)
+    tokens = torch.arange(2.0)
+    marked_TH = torch.stack([torch.full((2,), float(group.rank)), tokens], dim=1)
+    ids_TK = torch.tensor([[group.rank, experts - 1], [experts - 1, 0]])
+    dispatched = reference.npu_moe_distribute_dispatch_v2(
+        marked_TH, ids_TK, group.name, group.size, group.rank, experts
+    )
+    return dispatched[0].tolist(), dispatched[4].tolist()
+
+
+def test_rows_stand_in_order_of_expert_and_then_source(eight_ranks: Ranks):
+    results = eight_ranks.run(rows_by_source, 16)
+    rows, counts = results[0]
+    # Expert 0: token 1 of every rank and token 0 of rank 0, which chose it by rank. Expert 1: token 0 of rank 1.
+    assert rows[:10] == [[0, 0], [0, 1], *([rank, 1] for rank in range(1, 8)), [1, 0]]
+    assert counts == [2, 3, 4, 5, 6, 7, 8, 9, 9, 10, 10, 10, 10, 10, 10, 10]
+    rows, counts = results[7]
+    assert rows[:16] == [[rank, token] for rank in range(8) for token in range(2)]
+    assert counts[-1] == 16
+
+
+def test_a_bound_that_is_too_small_is_refused():
+    hidden_TH, ids_TK = tokens_and_ids()
+    with pytest.raises(ValueError, match="6 rows arrive, past global_bs's bound of 4"):
+        reference.npu_moe_distribute_dispatch_v2(hidden_TH, ids_TK, *ALONE, 4, global_bs=2)
+
+
+@pytest.mark.parametrize(("ranks", "quant_mode"), [(2, 0), (1, 1)])
+def test_what_the_reference_cannot_do_is_refused(ranks: int, quant_mode: int):
+    hidden_TH, ids_TK = tokens_and_ids()
+    with pytest.raises(ValueError, match="reference operator: "):
+        reference.npu_moe_distribute_dispatch_v2(hidden_TH, ids_TK, "", ranks, 0, 4, quant_mode=quant_mode)
