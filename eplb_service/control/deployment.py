@@ -147,6 +147,8 @@ class Deployment:
         """A rank's counts; returns how many steps they completed."""
         if self.heat is None:
             return 0
+        member = self._member(rank)
+        member.step = max(member.step, batch.first_step + batch.steps)
         received, lost = self.heat.received, self.heat.lost
         completed = self.heat.add(rank, batch)
         self.totals.steps_received += self.heat.received - received

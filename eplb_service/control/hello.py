@@ -17,6 +17,7 @@ MOST_RANKS = 4096
 MOST_SLOTS = 512
 MOST_TABLE_ENTRIES = 1 << 25
 """Bound on ranks x layers x experts: 320 ranks of DeepSeek-V3 have 4.8 million."""
+LAST_EPOCH = 1 << 62
 LONGEST_TEXT = 256
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -90,6 +91,8 @@ def read_hello(message: agent_pb2.Hello) -> RankHello:
         raise invalid(
             f"hello.layer_epochs: expected one for each of {shape.layers} layers, got {len(state.layer_epochs)}"
         )
+    if state.epoch >= LAST_EPOCH:
+        raise invalid(f"hello.epoch is {state.epoch}; it must be below {LAST_EPOCH}")
     if max(state.layer_epochs) > state.epoch:
         raise invalid(
             f"hello.layer_epochs: a layer changed at epoch {max(state.layer_epochs)}, past epoch {state.epoch}"

@@ -118,6 +118,10 @@ class ControlPlane:
 
     def plan_status(self, deployment: Deployment, rank: int, message: agent_pb2.PlanStatus) -> None:
         """A rank's word about a plan."""
+        if message.state == agent_pb2.PLAN_STATE_TRANSFERRED:
+            self._metrics.transferred(deployment.name, message.transfer_seconds)
+        elif message.state == agent_pb2.PLAN_STATE_COMMITTED:
+            self._metrics.committed(deployment.name, message.commit_seconds)
         self.apply(deployment, deployment.plan_status(rank, message, time.monotonic()))
 
     # Operators
@@ -131,7 +135,7 @@ class ControlPlane:
     # Time
 
     def tick(self) -> None:
-        """Look after deadlines and tell the metrics; called a few times a second."""
+        """Look after deadlines and tell the metrics; called every second or so."""
         self._metrics.deployments.set(len(self.deployments))
         for deployment in self.deployments.values():
             self.apply(deployment, deployment.tick(time.monotonic()))

@@ -13,7 +13,6 @@ from eplb_service.control.deployment import Deployment
 from eplb_service.control.live import LivePlacement
 from eplb_service.control.plan_life import Offer
 from eplb_service.control.refusal import contradicts
-from eplb_service.control.registration import Group
 from eplb_service.control.store_writer import StoreWriter
 from eplb_service.control.streams import Streams
 from eplb_service.control.wire_plans import wire_plans
@@ -57,11 +56,13 @@ class Decider:
         self._streams = streams
         self._metrics = metrics
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eplb-planner")
+        self._warm = asyncio.Event()
         self._running: dict[str, asyncio.Task[Decision]] = {}
 
     async def warm_up(self) -> None:
         """Compile the kernels; decisions asked for before wait for it."""
         await asyncio.get_running_loop().run_in_executor(self._thread, warm_up, self._settings.threads)
+        self._warm.set()
 
     def start(self, deployment: Deployment) -> asyncio.Task[Decision]:
         """Decide now, or join the decision that is being made.
@@ -89,6 +90,7 @@ class Decider:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _decide(self, deployment: Deployment) -> Decision:
+        await self._warm.wait()
         try:
             result, decision = await self._decide_and_offer(deployment)
         except Exception as error:
@@ -101,10 +103,8 @@ class Decider:
 
     async def _decide_and_offer(self, deployment: Deployment) -> tuple[str, Decision]:
         group, live, heat = deployment.group, deployment.live, deployment.heat
-        assert group is not None
-        assert live is not None
-        assert heat is not None
-        plan_id = self._writer.store.new_plan_id()
+        if group is None or live is None or heat is None:
+            return "dropped", Decision(0, 0, 0, "no decision was made: the ranks went away")
         compute = asyncio.get_running_loop().run_in_executor
         solved, seconds = await compute(
             self._thread, _solve, heat.snapshot(), live, group.topology, self._settings
@@ -112,23 +112,23 @@ class Decider:
         self._tell(deployment.name, solved, seconds)
         if not solved.layers:
             return "kept", Decision(0, 0, 0, f"every layer kept (PAR {solved.par_seen:.3f})")
-        offer = Offer.of(plan_id, live, solved)
-        messages = await compute(
-            self._thread, wire_plans, offer, self._writer.store.leader_term, group.shape.ranks
-        )
-        obstacle = _obstacle_since(deployment, group, live)
+        store = self._writer.store
+        offer = Offer.of(store.new_plan_id(), live, solved)
+        messages = await compute(self._thread, wire_plans, offer, store.leader_term, group.shape.ranks)
+        changed = deployment.group is not group or deployment.live is not live
+        obstacle = "the ranks changed meanwhile" if changed else deployment.obstacle()
         if obstacle is not None:
             return "dropped", Decision(0, 0, 0, f"a plan was made but not offered: {obstacle}")
         deployment.offer(offer, time.monotonic())
-        await self._writer.run(self._writer.store.begin_plan, deployment.name, offer)
+        await self._writer.write(store.begin_plan, deployment.name, offer)
         if deployment.plan is None or deployment.plan.offer is not offer:
             return "dropped", Decision(0, 0, 0, "a plan was made, but the ranks changed before it was sent")
         self._streams.send(deployment.name, messages)
         words = (
-            f"plan {plan_id}: {len(solved.layers)} layers, {solved.moves} moves, "
+            f"plan {offer.plan_id}: {len(solved.layers)} layers, {solved.moves} moves, "
             f"PAR {solved.par_seen:.3f} -> {solved.par_planned:.3f}"
         )
-        return "plan", Decision(plan_id, len(solved.layers), solved.moves, words)
+        return "plan", Decision(offer.plan_id, len(solved.layers), solved.moves, words)
 
     def _tell(self, name: str, solved: Plan, seconds: float) -> None:
         self._metrics.solve_seconds.labels(name).observe(seconds)
@@ -142,9 +142,3 @@ def _solve(
     started = time.perf_counter()
     solved = plan(snapshot.window(), live.placement, live.log2phy_RLE, topology, settings)
     return solved, time.perf_counter() - started
-
-
-def _obstacle_since(deployment: Deployment, group: Group, live: LivePlacement) -> str | None:
-    if deployment.group is not group or deployment.live is not live:
-        return "the ranks changed meanwhile"
-    return deployment.obstacle()

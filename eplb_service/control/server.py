@@ -31,7 +31,7 @@ _log = structlog.get_logger(__name__)
 AGENT_SERVICE: str = agent_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name
 OPERATOR_SERVICE: str = operator_pb2.DESCRIPTOR.services_by_name["OperatorService"].full_name
 
-_TICK_SECONDS = 0.25
+_TICK_SECONDS = 1.0
 _GRACE_SECONDS = 2.0
 _LOOPBACK = ("127.", "localhost:", "[::1]:")
 

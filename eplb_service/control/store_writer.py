@@ -27,6 +27,12 @@ class StoreWriter:
         """Write some time soon; a failure is logged."""
         self._thread.submit(write, *arguments).add_done_callback(_log_failure)
 
+    async def write(self, write: Callable[..., None], *arguments: Any) -> None:
+        """Write, and wait until it is done; a failure is logged."""
+        written = self._thread.submit(write, *arguments)
+        written.add_done_callback(_log_failure)
+        await asyncio.wait([asyncio.wrap_future(written)])
+
     async def run(self, call: Callable[..., T], *arguments: Any) -> T:
         """Read or write, and wait for it."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)

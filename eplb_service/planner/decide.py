@@ -11,17 +11,14 @@ from eplb_service.heat.window import HeatError, Window
 from eplb_service.placement import Int32, Placement, PlacementError, check_layer, check_log2phy
 from eplb_service.planner import verdict
 from eplb_service.planner.cherry_pick import cherry_pick
+from eplb_service.planner.effort import search_for
 from eplb_service.planner.noise_floor import noise_floor
-from eplb_service.planner.plan import LayerPlan, LayerVerdict, Plan
+from eplb_service.planner.plan import LayerPlan, Plan
 from eplb_service.planner.scoring import Float64, par, rank_loads, source_shares
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology, TopologyError
 from eplb_service.solver.engine import Answers, solve_many
-from eplb_service.solver.candidates import KEEP, Search
 from eplb_service.solver.moves import choose_senders
-
-_FLASHLB = Search(z=1.0, price=0.0, groups=4, spread=2, beam=4, leaves=1, steps=4096, tables=True, warm=True)
-_DEEPSEEK = Search(z=0.0, price=0.0, groups=0, spread=0, beam=0, leaves=1, steps=0, tables=False, warm=False)
 
 
 def plan(
@@ -59,17 +56,24 @@ def plan(
         return Plan((), tuple(stays))
     picked = cherry_pick(seen_L, settings)
     answers = _solve(window, heat_NLE, placement, log2phy_RLE, topology, settings, picked)
-    plans: list[LayerPlan] = []
     verdicts = {
         layer: verdict.not_picked(layer, seen_L, floor_L, settings)
         for layer in set(range(window.layers)) - set(picked.tolist())
     }
+    plans: list[LayerPlan] = []
     for at, layer in enumerate(picked.tolist()):
-        verdicts[layer], changed = _conclude(
-            answers, at, layer, placement, topology, settings, seen_L, floor_L
-        )
-        if changed is not None:
-            plans.append(changed)
+        refusal = _flaw(answers, at, placement)
+        if refusal is None:
+            changed = _layer_plan(answers, at, layer, placement, topology)
+            planned = _planned_par(changed, heat_NLE, window, placement)
+            gain = float(seen_L[layer]) - planned
+            refusal = verdict.not_worth_it(int(answers.taken_L2[at, 1]), gain, settings)
+        if refusal is not None:
+            verdicts[layer] = verdict.kept(layer, seen_L, floor_L, refusal)
+            continue
+        plans.append(changed)
+        taken = int(answers.taken_L2[at, 1])
+        verdicts[layer] = verdict.changed(layer, seen_L, floor_L, planned, len(changed.moves_M5), taken)
     plans.sort(key=lambda changed: verdicts[changed.layer].par_planned - verdicts[changed.layer].par_seen)
     return Plan(tuple(plans), tuple(verdicts[layer] for layer in range(window.layers)))
 
@@ -115,57 +119,42 @@ def _solve(
     shares_RLE = source_shares(window.source_RLE, placement.ranks, placement.layers, placement.experts)
     share_GLE = np.zeros((first_G.size, len(picked), placement.experts))
     np.add.at(share_GLE, group_R, shares_RLE[:, picked])
+    if settings.policy == "deepseek":
+        heat_NLE = heat_NLE.sum(axis=0, keepdims=True)
     answers = solve_many(
         heat_NLE[:, picked].transpose(1, 0, 2),
         placement.phy2log_LRS[picked],
         log2phy_RLE[first_G][:, picked].transpose(1, 0, 2),
         share_GLE.transpose(1, 0, 2),
-        _search(settings, placement),
-        np.array([np.inf, heat_NLE.shape[0] / 4]),
+        search_for(settings, placement),
+        np.array(settings.half_lives) * heat_NLE.shape[0],
         settings.min_gain,
         settings.threads,
     )
     return answers._replace(log2phy_LGE=answers.log2phy_LGE[:, group_R])
 
 
-def _search(settings: PlannerSettings, placement: Placement) -> Search:
-    if settings.policy == "deepseek":
-        return _DEEPSEEK
-    return _FLASHLB._replace(
-        z=settings.z,
-        price=settings.move_price / (placement.ranks * placement.slots),
-        groups=_FLASHLB.groups if settings.tree_search else 0,
-        steps=_FLASHLB.steps if settings.local_search else 0,
-        tables=settings.solve_tables,
-        warm=settings.warm,
-    )
-
-
-def _conclude(
-    answers: Answers,
-    at: int,
-    layer: int,
-    placement: Placement,
-    topology: Topology,
-    settings: PlannerSettings,
-    seen_L: Float64,
-    floor_L: Float64,
-) -> tuple[LayerVerdict, LayerPlan | None]:
-    """Check one layer's answer and weigh its gain."""
-    phy2log_RS, log2phy_RE = answers.phy2log_LRS[at], answers.log2phy_LGE[at]
-    planned, (moves, taken) = float(answers.par_L2[at, 1]), answers.taken_L2[at].tolist()
-    gain = float(seen_L[layer]) - planned
-    if taken == KEEP:
-        return verdict.kept(layer, seen_L, floor_L, "kept: no candidate wins more than its moves cost"), None
-    if gain < settings.min_gain:
-        reason = f"kept: the best candidate wins {gain:.3f}, less than min_gain {settings.min_gain:g}"
-        return verdict.kept(layer, seen_L, floor_L, reason), None
+def _flaw(answers: Answers, at: int, placement: Placement) -> str | None:
+    """What is wrong with an answer, if anything: no layer is switched on the solver's word alone."""
+    phy2log_RS = answers.phy2log_LRS[at]
     try:
-        check_layer(phy2log_RS, placement.experts, f"layer {layer}")
+        check_layer(phy2log_RS, placement.experts)
         for rank in range(placement.ranks):
-            check_log2phy(log2phy_RE[rank], phy2log_RS, f"layer {layer}, table of rank {rank}")
+            check_log2phy(answers.log2phy_LGE[at, rank], phy2log_RS, f"table of rank {rank}")
     except PlacementError as error:
-        return verdict.kept(layer, seen_L, floor_L, f"kept: the solver failed ({error})"), None
-    moves_M5 = choose_senders(placement.phy2log_LRS[layer].copy(), phy2log_RS, topology.nodes_R)
-    decided = verdict.changed(layer, seen_L, floor_L, planned, moves, taken)
-    return decided, LayerPlan(layer, phy2log_RS, log2phy_RE, moves_M5)
+        return f"kept: the solver failed ({error})"
+    return None
+
+
+def _layer_plan(answers: Answers, at: int, layer: int, placement: Placement, topology: Topology) -> LayerPlan:
+    phy2log_RS = answers.phy2log_LRS[at]
+    moves_M5 = choose_senders(placement.phy2log_LRS[layer].copy(), phy2log_RS, topology.nodes_R.copy())
+    return LayerPlan(layer, phy2log_RS, answers.log2phy_LGE[at], moves_M5)
+
+
+def _planned_par(changed: LayerPlan, heat_NLE: Float64, window: Window, placement: Placement) -> float:
+    """Peak-to-average ratio of one layer through its new tables, on the heat that the decision saw."""
+    layer = slice(changed.layer, changed.layer + 1)
+    source_R1E = None if window.source_RLE is None else window.source_RLE[:, layer]
+    planned = Placement(changed.phy2log_RS[None], placement.experts)
+    return float(par(rank_loads(heat_NLE[:, layer], planned, changed.log2phy_RE[:, None], source_R1E))[0])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from statistics import NormalDist
-
 import numpy as np
 import numpy.typing as npt
 
+from eplb_service.planner.effort import expected_hottest
 from eplb_service.planner.scoring import Float64
 
 
@@ -23,7 +22,7 @@ def noise_floor(heat_NLE: npt.NDArray[np.floating], ranks: int) -> Float64:
     """
     if ranks == 1:
         return np.ones(heat_NLE.shape[1])
-    score = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+    score = expected_hottest(ranks)
     mean_NL = heat_NLE.sum(axis=2) / ranks
     busy_NL = mean_NL > 0
     safe_NL = np.where(busy_NL, mean_NL, 1.0)

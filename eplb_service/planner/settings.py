@@ -8,9 +8,6 @@ from dataclasses import dataclass
 POLICIES = ("none", "deepseek", "flashlb")
 """``none`` never moves; ``deepseek`` is greedy replicas and LPT packing; ``flashlb`` is the search."""
 
-OBJECTIVES = ("risk", "mean_max")
-"""``risk``: mean + z*std of the hottest rank; ``mean_max``: mean over episodes of the hottest rank."""
-
 
 class SettingsError(ValueError):
     """A setting that no planner could follow; the message names it and its bounds."""
@@ -34,10 +31,12 @@ class PlannerSettings:
         Peak-to-average ratio that moving every slot of a layer must win; one slot costs its share of it.
     episodes
         Most episodes that a window is summed into; 1 plans on the plain sum.
-    objective
-        One of ``OBJECTIVES``.
     z
-        Standard deviations above its mean at which ``risk`` takes a rank's load.
+        Standard deviations above its mean at which a rank's load is taken; ``None`` for where the hottest of so many
+        ranks is expected.
+    half_lives
+        How fast old episodes may fade, as parts of the window; back-testing chooses for each layer. The first is taken
+        where the window is too short to test.
     tree_search
         Search replica counts together with the placement; off: greedy counts.
     local_search
@@ -59,9 +58,9 @@ class PlannerSettings:
     min_gain: float = 0.01
     max_layers: int | None = None
     move_price: float = 0.05
-    episodes: int = 32
-    objective: str = "risk"
-    z: float = 1.0
+    episodes: int = 64
+    z: float | None = None
+    half_lives: tuple[float, ...] = (math.inf, 0.25)
     tree_search: bool = True
     local_search: bool = True
     solve_tables: bool = True
@@ -72,17 +71,18 @@ class PlannerSettings:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise SettingsError(f"policy is {self.policy!r}; choose one of {', '.join(POLICIES)}")
-        if self.objective not in OBJECTIVES:
-            raise SettingsError(f"objective is {self.objective!r}; choose one of {', '.join(OBJECTIVES)}")
         self._at_least("par_threshold", 1.0)
         self._at_least("min_gain", 0.0)
         self._at_least("move_price", 0.0)
-        self._at_least("z", 0.0)
         self._at_least("episodes", 1)
         self._at_least("seed", 0)
-        for name in ("max_layers", "threads"):
+        for name, bound in (("max_layers", 1), ("threads", 1), ("z", 0.0)):
             if getattr(self, name) is not None:
-                self._at_least(name, 1)
+                self._at_least(name, bound)
+        if not self.half_lives or not all(half_life > 0 for half_life in self.half_lives):
+            raise SettingsError(
+                f"half_lives is {self.half_lives}; name at least one, each above 0 (inf: no fading)"
+            )
 
     def _at_least(self, name: str, bound: float) -> None:
         value = getattr(self, name)

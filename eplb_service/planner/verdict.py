@@ -5,7 +5,7 @@ from __future__ import annotations
 from eplb_service.planner.plan import LayerVerdict
 from eplb_service.planner.scoring import Float64
 from eplb_service.planner.settings import PlannerSettings
-from eplb_service.solver.candidates import FRESH, TABLES
+from eplb_service.solver.candidates import FRESH, KEEP, TABLES
 
 
 def kept(layer: int, seen_L: Float64, floor_L: Float64, reason: str) -> LayerVerdict:
@@ -21,6 +21,15 @@ def not_picked(layer: int, seen_L: Float64, floor_L: Float64, settings: PlannerS
     else:
         reason = f"left alone: {seen_L[layer]:.3f} is at or below the threshold {settings.par_threshold:g}"
     return kept(layer, seen_L, floor_L, reason)
+
+
+def not_worth_it(taken: int, gain: float, settings: PlannerSettings) -> str | None:
+    """Why an answer is not taken up, if it is not."""
+    if taken == KEEP:
+        return "kept: on this window no change would have paid for itself"
+    if gain < settings.min_gain:
+        return f"kept: the best candidate wins {gain:.3f}, less than min_gain {settings.min_gain:g}"
+    return None
 
 
 def changed(

@@ -23,20 +23,43 @@ def pack(packing: Packing, demand: Demand, order_E: Int64, z: float) -> None:
 
 @kernel
 def _coolest_rank(packing: Packing, demand: Demand, expert: int, z: float) -> int:
-    """Rank with a free slot, without the expert, and with the lowest risk once it holds it; -1 where none is."""
+    """Rank with a free slot, without the expert, and with the lowest risk once it holds it; -1 where none is.
+
+    The least loaded rank is judged first: most others then carry more than it would, and need no judging.
+    """
     slots = packing.phy2log_RS.shape[1]
-    weight = np.float32(1.0) / np.float32(packing.copies_E[expert])
-    own = weight * weight * demand.gram_EE[expert, expert]
-    chosen = -1
-    lowest = np.inf
+    share = np.float32(1.0) / np.float32(packing.copies_E[expert])
+    mean = share * demand.mean_E[expert]
+    own = share * share * demand.gram_EE[expert, expert]
+    least = -1
     for r in range(packing.load_R.shape[0]):
-        if packing.filled_R[r] == slots or packing.holds_ER[expert, r] or packing.load_R[r] >= lowest:
+        if packing.filled_R[r] == slots or packing.holds_ER[expert, r]:
             continue
-        variance = packing.variance_R[r] + np.float32(2.0) * weight * packing.cross_RE[r, expert] + own
-        found = risk(packing.load_R[r], variance, z)
+        if least < 0 or packing.load_R[r] < packing.load_R[least]:
+            least = r
+    if least < 0:
+        return -1
+    chosen = least
+    lowest = _risk_with(packing, least, expert, share, mean, own, z)
+    for r in range(packing.load_R.shape[0]):
+        if packing.load_R[r] + mean >= lowest or packing.filled_R[r] == slots or packing.holds_ER[expert, r]:
+            continue
+        # Empty ranks are alike, and the first of them has been judged.
+        if packing.filled_R[r] == 0 and packing.filled_R[least] == 0:
+            continue
+        found = _risk_with(packing, r, expert, share, mean, own, z)
         if found < lowest:
             chosen, lowest = r, found
     return chosen
+
+
+@kernel
+def _risk_with(
+    packing: Packing, rank: int, expert: int, share: float, mean: float, own: float, z: float
+) -> float:
+    """Risk of a rank once it holds a copy with this share, mean load and variance."""
+    variance = packing.variance_R[rank] + np.float32(2.0) * share * packing.cross_RE[rank, expert] + own
+    return risk(packing.load_R[rank] + mean, variance, z)
 
 
 @kernel

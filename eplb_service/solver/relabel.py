@@ -20,20 +20,21 @@ def match_ranks(phy2log_RS: Int32, deployed_RS: Int32, experts: int) -> Int32:
     for r in range(ranks):
         for s in range(slots):
             holds_RE[r, deployed_RS[r, s]] = True
-    shared_I = np.zeros(ranks * ranks, dtype=np.int32)
+    shared_RR = np.zeros((ranks, ranks), dtype=np.int32)
     for row in range(ranks):
         for r in range(ranks):
             for s in range(slots):
-                shared_I[row * ranks + r] += holds_RE[r, phy2log_RS[row, s]]
+                shared_RR[row, r] += holds_RE[r, phy2log_RS[row, s]]
     dealt_RS = np.empty_like(phy2log_RS)
     row_dealt_R = np.zeros(ranks, dtype=np.bool_)
     rank_taken_R = np.zeros(ranks, dtype=np.bool_)
-    for item in np.argsort(-shared_I, kind="mergesort"):
-        row, r = item // ranks, item % ranks
-        if not row_dealt_R[row] and not rank_taken_R[r]:
-            dealt_RS[r] = phy2log_RS[row]
-            row_dealt_R[row] = True
-            rank_taken_R[r] = True
+    for shared in range(slots, -1, -1):
+        for row in range(ranks):
+            for r in range(ranks):
+                if shared_RR[row, r] == shared and not row_dealt_R[row] and not rank_taken_R[r]:
+                    dealt_RS[r] = phy2log_RS[row]
+                    row_dealt_R[row] = True
+                    rank_taken_R[r] = True
     return dealt_RS
 
 

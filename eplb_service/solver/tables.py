@@ -105,9 +105,13 @@ def _spread(
     share_GE: Float32,
     z: float,
 ) -> Packing:
-    """Largest part first, to the replica whose rank stays coolest; parts without tokens stay where they are."""
+    """Hottest expert first, its largest part first, each to the replica whose rank stays coolest.
+
+    Parts without tokens stay where they are. One expert at a time: its parts change the loads of the few ranks that
+    hold it only in one direction, so a part costs a few operations whatever the number of experts.
+    """
     slots = phy2log_RS.shape[1]
-    sources, experts = share_GE.shape
+    experts = share_GE.shape[1]
     copies_E = np.diff(first_E1)
     share_RS = np.zeros(phy2log_RS.shape, dtype=np.float32)
     for e in range(experts):
@@ -115,23 +119,28 @@ def _spread(
             only = slot_P[first_E1[e]]
             share_RS[only // slots, only % slots] = 1.0
     packing = packing_of(phy2log_RS, share_RS, demand)
-    heat_E = expert_heat(demand, z)
-    spread_E = np.flatnonzero(copies_E > 1)
-    part_I = np.empty(spread_E.shape[0] * sources, dtype=np.float32)
-    for i in range(spread_E.shape[0]):
-        for g in range(sources):
-            part_I[i * sources + g] = -share_GE[g, spread_E[i]] * heat_E[spread_E[i]]
-    for item in np.argsort(part_I, kind="mergesort"):
-        if part_I[item] >= 0:
-            break
-        g, e = item % sources, spread_E[item // sources]
-        lowest = np.inf
-        for place in range(first_E1[e], first_E1[e + 1]):
-            after = _risk_with(packing, demand, e, slot_P[place] // slots, share_GE[g, e], z)
-            if after < lowest:
-                lowest = after
-                chosen_GE[g, e] = slot_P[place]
-        shift_load(packing, demand, e, chosen_GE[g, e] // slots, share_GE[g, e])
+    added_R = np.zeros(phy2log_RS.shape[0], dtype=np.float32)
+    for e in np.argsort(-expert_heat(demand, z), kind="mergesort"):
+        first, after = first_E1[e], first_E1[e + 1]
+        if copies_E[e] == 1:
+            continue
+        for place in range(first, after):
+            added_R[slot_P[place] // slots] = 0
+        for g in np.argsort(-share_GE[:, e], kind="mergesort"):
+            share = share_GE[g, e]
+            if share <= 0:
+                break
+            lowest = np.inf
+            for place in range(first, after):
+                rank = slot_P[place] // slots
+                found = _risk_with(packing, demand, e, rank, added_R[rank] + share, z)
+                if found < lowest:
+                    lowest = found
+                    chosen_GE[g, e] = slot_P[place]
+            added_R[chosen_GE[g, e] // slots] += share
+        for place in range(first, after):
+            rank = slot_P[place] // slots
+            shift_load(packing, demand, e, rank, added_R[rank])
     return packing
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from eplb_service.placement import Placement
-from eplb_service.solver.engine import solve_many
 from eplb_service.solver.candidates import Search
+from eplb_service.solver.engine import solve_many
 from eplb_service.solver.moves import choose_senders
 
 

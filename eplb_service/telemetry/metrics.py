@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from threading import Thread
 from typing import Any
@@ -10,6 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 
 _DEPLOYMENT = ("deployment",)
 _LAYER = ("deployment", "layer")
+_TRANSFER_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0)
+_COMMIT_BUCKETS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0)
 _SOLVE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
@@ -61,6 +64,16 @@ class Metrics:
         self.solve_seconds = histogram(
             "eplb_solve_seconds", "Time that one decision took to compute.", _SOLVE_BUCKETS
         )
+        self.transfer_seconds = histogram(
+            "eplb_transfer_seconds",
+            "Time in which a rank staged the experts of one layer.",
+            _TRANSFER_BUCKETS,
+        )
+        self.commit_seconds = histogram(
+            "eplb_commit_seconds",
+            "Time for which a rank's step waited for one layer's commit.",
+            _COMMIT_BUCKETS,
+        )
         self.steps_received = counter("eplb_steps_received", "Steps of which every rank's heat arrived.")
         self.steps_lost = counter("eplb_steps_lost", "Steps of which some rank's heat never arrived.")
         self.layers_switched = counter("eplb_layers_switched", "Layers whose switch was committed.")
@@ -77,6 +90,16 @@ class Metrics:
         self.epoch = gauge("eplb_epoch", "Version of the placement in force.")
         self.paused = gauge("eplb_paused", "1 while planning is paused.")
         self.problems = gauge("eplb_problems", "What is wrong, in number; `eplb status` says what.")
+
+    def transferred(self, deployment: str, seconds: float) -> None:
+        """A rank has staged a layer, in what it says were ``seconds``."""
+        if math.isfinite(seconds) and seconds >= 0:
+            self.transfer_seconds.labels(deployment).observe(seconds)
+
+    def committed(self, deployment: str, seconds: float) -> None:
+        """A rank has switched a layer, in what it says were ``seconds``."""
+        if math.isfinite(seconds) and seconds >= 0:
+            self.commit_seconds.labels(deployment).observe(seconds)
 
     def layer_pars(self, deployment: str, realised: Sequence[float], planned: dict[int, float]) -> None:
         """Per-layer ratios; zeros were not measured and are left out."""

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
+import pytest
 import pytest_asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from eplb_service.control.server import RunningService, running_service
 from eplb_service.control.settings import ServiceSettings
+from eplb_service.control.store import Store
 from eplb_service.wire.generated import agent_pb2, operator_pb2, operator_pb2_grpc
 from tests.control.fake_group import BYTES_PER_EXPERT, LAYERS, RANKS, FakeGroup, skewed_heat
 
@@ -124,3 +130,48 @@ async def test_a_stopping_service_ends_streams_with_a_status_to_come_back_on() -
     await group.channel.close()
     assert code == grpc.StatusCode.UNAVAILABLE
     assert "connect again" in text
+
+
+async def test_the_service_is_not_ready_until_the_solver_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = threading.Event()
+    monkeypatch.setattr("eplb_service.control.planning.warm_up", lambda _threads: compiled.wait(20))
+    async with running_service(settings()) as running, FakeGroup(running.address) as group:
+        health = health_pb2_grpc.HealthStub(group.channel)
+        request = health_pb2.HealthCheckRequest()
+        assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        # Agents are taken in all the same, and what is due is decided once it can be.
+        await group.join()
+        for _ in range(4):
+            await group.send_heat(skewed_heat(8))
+        deployment = running.plane.deployments["decode"]
+        await until(lambda: deployment.totals.steps_received == 32)
+        compiled.set()
+        await running.warm
+        assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
+        assert (await group.hear_plan())[0].layers
+
+
+async def test_reflection_names_the_services(service: RunningService) -> None:
+    async with grpc.aio.insecure_channel(service.address) as channel:
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        async for answer in stub.ServerReflectionInfo(iter([request])):
+            names = {listed.name for listed in answer.list_services_response.service}
+            break
+    assert {"eplb.v1.AgentService", "eplb.v1.OperatorService", "grpc.health.v1.Health"} <= names
+
+
+async def test_a_disk_that_refuses_does_not_stop_balancing(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(Store, "begin_plan", full)
+    async with FakeGroup(service.address) as group:
+        await group.join()
+        for _ in range(4):
+            await group.send_heat(skewed_heat(8))
+        await group.carry_out(await group.hear_plan())
+        await until(lambda: service.plane.deployments["decode"].ended_plan is not None)
+    assert '"event": "store_write_failed"' in capsys.readouterr().err

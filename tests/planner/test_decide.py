@@ -48,7 +48,7 @@ def test_planned_ratio_is_what_the_tables_realise(window: Window, placement: Pla
         table_RLE[:, changed.layer] = changed.log2phy_RE
         for rank in range(RANKS):
             check_log2phy(changed.log2phy_RE[rank], changed.phy2log_RS)
-    realised_L = par(rank_loads(window.episodes(32), after, table_RLE, None))
+    realised_L = par(rank_loads(window.episodes(64), after, table_RLE, None))
     np.testing.assert_allclose(realised_L, [verdict.par_planned for verdict in result.verdicts], atol=1e-4)
     assert result.par_planned < result.par_seen
     gains = [result.verdicts[changed.layer] for changed in result.layers]

@@ -8,25 +8,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_service.placement import Placement, check_layer, check_log2phy
+from eplb_service.solver.candidates import KEEP, Search
 from eplb_service.solver.engine import Answers, solve_many
-from eplb_service.solver.layer import KEEP, Search
-from eplb_service.solver.objective import demand, normalise
+from eplb_service.solver.objective import demand_of, normalise
 from eplb_service.solver.risk_search import risk_search
-from eplb_service.solver.tree_search import tree_search
+from eplb_service.solver.tree_search import place, tree_search
 from tests.solver.layers_of import KNOWN_EXAMPLE, Case, cases
 
-SEARCH = Search(z=1.0, price=0.0, groups=4, spread=1, beam=2, steps=500, tables=True, warm=False)
+SEARCH = Search(z=1.0, price=0.0, groups=4, spread=1, beam=2, leaves=2, steps=500, tables=True, warm=False)
 
 
 def solve(case: Case, search: Search, threads: int = 1, layers: int = 1) -> tuple[Placement, Answers]:
     deployed = Placement.linear(layers, case.experts, case.ranks, case.slots)
     answers = solve_many(
         np.broadcast_to(case.heat_NE, (layers, *case.heat_NE.shape)),
-        np.ones(len(case.heat_NE)),
         deployed.phy2log_LRS,
         deployed.default_log2phy().transpose(1, 0, 2),
         np.full((layers, case.ranks, case.experts), 1 / case.ranks),
         search,
+        np.array([np.inf, 1.0]),
+        0.0,
         threads,
     )
     return deployed, answers
@@ -58,9 +59,10 @@ def test_answers_can_be_served(case: Case, warm: bool, tables: bool, groups: int
 
 def test_known_example_reaches_its_proven_optimum() -> None:
     scaled_EN, share_N = normalise(KNOWN_EXAMPLE[None, :], np.ones(1), 8)
-    layer = demand(scaled_EN, share_N)
-    packing, _ = tree_search(layer, 8, 2, 1.0, 4, 2, 4)
-    _, risk = risk_search(packing, layer, np.zeros((8, 8), dtype=bool), 1.0, 0.0, 1000)
+    layer = demand_of(scaled_EN, share_N)
+    counts_KE, _ = tree_search(layer, 8, 2, 1.0, 4, 2, 4, 1)
+    packing = place(counts_KE[0], layer, 8, 2, 1.0)
+    _, risk = risk_search(packing, layer, np.zeros((8, 8), dtype=bool), 1.0, 0.0, True, 1000)
     assert risk * KNOWN_EXAMPLE.sum() / 8 == pytest.approx(196.667, abs=0.01)
 
 

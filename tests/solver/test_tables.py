@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_service.placement import check_log2phy, default_log2phy
-from eplb_service.solver.objective import demand, normalise
+from eplb_service.solver.objective import demand_of, normalise
 from eplb_service.solver.tables import fixed_rule, slots_by_expert, solve_tables, tables_par
-from eplb_service.solver.tree_search import tree_search
+from eplb_service.solver.tree_search import place, tree_search
 from tests.solver.layers_of import Case, cases
 
 
@@ -21,9 +21,9 @@ def test_never_worse_than_the_fixed_rule(case: Case, seed: int) -> None:
     )
     share_GE = np.ascontiguousarray(share_GE)
     scaled_EN, share_N = normalise(case.heat_NE, np.ones(len(case.heat_NE)), case.ranks)
-    layer = demand(scaled_EN, share_N)
-    packing, _ = tree_search(layer, case.ranks, case.slots, 1.0, 0, 0, 0)
-    phy2log_RS = packing.phy2log_RS
+    layer = demand_of(scaled_EN, share_N)
+    counts_KE, _ = tree_search(layer, case.ranks, case.slots, 1.0, 0, 0, 0, 1)
+    phy2log_RS = place(counts_KE[0], layer, case.ranks, case.slots, 1.0).phy2log_RS
     chosen_GE, found = solve_tables(phy2log_RS, layer, scaled_EN, share_N, share_GE, 1.0)
     first_E1, slot_P = slots_by_expert(phy2log_RS, case.experts)
     rule_GE = fixed_rule(first_E1, slot_P, case.ranks)
