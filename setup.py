@@ -13,7 +13,8 @@ ROOT = pathlib.Path(__file__).parent.resolve()
 def generate_stubs() -> None:
     """Run ``tools/generate_stubs.py``, the one place that knows how stubs are made."""
     spec = importlib.util.spec_from_file_location("generate_stubs", ROOT / "tools" / "generate_stubs.py")
-    assert spec and spec.loader
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.generate(ROOT)

@@ -130,7 +130,9 @@ def check_layer(phy2log_RS: Int32, experts: int, where: str = "layer") -> None:
     if phy2log_RS.min() < 0 or phy2log_RS.max() >= experts:
         rank, slot = np.argwhere((phy2log_RS < 0) | (phy2log_RS >= experts))[0]
         found = int(phy2log_RS[rank, slot])
-        raise PlacementError(f"{where}: rank {rank} slot {slot} names expert {found}, not one of 0..{experts - 1}")
+        raise PlacementError(
+            f"{where}: rank {rank} slot {slot} names expert {found}, not one of 0..{experts - 1}"
+        )
     missing = np.flatnonzero(np.bincount(phy2log_RS.ravel(), minlength=experts) == 0)
     if missing.size:
         raise PlacementError(f"{where}: expert {missing[0]} stands in no slot ({missing.size} such experts)")
@@ -151,7 +153,8 @@ def check_log2phy(log2phy_E: Int32, phy2log_RS: Int32, where: str = "log2phy") -
     wrong = outside | (flat[np.where(outside, 0, log2phy_E)] != experts)
     if wrong.any():
         expert = int(np.flatnonzero(wrong)[0])
-        raise PlacementError(f"{where}: expert {expert} points to slot {int(log2phy_E[expert])}, which does not hold it")
+        slot = int(log2phy_E[expert])
+        raise PlacementError(f"{where}: expert {expert} points to slot {slot}, which does not hold it")
 
 
 def replica_counts(phy2log_RS: Int32, experts: int) -> Int32:
@@ -193,4 +196,7 @@ def combine_digests(experts: int, layer_digests: Iterable[int]) -> int:
 def array_digest(array: npt.NDArray[np.generic], salt: str = "") -> int:
     """63-bit fingerprint of an array's shape, type and bytes."""
     head = f"{salt} {array.dtype.str} {array.shape} ".encode()
-    return int.from_bytes(hashlib.blake2b(head + array.tobytes(), digest_size=8).digest(), "little") & _DIGEST_MASK
+    return (
+        int.from_bytes(hashlib.blake2b(head + array.tobytes(), digest_size=8).digest(), "little")
+        & _DIGEST_MASK
+    )

@@ -31,7 +31,7 @@ class StoreWriter:
         """Write, and wait until it is done; a failure is logged."""
         written = self._thread.submit(write, *arguments)
         written.add_done_callback(_log_failure)
-        await asyncio.wait([asyncio.wrap_future(written)])
+        await asyncio.gather(asyncio.wrap_future(written), return_exceptions=True)
 
     async def run(self, call: Callable[..., T], *arguments: Any) -> T:
         """Read or write, and wait for it."""

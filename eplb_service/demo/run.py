@@ -56,7 +56,7 @@ class DemoSettings:
     @property
     def slots(self) -> int:
         """S, slots per rank."""
-        return (self.counts_TLE.shape[2] + self.redundant) // self.ranks
+        return int(self.counts_TLE.shape[2] + self.redundant) // self.ranks
 
 
 def check(settings: DemoSettings) -> None:
@@ -92,7 +92,7 @@ def run(settings: DemoSettings, watch: Callable[[Scoreboard, str], None]) -> Sco
             window_steps=settings.window,
             decision_interval=settings.interval,
             report_steps=min(8, settings.interval),
-            policy=settings.policy,  # type: ignore[arg-type]
+            policy=settings.policy,
             seed=settings.seed,
             log_level="error",
         )

@@ -38,7 +38,7 @@ class Scoreboard:
         first = 0 if last is None else max(0, self.steps - last)
         rows = [[row[f"{kind}_load"] for row in of_rank[first : self.steps]] for of_rank in self._rows]
         loads_RTL: Float64 = np.asarray(rows, dtype=np.float64).reshape(self.ranks, -1, self.layers)
-        return loads_RTL.transpose(1, 2, 0)
+        return np.ascontiguousarray(loads_RTL.transpose(1, 2, 0))
 
     def par(self, kind: str, first: int = 0, last: int | None = None) -> float:
         """Peak-to-average ratio per step, averaged over layers and over steps ``first`` to ``last``."""

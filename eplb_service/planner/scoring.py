@@ -16,11 +16,11 @@ def source_shares(source_RLE: Float64 | None, ranks: int, layers: int, experts: 
 
     Uniform where it is unknown (``source_RLE`` is ``None``, or an expert got no tokens).
     """
-    if source_RLE is None:
-        return np.full((ranks, layers, experts), 1.0 / ranks)
-    shares_RLE = np.full((ranks, layers, experts), 1.0 / ranks)
-    total_LE = source_RLE.sum(axis=0)
-    return np.divide(source_RLE, total_LE, out=shares_RLE, where=total_LE > 0)
+    shares_RLE: Float64 = np.full((ranks, layers, experts), 1.0 / ranks)
+    if source_RLE is not None:
+        total_LE = source_RLE.sum(axis=0)
+        np.divide(source_RLE, total_LE, out=shares_RLE, where=total_LE > 0)
+    return shares_RLE
 
 
 def slot_shares(phy2log_LRS: Int32, log2phy_RLE: Int32, shares_RLE: Float64) -> Float64:

@@ -36,14 +36,8 @@ def pack(array: npt.NDArray[np.integer]) -> tensor_pb2.PackedArray:
 
     Arrays of 4 KiB and more are deflated where that helps.
     """
-    array = np.ascontiguousarray(array)
     low, high = (int(array.min()), int(array.max())) if array.size else (0, 0)
-    for code, dtype in _DTYPES.items():
-        bounds = np.iinfo(dtype.name)
-        if bounds.min <= low and high <= bounds.max:
-            break
-    else:
-        raise WireError(f"values {low}..{high} fit no wire type")
+    code, dtype = _narrowest(low, high)
     data = array.astype(dtype).tobytes()
     packed = tensor_pb2.PackedArray(dtype=code, shape=array.shape, data=data)  # type: ignore[arg-type]
     if len(data) >= _COMPRESS_FROM_BYTES:
@@ -63,7 +57,9 @@ def unpack(packed: tensor_pb2.PackedArray, shape: Sequence[int | None], field: s
         raise WireError(f"{field}: unknown data type {packed.dtype}")
     dtype = _DTYPES[packed.dtype]
     found = tuple(packed.shape)
-    if len(found) != len(shape) or any(want not in (None, size) for want, size in zip(shape, found, strict=True)):
+    if len(found) != len(shape) or any(
+        want not in (None, size) for want, size in zip(shape, found, strict=True)
+    ):
         wanted = ", ".join("any" if want is None else str(want) for want in shape)
         raise WireError(f"{field}: expected the shape [{wanted}], got {list(found)}")
     size = math.prod(found) * dtype.itemsize
@@ -78,6 +74,14 @@ def unpack(packed: tensor_pb2.PackedArray, shape: Sequence[int | None], field: s
     if dtype.itemsize == 8 and not np.array_equal(array, wide):
         raise WireError(f"{field}: a value is past the range of int32")
     return array
+
+
+def _narrowest(low: int, high: int) -> tuple[int, np.dtype[np.generic]]:
+    for code, dtype in _DTYPES.items():
+        bounds = np.iinfo(dtype.name)
+        if bounds.min <= low and high <= bounds.max:
+            return code, dtype
+    raise WireError(f"values {low}..{high} fit no wire type")
 
 
 def _inflate(packed: tensor_pb2.PackedArray, size: int, field: str) -> bytes:

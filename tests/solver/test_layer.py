@@ -76,7 +76,7 @@ def test_threads_change_nothing() -> None:
 
 
 def test_price_holds_moves_back() -> None:
-    heat_NE = np.random.default_rng(5).gamma(0.5, 100, (6, 32))
+    heat_NE = np.random.default_rng(5).gamma(0.5, 100, 32) * np.linspace(1, 1.1, 6)[:, None]
     case = Case(8, 5, heat_NE)
     moves = [
         solve(case, SEARCH._replace(warm=True, price=price))[1].taken_L2[0, 0] for price in (0.0, 0.01, 1.0)

@@ -1,0 +1,96 @@
+"""The demo's score is what the ranks reported, over the same steps for both sets of layers."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from eplb_service.demo.scoreboard import Scoreboard, step_par
+from eplb_service.demo.summary import complaint, summarise, table
+from eplb_service.demo.view import render
+
+RANKS, LAYERS, STEPS = 2, 1, 4
+# Rank 0 alone gets all tokens until the layer switches after step 1; then both get half, at twice the pace.
+LIVE = [[40, 0], [40, 0], [20, 20], [20, 20]]
+STILL = [[40, 0]] * STEPS
+
+
+def _line(rank: int, steps: range, **changes: Any) -> dict[str, Any]:
+    rows = [
+        {
+            "live_load": [LIVE[step][rank]],
+            "still_load": [STILL[step][rank]],
+            "live_ms": 5.0 + rank,
+            "still_ms": 9.0 + rank,
+            "epoch": int(step >= 1),
+        }
+        for step in steps
+    ]
+    facts = {
+        "layers_switched": int(steps.stop > 1),
+        "experts_received": rank,
+        "bytes_received": 100 * rank,
+        "worst_difference": 1e-7,
+        "largest_output": 2.0,
+        "halted": None,
+    }
+    return {"rank": rank, "steps": rows, **facts, **changes}
+
+
+def _board(**changes: Any) -> Scoreboard:
+    board = Scoreboard(RANKS, LAYERS)
+    for rank in range(RANKS):
+        board.add(_line(rank, range(STEPS), **changes))
+    return board
+
+
+def test_a_step_counts_once_all_ranks_have_reported_it() -> None:
+    board = Scoreboard(RANKS, LAYERS)
+    board.add(_line(0, range(0, 4)))
+    assert board.steps == 0
+    board.add(_line(1, range(0, 2)))
+    assert board.steps == 2
+    assert board.loads("live").shape == (2, LAYERS, RANKS)
+
+
+def test_both_pars_are_scored_over_the_steps_after_the_first_switch() -> None:
+    counts_TLE = np.array([[[20, 20]]] * STEPS)
+    figures = summarise(_board(), counts_TLE)
+    assert figures["scored_from_step"] == 2
+    assert figures["par_static"] == pytest.approx(2.0)
+    assert figures["par_balanced"] == pytest.approx(1.0)
+    assert figures["par_balanced_all_steps"] == pytest.approx(1.5)
+    assert figures["step_ms"]["with_agent"]["p50"] == pytest.approx(6.0)
+    assert figures["step_ms"]["without_agent"]["p50"] == pytest.approx(10.0)
+    assert (figures["experts_moved"], figures["bytes_moved"]) == (1, 100)
+    assert complaint(_board()) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"worst_difference": 0.5}, "outputs differ by 0.5"),
+        ({"halted": "link down"}, "a rank stopped balancing: link down"),
+        ({"layers_switched": 0}, "no layer was switched"),
+    ],
+)
+def test_a_run_that_does_not_prove_its_point_says_so(changes: dict[str, Any], words: str) -> None:
+    assert words in str(complaint(_board(**changes)))
+
+
+def test_steps_without_tokens_are_balanced() -> None:
+    assert step_par(np.zeros((1, 1, 3))).tolist() == [[1.0]]
+
+
+def test_view_and_summary_show_the_figures() -> None:
+    console = Console(record=True, width=140, file=io.StringIO())
+    counts_TLE = np.array([[[20, 20]]] * STEPS)
+    console.print(render(_board(), STEPS, counts_TLE.mean(axis=0), "serving"))
+    console.print(table(summarise(_board(), counts_TLE)))
+    text = console.export_text()
+    for shown in ("4/4", "1 experts", "PAR balanced", "█", "serving", "while serving"):
+        assert shown in text

@@ -1,0 +1,124 @@
+"""A placement is valid or refused, and its maps and tables say the same as its slots."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eplb_service.placement import (
+    Int32,
+    Placement,
+    PlacementError,
+    check_log2phy,
+    default_log2phy,
+    layer_digest,
+)
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> Placement:
+    """Any shape that can be placed, with its experts shuffled per layer."""
+    ranks = draw(st.integers(1, 6))
+    slots = draw(st.integers(1, 5))
+    experts = draw(st.integers(slots, ranks * slots))
+    layers = draw(st.integers(1, 3))
+    linear = Placement.linear(layers, experts, ranks, slots)
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    shuffled = np.stack([rng.permutation(experts)[row] for row in linear.phy2log_LRS])
+    return Placement(shuffled.astype(np.int32), experts)
+
+
+@given(placements())
+def test_maps_tables_and_replicas_agree_with_the_slots(placement: Placement) -> None:
+    replicas_LE = placement.replicas()
+    assert replicas_LE.min() >= 1
+    assert (replicas_LE.sum(axis=1) == placement.ranks * placement.slots).all()
+    assert replicas_LE.max() <= placement.ranks
+    tables_RLE = placement.default_log2phy()
+    for rank in range(placement.ranks):
+        local_LE = placement.expert_map(rank)
+        for layer in range(placement.layers):
+            here = {expert: slot for slot, expert in enumerate(placement.phy2log_LRS[layer, rank].tolist())}
+            assert {e: s for e, s in enumerate(local_LE[layer].tolist()) if s >= 0} == here
+            check_log2phy(tables_RLE[rank, layer], placement.phy2log_LRS[layer])
+
+
+def _rank_modulo_k(phy2log_RS: Int32, experts: int) -> Int32:
+    """The rule, spelt out: source rank r takes replica r % k."""
+    flat = phy2log_RS.ravel().tolist()
+    slots_of = [[slot for slot, held in enumerate(flat) if held == expert] for expert in range(experts)]
+    table_RE = [[slots[rank % len(slots)] for slots in slots_of] for rank in range(phy2log_RS.shape[0])]
+    return np.array(table_RE, dtype=np.int32)
+
+
+@given(placements())
+def test_the_default_table_is_rank_modulo_k(placement: Placement) -> None:
+    for layer_RS in placement.phy2log_LRS:
+        expected_RE = _rank_modulo_k(layer_RS, placement.experts)
+        assert np.array_equal(default_log2phy(layer_RS, placement.experts), expected_RE)
+
+
+@given(placements(), st.data())
+def test_the_digest_tells_placements_apart(placement: Placement, data: st.DataObject) -> None:
+    same = Placement(placement.phy2log_LRS.astype(np.int64), placement.experts)
+    assert same.digest() == placement.digest()
+    assert 0 <= placement.digest() < 2**63
+    layer = data.draw(st.integers(0, placement.layers - 1))
+    rolled_RS = np.roll(placement.phy2log_LRS[layer], 1, axis=0)
+    changed = placement.with_layer(layer, rolled_RS)
+    equal = np.array_equal(rolled_RS, placement.phy2log_LRS[layer])
+    assert (changed.digest() == placement.digest()) == equal
+
+
+def test_equal_layers_have_different_digests() -> None:
+    row_RS = np.zeros((2, 1), dtype=np.int32)
+    assert layer_digest(0, row_RS) != layer_digest(1, row_RS)
+
+
+def test_linear_is_vllms_layout() -> None:
+    assert Placement.linear(1, 4, 3, 2).phy2log_LRS[0].tolist() == [[0, 1], [2, 3], [0, 1]]
+
+
+def test_a_placement_cannot_be_changed_behind_its_back() -> None:
+    source = Placement.linear(1, 4, 3, 2).phy2log_LRS.copy()
+    placement = Placement(source, 4)
+    source[:] = 0
+    assert placement.phy2log_LRS[0, 0].tolist() == [0, 1]
+    with pytest.raises(ValueError, match="read-only"):
+        placement.phy2log_LRS[0, 0, 0] = 3
+
+
+@pytest.mark.parametrize(
+    ("phy2log", "experts", "complaint"),
+    [
+        (np.zeros((2, 2), dtype=np.int32), 2, r"shape \[layers, ranks, slots\], got \[2, 2\]"),
+        (np.zeros((1, 2, 1), dtype=np.float32), 2, "holds integers, got float32"),
+        (np.array([[[0], [2**40]]]), 2, "past the range of int32"),
+        (np.array([[[0, 1], [2, 5]]]), 4, r"layer 0: rank 1 slot 1 names expert 5, not one of 0\.\.3"),
+        (np.array([[[0, 1], [0, 1]]]), 3, r"layer 0: expert 2 stands in no slot \(1 such experts\)"),
+        (np.array([[[0, 0], [1, 2]]]), 3, "layer 0: expert 0 stands twice on rank 0"),
+        (
+            np.array([[[0], [1]]]),
+            3,
+            "2 ranks x 1 slots = 2 slots cannot hold 3 experts; use at least 2 slots a rank",
+        ),
+        (np.array([[[0, 1, 0], [1, 0, 1]]]), 2, "3 slots a rank must hold one of only 2 experts twice"),
+        (np.zeros((1, 0, 1), dtype=np.int32), 1, "must be positive"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(phy2log: Int32, experts: int, complaint: str) -> None:
+    with pytest.raises(PlacementError, match=complaint):
+        Placement(phy2log, experts)
+
+
+def test_a_table_that_points_elsewhere_is_refused() -> None:
+    placement = Placement.linear(1, 4, 3, 2)
+    table_E = placement.default_log2phy()[0, 0].copy()
+    table_E[3] = 0
+    with pytest.raises(PlacementError, match="expert 3 points to slot 0, which does not hold it"):
+        check_log2phy(table_E, placement.phy2log_LRS[0])
+    table_E[3] = 99
+    with pytest.raises(PlacementError, match="expert 3 points to slot 99"):
+        check_log2phy(table_E, placement.phy2log_LRS[0])
