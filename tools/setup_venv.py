@@ -36,9 +36,9 @@ def torch_requirement() -> str:
 def torch_options() -> list[str]:
     """Where to take torch from: no gigabytes of CUDA on a machine without an accelerator."""
     if accelerator() or platform.system() != "Linux":
-        print("installing torch", flush=True)
+        print("installing torch (once; this takes a few minutes)", flush=True)
         return []
-    print("installing a CPU build of torch: no accelerator found", flush=True)
+    print("installing a CPU build of torch, as no accelerator was found (once; takes a minute or two)", flush=True)
     return [] if index_offers_cpu_build() else ["--index-url", CPU_INDEX]
 
 
@@ -65,10 +65,11 @@ def installed(package: str) -> bool:
 
 
 def pip(*arguments: str) -> None:
-    """Run pip; ends the program where it fails, pip having said why."""
+    """Run pip; where it fails, shows what it said and ends the program."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
-    if subprocess.run(command, check=False).returncode != 0:
-        sys.exit("set-up failed; pip's message is above")
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode != 0:
+        sys.exit(f"{done.stdout}\nset-up failed; pip's message is above")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from eplb_service.cli.errors import UserError
 from eplb_service.control.server import ListenError, RunningService, serve_until_stopped
 from eplb_service.control.settings import ENVIRONMENT_PREFIX, ServiceSettings, SettingsError, load_settings
-from eplb_service.control.store import StoreError
+from eplb_service.control.store_file import StoreError
 from eplb_service.telemetry.logs import configure_logs
 
 

@@ -12,8 +12,8 @@ from eplb_service.control.hello import LONGEST_TEXT, RankHello
 from eplb_service.control.live import LivePlacement
 from eplb_service.control.plan_life import ContradictionError, Milestone, Offer, PlanLife
 from eplb_service.control.rank_list import rank_list
-from eplb_service.control.refusal import RefusedError, contradicts
-from eplb_service.control.registration import Group, Member, already_connected
+from eplb_service.control.refusal import RefusedError
+from eplb_service.control.registration import Group, Member
 from eplb_service.heat.batch import HeatBatch
 from eplb_service.heat.gather import HeatGatherer
 from eplb_service.wire.generated import agent_pb2
@@ -202,29 +202,14 @@ class Deployment:
     # Transitions
 
     def _make_way_for(self, hello: RankHello) -> list[Event]:
-        group = self.group
-        if group is not None:
-            if hello.rank in (member.rank for member in group.connected):
-                raise already_connected(hello.rank)
-            if (group.group_id, group.shape) == (hello.group_id, hello.shape):
-                return []
-            if group.connected:
-                self._refuse_mixing(group, hello)
-                return []
+        if self.group is not None and not self.group.yields_to(hello):
+            return []
         events = self._interrupt_plan("the group of ranks was formed anew")
         self.group, self.heat, self.ended_plan = Group(hello), None, None
         self.planned_par.clear()
         self.refused.clear()
         self.contradiction, self._decided_at = "", 0
         return events
-
-    def _refuse_mixing(self, group: Group, hello: RankHello) -> None:
-        if group.group_id != hello.group_id:
-            here = rank_list([member.rank for member in group.connected])
-            raise contradicts(
-                f"rank {hello.rank} belongs to another forming of the group than {here}, still connected; "
-                "it is taken in once those are gone"
-            )
 
     def _expect_heat_of(self, live: LivePlacement) -> None:
         assert self.group is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 
@@ -17,6 +16,8 @@ MOST_RANKS = 4096
 MOST_SLOTS = 512
 MOST_TABLE_ENTRIES = 1 << 25
 """Bound on ranks x layers x experts: 320 ranks of DeepSeek-V3 have 4.8 million."""
+MOST_LAYER_ENTRIES = 1 << 18
+"""Bound on layers x experts and on layers x ranks, both kept for every step of a window."""
 LAST_EPOCH = 1 << 62
 LONGEST_TEXT = 256
 
@@ -125,11 +126,10 @@ def _read_shape(message: agent_pb2.Hello) -> Shape:
         if not 1 <= size <= most:
             raise invalid(f"hello.{field} is {size}; it must be 1 to {most}")
     ranks, layers, experts, slots = (size for size, _ in sizes.values())
-    entries = math.prod((ranks, layers, experts))
-    if entries > MOST_TABLE_ENTRIES:
+    if ranks * layers * experts > MOST_TABLE_ENTRIES or layers * max(experts, ranks) > MOST_LAYER_ENTRIES:
         raise invalid(
-            f"{ranks} ranks x {layers} layers x {experts} experts = {entries} table entries are past the limit of "
-            f"{MOST_TABLE_ENTRIES}"
+            f"{layers} layers x {experts} experts on {ranks} ranks are past what is taken: {MOST_TABLE_ENTRIES} for "
+            f"ranks x layers x experts, {MOST_LAYER_ENTRIES} for layers x experts and layers x ranks"
         )
     try:
         check_shape(experts, ranks, slots)

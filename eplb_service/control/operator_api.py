@@ -7,6 +7,8 @@ import functools
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+import grpc
+
 from eplb_service.control.plane import ControlPlane
 from eplb_service.control.refusal import RefusedError, contradicts
 from eplb_service.control.status import agent_statuses, deployment_status, layer_statuses
@@ -94,6 +96,8 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
     ) -> operator_pb2.RebalanceResponse:
         """Decide now; answers once the decision is made and, where there is a plan, offered."""
         decision = await asyncio.shield(self._plane.decider.start(self._plane.find(request.deployment)))
+        if decision.result == "failed":
+            raise RefusedError(grpc.StatusCode.INTERNAL, decision.words)
         return operator_pb2.RebalanceResponse(
             plan_id=decision.plan_id, layers=decision.layers, moves=decision.moves, outcome=decision.words
         )

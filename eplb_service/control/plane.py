@@ -15,8 +15,8 @@ from eplb_service.control.planning import Decider
 from eplb_service.control.readings import mean_par, measured_par, problems
 from eplb_service.control.refusal import RefusedError, unknown_deployment
 from eplb_service.control.settings import ServiceSettings
-from eplb_service.control.store import StoredDeployment, StoredPlacement
 from eplb_service.control.store_writer import StoreWriter
+from eplb_service.control.stored import StoredDeployment, StoredPlacement
 from eplb_service.control.streams import RankStream, Streams
 from eplb_service.heat.batch import HeatBatch
 from eplb_service.telemetry.metrics import Metrics
@@ -84,11 +84,14 @@ class ControlPlane:
     def admit(self, hello: RankHello, stream: RankStream) -> Deployment:
         """Take a rank in; raises ``RefusedError`` where its deployment cannot."""
         deployment = self.deployments.get(hello.deployment) or self._make_room_for(hello.deployment)
+        group = deployment.group
         try:
             events = deployment.hello(hello)
         except RefusedError as error:
             _log.warning("agent_refused", deployment=hello.deployment, rank=hello.rank, reason=error.message)
             raise
+        if deployment.group is not group:
+            self._metrics.forget_layers(deployment.name)
         self.streams.add(deployment.name, hello.rank, stream)
         _log.info(
             "agent_connected", deployment=deployment.name, rank=hello.rank, node=hello.node, epoch=hello.epoch

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import structlog
 
@@ -24,17 +26,30 @@ from eplb_service.planner.topology import Topology
 from eplb_service.solver.warmup import warm_up
 from eplb_service.telemetry.metrics import Metrics
 
+T = TypeVar("T")
+
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What came of one decision; ``plan_id`` is 0 where nothing was offered."""
+    """What came of one decision.
 
-    plan_id: int
-    layers: int
-    moves: int
+    Parameters
+    ----------
+    result
+        ``plan`` was offered, every layer ``kept``, a plan ``dropped`` before it was offered, or ``failed``.
+    words
+        The same for operators.
+    plan_id, layers, moves
+        Of the plan that was offered; 0 where none was.
+    """
+
+    result: str
     words: str
+    plan_id: int = 0
+    layers: int = 0
+    moves: int = 0
 
 
 class Decider:
@@ -56,12 +71,18 @@ class Decider:
         self._streams = streams
         self._metrics = metrics
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eplb-planner")
+        self._last: Future[Any] | None = None
         self._warm = asyncio.Event()
         self._running: dict[str, asyncio.Task[Decision]] = {}
 
+    @property
+    def computing(self) -> bool:
+        """Whether the thread is at work; kernels cannot be interrupted."""
+        return self._last is not None and not self._last.done()
+
     async def warm_up(self) -> None:
         """Compile the kernels; decisions asked for before wait for it."""
-        await asyncio.get_running_loop().run_in_executor(self._thread, warm_up, self._settings.threads)
+        await self._compute(warm_up, self._settings.threads)
         self._warm.set()
 
     def start(self, deployment: Deployment) -> asyncio.Task[Decision]:
@@ -92,43 +113,45 @@ class Decider:
     async def _decide(self, deployment: Deployment) -> Decision:
         await self._warm.wait()
         try:
-            result, decision = await self._decide_and_offer(deployment)
+            decision = await self._decide_and_offer(deployment)
         except Exception as error:
             _log.exception("decision_failed", deployment=deployment.name)
-            result, decision = "failed", Decision(0, 0, 0, f"the decision failed: {error}")
-        self._metrics.decisions.labels(deployment.name, result).inc()
+            decision = Decision("failed", f"the decision failed: {error}")
+        self._metrics.decisions.labels(deployment.name, decision.result).inc()
         deployment.last_decision = decision.words
-        _log.info("decision", deployment=deployment.name, result=result, words=decision.words)
+        _log.info("decision", deployment=deployment.name, result=decision.result, words=decision.words)
         return decision
 
-    async def _decide_and_offer(self, deployment: Deployment) -> tuple[str, Decision]:
+    async def _decide_and_offer(self, deployment: Deployment) -> Decision:
         group, live, heat = deployment.group, deployment.live, deployment.heat
         if group is None or live is None or heat is None:
-            return "dropped", Decision(0, 0, 0, "no decision was made: the ranks went away")
-        compute = asyncio.get_running_loop().run_in_executor
-        solved, seconds = await compute(
-            self._thread, _solve, heat.snapshot(), live, group.topology, self._settings
-        )
+            return Decision("dropped", "no decision was made: the ranks went away")
+        solved, seconds = await self._compute(_solve, heat.snapshot(), live, group.topology, self._settings)
         self._tell(deployment.name, solved, seconds)
         if not solved.layers:
-            return "kept", Decision(0, 0, 0, f"every layer kept (PAR {solved.par_seen:.3f})")
+            return Decision("kept", f"every layer kept (PAR {solved.par_seen:.3f})")
         store = self._writer.store
         offer = Offer.of(store.new_plan_id(), live, solved)
-        messages = await compute(self._thread, wire_plans, offer, store.leader_term, group.shape.ranks)
+        messages = await self._compute(wire_plans, offer, store.leader_term, group.shape.ranks)
         changed = deployment.group is not group or deployment.live is not live
         obstacle = "the ranks changed meanwhile" if changed else deployment.obstacle()
         if obstacle is not None:
-            return "dropped", Decision(0, 0, 0, f"a plan was made but not offered: {obstacle}")
+            return Decision("dropped", f"a plan was made but not offered: {obstacle}")
         deployment.offer(offer, time.monotonic())
         await self._writer.write(store.begin_plan, deployment.name, offer)
         if deployment.plan is None or deployment.plan.offer is not offer:
-            return "dropped", Decision(0, 0, 0, "a plan was made, but the ranks changed before it was sent")
+            return Decision("dropped", "a plan was made, but the ranks changed before it was sent")
         self._streams.send(deployment.name, messages)
         words = (
             f"plan {offer.plan_id}: {len(solved.layers)} layers, {solved.moves} moves, "
             f"PAR {solved.par_seen:.3f} -> {solved.par_planned:.3f}"
         )
-        return "plan", Decision(offer.plan_id, len(solved.layers), solved.moves, words)
+        return Decision("plan", words, offer.plan_id, len(solved.layers), solved.moves)
+
+    async def _compute(self, function: Callable[..., T], *arguments: Any) -> T:
+        computing = self._thread.submit(function, *arguments)
+        self._last = computing
+        return await asyncio.wrap_future(computing)
 
     def _tell(self, name: str, solved: Plan, seconds: float) -> None:
         self._metrics.solve_seconds.labels(name).observe(seconds)

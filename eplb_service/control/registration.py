@@ -9,6 +9,7 @@ import numpy as np
 
 from eplb_service.control.hello import RankHello, Shape
 from eplb_service.control.live import LivePlacement
+from eplb_service.control.rank_list import rank_list
 from eplb_service.control.refusal import RefusedError, contradicts
 from eplb_service.placement import Placement, PlacementError
 from eplb_service.planner.topology import Topology
@@ -80,6 +81,23 @@ class Group:
             np.array([member.token_group for member in members], dtype=np.int32),
             self.shape.bytes_per_expert,
         )
+
+    def yields_to(self, hello: RankHello) -> bool:
+        """Whether ``hello`` opens another group in place of this one, of which nobody is left.
+
+        Raises ``RefusedError`` where this rank, or another of this group, is still connected.
+        """
+        if hello.rank in (member.rank for member in self.connected):
+            raise already_connected(hello.rank)
+        if (hello.group_id, hello.shape) == (self.group_id, self.shape):
+            return False
+        if self.connected and hello.group_id != self.group_id:
+            here = rank_list([member.rank for member in self.connected])
+            raise contradicts(
+                f"rank {hello.rank} belongs to another forming of the group than {here}, still connected; "
+                "it is taken in once those are gone"
+            )
+        return not self.connected
 
     def join(self, hello: RankHello) -> bool:
         """Take a rank in; true where this made (or changed) the live placement.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -104,6 +106,11 @@ async def serve_until_stopped(settings: ServiceSettings, announce: Any) -> None:
             service.warm.result()
         await stopping
         _log.info("stopping")
+    if service.plane.decider.computing:
+        # All is closed, but the interpreter would wait for the kernels that are still being compiled or run.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _server(settings: ServiceSettings, plane: ControlPlane, probes: Any) -> grpc.aio.Server:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from eplb_service.control.deployment import Deployment
 from eplb_service.control.readings import mean_par, measured_par, problems
-from eplb_service.control.store import StoredPlacement
+from eplb_service.control.stored import StoredPlacement
 from eplb_service.wire.generated import operator_pb2
 
 

@@ -6,101 +6,22 @@ One SQLite file, written in transactions with a write-ahead log, so that a kill 
 from __future__ import annotations
 
 import json
-import sqlite3
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 
 import numpy as np
 
 from eplb_service.control.deployment import Totals
 from eplb_service.control.live import LivePlacement
 from eplb_service.control.plan_life import Offer, Outcome
+from eplb_service.control.store_file import open_store_file
+from eplb_service.control.stored import StoredDeployment, StoredPlacement, StoredPlan
 from eplb_service.placement import Int32, Placement
 from eplb_service.planner.plan import LayerVerdict
 
-MEMORY = ":memory:"
-"""A store that keeps nothing."""
-
-_APPLICATION_ID = 0x45504C42  # "EPLB"
-_SCHEMA_VERSION = 1
 _PLANS_KEPT = 10_000
 _LAYERS_PER_SNAPSHOT = 1024
 _SNAPSHOTS_KEPT = 4
-_SCHEMA = """
-CREATE TABLE service (leader_term INTEGER NOT NULL);
-INSERT INTO service VALUES (0);
-CREATE TABLE deployments (
-    name TEXT PRIMARY KEY,
-    paused INTEGER NOT NULL DEFAULT 0,
-    totals TEXT NOT NULL DEFAULT '{}',
-    last_decision TEXT NOT NULL DEFAULT ''
-);
--- layer NULL: all layers, [layers, ranks, slots]; otherwise that layer alone, [ranks, slots].
-CREATE TABLE placements (
-    id INTEGER PRIMARY KEY,
-    deployment TEXT NOT NULL REFERENCES deployments (name) ON DELETE CASCADE,
-    at REAL NOT NULL,
-    epoch INTEGER NOT NULL,
-    digest INTEGER NOT NULL,
-    experts INTEGER NOT NULL,
-    layers INTEGER NOT NULL,
-    ranks INTEGER NOT NULL,
-    slots INTEGER NOT NULL,
-    layer INTEGER,
-    phy2log BLOB NOT NULL
-);
-CREATE INDEX placements_of ON placements (deployment, id);
-CREATE TABLE plans (
-    id INTEGER PRIMARY KEY,
-    deployment TEXT NOT NULL REFERENCES deployments (name) ON DELETE CASCADE,
-    at REAL NOT NULL,
-    leader_term INTEGER NOT NULL,
-    base_epoch INTEGER NOT NULL,
-    verdicts TEXT NOT NULL,
-    outcome TEXT,
-    reason TEXT NOT NULL DEFAULT '',
-    committed INTEGER NOT NULL DEFAULT 0
-);
-CREATE INDEX plans_of ON plans (deployment, id);
-"""
-
-
-class StoreError(Exception):
-    """A file that cannot be this service's store; the message says why and what to do."""
-
-
-@dataclass(frozen=True)
-class StoredDeployment:
-    """A deployment as the last service left it."""
-
-    name: str
-    paused: bool
-    totals: Totals
-    last_decision: str
-
-
-@dataclass(frozen=True)
-class StoredPlacement:
-    """The newest placement known of a deployment."""
-
-    epoch: int
-    digest: int
-    placement: Placement
-
-
-@dataclass(frozen=True)
-class StoredPlan:
-    """A plan of the past; ``outcome`` is ``None`` while it is under way."""
-
-    plan_id: int
-    at: float
-    leader_term: int
-    base_epoch: int
-    verdicts: tuple[LayerVerdict, ...]
-    outcome: Outcome | None
-    reason: str
-    committed: int
 
 
 class Store:
@@ -116,13 +37,18 @@ class Store:
     """
 
     def __init__(self, path: str) -> None:
-        self._path = path
-        try:
-            self._open()
-        except sqlite3.Error as error:
-            raise StoreError(
-                f"cannot use {path!r} as the store: {error}; name a writable path that is new or was made by eplb"
-            ) from error
+        self._db = open_store_file(path)
+        with self._db:
+            self._db.execute("UPDATE service SET leader_term = leader_term + 1")
+            self._db.execute(
+                "UPDATE plans SET outcome = ?, reason = 'the service stopped' WHERE outcome IS NULL",
+                (Outcome.INTERRUPTED.value,),
+            )
+        (term,) = self._db.execute("SELECT leader_term FROM service").fetchone()
+        self.leader_term: int = term
+        (last,) = self._db.execute("SELECT COALESCE(MAX(id), 0) FROM plans").fetchone()
+        # Agents outlive services: where no file remembers the last number, the clock is past it.
+        self._last_plan_id: int = max(last, int(time.time()))
 
     def close(self) -> None:
         """Write everything into the one file."""
@@ -251,51 +177,7 @@ class Store:
             for plan_id, at, term, base_epoch, verdicts, outcome, reason, committed in rows
         ]
 
-    # Opening
-
-    def _open(self) -> None:
-        if self._path != MEMORY and not Path(self._path).parent.is_dir():
-            raise StoreError(f"cannot make the store {self._path!r}: its directory does not exist")
-        self._db = sqlite3.connect(self._path, timeout=5.0, check_same_thread=False)
-        try:
-            self._check_kind()
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = NORMAL")
-            self._db.execute("PRAGMA foreign_keys = ON")
-            self._begin_term()
-        except (sqlite3.Error, StoreError):
-            self._db.close()
-            raise
-
-    def _check_kind(self) -> None:
-        (application,) = self._db.execute("PRAGMA application_id").fetchone()
-        (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        (tables,) = self._db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
-        if not tables:
-            self._db.executescript(
-                f"BEGIN; {_SCHEMA} PRAGMA application_id = {_APPLICATION_ID}; "
-                f"PRAGMA user_version = {_SCHEMA_VERSION}; COMMIT;"
-            )
-        elif application != _APPLICATION_ID:
-            raise StoreError(f"{self._path!r} is a database of something else; name another store")
-        elif version != _SCHEMA_VERSION:
-            raise StoreError(
-                f"{self._path!r} has schema version {version}, this release reads {_SCHEMA_VERSION}; "
-                "use the release that wrote it, or name another store"
-            )
-
-    def _begin_term(self) -> None:
-        with self._db:
-            self._db.execute("UPDATE service SET leader_term = leader_term + 1")
-            self._db.execute(
-                "UPDATE plans SET outcome = ?, reason = 'the service stopped' WHERE outcome IS NULL",
-                (Outcome.INTERRUPTED.value,),
-            )
-        (term,) = self._db.execute("SELECT leader_term FROM service").fetchone()
-        self.leader_term: int = term
-        (last,) = self._db.execute("SELECT COALESCE(MAX(id), 0) FROM plans").fetchone()
-        # Agents outlive services: where no file remembers the last number, the clock is past it.
-        self._last_plan_id: int = max(last, int(time.time()))
+    # Rows
 
     def _name(self, name: str) -> None:
         self._db.execute("INSERT OR IGNORE INTO deployments (name) VALUES (?)", (name,))

@@ -54,7 +54,7 @@ def plan(
             verdict.kept(layer, seen_L, floor_L, "kept: the policy is none") for layer in range(window.layers)
         ]
         return Plan((), tuple(stays))
-    picked = cherry_pick(seen_L, settings)
+    picked = cherry_pick(seen_L, floor_L, settings)
     answers = _solve(window, heat_NLE, placement, log2phy_RLE, topology, settings, picked)
     verdicts = {
         layer: verdict.not_picked(layer, seen_L, floor_L, settings)

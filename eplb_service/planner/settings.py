@@ -57,7 +57,7 @@ class PlannerSettings:
     par_threshold: float = 1.02
     min_gain: float = 0.01
     max_layers: int | None = None
-    move_price: float = 0.05
+    move_price: float = 0.1
     episodes: int = 64
     z: float | None = None
     half_lives: tuple[float, ...] = (math.inf, 0.25)

@@ -16,10 +16,13 @@ def kept(layer: int, seen_L: Float64, floor_L: Float64, reason: str) -> LayerVer
 
 def not_picked(layer: int, seen_L: Float64, floor_L: Float64, settings: PlannerSettings) -> LayerVerdict:
     """A layer that this decision did not look into."""
-    if seen_L[layer] > settings.par_threshold:
-        reason = f"waits: only the {settings.max_layers} worst layers change in one decision"
+    seen, floor = float(seen_L[layer]), float(floor_L[layer])
+    if seen <= settings.par_threshold:
+        reason = f"left alone: {seen:.3f} is at or below the threshold {settings.par_threshold:g}"
+    elif seen - floor <= settings.min_gain:
+        reason = f"left alone: of {seen:.3f}, {floor:.3f} is token noise that no placement can win"
     else:
-        reason = f"left alone: {seen_L[layer]:.3f} is at or below the threshold {settings.par_threshold:g}"
+        reason = f"waits: only the {settings.max_layers} worst layers change in one decision"
     return kept(layer, seen_L, floor_L, reason)
 
 

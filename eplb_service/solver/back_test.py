@@ -7,16 +7,20 @@ fade.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from eplb_service.solver.arrays import Float64
 from eplb_service.solver.candidates import (
+    FRESH,
     KEEP,
     LOCAL,
     TABLES,
     Candidate,
     Deployed,
     Search,
+    anew,
     heat_of,
     improved,
     par_on,
@@ -26,6 +30,9 @@ from eplb_service.solver.jit import kernel
 
 FEWEST_EPISODES = 4
 """Below it there is no older half worth fitting."""
+
+PRICE_LADDER = np.array([16.0, 4.0, 1.0])
+"""Prices of a move that the local search tries, as multiples of the true one; most frugal first."""
 
 
 @kernel
@@ -38,29 +45,47 @@ def fading(episodes: int, half_life: float) -> Float64:
     return weight_N
 
 
+class Course(NamedTuple):
+    """What the back-test recommends."""
+
+    kind: int
+    """``candidates.KEEP`` and so on."""
+    half_life: float
+    """Episodes after which heat counts half; infinite for no fading."""
+    price: float
+    """Peak-to-average ratio per moved slot that the local search should ask, at least the true price."""
+
+
 @kernel
 def back_test(
     heat_NE: Float64, deployed: Deployed, search: Search, half_life_H: Float64, min_gain: float
-) -> tuple[int, float, float]:
-    """Kind of candidate and half-life that would have done best on the newer half, and what it would have won.
+) -> Course:
+    """What would have done best on the newer half, moves paid for; a dearer course must win ``min_gain`` more.
 
-    A later half-life in ``half_life_H``, or a dearer kind, must beat the one before by ``min_gain`` after paying for
-    its moves.
+    Where gains do not last, a local search that asks more than the true price for a move stops at those that do;
+    so several prices are tried and all judged at the true one.
     """
     ranks = deployed.phy2log_RS.shape[0]
     half = heat_NE.shape[0] // 2
     newer = heat_of(heat_NE[half:], np.ones(heat_NE.shape[0] - half), ranks)
     now = Candidate(deployed.phy2log_RS, deployed.log2phy_GE, 0.0, 0)
-    kept = par_on(now, newer, deployed.share_GE)
-    best, kind, chosen = kept, KEEP, half_life_H[0]
+    best = par_on(now, newer, deployed.share_GE)
+    course = Course(KEEP, half_life_H[0], search.price)
+    price_K = search.price * PRICE_LADDER
     for half_life in half_life_H:
         older = heat_of(heat_NE[:half], fading(half, half_life), ranks)
         tuned = retuned(older, deployed, search)
         cost = par_on(tuned, newer, deployed.share_GE)
         if cost < best - min_gain:
-            best, kind, chosen = cost, TABLES, half_life
-        moved = improved(older, deployed, tuned, search)
-        cost = par_on(moved, newer, deployed.share_GE) + search.price * moved.moves
+            best, course = cost, Course(TABLES, half_life, search.price)
+        if search.steps > 0:
+            found = improved(older, deployed, tuned, search, price_K)
+            for k in range(price_K.shape[0]):
+                cost = par_on(found[k], newer, deployed.share_GE) + search.price * found[k].moves
+                if cost < best - min_gain:
+                    best, course = cost, Course(LOCAL, half_life, price_K[k])
+        fresh = anew(older, deployed, search)
+        cost = par_on(fresh, newer, deployed.share_GE) + search.price * fresh.moves
         if cost < best - min_gain:
-            best, kind, chosen = cost, LOCAL, half_life
-    return kind, chosen, kept - best
+            best, course = cost, Course(FRESH, half_life, search.price)
+    return course

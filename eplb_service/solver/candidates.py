@@ -110,14 +110,14 @@ def retuned(heat: Heat, deployed: Deployed, search: Search) -> Candidate:
 
 
 @kernel
-def improved(heat: Heat, deployed: Deployed, start: Candidate, search: Search) -> Candidate:
-    """Local search from ``start`` (the deployed placement with new tables), each moved slot at its price."""
+def improved(
+    heat: Heat, deployed: Deployed, start: Candidate, search: Search, price_K: Float64
+) -> list[Candidate]:
+    """Local search from ``start`` (the deployed placement with new tables); a candidate for each price of a move."""
     share_RS = slot_shares(start.phy2log_RS, start.log2phy_GE, deployed.share_GE)
     packing = packing_of(start.phy2log_RS, share_RS, heat.demand)
-    found_RS, _ = risk_search(
-        packing, heat.demand, deployed.home_ER, search.z, search.price, True, search.steps
-    )
-    return with_tables(found_RS, heat, deployed, search)
+    found_KRS, _ = risk_search(packing, heat.demand, deployed.home_ER, search.z, price_K, True, search.steps)
+    return [with_tables(found_RS, heat, deployed, search) for found_RS in found_KRS]
 
 
 @kernel
@@ -131,8 +131,10 @@ def anew(heat: Heat, deployed: Deployed, search: Search) -> Candidate:
     best = Candidate(deployed.phy2log_RS, deployed.log2phy_GE, np.inf, 0)
     for copies_E in best_KE:
         packing = place(copies_E, heat.demand, ranks, slots, search.z)
-        found_RS, _ = risk_search(packing, heat.demand, nowhere_ER, search.z, 0.0, True, search.steps)
-        dealt_RS = match_ranks(found_RS, deployed.phy2log_RS, copies_E.shape[0])
+        found_KRS, _ = risk_search(
+            packing, heat.demand, nowhere_ER, search.z, np.zeros(1), True, search.steps
+        )
+        dealt_RS = match_ranks(found_KRS[0], deployed.phy2log_RS, copies_E.shape[0])
         candidate = with_tables(dealt_RS, heat, deployed, search)
         if candidate.par + search.price * candidate.moves < best.par + search.price * best.moves:
             best = candidate

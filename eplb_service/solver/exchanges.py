@@ -29,18 +29,32 @@ def best_exchange(
         gainer = packing.phy2log_RS[hot, s]
         if packing.copies_E[gainer] == ranks:
             continue
+        gain_then = np.float32(1.0) / np.float32(packing.copies_E[gainer] + 1)
+        if _risk_after(packing, demand, hot, gainer, gain_then - packing.share_ER[gainer, hot], z) >= lowest:
+            continue
+        gained = gain_then * demand.mean_E[gainer]
         for r in range(ranks):
             if packing.holds_ER[gainer, r]:
                 continue
             for t in range(slots):
                 loser = packing.phy2log_RS[r, t]
-                if packing.copies_E[loser] == 1:
+                left = packing.load_R[r] - packing.share_ER[loser, r] * demand.mean_E[loser]
+                if packing.copies_E[loser] == 1 or left + gained >= lowest:
                     continue
                 after = _exchange_peak(packing, demand, gainer, loser, r, z, lowest)
                 if after < lowest:
                     lowest = after
                     found = (s, r, t)
     return found[0], found[1], found[2], lowest
+
+
+@kernel
+def _risk_after(packing: Packing, demand: Demand, rank: int, expert: int, change: float, z: float) -> float:
+    """Risk of a rank once its copy of an expert receives ``change`` more of the tokens."""
+    variance = packing.variance_R[rank] + change * (
+        np.float32(2.0) * packing.cross_RE[rank, expert] + change * demand.gram_EE[expert, expert]
+    )
+    return risk(packing.load_R[rank] + change * demand.mean_E[expert], variance, z)
 
 
 @kernel

@@ -6,7 +6,7 @@ import numpy as np
 from numba import prange
 
 from eplb_service.solver.arrays import Float32, Float64, Int32, Int64
-from eplb_service.solver.back_test import FEWEST_EPISODES, back_test, fading
+from eplb_service.solver.back_test import FEWEST_EPISODES, Course, back_test, fading
 from eplb_service.solver.candidates import (
     FRESH,
     KEEP,
@@ -51,33 +51,30 @@ def solve_layer(
     now = Candidate(deployed.phy2log_RS, deployed.log2phy_GE, before, 0)
     if not search.warm:
         return anew(seen, deployed, search), before, FRESH
-    kind, half_life = LOCAL, half_life_H[0]
+    course = Course(FRESH, half_life_H[0], search.price)
     if heat_NE.shape[0] >= FEWEST_EPISODES:
-        kind, half_life, _ = back_test(heat_NE, deployed, search, half_life_H, min_gain)
-    if kind == KEEP:
+        course = back_test(heat_NE, deployed, search, half_life_H, min_gain)
+    if course.kind == KEEP:
         return now, before, KEEP
     heat = seen
-    if half_life < np.inf:
-        heat = heat_of(heat_NE, fading(heat_NE.shape[0], half_life), ranks)
+    if course.half_life < np.inf:
+        heat = heat_of(heat_NE, fading(heat_NE.shape[0], course.half_life), ranks)
     best, taken = now, KEEP
     cost = before - min_gain
-    tuned = retuned(heat, deployed, search)
-    for candidate_kind in range(TABLES, FRESH + 1):
-        if candidate_kind > TABLES and kind == TABLES:
-            break
-        if candidate_kind == TABLES:
+    for kind in range(TABLES, course.kind + 1):
+        if kind == TABLES:
+            tuned = retuned(heat, deployed, search)
             found = tuned
-        elif candidate_kind == LOCAL:
-            found = improved(heat, deployed, tuned, search)
+        elif kind == LOCAL:
+            if search.steps == 0:
+                continue
+            found = improved(heat, deployed, tuned, search, np.full(1, course.price))[0]
         else:
             found = anew(heat, deployed, search)
-        found_par = par_on(found, seen, deployed.share_GE)
-        if found_par + search.price * found.moves < cost:
-            best, taken = (
-                Candidate(found.phy2log_RS, found.log2phy_GE, found_par, found.moves),
-                candidate_kind,
-            )
-            cost = found_par + search.price * found.moves
+        par = par_on(found, seen, deployed.share_GE)
+        if par + search.price * found.moves < cost:
+            best, taken = Candidate(found.phy2log_RS, found.log2phy_GE, par, found.moves), kind
+            cost = par + search.price * found.moves
     return best, before, taken
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.solver.arrays import Bool, Int32
+from eplb_service.solver.arrays import Bool, Float64, Int32
 from eplb_service.solver.exchanges import best_exchange, exchange
 from eplb_service.solver.jit import kernel
 from eplb_service.solver.objective import SMALLEST_GAIN, Demand
@@ -18,9 +18,15 @@ from eplb_service.solver.swaps import SCRATCH_ROWS, best_swap, swap
 
 @kernel
 def risk_search(
-    packing: Packing, demand: Demand, home_ER: Bool, z: float, price: float, exchanges: bool, most_steps: int
-) -> tuple[Int32, float]:
-    """Walk downhill; returns the placement with the lowest risk + ``price`` * slots that differ from home.
+    packing: Packing,
+    demand: Demand,
+    home_ER: Bool,
+    z: float,
+    price_K: Float64,
+    exchanges: bool,
+    most_steps: int,
+) -> tuple[Int32, Float64]:
+    """Walk downhill; returns, for each price, the placement with the lowest risk + price * slots away from home.
 
     Parameters
     ----------
@@ -28,44 +34,49 @@ def risk_search(
         A complete placement (left at the walk's end) and its heat.
     home_ER
         bool ``[E, R]``, ranks that hold each expert in the deployed placement; moving there is free.
-    z, price
-        Weight of the standard deviation; peak-to-average ratio per slot that differs.
+    z
+        Weight of the standard deviation.
+    price_K
+        float64 ``[K]``, peak-to-average ratio per slot away from home; one walk serves them all.
     exchanges
         Change replica counts too; only swaps leave the shares that tables have set as they are.
     most_steps
         Bound on the walk.
 
-    Returns int32 ``[R, S]``, and its risk. With a price, an exchange (one slot) is taken before a swap (two) wherever
-    it wins more for each slot.
+    Returns int32 ``[K, R, S]`` and the risks float64 ``[K]``. Where moves have a price, an exchange (one slot) is
+    taken before a swap (two) if it wins more for each slot.
     """
     ranks, slots = packing.phy2log_RS.shape
     scratch = np.empty((SCRATCH_ROWS, ranks * slots), dtype=np.float32)
-    differing = slots_away(packing.phy2log_RS, home_ER)
+    frugal = price_K.max() > 0
+    away = slots_away(packing.phy2log_RS, home_ER)
     hot, hottest = hottest_rank(packing, z)
-    best_RS = packing.phy2log_RS.copy()
-    best_risk = hottest
-    best_cost = hottest + price * differing
+    best_KRS = np.empty((price_K.shape[0], ranks, slots), dtype=np.int32)
+    best_KRS[:] = packing.phy2log_RS
+    risk_K = np.full(price_K.shape[0], hottest, dtype=np.float64)
+    cost_K = risk_K + price_K * away
     for _ in range(most_steps):
         bound = hottest - SMALLEST_GAIN
         slot, rank, other, swapped = best_swap(packing, demand, hot, z, bound, scratch)
         if slot < 0 and not exchanges:
             break
-        if exchanges and (price > 0 or slot < 0):
+        if exchanges and (frugal or slot < 0):
             gainer, loser_rank, loser_slot, exchanged = best_exchange(packing, demand, hot, z, bound)
             if gainer < 0 and slot < 0:
                 break
             if gainer >= 0 and (slot < 0 or 2 * (hottest - exchanged) > hottest - swapped):
                 expert = packing.phy2log_RS[hot, gainer]
-                differing += exchange(packing, demand, home_ER, expert, loser_rank, loser_slot)
+                away += exchange(packing, demand, home_ER, expert, loser_rank, loser_slot)
                 slot = -1
         if slot >= 0:
-            differing += swap(packing, demand, home_ER, hot, slot, rank, other)
+            away += swap(packing, demand, home_ER, hot, slot, rank, other)
         hot, hottest = hottest_rank(packing, z)
-        cost = hottest + price * differing
-        if cost < best_cost:
-            best_cost, best_risk = cost, hottest
-            best_RS[:] = packing.phy2log_RS
-    return best_RS, best_risk
+        for k in range(price_K.shape[0]):
+            cost = hottest + price_K[k] * away
+            if cost < cost_K[k]:
+                cost_K[k], risk_K[k] = cost, hottest
+                best_KRS[k] = packing.phy2log_RS
+    return best_KRS, risk_K
 
 
 @kernel

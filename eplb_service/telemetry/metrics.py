@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from threading import Thread
-from typing import Any
+from typing import Any, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+Metric: TypeAlias = Gauge | Counter | Histogram
 
 _DEPLOYMENT = ("deployment",)
 _LAYER = ("deployment", "layer")
@@ -21,7 +23,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._labelled: list[tuple[Gauge | Counter | Histogram, Sequence[str]]] = []
+        self._labelled: list[tuple[Metric, Sequence[str]]] = []
 
         def gauge(name: str, text: str, labels: Sequence[str] = _DEPLOYMENT) -> Gauge:
             made = Gauge(name, text, labels, registry=self.registry)
@@ -112,11 +114,12 @@ class Metrics:
     def forget(self, deployment: str) -> None:
         """Remove every series of a deployment that is known no more."""
         for metric, names in self._labelled:
-            samples = [sample.labels for family in metric.collect() for sample in family.samples]
-            for labels in {
-                tuple(of[name] for name in names) for of in samples if of.get("deployment") == deployment
-            }:
-                metric.remove(*labels)
+            _remove(metric, names, deployment)
+
+    def forget_layers(self, deployment: str) -> None:
+        """Remove what was told of a deployment's layers; another group of ranks may have others."""
+        for metric in (self.par_realised, self.par_planned):
+            _remove(metric, _LAYER, deployment)
 
     def serve(self, host: str, port: int) -> MetricsServer:
         """Answer ``GET /metrics`` on ``host:port`` (0: a free port); raises ``OSError`` where it cannot."""
@@ -141,3 +144,9 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _remove(metric: Metric, names: Sequence[str], deployment: str) -> None:
+    samples = [sample.labels for family in metric.collect() for sample in family.samples]
+    for labels in {tuple(of[name] for name in names) for of in samples if of.get("deployment") == deployment}:
+        metric.remove(*labels)

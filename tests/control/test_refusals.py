@@ -107,7 +107,7 @@ async def test_a_table_past_memory_is_refused_before_it_is_opened(channel: grpc.
     await rank.say(hello=hello)
     code, text = await rank.refusal()
     assert code == INVALID
-    assert "past the limit" in text
+    assert "past what is taken" in text
 
 
 OTHER = live_of(first_placement().with_layer(1, first_placement().phy2log_LRS[1][::-1]))

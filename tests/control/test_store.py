@@ -14,7 +14,9 @@ from eplb_service.control import store as store_module
 from eplb_service.control.deployment import Totals
 from eplb_service.control.plan_life import Offer, Outcome
 from eplb_service.control.server import running_service
-from eplb_service.control.store import MEMORY, Store, StoredDeployment, StoreError
+from eplb_service.control.store import Store
+from eplb_service.control.store_file import MEMORY, StoreError
+from eplb_service.control.stored import StoredDeployment
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from tests.control.fake_group import FakeGroup, first_placement, live_of, skewed_heat
 from tests.control.story import decision_of, swap_of

@@ -62,8 +62,8 @@ def test_known_example_reaches_its_proven_optimum() -> None:
     layer = demand_of(scaled_EN, share_N)
     counts_KE, _ = tree_search(layer, 8, 2, 1.0, 4, 2, 4, 1)
     packing = place(counts_KE[0], layer, 8, 2, 1.0)
-    _, risk = risk_search(packing, layer, np.zeros((8, 8), dtype=bool), 1.0, 0.0, True, 1000)
-    assert risk * KNOWN_EXAMPLE.sum() / 8 == pytest.approx(196.667, abs=0.01)
+    _, risk_K = risk_search(packing, layer, np.zeros((8, 8), dtype=bool), 1.0, np.zeros(1), True, 1000)
+    assert risk_K[0] * KNOWN_EXAMPLE.sum() / 8 == pytest.approx(196.667, abs=0.01)
 
 
 def test_threads_change_nothing() -> None:
