@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest check lint types layers unit format proto clean
+.PHONY: help demo test test-oldest check lint types layers unit warm format proto clean
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,14 +33,17 @@ types: $(READY)
 layers: $(READY)
 	@$(BIN)/lint-imports
 
-unit: $(READY) ## the tests alone; ARGS go to pytest
+unit: warm ## the tests alone; ARGS go to pytest
 	@$(BIN)/pytest $(ARGS)
+
+warm: $(READY) # the solver's kernels, compiled before anything is timed
+	@$(BIN)/eplb warmup
 
 test-oldest: ## the service's tests on the oldest dependencies that the package allows, in .venv-oldest
 	@test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
 	@.venv-oldest/bin/pip install --quiet --constraint constraints-oldest.txt --editable ".[test]"
-	@.venv-oldest/bin/pytest tests --ignore tests/agent --ignore tests/swap --ignore tests/moe --ignore tests/e2e \
-	  --ignore tests/test_ranks.py $(ARGS)
+	@.venv-oldest/bin/pytest tests --ignore tests/agent --ignore tests/swap --ignore tests/moe --ignore tests/model \
+	  --ignore tests/e2e --ignore tests/test_ranks.py $(ARGS)
 
 format: $(READY) ## format the code and mend what ruff can
 	@$(BIN)/ruff check --fix .
@@ -51,3 +54,17 @@ proto: $(READY) ## generate the stubs again after editing proto/
 
 clean: ## remove the virtual environment and everything that was made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+.PHONY: explore faults soak bench-switch
+
+explore: $(READY) ## every interleaving of the layer switch for three ranks and two plans, and the mutants caught (minutes)
+	@$(BIN)/python -m tests.swap.explorer
+
+faults: $(READY) ## real faults on real services and ranks (minutes); ARGS go to pytest
+	@$(BIN)/pytest tests/faults -m "faults or not faults" $(ARGS)
+
+soak: $(READY) ## ten minutes of random faults, then the proof from the ranks' histories; ARGS="--seconds 60 --seed 1"
+	@$(BIN)/python -m tests.faults.soak $(ARGS)
+
+bench-switch: $(READY) ## what the layer switch costs the model; ARGS="--json out.json"
+	@$(BIN)/python -m benchmarks.switch.run $(ARGS)

@@ -98,10 +98,20 @@ class Placement:
         return np.ascontiguousarray(np.stack(tables, axis=1))
 
     def with_layer(self, layer: int, phy2log_RS: Int32) -> Placement:
-        """This placement with one layer replaced."""
+        """This placement with one layer replaced; only that one is checked, for ranks switch between two steps."""
+        replaced_RS = np.asarray(phy2log_RS, dtype=np.int32)
+        if replaced_RS.shape != (self.ranks, self.slots):
+            raise PlacementError(
+                f"layer {layer}: expected the shape {[self.ranks, self.slots]}, got {list(replaced_RS.shape)}"
+            )
+        check_layer(replaced_RS, self.experts, where=f"layer {layer}")
         changed = self.phy2log_LRS.copy()
-        changed[layer] = phy2log_RS
-        return Placement(changed, self.experts)
+        changed[layer] = replaced_RS
+        changed.setflags(write=False)
+        placement = object.__new__(Placement)
+        object.__setattr__(placement, "phy2log_LRS", changed)
+        object.__setattr__(placement, "experts", self.experts)
+        return placement
 
     def digest(self) -> int:
         """A 63-bit fingerprint: equal on two hosts if, and but for chance only if, the placements are equal."""

@@ -122,3 +122,15 @@ def test_a_table_that_points_elsewhere_is_refused() -> None:
     table_E[3] = 99
     with pytest.raises(PlacementError, match="expert 3 points to slot 99"):
         check_log2phy(table_E, placement.phy2log_LRS[0])
+
+
+def test_a_replaced_layer_is_checked_like_any_other() -> None:
+    placement = Placement.linear(3, 4, 3, 2)
+    turned_RS = (placement.phy2log_LRS[0] + 1) % 4
+    changed = placement.with_layer(1, turned_RS)
+    assert changed.digest() == Placement(changed.phy2log_LRS, 4).digest() != placement.digest()
+    assert not changed.phy2log_LRS.flags.writeable
+    with pytest.raises(PlacementError, match="layer 2: expert 3 stands in no slot"):
+        placement.with_layer(2, np.array([[0, 1], [2, 0], [1, 2]], dtype=np.int32))
+    with pytest.raises(PlacementError, match=r"layer 2: expected the shape \[3, 2\], got \[2, 2\]"):
+        placement.with_layer(2, turned_RS[:2])

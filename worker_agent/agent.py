@@ -1,87 +1,50 @@
 """The agent inside an inference rank: counts heat, votes, switches layers, and stays out of the model's way.
 
 A host makes three calls: ``Agent.start`` once its MoE layers are loaded, ``step`` after every forward pass, on every
-rank, also where it had no tokens, and ``close``.
+rank, also where it had no tokens, and ``close``. Before it sleeps or loads other weights it calls ``drain``.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from eplb_service.placement import expert_map
 from eplb_service.wire.generated import agent_pb2
 from worker_agent.adapters.live_layer import LiveLayer
 from worker_agent.heat import HeatRecorder, StepPhase
-from worker_agent.identity import Identity
-from worker_agent.meeting import meet
+from worker_agent.history.record import History
+from worker_agent.meeting import Meeting, meet
 from worker_agent.outbox import Outbox
 from worker_agent.settings import AgentSettings
 from worker_agent.stream import ServiceStream
-from worker_agent.swap import machine as switch
-from worker_agent.swap.arbiter import Arbiter, FatalSwitchError
-from worker_agent.swap.ballot import Ballot, Decision, Outcome, Progress
-from worker_agent.swap.budget import ByteBudget
-from worker_agent.swap.group import AgentGroup
+from worker_agent.swap.arbiter import FatalSwitchError
+from worker_agent.swap.driver import SwitchDriver, SwitchStats
 from worker_agent.swap.installed import Installed
-from worker_agent.swap.staging import install
-from worker_agent.swap.transfer import TransferResult, TransferWorker
-from worker_agent.swap.vote import VoteBox, VoteError
+from worker_agent.telling import ServiceListener
+from worker_agent.watchdog import HeatWatch
 
 _log = logging.getLogger("eplb.agent")
-
-
-@dataclass
-class AgentStats:
-    """What this rank has done since its start."""
-
-    layers_switched: int = 0
-    experts_received: int = 0
-    bytes_received: int = 0
-    plans_aborted: int = 0
-    commit_seconds: float = 0.0
-    transfer_seconds: float = 0.0
 
 
 class Agent:
     """One rank's agent; made by ``start``."""
 
-    def __init__(
-        self,
-        layers: Sequence[LiveLayer],
-        settings: AgentSettings,
-        group: AgentGroup,
-        identity: Identity,
-        installed: Installed,
-    ) -> None:
-        self.stats = AgentStats()
-        self.identity = identity
-        self._layers = layers
-        self._settings = settings
+    def __init__(self, layers: Sequence[LiveLayer], settings: AgentSettings, meeting: Meeting) -> None:
+        self.identity = meeting.identity
         self._step = 0
-        self._machine = switch.SwitchMachine(installed, settings.offer_deadline_steps)
+        self._complaint: str | None = None
         self._heat = HeatRecorder(layers, min(settings.report_steps, layers[0].moe_load.shape[0]))
+        self._heat_watch = HeatWatch(settings.heat_deadline_steps)
         self._lost_steps_told = 0
-        self._budget = ByteBudget(settings.bytes_per_step)
-        vote_timeout = timedelta(seconds=settings.vote_timeout_seconds)
-        self._votes: VoteBox | None = VoteBox(
-            group.process_group("vote", vote_timeout), settings.vote_lag, vote_timeout
-        )
-        self._cast: Ballot | None = None
-        self._arbiter = Arbiter(group.store)
-        transfer_timeout = timedelta(seconds=settings.transfer_timeout_seconds)
-        self._transfers = TransferWorker(group, transfer_timeout, self._budget, settings.chunk_bytes)
-        self._staged: TransferResult | None = None
         self._outbox = Outbox(settings.queue_reports)
+        self._history = History(settings.history, meeting.identity, meeting.installed)
+        listener = ServiceListener(self._outbox, self._heat, lambda: (self._step, self.installed))
+        self._switch = SwitchDriver(layers, settings, meeting, listener, self._history)
         self._stream = ServiceStream(
-            settings, identity, self._outbox, lambda: self._machine.installed, self._beat
+            settings, meeting.identity, self._outbox, lambda: self.installed, self._beat
         )
 
     @classmethod
@@ -109,18 +72,22 @@ class Agent:
         Raises ``MeetingError``, on all ranks alike, where they do not fit together.
         """
         settings = settings or AgentSettings()
-        group, identity, installed = meet(layers, host_group, settings, token_group)
-        return cls(layers, settings, group, identity, installed)
+        return cls(layers, settings, meet(layers, host_group, settings, token_group))
 
     @property
     def installed(self) -> Installed:
         """What this rank serves; an immutable snapshot."""
-        return self._machine.installed
+        return self._switch.machine.installed
+
+    @property
+    def stats(self) -> SwitchStats:
+        """What this rank has switched since its start."""
+        return self._switch.stats
 
     @property
     def halted(self) -> str | None:
         """Why this rank no longer takes part in balancing, or ``None``."""
-        return self._machine.halted
+        return self._switch.machine.halted
 
     @property
     def connected(self) -> bool:
@@ -136,22 +103,38 @@ class Agent:
         """
         # The count of steps is what votes are launched by: nothing that fails may keep it from growing.
         self._step += 1
-        self._budget.refill()
+        self._switch.budget.refill()
         self._guarded(self._record, phase)
         self._guarded(self._take_events)
-        self._guarded(self._vote)
+        self._guarded(self._switch.vote, self._step)
         self._guarded(self._publish)
 
+    def drain(self, reason: str = "the host asked for it") -> None:
+        """Complete or abort the switch under way, and take no plans until ``resume``.
+
+        A collective: called by every rank between the same two forward passes, before the model sleeps or loads other
+        weights. When it returns nothing reads or writes the layers' weights any more; it takes at most a transfer's
+        deadline. The host may then change weights in place, not their placement. Raises ``FatalSwitchError`` as
+        ``step`` does.
+        """
+        self._guarded(self._switch.drain, reason)
+        self._guarded(self._publish)
+
+    def resume(self) -> None:
+        """Take plans again after ``drain``."""
+        self._switch.resume()
+
     def close(self, timeout: float = 5.0) -> None:
-        """End the threads; what is installed stays as it is."""
+        """End votes and threads; what is installed stays as it is, and the model may serve on with it.
+
+        Each rank may call it at a time of its own: the others then stop balancing. Raises ``FatalSwitchError`` as
+        ``step`` does.
+        """
         self._stream.close(timeout)
-        self._transfers.close()
-        if self._votes is not None and self._votes.due(self._step + self._settings.vote_lag):
-            # Let the last ballot out, so that no other rank is left waiting for it.
-            try:
-                self._votes.consume()
-            except VoteError as error:
-                _log.debug("rank %d: last vote: %s", self.identity.rank, error)
+        try:
+            self._switch.close()
+        finally:
+            self._history.close(self._step)
 
     # What happens at a step boundary, in order
 
@@ -159,162 +142,33 @@ class Agent:
         welcome = self._stream.welcome
         if welcome is not None:
             self._heat.adopt(welcome.report_steps)
-        self._heat.step_done(self._step - 1, phase, self._machine.installed.layer_epochs)
+            self._switch.machine.hear_term(welcome.leader_term)
+        self._heat.step_done(self._step - 1, phase, self.installed.layer_epochs)
 
     def _take_events(self) -> None:
+        self._stream.keep_alive()
+        heard = []
         while not self._stream.plans.empty():
-            self._carry_out(self._machine.offer(self._stream.plans.get_nowait(), self._step))
-        result = self._transfers.poll()
-        if result is not None:
-            self._transfer_ended(result)
-        self._carry_out(self._machine.tick(self._step))
-
-    def _vote(self) -> None:
-        if self._votes is None:
-            return
-        if self._votes.due(self._step):
-            self._count_votes(self._votes)
-        if self._votes is not None and self._step % self._settings.vote_interval == 0:
-            self._cast = self._machine.ballot()
-            try:
-                self._votes.launch(self._cast, self._step)
-            except VoteError as error:
-                self._lose_votes(error)
+            heard.append(self._stream.plans.get_nowait())
+        self._switch.take_events(self._step, heard)
 
     def _publish(self) -> None:
         for segment in self._heat.take():
+            self._heat_watch.seen(self._step)
+            self._history.heat(segment)
             self._outbox.put(segment)
+        self._complaint = self._heat_watch.complaint(self._step)
         if self._heat.lost_steps > self._lost_steps_told:
             self._outbox.count_lost(self._heat.lost_steps - self._lost_steps_told)
             self._lost_steps_told = self._heat.lost_steps
 
-    # Votes
-
-    def _count_votes(self, votes: VoteBox) -> None:
-        try:
-            outcome = votes.consume()
-        except VoteError as error:
-            self._lose_votes(error)
-            return
-        if outcome.decision is Decision.COMMIT and not self._arbiter.may_commit(votes.number, heard=True):
-            # A rank that did not hear this vote was first to record that it does not count.
-            outcome = _with_abort(outcome)
-        self._carry_out(self._machine.decide(outcome))
-
-    def _lose_votes(self, error: VoteError) -> None:
-        """The ranks can no longer be heard: settle what the last vote may have decided, then stop balancing."""
-        votes, self._votes = self._votes, None
-        cast = self._cast
-        if votes is not None and cast is not None and cast.progress == Progress.READY and not cast.abort:
-            unanimous = Outcome(Progress.READY, cast.plan, cast.plan, installed_agree=True, abort=False)
-            committed = self._arbiter.may_commit(votes.number, heard=False)
-            self._carry_out(self._machine.decide(unanimous if committed else _with_abort(unanimous)))
-        self._carry_out(self._machine.halt(str(error)))
-
-    # What the machine asks for
-
-    def _carry_out(self, actions: Sequence[switch.Action]) -> None:
-        for action in actions:
-            match action:
-                case switch.StartTransfer():
-                    self._transfers.start(action, self._layers[action.layer.layer])
-                case switch.Commit():
-                    self._commit(action)
-                case switch.DropStaging():
-                    self._transfers.drop_staging()
-                    self._staged = None
-                case switch.Accepted():
-                    self._tell(action.plan_id, action.layer, agent_pb2.PLAN_STATE_ACCEPTED)
-                case switch.Refused():
-                    self._tell(action.plan_id, 0, agent_pb2.PLAN_STATE_REFUSED, reason=action.reason)
-                case switch.Aborted():
-                    self.stats.plans_aborted += 1
-                    self._tell(
-                        action.plan_id, action.layer, agent_pb2.PLAN_STATE_ABORTED, reason=action.reason
-                    )
-                case switch.Halted():
-                    _log.error("rank %d: balancing has stopped: %s", self.identity.rank, action.reason)
-
-    def _transfer_ended(self, result: TransferResult) -> None:
-        self._carry_out(self._machine.transfer_ended(result.generation, result.error))
-        if result.error is not None:
-            _log.warning("rank %d: %s", self.identity.rank, result.error)
-        elif result.generation == self._machine.generation and self._machine.progress == Progress.READY:
-            self._staged = result
-            plan = self._machine.plan_under_way
-            assert plan is not None
-            self._tell(
-                *plan,
-                agent_pb2.PLAN_STATE_TRANSFERRED,
-                bytes_received=result.bytes_received,
-                transfer_seconds=result.seconds,
-            )
-
-    def _commit(self, commit: switch.Commit) -> None:
-        """Switch one layer, in place, between two steps."""
-        staged, self._staged = self._staged, None
-        if staged is None:
-            raise FatalSwitchError(
-                f"layer {commit.layer.layer} was voted in, but nothing is staged on this rank"
-            )
-        self._heat.cut(commit.before.layer_epochs)
-        began = time.perf_counter()
-        rank, experts = self.identity.rank, self.identity.experts
-        local_E = torch.from_numpy(expert_map(commit.layer.phy2log_RS[rank], experts))
-        log2phy_E = torch.from_numpy(commit.layer.log2phy_E)
-        try:
-            written = install(
-                self._layers[commit.layer.layer], staged.staged, staged.slots, local_E, log2phy_E
-            )
-        except Exception as error:
-            raise FatalSwitchError(f"layer {commit.layer.layer} could not be installed: {error}") from error
-        seconds = time.perf_counter() - began
-        self.stats.layers_switched += 1
-        self.stats.experts_received += len(staged.slots)
-        self.stats.bytes_received += written
-        self.stats.commit_seconds += seconds
-        self.stats.transfer_seconds += staged.seconds
-        self._tell(
-            commit.plan_id,
-            commit.layer.layer,
-            agent_pb2.PLAN_STATE_COMMITTED,
-            installed=commit.after,
-            bytes_received=written,
-            transfer_seconds=staged.seconds,
-            commit_seconds=seconds,
-        )
-
-    # Telling
-
-    def _tell(
-        self,
-        plan_id: int,
-        layer: int,
-        state: agent_pb2.PlanState,
-        *,
-        installed: Installed | None = None,
-        **facts: Any,
-    ) -> None:
-        installed = installed or self._machine.installed
-        self._outbox.put(
-            agent_pb2.PlanStatus(
-                plan_id=plan_id,
-                layer=layer,
-                state=state,
-                epoch=installed.epoch,
-                digest=installed.digest,
-                step=self._step,
-                **facts,
-            )
-        )
-
     def _beat(self) -> agent_pb2.Heartbeat:
-        installed = self._machine.installed
+        installed = self.installed
         return agent_pb2.Heartbeat(
             step=self._step,
             epoch=installed.epoch,
             digest=installed.digest,
-            error=self._machine.halted or "",
+            error=self.halted or self._complaint or "",
         )
 
     def _guarded(self, part: Callable[..., None], *arguments: Any) -> None:
@@ -323,10 +177,6 @@ class Agent:
         except FatalSwitchError:
             raise
         except Exception as error:
-            if self._machine.halted is None:
+            if self.halted is None:
                 _log.exception("rank %d: the agent failed; the model goes on", self.identity.rank)
-            self._machine.halt(f"{type(error).__name__}: {error}")
-
-
-def _with_abort(outcome: Outcome) -> Outcome:
-    return Outcome(outcome.slowest, outcome.plan_low, outcome.plan_high, outcome.installed_agree, abort=True)
+            self._switch.halt(f"{type(error).__name__}: {error}")

@@ -111,24 +111,15 @@ class HeatRecorder:
 
     def cut(self, layer_epochs: tuple[int, ...]) -> None:
         """End the segment here: called before a layer switches, while the counts are still of ``layer_epochs``."""
-        if not self._phases:
+        phases, self._phases = self._phases, []
+        if not phases:
             return
-        rows = [(self._count - len(self._phases) + i) % self._rows for i in range(len(self._phases))]
-        slots = self._copy_out([layer.moe_load for layer in self._layers], rows)
-        sources = [layer.source_load for layer in self._layers if layer.source_load is not None]
-        self._copies.append(
-            _Copy(
-                first_step=self._first_step,
-                layer_epochs=layer_epochs,
-                phases=tuple(self._phases),
-                expected_count=self._count,
-                slots_LTS=slots,
-                sources_LTE=self._copy_out(sources, rows) if len(sources) == len(self._layers) else None,
-                counters_L=self._copy_counters(),
-                arrived=Mark(self._device),
-            )
-        )
-        self._phases = []
+        try:
+            self._copies.append(self._copy_of(tuple(phases), layer_epochs))
+        except Exception:
+            # Steps that cannot be told of are lost; they must never be told with later ones, under another placement.
+            self.lost_steps += len(phases)
+            raise
 
     def take(self) -> list[HeatSegment]:
         """Segments whose copies have arrived since the last call; never waits."""
@@ -143,6 +134,21 @@ class HeatRecorder:
             slots = _steps_first(copy.slots_LTS)
             segments.append(HeatSegment(copy.first_step, copy.layer_epochs, slots, sources, copy.phases))
         return segments
+
+    def _copy_of(self, phases: tuple[StepPhase, ...], layer_epochs: tuple[int, ...]) -> _Copy:
+        rows = [(self._count - len(phases) + i) % self._rows for i in range(len(phases))]
+        slots = self._copy_out([layer.moe_load for layer in self._layers], rows)
+        sources = [layer.source_load for layer in self._layers if layer.source_load is not None]
+        return _Copy(
+            first_step=self._first_step,
+            layer_epochs=layer_epochs,
+            phases=phases,
+            expected_count=self._count,
+            slots_LTS=slots,
+            sources_LTE=self._copy_out(sources, rows) if len(sources) == len(self._layers) else None,
+            counters_L=self._copy_counters(),
+            arrived=Mark(self._device),
+        )
 
     def _resynchronise(self, copy: _Copy, counter: int) -> None:
         """Drop all that was counted from a wrong row on, and take the layers' own count as the truth."""

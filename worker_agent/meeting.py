@@ -5,6 +5,8 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeAlias
 
 import numpy as np
 import torch.distributed as dist
@@ -13,12 +15,21 @@ from eplb_service.placement import Int32, Placement, PlacementError
 from worker_agent.adapters.live_layer import LiveLayer
 from worker_agent.identity import Identity
 from worker_agent.settings import AgentSettings
-from worker_agent.swap.group import AgentGroup
+from worker_agent.swap.group import AgentGroup, MeetingError, agree
 from worker_agent.swap.installed import Installed
 
+WeightShapes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
+"""Type and shape of one expert, for each tensor that a kernel reads."""
 
-class MeetingError(RuntimeError):
-    """The ranks do not fit together; raised on all of them, before any serves a token."""
+
+@dataclass(frozen=True)
+class Meeting:
+    """What comes of a meeting: the agents' group, its votes, who this rank is, and what is installed."""
+
+    group: AgentGroup
+    votes: dist.ProcessGroup
+    identity: Identity
+    installed: Installed
 
 
 @dataclass(frozen=True)
@@ -30,6 +41,7 @@ class _Facts:
     slots_LS: Int32
     experts: int
     bytes_per_expert: int
+    weights_by_layer: tuple[WeightShapes, ...]
     shared_settings: dict[str, object]
     complaint: str | None
 
@@ -39,7 +51,7 @@ def meet(
     host_group: dist.ProcessGroup,
     settings: AgentSettings,
     token_group: int | None,
-) -> tuple[AgentGroup, Identity, Installed]:
+) -> Meeting:
     """Join the ranks of ``host_group`` and agree on who is who and what is installed. A collective.
 
     Parameters
@@ -51,7 +63,7 @@ def meet(
     token_group
         A number equal on all ranks that see the same tokens; ``None`` where this rank's tokens are its own.
 
-    Raises ``MeetingError``, on every rank, where shapes, settings or placements do not fit.
+    Raises ``MeetingError``, on every rank, where shapes, settings or placements do not fit or a rank is out of reach.
     """
     rank = dist.get_rank(host_group)
     own = _facts(layers, settings, rank if token_group is None else token_group)
@@ -59,10 +71,20 @@ def meet(
     _check_alike(facts)
     try:
         placement = Placement(np.stack([fact.slots_LS for fact in facts], axis=1), own.experts)
+    except PlacementError as error:
+        raise MeetingError(f"the ranks do not hold a placement: {error}") from error
+    complaint = None
+    try:
         tables_LE = np.stack([layer.log2phy.cpu().numpy() for layer in layers]).astype(np.int32)
         installed = Installed.first(rank, placement, tables_LE)
     except PlacementError as error:
-        raise MeetingError(f"the ranks do not hold a placement: {error}") from error
+        complaint = str(error)
+    agree(host_group, complaint)
+    try:
+        votes = group.process_group("vote", timedelta(seconds=settings.vote_timeout_seconds))
+    except RuntimeError as error:
+        complaint = f"cannot reach the other ranks: {error}"
+    agree(host_group, complaint)
     identity = Identity(
         deployment=settings.deployment,
         group_id=facts[0].nonce,
@@ -75,25 +97,36 @@ def meet(
         slots=placement.slots,
         bytes_per_expert=own.bytes_per_expert,
     )
-    return group, identity, installed
+    return Meeting(group, votes, identity, installed)
 
 
 def _facts(layers: Sequence[LiveLayer], settings: AgentSettings, token_group: int) -> _Facts:
     complaint = None
     slots_LS = np.zeros((len(layers), 0), dtype=np.int32)
+    experts, bytes_per_expert = 0, 0
+    weights_by_layer: tuple[WeightShapes, ...] = ()
     try:
         slots_LS = np.stack([_local_slots(index, layer) for index, layer in enumerate(layers)])
-    except ValueError as error:
-        complaint = str(error)
+        experts = int(layers[0].expert_map.shape[0])
+        weights_by_layer = tuple(_weight_shapes(layer) for layer in layers)
+        bytes_per_expert = sum(weight[0].nbytes for weight in layers[0].expert_weights())
+    except Exception as error:
+        # Whatever is wrong with this rank's layers, the others must hear of it rather than wait.
+        complaint = str(error) if layers else None
     return _Facts(
         nonce=uuid.uuid4().hex,
         token_group=token_group,
         slots_LS=slots_LS,
-        experts=int(layers[0].expert_map.shape[0]) if layers else 0,
-        bytes_per_expert=sum(weight[0].nbytes for weight in layers[0].expert_weights()) if layers else 0,
+        experts=experts,
+        bytes_per_expert=bytes_per_expert,
+        weights_by_layer=weights_by_layer,
         shared_settings=settings.shared(),
         complaint=complaint,
     )
+
+
+def _weight_shapes(layer: LiveLayer) -> WeightShapes:
+    return tuple((str(weight.dtype), tuple(weight.shape[1:])) for weight in layer.expert_weights())
 
 
 def _local_slots(index: int, layer: LiveLayer) -> Int32:
@@ -130,3 +163,10 @@ def _check_alike(facts: Sequence[_Facts]) -> None:
                 f"[layers, slots] differ: rank 0 has {list(facts[0].slots_LS.shape)}, "
                 f"rank {rank} has {list(fact.slots_LS.shape)}"
             )
+        for layer, (here, there) in enumerate(
+            zip(facts[0].weights_by_layer, fact.weights_by_layer, strict=True)
+        ):
+            if here != there:
+                raise MeetingError(
+                    f"expert weights of layer {layer} differ: rank 0 has {here}, rank {rank} has {there}"
+                )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from eplb_service import __version__
 from eplb_service.wire.codec import PROTOCOL_VERSION, WireError, pack
@@ -53,7 +54,15 @@ def heat_report(segment: HeatSegment, dropped_steps: int) -> agent_pb2.HeatRepor
     )
 
 
-def checked_plan(message: agent_pb2.Plan, identity: Identity, installed: Installed) -> WirePlan:
+@dataclass(frozen=True)
+class HeardPlan:
+    """A plan, and the digest of the placement that its moves were checked against."""
+
+    plan: WirePlan
+    checked_for: int
+
+
+def checked_plan(message: agent_pb2.Plan, identity: Identity, installed: Installed) -> HeardPlan:
     """The plan, if this rank could carry it out.
 
     Raises ``WireError`` where a layer is no valid placement, its moves do not lead from what is installed to it, or
@@ -67,7 +76,7 @@ def checked_plan(message: agent_pb2.Plan, identity: Identity, installed: Install
             check_moves(installed.placement.phy2log_LRS[layer.layer], layer.phy2log_RS, layer.moves_M5)
     for layer in plan.layers:
         _check_shared_tables(layer.layer, layer.log2phy_digests, identity.token_groups)
-    return plan
+    return HeardPlan(plan, installed.digest)
 
 
 def _check_shared_tables(layer: int, digests: Sequence[int], token_groups: Sequence[int]) -> None:

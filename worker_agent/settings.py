@@ -45,6 +45,15 @@ class AgentSettings(BaseSettings):
         None, ge=1, description="bytes that a rank may send per step; none: no limit"
     )
     chunk_bytes: int = Field(4 * 1024 * 1024, ge=4096, description="largest single transfer message")
+    verify_transfers: bool = Field(
+        False, description="send a checksum with each expert, and compare what was installed"
+    )
+    history: Path | None = Field(
+        None, description="folder in which each rank records votes, switches and heat, as JSON lines"
+    )
+    heat_deadline_steps: int = Field(
+        4096, ge=1, description="steps without a valid count of heat after which the service is told"
+    )
 
     @model_validator(mode="after")
     def _one_vote_at_a_time(self) -> AgentSettings:
@@ -57,5 +66,12 @@ class AgentSettings(BaseSettings):
 
     def shared(self) -> dict[str, object]:
         """What must be the same on all ranks."""
-        names = ("deployment", "vote_interval", "vote_lag", "offer_deadline_steps", "chunk_bytes")
+        names = (
+            "deployment",
+            "vote_interval",
+            "vote_lag",
+            "offer_deadline_steps",
+            "chunk_bytes",
+            "verify_transfers",
+        )
         return {name: getattr(self, name) for name in names}

@@ -6,6 +6,7 @@ import logging
 import queue
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
@@ -13,7 +14,6 @@ import grpc
 
 from eplb_service.wire.codec import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, WireError
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
-from eplb_service.wire.plan_codec import WirePlan
 from worker_agent import messages
 from worker_agent.heat import HeatSegment
 from worker_agent.identity import Identity
@@ -26,6 +26,7 @@ _log = logging.getLogger("eplb.agent")
 _FIRST_BACKOFF_SECONDS = 0.2
 _LAST_BACKOFF_SECONDS = 10.0
 _WELCOME_SECONDS = 10.0
+_FIRST_BEAT_SECONDS = 1.0
 _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -56,7 +57,7 @@ class ServiceStream:
         installed: Callable[[], Installed],
         beat: Beat,
     ) -> None:
-        self.plans: queue.SimpleQueue[WirePlan] = queue.SimpleQueue()
+        self.plans: queue.SimpleQueue[messages.HeardPlan] = queue.SimpleQueue()
         self.welcome: agent_pb2.Welcome | None = None
         self.connected = False
         self._settings = settings
@@ -66,8 +67,16 @@ class ServiceStream:
         self._beat = beat
         self._closing = threading.Event()
         self._call: grpc.Call | None = None
-        self._thread = threading.Thread(target=self._run, name="eplb-stream", daemon=True)
-        self._thread.start()
+        self._thread = self._started()
+
+    def keep_alive(self) -> None:
+        """Start the thread again where something has ended it: the service must not lose a rank for good."""
+        if not self._thread.is_alive() and not self._closing.is_set():
+            _log.error(
+                "rank %d: the control stream's thread had died; it is started again", self._identity.rank
+            )
+            self.connected = False
+            self._thread = self._started()
 
     def close(self, timeout: float) -> None:
         """End the stream and its thread, waiting at most ``timeout`` seconds."""
@@ -77,6 +86,11 @@ class ServiceStream:
             call.cancel()
         self._outbox.wake()
         self._thread.join(timeout)
+
+    def _started(self) -> threading.Thread:
+        thread = threading.Thread(target=self._run, name="eplb-stream", daemon=True)
+        thread.start()
+        return thread
 
     def _run(self) -> None:
         backoff = _FIRST_BACKOFF_SECONDS
@@ -121,11 +135,17 @@ class ServiceStream:
             self._outbox.wake()
 
     def _requests(self, over: threading.Event) -> Iterator[agent_pb2.ConnectRequest]:
-        """What this side says; runs on a thread of gRPC's."""
+        """What this side says; runs on a thread of gRPC's. Heartbeats go out however much else there is to say."""
         yield agent_pb2.ConnectRequest(hello=messages.hello(self._identity, self._installed()))
+        beat_at = time.monotonic()
         while not over.is_set() and not self._closing.is_set():
-            welcome = self.welcome
-            item = self._outbox.take(timeout=welcome.heartbeat_seconds if welcome else 1.0)
+            left = beat_at - time.monotonic()
+            if left <= 0:
+                welcome = self.welcome
+                beat_at = time.monotonic() + (welcome.heartbeat_seconds if welcome else _FIRST_BEAT_SECONDS)
+                yield agent_pb2.ConnectRequest(heartbeat=self._beat())
+                continue
+            item = self._outbox.take(timeout=left)
             if over.is_set():
                 if item is not None:
                     self._outbox.restore(item)
@@ -135,8 +155,6 @@ class ServiceStream:
                 yield agent_pb2.ConnectRequest(heat_report=report)
             elif item is not None:
                 yield agent_pb2.ConnectRequest(plan_status=item)
-            else:
-                yield agent_pb2.ConnectRequest(heartbeat=self._beat())
 
     def _hear(self, response: agent_pb2.ConnectResponse) -> None:
         kind = response.WhichOneof("message")

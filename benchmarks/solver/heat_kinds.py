@@ -1,7 +1,7 @@
 """Generated heat of four kinds, drawn as recorded heat moves: static, drift, phased and bursty.
 
-Each step draws its tokens' choices from a popularity vector (multinomial, no expert above one in ``choices``). Odd layers start from a
-Zipf law (exponent 0.5 to 0.9), even layers from a lognormal (sd 0.6 to 1.2).
+Each step draws its tokens' choices from a popularity vector (multinomial, no expert above one in ``choices``). Odd
+layers start from a Zipf law (exponent 0.5 to 0.9), even layers from a lognormal (sd 0.6 to 1.2).
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def generate(
     return heat_TLE
 
 
-def source_mix(layers: int, experts: int, ranks: int, spread: float, seed: int = 0) -> npt.NDArray[np.float64]:
+def source_mix(
+    layers: int, experts: int, ranks: int, spread: float, seed: int = 0
+) -> npt.NDArray[np.float64]:
     """Each expert's split over source ranks, a persistent lognormal mix, float64 ``[ranks, layers, experts]``."""
     mix_RLE = np.exp(np.random.default_rng([seed, ranks]).normal(0, spread, (ranks, layers, experts)))
     return mix_RLE / mix_RLE.sum(axis=0)

@@ -12,12 +12,14 @@ from eplb_service.cli.errors import UserError
 from eplb_service.planner.settings import POLICIES
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+    from eplb_service.demo.acts import ModelAct, TraceAct
 
 _DISPATCHERS = ("all2allv", "allgather")
-_DEFAULT_LAYERS, _DEFAULT_EXPERTS, _DEFAULT_TOKENS, _DEFAULT_TOP_K = 6, 32, 256, 4
+_TRACE_LAYERS, _TRACE_HIDDEN, _TRACE_INTERMEDIATE = 6, 128, 64
 _FAILED_EXIT_CODE = 1
+
+Shape = tuple[int, int, int]
+"""T, L and E of what is balanced."""
 
 
 def demo(
@@ -28,13 +30,21 @@ def demo(
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Heat to serve: .npz with 'heat' or 'counts' [steps, layers, experts]. Default: made up, drifting."
+            help="Serve this heat instead of the embedded model: a trace of any format that `eplb trace` knows."
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to serve, from the trace's beginning.")] = 320,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to serve; of a trace, from its beginning.")] = 480,
     layers: Annotated[
-        int, typer.Option(min=1, help="MoE layers to hold, spread over the trace's.")
-    ] = _DEFAULT_LAYERS,
+        int | None,
+        typer.Option(
+            min=1,
+            help="MoE layers: of the model, how many are balanced (default all); of a trace, how many are held, "
+            f"spread over it (default {_TRACE_LAYERS}).",
+        ),
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Of the model: requests at a time on each rank (default 32).")
+    ] = None,
     window: Annotated[int, typer.Option(min=1, help="Steps that a decision looks at.")] = 64,
     interval: Annotated[int, typer.Option(min=1, help="Steps from one decision to the next.")] = 32,
     policy: Annotated[
@@ -44,16 +54,27 @@ def demo(
         str,
         typer.Option(help=f"One of {', '.join(_DISPATCHERS)}.", autocompletion=lambda: list(_DISPATCHERS)),
     ] = "all2allv",
-    hidden: Annotated[int, typer.Option(min=1, help="Hidden size of the layers.")] = 128,
-    intermediate: Annotated[int, typer.Option(min=1, help="Intermediate size of an expert.")] = 64,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, tokens and solver.")] = 0,
+    hidden: Annotated[
+        int | None, typer.Option(min=1, help=f"Of a trace: hidden size (default {_TRACE_HIDDEN}).")
+    ] = None,
+    intermediate: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help=f"Of a trace: intermediate size of an expert (default {_TRACE_INTERMEDIATE})."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of requests or tokens, and of the solver.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Write the summary to this .json file.")] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Write the heat that was served to this .npz file, a trace.")
+    ] = None,
     picture: Annotated[Path | None, typer.Option(help="Write the last view to this .svg file.")] = None,
 ) -> None:
-    """Serve routed tokens on live expert-parallel layers while the service balances them, and prove it.
+    """Serve a Mixture-of-Experts model on live expert-parallel ranks while the service balances it, and prove it.
 
-    Every step also runs through the same layers left alone: the two must give the same outputs, and their rank
-    loads are compared step by step. Exits with 1 where outputs differ or nothing was switched.
+    The embedded model answers requests of changing domains. Every step also runs through the same model left alone:
+    the two must generate the same bytes, and their rank loads are compared step by step. Exits with 1 where outputs
+    differ or nothing was switched.
     """
     if importlib.util.find_spec("torch") is None:
         raise UserError(
@@ -64,57 +85,79 @@ def demo(
     from eplb_service.cli.json_out import write_json
     from eplb_service.demo import summary
     from eplb_service.demo.ranks import RankDiedError
-    from eplb_service.demo.run import DemoSettings, check, run
+    from eplb_service.demo.recording import write_recording
+    from eplb_service.demo.stage import Stage
     from eplb_service.planner.settings import PlannerSettings
 
-    if json is not None:
-        check_output(json, (".json",))
-    if picture is not None:
-        check_output(picture, (".svg",))
+    for path, suffix in ((json, ".json"), (record, ".npz"), (picture, ".svg")):
+        if path is not None:
+            check_output(path, (suffix,))
     PlannerSettings(policy=policy, seed=seed)
+    act: ModelAct | TraceAct
     if dispatcher not in _DISPATCHERS:
         raise UserError(f"unknown dispatcher {dispatcher!r}; choose one of {', '.join(_DISPATCHERS)}")
-    counts_TLE = _heat(trace, steps, layers, seed)
-    settings = DemoSettings(
-        counts_TLE, ranks, redundant, hidden, intermediate, dispatcher, window, interval, policy, seed
-    )
-    check(settings)
-    with screen(counts_TLE) as show:
+    if trace is None:
+        _refuse("--trace", {"--hidden": hidden, "--intermediate": intermediate})
+        act, shape = _model_act(steps, layers, requests)
+    else:
+        _refuse("the model", {"--requests": requests})
+        act, shape = _trace_act(trace, steps, layers, hidden, intermediate)
+    stage = Stage(*shape, ranks, redundant, dispatcher, window, interval, policy, seed)
+    with screen(stage.steps) as show:
         try:
-            board = run(settings, show.update)
+            board = act.run(stage, show.update)
         except RankDiedError as error:
             show.fail(str(error))
             raise typer.Exit(_FAILED_EXIT_CODE) from error
-    figures = summary.summarise(board, counts_TLE)
+    figures = summary.summarise(board, stage)
     show.finish(summary.table(figures))
     if picture is not None:
         save_picture(picture, show.view(board), summary.table(figures))
     if json is not None:
         write_json(json, figures)
+    if record is not None:
+        write_recording(record, board)
     complaint = summary.complaint(board)
     if complaint is not None:
         show.fail(complaint)
         raise typer.Exit(_FAILED_EXIT_CODE)
 
 
-def _heat(trace: Path | None, steps: int, layers: int, seed: int) -> npt.NDArray[np.int64]:
-    """Heat to serve, int64 ``[T, L, E]``: of the trace, or made up."""
+def _refuse(belongs_to: str, options: dict[str, int | None]) -> None:
+    """Raise ``UserError`` where an option is given that means nothing here."""
+    for name, value in options.items():
+        if value is not None:
+            raise UserError(f"{name} goes with {belongs_to} alone")
+
+
+def _model_act(steps: int, layers: int | None, requests: int | None) -> tuple[ModelAct, Shape]:
+    """The embedded model, its first ``layers`` balanced."""
+    from eplb_service.demo.acts import ModelAct
+    from eplb_service.demo.embedded_model import layers_and_experts
+
+    held, experts = layers_and_experts()
+    if layers is not None and layers > held:
+        raise UserError(f"the model has {held} MoE layers, --layers asks for {layers}")
+    act = ModelAct() if requests is None else ModelAct(rows=requests)
+    return act, (steps, layers or held, experts)
+
+
+def _trace_act(
+    trace: Path, steps: int, layers: int | None, hidden: int | None, intermediate: int | None
+) -> tuple[TraceAct, Shape]:
+    """The first steps of a trace, on some of its layers."""
     import numpy as np
 
-    from eplb_service.heat.synthetic import synthetic_heat
-    from eplb_service.heat.trace import read_heat
+    from eplb_service.demo.acts import TraceAct
     from eplb_service.heat.window import HeatError
+    from eplb_service.traces.open import read_heat
 
-    if trace is None:
-        made_TLE = synthetic_heat(
-            "drift", steps, layers, _DEFAULT_EXPERTS, _DEFAULT_TOKENS, _DEFAULT_TOP_K, seed
-        )
-        return made_TLE.astype(np.int64)
     heat_TLE = read_heat(trace)
     if heat_TLE.dtype.kind == "f":
         raise HeatError(f"{trace}: the demo serves whole tokens, this trace holds fractions of them")
-    spread_L = np.unique(np.linspace(0, heat_TLE.shape[1] - 1, layers).round().astype(int))
-    chosen_TLE = heat_TLE[:steps, spread_L]
+    spread_L = np.unique(np.linspace(0, heat_TLE.shape[1] - 1, layers or _TRACE_LAYERS).round().astype(int))
+    chosen_TLE = heat_TLE[:steps, spread_L].astype(np.int64)
     if chosen_TLE.sum() == 0:
         raise HeatError(f"{trace}: the first {steps} steps hold no tokens")
-    return chosen_TLE.astype(np.int64)
+    act = TraceAct(chosen_TLE, hidden or _TRACE_HIDDEN, intermediate or _TRACE_INTERMEDIATE)
+    return act, chosen_TLE.shape

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
@@ -26,10 +24,10 @@ _PICTURE_WIDTH = 132
 class Screen:
     """Takes the score as it comes in."""
 
-    def __init__(self, console: Console, live: Live | None, counts_TLE: npt.NDArray[np.integer]) -> None:
+    def __init__(self, console: Console, live: Live | None, steps: int) -> None:
         self._console = console
         self._live = live
-        self._counts_TLE = counts_TLE
+        self._steps = steps
         self._last_line = 0.0
         self._last_status = ""
 
@@ -43,7 +41,7 @@ class Screen:
             self._last_line = time.monotonic()
             recent = max(0, board.steps - _HEAT_STEPS)
             self._console.print(
-                f"step {board.steps}/{len(self._counts_TLE)}: PAR {board.par('still', recent):.3f} left alone, "
+                f"step {board.steps}/{self._steps}: PAR {board.par('still', recent):.3f} left alone, "
                 f"{board.par('live', recent):.3f} balanced; {board.layers_switched} layers switched, "
                 f"{board.bytes_moved / 1e6:.1f} MB moved",
                 highlight=False,
@@ -61,20 +59,19 @@ class Screen:
 
     def view(self, board: Scoreboard, status: str = "") -> RenderableType:
         """The live view as it stands."""
-        recent_TLE = self._counts_TLE[max(0, board.steps - _HEAT_STEPS) : board.steps]
-        heat_LE = recent_TLE.mean(axis=0) if len(recent_TLE) else None
-        return render(board, len(self._counts_TLE), heat_LE, status)
+        heat_LE = board.counts(_HEAT_STEPS).mean(axis=0) if board.steps else None
+        return render(board, self._steps, heat_LE, status)
 
 
 @contextmanager
-def screen(counts_TLE: npt.NDArray[np.integer]) -> Iterator[Screen]:
-    """A screen on standard output, for heat ``counts_TLE``."""
+def screen(steps: int) -> Iterator[Screen]:
+    """A screen on standard output, for a demo of so many steps."""
     console = Console()
     if not console.is_terminal:
-        yield Screen(console, None, counts_TLE)
+        yield Screen(console, None, steps)
         return
     with Live(console=console, refresh_per_second=8) as live:
-        yield Screen(console, live, counts_TLE)
+        yield Screen(console, live, steps)
 
 
 def save_picture(path: Path, view: RenderableType, summary: RenderableType) -> None:

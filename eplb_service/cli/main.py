@@ -23,7 +23,7 @@ INTERRUPT_EXIT_CODE = 130
 
 
 class CommandEntry(NamedTuple):
-    """Where a command lives; its function has the command's name."""
+    """Where a command lives; its function, or its group of commands, has the command's name."""
 
     module: str
     panel: str
@@ -39,6 +39,8 @@ COMMANDS = {
     "serve": CommandEntry("serve", _SERVICE, "Run the control plane that agents connect to."),
     "solve": CommandEntry("solve", _OFFLINE, "Compute a placement from recorded heat."),
     "replay": CommandEntry("replay", _OFFLINE, "Run the planner along a trace and score each policy."),
+    "advise": CommandEntry("advise", _OFFLINE, "Say what to set, and whether balancing pays."),
+    "trace": CommandEntry("trace", _OFFLINE, "Look at heat traces, convert, cut, or make some up."),
     "warmup": CommandEntry("warmup", _OFFLINE, "Compile the solver once, so that later starts need not."),
     "deployments": CommandEntry("operate", _OPERATE, "List the deployments."),
     "status": CommandEntry("operate", _OPERATE, "Show one deployment: balance, agents, last decision."),
@@ -67,8 +69,11 @@ class LazyGroup(TyperGroup):
 def load_command(name: str) -> Any:
     """Import the command's module and build its parser."""
     module = importlib.import_module(f"eplb_service.cli.{COMMANDS[name].module}")
+    command = getattr(module, name)
+    if isinstance(command, typer.Typer):
+        return typer.main.get_command(command)
     single = typer.Typer(add_completion=False)
-    single.command(name)(getattr(module, name))
+    single.command(name)(command)
     return typer.main.get_command(single)
 
 

@@ -44,11 +44,10 @@ def deployments(
     if json:
         print_json({"deployments": [_plain(status) for status in answer.deployments]})
         return
-    table = Table("deployment", "shape", "agents", "epoch", "PAR", "switched", "moved", "steps lost", "state")
+    table = Table("deployment", "agents", "epoch", "PAR", "switched", "moved", "lost steps", "state")
     for status in answer.deployments:
         table.add_row(
             status.deployment,
-            _shape(status),
             f"{status.agents_connected}/{status.ranks}",
             str(status.epoch),
             _par(status.par),
@@ -86,7 +85,12 @@ def status(
     for agent in answer.agents:
         connected = "yes" if agent.connected else "[red]no[/]"
         agent_table.add_row(
-            str(agent.rank), escape(agent.node), connected, str(agent.step), str(agent.epoch), escape(agent.error)
+            str(agent.rank),
+            escape(agent.node),
+            connected,
+            str(agent.step),
+            str(agent.epoch),
+            escape(agent.error),
         )
     console.print(layer_table, agent_table)
 
@@ -193,7 +197,7 @@ def _state(status: operator_pb2.DeploymentStatus) -> str:
         return f"[red]{len(status.problems)} problem{'s' if len(status.problems) > 1 else ''}[/]"
     if status.paused:
         return "[yellow]paused[/]"
-    return f"plan {status.plan_id} under way" if status.plan_id else "[green]well[/]"
+    return "switching" if status.plan_id else "[green]well[/]"
 
 
 def _par(value: float) -> str:

@@ -2,112 +2,197 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from eplb_service.atomic_write import check_output
 from eplb_service.cli.errors import UserError
 from eplb_service.cli.json_out import print_json, write_json
+from eplb_service.cli.numbers import whole_numbers
+from eplb_service.cli.replay_progress import replay_progress
 from eplb_service.cli.replay_report import print_replay, replay_document
+from eplb_service.cli.report_file import check_charts, report_facts, write_charts, write_report
+from eplb_service.cli.trace_options import (
+    AsOption,
+    BatchOption,
+    ExpertsOption,
+    HeatOption,
+    MapOption,
+    reading,
+)
 from eplb_service.cli.warmup import compile_solver
-from eplb_service.heat.trace import read_heat
-from eplb_service.placement import Placement
+from eplb_service.heat.placement_file import read_placement
 from eplb_service.planner.settings import POLICIES, PlannerSettings
-from eplb_service.replay.result import Decision
-from eplb_service.replay.schedule import Schedule
+from eplb_service.planner.topology import Topology
+from eplb_service.replay.costs import Costs
+from eplb_service.traces.routes import DEFAULT_BATCH
+
+_DEFAULTS = PlannerSettings()
+_COSTS = Costs()
 
 
 def replay(
-    heat: Annotated[
-        Path, typer.Option(help="Trace: .npz with 'heat' or 'counts' [steps, layers, experts], or .npy.")
-    ],
+    heat: HeatOption,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of the expert-parallel group.")],
-    slots: Annotated[int | None, typer.Option(min=1, help="Expert slots per rank and layer.")] = None,
+    slots: Annotated[
+        str | None, typer.Option(help="Expert slots per rank and layer; several with commas.")
+    ] = None,
     redundant: Annotated[
-        int | None, typer.Option(min=0, help="Slots per layer beyond one per expert, instead of --slots.")
+        str | None,
+        typer.Option(help="Slots per layer beyond one per expert, instead of --slots; several with commas."),
     ] = None,
-    policy: Annotated[str, typer.Option(help="Policies to score, with commas between.")] = ",".join(POLICIES),
-    window: Annotated[int, typer.Option(min=1, help="Steps that a decision looks at.")] = 256,
-    interval: Annotated[int, typer.Option(min=1, help="Steps from one decision to the next.")] = 256,
+    placement: Annotated[
+        Path | None,
+        typer.Option(help="Placement at the start (.npz, .json, .yaml, .pt); in order where not given."),
+    ] = None,
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="Policies to score, with commas between: "
+            "none, deepseek, flashlb, flashlb-no-tree and other ablations ('all' names them), or your module:function."
+        ),
+    ] = ",".join(POLICIES),
+    window: Annotated[str, typer.Option(help="Steps that a decision looks at; several with commas.")] = "256",
+    interval: Annotated[str, typer.Option(help="Steps between decisions; several with commas.")] = "256",
+    par_threshold: Annotated[
+        float, typer.Option(help="Layers at or below this PAR are left alone.")
+    ] = _DEFAULTS.par_threshold,
+    min_gain: Annotated[
+        float, typer.Option(help="PAR that a layer must win to be switched.")
+    ] = _DEFAULTS.min_gain,
+    max_layers: Annotated[
+        int | None, typer.Option(min=1, help="Most layers per decision; all by default.")
+    ] = None,
+    move_price: Annotated[
+        float, typer.Option(help="PAR that moving every slot of a layer must win.")
+    ] = _DEFAULTS.move_price,
+    step_ms: Annotated[
+        float, typer.Option(help="Time of a model step; 0: decisions take effect at once.")
+    ] = 0.0,
+    moe_share: Annotated[
+        float, typer.Option(help="Part of a step that the hottest rank decides.")
+    ] = _COSTS.moe_share,
+    bytes_per_expert: Annotated[int, typer.Option(min=0, help="Weights of one expert in one layer.")] = 0,
+    bandwidth: Annotated[
+        float, typer.Option(help="GB a second that a rank receives while it serves.")
+    ] = _COSTS.bandwidth / 1e9,
+    solve_ms: Annotated[float, typer.Option(help="From the end of a window to the plan.")] = _COSTS.solve_ms,
+    commit_ms: Annotated[
+        float, typer.Option(help="Standstill of all ranks a switched layer.")
+    ] = _COSTS.commit_ms,
+    hindsight: Annotated[
+        bool, typer.Option(help="Also fit a placement on the very steps served, and tell regret.")
+    ] = True,
     seed: Annotated[int, typer.Option(min=0, help="Of every random choice.")] = 0,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Layers solved at a time; all cores by default.")
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes; as many as cores by default.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write every decision to this .json file as well.")] = None,
+    ray: Annotated[
+        str | None, typer.Option(help="Run on the Ray cluster at this address ('local': here).")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Layers solved at a time in each process.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write every decision to this .json file.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write a report with charts to this .html file.")
+    ] = None,
+    png: Annotated[Path | None, typer.Option(help="Write the charts as .png into this folder.")] = None,
+    read_as: AsOption = None,
+    map: MapOption = None,
+    experts: ExpertsOption = None,
+    batch: BatchOption = DEFAULT_BATCH,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
     """Run the planner along a trace: decide on a window, serve the next steps under the decision, and score those.
 
-    All policies start from experts in order and are scored over the same steps, those after the first window.
+    All policies start from the same placement and are scored over the same steps, those after the first window.
+    Windows, intervals and slots with several values are run in all combinations. Ctrl-C ends the work and still tells,
+    writes and draws what all policies have done by then.
     """
     if out is not None:
         check_output(out, (".json",))
-    policies = _policies(policy)
-    settings = PlannerSettings(seed=seed, threads=threads)
-    schedule = Schedule(window, interval)
-    heat_TLE = read_heat(heat)
-    steps, layers, experts = heat_TLE.shape
-    placement = Placement.linear(layers, experts, ranks, _slots(experts, ranks, slots, redundant))
-    decisions = len(schedule.decisions(steps))
-    compile_solver()
+    if report is not None:
+        check_output(report, (".html",))
+    if png is not None:
+        check_charts(png)
+    settings = PlannerSettings(
+        par_threshold=par_threshold,
+        min_gain=min_gain,
+        max_layers=max_layers,
+        move_price=move_price,
+        seed=seed,
+        threads=threads,
+    )
+    costs = Costs(step_ms, moe_share, bytes_per_expert, bandwidth * 1e9, solve_ms, commit_ms)
+    windows, intervals = whole_numbers("--window", window), whole_numbers("--interval", interval)
+    names = policies_of(policy)
+    from eplb_service.replay import jobs as replay_jobs
     from eplb_service.replay import runner
 
-    with _progress(policies, decisions) as advance:
-        result = runner.replay(
-            heat_TLE, placement, policies, schedule, settings=settings, on_decision=advance
-        )
-    document = replay_document(result, placement)
+    file = replay_jobs.TraceFile(heat, reading(read_as, map, experts, batch))
+    trace = file.open()
+    slot_counts = slots_of(trace.experts, ranks, slots, redundant)
+    start = read_placement(placement, trace.experts, ranks).phy2log_LRS if placement else None
+    if start is not None and {start.shape[2]} != set(slot_counts):
+        raise UserError(f"--placement has {start.shape[2]} slots a rank, asked for {slot_counts}")
+    scene = replay_jobs.Scene(Topology.flat(ranks), costs, start)
+    jobs = runner.jobs_for(
+        names, runner.schedules(windows, intervals, slot_counts), settings, hindsight=hindsight
+    )
+    for job in jobs:
+        job.setup.schedule.decisions(trace.steps)
+        scene.placement(trace, job.setup)
+        if job.policy is not None and job.policy.target:
+            job.policy.external()
+    compile_solver()
+    with replay_progress(jobs, trace.steps) as advance:
+        result = runner.replay_file(file, jobs, scene, workers=workers, ray=ray, on_progress=advance)
+    if report is not None:
+        write_report(report, result, f"Replay of {heat.name}", report_facts(trace, settings, costs))
+    if png is not None:
+        write_charts(png, result)
+    document = replay_document(result)
     if out is not None:
         write_json(out, document)
     if json:
         print_json(document)
     else:
-        print_replay(Console(soft_wrap=True, highlight=False), result, placement)
+        print_replay(Console(soft_wrap=True, highlight=False), result)
+    if result.interrupted:
+        raise typer.Exit(130)
 
 
-def _policies(text: str) -> tuple[str, ...]:
+def policies_of(text: str) -> tuple[str, ...]:
+    """The policies that ``--policy`` names, each once; raises ``UserError`` where there are none or an unknown one."""
+    from eplb_service.replay.policy import NAMES
+
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    unknown = [name for name in names if name not in POLICIES]
+    if names == ("all",):
+        return NAMES
+    unknown = [name for name in names if name not in NAMES and ":" not in name]
     if unknown or not names:
         found = ", ".join(map(repr, unknown)) or "nothing"
-        raise UserError(f"--policy names {found}; choose among {', '.join(POLICIES)}")
+        raise UserError(f"--policy names {found}; choose among {', '.join(NAMES)}, or give module:function")
     return names
 
 
-def _slots(experts: int, ranks: int, slots: int | None, redundant: int | None) -> int:
-    if (slots is None) == (redundant is None):
+def slots_of(experts: int, ranks: int, slots: str | None, redundant: str | None) -> list[int]:
+    """Slots a rank, of either option; raises ``UserError`` where they do not spread evenly."""
+    if slots is not None and redundant is not None:
         raise UserError("give either --slots or --redundant")
     if slots is not None:
-        return slots
-    total = experts + (redundant or 0)
-    if total % ranks:
-        raise UserError(
-            f"{experts} experts and {redundant} redundant ones do not spread evenly over {ranks} ranks; "
-            f"use --redundant {-experts % ranks} or that plus a multiple of {ranks}"
-        )
-    return total // ranks
-
-
-@contextmanager
-def _progress(policies: tuple[str, ...], decisions: int) -> Iterator[Callable[[str, Decision], None]]:
-    """A progress bar on stderr, one task a policy."""
-    columns = (
-        TextColumn("{task.description:>8}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("PAR {task.fields[par]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        tasks = {name: progress.add_task(name, total=decisions, par="…") for name in policies}
-
-        def advance(name: str, decision: Decision) -> None:
-            progress.update(tasks[name], advance=1, par=f"{decision.par_realised:.3f}")
-
-        yield advance
+        return whole_numbers("--slots", slots)
+    counts = []
+    for count in whole_numbers("--redundant", redundant or str(-experts % ranks), least=0):
+        total = experts + count
+        if total % ranks:
+            raise UserError(
+                f"{experts} experts and {count} redundant ones do not spread evenly over {ranks} ranks; "
+                f"use --redundant {-experts % ranks} or that plus a multiple of {ranks}"
+            )
+        counts.append(total // ranks)
+    return counts

@@ -2,61 +2,62 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from eplb_service.placement import Placement
 from eplb_service.replay.result import PolicyReplay, Replay
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_CURVE_WIDTH = 16
+_CURVE_WIDTH = 12
 
 
-def print_replay(console: Console, result: Replay, placement: Placement) -> None:
+def print_replay(console: Console, result: Replay) -> None:
     """A table with one row a policy; the curves of all policies share one scale."""
     curves = [curve(policy) for policy in result.policies]
     low, high = min(map(min, curves)), max(map(max, curves))
+    with_regret = result.score(result.policies[0]).regret is not None
     table = Table()
-    table.add_column("policy")
-    for heading in ("PAR", "worst layer", "moves each", "solve ms"):
+    table.add_column("policy", no_wrap=True)
+    headings = ["PAR", *(["regret"] if with_regret else []), "moves each", "solve ms"]
+    for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("along the trace", no_wrap=True)
+    table.add_column("along", no_wrap=True)
     for policy, values in zip(result.policies, curves, strict=True):
-        share = policy.moves_per_decision / placement.phy2log_LRS.size
+        score = result.score(policy)
+        slots = result.layers * result.ranks * policy.setup.slots
         table.add_row(
-            policy.policy,
+            policy.label,
             f"{policy.par_realised:.3f}",
-            f"{policy.par_realised_L.max():.3f}",
-            f"{policy.moves_per_decision:.1f} ({share:.0%})",
+            *([f"{score.regret:.3f}"] if score.regret is not None else []),
+            f"{policy.moves_per_decision:.1f} ({policy.moves_per_decision / slots:.0%})",
             f"{policy.seconds_mean * 1e3:.1f}",
             "".join(_block(value, low, high) for value in values),
         )
-    decisions = len(result.policies[0].decisions)
-    console.print(
-        f"{placement.layers} layers x {placement.experts} experts on {placement.ranks} ranks x "
-        f"{placement.slots} slots; steps scored {result.steps}, decisions {decisions}"
-    )
-    console.print(table)
-    console.print(
-        f"PAR: hottest rank over mean rank in each step; curves from {low:.2f} to {high:.2f}. "
-        f"Each decision sees {result.window} steps and serves {result.interval}."
-    )
+    console.print(_headline(result))
+    console.print(table, soft_wrap=False)
+    for line in _footnotes(result, low, high):
+        console.print(line)
 
 
-def replay_document(result: Replay, placement: Placement) -> dict[str, Any]:
+def replay_document(result: Replay) -> dict[str, Any]:
     """Everything that a replay found, with plain names and units in them."""
+    setups = [yardstick.setup for yardstick in result.yardsticks]
     return {
-        "layers": placement.layers,
-        "experts": placement.experts,
-        "ranks": placement.ranks,
-        "slots": placement.slots,
-        "window_steps": result.window,
-        "interval_steps": result.interval,
+        "layers": result.layers,
+        "experts": result.experts,
+        "ranks": result.ranks,
+        "slots": setups[0].slots,
+        "window_steps": setups[0].schedule.window,
+        "interval_steps": setups[0].schedule.interval,
+        "first_step_scored": result.first,
         "steps_scored": result.steps,
-        "policies": {policy.policy: _policy_document(policy) for policy in result.policies},
+        "interrupted": result.interrupted,
+        "costs": asdict(result.costs),
+        "policies": {policy.label: _policy_document(result, policy) for policy in result.policies},
     }
 
 
@@ -67,23 +68,66 @@ def curve(policy: PolicyReplay) -> list[float]:
     return [float(stretch.mean()) for stretch in stretches]
 
 
+def _headline(result: Replay) -> str:
+    slots = sorted({policy.setup.slots for policy in result.policies})
+    decisions = sorted({len(policy.decisions) for policy in result.policies})
+    return (
+        f"{result.layers} layers x {result.experts} experts on {result.ranks} ranks x "
+        f"{' or '.join(map(str, slots))} slots; steps scored {result.steps}, "
+        f"decisions {' or '.join(map(str, decisions))}"
+        + ("; stopped early, all policies up to the same decision" if result.interrupted else "")
+    )
+
+
+def _footnotes(result: Replay, low: float, high: float) -> list[str]:
+    first = result.policies[0]
+    score, schedule = result.score(first), first.setup.schedule
+    lines = [
+        f"PAR: hottest rank over mean rank in each step; curves from {low:.2f} to {high:.2f}. "
+        f"Each decision sees {schedule.window} steps and serves {schedule.interval}.",
+        f"Left alone it is {score.par_left_alone:.3f}; token sampling alone leaves about {score.floor:.3f}. "
+        "Regret: above the best that hindsight knows.",
+    ]
+    if result.costs.step_ms:
+        best = min(result.policies, key=lambda policy: policy.par_realised)
+        won = result.score(best)
+        lines.append(
+            f"{best.label} saves {won.saved_ms:.2f} ms of a step of {result.costs.step_ms:g} ms, and its switches "
+            f"cost {won.stall_ms:.3f} ms of it."
+        )
+    return lines
+
+
 def _block(value: float, low: float, high: float) -> str:
     height = (value - low) / (high - low) if high > low else 0.0
     return _BLOCKS[round(height * (len(_BLOCKS) - 1))]
 
 
-def _policy_document(policy: PolicyReplay) -> dict[str, Any]:
+def _policy_document(result: Replay, policy: PolicyReplay) -> dict[str, Any]:
+    score = result.score(policy)
     return {
+        "policy": policy.policy,
+        "slots": policy.setup.slots,
+        "window_steps": policy.setup.schedule.window,
+        "interval_steps": policy.setup.schedule.interval,
         "par_realised": policy.par_realised,
         "par_realised_per_layer": policy.par_realised_L,
+        "par_left_alone": score.par_left_alone,
+        "noise_floor": score.floor,
+        "par_hindsight": score.hindsight,
+        "regret": score.regret,
         "par_planned": policy.par_planned,
         "moves": policy.moves,
+        "bytes_moved": score.bytes_moved,
+        "saved_ms_per_step": score.saved_ms,
+        "stall_ms_per_step": score.stall_ms,
         "solve_ms_mean": policy.seconds_mean * 1e3,
         "solve_ms_max": policy.seconds_max * 1e3,
         "decisions": [
             {
                 "step": decision.step,
                 "steps": decision.steps,
+                "steps_before_it_took_effect": decision.late,
                 "layers_changed": decision.layers_changed,
                 "moves": decision.moves,
                 "par_seen": decision.par_seen,

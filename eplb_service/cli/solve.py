@@ -13,12 +13,27 @@ from rich.table import Table
 
 from eplb_service.atomic_write import check_output
 from eplb_service.cli.json_out import print_json
+from eplb_service.cli.trace_options import (
+    AsOption,
+    BatchOption,
+    ExpertsOption,
+    HeatOption,
+    MapOption,
+    reading,
+)
 from eplb_service.cli.warmup import compile_solver
-from eplb_service.heat.placement_file import SUFFIXES, read_placement, write_placement
-from eplb_service.heat.trace import read_heat
+from eplb_service.heat.placement_file import (
+    FORMATS,
+    SUFFIXES,
+    placement_format,
+    read_placement,
+    write_placement,
+)
 from eplb_service.placement import Placement, check_shape
 from eplb_service.planner.scoring import par, rank_loads
 from eplb_service.planner.settings import POLICIES, PlannerSettings
+from eplb_service.traces.open import naming, open_trace
+from eplb_service.traces.routes import DEFAULT_BATCH
 
 if TYPE_CHECKING:
     from eplb_service.offline import Solution
@@ -27,19 +42,25 @@ _WORST_LAYERS = 5
 
 
 def solve(
-    heat: Annotated[
-        Path, typer.Option(help="Trace: .npz with 'heat' or 'counts' [steps, layers, experts], or .npy.")
-    ],
+    heat: HeatOption,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of the expert-parallel group.")],
     slots: Annotated[
         int, typer.Option(min=1, help="Expert slots per rank and layer, redundant ones included.")
     ],
-    out: Annotated[
-        Path, typer.Option(help="File to write: .npz (phy2log, log2phy) or .json (vLLM-Ascend expert_map).")
-    ],
+    out: Annotated[Path, typer.Option(help="File to write: .npz (with tables), .json or .yaml.")],
+    format: Annotated[
+        str | None,
+        typer.Option(
+            help=f"One of {', '.join(FORMATS)}; by default what the name of --out says, .json vllm-ascend."
+        ),
+    ] = None,
+    first_layer: Annotated[
+        int,
+        typer.Option(min=0, help="The model's number of its first MoE layer (tensorrt-llm counts by it)."),
+    ] = 0,
     placement: Annotated[
         Path | None,
-        typer.Option(help="Placement that serves now (.npz, .npy, .json); in order where not given."),
+        typer.Option(help="Placement that serves now (.npz, .json, .yaml, .pt); in order where not given."),
     ] = None,
     policy: Annotated[
         str, typer.Option(help=f"One of {', '.join(POLICIES)}.", autocompletion=lambda: list(POLICIES))
@@ -48,13 +69,21 @@ def solve(
     threads: Annotated[
         int | None, typer.Option(min=1, help="Layers solved at a time; all cores by default.")
     ] = None,
+    read_as: AsOption = None,
+    map: MapOption = None,
+    experts: ExpertsOption = None,
+    batch: BatchOption = DEFAULT_BATCH,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
     """Compute a placement and its tables from recorded heat, and show what they gain."""
     check_output(out, SUFFIXES)
     PlannerSettings(policy=policy, seed=seed, threads=threads)
-    heat_TLE = read_heat(heat)
-    steps, layers, experts = heat_TLE.shape
+    placement_format(out, format)
+    trace = open_trace(heat, reading(read_as, map, experts, batch))
+    steps, layers, experts = trace.shape
+    with naming(heat):
+        heat_TLE = trace.heat(0, steps)
+        source_RLE = trace.source(0, steps) if trace.facts.ranks == ranks else None
     check_shape(experts, ranks, slots)
     deployed = read_placement(placement, experts, ranks).phy2log_LRS if placement else None
     compile_solver()
@@ -62,12 +91,19 @@ def solve(
 
     began = time.perf_counter()
     solution = offline.solve(
-        heat_TLE, ranks, slots, placement=deployed, policy=policy, seed=seed, threads=threads
+        heat_TLE,
+        ranks,
+        slots,
+        placement=deployed,
+        source_heat=None if source_RLE is None else source_RLE[None],
+        policy=policy,
+        seed=seed,
+        threads=threads,
     )
     milliseconds = (time.perf_counter() - began) * 1e3
     solved = Placement(solution.phy2log, experts)
-    write_placement(out, solved, solution.log2phy)
-    par_fixed_tables = float(par(rank_loads(heat_TLE, solved, solved.default_log2phy())).mean())
+    write_placement(out, solved, solution.log2phy, format, first_layer)
+    par_fixed_tables = float(par(rank_loads(heat_TLE, solved, solved.default_log2phy(), source_RLE)).mean())
     if json:
         print_json(_document(solution, policy, steps, milliseconds, par_fixed_tables))
         return
@@ -75,8 +111,10 @@ def solve(
     console.print(f"{policy}: {layers} layers x {experts} experts on {ranks} ranks x {slots} slots")
     console.print(_table(solution))
     console.print(f"PAR: hottest rank over mean rank in each of {steps} steps, mean over steps.")
-    if out.suffix == ".json":
-        console.print(f"An expert_map holds no tables; with its host's own, PAR is {par_fixed_tables:.3f}.")
+    if out.suffix != ".npz":
+        console.print(
+            f"{out.suffix[1:].upper()} holds no tables; with its host's own, PAR is {par_fixed_tables:.3f}."
+        )
     console.print(f"Solved in {milliseconds:.0f} ms; written to {out}.")
 
 

@@ -1,6 +1,7 @@
 """One deployment as a pure state machine: calls in, events out, no clock, sockets or threads.
 
-The ranks hold the truth about what is installed; everything here follows from what they say.
+The ranks hold the truth about what is installed; everything here follows from what they say. Events gather until
+``take_events``, so that none is lost where a call ends in a refusal.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ from dataclasses import dataclass, field
 from eplb_service.control.events import Event, LayerCommitted, PlacementKnown, PlanEnded, StreamsOutdated
 from eplb_service.control.hello import LONGEST_TEXT, RankHello
 from eplb_service.control.live import LivePlacement
-from eplb_service.control.plan_life import ContradictionError, Milestone, Offer, PlanLife
+from eplb_service.control.plan_life import ContradictionError, Milestone, Offer, Outcome, PlanLife
 from eplb_service.control.rank_list import rank_list
 from eplb_service.control.refusal import RefusedError
 from eplb_service.control.registration import Group, Member
+from eplb_service.control.silence import HeatSilence
 from eplb_service.heat.batch import HeatBatch
 from eplb_service.heat.gather import HeatGatherer
+from eplb_service.planner.plan import LayerPlan
 from eplb_service.wire.generated import agent_pb2
 
 _REFUSALS_KEPT = 16
+_PROBLEMS_KEPT = 8
 
 
 @dataclass(frozen=True)
@@ -66,14 +70,14 @@ class Deployment:
         Its bounds.
 
     The other fields are its state, for reading: ``plan`` is the one under way, ``ended_plan`` the one before;
-    ``planned_par`` holds what each switched layer's plan promised; ``refused`` the last words to ranks turned away.
+    ``planned_par`` holds what each switched layer's plan promised; ``refused`` the last words to ranks turned away;
+    ``plan_problems`` what went wrong with plans since the last decision; ``silence`` how long no heat has come.
     """
 
     name: str
     limits: Limits
     paused: bool = False
     last_decision: str = ""
-    contradiction: str = ""
     totals: Totals = field(default_factory=Totals)
     group: Group | None = None
     heat: HeatGatherer | None = None
@@ -81,7 +85,10 @@ class Deployment:
     ended_plan: PlanLife | None = None
     planned_par: dict[int, float] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
+    plan_problems: list[str] = field(default_factory=list)
+    silence: HeatSilence = field(default_factory=HeatSilence)
     _decided_at: int = 0
+    _events: list[Event] = field(default_factory=list)
 
     @property
     def live(self) -> LivePlacement | None:
@@ -93,13 +100,18 @@ class Deployment:
         """Ranks whose stream is alive."""
         return self.group.connected if self.group else []
 
+    def take_events(self) -> list[Event]:
+        """What has happened since the last time, in order."""
+        events, self._events = self._events, []
+        return events
+
     # Ranks come and go
 
-    def hello(self, hello: RankHello) -> list[Event]:
+    def hello(self, hello: RankHello) -> None:
         """A rank introduces itself; raises ``RefusedError`` where it cannot be taken in."""
-        events = self._make_way_for(hello)
+        self._make_way_for(hello)
         assert self.group is not None
-        events += self._follow_plan(hello.rank, hello.version)
+        self._follow_plan(hello.rank, hello.version)
         try:
             changed = self.group.join(hello)
         except RefusedError as error:
@@ -109,11 +121,10 @@ class Deployment:
             raise
         self.refused.pop(hello.rank, None)
         if self.group.live is None:
-            return events + self._interrupt_plan("the ranks moved on while the service could not hear them")
-        if changed:
+            self._interrupt_plan("the ranks moved on while the service could not hear them")
+        elif changed:
             self._expect_heat_of(self.group.live)
-            events.append(PlacementKnown(self.group.live))
-        return events
+            self._events.append(PlacementKnown(self.group.live))
 
     def leave(self, rank: int) -> None:
         """The rank's stream has ended."""
@@ -122,14 +133,15 @@ class Deployment:
 
     # What ranks tell
 
-    def heartbeat(self, rank: int, message: agent_pb2.Heartbeat) -> list[Event]:
+    def heartbeat(self, rank: int, message: agent_pb2.Heartbeat) -> None:
         """A rank is alive and serves what it says."""
         member = self._member(rank)
         member.step, member.error = message.step, message.error[:LONGEST_TEXT]
         member.epoch, member.digest = message.epoch, message.digest
-        return self._follow_plan(rank, member.version) + self._give_way_to_ranks()
+        self._follow_plan(rank, member.version)
+        self._give_way_to_ranks()
 
-    def plan_status(self, rank: int, status: agent_pb2.PlanStatus, now: float) -> list[Event]:
+    def plan_status(self, rank: int, status: agent_pb2.PlanStatus, now: float) -> None:
         """A rank's word about a plan; one about a plan before the last is of no use any more."""
         member = self._member(rank)
         member.step = max(member.step, status.step)
@@ -138,10 +150,10 @@ class Deployment:
         for life in (self.plan, self.ended_plan):
             if life is not None and life.offer.plan_id == status.plan_id:
                 try:
-                    return self._advance(life, life.hear(rank, status, now))
+                    self._advance(life, life.hear(rank, status, now))
                 except ContradictionError as error:
-                    self.contradiction = str(error)
-        return []
+                    self._note_problem(str(error))
+        self._give_way_to_ranks()
 
     def heat_batch(self, rank: int, batch: HeatBatch) -> int:
         """A rank's counts; returns how many steps they completed."""
@@ -181,6 +193,7 @@ class Deployment:
 
     def deciding(self) -> None:
         """A decision is being made on the window as it is now."""
+        self.plan_problems.clear()
         self._decided_at = self.heat.assembled if self.heat else 0
 
     def offer(self, offer: Offer, now: float) -> None:
@@ -189,27 +202,27 @@ class Deployment:
         assert self.heat is not None
         for milestone in offer.milestones:
             self.heat.place(milestone.update.layer, milestone.epoch, milestone.update.phy2log_RS)
-        self.contradiction = ""
         self.plan = PlanLife(offer, self.group.shape.ranks, now)
 
-    def tick(self, now: float) -> list[Event]:
+    def tick(self, now: float) -> None:
         """Time has passed."""
-        if self.plan is None:
-            return []
-        self.plan.tick(now, self.limits.plan_timeout)
-        return self._close_plan()
+        if self.heat is not None and self.connected:
+            self.silence.look(now, max(member.step for member in self.connected), self.heat.received)
+        if self.plan is not None:
+            self.plan.tick(now, self.limits.plan_timeout)
+            self._close_plan()
 
     # Transitions
 
-    def _make_way_for(self, hello: RankHello) -> list[Event]:
+    def _make_way_for(self, hello: RankHello) -> None:
         if self.group is not None and not self.group.yields_to(hello):
-            return []
-        events = self._interrupt_plan("the group of ranks was formed anew")
+            return
+        self._interrupt_plan("the group of ranks was formed anew")
         self.group, self.heat, self.ended_plan = Group(hello), None, None
         self.planned_par.clear()
         self.refused.clear()
-        self.contradiction, self._decided_at = "", 0
-        return events
+        self.plan_problems.clear()
+        self._decided_at, self.silence = 0, HeatSilence()
 
     def _expect_heat_of(self, live: LivePlacement) -> None:
         assert self.group is not None
@@ -221,57 +234,59 @@ class Deployment:
         for layer, epoch in enumerate(live.layer_epochs):
             self.heat.place(layer, epoch, live.placement.phy2log_LRS[layer])
 
-    def _follow_plan(self, rank: int, version: tuple[int, int]) -> list[Event]:
-        if self.live is None:
-            return []
+    def _follow_plan(self, rank: int, version: tuple[int, int]) -> None:
         for life in (self.plan, self.ended_plan):
             reached = life.sees(rank, *version) if life is not None else None
             if life is not None and reached is not None:
-                return self._advance(life, reached)
-        return []
+                self._advance(life, reached)
+                return
 
-    def _give_way_to_ranks(self) -> list[Event]:
-        live = self.live
-        if live is None or self.group is None or self.plan is not None:
-            return []
-        versions = {member.version for member in self.group.connected}
-        if len(versions) != 1 or versions == {(live.epoch, live.digest)}:
-            return []
-        self.group.forget_live()
-        ((epoch, _),) = versions
-        return [
-            StreamsOutdated(
-                f"the ranks serve epoch {epoch}, the service knew epoch {live.epoch}; say Hello again"
-            )
-        ]
+    def _give_way_to_ranks(self) -> None:
+        if self.group is None or self.plan is not None:
+            return
+        live, versions = self.live, {member.version for member in self.group.connected}
+        if live is None:
+            if self.group.moved_on is not None:
+                reason = f"rank {self.group.moved_on} has switched since its Hello; say Hello again"
+                self._events.append(StreamsOutdated(reason))
+        elif len(versions) == 1 and versions != {(live.epoch, live.digest)}:
+            ((epoch, _),) = versions
+            self.group.forget_live()
+            reason = f"the ranks serve epoch {epoch}, the service knew epoch {live.epoch}; say Hello again"
+            self._events.append(StreamsOutdated(reason))
 
-    def _advance(self, life: PlanLife, reached: list[Milestone]) -> list[Event]:
-        events: list[Event] = []
+    def _advance(self, life: PlanLife, reached: list[Milestone]) -> None:
         for milestone in reached:
-            if self.group is None or self.group.live is None or self.group.live.epoch + 1 != milestone.epoch:
-                continue
-            update = milestone.update
-            live = self.group.live.with_layer(update.layer, update.phy2log_RS, update.log2phy_RE)
-            self.group.live = live
-            self.planned_par[update.layer] = life.offer.decision.verdicts[update.layer].par_planned
-            bytes_moved = len(update.moves_M5) * self.group.shape.bytes_per_expert
-            self.totals.layers_switched += 1
-            self.totals.experts_moved += len(update.moves_M5)
-            self.totals.bytes_moved += bytes_moved
-            events.append(LayerCommitted(life.offer.plan_id, update, live, bytes_moved))
-        return events + self._close_plan()
+            if self.group is not None and self.live is not None and self.live.epoch + 1 == milestone.epoch:
+                self._commit(self.group, self.live, life, milestone.update)
+        self._close_plan()
 
-    def _interrupt_plan(self, reason: str) -> list[Event]:
-        if self.plan is None:
-            return []
-        self.plan.interrupt(reason)
-        return self._close_plan()
+    def _commit(self, group: Group, before: LivePlacement, life: PlanLife, update: LayerPlan) -> None:
+        live = before.with_layer(update.layer, update.phy2log_RS, update.log2phy_RE)
+        moves = len(update.moves_M5)
+        bytes_moved = moves * group.shape.bytes_per_expert
+        group.live = live
+        self.planned_par[update.layer] = life.offer.decision.verdicts[update.layer].par_planned
+        self.totals.layers_switched += 1
+        self.totals.experts_moved += moves
+        self.totals.bytes_moved += bytes_moved
+        self._events.append(LayerCommitted(life.offer.plan_id, update, live, bytes_moved))
 
-    def _close_plan(self) -> list[Event]:
-        if self.plan is None or self.plan.outcome is None:
-            return []
-        self.ended_plan, self.plan = self.plan, None
-        return [PlanEnded(self.ended_plan)]
+    def _interrupt_plan(self, reason: str) -> None:
+        if self.plan is not None:
+            self.plan.interrupt(reason)
+            self._close_plan()
+
+    def _close_plan(self) -> None:
+        if self.plan is not None and self.plan.outcome is not None:
+            self.ended_plan, self.plan = self.plan, None
+            self._events.append(PlanEnded(self.ended_plan))
+            if self.ended_plan.outcome is not Outcome.DONE:
+                self._note_problem(self.ended_plan.summary)
+
+    def _note_problem(self, problem: str) -> None:
+        if problem not in self.plan_problems:
+            self.plan_problems = [*self.plan_problems, problem][-_PROBLEMS_KEPT:]
 
     def _member(self, rank: int) -> Member:
         assert self.group is not None

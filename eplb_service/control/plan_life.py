@@ -24,6 +24,8 @@ from eplb_service.placement import combine_digests, layer_digest
 from eplb_service.planner.plan import LayerPlan, Plan
 from eplb_service.wire.generated import agent_pb2
 
+_REASONS_TOLD = 3
+
 
 class Outcome(str, enum.Enum):
     """How a plan ended."""
@@ -187,5 +189,9 @@ class PlanLife:
     def _settle_by_refusal(self) -> None:
         said = self._refusals or self._aborts
         self.outcome = Outcome.REFUSED if self._refusals else Outcome.ABORTED
-        rank, reason = min(said.items())
-        self.reason = f"rank {rank}: {reason or 'no reason given'}"
+        # Most ranks only follow the one whose fault it was: the reason that the fewest give comes first.
+        reasons: dict[str, list[int]] = {}
+        for rank, reason in sorted(said.items()):
+            reasons.setdefault(reason or "no reason given", []).append(rank)
+        told = sorted(reasons.items(), key=lambda item: len(item[1]))[:_REASONS_TOLD]
+        self.reason = "; ".join(f"{rank_list(ranks)}: {reason}" for reason, ranks in told)

@@ -9,8 +9,9 @@ import grpc
 import structlog
 
 from eplb_service.control.deployment import Deployment, Limits
-from eplb_service.control.events import Event, LayerCommitted, PlacementKnown, PlanEnded
+from eplb_service.control.events import LayerCommitted, PlacementKnown, PlanEnded
 from eplb_service.control.hello import RankHello
+from eplb_service.control.live import LivePlacement
 from eplb_service.control.planning import Decider
 from eplb_service.control.readings import mean_par, measured_par, problems
 from eplb_service.control.refusal import RefusedError, unknown_deployment
@@ -20,12 +21,19 @@ from eplb_service.control.stored import StoredDeployment, StoredPlacement
 from eplb_service.control.streams import RankStream, Streams
 from eplb_service.heat.batch import HeatBatch
 from eplb_service.telemetry.metrics import Metrics
+from eplb_service.traces.recording import Recording
+from eplb_service.traces.trace import TraceFacts
 from eplb_service.wire.generated import agent_pb2
 
 _log = structlog.get_logger(__name__)
 
 _FEWEST_PENDING_STEPS = 64
 _REPORTS_PENDING = 8
+
+
+def pending_steps(settings: ServiceSettings) -> int:
+    """Steps that a deployment's fastest rank may be ahead of its slowest before steps are lost."""
+    return max(_FEWEST_PENDING_STEPS, _REPORTS_PENDING * settings.report_steps)
 
 
 class ControlPlane:
@@ -37,11 +45,19 @@ class ControlPlane:
         Of the service.
     writer, metrics
         Where history and figures go.
+    recording
+        Where heat goes, if it is recorded.
 
     ``remembered`` holds what a deployment served when the last service stopped.
     """
 
-    def __init__(self, settings: ServiceSettings, writer: StoreWriter, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        writer: StoreWriter,
+        metrics: Metrics,
+        recording: Recording | None = None,
+    ) -> None:
         self.settings = settings
         self.streams = Streams()
         self.decider = Decider(settings.planner(), writer, self.streams, metrics)
@@ -49,9 +65,10 @@ class ControlPlane:
         self.remembered: dict[str, StoredPlacement] = {}
         self._writer = writer
         self._metrics = metrics
+        self._recording = recording
         self._limits = Limits(
             window_steps=settings.window_steps,
-            pending_steps=max(_FEWEST_PENDING_STEPS, _REPORTS_PENDING * settings.report_steps),
+            pending_steps=pending_steps(settings),
             episode_steps=max(1, settings.window_steps // settings.planner().episodes),
             plan_timeout=settings.plan_timeout_seconds,
         )
@@ -86,9 +103,10 @@ class ControlPlane:
         deployment = self.deployments.get(hello.deployment) or self._make_room_for(hello.deployment)
         group = deployment.group
         try:
-            events = deployment.hello(hello)
+            deployment.hello(hello)
         except RefusedError as error:
             _log.warning("agent_refused", deployment=hello.deployment, rank=hello.rank, reason=error.message)
+            self._follow_up(deployment)
             raise
         if deployment.group is not group:
             self._metrics.forget_layers(deployment.name)
@@ -96,7 +114,7 @@ class ControlPlane:
         _log.info(
             "agent_connected", deployment=deployment.name, rank=hello.rank, node=hello.node, epoch=hello.epoch
         )
-        self.apply(deployment, events)
+        self._follow_up(deployment)
         return deployment
 
     def release(self, deployment: Deployment, rank: int) -> None:
@@ -110,6 +128,8 @@ class ControlPlane:
         before = replace(deployment.totals)
         deployment.heat_batch(rank, batch)
         name, after = deployment.name, deployment.totals
+        if self._recording is not None:
+            self._recording.heat(name, rank, batch)
         self._metrics.steps_received.labels(name).inc(after.steps_received - before.steps_received)
         self._metrics.steps_lost.labels(name).inc(after.steps_lost - before.steps_lost)
         if deployment.is_due(self.settings.decision_interval):
@@ -117,7 +137,8 @@ class ControlPlane:
 
     def heartbeat(self, deployment: Deployment, rank: int, message: agent_pb2.Heartbeat) -> None:
         """A rank is alive."""
-        self.apply(deployment, deployment.heartbeat(rank, message))
+        deployment.heartbeat(rank, message)
+        self._follow_up(deployment)
 
     def plan_status(self, deployment: Deployment, rank: int, message: agent_pb2.PlanStatus) -> None:
         """A rank's word about a plan."""
@@ -125,7 +146,8 @@ class ControlPlane:
             self._metrics.transferred(deployment.name, message.transfer_seconds)
         elif message.state == agent_pb2.PLAN_STATE_COMMITTED:
             self._metrics.committed(deployment.name, message.commit_seconds)
-        self.apply(deployment, deployment.plan_status(rank, message, time.monotonic()))
+        deployment.plan_status(rank, message, time.monotonic())
+        self._follow_up(deployment)
 
     # Operators
 
@@ -141,7 +163,8 @@ class ControlPlane:
         """Look after deadlines and tell the metrics; called every second or so."""
         self._metrics.deployments.set(len(self.deployments))
         for deployment in self.deployments.values():
-            self.apply(deployment, deployment.tick(time.monotonic()))
+            deployment.tick(time.monotonic())
+            self._follow_up(deployment)
             self._tell(deployment)
 
     def remember_all(self) -> None:
@@ -151,12 +174,12 @@ class ControlPlane:
 
     # What follows from events
 
-    def apply(self, deployment: Deployment, events: list[Event]) -> None:
-        """Carry out what a state machine's events ask for."""
+    def _follow_up(self, deployment: Deployment) -> None:
         store, name = self._writer.store, deployment.name
-        for event in events:
+        for event in deployment.take_events():
             if isinstance(event, PlacementKnown):
                 self._writer.post(store.save_placement, name, event.live)
+                self._record_placement(deployment, event.live)
                 _log.info(
                     "placement_known",
                     deployment=name,
@@ -171,7 +194,21 @@ class ControlPlane:
                 _log.warning("streams_outdated", deployment=name, reason=event.reason)
                 self.streams.end(name, event.reason)
 
+    def _record_placement(self, deployment: Deployment, live: LivePlacement) -> None:
+        if self._recording is not None and deployment.group is not None:
+            facts = TraceFacts(
+                origin="recorded by eplb serve",
+                ranks=live.placement.ranks,
+                slots=live.placement.slots,
+                bytes_per_expert=deployment.group.shape.bytes_per_expert,
+                nodes_R=tuple(deployment.group.topology.nodes_R.tolist()),
+            )
+            self._recording.placed(deployment.name, facts, live.placement, live.layer_epochs)
+
     def _layer_committed(self, name: str, event: LayerCommitted) -> None:
+        if self._recording is not None:
+            layer = event.update.layer
+            self._recording.switched(name, layer, event.live.layer_epochs[layer], event.update.phy2log_RS)
         moves = len(event.update.moves_M5)
         self._metrics.layers_switched.labels(name).inc()
         self._metrics.moves.labels(name).inc(moves)

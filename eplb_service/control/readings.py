@@ -6,9 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.control.deployment import Deployment
-from eplb_service.control.plan_life import Outcome
 from eplb_service.control.rank_list import rank_list
 from eplb_service.planner.scoring import par
+
+_SILENT_SECONDS = 30.0
 
 
 def measured_par(deployment: Deployment) -> npt.NDArray[np.float64]:
@@ -43,15 +44,14 @@ def problems(deployment: Deployment) -> list[str]:
         found.append(
             f"{len(group.connected)} of {group.shape.ranks} ranks connected, missing {rank_list(group.missing)}"
         )
+    if deployment.silence.seconds > _SILENT_SECONDS:
+        found.append(
+            f"no step's heat has been put together for {deployment.silence.seconds:.0f} s, though the ranks make steps"
+        )
     found += [f"rank {member.rank}: {member.error}" for member in group.connected if member.error]
     if group.out_of_step and deployment.plan is None and group.live is not None:
         found.append(
             f"{rank_list(group.out_of_step)} not at epoch {group.live.epoch}, which the others serve"
         )
     found += [f"rank {rank} was turned away: {reason}" for rank, reason in sorted(deployment.refused.items())]
-    if deployment.contradiction:
-        found.append(deployment.contradiction)
-    ended = deployment.ended_plan
-    if ended is not None and ended.outcome is not Outcome.DONE:
-        found.append(ended.summary)
-    return found
+    return found + deployment.plan_problems

@@ -70,6 +70,14 @@ class Group:
         return [member.rank for member in self.connected if member.version != version]
 
     @property
+    def moved_on(self) -> int | None:
+        """A rank that has switched since its Hello while others were still to come, so that they would not agree."""
+        for rank, hello in self._waiting.items():
+            if self.members[rank].version != hello.version:
+                return rank
+        return None
+
+    @property
     def topology(self) -> Topology:
         """Nodes numbered in order of rank, token groups as told; needs every rank to have come once."""
         members = [self.members[rank] for rank in range(self.shape.ranks)]

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,12 @@ from eplb_service import __version__
 from eplb_service.control.agent_stream import AgentService
 from eplb_service.control.auth import TokenInterceptor
 from eplb_service.control.operator_api import OperatorService
-from eplb_service.control.plane import ControlPlane
+from eplb_service.control.plane import ControlPlane, pending_steps
 from eplb_service.control.settings import ServiceSettings, SettingsError
 from eplb_service.control.store import Store
 from eplb_service.control.store_writer import StoreWriter
 from eplb_service.telemetry.metrics import Metrics
+from eplb_service.traces.recording import Recording
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc, operator_pb2, operator_pb2_grpc
 
 _log = structlog.get_logger(__name__)
@@ -76,7 +77,11 @@ async def running_service(settings: ServiceSettings) -> AsyncIterator[RunningSer
         metrics_address = _serve_metrics(metrics, settings.metrics, stack)
         writer = StoreWriter(await asyncio.to_thread(Store, settings.store))
         stack.callback(writer.close)
-        plane = ControlPlane(settings, writer, metrics)
+        recording = None
+        if settings.record is not None:
+            recording = Recording(settings.record, pending_steps(settings))
+            stack.callback(recording.close)
+        plane = ControlPlane(settings, writer, metrics, recording)
         stack.push_async_callback(plane.decider.close)
         await plane.resume()
         probes = health.aio.HealthServicer()
@@ -92,7 +97,7 @@ async def running_service(settings: ServiceSettings) -> AsyncIterator[RunningSer
         yield RunningService(address, metrics_address, plane, warm)
 
 
-async def serve_until_stopped(settings: ServiceSettings, announce: Any) -> None:
+async def serve_until_stopped(settings: ServiceSettings, announce: Callable[[RunningService], None]) -> None:
     """Run until SIGTERM or SIGINT; ``announce`` is called with the ``RunningService`` once it listens."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -32,14 +32,16 @@ class Store:
     path
         A file, made where there is none, or ``MEMORY``.
 
-    Raises ``StoreError`` where the file is something else, or cannot be written. ``leader_term`` is this start's: one
-    more than the last start's on the same file. Plans that were under way are marked interrupted.
+    Raises ``StoreError`` where the file is something else, or cannot be written. ``leader_term`` is this start's:
+    past that of the last start on the same file, and the clock in seconds. Plans that were under way are marked
+    interrupted.
     """
 
     def __init__(self, path: str) -> None:
         self._db = open_store_file(path)
         with self._db:
-            self._db.execute("UPDATE service SET leader_term = leader_term + 1")
+            # At least the clock: ranks follow a service that has lost its store, or has another, if it started last.
+            self._db.execute("UPDATE service SET leader_term = MAX(leader_term + 1, ?)", (int(time.time()),))
             self._db.execute(
                 "UPDATE plans SET outcome = ?, reason = 'the service stopped' WHERE outcome IS NULL",
                 (Outcome.INTERRUPTED.value,),

@@ -23,8 +23,8 @@ class RankDiedError(RuntimeError):
 class RankProcesses:
     """R processes, their progress lines, and their ends."""
 
-    def __init__(self, task: Path, ranks: int) -> None:
-        command = [sys.executable, "-m", "worker_agent.demo.rank", str(task)]
+    def __init__(self, program: str, task: Path, ranks: int) -> None:
+        command = [sys.executable, "-m", program, str(task)]
         self._lines: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._errors: list[list[str]] = [[] for _ in range(ranks)]
         self._processes = [
@@ -100,9 +100,9 @@ def _lines_of(pipe: Any) -> Sequence[str] | Iterator[str]:
 
 
 @contextmanager
-def rank_processes(task: Path, ranks: int) -> Iterator[RankProcesses]:
-    """The ranks of ``task``, ended when the context is left."""
-    processes = RankProcesses(task, ranks)
+def rank_processes(program: str, task: Path, ranks: int) -> Iterator[RankProcesses]:
+    """Processes of the module ``program``, with the orders in ``task``, ended when the context is left."""
+    processes = RankProcesses(program, task, ranks)
     try:
         yield processes
     finally:

@@ -1,96 +1,142 @@
-"""Placements on disk: numpy files, and the expert_map JSON that vLLM-Ascend starts from."""
+"""Placements on disk: numpy files with tables, and what vLLM-Ascend, SGLang and TensorRT-LLM start from."""
 
 from __future__ import annotations
 
 import io
 import json
 from pathlib import Path
-from typing import Any
+from typing import Literal, get_args
 
 import numpy as np
-import numpy.typing as npt
+import yaml
 
 from eplb_service.atomic_write import write_atomically
-from eplb_service.heat.trace import load_array
+from eplb_service.heat.numpy_file import Array, read_npy, read_npz
+from eplb_service.heat.placement_documents import (
+    expert_map_document,
+    phy2log_of,
+    sglang_document,
+    tensorrt_llm_document,
+)
+from eplb_service.heat.torch_file import read_torch
 from eplb_service.heat.window import HeatError
 from eplb_service.placement import Int32, Placement, PlacementError
 
-SUFFIXES = (".npz", ".json")
-"""What ``write_placement`` writes: numpy with tables, or vLLM-Ascend's expert_map, which has none."""
+SUFFIXES = (".npz", ".json", ".yaml")
+"""What ``write_placement`` writes: numpy with tables, or an engine's own file, which has none."""
+
+Format = Literal["npz", "vllm-ascend", "sglang", "tensorrt-llm"]
+"""Whose file it is."""
+FORMATS: tuple[Format, ...] = get_args(Format)
+_SUFFIX: dict[Format, str] = {
+    "npz": ".npz",
+    "vllm-ascend": ".json",
+    "sglang": ".json",
+    "tensorrt-llm": ".yaml",
+}
+
+_NAMES = ("phy2log", "physical_to_logical_map", "placement")
+_MOST_TEXT_BYTES = 256 << 20
 
 
 def read_placement(path: Path, experts: int, ranks: int) -> Placement:
-    """Placement of ``experts`` on ``ranks`` from ``.npz``, ``.npy`` or vLLM-Ascend's expert_map ``.json``.
+    """Placement of ``experts`` on ``ranks`` from any file that ``write_placement`` writes, or ``.npy``, or ``.pt``.
 
     A numpy file holds ``phy2log`` as ``[L, R, S]`` or, in vLLM's shape, ``[L, R*S]``. Raises
     ``PlacementError`` naming the file where it cannot be read or is no placement of this shape.
     """
     try:
-        phy2log = _read_json(path) if path.suffix == ".json" else load_array(path, ("phy2log",))
+        phy2log = read_phy2log(path)
         if phy2log.ndim == 2 and phy2log.shape[1] % ranks == 0:
             phy2log = phy2log.reshape(phy2log.shape[0], ranks, -1)
         if phy2log.ndim == 3 and phy2log.shape[1] != ranks:
             raise PlacementError(f"places on {phy2log.shape[1]} ranks, expected {ranks}")
-        return Placement(phy2log, experts)  # type: ignore[arg-type]
+        return Placement(phy2log, experts)
     except (HeatError, PlacementError) as error:
         raise PlacementError(f"{path}: {error}") from error
 
 
-def write_placement(path: Path, placement: Placement, log2phy_RLE: Int32) -> None:
-    """Write a placement by suffix: ``.npz`` (``phy2log``, ``log2phy``) or vLLM-Ascend's expert_map ``.json``.
-
-    The JSON has no place for tables: its host makes its own. Raises ``OutputError`` where the disk refuses.
-    """
-    if path.suffix == ".json":
-        write_atomically(path, json.dumps(expert_map_document(placement)).encode())
-        return
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, phy2log=placement.phy2log_LRS, log2phy=log2phy_RLE)
-    write_atomically(path, buffer.getvalue())
-
-
-def expert_map_document(placement: Placement) -> dict[str, Any]:
-    """The placement as vLLM-Ascend's expert_map: experts of each layer and device (rank), in slot order."""
-    return {
-        "moe_layer_count": placement.layers,
-        "layer_list": [
-            {
-                "layer_id": layer,
-                "device_count": placement.ranks,
-                "device_list": [
-                    {"device_id": rank, "device_expert": experts_S.tolist()}
-                    for rank, experts_S in enumerate(layer_RS)
-                ],
-            }
-            for layer, layer_RS in enumerate(placement.phy2log_LRS)
-        ],
-    }
-
-
-def _read_json(path: Path) -> npt.NDArray[np.generic]:
+def read_phy2log(path: Path) -> Array:
+    """The expert in each slot, as the file has it; raises ``HeatError`` or ``PlacementError`` without the path."""
     try:
-        document = json.loads(path.read_bytes())
-        layers = _in_order(document["layer_list"], "layer_id")
-        rows = [
-            [device["device_expert"] for device in _in_order(layer["device_list"], "device_id")]
-            for layer in layers
-        ]
-        return np.array(rows)
+        with path.open("rb") as file:
+            head = file.read(8)
+        if path.suffix in (".pt", ".pth"):
+            return phy2log_of(read_torch(path))
+        if path.suffix in (".npz", ".npy"):
+            magic = b"PK" if path.suffix == ".npz" else b"\x93NUMPY"
+            if not head.startswith(magic):
+                raise PlacementError(f"is not a numpy {path.suffix} file, or its beginning is damaged")
+            return read_npy(path) if path.suffix == ".npy" else _named(read_npz(path))
+        if path.stat().st_size > _MOST_TEXT_BYTES:
+            raise PlacementError("is more than 256 MiB of text; a placement is not")
+        return phy2log_of(_parsed(path))
     except OSError as error:
         raise PlacementError(f"cannot be read ({error.strerror or error})") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+
+
+def placement_format(path: Path, wanted: str | None = None) -> Format:
+    """The format to write ``path`` in: ``wanted``, or what its suffix says (``.json`` is vLLM-Ascend's).
+
+    Raises ``PlacementError`` where the two contradict each other.
+    """
+    if wanted is None:
+        by_suffix = {suffix: name for name, suffix in reversed(_SUFFIX.items())}
+        if path.suffix not in by_suffix:
+            raise PlacementError(
+                f"{path}: the name must end in {' or '.join(SUFFIXES)}, which says the format"
+            )
+        return by_suffix[path.suffix]
+    for name in FORMATS:
+        if name == wanted:
+            if path.suffix != _SUFFIX[name]:
+                raise PlacementError(
+                    f"{path}: the format {name} is written to a name ending in {_SUFFIX[name]}"
+                )
+            return name
+    raise PlacementError(f"unknown format {wanted!r}; choose one of {', '.join(FORMATS)}")
+
+
+def write_placement(
+    path: Path,
+    placement: Placement,
+    log2phy_RLE: Int32,
+    format: str | None = None,
+    first_layer: int = 0,
+) -> None:
+    """Write a placement: ``.npz`` (``phy2log``, ``log2phy``), or an engine's own file.
+
+    Only numpy has a place for tables: other hosts make their own. ``first_layer`` is the model's number of its first
+    MoE layer, which TensorRT-LLM counts by. Raises ``OutputError`` where the disk refuses.
+    """
+    chosen = placement_format(path, format)
+    if chosen == "npz":
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, phy2log=placement.phy2log_LRS, log2phy=log2phy_RLE)
+        write_atomically(path, buffer.getvalue())
+    elif chosen == "tensorrt-llm":
+        text = yaml.safe_dump(
+            tensorrt_llm_document(placement, first_layer), default_flow_style=None, sort_keys=False
+        )
+        write_atomically(path, text.encode())
+    else:
+        document = expert_map_document(placement) if chosen == "vllm-ascend" else sglang_document(placement)
+        write_atomically(path, json.dumps(document).encode())
+
+
+def _parsed(path: Path) -> object:
+    try:
+        if path.suffix in (".yaml", ".yml"):
+            return yaml.safe_load(path.read_bytes())
+        return json.loads(path.read_bytes())
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise PlacementError(f"is not JSON, or truncated ({error})") from error
-    except KeyError as error:
-        raise PlacementError(f"is no expert_map: the key {error} is missing") from error
-    except (TypeError, ValueError) as error:
-        if isinstance(error, PlacementError):
-            raise
-        raise PlacementError("is no expert_map: its devices must list equally many experts") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise PlacementError(f"is not YAML, or truncated ({' '.join(str(error).split())})") from error
 
 
-def _in_order(entries: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    ordered = sorted(entries, key=lambda entry: int(entry[key]))
-    ids = [entry[key] for entry in ordered]
-    if ids != list(range(len(ids))) or not ids:
-        raise PlacementError(f"expert_map numbers its {key}s {ids}, expected 0, 1, 2, …")
-    return ordered
+def _named(arrays: dict[str, Array]) -> Array:
+    for name in _NAMES:
+        if name in arrays:
+            return arrays[name]
+    raise PlacementError(f"holds no array named 'phy2log'; found {', '.join(arrays) or 'nothing'}")

@@ -17,7 +17,9 @@ from eplb_service.planner.plan import LayerPlan, Plan
 from eplb_service.planner.scoring import Float64, par, rank_loads, source_shares
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology, TopologyError
-from eplb_service.solver.engine import Answers, solve_many
+from eplb_service.solver.engine import SolverError, solve_many
+from eplb_service.solver.episodes import sum_episodes
+from eplb_service.solver.layer import Answer
 from eplb_service.solver.moves import choose_senders
 
 
@@ -46,7 +48,9 @@ def plan(
     ``TopologyError`` where the arguments contradict each other.
     """
     _check_agreement(window, placement, log2phy_RLE, topology)
-    heat_NLE = window.episodes(settings.episodes)
+    if window.steps == 0:
+        raise HeatError("the window holds no steps")
+    heat_NLE = sum_episodes(window.heat_TLE, min(settings.episodes, window.steps))
     seen_L = par(rank_loads(heat_NLE, placement, log2phy_RLE, window.source_RLE))
     floor_L = noise_floor(heat_NLE, placement.ranks)
     if settings.policy == "none":
@@ -61,19 +65,20 @@ def plan(
         for layer in set(range(window.layers)) - set(picked.tolist())
     }
     plans: list[LayerPlan] = []
-    for at, layer in enumerate(picked.tolist()):
-        refusal = _flaw(answers, at, placement)
-        if refusal is None:
-            changed = _layer_plan(answers, at, layer, placement, topology)
-            planned = _planned_par(changed, heat_NLE, window, placement)
-            gain = float(seen_L[layer]) - planned
-            refusal = verdict.not_worth_it(int(answers.taken_L2[at, 1]), gain, settings)
+    for layer, answer in zip(picked.tolist(), answers, strict=True):
+        if isinstance(answer, SolverError) or (flaw := _flaw(answer, placement)):
+            reason = verdict.no_answer(answer if isinstance(answer, SolverError) else flaw)
+            verdicts[layer] = verdict.kept(layer, seen_L, floor_L, reason)
+            continue
+        changed = _layer_plan(answer, layer, placement, topology)
+        planned = _planned_par(changed, heat_NLE, window, placement)
+        refusal = verdict.not_worth_it(answer.taken, float(seen_L[layer]) - planned, settings)
         if refusal is not None:
             verdicts[layer] = verdict.kept(layer, seen_L, floor_L, refusal)
             continue
         plans.append(changed)
-        taken = int(answers.taken_L2[at, 1])
-        verdicts[layer] = verdict.changed(layer, seen_L, floor_L, planned, len(changed.moves_M5), taken)
+        moves = len(changed.moves_M5)
+        verdicts[layer] = verdict.changed(layer, seen_L, floor_L, planned, moves, answer.taken)
     plans.sort(key=lambda changed: verdicts[changed.layer].par_planned - verdicts[changed.layer].par_seen)
     return Plan(tuple(plans), tuple(verdicts[layer] for layer in range(window.layers)))
 
@@ -93,16 +98,24 @@ def _check_agreement(window: Window, placement: Placement, log2phy_RLE: Int32, t
     wanted = (placement.ranks, placement.layers, placement.experts)
     if log2phy_RLE.shape != wanted:
         raise PlacementError(f"log2phy has the shape {list(wanted)}, got {list(log2phy_RLE.shape)}")
-    for rank in range(placement.ranks):
-        for layer in range(placement.layers):
-            where = f"log2phy of rank {rank}, layer {layer}"
-            check_log2phy(log2phy_RLE[rank, layer], placement.phy2log_LRS[layer], where)
+    for layer in range(placement.layers):
+        where = f"log2phy of layer {layer}, rank"
+        _check_tables(log2phy_RLE[:, layer], placement.phy2log_LRS[layer], where)
     if window.source_RLE is not None and window.source_RLE.shape[0] != placement.ranks:
         raise HeatError(
             f"source heat of {window.source_RLE.shape[0]} ranks does not fit {placement.ranks} ranks"
         )
     if topology.ranks != placement.ranks:
         raise TopologyError(f"a topology of {topology.ranks} ranks does not fit {placement.ranks} ranks")
+
+
+def _check_tables(log2phy_GE: Int32, phy2log_RS: Int32, where: str) -> None:
+    """``check_log2phy`` for several tables of one layer; only a bad one is looked at by itself."""
+    flat = phy2log_RS.ravel()
+    inside_GE = (log2phy_GE >= 0) & (log2phy_GE < flat.size)
+    held_GE = flat[np.where(inside_GE, log2phy_GE, 0)] == np.arange(log2phy_GE.shape[1])
+    for table in np.flatnonzero(~(inside_GE & held_GE).all(axis=1)):
+        check_log2phy(log2phy_GE[table], phy2log_RS, f"{where} {table}")
 
 
 def _solve(
@@ -113,15 +126,15 @@ def _solve(
     topology: Topology,
     settings: PlannerSettings,
     picked: npt.NDArray[np.int64],
-) -> Answers:
+) -> list[Answer | SolverError]:
     """Answers for the picked layers; one source for each token group."""
-    _, first_G, group_R = np.unique(topology.token_groups_R, return_index=True, return_inverse=True)
+    _, first_G, group_R = topology.token_groups()
     shares_RLE = source_shares(window.source_RLE, placement.ranks, placement.layers, placement.experts)
     share_GLE = np.zeros((first_G.size, len(picked), placement.experts))
     np.add.at(share_GLE, group_R, shares_RLE[:, picked])
     if settings.policy == "deepseek":
         heat_NLE = heat_NLE.sum(axis=0, keepdims=True)
-    answers = solve_many(
+    return solve_many(
         heat_NLE[:, picked].transpose(1, 0, 2),
         placement.phy2log_LRS[picked],
         log2phy_RLE[first_G][:, picked].transpose(1, 0, 2),
@@ -129,27 +142,36 @@ def _solve(
         search_for(settings, placement),
         np.array(settings.half_lives) * heat_NLE.shape[0],
         settings.min_gain,
+        _unplaced(placement, settings)[picked],
         settings.threads,
+        settings.budget_ms,
     )
-    return answers._replace(log2phy_LGE=answers.log2phy_LGE[:, group_R])
 
 
-def _flaw(answers: Answers, at: int, placement: Placement) -> str | None:
-    """What is wrong with an answer, if anything: no layer is switched on the solver's word alone."""
-    phy2log_RS = answers.phy2log_LRS[at]
+def _unplaced(placement: Placement, settings: PlannerSettings) -> npt.NDArray[np.bool_]:
+    """Layers to place anew whatever it moves: those in the engines' first layout, made for no heat at all."""
+    if settings.policy == "deepseek" or not settings.warm:
+        return np.ones(placement.layers, dtype=np.bool_)
+    first = Placement.linear(1, placement.experts, placement.ranks, placement.slots).phy2log_LRS
+    untouched_L: npt.NDArray[np.bool_] = (placement.phy2log_LRS == first).all(axis=(1, 2))
+    return untouched_L
+
+
+def _flaw(answer: Answer, placement: Placement) -> str:
+    """What is wrong with an answer, empty where nothing is: no layer is switched on the solver's word alone."""
     try:
-        check_layer(phy2log_RS, placement.experts)
-        for rank in range(placement.ranks):
-            check_log2phy(answers.log2phy_LGE[at, rank], phy2log_RS, f"table of rank {rank}")
+        check_layer(answer.found.phy2log_RS, placement.experts)
+        _check_tables(answer.found.log2phy_GE, answer.found.phy2log_RS, "table of source")
     except PlacementError as error:
-        return f"kept: the solver failed ({error})"
-    return None
+        return str(error)
+    return ""
 
 
-def _layer_plan(answers: Answers, at: int, layer: int, placement: Placement, topology: Topology) -> LayerPlan:
-    phy2log_RS = answers.phy2log_LRS[at]
+def _layer_plan(answer: Answer, layer: int, placement: Placement, topology: Topology) -> LayerPlan:
+    _, _, group_R = topology.token_groups()
+    phy2log_RS = answer.found.phy2log_RS
     moves_M5 = choose_senders(placement.phy2log_LRS[layer].copy(), phy2log_RS, topology.nodes_R.copy())
-    return LayerPlan(layer, phy2log_RS, answers.log2phy_LGE[at], moves_M5)
+    return LayerPlan(layer, phy2log_RS, answer.found.log2phy_GE[group_R], moves_M5)
 
 
 def _planned_par(changed: LayerPlan, heat_NLE: Float64, window: Window, placement: Placement) -> float:

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.placement import Int32, Placement
+from eplb_service.solver.rank_loads import loads_of_ranks
 
 Float64 = npt.NDArray[np.float64]
 """A float64 array; its dimensions stand in the variable's name."""
@@ -28,8 +29,9 @@ def slot_shares(phy2log_LRS: Int32, log2phy_RLE: Int32, shares_RLE: Float64) -> 
     layers, ranks, slots = phy2log_LRS.shape
     first_L1 = np.arange(layers, dtype=np.int64)[:, None] * (ranks * slots)
     flat = (first_L1 + log2phy_RLE).ravel()
-    total = np.bincount(flat, weights=shares_RLE.ravel(), minlength=layers * ranks * slots)
-    return total.reshape(layers, ranks * slots)
+    total_P = np.zeros(layers * ranks * slots)
+    np.add.at(total_P, flat, shares_RLE.ravel())
+    return total_P.reshape(layers, ranks * slots)
 
 
 def rank_loads(
@@ -43,15 +45,10 @@ def rank_loads(
     An expert's tokens split over the source ranks as ``source_RLE`` says (float64 ``[R, L, E]``, only each expert's
     split is used; uniform where unknown), and each part goes to the replica that its rank's table names.
     """
-    phy2log_LRS = placement.phy2log_LRS
-    layers, ranks, slots = phy2log_LRS.shape
-    shares_RLE = source_shares(source_RLE, log2phy_RLE.shape[0], layers, placement.experts)
-    share_LP = slot_shares(phy2log_LRS, log2phy_RLE, shares_RLE)
-    loads_NLR = np.empty((heat_NLE.shape[0], layers, ranks))
-    for layer in range(layers):
-        slot_heat_NP = heat_NLE[:, layer, phy2log_LRS[layer].ravel()] * share_LP[layer]
-        loads_NLR[:, layer] = slot_heat_NP.reshape(-1, ranks, slots).sum(axis=2)
-    return loads_NLR
+    shares_RLE = source_shares(source_RLE, log2phy_RLE.shape[0], placement.layers, placement.experts)
+    share_LP = slot_shares(placement.phy2log_LRS, log2phy_RLE, shares_RLE)
+    wide_NLE = heat_NLE if heat_NLE.dtype in (np.int64, np.float64) else heat_NLE.astype(np.float64)
+    return loads_of_ranks(np.ascontiguousarray(wide_NLE), placement.phy2log_LRS.copy(), share_LP)
 
 
 def par(loads_NLR: Float64) -> Float64:

@@ -35,8 +35,8 @@ class PlannerSettings:
         Standard deviations above its mean at which a rank's load is taken; ``None`` for where the hottest of so many
         ranks is expected.
     half_lives
-        How fast old episodes may fade, as parts of the window; back-testing chooses for each layer. The first is taken
-        where the window is too short to test.
+        How fast old episodes may fade, as parts of the window; back-testing chooses for each layer. The first is
+        taken where the window is too short to test.
     tree_search
         Search replica counts together with the placement; off: greedy counts.
     local_search
@@ -48,7 +48,10 @@ class PlannerSettings:
     seed
         Of every random choice.
     threads
-        Layers solved at a time; ``None`` for numba's default. Results do not depend on it.
+        Layers solved at a time; ``None`` for one each CPU. Results do not depend on it.
+    budget_ms
+        Milliseconds after which no further layer is begun, the worst having come first; ``None`` for no bound. What
+        is decided then depends on the machine.
 
     Raises ``SettingsError`` on a value out of bounds.
     """
@@ -57,7 +60,7 @@ class PlannerSettings:
     par_threshold: float = 1.02
     min_gain: float = 0.01
     max_layers: int | None = None
-    move_price: float = 0.1
+    move_price: float = 0.3
     episodes: int = 64
     z: float | None = None
     half_lives: tuple[float, ...] = (math.inf, 0.25)
@@ -67,6 +70,7 @@ class PlannerSettings:
     warm: bool = True
     seed: int = 0
     threads: int | None = None
+    budget_ms: float | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -79,6 +83,10 @@ class PlannerSettings:
         for name, bound in (("max_layers", 1), ("threads", 1), ("z", 0.0)):
             if getattr(self, name) is not None:
                 self._at_least(name, bound)
+        if self.budget_ms is not None and not self.budget_ms > 0:
+            raise SettingsError(
+                f"budget_ms is {self.budget_ms}; give the planner some time, or None for no bound"
+            )
         if not self.half_lives or not all(half_life > 0 for half_life in self.half_lives):
             raise SettingsError(
                 f"half_lives is {self.half_lives}; name at least one, each above 0 (inf: no fading)"

@@ -54,6 +54,11 @@ class Topology:
         """R."""
         return int(self.nodes_R.size)
 
+    def token_groups(self) -> tuple[Int32, Int32, Int32]:
+        """Numbers ``[G]`` of the token groups, the first rank ``[G]`` of each, and each rank's group ``[R]``."""
+        numbers_G, first_G, place_R = np.unique(self.token_groups_R, return_index=True, return_inverse=True)
+        return numbers_G, first_G.astype(np.int32), place_R.astype(np.int32)
+
     @classmethod
     def flat(cls, ranks: int) -> Topology:
         """One node, every rank with tokens of its own."""

@@ -6,6 +6,7 @@ from eplb_service.planner.plan import LayerVerdict
 from eplb_service.planner.scoring import Float64
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.solver.candidates import FRESH, KEEP, TABLES
+from eplb_service.solver.engine import OutOfTimeError
 
 
 def kept(layer: int, seen_L: Float64, floor_L: Float64, reason: str) -> LayerVerdict:
@@ -24,6 +25,11 @@ def not_picked(layer: int, seen_L: Float64, floor_L: Float64, settings: PlannerS
     else:
         reason = f"waits: only the {settings.max_layers} worst layers change in one decision"
     return kept(layer, seen_L, floor_L, reason)
+
+
+def no_answer(cause: Exception | str) -> str:
+    """Why the solver's answer cannot be used."""
+    return f"waits: {cause}" if isinstance(cause, OutOfTimeError) else f"kept: the solver failed ({cause})"
 
 
 def not_worth_it(taken: int, gain: float, settings: PlannerSettings) -> str | None:

@@ -1,28 +1,45 @@
-"""What a replay found: every decision of every policy, and what it realised."""
+"""What a replay found: every decision of every policy, what it realised, and what hindsight would have."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 
 import numpy as np
-import numpy.typing as npt
+
+from eplb_service.planner.scoring import Float64
+from eplb_service.replay.costs import Costs
+from eplb_service.replay.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all policies of one comparison share: slots on each rank, and when decisions fall."""
+
+    slots: int
+    schedule: Schedule
 
 
 @dataclass(frozen=True)
 class Decision:
-    """One decision and the steps served under it.
+    """One decision and the steps served until the next.
 
     Parameters
     ----------
     step
-        First step served under the decision; its window ends just before.
+        First step after the decision's window.
     steps
         Steps served until the next decision.
+    late
+        Those of them that were served before the decision took effect.
     layers_changed
         Layers that got other slots or tables.
+    layers_moved
+        Those of them that had to receive weights.
     moves
         Slots that had to receive weights.
+    moves_busiest
+        Those on the rank that received most.
     par_seen
         PAR of the window before the decision, mean over layers.
     par_planned
@@ -30,16 +47,19 @@ class Decision:
     par_realised_L
         float64 ``[L]``, PAR of the steps served, each step an episode.
     seconds
-        Time that the decision took.
+        Time that the decision took here.
     """
 
     step: int
     steps: int
+    late: int
     layers_changed: int
+    layers_moved: int
     moves: int
+    moves_busiest: int
     par_seen: float
     par_planned: float
-    par_realised_L: npt.NDArray[np.float64]
+    par_realised_L: Float64
     seconds: float
 
     @property
@@ -50,18 +70,23 @@ class Decision:
 
 @dataclass(frozen=True)
 class PolicyReplay:
-    """One policy's way along the trace; ``decisions`` is never empty."""
+    """One policy's way along the trace; ``decisions`` is never empty.
+
+    ``label`` tells it from others of the same name in a sweep; ``loads_LR`` are the tokens of each rank, float64
+    ``[L, R]``, over the steps of the last decision.
+    """
 
     policy: str
+    label: str
+    setup: Setup
     decisions: tuple[Decision, ...]
+    loads_LR: Float64
 
     @property
-    def par_realised_L(self) -> npt.NDArray[np.float64]:
+    def par_realised_L(self) -> Float64:
         """PAR of all steps served, each step an episode, float64 ``[L]``."""
         par_DL = np.stack([decision.par_realised_L for decision in self.decisions])
-        steps_D = np.array([decision.steps for decision in self.decisions])
-        mean_L: npt.NDArray[np.float64] = np.average(par_DL, axis=0, weights=steps_D)
-        return mean_L
+        return weighted(par_DL, self.decisions)
 
     @property
     def par_realised(self) -> float:
@@ -74,6 +99,11 @@ class PolicyReplay:
         return fmean(decision.par_planned for decision in self.decisions)
 
     @property
+    def steps(self) -> int:
+        """Steps served."""
+        return sum(decision.steps for decision in self.decisions)
+
+    @property
     def moves(self) -> int:
         """Slots that had to receive weights, over all decisions."""
         return sum(decision.moves for decision in self.decisions)
@@ -82,6 +112,11 @@ class PolicyReplay:
     def moves_per_decision(self) -> float:
         """Slots that had to receive weights, mean over decisions."""
         return self.moves / len(self.decisions)
+
+    @property
+    def layers_moved(self) -> int:
+        """Layers that had to receive weights, over all decisions."""
+        return sum(decision.layers_moved for decision in self.decisions)
 
     @property
     def seconds_mean(self) -> float:
@@ -95,20 +130,129 @@ class PolicyReplay:
 
 
 @dataclass(frozen=True)
+class Yardstick:
+    """What the policies of one setup are measured against, a row a decision, float64 ``[D, L]`` each.
+
+    Parameters
+    ----------
+    setup
+        Of those policies.
+    left_alone_DL
+        PAR of the steps served under the starting placement.
+    floor_DL
+        What token sampling alone leaves of it.
+    hindsight_DL
+        PAR of a placement fitted on the very steps that it serves; ``None`` where not asked for.
+    loads_LR
+        Tokens of each rank under the starting placement over the steps of the last decision, float64 ``[L, R]``.
+    """
+
+    setup: Setup
+    left_alone_DL: Float64
+    floor_DL: Float64
+    hindsight_DL: Float64 | None
+    loads_LR: Float64
+
+
+@dataclass(frozen=True)
+class Score:
+    """One policy against its yardstick, means over layers and steps.
+
+    Parameters
+    ----------
+    par, par_left_alone, floor
+        Realised; under the starting placement; by token sampling alone.
+    avoidable
+        Realised less floor: what any balancer could still win.
+    hindsight, regret
+        Best of all that is known with hindsight, and what the policy realised above it; ``None`` where not asked for.
+    bytes_moved
+        Weights received by all ranks.
+    saved_ms, stall_ms
+        Of a step: what balance saves, and what switching costs.
+    """
+
+    par: float
+    par_left_alone: float
+    floor: float
+    avoidable: float
+    hindsight: float | None
+    regret: float | None
+    bytes_moved: int
+    saved_ms: float
+    stall_ms: float
+
+
+@dataclass(frozen=True)
 class Replay:
     """All policies over the same steps of one trace.
 
     Parameters
     ----------
-    window, interval
-        Steps that a decision sees, and steps between two decisions.
-    steps
-        Steps served and scored: those after the first window.
+    first, steps
+        First step scored, and how many.
+    ranks, layers, experts
+        R, L and E.
     policies
         In the order asked for.
+    yardsticks
+        One for each setup.
+    costs
+        As stated.
+    interrupted
+        Whether it was stopped early: then it holds the decisions that all policies had made.
     """
 
-    window: int
-    interval: int
+    first: int
     steps: int
+    ranks: int
+    layers: int
+    experts: int
     policies: tuple[PolicyReplay, ...]
+    yardsticks: tuple[Yardstick, ...]
+    costs: Costs = field(default_factory=Costs)
+    interrupted: bool = False
+
+    def yardstick(self, setup: Setup) -> Yardstick:
+        """Of the policies with ``setup``."""
+        return next(yardstick for yardstick in self.yardsticks if yardstick.setup == setup)
+
+    def hindsight_DL(self, setup: Setup) -> Float64 | None:
+        """The best PAR known with hindsight for each decision and layer: of fitted placements and of all policies."""
+        yardstick = self.yardstick(setup)
+        if yardstick.hindsight_DL is None:
+            return None
+        known = [
+            np.stack([decision.par_realised_L for decision in policy.decisions])
+            for policy in self.policies
+            if policy.setup == setup
+        ]
+        best_DL: Float64 = np.minimum.reduce([yardstick.hindsight_DL, yardstick.left_alone_DL, *known])
+        return best_DL
+
+    def score(self, policy: PolicyReplay) -> Score:
+        """One policy against its yardstick."""
+        yardstick = self.yardstick(policy.setup)
+        left_alone = float(weighted(yardstick.left_alone_DL, policy.decisions).mean())
+        floor = float(weighted(yardstick.floor_DL, policy.decisions).mean())
+        hindsight_DL = self.hindsight_DL(policy.setup)
+        hindsight = None if hindsight_DL is None else float(weighted(hindsight_DL, policy.decisions).mean())
+        par = policy.par_realised
+        return Score(
+            par=par,
+            par_left_alone=left_alone,
+            floor=floor,
+            avoidable=par - floor,
+            hindsight=hindsight,
+            regret=None if hindsight is None else par - hindsight,
+            bytes_moved=policy.moves * self.costs.bytes_per_expert,
+            saved_ms=self.costs.saved_ms(par, left_alone),
+            stall_ms=self.costs.commit_ms * policy.layers_moved / policy.steps,
+        )
+
+
+def weighted(rows_DL: Float64, decisions: tuple[Decision, ...]) -> Float64:
+    """Mean of rows of decisions, each by its steps, float64 ``[L]``."""
+    steps_D = np.array([decision.steps for decision in decisions])
+    mean_L: Float64 = np.average(rows_DL, axis=0, weights=steps_D)
+    return mean_L

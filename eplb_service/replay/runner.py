@@ -1,117 +1,204 @@
-"""Run the planner along a trace as the service would: decide on a window, serve the next steps under it."""
+"""Runs policies along a trace as the service would, and puts what they found together."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
-from eplb_service.heat.window import Window
-from eplb_service.placement import Int32, Placement
-from eplb_service.planner.decide import plan
-from eplb_service.planner.plan import Plan
-from eplb_service.planner.scoring import par, rank_loads
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
-from eplb_service.replay.result import Decision, PolicyReplay, Replay
-from eplb_service.replay.schedule import Schedule
+from eplb_service.replay.costs import Costs
+from eplb_service.replay.hindsight import Mark
+from eplb_service.replay.jobs import Job, Progress, Scene, TraceFile, run
+from eplb_service.replay.policy import Policy
+from eplb_service.replay.result import Decision, PolicyReplay, Replay, Setup, Yardstick
+from eplb_service.replay.schedule import ReplayError, Schedule
+from eplb_service.replay.workers import cores, run_here, run_in_processes, run_on_ray
+from eplb_service.traces.trace import Trace
 
-Heat = npt.NDArray[np.int64] | npt.NDArray[np.float64]
-"""int64 or float64 heat; its dimensions stand in the variable's name."""
+_FEW_EXPERTS = 100_000
+"""Experts placed, over all layers and decisions, that one process is through with in a second or two."""
+
+OnProgress = Callable[[str, Progress], object]
+"""Told a job's label and what it has just done."""
+
+
+def jobs_for(
+    policies: Sequence[str], setups: Sequence[Setup], settings: PlannerSettings, *, hindsight: bool = True
+) -> list[Job]:
+    """A yardstick for each setup, and every policy with each; all score the same steps.
+
+    Raises ``ReplayError`` on an unknown policy, or nothing to do.
+    """
+    if not policies or not setups:
+        raise ReplayError("a replay needs at least one policy and one setup")
+    start = max(setup.schedule.window for setup in setups)
+    shifted = [replace(setup, schedule=replace(setup.schedule, start=start)) for setup in setups]
+    fitting = replace(settings, policy="flashlb") if hindsight else None
+    jobs = []
+    for setup in shifted:
+        label = _label(setup, shifted)
+        jobs.append(Job(f"yardstick{label}", setup, None, fitting))
+        jobs += [Job(f"{name}{label}", setup, Policy.of(name, settings)) for name in policies]
+    return jobs
 
 
 def replay(
-    heat_TLE: Heat,
-    placement: Placement,
-    policies: Sequence[str],
-    schedule: Schedule,
-    *,
-    settings: PlannerSettings | None = None,
-    topology: Topology | None = None,
-    on_decision: Callable[[str, Decision], None] | None = None,
+    trace: Trace,
+    jobs: Sequence[Job],
+    scene: Scene,
+    on_progress: OnProgress | None = None,
 ) -> Replay:
-    """Score each of ``policies`` over the same steps of a trace, all from the same starting placement.
+    """Run ``jobs`` on an open trace in this process.
 
-    A trace does not tell where tokens come from: an expert's tokens are split evenly over the source ranks.
-
-    Parameters
-    ----------
-    heat_TLE
-        Tokens of each logical expert in each step, ``[T, L, E]``, as ``checked_heat`` returns it.
-    placement
-        Where the weights stand at the start, under the engines' fixed tables.
-    policies
-        Names out of ``planner.settings.POLICIES``.
-    schedule
-        Window and interval.
-    settings
-        The planner's other settings, equal for all policies.
-    topology
-        Flat where not given.
-    on_decision
-        Called with policy and decision after each one.
-
-    Raises ``ReplayError`` where the trace is too short, ``SettingsError`` on an unknown policy.
+    A trace without sources does not tell where tokens come from: an expert's tokens are then split evenly over the
+    ranks. Raises ``ReplayError`` where the trace is too short or a policy fails, and what planner and trace raise.
     """
-    decisions = schedule.decisions(heat_TLE.shape[0])
-    each_settings = [replace(settings or PlannerSettings(), policy=policy) for policy in policies]
-    results = []
-    for policy_settings in each_settings:
-        walk = _Walk(heat_TLE, placement, topology or Topology.flat(placement.ranks), policy_settings)
-        made = []
-        for step in decisions:
-            decision = walk.decide(step, schedule)
-            made.append(decision)
-            if on_decision is not None:
-                on_decision(policy_settings.policy, decision)
-        results.append(PolicyReplay(policy_settings.policy, tuple(made)))
+    steps = ((number, progress) for number, job in enumerate(jobs) for progress in run(job, trace, scene))
+    return _gathered(trace, jobs, scene, steps, on_progress)
+
+
+def replay_file(
+    file: TraceFile,
+    jobs: Sequence[Job],
+    scene: Scene,
+    *,
+    workers: int | None = None,
+    ray: str | None = None,
+    on_progress: OnProgress | None = None,
+) -> Replay:
+    """``replay`` on ``workers`` processes (all cores by default), or on a Ray cluster; the results are the same.
+
+    Ctrl-C ends the work, and what all jobs have done by then comes back as an interrupted ``Replay``; where that is
+    nothing, ``KeyboardInterrupt`` passes through.
+    """
+    trace = file.open()
+    workers = min(workers or _worthwhile(jobs, trace), len(jobs))
+    threads = max(1, cores() // workers)
+    jobs = [_with_threads(job, threads) for job in jobs]
+    if ray is not None:
+        steps = run_on_ray(jobs, file, scene, ray)
+    elif workers == 1:
+        steps = run_here(jobs, file, scene)
+    else:
+        steps = run_in_processes(jobs, file, scene, workers)
+    return _gathered(trace, jobs, scene, steps, on_progress)
+
+
+def _gathered(
+    trace: Trace,
+    jobs: Sequence[Job],
+    scene: Scene,
+    steps: Iterator[tuple[int, Progress]],
+    on_progress: OnProgress | None,
+) -> Replay:
+    for job in jobs:
+        job.setup.schedule.decisions(trace.steps)
+        scene.placement(trace, job.setup)
+    told: list[list[Progress]] = [[] for _ in jobs]
+    interrupted = False
+    try:
+        for number, progress in steps:
+            told[number].append(progress)
+            if on_progress is not None:
+                on_progress(jobs[number].label, progress)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        steps.close()  # type: ignore[attr-defined]
+    if interrupted:
+        jobs, told = _common(jobs, told)
+    return _put_together(trace, jobs, scene, told, interrupted)
+
+
+def _common(jobs: Sequence[Job], told: list[list[Progress]]) -> tuple[list[Job], list[list[Progress]]]:
+    """Of work that was stopped: the setups whose yardstick was begun, and the decisions that all of them share."""
+    begun = [number for number, done in enumerate(told) if done]
+    measured = {jobs[number].setup for number in begun if jobs[number].policy is None}
+    kept = [number for number in begun if jobs[number].setup in measured]
+    if not any(jobs[number].policy for number in kept):
+        raise KeyboardInterrupt
+    cut = {}
+    for setup in measured:
+        lengths = [len(told[number]) for number in kept if jobs[number].setup == setup]
+        cut[setup] = min(lengths)
+    return [jobs[n] for n in kept], [told[n][: cut[jobs[n].setup]] for n in kept]
+
+
+def _put_together(
+    trace: Trace, jobs: Sequence[Job], scene: Scene, told: list[list[Progress]], interrupted: bool
+) -> Replay:
+    policies, yardsticks = [], []
+    for job, done in zip(jobs, told, strict=True):
+        if job.policy is None:
+            marks = [progress.made for progress in done if isinstance(progress.made, Mark)]
+            hindsight = [mark.hindsight_L for mark in marks if mark.hindsight_L is not None]
+            yardsticks.append(
+                Yardstick(
+                    job.setup,
+                    np.stack([mark.left_alone_L for mark in marks]),
+                    np.stack([mark.floor_L for mark in marks]),
+                    np.stack(hindsight) if hindsight else None,
+                    done[-1].loads_LR,
+                )
+            )
+        else:
+            decisions = tuple(progress.made for progress in done if isinstance(progress.made, Decision))
+            policies.append(PolicyReplay(job.policy.name, job.label, job.setup, decisions, done[-1].loads_LR))
     return Replay(
-        window=schedule.window,
-        interval=schedule.interval,
-        steps=heat_TLE.shape[0] - schedule.window,
-        policies=tuple(results),
+        first=jobs[0].setup.schedule.first,
+        steps=max(policy.steps for policy in policies),
+        ranks=scene.topology.ranks,
+        layers=trace.layers,
+        experts=trace.experts,
+        policies=tuple(policies),
+        yardsticks=tuple(yardsticks),
+        costs=scene.costs,
+        interrupted=interrupted,
     )
 
 
-class _Walk:
-    """One policy on its way along the trace: what it serves now, and how it decides."""
-
-    def __init__(
-        self, heat_TLE: Heat, placement: Placement, topology: Topology, settings: PlannerSettings
-    ) -> None:
-        self._heat_TLE = heat_TLE
-        self._placement = placement
-        self._log2phy_RLE = placement.default_log2phy()
-        self._topology = topology
-        self._settings = settings
-
-    def decide(self, step: int, schedule: Schedule) -> Decision:
-        """Decide on the window that ends before ``step``, switch, and score the steps until the next one."""
-        window = Window(self._heat_TLE[step - schedule.window : step])
-        began = time.perf_counter()
-        decided = plan(window, self._placement, self._log2phy_RLE, self._topology, self._settings)
-        seconds = time.perf_counter() - began
-        self._placement, self._log2phy_RLE = switched(self._placement, self._log2phy_RLE, decided)
-        served_NLE = self._heat_TLE[step : step + schedule.interval]
-        return Decision(
-            step=step,
-            steps=served_NLE.shape[0],
-            layers_changed=len(decided.layers),
-            moves=decided.moves,
-            par_seen=decided.par_seen,
-            par_planned=decided.par_planned,
-            par_realised_L=par(rank_loads(served_NLE, self._placement, self._log2phy_RLE)),
-            seconds=seconds,
-        )
+def _worthwhile(jobs: Sequence[Job], trace: Trace) -> int:
+    """Processes that a replay is worth: one where it is done before others would have started."""
+    decisions = sum(len(job.setup.schedule.decisions(trace.steps)) for job in jobs)
+    return cores() if decisions * trace.layers * trace.experts > _FEW_EXPERTS else 1
 
 
-def switched(placement: Placement, log2phy_RLE: Int32, decided: Plan) -> tuple[Placement, Int32]:
-    """Placement and tables ``[R, L, E]`` after all layers of a plan have switched."""
-    phy2log_LRS, tables_RLE = placement.phy2log_LRS.copy(), log2phy_RLE.copy()
-    for layer in decided.layers:
-        phy2log_LRS[layer.layer] = layer.phy2log_RS
-        tables_RLE[:, layer.layer] = layer.log2phy_RE
-    return Placement(phy2log_LRS, placement.experts), tables_RLE
+def _with_threads(job: Job, threads: int) -> Job:
+    policy = job.policy
+    if policy is not None:
+        settings = policy.settings
+        policy = replace(policy, settings=replace(settings, threads=settings.threads or threads))
+    hindsight = job.hindsight
+    if hindsight is not None:
+        hindsight = replace(hindsight, threads=hindsight.threads or threads)
+    return replace(job, policy=policy, hindsight=hindsight)
+
+
+def _label(setup: Setup, setups: Sequence[Setup]) -> str:
+    """What tells a setup from the others."""
+    words = []
+    if len({other.slots for other in setups}) > 1:
+        words.append(f"{setup.slots} slots")
+    if len({other.schedule.window for other in setups}) > 1:
+        words.append(f"window {setup.schedule.window}")
+    if len({other.schedule.interval for other in setups}) > 1:
+        words.append(f"interval {setup.schedule.interval}")
+    return "".join(f", {word}" for word in words)
+
+
+def scene_for(ranks: int, costs: Costs | None = None, topology: Topology | None = None) -> Scene:
+    """A scene of experts in order on ``ranks`` ranks, one node unless ``topology`` says otherwise."""
+    return Scene(topology or Topology.flat(ranks), costs or Costs())
+
+
+def schedules(windows: Sequence[int], intervals: Sequence[int], slots: Sequence[int]) -> list[Setup]:
+    """Every combination of windows, intervals and slots; raises ``ReplayError`` on one that cannot be."""
+    return [
+        Setup(slot_count, Schedule(window, interval))
+        for slot_count in slots
+        for window in windows
+        for interval in intervals
+    ]

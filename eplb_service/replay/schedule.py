@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 class ReplayError(ValueError):
-    """A schedule that the trace cannot fill; the message says how long the trace is."""
+    """A replay that cannot be run as asked; the message says what was found and what to do."""
 
 
 @dataclass(frozen=True)
@@ -19,23 +19,33 @@ class Schedule:
         Steps that a decision looks at.
     interval
         Steps from one decision to the next.
+    start
+        Step of the first decision; ``None`` for the end of the first window.
 
-    Raises ``ReplayError`` unless both are positive.
+    Raises ``ReplayError`` unless window and interval are positive and the start is past a window.
     """
 
     window: int
     interval: int
+    start: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("window", "interval"):
             if getattr(self, name) < 1:
                 raise ReplayError(f"{name} is {getattr(self, name)}; it must be at least one step")
+        if self.start is not None and self.start < self.window:
+            raise ReplayError(f"start is {self.start}; the first window of {self.window} steps ends later")
+
+    @property
+    def first(self) -> int:
+        """Step of the first decision."""
+        return self.window if self.start is None else self.start
 
     def decisions(self, steps: int) -> range:
         """Steps before which a decision falls; raises ``ReplayError`` where a trace of ``steps`` has none."""
-        if steps <= self.window:
+        if steps <= self.first:
             raise ReplayError(
-                f"the trace has {steps} steps, a window of {self.window} leaves none to score; "
+                f"the trace has {steps} steps, a window of {self.first} leaves none to score; "
                 "use a shorter window"
             )
-        return range(self.window, steps, self.interval)
+        return range(self.first, steps, self.interval)

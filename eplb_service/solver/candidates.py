@@ -9,12 +9,11 @@ import numpy as np
 from eplb_service.solver.arrays import Bool, Float32, Float64, Int32
 from eplb_service.solver.jit import kernel
 from eplb_service.solver.objective import Demand, demand_of, normalise
-from eplb_service.solver.packing import packing_of
+from eplb_service.solver.packing import even_shares, packing_of
 from eplb_service.solver.relabel import keep_slots, match_ranks
 from eplb_service.solver.risk_search import risk_search
 from eplb_service.solver.tables import (
     fixed_rule,
-    slot_shares,
     slots_by_expert,
     solve_tables,
     tables_par,
@@ -40,12 +39,12 @@ class Search(NamedTuple):
     """Nodes that go on from each level of the tree."""
     leaves: int
     """Leaves of the tree that are searched further."""
+    patience: int
+    """Hot ranks in a row that nothing helps before a local search ends."""
     steps: int
     """Bound on a local search; 0 for none."""
     tables: bool
     """Solve log2phy; otherwise the fixed rule."""
-    warm: bool
-    """Start from what is deployed; otherwise place anew whatever it costs."""
 
 
 class Deployed(NamedTuple):
@@ -104,20 +103,17 @@ def homes(phy2log_RS: Int32, experts: int) -> Bool:
 
 
 @kernel
-def retuned(heat: Heat, deployed: Deployed, search: Search) -> Candidate:
-    """The deployed placement with tables for this heat."""
-    return with_tables(deployed.phy2log_RS, heat, deployed, search)
+def improved(heat: Heat, deployed: Deployed, search: Search, price_K: Float64) -> Int32:
+    """Local search from the deployed placement; int32 ``[K, R, S]``, a placement for each price of a move.
 
-
-@kernel
-def improved(
-    heat: Heat, deployed: Deployed, start: Candidate, search: Search, price_K: Float64
-) -> list[Candidate]:
-    """Local search from ``start`` (the deployed placement with new tables); a candidate for each price of a move."""
-    share_RS = slot_shares(start.phy2log_RS, start.log2phy_GE, deployed.share_GE)
-    packing = packing_of(start.phy2log_RS, share_RS, heat.demand)
-    found_KRS, _ = risk_search(packing, heat.demand, deployed.home_ER, search.z, price_K, True, search.steps)
-    return [with_tables(found_RS, heat, deployed, search) for found_RS in found_KRS]
+    Shares are taken as even: tables that lean on the window seen fit the next one worse.
+    """
+    share_RS = even_shares(deployed.phy2log_RS, deployed.share_GE.shape[1])
+    packing = packing_of(deployed.phy2log_RS, share_RS, heat.demand)
+    found_KRS, _ = risk_search(
+        packing, heat.demand, deployed.home_ER, search.z, price_K, search.patience, search.steps
+    )
+    return found_KRS
 
 
 @kernel
@@ -132,7 +128,7 @@ def anew(heat: Heat, deployed: Deployed, search: Search) -> Candidate:
     for copies_E in best_KE:
         packing = place(copies_E, heat.demand, ranks, slots, search.z)
         found_KRS, _ = risk_search(
-            packing, heat.demand, nowhere_ER, search.z, np.zeros(1), True, search.steps
+            packing, heat.demand, nowhere_ER, search.z, np.zeros(1), search.patience, search.steps
         )
         dealt_RS = match_ranks(found_KRS[0], deployed.phy2log_RS, copies_E.shape[0])
         candidate = with_tables(dealt_RS, heat, deployed, search)

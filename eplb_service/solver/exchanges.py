@@ -11,86 +11,103 @@ from eplb_service.solver.arrays import Bool
 from eplb_service.solver.jit import kernel
 from eplb_service.solver.objective import Demand, risk
 from eplb_service.solver.packing import Packing, replace, shift_load
+from eplb_service.solver.pressure import Pressure, pressure
 
 
 @kernel
 def best_exchange(
-    packing: Packing, demand: Demand, hot: int, z: float, bound: float
+    packing: Packing, demand: Demand, now: Pressure, hot: int, z: float, bound: float
 ) -> tuple[int, int, int, float]:
-    """The spare copy elsewhere that, as a copy of one of ``hot``'s experts, leaves the ranks it touches coolest.
+    """The spare copy elsewhere that, as a copy of one of ``hot``'s experts, takes most pressure away, over ``bound``.
 
-    Returns slot of ``hot`` whose expert gains a copy, rank and slot of the copy given up; -1 three times where none
-    is.
+    Returns slot of ``hot`` whose expert gains a copy, rank and slot of the copy given up, and the pressure taken
+    away; -1 three times where none takes enough.
     """
     ranks, slots = packing.phy2log_RS.shape
     found = (-1, -1, -1)
-    lowest = bound
+    most = bound
     for s in range(slots):
         gainer = packing.phy2log_RS[hot, s]
         if packing.copies_E[gainer] == ranks:
             continue
-        gain_then = np.float32(1.0) / np.float32(packing.copies_E[gainer] + 1)
-        if _risk_after(packing, demand, hot, gainer, gain_then - packing.share_ER[gainer, hot], z) >= lowest:
+        share = np.float32(1.0) / np.float32(packing.copies_E[gainer] + 1)
+        relief = np.float32(0.0)
+        for r in range(ranks):
+            if packing.holds_ER[gainer, r]:
+                relief += now.of_R[r] - _pressure_with(
+                    packing,
+                    demand,
+                    now,
+                    r,
+                    z,
+                    gainer,
+                    share - packing.share_ER[gainer, r],
+                    0,
+                    np.float32(0.0),
+                )
+        if relief <= most:
             continue
-        gained = gain_then * demand.mean_E[gainer]
         for r in range(ranks):
             if packing.holds_ER[gainer, r]:
                 continue
             for t in range(slots):
                 loser = packing.phy2log_RS[r, t]
-                left = packing.load_R[r] - packing.share_ER[loser, r] * demand.mean_E[loser]
-                if packing.copies_E[loser] == 1 or left + gained >= lowest:
+                if packing.copies_E[loser] == 1:
                     continue
-                after = _exchange_peak(packing, demand, gainer, loser, r, z, lowest)
-                if after < lowest:
-                    lowest = after
+                taken = relief - _burden(packing, demand, now, r, z, gainer, share, loser, relief - most)
+                if taken > most:
+                    most = taken
                     found = (s, r, t)
-    return found[0], found[1], found[2], lowest
+    return found[0], found[1], found[2], most
 
 
 @kernel
-def _risk_after(packing: Packing, demand: Demand, rank: int, expert: int, change: float, z: float) -> float:
-    """Risk of a rank once its copy of an expert receives ``change`` more of the tokens."""
-    variance = packing.variance_R[rank] + change * (
-        np.float32(2.0) * packing.cross_RE[rank, expert] + change * demand.gram_EE[expert, expert]
-    )
-    return risk(packing.load_R[rank] + change * demand.mean_E[expert], variance, z)
-
-
-@kernel
-def _exchange_peak(
-    packing: Packing, demand: Demand, gainer: int, loser: int, rank: int, z: float, bound: float
+def _burden(
+    packing: Packing,
+    demand: Demand,
+    now: Pressure,
+    rank: int,
+    z: float,
+    gainer: int,
+    gained: float,
+    loser: int,
+    enough: float,
 ) -> float:
-    """Highest risk among the ranks that the exchange touches; ``bound`` as soon as one reaches it."""
-    gain_then = np.float32(1.0) / np.float32(packing.copies_E[gainer] + 1)
-    lose_then = np.float32(1.0) / np.float32(packing.copies_E[loser] - 1)
-    gainer_mean, loser_mean = demand.mean_E[gainer], demand.mean_E[loser]
-    gainer_own, loser_own = demand.gram_EE[gainer, gainer], demand.gram_EE[loser, loser]
-    both = demand.gram_EE[gainer, loser]
-    peak = 0.0
+    """Pressure added where a copy of ``loser`` on ``rank`` becomes one of ``gainer``; stops once it is ``enough``."""
+    burden: float = (
+        _pressure_with(packing, demand, now, rank, z, gainer, gained, loser, -packing.share_ER[loser, rank])
+        - now.of_R[rank]
+    )
+    share = np.float32(1.0) / np.float32(packing.copies_E[loser] - 1)
     for r in range(packing.load_R.shape[0]):
-        u = np.float32(0.0)
-        v = np.float32(0.0)
-        if r == rank:
-            u, v = gain_then, -packing.share_ER[loser, r]
+        if burden >= enough:
+            break
+        if r == rank or not packing.holds_ER[loser, r]:
+            continue
+        more = share - packing.share_ER[loser, r]
+        if packing.holds_ER[gainer, r]:
+            less = gained - packing.share_ER[gainer, r]
+            burden += _pressure_with(packing, demand, now, r, z, gainer, less, loser, more)
+            burden -= _pressure_with(packing, demand, now, r, z, gainer, less, loser, np.float32(0.0))
         else:
-            if packing.holds_ER[gainer, r]:
-                u = gain_then - packing.share_ER[gainer, r]
-            if packing.holds_ER[loser, r]:
-                v = lose_then - packing.share_ER[loser, r]
-            if u == 0 and v == 0:
-                continue
-        load = packing.load_R[r] + u * gainer_mean + v * loser_mean
-        if load >= bound:
-            return bound
-        variance = packing.variance_R[r] + u * u * gainer_own + v * v * loser_own
-        variance += np.float32(2.0) * (
-            u * v * both + u * packing.cross_RE[r, gainer] + v * packing.cross_RE[r, loser]
-        )
-        peak = max(peak, risk(load, variance, z))
-        if peak >= bound:
-            return bound
-    return peak
+            burden += (
+                _pressure_with(packing, demand, now, r, z, loser, more, gainer, np.float32(0.0)) - now.of_R[r]
+            )
+    return burden
+
+
+@kernel
+def _pressure_with(
+    packing: Packing, demand: Demand, now: Pressure, rank: int, z: float, a: int, u: float, b: int, v: float
+) -> float:
+    """Pressure of a rank once it receives ``u`` more of expert ``a``'s tokens and ``v`` more of ``b``'s."""
+    two = np.float32(2.0)
+    load = packing.load_R[rank] + u * demand.mean_E[a] + v * demand.mean_E[b]
+    variance = packing.variance_R[rank] + u * u * demand.gram_EE[a, a] + v * v * demand.gram_EE[b, b]
+    variance += two * (
+        u * v * demand.gram_EE[a, b] + u * packing.cross_RE[rank, a] + v * packing.cross_RE[rank, b]
+    )
+    return pressure(risk(load, variance, z), now.base, now.scale)
 
 
 @kernel

@@ -1,13 +1,16 @@
 """The one place that decides how kernels are compiled.
 
 Sums may be reassociated and fused (they become SIMD), but infinities and NaN keep their meaning. Nothing in a
-kernel depends on how many threads run, so one seed gives one answer. Kernels release the GIL and are cached on disk;
-where no cache directory can be written they are compiled anew in each process.
+kernel depends on how many threads run, so one seed gives one answer. Kernels release the GIL and are cached on
+disk; where no cache directory can be written they are compiled anew in each process.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
@@ -18,24 +21,22 @@ _FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 
 
 def kernel(function: Function) -> Function:
-    """Compile ``function`` on first use, one thread."""
-    return _compiled(function, parallel=False)
-
-
-def parallel_kernel(function: Function) -> Function:
-    """Compile ``function`` on first use; its ``prange`` loops are spread over numba's threads."""
-    return _compiled(function, parallel=True)
-
-
-def _compiled(function: Function, parallel: bool) -> Function:
-    options: dict[str, Any] = {
-        "nogil": True,
-        "fastmath": _FASTMATH,
-        "error_model": "numpy",
-        "parallel": parallel,
-    }
+    """Compile ``function`` on first use; it runs on one thread and lets others run Python meanwhile."""
+    options: dict[str, Any] = {"nogil": True, "fastmath": _FASTMATH, "error_model": "numpy"}
     try:
-        return cast(Function, numba.njit(cache=True, **options)(function))
+        dispatcher: Any = numba.njit(cache=True, **options)(function)
     except RuntimeError:
         # numba found no directory for its cache; see NUMBA_CACHE_DIR.
         return cast(Function, numba.njit(**options)(function))
+    # A cached kernel holds the code of those that it calls, but numba looks only at its own file's age.
+    dispatcher._cache._cache_file._source_stamp = _sources()
+    return cast(Function, dispatcher)
+
+
+@cache
+def _sources() -> str:
+    """Fingerprint of all kernels' sources."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

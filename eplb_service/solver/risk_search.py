@@ -1,7 +1,7 @@
-"""Local search on the hottest rank's mean + z*std: swap two experts, or turn one expert's spare copy into another's.
+"""Local search: swap two experts, or turn one expert's spare copy into another's, while that lowers the pressure.
 
-Each step takes the hottest rank and applies the change that leaves the ranks it touches coolest. From a deployed
-placement every slot that comes to differ has a price, and the cheapest point of the whole walk is what counts.
+Each step takes the hottest rank and the change that takes most pressure away. From a deployed placement every slot
+that comes to differ has a price, and the cheapest point of the whole walk is what counts.
 """
 
 from __future__ import annotations
@@ -11,9 +11,16 @@ import numpy as np
 from eplb_service.solver.arrays import Bool, Float64, Int32
 from eplb_service.solver.exchanges import best_exchange, exchange
 from eplb_service.solver.jit import kernel
-from eplb_service.solver.objective import SMALLEST_GAIN, Demand
-from eplb_service.solver.packing import Packing, hottest_rank
+from eplb_service.solver.objective import Demand
+from eplb_service.solver.packing import Packing
+from eplb_service.solver.pressure import hottest_of, pressures, smooth_peak
 from eplb_service.solver.swaps import SCRATCH_ROWS, best_swap, swap
+
+SMALLEST_RELIEF = 1e-3
+"""Pressure below which a step is rounding, not progress; the hottest rank's is 1."""
+
+FRUITLESS = 24
+"""Steps without a new cheapest placement after which a walk that pays for moves ends."""
 
 
 @kernel
@@ -23,10 +30,10 @@ def risk_search(
     home_ER: Bool,
     z: float,
     price_K: Float64,
-    exchanges: bool,
+    patience: int,
     most_steps: int,
 ) -> tuple[Int32, Float64]:
-    """Walk downhill; returns, for each price, the placement with the lowest risk + price * slots away from home.
+    """Walk downhill; returns, for each price, the placement with the lowest smooth peak + price * slots away.
 
     Parameters
     ----------
@@ -38,8 +45,8 @@ def risk_search(
         Weight of the standard deviation.
     price_K
         float64 ``[K]``, peak-to-average ratio per slot away from home; one walk serves them all.
-    exchanges
-        Change replica counts too; only swaps leave the shares that tables have set as they are.
+    patience
+        Hot ranks in a row that nothing helps before the walk ends.
     most_steps
         Bound on the walk.
 
@@ -48,34 +55,48 @@ def risk_search(
     """
     ranks, slots = packing.phy2log_RS.shape
     scratch = np.empty((SCRATCH_ROWS, ranks * slots), dtype=np.float32)
+    stuck_R = np.zeros(ranks, dtype=np.bool_)
     frugal = price_K.max() > 0
     away = slots_away(packing.phy2log_RS, home_ER)
-    hot, hottest = hottest_rank(packing, z)
+    now = pressures(packing, z)
     best_KRS = np.empty((price_K.shape[0], ranks, slots), dtype=np.int32)
     best_KRS[:] = packing.phy2log_RS
-    risk_K = np.full(price_K.shape[0], hottest, dtype=np.float64)
-    cost_K = risk_K + price_K * away
-    for _ in range(most_steps):
-        bound = hottest - SMALLEST_GAIN
-        slot, rank, other, swapped = best_swap(packing, demand, hot, z, bound, scratch)
-        if slot < 0 and not exchanges:
+    risk_K = np.full(price_K.shape[0], now.peak, dtype=np.float64)
+    cost_K = smooth_peak(now) + price_K * away
+    stuck = 0
+    last_gain = 0
+    for step in range(most_steps):
+        if frugal and step - last_gain > FRUITLESS:
             break
-        if exchanges and (frugal or slot < 0):
-            gainer, loser_rank, loser_slot, exchanged = best_exchange(packing, demand, hot, z, bound)
-            if gainer < 0 and slot < 0:
-                break
-            if gainer >= 0 and (slot < 0 or 2 * (hottest - exchanged) > hottest - swapped):
-                expert = packing.phy2log_RS[hot, gainer]
-                away += exchange(packing, demand, home_ER, expert, loser_rank, loser_slot)
-                slot = -1
-        if slot >= 0:
+        hot = hottest_of(now, stuck_R)
+        slot, rank, other, won = best_swap(packing, demand, now, hot, z, SMALLEST_RELIEF, scratch)
+        gainer = -1
+        if frugal or slot < 0:
+            # A swap fills two slots, an exchange one.
+            enough = max(0.5 * won, SMALLEST_RELIEF)
+            gainer, loser_rank, loser_slot, _ = best_exchange(packing, demand, now, hot, z, enough)
+        if gainer >= 0:
+            expert = packing.phy2log_RS[hot, gainer]
+            away += exchange(packing, demand, home_ER, expert, loser_rank, loser_slot)
+        elif slot >= 0:
             away += swap(packing, demand, home_ER, hot, slot, rank, other)
-        hot, hottest = hottest_rank(packing, z)
+        else:
+            stuck_R[hot] = True
+            stuck += 1
+            if stuck == min(patience, ranks):
+                break
+            continue
+        if stuck > 0:
+            stuck_R[:] = False
+            stuck = 0
+        now = pressures(packing, z)
+        peak = smooth_peak(now)
         for k in range(price_K.shape[0]):
-            cost = hottest + price_K[k] * away
+            cost = peak + price_K[k] * away
             if cost < cost_K[k]:
-                cost_K[k], risk_K[k] = cost, hottest
+                cost_K[k], risk_K[k] = cost, now.peak
                 best_KRS[k] = packing.phy2log_RS
+                last_gain = step
     return best_KRS, risk_K
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from eplb_service.solver.arrays import Float32, Int32
 from eplb_service.solver.jit import kernel
 from eplb_service.solver.objective import SMALLEST_GAIN, Demand, expert_heat, mean_of_max, risk
+from eplb_service.solver.order import descending
 from eplb_service.solver.packing import Packing, hottest_rank, packing_of, shift_load
 
 
@@ -120,13 +121,13 @@ def _spread(
             share_RS[only // slots, only % slots] = 1.0
     packing = packing_of(phy2log_RS, share_RS, demand)
     added_R = np.zeros(phy2log_RS.shape[0], dtype=np.float32)
-    for e in np.argsort(-expert_heat(demand, z), kind="mergesort"):
+    for e in descending(expert_heat(demand, z)):
         first, after = first_E1[e], first_E1[e + 1]
         if copies_E[e] == 1:
             continue
         for place in range(first, after):
             added_R[slot_P[place] // slots] = 0
-        for g in np.argsort(-share_GE[:, e], kind="mergesort"):
+        for g in descending(share_GE[:, e].copy()):
             share = share_GE[g, e]
             if share <= 0:
                 break

@@ -14,6 +14,7 @@ from eplb_service.solver.arrays import Float32, Float64, Int32, Int64
 from eplb_service.solver.greedy import pack
 from eplb_service.solver.jit import kernel
 from eplb_service.solver.objective import Demand, expert_heat
+from eplb_service.solver.order import descending
 from eplb_service.solver.packing import Packing, empty_packing, hottest_rank
 from eplb_service.solver.replicas import greedy_copies, hand_out
 
@@ -45,13 +46,13 @@ def tree_search(
     _, greedy_risk = hottest_rank(place(copies_E, demand, ranks, slots, z), z)
     _remember(best_KE, risk_K, copies_E, greedy_risk)
     spare = ranks * slots - experts
-    by_heat_E = np.argsort(-heat_E, kind="mergesort")
+    by_heat_E = descending(heat_E)
     first_G = group_bounds(copies_E, by_heat_E, groups if spare > 0 else 0)
     frontier_BE = np.ones((1, experts), dtype=np.int32)
     for group in range(first_G.shape[0] - 1):
         low, high = first_G[group], first_G[group + 1]
         children_CE = np.empty((frontier_BE.shape[0] * (2 * spread + 1), experts), dtype=np.int32)
-        risk_C = np.empty(children_CE.shape[0])
+        risk_C = np.empty(children_CE.shape[0], dtype=np.float32)
         found = 0
         for node_E in frontier_BE:
             left = spare - (node_E[by_heat_E[:low]] - 1).sum()
@@ -72,7 +73,7 @@ def tree_search(
                 _remember(best_KE, risk_K, leaf_E, leaf_risk)
         if found == 0:
             break
-        frontier_BE = children_CE[np.argsort(risk_C[:found], kind="mergesort")[:beam]]
+        frontier_BE = children_CE[descending(-risk_C[:found])[:beam]]
     kept = (risk_K < np.inf).sum()
     return best_KE[:kept], risk_K[:kept]
 
@@ -81,8 +82,17 @@ def tree_search(
 def place(copies_E: Int32, demand: Demand, ranks: int, slots: int, z: float) -> Packing:
     """Place these copies greedily, hottest first."""
     packing = empty_packing(copies_E, ranks, slots)
-    pack(packing, demand, np.argsort(-expert_heat(demand, z) / copies_E, kind="mergesort"), z)
+    pack(packing, demand, descending(heat_per_copy(demand, copies_E, z)), z)
     return packing
+
+
+@kernel
+def heat_per_copy(demand: Demand, copies_E: Int32, z: float) -> Float32:
+    """Mean + z*std of each expert over its copies, float32 ``[E]``."""
+    heat_E = expert_heat(demand, z)
+    for e in range(heat_E.shape[0]):
+        heat_E[e] /= np.float32(copies_E[e])
+    return heat_E
 
 
 @kernel

@@ -7,26 +7,37 @@ import numpy as np
 from eplb_service.placement import Placement
 from eplb_service.solver.candidates import Search
 from eplb_service.solver.engine import solve_many
+from eplb_service.solver.episodes import sum_episodes
 from eplb_service.solver.moves import choose_senders
+from eplb_service.solver.rank_loads import loads_of_ranks
 
 
 def warm_up(threads: int | None = None) -> None:
-    """Solve a tiny problem by every path that the planner takes with ``threads`` threads."""
+    """Solve a tiny problem by every path that the planner takes; ``threads`` as for a decision."""
     placement = Placement.linear(layers=2, experts=6, ranks=4, slots=2)
-    deployed_LRS = placement.phy2log_LRS
     tables_LGE = np.ascontiguousarray(placement.default_log2phy().transpose(1, 0, 2))
     heat_LNE = np.arange(2 * 4 * 6, dtype=np.float64).reshape(2, 4, 6)
-    share_LGE = np.full((2, 4, 6), 0.25, dtype=np.float32)
-    search = Search(z=1.0, price=0.0, groups=2, spread=1, beam=1, leaves=1, steps=10, tables=True, warm=True)
-    for layers in (1, 2):
-        solve_many(
-            heat_LNE[:layers],
-            deployed_LRS[:layers],
-            tables_LGE[:layers],
-            share_LGE[:layers],
-            search,
+    search = Search(
+        z=1.0, price=0.01, groups=2, spread=1, beam=1, leaves=1, patience=1, steps=10, tables=True
+    )
+    for tables in (True, False):
+        answers = solve_many(
+            heat_LNE,
+            placement.phy2log_LRS,
+            tables_LGE,
+            np.full((2, 4, 6), 0.25),
+            search._replace(tables=tables),
             np.array([np.inf, 2.0]),
             0.0,
+            np.array([False, True]),
             threads,
         )
-    choose_senders(np.array(deployed_LRS[0]), np.array(deployed_LRS[1, ::-1]), np.zeros(4, dtype=np.int32))
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+    whole_TLE = np.ones((2, 2, 6), dtype=np.int64)
+    loads_of_ranks(whole_TLE, placement.phy2log_LRS.copy(), np.ones((2, 8)))
+    loads_of_ranks(sum_episodes(whole_TLE, 1), placement.phy2log_LRS.copy(), np.ones((2, 8)))
+    sum_episodes(whole_TLE.astype(np.float64), 1)
+    deployed_RS = np.array(placement.phy2log_LRS[0])
+    choose_senders(deployed_RS, deployed_RS[::-1].copy(), np.zeros(4, dtype=np.int32))

@@ -13,6 +13,7 @@ from eplb_service.placement import Int32, Placement, default_log2phy
 from eplb_service.wire.plan_codec import WireLayer, WirePlan, plan_digest, table_digest
 from worker_agent.agent import Agent
 from worker_agent.heat import HeatSegment, StepPhase
+from worker_agent.messages import HeardPlan
 from worker_agent.moe import ExpertParallelMoE, MoEShape, seeded_experts
 from worker_agent.settings import AgentSettings
 
@@ -50,7 +51,7 @@ def settings(**changes: Any) -> AgentSettings:
     return AgentSettings(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def plan_for(agent: Agent, changes: dict[int, Int32], plan_id: int = 1, term: int = 1) -> WirePlan:
+def plan_for(agent: Agent, changes: dict[int, Int32], plan_id: int = 1, term: int = 1) -> HeardPlan:
     """What a service would send this agent to bring the layers of ``changes`` there; slots that keep stay."""
     rank, installed = agent.identity.rank, agent.installed
     layers = []
@@ -78,7 +79,8 @@ def plan_for(agent: Agent, changes: dict[int, Int32], plan_id: int = 1, term: in
             )
         )
     digest = plan_digest(plan_id, installed.epoch, installed.digest, tuple(layers))
-    return WirePlan(plan_id, term, installed.epoch, installed.digest, tuple(layers), digest)
+    plan = WirePlan(plan_id, term, installed.epoch, installed.digest, tuple(layers), digest)
+    return HeardPlan(plan, installed.digest)
 
 
 def keep_staying_slots(old_RS: Int32, new_RS: Int32) -> Int32:

@@ -94,6 +94,21 @@ def test_a_forward_pass_that_the_agent_was_not_told_of_loses_heat_but_misplaces_
     assert recorder.lost_steps > 0
 
 
+def test_steps_that_cannot_be_copied_are_lost_and_never_told_with_later_ones() -> None:
+    layers = [CountingLayer()]
+    recorder = HeatRecorder(layers, segment_steps=8)
+    _run(layers, recorder, range(3))
+    ring, layers[0].moe_load = layers[0].moe_load, None  # type: ignore[assignment]
+    with pytest.raises(AttributeError):
+        recorder.cut((0, 0))
+    layers[0].moe_load = ring
+    _run(layers, recorder, range(3, 5))
+    recorder.cut((0, 1))
+    (segment,) = recorder.take()
+    assert (segment.first_step, len(segment.phases), segment.layer_epochs) == (3, 2, (0, 1))
+    assert recorder.lost_steps == 3
+
+
 def test_a_host_that_cannot_tell_sources_is_reported_without() -> None:
     layers = [CountingLayer(tells_source=False)]
     recorder = HeatRecorder(layers, segment_steps=2)

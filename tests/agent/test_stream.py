@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Iterator
 from concurrent import futures
@@ -108,10 +109,32 @@ def test_heat_goes_out_and_heartbeats_fill_the_silence() -> None:
         assert scene.hear("heartbeat").error == "tired"
 
 
+def test_heartbeats_go_out_however_much_heat_there_is() -> None:
+    """A busy rank that has halted must not look healthy."""
+    with Scene() as scene:
+        scene.hear("hello")
+        stop = threading.Event()
+
+        def flood() -> None:
+            step = 0
+            while not stop.wait(0.005):
+                scene.outbox.put(live.segment(first_step=step, steps=1))
+                step += 1
+
+        flooding = threading.Thread(target=flood)
+        flooding.start()
+        try:
+            beats = [scene.hear("heartbeat").error for _ in range(3)]
+        finally:
+            stop.set()
+            flooding.join()
+        assert beats == ["tired"] * 3
+
+
 def test_a_valid_plan_arrives_and_a_malformed_one_is_refused_by_name() -> None:
     with Scene() as scene:
         scene.say_plan(_plan())
-        assert scene.stream.plans.get(timeout=10).plan_id == 1
+        assert scene.stream.plans.get(timeout=10).plan.plan_id == 1
         broken = _plan()
         broken.plan_id = 2
         scene.say_plan(broken)

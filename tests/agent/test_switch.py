@@ -114,13 +114,13 @@ def _one_ranks_transfer_fails() -> dict[str, Any]:
     agent, layers, still = _start(1, transfer_timeout_seconds=1.0)
     target = live.keep_staying_slots(live.linear_RS(RANKS), live.shuffled_RS(RANKS, seed=1))
     if agent.identity.rank == 2:
-        reserve = agent._transfers._staging.reserve
+        reserve = agent._switch.transfers.staging.reserve
 
         def fail_once(*arguments: Any) -> Any:
-            agent._transfers._staging.reserve = reserve  # type: ignore[method-assign]
+            agent._switch.transfers.staging.reserve = reserve  # type: ignore[method-assign]
             raise MemoryError("no room to stage")
 
-        agent._transfers._staging.reserve = fail_once  # type: ignore[method-assign]
+        agent._switch.transfers.staging.reserve = fail_once  # type: ignore[method-assign]
 
     def between(step: int) -> None:
         if step == 2:

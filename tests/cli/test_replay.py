@@ -7,6 +7,7 @@ import pytest
 
 from eplb_service.cli import main
 from eplb_service.heat.synthetic import synthetic_heat
+from eplb_service.placement import Placement
 
 LAYERS, EXPERTS, RANKS = 2, 16, 4
 
@@ -54,9 +55,17 @@ def test_table(trace, capsys):
 BAD_ARGUMENTS = {
     "trace too short": (["--window", "100"], "the trace has 100 steps, a window of 100 leaves none"),
     "no window": (["--window", "0"], "'--window'"),
+    "no number": (["--interval", "40,few"], "'--interval'"),
+    "absent module": (["--policy", "absent:f"], "policy absent:f: cannot import 'absent'"),
+    "bandwidth": (["--bandwidth", "0"], "nothing would ever arrive"),
+    "report of another kind": (["--report", "report.pdf"], "must end in .html"),
+    "placement of other slots": (
+        ["--placement", "four.npz"],
+        "--placement has 4 slots a rank, asked for [5]",
+    ),
     "unknown policy": (
         ["--policy", "none,greedy"],
-        "--policy names 'greedy'; choose among none, deepseek, flashlb",
+        "--policy names 'greedy'; choose among none, deepseek, flashlb, flashlb-no-tree",
     ),
     "no policy": (["--policy", ","], "--policy names nothing"),
     "slots and redundant": (["--redundant", "4"], "either --slots or --redundant"),
@@ -64,6 +73,7 @@ BAD_ARGUMENTS = {
     "unknown suffix": (["--out", "replay.csv"], "must end in .json"),
     "folder missing": (["--out", "absent/replay.json"], "does not exist"),
     "trace missing": (["--heat", "absent.npz"], "No such file"),
+    "trace of another kind": (["--heat", "four.npz"], "holds no array whose name says heat"),
     "unknown option": (["--windows", "3"], "No such option"),
 }
 
@@ -71,13 +81,15 @@ BAD_ARGUMENTS = {
 @pytest.mark.parametrize(("arguments", "message"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
 def test_bad_arguments(tmp_path, trace, capsys, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
+    np.savez("four.npz", phy2log=Placement.linear(LAYERS, EXPERTS, RANKS, 4).phy2log_LRS)
+    before = sorted(tmp_path.iterdir())
     good = ["--heat", trace, "--ranks", RANKS, "--slots", "5", "--window", "40", "--out", "replay.json"]
     code, out, err = replay(capsys, *good, *arguments)
     assert (code, out) == (2, "")
     assert err.startswith("eplb: error: ")
     assert message in err
     assert err.count("\n") == 1
-    assert list(tmp_path.iterdir()) == [trace]
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_redundant_experts_that_do_not_spread_evenly(trace, capsys):
@@ -92,5 +104,35 @@ def test_defaults_are_those_of_the_service():
 
     defaults = {option.name: option.default for option in load_command("replay").params}
     service = ServiceSettings.model_fields
-    assert defaults["window"] == service["window_steps"].default
-    assert defaults["interval"] == service["decision_interval"].default
+    assert defaults["window"] == str(service["window_steps"].default)
+    assert defaults["interval"] == str(service["decision_interval"].default)
+    for name in ("par_threshold", "min_gain", "max_layers"):
+        assert defaults[name] == service[name].default
+
+
+def test_ctrl_c_tells_and_writes_what_is_done(tmp_path, trace, capsys, monkeypatch):
+    from contextlib import contextmanager
+
+    from eplb_service.cli import replay as command
+
+    told = []
+
+    def advance(label, done):
+        told.append(label)
+        if told.count("none") == 2:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def counted(jobs, steps):
+        yield advance
+
+    monkeypatch.setattr(command, "replay_progress", counted)
+    out, report = tmp_path / "replay.json", tmp_path / "report.html"
+    arguments = ("--slots", 5, "--window", 25, "--interval", 25, "--policy", "none", "--workers", 1)
+    code, printed, _ = replay(
+        capsys, "--heat", trace, "--ranks", RANKS, *arguments, "--out", out, "--report", report
+    )
+    assert code == 130
+    assert "decisions 2; stopped early, all policies up to the same decision" in printed
+    assert json.loads(out.read_text())["interrupted"] is True
+    assert "stopped early" in report.read_text()

@@ -98,9 +98,17 @@ BAD_ARGUMENTS = {
     "no ranks": (["--ranks", "0"], "'--ranks'"),
     "unknown policy": (["--policy", "greedy"], "choose one of none, deepseek, flashlb"),
     "folder missing": (["--out", "absent/out.npz"], "does not exist; create it first"),
-    "unknown suffix": (["--out", "out.csv"], "must end in .npz or .json"),
+    "unknown suffix": (["--out", "out.csv"], "must end in .npz or .json or .yaml"),
+    "format of another suffix": (["--format", "sglang"], "written to a name ending in .json"),
+    "unknown format": (["--format", "onnx"], "unknown format 'onnx'"),
+    "unknown meaning": (["--as", "logits"], "choose one of heat, slots, routes, weights"),
+    "map missing": (["--map", "absent.npy"], "absent.npy: cannot be read (No such file or directory)"),
+    "map that does not fit": (
+        ["--as", "slots", "--map", "other_layers.npz"],
+        "does not fit heat of 3 layers",
+    ),
     "trace missing": (["--heat", "absent.npz"], "No such file"),
-    "trace of another kind": (["--heat", "trace.csv"], "ending in .npz or .npy"),
+    "trace of another kind": (["--heat", "words.csv"], "words.csv: is no CSV"),
     "placement missing": (["--placement", "absent.json"], "No such file"),
     "placement of other ranks": (["--placement", "other_ranks.npz"], "places on 8 ranks, expected 4"),
     "placement of other slots": (["--placement", "other_slots.npz"], "4 slots"),
@@ -113,6 +121,7 @@ def test_bad_arguments(tmp_path, trace, capsys, monkeypatch, arguments, message)
     monkeypatch.chdir(tmp_path)
     for name, shape in (("ranks", (3, 16, 8, 5)), ("slots", (3, 16, 4, 4)), ("layers", (2, 16, 4, 5))):
         np.savez(f"other_{name}.npz", phy2log=Placement.linear(*shape).phy2log_LRS)
+    (tmp_path / "words.csv").write_text("hello")
     before = sorted(tmp_path.iterdir())
     good = ["--heat", trace, "--ranks", RANKS, "--slots", SLOTS, "--out", "out.npz"]
     code, out, err = solve(capsys, *good, *arguments)
@@ -157,3 +166,19 @@ def test_truncated_trace_in_a_process_of_its_own(tmp_path, trace):
     assert done.stderr.startswith(f"eplb: error: {trace}: is truncated or damaged")
     assert done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == [trace]
+
+
+def test_sources_that_a_trace_tells_are_used(tmp_path, capsys):
+    source_TRLE = np.random.default_rng(0).poisson(20, (40, RANKS, LAYERS, EXPERTS))
+    source_TRLE[:, 0] *= 5
+    path, out = tmp_path / "trace.npz", tmp_path / "out.npz"
+    np.savez(path, counts=source_TRLE.sum(axis=1), source=source_TRLE)
+    code, printed, _ = solve(
+        capsys, "--heat", path, "--ranks", RANKS, "--slots", SLOTS, "--out", out, "--json", "--seed", 1
+    )
+    assert code == 0
+    with np.load(out) as file:
+        placement, log2phy_RLE = Placement(file["phy2log"], EXPERTS), file["log2phy"]
+    source_RLE = source_TRLE.sum(axis=0).astype(float)
+    realised_L = par(rank_loads(source_TRLE.sum(axis=1), placement, log2phy_RLE, source_RLE))
+    assert json.loads(printed)["par_after"] == pytest.approx(realised_L.mean())

@@ -34,20 +34,18 @@ def decision_of(live: LivePlacement, *layers: int) -> Plan:
 
 
 class Story:
-    """What the ranks do, and the events that follow, newest last."""
+    """What the ranks do; each returns the events that follow."""
 
     def __init__(self) -> None:
         self.deployment = Deployment("decode", Limits(8, 8, 1, PLAN_TIMEOUT))
         self.live = live_of(first_placement())
         self.now = 0.0
-        self.events: list[Event] = []
 
     def joins(self, *ranks: int, live: LivePlacement | None = None, group_id: str = "first") -> list[Event]:
         """Ranks (all of them where none is named) say Hello, serving ``live``."""
         for rank in ranks or range(RANKS):
-            hello = read_hello(hello_of(live or self.live, rank, group_id=group_id))
-            self.told(self.deployment.hello(hello))
-        return self.events
+            self.deployment.hello(read_hello(hello_of(live or self.live, rank, group_id=group_id)))
+        return self.news()
 
     def leaves(self, *ranks: int) -> None:
         for rank in ranks or range(RANKS):
@@ -68,7 +66,8 @@ class Story:
         status = agent_pb2.PlanStatus(
             plan_id=offer.plan_id, layer=layer, state=state, reason=reason, epoch=epoch, digest=digest
         )
-        return self.told(self.deployment.plan_status(rank, status, self.now))
+        self.deployment.plan_status(rank, status, self.now)
+        return self.news()
 
     def commits(self, offer: Offer, *layers: int, ranks: range = range(RANKS)) -> list[Event]:
         return [
@@ -78,9 +77,10 @@ class Story:
             for event in self.says(rank, offer, agent_pb2.PLAN_STATE_COMMITTED, layer)
         ]
 
-    def beats(self, rank: int, epoch: int, digest: int, error: str = "") -> list[Event]:
-        message = agent_pb2.Heartbeat(step=1, epoch=epoch, digest=digest, error=error)
-        return self.told(self.deployment.heartbeat(rank, message))
+    def beats(self, rank: int, epoch: int, digest: int, error: str = "", step: int = 1) -> list[Event]:
+        message = agent_pb2.Heartbeat(step=step, epoch=epoch, digest=digest, error=error)
+        self.deployment.heartbeat(rank, message)
+        return self.news()
 
     def counts(self, first_step: int, steps: int, epochs: tuple[int, ...] = (0,) * LAYERS) -> None:
         """Every rank reports ``steps`` steps with one token in each slot."""
@@ -90,8 +90,9 @@ class Story:
 
     def waits(self, seconds: float) -> list[Event]:
         self.now += seconds
-        return self.told(self.deployment.tick(self.now))
+        self.deployment.tick(self.now)
+        return self.news()
 
-    def told(self, events: list[Event]) -> list[Event]:
-        self.events += events
-        return events
+    def news(self) -> list[Event]:
+        """Events since the last time."""
+        return self.deployment.take_events()

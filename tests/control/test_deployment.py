@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from eplb_service.control.events import LayerCommitted, PlacementKnown, PlanEnded, StreamsOutdated
+from eplb_service.control.hello import read_hello
 from eplb_service.control.plan_life import Outcome
 from eplb_service.control.readings import problems
 from eplb_service.control.refusal import RefusedError
 from eplb_service.wire.generated import agent_pb2
-from tests.control.fake_group import BYTES_PER_EXPERT, RANKS
+from tests.control.fake_group import BYTES_PER_EXPERT, RANKS, first_placement, hello_of, live_of
 from tests.control.story import PLAN_TIMEOUT, Story
 
 ACCEPTED = agent_pb2.PLAN_STATE_ACCEPTED
@@ -54,8 +55,7 @@ def test_a_rank_comes_back_to_what_it_left(story: Story) -> None:
     story.joins()
     story.leaves(2)
     assert story.deployment.obstacle() == "rank 2 not connected"
-    story.joins(2)
-    assert len(story.events) == 1
+    assert story.joins(2) == []
     assert story.deployment.obstacle() == "no heat has been gathered yet"
 
 
@@ -65,8 +65,7 @@ def test_a_new_group_waits_until_the_old_one_is_gone(story: Story) -> None:
     with pytest.raises(RefusedError, match="another forming of the group than rank 3"):
         story.joins(0, group_id="second")
     story.leaves(3)
-    story.joins(group_id="second")
-    assert [type(event) for event in story.events] == [PlacementKnown, PlacementKnown]
+    assert [type(event) for event in story.joins(group_id="second")] == [PlacementKnown]
 
 
 def test_ranks_that_moved_on_unheard_are_believed(story: Story) -> None:
@@ -116,7 +115,16 @@ def test_an_abort_keeps_the_layers_before_it(story: Story) -> None:
         story.says(rank, offer, ABORTED, 1, "transfer timed out")
     assert outcome_of(story) is Outcome.ABORTED
     assert version(story) == offer.milestones[0].version
-    assert problems(story.deployment) == ["plan 1 aborted: rank 0: transfer timed out"]
+    assert problems(story.deployment) == ["plan 1 aborted: ranks 0, 1, 2, 3: transfer timed out"]
+
+
+def test_the_next_decision_clears_the_problems_of_the_last_plan(story: Story) -> None:
+    story.joins()
+    story.offers(0)
+    story.waits(PLAN_TIMEOUT + 1)
+    assert problems(story.deployment)
+    story.deployment.deciding()
+    assert problems(story.deployment) == []
 
 
 def test_one_refusal_refuses_the_plan(story: Story) -> None:
@@ -182,8 +190,7 @@ def test_a_rank_that_comes_back_proves_a_switch(story: Story) -> None:
     story.leaves(1)
     update = offer.milestones[0].update
     after = story.live.with_layer(0, update.phy2log_RS, update.log2phy_RE)
-    events = story.joins(1, live=after)
-    assert isinstance(events[1], LayerCommitted)
+    assert [type(event) for event in story.joins(1, live=after)] == [LayerCommitted]
     assert version(story) == (1, after.digest)
 
 
@@ -191,7 +198,8 @@ def test_a_commit_that_is_not_the_plans_is_a_problem_and_changes_nothing(story: 
     story.joins()
     offer = story.offers(0)
     status = agent_pb2.PlanStatus(plan_id=1, layer=0, state=COMMITTED, epoch=1, digest=7)
-    assert story.deployment.plan_status(3, status, 0.0) == []
+    story.deployment.plan_status(3, status, 0.0)
+    assert story.news() == []
     assert version(story) == (0, story.live.digest)
     assert "rank 3 committed layer 0 as epoch 1 digest 0x7" in problems(story.deployment)[0]
     assert offer.milestones[0].version != (1, 7)
@@ -200,7 +208,8 @@ def test_a_commit_that_is_not_the_plans_is_a_problem_and_changes_nothing(story: 
 def test_a_word_about_an_unknown_plan_is_of_no_use(story: Story) -> None:
     story.joins()
     status = agent_pb2.PlanStatus(plan_id=99, state=ABORTED)
-    assert story.deployment.plan_status(0, status, 0.0) == []
+    story.deployment.plan_status(0, status, 0.0)
+    assert story.news() == []
     assert problems(story.deployment) == []
 
 
@@ -208,10 +217,25 @@ def test_a_group_formed_anew_interrupts_the_plan_of_the_old(story: Story) -> Non
     story.joins()
     story.offers(0)
     story.leaves()
-    story.joins(group_id="second")
-    ended = [event for event in story.events if isinstance(event, PlanEnded)]
-    assert [event.life.outcome for event in ended] == [Outcome.INTERRUPTED]
+    ended, known = story.joins(group_id="second")
+    assert isinstance(ended, PlanEnded)
+    assert ended.life.outcome is Outcome.INTERRUPTED
+    assert isinstance(known, PlacementKnown)
     assert version(story) == (0, story.live.digest)
+
+
+def test_what_a_refused_rank_proved_is_not_lost(story: Story) -> None:
+    story.joins()
+    offer = story.offers(0)
+    story.leaves(1)
+    other = live_of(first_placement().with_layer(1, first_placement().phy2log_LRS[1][::-1]))
+    hello = hello_of(other, 1)
+    hello.placement.epoch, hello.placement.digest = offer.milestones[0].version
+    with pytest.raises(RefusedError, match="rank 1 holds other experts in layer 0"):
+        story.deployment.hello(read_hello(hello))
+    assert [type(event) for event in story.news()] == [LayerCommitted]
+    assert story.deployment.connected[0].rank == 0
+    assert "rank 1 was turned away" in problems(story.deployment)[1]
 
 
 # Ranks and service disagree
@@ -224,6 +248,24 @@ def test_ranks_that_agree_against_the_service_are_asked_to_introduce_themselves(
     assert "ranks 0, 1, 2 not at epoch 0" in problems(story.deployment)[0]
     assert isinstance(story.beats(RANKS - 1, 5, 55)[0], StreamsOutdated)
     assert story.deployment.live is None
+
+
+def test_a_rank_that_switched_while_others_were_still_to_come_has_to_come_again(story: Story) -> None:
+    story.joins(0, 1)
+    (event,) = story.beats(0, 1, 11)
+    assert isinstance(event, StreamsOutdated)
+    story.leaves(0, 1)
+    after = story.live.with_layer(0, story.live.placement.phy2log_LRS[0], story.live.log2phy_RLE[:, 0])
+    assert story.joins(live=after) == [PlacementKnown(story.deployment.live)]
+    assert version(story) == (1, after.digest)
+
+
+def test_the_end_of_a_plan_of_an_earlier_service_is_believed(story: Story) -> None:
+    story.joins()
+    for rank in range(RANKS):
+        status = agent_pb2.PlanStatus(plan_id=77, layer=0, state=COMMITTED, epoch=1, digest=11)
+        story.deployment.plan_status(rank, status, 0.0)
+    assert [type(event) for event in story.news()] == [StreamsOutdated]
 
 
 def test_a_rank_that_no_longer_takes_part_stops_planning(story: Story) -> None:
@@ -267,3 +309,25 @@ def test_heat_of_a_switch_that_the_service_has_not_heard_of_yet_is_understood(st
     story.offers(0)
     story.counts(0, 4, epochs=(1, 0, 0))
     assert story.deployment.totals.steps_received == 4
+
+
+def test_heat_that_stops_while_the_ranks_make_steps_is_a_problem(story: Story) -> None:
+    story.joins()
+    story.counts(0, 4)
+    for second in range(60):
+        story.beats(0, 0, story.live.digest, step=10 + second)
+        story.waits(1)
+    (problem,) = problems(story.deployment)
+    assert problem.startswith("no step's heat has been put together for 5")
+    story.counts(4, 4)
+    story.waits(1)
+    assert problems(story.deployment) == []
+
+
+def test_a_model_at_rest_is_no_problem(story: Story) -> None:
+    story.joins()
+    story.counts(0, 4)
+    for _ in range(60):
+        story.beats(0, 0, story.live.digest)
+        story.waits(1)
+    assert problems(story.deployment) == []

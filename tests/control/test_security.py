@@ -41,7 +41,7 @@ async def test_calls_with_the_token_are_served_and_health_needs_none() -> None:
     ):
         await operator_pb2_grpc.OperatorServiceStub(channel).ListDeployments(LIST, metadata=RIGHT)
         rank = FakeRank(channel, 0, RIGHT)
-        assert (await rank.greet(hello_of(live_of(first_placement()), 0))).leader_term == 1
+        assert (await rank.greet(hello_of(live_of(first_placement()), 0))).leader_term > 0
         rank.call.cancel()
         await service.warm
         health = health_pb2_grpc.HealthStub(channel)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -18,7 +19,16 @@ from eplb_service.control.server import RunningService, running_service
 from eplb_service.control.settings import ServiceSettings
 from eplb_service.control.store import Store
 from eplb_service.wire.generated import agent_pb2, operator_pb2, operator_pb2_grpc
-from tests.control.fake_group import BYTES_PER_EXPERT, LAYERS, RANKS, FakeGroup, skewed_heat
+from tests.control.fake_group import (
+    BYTES_PER_EXPERT,
+    LAYERS,
+    RANKS,
+    FakeGroup,
+    first_placement,
+    heat_report,
+    live_of,
+    skewed_heat,
+)
 
 
 def settings(**changes: Any) -> ServiceSettings:
@@ -51,7 +61,7 @@ async def until(true: Callable[[], bool], seconds: float = 10.0) -> None:
 async def test_heat_leads_to_a_plan_and_the_plan_to_an_epoch(service: RunningService) -> None:
     async with FakeGroup(service.address) as group:
         welcomes = await group.join()
-        assert {welcome.leader_term for welcome in welcomes} == {1}
+        assert {welcome.leader_term for welcome in welcomes} == {service.plane.leader_term}
         assert {welcome.report_steps for welcome in welcomes} == {8}
         for _ in range(4):
             await group.send_heat(skewed_heat(8))
@@ -105,7 +115,7 @@ async def test_a_refused_plan_changes_nothing_and_is_told(service: RunningServic
         operator = operator_pb2_grpc.OperatorServiceStub(group.channel)
         answer = await operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))
         assert answer.status.epoch == 0
-        assert list(answer.status.problems) == [f"plan {plan.plan_id} refused: rank 0: not now"]
+        assert list(answer.status.problems) == [f"plan {plan.plan_id} refused: ranks 0, 1, 2, 3: not now"]
 
 
 async def test_ranks_that_come_back_go_on_where_they_were(service: RunningService) -> None:
@@ -175,3 +185,49 @@ async def test_a_disk_that_refuses_does_not_stop_balancing(
         await group.carry_out(await group.hear_plan())
         await until(lambda: service.plane.deployments["decode"].ended_plan is not None)
     assert '"event": "store_write_failed"' in capsys.readouterr().err
+
+
+async def test_an_empty_service_believes_what_the_ranks_serve(service: RunningService) -> None:
+    live = live_of(first_placement().with_layer(2, first_placement().phy2log_LRS[2][::-1]), epoch=5)
+    async with FakeGroup(service.address, live) as group:
+        await group.join()
+        for _ in range(4):
+            await group.send_heat(skewed_heat(8))
+        await group.carry_out(await group.hear_plan())
+        deployment = service.plane.deployments["decode"]
+        await until(lambda: deployment.ended_plan is not None)
+        assert deployment.live is not None
+        assert deployment.live.epoch == group.live.epoch > 5
+
+
+async def test_ranks_that_the_service_cannot_follow_are_asked_to_come_again(service: RunningService) -> None:
+    async with FakeGroup(service.address) as group:
+        await group.join()
+        group.live = live_of(first_placement(), epoch=9)
+        await group.heartbeat()
+        for rank in group.ranks:
+            code, text = await rank.refusal()
+            assert code == grpc.StatusCode.ABORTED
+            assert "the ranks serve epoch 9, the service knew epoch 0; say Hello again" in text
+        await until(lambda: not service.plane.deployments["decode"].connected)
+        await group.join()
+        live = service.plane.deployments["decode"].live
+        assert live is not None
+        assert live.epoch == 9
+
+
+async def test_many_reports_out_of_step_lose_nothing_that_all_ranks_sent(service: RunningService) -> None:
+    async with FakeGroup(service.address) as group:
+        await group.join()
+        heat_TLE = skewed_heat(24)
+        for rank in group.ranks:  # each rank sends all before the next begins
+            for first_step in range(0, 24, 8):
+                part = heat_TLE[first_step : first_step + 8]
+                await rank.say(heat_report=heat_report(group.live, rank.rank, first_step, part))
+        deployment = service.plane.deployments["decode"]
+        await until(lambda: deployment.totals.steps_received == 24)
+        assert deployment.heat is not None
+        window = deployment.heat.snapshot().window()
+        np.testing.assert_array_equal(window.heat_TLE, RANKS * heat_TLE)
+        assert window.source_RLE is not None
+        np.testing.assert_array_equal(window.source_RLE[0], heat_TLE.sum(axis=0))

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from eplb_service.demo.scoreboard import Scoreboard, step_par
+from eplb_service.demo.stage import Stage
 from eplb_service.demo.summary import complaint, summarise, table
 from eplb_service.demo.view import render
 
@@ -17,6 +18,7 @@ RANKS, LAYERS, STEPS = 2, 1, 4
 # Rank 0 alone gets all tokens until the layer switches after step 1; then both get half, at twice the pace.
 LIVE = [[40, 0], [40, 0], [20, 20], [20, 20]]
 STILL = [[40, 0]] * STEPS
+STAGE = Stage(STEPS, LAYERS, 2, RANKS, 0, "all2allv", window=2, interval=2, policy="flashlb", seed=0)
 
 
 def _line(rank: int, steps: range, **changes: Any) -> dict[str, Any]:
@@ -24,6 +26,7 @@ def _line(rank: int, steps: range, **changes: Any) -> dict[str, Any]:
         {
             "live_load": [LIVE[step][rank]],
             "still_load": [STILL[step][rank]],
+            "source": [[10, 10]],
             "live_ms": 5.0 + rank,
             "still_ms": 9.0 + rank,
             "epoch": int(step >= 1),
@@ -58,8 +61,7 @@ def test_a_step_counts_once_all_ranks_have_reported_it() -> None:
 
 
 def test_both_pars_are_scored_over_the_steps_after_the_first_switch() -> None:
-    counts_TLE = np.array([[[20, 20]]] * STEPS)
-    figures = summarise(_board(), counts_TLE)
+    figures = summarise(_board(), STAGE)
     assert figures["scored_from_step"] == 2
     assert figures["par_static"] == pytest.approx(2.0)
     assert figures["par_balanced"] == pytest.approx(1.0)
@@ -88,9 +90,8 @@ def test_steps_without_tokens_are_balanced() -> None:
 
 def test_view_and_summary_show_the_figures() -> None:
     console = Console(record=True, width=140, file=io.StringIO())
-    counts_TLE = np.array([[[20, 20]]] * STEPS)
-    console.print(render(_board(), STEPS, counts_TLE.mean(axis=0), "serving"))
-    console.print(table(summarise(_board(), counts_TLE)))
+    console.print(render(_board(), STEPS, _board().counts().mean(axis=0), "serving"))
+    console.print(table(summarise(_board(), STAGE)))
     text = console.export_text()
     for shown in ("4/4", "1 experts", "PAR balanced", "█", "serving", "while serving"):
         assert shown in text

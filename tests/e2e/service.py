@@ -7,15 +7,17 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 
-_START_SECONDS = 90.0
+_START_SECONDS = 150.0
 
 
 def free_address() -> str:
@@ -30,8 +32,10 @@ class Service:
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self.address = free_address()
-        self._flags = [*flags, "--listen", self.address, "--metrics", "127.0.0.1:0"]
-        self._log = (folder / "service.log").open("ab")
+        self.metrics_address = free_address()
+        self._flags = [*flags, "--listen", self.address, "--metrics", self.metrics_address]
+        self.log = folder / "service.log"
+        self._log = self.log.open("ab")
         self._process: subprocess.Popen[bytes] | None = None
         self._channel = grpc.insecure_channel(self.address)
         self._operator = operator_pb2_grpc.OperatorServiceStub(self._channel)
@@ -48,14 +52,17 @@ class Service:
         self._log.close()
 
     def start(self) -> None:
-        """Start it and wait until it answers."""
+        """Start it and wait until it can make decisions: its solver may have to be compiled first."""
         command = [sys.executable, "-m", "eplb_service.cli.main", "serve", *self._flags]
         self._process = subprocess.Popen(
             command, stdout=self._log, stderr=self._log, stdin=subprocess.DEVNULL
         )
-        self._operator.ListDeployments(
-            operator_pb2.ListDeploymentsRequest(), wait_for_ready=True, timeout=_START_SECONDS
-        )
+        health = health_pb2_grpc.HealthStub(self._channel)
+        changes = health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=_START_SECONDS)
+        for change in changes:
+            if change.status == health_pb2.HealthCheckResponse.SERVING:
+                break
+        changes.cancel()
 
     def kill(self) -> None:
         """As a crash would: no goodbye."""
@@ -64,6 +71,22 @@ class Service:
             self._process.wait()
             self._process = None
 
+    def freeze(self) -> None:
+        """It hears nothing and says nothing, but its connections stand."""
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """It goes on where it stood."""
+        self._signal(signal.SIGCONT)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum over all series of a metric that have these labels."""
+        with urllib.request.urlopen(f"http://{self.metrics_address}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        lines = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        return sum(float(line.rpartition(" ")[2]) for line in lines if all(word in line for word in wanted))
+
     def status(self, deployment: str = "default") -> operator_pb2.GetStatusResponse:
         """What the operator sees; raises ``grpc.RpcError``."""
         request = operator_pb2.GetStatusRequest(deployment=deployment)
@@ -71,6 +94,10 @@ class Service:
             request, wait_for_ready=True, timeout=10
         )
         return response
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
 
     def wait_until(
         self, true_of: Callable[[operator_pb2.GetStatusResponse], bool], seconds: float = 60.0

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import yaml
 
 from eplb_service.heat.placement_file import expert_map_document, read_placement, write_placement
 from eplb_service.placement import Placement, PlacementError
@@ -11,10 +12,62 @@ from eplb_service.placement import Placement, PlacementError
 PLACEMENT = Placement.linear(layers=3, experts=6, ranks=4, slots=2)
 
 
-@pytest.mark.parametrize("suffix", [".npz", ".json"])
-def test_round_trip(tmp_path, suffix):
+@pytest.mark.parametrize(
+    ("suffix", "format"),
+    [
+        (".npz", None),
+        (".json", None),
+        (".yaml", None),
+        (".npz", "npz"),
+        (".json", "vllm-ascend"),
+        (".json", "sglang"),
+        (".yaml", "tensorrt-llm"),
+    ],
+)
+def test_round_trip(tmp_path, suffix, format):
     path = tmp_path / f"placement{suffix}"
-    write_placement(path, PLACEMENT, PLACEMENT.default_log2phy())
+    write_placement(path, PLACEMENT, PLACEMENT.default_log2phy(), format)
+    assert np.array_equal(read_placement(path, experts=6, ranks=4).phy2log_LRS, PLACEMENT.phy2log_LRS)
+
+
+def test_each_engine_finds_its_own_keys(tmp_path):
+    tables = PLACEMENT.default_log2phy()
+    flat = PLACEMENT.phy2log_LRS.reshape(3, 8).tolist()
+    write_placement(tmp_path / "a.json", PLACEMENT, tables)
+    assert json.loads((tmp_path / "a.json").read_text()) == expert_map_document(PLACEMENT)
+    write_placement(tmp_path / "b.json", PLACEMENT, tables, "sglang")
+    assert json.loads((tmp_path / "b.json").read_text()) == {"physical_to_logical_map": flat}
+    write_placement(tmp_path / "c.yaml", PLACEMENT, tables, first_layer=3)
+    assert yaml.safe_load((tmp_path / "c.yaml").read_text()) == {
+        "num_slots": 8,
+        "layer_updates_per_iter": 0,
+        "initial_global_assignments": {3: flat[0], 4: flat[1], 5: flat[2]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "message"),
+    [
+        ("a.csv", None, "must end in"),
+        ("a.json", "npz", "ending in .npz"),
+        (
+            "a.npz",
+            "deepspeed",
+            "unknown format 'deepspeed'; choose one of npz, vllm-ascend, sglang, tensorrt-llm",
+        ),
+    ],
+)
+def test_formats_that_cannot_be_written(tmp_path, name, format, message):
+    with pytest.raises(PlacementError) as caught:
+        write_placement(tmp_path / name, PLACEMENT, PLACEMENT.default_log2phy(), format)
+    assert message in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_reads_what_sglang_saves(tmp_path):
+    torch = pytest.importorskip("torch")
+    path = tmp_path / "placement.pt"
+    torch.save({"physical_to_logical_map": torch.tensor(PLACEMENT.phy2log_LRS.reshape(3, 8))}, path)
     assert np.array_equal(read_placement(path, experts=6, ranks=4).phy2log_LRS, PLACEMENT.phy2log_LRS)
 
 
@@ -65,9 +118,12 @@ def refusal(path, experts=6, ranks=4):
     ("text", "message"),
     [
         ('{"layer_list": [', "is not JSON, or truncated"),
-        ("{}", "the key 'layer_list' is missing"),
+        ("{}", "found nothing"),
+        ('{"layer_list": [{"layer_id": 0}]}', "the key 'device_list' is missing"),
+        ('{"physical_to_logical_map": [[0, 1], [0]]}', "equally many experts"),
+        ('{"physical_to_logical_map": [["0", "1"]]}', "integers"),
         ('{"layer_list": []}', "expected 0, 1, 2"),
-        ("[]", "is no expert_map"),
+        ("[]", "holds a list, expected a dictionary"),
         ('{"layer_list": [{"layer_id": 1, "device_list": []}]}', "numbers its layer_ids [1]"),
         (
             '{"layer_list": [{"layer_id": 0, "device_list": [{"device_id": 0, "device_expert": [0, 1]},'

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from eplb_service.placement import Int32, Placement
 from worker_agent.moe import DenseMoE, ExpertParallelMoE, MoEShape, seeded_experts
+from worker_agent.moe.composition import LayerParts
 from worker_agent.moe.dispatch.selection import SHARED_TOKEN_DISPATCHERS
 
 _groups: dict[int, dist.ProcessGroup | None] = {}
@@ -96,7 +97,9 @@ def ep_group(ranks: int) -> dist.ProcessGroup | None:
     return _groups[ranks]
 
 
-def build(case: Case, heat_rows: int = 4) -> tuple[ExpertParallelMoE, DenseMoE | ExpertParallelMoE] | None:
+def build(
+    case: Case, heat_rows: int = 4, parts: LayerParts | None = None
+) -> tuple[ExpertParallelMoE, DenseMoE | ExpertParallelMoE] | None:
     """The case's layer and what it must equal; ``None`` on a rank that has no part in the case.
 
     That is the dense twin, or where weights are quantized the same layer on a rank alone.
@@ -116,11 +119,12 @@ def build(case: Case, heat_rows: int = 4) -> tuple[ExpertParallelMoE, DenseMoE |
         heat_rows=heat_rows,
         quantized=case.quantized,
         dtype=case.dtype,
+        parts=parts,
     )
     return layer, alone(case) if case.quantized else DenseMoE(case.shape, experts, dtype=case.dtype)
 
 
-def alone(case: Case) -> ExpertParallelMoE:
+def alone(case: Case, parts: LayerParts | None = None) -> ExpertParallelMoE:
     """The case's layer on one rank, which holds expert ``e`` in slot ``e``."""
     experts = seeded_experts(case.shape, case.seed)
     phy2log_RS = Placement.linear(1, case.experts, 1, case.experts).phy2log_LRS[0]
@@ -131,16 +135,25 @@ def alone(case: Case) -> ExpertParallelMoE:
         dispatcher=case.dispatcher,
         quantized=case.quantized,
         dtype=case.dtype,
+        parts=parts,
     )
 
 
-def hand_counts(case: Case, step: int = 0, draw: int = 0) -> tuple[Int32, Int32]:
-    """Tokens that each slot receives ``[R, S]``, and that each rank sends by logical expert ``[R, E]``."""
+def hand_counts(
+    case: Case, step: int = 0, draw: int = 0, active: list[torch.Tensor] | None = None
+) -> tuple[Int32, Int32]:
+    """Tokens that each slot receives ``[R, S]``, and that each rank sends by logical expert ``[R, E]``.
+
+    ``active`` tells each rank's real tokens, bool ``[T]``.
+    """
     source_RE = np.zeros((case.ranks, case.experts), dtype=np.int32)
     received_P = np.zeros(case.ranks * case.slots, dtype=np.int32)
     tables_RE = case.tables(draw)
     for rank in range(case.ranks):
-        for expert in case.step(rank, step)[1].flatten().tolist():
+        ids_TK = case.step(rank, step)[1]
+        if active is not None:
+            ids_TK = ids_TK[active[rank]]
+        for expert in ids_TK.flatten().tolist():
             source_RE[rank, expert] += 1
             received_P[tables_RE[rank, expert]] += 1
     return received_P.reshape(case.ranks, case.slots), source_RE

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import Ranks
-from worker_agent.moe.ep_group import EpGroup
 from worker_agent.moe.operators import reference
+from worker_agent.moe.rank_group import RankGroup
 
 ALONE = ("", 1, 0)
 
@@ -19,29 +19,55 @@ def tokens_and_ids(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(3, 5, generator=generator), ids_TK
 
 
+VERSIONS = {
+    1: (reference.npu_moe_distribute_dispatch, reference.npu_moe_distribute_combine),
+    2: (reference.npu_moe_distribute_dispatch_v2, reference.npu_moe_distribute_combine_v2),
+}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(("kind", "expected"), [(0, [1, 1, 3, 4]), (1, [1, 0, 2, 1])])
-def test_masked_tokens_are_neither_sent_nor_counted(kind: int, expected: list[int]):
+def test_masked_tokens_are_neither_sent_nor_counted(version: int, kind: int, expected: list[int]):
+    dispatch, combine = VERSIONS[version]
     hidden_TH = torch.arange(15.0).view(3, 5)
     ids_TK = torch.tensor([[2, 0], [1, 3], [2, 3]])
     mask_T = torch.tensor([True, False, True])
-    dispatched = reference.npu_moe_distribute_dispatch_v2(
-        hidden_TH, ids_TK, *ALONE, 4, x_active_mask=mask_T, expert_token_nums_type=kind
-    )
+    dispatched = dispatch(hidden_TH, ids_TK, *ALONE, 4, x_active_mask=mask_T, expert_token_nums_type=kind)
     rows_AH, _, assist_info, tokens_S, counts = dispatched[:5]
     assert tokens_S.tolist() == expected
     assert torch.equal(
         rows_AH, torch.stack([hidden_TH[0], hidden_TH[0], hidden_TH[2], hidden_TH[2], *torch.zeros(2, 5)])
     )
     weights_TK = torch.tensor([[0.5, 0.25], [9.0, 9.0], [1.0, 2.0]])
-    combined_TH = reference.npu_moe_distribute_combine_v2(
-        rows_AH, ids_TK, assist_info, counts, weights_TK, *ALONE, 4, x_active_mask=mask_T
-    )
+    combined_TH = combine(rows_AH, ids_TK, assist_info, counts, weights_TK, *ALONE, 4, x_active_mask=mask_T)
     assert torch.equal(combined_TH, torch.stack([0.75 * hidden_TH[0], torch.zeros(5), 3.0 * hidden_TH[2]]))
+
+
+def test_choices_may_be_masked_one_by_one():
+    hidden_TH, ids_TK = torch.arange(15.0).view(3, 5), torch.tensor([[2, 0], [1, 3], [2, 3]])
+    mask_TK = torch.tensor([[True, False], [False, False], [True, True]])
+    dispatched = reference.npu_moe_distribute_dispatch_v2(hidden_TH, ids_TK, *ALONE, 4, x_active_mask=mask_TK)
+    assert dispatched[3].tolist() == [0, 0, 2, 1]
+
+
+def test_version_1_tells_the_place_of_each_choice_within_its_expert():
+    ids_TK = torch.tensor([[2, 0], [1, 2], [2, 0]])
+    dispatched = reference.npu_moe_distribute_dispatch(torch.zeros(3, 5), ids_TK, *ALONE, 4)
+    assert dispatched[2].tolist() == [0, 0, 0, 1, 2, 1]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_in_two_levels_each_row_brings_its_weight(version: int):
+    hidden_TH, ids_TK = tokens_and_ids()
+    weights_TK = torch.arange(6.0).view(3, 2)
+    dispatched = VERSIONS[version][0](hidden_TH, ids_TK, *ALONE, 4, expert_scales=weights_TK)
+    order = ids_TK.flatten().argsort(stable=True)
+    assert torch.equal(dispatched[6], weights_TK.flatten()[order])
 
 
 def rows_by_source(experts: int) -> tuple[list[list[float]], list[int]]:
     """Rows that arrive here, each marked with its source rank and token, and their cumulative counts."""
-    group = EpGroup(dist.group.WORLD)
+    group = RankGroup(dist.group.WORLD)
     tokens = torch.arange(2.0)
     marked_TH = torch.stack([torch.full((2,), float(group.rank)), tokens], dim=1)
     ids_TK = torch.tensor([[group.rank, experts - 1], [experts - 1, 0]])
@@ -66,6 +92,30 @@ def test_a_bound_that_is_too_small_is_refused():
     hidden_TH, ids_TK = tokens_and_ids()
     with pytest.raises(ValueError, match="6 rows arrive, past global_bs's bound of 4"):
         reference.npu_moe_distribute_dispatch_v2(hidden_TH, ids_TK, *ALONE, 4, global_bs=2)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    "arguments",
+    [{"tp_world_size": 2}, {"tp_world_size": 1, "group_tp": "another"}, {"shared_expert_rank_num": 1}],
+)
+def test_experts_that_are_split_further_are_refused(version: int, arguments: dict[str, object]):
+    hidden_TH, ids_TK = tokens_and_ids()
+    dispatch, combine = VERSIONS[version]
+    with pytest.raises(ValueError, match="reference operator: "):
+        dispatch(hidden_TH, ids_TK, *ALONE, 4, **arguments)
+    rows_AH, _, assist_info, _, counts, _, _ = dispatch(hidden_TH, ids_TK, *ALONE, 4)
+    with pytest.raises(ValueError, match="reference operator: "):
+        combine(rows_AH, ids_TK, assist_info, counts, torch.ones(3, 2), *ALONE, 4, **arguments)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_combine_wants_what_dispatch_gave(version: int):
+    hidden_TH, ids_TK = tokens_and_ids()
+    dispatch, combine = VERSIONS[version]
+    rows_AH, _, assist_info, _, counts, _, _ = dispatch(hidden_TH, ids_TK, *ALONE, 4, tp_world_size=1)
+    with pytest.raises(ValueError, match="tp_send_counts must be the dispatch's sixth result"):
+        combine(rows_AH, ids_TK, assist_info, counts, torch.ones(3, 2), *ALONE, 4, tp_world_size=1)
 
 
 @pytest.mark.parametrize(("ranks", "quant_mode"), [(2, 0), (1, 1)])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_service.placement import PlacementError, check_layer
-from worker_agent.moe.expert_maps import ExpertSpread, SpreadStrategy, initial_phy2log, usable_strategy
+from worker_agent.moe.maps.expert_maps import ExpertSpread, SpreadStrategy, initial_phy2log, usable_strategy
 
 
 @st.composite
@@ -18,6 +18,7 @@ def spreads(draw: st.DrawFn) -> ExpertSpread:
 
 
 @given(spreads())
+@settings(deadline=None)
 def test_the_tables_agree(spread: ExpertSpread):
     slots_R = [spread.slots(rank) for rank in range(spread.ranks)]
     assert sum(slots_R) == spread.experts
@@ -81,6 +82,7 @@ def test_redundant_experts_come_last():
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.data())
+@settings(deadline=None)
 def test_initial_placements_are_valid_for_every_size_of_group(ranks: int, slots: int, data: st.DataObject):
     experts = data.draw(st.integers(slots, ranks * slots))
     phy2log_RS = initial_phy2log(experts, ranks, ranks * slots - experts)

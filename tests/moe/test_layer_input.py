@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from eplb_service.placement import Placement
+from eplb_service.placement import Placement, PlacementError
 from tests.moe.cases import Case, build
 from tests.ranks import Ranks
 from worker_agent.adapters.live_layer import LiveLayer
 from worker_agent.moe import ExpertParallelMoE, MoEShape, seeded_experts
 from worker_agent.moe.dispatch.selection import DISPATCHER_NAMES
+from worker_agent.moe.maps.initial_placement import check_grouped
 
 SHAPE = MoEShape(layer=5, experts=4, hidden=8, intermediate=6)
 ALONE_RS = Placement.linear(1, experts=4, ranks=1, slots=4).phy2log_LRS[0]
@@ -92,6 +95,10 @@ def test_ids_are_not_looked_at_when_told_not_to():
         ),
         ({"log2phy_E": np.zeros(4, dtype=np.int32)}, "layer 5: log2phy: expert 1 points to slot 0"),
         ({"dispatcher": "pigeon"}, "unknown dispatcher 'pigeon'; use one of all2allv, allgather, mc2, moge"),
+        (
+            {"phy2log_RS": ALONE_RS[:, :3]},
+            "layer 5: 1 ranks x 3 slots = 3 slots cannot hold 4 experts; use at least 4 slots a rank",
+        ),
         ({"heat_rows": 0}, "layer 5: a heat ring has at least one row, got 0"),
         (
             {"experts": lambda expert: (torch.zeros(12, 8), torch.zeros(6, 8))},
@@ -103,6 +110,14 @@ def test_a_layer_that_cannot_be(changed: dict[str, object], message: str):
     arguments = {"phy2log_RS": ALONE_RS, "experts": seeded_experts(SHAPE)} | changed
     with pytest.raises(ValueError, match=message):
         ExpertParallelMoE(SHAPE, **arguments)
+
+
+def test_grouped_experts_stay_on_their_rank():
+    check_grouped(5, np.array([[1, 0], [2, 3]], dtype=np.int32))
+    with pytest.raises(
+        PlacementError, match=r"layer 5: grouped experts: rank 0 must hold experts 0\.\.1, got \[0, 2\]"
+    ):
+        check_grouped(5, np.array([[0, 2], [1, 3]], dtype=np.int32))
 
 
 def test_dimensions_are_positive():
@@ -119,6 +134,9 @@ def test_the_layer_is_a_live_layer(layer: ExpertParallelMoE):
     assert live.load_counter.dtype == torch.int64
     assert live.load_counter.ndim == 0
     assert all(weight.is_contiguous() and weight.shape[0] == 4 for weight in live.expert_weights())
+    for view, weight in zip(layer.get_expert_weights(), live.expert_weights(), strict=True):
+        assert view.shape == (4, weight[0].numel())
+        assert view.data_ptr() == weight.data_ptr()
 
 
 def refusal(layer: ExpertParallelMoE, *tokens: torch.Tensor) -> str:
@@ -146,6 +164,36 @@ def test_refused_input_leaves_the_collectives_in_order(eight_ranks: Ranks, dispa
     for messages in eight_ranks.run(refuse_then_serve, case)[: case.ranks]:
         assert len(messages) == 2
         assert all(message.startswith("layer 3: topk_ids must have") for message in messages)
+
+
+def refuse_alone(case: Case) -> str | None:
+    """Rank 0 alone gets bad input; the others are in the step's exchange, with a group that waits for a second."""
+    group = dist.new_group(list(range(case.ranks)), timeout=timedelta(seconds=1))
+    rank = dist.get_rank()
+    if rank >= case.ranks:
+        return None
+    layer = ExpertParallelMoE(
+        case.shape,
+        case.placement(),
+        seeded_experts(case.shape),
+        log2phy_E=case.tables()[rank],
+        dispatcher=case.dispatcher,
+        ep_group=group,
+    )
+    hidden, ids, weights = case.step(rank)
+    if rank == 0:
+        return refusal(layer, hidden, ids + case.experts, weights)
+    with pytest.raises(RuntimeError) as ended:
+        layer(hidden, ids, weights)
+    return str(ended.value)
+
+
+@pytest.mark.parametrize("dispatcher", ["all2allv", "mc2"])
+def test_a_refusal_on_one_rank_ends_on_the_others_by_the_groups_timeout(eight_ranks: Ranks, dispatcher: str):
+    case = Case(dispatcher, experts=4, slots=2, top_k=2, tokens=(3, 4))
+    refused, ended = eight_ranks.run(refuse_alone, case)[:2]
+    assert refused.startswith("layer 3: topk_ids must have expert ids")
+    assert "imed out" in ended
 
 
 def gather_unequal_widths(case: Case) -> str | None:

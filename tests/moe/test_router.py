@@ -1,11 +1,15 @@
-"""The router must choose the likeliest experts, with weights that sum to one."""
+"""The router must choose and weigh experts as its slow, obvious twin does."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from worker_agent.moe import softmax_top_k
+from worker_agent.moe import Router, Scoring, softmax_top_k
 
 
 def test_weights_are_the_renormalised_probabilities():
@@ -27,3 +31,95 @@ def test_no_tokens():
 def test_a_top_k_that_cannot_be(top_k: int):
     with pytest.raises(ValueError, match=r"top_k must be 1\.\.5"):
         softmax_top_k(torch.zeros(2, 5), top_k)
+
+
+@st.composite
+def routers(draw: st.DrawFn) -> Router:
+    groups, size = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    top_groups = draw(st.integers(1, groups))
+    experts = groups * size
+    bias = torch.linspace(-0.3, 0.4, experts) if draw(st.booleans()) else None
+    return Router(
+        experts,
+        draw(st.integers(1, size * top_groups)),
+        draw(st.sampled_from(Scoring)),
+        renormalise=draw(st.booleans()),
+        groups=groups,
+        top_groups=top_groups,
+        correction_bias_E=bias,
+        scaling_factor=draw(st.sampled_from([1.0, 2.5])),
+    )
+
+
+def twin(router: Router, logits: list[float]) -> dict[int, float]:
+    """The weight of each chosen expert of one token, by hand."""
+    if router.scoring is Scoring.SOFTMAX:
+        powers = [math.exp(logit) for logit in logits]
+        scores = [power / sum(powers) for power in powers]
+    else:
+        scores = [1 / (1 + math.exp(-logit)) for logit in logits]
+    bias = [0.0] * len(scores) if router.correction_bias_E is None else router.correction_bias_E.tolist()
+    wanted = [score + extra for score, extra in zip(scores, bias, strict=True)]
+    size = len(scores) // router.groups
+    judged = 1 if router.correction_bias_E is None else 2
+
+    def merit(group: int) -> float:
+        return sum(sorted(wanted[group * size : (group + 1) * size])[-judged:])
+
+    best = sorted(range(router.groups), key=merit)[-router.top_groups :]
+    eligible = [expert for expert in range(len(scores)) if expert // size in best]
+    chosen = sorted(eligible, key=lambda expert: wanted[expert])[-router.top_k :]
+    total = sum(scores[expert] for expert in chosen) if router.renormalise else 1.0
+    return {expert: scores[expert] / total * router.scaling_factor for expert in chosen}
+
+
+@given(router=routers(), seed=st.integers(0, 99))
+@settings(deadline=None)
+def test_every_setting_equals_the_twin(router: Router, seed: int):
+    logits_TE = torch.randn(4, router.experts, generator=torch.Generator().manual_seed(seed))
+    weights_TK, ids_TK = router(logits_TE)
+    assert weights_TK.dtype == torch.float32
+    assert ids_TK.dtype == torch.int32
+    for logits, weights, ids in zip(logits_TE.tolist(), weights_TK.tolist(), ids_TK.tolist(), strict=True):
+        expected = twin(router, logits)
+        assert set(ids) == set(expected)
+        assert weights == pytest.approx([expected[expert] for expert in ids], rel=1e-4)
+
+
+def test_the_default_is_softmax_top_k():
+    logits_TE = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    weights_TK, ids_TK = Router(5, 3)(logits_TE)
+    expected_weights_TK, expected_ids_TK = softmax_top_k(logits_TE, 3)
+    torch.testing.assert_close(weights_TK, expected_weights_TK)
+    assert torch.equal(ids_TK, expected_ids_TK)
+
+
+def test_a_model_may_bring_its_own_function():
+    def first(logits_TE: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ids_TK = torch.arange(top_k).expand(logits_TE.shape[0], top_k)
+        return logits_TE.gather(1, ids_TK), ids_TK
+
+    logits_TE = torch.tensor([[3.0, 2.0, 1.0]])
+    weights_TK, ids_TK = Router(3, 2, scaling_factor=10.0, custom=first)(logits_TE)
+    assert weights_TK.tolist() == [[30.0, 20.0]]
+    assert ids_TK.tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"top_k": 7}, r"top_k must be 1\.\.6, the number of experts, got 7"),
+        ({"groups": 4}, "6 experts do not divide into 4 groups"),
+        ({"groups": 3, "top_groups": 4}, r"top_groups must be 1\.\.3, the number of groups, got 4"),
+        ({"groups": 3, "top_k": 3}, r"top_k must be 1\.\.2, the experts of 1 groups, got 3"),
+        ({"correction_bias_E": torch.zeros(5)}, r"the correction bias must have the shape \[6\], got \[5\]"),
+    ],
+)
+def test_settings_that_do_not_fit(changed: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=message):
+        Router(**({"experts": 6, "top_k": 2} | changed))  # type: ignore[arg-type]
+
+
+def test_logits_that_do_not_fit():
+    with pytest.raises(ValueError, match=r"router logits must have the shape \[T, 6\], got \[3, 5\]"):
+        Router(6, 2)(torch.zeros(3, 5))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from worker_agent.moe.weight_views import movable_weights
+from worker_agent.moe.weights.weight_views import movable_weights
 
 
 def test_views_are_rows_of_the_same_memory():

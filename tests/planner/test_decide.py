@@ -120,7 +120,7 @@ def test_failure_in_one_layer_spoils_no_other(
 
     def failing(*arguments):
         answers = honest(*arguments)
-        answers.phy2log_LRS[0] = 0
+        answers[0].found.phy2log_RS[:] = 0
         return answers
 
     whole = decided(window, placement)
@@ -141,7 +141,7 @@ def test_contradicting_arguments_are_refused(window: Window, placement: Placemen
         plan(window, placement, tables_RLE[1:], flat, defaults)
     wrong_RLE = tables_RLE.copy()
     wrong_RLE[2, 1, 3] = 999
-    with pytest.raises(PlacementError, match=r"rank 2, layer 1.*expert 3"):
+    with pytest.raises(PlacementError, match=r"layer 1, rank 2.*expert 3"):
         plan(window, placement, wrong_RLE, flat, defaults)
     with pytest.raises(TopologyError, match="does not fit"):
         plan(window, placement, tables_RLE, Topology.flat(RANKS + 1), defaults)

@@ -6,34 +6,51 @@ import pytest
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.heat.window import Window, checked_heat
 from eplb_service.placement import Placement
-from eplb_service.planner.decide import plan
+from eplb_service.planner.decide import plan, plan_afresh
+from eplb_service.planner.noise_floor import noise_floor
 from eplb_service.planner.scoring import par, rank_loads
-from eplb_service.planner.settings import PlannerSettings, SettingsError
+from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
-from eplb_service.replay.runner import replay, switched
+from eplb_service.replay.costs import Costs
+from eplb_service.replay.jobs import Scene
+from eplb_service.replay.policy import ABLATIONS, NAMES, Policy
+from eplb_service.replay.result import Setup
+from eplb_service.replay.runner import jobs_for, replay, scene_for
 from eplb_service.replay.schedule import ReplayError, Schedule
+from eplb_service.replay.walk import arrivals, switched
+from eplb_service.traces.trace import ArrayTrace
 
 HEAT_TLE = checked_heat(synthetic_heat("phased", 130, layers=3, experts=16, tokens=256, top_k=2, seed=5))
 LINEAR = Placement.linear(layers=3, experts=16, ranks=4, slots=5)
 SCHEDULE = Schedule(window=40, interval=30)
+SETUP = Setup(slots=5, schedule=SCHEDULE)
+
+
+def run(policies, heat_TLE=HEAT_TLE, setups=(SETUP,), costs=None, settings=None, **options):
+    jobs = jobs_for(policies, setups, settings or PlannerSettings(), **options)
+    return replay(ArrayTrace(heat_TLE), jobs, scene_for(4, costs))
 
 
 def test_none_is_the_start_placement_under_the_fixed_tables():
-    [none] = replay(HEAT_TLE, LINEAR, ["none"], SCHEDULE).policies
+    result = run(["none"], hindsight=False)
+    [none] = result.policies
     expected_L = par(rank_loads(HEAT_TLE[40:], LINEAR, LINEAR.default_log2phy()))
     assert none.par_realised_L == pytest.approx(expected_L)
-    assert none.par_realised == pytest.approx(expected_L.mean())
     assert none.moves == 0
+    score = result.score(none)
+    assert score.par_left_alone == pytest.approx(score.par)
+    assert (score.hindsight, score.regret) == (None, None)
+    assert score.floor == pytest.approx(noise_floor(HEAT_TLE[40:].astype(float), 4).mean())
 
 
 def test_each_decision_is_the_planner_on_its_window():
-    result = replay(HEAT_TLE, LINEAR, ["flashlb"], SCHEDULE, settings=PlannerSettings(seed=2))
+    result = run(["flashlb"], settings=PlannerSettings(seed=2))
     placement, log2phy_RLE = LINEAR, LINEAR.default_log2phy()
     for decision, step in zip(result.policies[0].decisions, (40, 70, 100), strict=True):
         window = Window(HEAT_TLE[step - 40 : step])
         decided = plan(window, placement, log2phy_RLE, Topology.flat(4), PlannerSettings(seed=2))
         placement, log2phy_RLE = switched(placement, log2phy_RLE, decided)
-        assert (decision.step, decision.steps) == (step, 30)
+        assert (decision.step, decision.steps, decision.late) == (step, 30, 0)
         assert (decision.moves, decision.layers_changed) == (decided.moves, len(decided.layers))
         assert (decision.par_seen, decision.par_planned) == (decided.par_seen, decided.par_planned)
         expected_L = par(rank_loads(HEAT_TLE[step : step + 30], placement, log2phy_RLE))
@@ -41,8 +58,8 @@ def test_each_decision_is_the_planner_on_its_window():
 
 
 def test_policies_see_the_same_steps_and_do_not_touch_each_other():
-    together = replay(HEAT_TLE, LINEAR, ["deepseek", "flashlb"], SCHEDULE)
-    alone = replay(HEAT_TLE, LINEAR, ["flashlb"], SCHEDULE)
+    together = run(["deepseek", "flashlb"])
+    alone = run(["flashlb"])
     assert together.policies[1].par_realised == alone.policies[0].par_realised
     assert together.policies[1].moves == alone.policies[0].moves
     assert together.steps == alone.steps == 90
@@ -50,21 +67,182 @@ def test_policies_see_the_same_steps_and_do_not_touch_each_other():
 
 def test_balancing_beats_not_balancing_on_steady_heat():
     heat_TLE = checked_heat(synthetic_heat("static", 130, layers=3, experts=16, tokens=256, top_k=2, seed=5))
-    none, deepseek, flashlb = replay(heat_TLE, LINEAR, ["none", "deepseek", "flashlb"], SCHEDULE).policies
+    none, deepseek, flashlb = run(["none", "deepseek", "flashlb"], heat_TLE).policies
     assert flashlb.par_realised < none.par_realised
     assert deepseek.par_realised < none.par_realised
 
 
+def test_hindsight_is_fitted_on_what_it_serves_and_no_policy_beats_it():
+    result = run(["none", "deepseek", "flashlb"])
+    [yardstick] = result.yardsticks
+    for row, step in enumerate((40, 70, 100)):
+        window = Window(HEAT_TLE[step : step + 30])
+        fitted = plan_afresh(window, LINEAR, Topology.flat(4), PlannerSettings())
+        placement, log2phy_RLE = switched(LINEAR, LINEAR.default_log2phy(), fitted)
+        expected_L = par(rank_loads(window.heat_TLE, placement, log2phy_RLE))
+        assert yardstick.hindsight_DL[row] == pytest.approx(expected_L)
+    assert all(result.score(policy).regret >= 0 for policy in result.policies)
+    assert result.score(result.policies[2]).regret < result.score(result.policies[0]).regret
+
+
+def test_a_decision_takes_effect_when_it_is_solved_and_its_weights_are_there():
+    costs = Costs(step_ms=10, solve_ms=25, bytes_per_expert=1000, bandwidth=1e6)
+    at_once = run(["flashlb"]).policies[0].decisions[0]
+    late = run(["flashlb"], costs=costs).policies[0].decisions[0]
+    # 25 ms to solve and 1 ms for each expert that the busiest rank receives, in steps of 10 ms.
+    assert late.late == -(-(25 + at_once.moves_busiest) // 10)
+    decided = plan(
+        Window(HEAT_TLE[:40]), LINEAR, LINEAR.default_log2phy(), Topology.flat(4), PlannerSettings()
+    )
+    loads_NLR = np.concatenate(
+        [
+            rank_loads(HEAT_TLE[40 : 40 + late.late], LINEAR, LINEAR.default_log2phy()),
+            rank_loads(HEAT_TLE[40 + late.late : 70], *switched(LINEAR, LINEAR.default_log2phy(), decided)),
+        ]
+    )
+    assert late.par_realised_L == pytest.approx(par(loads_NLR))
+
+
+def test_while_weights_are_under_way_no_other_decision_is_made():
+    decisions = run(["flashlb"], costs=Costs(step_ms=1, solve_ms=45)).policies[0].decisions
+    assert [decision.late for decision in decisions[:2]] == [30, 15]
+    assert decisions[0].layers_changed > 0
+    assert (decisions[1].layers_changed, decisions[1].moves) == (0, 0)
+
+
+def test_time_and_bytes_are_those_stated():
+    costs = Costs(step_ms=40, moe_share=0.5, bytes_per_expert=10, bandwidth=1e12, solve_ms=0, commit_ms=2)
+    result = run(["none", "flashlb"], costs=costs)
+    none, flashlb = map(result.score, result.policies)
+    assert (none.saved_ms, none.stall_ms, none.bytes_moved) == (0, 0, 0)
+    assert flashlb.saved_ms == pytest.approx(20 * (1 - flashlb.par / none.par))
+    assert flashlb.bytes_moved == 10 * result.policies[1].moves
+    assert flashlb.stall_ms == pytest.approx(2 * result.policies[1].layers_moved / 90)
+
+
+def test_sweeps_score_the_same_steps():
+    setups = [Setup(slots, Schedule(window, 20)) for slots in (4, 5) for window in (20, 60)]
+    result = run(["none", "flashlb"], setups=setups, hindsight=False)
+    assert [policy.label for policy in result.policies] == [
+        f"{name}, {slots} slots, window {window}"
+        for slots in (4, 5)
+        for window in (20, 60)
+        for name in ("none", "flashlb")
+    ]
+    assert {policy.decisions[0].step for policy in result.policies} == {60}
+    assert {policy.steps for policy in result.policies} == {70}
+
+
+def rotated(heat_TLE, phy2log_LRS):
+    assert heat_TLE.shape[0] == 40
+    return np.roll(phy2log_LRS, 1, axis=1)
+
+
+def with_tables(heat_TLE, phy2log_LRS):
+    return phy2log_LRS, Placement(phy2log_LRS, heat_TLE.shape[2]).default_log2phy()
+
+
+def broken(heat_TLE, phy2log_LRS):
+    raise RuntimeError("no\nlicence")
+
+
+def absurd(heat_TLE, phy2log_LRS):
+    return phy2log_LRS * 0
+
+
+def wrong_tables(heat_TLE, phy2log_LRS):
+    return phy2log_LRS, np.zeros((4, 3, 16), dtype=int)
+
+
+def test_external_policies():
+    result = run([f"{__name__}:rotated", f"{__name__}:with_tables", "none"])
+    turned, same, none = result.policies
+    assert (
+        turned.moves_per_decision
+        == arrivals(LINEAR, Placement(np.roll(LINEAR.phy2log_LRS, 1, axis=1), 16)).sum()
+    )
+    assert same.par_realised == none.par_realised
+    assert (same.moves, same.decisions[0].layers_changed) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("greedy", "unknown policy 'greedy'"),
+        ("absent_module:f", "cannot import 'absent_module'"),
+        (f"{__name__}:absent", "has no function 'absent'"),
+        (f"{__name__}:broken", r"failed \(RuntimeError: no licence\)"),
+        (f"{__name__}:absurd", "answered no placement .*expert 1 stands in no slot"),
+        (f"{__name__}:wrong_tables", "answered no placement .*does not hold it"),
+    ],
+)
+def test_policies_that_fail_are_told_in_one_line(name, message):
+    with pytest.raises(ReplayError, match=message) as caught:
+        run([name])
+    assert "\n" not in str(caught.value)
+
+
+def test_every_ablation_is_a_setting_that_differs():
+    settings = [Policy.of(name, PlannerSettings(max_layers=2)).settings for name in NAMES]
+    assert len(set(settings)) == len(NAMES) == 3 + len(ABLATIONS)
+
+
+def test_moves_are_experts_that_a_rank_did_not_hold():
+    before = np.array([[[0, 1], [2, 3]]])
+    after = np.array([[[1, 2], [3, 0]]])
+    assert arrivals(Placement(before, 4), Placement(after, 4)).tolist() == [[1, 1]]
+    assert arrivals(Placement(before, 4), Placement(before[:, :, ::-1], 4)).tolist() == [[0, 0]]
+
+
+def test_starts_from_a_placement_that_is_given():
+    start = Placement(np.roll(LINEAR.phy2log_LRS, 1, axis=1), 16)
+    jobs = jobs_for(["none"], [SETUP], PlannerSettings(), hindsight=False)
+    scene = Scene(Topology.flat(4), Costs(), start.phy2log_LRS)
+    [none] = replay(ArrayTrace(HEAT_TLE), jobs, scene).policies
+    assert none.par_realised_L == pytest.approx(
+        par(rank_loads(HEAT_TLE[40:], start, start.default_log2phy()))
+    )
+
+
 def test_tells_every_decision_as_it_is_made():
     told = []
+    jobs = jobs_for(["none", "flashlb"], [SETUP], PlannerSettings())
     result = replay(
-        HEAT_TLE, LINEAR, ["none", "flashlb"], SCHEDULE, on_decision=lambda *made: told.append(made)
+        ArrayTrace(HEAT_TLE), jobs, scene_for(4), lambda label, done: told.append((label, done.made))
     )
-    assert told == [(policy.policy, decision) for policy in result.policies for decision in policy.decisions]
+    assert [label for label, _ in told] == ["yardstick"] * 3 + ["none"] * 3 + ["flashlb"] * 3
+    assert [made for _, made in told[3:]] == [made for policy in result.policies for made in policy.decisions]
+
+
+def test_a_replay_that_is_stopped_keeps_what_all_policies_share():
+    def stop(label, done):
+        calls.append(label)
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+
+    calls = []
+    jobs = jobs_for(["none", "flashlb"], [SETUP], PlannerSettings())
+    result = replay(ArrayTrace(HEAT_TLE), jobs, scene_for(4), stop)
+    whole = run(["none", "flashlb"])
+    assert result.interrupted
+    assert not whole.interrupted
+    assert [len(policy.decisions) for policy in result.policies] == [2, 2]
+    assert len(result.yardsticks[0].floor_DL) == 2
+    for cut, full in zip(result.policies, whole.policies, strict=True):
+        for one, other in zip(cut.decisions, full.decisions, strict=False):
+            assert np.array_equal(one.par_realised_L, other.par_realised_L)
+
+
+def test_a_replay_that_is_stopped_at_once_has_nothing_to_tell():
+    def stop(label, done):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        replay(ArrayTrace(HEAT_TLE), jobs_for(["none"], [SETUP], PlannerSettings()), scene_for(4), stop)
 
 
 def test_a_last_interval_cut_short_counts_by_its_steps():
-    [policy] = replay(HEAT_TLE[:75], LINEAR, ["none"], SCHEDULE).policies
+    [policy] = run(["none"], HEAT_TLE[:75]).policies
     assert [decision.steps for decision in policy.decisions] == [30, 5]
     expected = np.average([decision.par_realised for decision in policy.decisions], weights=[30, 5])
     assert policy.par_realised == pytest.approx(expected)
@@ -80,5 +258,15 @@ def test_refusals():
         SCHEDULE.decisions(40)
     with pytest.raises(ReplayError, match="interval is 0"):
         Schedule(window=1, interval=0)
-    with pytest.raises(SettingsError, match="greedy"):
-        replay(HEAT_TLE, LINEAR, ["greedy"], SCHEDULE)
+    with pytest.raises(ReplayError, match="the first window of 9 steps ends later"):
+        Schedule(window=9, interval=1, start=8)
+    with pytest.raises(ReplayError, match="at least one policy"):
+        run([])
+    for values, message in [
+        ({"step_ms": -1}, "step_ms is -1"),
+        ({"moe_share": 1.5}, "at most 1"),
+        ({"bandwidth": 0}, "nothing would ever arrive"),
+        ({"solve_ms": float("nan")}, "solve_ms is nan"),
+    ]:
+        with pytest.raises(ReplayError, match=message):
+            Costs(**values)

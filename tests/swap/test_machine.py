@@ -144,6 +144,65 @@ def test_ranks_that_serve_different_placements_stop_balancing() -> None:
     assert all(machine.halted == "the ranks serve different placements" for machine in world.ranks)
 
 
+def test_a_halted_rank_votes_plans_down_that_it_never_held() -> None:
+    world = World()
+    world.ranks[2].halt("broken")
+    world.deliver(world.plan(1), 0, 1)
+    world.vote()
+    assert [machine.progress for machine in world.ranks] == [Progress.IDLE] * RANKS
+    assert [kinds[-1] for kinds in map(world.told_kinds, (0, 1))] == ["Aborted", "Aborted"]
+
+
+def test_a_wish_that_came_too_late_does_not_fall_on_the_next_plan() -> None:
+    world = World()
+    world.deliver(world.plan(1))
+    world.vote()
+    world.end_transfers()
+    world.launch_vote()
+    world.deliver(world.plan(2, term=2), 2)
+    world.count_vote()
+    assert world.ranks[2].installed.epoch == 1
+    world.deliver(world.plan(3), 0, 1)
+    world.vote()
+    assert world.ranks[0].progress == Progress.OFFERED
+
+
+def test_a_paused_rank_refuses_plans_and_gives_up_its_own_until_it_is_resumed() -> None:
+    world = World()
+    world.deliver(world.plan(1))
+    world.ranks[1].pause("the host sleeps")
+    world.vote()
+    assert [machine.progress for machine in world.ranks] == [Progress.IDLE] * RANKS
+    world.deliver(world.plan(2), 1)
+    refusal = world.told[1][-1]
+    assert isinstance(refusal, Refused)
+    assert refusal.reason == "balancing is paused on this rank: the host sleeps"
+    world.ranks[1].pause(None)
+    world.deliver(world.plan(3), 1)
+    assert world.ranks[1].progress == Progress.OFFERED
+
+
+def test_a_welcome_of_a_later_term_outdates_the_plans_of_an_earlier_one() -> None:
+    world = World()
+    world.ranks[0].hear_term(7)
+    world.deliver(world.plan(1, term=6), 0)
+    refusal = world.told[0][-1]
+    assert isinstance(refusal, Refused)
+    assert "leader term 6 is older than 7" in refusal.reason
+
+
+def test_ranks_that_differ_by_tables_alone_stop_balancing() -> None:
+    world = World()
+    installed = world.ranks[1].installed
+    same_RS = installed.placement.phy2log_LRS[0]
+    world.ranks[1].installed = installed.with_layer(0, same_RS, installed.log2phy_LE[0])
+    assert world.ranks[1].installed.digest == installed.digest
+    world.launch_vote()
+    with pytest.raises(AssertionError):
+        world.count_vote()
+    assert all(machine.halted == "the ranks serve different placements" for machine in world.ranks)
+
+
 EVENTS = st.one_of(
     st.tuples(st.just("deliver"), st.integers(0, RANKS - 1), st.integers(0, 2)),
     st.tuples(st.just("end"), st.integers(0, RANKS - 1), st.booleans()),

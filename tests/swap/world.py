@@ -60,7 +60,9 @@ class World:
     def deliver(self, plans: Sequence[WirePlan], *ranks: int) -> None:
         """The plan reaches these ranks, or all where none is named."""
         for rank in ranks or range(RANKS):
-            self._note(rank, self.ranks[rank].offer(plans[rank], self.step))
+            self._note(
+                rank, self.ranks[rank].offer(plans[rank], self.step, self.ranks[rank].installed.digest)
+            )
 
     def end_transfer(self, rank: int, error: str | None = None) -> None:
         """The rank's transfer, if one runs, has staged everything or failed."""

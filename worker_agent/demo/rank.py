@@ -6,12 +6,8 @@ balances, and *still* ones, which nobody touches. Progress goes to stdout as JSO
 
 from __future__ import annotations
 
-import json
-import logging
-import os
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -20,21 +16,21 @@ import torch.distributed as dist
 
 from eplb_service.placement import Placement
 from worker_agent.agent import Agent
+from worker_agent.demo.joining import await_service, joined
+from worker_agent.demo.progress import Progress
 from worker_agent.demo.routing import choices_per_token, deal, own_part
 from worker_agent.demo.task import DemoTask
 from worker_agent.moe import ExpertParallelMoE, MoEShape, seeded_experts
 from worker_agent.settings import AgentSettings
 
-_CONNECT_SECONDS = 30.0
-
 
 class DemoRank:
-    """Both sets of layers, the agent, and what has been measured since the last progress line."""
+    """Both sets of layers, and the agent of one."""
 
-    def __init__(self, task: DemoTask, rank: int) -> None:
+    def __init__(self, task: DemoTask, rank: int, group: dist.ProcessGroup) -> None:
         self.task = task
         self.rank = rank
-        self.group = dist.new_group(backend="gloo")
+        self.group = group
         self.counts_TLE = np.load(task.counts)
         self.top_k = choices_per_token(self.counts_TLE)
         _, layers, experts = self.counts_TLE.shape
@@ -44,18 +40,16 @@ class DemoRank:
         shares_tokens = task.dispatcher == "allgather"
         settings = AgentSettings(service=task.service, deployment="demo")
         self.agent = Agent.start(self.live, self.group, settings, token_group=0 if shares_tokens else None)
-        self._rows: list[dict[str, object]] = []
-        self._worst_difference = 0.0
-        self._largest_output = 0.0
+        self.progress = Progress(rank, self.agent, self.live, self.still)
 
     def serve(self) -> None:
         """All steps of the trace, reporting on the way."""
-        self._await_service()
+        await_service(self.agent)
         for step in range(self.counts_TLE.shape[0]):
             self._one_step(step)
             if (step + 1) % self.task.report_every == 0:
-                self._report()
-        self._report()
+                self.progress.report()
+        self.progress.report()
         self.agent.close()
 
     def _layer(self, layer: int, placement: Placement) -> ExpertParallelMoE:
@@ -67,13 +61,6 @@ class DemoRank:
             dispatcher=self.task.dispatcher,
             ep_group=self.group,
         )
-
-    def _await_service(self) -> None:
-        """A demo is to show balancing: wait for the service, where a real host would just begin."""
-        deadline = time.monotonic() + _CONNECT_SECONDS
-        while not self.agent.connected and time.monotonic() < deadline:
-            time.sleep(0.05)
-        dist.barrier()
 
     def _one_step(self, step: int) -> None:
         routed = [self._routed(step, layer) for layer in range(len(self.live))]
@@ -87,18 +74,8 @@ class DemoRank:
                 self.agent.step()
             seconds[id(layers)] = time.perf_counter() - began
         for live, still in zip(outputs[id(self.live)], outputs[id(self.still)], strict=True):
-            if live.numel():
-                self._worst_difference = max(self._worst_difference, float((live - still).abs().max()))
-                self._largest_output = max(self._largest_output, float(still.abs().max()))
-        self._rows.append(
-            {
-                "live_load": [_last_load(layer) for layer in self.live],
-                "still_load": [_last_load(layer) for layer in self.still],
-                "live_ms": 1e3 * seconds[id(self.live)],
-                "still_ms": 1e3 * seconds[id(self.still)],
-                "epoch": self.agent.installed.epoch,
-            }
-        )
+            self.progress.compare(live, still)
+        self.progress.add_step(seconds[id(self.live)], seconds[id(self.still)])
 
     def _routed(self, step: int, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """This rank's tokens of one layer: hidden ``[T, H]``, expert ids and weights ``[T, K]``."""
@@ -110,44 +87,12 @@ class DemoRank:
         weights_TK /= weights_TK.sum(axis=1, keepdims=True)
         return torch.from_numpy(hidden_TH), torch.from_numpy(ids_TK), torch.from_numpy(weights_TK)
 
-    def _report(self) -> None:
-        stats = self.agent.stats
-        line = {
-            "rank": self.rank,
-            "steps": self._rows,
-            "layers_switched": stats.layers_switched,
-            "experts_received": stats.experts_received,
-            "bytes_received": stats.bytes_received,
-            "worst_difference": self._worst_difference,
-            "largest_output": self._largest_output,
-            "halted": self.agent.halted,
-        }
-        print(json.dumps(line), flush=True)
-        self._rows = []
-
-
-def _last_load(layer: ExpertParallelMoE) -> int:
-    """Tokens that this rank's slots of the layer received in the step just run."""
-    rows = layer.moe_load.shape[0]
-    return int(layer.moe_load[(int(layer.load_counter) - 1) % rows].sum())
-
 
 def main() -> None:
     """Join the other ranks and serve."""
     task, rank = DemoTask.read(Path(sys.argv[1])), int(sys.argv[2])
-    logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{task.rendezvous}",
-        rank=rank,
-        world_size=task.ranks,
-        timeout=timedelta(seconds=120),
-    )
-    DemoRank(task, rank).serve()
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined(task, rank) as group:
+        DemoRank(task, rank, group).serve()
 
 
 if __name__ == "__main__":

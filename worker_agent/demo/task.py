@@ -5,44 +5,79 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+_AnyTask = TypeVar("_AnyTask", bound="Task")
 
 
-@dataclass(frozen=True)
-class DemoTask:
-    """One demo run.
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What every demo run has.
 
     Parameters
     ----------
-    counts
-        ``.npy`` file of the heat to serve, int ``[steps, layers, experts]``.
     service
         host:port of the service.
     rendezvous
         File by which the ranks' process groups find each other.
     ranks, slots
         R and S.
-    hidden, intermediate
-        H and I of each expert.
     dispatcher
         ``"all2allv"`` or ``"allgather"``.
     seed
-        Draws weights, tokens and their order.
+        Draws whatever is drawn.
     report_every
         Steps between two progress lines.
     """
 
-    counts: str
     service: str
     rendezvous: str
     ranks: int
     slots: int
-    hidden: int
-    intermediate: int
     dispatcher: str
     seed: int
     report_every: int
 
     @classmethod
-    def read(cls, path: Path) -> DemoTask:
+    def read(cls: type[_AnyTask], path: Path) -> _AnyTask:
         """Load it from a JSON file with these keys."""
         return cls(**json.loads(path.read_text()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoTask(Task):
+    """Serve tokens whose choices a trace has counted.
+
+    Parameters
+    ----------
+    counts
+        ``.npy`` file of the heat to serve, int ``[steps, layers, experts]``.
+    hidden, intermediate
+        H and I of each expert.
+    """
+
+    counts: str
+    hidden: int
+    intermediate: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelTask(Task):
+    """Serve the embedded model.
+
+    Parameters
+    ----------
+    steps
+        Decoding steps.
+    layers
+        How many of the model's MoE layers, from the first, are balanced.
+    rows
+        Requests at a time on each rank.
+    length
+        Bytes of a request, its prompt among them.
+    """
+
+    steps: int
+    layers: int
+    rows: int
+    length: int

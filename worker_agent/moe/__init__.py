@@ -1,9 +1,24 @@
 """The reference expert-parallel Mixture-of-Experts layer: a real live layer for agents to serve."""
 
+from worker_agent.moe.block import MoEBlock
+from worker_agent.moe.composition import LayerParts
 from worker_agent.moe.dense import DenseMoE
-from worker_agent.moe.expert_source import ExpertSource, seeded_experts
 from worker_agent.moe.layer import ExpertParallelMoE
-from worker_agent.moe.router import softmax_top_k
+from worker_agent.moe.router import Router, Scoring, softmax_top_k
 from worker_agent.moe.shape import MoEShape
+from worker_agent.moe.shared_experts import SharedExperts
+from worker_agent.moe.weights.expert_source import ExpertSource, seeded_experts
 
-__all__ = ["DenseMoE", "ExpertParallelMoE", "ExpertSource", "MoEShape", "seeded_experts", "softmax_top_k"]
+__all__ = [
+    "DenseMoE",
+    "ExpertParallelMoE",
+    "ExpertSource",
+    "LayerParts",
+    "MoEBlock",
+    "MoEShape",
+    "Router",
+    "Scoring",
+    "SharedExperts",
+    "seeded_experts",
+    "softmax_top_k",
+]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import linear, silu
 
-from worker_agent.moe.expert_source import ExpertSource
-from worker_agent.moe.expert_weights import build_weights
 from worker_agent.moe.shape import MoEShape
+from worker_agent.moe.weights.expert_source import ExpertSource
+from worker_agent.moe.weights.expert_weights import build_weights
 
 
 class DenseMoE(torch.nn.Module):

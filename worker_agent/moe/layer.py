@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
 from eplb_service.placement import Int32
-from worker_agent.moe.dispatch import DispatchRequest, build_dispatcher
+from worker_agent.heat import StepPhase
+from worker_agent.moe.composition import LayerParts, compose
+from worker_agent.moe.dispatch import DispatchRequest
 from worker_agent.moe.dispatch.selection import SHARED_TOKEN_DISPATCHERS
-from worker_agent.moe.ep_group import EpGroup
-from worker_agent.moe.expert_source import ExpertSource
-from worker_agent.moe.expert_weights import ExpertWeights, build_weights
-from worker_agent.moe.experts import run_experts
-from worker_agent.moe.heat_ring import count_ids, write_row
-from worker_agent.moe.initial_placement import rank_placement
-from worker_agent.moe.operators import operators_for, token_counts
+from worker_agent.moe.eplb_state import EplbState
+from worker_agent.moe.heat import HeatStage
+from worker_agent.moe.maps.initial_placement import check_grouped, rank_placement
+from worker_agent.moe.masking import real_ids
+from worker_agent.moe.operators import operators_for
+from worker_agent.moe.prepare import Prepared, Tokens
+from worker_agent.moe.rank_group import RankGroup
 from worker_agent.moe.shape import MoEShape
+from worker_agent.moe.shared_experts import SharedExperts
+from worker_agent.moe.weights.expert_source import ExpertSource
+from worker_agent.moe.weights.expert_weights import ExpertWeights, build_weights
+from worker_agent.moe.weights.weight_views import movable_weights
 
 
-class ExpertParallelMoE(torch.nn.Module):
+class ExpertParallelMoE(EplbState):
     """One MoE layer on one of R ranks, in the shape that inference engines give it; a ``LiveLayer``.
 
     The placement lives in the tensors ``w13_weight``, ``w2_weight``, ``log2phy`` and ``expert_map`` alone,
@@ -51,6 +59,12 @@ class ExpertParallelMoE(torch.nn.Module):
     check_ids
         Whether top-k ids are checked against E at each call. By default only on a CPU: elsewhere the check
         would wait for the device.
+    shared_experts
+        Run beside dispatch and combine, and added to the outputs.
+    heat_stage
+        The steps whose heat counts; the others get rows of zeros.
+    parts
+        What the layer is made of, where it is not to be the default.
 
     Raises ``ValueError`` where placement, table, group and shapes do not fit together.
     """
@@ -67,19 +81,6 @@ class ExpertParallelMoE(torch.nn.Module):
     w2_weight_scale: torch.Tensor | None
     """float32 ``[S, H]`` where weights are int8, else ``None``."""
 
-    expert_map: torch.Tensor
-    log2phy: torch.Tensor
-    moe_load: torch.Tensor
-    """int32 ``[W, S]``: token choices that each slot worked on, from all ranks."""
-
-    source_load: torch.Tensor | None
-    """int32 ``[W, E]``: choices of the tokens that this rank passed to ``forward``, by logical expert.
-
-    Each token counts on the one rank that passed it, under every dispatcher: a sum over ranks counts it once.
-    """
-
-    load_counter: torch.Tensor
-
     def __init__(
         self,
         shape: MoEShape,
@@ -94,79 +95,99 @@ class ExpertParallelMoE(torch.nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         check_ids: bool | None = None,
+        shared_experts: SharedExperts | None = None,
+        heat_stage: HeatStage = HeatStage.ALL,
+        parts: LayerParts | None = None,
     ) -> None:
-        super().__init__()
-        self.shape = shape
-        self._dtype = dtype
         device = torch.device(device)
-        group = EpGroup(ep_group)
-        if heat_rows < 1:
-            raise ValueError(f"layer {shape.layer}: a heat ring has at least one row, got {heat_rows}")
+        group = RankGroup(ep_group)
         shared = dispatcher in SHARED_TOKEN_DISPATCHERS
         placed = rank_placement(
             shape.layer, shape.experts, phy2log_RS, group.rank, group.size, log2phy_E, shared
         )
+        if dispatcher == "moge":
+            check_grouped(shape.layer, phy2log_RS)
+        super().__init__(shape.layer, placed, heat_rows, heat_stage, device)
+        self.shape = shape
+        self._dtype = dtype
         slots = len(placed.logical_S)
-        self._operators = operators_for(device)
-        self._dispatcher = build_dispatcher(dispatcher, group, slots, self._operators)
+        operators = operators_for(device)
+        self._options = LayerParts() if parts is None else parts
+        self._parts = compose(dispatcher, group, slots, operators, device, quantized, self._options)
+        self._shared_experts = shared_experts
         self._check_ids = device.type == "cpu" if check_ids is None else check_ids
 
         weights = build_weights(shape, experts, placed.logical_S, dtype, device)
         if quantized:
-            weights = weights.quantize(self._operators)
-        self.register_buffer("w13_weight", weights.w13_SIH)
-        self.register_buffer("w2_weight", weights.w2_SHI)
-        self.register_buffer("w13_weight_scale", weights.w13_scale_SI)
-        self.register_buffer("w2_weight_scale", weights.w2_scale_SH)
-        tables = {
-            "expert_map": torch.tensor(placed.expert_map_E, dtype=torch.int32, device=device),
-            "log2phy": torch.tensor(placed.log2phy_E, dtype=torch.int32, device=device),
-            "moe_load": torch.zeros(heat_rows, slots, dtype=torch.int32, device=device),
-            "source_load": torch.zeros(heat_rows, shape.experts, dtype=torch.int32, device=device),
-            "load_counter": torch.zeros((), dtype=torch.int64, device=device),
-        }
-        for name, table in tables.items():
-            self.register_buffer(name, table, persistent=False)
+            weights = weights.quantize(operators)
+        for name in ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale"):
+            self.register_buffer(name, weights.named().get(name))
 
     def expert_weights(self) -> list[torch.Tensor]:
         """Every tensor that the expert kernels read, with the local slot as first dimension."""
         return self._weights().tensors()
 
+    def get_expert_weights(self) -> list[torch.Tensor]:
+        """The same tensors as one ``[S, -1]`` view each, in place: what balancing moves."""
+        return list(
+            movable_weights(
+                self.shape.layer, self.w13_weight.shape[0], self._weights().named().items()
+            ).values()
+        )
+
     @torch.no_grad()
     def forward(
-        self, hidden_TH: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
+        self,
+        hidden_TH: torch.Tensor,
+        topk_ids_TK: torch.Tensor,
+        topk_weights_TK: torch.Tensor,
+        *,
+        active: torch.Tensor | None = None,
+        phase: StepPhase | None = None,
+        workspace_set: int = 0,
     ) -> torch.Tensor:
         """This rank's tokens through their experts on all ranks, ``[T, H]``; each rank has its own T >= 0.
 
         All ranks of the group call this at every step. ``topk_ids`` int32 or int64 and ``topk_weights`` (any
-        float dtype) are ``[T, K]``, by logical expert. The weighted sum is made in float32. Raises
-        ``ValueError`` naming layer and tensor on wrong shapes, dtypes, devices or ids, before any collective
-        is entered.
+        float dtype) are ``[T, K]``, by logical expert. ``active`` (bool ``[T]`` or ``[T, K]``) tells real tokens or
+        choices from padding, which is routed nowhere, gives zeros and counts nowhere; in a dummy ``phase`` nothing
+        is real. Shared experts' outputs are added. The weighted sum is made in float32.
+
+        Raises ``ValueError`` naming layer and tensor on wrong shapes, dtypes, devices or ids, before any collective
+        is entered; ``worker_agent.moe.shape`` says how that ends on the other ranks.
         """
-        self.shape.check_tokens(
-            hidden_TH, topk_ids_TK, topk_weights_TK, self._dtype, self.w13_weight.device, self._check_ids
+        device, dtype = self.w13_weight.device, self._dtype
+        self.shape.check_tokens(hidden_TH, topk_ids_TK, topk_weights_TK, dtype, device, self._check_ids)
+        self._options.check_call(self.shape.layer, topk_ids_TK, self._check_ids)
+        self._check_phase(phase)
+        ids_TK = real_ids(self.shape, topk_ids_TK, active, phase)
+        prepared = self._parts.preparation.prepare(Tokens(hidden_TH, (ids_TK, topk_weights_TK)))
+        result = self._parts.kernel.run(
+            self._request(prepared, ids_TK is not topk_ids_TK),
+            self._weights(),
+            dtype,
+            beside=None if self._shared_experts is None else self._shared_experts.beside(hidden_TH),
+            workspace_set=workspace_set,
         )
-        weights = self._weights()
-        dispatched = self._dispatcher.dispatch(
-            DispatchRequest(
-                hidden_TH,
-                topk_ids_TK,
-                topk_weights_TK,
-                self.log2phy,
-                check_values=self._check_ids,
-                quantized=weights.quantized,
-            )
-        )
-        rows_NH = run_experts(self._operators, dispatched, weights, hidden_TH.dtype)
-        self._record(token_counts(dispatched.group_list_S, dispatched.group_list_type), topk_ids_TK)
-        return self._dispatcher.combine(rows_NH, dispatched.metadata)
+        self._record(result.heat_S, ids_TK[prepared.source], phase)
+        out_TH = self._parts.preparation.finalize(result.out_TH, prepared.metadata)
+        return out_TH if result.beside_TH is None else out_TH + result.beside_TH
 
     def _weights(self) -> ExpertWeights:
         return ExpertWeights(self.w13_weight, self.w2_weight, self.w13_weight_scale, self.w2_weight_scale)
 
-    def _record(self, received_S: torch.Tensor, topk_ids_TK: torch.Tensor) -> None:
-        """Write this step's heat to its row of the rings."""
-        write_row(self.moe_load, received_S, self.load_counter)
-        if self.source_load is not None:
-            write_row(self.source_load, count_ids(topk_ids_TK, self.shape.experts), self.load_counter)
-        self.load_counter.add_(1)
+    def _request(self, prepared: Prepared[Any], masked: bool) -> DispatchRequest:
+        ids_TK, weights_TK = prepared.routing
+        if prepared.active_T is not None:
+            masked = True
+            ids_TK = ids_TK.masked_fill(~prepared.active_T.unsqueeze(1), -1)
+        request = DispatchRequest(
+            prepared.hidden_TH,
+            ids_TK,
+            weights_TK,
+            self.log2phy,
+            masked=masked,
+            scale_T=prepared.scale_T,
+            check_values=self._check_ids,
+        )
+        return request.weighed_on_input() if self._options.weigh_on_input else request

@@ -16,7 +16,9 @@ def unpack_rows(packed_TB: torch.Tensor, like: Sequence[torch.Tensor]) -> list[t
     """The tensors that ``pack_rows`` packed, with the dtypes and widths of ``like``."""
     widths = [column.shape[1] * column.element_size() for column in like]
     parts = torch.split(packed_TB, widths, dim=1)
-    return [part.contiguous().view(column.dtype) for part, column in zip(parts, like, strict=True)]
+    # Always copied: even a lone row, which is contiguous, may begin where no value of its dtype can.
+    copies = [part.clone(memory_format=torch.contiguous_format) for part in parts]
+    return [part.view(column.dtype) for part, column in zip(copies, like, strict=True)]
 
 
 def _as_bytes(column_TX: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,107 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
 import torch
+
+RoutingFunction = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+"""Logits ``[T, E]`` and K -> weights and ids, both ``[T, K]``."""
+
+
+class Scoring(str, Enum):
+    """How logits become scores."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+
+
+@dataclass(frozen=True)
+class Router:
+    """Top-k routing as models define it; ``ValueError`` where the settings do not fit together.
+
+    Parameters
+    ----------
+    experts, top_k
+        E, zero and identity experts among them, and K.
+    scoring
+        Softmax over all experts, or a sigmoid of each.
+    renormalise
+        Whether the chosen weights are scaled to sum to one.
+    groups, top_groups
+        Only the experts of each token's ``top_groups`` best groups of consecutive experts can be chosen. A group is
+        as good as its best expert, or with a correction bias as its two best together.
+    correction_bias_E
+        Added to the scores for the choice alone: weights are the scores without it.
+    scaling_factor
+        What the weights are multiplied by in the end.
+    custom
+        A model's own function, instead of all of the above but the scaling factor.
+    """
+
+    experts: int
+    top_k: int
+    scoring: Scoring = Scoring.SOFTMAX
+    renormalise: bool = True
+    groups: int = 1
+    top_groups: int = 1
+    correction_bias_E: torch.Tensor | None = None
+    scaling_factor: float = 1.0
+    custom: RoutingFunction | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.experts:
+            raise ValueError(f"top_k must be 1..{self.experts}, the number of experts, got {self.top_k}")
+        if self.groups < 1 or self.experts % self.groups:
+            raise ValueError(f"{self.experts} experts do not divide into {self.groups} groups")
+        if not 1 <= self.top_groups <= self.groups:
+            raise ValueError(
+                f"top_groups must be 1..{self.groups}, the number of groups, got {self.top_groups}"
+            )
+        eligible = self.experts // self.groups * self.top_groups
+        if self.top_k > eligible:
+            raise ValueError(
+                f"top_k must be 1..{eligible}, the experts of {self.top_groups} groups, got {self.top_k}"
+            )
+        bias = self.correction_bias_E
+        if bias is not None and bias.shape != (self.experts,):
+            raise ValueError(
+                f"the correction bias must have the shape [{self.experts}], got {list(bias.shape)}"
+            )
+
+    def __call__(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 weights and int32 ids, both ``[T, K]``, best first; ``ValueError`` where the logits do not fit."""
+        if logits_TE.ndim != 2 or logits_TE.shape[1] != self.experts:
+            raise ValueError(
+                f"router logits must have the shape [T, {self.experts}], got {list(logits_TE.shape)}"
+            )
+        if self.custom is not None:
+            weights_TK, ids_TK = self.custom(logits_TE, self.top_k)
+        else:
+            weights_TK, ids_TK = self._choose(logits_TE.float())
+        return weights_TK.float() * self.scaling_factor, ids_TK.to(torch.int32)
+
+    def _choose(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores_TE = logits_TE.softmax(-1) if self.scoring is Scoring.SOFTMAX else logits_TE.sigmoid()
+        wanted_TE = scores_TE if self.correction_bias_E is None else scores_TE + self.correction_bias_E
+        if self.top_groups < self.groups:
+            wanted_TE = wanted_TE.masked_fill(~self._eligible(wanted_TE), float("-inf"))
+        ids_TK = wanted_TE.topk(self.top_k, dim=-1).indices
+        weights_TK = scores_TE.gather(1, ids_TK)
+        if self.renormalise:
+            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).clamp(min=1e-20)
+        return weights_TK, ids_TK
+
+    def _eligible(self, wanted_TE: torch.Tensor) -> torch.Tensor:
+        """bool ``[T, E]``: the experts of each token's best groups."""
+        in_groups_TGS = wanted_TE.unflatten(1, (self.groups, -1))
+        judged = 1 if self.correction_bias_E is None else min(2, in_groups_TGS.shape[2])
+        merit_TG = in_groups_TGS.topk(judged, dim=2).values.sum(dim=2)
+        best_TG = merit_TG.topk(self.top_groups, dim=1).indices
+        eligible_TG = torch.zeros_like(merit_TG, dtype=torch.bool).scatter_(1, best_TG, True)
+        return eligible_TG.repeat_interleave(in_groups_TGS.shape[2], dim=1)
 
 
 def softmax_top_k(logits_TE: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -17,3 +117,18 @@ def softmax_top_k(logits_TE: torch.Tensor, top_k: int) -> tuple[torch.Tensor, to
     # Softmax over the chosen logits alone is softmax over all of them, renormalised.
     chosen_TK, ids_TK = logits_TE.float().topk(top_k, dim=-1)
     return chosen_TK.softmax(dim=-1), ids_TK.to(torch.int32)
+
+
+def balanced_choices(
+    tokens: int, experts: int, top_k: int, device: torch.device, seed: int = 0
+) -> torch.Tensor:
+    """int32 ``[T, K]``: random choices as even as can be, for runs that measure memory and not a model.
+
+    No token chooses an expert twice, and any two experts are chosen equally often, give or take one.
+    """
+    if not 1 <= top_k <= experts:
+        raise ValueError(f"top_k must be 1..{experts}, the number of experts, got {top_k}")
+    generator = torch.Generator().manual_seed(seed)
+    order_E = torch.randperm(experts, generator=generator, dtype=torch.int32).to(device)
+    choice_TK = torch.arange(tokens * top_k, device=device).view(tokens, top_k)
+    return order_E[choice_TK % experts]

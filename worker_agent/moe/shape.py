@@ -1,4 +1,18 @@
-"""The dimensions of one MoE layer, and the check that a call's tensors fit them."""
+"""The dimensions of one MoE layer, and the check that a call's tensors fit them.
+
+How bad input ends
+    What one rank can see for itself (a shape, a dtype, a device, an id out of range) it refuses with ``ValueError``
+    before it enters a collective. Ranks whose input was good are then alone in that step's first exchange: they
+    fail with torch's own error as soon as the refusing process ends its group, or else when the group's timeout runs
+    out. A host that catches the error must end the step on all ranks.
+
+    What can be seen only by comparing ranks is found where ranks tell each other sizes anyway: tokens of different
+    widths (other dtypes, or another K) are refused by all ranks of a gathering preparation alike, and so are grouped
+    experts that are not chosen equally. All2AllV lets each rank have its own K; MC2's operators want one K on all
+    ranks and cannot tell. Layers must be built alike on all ranks: experts, hidden size, dtype, dispatcher, parts.
+    log2phy tables that do not fit the placement are refused when a layer is built; who writes others into them later
+    must do so on all ranks between the same two steps, as agents do by their votes, or tokens are lost.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +76,16 @@ class MoEShape:
                 self._refuse(name, f"the layer's device {device}", tensor.device)
         if check_ids:
             self._check_ids(topk_ids_TK)
+
+    def check_active(self, active: torch.Tensor, topk_ids_TK: torch.Tensor) -> None:
+        """Raise ``ValueError`` unless ``active`` tells real tokens ``[T]`` or choices ``[T, K]`` of a call."""
+        tokens, choices = topk_ids_TK.shape
+        if active.shape not in ((tokens,), (tokens, choices)):
+            self._refuse("active", f"the shape [{tokens}] or [{tokens}, {choices}]", list(active.shape))
+        if active.dtype != torch.bool:
+            self._refuse("active", "the dtype torch.bool", active.dtype)
+        if active.device != topk_ids_TK.device:
+            self._refuse("active", f"the layer's device {topk_ids_TK.device}", active.device)
 
     def _check_ids(self, topk_ids_TK: torch.Tensor) -> None:
         outside_TK = (topk_ids_TK < 0) | (topk_ids_TK >= self.experts)

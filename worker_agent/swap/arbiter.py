@@ -7,6 +7,10 @@ believes into one compare-and-set register per vote, and obeys what stands there
 
 from __future__ import annotations
 
+import queue
+import threading
+from datetime import timedelta
+
 import torch.distributed as dist
 
 _COMMIT, _ABORT = "commit", "abort"
@@ -20,21 +24,49 @@ class FatalSwitchError(RuntimeError):
 
 
 class Arbiter:
-    """One register per vote on the agents' own store."""
+    """One register per vote on the agents' own store.
 
-    def __init__(self, store: dist.Store) -> None:
+    A store's ``compare_set`` has no deadline of its own, so it is called on a thread that can be given up.
+
+    Parameters
+    ----------
+    store
+        A connection that nothing else uses: a call that waits would hold up the others.
+    timeout
+        Longest wait for the register.
+    """
+
+    def __init__(self, store: dist.Store, timeout: timedelta) -> None:
         self._store = store
+        self._timeout = timeout
+        self._questions: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="eplb-arbiter", daemon=True).start()
 
     def may_commit(self, vote: int, *, heard: bool) -> bool:
         """Whether the layer is committed, given whether this rank ``heard`` the vote decide so.
 
         Raises ``FatalSwitchError`` where the register is out of reach.
         """
-        wish = _COMMIT if heard else _ABORT
+        self._questions.put((vote, _COMMIT if heard else _ABORT))
         try:
-            stands = self._store.compare_set(f"eplb/outcome/{vote}", "", wish)
-        except RuntimeError as error:
+            stands = self._answers.get(timeout=self._timeout.total_seconds())
+        except queue.Empty:
+            stands = TimeoutError(f"no answer within {self._timeout.total_seconds():g} s")
+        if isinstance(stands, Exception):
             raise FatalSwitchError(
-                f"vote {vote} may have committed a layer, and the store is gone: {error}"
-            ) from error
-        return bool(stands.decode() == _COMMIT)
+                f"vote {vote} may have committed a layer, and the store is gone: {stands}"
+            ) from stands
+        return stands == _COMMIT
+
+    def close(self) -> None:
+        """Let the thread end."""
+        self._questions.put(None)
+
+    def _run(self) -> None:
+        while (question := self._questions.get()) is not None:
+            vote, wish = question
+            try:
+                self._answers.put(self._store.compare_set(f"eplb/outcome/{vote}", "", wish).decode())
+            except Exception as error:
+                self._answers.put(error)

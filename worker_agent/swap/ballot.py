@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BALLOT_WIDTH = 7
 """Integers in one ballot on the wire."""
@@ -36,7 +36,10 @@ class Decision(enum.Enum):
 
 @dataclass(frozen=True)
 class Ballot:
-    """One rank's vote. ``plan`` is the digest of the plan it holds, 0 for none."""
+    """One rank's vote.
+
+    ``plan`` is the digest of the plan that it holds, 0 for none; ``installed`` fingerprints what it serves.
+    """
 
     progress: Progress
     plan: int
@@ -72,6 +75,15 @@ class Outcome:
             installed_agree=installed_low == -installed_high,
             abort=abort < 0,
         )
+
+    @classmethod
+    def nobody(cls) -> Outcome:
+        """As if no rank had held a plan: nothing follows from it."""
+        return cls(Progress.IDLE, 0, 0, installed_agree=True, abort=False)
+
+    def with_abort(self) -> Outcome:
+        """The same, had one rank more voted to abort."""
+        return replace(self, abort=True)
 
     @property
     def plans(self) -> frozenset[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 
@@ -25,6 +26,12 @@ class ByteBudget:
             return
         with self._changed:
             self._left = min(self._left, 0) + self._bytes_per_step
+            self._changed.notify()
+
+    def open(self) -> None:
+        """Admit whatever is asked for until the next ``refill``: the model makes no steps that could be slowed."""
+        with self._changed:
+            self._left = sys.maxsize
             self._changed.notify()
 
     def draw(self, size: int, timeout: float) -> bool:

@@ -14,6 +14,10 @@ import torch.distributed as dist
 _MEET_TIMEOUT = timedelta(seconds=60)
 
 
+class MeetingError(RuntimeError):
+    """The ranks do not fit together or cannot reach each other; raised on all, before any serves a token."""
+
+
 class AgentGroup:
     """R agents of one EP group, joined by a TCP store that rank 0 hosts.
 
@@ -21,12 +25,15 @@ class AgentGroup:
     ----------
     store
         Shared by all ranks, and by nobody else.
+    registers
+        The same store over a connection of its own: a call that waits on ``store`` does not hold it up.
     rank, size
         This rank and R.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+    def __init__(self, store: dist.Store, registers: dist.Store, rank: int, size: int) -> None:
         self.store = store
+        self.registers = registers
         self.rank = rank
         self.size = size
 
@@ -46,22 +53,36 @@ class AgentGroup:
             Name or address at which the other ranks reach this host.
         facts
             Anything picklable; every rank gets the list of all ranks' facts, in order of rank.
+
+        Raises ``MeetingError``, on all ranks alike, where one cannot host or reach the store.
         """
         rank, size = dist.get_rank(host_group), dist.get_world_size(host_group)
         gathered: list[Any] = [None] * size
         dist.all_gather_object(gathered, (node, address, facts), group=host_group)
         one_node = len({there for there, _, _ in gathered}) == 1
         meeting_point = "127.0.0.1" if one_node else gathered[0][1]
-        port: list[Any] = [0]
-        server: dist.TCPStore | None = None
+        complaint: str | None = None
+        stores: list[dist.Store] = []
+        offer: list[Any] = [None]
         if rank == 0:
-            server = dist.TCPStore(meeting_point, 0, size, True, _MEET_TIMEOUT, wait_for_workers=False)
-            port = [server.port]
-        dist.broadcast_object_list(port, src=dist.get_global_rank(host_group, 0), group=host_group)
-        store = server or dist.TCPStore(
-            meeting_point, port[0], size, False, _MEET_TIMEOUT, wait_for_workers=False
-        )
-        return cls(store, rank, size), [told for _, _, told in gathered]
+            try:
+                server = dist.TCPStore(meeting_point, 0, size, True, _MEET_TIMEOUT, wait_for_workers=False)
+                stores, offer = [server], [server.port]
+            except Exception as error:
+                complaint = f"cannot host the agents' store at {meeting_point}: {error}"
+        dist.broadcast_object_list(offer, src=dist.get_global_rank(host_group, 0), group=host_group)
+        if offer[0] is not None:
+            try:
+                while len(stores) < 2:
+                    stores.append(
+                        dist.TCPStore(
+                            meeting_point, offer[0], size, False, _MEET_TIMEOUT, wait_for_workers=False
+                        )
+                    )
+            except Exception as error:
+                complaint = f"cannot reach the agents' store at {meeting_point}:{offer[0]}: {error}"
+        agree(host_group, complaint)
+        return cls(stores[0], stores[1], rank, size), [told for _, _, told in gathered]
 
     def process_group(self, name: str, timeout: timedelta) -> dist.ProcessGroup:
         """A new gloo group of these ranks; every rank asks for it by the same name, in its own time."""
@@ -69,3 +90,12 @@ class AgentGroup:
         backend = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
         # A backend has a process group's methods; torch's type stubs do not list them.
         return cast("dist.ProcessGroup", backend)
+
+
+def agree(host_group: dist.ProcessGroup, complaint: str | None) -> None:
+    """Raise ``MeetingError`` on all ranks where any has a complaint. A collective."""
+    complaints: list[Any] = [None] * dist.get_world_size(host_group)
+    dist.all_gather_object(complaints, complaint, group=host_group)
+    for rank, told in enumerate(complaints):
+        if told is not None:
+            raise MeetingError(f"rank {rank}: {told}")

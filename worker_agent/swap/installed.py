@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
-from eplb_service.placement import Int32, Placement, check_log2phy, combine_digests, layer_digest
+from eplb_service.placement import (
+    Int32,
+    Placement,
+    array_digest,
+    check_log2phy,
+    combine_digests,
+    layer_digest,
+)
 
 
 @dataclass(frozen=True)
@@ -46,10 +54,16 @@ class Installed:
         digests = tuple(layer_digest(layer, row) for layer, row in enumerate(placement.phy2log_LRS))
         return cls(rank, placement, log2phy_LE, 0, (0,) * placement.layers, digests)
 
-    @property
+    @cached_property
     def digest(self) -> int:
         """The placement's fingerprint, equal on all ranks of a healthy group."""
         return combine_digests(self.placement.experts, self.layer_digests)
+
+    @cached_property
+    def version_digest(self) -> int:
+        """Fingerprint of placement and epochs: differs too where two ranks differ by a switch of tables alone."""
+        words = np.array([self.digest, self.epoch, *self.layer_epochs], dtype="<i8")
+        return array_digest(words, salt="version")
 
     def with_layer(self, layer: int, phy2log_RS: Int32, log2phy_E: Int32) -> Installed:
         """The snapshot after one more committed layer."""

@@ -36,9 +36,13 @@ class StartTransfer:
 
 @dataclass(frozen=True)
 class Commit:
-    """Copy the staged experts and the new tables into place, now. ``before`` is what was served until here."""
+    """Copy what the transfer of ``generation`` has staged, and the new tables, into place, now.
+
+    ``before`` is what was served until here.
+    """
 
     plan_id: int
+    generation: int
     layer: WireLayer
     before: Installed
     after: Installed
@@ -110,6 +114,7 @@ class SwitchMachine:
         self._abort_wish: str | None = None
         self._highest_term = 0
         self._transfer_runs = False
+        self._paused: str | None = None
 
     @property
     def plan_under_way(self) -> tuple[int, int] | None:
@@ -118,11 +123,11 @@ class SwitchMachine:
 
     # Events
 
-    def offer(self, plan: WirePlan, step: int) -> list[Action]:
-        """A validated plan has arrived."""
+    def offer(self, plan: WirePlan, step: int, checked_for: int) -> list[Action]:
+        """A plan has arrived whose moves were checked to start from the placement with the digest ``checked_for``."""
         if self._plan is not None and plan.digest == self._plan.digest:
             return []
-        reason = self._refusal(plan)
+        reason = self._refusal(plan, checked_for)
         if reason is not None:
             return [Refused(plan.plan_id, reason)]
         self._highest_term = plan.leader_term
@@ -130,6 +135,10 @@ class SwitchMachine:
         self._abort_wish = None
         self.progress = Progress.OFFERED
         return [Accepted(plan.plan_id, plan.layers[0].layer)]
+
+    def hear_term(self, term: int) -> None:
+        """A service of this leader term is about: plans of older ones are refused from here on."""
+        self._highest_term = max(self._highest_term, term)
 
     def transfer_ended(self, generation: int, error: str | None = None) -> list[Action]:
         """The transfer of ``generation`` has staged everything, or failed with ``error``."""
@@ -154,8 +163,14 @@ class SwitchMachine:
             self._abort_wish = f"not all ranks held the plan within {self._offer_deadline_steps} steps"
         return []
 
+    def pause(self, reason: str | None) -> None:
+        """Take no plans until ``None`` is given here, and vote down the one under way."""
+        self._paused = reason
+        if reason is not None and self._plan is not None and self._abort_wish is None:
+            self._abort_wish = reason
+
     def halt(self, reason: str) -> list[Action]:
-        """Take no more plans; one under way is voted down."""
+        """Take no more plans; whatever is under way, here or elsewhere, is voted down."""
         if self.halted is not None:
             return []
         self.halted = reason
@@ -170,8 +185,8 @@ class SwitchMachine:
         return Ballot(
             progress=self.progress,
             plan=self._plan.digest if self._plan is not None else 0,
-            installed=self.installed.digest,
-            abort=self._abort_wish is not None,
+            installed=self.installed.version_digest,
+            abort=self._abort_wish is not None or self.halted is not None,
         )
 
     def decide(self, outcome: Outcome) -> list[Action]:
@@ -192,9 +207,11 @@ class SwitchMachine:
 
     # Transitions
 
-    def _refusal(self, plan: WirePlan) -> str | None:
+    def _refusal(self, plan: WirePlan, checked_for: int) -> str | None:
         if self.halted is not None:
             return f"balancing has stopped on this rank: {self.halted}"
+        if self._paused is not None:
+            return f"balancing is paused on this rank: {self._paused}"
         if plan.leader_term < self._highest_term:
             return (
                 f"leader term {plan.leader_term} is older than {self._highest_term}, which this rank has seen"
@@ -208,6 +225,8 @@ class SwitchMachine:
             return (
                 f"the plan starts from epoch {plan.base_epoch}, this rank serves epoch {self.installed.epoch}"
             )
+        if checked_for != self.installed.digest:
+            return "a layer was switched between this plan's check and its offer"
         return None
 
     def _start(self) -> list[Action]:
@@ -222,11 +241,11 @@ class SwitchMachine:
         plan, layer = self._plan, self._plan.layers[self._index]
         before = self.installed
         self.installed = before.with_layer(layer.layer, layer.phy2log_RS, layer.log2phy_E)
-        commit = Commit(plan.plan_id, layer, before, self.installed)
+        commit = Commit(plan.plan_id, self.generation, layer, before, self.installed)
         self._index += 1
         if self._index < len(plan.layers):
             return [commit, *self._start()]
-        self._plan, self.progress = None, Progress.IDLE
+        self._plan, self.progress, self._abort_wish = None, Progress.IDLE, None
         return [commit]
 
     def _drop(self, reason: str) -> list[Action]:

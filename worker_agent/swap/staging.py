@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from worker_agent.adapters.live_layer import LiveLayer
+from worker_agent.swap.checksum import bytes_of
 
 
 class Staging:
@@ -32,7 +33,7 @@ class Staging:
         return [buffer[:rows] for buffer in self._buffers]
 
     def drop(self) -> None:
-        """Give the memory up: a transfer that was abandoned may still write into it."""
+        """Give the memory up: a transfer that failed may still write into it."""
         self._buffers = []
 
 
@@ -57,3 +58,11 @@ def install(
     layer.expert_map.copy_(expert_map_E)
     layer.log2phy.copy_(log2phy_E)
     return written
+
+
+def check_installed(layer: LiveLayer, staged: Sequence[torch.Tensor], slots: Sequence[int]) -> None:
+    """Raise ``ValueError`` where a live slot does not hold the bytes that were staged for it."""
+    for weight, buffer in zip(layer.expert_weights(), staged, strict=True):
+        for row, slot in enumerate(slots):
+            if not torch.equal(bytes_of(weight[slot]), bytes_of(buffer[row])):
+                raise ValueError(f"slot {slot} does not hold what was staged for it")

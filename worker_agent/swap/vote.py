@@ -6,7 +6,9 @@ waiting there if it must. Polling would let two ranks see the outcome at differe
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +34,7 @@ class VoteBox:
     """
 
     def __init__(self, group: dist.ProcessGroup, lag: int, timeout: timedelta) -> None:
-        self._group = group
+        self._group: dist.ProcessGroup | None = group
         self._lag = lag
         self._timeout = timeout
         self._tensor = torch.zeros(BALLOT_WIDTH, dtype=torch.int64)
@@ -42,11 +44,18 @@ class VoteBox:
         self._due = 0
         self.number = 0
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a vote has been launched and not been consumed."""
+        return self._work is not None
+
     def launch(self, ballot: Ballot, step: int) -> None:
         """Send this rank's ballot; the outcome is due at ``step + lag``."""
         assert self._work is None, "a vote is already under way"
-        self._tensor.copy_(torch.tensor(ballot.encode(), dtype=torch.int64))
         self.number += 1
+        if self._group is None:
+            raise VoteError(f"vote {self.number}: this rank has left the votes")
+        self._tensor.copy_(torch.tensor(ballot.encode(), dtype=torch.int64))
         self._due = step + self._lag
         try:
             self._work = self._group.allreduce([self._tensor], self._options)
@@ -63,6 +72,14 @@ class VoteBox:
         work, self._work = self._work, None
         try:
             work.wait(self._timeout)
-        except RuntimeError as error:
+            return Outcome.decode(self._tensor.tolist())
+        except (RuntimeError, ValueError) as error:
             raise VoteError(f"vote {self.number} came to nothing: {error}") from error
-        return Outcome.decode(self._tensor.tolist())
+
+    def leave(self) -> None:
+        """Vote no more. The other ranks learn of it at once, by their broken links; returns at once as well."""
+        # A group that still has a vote under way ends with it, which may take until the timeout.
+        # No daemon: a group that is destroyed while Python itself ends would abort the process.
+        held: list[Any] = [self._work, self._group]
+        self._work = self._group = None
+        threading.Thread(target=held.clear, name="eplb-votes-end").start()

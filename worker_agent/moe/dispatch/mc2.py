@@ -3,78 +3,118 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.nn.functional import pad
 
-from worker_agent.moe.dispatch.interface import Dispatched, DispatchRequest, to_physical
-from worker_agent.moe.ep_group import EpGroup
+from worker_agent.moe.dispatch.interface import Dispatched, DispatchRequest
+from worker_agent.moe.dispatch.mc2_padding import arriving_padding, spread_out
+from worker_agent.moe.dispatch.mc2_variant import MC2Variant
+from worker_agent.moe.expert_batch import ActivationFormat, ExpertBatch
 from worker_agent.moe.operators import DispatchQuantMode, GroupListType, Operators
+from worker_agent.moe.rank_group import RankGroup
 
 
 @dataclass(frozen=True)
 class MC2Metadata:
-    """The padded tokens' choices, and what the dispatch operator wants back."""
+    """The tokens' choices and weights, and what the dispatch operator wants back."""
 
-    tokens: int
     physical_TK: torch.Tensor
-    topk_weights_TK: torch.Tensor
-    active_T: torch.Tensor
+    weights_TK: torch.Tensor
+    active_TK: torch.Tensor | None
     assist_info: torch.Tensor
     received_counts: torch.Tensor
+    tp_received_counts: torch.Tensor
+    row_weights: torch.Tensor
 
 
 class MC2Dispatcher:
-    """Tokens are padded to the largest rank's count, and a mask keeps the padding at home."""
+    """Every rank gives the same number of tokens, at least one: ``MC2Preparation`` pads. Counts come cumulative.
 
-    def __init__(self, group: EpGroup, slots: int, operators: Operators) -> None:
+    The operators quantize what they send, and weigh what they bring back. Choices that are not real are masked,
+    or, where a variant understands no mask, computed with the others and kept out of the heat.
+    """
+
+    format = ActivationFormat.STANDARD
+    brings_weights = False
+
+    def __init__(
+        self, group: RankGroup, slots: int, operators: Operators, variant: MC2Variant | None = None
+    ) -> None:
         self._group = group
+        self._slots = slots
         self._experts = group.size * slots
         self._operators = operators
+        self._variant = MC2Variant() if variant is None else variant
 
     def dispatch(self, request: DispatchRequest) -> Dispatched[MC2Metadata]:
-        """Pad, and let the fused operator send, receive and sort; counts come cumulative."""
-        tokens = request.hidden_TH.shape[0]
-        length = self._common_length(tokens, request.hidden_TH.device)
-        missing = (0, 0, 0, length - tokens)
-        physical_TK = pad(to_physical(request.topk_ids_TK, request.log2phy_E), missing)
-        active_T = torch.arange(length, device=physical_TK.device) < tokens
-        received = self._operators.npu_moe_distribute_dispatch_v2(
-            pad(request.hidden_TH, missing),
+        """Let the fused operator send, receive and sort."""
+        physical_TK, active_TK = request.physical(nowhere=0), request.active_TK
+        weights_TK = request.real_weights()
+        idle_S = None
+        if active_TK is not None and not self._variant.masks:
+            own = self._group.rank * self._slots
+            physical_TK = spread_out(physical_TK, active_TK, own, self._experts)
+            idle_S = arriving_padding(self._group, physical_TK, active_TK, self._experts)
+            active_TK = None
+        received = self._dispatch_operator()(
+            request.hidden_TH,
             physical_TK,
-            self._group.name,
-            self._group.size,
-            self._group.rank,
-            self._experts,
-            x_active_mask=active_T,
+            *self._place(),
             quant_mode=DispatchQuantMode.DYNAMIC if request.quantized else DispatchQuantMode.NONE,
-            global_bs=length * self._group.size,
             expert_token_nums_type=GroupListType.CUMULATIVE,
+            **({"expert_scales": weights_TK} if self._variant.hierarchical else {}),
+            **self._shared_arguments(active_TK),
         )
-        rows_AH, scale_A, assist_info, cumulative_S, received_counts = received[:5]
-        weights_TK = pad(request.topk_weights_TK.float(), missing)
-        metadata = MC2Metadata(tokens, physical_TK, weights_TK, active_T, assist_info, received_counts)
-        dynamic_scale_A = scale_A if request.quantized else None
-        return Dispatched(rows_AH, cumulative_S, GroupListType.CUMULATIVE, metadata, dynamic_scale_A)
+        rows_AH, scale_A, assist_info, cumulative_S, received_counts, tp_counts, row_weights = received
+        batch = ExpertBatch(
+            rows_AH,
+            cumulative_S,
+            GroupListType.CUMULATIVE,
+            scale_A if request.quantized else None,
+            idle_S=idle_S,
+        )
+        metadata = MC2Metadata(
+            physical_TK, weights_TK, active_TK, assist_info, received_counts, tp_counts, row_weights
+        )
+        return Dispatched(batch, metadata)
 
-    def combine(self, rows_NH: torch.Tensor, metadata: MC2Metadata) -> torch.Tensor:
-        """Let the fused operator return, weigh and sum; drop the padding."""
-        combined_TH = self._operators.npu_moe_distribute_combine_v2(
-            rows_NH,
+    def combine(self, rows: torch.Tensor, metadata: MC2Metadata) -> torch.Tensor:
+        """Let the fused operator return, weigh and sum."""
+        arguments = self._shared_arguments(metadata.active_TK)
+        if self._variant.a3:
+            arguments["tp_send_counts"] = metadata.tp_received_counts
+        if self._variant.hierarchical:
+            arguments["expand_scales"] = metadata.row_weights
+        combined_TH: torch.Tensor = self._combine_operator()(
+            rows,
             metadata.physical_TK,
             metadata.assist_info,
             metadata.received_counts,
-            metadata.topk_weights_TK,
-            self._group.name,
-            self._group.size,
-            self._group.rank,
-            self._experts,
-            x_active_mask=metadata.active_T,
-            global_bs=metadata.active_T.shape[0] * self._group.size,
+            metadata.weights_TK,
+            *self._place(),
+            **arguments,
         )
-        return combined_TH[: metadata.tokens]
+        return combined_TH
 
-    def _common_length(self, tokens: int, device: torch.device) -> int:
-        """The largest rank's number of tokens, at least one: the operators take no empty batch."""
-        counts_R = self._group.exchange(torch.full((self._group.size,), tokens, device=device))
-        return max(1, int(counts_R.max()))
+    def _place(self) -> tuple[str, int, int, int]:
+        return self._group.name, self._group.size, self._group.rank, self._experts
+
+    def _shared_arguments(self, active_TK: torch.Tensor | None) -> dict[str, Any]:
+        """What both operators are told alike."""
+        arguments: dict[str, Any] = {"expert_shard_type": 0, "shared_expert_rank_num": 0, "global_bs": 0}
+        if self._variant.a3:
+            arguments |= {"group_tp": self._group.name, "tp_world_size": 1, "tp_rank_id": 0}
+        if active_TK is not None:
+            arguments["x_active_mask"] = active_TK
+        return arguments
+
+    def _dispatch_operator(self) -> Any:
+        if self._variant.version == 2:
+            return self._operators.npu_moe_distribute_dispatch_v2
+        return self._operators.npu_moe_distribute_dispatch
+
+    def _combine_operator(self) -> Any:
+        if self._variant.version == 2:
+            return self._operators.npu_moe_distribute_combine_v2
+        return self._operators.npu_moe_distribute_combine

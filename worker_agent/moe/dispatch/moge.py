@@ -2,64 +2,70 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from worker_agent.moe.dispatch.interface import Dispatched, DispatchRequest, to_physical
-from worker_agent.moe.dispatch.token_gather import gather_tokens
-from worker_agent.moe.ep_group import EpGroup
-from worker_agent.moe.heat_ring import count_ids
+from worker_agent.moe.dispatch.interface import Dispatched, DispatchRequest
+from worker_agent.moe.dispatch.token_quantization import travelling_tokens
+from worker_agent.moe.dispatch.weight_and_reduce import WeightAndReduce, Weights
+from worker_agent.moe.expert_batch import ActivationFormat, ExpertBatch
+from worker_agent.moe.heat import count_ids
 from worker_agent.moe.operators import GroupListType, Operators
-
-
-@dataclass(frozen=True)
-class MoGEMetadata:
-    """Tokens of each rank, where each local choice's row stands, and the local choices' weights."""
-
-    sizes: list[int]
-    row_of_choice: torch.Tensor
-    local_weights_NC: torch.Tensor
+from worker_agent.moe.rank_group import RankGroup
 
 
 class MoGEDispatcher:
     """As the all-gather dispatcher, but each rank knows how many choices of a token are its own: K/R, or C.
 
-    A placement may move experts within their rank alone. Raises ``ValueError`` where K is no multiple of R, and if
-    values are checked, where a token does not choose C experts of each rank.
+    A placement may move experts within their rank alone. A token is real or padding as a whole. Raises
+    ``ValueError`` where K is no multiple of R, and if values are checked, where a token does not choose C experts of
+    each rank.
     """
 
-    def __init__(self, group: EpGroup, slots: int, operators: Operators) -> None:
+    format = ActivationFormat.STANDARD
+    brings_weights = True
+
+    def __init__(self, group: RankGroup, slots: int, operators: Operators) -> None:
         self._group = group
         self._slots = slots
         self._operators = operators
 
-    def dispatch(self, request: DispatchRequest) -> Dispatched[MoGEMetadata]:
-        """Gather all tokens, take each one's choices of this rank's group, and sort them by slot."""
-        self._check(request)
-        gathered = gather_tokens(self._group, request)
+    def dispatch(self, request: DispatchRequest) -> Dispatched[WeightAndReduce]:
+        """Take each token's choices of this rank's group, and sort them by slot; counts are cumulative."""
+        ranks, slots, operators = self._group.size, self._slots, self._operators
+        nowhere = ranks * slots
+        self._check(request, nowhere)
         # Sorted by physical expert, a token's choices stand in order of rank, C for each.
-        physical_NK, order_NK = to_physical(gathered.topk_ids_NK, request.log2phy_E).sort(dim=1)
-        share = physical_NK.shape[1] // self._group.size
-        first = self._group.rank * share
-        slot_NC = physical_NK.narrow(1, first, share) - self._group.rank * self._slots
-        weights_NC = gathered.topk_weights_NK.gather(1, order_NK.narrow(1, first, share))
-        rows_NH, row_of_choice = self._operators.npu_moe_token_permute(gathered.hidden_NH, slot_NC)
-        cumulative_S = count_ids(slot_NC, self._slots).cumsum(0)
-        scale_N = None
-        if request.quantized:
-            rows_NH, scale_N = self._operators.npu_dynamic_quant(rows_NH)
-        metadata = MoGEMetadata(gathered.sizes, row_of_choice, weights_NC)
-        return Dispatched(rows_NH, cumulative_S, GroupListType.CUMULATIVE, metadata, scale_N)
+        physical_TK, order_TK = request.physical(nowhere).sort(dim=1)
+        share = physical_TK.shape[1] // ranks
+        own = slice(self._group.rank * share, (self._group.rank + 1) * share)
+        padding_TC = physical_TK[:, own] == nowhere
+        # Padding sorts behind all slots, where no group of the list reaches.
+        slot_TC = (physical_TK[:, own] - self._group.rank * slots).masked_fill(padding_TC, slots)
+        counts_S = count_ids(slot_TC, slots + 1)[:-1]
 
-    def combine(self, rows_NH: torch.Tensor, metadata: MoGEMetadata) -> torch.Tensor:
-        """Weigh and sum each token's local choices, then the ranks' partial sums, all in float32."""
-        partial_NH = self._operators.npu_moe_token_unpermute(
-            rows_NH.float(), metadata.row_of_choice, metadata.local_weights_NC
-        )
-        return self._group.reduce_scatter(partial_NH, metadata.sizes).to(rows_NH.dtype)
+        tokens_TH, scale_T = travelling_tokens(operators, request)
+        rows_NH, row_of_choice = operators.npu_moe_token_permute(tokens_TH, slot_TC)
+        scale_N = weights_N = None
+        if scale_T is not None:
+            scale_N = operators.npu_moe_token_permute(scale_T.unsqueeze(1), slot_TC)[0].squeeze(1)
+        weights = Weights.of(request)
+        if weights.by_experts_TK is not None:
+            own_NC = weights.by_experts_TK.gather(1, order_TK[:, own])
+            weights_N = operators.npu_moe_token_permute(own_NC.reshape(-1, 1), slot_TC.reshape(-1))[
+                0
+            ].squeeze(1)
+        by_combine_TK = weights.by_combine_TK
+        by_combine_TC = None if by_combine_TK is None else by_combine_TK.gather(1, order_TK[:, own])
+        absent_TC = padding_TC if request.masked else None
+        reduce = WeightAndReduce(row_of_choice, share, by_combine_TC, absent_TC)
+        batch = ExpertBatch(rows_NH, counts_S.cumsum(0), GroupListType.CUMULATIVE, scale_N, weights_N)
+        return Dispatched(batch, reduce)
 
-    def _check(self, request: DispatchRequest) -> None:
+    def combine(self, rows: torch.Tensor, metadata: WeightAndReduce) -> torch.Tensor:
+        """Weigh and sum each token's local choices, in float32: the ranks' results are yet to be summed."""
+        return metadata(self._operators, rows.float())
+
+    def _check(self, request: DispatchRequest, nowhere: int) -> None:
         ranks, choices = self._group.size, request.topk_ids_TK.shape[1]
         if choices % ranks:
             raise ValueError(
@@ -67,9 +73,9 @@ class MoGEDispatcher:
             )
         if not request.check_values:
             return
-        rank_TK = to_physical(request.topk_ids_TK, request.log2phy_E).sort(dim=1).values // self._slots
+        rank_TK = request.physical(nowhere).sort(dim=1).values // self._slots
         wanted_K = torch.arange(ranks, device=rank_TK.device).repeat_interleave(choices // ranks)
-        wrong_T = (rank_TK != wanted_K).any(dim=1)
+        wrong_T = (rank_TK != wanted_K).any(dim=1) & (rank_TK != ranks).any(dim=1)
         if wrong_T.any():
             token = int(wrong_T.nonzero()[0])
             raise ValueError(

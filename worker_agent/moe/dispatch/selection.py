@@ -9,11 +9,12 @@ from worker_agent.moe.dispatch.all2allv import All2AllVDispatcher
 from worker_agent.moe.dispatch.allgather import AllGatherDispatcher
 from worker_agent.moe.dispatch.interface import TokenDispatcher
 from worker_agent.moe.dispatch.mc2 import MC2Dispatcher
+from worker_agent.moe.dispatch.mc2_variant import MC2Variant
 from worker_agent.moe.dispatch.moge import MoGEDispatcher
-from worker_agent.moe.ep_group import EpGroup
 from worker_agent.moe.operators import Operators
+from worker_agent.moe.rank_group import RankGroup
 
-_DISPATCHERS: dict[str, Callable[[EpGroup, int, Operators], TokenDispatcher[Any]]] = {
+_DISPATCHERS: dict[str, Callable[[RankGroup, int, Operators], TokenDispatcher[Any]]] = {
     "all2allv": All2AllVDispatcher,
     "allgather": AllGatherDispatcher,
     "mc2": MC2Dispatcher,
@@ -26,8 +27,15 @@ SHARED_TOKEN_DISPATCHERS = ("allgather", "moge")
 """Dispatchers under which all ranks see the same tokens and must use one log2phy."""
 
 
-def build_dispatcher(name: str, group: EpGroup, slots: int, operators: Operators) -> TokenDispatcher[Any]:
-    """The dispatcher of that name, for ``slots`` local experts a rank; ``ValueError`` where there is none."""
+def build_dispatcher(
+    name: str, group: RankGroup, slots: int, operators: Operators, mc2: MC2Variant | None = None
+) -> TokenDispatcher[Any]:
+    """The dispatcher of that name, for ``slots`` local experts a rank; ``ValueError`` where there is none.
+
+    ``mc2`` is the variant of MC2's operators, where it is MC2.
+    """
     if name not in _DISPATCHERS:
         raise ValueError(f"unknown dispatcher {name!r}; use one of {', '.join(DISPATCHER_NAMES)}")
+    if name == "mc2":
+        return MC2Dispatcher(group, slots, operators, mc2)
     return _DISPATCHERS[name](group, slots, operators)

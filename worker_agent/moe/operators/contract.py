@@ -65,6 +65,7 @@ class Operators(Protocol):
         x: torch.Tensor,
         expert_idx: torch.Tensor,
         *,
+        scale: torch.Tensor | None = None,
         active_num: int,
         expert_num: int,
         expert_tokens_num_type: int = 0,
@@ -78,7 +79,7 @@ class Operators(Protocol):
         Returns the rows ``[T*K, H]``, those of active choices first and the rest undefined; int32 ``[T*K]``,
         where each choice's row stands, or -1 where it is not active; the tokens of each active expert, int64,
         counts where ``expert_tokens_num_type`` is 1 and cumulative where it is 0; and float32 ``[T*K]``, the
-        rows' scales where they are quantized.
+        rows' scales where they are quantized: here, or before, when ``scale [T]`` tells the tokens' own.
         """
         ...
 
@@ -115,18 +116,55 @@ class Operators(Protocol):
         moe_expert_num: int,
         *,
         x_active_mask: torch.Tensor | None = None,
+        expert_scales: torch.Tensor | None = None,
+        group_tp: str = "",
+        tp_world_size: int = 0,
+        tp_rank_id: int = 0,
+        expert_shard_type: int = 0,
+        shared_expert_rank_num: int = 0,
         quant_mode: int = 0,
         global_bs: int = 0,
         expert_token_nums_type: int = 1,
     ) -> tuple[torch.Tensor, ...]:
         """Send each choice ``expert_ids [T, K]`` of tokens ``x [T, H]`` to the rank of its expert; collective.
 
-        ``group_ep`` names the group. Tokens whose ``x_active_mask`` (bool ``[T]``) is not set are not sent.
-        ``global_bs`` is the ranks' largest T times their number, or 0 where all have the same. Returns seven
-        tensors: the rows ``[A, H]`` that arrive, sorted by local expert and then source rank, A being ``global_bs``
-        times the lesser of K and local experts; their scales ``[A]``; opaque assist info for the way back; tokens
-        of each local expert, int64, as ``expert_token_nums_type`` says; cumulative int32 counts ``[S * R]`` by
-        expert and source rank; and two for tensor parallelism and hierarchical communication.
+        ``group_ep`` names the group. Choices whose ``x_active_mask`` (bool ``[T]`` or ``[T, K]``) is not set are
+        not sent. ``global_bs`` is the ranks' largest T times their number, or 0 where all have the same.
+        ``expert_scales`` float32 ``[T, K]`` are the weights, where nodes talk in two levels. On A3 ``group_tp``
+        names a group even if it has one rank.
+
+        Returns seven tensors: the rows ``[A, H]`` that arrive, sorted by local expert and then source rank, A
+        being ``global_bs`` times the lesser of K and local experts; their scales ``[A]``; opaque assist info for
+        the way back; tokens of each local expert, int64, as ``expert_token_nums_type`` says; cumulative int32
+        counts by expert and source rank, ``[S * R]`` and more in two levels; int32 counts by tensor-parallel rank;
+        and the rows' weights ``[A]`` where nodes talk in two levels.
+        """
+        ...
+
+    def npu_moe_distribute_dispatch(
+        self,
+        x: torch.Tensor,
+        expert_ids: torch.Tensor,
+        group_ep: str,
+        ep_world_size: int,
+        ep_rank_id: int,
+        moe_expert_num: int,
+        *,
+        x_active_mask: torch.Tensor | None = None,
+        expert_scales: torch.Tensor | None = None,
+        group_tp: str = "",
+        tp_world_size: int = 0,
+        tp_rank_id: int = 0,
+        expert_shard_type: int = 0,
+        shared_expert_rank_num: int = 0,
+        quant_mode: int = 0,
+        global_bs: int = 0,
+        expert_token_nums_type: int = 1,
+    ) -> tuple[torch.Tensor, ...]:
+        """As ``npu_moe_distribute_dispatch_v2``; the assist info is int32 ``[T * K]``.
+
+        It tells of each choice how many choices of the same expert stand before it on this rank. Hardware
+        understands no ``x_active_mask`` here.
         """
         ...
 
@@ -142,14 +180,46 @@ class Operators(Protocol):
         ep_rank_id: int,
         moe_expert_num: int,
         *,
+        tp_send_counts: torch.Tensor | None = None,
         x_active_mask: torch.Tensor | None = None,
+        expand_scales: torch.Tensor | None = None,
+        group_tp: str = "",
+        tp_world_size: int = 0,
+        tp_rank_id: int = 0,
+        expert_shard_type: int = 0,
+        shared_expert_rank_num: int = 0,
         global_bs: int = 0,
     ) -> torch.Tensor:
         """Send rows ``[A, H]`` back to the choices that they came from, and sum each token's, weighted; ``[T, H]``.
 
-        ``assist_info_for_combine`` and ``ep_send_counts`` are the third and fifth result of the dispatch,
-        ``expert_scales`` the float32 weights ``[T, K]``.
+        ``assist_info_for_combine``, ``ep_send_counts``, ``tp_send_counts`` and ``expand_scales`` are the third,
+        fifth, sixth and seventh result of the dispatch, ``expert_scales`` the float32 weights ``[T, K]``.
         """
+        ...
+
+    def npu_moe_distribute_combine(
+        self,
+        expand_x: torch.Tensor,
+        expert_ids: torch.Tensor,
+        expand_idx: torch.Tensor,
+        ep_send_counts: torch.Tensor,
+        expert_scales: torch.Tensor,
+        group_ep: str,
+        ep_world_size: int,
+        ep_rank_id: int,
+        moe_expert_num: int,
+        *,
+        tp_send_counts: torch.Tensor | None = None,
+        x_active_mask: torch.Tensor | None = None,
+        expand_scales: torch.Tensor | None = None,
+        group_tp: str = "",
+        tp_world_size: int = 0,
+        tp_rank_id: int = 0,
+        expert_shard_type: int = 0,
+        shared_expert_rank_num: int = 0,
+        global_bs: int = 0,
+    ) -> torch.Tensor:
+        """As ``npu_moe_distribute_combine_v2``, with the third result of the dispatch as ``expand_idx``."""
         ...
 
     def npu_dynamic_quant(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,8 +1,12 @@
 """The operators in plain torch, for CPU and CUDA."""
 
 from worker_agent.moe.operators.reference.arithmetic import npu_dynamic_quant, npu_grouped_matmul, npu_swiglu
-from worker_agent.moe.operators.reference.distribute import (
+from worker_agent.moe.operators.reference.distribute_combine import (
+    npu_moe_distribute_combine,
     npu_moe_distribute_combine_v2,
+)
+from worker_agent.moe.operators.reference.distribute_dispatch import (
+    npu_moe_distribute_dispatch,
     npu_moe_distribute_dispatch_v2,
 )
 from worker_agent.moe.operators.reference.routing import (
@@ -14,7 +18,9 @@ from worker_agent.moe.operators.reference.routing import (
 __all__ = [
     "npu_dynamic_quant",
     "npu_grouped_matmul",
+    "npu_moe_distribute_combine",
     "npu_moe_distribute_combine_v2",
+    "npu_moe_distribute_dispatch",
     "npu_moe_distribute_dispatch_v2",
     "npu_moe_init_routing_v2",
     "npu_moe_token_permute",

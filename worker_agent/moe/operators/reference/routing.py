@@ -34,6 +34,7 @@ def npu_moe_init_routing_v2(
     x: torch.Tensor,
     expert_idx: torch.Tensor,
     *,
+    scale: torch.Tensor | None = None,
     active_num: int,
     expert_num: int,
     expert_tokens_num_type: int = 0,
@@ -49,7 +50,8 @@ def npu_moe_init_routing_v2(
     require(quant_mode in list(QuantMode), f"quant_mode must be -1 (none) or 1 (dynamic), got {quant_mode}")
     require(row_idx_type == 0, f"row_idx_type must be 0 (row of each choice), got {row_idx_type}")
     first, end = active_expert_range
-    require(0 <= first <= end <= expert_num, f"no expert range within 0..{expert_num}: {active_expert_range}")
+    require(scale is None or quant_mode == QuantMode.NONE, "rows that have scales are quantized already")
+    require(0 <= first < end <= expert_num, f"no expert range within 0..{expert_num}: {active_expert_range}")
     expert_N = expert_idx.reshape(-1)
     inactive_N = (expert_N < first) | (expert_N >= end)
     group_N = torch.where(inactive_N, end, expert_N) - first
@@ -62,6 +64,8 @@ def npu_moe_init_routing_v2(
         tokens_G = tokens_G.cumsum(0)
     rows_NH = x.index_select(0, choice_of_row // choices)
     scale_N = rows_NH.new_ones(rows_NH.shape[0], dtype=torch.float32)
+    if scale is not None:
+        scale_N = scale.index_select(0, choice_of_row // choices)
     if quant_mode == QuantMode.DYNAMIC:
         rows_NH, scale_N = npu_dynamic_quant(rows_NH)
     return rows_NH, row_of_choice, tokens_G, scale_N

@@ -1,0 +1,1 @@
+"""What the layer switch costs the model: ``make bench-switch``."""

@@ -1,0 +1,200 @@
+"""``eplb advise``: what to set for a deployment, and whether balancing pays there, from its recorded heat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from eplb_service.atomic_write import check_output
+from eplb_service.cli.errors import UserError
+from eplb_service.cli.json_out import print_json, write_json
+from eplb_service.cli.numbers import whole_numbers
+from eplb_service.cli.replay_progress import replay_progress
+from eplb_service.cli.trace_options import (
+    AsOption,
+    BatchOption,
+    ExpertsOption,
+    HeatOption,
+    MapOption,
+    reading,
+)
+from eplb_service.cli.warmup import compile_solver
+from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.topology import Topology
+from eplb_service.replay.costs import Costs
+from eplb_service.traces.open import naming
+from eplb_service.traces.routes import DEFAULT_BATCH
+from eplb_service.traces.trace import Trace
+
+if TYPE_CHECKING:
+    from eplb_service.replay.advice import Advice, Option
+
+_COSTS = Costs()
+_BAR = 18
+_SAMPLED_STEPS = 64
+
+
+def advise(
+    heat: HeatOption,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks of the expert-parallel group.")],
+    redundant: Annotated[
+        str | None, typer.Option(help="Redundant experts a layer to try, with commas; a few by default.")
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(min=1, help="Steps that a decision sees; 256, or a quarter of a short trace."),
+    ] = None,
+    step_ms: Annotated[float, typer.Option(help="Time of a model step; 0 where not known.")] = 0.0,
+    moe_share: Annotated[
+        float, typer.Option(help="Part of a step that the hottest rank decides.")
+    ] = _COSTS.moe_share,
+    bytes_per_expert: Annotated[int, typer.Option(min=0, help="Weights of one expert in one layer.")] = 0,
+    bandwidth: Annotated[
+        float, typer.Option(help="GB a second that a rank receives while it serves.")
+    ] = _COSTS.bandwidth / 1e9,
+    seed: Annotated[int, typer.Option(min=0, help="Of every random choice.")] = 0,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes; as many as cores by default.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write all that was tried to this .json file.")] = None,
+    read_as: AsOption = None,
+    map: MapOption = None,
+    experts: ExpertsOption = None,
+    batch: BatchOption = DEFAULT_BATCH,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Say how many redundant experts, which window and interval, what each layer wins, and whether it pays at all."""
+    if out is not None:
+        check_output(out, (".json",))
+    costs = Costs(step_ms, moe_share, bytes_per_expert, bandwidth * 1e9)
+    settings = PlannerSettings(seed=seed)
+    from eplb_service.replay import advice, runner
+    from eplb_service.replay.jobs import Scene, TraceFile
+    from eplb_service.replay.schedule import Schedule
+
+    file = TraceFile(heat, reading(read_as, map, experts, batch))
+    trace = file.open()
+    scene = Scene(Topology.flat(ranks), costs)
+    width = window or max(1, min(256, trace.steps // 4))
+    first = advice.first_jobs(_slots(trace.experts, ranks, redundant), Schedule(width, width), settings)
+    for job in first:
+        job.setup.schedule.decisions(trace.steps)
+        scene.placement(trace, job.setup)
+    compile_solver()
+    with replay_progress(first, trace.steps) as advance:
+        by_redundancy = runner.replay_file(file, first, scene, workers=workers, on_progress=advance)
+    second = advice.second_jobs(by_redundancy, trace.steps, settings)
+    with replay_progress(second, trace.steps) as advance:
+        by_schedule = runner.replay_file(file, second, scene, workers=workers, on_progress=advance)
+    with naming(heat):
+        choices = _choices_per_step(trace)
+    given = advice.advise(by_redundancy, by_schedule, settings, choices)
+    document = _document(given, ranks, trace.experts)
+    if out is not None:
+        write_json(out, document)
+    if json:
+        print_json(document)
+    else:
+        _print(Console(soft_wrap=True, highlight=False), given, ranks, trace.experts, costs)
+
+
+def _slots(experts: int, ranks: int, redundant: str | None) -> list[int]:
+    """Slots a rank to try, of ``--redundant`` or none, one, two and four more on each rank."""
+    least = -(-experts // ranks)
+    if redundant is None:
+        return [count for count in (least, least + 1, least + 2, least + 4) if count <= experts]
+    counts = whole_numbers("--redundant", redundant, least=0)
+    if uneven := [count for count in counts if (experts + count) % ranks]:
+        raise UserError(
+            f"{experts} experts and {uneven[0]} redundant ones do not spread evenly over {ranks} ranks; "
+            f"use {-experts % ranks} or that plus a multiple of {ranks}"
+        )
+    return [(experts + count) // ranks for count in counts]
+
+
+def _choices_per_step(trace: Trace) -> float:
+    """Tokens over all experts of a layer in a step, mean over a few steps."""
+    heat_TLE = trace.heat(0, min(trace.steps, _SAMPLED_STEPS))
+    return float(heat_TLE.sum(axis=2).mean())
+
+
+def _print(console: Console, given: Advice, ranks: int, experts: int, costs: Costs) -> None:
+    schedule = given.chosen.setup.schedule
+    if given.pays:
+        console.print(
+            f"[bold]Balance, with {given.redundant} redundant experts a layer "
+            f"({given.chosen.setup.slots} slots a rank), window {schedule.window}, interval {schedule.interval}.[/]"
+        )
+    else:
+        console.print("[bold]Balancing does not pay here.[/]")
+    for reason in given.reasons:
+        console.print(f"  {reason}")
+    timed = bool(costs.step_ms)
+    rows = [(f"{option.setup.slots * ranks - experts} redundant", option) for option in given.by_redundancy]
+    console.print(_curve("PAR against redundancy", rows, timed), soft_wrap=False)
+    rows = [
+        (f"window {o.setup.schedule.window}, every {o.setup.schedule.interval}", o) for o in given.by_schedule
+    ]
+    console.print(_curve("against window and interval", rows, timed), soft_wrap=False)
+    rows = [(f"move price {option.move_price:g}", option) for option in given.by_moves]
+    console.print(_curve("against moves", rows, timed), soft_wrap=False)
+    best = np.argsort(-given.gain_L, kind="stable")
+    console.print(
+        "Layers that win most: " + ", ".join(f"{layer} ({given.gain_L[layer]:+.3f})" for layer in best[:5])
+    )
+    idle = int((given.gain_L < 0.02).sum())
+    console.print(f"Layers that win less than 0.02: {idle} of {given.gain_L.size}.")
+
+
+def _curve(title: str, rows: Sequence[tuple[str, Option]], timed: bool) -> Table:
+    """One row a setting, its PAR as a bar on a scale that all rows share."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("setting", no_wrap=True)
+    for heading in ("PAR", "slots moved", *(["net ms"] if timed else [])):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    low, high = min(option.par for _, option in rows), max(option.par for _, option in rows)
+    for label, option in rows:
+        share = (option.par - low) / (high - low) if high > low else 0.0
+        table.add_row(
+            label,
+            f"{option.par:.3f}",
+            f"{option.moved_share:.1%}",
+            *([f"{option.net_ms:.2f}"] if timed else []),
+            "█" * (1 + round(share * (_BAR - 1))),
+        )
+    return table
+
+
+def _document(given: Advice, ranks: int, experts: int) -> dict[str, Any]:
+    def plain(option: Option) -> dict[str, Any]:
+        fields = asdict(option)
+        setup = option.setup
+        del fields["setup"], fields["label"]
+        return {
+            "redundant": setup.slots * ranks - experts,
+            "slots": setup.slots,
+            "window_steps": setup.schedule.window,
+            "interval_steps": setup.schedule.interval,
+            **fields,
+        }
+
+    return {
+        "pays": given.pays,
+        "reasons": list(given.reasons),
+        "par_left_alone": given.par_left_alone,
+        "par": given.par,
+        "noise_floor": given.floor,
+        "advised": plain(given.chosen),
+        "by_redundancy": [plain(option) for option in given.by_redundancy],
+        "by_schedule": [plain(option) for option in given.by_schedule],
+        "by_move_price": [plain(option) for option in given.by_moves],
+        "gain_per_layer": given.gain_L,
+    }

@@ -1,0 +1,38 @@
+"""A progress bar of a replay on stderr: all jobs together, with the time left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from eplb_service.replay.jobs import Job
+from eplb_service.replay.jobs import Progress as Done
+from eplb_service.replay.result import Decision
+
+
+@contextmanager
+def replay_progress(jobs: Sequence[Job], steps: int) -> Iterator[Callable[[str, Done], None]]:
+    """Within it, what is called with a job's label and progress moves the bar on; without a terminal there is none."""
+    columns = (
+        TextColumn("decisions"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[last]}"),
+    )
+    total = sum(len(job.setup.schedule.decisions(steps)) for job in jobs)
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _label, _done: None
+        return
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("decisions", total=total, last="")
+
+        def advance(label: str, done: Done) -> None:
+            words = f"{label}: PAR {done.made.par_realised:.3f}" if isinstance(done.made, Decision) else label
+            progress.update(task, advance=1, last=words)
+
+        yield advance

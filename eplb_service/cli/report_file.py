@@ -1,0 +1,62 @@
+"""Writes a replay's report: one HTML file, in which the command that makes it again stands."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import eplb_service
+from eplb_service.atomic_write import write_atomically
+from eplb_service.cli.errors import UserError
+from eplb_service.planner.settings import PlannerSettings
+from eplb_service.replay.costs import Costs
+from eplb_service.replay.result import Replay
+from eplb_service.traces.trace import Trace
+
+
+def write_report(path: Path, replay: Replay, title: str, facts: dict[str, str]) -> None:
+    """Write the report to ``path`` in one step; raises ``OutputError`` where the disk refuses."""
+    from eplb_service.report.page import report_page
+
+    write_atomically(path, report_page(replay, title=title, command=_command(), facts=facts).encode())
+
+
+def check_charts(folder: Path) -> None:
+    """Raise ``UserError`` where no PNGs can be written into ``folder``; called before long work begins."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("--png needs matplotlib: pip install 'eplb-service[report]'")
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--png {folder}: exists and is not a folder")
+    if not folder.resolve().parent.is_dir():
+        raise UserError(
+            f"--png {folder}: the folder {folder.resolve().parent} does not exist; create it first"
+        )
+
+
+def write_charts(folder: Path, replay: Replay) -> None:
+    """Write the charts as PNG into ``folder``; raises ``OutputError`` where the disk refuses."""
+    from eplb_service.report.pictures import write_pictures
+
+    write_pictures(folder, replay)
+
+
+def report_facts(trace: Trace, settings: PlannerSettings, costs: Costs) -> dict[str, str]:
+    """What a reader must know to judge a report: the trace, the settings, the stated costs."""
+    plain = {name: value for name, value in asdict(settings).items() if name not in ("policy", "threads")}
+    return {
+        "trace": f"{trace.facts.origin}; {trace.steps:,} steps, {trace.layers} layers, {trace.experts} experts",
+        **({"batching": trace.facts.batching} if trace.facts.batching else {}),
+        **({"model": trace.facts.model} if trace.facts.model else {}),
+        "planner": ", ".join(f"{name} {value}" for name, value in plain.items()),
+        "costs": ", ".join(f"{name} {value:g}" for name, value in asdict(costs).items())
+        if costs.step_ms
+        else "not stated: decisions take effect at once, and no time is told",
+        "made by": f"eplb {eplb_service.__version__}",
+    }
+
+
+def _command() -> str:
+    return " ".join(["eplb", *map(shlex.quote, sys.argv[1:])])

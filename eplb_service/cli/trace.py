@@ -1,0 +1,248 @@
+"""``eplb trace``: look at heat traces of any format, convert them, cut them, and make some up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from eplb_service.cli.errors import UserError
+from eplb_service.cli.json_out import print_json
+from eplb_service.cli.trace_options import (
+    AsOption,
+    BatchOption,
+    ExpertsOption,
+    MapOption,
+    TraceArgument,
+    reading,
+)
+from eplb_service.heat.numpy_file import check_fits_memory
+from eplb_service.heat.synthetic import KINDS, synthetic_heat
+from eplb_service.traces.copy import Cut, check_trace_output, copy_trace
+from eplb_service.traces.open import naming, open_trace
+from eplb_service.traces.routes import DEFAULT_BATCH
+from eplb_service.traces.statistics import TraceStatistics, statistics
+from eplb_service.traces.trace import ArrayTrace, Trace, TraceFacts
+
+trace = typer.Typer(
+    name="trace",
+    add_completion=False,
+    no_args_is_help=True,
+    help="Look at heat traces of any format, convert and cut them, make some up.",
+)
+
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+_Out = Annotated[
+    Path, typer.Option(help="Trace to write: .zarr (all that is known), .npz or .npy (the heat).")
+]
+_WORST_LAYERS = 5
+_SYNTHESIS_BYTES = 48
+"""Memory that one made-up count takes on its way."""
+
+
+@trace.command()
+def info(
+    path: TraceArgument,
+    read_as: AsOption = None,
+    map: MapOption = None,
+    experts: ExpertsOption = None,
+    batch: BatchOption = DEFAULT_BATCH,
+    json: _Json = False,
+) -> None:
+    """Say what a trace is: format, shape, steps, model and topology where it tells."""
+    opened = open_trace(path, reading(read_as, map, experts, batch))
+    document = _facts(opened)
+    if json:
+        print_json(document)
+        return
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in document.items():
+        table.add_row(name.replace("_", " "), "not recorded" if value in ("", [], None) else str(value))
+    Console(soft_wrap=True, highlight=False).print(table)
+
+
+@trace.command()
+def stats(
+    path: TraceArgument,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Also PAR of experts in order on so many ranks.")
+    ] = None,
+    window: Annotated[
+        int, typer.Option(min=1, help="Steps of the windows that drift is measured between.")
+    ] = 256,
+    read_as: AsOption = None,
+    map: MapOption = None,
+    experts: ExpertsOption = None,
+    batch: BatchOption = DEFAULT_BATCH,
+    json: _Json = False,
+) -> None:
+    """Measure skew, drift between windows, and the PAR of experts in order, layer by layer."""
+    opened = open_trace(path, reading(read_as, map, experts, batch))
+    with naming(path):
+        found = statistics(opened, window, ranks)
+    if json:
+        print_json({**_facts(opened), **_statistics_document(found)})
+        return
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(
+        f"{opened.steps} steps x {opened.layers} layers x {opened.experts} experts ({opened.facts.origin})"
+    )
+    console.print(_statistics_table(found))
+    console.print(
+        f"hottest: its tokens over an expert's mean. drift: total variation between windows of {window} steps; "
+        "sampling: what token sampling alone makes of it."
+    )
+    if found.par_L is not None:
+        console.print(
+            f"PAR: hottest over mean rank in each step, experts in order on {ranks} ranks; "
+            "floor: what sampling leaves."
+        )
+
+
+@trace.command()
+def convert(
+    path: TraceArgument,
+    out: _Out,
+    read_as: AsOption = None,
+    map: MapOption = None,
+    experts: ExpertsOption = None,
+    batch: BatchOption = DEFAULT_BATCH,
+) -> None:
+    """Copy a trace into another format, in memory bounded by a batch of steps where the format allows."""
+    opened = open_trace(path, reading(read_as, map, experts, batch))
+    with naming(path):
+        _copy(opened, out, Cut())
+
+
+@trace.command()
+def slice(
+    path: TraceArgument,
+    out: _Out,
+    steps: Annotated[
+        str, typer.Option(help="FIRST:LAST, the last not included; either may be left out.")
+    ] = ":",
+    layers: Annotated[str, typer.Option(help="FIRST:LAST, as for --steps.")] = ":",
+    read_as: AsOption = None,
+    map: MapOption = None,
+    experts: ExpertsOption = None,
+    batch: BatchOption = DEFAULT_BATCH,
+) -> None:
+    """Copy some steps and layers of a trace."""
+    cut = Cut(*_bounds("--steps", steps), *_bounds("--layers", layers))
+    opened = open_trace(path, reading(read_as, map, experts, batch))
+    with naming(path):
+        _copy(opened, out, cut)
+
+
+@trace.command()
+def synth(
+    out: _Out,
+    kind: Annotated[str, typer.Option(help=f"How popularity moves: {', '.join(KINDS)}.")] = "drift",
+    steps: Annotated[int, typer.Option(min=1)] = 2048,
+    layers: Annotated[int, typer.Option(min=1)] = 8,
+    experts: Annotated[int, typer.Option(min=1)] = 64,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 4096,
+    top_k: Annotated[int, typer.Option(min=1, help="Experts that a token chooses.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed makes the same trace.")] = 0,
+) -> None:
+    """Make up a trace: popularity stays, drifts, alternates between two domains, or jumps in bursts."""
+    if kind not in KINDS:
+        raise UserError(f"--kind names {kind!r}; choose one of {', '.join(KINDS)}")
+    check_trace_output(out)
+    check_fits_memory(steps * layers * experts * _SYNTHESIS_BYTES)
+    heat_TLE = synthetic_heat(kind, steps, layers, experts, tokens, top_k, seed)
+    facts = TraceFacts(origin=f"synthetic, {kind}, seed {seed}", top_k=top_k)
+    _copy(ArrayTrace(heat_TLE, facts, np.full(steps, tokens, dtype=np.int64)), out, Cut())
+
+
+def _copy(opened: Trace, out: Path, cut: Cut) -> None:
+    check_trace_output(out)
+    last = opened.steps if cut.last_step is None else min(cut.last_step, opened.steps)
+    with _progress(last - cut.first_step) as advance:
+        steps, layers, experts = copy_trace(opened, out, cut, advance)
+    typer.echo(f"{out}: {steps} steps x {layers} layers x {experts} experts")
+
+
+@contextmanager
+def _progress(steps: int) -> Iterator[Callable[[int], None]]:
+    columns = (TextColumn("steps"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _steps: None
+        return
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("steps", total=max(0, steps))
+        yield lambda done: progress.update(task, completed=done)
+
+
+def _bounds(name: str, text: str) -> tuple[int, int | None]:
+    first, colon, last = text.partition(":")
+    if not colon or not all(part == "" or part.isdecimal() for part in (first, last)):
+        raise UserError(f"{name} is {text!r}; expected FIRST:LAST in whole numbers, such as 0:500 or 500:")
+    return int(first or 0), int(last) if last else None
+
+
+def _facts(opened: Trace) -> dict[str, Any]:
+    steps, layers, experts = opened.shape
+    numbers = opened.step_numbers(0, 1), opened.step_numbers(steps - 1, steps)
+    facts = opened.facts
+    return {
+        "origin": facts.origin,
+        "steps": steps,
+        "layers": layers,
+        "experts": experts,
+        "first_step": int(numbers[0][0]),
+        "last_step": int(numbers[1][0]),
+        "model": facts.model,
+        "ranks": facts.ranks or None,
+        "slots": facts.slots or None,
+        "top_k": facts.top_k or None,
+        "bytes_per_expert": facts.bytes_per_expert or None,
+        "nodes": list(facts.nodes_R),
+        "phases": [phase for phase in facts.phases if phase != "unknown"],
+        "batching": facts.batching,
+    }
+
+
+def _statistics_document(found: TraceStatistics) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "window_steps": found.window,
+        "choices_per_step": found.choices_L,
+        "hottest_over_mean": found.hottest_L,
+        "share_of_hottest_tenth": found.top_tenth_L,
+        "drift": found.drift_L,
+        "drift_by_sampling": found.drift_noise_L,
+    }
+    if found.par_L is not None:
+        document |= {"par_in_order": found.par_L, "noise_floor": found.floor_L}
+    return document
+
+
+def _statistics_table(found: TraceStatistics) -> Table:
+    """The mean over layers, then the layers that stand worst."""
+    columns = {
+        "choices a step": (found.choices_L, "{:.0f}"),
+        "hottest": (found.hottest_L, "{:.2f}x"),
+        "top tenth": (found.top_tenth_L, "{:.0%}"),
+        "drift": (found.drift_L, "{:.3f}"),
+        "sampling": (found.drift_noise_L, "{:.3f}"),
+    }
+    if found.par_L is not None and found.floor_L is not None:
+        columns |= {"PAR": (found.par_L, "{:.3f}"), "floor": (found.floor_L, "{:.3f}")}
+    table = Table()
+    table.add_column("layer")
+    for heading in columns:
+        table.add_column(heading, justify="right")
+    means = [text.format(values_L.mean()) for values_L, text in columns.values()]
+    table.add_row(f"all {found.choices_L.size}", *means, style="bold", end_section=True)
+    worst_L = found.hottest_L if found.par_L is None else found.par_L
+    for layer in np.argsort(-worst_L, kind="stable")[:_WORST_LAYERS]:
+        table.add_row(str(layer), *[text.format(values_L[layer]) for values_L, text in columns.values()])
+    return table

@@ -1,0 +1,127 @@
+"""What every demo does: a service, rank processes beside it, and the score, with a callback for whoever watches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from eplb_service.control.settings import ServiceSettings
+from eplb_service.demo.ranks import rank_processes
+from eplb_service.demo.scoreboard import Scoreboard
+from eplb_service.demo.service_thread import service_thread
+from eplb_service.placement import check_shape
+from eplb_service.telemetry.logs import configure_logs
+
+REPORT_EVERY_STEPS = 4
+
+Watch = Callable[[Scoreboard, str], None]
+"""Told the score and a line of status whenever there is news."""
+
+
+class DemoError(ValueError):
+    """A demo that cannot be set up; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What is served, and how it is balanced.
+
+    Parameters
+    ----------
+    steps, layers, experts
+        T, L and E of what is balanced.
+    ranks, redundant
+        R, and slots per layer beyond one per expert.
+    dispatcher
+        ``"all2allv"`` or ``"allgather"``.
+    window, interval
+        Steps that a decision looks at, and steps from one to the next.
+    policy, seed
+        As in the service's settings.
+
+    Raises ``PlacementError`` or ``DemoError`` where no such layers could be laid out.
+    """
+
+    steps: int
+    layers: int
+    experts: int
+    ranks: int
+    redundant: int
+    dispatcher: str
+    window: int
+    interval: int
+    policy: str
+    seed: int
+
+    def __post_init__(self) -> None:
+        check_shape(self.experts, self.ranks, self.slots)
+        missing = -(self.experts + self.redundant) % self.ranks
+        if missing:
+            raise DemoError(
+                f"{self.experts} experts and {self.redundant} redundant ones do not fill {self.ranks} ranks evenly; "
+                f"use --redundant {self.redundant + missing}"
+            )
+
+    @property
+    def slots(self) -> int:
+        """S, slots per rank."""
+        return (self.experts + self.redundant) // self.ranks
+
+
+def perform(stage: Stage, program: str, orders: Mapping[str, object], watch: Watch) -> Scoreboard:
+    """Run rank processes of the module ``program``, which get ``orders`` beside those of the stage.
+
+    Raises ``RankDiedError`` where a rank fails and ``DemoError`` where they end early.
+    """
+    board = Scoreboard(stage.ranks, stage.layers)
+    with TemporaryDirectory(prefix="eplb-demo-", ignore_cleanup_errors=True) as scratch:
+        watch(board, "starting the service; the solver is compiled the first time, which takes a while")
+        settings = _service_settings(stage)
+        configure_logs(level=settings.log_level)
+        with service_thread(settings) as service:
+            watch(board, f"service at {service.address}; starting {stage.ranks} ranks")
+            task = _write_task(stage, orders, service.address, Path(scratch))
+            with rank_processes(program, task, stage.ranks) as ranks:
+                while ranks.running:
+                    line = ranks.take(timeout=0.2)
+                    if line is not None:
+                        board.add(line)
+                        metrics = f"http://{service.metrics_address}/metrics"
+                        watch(board, f"service at {service.address}, metrics at {metrics}")
+        if board.steps < stage.steps:
+            raise DemoError(f"the ranks ended after {board.steps} of {stage.steps} steps")
+    return board
+
+
+def _service_settings(stage: Stage) -> ServiceSettings:
+    return ServiceSettings(
+        listen="127.0.0.1:0",
+        metrics="127.0.0.1:0",
+        store=":memory:",
+        window_steps=stage.window,
+        decision_interval=stage.interval,
+        report_steps=min(8, stage.interval),
+        policy=stage.policy,
+        seed=stage.seed,
+        log_level="error",
+    )
+
+
+def _write_task(stage: Stage, orders: Mapping[str, object], service: str, scratch: Path) -> Path:
+    """The ranks' orders, in a file."""
+    # The ranks are another package's, which this one does not import: they meet in this file's keys.
+    task = scratch / "task.json"
+    shared = {
+        "service": service,
+        "rendezvous": str(scratch / "rendezvous"),
+        "ranks": stage.ranks,
+        "slots": stage.slots,
+        "dispatcher": stage.dispatcher,
+        "seed": stage.seed,
+        "report_every": REPORT_EVERY_STEPS,
+    }
+    task.write_text(json.dumps({**shared, **orders}))
+    return task

@@ -1,0 +1,68 @@
+"""What policies are measured against: nothing done, token sampling alone, and the best that hindsight finds."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from eplb_service.heat.window import Window
+from eplb_service.placement import Placement
+from eplb_service.planner.decide import plan_afresh
+from eplb_service.planner.noise_floor import noise_floor
+from eplb_service.planner.scoring import Float64, par, rank_loads
+from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.topology import Topology
+from eplb_service.replay.schedule import Schedule
+from eplb_service.replay.sliding_heat import SlidingHeat
+from eplb_service.replay.walk import switched
+from eplb_service.traces.trace import Trace
+
+
+class Mark(NamedTuple):
+    """The yardstick's row for one decision, float64 ``[L]`` each; ``hindsight_L`` is ``None`` where not asked for."""
+
+    left_alone_L: Float64
+    floor_L: Float64
+    hindsight_L: Float64 | None
+
+
+class Yardman:
+    """Measures the same stretches of a trace that policies serve.
+
+    ``settings`` are those of flashlb, which hindsight places with; ``None`` to leave hindsight out.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        placement: Placement,
+        topology: Topology,
+        schedule: Schedule,
+        settings: PlannerSettings | None,
+    ) -> None:
+        self.loads_LR: Float64 = np.zeros((placement.layers, placement.ranks))
+        self._trace = trace
+        self._heat = SlidingHeat(trace)
+        self._placement = placement
+        self._tables_RLE = placement.default_log2phy()
+        self._topology = topology
+        self._schedule = schedule
+        self._settings = settings
+
+    def measure(self, step: int) -> Mark:
+        """The steps from ``step`` to the next decision."""
+        end = min(step + self._schedule.interval, self._trace.steps)
+        same_ranks = self._trace.facts.ranks == self._topology.ranks
+        window = Window(self._heat.heat(step, end), self._trace.source(step, end) if same_ranks else None)
+        loads_TLR = rank_loads(window.heat_TLE, self._placement, self._tables_RLE, window.source_RLE)
+        self.loads_LR = loads_TLR.sum(axis=0)
+        floor_L = noise_floor(window.heat_TLE.astype(np.float64), self._placement.ranks)
+        return Mark(par(loads_TLR), floor_L, self._hindsight(window))
+
+    def _hindsight(self, window: Window) -> Float64 | None:
+        if self._settings is None:
+            return None
+        fitted = plan_afresh(window, self._placement, self._topology, self._settings)
+        placement, tables_RLE = switched(self._placement, self._tables_RLE, fitted)
+        return par(rank_loads(window.heat_TLE, placement, tables_RLE, window.source_RLE))

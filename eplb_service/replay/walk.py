@@ -1,0 +1,217 @@
+"""One policy on its way along a trace: it decides on a window, waits for its weights, and serves."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_service.heat.window import Window
+from eplb_service.placement import Int32, Placement, PlacementError, check_log2phy
+from eplb_service.planner.decide import plan
+from eplb_service.planner.plan import Plan
+from eplb_service.planner.scoring import Float64, par, rank_loads
+from eplb_service.planner.topology import Topology
+from eplb_service.replay.costs import Costs
+from eplb_service.replay.policy import Policy
+from eplb_service.replay.result import Decision
+from eplb_service.replay.schedule import ReplayError, Schedule
+from eplb_service.replay.sliding_heat import SlidingHeat
+from eplb_service.traces.trace import Heat, Trace
+
+
+@dataclass(frozen=True)
+class _Serving:
+    """What the ranks serve by."""
+
+    placement: Placement
+    log2phy_RLE: Int32
+
+
+@dataclass(frozen=True)
+class _Decided:
+    """What came of one decision."""
+
+    serving: _Serving
+    layers_changed: int
+    layers_moved: int
+    moves: int
+    moves_busiest: int
+    par_seen: float
+    par_planned: float
+    seconds: float
+
+
+class Walk:
+    """One policy on its way.
+
+    While weights are under way no other decision is made, as in the service.
+
+    Parameters
+    ----------
+    trace
+        What is served.
+    placement
+        Where the weights stand at the start, under the engines' fixed tables.
+    topology, policy, schedule, costs
+        How to decide, when, and how long it takes to matter.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        placement: Placement,
+        topology: Topology,
+        policy: Policy,
+        schedule: Schedule,
+        costs: Costs,
+    ) -> None:
+        self.loads_LR: Float64 = np.zeros((placement.layers, placement.ranks))
+        self._trace = trace
+        self._heat = SlidingHeat(trace)
+        self._serving = _Serving(placement, placement.default_log2phy())
+        self._coming: tuple[int, _Serving] | None = None
+        self._topology = topology
+        self._policy = policy
+        self._external = policy.external() if policy.target else None
+        self._schedule = schedule
+        self._costs = costs
+
+    def decide(self, step: int) -> Decision:
+        """Decide on the window that ends before ``step``, and serve until the next decision."""
+        end = min(step + self._schedule.interval, self._trace.steps)
+        self._arrive(step)
+        begin = step - self._schedule.window
+        heat_TLE = self._heat.heat(begin, end)
+        window = Window(heat_TLE[: step - begin], self._source(begin, step))
+        decided = self._waiting(window) if self._coming else self._decided(window)
+        if self._coming is None and decided.layers_changed:
+            self._coming = (step + self._costs.delay_steps(decided.moves_busiest), decided.serving)
+        late = 0 if self._coming is None else min(max(self._coming[0] - step, 0), end - step)
+        realised_L = self._serve(heat_TLE[step - begin :], step, step + late)
+        return Decision(
+            step=step,
+            steps=end - step,
+            late=late,
+            layers_changed=decided.layers_changed,
+            layers_moved=decided.layers_moved,
+            moves=decided.moves,
+            moves_busiest=decided.moves_busiest,
+            par_seen=decided.par_seen,
+            par_planned=decided.par_planned,
+            par_realised_L=realised_L,
+            seconds=decided.seconds,
+        )
+
+    def _arrive(self, step: int) -> None:
+        if self._coming is not None and self._coming[0] <= step:
+            self._serving, self._coming = self._coming[1], None
+
+    def _serve(self, heat_TLE: Heat, first: int, switch: int) -> Float64:
+        """Score the steps from ``first`` on, those from ``switch`` on under what is coming; float64 ``[L]``."""
+        last = first + len(heat_TLE)
+        source_RLE = self._source(first, last)
+        parts = []
+        if switch > first:
+            parts.append(self._loads(heat_TLE[: switch - first], source_RLE))
+        self._arrive(switch)
+        if switch < last:
+            parts.append(self._loads(heat_TLE[switch - first :], source_RLE))
+        loads_TLR = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        self.loads_LR = loads_TLR.sum(axis=0)
+        return par(loads_TLR)
+
+    def _loads(self, heat_TLE: Heat, source: Float64 | None) -> Float64:
+        return rank_loads(heat_TLE, self._serving.placement, self._serving.log2phy_RLE, source)
+
+    def _source(self, first: int, last: int) -> Float64 | None:
+        if self._trace.facts.ranks != self._topology.ranks:
+            return None
+        return self._trace.source(first, last)
+
+    def _waiting(self, window: Window) -> _Decided:
+        """No decision: weights of the one before are under way."""
+        seen = float(par(self._loads(window.heat_TLE, window.source_RLE)).mean())
+        return _Decided(self._serving, 0, 0, 0, 0, seen, seen, 0.0)
+
+    def _decided(self, window: Window) -> _Decided:
+        serving = self._serving
+        began = time.perf_counter()
+        if self._external is not None:
+            changed = self._ask(window)
+            seconds = time.perf_counter() - began
+            seen_L, planned_L = (
+                par(rank_loads(window.heat_TLE, way.placement, way.log2phy_RLE, window.source_RLE))
+                for way in (serving, changed)
+            )
+            return self._outcome(changed, float(seen_L.mean()), float(planned_L.mean()), seconds)
+        made = plan(window, serving.placement, serving.log2phy_RLE, self._topology, self._policy.settings)
+        seconds = time.perf_counter() - began
+        changed = _Serving(*switched(serving.placement, serving.log2phy_RLE, made))
+        return self._outcome(changed, made.par_seen, made.par_planned, seconds)
+
+    def _ask(self, window: Window) -> _Serving:
+        """What an external policy answers, checked."""
+        assert self._external is not None
+        deployed = self._serving.placement
+        try:
+            answer = self._external(window.heat_TLE.copy(), deployed.phy2log_LRS.copy())
+        except Exception as error:
+            words = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise ReplayError(f"policy {self._policy.name} failed ({words})") from error
+        phy2log, log2phy = answer if isinstance(answer, tuple) else (answer, None)
+        try:
+            placement = Placement(np.asarray(phy2log).reshape(deployed.phy2log_LRS.shape), deployed.experts)
+            if log2phy is None:
+                return _Serving(placement, placement.default_log2phy())
+            log2phy_RLE = np.ascontiguousarray(log2phy, dtype=np.int32)
+            if log2phy_RLE.shape != (deployed.ranks, deployed.layers, deployed.experts):
+                raise PlacementError(f"log2phy has the shape {list(log2phy_RLE.shape)}")
+            for rank, table_LE in enumerate(log2phy_RLE):
+                for layer, table_E in enumerate(table_LE):
+                    check_log2phy(
+                        table_E, placement.phy2log_LRS[layer], f"table of rank {rank}, layer {layer}"
+                    )
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ReplayError(f"policy {self._policy.name} answered no placement ({error})") from error
+        return _Serving(placement, log2phy_RLE)
+
+    def _outcome(self, changed: _Serving, seen: float, planned: float, seconds: float) -> _Decided:
+        moves_LR = arrivals(self._serving.placement, changed.placement)
+        other_slots_L = (changed.placement.phy2log_LRS != self._serving.placement.phy2log_LRS).any(
+            axis=(1, 2)
+        )
+        other_tables_L = (changed.log2phy_RLE != self._serving.log2phy_RLE).any(axis=(0, 2))
+        return _Decided(
+            serving=changed,
+            layers_changed=int((other_slots_L | other_tables_L).sum()),
+            layers_moved=int(moves_LR.any(axis=1).sum()),
+            moves=int(moves_LR.sum()),
+            moves_busiest=int(moves_LR.sum(axis=0).max()),
+            par_seen=seen,
+            par_planned=planned,
+            seconds=seconds,
+        )
+
+
+def arrivals(before: Placement, after: Placement) -> npt.NDArray[np.int64]:
+    """Experts that each rank must receive, int64 ``[L, R]``: those that it did not hold before."""
+    layers, ranks, _ = before.phy2log_LRS.shape
+    held_LRE = np.zeros((layers, ranks, before.experts), dtype=bool)
+    np.put_along_axis(held_LRE, before.phy2log_LRS.astype(np.int64), True, axis=2)
+    kept_LRS = np.take_along_axis(held_LRE, after.phy2log_LRS.astype(np.int64), axis=2)
+    arriving: npt.NDArray[np.int64] = (~kept_LRS).sum(axis=2)
+    return arriving
+
+
+def switched(placement: Placement, log2phy_RLE: Int32, decided: Plan) -> tuple[Placement, Int32]:
+    """Placement and tables ``[R, L, E]`` after all layers of a plan have switched."""
+    if not decided.layers:
+        return placement, log2phy_RLE
+    phy2log_LRS, tables_RLE = placement.phy2log_LRS.copy(), log2phy_RLE.copy()
+    for layer in decided.layers:
+        phy2log_LRS[layer.layer] = layer.phy2log_RS
+        tables_RLE[:, layer.layer] = layer.log2phy_RE
+    return Placement(phy2log_LRS, placement.experts), tables_RLE

@@ -1,0 +1,189 @@
+"""The charts of a replay, each a function from figures to SVG."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from eplb_service.planner.scoring import Float64
+from eplb_service.report.svg import Scale, drawing, element, frame, steps_path, text
+
+WIDTH = 960.0
+_LEFT, _RIGHT = 56.0, 16.0
+HOTTEST = 2.0
+"""Load over mean at which the colours of heat maps end."""
+_BINS = 12
+
+
+class Line(NamedTuple):
+    """A line over steps: its name, its colour's class, where each value begins, and the values."""
+
+    name: str
+    colour: str
+    steps: Sequence[int]
+    values: Sequence[float]
+
+
+class Point(NamedTuple):
+    """A policy among others: its name, its colour's class, moves a decision as a share of all slots, and PAR."""
+
+    name: str
+    colour: str
+    moves: float
+    par: float
+
+
+def par_over_time(lines: Sequence[Line], end: int) -> str:
+    """Realised PAR along the trace, a line a policy, held from each decision to the next."""
+    height, top, bottom = 360.0, 34.0, 300.0
+    values = np.concatenate([line.values for line in lines])
+    low, high = min(1.0, float(values.min())), float(np.max(values))
+    x = Scale(min(line.steps[0] for line in lines), end, _LEFT, WIDTH - _RIGHT)
+    y = Scale(low, max(high, low + 0.05), bottom, top)
+    parts = [frame(x, y, "step", "PAR, mean over layers")]
+    for line in lines:
+        path = steps_path([x(step) for step in line.steps], [y(value) for value in line.values], x(end))
+        parts.append(element("path", d=path, class_=f"line {line.colour}", data_series=line.name))
+    parts.append(element("line", class_="cross", x1=0, x2=0, y1=top, y2=bottom))
+    return drawing(
+        "par", "Realised peak-to-average ratio over steps, one line a policy", WIDTH, height, "".join(parts)
+    )
+
+
+def moves_per_decision(lines: Sequence[Line], end: int) -> str:
+    """Slots that had to receive weights at each decision, a row of bars a policy, all on one scale."""
+    row, top = 74.0, 4.0
+    most = max(1.0, *(float(np.max(line.values)) for line in lines))
+    x = Scale(min(line.steps[0] for line in lines), end, _LEFT, WIDTH - _RIGHT)
+    parts = []
+    for number, line in enumerate(lines):
+        floor = top + (number + 1) * row - 8
+        y = Scale(0, most, floor, floor - row + 32)
+        for begin, stop, value in zip(line.steps, [*line.steps[1:], end], line.values, strict=True):
+            left, width = x(begin), max(1.0, x(stop) - x(begin) - 1)
+            up, colour = y(value), f"bar {line.colour}"
+            parts.append(element("rect", x=left, y=up, width=width, height=floor - up, class_=colour))
+        parts.append(element("line", x1=x.start, x2=x.end, y1=floor, y2=floor, class_="axis"))
+        parts.append(text(line.name, x.start + 4, floor - row + 22, "name"))
+        parts.append(text(f"{most:,.0f}", x.start - 8, floor - row + 36, "tick", text_anchor="end"))
+        parts.append(text("0", x.start - 8, floor + 4, "tick", text_anchor="end"))
+    height = top + len(lines) * row
+    parts += [text(f"{tick:,.0f}", x(tick), height + 12, "tick", text_anchor="middle") for tick in x.ticks(6)]
+    parts.append(text("step", (x.start + x.end) / 2, height + 32, "title", text_anchor="middle"))
+    words = "Experts received at each decision, one row of bars a policy"
+    return drawing("moves", words, WIDTH, height + 40, "".join(parts))
+
+
+def pareto(points: Sequence[Point]) -> str:
+    """PAR against moves: what each policy pays for its balance, and the front that none beats in both."""
+    height, top, bottom = 380.0, 34.0, 320.0
+    pars = [point.par for point in points]
+    x = Scale(0, max(0.02, 1.15 * max(point.moves for point in points)), _LEFT, WIDTH - _RIGHT)
+    margin = 0.08 * (max(pars) - min(pars)) + 0.01
+    y = Scale(min(pars) - margin, max(pars) + margin, bottom, top)
+    parts = [frame(x, y, "slots that receive weights at a decision", "PAR", percent=True)]
+    best = _front(points)
+    if len(best) > 1:
+        path = "M" + "L".join(f"{x(point.moves):.1f} {y(point.par):.1f}" for point in best)
+        parts.append(element("path", d=path, class_="front"))
+    taken: list[tuple[float, float]] = []
+    for point in sorted(points, key=lambda point: point.par):
+        left, at = x(point.moves), y(point.par)
+        parts.append(
+            element("circle", cx=left, cy=at, r=5, class_=f"dot {point.colour}", data_series=point.name)
+        )
+        to_the_left = left > WIDTH - 240
+        low = _free_height(taken, left, at + 4)
+        taken.append((left, low))
+        anchor = "end" if to_the_left else "start"
+        parts.append(text(point.name, left + (-10 if to_the_left else 10), low, "name", text_anchor=anchor))
+    return drawing("pareto", "Realised PAR against moves, one dot a policy", WIDTH, height, "".join(parts))
+
+
+def heat_map(name: str, words: str, ratio_YX: Float64, y_title: str, x_title: str) -> str:
+    """A map of values around 1, rows downwards: cool below it, warm above."""
+    rows, columns = ratio_YX.shape
+    width, left, top = 468.0, 44.0, 22.0
+    cell_width = (width - left - 6) / columns
+    cell_height = min(14.0, max(4.0, 340.0 / rows))
+    bins_YX = np.clip(np.round((ratio_YX - 1) / (HOTTEST - 1) * _BINS), -_BINS, _BINS).astype(int)
+    paths: dict[int, list[str]] = {}
+    for row, bins_X in enumerate(bins_YX):
+        edges = [0, *(np.flatnonzero(np.diff(bins_X)) + 1).tolist(), columns]
+        upper, lower = top + row * cell_height, top + (row + 1) * cell_height
+        for begin, stop in itertools.pairwise(edges):
+            box = (left + begin * cell_width, upper, left + stop * cell_width, lower)
+            paths.setdefault(int(bins_X[begin]), []).append(
+                "M{0:.2f} {1:.2f}H{2:.2f}V{3:.2f}H{0:.2f}z".format(*box)
+            )
+    cells = "".join(
+        element("path", d="".join(boxes), fill=f"var(--h{'c' if bin_ < 0 else 'w'}{abs(bin_)})")
+        for bin_, boxes in sorted(paths.items())
+    )
+    bottom = top + rows * cell_height
+    parts = [element("g", cells, class_="cells", shape_rendering="crispEdges")]
+    for row in _spread(rows, 8):
+        at = top + (row + 0.5) * cell_height + 4
+        parts.append(text(str(row), left - 6, at, "tick", text_anchor="end"))
+    for column in _spread(columns, 8):
+        at = left + (column + 0.5) * cell_width
+        parts.append(text(str(column), at, bottom + 14, "tick", text_anchor="middle"))
+    parts.append(text(y_title, left, 12, "title"))
+    parts.append(text(x_title, (left + width) / 2, bottom + 32, "title", text_anchor="middle"))
+    return drawing(name, words, width, bottom + 38, "".join(parts))
+
+
+def colour_bar() -> str:
+    """What the colours of the heat maps stand for."""
+    cell = 12.0
+    parts = []
+    for number, bin_ in enumerate(range(-_BINS, _BINS + 1)):
+        fill = f"var(--h{'c' if bin_ < 0 else 'w'}{abs(bin_)})"
+        parts.append(element("rect", x=10 + number * cell, y=2, width=cell + 0.5, height=10, fill=fill))
+    for value in (0.0, 0.5, 1.0, 1.5, 2.0):
+        at = 10 + (value * _BINS + 0.5) * cell
+        words = f"{value:g}x" if value < HOTTEST else f"{value:g}x and more"
+        parts.append(text(words, at, 26, "tick", text_anchor="middle"))
+    return drawing("colours", "Colours from no tokens to twice the mean and more", 380, 32, "".join(parts))
+
+
+def theme_variables() -> tuple[str, str]:
+    """CSS variables of the heat maps' colours, on light and on dark ground: neutral at 1, stronger away from it."""
+    cool, warm = (36, 99, 190), (208, 62, 20)
+    cool_dark, warm_dark = (86, 156, 255), (255, 120, 60)
+    return _ramp((242, 241, 238), cool, warm), _ramp((44, 46, 50), cool_dark, warm_dark)
+
+
+def _ramp(middle: tuple[int, int, int], cool: tuple[int, int, int], warm: tuple[int, int, int]) -> str:
+    words = []
+    for letter, far in (("c", cool), ("w", warm)):
+        for bin_ in range(_BINS + 1):
+            share = (bin_ / _BINS) ** 0.9
+            mixed = [round(near + share * (end - near)) for near, end in zip(middle, far, strict=True)]
+            words.append(f"--h{letter}{bin_}:#{mixed[0]:02x}{mixed[1]:02x}{mixed[2]:02x}")
+    return ";".join(words)
+
+
+def _front(points: Sequence[Point]) -> list[Point]:
+    """Points that no other beats in both PAR and moves, by moves."""
+    best: list[Point] = []
+    for point in sorted(points, key=lambda point: (point.moves, point.par)):
+        if not best or point.par < best[-1].par:
+            best.append(point)
+    return best
+
+
+def _free_height(taken: Sequence[tuple[float, float]], left: float, at: float) -> float:
+    """Where a name can stand without covering one that stands already."""
+    while any(abs(left - other) < 150 and abs(at - height) < 14 for other, height in taken):
+        at -= 14
+    return at
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """Numbers from 0 to ``count`` - 1 in round steps, at most about ``most``."""
+    step = next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, count) if count / step <= most)
+    return list(range(0, count, step))

@@ -1,0 +1,311 @@
+"""A replay as one HTML file: charts, tables, settings and the command that makes it again; nothing is fetched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from eplb_service.planner.scoring import Float64
+from eplb_service.replay.result import PolicyReplay, Replay, Score
+from eplb_service.report import charts
+from eplb_service.report.charts import Line, Point
+
+_COLOURS = 8
+_MOST_MAPPED = 64
+"""Decisions that a map over time shows; more are averaged."""
+
+
+def report_page(replay: Replay, *, title: str, command: str, facts: Mapping[str, str]) -> str:
+    """The whole HTML of a report.
+
+    ``title`` names the trace, ``command`` is what makes the same report again, and ``facts`` are settings and what is
+    known of the trace, in the words of the report.
+    """
+    colours = _colours(replay)
+    best = min(replay.policies, key=lambda policy: policy.par_realised)
+    lines, maps = _lines(replay, colours), _maps(replay, best)
+    light, dark = charts.theme_variables()
+    data = {"par": _par_data(lines, _end(replay)), "maps": _map_data(maps)}
+    body = [
+        _head(replay, best, title),
+        _section(
+            "Balance along the trace",
+            "Peak-to-average ratio of the steps that each decision served: the hottest rank over the mean rank in each "
+            "step, mean over steps and layers. 1 is perfect; what lies below the floor is luck of sampling.",
+            _legend(lines),
+            charts.par_over_time(lines, _end(replay)),
+        ),
+        _section(
+            "Ranks before and after",
+            "Tokens of each rank over the mean rank, layer by layer, in the steps of the last decision: experts as "
+            f"they stood at the start, and as {best.label} has them.",
+            charts.colour_bar(),
+            _pair(maps, ("before", "after")),
+        ),
+        _section(
+            "Layers over time",
+            f"Each layer's PAR after each decision, in the same colours: left alone, and under {best.label}.",
+            _pair(maps, ("alone", "balanced")),
+        ),
+        _section(
+            "What balance costs",
+            "Slots that had to receive another expert's weights at each decision.",
+            charts.moves_per_decision(_moves(replay, colours), _end(replay)),
+        ),
+        _section(
+            "Balance against moves",
+            "Lower and further left is better; the line joins the policies that none beats in both. "
+            f"Left alone, PAR is {replay.score(best).par_left_alone:.3f} and nothing moves.",
+            charts.pareto(_points(replay, colours)),
+        ),
+        _section("In figures", "", _table(replay, colours)),
+        _section("How this was made", "", f"<pre>{escape(command)}</pre>", _facts(facts)),
+        _section("Words", "", _facts(_WORDS)),
+    ]
+    css, js = (
+        files("eplb_service.report").joinpath(name).read_text() for name in ("report.css", "report.js")
+    )
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{css}:root{{{light}}}\n"
+        f"@media (prefers-color-scheme: dark){{:root{{{dark}}}}}\n</style>\n</head>\n<body>\n"
+        + "\n".join(body)
+        + '\n<div id="tip" role="status"></div>\n'
+        + f'<script type="application/json" id="data">{_safe_json(data)}</script>\n'
+        + f"<script>\n{js}</script>\n</body>\n</html>\n"
+    )
+
+
+_WORDS = {
+    "PAR": "peak-to-average ratio of the rank loads; a MoE layer takes as long as its hottest rank",
+    "floor": "about what token sampling alone leaves of a perfectly balanced placement",
+    "hindsight": "the best known for the very steps served: a placement fitted on them, or any policy here",
+    "regret": "realised PAR above hindsight: what a better forecast could still win",
+    "late": "steps served under the old placement while a decision was solved and its weights travelled",
+}
+
+
+def _colours(replay: Replay) -> dict[str, str]:
+    """The class of each policy's colour, by its label; doing nothing is grey."""
+    acting = [policy.label for policy in replay.policies if policy.policy != "none"]
+    colours = {policy.label: "none" for policy in replay.policies}
+    return colours | {label: f"s{number % _COLOURS}" for number, label in enumerate(acting)}
+
+
+def _head(replay: Replay, best: PolicyReplay, title: str) -> str:
+    score = replay.score(best)
+    slots = " or ".join(str(count) for count in sorted({policy.setup.slots for policy in replay.policies}))
+    shape = (
+        f"{replay.layers} layers x {replay.experts} experts on {replay.ranks} ranks x {slots} slots; "
+        f"{replay.steps:,} steps scored from step {replay.first:,} on"
+    )
+    tiles = [
+        (f"{score.par_left_alone:.3f}", "PAR left alone"),
+        (f"{score.par:.3f}", f"PAR with {best.label}"),
+        (f"{score.floor:.3f}", "PAR by sampling alone, about"),
+    ]
+    if score.regret is not None:
+        tiles.append((f"{score.regret:.3f}", "regret: PAR above hindsight"))
+    if replay.costs.step_ms:
+        tiles.append(
+            (f"{score.saved_ms - score.stall_ms:.2f} ms", f"net of a step of {replay.costs.step_ms:g} ms")
+        )
+    boxes = "".join(
+        f'<div class="tile"><b>{value}</b><span>{escape(words)}</span></div>' for value, words in tiles
+    )
+    stopped = (
+        '<p class="verdict stopped">The replay was stopped early: every policy is shown up to the same decision.</p>'
+        if replay.interrupted
+        else ""
+    )
+    return (
+        f'<h1>{escape(title)}</h1>\n<p class="soft">{escape(shape)}</p>\n<div class="tiles">{boxes}</div>\n'
+        f'<p class="verdict">{escape(_verdict(score, best))}</p>{stopped}'
+    )
+
+
+def _verdict(score: Score, best: PolicyReplay) -> str:
+    avoidable = score.par_left_alone - score.floor
+    won = score.par_left_alone - score.par
+    if best.policy == "none" or won <= 0.005:
+        return "Nothing that was tried is better than leaving the experts where they are."
+    share = f", {won / avoidable:.0%} of what is avoidable" if avoidable > 0.01 else ""
+    if won >= avoidable:
+        share = ", as low as token sampling allows"
+    return f"{best.label} takes PAR from {score.par_left_alone:.3f} to {score.par:.3f}{share}."
+
+
+def _section(heading: str, words: str, *content: str) -> str:
+    lead = f'<p class="soft">{escape(words)}</p>\n' if words else ""
+    return f"<section>\n<h2>{escape(heading)}</h2>\n{lead}" + "\n".join(content) + "\n</section>"
+
+
+def _lines(replay: Replay, colours: Mapping[str, str]) -> list[Line]:
+    lines = []
+    for yardstick in replay.yardsticks:
+        same = [policy for policy in replay.policies if policy.setup == yardstick.setup]
+        steps = [decision.step for decision in same[0].decisions]
+        also = "" if len(replay.yardsticks) == 1 else f"{same[0].label.removeprefix(same[0].policy)}"
+        hindsight_DL = replay.hindsight_DL(yardstick.setup)
+        lines.append(Line(f"floor{also}", "floor", steps, yardstick.floor_DL.mean(axis=1).tolist()))
+        if hindsight_DL is not None:
+            lines.append(Line(f"hindsight{also}", "hindsight", steps, hindsight_DL.mean(axis=1).tolist()))
+        if not any(policy.policy == "none" for policy in same):
+            lines.append(
+                Line(f"left alone{also}", "none", steps, yardstick.left_alone_DL.mean(axis=1).tolist())
+            )
+    for policy in replay.policies:
+        steps = [decision.step for decision in policy.decisions]
+        values = [decision.par_realised for decision in policy.decisions]
+        lines.append(Line(policy.label, colours[policy.label], steps, values))
+    return lines
+
+
+def _moves(replay: Replay, colours: Mapping[str, str]) -> list[Line]:
+    return [
+        Line(
+            policy.label,
+            colours[policy.label],
+            [decision.step for decision in policy.decisions],
+            [decision.moves for decision in policy.decisions],
+        )
+        for policy in replay.policies
+    ]
+
+
+def _points(replay: Replay, colours: Mapping[str, str]) -> list[Point]:
+    """The policies that move something; doing nothing only where there is hardly anything else to see."""
+    acting = [policy for policy in replay.policies if policy.policy != "none"]
+    return [
+        Point(policy.label, colours[policy.label], _moved(replay, policy), policy.par_realised)
+        for policy in (acting if len(acting) > 1 else replay.policies)
+    ]
+
+
+def _moved(replay: Replay, policy: PolicyReplay) -> float:
+    """Slots that receive weights at a decision, as a share of all slots."""
+    return policy.moves_per_decision / (replay.layers * replay.ranks * policy.setup.slots)
+
+
+def _maps(replay: Replay, best: PolicyReplay) -> dict[str, tuple[str, str, Float64]]:
+    """Each map's name: what it shows, what its columns are, and its values."""
+    yardstick = replay.yardstick(best.setup)
+    balanced_DL = np.stack([decision.par_realised_L for decision in best.decisions])
+    return {
+        "before": ("Left alone", "rank", _over_mean(yardstick.loads_LR)),
+        "after": (best.label, "rank", _over_mean(best.loads_LR)),
+        "alone": ("Left alone", "decision", _few_columns(yardstick.left_alone_DL.T)),
+        "balanced": (best.label, "decision", _few_columns(balanced_DL.T)),
+    }
+
+
+def _pair(maps: Mapping[str, tuple[str, str, Float64]], names: Sequence[str]) -> str:
+    boxes = []
+    for name in names:
+        heading, column, values = maps[name]
+        drawn = charts.heat_map(name, f"{heading}: each layer by {column}", values, "layer", column)
+        boxes.append(f"<div><h3>{escape(heading)}</h3>{drawn}</div>")
+    return f'<div class="pair">{"".join(boxes)}</div>'
+
+
+def _over_mean(loads_LR: Float64) -> Float64:
+    mean_L1 = loads_LR.mean(axis=1, keepdims=True)
+    ratio_LR: Float64 = loads_LR / np.where(mean_L1 > 0, mean_L1, 1.0)
+    return ratio_LR
+
+
+def _few_columns(values_LD: Float64) -> Float64:
+    """The same with at most ``_MOST_MAPPED`` columns, each the mean of neighbours."""
+    if values_LD.shape[1] <= _MOST_MAPPED:
+        return values_LD
+    return np.stack([part.mean(axis=1) for part in np.array_split(values_LD, _MOST_MAPPED, axis=1)], axis=1)
+
+
+def _legend(lines: Sequence[Line]) -> str:
+    buttons = "".join(
+        f'<button type="button" aria-pressed="true" data-series="{escape(line.name, quote=True)}">'
+        f'<i class="{line.colour}"></i>{escape(line.name)}</button>'
+        for line in lines
+    )
+    return f'<div class="legend">{buttons}</div>'
+
+
+def _table(replay: Replay, colours: Mapping[str, str]) -> str:
+    heads = [
+        "policy",
+        "PAR",
+        "worst layer",
+        "avoidable",
+        "regret",
+        "moves a decision",
+        "of all slots",
+        "GB moved",
+    ]
+    heads += ["late steps", "solve ms"] + (
+        ["saved ms a step", "stall ms a step"] if replay.costs.step_ms else []
+    )
+    rows = []
+    for policy in replay.policies:
+        score = replay.score(policy)
+        cells = [
+            f'<i class="{colours[policy.label]}"></i>{escape(policy.label)}',
+            f"{score.par:.3f}",
+            f"{policy.par_realised_L.max():.3f}",
+            f"{score.avoidable:.3f}",
+            "" if score.regret is None else f"{score.regret:.3f}",
+            f"{policy.moves_per_decision:,.1f}",
+            f"{_moved(replay, policy):.1%}",
+            f"{score.bytes_moved / 1e9:,.2f}" if replay.costs.bytes_per_expert else "",
+            f"{sum(decision.late for decision in policy.decisions):,}",
+            f"{policy.seconds_mean * 1e3:.1f}",
+        ]
+        if replay.costs.step_ms:
+            cells += [f"{score.saved_ms:.3f}", f"{score.stall_ms:.3f}"]
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    head = "".join(f"<th>{escape(words)}</th>" for words in heads)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def _facts(facts: Mapping[str, str]) -> str:
+    rows = (f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
+    return f"<dl>{''.join(rows)}</dl>"
+
+
+def _end(replay: Replay) -> int:
+    return replay.first + replay.steps
+
+
+def _par_data(lines: Sequence[Line], end: int) -> dict[str, Any]:
+    return {
+        "left": 56,
+        "right": charts.WIDTH - 16,
+        "first": min(line.steps[0] for line in lines),
+        "last": end,
+        "lines": [
+            {
+                "name": line.name,
+                "steps": list(line.steps),
+                "values": [round(value, 4) for value in line.values],
+            }
+            for line in lines
+        ],
+    }
+
+
+def _map_data(maps: Mapping[str, tuple[str, str, Float64]]) -> dict[str, Any]:
+    return {
+        name: {"column": column, "values": np.round(values, 3).tolist()}
+        for name, (_, column, values) in maps.items()
+    }
+
+
+def _safe_json(data: Mapping[str, Any]) -> str:
+    # A "</script>" in a policy's name must not end the script.
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,0 +1,100 @@
+"""The charts of a replay as PNG, for slides and issues; needs matplotlib (the extra ``report``)."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eplb_service.atomic_write import OutputError, write_atomically
+from eplb_service.planner.scoring import Float64
+from eplb_service.replay.result import PolicyReplay, Replay
+
+NAMES = ("par.png", "moves.png", "pareto.png", "ranks.png")
+"""Files that ``write_pictures`` writes."""
+
+_SIZE = (10.0, 4.0)
+_DOTS_PER_INCH = 150
+
+
+def write_pictures(folder: Path, replay: Replay) -> None:
+    """Write one PNG a chart into ``folder``, which is made where it is missing.
+
+    Raises ``OutputError`` where matplotlib is not installed or nothing can be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise OutputError("PNGs need matplotlib: pip install 'eplb-service[report]'") from error
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"{folder}: cannot be made ({error.strerror})") from error
+    draw = {"par.png": _par, "moves.png": _moves, "pareto.png": _pareto, "ranks.png": _ranks}
+    for name in NAMES:
+        figure = Figure(figsize=_SIZE, layout="constrained")
+        draw[name](figure, replay)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=_DOTS_PER_INCH)
+        write_atomically(folder / name, buffer.getvalue())
+
+
+def _par(figure: Any, replay: Replay) -> None:
+    axes = figure.subplots()
+    for policy in replay.policies:
+        steps, values = _held(policy, [decision.par_realised for decision in policy.decisions])
+        axes.step(
+            steps, values, where="post", label=policy.label, color="grey" if policy.policy == "none" else None
+        )
+    first = replay.policies[0]
+    floor_D = replay.yardstick(first.setup).floor_DL.mean(axis=1).tolist()
+    axes.step(*_held(first, floor_D), where="post", label="floor", color="grey", linestyle=":")
+    _finish(axes, "step", "realised PAR, mean over layers")
+
+
+def _moves(figure: Any, replay: Replay) -> None:
+    axes = figure.subplots()
+    for policy in replay.policies:
+        if policy.policy != "none":
+            values = [float(decision.moves) for decision in policy.decisions]
+            axes.step(*_held(policy, values), where="post", label=policy.label)
+    _finish(axes, "step", "slots that receive weights at a decision")
+
+
+def _pareto(figure: Any, replay: Replay) -> None:
+    axes = figure.subplots()
+    for policy in replay.policies:
+        axes.plot(policy.moves_per_decision, policy.par_realised, "o", label=policy.label)
+    _finish(axes, "slots that receive weights at a decision", "realised PAR")
+
+
+def _ranks(figure: Any, replay: Replay) -> None:
+    best = min(replay.policies, key=lambda policy: policy.par_realised)
+    both = {"left alone": replay.yardstick(best.setup).loads_LR, best.label: best.loads_LR}
+    image = None
+    for axes, (title, loads_LR) in zip(figure.subplots(1, 2, sharey=True), both.items(), strict=True):
+        image = axes.imshow(_over_mean(loads_LR), cmap="coolwarm", vmin=0, vmax=2, aspect="auto")
+        axes.set(title=title, xlabel="rank", ylabel="layer")
+    figure.colorbar(image, ax=figure.axes, label="tokens over the mean rank")
+
+
+def _held(policy: PolicyReplay, values: list[float]) -> tuple[list[int], list[float]]:
+    """Steps and values, the last one held to the end of its steps."""
+    steps = [decision.step for decision in policy.decisions]
+    return [*steps, steps[-1] + policy.decisions[-1].steps], [*values, values[-1]]
+
+
+def _over_mean(loads_LR: Float64) -> Float64:
+    mean_L1 = loads_LR.mean(axis=1, keepdims=True)
+    ratio_LR: Float64 = loads_LR / np.where(mean_L1 > 0, mean_L1, 1.0)
+    return ratio_LR
+
+
+def _finish(axes: Any, x_label: str, y_label: str) -> None:
+    axes.set(xlabel=x_label, ylabel=y_label)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False)

@@ -1,0 +1,97 @@
+"""Small SVG drawings by hand: elements, scales with round ticks, and axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+
+def element(name: str, content: str = "", **attributes: object) -> str:
+    """One SVG element; ``_`` in an attribute's name stands for ``-``, a trailing one for nothing (``class_``)."""
+    given = (
+        (key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items() if value is not None
+    )
+    words = "".join(f' {key}="{_value(value)}"' for key, value in given)
+    return f"<{name}{words}>{content}</{name}>" if content else f"<{name}{words}/>"
+
+
+def text(words: str, x: float, y: float, class_: str = "label", **attributes: object) -> str:
+    """A line of text."""
+    return element("text", escape(words), x=x, y=y, class_=class_, **attributes)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Values from ``low`` to ``high`` onto pixels from ``start`` to ``end``."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        """The pixel of a value."""
+        share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
+        return self.start + share * (self.end - self.start)
+
+    def ticks(self, about: int = 5) -> list[float]:
+        """Round values within the scale, about so many."""
+        span = self.high - self.low
+        if span <= 0:
+            return [self.low]
+        raw = span / about
+        base = 10 ** math.floor(math.log10(raw))
+        step = next(base * factor for factor in (1, 2, 2.5, 5, 10) if base * factor >= raw * 0.999)
+        first = math.ceil(self.low / step - 1e-9)
+        last = math.floor(self.high / step + 1e-9)
+        return [round(number * step, 10) for number in range(first, last + 1)]
+
+
+def frame(x: Scale, y: Scale, x_title: str, y_title: str, *, percent: bool = False) -> str:
+    """Grid, ticks and titles of a chart whose axes are ``x`` (to the right) and ``y`` (upwards)."""
+    parts = []
+    for value in y.ticks():
+        at = y(value)
+        parts.append(element("line", x1=x.start, x2=x.end, y1=at, y2=at, class_="grid"))
+        parts.append(text(plain(value), x.start - 8, at + 4, "tick", text_anchor="end"))
+    for value in x.ticks(6):
+        words = f"{value:.0%}" if percent else plain(value)
+        parts.append(text(words, x(value), y.start + 18, "tick", text_anchor="middle"))
+    parts.append(element("line", x1=x.start, x2=x.end, y1=y.start, y2=y.start, class_="axis"))
+    parts.append(text(x_title, (x.start + x.end) / 2, y.start + 38, "title", text_anchor="middle"))
+    parts.append(text(y_title, x.start, y.end - 12, "title"))
+    return "".join(parts)
+
+
+def steps_path(xs: Sequence[float], ys: Sequence[float], last: float) -> str:
+    """A path that holds each ``ys`` from its ``xs`` to the next one, the last until ``last``."""
+    path = f"M{_value(xs[0])} {_value(ys[0])}"
+    for right, height in zip([*xs[1:], last], [*ys[1:], ys[-1]], strict=True):
+        path += f"H{_value(right)}V{_value(height)}"
+    return path
+
+
+def plain(value: float) -> str:
+    """A tick's number, without zeros that say nothing."""
+    return f"{value:,.10g}" if value >= 1000 else f"{value:.10g}"
+
+
+def drawing(name: str, words: str, width: float, height: float, content: str) -> str:
+    """A whole SVG that scales with the page; ``words`` say what it shows to those who cannot see it."""
+    return element(
+        "svg",
+        content,
+        id=name,
+        class_="chart",
+        viewBox=f"0 0 {_value(width)} {_value(height)}",
+        role="img",
+        aria_label=words,
+    )
+
+
+def _value(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.2f}".rstrip("0").rstrip(".")
+    return escape(str(value), quote=True)

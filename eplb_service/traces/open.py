@@ -1,0 +1,85 @@
+"""Opens a trace of any known format, told by what the file holds and not by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from eplb_service.heat.numpy_file import read_npy, read_npz
+from eplb_service.heat.torch_file import read_torch
+from eplb_service.heat.window import HeatError
+from eplb_service.traces import store
+from eplb_service.traces.arrays import ReadAs, trace_of_arrays
+from eplb_service.traces.documents import trace_of_document
+from eplb_service.traces.reader import StoredTrace
+from eplb_service.traces.text_files import read_csv_trace, read_json_trace
+from eplb_service.traces.trace import Heat, Trace
+from eplb_service.traces.zarr_array import METADATA
+
+KNOWN = f"{store.SUFFIX} folder, .npz, .npy, .pt, .json or .csv"
+"""What can be opened, in words."""
+
+_LEGACY_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+
+
+def open_trace(path: Path, read_as: ReadAs | None = None) -> Trace:
+    """The trace at ``path``; a native one and an ``.npy`` are read in slices, all others whole.
+
+    Raises ``HeatError`` in one line that begins with the path: what was found, and what was expected.
+    """
+    with naming(path):
+        return _open(path, read_as or ReadAs())
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Within it, whatever is wrong with the trace at ``path`` ends in a ``HeatError`` that begins with the path."""
+    try:
+        yield
+    except OSError as error:
+        raise HeatError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except MemoryError as error:
+        raise HeatError(f"{path}: does not fit into memory; convert it in parts") from error
+    except HeatError as error:
+        raise HeatError(f"{path}: {error}") from error
+
+
+def read_heat(path: Path, read_as: ReadAs | None = None) -> Heat:
+    """All heat of a trace at once, int64 (float64 where fractional) ``[T, L, E]``; raises as ``open_trace`` does."""
+    trace = open_trace(path, read_as)
+    with naming(path):
+        return trace.heat(0, trace.steps)
+
+
+def _open(path: Path, read_as: ReadAs) -> Trace:
+    if path.is_dir():
+        if not (path / METADATA).exists():
+            raise HeatError(f"is a folder without {METADATA}; a trace is one of: {KNOWN}")
+        return StoredTrace(path)
+    with path.open("rb") as file:
+        head = file.read(16)
+    if not head:
+        raise HeatError("is empty")
+    if head.startswith(b"\x93NUMPY"):
+        return trace_of_arrays({"": read_npy(path)}, "numpy .npy", read_as)
+    if head.startswith(b"PK"):
+        return _open_zip(path, read_as)
+    if head.startswith(_LEGACY_TORCH):
+        raise HeatError("is a torch file from before torch 1.6; load and save it again with a newer torch")
+    if head.startswith(b"\x80"):
+        raise HeatError("is a pickle, which could run code; save it as .npz, or with torch.save")
+    if head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"["):
+        return read_json_trace(path, read_as)
+    if b"\x00" in head:
+        raise HeatError(f"is none of the formats that are known: {KNOWN}")
+    return read_csv_trace(path, read_as)
+
+
+def _open_zip(path: Path, read_as: ReadAs) -> Trace:
+    if path.suffix in (".pt", ".pth"):
+        return trace_of_document(read_torch(path), "torch .pt", read_as)
+    arrays = read_npz(path)
+    if arrays:
+        return trace_of_arrays(arrays, "numpy .npz", read_as)
+    return trace_of_document(read_torch(path), "torch .pt", read_as)

@@ -1,0 +1,99 @@
+"""Heat in text: JSON documents, and CSV as a table of weights or one row a count."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+
+from eplb_service.heat.numpy_file import check_fits_memory
+from eplb_service.heat.window import HeatError
+from eplb_service.traces.arrays import ReadAs, trace_of_arrays
+from eplb_service.traces.documents import trace_of_document
+from eplb_service.traces.trace import ArrayTrace, TraceFacts
+
+COLUMNS = ("step", "layer", "expert", "tokens")
+"""Columns of the CSV with one row a count; what no row names is 0."""
+
+_MOST_TEXT_BYTES = 4 << 30
+
+
+def read_json_trace(path: Path, read_as: ReadAs) -> ArrayTrace:
+    """The trace of a ``.json``; raises ``HeatError`` (without the path) where it holds none."""
+    return trace_of_document(read_json(path), "JSON", read_as)
+
+
+def read_json(path: Path) -> object:
+    """The document of a ``.json``; raises ``HeatError`` (without the path) where it is none."""
+    _check_size(path)
+    try:
+        return json.loads(path.read_bytes())
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise HeatError(f"is not JSON, or truncated ({error})") from error
+    except ValueError as error:
+        raise HeatError(f"holds a number that cannot be read ({error})") from error
+
+
+def read_csv_trace(path: Path, read_as: ReadAs) -> ArrayTrace:
+    """The trace of a ``.csv``: header ``step,layer,expert,tokens`` and one row a count, or a plain table of weights.
+
+    A table without a header has one row a layer and one column an expert. Raises ``HeatError`` (without the path)
+    naming the line that cannot be read.
+    """
+    _check_size(path)
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            head = next(csv.reader([file.readline()]), [])
+        names = [name.strip().lower() for name in head]
+        if not names:
+            raise HeatError("is empty")
+        if set(COLUMNS) <= set(names):
+            columns = [names.index(name) for name in COLUMNS]
+            rows = np.loadtxt(path, delimiter=",", skiprows=1, usecols=columns, ndmin=2, encoding="utf-8-sig")
+            return _of_rows(rows)
+        table = np.loadtxt(path, delimiter=",", ndmin=2, encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise HeatError("is neither text nor any kind of trace that is known") from error
+    except (ValueError, csv.Error) as error:
+        if isinstance(error, HeatError):
+            raise
+        raise HeatError(f"is no CSV of {','.join(COLUMNS)} or of plain numbers ({_line(error)})") from error
+    return trace_of_arrays({"": table}, "CSV", read_as)
+
+
+def _of_rows(rows: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> ArrayTrace:
+    if not len(rows):
+        raise HeatError("holds a header and no rows")
+    places = rows[:, :3]
+    if not np.isfinite(rows).all() or (places < 0).any() or (places != np.floor(places)).any():
+        line = int(
+            np.flatnonzero((~np.isfinite(rows) | (rows < 0)).any(axis=1) | (places % 1 != 0).any(axis=1))[0]
+        )
+        raise HeatError(
+            f"line {line + 2} holds {rows[line].tolist()}; expected step, layer, expert and tokens from 0 on"
+        )
+    if places.max() >= 2**31:
+        raise HeatError(
+            f"names {','.join(COLUMNS[:3])} up to {int(places.max())}; expected numbers below 2**31"
+        )
+    step_K, layer_K, expert_K = places.astype(np.int64).T
+    step_K -= step_K.min()
+    shape = (int(step_K.max()) + 1, int(layer_K.max()) + 1, int(expert_K.max()) + 1)
+    check_fits_memory(shape[0] * shape[1] * shape[2] * 8)
+    heat_TLE = np.zeros(shape)
+    np.add.at(heat_TLE, (step_K, layer_K, expert_K), rows[:, 3])
+    whole = (heat_TLE == np.floor(heat_TLE)).all()
+    return ArrayTrace(
+        heat_TLE.astype(np.int64) if whole else heat_TLE, TraceFacts(origin="CSV, one row a count")
+    )
+
+
+def _check_size(path: Path) -> None:
+    if path.stat().st_size > _MOST_TEXT_BYTES:
+        raise HeatError(f"is {path.stat().st_size / 2**30:.0f} GiB of text; convert it to .npy first")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

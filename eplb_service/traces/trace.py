@@ -1,0 +1,203 @@
+"""A heat trace, whatever file it came from: what it says of itself, and its heat in slices."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_service.heat.numpy_file import Array
+from eplb_service.heat.window import HeatError, checked_heat
+
+Heat = npt.NDArray[np.int64] | npt.NDArray[np.float64]
+"""int64 or float64 heat; its dimensions stand in the variable's name."""
+Int64 = npt.NDArray[np.int64]
+"""An int64 array; its dimensions stand in the variable's name."""
+Float64 = npt.NDArray[np.float64]
+"""A float64 array; its dimensions stand in the variable's name."""
+
+_SOURCE_STEPS = 8
+
+
+@dataclass(frozen=True)
+class TraceFacts:
+    """What a trace says of itself beside its heat.
+
+    Parameters
+    ----------
+    origin
+        The format that it was read from, in words.
+    model
+        Name of the model; empty where unknown.
+    ranks, slots
+        Of the deployment that was recorded; 0 where unknown.
+    top_k
+        Experts that a token chooses; 0 where unknown.
+    bytes_per_expert
+        Weights of one expert in one layer; 0 where unknown.
+    nodes_R
+        Node of each rank; empty where unknown.
+    phases
+        Names that the phase numbers of steps stand for.
+    batching
+        The rule by which tokens became steps; empty where the steps are those that were served.
+
+    Raises ``HeatError`` on a negative number.
+    """
+
+    origin: str = "memory"
+    model: str = ""
+    ranks: int = 0
+    slots: int = 0
+    top_k: int = 0
+    bytes_per_expert: int = 0
+    nodes_R: tuple[int, ...] = ()
+    phases: tuple[str, ...] = ("unknown",)
+    batching: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "slots", "top_k", "bytes_per_expert"):
+            if getattr(self, name) < 0:
+                raise HeatError(f"{name} is {getattr(self, name)}; it cannot be negative")
+
+
+class Trace(ABC):
+    """Heat of T steps, L layers and E logical experts, read a slice at a time."""
+
+    facts: TraceFacts
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int, int]:
+        """T, L and E."""
+
+    @abstractmethod
+    def heat(self, first: int, last: int) -> Heat:
+        """Tokens by logical expert of the steps ``first`` to ``last`` (not included), ``[t, L, E]``, checked."""
+
+    def source_rows(self, first: int, last: int) -> Array | None:  # noqa: ARG002
+        """Tokens by source rank, step by step, ``[t, R, L, E]``; ``None`` where not recorded."""
+        return None
+
+    def source(self, first: int, last: int) -> Float64 | None:
+        """Tokens by source rank, summed over the steps, float64 ``[R, L, E]``; ``None`` where not recorded."""
+        total_RLE: Float64 | None = None
+        for begin in range(first, last, _SOURCE_STEPS):
+            rows_TRLE = self.source_rows(begin, min(last, begin + _SOURCE_STEPS))
+            if rows_TRLE is None:
+                return None
+            summed_RLE = rows_TRLE.sum(axis=0, dtype=np.float64)
+            total_RLE = summed_RLE if total_RLE is None else total_RLE + summed_RLE
+        return total_RLE
+
+    def step_numbers(self, first: int, last: int) -> Int64:
+        """The model's own numbers of the steps, int64 ``[t]``."""
+        return np.arange(first, last, dtype=np.int64)
+
+    def tokens(self, first: int, last: int) -> Int64 | None:  # noqa: ARG002
+        """Tokens of each step, int64 ``[t]``; ``None`` where not recorded."""
+        return None
+
+    def phase_numbers(self, first: int, last: int) -> Int64:
+        """Index into ``facts.phases`` of each step, int64 ``[t]``."""
+        return np.zeros(last - first, dtype=np.int64)
+
+    @property
+    def steps(self) -> int:
+        """T."""
+        return self.shape[0]
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        return self.shape[1]
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return self.shape[2]
+
+
+@dataclass(frozen=True)
+class ArrayTrace(Trace):
+    """A trace whose heat is one array, in memory or mapped from a file; each slice is checked when it is read.
+
+    Parameters
+    ----------
+    heat_TLE
+        Tokens by logical expert, ``[T, L, E]``, any integer or float type.
+    facts
+        What is known of it.
+    tokens_T
+        Tokens of each step, int64 ``[T]``; ``None`` where unknown.
+    source_TRLE
+        Tokens by source rank, integers ``[T, R, L, E]``; ``None`` where unknown.
+    phase_T
+        Index into ``facts.phases`` of each step, integers ``[T]``; ``None`` where unknown.
+
+    Raises ``HeatError`` on a wrong shape or no steps.
+    """
+
+    heat_TLE: Array
+    facts: TraceFacts = field(default_factory=TraceFacts)
+    tokens_T: Int64 | None = None
+    source_TRLE: Array | None = None
+    phase_T: Array | None = None
+
+    def __post_init__(self) -> None:
+        # No rows are as good as all of them to refuse a shape or type by.
+        rows = self.heat_TLE[:0] if self.heat_TLE.ndim == 3 and self.heat_TLE.size else self.heat_TLE
+        checked_heat(rows)
+        if self.heat_TLE.shape[0] == 0:
+            raise HeatError("the trace holds no steps; record at least one")
+        steps, layers, experts = self.shape
+        if self.source_TRLE is not None:
+            wanted = (steps, self.facts.ranks, layers, experts)
+            if self.source_TRLE.shape != wanted or self.source_TRLE.dtype.kind not in "iu":
+                raise HeatError(
+                    f"source heat is {list(self.source_TRLE.shape)}, expected counts {list(wanted)}"
+                )
+        if self.phase_T is not None:
+            known = self.phase_T.shape == (steps,) and self.phase_T.dtype.kind in "iu"
+            if not known or self.phase_T.max() >= len(self.facts.phases) or self.phase_T.min() < 0:
+                raise HeatError(f"phases are numbers below {len(self.facts.phases)}, one a step")
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """T, L and E."""
+        steps, layers, experts = self.heat_TLE.shape
+        return steps, layers, experts
+
+    def heat(self, first: int, last: int) -> Heat:
+        """Tokens by logical expert, ``[t, L, E]``; raises ``HeatError`` naming the step that cannot be heat."""
+        return checked_slice(self.heat_TLE[first:last], first)
+
+    def tokens(self, first: int, last: int) -> Int64 | None:
+        """Tokens of each step, int64 ``[t]``."""
+        return None if self.tokens_T is None else self.tokens_T[first:last]
+
+    def source_rows(self, first: int, last: int) -> Array | None:
+        """Tokens by source rank, ``[t, R, L, E]``; raises ``HeatError`` on a negative count."""
+        if self.source_TRLE is None:
+            return None
+        rows_TRLE = self.source_TRLE[first:last]
+        if rows_TRLE.size and rows_TRLE.min() < 0:
+            raise HeatError("source heat holds negative counts")
+        return rows_TRLE
+
+    def phase_numbers(self, first: int, last: int) -> Int64:
+        """Index into ``facts.phases`` of each step, int64 ``[t]``."""
+        if self.phase_T is None:
+            return super().phase_numbers(first, last)
+        return self.phase_T[first:last].astype(np.int64)
+
+
+def checked_slice(heat_TLE: Array, first: int) -> Heat:
+    """``checked_heat`` of a slice that begins at step ``first`` of its trace, which a refusal then names."""
+    try:
+        return checked_heat(heat_TLE)
+    except HeatError as error:
+        where = f" (steps count from {first} on)" if first else ""
+        raise HeatError(f"{error}{where}") from error

@@ -1,0 +1,116 @@
+"""The histories of real ranks prove that they stood together, and one changed word in them is found."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.agent import live
+from tests.ranks import run_ranks
+from worker_agent.agent import Agent
+from worker_agent.history.check import HistoryError, read_histories, violations
+
+RANKS = 3
+
+
+def _record(folder: str) -> int:
+    layers, still = (live.layers_of(2, live.linear_RS(RANKS)) for _ in range(2))
+    settings = live.settings(history=Path(folder), report_steps=4)
+    agent = Agent.start(layers, dist.group.WORLD, settings)
+
+    def between(step: int) -> None:
+        if step in (2, 40):
+            targets = {}
+            for layer in (0, 1):
+                here_RS = agent.installed.placement.phy2log_LRS[layer]
+                targets[layer] = live.keep_staying_slots(here_RS, live.shuffled_RS(RANKS, seed=step + layer))
+            agent._stream.plans.put(live.plan_for(agent, targets, plan_id=step))
+
+    live.drive(agent, layers, still, 100, between)
+    agent.drain()
+    agent.close()
+    return agent.installed.epoch
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("history")
+    assert run_ranks(RANKS, _record, str(folder)) == [4] * RANKS
+    return folder
+
+
+def _check(folder: Path) -> list[str]:
+    return [broken for ranks in read_histories(folder).values() for broken in violations(ranks)]
+
+
+def _changed(recorded: Path, folder: Path, kind: str, which: int, **facts: Any) -> list[str]:
+    """What the checker says where one line of rank 1 is another; ``drop=True`` leaves it out."""
+    for path in recorded.glob("*.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        if lines[0]["rank"] == 1:
+            line = [line for line in lines if line["kind"] == kind][which]
+            line.update({name: value for name, value in facts.items() if name != "drop"})
+            if facts.get("drop"):
+                lines.remove(line)
+        (folder / path.name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return _check(folder)
+
+
+def test_a_true_history_breaks_nothing(recorded: Path) -> None:
+    assert _check(recorded) == []
+    (ranks,) = read_histories(recorded).values()
+    assert [len(history.of("commit")) for history in ranks] == [4] * RANKS
+    told = subprocess.run(
+        [sys.executable, "-m", "worker_agent.history.check", str(recorded)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert told.returncode == 0
+    assert "every promise was kept" in told.stdout
+
+
+@pytest.mark.parametrize(
+    ("kind", "which", "facts", "said"),
+    [
+        ("commit", 1, {"step": 9_999}, "rank 1 committed"),
+        ("commit", 1, {"drop": True}, "rank 1 committed"),
+        ("commit", -1, {"drop": True}, "rank 1 never committed"),
+        ("commit", 0, {"after": [1, 5]}, "rank 1 committed"),
+        ("commit", 0, {"generation": 7}, "committed transfer 7 after transfer"),
+        ("vote", 3, {"decision": "HALT"}, "vote 4"),
+        ("vote", 3, {"step": 1}, "vote 4"),
+        ("transfer", 0, {"lane": 3}, "transfer 1: rank 0 began"),
+        ("start", 0, {"digest": 3}, "started from different placements"),
+        ("heat", 2, {"layer_epochs": [9, 9]}, "is told under [9, 9]"),
+        ("heat", 2, {"first_step": 0}, "was told after step"),
+        ("heat", -1, {"steps": 0, "first_step": 1}, "was told after step"),
+    ],
+)
+def test_one_changed_word_is_found(
+    kind: str, which: int, facts: dict[str, Any], said: str, recorded: Path, tmp_path: Path
+) -> None:
+    assert any(said in broken for broken in _changed(recorded, tmp_path, kind, which, **facts))
+
+
+def test_a_commit_that_one_rank_did_not_vote_for_is_found(recorded: Path, tmp_path: Path) -> None:
+    (ranks,) = read_histories(recorded).values()
+    votes = ranks[1].of("vote")
+    deciding = next(place for place, vote in enumerate(votes) if vote["decision"] == "COMMIT")
+    broken = _changed(recorded, tmp_path, "vote", deciding, progress="TRANSFERRING")
+    assert any("committed though rank 1 had voted" in told for told in broken)
+
+
+def test_what_is_no_history_is_refused(recorded: Path, tmp_path: Path) -> None:
+    with pytest.raises(HistoryError, match="holds no history"):
+        read_histories(tmp_path)
+    one = next(iter(recorded.glob("rank-0*.jsonl")))
+    (tmp_path / one.name).write_bytes(one.read_bytes())
+    with pytest.raises(HistoryError, match=r"there are histories of ranks \[0\] only"):
+        read_histories(tmp_path)

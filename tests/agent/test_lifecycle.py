@@ -1,0 +1,260 @@
+"""Ranks drain, close, meet anew and fail to meet: always together, never waiting without a deadline."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.agent import live
+from tests.ranks import run_ranks
+from worker_agent.agent import Agent
+from worker_agent.swap.arbiter import Arbiter, FatalSwitchError
+from worker_agent.swap.ballot import Ballot, Progress
+from worker_agent.swap.group import AgentGroup, MeetingError
+from worker_agent.swap.vote import VoteBox, VoteError
+
+RANKS = 3
+
+
+def _start(layer_count: int, **changes: Any) -> tuple[Agent, list[Any], list[Any]]:
+    rank_RS = live.linear_RS(dist.get_world_size())
+    layers, still = live.layers_of(layer_count, rank_RS), live.layers_of(layer_count, rank_RS)
+    return Agent.start(layers, dist.group.WORLD, live.settings(**changes)), layers, still
+
+
+def _target(seed: int = 1) -> Any:
+    return live.keep_staying_slots(live.linear_RS(RANKS), live.shuffled_RS(RANKS, seed=seed))
+
+
+def _from_here(agent: Agent, seed: int) -> Any:
+    return live.keep_staying_slots(agent.installed.placement.phy2log_LRS[0], live.shuffled_RS(RANKS, seed))
+
+
+def _drain_in_the_middle() -> dict[str, Any]:
+    """A plan is being transferred, slowly, when the host wants to sleep."""
+    agent, layers, still = _start(2, bytes_per_step=2000, transfer_timeout_seconds=5)
+
+    def between(step: int) -> None:
+        if step == 1:
+            agent._stream.plans.put(live.plan_for(agent, {0: _target(1), 1: _target(2)}))
+        time.sleep(0.002)
+
+    worst = live.drive(agent, layers, still, 12, between)
+    began = time.monotonic()
+    agent.drain("the host sleeps")
+    drained = time.monotonic() - began
+    facts = {
+        "running": agent._switch.transfers.running,
+        "plan": agent._switch.machine.plan_under_way,
+        "drained": drained,
+    }
+    agent._stream.plans.put(live.plan_for(agent, {0: _from_here(agent, 3)}, plan_id=2))
+    worst = max(worst, live.drive(agent, layers, still, 12))
+    facts["refused"] = agent._switch.machine.plan_under_way is None
+    agent.resume()
+    before = agent.installed.epoch
+    agent._stream.plans.put(live.plan_for(agent, {0: _from_here(agent, 4)}, plan_id=3))
+    worst = max(worst, live.drive(agent, layers, still, 60, lambda _: time.sleep(0.005)))
+    facts |= {"worst": worst, "switched": agent.installed.epoch - before, "halted": agent.halted}
+    reasons = []
+    while (item := agent._outbox.take(timeout=0)) is not None:
+        reasons += [item.reason] if hasattr(item, "reason") else []
+    facts["reasons"] = [reason for reason in reasons if reason]
+    agent.close()
+    return facts
+
+
+def test_drain_ends_what_is_under_way_and_resume_takes_plans_again() -> None:
+    facts = run_ranks(RANKS, _drain_in_the_middle)
+    for fact in facts:
+        assert fact["worst"] < 1e-5
+        assert not fact["running"]
+        assert fact["plan"] is None
+        assert fact["drained"] < 6
+        assert fact["refused"]
+        assert fact["reasons"] == ["the host sleeps", "balancing is paused on this rank: the host sleeps"]
+        assert fact["halted"] is None
+        assert fact["switched"] == 1
+
+
+def _close_at_a_time_of_its_own(early_rank: int, early_step: int) -> dict[str, Any]:
+    agent, layers, still = _start(1, vote_interval=4, vote_lag=3)
+
+    def between(step: int) -> None:
+        if step == 1:
+            agent._stream.plans.put(live.plan_for(agent, {0: _target()}))
+        if step == early_step and agent.identity.rank == early_rank:
+            agent.close()
+        time.sleep(0.02)
+
+    worst = live.drive(agent, layers, still, 40, between)
+    facts = {"worst": worst, "epoch": agent.installed.epoch, "halted": agent.halted}
+    agent.close()
+    return facts
+
+
+@pytest.mark.parametrize("early_step", [8, 9, 10, 11, 12])
+def test_a_rank_may_close_while_the_vote_that_commits_is_under_way(early_step: int) -> None:
+    """The vote launched at step 8 commits the layer at step 11: closing around it leaves all at one placement."""
+    facts = run_ranks(RANKS, _close_at_a_time_of_its_own, 1, early_step)
+    assert max(fact["worst"] for fact in facts) < 1e-5
+    assert len({fact["epoch"] for fact in facts}) == 1
+
+
+def _met_again(size: int) -> dict[str, Any]:
+    """Another group of ranks, another placement: nothing of the first remains."""
+    agent, layers, still = _start(1)
+    agent._stream.plans.put(live.plan_for(agent, {0: _target()}))
+    worst = live.drive(agent, layers, still, 40, lambda _: time.sleep(0.005))
+    first = (agent.installed.epoch, agent.identity.group_id)
+    agent.drain()
+    agent.close()
+    again = Agent.start(layers, dist.group.WORLD, live.settings())
+    same = bool((again.installed.placement.phy2log_LRS[0] == _target()).all())
+    again._stream.plans.put(
+        live.plan_for(again, {0: live.keep_staying_slots(_target(), live.shuffled_RS(RANKS, 5))})
+    )
+    worst = max(worst, live.drive(again, layers, still, 40, lambda _: time.sleep(0.005)))
+    facts = {
+        "worst": worst,
+        "first": first,
+        "second": (again.installed.epoch, again.identity.group_id),
+        "same": same,
+    }
+    again.close()
+    return facts
+
+
+def test_ranks_that_meet_again_start_from_what_they_hold() -> None:
+    facts = run_ranks(RANKS, _met_again, RANKS)
+    for fact in facts:
+        assert fact["worst"] < 1e-5
+        assert fact["same"]
+        assert fact["first"][0] == fact["second"][0] == 1
+        assert fact["first"][1] != fact["second"][1]
+
+
+def _fails_to_meet(what: str) -> str:
+    layers: list[Any] = live.layers_of(1, live.linear_RS(RANKS))
+    if dist.get_rank() == 1:
+        if what == "weights":
+            layers[0].w2_weight = layers[0].w2_weight[:, :, :4].contiguous()
+            layers[0].w13_weight = torch.cat([layers[0].w13_weight, layers[0].w13_weight[:, :4]], dim=1)
+        elif what == "table":
+            layers[0].log2phy[0] = layers[0].log2phy[1]
+        else:
+            layers[0].expert_weights = None
+    with pytest.raises(MeetingError) as caught:
+        Agent.start(layers, dist.group.WORLD, live.settings())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("weights", "expert weights of layer 0 differ"),
+        ("table", "rank 1: layer 0: log2phy of rank 1: expert 0 points to slot"),
+        ("host", "rank 1: 'NoneType' object is not callable"),
+    ],
+)
+def test_one_rank_that_does_not_fit_is_told_to_all(what: str, said: str) -> None:
+    told = run_ranks(RANKS, _fails_to_meet, what)
+    assert len(set(told)) == 1
+    assert said in told[0]
+
+
+def _whole_vote(votes: VoteBox, ballot: Ballot) -> None:
+    votes.launch(ballot, 4)
+    votes.consume()
+
+
+def _votes_break() -> list[float]:
+    """Rank 1 leaves with a vote of rank 0 under way; nobody waits for the timeout."""
+    group, _ = AgentGroup.meet(dist.group.WORLD, "here", "127.0.0.1", None)
+    votes = VoteBox(group.process_group("vote", timedelta(seconds=20)), 1, timedelta(seconds=20))
+    ballot = Ballot(Progress.IDLE, 0, 1, abort=False)
+    votes.launch(ballot, 0)
+    votes.consume()
+    waited = []
+    if group.rank == 1:
+        votes.leave()
+    else:
+        began = time.monotonic()
+        with pytest.raises(VoteError):
+            _whole_vote(votes, ballot)
+        waited.append(time.monotonic() - began)
+        began = time.monotonic()
+        votes.leave()
+        waited.append(time.monotonic() - began)
+    return waited
+
+
+def test_a_rank_that_leaves_the_votes_is_noticed_at_once() -> None:
+    waits = [seconds for rank in run_ranks(RANKS, _votes_break) for seconds in rank]
+    assert max(waits) < 5
+
+
+def test_the_register_has_a_deadline() -> None:
+    class Silent:
+        def compare_set(self, *_: str) -> bytes:
+            time.sleep(60)
+            return b"commit"
+
+    began = time.monotonic()
+    with pytest.raises(FatalSwitchError, match=r"no answer within 0\.1 s"):
+        Arbiter(Silent(), timedelta(seconds=0.1)).may_commit(3, heard=True)  # type: ignore[arg-type]
+    assert time.monotonic() - began < 5
+
+
+def _corrupted() -> dict[str, Any]:
+    agent, layers, still = _start(1, verify_transfers=True, transfer_timeout_seconds=3)
+    from tests.faults.serving import FAULTS
+
+    if agent.identity.rank == 0:
+        FAULTS["corrupt-next-transfer"](agent)
+
+    def between(step: int) -> None:
+        if step == 2:
+            agent._stream.plans.put(live.plan_for(agent, {0: _target()}))
+        if step == 150:
+            agent._stream.plans.put(live.plan_for(agent, {0: _target()}, plan_id=2))
+        time.sleep(0.005)
+
+    worst = live.drive(agent, layers, still, 260, between)
+    reasons = []
+    while (item := agent._outbox.take(timeout=0)) is not None:
+        reasons += [item.reason] if hasattr(item, "reason") else []
+    agent.close()
+    return {"worst": worst, "epoch": agent.installed.epoch, "reasons": [r for r in reasons if r]}
+
+
+def test_an_expert_that_arrives_damaged_is_never_installed() -> None:
+    facts = run_ranks(RANKS, _corrupted)
+    assert max(fact["worst"] for fact in facts) < 1e-5
+    assert [fact["epoch"] for fact in facts] == [1] * RANKS
+    assert any("has the checksum" in reason for reason in facts[0]["reasons"])
+
+
+def _not_counting() -> str:
+    agent, layers, still = _start(1, heat_deadline_steps=20)
+    for layer in layers:
+        layer._record = lambda *_: None
+    live.drive(agent, layers, still, 60)
+    told = str(agent._beat().error)
+    agent.close()
+    return told
+
+
+def test_a_host_that_stops_counting_is_reported() -> None:
+    told = run_ranks(2, _not_counting)
+    assert all("no valid count of heat for" in one for one in told)
+
+
+def test_targets_are_real_switches() -> None:
+    assert not np.array_equal(_target(), live.linear_RS(RANKS))

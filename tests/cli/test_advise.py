@@ -1,0 +1,68 @@
+"""``eplb advise`` says what to set and what it wins, in words and as JSON, and refuses bad input in one line."""
+
+import json
+
+import numpy as np
+import pytest
+
+from eplb_service.cli import main
+from eplb_service.heat.synthetic import synthetic_heat
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "trace.npz"
+    np.savez(path, heat=synthetic_heat("static", 120, 2, 16, tokens=512, top_k=2, seed=1))
+    return path
+
+
+def advise(capsys, *arguments):
+    code = main.run(["advise", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_words(trace, capsys):
+    code, out, _ = advise(capsys, "--heat", trace, "--ranks", 4, "--step-ms", 30)
+    assert code == 0
+    assert out.startswith("Balance, with ")
+    for words in (
+        "PAR against redundancy",
+        "against window and interval",
+        "against moves",
+        "Layers that win most",
+    ):
+        assert words in out
+
+
+def test_json_on_stdout_and_in_the_file_agree(tmp_path, trace, capsys):
+    out = tmp_path / "advice.json"
+    code, printed, _ = advise(
+        capsys, "--heat", trace, "--ranks", 4, "--redundant", "0,4", "--out", out, "--json"
+    )
+    assert code == 0
+    told = json.loads(printed)
+    assert told == json.loads(out.read_text())
+    assert told["pays"] is True
+    assert [option["redundant"] for option in told["by_redundancy"]] == [0, 4]
+    assert told["advised"]["redundant"] in (0, 4)
+    assert len(told["gain_per_layer"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--heat", "absent.npz"], "No such file"),
+        (["--redundant", "3"], "use 0 or that plus a multiple of 4"),
+        (["--redundant", "few"], "'--redundant'"),
+        (["--window", "120"], "has 120 steps, a window of 120 leaves none"),
+        (["--out", "advice.txt"], "must end in .json"),
+        (["--bandwidth", "-1"], "bandwidth is -1"),
+    ],
+)
+def test_bad_arguments(trace, capsys, arguments, message):
+    code, out, err = advise(capsys, "--heat", trace, "--ranks", 4, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("eplb: error: ")
+    assert message in err
+    assert err.count("\n") == 1

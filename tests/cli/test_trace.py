@@ -1,0 +1,116 @@
+"""``eplb trace`` tells what a trace is, copies it or a part, makes some up, and refuses bad input in one line."""
+
+import json
+
+import numpy as np
+import pytest
+
+from eplb_service.cli import main
+from eplb_service.heat.synthetic import synthetic_heat
+from eplb_service.placement import Placement
+from eplb_service.planner.scoring import par, rank_loads
+from eplb_service.traces.open import open_trace, read_heat
+
+HEAT_TLE = synthetic_heat("phased", 100, 3, 16, tokens=256, top_k=2, seed=1)
+
+
+@pytest.fixture
+def path(tmp_path):
+    np.savez(tmp_path / "trace.npz", heat=HEAT_TLE)
+    return tmp_path / "trace.npz"
+
+
+def trace(capsys, *arguments):
+    code = main.run(["trace", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_info(path, capsys):
+    code, out, err = trace(capsys, "info", path)
+    assert (code, err) == (0, "")
+    assert "numpy .npz, tokens by logical expert" in out
+    told = json.loads(trace(capsys, "info", path, "--json")[1])
+    assert (told["steps"], told["layers"], told["experts"], told["first_step"], told["last_step"]) == (
+        100,
+        3,
+        16,
+        0,
+        99,
+    )
+
+
+def test_stats_are_those_of_the_heat(path, capsys):
+    code, out, _ = trace(capsys, "stats", path, "--ranks", 4, "--window", 25)
+    assert code == 0
+    assert "PAR" in out
+    told = json.loads(trace(capsys, "stats", path, "--ranks", 4, "--window", 25, "--json")[1])
+    total_LE = HEAT_TLE.sum(axis=0)
+    share_LE = total_LE / total_LE.sum(axis=1, keepdims=True)
+    linear = Placement.linear(3, 16, 4, 4)
+    assert told["hottest_over_mean"] == pytest.approx((16 * share_LE.max(axis=1)).tolist())
+    assert told["share_of_hottest_tenth"] == pytest.approx(np.sort(share_LE)[:, -2:].sum(axis=1).tolist())
+    assert told["par_in_order"] == pytest.approx(
+        par(rank_loads(HEAT_TLE, linear, linear.default_log2phy())).tolist()
+    )
+    windows = HEAT_TLE.reshape(4, 25, 3, 16).sum(axis=1)
+    shares = windows / windows.sum(axis=2, keepdims=True)
+    apart = 0.5 * np.abs(np.diff(shares, axis=0)).sum(axis=2).mean(axis=0)
+    assert told["drift"] == pytest.approx(apart.tolist())
+
+
+def test_drift_of_steady_heat_is_what_sampling_makes(tmp_path, capsys):
+    steady = np.random.default_rng(0).multinomial(500, np.full(16, 1 / 16), size=(2000, 2))
+    np.save(tmp_path / "a.npy", steady)
+    told = json.loads(trace(capsys, "stats", tmp_path / "a.npy", "--window", 100, "--json")[1])
+    assert told["drift"] == pytest.approx(told["drift_by_sampling"], rel=0.1)
+
+
+def test_convert_and_slice(tmp_path, path, capsys):
+    native, part = tmp_path / "a.zarr", tmp_path / "b.npy"
+    assert trace(capsys, "convert", path, "--out", native)[:2] == (
+        0,
+        f"{native}: 100 steps x 3 layers x 16 experts\n",
+    )
+    assert np.array_equal(read_heat(native), HEAT_TLE)
+    assert trace(capsys, "slice", native, "--steps", "20:", "--layers", "1:2", "--out", part)[0] == 0
+    assert np.array_equal(read_heat(part), HEAT_TLE[20:, 1:2])
+
+
+@pytest.mark.parametrize("kind", ["static", "drift", "phased", "bursty"])
+def test_synth_is_the_librarys_and_says_so(tmp_path, capsys, kind):
+    shape = ("--steps", 30, "--layers", 2, "--experts", 16, "--tokens", 64, "--top-k", 2, "--seed", 7)
+    assert trace(capsys, "synth", "--kind", kind, *shape, "--out", tmp_path / "a.zarr")[0] == 0
+    made = open_trace(tmp_path / "a.zarr")
+    assert np.array_equal(made.heat(0, 30), synthetic_heat(kind, 30, 2, 16, tokens=64, top_k=2, seed=7))
+    assert made.facts.origin == f"synthetic, {kind}, seed 7"
+    assert made.tokens(0, 2).tolist() == [64, 64]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["info", "absent.zarr"], "No such file"),
+        (["info", "words.csv"], "words.csv: is no CSV"),
+        (["info", "trace.npz", "--as", "heats"], "choose one of heat, slots, routes, weights"),
+        (["stats", "trace.npz", "--ranks", "0"], "'--ranks'"),
+        (["convert", "trace.npz", "--out", "b.txt"], "must end in .zarr or .npz or .npy"),
+        (["convert", "trace.npz", "--out", "absent/b.npz"], "does not exist"),
+        (["slice", "trace.npz", "--steps", "5", "--out", "b.npz"], "expected FIRST:LAST"),
+        (["slice", "trace.npz", "--steps", "100:", "--out", "b.zarr"], "is empty; the trace has 100 steps"),
+        (["synth", "--kind", "wild", "--out", "b.npz"], "choose one of static, drift, phased, bursty"),
+        (["synth", "--steps", "1000000000", "--out", "b.npz"], "more than this machine's memory"),
+        (["synth", "--top-k", "65", "--out", "b.npz"], "1..64 choices"),
+        (["burn"], "No such command 'burn'"),
+    ],
+)
+def test_bad_arguments(tmp_path, path, capsys, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "words.csv").write_text("hello")
+    before = sorted(tmp_path.iterdir())
+    code, out, err = trace(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("eplb: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before

@@ -1,0 +1,68 @@
+"""`eplb demo` serves the embedded model: balancing changes none of its bytes, and what it records is a trace."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eplb_service.traces.open import open_trace
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+STEPS, RANKS, LAYERS, EXPERTS, REQUESTS, TOP_K = 160, 4, 4, 32, 16, 4
+
+
+def _demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "eplb_service.cli.main", "demo", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+
+
+def test_the_balanced_model_says_what_the_model_left_alone_says(tmp_path: Path) -> None:
+    out, recording = tmp_path / "out.json", tmp_path / "served.npz"
+    done = _demo(
+        *("--steps", str(STEPS), "--window", "32", "--interval", "16", "--requests", str(REQUESTS)),
+        *("--json", str(out), "--record", str(recording)),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(out.read_text())
+    assert figures["generated_bytes_identical"] is True
+    assert figures["generated_bytes"] > STEPS * RANKS * REQUESTS / 2
+    assert figures["layers_switched"] >= 4
+    assert figures["par_hindsight"] <= figures["par_balanced"] < figures["par_static"] - 0.1
+    assert figures["max_abs_output_diff"] <= figures["float32_rounding_bound"]
+    assert "all identical to the model left alone" in " ".join(done.stdout.replace("│", " ").split())
+    _check_recording(recording)
+
+
+def _check_recording(path: Path) -> None:
+    assert open_trace(path).heat(0, STEPS).shape == (STEPS, LAYERS, EXPERTS)
+    with np.load(path) as held:
+        counts_TLE, source_TRLE = held["counts"], held["source"]
+        assert source_TRLE.shape == (STEPS, RANKS, LAYERS, EXPERTS)
+        np.testing.assert_array_equal(source_TRLE.sum(axis=1), counts_TLE)
+        assert (source_TRLE.sum(axis=3) == REQUESTS * TOP_K).all()
+        assert sorted(set(held["phase"].tolist())) == list(range(len(held["phase_names"])))
+        assert (held["requests"].sum(axis=2) == REQUESTS).all()
+        assert held["requests"].shape == (STEPS, RANKS, len(held["domain_names"]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--hidden", "64"], "--hidden goes with --trace alone"),
+        (["--layers", "9"], "the model has 4 MoE layers, --layers asks for 9"),
+        (["--trace", "any.npz", "--requests", "8"], "--requests goes with the model alone"),
+        (["--record", "served.csv"], "must end in .npz"),
+        (["--redundant", "6"], "use --redundant 8"),
+    ],
+)
+def test_options_that_do_not_fit_are_one_line_and_exit_code_2(arguments: list[str], complaint: str) -> None:
+    done = _demo(*arguments)
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

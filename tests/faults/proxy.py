@@ -1,0 +1,79 @@
+"""A TCP proxy that stands between agents and their service, and cuts, delays or swallows what passes."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from types import TracebackType
+
+_CHUNK = 65536
+
+
+class Proxy:
+    """Listens at ``address`` and passes everything on to ``target`` (host:port), of which new connections see a change.
+
+    ``delay`` seconds are added to each piece that passes; while ``swallow`` is set nothing passes and nothing is said,
+    as where a firewall drops packets.
+    """
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.delay = 0.0
+        self.swallow = False
+        self._sockets: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self) -> Proxy:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._listener.close()
+        self.cut()
+
+    def cut(self) -> None:
+        """Break every connection that there is; new ones are taken."""
+        with self._lock:
+            sockets, self._sockets = self._sockets, set()
+        for one in sockets:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                host, _, port = self.target.rpartition(":")
+                server = socket.create_connection((host, int(port)), timeout=5)
+                server.settimeout(None)
+            except OSError:
+                client.close()
+                continue
+            with self._lock:
+                self._sockets |= {client, server}
+            for source, sink in ((client, server), (server, client)):
+                threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while piece := source.recv(_CHUNK):
+                if self.delay:
+                    time.sleep(self.delay)
+                while self.swallow:
+                    time.sleep(0.02)
+                sink.sendall(piece)
+        except OSError:
+            pass
+        for one in (source, sink):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)

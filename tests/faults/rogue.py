@@ -1,0 +1,142 @@
+"""A service that says what a test wants, to the ranks that a test names, and keeps what they answer."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from types import TracebackType
+from typing import Any
+
+import grpc
+import numpy as np
+
+from eplb_service.control.hello import RankHello, read_hello
+from eplb_service.control.live import LivePlacement
+from eplb_service.control.plan_life import Offer
+from eplb_service.control.registration import assemble
+from eplb_service.control.wire_plans import wire_plans
+from eplb_service.placement import default_log2phy
+from eplb_service.planner.plan import LayerPlan, LayerVerdict, Plan
+from eplb_service.wire.codec import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
+from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
+
+
+class RogueService(agent_pb2_grpc.AgentServiceServicer):
+    """Welcomes whoever says Hello, at leader term ``term``."""
+
+    def __init__(self, ranks: int, term: int = 1) -> None:
+        self.ranks = ranks
+        self.term = term
+        self.statuses: queue.SimpleQueue[tuple[int, agent_pb2.PlanStatus]] = queue.SimpleQueue()
+        self.errors: dict[int, str] = {}
+        self._hellos: dict[int, RankHello] = {}
+        self._say: dict[int, queue.SimpleQueue[agent_pb2.ConnectResponse | None]] = {}
+        self._plan_id = 0
+        self._threads = futures.ThreadPoolExecutor(4 * ranks)
+        options = [("grpc.max_send_message_length", 4 * MAX_MESSAGE_BYTES)]
+        self._server = grpc.server(self._threads, options=options)
+        agent_pb2_grpc.add_AgentServiceServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+
+    def __enter__(self) -> RogueService:
+        self._server.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for said in self._say.values():
+            said.put(None)
+        self._server.stop(0).wait()
+
+    def Connect(self, requests: Iterator[agent_pb2.ConnectRequest], context: grpc.ServicerContext) -> Any:
+        hello = read_hello(next(requests).hello)
+        said: queue.SimpleQueue[agent_pb2.ConnectResponse | None] = queue.SimpleQueue()
+        self._hellos[hello.rank], self._say[hello.rank] = hello, said
+        self._threads.submit(self._listen, hello.rank, requests, said)
+        welcome = agent_pb2.Welcome(
+            protocol_version=PROTOCOL_VERSION, leader_term=self.term, report_steps=8, heartbeat_seconds=0.1
+        )
+        yield agent_pb2.ConnectResponse(welcome=welcome)
+        while (message := said.get()) is not None:
+            yield message
+
+    def disconnect(self) -> None:
+        """End every stream; the ranks come back and say Hello again."""
+        self._hellos.clear()
+        for said in self._say.values():
+            said.put(None)
+
+    def wait_for_hellos(self, seconds: float = 30.0) -> LivePlacement:
+        """What the ranks serve, once all have come."""
+        deadline = time.monotonic() + seconds
+        while len(self._hellos) < self.ranks:
+            assert time.monotonic() < deadline, f"only ranks {sorted(self._hellos)} came"
+            time.sleep(0.02)
+        return assemble(dict(self._hellos))
+
+    def plans(self, base: LivePlacement, *layers: int, seed: int = 0) -> list[agent_pb2.Plan]:
+        """For each rank a plan that shuffles ``layers``, as a true service would make it."""
+        self._plan_id += 1
+        updates = tuple(_shuffled(base, layer, seed + layer) for layer in layers)
+        verdicts = tuple(
+            LayerVerdict(layer, 1.5, 1.1, 1.01, 2, layer in layers, "test")
+            for layer in range(base.placement.layers)
+        )
+        offer = Offer.of(self._plan_id, base, Plan(updates, verdicts))
+        return wire_plans(offer, self.term, self.ranks)
+
+    def send(self, plans: list[agent_pb2.Plan], *ranks: int) -> None:
+        """Each of ``ranks`` hears its own, or all where none is named."""
+        for rank in ranks or range(self.ranks):
+            self._say[rank].put(agent_pb2.ConnectResponse(plan=plans[rank]))
+
+    def hear(
+        self, state: int, times: int = 1, seconds: float = 20.0
+    ) -> list[tuple[int, agent_pb2.PlanStatus]]:
+        """The next ``times`` statuses of this state, by rank; others are thrown away."""
+        found: list[tuple[int, agent_pb2.PlanStatus]] = []
+        deadline = time.monotonic() + seconds
+        while len(found) < times:
+            rank, status = self.statuses.get(timeout=max(0.01, deadline - time.monotonic()))
+            if status.state == state:
+                found.append((rank, status))
+        return found
+
+    def _listen(
+        self,
+        rank: int,
+        requests: Iterator[agent_pb2.ConnectRequest],
+        said: queue.SimpleQueue[agent_pb2.ConnectResponse | None],
+    ) -> None:
+        try:
+            for request in requests:
+                kind = request.WhichOneof("message")
+                if kind == "plan_status":
+                    self.statuses.put((rank, request.plan_status))
+                elif kind == "heartbeat":
+                    self.errors[rank] = request.heartbeat.error
+        except grpc.RpcError:
+            pass
+        said.put(None)
+
+
+def _shuffled(base: LivePlacement, layer: int, seed: int) -> LayerPlan:
+    """Experts dealt anew; those that stay on a rank keep their slot there."""
+    old_RS = base.placement.phy2log_LRS[layer]
+    order = np.random.default_rng(seed).permutation(base.placement.experts)
+    dealt_RS = order[old_RS].astype(np.int32)
+    new_RS = np.full_like(old_RS, -1)
+    for rank, experts in enumerate(dealt_RS):
+        stays = np.isin(old_RS[rank], experts)
+        new_RS[rank, stays] = old_RS[rank, stays]
+        new_RS[rank, ~stays] = [expert for expert in experts if expert not in old_RS[rank]]
+    moves = []
+    for (rank, slot), expert in np.ndenumerate(new_RS):
+        if old_RS[rank, slot] != expert:
+            source = np.argwhere(old_RS == expert)[0]
+            moves.append((*source, rank, slot, expert))
+    moves_M5 = np.array(moves, dtype=np.int32).reshape(-1, 5)
+    return LayerPlan(layer, new_RS, default_log2phy(new_RS, base.placement.experts), moves_M5)

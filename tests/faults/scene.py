@@ -1,0 +1,127 @@
+"""A real service behind a proxy, and real ranks that serve until the scene ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tests.e2e.service import Service
+from tests.faults.proxy import Proxy
+from tests.faults.serving import Facts, serve
+from tests.ranks import run_ranks
+
+RANKS = 3
+FLAGS = (
+    "--window-steps",
+    "64",
+    "--decision-interval",
+    "32",
+    "--report-steps",
+    "8",
+    "--heartbeat-seconds",
+    "0.2",
+)
+
+
+class RankCrew:
+    """``ranks`` processes that serve towards ``address`` in the background."""
+
+    def __init__(
+        self, folder: Path, address: str, ranks: int = RANKS, deadline: float = 120, **changes: Any
+    ) -> None:
+        self.folder = folder
+        self._facts: list[Facts] = []
+        self._failure: BaseException | None = None
+        self._address = address
+        self._ranks = ranks
+        self._deadline = deadline
+        self._changes = changes
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> RankCrew:
+        (self.folder / "stop").unlink(missing_ok=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        (self.folder / "stop").touch()
+        self._thread.join()
+
+    def ask(self, fault: str, *ranks: int) -> None:
+        """Have these ranks do it to themselves, each at its next step."""
+        for rank in ranks or range(self._ranks):
+            (self.folder / f"{rank}.{fault}").touch()
+
+    def stop(self) -> list[Facts]:
+        """End them; what each saw. Raises what made one fail."""
+        (self.folder / "stop").touch()
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+        return self._facts
+
+    def _run(self) -> None:
+        try:
+            self._facts = run_ranks(
+                self._ranks, serve, self._address, str(self.folder), self._changes, deadline=self._deadline
+            )
+        except BaseException as failure:
+            self._failure = failure
+
+
+class Scene(RankCrew):
+    """Service, proxy and ranks; ``store`` keeps the service's state over restarts."""
+
+    def __init__(self, folder: Path, *, store: bool = True, ranks: int = RANKS, **changes: Any) -> None:
+        kept = ("--store", str(folder / "state.sqlite3") if store else ":memory:")
+        self.service = Service(folder, *FLAGS, *kept)
+        self.service.start()
+        self.proxy = Proxy(self.service.address)
+        super().__init__(folder, self.proxy.address, ranks, **changes)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self.proxy.__exit__(kind, error, trace)
+        self.service.__exit__(kind, error, trace)
+
+    def __enter__(self) -> Scene:
+        super().__enter__()
+        self.wait_for_ranks()
+        return self
+
+    @property
+    def epoch(self) -> int:
+        """What the service believes that is served."""
+        return self.service.status().status.epoch
+
+    def wait_for_switches(self, more: int = 1, seconds: float = 60.0) -> int:
+        """Until the deployment's epoch has grown by ``more``; the epoch then."""
+        goal = self.epoch + more
+        return self.service.wait_until(lambda status: status.status.epoch >= goal, seconds).status.epoch
+
+    def wait_for_problem(self, text: str, seconds: float = 30.0) -> None:
+        """Until the operator is told of something that says ``text``."""
+        self.service.wait_until(lambda status: text in " ".join(status.status.problems), seconds)
+
+    def wait_for_word(self, *texts: str, seconds: float = 40.0) -> None:
+        """Until the service's log says one of these: a later plan soon hides a problem in its status."""
+        deadline = time.monotonic() + seconds
+        while not any(text in self.service.log.read_text() for text in texts):
+            assert time.monotonic() < deadline, f"the service never said {texts}"
+            time.sleep(0.2)
+
+    def wait_for_ranks(self, seconds: float = 60.0) -> None:
+        """Until every rank's stream is alive."""
+        self.service.wait_until(lambda status: status.status.agents_connected == self._ranks, seconds)
+
+
+def pause(seconds: float) -> None:
+    """Let the world go on for a while."""
+    time.sleep(seconds)

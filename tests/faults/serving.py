@@ -1,0 +1,199 @@
+"""Ranks that serve drifting heat beside a never-balanced twin, and do to themselves what a test asks for.
+
+A test asks by leaving a file ``RANK.FAULT`` in the scene's folder; each rank looks there at every step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tests.agent import live
+from worker_agent.agent import Agent
+from worker_agent.history.check import read_histories, violations
+
+LAYERS = 2
+STEP_SECONDS = 0.003
+HOT_SECONDS = 1.5
+TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one rank saw."""
+
+    worst: float
+    longest_step: float
+    steps: int
+    epoch: int
+    digest: int
+    halted: str | None
+    aborted: int
+    same_addresses: bool
+
+
+def serve(address: str, folder: str, changes: dict[str, Any]) -> Facts:
+    """Serve until the file ``stop`` appears; ranks agree on the end by a collective."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(backend="gloo")
+    layers, still = (live.layers_of(LAYERS, live.linear_RS(ranks)) for _ in range(2))
+    settings = live.settings(service=address, history=Path(folder) / "history", **changes)
+    agent = Agent.start(layers, group, settings)
+    addresses = _addresses(layers)
+    generator = np.random.default_rng(rank)
+    worst, longest, steps, began = 0.0, 0.0, 0, time.monotonic()
+    going = torch.ones(1)
+    while going.item():
+        hot = int((time.monotonic() - began) / HOT_SECONDS) % live.EXPERTS
+        # A rank with no tokens takes part like any other.
+        tokens = 0 if rank == 0 and steps % 5 == 0 else TOKENS
+        other_T = generator.integers(1, live.EXPERTS, size=tokens)
+        ids_TK = torch.from_numpy(np.stack([np.full(tokens, hot), (hot + other_T) % live.EXPERTS], axis=1))
+        hidden_TH = torch.from_numpy(generator.standard_normal((tokens, live.HIDDEN), dtype=np.float32))
+        weights_TK = torch.full((tokens, live.TOP_K), 0.5)
+        for one, twin in zip(layers, still, strict=True):
+            difference = one(hidden_TH, ids_TK, weights_TK) - twin(hidden_TH, ids_TK, weights_TK)
+            worst = max(worst, float(difference.abs().max()) if tokens else 0.0)
+        for asked in Path(folder).glob(f"{rank}.*"):
+            fault = asked.suffix[1:]
+            asked.unlink()
+            FAULTS[fault](agent)
+        before = time.monotonic()
+        agent.step()
+        longest = max(longest, time.monotonic() - before)
+        steps += 1
+        time.sleep(STEP_SECONDS)
+        going.fill_(0.0 if (Path(folder) / "stop").exists() else 1.0)
+        dist.all_reduce(going, op=dist.ReduceOp.MIN, group=group)
+    agent.drain("the test is over")
+    facts = Facts(
+        worst,
+        longest,
+        steps,
+        agent.installed.epoch,
+        agent.installed.digest,
+        agent.halted,
+        agent.stats.plans_aborted,
+        addresses == _addresses(layers),
+    )
+    agent.close()
+    return facts
+
+
+def check_served(facts: list[Facts], folder: Path, longest_step: float = 1.5) -> None:
+    """What must hold after every fault: right outputs, one placement, no step that waited, a history without a flaw."""
+    assert max(fact.worst for fact in facts) < 1e-5
+    assert len({(fact.epoch, fact.digest) for fact in facts}) == 1
+    assert all(fact.same_addresses for fact in facts)
+    assert max(fact.longest_step for fact in facts) < longest_step
+    for ranks in read_histories(folder / "history").values():
+        assert list(violations(ranks)) == []
+
+
+def _addresses(layers: list[Any]) -> list[int]:
+    tensors = [t for layer in layers for t in (*layer.expert_weights(), layer.expert_map, layer.log2phy)]
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+# Faults that a rank does to itself
+
+
+def _sleep(agent: Agent) -> None:
+    time.sleep(2.0)
+
+
+def _fail_next_transfer(agent: Agent) -> None:
+    staging = agent._switch.transfers.staging
+    reserve = staging.reserve
+
+    def fail_once(*_: Any) -> Any:
+        staging.reserve = reserve  # type: ignore[method-assign]
+        raise MemoryError("no room to stage")
+
+    staging.reserve = fail_once  # type: ignore[method-assign]
+
+
+def _stall_next_transfer(agent: Agent) -> None:
+    staging = agent._switch.transfers.staging
+    reserve = staging.reserve
+
+    def wait_once(*arguments: Any) -> Any:
+        staging.reserve = reserve  # type: ignore[method-assign]
+        time.sleep(agent._switch._transfer_timeout + 0.5)
+        return reserve(*arguments)
+
+    staging.reserve = wait_once  # type: ignore[method-assign]
+
+
+def _corrupt_next_transfer(agent: Agent) -> None:
+    transfers = agent._switch.transfers
+    exchange = transfers._exchange
+
+    def flip_once(lane: Any, outgoing: Any, incoming: Any, deadline: float) -> None:
+        exchange(lane, outgoing, incoming, deadline)
+        if incoming is not None:
+            transfers._exchange = exchange  # type: ignore[method-assign]
+            incoming.parts[0].view(-1)[0] += 1.0
+
+    transfers._exchange = flip_once  # type: ignore[method-assign]
+
+
+def _die(thread: threading.Thread) -> None:
+    """End a thread as a defect would that no handler catches."""
+    assert thread.ident is not None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+
+
+def _kill_transfer_thread(agent: Agent) -> None:
+    transfers = agent._switch.transfers
+    _die(transfers._thread)
+    # The exception is raised when the thread next runs Python: give it something to wake for.
+    transfers._jobs.put(None)
+
+
+def _kill_stream_thread(agent: Agent) -> None:
+    _die(agent._stream._thread)
+    call = agent._stream._call
+    if call is not None:
+        call.cancel()
+
+
+def _break_heat_at_a_commit(agent: Agent) -> None:
+    """From the next commit on this rank cannot copy its heat."""
+    listener = agent._switch._listener
+    before_commit = listener.before_commit
+
+    def fail(*_: Any) -> Any:
+        raise OSError("the heat can not be cut")
+
+    def break_it(layer_epochs: tuple[int, ...]) -> None:
+        agent._heat._copy_out = fail  # type: ignore[method-assign]
+        before_commit(layer_epochs)
+
+    listener.before_commit = break_it  # type: ignore[method-assign]
+
+
+def _lose_votes(agent: Agent) -> None:
+    if agent._switch.votes is not None:
+        agent._switch.votes.leave()
+
+
+FAULTS: dict[str, Callable[[Agent], None]] = {
+    "sleep": _sleep,
+    "fail-next-transfer": _fail_next_transfer,
+    "stall-next-transfer": _stall_next_transfer,
+    "corrupt-next-transfer": _corrupt_next_transfer,
+    "kill-transfer-thread": _kill_transfer_thread,
+    "kill-stream-thread": _kill_stream_thread,
+    "break-heat-at-a-commit": _break_heat_at_a_commit,
+    "lose-votes": _lose_votes,
+}

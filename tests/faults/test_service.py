@@ -1,0 +1,141 @@
+"""The service dies, freezes, forgets or is cut off at any moment: ranks serve on, and all converge when it is back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.service import Service
+from tests.faults.scene import FLAGS, RANKS, RankCrew, Scene, pause
+from tests.faults.serving import check_served
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+# Slow enough that a plan is under way for a while.
+SLOWLY = {"bytes_per_step": 3000}
+
+
+def test_one_fault_after_another_changes_no_output_and_stops_no_step(tmp_path: Path) -> None:
+    with Scene(tmp_path, store=False) as scene:
+        scene.wait_for_switches()
+        before = scene.epoch
+        scene.service.kill()
+        pause(0.5)
+        # It comes back with an empty memory: what is served it learns from the ranks.
+        scene.service.start()
+        scene.wait_for_ranks()
+        assert scene.epoch >= before
+        scene.wait_for_switches()
+        scene.ask("fail-next-transfer", 1)
+        scene.wait_for_word("no room to stage")
+        assert scene.service.metric("eplb_plans_total", outcome="aborted") >= 1
+        scene.proxy.cut()
+        scene.wait_for_ranks()
+        scene.wait_for_switches()
+        assert scene.service.metric("eplb_plans_total") >= 2
+        assert scene.service.metric("eplb_agents_connected") == RANKS
+        facts = scene.stop()
+    check_served(facts, tmp_path)
+    assert [fact.halted for fact in facts] == [None] * RANKS
+    assert all(fact.aborted >= 1 for fact in facts)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("store", [True, False], ids=["with its store", "empty"])
+@pytest.mark.parametrize("moment", ["idle", "a plan is under way"])
+def test_killed_and_restarted(moment: str, store: bool, tmp_path: Path) -> None:
+    with Scene(tmp_path, store=store, **SLOWLY) as scene:
+        scene.wait_for_switches()
+        under_way = moment != "idle"
+        scene.service.wait_until(lambda status: bool(status.status.plan_id) == under_way)
+        before = scene.epoch
+        scene.service.kill()
+        pause(1.5)
+        scene.service.start()
+        scene.wait_for_ranks()
+        assert scene.epoch >= before
+        scene.wait_for_switches(2)
+        facts = scene.stop()
+    check_served(facts, tmp_path)
+    assert [fact.halted for fact in facts] == [None] * RANKS
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("moment", ["idle", "a plan is under way"])
+def test_frozen_for_seconds(moment: str, tmp_path: Path) -> None:
+    with Scene(tmp_path, **SLOWLY) as scene:
+        scene.wait_for_switches()
+        under_way = moment != "idle"
+        scene.service.wait_until(lambda status: bool(status.status.plan_id) == under_way)
+        scene.service.freeze()
+        pause(4)
+        scene.service.thaw()
+        scene.wait_for_ranks()
+        scene.wait_for_switches(2)
+        facts = scene.stop()
+    check_served(facts, tmp_path)
+    assert [fact.halted for fact in facts] == [None] * RANKS
+
+
+@pytest.mark.faults
+def test_streams_that_are_cut_delayed_and_swallowed(tmp_path: Path) -> None:
+    with Scene(tmp_path, **SLOWLY) as scene:
+        scene.wait_for_switches()
+        for _ in range(5):
+            scene.proxy.cut()
+            pause(0.7)
+        scene.wait_for_ranks()
+        scene.proxy.delay = 0.3
+        scene.wait_for_switches()
+        scene.proxy.delay = 0.0
+        scene.proxy.swallow = True
+        # The service takes silence for loss; the ranks serve on.
+        scene.service.wait_until(lambda status: status.status.agents_connected == 0)
+        scene.wait_for_problem("missing ranks")
+        scene.proxy.swallow = False
+        scene.proxy.cut()
+        scene.wait_for_ranks()
+        scene.wait_for_switches()
+        facts = scene.stop()
+    check_served(facts, tmp_path)
+    assert [fact.halted for fact in facts] == [None] * RANKS
+
+
+@pytest.mark.faults
+def test_of_two_services_the_ranks_follow_the_one_that_started_last(tmp_path: Path) -> None:
+    other_folder = tmp_path / "other"
+    other_folder.mkdir()
+    with Scene(tmp_path) as scene, Service(other_folder, *FLAGS, "--store", ":memory:") as newer:
+        scene.wait_for_switches()
+        scene.proxy.target = newer.address
+        scene.proxy.cut()
+        newer.wait_until(lambda status: status.status.layers_switched >= 1)
+        scene.proxy.target = scene.service.address
+        scene.proxy.cut()
+        scene.wait_for_ranks()
+        scene.wait_for_word("is older than")
+        before = scene.epoch
+        pause(2)
+        assert scene.epoch == before
+        scene.proxy.target = newer.address
+        scene.proxy.cut()
+        newer.wait_until(lambda status: status.status.epoch > before)
+        facts = scene.stop()
+    check_served(facts, tmp_path)
+    assert [fact.halted for fact in facts] == [None] * RANKS
+
+
+@pytest.mark.faults
+def test_a_group_formed_anew_with_another_size_is_balanced_from_what_it_holds(tmp_path: Path) -> None:
+    with Scene(tmp_path) as scene:
+        scene.wait_for_switches()
+        first = scene.stop()
+        with RankCrew(tmp_path, scene.proxy.address, ranks=2) as smaller:
+            scene.service.wait_until(lambda status: status.status.ranks == 2 and status.status.epoch >= 1)
+            status = scene.service.status()
+            assert status.status.agents_connected == 2
+            second = smaller.stop()
+    check_served(first, tmp_path)
+    check_served(second, tmp_path)
+    assert len(second) == 2

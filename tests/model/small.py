@@ -1,0 +1,26 @@
+"""A small model with random weights, on disk, and what it says when it is run without any parallelism."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from worker_agent.model.config import ModelConfig
+from worker_agent.model.train import build
+from worker_agent.model.trainable_moe import TrainableMoE
+from worker_agent.model.transformer import ByteTransformer
+from worker_agent.model.weights_file import save
+
+CONFIG = ModelConfig(layers=2, hidden=16, heads=2, experts=8, top_k=2, intermediate=6, context=24)
+
+
+def small_model(seed: int = 0) -> tuple[ByteTransformer, list[TrainableMoE]]:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return build(CONFIG)
+
+
+def write_small_model(path: Path, seed: int = 0) -> Path:
+    save(path, *small_model(seed))
+    return path

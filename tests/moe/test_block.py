@@ -1,0 +1,126 @@
+"""A block must route as its model defines it, and free experts must cost nothing and still count for their tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.moe.cases import Case, alone
+from worker_agent.heat import StepPhase
+from worker_agent.moe import DenseMoE, MoEBlock, Router, seeded_experts
+from worker_agent.moe.free_experts import FreeExpert
+from worker_agent.moe.heat import HeatStage
+from worker_agent.moe.router import balanced_choices
+
+CASE = Case("all2allv", experts=6, slots=6, top_k=3, tokens=(12,))
+
+
+def logits(experts: int) -> torch.Tensor:
+    return torch.randn(12, experts, generator=torch.Generator().manual_seed(5))
+
+
+def dense() -> DenseMoE:
+    return DenseMoE(CASE.shape, seeded_experts(CASE.shape))
+
+
+@pytest.mark.parametrize("shape", [(12, 8), (3, 4, 8), (12, 1, 8)])
+def test_outputs_come_in_the_shape_of_the_tokens(shape: tuple[int, ...]):
+    block = MoEBlock(Router(experts=6, top_k=3), alone(CASE))
+    hidden_TH = CASE.step(0)[0]
+    out = block(hidden_TH.view(shape), logits(6).view(*shape[:-1], 6))
+    weights_TK, ids_TK = block.router(logits(6))
+    torch.testing.assert_close(out, dense()(hidden_TH, ids_TK, weights_TK).view(shape))
+
+
+@pytest.mark.parametrize("kind", FreeExpert)
+@pytest.mark.parametrize("some_padding", [False, True])
+def test_free_experts_neither_travel_nor_count(kind: FreeExpert, some_padding: bool):
+    layer = alone(CASE)
+    block = MoEBlock(Router(experts=9, top_k=3), layer, kind)
+    hidden_TH = CASE.step(0)[0]
+    active_T = torch.arange(12) % 3 != 0 if some_padding else None
+    out_TH = block(hidden_TH, logits(9), active_T=active_T)
+    weights_TK, ids_TK = block.router(logits(9))
+    real_TK = ids_TK < 6
+    expected_TH = dense()(hidden_TH, ids_TK.masked_fill(~real_TK, 0), weights_TK * real_TK)
+    if kind is FreeExpert.IDENTITY:
+        expected_TH += hidden_TH * (weights_TK * ~real_TK).sum(dim=1, keepdim=True)
+    seen_T = torch.ones(12, dtype=torch.bool) if active_T is None else active_T
+    torch.testing.assert_close(out_TH[seen_T], expected_TH[seen_T])
+    chosen = ids_TK[real_TK & seen_T.unsqueeze(1)]
+    assert not real_TK.all()
+    assert layer.source_load is not None
+    assert layer.source_load[0].tolist() == torch.bincount(chosen, minlength=6).tolist()
+    assert int(layer.moe_load[0].sum()) == chosen.numel()
+
+
+@pytest.mark.parametrize(("experts", "kind"), [(9, None), (6, FreeExpert.ZERO), (5, None)])
+def test_router_and_layer_must_know_the_same_experts(experts: int, kind: FreeExpert | None):
+    with pytest.raises(
+        ValueError, match=f"layer 3: the router chooses among {experts} experts, the layer has 6"
+    ):
+        MoEBlock(Router(experts, 3), alone(CASE), kind)
+
+
+def test_a_profile_run_is_balanced():
+    layer = alone(CASE)
+    MoEBlock(Router(experts=6, top_k=3), layer)(CASE.step(0)[0], torch.zeros(12, 6), profile=True)
+    assert layer.moe_load[0].tolist() == [6] * 6
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_balanced_choices_are_distinct_and_even(tokens: int):
+    ids_TK = balanced_choices(tokens, 6, 4, torch.device("cpu"))
+    assert all(len(set(row)) == 4 for row in ids_TK.tolist())
+    counts = np.bincount(ids_TK.flatten(), minlength=6)
+    assert counts.max() - counts.min() <= 1
+    with pytest.raises(ValueError, match=r"top_k must be 1\.\.6"):
+        balanced_choices(tokens, 6, 7, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("stage", "counted"),
+    [
+        (HeatStage.ALL, [True, True, True]),
+        (HeatStage.PREFILL, [True, False, False]),
+        (HeatStage.DECODE, [False, True, False]),
+    ],
+)
+def test_heat_of_one_stage_alone(stage: HeatStage, counted: list[bool]):
+    layer = alone(CASE)
+    layer._heat_stage = stage
+    tokens = CASE.step(0)
+    phases = [StepPhase.PREFILL, StepPhase.DECODE, StepPhase.DUMMY]
+    for phase in phases:
+        layer(*tokens, phase=phase)
+    assert int(layer.load_counter) == 3
+    for step, counts in enumerate(counted):
+        real = 36 if counts and phases[step] is not StepPhase.DUMMY else 0
+        assert int(layer.moe_load[step].sum()) == real
+        assert int(layer.source_load[step].sum()) == real
+    if stage is not HeatStage.ALL:
+        with pytest.raises(
+            ValueError, match=f"layer 3: phase must be told at each step, for heat of {stage.value}"
+        ):
+            layer(*tokens)
+
+
+def test_heat_can_be_cleared_and_maps_written_in_place():
+    layer = alone(CASE)
+    tokens = CASE.step(0)
+    for _ in range(2):
+        layer(*tokens)
+    assert layer.total_load.tolist() == (2 * layer.moe_load[0]).tolist()
+    layer.clear_moe_load()
+    assert not layer.moe_load.any()
+    assert not layer.source_load.any()
+    assert not layer.total_load.any()
+    assert int(layer.load_counter) == 2
+    address = layer.expert_map.data_ptr()
+    layer.update_expert_map(torch.arange(6).flip(0))
+    assert layer.expert_map.tolist() == [5, 4, 3, 2, 1, 0]
+    assert layer.expert_map.data_ptr() == address
+    assert layer.get_log2phy_map() is layer.log2phy
+    with pytest.raises(ValueError, match=r"layer 3: expert_map must have the shape \[6\], got \[5\]"):
+        layer.update_expert_map(torch.arange(5))

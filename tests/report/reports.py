@@ -1,0 +1,32 @@
+"""A small replay and its report, for the tests of pages and pictures."""
+
+from __future__ import annotations
+
+from eplb_service.heat.synthetic import synthetic_heat
+from eplb_service.planner.settings import PlannerSettings
+from eplb_service.replay.costs import Costs
+from eplb_service.replay.result import Replay, Setup
+from eplb_service.replay.runner import jobs_for, replay, scene_for
+from eplb_service.replay.schedule import Schedule
+from eplb_service.report.page import report_page
+from eplb_service.traces.trace import ArrayTrace
+
+TITLE = "Replay of </script><script>alert(1)</script>"
+COMMAND = "eplb replay --heat a.zarr --ranks 4 && echo 'quoted'"
+
+
+def small_replay(
+    policies: tuple[str, ...] = ("none", "deepseek", "flashlb"), slots: tuple[int, ...] = (5,)
+) -> Replay:
+    """Three layers of 16 experts on 4 ranks, four decisions."""
+    heat_TLE = synthetic_heat("drift", 150, layers=3, experts=16, tokens=256, top_k=2, seed=5)
+    setups = [Setup(count, Schedule(30, 30)) for count in slots]
+    jobs = jobs_for(policies, setups, PlannerSettings())
+    costs = Costs(step_ms=20, bytes_per_expert=10_000_000, solve_ms=50)
+    return replay(ArrayTrace(heat_TLE), jobs, scene_for(4, costs))
+
+
+def small_report(found: Replay | None = None) -> str:
+    """The report of ``small_replay``."""
+    facts = {"trace": "made up <b>here</b>", "planner": "as it is"}
+    return report_page(found or small_replay(), title=TITLE, command=COMMAND, facts=facts)

@@ -1,0 +1,145 @@
+"""A report is one file that fetches nothing, shows what the replay found, and is safe whatever the names in it."""
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from eplb_service.report import charts
+from eplb_service.report.svg import Scale, element, plain
+from tests.report.reports import COMMAND, TITLE, small_replay, small_report
+
+CHARTS = {"par", "colours", "before", "after", "alone", "balanced", "moves", "pareto"}
+
+
+class Page(HTMLParser):
+    """Tags, whether they are closed, and what stands in them."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.open, self.tags, self.ids, self.texts = [], [], [], {}
+        self.feed(html)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self.ids += [value for name, value in attributes if name == "id"]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts[self.open[-1] if self.open else ""] = (
+            self.texts.get(self.open[-1] if self.open else "", "") + data
+        )
+
+
+@pytest.fixture(scope="module")
+def replayed():
+    return small_replay()
+
+
+@pytest.fixture(scope="module")
+def html(replayed):
+    return small_report(replayed)
+
+
+def test_whole_and_well_formed(html):
+    page = Page(html)
+    assert page.open == []
+    assert set(page.ids) >= CHARTS | {"data", "tip"}
+    assert len(page.ids) == len(set(page.ids))
+
+
+def test_fetches_nothing(html):
+    assert not re.search(r"(?:src|href|url|@import|fetch|XMLHttp)\s*[=(]", html)
+    assert "http" not in html.replace("http-equiv", "")
+
+
+def test_names_cannot_break_out(html):
+    page = Page(html)
+    assert [tag for tag, _ in page.tags].count("script") == 2
+    assert TITLE in page.texts["h1"]
+    assert COMMAND in page.texts["pre"]
+    assert "made up <b>here</b>" in page.texts["dd"]
+
+
+def test_tells_what_was_found(html, replayed):
+    page = Page(html)
+    for policy in replayed.policies:
+        assert f"{policy.par_realised:.3f}" in page.texts["td"]
+        assert policy.label in page.texts["td"]
+    data = json.loads(page.texts["script"].split("\n")[0].strip() or page.texts["script"])
+    assert data["par"]["lines"][-1]["values"] == [
+        round(decision.par_realised, 4) for decision in replayed.policies[-1].decisions
+    ]
+    before = replayed.yardsticks[0].loads_LR
+    assert (
+        data["maps"]["before"]["values"] == np.round(before / before.mean(axis=1, keepdims=True), 3).tolist()
+    )
+
+
+def test_a_stopped_replay_says_so(replayed):
+    assert "stopped early" not in small_report(replayed)
+    assert "stopped early" in small_report(replace(replayed, interrupted=True))
+
+
+def test_sweeps_and_replays_without_hindsight_have_reports():
+    swept = small_report(small_replay(("flashlb",), slots=(4, 5)))
+    assert "flashlb, 4 slots" in swept
+    assert "left alone, 5 slots" in swept
+
+
+def test_when_nothing_helps_the_report_says_so():
+    assert "Nothing that was tried is better" in small_report(small_replay(("none",)))
+
+
+def test_one_line_a_policy_and_one_bar_a_decision(html, replayed):
+    lines = [
+        attributes
+        for tag, attributes in Page(html).tags
+        if tag == "path" and "line" in attributes.get("class", "")
+    ]
+    assert [line["data-series"] for line in lines] == ["floor", "hindsight", "none", "deepseek", "flashlb"]
+    bars = [
+        attributes
+        for tag, attributes in Page(html).tags
+        if tag == "rect" and "bar" in attributes.get("class", "")
+    ]
+    assert len(bars) == sum(len(policy.decisions) for policy in replayed.policies)
+
+
+def test_the_front_is_what_none_beats_in_both():
+    points = [
+        charts.Point(name, "s0", moves, par)
+        for name, moves, par in [("a", 0, 2.0), ("b", 0.1, 1.5), ("c", 0.2, 1.6), ("d", 0.3, 1.2)]
+    ]
+    assert [point.name for point in charts._front(points)] == ["a", "b", "d"]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        (1.02, 1.31, [1.1, 1.2, 1.3]),
+        (3, 3, [3]),
+        (0, 10_000, [0, 2000, 4000, 6000, 8000, 10_000]),
+    ],
+)
+def test_ticks_are_round_and_within(low, high, ticks):
+    assert Scale(low, high, 0, 100).ticks() == pytest.approx(ticks)
+
+
+def test_elements():
+    assert (
+        element("a", class_="x", stroke_width=1.5, y=2.0, none=None)
+        == '<a class="x" stroke-width="1.5" y="2"/>'
+    )
+    assert (plain(1.5), plain(2000.0), plain(0.05)) == ("1.5", "2,000", "0.05")

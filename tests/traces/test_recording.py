@@ -1,0 +1,119 @@
+"""What ranks report is recorded as they reported it, under the placements of its time, and nothing is guessed."""
+
+import numpy as np
+import pytest
+
+from eplb_service.atomic_write import OutputError
+from eplb_service.heat.batch import HeatBatch
+from eplb_service.placement import Placement
+from eplb_service.traces import recorder as recorder_module
+from eplb_service.traces.open import open_trace
+from eplb_service.traces.recording import Recording
+from eplb_service.traces.trace import TraceFacts
+
+RANKS, SLOTS, LAYERS, EXPERTS = 4, 3, 2, 8
+FACTS = TraceFacts(model="toy", ranks=RANKS, slots=SLOTS)
+LINEAR = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
+OTHER = Placement(np.roll(LINEAR.phy2log_LRS, 1, axis=1), EXPERTS)
+COUNTS_TLRS = np.random.default_rng(1).integers(0, 50, (300, LAYERS, RANKS, SLOTS)).astype(np.int32)
+
+
+def report(rank, first, last, epochs=(0, 0), dummy=False):
+    counts_TLS = COUNTS_TLRS[first:last, :, rank]
+    return HeatBatch(first, epochs, counts_TLS * (not dummy), np.full(last - first, dummy))
+
+
+def by_expert(counts_TLRS, placement):
+    heat_TLE = np.zeros((len(counts_TLRS), LAYERS, EXPERTS), dtype=int)
+    for (step, layer, rank, slot), tokens in np.ndenumerate(counts_TLRS):
+        heat_TLE[step, layer, placement.phy2log_LRS[layer, rank, slot]] += tokens
+    return heat_TLE
+
+
+@pytest.fixture
+def recording(tmp_path):
+    recording = Recording(tmp_path, pending_steps=32)
+    recording.placed("decode", FACTS, LINEAR, (0, 0))
+    return recording
+
+
+def test_steps_come_out_as_the_ranks_reported_them(tmp_path, recording):
+    for first in range(0, 300, 20):
+        for rank in np.random.default_rng(first).permutation(RANKS):
+            recording.heat("decode", int(rank), report(int(rank), first, first + 20))
+    recording.close()
+    trace = open_trace(tmp_path / "decode-1.zarr")
+    assert trace.shape == (300, LAYERS, EXPERTS)
+    assert trace.facts == FACTS
+    assert np.array_equal(trace.heat(0, 300), by_expert(COUNTS_TLRS, LINEAR))
+    assert trace.step_numbers(0, 300).tolist() == list(range(300))
+
+
+def test_a_switch_is_recorded_whenever_it_is_told(tmp_path, recording):
+    for rank in range(RANKS):
+        recording.heat("decode", rank, report(rank, 0, 10))
+        recording.heat("decode", rank, report(rank, 10, 20, epochs=(0, 1)))
+    recording.switched("decode", 1, 1, OTHER.phy2log_LRS[1])
+    recording.close()
+    trace = open_trace(tmp_path / "decode-1.zarr")
+    assert np.array_equal(trace.heat(0, 10), by_expert(COUNTS_TLRS[:10], LINEAR))
+    assert np.array_equal(trace.heat(10, 20)[:, 0], by_expert(COUNTS_TLRS[10:20], LINEAR)[:, 0])
+    assert np.array_equal(trace.heat(10, 20)[:, 1], by_expert(COUNTS_TLRS[10:20], OTHER)[:, 1])
+
+
+def test_steps_that_a_rank_did_not_report_are_lost_and_not_guessed(tmp_path, recording):
+    for rank in range(RANKS):
+        recording.heat("decode", rank, report(rank, 0, 10))
+        recording.heat("decode", rank, report(rank, 10, 20, epochs=(0, int(rank == 2))))
+        if rank != 3:
+            recording.heat("decode", rank, report(rank, 20, 30))
+    for first in range(30, 90, 20):
+        for rank in range(RANKS):
+            recording.heat("decode", rank, report(rank, first, first + 20))
+    # Too late: the steps have made room for newer ones.
+    recording.heat("decode", 3, report(3, 20, 30))
+    recorder = recording._recorders["decode"]
+    recording.close()
+    assert open_trace(tmp_path / "decode-1.zarr").step_numbers(0, 70).tolist() == [*range(10), *range(30, 90)]
+    assert recorder.lost == 20
+
+
+def test_steps_without_tokens_are_left_out(tmp_path, recording):
+    for rank in range(RANKS):
+        recording.heat("decode", rank, report(rank, 0, 10, dummy=True))
+        recording.heat("decode", rank, report(rank, 10, 20, dummy=rank > 0))
+    recording.close()
+    assert open_trace(tmp_path / "decode-1.zarr").step_numbers(0, 10).tolist() == list(range(10, 20))
+
+
+def test_ranks_that_come_back_go_on_and_others_begin_anew(tmp_path, recording):
+    for placement in (LINEAR, LINEAR, OTHER):
+        recording.placed("decode", FACTS, placement, (0, 0))
+        for rank in range(RANKS):
+            recording.heat("decode", rank, report(rank, 0, 10))
+    recording.close()
+    assert open_trace(tmp_path / "decode-1.zarr").steps == 20
+    assert np.array_equal(
+        open_trace(tmp_path / "decode-2.zarr").heat(0, 10), by_expert(COUNTS_TLRS[:10], OTHER)
+    )
+
+
+def test_a_disk_that_fails_ends_the_recording_and_nothing_else(tmp_path, recording, monkeypatch):
+    def full(self):
+        raise OutputError("no space left on device")
+
+    monkeypatch.setattr(recorder_module.TraceWriter, "flush", full)
+    for first in range(0, 280, 20):
+        for rank in range(RANKS):
+            recording.heat("decode", rank, report(rank, first, first + 20))
+    recording.close()
+    recording.heat("decode", 0, report(0, 0, 10))
+
+
+def test_deployments_that_were_never_placed_are_not_recorded(tmp_path, recording):
+    recording.heat("prefill", 0, report(0, 0, 10))
+    recording.switched("prefill", 0, 1, OTHER.phy2log_LRS[0])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["decode-1.zarr"]
+    recording.close()
+    with pytest.raises(OutputError, match="is no folder"):
+        Recording(tmp_path / "absent", 32)

@@ -1,0 +1,148 @@
+"""Holds the tests' extract of torch_npu against the real wheel, or makes it anew: ``--refresh``.
+
+Downloads the wheel (torch_npu is never imported: it needs Ascend's libraries), reads the schemas of the operators that
+``worker_agent.moe`` uses out of its YAML files, and runs its own shape functions on the ``meta`` device to learn what
+each operator returns for the calls of ``tests/moe/torch_npu/calls.py``. Prints what was checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import inspect
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import types
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.moe.torch_npu.calls import OPERATORS, results  # noqa: E402
+from worker_agent.moe.operators import Operators  # noqa: E402
+
+VERSION = "2.13.0"
+EXTRACT = ROOT / "tests" / "moe" / "torch_npu"
+YAML_FILES = [
+    f"torch_npu/csrc/aten/{name}.yaml" for name in ("npu_native_functions", "npu_native_functions_by_codegen")
+]
+META_FILE = "torch_npu/op_plugin/meta/_meta_registrations.py"
+
+
+def main() -> None:
+    """Check, or refresh; exit status 1 where wheel and extract differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--refresh", action="store_true", help="write the extract instead of checking it")
+    parser.add_argument("--wheel", type=Path, help="a wheel that is here already")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        wheel = options.wheel or download(Path(folder))
+        with zipfile.ZipFile(wheel) as archive:
+            for name in (*YAML_FILES, META_FILE):
+                archive.extract(name, folder)
+        schemas = all_schemas(Path(folder))
+        found = {
+            f"{VERSION}.schemas": schema_file(schemas),
+            f"{VERSION}.results.json": results_file(schemas, Path(folder) / META_FILE),
+        }
+    for operator in OPERATORS:
+        arguments = list(inspect.signature(getattr(Operators, operator)).parameters)[1:]
+        print(f"{operator}: {', '.join(arguments)}")
+    differing = [name for name, text in found.items() if not is_same(EXTRACT / name, text)]
+    if options.refresh:
+        for name, text in found.items():
+            (EXTRACT / name).write_text(text)
+    print(
+        f"{len(OPERATORS)} operators of {wheel.name}; {'wrote' if options.refresh else 'differing'}: {differing}"
+    )
+    sys.exit(1 if differing and not options.refresh else 0)
+
+
+def download(folder: Path) -> Path:
+    """The wheel for this Python."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", f"torch_npu=={VERSION}"]
+    subprocess.run([*command, "--dest", str(folder)], check=True)
+    return next(folder.glob("*.whl"))
+
+
+def all_schemas(folder: Path) -> dict[str, str]:
+    """Every operator that the wheel declares, by name; overloads and derivatives of one name apart."""
+    text = "\n".join((folder / name).read_text() for name in YAML_FILES)
+    declared = re.findall(r"^\s*-?\s*func: ((\w+)(?:\.\w+)?\(.*)$", text, flags=re.MULTILINE)
+    return {schema.partition("(")[0]: schema.strip() for schema, _ in declared}
+
+
+def schema_file(schemas: dict[str, str]) -> str:
+    """The schemas of our operators, one a line."""
+    header = [
+        f"# Operator schemas as the wheel of torch_npu {VERSION} declares them in npu_native_functions*.yaml:",
+        "# of the operators that worker_agent.moe uses, word for word. Made by tools/torch_npu_contract.py --refresh.",
+    ]
+    return "\n".join([*header, *(schemas[name] for name in OPERATORS)]) + "\n"
+
+
+def results_file(schemas: dict[str, str], meta: Path) -> str:
+    """What the wheel's shape functions say that each of our calls returns."""
+    library = torch.library.Library("npu", "DEF")
+    for schema in schemas.values():
+        # A few lines of the files are bare names; one of ours would be missed right below.
+        with contextlib.suppress(RuntimeError):
+            library.define(schema)
+    load_shape_functions(meta)
+    returned = results("meta", lambda name: getattr(torch.ops.npu, name))
+    lines = [f"  {json.dumps(title)}: {json.dumps(tensors)}" for title, tensors in sorted(returned.items())]
+    about = (
+        f"What the shape functions in the wheel of torch_npu {VERSION} return for tests/moe/torch_npu/calls.py: "
+        "dtype and shape of each tensor. Made by tools/torch_npu_contract.py --refresh."
+    )
+    return "{\n" + ",\n".join([f'  "about": {json.dumps(about)}', *lines]) + "\n}\n"
+
+
+def load_shape_functions(meta: Path) -> None:
+    """Run the wheel's registrations, with just as much of torch_npu as they ask for."""
+    stub: Any = types.ModuleType("torch_npu")
+    codes: Any = types.ModuleType("torch_npu.utils._error_code")
+    codes.ErrCode = types.SimpleNamespace(VALUE=0, TYPE=0, PARAM=0, NOT_SUPPORT=0)
+    codes.ops_error = lambda _: ""
+    versions: Any = types.ModuleType("torch_npu.npu.utils")
+    versions.get_cann_version = lambda *_: "8.5.0"
+    chips: Any = types.ModuleType("torch_npu.npu._backends")
+    chips.get_soc_version = lambda: 220
+    for number, name in (
+        (285, "int4"),
+        (290, "hifloat8"),
+        (293, "float8_e8m0fnu"),
+        (296, "float4_e2m1fn_x2"),
+    ):
+        setattr(stub, name, number)
+    stub.float4_e1m2fn_x2 = 297
+    modules = [
+        stub,
+        types.ModuleType("torch_npu.utils"),
+        codes,
+        types.ModuleType("torch_npu.npu"),
+        versions,
+        chips,
+    ]
+    sys.modules.update({module.__name__: module for module in modules})
+    spec = importlib.util.spec_from_file_location("torch_npu_meta_registrations", meta)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def is_same(path: Path, text: str) -> bool:
+    """Whether the file holds the text."""
+    return path.exists() and path.read_text() == text
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""Proves from the ranks' recorded histories that they always stood together: ``python -m worker_agent.history.check``.
+
+What is checked is what ARCHITECTURE.md promises: at any step all ranks serve one placement; a layer is committed by all
+at the same step, by a vote in which all were ready, from what its own transfer has staged; heat is told under the
+placement that it was counted under.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+Line: TypeAlias = dict[str, Any]
+
+_FIELDS: dict[str, dict[str, type]] = {
+    "start": {"rank": int, "ranks": int, "group": str, "epoch": int, "digest": int, "layer_epochs": list},
+    "vote": {
+        "step": int,
+        "number": int,
+        "heard": bool,
+        "progress": str,
+        "plan": int,
+        "abort": bool,
+        "decision": str,
+    },
+    "transfer": {"step": int, "generation": int, "lane": int, "layer": int},
+    "commit": {
+        "step": int,
+        "generation": int,
+        "layer": int,
+        "before": list,
+        "after": list,
+        "layer_epochs": list,
+    },
+    "abort": {"step": int},
+    "halt": {"step": int},
+    "heat": {"first_step": int, "steps": int, "layer_epochs": list},
+    "end": {"step": int},
+}
+
+
+class HistoryError(ValueError):
+    """Files that are no histories of one group; the message says which and why."""
+
+
+@dataclass(frozen=True)
+class RankHistory:
+    """One rank's lines, in order; ``last_step`` is the newest that it recorded anything of."""
+
+    rank: int
+    ranks: int
+    lines: tuple[Line, ...]
+
+    @property
+    def last_step(self) -> int:
+        """A rank that was killed may have made more, unrecorded."""
+        return max((line["step"] for line in self.lines if "step" in line), default=0)
+
+    def of(self, kind: str) -> list[Line]:
+        """Its lines of one kind."""
+        return [line for line in self.lines if line["kind"] == kind]
+
+
+def read_histories(folder: Path) -> dict[str, list[RankHistory]]:
+    """All groups of ``folder``, each with its ranks in order; raises ``HistoryError`` where a rank is missing."""
+    groups: dict[str, list[RankHistory]] = {}
+    for path in sorted(folder.glob("rank-*.jsonl")):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        # A rank that was killed may have left half a line.
+        whole = text[: text.rfind("\n") + 1]
+        try:
+            lines = tuple(_line(number, text) for number, text in enumerate(whole.splitlines()))
+        except ValueError as error:
+            raise HistoryError(f"{path} is not a rank's history: {error}") from error
+        if not lines:
+            raise HistoryError(f"{path} is empty")
+        start = lines[0]
+        history = RankHistory(start["rank"], start["ranks"], lines)
+        groups.setdefault(start["group"], []).append(history)
+    if not groups:
+        raise HistoryError(f"{folder} holds no history; set EPLB_AGENT_HISTORY to a folder to record one")
+    for group, ranks in groups.items():
+        ranks.sort(key=lambda history: history.rank)
+        if [history.rank for history in ranks] != list(range(ranks[0].ranks)):
+            raise HistoryError(f"group {group}: there are histories of ranks {[h.rank for h in ranks]} only")
+    return groups
+
+
+def _line(number: int, text: str) -> Line:
+    line = json.loads(text)
+    kind = line.get("kind") if isinstance(line, dict) else None
+    if not isinstance(kind, str) or kind not in _FIELDS or (kind == "start") != (number == 0):
+        raise ValueError(f"line {number + 1} is no line that stands there")
+    for field, wanted in _FIELDS[kind].items():
+        if not isinstance(line.get(field), wanted):
+            raise ValueError(f"line {number + 1}: {field} must be {wanted.__name__}, got {line.get(field)!r}")
+    for field in ("before", "after", "layer_epochs"):
+        if not all(isinstance(value, int) for value in line.get(field, [])):
+            raise ValueError(f"line {number + 1}: {field} must hold integers")
+    if any(len(line.get(field, (0, 0))) != 2 for field in ("before", "after")):
+        raise ValueError(f"line {number + 1}: a version is an epoch and a digest")
+    return dict(line)
+
+
+def violations(ranks: Sequence[RankHistory]) -> Iterator[str]:
+    """What the histories of one group contradict, in words; nothing where every promise was kept."""
+    yield from _different_starts(ranks)
+    yield from _different_votes(ranks)
+    yield from _different_transfers(ranks)
+    yield from _different_commits(ranks)
+    for history in ranks:
+        yield from _unfounded_commits(history, ranks)
+        yield from _misplaced_heat(history)
+
+
+def _different_starts(ranks: Sequence[RankHistory]) -> Iterator[str]:
+    starts = {(h.lines[0]["epoch"], h.lines[0]["digest"]) for h in ranks}
+    if len(starts) > 1:
+        yield f"the ranks started from different placements: {sorted(starts)}"
+
+
+def _different_votes(ranks: Sequence[RankHistory]) -> Iterator[str]:
+    seen: dict[int, tuple[int, tuple[int, str]]] = {}
+    for history in ranks:
+        for vote in history.of("vote"):
+            # Unheard and unsettled, a vote tells nothing of what the others heard.
+            if not vote["heard"] and vote["decision"] != "COMMIT":
+                continue
+            found = (vote["step"], vote["decision"])
+            first_rank, first = seen.setdefault(vote["number"], (history.rank, found))
+            if found != first:
+                yield (
+                    f"vote {vote['number']}: rank {first_rank} counted {first[1]} at step {first[0]}, "
+                    f"rank {history.rank} {found[1]} at step {found[0]}"
+                )
+
+
+def _different_transfers(ranks: Sequence[RankHistory]) -> Iterator[str]:
+    seen: dict[int, tuple[int, tuple[int, int, int]]] = {}
+    for history in ranks:
+        for started in history.of("transfer"):
+            found = (started["step"], started["lane"], started["layer"])
+            first_rank, first = seen.setdefault(started["generation"], (history.rank, found))
+            if found != first:
+                yield (
+                    f"transfer {started['generation']}: rank {first_rank} began [step, lane, layer] "
+                    f"{list(first)}, rank {history.rank} {list(found)}"
+                )
+
+
+def _different_commits(ranks: Sequence[RankHistory]) -> Iterator[str]:
+    """All commit the same layers at the same steps; a rank that had gone by then is excused."""
+    longest = max(ranks, key=lambda history: len(history.of("commit")))
+    expected = longest.of("commit")
+    for history in ranks:
+        commits = history.of("commit")
+        for mine, theirs in zip(commits, expected, strict=False):
+            if mine != theirs:
+                yield f"rank {history.rank} committed {mine}, rank {longest.rank} {theirs}"
+        missed = expected[len(commits) :]
+        if missed and history.last_step > missed[0]["step"]:
+            yield f"rank {history.rank} never committed {missed[0]}, as rank {longest.rank} did"
+
+
+def _unfounded_commits(history: RankHistory, ranks: Sequence[RankHistory]) -> Iterator[str]:
+    ballots = {(h.rank, vote["number"]): vote for h in ranks for vote in h.of("vote")}
+    start = history.lines[0]
+    served = [start["epoch"], start["digest"]]
+    vote: Line | None = None
+    staged: int | None = None
+    for line in history.lines:
+        if line["kind"] == "vote":
+            vote = line
+        elif line["kind"] == "transfer":
+            staged = line["generation"]
+        elif line["kind"] == "commit":
+            where = f"rank {history.rank}, layer {line['layer']} at step {line['step']}"
+            if line["before"] != served or line["after"][0] != served[0] + 1:
+                yield f"{where}: committed {line['before']} -> {line['after']} while serving {served}"
+            served = line["after"]
+            if vote is None or vote["decision"] != "COMMIT" or vote["step"] != line["step"]:
+                yield f"{where}: committed without a vote for it"
+            else:
+                for rank in range(history.ranks):
+                    other = ballots.get((rank, vote["number"]), vote)
+                    if (other["progress"], other["abort"], other["plan"]) != ("READY", False, vote["plan"]):
+                        yield f"{where}: committed though rank {rank} had voted {other}"
+            if staged != line["generation"]:
+                yield f"{where}: committed transfer {line['generation']} after transfer {staged} had begun"
+
+
+def _misplaced_heat(history: RankHistory) -> Iterator[str]:
+    """Commit lines at step ``s`` lie between the forward passes ``s - 1`` and ``s``, both counted from 0."""
+    changes = [(0, history.lines[0]["layer_epochs"])]
+    changes += [(commit["step"], commit["layer_epochs"]) for commit in history.of("commit")]
+    told_until = 0
+    for heat in history.of("heat"):
+        first, end = heat["first_step"], heat["first_step"] + heat["steps"]
+        where = f"rank {history.rank}: heat of steps {first} to {end - 1}"
+        if first < told_until:
+            yield f"{where} was told after step {told_until - 1} already"
+        told_until = end
+        if any(first < step < end for step, _ in changes):
+            yield f"{where} spans a switch"
+        in_force = next(epochs for step, epochs in reversed(changes) if step <= first)
+        if heat["layer_epochs"] != in_force:
+            yield f"{where} is told under {heat['layer_epochs']}, was counted under {in_force}"
+
+
+def main() -> None:
+    """Check a folder; exit code 1 where a promise was broken, 2 where there is nothing to check."""
+    try:
+        if len(sys.argv) != 2:
+            raise HistoryError("usage: python -m worker_agent.history.check FOLDER")
+        groups = read_histories(Path(sys.argv[1]))
+    except (HistoryError, OSError) as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    broken = [violation for ranks in groups.values() for violation in violations(ranks)]
+    for ranks in groups.values():
+        counts = {kind: len(ranks[0].of(kind)) for kind in ("vote", "transfer", "commit", "abort", "halt")}
+        told = ", ".join(f"{count} {kind}s" for kind, count in counts.items())
+        print(f"{len(ranks)} ranks, {max(history.last_step for history in ranks)} steps, {told}")
+    for violation in broken:
+        print(f"BROKEN {violation}")
+    print("every promise was kept" if not broken else f"{len(broken)} promises were broken")
+    sys.exit(1 if broken else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Trains the embedded model or its dense baseline: ``python -m worker_agent.model.train CORPUS FILE.safetensors``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from worker_agent.model.config import ModelConfig
+from worker_agent.model.texts import Texts
+from worker_agent.model.trainable_moe import TrainableMoE
+from worker_agent.model.transformer import ByteTransformer, attend_to_the_past
+from worker_agent.model.weights_file import save
+
+_PEAK_RATE, _LAST_RATE = 3e-3, 1e-4
+_WARM_UP = 0.02
+_WEIGHT_DECAY = 0.05
+_BALANCE = 0.002
+_LARGEST_GRADIENT = 1.0
+
+
+def build(config: ModelConfig) -> tuple[ByteTransformer, list[TrainableMoE]]:
+    """A model with new weights, and its MoE layers."""
+    scale = (2 * config.layers) ** -0.5
+    moes = [TrainableMoE(config.shape(layer), scale) for layer in range(config.layers)]
+    return ByteTransformer(config, moes), moes
+
+
+def losses(model: ByteTransformer, tokens_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean cross-entropy of the next byte in nats, and the balancing loss of the routers.
+
+    The balancing loss is 1 where all experts are used alike over the whole batch: all domains are in it, so that
+    experts may specialise on some of them.
+    """
+    inputs_BT = tokens_BT[:, :-1]
+    positions_BT = torch.arange(inputs_BT.shape[1]).expand_as(inputs_BT)
+    done = model(inputs_BT, positions_BT, attend_to_the_past)
+    entropy = functional.cross_entropy(done.logits_BTV.flatten(0, 1), tokens_BT[:, 1:].flatten())
+    experts, top_k = model.config.experts, model.config.top_k
+    balance = torch.zeros(())
+    for logits_NE in done.router_logits_LNE:
+        chosen_N = logits_NE.topk(top_k, dim=-1).indices.flatten()
+        share_E = torch.bincount(chosen_N, minlength=experts) / chosen_N.numel()
+        balance = balance + experts * (share_E * logits_NE.softmax(dim=-1).mean(dim=0)).sum()
+    return entropy, balance / model.config.layers
+
+
+def train(
+    model: ByteTransformer,
+    moes: list[TrainableMoE],
+    texts: Texts,
+    weights: Path,
+    *,
+    steps: int,
+    batch: int,
+    minutes: float,
+    save_every: float = 180.0,
+) -> None:
+    """Train for ``steps`` batches, or for ``minutes`` if that is sooner; the rate falls to its end either way."""
+    parameters = [*model.parameters(), *nn.ModuleList(moes).parameters()]
+    optimizer = torch.optim.AdamW(
+        parameters, lr=_PEAK_RATE, betas=(0.9, 0.95), weight_decay=_WEIGHT_DECAY, fused=True
+    )
+    generator = torch.Generator().manual_seed(1)
+    began = saved = time.monotonic()
+    step, done = 0, 0.0
+    while done < 1:
+        for group in optimizer.param_groups:
+            group["lr"] = _rate(done)
+        entropy, balance = losses(model, texts.batch(batch, model.config.context + 1, generator))
+        optimizer.zero_grad()
+        (entropy + _BALANCE * balance).backward()
+        nn.utils.clip_grad_norm_(parameters, _LARGEST_GRADIENT)
+        optimizer.step()
+        step += 1
+        now = time.monotonic()
+        done = max(step / steps, (now - began) / (60 * minutes))
+        if step % 25 == 0 or done >= 1:
+            print(
+                f"step {step}: {entropy.item() / math.log(2):.3f} bits per byte, balance {balance.item():.3f}, "
+                f"{now - began:.0f} s",
+                flush=True,
+            )
+        if now - saved > save_every or done >= 1:
+            save(weights, model, moes)
+            saved = now
+
+
+def _rate(done: float) -> float:
+    """Learning rate: up in a line, down in a cosine."""
+    if done < _WARM_UP:
+        return _PEAK_RATE * (done + 1e-3) / _WARM_UP
+    falling = 0.5 * (1 + math.cos(math.pi * (done - _WARM_UP) / (1 - _WARM_UP)))
+    return _LAST_RATE + (_PEAK_RATE - _LAST_RATE) * falling
+
+
+def main() -> None:
+    """Train with the settings of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("corpus", type=Path, help="folder that worker_agent.model.corpus has written")
+    parser.add_argument("weights", type=Path, help=".safetensors file to write")
+    parser.add_argument("--dense", action="store_true", help="the dense baseline of the same active size")
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--minutes", type=float, default=120.0)
+    parser.add_argument("--threads", type=int, default=1)
+    chosen = parser.parse_args()
+    torch.set_num_threads(chosen.threads)
+    torch.manual_seed(0)
+    config = ModelConfig()
+    model, moes = build(config.dense if chosen.dense else config)
+    train(
+        model,
+        moes,
+        Texts(chosen.corpus),
+        chosen.weights,
+        steps=chosen.steps,
+        batch=chosen.batch,
+        minutes=chosen.minutes,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Reads and writes the model's weights: one safetensors file, bfloat16, experts named as checkpoints name them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from worker_agent.model.config import ModelConfig
+from worker_agent.model.trainable_moe import TrainableMoE
+from worker_agent.model.transformer import ByteTransformer
+from worker_agent.moe import ExpertSource
+
+EMBEDDED = Path(__file__).parent / "weights" / "byte_moe.safetensors"
+"""The embedded model, trained by ``worker_agent.model.train``."""
+
+_STORED = torch.bfloat16
+
+
+class WeightsError(ValueError):
+    """A file that does not hold a whole model; the message names file, tensor and expected shape."""
+
+
+class WeightsFile:
+    """A model's weights on disk, of which each rank reads what it needs.
+
+    Raises ``WeightsError`` where the file is missing, is not of this project, or has missing, extra or misshaped
+    tensors.
+    """
+
+    def __init__(self, path: Path = EMBEDDED) -> None:
+        self._path = path
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise WeightsError(f"{path}: no readable safetensors file: {error}") from error
+        try:
+            self.config = ModelConfig(**json.loads(metadata["config"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise WeightsError(f"{path}: no model config in the metadata: {error}") from error
+        self._check(found)
+
+    def experts(self, layer: int, dtype: torch.dtype = torch.float32) -> ExpertSource:
+        """The experts of a block."""
+
+        def read(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+            with safe_open(self._path, framework="pt") as file:
+                gate, up, down = (
+                    file.get_tensor(_expert_name(layer, expert, part)).to(dtype)
+                    for part in ("gate_proj", "up_proj", "down_proj")
+                )
+            return torch.cat([gate, up]), down
+
+        return read
+
+    def fill(self, model: ByteTransformer) -> None:
+        """Copy the replicated weights into a model of the same config."""
+        with safe_open(self._path, framework="pt") as file:
+            model.load_state_dict({name: file.get_tensor(name) for name in _replicated(self.config)})
+
+    def _check(self, found: dict[str, tuple[int, ...]]) -> None:
+        expected = _replicated(self.config) | _expert_shapes(self.config)
+        for name in expected.keys() - found.keys():
+            raise WeightsError(f"{self._path}: tensor {name} {list(expected[name])} is missing")
+        for name in found.keys() - expected.keys():
+            raise WeightsError(f"{self._path}: tensor {name} {list(found[name])} is not of this model")
+        for name, shape in expected.items():
+            if found[name] != shape:
+                raise WeightsError(
+                    f"{self._path}: tensor {name} must have the shape {list(shape)}, got {list(found[name])}"
+                )
+
+
+def save(path: Path, model: ByteTransformer, moes: Sequence[TrainableMoE]) -> None:
+    """Write a model and its ``TrainableMoE`` layers, in place of what stood at ``path``."""
+    tensors = dict(model.state_dict())
+    for layer, moe in enumerate(moes):
+        for expert, (w13_IH, w2_HI) in enumerate(zip(moe.w13, moe.w2, strict=True)):
+            gate, up = w13_IH.chunk(2)
+            for part, tensor in {"gate_proj": gate, "up_proj": up, "down_proj": w2_HI}.items():
+                tensors[_expert_name(layer, expert, part)] = tensor
+    stored = {name: tensor.detach().to(_STORED).contiguous() for name, tensor in tensors.items()}
+    beside = path.with_suffix(".part")
+    save_file(stored, beside, metadata={"config": json.dumps(asdict(model.config))})
+    beside.replace(path)
+
+
+def _expert_name(layer: int, expert: int, part: str) -> str:
+    return f"blocks.{layer}.experts.{expert}.{part}.weight"
+
+
+def _expert_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    inward, outward = (config.intermediate, config.hidden), (config.hidden, config.intermediate)
+    return {
+        _expert_name(layer, expert, part): outward if part == "down_proj" else inward
+        for layer in range(config.layers)
+        for expert in range(config.experts)
+        for part in ("gate_proj", "up_proj", "down_proj")
+    }
+
+
+def _replicated(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that every rank holds."""
+    with torch.device("meta"):
+        model = ByteTransformer(config, [_no_experts] * config.layers)
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def _no_experts(hidden_TH: torch.Tensor, _ids: torch.Tensor, _weights: torch.Tensor) -> torch.Tensor:
+    return hidden_TH

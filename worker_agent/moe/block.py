@@ -1,0 +1,69 @@
+"""A whole MoE block: router, experts without weights, expert-parallel layer."""
+
+from __future__ import annotations
+
+import torch
+
+from worker_agent.heat import StepPhase
+from worker_agent.moe.free_experts import FreeExpert, take_out
+from worker_agent.moe.layer import ExpertParallelMoE
+from worker_agent.moe.router import Router, balanced_choices
+
+
+class MoEBlock(torch.nn.Module):
+    """What a model calls: hidden states and router logits in, the block's output out.
+
+    Parameters
+    ----------
+    router
+        Over the layer's E experts, and over free ones behind them where ``free_experts`` says what those do.
+    layer
+        The expert-parallel layer, with its shared experts where it has any.
+    free_experts
+        What ids from E on stand for. Raises ``ValueError`` where the router knows more experts than the layer and
+        this is not said, or the other way round.
+    """
+
+    def __init__(
+        self, router: Router, layer: ExpertParallelMoE, free_experts: FreeExpert | None = None
+    ) -> None:
+        super().__init__()
+        shape = layer.shape
+        if (router.experts > shape.experts) != (free_experts is not None) or router.experts < shape.experts:
+            raise ValueError(
+                f"layer {shape.layer}: the router chooses among {router.experts} experts, the layer has "
+                f"{shape.experts}; only free experts, of a kind that is told, can make up the difference"
+            )
+        self.router = router
+        self.layer = layer
+        self._free_experts = free_experts
+
+    @torch.no_grad()
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        logits: torch.Tensor,
+        *,
+        active_T: torch.Tensor | None = None,
+        phase: StepPhase | None = None,
+        profile: bool = False,
+    ) -> torch.Tensor:
+        """Outputs in the shape of ``hidden``, which is ``[T, H]`` or ``[batch, T, H]``; logits ``[..., E]``.
+
+        ``active_T`` and ``phase`` are those of ``ExpertParallelMoE.forward``, over all tokens. With ``profile`` the
+        choices are balanced instead of the router's. Raises ``ValueError`` as router and layer do.
+        """
+        hidden_TH, logits_TE = hidden.flatten(0, -2), logits.flatten(0, -2)
+        weights_TK, ids_TK = self.router(logits_TE)
+        if profile:
+            tokens, top_k = ids_TK.shape
+            ids_TK = balanced_choices(tokens, self.layer.shape.experts, top_k, ids_TK.device)
+        if self._free_experts is None:
+            out_TH: torch.Tensor = self.layer(hidden_TH, ids_TK, weights_TK, active=active_T, phase=phase)
+            return out_TH.view(hidden.shape)
+        free = take_out(hidden_TH, ids_TK, weights_TK, self.layer.shape.experts, self._free_experts)
+        active_TK = free.active_TK if active_T is None else free.active_TK & active_T.unsqueeze(1)
+        out_TH = self.layer(hidden_TH, free.topk_ids_TK, weights_TK, active=active_TK, phase=phase)
+        if free.out_TH is not None:
+            out_TH = out_TH + free.out_TH
+        return out_TH.view(hidden.shape)

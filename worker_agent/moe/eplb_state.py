@@ -1,0 +1,99 @@
+"""What balancing reads of a layer and writes into it: maps and heat."""
+
+from __future__ import annotations
+
+import torch
+
+from worker_agent.heat import StepPhase
+from worker_agent.moe.heat import HeatStage, count_ids, write_row
+from worker_agent.moe.maps.initial_placement import RankPlacement
+
+
+class EplbState(torch.nn.Module):
+    """One layer's maps and heat on one rank; all are tensors that keep their addresses.
+
+    Raises ``ValueError`` where a heat ring would have no row.
+    """
+
+    expert_map: torch.Tensor
+    """int32 ``[E]``: local slot of each expert, -1 where this rank has none."""
+
+    log2phy: torch.Tensor
+    """int32 ``[E]``: physical id that this rank's tokens of each expert go to."""
+
+    moe_load: torch.Tensor
+    """int32 ``[W, S]``: token choices that each slot worked on, from all ranks."""
+
+    source_load: torch.Tensor | None
+    """int32 ``[W, E]``: choices of the tokens that this rank passed to ``forward``, by logical expert.
+
+    Each token counts on one rank under every dispatcher, so that a sum over ranks counts it once: on the rank that
+    passed it, or where tensor-parallel ranks pass the same tokens, each on one of them.
+    """
+
+    load_counter: torch.Tensor
+    """int64 scalar: steps so far; step ``n`` is in row ``n % W``."""
+
+    total_load: torch.Tensor
+    """int64 ``[S]``: all that ``moe_load`` ever counted, since it was cleared."""
+
+    def __init__(
+        self, layer: int, placed: RankPlacement, heat_rows: int, stage: HeatStage, device: torch.device
+    ) -> None:
+        super().__init__()
+        if heat_rows < 1:
+            raise ValueError(f"layer {layer}: a heat ring has at least one row, got {heat_rows}")
+        self._layer = layer
+        self._heat_stage = stage
+        slots, experts = len(placed.logical_S), placed.expert_map_E.shape[0]
+        tables = {
+            "expert_map": torch.tensor(placed.expert_map_E, dtype=torch.int32, device=device),
+            "log2phy": torch.tensor(placed.log2phy_E, dtype=torch.int32, device=device),
+            "moe_load": torch.zeros(heat_rows, slots, dtype=torch.int32, device=device),
+            "source_load": torch.zeros(heat_rows, experts, dtype=torch.int32, device=device),
+            "load_counter": torch.zeros((), dtype=torch.int64, device=device),
+            "total_load": torch.zeros(slots, dtype=torch.int64, device=device),
+        }
+        for name, table in tables.items():
+            self.register_buffer(name, table, persistent=False)
+
+    def clear_moe_load(self) -> None:
+        """Forget all heat, in place; steps go on being counted."""
+        self.moe_load.zero_()
+        self.total_load.zero_()
+        if self.source_load is not None:
+            self.source_load.zero_()
+
+    def get_log2phy_map(self) -> torch.Tensor:
+        """The physical expert that this rank's tokens of each logical one go to, int32 ``[E]``."""
+        return self.log2phy
+
+    def update_expert_map(self, expert_map_E: torch.Tensor) -> None:
+        """Write another map in place; ``ValueError`` where its shape is not ``[E]``."""
+        if expert_map_E.shape != self.expert_map.shape:
+            expected, found = list(self.expert_map.shape), list(expert_map_E.shape)
+            raise ValueError(f"layer {self._layer}: expert_map must have the shape {expected}, got {found}")
+        self.expert_map.copy_(expert_map_E)
+
+    def _check_phase(self, phase: StepPhase | None) -> None:
+        """Raise ``ValueError`` where the phase decides whether heat counts, and is not told."""
+        if phase is None and self._heat_stage is not HeatStage.ALL:
+            stage = self._heat_stage.value
+            raise ValueError(
+                f"layer {self._layer}: phase must be told at each step, for heat of {stage} alone"
+            )
+
+    def _record(self, received_S: torch.Tensor, ids_TK: torch.Tensor, phase: StepPhase | None) -> None:
+        """Write a step's heat to its row of the rings; zeros where the step does not count.
+
+        ``ids_TK`` are this rank's own choices by logical expert, -1 for those that are not real.
+        """
+        experts = self.expert_map.shape[0]
+        own_E = count_ids(ids_TK % (experts + 1), experts + 1)[:-1]
+        if phase is not None and not self._heat_stage.records(phase):
+            received_S, own_E = torch.zeros_like(received_S), torch.zeros_like(own_E)
+        write_row(self.moe_load, received_S, self.load_counter)
+        if self.source_load is not None:
+            write_row(self.source_load, own_E, self.load_counter)
+        self.total_load.add_(received_S)
+        self.load_counter.add_(1)

@@ -1,0 +1,1 @@
+"""Which expert stands where before any balancing, and the tables that follow."""

@@ -1,0 +1,100 @@
+"""The ranks of one group, be it expert-, data- or tensor-parallel, and the few exchanges that a layer needs of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """Rows on their way. Keeps alive what is being sent."""
+
+    _rows_MX: torch.Tensor
+    _sent_NX: torch.Tensor
+    _work: dist.Work | None
+
+    def wait(self) -> torch.Tensor:
+        """The rows, once they are here; on an accelerator once its stream may use them."""
+        if self._work is not None:
+            self._work.wait()
+        return self._rows_MX
+
+
+class RankGroup:
+    """R ranks as one of them sees them.
+
+    ``group=None`` is a rank alone: every exchange is then the identity, and ``torch.distributed`` is not
+    needed. All exchanges are all-to-alls, whose cost on gloo does not grow with the ring as that of its
+    all-gather does.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+
+    @classmethod
+    def named(cls, name: str) -> RankGroup:
+        """The group that has this ``name`` in this process."""
+        return cls(_resolve_process_group(name) if name else None)  # type: ignore[arg-type] # newer torch: GroupName
+
+    @property
+    def name(self) -> str:
+        """What fused operators call the group: HCCL's name of its communicator, elsewhere torch's of the group."""
+        if self._group is None:
+            return ""
+        if dist.get_backend(self._group) == "hccl":
+            backend = self._group._get_backend(torch.device("npu"))
+            name: str = backend.get_hccl_comm_name(self.rank)  # type: ignore[attr-defined]
+            return name
+        return self._group.group_name
+
+    def start_all_to_all(self, rows_NX: torch.Tensor, sent: list[int], received: list[int]) -> Arriving:
+        """Send ``sent[r]`` consecutive rows to each rank ``r``; all ranks' rows will arrive, in order of rank.
+
+        ``received[r]`` is how many rows rank ``r`` sends here. All ranks start their exchanges in one order.
+        """
+        if self._group is None:
+            return Arriving(rows_NX, rows_NX, None)
+        arrived_MX = rows_NX.new_empty((sum(received), *rows_NX.shape[1:]))
+        rows_NX = rows_NX.contiguous()
+        work = dist.all_to_all_single(arrived_MX, rows_NX, received, sent, group=self._group, async_op=True)
+        return Arriving(arrived_MX, rows_NX, work)
+
+    def all_to_all(self, rows_NX: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """``start_all_to_all``, and wait for it."""
+        return self.start_all_to_all(rows_NX, sent, received).wait()
+
+    def exchange(self, rows_RX: torch.Tensor) -> torch.Tensor:
+        """Send row ``r`` to rank ``r``; row ``r`` of the result is what rank ``r`` sent here."""
+        ones = [1] * self.size
+        return self.all_to_all(rows_RX, ones, ones)
+
+    def tell(self, *numbers: int, device: torch.device) -> list[list[int]]:
+        """Each rank's ``numbers``, in order of rank."""
+        own = torch.tensor(numbers, dtype=torch.int64, device=device)
+        told: list[list[int]] = self.exchange(own.repeat(self.size, 1)).tolist()
+        return told
+
+    def all_gather(self, rows_TX: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks, in order of rank; every rank gives equally many."""
+        repeats = (self.size, *[1] * (rows_TX.ndim - 1))
+        sizes = [rows_TX.shape[0]] * self.size
+        return self.all_to_all(rows_TX.repeat(repeats), sizes, sizes)
+
+    def reduce_scatter(self, rows_NX: torch.Tensor) -> torch.Tensor:
+        """Sum all ranks' ``[N, ...]`` and return this rank's N/R rows of it.
+
+        Ranks are summed in order, so that a result does not depend on who asks.
+        """
+        own = rows_NX.shape[0] // self.size
+        parts_NX = self.all_to_all(rows_NX, [own] * self.size, [own] * self.size)
+        return parts_NX.view(self.size, own, *rows_NX.shape[1:]).sum(dim=0)
+
+    def all_reduce(self, rows_NX: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' ``[N, ...]``, ranks in order."""
+        return self.all_gather(rows_NX).view(self.size, *rows_NX.shape).sum(dim=0)

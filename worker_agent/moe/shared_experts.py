@@ -1,0 +1,145 @@
+"""Experts that every token goes to, split in two parts so that they run while tokens travel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import linear, silu
+
+from worker_agent.moe.expert_batch import ExpertBatch
+from worker_agent.moe.kernel.grouped_experts import grouped_product
+from worker_agent.moe.operators import GroupListType, Operators
+from worker_agent.moe.weights.expert_weights import ExpertWeights
+
+SharedModule = Callable[[torch.Tensor], torch.Tensor]
+"""A host's own shared experts as a whole: ``[T, H]`` -> ``[T, H]``."""
+
+
+class SharedExperts:
+    """A gated feed-forward network over all tokens, in floating point or W8A8.
+
+    Parameters
+    ----------
+    layer
+        Layer index, for messages.
+    weights
+        One slot: w13 ``[1, 2*I, H]`` and w2 ``[1, H, I]``, I that of all shared experts together.
+    dtype
+        That of the tokens.
+    gate_H
+        ``[H]``: the outputs are multiplied by the sigmoid of its product with each token; ``None`` for no gate.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        weights: ExpertWeights,
+        operators: Operators,
+        dtype: torch.dtype,
+        gate_H: torch.Tensor | None = None,
+    ) -> None:
+        hidden = weights.w2_SHI.shape[1]
+        if weights.w13_SIH.shape[0] != 1 or weights.w13_SIH.shape[2] != hidden:
+            raise ValueError(
+                f"layer {layer}: shared experts' w13 must have the shape [1, 2*I, {hidden}], "
+                f"got {list(weights.w13_SIH.shape)}"
+            )
+        if gate_H is not None and gate_H.shape != (hidden,):
+            raise ValueError(
+                f"layer {layer}: shared experts' gate must have the shape [{hidden}], got {list(gate_H.shape)}"
+            )
+        self._layer = layer
+        self._weights = weights
+        self._operators = operators
+        self._dtype = dtype
+        self._gate_H = gate_H
+
+    def part1(self, hidden_TH: torch.Tensor) -> torch.Tensor:
+        """Gate and up projection, ``[T, 2*I]``."""
+        return self._product(hidden_TH, self._weights.w13_SIH, self._weights.w13_scale_SI)
+
+    def part2(self, hidden_TH: torch.Tensor, gate_up_TI: torch.Tensor) -> torch.Tensor:
+        """Activation, down projection and gate, ``[T, H]``."""
+        inner_TI = self._operators.npu_swiglu(gate_up_TI)
+        out_TH = self._product(inner_TI, self._weights.w2_SHI, self._weights.w2_scale_SH)
+        if self._gate_H is None:
+            return out_TH
+        return out_TH * torch.sigmoid(hidden_TH @ self._gate_H).unsqueeze(1)
+
+    def beside(self, hidden_TH: torch.Tensor) -> SharedRun:
+        """The two parts of one call, for the kernel to run while tokens travel."""
+        return SharedRun(self, hidden_TH)
+
+    @torch.no_grad()
+    def verify(self, whole: SharedModule, tokens: int = 8, tolerance: float = 1e-2) -> None:
+        """Hold the two parts against a host's own module on random tokens, once, at load time.
+
+        Raises ``ValueError`` naming the layer where their relative difference is past ``tolerance``: a module that
+        does more than these two parts must not be split.
+        """
+        w2_1HI = self._weights.w2_SHI
+        generator = torch.Generator().manual_seed(self._layer)
+        hidden_TH = torch.randn(tokens, w2_1HI.shape[1], generator=generator).to(w2_1HI.device, self._dtype)
+        expected_TH = whole(hidden_TH).float()
+        found_TH = self.part2(hidden_TH, self.part1(hidden_TH)).float()
+        if found_TH.shape != expected_TH.shape:
+            raise ValueError(
+                f"layer {self._layer}: shared experts give the shape {list(expected_TH.shape)} as a whole and "
+                f"{list(found_TH.shape)} in two parts"
+            )
+        difference = float((found_TH - expected_TH).norm() / expected_TH.norm().clamp(min=1e-20))
+        if not difference <= tolerance:
+            raise ValueError(
+                f"layer {self._layer}: shared experts in two parts differ from the whole by {difference:.3g} "
+                f"of its norm, past {tolerance:g}; run them unsplit, or mend the weights"
+            )
+
+    def _product(
+        self,
+        rows_TK: torch.Tensor,
+        weight_1MK: torch.Tensor,
+        weight_scale_1M: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """All rows times the one matrix: a grouped product of one group."""
+        scale_T = None
+        if weight_scale_1M is not None:
+            rows_TK, scale_T = self._operators.npu_dynamic_quant(rows_TK)
+        count_1 = torch.tensor([rows_TK.shape[0]], device=rows_TK.device)
+        batch = ExpertBatch(rows_TK, count_1, GroupListType.COUNTS)
+        return grouped_product(
+            self._operators, batch, rows_TK, scale_T, weight_1MK, weight_scale_1M, self._dtype
+        )
+
+
+@dataclass
+class SharedRun:
+    """One call's two parts; the second needs the first."""
+
+    _experts: SharedExperts
+    _hidden_TH: torch.Tensor
+    _gate_up_TI: torch.Tensor | None = None
+
+    def during_dispatch(self) -> None:
+        """Part 1."""
+        self._gate_up_TI = self._experts.part1(self._hidden_TH)
+
+    def during_combine(self) -> torch.Tensor:
+        """Part 2, ``[T, H]``."""
+        assert self._gate_up_TI is not None, "the first part comes first"
+        gate_up_TI, self._gate_up_TI = self._gate_up_TI, None
+        return self._experts.part2(self._hidden_TH, gate_up_TI)
+
+
+def dense_shared_experts(
+    w13_IH: torch.Tensor, w2_HI: torch.Tensor, gate_H: torch.Tensor | None = None
+) -> SharedModule:
+    """The same network as a whole, in plain torch."""
+
+    def whole(hidden_TH: torch.Tensor) -> torch.Tensor:
+        gate_TI, up_TI = linear(hidden_TH, w13_IH).chunk(2, dim=-1)
+        out_TH = linear(silu(gate_TI) * up_TI, w2_HI)
+        return out_TH if gate_H is None else out_TH * torch.sigmoid(hidden_TH @ gate_H).unsqueeze(1)
+
+    return whole

@@ -1,0 +1,316 @@
+"""Carries out what the switch machine asks for: votes, transfers, commits, on the model's thread and beside it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+
+from eplb_service.placement import expert_map
+from worker_agent.adapters.live_layer import LiveLayer
+from worker_agent.history.record import History
+from worker_agent.meeting import Meeting
+from worker_agent.messages import HeardPlan
+from worker_agent.settings import AgentSettings
+from worker_agent.swap import machine as switch
+from worker_agent.swap.arbiter import Arbiter, FatalSwitchError
+from worker_agent.swap.ballot import Ballot, Decision, Outcome, Progress
+from worker_agent.swap.budget import ByteBudget
+from worker_agent.swap.installed import Installed
+from worker_agent.swap.staging import check_installed, install
+from worker_agent.swap.transfer import TransferLimits, TransferResult, TransferWorker
+from worker_agent.swap.vote import VoteBox, VoteError
+
+_log = logging.getLogger("eplb.agent")
+
+_RUN_OUT_POLL_SECONDS = 0.005
+
+
+@dataclass
+class SwitchStats:
+    """What this rank has switched since its start."""
+
+    layers_switched: int = 0
+    experts_received: int = 0
+    bytes_received: int = 0
+    plans_aborted: int = 0
+    commit_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Committed:
+    """One layer has been switched in."""
+
+    plan_id: int
+    layer: int
+    installed: Installed
+    bytes_received: int
+    transfer_seconds: float
+    commit_seconds: float
+
+
+class Listener(Protocol):
+    """Whoever wants to know what became of plans; nothing that it does can stop a switch."""
+
+    def before_commit(self, layer_epochs: tuple[int, ...]) -> None:
+        """A layer is about to switch; what was counted until here was counted under ``layer_epochs``."""
+
+    def accepted(self, plan_id: int, layer: int) -> None:
+        """The plan is valid here."""
+
+    def refused(self, plan_id: int, reason: str) -> None:
+        """The plan is not valid here; nothing changed."""
+
+    def transferred(self, plan_id: int, layer: int, bytes_received: int, seconds: float) -> None:
+        """All bytes of the layer are staged here."""
+
+    def committed(self, done: Committed) -> None:
+        """The layer is in place."""
+
+    def aborted(self, plan_id: int, layer: int, reason: str) -> None:
+        """The layer and those after it stay as they were."""
+
+
+class SwitchDriver:
+    """One rank's side of the switch, with its threads and links.
+
+    Parameters
+    ----------
+    layers
+        The live layers.
+    settings, meeting
+        How to switch, and with whom.
+    listener
+        Is told what became of plans.
+    history
+        Where events are recorded.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LiveLayer],
+        settings: AgentSettings,
+        meeting: Meeting,
+        listener: Listener,
+        history: History,
+    ) -> None:
+        self.stats = SwitchStats()
+        self.machine = switch.SwitchMachine(meeting.installed, settings.offer_deadline_steps)
+        self.budget = ByteBudget(settings.bytes_per_step)
+        self._layers = layers
+        self._identity = meeting.identity
+        self._listener = listener
+        self._history = history
+        self._interval = settings.vote_interval
+        self._verify = settings.verify_transfers
+        self._step = 0
+        vote_timeout = timedelta(seconds=settings.vote_timeout_seconds)
+        self.votes: VoteBox | None = VoteBox(meeting.votes, settings.vote_lag, vote_timeout)
+        self._cast: Ballot | None = None
+        self._arbiter = Arbiter(meeting.group.registers, vote_timeout)
+        self._transfer_timeout = settings.transfer_timeout_seconds
+        limits = TransferLimits(
+            timedelta(seconds=settings.transfer_timeout_seconds),
+            settings.chunk_bytes,
+            settings.verify_transfers,
+        )
+        self.transfers = TransferWorker(meeting.group, limits, self.budget)
+        self._staged: TransferResult | None = None
+
+    # What happens at a step boundary, in order
+
+    def take_events(self, step: int, heard: Sequence[HeardPlan]) -> None:
+        """Step boundary ``step`` is here, and these plans have arrived since the last."""
+        self._step = step
+        for plan in heard:
+            self._carry_out(self.machine.offer(plan.plan, step, plan.checked_for))
+        result = self.transfers.poll()
+        if result is not None:
+            self._transfer_ended(result)
+        failing = self.transfers.failing
+        if failing is not None:
+            self.halt(failing)
+        self._carry_out(self.machine.tick(step))
+
+    def vote(self, step: int) -> None:
+        """Count the vote that is due at this boundary, and launch the one that begins here."""
+        self._step = step
+        if self.votes is None:
+            return
+        if self.votes.due(step):
+            self._count_votes(self.votes)
+        if self.votes is not None and step % self._interval == 0:
+            self._launch_vote(self.votes)
+
+    def halt(self, reason: str) -> None:
+        """Stop balancing on this rank; it votes on, for aborts."""
+        self._carry_out(self.machine.halt(reason))
+
+    # The end
+
+    def drain(self, reason: str) -> None:
+        """Finish or abort what is under way on all ranks, and take no plans until ``resume``.
+
+        A collective, between the same two steps on every rank. Waits for a transfer that runs out, at most until its
+        deadline. Where the votes break, balancing stops on this rank, as it would in any step.
+        """
+        self.machine.pause(reason)
+        self.budget.open()
+        if self.votes is not None and self.votes.under_way:
+            self._count_votes(self.votes)
+        while self.votes is not None:
+            self._launch_vote(self.votes)
+            if self.votes is not None and not self._count_votes(self.votes).plans:
+                break
+        while self.transfers.running and self.transfers.failing is None:
+            result = self.transfers.poll()
+            if result is not None:
+                self._transfer_ended(result)
+            time.sleep(_RUN_OUT_POLL_SECONDS)
+
+    def resume(self) -> None:
+        """Take plans again."""
+        self.budget.refill()
+        self.machine.pause(None)
+
+    def close(self) -> None:
+        """End votes and threads, at a moment of this rank's own.
+
+        Where a vote that could commit a layer is under way, its register settles it: nobody commits, unless a rank
+        has done so at this very boundary; then this one does as well. Raises ``FatalSwitchError`` where the register
+        is out of reach.
+        """
+        try:
+            if self.votes is not None and self.votes.under_way:
+                self._settle(self.votes)
+            self.machine.pause("the agent was closed")
+        finally:
+            if self.votes is not None:
+                self.votes.leave()
+                self.votes = None
+            self.transfers.close()
+            self._arbiter.close()
+
+    # Votes
+
+    def _launch_vote(self, votes: VoteBox) -> None:
+        self._cast = self.machine.ballot()
+        try:
+            votes.launch(self._cast, self._step)
+        except VoteError as error:
+            self._lose_votes(error)
+
+    def _count_votes(self, votes: VoteBox) -> Outcome:
+        """What follows from the vote under way; the outcome that counted."""
+        try:
+            outcome = votes.consume()
+        except VoteError as error:
+            return self._lose_votes(error)
+        if outcome.decision is Decision.COMMIT and not self._arbiter.may_commit(votes.number, heard=True):
+            # A rank that did not hear this vote was first to record that it does not count.
+            outcome = outcome.with_abort()
+        self._history.vote(self._step, votes.number, self._cast, outcome)
+        self._carry_out(self.machine.decide(outcome))
+        return outcome
+
+    def _lose_votes(self, error: VoteError) -> Outcome:
+        """The ranks can no longer be heard: settle what the last vote may have decided, then stop balancing."""
+        votes, self.votes = self.votes, None
+        assert votes is not None
+        try:
+            outcome = self._settle(votes)
+        finally:
+            votes.leave()
+        self.halt(str(error))
+        return outcome
+
+    def _settle(self, votes: VoteBox) -> Outcome:
+        """Obey the register of a vote that this rank has not heard, where it may have committed a layer."""
+        cast = self._cast
+        if cast is None or cast.progress != Progress.READY or cast.abort:
+            return Outcome.nobody()
+        unanimous = Outcome(Progress.READY, cast.plan, cast.plan, installed_agree=True, abort=False)
+        if not self._arbiter.may_commit(votes.number, heard=False):
+            unanimous = unanimous.with_abort()
+        self._history.vote(self._step, votes.number, cast, unanimous, heard=False)
+        self._carry_out(self.machine.decide(unanimous))
+        return unanimous
+
+    # What the machine asks for
+
+    def _carry_out(self, actions: Sequence[switch.Action]) -> None:
+        for action in actions:
+            match action:
+                case switch.StartTransfer():
+                    self._history.transfer(self._step, action)
+                    self.transfers.start(action, self._layers[action.layer.layer])
+                case switch.Commit():
+                    self._commit(action)
+                case switch.DropStaging():
+                    self._staged = None
+                case switch.Accepted():
+                    self._tell(self._listener.accepted, action.plan_id, action.layer)
+                case switch.Refused():
+                    self._tell(self._listener.refused, action.plan_id, action.reason)
+                case switch.Aborted():
+                    self.stats.plans_aborted += 1
+                    self._history.aborted(self._step, action)
+                    self._tell(self._listener.aborted, action.plan_id, action.layer, action.reason)
+                case switch.Halted():
+                    self._history.halted(self._step, action.reason)
+                    _log.error("rank %d: balancing has stopped: %s", self._identity.rank, action.reason)
+
+    def _transfer_ended(self, result: TransferResult) -> None:
+        self._carry_out(self.machine.transfer_ended(result.generation, result.error))
+        if result.error is not None:
+            _log.warning("rank %d: %s", self._identity.rank, result.error)
+        elif result.generation == self.machine.generation and self.machine.progress == Progress.READY:
+            self._staged = result
+            plan = self.machine.plan_under_way
+            assert plan is not None
+            self._tell(self._listener.transferred, *plan, result.bytes_received, result.seconds)
+
+    def _commit(self, commit: switch.Commit) -> None:
+        """Switch one layer, in place, between two steps; whatever fails before it is in place is fatal."""
+        staged, self._staged = self._staged, None
+        layer = commit.layer.layer
+        if staged is None or staged.generation != commit.generation:
+            raise FatalSwitchError(f"layer {layer} was voted in, but its weights are not staged on this rank")
+        self._tell(self._listener.before_commit, commit.before.layer_epochs)
+        began = time.perf_counter()
+        try:
+            local_E = expert_map(commit.layer.phy2log_RS[self._identity.rank], self._identity.experts)
+            written = install(
+                self._layers[layer],
+                staged.staged,
+                staged.slots,
+                torch.from_numpy(local_E),
+                torch.from_numpy(commit.layer.log2phy_E),
+            )
+            if self._verify:
+                check_installed(self._layers[layer], staged.staged, staged.slots)
+        except Exception as error:
+            raise FatalSwitchError(f"layer {layer} could not be installed: {error}") from error
+        seconds = time.perf_counter() - began
+        self.stats.layers_switched += 1
+        self.stats.experts_received += len(staged.slots)
+        self.stats.bytes_received += written
+        self.stats.commit_seconds += seconds
+        self.stats.transfer_seconds += staged.seconds
+        self._history.committed(self._step, commit)
+        done = Committed(commit.plan_id, layer, commit.after, written, staged.seconds, seconds)
+        self._tell(self._listener.committed, done)
+
+    def _tell(self, say: Callable[..., None], *facts: object) -> None:
+        """A listener that fails stops balancing, never a switch that is half done."""
+        try:
+            say(*facts)
+        except Exception as error:
+            _log.exception("rank %d: the agent failed; the model goes on", self._identity.rank)
+            self.halt(f"{type(error).__name__}: {error}")

@@ -1,0 +1,94 @@
+"""Says what became of plans to the service, by way of the outbox, and cuts the heat where a layer switches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from eplb_service.wire.generated import agent_pb2
+from worker_agent.heat import HeatRecorder
+from worker_agent.outbox import Outbox
+from worker_agent.swap.driver import Committed
+from worker_agent.swap.installed import Installed
+
+
+class ServiceListener:
+    """The switch's listener.
+
+    Parameters
+    ----------
+    outbox
+        Takes the statuses.
+    heat
+        Is cut before a layer switches.
+    standing
+        Returns the step and what is installed now.
+    """
+
+    def __init__(
+        self, outbox: Outbox, heat: HeatRecorder, standing: Callable[[], tuple[int, Installed]]
+    ) -> None:
+        self._outbox = outbox
+        self._heat = heat
+        self._standing = standing
+
+    def before_commit(self, layer_epochs: tuple[int, ...]) -> None:
+        """What was counted until here was counted under ``layer_epochs``."""
+        self._heat.cut(layer_epochs)
+
+    def accepted(self, plan_id: int, layer: int) -> None:
+        """The plan is valid here."""
+        self._say(plan_id, layer, agent_pb2.PLAN_STATE_ACCEPTED)
+
+    def refused(self, plan_id: int, reason: str) -> None:
+        """The plan is not valid here; nothing changed."""
+        self._say(plan_id, 0, agent_pb2.PLAN_STATE_REFUSED, reason=reason)
+
+    def transferred(self, plan_id: int, layer: int, bytes_received: int, seconds: float) -> None:
+        """All bytes of the layer are staged here."""
+        self._say(
+            plan_id,
+            layer,
+            agent_pb2.PLAN_STATE_TRANSFERRED,
+            bytes_received=bytes_received,
+            transfer_seconds=seconds,
+        )
+
+    def committed(self, done: Committed) -> None:
+        """The layer is in place."""
+        self._say(
+            done.plan_id,
+            done.layer,
+            agent_pb2.PLAN_STATE_COMMITTED,
+            installed=done.installed,
+            bytes_received=done.bytes_received,
+            transfer_seconds=done.transfer_seconds,
+            commit_seconds=done.commit_seconds,
+        )
+
+    def aborted(self, plan_id: int, layer: int, reason: str) -> None:
+        """The layer and those after it stay as they were."""
+        self._say(plan_id, layer, agent_pb2.PLAN_STATE_ABORTED, reason=reason)
+
+    def _say(
+        self,
+        plan_id: int,
+        layer: int,
+        state: agent_pb2.PlanState,
+        *,
+        installed: Installed | None = None,
+        **facts: Any,
+    ) -> None:
+        step, present = self._standing()
+        served = installed or present
+        self._outbox.put(
+            agent_pb2.PlanStatus(
+                plan_id=plan_id,
+                layer=layer,
+                state=state,
+                epoch=served.epoch,
+                digest=served.digest,
+                step=step,
+                **facts,
+            )
+        )
