@@ -21,8 +21,9 @@ from worker_agent.outbox import Outbox
 from worker_agent.settings import AgentSettings
 from worker_agent.stream import ServiceStream
 from worker_agent.swap.arbiter import FatalSwitchError
-from worker_agent.swap.driver import SwitchDriver, SwitchStats
+from worker_agent.swap.driver import SwitchDriver
 from worker_agent.swap.installed import Installed
+from worker_agent.swap.listener import SwitchStats
 from worker_agent.telling import ServiceListener
 from worker_agent.watchdog import HeatWatch
 

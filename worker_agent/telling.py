@@ -8,8 +8,8 @@ from typing import Any
 from eplb_service.wire.generated import agent_pb2
 from worker_agent.heat import HeatRecorder
 from worker_agent.outbox import Outbox
-from worker_agent.swap.driver import Committed
 from worker_agent.swap.installed import Installed
+from worker_agent.swap.listener import Committed
 
 
 class ServiceListener:

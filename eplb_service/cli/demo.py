@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from eplb_service.demo.acts import ModelAct, TraceAct
 
 _DISPATCHERS = ("all2allv", "allgather")
+_MODEL_STEPS = 720
+_TRACE_STEPS = 320
 _TRACE_LAYERS, _TRACE_HIDDEN, _TRACE_INTERMEDIATE = 6, 128, 64
 _FAILED_EXIT_CODE = 1
 
@@ -33,7 +35,13 @@ def demo(
             help="Serve this heat instead of the embedded model: a trace of any format that `eplb trace` knows."
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to serve; of a trace, from its beginning.")] = 480,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"Steps to serve (default {_MODEL_STEPS}); of a trace, from its beginning (default {_TRACE_STEPS}).",
+        ),
+    ] = None,
     layers: Annotated[
         int | None,
         typer.Option(
@@ -98,10 +106,10 @@ def demo(
         raise UserError(f"unknown dispatcher {dispatcher!r}; choose one of {', '.join(_DISPATCHERS)}")
     if trace is None:
         _refuse("--trace", {"--hidden": hidden, "--intermediate": intermediate})
-        act, shape = _model_act(steps, layers, requests)
+        act, shape = _model_act(steps or _MODEL_STEPS, layers, requests)
     else:
         _refuse("the model", {"--requests": requests})
-        act, shape = _trace_act(trace, steps, layers, hidden, intermediate)
+        act, shape = _trace_act(trace, steps or _TRACE_STEPS, layers, hidden, intermediate)
     stage = Stage(*shape, ranks, redundant, dispatcher, window, interval, policy, seed)
     with screen(stage.steps) as show:
         try:

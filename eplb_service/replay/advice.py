@@ -13,7 +13,7 @@ from eplb_service.replay.result import PolicyReplay, Replay, Setup, weighted
 from eplb_service.replay.runner import jobs_for
 from eplb_service.replay.schedule import ReplayError, Schedule
 
-MOVE_PRICES = (0.0, 0.02, 0.05, 0.2, 1.0)
+MOVE_PRICES = (0.0, 0.1, 0.3, 1.0, 3.0)
 """Prices of moves that the curve of balance against moves is drawn with."""
 
 _SAME_PAR = 0.01

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -14,6 +15,7 @@ from eplb_service.replay.jobs import Job, Progress, Scene, TraceFile, run_file
 from eplb_service.replay.schedule import ReplayError
 
 _CONTEXT = multiprocessing.get_context("spawn")
+_CONNECT_SECONDS = 5.0
 
 
 def cores() -> int:
@@ -68,6 +70,7 @@ def run_on_ray(
         import ray
     except ImportError as error:
         raise ReplayError("--ray needs Ray: pip install 'eplb-service[ray]'") from error
+    _check_reachable(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -87,6 +90,17 @@ def run_on_ray(
                 raise ReplayError(f"a Ray node failed ({' '.join(str(error).split())})") from error
     finally:
         ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Raise ``ReplayError`` where nobody listens at ``host:port``; Ray itself would wait for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise ReplayError(f"no Ray cluster at {address} ({error})") from error
 
 
 class _Worker:

@@ -82,7 +82,7 @@ def pareto(points: Sequence[Point]) -> str:
     height, top, bottom = 380.0, 34.0, 320.0
     pars = [point.par for point in points]
     x = Scale(0, max(0.02, 1.15 * max(point.moves for point in points)), _LEFT, WIDTH - _RIGHT)
-    margin = 0.08 * (max(pars) - min(pars)) + 0.01
+    margin = max(0.08 * (max(pars) - min(pars)), 0.025 - 0.5 * (max(pars) - min(pars)), 0.01)
     y = Scale(min(pars) - margin, max(pars) + margin, bottom, top)
     parts = [frame(x, y, "slots that receive weights at a decision", "PAR", percent=True)]
     best = _front(points)

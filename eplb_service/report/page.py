@@ -88,7 +88,9 @@ _WORDS = {
     "floor": "about what token sampling alone leaves of a perfectly balanced placement",
     "hindsight": "the best known for the very steps served: a placement fitted on them, or any policy here",
     "regret": "realised PAR above hindsight: what a better forecast could still win",
+    "moves": "slots that receive weights at a decision, and their part of all slots; GB over all decisions",
     "late": "steps served under the old placement while a decision was solved and its weights travelled",
+    "saved, stall": "milliseconds of a step that balance saves, and that standing still for switches costs",
 }
 
 
@@ -244,13 +246,14 @@ def _table(replay: Replay, colours: Mapping[str, str]) -> str:
         "worst layer",
         "avoidable",
         "regret",
-        "moves a decision",
-        "of all slots",
-        "GB moved",
+        "moves",
+        "of slots",
+        "GB",
+        "late",
+        "solve ms",
     ]
-    heads += ["late steps", "solve ms"] + (
-        ["saved ms a step", "stall ms a step"] if replay.costs.step_ms else []
-    )
+    if replay.costs.step_ms:
+        heads += ["saved ms", "stall ms"]
     rows = []
     for policy in replay.policies:
         score = replay.score(policy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ NAMES = ("par.png", "moves.png", "pareto.png", "ranks.png")
 
 _SIZE = (10.0, 4.0)
 _DOTS_PER_INCH = 150
+_COLOURS = ("#2463be", "#d4691a", "#15803d", "#a21caf", "#b91c1c", "#0e7490", "#854d0e", "#4338ca")
 
 
 def write_pictures(folder: Path, replay: Replay) -> None:
@@ -56,17 +58,17 @@ def _par(figure: Any, replay: Replay) -> None:
 
 def _moves(figure: Any, replay: Replay) -> None:
     axes = figure.subplots()
-    for policy in replay.policies:
+    for policy, colour in zip(replay.policies, _colours(replay), strict=True):
         if policy.policy != "none":
             values = [float(decision.moves) for decision in policy.decisions]
-            axes.step(*_held(policy, values), where="post", label=policy.label)
+            axes.step(*_held(policy, values), where="post", label=policy.label, color=colour)
     _finish(axes, "step", "slots that receive weights at a decision")
 
 
 def _pareto(figure: Any, replay: Replay) -> None:
     axes = figure.subplots()
-    for policy in replay.policies:
-        axes.plot(policy.moves_per_decision, policy.par_realised, "o", label=policy.label)
+    for policy, colour in zip(replay.policies, _colours(replay), strict=True):
+        axes.plot(policy.moves_per_decision, policy.par_realised, "o", label=policy.label, color=colour)
     _finish(axes, "slots that receive weights at a decision", "realised PAR")
 
 
@@ -78,6 +80,12 @@ def _ranks(figure: Any, replay: Replay) -> None:
         image = axes.imshow(_over_mean(loads_LR), cmap="coolwarm", vmin=0, vmax=2, aspect="auto")
         axes.set(title=title, xlabel="rank", ylabel="layer")
     figure.colorbar(image, ax=figure.axes, label="tokens over the mean rank")
+
+
+def _colours(replay: Replay) -> list[str]:
+    """One a policy; doing nothing is grey."""
+    others = itertools.cycle(_COLOURS)
+    return ["grey" if policy.policy == "none" else next(others) for policy in replay.policies]
 
 
 def _held(policy: PolicyReplay, values: list[float]) -> tuple[list[int], list[float]]:
@@ -97,4 +105,4 @@ def _finish(axes: Any, x_label: str, y_label: str) -> None:
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False)
+        axes.figure.legend(loc="outside right upper", frameon=False)

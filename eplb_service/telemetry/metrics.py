@@ -41,7 +41,7 @@ class Metrics:
             return made
 
         self.build = gauge("eplb_build_info", "Constant 1; the running version.", ("version",))
-        self.leader_term = gauge("eplb_leader_term", "Of the running service; of two, ranks follow the one with the higher.", ())
+        self.leader_term = gauge("eplb_leader_term", "Of this service; of two, ranks follow the higher.", ())
         self.deployments = gauge("eplb_deployments", "Deployments known.", ())
         self.par_realised = gauge(
             "eplb_par_realised",

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from eplb_service.atomic_write import write_atomically
-from eplb_service.heat.numpy_file import Array
+from eplb_service.heat.numpy_file import Array, check_fits_memory
 from eplb_service.heat.window import HeatError
 
 METADATA = "zarr.json"
@@ -124,6 +124,7 @@ class ZarrArray:
 
     def read(self, first: int, last: int) -> Array:
         """Rows ``first`` to ``last`` (not included); raises ``HeatError`` where a chunk is missing or damaged."""
+        check_fits_memory((last - first) * math.prod(self.tail) * self.dtype.itemsize)
         out = np.empty((last - first, *self.tail), dtype=self.dtype)
         for number in range(first // self.chunk, -(-last // self.chunk)):
             begin = number * self.chunk

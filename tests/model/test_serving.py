@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import pytest
 import torch
 
 from tests.model.small import small_model
 from worker_agent.model.decode import Decoder
+from worker_agent.model.sampling import Sampler
 from worker_agent.model.serving import Server
 from worker_agent.model.traffic import PHASES, Traffic, prompts_by_domain
 
@@ -24,7 +26,7 @@ class OneQuestion(Traffic):
 
 def _served(rows: int, steps: int) -> np.ndarray:
     model, _ = small_model()
-    server = Server(Decoder(model, rows), OneQuestion(steps, 0, 0), rows, LENGTH)
+    server = Server(Decoder(model, rows), Sampler(0.0, 0), OneQuestion(steps, 0, 0), rows, LENGTH)
     return np.array([server.step()[0] for _ in range(steps)])
 
 
@@ -55,7 +57,7 @@ def test_rows_do_not_change_each_others_answers_and_end_at_different_steps() -> 
 def test_what_is_in_flight_is_counted_by_domain() -> None:
     model, _ = small_model()
     traffic = OneQuestion(9, 0, 0)
-    server = Server(Decoder(model, 3), traffic, 3, LENGTH)
+    server = Server(Decoder(model, 3), Sampler(1.0, 0), traffic, 3, LENGTH)
     server.step()
     in_flight_D = server.in_flight()
     assert in_flight_D[traffic.domains.index("sql")] == in_flight_D.sum() == 3
@@ -85,3 +87,18 @@ def test_the_same_is_asked_whoever_asks_again_but_not_of_every_rank() -> None:
 def test_prompts_fit_well_into_a_request() -> None:
     for prompts in prompts_by_domain().values():
         assert all(0 < len(prompt) <= 48 for prompt in prompts)
+
+
+def test_bytes_are_drawn_by_their_probability_and_by_the_seed_alone() -> None:
+    logits_BV = torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64).expand(20_000, 3)
+    drawn_B = Sampler(1.0, seed=3).draw(logits_BV)
+    shares = torch.bincount(drawn_B, minlength=3) / len(drawn_B)
+    torch.testing.assert_close(shares.double(), logits_BV[0].softmax(0), rtol=0, atol=0.015)
+    assert torch.equal(drawn_B, Sampler(1.0, seed=3).draw(logits_BV))
+    assert not torch.equal(drawn_B, Sampler(1.0, seed=4).draw(logits_BV))
+    assert (Sampler(0.0, seed=3).draw(logits_BV) == 2).all()
+
+
+def test_a_negative_temperature_is_refused() -> None:
+    with pytest.raises(ValueError, match="temperature must not be negative, got -1"):
+        Sampler(-1.0, 0)

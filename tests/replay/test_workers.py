@@ -2,6 +2,8 @@
 
 import os
 import signal
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -63,7 +65,7 @@ def test_ray_finds_what_one_process_finds(file):
 
 
 def test_without_ray_its_option_says_how_to_get_it(file, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ReplayError, match=r"pip install 'eplb-service\[ray\]'"):
         replay_file(file, jobs_for(["none"], SETUPS, PlannerSettings()), scene_for(4), ray="local")
 
@@ -94,3 +96,11 @@ def test_a_trace_damaged_further_on_is_named(file):
         replay_file(file, jobs, scene_for(4), workers=1)
     with pytest.raises(HeatError, match=r"a\.zarr: heat/c/0/0/0 is"):
         replay_file(file, jobs, scene_for(4), workers=2)
+
+
+def test_a_cluster_that_is_not_there_is_told_at_once(file, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
+    jobs = jobs_for(["none"], SETUPS, PlannerSettings())
+    for address in ("127.0.0.1:1", "ray://127.0.0.1:1", "127.0.0.1:many"):
+        with pytest.raises(ReplayError, match=f"no Ray cluster at {address}"):
+            replay_file(file, jobs, scene_for(4), ray=address)

@@ -197,6 +197,13 @@ DAMAGE = {
         "expected [2, 8]",
     ),
     "no steps": (lambda p: edited(p / "step" / "zarr.json", lambda d: d.update(shape=[0])), "holds no steps"),
+    "more steps than memory": (
+        lambda p: [
+            edited(p / name / "zarr.json", lambda d: d["shape"].__setitem__(0, 1 << 50))
+            for name in ("step", "tokens", "phase", "heat", "source_heat")
+        ],
+        "more than this machine's memory",
+    ),
     "negative steps": (
         lambda p: edited(p / "step" / "zarr.json", lambda d: d.update(shape=[-1])),
         "expected whole",
@@ -219,7 +226,8 @@ def test_damage_is_refused_in_one_line(tmp_path, damage, message):
     path = record(tmp_path / "a.zarr")
     damage(path)
     with pytest.raises(HeatError) as caught:
-        open_trace(path).heat(0, 200)
+        trace = open_trace(path)
+        trace.heat(0, trace.steps)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 

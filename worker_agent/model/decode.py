@@ -1,4 +1,4 @@
-"""Greedy decoding in a batch: each step feeds every request one byte and takes the likeliest next one."""
+"""Decoding in a batch: each step feeds every request one byte, and gives the logits of the next."""
 
 from __future__ import annotations
 

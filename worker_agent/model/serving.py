@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 
 from worker_agent.model.decode import Decoder
+from worker_agent.model.sampling import Sampler
 from worker_agent.model.traffic import Traffic
 
 
@@ -16,8 +17,9 @@ class Server:
     At the start the rows are at different places of their requests, so that they do not all end together.
     """
 
-    def __init__(self, decoder: Decoder, traffic: Traffic, rows: int, length: int) -> None:
+    def __init__(self, decoder: Decoder, sampler: Sampler, traffic: Traffic, rows: int, length: int) -> None:
         self._decoder = decoder
+        self._sampler = sampler
         self._traffic = traffic
         self._length = length
         self._step = 0
@@ -36,7 +38,7 @@ class Server:
             if place < len(self._prompts[row]):
                 self._next_B[row] = self._prompts[row][place]
         logits_BV = self._decoder.step(self._next_B)
-        self._next_B = logits_BV.argmax(dim=-1)
+        self._next_B = self._sampler.draw(logits_BV)
         self._step += 1
         reading = [place + 1 < len(prompt) for place, prompt in zip(places_B, self._prompts, strict=True)]
         return np.where(reading, -1, self._next_B.numpy()), logits_BV

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 
@@ -21,7 +19,7 @@ from worker_agent.swap import machine as switch
 from worker_agent.swap.arbiter import Arbiter, FatalSwitchError
 from worker_agent.swap.ballot import Ballot, Decision, Outcome, Progress
 from worker_agent.swap.budget import ByteBudget
-from worker_agent.swap.installed import Installed
+from worker_agent.swap.listener import Committed, Listener, SwitchStats
 from worker_agent.swap.staging import check_installed, install
 from worker_agent.swap.transfer import TransferLimits, TransferResult, TransferWorker
 from worker_agent.swap.vote import VoteBox, VoteError
@@ -29,52 +27,6 @@ from worker_agent.swap.vote import VoteBox, VoteError
 _log = logging.getLogger("eplb.agent")
 
 _RUN_OUT_POLL_SECONDS = 0.005
-
-
-@dataclass
-class SwitchStats:
-    """What this rank has switched since its start."""
-
-    layers_switched: int = 0
-    experts_received: int = 0
-    bytes_received: int = 0
-    plans_aborted: int = 0
-    commit_seconds: float = 0.0
-    transfer_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Committed:
-    """One layer has been switched in."""
-
-    plan_id: int
-    layer: int
-    installed: Installed
-    bytes_received: int
-    transfer_seconds: float
-    commit_seconds: float
-
-
-class Listener(Protocol):
-    """Whoever wants to know what became of plans; nothing that it does can stop a switch."""
-
-    def before_commit(self, layer_epochs: tuple[int, ...]) -> None:
-        """A layer is about to switch; what was counted until here was counted under ``layer_epochs``."""
-
-    def accepted(self, plan_id: int, layer: int) -> None:
-        """The plan is valid here."""
-
-    def refused(self, plan_id: int, reason: str) -> None:
-        """The plan is not valid here; nothing changed."""
-
-    def transferred(self, plan_id: int, layer: int, bytes_received: int, seconds: float) -> None:
-        """All bytes of the layer are staged here."""
-
-    def committed(self, done: Committed) -> None:
-        """The layer is in place."""
-
-    def aborted(self, plan_id: int, layer: int, reason: str) -> None:
-        """The layer and those after it stay as they were."""
 
 
 class SwitchDriver:

@@ -43,17 +43,16 @@ class MoGEDispatcher:
         slot_TC = (physical_TK[:, own] - self._group.rank * slots).masked_fill(padding_TC, slots)
         counts_S = count_ids(slot_TC, slots + 1)[:-1]
 
+        permute = operators.npu_moe_token_permute
         tokens_TH, scale_T = travelling_tokens(operators, request)
-        rows_NH, row_of_choice = operators.npu_moe_token_permute(tokens_TH, slot_TC)
+        rows_NH, row_of_choice = permute(tokens_TH, slot_TC)
         scale_N = weights_N = None
         if scale_T is not None:
-            scale_N = operators.npu_moe_token_permute(scale_T.unsqueeze(1), slot_TC)[0].squeeze(1)
+            scale_N = permute(scale_T.unsqueeze(1), slot_TC)[0].squeeze(1)
         weights = Weights.of(request)
         if weights.by_experts_TK is not None:
-            own_NC = weights.by_experts_TK.gather(1, order_TK[:, own])
-            weights_N = operators.npu_moe_token_permute(own_NC.reshape(-1, 1), slot_TC.reshape(-1))[
-                0
-            ].squeeze(1)
+            own_TC = weights.by_experts_TK.gather(1, order_TK[:, own])
+            weights_N = permute(own_TC.reshape(-1, 1), slot_TC.reshape(-1))[0].squeeze(1)
         by_combine_TK = weights.by_combine_TK
         by_combine_TC = None if by_combine_TK is None else by_combine_TK.gather(1, order_TK[:, own])
         absent_TC = padding_TC if request.masked else None
