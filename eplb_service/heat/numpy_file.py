@@ -7,6 +7,7 @@ import os
 import zipfile
 import zlib
 from pathlib import Path
+from tokenize import TokenError
 from typing import IO, Any
 
 import numpy as np
@@ -17,6 +18,9 @@ from eplb_service.heat.window import HeatError
 Array = npt.NDArray[Any]
 """An array of any type, as a file holds it."""
 
+_REFUSALS = (ValueError, EOFError, OverflowError, SyntaxError, TokenError)
+"""What numpy raises on a damaged header, which it parses as Python."""
+
 
 def read_npy(path: Path) -> Array:
     """The array of an ``.npy``, mapped: slices are read when they are asked for.
@@ -25,7 +29,7 @@ def read_npy(path: Path) -> Array:
     """
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
-    except (ValueError, EOFError, OverflowError, MemoryError) as error:
+    except (*_REFUSALS, MemoryError) as error:
         raise HeatError(f"is truncated or damaged, or holds no plain numbers ({_line(error)})") from error
 
 
@@ -50,7 +54,7 @@ def read_npz(path: Path) -> dict[str, Array]:
         raise HeatError(
             "claims an array larger than memory; it is damaged, or must be converted elsewhere"
         ) from error
-    except (ValueError, EOFError, KeyError, OverflowError, NotImplementedError, RuntimeError) as error:
+    except (*_REFUSALS, KeyError, NotImplementedError, RuntimeError) as error:
         raise HeatError(f"is truncated or damaged, or holds no plain numbers ({_line(error)})") from error
     except (zipfile.BadZipFile, zlib.error) as error:
         raise HeatError(f"is truncated or damaged ({_line(error)})") from error

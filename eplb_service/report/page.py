@@ -13,11 +13,8 @@ import numpy as np
 from eplb_service.planner.scoring import Float64
 from eplb_service.replay.result import PolicyReplay, Replay, Score
 from eplb_service.report import charts
-from eplb_service.report.charts import Line, Point
-
-_COLOURS = 8
-_MOST_MAPPED = 64
-"""Decisions that a map over time shows; more are averaged."""
+from eplb_service.report.charts import Line
+from eplb_service.report.figures import colours_of, maps_of, move_lines, moved_share, par_lines, pareto_points
 
 
 def report_page(replay: Replay, *, title: str, command: str, facts: Mapping[str, str]) -> str:
@@ -26,9 +23,9 @@ def report_page(replay: Replay, *, title: str, command: str, facts: Mapping[str,
     ``title`` names the trace, ``command`` is what makes the same report again, and ``facts`` are settings and what is
     known of the trace, in the words of the report.
     """
-    colours = _colours(replay)
+    colours = colours_of(replay)
     best = min(replay.policies, key=lambda policy: policy.par_realised)
-    lines, maps = _lines(replay, colours), _maps(replay, best)
+    lines, maps = par_lines(replay, colours), maps_of(replay, best)
     light, dark = charts.theme_variables()
     data = {"par": _par_data(lines, _end(replay)), "maps": _map_data(maps)}
     body = [
@@ -55,13 +52,13 @@ def report_page(replay: Replay, *, title: str, command: str, facts: Mapping[str,
         _section(
             "What balance costs",
             "Slots that had to receive another expert's weights at each decision.",
-            charts.moves_per_decision(_moves(replay, colours), _end(replay)),
+            charts.moves_per_decision(move_lines(replay, colours), _end(replay)),
         ),
         _section(
             "Balance against moves",
             "Lower and further left is better; the line joins the policies that none beats in both. "
             f"Left alone, PAR is {replay.score(best).par_left_alone:.3f} and nothing moves.",
-            charts.pareto(_points(replay, colours)),
+            charts.pareto(pareto_points(replay, colours)),
         ),
         _section("In figures", "", _table(replay, colours)),
         _section("How this was made", "", f"<pre>{escape(command)}</pre>", _facts(facts)),
@@ -92,13 +89,6 @@ _WORDS = {
     "late": "steps served under the old placement while a decision was solved and its weights travelled",
     "saved, stall": "milliseconds of a step that balance saves, and that standing still for switches costs",
 }
-
-
-def _colours(replay: Replay) -> dict[str, str]:
-    """The class of each policy's colour, by its label; doing nothing is grey."""
-    acting = [policy.label for policy in replay.policies if policy.policy != "none"]
-    colours = {policy.label: "none" for policy in replay.policies}
-    return colours | {label: f"s{number % _COLOURS}" for number, label in enumerate(acting)}
 
 
 def _head(replay: Replay, best: PolicyReplay, title: str) -> str:
@@ -149,65 +139,6 @@ def _section(heading: str, words: str, *content: str) -> str:
     return f"<section>\n<h2>{escape(heading)}</h2>\n{lead}" + "\n".join(content) + "\n</section>"
 
 
-def _lines(replay: Replay, colours: Mapping[str, str]) -> list[Line]:
-    lines = []
-    for yardstick in replay.yardsticks:
-        same = [policy for policy in replay.policies if policy.setup == yardstick.setup]
-        steps = [decision.step for decision in same[0].decisions]
-        also = "" if len(replay.yardsticks) == 1 else f"{same[0].label.removeprefix(same[0].policy)}"
-        hindsight_DL = replay.hindsight_DL(yardstick.setup)
-        lines.append(Line(f"floor{also}", "floor", steps, yardstick.floor_DL.mean(axis=1).tolist()))
-        if hindsight_DL is not None:
-            lines.append(Line(f"hindsight{also}", "hindsight", steps, hindsight_DL.mean(axis=1).tolist()))
-        if not any(policy.policy == "none" for policy in same):
-            lines.append(
-                Line(f"left alone{also}", "none", steps, yardstick.left_alone_DL.mean(axis=1).tolist())
-            )
-    for policy in replay.policies:
-        steps = [decision.step for decision in policy.decisions]
-        values = [decision.par_realised for decision in policy.decisions]
-        lines.append(Line(policy.label, colours[policy.label], steps, values))
-    return lines
-
-
-def _moves(replay: Replay, colours: Mapping[str, str]) -> list[Line]:
-    return [
-        Line(
-            policy.label,
-            colours[policy.label],
-            [decision.step for decision in policy.decisions],
-            [decision.moves for decision in policy.decisions],
-        )
-        for policy in replay.policies
-    ]
-
-
-def _points(replay: Replay, colours: Mapping[str, str]) -> list[Point]:
-    """The policies that move something; doing nothing only where there is hardly anything else to see."""
-    acting = [policy for policy in replay.policies if policy.policy != "none"]
-    return [
-        Point(policy.label, colours[policy.label], _moved(replay, policy), policy.par_realised)
-        for policy in (acting if len(acting) > 1 else replay.policies)
-    ]
-
-
-def _moved(replay: Replay, policy: PolicyReplay) -> float:
-    """Slots that receive weights at a decision, as a share of all slots."""
-    return policy.moves_per_decision / (replay.layers * replay.ranks * policy.setup.slots)
-
-
-def _maps(replay: Replay, best: PolicyReplay) -> dict[str, tuple[str, str, Float64]]:
-    """Each map's name: what it shows, what its columns are, and its values."""
-    yardstick = replay.yardstick(best.setup)
-    balanced_DL = np.stack([decision.par_realised_L for decision in best.decisions])
-    return {
-        "before": ("Left alone", "rank", _over_mean(yardstick.loads_LR)),
-        "after": (best.label, "rank", _over_mean(best.loads_LR)),
-        "alone": ("Left alone", "decision", _few_columns(yardstick.left_alone_DL.T)),
-        "balanced": (best.label, "decision", _few_columns(balanced_DL.T)),
-    }
-
-
 def _pair(maps: Mapping[str, tuple[str, str, Float64]], names: Sequence[str]) -> str:
     boxes = []
     for name in names:
@@ -215,19 +146,6 @@ def _pair(maps: Mapping[str, tuple[str, str, Float64]], names: Sequence[str]) ->
         drawn = charts.heat_map(name, f"{heading}: each layer by {column}", values, "layer", column)
         boxes.append(f"<div><h3>{escape(heading)}</h3>{drawn}</div>")
     return f'<div class="pair">{"".join(boxes)}</div>'
-
-
-def _over_mean(loads_LR: Float64) -> Float64:
-    mean_L1 = loads_LR.mean(axis=1, keepdims=True)
-    ratio_LR: Float64 = loads_LR / np.where(mean_L1 > 0, mean_L1, 1.0)
-    return ratio_LR
-
-
-def _few_columns(values_LD: Float64) -> Float64:
-    """The same with at most ``_MOST_MAPPED`` columns, each the mean of neighbours."""
-    if values_LD.shape[1] <= _MOST_MAPPED:
-        return values_LD
-    return np.stack([part.mean(axis=1) for part in np.array_split(values_LD, _MOST_MAPPED, axis=1)], axis=1)
 
 
 def _legend(lines: Sequence[Line]) -> str:
@@ -264,7 +182,7 @@ def _table(replay: Replay, colours: Mapping[str, str]) -> str:
             f"{score.avoidable:.3f}",
             "" if score.regret is None else f"{score.regret:.3f}",
             f"{policy.moves_per_decision:,.1f}",
-            f"{_moved(replay, policy):.1%}",
+            f"{moved_share(replay, policy):.1%}",
             f"{score.bytes_moved / 1e9:,.2f}" if replay.costs.bytes_per_expert else "",
             f"{sum(decision.late for decision in policy.decisions):,}",
             f"{policy.seconds_mean * 1e3:.1f}",

@@ -7,11 +7,9 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from eplb_service.atomic_write import OutputError, write_atomically
-from eplb_service.planner.scoring import Float64
 from eplb_service.replay.result import PolicyReplay, Replay
+from eplb_service.report.figures import over_mean
 
 NAMES = ("par.png", "moves.png", "pareto.png", "ranks.png")
 """Files that ``write_pictures`` writes."""
@@ -77,7 +75,7 @@ def _ranks(figure: Any, replay: Replay) -> None:
     both = {"left alone": replay.yardstick(best.setup).loads_LR, best.label: best.loads_LR}
     image = None
     for axes, (title, loads_LR) in zip(figure.subplots(1, 2, sharey=True), both.items(), strict=True):
-        image = axes.imshow(_over_mean(loads_LR), cmap="coolwarm", vmin=0, vmax=2, aspect="auto")
+        image = axes.imshow(over_mean(loads_LR), cmap="coolwarm", vmin=0, vmax=2, aspect="auto")
         axes.set(title=title, xlabel="rank", ylabel="layer")
     figure.colorbar(image, ax=figure.axes, label="tokens over the mean rank")
 
@@ -92,12 +90,6 @@ def _held(policy: PolicyReplay, values: list[float]) -> tuple[list[int], list[fl
     """Steps and values, the last one held to the end of its steps."""
     steps = [decision.step for decision in policy.decisions]
     return [*steps, steps[-1] + policy.decisions[-1].steps], [*values, values[-1]]
-
-
-def _over_mean(loads_LR: Float64) -> Float64:
-    mean_L1 = loads_LR.mean(axis=1, keepdims=True)
-    ratio_LR: Float64 = loads_LR / np.where(mean_L1 > 0, mean_L1, 1.0)
-    return ratio_LR
 
 
 def _finish(axes: Any, x_label: str, y_label: str) -> None:

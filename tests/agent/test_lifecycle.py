@@ -107,6 +107,32 @@ def test_a_rank_may_close_while_the_vote_that_commits_is_under_way(early_step: i
     assert len({fact["epoch"] for fact in facts}) == 1
 
 
+def _lose_the_votes(lost_step: int) -> dict[str, Any]:
+    agent, layers, still = _start(1, vote_interval=4, vote_lag=3)
+
+    def between(step: int) -> None:
+        if step == 1:
+            agent._stream.plans.put(live.plan_for(agent, {0: _target()}))
+        if step == lost_step and agent.identity.rank == 1:
+            assert agent._switch.votes is not None
+            agent._switch.votes.leave()
+        time.sleep(0.02)
+
+    worst = live.drive(agent, layers, still, 40, between)
+    facts = {"worst": worst, "epoch": agent.installed.epoch, "halted": agent.halted}
+    agent.close()
+    return facts
+
+
+@pytest.mark.parametrize("lost_step", [8, 9, 10, 11])
+def test_a_rank_that_never_hears_the_vote_that_commits_obeys_its_register(lost_step: int) -> None:
+    """Its ballot was in that vote: the others may have heard that all are ready."""
+    facts = run_ranks(RANKS, _lose_the_votes, lost_step)
+    assert max(fact["worst"] for fact in facts) < 1e-5
+    assert len({fact["epoch"] for fact in facts}) == 1
+    assert all("vote" in fact["halted"] for fact in facts)
+
+
 def _met_again(size: int) -> dict[str, Any]:
     """Another group of ranks, another placement: nothing of the first remains."""
     agent, layers, still = _start(1)
@@ -207,8 +233,11 @@ def test_the_register_has_a_deadline() -> None:
             return b"commit"
 
     began = time.monotonic()
+    arbiter = Arbiter(Silent(), timedelta(seconds=0.1))  # type: ignore[arg-type]
     with pytest.raises(FatalSwitchError, match=r"no answer within 0\.1 s"):
-        Arbiter(Silent(), timedelta(seconds=0.1)).may_commit(3, heard=True)  # type: ignore[arg-type]
+        arbiter.may_commit(3, heard=True)
+    with pytest.raises(FatalSwitchError, match="an earlier question was never answered"):
+        arbiter.may_commit(4, heard=True)
     assert time.monotonic() - began < 5
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from eplb_service.atomic_write import OutputError
 from eplb_service.heat.window import HeatError
 from eplb_service.traces.copy import Cut, check_trace_output, copy_trace
-from eplb_service.traces.open import open_trace
+from eplb_service.traces.open import open_trace, read_heat
 from eplb_service.traces.trace import ArrayTrace, TraceFacts
 from eplb_service.traces.writer import BATCH_STEPS, TraceWriter
 
@@ -226,8 +226,7 @@ def test_damage_is_refused_in_one_line(tmp_path, damage, message):
     path = record(tmp_path / "a.zarr")
     damage(path)
     with pytest.raises(HeatError) as caught:
-        trace = open_trace(path)
-        trace.heat(0, trace.steps)
+        read_heat(path)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 

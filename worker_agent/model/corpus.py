@@ -2,9 +2,9 @@
 
 Nothing of it is shipped. Sources, all fetched by name and pinned version from the package registry or already here:
 
-* Human languages: the translated messages of Django, Wagtail, django-oscar and the JupyterLab language packs (all
-  BSD-3-Clause) and of Mezzanine (BSD-2-Clause), mixed with sentences drawn from Faker's word lists (MIT). English: the
-  language reference that CPython carries as help topics, and its docstrings (PSF-2.0).
+* Human languages: the translated messages of Django, Wagtail, django-oscar and the JupyterLab language packs
+  (BSD-3-Clause), and of Mezzanine and Sphinx (BSD-2-Clause), mixed with sentences drawn from Faker's word lists (MIT).
+  English: the language reference that CPython carries as help topics, and its docstrings (PSF-2.0).
 * Code: CPython's standard library (PSF-2.0); the C++ headers of PyTorch (BSD-3-Clause); the scripts of Django
   (BSD-3-Clause) and Sphinx (BSD-2-Clause).
 * SQL, JSON, assembly, logs and tables: this project's own generators, with a seed.

@@ -41,6 +41,7 @@ class Arbiter:
         self._timeout = timeout
         self._questions: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
+        self._out_of_reach = False
         threading.Thread(target=self._run, name="eplb-arbiter", daemon=True).start()
 
     def may_commit(self, vote: int, *, heard: bool) -> bool:
@@ -48,11 +49,15 @@ class Arbiter:
 
         Raises ``FatalSwitchError`` where the register is out of reach.
         """
-        self._questions.put((vote, _COMMIT if heard else _ABORT))
-        try:
-            stands = self._answers.get(timeout=self._timeout.total_seconds())
-        except queue.Empty:
-            stands = TimeoutError(f"no answer within {self._timeout.total_seconds():g} s")
+        stands: str | Exception = TimeoutError("an earlier question was never answered")
+        if not self._out_of_reach:
+            self._questions.put((vote, _COMMIT if heard else _ABORT))
+            try:
+                stands = self._answers.get(timeout=self._timeout.total_seconds())
+            except queue.Empty:
+                # A late answer must not be taken for that to another question.
+                self._out_of_reach = True
+                stands = TimeoutError(f"no answer within {self._timeout.total_seconds():g} s")
         if isinstance(stands, Exception):
             raise FatalSwitchError(
                 f"vote {vote} may have committed a layer, and the store is gone: {stands}"

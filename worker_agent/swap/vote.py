@@ -31,6 +31,8 @@ class VoteBox:
         Step boundaries between launch and consumption.
     timeout
         Longest wait at consumption.
+
+    ``number`` counts the votes; ``under_way`` tells whether one has been launched and not been consumed.
     """
 
     def __init__(self, group: dist.ProcessGroup, lag: int, timeout: timedelta) -> None:
@@ -43,15 +45,11 @@ class VoteBox:
         self._work: dist.Work | None = None
         self._due = 0
         self.number = 0
-
-    @property
-    def under_way(self) -> bool:
-        """Whether a vote has been launched and not been consumed."""
-        return self._work is not None
+        self.under_way = False
 
     def launch(self, ballot: Ballot, step: int) -> None:
         """Send this rank's ballot; the outcome is due at ``step + lag``."""
-        assert self._work is None, "a vote is already under way"
+        assert not self.under_way, "a vote is already under way"
         self.number += 1
         if self._group is None:
             raise VoteError(f"vote {self.number}: this rank has left the votes")
@@ -59,17 +57,20 @@ class VoteBox:
         self._due = step + self._lag
         try:
             self._work = self._group.allreduce([self._tensor], self._options)
+            self.under_way = True
         except RuntimeError as error:
             raise VoteError(f"vote {self.number} could not be sent: {error}") from error
 
     def due(self, step: int) -> bool:
         """Whether an outcome must be consumed at this boundary."""
-        return self._work is not None and step >= self._due
+        return self.under_way and step >= self._due
 
     def consume(self) -> Outcome:
         """The outcome, waiting for the slowest rank. Raises ``VoteError`` past the timeout or on a broken link."""
-        assert self._work is not None
-        work, self._work = self._work, None
+        assert self.under_way
+        work, self._work, self.under_way = self._work, None, False
+        if work is None:
+            raise VoteError(f"vote {self.number}: this rank has left the votes")
         try:
             work.wait(self._timeout)
             return Outcome.decode(self._tensor.tolist())
@@ -77,7 +78,10 @@ class VoteBox:
             raise VoteError(f"vote {self.number} came to nothing: {error}") from error
 
     def leave(self) -> None:
-        """Vote no more. The other ranks learn of it at once, by their broken links; returns at once as well."""
+        """Vote no more. The other ranks learn of it at once, by their broken links; returns at once as well.
+
+        A vote under way is lost, not forgotten: what it decided the others may have heard, and is still to be settled.
+        """
         # A group that still has a vote under way ends with it, which may take until the timeout.
         # No daemon: a group that is destroyed while Python itself ends would abort the process.
         held: list[Any] = [self._work, self._group]

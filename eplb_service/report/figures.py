@@ -1,0 +1,97 @@
+"""What the charts show, taken out of a replay: lines, points and maps, with the colour of each policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from eplb_service.planner.scoring import Float64
+from eplb_service.replay.result import PolicyReplay, Replay
+from eplb_service.report.charts import Line, Point
+
+_COLOURS = 8
+_MOST_MAPPED = 64
+"""Decisions that a map over time shows; more are averaged."""
+
+
+def colours_of(replay: Replay) -> dict[str, str]:
+    """The class of each policy's colour, by its label; doing nothing is grey."""
+    acting = [policy.label for policy in replay.policies if policy.policy != "none"]
+    colours = {policy.label: "none" for policy in replay.policies}
+    return colours | {label: f"s{number % _COLOURS}" for number, label in enumerate(acting)}
+
+
+def par_lines(replay: Replay, colours: Mapping[str, str]) -> list[Line]:
+    """Realised PAR of each policy along the trace, after what it is measured against."""
+    lines = []
+    for yardstick in replay.yardsticks:
+        same = [policy for policy in replay.policies if policy.setup == yardstick.setup]
+        steps = [decision.step for decision in same[0].decisions]
+        also = "" if len(replay.yardsticks) == 1 else f"{same[0].label.removeprefix(same[0].policy)}"
+        hindsight_DL = replay.hindsight_DL(yardstick.setup)
+        lines.append(Line(f"floor{also}", "floor", steps, yardstick.floor_DL.mean(axis=1).tolist()))
+        if hindsight_DL is not None:
+            lines.append(Line(f"hindsight{also}", "hindsight", steps, hindsight_DL.mean(axis=1).tolist()))
+        if not any(policy.policy == "none" for policy in same):
+            lines.append(
+                Line(f"left alone{also}", "none", steps, yardstick.left_alone_DL.mean(axis=1).tolist())
+            )
+    for policy in replay.policies:
+        steps = [decision.step for decision in policy.decisions]
+        values = [decision.par_realised for decision in policy.decisions]
+        lines.append(Line(policy.label, colours[policy.label], steps, values))
+    return lines
+
+
+def move_lines(replay: Replay, colours: Mapping[str, str]) -> list[Line]:
+    """Slots that received weights at each decision of each policy."""
+    return [
+        Line(
+            policy.label,
+            colours[policy.label],
+            [decision.step for decision in policy.decisions],
+            [decision.moves for decision in policy.decisions],
+        )
+        for policy in replay.policies
+    ]
+
+
+def pareto_points(replay: Replay, colours: Mapping[str, str]) -> list[Point]:
+    """The policies that move something; doing nothing only where there is hardly anything else to see."""
+    acting = [policy for policy in replay.policies if policy.policy != "none"]
+    return [
+        Point(policy.label, colours[policy.label], moved_share(replay, policy), policy.par_realised)
+        for policy in (acting if len(acting) > 1 else replay.policies)
+    ]
+
+
+def moved_share(replay: Replay, policy: PolicyReplay) -> float:
+    """Slots that receive weights at a decision, as a share of all slots."""
+    return policy.moves_per_decision / (replay.layers * replay.ranks * policy.setup.slots)
+
+
+def maps_of(replay: Replay, best: PolicyReplay) -> dict[str, tuple[str, str, Float64]]:
+    """Each map's name: what it shows, what its columns are, and its values."""
+    yardstick = replay.yardstick(best.setup)
+    balanced_DL = np.stack([decision.par_realised_L for decision in best.decisions])
+    return {
+        "before": ("Left alone", "rank", over_mean(yardstick.loads_LR)),
+        "after": (best.label, "rank", over_mean(best.loads_LR)),
+        "alone": ("Left alone", "decision", _few_columns(yardstick.left_alone_DL.T)),
+        "balanced": (best.label, "decision", _few_columns(balanced_DL.T)),
+    }
+
+
+def over_mean(loads_LR: Float64) -> Float64:
+    """Tokens of each rank over its layer's mean rank, float64 ``[L, R]``."""
+    mean_L1 = loads_LR.mean(axis=1, keepdims=True)
+    ratio_LR: Float64 = loads_LR / np.where(mean_L1 > 0, mean_L1, 1.0)
+    return ratio_LR
+
+
+def _few_columns(values_LD: Float64) -> Float64:
+    """The same with at most ``_MOST_MAPPED`` columns, each the mean of neighbours."""
+    if values_LD.shape[1] <= _MOST_MAPPED:
+        return values_LD
+    return np.stack([part.mean(axis=1) for part in np.array_split(values_LD, _MOST_MAPPED, axis=1)], axis=1)
