@@ -7,6 +7,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-oldest check lint types layers unit warm format proto clean
+.PHONY: explore faults soak bench-switch bench-solver
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,7 +44,7 @@ test-oldest: ## the service's tests on the oldest dependencies that the package 
 	@test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
 	@.venv-oldest/bin/pip install --quiet --constraint constraints-oldest.txt --editable ".[test]"
 	@.venv-oldest/bin/pytest tests --ignore tests/agent --ignore tests/swap --ignore tests/moe --ignore tests/model \
-	  --ignore tests/e2e --ignore tests/test_ranks.py $(ARGS)
+	  --ignore tests/e2e --ignore tests/faults --ignore tests/fuzz --ignore tests/test_ranks.py $(ARGS)
 
 format: $(READY) ## format the code and mend what ruff can
 	@$(BIN)/ruff check --fix .
@@ -54,8 +55,6 @@ proto: $(READY) ## generate the stubs again after editing proto/
 
 clean: ## remove the virtual environment and everything that was made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
-
-.PHONY: explore faults soak bench-switch
 
 explore: $(READY) ## every interleaving of the layer switch for three ranks and two plans, and the mutants caught (minutes)
 	@$(BIN)/python -m tests.swap.explorer
@@ -68,3 +67,6 @@ soak: $(READY) ## ten minutes of random faults, then the proof from the ranks' h
 
 bench-switch: $(READY) ## what the layer switch costs the model; ARGS="--json out.json"
 	@$(BIN)/python -m benchmarks.switch.run $(ARGS)
+
+bench-solver: warm ## the solver beside its peers, which are fetched once; ARGS="--help" lists the options
+	@$(BIN)/python -m benchmarks.solver $(ARGS)

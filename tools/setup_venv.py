@@ -38,7 +38,10 @@ def torch_options() -> list[str]:
     if accelerator() or platform.system() != "Linux":
         print("installing torch (once; this takes a few minutes)", flush=True)
         return []
-    print("installing a CPU build of torch, as no accelerator was found (once; takes a minute or two)", flush=True)
+    print(
+        "installing a CPU build of torch, as no accelerator was found (once; takes a minute or two)",
+        flush=True,
+    )
     return [] if index_offers_cpu_build() else ["--index-url", CPU_INDEX]
 
 

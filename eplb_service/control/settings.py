@@ -57,7 +57,8 @@ class ServiceSettings(BaseSettings):
     window_steps: int = Field(256, ge=1, le=65536, description="steps that a decision looks at")
     decision_interval: int = Field(256, ge=1, description="steps from one decision to the next")
     record: Path | None = Field(
-        None, description="folder to write each deployment's heat into, as native traces; unset: none is recorded"
+        None,
+        description="folder to write each deployment's heat into, as native traces; unset: none is recorded",
     )
     report_steps: int = Field(16, ge=1, le=1024, description="steps that an agent gathers into one report")
     heartbeat_seconds: float = Field(2.0, ge=0.05, le=60, description="seconds between an agent's heartbeats")
