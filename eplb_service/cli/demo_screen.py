@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from eplb_service.demo.view import render
 _SECONDS_BETWEEN_LINES = 2.0
 _HEAT_STEPS = 24
 _PICTURE_WIDTH = 132
+_WEB_FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 
 class Screen:
@@ -80,4 +82,5 @@ def save_picture(path: Path, view: RenderableType, summary: RenderableType) -> N
     console.print(view)
     console.print()
     console.print(summary)
-    write_atomically(path, console.export_svg(title="eplb demo").encode())
+    # The fonts that rich names are fetched from elsewhere; a picture is to be whole by itself.
+    write_atomically(path, _WEB_FONT.sub("", console.export_svg(title="eplb demo")).encode())

@@ -56,7 +56,9 @@ def test_a_trace_is_served_and_balanced_without_changing_an_output(dispatcher: s
         times = figures["step_ms"][with_or_without]
         assert 0 < times["p50"] <= times["p99"]
     assert "PAR balanced" in done.stdout
-    assert (tmp_path / "end.svg").read_text().startswith("<svg")
+    picture = (tmp_path / "end.svg").read_text()
+    assert picture.startswith("<svg")
+    assert "@font-face" not in picture
 
 
 def test_a_demo_that_switches_nothing_fails_and_says_so() -> None:
