@@ -172,11 +172,12 @@ async def test_a_message_past_the_size_limit(channel: grpc.aio.Channel) -> None:
 
 
 async def test_more_deployments_than_allowed(channel: grpc.aio.Channel) -> None:
-    for name in ("one", "two"):
-        await FakeRank(channel, 0).greet(hello_of(LIVE, 0, deployment=name))
-    rank = FakeRank(channel, 0)
-    await rank.say(hello=hello_of(LIVE, 0, deployment="three"))
-    code, text = await rank.refusal()
+    # All are kept: a stream that nobody holds any more is cancelled.
+    one, two, three = (FakeRank(channel, 0) for _ in range(3))
+    await one.greet(hello_of(LIVE, 0, deployment="one"))
+    await two.greet(hello_of(LIVE, 0, deployment="two"))
+    await three.say(hello=hello_of(LIVE, 0, deployment="three"))
+    code, text = await three.refusal()
     assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "max_deployments" in text
 
@@ -228,7 +229,8 @@ async def test_operators_are_told_what_cannot_be_done(
     with pytest.raises(grpc.aio.AioRpcError, match="no deployment 'nope'") as refused:
         await operator.GetStatus(operator_pb2.GetStatusRequest(deployment="nope"))
     assert refused.value.code() == grpc.StatusCode.NOT_FOUND
-    await FakeRank(channel, 0).greet(hello_of(LIVE, 0))
+    rank = FakeRank(channel, 0)
+    await rank.greet(hello_of(LIVE, 0))
     for call, request in (
         (operator.Rebalance, operator_pb2.RebalanceRequest(deployment="decode")),
         (operator.GetPlacement, operator_pb2.GetPlacementRequest(deployment="decode")),
