@@ -117,6 +117,13 @@ class Scene(RankCrew):
             assert time.monotonic() < deadline, f"the service never said {texts}"
             time.sleep(0.2)
 
+    def wait_for_metric(self, name: str, least: float, seconds: float = 30.0, **labels: str) -> None:
+        """Until /metrics shows at least this much: it follows what happens, a moment later."""
+        deadline = time.monotonic() + seconds
+        while (shown := self.service.metric(name, **labels)) < least:
+            assert time.monotonic() < deadline, f"{name} is {shown}, not yet {least}"
+            time.sleep(0.1)
+
     def wait_for_ranks(self, seconds: float = 60.0) -> None:
         """Until every rank's stream is alive."""
         self.service.wait_until(lambda status: status.status.agents_connected == self._ranks, seconds)

@@ -38,7 +38,7 @@ def test_a_transfer_that_goes_wrong_is_aborted_by_all_and_the_next_succeeds(
         scene.wait_for_switches()
         scene.ask(fault, 1)
         scene.wait_for_word(*said.split("|"))
-        assert scene.service.metric("eplb_plans_total", outcome="aborted") >= 1
+        scene.wait_for_metric("eplb_plans_total", 1, outcome="aborted")
         scene.wait_for_switches()
         facts = scene.stop()
     check_served(facts, tmp_path)

@@ -29,12 +29,12 @@ def test_one_fault_after_another_changes_no_output_and_stops_no_step(tmp_path: P
         scene.wait_for_switches()
         scene.ask("fail-next-transfer", 1)
         scene.wait_for_word("no room to stage")
-        assert scene.service.metric("eplb_plans_total", outcome="aborted") >= 1
+        scene.wait_for_metric("eplb_plans_total", 1, outcome="aborted")
         scene.proxy.cut()
         scene.wait_for_ranks()
         scene.wait_for_switches()
-        assert scene.service.metric("eplb_plans_total") >= 2
-        assert scene.service.metric("eplb_agents_connected") == RANKS
+        scene.wait_for_metric("eplb_plans_total", 2)
+        scene.wait_for_metric("eplb_agents_connected", RANKS)
         facts = scene.stop()
     check_served(facts, tmp_path)
     assert [fact.halted for fact in facts] == [None] * RANKS
