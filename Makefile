@@ -7,7 +7,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-oldest check lint types layers unit warm format proto clean
-.PHONY: explore faults soak bench-switch bench-solver
+.PHONY: explore fuzz faults soak bench-switch bench-solver bench-replay
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,10 +54,14 @@ proto: $(READY) ## generate the stubs again after editing proto/
 	@$(BIN)/pip install --quiet --no-deps --editable .
 
 clean: ## remove the virtual environment and everything that was made
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-fuzz build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-explore: $(READY) ## every interleaving of the layer switch for three ranks and two plans, and the mutants caught (minutes)
+explore: $(READY) ## every interleaving of the layer switch, and of service and ranks, and the mutants caught (minutes)
 	@$(BIN)/python -m tests.swap.explorer
+	@$(BIN)/python -m tests.control.explored_service
+
+fuzz: $(READY) ## every decoder under coverage-guided fuzzing, in .venv-fuzz; ARGS="--seconds 60 --seed 1"
+	@$(BIN)/python -m tests.fuzz.fuzz $(ARGS)
 
 faults: $(READY) ## real faults on real services and ranks (minutes); ARGS go to pytest
 	@$(BIN)/pytest tests/faults -m "faults or not faults" $(ARGS)
@@ -68,5 +72,8 @@ soak: $(READY) ## ten minutes of random faults, then the proof from the ranks' h
 bench-switch: $(READY) ## what the layer switch costs the model; ARGS="--json out.json"
 	@$(BIN)/python -m benchmarks.switch.run $(ARGS)
 
-bench-solver: warm ## the solver beside its peers, which are fetched once; ARGS="--help" lists the options
+bench-solver: warm ## the solver beside its peers, which are fetched once (about 20 minutes; ARGS=--quick: two)
 	@$(BIN)/python -m benchmarks.solver $(ARGS)
+
+bench-replay: warm ## a long replay beside a plain loop: time, memory, part spent in the solver; ARGS="--steps 2560"
+	@$(BIN)/python -m benchmarks.replay $(ARGS)

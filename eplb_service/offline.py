@@ -12,7 +12,7 @@ from eplb_service.heat.window import HeatError, Window, checked_heat
 from eplb_service.placement import Int32, Placement, PlacementError
 from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.plan import LayerVerdict
-from eplb_service.planner.scoring import Float64, par, rank_loads
+from eplb_service.planner.scoring import Float64, par, split_loads
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 
@@ -29,6 +29,8 @@ class Solution:
         int32 ``[R, L, E]``, physical id that each source rank's tokens of each expert go to.
     par_before_L, par_after_L
         float64 ``[L]``, peak-to-average ratio over the heat's own steps, through the tables.
+    hottest_before_L, hottest_after_L
+        float64 ``[L]``, tokens of the hottest rank in a step, mean over the steps.
     moves_L
         int64 ``[L]``, slots that hold another expert than before.
     verdicts
@@ -39,6 +41,8 @@ class Solution:
     log2phy: Int32
     par_before_L: Float64
     par_after_L: Float64
+    hottest_before_L: Float64
+    hottest_after_L: Float64
     moves_L: npt.NDArray[np.int64]
     verdicts: tuple[LayerVerdict, ...]
 
@@ -112,11 +116,15 @@ def solve(
         phy2log[changed.layer] = changed.phy2log_RS
         log2phy[:, changed.layer] = changed.log2phy_RE
     after = Placement(phy2log, experts)
+    loads_before = split_loads(window.heat_TLE, deployed, before_RLE, window.source_RLE, settings.split)
+    loads_after = split_loads(window.heat_TLE, after, log2phy, window.source_RLE, settings.split)
     return Solution(
         phy2log,
         log2phy,
-        par(rank_loads(window.heat_TLE, deployed, before_RLE, window.source_RLE)),
-        par(rank_loads(window.heat_TLE, after, log2phy, window.source_RLE)),
+        par(loads_before),
+        par(loads_after),
+        loads_before.max(axis=2).mean(axis=0),
+        loads_after.max(axis=2).mean(axis=0),
         np.count_nonzero(phy2log != deployed.phy2log_LRS, axis=(1, 2)),
         decided.verdicts,
     )

@@ -95,8 +95,10 @@ class Agent:
         """Whether the service is there."""
         return self._stream.connected
 
-    def step(self, phase: StepPhase = StepPhase.DECODE) -> None:
+    def step(self, phase: StepPhase = StepPhase.DECODE, tokens: int | None = None) -> None:
         """A forward pass has been queued. Called between two, on every rank, by the thread that runs the model.
+
+        ``tokens`` is how many of its own this rank had in it, for those who record heat; ``None`` where not known.
 
         Never waits on the network but for the slowest rank's ballot, which the model's own collectives have nearly
         always brought in. Whatever goes wrong here stops balancing, not the model; the one error that is let through
@@ -105,7 +107,7 @@ class Agent:
         # The count of steps is what votes are launched by: nothing that fails may keep it from growing.
         self._step += 1
         self._switch.budget.refill()
-        self._guarded(self._record, phase)
+        self._guarded(self._record, phase, tokens)
         self._guarded(self._take_events)
         self._guarded(self._switch.vote, self._step)
         self._guarded(self._publish)
@@ -139,12 +141,12 @@ class Agent:
 
     # What happens at a step boundary, in order
 
-    def _record(self, phase: StepPhase) -> None:
+    def _record(self, phase: StepPhase, tokens: int | None) -> None:
         welcome = self._stream.welcome
         if welcome is not None:
             self._heat.adopt(welcome.report_steps)
             self._switch.machine.hear_term(welcome.leader_term)
-        self._heat.step_done(self._step - 1, phase, self.installed.layer_epochs)
+        self._heat.step_done(self._step - 1, phase, self.installed.layer_epochs, tokens)
 
     def _take_events(self) -> None:
         self._stream.keep_alive()

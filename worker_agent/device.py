@@ -17,29 +17,47 @@ class Mark:
 
     def __init__(self, device: torch.device) -> None:
         self._event: Any = None
+        self._device = device
         if device.type != "cpu":
-            self._event = torch.get_device_module(device).Event()
-            self._event.record()
+            module = torch.get_device_module(device)
+            self._event = module.Event()
+            # Named, not implied: a thread's current device need not be this one.
+            self._event.record(module.current_stream(device))
 
     def passed(self) -> bool:
         """Whether the device has got there; never waits."""
         return self._event is None or bool(self._event.query())
 
     def hold_current_stream(self) -> None:
-        """Make the work that is queued from here on, on the current stream, wait for this point."""
+        """Make the work that is queued from here on, on the device's current stream, wait for this point."""
         if self._event is not None:
-            self._event.wait()
+            self._event.wait(torch.get_device_module(self._device).current_stream(self._device))
 
 
-def side_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which work is queued beside the model's own stream."""
-    if device.type == "cpu":
-        return nullcontext()
-    module = torch.get_device_module(device)
-    context: AbstractContextManager[Any] = module.stream(module.Stream())
-    return context
+class SideStream:
+    """A stream of its own on ``device``, beside the model's.
+
+    Kept for as long as what was allocated on it is used: memory that is given back goes to the next who asks on the
+    same stream, so it can never go to the model while something here still writes to it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._stream: Any = None if self._module is None else self._module.Stream(device=device)
+
+    def current(self) -> AbstractContextManager[Any]:
+        """A context in which work is queued here, and memory taken."""
+        if self._module is None:
+            return nullcontext()
+        context: AbstractContextManager[Any] = self._module.stream(self._stream)
+        return context
 
 
 def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Host memory that ``device`` can copy into without holding up its stream."""
     return torch.empty(shape, dtype=dtype, pin_memory=device.type != "cpu")
+
+
+def on_host(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The host's ``tensor`` in memory that ``device`` can copy from without holding up the caller."""
+    return tensor if device.type == "cpu" else tensor.pin_memory()

@@ -18,6 +18,8 @@ import torch
 from worker_agent.adapters.live_layer import LiveLayer
 from worker_agent.device import Mark, host_empty
 
+_MOST_TOKENS = 1 << 32
+
 
 class StepPhase(enum.IntEnum):
     """What kind of step it was; the numbers are the wire's."""
@@ -43,6 +45,8 @@ class HeatSegment:
         int32 ``[T, L, E]``, this rank's own tokens before dispatch; ``None`` where a layer cannot tell.
     phases
         One a step.
+    tokens
+        This rank's own tokens, one a step; empty where the host does not tell of each.
     """
 
     first_step: int
@@ -50,6 +54,7 @@ class HeatSegment:
     slot_counts_TLS: npt.NDArray[np.int32]
     source_counts_TLE: npt.NDArray[np.int32] | None
     phases: tuple[StepPhase, ...]
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ class _Copy:
     first_step: int
     layer_epochs: tuple[int, ...]
     phases: tuple[StepPhase, ...]
+    tokens: tuple[int, ...]
     expected_count: int
     slots_LTS: torch.Tensor
     sources_LTE: torch.Tensor | None
@@ -92,6 +98,7 @@ class HeatRecorder:
         self._segment_steps = segment_steps
         self._device = layers[0].moe_load.device
         self._phases: list[StepPhase] = []
+        self._tokens: list[int] = []
         self._first_step = 0
         self._count = int(layers[0].load_counter)
         self._copies: deque[_Copy] = deque()
@@ -100,11 +107,15 @@ class HeatRecorder:
         """Report in segments of ``segment_steps``, or of as many steps as the rings hold."""
         self._segment_steps = max(1, min(segment_steps, self._rows))
 
-    def step_done(self, step: int, phase: StepPhase, layer_epochs: tuple[int, ...]) -> None:
-        """Step ``step`` has run under ``layer_epochs``."""
+    def step_done(
+        self, step: int, phase: StepPhase, layer_epochs: tuple[int, ...], tokens: int | None = None
+    ) -> None:
+        """Step ``step`` has run under ``layer_epochs`` with ``tokens`` of this rank's own, where they are known."""
         if not self._phases:
             self._first_step = step
         self._phases.append(phase)
+        if tokens is not None and 0 <= tokens < _MOST_TOKENS:
+            self._tokens.append(tokens)
         self._count += 1
         if len(self._phases) >= self._segment_steps:
             self.cut(layer_epochs)
@@ -112,10 +123,12 @@ class HeatRecorder:
     def cut(self, layer_epochs: tuple[int, ...]) -> None:
         """End the segment here: called before a layer switches, while the counts are still of ``layer_epochs``."""
         phases, self._phases = self._phases, []
+        tokens, self._tokens = self._tokens, []
         if not phases:
             return
+        told = tuple(tokens) if len(tokens) == len(phases) else ()
         try:
-            self._copies.append(self._copy_of(tuple(phases), layer_epochs))
+            self._copies.append(self._copy_of(tuple(phases), told, layer_epochs))
         except Exception:
             # Steps that cannot be told of are lost; they must never be told with later ones, under another placement.
             self.lost_steps += len(phases)
@@ -132,10 +145,14 @@ class HeatRecorder:
                 break
             sources = None if copy.sources_LTE is None else _steps_first(copy.sources_LTE)
             slots = _steps_first(copy.slots_LTS)
-            segments.append(HeatSegment(copy.first_step, copy.layer_epochs, slots, sources, copy.phases))
+            segments.append(
+                HeatSegment(copy.first_step, copy.layer_epochs, slots, sources, copy.phases, copy.tokens)
+            )
         return segments
 
-    def _copy_of(self, phases: tuple[StepPhase, ...], layer_epochs: tuple[int, ...]) -> _Copy:
+    def _copy_of(
+        self, phases: tuple[StepPhase, ...], tokens: tuple[int, ...], layer_epochs: tuple[int, ...]
+    ) -> _Copy:
         rows = [(self._count - len(phases) + i) % self._rows for i in range(len(phases))]
         slots = self._copy_out([layer.moe_load for layer in self._layers], rows)
         sources = [layer.source_load for layer in self._layers if layer.source_load is not None]
@@ -143,6 +160,7 @@ class HeatRecorder:
             first_step=self._first_step,
             layer_epochs=layer_epochs,
             phases=phases,
+            tokens=tokens,
             expected_count=self._count,
             slots_LTS=slots,
             sources_LTE=self._copy_out(sources, rows) if len(sources) == len(self._layers) else None,
@@ -156,7 +174,7 @@ class HeatRecorder:
         self.lost_steps += sum(len(one.phases) for one in lost) + len(self._phases)
         self._count = counter + self._count - copy.expected_count
         self._copies.clear()
-        self._phases = []
+        self._phases, self._tokens = [], []
 
     def _copy_out(self, rings: Sequence[torch.Tensor], rows: list[int]) -> torch.Tensor:
         """Rows of all rings, int32 ``[L, T, width]`` on the host; the copy may still be under way."""

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TypeAlias
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from eplb_service.placement import Int32, Placement, PlacementError
@@ -17,6 +18,8 @@ from worker_agent.identity import Identity
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.group import AgentGroup, MeetingError, agree
 from worker_agent.swap.installed import Installed
+from worker_agent.swap.lane.backend import Backend, choose_backend
+from worker_agent.swap.lane.lanes import Lanes
 
 WeightShapes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 """Type and shape of one expert, for each tensor that a kernel reads."""
@@ -24,10 +27,11 @@ WeightShapes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 
 @dataclass(frozen=True)
 class Meeting:
-    """What comes of a meeting: the agents' group, its votes, who this rank is, and what is installed."""
+    """What comes of a meeting: the agents' group, its votes and lanes, who this rank is, and what is installed."""
 
     group: AgentGroup
     votes: dist.ProcessGroup
+    lanes: Lanes
     identity: Identity
     installed: Installed
 
@@ -42,6 +46,7 @@ class _Facts:
     experts: int
     bytes_per_expert: int
     weights_by_layer: tuple[WeightShapes, ...]
+    transfer_backend: Backend
     shared_settings: dict[str, object]
     complaint: str | None
 
@@ -80,8 +85,15 @@ def meet(
     except PlacementError as error:
         complaint = str(error)
     agree(host_group, complaint)
+    lanes = Lanes(
+        group,
+        own.transfer_backend,
+        _device(layers),
+        timedelta(seconds=settings.transfer_timeout_seconds),
+    )
     try:
         votes = group.process_group("vote", timedelta(seconds=settings.vote_timeout_seconds))
+        lanes.open_first()
     except RuntimeError as error:
         complaint = f"cannot reach the other ranks: {error}"
     agree(host_group, complaint)
@@ -97,7 +109,7 @@ def meet(
         slots=placement.slots,
         bytes_per_expert=own.bytes_per_expert,
     )
-    return Meeting(group, votes, identity, installed)
+    return Meeting(group, votes, lanes, identity, installed)
 
 
 def _facts(layers: Sequence[LiveLayer], settings: AgentSettings, token_group: int) -> _Facts:
@@ -105,11 +117,13 @@ def _facts(layers: Sequence[LiveLayer], settings: AgentSettings, token_group: in
     slots_LS = np.zeros((len(layers), 0), dtype=np.int32)
     experts, bytes_per_expert = 0, 0
     weights_by_layer: tuple[WeightShapes, ...] = ()
+    backend = Backend.GLOO
     try:
         slots_LS = np.stack([_local_slots(index, layer) for index, layer in enumerate(layers)])
         experts = int(layers[0].expert_map.shape[0])
         weights_by_layer = tuple(_weight_shapes(layer) for layer in layers)
         bytes_per_expert = sum(weight[0].nbytes for weight in layers[0].expert_weights())
+        backend = choose_backend(settings.transfer_backend, _device(layers).type)
     except Exception as error:
         # Whatever is wrong with this rank's layers, the others must hear of it rather than wait.
         complaint = str(error) if layers else None
@@ -120,9 +134,15 @@ def _facts(layers: Sequence[LiveLayer], settings: AgentSettings, token_group: in
         experts=experts,
         bytes_per_expert=bytes_per_expert,
         weights_by_layer=weights_by_layer,
+        transfer_backend=backend,
         shared_settings=settings.shared(),
         complaint=complaint,
     )
+
+
+def _device(layers: Sequence[LiveLayer]) -> torch.device:
+    """Where the experts are; all of a rank's are on one device."""
+    return layers[0].expert_weights()[0].device
 
 
 def _weight_shapes(layer: LiveLayer) -> WeightShapes:
@@ -154,7 +174,7 @@ def _check_alike(facts: Sequence[_Facts]) -> None:
         if fact.complaint is not None:
             raise MeetingError(f"rank {rank}: {fact.complaint}")
     for rank, fact in enumerate(facts):
-        for what in ("experts", "bytes_per_expert", "shared_settings"):
+        for what in ("experts", "bytes_per_expert", "transfer_backend", "shared_settings"):
             here, there = getattr(facts[0], what), getattr(fact, what)
             if here != there:
                 raise MeetingError(f"{what} differ: rank 0 has {here}, rank {rank} has {there}")

@@ -51,6 +51,7 @@ def heat_report(segment: HeatSegment, dropped_steps: int) -> agent_pb2.HeatRepor
         source_counts=None if sources is None else pack(sources),
         step_phases=bytes(segment.phases),
         dropped_steps=dropped_steps,
+        step_tokens=segment.tokens,
     )
 
 

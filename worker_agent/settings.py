@@ -8,6 +8,8 @@ from pathlib import Path
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from worker_agent.swap.lane.backend import TransferBackend
+
 
 class AgentSettings(BaseSettings):
     """How one agent reaches the service, and how its ranks vote and transfer.
@@ -42,9 +44,14 @@ class AgentSettings(BaseSettings):
     )
     transfer_timeout_seconds: float = Field(60.0, gt=0, le=3600, description="bound on one layer's transfer")
     bytes_per_step: int | None = Field(
-        None, ge=1, description="bytes that a rank may send per step; none: no limit"
+        None, ge=1, description="bytes that a rank may send, and receive, per step; none: no limit"
     )
     chunk_bytes: int = Field(4 * 1024 * 1024, ge=4096, description="largest single transfer message")
+    transfer_backend: TransferBackend = Field(
+        "auto",
+        description="what carries experts: auto (nccl between GPUs, hccl between NPUs, else gloo), gloo (through the "
+        "host), nccl or hccl",
+    )
     verify_transfers: bool = Field(
         False, description="send a checksum with each expert, and compare what was installed"
     )

@@ -1,108 +1,135 @@
-"""Runs the solver and its peers on the same heat and prints a table: ``python -m benchmarks.solver``."""
+"""Measures the solver and its peers side by side: ``python -m benchmarks.solver``."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.solver.heat_kinds import KINDS, SHAPES, generate
-from benchmarks.solver.peers import PEERS, Balancer, fetch
-from eplb_service.heat.window import Window
-from eplb_service.placement import Placement
-from eplb_service.planner.decide import plan_afresh
-from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.topology import Topology
+from benchmarks.solver.about import about
+from benchmarks.solver.contest import Contest
+from benchmarks.solver.effort import FULL, QUICK, Effort
+from benchmarks.solver.peers.balancers import PEERS
+from benchmarks.solver.recorded import recorded_course
+from benchmarks.solver.report.files import write_folder, write_json
+from benchmarks.solver.report.tables import tables
+from benchmarks.solver.sections import GROUPS, Section, sections
+from eplb_service.atomic_write import OutputError
+from eplb_service.heat.window import HeatError
 from eplb_service.solver.warmup import warm_up
 
-WINDOW = 256
+_INDEX = "https://pypi.org/simple"
 
 
-def ours(**options: object) -> Balancer:
-    """Every layer placed anew by the planner, in default settings but for ``options`` and one thread."""
-    settings = PlannerSettings(threads=1, **options)
-
-    def balance(heat_TLE: np.ndarray, placement_LRS: np.ndarray) -> np.ndarray:
-        deployed = Placement(placement_LRS, heat_TLE.shape[2])
-        decided = plan_afresh(Window(heat_TLE), deployed, Topology.flat(deployed.ranks), settings)
-        placed_LRS = placement_LRS.copy()
-        for changed in decided.layers:
-            placed_LRS[changed.layer] = changed.phy2log_RS
-        return placed_LRS
-
-    return balance
-
-
-def even_par(heat_TLE: np.ndarray, placement_LRS: np.ndarray) -> float:
-    """Peak-to-average ratio per step, experts split evenly over their copies, mean over layers."""
-    ratios = []
-    for layer, placed_RS in enumerate(placement_LRS):
-        copies_E = np.bincount(placed_RS.ravel(), minlength=heat_TLE.shape[2])
-        load_TR = (heat_TLE[:, layer][:, placed_RS] / copies_E[placed_RS]).sum(axis=2)
-        ratios.append((load_TR.max(axis=1) / load_TR.mean(axis=1)).mean())
-    return float(np.mean(ratios))
-
-
-def cells(shapes: list[tuple[int, int, int, int]], repeats: int) -> Iterator[dict[str, object]]:
-    """One row for each shape, kind of heat and balancer."""
-    balancers: dict[str, Balancer] = {
-        "ours": ours(),
-        "ours, no tree search": ours(tree_search=False),
-        "ours, no local search": ours(local_search=False),
-        "ours, one episode": ours(episodes=1),
-    }
-    balancers |= {name: make() for name, make in PEERS.items()}
-    for layers, experts, ranks, slots in shapes:
-        for kind in KINDS:
-            heat_TLE = generate(kind, layers, experts, 2 * WINDOW)
-            seen, following = heat_TLE[:WINDOW], heat_TLE[WINDOW:]
-            first_LRS = Placement.linear(layers, experts, ranks, slots).phy2log_LRS
-            for name, balance in balancers.items():
-                seconds = []
-                for _ in range(repeats):
-                    began = time.process_time()
-                    found_LRS = balance(seen, first_LRS)
-                    seconds.append(time.process_time() - began)
-                yield {
-                    "shape": f"{layers}x{experts}x{ranks}x{slots}",
-                    "kind": kind,
-                    "balancer": name,
-                    "in_sample": even_par(seen, found_LRS),
-                    "next_window": even_par(following, found_LRS),
-                    "slots_moved": float((found_LRS != first_LRS).mean()),
-                    "cpu_seconds": min(seconds),
-                }
+def main() -> int:
+    """Parse options, measure, and say what was found; returns the exit code."""
+    options = _parser().parse_args()
+    # A log shows each line at once; and what is no terminal takes any width, as tables want it.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    try:
+        courses = [
+            recorded_course(path, options.trace_ranks, options.trace_slots, options.trace_window)
+            for path in options.trace
+        ]
+    except HeatError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    effort = _effort(options)
+    contest = Contest(options.peers, options.index, options.limit_seconds, console.print)
+    chosen = [
+        section
+        for section in sections(contest, effort, courses)
+        if section.group in options.only and (section.name != "traces" or courses)
+    ]
+    with console.status("compiling the solver's kernels, once"):
+        warm_up(threads=1)
+    began = time.monotonic()
+    try:
+        results = _measured(chosen, console)
+    finally:
+        contest.close()
+    took = f"{(time.monotonic() - began) / 60:.1f} minutes"
+    results = {"about": {**about(effort.seeds), "took": took}, "failures": contest.failures, **results}
+    for table in reversed(tables(results)):
+        console.print(table.drawn())
+    console.print(f"{results['about']['machine']}; took {took}")
+    try:
+        if options.json is not None:
+            write_json(options.json, results)
+        if options.out is not None:
+            write_folder(options.out, results)
+    except OutputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
-def main() -> None:
+def _measured(chosen: Sequence[Section], console: Console) -> dict[str, Any]:
+    """The rows of each section; after Ctrl-C those that there are."""
+    results: dict[str, Any] = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[row]}"), console=console) as progress:
+        whole = progress.add_task("measurements", total=len(chosen), row="")
+        try:
+            for section in chosen:
+                rows = results.setdefault(section.name, [])
+                progress.update(whole, description=section.title)
+                began = time.monotonic()
+                for row in section.rows():
+                    rows.append(row)
+                    progress.update(whole, row=_where(row))
+                progress.advance(whole)
+                console.print(f"{section.title}: {len(rows)} rows in {time.monotonic() - began:.0f} s")
+        except KeyboardInterrupt:
+            console.print("interrupted: what follows is what was measured until then")
+    return results
+
+
+def _where(row: dict[str, Any]) -> str:
+    """What was just measured, in a few words."""
+    names = ("shape", "course", "kind", "seed", "size", "policy")
+    return " ".join(str(row[name]) for name in names if name in row)
+
+
+def _effort(options: argparse.Namespace) -> Effort:
+    effort = QUICK if options.quick else FULL
+    changes: dict[str, Any] = {}
+    if options.seeds:
+        changes["seeds"] = tuple(options.seeds)
+    if options.repeats:
+        changes["repeats"] = options.repeats
+    if options.long_seconds:
+        changes["long_seconds"] = options.long_seconds
+    return replace(effort, **changes)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.solver", description=__doc__)
-    parser.add_argument(
-        "--index", default="https://pypi.org/simple", help="package index to fetch peers from"
-    )
-    parser.add_argument("--shapes", type=int, nargs="*", default=[1, 2], help=f"which of {SHAPES}, from 0")
-    parser.add_argument("--repeats", type=int, default=2, help="runs of each cell; the fastest counts")
-    parser.add_argument("--json", type=Path, help="write all rows here")
-    options = parser.parse_args()
-    fetch(options.index)
-    warm_up(threads=1)
-    rows = []
-    print(
-        f"{'shape':>14} {'kind':>7} {'balancer':>28} {'in sample':>9} {'next':>7} {'moved':>6} {'CPU s':>7}"
-    )
-    for row in cells([SHAPES[at] for at in options.shapes], options.repeats):
-        rows.append(row)
-        print(
-            f"{row['shape']:>14} {row['kind']:>7} {row['balancer']:>28} {row['in_sample']:9.4f} "
-            f"{row['next_window']:7.4f} {row['slots_moved']:6.0%} {row['cpu_seconds']:7.3f}",
-            flush=True,
-        )
-    if options.json is not None:
-        options.json.write_text(json.dumps(rows, indent=1))
+    add = parser.add_argument
+    add("--quick", action="store_true", help="about a minute: one shape, one seed, short loops")
+    add("--only", nargs="+", choices=GROUPS, default=list(GROUPS), help="measure these alone")
+    add("--peers", nargs="*", choices=list(PEERS), default=list(PEERS), help="peers that take part")
+    add("--index", default=_INDEX, help="package index that peers are fetched from, once")
+    add("--seeds", type=int, nargs="+", help="of the generated heat; the first serves where one is enough")
+    add("--repeats", type=int, help="runs of each timed decision")
+    add("--limit-seconds", type=float, default=60.0, help="a decision that takes longer is given up")
+    add("--long-seconds", type=float, help="long search for each layer of two slots a rank")
+    add("--trace", type=Path, action="append", default=[], help="recorded heat to serve as well")
+    add("--trace-ranks", type=int, default=8)
+    add("--trace-slots", type=int, help="default: one a rank more than the experts need")
+    add("--trace-window", type=int, default=256, help="steps a decision sees; fewer where a trace is short")
+    add("--json", type=Path, help="write every row here")
+    add("--out", type=Path, help="write tables and plots into this folder")
+    return parser
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,11 +6,19 @@ layers start from a Zipf law (exponent 0.5 to 0.9), even layers from a lognormal
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.solver.decision import Float64
+
+Shape = tuple[int, int, int, int]
+"""Layers, experts, ranks, slots a rank."""
 KINDS = ("static", "drift", "phased", "bursty")
-SHAPES = (
+WINDOW = 256
+"""Steps that a decision sees."""
+SHAPES: tuple[Shape, ...] = (
     (58, 256, 16, 17),
     (58, 256, 32, 9),
     (58, 256, 64, 5),
@@ -18,13 +26,19 @@ SHAPES = (
     (60, 384, 64, 7),
     (48, 128, 8, 17),
 )
-"""Layers, experts, ranks, slots: three of DeepSeek-V3, Qwen3-235B, Kimi-K2, and a small deployment."""
+"""Three of DeepSeek-V3, Qwen3-235B, Kimi-K2, and a small deployment."""
 
 
+def shape_name(shape: Shape) -> str:
+    """As tables and options write it."""
+    return "x".join(map(str, shape))
+
+
+@lru_cache(maxsize=1)
 def generate(
     kind: str, layers: int, experts: int, steps: int, seed: int = 0, tokens: int = 4096, choices: int = 8
 ) -> npt.NDArray[np.int32]:
-    """Heat int32 ``[steps, layers, experts]`` of one of ``KINDS``."""
+    """Heat int32 ``[steps, layers, experts]`` of one of ``KINDS``, read-only; the last is kept: it took a second."""
     heat_TLE = np.empty((steps, layers, experts), dtype=np.int32)
     for layer in range(layers):
         generator = np.random.default_rng([seed, layer, KINDS.index(kind)])
@@ -35,47 +49,66 @@ def generate(
             share_TE = np.minimum(share_TE, 1.0 / choices)
             share_TE /= share_TE.sum(axis=1, keepdims=True)
         heat_TLE[:, layer] = generator.multinomial(tokens * choices, share_TE)
+    heat_TLE.setflags(write=False)
     return heat_TLE
 
 
-def source_mix(
-    layers: int, experts: int, ranks: int, spread: float, seed: int = 0
-) -> npt.NDArray[np.float64]:
+def source_mix(layers: int, experts: int, ranks: int, spread: float, seed: int = 0) -> Float64:
     """Each expert's split over source ranks, a persistent lognormal mix, float64 ``[ranks, layers, experts]``."""
-    mix_RLE = np.exp(np.random.default_rng([seed, ranks]).normal(0, spread, (ranks, layers, experts)))
-    return mix_RLE / mix_RLE.sum(axis=0)
+    generator = np.random.default_rng([seed, ranks])
+    mix_RLE: Float64 = np.exp(generator.normal(0, spread, (ranks, layers, experts)))
+    mix_RLE /= mix_RLE.sum(axis=0)
+    return mix_RLE
 
 
 def _log_popularity(
     kind: str, layer: int, experts: int, steps: int, generator: np.random.Generator
-) -> npt.NDArray[np.float64]:
+) -> Float64:
+    """Unscaled log-popularity of each expert in each step, float64 ``[steps, experts]``."""
     base_E = _start(layer, experts, generator)
-    jitter_TE = generator.normal(0, 0.1, (steps, experts))
-    if kind == "static":
-        return base_E + jitter_TE
+    jitter_TE: Float64 = generator.normal(0, 0.1, (steps, experts))
     if kind == "drift":
-        walk_TE = np.empty((steps, experts))
-        at_E = np.zeros(experts)
-        for step in range(steps):
-            at_E = 0.999 * at_E + generator.normal(0, 0.04, experts)
-            walk_TE[step] = at_E
-        return base_E + walk_TE
+        return _walk(base_E, steps, generator)
     if kind == "phased":
-        other_E = base_E.max() + base_E.min() - base_E
-        first_T = np.where((np.arange(steps) // 50) % 2 == 0, 0.9, 0.1)[:, None]
-        domains = [np.exp(log_E) / np.exp(log_E).sum() for log_E in (base_E, other_E)]
-        return np.log(first_T * domains[0] + (1 - first_T) * domains[1]) + jitter_TE
-    groups = generator.permutation(experts) // 8
-    on_TG = np.zeros((steps, groups.max() + 1))
+        jitter_TE += _alternation(base_E, steps)
+    else:
+        jitter_TE += base_E
+    if kind == "bursty":
+        jitter_TE += _bursts(experts, steps, generator)
+    return jitter_TE
+
+
+def _walk(base_E: Float64, steps: int, generator: np.random.Generator) -> Float64:
+    """Each expert walks by itself, pulled back a little."""
+    walk_TE = np.empty((steps, base_E.size))
+    at_E = np.zeros(base_E.size)
+    for step in range(steps):
+        at_E = 0.999 * at_E + generator.normal(0, 0.04, base_E.size)
+        walk_TE[step] = base_E + at_E
+    return walk_TE
+
+
+def _alternation(base_E: Float64, steps: int) -> Float64:
+    """Two domains that like opposite experts, mixed 9:1 and 1:9 for 50 steps each."""
+    first_T1 = np.where((np.arange(steps) // 50) % 2 == 0, 0.9, 0.1)[:, None]
+    one_E, other_E = np.exp(base_E), np.exp(base_E.max() + base_E.min() - base_E)
+    mixed_TE: Float64 = first_T1 * (one_E / one_E.sum()) + (1 - first_T1) * (other_E / other_E.sum())
+    return np.log(mixed_TE)
+
+
+def _bursts(experts: int, steps: int, generator: np.random.Generator) -> Float64:
+    """Groups of 8 experts are on together for about 10 steps, and off for about 50."""
+    groups_E = generator.permutation(experts) // 8
+    on_TG = np.zeros((steps, groups_E.max() + 1))
     state_G = generator.random(on_TG.shape[1]) < 10 / 60
     for step in range(steps):
         leave_G = generator.random(on_TG.shape[1])
         state_G = np.where(state_G, leave_G > 1 / 10, leave_G < 1 / 50)
         on_TG[step] = state_G
-    return base_E + 1.3 * on_TG[:, groups] + jitter_TE
+    return 1.3 * on_TG[:, groups_E]
 
 
-def _start(layer: int, experts: int, generator: np.random.Generator) -> npt.NDArray[np.float64]:
+def _start(layer: int, experts: int, generator: np.random.Generator) -> Float64:
     if layer % 2:
         ranks_E = generator.permutation(experts) + 1
         return -generator.uniform(0.5, 0.9) * np.log(ranks_E)

@@ -23,6 +23,8 @@ from worker_agent.moe import ExpertParallelMoE, MoEShape, seeded_experts
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.budget import ByteBudget
 from worker_agent.swap.group import AgentGroup
+from worker_agent.swap.lane.backend import Backend
+from worker_agent.swap.lane.lanes import Lanes
 from worker_agent.swap.machine import StartTransfer
 from worker_agent.swap.staging import install
 from worker_agent.swap.transfer import TransferLimits, TransferWorker
@@ -200,7 +202,8 @@ def transfer(hidden: int, intermediate: int, experts: int, rounds: int) -> tuple
         0, np.zeros((2, EXPERTS), dtype=np.int32), np.zeros(EXPERTS, np.int32), (0, 0), moves_M5
     )
     limits = TransferLimits(timedelta(seconds=60), AgentSettings().chunk_bytes)
-    worker = TransferWorker(group, limits, ByteBudget(None))
+    lanes = Lanes(group, Backend.GLOO, torch.device("cpu"), limits.timeout)
+    worker = TransferWorker(lanes, limits, ByteBudget(None))
     link = group.process_group("raw", timedelta(seconds=60))
     size = experts * sum(weight[0].nbytes for weight in layer.expert_weights())
     raw = torch.zeros(size, dtype=torch.uint8)

@@ -16,7 +16,14 @@ from eplb_service.atomic_write import check_output
 from eplb_service.cli.errors import UserError
 from eplb_service.cli.json_out import print_json, write_json
 from eplb_service.cli.numbers import whole_numbers
+from eplb_service.cli.planner_options import (
+    NodesOption,
+    TokenGroupOption,
+    takes_planner_settings,
+    topology_of,
+)
 from eplb_service.cli.replay_progress import replay_progress
+from eplb_service.cli.resumable import Resumable, ResumeOption
 from eplb_service.cli.trace_options import (
     AsOption,
     BatchOption,
@@ -26,8 +33,7 @@ from eplb_service.cli.trace_options import (
     reading,
 )
 from eplb_service.cli.warmup import compile_solver
-from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.topology import Topology
+from eplb_service.planner.options import planner_settings
 from eplb_service.replay.costs import Costs
 from eplb_service.traces.open import naming
 from eplb_service.traces.routes import DEFAULT_BATCH
@@ -35,12 +41,15 @@ from eplb_service.traces.trace import Trace
 
 if TYPE_CHECKING:
     from eplb_service.replay.advice import Advice, Option
+    from eplb_service.replay.jobs import Job, Scene, TraceFile
+    from eplb_service.replay.result import Replay
 
 _COSTS = Costs()
 _BAR = 18
 _SAMPLED_STEPS = 64
 
 
+@takes_planner_settings("policy", "move_price")
 def advise(
     heat: HeatOption,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of the expert-parallel group.")],
@@ -59,50 +68,67 @@ def advise(
     bandwidth: Annotated[
         float, typer.Option(help="GB a second that a rank receives while it serves.")
     ] = _COSTS.bandwidth / 1e9,
-    seed: Annotated[int, typer.Option(min=0, help="Of every random choice.")] = 0,
+    nodes: NodesOption = None,
+    token_group: TokenGroupOption = 1,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes; as many as cores by default.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write all that was tried to this .json file.")] = None,
+    resume: ResumeOption = None,
     read_as: AsOption = None,
     map: MapOption = None,
     experts: ExpertsOption = None,
     batch: BatchOption = DEFAULT_BATCH,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    **planner: Any,
 ) -> None:
     """Say how many redundant experts, which window and interval, what each layer wins, and whether it pays at all."""
     if out is not None:
         check_output(out, (".json",))
     costs = Costs(step_ms, moe_share, bytes_per_expert, bandwidth * 1e9)
-    settings = PlannerSettings(seed=seed)
-    from eplb_service.replay import advice, runner
+    settings = planner_settings(planner)
+    from eplb_service.replay import advice
     from eplb_service.replay.jobs import Scene, TraceFile
     from eplb_service.replay.schedule import Schedule
 
     file = TraceFile(heat, reading(read_as, map, experts, batch))
     trace = file.open()
-    scene = Scene(Topology.flat(ranks), costs)
+    scene = Scene(topology_of(ranks, nodes, token_group, trace), costs)
     width = window or max(1, min(256, trace.steps // 4))
     first = advice.first_jobs(_slots(trace.experts, ranks, redundant), Schedule(width, width), settings)
     for job in first:
         job.setup.schedule.decisions(trace.steps)
         scene.placement(trace, job.setup)
+    work = Resumable(resume)
     compile_solver()
-    with replay_progress(first, trace.steps) as advance:
-        by_redundancy = runner.replay_file(file, first, scene, workers=workers, on_progress=advance)
+    by_redundancy = _round(work, file, first, trace, scene, workers)
     second = advice.second_jobs(by_redundancy, trace.steps, settings)
-    with replay_progress(second, trace.steps) as advance:
-        by_schedule = runner.replay_file(file, second, scene, workers=workers, on_progress=advance)
+    by_schedule = _round(work, file, second, trace, scene, workers)
     with naming(heat):
         choices = _choices_per_step(trace)
     given = advice.advise(by_redundancy, by_schedule, settings, choices)
     document = _document(given, ranks, trace.experts)
     if out is not None:
         write_json(out, document)
+    work.finish()
     if json:
         print_json(document)
     else:
         _print(Console(soft_wrap=True, highlight=False), given, ranks, trace.experts, costs)
+
+
+def _round(
+    work: Resumable, file: TraceFile, jobs: list[Job], trace: Trace, scene: Scene, workers: int | None
+) -> Replay:
+    """One round to its end; Ctrl-C passes through once all rounds' state has been left behind."""
+    from eplb_service.replay.runner import replay_file
+
+    ledger = work.ledger(jobs, trace, scene)
+    with work.kept(), replay_progress(jobs, trace.steps, ledger.decisions) as advance:
+        found = replay_file(file, jobs, scene, workers=workers, on_progress=advance, ledger=ledger)
+        if found.interrupted:
+            raise KeyboardInterrupt
+    return found
 
 
 def _slots(experts: int, ranks: int, redundant: str | None) -> list[int]:

@@ -40,10 +40,13 @@ COMMANDS = {
     "solve": CommandEntry("solve", _OFFLINE, "Compute a placement from recorded heat."),
     "replay": CommandEntry("replay", _OFFLINE, "Run the planner along a trace and score each policy."),
     "advise": CommandEntry("advise", _OFFLINE, "Say what to set, and whether balancing pays."),
-    "trace": CommandEntry("trace", _OFFLINE, "Look at heat traces, convert, cut, or make some up."),
+    "trace": CommandEntry("trace", _OFFLINE, "Look at heat traces, record, convert, or cut them."),
     "warmup": CommandEntry("warmup", _OFFLINE, "Compile the solver once, so that later starts need not."),
     "deployments": CommandEntry("operate", _OPERATE, "List the deployments."),
     "status": CommandEntry("operate", _OPERATE, "Show one deployment: balance, agents, last decision."),
+    "history": CommandEntry(
+        "history", _OPERATE, "Show past plans: what they promised and what became of them."
+    ),
     "placement": CommandEntry("operate", _OPERATE, "Show or save the placement in force."),
     "pause": CommandEntry("operate", _OPERATE, "Stop planning for a deployment."),
     "resume": CommandEntry("operate", _OPERATE, "Plan for a paused deployment again."),

@@ -14,29 +14,15 @@ from rich.table import Table
 from eplb_service.atomic_write import check_output
 from eplb_service.cli.json_out import print_json
 from eplb_service.cli.operator_client import Connection
+from eplb_service.cli.service_options import ADDRESS, Address, Json, Name, TlsCa, Token
 from eplb_service.heat.placement_file import SUFFIXES, write_placement
 from eplb_service.placement import Placement
 from eplb_service.wire.codec import unpack
 from eplb_service.wire.generated import operator_pb2
 
-Name = Annotated[str, typer.Argument(help="Name of the deployment, as `eplb deployments` lists it.")]
-Address = Annotated[str, typer.Option(help="host:port of the service.", envvar="EPLB_ADDRESS")]
-Token = Annotated[
-    str | None, typer.Option(help="Shared token, where the service asks for one.", envvar="EPLB_AUTH_TOKEN")
-]
-TlsCa = Annotated[
-    Path | None,
-    typer.Option(
-        "--tls-ca", help="PEM file of the authority behind the service's TLS.", envvar="EPLB_TLS_CA"
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-
-_ADDRESS = "127.0.0.1:50551"
-
 
 def deployments(
-    address: Address = _ADDRESS, token: Token = None, tls_ca: TlsCa = None, json: Json = False
+    address: Address = ADDRESS, token: Token = None, tls_ca: TlsCa = None, json: Json = False
 ) -> None:
     """List the deployments."""
     with Connection(address, token, tls_ca).open() as call:
@@ -61,7 +47,7 @@ def deployments(
 
 def status(
     deployment: Name,
-    address: Address = _ADDRESS,
+    address: Address = ADDRESS,
     token: Token = None,
     tls_ca: TlsCa = None,
     json: Json = False,
@@ -81,15 +67,17 @@ def status(
     layer_table = Table("layer", "PAR", "planned", "epoch")
     for layer in answer.layers:
         layer_table.add_row(str(layer.layer), _par(layer.par), _par(layer.planned_par), str(layer.epoch))
-    agent_table = Table("rank", "node", "connected", "step", "epoch", "error")
+    agent_table = Table("rank", "node", "agent", "connected", "step", "epoch", "dropped", "error")
     for agent in answer.agents:
         connected = "yes" if agent.connected else "[red]no[/]"
         agent_table.add_row(
             str(agent.rank),
             escape(agent.node),
+            escape(agent.agent_version),
             connected,
             str(agent.step),
             str(agent.epoch),
+            str(agent.dropped_steps),
             escape(agent.error),
         )
     console.print(layer_table, agent_table)
@@ -100,7 +88,7 @@ def placement(
     out: Annotated[
         Path | None, typer.Option("--out", help=f"File to write it to: {' or '.join(SUFFIXES)}.")
     ] = None,
-    address: Address = _ADDRESS,
+    address: Address = ADDRESS,
     token: Token = None,
     tls_ca: TlsCa = None,
     json: Json = False,
@@ -121,14 +109,14 @@ def placement(
         _print_placement(answer.epoch, found)
 
 
-def pause(deployment: Name, address: Address = _ADDRESS, token: Token = None, tls_ca: TlsCa = None) -> None:
+def pause(deployment: Name, address: Address = ADDRESS, token: Token = None, tls_ca: TlsCa = None) -> None:
     """Stop planning for a deployment; a plan under way is finished."""
     with Connection(address, token, tls_ca).open() as call:
         call("Pause", operator_pb2.PauseRequest(deployment=deployment))
     typer.echo(f"eplb: planning for {deployment} is paused")
 
 
-def resume(deployment: Name, address: Address = _ADDRESS, token: Token = None, tls_ca: TlsCa = None) -> None:
+def resume(deployment: Name, address: Address = ADDRESS, token: Token = None, tls_ca: TlsCa = None) -> None:
     """Plan for a paused deployment again."""
     with Connection(address, token, tls_ca).open() as call:
         call("Resume", operator_pb2.ResumeRequest(deployment=deployment))
@@ -137,7 +125,7 @@ def resume(deployment: Name, address: Address = _ADDRESS, token: Token = None, t
 
 def rebalance(
     deployment: Name,
-    address: Address = _ADDRESS,
+    address: Address = ADDRESS,
     token: Token = None,
     tls_ca: TlsCa = None,
     json: Json = False,

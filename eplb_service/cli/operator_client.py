@@ -15,6 +15,11 @@ from eplb_service.wire.codec import MAX_MESSAGE_BYTES
 from eplb_service.wire.generated import operator_pb2_grpc
 
 _CONNECT_SECONDS = 5.0
+_TOLD_AS_THEY_ARE = (
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+)
 ANSWER_SECONDS = 120.0
 """Longest wait for an answer: a decision on a large model may be computed first."""
 
@@ -73,10 +78,14 @@ class OperatorCalls:
         """The answer to ``request`` from the call of that name."""
         return getattr(self._stub, name)(request, timeout=ANSWER_SECONDS, metadata=self._metadata)
 
+    def stream(self, name: str, request: Any, seconds: float | None) -> Any:
+        """The answers of a streaming call, which ends with DEADLINE_EXCEEDED after ``seconds``."""
+        return getattr(self._stub, name)(request, timeout=seconds, metadata=self._metadata)
+
 
 def _told(error: grpc.RpcError) -> str:
     call: Any = error
-    if call.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION):
+    if call.code() in _TOLD_AS_THEY_ARE:
         return str(call.details())
     if call.code() is grpc.StatusCode.UNAUTHENTICATED:
         return f"{call.details()}; give it with --token or EPLB_AUTH_TOKEN"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,9 +12,16 @@ from eplb_service.atomic_write import check_output
 from eplb_service.cli.errors import UserError
 from eplb_service.cli.json_out import print_json, write_json
 from eplb_service.cli.numbers import whole_numbers
+from eplb_service.cli.planner_options import (
+    NodesOption,
+    TokenGroupOption,
+    takes_planner_settings,
+    topology_of,
+)
 from eplb_service.cli.replay_progress import replay_progress
 from eplb_service.cli.replay_report import print_replay, replay_document
 from eplb_service.cli.report_file import check_charts, report_facts, write_charts, write_report
+from eplb_service.cli.resumable import Resumable, ResumeOption
 from eplb_service.cli.trace_options import (
     AsOption,
     BatchOption,
@@ -25,15 +32,15 @@ from eplb_service.cli.trace_options import (
 )
 from eplb_service.cli.warmup import compile_solver
 from eplb_service.heat.placement_file import read_placement
-from eplb_service.planner.settings import POLICIES, PlannerSettings
-from eplb_service.planner.topology import Topology
+from eplb_service.planner.options import planner_settings
+from eplb_service.planner.settings import POLICIES
 from eplb_service.replay.costs import Costs
 from eplb_service.traces.routes import DEFAULT_BATCH
 
-_DEFAULTS = PlannerSettings()
 _COSTS = Costs()
 
 
+@takes_planner_settings("policy")
 def replay(
     heat: HeatOption,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of the expert-parallel group.")],
@@ -57,18 +64,8 @@ def replay(
     ] = ",".join(POLICIES),
     window: Annotated[str, typer.Option(help="Steps that a decision looks at; several with commas.")] = "256",
     interval: Annotated[str, typer.Option(help="Steps between decisions; several with commas.")] = "256",
-    par_threshold: Annotated[
-        float, typer.Option(help="Layers at or below this PAR are left alone.")
-    ] = _DEFAULTS.par_threshold,
-    min_gain: Annotated[
-        float, typer.Option(help="PAR that a layer must win to be switched.")
-    ] = _DEFAULTS.min_gain,
-    max_layers: Annotated[
-        int | None, typer.Option(min=1, help="Most layers per decision; all by default.")
-    ] = None,
-    move_price: Annotated[
-        float, typer.Option(help="PAR that moving every slot of a layer must win.")
-    ] = _DEFAULTS.move_price,
+    nodes: NodesOption = None,
+    token_group: TokenGroupOption = 1,
     step_ms: Annotated[
         float, typer.Option(help="Time of a model step; 0: decisions take effect at once.")
     ] = 0.0,
@@ -86,32 +83,30 @@ def replay(
     hindsight: Annotated[
         bool, typer.Option(help="Also fit a placement on the very steps served, and tell regret.")
     ] = True,
-    seed: Annotated[int, typer.Option(min=0, help="Of every random choice.")] = 0,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes; as many as cores by default.")
     ] = None,
     ray: Annotated[
         str | None, typer.Option(help="Run on the Ray cluster at this address ('local': here).")
     ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Layers solved at a time in each process.")
-    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write every decision to this .json file.")] = None,
     report: Annotated[
         Path | None, typer.Option(help="Write a report with charts to this .html file.")
     ] = None,
     png: Annotated[Path | None, typer.Option(help="Write the charts as .png into this folder.")] = None,
+    resume: ResumeOption = None,
     read_as: AsOption = None,
     map: MapOption = None,
     experts: ExpertsOption = None,
     batch: BatchOption = DEFAULT_BATCH,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    **planner: Any,
 ) -> None:
     """Run the planner along a trace: decide on a window, serve the next steps under the decision, and score those.
 
     All policies start from the same placement and are scored over the same steps, those after the first window.
-    Windows, intervals and slots with several values are run in all combinations. Ctrl-C ends the work and still tells,
-    writes and draws what all policies have done by then.
+    Windows, intervals and slots with several values are run in all combinations. Ctrl-C ends the work, still tells,
+    writes and draws what all policies have done by then, and leaves a state file that --resume goes on from.
     """
     if out is not None:
         check_output(out, (".json",))
@@ -119,14 +114,7 @@ def replay(
         check_output(report, (".html",))
     if png is not None:
         check_charts(png)
-    settings = PlannerSettings(
-        par_threshold=par_threshold,
-        min_gain=min_gain,
-        max_layers=max_layers,
-        move_price=move_price,
-        seed=seed,
-        threads=threads,
-    )
+    settings = planner_settings(planner)
     costs = Costs(step_ms, moe_share, bytes_per_expert, bandwidth * 1e9, solve_ms, commit_ms)
     windows, intervals = whole_numbers("--window", window), whole_numbers("--interval", interval)
     names = policies_of(policy)
@@ -139,7 +127,7 @@ def replay(
     start = read_placement(placement, trace.experts, ranks).phy2log_LRS if placement else None
     if start is not None and {start.shape[2]} != set(slot_counts):
         raise UserError(f"--placement has {start.shape[2]} slots a rank, asked for {slot_counts}")
-    scene = replay_jobs.Scene(Topology.flat(ranks), costs, start)
+    scene = replay_jobs.Scene(topology_of(ranks, nodes, token_group, trace), costs, start)
     jobs = runner.jobs_for(
         names, runner.schedules(windows, intervals, slot_counts), settings, hindsight=hindsight
     )
@@ -148,9 +136,13 @@ def replay(
         scene.placement(trace, job.setup)
         if job.policy is not None and job.policy.target:
             job.policy.external()
+    work = Resumable(resume)
+    ledger = work.ledger(jobs, trace, scene)
     compile_solver()
-    with replay_progress(jobs, trace.steps) as advance:
-        result = runner.replay_file(file, jobs, scene, workers=workers, ray=ray, on_progress=advance)
+    with work.kept(), replay_progress(jobs, trace.steps, ledger.decisions) as advance:
+        result = runner.replay_file(
+            file, jobs, scene, workers=workers, ray=ray, on_progress=advance, ledger=ledger
+        )
     if report is not None:
         write_report(report, result, f"Replay of {heat.name}", report_facts(trace, settings, costs))
     if png is not None:
@@ -163,7 +155,9 @@ def replay(
     else:
         print_replay(Console(soft_wrap=True, highlight=False), result)
     if result.interrupted:
+        work.leave()
         raise typer.Exit(130)
+    work.finish()
 
 
 def policies_of(text: str) -> tuple[str, ...]:

@@ -9,13 +9,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from eplb_service.replay.jobs import Job
-from eplb_service.replay.jobs import Progress as Done
+from eplb_service.replay.jobs import Progress as Told
 from eplb_service.replay.result import Decision
 
 
 @contextmanager
-def replay_progress(jobs: Sequence[Job], steps: int) -> Iterator[Callable[[str, Done], None]]:
-    """Within it, what is called with a job's label and progress moves the bar on; without a terminal there is none."""
+def replay_progress(jobs: Sequence[Job], steps: int, done: int = 0) -> Iterator[Callable[[str, Told], None]]:
+    """Within it, what is called with a job's label and progress moves the bar on; without a terminal there is none.
+
+    ``done`` decisions have been made before.
+    """
     columns = (
         TextColumn("decisions"),
         BarColumn(),
@@ -26,13 +29,13 @@ def replay_progress(jobs: Sequence[Job], steps: int) -> Iterator[Callable[[str, 
     total = sum(len(job.setup.schedule.decisions(steps)) for job in jobs)
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda _label, _done: None
+        yield lambda _label, _told: None
         return
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("decisions", total=total, last="")
+        task = progress.add_task("decisions", total=total, completed=done, last="")
 
-        def advance(label: str, done: Done) -> None:
-            words = f"{label}: PAR {done.made.par_realised:.3f}" if isinstance(done.made, Decision) else label
+        def advance(label: str, told: Told) -> None:
+            words = f"{label}: PAR {told.made.par_realised:.3f}" if isinstance(told.made, Decision) else label
             progress.update(task, advance=1, last=words)
 
         yield advance

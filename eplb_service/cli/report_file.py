@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import shlex
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import eplb_service
 from eplb_service.atomic_write import write_atomically
 from eplb_service.cli.errors import UserError
+from eplb_service.cli.resumable import command
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.result import Replay
@@ -21,7 +20,7 @@ def write_report(path: Path, replay: Replay, title: str, facts: dict[str, str]) 
     """Write the report to ``path`` in one step; raises ``OutputError`` where the disk refuses."""
     from eplb_service.report.page import report_page
 
-    write_atomically(path, report_page(replay, title=title, command=_command(), facts=facts).encode())
+    write_atomically(path, report_page(replay, title=title, command=command(), facts=facts).encode())
 
 
 def check_charts(folder: Path) -> None:
@@ -45,12 +44,15 @@ def write_charts(folder: Path, replay: Replay) -> None:
 
 def report_facts(trace: Trace, settings: PlannerSettings, costs: Costs) -> dict[str, str]:
     """What a reader must know to judge a report: the trace, the settings, the stated costs."""
-    plain = {name: value for name, value in asdict(settings).items() if name not in ("policy", "threads")}
+    stated = {name: value for name, value in asdict(settings).items() if name not in ("policy", "threads")}
     return {
-        "trace": f"{trace.facts.origin}; {trace.steps:,} steps, {trace.layers} layers, {trace.experts} experts",
+        "trace": f"{trace.facts.origin}; {trace.steps:,} steps, {trace.layers} layers, {trace.experts} experts"
+        + ("" if trace.source_rows(0, 1) is None else f"; tokens by source of {trace.facts.ranks} ranks"),
         **({"batching": trace.facts.batching} if trace.facts.batching else {}),
         **({"model": trace.facts.model} if trace.facts.model else {}),
-        "planner": ", ".join(f"{name} {value}" for name, value in plain.items()),
+        "planner": ", ".join(
+            f"{name} {_plain(value)}" for name, value in stated.items() if value is not None
+        ),
         "costs": ", ".join(f"{name} {value:g}" for name, value in asdict(costs).items())
         if costs.step_ms
         else "not stated: decisions take effect at once, and no time is told",
@@ -58,5 +60,8 @@ def report_facts(trace: Trace, settings: PlannerSettings, costs: Costs) -> dict[
     }
 
 
-def _command() -> str:
-    return " ".join(["eplb", *map(shlex.quote, sys.argv[1:])])
+def _plain(value: object) -> str:
+    """A setting as its option takes it."""
+    if isinstance(value, tuple):
+        return ",".join(f"{number:g}" for number in value)
+    return ("no", "yes")[value] if isinstance(value, bool) else str(value)

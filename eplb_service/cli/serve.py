@@ -14,9 +14,11 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 from eplb_service.cli.errors import UserError
+from eplb_service.cli.planner_options import PANEL
 from eplb_service.control.server import ListenError, RunningService, serve_until_stopped
 from eplb_service.control.settings import ENVIRONMENT_PREFIX, ServiceSettings, SettingsError, load_settings
 from eplb_service.control.store_file import StoreError
+from eplb_service.planner.options import planner_options
 from eplb_service.telemetry.logs import configure_logs
 
 
@@ -41,12 +43,14 @@ def _announce(service: RunningService) -> None:
 
 def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
     variable = f"${ENVIRONMENT_PREFIX}{name.upper()}"
+    flag = f"--{name.replace('_', '-')}"
     option = typer.Option(
         None,
-        f"--{name.replace('_', '-')}",
+        f"{flag}/--no-{flag[2:]}" if field.annotation is bool else flag,
         help=f"{field.description} ({variable if field.default is None else f'{variable}, default {field.default}'})",
         show_default=False,
         metavar=_metavar(field),
+        rich_help_panel=PANEL if name in _PLANNER else None,
     )
     return _parameter(name, _flag_type(field.annotation), option)
 
@@ -70,6 +74,7 @@ def _metavar(field: FieldInfo) -> str | None:
     return None
 
 
+_PLANNER = {option.name for option in planner_options()}
 _CONFIG = typer.Option(
     None,
     "--config",
@@ -79,7 +84,11 @@ _CONFIG = typer.Option(
 )
 _FLAGS = [
     _parameter("config", Path, _CONFIG),
-    *(_flag(name, field) for name, field in ServiceSettings.model_fields.items()),
+    # The service's own first, then those that all commands share.
+    *(
+        _flag(name, field)
+        for name, field in sorted(ServiceSettings.model_fields.items(), key=lambda item: item[0] in _PLANNER)
+    ),
 ]
 # typer reads a command's flags off its signature.
 serve.__signature__ = inspect.Signature(_FLAGS)  # type: ignore[attr-defined]

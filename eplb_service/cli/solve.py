@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,12 @@ from rich.table import Table
 
 from eplb_service.atomic_write import check_output
 from eplb_service.cli.json_out import print_json
+from eplb_service.cli.planner_options import (
+    NodesOption,
+    TokenGroupOption,
+    takes_planner_settings,
+    topology_of,
+)
 from eplb_service.cli.trace_options import (
     AsOption,
     BatchOption,
@@ -30,8 +37,8 @@ from eplb_service.heat.placement_file import (
     write_placement,
 )
 from eplb_service.placement import Placement, check_shape
-from eplb_service.planner.scoring import par, rank_loads
-from eplb_service.planner.settings import POLICIES, PlannerSettings
+from eplb_service.planner.options import planner_settings
+from eplb_service.planner.scoring import par, split_loads
 from eplb_service.traces.open import naming, open_trace
 from eplb_service.traces.routes import DEFAULT_BATCH
 
@@ -41,6 +48,7 @@ if TYPE_CHECKING:
 _WORST_LAYERS = 5
 
 
+@takes_planner_settings()
 def solve(
     heat: HeatOption,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of the expert-parallel group.")],
@@ -62,22 +70,18 @@ def solve(
         Path | None,
         typer.Option(help="Placement that serves now (.npz, .json, .yaml, .pt); in order where not given."),
     ] = None,
-    policy: Annotated[
-        str, typer.Option(help=f"One of {', '.join(POLICIES)}.", autocompletion=lambda: list(POLICIES))
-    ] = "flashlb",
-    seed: Annotated[int, typer.Option(min=0, help="Of every random choice.")] = 0,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Layers solved at a time; all cores by default.")
-    ] = None,
+    nodes: NodesOption = None,
+    token_group: TokenGroupOption = 1,
     read_as: AsOption = None,
     map: MapOption = None,
     experts: ExpertsOption = None,
     batch: BatchOption = DEFAULT_BATCH,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    **planner: Any,
 ) -> None:
     """Compute a placement and its tables from recorded heat, and show what they gain."""
     check_output(out, SUFFIXES)
-    PlannerSettings(policy=policy, seed=seed, threads=threads)
+    settings = planner_settings(planner)
     placement_format(out, format)
     trace = open_trace(heat, reading(read_as, map, experts, batch))
     steps, layers, experts = trace.shape
@@ -85,6 +89,7 @@ def solve(
         heat_TLE = trace.heat(0, steps)
         source_RLE = trace.source(0, steps) if trace.facts.ranks == ranks else None
     check_shape(experts, ranks, slots)
+    topology = topology_of(ranks, nodes, token_group, trace)
     deployed = read_placement(placement, experts, ranks).phy2log_LRS if placement else None
     compile_solver()
     from eplb_service import offline
@@ -96,21 +101,23 @@ def solve(
         slots,
         placement=deployed,
         source_heat=None if source_RLE is None else source_RLE[None],
-        policy=policy,
-        seed=seed,
-        threads=threads,
+        topology=topology,
+        **asdict(settings),
     )
     milliseconds = (time.perf_counter() - began) * 1e3
     solved = Placement(solution.phy2log, experts)
     write_placement(out, solved, solution.log2phy, format, first_layer)
-    par_fixed_tables = float(par(rank_loads(heat_TLE, solved, solved.default_log2phy(), source_RLE)).mean())
+    fixed = split_loads(heat_TLE, solved, solved.default_log2phy(), source_RLE, settings.split)
+    par_fixed_tables = float(par(fixed).mean())
     if json:
-        print_json(_document(solution, policy, steps, milliseconds, par_fixed_tables))
+        print_json(_document(solution, settings.policy, steps, milliseconds, par_fixed_tables))
         return
     console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{policy}: {layers} layers x {experts} experts on {ranks} ranks x {slots} slots")
+    console.print(f"{settings.policy}: {layers} layers x {experts} experts on {ranks} ranks x {slots} slots")
     console.print(_table(solution))
-    console.print(f"PAR: hottest rank over mean rank in each of {steps} steps, mean over steps.")
+    console.print(
+        f"PAR: hottest rank over mean rank in each of {steps} steps, mean over steps; hottest rank: its tokens a step."
+    )
     if out.suffix != ".npz":
         console.print(
             f"{out.suffix[1:].upper()} holds no tables; with its host's own, PAR is {par_fixed_tables:.3f}."
@@ -122,12 +129,14 @@ def _table(solution: Solution) -> Table:
     """All layers together, then those that stand worst afterwards."""
     table = Table()
     table.add_column("layer")
-    for heading in ("PAR before", "PAR after", "moves"):
+    for heading in ("PAR before", "PAR after", "hottest rank before", "after", "moves"):
         table.add_column(heading, justify="right")
     table.add_row(
         f"all {solution.par_after_L.size}",
         f"{solution.par_before:.3f}",
         f"{solution.par_after:.3f}",
+        f"{solution.hottest_before_L.mean():,.2f}",
+        f"{solution.hottest_after_L.mean():,.2f}",
         str(solution.moves),
         style="bold",
         end_section=True,
@@ -137,6 +146,8 @@ def _table(solution: Solution) -> Table:
             str(layer),
             f"{solution.par_before_L[layer]:.3f}",
             f"{solution.par_after_L[layer]:.3f}",
+            f"{solution.hottest_before_L[layer]:,.2f}",
+            f"{solution.hottest_after_L[layer]:,.2f}",
             str(solution.moves_L[layer]),
         )
     return table
@@ -160,6 +171,8 @@ def _document(
         "solve_ms": milliseconds,
         "par_before_per_layer": solution.par_before_L,
         "par_after_per_layer": solution.par_after_L,
+        "hottest_before_per_layer": solution.hottest_before_L,
+        "hottest_after_per_layer": solution.hottest_after_L,
         "moves_per_layer": solution.moves_L,
         "verdicts": [verdict.reason for verdict in solution.verdicts],
     }

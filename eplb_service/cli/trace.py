@@ -1,4 +1,4 @@
-"""``eplb trace``: look at heat traces of any format, convert them, cut them, and make some up."""
+"""``eplb trace``: look at heat traces of any format, record, convert and cut them, and make some up."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from eplb_service.cli.trace_options import (
     TraceArgument,
     reading,
 )
+from eplb_service.cli.trace_record import record
 from eplb_service.heat.numpy_file import check_fits_memory
 from eplb_service.heat.synthetic import KINDS, synthetic_heat
 from eplb_service.traces.copy import Cut, check_trace_output, copy_trace
@@ -35,8 +36,9 @@ trace = typer.Typer(
     name="trace",
     add_completion=False,
     no_args_is_help=True,
-    help="Look at heat traces of any format, convert and cut them, make some up.",
+    help="Look at heat traces of any format, record, convert and cut them, make some up.",
 )
+trace.command()(record)
 
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 _Out = Annotated[
@@ -64,7 +66,7 @@ def info(
         return
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in document.items():
-        table.add_row(name.replace("_", " "), "not recorded" if value in ("", [], None) else str(value))
+        table.add_row(name.replace("_", " "), _shown(value))
     Console(soft_wrap=True, highlight=False).print(table)
 
 
@@ -104,6 +106,8 @@ def stats(
             f"PAR: hottest over mean rank in each step, experts in order on {ranks} ranks; "
             "floor: what sampling leaves."
         )
+    if found.par_served_L is not None:
+        console.print("as served: the PAR that the ranks measured when it was recorded.")
 
 
 @trace.command()
@@ -208,7 +212,21 @@ def _facts(opened: Trace) -> dict[str, Any]:
         "nodes": list(facts.nodes_R),
         "phases": [phase for phase in facts.phases if phase != "unknown"],
         "batching": facts.batching,
+        "counted_by": _counted_by(opened),
     }
+
+
+def _shown(value: object) -> str:
+    """A fact for people: what stands in a list with commas between."""
+    if value in ("", [], None):
+        return "not recorded"
+    return ", ".join(str(part) for part in value) if isinstance(value, list) else str(value)
+
+
+def _counted_by(opened: Trace) -> list[str]:
+    by_slot = opened.served_loads(0, 1) is not None
+    sources = ["source rank"] if opened.source_rows(0, 1) is not None else []
+    return ["slot" if by_slot else "expert", *sources]
 
 
 def _statistics_document(found: TraceStatistics) -> dict[str, Any]:
@@ -222,6 +240,8 @@ def _statistics_document(found: TraceStatistics) -> dict[str, Any]:
     }
     if found.par_L is not None:
         document |= {"par_in_order": found.par_L, "noise_floor": found.floor_L}
+    if found.par_served_L is not None:
+        document["par_served"] = found.par_served_L
     return document
 
 
@@ -236,6 +256,8 @@ def _statistics_table(found: TraceStatistics) -> Table:
     }
     if found.par_L is not None and found.floor_L is not None:
         columns |= {"PAR": (found.par_L, "{:.3f}"), "floor": (found.floor_L, "{:.3f}")}
+    if found.par_served_L is not None:
+        columns["as served"] = (found.par_served_L, "{:.3f}")
     table = Table()
     table.add_column("layer")
     for heading in columns:

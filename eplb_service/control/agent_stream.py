@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
 import grpc
@@ -11,7 +11,7 @@ import structlog
 
 from eplb_service import __version__
 from eplb_service.control.deployment import Deployment
-from eplb_service.control.heat_report import read_heat_report
+from eplb_service.control.heat_report import costs_little, read_heat_report
 from eplb_service.control.hello import RankHello, read_hello
 from eplb_service.control.plane import ControlPlane
 from eplb_service.control.refusal import RefusedError, invalid
@@ -24,6 +24,7 @@ _log = structlog.get_logger(__name__)
 _HELLO_SECONDS = 10.0
 _HEARTBEATS_MISSED = 5
 _SILENCE_SECONDS = 5.0
+_INSIST_SECONDS = 0.1
 
 
 class AgentService(agent_pb2_grpc.AgentServiceServicer):
@@ -59,14 +60,10 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         return await asyncio.to_thread(read_hello, first.hello)
 
     async def _listen(self, deployment: Deployment, hello: RankHello, context: Any) -> None:
-        most_steps = deployment.limits.pending_steps
         while (message := await _read(context, self._silence)) is not None:
             kind = message.WhichOneof("message")
             if kind == "heat_report":
-                batch = await asyncio.to_thread(
-                    read_heat_report, message.heat_report, hello.shape, most_steps
-                )
-                self._plane.heat_batch(deployment, hello.rank, batch)
+                await self._hear_heat(deployment, hello, message.heat_report)
             elif kind == "heartbeat":
                 self._plane.heartbeat(deployment, hello.rank, message.heartbeat)
             elif kind == "plan_status":
@@ -75,6 +72,16 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 raise invalid(
                     "a stream has one Hello, its first message" if kind else "a message says nothing"
                 )
+
+    async def _hear_heat(
+        self, deployment: Deployment, hello: RankHello, report: agent_pb2.HeatReport
+    ) -> None:
+        most_steps = deployment.limits.pending_steps
+        if costs_little(report):
+            batch = read_heat_report(report, hello.shape, most_steps)
+        else:
+            batch = await asyncio.to_thread(read_heat_report, report, hello.shape, most_steps)
+        self._plane.heat_batch(deployment, hello.rank, batch, report)
 
     def _welcome(self) -> agent_pb2.Welcome:
         return agent_pb2.Welcome(
@@ -107,8 +114,20 @@ async def _first_of(*coroutines: Coroutine[Any, Any, None]) -> None:
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _end(tasks)
     for task in done:
         task.result()
+
+
+async def _end(tasks: Sequence[asyncio.Future[None]]) -> None:
+    """Cancel tasks until they have ended.
+
+    Before Python 3.12 ``wait_for`` drops a cancellation that comes together with its result: a stream that was asked to
+    end while a message came in would go on for ever.
+    """
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=_INSIST_SECONDS)
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -161,6 +161,7 @@ class Deployment:
             return 0
         member = self._member(rank)
         member.step = max(member.step, batch.first_step + batch.steps)
+        member.dropped_steps = batch.dropped_steps
         received, lost = self.heat.received, self.heat.lost
         completed = self.heat.add(rank, batch)
         self.totals.steps_received += self.heat.received - received
@@ -199,9 +200,6 @@ class Deployment:
     def offer(self, offer: Offer, now: float) -> None:
         """A plan is about to be sent to all ranks."""
         assert self.group is not None
-        assert self.heat is not None
-        for milestone in offer.milestones:
-            self.heat.place(milestone.update.layer, milestone.epoch, milestone.update.phy2log_RS)
         self.plan = PlanLife(offer, self.group.shape.ranks, now)
 
     def tick(self, now: float) -> None:
@@ -211,6 +209,10 @@ class Deployment:
         if self.plan is not None:
             self.plan.tick(now, self.limits.plan_timeout)
             self._close_plan()
+        if self.group is not None and self.group.live is None and not self.group.missing:
+            # Nobody is still to come, so nothing would ever change: a stream that was to end has not.
+            reason = "all ranks are here, but not all have said what they serve since; say Hello again"
+            self._events.append(StreamsOutdated(reason))
 
     # Transitions
 
@@ -266,6 +268,10 @@ class Deployment:
         moves = len(update.moves_M5)
         bytes_moved = moves * group.shape.bytes_per_expert
         group.live = live
+        if self.heat is not None:
+            # Not before a rank has said so: until then another plan may be the one that gets to this epoch. What is
+            # counted from here on a rank tells after it has told of the switch.
+            self.heat.place(update.layer, live.epoch, update.phy2log_RS)
         self.planned_par[update.layer] = life.offer.decision.verdicts[update.layer].par_planned
         self.totals.layers_switched += 1
         self.totals.experts_moved += moves

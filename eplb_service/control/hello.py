@@ -51,6 +51,8 @@ class RankHello:
         Logical expert in each of its slots, int32 ``[L, S]``.
     log2phy_LE
         Its table, int32 ``[L, E]``.
+    agent_version
+        Release of the agent.
     """
 
     deployment: str
@@ -64,6 +66,7 @@ class RankHello:
     layer_epochs: tuple[int, ...]
     slots_LS: Int32
     log2phy_LE: Int32
+    agent_version: str = ""
 
     @property
     def version(self) -> tuple[int, int]:
@@ -81,7 +84,7 @@ def read_hello(message: agent_pb2.Hello) -> RankHello:
             f"the agent speaks protocol version {message.protocol_version}, this service {PROTOCOL_VERSION}; "
             "install the same release on both sides"
         )
-    shape = _read_shape(message)
+    shape = read_shape(message.ep_size, message.shape)
     _check_texts(message)
     if message.rank >= shape.ranks:
         raise invalid(f"hello.rank is {message.rank}, but ep_size is {shape.ranks}; ranks count from 0")
@@ -112,15 +115,17 @@ def read_hello(message: agent_pb2.Hello) -> RankHello:
             state.local_physical_to_logical, (shape.layers, shape.slots), "hello.local_physical_to_logical"
         ),
         log2phy_LE=unpack(state.log2phy, (shape.layers, shape.experts), "hello.log2phy"),
+        agent_version=message.agent_version,
     )
 
 
-def _read_shape(message: agent_pb2.Hello) -> Shape:
+def read_shape(ep_size: int, message: agent_pb2.ModelShape) -> Shape:
+    """Sizes within all bounds; raises ``RefusedError`` on others."""
     sizes = {
-        "ep_size": (message.ep_size, MOST_RANKS),
-        "shape.layers": (message.shape.layers, MOST_LAYERS),
-        "shape.experts": (message.shape.experts, MOST_EXPERTS),
-        "shape.slots": (message.shape.slots, MOST_SLOTS),
+        "ep_size": (ep_size, MOST_RANKS),
+        "shape.layers": (message.layers, MOST_LAYERS),
+        "shape.experts": (message.experts, MOST_EXPERTS),
+        "shape.slots": (message.slots, MOST_SLOTS),
     }
     for field, (size, most) in sizes.items():
         if not 1 <= size <= most:
@@ -135,7 +140,7 @@ def _read_shape(message: agent_pb2.Hello) -> Shape:
         check_shape(experts, ranks, slots)
     except PlacementError as error:
         raise invalid(f"hello.shape: {error}") from error
-    return Shape(ranks, layers, experts, slots, message.shape.bytes_per_expert)
+    return Shape(ranks, layers, experts, slots, message.bytes_per_expert)
 
 
 def _check_texts(message: agent_pb2.Hello) -> None:
@@ -144,7 +149,8 @@ def _check_texts(message: agent_pb2.Hello) -> None:
             f"hello.deployment is {message.deployment[:LONGEST_TEXT]!r}; a name has 1 to 63 letters, digits, '.', '_' "
             "or '-' and starts with a letter or digit"
         )
-    for field, text in (("node", message.node), ("group_id", message.group_id)):
+    texts = {"node": message.node, "group_id": message.group_id, "agent_version": message.agent_version}
+    for field, text in texts.items():
         if len(text) > LONGEST_TEXT:
             raise invalid(f"hello.{field} has {len(text)} characters; at most {LONGEST_TEXT} are taken")
     if not message.group_id:

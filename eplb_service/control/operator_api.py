@@ -11,7 +11,7 @@ import grpc
 
 from eplb_service.control.plane import ControlPlane
 from eplb_service.control.refusal import RefusedError, contradicts
-from eplb_service.control.status import agent_statuses, deployment_status, layer_statuses
+from eplb_service.control.status import agent_statuses, deployment_status, layer_statuses, past_plan
 from eplb_service.wire.codec import pack
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 
@@ -35,7 +35,7 @@ def _with_statuses(handler: Handler[Self, Answer]) -> Handler[Self, Answer]:
 
 
 class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
-    """Serves the unary calls of ``operator.proto``."""
+    """Serves ``operator.proto``."""
 
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane
@@ -101,6 +101,22 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
         return operator_pb2.RebalanceResponse(
             plan_id=decision.plan_id, layers=decision.layers, moves=decision.moves, outcome=decision.words
         )
+
+    @_with_statuses
+    async def GetHistory(
+        self, request: operator_pb2.GetHistoryRequest, _context: Any
+    ) -> operator_pb2.GetHistoryResponse:
+        """Plans of the past, newest first."""
+        self._plane.find(request.deployment)
+        plans = await self._plane.history(request.deployment, request.limit)
+        return operator_pb2.GetHistoryResponse(plans=map(past_plan, plans))
+
+    @_with_statuses
+    async def WatchHeat(self, request: operator_pb2.WatchHeatRequest, context: Any) -> None:
+        """Heat as it is counted, until the caller has enough."""
+        with self._plane.feed.watch(self._plane.find(request.deployment)) as watcher:
+            while True:
+                await context.write(await watcher.next())
 
     def _status(self, name: str) -> operator_pb2.DeploymentStatus:
         return deployment_status(self._plane.deployments[name], self._plane.remembered.get(name))

@@ -10,25 +10,25 @@ import structlog
 
 from eplb_service.control.deployment import Deployment, Limits
 from eplb_service.control.events import LayerCommitted, PlacementKnown, PlanEnded
+from eplb_service.control.heat_feed import HeatFeed
 from eplb_service.control.hello import RankHello
-from eplb_service.control.live import LivePlacement
 from eplb_service.control.planning import Decider
 from eplb_service.control.readings import mean_par, measured_par, problems
 from eplb_service.control.refusal import RefusedError, unknown_deployment
 from eplb_service.control.settings import ServiceSettings
 from eplb_service.control.store_writer import StoreWriter
-from eplb_service.control.stored import StoredDeployment, StoredPlacement
+from eplb_service.control.stored import StoredDeployment, StoredPlacement, StoredPlan
 from eplb_service.control.streams import RankStream, Streams
 from eplb_service.heat.batch import HeatBatch
 from eplb_service.telemetry.metrics import Metrics
 from eplb_service.traces.recording import Recording
-from eplb_service.traces.trace import TraceFacts
 from eplb_service.wire.generated import agent_pb2
 
 _log = structlog.get_logger(__name__)
 
 _FEWEST_PENDING_STEPS = 64
 _REPORTS_PENDING = 8
+_MOST_PLANS_TOLD = 100
 
 
 def pending_steps(settings: ServiceSettings) -> int:
@@ -48,7 +48,7 @@ class ControlPlane:
     recording
         Where heat goes, if it is recorded.
 
-    ``remembered`` holds what a deployment served when the last service stopped.
+    ``remembered`` holds what a deployment served when the last service stopped; ``feed`` hands heat on.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ControlPlane:
         self.remembered: dict[str, StoredPlacement] = {}
         self._writer = writer
         self._metrics = metrics
-        self._recording = recording
+        self.feed = HeatFeed(recording, pending_steps(settings))
         self._limits = Limits(
             window_steps=settings.window_steps,
             pending_steps=pending_steps(settings),
@@ -123,13 +123,14 @@ class ControlPlane:
         deployment.leave(rank)
         _log.info("agent_disconnected", deployment=deployment.name, rank=rank)
 
-    def heat_batch(self, deployment: Deployment, rank: int, batch: HeatBatch) -> None:
-        """Counts have come; decides where enough of them have."""
+    def heat_batch(
+        self, deployment: Deployment, rank: int, batch: HeatBatch, report: agent_pb2.HeatReport
+    ) -> None:
+        """Counts have come, read from ``report``; decides where enough of them have."""
         before = replace(deployment.totals)
         deployment.heat_batch(rank, batch)
         name, after = deployment.name, deployment.totals
-        if self._recording is not None:
-            self._recording.heat(name, rank, batch)
+        self.feed.counted(name, rank, batch, report)
         self._metrics.steps_received.labels(name).inc(after.steps_received - before.steps_received)
         self._metrics.steps_lost.labels(name).inc(after.steps_lost - before.steps_lost)
         if deployment.is_due(self.settings.decision_interval):
@@ -157,6 +158,11 @@ class ControlPlane:
         self._remember(deployment)
         _log.info("paused" if paused else "resumed_planning", deployment=deployment.name)
 
+    async def history(self, name: str, limit: int) -> list[StoredPlan]:
+        """The newest plans of a deployment, newest first, at most ``limit`` of them; 0 for as many as are told."""
+        most = min(limit or _MOST_PLANS_TOLD, _MOST_PLANS_TOLD)
+        return await self._writer.run(self._writer.store.plans, name, most)
+
     # Time
 
     def tick(self) -> None:
@@ -179,7 +185,7 @@ class ControlPlane:
         for event in deployment.take_events():
             if isinstance(event, PlacementKnown):
                 self._writer.post(store.save_placement, name, event.live)
-                self._record_placement(deployment, event.live)
+                self.feed.placed(deployment, event.live)
                 _log.info(
                     "placement_known",
                     deployment=name,
@@ -194,21 +200,8 @@ class ControlPlane:
                 _log.warning("streams_outdated", deployment=name, reason=event.reason)
                 self.streams.end(name, event.reason)
 
-    def _record_placement(self, deployment: Deployment, live: LivePlacement) -> None:
-        if self._recording is not None and deployment.group is not None:
-            facts = TraceFacts(
-                origin="recorded by eplb serve",
-                ranks=live.placement.ranks,
-                slots=live.placement.slots,
-                bytes_per_expert=deployment.group.shape.bytes_per_expert,
-                nodes_R=tuple(deployment.group.topology.nodes_R.tolist()),
-            )
-            self._recording.placed(deployment.name, facts, live.placement, live.layer_epochs)
-
     def _layer_committed(self, name: str, event: LayerCommitted) -> None:
-        if self._recording is not None:
-            layer = event.update.layer
-            self._recording.switched(name, layer, event.live.layer_epochs[layer], event.update.phy2log_RS)
+        self.feed.switched(name, event)
         moves = len(event.update.moves_M5)
         self._metrics.layers_switched.labels(name).inc()
         self._metrics.moves.labels(name).inc(moves)

@@ -27,6 +27,8 @@ class Member:
     connected: bool = True
     step: int = 0
     error: str = ""
+    agent_version: str = ""
+    dropped_steps: int = 0
 
     @property
     def version(self) -> tuple[int, int]:
@@ -128,6 +130,7 @@ class Group:
             hello.epoch,
             hello.digest,
             step=known.step if known else 0,
+            agent_version=hello.agent_version,
         )
         return changed
 

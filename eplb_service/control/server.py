@@ -223,6 +223,7 @@ async def _report_health(probes: Any, status: int) -> None:
 async def _shut_down(server: grpc.aio.Server, plane: ControlPlane, probes: Any) -> None:
     await probes.enter_graceful_shutdown()
     plane.streams.end_all("the service is stopping; connect again until it is back")
+    plane.feed.close("the service is stopping")
     await server.stop(_GRACE_SECONDS)
     plane.remember_all()
 

@@ -7,13 +7,14 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, Field, SecretStr, ValidationError, model_validator
+from pydantic import AfterValidator, Field, SecretStr, ValidationError, create_model, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from eplb_service.planner.settings import POLICIES, PlannerSettings
+from eplb_service.planner.options import planner_options, planner_settings
+from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.settings import SettingsError as PlannerSettingsError
 from eplb_service.wire.codec import MAX_MESSAGE_BYTES
 
@@ -38,7 +39,23 @@ class SettingsError(ValueError):
     """Settings that no service could run with; the message names the key, its source and what to do."""
 
 
-class ServiceSettings(BaseSettings):
+if TYPE_CHECKING:
+    _PlannerFields = BaseSettings
+else:
+    _PlannerFields = create_model(
+        "_PlannerFields",
+        __base__=BaseSettings,
+        **{
+            option.name: (
+                option.kind if option.default is not None else option.kind | None,
+                Field(option.default, description=option.words),
+            )
+            for option in planner_options()
+        },
+    )
+
+
+class ServiceSettings(_PlannerFields):
     """Everything that can be set about a running service; each is a flag of ``eplb serve`` too."""
 
     model_config = SettingsConfigDict(env_prefix=ENVIRONMENT_PREFIX, extra="forbid", frozen=True)
@@ -65,20 +82,6 @@ class ServiceSettings(BaseSettings):
     plan_timeout_seconds: float = Field(
         60.0, gt=0, description="seconds without a word from any rank after which a plan is given up"
     )
-    policy: Literal["none", "deepseek", "flashlb"] = Field(
-        "flashlb", description=f"how placements are found: {', '.join(POLICIES)}"
-    )
-    par_threshold: float = Field(
-        1.02, ge=1, description="layers whose peak-to-average ratio is at or below it are left alone"
-    )
-    min_gain: float = Field(
-        0.01, ge=0, description="peak-to-average ratio that a layer must win to be switched"
-    )
-    max_layers: int | None = Field(
-        None, ge=1, description="most layers per decision, worst first; unset: all"
-    )
-    seed: int = Field(0, ge=0, description="seed of every random choice of the solver")
-    threads: int | None = Field(None, ge=1, description="layers solved at a time; unset: one per core")
     max_deployments: int = Field(64, ge=1, description="most deployments known at a time")
     max_message_bytes: int = Field(
         MAX_MESSAGE_BYTES, ge=1 << 16, le=1 << 30, description="largest gRPC message taken"
@@ -110,14 +113,7 @@ class ServiceSettings(BaseSettings):
 
     def planner(self) -> PlannerSettings:
         """What the planner needs of these."""
-        return PlannerSettings(
-            policy=self.policy,
-            par_threshold=self.par_threshold,
-            min_gain=self.min_gain,
-            max_layers=self.max_layers,
-            seed=self.seed,
-            threads=self.threads,
-        )
+        return planner_settings({option.name: getattr(self, option.name) for option in planner_options()})
 
 
 def load_settings(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
+
 from eplb_service.control.deployment import Deployment
 from eplb_service.control.readings import mean_par, measured_par, problems
-from eplb_service.control.stored import StoredPlacement
+from eplb_service.control.stored import StoredPlacement, StoredPlan
+from eplb_service.planner.plan import LayerVerdict
 from eplb_service.wire.generated import operator_pb2
 
 
@@ -74,6 +78,27 @@ def agent_statuses(deployment: Deployment) -> list[operator_pb2.AgentStatus]:
             step=member.step,
             epoch=member.epoch,
             error=member.error,
+            agent_version=member.agent_version,
+            dropped_steps=member.dropped_steps,
         )
         for rank, member in sorted(members.items())
     ]
+
+
+def past_plan(plan: StoredPlan) -> operator_pb2.PastPlan:
+    """A plan of the past with what it said of each layer."""
+    return operator_pb2.PastPlan(
+        plan_id=plan.plan_id,
+        at=plan.at,
+        leader_term=plan.leader_term,
+        base_epoch=plan.base_epoch,
+        outcome=plan.outcome.value if plan.outcome else "",
+        reason=plan.reason,
+        committed=plan.committed,
+        verdicts=[operator_pb2.PastVerdict(**_told(verdict)) for verdict in plan.verdicts],
+    )
+
+
+def _told(verdict: LayerVerdict) -> dict[str, Any]:
+    known = operator_pb2.PastVerdict.DESCRIPTOR.fields_by_name
+    return {name: value for name, value in asdict(verdict).items() if name in known and value is not None}

@@ -19,6 +19,8 @@ from eplb_service.heat.window import Window
 from eplb_service.placement import Int32
 
 _EPOCHS_KEPT = 8
+_PLACEMENTS_KEPT = 4
+"""Placements of all layers that reports are read under at a time: before and after a switch, and ranks in between."""
 
 
 class HeatSnapshot(NamedTuple):
@@ -52,6 +54,7 @@ class HeatGatherer:
         self.assembled = 0
         self._ranks = ranks
         self._placements: list[dict[int, Int32]] = [{} for _ in range(layers)]
+        self._whole: dict[tuple[int, ...], Int32] = {}
         self._pending = PendingSteps(ranks, layers, experts, pending_steps)
         self._sources = SourceHeat(ranks, layers, experts, window_steps)
         self._steps_W = np.full(window_steps, -1, dtype=np.int64)
@@ -76,6 +79,7 @@ class HeatGatherer:
 
     def place(self, layer: int, epoch: int, phy2log_RS: Int32) -> None:
         """Counts of ``layer`` at ``epoch`` are of these slots; replaces what was said of that epoch before."""
+        self._whole.clear()
         placements = self._placements[layer]
         placements.pop(epoch, None)
         placements[epoch] = phy2log_RS
@@ -87,12 +91,12 @@ class HeatGatherer:
 
         A report under an epoch that is not known is left out, so that its steps will count as lost.
         """
-        slots_LS = self._slots_of(rank, batch.layer_epochs)
-        if slots_LS is None:
+        slots_LRS = self._placement_at(batch.layer_epochs)
+        if slots_LRS is None:
             return 0
         if batch.source_counts_TLE is not None:
             self._sources.add(rank, batch.first_step, batch.source_counts_TLE)
-        complete = self._pending.add(rank, batch, slots_LS)
+        complete = self._pending.add(rank, batch, slots_LRS[:, rank])
         for position in complete:
             self._append(position)
         return len(complete)
@@ -110,13 +114,19 @@ class HeatGatherer:
     def _in_order(self) -> npt.NDArray[np.intp]:
         return np.argsort(self._steps_W[: self.steps], kind="stable")
 
-    def _slots_of(self, rank: int, layer_epochs: tuple[int, ...]) -> Int32 | None:
-        rows = []
-        for placements, epoch in zip(self._placements, layer_epochs, strict=True):
-            if epoch not in placements:
-                return None
-            rows.append(placements[epoch][rank])
-        return np.stack(rows)
+    def _placement_at(self, layer_epochs: tuple[int, ...]) -> Int32 | None:
+        """Experts in all slots ``[L, R, S]``; ``None`` where one of the epochs is not known."""
+        known = self._whole.get(layer_epochs)
+        if known is not None:
+            return known
+        layers = list(zip(self._placements, layer_epochs, strict=True))
+        if not all(epoch in placements for placements, epoch in layers):
+            return None
+        if len(self._whole) >= _PLACEMENTS_KEPT:
+            self._whole.pop(next(iter(self._whole)))
+        whole_LRS = np.stack([placements[epoch] for placements, epoch in layers])
+        self._whole[layer_epochs] = whole_LRS
+        return whole_LRS
 
     def _append(self, position: int) -> None:
         row = self.assembled % len(self._steps_W)

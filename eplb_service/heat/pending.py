@@ -53,11 +53,13 @@ class PendingSteps:
         open_T = (self.step_P[positions_T] == steps_T) & ~self._seen_PR[positions_T, rank]
         positions, taken = positions_T[open_T], np.flatnonzero(open_T)
         self._agree_on_epochs(positions, np.asarray(batch.layer_epochs, dtype=np.int64))
-        counts_TLS = batch.slot_counts_TLS[taken]
-        layers = np.arange(counts_TLS.shape[1])
+        counts_TLS = batch.slot_counts_TLS if len(taken) == batch.steps else batch.slot_counts_TLS[taken]
+        layers, experts = self.heat_PLE.shape[1:]
+        cells_C = (slots_LS + experts * np.arange(layers)[:, None]).ravel()
         # No expert stands twice on a rank, so no element is addressed twice.
-        self.heat_PLE[positions[:, None, None], layers[None, :, None], slots_LS[None]] += counts_TLS
-        self.loads_PLR[positions, :, rank] = counts_TLS.sum(axis=2)
+        heat_PC = self.heat_PLE.reshape(self.capacity, layers * experts)
+        heat_PC[positions[:, None], cells_C] += counts_TLS.reshape(len(taken), cells_C.size)
+        self.loads_PLR[positions, :, rank] = counts_TLS.sum(axis=2, dtype=np.int32)
         self._busy_P[positions] |= ~batch.dummy_T[taken]
         self._seen_PR[positions, rank] = True
         done = self._done(positions)

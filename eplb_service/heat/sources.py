@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
-
-from eplb_service.placement import Int32
 
 _BUCKETS_PER_WINDOW = 4
 
@@ -35,7 +35,7 @@ class SourceHeat:
         self._bucket_steps = -(-window_steps // _BUCKETS_PER_WINDOW)
         self._buckets: dict[int, _Bucket] = {}
 
-    def add(self, rank: int, first_step: int, counts_TLE: Int32) -> None:
+    def add(self, rank: int, first_step: int, counts_TLE: npt.NDArray[np.integer[Any]]) -> None:
         """Add one rank's counts of the steps from ``first_step`` on."""
         taken = 0
         while taken < len(counts_TLE):
@@ -43,7 +43,7 @@ class SourceHeat:
             part_TLE = counts_TLE[taken : taken + self._bucket_steps - offset]
             bucket = self._bucket(number)
             if bucket is not None:
-                bucket.sum_RLE[rank] += part_TLE.sum(axis=0)
+                bucket.sum_RLE[rank] += part_TLE.sum(axis=0, dtype=np.int32)
                 bucket.steps_R[rank] += len(part_TLE)
             taken += len(part_TLE)
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+_MOST_TOKENS = 2.0**53
+"""Sums up to here are exact in float64."""
+
 
 class HeatError(ValueError):
     """Heat that cannot be used; the message says what was found, where, and what was expected."""
@@ -80,14 +83,16 @@ def checked_heat(heat_TLE: npt.ArrayLike) -> npt.NDArray[np.int64] | npt.NDArray
         raise HeatError(f"heat has the shape [steps, layers, experts], got {list(heat.shape)}")
     if heat.dtype.kind not in "iuf":
         raise HeatError(f"heat holds numbers, got {heat.dtype}")
-    bad = ~np.isfinite(heat) | (heat < 0)
-    if bad.any():
-        step, layer, expert = np.argwhere(bad)[0]
+    least, most = (heat.min(), heat.max()) if heat.size else (0, 0)
+    # Comparisons with NaN are false, so a NaN anywhere fails too.
+    if not (least >= 0 and most < np.inf):
+        step, layer, expert = np.argwhere(~np.isfinite(heat) | (heat < 0))[0]
         raise HeatError(
             f"heat is {heat[step, layer, expert]} at step {step}, layer {layer}, expert {expert}; "
             "it must be a finite number of tokens, zero or more"
         )
-    if heat.size and float(heat.sum(axis=(0, 2), dtype=np.float64).max()) > 2.0**53:
+    could_overflow = float(most) * heat.shape[0] * heat.shape[2] > _MOST_TOKENS
+    if could_overflow and float(heat.sum(axis=(0, 2), dtype=np.float64).max()) > _MOST_TOKENS:
         raise HeatError("heat sums past 2**53 tokens in one layer; no real trace does")
     whole: npt.NDArray[np.int64] | npt.NDArray[np.float64]
     whole = heat.astype(np.float64) if heat.dtype.kind == "f" else heat.astype(np.int64)

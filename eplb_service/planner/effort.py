@@ -6,30 +6,60 @@ from statistics import NormalDist
 
 from eplb_service.placement import Placement
 from eplb_service.planner.settings import PlannerSettings
-from eplb_service.solver.candidates import Search
+from eplb_service.solver.problem import EVEN, RULE, SOLVED, Search
 
-_DEEPSEEK = Search(z=0.0, price=0.0, groups=0, spread=0, beam=0, leaves=1, patience=1, steps=0, tables=False)
+_DEEPSEEK = Search(
+    z=0.0,
+    price=0.0,
+    groups=0,
+    spread=0,
+    beam=0,
+    leaves=1,
+    patience=1,
+    steps=0,
+    tables=RULE,
+    peaks=False,
+    kicks=0,
+    seed=0,
+)
 _FEW_CELLS = 20_000
-"""Slots x (experts + ranks) up to which a wide tree and several leaves cost next to nothing."""
+"""Slots x (experts + ranks) up to which a tree search costs next to nothing; larger layers win nothing by it."""
+_FEW_SLOTS = 3
+"""Slots a rank up to which swaps and single exchanges soon find no way on."""
+_Z_OF_FEW_SLOTS = 1.5
+"""With so few experts a rank's load has no bell curve, and a rank far out on it is no guide."""
+_KICKS = 64
+"""Kicks of a layer with few slots and as many spare copies as experts."""
 
 
 def search_for(settings: PlannerSettings, placement: Placement) -> Search:
-    """The search that ``settings`` ask for; small layers get a wide tree, large ones a narrow tree."""
+    """The search that ``settings`` ask for in a layer of this shape."""
     if settings.policy == "deepseek":
-        return _DEEPSEEK
+        return _DEEPSEEK._replace(tables=EVEN if settings.split == "even" else RULE)
     slots = placement.ranks * placement.slots
-    small = slots * (placement.experts + placement.ranks) <= _FEW_CELLS
+    tree = settings.tree_search and slots * (placement.experts + placement.ranks) <= _FEW_CELLS
+    few = placement.slots <= _FEW_SLOTS and settings.local_search
+    z = expected_hottest(placement.ranks)
     return Search(
-        z=expected_hottest(placement.ranks) if settings.z is None else settings.z,
+        z=(min(z, _Z_OF_FEW_SLOTS) if few else z) if settings.z is None else settings.z,
         price=settings.move_price / slots,
-        groups=(4 if small else 2) if settings.tree_search else 0,
-        spread=2 if small else 1,
-        beam=4 if small else 1,
-        leaves=8 if small and settings.tree_search else 1,
+        groups=4 if tree else 0,
+        spread=2,
+        beam=4,
+        leaves=8 if tree else 1,
         patience=1,
         steps=16 * slots if settings.local_search else 0,
-        tables=settings.solve_tables,
+        tables=_tables(settings),
+        peaks=settings.local_search and (few or settings.objective == "mean_of_max"),
+        kicks=_KICKS * placement.redundant // placement.experts if few and settings.tree_search else 0,
+        seed=settings.seed,
     )
+
+
+def _tables(settings: PlannerSettings) -> int:
+    if settings.split == "even":
+        return EVEN
+    return SOLVED if settings.solve_tables else RULE
 
 
 def expected_hottest(ranks: int) -> float:

@@ -51,6 +51,11 @@ class LayerVerdict:
         Whether the layer stands in the plan.
     reason
         In an operator's words.
+    hindsight
+        What a placement made for this very window would have had, whatever it moved; ``None`` where the decision did
+        not look into the layer.
+    bytes
+        Weights that the moves send; 0 where the host does not tell an expert's size.
     """
 
     layer: int
@@ -60,6 +65,13 @@ class LayerVerdict:
     moves: int
     changed: bool
     reason: str
+    hindsight: float | None = None
+    bytes: int = 0
+
+    @property
+    def regret(self) -> float | None:
+        """What the last decision left to win on this window: the ratio seen less that of hindsight, at least 0."""
+        return None if self.hindsight is None else max(0.0, self.par_seen - self.hindsight)
 
 
 @dataclass(frozen=True)
@@ -83,3 +95,8 @@ class Plan:
     def moves(self) -> int:
         """Slots that must receive weights, over all layers."""
         return sum(verdict.moves for verdict in self.verdicts)
+
+    @property
+    def bytes(self) -> int:
+        """Weights that the moves send, over all layers."""
+        return sum(verdict.bytes for verdict in self.verdicts)

@@ -47,8 +47,23 @@ def rank_loads(
     """
     shares_RLE = source_shares(source_RLE, log2phy_RLE.shape[0], placement.layers, placement.experts)
     share_LP = slot_shares(placement.phy2log_LRS, log2phy_RLE, shares_RLE)
-    wide_NLE = heat_NLE if heat_NLE.dtype in (np.int64, np.float64) else heat_NLE.astype(np.float64)
-    return loads_of_ranks(np.ascontiguousarray(wide_NLE), placement.phy2log_LRS.copy(), share_LP)
+    return loads_of_ranks(_wide(heat_NLE), placement.phy2log_LRS.copy(), share_LP)
+
+
+def split_loads(
+    heat_NLE: npt.NDArray[np.floating] | npt.NDArray[np.integer],
+    placement: Placement,
+    log2phy_RLE: Int32,
+    source_RLE: Float64 | None,
+    split: str,
+) -> Float64:
+    """``rank_loads`` on a host that splits as ``settings.SPLITS`` says: ``even`` spreads over the replicas itself."""
+    if split != "even":
+        return rank_loads(heat_NLE, placement, log2phy_RLE, source_RLE)
+    copies_LE = placement.replicas()
+    expert_LP = placement.phy2log_LRS.reshape(placement.layers, -1)
+    share_LP = 1.0 / np.take_along_axis(copies_LE, expert_LP, axis=1)
+    return loads_of_ranks(_wide(heat_NLE), placement.phy2log_LRS.copy(), share_LP)
 
 
 def par(loads_NLR: Float64) -> Float64:
@@ -61,3 +76,11 @@ def par(loads_NLR: Float64) -> Float64:
     ratio_NL = np.where(busy_NL, loads_NLR.max(axis=2) / np.where(busy_NL, mean_NL, 1.0), 0.0)
     episodes_L = busy_NL.sum(axis=0)
     return np.where(episodes_L > 0, ratio_NL.sum(axis=0) / np.maximum(episodes_L, 1), 1.0)
+
+
+def _wide(
+    heat_NLE: npt.NDArray[np.floating] | npt.NDArray[np.integer],
+) -> npt.NDArray[np.int64] | npt.NDArray[np.float64]:
+    """Heat in a type that the kernels take."""
+    wide_NLE = heat_NLE if heat_NLE.dtype in (np.int64, np.float64) else heat_NLE.astype(np.float64)
+    return np.ascontiguousarray(wide_NLE)

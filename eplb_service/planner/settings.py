@@ -8,6 +8,14 @@ from dataclasses import dataclass
 POLICIES = ("none", "deepseek", "flashlb")
 """``none`` never moves; ``deepseek`` is greedy replicas and LPT packing; ``flashlb`` is the search."""
 
+OBJECTIVES = ("mean_std", "mean_of_max")
+"""``mean_std`` lowers the hottest rank's mean + z*std over the episodes; ``mean_of_max`` goes on to lower the mean of
+the episodes' peaks themselves: a little better on the window seen, the same on the next, and slower."""
+
+SPLITS = ("tables", "even")
+"""``tables``: each source rank sends an expert's tokens to the replica that its log2phy names (vLLM-Ascend); ``even``:
+the host spreads them over the replicas itself, token by token (vLLM)."""
+
 
 class SettingsError(ValueError):
     """A setting that no planner could follow; the message names it and its bounds."""
@@ -28,9 +36,11 @@ class PlannerSettings:
     max_layers
         Most layers per decision, worst first; ``None`` for all.
     move_price
-        Peak-to-average ratio that moving every slot of a layer must win; one slot costs its share of it.
+        Part of its peak-to-average ratio that a layer must win to have every slot moved; one slot costs its share.
     episodes
         Most episodes that a window is summed into; 1 plans on the plain sum.
+    objective
+        What the search lowers, one of ``OBJECTIVES``.
     z
         Standard deviations above its mean at which a rank's load is taken; ``None`` for where the hottest of so many
         ranks is expected.
@@ -38,20 +48,26 @@ class PlannerSettings:
         How fast old episodes may fade, as parts of the window; back-testing chooses for each layer. The first is
         taken where the window is too short to test.
     tree_search
-        Search replica counts together with the placement; off: greedy counts.
+        Search replica counts together with the placement, by tree in small layers and by kicks where ranks have few
+        slots; off: greedy counts.
     local_search
         Improve the placement by swaps and replica exchanges.
     solve_tables
         Choose log2phy from measured source heat; off: the engines' fixed rule.
+    split
+        How the host splits an expert's tokens over its replicas, one of ``SPLITS``.
     warm
         Start from what is deployed and weigh it against a fresh placement; off: every picked layer is placed anew.
+    expert_groups
+        Groups of neighbouring experts, as the router has them, that each stay on one node with all their copies
+        (hierarchical placement); ``None`` for experts on any node.
     seed
-        Of every random choice.
+        Of every random choice: the kicks of a search.
     threads
         Layers solved at a time; ``None`` for one each CPU. Results do not depend on it.
     budget_ms
-        Milliseconds after which no further layer is begun, the worst having come first; ``None`` for no bound. What
-        is decided then depends on the machine.
+        Milliseconds after which no further layer is begun, the worst having come first; what is left of them improves
+        layers that are placed anew. ``None`` for a fixed effort. What is decided with a budget depends on the machine.
 
     Raises ``SettingsError`` on a value out of bounds.
     """
@@ -60,14 +76,17 @@ class PlannerSettings:
     par_threshold: float = 1.02
     min_gain: float = 0.01
     max_layers: int | None = None
-    move_price: float = 0.3
+    move_price: float = 0.27
     episodes: int = 64
+    objective: str = "mean_std"
     z: float | None = None
-    half_lives: tuple[float, ...] = (math.inf, 0.25)
+    half_lives: tuple[float, ...] = (math.inf, 0.5, 0.25, 0.1, 0.05, 0.025)
     tree_search: bool = True
     local_search: bool = True
     solve_tables: bool = True
+    split: str = "tables"
     warm: bool = True
+    expert_groups: int | None = None
     seed: int = 0
     threads: int | None = None
     budget_ms: float | None = None
@@ -75,12 +94,16 @@ class PlannerSettings:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise SettingsError(f"policy is {self.policy!r}; choose one of {', '.join(POLICIES)}")
+        if self.objective not in OBJECTIVES:
+            raise SettingsError(f"objective is {self.objective!r}; choose one of {', '.join(OBJECTIVES)}")
+        if self.split not in SPLITS:
+            raise SettingsError(f"split is {self.split!r}; choose one of {', '.join(SPLITS)}")
         self._at_least("par_threshold", 1.0)
         self._at_least("min_gain", 0.0)
         self._at_least("move_price", 0.0)
         self._at_least("episodes", 1)
         self._at_least("seed", 0)
-        for name, bound in (("max_layers", 1), ("threads", 1), ("z", 0.0)):
+        for name, bound in (("max_layers", 1), ("expert_groups", 1), ("threads", 1), ("z", 0.0)):
             if getattr(self, name) is not None:
                 self._at_least(name, bound)
         if self.budget_ms is not None and not self.budget_ms > 0:

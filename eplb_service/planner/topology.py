@@ -59,6 +59,17 @@ class Topology:
         numbers_G, first_G, place_R = np.unique(self.token_groups_R, return_index=True, return_inverse=True)
         return numbers_G, first_G.astype(np.int32), place_R.astype(np.int32)
 
+    def nodes(self) -> tuple[Int32, Int32]:
+        """Each rank's node ``[R]``, numbered from 0 without gaps, and each token group's ``[G]``, in their order.
+
+        A group whose ranks stand on several nodes has -1: its tokens are on all of them.
+        """
+        _, first_G, group_R = self.token_groups()
+        node_R = np.unique(self.nodes_R, return_inverse=True)[1].astype(np.int32)
+        node_G = node_R[first_G]
+        node_G[group_R[node_R != node_G[group_R]]] = -1
+        return node_R, node_G
+
     @classmethod
     def flat(cls, ranks: int) -> Topology:
         """One node, every rank with tokens of its own."""

@@ -10,10 +10,11 @@ from eplb_service.heat.window import Window
 from eplb_service.placement import Placement
 from eplb_service.planner.decide import plan_afresh
 from eplb_service.planner.noise_floor import noise_floor
-from eplb_service.planner.scoring import Float64, par, rank_loads
+from eplb_service.planner.scoring import Float64, par
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.schedule import Schedule
+from eplb_service.replay.served import served_loads
 from eplb_service.replay.sliding_heat import SlidingHeat
 from eplb_service.replay.walk import switched
 from eplb_service.traces.trace import Trace
@@ -30,39 +31,45 @@ class Mark(NamedTuple):
 class Yardman:
     """Measures the same stretches of a trace that policies serve.
 
-    ``settings`` are those of flashlb, which hindsight places with; ``None`` to leave hindsight out.
+    ``heat`` is the trace's, which others may read along with this. ``settings`` are those of flashlb, which hindsight
+    places with; ``None`` to leave hindsight out. ``split`` is how the host splits tokens over replicas.
     """
 
     def __init__(
         self,
         trace: Trace,
+        heat: SlidingHeat,
         placement: Placement,
         topology: Topology,
         schedule: Schedule,
         settings: PlannerSettings | None,
+        split: str,
     ) -> None:
         self.loads_LR: Float64 = np.zeros((placement.layers, placement.ranks))
         self._trace = trace
-        self._heat = SlidingHeat(trace)
+        self._heat = heat
         self._placement = placement
         self._tables_RLE = placement.default_log2phy()
         self._topology = topology
         self._schedule = schedule
         self._settings = settings
+        self._split = split
 
     def measure(self, step: int) -> Mark:
         """The steps from ``step`` to the next decision."""
         end = min(step + self._schedule.interval, self._trace.steps)
         same_ranks = self._trace.facts.ranks == self._topology.ranks
         window = Window(self._heat.heat(step, end), self._trace.source(step, end) if same_ranks else None)
-        loads_TLR = rank_loads(window.heat_TLE, self._placement, self._tables_RLE, window.source_RLE)
+        loads_TLR = served_loads(
+            self._trace, window.heat_TLE, step, self._placement, self._tables_RLE, self._split
+        )
         self.loads_LR = loads_TLR.sum(axis=0)
         floor_L = noise_floor(window.heat_TLE.astype(np.float64), self._placement.ranks)
-        return Mark(par(loads_TLR), floor_L, self._hindsight(window))
+        return Mark(par(loads_TLR), floor_L, self._hindsight(window, step))
 
-    def _hindsight(self, window: Window) -> Float64 | None:
+    def _hindsight(self, window: Window, step: int) -> Float64 | None:
         if self._settings is None:
             return None
         fitted = plan_afresh(window, self._placement, self._topology, self._settings)
         placement, tables_RLE = switched(self._placement, self._tables_RLE, fitted)
-        return par(rank_loads(window.heat_TLE, placement, tables_RLE, window.source_RLE))
+        return par(served_loads(self._trace, window.heat_TLE, step, placement, tables_RLE, self._split))

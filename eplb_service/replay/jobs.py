@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import heapq
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from eplb_service.replay.costs import Costs
 from eplb_service.replay.hindsight import Mark, Yardman
 from eplb_service.replay.policy import Policy
 from eplb_service.replay.result import Decision, Setup
-from eplb_service.replay.walk import Walk
+from eplb_service.replay.sliding_heat import SlidingHeat
+from eplb_service.replay.walk import Standing, Walk
 from eplb_service.traces.arrays import ReadAs
 from eplb_service.traces.open import naming, open_trace
 from eplb_service.traces.trace import Trace
@@ -57,41 +59,84 @@ class Scene:
 class Job:
     """One policy along the trace, or, without a policy, the yardstick of a setup.
 
-    ``hindsight`` are the settings that a yardstick fits with; ``None`` for no hindsight.
+    ``hindsight`` are the settings that a yardstick fits with; ``None`` for no hindsight. ``split`` is how the host
+    splits tokens over replicas, as the policy's settings say.
     """
 
     label: str
     setup: Setup
     policy: Policy | None
     hindsight: PlannerSettings | None = None
+    split: str = "tables"
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a job tells after each decision; ``loads_LR`` are the ranks' tokens since."""
+    """What a job tells after each decision.
+
+    ``loads_LR`` are the ranks' tokens since, ``standing`` is where a policy can go on from.
+    """
 
     made: Decision | Mark
     loads_LR: Float64
+    standing: Standing | None = None
 
 
-def run(job: Job, trace: Trace, scene: Scene) -> Iterator[Progress]:
-    """Make a job's decisions one after the other; raises what the planner, the trace or the policy raise."""
-    placement = scene.placement(trace, job.setup)
-    schedule = job.setup.schedule
-    if job.policy is None:
-        yardman = Yardman(trace, placement, scene.topology, schedule, job.hindsight)
-        for step in schedule.decisions(trace.steps):
-            mark = yardman.measure(step)
-            yield Progress(mark, yardman.loads_LR)
-        return
-    walk = Walk(trace, placement, scene.topology, job.policy, schedule, scene.costs)
-    for step in schedule.decisions(trace.steps):
-        decision = walk.decide(step)
-        yield Progress(decision, walk.loads_LR)
+@dataclass(frozen=True)
+class Done:
+    """What a job has done already: so many decisions, the last of which left it ``standing``."""
+
+    decisions: int = 0
+    standing: Standing | None = None
 
 
-def run_file(job: Job, file: TraceFile, scene: Scene) -> Iterator[Progress]:
+def run(
+    jobs: Sequence[Job], trace: Trace, scene: Scene, done: Sequence[Done] | None = None
+) -> Iterator[tuple[int, Progress]]:
+    """Make the decisions of all jobs in the order of the steps before which they fall, so that the trace is read once.
+
+    Yields each job's number and progress, a job's own in order. Raises what the planner, the trace or a policy raise.
+    """
+    begun = done or [Done()] * len(jobs)
+    heat = SlidingHeat(trace, slack=max((job.setup.schedule.window for job in jobs), default=0))
+    ways = [_decisions(job, trace, heat, scene, so_far) for job, so_far in zip(jobs, begun, strict=True)]
+    steps = [_steps_left(job, trace, so_far) for job, so_far in zip(jobs, begun, strict=True)]
+    due = [(left[0], number) for number, left in enumerate(steps) if left]
+    heapq.heapify(due)
+    while due:
+        step, number = due[0]
+        yield number, next(ways[number])
+        following = step + jobs[number].setup.schedule.interval
+        if following in steps[number]:
+            heapq.heapreplace(due, (following, number))
+        else:
+            heapq.heappop(due)
+
+
+def run_file(
+    jobs: Sequence[Job], file: TraceFile, scene: Scene, done: Sequence[Done]
+) -> Iterator[tuple[int, Progress]]:
     """``run`` on a trace that is opened first; what is wrong with it is told with its path."""
     trace = file.open()
     with naming(file.path):
-        yield from run(job, trace, scene)
+        yield from run(jobs, trace, scene, done)
+
+
+def _steps_left(job: Job, trace: Trace, done: Done) -> range:
+    return job.setup.schedule.decisions(trace.steps)[done.decisions :]
+
+
+def _decisions(job: Job, trace: Trace, heat: SlidingHeat, scene: Scene, done: Done) -> Iterator[Progress]:
+    """One job's decisions, each made when it is asked for."""
+    placement = scene.placement(trace, job.setup)
+    schedule = job.setup.schedule
+    if job.policy is None:
+        yardman = Yardman(trace, heat, placement, scene.topology, schedule, job.hindsight, job.split)
+        for step in _steps_left(job, trace, done):
+            mark = yardman.measure(step)
+            yield Progress(mark, yardman.loads_LR)
+        return
+    walk = Walk(trace, heat, placement, scene.topology, job.policy, schedule, scene.costs, done.standing)
+    for step in _steps_left(job, trace, done):
+        decision = walk.decide(step)
+        yield Progress(decision, walk.loads_LR, walk.standing)

@@ -11,11 +11,12 @@ from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.hindsight import Mark
-from eplb_service.replay.jobs import Job, Progress, Scene, TraceFile, run
+from eplb_service.replay.jobs import Job, Progress, Scene, TraceFile, run, run_file
+from eplb_service.replay.ledger import Ledger
 from eplb_service.replay.policy import Policy
 from eplb_service.replay.result import Decision, PolicyReplay, Replay, Setup, Yardstick
 from eplb_service.replay.schedule import ReplayError, Schedule
-from eplb_service.replay.workers import cores, run_here, run_in_processes, run_on_ray
+from eplb_service.replay.workers import cores, run_in_processes, run_on_ray
 from eplb_service.traces.trace import Trace
 
 _FEW_EXPERTS = 100_000
@@ -40,8 +41,10 @@ def jobs_for(
     jobs = []
     for setup in shifted:
         label = _label(setup, shifted)
-        jobs.append(Job(f"yardstick{label}", setup, None, fitting))
-        jobs += [Job(f"{name}{label}", setup, Policy.of(name, settings)) for name in policies]
+        jobs.append(Job(f"yardstick{label}", setup, None, fitting, settings.split))
+        jobs += [
+            Job(f"{name}{label}", setup, Policy.of(name, settings), split=settings.split) for name in policies
+        ]
     return jobs
 
 
@@ -56,8 +59,7 @@ def replay(
     A trace without sources does not tell where tokens come from: an expert's tokens are then split evenly over the
     ranks. Raises ``ReplayError`` where the trace is too short or a policy fails, and what planner and trace raise.
     """
-    steps = ((number, progress) for number, job in enumerate(jobs) for progress in run(job, trace, scene))
-    return _gathered(trace, jobs, scene, steps, on_progress)
+    return _gathered(trace, Ledger(jobs), scene, run(jobs, trace, scene), on_progress)
 
 
 def replay_file(
@@ -68,46 +70,50 @@ def replay_file(
     workers: int | None = None,
     ray: str | None = None,
     on_progress: OnProgress | None = None,
+    ledger: Ledger | None = None,
 ) -> Replay:
     """``replay`` on ``workers`` processes (all cores by default), or on a Ray cluster; the results are the same.
 
-    Ctrl-C ends the work, and what all jobs have done by then comes back as an interrupted ``Replay``; where that is
-    nothing, ``KeyboardInterrupt`` passes through.
+    What ``ledger`` holds of an interrupted run is not done again, and it holds all that was found in the end. Ctrl-C
+    ends the work, and what all jobs have done by then comes back as an interrupted ``Replay``; where that is nothing,
+    ``KeyboardInterrupt`` passes through.
     """
     trace = file.open()
     workers = min(workers or _worthwhile(jobs, trace), len(jobs))
     threads = max(1, cores() // workers)
     jobs = [_with_threads(job, threads) for job in jobs]
+    ledger = ledger or Ledger(jobs)
     if ray is not None:
-        steps = run_on_ray(jobs, file, scene, ray)
+        steps = run_on_ray(jobs, file, scene, ledger.done(), ray)
     elif workers == 1:
-        steps = run_here(jobs, file, scene)
+        steps = run_file(jobs, file, scene, ledger.done())
     else:
-        steps = run_in_processes(jobs, file, scene, workers)
-    return _gathered(trace, jobs, scene, steps, on_progress)
+        steps = run_in_processes(jobs, file, scene, ledger.done(), workers)
+    return _gathered(trace, ledger, scene, steps, on_progress)
 
 
 def _gathered(
     trace: Trace,
-    jobs: Sequence[Job],
+    ledger: Ledger,
     scene: Scene,
     steps: Iterator[tuple[int, Progress]],
     on_progress: OnProgress | None,
 ) -> Replay:
+    jobs: Sequence[Job] = ledger.jobs
     for job in jobs:
         job.setup.schedule.decisions(trace.steps)
         scene.placement(trace, job.setup)
-    told: list[list[Progress]] = [[] for _ in jobs]
     interrupted = False
     try:
         for number, progress in steps:
-            told[number].append(progress)
+            ledger.add(number, progress)
             if on_progress is not None:
                 on_progress(jobs[number].label, progress)
     except KeyboardInterrupt:
         interrupted = True
     finally:
         steps.close()  # type: ignore[attr-defined]
+    told = ledger.told
     if interrupted:
         jobs, told = _common(jobs, told)
     return _put_together(trace, jobs, scene, told, interrupted)

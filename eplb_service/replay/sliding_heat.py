@@ -8,23 +8,40 @@ from eplb_service.traces.trace import Heat, Trace
 
 
 class SlidingHeat:
-    """Heat of ``trace`` by stretches of steps whose beginnings never go back; each step is read once."""
+    """Heat of ``trace`` by stretches of steps, each step read once.
 
-    def __init__(self, trace: Trace) -> None:
+    Parameters
+    ----------
+    trace
+        Where it is read from.
+    slack
+        Steps by which a stretch may begin before the latest beginning so far; what lies further back is forgotten.
+    """
+
+    def __init__(self, trace: Trace, slack: int = 0) -> None:
         self._trace = trace
+        self._slack = slack
+        self._latest = 0
         self._first = 0
         self._kept: Heat | None = None
 
     def heat(self, first: int, last: int) -> Heat:
-        """Steps ``first`` to ``last`` (not included), ``[t, L, E]``; what lies before ``first`` is forgotten."""
+        """Steps ``first`` to ``last`` (not included), ``[t, L, E]``."""
         last = min(last, self._trace.steps)
         assert first >= self._first, "steps are forgotten once a later stretch has been read"
-        if self._kept is None or first >= self._first + len(self._kept):
-            self._kept = self._trace.heat(first, last)
-        else:
-            self._kept = self._kept[first - self._first :]
-            end = first + len(self._kept)
-            if last > end:
-                self._kept = np.concatenate([self._kept, self._trace.heat(end, last)])
-        self._first = first
-        return self._kept[: last - first]
+        self._latest = max(self._latest, first)
+        self._forget(max(0, min(first, self._latest - self._slack)))
+        if self._kept is None:
+            self._kept = self._trace.heat(self._first, last)
+        end = self._first + len(self._kept)
+        if last > end:
+            self._kept = np.concatenate([self._kept, self._trace.heat(end, last)])
+        return self._kept[first - self._first : last - self._first]
+
+    def _forget(self, before: int) -> None:
+        if before <= self._first:
+            return
+        if self._kept is not None:
+            kept = self._kept[before - self._first :]
+            self._kept = kept if len(kept) else None
+        self._first = before

@@ -12,29 +12,38 @@ from eplb_service.heat.window import Window
 from eplb_service.placement import Int32, Placement, PlacementError, check_log2phy
 from eplb_service.planner.decide import plan
 from eplb_service.planner.plan import Plan
-from eplb_service.planner.scoring import Float64, par, rank_loads
+from eplb_service.planner.scoring import Float64, par, split_loads
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.policy import Policy
 from eplb_service.replay.result import Decision
 from eplb_service.replay.schedule import ReplayError, Schedule
+from eplb_service.replay.served import served_loads
 from eplb_service.replay.sliding_heat import SlidingHeat
 from eplb_service.traces.trace import Heat, Trace
 
 
 @dataclass(frozen=True)
-class _Serving:
-    """What the ranks serve by."""
+class Serving:
+    """What the ranks serve by: the placement, and int32 ``[R, L, E]`` the table of each source rank."""
 
     placement: Placement
     log2phy_RLE: Int32
 
 
 @dataclass(frozen=True)
+class Standing:
+    """Where a policy stands between two decisions: what serves, and what is coming from which step on."""
+
+    serving: Serving
+    coming: tuple[int, Serving] | None
+
+
+@dataclass(frozen=True)
 class _Decided:
     """What came of one decision."""
 
-    serving: _Serving
+    serving: Serving
     layers_changed: int
     layers_moved: int
     moves: int
@@ -51,33 +60,42 @@ class Walk:
 
     Parameters
     ----------
-    trace
-        What is served.
+    trace, heat
+        What is served, and its heat, which other walks may read along with this one.
     placement
         Where the weights stand at the start, under the engines' fixed tables.
     topology, policy, schedule, costs
         How to decide, when, and how long it takes to matter.
+    standing
+        Where an interrupted walk stood after its last decision; ``None`` to begin.
     """
 
     def __init__(
         self,
         trace: Trace,
+        heat: SlidingHeat,
         placement: Placement,
         topology: Topology,
         policy: Policy,
         schedule: Schedule,
         costs: Costs,
+        standing: Standing | None = None,
     ) -> None:
         self.loads_LR: Float64 = np.zeros((placement.layers, placement.ranks))
         self._trace = trace
-        self._heat = SlidingHeat(trace)
-        self._serving = _Serving(placement, placement.default_log2phy())
-        self._coming: tuple[int, _Serving] | None = None
+        self._heat = heat
+        standing = standing or Standing(Serving(placement, placement.default_log2phy()), None)
+        self._serving, self._coming = standing.serving, standing.coming
         self._topology = topology
         self._policy = policy
         self._external = policy.external() if policy.target else None
         self._schedule = schedule
         self._costs = costs
+
+    @property
+    def standing(self) -> Standing:
+        """Where it stands after the last decision."""
+        return Standing(self._serving, self._coming)
 
     def decide(self, step: int) -> Decision:
         """Decide on the window that ends before ``step``, and serve until the next decision."""
@@ -112,19 +130,25 @@ class Walk:
     def _serve(self, heat_TLE: Heat, first: int, switch: int) -> Float64:
         """Score the steps from ``first`` on, those from ``switch`` on under what is coming; float64 ``[L]``."""
         last = first + len(heat_TLE)
-        source_RLE = self._source(first, last)
         parts = []
         if switch > first:
-            parts.append(self._loads(heat_TLE[: switch - first], source_RLE))
+            parts.append(self._served(heat_TLE[: switch - first], first))
         self._arrive(switch)
         if switch < last:
-            parts.append(self._loads(heat_TLE[switch - first :], source_RLE))
+            parts.append(self._served(heat_TLE[switch - first :], switch))
         loads_TLR = np.concatenate(parts) if len(parts) > 1 else parts[0]
         self.loads_LR = loads_TLR.sum(axis=0)
         return par(loads_TLR)
 
-    def _loads(self, heat_TLE: Heat, source: Float64 | None) -> Float64:
-        return rank_loads(heat_TLE, self._serving.placement, self._serving.log2phy_RLE, source)
+    def _served(self, heat_TLE: Heat, first: int) -> Float64:
+        serving = self._serving
+        return served_loads(
+            self._trace, heat_TLE, first, serving.placement, serving.log2phy_RLE, self._policy.settings.split
+        )
+
+    def _seen(self, window: Window, way: Serving) -> Float64:
+        split = self._policy.settings.split
+        return split_loads(window.heat_TLE, way.placement, way.log2phy_RLE, window.source_RLE, split)
 
     def _source(self, first: int, last: int) -> Float64 | None:
         if self._trace.facts.ranks != self._topology.ranks:
@@ -133,7 +157,7 @@ class Walk:
 
     def _waiting(self, window: Window) -> _Decided:
         """No decision: weights of the one before are under way."""
-        seen = float(par(self._loads(window.heat_TLE, window.source_RLE)).mean())
+        seen = float(par(self._seen(window, self._serving)).mean())
         return _Decided(self._serving, 0, 0, 0, 0, seen, seen, 0.0)
 
     def _decided(self, window: Window) -> _Decided:
@@ -142,17 +166,14 @@ class Walk:
         if self._external is not None:
             changed = self._ask(window)
             seconds = time.perf_counter() - began
-            seen_L, planned_L = (
-                par(rank_loads(window.heat_TLE, way.placement, way.log2phy_RLE, window.source_RLE))
-                for way in (serving, changed)
-            )
+            seen_L, planned_L = (par(self._seen(window, way)) for way in (serving, changed))
             return self._outcome(changed, float(seen_L.mean()), float(planned_L.mean()), seconds)
         made = plan(window, serving.placement, serving.log2phy_RLE, self._topology, self._policy.settings)
         seconds = time.perf_counter() - began
-        changed = _Serving(*switched(serving.placement, serving.log2phy_RLE, made))
+        changed = Serving(*switched(serving.placement, serving.log2phy_RLE, made))
         return self._outcome(changed, made.par_seen, made.par_planned, seconds)
 
-    def _ask(self, window: Window) -> _Serving:
+    def _ask(self, window: Window) -> Serving:
         """What an external policy answers, checked."""
         assert self._external is not None
         deployed = self._serving.placement
@@ -165,7 +186,7 @@ class Walk:
         try:
             placement = Placement(np.asarray(phy2log).reshape(deployed.phy2log_LRS.shape), deployed.experts)
             if log2phy is None:
-                return _Serving(placement, placement.default_log2phy())
+                return Serving(placement, placement.default_log2phy())
             log2phy_RLE = np.ascontiguousarray(log2phy, dtype=np.int32)
             if log2phy_RLE.shape != (deployed.ranks, deployed.layers, deployed.experts):
                 raise PlacementError(f"log2phy has the shape {list(log2phy_RLE.shape)}")
@@ -176,9 +197,9 @@ class Walk:
                     )
         except (ValueError, TypeError, OverflowError) as error:
             raise ReplayError(f"policy {self._policy.name} answered no placement ({error})") from error
-        return _Serving(placement, log2phy_RLE)
+        return Serving(placement, log2phy_RLE)
 
-    def _outcome(self, changed: _Serving, seen: float, planned: float, seconds: float) -> _Decided:
+    def _outcome(self, changed: Serving, seen: float, planned: float, seconds: float) -> _Decided:
         moves_LR = arrivals(self._serving.placement, changed.placement)
         other_slots_L = (changed.placement.phy2log_LRS != self._serving.placement.phy2log_LRS).any(
             axis=(1, 2)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import socket
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from eplb_service.replay.jobs import Job, Progress, Scene, TraceFile, run_file
+from eplb_service.replay.jobs import Done, Job, Progress, Scene, TraceFile, run_file
 from eplb_service.replay.schedule import ReplayError
 
 _CONTEXT = multiprocessing.get_context("spawn")
@@ -23,48 +25,37 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def run_here(jobs: Sequence[Job], file: TraceFile, scene: Scene) -> Iterator[tuple[int, Progress]]:
-    """All jobs in this process; yields each job's number and progress."""
-    for number, job in enumerate(jobs):
-        for progress in run_file(job, file, scene):
-            yield number, progress
-
-
 def run_in_processes(
-    jobs: Sequence[Job], file: TraceFile, scene: Scene, workers: int
+    jobs: Sequence[Job], file: TraceFile, scene: Scene, done: Sequence[Done], workers: int
 ) -> Iterator[tuple[int, Progress]]:
-    """All jobs on ``workers`` processes; yields each job's number and progress, a job's own in order.
+    """What is left of all jobs, shared out to ``workers`` processes; yields each job's number and progress.
 
-    Raises what a job raises, and ``ReplayError`` where a process dies. Closing the iterator ends the processes.
+    A process runs its share side by side and so reads the trace once. Raises what a job raises, and ``ReplayError``
+    where a process dies. Closing the iterator ends the processes.
     """
-    crew = [_Worker(file, scene) for _ in range(min(workers, len(jobs)))]
-    waiting = list(enumerate(jobs))[::-1]
-    busy: dict[Connection, _Worker] = {}
+    crew = [_Worker(file, scene, share) for share in _shares(jobs, done, workers)]
+    busy: dict[Connection, _Worker] = {worker.pipe: worker for worker in crew}
     try:
-        for worker in crew:
-            worker.give(*waiting.pop())
-            busy[worker.pipe] = worker
         while busy:
             for pipe in wait(list(busy)):
                 worker = busy[pipe]  # type: ignore[index]
                 message = worker.hear()
-                if isinstance(message, Progress):
-                    yield worker.number, message
-                elif waiting:
-                    worker.give(*waiting.pop())
-                else:
+                if message is None:
                     del busy[worker.pipe]
+                else:
+                    yield message
     finally:
         for worker in crew:
             worker.end()
 
 
 def run_on_ray(
-    jobs: Sequence[Job], file: TraceFile, scene: Scene, address: str
+    jobs: Sequence[Job], file: TraceFile, scene: Scene, done: Sequence[Done], address: str
 ) -> Iterator[tuple[int, Progress]]:
-    """All jobs on the Ray cluster at ``address`` (``local``: one on this machine); each node must see the trace.
+    """What is left of all jobs, on the Ray cluster at ``address`` (``local``: one on this machine).
 
-    Progress comes job by job. Raises ``ReplayError`` where Ray is not installed or not there, or where a node fails.
+    Each node must see the trace. Progress comes job by job. Raises ``ReplayError`` where Ray is not installed or not
+    there, or where a node fails.
     """
     try:
         import ray
@@ -77,12 +68,12 @@ def run_on_ray(
         raise ReplayError(f"no Ray cluster at {address} ({' '.join(str(error).split())})") from error
     try:
         task = ray.remote(max_retries=1)(_whole)
-        numbers = {task.remote(job, file, scene): number for number, job in enumerate(jobs)}
+        numbers = {task.remote(job, file, scene, done[number]): number for number, job in enumerate(jobs)}
         while numbers:
-            done, _ = ray.wait(list(numbers), num_returns=1)
-            number = numbers.pop(done[0])
+            ended, _ = ray.wait(list(numbers), num_returns=1)
+            number = numbers.pop(ended[0])
             try:
-                for progress in ray.get(done[0]):
+                for progress in ray.get(ended[0]):
                     yield number, progress
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from error
@@ -103,22 +94,47 @@ def _check_reachable(address: str) -> None:
         raise ReplayError(f"no Ray cluster at {address} ({error})") from error
 
 
-class _Worker:
-    """One process and the pipe to it."""
+_Share = list[tuple[int, Job, Done]]
+"""Jobs with their numbers, and what has been done of each."""
 
-    def __init__(self, file: TraceFile, scene: Scene) -> None:
-        self.number = -1
-        self.pipe, theirs = _CONTEXT.Pipe()
-        self._process: SpawnProcess = _CONTEXT.Process(target=_work, args=(theirs, file, scene), daemon=True)
+_EFFORT = {"none": 1, "deepseek": 8, "flashlb": 24}
+"""About how long a decision takes beside one that does nothing, for sharing out jobs alike; any other policy as long as
+flashlb, and hindsight longer, because it places every layer anew."""
+_HINDSIGHT = 32
+
+
+def _shares(jobs: Sequence[Job], done: Sequence[Done], workers: int) -> list[_Share]:
+    """The jobs in shares of about the same effort, none of them empty: the longest first, each to who has least."""
+    numbered = list(zip(range(len(jobs)), jobs, done, strict=True))
+    shares: list[_Share] = [[] for _ in range(min(workers, len(jobs)))]
+    efforts = [0.0] * len(shares)
+    for entry in sorted(numbered, key=lambda entry: -_effort(entry[1])):
+        least = efforts.index(min(efforts))
+        shares[least].append(entry)
+        efforts[least] += _effort(entry[1])
+    return shares
+
+
+def _effort(job: Job) -> float:
+    if job.policy is None:
+        decision = _HINDSIGHT if job.hindsight is not None else _EFFORT["none"]
+    else:
+        decision = _EFFORT.get(job.policy.name, _EFFORT["flashlb"])
+    return decision / job.setup.schedule.interval
+
+
+class _Worker:
+    """One process with its share of the jobs, and the pipe from it."""
+
+    def __init__(self, file: TraceFile, scene: Scene, share: _Share) -> None:
+        self.pipe, theirs = _CONTEXT.Pipe(duplex=False)
+        arguments = (theirs, file, scene, share)
+        self._process: SpawnProcess = _CONTEXT.Process(target=_work, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
 
-    def give(self, number: int, job: Job) -> None:
-        self.number = number
-        self.pipe.send(job)
-
     def hear(self) -> Any:
-        """Its next word: progress, or ``None`` at the end of a job; raises what it raised."""
+        """Its next word: a job's number and progress, or ``None`` at the end; raises what it raised."""
         try:
             message = self.pipe.recv()
         except (EOFError, ConnectionResetError) as error:
@@ -137,24 +153,23 @@ class _Worker:
         self._process.join(timeout=5)
 
 
-def _work(pipe: Connection, file: TraceFile, scene: Scene) -> None:
-    """A worker process: jobs in, progress out, until the pipe closes."""
-    # Ctrl-C is for the process that gives out the work.
+def _work(pipe: Connection, file: TraceFile, scene: Scene, share: _Share) -> None:
+    """A worker process: progress out, until its share is done or nobody hears."""
+    # Ctrl-C is for the process that shared out the work.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    while True:
+    numbers, jobs, done = zip(*share, strict=True)
+    with contextlib.suppress(BrokenPipeError):
         try:
-            job = pipe.recv()
-        except EOFError:
-            return
-        try:
-            for progress in run_file(job, file, scene):
-                pipe.send(progress)
+            for number, progress in run_file(jobs, file, scene, done):
+                pipe.send((numbers[number], progress))
             pipe.send(None)
         except BrokenPipeError:
-            return
+            raise
         except Exception as error:
             pipe.send(error)
 
 
-def _whole(job: Job, file: TraceFile, scene: Scene) -> list[Progress]:
-    return list(run_file(job, file, scene))
+def _whole(job: Job, file: TraceFile, scene: Scene, done: Done) -> list[Progress]:
+    # Where a job stood on its way is of no use once it is through.
+    told = [progress for _, progress in run_file([job], file, scene, [done])]
+    return [*(replace(progress, standing=None) for progress in told[:-1]), *told[-1:]]

@@ -93,7 +93,7 @@ def pareto(points: Sequence[Point]) -> str:
     for point in sorted(points, key=lambda point: point.par):
         left, at = x(point.moves), y(point.par)
         parts.append(
-            element("circle", cx=left, cy=at, r=5, class_=f"dot {point.colour}", data_series=point.name)
+            element("circle", cx=left, cy=at, r=6, class_=f"dot {point.colour}", data_series=point.name)
         )
         to_the_left = left > WIDTH - 240
         low = _free_height(taken, left, at + 4)
@@ -108,7 +108,7 @@ def heat_map(name: str, words: str, ratio_YX: Float64, y_title: str, x_title: st
     rows, columns = ratio_YX.shape
     width, left, top = 468.0, 44.0, 22.0
     cell_width = (width - left - 6) / columns
-    cell_height = min(14.0, max(4.0, 340.0 / rows))
+    cell_height = min(26.0, max(4.0, 340.0 / rows))
     bins_YX = np.clip(np.round((ratio_YX - 1) / (HOTTEST - 1) * _BINS), -_BINS, _BINS).astype(int)
     paths: dict[int, list[str]] = {}
     for row, bins_X in enumerate(bins_YX):
@@ -178,8 +178,8 @@ def _front(points: Sequence[Point]) -> list[Point]:
 
 def _free_height(taken: Sequence[tuple[float, float]], left: float, at: float) -> float:
     """Where a name can stand without covering one that stands already."""
-    while any(abs(left - other) < 150 and abs(at - height) < 14 for other, height in taken):
-        at -= 14
+    while any(abs(left - other) < 180 and abs(at - height) < 17 for other, height in taken):
+        at -= 17
     return at
 
 

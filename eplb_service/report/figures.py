@@ -45,7 +45,8 @@ def par_lines(replay: Replay, colours: Mapping[str, str]) -> list[Line]:
 
 
 def move_lines(replay: Replay, colours: Mapping[str, str]) -> list[Line]:
-    """Slots that received weights at each decision of each policy."""
+    """Slots that received weights at each decision of each policy that may move any, or of all where none may."""
+    acting = [policy for policy in replay.policies if policy.policy != "none"]
     return [
         Line(
             policy.label,
@@ -53,7 +54,7 @@ def move_lines(replay: Replay, colours: Mapping[str, str]) -> list[Line]:
             [decision.step for decision in policy.decisions],
             [decision.moves for decision in policy.decisions],
         )
-        for policy in replay.policies
+        for policy in acting or replay.policies
     ]
 
 

@@ -33,9 +33,10 @@ def report_page(replay: Replay, *, title: str, command: str, facts: Mapping[str,
         _section(
             "Balance along the trace",
             "Peak-to-average ratio of the steps that each decision served: the hottest rank over the mean rank in each "
-            "step, mean over steps and layers. 1 is perfect; what lies below the floor is luck of sampling.",
+            "step, mean over steps and layers. 1 is perfect. The floor is about what chance leaves; real routers vary "
+            "a little less than chance, so that a good placement may lie below it.",
             _legend(lines),
-            charts.par_over_time(lines, _end(replay)),
+            _wide(charts.par_over_time(lines, _end(replay))),
         ),
         _section(
             "Ranks before and after",
@@ -51,14 +52,14 @@ def report_page(replay: Replay, *, title: str, command: str, facts: Mapping[str,
         ),
         _section(
             "What balance costs",
-            "Slots that had to receive another expert's weights at each decision.",
-            charts.moves_per_decision(move_lines(replay, colours), _end(replay)),
+            "Slots that had to receive another expert's weights at each decision, all policies on one scale.",
+            _wide(charts.moves_per_decision(move_lines(replay, colours), _end(replay))),
         ),
         _section(
             "Balance against moves",
             "Lower and further left is better; the line joins the policies that none beats in both. "
             f"Left alone, PAR is {replay.score(best).par_left_alone:.3f} and nothing moves.",
-            charts.pareto(pareto_points(replay, colours)),
+            _wide(charts.pareto(pareto_points(replay, colours))),
         ),
         _section("In figures", "", _table(replay, colours)),
         _section("How this was made", "", f"<pre>{escape(command)}</pre>", _facts(facts)),
@@ -101,7 +102,7 @@ def _head(replay: Replay, best: PolicyReplay, title: str) -> str:
     tiles = [
         (f"{score.par_left_alone:.3f}", "PAR left alone"),
         (f"{score.par:.3f}", f"PAR with {best.label}"),
-        (f"{score.floor:.3f}", "PAR by sampling alone, about"),
+        (f"{score.floor:.3f}", "floor: what chance leaves, about"),
     ]
     if score.regret is not None:
         tiles.append((f"{score.regret:.3f}", "regret: PAR above hindsight"))
@@ -137,6 +138,11 @@ def _verdict(score: Score, best: PolicyReplay) -> str:
 def _section(heading: str, words: str, *content: str) -> str:
     lead = f'<p class="soft">{escape(words)}</p>\n' if words else ""
     return f"<section>\n<h2>{escape(heading)}</h2>\n{lead}" + "\n".join(content) + "\n</section>"
+
+
+def _wide(chart: str) -> str:
+    """A chart that scrolls sideways where the screen is too narrow to read it."""
+    return f'<div class="scroll wide">{chart}</div>'
 
 
 def _pair(maps: Mapping[str, tuple[str, str, Float64]], names: Sequence[str]) -> str:

@@ -9,13 +9,14 @@ from typing import Any
 
 from eplb_service.atomic_write import OutputError, write_atomically
 from eplb_service.replay.result import PolicyReplay, Replay
-from eplb_service.report.figures import over_mean
+from eplb_service.report.figures import over_mean, pareto_points
 
 NAMES = ("par.png", "moves.png", "pareto.png", "ranks.png")
 """Files that ``write_pictures`` writes."""
 
 _SIZE = (10.0, 4.0)
 _DOTS_PER_INCH = 150
+_LEAST_SPAN = 0.05
 _COLOURS = ("#2463be", "#d4691a", "#15803d", "#a21caf", "#b91c1c", "#0e7490", "#854d0e", "#4338ca")
 
 
@@ -43,14 +44,15 @@ def write_pictures(folder: Path, replay: Replay) -> None:
 
 def _par(figure: Any, replay: Replay) -> None:
     axes = figure.subplots()
-    for policy in replay.policies:
+    for policy, colour in zip(replay.policies, _colours(replay), strict=True):
         steps, values = _held(policy, [decision.par_realised for decision in policy.decisions])
-        axes.step(
-            steps, values, where="post", label=policy.label, color="grey" if policy.policy == "none" else None
-        )
+        axes.step(steps, values, where="post", label=policy.label, color=colour)
     first = replay.policies[0]
-    floor_D = replay.yardstick(first.setup).floor_DL.mean(axis=1).tolist()
-    axes.step(*_held(first, floor_D), where="post", label="floor", color="grey", linestyle=":")
+    known = {"floor": replay.yardstick(first.setup).floor_DL, "hindsight": replay.hindsight_DL(first.setup)}
+    for (name, par_DL), style in zip(known.items(), (":", "--"), strict=True):
+        if par_DL is not None:
+            held = _held(first, par_DL.mean(axis=1).tolist())
+            axes.step(*held, where="post", label=name, color="grey", linestyle=style, linewidth=1)
     _finish(axes, "step", "realised PAR, mean over layers")
 
 
@@ -65,9 +67,15 @@ def _moves(figure: Any, replay: Replay) -> None:
 
 def _pareto(figure: Any, replay: Replay) -> None:
     axes = figure.subplots()
-    for policy, colour in zip(replay.policies, _colours(replay), strict=True):
-        axes.plot(policy.moves_per_decision, policy.par_realised, "o", label=policy.label, color=colour)
-    _finish(axes, "slots that receive weights at a decision", "realised PAR")
+    classes = {policy.label: policy.label for policy in replay.policies}
+    colours = dict(zip(classes, _colours(replay), strict=True))
+    points = pareto_points(replay, classes)
+    for point in points:
+        axes.plot(100 * point.moves, point.par, "o", label=point.name, color=colours[point.name])
+    # Differences that nobody would feel must not fill the picture.
+    pars = [point.par for point in points]
+    axes.set(xlim=(-0.5, None), ylim=(min(pars) - _LEAST_SPAN / 2, max(pars) + _LEAST_SPAN / 2))
+    _finish(axes, "slots that receive weights at a decision, %", "realised PAR")
 
 
 def _ranks(figure: Any, replay: Replay) -> None:
@@ -76,8 +84,11 @@ def _ranks(figure: Any, replay: Replay) -> None:
     image = None
     for axes, (title, loads_LR) in zip(figure.subplots(1, 2, sharey=True), both.items(), strict=True):
         image = axes.imshow(over_mean(loads_LR), cmap="coolwarm", vmin=0, vmax=2, aspect="auto")
-        axes.set(title=title, xlabel="rank", ylabel="layer")
-    figure.colorbar(image, ax=figure.axes, label="tokens over the mean rank")
+        axes.set(title=title, xlabel="rank")
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+    figure.axes[0].set_ylabel("layer")
+    figure.colorbar(image, ax=figure.axes, label="tokens over the mean rank", extend="max")
 
 
 def _colours(replay: Replay) -> list[str]:

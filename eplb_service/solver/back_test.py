@@ -1,8 +1,7 @@
 """What would have paid: fit on the older half of the window, judge on the newer half.
 
 The gap between the window seen and the next one is larger than the gap between solvers, and moves that chase bursts
-win nothing. So the window itself says, per layer, whether to keep, retune or move, how much a move must win, and
-how fast old episodes should fade.
+win nothing. So the window itself says, per layer, whether to keep, retune or move, and how much a move must win.
 """
 
 from __future__ import annotations
@@ -11,24 +10,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb_service.solver.arrays import Float64
+from eplb_service.solver.anew import anew
 from eplb_service.solver.candidates import (
     FRESH,
     KEEP,
     LOCAL,
     TABLES,
     Candidate,
-    Deployed,
-    Search,
-    anew,
-    heat_of,
     improved,
     par_on,
     with_tables,
 )
-
-FEWEST_EPISODES = 4
-"""Below it there is no older half worth fitting."""
+from eplb_service.solver.problem import SOLVED, STEADY, Deployed, Search
+from eplb_service.solver.recency import Forecast, Halves, leaning
 
 PRICE_LADDER = np.array([16.0, 4.0, 1.0])
 """Prices of a move that the local search tries, as multiples of the true one; most frugal first."""
@@ -39,46 +33,44 @@ class Course(NamedTuple):
 
     kind: int
     """``candidates.KEEP`` and so on."""
-    half_life: float
-    """Episodes after which heat counts half; infinite for no fading."""
     price: float
     """Peak-to-average ratio per moved slot that the local search should ask, at least the true price."""
-
-
-def fading(episodes: int, half_life: float) -> Float64:
-    """Weights that halve every ``half_life`` episodes back from the newest, float64 ``[N]``; infinite: all 1."""
-    weight_N: Float64 = 0.5 ** (np.arange(episodes - 1, -1, -1) / half_life)
-    return weight_N
+    tables: int
+    """``candidates.STEADY`` and so on."""
 
 
 def back_test(
-    heat_NE: Float64, deployed: Deployed, search: Search, half_life_H: Float64, min_gain: float
+    halves: Halves,
+    forecast: Forecast,
+    deployed: Deployed,
+    search: Search,
+    min_gain: float,
+    fresh_may_pay: bool,
 ) -> Course:
     """What would have done best on the newer half, moves paid for; a dearer course must win ``min_gain`` more.
+
+    ``fresh_may_pay``: whether placing anew is worth trying at all.
 
     Where gains do not last, a local search that asks more than the true price for a move stops at those that do; so
     several prices are tried and all judged at the true one.
     """
-    ranks = deployed.phy2log_RS.shape[0]
-    half = heat_NE.shape[0] // 2
-    newer = heat_of(heat_NE[half:], np.ones(heat_NE.shape[0] - half), ranks)
     now = Candidate(deployed.phy2log_RS, deployed.log2phy_GE, 0.0, 0)
-    best = par_on(now, newer, deployed.share_GE)
-    course = Course(KEEP, float(half_life_H[0]), search.price)
-    price_K = search.price * PRICE_LADDER
-    for half_life in half_life_H.tolist():
-        older = heat_of(heat_NE[:half], fading(half, half_life), ranks)
-        courses = [(Course(TABLES, half_life, search.price), deployed.phy2log_RS)]
-        if search.steps > 0:
-            found_KRS = improved(older, deployed, search, price_K)
-            courses += [
-                (Course(LOCAL, half_life, price), found_RS)
-                for price, found_RS in zip(price_K.tolist(), found_KRS, strict=True)
-            ]
-        courses.append((Course(FRESH, half_life, search.price), anew(older, deployed, search).phy2log_RS))
-        for tried, found_RS in courses:
-            found = with_tables(found_RS, older, deployed, search)
-            cost = par_on(found, newer, deployed.share_GE) + search.price * found.moves
+    best = par_on(now, halves.newer, deployed, search.tables)
+    course = Course(KEEP, search.price, search.tables)
+    older = leaning(halves.older, forecast, 1.0)
+    placed = [(TABLES, search.price, deployed.phy2log_RS)]
+    if search.steps > 0:
+        price_K = search.price * PRICE_LADDER
+        found_KRS = improved(older, deployed, search, price_K)
+        placed += [
+            (LOCAL, price, found_RS) for price, found_RS in zip(price_K.tolist(), found_KRS, strict=True)
+        ]
+    if fresh_may_pay:
+        placed.append((FRESH, search.price, anew(older, deployed, search).phy2log_RS))
+    for kind, price, found_RS in placed:
+        for tables in (STEADY, search.tables) if search.tables == SOLVED else (search.tables,):
+            found = with_tables(found_RS, older, deployed, search.z, tables)
+            cost = par_on(found, halves.newer, deployed, search.tables) + search.price * found.moves
             if cost < best - min_gain:
-                best, course = cost, tried
+                best, course = cost, Course(kind, price, tables)
     return course

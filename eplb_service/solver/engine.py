@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 
 from eplb_service.placement import Int32
 from eplb_service.solver.arrays import Bool, Float64
-from eplb_service.solver.candidates import Deployed, Search, homes
+from eplb_service.solver.hierarchy import solve_by_node
 from eplb_service.solver.layer import Answer, solve_layer
+from eplb_service.solver.polish import polish
+from eplb_service.solver.problem import Deployed, Search, homes
 
 
 class SolverError(RuntimeError):
@@ -39,34 +45,61 @@ def solve_many(
     unplaced_L: Bool,
     threads: int | None = None,
     budget_ms: float | None = None,
+    node_R: Int32 | None = None,
+    node_G: Int32 | None = None,
+    expert_groups: int = 0,
 ) -> list[Answer | SolverError]:
     """Solve all layers; without a budget the answers do not depend on ``threads`` (``None``: one for each CPU).
 
     ``heat_LNE`` float64 ``[L, N, E]``, ``deployed_LRS`` int32, ``deployed_LGE`` int32, ``share_LGE`` float,
-    ``unplaced_L`` bool; see ``layer.solve_layer``. Layers begin in the order given. One not begun within
-    ``budget_ms`` comes back as ``OutOfTimeError``; one that fails as another ``SolverError``.
+    ``unplaced_L`` bool; see ``layer.solve_layer``. ``node_R`` and ``node_G`` as in ``problem.Deployed``; one node
+    where they are not given. ``expert_groups``: so many groups of experts each stay on one node, see
+    ``hierarchy.solve_by_node``; 0 for none. Layers begin in the order given. One not begun within ``budget_ms``
+    comes back as ``OutOfTimeError``; one that fails as another ``SolverError``. What is left of a budget improves
+    layers that were placed anew, but for those in groups.
     """
     deadline = np.inf if budget_ms is None else time.monotonic() + budget_ms / 1e3
     heat_LNE = np.ascontiguousarray(heat_LNE, dtype=np.float64)
     deployed_LRS = np.array(deployed_LRS, dtype=np.int32, order="C")
     deployed_LGE = np.array(deployed_LGE, dtype=np.int32, order="C")
     share32_LGE = np.ascontiguousarray(share_LGE, dtype=np.float32)
+    nodes = (
+        np.zeros(deployed_LRS.shape[1], dtype=np.int32) if node_R is None else node_R,
+        np.zeros(deployed_LGE.shape[1], dtype=np.int32) if node_G is None else node_G,
+    )
+
+    def deployed(layer: int) -> Deployed:
+        home_ER = homes(deployed_LRS[layer], heat_LNE.shape[2])
+        return Deployed(deployed_LRS[layer], deployed_LGE[layer], share32_LGE[layer], home_ER, *nodes)
 
     def solve(layer: int) -> Answer | SolverError:
         if time.monotonic() >= deadline:
             return OutOfTimeError(f"the budget of {budget_ms:g} ms was spent")
+        # Not all layers are kicked alike, and how one is does not depend on which others are looked into.
+        mine = search._replace(seed=search.seed + crc32(heat_LNE[layer]))
+        asked = heat_LNE[layer], deployed(layer), mine, half_life_H, min_gain, bool(unplaced_L[layer])
         try:
-            home_ER = homes(deployed_LRS[layer], heat_LNE.shape[2])
-            deployed = Deployed(deployed_LRS[layer], deployed_LGE[layer], share32_LGE[layer], home_ER)
-            return solve_layer(
-                heat_LNE[layer], deployed, search, half_life_H, min_gain, bool(unplaced_L[layer])
-            )
+            return solve_by_node(*asked, expert_groups) if expert_groups else solve_layer(*asked)
         except Exception as error:  # one layer's failure must not spoil the others
             return SolverError(f"{type(error).__name__}: {error}")
 
     layers = range(heat_LNE.shape[0])
-    wanted = min(threads or os.cpu_count() or 1, os.cpu_count() or 1, len(layers))
+    with _several(threads, len(layers)) as run:
+        answers = list(run(solve, layers))
+        if budget_ms is not None and not expert_groups:
+            solved = {layer: answer for layer, answer in enumerate(answers) if isinstance(answer, Answer)}
+            better = polish(solved, heat_LNE.__getitem__, deployed, search, deadline, run)
+            answers = [better.get(layer, answer) for layer, answer in enumerate(answers)]
+    return answers
+
+
+@contextmanager
+def _several(threads: int | None, layers: int) -> Iterator[Callable[..., Iterable[Any]]]:
+    """A ``map`` that does as many layers at a time as wanted, at most one for each CPU."""
+    cpus = os.cpu_count() or 1
+    wanted = min(threads or cpus, cpus, layers)
     if wanted <= 1:
-        return [solve(layer) for layer in layers]
+        yield map
+        return
     with ThreadPoolExecutor(wanted, thread_name_prefix="eplb-solver") as pool:
-        return list(pool.map(solve, layers))
+        yield pool.map

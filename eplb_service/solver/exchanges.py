@@ -20,6 +20,9 @@ def best_exchange(
 ) -> tuple[int, int, int, float]:
     """The spare copy elsewhere that, as a copy of one of ``hot``'s experts, takes most pressure away, over ``bound``.
 
+    An expert is looked at only where sharing it out further takes more than ``bound`` by itself; that the rank which
+    gives up its copy gets cooler as well comes on top.
+
     Returns slot of ``hot`` whose expert gains a copy, rank and slot of the copy given up, and the pressure taken
     away; -1 three times where none takes enough.
     """
@@ -45,14 +48,18 @@ def best_exchange(
                     0,
                     np.float32(0.0),
                 )
-        if relief <= most:
+        if relief <= bound:
             continue
+        gained = share * demand.mean_E[gainer]
         for r in range(ranks):
             if packing.holds_ER[gainer, r]:
                 continue
+            # No rank's risk is below its mean load, so a load past this one alone presses too hard.
+            limit = now.base + max(now.of_R[r] + relief - most, 0.0) ** 0.125 / now.scale
             for t in range(slots):
                 loser = packing.phy2log_RS[r, t]
-                if packing.copies_E[loser] == 1:
+                lost = packing.share_ER[loser, r] * demand.mean_E[loser]
+                if packing.copies_E[loser] == 1 or packing.load_R[r] + gained - lost > limit:
                     continue
                 taken = relief - _burden(packing, demand, now, r, z, gainer, share, loser, relief - most)
                 if taken > most:

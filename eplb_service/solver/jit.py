@@ -22,6 +22,8 @@ _FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 
 def kernel(function: Function) -> Function:
     """Compile ``function`` on first use; it runs on one thread and lets others run Python meanwhile."""
+    if getattr(numba.config, "DISABLE_JIT", False):
+        return function
     options: dict[str, Any] = {"nogil": True, "fastmath": _FASTMATH, "error_model": "numpy"}
     try:
         dispatcher: Any = numba.njit(cache=True, **options)(function)

@@ -13,25 +13,35 @@ from eplb_service.solver.jit import kernel
 
 
 @kernel
-def match_ranks(phy2log_RS: Int32, deployed_RS: Int32, experts: int) -> Int32:
-    """Deal the rows of ``phy2log_RS`` to the ranks that share most experts with them, largest overlap first."""
+def match_ranks(phy2log_RS: Int32, deployed_RS: Int32, experts: int, node_R: Int32) -> Int32:
+    """Deal the rows of ``phy2log_RS`` to the ranks that share most experts with them, largest overlap first.
+
+    At equal overlap a rank comes first whose node holds more of the row: what moves then comes from nearby.
+    ``node_R`` int32 ``[R]``, numbered from 0. ``deployed_RS`` may have another number of columns.
+    """
     ranks, slots = phy2log_RS.shape
     holds_RE = np.zeros((ranks, experts), dtype=np.bool_)
+    node_holds_KE = np.zeros((node_R.max() + 1, experts), dtype=np.bool_)
     for r in range(ranks):
-        for s in range(slots):
-            holds_RE[r, deployed_RS[r, s]] = True
-    shared_RR = np.zeros((ranks, ranks), dtype=np.int32)
+        for expert in deployed_RS[r]:
+            holds_RE[r, expert] = True
+            node_holds_KE[node_R[r], expert] = True
+    score_RR = np.zeros((ranks, ranks), dtype=np.int32)
+    pairs_C = np.zeros((slots + 1) ** 2, dtype=np.int32)
     for row in range(ranks):
         for r in range(ranks):
-            for s in range(slots):
-                shared_RR[row, r] += holds_RE[r, phy2log_RS[row, s]]
+            for expert in phy2log_RS[row]:
+                score_RR[row, r] += (slots + 1) * holds_RE[r, expert] + node_holds_KE[node_R[r], expert]
+            pairs_C[score_RR[row, r]] += 1
     dealt_RS = np.empty_like(phy2log_RS)
     row_dealt_R = np.zeros(ranks, dtype=np.bool_)
     rank_taken_R = np.zeros(ranks, dtype=np.bool_)
-    for shared in range(slots, -1, -1):
+    for score in range(pairs_C.shape[0] - 1, -1, -1):
+        if pairs_C[score] == 0:
+            continue
         for row in range(ranks):
             for r in range(ranks):
-                if shared_RR[row, r] == shared and not row_dealt_R[row] and not rank_taken_R[r]:
+                if score_RR[row, r] == score and not row_dealt_R[row] and not rank_taken_R[r]:
                     dealt_RS[r] = phy2log_RS[row]
                     row_dealt_R[row] = True
                     rank_taken_R[r] = True

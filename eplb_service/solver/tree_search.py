@@ -1,9 +1,9 @@
 """Joint search of replica counts and placement over groups of experts (FlashLB's first idea).
 
 Experts stand in order of heat and are cut into groups. A node of the tree has fixed the copies of the experts of
-the first groups and placed them. Its children give the next group a little more or less of what is left than a
-greedy allotment would. Look-ahead judges a child by completing it greedily; pruning drops children that cannot beat
-the best leaf. A beam of the most promising nodes goes on to the next group.
+the first groups. Its children give the next group a little more or less of what is left than a greedy allotment
+would. Look-ahead judges a child by completing and placing it greedily; pruning drops children that cannot beat the
+best leaf. A beam of the most promising nodes goes on to the next group.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def tree_search(
     demand, ranks, slots, z
         The layer's heat, the shape, and the weight of the standard deviation.
     groups
-        Groups that the experts are cut into; 0 takes the greedy counts as they are.
+        Groups that the experts are cut into; 0 takes the greedy counts as they are, unjudged (risk infinite).
     spread
         A group gets up to this many copies more or less than the greedy allotment gives it.
     beam
@@ -43,11 +43,14 @@ def tree_search(
     best_KE = np.empty((leaves, experts), dtype=np.int32)
     risk_K = np.full(leaves, np.inf)
     copies_E = greedy_copies(heat_E, ranks, slots)
+    spare = ranks * slots - experts
+    if groups == 0 or spare == 0:
+        best_KE[0] = copies_E
+        return best_KE[:1], risk_K[:1]
     _, greedy_risk = hottest_rank(place(copies_E, demand, ranks, slots, z), z)
     _remember(best_KE, risk_K, copies_E, greedy_risk)
-    spare = ranks * slots - experts
     by_heat_E = descending(heat_E)
-    first_G = group_bounds(copies_E, by_heat_E, groups if spare > 0 else 0)
+    first_G = group_bounds(copies_E, by_heat_E, groups)
     frontier_BE = np.ones((1, experts), dtype=np.int32)
     for group in range(first_G.shape[0] - 1):
         low, high = first_G[group], first_G[group + 1]
@@ -61,7 +64,7 @@ def tree_search(
             for given in range(max(0, usual - spread), min(left, usual + spread) + 1):
                 child_E = node_E.copy()
                 unplaced = _hand_out_to(child_E, heat_E, by_heat_E[low:high], given, ranks)
-                if unplaced > 0 or floor_of(child_E, heat_E, by_heat_E[:high]) >= risk_K[-1]:
+                if unplaced > 0 or floor_of(child_E, demand.mean_E, by_heat_E[:high]) >= risk_K[-1]:
                     continue
                 leaf_E = _complete(child_E, heat_E, by_heat_E, high, left - given, ranks)
                 if leaf_E.sum() < ranks * slots or _stands_in(child_E, children_CE[:found]):
@@ -114,8 +117,6 @@ def group_bounds(copies_E: Int32, by_heat_E: Int64, groups: int) -> Int64:
     """Cut the experts, hottest first, into groups with about equal numbers of copies; int64 ``[groups + 1]``."""
     experts = copies_E.shape[0]
     groups = min(groups, experts)
-    if groups == 0:
-        return np.zeros(1, dtype=np.int64)
     first_G: Int64 = np.zeros(groups + 1, dtype=np.int64)
     total = copies_E.sum()
     seen = 0
@@ -130,11 +131,14 @@ def group_bounds(copies_E: Int32, by_heat_E: Int64, groups: int) -> Int64:
 
 
 @kernel
-def floor_of(copies_E: Int32, heat_E: Float32, fixed: Int64) -> float:
-    """No completion is cooler than the hottest copy already fixed."""
+def floor_of(copies_E: Int32, mean_E: Float32, fixed: Int64) -> float:
+    """No completion is cooler than the hottest copy already fixed: what else a rank holds only adds to its mean.
+
+    Of the means alone, because two experts that alternate may stand with less risk together than one by itself.
+    """
     floor = 0.0
     for e in fixed:
-        floor = max(floor, heat_E[e] / copies_E[e])
+        floor = max(floor, mean_E[e] / copies_E[e])
     return floor
 
 

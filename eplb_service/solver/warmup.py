@@ -5,11 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from eplb_service.placement import Placement
-from eplb_service.solver.candidates import Search
 from eplb_service.solver.engine import solve_many
 from eplb_service.solver.episodes import sum_episodes
 from eplb_service.solver.moves import choose_senders
+from eplb_service.solver.problem import EVEN, RULE, SOLVED, Search
 from eplb_service.solver.rank_loads import loads_of_ranks
+from eplb_service.solver.unrest import unrest
+from eplb_service.solver.validity import placeable, tables_hold
+
+_ENOUGH_MS = 1e6
+"""A budget that is never spent: it is there so that what budgets buy is compiled too."""
 
 
 def warm_up(threads: int | None = None) -> None:
@@ -18,9 +23,21 @@ def warm_up(threads: int | None = None) -> None:
     tables_LGE = np.ascontiguousarray(placement.default_log2phy().transpose(1, 0, 2))
     heat_LNE = np.arange(2 * 4 * 6, dtype=np.float64).reshape(2, 4, 6)
     search = Search(
-        z=1.0, price=0.01, groups=2, spread=1, beam=1, leaves=1, patience=1, steps=10, tables=True
+        z=1.0,
+        price=0.01,
+        groups=2,
+        spread=1,
+        beam=1,
+        leaves=1,
+        patience=1,
+        steps=10,
+        tables=SOLVED,
+        peaks=True,
+        kicks=1,
+        seed=0,
     )
-    for tables in (True, False):
+    two_nodes = np.array([0, 0, 1, 1], dtype=np.int32)
+    for tables in (EVEN, RULE, SOLVED):
         answers = solve_many(
             heat_LNE,
             placement.phy2log_LRS,
@@ -31,6 +48,9 @@ def warm_up(threads: int | None = None) -> None:
             0.0,
             np.array([False, True]),
             threads,
+            budget_ms=_ENOUGH_MS,
+            node_R=two_nodes,
+            node_G=two_nodes,
         )
         for answer in answers:
             if isinstance(answer, Exception):
@@ -41,3 +61,7 @@ def warm_up(threads: int | None = None) -> None:
     sum_episodes(whole_TLE.astype(np.float64), 1)
     deployed_RS = np.array(placement.phy2log_LRS[0])
     choose_senders(deployed_RS, deployed_RS[::-1].copy(), np.zeros(4, dtype=np.int32))
+    table_RE = np.array(tables_LGE[0])
+    if not (placeable(deployed_RS, 6) and tables_hold(table_RE, deployed_RS)):
+        raise AssertionError("a linear placement and its tables can be served")
+    unrest(sum_episodes(whole_TLE, 2), placement.replicas())

@@ -13,11 +13,12 @@ from eplb_service.traces import store
 from eplb_service.traces.arrays import ReadAs, trace_of_arrays
 from eplb_service.traces.documents import trace_of_document
 from eplb_service.traces.reader import StoredTrace
+from eplb_service.traces.sglang_dumps import is_dump, trace_of_dumps
 from eplb_service.traces.text_files import read_csv_trace, read_json_trace
 from eplb_service.traces.trace import Heat, Trace
 from eplb_service.traces.zarr_array import METADATA
 
-KNOWN = f"{store.SUFFIX} folder, .npz, .npy, .pt, .json or .csv"
+KNOWN = f"{store.SUFFIX} folder, .npz, .npy, .pt, a folder of ranks' .pt, .json or .csv"
 """What can be opened, in words."""
 
 _LEGACY_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
@@ -54,9 +55,7 @@ def read_heat(path: Path, read_as: ReadAs | None = None) -> Heat:
 
 def _open(path: Path, read_as: ReadAs) -> Trace:
     if path.is_dir():
-        if not (path / METADATA).exists():
-            raise HeatError(f"is a folder without {METADATA}; a trace is one of: {KNOWN}")
-        return StoredTrace(path)
+        return StoredTrace(path) if (path / METADATA).exists() else _open_dumps(path, read_as)
     with path.open("rb") as file:
         head = file.read(16)
     if not head:
@@ -74,6 +73,21 @@ def _open(path: Path, read_as: ReadAs) -> Trace:
     if b"\x00" in head:
         raise HeatError(f"is none of the formats that are known: {KNOWN}")
     return read_csv_trace(path, read_as)
+
+
+def _open_dumps(folder: Path, read_as: ReadAs) -> Trace:
+    """A folder of the files that SGLang's recorder wrote on each rank of one run."""
+    files = sorted(folder.glob("*.pt"))
+    if not files:
+        raise HeatError(f"is a folder without {METADATA} and without .pt files; a trace is one of: {KNOWN}")
+    dumps = []
+    for file in files:
+        with naming(Path(file.name)):
+            document = read_torch(file)
+        if not is_dump(document):
+            raise HeatError(f"{file.name}: holds no records of forward passes; open it by itself")
+        dumps.append((file.name, document))
+    return trace_of_dumps(dumps, read_as)
 
 
 def _open_zip(path: Path, read_as: ReadAs) -> Trace:

@@ -10,7 +10,7 @@ from eplb_service.heat.numpy_file import Array
 from eplb_service.heat.window import HeatError
 from eplb_service.placement import Int32, PlacementError, check_layer
 from eplb_service.traces import store
-from eplb_service.traces.trace import Heat, Int64, Trace, checked_slice
+from eplb_service.traces.trace import Float64, Heat, Int64, Trace, checked_slice
 from eplb_service.traces.zarr_array import ZarrArray
 
 
@@ -56,6 +56,15 @@ class StoredTrace(Trace):
         """Tokens by source rank, step by step, ``[t, R, L, E]``."""
         array = self._arrays.get("source_heat")
         return None if array is None else array.read(first, last)
+
+    def served_loads(self, first: int, last: int) -> Float64 | None:
+        """Tokens that each rank received, float64 ``[t, L, R]``; ``None`` where only experts were counted."""
+        if not self.by_slot:
+            return None
+        counts_TLP = self._arrays["slot_heat"].read(first, last)
+        shape = (last - first, self.layers, self.facts.ranks, self.facts.slots)
+        loads_TLR: Float64 = counts_TLP.reshape(shape).sum(axis=3, dtype=np.float64)
+        return loads_TLR
 
     def placements(self) -> dict[tuple[int, int], Int32]:
         """Slots ``[R, S]`` by layer and epoch; empty where tokens were counted by logical expert."""

@@ -5,29 +5,24 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from eplb_service.heat.batch import HeatBatch
 from eplb_service.placement import Int32
+from eplb_service.traces.step_record import PHASES, StepRecord
 from eplb_service.traces.trace import TraceFacts
 from eplb_service.traces.writer import BATCH_STEPS, TraceWriter
 
+MOST_SOURCE_COUNTS = 1 << 21
+"""Most ranks x layers x experts for which tokens by source rank are recorded: beyond, a step takes 8 MB and more."""
+
 _BATCHES_WAITING = 8
 """Batches that may wait for the disk; what comes beyond is lost and counted."""
-
-
-class _Step:
-    """One step's counts, rank by rank."""
-
-    def __init__(self, epochs_L: npt.NDArray[np.int64], ranks: int, slots: int) -> None:
-        self.epochs_L = epochs_L
-        self.counts_LRS = np.zeros((len(epochs_L), ranks, slots), dtype=np.int32)
-        self.seen_R = np.zeros(ranks, dtype=bool)
-        self.busy = False
-        self.spoilt = False
+_BATCH_COUNTS = 1 << 24
+"""Counts in a batch; with them its steps become fewer than ``BATCH_STEPS`` where steps are large."""
 
 
 class Recorder:
@@ -36,31 +31,66 @@ class Recorder:
     Parameters
     ----------
     path
-        Folder to make.
+        Folder to make, or to go on with where it holds a trace of the same deployment.
     facts
-        Of the deployment; ``ranks`` and ``slots`` must be set.
+        Of the deployment; ``ranks`` and ``slots`` must be set. The recorder names the phases itself.
     layers, experts
         L and E.
     pending_steps
         Steps that the fastest rank may be ahead of the slowest.
+    most_steps
+        Steps to record; ``None`` for no bound.
 
-    ``lost`` counts steps that were not recorded: not told by all ranks, told under different placements, or too many
+    Tokens by source rank are recorded where all ranks tell them, up to ``MOST_SOURCE_COUNTS``. ``lost`` counts steps
+    that were not recorded: not told by all ranks, told under different placements or one that is not known, or too many
     for the disk. ``error`` is what ended the recording, or ``None``. Raises ``OutputError`` where nothing can be
-    written.
+    written, ``HeatError`` where something else stands there.
     """
 
-    def __init__(self, path: Path, facts: TraceFacts, layers: int, experts: int, pending_steps: int) -> None:
-        self.lost = 0
+    def __init__(
+        self,
+        path: Path,
+        facts: TraceFacts,
+        layers: int,
+        experts: int,
+        pending_steps: int,
+        most_steps: int | None = None,
+    ) -> None:
         self.error: Exception | None = None
-        self._facts = facts
-        self._writer = TraceWriter(path, facts, layers, experts, by_slot=True)
+        self._lost = 0
+        self._lost_late = 0
+        self._facts = replace(facts, phases=PHASES)
+        source_counts = facts.ranks * layers * experts
+        sources = None if source_counts <= MOST_SOURCE_COUNTS else False
+        self._writer = TraceWriter(path, self._facts, layers, experts, by_slot=True, sources=sources)
+        counts = layers * facts.ranks * facts.slots + (source_counts if sources is None else 0)
+        self._batch_steps = max(1, min(BATCH_STEPS, _BATCH_COUNTS // counts))
         self._pending_steps = pending_steps
-        self._pending: dict[int, _Step] = {}
+        self._room = most_steps
+        self._pending: dict[int, StepRecord] = {}
         self._newest_gone = -1
-        self._complete: list[tuple[int, _Step]] = []
-        self._placements: dict[tuple[int, int], bytes] = {}
+        self._first_whole: int | None = None
+        self._complete: list[tuple[int, StepRecord]] = []
+        self._placements = {key: row.tobytes() for key, row in self._writer.placements().items()}
+        self._known: set[tuple[int, ...]] = set()
+        self._handed_over = 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eplb-recorder")
         self._waiting: list[Future[None]] = []
+
+    @property
+    def lost(self) -> int:
+        """Steps that were not recorded."""
+        return self._lost + self._lost_late
+
+    @property
+    def steps(self) -> int:
+        """Steps recorded, those that wait to be written included."""
+        return self._handed_over - self._lost_late + len(self._complete)
+
+    @property
+    def full(self) -> bool:
+        """Whether all steps asked for have been recorded."""
+        return self._room is not None and self.steps >= self._room
 
     def place(self, layer: int, epoch: int, phy2log_RS: Int32) -> None:
         """Say which expert stands in each slot of ``layer`` at ``epoch``; known ones are not written again."""
@@ -74,27 +104,31 @@ class Recorder:
         known = self._placements.get((layer, epoch))
         return known is not None and known != np.ascontiguousarray(phy2log_RS, dtype=np.int32).tobytes()
 
+    def begin_anew(self) -> None:
+        """The ranks have come together anew: they may count steps from the beginning again."""
+        self._hand_over()
+        self._lost += len(self._pending)
+        self._pending.clear()
+        self._newest_gone, self._first_whole = -1, None
+
     def add(self, rank: int, batch: HeatBatch) -> None:
-        """Take one rank's report."""
-        epochs_L = np.asarray(batch.layer_epochs, dtype=np.int64)
-        for offset, dummy in enumerate(batch.dummy_T.tolist()):
+        """Take one rank's report, whose arrays must not change any more."""
+        for offset in range(batch.steps):
             number = batch.first_step + offset
             if number <= self._newest_gone:
                 continue
             step = self._pending.get(number)
             if step is None:
-                step = self._pending[number] = _Step(epochs_L, self._facts.ranks, self._facts.slots)
-            step.spoilt |= not np.array_equal(step.epochs_L, epochs_L)
-            step.counts_LRS[:, rank] = batch.slot_counts_TLS[offset]
-            step.seen_R[rank] = True
-            step.busy |= not dummy
-            if step.seen_R.all():
+                step = self._pending[number] = StepRecord(batch.layer_epochs, self._facts.ranks)
+            step.add(rank, batch, offset)
+            if step.whole:
                 self._finish(number)
         self._newest_gone = max(self._newest_gone, batch.first_step + batch.steps - 1 - self._pending_steps)
         for number in [number for number in self._pending if number <= self._newest_gone]:
             del self._pending[number]
-            self.lost += 1
-        if len(self._complete) >= BATCH_STEPS:
+            # Where a recording begins in the midst of the ranks' reports, the first of them are none of its steps.
+            self._lost += self._first_whole is not None and number > self._first_whole
+        if len(self._complete) >= self._batch_steps:
             self._hand_over(before=min(self._pending, default=self._complete[-1][0] + 1))
 
     def close(self) -> None:
@@ -104,28 +138,65 @@ class Recorder:
 
     def _finish(self, number: int) -> None:
         step = self._pending.pop(number)
+        if self._first_whole is None:
+            self._first_whole = number
         if step.spoilt:
-            self.lost += 1
-        elif step.busy:
+            self._lost += 1
+        elif step.busy and not self.full:
             bisect.insort(self._complete, (number, step), key=lambda entry: entry[0])
 
     def _hand_over(self, before: int | None = None) -> None:
-        """Give what is complete to the disk, up to the step ``before``: those from it on may still come in between."""
-        keys = [number for number, _ in self._complete]
-        end = len(keys) if before is None else bisect.bisect_left(keys, before)
-        complete, self._complete = self._complete[:end], self._complete[end:]
+        """Give what is complete to the disk, up to the step ``before``: those from it on may still come in between.
+
+        Steps that were counted under a placement which is not told yet wait for it; at the end they are lost.
+        """
+        ready: list[tuple[int, StepRecord]] = []
+        kept: list[tuple[int, StepRecord]] = []
+        for number, step in self._complete:
+            in_time = before is None or number < before
+            (ready if in_time and not kept and self._is_known(step.layer_epochs) else kept).append(
+                (number, step)
+            )
+        if before is None or len(kept) > _BATCHES_WAITING * self._batch_steps:
+            self._lost += len(kept)
+            kept = []
+        self._complete = kept
         self._waiting = [write for write in self._waiting if not write.done()]
-        if not complete:
+        if not ready:
             return
         if len(self._waiting) >= _BATCHES_WAITING or self.error is not None:
-            self.lost += len(complete)
+            self._lost += len(ready)
             return
-        counts_TLP = np.stack([step.counts_LRS.reshape(len(step.epochs_L), -1) for _, step in complete])
-        epochs_TL = np.stack([step.epochs_L for _, step in complete])
-        self._write(self._append, counts_TLP, epochs_TL, [number for number, _ in complete])
+        self._handed_over += len(ready)
+        self._write(self._append, ready)
 
-    def _append(self, counts_TLP: Int32, epochs_TL: npt.NDArray[np.int64], numbers: list[int]) -> None:
-        self._writer.append_slots(counts_TLP, epochs_TL, step_T=numbers)
+    def _is_known(self, layer_epochs: tuple[int, ...]) -> bool:
+        if layer_epochs not in self._known:
+            if not all(key in self._placements for key in enumerate(layer_epochs)):
+                return False
+            self._known.add(layer_epochs)
+        return True
+
+    def _append(self, steps: list[tuple[int, StepRecord]]) -> None:
+        """On the thread: put the ranks' counts together and write them."""
+        wanted = self._writer.sources
+        if wanted is None:
+            wanted = any(step.has_sources for _, step in steps)
+        if wanted:
+            whole = [(number, step) for number, step in steps if step.has_sources]
+            self._lost_late += len(steps) - len(whole)
+            steps = whole
+        if not steps:
+            return
+        records = [step for _, step in steps]
+        self._writer.append_slots(
+            np.stack([step.slot_counts() for step in records]),
+            np.array([step.layer_epochs for step in records], dtype=np.int64),
+            step_T=[number for number, _ in steps],
+            tokens_T=[step.tokens() for step in records],
+            phase_T=[step.phase() for step in records],
+            source_TRLE=np.stack([step.source_counts() for step in records]) if wanted else None,
+        )
         self._writer.flush()
 
     def _write(self, call: Callable[..., None], *arguments: object) -> None:

@@ -48,6 +48,8 @@ class Recording:
             recorder = None
         if recorder is None:
             recorder = self._begin(name, facts, placement)
+        else:
+            recorder.begin_anew()
         if recorder is not None:
             for row in rows:
                 recorder.place(*row)

@@ -33,6 +33,8 @@ class TraceStatistics:
     par_L, floor_L
         Peak-to-average ratio of each step with experts in order on ``ranks`` ranks, and what sampling alone leaves;
         both ``None`` where the ranks are not known.
+    par_served_L
+        Peak-to-average ratio of each step as it was served while recorded; ``None`` where the trace does not tell.
     """
 
     window: int
@@ -43,6 +45,7 @@ class TraceStatistics:
     drift_noise_L: Float64
     par_L: Float64 | None
     floor_L: Float64 | None
+    par_served_L: Float64 | None
 
 
 def statistics(trace: Trace, window: int, ranks: int | None = None) -> TraceStatistics:
@@ -59,6 +62,7 @@ def statistics(trace: Trace, window: int, ranks: int | None = None) -> TraceStat
     apart, noise, pairs = np.zeros(trace.layers), np.zeros(trace.layers), 0
     pars: list[Float64] = []
     floors: list[Float64] = []
+    served: list[Float64] = []
     lengths: list[int] = []
     before_LE: Float64 | None = None
     for first in range(0, trace.steps, window):
@@ -75,7 +79,10 @@ def statistics(trace: Trace, window: int, ranks: int | None = None) -> TraceStat
             loaded_L, floor_L = _balance(heat_TLE, placement)
             pars.append(loaded_L)
             floors.append(floor_L)
-            lengths.append(len(heat_TLE))
+        served_TLR = trace.served_loads(first, first + len(heat_TLE))
+        if served_TLR is not None:
+            served.append(par(served_TLR))
+        lengths.append(len(heat_TLE))
     share_LE = _shares(total_LE)
     tenth = max(1, round(trace.experts / 10))
     return TraceStatistics(
@@ -87,6 +94,7 @@ def statistics(trace: Trace, window: int, ranks: int | None = None) -> TraceStat
         drift_noise_L=noise / max(1, pairs),
         par_L=np.average(pars, axis=0, weights=lengths) if pars else None,
         floor_L=np.average(floors, axis=0, weights=lengths) if floors else None,
+        par_served_L=np.average(served, axis=0, weights=lengths) if served else None,
     )
 
 

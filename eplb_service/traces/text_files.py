@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -51,9 +53,8 @@ def read_csv_trace(path: Path, read_as: ReadAs) -> ArrayTrace:
             raise HeatError("is empty")
         if set(COLUMNS) <= set(names):
             columns = [names.index(name) for name in COLUMNS]
-            rows = np.loadtxt(path, delimiter=",", skiprows=1, usecols=columns, ndmin=2, encoding="utf-8-sig")
-            return _of_rows(rows)
-        table = np.loadtxt(path, delimiter=",", ndmin=2, encoding="utf-8-sig")
+            return _of_rows(_numbers(path, skiprows=1, usecols=columns))
+        table = _numbers(path)
     except UnicodeDecodeError as error:
         raise HeatError("is neither text nor any kind of trace that is known") from error
     except (ValueError, csv.Error) as error:
@@ -88,6 +89,13 @@ def _of_rows(rows: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> ArrayTr
     return ArrayTrace(
         heat_TLE.astype(np.int64) if whole else heat_TLE, TraceFacts(origin="CSV, one row a count")
     )
+
+
+def _numbers(path: Path, **which: Any) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    with warnings.catch_warnings():
+        # That there are none is told by who asked.
+        warnings.filterwarnings("ignore", message=".*input contained no data", category=UserWarning)
+        return np.loadtxt(path, delimiter=",", ndmin=2, encoding="utf-8-sig", **which)
 
 
 def _check_size(path: Path) -> None:

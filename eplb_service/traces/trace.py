@@ -92,6 +92,10 @@ class Trace(ABC):
             total_RLE = summed_RLE if total_RLE is None else total_RLE + summed_RLE
         return total_RLE
 
+    def served_loads(self, first: int, last: int) -> Float64 | None:  # noqa: ARG002
+        """Tokens that each rank received when it was recorded, float64 ``[t, L, R]``; ``None`` where not recorded."""
+        return None
+
     def step_numbers(self, first: int, last: int) -> Int64:
         """The model's own numbers of the steps, int64 ``[t]``."""
         return np.arange(first, last, dtype=np.int64)

@@ -20,6 +20,7 @@ BATCH_STEPS = 64
 """Steps that are gathered before they are written; the most that a crash loses."""
 
 _ROW = ("step",)
+_SOURCES = "source_heat"
 
 
 class TraceWriter:
@@ -28,7 +29,7 @@ class TraceWriter:
     Parameters
     ----------
     path
-        Folder to make, or, where it holds a trace of the same shape, to go on with.
+        Folder to make, or, where it holds a trace of the same deployment, to go on with.
     facts
         What is known of the deployment; ``ranks`` and ``slots`` must be set for ``append_slots``.
     layers, experts
@@ -36,10 +37,10 @@ class TraceWriter:
     by_slot
         Record tokens by slot (``append_slots``) instead of by logical expert (``append``).
     sources
-        Record tokens by source rank too.
+        Record tokens by source rank too; ``None`` to do so where the first steps bring them.
 
-    Raises ``OutputError`` where nothing can be written there, ``HeatError`` where a trace of another shape stands
-    there.
+    ``sources`` tells whether they are recorded, ``None`` while that is open. Raises ``OutputError`` where nothing can
+    be written there, ``HeatError`` where a trace of something else stands there.
     """
 
     def __init__(
@@ -50,14 +51,15 @@ class TraceWriter:
         experts: int,
         *,
         by_slot: bool = False,
-        sources: bool = False,
+        sources: bool | None = False,
     ) -> None:
         self.path = path
         self._waiting: dict[str, list[Array]] = {}
         self._count = 0
-        shapes = _shapes(facts, layers, experts, by_slot, sources)
+        self.sources = sources
+        self._shapes = _shapes(facts, layers, experts, by_slot, sources is not False)
         try:
-            self._arrays = self._go_on(shapes) if path.exists() else self._begin(shapes, facts, experts)
+            self._arrays = self._go_on(facts, experts) if path.exists() else self._begin(facts, experts)
         except OSError as error:
             raise OutputError(f"{path}: cannot be written ({error.strerror})") from error
         self._end = min(array.rows for name, array in self._arrays.items() if name in store.STEP_ARRAYS)
@@ -129,28 +131,43 @@ class TraceWriter:
     ) -> None:
         self.flush()
 
-    def _begin(
-        self, shapes: dict[str, tuple[tuple[int, ...], str, tuple[str, ...]]], facts: TraceFacts, experts: int
-    ) -> dict[str, ZarrArray]:
+    def placements(self) -> dict[tuple[int, int], Int32]:
+        """Slots ``[R, S]`` by layer and epoch, as they stand in the trace."""
+        columns = [self._arrays[name] for name in store.PLACEMENT_ARRAYS]
+        rows = min(array.rows for array in columns)
+        layer_K, epoch_K, phy2log_KRS = (array.read(0, rows) for array in columns)
+        known = zip(layer_K.tolist(), epoch_K.tolist(), strict=True)
+        return {key: row.astype(np.int32) for key, row in zip(known, phy2log_KRS, strict=True)}
+
+    def _begin(self, facts: TraceFacts, experts: int) -> dict[str, ZarrArray]:
         self.path.mkdir()
         arrays = {
-            name: ZarrArray.create(self.path / name, tail, dtype, names)
-            for name, (tail, dtype, names) in shapes.items()
+            name: self._create(name) for name in self._shapes if name != _SOURCES or self.sources is not None
         }
         store.write_head(self.path, facts, experts)
         return arrays
 
-    def _go_on(self, shapes: dict[str, tuple[tuple[int, ...], str, tuple[str, ...]]]) -> dict[str, ZarrArray]:
+    def _create(self, name: str) -> ZarrArray:
+        tail, dtype, names = self._shapes[name]
+        return ZarrArray.create(self.path / name, tail, dtype, names)
+
+    def _go_on(self, facts: TraceFacts, experts: int) -> dict[str, ZarrArray]:
         try:
-            store.read_head(self.path)
+            found_facts, found_experts = store.read_head(self.path)
             arrays = store.open_arrays(self.path)
         except HeatError as error:
             raise HeatError(f"{self.path}: {error}") from error
+        if self.sources is None:
+            self.sources = _SOURCES in arrays
         found = {name: array.tail for name, array in arrays.items()}
-        wanted = {name: tail for name, (tail, _, _) in shapes.items()}
-        if found != wanted:
+        wanted = {
+            name: tail for name, (tail, _, _) in self._shapes.items() if name != _SOURCES or self.sources
+        }
+        of_found = (found_experts, found_facts.ranks, found_facts.slots, found_facts.phases)
+        if found != wanted or of_found != (experts, facts.ranks, facts.slots, facts.phases):
             raise HeatError(
-                f"{self.path}: is a trace of other arrays ({found}) than are to be recorded ({wanted})"
+                f"{self.path}: is a trace of {_words(found, found_experts)}; "
+                f"to be recorded are {_words(wanted, experts)}"
             )
         return arrays
 
@@ -168,10 +185,14 @@ class TraceWriter:
             "tokens": np.asarray(np.full(steps, -1) if tokens_T is None else tokens_T, dtype=np.int64),
             "phase": np.asarray(np.zeros(steps) if phase_T is None else phase_T, dtype=np.uint8),
         }
-        if "source_heat" in self._arrays:
+        if self.sources is None:
+            self.sources = source_TRLE is not None
+            if self.sources:
+                self._arrays[_SOURCES] = self._create(_SOURCES)
+        if self.sources:
             if source_TRLE is None:
                 raise HeatError("source heat was announced, but these steps come without it")
-            rows["source_heat"] = _counts(source_TRLE)
+            rows[_SOURCES] = _counts(source_TRLE)
         return rows
 
     def _add(self, rows: dict[str, Array]) -> None:
@@ -188,14 +209,20 @@ class TraceWriter:
 
 
 def _counts(values: npt.ArrayLike) -> Array:
-    """Counts as uint32, or float64 where they are fractions or past 2**32."""
+    """Counts as uint32; raises ``HeatError`` on fractions, on negative ones, and on those past 2**32."""
     array = np.asarray(values)
-    checked_heat(array.reshape(array.shape[0], -1, array.shape[-1]) if array.ndim == 4 else array)
+    if array.dtype.kind != "u":
+        checked_heat(array.reshape(array.shape[0], -1, array.shape[-1]) if array.ndim == 4 else array)
     if array.dtype.kind == "f" and not np.array_equal(array, np.floor(array)):
         raise HeatError("a trace records whole tokens, got fractions; scale and round them first")
     if array.size and array.max() > np.iinfo(np.uint32).max:
         raise HeatError(f"a trace records counts below 2**32, got {array.max()}")
     return array.astype(np.uint32)
+
+
+def _words(tails: dict[str, tuple[int, ...]], experts: int) -> str:
+    arrays = ", ".join(f"{name} {list(tail)}" for name, tail in tails.items() if len(tail) > 1)
+    return f"{experts} experts with {arrays}"
 
 
 def _shapes(
@@ -219,5 +246,5 @@ def _shapes(
     else:
         shapes["heat"] = ((layers, experts), "uint32", (*_ROW, "layer", "expert"))
     if sources:
-        shapes["source_heat"] = ((facts.ranks, layers, experts), "uint32", (*_ROW, "rank", "layer", "expert"))
+        shapes[_SOURCES] = ((facts.ranks, layers, experts), "uint32", (*_ROW, "rank", "layer", "expert"))
     return shapes

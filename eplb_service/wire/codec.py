@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,9 @@ PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Bound on one gRPC message, and on one array after inflation."""
 
+Integers: TypeAlias = npt.NDArray[np.integer[Any]]
+"""An array of any integer type; its dimensions stand in the variable's name."""
+
 _DTYPES: dict[int, np.dtype[np.generic]] = {
     tensor_pb2.DATA_TYPE_UINT8: np.dtype("u1"),
     tensor_pb2.DATA_TYPE_UINT16: np.dtype("<u2"),
@@ -25,6 +29,9 @@ _DTYPES: dict[int, np.dtype[np.generic]] = {
     tensor_pb2.DATA_TYPE_INT64: np.dtype("<i8"),
 }
 _COMPRESS_FROM_BYTES = 4096
+_SAMPLE_BYTES = 16384
+_WORTH_INFLATING = 3
+"""Deflating must win this factor: the service inflates what all ranks send, and links are faster than that."""
 
 
 class WireError(ValueError):
@@ -34,16 +41,14 @@ class WireError(ValueError):
 def pack(array: npt.NDArray[np.integer]) -> tensor_pb2.PackedArray:
     """Pack an integer array in the narrowest type that holds it (heat is mostly small numbers).
 
-    Arrays of 4 KiB and more are deflated where that helps.
+    Arrays of 4 KiB and more are deflated where that makes them a third or less.
     """
     low, high = (int(array.min()), int(array.max())) if array.size else (0, 0)
     code, dtype = _narrowest(low, high)
     data = array.astype(dtype).tobytes()
     packed = tensor_pb2.PackedArray(dtype=code, shape=array.shape, data=data)  # type: ignore[arg-type]
-    if len(data) >= _COMPRESS_FROM_BYTES:
-        deflated = zlib.compress(data, level=1)
-        if len(deflated) < len(data):
-            packed.data, packed.compression = deflated, tensor_pb2.COMPRESSION_ZLIB
+    if len(data) >= _COMPRESS_FROM_BYTES and _deflates_well(data[:_SAMPLE_BYTES]):
+        packed.data, packed.compression = zlib.compress(data, level=1), tensor_pb2.COMPRESSION_ZLIB
     return packed
 
 
@@ -53,6 +58,15 @@ def unpack(packed: tensor_pb2.PackedArray, shape: Sequence[int | None], field: s
     Raises ``WireError`` naming ``field`` where type, shape or size is off or a value is past int32. Never takes
     more than ``MAX_MESSAGE_BYTES``, whatever the sender claims.
     """
+    wide = unpack_as_sent(packed, shape, field)
+    array = wide.astype(np.int32)
+    if wide.dtype.itemsize == 8 and not np.array_equal(array, wide):
+        raise WireError(f"{field}: a value is past the range of int32")
+    return array
+
+
+def unpack_as_sent(packed: tensor_pb2.PackedArray, shape: Sequence[int | None], field: str) -> Integers:
+    """``unpack`` without the copy: read-only, in the type that it travelled in."""
     if packed.dtype not in _DTYPES:
         raise WireError(f"{field}: unknown data type {packed.dtype}")
     dtype = _DTYPES[packed.dtype]
@@ -69,11 +83,12 @@ def unpack(packed: tensor_pb2.PackedArray, shape: Sequence[int | None], field: s
     data = _inflate(packed, size, field)
     if len(data) != size:
         raise WireError(f"{field}: shape {list(found)} of {dtype.name} needs {size} bytes, got {len(data)}")
-    wide = np.frombuffer(data, dtype=dtype).reshape(found)
-    array = wide.astype(np.int32)
-    if dtype.itemsize == 8 and not np.array_equal(array, wide):
-        raise WireError(f"{field}: a value is past the range of int32")
+    array: Integers = np.frombuffer(data, dtype=dtype).reshape(found)
     return array
+
+
+def _deflates_well(sample: bytes) -> bool:
+    return _WORTH_INFLATING * len(zlib.compress(sample, level=1)) <= len(sample)
 
 
 def _narrowest(low: int, high: int) -> tuple[int, np.dtype[np.generic]]:

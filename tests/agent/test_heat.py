@@ -127,3 +127,12 @@ def test_the_service_may_ask_for_other_segments_within_the_ring() -> None:
     recorder.adopt(500)
     _run(layers, recorder, range(ROWS))
     assert [len(segment.phases) for segment in recorder.take()] == [ROWS]
+
+
+def test_tokens_are_told_where_the_host_told_them_of_every_step() -> None:
+    layers = [CountingLayer()]
+    recorder = HeatRecorder(layers, 4)
+    for step, tokens in enumerate([5, 6, 7, 8, 9, None, 2, 3]):
+        layers[0].forward(step)
+        recorder.step_done(step, StepPhase.DECODE, (0,), tokens)
+    assert [segment.tokens for segment in recorder.take()] == [(5, 6, 7, 8), ()]

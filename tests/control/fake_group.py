@@ -71,6 +71,7 @@ def heat_report(live: LivePlacement, rank: int, first_step: int, heat_TLE: Int32
         slot_counts=pack(slot_TLP[:, :, rank * slots : (rank + 1) * slots]),
         source_counts=pack(heat_TLE),
         step_phases=bytes([agent_pb2.STEP_PHASE_DECODE] * steps),
+        step_tokens=heat_TLE[:, 0].sum(axis=1).tolist(),
     )
 
 

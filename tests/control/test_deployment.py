@@ -260,6 +260,19 @@ def test_a_rank_that_switched_while_others_were_still_to_come_has_to_come_again(
     assert version(story) == (1, after.digest)
 
 
+def test_ranks_that_are_all_there_and_were_not_all_heard_are_asked_again(story: Story) -> None:
+    """A stream that was asked to end may go on: then nobody is still to come, and nothing would ever change."""
+    story.joins()
+    for rank in range(RANKS):
+        story.beats(rank, 5, 55)
+    story.leaves(0, 1, 2)
+    after = story.live.with_layer(0, story.live.placement.phy2log_LRS[0], story.live.log2phy_RLE[:, 0])
+    assert story.joins(0, 1, 2, live=after) == []
+    (event,) = story.waits(1)
+    assert isinstance(event, StreamsOutdated)
+    assert "all ranks are here" in event.reason
+
+
 def test_the_end_of_a_plan_of_an_earlier_service_is_believed(story: Story) -> None:
     story.joins()
     for rank in range(RANKS):
@@ -304,10 +317,29 @@ def test_nothing_is_due_while_paused_or_while_a_plan_is_under_way(story: Story) 
     assert story.deployment.is_due(8)
 
 
-def test_heat_of_a_switch_that_the_service_has_not_heard_of_yet_is_understood(story: Story) -> None:
+def test_heat_of_a_switch_is_understood_once_a_rank_has_told_of_it(story: Story) -> None:
     story.joins()
-    story.offers(0)
+    offer = story.offers(0)
     story.counts(0, 4, epochs=(1, 0, 0))
+    assert story.deployment.totals.steps_received == 0
+    story.says(2, offer, COMMITTED, 0)
+    story.counts(4, 4, epochs=(1, 0, 0))
+    assert story.deployment.totals.steps_received == 4
+
+
+def test_heat_is_read_under_the_plan_that_was_switched_not_under_the_one_that_came_after_it(
+    story: Story,
+) -> None:
+    """The first is given up for lost, the second would lead to the same epoch; the ranks switch the first after all."""
+    story.joins()
+    late = story.offers(0)
+    story.waits(PLAN_TIMEOUT + 1)
+    story.offers(1, plan_id=2)
+    story.says(0, late, COMMITTED, 0)
+    assert story.deployment.heat is not None
+    story.counts(0, 4, epochs=(0, 1, 0))
+    assert story.deployment.totals.steps_received == 0
+    story.counts(4, 4, epochs=(1, 0, 0))
     assert story.deployment.totals.steps_received == 4
 
 

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from eplb_service.cli.main import run
 from eplb_service.control.server import running_service
-from tests.control.fake_group import EXPERTS, LAYERS, RANKS, SLOTS, FakeGroup, skewed_heat
+from tests.control.fake_group import EXPERTS, LAYERS, RANKS, SLOTS, FakeGroup, heat_report, skewed_heat
 from tests.control.test_service import settings, until
 
 
@@ -83,3 +83,57 @@ def test_no_service(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     monkeypatch.setattr("eplb_service.cli.operator_client._CONNECT_SECONDS", 0.2)
     assert run(["deployments", "--address", "127.0.0.1:1"]) == 2
     assert capsys.readouterr().err.startswith("eplb: error: no service answers at 127.0.0.1:1;")
+
+
+async def test_history_tells_what_plans_promised_and_what_became_of_them(
+    group: FakeGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await eplb(group, "history", "decode") == 0
+    assert "decode has had no plan yet" in capsys.readouterr().out
+    assert await eplb(group, "rebalance", "decode") == 0
+    plans = await group.hear_plan()
+    await group.carry_out(plans)
+    await group.send_heat(skewed_heat(8))
+    capsys.readouterr()
+    while True:
+        assert await eplb(group, "history", "decode", "--json") == 0
+        (told,) = json.loads(capsys.readouterr().out)["plans"]
+        if told["outcome"]:
+            break
+        await asyncio.sleep(0.05)
+    assert (told["plan_id"], told["outcome"], told["committed"]) == (
+        plans[0].plan_id,
+        "done",
+        len(plans[0].layers),
+    )
+    assert [verdict["layer"] for verdict in told["verdicts"]] == list(range(LAYERS))
+    moved = {layer.layer: len(layer.moves_M5) for layer in plans[0].layers}
+    for verdict in told["verdicts"]:
+        assert verdict["changed"] is (verdict["layer"] in moved)
+        assert verdict["moves"] == moved.get(verdict["layer"], 0)
+        assert verdict["noise_floor"] <= verdict["par_planned"] <= verdict["par_seen"]
+        assert verdict["reason"]
+    assert await eplb(group, "history", "decode") == 0
+    assert "done" in capsys.readouterr().out
+    assert await eplb(group, "history", "decode", "--plan", str(told["plan_id"])) == 0
+    assert f"{len(moved)} of {len(moved)} layers switched" in " ".join(capsys.readouterr().out.split())
+    assert await eplb(group, "history", "decode", "--plan", "1") == 2
+    assert "decode has no plan 1 among its newest" in capsys.readouterr().err
+    assert await eplb(group, "history", "nope") == 2
+
+
+async def test_status_tells_of_agents_releases_and_dropped_steps(
+    group: FakeGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = heat_report(group.live, 0, group.step, skewed_heat(8))
+    report.dropped_steps = 5
+    await group.ranks[0].say(heat_report=report)
+    while True:
+        assert await eplb(group, "status", "decode", "--json") == 0
+        agents = json.loads(capsys.readouterr().out)["agents"]
+        if agents[0]["dropped_steps"]:
+            break
+    assert [(agent["agent_version"], agent["dropped_steps"]) for agent in agents[:2]] == [
+        ("test", 5),
+        ("test", 0),
+    ]

@@ -28,7 +28,12 @@ async def test_recorded_heat_is_what_the_ranks_counted_before_and_after_a_plan(t
     heat_TLE = np.concatenate([skewed_heat(8, seed=number) for number in range(5)])
     # Each of the ranks sends this heat from its own tokens.
     assert np.array_equal(trace.heat(0, trace.steps), RANKS * heat_TLE)
+    sources_TRLE = trace.source_rows(0, 40)
+    assert sources_TRLE is not None
+    assert np.array_equal(sources_TRLE, np.broadcast_to(heat_TLE[:, None], (40, RANKS, *heat_TLE.shape[1:])))
+    assert np.array_equal(trace.tokens(0, 40), RANKS * heat_TLE[:, 0].sum(axis=1))
     facts = trace.facts
+    assert facts.phases[trace.phase_numbers(0, 1)[0]] == "decode"
     assert (facts.ranks, facts.slots, facts.bytes_per_expert) == (RANKS, SLOTS, BYTES_PER_EXPERT)
     assert facts.nodes_R == (0, 0, 1, 1)
 

@@ -1,5 +1,7 @@
 """Every command of the tutorial runs as it stands there, in its order, and leaves the files that the text names."""
 
+import asyncio
+import contextlib
 import os
 import re
 import shlex
@@ -10,9 +12,24 @@ from pathlib import Path
 
 import pytest
 
+from eplb_service.cli import main
+from eplb_service.control.server import running_service
+from eplb_service.traces.open import open_trace
+from tests.control.conftest import logs_on_stderr, warm_kernels  # noqa: F401
+from tests.control.fake_group import FakeGroup, skewed_heat
+from tests.control.test_service import settings, until
+
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "tutorial.md").read_text()
-COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL) for line in block.splitlines()]
+
+
+def commands(kind):
+    return [
+        line for block in re.findall(rf"```{kind}\n(.*?)```", TEXT, re.DOTALL) for line in block.splitlines()
+    ]
+
+
+COMMANDS, OF_A_SERVICE = commands("sh"), commands("sh service")
 
 
 @pytest.fixture(scope="module")
@@ -23,26 +40,59 @@ def folder(tmp_path_factory):
     return copy
 
 
+def run(command, capsys):
+    name, *arguments = shlex.split(command)
+    assert name == "eplb"
+    assert main.run(arguments) == 0, f"{command}\n{capsys.readouterr().err}"
+    told = capsys.readouterr()
+    assert told.out, command
+    assert "eplb: error" not in told.err, command
+
+
 def test_the_tutorial_has_its_commands():
     assert COMMANDS[0] == "cd docs/tutorial"
     assert len(COMMANDS) > 12
     assert {command.split()[1] for command in COMMANDS[1:]} == {"trace", "advise", "replay", "solve"}
+    assert {command.split()[1] for command in OF_A_SERVICE} == {"trace", "history", "status"}
 
 
 def test_every_command_runs(folder, monkeypatch, capsys):
-    from eplb_service.cli import main
-
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     for command in COMMANDS[1:]:
-        name, *arguments = shlex.split(command)
-        assert name == "eplb"
-        assert main.run(arguments) == 0, f"{command}\n{capsys.readouterr().err}"
-        told = capsys.readouterr()
-        assert told.out, command
-        assert "error" not in told.err, command
-    for name in re.findall(r"--(?:out|report) (\S+)", TEXT):
+        run(command, capsys)
+    for name in re.findall(r"--(?:out|report) (\S+)", "\n".join(COMMANDS)):
         assert (folder / name).exists(), name
+    assert not (folder / "state.npz").exists()
+
+
+async def test_every_command_that_asks_a_service_runs_beside_one(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    async with running_service(settings()) as service, FakeGroup(service.address) as group:
+        monkeypatch.setenv("EPLB_ADDRESS", service.address)
+        await group.join()
+        serving = asyncio.create_task(serve(group))
+        await until(lambda: service.plane.deployments["decode"].ended_plan is not None)
+        for command in OF_A_SERVICE:
+            await asyncio.to_thread(run, command, capsys)
+        serving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+    trace = open_trace(folder / "live.zarr")
+    assert trace.steps > 64
+    assert trace.source_rows(0, 1) is not None
+
+
+async def serve(group):
+    """Steps as a model makes them, and a plan as soon as there is one."""
+    for number in range(4):
+        await group.send_heat(skewed_heat(8, seed=number))
+    await group.carry_out(await group.hear_plan())
+    number = 4
+    while True:
+        await group.send_heat(skewed_heat(8, seed=number))
+        number += 1
+        await asyncio.sleep(0.05)
 
 
 def test_a_policy_beside_the_trace_is_found_from_the_shell(folder):

@@ -14,6 +14,8 @@ from tests.faults.serving import Facts, serve
 from tests.ranks import run_ranks
 
 RANKS = 3
+PATIENCE = 90.0
+"""Longest wait for what must come: a busy machine is slow, and a wait ends as soon as it has come."""
 FLAGS = (
     "--window-steps",
     "64",
@@ -30,7 +32,7 @@ class RankCrew:
     """``ranks`` processes that serve towards ``address`` in the background."""
 
     def __init__(
-        self, folder: Path, address: str, ranks: int = RANKS, deadline: float = 120, **changes: Any
+        self, folder: Path, address: str, ranks: int = RANKS, deadline: float = 4 * PATIENCE, **changes: Any
     ) -> None:
         self.folder = folder
         self._facts: list[Facts] = []
@@ -101,30 +103,30 @@ class Scene(RankCrew):
         """What the service believes that is served."""
         return self.service.status().status.epoch
 
-    def wait_for_switches(self, more: int = 1, seconds: float = 60.0) -> int:
+    def wait_for_switches(self, more: int = 1, seconds: float = PATIENCE) -> int:
         """Until the deployment's epoch has grown by ``more``; the epoch then."""
         goal = self.epoch + more
         return self.service.wait_until(lambda status: status.status.epoch >= goal, seconds).status.epoch
 
-    def wait_for_problem(self, text: str, seconds: float = 30.0) -> None:
+    def wait_for_problem(self, text: str, seconds: float = PATIENCE) -> None:
         """Until the operator is told of something that says ``text``."""
         self.service.wait_until(lambda status: text in " ".join(status.status.problems), seconds)
 
-    def wait_for_word(self, *texts: str, seconds: float = 40.0) -> None:
+    def wait_for_word(self, *texts: str, seconds: float = PATIENCE) -> None:
         """Until the service's log says one of these: a later plan soon hides a problem in its status."""
         deadline = time.monotonic() + seconds
         while not any(text in self.service.log.read_text() for text in texts):
             assert time.monotonic() < deadline, f"the service never said {texts}"
             time.sleep(0.2)
 
-    def wait_for_metric(self, name: str, least: float, seconds: float = 30.0, **labels: str) -> None:
+    def wait_for_metric(self, name: str, least: float, seconds: float = PATIENCE, **labels: str) -> None:
         """Until /metrics shows at least this much: it follows what happens, a moment later."""
         deadline = time.monotonic() + seconds
         while (shown := self.service.metric(name, **labels)) < least:
             assert time.monotonic() < deadline, f"{name} is {shown}, not yet {least}"
             time.sleep(0.1)
 
-    def wait_for_ranks(self, seconds: float = 60.0) -> None:
+    def wait_for_ranks(self, seconds: float = PATIENCE) -> None:
         """Until every rank's stream is alive."""
         self.service.wait_until(lambda status: status.status.agents_connected == self._ranks, seconds)
 

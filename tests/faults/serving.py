@@ -20,6 +20,8 @@ import torch.distributed as dist
 from tests.agent import live
 from worker_agent.agent import Agent
 from worker_agent.history.check import read_histories, violations
+from worker_agent.swap.carrier import Carrier
+from worker_agent.swap.legs import Leg
 
 LAYERS = 2
 STEP_SECONDS = 0.003
@@ -135,16 +137,15 @@ def _stall_next_transfer(agent: Agent) -> None:
 
 
 def _corrupt_next_transfer(agent: Agent) -> None:
-    transfers = agent._switch.transfers
-    exchange = transfers._exchange
+    carry = Carrier.carry
 
-    def flip_once(lane: Any, outgoing: Any, incoming: Any, deadline: float) -> None:
-        exchange(lane, outgoing, incoming, deadline)
+    def flip_once(carrier: Carrier, outgoing: Leg | None, incoming: Leg | None) -> None:
+        carry(carrier, outgoing, incoming)
         if incoming is not None:
-            transfers._exchange = exchange  # type: ignore[method-assign]
+            Carrier.carry = carry  # type: ignore[method-assign]
             incoming.parts[0].view(-1)[0] += 1.0
 
-    transfers._exchange = flip_once  # type: ignore[method-assign]
+    Carrier.carry = flip_once  # type: ignore[method-assign]
 
 
 def _die(thread: threading.Thread) -> None:

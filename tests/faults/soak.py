@@ -16,7 +16,9 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.faults.scene import RANKS, Scene
+import grpc
+
+from tests.faults.scene import PATIENCE, RANKS, Scene
 from tests.faults.serving import Facts, check_served
 from worker_agent.history.check import read_histories
 
@@ -72,6 +74,13 @@ FAULTS: dict[str, Callable[[Scene, random.Random], None]] = {
 }
 
 
+def _known(scene: Scene) -> str:
+    try:
+        return f"epoch {scene.epoch}"
+    except grpc.RpcError:
+        return "no rank is back yet"
+
+
 def soak(folder: Path, seconds: float, seed: int) -> tuple[Counter[str], list[Facts]]:
     """Serve with a fault every few seconds; what was done, and what the ranks saw."""
     random_ = random.Random(seed)
@@ -79,7 +88,7 @@ def soak(folder: Path, seconds: float, seed: int) -> tuple[Counter[str], list[Fa
     with Scene(
         folder,
         store=random_.random() < 0.5,
-        deadline=seconds + 120,
+        deadline=seconds + 3 * PATIENCE,
         bytes_per_step=random_.choice([None, 4000]),
         transfer_timeout_seconds=2.0,
         verify_transfers=True,
@@ -88,7 +97,7 @@ def soak(folder: Path, seconds: float, seed: int) -> tuple[Counter[str], list[Fa
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             name = random_.choice(list(FAULTS))
-            print(f"{end - time.monotonic():6.0f} s left, epoch {scene.epoch}: {name}", flush=True)
+            print(f"{end - time.monotonic():6.0f} s left, {_known(scene)}: {name}", flush=True)
             FAULTS[name](scene, random_)
             done[name] += 1
             time.sleep(random_.uniform(0.5, 4))

@@ -9,7 +9,7 @@ import pytest
 from tests.faults.scene import RANKS, Scene, pause
 from tests.faults.serving import check_served
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 
 def test_a_dead_transfer_thread_stops_balancing_and_is_reported(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_service.heat.batch import HeatBatch
+from eplb_service.heat.batch import HeatBatch, Phase
 from eplb_service.heat.gather import HeatGatherer
 
 RANKS, LAYERS, EXPERTS, SLOTS = 2, 2, 3, 2
@@ -26,7 +26,8 @@ def batch(first_step: int, *counts: int, epochs: tuple[int, ...] = (0, 0), dummy
         np.array(counts, dtype=np.int32)[:, None, None], (len(counts), LAYERS, SLOTS)
     )
     sources = np.broadcast_to(np.array(counts, dtype=np.int32)[:, None, None], (len(counts), LAYERS, EXPERTS))
-    return HeatBatch(first_step, epochs, slot_counts, np.full(len(counts), dummy), sources)
+    phase_T = np.full(len(counts), Phase.DUMMY if dummy else Phase.DECODE, dtype=np.uint8)
+    return HeatBatch(first_step, epochs, slot_counts, phase_T, sources)
 
 
 def test_a_step_counts_once_all_ranks_have_reported_it() -> None:

@@ -9,11 +9,13 @@ import pytest
 
 from eplb_service.heat.window import HeatError, Window
 from eplb_service.placement import Placement, PlacementError, check_log2phy
-from eplb_service.planner import decide
-from eplb_service.planner.decide import plan
-from eplb_service.planner.scoring import par, rank_loads
-from eplb_service.planner.settings import PlannerSettings, SettingsError
+from eplb_service.planner import asking
+from eplb_service.planner.decide import plan, plan_afresh
+from eplb_service.planner.plan import Plan
+from eplb_service.planner.scoring import par, rank_loads, split_loads
+from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology, TopologyError
+from eplb_service.solver.engine import SolverError
 
 LAYERS, EXPERTS, RANKS, SLOTS = 4, 16, 4, 5
 
@@ -83,14 +85,94 @@ def test_worst_layers_come_first(window: Window, placement: Placement) -> None:
 
 
 def test_policy_none_never_moves(window: Window, placement: Placement) -> None:
-    assert decided(window, placement, policy="none").layers == ()
+    result = decided(window, placement, policy="none")
+    assert result.layers == ()
+    assert {verdict.reason for verdict in result.verdicts} == {"kept: the policy is none"}
+    assert result.par_planned == result.par_seen > 1.1
 
 
 @pytest.mark.parametrize("policy", ["deepseek", "flashlb"])
-def test_policies_win_balance(window: Window, placement: Placement, policy: str) -> None:
-    result = decided(window, placement, policy=policy)
+@pytest.mark.parametrize("split", ["tables", "even"])
+def test_policies_win_balance(window: Window, placement: Placement, policy: str, split: str) -> None:
+    result = decided(window, placement, policy=policy, split=split)
     assert result.par_planned < result.par_seen - 0.1
     assert all(verdict.par_planned <= verdict.par_seen for verdict in result.verdicts)
+
+
+def test_the_search_is_worth_more_than_greedy_packing(window: Window, placement: Placement) -> None:
+    ratios = {
+        policy: plan_afresh(
+            window, placement, Topology.flat(RANKS), PlannerSettings(policy=policy)
+        ).par_planned
+        for policy in ("deepseek", "flashlb")
+    }
+    assert ratios["flashlb"] < ratios["deepseek"]
+
+
+@pytest.mark.parametrize("split", ["tables", "even"])
+def test_ratios_are_those_of_the_hosts_split(window: Window, placement: Placement, split: str) -> None:
+    result = decided(window, placement, split=split)
+    assert result.layers
+    table_RLE = placement.default_log2phy()
+    episodes_NLE = window.episodes(64)
+    before_L = par(split_loads(episodes_NLE, placement, table_RLE, None, split))
+    after = placement
+    for changed in result.layers:
+        after = after.with_layer(changed.layer, changed.phy2log_RS)
+        table_RLE[:, changed.layer] = changed.log2phy_RE
+    after_L = par(split_loads(episodes_NLE, after, table_RLE, None, split))
+    np.testing.assert_allclose(before_L, [verdict.par_seen for verdict in result.verdicts], atol=1e-6)
+    np.testing.assert_allclose(after_L, [verdict.par_planned for verdict in result.verdicts], atol=1e-4)
+
+
+def test_moves_bytes_and_regret_are_told(window: Window, placement: Placement) -> None:
+    topology = dataclasses.replace(Topology.flat(RANKS), bytes_per_expert=5000)
+    result = plan(window, placement, placement.default_log2phy(), topology, PlannerSettings())
+    assert result.layers
+    for verdict in result.verdicts:
+        moved = [len(changed.moves_M5) for changed in result.layers if changed.layer == verdict.layer]
+        assert verdict.changed == bool(moved)
+        assert verdict.moves == sum(moved)
+        assert verdict.bytes == 5000 * verdict.moves
+        assert verdict.regret is None or verdict.regret >= 0
+    assert result.bytes == 5000 * result.moves > 0
+    for changed in result.layers:
+        assert result.verdicts[changed.layer].regret > 0.05
+
+
+def test_a_decision_leaves_what_it_was_given_as_it_was(window: Window, placement: Placement) -> None:
+    table_RLE = placement.default_log2phy()
+    heat_TLE, phy2log_LRS = window.heat_TLE.copy(), placement.phy2log_LRS.copy()
+    plan(window, placement, table_RLE, Topology.flat(RANKS), PlannerSettings())
+    np.testing.assert_array_equal(window.heat_TLE, heat_TLE)
+    np.testing.assert_array_equal(placement.phy2log_LRS, phy2log_LRS)
+    np.testing.assert_array_equal(table_RLE, placement.default_log2phy())
+
+
+def assert_same(one: Plan, other: Plan) -> None:
+    assert one.verdicts == other.verdicts
+    for mine, theirs in zip(one.layers, other.layers, strict=True):
+        for part in ("layer", "phy2log_RS", "log2phy_RE", "moves_M5"):
+            np.testing.assert_array_equal(getattr(mine, part), getattr(theirs, part))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 10_000])
+def test_threads_change_nothing(window: Window, placement: Placement, threads: int) -> None:
+    assert_same(decided(window, placement), decided(window, placement, threads=threads))
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_a_layer_is_decided_as_if_it_were_alone(window: Window, placement: Placement, layer: int) -> None:
+    whole = decided(window, placement)
+    alone = decided(Window(window.heat_TLE[:, layer : layer + 1]), Placement.linear(1, EXPERTS, RANKS, SLOTS))
+    one, other = alone.verdicts[0], whole.verdicts[layer]
+    assert (one.changed, one.moves, one.reason) == (other.changed, other.moves, other.reason)
+    assert one.par_planned == pytest.approx(other.par_planned)
+    changed = [part for part in whole.layers if part.layer == layer]
+    assert len(changed) == len(alone.layers)
+    for mine, theirs in zip(changed, alone.layers, strict=True):
+        np.testing.assert_array_equal(mine.phy2log_RS, theirs.phy2log_RS)
+        np.testing.assert_array_equal(mine.log2phy_RE, theirs.log2phy_RE)
 
 
 def test_ranks_that_share_tokens_get_one_table(window: Window, placement: Placement) -> None:
@@ -113,24 +195,39 @@ def test_deciding_again_changes_nothing(window: Window, placement: Placement) ->
     assert again.moves == 0
 
 
+@pytest.mark.parametrize("flaw", ["placement", "table", "error"])
 def test_failure_in_one_layer_spoils_no_other(
-    window: Window, placement: Placement, monkeypatch: pytest.MonkeyPatch
+    window: Window, placement: Placement, monkeypatch: pytest.MonkeyPatch, flaw: str
 ) -> None:
-    honest = decide.solve_many
+    honest = asking.solve_many
 
     def failing(*arguments):
         answers = honest(*arguments)
-        answers[0].found.phy2log_RS[:] = 0
+        if flaw == "placement":
+            answers[0].found.phy2log_RS[:] = 0
+        elif flaw == "table":
+            answers[0].found.log2phy_GE[1, 2] = -1
+        else:
+            answers[0] = SolverError("ZeroDivisionError: no ranks")
         return answers
 
     whole = decided(window, placement)
-    monkeypatch.setattr(decide, "solve_many", failing)
+    monkeypatch.setattr(asking, "solve_many", failing)
     broken = decided(window, placement)
     worst = max(whole.verdicts, key=lambda verdict: verdict.par_seen).layer
-    assert "solver failed" in broken.verdicts[worst].reason
+    told = {
+        "placement": "stands in no slot",
+        "table": "table of source 1: expert 2 points to slot -1, which does not hold it",
+        "error": "ZeroDivisionError: no ranks",
+    }
+    assert broken.verdicts[worst].reason.startswith("kept: the solver failed (")
+    assert told[flaw] in broken.verdicts[worst].reason
+    assert not broken.verdicts[worst].changed
     assert {changed.layer for changed in broken.layers} == {changed.layer for changed in whole.layers} - {
         worst
     }
+    for one, other in zip(whole.verdicts, broken.verdicts, strict=True):
+        assert one == other or one.layer == worst
 
 
 def test_contradicting_arguments_are_refused(window: Window, placement: Placement) -> None:
@@ -153,18 +250,3 @@ def test_contradicting_arguments_are_refused(window: Window, placement: Placemen
             flat,
             defaults,
         )
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("policy", "magic"),
-        ("par_threshold", 0.5),
-        ("min_gain", float("nan")),
-        ("max_layers", 0),
-        ("threads", 0),
-    ],
-)
-def test_settings_refuse_what_cannot_be_followed(field: str, value: object) -> None:
-    with pytest.raises(SettingsError, match=field):
-        PlannerSettings(**{field: value})

@@ -51,11 +51,11 @@ window.addEventListener("load", () => {
 </script>"""
 
 
-def visit(path, *flags):
+def visit(path, *flags, size="1200,900"):
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", *flags]
     command += [
         "--host-resolver-rules=MAP * ~NOTFOUND",
-        "--window-size=1200,900",
+        f"--window-size={size}",
         "--dump-dom",
         path.as_uri(),
     ]
@@ -100,3 +100,13 @@ def test_every_chart_is_drawn_and_the_console_is_empty(tmp_path, flags, ground):
     assert (seen["hidden"], seen["shown"]) == ("none", "")
     assert seen["ground"] == ground
     assert seen["wide"] <= 0
+
+
+def test_on_a_phone_nothing_sticks_out_and_wide_charts_stay_readable(tmp_path):
+    path = tmp_path / "report.html"
+    path.write_text(small_report().replace("<title>", EARLY + "<title>").replace("</body>", LATE + "</body>"))
+    seen = visit(path, f"--user-data-dir={tmp_path / 'profile'}", size="500,900")
+    assert seen["problems"] == []
+    assert seen["wide"] <= 0
+    for name in ("par", "moves", "pareto"):
+        assert seen["charts"][name][0] >= 600, name

@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 KNOWN_EXAMPLE = np.array([600, 560, 120, 120, 20, 10, 10, 10], dtype=np.float64)
 """Eight experts for 8 ranks x 2 slots; 196.67 is the proven optimum with even shares."""
 
+PLAIN = ("even", "skewed")
+KINDS = (*PLAIN, "zero", "one hot", "sparse", "bursty", "alternating", "huge")
+
 
 @dataclass(frozen=True)
 class Case:
@@ -25,14 +28,33 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, most_ranks: int = 8, most_slots: int = 5) -> Case:
-    """Any shape that can be placed, and heat of any kind."""
+def shapes(draw: st.DrawFn, most_ranks: int, most_slots: int) -> tuple[int, int, int]:
+    """Ranks, slots and experts that can be placed; tight, loose, single and indivisible ones come often."""
     ranks = draw(st.integers(1, most_ranks))
     slots = draw(st.integers(1, most_slots))
-    experts = draw(st.integers(slots, ranks * slots))
+    kind = draw(st.sampled_from(("any", "any", "one slot", "no redundancy", "much redundancy", "one rank")))
+    if kind == "one slot":
+        slots = 1
+    elif kind == "one rank":
+        ranks = 1
+    if kind == "no redundancy":
+        return ranks, slots, ranks * slots
+    if kind == "much redundancy":
+        return ranks, slots, min(ranks * slots, slots + draw(st.integers(0, 1)))
+    return ranks, slots, draw(st.integers(slots, ranks * slots))
+
+
+@st.composite
+def cases(draw: st.DrawFn, most_ranks: int = 8, most_slots: int = 5, kinds: tuple[str, ...] = KINDS) -> Case:
+    """Any shape that can be placed, and heat of any kind; windows of one to six episodes."""
+    ranks, slots, experts = draw(shapes(most_ranks, most_slots))
     episodes = draw(st.integers(1, 6))
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    kind = draw(st.sampled_from(("even", "skewed", "zero", "one hot", "sparse")))
+    return Case(ranks, slots, heat_of_kind(draw(st.sampled_from(kinds)), episodes, experts, generator))
+
+
+def heat_of_kind(kind: str, episodes: int, experts: int, generator: np.random.Generator) -> np.ndarray:
+    """Heat float64 ``[N, E]`` of one of ``KINDS``."""
     heat_NE = generator.integers(1, 100, (episodes, experts)).astype(np.float64)
     if kind == "skewed":
         heat_NE *= np.exp(generator.normal(0, 2, experts))
@@ -42,4 +64,23 @@ def cases(draw: st.DrawFn, most_ranks: int = 8, most_slots: int = 5) -> Case:
         heat_NE[:, 1:] = 0
     elif kind == "sparse":
         heat_NE *= generator.random((episodes, experts)) < 0.3
-    return Case(ranks, slots, heat_NE)
+    elif kind == "bursty":
+        heat_NE *= np.where(generator.random((episodes, experts)) < 0.2, 20, 1)
+    elif kind == "alternating":
+        heat_NE[::2, ::2] *= 9
+        heat_NE[1::2, 1::2] *= 9
+    elif kind == "huge":
+        heat_NE *= 2.0**40
+    return heat_NE
+
+
+def shares_of_sources(sources: int, experts: int, kind: str, seed: int) -> np.ndarray:
+    """Part of each expert's tokens that comes from each source, float32 ``[G, E]``; some sources may be silent."""
+    generator = np.random.default_rng(seed)
+    if kind == "uniform":
+        return np.full((sources, experts), 1 / sources, dtype=np.float32)
+    share_GE = generator.dirichlet(np.full(sources, 0.7), experts).T
+    if kind == "silent" and sources > 1:
+        share_GE[generator.integers(0, sources, experts), np.arange(experts)] = 0
+        share_GE /= share_GE.sum(axis=0)
+    return np.ascontiguousarray(share_GE, dtype=np.float32)

@@ -9,10 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numba
+import numpy as np
 import pytest
 
 from eplb_service.solver import jit
 from eplb_service.solver.replicas import greedy_copies
+from tests.solver.plain_kernels import from_zero_on, guarded
 
 
 def add(a: int, b: int) -> int:
@@ -31,7 +33,7 @@ def test_without_a_cache_directory_kernels_still_compile(monkeypatch: pytest.Mon
             return refuse
         return honest(**options)
 
-    monkeypatch.setattr(jit, "numba", SimpleNamespace(njit=njit))
+    monkeypatch.setattr(jit, "numba", SimpleNamespace(njit=njit, config=numba.config))
     assert jit.kernel(add)(2, 3) == 5
 
 
@@ -40,11 +42,58 @@ def test_a_cached_kernel_is_tied_to_all_sources() -> None:
     assert stamp == jit._sources()
 
 
-@pytest.mark.timeout(900)
-def test_no_kernel_leaves_its_arrays(tmp_path: Path) -> None:
-    environment = {**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)}
-    run = "from eplb_service.solver.warmup import warm_up; warm_up(threads=1)"
+def run_apart(module: str, **environment: str) -> int:
+    """Number that a module prints when it is run in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-c", run], env=environment, capture_output=True, text=True, timeout=880, check=False
+        [sys.executable, "-W", "error", "-m", module],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=880,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
+    return int(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.timeout(900)
+def test_no_kernel_leaves_its_arrays(tmp_path: Path) -> None:
+    """Compiled with bounds checking: catches indices past the end, whatever the types make of them."""
+    changed = run_apart("tests.solver.awkward_plans", NUMBA_BOUNDSCHECK="1", NUMBA_CACHE_DIR=str(tmp_path))
+    assert changed > 20
+
+
+@pytest.mark.timeout(600)
+def test_no_index_of_a_kernel_wraps_round() -> None:
+    """Uncompiled, every index watched: catches negative ones, which bounds checking lets through."""
+    assert run_apart("tests.solver.plain_kernels") > 10
+
+
+def test_watched_indices_are_refused_where_they_are_negative() -> None:
+    source = "def last(a, i):\n    return a[i], a[-1], a[1:i], a[i, 0] if a.ndim > 1 else 0\n"
+    space = {"_from_zero_on": from_zero_on}
+    exec(compile(guarded(source), "kernel", "exec"), space)
+    assert space["last"](np.arange(4), 2)[:2] == (2, 3)
+    with pytest.raises(IndexError, match="wraps round"):
+        space["last"](np.arange(4), np.int32(-1))
+    with pytest.raises(IndexError, match="wraps round"):
+        from_zero_on(np.array([0, -2]))
+
+
+def test_bounds_checking_is_what_the_environment_asks(tmp_path: Path) -> None:
+    reckless = (
+        "import numpy as np, numba\n"
+        "read = numba.njit(lambda a, i: a[i])\n"
+        "try:\n    read(np.zeros(2), 10)\n"
+        "except IndexError:\n    print('refused')"
+    )
+    for flag, said in (("1", "refused\n"), ("0", "")):
+        done = subprocess.run(
+            [sys.executable, "-c", reckless],
+            env={**os.environ, "NUMBA_BOUNDSCHECK": flag},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=True,
+        )
+        assert done.stdout == said

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.swap.explored_world import Faults
-from tests.swap.explorer import Walk, scenarios, walk
+from tests.exploring import Walk
+from tests.swap.explored_state import Faults
+from tests.swap.explorer import scenarios, walk
 from worker_agent.swap.ballot import Ballot, Decision, Outcome, Progress
 from worker_agent.swap.machine import (
     Aborted,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.swap.explored_world import Faults
+from tests.swap.explored_state import Faults
 from tests.swap.explorer import scenarios, walk
 from tests.swap.mutants import ASTRAY, HALFWAY, LATE, hunt
 

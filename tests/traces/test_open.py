@@ -89,11 +89,14 @@ def test_deepseek_weights_are_one_step(tmp_path):
                     "rank": 0,
                     "global_physical_count": slots_of(HEAT_TLE, PHY2LOG_LP)[0].tolist(),
                 },
-                {
-                    "forward_pass_id": 8,
-                    "rank": 1,
-                    "global_physical_count": np.zeros((3, 6), dtype=int).tolist(),
-                },
+                *(
+                    {
+                        "forward_pass_id": number,
+                        "rank": 1,
+                        "global_physical_count": np.zeros((3, 6), dtype=int).tolist(),
+                    }
+                    for number in (7, 8)
+                ),
             ],
             "last_physical_to_logical_map": PHY2LOG_LP.tolist(),
         },

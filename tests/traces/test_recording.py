@@ -1,14 +1,17 @@
 """What ranks report is recorded as they reported it, under the placements of its time, and nothing is guessed."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from eplb_service.atomic_write import OutputError
-from eplb_service.heat.batch import HeatBatch
+from eplb_service.heat.batch import HeatBatch, Phase
 from eplb_service.placement import Placement
 from eplb_service.traces import recorder as recorder_module
 from eplb_service.traces.open import open_trace
 from eplb_service.traces.recording import Recording
+from eplb_service.traces.step_record import PHASES
 from eplb_service.traces.trace import TraceFacts
 
 RANKS, SLOTS, LAYERS, EXPERTS = 4, 3, 2, 8
@@ -20,7 +23,8 @@ COUNTS_TLRS = np.random.default_rng(1).integers(0, 50, (300, LAYERS, RANKS, SLOT
 
 def report(rank, first, last, epochs=(0, 0), dummy=False):
     counts_TLS = COUNTS_TLRS[first:last, :, rank]
-    return HeatBatch(first, epochs, counts_TLS * (not dummy), np.full(last - first, dummy))
+    phase_T = np.full(last - first, Phase.DUMMY if dummy else Phase.DECODE, dtype=np.uint8)
+    return HeatBatch(first, epochs, counts_TLS * (not dummy), phase_T)
 
 
 def by_expert(counts_TLRS, placement):
@@ -44,7 +48,7 @@ def test_steps_come_out_as_the_ranks_reported_them(tmp_path, recording):
     recording.close()
     trace = open_trace(tmp_path / "decode-1.zarr")
     assert trace.shape == (300, LAYERS, EXPERTS)
-    assert trace.facts == FACTS
+    assert trace.facts == replace(FACTS, phases=PHASES)
     assert np.array_equal(trace.heat(0, 300), by_expert(COUNTS_TLRS, LINEAR))
     assert trace.step_numbers(0, 300).tolist() == list(range(300))
 
@@ -117,3 +121,86 @@ def test_deployments_that_were_never_placed_are_not_recorded(tmp_path, recording
     recording.close()
     with pytest.raises(OutputError, match="is no folder"):
         Recording(tmp_path / "absent", 32)
+
+
+def test_ranks_that_start_over_are_recorded_from_their_first_step(tmp_path, recording):
+    for _ in range(2):
+        recording.placed("decode", FACTS, LINEAR, (0, 0))
+        for first in range(0, 200, 20):
+            for rank in range(RANKS):
+                recording.heat("decode", rank, report(rank, first, first + 20))
+    recording.close()
+    assert open_trace(tmp_path / "decode-1.zarr").step_numbers(0, 400).tolist() == [*range(200), *range(200)]
+
+
+def test_steps_under_a_placement_that_is_never_told_are_lost(tmp_path, recording):
+    for rank in range(RANKS):
+        recording.heat("decode", rank, report(rank, 0, 10))
+        recording.heat("decode", rank, report(rank, 10, 20, epochs=(0, 1)))
+    recorder = recording._recorders["decode"]
+    recording.close()
+    assert open_trace(tmp_path / "decode-1.zarr").steps == 10
+    assert recorder.lost == 10
+
+
+def sources_of(rank, steps, offset=0):
+    return np.random.default_rng([rank, offset]).integers(0, 9, (steps, LAYERS, EXPERTS)).astype(np.uint8)
+
+
+def test_sources_tokens_and_phases_are_recorded_as_told(tmp_path, recording):
+    phases = {0: Phase.PREFILL, 1: Phase.DECODE, 2: Phase.DUMMY, 3: Phase.DUMMY}
+    for first in (0, 10, 20):
+        for rank in range(RANKS):
+            counted = report(rank, first, first + 10)
+            phase = phases[rank] if first < 20 else Phase.PREFILL
+            told = replace(
+                counted,
+                phase_T=np.full(10, Phase.DECODE if first == 0 else phase, dtype=np.uint8),
+                source_counts_TLE=sources_of(rank, 10, first),
+                tokens_T=None if (first, rank) == (10, 2) else np.full(10, 5 + rank),
+            )
+            recording.heat("decode", rank, told)
+    recording.close()
+    trace = open_trace(tmp_path / "decode-1.zarr")
+    names = [trace.facts.phases[number] for number in trace.phase_numbers(0, 30)]
+    assert names == ["decode"] * 10 + ["mixed"] * 10 + ["prefill"] * 10
+    wanted = [np.concatenate([sources_of(rank, 10, first) for first in (0, 10, 20)]) for rank in range(RANKS)]
+    assert np.array_equal(trace.source_rows(0, 30), np.stack(wanted, axis=1))
+    assert trace.tokens(0, 10).tolist() == [26] * 10
+    assert trace.tokens(0, 30) is None
+
+
+def test_steps_without_sources_are_left_out_of_a_trace_that_has_them(tmp_path, recording):
+    for first in range(0, 80, 20):
+        for rank in range(RANKS):
+            told = report(rank, first, first + 20)
+            if (first, rank) != (60, 1):
+                told = replace(told, source_counts_TLE=sources_of(rank, 20))
+            recording.heat("decode", rank, told)
+    recorder = recording._recorders["decode"]
+    recording.close()
+    assert open_trace(tmp_path / "decode-1.zarr").steps == 60
+    assert recorder.lost == 20
+
+
+def test_sources_of_very_large_deployments_are_not_recorded(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorder_module, "MOST_SOURCE_COUNTS", RANKS * LAYERS * EXPERTS - 1)
+    recording = Recording(tmp_path, pending_steps=32)
+    recording.placed("decode", FACTS, LINEAR, (0, 0))
+    for rank in range(RANKS):
+        recording.heat("decode", rank, replace(report(rank, 0, 10), source_counts_TLE=sources_of(rank, 10)))
+    recording.close()
+    trace = open_trace(tmp_path / "decode-1.zarr")
+    assert trace.steps == 10
+    assert trace.source_rows(0, 10) is None
+
+
+def test_a_recording_that_begins_in_the_midst_of_reports_has_lost_nothing(tmp_path, recording):
+    recording.heat("decode", 3, report(3, 0, 20))
+    for first in range(20, 100, 20):
+        for rank in range(RANKS):
+            recording.heat("decode", rank, report(rank, first, first + 20))
+    recorder = recording._recorders["decode"]
+    recording.close()
+    assert open_trace(tmp_path / "decode-1.zarr").step_numbers(0, 80).tolist() == list(range(20, 100))
+    assert recorder.lost == 0

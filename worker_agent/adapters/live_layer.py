@@ -30,5 +30,8 @@ class LiveLayer(Protocol):
     """int64 scalar on the device: steps recorded so far."""
 
     def expert_weights(self) -> list[torch.Tensor]:
-        """Every tensor that the expert kernels read, each ``[S, ...]`` with slot ``s`` at index ``s``, contiguous."""
+        """Every tensor that the expert kernels read, each ``[S, ...]`` with slot ``s`` at index ``s``, contiguous.
+
+        Those of all layers are on one device.
+        """
         ...

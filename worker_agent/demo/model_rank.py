@@ -75,7 +75,7 @@ class ModelRank:
             began = time.perf_counter()
             outputs[id(server)] = server.step()
             if server is self.live:
-                self.agent.step()
+                self.agent.step(tokens=self.task.rows)
             seconds[id(server)] = time.perf_counter() - began
         (live_B, live_BV), (still_B, still_BV) = outputs[id(self.live)], outputs[id(self.still)]
         self._generated += int(np.count_nonzero(still_B >= 0))

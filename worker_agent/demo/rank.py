@@ -71,7 +71,7 @@ class DemoRank:
             began = time.perf_counter()
             outputs[id(layers)] = [layer(*tokens) for layer, tokens in zip(layers, routed, strict=True)]
             if layers is self.live:
-                self.agent.step()
+                self.agent.step(tokens=len(routed[0][1]))
             seconds[id(layers)] = time.perf_counter() - began
         for live, still in zip(outputs[id(self.live)], outputs[id(self.still)], strict=True):
             self.progress.compare(live, still)

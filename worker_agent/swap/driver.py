@@ -17,12 +17,13 @@ from worker_agent.messages import HeardPlan
 from worker_agent.settings import AgentSettings
 from worker_agent.swap import machine as switch
 from worker_agent.swap.arbiter import Arbiter, FatalSwitchError
-from worker_agent.swap.ballot import Ballot, Decision, Outcome, Progress
+from worker_agent.swap.ballot import Outcome, Progress
 from worker_agent.swap.budget import ByteBudget
 from worker_agent.swap.listener import Committed, Listener, SwitchStats
 from worker_agent.swap.staging import check_installed, install
 from worker_agent.swap.transfer import TransferLimits, TransferResult, TransferWorker
 from worker_agent.swap.vote import VoteBox, VoteError
+from worker_agent.swap.voting import Voting
 
 _log = logging.getLogger("eplb.agent")
 
@@ -59,20 +60,19 @@ class SwitchDriver:
         self._identity = meeting.identity
         self._listener = listener
         self._history = history
-        self._interval = settings.vote_interval
         self._verify = settings.verify_transfers
         self._step = 0
         vote_timeout = timedelta(seconds=settings.vote_timeout_seconds)
-        self.votes: VoteBox | None = VoteBox(meeting.votes, settings.vote_lag, vote_timeout)
-        self._cast: Ballot | None = None
         self._arbiter = Arbiter(meeting.group.registers, vote_timeout)
+        box = VoteBox(meeting.votes, settings.vote_lag, vote_timeout)
+        self.votes: Voting | None = Voting(box, settings.vote_interval, self._arbiter, history)
         self._transfer_timeout = settings.transfer_timeout_seconds
         limits = TransferLimits(
             timedelta(seconds=settings.transfer_timeout_seconds),
             settings.chunk_bytes,
             settings.verify_transfers,
         )
-        self.transfers = TransferWorker(meeting.group, limits, self.budget)
+        self.transfers = TransferWorker(meeting.lanes, limits, self.budget)
         self._staged: TransferResult | None = None
 
     # What happens at a step boundary, in order
@@ -97,8 +97,8 @@ class SwitchDriver:
             return
         if self.votes.due(step):
             self._count_votes(self.votes)
-        if self.votes is not None and step % self._interval == 0:
-            self._launch_vote(self.votes)
+        if self.votes is not None and self.votes.begins(step):
+            self._cast_vote(self.votes)
 
     def halt(self, reason: str) -> None:
         """Stop balancing on this rank; it votes on, for aborts."""
@@ -117,7 +117,7 @@ class SwitchDriver:
         if self.votes is not None and self.votes.under_way:
             self._count_votes(self.votes)
         while self.votes is not None:
-            self._launch_vote(self.votes)
+            self._cast_vote(self.votes)
             if self.votes is not None and not self._count_votes(self.votes).plans:
                 break
         while self.transfers.running and self.transfers.failing is None:
@@ -140,7 +140,7 @@ class SwitchDriver:
         """
         try:
             if self.votes is not None and self.votes.under_way:
-                self._settle(self.votes)
+                self._carry_out(self.machine.decide(self.votes.settle(self._step)))
             self.machine.pause("the agent was closed")
         finally:
             if self.votes is not None:
@@ -151,48 +151,31 @@ class SwitchDriver:
 
     # Votes
 
-    def _launch_vote(self, votes: VoteBox) -> None:
-        self._cast = self.machine.ballot()
+    def _cast_vote(self, votes: Voting) -> None:
         try:
-            votes.launch(self._cast, self._step)
+            votes.cast(self.machine.ballot(), self._step)
         except VoteError as error:
-            self._lose_votes(error)
+            self._lose_votes(votes, error)
 
-    def _count_votes(self, votes: VoteBox) -> Outcome:
+    def _count_votes(self, votes: Voting) -> Outcome:
         """What follows from the vote under way; the outcome that counted."""
         try:
-            outcome = votes.consume()
+            outcome = votes.count(self._step)
         except VoteError as error:
-            return self._lose_votes(error)
-        if outcome.decision is Decision.COMMIT and not self._arbiter.may_commit(votes.number, heard=True):
-            # A rank that did not hear this vote was first to record that it does not count.
-            outcome = outcome.with_abort()
-        self._history.vote(self._step, votes.number, self._cast, outcome)
+            return self._lose_votes(votes, error)
         self._carry_out(self.machine.decide(outcome))
         return outcome
 
-    def _lose_votes(self, error: VoteError) -> Outcome:
+    def _lose_votes(self, votes: Voting, error: VoteError) -> Outcome:
         """The ranks can no longer be heard: settle what the last vote may have decided, then stop balancing."""
-        votes, self.votes = self.votes, None
-        assert votes is not None
+        self.votes = None
         try:
-            outcome = self._settle(votes)
+            outcome = votes.settle(self._step)
+            self._carry_out(self.machine.decide(outcome))
         finally:
             votes.leave()
         self.halt(str(error))
         return outcome
-
-    def _settle(self, votes: VoteBox) -> Outcome:
-        """Obey the register of a vote that this rank has not heard, where it may have committed a layer."""
-        cast = self._cast
-        if cast is None or cast.progress != Progress.READY or cast.abort:
-            return Outcome.nobody()
-        unanimous = Outcome(Progress.READY, cast.plan, cast.plan, installed_agree=True, abort=False)
-        if not self._arbiter.may_commit(votes.number, heard=False):
-            unanimous = unanimous.with_abort()
-        self._history.vote(self._step, votes.number, cast, unanimous, heard=False)
-        self._carry_out(self.machine.decide(unanimous))
-        return unanimous
 
     # What the machine asks for
 

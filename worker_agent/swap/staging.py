@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from worker_agent.adapters.live_layer import LiveLayer
+from worker_agent.device import on_host
 from worker_agent.swap.checksum import bytes_of
 
 
@@ -37,7 +38,7 @@ class Staging:
         self._buffers = []
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def install(
     layer: LiveLayer,
     staged: Sequence[torch.Tensor],
@@ -48,15 +49,15 @@ def install(
     """Copy staged experts and the new tables into the live layer, in place; returns the bytes of weights written.
 
     ``staged[i][n]`` goes to slot ``slots[n]`` of the layer's tensor ``i``. Weights first, then the tables that route
-    to them, all on the caller's stream, between two forward passes.
+    to them, all on the caller's stream, between two forward passes. On a device this only queues the copies.
     """
     written = 0
     for weight, buffer in zip(layer.expert_weights(), staged, strict=True):
         for row, slot in enumerate(slots):
             weight[slot].copy_(buffer[row])
             written += buffer[row].nbytes
-    layer.expert_map.copy_(expert_map_E)
-    layer.log2phy.copy_(log2phy_E)
+    for table, new_E in ((layer.expert_map, expert_map_E), (layer.log2phy, log2phy_E)):
+        table.copy_(on_host(new_E, table.device), non_blocking=True)
     return written
 
 

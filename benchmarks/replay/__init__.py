@@ -1,0 +1,1 @@
+"""What a replay costs: its time, beside a plain loop's, and its memory."""

@@ -1,0 +1,40 @@
+"""What each idea of the planner is worth: one at a time switched off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from benchmarks.solver.closed_loop import DEFAULT, Entrant, generated_courses, loops
+from benchmarks.solver.contest import OURS, Contest, first_scene
+from benchmarks.solver.heat_kinds import KINDS, Shape
+from benchmarks.solver.scoring import even_par
+from eplb_service.replay.policy import ABLATIONS
+
+SPREAD = 0.3
+"""Log-sd of the split over source ranks: tables are worth nothing where all ranks are alike."""
+
+
+def ablation(contest: Contest, shape: Shape, windows: int, seed: int) -> Iterator[dict[str, Any]]:
+    """A row for each kind and idea: placed from nothing, then in the closed loop."""
+    taking_part = [DEFAULT, *_without_one()]
+    for course in generated_courses(KINDS, shape, windows, seed, SPREAD):
+        scene = first_scene(course.heat(0), course.ranks, course.slots)
+        rows = {row["policy"]: row for row in loops(contest, [course], taking_part)}
+        for entrant in taking_part:
+            options = dict(entrant.options.get("options", {}))
+            anew = contest.decide(OURS, scene, afresh=True, options=options)
+            if anew is not None and entrant.label in rows:
+                yield {
+                    **rows[entrant.label],
+                    "in_sample": float(even_par(scene.heat_TLE, anew.placement_LRS).mean()),
+                    "next_window": float(even_par(course.heat(1), anew.placement_LRS).mean()),
+                    "cpu_anew": anew.cpu_seconds,
+                }
+
+
+def _without_one() -> Sequence[Entrant]:
+    return [
+        Entrant(name.removeprefix("flashlb-"), OURS, {"options": dict(options)})
+        for name, (options, _) in ABLATIONS.items()
+    ]

@@ -1,0 +1,145 @@
+"""Window after window: what each policy's placement and tables realise on the next one, and what it moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from benchmarks.solver.contest import NONE, OURS, Contest, first_scene
+from benchmarks.solver.decision import Decision, Float64, Scene
+from benchmarks.solver.heat_kinds import WINDOW, Shape, generate, source_mix
+from benchmarks.solver.scoring import arrivals, realised_par, rule_tables
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """One policy in a loop.
+
+    Parameters
+    ----------
+    label
+        As tables and plots name it.
+    policy
+        ``ours``, a peer's name, or ``none``.
+    options
+        What its maker takes.
+    """
+
+    label: str
+    policy: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Course:
+    """Heat ``[T, L, E]`` to serve in windows of so many steps, on so many ranks and slots.
+
+    ``mix_RLE`` says how each expert's tokens split over the source ranks, in every window; evenly without it.
+    """
+
+    name: str
+    heat_TLE: np.ndarray
+    ranks: int
+    slots: int
+    window: int
+    mix_RLE: Float64 | None = None
+
+    @property
+    def windows(self) -> int:
+        """Whole windows of it; one decision less."""
+        return int(self.heat_TLE.shape[0]) // self.window
+
+    def heat(self, window: int) -> np.ndarray:
+        """One window's heat."""
+        return np.ascontiguousarray(self.heat_TLE[window * self.window : (window + 1) * self.window])
+
+    def sources(self, window: int) -> Float64 | None:
+        """Tokens by source rank over one window, float64 ``[R, L, E]``."""
+        return None if self.mix_RLE is None else self.mix_RLE * self.heat(window).sum(axis=0)
+
+
+FULL = Entrant("ours, full re-solve", OURS, {"afresh": True})
+DEFAULT = Entrant("ours", OURS)
+LEFT_ALONE = Entrant("left alone", NONE)
+
+
+def generated_courses(
+    kinds: Sequence[str], shape: Shape, windows: int, seed: int, spread: float = 0.0
+) -> list[Course]:
+    """A course of each kind; ``spread`` is the log-sd of the split over source ranks."""
+    layers, experts, ranks, slots = shape
+    mix_RLE = source_mix(layers, experts, ranks, spread, seed) if spread else None
+    return [
+        Course(kind, generate(kind, layers, experts, windows * WINDOW, seed), ranks, slots, WINDOW, mix_RLE)
+        for kind in kinds
+    ]
+
+
+def entrants(contest: Contest) -> list[Entrant]:
+    """Everybody in default settings."""
+    return [LEFT_ALONE, DEFAULT, FULL, *(Entrant(name, name) for name in contest.peers)]
+
+
+def loops(
+    contest: Contest, courses: Sequence[Course], taking_part: Sequence[Entrant]
+) -> Iterator[dict[str, Any]]:
+    """A row for each course and entrant; one that fails is left out of that course."""
+    for course in courses:
+        for entrant in taking_part:
+            row = _loop(contest, course, entrant)
+            if row is not None:
+                yield row
+
+
+def _loop(contest: Contest, course: Course, entrant: Entrant) -> dict[str, Any] | None:
+    """The first decision places the experts; moves are counted from the second on."""
+    serving = first_scene(course.heat(0), course.ranks, course.slots)
+    realised, moves, cpu, changed = [], [], [], []
+    for number in range(course.windows - 1):
+        scene = Scene(course.heat(number), serving.placement_LRS, serving.tables_RLE, course.sources(number))
+        decision = _decide(contest, entrant, scene, first=number == 0)
+        if decision is None:
+            return None
+        experts = scene.heat_TLE.shape[2]
+        tables_RLE = decision.tables_RLE
+        if tables_RLE is None:
+            tables_RLE = rule_tables(decision.placement_LRS, experts)
+        following = course.heat(number + 1)
+        realised.append(float(realised_par(following, course.slots, tables_RLE, course.mix_RLE).mean()))
+        moves.append(arrivals(serving.placement_LRS, decision.placement_LRS))
+        cpu.append(decision.cpu_seconds)
+        changed.append(decision.changed_layers)
+        serving = Scene(scene.heat_TLE, decision.placement_LRS, tables_RLE)
+    return {
+        "course": course.name,
+        "policy": entrant.label,
+        "realised": realised,
+        "moves": moves,
+        "changed_layers": changed,
+        "cpu_seconds": cpu,
+        "slots": int(serving.placement_LRS.size),
+    }
+
+
+def _decide(contest: Contest, entrant: Entrant, scene: Scene, first: bool) -> Decision | None:
+    if entrant.policy == NONE:
+        return Decision(scene.placement_LRS, scene.tables_RLE, None, 0, 0.0, 0.0)
+    return contest.decide(entrant.policy, scene, fresh=first, **entrant.options)
+
+
+def realised_mean(row: Mapping[str, Any]) -> float:
+    """Mean over the windows, without the first: it is placed from nothing by everybody."""
+    return float(np.mean(row["realised"][1:] or row["realised"]))
+
+
+def moves_after_first(row: Mapping[str, Any]) -> int:
+    """Slots moved after the first placement."""
+    return int(sum(row["moves"][1:]))
+
+
+def cpu_after_first(row: Mapping[str, Any]) -> float:
+    """CPU seconds of a decision in the loop, without the first."""
+    return float(np.mean(row["cpu_seconds"][1:] or row["cpu_seconds"]))

@@ -1,0 +1,47 @@
+"""Two slots a rank, where everything hangs on the number of copies: our quick answer beside a long search's best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from benchmarks.solver.annealing import anneal
+from benchmarks.solver.contest import OURS_EVEN, Contest, generated_scene
+from benchmarks.solver.heat_kinds import KINDS, Shape, shape_name
+from benchmarks.solver.peers.balancers import FLASHLB
+from benchmarks.solver.scoring import even_par, summed
+
+EPISODES = 64
+SHAPES: tuple[Shape, ...] = ((2, 256, 256, 2), (2, 512, 320, 2))
+
+
+def few_slots(contest: Contest, long_seconds: float, seed: int) -> Iterator[dict[str, Any]]:
+    """A row for each shape and kind; ratios over the episodes that the solver sees, mean of two layers.
+
+    The long search begins once from our answer and once from FlashLB's, with half of ``long_seconds`` a layer each.
+    """
+    asked = [name for name in (OURS_EVEN, FLASHLB) if name == OURS_EVEN or name in contest.peers]
+    for shape in SHAPES:
+        for kind in KINDS:
+            scene, _ = generated_scene(kind, shape, 1, seed)
+            heat_NLE = summed(scene.heat_TLE, EPISODES)
+            answers = {}
+            for name in asked:
+                decision = contest.decide_anew(name, scene)
+                if decision is not None:
+                    answers[name] = decision.placement_LRS
+            best_L = np.full(shape[0], np.inf)
+            for layer in range(shape[0]):
+                for placed_LRS in answers.values():
+                    spent = long_seconds / len(answers)
+                    found_RS = anneal(heat_NLE[:, layer], placed_LRS[layer], spent, seed)
+                    best_L[layer] = min(best_L[layer], *even_par(heat_NLE[:, layer, None], found_RS[None]))
+            yield {
+                "shape": shape_name(shape),
+                "kind": kind,
+                "long_seconds": long_seconds,
+                "best": float(best_L.mean()),
+                **{name: float(even_par(heat_NLE, placed).mean()) for name, placed in answers.items()},
+            }

@@ -1,0 +1,23 @@
+"""Recorded traces as courses to serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.solver.closed_loop import Course
+from eplb_service.traces.arrays import ReadAs
+from eplb_service.traces.open import read_heat
+
+
+def recorded_course(path: Path, ranks: int, slots: int | None, window: int) -> Course:
+    """A trace of any format that the project reads; one slot a rank beyond what the experts need, unless told.
+
+    Token routes become steps of 64 requests side by side. Raises ``HeatError``, also where there are not three windows.
+    """
+    heat_TLE = read_heat(path, ReadAs(batch=64))
+    needed = -(-heat_TLE.shape[2] // ranks)
+    window = min(window, heat_TLE.shape[0] // 3)
+    name = f"{path.parent.name}/{path.stem}"
+    return Course(name, np.ascontiguousarray(heat_TLE), ranks, slots or needed + 1, window)

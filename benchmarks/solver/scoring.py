@@ -1,0 +1,73 @@
+"""How well placements and tables share heat, for placements of any origin: peers may put an expert twice on a rank.
+
+Written apart from the planner's own scoring, so that neither is judged by itself.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.solver.decision import Float64, Int32
+from eplb_service.placement import default_log2phy, replica_counts
+
+
+def even_par(heat_TLE: npt.NDArray[np.generic], placement_LRS: Int32) -> Float64:
+    """Peak-to-average ratio per step, experts split evenly over their copies, float64 ``[L]``."""
+    layers = []
+    for layer, placed_RS in enumerate(placement_LRS):
+        copies_E = replica_counts(placed_RS, heat_TLE.shape[2])
+        part_ER = np.zeros((heat_TLE.shape[2], placed_RS.shape[0]))
+        np.add.at(part_ER, (placed_RS, np.arange(placed_RS.shape[0])[:, None]), 1.0 / copies_E[placed_RS])
+        layers.append(peak_to_average(heat_TLE[:, layer].astype(np.float64) @ part_ER))
+    return np.array(layers)
+
+
+def rule_tables(placement_LRS: Int32, experts: int) -> Int32:
+    """The engines' tables, replica ``rank % copies`` in order of slot, int32 ``[R, L, E]``."""
+    return np.stack([default_log2phy(placed_RS, experts) for placed_RS in placement_LRS], axis=1)
+
+
+def realised_par(
+    heat_TLE: npt.NDArray[np.generic], slots: int, tables_RLE: Int32, mix_RLE: Float64 | None = None
+) -> Float64:
+    """Peak-to-average ratio per step through tables, float64 ``[L]``.
+
+    ``mix_RLE`` float64 ``[R, L, E]`` says how each expert's tokens split over the source ranks; evenly without it.
+    """
+    ranks, layers, experts = tables_RLE.shape
+    found = []
+    for layer in range(layers):
+        share_RE = np.full((ranks, experts), 1.0 / ranks) if mix_RLE is None else mix_RLE[:, layer]
+        part_ER = np.zeros((experts, ranks))
+        np.add.at(part_ER, (np.arange(experts)[None, :], tables_RLE[:, layer] // slots), share_RE)
+        found.append(peak_to_average(heat_TLE[:, layer].astype(np.float64) @ part_ER))
+    return np.array(found)
+
+
+def sampled_loads(source_TRE: npt.NDArray[np.generic], slots: int, table_RE: Int32) -> Float64:
+    """Rank loads of one layer, float64 ``[T, R]``, where tokens are known by step, source rank and expert."""
+    steps, ranks, experts = source_TRE.shape
+    goes_to = np.zeros((ranks * experts, ranks), dtype=np.float32)
+    goes_to[np.arange(ranks * experts), (table_RE // slots).ravel()] = 1.0
+    # Whole tokens below 2**24 are exact in float32.
+    return (source_TRE.reshape(steps, -1).astype(np.float32) @ goes_to).astype(np.float64)
+
+
+def peak_to_average(load_TR: Float64) -> float:
+    """Largest rank load over the mean rank load, averaged over the steps that have tokens; 1 where none has."""
+    mean_T = load_TR.mean(axis=1)
+    busy_T = mean_T > 0
+    return float((load_TR.max(axis=1)[busy_T] / mean_T[busy_T]).mean()) if busy_T.any() else 1.0
+
+
+def arrivals(before_LRS: Int32, after_LRS: Int32) -> int:
+    """Slots that must receive weights: experts that a rank serves now and did not hold before."""
+    held = before_LRS[..., :, None] == after_LRS[..., None, :]
+    return int((~held.any(axis=-2)).sum())
+
+
+def summed(heat_TLE: npt.NDArray[np.generic], episodes: int) -> Float64:
+    """Consecutive steps summed into ``episodes`` of nearly equal length, float64 ``[N, L, E]``."""
+    first_N = np.arange(episodes) * heat_TLE.shape[0] // episodes
+    return np.add.reduceat(heat_TLE.astype(np.float64), first_N, axis=0)

@@ -1,0 +1,85 @@
+"""The measurements by name, in the order in which they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.solver.ablation import ablation
+from benchmarks.solver.cells import cells
+from benchmarks.solver.closed_loop import Course, entrants, generated_courses, loops
+from benchmarks.solver.contest import Contest
+from benchmarks.solver.cpu_time import cpu_times
+from benchmarks.solver.effort import Effort
+from benchmarks.solver.few_slots import few_slots
+from benchmarks.solver.first_plan import first_plans
+from benchmarks.solver.heat_kinds import KINDS
+from benchmarks.solver.keeping import keeping
+from benchmarks.solver.known_example import known_example
+from benchmarks.solver.pareto import priced
+from benchmarks.solver.scaling import scaling
+from benchmarks.solver.source_tables import source_tables
+
+Rows = Iterator[dict[str, Any]]
+
+GROUPS = ("cells", "time", "loop", "scaling", "ablation", "example")
+"""What ``--only`` chooses among."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One measurement: its rows go into the results under ``name``."""
+
+    group: str
+    name: str
+    title: str
+    rows: Callable[[], Rows]
+
+
+def sections(contest: Contest, effort: Effort, traces: Sequence[Course]) -> list[Section]:
+    """All measurements; ``traces`` are recorded heat to serve beside the generated."""
+    seed = effort.seeds[0]
+
+    def loop(kinds: Sequence[str]) -> list[Course]:
+        return generated_courses(kinds, effort.loop_shape, effort.loop_windows, seed)
+
+    return [
+        Section("cells", "cells", "balance", lambda: cells(contest, effort.shapes, effort.seeds)),
+        Section(
+            "cells",
+            "tables",
+            "tables",
+            lambda: source_tables(contest, effort.table_shape, seed, effort.spreads),
+        ),
+        Section("time", "time", "CPU time", lambda: cpu_times(contest, effort.timed, effort.repeats, seed)),
+        Section("time", "keeping", "keeping everything", lambda: keeping(contest, effort.repeats, seed)),
+        Section("time", "first_plan", "first plans", lambda: first_plans(contest, effort.processes, seed)),
+        Section("loop", "loop", "closed loop", lambda: loops(contest, loop(KINDS), entrants(contest))),
+        Section(
+            "loop",
+            "pareto",
+            "balance against moves",
+            lambda: loops(contest, loop(("drift", "bursty")), priced(contest)),
+        ),
+        Section("loop", "traces", "recorded traces", lambda: loops(contest, traces, entrants(contest))),
+        Section(
+            "scaling",
+            "scaling",
+            "scaling",
+            lambda: scaling(contest, min(effort.repeats, 2), seed, effort.growing),
+        ),
+        Section(
+            "ablation",
+            "ablation",
+            "ablation",
+            lambda: ablation(contest, effort.loop_shape, effort.ablation_windows, seed),
+        ),
+        Section("example", "example", "known example", lambda: known_example(contest)),
+        Section(
+            "example",
+            "few_slots",
+            "few slots, long search",
+            lambda: few_slots(contest, effort.long_seconds, seed),
+        ),
+    ]

@@ -1,0 +1,148 @@
+"""``eplb trace record``: the heat of a running service as a native trace, from wherever the service is reached."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import grpc
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from eplb_service.atomic_write import OutputError
+from eplb_service.cli.errors import UserError
+from eplb_service.cli.operator_client import Connection, OperatorCalls
+from eplb_service.cli.service_options import ADDRESS, Address, Name, TlsCa, Token
+from eplb_service.cli.watched_trace import WatchedTrace
+from eplb_service.control.heat_messages import read_served, read_switched
+from eplb_service.control.heat_report import read_heat_report
+from eplb_service.control.refusal import RefusedError
+from eplb_service.traces import store
+from eplb_service.traces.copy import check_trace_output
+from eplb_service.wire.codec import WireError
+from eplb_service.wire.generated import operator_pb2
+
+
+def record(
+    deployment: Name,
+    out: Annotated[Path, typer.Option(help=f"Trace to write, a {store.SUFFIX} folder.")],
+    steps: Annotated[int | None, typer.Option(min=1, help="End after so many steps.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=0.1, help="End after so many seconds.")] = None,
+    append: Annotated[
+        bool, typer.Option("--append", help="Go on with the trace that stands at --out, where it fits.")
+    ] = False,
+    address: Address = ADDRESS,
+    token: Token = None,
+    tls_ca: TlsCa = None,
+) -> None:
+    """Record the heat of a deployment that is being served, from now on, until Ctrl-C or as long as asked for.
+
+    What is written is what `eplb serve --record` writes: tokens by slot and by source rank, with the placements that
+    they were counted under. The service never waits for it: a slow link loses reports, which is told.
+    """
+    _check_output(out, append)
+    with Connection(address, token, tls_ca).open() as call:
+        trace = WatchedTrace(out, deployment, steps)
+        try:
+            with _bar(trace, steps, seconds) as advance:
+                _follow(call, deployment, trace, seconds, advance)
+        finally:
+            trace.close()
+    if trace.error is not None:
+        raise UserError(f"{out}: recording failed after {trace.steps} steps: {trace.error}")
+    if not trace.steps:
+        raise UserError(f"no step of {deployment!r} was recorded; is its model serving? `eplb status` tells")
+    lost = f"; {trace.lost} steps lost" if trace.lost else ""
+    dropped = f"; the service dropped {trace.dropped} reports, the link was too slow" if trace.dropped else ""
+    typer.echo(f"{out}: {trace.steps} steps recorded{lost}{dropped}")
+
+
+def _check_output(out: Path, append: bool) -> None:
+    if out.suffix != store.SUFFIX:
+        raise OutputError(f"{out}: the name must end in {store.SUFFIX}")
+    if not (append and out.is_dir()):
+        try:
+            check_trace_output(out)
+        except OutputError as error:
+            hint = "; --append goes on with a trace" if out.is_dir() else ""
+            raise OutputError(f"{error}{hint}") from error
+
+
+def _follow(
+    call: OperatorCalls,
+    deployment: str,
+    trace: WatchedTrace,
+    seconds: float | None,
+    advance: Callable[[], None],
+) -> None:
+    """Put what the service tells into the trace until it is full, time is up, or the user has enough."""
+    stream = call.stream("WatchHeat", operator_pb2.WatchHeatRequest(deployment=deployment), seconds)
+    try:
+        for message in stream:
+            _take(trace, message)
+            advance()
+            if trace.over:
+                break
+    except KeyboardInterrupt:
+        # Enough: what has been heard is a whole trace.
+        pass
+    except (WireError, RefusedError) as error:
+        raise UserError(f"the service tells what cannot be: {error}") from error
+    except grpc.RpcError as error:
+        if not _time_is_up(error, seconds):
+            trace.close()
+            if trace.steps:
+                typer.echo(
+                    f"{trace.path}: {trace.steps} steps recorded before the service went away", err=True
+                )
+            raise
+    finally:
+        stream.cancel()
+
+
+def _take(trace: WatchedTrace, message: operator_pb2.WatchHeatResponse) -> None:
+    trace.dropped = message.dropped_reports
+    kind = message.WhichOneof("message")
+    if kind == "served":
+        trace.begin(read_served(message.served))
+    elif trace.served is None:
+        raise WireError("heat comes before what is served")
+    elif kind == "switched":
+        trace.place(*read_switched(message.switched, trace.served))
+    elif kind == "heat":
+        served = trace.served
+        if message.heat.rank >= served.shape.ranks:
+            raise WireError(f"rank {message.heat.rank} is none of {served.shape.ranks}")
+        batch = read_heat_report(message.heat.report, served.shape, served.pending_steps)
+        trace.add(message.heat.rank, batch)
+
+
+def _time_is_up(error: grpc.RpcError, seconds: float | None) -> bool:
+    call: Any = error
+    return seconds is not None and call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+@contextmanager
+def _bar(trace: WatchedTrace, steps: int | None, seconds: float | None) -> Iterator[Callable[[], None]]:
+    """Steps recorded, or seconds gone where those end it; without a terminal nothing is shown."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda: None
+        return
+    left = () if steps is None and seconds is None else (TimeRemainingColumn(),)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), *left)
+    began = time.monotonic()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("waiting for heat (Ctrl-C ends)", total=steps or seconds)
+
+        def advance() -> None:
+            done = trace.steps if steps or not seconds else time.monotonic() - began
+            lost = f", {trace.lost} lost" if trace.lost else ""
+            words = f"{trace.steps} steps{lost} (Ctrl-C ends and keeps them)"
+            progress.update(task, completed=done, description=words)
+
+        yield advance

@@ -1,0 +1,90 @@
+"""The planner's settings as options: name, type, default and words, for commands and service alike.
+
+``PlannerSettings`` and its docstring are the one place that declares them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any
+
+from eplb_service.planner import settings
+from eplb_service.planner.settings import PlannerSettings, SettingsError
+
+
+@dataclass(frozen=True)
+class PlannerOption:
+    """One setting.
+
+    Parameters
+    ----------
+    name
+        Its field's.
+    kind
+        What its text is parsed as: ``str``, ``int``, ``float`` or ``bool``. Several numbers are text with commas.
+    default
+        Of that kind, or ``None``.
+    words
+        What it does.
+    """
+
+    name: str
+    kind: type
+    default: Any
+    words: str
+
+
+@cache
+def planner_options() -> tuple[PlannerOption, ...]:
+    """All settings, in order."""
+    types_of, words = typing.get_type_hints(PlannerSettings), _words()
+    return tuple(
+        PlannerOption(field.name, _kind(types_of[field.name]), _plain(field.default), words[field.name])
+        for field in fields(PlannerSettings)
+    )
+
+
+def planner_settings(values: Mapping[str, Any]) -> PlannerSettings:
+    """Settings of options by name; those left out have their defaults.
+
+    Raises ``SettingsError`` on a value that no planner could follow.
+    """
+    types_of = typing.get_type_hints(PlannerSettings)
+    return PlannerSettings(**{name: _parsed(name, value, types_of[name]) for name, value in values.items()})
+
+
+def _words() -> dict[str, str]:
+    """Each parameter's paragraph of the docstring on one line, with the names that a choice has."""
+    text = inspect.cleandoc(PlannerSettings.__doc__ or "").partition("----------\n")[2].partition("\n\n")[0]
+    paragraphs = re.findall(r"^(\w+)\n((?:    .*\n?)+)", text, flags=re.MULTILINE)
+    return {name: _for_users(" ".join(paragraph.split())) for name, paragraph in paragraphs}
+
+
+def _for_users(words: str) -> str:
+    words = re.sub("``([A-Z_]+)``", lambda match: ", ".join(getattr(settings, match[1])), words)
+    return words.replace("``None`` for", "unset:").replace("``", "")
+
+
+def _kind(annotation: Any) -> type:
+    if isinstance(annotation, types.UnionType):
+        annotation = next(kind for kind in typing.get_args(annotation) if kind is not types.NoneType)
+    return str if typing.get_origin(annotation) is tuple else annotation
+
+
+def _plain(value: Any) -> Any:
+    return ",".join(f"{number:g}" for number in value) if isinstance(value, tuple) else value
+
+
+def _parsed(name: str, value: Any, annotation: Any) -> Any:
+    if typing.get_origin(annotation) is not tuple or not isinstance(value, str):
+        return value
+    try:
+        return tuple(float(part) for part in value.split(","))
+    except ValueError as error:
+        raise SettingsError(f"{name} is {value!r}; expected numbers with commas between") from error

@@ -1,0 +1,54 @@
+"""What ranks really receive along a trace: each step's tokens, through the tables of the ranks that they come from."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_service.heat.numpy_file import Array
+from eplb_service.placement import Int32, Placement
+from eplb_service.planner.scoring import Float64, split_loads
+from eplb_service.traces.trace import Heat, Trace
+
+_STEPS_READ = 8
+"""Steps whose tokens by source rank are held at a time: a step of a large deployment has megabytes of them."""
+
+
+def served_loads(
+    trace: Trace, heat_TLE: Heat, first: int, placement: Placement, log2phy_RLE: Int32, split: str
+) -> Float64:
+    """Tokens that each rank receives in the steps from ``first`` on, whose heat is ``heat_TLE``, float64 ``[t, L, R]``.
+
+    Where the trace tells of as many source ranks as the placement has, each step's tokens go where the table of their
+    own source rank says. Otherwise nobody knows where tokens come from, and each expert's are taken to come evenly from
+    all. A host that splits as ``even`` asks no tables (see ``PlannerSettings.split``).
+    """
+    if split == "even" or not tells_sources(trace, placement.ranks):
+        return split_loads(heat_TLE, placement, log2phy_RLE, None, split)
+    destination_RLE = log2phy_RLE // placement.slots
+    loads_TLR = np.zeros((len(heat_TLE), placement.layers, placement.ranks))
+    for begin in range(0, len(heat_TLE), _STEPS_READ):
+        end = min(begin + _STEPS_READ, len(heat_TLE))
+        source_TRLE = trace.source_rows(first + begin, first + end)
+        assert source_TRLE is not None
+        loads_TLR[begin:end] = loads_from_sources(source_TRLE, destination_RLE)
+    return loads_TLR
+
+
+def tells_sources(trace: Trace, ranks: int) -> bool:
+    """Whether ``trace`` has tokens by source rank, of ``ranks`` ranks."""
+    return trace.facts.ranks == ranks and trace.source_rows(0, 1) is not None
+
+
+def loads_from_sources(source_TRLE: Array, destination_RLE: npt.NDArray[np.integer]) -> Float64:
+    """Tokens by the rank that they go to, float64 ``[T, L, R]``, each going to ``destination_RLE`` of its source."""
+    steps, ranks, layers, _ = source_TRLE.shape
+    loads_TLR = np.zeros((steps, layers, ranks))
+    for layer in range(layers):
+        to_P = destination_RLE[:, layer].ravel()
+        by_rank_P = np.argsort(to_P, kind="stable")
+        first_D = np.flatnonzero(np.diff(to_P[by_rank_P], prepend=-1))
+        sent_TP = source_TRLE[:, :, layer].reshape(steps, -1)[:, by_rank_P]
+        reached_D = to_P[by_rank_P][first_D]
+        loads_TLR[:, layer, reached_D] = np.add.reduceat(sent_TP, first_D, axis=1, dtype=np.float64)
+    return loads_TLR

@@ -1,0 +1,205 @@
+"""The file that an interrupted replay leaves, and goes on from to the very results of one that was not interrupted.
+
+It holds numbers and names alone, in numpy's format: reading one runs nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eplb_service.atomic_write import write_atomically
+from eplb_service.heat.numpy_file import Array, read_npz
+from eplb_service.heat.window import HeatError
+from eplb_service.placement import Placement, PlacementError, check_log2phy
+from eplb_service.replay.hindsight import Mark
+from eplb_service.replay.jobs import Job, Progress, Scene
+from eplb_service.replay.ledger import Ledger
+from eplb_service.replay.result import Decision
+from eplb_service.replay.schedule import ReplayError
+from eplb_service.replay.walk import Serving, Standing
+from eplb_service.traces.trace import Trace
+
+SUFFIX = ".npz"
+
+_FORMAT = "eplb-replay-state-1"
+_SAMPLED_STEPS = 8
+_NUMBERS = [field.name for field in fields(Decision) if field.name != "par_realised_L"]
+_WHOLE = {field.name for field in fields(Decision) if field.type == "int"}
+
+
+def fingerprint(jobs: Sequence[Job], trace: Trace, scene: Scene) -> str:
+    """What tells a replay from others that would find something else: trace, jobs and scene, not the machine.
+
+    Of the trace its shape, what it says of itself, and the heat of its first and last steps.
+    """
+    digest = hashlib.sha256()
+    for first in (0, max(0, trace.steps - _SAMPLED_STEPS)):
+        digest.update(trace.heat(first, min(trace.steps, first + _SAMPLED_STEPS)).tobytes())
+    topology = scene.topology
+    for array in (topology.nodes_R, topology.token_groups_R, scene.phy2log_LRS):
+        digest.update(b"-" if array is None else np.ascontiguousarray(array, dtype="<i4").tobytes())
+    words = [trace.shape, trace.facts, scene.costs, topology.bytes_per_expert, [_words(job) for job in jobs]]
+    digest.update(repr(words).encode())
+    return digest.hexdigest()
+
+
+def save_state(path: Path, rounds: Sequence[tuple[str, Ledger]]) -> None:
+    """Write what each round, named by its fingerprint, has found so far; raises ``OutputError``."""
+    arrays: dict[str, Array] = {}
+    heads = []
+    for number, (name, ledger) in enumerate(rounds):
+        heads.append({"fingerprint": name, "jobs": [len(told) for told in ledger.told]})
+        for job, told in enumerate(ledger.told):
+            arrays |= {f"{number}/{job}/{key}": value for key, value in _arrays_of(told).items()}
+    head = json.dumps({"format": _FORMAT, "rounds": heads}).encode()
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, head=np.frombuffer(head, dtype=np.uint8), **arrays)  # type: ignore[arg-type]
+    write_atomically(path, buffer.getvalue())
+
+
+class SavedState:
+    """What a state file holds; raises ``ReplayError`` where it is none."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._arrays = read_npz(path)
+            head = json.loads(self._arrays["head"].tobytes())
+            known = head["format"] == _FORMAT
+            self._rounds = [
+                (str(entry["fingerprint"]), list(map(int, entry["jobs"]))) for entry in head["rounds"]
+            ]
+        except OSError as error:
+            raise ReplayError(f"{path}: cannot be read ({error.strerror or error})") from error
+        except (HeatError, KeyError, ValueError, TypeError, RecursionError) as error:
+            raise ReplayError(f"{path}: is no state of an interrupted replay") from error
+        if not known:
+            raise ReplayError(f"{path}: was left by another release of eplb; begin again without it")
+
+    def ledger(self, number: int, name: str, jobs: Sequence[Job], trace: Trace, scene: Scene) -> Ledger:
+        """What was found in round ``number``, whose fingerprint must be ``name``; empty where it was not begun."""
+        if number >= len(self._rounds):
+            return Ledger(jobs)
+        found, counts = self._rounds[number]
+        if found != name or len(counts) != len(jobs):
+            raise ReplayError(
+                f"{self._path}: was left by a replay of another trace or with other options; "
+                "repeat that command, or begin again without it"
+            )
+        told = []
+        for position, (job, count) in enumerate(zip(jobs, counts, strict=True)):
+            prefix = f"{number}/{position}/"
+            arrays = {
+                key.removeprefix(prefix): value
+                for key, value in self._arrays.items()
+                if key.startswith(prefix)
+            }
+            try:
+                told.append(_progress_of(arrays, count, job, trace, scene))
+            except (KeyError, ValueError, TypeError, IndexError) as error:
+                raise ReplayError(f"{self._path}: is damaged ({' '.join(str(error).split())})") from error
+        return Ledger(jobs, told)
+
+
+def _words(job: Job) -> str:
+    """A job in words, without what does not change its results."""
+    policy = job.policy
+    if policy is not None:
+        policy = replace(policy, settings=replace(policy.settings, threads=None))
+    hindsight = None if job.hindsight is None else replace(job.hindsight, threads=None)
+    return repr(
+        (
+            job.label,
+            job.split,
+            job.setup,
+            policy and (policy.name, policy.target, asdict(policy.settings)),
+            hindsight,
+        )
+    )
+
+
+def _arrays_of(told: Sequence[Progress]) -> dict[str, Array]:
+    if not told:
+        return {}
+    last = told[-1]
+    arrays: dict[str, Array] = {"loads": last.loads_LR}
+    decisions = [progress.made for progress in told if isinstance(progress.made, Decision)]
+    marks = [progress.made for progress in told if isinstance(progress.made, Mark)]
+    if marks:
+        columns: dict[str, list[Any]] = {
+            name: [getattr(mark, name) for mark in marks] for name in Mark._fields
+        }
+        return arrays | {name: np.stack(rows) for name, rows in columns.items() if rows[0] is not None}
+    arrays["decisions"] = np.array(
+        [[getattr(made, name) for name in _NUMBERS] for made in decisions], dtype=float
+    )
+    arrays["realised"] = np.stack([made.par_realised_L for made in decisions])
+    assert last.standing is not None
+    arrays |= _serving_arrays("serving", last.standing.serving)
+    if last.standing.coming is not None:
+        step, coming = last.standing.coming
+        arrays |= {"coming_step": np.array([step]), **_serving_arrays("coming", coming)}
+    return arrays
+
+
+def _serving_arrays(name: str, serving: Serving) -> dict[str, Array]:
+    return {f"{name}_phy2log": serving.placement.phy2log_LRS, f"{name}_log2phy": serving.log2phy_RLE}
+
+
+def _progress_of(
+    arrays: Mapping[str, Array], count: int, job: Job, trace: Trace, scene: Scene
+) -> list[Progress]:
+    steps = job.setup.schedule.decisions(trace.steps)
+    if count == 0:
+        return []
+    if count > len(steps):
+        raise ValueError(f"{count} decisions where {len(steps)} fall")
+    loads_LR = _checked(arrays["loads"], (trace.layers, scene.topology.ranks))
+    rows = (count, trace.layers)
+    if job.policy is None:
+        left_alone, floor = _checked(arrays["left_alone_L"], rows), _checked(arrays["floor_L"], rows)
+        hindsight = [None] * count if job.hindsight is None else _checked(arrays["hindsight_L"], rows)
+        return [Progress(Mark(*row), loads_LR) for row in zip(left_alone, floor, hindsight, strict=True)]
+    numbers = _checked(arrays["decisions"], (count, len(_NUMBERS)))
+    realised = _checked(arrays["realised"], rows)
+    told = [Progress(_decision(*row), loads_LR) for row in zip(numbers, realised, strict=True)]
+    coming = None
+    if "coming_step" in arrays:
+        coming = int(arrays["coming_step"][0]), _serving(arrays, "coming", job, trace, scene)
+    standing = Standing(_serving(arrays, "serving", job, trace, scene), coming)
+    told[-1] = replace(told[-1], standing=standing)
+    return told
+
+
+def _decision(numbers: Array, realised_L: Array) -> Decision:
+    named = dict(zip(_NUMBERS, numbers.tolist(), strict=True))
+    whole = {name: int(value) if name in _WHOLE else value for name, value in named.items()}
+    return Decision(**whole, par_realised_L=realised_L)
+
+
+def _serving(arrays: Mapping[str, Array], name: str, job: Job, trace: Trace, scene: Scene) -> Serving:
+    start = scene.placement(trace, job.setup)
+    phy2log, tables = arrays[f"{name}_phy2log"], arrays[f"{name}_log2phy"]
+    if phy2log.shape != start.phy2log_LRS.shape:
+        raise PlacementError(f"{name} has the shape {list(phy2log.shape)}")
+    placement = Placement(phy2log, trace.experts)
+    if tables.shape != (placement.ranks, trace.layers, trace.experts) or tables.dtype != np.int32:
+        raise PlacementError(f"tables of {name} have the shape {list(tables.shape)}")
+    for table_LE in tables:
+        for layer, table_E in enumerate(table_LE):
+            check_log2phy(table_E, placement.phy2log_LRS[layer], f"{name}, layer {layer}")
+    return Serving(placement, tables)
+
+
+def _checked(array: Array, shape: tuple[int, ...]) -> Array:
+    if array.shape != shape or array.dtype != np.float64 or not np.isfinite(array).all():
+        raise ValueError(f"{array.dtype} {list(array.shape)} where numbers {list(shape)} were expected")
+    return array

@@ -1,0 +1,151 @@
+"""SGLang's dumps of single forward passes: one file a rank, put together into the heat of the whole run.
+
+The recorder's modes ``per_pass`` and ``per_token`` write ``records``, one a forward pass, in which each rank tells only
+of its own tokens or slots; the ranks' counts of a pass are summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from eplb_service.heat.numpy_file import Array
+from eplb_service.heat.window import HeatError
+from eplb_service.traces.arrays import ReadAs, as_array
+from eplb_service.traces.physical import heat_of_slots
+from eplb_service.traces.trace import ArrayTrace, Int64, TraceFacts
+
+_MAP = "last_physical_to_logical_map"
+_LAST_PASS = 1 << 62
+_PHASES = ("unknown", "prefill", "decode", "mixed")
+_MIXED = _PHASES.index("mixed")
+_MODES = {1: _PHASES.index("prefill"), 2: _PHASES.index("decode"), 3: _MIXED}
+"""What SGLang's numbers of forward modes stand for; others, such as idle, say nothing of a step."""
+
+
+class _Pass:
+    """One forward pass, summed over what has been told of it."""
+
+    def __init__(self, counts_LP: Array) -> None:
+        self.counts_LP: Int64 = np.zeros(counts_LP.shape, dtype=np.int64)
+        self.told: set[tuple[int, str]] = set()
+        self.tokens = 0
+        self.modes: set[int] = set()
+
+    @property
+    def phase(self) -> int:
+        """Index into ``_PHASES``."""
+        return _MIXED if len(self.modes) > 1 else next(iter(self.modes), 0)
+
+
+def is_dump(document: object) -> bool:
+    """Whether a file's content is such a dump."""
+    return isinstance(document, Mapping) and "records" in document
+
+
+def trace_of_dumps(dumps: Sequence[tuple[str, Mapping[Any, Any]]], read_as: ReadAs) -> ArrayTrace:
+    """The trace in the dumps of one run's ranks, each with the name of its file.
+
+    A pass that not all ranks have told of is left out, and told of in the trace's origin. Raises ``HeatError`` where
+    the dumps contradict each other, or are not of one run.
+    """
+    phy2log = read_as.phy2log
+    passes: dict[int, _Pass] = {}
+    ranks: set[int] = set()
+    for name, dump in dumps:
+        try:
+            phy2log = _agreed_map(phy2log, dump, own=read_as.phy2log is not None)
+            ranks |= _add(passes, dump, as_array(phy2log))
+        except HeatError as error:
+            raise HeatError(f"{name}: {error}" if len(dumps) > 1 else str(error)) from error
+    if phy2log is None:
+        raise HeatError(f"holds tokens by slot without {_MAP}; give it with --map")
+    whole = [number for number in sorted(passes) if {rank for rank, _ in passes[number].told} == ranks]
+    if not whole:
+        raise HeatError(f"there is no forward pass that all of {len(ranks)} ranks have recorded")
+    kept = [passes[number] for number in whole]
+    left_out = (
+        f", {len(passes) - len(whole)} passes not told by all left out" if len(whole) < len(passes) else ""
+    )
+    facts = TraceFacts(origin=f"SGLang recorder, per pass, {len(ranks)} ranks{left_out}", phases=_PHASES)
+    heat_TLE = heat_of_slots(np.stack([one.counts_LP for one in kept]), phy2log, read_as.experts)
+    tokens_T = np.array([one.tokens for one in kept], dtype=np.int64)
+    phase_T = np.array([one.phase for one in kept], dtype=np.int64)
+    return ArrayTrace(heat_TLE, facts, tokens_T if tokens_T.all() else None, phase_T=phase_T)
+
+
+def _add(passes: dict[int, _Pass], dump: Mapping[Any, Any], phy2log: Array | None) -> set[int]:
+    """Add one file's records to ``passes``; returns the ranks that they are of."""
+    records = dump["records"]
+    if not isinstance(records, list) or not records:
+        raise HeatError("holds no records of forward passes")
+    ranks = set()
+    for position, record in enumerate(records):
+        if not isinstance(record, Mapping):
+            raise HeatError(f"record {position} is no record of a forward pass")
+        number = _whole(record, "forward_pass_id", position, position)
+        rank = _whole(record, "rank", 0, position)
+        counts_LP = _counts(record, position, phy2log)
+        known = passes.setdefault(number, _Pass(counts_LP))
+        shapes = {one.counts_LP.shape for one in (known, next(iter(passes.values())))} | {counts_LP.shape}
+        if len(shapes) > 1:
+            raise HeatError(
+                f"records have several shapes: {', '.join(str(list(shape)) for shape in sorted(shapes))}"
+            )
+        who = rank, str(record.get("gatherer_key", ""))
+        if who in known.told:
+            raise HeatError(
+                f"rank {rank} tells of forward pass {number} twice; these are not dumps of one run"
+            )
+        known.told.add(who)
+        known.counts_LP += counts_LP.astype(np.int64)
+        known.tokens += len(record["input_ids"]) if isinstance(record.get("input_ids"), list) else 0
+        mode = record.get("forward_mode")
+        if isinstance(mode, int) and mode in _MODES:
+            known.modes.add(_MODES[mode])
+        ranks.add(rank)
+    return ranks
+
+
+def _counts(record: Mapping[Any, Any], position: int, phy2log: Array | None) -> Array:
+    """Tokens by slot ``[L, P]`` of one record, counted from the choices of its tokens where it has no counts."""
+    counts_LP = as_array(record.get("global_physical_count"))
+    if counts_LP is None:
+        choices_LKC = as_array(record.get("topk_ids_of_layer"))
+        if choices_LKC is not None and choices_LKC.ndim == 3 and phy2log is not None:
+            return _counted(choices_LKC, phy2log.reshape(phy2log.shape[0], -1).shape[-1], position)
+    if counts_LP is None or counts_LP.ndim != 2 or 0 in counts_LP.shape:
+        raise HeatError(f"record {position} has no global_physical_count [layers, slots]")
+    if counts_LP.dtype.kind not in "iu" or counts_LP.min() < 0 or counts_LP.max() > np.iinfo(np.int32).max:
+        raise HeatError(
+            f"record {position} counts what are no tokens ({counts_LP.dtype}, from {counts_LP.min()})"
+        )
+    return counts_LP
+
+
+def _counted(choices_LKC: Array, slots: int, position: int) -> Array:
+    if choices_LKC.dtype.kind not in "iu" or (choices_LKC.size and choices_LKC.max() >= slots):
+        raise HeatError(f"record {position} names slots past the {slots} that there are")
+    # -1 stands where a token has no more choices.
+    return np.stack(
+        [np.bincount(choices_KC[choices_KC >= 0].ravel(), minlength=slots) for choices_KC in choices_LKC]
+    )
+
+
+def _agreed_map(known: Array | None, dump: Mapping[Any, Any], *, own: bool) -> Array | None:
+    """The map that all files agree on; a user's ``own`` goes before theirs."""
+    told = as_array(dump.get(_MAP))
+    if own or told is None:
+        return known
+    if known is not None and not np.array_equal(known, told):
+        raise HeatError(f"has another {_MAP} than the others; these are not dumps of one run")
+    return told
+
+
+def _whole(record: Mapping[Any, Any], name: str, otherwise: int, position: int) -> int:
+    value = record.get(name, otherwise)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _LAST_PASS:
+        raise HeatError(f"record {position} has the {name} {value!r}; expected a number from 0 on")
+    return value

@@ -1,0 +1,159 @@
+"""Peers are fetched whole or not at all, and one that fails costs only its own figures."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import tarfile
+import threading
+import time
+import zipfile
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.solver.contest import Contest, first_scene
+from benchmarks.solver.decision import Decision, Scene
+from benchmarks.solver.peers import archives
+from benchmarks.solver.peers.archives import Package, PeerError, fetch
+from benchmarks.solver.policy_process import PolicyFailedError, PolicyProcess
+
+PACKAGE = Package("maker", "1.0", "maker-1.0", "maker/policy/")
+FILES = {"maker/policy/greedy.py": b"answer = 42\n", "maker/engine.py": b"import heavy\n"}
+
+
+class Silent(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """Tests tell nothing."""
+
+
+class Stays:
+    """A policy that counts its decisions."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def decide(self, scene: Scene) -> Decision:
+        self.asked += 1
+        return Decision(scene.placement_LRS, None, None, self.asked, 0.0, 0.0)
+
+
+class Crashes:
+    def decide(self, scene: Scene) -> Decision:
+        raise ValueError("no room for the redundant experts")
+
+
+class Sleeps:
+    def decide(self, scene: Scene) -> Decision:
+        time.sleep(60)
+        raise AssertionError
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return first_scene(np.ones((3, 1, 4), dtype=np.int32), ranks=2, slots=3)
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, str]]:
+    """A folder served as a package index, and its address."""
+    monkeypatch.setattr(archives, "SOURCES", tmp_path / "peers")
+    served = tmp_path / "index" / "maker"
+    served.mkdir(parents=True)
+    handler = partial(Silent, directory=str(tmp_path / "index"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield served, f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def publish(served: Path, name: str, data: bytes, digest: str | None = None) -> None:
+    (served / name).write_bytes(data)
+    digest = digest or hashlib.sha256(data).hexdigest()
+    (served / "index.html").write_text(f'<a href="../maker/{name}#sha256={digest}">{name}</a>')
+
+
+def wheel() -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, content in FILES.items():
+            archive.writestr(name, content)
+    return buffer.getvalue()
+
+
+def source_archive() -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for name, content in FILES.items():
+            member = tarfile.TarInfo(f"maker-1.0/{name}")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "data"), [("maker-1.0-py3-none-any.whl", wheel()), ("maker-1.0.tar.gz", source_archive())]
+)
+def test_only_the_balancers_are_unpacked(index: tuple[Path, str], name: str, data: bytes) -> None:
+    served, address = index
+    publish(served, name, data)
+    fetch(PACKAGE, address)
+    unpacked = [path.relative_to(PACKAGE.root) for path in PACKAGE.root.rglob("*.py")]
+    assert unpacked == [Path("maker/policy/greedy.py")]
+
+
+def test_an_archive_that_is_not_what_the_index_says_is_refused(index: tuple[Path, str]) -> None:
+    served, address = index
+    publish(served, "maker-1.0.tar.gz", source_archive(), digest="0" * 64)
+    with pytest.raises(PeerError, match="not what its index says"):
+        fetch(PACKAGE, address)
+    assert not PACKAGE.root.exists()
+
+
+def test_a_version_that_the_index_lacks_is_told(index: tuple[Path, str]) -> None:
+    served, address = index
+    publish(served, "maker-2.0.tar.gz", source_archive())
+    with pytest.raises(PeerError, match=r"lists no maker-1\.0"):
+        fetch(PACKAGE, address)
+
+
+def test_a_peer_that_cannot_be_fetched_leaves_the_others(index: tuple[Path, str]) -> None:
+    told: list[str] = []
+    contest = Contest(["FlashLB"], index[1], limit_seconds=60, tell=told.append)
+    assert contest.peers == []
+    assert "FlashLB takes no part" in told[0]
+    assert contest.failures[0]["policy"] == "FlashLB"
+
+
+def test_a_policy_remembers_unless_it_is_made_anew(scene: Scene) -> None:
+    process = PolicyProcess(limit_seconds=60)
+    try:
+        asked = [process.decide(Stays, scene, fresh=fresh).changed_layers for fresh in (True, False, True)]
+    finally:
+        process.close()
+    assert asked == [1, 2, 1]
+
+
+def test_a_policy_that_fails_says_why_and_the_next_one_runs(scene: Scene) -> None:
+    process = PolicyProcess(limit_seconds=60)
+    try:
+        with pytest.raises(PolicyFailedError, match="no room for the redundant experts"):
+            process.decide(Crashes, scene)
+        assert process.decide(Stays, scene).changed_layers == 1
+    finally:
+        process.close()
+
+
+def test_a_policy_that_never_answers_is_given_up(scene: Scene) -> None:
+    process = PolicyProcess(limit_seconds=60)
+    try:
+        process.decide(Stays, scene)
+        process.limit_seconds = 0.2
+        with pytest.raises(PolicyFailedError, match=r"more than 0\.2 s"):
+            process.decide(Sleeps, scene)
+    finally:
+        process.close()

@@ -1,0 +1,105 @@
+"""The benchmark's own arithmetic equals plain loops, also where a peer puts an expert twice on a rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.solver.scoring import arrivals, even_par, realised_par, rule_tables, sampled_loads, summed
+from eplb_service.placement import Placement
+from eplb_service.planner.scoring import par, rank_loads
+
+
+def random_placement(generator, layers, experts, ranks, slots):
+    """Every expert placed at least once; some stand twice on a rank."""
+    rows = []
+    for _ in range(layers):
+        more = generator.integers(0, experts, ranks * slots - experts)
+        rows.append(generator.permutation(np.concatenate([np.arange(experts), more])).reshape(ranks, slots))
+    return np.array(rows, dtype=np.int32)
+
+
+def slow_par(load_TR):
+    ratios = [max(load_R) / (sum(load_R) / len(load_R)) for load_R in load_TR.tolist() if sum(load_R) > 0]
+    return sum(ratios) / len(ratios) if ratios else 1.0
+
+
+def slow_even_par(heat_TE, placed_RS):
+    load_TR = np.zeros((heat_TE.shape[0], placed_RS.shape[0]))
+    for step, heat_E in enumerate(heat_TE):
+        for rank, placed_S in enumerate(placed_RS):
+            for expert in placed_S:
+                load_TR[step, rank] += heat_E[expert] / (placed_RS == expert).sum()
+    return slow_par(load_TR)
+
+
+def slow_realised_par(heat_TE, slots, table_RE, mix_RE):
+    load_TR = np.zeros((heat_TE.shape[0], table_RE.shape[0]))
+    for step, heat_E in enumerate(heat_TE):
+        for source, table_E in enumerate(table_RE):
+            for expert, slot in enumerate(table_E):
+                load_TR[step, slot // slots] += heat_E[expert] * mix_RE[source, expert]
+    return slow_par(load_TR)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_even_par_is_that_of_the_slow_twin(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    placed_LRS = random_placement(generator, 2, 7, 4, 3)
+    heat_TLE = generator.integers(0, 30, (5, 2, 7))
+    heat_TLE[1] = 0
+    expected = [slow_even_par(heat_TLE[:, layer], placed_LRS[layer]) for layer in range(2)]
+    np.testing.assert_allclose(even_par(heat_TLE, placed_LRS), expected)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_realised_par_is_that_of_the_slow_twin(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    placed_LRS = random_placement(generator, 2, 7, 4, 3)
+    tables_RLE = rule_tables(placed_LRS, 7)
+    heat_TLE = generator.integers(0, 30, (5, 2, 7))
+    mix_RLE = generator.random((4, 2, 7))
+    mix_RLE /= mix_RLE.sum(axis=0)
+    expected = [
+        slow_realised_par(heat_TLE[:, layer], 3, tables_RLE[:, layer], mix_RLE[:, layer])
+        for layer in range(2)
+    ]
+    np.testing.assert_allclose(realised_par(heat_TLE, 3, tables_RLE, mix_RLE), expected)
+
+
+def test_realised_par_is_what_the_planner_scores() -> None:
+    generator = np.random.default_rng(0)
+    placement = Placement.linear(2, 7, 4, 3)
+    heat_TLE = generator.integers(0, 30, (5, 2, 7))
+    tables_RLE = placement.default_log2phy()
+    expected = par(rank_loads(heat_TLE, placement, tables_RLE))
+    np.testing.assert_allclose(realised_par(heat_TLE, 3, tables_RLE), expected)
+
+
+def test_tokens_known_by_source_arrive_where_their_rank_sends_them() -> None:
+    generator = np.random.default_rng(0)
+    table_RE = generator.integers(0, 12, (4, 7)).astype(np.int32)
+    source_TRE = generator.integers(0, 9, (3, 4, 7))
+    expected = np.zeros((3, 4))
+    for step in range(3):
+        for source in range(4):
+            for expert in range(7):
+                expected[step, table_RE[source, expert] // 3] += source_TRE[step, source, expert]
+    np.testing.assert_array_equal(sampled_loads(source_TRE, 3, table_RE), expected)
+
+
+def test_the_rule_takes_copies_in_turn() -> None:
+    placed_LRS = np.array([[[0, 1], [2, 0], [1, 0]]], dtype=np.int32)
+    tables_RLE = rule_tables(placed_LRS, 3)
+    assert tables_RLE[:, 0].tolist() == [[0, 1, 2], [3, 4, 2], [5, 1, 2]]
+
+
+def test_only_experts_new_to_a_rank_arrive() -> None:
+    before_LRS = np.array([[[0, 1], [2, 3]]])
+    assert arrivals(before_LRS, np.array([[[1, 0], [3, 2]]])) == 0
+    assert arrivals(before_LRS, np.array([[[0, 2], [1, 3]]])) == 2
+
+
+def test_episodes_hold_all_steps() -> None:
+    heat_TLE = np.arange(10)[:, None, None]
+    assert summed(heat_TLE, 3)[:, 0, 0].tolist() == [3, 12, 30]

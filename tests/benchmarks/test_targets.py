@@ -1,0 +1,117 @@
+"""Targets are judged by the worst seed and by the figures that a table shows."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.solver.beside_flashlb import compared_cells, time_ratio
+from benchmarks.solver.closed_loop import DEFAULT, FULL, moves_after_first, realised_mean
+from benchmarks.solver.report.table import Table
+from benchmarks.solver.report.tables import tables
+from benchmarks.solver.scaling import growth
+from benchmarks.solver.targets import targets
+
+SHAPE = "58x256x32x9"
+
+
+def cell(policy: str, seed: int, in_sample: float, next_window: float, kind: str = "static"):
+    return {
+        "shape": SHAPE,
+        "kind": kind,
+        "seed": seed,
+        "policy": policy,
+        "in_sample": in_sample,
+        "next_window": next_window,
+        "moved": 0.8,
+        "cpu_seconds": 0.1,
+    }
+
+
+def loop_row(policy: str, realised: float, moves: int, course: str = "drift"):
+    return {
+        "course": course,
+        "policy": policy,
+        "realised": [9.0, realised, realised],
+        "moves": [1000, moves, moves],
+        "changed_layers": [2, 1, 1],
+        "cpu_seconds": [1.0, 0.1, 0.1],
+        "slots": 1000,
+    }
+
+
+def test_a_cell_fails_by_its_worst_seed() -> None:
+    rows = [cell("ours", 1, 1.10, 1.1), cell("FlashLB", 1, 1.11, 1.1)]
+    assert compared_cells(rows)[0].failings == ()
+    rows += [cell("ours", 2, 1.114, 1.1), cell("FlashLB", 2, 1.11, 1.1)]
+    assert compared_cells(rows)[0].failings == ("in sample by 0.0010",)
+
+
+@pytest.mark.parametrize(("gain", "met"), [(0.019, False), (0.021, True)])
+def test_bursty_heat_must_be_balanced_better(gain: float, met: bool) -> None:
+    rows = [cell("ours", 1, 1.4 - gain, 1.6, "bursty"), cell("FlashLB", 1, 1.4, 1.6, "bursty")]
+    assert [target.met for target in targets({"cells": rows})] == [met]
+
+
+def test_seeds_that_only_one_has_seen_do_not_count() -> None:
+    rows = [cell("ours", 1, 1.1, 1.1), cell("FlashLB", 2, 1.0, 1.0)]
+    assert targets({"cells": rows}) == []
+
+
+def test_time_is_compared_over_the_minima_of_all_kinds() -> None:
+    def row(policy: str, kind: str, seconds: list[float]):
+        return {"shape": SHAPE, "kind": kind, "policy": policy, "cpu_seconds": seconds}
+
+    rows = [
+        row("ours", "static", [1.0, 3.0]),
+        row("ours", "drift", [1.0, 9.0]),
+        row("FlashLB", "static", [8.0, 9.0]),
+        row("FlashLB", "drift", [2.0, 2.5]),
+    ]
+    assert time_ratio(rows, SHAPE, ["static", "drift"]) == 5
+    found = {target.what.rpartition(", ")[2]: target.met for target in targets({"time": rows})}
+    assert set(found.values()) == {False}
+
+
+def test_the_first_placement_counts_neither_as_moves_nor_as_balance() -> None:
+    row = loop_row(DEFAULT.label, 1.5, 30)
+    assert moves_after_first(row) == 60
+    assert realised_mean(row) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("realised", "moves", "met"), [(1.54, 99, [True, True]), (1.55, 101, [False, False])]
+)
+def test_drift_is_held_against_a_full_re_solve(realised: float, moves: int, met: list[bool]) -> None:
+    rows = [loop_row(DEFAULT.label, realised, moves), loop_row(FULL.label, 1.5, 1000)]
+    assert [target.met for target in targets({"loop": rows})] == met
+
+
+def test_a_decision_that_changes_something_does_not_count_as_keeping() -> None:
+    row = {
+        "shape": SHAPE,
+        "policy": "ours",
+        "case": "in default settings",
+        "changed_layers": 1,
+        "cpu_seconds": [0.001],
+    }
+    assert [target.met for target in targets({"keeping": [row]})] == [False]
+    assert [target.met for target in targets({"keeping": [row | {"changed_layers": 0}]})] == [True]
+
+
+def test_linear_growth_has_the_power_one() -> None:
+    assert growth([4, 8, 16], [0.4, 0.8, 1.6]) == pytest.approx(1)
+    assert growth([4, 8, 16], [0.4, 1.6, 6.4]) == pytest.approx(2)
+
+
+def test_every_measurement_that_was_made_has_a_table() -> None:
+    rows = [loop_row(DEFAULT.label, 1.5, 30), loop_row(FULL.label, 1.5, 900)]
+    cells = [cell("ours", 1, 1.1, 1.1), cell("FlashLB", 1, 1.1, 1.1)]
+    titles = [table.title for table in tables({"loop": rows, "cells": cells, "scaling": []})]
+    assert titles[0] == "Targets: 3 of 3 met"
+    assert "Closed loop: drift" in titles
+    assert not any("grow" in title for title in titles)
+
+
+def test_markdown_keeps_bars_out_of_its_columns() -> None:
+    table = Table("A title", ("what", "found"), [("a|b", "1")], "A note.")
+    assert table.markdown() == "## A title\n\nA note.\n\n| what | found |\n| --- | ---: |\n| a\\|b | 1 |\n"

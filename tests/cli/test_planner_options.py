@@ -1,0 +1,130 @@
+"""Every setting of the planner is an option of every command that decides, declared once and with the same default."""
+
+import json
+import math
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from eplb_service.cli import main
+from eplb_service.cli.main import load_command
+from eplb_service.control.settings import ServiceSettings, load_settings
+from eplb_service.heat.synthetic import synthetic_heat
+from eplb_service.planner.options import planner_options, planner_settings
+from eplb_service.planner.settings import PlannerSettings, SettingsError
+
+NAMES = [field.name for field in fields(PlannerSettings)]
+OWN = {"replay": {"policy"}, "advise": {"policy", "move_price"}, "solve": set(), "serve": set()}
+
+
+@pytest.mark.parametrize("command", OWN)
+def test_every_setting_is_an_option_of_every_command(command):
+    options = {option.name: option for option in load_command(command).params}
+    for made in planner_options():
+        if made.name not in OWN[command]:
+            option = options[made.name]
+            assert f"--{made.name.replace('_', '-')}" in option.opts
+            assert made.words.rstrip(".") in option.help
+            if command != "serve":
+                assert option.default == made.default
+
+
+def test_options_say_what_they_do_in_a_users_words():
+    assert [option.name for option in planner_options()] == NAMES
+    for option in planner_options():
+        assert len(option.words) > 15, option.name
+        assert "`" not in option.words
+        assert "None" not in option.words
+    words = {option.name: option.words for option in planner_options()}
+    assert "none, deepseek, flashlb" in words["policy"]
+
+
+def test_defaults_make_the_default_settings():
+    assert (
+        planner_settings({option.name: option.default for option in planner_options()}) == PlannerSettings()
+    )
+    assert load_settings({}, environment={}).planner() == PlannerSettings()
+
+
+def test_the_service_takes_each_from_flag_environment_and_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("EPLB_HALF_LIVES", "inf,0.5")
+    (tmp_path / "eplb.yaml").write_text("tree_search: false\nbudget_ms: 12.5\n")
+    settings = load_settings({"z": 1.5, "episodes": 8}, tmp_path / "eplb.yaml").planner()
+    assert (settings.half_lives, settings.tree_search, settings.budget_ms) == ((math.inf, 0.5), False, 12.5)
+    assert (settings.z, settings.episodes) == (1.5, 8)
+    assert ServiceSettings.model_fields["z"].default is None
+
+
+@pytest.mark.parametrize("text", ["", "inf,", "fast", "0"])
+def test_half_lives_that_are_none_are_refused(text):
+    with pytest.raises(SettingsError, match="half_lives"):
+        planner_settings({"half_lives": text})
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "trace.npz"
+    np.savez(path, heat=synthetic_heat("drift", 60, 2, 16, tokens=256, top_k=2, seed=1))
+    return path
+
+
+def eplb(capsys, *words):
+    code = main.run([str(word) for word in words])
+    return code, *capsys.readouterr()
+
+
+def test_a_replay_decides_as_it_is_told(trace, capsys):
+    alone = (
+        "replay",
+        "--heat",
+        trace,
+        "--ranks",
+        4,
+        "--slots",
+        5,
+        "--window",
+        20,
+        "--json",
+        "--policy",
+        "flashlb",
+    )
+    code, usual, _ = eplb(capsys, *alone)
+    assert code == 0
+    settings = ("--min-gain", 9, "--z", 2, "--episodes", 4, "--half-lives", "inf", "--no-tree-search")
+    code, other, _ = eplb(capsys, *alone, *settings, "--nodes", 2, "--token-group", 2)
+    assert code == 0
+    moves = [json.loads(text)["policies"]["flashlb"]["moves"] for text in (usual, other)]
+    assert moves[0] > 0
+    assert moves[1] == 0
+
+
+def test_ranks_that_share_tokens_get_one_table(trace, tmp_path, capsys):
+    out = tmp_path / "placement.npz"
+    solve = ("solve", "--heat", trace, "--ranks", 4, "--slots", 5, "--out", out)
+    assert eplb(capsys, *solve, "--token-group", 2, "--nodes", "0,0,1,1")[0] == 0
+    tables_RLE = np.load(out)["log2phy"]
+    assert np.array_equal(tables_RLE[0], tables_RLE[1])
+    assert np.array_equal(tables_RLE[2], tables_RLE[3])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--nodes", "3"], "4 ranks do not spread evenly"),
+        (["--nodes", "0,0,1"], "the number of each of 4 ranks' node"),
+        (["--nodes", "0,0,1,-1"], "the number of each of 4 ranks' node"),
+        (["--nodes", "two"], "--nodes"),
+        (["--token-group", "3"], "--token-group 3 does not divide 4 ranks"),
+        (["--budget-ms", "0"], "budget_ms is 0"),
+        (["--z", "-1"], "z is -1.0"),
+        (["--half-lives", "soon"], "half_lives is 'soon'; expected numbers with commas between"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(trace, capsys, words, says):
+    code, out, err = eplb(
+        capsys, "replay", "--heat", trace, "--ranks", 4, "--slots", 5, "--window", 20, *words
+    )
+    assert (code, out) == (2, "")
+    assert says in err
+    assert err.count("\n") == 1

@@ -1,0 +1,26 @@
+"""One decoder under atheris: inputs grow towards code that has not been reached yet. Started by ``tests.fuzz.fuzz``.
+
+``python -m tests.fuzz.guided DECODER LIBFUZZER_OPTIONS CORPUS``, in an environment that has atheris.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import atheris
+
+with atheris.instrument_imports(include=["eplb_service", "worker_agent"]):
+    from tests.fuzz.decoders import DECODERS, told_clearly
+
+
+def main() -> None:
+    """Never returns: libFuzzer ends the process."""
+    decoder = DECODERS[sys.argv[1]]
+    warnings.simplefilter("error")
+    atheris.Setup([sys.argv[0], *sys.argv[2:]], lambda data: told_clearly(decoder, data) and None)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What other balancers were found to do wrong is not done here."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+
+from eplb_service.heat.window import Window
+from eplb_service.placement import Placement, check_layer
+from eplb_service.planner.decide import plan, plan_afresh
+from eplb_service.planner.plan import Plan
+from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.topology import Topology
+from tests.solver.layers_of import KNOWN_EXAMPLE
+
+
+def afresh(heat_TLE: np.ndarray, ranks: int, slots: int, **settings: object) -> Plan:
+    placement = Placement.linear(heat_TLE.shape[1], heat_TLE.shape[2], ranks, slots)
+    return plan_afresh(Window(heat_TLE), placement, Topology.flat(ranks), PlannerSettings(**settings))
+
+
+def decided(heat_TLE: np.ndarray, **settings: object) -> Plan:
+    placement = Placement.linear(heat_TLE.shape[1], 16, 4, 5)
+    return plan(
+        Window(heat_TLE),
+        placement,
+        placement.default_log2phy(),
+        Topology.flat(4),
+        PlannerSettings(**settings),
+    )
+
+
+def steady(layers: int, steps: int) -> np.ndarray:
+    generator = np.random.default_rng(5)
+    popularity_LE = generator.dirichlet(np.full(16, 0.6), layers)
+    return np.stack([generator.multinomial(4000, row_E, size=steps) for row_E in popularity_LE], axis=1)
+
+
+def assert_changes_are_legal(found: Plan, experts: int) -> None:
+    assert not any("failed" in verdict.reason for verdict in found.verdicts)
+    for changed in found.layers:
+        check_layer(changed.phy2log_RS, experts)
+
+
+@pytest.mark.parametrize("policy", ["deepseek", "flashlb"])
+@pytest.mark.parametrize("hot", [1.0, 1e9])
+def test_no_expert_has_more_replicas_than_there_are_ranks(policy: str, hot: float) -> None:
+    # 512 spare slots for 32 ranks; elsewhere a kernel writes past its arrays where no rank fits.
+    heat_TLE = np.ones((2, 1, 256))
+    heat_TLE[:, :, 7] = hot
+    found = afresh(heat_TLE, 32, 24, policy=policy)
+    assert_changes_are_legal(found, 256)
+    for changed in found.layers:
+        assert np.bincount(changed.phy2log_RS.ravel()).max() <= 32
+    assert found.par_planned <= found.par_seen
+
+
+def test_no_slot_is_wasted_on_a_second_copy() -> None:
+    generator = np.random.default_rng(3)
+    heat_TLE = np.exp(generator.normal(0, 3, (3, 2, 64)))
+    found = afresh(heat_TLE, 16, 12)
+    assert len(found.layers) == 2
+    for changed in found.layers:
+        assert all(len(set(row)) == 12 for row in changed.phy2log_RS.tolist())
+
+
+@pytest.mark.parametrize(("experts", "ranks", "slots"), [(8, 4, 7), (5, 3, 5), (4, 9, 4), (256, 32, 24)])
+def test_redundancy_above_the_ranks_is_placed(experts: int, ranks: int, slots: int) -> None:
+    assert ranks * slots - experts > ranks
+    heat_TLE = np.random.default_rng(experts).gamma(0.5, 100, (3, 1, experts))
+    for policy in ("deepseek", "flashlb"):
+        found = afresh(heat_TLE, ranks, slots, policy=policy)
+        assert_changes_are_legal(found, experts)
+        assert found.par_planned <= found.par_seen
+
+
+def test_the_limit_on_layers_is_obeyed() -> None:
+    heat_TLE = steady(6, 20)
+    assert len(decided(heat_TLE).layers) == 6
+    for most in (1, 3):
+        found = decided(heat_TLE, max_layers=most)
+        worst_first = np.argsort([-verdict.par_seen + verdict.noise_floor for verdict in found.verdicts])
+        assert sorted(changed.layer for changed in found.layers) == sorted(worst_first[:most])
+
+
+def test_a_window_that_grows_is_planned_on_at_every_length_as_it_is() -> None:
+    heat_TLE = steady(2, 80)
+    mean_L = heat_TLE.sum(axis=2).mean(axis=0)
+    for steps in (1, 2, 3, 5, 63, 64, 65, 80):
+        found = decided(heat_TLE[:steps])
+        assert_changes_are_legal(found, 16)
+        # Were the missing steps read as zeros, the layers would seem to have fewer tokens and a higher floor.
+        score = 1.0294 / np.sqrt(mean_L * max(1, steps // 64) / 4)
+        for layer, verdict in enumerate(found.verdicts):
+            assert verdict.noise_floor <= 1 + score[layer] * 1.05
+            assert verdict.par_planned < verdict.par_seen
+
+
+def test_a_short_window_leaves_no_trace_in_later_decisions() -> None:
+    heat_TLE = steady(2, 80)
+    whole = decided(heat_TLE)
+    decided(heat_TLE[:3])
+    again = decided(heat_TLE)
+    assert again.verdicts == whole.verdicts
+
+
+@pytest.mark.parametrize(
+    "heat_E", [KNOWN_EXAMPLE, np.random.default_rng(2).gamma(0.4, 100, 10)], ids=["known", "drawn"]
+)
+def test_more_search_is_never_worse(heat_E: np.ndarray) -> None:
+    heat_TLE = heat_E[None, None, :]
+    effort = [
+        {"policy": "deepseek"},
+        {"tree_search": False, "local_search": False},
+        {"tree_search": False},
+        {},
+    ]
+    ratios = [afresh(heat_TLE, 8, 2, split="even", **settings).par_planned for settings in effort]
+    assert all(more <= less + 1e-6 for less, more in itertools.pairwise(ratios)), ratios
+
+
+def test_time_grows_mildly_with_the_ranks() -> None:
+    def seconds(ranks: int, slots: int) -> float:
+        heat_TLE = np.random.default_rng(ranks).gamma(0.5, 100, 256) * np.ones((8, 1, 1))
+        times = []
+        for _ in range(3):
+            begun = time.thread_time()
+            afresh(heat_TLE, ranks, slots, threads=1)
+            times.append(time.thread_time() - begun)
+        return min(times)
+
+    assert seconds(256, 2) < 40 * max(seconds(32, 9), 1e-3)

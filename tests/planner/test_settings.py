@@ -1,0 +1,54 @@
+"""Settings refuse what no planner could follow, and say which one, what it was and what it may be."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from eplb_service.planner.settings import PlannerSettings, SettingsError
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("policy", "magic", "policy is 'magic'; choose one of none, deepseek, flashlb"),
+        ("split", "fair", "split is 'fair'; choose one of tables, even"),
+        ("par_threshold", 0.5, "par_threshold is 0.5; it must be a finite number, 1.0 or more"),
+        ("par_threshold", math.inf, "par_threshold is inf; it must be a finite number"),
+        ("min_gain", math.nan, "min_gain is nan; it must be a finite number, 0.0 or more"),
+        ("min_gain", -0.1, "min_gain is -0.1; it must be a finite number, 0.0 or more"),
+        ("move_price", -1.0, "move_price is -1.0"),
+        ("episodes", 0, "episodes is 0; it must be a finite number, 1 or more"),
+        ("seed", -1, "seed is -1; it must be a finite number, 0 or more"),
+        ("z", -0.5, "z is -0.5"),
+        ("z", math.nan, "z is nan"),
+        ("max_layers", 0, "max_layers is 0; it must be a finite number, 1 or more"),
+        ("threads", 0, "threads is 0; it must be a finite number, 1 or more"),
+        ("threads", -2, "threads is -2; it must be a finite number, 1 or more"),
+        ("budget_ms", 0, "budget_ms is 0; give the planner some time, or None for no bound"),
+        ("budget_ms", -1.0, "budget_ms is -1.0; give the planner some time"),
+        ("budget_ms", math.nan, "budget_ms is nan; give the planner some time"),
+        ("half_lives", (), r"half_lives is \(\); name at least one"),
+        ("half_lives", (1.0, 0.0), r"half_lives is \(1.0, 0.0\); name at least one, each above 0"),
+        ("half_lives", (math.nan,), "each above 0"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(field: str, value: object, words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        PlannerSettings(**{field: value})
+
+
+def test_bounds_themselves_are_taken() -> None:
+    PlannerSettings(
+        par_threshold=1.0,
+        min_gain=0.0,
+        move_price=0.0,
+        episodes=1,
+        seed=0,
+        z=0.0,
+        max_layers=1,
+        threads=1,
+        budget_ms=1e-6,
+        half_lives=(math.inf,),
+    )

@@ -1,0 +1,125 @@
+"""A layer whose ranks are apart only by its experts' unrest is known for what it is, and nothing else is."""
+
+from __future__ import annotations
+
+import itertools
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eplb_service.heat.window import Window
+from eplb_service.placement import Placement
+from eplb_service.planner.decide import plan, plan_afresh
+from eplb_service.planner.noise_floor import noise_floor
+from eplb_service.planner.plan import Plan
+from eplb_service.planner.scoring import par, rank_loads
+from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.settled import settled_par
+from eplb_service.planner.topology import Topology
+from tests.solver.layers_of import heat_of_kind
+from tests.solver.placed_layer import random_placement
+
+EXPERTS, RANKS, SLOTS, STEPS = 32, 8, 5, 64
+
+
+def slow_settled(heat_NLE: np.ndarray, copies_LE: np.ndarray, ranks: int) -> list[float]:
+    """A rank's load jumps by the sum of its copies' jumps; the hottest of all ranks by that much more."""
+    found = []
+    score = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
+    for layer in range(heat_NLE.shape[1]):
+        parts = [heat_E / heat_E.sum() for heat_E in heat_NLE[:, layer] if heat_E.sum() > 0]
+        jumps = [now_E - before_E for before_E, now_E in itertools.pairwise(parts)]
+        if not jumps:
+            found.append(1.0)
+            continue
+        variance_E = np.mean([jump_E**2 for jump_E in jumps], axis=0) / 2
+        # k copies of share 1/k each add variance/k**2 to their ranks; on average over ranks, as part of the mean load.
+        variance_of_rank = sum(variance_E / copies_LE[layer]) / ranks
+        found.append(1.0 + score * np.sqrt(variance_of_rank) * ranks)
+    return found
+
+
+def steady(seed: int, steps: int = STEPS) -> np.ndarray:
+    """Heat of one popularity, drawn anew each step, ``[T, 1, E]``."""
+    generator = np.random.default_rng(seed)
+    return generator.multinomial(8000, generator.dirichlet(np.ones(EXPERTS)), (steps, 1))
+
+
+def placed_on(heat_TLE: np.ndarray) -> tuple[Placement, np.ndarray]:
+    """What serves once the heat has been placed from nothing."""
+    first = Placement.linear(1, EXPERTS, RANKS, SLOTS)
+    result = plan_afresh(Window(heat_TLE), first, Topology.flat(RANKS), PlannerSettings())
+    (changed,) = result.layers
+    return first.with_layer(0, changed.phy2log_RS), changed.log2phy_RE[:, None, :]
+
+
+def decided(heat_TLE: np.ndarray, placement: Placement, table_RLE: np.ndarray) -> Plan:
+    return plan(Window(heat_TLE), placement, table_RLE, Topology.flat(RANKS), PlannerSettings())
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(1, 8),
+    st.integers(1, 4),
+    st.sampled_from(("even", "skewed", "sparse", "zero")),
+    st.integers(0, 10**6),
+)
+def test_unrest_of_ranks_is_that_of_the_twin(ranks: int, slots: int, kind: str, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    experts = int(generator.integers(slots, ranks * slots + 1))
+    placement = Placement(random_placement(ranks, slots, experts, generator)[None], experts)
+    heat_NLE = heat_of_kind(kind, int(generator.integers(1, 7)), experts, generator)[:, None, :]
+    np.testing.assert_allclose(
+        settled_par(heat_NLE, placement), slow_settled(heat_NLE, placement.replicas(), ranks), rtol=1e-9
+    )
+
+
+def test_unrest_of_mere_sampling_is_the_noise_floor() -> None:
+    # No expert twice, so a rank's variance is that of its tokens.
+    heat_NLE = np.random.default_rng(1).multinomial(4000, np.full(32, 1 / 32), (400, 1)).astype(float)
+    settled = settled_par(heat_NLE, Placement.linear(1, 32, 8, 4))[0]
+    assert settled == pytest.approx(noise_floor(heat_NLE, 8)[0], abs=0.01)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_balanced_layers_of_steady_heat_are_left_alone(seed: int) -> None:
+    heat_TLE = steady(seed, 2 * STEPS)
+    placement, table_RLE = placed_on(heat_TLE[:STEPS])
+    found = decided(heat_TLE[STEPS:], placement, table_RLE)
+    assert found.layers == ()
+    assert found.verdicts[0].reason.startswith("left alone")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_bad_placement_of_steady_heat_is_looked_into(seed: int) -> None:
+    heat_TLE = steady(seed)
+    generator = np.random.default_rng(seed)
+    placement = Placement(random_placement(RANKS, SLOTS, EXPERTS, generator)[None], EXPERTS)
+    found = decided(heat_TLE, placement, placement.default_log2phy())
+    assert found.layers
+    assert found.par_planned < found.par_seen - 0.05
+
+
+@pytest.mark.parametrize("period", [8, 16, 32])
+def test_an_alternating_workload_badly_placed_is_not_mistaken_for_unrest(period: int) -> None:
+    # Two domains take turns; ranks 0 to 3 hold the experts of one, ranks 4 to 7 those of the other.
+    generator = np.random.default_rng(period)
+    first = np.repeat(np.arange(2), EXPERTS // 2)
+    popularity_2E = np.where(first == np.arange(2)[:, None], 9.0, 1.0) * generator.uniform(0.9, 1.1, EXPERTS)
+    popularity_2E /= popularity_2E.sum(axis=1, keepdims=True)
+    heat_TLE = np.stack(
+        [generator.multinomial(8000, popularity_2E[step // period % 2], 1) for step in range(STEPS)]
+    )
+    row_RS = np.arange(EXPERTS).reshape(RANKS, 4)[:, ::-1]
+    placement = Placement(row_RS[None], EXPERTS)
+    table_RLE = placement.default_log2phy()
+    seen = par(rank_loads(heat_TLE, placement, table_RLE))[0]
+    # In the mean nothing is wrong; at any time half the ranks idle.
+    assert par(rank_loads(heat_TLE.sum(axis=0, keepdims=True), placement, table_RLE))[0] < 1.2
+    assert seen - settled_par(heat_TLE.astype(float), placement)[0] > 0.3
+    turned = decided(heat_TLE, placement, table_RLE)
+    assert turned.layers
+    assert turned.par_planned < 0.75 * seen

@@ -1,0 +1,153 @@
+"""Nodes tell: tokens and weights stay on them where balance allows, and groups of experts where the settings ask."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from eplb_service.heat.window import Window
+from eplb_service.placement import Placement, check_log2phy
+from eplb_service.planner.decide import plan
+from eplb_service.planner.plan import Plan
+from eplb_service.planner.scoring import par, rank_loads
+from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.topology import Topology
+from eplb_service.solver import layer as layer_module
+from tests.solver.slow.near_tables import crossing
+
+LAYERS, EXPERTS, RANKS, SLOTS, GROUPS = 3, 32, 8, 5, 8
+EACH = np.arange(RANKS)
+TWO_NODES = Topology(EACH // 4, EACH)
+
+
+def window_of(seed: int, spread: float = 0.3) -> Window:
+    """Heat that stays as it is, and sources that send unlike amounts, or the same where ``spread`` is 0."""
+    generator = np.random.default_rng(seed)
+    popularity_LE = generator.dirichlet(np.full(EXPERTS, 0.8), LAYERS)
+    heat_TLE = np.stack([generator.multinomial(8000, row_E, size=48) for row_E in popularity_LE], axis=1)
+    return Window(heat_TLE, generator.lognormal(0, spread, (RANKS, LAYERS, EXPERTS)))
+
+
+LINEAR = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
+
+
+def decided(
+    topology: Topology,
+    window: Window | None = None,
+    start: tuple[Placement, np.ndarray] | None = None,
+    **settings,
+) -> tuple[Plan, tuple[Placement, np.ndarray]]:
+    """The plan, and what serves once it is switched."""
+    after, table_RLE = start or (LINEAR, LINEAR.default_log2phy())
+    made = plan(window or window_of(5), after, table_RLE, topology, PlannerSettings(**settings))
+    table_RLE = table_RLE.copy()
+    for changed in made.layers:
+        after = after.with_layer(changed.layer, changed.phy2log_RS)
+        table_RLE[:, changed.layer] = changed.log2phy_RE
+        for table_E in changed.log2phy_RE:
+            check_log2phy(table_E, changed.phy2log_RS)
+    return made, (after, table_RLE)
+
+
+def crossed(table_RLE: np.ndarray, nodes_R: np.ndarray, window: Window) -> list[float]:
+    share_RLE = window.source_RLE / window.source_RLE.sum(axis=0)
+    mean_LE = window.heat_TLE.mean(axis=0)
+    return [
+        crossing(table_RLE[:, layer], share_RLE[:, layer], mean_LE[layer], nodes_R, nodes_R, SLOTS)
+        for layer in range(LAYERS)
+    ]
+
+
+def nodes_of_experts(placement: Placement, layer: int) -> list[set[int]]:
+    where: list[set[int]] = [set() for _ in range(EXPERTS)]
+    for (rank, _), expert in np.ndenumerate(placement.phy2log_LRS[layer]):
+        where[expert].add(rank // 4)
+    return where
+
+
+@pytest.mark.parametrize(("spread", "fewer"), [(0.0, 0.02), (0.3, 0.005)])
+def test_fewer_tokens_cross_nodes_at_no_higher_ratio(
+    spread: float, fewer: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    window = window_of(5, spread)
+    near, (after, table_RLE) = decided(TWO_NODES, window)
+    near_L = crossed(table_RLE, TWO_NODES.nodes_R, window)
+    realised_L = par(rank_loads(window.episodes(64), after, table_RLE, window.source_RLE))
+    np.testing.assert_allclose(realised_L, [verdict.par_planned for verdict in near.verdicts], atol=1e-4)
+    monkeypatch.setattr(layer_module, "brought_near", lambda found, *_: found)
+    far, (same, far_RLE) = decided(TWO_NODES, window)
+    np.testing.assert_array_equal(after.phy2log_LRS, same.phy2log_LRS)
+    assert np.mean(near_L) < np.mean(crossed(far_RLE, TWO_NODES.nodes_R, window)) - fewer
+    for one, other, part in zip(near.verdicts, far.verdicts, near_L, strict=True):
+        assert one.par_planned <= other.par_planned
+        assert f"{part:.0%} of its tokens leave their node" in one.reason
+
+
+def test_one_node_tells_of_no_crossing_and_rule_tables_stay_the_rule() -> None:
+    flat, _ = decided(Topology.flat(RANKS))
+    assert not any("leave their node" in verdict.reason for verdict in flat.verdicts)
+    _, (after, table_RLE) = decided(TWO_NODES, solve_tables=False)
+    np.testing.assert_array_equal(table_RLE, after.default_log2phy())
+
+
+def test_ranks_that_share_tokens_keep_one_table() -> None:
+    topology = Topology(EACH // 4, np.array([0, 0, 1, 2, 2, 3, 3, 4]))
+    node_R, node_G = topology.nodes()
+    assert node_R.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert node_G.tolist() == [0, 0, -1, 1, 1]
+    made, _ = decided(topology)
+    assert made.layers
+    for changed in made.layers:
+        for group in range(5):
+            table_XE = changed.log2phy_RE[topology.token_groups_R == group]
+            assert (table_XE == table_XE[0]).all()
+
+
+def test_nodes_are_numbered_without_gaps() -> None:
+    node_R, node_G = Topology(np.array([70000, 3, 70000, 9]), np.array([5, 1, 5, 1])).nodes()
+    assert node_R.tolist() == [2, 0, 2, 1]
+    assert node_G.tolist() == [-1, 2]
+
+
+@pytest.mark.parametrize("policy", ["deepseek", "flashlb"])
+def test_groups_of_experts_stay_on_one_node(policy: str) -> None:
+    made, (after, table_RLE) = decided(TWO_NODES, policy=policy, expert_groups=GROUPS)
+    assert len(made.layers) == LAYERS
+    assert made.par_planned < made.par_seen - 0.1
+    for layer in range(LAYERS):
+        where = nodes_of_experts(after, layer)
+        for group in range(GROUPS):
+            assert len(set.union(*where[group * 4 : group * 4 + 4])) == 1
+        assert sum(node == {0} for node in where) == EXPERTS // 2
+    if policy == "deepseek":
+        np.testing.assert_array_equal(table_RLE, after.default_log2phy())
+
+
+def test_warm_decisions_keep_groups_on_their_nodes() -> None:
+    _, placed = decided(TWO_NODES, expert_groups=GROUPS)
+    made, (after, _) = decided(TWO_NODES, window_of(6), placed, expert_groups=GROUPS, move_price=0.0)
+    assert made.moves > 0
+    for layer in range(LAYERS):
+        assert nodes_of_experts(after, layer) == nodes_of_experts(placed[0], layer)
+    for changed in made.layers:
+        assert (changed.moves_M5[:, 0] // 4 == changed.moves_M5[:, 2] // 4).all()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "groups", "why"),
+    [
+        (EACH // 4, 5, "32 experts do not divide into 5 groups"),
+        (EACH // 3, 8, "8 expert groups do not spread evenly over 3 nodes"),
+        (np.array([0, 0, 0, 1, 1, 1, 1, 1]), 8, "nodes have from 3 to 5 ranks"),
+        (EACH, 8, "a rank has more slots than one of 8 nodes would have experts"),
+    ],
+)
+def test_groups_that_cannot_be_kept_together_are_told_of(nodes: np.ndarray, groups: int, why: str) -> None:
+    topology = Topology(nodes, EACH)
+    told, asked = decided(topology, expert_groups=groups)
+    _, unasked = decided(topology)
+    assert told.layers
+    assert all(why in told.verdicts[changed.layer].reason for changed in told.layers)
+    np.testing.assert_array_equal(asked[0].phy2log_LRS, unasked[0].phy2log_LRS)
+    one_node, _ = decided(Topology.flat(RANKS), expert_groups=5)
+    assert not any("any node" in verdict.reason for verdict in one_node.verdicts)

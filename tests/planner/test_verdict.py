@@ -1,0 +1,108 @@
+"""Every verdict says why, in words that fit what was decided, and its figures agree with each other."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from eplb_service.planner.plan import LayerVerdict
+from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.verdict import Judge, stays
+from eplb_service.solver.candidates import FRESH, KEEP, LOCAL, TABLES, Candidate
+from eplb_service.solver.engine import OutOfTimeError, SolverError
+from eplb_service.solver.layer import Answer
+
+
+def judge(seen: float = 1.5, floor: float = 1.05, settled: float = 1.1, **settings: object) -> Judge:
+    of_one = (np.array([value]) for value in (seen, floor, settled))
+    return Judge(*of_one, episode_steps=4.0, bytes_per_expert=1000, settings=PlannerSettings(**settings))
+
+
+def answer(taken: int, par: float = 1.2, hindsight: float = 1.15, half_life: float = math.inf) -> Answer:
+    found = Candidate(np.zeros((2, 2), np.int32), np.zeros((2, 4), np.int32), par, 3)
+    return Answer(found, 1.5, hindsight, half_life, taken)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (judge(seen=1.015), "left alone: 1.015 is at or below the threshold 1.02"),
+        (judge(seen=1.055), "left alone: of 1.055, 1.050 is token noise that no placement can win"),
+        (
+            judge(seen=1.105),
+            "left alone: 1.105 is no more than its experts' own unrest makes of balanced ranks",
+        ),
+        (judge(max_layers=7), "waits: only the 7 worst layers change in one decision"),
+    ],
+)
+def test_layers_not_looked_into(given: Judge, reason: str) -> None:
+    verdict = given.not_picked(0)
+    assert verdict.reason == reason
+    assert_kept(verdict)
+    assert verdict.hindsight is verdict.regret is None
+
+
+@pytest.mark.parametrize(
+    ("cause", "reason"),
+    [
+        (OutOfTimeError("the budget of 5 ms was spent"), "waits: the budget of 5 ms was spent"),
+        (SolverError("ValueError: no"), "kept: the solver failed (ValueError: no)"),
+        ("expert 3 stands twice on rank 0", "kept: the solver failed (expert 3 stands twice on rank 0)"),
+    ],
+)
+def test_layers_without_an_answer(cause: Exception | str, reason: str) -> None:
+    verdict = judge().unanswered(0, cause)
+    assert verdict.reason == reason
+    assert_kept(verdict)
+
+
+@pytest.mark.parametrize(
+    ("hindsight", "words", "regret"),
+    [
+        (1.495, "even hindsight would only have reached 1.495", 0.005),
+        (1.6, "even hindsight would only have reached 1.600", 0.0),
+        (1.2, "1.200 was possible in hindsight, but on the newer half of the window nothing", 0.3),
+    ],
+)
+def test_layers_that_nothing_pays_for(hindsight: float, words: str, regret: float) -> None:
+    verdict = judge().not_worth_it(0, answer(KEEP, hindsight=hindsight))
+    assert words in verdict.reason
+    assert verdict.regret == pytest.approx(regret)
+    assert_kept(verdict)
+
+
+@pytest.mark.parametrize(
+    ("taken", "moves", "half_life", "reason"),
+    [
+        (TABLES, 0, math.inf, "tables retuned, no weights move: 1.500 to 1.200"),
+        (LOCAL, 0, math.inf, "tables retuned, no weights move: 1.500 to 1.200"),
+        (LOCAL, 3, math.inf, "improved where it stands, 3 slots receive weights: 1.500 to 1.200"),
+        (FRESH, 3, math.inf, "placed anew, 3 slots receive weights: 1.500 to 1.200"),
+        (
+            LOCAL,
+            3,
+            8.0,
+            "improved where it stands, 3 slots receive weights: 1.500 to 1.200 on this window; "
+            "aimed at where heat drifts (half-life 32 steps)",
+        ),
+    ],
+)
+def test_layers_that_change(taken: int, moves: int, half_life: float, reason: str) -> None:
+    verdict = judge().changed(0, answer(taken, half_life=half_life), moves)
+    assert verdict.reason == reason
+    assert verdict.changed
+    assert (verdict.par_seen, verdict.par_planned, verdict.noise_floor) == (1.5, 1.2, 1.05)
+    assert verdict.bytes == 1000 * moves
+    assert verdict.regret == pytest.approx(0.35)
+
+
+def test_only_what_was_kept_stays() -> None:
+    assert [stays(answer(taken)) for taken in (KEEP, TABLES, LOCAL, FRESH)] == [True, False, False, False]
+
+
+def assert_kept(verdict: LayerVerdict) -> None:
+    assert not verdict.changed
+    assert verdict.par_planned == verdict.par_seen
+    assert verdict.moves == verdict.bytes == 0

@@ -1,0 +1,79 @@
+"""A replay of heat that was recorded by source scores what ranks really received, step by step."""
+
+import numpy as np
+import pytest
+
+from eplb_service.placement import Placement
+from eplb_service.planner.scoring import par
+from eplb_service.planner.settings import PlannerSettings
+from eplb_service.replay.result import Setup
+from eplb_service.replay.runner import jobs_for, replay, scene_for
+from eplb_service.replay.schedule import Schedule
+from eplb_service.replay.served import loads_from_sources
+from eplb_service.traces.open import open_trace
+from eplb_service.traces.statistics import statistics
+from eplb_service.traces.trace import TraceFacts
+from eplb_service.traces.writer import TraceWriter
+
+STEPS, LAYERS, RANKS, EXPERTS, SLOTS = 60, 2, 4, 8, 3
+PLACEMENT = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
+RNG = np.random.default_rng(3)
+# Which rank an expert's tokens come from changes from step to step: no mean over steps tells it.
+SOURCE_TRLE = RNG.poisson(20 * RNG.dirichlet(np.ones(RANKS), (STEPS, LAYERS, EXPERTS)).transpose(0, 3, 1, 2))
+
+
+def slow_loads(source_TRLE, destination_RLE):
+    steps, ranks, layers, _ = source_TRLE.shape
+    loads_TLR = np.zeros((steps, layers, ranks))
+    for (step, rank, layer, expert), tokens in np.ndenumerate(source_TRLE):
+        loads_TLR[step, layer, destination_RLE[rank, layer, expert]] += tokens
+    return loads_TLR
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """A trace as the service records it: tokens by slot and by source, under the engines' tables."""
+    tables_RLE = PLACEMENT.default_log2phy()
+    slots_TLP = np.zeros((STEPS, LAYERS, RANKS * SLOTS), dtype=int)
+    for (step, rank, layer, expert), tokens in np.ndenumerate(SOURCE_TRLE):
+        slots_TLP[step, layer, tables_RLE[rank, layer, expert]] += tokens
+    facts = TraceFacts(ranks=RANKS, slots=SLOTS)
+    with TraceWriter(tmp_path / "a.zarr", facts, LAYERS, EXPERTS, by_slot=True, sources=None) as writer:
+        for layer in range(LAYERS):
+            writer.place(layer, 0, PLACEMENT.phy2log_LRS[layer])
+        writer.append_slots(slots_TLP, np.zeros((STEPS, LAYERS)), source_TRLE=SOURCE_TRLE)
+    return open_trace(tmp_path / "a.zarr"), slots_TLP.reshape(STEPS, LAYERS, RANKS, SLOTS).sum(axis=3)
+
+
+def test_tokens_go_where_their_own_sources_table_says():
+    destination_RLE = RNG.integers(0, RANKS, (RANKS, LAYERS, EXPERTS))
+    destination_RLE[destination_RLE == 2] = 0
+    loads_TLR = loads_from_sources(SOURCE_TRLE, destination_RLE)
+    assert np.array_equal(loads_TLR, slow_loads(SOURCE_TRLE, destination_RLE))
+    assert not loads_TLR[:, :, 2].any()
+
+
+def test_a_replay_that_changes_nothing_realises_what_the_ranks_measured(recorded):
+    trace, loads_TLR = recorded
+    jobs = jobs_for(["none", "flashlb"], [Setup(SLOTS, Schedule(20, 20))], PlannerSettings())
+    found = replay(trace, jobs, scene_for(RANKS))
+    measured_L = par(loads_TLR[20:].astype(float))
+    assert found.policies[0].par_realised_L == pytest.approx(measured_L)
+    assert found.yardsticks[0].left_alone_DL.mean(axis=0) == pytest.approx(measured_L)
+    assert found.policies[1].par_realised < measured_L.mean()
+
+
+def test_statistics_tell_the_balance_that_was_served(recorded):
+    trace, loads_TLR = recorded
+    assert statistics(trace, window=16).par_served_L == pytest.approx(par(loads_TLR.astype(float)))
+
+
+def test_a_host_that_spreads_tokens_itself_is_scored_without_tables(recorded):
+    trace, _ = recorded
+    settings = PlannerSettings(split="even")
+    found = replay(trace, jobs_for(["none"], [Setup(SLOTS, Schedule(20, 20))], settings), scene_for(RANKS))
+    copies_E = np.bincount(PLACEMENT.phy2log_LRS[0].ravel(), minlength=EXPERTS)
+    heat_TLE = SOURCE_TRLE.sum(axis=1)[20:]
+    loads_TLR = (heat_TLE / copies_E)[:, :, PLACEMENT.phy2log_LRS[0]].sum(axis=3)
+    assert found.policies[0].par_realised_L == pytest.approx(par(loads_TLR))
+    assert found.yardsticks[0].left_alone_DL.mean(axis=0) == pytest.approx(par(loads_TLR))

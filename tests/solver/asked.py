@@ -1,0 +1,72 @@
+"""Layers put to the solver as the planner puts them, and what must hold of every answer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eplb_service.placement import Placement, check_layer, check_log2phy
+from eplb_service.solver.candidates import KEEP
+from eplb_service.solver.engine import SolverError, solve_many
+from eplb_service.solver.layer import Answer
+from eplb_service.solver.problem import SOLVED, Search
+from tests.solver.layers_of import Case
+
+SEARCH = Search(
+    z=1.0,
+    price=0.0,
+    groups=4,
+    spread=1,
+    beam=2,
+    leaves=2,
+    patience=1,
+    steps=500,
+    tables=SOLVED,
+    peaks=False,
+    kicks=0,
+    seed=0,
+)
+
+
+def solve(
+    case: Case,
+    search: Search = SEARCH,
+    threads: int = 1,
+    layers: int = 1,
+    unplaced: bool = True,
+    share_GE: np.ndarray | None = None,
+    min_gain: float = 0.0,
+) -> tuple[Placement, list[Answer]]:
+    """Answers for ``layers`` layers alike, deployed in the engines' first layout."""
+    deployed = Placement.linear(layers, case.experts, case.ranks, case.slots)
+    if share_GE is None:
+        share_GE = np.full((case.ranks, case.experts), 1 / case.ranks)
+    tables_LGE = deployed.default_log2phy().transpose(1, 0, 2)[:, np.arange(len(share_GE)) % case.ranks]
+    answers = solve_many(
+        np.broadcast_to(case.heat_NE, (layers, *case.heat_NE.shape)),
+        deployed.phy2log_LRS,
+        tables_LGE,
+        np.broadcast_to(share_GE, (layers, *share_GE.shape)),
+        search,
+        np.array([np.inf, 1.0]),
+        min_gain,
+        np.full(layers, unplaced),
+        threads,
+    )
+    assert not any(isinstance(answer, SolverError) for answer in answers), answers
+    return deployed, answers
+
+
+def assert_servable(answer: Answer, deployed_RS: np.ndarray, experts: int) -> None:
+    """Every expert placed, none twice on a rank, stays in place, moves counted, tables that point to holders."""
+    placed_RS = answer.found.phy2log_RS
+    check_layer(placed_RS, experts)
+    assert np.bincount(placed_RS.ravel(), minlength=experts).max() <= len(placed_RS)
+    for table_E in answer.found.log2phy_GE:
+        check_log2phy(table_E, placed_RS)
+    assert answer.found.moves == np.count_nonzero(placed_RS != deployed_RS)
+    for was, now in zip(deployed_RS.tolist(), placed_RS.tolist(), strict=True):
+        assert all(now[was.index(expert)] == expert for expert in set(was) & set(now))
+    assert min(answer.par_before, answer.found.par, answer.hindsight) >= 1 - 1e-4
+    if answer.taken == KEEP:
+        assert answer.found.moves == 0
+        assert answer.found.par == answer.par_before

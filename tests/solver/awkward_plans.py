@@ -1,0 +1,86 @@
+"""Plans for many awkward little deployments, each checked: what kernels are run on while their indices are watched."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eplb_service.heat.window import Window
+from eplb_service.placement import Placement, check_layer, check_log2phy
+from eplb_service.planner.decide import plan
+from eplb_service.planner.plan import Plan
+from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.topology import Topology
+from tests.solver.layers_of import KINDS, heat_of_kind
+from tests.solver.placed_layer import random_placement
+
+SHAPES = (
+    (1, 1, 1),
+    (1, 5, 1),
+    (4, 1, 4),
+    (6, 6, 1),
+    (5, 8, 1),
+    (8, 4, 2),
+    (9, 4, 3),
+    (7, 3, 4),
+    (3, 6, 2),
+    (5, 5, 4),
+)
+"""Experts, ranks, slots."""
+STEPS = (1, 2, 3, 4, 7)
+SETTINGS = (
+    PlannerSettings(par_threshold=1.0, min_gain=0.0),
+    PlannerSettings(par_threshold=1.0, min_gain=0.0, move_price=0.0, warm=False),
+    PlannerSettings(par_threshold=1.0, min_gain=0.0, move_price=0.0, split="even"),
+    PlannerSettings(par_threshold=1.0, min_gain=0.0, policy="deepseek"),
+    PlannerSettings(par_threshold=1.0, min_gain=0.0, solve_tables=False, tree_search=False),
+)
+
+
+def run(steps: tuple[int, ...] = STEPS, seed: int = 0) -> int:
+    """Plan for every shape and window length, settings and kinds of heat in turn; returns the layers changed."""
+    generator = np.random.default_rng(seed)
+    changed = 0
+    turn = 0
+    for experts, ranks, slots in SHAPES:
+        for length in steps:
+            kinds = [KINDS[(turn + layer) % len(KINDS)] for layer in range(3)]
+            heat_TLE = np.stack([heat_of_kind(kind, length, experts, generator) for kind in kinds], axis=1)
+            source_RLE = generator.integers(0, 9, (ranks, 3, experts)).astype(float) if turn % 2 else None
+            rows = [random_placement(ranks, slots, experts, generator) for _ in kinds]
+            if turn % 3 == 0:
+                rows = list(Placement.linear(3, experts, ranks, slots).phy2log_LRS)
+            placement = Placement(np.stack(rows), experts)
+            topology = Topology(np.arange(ranks) // 2, np.arange(ranks) // (1 + turn % 2))
+            found = plan(
+                Window(heat_TLE, source_RLE),
+                placement,
+                shared_tables(placement, topology),
+                topology,
+                SETTINGS[turn % len(SETTINGS)],
+            )
+            assert_served(found, experts)
+            changed += len(found.layers)
+            turn += 1
+    return changed
+
+
+def shared_tables(placement: Placement, topology: Topology) -> np.ndarray:
+    """The fixed rule's tables, the same for all ranks that see the same tokens; int32 ``[R, L, E]``."""
+    _, _, group_R = topology.token_groups()
+    return placement.default_log2phy()[group_R]
+
+
+def assert_served(found: Plan, experts: int) -> None:
+    """No layer failed, and every change can be served."""
+    assert not any("failed" in verdict.reason for verdict in found.verdicts), found.verdicts
+    for changed in found.layers:
+        check_layer(changed.phy2log_RS, experts)
+        for table_E in changed.log2phy_RE:
+            check_log2phy(table_E, changed.phy2log_RS)
+
+
+if __name__ == "__main__":
+    from eplb_service.solver.warmup import warm_up
+
+    warm_up(threads=1)
+    print(run())

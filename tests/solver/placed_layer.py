@@ -1,0 +1,52 @@
+"""A case placed at random, as kernels take it and as their twins do."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eplb_service.placement import check_layer
+from eplb_service.solver.objective import demand_of, normalise
+from eplb_service.solver.packing import Packing, packing_of
+from tests.solver.layers_of import Case
+from tests.solver.slow import heat
+
+
+class PlacedLayer:
+    """A legal placement that no solver made, even shares, and the heat in float32 and float64."""
+
+    def __init__(self, case: Case, z: float, seed: int = 0) -> None:
+        self.case, self.z = case, z
+        self.generator = np.random.default_rng(seed)
+        self.weight_N = np.linspace(1, 2, len(case.heat_NE))
+        self.scaled_EN, self.share_N = normalise(case.heat_NE, self.weight_N, case.ranks)
+        self.demand = demand_of(self.scaled_EN, self.share_N)
+        self.heat = self.scaled_EN.astype(float), self.share_N.astype(float)
+        self.phy2log_RS = random_placement(case.ranks, case.slots, case.experts, self.generator)
+        self.share_RS = heat.even_shares(self.phy2log_RS)
+
+    def packing(self) -> Packing:
+        return packing_of(self.phy2log_RS, self.share_RS.astype(np.float32), self.demand)
+
+    def risks(self) -> np.ndarray:
+        return heat.rank_risks(self.phy2log_RS, self.share_RS, *self.heat, self.z)
+
+    @property
+    def rounding(self) -> float:
+        """What float32 may make of a risk: a variance is the small rest of large numbers, and its root is taken."""
+        peak = max(self.case.ranks, 1)
+        return 1e-5 * peak + (2e-3 * peak if self.z else 0.0)
+
+
+def random_placement(ranks: int, slots: int, experts: int, generator: np.random.Generator) -> np.ndarray:
+    """Random legal counts, each expert on the ranks with most room; slots shuffled. int32 ``[R, S]``."""
+    copies_E = np.ones(experts, dtype=int)
+    for _ in range(ranks * slots - experts):
+        copies_E[generator.choice(np.flatnonzero(copies_E < ranks))] += 1
+    rows: list[list[int]] = [[] for _ in range(ranks)]
+    for expert in np.argsort(-copies_E, kind="stable"):
+        emptiest = sorted(range(ranks), key=lambda r: (len(rows[r]), generator.random()))
+        for r in emptiest[: copies_E[expert]]:
+            rows[r].append(int(expert))
+    phy2log_RS = generator.permuted(np.array(rows, dtype=np.int32), axis=1)
+    check_layer(phy2log_RS, experts)
+    return np.ascontiguousarray(phy2log_RS)

@@ -1,0 +1,39 @@
+"""How old heat fades, which half-life would have told the newer half best, and what the back-test then recommends."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+
+def fading(episodes, half_life):
+    """Each episode counts half of one ``half_life`` episodes younger; together they count 1."""
+    weight_N = [
+        1.0 if math.isinf(half_life) else 0.5 ** (age / half_life) for age in reversed(range(episodes))
+    ]
+    return np.array(weight_N) / sum(weight_N)
+
+
+def faded_mean(scaled_EN, share_N, half_life):
+    """Mean heat of each expert, old episodes faded, those without tokens left out."""
+    weight_N = share_N * fading(len(share_N), half_life)
+    return scaled_EN @ weight_N / weight_N.sum() if weight_N.sum() > 0 else np.zeros(len(scaled_EN))
+
+
+def squared_errors(older, newer, half_lives):
+    """Of each half-life's forecast for the newer half; ``older`` and ``newer`` are normalised heat and shares."""
+    wanted_E = newer[0] @ newer[1]
+    return [((faded_mean(*older, half_life) - wanted_E) ** 2).sum() for half_life in half_lives]
+
+
+def recommended(now, costs, min_gain):
+    """The first of the cheapest courses, each of which must win ``min_gain`` over the best before it; -1 for none.
+
+    ``costs`` are in the order in which courses are tried.
+    """
+    best, chosen = now, -1
+    for course, cost in enumerate(costs):
+        if cost < best - min_gain:
+            best, chosen = cost, course
+    return chosen

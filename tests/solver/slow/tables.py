@@ -1,0 +1,126 @@
+"""Tables: the engines' rule, an even deal of the sources, and parts sent to where it stays coolest."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.solver.slow.heat import even_shares, mean_of_max, rank_risks, rank_series, risk_of
+
+SMALLEST_GAIN = 1e-5
+
+
+def holders_of(phy2log_RS, expert):
+    """Physical ids of an expert's copies."""
+    return np.flatnonzero(phy2log_RS.ravel() == expert)
+
+
+def fixed_rule(phy2log_RS, sources, experts):
+    table_GE = np.zeros((sources, experts), dtype=int)
+    for e in range(experts):
+        holders = holders_of(phy2log_RS, e)
+        table_GE[:, e] = [holders[g % len(holders)] for g in range(sources)]
+    return table_GE
+
+
+def slot_shares(phy2log_RS, table_GE, share_GE):
+    share_P = np.zeros(phy2log_RS.size)
+    for g, table_E in enumerate(table_GE):
+        for e, slot in enumerate(table_E):
+            share_P[slot] += share_GE[g, e]
+    return share_P.reshape(phy2log_RS.shape)
+
+
+def tables_par(phy2log_RS, table_GE, scaled_EN, share_N, share_GE):
+    return mean_of_max(scaled_EN, share_N, phy2log_RS, slot_shares(phy2log_RS, table_GE, share_GE))
+
+
+def largest_first(share_G):
+    return sorted(range(len(share_G)), key=lambda g: (-share_G[g], g))
+
+
+def deal(phy2log_RS, order_E, mean_E, share_GE):
+    """Each expert's sources, largest first, each to the replica with least so far, of like ones on the coolest rank.
+
+    And by how little the closest choice was made. Odd parts of hotter experts count in the ranks' loads.
+    """
+    sources, experts = share_GE.shape
+    slots = phy2log_RS.shape[1]
+    table_GE, margin = np.zeros((sources, experts), dtype=int), np.inf
+    load_R = (even_shares(phy2log_RS) * mean_E[phy2log_RS]).sum(axis=1)
+    for e in order_E:
+        part = dict.fromkeys(holders_of(phy2log_RS, e), 0.0)
+        for g in largest_first(share_GE[:, e]):
+            least = min(part.values())
+            alike = {slot: load_R[slot // slots] for slot in part if part[slot] <= least + 1e-6}
+            table_GE[g, e] = min(alike, key=alike.get)
+            apart = [part[slot] - least for slot in part if slot not in alike]
+            margin = min(margin, _gap(list(alike.values())), *apart)
+            part[table_GE[g, e]] += float(share_GE[g, e])
+        for slot, dealt in part.items():
+            load_R[slot // slots] += (dealt - 1 / len(part)) * mean_E[e]
+    return table_GE, margin
+
+
+def spread(phy2log_RS, order_E, scaled_EN, share_N, share_GE, z):
+    """Hottest expert first, its largest part first, each to the rank that stays coolest; silent parts by the rule."""
+    sources, experts = share_GE.shape
+    slots = phy2log_RS.shape[1]
+    table_GE, margin = fixed_rule(phy2log_RS, sources, experts), np.inf
+    share_P = np.zeros(phy2log_RS.size)
+    for e in range(experts):
+        holders = holders_of(phy2log_RS, e)
+        share_P[holders] = 1.0 if len(holders) == 1 else 0.0
+    for e in order_E:
+        holders = holders_of(phy2log_RS, e)
+        if len(holders) == 1:
+            continue
+        series_RN = rank_series(phy2log_RS, share_P.reshape(phy2log_RS.shape), scaled_EN)
+        added = dict.fromkeys(holders, 0.0)
+        for g in largest_first(share_GE[:, e]):
+            share = float(share_GE[g, e])
+            if share <= 0:
+                continue
+            risks = [
+                risk_of(series_RN[slot // slots] + (added[slot] + share) * scaled_EN[e], share_N, z)
+                for slot in holders
+            ]
+            table_GE[g, e] = holders[int(np.argmin(risks))]
+            margin = min(margin, _gap(risks))
+            added[table_GE[g, e]] += share
+        for slot in holders:
+            share_P[slot] = added[slot]
+    return table_GE, margin
+
+
+def cool(phy2log_RS, table_GE, scaled_EN, share_N, share_GE, z):
+    """Move one part off the hottest rank, the one that leaves both ranks coolest, while they end up cooler."""
+    slots = phy2log_RS.shape[1]
+    table_GE, margin = table_GE.copy(), np.inf
+    for _ in range(4 * phy2log_RS.size):
+        risk_R = rank_risks(phy2log_RS, slot_shares(phy2log_RS, table_GE, share_GE), scaled_EN, share_N, z)
+        hot = int(risk_R.argmax())
+        bound = risk_R[hot] - SMALLEST_GAIN
+        after = {}
+        for (g, e), slot in np.ndenumerate(table_GE):
+            if slot // slots != hot or share_GE[g, e] <= 0:
+                continue
+            for target in holders_of(phy2log_RS, e):
+                if target != slot:
+                    tried_GE = table_GE.copy()
+                    tried_GE[g, e] = target
+                    risks = rank_risks(
+                        phy2log_RS, slot_shares(phy2log_RS, tried_GE, share_GE), scaled_EN, share_N, z
+                    )
+                    after[g, e, target] = max(risks[hot], risks[target // slots])
+        margin = min(margin, _gap(-risk_R), _gap([*after.values(), bound]))
+        if min(after.values(), default=np.inf) >= bound:
+            break
+        g, e, target = min(after, key=after.get)
+        table_GE[g, e] = target
+    return table_GE, margin
+
+
+def _gap(values):
+    """Smallest value to the next."""
+    first, *rest = sorted(values)
+    return rest[0] - first if rest else np.inf

@@ -1,0 +1,146 @@
+"""The back-test recommends the course that would have cost least on the newer half, told by a plain replay."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from eplb_service.solver import back_test as module
+from eplb_service.solver.back_test import PRICE_LADDER, back_test
+from eplb_service.solver.candidates import FRESH, KEEP, LOCAL, TABLES, Candidate
+from eplb_service.solver.problem import EVEN, RULE, SOLVED, STEADY, Deployed, homes
+from eplb_service.solver.recency import Forecast, choose_forecast, halves_of
+from eplb_service.solver.table_rule import fixed_rule, slots_by_expert
+from tests.solver import asked
+from tests.solver.layers_of import Case, cases, shares_of_sources
+from tests.solver.placed_layer import random_placement
+from tests.solver.slow import forecast as slow
+from tests.solver.slow import heat
+from tests.solver.slow import tables as slow_tables
+
+SEARCH = asked.SEARCH._replace(price=0.004, groups=2, beam=1, leaves=1, steps=200)
+SPLITS = st.sampled_from((EVEN, RULE, SOLVED))
+
+
+def deployment(case: Case, sources: int, seed: int) -> Deployed:
+    phy2log_RS = random_placement(case.ranks, case.slots, case.experts, np.random.default_rng(seed))
+    table_GE = fixed_rule(*slots_by_expert(phy2log_RS, case.experts), sources)
+    share_GE = shares_of_sources(sources, case.experts, "uneven", seed)
+    one_node_R, one_node_G = np.zeros(case.ranks, dtype=np.int32), np.zeros(sources, dtype=np.int32)
+    home_ER = homes(phy2log_RS, case.experts)
+    return Deployed(phy2log_RS, table_GE, share_GE, home_ER, one_node_R, one_node_G)
+
+
+class Script:
+    """Stands in for the candidates: what each course makes, and what it costs on either half, is written down."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, pars: dict, moves: dict) -> None:
+        self.pars, self.moves = pars, moves
+        self.asked: list[tuple[str, int]] = []
+        for name in ("improved", "anew", "with_tables", "par_on"):
+            monkeypatch.setattr(module, name, getattr(self, name))
+
+    def improved(self, heat, deployed, search, price_K):
+        assert heat == "older, leaning"
+        np.testing.assert_allclose(price_K, search.price * PRICE_LADDER)
+        return np.array([[[LOCAL, rung]] for rung in range(len(price_K))])
+
+    def anew(self, heat, deployed, search):
+        assert heat == "older, leaning"
+        return Candidate(np.array([[FRESH, 0]]), None, 0.0, 0)
+
+    def with_tables(self, phy2log_RS, heat, deployed, z, tables):
+        assert heat == "older, leaning"
+        kind, rung = phy2log_RS[0].tolist() if phy2log_RS is not deployed.phy2log_RS else (TABLES, 0)
+        self.asked.append((kind, rung, tables))
+        return Candidate(phy2log_RS, (kind, rung, tables), 0.0, self.moves.get((kind, rung), 0))
+
+    def par_on(self, candidate, heat, deployed, tables):
+        assert heat == "newer"
+        return self.pars[candidate.log2phy_GE if isinstance(candidate.log2phy_GE, tuple) else KEEP]
+
+
+@settings(max_examples=60)
+@given(st.data(), SPLITS, st.sampled_from((0, 100)), st.booleans(), st.sampled_from((0.0, 0.01, 0.05)))
+def test_the_course_is_the_cheapest_of_all(
+    data: st.DataObject, tables: int, steps: int, fresh: bool, min_gain: float
+) -> None:
+    splits = (STEADY, SOLVED) if tables == SOLVED else (tables,)
+    rungs = (
+        [(TABLES, 0)]
+        + ([(LOCAL, rung) for rung in range(3)] if steps else [])
+        + ([(FRESH, 0)] if fresh else [])
+    )
+    courses = [(kind, rung, split) for kind, rung in rungs for split in splits]
+    par = st.integers(100, 140).map(lambda hundredths: hundredths / 100)
+    pars = {course: data.draw(par) for course in [KEEP, *courses]}
+    moves = {rung: 0 if rung == (TABLES, 0) else data.draw(st.integers(0, 9)) for rung in rungs}
+    search = SEARCH._replace(tables=tables, steps=steps)
+    deployed = deployment(Case(2, 2, np.ones((4, 3))), 2, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        script = Script(patch, pars, moves)
+        patch.setattr(
+            module, "leaning", lambda heat, forecast, ahead: f"{heat}, leaning" if ahead == 1.0 else None
+        )
+        halves = type("Halves", (), {"older": "older", "newer": "newer"})
+        found = back_test(halves, Forecast(4.0, 0.1), deployed, search, min_gain, fresh)
+    assert script.asked == courses
+    costs = [pars[course] + search.price * moves[course[:2]] for course in courses]
+    chosen = slow.recommended(pars[KEEP], costs, min_gain)
+    if chosen < 0:
+        assert found == (KEEP, search.price, tables)
+    else:
+        kind, rung, split = courses[chosen]
+        price = search.price * PRICE_LADDER[rung] if kind == LOCAL else search.price
+        assert (found.kind, found.tables) == (kind, split)
+        assert found.price == pytest.approx(price)
+
+
+@settings(max_examples=60)
+@given(cases(most_ranks=6, most_slots=4), SPLITS, st.integers(0, 2**32 - 1), st.sampled_from((0.0, 0.02)))
+def test_what_is_recommended_would_have_paid(case: Case, tables: int, seed: int, min_gain: float) -> None:
+    assume(len(case.heat_NE) >= 4)
+    deployed = deployment(case, case.ranks, seed)
+    halves = halves_of(case.heat_NE, case.ranks)
+    forecast = choose_forecast(halves, np.array([np.inf, 1.0]))
+    search = SEARCH._replace(tables=tables)
+    course = back_test(halves, forecast, deployed, search, min_gain, True)
+    again = back_test(halves, forecast, deployed, search, min_gain, True)
+    assert course == again
+    if course.kind == KEEP:
+        return
+    # Whatever was fitted to the older half is priced on the newer one, by every episode and source.
+    older = module.leaning(halves.older, forecast, 1.0)
+    if course.kind == TABLES:
+        found_RS = deployed.phy2log_RS
+    elif course.kind == LOCAL:
+        found_RS = module.improved(older, deployed, search, np.array([course.price]))[0]
+    else:
+        found_RS = module.anew(older, deployed, search).phy2log_RS
+    found = module.with_tables(found_RS, older, deployed, search.z, course.tables)
+    newer = halves.newer.scaled_EN.astype(float), halves.newer.share_N.astype(float)
+
+    def par(phy2log_RS: np.ndarray, table_GE: np.ndarray) -> float:
+        if tables == EVEN:
+            return heat.mean_of_max(*newer, phy2log_RS, heat.even_shares(phy2log_RS))
+        return slow_tables.tables_par(phy2log_RS, table_GE, *newer, deployed.share_GE.astype(float))
+
+    cost = par(found.phy2log_RS, found.log2phy_GE) + search.price * found.moves
+    if course.kind != LOCAL:
+        # A walk for one price may part from a walk for all three.
+        assert cost < par(deployed.phy2log_RS, deployed.log2phy_GE) - min_gain + 1e-5
+    assert found.moves == np.count_nonzero(found.phy2log_RS != deployed.phy2log_RS)
+
+
+def test_fresh_is_tried_only_where_it_may_pay() -> None:
+    case = Case(4, 3, np.random.default_rng(3).gamma(0.3, 100, 9) * np.ones((6, 1)))
+    deployed = deployment(case, 4, 3)
+    halves = halves_of(case.heat_NE, 4)
+    free = SEARCH._replace(price=0.0)
+    kinds = {
+        fresh: back_test(halves, Forecast(np.inf, 0.0), deployed, free._replace(steps=0), 0.0, fresh).kind
+        for fresh in (True, False)
+    }
+    assert kinds == {True: FRESH, False: TABLES}

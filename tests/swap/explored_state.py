@@ -1,0 +1,134 @@
+"""One state of the explored world as a value: three ranks' machines, and what surrounds them, copied and compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tests.swap.tags import FIRST, TagInstalled, TagPlan
+from worker_agent.swap.ballot import Ballot
+from worker_agent.swap.machine import SwitchMachine
+
+RANKS = 3
+OFFER_DEADLINE = 8
+
+
+class Running(NamedTuple):
+    """A transfer that a rank's thread is at."""
+
+    generation: int
+    lane: int
+    layer: int
+    tag: int
+
+
+class Vote(NamedTuple):
+    """A vote under way: the ballots that left (``None``: that rank votes no more), who has to count, the register."""
+
+    ballots: tuple[Ballot | None, ...]
+    truths: tuple[int, ...]
+    pending: frozenset[int]
+    register: str | None
+
+
+class Faults(NamedTuple):
+    """How many more of each kind may happen."""
+
+    transfers: int
+    halts: int
+    losses: int
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Two plans, what the ranks start from, and which machine they run."""
+
+    name: str
+    plans: tuple[TagPlan, ...]
+    faults: Faults
+    starts: tuple[TagInstalled, ...] = (FIRST,) * RANKS
+    machine: type[SwitchMachine] = SwitchMachine
+    asks_register: bool = True
+
+
+class State:
+    """What there is; ``World`` says what can happen to it."""
+
+    __slots__ = (
+        "dirty_lanes",
+        "faults",
+        "lost",
+        "machines",
+        "scenario",
+        "staged",
+        "terms",
+        "transfers",
+        "vote",
+        "weights",
+    )
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.machines = [scenario.machine(start, OFFER_DEADLINE) for start in scenario.starts]  # type: ignore[arg-type]
+        self.transfers: list[Running | None] = [None] * RANKS
+        self.staged: list[Running | None] = [None] * RANKS
+        self.weights = [start.tags for start in scenario.starts]
+        self.terms = [0] * RANKS
+        self.lost: frozenset[int] = frozenset()
+        self.dirty_lanes: frozenset[tuple[int, int]] = frozenset()
+        self.vote: Vote | None = None
+        self.faults = scenario.faults
+
+    def copy(self) -> Any:
+        """Another, in which other things may happen."""
+        other = object.__new__(type(self))
+        other.scenario = self.scenario
+        other.machines = [_copy_machine(machine) for machine in self.machines]
+        other.transfers, other.staged = self.transfers.copy(), self.staged.copy()
+        other.weights, other.terms = self.weights.copy(), self.terms.copy()
+        other.lost, other.dirty_lanes = self.lost, self.dirty_lanes
+        other.vote, other.faults = self.vote, self.faults
+        return other
+
+    def key(self) -> tuple[Any, ...]:
+        """Equal for states from which the same can happen: ranks in any order, generations and lanes by distance."""
+        runs = [run for run in (*self.transfers, *self.staged) if run is not None]
+        generation = min([m.generation for m in self.machines] + [run.generation for run in runs])
+        lane = min([m.lane for m in self.machines] + [run.lane for run in runs])
+        ranks = sorted((self._rank_key(rank, generation, lane) for rank in range(RANKS)), key=hash)
+        return (
+            *ranks,
+            frozenset((dirty - lane, at - generation) for dirty, at in self.dirty_lanes if dirty >= lane),
+            None if self.vote is None else self.vote.register,
+            self.faults,
+        )
+
+    def _rank_key(self, rank: int, generation: int, lane: int) -> tuple[Any, ...]:
+        m, vote = self.machines[rank], self.vote
+        return (
+            m.installed.version_digest,
+            int(m.progress),
+            m.generation - generation,
+            m.lane - lane,
+            m.halted is not None,
+            0 if m._plan is None else m._plan.plan_id,
+            m._index,
+            m._abort_wish is not None,
+            m._highest_term,
+            m._transfer_runs,
+            _relative(self.transfers[rank], generation, lane),
+            _relative(self.staged[rank], generation, lane),
+            self.terms[rank],
+            rank in self.lost,
+            None if vote is None else (vote.ballots[rank], vote.truths[rank], rank in vote.pending),
+        )
+
+
+def _copy_machine(machine: SwitchMachine) -> SwitchMachine:
+    copied = object.__new__(type(machine))
+    copied.__dict__.update(machine.__dict__)
+    return copied
+
+
+def _relative(run: Running | None, generation: int, lane: int) -> tuple[int, ...] | None:
+    return None if run is None else (run.generation - generation, run.lane - lane, run.layer, run.tag)

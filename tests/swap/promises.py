@@ -1,0 +1,74 @@
+"""The promises of ARCHITECTURE.md, checked on the explored world as each thing happens and in every state."""
+
+from __future__ import annotations
+
+from tests.exploring import must
+from tests.swap.explored_state import Running, State
+from tests.swap.tags import TagPlan
+from worker_agent.swap.ballot import Progress
+from worker_agent.swap.machine import Commit, StartTransfer
+
+
+def check_accepted(state: State, rank: int, plan: TagPlan, checked_for: int) -> None:
+    """A rank has taken a plan whose moves were checked for the placement ``checked_for``."""
+    machine = state.machines[rank]
+    base = (plan.base_epoch, plan.base_digest)
+    must(checked_for == machine.installed.digest, "accepted moves that were never checked for this")
+    must(base == (machine.installed.epoch, machine.installed.digest), "accepted a plan for another placement")
+    must(plan.leader_term >= state.terms[rank], "accepted a plan of an older term")
+    must(machine.halted is None, "accepted a plan though halted")
+
+
+def check_start(state: State, rank: int, action: StartTransfer, started: Running) -> None:
+    """A rank begins a transfer."""
+    must(state.transfers[rank] is None, "began a transfer while another ran")
+    must(state.staged[rank] is None, "staging was re-used before its commit")
+    for lane, generation in state.dirty_lanes:
+        late = lane == action.lane and generation < action.generation
+        must(not late, "began a transfer on a lane that still carries late bytes")
+    for other in (*state.transfers, *state.staged):
+        alike = other is None or other.generation != action.generation or other == started
+        must(alike, "ranks began different transfers under one number")
+
+
+def check_commit(state: State, rank: int, action: Commit) -> None:
+    """A rank installs a layer."""
+    layer, staged, vote = action.layer, state.staged[rank], state.vote
+    must(vote is not None, "committed without a vote")
+    assert vote is not None
+    for ballot in vote.ballots:
+        ready = ballot is not None and ballot.progress == Progress.READY and not ballot.abort
+        must(ready, "committed though not all had voted READY")
+    must(staged is not None, "committed what was never staged")
+    assert staged is not None
+    must(
+        (staged.generation, staged.layer, staged.tag) == (action.generation, layer.layer, layer.phy2log_RS),
+        "committed the staging of another transfer",
+    )
+    must(len(set(vote.truths)) == 1, "committed beside ranks that serve another placement")
+    for running in state.transfers:
+        reads = running is not None and running.layer == layer.layer
+        must(not reads, "overwrote sources that a rank was still sending")
+    plan = next(plan for plan in state.scenario.plans if plan.plan_id == action.plan_id)
+    index = [update.layer for update in plan.layers].index(layer.layer)
+    must(action.before.epoch == plan.base_epoch + index, "committed a layer out of turn")
+
+
+def check_state(state: State) -> None:
+    """What must hold whatever has happened."""
+    for rank, machine in enumerate(state.machines):
+        must(state.weights[rank] == machine.installed.tags, "slots hold other weights than the map names")  # type: ignore[attr-defined]
+        held = machine._plan is not None
+        must(held == (machine.progress != Progress.IDLE), "its progress is that of no plan")
+        must(held or machine._abort_wish is None, "wishes to abort a plan that it no longer holds")
+        if machine.progress == Progress.READY:
+            must(state.staged[rank] is not None, "READY with nothing staged")
+        vote = state.vote
+        cast = vote.ballots[rank] if vote is not None and rank in vote.pending else None
+        if cast is not None and cast.progress == Progress.READY and not cast.abort:
+            plan = machine._plan
+            kept = machine.progress == Progress.READY and plan is not None and plan.digest == cast.plan
+            must(kept, "took back a READY before the vote was counted")
+    if state.vote is None and len(set(state.scenario.starts)) == 1:
+        served = {(machine.installed.epoch, machine.installed.tags) for machine in state.machines}  # type: ignore[attr-defined]
+        must(len(served) == 1, f"ranks serve different placements: {sorted(served)}")

@@ -1,0 +1,63 @@
+"""Plans and placements shrunk to tags, so that a state of the explored world is a few dozen integers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+
+class TagLayer(NamedTuple):
+    """One layer of a plan: which one, and the tag of the weights and tables that it is to hold."""
+
+    layer: int
+    phy2log_RS: int
+    log2phy_E: int
+    moves_M5: tuple[()] = ()
+
+
+class TagPlan(NamedTuple):
+    """A plan whose placements are tags."""
+
+    plan_id: int
+    leader_term: int
+    base_epoch: int
+    base_digest: int
+    layers: tuple[TagLayer, ...]
+
+    @property
+    def digest(self) -> int:
+        return self.plan_id
+
+
+@dataclass(frozen=True)
+class TagInstalled:
+    """What a rank serves: a tag per layer."""
+
+    epoch: int
+    tags: tuple[int, ...]
+
+    @cached_property
+    def digest(self) -> int:
+        return 1000 + self.tags[0] * 10 + self.tags[1]
+
+    @cached_property
+    def version_digest(self) -> int:
+        return self.digest + 100_000 * self.epoch
+
+    @property
+    def layer_epochs(self) -> tuple[int, ...]:
+        return (self.epoch,)
+
+    def with_layer(self, layer: int, tag: int, _: int) -> TagInstalled:
+        tags = (*self.tags[:layer], tag, *self.tags[layer + 1 :])
+        return TagInstalled(self.epoch + 1, tags)
+
+
+FIRST = TagInstalled(0, (0, 0))
+
+
+def plan_from(base: TagInstalled, plan_id: int, term: int, *layers: int) -> TagPlan:
+    """A plan that gives each of ``layers`` a tag of its own."""
+    tagged = tuple(TagLayer(layer, plan_id, plan_id) for layer in layers)
+    return TagPlan(plan_id, term, base.epoch, base.digest, tagged)

@@ -1,0 +1,147 @@
+"""SGLang's dumps of forward passes, a file a rank, make the heat of the whole run, or are refused in one line."""
+
+import numpy as np
+import pytest
+
+from eplb_service.heat.window import HeatError
+from eplb_service.traces.arrays import ReadAs
+from eplb_service.traces.open import open_trace
+
+torch = pytest.importorskip("torch")
+
+RANKS, PASSES, LAYERS, SLOTS, EXPERTS = 3, 5, 2, 6, 4
+PHY2LOG_LP = np.array([[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 3, 2]])
+COUNTS_RTLP = np.random.default_rng(0).integers(0, 9, (RANKS, PASSES, LAYERS, SLOTS))
+
+
+def record(rank, number, **more):
+    counts = torch.from_numpy(COUNTS_RTLP[rank, number]).to(torch.int32)
+    known = {"forward_pass_id": 100 + number, "rank": rank, "gatherer_key": "primary"}
+    return {**known, "global_physical_count": counts, **more}
+
+
+def dumped(folder, rank, records, phy2log=PHY2LOG_LP):
+    folder.mkdir(exist_ok=True)
+    document = {"records": records, "last_physical_to_logical_map": torch.from_numpy(phy2log)}
+    torch.save(document, folder / f"expert_distribution_recorder_17{rank}.25_{rank}.pt")
+
+
+def by_expert(counts_TLP):
+    heat_TLE = np.zeros((len(counts_TLP), LAYERS, EXPERTS), dtype=int)
+    for (step, layer, slot), tokens in np.ndenumerate(counts_TLP):
+        heat_TLE[step, layer, PHY2LOG_LP[layer, slot]] += tokens
+    return heat_TLE
+
+
+def test_the_ranks_files_are_one_run(tmp_path):
+    for rank in range(RANKS):
+        dumped(tmp_path / "run", rank, [record(rank, number) for number in reversed(range(PASSES))])
+    trace = open_trace(tmp_path / "run")
+    assert np.array_equal(trace.heat(0, PASSES), by_expert(COUNTS_RTLP.sum(axis=0)))
+    assert trace.facts.origin == "SGLang recorder, per pass, 3 ranks"
+    alone = open_trace(next((tmp_path / "run").glob("*_1.pt")))
+    assert np.array_equal(alone.heat(0, PASSES), by_expert(COUNTS_RTLP[1]))
+
+
+def test_passes_that_not_all_ranks_recorded_are_left_out(tmp_path):
+    for rank in range(RANKS):
+        dumped(tmp_path / "run", rank, [record(rank, number) for number in range(rank, PASSES)])
+    trace = open_trace(tmp_path / "run")
+    assert np.array_equal(trace.heat(0, trace.steps), by_expert(COUNTS_RTLP.sum(axis=0)[2:]))
+    assert "2 passes not told by all left out" in trace.facts.origin
+
+
+def test_per_token_records_are_counted_and_tell_phases_and_tokens(tmp_path):
+    choices = np.array([[[0, 3, -1], [5, 1, -1]], [[2, 2, -1], [4, 0, -1]]])
+    modes = [1, 2, 4]
+    for rank in range(RANKS):
+        records = [
+            {
+                "forward_pass_id": number,
+                "rank": rank,
+                "topk_ids_of_layer": torch.from_numpy(choices),
+                "input_ids": [7, 8],
+                "forward_mode": mode if rank or mode != 2 else 1,
+            }
+            for number, mode in enumerate(modes)
+        ]
+        dumped(tmp_path / "run", rank, records)
+    trace = open_trace(tmp_path / "run")
+    counts_LP = np.array([[1, 1, 0, 1, 0, 1], [1, 0, 2, 0, 1, 0]])
+    assert np.array_equal(trace.heat(0, 3), by_expert(np.stack([RANKS * counts_LP] * 3)))
+    assert trace.tokens(0, 3).tolist() == [2 * RANKS] * 3
+    assert [trace.facts.phases[number] for number in trace.phase_numbers(0, 3)] == [
+        "prefill",
+        "mixed",
+        "unknown",
+    ]
+
+
+def spoil(folder, number_of_file, **change):
+    dumped(folder, number_of_file, [{**record(number_of_file, number), **change} for number in range(PASSES)])
+
+
+BAD = {
+    "another run's map": (
+        lambda folder: dumped(folder, 2, [record(2, 0)], PHY2LOG_LP[::-1].copy()),
+        r"_2.pt: has another last_physical_to_logical_map than the others; these are not dumps of one run",
+    ),
+    "a rank twice": (lambda folder: spoil(folder, 2, rank=1), "rank 1 tells of forward pass 100 twice"),
+    "other shapes": (
+        lambda folder: spoil(folder, 2, global_physical_count=torch.ones(2, 7, dtype=torch.int32)),
+        r"_2.pt: records have several shapes: \[2, 6\], \[2, 7\]",
+    ),
+    "negative counts": (
+        lambda folder: spoil(folder, 2, global_physical_count=-torch.ones(2, 6, dtype=torch.int32)),
+        "counts what are no tokens",
+    ),
+    "fractions": (
+        lambda folder: spoil(folder, 2, global_physical_count=torch.ones(2, 6)),
+        "counts what are no tokens",
+    ),
+    "no counts": (
+        lambda folder: spoil(folder, 2, global_physical_count=None),
+        "record 0 has no global_physical_count",
+    ),
+    "choices past the slots": (
+        lambda folder: spoil(
+            folder, 2, global_physical_count=None, topk_ids_of_layer=torch.full((2, 1, 1), 6)
+        ),
+        "names slots past the 6 that there are",
+    ),
+    "a rank that is none": (lambda folder: spoil(folder, 2, rank="two"), "has the rank 'two'"),
+    "a pass that is none": (
+        lambda folder: spoil(folder, 2, forward_pass_id=-1),
+        "has the forward_pass_id -1",
+    ),
+    "no pass in common": (
+        lambda folder: dumped(folder, 2, [record(2, 0, forward_pass_id=1)]),
+        "no forward pass that all of 3 ranks have recorded",
+    ),
+    "another kind of file": (
+        lambda folder: torch.save({"logical_count": torch.ones(1, 2, 3)}, folder / "stat.pt"),
+        "stat.pt: holds no records of forward passes; open it by itself",
+    ),
+    "damaged": (
+        lambda folder: (folder / "cut.pt").write_bytes(b"PK\x03\x04"),
+        "cut.pt: is truncated or damaged",
+    ),
+}
+
+
+@pytest.mark.parametrize(("spoiled", "says"), BAD.values(), ids=BAD)
+def test_what_is_not_one_run_is_refused(tmp_path, spoiled, says):
+    folder = tmp_path / "run"
+    for rank in range(2):
+        dumped(folder, rank, [record(rank, number) for number in range(PASSES)])
+    spoiled(folder)
+    with pytest.raises(HeatError, match=says) as refused:
+        open_trace(folder)
+    assert str(refused.value).startswith(f"{folder}: ")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_map_of_the_users_own_goes_before_that_of_the_files(tmp_path):
+    dumped(tmp_path / "run", 0, [record(0, 0)], np.zeros((1, 1), dtype=int))
+    trace = open_trace(tmp_path / "run", ReadAs(phy2log=PHY2LOG_LP))
+    assert np.array_equal(trace.heat(0, 1), by_expert(COUNTS_RTLP[0, :1]))
