@@ -29,7 +29,7 @@ _FEW_SLOTS = 3
 _Z_OF_FEW_SLOTS = 1.5
 """With so few experts a rank's load has no bell curve, and a rank far out on it is no guide."""
 _KICKS = 64
-"""Kicks of a layer with few slots and as many spare copies as experts."""
+"""Kicks of a layer with few slots and as many spare copies as experts; fewer spare ones leave less to decide."""
 
 
 def search_for(settings: PlannerSettings, placement: Placement) -> Search:
@@ -39,6 +39,7 @@ def search_for(settings: PlannerSettings, placement: Placement) -> Search:
     slots = placement.ranks * placement.slots
     tree = settings.tree_search and slots * (placement.experts + placement.ranks) <= _FEW_CELLS
     few = placement.slots <= _FEW_SLOTS and settings.local_search
+    spare = placement.redundant / placement.experts
     z = expected_hottest(placement.ranks)
     return Search(
         z=(min(z, _Z_OF_FEW_SLOTS) if few else z) if settings.z is None else settings.z,
@@ -51,7 +52,7 @@ def search_for(settings: PlannerSettings, placement: Placement) -> Search:
         steps=16 * slots if settings.local_search else 0,
         tables=_tables(settings),
         peaks=settings.local_search and (few or settings.objective == "mean_of_max"),
-        kicks=_KICKS * placement.redundant // placement.experts if few and settings.tree_search else 0,
+        kicks=int(_KICKS * min(spare, 1.0) ** 2) if few and settings.tree_search else 0,
         seed=settings.seed,
     )
 

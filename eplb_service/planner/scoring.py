@@ -24,13 +24,18 @@ def source_shares(source_RLE: Float64 | None, ranks: int, layers: int, experts: 
     return shares_RLE
 
 
-def slot_shares(phy2log_LRS: Int32, log2phy_RLE: Int32, shares_RLE: Float64) -> Float64:
-    """The share of its expert's tokens that each slot receives, float64 ``[L, R*S]``."""
+def slot_shares(phy2log_LRS: Int32, log2phy_RLE: Int32, shares_RLE: Float64 | None) -> Float64:
+    """The share of its expert's tokens that each slot receives, float64 ``[L, R*S]``.
+
+    ``shares_RLE`` as ``source_shares`` gives them; ``None`` where all sources send alike.
+    """
     layers, ranks, slots = phy2log_LRS.shape
     first_L1 = np.arange(layers, dtype=np.int64)[:, None] * (ranks * slots)
     flat = (first_L1 + log2phy_RLE).ravel()
-    total_P = np.zeros(layers * ranks * slots)
-    np.add.at(total_P, flat, shares_RLE.ravel())
+    weights = None if shares_RLE is None else shares_RLE.ravel()
+    total_P: Float64 = np.bincount(flat, weights, minlength=layers * ranks * slots).astype(np.float64)
+    if shares_RLE is None:
+        total_P /= log2phy_RLE.shape[0]
     return total_P.reshape(layers, ranks * slots)
 
 
@@ -45,7 +50,9 @@ def rank_loads(
     An expert's tokens split over the source ranks as ``source_RLE`` says (float64 ``[R, L, E]``, only each expert's
     split is used; uniform where unknown), and each part goes to the replica that its rank's table names.
     """
-    shares_RLE = source_shares(source_RLE, log2phy_RLE.shape[0], placement.layers, placement.experts)
+    shares_RLE = None
+    if source_RLE is not None:
+        shares_RLE = source_shares(source_RLE, log2phy_RLE.shape[0], placement.layers, placement.experts)
     share_LP = slot_shares(placement.phy2log_LRS, log2phy_RLE, shares_RLE)
     return loads_of_ranks(_wide(heat_NLE), placement.phy2log_LRS.copy(), share_LP)
 

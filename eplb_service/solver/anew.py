@@ -36,13 +36,13 @@ def anew(heat: Heat, deployed: Deployed, search: Search) -> Candidate:
             kicked_RS = _kicked(found_KRS[0], heat, search, search.kicks, search.seed)
             best = cheaper(best, served(kicked_RS, heat, deployed, search), search.price)
     if search.tables == SOLVED and search.groups > 0:
-        rounds = _TABLE_KICKS * search.kicks
+        rounds = _TABLE_WORK // (ranks * slots) if search.kicks > 0 else 0
         best = kicked_through_tables(best, heat, deployed, search, rounds, search.seed)
     return best
 
 
-_TABLE_KICKS = 8
-"""Kicks through tables for each kick under even shares; small layers only."""
+_TABLE_WORK = 24_000
+"""Slots that kicks through tables may look through in a small layer."""
 
 
 @kernel

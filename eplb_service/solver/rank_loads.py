@@ -23,7 +23,7 @@ def loads_of_ranks(heat_NLE: Float64 | Int64, phy2log_LRS: Int32, share_LP: Floa
             for r in range(ranks):
                 load = 0.0
                 for s in range(slots):
-                    load += heat_E[phy2log_LRS[layer, r, s]] * share_LP[layer, slot]
+                    load += heat_E[np.uint32(phy2log_LRS[layer, r, s])] * share_LP[layer, slot]
                     slot += 1
                 loads_NLR[n, layer, r] = load
     return loads_NLR
