@@ -57,7 +57,7 @@ def _sixteen_sources(scene: Scene) -> float:
         placement.phy2log_LRS,
         tables_LGE,
         np.full((1, 16, HEAT.size), 1 / 16),
-        search_for(PlannerSettings(), placement),
+        search_for(PlannerSettings(move_price=0.0), placement),
         np.array([np.inf]),
         0.0,
         np.array([True]),

@@ -83,7 +83,7 @@ def checked_heat(heat_TLE: npt.ArrayLike) -> npt.NDArray[np.int64] | npt.NDArray
         raise HeatError(f"heat has the shape [steps, layers, experts], got {list(heat.shape)}")
     if heat.dtype.kind not in "iuf":
         raise HeatError(f"heat holds numbers, got {heat.dtype}")
-    least, most = (heat.min(), heat.max()) if heat.size else (0, 0)
+    least, most = _bounds(heat)
     # Comparisons with NaN are false, so a NaN anywhere fails too.
     if not (least >= 0 and most < np.inf):
         step, layer, expert = np.argwhere(~np.isfinite(heat) | (heat < 0))[0]
@@ -97,3 +97,16 @@ def checked_heat(heat_TLE: npt.ArrayLike) -> npt.NDArray[np.int64] | npt.NDArray
     whole: npt.NDArray[np.int64] | npt.NDArray[np.float64]
     whole = heat.astype(np.float64) if heat.dtype.kind == "f" else heat.astype(np.int64)
     return whole
+
+
+def _bounds(heat: npt.NDArray[np.generic]) -> tuple[float, float]:
+    """Numbers that none of these is below or above; of whole numbers in one pass.
+
+    All bits together are negative where any number is, and no number is above them.
+    """
+    if not heat.size:
+        return 0.0, 0.0
+    if heat.dtype.kind == "f":
+        return float(heat.min()), float(heat.max())
+    bits = int(np.bitwise_or.reduce(heat.reshape(-1)))
+    return float(min(bits, 0)), float(bits)
