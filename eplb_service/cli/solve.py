@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -94,23 +95,27 @@ def solve(
     compile_solver()
     from eplb_service import offline
 
-    began = time.perf_counter()
-    solution = offline.solve(
+    solved_for = partial(
+        offline.solve,
         heat_TLE,
         ranks,
         slots,
         placement=deployed,
         source_heat=None if source_RLE is None else source_RLE[None],
         topology=topology,
-        **asdict(settings),
     )
+    began = time.perf_counter()
+    solution = solved_for(**asdict(settings))
     milliseconds = (time.perf_counter() - began) * 1e3
     solved = Placement(solution.phy2log, experts)
     write_placement(out, solved, solution.log2phy, format, first_layer)
     fixed = split_loads(heat_TLE, solved, solved.default_log2phy(), source_RLE, settings.split)
     par_fixed_tables = float(par(fixed).mean())
+    even = None
+    if settings.split == "tables":
+        even = solved_for(**asdict(replace(settings, split="even", budget_ms=None)))
     if json:
-        print_json(_document(solution, settings.policy, steps, milliseconds, par_fixed_tables))
+        print_json(_document(solution, even, settings.policy, steps, milliseconds, par_fixed_tables))
         return
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{settings.policy}: {layers} layers x {experts} experts on {ranks} ranks x {slots} slots")
@@ -118,6 +123,11 @@ def solve(
     console.print(
         f"PAR: hottest rank over mean rank in each of {steps} steps, mean over steps; hottest rank: its tokens a step."
     )
+    if even is not None:
+        console.print(
+            "For a host that itself spreads an expert's tokens evenly over its copies (vLLM), --split even reaches "
+            f"PAR {even.par_after:.3f}, hottest rank {even.hottest_after_L.mean():,.2f}."
+        )
     if out.suffix != ".npz":
         console.print(
             f"{out.suffix[1:].upper()} holds no tables; with its host's own, PAR is {par_fixed_tables:.3f}."
@@ -154,7 +164,12 @@ def _table(solution: Solution) -> Table:
 
 
 def _document(
-    solution: Solution, policy: str, steps: int, milliseconds: float, par_fixed_tables: float
+    solution: Solution,
+    even: Solution | None,
+    policy: str,
+    steps: int,
+    milliseconds: float,
+    par_fixed_tables: float,
 ) -> dict[str, Any]:
     layers, ranks, slots = solution.phy2log.shape
     return {
@@ -167,12 +182,14 @@ def _document(
         "par_before": solution.par_before,
         "par_after": solution.par_after,
         "par_after_fixed_tables": par_fixed_tables,
+        "par_after_split_even": None if even is None else even.par_after,
         "moves": solution.moves,
         "solve_ms": milliseconds,
         "par_before_per_layer": solution.par_before_L,
         "par_after_per_layer": solution.par_after_L,
         "hottest_before_per_layer": solution.hottest_before_L,
         "hottest_after_per_layer": solution.hottest_after_L,
+        "hottest_after_split_even_per_layer": None if even is None else even.hottest_after_L,
         "moves_per_layer": solution.moves_L,
         "verdicts": [verdict.reason for verdict in solution.verdicts],
     }

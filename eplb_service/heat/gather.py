@@ -24,7 +24,7 @@ _PLACEMENTS_KEPT = 4
 
 
 class HeatSnapshot(NamedTuple):
-    """A copy of a window's counts, cheap to take; ``window`` checks and widens it, on whatever thread has the time.
+    """A copy of a window's counts, cheap to take; ``window`` checks it, on whatever thread has the time.
 
     ``heat_TLE`` is int32 ``[T, L, E]``, ``source_RLE`` float64 ``[R, L, E]`` or ``None``.
     """
@@ -34,7 +34,7 @@ class HeatSnapshot(NamedTuple):
 
     def window(self) -> Window:
         """Heat by logical expert and by source rank."""
-        return Window(self.heat_TLE.astype(np.int64), self.source_RLE)
+        return Window(self.heat_TLE, self.source_RLE)
 
 
 class HeatGatherer:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+Counts = npt.NDArray[np.int32] | npt.NDArray[np.int64] | npt.NDArray[np.float64]
+"""Tokens, whole or fractional; their dimensions stand in the variable's name."""
 
 _MOST_TOKENS = 2.0**53
 """Sums up to here are exact in float64."""
@@ -22,8 +26,8 @@ class Window:
     Parameters
     ----------
     heat_TLE
-        Tokens that each logical expert received in each step, ``[T, L, E]``, any integer or float type; kept as
-        float64 when fractional and int64 otherwise.
+        Tokens that each logical expert received in each step, ``[T, L, E]``, any integer or float type; kept as it
+        is where it is int32, int64 or float64, so it must not change while the window is in use.
     source_RLE
         Tokens of each source rank by logical expert, before dispatch, summed over the window, float64 ``[R, L, E]``;
         ``None`` where the host does not tell. Only each expert's split over the ranks is used.
@@ -31,7 +35,7 @@ class Window:
     Raises ``HeatError`` on a wrong shape, on negative or non-finite values, and on sums past 2**53.
     """
 
-    heat_TLE: npt.NDArray[np.int64] | npt.NDArray[np.float64]
+    heat_TLE: Counts
     source_RLE: npt.NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
@@ -73,11 +77,14 @@ class Window:
             raise HeatError("the window holds no steps")
         episodes = max(1, min(count, self.steps))
         first_steps = np.arange(episodes) * self.steps // episodes
-        return np.add.reduceat(self.heat_TLE, first_steps, axis=0).astype(np.float64)
+        return np.add.reduceat(self.heat_TLE, first_steps, axis=0, dtype=np.float64)
 
 
-def checked_heat(heat_TLE: npt.ArrayLike) -> npt.NDArray[np.int64] | npt.NDArray[np.float64]:
-    """Heat as int64 or float64 ``[T, L, E]``; raises ``HeatError`` naming the first value that cannot be heat."""
+def checked_heat(heat_TLE: npt.ArrayLike) -> Counts:
+    """Heat as int32, int64 or float64 ``[T, L, E]``, copied only where it has another type.
+
+    Raises ``HeatError`` naming the first value that cannot be heat.
+    """
     heat = np.asarray(heat_TLE)
     if heat.ndim != 3 or 0 in heat.shape[1:]:
         raise HeatError(f"heat has the shape [steps, layers, experts], got {list(heat.shape)}")
@@ -94,9 +101,14 @@ def checked_heat(heat_TLE: npt.ArrayLike) -> npt.NDArray[np.int64] | npt.NDArray
     could_overflow = float(most) * heat.shape[0] * heat.shape[2] > _MOST_TOKENS
     if could_overflow and float(heat.sum(axis=(0, 2), dtype=np.float64).max()) > _MOST_TOKENS:
         raise HeatError("heat sums past 2**53 tokens in one layer; no real trace does")
-    whole: npt.NDArray[np.int64] | npt.NDArray[np.float64]
-    whole = heat.astype(np.float64) if heat.dtype.kind == "f" else heat.astype(np.int64)
-    return whole
+    return np.ascontiguousarray(heat) if heat.dtype == np.int32 else widened(heat)
+
+
+def widened(heat: npt.NDArray[Any]) -> npt.NDArray[np.int64] | npt.NDArray[np.float64]:
+    """Heat as float64 when it is of a float type and int64 otherwise, copied only where it has another type."""
+    if heat.dtype.kind == "f":
+        return np.ascontiguousarray(heat, dtype=np.float64)
+    return np.ascontiguousarray(heat, dtype=np.int64)
 
 
 def _bounds(heat: npt.NDArray[np.generic]) -> tuple[float, float]:

@@ -19,7 +19,7 @@ _DEEPSEEK = Search(
     steps=0,
     tables=RULE,
     peaks=False,
-    kicks=0,
+    tries=0,
     seed=0,
 )
 _FEW_CELLS = 20_000
@@ -28,8 +28,9 @@ _FEW_SLOTS = 3
 """Slots a rank up to which swaps and single exchanges soon find no way on."""
 _Z_OF_FEW_SLOTS = 1.5
 """With so few experts a rank's load has no bell curve, and a rank far out on it is no guide."""
-_KICKS = 64
-"""Kicks of a layer with few slots and as many spare copies as experts; fewer spare ones leave less to decide."""
+_TRIES = 400
+"""Of annealing, for each slot of a layer with few slots a rank and as many spare copies as experts; fewer spare ones
+leave less to decide."""
 
 
 def search_for(settings: PlannerSettings, placement: Placement) -> Search:
@@ -51,8 +52,8 @@ def search_for(settings: PlannerSettings, placement: Placement) -> Search:
         patience=1,
         steps=16 * slots if settings.local_search else 0,
         tables=_tables(settings),
-        peaks=settings.local_search and (few or settings.objective == "mean_of_max"),
-        kicks=int(_KICKS * min(spare, 1.0) ** 2) if few and settings.tree_search else 0,
+        peaks=settings.local_search and settings.objective == "mean_of_max",
+        tries=int(_TRIES * slots * min(spare, 1.0)) if few and settings.tree_search else 0,
         seed=settings.seed,
     )
 

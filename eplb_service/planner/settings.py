@@ -48,8 +48,8 @@ class PlannerSettings:
         How fast old episodes may fade, as parts of the window; back-testing chooses for each layer. The first is
         taken where the window is too short to test.
     tree_search
-        Search replica counts together with the placement, by tree in small layers and by kicks where ranks have few
-        slots; off: greedy counts.
+        Search replica counts together with the placement, by tree in small layers and by annealing where ranks have
+        few slots; off: greedy counts.
     local_search
         Improve the placement by swaps and replica exchanges.
     solve_tables
@@ -62,7 +62,7 @@ class PlannerSettings:
         Groups of neighbouring experts, as the router has them, that each stay on one node with all their copies
         (hierarchical placement); ``None`` for experts on any node.
     seed
-        Of every random choice: the kicks of a search.
+        Of every random choice: the annealing of a search.
     threads
         Layers solved at a time; ``None`` for one each CPU. Results do not depend on it.
     budget_ms
@@ -76,7 +76,7 @@ class PlannerSettings:
     par_threshold: float = 1.02
     min_gain: float = 0.01
     max_layers: int | None = None
-    move_price: float = 0.27
+    move_price: float = 0.3
     episodes: int = 64
     objective: str = "mean_std"
     z: float | None = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.heat.window import Window
+from eplb_service.heat.window import Window, widened
 from eplb_service.placement import Int32, Placement, PlacementError, check_log2phy
 from eplb_service.planner.decide import plan
 from eplb_service.planner.plan import Plan
@@ -178,7 +178,7 @@ class Walk:
         assert self._external is not None
         deployed = self._serving.placement
         try:
-            answer = self._external(window.heat_TLE.copy(), deployed.phy2log_LRS.copy())
+            answer = self._external(widened(window.heat_TLE).copy(), deployed.phy2log_LRS.copy())
         except Exception as error:
             words = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise ReplayError(f"policy {self._policy.name} failed ({words})") from error

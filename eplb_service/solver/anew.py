@@ -1,4 +1,4 @@
-"""A layer placed from nothing: counts, placement, search, kicks, tables, and a last touch through the tables."""
+"""A layer placed from nothing: counts, placement, search, annealing, tables, and a last touch through the tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from eplb_service.solver.annealing import anneal
 from eplb_service.solver.arrays import Int32
 from eplb_service.solver.candidates import Candidate, cheaper, touched_up, with_tables
 from eplb_service.solver.jit import kernel
-from eplb_service.solver.kicks import kicked
+from eplb_service.solver.packing import even_shares
+from eplb_service.solver.peak_search import peak_search
 from eplb_service.solver.problem import SOLVED, Deployed, Heat, Search
 from eplb_service.solver.relabel import match_ranks
 from eplb_service.solver.risk_search import risk_search
@@ -30,56 +31,42 @@ def anew(heat: Heat, deployed: Deployed, search: Search) -> Candidate:
         found_KRS, _ = risk_search(
             packing, heat.demand, nowhere_ER, search.z, np.zeros(1), search.patience, search.steps
         )
-        best = cheaper(best, served(found_KRS[0], heat, deployed, search), search.price)
+        placed_RS = found_KRS[0]
         if search.peaks:
-            # Better under even shares, but tables may suit the other one more: both are tried.
-            kicked_RS = _kicked(found_KRS[0], heat, search, search.kicks, search.seed)
-            best = cheaper(best, served(kicked_RS, heat, deployed, search), search.price)
+            share_RS = even_shares(placed_RS, copies_E.shape[0])
+            peak_search(placed_RS, share_RS, heat.scaled_EN, heat.share_N, _PATIENCE_ON_PEAKS, search.steps)
+        if search.tries > 0:
+            placed_RS, _ = anneal(
+                placed_RS, heat.scaled_EN, heat.share_N, search.tries // best_KE.shape[0], search.seed
+            )
+        best = cheaper(best, served(placed_RS, heat, deployed, search), search.price)
     if search.tables == SOLVED and search.groups > 0:
-        rounds = _TABLE_WORK // (ranks * slots) if search.kicks > 0 else 0
+        rounds = _TABLE_WORK // (ranks * slots) if search.tries > 0 else 0
         best = kicked_through_tables(best, heat, deployed, search, rounds, search.seed)
     return best
 
 
 _TABLE_WORK = 24_000
 """Slots that kicks through tables may look through in a small layer."""
+_PATIENCE_ON_PEAKS = 4
+"""Ranks that the search on the peaks tries before it ends: each is the hottest in some episodes only."""
 
 
 @kernel
 def polished(
     candidate: Candidate, heat: Heat, deployed: Deployed, search: Search, rounds: int, seed: int
 ) -> Candidate:
-    """The candidate after so many kicks and as many stretches of annealing more, where they win."""
-    found_RS = _kicked(candidate.phy2log_RS, heat, search, rounds, seed)
-    found_RS, _ = anneal(found_RS, heat.scaled_EN, heat.share_N, rounds * _TRIES_A_ROUND, seed)
+    """The candidate after annealing, and as many kicks through tables, where they win."""
+    tries = rounds * _TRIES_A_ROUND
+    found_RS, _ = anneal(candidate.phy2log_RS, heat.scaled_EN, heat.share_N, tries, seed)
     best = cheaper(candidate, served(found_RS, heat, deployed, search), search.price)
     if search.tables == SOLVED:
         best = kicked_through_tables(best, heat, deployed, search, rounds, seed)
     return best
 
 
-_TRIES_A_ROUND = 2000
-"""Tries of annealing for each kick: about as much time again."""
-
-
-@kernel
-def _kicked(phy2log_RS: Int32, heat: Heat, search: Search, rounds: int, seed: int) -> Int32:
-    found_RS, _ = kicked(
-        phy2log_RS,
-        heat.demand,
-        heat.scaled_EN,
-        heat.share_N,
-        search.z,
-        max(search.patience, _PATIENCE_WITH_PEAKS),
-        search.steps,
-        rounds,
-        seed,
-    )
-    return found_RS
-
-
-_PATIENCE_WITH_PEAKS = 4
-"""Ranks that the search on the peaks tries before it ends: each is the hottest in some episodes only."""
+_TRIES_A_ROUND = 4000
+"""Tries of annealing for each kick: about as much time."""
 
 
 @kernel

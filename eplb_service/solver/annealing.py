@@ -1,8 +1,8 @@
-"""Simulated annealing of a placement on the realised ratio: what a budget buys.
+"""Simulated annealing of a placement on the realised ratio: how copies and ranks are found where slots are few.
 
 With two or three slots a rank everything hangs on how many copies each expert has and on who is paired with whom;
 swaps and exchanges that each must win soon find no way on. Annealing takes many cheap random steps instead, at first
-also some that lose a little.
+also some that lose a little. A budget buys more of them.
 """
 
 from __future__ import annotations
@@ -11,19 +11,34 @@ import math
 
 import numpy as np
 
-from eplb_service.solver.arrays import Bool, Float32, Int32
+from eplb_service.solver.arrays import Float32, Int32, UInt64
 from eplb_service.solver.chance import draw
-from eplb_service.solver.episode_loads import loads_in_episodes
-from eplb_service.solver.jit import kernel
-from eplb_service.solver.packing import copies_of, even_shares
-from eplb_service.solver.problem import homes
+from eplb_service.solver.jit import kernel, part
+from eplb_service.solver.peaks import mean_peak, peak_of_changed, peak_of_two
+from eplb_service.solver.walk import (
+    Try,
+    may_pass,
+    may_swap,
+    passed_loads,
+    set_out,
+    share_of,
+    step,
+    sum_anew,
+    swapped_loads,
+)
 
-_HOTTEST, _COLDEST = 2e-3, 2e-6
+_HOTTEST, _COLDEST = 1e-3, 1e-5
 """Temperatures at the first and the last try, in peak-to-average ratio."""
 _REFRESH = 512
 """Steps taken after which rank loads are summed anew, so that rounding does not pile up."""
 _LOOK = 8
-"""Tries between two looks for a hot rank."""
+"""Tries at the same episode's hottest rank, one after the other."""
+_GUIDED = 95
+"""Of 100 tries those that must relieve that rank; the others may be anything."""
+_SWAPS = 68
+"""Of 100 tries those that swap; the others pass a copy on."""
+_HOPELESS = 12
+"""Temperatures of loss that are never taken."""
 _FINE = 1 << 24
 """Steps into which a random fraction is cut."""
 
@@ -49,161 +64,78 @@ def anneal(
     ----------
     S. Kirkpatrick, C. D. Gelatt, M. P. Vecchi, *Optimization by Simulated Annealing*, 1983.
     """
-    ranks, slots = phy2log_RS.shape
-    experts, episodes = scaled_EN.shape
+    ranks = phy2log_RS.shape[0]
+    if share_N.sum() <= 0:
+        return phy2log_RS.copy(), 1.0
+    walk = set_out(phy2log_RS, scaled_EN)
+    here_RS, copies_E, holds_ER, holder_EK, peaks, rank_K, changed_R1, changed_RN = walk
+    load_RN, load_NR, rank_KN, peak_KN = peaks
+    now = mean_peak(peak_KN, share_N)
+    best_RS, best = phy2log_RS.copy(), now
     state_1 = np.full(1, np.uint64(seed), dtype=np.uint64)
-    here_RS = phy2log_RS.copy()
-    copies_E = copies_of(here_RS, experts)
-    holds_ER = homes(here_RS, experts)
-    load_RN = loads_in_episodes(here_RS, even_shares(here_RS, experts), scaled_EN)
-    changed_RN = np.empty_like(load_RN)
-    touched_R = np.zeros(ranks, dtype=np.bool_)
-    now = _mean_peak(load_RN, share_N)
-    best_RS, best = here_RS.copy(), now
     taken = 0
-    hot, temperature = 0, _HOTTEST
-    for k in range(tries if ranks > 1 and share_N.sum() > 0 else 0):
+    episode, temperature = 0, _HOTTEST
+    for k in range(tries if ranks > 1 else 0):
         if k % _LOOK == 0:
-            hot = _hottest(load_RN, draw(state_1, episodes))
+            episode = draw(state_1, share_N.shape[0])
             temperature = _HOTTEST * (_COLDEST / _HOTTEST) ** (k / tries)
-        limit = now - temperature * math.log((1 + draw(state_1, _FINE)) / _FINE)
-        rank = hot if draw(state_1, 4) > 0 else draw(state_1, ranks)
-        slot, other, place = draw(state_1, slots), draw(state_1, ranks), draw(state_1, slots)
-        mine, theirs = here_RS[rank, slot], here_RS[other, place]
-        if other == rank or holds_ER[mine, other]:
-            continue
-        touched_R[:] = False
-        swaps = draw(state_1, 2) == 0
-        if swaps:
-            if holds_ER[theirs, rank]:
+        attempt = _drawn(here_RS, load_NR, rank_KN, episode, state_1)
+        count = 0
+        if attempt.swaps:
+            if not may_swap(load_NR, scaled_EN, copies_E, holds_ER, attempt):
                 continue
-            _swap_loads(load_RN, changed_RN, scaled_EN, copies_E, rank, mine, other, theirs)
-            touched_R[rank] = touched_R[other] = True
+            found = peak_of_two(
+                load_RN,
+                rank_KN,
+                peak_KN,
+                share_N,
+                attempt.rank,
+                attempt.other,
+                share_of(copies_E[attempt.mine]),
+                scaled_EN[attempt.mine],
+                share_of(copies_E[attempt.theirs]),
+                scaled_EN[attempt.theirs],
+            )
         else:
-            if copies_E[theirs] == 1:
+            if not may_pass(load_NR, scaled_EN, copies_E, holds_ER, holder_EK, attempt):
                 continue
-            _pass_loads(load_RN, changed_RN, touched_R, scaled_EN, copies_E, holds_ER, other, theirs, mine)
-        found = _peak_after(load_RN, changed_RN, touched_R, share_N, limit)
-        if found > limit:
-            continue
-        for r in range(ranks):
-            if touched_R[r]:
-                load_RN[r] = changed_RN[r]
-        if swaps:
-            here_RS[rank, slot] = theirs
-            holds_ER[mine, rank], holds_ER[theirs, rank] = False, True
-        else:
-            copies_E[mine] += 1
-            copies_E[theirs] -= 1
-        here_RS[other, place] = mine
-        holds_ER[mine, other], holds_ER[theirs, other] = True, False
-        now = found
-        taken += 1
-        if taken % _REFRESH == 0:
-            load_RN = loads_in_episodes(here_RS, even_shares(here_RS, experts), scaled_EN)
-            now = _mean_peak(load_RN, share_N)
+            count = passed_loads(
+                load_RN, scaled_EN, copies_E, holds_ER, holder_EK, attempt, rank_K, changed_R1, changed_RN
+            )
+            found = peak_of_changed(load_NR, rank_KN, peak_KN, share_N, rank_K, count, changed_R1, changed_RN)
+        if found <= now or found <= now + _bearable(temperature, state_1):
+            if attempt.swaps:
+                count = swapped_loads(load_RN, scaled_EN, copies_E, attempt, rank_K, changed_R1, changed_RN)
+            step(walk, attempt, count)
+            now = found
+            taken += 1
+        for j in range(count):
+            changed_R1[rank_K[j]] = False
+        if taken == _REFRESH:
+            sum_anew(walk, scaled_EN)
+            now = mean_peak(peak_KN, share_N)
+            taken = 0
         if now < best:
             best = now
             best_RS[:] = here_RS
     return best_RS, best
 
 
-@kernel
-def _hottest(load_RN: Float32, episode: int) -> int:
-    """The hottest rank of one episode."""
-    hot = 0
-    for r in range(load_RN.shape[0]):
-        if load_RN[r, episode] > load_RN[hot, episode]:
-            hot = r
-    return hot
+@part
+def _drawn(here_RS: Int32, load_NR: Float32, rank_KN: Int32, episode: int, state_1: UInt64) -> Try:
+    """A random change, most often one of the hottest rank of an episode and of the cooler of two others."""
+    ranks, slots = here_RS.shape
+    guided, swaps = draw(state_1, 100) < _GUIDED, draw(state_1, 100) < _SWAPS
+    rank = np.int64(rank_KN[0, episode]) if guided else draw(state_1, ranks)
+    other, another = draw(state_1, ranks), draw(state_1, ranks)
+    if load_NR[episode, another] < load_NR[episode, other]:
+        other = another
+    slot, place = draw(state_1, slots), draw(state_1, slots)
+    mine, theirs = here_RS[rank, slot], here_RS[other, place]
+    return Try(rank, slot, other, place, mine, theirs, swaps, episode if guided else -1)
 
 
-@kernel
-def _mean_peak(load_RN: Float32, share_N: Float32) -> float:
-    """Mean of the episodes' peaks; 1.0 where there are no tokens."""
-    peak_N = np.zeros(share_N.shape[0], dtype=np.float32)
-    for r in range(load_RN.shape[0]):
-        for n in range(peak_N.shape[0]):
-            peak_N[n] = max(peak_N[n], load_RN[r, n])
-    total = 0.0
-    weights = 0.0
-    for n in range(peak_N.shape[0]):
-        total += share_N[n] * peak_N[n]
-        weights += share_N[n]
-    return total if weights > 0 else 1.0
-
-
-@kernel
-def _swap_loads(
-    load_RN: Float32,
-    changed_RN: Float32,
-    scaled_EN: Float32,
-    copies_E: Int32,
-    rank: int,
-    mine: int,
-    other: int,
-    theirs: int,
-) -> None:
-    """Loads of two ranks once ``mine`` and ``theirs`` have changed places."""
-    mine_share = np.float32(1.0) / np.float32(copies_E[mine])
-    their_share = np.float32(1.0) / np.float32(copies_E[theirs])
-    for n in range(scaled_EN.shape[1]):
-        more = their_share * scaled_EN[theirs, n] - mine_share * scaled_EN[mine, n]
-        changed_RN[rank, n] = load_RN[rank, n] + more
-        changed_RN[other, n] = load_RN[other, n] - more
-
-
-@kernel
-def _pass_loads(
-    load_RN: Float32,
-    changed_RN: Float32,
-    touched_R: Bool,
-    scaled_EN: Float32,
-    copies_E: Int32,
-    holds_ER: Bool,
-    rank: int,
-    loser: int,
-    gainer: int,
-) -> None:
-    """Loads of all ranks that hold either expert once the copy of ``loser`` on ``rank`` is one of ``gainer``."""
-    gained = np.float32(1.0) / np.float32(copies_E[gainer] + 1)
-    less = gained - np.float32(1.0) / np.float32(copies_E[gainer])
-    lost = np.float32(1.0) / np.float32(copies_E[loser])
-    more = np.float32(1.0) / np.float32(copies_E[loser] - 1) - lost
-    for r in range(load_RN.shape[0]):
-        of_gainer = less if holds_ER[gainer, r] else np.float32(0.0)
-        of_loser = more if holds_ER[loser, r] else np.float32(0.0)
-        if r == rank:
-            of_gainer, of_loser = gained, -lost
-        if of_gainer == 0 and of_loser == 0:
-            continue
-        touched_R[r] = True
-        for n in range(scaled_EN.shape[1]):
-            changed_RN[r, n] = (
-                load_RN[r, n] + of_gainer * scaled_EN[gainer, n] + of_loser * scaled_EN[loser, n]
-            )
-
-
-@kernel
-def _peak_after(
-    load_RN: Float32, changed_RN: Float32, touched_R: Bool, share_N: Float32, limit: float
-) -> float:
-    """Mean of the episodes' peaks with the touched ranks' loads changed; stops where these alone are past ``limit``."""
-    peak_N = np.zeros(share_N.shape[0], dtype=np.float32)
-    for r in range(touched_R.shape[0]):
-        if touched_R[r]:
-            for n in range(peak_N.shape[0]):
-                peak_N[n] = max(peak_N[n], changed_RN[r, n])
-    total = np.float32(0.0)
-    for n in range(peak_N.shape[0]):
-        total += share_N[n] * peak_N[n]
-    if total > limit:
-        return float(total)
-    for r in range(touched_R.shape[0]):
-        if not touched_R[r]:
-            for n in range(peak_N.shape[0]):
-                peak_N[n] = max(peak_N[n], load_RN[r, n])
-    total = np.float32(0.0)
-    for n in range(peak_N.shape[0]):
-        total += share_N[n] * peak_N[n]
-    return float(total)
+@part
+def _bearable(temperature: float, state_1: UInt64) -> float:
+    """A loss that is taken at this temperature, drawn as Metropolis did."""
+    return min(-math.log((1 + draw(state_1, _FINE)) / _FINE), float(_HOPELESS)) * temperature

@@ -24,7 +24,7 @@ from eplb_service.solver.candidates import (
 from eplb_service.solver.problem import SOLVED, STEADY, Deployed, Search
 from eplb_service.solver.recency import Forecast, Halves, leaning
 
-PRICE_LADDER = np.array([16.0, 4.0, 1.0])
+PRICE_LADDER = np.array([32.0, 16.0, 8.0, 4.0, 2.0, 1.0])
 """Prices of a move that the local search tries, as multiples of the true one; most frugal first."""
 
 

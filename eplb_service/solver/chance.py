@@ -10,7 +10,7 @@ from eplb_service.solver.jit import kernel
 
 @kernel
 def draw(state_1: UInt64, below: int) -> int:
-    """The next number from 0 to ``below - 1``; ``state_1`` (uint64 ``[1]``) moves on.
+    """The next number from 0 to ``below - 1``, at most 2**32 - 1; ``state_1`` (uint64 ``[1]``) moves on.
 
     References
     ----------
@@ -21,6 +21,6 @@ def draw(state_1: UInt64, below: int) -> int:
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed ^= mixed >> np.uint64(31)
-    # An unsigned number among signed ones would make numba count in floats.
-    drawn: int = np.int64(mixed % np.uint64(below))
+    # The upper half, as a fraction of ``below``: no division. Signed, or numba would go on counting in floats.
+    drawn: int = np.int64(((mixed >> np.uint64(32)) * np.uint64(below)) >> np.uint64(32))
     return drawn

@@ -75,7 +75,7 @@ def solve_many(
     def solve(layer: int) -> Answer | SolverError:
         if time.monotonic() >= deadline:
             return OutOfTimeError(f"the budget of {budget_ms:g} ms was spent")
-        # Not all layers are kicked alike, and how one is does not depend on which others are looked into.
+        # No two layers draw alike, and what one draws does not depend on which others are looked into.
         mine = search._replace(seed=search.seed + crc32(heat_LNE[layer]))
         asked = heat_LNE[layer], deployed(layer), mine, half_life_H, min_gain, bool(unplaced_L[layer])
         try:

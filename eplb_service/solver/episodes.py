@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.solver.arrays import Float64, Int64
+from eplb_service.solver.arrays import Float64, Int32, Int64
 from eplb_service.solver.jit import kernel
 
 
 @kernel
-def sum_episodes(heat_TLE: Float64 | Int64, episodes: int) -> Float64:
+def sum_episodes(heat_TLE: Float64 | Int64 | Int32, episodes: int) -> Float64:
     """Sum consecutive steps into ``episodes`` (at most one each step) of nearly equal length, float64 ``[N, L, E]``."""
     steps, layers, experts = heat_TLE.shape
     heat_NLE = np.zeros((episodes, layers, experts))

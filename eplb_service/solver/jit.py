@@ -22,9 +22,18 @@ _FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 
 def kernel(function: Function) -> Function:
     """Compile ``function`` on first use; it runs on one thread and lets others run Python meanwhile."""
+    return _compiled(function, {})
+
+
+def part(function: Function) -> Function:
+    """A kernel that becomes part of those that call it: what takes 50 ns must not spend 50 more on being called."""
+    return _compiled(function, {"forceinline": True})
+
+
+def _compiled(function: Function, more: dict[str, Any]) -> Function:
     if getattr(numba.config, "DISABLE_JIT", False):
         return function
-    options: dict[str, Any] = {"nogil": True, "fastmath": _FASTMATH, "error_model": "numpy"}
+    options: dict[str, Any] = {"nogil": True, "fastmath": _FASTMATH, "error_model": "numpy", **more}
     try:
         dispatcher: Any = numba.njit(cache=True, **options)(function)
     except RuntimeError:

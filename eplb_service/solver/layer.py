@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from eplb_service.solver.anew import anew
-from eplb_service.solver.arrays import Float64
-from eplb_service.solver.back_test import Course, back_test
+from eplb_service.solver.arrays import Float64, Int32
+from eplb_service.solver.back_test import PRICE_LADDER, Course, back_test
 from eplb_service.solver.candidates import (
     FRESH,
     KEEP,
@@ -106,6 +106,17 @@ def solve_layer(
     return answer(found._replace(par=par_on(found, seen, deployed, search.tables)), taken)
 
 
+def _improved(course: Course, heat: Heat, deployed: Deployed, search: Search) -> Int32:
+    """The local search at the price recommended; where so dear a move wins nothing here, at the next lower ones."""
+    price_K = search.price * PRICE_LADDER
+    found_KRS = improved(heat, deployed, search, price_K[price_K <= course.price * (1 + 1e-9)])
+    found_RS: Int32
+    for found_RS in found_KRS:
+        if not np.array_equal(found_RS, deployed.phy2log_RS):
+            return found_RS
+    return deployed.phy2log_RS
+
+
 def _best(
     course: Course, heat: Heat, now: Candidate, deployed: Deployed, search: Search, min_gain: float
 ) -> tuple[Candidate, int]:
@@ -118,7 +129,7 @@ def _best(
         else:
             found_RS = deployed.phy2log_RS
             if kind == LOCAL:
-                found_RS = improved(heat, deployed, search, np.full(1, course.price))[0]
+                found_RS = _improved(course, heat, deployed, search)
             found = with_tables(found_RS, heat, deployed, search.z, course.tables)
         if found.par + search.price * found.moves < cost:
             best, taken, cost = found, kind, found.par + search.price * found.moves

@@ -1,8 +1,7 @@
 """Local search on the realised ratio itself: the hottest rank of each episode, averaged (mean of max).
 
-Slower than the search on mean + z*std and a little better on the window seen: its second stage. For each episode the
-three hottest ranks are kept, so the hottest of all but two ranks is known at once, and a swap costs one pass over the
-episodes of its two ranks.
+Slower than the search on mean + z*std and a little better on the window seen: its second stage. The hottest ranks of
+each episode are kept at hand, so a swap costs one pass over the episodes of its two ranks.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from eplb_service.solver.arrays import Bool, Float32, Int32
 from eplb_service.solver.episode_loads import loads_in_episodes
 from eplb_service.solver.jit import kernel
 from eplb_service.solver.objective import SMALLEST_GAIN
-
-_TOP = 3
+from eplb_service.solver.peaks import Peaks, mean_peak, peaks_of, take
 
 
 @kernel
@@ -39,15 +37,16 @@ def peak_search(
     ranks = phy2log_RS.shape[0]
     if share_N.sum() <= 0:
         return 1.0
-    load_RN = loads_in_episodes(phy2log_RS, share_RS, scaled_EN)
+    peaks = peaks_of(loads_in_episodes(phy2log_RS, share_RS, scaled_EN))
+    peak = mean_peak(peaks.peak_KN, share_N)
     stuck_R = np.zeros(ranks, dtype=np.bool_)
     stuck = 0
-    top_KN = _hottest(load_RN)
-    peak = _mean_peak(load_RN, top_KN, share_N)
+    changed_R1 = np.zeros(ranks + 1, dtype=np.bool_)
+    changed_RN = np.empty_like(peaks.load_RN)
     for _ in range(most_steps):
-        hot = _most_often_hottest(top_KN, share_N, stuck_R)
+        hot = _most_often_hottest(peaks.rank_KN[0], share_N, stuck_R)
         slot, rank, other, found = _best_peak_swap(
-            phy2log_RS, share_RS, scaled_EN, share_N, load_RN, top_KN, hot, peak - SMALLEST_GAIN
+            phy2log_RS, share_RS, scaled_EN, share_N, peaks, hot, peak - SMALLEST_GAIN
         )
         if slot < 0:
             stuck_R[hot] = True
@@ -55,45 +54,23 @@ def peak_search(
             if stuck == min(patience, ranks):
                 break
             continue
-        _swap_slots(phy2log_RS, share_RS, scaled_EN, load_RN, hot, slot, rank, other)
+        rank_K = np.array([hot, rank], dtype=np.int32)
+        changed_R1[rank_K] = True
+        _swap_slots(phy2log_RS, share_RS, scaled_EN, peaks.load_RN, changed_RN, hot, slot, rank, other)
+        take(peaks, rank_K, 2, changed_R1, changed_RN)
+        changed_R1[rank_K] = False
         stuck_R[:] = False
         stuck = 0
-        top_KN = _hottest(load_RN)
         peak = found
     return peak
 
 
 @kernel
-def _hottest(load_RN: Float32) -> Int32:
-    """The three hottest ranks of each episode, hottest first, int32 ``[3, N]``; -1 where there are fewer ranks."""
-    ranks, episodes = load_RN.shape
-    top_KN = np.full((_TOP, episodes), -1, dtype=np.int32)
-    for n in range(episodes):
-        for r in range(ranks):
-            at = _TOP
-            while at > 0 and (top_KN[at - 1, n] < 0 or load_RN[r, n] > load_RN[top_KN[at - 1, n], n]):
-                at -= 1
-            for k in range(_TOP - 1, at, -1):
-                top_KN[k, n] = top_KN[k - 1, n]
-            if at < _TOP:
-                top_KN[at, n] = r
-    return top_KN
-
-
-@kernel
-def _mean_peak(load_RN: Float32, top_KN: Int32, share_N: Float32) -> float:
-    total = 0.0
-    for n in range(share_N.shape[0]):
-        total += share_N[n] * load_RN[top_KN[0, n], n]
-    return total
-
-
-@kernel
-def _most_often_hottest(top_KN: Int32, share_N: Float32, stuck_R: Bool) -> int:
+def _most_often_hottest(hottest_N: Int32, share_N: Float32, stuck_R: Bool) -> int:
     """Of the ranks that are not stuck the one that is hottest in the weightiest episodes."""
     weight_R = np.zeros(stuck_R.shape[0], dtype=np.float32)
     for n in range(share_N.shape[0]):
-        weight_R[top_KN[0, n]] += share_N[n]
+        weight_R[hottest_N[n]] += share_N[n]
     hot = -1
     for r in range(stuck_R.shape[0]):
         if not stuck_R[r] and (hot < 0 or weight_R[r] > weight_R[hot]):
@@ -107,14 +84,14 @@ def _best_peak_swap(
     share_RS: Float32,
     scaled_EN: Float32,
     share_N: Float32,
-    load_RN: Float32,
-    top_KN: Int32,
+    peaks: Peaks,
     hot: int,
     bound: float,
 ) -> tuple[int, int, int, float]:
     """Slot of ``hot``, other rank, its slot and the mean peak of the swap that lowers it most, below ``bound``."""
     ranks, slots = phy2log_RS.shape
     episodes = share_N.shape[0]
+    load_RN, _, rank_KN, peak_KN = peaks
     rest_N = np.empty(episodes, dtype=np.float32)
     lowest = np.float32(bound)
     found = (-1, -1, -1)
@@ -126,10 +103,9 @@ def _best_peak_swap(
         least = np.float32(0.0)
         for n in range(episodes):
             k = 0
-            while k < _TOP and (top_KN[k, n] == hot or top_KN[k, n] == r):
+            while rank_KN[k, n] == hot or rank_KN[k, n] == r:
                 k += 1
-            outside = k < _TOP and top_KN[k, n] >= 0
-            rest_N[n] = load_RN[top_KN[k, n], n] if outside else np.float32(0.0)
+            rest_N[n] = peak_KN[k, n]
             # Whatever the two share, one of them carries at least half of what both have.
             half = np.float32(0.5) * (here_N[n] + there_N[n])
             least += share_N[n] * max(rest_N[n], half)
@@ -167,17 +143,18 @@ def _swap_slots(
     share_RS: Float32,
     scaled_EN: Float32,
     load_RN: Float32,
+    changed_RN: Float32,
     hot: int,
     slot: int,
     rank: int,
     other: int,
 ) -> None:
-    """Swap two slots' experts with their shares, and bring both ranks' loads up to date."""
+    """Swap two slots' experts with their shares, and note both ranks' loads after it."""
     out, come = phy2log_RS[hot, slot], phy2log_RS[rank, other]
     out_share, come_share = share_RS[hot, slot], share_RS[rank, other]
     for n in range(scaled_EN.shape[1]):
         more = come_share * scaled_EN[come, n] - out_share * scaled_EN[out, n]
-        load_RN[hot, n] += more
-        load_RN[rank, n] -= more
+        changed_RN[hot, n] = load_RN[hot, n] + more
+        changed_RN[rank, n] = load_RN[rank, n] - more
     phy2log_RS[hot, slot], phy2log_RS[rank, other] = come, out
     share_RS[hot, slot], share_RS[rank, other] = come_share, out_share

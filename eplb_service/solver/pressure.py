@@ -16,8 +16,9 @@ from eplb_service.solver.jit import kernel
 from eplb_service.solver.objective import risk
 from eplb_service.solver.packing import Packing
 
-_BELOW_MEAN = 3.0
-"""The base lies this many times as far below the mean risk as the peak lies above it."""
+_BELOW_MEAN = 12.0
+"""The base lies this many times as far below the mean risk as the peak lies above it. The farther, the more the ranks
+behind the hottest count, and the better what little is moved holds where heat drifts."""
 
 
 class Pressure(NamedTuple):

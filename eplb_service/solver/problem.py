@@ -38,10 +38,10 @@ class Search(NamedTuple):
     """``EVEN``, ``RULE`` or ``SOLVED``."""
     peaks: bool
     """Search on the mean of the episodes' peaks after the search on mean + z*std."""
-    kicks: int
-    """Random kicks of a placement made anew; only with ``peaks``."""
+    tries: int
+    """Of annealing a placement made anew; 0 for none."""
     seed: int
-    """Of the kicks."""
+    """Of all that is random."""
 
 
 class Deployed(NamedTuple):

@@ -33,7 +33,7 @@ def warm_up(threads: int | None = None) -> None:
         steps=10,
         tables=SOLVED,
         peaks=True,
-        kicks=1,
+        tries=10,
         seed=0,
     )
     two_nodes = np.array([0, 0, 1, 1], dtype=np.int32)
@@ -59,6 +59,7 @@ def warm_up(threads: int | None = None) -> None:
     loads_of_ranks(whole_TLE, placement.phy2log_LRS.copy(), np.ones((2, 8)))
     loads_of_ranks(sum_episodes(whole_TLE, 1), placement.phy2log_LRS.copy(), np.ones((2, 8)))
     sum_episodes(whole_TLE.astype(np.float64), 1)
+    sum_episodes(whole_TLE.astype(np.int32), 1)
     deployed_RS = np.array(placement.phy2log_LRS[0])
     choose_senders(deployed_RS, deployed_RS[::-1].copy(), np.zeros(4, dtype=np.int32))
     table_RE = np.array(tables_LGE[0])

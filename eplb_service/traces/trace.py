@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.heat.numpy_file import Array
-from eplb_service.heat.window import HeatError, checked_heat
+from eplb_service.heat.window import Counts, HeatError, checked_heat
 
-Heat = npt.NDArray[np.int64] | npt.NDArray[np.float64]
-"""int64 or float64 heat; its dimensions stand in the variable's name."""
+Heat = Counts
+"""int32, int64 or float64 heat; its dimensions stand in the variable's name."""
 Int64 = npt.NDArray[np.int64]
 """An int64 array; its dimensions stand in the variable's name."""
 Float64 = npt.NDArray[np.float64]

@@ -13,6 +13,7 @@ from eplb_service.heat.placement_file import read_placement
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.placement import check_log2phy
 from eplb_service.planner.scoring import par, rank_loads
+from tests.solver.layers_of import KNOWN_EXAMPLE
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 16, 4, 5
 
@@ -60,6 +61,21 @@ def test_table_names_the_result_and_the_file(tmp_path, trace, capsys):
     assert "PAR before" in printed
     assert str(out) in printed
     assert read_placement(out, EXPERTS, RANKS).slots == SLOTS
+
+
+def test_the_known_example_is_solved_for_tables_and_for_an_even_split(tmp_path, capsys):
+    heat = tmp_path / "heat.npz"
+    np.savez(heat, heat=KNOWN_EXAMPLE[None, None, :])
+    asked = ("--heat", heat, "--ranks", 8, "--slots", 2, "--out", tmp_path / "placement.npz")
+    code, printed, _ = solve(capsys, *asked)
+    assert code == 0
+    assert "200.00" in printed
+    assert "--split even reaches PAR 1.085, hottest rank 196.67." in printed
+    _, printed, _ = solve(capsys, *asked, "--split", "even")
+    assert "196.67" in printed
+    assert "200.00" not in printed
+    _, printed, _ = solve(capsys, *asked, "--split", "even", "--json")
+    assert json.loads(printed)["par_after_split_even"] is None
 
 
 def test_from_its_own_result_nothing_moves(tmp_path, trace, capsys):

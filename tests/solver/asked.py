@@ -22,7 +22,7 @@ SEARCH = Search(
     steps=500,
     tables=SOLVED,
     peaks=False,
-    kicks=0,
+    tries=0,
     seed=0,
 )
 

@@ -28,7 +28,7 @@ def install() -> None:
     sys.meta_path.insert(0, _Rewriter())
     from eplb_service.solver import jit
 
-    jit.kernel = lambda function: function
+    jit.kernel = jit.part = lambda function: function
     # Compiled arithmetic overflows and divides by zero without a word.
     warnings.simplefilter("ignore", RuntimeWarning)
     honest_empty = np.empty

@@ -70,7 +70,7 @@ def test_the_course_is_the_cheapest_of_all(
     splits = (STEADY, SOLVED) if tables == SOLVED else (tables,)
     rungs = (
         [(TABLES, 0)]
-        + ([(LOCAL, rung) for rung in range(3)] if steps else [])
+        + ([(LOCAL, rung) for rung in range(len(PRICE_LADDER))] if steps else [])
         + ([(FRESH, 0)] if fresh else [])
     )
     courses = [(kind, rung, split) for kind, rung in rungs for split in splits]

@@ -10,7 +10,7 @@ from tests.solver.slow.heat import even_shares, rank_risks
 def scale_of(risk_R):
     """Base and span of the pressures at these risks."""
     mean, peak = risk_R.mean(), risk_R.max()
-    base = mean - 3 * (peak - mean)
+    base = mean - 12 * (peak - mean)
     return base, max(peak - base, 1e-6)
 
 
