@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from tests.swap.test_lanes import RANKS, exchange_experts
+from tests.swap.carried import RANKS
+from tests.swap.test_lanes import exchange_experts
 from worker_agent.swap.lane.backend import Backend, choose_backend
 from worker_agent.swap.lane.lanes import Lanes
 
