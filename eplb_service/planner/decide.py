@@ -54,16 +54,19 @@ def plan(
         raise HeatError("the window holds no steps")
     episodes = min(settings.episodes, window.steps)
     heat_NLE = sum_episodes(window.heat_TLE, episodes)
-    seen_L = par(split_loads(heat_NLE, placement, log2phy_RLE, window.source_RLE, settings.split))
-    floor_L = noise_floor(heat_NLE, placement.ranks)
-    settled_L = settled_par(heat_NLE, placement) if settings.warm else floor_L
+    loads_NLR = split_loads(heat_NLE, placement, log2phy_RLE, window.source_RLE, settings.split)
+    seen_L = par(loads_NLR)
+    drawn_L = noise_floor(heat_NLE, placement.ranks)
+    settled_L = settled_par(heat_NLE, loads_NLR, placement) if episodes > 1 else drawn_L
+    # Real routers' choices are not independent draws: what was measured may lie below what is computed for those.
+    floor_L = np.minimum(drawn_L, settled_L)
     groups, why_ungrouped = groups_on_nodes(settings, placement, topology)
     steps, expert_bytes = window.steps / episodes, topology.bytes_per_expert
     judge = Judge(seen_L, floor_L, settled_L, steps, expert_bytes, settings, why_ungrouped)
     if settings.policy == "none":
         none = (judge.kept(layer, "kept: the policy is none") for layer in range(window.layers))
         return Plan((), tuple(none))
-    picked = cherry_pick(seen_L, np.maximum(floor_L, settled_L), settings)
+    picked = cherry_pick(seen_L, settled_L if settings.warm else np.ones(window.layers), settings)
     answers = ask(window, heat_NLE, placement, log2phy_RLE, topology, settings, picked, groups)
     plans: list[LayerPlan] = []
     told: dict[int, LayerVerdict] = {}
