@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.solver.closed_loop import DEFAULT, Entrant, generated_courses, loops
-from benchmarks.solver.contest import OURS, Contest, first_scene
+from benchmarks.solver.contest import OURS, Contest, first_scene, generated_scene
+from benchmarks.solver.decision import Scene
 from benchmarks.solver.heat_kinds import KINDS, Shape
 from benchmarks.solver.scoring import even_par
 from eplb_service.replay.policy import ABLATIONS
 
+SMALL: Mapping[str, Shape] = {"small_layers": (8, 32, 8, 5), "two_slots": (2, 256, 256, 2)}
+"""Shapes where replica counts are searched together with the placement: by tree, and by annealing."""
 SPREAD = 0.3
 """Log-sd of the split over source ranks: tables are worth nothing where all ranks are alike."""
 
@@ -18,6 +21,10 @@ SPREAD = 0.3
 def ablation(contest: Contest, shape: Shape, windows: int, seed: int) -> Iterator[dict[str, Any]]:
     """A row for each kind and idea: placed from nothing, then in the closed loop."""
     taking_part = [DEFAULT, *_without_one()]
+    small = {
+        kind: {name: generated_scene(kind, shape, 1, seed)[0] for name, shape in SMALL.items()}
+        for kind in KINDS
+    }
     for course in generated_courses(KINDS, shape, windows, seed, SPREAD):
         scene = first_scene(course.heat(0), course.ranks, course.slots)
         rows = {row["policy"]: row for row in loops(contest, [course], taking_part)}
@@ -30,7 +37,17 @@ def ablation(contest: Contest, shape: Shape, windows: int, seed: int) -> Iterato
                     "in_sample": float(even_par(scene.heat_TLE, anew.placement_LRS).mean()),
                     "next_window": float(even_par(course.heat(1), anew.placement_LRS).mean()),
                     "cpu_anew": anew.cpu_seconds,
+                    **{
+                        name: _even_par_of(contest, small_scene, options)
+                        for name, small_scene in small[course.name].items()
+                    },
                 }
+
+
+def _even_par_of(contest: Contest, scene: Scene, options: Mapping[str, Any]) -> float | None:
+    """Ratio on its own window of a placement made anew for a host that splits evenly; ``None`` where it fails."""
+    anew = contest.decide(OURS, scene, afresh=True, options={**options, "split": "even"})
+    return None if anew is None else float(even_par(scene.heat_TLE, anew.placement_LRS).mean())
 
 
 def _without_one() -> Sequence[Entrant]:

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.solver.ablation import SMALL
 from benchmarks.solver.beside_flashlb import Rows
 from benchmarks.solver.closed_loop import cpu_after_first, moves_after_first, realised_mean
-from benchmarks.solver.heat_kinds import KINDS
+from benchmarks.solver.heat_kinds import KINDS, shape_name
 from benchmarks.solver.report.table import Table
 
 
@@ -54,6 +55,7 @@ def ablation_table(rows: Rows) -> Table:
             policy,
             f"{mean(policy, lambda row: row['in_sample']):.4f}",
             f"{mean(policy, lambda row: row['cpu_anew']):.3f}",
+            *(f"{mean(policy, lambda row, name=name: row[name] or np.nan):.4f}" for name in SMALL),
             " / ".join(f"{ratio:.3f}" for ratio in by_kind),
             f"{mean(policy, moves_after_first):.0f}",
             f"{mean(policy, cpu_after_first):.3f}",
@@ -65,10 +67,12 @@ def ablation_table(rows: Rows) -> Table:
             "planner",
             "placed anew: window",
             "CPU s",
+            *(f"{shape_name(shape)}" for shape in SMALL.values()),
             "loop: " + " / ".join(KINDS),
             "slots moved",
             "CPU s a decision",
         ),
         [line(policy) for policy in dict.fromkeys(row["policy"] for row in rows)],
-        "Means over the four kinds; source ranks differ by a log-sd of 0.3.",
+        "Means over the four kinds; source ranks differ by a log-sd of 0.3. Columns with a shape: placed anew for a host "
+        "that splits evenly.",
     )
