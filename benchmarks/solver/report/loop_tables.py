@@ -73,6 +73,6 @@ def ablation_table(rows: Rows) -> Table:
             "CPU s a decision",
         ),
         [line(policy) for policy in dict.fromkeys(row["policy"] for row in rows)],
-        "Means over the four kinds; source ranks differ by a log-sd of 0.3. Columns with a shape: placed anew for a host "
-        "that splits evenly.",
+        "Means over the four kinds; source ranks differ by a log-sd of 0.3. Columns with a shape: placed anew for a "
+        "host that splits evenly.",
     )
