@@ -72,7 +72,7 @@ soak: $(READY) ## ten minutes of random faults, then the proof from the ranks' h
 bench-switch: $(READY) ## what the layer switch costs the model; ARGS="--json out.json"
 	@$(BIN)/python -m benchmarks.switch.run $(ARGS)
 
-bench-solver: warm ## the solver beside its peers, which are fetched once (about 20 minutes; ARGS=--quick: two)
+bench-solver: warm ## the solver beside its peers, which are fetched once (about 11 minutes; ARGS=--quick: two)
 	@$(BIN)/python -m benchmarks.solver $(ARGS)
 
 bench-replay: warm ## a long replay beside a plain loop: time, memory, part spent in the solver; ARGS="--steps 2560"

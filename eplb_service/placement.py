@@ -189,8 +189,12 @@ def default_log2phy(phy2log_RS: Int32, experts: int) -> Int32:
     by_expert = np.argsort(flat, kind="stable").astype(np.int32)
     counts_E = replica_counts(phy2log_RS, experts)
     first_E = np.concatenate(([0], np.cumsum(counts_E)[:-1]))
-    chosen_RE = first_E[None, :] + np.arange(ranks)[:, None] % counts_E[None, :]
-    return np.ascontiguousarray(by_expert[chosen_RE], dtype=np.int32)
+    chosen_RE = np.tile(by_expert[first_E], (ranks, 1))
+    # Divisions are dear, and most experts have one replica.
+    several = np.flatnonzero(counts_E > 1)
+    rank_R1 = np.arange(ranks, dtype=np.int32)[:, None]
+    chosen_RE[:, several] = by_expert[first_E[several] + rank_R1 % counts_E[several]]
+    return chosen_RE
 
 
 def layer_digest(layer: int, phy2log_RS: Int32) -> int:

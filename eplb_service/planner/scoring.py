@@ -30,13 +30,14 @@ def slot_shares(phy2log_LRS: Int32, log2phy_RLE: Int32, shares_RLE: Float64 | No
     ``shares_RLE`` as ``source_shares`` gives them; ``None`` where all sources send alike.
     """
     layers, ranks, slots = phy2log_LRS.shape
-    first_L1 = np.arange(layers, dtype=np.int64)[:, None] * (ranks * slots)
-    flat = (first_L1 + log2phy_RLE).ravel()
-    weights = None if shares_RLE is None else shares_RLE.ravel()
-    total_P: Float64 = np.bincount(flat, weights, minlength=layers * ranks * slots).astype(np.float64)
+    share_LP: Float64 = np.empty((layers, ranks * slots))
+    for layer in range(layers):
+        chosen = log2phy_RLE[:, layer].ravel()
+        weights = None if shares_RLE is None else shares_RLE[:, layer].ravel()
+        share_LP[layer] = np.bincount(chosen, weights, minlength=ranks * slots)
     if shares_RLE is None:
-        total_P /= log2phy_RLE.shape[0]
-    return total_P.reshape(layers, ranks * slots)
+        share_LP /= log2phy_RLE.shape[0]
+    return share_LP
 
 
 def rank_loads(
