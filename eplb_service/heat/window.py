@@ -81,7 +81,7 @@ class Window:
 
 
 def checked_heat(heat_TLE: npt.ArrayLike) -> Counts:
-    """Heat as int32, int64 or float64 ``[T, L, E]``, copied only where it has another type.
+    """Heat as int32, int64 or float64 ``[T, L, E]``, copied only where kernels could not read it as it is.
 
     Raises ``HeatError`` naming the first value that cannot be heat.
     """
@@ -101,14 +101,20 @@ def checked_heat(heat_TLE: npt.ArrayLike) -> Counts:
     could_overflow = float(most) * heat.shape[0] * heat.shape[2] > _MOST_TOKENS
     if could_overflow and float(heat.sum(axis=(0, 2), dtype=np.float64).max()) > _MOST_TOKENS:
         raise HeatError("heat sums past 2**53 tokens in one layer; no real trace does")
-    return np.ascontiguousarray(heat) if heat.dtype == np.int32 else widened(heat)
+    return _for_kernels(heat, np.int32) if heat.dtype == np.int32 else widened(heat)
 
 
 def widened(heat: npt.NDArray[Any]) -> npt.NDArray[np.int64] | npt.NDArray[np.float64]:
-    """Heat as float64 when it is of a float type and int64 otherwise, copied only where it has another type."""
-    if heat.dtype.kind == "f":
-        return np.ascontiguousarray(heat, dtype=np.float64)
-    return np.ascontiguousarray(heat, dtype=np.int64)
+    """Heat as float64 when it is of a float type and int64 otherwise."""
+    return _for_kernels(heat, np.float64 if heat.dtype.kind == "f" else np.int64)
+
+
+def _for_kernels(heat: npt.NDArray[Any], kind: type[np.generic]) -> npt.NDArray[Any]:
+    """The array itself where it is of this type, in one piece, aligned and writable, else a copy that is.
+
+    For one that is only readable, a mapped file say, each kernel would be compiled anew.
+    """
+    return np.require(heat, dtype=kind, requirements=["C", "A", "W"])
 
 
 def _bounds(heat: npt.NDArray[np.generic]) -> tuple[float, float]:

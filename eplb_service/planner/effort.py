@@ -8,20 +8,7 @@ from eplb_service.placement import Placement
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.solver.problem import EVEN, RULE, SOLVED, Search
 
-_DEEPSEEK = Search(
-    z=0.0,
-    price=0.0,
-    groups=0,
-    spread=0,
-    beam=0,
-    leaves=1,
-    patience=1,
-    steps=0,
-    tables=RULE,
-    peaks=False,
-    tries=0,
-    seed=0,
-)
+_DEEPSEEK = Search()
 _FEW_CELLS = 20_000
 """Slots x (experts + ranks) up to which a tree search costs next to nothing; larger layers win nothing by it."""
 _FEW_SLOTS = 3

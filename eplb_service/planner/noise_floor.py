@@ -1,4 +1,4 @@
-"""The imbalance that token sampling alone leaves: nothing below it can be won."""
+"""The imbalance that token sampling alone leaves if tokens choose independently; real routers leave a little less."""
 
 from __future__ import annotations
 

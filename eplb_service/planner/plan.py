@@ -44,7 +44,8 @@ class LayerVerdict:
     par_planned
         The same under what was decided; equal to ``par_seen`` where nothing changes.
     noise_floor
-        What token sampling alone gives a perfectly balanced layer; no placement can win below it.
+        What token sampling alone gives a perfectly balanced layer: computed for independent draws, or less where
+        ranks measurably jump less than that. No placement can win below it.
     moves
         Slots that must receive weights.
     changed

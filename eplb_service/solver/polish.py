@@ -1,4 +1,4 @@
-"""What is done with the rest of a budget: layers placed anew are kicked and annealed on, worst first."""
+"""What is done with the rest of a budget: layers placed anew are annealed on, worst first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eplb_service.solver.near_candidates import brought_near, crossing_of
 from eplb_service.solver.problem import Deployed, Search, heat_of
 
 _ROUNDS = 8
-"""Kicks of one layer, with annealing to each, before the clock is read again."""
+"""Of one layer, of annealing and of kicks through tables, before the clock is read again."""
 _FRUITLESS = 8
 """Turns over all layers that win nothing after which polishing ends."""
 
@@ -40,11 +40,11 @@ def polish(
     best = {layer: answer for layer, answer in answers.items() if answer.taken == FRESH}
     fruitless = 0
 
-    def kick(layer: int, seed: int) -> Answer | None:
+    def go_on(layer: int, seed: int) -> Answer | None:
         if time.monotonic() >= deadline:
             return None
         try:
-            return kicked_on(best[layer], heat_of_layer(layer), deployed(layer), search, seed)
+            return annealed_on(best[layer], heat_of_layer(layer), deployed(layer), search, seed)
         except Exception:  # what a layer has is good already; another try must cost nobody anything
             return None
 
@@ -53,17 +53,17 @@ def polish(
             return best
         worst_first = sorted(best, key=lambda layer: -best[layer].found.par)
         seeds = [search.seed + turn * _APART + layer for layer in worst_first]
-        better = zip(worst_first, run(kick, worst_first, seeds), strict=True)
+        better = zip(worst_first, run(go_on, worst_first, seeds), strict=True)
         gained = {layer: answer for layer, answer in better if answer is not None}
         best |= gained
         fruitless = 0 if gained else fruitless + 1
     raise AssertionError("turns have no end")
 
 
-def kicked_on(
+def annealed_on(
     answer: Answer, heat_NE: Float64, deployed: Deployed, search: Search, seed: int
 ) -> Answer | None:
-    """A better answer for a layer after a few kicks more; ``None`` where they win nothing."""
+    """A better answer for a layer after a few rounds more; ``None`` where they win nothing."""
     heat = heat_of(heat_NE, deployed.phy2log_RS.shape[0])
     found = polished(answer.found, heat, deployed, search, _ROUNDS, seed)
     if found.par >= answer.found.par:

@@ -16,31 +16,31 @@ table, made by the engines' fixed rule, as even a split as sources allow, or the
 
 
 class Search(NamedTuple):
-    """How hard and for what a layer is solved."""
+    """How hard and for what a layer is solved; as it comes, greedy counts and packing alone."""
 
-    z: float
+    z: float = 0.0
     """Weight of the standard deviation."""
-    price: float
+    price: float = 0.0
     """Peak-to-average ratio that one moved slot must win."""
-    groups: int
+    groups: int = 0
     """Expert groups of the tree search; 0 for greedy replica counts."""
-    spread: int
+    spread: int = 0
     """Copies that a group may get beside its greedy number."""
-    beam: int
+    beam: int = 0
     """Nodes that go on from each level of the tree."""
-    leaves: int
+    leaves: int = 1
     """Leaves of the tree that are searched further."""
-    patience: int
+    patience: int = 1
     """Hot ranks in a row that nothing helps before a local search ends."""
-    steps: int
+    steps: int = 0
     """Bound on a local search; 0 for none."""
-    tables: int
+    tables: int = RULE
     """``EVEN``, ``RULE`` or ``SOLVED``."""
-    peaks: bool
+    peaks: bool = False
     """Search on the mean of the episodes' peaks after the search on mean + z*std."""
-    tries: int
+    tries: int = 0
     """Of annealing a placement made anew; 0 for none."""
-    seed: int
+    seed: int = 0
     """Of all that is random."""
 
 

@@ -11,20 +11,7 @@ from eplb_service.solver.layer import Answer
 from eplb_service.solver.problem import SOLVED, Search
 from tests.solver.layers_of import Case
 
-SEARCH = Search(
-    z=1.0,
-    price=0.0,
-    groups=4,
-    spread=1,
-    beam=2,
-    leaves=2,
-    patience=1,
-    steps=500,
-    tables=SOLVED,
-    peaks=False,
-    tries=0,
-    seed=0,
-)
+SEARCH = Search(z=1.0, groups=4, spread=1, beam=2, leaves=2, steps=500, tables=SOLVED)
 
 
 def solve(
