@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from eplb_service.traces.trace import TraceFacts
-from eplb_service.traces.writer import TraceWriter
+from eplb_service.io.native_writer import TraceWriter
+from eplb_service.io.trace import TraceFacts
 
 LAYERS, EXPERTS = 58, 256
 CHOICES = 4096 * 8

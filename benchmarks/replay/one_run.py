@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.replay.plain_loop import plain_loop
+from eplb_service.io.named_arrays import ReadAs
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.jobs import TraceFile
 from eplb_service.replay.result import Replay, Setup
@@ -17,7 +18,6 @@ from eplb_service.replay.runner import jobs_for, replay_file, scene_for
 from eplb_service.replay.schedule import Schedule
 from eplb_service.solver import engine
 from eplb_service.solver.warmup import warm_up
-from eplb_service.traces.arrays import ReadAs
 
 RANKS, SLOTS, STEPS = 32, 9, 256
 POLICIES = ("none", "deepseek", "flashlb")

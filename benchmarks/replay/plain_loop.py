@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from eplb_service.heat.window import Window
+from eplb_service.io.trace import Trace
 from eplb_service.placement import Placement
 from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.scoring import par, rank_loads
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.walk import switched
-from eplb_service.traces.trace import Trace
 
 
 def plain_loop(

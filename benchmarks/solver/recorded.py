@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.solver.closed_loop import Course
-from eplb_service.traces.arrays import ReadAs
-from eplb_service.traces.open import read_heat
+from eplb_service.io.named_arrays import ReadAs
+from eplb_service.io.open_trace import read_heat
 
 
 def recorded_course(path: Path, ranks: int, slots: int | None, window: int) -> Course:

@@ -33,11 +33,11 @@ from eplb_service.cli.trace_options import (
     reading,
 )
 from eplb_service.cli.warmup import compile_solver
+from eplb_service.io.open_trace import naming
+from eplb_service.io.routes import DEFAULT_BATCH
+from eplb_service.io.trace import Trace
 from eplb_service.planner.options import planner_settings
 from eplb_service.replay.costs import Costs
-from eplb_service.traces.open import naming
-from eplb_service.traces.routes import DEFAULT_BATCH
-from eplb_service.traces.trace import Trace
 
 if TYPE_CHECKING:
     from eplb_service.replay.advice import Advice, Option

@@ -158,7 +158,7 @@ def _trace_act(
 
     from eplb_service.demo.acts import TraceAct
     from eplb_service.heat.window import HeatError
-    from eplb_service.traces.open import read_heat
+    from eplb_service.io.open_trace import read_heat
 
     heat_TLE = read_heat(trace)
     if heat_TLE.dtype.kind == "f":

@@ -15,7 +15,7 @@ from eplb_service.atomic_write import check_output
 from eplb_service.cli.json_out import print_json
 from eplb_service.cli.operator_client import Connection
 from eplb_service.cli.service_options import ADDRESS, Address, Json, Name, TlsCa, Token
-from eplb_service.heat.placement_file import SUFFIXES, write_placement
+from eplb_service.io.placement_file import SUFFIXES, write_placement
 from eplb_service.placement import Placement
 from eplb_service.wire.codec import unpack
 from eplb_service.wire.generated import operator_pb2

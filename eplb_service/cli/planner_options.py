@@ -12,9 +12,9 @@ import typer
 
 from eplb_service.cli.errors import UserError
 from eplb_service.cli.numbers import whole_numbers
+from eplb_service.io.trace import Trace
 from eplb_service.planner.options import PlannerOption, planner_options
 from eplb_service.planner.topology import Topology
-from eplb_service.traces.trace import Trace
 
 Command = TypeVar("Command", bound=Callable[..., None])
 

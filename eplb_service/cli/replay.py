@@ -31,11 +31,11 @@ from eplb_service.cli.trace_options import (
     reading,
 )
 from eplb_service.cli.warmup import compile_solver
-from eplb_service.heat.placement_file import read_placement
+from eplb_service.io.placement_file import read_placement
+from eplb_service.io.routes import DEFAULT_BATCH
 from eplb_service.planner.options import planner_settings
 from eplb_service.planner.settings import POLICIES
 from eplb_service.replay.costs import Costs
-from eplb_service.traces.routes import DEFAULT_BATCH
 
 _COSTS = Costs()
 

@@ -10,10 +10,10 @@ import eplb_service
 from eplb_service.atomic_write import write_atomically
 from eplb_service.cli.errors import UserError
 from eplb_service.cli.resumable import command
+from eplb_service.io.trace import Trace
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.result import Replay
-from eplb_service.traces.trace import Trace
 
 
 def write_report(path: Path, replay: Replay, title: str, facts: dict[str, str]) -> None:

@@ -14,9 +14,9 @@ import typer
 from eplb_service.atomic_write import check_output
 
 if TYPE_CHECKING:
+    from eplb_service.io.trace import Trace
     from eplb_service.replay.jobs import Job, Scene
     from eplb_service.replay.ledger import Ledger
-    from eplb_service.traces.trace import Trace
 
 ResumeOption = Annotated[
     Path | None,

@@ -30,18 +30,18 @@ from eplb_service.cli.trace_options import (
     reading,
 )
 from eplb_service.cli.warmup import compile_solver
-from eplb_service.heat.placement_file import (
+from eplb_service.io.open_trace import naming, open_trace
+from eplb_service.io.placement_file import (
     FORMATS,
     SUFFIXES,
     placement_format,
     read_placement,
     write_placement,
 )
+from eplb_service.io.routes import DEFAULT_BATCH
 from eplb_service.placement import Placement, check_shape
 from eplb_service.planner.options import planner_settings
 from eplb_service.planner.scoring import par, split_loads
-from eplb_service.traces.open import naming, open_trace
-from eplb_service.traces.routes import DEFAULT_BATCH
 
 if TYPE_CHECKING:
     from eplb_service.offline import Solution

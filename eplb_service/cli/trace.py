@@ -24,13 +24,13 @@ from eplb_service.cli.trace_options import (
     reading,
 )
 from eplb_service.cli.trace_record import record
-from eplb_service.heat.numpy_file import check_fits_memory
 from eplb_service.heat.synthetic import KINDS, synthetic_heat
-from eplb_service.traces.copy import Cut, check_trace_output, copy_trace
-from eplb_service.traces.open import naming, open_trace
-from eplb_service.traces.routes import DEFAULT_BATCH
-from eplb_service.traces.statistics import TraceStatistics, statistics
-from eplb_service.traces.trace import ArrayTrace, Trace, TraceFacts
+from eplb_service.io.copy_trace import Cut, check_trace_output, copy_trace
+from eplb_service.io.numpy_file import check_fits_memory
+from eplb_service.io.open_trace import naming, open_trace
+from eplb_service.io.routes import DEFAULT_BATCH
+from eplb_service.io.trace import ArrayTrace, Trace, TraceFacts
+from eplb_service.io.trace_statistics import TraceStatistics, statistics
 
 trace = typer.Typer(
     name="trace",

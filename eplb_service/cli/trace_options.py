@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from eplb_service.cli.errors import UserError
-from eplb_service.heat.placement_file import read_phy2log
 from eplb_service.heat.window import HeatError
+from eplb_service.io.named_arrays import MEANINGS, ReadAs
+from eplb_service.io.open_trace import KNOWN
+from eplb_service.io.placement_file import read_phy2log
 from eplb_service.placement import PlacementError
-from eplb_service.traces.arrays import MEANINGS, ReadAs
-from eplb_service.traces.open import KNOWN
 
 HeatOption = Annotated[Path, typer.Option(help=f"Trace: {KNOWN}; its format is told by its content.")]
 TraceArgument = Annotated[Path, typer.Argument(help=f"Trace: {KNOWN}; its format is told by its content.")]

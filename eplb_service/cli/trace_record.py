@@ -21,15 +21,15 @@ from eplb_service.cli.watched_trace import WatchedTrace
 from eplb_service.control.heat_messages import read_served, read_switched
 from eplb_service.control.heat_report import read_heat_report
 from eplb_service.control.refusal import RefusedError
-from eplb_service.traces import store
-from eplb_service.traces.copy import check_trace_output
+from eplb_service.io import native_layout
+from eplb_service.io.copy_trace import check_trace_output
 from eplb_service.wire.codec import WireError
 from eplb_service.wire.generated import operator_pb2
 
 
 def record(
     deployment: Name,
-    out: Annotated[Path, typer.Option(help=f"Trace to write, a {store.SUFFIX} folder.")],
+    out: Annotated[Path, typer.Option(help=f"Trace to write, a {native_layout.SUFFIX} folder.")],
     steps: Annotated[int | None, typer.Option(min=1, help="End after so many steps.")] = None,
     seconds: Annotated[float | None, typer.Option(min=0.1, help="End after so many seconds.")] = None,
     append: Annotated[
@@ -62,8 +62,8 @@ def record(
 
 
 def _check_output(out: Path, append: bool) -> None:
-    if out.suffix != store.SUFFIX:
-        raise OutputError(f"{out}: the name must end in {store.SUFFIX}")
+    if out.suffix != native_layout.SUFFIX:
+        raise OutputError(f"{out}: the name must end in {native_layout.SUFFIX}")
     if not (append and out.is_dir()):
         try:
             check_trace_output(out)

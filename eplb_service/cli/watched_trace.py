@@ -7,9 +7,9 @@ from pathlib import Path
 from eplb_service.cli.errors import UserError
 from eplb_service.control.heat_messages import Served
 from eplb_service.heat.batch import HeatBatch
+from eplb_service.io.recorder import Recorder
+from eplb_service.io.trace import TraceFacts
 from eplb_service.placement import Int32
-from eplb_service.traces.recorder import Recorder
-from eplb_service.traces.trace import TraceFacts
 
 
 class WatchedTrace:

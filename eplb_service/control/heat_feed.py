@@ -18,8 +18,8 @@ from eplb_service.control.heat_messages import served_message, switched_message
 from eplb_service.control.live import LivePlacement
 from eplb_service.control.refusal import RefusedError
 from eplb_service.heat.batch import HeatBatch
-from eplb_service.traces.recording import Recording
-from eplb_service.traces.trace import TraceFacts
+from eplb_service.io.recording import Recording
+from eplb_service.io.trace import TraceFacts
 from eplb_service.wire.generated import agent_pb2, operator_pb2
 
 MOST_WATCHERS = 8

@@ -20,8 +20,8 @@ from eplb_service.control.store_writer import StoreWriter
 from eplb_service.control.stored import StoredDeployment, StoredPlacement, StoredPlan
 from eplb_service.control.streams import RankStream, Streams
 from eplb_service.heat.batch import HeatBatch
+from eplb_service.io.recording import Recording
 from eplb_service.telemetry.metrics import Metrics
-from eplb_service.traces.recording import Recording
 from eplb_service.wire.generated import agent_pb2
 
 _log = structlog.get_logger(__name__)

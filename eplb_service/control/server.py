@@ -25,8 +25,8 @@ from eplb_service.control.plane import ControlPlane, pending_steps
 from eplb_service.control.settings import ServiceSettings, SettingsError
 from eplb_service.control.store import Store
 from eplb_service.control.store_writer import StoreWriter
+from eplb_service.io.recording import Recording
 from eplb_service.telemetry.metrics import Metrics
-from eplb_service.traces.recording import Recording
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc, operator_pb2, operator_pb2_grpc
 
 _log = structlog.get_logger(__name__)

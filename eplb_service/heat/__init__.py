@@ -1,1 +1,1 @@
-"""Heat: tokens per expert and step. Windows that a decision looks at, gathered online or read from traces."""
+"""Heat: tokens per expert and step. Windows that a decision looks at, gathered online; synthetic heat."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from eplb_service.heat.window import Window
+from eplb_service.io.trace import Trace
 from eplb_service.placement import Placement
 from eplb_service.planner.decide import plan_afresh
 from eplb_service.planner.noise_floor import noise_floor
@@ -17,7 +18,6 @@ from eplb_service.replay.schedule import Schedule
 from eplb_service.replay.served import served_loads
 from eplb_service.replay.sliding_heat import SlidingHeat
 from eplb_service.replay.walk import switched
-from eplb_service.traces.trace import Trace
 
 
 class Mark(NamedTuple):

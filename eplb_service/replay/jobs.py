@@ -10,6 +10,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from eplb_service.io.named_arrays import ReadAs
+from eplb_service.io.open_trace import naming, open_trace
+from eplb_service.io.trace import Trace
 from eplb_service.placement import Placement
 from eplb_service.planner.scoring import Float64
 from eplb_service.planner.settings import PlannerSettings
@@ -20,9 +23,6 @@ from eplb_service.replay.policy import Policy
 from eplb_service.replay.result import Decision, Setup
 from eplb_service.replay.sliding_heat import SlidingHeat
 from eplb_service.replay.walk import Standing, Walk
-from eplb_service.traces.arrays import ReadAs
-from eplb_service.traces.open import naming, open_trace
-from eplb_service.traces.trace import Trace
 
 
 @dataclass(frozen=True)

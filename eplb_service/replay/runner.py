@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from eplb_service.io.trace import Trace
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.costs import Costs
@@ -17,7 +18,6 @@ from eplb_service.replay.policy import Policy
 from eplb_service.replay.result import Decision, PolicyReplay, Replay, Setup, Yardstick
 from eplb_service.replay.schedule import ReplayError, Schedule
 from eplb_service.replay.workers import cores, run_in_processes, run_on_ray
-from eplb_service.traces.trace import Trace
 
 _FEW_EXPERTS = 100_000
 """Experts placed, over all layers and decisions, that one process is through with in a second or two."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.traces.trace import Heat, Trace
+from eplb_service.io.trace import Heat, Trace
 
 
 class SlidingHeat:

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from eplb_service.atomic_write import write_atomically
-from eplb_service.heat.numpy_file import Array, read_npz
 from eplb_service.heat.window import HeatError
+from eplb_service.io.numpy_file import Array, read_npz
+from eplb_service.io.trace import Trace
 from eplb_service.placement import Placement, PlacementError, check_log2phy
 from eplb_service.replay.hindsight import Mark
 from eplb_service.replay.jobs import Job, Progress, Scene
@@ -25,7 +26,6 @@ from eplb_service.replay.ledger import Ledger
 from eplb_service.replay.result import Decision
 from eplb_service.replay.schedule import ReplayError
 from eplb_service.replay.walk import Serving, Standing
-from eplb_service.traces.trace import Trace
 
 SUFFIX = ".npz"
 

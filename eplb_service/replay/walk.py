@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.heat.window import Window, widened
+from eplb_service.io.trace import Heat, Trace
 from eplb_service.placement import Int32, Placement, PlacementError, check_log2phy
 from eplb_service.planner.decide import plan
 from eplb_service.planner.plan import Plan
@@ -20,7 +21,6 @@ from eplb_service.replay.result import Decision
 from eplb_service.replay.schedule import ReplayError, Schedule
 from eplb_service.replay.served import served_loads
 from eplb_service.replay.sliding_heat import SlidingHeat
-from eplb_service.traces.trace import Heat, Trace
 
 
 @dataclass(frozen=True)

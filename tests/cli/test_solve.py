@@ -9,8 +9,8 @@ import pytest
 
 from eplb_service import Placement
 from eplb_service.cli import main
-from eplb_service.heat.placement_file import read_placement
 from eplb_service.heat.synthetic import synthetic_heat
+from eplb_service.io.placement_file import read_placement
 from eplb_service.placement import check_log2phy
 from eplb_service.planner.scoring import par, rank_loads
 from tests.solver.layers_of import KNOWN_EXAMPLE

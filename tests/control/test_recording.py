@@ -9,7 +9,7 @@ import pytest
 
 from eplb_service.atomic_write import OutputError
 from eplb_service.control.server import running_service
-from eplb_service.traces.open import open_trace
+from eplb_service.io.open_trace import open_trace
 from tests.control.fake_group import BYTES_PER_EXPERT, RANKS, SLOTS, FakeGroup, skewed_heat
 from tests.control.test_service import settings, until
 

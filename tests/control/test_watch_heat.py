@@ -16,8 +16,8 @@ from eplb_service.control import heat_feed
 from eplb_service.control.heat_feed import Watcher
 from eplb_service.control.refusal import RefusedError
 from eplb_service.control.server import RunningService, running_service
-from eplb_service.traces.open import open_trace
-from eplb_service.traces.step_record import PHASES
+from eplb_service.io.open_trace import open_trace
+from eplb_service.io.step_record import PHASES
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from tests.control.fake_group import (
     EXPERTS,

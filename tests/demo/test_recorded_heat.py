@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from eplb_service.io.open_trace import open_trace
 from eplb_service.offline import solve
-from eplb_service.traces.open import open_trace
 
 RECORDED = Path(__file__).parents[1] / "data" / "byte_moe_heat.npz"
 RANKS, REQUESTS, TOP_K = 4, 32, 4

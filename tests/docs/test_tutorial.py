@@ -14,7 +14,7 @@ import pytest
 
 from eplb_service.cli import main
 from eplb_service.control.server import running_service
-from eplb_service.traces.open import open_trace
+from eplb_service.io.open_trace import open_trace
 from tests.control.conftest import logs_on_stderr, warm_kernels  # noqa: F401
 from tests.control.fake_group import FakeGroup, skewed_heat
 from tests.control.test_service import settings, until

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eplb_service.traces.open import open_trace
+from eplb_service.io.open_trace import open_trace
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -19,12 +19,12 @@ from google.protobuf.message import DecodeError
 from eplb_service.control.heat_report import read_heat_report
 from eplb_service.control.hello import Shape, read_hello
 from eplb_service.control.refusal import RefusedError
-from eplb_service.heat.placement_file import read_placement, write_placement
 from eplb_service.heat.window import HeatError
+from eplb_service.io.native_writer import TraceWriter
+from eplb_service.io.open_trace import open_trace, read_heat
+from eplb_service.io.placement_file import read_placement, write_placement
+from eplb_service.io.trace import TraceFacts
 from eplb_service.placement import PlacementError
-from eplb_service.traces.open import open_trace, read_heat
-from eplb_service.traces.trace import TraceFacts
-from eplb_service.traces.writer import TraceWriter
 from eplb_service.wire.codec import WireError, pack, unpack
 from eplb_service.wire.generated import agent_pb2, tensor_pb2
 from eplb_service.wire.plan_codec import encode_plan

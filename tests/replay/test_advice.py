@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from eplb_service.heat.synthetic import synthetic_heat
+from eplb_service.io.trace import ArrayTrace
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.advice import MOVE_PRICES, advise, first_jobs, second_jobs
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.runner import replay, scene_for
 from eplb_service.replay.schedule import ReplayError, Schedule
-from eplb_service.traces.trace import ArrayTrace
 
 SETTINGS = PlannerSettings()
 

@@ -5,6 +5,7 @@ import pytest
 
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.heat.window import Window, checked_heat
+from eplb_service.io.trace import ArrayTrace
 from eplb_service.placement import Placement
 from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.noise_floor import noise_floor
@@ -18,7 +19,6 @@ from eplb_service.replay.result import Setup
 from eplb_service.replay.runner import jobs_for, replay, scene_for
 from eplb_service.replay.schedule import ReplayError, Schedule
 from eplb_service.replay.walk import arrivals, switched
-from eplb_service.traces.trace import ArrayTrace
 
 HEAT_TLE = checked_heat(synthetic_heat("phased", 130, layers=3, experts=16, tokens=256, top_k=2, seed=5))
 LINEAR = Placement.linear(layers=3, experts=16, ranks=4, slots=5)

@@ -3,6 +3,10 @@
 import numpy as np
 import pytest
 
+from eplb_service.io.native_writer import TraceWriter
+from eplb_service.io.open_trace import open_trace
+from eplb_service.io.trace import TraceFacts
+from eplb_service.io.trace_statistics import statistics
 from eplb_service.placement import Placement
 from eplb_service.planner.scoring import par
 from eplb_service.planner.settings import PlannerSettings
@@ -10,10 +14,6 @@ from eplb_service.replay.result import Setup
 from eplb_service.replay.runner import jobs_for, replay, scene_for
 from eplb_service.replay.schedule import Schedule
 from eplb_service.replay.served import loads_from_sources
-from eplb_service.traces.open import open_trace
-from eplb_service.traces.statistics import statistics
-from eplb_service.traces.trace import TraceFacts
-from eplb_service.traces.writer import TraceWriter
 
 STEPS, LAYERS, RANKS, EXPERTS, SLOTS = 60, 2, 4, 8, 3
 PLACEMENT = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from eplb_service.io.trace import ArrayTrace
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.result import Setup
 from eplb_service.replay.runner import jobs_for, replay, scene_for
 from eplb_service.replay.schedule import Schedule
 from eplb_service.replay.sliding_heat import SlidingHeat
-from eplb_service.traces.trace import ArrayTrace
 
 HEAT_TLE = np.random.default_rng(0).poisson(20, (90, 2, 8))
 

@@ -10,14 +10,14 @@ import pytest
 
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.heat.window import HeatError
+from eplb_service.io.named_arrays import ReadAs
+from eplb_service.io.native_writer import TraceWriter
+from eplb_service.io.trace import TraceFacts
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.jobs import TraceFile
 from eplb_service.replay.result import Setup
 from eplb_service.replay.runner import jobs_for, replay_file, scene_for
 from eplb_service.replay.schedule import ReplayError, Schedule
-from eplb_service.traces.arrays import ReadAs
-from eplb_service.traces.trace import TraceFacts
-from eplb_service.traces.writer import TraceWriter
 
 SETUPS = [Setup(5, Schedule(30, interval)) for interval in (20, 30)]
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from eplb_service.heat.synthetic import synthetic_heat
+from eplb_service.io.trace import ArrayTrace
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.result import Replay, Setup
 from eplb_service.replay.runner import jobs_for, replay, scene_for
 from eplb_service.replay.schedule import Schedule
 from eplb_service.report.page import report_page
-from eplb_service.traces.trace import ArrayTrace
 
 TITLE = "Replay of </script><script>alert(1)</script>"
 COMMAND = "eplb replay --heat a.zarr --ranks 4 && echo 'quoted'"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from eplb_service.heat.window import HeatError
-from eplb_service.traces.arrays import ReadAs, as_array, trace_of_arrays
-from eplb_service.traces.sglang_dumps import is_dump, trace_of_dumps
-from eplb_service.traces.trace import ArrayTrace
+from eplb_service.io.named_arrays import ReadAs, as_array, trace_of_arrays
+from eplb_service.io.sglang import is_dump, trace_of_dumps
+from eplb_service.io.trace import ArrayTrace
 
 
 def trace_of_document(document: object, origin: str, read_as: ReadAs) -> ArrayTrace:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-from eplb_service.heat.numpy_file import Array
 from eplb_service.heat.window import HeatError
+from eplb_service.io import native_layout
+from eplb_service.io.numpy_file import Array
+from eplb_service.io.trace import Float64, Heat, Int64, Trace, checked_slice
+from eplb_service.io.zarr_array import ZarrArray
 from eplb_service.placement import Int32, PlacementError, check_layer
-from eplb_service.traces import store
-from eplb_service.traces.trace import Float64, Heat, Int64, Trace, checked_slice
-from eplb_service.traces.zarr_array import ZarrArray
 
 
 class StoredTrace(Trace):
@@ -21,9 +21,9 @@ class StoredTrace(Trace):
     """
 
     def __init__(self, folder: Path) -> None:
-        self.facts, experts = store.read_head(folder)
-        self._arrays = store.open_arrays(folder)
-        steps = min(array.rows for name, array in self._arrays.items() if name in store.STEP_ARRAYS)
+        self.facts, experts = native_layout.read_head(folder)
+        self._arrays = native_layout.open_arrays(folder)
+        steps = min(array.rows for name, array in self._arrays.items() if name in native_layout.STEP_ARRAYS)
         if steps == 0:
             raise HeatError("the trace holds no steps; record at least one")
         layers = self._counted.tail[0]
@@ -97,7 +97,7 @@ class StoredTrace(Trace):
                 raise HeatError(f"{name} has rows {list(array.tail)}, expected {list(wanted.get(name, ()))}")
 
     def _read_placements(self) -> dict[tuple[int, int], Int32]:
-        columns = [self._arrays[name] for name in store.PLACEMENT_ARRAYS]
+        columns = [self._arrays[name] for name in native_layout.PLACEMENT_ARRAYS]
         rows = min(array.rows for array in columns)
         layer_K, epoch_K, phy2log_KRS = (array.read(0, rows) for array in columns)
         placements = {}

@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from eplb_service.heat.numpy_file import read_npy, read_npz
-from eplb_service.heat.torch_file import read_torch
 from eplb_service.heat.window import HeatError
-from eplb_service.traces import store
-from eplb_service.traces.arrays import ReadAs, trace_of_arrays
-from eplb_service.traces.documents import trace_of_document
-from eplb_service.traces.reader import StoredTrace
-from eplb_service.traces.sglang_dumps import is_dump, trace_of_dumps
-from eplb_service.traces.text_files import read_csv_trace, read_json_trace
-from eplb_service.traces.trace import Heat, Trace
-from eplb_service.traces.zarr_array import METADATA
+from eplb_service.io import native_layout
+from eplb_service.io.documents import trace_of_document
+from eplb_service.io.named_arrays import ReadAs, trace_of_arrays
+from eplb_service.io.native_reader import StoredTrace
+from eplb_service.io.numpy_file import read_npy, read_npz
+from eplb_service.io.sglang import is_dump, trace_of_dumps
+from eplb_service.io.text_file import read_csv_trace, read_json_trace
+from eplb_service.io.torch_file import read_torch
+from eplb_service.io.trace import Heat, Trace
+from eplb_service.io.zarr_array import METADATA
 
-KNOWN = f"{store.SUFFIX} folder, .npz, .npy, .pt, a folder of ranks' .pt, .json or .csv"
+KNOWN = f"{native_layout.SUFFIX} folder, .npz, .npy, .pt, a folder of ranks' .pt, .json or .csv"
 """What can be opened, in words."""
 
 _LEGACY_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."

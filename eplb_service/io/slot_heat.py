@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.heat.numpy_file import Array
 from eplb_service.heat.window import HeatError
-from eplb_service.traces.trace import Int64
+from eplb_service.io.numpy_file import Array
+from eplb_service.io.trace import Int64
 
 
 def heat_of_slots(slot_heat_TLP: Array, phy2log: npt.ArrayLike, experts: int | None = None) -> Array:

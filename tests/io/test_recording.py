@@ -7,12 +7,12 @@ import pytest
 
 from eplb_service.atomic_write import OutputError
 from eplb_service.heat.batch import HeatBatch, Phase
+from eplb_service.io import recorder as recorder_module
+from eplb_service.io.open_trace import open_trace
+from eplb_service.io.recording import Recording
+from eplb_service.io.step_record import PHASES
+from eplb_service.io.trace import TraceFacts
 from eplb_service.placement import Placement
-from eplb_service.traces import recorder as recorder_module
-from eplb_service.traces.open import open_trace
-from eplb_service.traces.recording import Recording
-from eplb_service.traces.step_record import PHASES
-from eplb_service.traces.trace import TraceFacts
 
 RANKS, SLOTS, LAYERS, EXPERTS = 4, 3, 2, 8
 FACTS = TraceFacts(model="toy", ranks=RANKS, slots=SLOTS)

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from eplb_service.heat.batch import HeatBatch
+from eplb_service.io.native_writer import BATCH_STEPS, TraceWriter
+from eplb_service.io.step_record import PHASES, StepRecord
+from eplb_service.io.trace import TraceFacts
 from eplb_service.placement import Int32
-from eplb_service.traces.step_record import PHASES, StepRecord
-from eplb_service.traces.trace import TraceFacts
-from eplb_service.traces.writer import BATCH_STEPS, TraceWriter
 
 MOST_SOURCE_COUNTS = 1 << 21
 """Most ranks x layers x experts for which tokens by source rank are recorded: beyond, a step takes 8 MB and more."""

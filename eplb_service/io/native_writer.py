@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.atomic_write import OutputError
-from eplb_service.heat.numpy_file import Array
 from eplb_service.heat.window import HeatError, checked_heat
+from eplb_service.io import native_layout
+from eplb_service.io.numpy_file import Array
+from eplb_service.io.trace import TraceFacts
+from eplb_service.io.zarr_array import ZarrArray
 from eplb_service.placement import Int32
-from eplb_service.traces import store
-from eplb_service.traces.trace import TraceFacts
-from eplb_service.traces.zarr_array import ZarrArray
 
 BATCH_STEPS = 64
 """Steps that are gathered before they are written; the most that a crash loses."""
@@ -62,7 +62,9 @@ class TraceWriter:
             self._arrays = self._go_on(facts, experts) if path.exists() else self._begin(facts, experts)
         except OSError as error:
             raise OutputError(f"{path}: cannot be written ({error.strerror})") from error
-        self._end = min(array.rows for name, array in self._arrays.items() if name in store.STEP_ARRAYS)
+        self._end = min(
+            array.rows for name, array in self._arrays.items() if name in native_layout.STEP_ARRAYS
+        )
 
     @property
     def steps(self) -> int:
@@ -119,7 +121,7 @@ class TraceWriter:
             self._arrays[name].write(self._end, np.concatenate(parts))
         self._end += self._count
         self._waiting, self._count = {}, 0
-        for name in store.STEP_ARRAYS:
+        for name in native_layout.STEP_ARRAYS:
             if name in self._arrays:
                 self._arrays[name].commit(self._end)
 
@@ -133,7 +135,7 @@ class TraceWriter:
 
     def placements(self) -> dict[tuple[int, int], Int32]:
         """Slots ``[R, S]`` by layer and epoch, as they stand in the trace."""
-        columns = [self._arrays[name] for name in store.PLACEMENT_ARRAYS]
+        columns = [self._arrays[name] for name in native_layout.PLACEMENT_ARRAYS]
         rows = min(array.rows for array in columns)
         layer_K, epoch_K, phy2log_KRS = (array.read(0, rows) for array in columns)
         known = zip(layer_K.tolist(), epoch_K.tolist(), strict=True)
@@ -144,7 +146,7 @@ class TraceWriter:
         arrays = {
             name: self._create(name) for name in self._shapes if name != _SOURCES or self.sources is not None
         }
-        store.write_head(self.path, facts, experts)
+        native_layout.write_head(self.path, facts, experts)
         return arrays
 
     def _create(self, name: str) -> ZarrArray:
@@ -153,8 +155,8 @@ class TraceWriter:
 
     def _go_on(self, facts: TraceFacts, experts: int) -> dict[str, ZarrArray]:
         try:
-            found_facts, found_experts = store.read_head(self.path)
-            arrays = store.open_arrays(self.path)
+            found_facts, found_experts = native_layout.read_head(self.path)
+            arrays = native_layout.open_arrays(self.path)
         except HeatError as error:
             raise HeatError(f"{self.path}: {error}") from error
         if self.sources is None:

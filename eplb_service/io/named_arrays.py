@@ -8,11 +8,11 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from eplb_service.heat.numpy_file import Array
 from eplb_service.heat.window import HeatError
-from eplb_service.traces import routes
-from eplb_service.traces.physical import heat_of_slots
-from eplb_service.traces.trace import ArrayTrace, TraceFacts
+from eplb_service.io import routes
+from eplb_service.io.numpy_file import Array
+from eplb_service.io.slot_heat import heat_of_slots
+from eplb_service.io.trace import ArrayTrace, TraceFacts
 
 Meaning = Literal["heat", "slots", "routes", "weights"]
 """Tokens by logical expert, tokens by physical slot, experts of each token, or the plain sum that solvers take."""

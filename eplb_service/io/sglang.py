@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from eplb_service.heat.numpy_file import Array
 from eplb_service.heat.window import HeatError
-from eplb_service.traces.arrays import ReadAs, as_array
-from eplb_service.traces.physical import heat_of_slots
-from eplb_service.traces.trace import ArrayTrace, Int64, TraceFacts
+from eplb_service.io.named_arrays import ReadAs, as_array
+from eplb_service.io.numpy_file import Array
+from eplb_service.io.slot_heat import heat_of_slots
+from eplb_service.io.trace import ArrayTrace, Int64, TraceFacts
 
 _MAP = "last_physical_to_logical_map"
 _LAST_PASS = 1 << 62

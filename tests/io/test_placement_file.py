@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import yaml
 
-from eplb_service.heat.placement_file import expert_map_document, read_placement, write_placement
+from eplb_service.io.placement_file import expert_map_document, read_placement, write_placement
 from eplb_service.placement import Placement, PlacementError
 
 PLACEMENT = Placement.linear(layers=3, experts=6, ranks=4, slots=2)

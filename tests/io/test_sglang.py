@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from eplb_service.heat.window import HeatError
-from eplb_service.traces.arrays import ReadAs
-from eplb_service.traces.open import open_trace
+from eplb_service.io.named_arrays import ReadAs
+from eplb_service.io.open_trace import open_trace
 
 torch = pytest.importorskip("torch")
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from eplb_service.io.trace import Float64, Heat, Trace
 from eplb_service.placement import Placement
 from eplb_service.planner.noise_floor import noise_floor
 from eplb_service.planner.scoring import par, rank_loads
-from eplb_service.traces.trace import Float64, Heat, Trace
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.heat.numpy_file import Array
 from eplb_service.heat.window import Counts, HeatError, checked_heat
+from eplb_service.io.numpy_file import Array
 
 Heat = Counts
 """int32, int64 or float64 heat; its dimensions stand in the variable's name."""

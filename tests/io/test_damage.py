@@ -7,12 +7,12 @@ import zipfile
 import numpy as np
 import pytest
 
-from eplb_service.heat.placement_file import read_placement
 from eplb_service.heat.window import HeatError
+from eplb_service.io.native_writer import TraceWriter
+from eplb_service.io.open_trace import open_trace
+from eplb_service.io.placement_file import read_placement
+from eplb_service.io.trace import TraceFacts
 from eplb_service.placement import PlacementError
-from eplb_service.traces.open import open_trace
-from eplb_service.traces.trace import TraceFacts
-from eplb_service.traces.writer import TraceWriter
 
 HEAT_TLE = np.arange(24).reshape(2, 3, 4)
 ROUNDS = 150

@@ -11,15 +11,15 @@ import numpy as np
 import yaml
 
 from eplb_service.atomic_write import write_atomically
-from eplb_service.heat.numpy_file import Array, read_npy, read_npz
-from eplb_service.heat.placement_documents import (
+from eplb_service.heat.window import HeatError
+from eplb_service.io.numpy_file import Array, read_npy, read_npz
+from eplb_service.io.placement_documents import (
     expert_map_document,
     phy2log_of,
     sglang_document,
     tensorrt_llm_document,
 )
-from eplb_service.heat.torch_file import read_torch
-from eplb_service.heat.window import HeatError
+from eplb_service.io.torch_file import read_torch
 from eplb_service.placement import Int32, Placement, PlacementError
 
 SUFFIXES = (".npz", ".json", ".yaml")

@@ -9,10 +9,10 @@ import structlog
 from eplb_service.atomic_write import OutputError
 from eplb_service.heat.batch import HeatBatch
 from eplb_service.heat.window import HeatError
+from eplb_service.io.native_layout import SUFFIX
+from eplb_service.io.recorder import Recorder
+from eplb_service.io.trace import TraceFacts
 from eplb_service.placement import Int32, Placement
-from eplb_service.traces.recorder import Recorder
-from eplb_service.traces.store import SUFFIX
-from eplb_service.traces.trace import TraceFacts
 
 _log = structlog.get_logger(__name__)
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from eplb_service.heat.numpy_file import check_fits_memory
 from eplb_service.heat.window import HeatError
-from eplb_service.traces.arrays import ReadAs, trace_of_arrays
-from eplb_service.traces.documents import trace_of_document
-from eplb_service.traces.trace import ArrayTrace, TraceFacts
+from eplb_service.io.documents import trace_of_document
+from eplb_service.io.named_arrays import ReadAs, trace_of_arrays
+from eplb_service.io.numpy_file import check_fits_memory
+from eplb_service.io.trace import ArrayTrace, TraceFacts
 
 COLUMNS = ("step", "layer", "expert", "tokens")
 """Columns of the CSV with one row a count; what no row names is 0."""

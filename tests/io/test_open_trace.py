@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from eplb_service.heat.window import HeatError
-from eplb_service.traces.arrays import ReadAs
-from eplb_service.traces.open import open_trace, read_heat
+from eplb_service.io.named_arrays import ReadAs
+from eplb_service.io.open_trace import open_trace, read_heat
 
 HEAT_TLE = np.arange(24, dtype=np.uint16).reshape(2, 3, 4)
 PHY2LOG_LP = np.array([[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 3, 2], [0, 0, 1, 2, 3, 3]])

@@ -13,12 +13,12 @@ import numpy as np
 
 from eplb_service.atomic_write import OutputError, write_atomically
 from eplb_service.heat.window import HeatError
-from eplb_service.traces import store
-from eplb_service.traces.reader import StoredTrace
-from eplb_service.traces.trace import Trace
-from eplb_service.traces.writer import BATCH_STEPS, TraceWriter
+from eplb_service.io import native_layout
+from eplb_service.io.native_reader import StoredTrace
+from eplb_service.io.native_writer import BATCH_STEPS, TraceWriter
+from eplb_service.io.trace import Trace
 
-SUFFIXES = (store.SUFFIX, ".npz", ".npy")
+SUFFIXES = (native_layout.SUFFIX, ".npz", ".npy")
 """What a trace can be copied into: the native folder, or numpy's files of its heat alone."""
 
 
@@ -50,7 +50,7 @@ def check_trace_output(path: Path) -> None:
     """Raise ``OutputError`` where no trace can be written to ``path``, or something stands there already."""
     if path.suffix not in SUFFIXES:
         raise OutputError(f"{path}: the name must end in {' or '.join(SUFFIXES)}, which says the format")
-    if path.exists() and (path.suffix == store.SUFFIX or not path.is_file()):
+    if path.exists() and (path.suffix == native_layout.SUFFIX or not path.is_file()):
         raise OutputError(f"{path}: exists; choose another name, or remove it first")
     if not path.resolve().parent.is_dir():
         raise OutputError(f"{path}: the folder {path.resolve().parent} does not exist; create it first")

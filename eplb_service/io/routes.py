@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.heat.numpy_file import Array
 from eplb_service.heat.window import HeatError
+from eplb_service.io.numpy_file import Array
+from eplb_service.io.trace import Int64
 from eplb_service.placement import Int32
-from eplb_service.traces.trace import Int64
 
 DEFAULT_BATCH = 64
 """Requests that are decoded side by side where nothing else is asked for."""
