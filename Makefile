@@ -7,10 +7,10 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-oldest check lint types layers unit warm format proto clean
-.PHONY: explore fuzz faults soak bench-switch bench-solver bench-replay
+.PHONY: explore fuzz fuzz-properties faults soak bench-switch bench-solver bench-replay
 
 help: ## show this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml setup.py constraints-dev.txt $(wildcard proto/eplb/v1/*.proto) tools/setup_venv.py tools/generate_stubs.py
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -62,6 +62,9 @@ explore: $(READY) ## every interleaving of the layer switch, and of service and 
 
 fuzz: $(READY) ## every decoder under coverage-guided fuzzing, in .venv-fuzz; ARGS="--seconds 60 --seed 1"
 	@$(BIN)/python -m tests.fuzz.fuzz $(ARGS)
+
+fuzz-properties: warm ## every property test on 20 times the examples, random ones; ARGS="--seed 7 --times 5 tests/solver"
+	@$(BIN)/python -m tests.properties $(ARGS)
 
 faults: $(READY) ## real faults on real services and ranks (minutes); ARGS go to pytest
 	@$(BIN)/pytest tests/faults -m "faults or not faults" $(ARGS)

@@ -56,12 +56,16 @@ def test_packages_are_typed(package):
     assert (ROOT / package / "py.typed").is_file()
 
 
-def test_every_import_is_declared():
+def test_imports_and_declared_dependencies_are_the_same():
     base, extras = declared(PROJECT["dependencies"]), PROJECT["optional-dependencies"]
-    agent = base | declared(extras["agent"])
-    assert imported("eplb_service") <= base | declared(extras["ray"]) | declared(extras["report"])
-    # Never a requirement: it is there where the device is an NPU.
-    assert imported("worker_agent") - {"torch_npu"} <= agent
+    assert imported("eplb_service") == base | declared(extras["ray"]) | declared(extras["report"])
+    # torch_npu is never a requirement: it is there where the device is an NPU.
+    assert imported("worker_agent") - {"torch_npu"} - base == declared(extras["agent"])
+
+
+def test_test_dependencies_are_used():
+    loaded_by_pytest = {"pytest-asyncio", "pytest-timeout", "pytest-xdist"} | {"zarr"}  # importorskip("zarr")
+    assert declared(PROJECT["optional-dependencies"]["test"]) - loaded_by_pytest <= imported("tests")
 
 
 def test_the_base_install_needs_no_torch():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 def about(seeds: tuple[int, ...]) -> dict[str, str]:
     """Command, processor, cores and versions, in words."""
-    packages = ("numpy", "numba", "scipy", "torch")
+    packages = ("numpy", "numba", "torch")
     return {
         "command": " ".join(["python -m benchmarks.solver", *sys.argv[1:]]),
         "machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()}",
