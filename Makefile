@@ -58,7 +58,7 @@ clean: ## remove the virtual environment and everything that was made
 
 explore: $(READY) ## every interleaving of the layer switch, and of service and ranks, and the mutants caught (minutes)
 	@$(BIN)/python -m tests.swap.explorer
-	@$(BIN)/python -m tests.control.explored_service
+	@$(BIN)/python -m tests.control.core.explored_service
 
 fuzz: $(READY) ## every decoder under coverage-guided fuzzing, in .venv-fuzz; ARGS="--seconds 60 --seed 1"
 	@$(BIN)/python -m tests.fuzz.fuzz $(ARGS)

@@ -73,7 +73,7 @@ def test_the_base_install_needs_no_torch():
         "import sys; sys.modules['torch'] = None\n"
         "from eplb_service import solve\n"
         "from eplb_service.cli.main import COMMANDS, load_command\n"
-        "import eplb_service.control.server\n"
+        "import eplb_service.control.server.service\n"
         "for name in COMMANDS.keys() - {'demo'}: load_command(name)\n"
     )
     done = subprocess.run(

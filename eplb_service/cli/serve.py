@@ -15,9 +15,14 @@ from pydantic.fields import FieldInfo
 
 from eplb_service.cli.errors import UserError
 from eplb_service.cli.planner_options import PANEL
-from eplb_service.control.server import ListenError, RunningService, serve_until_stopped
-from eplb_service.control.settings import ENVIRONMENT_PREFIX, ServiceSettings, SettingsError, load_settings
-from eplb_service.control.store_file import StoreError
+from eplb_service.control.server.service import ListenError, RunningService, serve_until_stopped
+from eplb_service.control.server.settings import (
+    ENVIRONMENT_PREFIX,
+    ServiceSettings,
+    SettingsError,
+    load_settings,
+)
+from eplb_service.control.server.store_file import StoreError
 from eplb_service.planner.options import planner_options
 from eplb_service.telemetry.logs import configure_logs
 

@@ -18,9 +18,9 @@ from eplb_service.cli.errors import UserError
 from eplb_service.cli.operator_client import Connection, OperatorCalls
 from eplb_service.cli.service_options import ADDRESS, Address, Name, TlsCa, Token
 from eplb_service.cli.watched_trace import WatchedTrace
-from eplb_service.control.heat_messages import read_served, read_switched
-from eplb_service.control.heat_report import read_heat_report
-from eplb_service.control.refusal import RefusedError
+from eplb_service.control.server.heat_messages import read_served, read_switched
+from eplb_service.control.server.heat_report import read_heat_report
+from eplb_service.control.server.refusal import RefusedError
 from eplb_service.io import native_layout
 from eplb_service.io.copy_trace import check_trace_output
 from eplb_service.wire.codec import WireError

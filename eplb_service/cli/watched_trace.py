@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from eplb_service.cli.errors import UserError
-from eplb_service.control.heat_messages import Served
+from eplb_service.control.server.heat_messages import Served
 from eplb_service.heat.batch import HeatBatch
 from eplb_service.io.recorder import Recorder
 from eplb_service.io.trace import TraceFacts

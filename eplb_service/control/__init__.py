@@ -1,1 +1,1 @@
-"""The service that agents connect to: sessions, deployments, decisions, history."""
+"""The deployments of a service: `core` decides what is known of them, `server` carries it to and from the world."""

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from eplb_service.control.server import RunningService, running_service
-from eplb_service.control.settings import ServiceSettings
+from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.control.server.settings import ServiceSettings
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from eplb_service.control.settings import ServiceSettings
+from eplb_service.control.server.settings import ServiceSettings
 from eplb_service.demo.ranks import rank_processes
 from eplb_service.demo.scoreboard import Scoreboard
 from eplb_service.demo.service_thread import service_thread

@@ -9,7 +9,7 @@ import pytest
 
 from eplb_service.cli import main
 from eplb_service.cli.main import load_command
-from eplb_service.control.settings import ServiceSettings, load_settings
+from eplb_service.control.server.settings import ServiceSettings, load_settings
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.planner.options import planner_options, planner_settings
 from eplb_service.planner.settings import PlannerSettings, SettingsError

@@ -100,7 +100,7 @@ def test_redundant_experts_that_do_not_spread_evenly(trace, capsys):
 
 def test_defaults_are_those_of_the_service():
     from eplb_service.cli.main import load_command
-    from eplb_service.control.settings import ServiceSettings
+    from eplb_service.control.server.settings import ServiceSettings
 
     defaults = {option.name: option.default for option in load_command("replay").params}
     service = ServiceSettings.model_fields

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from eplb_service.control.live import LivePlacement
+from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.placement import Int32, Placement
 from eplb_service.wire.codec import PROTOCOL_VERSION, pack
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc

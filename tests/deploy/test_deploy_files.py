@@ -11,7 +11,7 @@ import pytest
 import yaml
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from eplb_service.control.settings import ENVIRONMENT_PREFIX, ServiceSettings, load_settings
+from eplb_service.control.server.settings import ENVIRONMENT_PREFIX, ServiceSettings, load_settings
 from eplb_service.telemetry.metrics import Metrics
 from worker_agent.settings import AgentSettings
 

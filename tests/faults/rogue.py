@@ -12,11 +12,11 @@ from typing import Any
 import grpc
 import numpy as np
 
-from eplb_service.control.hello import RankHello, read_hello
-from eplb_service.control.live import LivePlacement
-from eplb_service.control.plan_life import Offer
-from eplb_service.control.registration import assemble
-from eplb_service.control.wire_plans import wire_plans
+from eplb_service.control.core.live_placement import LivePlacement
+from eplb_service.control.core.membership import assemble
+from eplb_service.control.core.plan_tracker import Offer
+from eplb_service.control.server.hello import RankHello, read_hello
+from eplb_service.control.server.wire_plans import wire_plans
 from eplb_service.placement import default_log2phy
 from eplb_service.planner.plan import LayerPlan, LayerVerdict, Plan
 from eplb_service.wire.codec import MAX_MESSAGE_BYTES, PROTOCOL_VERSION

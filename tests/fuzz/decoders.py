@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from eplb_service.control.heat_report import read_heat_report
-from eplb_service.control.hello import Shape, read_hello
-from eplb_service.control.refusal import RefusedError
+from eplb_service.control.server.heat_report import read_heat_report
+from eplb_service.control.server.hello import Shape, read_hello
+from eplb_service.control.server.refusal import RefusedError
 from eplb_service.heat.window import HeatError
 from eplb_service.io.native_writer import TraceWriter
 from eplb_service.io.open_trace import open_trace, read_heat
@@ -28,7 +28,7 @@ from eplb_service.placement import PlacementError
 from eplb_service.wire.codec import WireError, pack, unpack
 from eplb_service.wire.generated import agent_pb2, tensor_pb2
 from eplb_service.wire.plan_codec import encode_plan
-from tests.control.story import Story
+from tests.control.core.story import Story
 from tests.swap.world import EXPERTS, LAYERS, LINEAR, RANKS, SLOTS, World
 from worker_agent.history.check import HistoryError, read_histories, violations
 from worker_agent.identity import Identity

@@ -1,0 +1,299 @@
+"""One deployment as a pure state machine: calls in, events out, no clock, sockets or threads.
+
+The ranks hold the truth about what is installed; everything here follows from what they say. Events gather until
+``take_events``, so that none is lost where a call ends in a refusal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from eplb_service.control.core.events import Event, LayerCommitted, PlacementKnown, PlanEnded, StreamsOutdated
+from eplb_service.control.core.heat_watchdog import HeatWatchdog
+from eplb_service.control.core.live_placement import LivePlacement
+from eplb_service.control.core.membership import Group, Member
+from eplb_service.control.core.plan_tracker import ContradictionError, Milestone, Offer, Outcome, PlanTracker
+from eplb_service.control.core.rank_list import rank_list
+from eplb_service.control.server.hello import LONGEST_TEXT, RankHello
+from eplb_service.control.server.refusal import RefusedError
+from eplb_service.heat.assembler import HeatAssembler
+from eplb_service.heat.batch import HeatBatch
+from eplb_service.planner.plan import LayerPlan
+from eplb_service.wire.generated import agent_pb2
+
+_REFUSALS_KEPT = 16
+_PROBLEMS_KEPT = 8
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of a deployment.
+
+    Parameters
+    ----------
+    window_steps
+        Steps that a decision looks at.
+    pending_steps
+        Steps that the fastest rank's reports may be ahead of the slowest's; also the most steps of one report.
+    episode_steps
+        Steps summed before a measured peak-to-average ratio is taken, as the planner sums them.
+    plan_timeout
+        Seconds of silence that end a plan.
+    """
+
+    window_steps: int
+    pending_steps: int
+    episode_steps: int
+    plan_timeout: float
+
+
+@dataclass
+class Totals:
+    """What a deployment has been through, over all its groups."""
+
+    layers_switched: int = 0
+    experts_moved: int = 0
+    bytes_moved: int = 0
+    steps_received: int = 0
+    steps_lost: int = 0
+
+
+@dataclass
+class Deployment:
+    """One served model instance.
+
+    Parameters
+    ----------
+    name
+        As its agents say it.
+    limits
+        Its bounds.
+
+    The other fields are its state, for reading: ``plan`` is the one under way, ``ended_plan`` the one before;
+    ``planned_par`` holds what each switched layer's plan promised; ``refused`` the last words to ranks turned away;
+    ``plan_problems`` what went wrong with plans since the last decision; ``silence`` how long no heat has come.
+    """
+
+    name: str
+    limits: Limits
+    paused: bool = False
+    last_decision: str = ""
+    totals: Totals = field(default_factory=Totals)
+    group: Group | None = None
+    heat: HeatAssembler | None = None
+    plan: PlanTracker | None = None
+    ended_plan: PlanTracker | None = None
+    planned_par: dict[int, float] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
+    plan_problems: list[str] = field(default_factory=list)
+    silence: HeatWatchdog = field(default_factory=HeatWatchdog)
+    _decided_at: int = 0
+    _events: list[Event] = field(default_factory=list)
+
+    @property
+    def live(self) -> LivePlacement | None:
+        """What is served, once all ranks have told."""
+        return self.group.live if self.group else None
+
+    @property
+    def connected(self) -> list[Member]:
+        """Ranks whose stream is alive."""
+        return self.group.connected if self.group else []
+
+    def take_events(self) -> list[Event]:
+        """What has happened since the last time, in order."""
+        events, self._events = self._events, []
+        return events
+
+    # Ranks come and go
+
+    def hello(self, hello: RankHello) -> None:
+        """A rank introduces itself; raises ``RefusedError`` where it cannot be taken in."""
+        self._make_way_for(hello)
+        assert self.group is not None
+        self._follow_plan(hello.rank, hello.version)
+        try:
+            changed = self.group.join(hello)
+        except RefusedError as error:
+            self.refused[hello.rank] = error.message
+            for rank in list(self.refused)[:-_REFUSALS_KEPT]:
+                del self.refused[rank]
+            raise
+        self.refused.pop(hello.rank, None)
+        if self.group.live is None:
+            self._interrupt_plan("the ranks moved on while the service could not hear them")
+        elif changed:
+            self._expect_heat_of(self.group.live)
+            self._events.append(PlacementKnown(self.group.live))
+
+    def leave(self, rank: int) -> None:
+        """The rank's stream has ended."""
+        if self.group is not None:
+            self.group.leave(rank)
+
+    # What ranks tell
+
+    def heartbeat(self, rank: int, message: agent_pb2.Heartbeat) -> None:
+        """A rank is alive and serves what it says."""
+        member = self._member(rank)
+        member.step, member.error = message.step, message.error[:LONGEST_TEXT]
+        member.epoch, member.digest = message.epoch, message.digest
+        self._follow_plan(rank, member.version)
+        self._give_way_to_ranks()
+
+    def plan_status(self, rank: int, status: agent_pb2.PlanStatus, now: float) -> None:
+        """A rank's word about a plan; one about a plan before the last is of no use any more."""
+        member = self._member(rank)
+        member.step = max(member.step, status.step)
+        if status.epoch > member.epoch:
+            member.epoch, member.digest = status.epoch, status.digest
+        for life in (self.plan, self.ended_plan):
+            if life is not None and life.offer.plan_id == status.plan_id:
+                try:
+                    self._advance(life, life.hear(rank, status, now))
+                except ContradictionError as error:
+                    self._note_problem(str(error))
+        self._give_way_to_ranks()
+
+    def heat_batch(self, rank: int, batch: HeatBatch) -> int:
+        """A rank's counts; returns how many steps they completed."""
+        if self.heat is None:
+            return 0
+        member = self._member(rank)
+        member.step = max(member.step, batch.first_step + batch.steps)
+        member.dropped_steps = batch.dropped_steps
+        received, lost = self.heat.received, self.heat.lost
+        completed = self.heat.add(rank, batch)
+        self.totals.steps_received += self.heat.received - received
+        self.totals.steps_lost += self.heat.lost - lost
+        return completed
+
+    # Decisions
+
+    def obstacle(self) -> str | None:
+        """Why no decision can be made now, in words, or ``None``."""
+        if self.group is None or self.live is None or self.heat is None:
+            return "not all ranks have said what they serve"
+        if self.paused:
+            return "planning is paused"
+        if self.plan is not None:
+            return f"plan {self.plan.offer.plan_id} is under way"
+        if self.group.missing:
+            return f"{rank_list(self.group.missing)} not connected"
+        halted = [member.rank for member in self.connected if member.error]
+        if halted:
+            return f"{rank_list(halted)} no longer takes part"
+        if self.group.out_of_step:
+            return f"{rank_list(self.group.out_of_step)} not at epoch {self.live.epoch}"
+        return None if self.heat.steps else "no heat has been gathered yet"
+
+    def is_due(self, interval: int) -> bool:
+        """Whether ``interval`` steps have been gathered since the last decision, and one can be made."""
+        gathered = self.heat.assembled - self._decided_at if self.heat else 0
+        return gathered >= interval and self.obstacle() is None
+
+    def deciding(self) -> None:
+        """A decision is being made on the window as it is now."""
+        self.plan_problems.clear()
+        self._decided_at = self.heat.assembled if self.heat else 0
+
+    def offer(self, offer: Offer, now: float) -> None:
+        """A plan is about to be sent to all ranks."""
+        assert self.group is not None
+        self.plan = PlanTracker(offer, self.group.shape.ranks, now)
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        if self.heat is not None and self.connected:
+            self.silence.look(now, max(member.step for member in self.connected), self.heat.received)
+        if self.plan is not None:
+            self.plan.tick(now, self.limits.plan_timeout)
+            self._close_plan()
+        if self.group is not None and self.group.live is None and not self.group.missing:
+            # Nobody is still to come, so nothing would ever change: a stream that was to end has not.
+            reason = "all ranks are here, but not all have said what they serve since; say Hello again"
+            self._events.append(StreamsOutdated(reason))
+
+    # Transitions
+
+    def _make_way_for(self, hello: RankHello) -> None:
+        if self.group is not None and not self.group.yields_to(hello):
+            return
+        self._interrupt_plan("the group of ranks was formed anew")
+        self.group, self.heat, self.ended_plan = Group(hello), None, None
+        self.planned_par.clear()
+        self.refused.clear()
+        self.plan_problems.clear()
+        self._decided_at, self.silence = 0, HeatWatchdog()
+
+    def _expect_heat_of(self, live: LivePlacement) -> None:
+        assert self.group is not None
+        shape = self.group.shape
+        if self.heat is None:
+            self.heat = HeatAssembler(
+                shape.ranks, shape.layers, shape.experts, self.limits.window_steps, self.limits.pending_steps
+            )
+        for layer, epoch in enumerate(live.layer_epochs):
+            self.heat.place(layer, epoch, live.placement.phy2log_LRS[layer])
+
+    def _follow_plan(self, rank: int, version: tuple[int, int]) -> None:
+        for life in (self.plan, self.ended_plan):
+            reached = life.sees(rank, *version) if life is not None else None
+            if life is not None and reached is not None:
+                self._advance(life, reached)
+                return
+
+    def _give_way_to_ranks(self) -> None:
+        if self.group is None or self.plan is not None:
+            return
+        live, versions = self.live, {member.version for member in self.group.connected}
+        if live is None:
+            if self.group.moved_on is not None:
+                reason = f"rank {self.group.moved_on} has switched since its Hello; say Hello again"
+                self._events.append(StreamsOutdated(reason))
+        elif len(versions) == 1 and versions != {(live.epoch, live.digest)}:
+            ((epoch, _),) = versions
+            self.group.forget_live()
+            reason = f"the ranks serve epoch {epoch}, the service knew epoch {live.epoch}; say Hello again"
+            self._events.append(StreamsOutdated(reason))
+
+    def _advance(self, life: PlanTracker, reached: list[Milestone]) -> None:
+        for milestone in reached:
+            if self.group is not None and self.live is not None and self.live.epoch + 1 == milestone.epoch:
+                self._commit(self.group, self.live, life, milestone.update)
+        self._close_plan()
+
+    def _commit(self, group: Group, before: LivePlacement, life: PlanTracker, update: LayerPlan) -> None:
+        live = before.with_layer(update.layer, update.phy2log_RS, update.log2phy_RE)
+        moves = len(update.moves_M5)
+        bytes_moved = moves * group.shape.bytes_per_expert
+        group.live = live
+        if self.heat is not None:
+            # Not before a rank has said so: until then another plan may be the one that gets to this epoch. What is
+            # counted from here on a rank tells after it has told of the switch.
+            self.heat.place(update.layer, live.epoch, update.phy2log_RS)
+        self.planned_par[update.layer] = life.offer.decision.verdicts[update.layer].par_planned
+        self.totals.layers_switched += 1
+        self.totals.experts_moved += moves
+        self.totals.bytes_moved += bytes_moved
+        self._events.append(LayerCommitted(life.offer.plan_id, update, live, bytes_moved))
+
+    def _interrupt_plan(self, reason: str) -> None:
+        if self.plan is not None:
+            self.plan.interrupt(reason)
+            self._close_plan()
+
+    def _close_plan(self) -> None:
+        if self.plan is not None and self.plan.outcome is not None:
+            self.ended_plan, self.plan = self.plan, None
+            self._events.append(PlanEnded(self.ended_plan))
+            if self.ended_plan.outcome is not Outcome.DONE:
+                self._note_problem(self.ended_plan.summary)
+
+    def _note_problem(self, problem: str) -> None:
+        if problem not in self.plan_problems:
+            self.plan_problems = [*self.plan_problems, problem][-_PROBLEMS_KEPT:]
+
+    def _member(self, rank: int) -> Member:
+        assert self.group is not None
+        return self.group.members[rank]

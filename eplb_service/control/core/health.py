@@ -1,0 +1,57 @@
+"""What can be read off a deployment: how well it is balanced, and what is wrong with it."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_service.control.core.deployment import Deployment
+from eplb_service.control.core.rank_list import rank_list
+from eplb_service.planner.scoring import par
+
+_SILENT_SECONDS = 30.0
+
+
+def measured_par(deployment: Deployment) -> npt.NDArray[np.float64]:
+    """Realised peak-to-average ratio of each layer as it is now, float64 ``[L]``.
+
+    From the loads that the ranks measured, not from a prediction; 0 where nothing was measured yet. Empty while the
+    placement is not known.
+    """
+    if deployment.heat is None or deployment.live is None:
+        return np.zeros(0)
+    loads_TLR = deployment.heat.measured_loads(deployment.live.layer_epochs)
+    if not len(loads_TLR):
+        return np.zeros(loads_TLR.shape[1])
+    first_steps = np.arange(0, len(loads_TLR), deployment.limits.episode_steps)
+    loads_NLR = np.add.reduceat(loads_TLR, first_steps, axis=0)
+    return np.where(loads_NLR.any(axis=(0, 2)), par(loads_NLR), 0.0)
+
+
+def mean_par(par_L: npt.NDArray[np.float64]) -> float:
+    """Mean over the layers that were measured; 0 where none was."""
+    measured = par_L[par_L > 0]
+    return float(measured.mean()) if measured.size else 0.0
+
+
+def problems(deployment: Deployment) -> list[str]:
+    """What an operator should look at, one line each; empty while all is well."""
+    group = deployment.group
+    if group is None:
+        return ["no agent has connected since the service started"]
+    found = []
+    if group.missing:
+        found.append(
+            f"{len(group.connected)} of {group.shape.ranks} ranks connected, missing {rank_list(group.missing)}"
+        )
+    if deployment.silence.seconds > _SILENT_SECONDS:
+        found.append(
+            f"no step's heat has been put together for {deployment.silence.seconds:.0f} s, though the ranks make steps"
+        )
+    found += [f"rank {member.rank}: {member.error}" for member in group.connected if member.error]
+    if group.out_of_step and deployment.plan is None and group.live is not None:
+        found.append(
+            f"{rank_list(group.out_of_step)} not at epoch {group.live.epoch}, which the others serve"
+        )
+    found += [f"rank {rank} was turned away: {reason}" for rank, reason in sorted(deployment.refused.items())]
+    return found + deployment.plan_problems

@@ -1,0 +1,234 @@
+"""How the ranks of one EP group come together: they must agree, and only all of them make a placement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import grpc
+import numpy as np
+
+from eplb_service.control.core.live_placement import LivePlacement
+from eplb_service.control.core.rank_list import rank_list
+from eplb_service.control.server.hello import RankHello, Shape
+from eplb_service.control.server.refusal import RefusedError, contradicts
+from eplb_service.placement import Placement, PlacementError
+from eplb_service.planner.topology import Topology
+
+
+@dataclass
+class Member:
+    """One rank as it was last heard of."""
+
+    rank: int
+    node: str
+    token_group: int
+    epoch: int
+    digest: int
+    connected: bool = True
+    step: int = 0
+    error: str = ""
+    agent_version: str = ""
+    dropped_steps: int = 0
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Epoch and digest that the rank serves."""
+        return self.epoch, self.digest
+
+
+class Group:
+    """One forming of an EP group: who has come, and what they serve once all have.
+
+    Parameters
+    ----------
+    first
+        The Hello that opens the group; the others must agree with it.
+    """
+
+    def __init__(self, first: RankHello) -> None:
+        self.group_id = first.group_id
+        self.shape: Shape = first.shape
+        self.members: dict[int, Member] = {}
+        self.live: LivePlacement | None = None
+        self._waiting: dict[int, RankHello] = {}
+
+    @property
+    def connected(self) -> list[Member]:
+        """Ranks whose stream is alive."""
+        return [member for member in self.members.values() if member.connected]
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks without a stream, ascending."""
+        here = {member.rank for member in self.connected}
+        return [rank for rank in range(self.shape.ranks) if rank not in here]
+
+    @property
+    def out_of_step(self) -> list[int]:
+        """Connected ranks that serve another version than the whole."""
+        if self.live is None:
+            return []
+        version = (self.live.epoch, self.live.digest)
+        return [member.rank for member in self.connected if member.version != version]
+
+    @property
+    def moved_on(self) -> int | None:
+        """A rank that has switched since its Hello while others were still to come, so that they would not agree."""
+        for rank, hello in self._waiting.items():
+            if self.members[rank].version != hello.version:
+                return rank
+        return None
+
+    @property
+    def topology(self) -> Topology:
+        """Nodes numbered in order of rank, token groups as told; needs every rank to have come once."""
+        members = [self.members[rank] for rank in range(self.shape.ranks)]
+        numbers = {
+            node: number for number, node in enumerate(dict.fromkeys(member.node for member in members))
+        }
+        return Topology(
+            np.array([numbers[member.node] for member in members], dtype=np.int32),
+            np.array([member.token_group for member in members], dtype=np.int32),
+            self.shape.bytes_per_expert,
+        )
+
+    def yields_to(self, hello: RankHello) -> bool:
+        """Whether ``hello`` opens another group in place of this one, of which nobody is left.
+
+        Raises ``RefusedError`` where this rank, or another of this group, is still connected.
+        """
+        if hello.rank in (member.rank for member in self.connected):
+            raise already_connected(hello.rank)
+        if (hello.group_id, hello.shape) == (self.group_id, self.shape):
+            return False
+        if self.connected and hello.group_id != self.group_id:
+            here = rank_list([member.rank for member in self.connected])
+            raise contradicts(
+                f"rank {hello.rank} belongs to another forming of the group than {here}, still connected; "
+                "it is taken in once those are gone"
+            )
+        return not self.connected
+
+    def join(self, hello: RankHello) -> bool:
+        """Take a rank in; true where this made (or changed) the live placement.
+
+        Raises ``RefusedError`` where the rank is here already, or says anything that contradicts the others.
+        """
+        if hello.shape != self.shape:
+            raise contradicts(f"rank {hello.rank} {_difference(hello.shape, self.shape)}")
+        if self.live is not None and hello.version != (self.live.epoch, self.live.digest):
+            if self.connected:
+                raise contradicts(_other_version(hello, self.live.epoch, self.live.digest))
+            # Nobody is left who served what was known: the ranks hold the truth, so start over from theirs.
+            self.live = None
+        changed = self._assemble_with(hello) if self.live is None else self._rejoin(hello, self.live)
+        known = self.members.get(hello.rank)
+        self.members[hello.rank] = Member(
+            hello.rank,
+            hello.node,
+            hello.token_group,
+            hello.epoch,
+            hello.digest,
+            step=known.step if known else 0,
+            agent_version=hello.agent_version,
+        )
+        return changed
+
+    def leave(self, rank: int) -> None:
+        """The rank's stream has ended; what it said may be out of date when it returns."""
+        self._waiting.pop(rank, None)
+        self.members[rank].connected = False
+
+    def forget_live(self) -> None:
+        """What was known no longer holds; every rank has to say Hello again."""
+        self.live = None
+
+    def _assemble_with(self, hello: RankHello) -> bool:
+        other = next(iter(self._waiting.values()), None)
+        if other is not None:
+            _check_same_version(hello, other)
+        waiting = {**self._waiting, hello.rank: hello}
+        if len(waiting) == self.shape.ranks:
+            self.live = assemble(waiting)
+            waiting = {}
+        self._waiting = waiting
+        return self.live is not None
+
+    def _rejoin(self, hello: RankHello, live: LivePlacement) -> bool:
+        known_LS = live.placement.phy2log_LRS[:, hello.rank]
+        differs = np.flatnonzero((known_LS != hello.slots_LS).any(axis=1))
+        if differs.size:
+            raise contradicts(
+                f"rank {hello.rank} holds other experts in layer {differs[0]} than its digest says"
+            )
+        if np.array_equal(live.log2phy_RLE[hello.rank], hello.log2phy_LE):
+            return False
+        try:
+            self.live = live.with_table(hello.rank, hello.log2phy_LE)
+        except PlacementError as error:
+            raise contradicts(str(error)) from error
+        return True
+
+
+def assemble(hellos: dict[int, RankHello]) -> LivePlacement:
+    """What all ranks together serve; raises ``RefusedError`` where their slots and tables do not make one placement."""
+    in_order = [hellos[rank] for rank in range(len(hellos))]
+    first = in_order[0]
+    phy2log_LRS = np.stack([hello.slots_LS for hello in in_order], axis=1)
+    tables_RLE = np.stack([hello.log2phy_LE for hello in in_order])
+    try:
+        live = LivePlacement.of(
+            Placement(phy2log_LRS, first.shape.experts), tables_RLE, first.epoch, first.layer_epochs
+        )
+    except PlacementError as error:
+        raise contradicts(f"the ranks' slots do not make a placement: {error}") from error
+    if live.digest != first.digest:
+        raise contradicts(
+            f"the ranks' slots together have the digest {live.digest:#x}, the ranks say {first.digest:#x}"
+        )
+    _check_token_groups(in_order)
+    return live
+
+
+def _check_token_groups(hellos: list[RankHello]) -> None:
+    first_of: dict[int, RankHello] = {}
+    for hello in hellos:
+        first = first_of.setdefault(hello.token_group, hello)
+        differs = np.flatnonzero((first.log2phy_LE != hello.log2phy_LE).any(axis=1))
+        if differs.size:
+            raise contradicts(
+                f"ranks {first.rank} and {hello.rank} see the same tokens (token group {hello.token_group}) but their "
+                f"log2phy differ in layer {differs[0]}"
+            )
+
+
+def _check_same_version(hello: RankHello, other: RankHello) -> None:
+    if hello.version != other.version:
+        raise contradicts(_other_version(hello, other.epoch, other.digest))
+    if hello.layer_epochs != other.layer_epochs:
+        raise contradicts(f"rank {hello.rank} and rank {other.rank} say different epochs of their layers")
+
+
+def _other_version(hello: RankHello, epoch: int, digest: int) -> str:
+    return (
+        f"rank {hello.rank} serves epoch {hello.epoch} digest {hello.digest:#x}, "
+        f"the other ranks epoch {epoch} digest {digest:#x}"
+    )
+
+
+def _difference(found: Shape, known: Shape) -> str:
+    names = ("ranks", "layers", "experts", "slots", "bytes_per_expert")
+    parts = [
+        f"{name} {getattr(found, name)} instead of {getattr(known, name)}"
+        for name in names
+        if getattr(found, name) != getattr(known, name)
+    ]
+    return f"has another shape than the other ranks: {', '.join(parts)}"
+
+
+def already_connected(rank: int) -> RefusedError:
+    """A second agent for a rank whose first is alive."""
+    return RefusedError(
+        grpc.StatusCode.ALREADY_EXISTS,
+        f"rank {rank} is connected already; give each agent its own rank, and each model instance its own deployment",
+    )

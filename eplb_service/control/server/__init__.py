@@ -1,0 +1,1 @@
+"""The running service around the core: gRPC, credentials, streams, the store, settings, the planning thread."""

@@ -1,0 +1,152 @@
+"""Hands on what deployments serve and count: to the service's own recording, and to operators who watch.
+
+Nobody here is waited for. A watcher who is too slow loses reports, and is told how many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+
+import grpc
+
+from eplb_service.control.core.deployment import Deployment
+from eplb_service.control.core.events import LayerCommitted
+from eplb_service.control.core.live_placement import LivePlacement
+from eplb_service.control.server.heat_messages import served_message, switched_message
+from eplb_service.control.server.refusal import RefusedError
+from eplb_service.heat.batch import HeatBatch
+from eplb_service.io.recording import Recording
+from eplb_service.io.trace import TraceFacts
+from eplb_service.wire.generated import agent_pb2, operator_pb2
+
+MOST_WATCHERS = 8
+"""Calls that may watch a service's heat at a time."""
+MOST_WAITING_BYTES = 64 << 20
+"""Heat that waits for one watcher; what comes beyond is dropped and counted."""
+
+
+class Watcher:
+    """What one call is still to be told."""
+
+    def __init__(self) -> None:
+        self.dropped_reports = 0
+        self._waiting: deque[tuple[operator_pb2.WatchHeatResponse, int]] = deque()
+        self._bytes = 0
+        self._changed = asyncio.Event()
+        self._over = ""
+
+    def tell(self, message: operator_pb2.WatchHeatResponse) -> None:
+        """Queue a message that must not be lost; there is one where a layer switches, or all ranks come together."""
+        self._put(message, 0)
+
+    def report(self, rank: int, report: agent_pb2.HeatReport) -> None:
+        """Queue one rank's report, unless too much waits already."""
+        size = report.ByteSize()
+        if self._bytes + size > MOST_WAITING_BYTES:
+            self.dropped_reports += 1
+            return
+        heat = operator_pb2.RankHeat(rank=rank, report=report)
+        self._put(operator_pb2.WatchHeatResponse(heat=heat), size)
+
+    def end(self, reason: str) -> None:
+        """There will be no more."""
+        self._over = reason
+        self._changed.set()
+
+    async def next(self) -> operator_pb2.WatchHeatResponse:
+        """The next message; raises ``RefusedError`` once it is over."""
+        while not self._waiting:
+            if self._over:
+                raise RefusedError(grpc.StatusCode.UNAVAILABLE, self._over)
+            self._changed.clear()
+            await self._changed.wait()
+        message, size = self._waiting.popleft()
+        self._bytes -= size
+        message.dropped_reports = self.dropped_reports
+        return message
+
+    def _put(self, message: operator_pb2.WatchHeatResponse, size: int) -> None:
+        self._waiting.append((message, size))
+        self._bytes += size
+        self._changed.set()
+
+
+class HeatFeed:
+    """All that listen to a service's heat.
+
+    Parameters
+    ----------
+    recording
+        The service's own, if it has one.
+    pending_steps
+        Steps that a deployment's fastest rank may be ahead of its slowest.
+    """
+
+    def __init__(self, recording: Recording | None, pending_steps: int) -> None:
+        self._recording = recording
+        self._pending_steps = pending_steps
+        self._watchers: dict[str, list[Watcher]] = {}
+
+    @contextlib.contextmanager
+    def watch(self, deployment: Deployment) -> Iterator[Watcher]:
+        """Within it, the watcher is told of ``deployment``; raises ``RefusedError`` where too many watch already."""
+        if sum(map(len, self._watchers.values())) >= MOST_WATCHERS:
+            raise RefusedError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{MOST_WATCHERS} calls watch this service's heat already, the most that it allows",
+            )
+        watcher = Watcher()
+        if deployment.live is not None:
+            watcher.tell(self._served(deployment, deployment.live))
+        same = self._watchers.setdefault(deployment.name, [])
+        same.append(watcher)
+        try:
+            yield watcher
+        finally:
+            same.remove(watcher)
+
+    def placed(self, deployment: Deployment, live: LivePlacement) -> None:
+        """All ranks agree on what they serve."""
+        for watcher in self._watchers.get(deployment.name, ()):
+            watcher.tell(self._served(deployment, live))
+        if self._recording is not None and deployment.group is not None:
+            facts = TraceFacts(
+                origin="recorded by eplb serve",
+                ranks=live.placement.ranks,
+                slots=live.placement.slots,
+                bytes_per_expert=deployment.group.shape.bytes_per_expert,
+                nodes_R=tuple(deployment.group.topology.nodes_R.tolist()),
+            )
+            self._recording.placed(deployment.name, facts, live.placement, live.layer_epochs)
+
+    def switched(self, name: str, event: LayerCommitted) -> None:
+        """A layer of deployment ``name`` has switched."""
+        layer, phy2log_RS = event.update.layer, event.update.phy2log_RS
+        epoch = event.live.layer_epochs[layer]
+        for watcher in self._watchers.get(name, ()):
+            switched = switched_message(layer, epoch, phy2log_RS)
+            watcher.tell(operator_pb2.WatchHeatResponse(switched=switched))
+        if self._recording is not None:
+            self._recording.switched(name, layer, epoch, phy2log_RS)
+
+    def counted(self, name: str, rank: int, batch: HeatBatch, report: agent_pb2.HeatReport) -> None:
+        """A rank of deployment ``name`` has sent ``report``, which says what ``batch`` does."""
+        for watcher in self._watchers.get(name, ()):
+            watcher.report(rank, report)
+        if self._recording is not None:
+            self._recording.heat(name, rank, batch)
+
+    def close(self, reason: str) -> None:
+        """End what watchers are told."""
+        for watchers in self._watchers.values():
+            for watcher in watchers:
+                watcher.end(reason)
+
+    def _served(self, deployment: Deployment, live: LivePlacement) -> operator_pb2.WatchHeatResponse:
+        assert deployment.group is not None
+        group = deployment.group
+        served = served_message(live, group.shape, group.topology, self._pending_steps)
+        return operator_pb2.WatchHeatResponse(served=served)

@@ -1,0 +1,271 @@
+"""All deployments of a service, and what follows in the world from what happens to them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import grpc
+import structlog
+
+from eplb_service.control.core.deployment import Deployment, Limits
+from eplb_service.control.core.events import LayerCommitted, PlacementKnown, PlanEnded
+from eplb_service.control.core.health import mean_par, measured_par, problems
+from eplb_service.control.server.heat_feed import HeatFeed
+from eplb_service.control.server.hello import RankHello
+from eplb_service.control.server.planning import Decider
+from eplb_service.control.server.refusal import RefusedError, unknown_deployment
+from eplb_service.control.server.settings import ServiceSettings
+from eplb_service.control.server.store_writer import StoreWriter
+from eplb_service.control.server.stored import StoredDeployment, StoredPlacement, StoredPlan
+from eplb_service.control.server.streams import RankStream, Streams
+from eplb_service.heat.batch import HeatBatch
+from eplb_service.io.recording import Recording
+from eplb_service.telemetry.metrics import Metrics
+from eplb_service.wire.generated import agent_pb2
+
+_log = structlog.get_logger(__name__)
+
+_FEWEST_PENDING_STEPS = 64
+_REPORTS_PENDING = 8
+_MOST_PLANS_TOLD = 100
+
+
+def pending_steps(settings: ServiceSettings) -> int:
+    """Steps that a deployment's fastest rank may be ahead of its slowest before steps are lost."""
+    return max(_FEWEST_PENDING_STEPS, _REPORTS_PENDING * settings.report_steps)
+
+
+class ControlPlane:
+    """Carries calls to the deployments' state machines and their events to store, metrics, logs and streams.
+
+    Parameters
+    ----------
+    settings
+        Of the service.
+    writer, metrics
+        Where history and figures go.
+    recording
+        Where heat goes, if it is recorded.
+
+    ``remembered`` holds what a deployment served when the last service stopped; ``feed`` hands heat on.
+    """
+
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        writer: StoreWriter,
+        metrics: Metrics,
+        recording: Recording | None = None,
+    ) -> None:
+        self.settings = settings
+        self.streams = Streams()
+        self.decider = Decider(settings.planner(), writer, self.streams, metrics)
+        self.deployments: dict[str, Deployment] = {}
+        self.remembered: dict[str, StoredPlacement] = {}
+        self._writer = writer
+        self._metrics = metrics
+        self.feed = HeatFeed(recording, pending_steps(settings))
+        self._limits = Limits(
+            window_steps=settings.window_steps,
+            pending_steps=pending_steps(settings),
+            episode_steps=max(1, settings.window_steps // settings.planner().episodes),
+            plan_timeout=settings.plan_timeout_seconds,
+        )
+
+    @property
+    def leader_term(self) -> int:
+        """Of this start."""
+        return self._writer.store.leader_term
+
+    async def resume(self) -> None:
+        """Take up what the store remembers."""
+        for stored in await self._writer.run(self._writer.store.deployments):
+            deployment = self._new(stored.name)
+            deployment.paused, deployment.last_decision = stored.paused, stored.last_decision
+            deployment.totals = stored.totals
+            placement = await self._writer.run(self._writer.store.latest_placement, stored.name)
+            if placement is not None:
+                self.remembered[stored.name] = placement
+        self._metrics.leader_term.set(self.leader_term)
+        _log.info("resumed", leader_term=self.leader_term, deployments=len(self.deployments))
+
+    def find(self, name: str) -> Deployment:
+        """A known deployment; raises ``RefusedError`` with NOT_FOUND."""
+        if name not in self.deployments:
+            raise unknown_deployment(name)
+        return self.deployments[name]
+
+    # Agents
+
+    def admit(self, hello: RankHello, stream: RankStream) -> Deployment:
+        """Take a rank in; raises ``RefusedError`` where its deployment cannot."""
+        deployment = self.deployments.get(hello.deployment) or self._make_room_for(hello.deployment)
+        group = deployment.group
+        try:
+            deployment.hello(hello)
+        except RefusedError as error:
+            _log.warning("agent_refused", deployment=hello.deployment, rank=hello.rank, reason=error.message)
+            self._follow_up(deployment)
+            raise
+        if deployment.group is not group:
+            self._metrics.forget_layers(deployment.name)
+        self.streams.add(deployment.name, hello.rank, stream)
+        _log.info(
+            "agent_connected", deployment=deployment.name, rank=hello.rank, node=hello.node, epoch=hello.epoch
+        )
+        self._follow_up(deployment)
+        return deployment
+
+    def release(self, deployment: Deployment, rank: int) -> None:
+        """A rank's stream has ended."""
+        self.streams.remove(deployment.name, rank)
+        deployment.leave(rank)
+        _log.info("agent_disconnected", deployment=deployment.name, rank=rank)
+
+    def heat_batch(
+        self, deployment: Deployment, rank: int, batch: HeatBatch, report: agent_pb2.HeatReport
+    ) -> None:
+        """Counts have come, read from ``report``; decides where enough of them have."""
+        before = replace(deployment.totals)
+        deployment.heat_batch(rank, batch)
+        name, after = deployment.name, deployment.totals
+        self.feed.counted(name, rank, batch, report)
+        self._metrics.steps_received.labels(name).inc(after.steps_received - before.steps_received)
+        self._metrics.steps_lost.labels(name).inc(after.steps_lost - before.steps_lost)
+        if deployment.is_due(self.settings.decision_interval):
+            self.decider.start(deployment)
+
+    def heartbeat(self, deployment: Deployment, rank: int, message: agent_pb2.Heartbeat) -> None:
+        """A rank is alive."""
+        deployment.heartbeat(rank, message)
+        self._follow_up(deployment)
+
+    def plan_status(self, deployment: Deployment, rank: int, message: agent_pb2.PlanStatus) -> None:
+        """A rank's word about a plan."""
+        if message.state == agent_pb2.PLAN_STATE_TRANSFERRED:
+            self._metrics.transferred(deployment.name, message.transfer_seconds)
+        elif message.state == agent_pb2.PLAN_STATE_COMMITTED:
+            self._metrics.committed(deployment.name, message.commit_seconds)
+        deployment.plan_status(rank, message, time.monotonic())
+        self._follow_up(deployment)
+
+    # Operators
+
+    def set_paused(self, deployment: Deployment, paused: bool) -> None:
+        """Stop planning, or plan again."""
+        deployment.paused = paused
+        self._remember(deployment)
+        _log.info("paused" if paused else "resumed_planning", deployment=deployment.name)
+
+    async def history(self, name: str, limit: int) -> list[StoredPlan]:
+        """The newest plans of a deployment, newest first, at most ``limit`` of them; 0 for as many as are told."""
+        most = min(limit or _MOST_PLANS_TOLD, _MOST_PLANS_TOLD)
+        return await self._writer.run(self._writer.store.plans, name, most)
+
+    # Time
+
+    def tick(self) -> None:
+        """Look after deadlines and tell the metrics; called every second or so."""
+        self._metrics.deployments.set(len(self.deployments))
+        for deployment in self.deployments.values():
+            deployment.tick(time.monotonic())
+            self._follow_up(deployment)
+            self._tell(deployment)
+
+    def remember_all(self) -> None:
+        """Before the service stops."""
+        for deployment in self.deployments.values():
+            self._remember(deployment)
+
+    # What follows from events
+
+    def _follow_up(self, deployment: Deployment) -> None:
+        store, name = self._writer.store, deployment.name
+        for event in deployment.take_events():
+            if isinstance(event, PlacementKnown):
+                self._writer.post(store.save_placement, name, event.live)
+                self.feed.placed(deployment, event.live)
+                _log.info(
+                    "placement_known",
+                    deployment=name,
+                    epoch=event.live.epoch,
+                    digest=f"{event.live.digest:#x}",
+                )
+            elif isinstance(event, LayerCommitted):
+                self._layer_committed(name, event)
+            elif isinstance(event, PlanEnded):
+                self._plan_ended(deployment, event)
+            else:
+                _log.warning("streams_outdated", deployment=name, reason=event.reason)
+                self.streams.end(name, event.reason)
+
+    def _layer_committed(self, name: str, event: LayerCommitted) -> None:
+        self.feed.switched(name, event)
+        moves = len(event.update.moves_M5)
+        self._metrics.layers_switched.labels(name).inc()
+        self._metrics.moves.labels(name).inc(moves)
+        self._metrics.moved_bytes.labels(name).inc(event.bytes_moved)
+        self._writer.post(self._writer.store.save_layer, name, event.live, event.update.layer)
+        _log.info(
+            "layer_committed", deployment=name, layer=event.update.layer, epoch=event.live.epoch, moves=moves
+        )
+
+    def _plan_ended(self, deployment: Deployment, event: PlanEnded) -> None:
+        life = event.life
+        assert life.outcome is not None
+        plan_id = life.offer.plan_id
+        self._metrics.plans.labels(deployment.name, life.outcome.value).inc()
+        self._writer.post(self._writer.store.end_plan, plan_id, life.outcome, life.reason, life.committed)
+        self._remember(deployment)
+        _log.info(
+            "plan_ended",
+            deployment=deployment.name,
+            plan_id=plan_id,
+            outcome=life.outcome.value,
+            reason=life.reason,
+            committed=life.committed,
+        )
+
+    def _remember(self, deployment: Deployment) -> None:
+        stored = StoredDeployment(
+            deployment.name, deployment.paused, replace(deployment.totals), deployment.last_decision
+        )
+        self._writer.post(self._writer.store.save_deployment, stored)
+
+    def _tell(self, deployment: Deployment) -> None:
+        name, metrics = deployment.name, self._metrics
+        metrics.agents_connected.labels(name).set(len(deployment.connected))
+        metrics.agents_expected.labels(name).set(deployment.group.shape.ranks if deployment.group else 0)
+        metrics.paused.labels(name).set(deployment.paused)
+        metrics.problems.labels(name).set(len(problems(deployment)))
+        if deployment.live is not None:
+            metrics.epoch.labels(name).set(deployment.live.epoch)
+            par_L = measured_par(deployment)
+            metrics.layer_pars(name, par_L.tolist(), deployment.planned_par)
+            if mean_par(par_L):
+                metrics.deployment_par_realised.labels(name).set(mean_par(par_L))
+
+    # Which deployments are known
+
+    def _new(self, name: str) -> Deployment:
+        self.deployments[name] = Deployment(name, self._limits)
+        return self.deployments[name]
+
+    def _make_room_for(self, name: str) -> Deployment:
+        if len(self.deployments) >= self.settings.max_deployments:
+            idle = [known for known in self.deployments.values() if not known.connected]
+            if not idle:
+                raise RefusedError(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                    f"{len(self.deployments)} deployments are connected, the most that max_deployments allows",
+                )
+            self._forget(idle[0].name)
+        return self._new(name)
+
+    def _forget(self, name: str) -> None:
+        del self.deployments[name]
+        self.remembered.pop(name, None)
+        self._metrics.forget(name)
+        self._writer.post(self._writer.store.forget, name)
+        _log.info("deployment_forgotten", deployment=name)

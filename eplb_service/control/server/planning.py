@@ -1,0 +1,167 @@
+"""Makes decisions: the pure planner on a thread of its own, and the offer of what it decided."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import structlog
+
+from eplb_service.control.core.deployment import Deployment
+from eplb_service.control.core.live_placement import LivePlacement
+from eplb_service.control.core.plan_tracker import Offer
+from eplb_service.control.server.refusal import contradicts
+from eplb_service.control.server.store_writer import StoreWriter
+from eplb_service.control.server.streams import Streams
+from eplb_service.control.server.wire_plans import wire_plans
+from eplb_service.heat.assembler import HeatSnapshot
+from eplb_service.planner.decide import plan
+from eplb_service.planner.plan import Plan
+from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.topology import Topology
+from eplb_service.solver.warmup import warm_up
+from eplb_service.telemetry.metrics import Metrics
+
+T = TypeVar("T")
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What came of one decision.
+
+    Parameters
+    ----------
+    result
+        ``plan`` was offered, every layer ``kept``, a plan ``dropped`` before it was offered, or ``failed``.
+    words
+        The same for operators.
+    plan_id, layers, moves
+        Of the plan that was offered; 0 where none was.
+    """
+
+    result: str
+    words: str
+    plan_id: int = 0
+    layers: int = 0
+    moves: int = 0
+
+
+class Decider:
+    """Decides for all deployments, one decision at a time.
+
+    Parameters
+    ----------
+    settings
+        How to decide.
+    writer, streams, metrics
+        Where plans are remembered, sent and counted.
+    """
+
+    def __init__(
+        self, settings: PlannerSettings, writer: StoreWriter, streams: Streams, metrics: Metrics
+    ) -> None:
+        self._settings = settings
+        self._writer = writer
+        self._streams = streams
+        self._metrics = metrics
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eplb-planner")
+        self._last: Future[Any] | None = None
+        self._warm = asyncio.Event()
+        self._running: dict[str, asyncio.Task[Decision]] = {}
+
+    @property
+    def computing(self) -> bool:
+        """Whether the thread is at work; kernels cannot be interrupted."""
+        return self._last is not None and not self._last.done()
+
+    async def warm_up(self) -> None:
+        """Compile the kernels; decisions asked for before wait for it."""
+        await self._compute(warm_up, self._settings.threads)
+        self._warm.set()
+
+    def start(self, deployment: Deployment) -> asyncio.Task[Decision]:
+        """Decide now, or join the decision that is being made.
+
+        Raises ``RefusedError`` where the deployment is in no state for one.
+        """
+        running = self._running.get(deployment.name)
+        if running is not None:
+            return running
+        obstacle = deployment.obstacle()
+        if obstacle is not None:
+            raise contradicts(f"no decision can be made for {deployment.name!r}: {obstacle}")
+        deployment.deciding()
+        task = asyncio.create_task(self._decide(deployment))
+        self._running[deployment.name] = task
+        task.add_done_callback(lambda _: self._running.pop(deployment.name, None))
+        return task
+
+    async def close(self) -> None:
+        """Make no more decisions; one that is being computed is thrown away."""
+        running = list(self._running.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _decide(self, deployment: Deployment) -> Decision:
+        await self._warm.wait()
+        try:
+            decision = await self._decide_and_offer(deployment)
+        except Exception as error:
+            _log.exception("decision_failed", deployment=deployment.name)
+            decision = Decision("failed", f"the decision failed: {error}")
+        self._metrics.decisions.labels(deployment.name, decision.result).inc()
+        deployment.last_decision = decision.words
+        _log.info("decision", deployment=deployment.name, result=decision.result, words=decision.words)
+        return decision
+
+    async def _decide_and_offer(self, deployment: Deployment) -> Decision:
+        group, live, heat = deployment.group, deployment.live, deployment.heat
+        if group is None or live is None or heat is None:
+            return Decision("dropped", "no decision was made: the ranks went away")
+        solved, seconds = await self._compute(_solve, heat.snapshot(), live, group.topology, self._settings)
+        self._tell(deployment.name, solved, seconds)
+        if not solved.layers:
+            return Decision("kept", f"every layer kept (PAR {solved.par_seen:.3f})")
+        store = self._writer.store
+        offer = Offer.of(store.new_plan_id(), live, solved)
+        messages = await self._compute(wire_plans, offer, store.leader_term, group.shape.ranks)
+        changed = deployment.group is not group or deployment.live is not live
+        obstacle = "the ranks changed meanwhile" if changed else deployment.obstacle()
+        if obstacle is not None:
+            return Decision("dropped", f"a plan was made but not offered: {obstacle}")
+        deployment.offer(offer, time.monotonic())
+        await self._writer.write(store.begin_plan, deployment.name, offer)
+        if deployment.plan is None or deployment.plan.offer is not offer:
+            return Decision("dropped", "a plan was made, but the ranks changed before it was sent")
+        self._streams.send(deployment.name, messages)
+        words = (
+            f"plan {offer.plan_id}: {len(solved.layers)} layers, {solved.moves} moves, "
+            f"PAR {solved.par_seen:.3f} -> {solved.par_planned:.3f}"
+        )
+        return Decision("plan", words, offer.plan_id, len(solved.layers), solved.moves)
+
+    async def _compute(self, function: Callable[..., T], *arguments: Any) -> T:
+        computing = self._thread.submit(function, *arguments)
+        self._last = computing
+        return await asyncio.wrap_future(computing)
+
+    def _tell(self, name: str, solved: Plan, seconds: float) -> None:
+        self._metrics.solve_seconds.labels(name).observe(seconds)
+        self._metrics.deployment_par_seen.labels(name).set(solved.par_seen)
+        self._metrics.deployment_par_planned.labels(name).set(solved.par_planned)
+
+
+def _solve(
+    snapshot: HeatSnapshot, live: LivePlacement, topology: Topology, settings: PlannerSettings
+) -> tuple[Plan, float]:
+    started = time.perf_counter()
+    solved = plan(snapshot.window(), live.placement, live.log2phy_RLE, topology, settings)
+    return solved, time.perf_counter() - started

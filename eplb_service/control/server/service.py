@@ -1,0 +1,234 @@
+"""Starts and stops the whole service: store, metrics, gRPC server, planner."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from eplb_service import __version__
+from eplb_service.control.server.agent_stream import AgentService
+from eplb_service.control.server.auth import TokenInterceptor
+from eplb_service.control.server.operator_api import OperatorService
+from eplb_service.control.server.plane import ControlPlane, pending_steps
+from eplb_service.control.server.settings import ServiceSettings, SettingsError
+from eplb_service.control.server.store import Store
+from eplb_service.control.server.store_writer import StoreWriter
+from eplb_service.io.recording import Recording
+from eplb_service.telemetry.metrics import Metrics
+from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc, operator_pb2, operator_pb2_grpc
+
+_log = structlog.get_logger(__name__)
+
+AGENT_SERVICE: str = agent_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name
+OPERATOR_SERVICE: str = operator_pb2.DESCRIPTOR.services_by_name["OperatorService"].full_name
+
+_TICK_SECONDS = 1.0
+_GRACE_SECONDS = 2.0
+_LOOPBACK = ("127.", "localhost:", "[::1]:")
+
+
+class ListenError(Exception):
+    """An address that cannot be listened on; the message says which, why and what to do."""
+
+
+@dataclass(frozen=True)
+class RunningService:
+    """A service that answers.
+
+    Parameters
+    ----------
+    address, metrics_address
+        ``host:port`` where it listens, with the real ports.
+    plane
+        Its deployments.
+    warm
+        Done when decisions can be made.
+    """
+
+    address: str
+    metrics_address: str
+    plane: ControlPlane
+    warm: asyncio.Task[None]
+
+
+@contextlib.asynccontextmanager
+async def running_service(settings: ServiceSettings) -> AsyncIterator[RunningService]:
+    """A service in this process and event loop, for as long as the context lasts.
+
+    Raises ``ListenError``, ``StoreError`` or ``SettingsError`` where it cannot start.
+    """
+    _check_free(settings.listen, "listen")
+    _check_free(settings.metrics, "metrics")
+    async with contextlib.AsyncExitStack() as stack:
+        metrics = Metrics()
+        metrics.build.labels(__version__).set(1)
+        metrics_address = _serve_metrics(metrics, settings.metrics, stack)
+        writer = StoreWriter(await asyncio.to_thread(Store, settings.store))
+        stack.callback(writer.close)
+        recording = None
+        if settings.record is not None:
+            recording = Recording(settings.record, pending_steps(settings))
+            stack.callback(recording.close)
+        plane = ControlPlane(settings, writer, metrics, recording)
+        stack.push_async_callback(plane.decider.close)
+        await plane.resume()
+        probes = health.aio.HealthServicer()
+        server = _server(settings, plane, probes)
+        address = _bind(server, settings)
+        await _report_health(probes, health_pb2.HealthCheckResponse.NOT_SERVING)
+        await server.start()
+        stack.push_async_callback(_shut_down, server, plane, probes)
+        warm = asyncio.create_task(_warm_up(plane, probes))
+        ticks = asyncio.create_task(_tick(plane))
+        stack.push_async_callback(_cancel, warm, ticks)
+        _log.info("listening", address=address, metrics=metrics_address, leader_term=plane.leader_term)
+        yield RunningService(address, metrics_address, plane, warm)
+
+
+async def serve_until_stopped(settings: ServiceSettings, announce: Callable[[RunningService], None]) -> None:
+    """Run until SIGTERM or SIGINT; ``announce`` is called with the ``RunningService`` once it listens."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with running_service(settings) as service:
+        announce(service)
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait([stopping, service.warm], return_when=asyncio.FIRST_COMPLETED)
+        if service.warm.done():
+            service.warm.result()
+        await stopping
+        _log.info("stopping")
+    if service.plane.decider.computing:
+        # All is closed, but the interpreter would wait for the kernels that are still being compiled or run.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _server(settings: ServiceSettings, plane: ControlPlane, probes: Any) -> grpc.aio.Server:
+    token = settings.auth_token
+    server = grpc.aio.server(
+        interceptors=[TokenInterceptor(token.get_secret_value())] if token else [],
+        options=[
+            ("grpc.max_receive_message_length", settings.max_message_bytes),
+            ("grpc.max_send_message_length", settings.max_message_bytes),
+            # Two services on one port would share its connections unseen.
+            ("grpc.so_reuseport", 0),
+            ("grpc.keepalive_time_ms", 20_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ],
+    )
+    agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(plane), server)
+    operator_pb2_grpc.add_OperatorServiceServicer_to_server(OperatorService(plane), server)
+    health_pb2_grpc.add_HealthServicer_to_server(probes, server)
+    names = (AGENT_SERVICE, OPERATOR_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    return server
+
+
+def _bind(server: grpc.aio.Server, settings: ServiceSettings) -> str:
+    if settings.tls_cert is None and not settings.listen.startswith(_LOOPBACK):
+        _log.warning("serving_without_tls", address=settings.listen)
+    if settings.auth_token is None and not settings.listen.startswith(_LOOPBACK):
+        _log.warning("serving_without_token", address=settings.listen)
+    credentials = _credentials(settings)
+    try:
+        if credentials is None:
+            bound = server.add_insecure_port(settings.listen)
+        else:
+            bound = server.add_secure_port(settings.listen, credentials)
+    except RuntimeError as error:
+        raise ListenError(
+            f"cannot listen on {settings.listen}: {error}; choose another with --listen"
+        ) from error
+    if not bound:
+        raise ListenError(f"cannot listen on {settings.listen}; choose another with --listen")
+    return f"{settings.listen.rpartition(':')[0]}:{bound}"
+
+
+def _credentials(settings: ServiceSettings) -> grpc.ServerCredentials | None:
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    try:
+        pair = settings.tls_key.read_bytes(), settings.tls_cert.read_bytes()
+    except OSError as error:
+        raise SettingsError(f"cannot read the TLS files: {error}") from error
+    return grpc.ssl_server_credentials([pair])
+
+
+def _serve_metrics(metrics: Metrics, address: str, stack: contextlib.AsyncExitStack) -> str:
+    try:
+        server = metrics.serve(*_split(address))
+    except OSError as error:
+        raise ListenError(f"cannot serve metrics on {address}: {error.strerror or error}") from error
+    stack.callback(server.close)
+    return f"{address.rpartition(':')[0]}:{server.port}"
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _check_free(address: str, flag: str) -> None:
+    """Raise ``ListenError`` where a port is taken, before the store counts this as a start."""
+    host, port = _split(address)
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+    except OSError as error:
+        raise ListenError(
+            f"cannot listen on {address}: {error.strerror or error}; stop what listens there, or choose another "
+            f"address with --{flag}"
+        ) from error
+
+
+async def _warm_up(plane: ControlPlane, probes: Any) -> None:
+    await plane.decider.warm_up()
+    await _report_health(probes, health_pb2.HealthCheckResponse.SERVING)
+    _log.info("warm")
+
+
+async def _tick(plane: ControlPlane) -> None:
+    while True:
+        try:
+            plane.tick()
+        except Exception:
+            _log.exception("tick_failed")
+        await asyncio.sleep(_TICK_SECONDS)
+
+
+async def _report_health(probes: Any, status: int) -> None:
+    for name in ("", AGENT_SERVICE, OPERATOR_SERVICE):
+        await probes.set(name, status)
+
+
+async def _shut_down(server: grpc.aio.Server, plane: ControlPlane, probes: Any) -> None:
+    await probes.enter_graceful_shutdown()
+    plane.streams.end_all("the service is stopping; connect again until it is back")
+    plane.feed.close("the service is stopping")
+    await server.stop(_GRACE_SECONDS)
+    plane.remember_all()
+
+
+async def _cancel(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,104 @@
+"""A deployment's state in the operators' messages."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from eplb_service.control.core.deployment import Deployment
+from eplb_service.control.core.health import mean_par, measured_par, problems
+from eplb_service.control.server.stored import StoredPlacement, StoredPlan
+from eplb_service.planner.plan import LayerVerdict
+from eplb_service.wire.generated import operator_pb2
+
+
+def deployment_status(
+    deployment: Deployment, remembered: StoredPlacement | None
+) -> operator_pb2.DeploymentStatus:
+    """The whole in one message; shape and version are those remembered while no agent has told better."""
+    totals = deployment.totals
+    status = operator_pb2.DeploymentStatus(
+        deployment=deployment.name,
+        agents_connected=len(deployment.connected),
+        par=mean_par(measured_par(deployment)),
+        window_steps=deployment.heat.steps if deployment.heat else 0,
+        steps_received=totals.steps_received,
+        steps_lost=totals.steps_lost,
+        layers_switched=totals.layers_switched,
+        experts_moved=totals.experts_moved,
+        bytes_moved=totals.bytes_moved,
+        paused=deployment.paused,
+        plan_id=deployment.plan.offer.plan_id if deployment.plan else 0,
+        last_decision=deployment.last_decision,
+        problems=problems(deployment),
+    )
+    if deployment.group is not None:
+        shape = deployment.group.shape
+        status.layers, status.experts, status.ranks, status.slots = (
+            shape.layers,
+            shape.experts,
+            shape.ranks,
+            shape.slots,
+        )
+    elif remembered is not None:
+        placement = remembered.placement
+        status.layers, status.experts, status.ranks, status.slots = (
+            placement.layers,
+            placement.experts,
+            placement.ranks,
+            placement.slots,
+        )
+    known = deployment.live or remembered
+    if known is not None:
+        status.epoch, status.digest = known.epoch, known.digest
+    return status
+
+
+def layer_statuses(deployment: Deployment) -> list[operator_pb2.LayerStatus]:
+    """One per layer, once the placement is known."""
+    if deployment.live is None:
+        return []
+    par_L = measured_par(deployment)
+    return [
+        operator_pb2.LayerStatus(
+            layer=layer, par=par_L[layer], planned_par=deployment.planned_par.get(layer, 0.0), epoch=epoch
+        )
+        for layer, epoch in enumerate(deployment.live.layer_epochs)
+    ]
+
+
+def agent_statuses(deployment: Deployment) -> list[operator_pb2.AgentStatus]:
+    """One per rank that has ever come, by rank."""
+    members = deployment.group.members if deployment.group else {}
+    return [
+        operator_pb2.AgentStatus(
+            rank=rank,
+            node=member.node,
+            connected=member.connected,
+            step=member.step,
+            epoch=member.epoch,
+            error=member.error,
+            agent_version=member.agent_version,
+            dropped_steps=member.dropped_steps,
+        )
+        for rank, member in sorted(members.items())
+    ]
+
+
+def past_plan(plan: StoredPlan) -> operator_pb2.PastPlan:
+    """A plan of the past with what it said of each layer."""
+    return operator_pb2.PastPlan(
+        plan_id=plan.plan_id,
+        at=plan.at,
+        leader_term=plan.leader_term,
+        base_epoch=plan.base_epoch,
+        outcome=plan.outcome.value if plan.outcome else "",
+        reason=plan.reason,
+        committed=plan.committed,
+        verdicts=[operator_pb2.PastVerdict(**_told(verdict)) for verdict in plan.verdicts],
+    )
+
+
+def _told(verdict: LayerVerdict) -> dict[str, Any]:
+    known = operator_pb2.PastVerdict.DESCRIPTOR.fields_by_name
+    return {name: value for name, value in asdict(verdict).items() if name in known and value is not None}

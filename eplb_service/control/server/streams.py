@@ -1,0 +1,64 @@
+"""The live streams to agents, by deployment and rank."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+
+from eplb_service.control.server.refusal import RefusedError
+from eplb_service.wire.generated import agent_pb2
+
+
+class RankStream:
+    """The service's end of one agent's stream: what is to be sent, and whether it is to end."""
+
+    def __init__(self) -> None:
+        self.outbox: asyncio.Queue[agent_pb2.Plan] = asyncio.Queue()
+        self._ending = asyncio.Event()
+        self._status: RefusedError | None = None
+
+    def end(self, code: grpc.StatusCode, reason: str) -> None:
+        """End the stream with a status on which agents connect anew."""
+        if self._status is None:
+            self._status = RefusedError(code, reason)
+            self._ending.set()
+
+    async def ended(self) -> None:
+        """Wait for ``end``; raises what it was given."""
+        await self._ending.wait()
+        assert self._status is not None
+        raise self._status
+
+
+class Streams:
+    """All streams of all deployments."""
+
+    def __init__(self) -> None:
+        self._streams: dict[tuple[str, int], RankStream] = {}
+
+    def add(self, deployment: str, rank: int, stream: RankStream) -> None:
+        """A rank has been taken in."""
+        self._streams[deployment, rank] = stream
+
+    def remove(self, deployment: str, rank: int) -> None:
+        """Its stream is over."""
+        self._streams.pop((deployment, rank), None)
+
+    def send(self, deployment: str, plans: list[agent_pb2.Plan]) -> None:
+        """``plans[rank]`` to each rank that is still there."""
+        for rank, plan in enumerate(plans):
+            stream = self._streams.get((deployment, rank))
+            if stream is not None:
+                stream.outbox.put_nowait(plan)
+
+    def end(self, deployment: str, reason: str) -> None:
+        """End the streams of one deployment, for the agents to introduce themselves again."""
+        for (name, _), stream in self._streams.items():
+            if name == deployment:
+                stream.end(grpc.StatusCode.ABORTED, reason)
+
+    def end_all(self, reason: str) -> None:
+        """End every stream, for the agents to try again until a service is there."""
+        for stream in self._streams.values():
+            stream.end(grpc.StatusCode.UNAVAILABLE, reason)

@@ -1,0 +1,173 @@
+"""Deployments with one thing broken, each in another way: the explorer has to catch every one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from eplb_service.control.core.deployment import Deployment
+from eplb_service.control.core.events import StreamsOutdated
+from eplb_service.control.core.membership import Group
+from eplb_service.control.core.plan_tracker import Milestone, Offer, PlanTracker
+from eplb_service.control.server.hello import RankHello
+from eplb_service.planner.plan import LayerPlan
+from tests.control.core.explored_service import walk
+from tests.control.core.explored_state import Faults, Scenario
+from tests.exploring import Walk
+
+
+class OffersWhileRanksAreAstray(Deployment):
+    def obstacle(self) -> str | None:
+        found = super().obstacle()
+        return None if found is not None and "not at epoch" in found else found
+
+
+class PlansBesideAPlan(Deployment):
+    def tick(self, now: float) -> None:
+        self.plan = None
+
+
+class NeverGivesAPlanUp(Deployment):
+    def tick(self, now: float) -> None:
+        pass
+
+
+class ReadsHeatUnderWhatItOffered(Deployment):
+    def offer(self, offer: Offer, now: float) -> None:
+        super().offer(offer, now)
+        assert self.heat is not None
+        for milestone in offer.milestones:
+            self.heat.place(milestone.update.layer, milestone.epoch, milestone.update.phy2log_RS)
+
+
+class ReadsHeatUnderTheOldLayer(Deployment):
+    def _commit(self, group: Group, before: object, life: PlanTracker, update: LayerPlan) -> None:
+        assert self.live is not None
+        old_RS = self.live.placement.phy2log_LRS[update.layer]
+        super()._commit(group, self.live, life, update)
+        assert self.heat is not None
+        self.heat.place(update.layer, self.live.epoch, old_RS)
+
+
+class BelievesWhatItOffered(Deployment):
+    def offer(self, offer: Offer, now: float) -> None:
+        super().offer(offer, now)
+        assert self.plan is not None
+        self._advance(self.plan, [offer.milestones[0]])
+
+
+class BelievesEachWordAnew(Deployment):
+    def _advance(self, life: PlanTracker, reached: list[Milestone]) -> None:
+        for milestone in reached or life.offer.milestones[: life.committed]:
+            if self.group is not None and self.live is not None:
+                self._commit(self.group, self.live, life, milestone.update)
+        self._close_plan()
+
+
+class ForgetsAPlanThatHasEnded(Deployment):
+    """What comes late is of no use to it, and it never asks the ranks again."""
+
+    def _close_plan(self) -> None:
+        super()._close_plan()
+        self.ended_plan = None
+
+    def _give_way_to_ranks(self) -> None:
+        pass
+
+
+class NeverAsksRanksAgain(Deployment):
+    def _give_way_to_ranks(self) -> None:
+        pass
+
+
+class KeepsThePlanOfAGroupThatIsGone(Deployment):
+    def _interrupt_plan(self, reason: str) -> None:
+        pass
+
+
+class TakesAnyGroupForItsOwn(Deployment):
+    def hello(self, hello: RankHello) -> None:
+        if self.group is not None:
+            hello = replace(hello, group_id=self.group.group_id)
+        super().hello(hello)
+
+
+class GivesWayToAnyGroup(Deployment):
+    def _make_way_for(self, hello: RankHello) -> None:
+        if self.group is not None and hello.group_id != self.group.group_id:
+            for member in self.group.connected:
+                member.connected = False
+        super()._make_way_for(hello)
+
+
+class KeepsTheHeatOfTheGroupBefore(Deployment):
+    def _make_way_for(self, hello: RankHello) -> None:
+        heat = self.heat
+        super()._make_way_for(hello)
+        self.heat = heat
+
+
+class NeverLetsARankGo(Deployment):
+    def leave(self, rank: int) -> None:
+        pass
+
+
+class KeepsWhatARankSaidBeforeItLeft(Deployment):
+    class Memory(Group):
+        def leave(self, rank: int) -> None:
+            self.members[rank].connected = False
+
+    def _make_way_for(self, hello: RankHello) -> None:
+        super()._make_way_for(hello)
+        if type(self.group) is Group:
+            self.group.__class__ = self.Memory
+
+
+class NeverAsksAGroupThatIsHalfThereAgain(Deployment):
+    def _give_way_to_ranks(self) -> None:
+        if self.live is not None:
+            super()._give_way_to_ranks()
+
+
+class WaitsForRanksThatAreThere(Deployment):
+    def tick(self, now: float) -> None:
+        events = list(self._events)
+        super().tick(now)
+        self._events = [*events, *(event for event in self._events if not isinstance(event, StreamsOutdated))]
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """The scenario that gives a mutant away soonest."""
+
+    faults: Faults
+    plans: tuple[tuple[int, ...], ...] = ((0,), (0,))
+    joined: bool = True
+
+
+MUTANTS: dict[type[Deployment], _Trial] = {
+    OffersWhileRanksAreAstray: _Trial(Faults()),
+    PlansBesideAPlan: _Trial(Faults()),
+    NeverGivesAPlanUp: _Trial(Faults(losses=1), plans=((0,),)),
+    ReadsHeatUnderWhatItOffered: _Trial(Faults()),
+    ReadsHeatUnderTheOldLayer: _Trial(Faults()),
+    BelievesWhatItOffered: _Trial(Faults()),
+    BelievesEachWordAnew: _Trial(Faults()),
+    ForgetsAPlanThatHasEnded: _Trial(Faults(losses=1), plans=((0,),)),
+    NeverAsksRanksAgain: _Trial(Faults(restarts=1), plans=((0,),)),
+    KeepsThePlanOfAGroupThatIsGone: _Trial(Faults(reforms=1), plans=((0,),)),
+    TakesAnyGroupForItsOwn: _Trial(Faults(reforms=1), plans=((0,),)),
+    GivesWayToAnyGroup: _Trial(Faults(reforms=1), plans=((0,),)),
+    KeepsTheHeatOfTheGroupBefore: _Trial(Faults(reforms=1), plans=((0,),)),
+    NeverLetsARankGo: _Trial(Faults(cuts=1), plans=((0,),)),
+    KeepsWhatARankSaidBeforeItLeft: _Trial(Faults(cuts=1, restarts=1), plans=((0,),)),
+    NeverAsksAGroupThatIsHalfThereAgain: _Trial(Faults(restarts=1), plans=((0,),)),
+    WaitsForRanksThatAreThere: _Trial(Faults(restarts=1, deaf=1), plans=((0,),)),
+}
+
+
+def hunt() -> Iterator[tuple[str, Walk]]:
+    """Each mutant's name and walk; one that broke no promise has got away."""
+    for machine, trial in MUTANTS.items():
+        scenario = Scenario(machine.__name__, trial.faults, trial.plans, joined=trial.joined, machine=machine)
+        yield machine.__name__, walk(scenario)

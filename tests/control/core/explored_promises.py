@@ -1,0 +1,88 @@
+"""What a service promises, checked on the explored world at every offer and in every state."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eplb_service.control.core.deployment import Deployment
+from tests.control.core.explored_state import State
+from tests.control.core.explored_truth import Given, Version, live_at, offer_of
+from tests.exploring import must
+
+
+def check_offer(state: State, service: int, given: Given) -> None:
+    """A service is about to send a plan."""
+    must(state.open_plans[service] is None, "offered a plan while another was under way")
+    offer = offer_of(given)
+    live = state.services[service].live
+    assert live is not None
+    must(
+        (offer.base_epoch, offer.base_digest) == (live.epoch, live.digest),
+        "offered a plan for another placement",
+    )
+    for one in state.crew.ranks:
+        if one.service == service and one.shown is not None:
+            told = live_at(one.shown)
+            must(told.epoch == offer.base_epoch, "offered a plan under an epoch that a rank has left")
+
+
+def check_state(state: State) -> None:
+    """What must hold whatever has happened."""
+    for service, deployment in enumerate(state.services):
+        _check_plan(state, service, deployment)
+        _check_believed(state, deployment)
+        _check_formings(state, service, deployment)
+        _check_heat(state, service, deployment)
+
+
+def _check_plan(state: State, service: int, deployment: Deployment) -> None:
+    """What is under way is what was offered, to the ranks that are there."""
+    given, life, group = state.open_plans[service], deployment.plan, deployment.group
+    must((given is None) == (life is None), "the plan under way is not the one that was offered")
+    if given is None or life is None:
+        return
+    must(life.offer is offer_of(given), "the plan under way is not the one that was offered")
+    must(life.outcome is None, "a plan that has ended is under way")
+    must(group is not None and group.group_id == f"forming {given.forming}", "a plan outlived its ranks")
+
+
+def _check_believed(state: State, deployment: Deployment) -> None:
+    """What a service takes to be served, its ranks do serve, or did a moment ago."""
+    live, group = deployment.live, deployment.group
+    if live is None or group is None:
+        return
+    truth = state.truth_of(group)
+    must(live.epoch <= len(truth.path), "believes more than the ranks did")
+    served = live_at(Version(truth.forming, truth.path[: live.epoch]))
+    must(
+        (live.digest, live.layer_epochs) == (served.digest, served.layer_epochs)
+        and np.array_equal(live.log2phy_RLE, served.log2phy_RLE),
+        "believes what the ranks never served",
+    )
+
+
+def _check_formings(state: State, service: int, deployment: Deployment) -> None:
+    """Ranks of two formings of the group are never taken for one."""
+    here = {rank for rank, one in enumerate(state.crew.ranks) if one.service == service}
+    if not here:
+        return
+    group, connected = deployment.group, {member.rank for member in deployment.connected}
+    must(group is not None and here <= connected, "lost a rank that it talks to")
+    assert group is not None
+    ours = group.group_id == f"forming {state.crew.version.forming}"
+    must(ours and group.shape.ranks == len(state.crew.ranks), "took a rank into the group of others")
+    lingering = {rank for at, rank, _ in state.dead_streams if at == service}
+    must(connected <= here | lingering, "takes a rank to be there that is gone")
+
+
+def _check_heat(state: State, service: int, deployment: Deployment) -> None:
+    """What a rank may have counted by now, and can tell on its present stream, is read as it was counted, or not."""
+    heat, version = deployment.heat, state.crew.version
+    for one in state.crew.ranks:
+        if heat is None or one.service != service or one.shown is None:
+            continue
+        for switched in range(len(one.shown.path) + 1):
+            counted = live_at(Version(version.forming, version.path[:switched]))
+            slots_LRS = heat._placement_at(counted.layer_epochs)
+            right = slots_LRS is None or np.array_equal(slots_LRS, counted.placement.phy2log_LRS)
+            must(right, "reads heat under another placement than it was counted under")

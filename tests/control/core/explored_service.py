@@ -1,0 +1,232 @@
+"""Everything that can happen to a service and three ranks, walked through: ``make explore`` prints what was seen.
+
+The services' side is the real ``Deployment`` with its registration, plan life and heat; the ranks' is
+``explored_crew.py``. Streams end unnoticed, words are lost, come twice or in another order, services start anew or
+beside one another, and the group of ranks dies and is formed again with another size.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from eplb_service.control.core.deployment import Deployment
+from eplb_service.control.core.events import PlanEnded, StreamsOutdated
+from eplb_service.wire.generated import agent_pb2
+from tests.control.core.explored_crew import Word
+from tests.control.core.explored_promises import check_offer, check_state
+from tests.control.core.explored_state import PLAN_TIMEOUT, Faults, Scenario
+from tests.control.core.explored_streams import StreamsWorld
+from tests.control.core.explored_truth import Given, live_at, offer_of
+from tests.exploring import Event, Walk, happen, must, report
+from tests.exploring import walk as walk_world
+
+
+class World(StreamsWorld):
+    """One state; ``events`` lists what can happen next, ``after`` gives the state that follows."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        if scenario.joined:
+            for rank in range(len(self.crew.ranks)):
+                self._connect(rank, 0)
+
+    # What can happen
+
+    def events(self) -> Iterator[Event]:
+        """Every event that this state admits."""
+        yield from self.stream_events()
+        yield from self._of_words()
+        for service, deployment in enumerate(self.services):
+            if deployment.plan is not None or self._is_stuck(deployment):
+                yield ("tick", service)
+            elif self.plans_left and deployment.obstacle() is None:
+                yield ("offer", service)
+        if self.crew.may_commit:
+            yield ("commit",)
+        if any(rank.held is not None for rank in self.crew.ranks):
+            yield ("drop",)
+
+    def after(self, event: Event) -> World:
+        """The state that follows; raises ``Broken`` where a promise is."""
+        world: World = self.copy()
+        kind, *arguments = event
+        happen(getattr(world, f"_{kind}"), *arguments)
+        for service in range(len(world.services)):
+            world._follow_up(service)
+        check_state(world)
+        return world
+
+    @property
+    def settled(self) -> bool:
+        """All ranks are with one service, which knows what they serve; nothing is under way."""
+        (first, *_), live = self.crew.ranks, live_at(self.crew.version)
+        if first.service is None or self.ending:
+            return False
+        deployment = self.services[first.service]
+        believed = deployment.live
+        return (
+            all(
+                (rank.service, rank.held, rank.coming, rank.words) == (first.service, None, None, ())
+                for rank in self.crew.ranks
+            )
+            and not self.dead_streams
+            and all(one.plan is None for one in self.services)
+            and believed is not None
+            and (believed.epoch, believed.digest) == (live.epoch, live.digest)
+            and deployment.obstacle() is None
+        )
+
+    def needs_no_fault(self, event: Event) -> bool:
+        """Whether this happens sooner or later if nothing goes wrong any more."""
+        kind = event[0]
+        return kind in ("connect", "notice", "say", "beat", "tick", "deliver", "commit", "drop") or (
+            kind == "cut" and self.has_to_end(event[1])
+        )
+
+    def _is_stuck(self, deployment: Deployment) -> bool:
+        """Whether only time can help; what was asked to end, and hears it, has ended by the next second."""
+        group = deployment.group
+        half_known = group is not None and group.live is None and not group.missing
+        return half_known and not (self.ending or self.dead_streams)
+
+    def _of_words(self) -> Iterator[Event]:
+        for rank, one in enumerate(self.crew.ranks):
+            if one.service is None:
+                continue
+            yield ("beat", rank)
+            if one.coming is not None:
+                yield ("deliver", rank)
+            if one.words:
+                yield ("say", rank)
+                if self.faults.losses:
+                    yield ("lose", rank)
+            if len(one.words) > 1 and self.faults.swaps:
+                yield ("swap", rank)
+            if one.said is not None and self.faults.repeats:
+                yield ("repeat", rank)
+
+    # Words
+
+    def _say(self, rank: int) -> None:
+        first, *rest = self.crew.ranks[rank].words
+        self.crew = self.crew.with_rank(rank, words=tuple(rest), said=first)
+        self._hear(rank, first)
+
+    def _swap(self, rank: int) -> None:
+        self.faults = self.faults._replace(swaps=self.faults.swaps - 1)
+        first, second, *rest = self.crew.ranks[rank].words
+        self.crew = self.crew.with_rank(rank, words=(first, *rest), said=second)
+        self._hear(rank, second)
+
+    def _repeat(self, rank: int) -> None:
+        self.faults = self.faults._replace(repeats=self.faults.repeats - 1)
+        said = self.crew.ranks[rank].said
+        assert said is not None
+        self._hear(rank, said)
+
+    def _lose(self, rank: int) -> None:
+        self.faults = self.faults._replace(losses=self.faults.losses - 1)
+        self.crew = self.crew.with_rank(rank, words=self.crew.ranks[rank].words[1:])
+        self.end_stream(rank)
+
+    def _hear(self, rank: int, word: Word) -> None:
+        one, live = self.crew.ranks[rank], live_at(word.version)
+        assert one.service is not None
+        assert one.shown is not None
+        if len(word.version.path) > len(one.shown.path):
+            self.crew = self.crew.with_rank(rank, shown=word.version)
+        status = agent_pb2.PlanStatus(
+            plan_id=offer_of(word.given).plan_id,
+            layer=word.layer,
+            state=word.state,  # type: ignore[arg-type]
+            epoch=live.epoch,
+            digest=live.digest,
+        )
+        self.services[one.service].plan_status(rank, status, 0.0)
+
+    def _beat(self, rank: int) -> None:
+        one = self.crew.ranks[rank]
+        assert one.service is not None
+        assert one.shown is not None
+        live = live_at(one.shown)
+        beat = agent_pb2.Heartbeat(epoch=live.epoch, digest=live.digest)
+        self.services[one.service].heartbeat(rank, beat)
+
+    def _deliver(self, rank: int) -> None:
+        self.crew = self.crew.hears(rank)
+
+    # Plans
+
+    def _offer(self, service: int) -> None:
+        deployment = self.services[service]
+        group, live = deployment.group, deployment.live
+        assert group is not None
+        assert live is not None
+        version = self.truth_of(group)
+        plan = len(self.scenario.plans) - self.plans_left
+        given = Given(
+            plan, self.scenario.plans[plan], self.terms[service], version.forming, version.path[: live.epoch]
+        )
+        check_offer(self, service, given)
+        deployment.offer(offer_of(given), 0.0)
+        self.plans_left -= 1
+        self.open_plans[service] = given
+        for rank, one in enumerate(self.crew.ranks):
+            if one.service == service:
+                self.crew = self.crew.with_rank(rank, coming=given)
+
+    def _tick(self, service: int) -> None:
+        self.services[service].tick(2 * PLAN_TIMEOUT)
+
+    def _commit(self) -> None:
+        self.crew = self.crew.commits()
+
+    def _drop(self) -> None:
+        self.crew = self.crew.drops()
+
+    def _follow_up(self, service: int) -> None:
+        for event in self.services[service].take_events():
+            if isinstance(event, PlanEnded):
+                given = self.open_plans[service]
+                known = given is not None and event.life.offer is offer_of(given)
+                must(known, "a plan ended twice, or one that was never open")
+                self.open_plans[service] = None
+            elif isinstance(event, StreamsOutdated):
+                streams = (rank for rank, one in enumerate(self.crew.ranks) if one.service == service)
+                self.ending |= frozenset(streams)
+
+
+def scenarios() -> list[Scenario]:
+    """What is walked through in full."""
+    return [
+        Scenario("ranks join in any order, and go again", Faults(cuts=2), plans=((0,),), joined=False),
+        Scenario("a plan of two layers, and one after it", Faults(), plans=((0, 1), (0,))),
+        Scenario("streams end, words are lost", Faults(cuts=1, losses=1), plans=((0, 1),)),
+        Scenario("words come twice and out of order", Faults(repeats=1, swaps=1), plans=((0, 1),)),
+        Scenario("two plans, words come twice and out of order", Faults(repeats=1, swaps=1)),
+        Scenario("two plans, and a word is lost", Faults(losses=1)),
+        Scenario("the service starts anew", Faults(restarts=1)),
+        Scenario(
+            "the service starts anew, and a stream does not end", Faults(restarts=1, deaf=1), plans=((0,),)
+        ),
+        Scenario("two services", Faults(strays=1), plans=((0,),), services=2),
+        Scenario("the group is formed anew", Faults(cuts=1, reforms=1), plans=((0,),)),
+        Scenario("the group is formed anew, with two plans", Faults(reforms=1)),
+    ]
+
+
+def walk(scenario: Scenario) -> Walk:
+    """Visit every state of the scenario."""
+    return walk_world(scenario.name, World(scenario))
+
+
+def main() -> None:
+    """The full walk, then every mutant; exit code 1 where a promise is broken or a mutant survives."""
+    from tests.control.core.explored_mutants import hunt
+
+    sys.exit(not report((walk(scenario) for scenario in scenarios()), hunt()))
+
+
+if __name__ == "__main__":
+    main()

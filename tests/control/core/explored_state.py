@@ -1,0 +1,174 @@
+"""One state of an explored service as a value: real deployments and a crew of ranks, copied and compared."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from eplb_service.control.core.deployment import Deployment, Limits
+from eplb_service.control.core.membership import Group
+from eplb_service.control.core.plan_tracker import PlanTracker
+from eplb_service.heat.assembler import HeatAssembler
+from eplb_service.placement import layer_digest
+from tests.control.core.explored_crew import Crew
+from tests.control.core.explored_truth import Given, Version
+
+PLAN_TIMEOUT = 10.0
+
+
+class Faults(NamedTuple):
+    """How many more of each kind may happen."""
+
+    cuts: int = 0
+    """A stream ends; the service notices later."""
+    losses: int = 0
+    """The same, and the word that was on its way is lost."""
+    repeats: int = 0
+    """A word is heard twice."""
+    swaps: int = 0
+    """A word is heard before the one that was said first."""
+    deaf: int = 0
+    """A stream that was asked to end goes on."""
+    strays: int = 0
+    """A rank goes back to a service that is not the newest it has heard of."""
+    restarts: int = 0
+    """A service starts again, with nothing but a higher term."""
+    reforms: int = 0
+    """All ranks die, and as many others as the next forming has come instead."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What may go wrong, how many plans there are, and which machine the services run.
+
+    ``joined``: all ranks are connected to the first service at the start; else none is.
+    """
+
+    name: str
+    faults: Faults
+    plans: tuple[tuple[int, ...], ...] = ((0,), (0,))
+    """The layers of each."""
+    services: int = 1
+    joined: bool = True
+    machine: type[Deployment] = Deployment
+
+
+class State:
+    """What there is; ``World`` says what can happen to it."""
+
+    ending: frozenset[int]
+    """Ranks whose streams the service has asked to come again."""
+    dead_streams: frozenset[tuple[int, int, int]]
+    """Service, rank and forming of streams that are over, though the service has not noticed it yet."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.faults = scenario.faults
+        self.plans_left = len(scenario.plans)
+        self.services = [self.started() for _ in range(scenario.services)]
+        self.terms = list(range(1, scenario.services + 1))
+        self.crew = Crew.formed(0)
+        self.gone: tuple[Version, ...] = ()
+        self.ending = frozenset()
+        self.dead_streams = frozenset()
+        self.open_plans: list[Given | None] = [None] * scenario.services
+
+    def started(self) -> Deployment:
+        """A service that knows nothing yet."""
+        return self.scenario.machine("decode", Limits(4, 4, 1, PLAN_TIMEOUT))
+
+    def copy(self) -> Any:
+        """Another, in which other things may happen."""
+        other = copy.copy(self)
+        other.services = [_copy_deployment(deployment) for deployment in self.services]
+        other.terms, other.open_plans = self.terms.copy(), self.open_plans.copy()
+        return other
+
+    def truth_of(self, group: Group) -> Version:
+        """What the ranks of a group serve, or did until it was gone."""
+        versions = (self.crew.version, *self.gone)
+        return next(version for version in versions if group.group_id == f"forming {version.forming}")
+
+    def key(self) -> Hashable:
+        """Equal for states from which the same can happen, whatever the order of the ranks."""
+        most = max(len(self.crew.ranks), *(len(d.group.members) if d.group else 0 for d in self.services))
+        ranks = sorted((self._rank_key(rank) for rank in range(most)), key=hash)
+        services = tuple(_service_key(deployment) for deployment in self.services)
+        rest = (self.crew.version, tuple(self.terms), tuple(self.open_plans), self.plans_left, self.faults)
+        return (*ranks, services, rest)
+
+    def _rank_key(self, rank: int) -> tuple[Any, ...]:
+        one = self.crew.ranks[rank] if rank < len(self.crew.ranks) else None
+        dead = tuple(sorted((at, forming) for at, who, forming in self.dead_streams if who == rank))
+        return (one, rank in self.ending, dead, *(_seen_of(rank, deployment) for deployment in self.services))
+
+
+def _seen_of(rank: int, deployment: Deployment) -> tuple[Any, ...]:
+    """What a service believes of one rank."""
+    group = deployment.group
+    member = group.members.get(rank) if group else None
+    hello = group._waiting.get(rank) if group else None
+    lives = (deployment.plan, deployment.ended_plan)
+    return (
+        None if member is None else (member.connected, member.version),
+        None if hello is None else hello.version,
+        *(
+            None
+            if life is None or rank >= len(life._progress)
+            else (life._progress[rank], rank in life._refusals, rank in life._aborts)
+            for life in lives
+        ),
+    )
+
+
+def _service_key(deployment: Deployment) -> tuple[Any, ...]:
+    group, live, heat = deployment.group, deployment.live, deployment.heat
+    lives = (deployment.plan, deployment.ended_plan)
+    return (
+        None if group is None else (group.group_id, group.shape),
+        None if live is None else (live.epoch, live.digest),
+        tuple(None if life is None else (life.offer.plan_id, life.committed, life.outcome) for life in lives),
+        None
+        if heat is None
+        else tuple(
+            tuple((epoch, layer_digest(layer, rows)) for epoch, rows in sorted(placements.items()))
+            for layer, placements in enumerate(heat._placements)
+        ),
+    )
+
+
+def _copy_deployment(deployment: Deployment) -> Deployment:
+    other = copy.copy(deployment)
+    other.group = None if deployment.group is None else _copy_group(deployment.group)
+    other.heat = None if deployment.heat is None else _copy_heat(deployment.heat)
+    other.plan, other.ended_plan = _copy_life(deployment.plan), _copy_life(deployment.ended_plan)
+    other.planned_par, other.refused = dict(deployment.planned_par), {}
+    other.totals, other.silence = replace(deployment.totals), copy.copy(deployment.silence)
+    other.plan_problems, other._events = [], []
+    return other
+
+
+def _copy_group(group: Group) -> Group:
+    other = copy.copy(group)
+    other.members = {rank: copy.copy(member) for rank, member in group.members.items()}
+    other._waiting = dict(group._waiting)
+    return other
+
+
+def _copy_heat(heat: HeatAssembler) -> HeatAssembler:
+    """Counts are never added here: only what is known of placements changes."""
+    other = copy.copy(heat)
+    other._placements = [dict(placements) for placements in heat._placements]
+    other._whole = dict(heat._whole)
+    return other
+
+
+def _copy_life(life: PlanTracker | None) -> PlanTracker | None:
+    if life is None:
+        return None
+    other = copy.copy(life)
+    other._progress = life._progress.copy()
+    other._refusals, other._aborts = dict(life._refusals), dict(life._aborts)
+    return other

@@ -1,0 +1,98 @@
+"""A deployment's state machine and its ranks, without a server: stories of what can happen to them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eplb_service.control.core.deployment import Deployment, Limits
+from eplb_service.control.core.events import Event
+from eplb_service.control.core.live_placement import LivePlacement
+from eplb_service.control.core.plan_tracker import Offer
+from eplb_service.control.server.hello import read_hello
+from eplb_service.heat.batch import HeatBatch
+from eplb_service.placement import default_log2phy
+from eplb_service.planner.plan import LayerPlan, LayerVerdict, Plan
+from eplb_service.wire.generated import agent_pb2
+from tests.control.fake_group import EXPERTS, LAYERS, RANKS, SLOTS, first_placement, hello_of, live_of
+
+PLAN_TIMEOUT = 10.0
+
+
+def swap_of(live: LivePlacement, layer: int) -> LayerPlan:
+    """Two experts of ranks 0 and 1 change places."""
+    new_RS = live.placement.phy2log_LRS[layer].copy()
+    new_RS[0, 0], new_RS[1, 0] = new_RS[1, 0], new_RS[0, 0]
+    moves_M5 = np.array([[1, 0, 0, 0, new_RS[0, 0]], [0, 0, 1, 0, new_RS[1, 0]]], dtype=np.int32)
+    return LayerPlan(layer, new_RS, default_log2phy(new_RS, EXPERTS), moves_M5)
+
+
+def decision_of(live: LivePlacement, *layers: int) -> Plan:
+    verdicts = tuple(
+        LayerVerdict(layer, 1.5, 1.1, 1.01, 2, layer in layers, "test") for layer in range(LAYERS)
+    )
+    return Plan(tuple(swap_of(live, layer) for layer in layers), verdicts)
+
+
+class Story:
+    """What the ranks do; each returns the events that follow."""
+
+    def __init__(self) -> None:
+        self.deployment = Deployment("decode", Limits(8, 8, 1, PLAN_TIMEOUT))
+        self.live = live_of(first_placement())
+        self.now = 0.0
+
+    def joins(self, *ranks: int, live: LivePlacement | None = None, group_id: str = "first") -> list[Event]:
+        """Ranks (all of them where none is named) say Hello, serving ``live``."""
+        for rank in ranks or range(RANKS):
+            self.deployment.hello(read_hello(hello_of(live or self.live, rank, group_id=group_id)))
+        return self.news()
+
+    def leaves(self, *ranks: int) -> None:
+        for rank in ranks or range(RANKS):
+            self.deployment.leave(rank)
+
+    def offers(self, *layers: int, plan_id: int = 1) -> Offer:
+        assert self.deployment.live is not None
+        offer = Offer.of(plan_id, self.deployment.live, decision_of(self.deployment.live, *layers))
+        self.deployment.offer(offer, self.now)
+        return offer
+
+    def says(self, rank: int, offer: Offer, state: int, layer: int = 0, reason: str = "") -> list[Event]:
+        """A status; COMMITTED with the version that the plan gives."""
+        epoch, digest = offer.base_epoch, offer.base_digest
+        for milestone in offer.milestones:
+            if state == agent_pb2.PLAN_STATE_COMMITTED and milestone.update.layer == layer:
+                epoch, digest = milestone.version
+        status = agent_pb2.PlanStatus(
+            plan_id=offer.plan_id, layer=layer, state=state, reason=reason, epoch=epoch, digest=digest
+        )
+        self.deployment.plan_status(rank, status, self.now)
+        return self.news()
+
+    def commits(self, offer: Offer, *layers: int, ranks: range = range(RANKS)) -> list[Event]:
+        return [
+            event
+            for layer in layers
+            for rank in ranks
+            for event in self.says(rank, offer, agent_pb2.PLAN_STATE_COMMITTED, layer)
+        ]
+
+    def beats(self, rank: int, epoch: int, digest: int, error: str = "", step: int = 1) -> list[Event]:
+        message = agent_pb2.Heartbeat(step=step, epoch=epoch, digest=digest, error=error)
+        self.deployment.heartbeat(rank, message)
+        return self.news()
+
+    def counts(self, first_step: int, steps: int, epochs: tuple[int, ...] = (0,) * LAYERS) -> None:
+        """Every rank reports ``steps`` steps with one token in each slot."""
+        ones = np.ones((steps, LAYERS, SLOTS), dtype=np.int32)
+        for rank in range(RANKS):
+            self.deployment.heat_batch(rank, HeatBatch(first_step, epochs, ones, np.zeros(steps, dtype=bool)))
+
+    def waits(self, seconds: float) -> list[Event]:
+        self.now += seconds
+        self.deployment.tick(self.now)
+        return self.news()
+
+    def news(self) -> list[Event]:
+        """Events since the last time."""
+        return self.deployment.take_events()

@@ -1,0 +1,139 @@
+"""The operators' commands must show what the service knows, and tell in a line what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from eplb_service.cli.main import run
+from eplb_service.control.server.service import running_service
+from tests.control.fake_group import EXPERTS, LAYERS, RANKS, SLOTS, FakeGroup, heat_report, skewed_heat
+from tests.control.server.test_service import settings, until
+
+
+@pytest_asyncio.fixture
+async def group() -> AsyncIterator[FakeGroup]:
+    """A connected group with heat of eight steps."""
+    async with running_service(settings()) as service, FakeGroup(service.address) as made:
+        await made.join()
+        await made.send_heat(skewed_heat(8))
+        await until(lambda: service.plane.deployments["decode"].totals.steps_received == 8)
+        yield made
+
+
+async def eplb(group: FakeGroup, *arguments: str) -> int:
+    return await asyncio.to_thread(run, [*arguments, "--address", group.address])
+
+
+async def test_deployments(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await eplb(group, "deployments", "--json") == 0
+    (listed,) = json.loads(capsys.readouterr().out)["deployments"]
+    assert (listed["deployment"], listed["agents_connected"], listed["epoch"]) == ("decode", RANKS, 0)
+    assert listed["digest"] == f"{group.live.digest:#018x}"
+    assert await eplb(group, "deployments") == 0
+    assert "decode" in capsys.readouterr().out
+
+
+async def test_status(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await eplb(group, "status", "decode", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["status"]["steps_received"] == 8
+    assert [layer["layer"] for layer in document["layers"]] == list(range(LAYERS))
+    assert all(layer["par"] > 1 for layer in document["layers"])
+    assert [agent["connected"] for agent in document["agents"]] == [True] * RANKS
+    assert await eplb(group, "status", "decode") == 0
+    assert f"{RANKS} of {RANKS} connected" in capsys.readouterr().out
+
+
+async def test_placement(group: FakeGroup, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "placement.npz"
+    assert await eplb(group, "placement", "decode", "--out", str(out)) == 0
+    with np.load(out) as saved:
+        np.testing.assert_array_equal(saved["phy2log"], group.live.placement.phy2log_LRS)
+        assert saved["log2phy"].shape == (RANKS, LAYERS, EXPERTS)
+    capsys.readouterr()
+    assert await eplb(group, "placement", "decode", "--json") == 0
+    assert np.array(json.loads(capsys.readouterr().out)["phy2log"]).shape == (LAYERS, RANKS, SLOTS)
+
+
+async def test_pause_resume_and_rebalance(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await eplb(group, "pause", "decode") == 0
+    assert await eplb(group, "rebalance", "decode") == 2
+    assert "eplb: error: no decision can be made for 'decode': planning is paused" in capsys.readouterr().err
+    assert await eplb(group, "resume", "decode") == 0
+    assert await eplb(group, "rebalance", "decode", "--json") == 0
+    answer = json.loads(capsys.readouterr().out.split("goes on\n")[1])
+    assert answer["plan_id"] == (await group.hear_plan())[0].plan_id
+
+
+async def test_an_unknown_deployment(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await eplb(group, "status", "nope") == 2
+    # The service of this process may log beside it.
+    told = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("{")]
+    assert told == ["eplb: error: no deployment 'nope'; `eplb deployments` lists those that are known"]
+
+
+def test_no_service(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("eplb_service.cli.operator_client._CONNECT_SECONDS", 0.2)
+    assert run(["deployments", "--address", "127.0.0.1:1"]) == 2
+    assert capsys.readouterr().err.startswith("eplb: error: no service answers at 127.0.0.1:1;")
+
+
+async def test_history_tells_what_plans_promised_and_what_became_of_them(
+    group: FakeGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await eplb(group, "history", "decode") == 0
+    assert "decode has had no plan yet" in capsys.readouterr().out
+    assert await eplb(group, "rebalance", "decode") == 0
+    plans = await group.hear_plan()
+    await group.carry_out(plans)
+    await group.send_heat(skewed_heat(8))
+    capsys.readouterr()
+    while True:
+        assert await eplb(group, "history", "decode", "--json") == 0
+        (told,) = json.loads(capsys.readouterr().out)["plans"]
+        if told["outcome"]:
+            break
+        await asyncio.sleep(0.05)
+    assert (told["plan_id"], told["outcome"], told["committed"]) == (
+        plans[0].plan_id,
+        "done",
+        len(plans[0].layers),
+    )
+    assert [verdict["layer"] for verdict in told["verdicts"]] == list(range(LAYERS))
+    moved = {layer.layer: len(layer.moves_M5) for layer in plans[0].layers}
+    for verdict in told["verdicts"]:
+        assert verdict["changed"] is (verdict["layer"] in moved)
+        assert verdict["moves"] == moved.get(verdict["layer"], 0)
+        assert verdict["noise_floor"] <= verdict["par_planned"] <= verdict["par_seen"]
+        assert verdict["reason"]
+    assert await eplb(group, "history", "decode") == 0
+    assert "done" in capsys.readouterr().out
+    assert await eplb(group, "history", "decode", "--plan", str(told["plan_id"])) == 0
+    assert f"{len(moved)} of {len(moved)} layers switched" in " ".join(capsys.readouterr().out.split())
+    assert await eplb(group, "history", "decode", "--plan", "1") == 2
+    assert "decode has no plan 1 among its newest" in capsys.readouterr().err
+    assert await eplb(group, "history", "nope") == 2
+
+
+async def test_status_tells_of_agents_releases_and_dropped_steps(
+    group: FakeGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = heat_report(group.live, 0, group.step, skewed_heat(8))
+    report.dropped_steps = 5
+    await group.ranks[0].say(heat_report=report)
+    while True:
+        assert await eplb(group, "status", "decode", "--json") == 0
+        agents = json.loads(capsys.readouterr().out)["agents"]
+        if agents[0]["dropped_steps"]:
+            break
+    assert [(agent["agent_version"], agent["dropped_steps"]) for agent in agents[:2]] == [
+        ("test", 5),
+        ("test", 0),
+    ]

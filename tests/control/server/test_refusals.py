@@ -1,0 +1,286 @@
+"""Whatever an agent says wrong is answered by a status that names it, and harms nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.wire.codec import pack
+from eplb_service.wire.generated import agent_pb2, operator_pb2, operator_pb2_grpc
+from tests.control.fake_group import (
+    EXPERTS,
+    LAYERS,
+    RANKS,
+    SLOTS,
+    FakeGroup,
+    FakeRank,
+    first_placement,
+    heat_report,
+    hello_of,
+    live_of,
+    skewed_heat,
+)
+from tests.control.server.test_service import settings, until
+
+LIVE = live_of(first_placement())
+INVALID, CONTRADICTS = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
+
+Spoil = Callable[[agent_pb2.Hello], None]
+
+
+@pytest_asyncio.fixture
+async def service() -> AsyncIterator[RunningService]:
+    async with running_service(settings(max_message_bytes=1 << 20, max_deployments=2)) as running:
+        yield running
+
+
+@pytest_asyncio.fixture
+async def channel(service: RunningService) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(service.address) as opened:
+        yield opened
+
+
+def shape(field: str, value: int) -> Spoil:
+    return lambda hello: setattr(hello.shape, field, value)
+
+
+def field(name: str, value: Any) -> Spoil:
+    return lambda hello: setattr(hello, name, value)
+
+
+def slots(array: Any) -> Spoil:
+    return lambda hello: hello.placement.local_physical_to_logical.CopyFrom(pack(np.asarray(array)))
+
+
+def epochs(*values: int) -> Spoil:
+    def spoil(hello: agent_pb2.Hello) -> None:
+        del hello.placement.layer_epochs[:]
+        hello.placement.layer_epochs.extend(values)
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code", "says"),
+    [
+        (field("protocol_version", 99), CONTRADICTS, "protocol version 99"),
+        (field("deployment", "../etc"), INVALID, "hello.deployment"),
+        (field("deployment", "d" * 64), INVALID, "hello.deployment"),
+        (field("rank", RANKS), INVALID, "hello.rank is 4, but ep_size is 4"),
+        (field("ep_size", 0), INVALID, "hello.ep_size"),
+        (field("ep_size", 5000), INVALID, "hello.ep_size"),
+        (field("group_id", ""), INVALID, "hello.group_id"),
+        (field("node", "n" * 300), INVALID, "hello.node"),
+        (field("token_group", 1 << 20), INVALID, "hello.token_group"),
+        (shape("layers", 600), INVALID, "hello.shape.layers is 600; it must be 1 to 512"),
+        (shape("experts", 5000), INVALID, "hello.shape.experts"),
+        (shape("slots", 600), INVALID, "hello.shape.slots"),
+        (shape("slots", 1), INVALID, "cannot hold 8 experts"),
+        (epochs(0), INVALID, "hello.layer_epochs: expected one for each of 3 layers, got 1"),
+        (epochs(0, 5, 0), INVALID, "past epoch 0"),
+        (slots(np.zeros((LAYERS, SLOTS + 1), np.int32)), INVALID, "hello.local_physical_to_logical"),
+    ],
+)
+async def test_a_hello_that_cannot_be(
+    service: RunningService, channel: grpc.aio.Channel, spoil: Spoil, code: grpc.StatusCode, says: str
+) -> None:
+    hello = hello_of(LIVE, 0)
+    spoil(hello)
+    rank = FakeRank(channel, 0)
+    await rank.say(hello=hello)
+    found, text = await rank.refusal()
+    assert (found, says in text) == (code, True), text
+    assert service.plane.deployments == {}
+
+
+async def test_a_table_past_memory_is_refused_before_it_is_opened(channel: grpc.aio.Channel) -> None:
+    rank = FakeRank(channel, 0)
+    hello = hello_of(LIVE, 0, ep_size=4096)
+    hello.shape.layers, hello.shape.experts, hello.shape.slots = 512, 4096, 512
+    await rank.say(hello=hello)
+    code, text = await rank.refusal()
+    assert code == INVALID
+    assert "past what is taken" in text
+
+
+OTHER = live_of(first_placement().with_layer(1, first_placement().phy2log_LRS[1][::-1]))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (shape("bytes_per_expert", 7), "bytes_per_expert 7 instead of 1000"),
+        (lambda hello: hello.CopyFrom(hello_of(OTHER, 1)), "rank 1 serves epoch 0 digest"),
+        (field("group_id", "second"), "another forming of the group than rank 0"),
+    ],
+)
+async def test_a_rank_that_contradicts_the_others(channel: grpc.aio.Channel, spoil: Spoil, says: str) -> None:
+    first, second = FakeRank(channel, 0), FakeRank(channel, 1)
+    await first.greet(hello_of(LIVE, 0))
+    hello = hello_of(LIVE, 1)
+    spoil(hello)
+    await second.say(hello=hello)
+    code, text = await second.refusal()
+    assert (code, says in text) == (CONTRADICTS, True), text
+
+
+async def test_slots_that_do_not_make_the_digest_they_say(channel: grpc.aio.Channel) -> None:
+    ranks = [FakeRank(channel, rank) for rank in range(RANKS)]
+    for rank in ranks[:-1]:
+        await rank.greet(hello_of(LIVE, rank.rank))
+    last = hello_of(LIVE, RANKS - 1)
+    slots(np.tile(np.array([5, 6, 7], np.int32), (LAYERS, 1)))(last)
+    await ranks[-1].say(hello=last)
+    code, text = await ranks[-1].refusal()
+    assert code == CONTRADICTS
+    assert "do not make a placement" in text or "digest" in text
+
+
+async def test_a_second_agent_with_the_same_rank(service: RunningService) -> None:
+    async with FakeGroup(service.address) as group:
+        await group.join()
+        second = FakeRank(group.channel, 2)
+        await second.say(hello=hello_of(LIVE, 2))
+        code, text = await second.refusal()
+        assert code == grpc.StatusCode.ALREADY_EXISTS
+        assert "rank 2 is connected already" in text
+        deployment = service.plane.deployments["decode"]
+        assert len(deployment.connected) == RANKS
+
+
+async def test_a_first_message_that_is_no_hello(channel: grpc.aio.Channel) -> None:
+    rank = FakeRank(channel, 0)
+    await rank.say(heartbeat=agent_pb2.Heartbeat())
+    code, text = await rank.refusal()
+    assert code == INVALID
+    assert "must be a Hello" in text
+
+
+async def test_a_message_past_the_size_limit(channel: grpc.aio.Channel) -> None:
+    rank = FakeRank(channel, 0)
+    await rank.greet(hello_of(LIVE, 0))
+    await rank.say(heartbeat=agent_pb2.Heartbeat(error="x" * (1 << 21)))
+    code, _ = await rank.refusal()
+    assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_more_deployments_than_allowed(channel: grpc.aio.Channel) -> None:
+    # All are kept: a stream that nobody holds any more is cancelled.
+    one, two, three = (FakeRank(channel, 0) for _ in range(3))
+    await one.greet(hello_of(LIVE, 0, deployment="one"))
+    await two.greet(hello_of(LIVE, 0, deployment="two"))
+    await three.say(hello=hello_of(LIVE, 0, deployment="three"))
+    code, text = await three.refusal()
+    assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "max_deployments" in text
+
+
+def counts(name: str, array: Any) -> Callable[[agent_pb2.HeatReport], None]:
+    return lambda report: getattr(report, name).CopyFrom(pack(np.asarray(array)))
+
+
+def phases(value: bytes) -> Callable[[agent_pb2.HeatReport], None]:
+    return lambda report: setattr(report, "step_phases", value)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (
+            counts("slot_counts", np.zeros((2, LAYERS, SLOTS + 1), np.int32)),
+            "heat_report.slot_counts: expected",
+        ),
+        (counts("slot_counts", np.full((2, LAYERS, SLOTS), -1)), "heat_report.slot_counts: a count is -1"),
+        (counts("slot_counts", np.full((2, LAYERS, SLOTS), 1 << 30)), "heat_report.slot_counts: a count"),
+        (counts("source_counts", np.zeros((2, LAYERS, EXPERTS - 1), np.int32)), "heat_report.source_counts"),
+        (phases(b""), "0 steps; a report has 1 to 64"),
+        (phases(b"\x02" * 65), "65 steps; a report has 1 to 64"),
+        (phases(b"\x02\x09"), "neither PREFILL, DECODE nor DUMMY"),
+        (
+            lambda report: report.layer_epochs.append(0),
+            "heat_report.layer_epochs: expected one for each of 3",
+        ),
+        (lambda report: setattr(report, "first_step", 1 << 63), "heat_report.first_step"),
+    ],
+)
+async def test_heat_that_is_malformed(
+    channel: grpc.aio.Channel, spoil: Callable[[agent_pb2.HeatReport], None], says: str
+) -> None:
+    rank = FakeRank(channel, 0)
+    await rank.greet(hello_of(LIVE, 0))
+    report = heat_report(LIVE, 0, 0, skewed_heat(2))
+    spoil(report)
+    await rank.say(heat_report=report)
+    code, text = await rank.refusal()
+    assert (code, says in text) == (INVALID, True), text
+
+
+async def test_operators_are_told_what_cannot_be_done(
+    service: RunningService, channel: grpc.aio.Channel
+) -> None:
+    operator = operator_pb2_grpc.OperatorServiceStub(channel)
+    with pytest.raises(grpc.aio.AioRpcError, match="no deployment 'nope'") as refused:
+        await operator.GetStatus(operator_pb2.GetStatusRequest(deployment="nope"))
+    assert refused.value.code() == grpc.StatusCode.NOT_FOUND
+    rank = FakeRank(channel, 0)
+    await rank.greet(hello_of(LIVE, 0))
+    for call, request in (
+        (operator.Rebalance, operator_pb2.RebalanceRequest(deployment="decode")),
+        (operator.GetPlacement, operator_pb2.GetPlacementRequest(deployment="decode")),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError, match="not all ranks have said") as refused:
+            await call(request)
+        assert refused.value.code() == CONTRADICTS
+    answer = await operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))
+    assert list(answer.status.problems) == ["1 of 4 ranks connected, missing ranks 1, 2, 3"]
+
+
+async def test_a_paused_deployment_gathers_heat_but_is_left_alone(service: RunningService) -> None:
+    async with FakeGroup(service.address) as group:
+        await group.join()
+        operator = operator_pb2_grpc.OperatorServiceStub(group.channel)
+        await operator.Pause(operator_pb2.PauseRequest(deployment="decode"))
+        for _ in range(5):
+            await group.send_heat(skewed_heat(8))
+        deployment = service.plane.deployments["decode"]
+        await until(lambda: deployment.totals.steps_received == 40)
+        assert deployment.plan is None
+        with pytest.raises(grpc.aio.AioRpcError, match="planning is paused"):
+            await operator.Rebalance(operator_pb2.RebalanceRequest(deployment="decode"))
+        await operator.Resume(operator_pb2.ResumeRequest(deployment="decode"))
+        answer = await operator.Rebalance(operator_pb2.RebalanceRequest(deployment="decode"))
+        assert answer.layers > 0
+        assert (await group.hear_plan())[0].plan_id == answer.plan_id
+        placement = await operator.GetPlacement(operator_pb2.GetPlacementRequest(deployment="decode"))
+        assert (placement.epoch, placement.digest) == (0, group.live.digest)
+
+
+async def test_a_silent_agent_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eplb_service.control.server.agent_stream._SILENCE_SECONDS", 0.1)
+    async with (
+        running_service(settings(heartbeat_seconds=0.05)) as running,
+        FakeGroup(running.address) as group,
+    ):
+        await group.join()
+        code, text = await group.ranks[0].refusal()
+        assert code == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "nothing was heard" in text
+        await until(lambda: not running.plane.deployments["decode"].connected)
+
+
+async def test_two_operators_that_rebalance_at_once_share_one_decision(service: RunningService) -> None:
+    async with FakeGroup(service.address) as group:
+        await group.join()
+        await group.send_heat(skewed_heat(8))
+        await until(lambda: service.plane.deployments["decode"].totals.steps_received == 8)
+        operator = operator_pb2_grpc.OperatorServiceStub(group.channel)
+        request = operator_pb2.RebalanceRequest(deployment="decode")
+        first, second = await asyncio.gather(operator.Rebalance(request), operator.Rebalance(request))
+        assert first.plan_id == second.plan_id > 0

@@ -1,0 +1,60 @@
+"""A scrape over HTTP tells what happened to a deployment."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from eplb_service.control.server.service import running_service
+from tests.control.fake_group import BYTES_PER_EXPERT, LAYERS, FakeGroup, skewed_heat
+from tests.control.server.test_service import settings, until
+
+Samples = dict[tuple[str, tuple[str, ...]], float]
+
+
+def scrape(address: str) -> Samples:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    return {
+        (sample.name, tuple(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def test_a_scrape_tells_what_happened() -> None:
+    async with running_service(settings()) as service, FakeGroup(service.address) as group:
+        await group.join()
+        for _ in range(4):
+            await group.send_heat(skewed_heat(8))
+        plans = await group.hear_plan()
+        await group.carry_out(plans)
+        await group.send_heat(skewed_heat(8, seed=1))
+        deployment = service.plane.deployments["decode"]
+        await until(lambda: deployment.ended_plan is not None and deployment.totals.steps_received == 40)
+        service.plane.tick()
+        samples = await asyncio.to_thread(scrape, service.metrics_address)
+
+    layers, decode = plans[0].layers, ("decode",)
+    moves = sum(len(layer.moves_M5) for layer in layers)
+    assert samples["eplb_agents_connected", decode] == 4
+    assert samples["eplb_epoch", decode] == len(layers)
+    assert samples["eplb_steps_received_total", decode] == 40
+    assert samples["eplb_steps_lost_total", decode] == 0
+    assert samples["eplb_layers_switched_total", decode] == len(layers)
+    assert samples["eplb_moves_total", decode] == moves
+    assert samples["eplb_moved_bytes_total", decode] == moves * BYTES_PER_EXPERT
+    assert samples["eplb_plans_total", ("decode", "done")] == 1
+    assert samples["eplb_decisions_total", ("decode", "plan")] == 1
+    assert samples["eplb_solve_seconds_count", decode] == 1
+    assert samples["eplb_problems", decode] == 0
+    seen, planned = (
+        samples["eplb_deployment_par_seen", decode],
+        samples["eplb_deployment_par_planned", decode],
+    )
+    assert 1.0 <= planned < seen
+    for layer in range(LAYERS):
+        assert 1.0 <= samples["eplb_par_realised", ("decode", str(layer))] < seen
+    assert set(samples) >= {("eplb_par_planned", ("decode", str(layer.layer))) for layer in layers}

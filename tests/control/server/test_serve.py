@@ -1,0 +1,85 @@
+"""``eplb serve`` as a process: it says where it listens, and ends in good order."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ADDRESSES = ["--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"]
+COMMAND = [sys.executable, "-m", "eplb_service.cli.main", "serve", *ADDRESSES]
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    process = subprocess.Popen(
+        [*COMMAND, "--store", str(tmp_path / "state.sqlite3")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+    )
+    with process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_says_where_it_listens_and_stops_when_told(
+    served: subprocess.Popen[str], number: signal.Signals
+) -> None:
+    assert served.stdout is not None
+    line = served.stdout.readline()
+    assert re.fullmatch(
+        r"eplb: agents and operators at 127\.0\.0\.1:\d+, metrics at http://127\.0\.0\.1:\d+/metrics\n", line
+    )
+    served.send_signal(number)
+    _, errors = served.communicate(timeout=60)
+    assert served.returncode == 0, errors
+    assert "Traceback" not in errors
+    assert '"event": "stopping"' in errors
+
+
+def test_help_tells_every_setting(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from eplb_service.cli.main import run
+    from eplb_service.control.server.settings import ServiceSettings
+
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(["serve", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for name in ServiceSettings.model_fields:
+        assert f"--{name.replace('_', '-')}" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--window-steps", "0"], "setting window_steps"),
+        (["--nonsense", "1"], "No such option"),
+        (["--config", "nowhere.yaml"], "cannot read nowhere.yaml"),
+        (
+            ["--store", "nowhere/state.sqlite3", *ADDRESSES],
+            "directory",
+        ),
+    ],
+)
+def test_mistakes_are_told_in_a_line(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from eplb_service.cli.main import run
+
+    assert run(["serve", *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("eplb: error: ")
+    assert says in line

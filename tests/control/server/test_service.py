@@ -1,0 +1,233 @@
+"""A real server and ranks that speak the stream: heat must lead to a plan, the plan to an epoch, all of it told."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import pytest_asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.control.server.settings import ServiceSettings
+from eplb_service.control.server.store import Store
+from eplb_service.wire.generated import agent_pb2, operator_pb2, operator_pb2_grpc
+from tests.control.fake_group import (
+    BYTES_PER_EXPERT,
+    LAYERS,
+    RANKS,
+    FakeGroup,
+    first_placement,
+    heat_report,
+    live_of,
+    skewed_heat,
+)
+
+
+def settings(**changes: Any) -> ServiceSettings:
+    values: dict[str, Any] = {
+        "listen": "127.0.0.1:0",
+        "metrics": "127.0.0.1:0",
+        "store": ":memory:",
+        "window_steps": 32,
+        "decision_interval": 32,
+        "report_steps": 8,
+        "threads": 1,
+    }
+    return ServiceSettings(**{**values, **changes})
+
+
+@pytest_asyncio.fixture
+async def service() -> AsyncIterator[RunningService]:
+    async with running_service(settings()) as running:
+        yield running
+
+
+async def until(true: Callable[[], bool], seconds: float = 10.0) -> None:
+    async def poll() -> None:
+        while not true():
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(poll(), seconds)
+
+
+async def test_heat_leads_to_a_plan_and_the_plan_to_an_epoch(service: RunningService) -> None:
+    async with FakeGroup(service.address) as group:
+        welcomes = await group.join()
+        assert {welcome.leader_term for welcome in welcomes} == {service.plane.leader_term}
+        assert {welcome.report_steps for welcome in welcomes} == {8}
+        for _ in range(4):
+            await group.send_heat(skewed_heat(8))
+        plans = await group.hear_plan()
+        await group.carry_out(plans)
+        deployment = service.plane.deployments["decode"]
+        await until(lambda: deployment.ended_plan is not None)
+
+        operator = operator_pb2_grpc.OperatorServiceStub(group.channel)
+        answer = await operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))
+        status = answer.status
+        assert (status.epoch, status.digest) == (group.live.epoch, group.live.digest)
+        assert status.layers_switched == len(plans[0].layers) == group.live.epoch > 0
+        moves = sum(len(layer.moves_M5) for layer in plans[0].layers)
+        assert (status.experts_moved, status.bytes_moved) == (moves, moves * BYTES_PER_EXPERT)
+        assert (status.agents_connected, status.steps_received, status.steps_lost) == (RANKS, 32, 0)
+        assert list(status.problems) == []
+
+        # Loads measured after the switch are better than those that led to it.
+        await group.send_heat(skewed_heat(8, seed=1))
+        await until(lambda: deployment.totals.steps_received == 40)
+        answer = await operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))
+        assert len(answer.layers) == LAYERS
+        assert 1.0 <= answer.status.par < 1.5
+
+
+async def test_two_deployments_do_not_touch_each_other(service: RunningService) -> None:
+    async with FakeGroup(service.address) as prefill, FakeGroup(service.address) as decode:
+        await prefill.join(deployment="prefill")
+        await decode.join(deployment="decode")
+        for _ in range(4):
+            await decode.send_heat(skewed_heat(8))
+        await decode.carry_out(await decode.hear_plan())
+        known = service.plane.deployments
+        await until(lambda: known["decode"].ended_plan is not None)
+        assert known["prefill"].live is not None
+        assert known["prefill"].live.epoch == 0
+        assert known["decode"].live is not None
+        assert known["decode"].live.epoch == decode.live.epoch > 0
+
+
+async def test_a_refused_plan_changes_nothing_and_is_told(service: RunningService) -> None:
+    async with FakeGroup(service.address) as group:
+        await group.join()
+        for _ in range(4):
+            await group.send_heat(skewed_heat(8))
+        plan = (await group.hear_plan())[0]
+        await group.say_all(plan.plan_id, plan.layers[0].layer, agent_pb2.PLAN_STATE_REFUSED, "not now")
+        deployment = service.plane.deployments["decode"]
+        await until(lambda: deployment.ended_plan is not None)
+        operator = operator_pb2_grpc.OperatorServiceStub(group.channel)
+        answer = await operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))
+        assert answer.status.epoch == 0
+        assert list(answer.status.problems) == [f"plan {plan.plan_id} refused: ranks 0, 1, 2, 3: not now"]
+
+
+async def test_ranks_that_come_back_go_on_where_they_were(service: RunningService) -> None:
+    async with FakeGroup(service.address) as group:
+        await group.join()
+        await group.leave()
+        deployment = service.plane.deployments["decode"]
+        await until(lambda: not deployment.connected)
+        await group.join()
+        assert len(deployment.connected) == RANKS
+        await group.leave()
+        await until(lambda: not deployment.connected)
+        await group.join(group_id="second")
+        assert len(deployment.connected) == RANKS
+
+
+async def test_a_stopping_service_ends_streams_with_a_status_to_come_back_on() -> None:
+    async with running_service(settings()) as running:
+        group = FakeGroup(running.address)
+        await group.join()
+    code, text = await group.ranks[0].refusal()
+    await group.channel.close()
+    assert code == grpc.StatusCode.UNAVAILABLE
+    assert "connect again" in text
+
+
+async def test_the_service_is_not_ready_until_the_solver_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = threading.Event()
+    monkeypatch.setattr("eplb_service.control.server.planning.warm_up", lambda _threads: compiled.wait(20))
+    async with running_service(settings()) as running, FakeGroup(running.address) as group:
+        health = health_pb2_grpc.HealthStub(group.channel)
+        request = health_pb2.HealthCheckRequest()
+        assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        # Agents are taken in all the same, and what is due is decided once it can be.
+        await group.join()
+        for _ in range(4):
+            await group.send_heat(skewed_heat(8))
+        deployment = running.plane.deployments["decode"]
+        await until(lambda: deployment.totals.steps_received == 32)
+        compiled.set()
+        await running.warm
+        assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
+        assert (await group.hear_plan())[0].layers
+
+
+async def test_reflection_names_the_services(service: RunningService) -> None:
+    async with grpc.aio.insecure_channel(service.address) as channel:
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        async for answer in stub.ServerReflectionInfo(iter([request])):
+            names = {listed.name for listed in answer.list_services_response.service}
+            break
+    assert {"eplb.v1.AgentService", "eplb.v1.OperatorService", "grpc.health.v1.Health"} <= names
+
+
+async def test_a_disk_that_refuses_does_not_stop_balancing(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(Store, "begin_plan", full)
+    async with FakeGroup(service.address) as group:
+        await group.join()
+        for _ in range(4):
+            await group.send_heat(skewed_heat(8))
+        await group.carry_out(await group.hear_plan())
+        await until(lambda: service.plane.deployments["decode"].ended_plan is not None)
+    assert '"event": "store_write_failed"' in capsys.readouterr().err
+
+
+async def test_an_empty_service_believes_what_the_ranks_serve(service: RunningService) -> None:
+    live = live_of(first_placement().with_layer(2, first_placement().phy2log_LRS[2][::-1]), epoch=5)
+    async with FakeGroup(service.address, live) as group:
+        await group.join()
+        for _ in range(4):
+            await group.send_heat(skewed_heat(8))
+        await group.carry_out(await group.hear_plan())
+        deployment = service.plane.deployments["decode"]
+        await until(lambda: deployment.ended_plan is not None)
+        assert deployment.live is not None
+        assert deployment.live.epoch == group.live.epoch > 5
+
+
+async def test_ranks_that_the_service_cannot_follow_are_asked_to_come_again(service: RunningService) -> None:
+    async with FakeGroup(service.address) as group:
+        await group.join()
+        group.live = live_of(first_placement(), epoch=9)
+        await group.heartbeat()
+        for rank in group.ranks:
+            code, text = await rank.refusal()
+            assert code == grpc.StatusCode.ABORTED
+            assert "the ranks serve epoch 9, the service knew epoch 0; say Hello again" in text
+        await until(lambda: not service.plane.deployments["decode"].connected)
+        await group.join()
+        live = service.plane.deployments["decode"].live
+        assert live is not None
+        assert live.epoch == 9
+
+
+async def test_many_reports_out_of_step_lose_nothing_that_all_ranks_sent(service: RunningService) -> None:
+    async with FakeGroup(service.address) as group:
+        await group.join()
+        heat_TLE = skewed_heat(24)
+        for rank in group.ranks:  # each rank sends all before the next begins
+            for first_step in range(0, 24, 8):
+                part = heat_TLE[first_step : first_step + 8]
+                await rank.say(heat_report=heat_report(group.live, rank.rank, first_step, part))
+        deployment = service.plane.deployments["decode"]
+        await until(lambda: deployment.totals.steps_received == 24)
+        assert deployment.heat is not None
+        window = deployment.heat.snapshot().window()
+        np.testing.assert_array_equal(window.heat_TLE, RANKS * heat_TLE)
+        assert window.source_RLE is not None
+        np.testing.assert_array_equal(window.source_RLE[0], heat_TLE.sum(axis=0))

@@ -1,0 +1,88 @@
+"""Flags go before the environment, that before the file, that before defaults; nothing unknown slips through."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eplb_service.control.server.settings import ServiceSettings, SettingsError, load_settings
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "eplb.yaml"
+    path.write_text("window_steps: 30\nseed: 3\nreport_steps: 5\n")
+    return path
+
+
+def test_each_source_goes_before_the_next(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"EPLB_WINDOW_STEPS": "20", "EPLB_SEED": "2"}
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    settings = load_settings({"window_steps": 10, "policy": None}, config)
+    assert (settings.window_steps, settings.seed, settings.report_steps) == (10, 2, 5)
+    assert settings.policy == ServiceSettings.model_fields["policy"].default
+
+
+def test_every_setting_says_what_it_is() -> None:
+    assert all(field.description for field in ServiceSettings.model_fields.values())
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("windowsteps: 3", "unknown setting 'windowsteps'; did you mean 'window_steps'?"),
+        ("qqq: 3", "unknown setting 'qqq'; `eplb serve --help` lists"),
+        ("- 3", "must hold 'key: value' lines"),
+        ("a: [", "is not YAML"),
+        ("window_steps: many", r"setting window_steps: .* \(got 'many'\)"),
+    ],
+)
+def test_a_file_that_will_not_do(config: Path, content: str, says: str) -> None:
+    config.write_text(content)
+    with pytest.raises(SettingsError, match=says) as refused:
+        load_settings({}, config)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"cannot read .*nowhere"):
+        load_settings({}, tmp_path / "nowhere")
+
+
+def test_an_empty_file_changes_nothing(config: Path) -> None:
+    config.write_text("")
+    assert load_settings({}, config).window_steps == ServiceSettings.model_fields["window_steps"].default
+
+
+def test_unknown_variables_are_refused_but_not_those_of_agents() -> None:
+    load_settings({}, environment={"EPLB_AGENT_DEPLOYMENT": "x", "EPLB_ADDRESS": "y", "PATH": "z"})
+    with pytest.raises(SettingsError, match="EPLB_WINDOWSTEPS; did you mean 'EPLB_WINDOW_STEPS'"):
+        load_settings({}, environment={"EPLB_WINDOWSTEPS": "3"})
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"window_steps": 0}, r"setting window_steps: .* \(got 0\)"),
+        ({"listen": "nowhere"}, "setting listen: an address is host:port"),
+        ({"listen": "127.0.0.1:70000"}, "setting listen: an address is host:port"),
+        ({"policy": "best"}, "policy is 'best'; choose one of none"),
+        ({"tls_cert": "cert.pem"}, "tls_cert and tls_key must be set together"),
+        ({"auth_token": ""}, "auth_token is empty"),
+        ({"par_threshold": float("nan")}, "par_threshold"),
+    ],
+)
+def test_values_that_will_not_do(flags: dict[str, object], says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        load_settings(flags)
+
+
+def test_the_token_is_in_no_text_of_the_settings() -> None:
+    assert "hunter2" not in repr(load_settings({"auth_token": "hunter2"}))
+
+
+def test_the_planner_gets_what_was_set() -> None:
+    planner = load_settings({"policy": "deepseek", "max_layers": 4, "seed": 9}).planner()
+    assert (planner.policy, planner.max_layers, planner.seed) == ("deepseek", 4, 9)

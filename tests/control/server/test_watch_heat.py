@@ -1,0 +1,194 @@
+"""Who watches a deployment's heat gets what its ranks counted, whole and across switches, and is never waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from eplb_service.cli.main import run
+from eplb_service.control.server import heat_feed
+from eplb_service.control.server.heat_feed import Watcher
+from eplb_service.control.server.refusal import RefusedError
+from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.io.open_trace import open_trace
+from eplb_service.io.step_record import PHASES
+from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
+from tests.control.fake_group import (
+    EXPERTS,
+    LAYERS,
+    RANKS,
+    FakeGroup,
+    first_placement,
+    heat_report,
+    live_of,
+    skewed_heat,
+)
+from tests.control.server.test_service import settings, until
+
+
+@pytest_asyncio.fixture
+async def service() -> AsyncIterator[RunningService]:
+    async with running_service(settings()) as running:
+        yield running
+
+
+async def recording(service: RunningService, *arguments: str, watched: bool = True) -> asyncio.Task[int]:
+    """``eplb trace record`` under way, once the service hands heat to it."""
+    feed = service.plane.feed
+    task = asyncio.create_task(
+        asyncio.to_thread(run, ["trace", "record", *arguments, "--address", service.address])
+    )
+    if watched:
+        await until(lambda: any(feed._watchers.values()))
+    return task
+
+
+async def test_a_recording_holds_what_the_ranks_counted_across_a_switch(
+    service: RunningService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "decode.zarr"
+    async with FakeGroup(service.address) as group:
+        await group.join()
+        task = await recording(service, "decode", "--out", str(out), "--steps", "40")
+        for number in range(4):
+            await group.send_heat(skewed_heat(8, seed=number))
+        await group.carry_out(await group.hear_plan())
+        await group.send_heat(skewed_heat(16, seed=4))
+        assert await task == 0
+    assert f"{out}: 40 steps recorded" in capsys.readouterr().out
+    trace = open_trace(out)
+    heat_TLE = np.concatenate(
+        [*(skewed_heat(8, seed=number) for number in range(4)), skewed_heat(16, seed=4)]
+    )[:40]
+    assert np.array_equal(trace.heat(0, trace.steps), RANKS * heat_TLE)
+    sources_TRLE = trace.source_rows(0, 40)
+    assert sources_TRLE is not None
+    assert np.array_equal(sources_TRLE, np.broadcast_to(heat_TLE[:, None], (40, RANKS, LAYERS, EXPERTS)))
+    assert np.array_equal(trace.tokens(0, 40), RANKS * heat_TLE[:, 0].sum(axis=1))
+    assert {PHASES[phase] for phase in trace.phase_numbers(0, 40)} == {"decode"}
+    assert trace.facts.nodes_R == (0, 0, 1, 1)
+
+
+async def test_a_trace_is_gone_on_with_only_where_it_fits(
+    service: RunningService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "decode.zarr"
+    arguments = ("decode", "--out", str(out), "--steps", "8")
+    async with FakeGroup(service.address) as group:
+        await group.join()
+        for again in ((), ("--append",)):
+            task = await recording(service, *arguments, *again)
+            await group.send_heat(skewed_heat(8))
+            assert await task == 0
+    assert open_trace(out).steps == 16
+    assert await (await recording(service, *arguments, watched=False)) == 2
+    assert "exists; choose another name, or remove it first; --append goes on" in capsys.readouterr().err
+    await until(lambda: not service.plane.deployments["decode"].connected)
+    other = live_of(first_placement().with_layer(0, first_placement().phy2log_LRS[0][::-1]))
+    async with FakeGroup(service.address, other) as group:
+        await group.join(group_id="second")
+        assert await (await recording(service, *arguments, "--append", watched=False)) == 2
+    assert "started anew with another placement under the same epochs" in capsys.readouterr().err
+    assert open_trace(out).steps == 16
+
+
+async def test_time_ends_a_recording_and_nothing_recorded_is_told(
+    service: RunningService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "decode.zarr"
+    arguments = ("decode", "--out", str(out), "--seconds", "0.5")
+    assert await (await recording(service, *arguments, watched=False)) == 2
+    assert "no deployment 'decode'" in capsys.readouterr().err
+    async with FakeGroup(service.address) as group:
+        await group.join()
+        assert await (await recording(service, *arguments, watched=False)) == 2
+        assert "no step of 'decode' was recorded" in capsys.readouterr().err
+        task = await recording(service, *arguments, "--append")
+        await group.send_heat(skewed_heat(8))
+        assert await task == 0
+    assert open_trace(out).steps == 8
+
+
+async def test_a_service_that_stops_leaves_what_was_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "decode.zarr"
+    async with running_service(settings()) as service, FakeGroup(service.address) as group:
+        await group.join()
+        task = await recording(service, "decode", "--out", str(out))
+        await group.send_heat(skewed_heat(8))
+        await until(lambda: service.plane.deployments["decode"].totals.steps_received == 8)
+        await group.leave()
+        await asyncio.sleep(0.2)
+    assert await task == 2
+    told = capsys.readouterr().err
+    assert "8 steps recorded before the service went away" in told
+    assert "the service is stopping" in told
+    assert open_trace(out).steps == 8
+
+
+async def test_ctrl_c_ends_with_a_whole_trace(
+    service: RunningService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from eplb_service.cli import trace_record
+
+    out, take = tmp_path / "decode.zarr", trace_record._take
+
+    def until_enough(trace: object, message: operator_pb2.WatchHeatResponse) -> None:
+        take(trace, message)  # type: ignore[arg-type]
+        if message.heat.report.first_step == 8 and message.heat.rank == RANKS - 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(trace_record, "_take", until_enough)
+    async with FakeGroup(service.address) as group:
+        await group.join()
+        task = await recording(service, "decode", "--out", str(out))
+        for _ in range(2):
+            await group.send_heat(skewed_heat(8))
+        assert await task == 0
+    assert open_trace(out).steps == 16
+
+
+async def test_a_slow_watcher_loses_reports_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = heat_report(live_of(first_placement()), 0, 0, skewed_heat(8))
+    monkeypatch.setattr(heat_feed, "MOST_WAITING_BYTES", 2 * report.ByteSize())
+    watcher = Watcher()
+    for _ in range(5):
+        watcher.report(0, report)
+    watcher.tell(operator_pb2.WatchHeatResponse(switched=operator_pb2.SwitchedLayer(layer=1)))
+    heard = [await watcher.next() for _ in range(3)]
+    assert [message.WhichOneof("message") for message in heard] == ["heat", "heat", "switched"]
+    assert [message.dropped_reports for message in heard] == [3, 3, 3]
+    watcher.report(0, report)
+    assert (await watcher.next()).heat.report == report
+    watcher.end("over")
+    with pytest.raises(RefusedError, match="over"):
+        await watcher.next()
+
+
+async def test_only_so_many_watch_and_only_with_the_token() -> None:
+    async with running_service(settings(auth_token="secret")) as service:
+        channel = grpc.aio.insecure_channel(service.address)
+        stub = operator_pb2_grpc.OperatorServiceStub(channel)
+        request = operator_pb2.WatchHeatRequest(deployment="decode")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.WatchHeat(request).read()
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        service.plane._new("decode")
+        metadata = (("authorization", "Bearer secret"),)
+        calls = [stub.WatchHeat(request, metadata=metadata) for _ in range(heat_feed.MOST_WATCHERS)]
+        feed = service.plane.feed
+        await until(lambda: sum(map(len, feed._watchers.values())) == heat_feed.MOST_WATCHERS)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.WatchHeat(request, metadata=metadata).read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for call in calls:
+            call.cancel()
+        await until(lambda: not any(feed._watchers.values()))
+        await channel.close()
