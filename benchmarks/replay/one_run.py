@@ -32,10 +32,10 @@ def replayed(file: TraceFile, workers: int) -> dict[str, float]:
 
 
 def _fitted(found: Replay) -> float:
-    [yardstick] = found.yardsticks
-    assert yardstick.hindsight_DL is not None
+    [baseline] = found.baselines
+    assert baseline.hindsight_DL is not None
     steps_D = [decision.steps for decision in found.policies[0].decisions]
-    return float(np.average(yardstick.hindsight_DL.mean(axis=1), weights=steps_D))
+    return float(np.average(baseline.hindsight_DL.mean(axis=1), weights=steps_D))
 
 
 class SolverClock:

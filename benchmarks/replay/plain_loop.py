@@ -11,7 +11,7 @@ from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.scoring import par, rank_loads
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
-from eplb_service.replay.walk import switched
+from eplb_service.replay.policy_run import switched
 
 
 def plain_loop(

@@ -15,7 +15,7 @@ from eplb_service.placement import Placement
 from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
-from eplb_service.replay.walk import switched
+from eplb_service.replay.policy_run import switched
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from eplb_service.cli.errors import UserError
 from eplb_service.planner.settings import POLICIES
 
 if TYPE_CHECKING:
-    from eplb_service.demo.acts import ModelAct, TraceAct
+    from eplb_service.demo.scenarios import ModelScenario, TraceScenario
 
 _DISPATCHERS = ("all2allv", "allgather")
 _MODEL_STEPS = 720
@@ -20,7 +20,7 @@ _TRACE_STEPS = 320
 _TRACE_LAYERS, _TRACE_HIDDEN, _TRACE_INTERMEDIATE = 6, 128, 64
 _FAILED_EXIT_CODE = 1
 
-Shape = tuple[int, int, int]
+_Sizes = tuple[int, int, int]
 """T, L and E of what is balanced."""
 
 
@@ -101,19 +101,19 @@ def demo(
         if path is not None:
             check_output(path, (suffix,))
     PlannerSettings(policy=policy, seed=seed)
-    act: ModelAct | TraceAct
+    scenario: ModelScenario | TraceScenario
     if dispatcher not in _DISPATCHERS:
         raise UserError(f"unknown dispatcher {dispatcher!r}; choose one of {', '.join(_DISPATCHERS)}")
     if trace is None:
         _refuse("--trace", {"--hidden": hidden, "--intermediate": intermediate})
-        act, shape = _model_act(steps or _MODEL_STEPS, layers, requests)
+        scenario, shape = _model_scenario(steps or _MODEL_STEPS, layers, requests)
     else:
         _refuse("the model", {"--requests": requests})
-        act, shape = _trace_act(trace, steps or _TRACE_STEPS, layers, hidden, intermediate)
+        scenario, shape = _trace_scenario(trace, steps or _TRACE_STEPS, layers, hidden, intermediate)
     stage = Stage(*shape, ranks, redundant, dispatcher, window, interval, policy, seed)
     with screen(stage.steps) as show:
         try:
-            board = act.run(stage, show.update)
+            board = scenario.run(stage, show.update)
         except RankDiedError as error:
             show.fail(str(error))
             raise typer.Exit(_FAILED_EXIT_CODE) from error
@@ -138,25 +138,24 @@ def _refuse(belongs_to: str, options: dict[str, int | None]) -> None:
             raise UserError(f"{name} goes with {belongs_to} alone")
 
 
-def _model_act(steps: int, layers: int | None, requests: int | None) -> tuple[ModelAct, Shape]:
+def _model_scenario(steps: int, layers: int | None, requests: int | None) -> tuple[ModelScenario, _Sizes]:
     """The embedded model, its first ``layers`` balanced."""
-    from eplb_service.demo.acts import ModelAct
-    from eplb_service.demo.embedded_model import layers_and_experts
+    from eplb_service.demo.scenarios import ModelScenario, layers_and_experts
 
     held, experts = layers_and_experts()
     if layers is not None and layers > held:
         raise UserError(f"the model has {held} MoE layers, --layers asks for {layers}")
-    act = ModelAct() if requests is None else ModelAct(rows=requests)
-    return act, (steps, layers or held, experts)
+    scenario = ModelScenario() if requests is None else ModelScenario(rows=requests)
+    return scenario, (steps, layers or held, experts)
 
 
-def _trace_act(
+def _trace_scenario(
     trace: Path, steps: int, layers: int | None, hidden: int | None, intermediate: int | None
-) -> tuple[TraceAct, Shape]:
+) -> tuple[TraceScenario, _Sizes]:
     """The first steps of a trace, on some of its layers."""
     import numpy as np
 
-    from eplb_service.demo.acts import TraceAct
+    from eplb_service.demo.scenarios import TraceScenario
     from eplb_service.heat.window import HeatError
     from eplb_service.io.open_trace import read_heat
 
@@ -167,5 +166,5 @@ def _trace_act(
     chosen_TLE = heat_TLE[:steps, spread_L].astype(np.int64)
     if chosen_TLE.sum() == 0:
         raise HeatError(f"{trace}: the first {steps} steps hold no tokens")
-    act = TraceAct(chosen_TLE, hidden or _TRACE_HIDDEN, intermediate or _TRACE_INTERMEDIATE)
-    return act, chosen_TLE.shape
+    scenario = TraceScenario(chosen_TLE, hidden or _TRACE_HIDDEN, intermediate or _TRACE_INTERMEDIATE)
+    return scenario, chosen_TLE.shape

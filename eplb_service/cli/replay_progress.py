@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from eplb_service.replay.jobs import Job
-from eplb_service.replay.jobs import Progress as Told
-from eplb_service.replay.result import Decision
+from eplb_service.replay.jobs import Job, JobProgress
+from eplb_service.replay.result import ReplayedDecision
 
 
 @contextmanager
-def replay_progress(jobs: Sequence[Job], steps: int, done: int = 0) -> Iterator[Callable[[str, Told], None]]:
+def replay_progress(
+    jobs: Sequence[Job], steps: int, done: int = 0
+) -> Iterator[Callable[[str, JobProgress], None]]:
     """Within it, what is called with a job's label and progress moves the bar on; without a terminal there is none.
 
     ``done`` decisions have been made before.
@@ -29,13 +30,14 @@ def replay_progress(jobs: Sequence[Job], steps: int, done: int = 0) -> Iterator[
     total = sum(len(job.setup.schedule.decisions(steps)) for job in jobs)
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda _label, _told: None
+        yield lambda _label, _progress: None
         return
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("decisions", total=total, completed=done, last="")
 
-        def advance(label: str, told: Told) -> None:
-            words = f"{label}: PAR {told.made.par_realised:.3f}" if isinstance(told.made, Decision) else label
-            progress.update(task, advance=1, last=words)
+        def advance(label: str, done_now: JobProgress) -> None:
+            made = done_now.made
+            last = f"{label}: PAR {made.par_realised:.3f}" if isinstance(made, ReplayedDecision) else label
+            progress.update(task, advance=1, last=last)
 
         yield advance

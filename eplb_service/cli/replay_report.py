@@ -45,7 +45,7 @@ def print_replay(console: Console, result: Replay) -> None:
 
 def replay_document(result: Replay) -> dict[str, Any]:
     """Everything that a replay found, with plain names and units in them."""
-    setups = [yardstick.setup for yardstick in result.yardsticks]
+    setups = [baseline.setup for baseline in result.baselines]
     return {
         "layers": result.layers,
         "experts": result.experts,

@@ -15,8 +15,7 @@ from eplb_service.atomic_write import check_output
 
 if TYPE_CHECKING:
     from eplb_service.io.trace import Trace
-    from eplb_service.replay.jobs import Job, Scene
-    from eplb_service.replay.ledger import Ledger
+    from eplb_service.replay.jobs import Job, Ledger, Scene
 
 ResumeOption = Annotated[
     Path | None,
@@ -50,7 +49,7 @@ class Resumable:
 
     def ledger(self, jobs: Sequence[Job], trace: Trace, scene: Scene) -> Ledger:
         """Of the next round, with what was found of it before; raises ``ReplayError`` where the file is of others."""
-        from eplb_service.replay.ledger import Ledger
+        from eplb_service.replay.jobs import Ledger
         from eplb_service.replay.state_file import fingerprint
 
         name = fingerprint(jobs, trace, scene)

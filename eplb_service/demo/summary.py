@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from eplb_service.demo.hindsight import hindsight_par
 from eplb_service.demo.scoreboard import Float64, Scoreboard
 from eplb_service.demo.stage import Stage
+from eplb_service.offline import solve
 from eplb_service.planner.noise_floor import noise_floor
 
 
@@ -94,3 +94,18 @@ def table(summary: dict[str, Any]) -> Table:
 def _quantiles(milliseconds_T: Float64) -> dict[str, float]:
     p50, p99 = np.quantile(milliseconds_T, [0.5, 0.99]) if milliseconds_T.size else (0.0, 0.0)
     return {"p50": float(p50), "p99": float(p99)}
+
+
+def hindsight_par(board: Scoreboard, stage: Stage, first: int = 0) -> float:
+    """PAR from step ``first`` on, had each ``interval`` steps been placed with knowledge of those very steps."""
+    source_TRLE = board.source()[first:]
+    if len(source_TRLE) == 0:
+        return 1.0
+    weighed = 0.0
+    for begin in range(0, len(source_TRLE), stage.interval):
+        part_TRLE = source_TRLE[begin : begin + stage.interval]
+        solved = solve(
+            part_TRLE.sum(axis=1), stage.ranks, stage.slots, source_heat=part_TRLE, seed=stage.seed
+        )
+        weighed += len(part_TRLE) * float(np.minimum(solved.par_before_L, solved.par_after_L).mean())
+    return weighed / len(source_TRLE)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from eplb_service.heat.window import HeatError
 from eplb_service.io import native_layout
-from eplb_service.io.documents import trace_of_document
-from eplb_service.io.named_arrays import ReadAs, trace_of_arrays
+from eplb_service.io.named_arrays import ReadAs, as_array, trace_of_arrays
 from eplb_service.io.native_reader import StoredTrace
 from eplb_service.io.numpy_file import read_npy, read_npz
 from eplb_service.io.sglang import is_dump, trace_of_dumps
-from eplb_service.io.text_file import read_csv_trace, read_json_trace
+from eplb_service.io.text_file import read_csv_trace, read_json
 from eplb_service.io.torch_file import read_torch
-from eplb_service.io.trace import Heat, Trace
+from eplb_service.io.trace import ArrayTrace, Heat, Trace
 from eplb_service.io.zarr_array import METADATA
 
 KNOWN = f"{native_layout.SUFFIX} folder, .npz, .npy, .pt, a folder of ranks' .pt, .json or .csv"
@@ -69,7 +68,7 @@ def _open(path: Path, read_as: ReadAs) -> Trace:
     if head.startswith(b"\x80"):
         raise HeatError("is a pickle, which could run code; save it as .npz, or with torch.save")
     if head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"["):
-        return read_json_trace(path, read_as)
+        return _trace_of_document(read_json(path), "JSON", read_as)
     if b"\x00" in head:
         raise HeatError(f"is none of the formats that are known: {KNOWN}")
     return read_csv_trace(path, read_as)
@@ -92,8 +91,31 @@ def _open_dumps(folder: Path, read_as: ReadAs) -> Trace:
 
 def _open_zip(path: Path, read_as: ReadAs) -> Trace:
     if path.suffix in (".pt", ".pth"):
-        return trace_of_document(read_torch(path), "torch .pt", read_as)
+        return _trace_of_document(read_torch(path), "torch .pt", read_as)
     arrays = read_npz(path)
     if arrays:
         return trace_of_arrays(arrays, "numpy .npz", read_as)
-    return trace_of_document(read_torch(path), "torch .pt", read_as)
+    return _trace_of_document(read_torch(path), "torch .pt", read_as)
+
+
+def _trace_of_document(document: object, origin: str, read_as: ReadAs) -> ArrayTrace:
+    """The trace in what a recorder saved.
+
+    Known are SGLang's recorder dumps (``logical_count``, or ``records`` of forward passes), dictionaries of arrays
+    named as in ``trace_of_arrays``, and a bare array. Raises ``HeatError`` on anything else.
+    """
+    bare = as_array(document)
+    if bare is not None:
+        return trace_of_arrays({"": bare}, origin, read_as)
+    if isinstance(document, list) and not any(isinstance(entry, dict) for entry in document):
+        raise HeatError("holds a list whose rows differ in length or are no numbers; expected a full array")
+    if not isinstance(document, Mapping):
+        raise HeatError(f"holds a {type(document).__name__}; expected an array, or a dictionary with one")
+    if is_dump(document):
+        return trace_of_dumps([(origin, document)], read_as)
+    if "logical_count" in document:
+        origin = f"SGLang recorder ({origin})"
+    arrays = {str(name): array for name, value in document.items() if (array := as_array(value)) is not None}
+    if not arrays:
+        raise HeatError(f"holds no array; found {', '.join(map(str, list(document)[:8])) or 'nothing'}")
+    return trace_of_arrays(arrays, origin, read_as)

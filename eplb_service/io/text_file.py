@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from eplb_service.heat.window import HeatError
-from eplb_service.io.documents import trace_of_document
 from eplb_service.io.named_arrays import ReadAs, trace_of_arrays
 from eplb_service.io.numpy_file import check_fits_memory
 from eplb_service.io.trace import ArrayTrace, TraceFacts
@@ -20,11 +19,6 @@ COLUMNS = ("step", "layer", "expert", "tokens")
 """Columns of the CSV with one row a count; what no row names is 0."""
 
 _MOST_TEXT_BYTES = 4 << 30
-
-
-def read_json_trace(path: Path, read_as: ReadAs) -> ArrayTrace:
-    """The trace of a ``.json``; raises ``HeatError`` (without the path) where it holds none."""
-    return trace_of_document(read_json(path), "JSON", read_as)
 
 
 def read_json(path: Path) -> object:

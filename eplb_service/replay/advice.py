@@ -103,7 +103,7 @@ def advise(first: Replay, second: Replay, settings: PlannerSettings, choices_per
         raise ReplayError("stopped before enough was known to advise anything")
     prices = {f"price {price:g}": price for price in MOVE_PRICES}
     fewest = min(first.policies, key=lambda policy: policy.setup.slots)
-    left_alone_L = weighted(first.yardstick(fewest.setup).left_alone_DL, fewest.decisions)
+    left_alone_L = weighted(first.baseline(fewest.setup).left_alone_DL, fewest.decisions)
     left_alone = float(left_alone_L.mean())
     by_redundancy = _options(first, {}, left_alone)
     tried = _options(second, prices, left_alone)

@@ -15,7 +15,7 @@ class Costs:
     Parameters
     ----------
     step_ms
-        Time of a step of the model as recorded; 0 where not stated, and then nothing is late and no time is told.
+        Time of a step of the model as recorded; 0 where not stated, and then nothing is late and no time is reported.
     moe_share
         Part of a step that the hottest rank decides: expert computation and dispatch.
     bytes_per_expert
@@ -25,7 +25,7 @@ class Costs:
     solve_ms
         From the end of a window to the plan at the ranks.
     commit_ms
-        For how long all ranks stand still while one layer is switched.
+        Standstill of all ranks per switched layer.
 
     Raises ``ReplayError`` on a value out of bounds.
     """

@@ -1,10 +1,10 @@
-"""The independent pieces of a replay: one policy, or one yardstick, along the whole trace."""
+"""The independent pieces of a replay: one policy, or one baseline, along the whole trace."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +17,12 @@ from eplb_service.placement import Placement
 from eplb_service.planner.scoring import Float64
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
+from eplb_service.replay.baseline import Baseline, BaselineRow
 from eplb_service.replay.costs import Costs
-from eplb_service.replay.hindsight import Mark, Yardman
 from eplb_service.replay.policy import Policy
-from eplb_service.replay.result import Decision, Setup
+from eplb_service.replay.policy_run import PolicyRun, RunState
+from eplb_service.replay.result import ReplayedDecision, Setup
 from eplb_service.replay.sliding_heat import SlidingHeat
-from eplb_service.replay.walk import Standing, Walk
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Scene:
 
 @dataclass(frozen=True)
 class Job:
-    """One policy along the trace, or, without a policy, the yardstick of a setup.
+    """One policy along the trace, or, without a policy, the baseline of a setup.
 
-    ``hindsight`` are the settings that a yardstick fits with; ``None`` for no hindsight. ``split`` is how the host
+    ``hindsight`` are the settings that a baseline fits with; ``None`` for no hindsight. ``split`` is how the host
     splits tokens over replicas, as the policy's settings say.
     """
 
@@ -71,33 +71,68 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Progress:
-    """What a job tells after each decision.
+class JobProgress:
+    """What a job has found with its latest decision.
 
-    ``loads_LR`` are the ranks' tokens since, ``standing`` is where a policy can go on from.
+    ``loads_LR`` are the ranks' tokens since, ``state`` is where a policy can go on from.
     """
 
-    made: Decision | Mark
+    made: ReplayedDecision | BaselineRow
     loads_LR: Float64
-    standing: Standing | None = None
+    state: RunState | None = None
 
 
 @dataclass(frozen=True)
-class Done:
-    """What a job has done already: so many decisions, the last of which left it ``standing``."""
+class ResumePoint:
+    """What a job has done already: so many decisions, the last of which left it in ``state``."""
 
     decisions: int = 0
-    standing: Standing | None = None
+    state: RunState | None = None
+
+
+class Ledger:
+    """JobWhat the jobs of a replay have found so far: all that results are made of, and all that is needed to go on.
+
+    Parameters
+    ----------
+    jobs
+        Those that are run.
+    reported
+        What an interrupted run has found of each; ``None`` to begin.
+    """
+
+    def __init__(self, jobs: Sequence[Job], reported: Sequence[list[JobProgress]] | None = None) -> None:
+        self.jobs = tuple(jobs)
+        self.reported = [list(done) for done in reported] if reported is not None else [[] for _ in jobs]
+
+    @property
+    def decisions(self) -> int:
+        """Decisions of all jobs together."""
+        return sum(map(len, self.reported))
+
+    def add(self, number: int, progress: JobProgress) -> None:
+        """Job ``number`` has made its next decision; where it stood before is of no use any more."""
+        reported = self.reported[number]
+        reported.append(progress)
+        if len(reported) > 1:
+            reported[-2] = replace(reported[-2], state=None)
+
+    def done(self) -> list[ResumePoint]:
+        """From where each job goes on."""
+        return [
+            ResumePoint(len(reported), reported[-1].state) if reported else ResumePoint()
+            for reported in self.reported
+        ]
 
 
 def run(
-    jobs: Sequence[Job], trace: Trace, scene: Scene, done: Sequence[Done] | None = None
-) -> Iterator[tuple[int, Progress]]:
+    jobs: Sequence[Job], trace: Trace, scene: Scene, done: Sequence[ResumePoint] | None = None
+) -> Iterator[tuple[int, JobProgress]]:
     """Make the decisions of all jobs in the order of the steps before which they fall, so that the trace is read once.
 
     Yields each job's number and progress, a job's own in order. Raises what the planner, the trace or a policy raise.
     """
-    begun = done or [Done()] * len(jobs)
+    begun = done or [ResumePoint()] * len(jobs)
     heat = SlidingHeat(trace, slack=max((job.setup.schedule.window for job in jobs), default=0))
     ways = [_decisions(job, trace, heat, scene, so_far) for job, so_far in zip(jobs, begun, strict=True)]
     steps = [_steps_left(job, trace, so_far) for job, so_far in zip(jobs, begun, strict=True)]
@@ -114,29 +149,33 @@ def run(
 
 
 def run_file(
-    jobs: Sequence[Job], file: TraceFile, scene: Scene, done: Sequence[Done]
-) -> Iterator[tuple[int, Progress]]:
-    """``run`` on a trace that is opened first; what is wrong with it is told with its path."""
+    jobs: Sequence[Job], file: TraceFile, scene: Scene, done: Sequence[ResumePoint]
+) -> Iterator[tuple[int, JobProgress]]:
+    """``run`` on a trace that is opened first; errors name its path."""
     trace = file.open()
     with naming(file.path):
         yield from run(jobs, trace, scene, done)
 
 
-def _steps_left(job: Job, trace: Trace, done: Done) -> range:
+def _steps_left(job: Job, trace: Trace, done: ResumePoint) -> range:
     return job.setup.schedule.decisions(trace.steps)[done.decisions :]
 
 
-def _decisions(job: Job, trace: Trace, heat: SlidingHeat, scene: Scene, done: Done) -> Iterator[Progress]:
+def _decisions(
+    job: Job, trace: Trace, heat: SlidingHeat, scene: Scene, done: ResumePoint
+) -> Iterator[JobProgress]:
     """One job's decisions, each made when it is asked for."""
     placement = scene.placement(trace, job.setup)
     schedule = job.setup.schedule
     if job.policy is None:
-        yardman = Yardman(trace, heat, placement, scene.topology, schedule, job.hindsight, job.split)
+        baseline = Baseline(trace, heat, placement, scene.topology, schedule, job.hindsight, job.split)
         for step in _steps_left(job, trace, done):
-            mark = yardman.measure(step)
-            yield Progress(mark, yardman.loads_LR)
+            mark = baseline.measure(step)
+            yield JobProgress(mark, baseline.loads_LR)
         return
-    walk = Walk(trace, heat, placement, scene.topology, job.policy, schedule, scene.costs, done.standing)
+    policy_run = PolicyRun(
+        trace, heat, placement, scene.topology, job.policy, schedule, scene.costs, done.state
+    )
     for step in _steps_left(job, trace, done):
-        decision = walk.decide(step)
-        yield Progress(decision, walk.loads_LR, walk.standing)
+        decision = policy_run.decide(step)
+        yield JobProgress(decision, policy_run.loads_LR, policy_run.state)

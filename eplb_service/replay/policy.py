@@ -73,7 +73,7 @@ class Policy:
             module = importlib.import_module(module_name)
         except Exception as error:
             raise ReplayError(
-                f"policy {self.name}: cannot import {module_name!r} ({_words(error)})"
+                f"policy {self.name}: cannot import {module_name!r} ({_message(error)})"
             ) from error
         function = getattr(module, attribute, None)
         if not callable(function):
@@ -81,5 +81,5 @@ class Policy:
         return function  # type: ignore[no-any-return]
 
 
-def _words(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -21,7 +21,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Decision:
+class ReplayedDecision:
     """One decision and the steps served until the next.
 
     Parameters
@@ -72,14 +72,14 @@ class Decision:
 class PolicyReplay:
     """One policy's way along the trace; ``decisions`` is never empty.
 
-    ``label`` tells it from others of the same name in a sweep; ``loads_LR`` are the tokens of each rank, float64
+    ``label`` names it uniquely in a sweep; ``loads_LR`` are the tokens of each rank, float64
     ``[L, R]``, over the steps of the last decision.
     """
 
     policy: str
     label: str
     setup: Setup
-    decisions: tuple[Decision, ...]
+    decisions: tuple[ReplayedDecision, ...]
     loads_LR: Float64
 
     @property
@@ -130,7 +130,7 @@ class PolicyReplay:
 
 
 @dataclass(frozen=True)
-class Yardstick:
+class BaselineReplay:
     """What the policies of one setup are measured against, a row a decision, float64 ``[D, L]`` each.
 
     Parameters
@@ -156,7 +156,7 @@ class Yardstick:
 
 @dataclass(frozen=True)
 class Score:
-    """One policy against its yardstick, means over layers and steps.
+    """One policy against its baseline, means over layers and steps.
 
     Parameters
     ----------
@@ -195,7 +195,7 @@ class Replay:
         R, L and E.
     policies
         In the order asked for.
-    yardsticks
+    baselines
         One for each setup.
     costs
         As stated.
@@ -209,32 +209,32 @@ class Replay:
     layers: int
     experts: int
     policies: tuple[PolicyReplay, ...]
-    yardsticks: tuple[Yardstick, ...]
+    baselines: tuple[BaselineReplay, ...]
     costs: Costs = field(default_factory=Costs)
     interrupted: bool = False
 
-    def yardstick(self, setup: Setup) -> Yardstick:
+    def baseline(self, setup: Setup) -> BaselineReplay:
         """Of the policies with ``setup``."""
-        return next(yardstick for yardstick in self.yardsticks if yardstick.setup == setup)
+        return next(baseline for baseline in self.baselines if baseline.setup == setup)
 
     def hindsight_DL(self, setup: Setup) -> Float64 | None:
         """The best PAR known with hindsight for each decision and layer: of fitted placements and of all policies."""
-        yardstick = self.yardstick(setup)
-        if yardstick.hindsight_DL is None:
+        baseline = self.baseline(setup)
+        if baseline.hindsight_DL is None:
             return None
         known = [
             np.stack([decision.par_realised_L for decision in policy.decisions])
             for policy in self.policies
             if policy.setup == setup
         ]
-        best_DL: Float64 = np.minimum.reduce([yardstick.hindsight_DL, yardstick.left_alone_DL, *known])
+        best_DL: Float64 = np.minimum.reduce([baseline.hindsight_DL, baseline.left_alone_DL, *known])
         return best_DL
 
     def score(self, policy: PolicyReplay) -> Score:
-        """One policy against its yardstick."""
-        yardstick = self.yardstick(policy.setup)
-        left_alone = float(weighted(yardstick.left_alone_DL, policy.decisions).mean())
-        floor = float(weighted(yardstick.floor_DL, policy.decisions).mean())
+        """One policy against its baseline."""
+        baseline = self.baseline(policy.setup)
+        left_alone = float(weighted(baseline.left_alone_DL, policy.decisions).mean())
+        floor = float(weighted(baseline.floor_DL, policy.decisions).mean())
         hindsight_DL = self.hindsight_DL(policy.setup)
         hindsight = None if hindsight_DL is None else float(weighted(hindsight_DL, policy.decisions).mean())
         par = policy.par_realised
@@ -251,7 +251,7 @@ class Replay:
         )
 
 
-def weighted(rows_DL: Float64, decisions: tuple[Decision, ...]) -> Float64:
+def weighted(rows_DL: Float64, decisions: tuple[ReplayedDecision, ...]) -> Float64:
     """Mean of rows of decisions, each by its steps, float64 ``[L]``."""
     steps_D = np.array([decision.steps for decision in decisions])
     mean_L: Float64 = np.average(rows_DL, axis=0, weights=steps_D)

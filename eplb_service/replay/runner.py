@@ -10,26 +10,25 @@ import numpy as np
 from eplb_service.io.trace import Trace
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
+from eplb_service.replay.baseline import BaselineRow
 from eplb_service.replay.costs import Costs
-from eplb_service.replay.hindsight import Mark
-from eplb_service.replay.jobs import Job, Progress, Scene, TraceFile, run, run_file
-from eplb_service.replay.ledger import Ledger
+from eplb_service.replay.jobs import Job, JobProgress, Ledger, Scene, TraceFile, run, run_file
 from eplb_service.replay.policy import Policy
-from eplb_service.replay.result import Decision, PolicyReplay, Replay, Setup, Yardstick
+from eplb_service.replay.result import BaselineReplay, PolicyReplay, Replay, ReplayedDecision, Setup
 from eplb_service.replay.schedule import ReplayError, Schedule
 from eplb_service.replay.workers import cores, run_in_processes, run_on_ray
 
 _FEW_EXPERTS = 100_000
 """Experts placed, over all layers and decisions, that one process is through with in a second or two."""
 
-OnProgress = Callable[[str, Progress], object]
-"""Told a job's label and what it has just done."""
+OnProgress = Callable[[str, JobProgress], object]
+"""Called with a job's label and what it has just done."""
 
 
 def jobs_for(
     policies: Sequence[str], setups: Sequence[Setup], settings: PlannerSettings, *, hindsight: bool = True
 ) -> list[Job]:
-    """A yardstick for each setup, and every policy with each; all score the same steps.
+    """A baseline for each setup, and every policy with each; all score the same steps.
 
     Raises ``ReplayError`` on an unknown policy, or nothing to do.
     """
@@ -41,7 +40,7 @@ def jobs_for(
     jobs = []
     for setup in shifted:
         label = _label(setup, shifted)
-        jobs.append(Job(f"yardstick{label}", setup, None, fitting, settings.split))
+        jobs.append(Job(f"baseline{label}", setup, None, fitting, settings.split))
         jobs += [
             Job(f"{name}{label}", setup, Policy.of(name, settings), split=settings.split) for name in policies
         ]
@@ -56,7 +55,7 @@ def replay(
 ) -> Replay:
     """Run ``jobs`` on an open trace in this process.
 
-    A trace without sources does not tell where tokens come from: an expert's tokens are then split evenly over the
+    A trace without sources does not know where tokens come from: an expert's tokens are then split evenly over the
     ranks. Raises ``ReplayError`` where the trace is too short or a policy fails, and what planner and trace raise.
     """
     return _gathered(trace, Ledger(jobs), scene, run(jobs, trace, scene), on_progress)
@@ -96,7 +95,7 @@ def _gathered(
     trace: Trace,
     ledger: Ledger,
     scene: Scene,
-    steps: Iterator[tuple[int, Progress]],
+    steps: Iterator[tuple[int, JobProgress]],
     on_progress: OnProgress | None,
 ) -> Replay:
     jobs: Sequence[Job] = ledger.jobs
@@ -113,45 +112,49 @@ def _gathered(
         interrupted = True
     finally:
         steps.close()  # type: ignore[attr-defined]
-    told = ledger.told
+    reported = ledger.reported
     if interrupted:
-        jobs, told = _common(jobs, told)
-    return _put_together(trace, jobs, scene, told, interrupted)
+        jobs, reported = _common(jobs, reported)
+    return _put_together(trace, jobs, scene, reported, interrupted)
 
 
-def _common(jobs: Sequence[Job], told: list[list[Progress]]) -> tuple[list[Job], list[list[Progress]]]:
-    """Of work that was stopped: the setups whose yardstick was begun, and the decisions that all of them share."""
-    begun = [number for number, done in enumerate(told) if done]
+def _common(
+    jobs: Sequence[Job], reported: list[list[JobProgress]]
+) -> tuple[list[Job], list[list[JobProgress]]]:
+    """Of work that was stopped: the setups whose baseline was begun, and the decisions that all of them share."""
+    begun = [number for number, done in enumerate(reported) if done]
     measured = {jobs[number].setup for number in begun if jobs[number].policy is None}
     kept = [number for number in begun if jobs[number].setup in measured]
     if not any(jobs[number].policy for number in kept):
         raise KeyboardInterrupt
     cut = {}
     for setup in measured:
-        lengths = [len(told[number]) for number in kept if jobs[number].setup == setup]
+        lengths = [len(reported[number]) for number in kept if jobs[number].setup == setup]
         cut[setup] = min(lengths)
-    return [jobs[n] for n in kept], [told[n][: cut[jobs[n].setup]] for n in kept]
+    return [jobs[n] for n in kept], [reported[n][: cut[jobs[n].setup]] for n in kept]
 
 
 def _put_together(
-    trace: Trace, jobs: Sequence[Job], scene: Scene, told: list[list[Progress]], interrupted: bool
+    trace: Trace, jobs: Sequence[Job], scene: Scene, reported: list[list[JobProgress]], interrupted: bool
 ) -> Replay:
-    policies, yardsticks = [], []
-    for job, done in zip(jobs, told, strict=True):
+    policies, baselines = [], []
+    for job, done in zip(jobs, reported, strict=True):
         if job.policy is None:
-            marks = [progress.made for progress in done if isinstance(progress.made, Mark)]
-            hindsight = [mark.hindsight_L for mark in marks if mark.hindsight_L is not None]
-            yardsticks.append(
-                Yardstick(
+            rows = [progress.made for progress in done if isinstance(progress.made, BaselineRow)]
+            hindsight = [mark.hindsight_L for mark in rows if mark.hindsight_L is not None]
+            baselines.append(
+                BaselineReplay(
                     job.setup,
-                    np.stack([mark.left_alone_L for mark in marks]),
-                    np.stack([mark.floor_L for mark in marks]),
+                    np.stack([mark.left_alone_L for mark in rows]),
+                    np.stack([mark.floor_L for mark in rows]),
                     np.stack(hindsight) if hindsight else None,
                     done[-1].loads_LR,
                 )
             )
         else:
-            decisions = tuple(progress.made for progress in done if isinstance(progress.made, Decision))
+            decisions = tuple(
+                progress.made for progress in done if isinstance(progress.made, ReplayedDecision)
+            )
             policies.append(PolicyReplay(job.policy.name, job.label, job.setup, decisions, done[-1].loads_LR))
     return Replay(
         first=jobs[0].setup.schedule.first,
@@ -160,7 +163,7 @@ def _put_together(
         layers=trace.layers,
         experts=trace.experts,
         policies=tuple(policies),
-        yardsticks=tuple(yardsticks),
+        baselines=tuple(baselines),
         costs=scene.costs,
         interrupted=interrupted,
     )
@@ -184,15 +187,15 @@ def _with_threads(job: Job, threads: int) -> Job:
 
 
 def _label(setup: Setup, setups: Sequence[Setup]) -> str:
-    """What tells a setup from the others."""
-    words = []
+    """How a setup differs from the others, as the end of a label."""
+    parts = []
     if len({other.slots for other in setups}) > 1:
-        words.append(f"{setup.slots} slots")
+        parts.append(f"{setup.slots} slots")
     if len({other.schedule.window for other in setups}) > 1:
-        words.append(f"window {setup.schedule.window}")
+        parts.append(f"window {setup.schedule.window}")
     if len({other.schedule.interval for other in setups}) > 1:
-        words.append(f"interval {setup.schedule.interval}")
-    return "".join(f", {word}" for word in words)
+        parts.append(f"interval {setup.schedule.interval}")
+    return "".join(f", {part}" for part in parts)
 
 
 def scene_for(ranks: int, costs: Costs | None = None, topology: Topology | None = None) -> Scene:

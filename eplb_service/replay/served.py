@@ -19,11 +19,11 @@ def served_loads(
 ) -> Float64:
     """Tokens that each rank receives in the steps from ``first`` on, whose heat is ``heat_TLE``, float64 ``[t, L, R]``.
 
-    Where the trace tells of as many source ranks as the placement has, each step's tokens go where the table of their
+    Where the trace has as many source ranks as the placement, each step's tokens go where the table of their
     own source rank says. Otherwise nobody knows where tokens come from, and each expert's are taken to come evenly from
     all. A host that splits as ``even`` asks no tables (see ``PlannerSettings.split``).
     """
-    if split == "even" or not tells_sources(trace, placement.ranks):
+    if split == "even" or not knows_sources(trace, placement.ranks):
         return split_loads(heat_TLE, placement, log2phy_RLE, None, split)
     destination_RLE = log2phy_RLE // placement.slots
     loads_TLR = np.zeros((len(heat_TLE), placement.layers, placement.ranks))
@@ -35,7 +35,7 @@ def served_loads(
     return loads_TLR
 
 
-def tells_sources(trace: Trace, ranks: int) -> bool:
+def knows_sources(trace: Trace, ranks: int) -> bool:
     """Whether ``trace`` has tokens by source rank, of ``ranks`` ranks."""
     return trace.facts.ranks == ranks and trace.source_rows(0, 1) is not None
 

@@ -20,23 +20,22 @@ from eplb_service.heat.window import HeatError
 from eplb_service.io.numpy_file import Array, read_npz
 from eplb_service.io.trace import Trace
 from eplb_service.placement import Placement, PlacementError, check_log2phy
-from eplb_service.replay.hindsight import Mark
-from eplb_service.replay.jobs import Job, Progress, Scene
-from eplb_service.replay.ledger import Ledger
-from eplb_service.replay.result import Decision
+from eplb_service.replay.baseline import BaselineRow
+from eplb_service.replay.jobs import Job, JobProgress, Ledger, Scene
+from eplb_service.replay.policy_run import RunState, Serving
+from eplb_service.replay.result import ReplayedDecision
 from eplb_service.replay.schedule import ReplayError
-from eplb_service.replay.walk import Serving, Standing
 
 SUFFIX = ".npz"
 
 _FORMAT = "eplb-replay-state-1"
 _SAMPLED_STEPS = 8
-_NUMBERS = [field.name for field in fields(Decision) if field.name != "par_realised_L"]
-_WHOLE = {field.name for field in fields(Decision) if field.type == "int"}
+_NUMBERS = [field.name for field in fields(ReplayedDecision) if field.name != "par_realised_L"]
+_WHOLE = {field.name for field in fields(ReplayedDecision) if field.type == "int"}
 
 
 def fingerprint(jobs: Sequence[Job], trace: Trace, scene: Scene) -> str:
-    """What tells a replay from others that would find something else: trace, jobs and scene, not the machine.
+    """Identifies a replay by what its results depend on: trace, jobs and scene, not the machine.
 
     Of the trace its shape, what it says of itself, and the heat of its first and last steps.
     """
@@ -46,8 +45,14 @@ def fingerprint(jobs: Sequence[Job], trace: Trace, scene: Scene) -> str:
     topology = scene.topology
     for array in (topology.nodes_R, topology.token_groups_R, scene.phy2log_LRS):
         digest.update(b"-" if array is None else np.ascontiguousarray(array, dtype="<i4").tobytes())
-    words = [trace.shape, trace.facts, scene.costs, topology.bytes_per_expert, [_words(job) for job in jobs]]
-    digest.update(repr(words).encode())
+    identity = [
+        trace.shape,
+        trace.facts,
+        scene.costs,
+        topology.bytes_per_expert,
+        [_identity(job) for job in jobs],
+    ]
+    digest.update(repr(identity).encode())
     return digest.hexdigest()
 
 
@@ -56,9 +61,9 @@ def save_state(path: Path, rounds: Sequence[tuple[str, Ledger]]) -> None:
     arrays: dict[str, Array] = {}
     heads = []
     for number, (name, ledger) in enumerate(rounds):
-        heads.append({"fingerprint": name, "jobs": [len(told) for told in ledger.told]})
-        for job, told in enumerate(ledger.told):
-            arrays |= {f"{number}/{job}/{key}": value for key, value in _arrays_of(told).items()}
+        heads.append({"fingerprint": name, "jobs": [len(reported) for reported in ledger.reported]})
+        for job, reported in enumerate(ledger.reported):
+            arrays |= {f"{number}/{job}/{key}": value for key, value in _arrays_of(reported).items()}
     head = json.dumps({"format": _FORMAT, "rounds": heads}).encode()
     buffer = io.BytesIO()
     np.savez_compressed(buffer, head=np.frombuffer(head, dtype=np.uint8), **arrays)  # type: ignore[arg-type]
@@ -94,7 +99,7 @@ class SavedState:
                 f"{self._path}: was left by a replay of another trace or with other options; "
                 "repeat that command, or begin again without it"
             )
-        told = []
+        reported = []
         for position, (job, count) in enumerate(zip(jobs, counts, strict=True)):
             prefix = f"{number}/{position}/"
             arrays = {
@@ -103,14 +108,14 @@ class SavedState:
                 if key.startswith(prefix)
             }
             try:
-                told.append(_progress_of(arrays, count, job, trace, scene))
+                reported.append(_progress_of(arrays, count, job, trace, scene))
             except (KeyError, ValueError, TypeError, IndexError) as error:
                 raise ReplayError(f"{self._path}: is damaged ({' '.join(str(error).split())})") from error
-        return Ledger(jobs, told)
+        return Ledger(jobs, reported)
 
 
-def _words(job: Job) -> str:
-    """A job in words, without what does not change its results."""
+def _identity(job: Job) -> str:
+    """A job as text, without what does not change its results."""
     policy = job.policy
     if policy is not None:
         policy = replace(policy, settings=replace(policy.settings, threads=None))
@@ -126,26 +131,26 @@ def _words(job: Job) -> str:
     )
 
 
-def _arrays_of(told: Sequence[Progress]) -> dict[str, Array]:
-    if not told:
+def _arrays_of(reported: Sequence[JobProgress]) -> dict[str, Array]:
+    if not reported:
         return {}
-    last = told[-1]
+    last = reported[-1]
     arrays: dict[str, Array] = {"loads": last.loads_LR}
-    decisions = [progress.made for progress in told if isinstance(progress.made, Decision)]
-    marks = [progress.made for progress in told if isinstance(progress.made, Mark)]
-    if marks:
+    decisions = [progress.made for progress in reported if isinstance(progress.made, ReplayedDecision)]
+    rows = [progress.made for progress in reported if isinstance(progress.made, BaselineRow)]
+    if rows:
         columns: dict[str, list[Any]] = {
-            name: [getattr(mark, name) for mark in marks] for name in Mark._fields
+            name: [getattr(row, name) for row in rows] for name in BaselineRow._fields
         }
-        return arrays | {name: np.stack(rows) for name, rows in columns.items() if rows[0] is not None}
+        return arrays | {name: np.stack(values) for name, values in columns.items() if values[0] is not None}
     arrays["decisions"] = np.array(
         [[getattr(made, name) for name in _NUMBERS] for made in decisions], dtype=float
     )
     arrays["realised"] = np.stack([made.par_realised_L for made in decisions])
-    assert last.standing is not None
-    arrays |= _serving_arrays("serving", last.standing.serving)
-    if last.standing.coming is not None:
-        step, coming = last.standing.coming
+    assert last.state is not None
+    arrays |= _serving_arrays("serving", last.state.serving)
+    if last.state.coming is not None:
+        step, coming = last.state.coming
         arrays |= {"coming_step": np.array([step]), **_serving_arrays("coming", coming)}
     return arrays
 
@@ -156,7 +161,7 @@ def _serving_arrays(name: str, serving: Serving) -> dict[str, Array]:
 
 def _progress_of(
     arrays: Mapping[str, Array], count: int, job: Job, trace: Trace, scene: Scene
-) -> list[Progress]:
+) -> list[JobProgress]:
     steps = job.setup.schedule.decisions(trace.steps)
     if count == 0:
         return []
@@ -167,22 +172,24 @@ def _progress_of(
     if job.policy is None:
         left_alone, floor = _checked(arrays["left_alone_L"], rows), _checked(arrays["floor_L"], rows)
         hindsight = [None] * count if job.hindsight is None else _checked(arrays["hindsight_L"], rows)
-        return [Progress(Mark(*row), loads_LR) for row in zip(left_alone, floor, hindsight, strict=True)]
+        return [
+            JobProgress(BaselineRow(*row), loads_LR) for row in zip(left_alone, floor, hindsight, strict=True)
+        ]
     numbers = _checked(arrays["decisions"], (count, len(_NUMBERS)))
     realised = _checked(arrays["realised"], rows)
-    told = [Progress(_decision(*row), loads_LR) for row in zip(numbers, realised, strict=True)]
+    reported = [JobProgress(_decision(*row), loads_LR) for row in zip(numbers, realised, strict=True)]
     coming = None
     if "coming_step" in arrays:
         coming = int(arrays["coming_step"][0]), _serving(arrays, "coming", job, trace, scene)
-    standing = Standing(_serving(arrays, "serving", job, trace, scene), coming)
-    told[-1] = replace(told[-1], standing=standing)
-    return told
+    state = RunState(_serving(arrays, "serving", job, trace, scene), coming)
+    reported[-1] = replace(reported[-1], state=state)
+    return reported
 
 
-def _decision(numbers: Array, realised_L: Array) -> Decision:
+def _decision(numbers: Array, realised_L: Array) -> ReplayedDecision:
     named = dict(zip(_NUMBERS, numbers.tolist(), strict=True))
     whole = {name: int(value) if name in _WHOLE else value for name, value in named.items()}
-    return Decision(**whole, par_realised_L=realised_L)
+    return ReplayedDecision(**whole, par_realised_L=realised_L)
 
 
 def _serving(arrays: Mapping[str, Array], name: str, job: Job, trace: Trace, scene: Scene) -> Serving:

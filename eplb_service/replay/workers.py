@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from eplb_service.replay.jobs import Done, Job, Progress, Scene, TraceFile, run_file
+from eplb_service.replay.jobs import Job, JobProgress, ResumePoint, Scene, TraceFile, run_file
 from eplb_service.replay.schedule import ReplayError
 
 _CONTEXT = multiprocessing.get_context("spawn")
@@ -26,8 +26,8 @@ def cores() -> int:
 
 
 def run_in_processes(
-    jobs: Sequence[Job], file: TraceFile, scene: Scene, done: Sequence[Done], workers: int
-) -> Iterator[tuple[int, Progress]]:
+    jobs: Sequence[Job], file: TraceFile, scene: Scene, done: Sequence[ResumePoint], workers: int
+) -> Iterator[tuple[int, JobProgress]]:
     """What is left of all jobs, shared out to ``workers`` processes; yields each job's number and progress.
 
     A process runs its share side by side and so reads the trace once. Raises what a job raises, and ``ReplayError``
@@ -50,11 +50,11 @@ def run_in_processes(
 
 
 def run_on_ray(
-    jobs: Sequence[Job], file: TraceFile, scene: Scene, done: Sequence[Done], address: str
-) -> Iterator[tuple[int, Progress]]:
+    jobs: Sequence[Job], file: TraceFile, scene: Scene, done: Sequence[ResumePoint], address: str
+) -> Iterator[tuple[int, JobProgress]]:
     """What is left of all jobs, on the Ray cluster at ``address`` (``local``: one on this machine).
 
-    Each node must see the trace. Progress comes job by job. Raises ``ReplayError`` where Ray is not installed or not
+    Each node must see the trace. JobProgress comes job by job. Raises ``ReplayError`` where Ray is not installed or not
     there, or where a node fails.
     """
     try:
@@ -94,7 +94,7 @@ def _check_reachable(address: str) -> None:
         raise ReplayError(f"no Ray cluster at {address} ({error})") from error
 
 
-_Share = list[tuple[int, Job, Done]]
+_Share = list[tuple[int, Job, ResumePoint]]
 """Jobs with their numbers, and what has been done of each."""
 
 _EFFORT = {"none": 1, "deepseek": 8, "flashlb": 24}
@@ -103,7 +103,7 @@ flashlb, and hindsight longer, because it places every layer anew."""
 _HINDSIGHT = 32
 
 
-def _shares(jobs: Sequence[Job], done: Sequence[Done], workers: int) -> list[_Share]:
+def _shares(jobs: Sequence[Job], done: Sequence[ResumePoint], workers: int) -> list[_Share]:
     """The jobs in shares of about the same effort, none of them empty: the longest first, each to who has least."""
     numbered = list(zip(range(len(jobs)), jobs, done, strict=True))
     shares: list[_Share] = [[] for _ in range(min(workers, len(jobs)))]
@@ -169,7 +169,7 @@ def _work(pipe: Connection, file: TraceFile, scene: Scene, share: _Share) -> Non
             pipe.send(error)
 
 
-def _whole(job: Job, file: TraceFile, scene: Scene, done: Done) -> list[Progress]:
+def _whole(job: Job, file: TraceFile, scene: Scene, done: ResumePoint) -> list[JobProgress]:
     # Where a job stood on its way is of no use once it is through.
-    told = [progress for _, progress in run_file([job], file, scene, [done])]
-    return [*(replace(progress, standing=None) for progress in told[:-1]), *told[-1:]]
+    reported = [progress for _, progress in run_file([job], file, scene, [done])]
+    return [*(replace(progress, state=None) for progress in reported[:-1]), *reported[-1:]]

@@ -25,17 +25,17 @@ def colours_of(replay: Replay) -> dict[str, str]:
 def par_lines(replay: Replay, colours: Mapping[str, str]) -> list[Line]:
     """Realised PAR of each policy along the trace, after what it is measured against."""
     lines = []
-    for yardstick in replay.yardsticks:
-        same = [policy for policy in replay.policies if policy.setup == yardstick.setup]
+    for baseline in replay.baselines:
+        same = [policy for policy in replay.policies if policy.setup == baseline.setup]
         steps = [decision.step for decision in same[0].decisions]
-        also = "" if len(replay.yardsticks) == 1 else f"{same[0].label.removeprefix(same[0].policy)}"
-        hindsight_DL = replay.hindsight_DL(yardstick.setup)
-        lines.append(Line(f"floor{also}", "floor", steps, yardstick.floor_DL.mean(axis=1).tolist()))
+        also = "" if len(replay.baselines) == 1 else f"{same[0].label.removeprefix(same[0].policy)}"
+        hindsight_DL = replay.hindsight_DL(baseline.setup)
+        lines.append(Line(f"floor{also}", "floor", steps, baseline.floor_DL.mean(axis=1).tolist()))
         if hindsight_DL is not None:
             lines.append(Line(f"hindsight{also}", "hindsight", steps, hindsight_DL.mean(axis=1).tolist()))
         if not any(policy.policy == "none" for policy in same):
             lines.append(
-                Line(f"left alone{also}", "none", steps, yardstick.left_alone_DL.mean(axis=1).tolist())
+                Line(f"left alone{also}", "none", steps, baseline.left_alone_DL.mean(axis=1).tolist())
             )
     for policy in replay.policies:
         steps = [decision.step for decision in policy.decisions]
@@ -74,12 +74,12 @@ def moved_share(replay: Replay, policy: PolicyReplay) -> float:
 
 def maps_of(replay: Replay, best: PolicyReplay) -> dict[str, tuple[str, str, Float64]]:
     """Each map's name: what it shows, what its columns are, and its values."""
-    yardstick = replay.yardstick(best.setup)
+    baseline = replay.baseline(best.setup)
     balanced_DL = np.stack([decision.par_realised_L for decision in best.decisions])
     return {
-        "before": ("Left alone", "rank", over_mean(yardstick.loads_LR)),
+        "before": ("Left alone", "rank", over_mean(baseline.loads_LR)),
         "after": (best.label, "rank", over_mean(best.loads_LR)),
-        "alone": ("Left alone", "decision", _few_columns(yardstick.left_alone_DL.T)),
+        "alone": ("Left alone", "decision", _few_columns(baseline.left_alone_DL.T)),
         "balanced": (best.label, "decision", _few_columns(balanced_DL.T)),
     }
 

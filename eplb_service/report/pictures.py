@@ -48,7 +48,7 @@ def _par(figure: Any, replay: Replay) -> None:
         steps, values = _held(policy, [decision.par_realised for decision in policy.decisions])
         axes.step(steps, values, where="post", label=policy.label, color=colour)
     first = replay.policies[0]
-    known = {"floor": replay.yardstick(first.setup).floor_DL, "hindsight": replay.hindsight_DL(first.setup)}
+    known = {"floor": replay.baseline(first.setup).floor_DL, "hindsight": replay.hindsight_DL(first.setup)}
     for (name, par_DL), style in zip(known.items(), (":", "--"), strict=True):
         if par_DL is not None:
             held = _held(first, par_DL.mean(axis=1).tolist())
@@ -80,7 +80,7 @@ def _pareto(figure: Any, replay: Replay) -> None:
 
 def _ranks(figure: Any, replay: Replay) -> None:
     best = min(replay.policies, key=lambda policy: policy.par_realised)
-    both = {"left alone": replay.yardstick(best.setup).loads_LR, best.label: best.loads_LR}
+    both = {"left alone": replay.baseline(best.setup).loads_LR, best.label: best.loads_LR}
     image = None
     for axes, (title, loads_LR) in zip(figure.subplots(1, 2, sharey=True), both.items(), strict=True):
         image = axes.imshow(over_mean(loads_LR), cmap="coolwarm", vmin=0, vmax=2, aspect="auto")

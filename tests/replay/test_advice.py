@@ -31,7 +31,7 @@ def test_skewed_heat_is_worth_balancing(skewed):
     given, first, _ = skewed
     assert given.pays
     assert given.par < given.par_left_alone
-    assert given.par_left_alone == pytest.approx(first.yardsticks[0].left_alone_DL[:-1].mean(), rel=0.05)
+    assert given.par_left_alone == pytest.approx(first.baselines[0].left_alone_DL[:-1].mean(), rel=0.05)
     assert given.chosen.net_ms > 0
     assert given.gain_L.mean() == pytest.approx(given.par_left_alone - given.par, abs=0.05)
     assert any("net of switching" in reason for reason in given.reasons)

@@ -15,10 +15,10 @@ from eplb_service.planner.topology import Topology
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import Scene
 from eplb_service.replay.policy import ABLATIONS, NAMES, Policy
+from eplb_service.replay.policy_run import arrivals, switched
 from eplb_service.replay.result import Setup
 from eplb_service.replay.runner import jobs_for, replay, scene_for
 from eplb_service.replay.schedule import ReplayError, Schedule
-from eplb_service.replay.walk import arrivals, switched
 
 HEAT_TLE = checked_heat(synthetic_heat("phased", 130, layers=3, experts=16, tokens=256, top_k=2, seed=5))
 LINEAR = Placement.linear(layers=3, experts=16, ranks=4, slots=5)
@@ -74,13 +74,13 @@ def test_balancing_beats_not_balancing_on_steady_heat():
 
 def test_hindsight_is_fitted_on_what_it_serves_and_no_policy_beats_it():
     result = run(["none", "deepseek", "flashlb"])
-    [yardstick] = result.yardsticks
+    [baseline] = result.baselines
     for row, step in enumerate((40, 70, 100)):
         window = Window(HEAT_TLE[step : step + 30])
         fitted = plan_afresh(window, LINEAR, Topology.flat(4), PlannerSettings())
         placement, log2phy_RLE = switched(LINEAR, LINEAR.default_log2phy(), fitted)
         expected_L = par(rank_loads(window.heat_TLE, placement, log2phy_RLE))
-        assert yardstick.hindsight_DL[row] == pytest.approx(expected_L)
+        assert baseline.hindsight_DL[row] == pytest.approx(expected_L)
     assert all(result.score(policy).regret >= 0 for policy in result.policies)
     assert result.score(result.policies[2]).regret < result.score(result.policies[0]).regret
 
@@ -210,7 +210,7 @@ def test_tells_every_decision_as_it_is_made():
     result = replay(
         ArrayTrace(HEAT_TLE), jobs, scene_for(4), lambda label, done: told.append((label, done.made))
     )
-    assert [label for label, _ in told] == ["yardstick", "none", "flashlb"] * 3
+    assert [label for label, _ in told] == ["baseline", "none", "flashlb"] * 3
     for policy in result.policies:
         assert [made for label, made in told if label == policy.label] == list(policy.decisions)
 
@@ -228,7 +228,7 @@ def test_a_replay_that_is_stopped_keeps_what_all_policies_share():
     assert result.interrupted
     assert not whole.interrupted
     assert [len(policy.decisions) for policy in result.policies] == [2, 2]
-    assert len(result.yardsticks[0].floor_DL) == 2
+    assert len(result.baselines[0].floor_DL) == 2
     for cut, full in zip(result.policies, whole.policies, strict=True):
         for one, other in zip(cut.decisions, full.decisions, strict=False):
             assert np.array_equal(one.par_realised_L, other.par_realised_L)

@@ -59,7 +59,7 @@ def test_a_replay_that_changes_nothing_realises_what_the_ranks_measured(recorded
     found = replay(trace, jobs, scene_for(RANKS))
     measured_L = par(loads_TLR[20:].astype(float))
     assert found.policies[0].par_realised_L == pytest.approx(measured_L)
-    assert found.yardsticks[0].left_alone_DL.mean(axis=0) == pytest.approx(measured_L)
+    assert found.baselines[0].left_alone_DL.mean(axis=0) == pytest.approx(measured_L)
     assert found.policies[1].par_realised < measured_L.mean()
 
 
@@ -76,4 +76,4 @@ def test_a_host_that_spreads_tokens_itself_is_scored_without_tables(recorded):
     heat_TLE = SOURCE_TRLE.sum(axis=1)[20:]
     loads_TLR = (heat_TLE / copies_E)[:, :, PLACEMENT.phy2log_LRS[0]].sum(axis=3)
     assert found.policies[0].par_realised_L == pytest.approx(par(loads_TLR))
-    assert found.yardsticks[0].left_alone_DL.mean(axis=0) == pytest.approx(par(loads_TLR))
+    assert found.baselines[0].left_alone_DL.mean(axis=0) == pytest.approx(par(loads_TLR))

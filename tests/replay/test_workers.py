@@ -38,7 +38,7 @@ def told(replay):
         ]
         for policy in replay.policies
     ]
-    marks = [np.stack([y.left_alone_DL, y.floor_DL, y.hindsight_DL]).tolist() for y in replay.yardsticks]
+    marks = [np.stack([y.left_alone_DL, y.floor_DL, y.hindsight_DL]).tolist() for y in replay.baselines]
     return (
         [policy.label for policy in replay.policies],
         rows,
@@ -79,14 +79,14 @@ def test_a_worker_that_is_killed_is_told(file):
 def test_ctrl_c_ends_the_workers_and_keeps_what_they_share(file):
     def stop(label, done):
         calls.append(label)
-        if {"yardstick", "flashlb"} <= set(calls):
+        if {"baseline", "flashlb"} <= set(calls):
             raise KeyboardInterrupt
 
     calls = []
     jobs = jobs_for(["flashlb"], SETUPS[:1], PlannerSettings())
     result = replay_file(file, jobs, scene_for(4), workers=2, on_progress=stop)
     assert result.interrupted
-    assert len(result.policies[0].decisions) == len(result.yardsticks[0].floor_DL) >= 1
+    assert len(result.policies[0].decisions) == len(result.baselines[0].floor_DL) >= 1
 
 
 def test_a_trace_damaged_further_on_is_named(file):

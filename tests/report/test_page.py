@@ -80,7 +80,7 @@ def test_tells_what_was_found(html, replayed):
     assert data["par"]["lines"][-1]["values"] == [
         round(decision.par_realised, 4) for decision in replayed.policies[-1].decisions
     ]
-    before = replayed.yardsticks[0].loads_LR
+    before = replayed.baselines[0].loads_LR
     assert (
         data["maps"]["before"]["values"] == np.round(before / before.mean(axis=1, keepdims=True), 3).tolist()
     )

@@ -14,21 +14,21 @@ from eplb_service.planner.noise_floor import noise_floor
 from eplb_service.planner.scoring import Float64, par
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
+from eplb_service.replay.policy_run import switched
 from eplb_service.replay.schedule import Schedule
 from eplb_service.replay.served import served_loads
 from eplb_service.replay.sliding_heat import SlidingHeat
-from eplb_service.replay.walk import switched
 
 
-class Mark(NamedTuple):
-    """The yardstick's row for one decision, float64 ``[L]`` each; ``hindsight_L`` is ``None`` where not asked for."""
+class BaselineRow(NamedTuple):
+    """What was measured for one decision, float64 ``[L]`` each; ``hindsight_L`` is ``None`` where not asked for."""
 
     left_alone_L: Float64
     floor_L: Float64
     hindsight_L: Float64 | None
 
 
-class Yardman:
+class Baseline:
     """Measures the same stretches of a trace that policies serve.
 
     ``heat`` is the trace's, which others may read along with this. ``settings`` are those of flashlb, which hindsight
@@ -55,7 +55,7 @@ class Yardman:
         self._settings = settings
         self._split = split
 
-    def measure(self, step: int) -> Mark:
+    def measure(self, step: int) -> BaselineRow:
         """The steps from ``step`` to the next decision."""
         end = min(step + self._schedule.interval, self._trace.steps)
         same_ranks = self._trace.facts.ranks == self._topology.ranks
@@ -65,7 +65,7 @@ class Yardman:
         )
         self.loads_LR = loads_TLR.sum(axis=0)
         floor_L = noise_floor(window.heat_TLE.astype(np.float64), self._placement.ranks)
-        return Mark(par(loads_TLR), floor_L, self._hindsight(window, step))
+        return BaselineRow(par(loads_TLR), floor_L, self._hindsight(window, step))
 
     def _hindsight(self, window: Window, step: int) -> Float64 | None:
         if self._settings is None:

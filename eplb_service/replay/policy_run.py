@@ -1,4 +1,4 @@
-"""One policy on its way along a trace: it decides on a window, waits for its weights, and serves."""
+"""One policy along a trace: it decides on a window, waits for its weights, and serves the steps that follow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from eplb_service.planner.scoring import Float64, par, split_loads
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.policy import Policy
-from eplb_service.replay.result import Decision
+from eplb_service.replay.result import ReplayedDecision
 from eplb_service.replay.schedule import ReplayError, Schedule
 from eplb_service.replay.served import served_loads
 from eplb_service.replay.sliding_heat import SlidingHeat
@@ -32,15 +32,15 @@ class Serving:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Where a policy stands between two decisions: what serves, and what is coming from which step on."""
+class RunState:
+    """A policy between two decisions: what serves, and what is coming from which step on."""
 
     serving: Serving
     coming: tuple[int, Serving] | None
 
 
 @dataclass(frozen=True)
-class _Decided:
+class _Outcome:
     """What came of one decision."""
 
     serving: Serving
@@ -53,21 +53,21 @@ class _Decided:
     seconds: float
 
 
-class Walk:
-    """One policy on its way.
+class PolicyRun:
+    """One policy along a trace.
 
     While weights are under way no other decision is made, as in the service.
 
     Parameters
     ----------
     trace, heat
-        What is served, and its heat, which other walks may read along with this one.
+        What is served, and its heat, which other runs may read along with this one.
     placement
-        Where the weights stand at the start, under the engines' fixed tables.
+        Where the weights are at the start, under the engines' fixed tables.
     topology, policy, schedule, costs
         How to decide, when, and how long it takes to matter.
-    standing
-        Where an interrupted walk stood after its last decision; ``None`` to begin.
+    state
+        Where an interrupted run was after its last decision; ``None`` to begin.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class Walk:
         policy: Policy,
         schedule: Schedule,
         costs: Costs,
-        standing: Standing | None = None,
+        state: RunState | None = None,
     ) -> None:
         self.loads_LR: Float64 = np.zeros((placement.layers, placement.ranks))
         self._trace = trace
         self._heat = heat
-        standing = standing or Standing(Serving(placement, placement.default_log2phy()), None)
-        self._serving, self._coming = standing.serving, standing.coming
+        state = state or RunState(Serving(placement, placement.default_log2phy()), None)
+        self._serving, self._coming = state.serving, state.coming
         self._topology = topology
         self._policy = policy
         self._external = policy.external() if policy.target else None
@@ -93,23 +93,23 @@ class Walk:
         self._costs = costs
 
     @property
-    def standing(self) -> Standing:
-        """Where it stands after the last decision."""
-        return Standing(self._serving, self._coming)
+    def state(self) -> RunState:
+        """What serves and what is coming after the last decision."""
+        return RunState(self._serving, self._coming)
 
-    def decide(self, step: int) -> Decision:
+    def decide(self, step: int) -> ReplayedDecision:
         """Decide on the window that ends before ``step``, and serve until the next decision."""
         end = min(step + self._schedule.interval, self._trace.steps)
         self._arrive(step)
         begin = step - self._schedule.window
         heat_TLE = self._heat.heat(begin, end)
         window = Window(heat_TLE[: step - begin], self._source(begin, step))
-        decided = self._waiting(window) if self._coming else self._decided(window)
+        decided = self._no_decision(window) if self._coming else self._decided(window)
         if self._coming is None and decided.layers_changed:
             self._coming = (step + self._costs.delay_steps(decided.moves_busiest), decided.serving)
         late = 0 if self._coming is None else min(max(self._coming[0] - step, 0), end - step)
         realised_L = self._serve(heat_TLE[step - begin :], step, step + late)
-        return Decision(
+        return ReplayedDecision(
             step=step,
             steps=end - step,
             late=late,
@@ -155,12 +155,12 @@ class Walk:
             return None
         return self._trace.source(first, last)
 
-    def _waiting(self, window: Window) -> _Decided:
+    def _no_decision(self, window: Window) -> _Outcome:
         """No decision: weights of the one before are under way."""
         seen = float(par(self._seen(window, self._serving)).mean())
-        return _Decided(self._serving, 0, 0, 0, 0, seen, seen, 0.0)
+        return _Outcome(self._serving, 0, 0, 0, 0, seen, seen, 0.0)
 
-    def _decided(self, window: Window) -> _Decided:
+    def _decided(self, window: Window) -> _Outcome:
         serving = self._serving
         began = time.perf_counter()
         if self._external is not None:
@@ -180,8 +180,8 @@ class Walk:
         try:
             answer = self._external(widened(window.heat_TLE).copy(), deployed.phy2log_LRS.copy())
         except Exception as error:
-            words = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise ReplayError(f"policy {self._policy.name} failed ({words})") from error
+            message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise ReplayError(f"policy {self._policy.name} failed ({message})") from error
         phy2log, log2phy = answer if isinstance(answer, tuple) else (answer, None)
         try:
             placement = Placement(np.asarray(phy2log).reshape(deployed.phy2log_LRS.shape), deployed.experts)
@@ -199,13 +199,13 @@ class Walk:
             raise ReplayError(f"policy {self._policy.name} answered no placement ({error})") from error
         return Serving(placement, log2phy_RLE)
 
-    def _outcome(self, changed: Serving, seen: float, planned: float, seconds: float) -> _Decided:
+    def _outcome(self, changed: Serving, seen: float, planned: float, seconds: float) -> _Outcome:
         moves_LR = arrivals(self._serving.placement, changed.placement)
         other_slots_L = (changed.placement.phy2log_LRS != self._serving.placement.phy2log_LRS).any(
             axis=(1, 2)
         )
         other_tables_L = (changed.log2phy_RLE != self._serving.log2phy_RLE).any(axis=(0, 2))
-        return _Decided(
+        return _Outcome(
             serving=changed,
             layers_changed=int((other_slots_L | other_tables_L).sum()),
             layers_moved=int(moves_LR.any(axis=1).sum()),

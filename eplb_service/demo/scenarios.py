@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,9 +15,11 @@ import numpy.typing as npt
 from eplb_service.demo.scoreboard import Scoreboard
 from eplb_service.demo.stage import Stage, Watch, perform
 
+_WEIGHTS = Path("model", "weights", "byte_moe.safetensors")
+
 
 @dataclass(frozen=True)
-class TraceAct:
+class TraceScenario:
     """Layers with random weights, whose tokens choose the experts that a trace has counted.
 
     Parameters
@@ -39,7 +44,7 @@ class TraceAct:
 
 
 @dataclass(frozen=True)
-class ModelAct:
+class ModelScenario:
     """The embedded model, which answers requests of changing domains.
 
     Parameters
@@ -57,3 +62,20 @@ class ModelAct:
         """Serve all steps; raises as ``perform`` does."""
         orders = {"steps": stage.steps, "layers": stage.layers, "rows": self.rows, "length": self.length}
         return perform(stage, "worker_agent.demo.model_rank", orders, watch)
+
+
+def layers_and_experts() -> tuple[int, int]:
+    """L and E of the embedded model, read from the header of its weights without torch.
+
+    Raises ``FileNotFoundError`` where the agent's package is not installed.
+    """
+    agent = importlib.util.find_spec("worker_agent")
+    if agent is None or agent.origin is None:
+        raise FileNotFoundError(
+            "the embedded model comes with the worker_agent package, which is not installed"
+        )
+    with (Path(agent.origin).parent / _WEIGHTS).open("rb") as file:
+        # A safetensors file begins with the length of its JSON header.
+        (length,) = struct.unpack("<Q", file.read(8))
+        config = json.loads(json.loads(file.read(length))["__metadata__"]["config"])
+    return int(config["layers"]), int(config["experts"])
