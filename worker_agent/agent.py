@@ -15,17 +15,17 @@ import torch.distributed as dist
 from eplb_service.wire.generated import agent_pb2
 from worker_agent.adapters.live_layer import LiveLayer
 from worker_agent.heat import HeatRecorder, StepPhase
+from worker_agent.heat_watchdog import HeatWatchdog
 from worker_agent.history.record import History
-from worker_agent.meeting import Meeting, meet
 from worker_agent.outbox import Outbox
+from worker_agent.rendezvous import Rendezvous, meet
 from worker_agent.settings import AgentSettings
+from worker_agent.status_reporter import StatusReporter
 from worker_agent.stream import ServiceStream
-from worker_agent.swap.arbiter import FatalSwitchError
+from worker_agent.swap.commit_register import FatalSwitchError
 from worker_agent.swap.driver import SwitchDriver
 from worker_agent.swap.installed import Installed
 from worker_agent.swap.listener import SwitchStats
-from worker_agent.telling import ServiceListener
-from worker_agent.watchdog import HeatWatch
 
 _log = logging.getLogger("eplb.agent")
 
@@ -33,19 +33,19 @@ _log = logging.getLogger("eplb.agent")
 class Agent:
     """One rank's agent; made by ``start``."""
 
-    def __init__(self, layers: Sequence[LiveLayer], settings: AgentSettings, meeting: Meeting) -> None:
-        self.identity = meeting.identity
+    def __init__(self, layers: Sequence[LiveLayer], settings: AgentSettings, rendezvous: Rendezvous) -> None:
+        self.identity = rendezvous.identity
         self._step = 0
         self._complaint: str | None = None
         self._heat = HeatRecorder(layers, min(settings.report_steps, layers[0].moe_load.shape[0]))
-        self._heat_watch = HeatWatch(settings.heat_deadline_steps)
-        self._lost_steps_told = 0
+        self._heat_watch = HeatWatchdog(settings.heat_deadline_steps)
+        self._lost_steps_reported = 0
         self._outbox = Outbox(settings.queue_reports)
-        self._history = History(settings.history, meeting.identity, meeting.installed)
-        listener = ServiceListener(self._outbox, self._heat, lambda: (self._step, self.installed))
-        self._switch = SwitchDriver(layers, settings, meeting, listener, self._history)
+        self._history = History(settings.history, rendezvous.identity, rendezvous.installed)
+        listener = StatusReporter(self._outbox, self._heat, lambda: (self._step, self.installed))
+        self._switch = SwitchDriver(layers, settings, rendezvous, listener, self._history)
         self._stream = ServiceStream(
-            settings, meeting.identity, self._outbox, lambda: self.installed, self._beat
+            settings, rendezvous.identity, self._outbox, lambda: self.installed, self._beat
         )
 
     @classmethod
@@ -70,7 +70,7 @@ class Agent:
         token_group
             A number equal on all ranks that see the same tokens (all-gather dispatch); ``None`` where each has its own.
 
-        Raises ``MeetingError``, on all ranks alike, where they do not fit together.
+        Raises ``RendezvousError``, on all ranks alike, where they do not fit together.
         """
         settings = settings or AgentSettings()
         return cls(layers, settings, meet(layers, host_group, settings, token_group))
@@ -161,9 +161,9 @@ class Agent:
             self._history.heat(segment)
             self._outbox.put(segment)
         self._complaint = self._heat_watch.complaint(self._step)
-        if self._heat.lost_steps > self._lost_steps_told:
-            self._outbox.count_lost(self._heat.lost_steps - self._lost_steps_told)
-            self._lost_steps_told = self._heat.lost_steps
+        if self._heat.lost_steps > self._lost_steps_reported:
+            self._outbox.count_lost(self._heat.lost_steps - self._lost_steps_reported)
+            self._lost_steps_reported = self._heat.lost_steps
 
     def _beat(self) -> agent_pb2.Heartbeat:
         installed = self.installed

@@ -61,3 +61,8 @@ def host_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 def on_host(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The host's ``tensor`` in memory that ``device`` can copy from without holding up the caller."""
     return tensor if device.type == "cpu" else tensor.pin_memory()
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes as a flat uint8 view."""
+    return tensor.detach().reshape(-1).view(torch.uint8)

@@ -42,11 +42,11 @@ class HeatSegment:
     slot_counts_TLS
         int32 ``[T, L, S]``, tokens received by this rank's slots.
     source_counts_TLE
-        int32 ``[T, L, E]``, this rank's own tokens before dispatch; ``None`` where a layer cannot tell.
+        int32 ``[T, L, E]``, this rank's own tokens before dispatch; ``None`` where a layer does not count them.
     phases
         One a step.
     tokens
-        This rank's own tokens, one a step; empty where the host does not tell of each.
+        This rank's own tokens, one a step; empty where the host does not give them.
     """
 
     first_step: int
@@ -83,7 +83,7 @@ class HeatRecorder:
         Steps per segment, where no switch cuts it short.
 
     ``lost_steps`` counts steps whose rows were not what they should be: a host that runs a layer twice a step, or a
-    forward pass that the agent was not told of. Such counts are dropped, never guessed.
+    forward pass without a ``step`` of the agent. Such counts are dropped, never guessed.
     """
 
     def __init__(self, layers: Sequence[LiveLayer], segment_steps: int) -> None:
@@ -126,11 +126,11 @@ class HeatRecorder:
         tokens, self._tokens = self._tokens, []
         if not phases:
             return
-        told = tuple(tokens) if len(tokens) == len(phases) else ()
+        step_tokens = tuple(tokens) if len(tokens) == len(phases) else ()
         try:
-            self._copies.append(self._copy_of(tuple(phases), told, layer_epochs))
+            self._copies.append(self._copy_of(tuple(phases), step_tokens, layer_epochs))
         except Exception:
-            # Steps that cannot be told of are lost; they must never be told with later ones, under another placement.
+            # Steps that cannot be reported are lost; they must never go with later ones, under another placement.
             self.lost_steps += len(phases)
             raise
 

@@ -59,7 +59,9 @@ class AgentSettings(BaseSettings):
         None, description="folder in which each rank records votes, switches and heat, as JSON lines"
     )
     heat_deadline_steps: int = Field(
-        4096, ge=1, description="steps without a valid count of heat after which the service is told"
+        4096,
+        ge=1,
+        description="steps without a valid count of heat after which a problem is reported to the service",
     )
 
     @model_validator(mode="after")

@@ -21,7 +21,7 @@ from worker_agent.agent import Agent
 from worker_agent.messages import HeardPlan
 from worker_agent.moe import ExpertParallelMoE, MoEShape, seeded_experts
 from worker_agent.settings import AgentSettings
-from worker_agent.swap.budget import ByteBudget
+from worker_agent.swap.carrier import ByteBudget
 from worker_agent.swap.group import AgentGroup
 from worker_agent.swap.lane.backend import Backend
 from worker_agent.swap.lane.lanes import Lanes
@@ -194,7 +194,7 @@ def commit(hidden: int, intermediate: int, experts: int, rounds: int) -> Ratio:
 
 def transfer(hidden: int, intermediate: int, experts: int, rounds: int) -> tuple[Ratio, float]:
     """Moving experts from rank 0 to rank 1 against the link's own speed; also megabytes a second."""
-    group, _ = AgentGroup.meet(dist.group.WORLD, "here", "127.0.0.1", None)
+    group, _ = AgentGroup.join(dist.group.WORLD, "here", "127.0.0.1", None)
     shape = MoEShape(0, EXPERTS, hidden, intermediate)
     layer = ExpertParallelMoE(shape, np.arange(EXPERTS, dtype=np.int32)[None], seeded_experts(shape))
     moves_M5 = np.array([(0, slot, 1, slot, slot) for slot in range(experts)], dtype=np.int32)

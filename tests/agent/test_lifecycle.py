@@ -14,10 +14,10 @@ import torch.distributed as dist
 from tests.agent import live
 from tests.ranks import run_ranks
 from worker_agent.agent import Agent
-from worker_agent.swap.arbiter import Arbiter, FatalSwitchError
 from worker_agent.swap.ballot import Ballot, Progress
-from worker_agent.swap.group import AgentGroup, MeetingError
-from worker_agent.swap.vote import VoteBox, VoteError
+from worker_agent.swap.commit_register import CommitRegister, FatalSwitchError
+from worker_agent.swap.group import AgentGroup, RendezvousError
+from worker_agent.swap.vote import BallotBox, VoteError
 
 RANKS = 3
 
@@ -115,7 +115,7 @@ def _lose_the_votes(lost_step: int) -> dict[str, Any]:
             agent._stream.plans.put(live.plan_for(agent, {0: _target()}))
         if step == lost_step and agent.identity.rank == 1:
             assert agent._switch.votes is not None
-            agent._switch.votes.leave()
+            agent._switch.votes.box.leave()
         time.sleep(0.02)
 
     worst = live.drive(agent, layers, still, 40, between)
@@ -176,7 +176,7 @@ def _fails_to_meet(what: str) -> str:
             layers[0].log2phy[0] = layers[0].log2phy[1]
         else:
             layers[0].expert_weights = None
-    with pytest.raises(MeetingError) as caught:
+    with pytest.raises(RendezvousError) as caught:
         Agent.start(layers, dist.group.WORLD, live.settings())
     return str(caught.value)
 
@@ -195,15 +195,15 @@ def test_one_rank_that_does_not_fit_is_told_to_all(what: str, said: str) -> None
     assert said in told[0]
 
 
-def _whole_vote(votes: VoteBox, ballot: Ballot) -> None:
+def _whole_vote(votes: BallotBox, ballot: Ballot) -> None:
     votes.launch(ballot, 4)
     votes.consume()
 
 
 def _votes_break() -> list[float]:
     """Rank 1 leaves with a vote of rank 0 under way; nobody waits for the timeout."""
-    group, _ = AgentGroup.meet(dist.group.WORLD, "here", "127.0.0.1", None)
-    votes = VoteBox(group.process_group("vote", timedelta(seconds=20)), 1, timedelta(seconds=20))
+    group, _ = AgentGroup.join(dist.group.WORLD, "here", "127.0.0.1", None)
+    votes = BallotBox(group.process_group("vote", timedelta(seconds=20)), 1, timedelta(seconds=20))
     ballot = Ballot(Progress.IDLE, 0, 1, abort=False)
     votes.launch(ballot, 0)
     votes.consume()
@@ -233,11 +233,11 @@ def test_the_register_has_a_deadline() -> None:
             return b"commit"
 
     began = time.monotonic()
-    arbiter = Arbiter(Silent(), timedelta(seconds=0.1))  # type: ignore[arg-type]
+    register = CommitRegister(Silent(), timedelta(seconds=0.1))  # type: ignore[arg-type]
     with pytest.raises(FatalSwitchError, match=r"no answer within 0\.1 s"):
-        arbiter.may_commit(3, heard=True)
+        register.may_commit(3, heard=True)
     with pytest.raises(FatalSwitchError, match="an earlier question was never answered"):
-        arbiter.may_commit(4, heard=True)
+        register.may_commit(4, heard=True)
     assert time.monotonic() - began < 5
 
 

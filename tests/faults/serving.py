@@ -21,7 +21,7 @@ from tests.agent import live
 from worker_agent.agent import Agent
 from worker_agent.history.check import read_histories, violations
 from worker_agent.swap.carrier import Carrier
-from worker_agent.swap.legs import Leg
+from worker_agent.swap.transfer_schedule import Leg
 
 LAYERS = 2
 STEP_SECONDS = 0.003
@@ -185,7 +185,7 @@ def _break_heat_at_a_commit(agent: Agent) -> None:
 
 def _lose_votes(agent: Agent) -> None:
     if agent._switch.votes is not None:
-        agent._switch.votes.leave()
+        agent._switch.votes.box.leave()
 
 
 FAULTS: dict[str, Callable[[Agent], None]] = {

@@ -56,6 +56,6 @@ class DeviceLikeLanes(Lanes):
     """Lanes as a device would have them."""
 
     def _opened(self, number: int) -> Lane:
-        host = HostLane(self._group.process_group(f"meeting/{number}", self._timeout))
+        host = HostLane(self._group.process_group(f"rendezvous/{number}", self._timeout))
         group = GlooAsDevice(self._group.process_group(f"device/{number}", self._timeout))
         return DeviceLane(group, host, lambda: LateMark(self.device))

@@ -12,7 +12,7 @@ from tests.exploring import Event, happen, must
 from tests.swap.explored_state import OFFER_DEADLINE, RANKS, Running, State, Vote
 from tests.swap.promises import check_accepted, check_commit, check_start, check_state
 from tests.swap.tags import FIRST
-from worker_agent.swap.ballot import Decision, Outcome, Progress
+from worker_agent.swap.ballot import Outcome, Progress, VoteResult
 from worker_agent.swap.machine import Accepted, Action, Commit, DropStaging, StartTransfer
 
 
@@ -109,7 +109,7 @@ class World(State):
         vote = self.vote
         reduced = [min(column) for column in zip(*(b.encode() for b in vote.ballots), strict=True)]
         outcome = Outcome.decode(reduced)
-        if outcome.decision is Decision.COMMIT and self._ask_register("commit") != "commit":
+        if outcome.result is VoteResult.COMMIT and self._ask_register("commit") != "commit":
             outcome = outcome.with_abort()
         self._act(rank, self.machines[rank].decide(outcome))
         if len(set(vote.truths)) > 1:

@@ -9,7 +9,7 @@ from typing import Any
 from tests.exploring import Walk
 from tests.swap.explored_state import Faults
 from tests.swap.explorer import scenarios, walk
-from worker_agent.swap.ballot import Ballot, Decision, Outcome, Progress
+from worker_agent.swap.ballot import Ballot, Outcome, Progress, VoteResult
 from worker_agent.swap.machine import (
     Aborted,
     Accepted,
@@ -25,8 +25,8 @@ from worker_agent.swap.machine import (
 class _Decided(SwitchMachine):
     """A machine for which the outcome of a vote means something else."""
 
-    def meaning(self, outcome: Outcome) -> Decision:
-        return outcome.decision
+    def meaning(self, outcome: Outcome) -> VoteResult:
+        return outcome.result
 
     def decide(self, outcome: Outcome) -> list[Action]:
         return super().decide(_Told(outcome, self.meaning(outcome)))  # type: ignore[arg-type]
@@ -35,7 +35,7 @@ class _Decided(SwitchMachine):
 @dataclass(frozen=True)
 class _Told:
     outcome: Outcome
-    decision: Decision
+    result: VoteResult
 
     @property
     def plans(self) -> frozenset[int]:
@@ -43,36 +43,36 @@ class _Told:
 
 
 class CommitsWhileTransferring(_Decided):
-    def meaning(self, outcome: Outcome) -> Decision:
-        early = outcome.slowest == Progress.TRANSFERRING and outcome.decision is Decision.NOTHING
-        return Decision.COMMIT if early else outcome.decision
+    def meaning(self, outcome: Outcome) -> VoteResult:
+        early = outcome.slowest == Progress.TRANSFERRING and outcome.result is VoteResult.NOTHING
+        return VoteResult.COMMIT if early else outcome.result
 
 
 class StartsBeforeAllHold(_Decided):
-    def meaning(self, outcome: Outcome) -> Decision:
+    def meaning(self, outcome: Outcome) -> VoteResult:
         early = outcome.plan_low == 0 and outcome.plan_high != 0 and not outcome.abort
-        return Decision.START if early else outcome.decision
+        return VoteResult.START if early else outcome.result
 
 
 class IgnoresAbortVotes(_Decided):
-    def meaning(self, outcome: Outcome) -> Decision:
+    def meaning(self, outcome: Outcome) -> VoteResult:
         return replace(outcome, abort=False).decision
 
 
 class IgnoresOtherPlans(_Decided):
-    def meaning(self, outcome: Outcome) -> Decision:
+    def meaning(self, outcome: Outcome) -> VoteResult:
         rivals = outcome.plan_low not in (0, outcome.plan_high)
-        return Decision.START if rivals and outcome.slowest == Progress.OFFERED else outcome.decision
+        return VoteResult.START if rivals and outcome.slowest == Progress.OFFERED else outcome.result
 
 
 class IgnoresOtherPlacements(_Decided):
-    def meaning(self, outcome: Outcome) -> Decision:
+    def meaning(self, outcome: Outcome) -> VoteResult:
         return replace(outcome, installed_agree=True).decision
 
 
 class AbortsForItselfOnly(SwitchMachine):
     def decide(self, outcome: Outcome) -> list[Action]:
-        if outcome.decision is Decision.ABORT and self._abort_wish is None:
+        if outcome.result is VoteResult.ABORT and self._abort_wish is None:
             return []
         return super().decide(outcome)
 
@@ -220,7 +220,7 @@ class NeverEndsAnAbortedPlan(SwitchMachine):
         return [action for action in super()._drop(reason) if not isinstance(action, Aborted)] and []
 
     def decide(self, outcome: Outcome) -> list[Action]:
-        if outcome.decision is Decision.ABORT and self.progress == Progress.OFFERED:
+        if outcome.result is VoteResult.ABORT and self.progress == Progress.OFFERED:
             return []
         return super().decide(outcome)
 

@@ -14,7 +14,7 @@ import torch
 from tests.swap.carried import HERE, PlainLayer, order
 from worker_agent.device import Mark, SideStream
 from worker_agent.swap import transfer
-from worker_agent.swap.budget import ByteBudget
+from worker_agent.swap.carrier import ByteBudget
 from worker_agent.swap.lane import device
 from worker_agent.swap.lane.device import DeviceLane
 from worker_agent.swap.lane.lane import Deadline, Parcel

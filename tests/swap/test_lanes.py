@@ -15,10 +15,10 @@ from tests.agent import live
 from tests.ranks import run_ranks
 from tests.swap.carried import HERE, RANKS, PlainLayer, order
 from tests.swap.device_like import DeviceLikeLanes
-from worker_agent import meeting
+from worker_agent import rendezvous
 from worker_agent.agent import Agent
-from worker_agent.swap.budget import ByteBudget
-from worker_agent.swap.group import AgentGroup, MeetingError
+from worker_agent.swap.carrier import ByteBudget
+from worker_agent.swap.group import AgentGroup, RendezvousError
 from worker_agent.swap.lane.backend import Backend, choose_backend
 from worker_agent.swap.lane.lanes import Lanes
 from worker_agent.swap.transfer import TransferLimits, TransferWorker
@@ -58,7 +58,7 @@ def test_a_library_that_cannot_reach_the_experts_is_refused(
 
 def _ask_for_nccl() -> str:
     layers = live.layers_of(1, live.linear_RS(2))
-    with pytest.raises(MeetingError) as caught:
+    with pytest.raises(RendezvousError) as caught:
         Agent.start(layers, dist.group.WORLD, live.settings(transfer_backend="nccl"))
     return str(caught.value)
 
@@ -78,7 +78,7 @@ MOVES = [(0, 1, 1, 0, 5), (1, 2, 2, 3, 6), (2, 0, 0, 2, 7), (0, 3, 2, 1, 8)]
 
 def exchange_experts(make: Callable[[AgentGroup], Lanes], where: torch.device = HERE) -> None:
     """Two transfers over ``RANKS`` ranks, with checksums and odd chunks; what is staged is what its source holds."""
-    group, _ = AgentGroup.meet(dist.group.WORLD, "here", "127.0.0.1", None)
+    group, _ = AgentGroup.join(dist.group.WORLD, "here", "127.0.0.1", None)
     layer = PlainLayer(group.rank, where)
     every: list[Any] = [None] * group.size
     dist.all_gather_object(every, [weight.cpu() for weight in layer.expert_weights()])
@@ -117,7 +117,7 @@ def test_experts_arrive_whole_over_every_kind_of_lane(over: Callable[[], None]) 
 
 
 def _switch_over_a_device() -> dict[str, Any]:
-    meeting.Lanes = DeviceLikeLanes  # type: ignore[misc]
+    rendezvous.Lanes = DeviceLikeLanes  # type: ignore[misc]
     layers, still = (live.layers_of(1, live.linear_RS(RANKS)) for _ in range(2))
     agent = Agent.start(
         layers, dist.group.WORLD, live.settings(transfer_timeout_seconds=2, verify_transfers=True)

@@ -1,7 +1,7 @@
 """Proves from the ranks' recorded histories that they always stood together: ``python -m worker_agent.history.check``.
 
 What is checked is what ARCHITECTURE.md promises: at any step all ranks serve one placement; a layer is committed by all
-at the same step, by a vote in which all were ready, from what its own transfer has staged; heat is told under the
+at the same step, by a vote in which all were ready, from what its own transfer has staged; heat is reported under the
 placement that it was counted under.
 """
 
@@ -94,7 +94,7 @@ def _line(number: int, text: str) -> Line:
     line = json.loads(text)
     kind = line.get("kind") if isinstance(line, dict) else None
     if not isinstance(kind, str) or kind not in _FIELDS or (kind == "start") != (number == 0):
-        raise ValueError(f"line {number + 1} is no line that stands there")
+        raise ValueError(f"line {number + 1} is not a record of this format")
     for field, wanted in _FIELDS[kind].items():
         if not isinstance(line.get(field), wanted):
             raise ValueError(f"line {number + 1}: {field} must be {wanted.__name__}, got {line.get(field)!r}")
@@ -107,7 +107,7 @@ def _line(number: int, text: str) -> Line:
 
 
 def violations(ranks: Sequence[RankHistory]) -> Iterator[str]:
-    """What the histories of one group contradict, in words; nothing where every promise was kept."""
+    """What the histories of one group contradict, a sentence each; nothing where every promise was kept."""
     yield from _different_starts(ranks)
     yield from _different_votes(ranks)
     yield from _different_transfers(ranks)
@@ -127,7 +127,7 @@ def _different_votes(ranks: Sequence[RankHistory]) -> Iterator[str]:
     seen: dict[int, tuple[int, tuple[int, str]]] = {}
     for history in ranks:
         for vote in history.of("vote"):
-            # Unheard and unsettled, a vote tells nothing of what the others heard.
+            # Unheard and unsettled, a vote says nothing of what the others heard.
             if not vote["heard"] and vote["decision"] != "COMMIT":
                 continue
             found = (vote["step"], vote["decision"])
@@ -197,18 +197,18 @@ def _misplaced_heat(history: RankHistory) -> Iterator[str]:
     """Commit lines at step ``s`` lie between the forward passes ``s - 1`` and ``s``, both counted from 0."""
     changes = [(0, history.lines[0]["layer_epochs"])]
     changes += [(commit["step"], commit["layer_epochs"]) for commit in history.of("commit")]
-    told_until = 0
+    reported_until = 0
     for heat in history.of("heat"):
         first, end = heat["first_step"], heat["first_step"] + heat["steps"]
         where = f"rank {history.rank}: heat of steps {first} to {end - 1}"
-        if first < told_until:
-            yield f"{where} was told after step {told_until - 1} already"
-        told_until = end
+        if first < reported_until:
+            yield f"{where} was reported after step {reported_until - 1} already"
+        reported_until = end
         if any(first < step < end for step, _ in changes):
             yield f"{where} spans a switch"
         in_force = next(epochs for step, epochs in reversed(changes) if step <= first)
         if heat["layer_epochs"] != in_force:
-            yield f"{where} is told under {heat['layer_epochs']}, was counted under {in_force}"
+            yield f"{where} is reported under {heat['layer_epochs']}, was counted under {in_force}"
 
 
 def main() -> None:
@@ -223,8 +223,8 @@ def main() -> None:
     broken = [violation for ranks in groups.values() for violation in violations(ranks)]
     for ranks in groups.values():
         counts = {kind: len(ranks[0].of(kind)) for kind in ("vote", "transfer", "commit", "abort", "halt")}
-        told = ", ".join(f"{count} {kind}s" for kind, count in counts.items())
-        print(f"{len(ranks)} ranks, {max(history.last_step for history in ranks)} steps, {told}")
+        summary = ", ".join(f"{count} {kind}s" for kind, count in counts.items())
+        print(f"{len(ranks)} ranks, {max(history.last_step for history in ranks)} steps, {summary}")
     for violation in broken:
         print(f"BROKEN {violation}")
     print("every promise was kept" if not broken else f"{len(broken)} promises were broken")

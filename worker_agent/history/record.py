@@ -60,7 +60,7 @@ class History:
             plan=cast.plan,
             abort=cast.abort,
             installed=cast.installed,
-            decision=outcome.decision.name,
+            decision=outcome.result.name,
         )
 
     def transfer(self, step: int, started: StartTransfer) -> None:

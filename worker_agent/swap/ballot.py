@@ -24,7 +24,7 @@ class Progress(enum.IntEnum):
     READY = 3
 
 
-class Decision(enum.Enum):
+class VoteResult(enum.Enum):
     """What all ranks do at this step boundary."""
 
     NOTHING = "nothing"
@@ -91,17 +91,17 @@ class Outcome:
         return frozenset({self.plan_low, self.plan_high} - {0})
 
     @property
-    def decision(self) -> Decision:
+    def result(self) -> VoteResult:
         """The one thing that all ranks do; see the table in ARCHITECTURE.md."""
         if not self.installed_agree:
-            return Decision.HALT
+            return VoteResult.HALT
         if not self.plans:
-            return Decision.NOTHING
+            return VoteResult.NOTHING
         if self.abort or self.plan_low not in (0, self.plan_high):
-            return Decision.ABORT
+            return VoteResult.ABORT
         if self.plan_low == 0:
-            return Decision.NOTHING
+            return VoteResult.NOTHING
         return {
-            Progress.OFFERED: Decision.START,
-            Progress.READY: Decision.COMMIT,
-        }.get(self.slowest, Decision.NOTHING)
+            Progress.OFFERED: VoteResult.START,
+            Progress.READY: VoteResult.COMMIT,
+        }.get(self.slowest, VoteResult.NOTHING)

@@ -1,16 +1,57 @@
-"""Carries legs over a lane, chunk by chunk, within a byte budget, and compares what arrived where that is asked for."""
+"""Carries experts over a lane, chunk by chunk, within a byte budget, and verifies what arrived where asked to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+import threading
+import zlib
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
 import torch
 
-from worker_agent.swap.budget import ByteBudget
-from worker_agent.swap.checksum import bytes_of, expert_checksum
+from worker_agent.device import bytes_of
 from worker_agent.swap.lane.lane import Deadline, Lane, Parcel
-from worker_agent.swap.legs import Leg
+from worker_agent.swap.transfer_schedule import Leg
+
+
+class ByteBudget:
+    """Filled at each step boundary, drawn from by the transfer thread.
+
+    Parameters
+    ----------
+    bytes_per_step
+        ``None`` sets no limit. A chunk larger than one step's share waits for several steps.
+    """
+
+    def __init__(self, bytes_per_step: int | None) -> None:
+        self._bytes_per_step = bytes_per_step
+        self._left = 0
+        self._changed = threading.Condition()
+
+    def refill(self) -> None:
+        """A step has gone by. What was not used is not saved up."""
+        if self._bytes_per_step is None:
+            return
+        with self._changed:
+            self._left = min(self._left, 0) + self._bytes_per_step
+            self._changed.notify()
+
+    def open(self) -> None:
+        """Admit whatever is asked for until the next ``refill``: the model makes no steps that could be slowed."""
+        with self._changed:
+            self._left = sys.maxsize
+            self._changed.notify()
+
+    def draw(self, size: int, timeout: float) -> bool:
+        """Wait until the budget admits ``size`` bytes; ``False`` past ``timeout`` seconds."""
+        if self._bytes_per_step is None:
+            return True
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._left > 0, timeout):
+                return False
+            self._left -= size
+            return True
 
 
 class Carrier:
@@ -46,19 +87,19 @@ class Carrier:
 
     def verify(self, outgoing: Leg | None, incoming: Leg | None) -> None:
         """Compare what was sent with what is staged; raises ``ValueError`` where an expert came out different."""
-        told = [expert_checksum(leg.parts) if leg else 0 for leg in (outgoing, incoming)]
-        sums = [torch.tensor([word], dtype=torch.int64) for word in told]
+        checksums = [expert_checksum(leg.parts) if leg else 0 for leg in (outgoing, incoming)]
+        sums = [torch.tensor([checksum], dtype=torch.int64) for checksum in checksums]
         if (leg := outgoing or incoming) is not None:
-            sums = [word.to(leg.parts[0].device) for word in sums]
-        heard = torch.zeros_like(sums[1])
+            sums = [one.to(leg.parts[0].device) for one in sums]
+        received = torch.zeros_like(sums[1])
         self._exchange(
             () if outgoing is None else self._chunks(outgoing.peer, sums[0]),
-            () if incoming is None else self._chunks(incoming.peer, heard),
+            () if incoming is None else self._chunks(incoming.peer, received),
         )
-        if incoming is not None and int(heard) != told[1]:
+        if incoming is not None and int(received) != checksums[1]:
             raise ValueError(
-                f"expert {incoming.expert} from rank {incoming.peer} has the checksum {told[1]:#010x}, "
-                f"was sent as {int(heard):#010x}"
+                f"expert {incoming.expert} from rank {incoming.peer} has the checksum {checksums[1]:#010x}, "
+                f"was sent as {int(received):#010x}"
             )
 
     def _chunks(self, peer: int, part: torch.Tensor) -> list[Parcel]:
@@ -71,3 +112,11 @@ class Carrier:
             if not self._budget.draw(size, self._deadline.left()):
                 raise TimeoutError("the model made no steps that the byte budget could be drawn from")
             self._lane.exchange(sent, received, self._deadline)
+
+
+def expert_checksum(parts: Sequence[torch.Tensor]) -> int:
+    """CRC-32 over the bytes of an expert's tensors, in their order; reads them from their device."""
+    value = 0
+    for part in parts:
+        value = zlib.crc32(bytes_of(part).cpu().numpy().data, value)
+    return value

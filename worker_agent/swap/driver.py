@@ -12,18 +12,17 @@ import torch
 from eplb_service.placement import expert_map
 from worker_agent.adapters.live_layer import LiveLayer
 from worker_agent.history.record import History
-from worker_agent.meeting import Meeting
 from worker_agent.messages import HeardPlan
+from worker_agent.rendezvous import Rendezvous
 from worker_agent.settings import AgentSettings
 from worker_agent.swap import machine as switch
-from worker_agent.swap.arbiter import Arbiter, FatalSwitchError
 from worker_agent.swap.ballot import Outcome, Progress
-from worker_agent.swap.budget import ByteBudget
+from worker_agent.swap.carrier import ByteBudget
+from worker_agent.swap.commit_register import CommitRegister, FatalSwitchError
 from worker_agent.swap.listener import Committed, Listener, SwitchStats
 from worker_agent.swap.staging import check_installed, install
 from worker_agent.swap.transfer import TransferLimits, TransferResult, TransferWorker
-from worker_agent.swap.vote import VoteBox, VoteError
-from worker_agent.swap.voting import Voting
+from worker_agent.swap.vote import BallotBox, VoteError, Voter
 
 _log = logging.getLogger("eplb.agent")
 
@@ -37,10 +36,10 @@ class SwitchDriver:
     ----------
     layers
         The live layers.
-    settings, meeting
+    settings, rendezvous
         How to switch, and with whom.
     listener
-        Is told what became of plans.
+        Hears what became of plans.
     history
         Where events are recorded.
     """
@@ -49,30 +48,31 @@ class SwitchDriver:
         self,
         layers: Sequence[LiveLayer],
         settings: AgentSettings,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         listener: Listener,
         history: History,
     ) -> None:
         self.stats = SwitchStats()
-        self.machine = switch.SwitchMachine(meeting.installed, settings.offer_deadline_steps)
+        self.machine = switch.SwitchMachine(rendezvous.installed, settings.offer_deadline_steps)
         self.budget = ByteBudget(settings.bytes_per_step)
         self._layers = layers
-        self._identity = meeting.identity
+        self._identity = rendezvous.identity
         self._listener = listener
         self._history = history
         self._verify = settings.verify_transfers
         self._step = 0
         vote_timeout = timedelta(seconds=settings.vote_timeout_seconds)
-        self._arbiter = Arbiter(meeting.group.registers, vote_timeout)
-        box = VoteBox(meeting.votes, settings.vote_lag, vote_timeout)
-        self.votes: Voting | None = Voting(box, settings.vote_interval, self._arbiter, history)
+        self._register = CommitRegister(rendezvous.group.registers, vote_timeout)
+        self._vote_interval = settings.vote_interval
+        box = BallotBox(rendezvous.votes, settings.vote_lag, vote_timeout)
+        self.votes: Voter | None = Voter(box, self._register, history)
         self._transfer_timeout = settings.transfer_timeout_seconds
         limits = TransferLimits(
             timedelta(seconds=settings.transfer_timeout_seconds),
             settings.chunk_bytes,
             settings.verify_transfers,
         )
-        self.transfers = TransferWorker(meeting.lanes, limits, self.budget)
+        self.transfers = TransferWorker(rendezvous.lanes, limits, self.budget)
         self._staged: TransferResult | None = None
 
     # What happens at a step boundary, in order
@@ -95,9 +95,9 @@ class SwitchDriver:
         self._step = step
         if self.votes is None:
             return
-        if self.votes.due(step):
+        if self.votes.box.due(step):
             self._count_votes(self.votes)
-        if self.votes is not None and self.votes.begins(step):
+        if self.votes is not None and step % self._vote_interval == 0:
             self._cast_vote(self.votes)
 
     def halt(self, reason: str) -> None:
@@ -114,7 +114,7 @@ class SwitchDriver:
         """
         self.machine.pause(reason)
         self.budget.open()
-        if self.votes is not None and self.votes.under_way:
+        if self.votes is not None and self.votes.box.under_way:
             self._count_votes(self.votes)
         while self.votes is not None:
             self._cast_vote(self.votes)
@@ -139,25 +139,25 @@ class SwitchDriver:
         is out of reach.
         """
         try:
-            if self.votes is not None and self.votes.under_way:
+            if self.votes is not None and self.votes.box.under_way:
                 self._carry_out(self.machine.decide(self.votes.settle(self._step)))
             self.machine.pause("the agent was closed")
         finally:
             if self.votes is not None:
-                self.votes.leave()
+                self.votes.box.leave()
                 self.votes = None
             self.transfers.close()
-            self._arbiter.close()
+            self._register.close()
 
     # Votes
 
-    def _cast_vote(self, votes: Voting) -> None:
+    def _cast_vote(self, votes: Voter) -> None:
         try:
             votes.cast(self.machine.ballot(), self._step)
         except VoteError as error:
             self._lose_votes(votes, error)
 
-    def _count_votes(self, votes: Voting) -> Outcome:
+    def _count_votes(self, votes: Voter) -> Outcome:
         """What follows from the vote under way; the outcome that counted."""
         try:
             outcome = votes.count(self._step)
@@ -166,14 +166,14 @@ class SwitchDriver:
         self._carry_out(self.machine.decide(outcome))
         return outcome
 
-    def _lose_votes(self, votes: Voting, error: VoteError) -> Outcome:
+    def _lose_votes(self, votes: Voter, error: VoteError) -> Outcome:
         """The ranks can no longer be heard: settle what the last vote may have decided, then stop balancing."""
         self.votes = None
         try:
             outcome = votes.settle(self._step)
             self._carry_out(self.machine.decide(outcome))
         finally:
-            votes.leave()
+            votes.box.leave()
         self.halt(str(error))
         return outcome
 
@@ -190,13 +190,13 @@ class SwitchDriver:
                 case switch.DropStaging():
                     self._staged = None
                 case switch.Accepted():
-                    self._tell(self._listener.accepted, action.plan_id, action.layer)
+                    self._report(self._listener.accepted, action.plan_id, action.layer)
                 case switch.Refused():
-                    self._tell(self._listener.refused, action.plan_id, action.reason)
+                    self._report(self._listener.refused, action.plan_id, action.reason)
                 case switch.Aborted():
                     self.stats.plans_aborted += 1
                     self._history.aborted(self._step, action)
-                    self._tell(self._listener.aborted, action.plan_id, action.layer, action.reason)
+                    self._report(self._listener.aborted, action.plan_id, action.layer, action.reason)
                 case switch.Halted():
                     self._history.halted(self._step, action.reason)
                     _log.error("rank %d: balancing has stopped: %s", self._identity.rank, action.reason)
@@ -209,7 +209,7 @@ class SwitchDriver:
             self._staged = result
             plan = self.machine.plan_under_way
             assert plan is not None
-            self._tell(self._listener.transferred, *plan, result.bytes_received, result.seconds)
+            self._report(self._listener.transferred, *plan, result.bytes_received, result.seconds)
 
     def _commit(self, commit: switch.Commit) -> None:
         """Switch one layer, in place, between two steps; whatever fails before it is in place is fatal."""
@@ -217,7 +217,7 @@ class SwitchDriver:
         layer = commit.layer.layer
         if staged is None or staged.generation != commit.generation:
             raise FatalSwitchError(f"layer {layer} was voted in, but its weights are not staged on this rank")
-        self._tell(self._listener.before_commit, commit.before.layer_epochs)
+        self._report(self._listener.before_commit, commit.before.layer_epochs)
         began = time.perf_counter()
         try:
             local_E = expert_map(commit.layer.phy2log_RS[self._identity.rank], self._identity.experts)
@@ -240,12 +240,12 @@ class SwitchDriver:
         self.stats.transfer_seconds += staged.seconds
         self._history.committed(self._step, commit)
         done = Committed(commit.plan_id, layer, commit.after, written, staged.seconds, seconds)
-        self._tell(self._listener.committed, done)
+        self._report(self._listener.committed, done)
 
-    def _tell(self, say: Callable[..., None], *facts: object) -> None:
+    def _report(self, report: Callable[..., None], *facts: object) -> None:
         """A listener that fails stops balancing, never a switch that is half done."""
         try:
-            say(*facts)
+            report(*facts)
         except Exception as error:
             _log.exception("rank %d: the agent failed; the model goes on", self._identity.rank)
             self.halt(f"{type(error).__name__}: {error}")

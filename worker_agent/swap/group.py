@@ -11,10 +11,10 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-_MEET_TIMEOUT = timedelta(seconds=60)
+_JOIN_TIMEOUT = timedelta(seconds=60)
 
 
-class MeetingError(RuntimeError):
+class RendezvousError(RuntimeError):
     """The ranks do not fit together or cannot reach each other; raised on all, before any serves a token."""
 
 
@@ -38,7 +38,7 @@ class AgentGroup:
         self.size = size
 
     @classmethod
-    def meet(
+    def join(
         cls, host_group: dist.ProcessGroup, node: str, address: str, facts: Any
     ) -> tuple[AgentGroup, list[Any]]:
         """Join the ranks of ``host_group``; a collective, called once by each before serving.
@@ -54,35 +54,33 @@ class AgentGroup:
         facts
             Anything picklable; every rank gets the list of all ranks' facts, in order of rank.
 
-        Raises ``MeetingError``, on all ranks alike, where one cannot host or reach the store.
+        Raises ``RendezvousError``, on all ranks alike, where one cannot host or reach the store.
         """
         rank, size = dist.get_rank(host_group), dist.get_world_size(host_group)
         gathered: list[Any] = [None] * size
         dist.all_gather_object(gathered, (node, address, facts), group=host_group)
         one_node = len({there for there, _, _ in gathered}) == 1
-        meeting_point = "127.0.0.1" if one_node else gathered[0][1]
+        host = "127.0.0.1" if one_node else gathered[0][1]
         complaint: str | None = None
         stores: list[dist.Store] = []
         offer: list[Any] = [None]
         if rank == 0:
             try:
-                server = dist.TCPStore(meeting_point, 0, size, True, _MEET_TIMEOUT, wait_for_workers=False)
+                server = dist.TCPStore(host, 0, size, True, _JOIN_TIMEOUT, wait_for_workers=False)
                 stores, offer = [server], [server.port]
             except Exception as error:
-                complaint = f"cannot host the agents' store at {meeting_point}: {error}"
+                complaint = f"cannot host the agents' store at {host}: {error}"
         dist.broadcast_object_list(offer, src=dist.get_global_rank(host_group, 0), group=host_group)
         if offer[0] is not None:
             try:
                 while len(stores) < 2:
                     stores.append(
-                        dist.TCPStore(
-                            meeting_point, offer[0], size, False, _MEET_TIMEOUT, wait_for_workers=False
-                        )
+                        dist.TCPStore(host, offer[0], size, False, _JOIN_TIMEOUT, wait_for_workers=False)
                     )
             except Exception as error:
-                complaint = f"cannot reach the agents' store at {meeting_point}:{offer[0]}: {error}"
+                complaint = f"cannot reach the agents' store at {host}:{offer[0]}: {error}"
         agree(host_group, complaint)
-        return cls(stores[0], stores[1], rank, size), [told for _, _, told in gathered]
+        return cls(stores[0], stores[1], rank, size), [own for _, _, own in gathered]
 
     def process_group(self, name: str, timeout: timedelta) -> dist.ProcessGroup:
         """A new gloo group of these ranks; every rank asks for it by the same name, in its own time."""
@@ -93,9 +91,9 @@ class AgentGroup:
 
 
 def agree(host_group: dist.ProcessGroup, complaint: str | None) -> None:
-    """Raise ``MeetingError`` on all ranks where any has a complaint. A collective."""
+    """Raise ``RendezvousError`` on all ranks where any has a complaint. A collective."""
     complaints: list[Any] = [None] * dist.get_world_size(host_group)
     dist.all_gather_object(complaints, complaint, group=host_group)
-    for rank, told in enumerate(complaints):
-        if told is not None:
-            raise MeetingError(f"rank {rank}: {told}")
+    for rank, theirs in enumerate(complaints):
+        if theirs is not None:
+            raise RendezvousError(f"rank {rank}: {theirs}")

@@ -62,8 +62,8 @@ class Installed:
     @cached_property
     def version_digest(self) -> int:
         """Fingerprint of placement and epochs: differs too where two ranks differ by a switch of tables alone."""
-        words = np.array([self.digest, self.epoch, *self.layer_epochs], dtype="<i8")
-        return array_digest(words, salt="version")
+        version = np.array([self.digest, self.epoch, *self.layer_epochs], dtype="<i8")
+        return array_digest(version, salt="version")
 
     def with_layer(self, layer: int, phy2log_RS: Int32, log2phy_E: Int32) -> Installed:
         """The snapshot after one more committed layer."""

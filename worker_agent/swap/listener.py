@@ -1,4 +1,4 @@
-"""What is told of the switch to whoever wants to know."""
+"""What the switch reports, and to whom."""
 
 from __future__ import annotations
 

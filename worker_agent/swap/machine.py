@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from eplb_service.wire.plan_codec import WireLayer, WirePlan
-from worker_agent.swap.ballot import Ballot, Decision, Outcome, Progress
+from worker_agent.swap.ballot import Ballot, Outcome, Progress, VoteResult
 from worker_agent.swap.installed import Installed
 
 
@@ -57,7 +57,7 @@ class DropStaging:
 
 @dataclass(frozen=True)
 class Accepted:
-    """Tell the service that the plan is valid here."""
+    """Report to the service that the plan is valid here."""
 
     plan_id: int
     layer: int
@@ -65,7 +65,7 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Refused:
-    """Tell the service why the plan is not valid here."""
+    """Report to the service why the plan is not valid here."""
 
     plan_id: int
     reason: str
@@ -73,7 +73,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Aborted:
-    """Tell the service that ``layer`` and those after it stay as they were."""
+    """Report to the service that ``layer`` and those after it stay as they were."""
 
     plan_id: int
     layer: int
@@ -82,7 +82,7 @@ class Aborted:
 
 @dataclass(frozen=True)
 class Halted:
-    """Tell the service that this rank no longer takes plans, and why."""
+    """Report to the service that this rank no longer takes plans, and why."""
 
     reason: str
 
@@ -181,7 +181,7 @@ class SwitchMachine:
     # Votes
 
     def ballot(self) -> Ballot:
-        """This rank's vote, as things stand."""
+        """This rank's vote."""
         return Ballot(
             progress=self.progress,
             plan=self._plan.digest if self._plan is not None else 0,
@@ -191,17 +191,17 @@ class SwitchMachine:
 
     def decide(self, outcome: Outcome) -> list[Action]:
         """Act on the outcome of a vote, as every other rank does at this same step."""
-        decision = outcome.decision
-        if decision is Decision.HALT:
+        result = outcome.result
+        if result is VoteResult.HALT:
             reason = "the ranks serve different placements"
             return [*self._drop(reason), *self.halt(reason)]
         if self._plan is None or self._plan.digest not in outcome.plans:
             return []
-        if decision is Decision.START:
+        if result is VoteResult.START:
             return self._start()
-        if decision is Decision.COMMIT:
+        if result is VoteResult.COMMIT:
             return self._commit()
-        if decision is Decision.ABORT:
+        if result is VoteResult.ABORT:
             return self._drop(self._abort_wish or "another rank voted to abort")
         return []
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from worker_agent.adapters.live_layer import LiveLayer
-from worker_agent.device import on_host
-from worker_agent.swap.checksum import bytes_of
+from worker_agent.device import bytes_of, on_host
 
 
 class Staging:

@@ -12,13 +12,12 @@ import torch
 
 from worker_agent.adapters.live_layer import LiveLayer
 from worker_agent.device import Mark, SideStream
-from worker_agent.swap.budget import ByteBudget
-from worker_agent.swap.carrier import Carrier
+from worker_agent.swap.carrier import ByteBudget, Carrier
 from worker_agent.swap.lane.lane import Deadline
 from worker_agent.swap.lane.lanes import Lanes
-from worker_agent.swap.legs import incoming_slots, legs
 from worker_agent.swap.machine import StartTransfer
 from worker_agent.swap.staging import Staging
+from worker_agent.swap.transfer_schedule import incoming_slots, legs
 
 _REST_SECONDS = 1.0
 _LATE_SECONDS = 10.0

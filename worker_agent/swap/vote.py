@@ -1,7 +1,7 @@
-"""Carries ballots to all ranks and back, without ever polling for completion.
+"""This rank's part in the votes: its ballot out, the outcome in, the register where others may have heard more.
 
-A vote is launched at one step boundary and consumed at a later one that is fixed beforehand, the same on every rank,
-waiting there if it must. Polling would let two ranks see the outcome at different steps.
+A vote is launched at one step boundary and counted at a later one that is fixed beforehand, the same on every rank,
+waiting there if it must. Completion is never polled: two ranks would see the outcome at different steps.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from worker_agent.swap.ballot import BALLOT_WIDTH, Ballot, Outcome
+from worker_agent.history.record import History
+from worker_agent.swap.ballot import BALLOT_WIDTH, Ballot, Outcome, Progress, VoteResult
+from worker_agent.swap.commit_register import CommitRegister
 
 
 class VoteError(RuntimeError):
     """The ranks could not be heard; what the others saw is not known here."""
 
 
-class VoteBox:
-    """At most one vote under way.
+class BallotBox:
+    """Carries ballots over a process group; at most one vote is under way.
 
     Parameters
     ----------
@@ -32,7 +34,7 @@ class VoteBox:
     timeout
         Longest wait at consumption.
 
-    ``number`` counts the votes; ``under_way`` tells whether one has been launched and not been consumed.
+    ``number`` counts the votes; ``under_way`` says whether one has been launched and not been consumed.
     """
 
     def __init__(self, group: dist.ProcessGroup, lag: int, timeout: timedelta) -> None:
@@ -48,7 +50,7 @@ class VoteBox:
         self.under_way = False
 
     def launch(self, ballot: Ballot, step: int) -> None:
-        """Send this rank's ballot; the outcome is due at ``step + lag``."""
+        """Send this rank's ballot; the outcome is due at ``step + lag``. Raises ``VoteError``."""
         assert not self.under_way, "a vote is already under way"
         self.number += 1
         if self._group is None:
@@ -87,3 +89,51 @@ class VoteBox:
         held: list[Any] = [self._work, self._group]
         self._work = self._group = None
         threading.Thread(target=held.clear, name="eplb-votes-end").start()
+
+
+class Voter:
+    """Casts this rank's ballots and counts what comes of them, one vote at a time.
+
+    Parameters
+    ----------
+    box
+        Carries ballots.
+    register
+        Has the last word on a vote that may commit a layer.
+    history
+        Where votes are recorded.
+    """
+
+    def __init__(self, box: BallotBox, register: CommitRegister, history: History) -> None:
+        self.box = box
+        self._register = register
+        self._history = history
+        self._cast: Ballot | None = None
+
+    def cast(self, ballot: Ballot, step: int) -> None:
+        """Send this rank's ballot. Raises ``VoteError`` where it cannot be sent."""
+        self._cast = ballot
+        self.box.launch(ballot, step)
+
+    def count(self, step: int) -> Outcome:
+        """The outcome that counts. Raises ``VoteError`` where the ranks were not heard: then ``settle``."""
+        outcome = self.box.consume()
+        if outcome.result is VoteResult.COMMIT and not self._register.may_commit(self.box.number, heard=True):
+            # A rank that did not hear this vote was first to record that it does not count.
+            outcome = outcome.with_abort()
+        self._history.vote(step, self.box.number, self._cast, outcome)
+        return outcome
+
+    def settle(self, step: int) -> Outcome:
+        """What counts of a vote that this rank has not heard: obeys its register, where it may have committed a layer.
+
+        Raises ``FatalSwitchError`` where the register is out of reach.
+        """
+        cast = self._cast
+        if cast is None or cast.progress != Progress.READY or cast.abort:
+            return Outcome.nobody()
+        unanimous = Outcome(Progress.READY, cast.plan, cast.plan, installed_agree=True, abort=False)
+        if not self._register.may_commit(self.box.number, heard=False):
+            unanimous = unanimous.with_abort()
+        self._history.vote(step, self.box.number, cast, unanimous, heard=False)
+        return unanimous

@@ -1,7 +1,7 @@
 """A lane from device to device, which nothing enters before both ends are there.
 
 What waits on a device for a peer that never comes can hardly be taken back: it holds part of the device, and the
-libraries end it by ending the process. So before every exchange both ends tell each other over the host that they are
+libraries end it by ending the process. So before every exchange both ends announce to each other over the host that they are
 about to take part, and a rank that has failed shows there, by its broken link.
 """
 
@@ -43,15 +43,15 @@ class DeviceLane:
     ----------
     group
         The device's library.
-    meeting
+    handshake
         The same ranks on the host.
     mark
         Marks a point in the current stream of the device.
     """
 
-    def __init__(self, group: DeviceGroup, meeting: HostLane, mark: Callable[[], Mark]) -> None:
+    def __init__(self, group: DeviceGroup, handshake: HostLane, mark: Callable[[], Mark]) -> None:
         self._group = group
-        self._meeting = meeting
+        self._handshake = handshake
         self._mark = mark
         self._under_way = False
         self._touched: list[torch.Tensor] = []
@@ -59,7 +59,7 @@ class DeviceLane:
 
     def exchange(self, outgoing: Parcel | None, incoming: Parcel | None, deadline: Deadline) -> None:
         """See ``Lane``; peers must be about to do the same, or it fails at the deadline with nothing begun."""
-        self._meet({parcel.peer for parcel in (outgoing, incoming) if parcel is not None}, deadline)
+        self._shake_hands({parcel.peer for parcel in (outgoing, incoming) if parcel is not None}, deadline)
         leaving = outgoing and self._bounced("out", outgoing)
         arriving = incoming and self._bounced("in", incoming)
         if leaving is not None and outgoing is not None and leaving is not outgoing:
@@ -78,17 +78,17 @@ class DeviceLane:
 
     def retire(self) -> None:
         """See ``Lane``. Memory that a device may still write to is kept for ever rather than given to another."""
-        self._meeting.retire()
+        self._handshake.retire()
         if not self._under_way:
             self._group.release()
         elif not self._group.abort():
             _STILL_WRITTEN.append(self)
 
-    def _meet(self, peers: set[int], deadline: Deadline) -> None:
-        """Hear from each peer that it is here, having told it the same."""
+    def _shake_hands(self, peers: set[int], deadline: Deadline) -> None:
+        """Announce this rank to each peer, and wait for its announcement."""
         here, heard = torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
         for peer in sorted(peers):
-            self._meeting.exchange(Parcel(peer, here), Parcel(peer, heard), deadline)
+            self._handshake.exchange(Parcel(peer, here), Parcel(peer, heard), deadline)
 
     def _bounced(self, way: str, parcel: Parcel) -> Parcel:
         """The parcel itself, or one that begins where its storage does."""

@@ -1,4 +1,4 @@
-"""How the agents of an EP group meet: what each holds is told to all, and what does not fit is refused by all alike."""
+"""How the agents of an EP group meet: each sends all what it holds, and what does not fit is refused by all alike."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eplb_service.placement import Int32, Placement, PlacementError
 from worker_agent.adapters.live_layer import LiveLayer
 from worker_agent.identity import Identity
 from worker_agent.settings import AgentSettings
-from worker_agent.swap.group import AgentGroup, MeetingError, agree
+from worker_agent.swap.group import AgentGroup, RendezvousError, agree
 from worker_agent.swap.installed import Installed
 from worker_agent.swap.lane.backend import Backend, choose_backend
 from worker_agent.swap.lane.lanes import Lanes
@@ -26,8 +26,8 @@ WeightShapes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """What comes of a meeting: the agents' group, its votes and lanes, who this rank is, and what is installed."""
+class Rendezvous:
+    """What comes of it: the agents' group, its votes and lanes, who this rank is, and what is installed."""
 
     group: AgentGroup
     votes: dist.ProcessGroup
@@ -38,7 +38,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What one rank tells the others."""
+    """What one rank sends to the others."""
 
     nonce: str
     token_group: int
@@ -56,7 +56,7 @@ def meet(
     host_group: dist.ProcessGroup,
     settings: AgentSettings,
     token_group: int | None,
-) -> Meeting:
+) -> Rendezvous:
     """Join the ranks of ``host_group`` and agree on who is who and what is installed. A collective.
 
     Parameters
@@ -68,16 +68,19 @@ def meet(
     token_group
         A number equal on all ranks that see the same tokens; ``None`` where this rank's tokens are its own.
 
-    Raises ``MeetingError``, on every rank, where shapes, settings or placements do not fit or a rank is out of reach.
+    Raises
+    ------
+    RendezvousError
+        On every rank, where shapes, settings or placements do not fit or a rank is out of reach.
     """
     rank = dist.get_rank(host_group)
     own = _facts(layers, settings, rank if token_group is None else token_group)
-    group, facts = AgentGroup.meet(host_group, settings.node, settings.data_host, own)
+    group, facts = AgentGroup.join(host_group, settings.node, settings.data_host, own)
     _check_alike(facts)
     try:
         placement = Placement(np.stack([fact.slots_LS for fact in facts], axis=1), own.experts)
     except PlacementError as error:
-        raise MeetingError(f"the ranks do not hold a placement: {error}") from error
+        raise RendezvousError(f"the ranks do not hold a placement: {error}") from error
     complaint = None
     try:
         tables_LE = np.stack([layer.log2phy.cpu().numpy() for layer in layers]).astype(np.int32)
@@ -109,7 +112,7 @@ def meet(
         slots=placement.slots,
         bytes_per_expert=own.bytes_per_expert,
     )
-    return Meeting(group, votes, lanes, identity, installed)
+    return Rendezvous(group, votes, lanes, identity, installed)
 
 
 def _facts(layers: Sequence[LiveLayer], settings: AgentSettings, token_group: int) -> _Facts:
@@ -169,17 +172,17 @@ def _local_slots(index: int, layer: LiveLayer) -> Int32:
 
 def _check_alike(facts: Sequence[_Facts]) -> None:
     if not facts[0].slots_LS.shape[0]:
-        raise MeetingError("there are no MoE layers to balance")
+        raise RendezvousError("there are no MoE layers to balance")
     for rank, fact in enumerate(facts):
         if fact.complaint is not None:
-            raise MeetingError(f"rank {rank}: {fact.complaint}")
+            raise RendezvousError(f"rank {rank}: {fact.complaint}")
     for rank, fact in enumerate(facts):
         for what in ("experts", "bytes_per_expert", "transfer_backend", "shared_settings"):
             here, there = getattr(facts[0], what), getattr(fact, what)
             if here != there:
-                raise MeetingError(f"{what} differ: rank 0 has {here}, rank {rank} has {there}")
+                raise RendezvousError(f"{what} differ: rank 0 has {here}, rank {rank} has {there}")
         if fact.slots_LS.shape != facts[0].slots_LS.shape:
-            raise MeetingError(
+            raise RendezvousError(
                 f"[layers, slots] differ: rank 0 has {list(facts[0].slots_LS.shape)}, "
                 f"rank {rank} has {list(fact.slots_LS.shape)}"
             )
@@ -187,6 +190,6 @@ def _check_alike(facts: Sequence[_Facts]) -> None:
             zip(facts[0].weights_by_layer, fact.weights_by_layer, strict=True)
         ):
             if here != there:
-                raise MeetingError(
+                raise RendezvousError(
                     f"expert weights of layer {layer} differ: rank 0 has {here}, rank {rank} has {there}"
                 )

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from worker_agent.swap.arbiter import Arbiter, FatalSwitchError
+from worker_agent.swap.commit_register import CommitRegister, FatalSwitchError
 
 
 def _store() -> dist.TCPStore:
@@ -16,7 +16,7 @@ def _store() -> dist.TCPStore:
 
 def test_the_first_to_write_decides_for_all() -> None:
     store = _store()
-    one, other = (Arbiter(store, timedelta(seconds=5)) for _ in range(2))
+    one, other = (CommitRegister(store, timedelta(seconds=5)) for _ in range(2))
     assert one.may_commit(7, heard=True)
     assert other.may_commit(7, heard=False)
     assert not other.may_commit(8, heard=False)
@@ -29,4 +29,4 @@ def test_a_rank_that_cannot_ask_must_not_serve_on() -> None:
             raise RuntimeError("connection reset")
 
     with pytest.raises(FatalSwitchError, match="vote 3 may have committed a layer"):
-        Arbiter(Gone(), timedelta(seconds=5)).may_commit(3, heard=False)  # type: ignore[arg-type]
+        CommitRegister(Gone(), timedelta(seconds=5)).may_commit(3, heard=False)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Says what became of plans to the service, by way of the outbox, and cuts the heat where a layer switches."""
+"""Reports what became of plans to the service, by way of the outbox, and cuts the heat where a layer switches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worker_agent.swap.installed import Installed
 from worker_agent.swap.listener import Committed
 
 
-class ServiceListener:
+class StatusReporter:
     """The switch's listener.
 
     Parameters
@@ -21,16 +21,16 @@ class ServiceListener:
         Takes the statuses.
     heat
         Is cut before a layer switches.
-    standing
+    present
         Returns the step and what is installed now.
     """
 
     def __init__(
-        self, outbox: Outbox, heat: HeatRecorder, standing: Callable[[], tuple[int, Installed]]
+        self, outbox: Outbox, heat: HeatRecorder, present: Callable[[], tuple[int, Installed]]
     ) -> None:
         self._outbox = outbox
         self._heat = heat
-        self._standing = standing
+        self._present = present
 
     def before_commit(self, layer_epochs: tuple[int, ...]) -> None:
         """What was counted until here was counted under ``layer_epochs``."""
@@ -38,15 +38,15 @@ class ServiceListener:
 
     def accepted(self, plan_id: int, layer: int) -> None:
         """The plan is valid here."""
-        self._say(plan_id, layer, agent_pb2.PLAN_STATE_ACCEPTED)
+        self._report(plan_id, layer, agent_pb2.PLAN_STATE_ACCEPTED)
 
     def refused(self, plan_id: int, reason: str) -> None:
         """The plan is not valid here; nothing changed."""
-        self._say(plan_id, 0, agent_pb2.PLAN_STATE_REFUSED, reason=reason)
+        self._report(plan_id, 0, agent_pb2.PLAN_STATE_REFUSED, reason=reason)
 
     def transferred(self, plan_id: int, layer: int, bytes_received: int, seconds: float) -> None:
         """All bytes of the layer are staged here."""
-        self._say(
+        self._report(
             plan_id,
             layer,
             agent_pb2.PLAN_STATE_TRANSFERRED,
@@ -56,7 +56,7 @@ class ServiceListener:
 
     def committed(self, done: Committed) -> None:
         """The layer is in place."""
-        self._say(
+        self._report(
             done.plan_id,
             done.layer,
             agent_pb2.PLAN_STATE_COMMITTED,
@@ -68,9 +68,9 @@ class ServiceListener:
 
     def aborted(self, plan_id: int, layer: int, reason: str) -> None:
         """The layer and those after it stay as they were."""
-        self._say(plan_id, layer, agent_pb2.PLAN_STATE_ABORTED, reason=reason)
+        self._report(plan_id, layer, agent_pb2.PLAN_STATE_ABORTED, reason=reason)
 
-    def _say(
+    def _report(
         self,
         plan_id: int,
         layer: int,
@@ -79,8 +79,8 @@ class ServiceListener:
         installed: Installed | None = None,
         **facts: Any,
     ) -> None:
-        step, present = self._standing()
-        served = installed or present
+        step, installed_now = self._present()
+        served = installed or installed_now
         self._outbox.put(
             agent_pb2.PlanStatus(
                 plan_id=plan_id,

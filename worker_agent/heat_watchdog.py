@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 
-class HeatWatch:
+class HeatWatchdog:
     """Complains where no valid count of heat has come for ``deadline_steps`` steps.
 
-    A host that stopped counting, or counts other steps than it tells of, would otherwise look like a model at rest.
+    A host that stopped counting, or counts other steps than the agent sees, would otherwise look like a model at rest.
     """
 
     def __init__(self, deadline_steps: int) -> None:
@@ -18,7 +18,7 @@ class HeatWatch:
         self._seen_at = step
 
     def complaint(self, step: int) -> str | None:
-        """What the service should be told, or ``None``."""
+        """What to report to the service, or ``None``."""
         if step - self._seen_at <= self._deadline_steps:
             return None
         return (

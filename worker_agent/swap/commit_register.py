@@ -2,7 +2,7 @@
 
 Where a link fails in the middle of the vote that would commit a layer, one rank may hold the outcome and another only
 an error. Going on would route tokens to the wrong weights. So every rank that could be about to commit writes what it
-believes into one compare-and-set register per vote, and obeys what stands there: the first writer decides.
+believes into one compare-and-set register per vote, and obeys what it holds then: the first writer decides.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class FatalSwitchError(RuntimeError):
     """
 
 
-class Arbiter:
+class CommitRegister:
     """One register per vote on the agents' own store.
 
     A store's ``compare_set`` has no deadline of its own, so it is called on a thread that can be given up.
@@ -42,27 +42,27 @@ class Arbiter:
         self._questions: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
         self._out_of_reach = False
-        threading.Thread(target=self._run, name="eplb-arbiter", daemon=True).start()
+        threading.Thread(target=self._run, name="eplb-commit-register", daemon=True).start()
 
     def may_commit(self, vote: int, *, heard: bool) -> bool:
         """Whether the layer is committed, given whether this rank ``heard`` the vote decide so.
 
         Raises ``FatalSwitchError`` where the register is out of reach.
         """
-        stands: str | Exception = TimeoutError("an earlier question was never answered")
+        written: str | Exception = TimeoutError("an earlier question was never answered")
         if not self._out_of_reach:
             self._questions.put((vote, _COMMIT if heard else _ABORT))
             try:
-                stands = self._answers.get(timeout=self._timeout.total_seconds())
+                written = self._answers.get(timeout=self._timeout.total_seconds())
             except queue.Empty:
                 # A late answer must not be taken for that to another question.
                 self._out_of_reach = True
-                stands = TimeoutError(f"no answer within {self._timeout.total_seconds():g} s")
-        if isinstance(stands, Exception):
+                written = TimeoutError(f"no answer within {self._timeout.total_seconds():g} s")
+        if isinstance(written, Exception):
             raise FatalSwitchError(
-                f"vote {vote} may have committed a layer, and the store is gone: {stands}"
-            ) from stands
-        return stands == _COMMIT
+                f"vote {vote} may have committed a layer, and the store is gone: {written}"
+            ) from written
+        return written == _COMMIT
 
     def close(self) -> None:
         """Let the thread end."""

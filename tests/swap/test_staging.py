@@ -1,0 +1,19 @@
+"""Staging keeps its memory while it may."""
+
+from __future__ import annotations
+
+import torch
+
+from worker_agent.swap.staging import Staging
+
+
+def test_staging_is_reused_while_it_fits_and_given_up_when_dropped() -> None:
+    staging = Staging()
+    weights = [torch.zeros(4, 3, 2), torch.zeros(4, 5)]
+    first = staging.reserve(weights, 3)
+    again = staging.reserve(weights, 2)
+    assert [buffer.data_ptr() for buffer in first] == [buffer.data_ptr() for buffer in again]
+    assert [tuple(buffer.shape) for buffer in again] == [(2, 3, 2), (2, 5)]
+    staging.drop()
+    fresh = staging.reserve(weights, 2)
+    assert all(new.data_ptr() != old.data_ptr() for new, old in zip(fresh, first, strict=True))
