@@ -88,9 +88,9 @@ def test_a_true_history_breaks_nothing(recorded: Path) -> None:
         ("vote", 3, {"step": 1}, "vote 4"),
         ("transfer", 0, {"lane": 3}, "transfer 1: rank 0 began"),
         ("start", 0, {"digest": 3}, "started from different placements"),
-        ("heat", 2, {"layer_epochs": [9, 9]}, "is told under [9, 9]"),
-        ("heat", 2, {"first_step": 0}, "was told after step"),
-        ("heat", -1, {"steps": 0, "first_step": 1}, "was told after step"),
+        ("heat", 2, {"layer_epochs": [9, 9]}, "is reported under [9, 9]"),
+        ("heat", 2, {"first_step": 0}, "was reported after step"),
+        ("heat", -1, {"steps": 0, "first_step": 1}, "was reported after step"),
     ],
 )
 def test_one_changed_word_is_found(

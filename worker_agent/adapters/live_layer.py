@@ -24,7 +24,7 @@ class LiveLayer(Protocol):
     """int32 ``[W, S]``: tokens received by each slot; step ``n`` (counted from 0) is row ``n % W``."""
 
     source_load: torch.Tensor | None
-    """int32 ``[W, E]``: this rank's own tokens by logical expert, before dispatch; ``None`` if the host does not count them."""
+    """int32 ``[W, E]``: this rank's own tokens by logical expert, before dispatch; ``None`` where not counted."""
 
     load_counter: torch.Tensor
     """int64 scalar on the device: steps recorded so far."""
