@@ -1,8 +1,8 @@
 """A lane from device to device, which nothing enters before both ends are there.
 
 What waits on a device for a peer that never comes can hardly be taken back: it holds part of the device, and the
-libraries end it by ending the process. So before every exchange both ends announce over the host that they are about to take
-part, and a rank that has failed shows there, by its broken link.
+libraries end it by ending the process. So before every exchange both ends announce over the host that they take part,
+and a rank that has failed shows there, by its broken link.
 """
 
 from __future__ import annotations
