@@ -6,11 +6,10 @@ from pathlib import Path
 
 import torch
 
+from tools.training.train import build, save
+from tools.training.trainable_moe import TrainableMoE
 from worker_agent.model.config import ModelConfig
-from worker_agent.model.train import build
-from worker_agent.model.trainable_moe import TrainableMoE
 from worker_agent.model.transformer import ByteTransformer
-from worker_agent.model.weights_file import save
 
 CONFIG = ModelConfig(layers=2, hidden=16, heads=2, experts=8, top_k=2, intermediate=6, context=24)
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from eplb_service.placement import Placement
 from tests.model.small import CONFIG, small_model, write_small_model
 from tests.ranks import run_ranks
+from tools.training.trainable_moe import TrainableMoE
 from worker_agent.model.config import ModelConfig
 from worker_agent.model.decode import Decoder
 from worker_agent.model.expert_parallel import expert_parallel
-from worker_agent.model.trainable_moe import TrainableMoE
 from worker_agent.model.transformer import ByteTransformer, attend_to_the_past
 from worker_agent.model.weights_file import WeightsFile
 from worker_agent.moe import DenseMoE, MoEShape

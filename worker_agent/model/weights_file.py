@@ -1,25 +1,19 @@
-"""Reads and writes the model's weights: one safetensors file, bfloat16, experts named as checkpoints name them."""
+"""Reads the model's weights: one safetensors file, bfloat16, experts named as checkpoints name them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from worker_agent.model.config import ModelConfig
-from worker_agent.model.trainable_moe import TrainableMoE
 from worker_agent.model.transformer import ByteTransformer
 from worker_agent.moe import ExpertSource
 
 EMBEDDED = Path(__file__).parent / "weights" / "byte_moe.safetensors"
-"""The embedded model, trained by ``worker_agent.model.train``."""
-
-_STORED = torch.bfloat16
+"""The embedded model, trained by ``tools.training.train``."""
 
 
 class WeightsError(ValueError):
@@ -53,7 +47,7 @@ class WeightsFile:
         def read(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
             with safe_open(self._path, framework="pt") as file:
                 gate, up, down = (
-                    file.get_tensor(_expert_name(layer, expert, part)).to(dtype)
+                    file.get_tensor(expert_tensor_name(layer, expert, part)).to(dtype)
                     for part in ("gate_proj", "up_proj", "down_proj")
                 )
             return torch.cat([gate, up]), down
@@ -78,28 +72,15 @@ class WeightsFile:
                 )
 
 
-def save(path: Path, model: ByteTransformer, moes: Sequence[TrainableMoE]) -> None:
-    """Write a model and its ``TrainableMoE`` layers, in place of what stood at ``path``."""
-    tensors = dict(model.state_dict())
-    for layer, moe in enumerate(moes):
-        for expert, (w13_IH, w2_HI) in enumerate(zip(moe.w13, moe.w2, strict=True)):
-            gate, up = w13_IH.chunk(2)
-            for part, tensor in {"gate_proj": gate, "up_proj": up, "down_proj": w2_HI}.items():
-                tensors[_expert_name(layer, expert, part)] = tensor
-    stored = {name: tensor.detach().to(_STORED).contiguous() for name, tensor in tensors.items()}
-    beside = path.with_suffix(".part")
-    save_file(stored, beside, metadata={"config": json.dumps(asdict(model.config))})
-    beside.replace(path)
-
-
-def _expert_name(layer: int, expert: int, part: str) -> str:
+def expert_tensor_name(layer: int, expert: int, part: str) -> str:
+    """The name of one tensor of an expert; ``part`` is ``gate_proj``, ``up_proj`` or ``down_proj``."""
     return f"blocks.{layer}.experts.{expert}.{part}.weight"
 
 
 def _expert_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     inward, outward = (config.intermediate, config.hidden), (config.hidden, config.intermediate)
     return {
-        _expert_name(layer, expert, part): outward if part == "down_proj" else inward
+        expert_tensor_name(layer, expert, part): outward if part == "down_proj" else inward
         for layer in range(config.layers)
         for expert in range(config.experts)
         for part in ("gate_proj", "up_proj", "down_proj")

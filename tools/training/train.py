@@ -1,22 +1,27 @@
-"""Trains the embedded model or its dense baseline: ``python -m worker_agent.model.train CORPUS FILE.safetensors``."""
+"""Trains the embedded model or its dense baseline: ``python -m tools.training.train CORPUS FILE.safetensors``."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
+from tools.training.texts import Texts
+from tools.training.trainable_moe import TrainableMoE
 from worker_agent.model.config import ModelConfig
-from worker_agent.model.texts import Texts
-from worker_agent.model.trainable_moe import TrainableMoE
 from worker_agent.model.transformer import ByteTransformer, attend_to_the_past
-from worker_agent.model.weights_file import save
+from worker_agent.model.weights_file import expert_tensor_name
 
+_STORED = torch.bfloat16
 _PEAK_RATE, _LAST_RATE = 3e-3, 1e-4
 _WARM_UP = 0.02
 _WEIGHT_DECAY = 0.05
@@ -91,6 +96,20 @@ def train(
             saved = now
 
 
+def save(path: Path, model: ByteTransformer, moes: Sequence[TrainableMoE]) -> None:
+    """Write a model and its ``TrainableMoE`` layers, replacing what ``path`` held."""
+    tensors = dict(model.state_dict())
+    for layer, moe in enumerate(moes):
+        for expert, (w13_IH, w2_HI) in enumerate(zip(moe.w13, moe.w2, strict=True)):
+            gate, up = w13_IH.chunk(2)
+            for part, tensor in {"gate_proj": gate, "up_proj": up, "down_proj": w2_HI}.items():
+                tensors[expert_tensor_name(layer, expert, part)] = tensor
+    stored = {name: tensor.detach().to(_STORED).contiguous() for name, tensor in tensors.items()}
+    beside = path.with_suffix(".part")
+    save_file(stored, beside, metadata={"config": json.dumps(asdict(model.config))})
+    beside.replace(path)
+
+
 def _rate(done: float) -> float:
     """Learning rate: up in a line, down in a cosine."""
     if done < _WARM_UP:
@@ -102,7 +121,7 @@ def _rate(done: float) -> float:
 def main() -> None:
     """Train with the settings of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("corpus", type=Path, help="folder that worker_agent.model.corpus has written")
+    parser.add_argument("corpus", type=Path, help="folder that tools.training.corpus has written")
     parser.add_argument("weights", type=Path, help=".safetensors file to write")
     parser.add_argument("--dense", action="store_true", help="the dense baseline of the same active size")
     parser.add_argument("--steps", type=int, default=3000)

@@ -1,4 +1,4 @@
-"""Validation loss and expert skew of each domain: ``python -m worker_agent.model.evaluate CORPUS WEIGHTS [WEIGHTS]``.
+"""Validation loss and expert skew of each domain: ``python -m tools.training.evaluate CORPUS WEIGHTS [WEIGHTS]``.
 
 Skew is that of a linear layout on R ranks: how much more work the hottest rank would have than the average one if the
 whole deployment were asked in one domain, without any sampling noise of small batches.
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from worker_agent.model.texts import Texts
+from tools.training.texts import Texts
 from worker_agent.model.transformer import ByteTransformer, attend_to_the_past
 from worker_agent.model.weights_file import WeightsFile
 from worker_agent.moe import DenseMoE

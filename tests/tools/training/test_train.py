@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.model.small import CONFIG, small_model
-from worker_agent.model.corpus import DOMAIN_BYTES, _capped, _catalogue, _language
-from worker_agent.model.made_text import GENERATORS
-from worker_agent.model.texts import Texts
-from worker_agent.model.train import losses, train
+from tools.training.corpus import DOMAIN_BYTES, _capped, _catalogue, _language
+from tools.training.generated_text import GENERATORS
+from tools.training.texts import Texts
+from tools.training.train import losses, train
 from worker_agent.model.weights_file import WeightsFile
 
 
@@ -30,7 +30,7 @@ def test_loss_falls_and_the_checkpoint_holds_the_model(
     model, moes = small_model()
     texts = Texts(corpus)
     before, balance = losses(model, texts.validation("sql", CONFIG.context + 1, 8))
-    train(model, moes, texts, tmp_path / "trained.safetensors", steps=40, batch=4, minutes=1.0)
+    train(model, moes, texts, tmp_path / "trained.safetensors", steps=40, batch=4, minutes=30.0)
     after, _ = losses(model, texts.validation("sql", CONFIG.context + 1, 8))
     assert after.item() < 0.95 * before.item()
     assert balance.item() >= 0.99

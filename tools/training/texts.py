@@ -20,7 +20,7 @@ class Texts:
         files = sorted(folder.glob("*.txt"))
         if not files:
             raise FileNotFoundError(
-                f"{folder}: no .txt files; write them with python -m worker_agent.model.corpus"
+                f"{folder}: no .txt files; write them with python -m tools.training.corpus"
             )
         whole = [torch.from_numpy(np.fromfile(path, dtype=np.uint8)) for path in files]
         self.domains = [path.stem for path in files]

