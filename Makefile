@@ -7,7 +7,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-oldest check lint types layers unit warm format proto clean
-.PHONY: explore fuzz fuzz-properties faults soak bench-switch bench-solver bench-replay
+.PHONY: explore fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-replay
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ fuzz: $(READY) ## every decoder under coverage-guided fuzzing, in .venv-fuzz; AR
 
 fuzz-properties: warm ## every property test on 20 times the examples, random ones; ARGS="--seed 7 --times 5 tests/solver"
 	@$(BIN)/python -m tests.properties $(ARGS)
+
+mutate: warm ## small defects put into a room's modules, and whether its tests notice; ARGS="--room planner --sample 40"
+	@$(BIN)/python -m tools.mutation $(ARGS)
 
 faults: $(READY) ## real faults on real services and ranks (minutes); ARGS go to pytest
 	@$(BIN)/pytest tests/faults -m "faults or not faults" $(ARGS)

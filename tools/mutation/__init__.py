@@ -1,0 +1,1 @@
+"""Mutation testing of a room: ``python -m tools.mutation``."""
