@@ -48,16 +48,19 @@ def fading(episodes: int, half_life: float) -> Float64:
 def choose_forecast(halves: Halves, half_life_H: Float64) -> Forecast:
     """The half-life, of ``half_life_H`` in episodes, whose faded mean of the older half is closest to the newer's.
 
-    The first one listed stays unless another's squared error is clearly below its own.
+    The first one listed stays unless another's squared error is clearly below its own. A newer half without tokens
+    says nothing, so the first stays then, too.
     """
     older, newer_E = halves.older, halves.newer.demand.mean_E
+    if not newer_E.any():
+        return Forecast(float(half_life_H[0]), 0.0)
     weight_NH = np.stack([older.share_N * fading(older.share_N.shape[0], h) for h in half_life_H], axis=1)
     weight_NH /= np.maximum(weight_NH.sum(axis=0), 1e-30)
     error_H = ((older.scaled_EN @ weight_NH - newer_E[:, None]) ** 2).sum(axis=0)
     best = int(error_H.argmin())
     if error_H[best] >= CLEARLY_BETTER * error_H[0]:
         return Forecast(float(half_life_H[0]), 0.0)
-    return Forecast(float(half_life_H[best]), float(error_H[best] / max((newer_E**2).sum(), 1e-30)))
+    return Forecast(float(half_life_H[best]), float(error_H[best] / (newer_E**2).sum()))
 
 
 def leaning(heat: Heat, forecast: Forecast, ahead: float) -> Heat:

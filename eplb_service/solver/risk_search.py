@@ -1,7 +1,9 @@
 """Local search: swap two experts, or turn one expert's spare copy into another's, while that lowers the pressure.
 
-Each step takes the hottest rank and the change that takes most pressure away. From a deployed placement every slot
-that comes to differ has a price, and the cheapest point of the whole walk is what counts.
+The objective is ``smooth_peak``, a function of the ranks' risks alone. Each step takes the hottest rank and the change
+that takes most pressure away on the scale of the risks as they are; it stays only if the smooth peak then is lower, so
+the search falls monotonically and cannot cycle. From a deployed placement every slot that comes to differ has a price,
+and the cheapest point of the whole walk is what counts.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ def risk_search(
     best_KRS = np.empty((price_K.shape[0], ranks, slots), dtype=np.int32)
     best_KRS[:] = packing.phy2log_RS
     risk_K = np.full(price_K.shape[0], now.peak, dtype=np.float64)
-    cost_K = smooth_peak(now) + price_K * away
+    peak = smooth_peak(now)
+    cost_K = peak + price_K * away
     stuck = 0
     last_gain = 0
     for step in range(most_steps):
@@ -70,17 +73,26 @@ def risk_search(
             break
         hot = hottest_of(now, stuck_R)
         slot, rank, other, won = best_swap(packing, demand, now, hot, z, SMALLEST_RELIEF, scratch)
-        gainer = -1
+        gainer, loser = -1, -1
         if frugal or slot < 0:
             # A swap fills two slots, an exchange one.
             enough = max(0.5 * won, SMALLEST_RELIEF)
             gainer, loser_rank, loser_slot, _ = best_exchange(packing, demand, now, hot, z, enough)
+        gained_away = 0
+        after = now
         if gainer >= 0:
+            loser = packing.phy2log_RS[loser_rank, loser_slot]
             expert = packing.phy2log_RS[hot, gainer]
-            away += exchange(packing, demand, home_ER, expert, loser_rank, loser_slot)
+            gained_away = exchange(packing, demand, home_ER, expert, loser_rank, loser_slot)
+            after = pressures(packing, z)
         elif slot >= 0:
-            away += swap(packing, demand, home_ER, hot, slot, rank, other)
-        else:
+            gained_away = swap(packing, demand, home_ER, hot, slot, rank, other)
+            after = pressures(packing, z)
+        if smooth_peak(after) >= peak:
+            if gainer >= 0:
+                exchange(packing, demand, home_ER, loser, loser_rank, loser_slot)
+            elif slot >= 0:
+                swap(packing, demand, home_ER, hot, slot, rank, other)
             stuck_R[hot] = True
             stuck += 1
             if stuck == min(patience, ranks):
@@ -89,8 +101,8 @@ def risk_search(
         if stuck > 0:
             stuck_R[:] = False
             stuck = 0
-        now = pressures(packing, z)
-        peak = smooth_peak(now)
+        now, peak = after, smooth_peak(after)
+        away += gained_away
         for k in range(price_K.shape[0]):
             cost = peak + price_K[k] * away
             if cost < cost_K[k]:

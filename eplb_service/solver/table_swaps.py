@@ -13,7 +13,7 @@ from eplb_service.solver.arrays import Float32, Int32
 from eplb_service.solver.jit import kernel
 from eplb_service.solver.objective import Demand
 from eplb_service.solver.packing import packing_of
-from eplb_service.solver.pressure import hottest_of, pressures
+from eplb_service.solver.pressure import hottest_of, pressures, smooth_peak
 from eplb_service.solver.risk_search import SMALLEST_RELIEF
 from eplb_service.solver.swaps import SCRATCH_ROWS, best_swap, swap
 from eplb_service.solver.table_rule import slot_shares
@@ -29,7 +29,7 @@ def swap_through_tables(
     patience: int,
     most_steps: int,
 ) -> Int32:
-    """Swap while that lowers the pressure; returns the new placement, int32 ``[R, S]``.
+    """Swap while that lowers the smooth peak; returns the new placement, int32 ``[R, S]``.
 
     ``log2phy_GE`` (int32 ``[G, E]``) is changed in place: a source stays with its replica wherever that goes.
     ``patience`` and ``most_steps`` as for ``risk_search``.
@@ -41,22 +41,28 @@ def swap_through_tables(
     stuck_R = np.zeros(ranks, dtype=np.bool_)
     stuck = 0
     now = pressures(packing, z)
+    peak = smooth_peak(now)
     for _ in range(most_steps):
         hot = hottest_of(now, stuck_R)
         slot, rank, other, _ = best_swap(packing, demand, now, hot, z, SMALLEST_RELIEF, scratch)
-        if slot < 0:
+        after = now
+        if slot >= 0:
+            swap(packing, demand, nowhere_ER, hot, slot, rank, other)
+            after = pressures(packing, z)
+        if smooth_peak(after) >= peak:
+            if slot >= 0:
+                swap(packing, demand, nowhere_ER, hot, slot, rank, other)
             stuck_R[hot] = True
             stuck += 1
             if stuck == min(patience, ranks):
                 break
             continue
-        one, two = packing.phy2log_RS[hot, slot], packing.phy2log_RS[rank, other]
-        _readdress(log2phy_GE, one, hot * slots + slot, rank * slots + other)
-        _readdress(log2phy_GE, two, rank * slots + other, hot * slots + slot)
-        swap(packing, demand, nowhere_ER, hot, slot, rank, other)
+        came, went = packing.phy2log_RS[hot, slot], packing.phy2log_RS[rank, other]
+        _readdress(log2phy_GE, went, hot * slots + slot, rank * slots + other)
+        _readdress(log2phy_GE, came, rank * slots + other, hot * slots + slot)
         stuck_R[:] = False
         stuck = 0
-        now = pressures(packing, z)
+        now, peak = after, smooth_peak(after)
     return packing.phy2log_RS
 
 

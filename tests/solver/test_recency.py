@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from eplb_service.solver.problem import heat_of
@@ -44,6 +44,7 @@ def test_weights_halve_every_half_life(episodes: int, half_life: float) -> None:
 
 
 @SETTINGS
+@example(4, 4, 5804429, [1.0, math.inf])
 @given(st.integers(4, 12), st.integers(1, 6), SEEDS, HALF_LIVES)
 def test_the_half_life_is_the_one_that_forecast_best(
     episodes: int, experts: int, seed: int, half_lives: list[float]
@@ -58,7 +59,8 @@ def test_the_half_life_is_the_one_that_forecast_best(
     errors = slow.squared_errors(*map(as_floats, halves), half_lives)
     if found.half_life == half_lives[0]:
         assert found.wander == 0
-        assert min(errors) >= 0.999 * CLEARLY_BETTER * errors[0] - 1e-9
+        silent = not halves.newer.demand.mean_E.any()
+        assert silent or min(errors) >= 0.999 * CLEARLY_BETTER * errors[0] - 1e-9
         return
     chosen = half_lives.index(found.half_life)
     assert errors[chosen] <= 1.001 * min(errors) + 1e-9

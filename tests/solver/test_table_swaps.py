@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from eplb_service.placement import check_layer, check_log2phy
@@ -25,7 +25,12 @@ def company(table_GE: np.ndarray) -> list[list[list[bool]]]:
     return [(column_G[:, None] == column_G).tolist() for column_G in table_GE.T]
 
 
+RELIEVED_BUT_HIGHER = Case(4, 2, np.array([[85.0, 64, 51, 27, 31], [5, 8, 2, 18, 81]]))
+"""A swap here takes pressure away on the scale before it, and yet lifts the smooth peak from 5.486 to 5.623."""
+
+
 @SETTINGS
+@example(RELIEVED_BUT_HIGHER, 1, "uniform", 1.0, 0)
 @given(cases(most_ranks=5, most_slots=3), st.integers(1, 5), KINDS, st.sampled_from((0.0, 1.0)), SEEDS)
 def test_a_walk_through_tables_ends_where_no_swap_helps(
     case: Case, sources: int, kind: str, z: float, seed: int
@@ -50,8 +55,8 @@ def test_a_walk_through_tables_ends_where_no_swap_helps(
     blurred = layer.rounding / steps.scale_of(risk_R)[1]
     if blurred < 1e-2:
         for rank in range(case.ranks):
-            gains = steps.swap_gains(found_RS, share_RS, rank, *layer.heat, z)
-            assert max(gains.values(), default=0.0) <= SMALLEST_RELIEF + 1e-3 + 32 * blurred
+            gain = steps.lowering_swap_gain(found_RS, share_RS, rank, *layer.heat, z, layer.rounding)
+            assert gain <= SMALLEST_RELIEF + 1e-3 + 32 * blurred
 
 
 @SETTINGS

@@ -47,17 +47,21 @@ def walk(phy2log_RS, scaled_EN, share_N, home_ER, z, price_K, patience, most_ste
         if frugal or swap is None:
             enough = max(SMALLEST_RELIEF, 0.0 if swap is None else swaps[swap] / 2)
             exchange = close.best(steps.exchange_gains(phy2log_RS, hot, scaled_EN, share_N, z), enough)
+        after = None
         if exchange is not None:
-            phy2log_RS, share_RS = steps.exchanged(phy2log_RS, hot, exchange)
+            after = steps.exchanged(phy2log_RS, hot, exchange)
         elif swap is not None:
-            phy2log_RS, share_RS = steps.swapped(phy2log_RS, share_RS, hot, swap)
-        else:
+            after = steps.swapped(phy2log_RS, share_RS, hot, swap)
+        found_peak = np.inf
+        if after is not None:
+            found_peak = steps.smooth_peak(rank_risks(*after, scaled_EN, share_N, z))
+        if not close.less(found_peak, peak):
             stuck.add(hot)
             if len(stuck) == min(patience, ranks):
                 break
             continue
+        (phy2log_RS, share_RS), peak = after, found_peak
         stuck = set()
-        peak = steps.smooth_peak(rank_risks(phy2log_RS, share_RS, scaled_EN, share_N, z))
         for k, price in enumerate(price_K):
             cost = peak + price * steps.slots_away(phy2log_RS, home_ER)
             if close.less(cost, cheapest[k]):
