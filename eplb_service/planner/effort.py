@@ -39,7 +39,6 @@ def search_for(settings: PlannerSettings, placement: Placement) -> Search:
         patience=1,
         steps=16 * slots if settings.local_search else 0,
         tables=_tables(settings),
-        peaks=settings.local_search and settings.objective == "mean_of_max",
         tries=int(_TRIES * slots * min(spare, 1.0)) if few and settings.tree_search else 0,
         seed=settings.seed,
     )

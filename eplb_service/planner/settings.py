@@ -8,10 +8,6 @@ from dataclasses import dataclass
 POLICIES = ("none", "deepseek", "flashlb")
 """``none`` never moves; ``deepseek`` is greedy replicas and LPT packing; ``flashlb`` is the search."""
 
-OBJECTIVES = ("mean_std", "mean_of_max")
-"""``mean_std`` lowers the hottest rank's mean + z*std over the episodes; ``mean_of_max`` goes on to lower the mean of
-the episodes' peaks themselves: a little better on the window seen, the same on the next, and slower."""
-
 SPLITS = ("tables", "even")
 """``tables``: each source rank sends an expert's tokens to the replica that its log2phy names (vLLM-Ascend); ``even``:
 the host spreads them over the replicas itself, token by token (vLLM)."""
@@ -39,8 +35,6 @@ class PlannerSettings:
         Part of its peak-to-average ratio that a layer must win to have every slot moved; one slot costs its share.
     episodes
         Most episodes that a window is summed into; 1 plans on the plain sum.
-    objective
-        What the search lowers, one of ``OBJECTIVES``.
     z
         Standard deviations above its mean at which a rank's load is taken; ``None`` for where the hottest of so many
         ranks is expected.
@@ -78,7 +72,6 @@ class PlannerSettings:
     max_layers: int | None = None
     move_price: float = 0.3
     episodes: int = 64
-    objective: str = "mean_std"
     z: float | None = None
     half_lives: tuple[float, ...] = (math.inf, 0.5, 0.25, 0.1, 0.05, 0.025)
     tree_search: bool = True
@@ -94,8 +87,6 @@ class PlannerSettings:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise SettingsError(f"policy is {self.policy!r}; choose one of {', '.join(POLICIES)}")
-        if self.objective not in OBJECTIVES:
-            raise SettingsError(f"objective is {self.objective!r}; choose one of {', '.join(OBJECTIVES)}")
         if self.split not in SPLITS:
             raise SettingsError(f"split is {self.split!r}; choose one of {', '.join(SPLITS)}")
         self._at_least("par_threshold", 1.0)

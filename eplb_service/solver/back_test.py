@@ -21,7 +21,7 @@ from eplb_service.solver.candidates import (
     par_on,
     with_tables,
 )
-from eplb_service.solver.problem import SOLVED, STEADY, Deployed, Search
+from eplb_service.solver.problem import Deployed, Search
 from eplb_service.solver.recency import Forecast, Halves, leaning
 
 PRICE_LADDER = np.array([32.0, 16.0, 8.0, 4.0, 2.0, 1.0])
@@ -35,8 +35,6 @@ class Course(NamedTuple):
     """``candidates.KEEP`` and so on."""
     price: float
     """Peak-to-average ratio per moved slot that the local search should ask, at least the true price."""
-    tables: int
-    """``candidates.STEADY`` and so on."""
 
 
 def back_test(
@@ -56,7 +54,7 @@ def back_test(
     """
     now = Candidate(deployed.phy2log_RS, deployed.log2phy_GE, 0.0, 0)
     best = par_on(now, halves.newer, deployed, search.tables)
-    course = Course(KEEP, search.price, search.tables)
+    course = Course(KEEP, search.price)
     older = leaning(halves.older, forecast, 1.0)
     placed = [(TABLES, search.price, deployed.phy2log_RS)]
     if search.steps > 0:
@@ -68,9 +66,8 @@ def back_test(
     if fresh_may_pay:
         placed.append((FRESH, search.price, anew(older, deployed, search).phy2log_RS))
     for kind, price, found_RS in placed:
-        for tables in (STEADY, search.tables) if search.tables == SOLVED else (search.tables,):
-            found = with_tables(found_RS, older, deployed, search.z, tables)
-            cost = par_on(found, halves.newer, deployed, search.tables) + search.price * found.moves
-            if cost < best - min_gain:
-                best, course = cost, Course(kind, price, tables)
+        found = with_tables(found_RS, older, deployed, search.z, search.tables)
+        cost = par_on(found, halves.newer, deployed, search.tables) + search.price * found.moves
+        if cost < best - min_gain:
+            best, course = cost, Course(kind, price)
     return course

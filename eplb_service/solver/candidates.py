@@ -8,10 +8,9 @@ from eplb_service.solver.arrays import Float32, Float64, Int32
 from eplb_service.solver.jit import kernel
 from eplb_service.solver.objective import mean_of_max
 from eplb_service.solver.packing import even_shares, packing_of
-from eplb_service.solver.problem import EVEN, SOLVED, STEADY, Deployed, Heat, Search
+from eplb_service.solver.problem import EVEN, SOLVED, Deployed, Heat, Search
 from eplb_service.solver.relabel import keep_slots
 from eplb_service.solver.risk_search import risk_search
-from eplb_service.solver.steady_tables import steady_tables
 from eplb_service.solver.table_rule import fixed_rule, slot_shares, slots_by_expert
 from eplb_service.solver.table_swaps import rehoused, swap_through_tables
 from eplb_service.solver.tables import solve_tables
@@ -51,11 +50,7 @@ def improved(heat: Heat, deployed: Deployed, search: Search, price_K: Float64) -
 def with_tables(phy2log_RS: Int32, heat: Heat, deployed: Deployed, z: float, tables: int) -> Candidate:
     """A placement with its experts in their deployed slots, its tables and what both are worth."""
     kept_RS, moves = keep_slots(phy2log_RS, deployed.phy2log_RS)
-    if tables == STEADY:
-        log2phy_GE, par = steady_tables(
-            kept_RS, heat.demand.mean_E, heat.scaled_EN, heat.share_N, deployed.share_GE
-        )
-    elif tables == SOLVED:
+    if tables == SOLVED:
         log2phy_GE, par = solve_tables(
             kept_RS, heat.demand, heat.scaled_EN, heat.share_N, deployed.share_GE, z
         )

@@ -96,7 +96,7 @@ def solve_layer(
         return answer(now, KEEP)
     # A step takes as long as the hottest rank, so a move's price is a part of the ratio now.
     search = search._replace(price=search.price * now.par)
-    course = Course(FRESH, search.price, search.tables)
+    course = Course(FRESH, search.price)
     if heat_NE.shape[0] >= FEWEST_EPISODES:
         halves = halves_of(heat_NE, deployed.phy2log_RS.shape[0])
         forecast = choose_forecast(halves, half_life_H)
@@ -130,7 +130,7 @@ def _best(
             found_RS = deployed.phy2log_RS
             if kind == LOCAL:
                 found_RS = _improved(course, heat, deployed, search)
-            found = with_tables(found_RS, heat, deployed, search.z, course.tables)
+            found = with_tables(found_RS, heat, deployed, search.z, search.tables)
         if found.par + search.price * found.moves < cost:
             best, taken, cost = found, kind, found.par + search.price * found.moves
     return best, taken

@@ -14,8 +14,8 @@ from eplb_service.solver.layer import Answer
 from eplb_service.solver.near_candidates import brought_near, crossing_of
 from eplb_service.solver.problem import Deployed, Search, heat_of
 
-_ROUNDS = 8
-"""Of one layer, of annealing and of kicks through tables, before the clock is read again."""
+_TRIES = 32_000
+"""Of annealing one layer before the clock is read again: a few milliseconds."""
 _FRUITLESS = 8
 """Turns over all layers that win nothing after which polishing ends."""
 
@@ -63,9 +63,9 @@ def polish(
 def annealed_on(
     answer: Answer, heat_NE: Float64, deployed: Deployed, search: Search, seed: int
 ) -> Answer | None:
-    """A better answer for a layer after a few rounds more; ``None`` where they win nothing."""
+    """A better answer for a layer after annealing on; ``None`` where they win nothing."""
     heat = heat_of(heat_NE, deployed.phy2log_RS.shape[0])
-    found = polished(answer.found, heat, deployed, search, _ROUNDS, seed)
+    found = polished(answer.found, heat, deployed, search, _TRIES, seed)
     if found.par >= answer.found.par:
         return None
     found = brought_near(found, heat, deployed, search.tables)

@@ -10,9 +10,9 @@ from eplb_service.solver.arrays import Bool, Float32, Float64, Int32
 from eplb_service.solver.jit import kernel
 from eplb_service.solver.objective import Demand, demand_of, normalise
 
-EVEN, RULE, STEADY, SOLVED = 0, 1, 2, 3
+EVEN, RULE, SOLVED = 0, 1, 2
 """How an expert's tokens reach its replicas: evenly, because the host spreads them itself; or through each source's
-table, made by the engines' fixed rule, as even a split as sources allow, or the split that cools the hottest rank."""
+table, made by the engines' fixed rule, or the split that cools the hottest rank."""
 
 
 class Search(NamedTuple):
@@ -36,8 +36,6 @@ class Search(NamedTuple):
     """Bound on a local search; 0 for none."""
     tables: int = RULE
     """``EVEN``, ``RULE`` or ``SOLVED``."""
-    peaks: bool = False
-    """Search on the mean of the episodes' peaks after the search on mean + z*std."""
     tries: int = 0
     """Of annealing a placement made anew; 0 for none."""
     seed: int = 0

@@ -22,7 +22,7 @@ def warm_up(threads: int | None = None) -> None:
     placement = Placement.linear(layers=2, experts=6, ranks=4, slots=2)
     tables_LGE = np.ascontiguousarray(placement.default_log2phy().transpose(1, 0, 2))
     heat_LNE = np.arange(2 * 4 * 6, dtype=np.float64).reshape(2, 4, 6)
-    search = Search(z=1.0, price=0.01, groups=2, spread=1, beam=1, steps=10, peaks=True, tries=10)
+    search = Search(z=1.0, price=0.01, groups=2, spread=1, beam=1, steps=10, tries=10)
     two_nodes = np.array([0, 0, 1, 1], dtype=np.int32)
     for tables in (EVEN, RULE, SOLVED):
         answers = solve_many(

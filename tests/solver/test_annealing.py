@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from eplb_service.placement import check_layer
 from eplb_service.solver import annealing as module
 from eplb_service.solver.annealing import anneal
-from eplb_service.solver.packing import even_shares
-from eplb_service.solver.peak_search import peak_search
 from eplb_service.solver.risk_search import risk_search
 from eplb_service.solver.walk import Try, Walk, set_out, step
 from tests.solver.layers_of import Case, cases, heat_of_kind
@@ -157,8 +155,6 @@ def searched(layer: PlacedLayer) -> None:
     ranks = layer.case.ranks
     found_KRS, _ = risk_search(layer.packing(), layer.demand, nowhere_ER, 1.0, np.zeros(1), ranks, 10_000)
     layer.phy2log_RS = found_KRS[0].copy()
-    share_RS = even_shares(layer.phy2log_RS, layer.case.experts)
-    peak_search(layer.phy2log_RS, share_RS, layer.scaled_EN, layer.share_N, ranks, 10_000)
 
 
 def test_it_finds_what_search_alone_does_not() -> None:

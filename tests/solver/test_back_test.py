@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from eplb_service.solver import back_test as module
 from eplb_service.solver.back_test import PRICE_LADDER, back_test
 from eplb_service.solver.candidates import FRESH, KEEP, LOCAL, TABLES, Candidate
-from eplb_service.solver.problem import EVEN, RULE, SOLVED, STEADY, Deployed, homes
+from eplb_service.solver.problem import EVEN, RULE, SOLVED, Deployed, homes
 from eplb_service.solver.recency import Forecast, choose_forecast, halves_of
 from eplb_service.solver.table_rule import fixed_rule, slots_by_expert
 from tests.solver import asked
@@ -54,8 +54,8 @@ class Script:
     def with_tables(self, phy2log_RS, heat, deployed, z, tables):
         assert heat == "older, leaning"
         kind, rung = phy2log_RS[0].tolist() if phy2log_RS is not deployed.phy2log_RS else (TABLES, 0)
-        self.asked.append((kind, rung, tables))
-        return Candidate(phy2log_RS, (kind, rung, tables), 0.0, self.moves.get((kind, rung), 0))
+        self.asked.append((kind, rung))
+        return Candidate(phy2log_RS, (kind, rung), 0.0, self.moves.get((kind, rung), 0))
 
     def par_on(self, candidate, heat, deployed, tables):
         assert heat == "newer"
@@ -67,16 +67,14 @@ class Script:
 def test_the_course_is_the_cheapest_of_all(
     data: st.DataObject, tables: int, steps: int, fresh: bool, min_gain: float
 ) -> None:
-    splits = (STEADY, SOLVED) if tables == SOLVED else (tables,)
-    rungs = (
+    courses = (
         [(TABLES, 0)]
         + ([(LOCAL, rung) for rung in range(len(PRICE_LADDER))] if steps else [])
         + ([(FRESH, 0)] if fresh else [])
     )
-    courses = [(kind, rung, split) for kind, rung in rungs for split in splits]
     par = st.integers(100, 140).map(lambda hundredths: hundredths / 100)
     pars = {course: data.draw(par) for course in [KEEP, *courses]}
-    moves = {rung: 0 if rung == (TABLES, 0) else data.draw(st.integers(0, 9)) for rung in rungs}
+    moves = {rung: 0 if rung == (TABLES, 0) else data.draw(st.integers(0, 9)) for rung in courses}
     search = SEARCH._replace(tables=tables, steps=steps)
     deployed = deployment(Case(2, 2, np.ones((4, 3))), 2, 0)
     with pytest.MonkeyPatch.context() as patch:
@@ -87,14 +85,14 @@ def test_the_course_is_the_cheapest_of_all(
         halves = type("Halves", (), {"older": "older", "newer": "newer"})
         found = back_test(halves, Forecast(4.0, 0.1), deployed, search, min_gain, fresh)
     assert script.asked == courses
-    costs = [pars[course] + search.price * moves[course[:2]] for course in courses]
+    costs = [pars[course] + search.price * moves[course] for course in courses]
     chosen = slow.recommended(pars[KEEP], costs, min_gain)
     if chosen < 0:
-        assert found == (KEEP, search.price, tables)
+        assert found == (KEEP, search.price)
     else:
-        kind, rung, split = courses[chosen]
+        kind, rung = courses[chosen]
         price = search.price * PRICE_LADDER[rung] if kind == LOCAL else search.price
-        assert (found.kind, found.tables) == (kind, split)
+        assert found.kind == kind
         assert found.price == pytest.approx(price)
 
 
@@ -119,7 +117,7 @@ def test_what_is_recommended_would_have_paid(case: Case, tables: int, seed: int,
         found_RS = module.improved(older, deployed, search, np.array([course.price]))[0]
     else:
         found_RS = module.anew(older, deployed, search).phy2log_RS
-    found = module.with_tables(found_RS, older, deployed, search.z, course.tables)
+    found = module.with_tables(found_RS, older, deployed, search.z, tables)
     newer = halves.newer.scaled_EN.astype(float), halves.newer.share_N.astype(float)
 
     def par(phy2log_RS: np.ndarray, table_GE: np.ndarray) -> float:

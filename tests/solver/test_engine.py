@@ -32,7 +32,7 @@ def solved(
         deployed.phy2log_LRS,
         deployed.default_log2phy().transpose(1, 0, 2),
         np.full((layers, RANKS, EXPERTS), 1 / RANKS),
-        SEARCH._replace(peaks=True, tries=100),
+        SEARCH._replace(tries=100),
         np.array([np.inf, 1.0]),
         0.0,
         np.arange(layers) % 2 == 0,

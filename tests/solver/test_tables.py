@@ -11,7 +11,6 @@ from eplb_service.placement import check_log2phy, default_log2phy
 from eplb_service.solver import tables
 from eplb_service.solver.objective import expert_heat
 from eplb_service.solver.order import descending
-from eplb_service.solver.steady_tables import steady_tables
 from eplb_service.solver.table_rule import fixed_rule, slot_shares, slots_by_expert, tables_par
 from eplb_service.solver.tables import solve_tables
 from tests.solver.layers_of import Case, cases, shares_of_sources
@@ -61,33 +60,6 @@ def test_the_rule_takes_replicas_in_turn(case: Case, sources: int, kind: str, se
     )
     par = tables_par(phy2log_RS, given_.rule_GE, layer.scaled_EN, layer.share_N, given_.share_GE)
     assert par == pytest.approx(given_.par(given_.rule_GE), rel=1e-5)
-
-
-@SETTINGS
-@given(cases(), st.integers(1, 9), KINDS, SEEDS)
-def test_steady_tables_deal_sources_evenly(case: Case, sources: int, kind: str, seed: int) -> None:
-    given_ = Sources(case, 1.0, sources, kind, seed)
-    layer, share_GE = given_.layer, given_.share_GE.astype(float)
-    mean_E = layer.demand.mean_E
-    found_GE, par = steady_tables(given_.phy2log_RS, mean_E, layer.scaled_EN, layer.share_N, given_.share_GE)
-    rule_par = given_.par(given_.rule_GE)
-    assert par == pytest.approx(given_.par(found_GE), rel=1e-5)
-    assert par <= rule_par * (1 + 1e-5)
-    dealt_GE, margin = slow.deal(given_.phy2log_RS, descending(mean_E), mean_E.astype(float), share_GE)
-    if np.array_equal(found_GE, given_.rule_GE):
-        # The deal was worse, or the same.
-        assert margin < 1e-4 or given_.par(dealt_GE) >= rule_par * (1 - 1e-5) or (dealt_GE == found_GE).all()
-        return
-    share_P = slow.slot_shares(given_.phy2log_RS, found_GE, share_GE).ravel()
-    for e in range(case.experts):
-        parts = share_P[slow.holders_of(given_.phy2log_RS, e)]
-        for slot in set(found_GE[share_GE[:, e] > 0, e].tolist()):
-            smallest = min(
-                share_GE[g, e] for g in np.flatnonzero(found_GE[:, e] == slot) if share_GE[g, e] > 0
-            )
-            assert share_P[slot] - smallest <= parts.min() + 1e-5
-    if margin > 1e-4:
-        np.testing.assert_array_equal(found_GE, dealt_GE)
 
 
 @SETTINGS

@@ -1,10 +1,10 @@
-"""Tables: the engines' rule, an even deal of the sources, and parts sent to where it stays coolest."""
+"""Tables: the engines' rule, and parts sent to where it stays coolest."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from tests.solver.slow.heat import even_shares, mean_of_max, rank_risks, rank_series, risk_of
+from tests.solver.slow.heat import mean_of_max, rank_risks, rank_series, risk_of
 
 SMALLEST_GAIN = 1e-5
 
@@ -36,29 +36,6 @@ def tables_par(phy2log_RS, table_GE, scaled_EN, share_N, share_GE):
 
 def largest_first(share_G):
     return sorted(range(len(share_G)), key=lambda g: (-share_G[g], g))
-
-
-def deal(phy2log_RS, order_E, mean_E, share_GE):
-    """Each expert's sources, largest first, each to the replica with least so far, of like ones on the coolest rank.
-
-    And by how little the closest choice was made. Odd parts of hotter experts count in the ranks' loads.
-    """
-    sources, experts = share_GE.shape
-    slots = phy2log_RS.shape[1]
-    table_GE, margin = np.zeros((sources, experts), dtype=int), np.inf
-    load_R = (even_shares(phy2log_RS) * mean_E[phy2log_RS]).sum(axis=1)
-    for e in order_E:
-        part = dict.fromkeys(holders_of(phy2log_RS, e), 0.0)
-        for g in largest_first(share_GE[:, e]):
-            least = min(part.values())
-            alike = {slot: load_R[slot // slots] for slot in part if part[slot] <= least + 1e-6}
-            table_GE[g, e] = min(alike, key=alike.get)
-            apart = [part[slot] - least for slot in part if slot not in alike]
-            margin = min(margin, _gap(list(alike.values())), *apart)
-            part[table_GE[g, e]] += float(share_GE[g, e])
-        for slot, dealt in part.items():
-            load_R[slot // slots] += (dealt - 1 / len(part)) * mean_E[e]
-    return table_GE, margin
 
 
 def spread(phy2log_RS, order_E, scaled_EN, share_N, share_GE, z):
