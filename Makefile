@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest check lint types layers unit warm format proto clean
+.PHONY: help demo test test-oldest check lint types layers docs unit warm format proto clean
 .PHONY: explore fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-replay
 
 help: ## show this list
@@ -20,9 +20,9 @@ $(READY): pyproject.toml setup.py constraints-dev.txt $(wildcard proto/eplb/v1/*
 demo: $(READY) ## the main job: service, live ranks, drifting heat, layers switched while serving
 	@$(BIN)/eplb demo $(ARGS)
 
-test: check unit ## everything that CI runs: lint, types, layer contracts, all tests
+test: check unit ## everything that CI runs: lint, types, layer contracts, docs, all tests
 
-check: lint types layers
+check: lint types layers docs
 
 lint: $(READY)
 	@$(BIN)/ruff check .
@@ -33,6 +33,9 @@ types: $(READY)
 
 layers: $(READY)
 	@$(BIN)/lint-imports
+
+docs: $(READY) ## the docs site, into site/; warnings are errors
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 unit: warm ## the tests alone; ARGS go to pytest
 	@$(BIN)/pytest $(ARGS)
@@ -54,7 +57,7 @@ proto: $(READY) ## generate the stubs again after editing proto/
 	@$(BIN)/pip install --quiet --no-deps --editable .
 
 clean: ## remove the virtual environment and everything that was made
-	rm -rf $(VENV) .venv-fuzz build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-fuzz build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 explore: $(READY) ## every interleaving of the layer switch, and of service and ranks, and the mutants caught (minutes)
 	@$(BIN)/python -m tests.swap.explorer

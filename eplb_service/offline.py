@@ -93,7 +93,15 @@ def solve(
     topology
         Nodes and token groups; one node and no shared tokens where it is not given.
 
-    Raises ``HeatError``, ``PlacementError``, ``SettingsError`` or ``TopologyError``, all of them ``ValueError``.
+    Returns
+    -------
+    Solution
+        Placement, tables, and what they win.
+
+    Raises
+    ------
+    ValueError
+        As ``HeatError``, ``PlacementError``, ``SettingsError`` or ``TopologyError``, where an argument does not fit.
     """
     heat_TLE = checked_heat(heat)
     _, layers, experts = heat_TLE.shape

@@ -36,7 +36,10 @@ class Placement:
     experts
         E, logical experts per layer.
 
-    Raises ``PlacementError`` where an expert is out of range, missing, or twice on one rank.
+    Raises
+    ------
+    PlacementError
+        Where an expert is out of range, missing, or twice on one rank.
     """
 
     phy2log_LRS: Int32

@@ -70,7 +70,10 @@ class Agent:
         token_group
             A number equal on all ranks that see the same tokens (all-gather dispatch); ``None`` where each has its own.
 
-        Raises ``RendezvousError``, on all ranks alike, where they do not fit together.
+        Raises
+        ------
+        RendezvousError
+            On all ranks alike, where they do not fit together.
         """
         settings = settings or AgentSettings()
         return cls(layers, settings, meet(layers, host_group, settings, token_group))

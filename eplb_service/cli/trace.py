@@ -149,9 +149,9 @@ def slice(
 def synth(
     out: _Out,
     kind: Annotated[str, typer.Option(help=f"How popularity moves: {', '.join(KINDS)}.")] = "drift",
-    steps: Annotated[int, typer.Option(min=1)] = 2048,
-    layers: Annotated[int, typer.Option(min=1)] = 8,
-    experts: Annotated[int, typer.Option(min=1)] = 64,
+    steps: Annotated[int, typer.Option(min=1, help="Steps.")] = 2048,
+    layers: Annotated[int, typer.Option(min=1, help="MoE layers.")] = 8,
+    experts: Annotated[int, typer.Option(min=1, help="Logical experts per layer.")] = 64,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 4096,
     top_k: Annotated[int, typer.Option(min=1, help="Experts that a token chooses.")] = 8,
     seed: Annotated[int, typer.Option(min=0, help="The same seed makes the same trace.")] = 0,

@@ -63,7 +63,10 @@ class PlannerSettings:
         Milliseconds after which no further layer is begun, the worst having come first; what is left of them improves
         layers that are placed anew. ``None`` for a fixed effort. What is decided with a budget depends on the machine.
 
-    Raises ``SettingsError`` on a value out of bounds.
+    Raises
+    ------
+    SettingsError
+        Where a value is out of bounds.
     """
 
     policy: str = "flashlb"

@@ -26,7 +26,10 @@ class Topology:
     bytes_per_expert
         Weights of one expert, for telling what moves cost.
 
-    Raises ``TopologyError`` on a wrong shape or a negative number.
+    Raises
+    ------
+    TopologyError
+        On a wrong shape or a negative number.
     """
 
     nodes_R: Int32

@@ -1,0 +1,26 @@
+"""The adapter that the docs show is balanced by a real service, and its outputs stay those of its experts."""
+
+import asyncio
+import importlib.util
+from pathlib import Path
+
+from eplb_service.control.server.service import running_service
+from tests.control.server.conftest import logs_on_stderr, warm_kernels  # noqa: F401
+from tests.control.server.test_service import settings
+from tests.ranks import run_ranks
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "toy_host.py"
+
+
+def serve(address, steps):
+    spec = importlib.util.spec_from_file_location("toy_host", EXAMPLE)
+    toy_host = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(toy_host)
+    return toy_host.serve(address, steps)
+
+
+async def test_the_toy_host_is_balanced_and_answers_as_before():
+    async with running_service(settings()) as service:
+        results = await asyncio.to_thread(run_ranks, 2, serve, service.address, 2000)
+    assert max(worst for worst, _ in results) < 1e-4
+    assert {switched for _, switched in results} != {0}

@@ -1,0 +1,68 @@
+"""The reference names every command, option, setting and variable, and the runbook every alert."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from eplb_service.cli.main import COMMANDS
+from eplb_service.control.server.settings import ServiceSettings
+from tools import docs_reference
+from worker_agent.settings import AgentSettings
+
+ROOT = Path(__file__).parents[2]
+CLI, SETTINGS = docs_reference.cli_page(), docs_reference.settings_page()
+
+
+def section(page, heading):
+    return page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+def test_every_command_has_a_section():
+    names = [command.name for command in docs_reference.commands()]
+    assert {name.split()[1] for name in names} == set(COMMANDS)
+    assert "eplb trace stats" in names
+    assert re.findall(r"^## (.*)$", CLI, re.MULTILINE) == names
+
+
+def test_every_option_is_in_its_command_s_section_with_its_help():
+    commands = list(docs_reference.commands())
+    for command in commands:
+        text = section(CLI, command.name)
+        for option in command.options:
+            assert option.help, (command.name, option.flags)
+            for flag in option.flags:
+                assert f"`{flag}`" in text, (command.name, flag)
+    assert sum(len(command.options) for command in commands) > 100
+
+
+@pytest.mark.parametrize(("settings", "prefix"), [(ServiceSettings, "EPLB_"), (AgentSettings, "EPLB_AGENT_")])
+def test_every_setting_is_there_with_its_variable(settings, prefix):
+    for name in settings.model_fields:
+        assert f"| `{name}` | `{prefix}{name.upper()}` |" in SETTINGS
+
+
+def test_every_variable_that_the_code_names_is_in_the_reference():
+    named = {
+        variable
+        for package in ("eplb_service", "worker_agent", "deploy")
+        for path in (ROOT / package).rglob("*")
+        if path.suffix in {".py", ".yaml", ".yml"}
+        for variable in re.findall(r"\bEPLB_[A-Z][A-Z_]*[A-Z]\b", path.read_text())
+    } - {"EPLB_AGENT"}
+    assert {"EPLB_ADDRESS", "EPLB_CONFIG", "EPLB_LISTEN"} <= named
+    assert {variable for variable in named if f"`{variable}`" not in SETTINGS} == set()
+
+
+def test_every_alert_is_in_the_runbook():
+    groups = yaml.safe_load((ROOT / "deploy/prometheus/rules.yml").read_text())["groups"]
+    alerts = {rule["alert"] for group in groups for rule in group["rules"]}
+    runbook = (ROOT / "docs/runbook.md").read_text()
+    of_alerts = runbook.partition("## Alerts")[2].partition("## Problems")[0]
+    assert set(re.findall(r"^### (\w+)$", of_alerts, re.MULTILINE)) == alerts
+
+
+def test_links_of_root_pages_are_those_of_the_site():
+    text = "[a](docs/faults.md) [b](CHANGELOG.md) [c](deploy/) [d](https://x.org)"
+    assert docs_reference.site_links(text) == "[a](faults.md) [b](changelog.md) c [d](https://x.org)"
