@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.heat.window import HeatError, Window, checked_heat
-from eplb_service.placement import Int32, Placement, PlacementError
+from eplb_service.placement import Int32, Placement, PlacementError, apply_layers
 from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.plan import LayerVerdict
 from eplb_service.planner.scoring import Float64, par, split_loads
@@ -119,21 +119,17 @@ def solve(
             )
         decided = plan(window, deployed, deployed.default_log2phy(), topology, settings)
     before_RLE = deployed.default_log2phy()
-    phy2log, log2phy = deployed.phy2log_LRS.copy(), before_RLE.copy()
-    for changed in decided.layers:
-        phy2log[changed.layer] = changed.phy2log_RS
-        log2phy[:, changed.layer] = changed.log2phy_RE
-    after = Placement(phy2log, experts)
+    after, log2phy = apply_layers(deployed, before_RLE, decided.changes())
     loads_before = split_loads(window.heat_TLE, deployed, before_RLE, window.source_RLE, settings.split)
     loads_after = split_loads(window.heat_TLE, after, log2phy, window.source_RLE, settings.split)
     return Solution(
-        phy2log,
+        after.phy2log_LRS.copy(),
         log2phy,
         par(loads_before),
         par(loads_after),
         loads_before.max(axis=2).mean(axis=0),
         loads_after.max(axis=2).mean(axis=0),
-        np.count_nonzero(phy2log != deployed.phy2log_LRS, axis=(1, 2)),
+        np.count_nonzero(after.phy2log_LRS != deployed.phy2log_LRS, axis=(1, 2)),
         decided.verdicts,
     )
 

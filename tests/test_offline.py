@@ -49,7 +49,7 @@ def test_known_example_stays_below_205_with_even_shares() -> None:
         ({"slots": 2}, "cannot hold 12 experts"),
         ({"slots": 13}, "at most 12 slots"),
         ({"policy": "magic"}, "policy"),
-        ({"placement": np.zeros((3, 4, 4), dtype=int)}, "stands in no slot"),
+        ({"placement": np.zeros((3, 4, 4), dtype=int)}, "is in no slot"),
         ({"placement": Placement.linear(3, 12, 4, 3).phy2log_LRS}, "asked for 4 x 4"),
         ({"source_heat": HEAT}, "source heat has the shape"),
         ({"heat": -HEAT}, "zero or more"),

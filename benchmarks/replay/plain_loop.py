@@ -6,12 +6,11 @@ import numpy as np
 
 from eplb_service.heat.window import Window
 from eplb_service.io.trace import Trace
-from eplb_service.placement import Placement
+from eplb_service.placement import Placement, apply_layers
 from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.scoring import par, rank_loads
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
-from eplb_service.replay.policy_run import switched
 
 
 def plain_loop(
@@ -26,7 +25,7 @@ def plain_loop(
         placement, tables_RLE, realised, weights = first, first.default_log2phy(), [], []
         for step in range(steps, trace.steps, steps):
             decided = plan(Window(trace.heat(step - steps, step)), placement, tables_RLE, topology, settings)
-            placement, tables_RLE = switched(placement, tables_RLE, decided)
+            placement, tables_RLE = apply_layers(placement, tables_RLE, decided.changes())
             served = trace.heat(step, min(step + steps, trace.steps))
             realised.append(par(rank_loads(served, placement, tables_RLE)).mean())
             weights.append(len(served))
@@ -34,8 +33,8 @@ def plain_loop(
     settings, realised, weights = PlannerSettings(threads=1), [], []
     for step in range(steps, trace.steps, steps):
         window = Window(trace.heat(step, min(step + steps, trace.steps)))
-        placement, tables_RLE = switched(
-            first, first.default_log2phy(), plan_afresh(window, first, topology, settings)
+        placement, tables_RLE = apply_layers(
+            first, first.default_log2phy(), plan_afresh(window, first, topology, settings).changes()
         )
         realised.append(par(rank_loads(window.heat_TLE, placement, tables_RLE)).mean())
         weights.append(window.steps)

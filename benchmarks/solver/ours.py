@@ -11,11 +11,10 @@ import numpy as np
 
 from benchmarks.solver.decision import Decision, Scene
 from eplb_service.heat.window import Window
-from eplb_service.placement import Placement
+from eplb_service.placement import Placement, apply_layers
 from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
-from eplb_service.replay.policy_run import switched
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,6 @@ class Ours:
         else:
             made = plan(window, placement, scene.tables_RLE, topology, settings)
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-        after, tables_RLE = switched(placement, scene.tables_RLE, made)
+        after, tables_RLE = apply_layers(placement, scene.tables_RLE, made.changes())
         promised_L = np.array([verdict.par_planned for verdict in made.verdicts])
         return Decision(after.phy2log_LRS, tables_RLE, promised_L, len(made.layers), cpu, wall)

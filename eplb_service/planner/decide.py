@@ -8,7 +8,6 @@ import numpy as np
 
 from eplb_service.heat.window import HeatError, Window
 from eplb_service.placement import Int32, Placement
-from eplb_service.planner.agreement import check_agreement, flaw_of
 from eplb_service.planner.asking import ask
 from eplb_service.planner.cherry_pick import cherry_pick
 from eplb_service.planner.hierarchy import groups_on_nodes
@@ -18,6 +17,7 @@ from eplb_service.planner.scoring import par, split_loads
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.settled import settled_par
 from eplb_service.planner.topology import Topology
+from eplb_service.planner.validate import check_arguments, flaw_of
 from eplb_service.planner.verdict import Judge, stays
 from eplb_service.solver.engine import SolverError
 from eplb_service.solver.episodes import sum_episodes
@@ -49,7 +49,7 @@ def plan(
     turns out invalid keeps what it has, and its verdict says so. Raises ``HeatError``, ``PlacementError`` or
     ``TopologyError`` where the arguments contradict each other.
     """
-    check_agreement(window, placement, log2phy_RLE, topology)
+    check_arguments(window, placement, log2phy_RLE, topology)
     if window.steps == 0:
         raise HeatError("the window holds no steps")
     episodes = min(settings.episodes, window.steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -81,6 +82,10 @@ class Plan:
 
     layers: tuple[LayerPlan, ...]
     verdicts: tuple[LayerVerdict, ...]
+
+    def changes(self) -> Iterator[tuple[int, Int32, Int32]]:
+        """Index, placement and tables of each layer that changes, for ``apply_layers``."""
+        return ((layer.layer, layer.phy2log_RS, layer.log2phy_RE) for layer in self.layers)
 
     @property
     def par_seen(self) -> float:

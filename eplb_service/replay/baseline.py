@@ -8,13 +8,12 @@ import numpy as np
 
 from eplb_service.heat.window import Window
 from eplb_service.io.trace import Trace
-from eplb_service.placement import Placement
+from eplb_service.placement import Placement, apply_layers
 from eplb_service.planner.decide import plan_afresh
 from eplb_service.planner.noise_floor import noise_floor
 from eplb_service.planner.scoring import Float64, par
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
-from eplb_service.replay.policy_run import switched
 from eplb_service.replay.schedule import Schedule
 from eplb_service.replay.served import served_loads
 from eplb_service.replay.sliding_heat import SlidingHeat
@@ -71,5 +70,5 @@ class Baseline:
         if self._settings is None:
             return None
         fitted = plan_afresh(window, self._placement, self._topology, self._settings)
-        placement, tables_RLE = switched(self._placement, self._tables_RLE, fitted)
+        placement, tables_RLE = apply_layers(self._placement, self._tables_RLE, fitted.changes())
         return par(served_loads(self._trace, window.heat_TLE, step, placement, tables_RLE, self._split))

@@ -10,9 +10,8 @@ import numpy.typing as npt
 
 from eplb_service.heat.window import Window, widened
 from eplb_service.io.trace import Heat, Trace
-from eplb_service.placement import Int32, Placement, PlacementError, check_log2phy
+from eplb_service.placement import Int32, Placement, apply_layers
 from eplb_service.planner.decide import plan
-from eplb_service.planner.plan import Plan
 from eplb_service.planner.scoring import Float64, par, split_loads
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.costs import Costs
@@ -170,7 +169,7 @@ class PolicyRun:
             return self._outcome(changed, float(seen_L.mean()), float(planned_L.mean()), seconds)
         made = plan(window, serving.placement, serving.log2phy_RLE, self._topology, self._policy.settings)
         seconds = time.perf_counter() - began
-        changed = Serving(*switched(serving.placement, serving.log2phy_RLE, made))
+        changed = Serving(*apply_layers(serving.placement, serving.log2phy_RLE, made.changes()))
         return self._outcome(changed, made.par_seen, made.par_planned, seconds)
 
     def _ask(self, window: Window) -> Serving:
@@ -188,13 +187,7 @@ class PolicyRun:
             if log2phy is None:
                 return Serving(placement, placement.default_log2phy())
             log2phy_RLE = np.ascontiguousarray(log2phy, dtype=np.int32)
-            if log2phy_RLE.shape != (deployed.ranks, deployed.layers, deployed.experts):
-                raise PlacementError(f"log2phy has the shape {list(log2phy_RLE.shape)}")
-            for rank, table_LE in enumerate(log2phy_RLE):
-                for layer, table_E in enumerate(table_LE):
-                    check_log2phy(
-                        table_E, placement.phy2log_LRS[layer], f"table of rank {rank}, layer {layer}"
-                    )
+            placement.check_log2phy(log2phy_RLE)
         except (ValueError, TypeError, OverflowError) as error:
             raise ReplayError(f"policy {self._policy.name} answered no placement ({error})") from error
         return Serving(placement, log2phy_RLE)
@@ -225,14 +218,3 @@ def arrivals(before: Placement, after: Placement) -> npt.NDArray[np.int64]:
     kept_LRS = np.take_along_axis(held_LRE, after.phy2log_LRS.astype(np.int64), axis=2)
     arriving: npt.NDArray[np.int64] = (~kept_LRS).sum(axis=2)
     return arriving
-
-
-def switched(placement: Placement, log2phy_RLE: Int32, decided: Plan) -> tuple[Placement, Int32]:
-    """Placement and tables ``[R, L, E]`` after all layers of a plan have switched."""
-    if not decided.layers:
-        return placement, log2phy_RLE
-    phy2log_LRS, tables_RLE = placement.phy2log_LRS.copy(), log2phy_RLE.copy()
-    for layer in decided.layers:
-        phy2log_LRS[layer.layer] = layer.phy2log_RS
-        tables_RLE[:, layer.layer] = layer.log2phy_RE
-    return Placement(phy2log_LRS, placement.experts), tables_RLE

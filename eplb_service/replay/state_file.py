@@ -19,7 +19,7 @@ from eplb_service.atomic_write import write_atomically
 from eplb_service.heat.window import HeatError
 from eplb_service.io.numpy_file import Array, read_npz
 from eplb_service.io.trace import Trace
-from eplb_service.placement import Placement, PlacementError, check_log2phy
+from eplb_service.placement import Placement, PlacementError
 from eplb_service.replay.baseline import BaselineRow
 from eplb_service.replay.jobs import Job, JobProgress, Ledger, Scene
 from eplb_service.replay.policy_run import RunState, Serving
@@ -198,11 +198,9 @@ def _serving(arrays: Mapping[str, Array], name: str, job: Job, trace: Trace, sce
     if phy2log.shape != start.phy2log_LRS.shape:
         raise PlacementError(f"{name} has the shape {list(phy2log.shape)}")
     placement = Placement(phy2log, trace.experts)
-    if tables.shape != (placement.ranks, trace.layers, trace.experts) or tables.dtype != np.int32:
-        raise PlacementError(f"tables of {name} have the shape {list(tables.shape)}")
-    for table_LE in tables:
-        for layer, table_E in enumerate(table_LE):
-            check_log2phy(table_E, placement.phy2log_LRS[layer], f"{name}, layer {layer}")
+    if tables.dtype != np.int32:
+        raise PlacementError(f"tables of {name} hold {tables.dtype}, not int32")
+    placement.check_log2phy(tables)
     return Serving(placement, tables)
 
 

@@ -11,7 +11,6 @@ from eplb_service.solver.moves import choose_senders
 from eplb_service.solver.problem import EVEN, RULE, SOLVED, Search
 from eplb_service.solver.rank_loads import loads_of_ranks
 from eplb_service.solver.unrest import unrest
-from eplb_service.solver.validity import placeable, tables_hold
 
 _ENOUGH_MS = 1e6
 """A budget that is never spent: it is there so that what budgets buy is compiled too."""
@@ -49,7 +48,4 @@ def warm_up(threads: int | None = None) -> None:
     sum_episodes(whole_TLE.astype(np.int32), 1)
     deployed_RS = np.array(placement.phy2log_LRS[0])
     choose_senders(deployed_RS, deployed_RS[::-1].copy(), np.zeros(4, dtype=np.int32))
-    table_RE = np.array(tables_LGE[0])
-    if not (placeable(deployed_RS, 6) and tables_hold(table_RE, deployed_RS)):
-        raise AssertionError("a linear placement and its tables can be served")
     unrest(sum_episodes(whole_TLE, 2), placement.replicas())

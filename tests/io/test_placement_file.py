@@ -154,4 +154,4 @@ def test_placements_of_another_shape_are_refused(tmp_path):
     np.savez(path, experts=PLACEMENT.phy2log_LRS)
     assert "holds no array named 'phy2log'" in refusal(path)
     np.savez(path, phy2log=np.zeros((3, 4, 2), dtype=np.int32))
-    assert "expert 1 stands in no slot" in refusal(path)
+    assert "expert 1 is in no slot" in refusal(path)

@@ -88,7 +88,7 @@ def test_ids_are_not_looked_at_when_told_not_to():
     [
         ({"phy2log_RS": ALONE_RS.reshape(2, 2)}, r"layer 5: phy2log must have the shape \[1 ranks, slots\]"),
         ({"phy2log_RS": ALONE_RS[0]}, r"layer 5: phy2log must have the shape \[1 ranks, slots\], got \[4\]"),
-        ({"phy2log_RS": np.zeros((1, 4), dtype=np.int32)}, "layer 5: expert 1 stands in no slot"),
+        ({"phy2log_RS": np.zeros((1, 4), dtype=np.int32)}, "layer 5: expert 1 is in no slot"),
         (
             {"log2phy_E": np.zeros(3, dtype=np.int32)},
             r"layer 5: log2phy must have the shape \[4\], got \[3\]",
@@ -97,7 +97,7 @@ def test_ids_are_not_looked_at_when_told_not_to():
         ({"dispatcher": "pigeon"}, "unknown dispatcher 'pigeon'; use one of all2allv, allgather, mc2, moge"),
         (
             {"phy2log_RS": ALONE_RS[:, :3]},
-            "layer 5: 1 ranks x 3 slots = 3 slots cannot hold 4 experts; use at least 4 slots a rank",
+            "layer 5: 1 ranks x 3 slots = 3 slots cannot hold 4 experts; use at least 4 slots per rank",
         ),
         ({"heat_rows": 0}, "layer 5: a heat ring has at least one row, got 0"),
         (

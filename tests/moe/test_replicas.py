@@ -34,5 +34,5 @@ def test_columns_may_be_fixed_for_graphs():
     ]
     with pytest.raises(ValueError, match="an expert has 2 copies, which do not fit 1 columns"):
         replica_table(phy2log_RS, 3, columns=1)
-    with pytest.raises(PlacementError, match="expert 3 stands in no slot"):
+    with pytest.raises(PlacementError, match="expert 3 is in no slot"):
         replica_table(phy2log_RS, 4)

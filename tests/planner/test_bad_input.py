@@ -68,8 +68,8 @@ def test_an_empty_window_is_refused() -> None:
 @pytest.mark.parametrize(
     ("experts", "ranks", "slots", "words"),
     [
-        (9, 2, 4, "8 slots cannot hold 9 experts; use at least 5 slots a rank"),
-        (3, 2, 4, "4 slots a rank must hold one of only 3 experts twice"),
+        (9, 2, 4, "8 slots cannot hold 9 experts; use at least 5 slots per rank"),
+        (3, 2, 4, "4 slots per rank must hold one of only 3 experts twice"),
         (8, 0, 4, "must be positive"),
         (0, 2, 4, "must be positive"),
         (8, 2, -4, "must be positive"),

@@ -216,8 +216,8 @@ def test_failure_in_one_layer_spoils_no_other(
     broken = decided(window, placement)
     worst = max(whole.verdicts, key=lambda verdict: verdict.par_seen).layer
     told = {
-        "placement": "stands in no slot",
-        "table": "table of source 1: expert 2 points to slot -1, which does not hold it",
+        "placement": "is in no slot",
+        "table": "log2phy, source 1: expert 2 points to slot -1, which does not hold it",
         "error": "ZeroDivisionError: no ranks",
     }
     assert broken.verdicts[worst].reason.startswith("kept: the solver failed (")

@@ -49,7 +49,7 @@ def test_layers_not_looked_into(given: Judge, reason: str) -> None:
     [
         (OutOfTimeError("the budget of 5 ms was spent"), "waits: the budget of 5 ms was spent"),
         (SolverError("ValueError: no"), "kept: the solver failed (ValueError: no)"),
-        ("expert 3 stands twice on rank 0", "kept: the solver failed (expert 3 stands twice on rank 0)"),
+        ("expert 3 is twice on rank 0", "kept: the solver failed (expert 3 is twice on rank 0)"),
     ],
 )
 def test_layers_without_an_answer(cause: Exception | str, reason: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.heat.window import Window, checked_heat
 from eplb_service.io.trace import ArrayTrace
-from eplb_service.placement import Placement
+from eplb_service.placement import Placement, apply_layers
 from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.noise_floor import noise_floor
 from eplb_service.planner.scoring import par, rank_loads
@@ -15,7 +15,7 @@ from eplb_service.planner.topology import Topology
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import Scene
 from eplb_service.replay.policy import ABLATIONS, NAMES, Policy
-from eplb_service.replay.policy_run import arrivals, switched
+from eplb_service.replay.policy_run import arrivals
 from eplb_service.replay.result import Setup
 from eplb_service.replay.runner import jobs_for, replay, scene_for
 from eplb_service.replay.schedule import ReplayError, Schedule
@@ -49,7 +49,7 @@ def test_each_decision_is_the_planner_on_its_window():
     for decision, step in zip(result.policies[0].decisions, (40, 70, 100), strict=True):
         window = Window(HEAT_TLE[step - 40 : step])
         decided = plan(window, placement, log2phy_RLE, Topology.flat(4), PlannerSettings(seed=2))
-        placement, log2phy_RLE = switched(placement, log2phy_RLE, decided)
+        placement, log2phy_RLE = apply_layers(placement, log2phy_RLE, decided.changes())
         assert (decision.step, decision.steps, decision.late) == (step, 30, 0)
         assert (decision.moves, decision.layers_changed) == (decided.moves, len(decided.layers))
         assert (decision.par_seen, decision.par_planned) == (decided.par_seen, decided.par_planned)
@@ -78,7 +78,7 @@ def test_hindsight_is_fitted_on_what_it_serves_and_no_policy_beats_it():
     for row, step in enumerate((40, 70, 100)):
         window = Window(HEAT_TLE[step : step + 30])
         fitted = plan_afresh(window, LINEAR, Topology.flat(4), PlannerSettings())
-        placement, log2phy_RLE = switched(LINEAR, LINEAR.default_log2phy(), fitted)
+        placement, log2phy_RLE = apply_layers(LINEAR, LINEAR.default_log2phy(), fitted.changes())
         expected_L = par(rank_loads(window.heat_TLE, placement, log2phy_RLE))
         assert baseline.hindsight_DL[row] == pytest.approx(expected_L)
     assert all(result.score(policy).regret >= 0 for policy in result.policies)
@@ -94,10 +94,11 @@ def test_a_decision_takes_effect_when_it_is_solved_and_its_weights_are_there():
     decided = plan(
         Window(HEAT_TLE[:40]), LINEAR, LINEAR.default_log2phy(), Topology.flat(4), PlannerSettings()
     )
+    changed = apply_layers(LINEAR, LINEAR.default_log2phy(), decided.changes())
     loads_NLR = np.concatenate(
         [
             rank_loads(HEAT_TLE[40 : 40 + late.late], LINEAR, LINEAR.default_log2phy()),
-            rank_loads(HEAT_TLE[40 + late.late : 70], *switched(LINEAR, LINEAR.default_log2phy(), decided)),
+            rank_loads(HEAT_TLE[40 + late.late : 70], *changed),
         ]
     )
     assert late.par_realised_L == pytest.approx(par(loads_NLR))
@@ -172,7 +173,7 @@ def test_external_policies():
         ("absent_module:f", "cannot import 'absent_module'"),
         (f"{__name__}:absent", "has no function 'absent'"),
         (f"{__name__}:broken", r"failed \(RuntimeError: no licence\)"),
-        (f"{__name__}:absurd", "answered no placement .*expert 1 stands in no slot"),
+        (f"{__name__}:absurd", "answered no placement .*expert 1 is in no slot"),
         (f"{__name__}:wrong_tables", "answered no placement .*does not hold it"),
     ],
 )

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eplb_service.placement import default_log2phy
 from tests.swap.world import LINEAR, OFFER_DEADLINE, RANKS, World, layer_RS
 from worker_agent.swap.ballot import Progress
 from worker_agent.swap.machine import Aborted, Refused
@@ -133,8 +134,9 @@ def test_duplicates_are_ignored_and_stale_plans_refused() -> None:
 
 def test_ranks_that_serve_different_placements_stop_balancing() -> None:
     world = World()
-    changed = world.ranks[1].installed.with_layer(0, layer_RS(1), world.ranks[1].installed.log2phy_LE[0])
-    world.ranks[1].installed = changed
+    other_RS = layer_RS(1)
+    other_E = default_log2phy(other_RS, world.ranks[1].installed.placement.experts)[1]
+    world.ranks[1].installed = world.ranks[1].installed.with_layer(0, other_RS, other_E)
     world.launch_vote()
     ballots = [machine.ballot() for machine in world.ranks]
     assert len({ballot.installed for ballot in ballots}) == 2

@@ -10,6 +10,7 @@ import numpy as np
 from eplb_service.placement import (
     Int32,
     Placement,
+    apply_layers,
     array_digest,
     check_log2phy,
     combine_digests,
@@ -48,9 +49,8 @@ class Installed:
 
         Raises ``PlacementError`` where a table points to a slot that does not hold its expert.
         """
-        for layer in range(placement.layers):
-            where = f"layer {layer}: log2phy of rank {rank}"
-            check_log2phy(log2phy_LE[layer], placement.phy2log_LRS[layer], where)
+        for layer, phy2log_RS in enumerate(placement.phy2log_LRS):
+            check_log2phy(log2phy_LE[layer], phy2log_RS, f"layer {layer}: log2phy of rank {rank}")
         digests = tuple(layer_digest(layer, row) for layer, row in enumerate(placement.phy2log_LRS))
         return cls(rank, placement, log2phy_LE, 0, (0,) * placement.layers, digests)
 
@@ -67,12 +67,12 @@ class Installed:
 
     def with_layer(self, layer: int, phy2log_RS: Int32, log2phy_E: Int32) -> Installed:
         """The snapshot after one more committed layer."""
-        tables = np.array(self.log2phy_LE, copy=True)
-        tables[layer] = log2phy_E
+        changed = [(layer, phy2log_RS, log2phy_E)]
+        placement, log2phy_LE = apply_layers(self.placement, self.log2phy_LE, changed)
         return replace(
             self,
-            placement=self.placement.with_layer(layer, phy2log_RS),
-            log2phy_LE=tables,
+            placement=placement,
+            log2phy_LE=log2phy_LE,
             epoch=self.epoch + 1,
             layer_epochs=_replaced(self.layer_epochs, layer, self.epoch + 1),
             layer_digests=_replaced(self.layer_digests, layer, layer_digest(layer, phy2log_RS)),

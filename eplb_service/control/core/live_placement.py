@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from eplb_service.placement import Int32, Placement, PlacementError, combine_digests, layer_digest
+from eplb_service.placement import Int32, Placement, apply_layers, combine_digests, layer_digest
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class LivePlacement:
         cls, placement: Placement, log2phy_RLE: Int32, epoch: int, layer_epochs: tuple[int, ...]
     ) -> LivePlacement:
         """Fingerprints computed; raises ``PlacementError`` where a table names a slot that lacks the expert."""
-        check_tables(log2phy_RLE, placement)
+        placement.check_log2phy(log2phy_RLE)
         digests = tuple(layer_digest(layer, row) for layer, row in enumerate(placement.phy2log_LRS))
         return cls(placement, log2phy_RLE, epoch, layer_epochs, digests)
 
@@ -49,12 +47,11 @@ class LivePlacement:
 
     def with_layer(self, layer: int, phy2log_RS: Int32, log2phy_RE: Int32) -> LivePlacement:
         """One epoch later, with one layer switched."""
-        tables_RLE = self.log2phy_RLE.copy()
-        tables_RLE[:, layer] = log2phy_RE
+        changed = [(layer, phy2log_RS, log2phy_RE)]
+        placement, tables_RLE = apply_layers(self.placement, self.log2phy_RLE, changed)
         epochs, digests = list(self.layer_epochs), list(self.layer_digests)
         epochs[layer] = self.epoch + 1
         digests[layer] = layer_digest(layer, phy2log_RS)
-        placement = self.placement.with_layer(layer, phy2log_RS)
         return LivePlacement(placement, tables_RLE, self.epoch + 1, tuple(epochs), tuple(digests))
 
     def with_table(self, rank: int, log2phy_LE: Int32) -> LivePlacement:
@@ -62,17 +59,3 @@ class LivePlacement:
         tables_RLE = self.log2phy_RLE.copy()
         tables_RLE[rank] = log2phy_LE
         return LivePlacement.of(self.placement, tables_RLE, self.epoch, self.layer_epochs)
-
-
-def check_tables(log2phy_RLE: Int32, placement: Placement) -> None:
-    """Raise ``PlacementError`` unless every rank's entry for each expert is a slot that holds it."""
-    flat_LP = placement.phy2log_LRS.reshape(placement.layers, -1)
-    outside = (log2phy_RLE < 0) | (log2phy_RLE >= flat_LP.shape[1])
-    held_RLE = flat_LP[np.arange(placement.layers)[:, None], np.where(outside, 0, log2phy_RLE)]
-    wrong = outside | (held_RLE != np.arange(placement.experts))
-    if wrong.any():
-        rank, layer, expert = (int(index) for index in np.argwhere(wrong)[0])
-        slot = int(log2phy_RLE[rank, layer, expert])
-        raise PlacementError(
-            f"log2phy of rank {rank}, layer {layer}: expert {expert} points to slot {slot}, which does not hold it"
-        )

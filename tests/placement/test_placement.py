@@ -97,14 +97,14 @@ def test_a_placement_cannot_be_changed_behind_its_back() -> None:
         (np.zeros((1, 2, 1), dtype=np.float32), 2, "holds integers, got float32"),
         (np.array([[[0], [2**40]]]), 2, "past the range of int32"),
         (np.array([[[0, 1], [2, 5]]]), 4, r"layer 0: rank 1 slot 1 names expert 5, not one of 0\.\.3"),
-        (np.array([[[0, 1], [0, 1]]]), 3, r"layer 0: expert 2 stands in no slot \(1 such experts\)"),
-        (np.array([[[0, 0], [1, 2]]]), 3, "layer 0: expert 0 stands twice on rank 0"),
+        (np.array([[[0, 1], [0, 1]]]), 3, r"layer 0: expert 2 is in no slot \(1 such experts\)"),
+        (np.array([[[0, 0], [1, 2]]]), 3, "layer 0: expert 0 is twice on rank 0"),
         (
             np.array([[[0], [1]]]),
             3,
-            "2 ranks x 1 slots = 2 slots cannot hold 3 experts; use at least 2 slots a rank",
+            "2 ranks x 1 slots = 2 slots cannot hold 3 experts; use at least 2 slots per rank",
         ),
-        (np.array([[[0, 1, 0], [1, 0, 1]]]), 2, "3 slots a rank must hold one of only 2 experts twice"),
+        (np.array([[[0, 1, 0], [1, 0, 1]]]), 2, "3 slots per rank must hold one of only 2 experts twice"),
         (np.zeros((1, 0, 1), dtype=np.int32), 1, "must be positive"),
     ],
 )
@@ -130,7 +130,7 @@ def test_a_replaced_layer_is_checked_like_any_other() -> None:
     changed = placement.with_layer(1, turned_RS)
     assert changed.digest() == Placement(changed.phy2log_LRS, 4).digest() != placement.digest()
     assert not changed.phy2log_LRS.flags.writeable
-    with pytest.raises(PlacementError, match="layer 2: expert 3 stands in no slot"):
+    with pytest.raises(PlacementError, match="layer 2: expert 3 is in no slot"):
         placement.with_layer(2, np.array([[0, 1], [2, 0], [1, 2]], dtype=np.int32))
     with pytest.raises(PlacementError, match=r"layer 2: expected the shape \[3, 2\], got \[2, 2\]"):
         placement.with_layer(2, turned_RS[:2])

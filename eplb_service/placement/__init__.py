@@ -1,0 +1,27 @@
+"""Which expert is in which slot, whether that can be served, and how evenly it shares the tokens; numpy alone."""
+
+from eplb_service.placement.apply import apply_layers
+from eplb_service.placement.digests import array_digest, combine_digests, layer_digest
+from eplb_service.placement.par import Float64, mean_par, par, step_par
+from eplb_service.placement.placement import Placement, default_log2phy, expert_map, replica_counts
+from eplb_service.placement.validity import Int32, PlacementError, check_layer, check_log2phy, check_shape
+
+__all__ = [
+    "Float64",
+    "Int32",
+    "Placement",
+    "PlacementError",
+    "apply_layers",
+    "array_digest",
+    "check_layer",
+    "check_log2phy",
+    "check_shape",
+    "combine_digests",
+    "default_log2phy",
+    "expert_map",
+    "layer_digest",
+    "mean_par",
+    "par",
+    "replica_counts",
+    "step_par",
+]

@@ -1,0 +1,42 @@
+"""The peak-to-average ratio (PAR): how much more the hottest rank has to do than the average one; 1.0 is perfect.
+
+It is taken per step (or per episode: a few steps summed) and averaged over those that had tokens. A layer without any
+token has no ratio: it is NaN here, and in no mean.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Float64 = npt.NDArray[np.float64]
+"""A float64 array; the variable's name carries its dimensions."""
+
+
+def step_par(loads: npt.NDArray[np.floating] | npt.NDArray[np.integer]) -> Float64:
+    """Peak-to-average ratio of rank loads ``[..., R]``, float64 ``[...]``; NaN where no rank has a token."""
+    mean = loads.mean(axis=-1)
+    ratio: Float64 = np.full(mean.shape, np.nan)
+    np.divide(loads.max(axis=-1), mean, out=ratio, where=mean > 0)
+    return ratio
+
+
+def par(loads_NLR: npt.NDArray[np.floating] | npt.NDArray[np.integer]) -> Float64:
+    """Peak-to-average ratio of each layer, float64 ``[L]``: the mean over the steps with tokens; NaN where none has.
+
+    Parameters
+    ----------
+    loads_NLR
+        ``[N, L, R]``, tokens that each rank receives in each step or episode.
+    """
+    return mean_par(step_par(loads_NLR), axis=0)
+
+
+def mean_par(par: Float64, axis: int | None = None) -> Float64:
+    """Mean along ``axis``, or of all, of the ratios that there are; NaN where there is none."""
+    has_tokens = ~np.isnan(par)
+    total = np.where(has_tokens, par, 0.0).sum(axis=axis)
+    counted = has_tokens.sum(axis=axis)
+    mean: Float64 = np.full(np.shape(total), np.nan)
+    np.divide(total, counted, out=mean, where=counted > 0)
+    return mean

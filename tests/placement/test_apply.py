@@ -1,0 +1,50 @@
+"""Applying a plan changes the layers that it names, no others, and nothing that was given."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from eplb_service.placement import Placement, PlacementError, apply_layers, default_log2phy
+
+PLACEMENT = Placement.linear(layers=3, experts=6, ranks=4, slots=2)
+TABLES_RLE = PLACEMENT.default_log2phy()
+NEW_RS = np.array([[5, 4], [3, 2], [1, 0], [5, 0]], dtype=np.int32)
+NEW_RE = default_log2phy(NEW_RS, 6)
+
+
+def test_only_the_layers_named_change() -> None:
+    placement, tables_RLE = apply_layers(PLACEMENT, TABLES_RLE, [(1, NEW_RS, NEW_RE)])
+    expected_LRS, expected_RLE = PLACEMENT.phy2log_LRS.copy(), PLACEMENT.default_log2phy()
+    expected_LRS[1], expected_RLE[:, 1] = NEW_RS, NEW_RE
+    assert np.array_equal(placement.phy2log_LRS, expected_LRS)
+    assert np.array_equal(tables_RLE, expected_RLE)
+    placement.check_log2phy(tables_RLE)
+    assert np.array_equal(PLACEMENT.phy2log_LRS, Placement.linear(3, 6, 4, 2).phy2log_LRS)
+    assert np.array_equal(TABLES_RLE, PLACEMENT.default_log2phy())
+
+
+def test_the_tables_of_one_rank_follow_alike() -> None:
+    _, tables_LE = apply_layers(PLACEMENT, TABLES_RLE[2], [(1, NEW_RS, NEW_RE[2]), (0, NEW_RS, NEW_RE[2])])
+    _, tables_RLE = apply_layers(PLACEMENT, TABLES_RLE, [(1, NEW_RS, NEW_RE), (0, NEW_RS, NEW_RE)])
+    assert np.array_equal(tables_LE, tables_RLE[2])
+
+
+def test_no_change_is_the_same_placement() -> None:
+    placement, tables_RLE = apply_layers(PLACEMENT, TABLES_RLE, [])
+    assert placement.digest() == PLACEMENT.digest()
+    assert np.array_equal(tables_RLE, TABLES_RLE)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ((1, np.zeros((4, 2), dtype=np.int32), NEW_RE), "layer 1: expert 1 is in no slot"),
+        ((1, NEW_RS, NEW_RE + 1), "log2phy of layer 1, rank 0: expert 0 points to slot 6"),
+        ((1, NEW_RS, NEW_RE[0]), r"log2phy of layer 1 has the shape \[4, 6\], got \[6\]"),
+        ((1, NEW_RS[:2], NEW_RE), r"layer 1: expected the shape \[4, 2\]"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(change: tuple, message: str) -> None:
+    with pytest.raises(PlacementError, match=message):
+        apply_layers(PLACEMENT, TABLES_RLE, [change])
