@@ -4,9 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
+# Tests run in this many processes at once, each test in one of them.
+PROCESSES ?= auto
+PYTEST = $(BIN)/pytest --numprocesses $(PROCESSES) --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest check lint types layers docs unit warm format proto clean
+.PHONY: help demo test test-slow test-oldest check lint types layers docs unit warm format proto clean
 .PHONY: explore fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-replay
 
 help: ## show this list
@@ -20,7 +23,10 @@ $(READY): pyproject.toml setup.py constraints-dev.txt $(wildcard proto/eplb/v1/*
 demo: $(READY) ## the main job: service, live ranks, drifting heat, layers switched while serving
 	@$(BIN)/eplb demo $(ARGS)
 
-test: check unit ## everything that CI runs: lint, types, layer contracts, docs, all tests
+test: check unit ## lint, types, layer contracts, docs and the tests: the gate of every change (minutes)
+
+test-slow: warm ## the proofs that take long, and real faults on real processes; CI runs them after `make test`
+	@$(PYTEST) -m "slow or faults" $(ARGS)
 
 check: lint types layers docs
 
@@ -38,7 +44,7 @@ docs: $(READY) ## the docs site, into site/; warnings are errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 unit: warm ## the tests alone; ARGS go to pytest
-	@$(BIN)/pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 warm: $(READY) # the solver's kernels, compiled before anything is timed
 	@$(BIN)/eplb warmup
@@ -73,7 +79,7 @@ mutate: warm ## small defects put into a room's modules, and whether its tests n
 	@$(BIN)/python -m tools.mutation $(ARGS)
 
 faults: $(READY) ## real faults on real services and ranks (minutes); ARGS go to pytest
-	@$(BIN)/pytest tests/faults -m "faults or not faults" $(ARGS)
+	@$(PYTEST) tests/faults -m "" $(ARGS)
 
 soak: $(READY) ## ten minutes of random faults, then the proof from the ranks' histories; ARGS="--seconds 60 --seed 1"
 	@$(BIN)/python -m tests.faults.soak $(ARGS)

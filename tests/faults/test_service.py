@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 SLOWLY = {"bytes_per_step": 3000}
 
 
+@pytest.mark.slow
 def test_one_fault_after_another_changes_no_output_and_stops_no_step(tmp_path: Path) -> None:
     with Scene(tmp_path, store=False) as scene:
         scene.wait_for_switches()

@@ -56,6 +56,7 @@ def run_apart(module: str, **environment: str) -> int:
     return int(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_kernel_leaves_its_arrays(tmp_path: Path) -> None:
     """Compiled with bounds checking: catches indices past the end, whatever the types make of them."""
@@ -63,6 +64,7 @@ def test_no_kernel_leaves_its_arrays(tmp_path: Path) -> None:
     assert changed > 20
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_no_index_of_a_kernel_wraps_round() -> None:
     """Uncompiled, every index watched: catches negative ones, which bounds checking lets through."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.swap.explored_state import Faults
 from tests.swap.explorer import scenarios, walk
 from tests.swap.mutants import ASTRAY, HALFWAY, LATE, hunt
@@ -17,6 +19,7 @@ def test_every_interleaving_keeps_every_promise() -> None:
         assert seen.states > 100
 
 
+@pytest.mark.slow
 def test_every_broken_machine_is_caught() -> None:
     caught = {name: seen.broken for name, seen in hunt()}
     assert len(caught) >= 29
