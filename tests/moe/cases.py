@@ -11,7 +11,7 @@ import torch.distributed as dist
 from eplb_service.placement import Int32, Placement
 from worker_agent.moe import DenseMoE, ExpertParallelMoE, MoEShape, seeded_experts
 from worker_agent.moe.composition import LayerParts
-from worker_agent.moe.dispatch.selection import SHARED_TOKEN_DISPATCHERS
+from worker_agent.moe.dispatch import SHARED_TOKEN_DISPATCHERS
 
 _groups: dict[int, dist.ProcessGroup | None] = {}
 

@@ -9,8 +9,8 @@ import torch
 from tests.moe.cases import Case, alone
 from worker_agent.heat import StepPhase
 from worker_agent.moe import DenseMoE, MoEBlock, Router, seeded_experts
-from worker_agent.moe.free_experts import FreeExpert
-from worker_agent.moe.heat import HeatStage
+from worker_agent.moe.block import FreeExpert
+from worker_agent.moe.eplb_state import HeatStage
 from worker_agent.moe.router import balanced_choices
 
 CASE = Case("all2allv", experts=6, slots=6, top_k=3, tokens=(12,))

@@ -9,8 +9,7 @@ import torch
 
 from eplb_service.placement import Placement
 from worker_agent.moe import DenseMoE, ExpertParallelMoE, MoEShape, seeded_experts
-from worker_agent.moe.weights.checkpoint import CheckpointNames, ExpertLoader
-from worker_agent.moe.weights.expert_parameter import ExpertParameter, Granularity, Shard
+from worker_agent.moe.checkpoint import CheckpointNames, ExpertLoader, ExpertParameter, Granularity, Shard
 
 NAMES = CheckpointNames("model.layers.3.mlp.experts")
 E, H, I = 4, 6, 8  # noqa: E741

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import silu
 
-from worker_agent.moe import DenseMoE, MoEShape, seeded_experts, softmax_top_k
+from worker_agent.moe import DenseMoE, MoEShape, Router, seeded_experts
 
 SHAPE = MoEShape(layer=1, experts=5, hidden=6, intermediate=4)
 
@@ -13,7 +13,7 @@ SHAPE = MoEShape(layer=1, experts=5, hidden=6, intermediate=4)
 def test_each_token_is_the_weighted_sum_of_its_experts():
     generator = torch.Generator().manual_seed(0)
     hidden_TH = torch.randn(9, 6, generator=generator)
-    weights_TK, ids_TK = softmax_top_k(torch.randn(9, 5, generator=generator), 2)
+    weights_TK, ids_TK = Router(5, 2)(torch.randn(9, 5, generator=generator))
     experts = seeded_experts(SHAPE)
     output_TH = DenseMoE(SHAPE, experts)(hidden_TH, ids_TK, weights_TK)
     for token in range(9):

@@ -8,29 +8,24 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.moe.cases import Case, ep_group
 from tests.ranks import Ranks
 from worker_agent.moe import DenseMoE, seeded_experts
 from worker_agent.moe.dispatch import AsyncTokenDispatcher, DispatchRequest, build_dispatcher
 from worker_agent.moe.dispatch.batched import batched
-from worker_agent.moe.expert_batch import ActivationFormat, ExpertBatch
-from worker_agent.moe.kernel import (
+from worker_agent.moe.experts import (
     BatchedExperts,
     ExpertsPart,
     GroupedExperts,
-    ModularKernel,
+    Purpose,
     SlotwiseExperts,
     Workspaces,
 )
-from worker_agent.moe.kernel.chunks import chunks
-from worker_agent.moe.kernel.dual_batch import run_two
-from worker_agent.moe.kernel.workspaces import Purpose
-from worker_agent.moe.operators import GroupListType, reference
+from worker_agent.moe.kernel import ModularKernel, run_two
+from worker_agent.moe.operators import reference
 from worker_agent.moe.rank_group import RankGroup
-from worker_agent.moe.weights.expert_weights import ExpertWeights, build_weights
+from worker_agent.moe.weights import ExpertWeights, build_weights
 
 ALONE = RankGroup(None)
 CASE = Case("all2allv", experts=6, slots=6, top_k=3, tokens=(7,))
@@ -79,38 +74,6 @@ def test_all_parts_agree(part: str, weighs: bool, chunk_rows: int | None, tokens
     assert result.beside_TH is None
 
 
-@given(
-    counts=st.lists(st.integers(0, 5), min_size=1, max_size=5),
-    spare=st.integers(0, 3),
-    rows=st.integers(1, 7),
-    form=st.sampled_from(ActivationFormat),
-)
-@settings(deadline=None)
-def test_chunks_count_their_own_rows(counts: list[int], spare: int, rows: int, form: ActivationFormat):
-    """Every row is marked with its slot, rows of no slot with -1."""
-    counts_S = torch.tensor(counts)
-    slots_S = torch.arange(len(counts))
-    if form is ActivationFormat.STANDARD:
-        marks = torch.cat([slots_S.repeat_interleave(counts_S), torch.full((spare,), -1)]).unsqueeze(1)
-    else:
-        length = max(counts) + spare
-        real_SM = torch.arange(length) < counts_S.unsqueeze(1)
-        marks = torch.where(real_SM, slots_S.unsqueeze(1), -1).unsqueeze(2)
-    batch = ExpertBatch(marks, counts_S.cumsum(0), GroupListType.CUMULATIVE, weights=marks.squeeze(-1))
-    axis = 0 if form is ActivationFormat.STANDARD else 1
-    seen_S, end = torch.zeros_like(counts_S), 0
-    for part, chunk in chunks(batch, rows):
-        assert part.start == end
-        end = part.stop
-        assert chunk.rows.shape[axis] == part.stop - part.start <= rows
-        assert chunk.counts_S.tolist() == [int((chunk.rows == slot).sum()) for slot in slots_S]
-        assert chunk.weights is not None
-        assert torch.equal(chunk.weights, chunk.rows.squeeze(-1))
-        seen_S += chunk.counts_S
-    assert end == marks.shape[axis]
-    assert torch.equal(seen_S, counts_S)
-
-
 def test_formats_must_agree():
     sender = build_dispatcher("all2allv", ALONE, 4, reference)
     with pytest.raises(
@@ -143,21 +106,6 @@ def test_both_products_are_written_to_one_place():
     rows = kernel.compute(dispatched.batch, weights_of(CASE, list(range(6))), torch.float32, 0)
     wide = workspaces.take(0, Purpose.WIDE, [1], torch.float32, rows.device)
     assert rows.data_ptr() == wide.data_ptr()
-
-
-def test_workspaces_grow_and_stay():
-    workspaces, cpu = Workspaces(sets=2), torch.device("cpu")
-    first = workspaces.take(0, Purpose.WIDE, [4, 2], torch.float32, cpu)
-    assert workspaces.take(0, Purpose.WIDE, [3], torch.float64, cpu).data_ptr() == first.data_ptr()
-    assert workspaces.take(1, Purpose.WIDE, [8], torch.float32, cpu).data_ptr() != first.data_ptr()
-    assert workspaces.take(0, Purpose.NARROW, [8], torch.float32, cpu).data_ptr() != first.data_ptr()
-    assert workspaces.bytes == 96
-    workspaces.take(0, Purpose.WIDE, [16], torch.float32, cpu)
-    assert workspaces.bytes == 128
-    with pytest.raises(ValueError, match="no set 2 among 2 of workspaces"):
-        workspaces.take(2, Purpose.WIDE, [1], torch.float32, cpu)
-    with pytest.raises(ValueError, match="at least one set of workspaces, got 0"):
-        Workspaces(sets=0)
 
 
 class Recorded:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.moe.cases import Case, alone, build, hand_counts
 from tests.ranks import Ranks
 from worker_agent.moe import DenseMoE, seeded_experts
-from worker_agent.moe.dispatch.selection import DISPATCHER_NAMES
+from worker_agent.moe.dispatch import DISPATCHER_NAMES
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 

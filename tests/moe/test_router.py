@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker_agent.moe import Router, Scoring, softmax_top_k
+from worker_agent.moe import Router, Scoring
 
 
 def test_weights_are_the_renormalised_probabilities():
     logits_TE = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
-    weights_TK, ids_TK = softmax_top_k(logits_TE, 3)
+    weights_TK, ids_TK = Router(5, 3)(logits_TE)
     probabilities_TK = logits_TE.softmax(-1).gather(1, ids_TK.long())
     torch.testing.assert_close(weights_TK, probabilities_TK / probabilities_TK.sum(-1, keepdim=True))
     assert torch.equal(ids_TK.long(), logits_TE.argsort(dim=-1, descending=True)[:, :3])
@@ -23,14 +23,14 @@ def test_weights_are_the_renormalised_probabilities():
 
 
 def test_no_tokens():
-    weights_TK, ids_TK = softmax_top_k(torch.empty(0, 5), 2)
+    weights_TK, ids_TK = Router(5, 2)(torch.empty(0, 5))
     assert weights_TK.shape == ids_TK.shape == (0, 2)
 
 
 @pytest.mark.parametrize("top_k", [0, 6])
 def test_a_top_k_that_cannot_be(top_k: int):
     with pytest.raises(ValueError, match=r"top_k must be 1\.\.5"):
-        softmax_top_k(torch.zeros(2, 5), top_k)
+        Router(5, top_k)
 
 
 @st.composite
@@ -84,14 +84,6 @@ def test_every_setting_equals_the_twin(router: Router, seed: int):
         expected = twin(router, logits)
         assert set(ids) == set(expected)
         assert weights == pytest.approx([expected[expert] for expert in ids], rel=1e-4)
-
-
-def test_the_default_is_softmax_top_k():
-    logits_TE = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
-    weights_TK, ids_TK = Router(5, 3)(logits_TE)
-    expected_weights_TK, expected_ids_TK = softmax_top_k(logits_TE, 3)
-    torch.testing.assert_close(weights_TK, expected_weights_TK)
-    assert torch.equal(ids_TK, expected_ids_TK)
 
 
 def test_a_model_may_bring_its_own_function():

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from tests.moe.cases import Case, build, ep_group
 from tests.ranks import Ranks
 from worker_agent.moe import ExpertParallelMoE, MoEShape, SharedExperts, seeded_experts
-from worker_agent.moe.dispatch.selection import DISPATCHER_NAMES
+from worker_agent.moe.dispatch import DISPATCHER_NAMES
 from worker_agent.moe.operators import reference
 from worker_agent.moe.shared_experts import dense_shared_experts
-from worker_agent.moe.weights.expert_weights import ExpertWeights, build_weights
+from worker_agent.moe.weights import ExpertWeights, build_weights
 
 SHAPE = MoEShape(layer=4, experts=1, hidden=8, intermediate=10)
 

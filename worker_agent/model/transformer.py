@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from worker_agent.model.config import BYTES, ModelConfig
-from worker_agent.moe import softmax_top_k
+from worker_agent.moe import Router
 
 _ROTARY_BASE = 10_000.0
 _EPSILON = 1e-6
@@ -42,7 +42,8 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         hidden, spread = config.hidden, config.hidden**-0.5
-        self._heads, self._top_k = config.heads, config.top_k
+        self._heads = config.heads
+        self._choose = Router(config.experts, config.top_k)
         self.attention_norm = nn.Parameter(torch.ones(hidden))
         self.qkv = nn.Parameter(torch.randn(3 * hidden, hidden) * spread)
         self.out = nn.Parameter(torch.randn(hidden, hidden) * spread * (2 * config.layers) ** -0.5)
@@ -62,7 +63,7 @@ class Block(nn.Module):
         x_BTH = x_BTH + functional.linear(mixed, self.out)
         tokens_NH = normalise(x_BTH, self.moe_norm).reshape(-1, hidden)
         logits_NE = functional.linear(tokens_NH, self.router)
-        weights_NK, ids_NK = softmax_top_k(logits_NE, self._top_k)
+        weights_NK, ids_NK = self._choose(logits_NE)
         return x_BTH + experts(tokens_NH, ids_NK, weights_NK).view_as(x_BTH), logits_NE
 
 

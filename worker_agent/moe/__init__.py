@@ -4,10 +4,10 @@ from worker_agent.moe.block import MoEBlock
 from worker_agent.moe.composition import LayerParts
 from worker_agent.moe.dense import DenseMoE
 from worker_agent.moe.layer import ExpertParallelMoE
-from worker_agent.moe.router import Router, Scoring, softmax_top_k
+from worker_agent.moe.router import Router, Scoring
 from worker_agent.moe.shape import MoEShape
 from worker_agent.moe.shared_experts import SharedExperts
-from worker_agent.moe.weights.expert_source import ExpertSource, seeded_experts
+from worker_agent.moe.weights import ExpertSource, seeded_experts
 
 __all__ = [
     "DenseMoE",
@@ -20,5 +20,4 @@ __all__ = [
     "Scoring",
     "SharedExperts",
     "seeded_experts",
-    "softmax_top_k",
 ]

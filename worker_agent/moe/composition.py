@@ -7,19 +7,18 @@ from typing import Any
 
 import torch
 
-from worker_agent.moe.dispatch import MC2Variant, build_dispatcher
+from worker_agent.moe.dispatch import SHARED_TOKEN_DISPATCHERS, MC2Variant, build_dispatcher
 from worker_agent.moe.dispatch.batched import batched
 from worker_agent.moe.dispatch.interface import TokenDispatcher
-from worker_agent.moe.kernel import (
-    BatchedExperts,
-    ExpertsPart,
-    GroupedExperts,
-    ModularKernel,
-    SlotwiseExperts,
-    Workspaces,
-)
+from worker_agent.moe.experts import BatchedExperts, ExpertsPart, GroupedExperts, SlotwiseExperts, Workspaces
+from worker_agent.moe.kernel import ModularKernel
 from worker_agent.moe.operators import Operators
-from worker_agent.moe.prepare import Preparation, default_preparation
+from worker_agent.moe.prepare import (
+    All2AllPreparation,
+    MC2Preparation,
+    Preparation,
+    SequenceParallelPreparation,
+)
 from worker_agent.moe.rank_group import RankGroup
 
 
@@ -123,3 +122,13 @@ def _experts(operators: Operators, parts: LayerParts) -> ExpertsPart:
     if parts.slotwise:
         return SlotwiseExperts(weighs=parts.experts_weigh)
     return GroupedExperts(operators, weighs=parts.experts_weigh)
+
+
+def default_preparation(
+    dispatcher: str, group: RankGroup, quantize_with: Operators | None = None
+) -> Preparation[Any]:
+    """Shared-token dispatchers gather, MC2 pads, All2AllV takes tokens as they come."""
+    alone = RankGroup(None)
+    if dispatcher in SHARED_TOKEN_DISPATCHERS:
+        return SequenceParallelPreparation(group, quantize_with)
+    return MC2Preparation(group, alone) if dispatcher == "mc2" else All2AllPreparation(alone)

@@ -6,8 +6,7 @@ import torch
 from torch.nn.functional import linear, silu
 
 from worker_agent.moe.shape import MoEShape
-from worker_agent.moe.weights.expert_source import ExpertSource
-from worker_agent.moe.weights.expert_weights import build_weights
+from worker_agent.moe.weights import ExpertSource, build_weights
 
 
 class DenseMoE(torch.nn.Module):

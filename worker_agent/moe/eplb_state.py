@@ -1,12 +1,30 @@
-"""What balancing reads of a layer and writes into it: maps and heat."""
+"""What balancing reads of a layer and writes into it: maps and heat, all on the device."""
 
 from __future__ import annotations
+
+from enum import Enum
 
 import torch
 
 from worker_agent.heat import StepPhase
-from worker_agent.moe.heat import HeatStage, count_ids, write_row
-from worker_agent.moe.maps.initial_placement import RankPlacement
+from worker_agent.moe.maps import RankPlacement
+from worker_agent.moe.operators import count_ids
+
+
+class HeatStage(str, Enum):
+    """The steps whose heat counts. The others get a row of zeros, so that step ``n`` stays in row ``n % W``.
+
+    A dummy step of one rank has no tokens of its own, but slots that others' tokens come to: it counts where all
+    steps do. For one stage alone, tell an idle rank the phase of the others, and that none of its tokens is active.
+    """
+
+    ALL = "all"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+    def records(self, phase: StepPhase) -> bool:
+        """Whether a step of this phase counts."""
+        return self is HeatStage.ALL or self.name == phase.name
 
 
 class EplbState(torch.nn.Module):
@@ -97,3 +115,9 @@ class EplbState(torch.nn.Module):
             write_row(self.source_load, own_E, self.load_counter)
         self.total_load.add_(received_S)
         self.load_counter.add_(1)
+
+
+def write_row(ring_WX: torch.Tensor, counts_X: torch.Tensor, step: torch.Tensor) -> None:
+    """Overwrite row ``step % W`` of a ring; ``step`` is an int64 scalar on the ring's device."""
+    row = (step % ring_WX.shape[0]).reshape(1)
+    ring_WX.index_copy_(0, row, counts_X.to(ring_WX.dtype).unsqueeze(0))

@@ -10,20 +10,15 @@ import torch.distributed as dist
 from eplb_service.placement import Int32
 from worker_agent.heat import StepPhase
 from worker_agent.moe.composition import LayerParts, compose
-from worker_agent.moe.dispatch import DispatchRequest
-from worker_agent.moe.dispatch.selection import SHARED_TOKEN_DISPATCHERS
-from worker_agent.moe.eplb_state import EplbState
-from worker_agent.moe.heat import HeatStage
-from worker_agent.moe.maps.initial_placement import check_grouped, rank_placement
-from worker_agent.moe.masking import real_ids
+from worker_agent.moe.dispatch import SHARED_TOKEN_DISPATCHERS, DispatchRequest
+from worker_agent.moe.eplb_state import EplbState, HeatStage
+from worker_agent.moe.maps import check_grouped, rank_placement
 from worker_agent.moe.operators import operators_for
 from worker_agent.moe.prepare import Prepared, Tokens
 from worker_agent.moe.rank_group import RankGroup
-from worker_agent.moe.shape import MoEShape
+from worker_agent.moe.shape import MoEShape, real_ids
 from worker_agent.moe.shared_experts import SharedExperts
-from worker_agent.moe.weights.expert_source import ExpertSource
-from worker_agent.moe.weights.expert_weights import ExpertWeights, build_weights
-from worker_agent.moe.weights.weight_views import movable_weights
+from worker_agent.moe.weights import ExpertSource, ExpertWeights, build_weights, movable_weights
 
 
 class ExpertParallelMoE(EplbState):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,3 +99,21 @@ class RankGroup:
     def all_reduce(self, rows_NX: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' ``[N, ...]``, ranks in order."""
         return self.all_gather(rows_NX).view(self.size, *rows_NX.shape).sum(dim=0)
+
+
+def pack_rows(columns: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors ``[T, width]`` as one uint8 ``[T, B]``."""
+    return torch.cat([_as_bytes(column) for column in columns], dim=1)
+
+
+def unpack_rows(packed_TB: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that ``pack_rows`` packed, with the dtypes and widths of ``like``."""
+    widths = [column.shape[1] * column.element_size() for column in like]
+    parts = torch.split(packed_TB, widths, dim=1)
+    # Always copied: even a lone row, which is contiguous, may begin where no value of its dtype can.
+    copies = [part.clone(memory_format=torch.contiguous_format) for part in parts]
+    return [part.view(column.dtype) for part, column in zip(copies, like, strict=True)]
+
+
+def _as_bytes(column_TX: torch.Tensor) -> torch.Tensor:
+    return column_TX.contiguous().view(torch.uint8)

@@ -85,11 +85,18 @@ class Router:
         return weights_TK.float() * self.scaling_factor, ids_TK.to(torch.int32)
 
     def _choose(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scores_TE = logits_TE.softmax(-1) if self.scoring is Scoring.SOFTMAX else logits_TE.sigmoid()
+        softmax = self.scoring is Scoring.SOFTMAX
+        scores_TE = logits_TE.softmax(-1) if softmax else logits_TE.sigmoid()
         wanted_TE = scores_TE if self.correction_bias_E is None else scores_TE + self.correction_bias_E
         if self.top_groups < self.groups:
             wanted_TE = wanted_TE.masked_fill(~self._eligible(wanted_TE), float("-inf"))
+        elif softmax and self.correction_bias_E is None:
+            # The same order, without the ties that small probabilities round to.
+            wanted_TE = logits_TE
         ids_TK = wanted_TE.topk(self.top_k, dim=-1).indices
+        if softmax and self.renormalise:
+            # Softmax over the chosen logits alone is softmax over all of them, renormalised.
+            return logits_TE.gather(1, ids_TK).softmax(dim=-1), ids_TK
         weights_TK = scores_TE.gather(1, ids_TK)
         if self.renormalise:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True).clamp(min=1e-20)
@@ -103,20 +110,6 @@ class Router:
         best_TG = merit_TG.topk(self.top_groups, dim=1).indices
         eligible_TG = torch.zeros_like(merit_TG, dtype=torch.bool).scatter_(1, best_TG, True)
         return eligible_TG.repeat_interleave(in_groups_TGS.shape[2], dim=1)
-
-
-def softmax_top_k(logits_TE: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``top_k`` likeliest experts of each token, and their probabilities scaled to sum to one.
-
-    Returns float32 weights and int32 ids, both ``[T, K]``, likeliest first. Raises ``ValueError`` where there
-    are fewer experts than ``top_k``.
-    """
-    experts = logits_TE.shape[-1]
-    if not 1 <= top_k <= experts:
-        raise ValueError(f"top_k must be 1..{experts}, the number of experts, got {top_k}")
-    # Softmax over the chosen logits alone is softmax over all of them, renormalised.
-    chosen_TK, ids_TK = logits_TE.float().topk(top_k, dim=-1)
-    return chosen_TK.softmax(dim=-1), ids_TK.to(torch.int32)
 
 
 def balanced_choices(

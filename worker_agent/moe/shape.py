@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
+from worker_agent.heat import StepPhase
+
 ID_TYPES = (torch.int32, torch.int64)
 
 
@@ -96,3 +98,21 @@ class MoEShape:
 
     def _refuse(self, tensor: str, expected: str, found: object) -> None:
         raise ValueError(f"layer {self.layer}: {tensor} must have {expected}, got {found}")
+
+
+def real_ids(
+    shape: MoEShape, topk_ids_TK: torch.Tensor, active: torch.Tensor | None, phase: StepPhase | None
+) -> torch.Tensor:
+    """The ids, -1 for choices that are not real; the same tensor where all are.
+
+    ``active`` bool ``[T]`` or ``[T, K]`` tells which are; ``ValueError`` where it does not fit. In a dummy phase
+    none is.
+    """
+    if active is not None:
+        shape.check_active(active, topk_ids_TK)
+    if phase is StepPhase.DUMMY:
+        return torch.full_like(topk_ids_TK, -1)
+    if active is None:
+        return topk_ids_TK
+    active_TK = active if active.ndim == 2 else active.unsqueeze(1)
+    return topk_ids_TK.masked_fill(~active_TK, -1)

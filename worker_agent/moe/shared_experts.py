@@ -9,9 +9,9 @@ import torch
 from torch.nn.functional import linear, silu
 
 from worker_agent.moe.expert_batch import ExpertBatch
-from worker_agent.moe.kernel.grouped_experts import grouped_product
+from worker_agent.moe.experts import grouped_product
 from worker_agent.moe.operators import GroupListType, Operators
-from worker_agent.moe.weights.expert_weights import ExpertWeights
+from worker_agent.moe.weights import ExpertWeights
 
 SharedModule = Callable[[torch.Tensor], torch.Tensor]
 """A host's own shared experts as a whole: ``[T, H]`` -> ``[T, H]``."""

@@ -6,14 +6,17 @@ from dataclasses import dataclass
 
 import torch
 
-from worker_agent.moe.dispatch.interface import Dispatched, DispatchRequest, InFlight
-from worker_agent.moe.dispatch.token_quantization import travelling_tokens
-from worker_agent.moe.dispatch.weight_and_reduce import WeightAndReduce, Weights
+from worker_agent.moe.dispatch.interface import (
+    Dispatched,
+    DispatchRequest,
+    InFlight,
+    WeightAndReduce,
+    Weights,
+    travelling_tokens,
+)
 from worker_agent.moe.expert_batch import ActivationFormat, ExpertBatch
-from worker_agent.moe.heat import count_ids
-from worker_agent.moe.operators import GroupListType, Operators
-from worker_agent.moe.packing import pack_rows, unpack_rows
-from worker_agent.moe.rank_group import RankGroup
+from worker_agent.moe.operators import GroupListType, Operators, count_ids
+from worker_agent.moe.rank_group import RankGroup, pack_rows, unpack_rows
 
 
 @dataclass(frozen=True)

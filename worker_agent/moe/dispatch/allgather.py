@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from worker_agent.moe.dispatch.interface import Dispatched, DispatchRequest
-from worker_agent.moe.dispatch.weight_and_reduce import WeightAndReduce, Weights
+from worker_agent.moe.dispatch.interface import Dispatched, DispatchRequest, WeightAndReduce, Weights
 from worker_agent.moe.expert_batch import ActivationFormat, ExpertBatch
 from worker_agent.moe.operators import GroupListType, Operators, QuantMode
 from worker_agent.moe.rank_group import RankGroup

@@ -13,8 +13,9 @@ from worker_agent.moe.dispatch.interface import (
     InFlight,
     Metadata,
     TokenDispatcher,
+    started_combine,
+    started_dispatch,
 )
-from worker_agent.moe.dispatch.overlap import started_combine, started_dispatch
 from worker_agent.moe.expert_batch import ActivationFormat, ExpertBatch
 from worker_agent.moe.operators import GroupListType
 

@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 import torch
 
 from worker_agent.moe.expert_batch import ActivationFormat, ExpertBatch
+from worker_agent.moe.operators import Operators
 
 Metadata = TypeVar("Metadata")
 """What ``combine`` must know of ``dispatch``; each dispatcher has its own type."""
@@ -115,3 +116,81 @@ class AsyncTokenDispatcher(Protocol[Metadata]):
     def start_combine(self, rows: torch.Tensor, metadata: Metadata) -> InFlight[torch.Tensor]:
         """As ``combine``, without waiting for the outputs."""
         ...
+
+
+def started_dispatch(
+    dispatcher: TokenDispatcher[Metadata], request: DispatchRequest
+) -> InFlight[Dispatched[Metadata]]:
+    """Send the tokens, without waiting for them where the dispatcher can."""
+    if isinstance(dispatcher, AsyncTokenDispatcher):
+        return dispatcher.start_dispatch(request)
+    return _arrived(dispatcher.dispatch(request))
+
+
+def started_combine(
+    dispatcher: TokenDispatcher[Metadata], rows: torch.Tensor, metadata: Metadata
+) -> InFlight[torch.Tensor]:
+    """Send the outputs back, without waiting for them where the dispatcher can."""
+    if isinstance(dispatcher, AsyncTokenDispatcher):
+        return dispatcher.start_combine(rows, metadata)
+    return _arrived(dispatcher.combine(rows, metadata))
+
+
+def _arrived(result: Result) -> InFlight[Result]:
+    return InFlight(lambda: None, lambda: result)
+
+
+def travelling_tokens(
+    operators: Operators, request: DispatchRequest
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The request's tokens as they are to be sent, and their scales where they are int8."""
+    if request.quantized and request.scale_T is None:
+        return operators.npu_dynamic_quant(request.hidden_TH)
+    return request.hidden_TH, request.scale_T
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A request's weights, put where they will be applied: one of the two is ``None``."""
+
+    by_experts_TK: torch.Tensor | None
+    by_combine_TK: torch.Tensor | None
+
+    @classmethod
+    def of(cls, request: DispatchRequest) -> Weights:
+        """Where the request wants them."""
+        weights_TK = request.real_weights()
+        return cls(weights_TK, None) if request.experts_weigh else cls(None, weights_TK)
+
+
+@dataclass(frozen=True)
+class WeightAndReduce:
+    """Where each choice's row stands, and what it weighs."""
+
+    row_of_choice: torch.Tensor
+    """int32 ``[T*K]``; any number outside the rows for a choice that has none."""
+
+    choices: int
+    """K."""
+
+    weights_TK: torch.Tensor | None
+    """``None`` where the experts have weighed: rows are then only summed."""
+
+    absent_TK: torch.Tensor | None = None
+    """bool: the choices that have no row; ``None`` where all have one."""
+
+    def __call__(self, operators: Operators, rows_NH: torch.Tensor) -> torch.Tensor:
+        """The tokens' outputs ``[T, H]``, of the rows' dtype; the rows are used up."""
+        tokens = self.row_of_choice.shape[0] // self.choices
+        if not rows_NH.shape[0]:
+            return rows_NH.new_zeros(tokens, rows_NH.shape[1])
+        weights_TK = self.weights_TK
+        if weights_TK is None:
+            weights_TK = rows_NH.new_ones(tokens, self.choices, dtype=torch.float32)
+        row_of_choice = self.row_of_choice
+        if self.absent_TK is not None:
+            # Row 0 stands in for a missing one and weighs nothing; where it is nobody's it may hold anything, even NaN.
+            weights_TK = weights_TK.masked_fill(self.absent_TK, 0.0)
+            row_of_choice = row_of_choice.masked_fill(self.absent_TK.reshape(-1), 0)
+            rows_NH[0].masked_fill_(self.absent_TK.all(), 0.0)
+        return operators.npu_moe_token_unpermute(rows_NH, row_of_choice, weights_TK)

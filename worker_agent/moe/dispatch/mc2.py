@@ -1,18 +1,55 @@
-"""MC2: one fused communication operator each way."""
+"""MC2: one fused communication operator each way, and which of its variants a machine has."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from worker_agent.moe.dispatch.interface import Dispatched, DispatchRequest
-from worker_agent.moe.dispatch.mc2_padding import arriving_padding, spread_out
-from worker_agent.moe.dispatch.mc2_variant import MC2Variant
 from worker_agent.moe.expert_batch import ActivationFormat, ExpertBatch
 from worker_agent.moe.operators import DispatchQuantMode, GroupListType, Operators
 from worker_agent.moe.rank_group import RankGroup
+
+_A3_CHIPS = range(250, 256)
+"""What ``torch_npu.npu.get_soc_version`` says of Atlas A3."""
+
+
+@dataclass(frozen=True)
+class MC2Variant:
+    """Version and arguments of the fused operators."""
+
+    version: int = 2
+    """1 or 2: without or with ``_v2``."""
+
+    a3: bool = True
+    """Whether to name a tensor-parallel group, as A3 demands; together with version 2 a mask is understood as well."""
+
+    hierarchical: bool = False
+    """Whether nodes talk in two levels, as A2 can: the weights then travel with the tokens."""
+
+    def __post_init__(self) -> None:
+        if self.version not in (1, 2):
+            raise ValueError(f"MC2 has versions 1 and 2, got {self.version}")
+
+    @property
+    def masks(self) -> bool:
+        """Whether choices that are not real can be masked; otherwise they must go somewhere."""
+        return self.a3 and self.version == 2
+
+    @classmethod
+    def of(cls, operators: Operators, device: torch.device) -> MC2Variant:
+        """What the operators and the machine of ``device`` offer."""
+        version = 2 if hasattr(operators, "npu_moe_distribute_dispatch_v2") else 1
+        if device.type != "npu":
+            return cls(version)
+        import torch_npu
+
+        a3 = torch_npu.npu.get_soc_version() in _A3_CHIPS
+        two_levels = os.environ.get("HCCL_INTRA_PCIE_ENABLE"), os.environ.get("HCCL_INTRA_ROCE_ENABLE")
+        return cls(version, a3, hierarchical=not a3 and two_levels == ("1", "0"))
 
 
 @dataclass(frozen=True)
@@ -118,3 +155,23 @@ class MC2Dispatcher:
         if self._variant.version == 2:
             return self._operators.npu_moe_distribute_combine_v2
         return self._operators.npu_moe_distribute_combine
+
+
+def spread_out(physical_TK: torch.Tensor, active_TK: torch.Tensor, first: int, experts: int) -> torch.Tensor:
+    """Choices, those that are not real replaced: choice ``k`` goes to expert ``first + k``.
+
+    They are distinct within a token that is padding as a whole, as the operators demand, and begin on the rank of
+    expert ``first``.
+    """
+    choices = torch.arange(physical_TK.shape[1], device=physical_TK.device, dtype=physical_TK.dtype)
+    return torch.where(active_TK, physical_TK, (first + choices) % experts)
+
+
+def arriving_padding(
+    group: RankGroup, physical_TK: torch.Tensor, active_TK: torch.Tensor, experts: int
+) -> torch.Tensor:
+    """Padding that comes to each of this rank's slots, int64 ``[S]``; one small exchange."""
+    idle_N = physical_TK[~active_TK]
+    idle_P = torch.zeros(experts, dtype=torch.int64, device=physical_TK.device)
+    idle_P.index_add_(0, idle_N, torch.ones_like(idle_N, dtype=torch.int64))
+    return group.exchange(idle_P.view(group.size, -1)).sum(dim=0)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from worker_agent.moe.dispatch.interface import Dispatched, DispatchRequest
-from worker_agent.moe.dispatch.token_quantization import travelling_tokens
-from worker_agent.moe.dispatch.weight_and_reduce import WeightAndReduce, Weights
+from worker_agent.moe.dispatch.interface import (
+    Dispatched,
+    DispatchRequest,
+    WeightAndReduce,
+    Weights,
+    travelling_tokens,
+)
 from worker_agent.moe.expert_batch import ActivationFormat, ExpertBatch
-from worker_agent.moe.heat import count_ids
-from worker_agent.moe.operators import GroupListType, Operators
+from worker_agent.moe.operators import GroupListType, Operators, count_ids
 from worker_agent.moe.rank_group import RankGroup
 
 

@@ -38,6 +38,13 @@ def token_counts(group_list: torch.Tensor, group_list_type: int) -> torch.Tensor
     return torch.diff(group_list, prepend=group_list.new_zeros(1))
 
 
+def count_ids(ids: torch.Tensor, bins: int) -> torch.Tensor:
+    """How often each id ``0..bins-1`` occurs, int64 ``[bins]``."""
+    flat_N = ids.reshape(-1)
+    counts = torch.zeros(bins, dtype=torch.int64, device=ids.device)
+    return counts.index_add_(0, flat_N, torch.ones(flat_N.shape, dtype=torch.int64, device=ids.device))
+
+
 class Operators(Protocol):
     """Operators by torch_npu's names. N rows, H their width, G groups, T tokens, K choices a token."""
 

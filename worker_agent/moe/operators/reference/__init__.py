@@ -1,18 +1,18 @@
 """The operators in plain torch, for CPU and CUDA."""
 
-from worker_agent.moe.operators.reference.arithmetic import npu_dynamic_quant, npu_grouped_matmul, npu_swiglu
-from worker_agent.moe.operators.reference.distribute_combine import (
+from worker_agent.moe.operators.reference.distribute import (
     npu_moe_distribute_combine,
     npu_moe_distribute_combine_v2,
-)
-from worker_agent.moe.operators.reference.distribute_dispatch import (
     npu_moe_distribute_dispatch,
     npu_moe_distribute_dispatch_v2,
 )
-from worker_agent.moe.operators.reference.routing import (
+from worker_agent.moe.operators.reference.local import (
+    npu_dynamic_quant,
+    npu_grouped_matmul,
     npu_moe_init_routing_v2,
     npu_moe_token_permute,
     npu_moe_token_unpermute,
+    npu_swiglu,
 )
 
 __all__ = [

@@ -1,0 +1,128 @@
+"""Every operator must be called as torch_npu declares it, so that what runs here on a CPU runs on an NPU.
+
+``torch_npu/*.schemas`` and ``*.results.json`` are an extract of torch_npu's wheel; ``tools/torch_npu_contract.py`` says
+how it is made, and holds it against the wheel.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.moe.cases import Case, alone
+from tests.moe.torch_npu.calls import OPERATORS, calls, results
+from worker_agent.moe import DenseMoE, seeded_experts
+from worker_agent.moe import layer as layer_module
+from worker_agent.moe.composition import LayerParts
+from worker_agent.moe.dispatch import DISPATCHER_NAMES, MC2Variant
+from worker_agent.moe.operators import Operators, reference
+
+EXTRACT = Path(__file__).parent.parent / "torch_npu"
+SCHEMAS = [line for line in (EXTRACT / "2.13.0.schemas").read_text().splitlines() if not line.startswith("#")]
+NAMES = [schema.partition("(")[0] for schema in SCHEMAS]
+RESULTS = json.loads((EXTRACT / "2.13.0.results.json").read_text())
+VARIANTS = [
+    MC2Variant(version, a3, hierarchical)
+    for version in (1, 2)
+    for a3, hierarchical in ((True, False), (False, True))
+]
+
+
+def grouped_matmul_of_codes(*args: Any, output_dtype: int | None = None, **kwargs: Any) -> list[torch.Tensor]:
+    """torch_npu declares types as integers, which is how they arrive behind a schema."""
+    types = {6: torch.float32, 15: torch.bfloat16}
+    return reference.npu_grouped_matmul(*args, output_dtype=types.get(output_dtype), **kwargs)
+
+
+@pytest.fixture(scope="module")
+def declared() -> Iterator[SimpleNamespace]:
+    """The operators with torch_npu's own schemas, which check every argument and return, over the reference."""
+    library = torch.library.Library("torch_npu_contract", "DEF")
+    behind = {name: getattr(reference, name) for name in NAMES} | {
+        "npu_grouped_matmul": grouped_matmul_of_codes
+    }
+    for schema, name in zip(SCHEMAS, NAMES, strict=True):
+        library.define(schema)
+        library.impl(name, behind[name], "CPU")
+    namespace = torch.ops.torch_npu_contract
+    yield SimpleNamespace(**{name: getattr(namespace, name) for name in NAMES})
+    library._destroy()
+
+
+def test_every_operator_of_the_contract_is_declared():
+    assert set(OPERATORS) == set(NAMES) == set(reference.__all__)
+    assert {call.operator for call in calls("meta").values()} == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_contract_and_reference_agree(name: str):
+    promised = list(inspect.signature(getattr(Operators, name)).parameters.values())[1:]
+    assert list(inspect.signature(getattr(reference, name)).parameters.values()) == promised
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=NAMES)
+def test_every_argument_is_torch_npus_with_its_default(schema: str):
+    theirs = {argument.name: argument for argument in torch._C.parse_schema(schema).arguments}
+    ours = list(inspect.signature(getattr(Operators, schema.partition("(")[0])).parameters.values())[1:]
+    positional = [argument.name for argument in theirs.values() if not argument.kwarg_only]
+    for place, argument in enumerate(ours):
+        if argument.kind is inspect.Parameter.KEYWORD_ONLY:
+            assert theirs[argument.name].kwarg_only
+        else:
+            # torch calls a tensor "self" that Python cannot.
+            assert positional[place] in (argument.name, "self")
+        known = theirs[positional[place] if argument.name not in theirs else argument.name]
+        if argument.default is not inspect.Parameter.empty:
+            assert known.default_value == argument.default
+
+
+def test_what_operators_return_has_the_dtypes_and_shapes_that_torch_npu_says(declared: SimpleNamespace):
+    found = results("cpu", lambda name: getattr(declared, name))
+    assert found == {title: expected for title, expected in RESULTS.items() if title != "about"}
+
+
+def run_declared(
+    case: Case, parts: LayerParts, declared: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = alone(case) if case.quantized else DenseMoE(case.shape, seeded_experts(case.shape))
+    monkeypatch.setattr(layer_module, "operators_for", lambda device: declared)
+    layer = alone(case, parts)
+    tokens = case.step(0)
+    active_T = torch.arange(tokens[0].shape[0]) < 4
+    expected_TH = expected(*tokens).masked_fill(~active_T.unsqueeze(1), 0.0)
+    torch.testing.assert_close(layer(*tokens, active=active_T), expected_TH)
+    torch.testing.assert_close(layer(*tokens), expected(*tokens))
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHER_NAMES)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_the_layer_calls_operators_as_declared(
+    declared: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, dispatcher: str, quantized: bool
+):
+    case = Case(dispatcher, experts=8, slots=8, top_k=3, tokens=(6,), quantized=quantized)
+    run_declared(case, LayerParts(quantize_before_gather=True), declared, monkeypatch)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_every_variant_of_mc2_calls_operators_as_declared(
+    declared: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, variant: MC2Variant, quantized: bool
+):
+    case = Case("mc2", experts=8, slots=8, top_k=3, tokens=(6,), quantized=quantized)
+    run_declared(case, LayerParts(mc2=variant), declared, monkeypatch)
+
+
+def test_an_argument_that_is_not_declared_fails(declared: SimpleNamespace):
+    with pytest.raises(RuntimeError, match="Unknown keyword argument 'active_rows'"):
+        declared.npu_swiglu(torch.zeros(2, 4), active_rows=3)
+    with pytest.raises(RuntimeError, match="Unknown keyword argument 'comm_alg'"):
+        declared.npu_moe_distribute_dispatch(
+            torch.zeros(1, 2), torch.zeros(1, 1, dtype=torch.int32), "", 1, 0, 1, comm_alg=""
+        )

@@ -1,0 +1,276 @@
+"""Whatever a layer is made of, and whatever tokens are padding, it must equal its dense twin and count real heat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.moe.cases import Case, alone, build, hand_counts
+from tests.moe.grid import grid
+from tests.ranks import Ranks
+from worker_agent.heat import StepPhase
+from worker_agent.moe import DenseMoE, ExpertParallelMoE, LayerParts, seeded_experts
+from worker_agent.moe.dispatch import DISPATCHER_NAMES, SHARED_TOKEN_DISPATCHERS, MC2Variant
+from worker_agent.moe.prepare import (
+    All2AllPreparation,
+    AllGatherPreparation,
+    MC2Preparation,
+    Preparation,
+)
+
+VARIANTS = [
+    MC2Variant(2),
+    MC2Variant(2, a3=False),
+    MC2Variant(1),
+    MC2Variant(1, a3=False),
+    MC2Variant(2, a3=False, hierarchical=True),
+    MC2Variant(1, a3=False, hierarchical=True),
+]
+
+
+@st.composite
+def composed(draw: st.DrawFn) -> tuple[Case, LayerParts, float]:
+    """A case, parts that fit it, and the share of its tokens that are real."""
+    ranks, slots = draw(st.sampled_from([1, 2, 4, 8])), draw(st.integers(1, 4))
+    dispatcher = draw(st.sampled_from(DISPATCHER_NAMES))
+    if dispatcher == "moge":
+        experts, top_k = ranks * slots, ranks * draw(st.integers(1, slots))
+    else:
+        experts = draw(st.integers(slots, ranks * slots))
+        top_k = draw(st.integers(1, min(experts, 4)))
+    kind = draw(st.sampled_from(["grouped", "W8A8", "slotwise", "batched"]))
+    case = Case(
+        dispatcher,
+        experts,
+        slots,
+        top_k,
+        tuple(draw(st.lists(st.integers(0, 6), min_size=ranks, max_size=ranks))),
+        skew=draw(st.sampled_from([0.0, 0.5])),
+        seed=draw(st.integers(0, 1000)),
+        quantized=kind == "W8A8",
+    )
+    parts = LayerParts(
+        slotwise=kind == "slotwise",
+        max_rank_tokens=6 if kind == "batched" else None,
+        experts_weigh=dispatcher != "mc2" and draw(st.booleans()),
+        weigh_on_input=top_k == 1 and kind != "W8A8" and draw(st.booleans()),
+        quantize_before_gather=draw(st.booleans()),
+        chunk_rows=draw(st.sampled_from([None, 1, 3])),
+        mc2=draw(st.sampled_from(VARIANTS)),
+    )
+    return case, parts, draw(st.sampled_from([0.0, 0.5, 1.0]))
+
+
+def real_tokens(case: Case, rank: int, share: float) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(case.seed + rank)
+    return torch.rand(case.tokens[rank], generator=generator) < share
+
+
+def masked_step(case: Case, parts: LayerParts, share: float) -> tuple[float, list[int], list[int]] | None:
+    """Largest difference from the dense twin, whose outputs of padding are zeros, and the heat."""
+    built = build(case, parts=parts)
+    if built is None:
+        return None
+    layer, dense = built
+    tokens = case.step(dist.get_rank())
+    active_T = real_tokens(case, dist.get_rank(), share)
+    output_TH = layer(*tokens, active=None if share == 1.0 else active_T)
+    expected_TH = dense(*tokens).masked_fill(~active_T.unsqueeze(1), 0.0)
+    assert output_TH.shape == expected_TH.shape
+    difference = (output_TH - expected_TH).abs()
+    loads = layer.moe_load[0].tolist(), layer.source_load[0].tolist()
+    assert layer.total_load.tolist() == loads[0]
+    return float(difference.max()) if difference.numel() else 0.0, *loads
+
+
+# Not shrunk: that would start fresh ranks at each failing example.
+@given(drawn=composed())
+@settings(
+    max_examples=50,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_all_parts_equal_the_dense_twin(eight_ranks: Ranks, drawn: tuple[Case, LayerParts, float]):
+    case, parts, share = drawn
+    results = eight_ranks.run(masked_step, case, parts, share)[: case.ranks]
+    active = [real_tokens(case, rank, share) for rank in range(case.ranks)]
+    received_RS, source_RE = hand_counts(case, active=active)
+    assert max(difference for difference, _, _ in results) <= 1e-5
+    np.testing.assert_array_equal([received for _, received, _ in results], received_RS)
+    np.testing.assert_array_equal([source for _, _, source in results], source_RE)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_mc2_variants_on_eight_ranks(eight_ranks: Ranks, variant: MC2Variant):
+    case = Case("mc2", 32, 5, 4, (9, 0, 3, 1, 16, 2, 0, 5), skew=0.1)
+    results = eight_ranks.run(masked_step, case, LayerParts(mc2=variant), 0.5)
+    active = [real_tokens(case, rank, 0.5) for rank in range(8)]
+    received_RS, source_RE = hand_counts(case, active=active)
+    assert max(difference for difference, _, _ in results) <= 1e-5
+    assert [received for _, received, _ in results] == received_RS.tolist()
+    assert [source for _, _, source in results] == source_RE.tolist()
+
+
+def over_a_grid(case: Case) -> tuple[float, list[int], list[int]]:
+    """The layer over 4 data-parallel groups of 2 ranks with the same tokens."""
+    here = grid(tp=2)
+    preparation: Preparation[Any]
+    if case.dispatcher in SHARED_TOKEN_DISPATCHERS:
+        preparation = AllGatherPreparation([here.dp], here.tp)
+    elif case.dispatcher == "mc2":
+        preparation = MC2Preparation(here.ep, here.tp)
+    else:
+        preparation = All2AllPreparation(here.tp)
+    experts = seeded_experts(case.shape)
+    layer = ExpertParallelMoE(
+        case.shape,
+        case.placement(),
+        experts,
+        log2phy_E=case.tables()[0 if case.dispatcher in SHARED_TOKEN_DISPATCHERS else here.ep.rank],
+        dispatcher=case.dispatcher,
+        ep_group=here.ep_process_group,
+        parts=LayerParts(preparation=preparation),
+    )
+    tokens = case.step(here.dp_rank)
+    difference = (layer(*tokens) - DenseMoE(case.shape, experts)(*tokens)).abs()
+    return (
+        float(difference.max()) if difference.numel() else 0.0,
+        layer.moe_load[0].tolist(),
+        layer.source_load[0].tolist(),
+    )
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHER_NAMES)
+def test_ranks_that_share_tokens_count_each_once(eight_ranks: Ranks, dispatcher: str):
+    slots, top_k = (4, 8) if dispatcher == "moge" else (5, 4)
+    case = Case(dispatcher, 32, slots, top_k, tokens=(3, 0, 1, 6, 0, 0, 0, 0), skew=0.1)
+    results = eight_ranks.run(over_a_grid, case)
+    assert max(difference for difference, _, _ in results) <= 1e-5
+    by_hand_E = np.sum(hand_counts(case)[1], axis=0)
+    assert np.sum([source for _, _, source in results], axis=0).tolist() == by_hand_E.tolist()
+    assert np.sum([received for _, received, _ in results]) == by_hand_E.sum()
+
+
+def idle_rank(case: Case) -> tuple[float, list[int], list[int]] | None:
+    """Rank 0 makes a dummy step, with tokens that nobody must see."""
+    built = build(case)
+    if built is None:
+        return None
+    layer, dense = built
+    tokens = case.step(dist.get_rank())
+    dummy = dist.get_rank() == 0
+    output_TH = layer(*tokens, phase=StepPhase.DUMMY if dummy else StepPhase.DECODE)
+    expected_TH = torch.zeros_like(output_TH) if dummy else dense(*tokens)
+    return (
+        float((output_TH - expected_TH).abs().max()),
+        layer.moe_load[0].tolist(),
+        layer.source_load[0].tolist(),
+    )
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHER_NAMES)
+def test_a_dummy_batch_is_seen_nowhere(eight_ranks: Ranks, dispatcher: str):
+    case = Case(dispatcher, experts=4, slots=2, top_k=2, tokens=(3, 4), skew=0.2)
+    results = eight_ranks.run(idle_rank, case)[:2]
+    assert max(difference for difference, _, _ in results) <= 1e-5
+    only_others = [torch.zeros(3, dtype=torch.bool), torch.ones(4, dtype=torch.bool)]
+    received_RS, source_RE = hand_counts(case, active=only_others)
+    assert [source for _, _, source in results] == source_RE.tolist()
+    assert [received for _, received, _ in results] == received_RS.tolist()
+
+
+def test_choices_may_be_masked_one_by_one():
+    case = Case("all2allv", experts=4, slots=4, top_k=3, tokens=(5,))
+    layer = alone(case)
+    hidden_TH, ids_TK, weights_TK = case.step(0)
+    active_TK = torch.rand(5, 3, generator=torch.Generator().manual_seed(0)) < 0.5
+    expected_TH = DenseMoE(case.shape, seeded_experts(case.shape))(hidden_TH, ids_TK, weights_TK * active_TK)
+    torch.testing.assert_close(layer(hidden_TH, ids_TK, weights_TK, active=active_TK), expected_TH)
+    assert layer.source_load[0].tolist() == torch.bincount(ids_TK[active_TK], minlength=4).tolist()
+
+
+@pytest.mark.parametrize(
+    ("active", "message"),
+    [
+        (torch.ones(4, dtype=torch.bool), r"active must have the shape \[5\] or \[5, 3\], got \[4\]"),
+        (torch.ones(5), "active must have the dtype torch.bool, got torch.float32"),
+        (torch.ones(5, dtype=torch.bool, device="meta"), "active must have the layer's device cpu, got meta"),
+    ],
+)
+def test_a_mask_that_does_not_fit(active: torch.Tensor, message: str):
+    case = Case("all2allv", experts=4, slots=4, top_k=3, tokens=(5,))
+    with pytest.raises(ValueError, match=f"layer 3: {message}"):
+        alone(case)(*case.step(0), active=active)
+
+
+@pytest.mark.parametrize(
+    ("case", "parts", "message"),
+    [
+        (
+            Case("mc2", 4, 4, 2, (3,)),
+            LayerParts(experts_weigh=True),
+            "MC2Dispatcher weighs in its combine; GroupedExperts must not weigh",
+        ),
+        (
+            Case("all2allv", 4, 4, 2, (3,), quantized=True),
+            LayerParts(slotwise=True),
+            "SlotwiseExperts does not take int8 weights",
+        ),
+        (Case("all2allv", 4, 4, 2, (3,)), LayerParts(chunk_rows=0), "takes no chunks of 0 rows"),
+        (Case("all2allv", 4, 4, 2, (3,)), LayerParts(max_rank_tokens=0), "room for one token a rank, got 0"),
+    ],
+)
+def test_parts_that_do_not_fit_together(case: Case, parts: LayerParts, message: str):
+    with pytest.raises(ValueError, match=message):
+        alone(case, parts)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (
+            LayerParts(max_rank_tokens=2),
+            "layer 3: 3 tokens are more than the 2 of a rank that the batched format has room for",
+        ),
+        (
+            LayerParts(weigh_on_input=True),
+            "layer 3: weights can be applied to the input of one choice a token alone, got 2",
+        ),
+    ],
+)
+def test_tokens_that_do_not_fit_the_parts(parts: LayerParts, message: str):
+    case = Case("all2allv", experts=4, slots=4, top_k=2, tokens=(3,))
+    with pytest.raises(ValueError, match=message):
+        alone(case, parts)(*case.step(0))
+
+
+def test_no_token_chooses_an_expert_twice_in_the_batched_format():
+    case = Case("all2allv", experts=4, slots=4, top_k=2, tokens=(3,))
+    hidden_TH, ids_TK, weights_TK = case.step(0)
+    ids_TK[1] = 3
+    with pytest.raises(
+        ValueError, match=r"layer 3: topk_ids must have distinct experts.*got \[3, 3\] at token 1"
+    ):
+        alone(case, LayerParts(max_rank_tokens=3))(hidden_TH, ids_TK, weights_TK)
+    alone(case)(hidden_TH, ids_TK, weights_TK)
+
+
+def test_weighing_on_the_input_changes_what_an_expert_sees():
+    case = Case("all2allv", experts=4, slots=4, top_k=1, tokens=(3,))
+    hidden_TH, ids_TK, _ = case.step(0)
+    weights_TK = torch.full((3, 1), 0.5)
+    dense = DenseMoE(case.shape, seeded_experts(case.shape))
+    found_TH = alone(case, LayerParts(weigh_on_input=True))(hidden_TH, ids_TK, weights_TK)
+    torch.testing.assert_close(found_TH, dense(hidden_TH * 0.5, ids_TK, torch.ones(3, 1)))
+
+
+def test_mc2_has_two_versions():
+    with pytest.raises(ValueError, match="MC2 has versions 1 and 2, got 3"):
+        MC2Variant(3)

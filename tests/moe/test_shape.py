@@ -1,0 +1,237 @@
+"""Input that does not fit must be refused with layer, tensor and expectation, before any collective is entered."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from eplb_service.placement import Placement, PlacementError
+from tests.moe.cases import Case, build
+from tests.ranks import Ranks
+from worker_agent.adapters.live_layer import LiveLayer
+from worker_agent.moe import ExpertParallelMoE, MoEShape, seeded_experts
+from worker_agent.moe.dispatch import DISPATCHER_NAMES
+from worker_agent.moe.maps import check_grouped
+
+SHAPE = MoEShape(layer=5, experts=4, hidden=8, intermediate=6)
+ALONE_RS = Placement.linear(1, experts=4, ranks=1, slots=4).phy2log_LRS[0]
+
+
+@pytest.fixture
+def layer() -> ExpertParallelMoE:
+    return ExpertParallelMoE(SHAPE, ALONE_RS, seeded_experts(SHAPE))
+
+
+def good_input() -> dict[str, torch.Tensor]:
+    return {
+        "hidden": torch.randn(3, 8),
+        "topk_ids": torch.tensor([[0, 1], [2, 3], [3, 0]]),
+        "topk_weights": torch.full((3, 2), 0.5),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("hidden", torch.randn(3, 7), r"layer 5: hidden must have the shape \[T, 8\], got \[3, 7\]"),
+        ("hidden", torch.randn(8), r"layer 5: hidden must have the shape \[T, 8\], got \[8\]"),
+        ("hidden", torch.randn(3, 8).double(), "layer 5: hidden must have the layer's dtype torch.float32"),
+        (
+            "hidden",
+            torch.empty(3, 8, device="meta"),
+            "layer 5: hidden must have the layer's device cpu, got meta",
+        ),
+        (
+            "topk_ids",
+            torch.zeros(2, 2, dtype=torch.int64),
+            r"topk_ids must have the shape \[3, K\] with K >= 1",
+        ),
+        (
+            "topk_ids",
+            torch.zeros(3, 0, dtype=torch.int64),
+            r"topk_ids must have the shape \[3, K\] with K >= 1",
+        ),
+        ("topk_ids", torch.zeros(3, 2), "topk_ids must have int32 or int64, got torch.float32"),
+        (
+            "topk_ids",
+            torch.tensor([[0, 1], [2, 4], [0, 1]]),
+            r"expert ids 0\.\.3, got 4 at token 1, choice 1",
+        ),
+        (
+            "topk_ids",
+            torch.tensor([[0, 1], [2, 3], [-1, 1]]),
+            r"expert ids 0\.\.3, got -1 at token 2, choice 0",
+        ),
+        ("topk_weights", torch.ones(3, 1), r"topk_weights must have the shape \[3, 2\], got \[3, 1\]"),
+        ("topk_weights", torch.ones(3, 2).int(), "topk_weights must have a floating-point dtype"),
+    ],
+)
+def test_a_call_that_does_not_fit(layer: ExpertParallelMoE, name: str, value: torch.Tensor, message: str):
+    with pytest.raises(ValueError, match=message):
+        layer(*(good_input() | {name: value}).values())
+    assert int(layer.load_counter) == 0
+    layer(*good_input().values())
+
+
+def test_ids_are_not_looked_at_when_told_not_to():
+    layer = ExpertParallelMoE(SHAPE, ALONE_RS, seeded_experts(SHAPE), check_ids=False)
+    with pytest.raises(IndexError):
+        layer(*(good_input() | {"topk_ids": torch.full((3, 2), 9)}).values())
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"phy2log_RS": ALONE_RS.reshape(2, 2)}, r"layer 5: phy2log must have the shape \[1 ranks, slots\]"),
+        ({"phy2log_RS": ALONE_RS[0]}, r"layer 5: phy2log must have the shape \[1 ranks, slots\], got \[4\]"),
+        ({"phy2log_RS": np.zeros((1, 4), dtype=np.int32)}, "layer 5: expert 1 is in no slot"),
+        (
+            {"log2phy_E": np.zeros(3, dtype=np.int32)},
+            r"layer 5: log2phy must have the shape \[4\], got \[3\]",
+        ),
+        ({"log2phy_E": np.zeros(4, dtype=np.int32)}, "layer 5: log2phy: expert 1 points to slot 0"),
+        ({"dispatcher": "pigeon"}, "unknown dispatcher 'pigeon'; use one of all2allv, allgather, mc2, moge"),
+        (
+            {"phy2log_RS": ALONE_RS[:, :3]},
+            "layer 5: 1 ranks x 3 slots = 3 slots cannot hold 4 experts; use at least 4 slots per rank",
+        ),
+        ({"heat_rows": 0}, "layer 5: a heat ring has at least one row, got 0"),
+        (
+            {"experts": lambda expert: (torch.zeros(12, 8), torch.zeros(6, 8))},
+            r"layer 5: w2 of expert 0 must have the shape \[8, 6\], got \[6, 8\]",
+        ),
+    ],
+)
+def test_a_layer_that_cannot_be(changed: dict[str, object], message: str):
+    arguments = {"phy2log_RS": ALONE_RS, "experts": seeded_experts(SHAPE)} | changed
+    with pytest.raises(ValueError, match=message):
+        ExpertParallelMoE(SHAPE, **arguments)
+
+
+def test_grouped_experts_stay_on_their_rank():
+    check_grouped(5, np.array([[1, 0], [2, 3]], dtype=np.int32))
+    with pytest.raises(
+        PlacementError, match=r"layer 5: grouped experts: rank 0 must hold experts 0\.\.1, got \[0, 2\]"
+    ):
+        check_grouped(5, np.array([[0, 2], [1, 3]], dtype=np.int32))
+
+
+def test_dimensions_are_positive():
+    with pytest.raises(ValueError, match="layer 2: experts, hidden and intermediate must be positive"):
+        MoEShape(2, experts=4, hidden=0, intermediate=6)
+
+
+def test_the_layer_is_a_live_layer(layer: ExpertParallelMoE):
+    live: LiveLayer = layer
+    assert live.expert_map.dtype == live.log2phy.dtype == live.moe_load.dtype == torch.int32
+    assert live.source_load is not None
+    assert live.source_load.shape == (64, 4)
+    assert live.moe_load.shape == (64, 4)
+    assert live.load_counter.dtype == torch.int64
+    assert live.load_counter.ndim == 0
+    assert all(weight.is_contiguous() and weight.shape[0] == 4 for weight in live.expert_weights())
+    for view, weight in zip(layer.get_expert_weights(), live.expert_weights(), strict=True):
+        assert view.shape == (4, weight[0].numel())
+        assert view.data_ptr() == weight.data_ptr()
+
+
+def refusal(layer: ExpertParallelMoE, *tokens: torch.Tensor) -> str:
+    with pytest.raises(ValueError, match="layer 3: ") as refused:
+        layer(*tokens)
+    return str(refused.value)
+
+
+def refuse_then_serve(case: Case) -> list[str] | None:
+    """Every rank gets input that it must refuse; the step after it must find the collectives in order."""
+    built = build(case)
+    if built is None:
+        return None
+    layer, dense = built
+    hidden, ids, weights = case.step(dist.get_rank())
+    wrong = [ids + case.experts, ids[: dist.get_rank()]]
+    messages = [refusal(layer, hidden, wrong_ids, weights) for wrong_ids in wrong]
+    torch.testing.assert_close(layer(hidden, ids, weights), dense(hidden, ids, weights))
+    return messages
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHER_NAMES)
+def test_refused_input_leaves_the_collectives_in_order(eight_ranks: Ranks, dispatcher: str):
+    case = Case(dispatcher, experts=4, slots=2, top_k=2, tokens=(3, 4))
+    for messages in eight_ranks.run(refuse_then_serve, case)[: case.ranks]:
+        assert len(messages) == 2
+        assert all(message.startswith("layer 3: topk_ids must have") for message in messages)
+
+
+def refuse_alone(case: Case) -> str | None:
+    """Rank 0 alone gets bad input; the others are in the step's exchange, with a group that waits for a second."""
+    group = dist.new_group(list(range(case.ranks)), timeout=timedelta(seconds=1))
+    rank = dist.get_rank()
+    if rank >= case.ranks:
+        return None
+    layer = ExpertParallelMoE(
+        case.shape,
+        case.placement(),
+        seeded_experts(case.shape),
+        log2phy_E=case.tables()[rank],
+        dispatcher=case.dispatcher,
+        ep_group=group,
+    )
+    hidden, ids, weights = case.step(rank)
+    if rank == 0:
+        return refusal(layer, hidden, ids + case.experts, weights)
+    with pytest.raises(RuntimeError) as ended:
+        layer(hidden, ids, weights)
+    return str(ended.value)
+
+
+@pytest.mark.parametrize("dispatcher", ["all2allv", "mc2"])
+def test_a_refusal_on_one_rank_ends_on_the_others_by_the_groups_timeout(eight_ranks: Ranks, dispatcher: str):
+    case = Case(dispatcher, experts=4, slots=2, top_k=2, tokens=(3, 4))
+    refused, ended = eight_ranks.run(refuse_alone, case)[:2]
+    assert refused.startswith("layer 3: topk_ids must have expert ids")
+    assert "imed out" in ended
+
+
+def gather_unequal_widths(case: Case) -> str | None:
+    built = build(case)
+    if built is None:
+        return None
+    layer, _ = built
+    hidden, ids, weights = case.step(dist.get_rank())
+    choices = 1 + dist.get_rank()
+    with pytest.raises(ValueError, match="ranks disagree about bytes per token") as refused:
+        layer(hidden, ids[:, :choices], weights[:, :choices])
+    return str(refused.value)
+
+
+def test_all_gather_refuses_ranks_that_disagree_on_every_rank(eight_ranks: Ranks):
+    case = Case("allgather", experts=4, slots=2, top_k=2, tokens=(3, 4))
+    messages = eight_ranks.run(gather_unequal_widths, case)[: case.ranks]
+    assert len(set(messages)) == 1
+
+
+def choose_unequally(case: Case) -> list[str] | None:
+    built = build(case)
+    if built is None:
+        return None
+    layer, dense = built
+    hidden, ids, weights = case.step(dist.get_rank())
+    wrong = [(ids[:, :1], weights[:, :1]), (torch.zeros_like(ids), weights)]
+    messages = []
+    for wrong_ids, wrong_weights in wrong:
+        with pytest.raises(ValueError, match="grouped experts: ") as refused:
+            layer(hidden, wrong_ids, wrong_weights)
+        messages.append(str(refused.value))
+    torch.testing.assert_close(layer(hidden, ids, weights), dense(hidden, ids, weights))
+    return messages
+
+
+def test_grouped_experts_are_chosen_equally(eight_ranks: Ranks):
+    case = Case("moge", experts=4, slots=2, top_k=2, tokens=(3, 4))
+    for few, one_sided in eight_ranks.run(choose_unequally, case)[: case.ranks]:
+        assert few.endswith("topk_ids must have a multiple of 2 choices, got 1")
+        assert "token 0 must choose 1 experts on each of 2 ranks; its choices are on ranks" in one_sided

@@ -1,1 +1,0 @@
-"""Which expert stands where before any balancing, and the tables that follow."""

@@ -1,0 +1,139 @@
+"""The operators of one rank in plain torch; ``contract`` says what each does."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import silu
+
+from worker_agent.moe.operators.contract import GroupListType, QuantMode, token_counts
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ``ValueError`` unless ``condition`` holds."""
+    if not condition:
+        raise ValueError(f"reference operator: {message}")
+
+
+def npu_grouped_matmul(
+    x: list[torch.Tensor],
+    weight: list[torch.Tensor],
+    *,
+    scale: list[torch.Tensor] | None = None,
+    per_token_scale: list[torch.Tensor] | None = None,
+    group_list: torch.Tensor,
+    split_item: int = 0,
+    group_type: int | None = None,
+    group_list_type: int = 0,
+    output_dtype: torch.dtype | None = None,
+) -> list[torch.Tensor]:
+    """Multiply group by group, skipping empty ones; see ``Operators.npu_grouped_matmul``."""
+    require(split_item in (2, 3) and group_type == 0, "only rows in groups, in one tensor, are supported")
+    (rows_NK,), (weight_GKM,) = x, weight
+    quantized = rows_NK.dtype == torch.int8
+    require(
+        quantized == (scale is not None and per_token_scale is not None),
+        "int8 rows, and only they, need scales",
+    )
+    out_NM = torch.zeros(
+        (rows_NK.shape[0], weight_GKM.shape[2]), dtype=output_dtype or rows_NK.dtype, device=rows_NK.device
+    )
+    end = 0
+    for group, count in enumerate(token_counts(group_list, group_list_type).tolist()):
+        start, end = end, end + count
+        if not count:
+            continue
+        rows, matrix = rows_NK[start:end], weight_GKM[group]
+        if scale is not None and per_token_scale is not None:
+            out_NM[start:end] = (
+                _exact_product(rows, matrix) * scale[0][group] * per_token_scale[0][start:end, None]
+            )
+        else:
+            torch.mm(rows, matrix, out=out_NM[start:end])
+    return [out_NM]
+
+
+def npu_dynamic_quant(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize each row to -127..127 by its largest magnitude; a row of zeros stays one."""
+    wide_NH = input.float()
+    scale_N = wide_NH.abs().amax(dim=-1) / 127
+    steps_NH = wide_NH / scale_N.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
+    return steps_NH.round().to(torch.int8), scale_N
+
+
+def npu_swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """SiLU of the first half of ``dim`` times the second half."""
+    gate, up = input.chunk(2, dim=dim)
+    return silu(gate) * up
+
+
+def _exact_product(rows_NK: torch.Tensor, matrix_KM: torch.Tensor) -> torch.Tensor:
+    """The product of int8 matrices, in float64: exact, as on hardware that sums in int32."""
+    return rows_NK.double() @ matrix_KM.double()
+
+
+def npu_moe_token_permute(
+    tokens: torch.Tensor, indices: torch.Tensor, num_out_tokens: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sort tokens, once per choice, by index; see ``Operators.npu_moe_token_permute``."""
+    choices = indices.shape[1] if indices.ndim == 2 else 1
+    choice_of_row = torch.argsort(indices.reshape(-1), stable=True)
+    kept = choice_of_row[:num_out_tokens] if num_out_tokens else choice_of_row
+    return tokens.index_select(0, kept // choices), _inverse(choice_of_row)
+
+
+def npu_moe_token_unpermute(
+    permuted_tokens: torch.Tensor, sorted_indices: torch.Tensor, probs: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Gather each token's rows and sum them, weighted, in float32 and in order of choice."""
+    rows_NH = permuted_tokens.index_select(0, sorted_indices)
+    if probs is None:
+        return rows_NH
+    rows_TKH = rows_NH.view(*probs.shape, rows_NH.shape[-1]).float()
+    return (rows_TKH * probs.float().unsqueeze(-1)).sum(dim=1).to(permuted_tokens.dtype)
+
+
+def npu_moe_init_routing_v2(
+    x: torch.Tensor,
+    expert_idx: torch.Tensor,
+    *,
+    scale: torch.Tensor | None = None,
+    active_num: int,
+    expert_num: int,
+    expert_tokens_num_type: int = 0,
+    expert_tokens_num_flag: bool = False,
+    active_expert_range: list[int],
+    quant_mode: int = -1,
+    row_idx_type: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sort the choices of an expert range by expert; see ``Operators.npu_moe_init_routing_v2``."""
+    choices = expert_idx.shape[1]
+    require(active_num == expert_idx.numel(), f"active_num must be {expert_idx.numel()}, got {active_num}")
+    require(expert_tokens_num_flag, "expert_tokens_num_flag must be set")
+    require(quant_mode in list(QuantMode), f"quant_mode must be -1 (none) or 1 (dynamic), got {quant_mode}")
+    require(row_idx_type == 0, f"row_idx_type must be 0 (row of each choice), got {row_idx_type}")
+    first, end = active_expert_range
+    require(scale is None or quant_mode == QuantMode.NONE, "rows that have scales are quantized already")
+    require(0 <= first < end <= expert_num, f"no expert range within 0..{expert_num}: {active_expert_range}")
+    expert_N = expert_idx.reshape(-1)
+    inactive_N = (expert_N < first) | (expert_N >= end)
+    group_N = torch.where(inactive_N, end, expert_N) - first
+    choice_of_row = torch.argsort(group_N, stable=True)
+    row_of_choice = _inverse(choice_of_row).masked_fill_(inactive_N, -1)
+    counts_G = torch.zeros(end - first + 1, dtype=torch.int64, device=x.device)
+    counts_G.index_add_(0, group_N, torch.ones_like(choice_of_row))
+    tokens_G = counts_G[:-1]
+    if expert_tokens_num_type == GroupListType.CUMULATIVE:
+        tokens_G = tokens_G.cumsum(0)
+    rows_NH = x.index_select(0, choice_of_row // choices)
+    scale_N = rows_NH.new_ones(rows_NH.shape[0], dtype=torch.float32)
+    if scale is not None:
+        scale_N = scale.index_select(0, choice_of_row // choices)
+    if quant_mode == QuantMode.DYNAMIC:
+        rows_NH, scale_N = npu_dynamic_quant(rows_NH)
+    return rows_NH, row_of_choice, tokens_G, scale_N
+
+
+def _inverse(order_N: torch.Tensor) -> torch.Tensor:
+    """Where each index stands in a permutation, int32."""
+    places_N = torch.arange(order_N.shape[0], dtype=torch.int32, device=order_N.device)
+    return torch.empty_like(places_N).scatter_(0, order_N, places_N)

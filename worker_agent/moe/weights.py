@@ -1,0 +1,128 @@
+"""The tensors of a rank's experts, in floating point or W8A8: where they come from, and what moves with an expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from worker_agent.moe.operators import Operators
+from worker_agent.moe.shape import MoEShape
+
+ExpertSource = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+"""Logical expert id -> (``w13 [2*I, H]``, ``w2 [H, I]``), the same on whichever rank it is called."""
+
+
+def seeded_experts(shape: MoEShape, seed: int = 0) -> ExpertSource:
+    """Random float32 experts that keep the scale of their input, drawn from seed, layer and expert id."""
+
+    def draw(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + shape.layer) * 1_000_003 + expert)
+        w13_IH = torch.randn(2 * shape.intermediate, shape.hidden, generator=generator)
+        w2_HI = torch.randn(shape.hidden, shape.intermediate, generator=generator)
+        return w13_IH * shape.hidden**-0.5, w2_HI * shape.intermediate**-0.5
+
+    return draw
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """Every tensor that S experts read. With scales, weights are int8 and tokens are quantized as well."""
+
+    w13_SIH: torch.Tensor
+    """``[S, 2*I, H]``, the gate's rows before the up projection's."""
+
+    w2_SHI: torch.Tensor
+    w13_scale_SI: torch.Tensor | None = None
+    """float32 ``[S, 2*I]``."""
+
+    w2_scale_SH: torch.Tensor | None = None
+    """float32 ``[S, H]``."""
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the weights are int8."""
+        return self.w13_scale_SI is not None
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """All tensors that there are, each ``[S, ...]``, by the names that layers give them."""
+        every = {
+            "w13_weight": self.w13_SIH,
+            "w2_weight": self.w2_SHI,
+            "w13_weight_scale": self.w13_scale_SI,
+            "w2_weight_scale": self.w2_scale_SH,
+        }
+        return {name: tensor for name, tensor in every.items() if tensor is not None}
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The same without names."""
+        return list(self.named().values())
+
+    def quantize(self, operators: Operators) -> ExpertWeights:
+        """The same weights in int8, with one scale per output row."""
+        w13_SIH, w13_scale_SI = _quantized_matrices(operators, self.w13_SIH)
+        w2_SHI, w2_scale_SH = _quantized_matrices(operators, self.w2_SHI)
+        return ExpertWeights(w13_SIH, w2_SHI, w13_scale_SI, w2_scale_SH)
+
+
+def build_weights(
+    shape: MoEShape,
+    experts: ExpertSource,
+    logical_S: list[int],
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> ExpertWeights:
+    """The weights of the expert in each slot; raises ``ValueError`` where the source gives another shape."""
+    slots = len(logical_S)
+    w13_SIH = torch.empty(slots, 2 * shape.intermediate, shape.hidden, dtype=dtype, device=device)
+    w2_SHI = torch.empty(slots, shape.hidden, shape.intermediate, dtype=dtype, device=device)
+    for slot, expert in enumerate(logical_S):
+        for name, weight, stacked in zip(("w13", "w2"), experts(expert), (w13_SIH, w2_SHI), strict=True):
+            if weight.shape != stacked.shape[1:]:
+                raise ValueError(
+                    f"layer {shape.layer}: {name} of expert {expert} must have the shape "
+                    f"{list(stacked.shape[1:])}, got {list(weight.shape)}"
+                )
+            stacked[slot].copy_(weight)
+    return ExpertWeights(w13_SIH, w2_SHI)
+
+
+def _quantized_matrices(operators: Operators, weight_SMK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    int8_NK, scale_N = operators.npu_dynamic_quant(weight_SMK.flatten(0, 1))
+    return int8_NK.view(weight_SMK.shape), scale_N.view(weight_SMK.shape[:2])
+
+
+NOT_OF_EXPERTS = ("e_score_correction_bias", "shared_experts.", "gate.")
+"""Beginnings of names of parameters that belong to the router or the shared experts, and never move."""
+
+
+def movable_weights(
+    layer: int, slots: int, named: Iterable[tuple[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """One ``[S, -1]`` view of each expert tensor, sharing its memory; others (router, shared experts) left out.
+
+    A tensor ``[S, a, b]`` that is contiguous only when its inner dimensions are swapped (a transposed scale)
+    is viewed that way. Raises ``ValueError`` where a tensor has another number of slots or no such view
+    exists.
+    """
+    return {
+        name: _flat_rows(layer, slots, name, tensor)
+        for name, tensor in named
+        if not name.startswith(NOT_OF_EXPERTS)
+    }
+
+
+def _flat_rows(layer: int, slots: int, name: str, tensor_S: torch.Tensor) -> torch.Tensor:
+    if tensor_S.ndim == 0 or tensor_S.shape[0] != slots:
+        raise ValueError(
+            f"layer {layer}: {name} must have the shape [{slots}, ...], got {list(tensor_S.shape)}"
+        )
+    if not tensor_S.is_contiguous() and tensor_S.ndim == 3:
+        tensor_S = tensor_S.transpose(1, 2)
+    if not tensor_S.is_contiguous():
+        raise ValueError(
+            f"layer {layer}: {name} must be contiguous, up to a swap of its inner dimensions; "
+            f"its strides are {list(tensor_S.stride())} for the shape {list(tensor_S.shape)}"
+        )
+    return tensor_S.view(slots, -1)
