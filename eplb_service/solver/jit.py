@@ -2,12 +2,14 @@
 
 Sums may be reassociated and fused (they become SIMD), but infinities and NaN keep their meaning. Nothing in a
 kernel depends on how many threads run, so one seed gives one answer. Kernels release the GIL and are cached on
-disk; where no cache directory can be written they are compiled anew in each process.
+disk: beside the sources, or where these cannot be written to in numba's folder of the user's cache directory
+(``$XDG_CACHE_HOME``); ``NUMBA_CACHE_DIR`` names another. Only where none can be written does each process compile.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -18,6 +20,7 @@ import numba
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
+_IMPORTED = re.compile(rb"^from eplb_service\.solver\.(\w+) import", flags=re.MULTILINE)
 
 
 def kernel(function: Function) -> Function:
@@ -39,15 +42,35 @@ def _compiled(function: Function, more: dict[str, Any]) -> Function:
     except RuntimeError:
         # numba found no directory for its cache; see NUMBA_CACHE_DIR.
         return cast(Function, numba.njit(**options)(function))
-    # A cached kernel holds the code of those that it calls, but numba looks only at its own file's age.
-    dispatcher._cache._cache_file._source_stamp = _sources()
+    # A cached kernel holds the code of those that it calls, but numba stamps it with its own file alone.
+    dispatcher._cache._cache_file._source_stamp = stamp_of(Path(function.__code__.co_filename).stem)
     return cast(Function, dispatcher)
 
 
 @cache
-def _sources() -> str:
-    """Fingerprint of all kernels' sources."""
+def stamp_of(module: str) -> str:
+    """Fingerprint of the sources that a module's kernels are compiled from.
+
+    They are the module's own and those of all modules of this package that it reaches through its imports, so that an
+    edit recompiles what it may change and nothing else.
+    """
     digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
+    for reached in sorted(_reached_from(module)):
+        digest.update(_source(reached))
     return digest.hexdigest()
+
+
+def _reached_from(module: str) -> set[str]:
+    # How kernels are compiled is part of each.
+    reached, ahead = {"jit"}, [module]
+    while ahead:
+        found = ahead.pop()
+        if found not in reached:
+            reached.add(found)
+            ahead += [name.decode() for name in _IMPORTED.findall(_source(found))]
+    return reached
+
+
+@cache
+def _source(module: str) -> bytes:
+    return (Path(__file__).parent / f"{module}.py").read_bytes()

@@ -37,9 +37,52 @@ def test_without_a_cache_directory_kernels_still_compile(monkeypatch: pytest.Mon
     assert jit.kernel(add)(2, 3) == 5
 
 
-def test_a_cached_kernel_is_tied_to_all_sources() -> None:
-    stamp = greedy_copies._cache._cache_file._source_stamp
-    assert stamp == jit._sources()
+def test_a_cached_kernel_is_stamped_with_the_sources_of_its_module() -> None:
+    module = Path(greedy_copies.py_func.__code__.co_filename).stem
+    assert greedy_copies._cache._cache_file._source_stamp == jit.stamp_of(module)
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three modules in a row, ``top`` above ``middle`` above ``bottom``, and ``apart``."""
+    for name, imported in (("top", "middle"), ("middle", "bottom"), ("bottom", "jit"), ("apart", "jit")):
+        (tmp_path / f"{name}.py").write_text(f"from eplb_service.solver.{imported} import kernel\n")
+    (tmp_path / "jit.py").write_text("how = 1\n")
+    monkeypatch.setattr(jit, "__file__", str(tmp_path / "jit.py"))
+    jit._source.cache_clear()
+    yield tmp_path
+    jit._source.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("edited", "recompiled"),
+    [
+        ("top", {"top"}),
+        ("middle", {"top", "middle"}),
+        ("bottom", {"top", "middle", "bottom"}),
+        ("apart", {"apart"}),
+        ("jit", {"top", "middle", "bottom", "apart"}),
+    ],
+)
+def test_an_edit_recompiles_what_depends_on_it_and_nothing_else(
+    package: Path, edited: str, recompiled: set[str]
+) -> None:
+    modules = ("top", "middle", "bottom", "apart")
+    before = {name: jit.stamp_of.__wrapped__(name) for name in modules}
+    with (package / f"{edited}.py").open("a") as file:
+        file.write("# another line\n")
+    jit._source.cache_clear()
+    after = {name: jit.stamp_of.__wrapped__(name) for name in modules}
+    assert {name for name in modules if before[name] != after[name]} == recompiled
+
+
+def test_modules_of_kernels_import_each_other_by_name_alone() -> None:
+    """A stamp is found from lines ``from eplb_service.solver.MODULE import``: no other form may reach a kernel."""
+    for path in Path(jit.__file__).parent.glob("*.py"):
+        for line in path.read_text().splitlines():
+            if "eplb_service.solver" in line and "import" in line.split("#")[0].split():
+                assert line.lstrip().startswith("from eplb_service.solver."), f"{path.name}: {line}"
+                assert line.startswith("from") or path.stem == "warmup", f"{path.name}: {line}"
 
 
 def run_apart(module: str, **environment: str) -> int:
