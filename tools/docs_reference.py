@@ -20,6 +20,8 @@ ROOT_PAGES = {
 }
 """Files of the repository's root that are pages of the site, and their paths there."""
 
+_EXAMPLE = re.compile(r"^# (docs/examples/\w+\.py)$", re.MULTILINE)
+
 
 @dataclass(frozen=True)
 class Option:
@@ -76,10 +78,13 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """A page of ``docs/`` with its links to the repository's root as they are in the site (called by MkDocs)."""
+    """A page of ``docs/`` as it is in the site (called by MkDocs).
+
+    Links to the repository's root become links to its pages, and a line ``# docs/examples/NAME.py`` that file.
+    """
     for name, path in ROOT_PAGES.items():
         markdown = markdown.replace(f"](../{name})", f"]({path})")
-    return markdown
+    return _EXAMPLE.sub(lambda match: (ROOT / match[1]).read_text(encoding="utf-8").strip(), markdown)
 
 
 def generated_pages() -> dict[str, str]:

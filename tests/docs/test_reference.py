@@ -66,3 +66,8 @@ def test_every_alert_is_in_the_runbook():
 def test_links_of_root_pages_are_those_of_the_site():
     text = "[a](docs/faults.md) [b](CHANGELOG.md) [c](deploy/) [d](https://x.org)"
     assert docs_reference.site_links(text) == "[a](faults.md) [b](changelog.md) c [d](https://x.org)"
+
+
+def test_the_adapter_page_shows_the_example_that_is_tested():
+    page = docs_reference.on_page_markdown((ROOT / "docs/adapter.md").read_text())
+    assert (ROOT / "docs/examples/toy_host.py").read_text() in page
