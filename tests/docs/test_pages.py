@@ -1,0 +1,65 @@
+"""What pages say of the repository is so: packages, make targets and the tests of each fault exist."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def page(name):
+    return (ROOT / name).read_text()
+
+
+def listed_paths():
+    """Paths of the architecture page's listing; an indented one is inside the last that was not."""
+    block = re.search(r"## The packages\n\n```\n(.*?)```", page("ARCHITECTURE.md"), re.DOTALL)[1]
+    found, parent = [], ""
+    for line in block.splitlines():
+        entry = re.match(r"( {0,2})(\S+(?:, \S+)*)  ", line)
+        if entry is None:
+            continue  # a description goes on
+        indent, names = entry.groups()
+        if not indent:
+            parent = names if names.endswith("/") else ""
+        found += [(parent if indent else "") + name for name in names.split(", ")]
+    return found
+
+
+def test_the_architecture_lists_what_exists():
+    paths = listed_paths()
+    assert len(paths) > 30
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_the_architecture_lists_every_package():
+    paths = set(listed_paths())
+    packages = {
+        f"{path.parent.relative_to(ROOT)}/"
+        for top in ("eplb_service", "worker_agent")
+        for path in (ROOT / top).glob("*/__init__.py")
+    }
+    assert {package for package in packages if not any(path.startswith(package) for path in paths)} == set()
+
+
+def test_contributing_has_every_make_target():
+    targets = set(re.findall(r"^([a-z-]+):.*## ", page("Makefile"), re.MULTILINE)) - {"help", "clean"}
+    assert len(targets) > 12
+    assert {target for target in targets if f"`make {target}" not in page("CONTRIBUTING.md")} == set()
+
+
+def test_the_tests_that_the_fault_page_names_exist():
+    text = page("docs/faults.md")
+    files = set(re.findall(r"`((?:tests/)?\w+(?:/\w+)*\.py)`", text))
+    assert len(files) > 8
+    assert {name for name in files if not (ROOT / "tests" / name.removeprefix("tests/")).is_file()} == set()
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    names = re.findall(r"`(test_\w+?)(?:_?…)?`", text)
+    assert len(names) > 5
+    assert {name for name in names if f"def {name}" not in sources} == set()
+
+
+def test_files_that_contributing_and_architecture_name_exist():
+    for name in ("ARCHITECTURE.md", "CONTRIBUTING.md"):
+        files = set(re.findall(r"`((?:eplb_service|worker_agent|tests|tools|docs)/[\w/.]+)`", page(name)))
+        assert files, name
+        assert {path for path in files if not (ROOT / path).exists()} == set()

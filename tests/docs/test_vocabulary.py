@@ -1,0 +1,47 @@
+"""Docs and deployment files use the glossary's terms and plain English."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+BETTER = {
+    r"\b(?:told|tells?)\b": "reported, shown, given",
+    r"\bwords\b": "message, reason",
+    r"\b(?:anew|from nothing)\b": "from scratch",
+    r"\bcan not\b": "cannot",
+    r"\bstands?\b(?!-)": "is, resides",
+    r"\bone each CPU\b": "one per CPU",
+    r"\b(?:slots|experts|tokens|steps|counts|choices|row|file|line) a (?:layer|rank|step|slot|CPU)\b": "per",
+    r"\bcop(?:y|ies) of (?:an|each|the|hot|its) experts?\b": "replica",
+}
+
+
+def texts():
+    files = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if path.name != "solver.md"]
+    files += [*pages, *(ROOT / "deploy").rglob("*.y*ml"), *(ROOT / "deploy").rglob("*.json")]
+    return {str(path.relative_to(ROOT)): path.read_text() for path in files}
+
+
+def found(text):
+    return [
+        f"line {number}: {match[0]!r} -> {better}"
+        for number, line in enumerate(text.splitlines(), 1)
+        for pattern, better in BETTER.items()
+        for match in re.finditer(pattern, line, re.IGNORECASE)
+    ]
+
+
+@pytest.mark.parametrize("name", texts())
+def test_a_page_uses_the_glossary_s_terms(name):
+    assert found(texts()[name]) == []
+
+
+def test_the_words_that_are_refused_are_found():
+    text = (
+        "It can not tell.\nTwo slots a rank stand in for a copy of an expert, anew; one each CPU; in words."
+    )
+    assert {line.rpartition("-> ")[2] for line in found(text)} == set(BETTER.values())
