@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 import typer
@@ -13,108 +13,102 @@ from rich.console import Console
 from rich.table import Table
 
 from eplb_service.atomic_write import check_output
-from eplb_service.cli.errors import UserError
 from eplb_service.cli.json_out import print_json, write_json
-from eplb_service.cli.numbers import whole_numbers
-from eplb_service.cli.planner_options import (
-    NodesOption,
-    TokenGroupOption,
-    takes_planner_settings,
-    topology_of,
-)
+from eplb_service.cli.layout_options import CostOptions, RankOptions, slots_of_redundant
+from eplb_service.cli.option_groups import option_groups
+from eplb_service.cli.planner_options import takes_planner_settings
 from eplb_service.cli.replay_progress import replay_progress
-from eplb_service.cli.resumable import Resumable, ResumeOption
-from eplb_service.cli.trace_options import (
-    AsOption,
-    BatchOption,
-    ExpertsOption,
-    HeatOption,
-    MapOption,
-    reading,
-)
+from eplb_service.cli.resumable import Resumable, ResumeOption, WorkersOption
+from eplb_service.cli.tables import compact_table
+from eplb_service.cli.trace_options import HeatOption, ReadingOptions, check_tokens
 from eplb_service.cli.warmup import compile_solver
 from eplb_service.io.open_trace import naming
-from eplb_service.io.routes import DEFAULT_BATCH
 from eplb_service.io.trace import Trace
 from eplb_service.planner.options import planner_settings
-from eplb_service.replay.costs import Costs
 
 if TYPE_CHECKING:
     from eplb_service.replay.advice import Advice, Option
+    from eplb_service.replay.costs import Costs
     from eplb_service.replay.jobs import Job, Scene, TraceFile
     from eplb_service.replay.result import Replay
 
-_COSTS = Costs()
 _BAR = 18
 _SAMPLED_STEPS = 64
 
 
-@takes_planner_settings("policy", "move_price")
-def advise(
-    heat: HeatOption,
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks of the expert-parallel group.")],
+@dataclass(frozen=True)
+class TrialOptions:
+    """Which settings are tried, and how."""
+
+    SECTION: ClassVar = "What is tried"
+
     redundant: Annotated[
-        str | None, typer.Option(help="Redundant experts a layer to try, with commas; a few by default.")
-    ] = None,
+        str | None,
+        typer.Option(help="Redundant experts per layer to try, with commas; a few by default."),
+    ] = None
     window: Annotated[
         int | None,
         typer.Option(min=1, help="Steps that a decision sees; 256, or a quarter of a short trace."),
-    ] = None,
-    step_ms: Annotated[float, typer.Option(help="Time of a model step; 0 where not known.")] = 0.0,
-    moe_share: Annotated[
-        float, typer.Option(help="Part of a step that the hottest rank decides.")
-    ] = _COSTS.moe_share,
-    bytes_per_expert: Annotated[int, typer.Option(min=0, help="Weights of one expert in one layer.")] = 0,
-    bandwidth: Annotated[
-        float, typer.Option(help="GB a second that a rank receives while it serves.")
-    ] = _COSTS.bandwidth / 1e9,
-    nodes: NodesOption = None,
-    token_group: TokenGroupOption = 1,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes; as many as cores by default.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write all that was tried to this .json file.")] = None,
-    resume: ResumeOption = None,
-    read_as: AsOption = None,
-    map: MapOption = None,
-    experts: ExpertsOption = None,
-    batch: BatchOption = DEFAULT_BATCH,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    ] = None
+    workers: WorkersOption = None
+    resume: ResumeOption = None
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """Where the advice goes."""
+
+    SECTION: ClassVar = "Results"
+
+    out: Annotated[Path | None, typer.Option(help="Write all that was tried to this .json file.")] = None
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False
+
+
+@takes_planner_settings("policy", "move_price")
+@option_groups
+def advise(
+    heat: HeatOption,
+    group: RankOptions,
+    trial: TrialOptions,
+    cost: CostOptions,
+    output: OutputOptions,
+    reading: ReadingOptions,
     **planner: Any,
 ) -> None:
-    """Say how many redundant experts, which window and interval, what each layer wins, and whether it pays at all."""
-    if out is not None:
-        check_output(out, (".json",))
-    costs = Costs(step_ms, moe_share, bytes_per_expert, bandwidth * 1e9)
-    settings = planner_settings(planner)
+    """Advise how many redundant experts, which window and interval, and whether balancing pays at all."""
+    if output.out is not None:
+        check_output(output.out, (".json",))
+    costs, settings = cost.costs(), planner_settings(planner)
     from eplb_service.replay import advice
     from eplb_service.replay.jobs import Scene, TraceFile
     from eplb_service.replay.schedule import Schedule
 
-    file = TraceFile(heat, reading(read_as, map, experts, batch))
+    file = TraceFile(heat, reading.reading())
     trace = file.open()
-    scene = Scene(topology_of(ranks, nodes, token_group, trace), costs)
-    width = window or max(1, min(256, trace.steps // 4))
-    first = advice.first_jobs(_slots(trace.experts, ranks, redundant), Schedule(width, width), settings)
+    with naming(heat):
+        check_tokens(heat, trace)
+        choices = _choices_per_step(trace)
+    scene = Scene(group.topology(trace), costs)
+    width = trial.window or max(1, min(256, trace.steps // 4))
+    slots = _slots(trace.experts, group.ranks, trial.redundant)
+    first = advice.first_jobs(slots, Schedule(width, width), settings)
     for job in first:
         job.setup.schedule.decisions(trace.steps)
         scene.placement(trace, job.setup)
-    work = Resumable(resume)
+    work = Resumable(trial.resume)
     compile_solver()
-    by_redundancy = _round(work, file, first, trace, scene, workers)
+    by_redundancy = _round(work, file, first, trace, scene, trial.workers)
     second = advice.second_jobs(by_redundancy, trace.steps, settings)
-    by_schedule = _round(work, file, second, trace, scene, workers)
-    with naming(heat):
-        choices = _choices_per_step(trace)
+    by_schedule = _round(work, file, second, trace, scene, trial.workers)
     given = advice.advise(by_redundancy, by_schedule, settings, choices)
-    document = _document(given, ranks, trace.experts)
-    if out is not None:
-        write_json(out, document)
+    document = _document(given, group.ranks, trace.experts)
+    if output.out is not None:
+        write_json(output.out, document)
     work.finish()
-    if json:
+    if output.json:
         print_json(document)
     else:
-        _print(Console(soft_wrap=True, highlight=False), given, ranks, trace.experts, costs)
+        _print(Console(soft_wrap=True, highlight=False), given, group.ranks, trace.experts, costs)
 
 
 def _round(
@@ -132,17 +126,11 @@ def _round(
 
 
 def _slots(experts: int, ranks: int, redundant: str | None) -> list[int]:
-    """Slots a rank to try, of ``--redundant`` or none, one, two and four more on each rank."""
+    """Slots a rank to try, of ``--redundant``, or as few as hold the experts and one, two and four more."""
     least = -(-experts // ranks)
     if redundant is None:
         return [count for count in (least, least + 1, least + 2, least + 4) if count <= experts]
-    counts = whole_numbers("--redundant", redundant, least=0)
-    if uneven := [count for count in counts if (experts + count) % ranks]:
-        raise UserError(
-            f"{experts} experts and {uneven[0]} redundant ones do not spread evenly over {ranks} ranks; "
-            f"use {-experts % ranks} or that plus a multiple of {ranks}"
-        )
-    return [(experts + count) // ranks for count in counts]
+    return slots_of_redundant(experts, ranks, redundant)
 
 
 def _choices_per_step(trace: Trace) -> float:
@@ -181,12 +169,10 @@ def _print(console: Console, given: Advice, ranks: int, experts: int, costs: Cos
 
 def _curve(title: str, rows: Sequence[tuple[str, Option]], timed: bool) -> Table:
     """One row a setting, its PAR as a bar on a scale that all rows share."""
-    table = Table(title=title, title_justify="left", title_style="bold")
-    table.add_column("setting", no_wrap=True)
-    for heading in ("PAR", "slots moved", *(["net ms"] if timed else [])):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    net = ["net ms"] if timed else []
+    table = compact_table("setting", "PAR", "slots moved", *net, title=title)
     low, high = min(option.par for _, option in rows), max(option.par for _, option in rows)
+    table.add_column(f"PAR, {low:.3f} to {high:.3f}", no_wrap=True)
     for label, option in rows:
         share = (option.par - low) / (high - low) if high > low else 0.0
         table.add_row(

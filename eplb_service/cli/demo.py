@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
+from eplb_service.atomic_write import check_output
 from eplb_service.cli.errors import UserError
-from eplb_service.planner.settings import POLICIES
+from eplb_service.cli.json_out import write_json
+from eplb_service.cli.option_groups import option_groups
+from eplb_service.planner.settings import POLICIES, PlannerSettings
 
 if TYPE_CHECKING:
+    from eplb_service.cli.demo_screen import Screen
     from eplb_service.demo.scenarios import ModelScenario, TraceScenario
+    from eplb_service.demo.scoreboard import Scoreboard
 
 _DISPATCHERS = ("all2allv", "allgather")
 _MODEL_STEPS = 720
@@ -24,24 +30,29 @@ _Sizes = tuple[int, int, int]
 """T, L and E of what is balanced."""
 
 
-def demo(
-    ranks: Annotated[int, typer.Option(min=2, max=64, help="Rank processes.")] = 4,
+@dataclass(frozen=True)
+class ServedOptions:
+    """What the ranks serve."""
+
+    SECTION: ClassVar = "What is served"
+
+    ranks: Annotated[int, typer.Option(min=2, max=64, help="Rank processes.")] = 4
     redundant: Annotated[
         int, typer.Option(min=0, help="Redundant expert slots per layer, over all ranks.")
-    ] = 8,
+    ] = 8
     trace: Annotated[
         Path | None,
         typer.Option(
             help="Serve this heat instead of the embedded model: a trace of any format that `eplb trace` knows."
         ),
-    ] = None,
+    ] = None
     steps: Annotated[
         int | None,
         typer.Option(
             min=1,
             help=f"Steps to serve (default {_MODEL_STEPS}); of a trace, from its beginning (default {_TRACE_STEPS}).",
         ),
-    ] = None,
+    ] = None
     layers: Annotated[
         int | None,
         typer.Option(
@@ -49,35 +60,73 @@ def demo(
             help="MoE layers: of the model, how many are balanced (default all); of a trace, how many are held, "
             f"spread over it (default {_TRACE_LAYERS}).",
         ),
-    ] = None,
+    ] = None
     requests: Annotated[
         int | None, typer.Option(min=1, help="Of the model: requests at a time on each rank (default 32).")
-    ] = None,
-    window: Annotated[int, typer.Option(min=1, help="Steps that a decision looks at.")] = 64,
-    interval: Annotated[int, typer.Option(min=1, help="Steps from one decision to the next.")] = 32,
-    policy: Annotated[
-        str, typer.Option(help=f"One of {', '.join(POLICIES)}.", autocompletion=lambda: list(POLICIES))
-    ] = "flashlb",
+    ] = None
     dispatcher: Annotated[
         str,
         typer.Option(help=f"One of {', '.join(_DISPATCHERS)}.", autocompletion=lambda: list(_DISPATCHERS)),
-    ] = "all2allv",
+    ] = "all2allv"
     hidden: Annotated[
         int | None, typer.Option(min=1, help=f"Of a trace: hidden size (default {_TRACE_HIDDEN}).")
-    ] = None,
+    ] = None
     intermediate: Annotated[
         int | None,
         typer.Option(
             min=1, help=f"Of a trace: intermediate size of an expert (default {_TRACE_INTERMEDIATE})."
         ),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of requests or tokens, and of the solver.")] = 0,
-    json: Annotated[Path | None, typer.Option(help="Write the summary to this .json file.")] = None,
+    ] = None
+
+    def scenario(self) -> tuple[ModelScenario | TraceScenario, _Sizes]:
+        """What is served, and its T, L and E; raises ``UserError`` or ``HeatError`` where that cannot be."""
+        if self.dispatcher not in _DISPATCHERS:
+            raise UserError(
+                f"unknown dispatcher {self.dispatcher!r}; choose one of {', '.join(_DISPATCHERS)}"
+            )
+        if self.trace is None:
+            _refuse("--trace", {"--hidden": self.hidden, "--intermediate": self.intermediate})
+            return _model_scenario(self.steps or _MODEL_STEPS, self.layers, self.requests)
+        _refuse("the model", {"--requests": self.requests})
+        sizes = self.hidden or _TRACE_HIDDEN, self.intermediate or _TRACE_INTERMEDIATE
+        return _trace_scenario(self.trace, self.steps or _TRACE_STEPS, self.layers, *sizes)
+
+
+@dataclass(frozen=True)
+class DecisionOptions:
+    """How the service decides."""
+
+    SECTION: ClassVar = "How decisions are made"
+
+    window: Annotated[int, typer.Option(min=1, help="Steps that a decision looks at.")] = 64
+    interval: Annotated[int, typer.Option(min=1, help="Steps from one decision to the next.")] = 32
+    policy: Annotated[
+        str, typer.Option(help=f"One of {', '.join(POLICIES)}.", autocompletion=lambda: list(POLICIES))
+    ] = "flashlb"
+    seed: Annotated[int, typer.Option(min=0, help="Seeds requests or tokens, and the solver.")] = 0
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """Where the results go."""
+
+    SECTION: ClassVar = "Results"
+
+    json: Annotated[Path | None, typer.Option(help="Write the summary to this .json file.")] = None
     record: Annotated[
         Path | None, typer.Option(help="Write the heat that was served to this .npz file, a trace.")
-    ] = None,
-    picture: Annotated[Path | None, typer.Option(help="Write the last view to this .svg file.")] = None,
-) -> None:
+    ] = None
+    picture: Annotated[Path | None, typer.Option(help="Write the last view to this .svg file.")] = None
+
+    def check(self) -> None:
+        """Raise ``OutputError`` where a file could not be written; before the ranks start."""
+        for path, suffix in ((self.json, ".json"), (self.record, ".npz"), (self.picture, ".svg")):
+            if path is not None:
+                check_output(path, (suffix,))
+
+
+@option_groups
+def demo(served: ServedOptions, decisions: DecisionOptions, output: OutputOptions) -> None:
     """Serve a Mixture-of-Experts model on live expert-parallel ranks while the service balances it, and prove it.
 
     The embedded model answers requests of changing domains. Every step also runs through the same model left alone:
@@ -88,29 +137,24 @@ def demo(
         raise UserError(
             "the demo runs live layers and needs torch; install it with: pip install 'eplb-service[agent]'"
         )
-    from eplb_service.atomic_write import check_output
-    from eplb_service.cli.demo_screen import save_picture, screen
-    from eplb_service.cli.json_out import write_json
+    from eplb_service.cli.demo_screen import screen
     from eplb_service.demo import summary
     from eplb_service.demo.ranks import RankDiedError
-    from eplb_service.demo.recording import write_recording
     from eplb_service.demo.stage import Stage
-    from eplb_service.planner.settings import PlannerSettings
 
-    for path, suffix in ((json, ".json"), (record, ".npz"), (picture, ".svg")):
-        if path is not None:
-            check_output(path, (suffix,))
-    PlannerSettings(policy=policy, seed=seed)
-    scenario: ModelScenario | TraceScenario
-    if dispatcher not in _DISPATCHERS:
-        raise UserError(f"unknown dispatcher {dispatcher!r}; choose one of {', '.join(_DISPATCHERS)}")
-    if trace is None:
-        _refuse("--trace", {"--hidden": hidden, "--intermediate": intermediate})
-        scenario, shape = _model_scenario(steps or _MODEL_STEPS, layers, requests)
-    else:
-        _refuse("the model", {"--requests": requests})
-        scenario, shape = _trace_scenario(trace, steps or _TRACE_STEPS, layers, hidden, intermediate)
-    stage = Stage(*shape, ranks, redundant, dispatcher, window, interval, policy, seed)
+    output.check()
+    PlannerSettings(policy=decisions.policy, seed=decisions.seed)
+    scenario, sizes = served.scenario()
+    stage = Stage(
+        *sizes,
+        served.ranks,
+        served.redundant,
+        served.dispatcher,
+        decisions.window,
+        decisions.interval,
+        decisions.policy,
+        decisions.seed,
+    )
     with screen(stage.steps) as show:
         try:
             board = scenario.run(stage, show.update)
@@ -119,16 +163,24 @@ def demo(
             raise typer.Exit(_FAILED_EXIT_CODE) from error
     figures = summary.summarise(board, stage)
     show.finish(summary.table(figures))
-    if picture is not None:
-        save_picture(picture, show.view(board), summary.table(figures))
-    if json is not None:
-        write_json(json, figures)
-    if record is not None:
-        write_recording(record, board)
+    _write(output, board, figures, show)
     complaint = summary.complaint(board)
     if complaint is not None:
         show.fail(complaint)
         raise typer.Exit(_FAILED_EXIT_CODE)
+
+
+def _write(output: OutputOptions, board: Scoreboard, figures: dict[str, Any], show: Screen) -> None:
+    from eplb_service.cli.demo_screen import save_picture
+    from eplb_service.demo import summary
+    from eplb_service.demo.recording import write_recording
+
+    if output.picture is not None:
+        save_picture(output.picture, show.view(board), summary.table(figures))
+    if output.json is not None:
+        write_json(output.json, figures)
+    if output.record is not None:
+        write_recording(output.record, board)
 
 
 def _refuse(belongs_to: str, options: dict[str, int | None]) -> None:
@@ -150,7 +202,7 @@ def _model_scenario(steps: int, layers: int | None, requests: int | None) -> tup
 
 
 def _trace_scenario(
-    trace: Path, steps: int, layers: int | None, hidden: int | None, intermediate: int | None
+    trace: Path, steps: int, layers: int | None, hidden: int, intermediate: int
 ) -> tuple[TraceScenario, _Sizes]:
     """The first steps of a trace, on some of its layers."""
     import numpy as np
@@ -166,5 +218,5 @@ def _trace_scenario(
     chosen_TLE = heat_TLE[:steps, spread_L].astype(np.int64)
     if chosen_TLE.sum() == 0:
         raise HeatError(f"{trace}: the first {steps} steps hold no tokens")
-    scenario = TraceScenario(chosen_TLE, hidden or _TRACE_HIDDEN, intermediate or _TRACE_INTERMEDIATE)
+    scenario = TraceScenario(chosen_TLE, hidden, intermediate)
     return scenario, chosen_TLE.shape

@@ -14,23 +14,22 @@ from rich.table import Table
 
 from eplb_service.cli.errors import UserError
 from eplb_service.cli.json_out import print_json
-from eplb_service.cli.operator_client import Connection
-from eplb_service.cli.service_options import ADDRESS, Address, Json, Name, TlsCa, Token
+from eplb_service.cli.operator_client import Connection, Json, Name
+from eplb_service.cli.option_groups import option_groups
 from eplb_service.wire.generated import operator_pb2
 
 
+@option_groups
 def history(
     deployment: Name,
+    service: Connection,
     plan: Annotated[int | None, typer.Option(help="Show every layer of this plan.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=100, help="Most plans, the newest ones.")] = 20,
-    address: Address = ADDRESS,
-    token: Token = None,
-    tls_ca: TlsCa = None,
     json: Json = False,
 ) -> None:
     """Show past plans: PAR seen and planned, noise floor, moves, the reason for each layer, and the outcome."""
     request = operator_pb2.GetHistoryRequest(deployment=deployment, limit=100 if plan else limit)
-    with Connection(address, token, tls_ca).open() as call:
+    with service.open() as call:
         plans = list(call("GetHistory", request).plans)
     if plan is not None:
         plans = [past for past in plans if past.plan_id == plan]

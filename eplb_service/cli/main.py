@@ -1,33 +1,55 @@
-"""The entry point ``eplb``: finds the command asked for, and turns a user's mistake into one clear line."""
+"""The entry point ``eplb``: finds the command asked for, and ends a user's mistake in one clear line."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple, cast
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
 import eplb_service
 from eplb_service.cli.errors import UserError
+from eplb_service.cli.help_text import HelpCommand, HelpGroup
 
 # typer brings a click of its own or uses the installed one; either way its usage errors have this base.
 _UsageError = cast("type[Exception]", typer.BadParameter.__base__)
 
 USAGE_EXIT_CODE = 2
-"""Exit code of everything that the user can mend: arguments, files, addresses."""
+"""Exit code of everything that the user can correct: arguments, files, addresses."""
 INTERRUPT_EXIT_CODE = 130
 """Exit code after Ctrl-C, as shells have it."""
 
 
+BROKEN_PIPE_EXIT_CODE = 141
+"""Exit code where the reader of the output has left, as shells have it for SIGPIPE."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 class CommandEntry(NamedTuple):
-    """Where a command lives; its function, or its group of commands, has the command's name."""
+    """Where a command is; its function, or its group of commands, has the command's name.
+
+    Parameters
+    ----------
+    module
+        In ``eplb_service.cli``.
+    panel
+        Heading that the list of commands has it under.
+    summary
+        One sentence for that list.
+    examples
+        Lines of the shell that its help ends with.
+    """
 
     module: str
     panel: str
     summary: str
+    examples: tuple[str, ...] = ()
 
 
 _OFFLINE = "On recorded heat"
@@ -35,32 +57,100 @@ _SERVICE = "The service"
 _OPERATE = "Ask a running service"
 
 COMMANDS = {
-    "demo": CommandEntry("demo", _SERVICE, "Run service and live ranks here and watch them balance."),
-    "serve": CommandEntry("serve", _SERVICE, "Run the control plane that agents connect to."),
-    "solve": CommandEntry("solve", _OFFLINE, "Compute a placement from recorded heat."),
-    "replay": CommandEntry("replay", _OFFLINE, "Run the planner along a trace and score each policy."),
-    "advise": CommandEntry("advise", _OFFLINE, "Say what to set, and whether balancing pays."),
-    "trace": CommandEntry("trace", _OFFLINE, "Look at heat traces, record, convert, or cut them."),
-    "warmup": CommandEntry("warmup", _OFFLINE, "Compile the solver once, so that later starts need not."),
-    "deployments": CommandEntry("operate", _OPERATE, "List the deployments."),
-    "status": CommandEntry("operate", _OPERATE, "Show one deployment: balance, agents, last decision."),
-    "history": CommandEntry(
-        "history", _OPERATE, "Show past plans: what they promised and what became of them."
+    "demo": CommandEntry(
+        "demo",
+        _SERVICE,
+        "Run service and live ranks here and watch them balance.",
+        (
+            "eplb demo",
+            "eplb demo --ranks 8 --redundant 16 --json summary.json",
+            "eplb demo --trace heat.zarr",
+        ),
     ),
-    "placement": CommandEntry("operate", _OPERATE, "Show or save the placement in force."),
-    "pause": CommandEntry("operate", _OPERATE, "Stop planning for a deployment."),
-    "resume": CommandEntry("operate", _OPERATE, "Plan for a paused deployment again."),
-    "rebalance": CommandEntry("operate", _OPERATE, "Decide now instead of at the next interval."),
+    "serve": CommandEntry(
+        "serve",
+        _SERVICE,
+        "Run the control plane that agents connect to.",
+        ("eplb serve", "eplb serve --listen 0.0.0.0:50551 --config eplb.yaml"),
+    ),
+    "solve": CommandEntry(
+        "solve",
+        _OFFLINE,
+        "Compute a placement from recorded heat.",
+        (
+            "eplb solve --heat heat.zarr --ranks 8 --redundant 16 --out placement.npz",
+            "eplb solve --heat heat.npz --ranks 8 --slots 9 --out map.json --format sglang",
+        ),
+    ),
+    "replay": CommandEntry(
+        "replay",
+        _OFFLINE,
+        "Run the planner along a trace and score each policy.",
+        (
+            "eplb replay --heat heat.zarr --ranks 8 --redundant 0,8,16 --step-ms 30",
+            "eplb replay --heat heat.zarr --ranks 8 --policy all --report report.html",
+        ),
+    ),
+    "advise": CommandEntry(
+        "advise",
+        _OFFLINE,
+        "Advise what to set, and whether balancing pays.",
+        ("eplb advise --heat heat.zarr --ranks 8 --step-ms 30 --bytes-per-expert 4000000",),
+    ),
+    "trace": CommandEntry(
+        "trace",
+        _OFFLINE,
+        "Look at heat traces, record, convert, or cut them.",
+        (
+            "eplb trace info heat.zarr",
+            "eplb trace stats heat.zarr --ranks 8",
+            "eplb trace record my-deployment --out heat.zarr --steps 2000",
+            "eplb trace convert dump.pt --out heat.zarr",
+        ),
+    ),
+    "warmup": CommandEntry(
+        "warmup", _OFFLINE, "Compile the solver once, so that later starts need not.", ("eplb warmup",)
+    ),
+    "deployments": CommandEntry(
+        "operate", _OPERATE, "List the deployments.", ("eplb deployments --address balancer:50551",)
+    ),
+    "status": CommandEntry(
+        "operate",
+        _OPERATE,
+        "Show one deployment: balance, agents, last decision.",
+        ("eplb status my-deployment", "eplb status my-deployment --json"),
+    ),
+    "history": CommandEntry(
+        "history",
+        _OPERATE,
+        "Show past plans: what they promised and what became of them.",
+        ("eplb history my-deployment", "eplb history my-deployment --plan 7"),
+    ),
+    "placement": CommandEntry(
+        "operate",
+        _OPERATE,
+        "Show or save the placement in force.",
+        ("eplb placement my-deployment --out map.json --format sglang --first-layer 3",),
+    ),
+    "pause": CommandEntry(
+        "operate", _OPERATE, "Stop planning for a deployment.", ("eplb pause my-deployment",)
+    ),
+    "resume": CommandEntry(
+        "operate", _OPERATE, "Plan for a paused deployment again.", ("eplb resume my-deployment",)
+    ),
+    "rebalance": CommandEntry(
+        "operate", _OPERATE, "Decide now instead of at the next interval.", ("eplb rebalance my-deployment",)
+    ),
 }
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(HelpGroup):
     """Lists commands from ``COMMANDS`` alone and imports a command's module only when it is called."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         for name, entry in COMMANDS.items():
-            stand_in = TyperCommand(name, help=entry.summary, rich_help_panel=entry.panel)
+            stand_in = HelpCommand(name, help=entry.summary, rich_help_panel=entry.panel)
             self.add_command(stand_in)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -74,13 +164,16 @@ def load_command(name: str) -> Any:
     module = importlib.import_module(f"eplb_service.cli.{COMMANDS[name].module}")
     command = getattr(module, name)
     if isinstance(command, typer.Typer):
-        return typer.main.get_command(command)
-    single = typer.Typer(add_completion=False)
-    single.command(name)(command)
-    return typer.main.get_command(single)
+        parser: Any = typer.main.get_command(command)
+    else:
+        single = typer.Typer(add_completion=False, rich_markup_mode=None)
+        single.command(name, cls=HelpCommand)(command)
+        parser = typer.main.get_command(single)
+    parser.examples = COMMANDS[name].examples
+    return parser
 
 
-app = typer.Typer(name="eplb", cls=LazyGroup)
+app = typer.Typer(name="eplb", cls=LazyGroup, rich_markup_mode=None)
 
 
 def _print_version(wanted: bool) -> None:
@@ -110,19 +203,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run ``eplb`` and return its exit code.
 
-    What the user can mend ends in one line on stderr and ``USAGE_EXIT_CODE``; any other exception is a bug
+    What the user can correct ends in one line on stderr and ``USAGE_EXIT_CODE``; any other exception is a bug
     and passes through.
     """
     command = typer.main.get_command(app)
     try:
         code = command.main(args=arguments, prog_name="eplb", standalone_mode=False)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPT_EXIT_CODE
+    except (BrokenPipeError, SystemExit) as error:
+        # Where the reader has left while a command prints, typer turns that into an exit.
+        if not isinstance(error.__context__ if isinstance(error, SystemExit) else error, BrokenPipeError):
+            raise
+        _discard_output()
+        return BROKEN_PIPE_EXIT_CODE
     except typer.Abort:
         return _refuse("aborted")
     except _UsageError as error:
         return _refuse(_usage_message(error))
     except Exception as error:
+        if isinstance(error, OSError) and error.filename is None and error.errno in _FULL:
+            _discard_output()
+            return _refuse(f"the output cannot be written ({error.strerror})")
         if not is_users_mistake(error):
             raise
         return _refuse(str(error))
@@ -130,7 +233,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def is_users_mistake(error: Exception) -> bool:
-    """Whether ``error`` tells a user what to mend: our own ``UserError`` and ``ValueError`` kinds, or a file.
+    """Whether ``error`` is a user's to correct: our own ``UserError`` and ``ValueError`` kinds, or a file.
 
     A bare ``ValueError`` is not: it was not raised for a user to read.
     """
@@ -138,6 +241,12 @@ def is_users_mistake(error: Exception) -> bool:
         return error.filename is not None
     is_ours = type(error).__module__.startswith(("eplb_service.", "worker_agent."))
     return isinstance(error, UserError) or (is_ours and isinstance(error, ValueError))
+
+
+def _discard_output() -> None:
+    """Give stdout a place to go, so that what is left in its buffer raises nothing while Python ends."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _usage_message(error: Exception) -> str:

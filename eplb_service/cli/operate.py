@@ -13,24 +13,25 @@ from rich.table import Table
 
 from eplb_service.atomic_write import check_output
 from eplb_service.cli.json_out import print_json
-from eplb_service.cli.operator_client import Connection
-from eplb_service.cli.service_options import ADDRESS, Address, Json, Name, TlsCa, Token
-from eplb_service.io.placement_file import SUFFIXES, write_placement
+from eplb_service.cli.layout_options import FirstLayerOption, FormatOption
+from eplb_service.cli.operator_client import Connection, Json, Name
+from eplb_service.cli.option_groups import option_groups
+from eplb_service.cli.tables import compact_table
+from eplb_service.io.placement_file import SUFFIXES, placement_format, write_placement
 from eplb_service.placement import Placement
 from eplb_service.wire.codec import unpack
 from eplb_service.wire.generated import operator_pb2
 
 
-def deployments(
-    address: Address = ADDRESS, token: Token = None, tls_ca: TlsCa = None, json: Json = False
-) -> None:
+@option_groups
+def deployments(service: Connection, json: Json = False) -> None:
     """List the deployments."""
-    with Connection(address, token, tls_ca).open() as call:
+    with service.open() as call:
         answer = call("ListDeployments", operator_pb2.ListDeploymentsRequest())
     if json:
         print_json({"deployments": [_plain(status) for status in answer.deployments]})
         return
-    table = Table("deployment", "agents", "epoch", "PAR", "switched", "moved", "lost steps", "state")
+    table = compact_table("deployment", "agents", "epoch", "PAR", "switched", "moved", "lost steps", "state")
     for status in answer.deployments:
         table.add_row(
             status.deployment,
@@ -45,15 +46,14 @@ def deployments(
     Console().print(table if answer.deployments else "no deployments yet: no agent has connected")
 
 
+@option_groups
 def status(
     deployment: Name,
-    address: Address = ADDRESS,
-    token: Token = None,
-    tls_ca: TlsCa = None,
+    service: Connection,
     json: Json = False,
 ) -> None:
     """Show one deployment: balance, agents, last decision."""
-    with Connection(address, token, tls_ca).open() as call:
+    with service.open() as call:
         answer = call("GetStatus", operator_pb2.GetStatusRequest(deployment=deployment))
     if json:
         agents = [_plain(agent) for agent in answer.agents]
@@ -64,7 +64,7 @@ def status(
     console.print(_summary(answer.status))
     for problem in answer.status.problems:
         console.print(f"[red]problem:[/] {escape(problem)}", highlight=False)
-    layer_table = Table("layer", "PAR", "planned", "epoch")
+    layer_table = compact_table("layer", "PAR", "planned", "epoch")
     for layer in answer.layers:
         layer_table.add_row(str(layer.layer), _par(layer.par), _par(layer.planned_par), str(layer.epoch))
     agent_table = Table("rank", "node", "agent", "connected", "step", "epoch", "dropped", "error")
@@ -83,25 +83,27 @@ def status(
     console.print(layer_table, agent_table)
 
 
+@option_groups
 def placement(
     deployment: Name,
+    service: Connection,
     out: Annotated[
         Path | None, typer.Option("--out", help=f"File to write it to: {' or '.join(SUFFIXES)}.")
     ] = None,
-    address: Address = ADDRESS,
-    token: Token = None,
-    tls_ca: TlsCa = None,
+    format: FormatOption = None,
+    first_layer: FirstLayerOption = 0,
     json: Json = False,
 ) -> None:
     """Show or save the placement in force."""
     if out is not None:
         check_output(out, SUFFIXES)
-    with Connection(address, token, tls_ca).open() as call:
+        placement_format(out, format)
+    with service.open() as call:
         answer = call("GetPlacement", operator_pb2.GetPlacementRequest(deployment=deployment))
     found = Placement(unpack(answer.physical_to_logical, (None, None, None), "placement"), answer.experts)
     tables_RLE = unpack(answer.log2phy, (found.ranks, found.layers, found.experts), "log2phy")
     if out is not None:
-        write_placement(out, found, tables_RLE)
+        write_placement(out, found, tables_RLE, format, first_layer)
         typer.echo(f"eplb: wrote epoch {answer.epoch} to {out}")
     elif json:
         print_json({"epoch": answer.epoch, "phy2log": found.phy2log_LRS, "log2phy": tables_RLE})
@@ -109,34 +111,42 @@ def placement(
         _print_placement(answer.epoch, found)
 
 
-def pause(deployment: Name, address: Address = ADDRESS, token: Token = None, tls_ca: TlsCa = None) -> None:
+@option_groups
+def pause(deployment: Name, service: Connection, json: Json = False) -> None:
     """Stop planning for a deployment; a plan under way is finished."""
-    with Connection(address, token, tls_ca).open() as call:
+    with service.open() as call:
         call("Pause", operator_pb2.PauseRequest(deployment=deployment))
-    typer.echo(f"eplb: planning for {deployment} is paused")
+    _report_paused(deployment, True, json)
 
 
-def resume(deployment: Name, address: Address = ADDRESS, token: Token = None, tls_ca: TlsCa = None) -> None:
+@option_groups
+def resume(deployment: Name, service: Connection, json: Json = False) -> None:
     """Plan for a paused deployment again."""
-    with Connection(address, token, tls_ca).open() as call:
+    with service.open() as call:
         call("Resume", operator_pb2.ResumeRequest(deployment=deployment))
-    typer.echo(f"eplb: planning for {deployment} goes on")
+    _report_paused(deployment, False, json)
 
 
+@option_groups
 def rebalance(
     deployment: Name,
-    address: Address = ADDRESS,
-    token: Token = None,
-    tls_ca: TlsCa = None,
+    service: Connection,
     json: Json = False,
 ) -> None:
     """Decide now instead of at the next interval."""
-    with Connection(address, token, tls_ca).open() as call:
+    with service.open() as call:
         answer = call("Rebalance", operator_pb2.RebalanceRequest(deployment=deployment))
     if json:
         print_json(_plain(answer))
     else:
         typer.echo(f"eplb: {answer.outcome}")
+
+
+def _report_paused(deployment: str, paused: bool, json: bool) -> None:
+    if json:
+        print_json({"deployment": deployment, "paused": paused})
+    else:
+        typer.echo(f"eplb: planning for {deployment} {'is paused' if paused else 'continues'}")
 
 
 def _plain(message: Any) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""One question to a running service, with its failures told in a line."""
+"""One question to a running service: how it is reached, and its failures in one line."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import grpc
+import typer
 
 from eplb_service.cli.errors import UserError
 from eplb_service.wire.codec import MAX_MESSAGE_BYTES
 from eplb_service.wire.generated import operator_pb2_grpc
 
+ADDRESS = "127.0.0.1:50551"
+"""Where a service listens by default."""
+
+Name = Annotated[str, typer.Argument(help="Name of the deployment, as `eplb deployments` lists it.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
 _CONNECT_SECONDS = 5.0
-_TOLD_AS_THEY_ARE = (
+_CLEAR_BY_THEMSELVES = (
     grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -38,13 +45,23 @@ class Connection:
         PEM file of the authority that signed its certificate; plain text where ``None``.
     """
 
-    address: str
-    token: str | None = None
-    tls_ca: Path | None = None
+    SECTION: ClassVar = "How the service is reached"
+
+    address: Annotated[str, typer.Option(help="host:port of the service.", envvar="EPLB_ADDRESS")] = ADDRESS
+    token: Annotated[
+        str | None,
+        typer.Option(help="Shared token, where the service asks for one.", envvar="EPLB_AUTH_TOKEN"),
+    ] = None
+    tls_ca: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-ca", help="PEM file of the authority behind the service's TLS.", envvar="EPLB_TLS_CA"
+        ),
+    ] = None
 
     @contextlib.contextmanager
     def open(self) -> Iterator[OperatorCalls]:
-        """Calls to the service; raises ``UserError`` where it is not reached or says no."""
+        """Calls to the service; raises ``UserError`` where it is not reached or refuses."""
         with self._channel() as channel:
             try:
                 grpc.channel_ready_future(channel).result(timeout=_CONNECT_SECONDS)
@@ -54,7 +71,7 @@ class Connection:
                     f"no service answers at {self.address}; start one with `eplb serve`, or name its --address"
                 ) from error
             except grpc.RpcError as error:
-                raise UserError(_told(error)) from error
+                raise UserError(_reason(error)) from error
 
     def _channel(self) -> grpc.Channel:
         options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
@@ -83,9 +100,9 @@ class OperatorCalls:
         return getattr(self._stub, name)(request, timeout=seconds, metadata=self._metadata)
 
 
-def _told(error: grpc.RpcError) -> str:
+def _reason(error: grpc.RpcError) -> str:
     call: Any = error
-    if call.code() in _TOLD_AS_THEY_ARE:
+    if call.code() in _CLEAR_BY_THEMSELVES:
         return str(call.details())
     if call.code() is grpc.StatusCode.UNAUTHENTICATED:
         return f"{call.details()}; give it with --token or EPLB_AUTH_TOKEN"

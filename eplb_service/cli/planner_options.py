@@ -10,8 +10,7 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 import typer
 
-from eplb_service.cli.errors import UserError
-from eplb_service.cli.numbers import whole_numbers
+from eplb_service.cli.errors import UserError, whole_numbers
 from eplb_service.io.trace import Trace
 from eplb_service.planner.options import PlannerOption, planner_options
 from eplb_service.planner.topology import Topology

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
+from eplb_service.cli.tables import compact_table
 from eplb_service.replay.result import PolicyReplay, Replay
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -20,12 +20,8 @@ def print_replay(console: Console, result: Replay) -> None:
     curves = [curve(policy) for policy in result.policies]
     low, high = min(map(min, curves)), max(map(max, curves))
     with_regret = result.score(result.policies[0]).regret is not None
-    table = Table()
-    table.add_column("policy", no_wrap=True)
-    headings = ["PAR", *(["regret"] if with_regret else []), "moves each", "solve ms"]
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("along", no_wrap=True)
+    regret = ["regret"] if with_regret else []
+    table = compact_table("policy", "PAR", *regret, "moves each", "solve ms", "along")
     for policy, values in zip(result.policies, curves, strict=True):
         score = result.score(policy)
         slots = result.layers * result.ranks * policy.setup.slots

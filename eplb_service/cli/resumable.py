@@ -21,9 +21,10 @@ ResumeOption = Annotated[
     Path | None,
     typer.Option(
         "--resume",
-        help="State file (.npz): go on from what Ctrl-C left there, or leave it there. Removed once all is done.",
+        help="State file (.npz): continue from what Ctrl-C left there, or leave it there. Removed once all is done.",
     ),
 ]
+WorkersOption = Annotated[int | None, typer.Option(min=1, help="Processes; as many as cores by default.")]
 
 
 class Resumable:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 import typer
@@ -15,30 +15,14 @@ from rich.table import Table
 
 from eplb_service.atomic_write import check_output
 from eplb_service.cli.json_out import print_json
-from eplb_service.cli.planner_options import (
-    NodesOption,
-    TokenGroupOption,
-    takes_planner_settings,
-    topology_of,
-)
-from eplb_service.cli.trace_options import (
-    AsOption,
-    BatchOption,
-    ExpertsOption,
-    HeatOption,
-    MapOption,
-    reading,
-)
+from eplb_service.cli.layout_options import FirstLayerOption, FormatOption, RankOptions, SlotOptions
+from eplb_service.cli.option_groups import option_groups
+from eplb_service.cli.planner_options import takes_planner_settings
+from eplb_service.cli.tables import compact_table
+from eplb_service.cli.trace_options import HeatOption, ReadingOptions, check_tokens
 from eplb_service.cli.warmup import compile_solver
 from eplb_service.io.open_trace import naming, open_trace
-from eplb_service.io.placement_file import (
-    FORMATS,
-    SUFFIXES,
-    placement_format,
-    read_placement,
-    write_placement,
-)
-from eplb_service.io.routes import DEFAULT_BATCH
+from eplb_service.io.placement_file import SUFFIXES, placement_format, write_placement
 from eplb_service.placement import Placement, check_shape
 from eplb_service.planner.options import planner_settings
 from eplb_service.planner.scoring import par, split_loads
@@ -49,49 +33,44 @@ if TYPE_CHECKING:
 _WORST_LAYERS = 5
 
 
+@dataclass(frozen=True)
+class OutputOptions:
+    """Where the placement goes."""
+
+    SECTION: ClassVar = "Results"
+
+    out: Annotated[Path, typer.Option(help="File to write: .npz (with tables), .json or .yaml.")]
+    format: FormatOption = None
+    first_layer: FirstLayerOption = 0
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False
+
+    def check(self) -> None:
+        """Raise ``OutputError`` or ``PlacementError`` where nothing could be written; before long work begins."""
+        check_output(self.out, SUFFIXES)
+        placement_format(self.out, self.format)
+
+
 @takes_planner_settings()
+@option_groups
 def solve(
     heat: HeatOption,
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks of the expert-parallel group.")],
-    slots: Annotated[
-        int, typer.Option(min=1, help="Expert slots per rank and layer, redundant ones included.")
-    ],
-    out: Annotated[Path, typer.Option(help="File to write: .npz (with tables), .json or .yaml.")],
-    format: Annotated[
-        str | None,
-        typer.Option(
-            help=f"One of {', '.join(FORMATS)}; by default what the name of --out says, .json vllm-ascend."
-        ),
-    ] = None,
-    first_layer: Annotated[
-        int,
-        typer.Option(min=0, help="The model's number of its first MoE layer (tensorrt-llm counts by it)."),
-    ] = 0,
-    placement: Annotated[
-        Path | None,
-        typer.Option(help="Placement that serves now (.npz, .json, .yaml, .pt); in order where not given."),
-    ] = None,
-    nodes: NodesOption = None,
-    token_group: TokenGroupOption = 1,
-    read_as: AsOption = None,
-    map: MapOption = None,
-    experts: ExpertsOption = None,
-    batch: BatchOption = DEFAULT_BATCH,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    group: RankOptions,
+    slot_options: SlotOptions,
+    output: OutputOptions,
+    reading: ReadingOptions,
     **planner: Any,
 ) -> None:
     """Compute a placement and its tables from recorded heat, and show what they gain."""
-    check_output(out, SUFFIXES)
-    settings = planner_settings(planner)
-    placement_format(out, format)
-    trace = open_trace(heat, reading(read_as, map, experts, batch))
-    steps, layers, experts = trace.shape
+    output.check()
+    settings, ranks = planner_settings(planner), group.ranks
+    trace = open_trace(heat, reading.reading())
+    slots = slot_options.count(trace.experts, ranks)
+    check_shape(trace.experts, ranks, slots)
     with naming(heat):
-        heat_TLE = trace.heat(0, steps)
-        source_RLE = trace.source(0, steps) if trace.facts.ranks == ranks else None
-    check_shape(experts, ranks, slots)
-    topology = topology_of(ranks, nodes, token_group, trace)
-    deployed = read_placement(placement, experts, ranks).phy2log_LRS if placement else None
+        heat_TLE = trace.heat(0, trace.steps)
+        source_RLE = trace.source(0, trace.steps) if trace.facts.ranks == ranks else None
+        check_tokens(heat, trace)
+    topology, deployed = group.topology(trace), slot_options.start(trace.experts, ranks)
     compile_solver()
     from eplb_service import offline
 
@@ -107,40 +86,72 @@ def solve(
     began = time.perf_counter()
     solution = solved_for(**asdict(settings))
     milliseconds = (time.perf_counter() - began) * 1e3
-    solved = Placement(solution.phy2log, experts)
-    write_placement(out, solved, solution.log2phy, format, first_layer)
+    solved = Placement(solution.phy2log, trace.experts)
+    write_placement(output.out, solved, solution.log2phy, output.format, output.first_layer)
     fixed = split_loads(heat_TLE, solved, solved.default_log2phy(), source_RLE, settings.split)
-    par_fixed_tables = float(par(fixed).mean())
     even = None
     if settings.split == "tables":
         even = solved_for(**asdict(replace(settings, split="even", budget_ms=None)))
-    if json:
-        print_json(_document(solution, even, settings.policy, steps, milliseconds, par_fixed_tables))
-        return
+    found = _Found(solution, even, settings.policy, trace.steps, milliseconds, float(par(fixed).mean()))
+    if output.json:
+        print_json(_document(found))
+    else:
+        _print(found, output.out)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A placement and what is reported of it.
+
+    Parameters
+    ----------
+    solution
+        The placement as the settings ask for it.
+    even
+        The same for a host that splits tokens evenly over replicas; ``None`` where the settings say so already.
+    policy, steps
+        Policy, and steps of the trace.
+    milliseconds
+        Time of the search.
+    par_fixed_tables
+        PAR with the engines' own fixed tables.
+    """
+
+    solution: Solution
+    even: Solution | None
+    policy: str
+    steps: int
+    milliseconds: float
+    par_fixed_tables: float
+
+
+def _print(found: _Found, out: Path) -> None:
+    solution, even = found.solution, found.even
+    layers, ranks, slots = solution.phy2log.shape
     console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{settings.policy}: {layers} layers x {experts} experts on {ranks} ranks x {slots} slots")
-    console.print(_table(solution))
     console.print(
-        f"PAR: hottest rank over mean rank in each of {steps} steps, mean over steps; hottest rank: its tokens a step."
+        f"{found.policy}: {layers} layers x {solution.log2phy.shape[2]} experts on {ranks} ranks x {slots} slots"
+    )
+    console.print(_table(solution), soft_wrap=False)
+    console.print(
+        f"PAR: hottest rank over mean rank in each of {found.steps} steps, mean over steps; "
+        "hottest rank: its tokens per step."
     )
     if even is not None:
         console.print(
-            "For a host that itself spreads an expert's tokens evenly over its copies (vLLM), --split even reaches "
+            "For a host that itself spreads an expert's tokens evenly over its replicas (vLLM), --split even reaches "
             f"PAR {even.par_after:.3f}, hottest rank {even.hottest_after_L.mean():,.2f}."
         )
     if out.suffix != ".npz":
         console.print(
-            f"{out.suffix[1:].upper()} holds no tables; with its host's own, PAR is {par_fixed_tables:.3f}."
+            f"{out.suffix[1:].upper()} holds no tables; with its host's own, PAR is {found.par_fixed_tables:.3f}."
         )
-    console.print(f"Solved in {milliseconds:.0f} ms; written to {out}.")
+    console.print(f"Solved in {found.milliseconds:.0f} ms; written to {out}.")
 
 
 def _table(solution: Solution) -> Table:
-    """All layers together, then those that stand worst afterwards."""
-    table = Table()
-    table.add_column("layer")
-    for heading in ("PAR before", "PAR after", "hottest rank before", "after", "moves"):
-        table.add_column(heading, justify="right")
+    """All layers together, then those that are worst afterwards."""
+    table = compact_table("layer", "PAR before", "after", "hottest rank before", "after", "moves")
     table.add_row(
         f"all {solution.par_after_L.size}",
         f"{solution.par_before:.3f}",
@@ -163,28 +174,22 @@ def _table(solution: Solution) -> Table:
     return table
 
 
-def _document(
-    solution: Solution,
-    even: Solution | None,
-    policy: str,
-    steps: int,
-    milliseconds: float,
-    par_fixed_tables: float,
-) -> dict[str, Any]:
+def _document(found: _Found) -> dict[str, Any]:
+    solution, even = found.solution, found.even
     layers, ranks, slots = solution.phy2log.shape
     return {
-        "policy": policy,
-        "steps": steps,
+        "policy": found.policy,
+        "steps": found.steps,
         "layers": layers,
         "experts": solution.log2phy.shape[2],
         "ranks": ranks,
         "slots": slots,
         "par_before": solution.par_before,
         "par_after": solution.par_after,
-        "par_after_fixed_tables": par_fixed_tables,
+        "par_after_fixed_tables": found.par_fixed_tables,
         "par_after_split_even": None if even is None else even.par_after,
         "moves": solution.moves,
-        "solve_ms": milliseconds,
+        "solve_ms": found.milliseconds,
         "par_before_per_layer": solution.par_before_L,
         "par_after_per_layer": solution.par_after_L,
         "hottest_before_per_layer": solution.hottest_before_L,

@@ -14,52 +14,48 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from eplb_service.cli.errors import UserError
+from eplb_service.cli.help_text import HelpCommand, HelpGroup
 from eplb_service.cli.json_out import print_json
-from eplb_service.cli.trace_options import (
-    AsOption,
-    BatchOption,
-    ExpertsOption,
-    MapOption,
-    TraceArgument,
-    reading,
-)
+from eplb_service.cli.option_groups import option_groups
+from eplb_service.cli.tables import compact_table
+from eplb_service.cli.trace_options import ReadingOptions, TraceArgument
 from eplb_service.cli.trace_record import record
 from eplb_service.heat.synthetic import KINDS, synthetic_heat
 from eplb_service.io.copy_trace import Cut, check_trace_output, copy_trace
 from eplb_service.io.numpy_file import check_fits_memory
 from eplb_service.io.open_trace import naming, open_trace
-from eplb_service.io.routes import DEFAULT_BATCH
 from eplb_service.io.trace import ArrayTrace, Trace, TraceFacts
 from eplb_service.io.trace_statistics import TraceStatistics, statistics
 
 trace = typer.Typer(
     name="trace",
+    cls=HelpGroup,
     add_completion=False,
+    rich_markup_mode=None,
     no_args_is_help=True,
     help="Look at heat traces of any format, record, convert and cut them, make some up.",
 )
-trace.command()(record)
+trace.command(cls=HelpCommand)(record)
 
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 _Out = Annotated[
     Path, typer.Option(help="Trace to write: .zarr (all that is known), .npz or .npy (the heat).")
 ]
 _WORST_LAYERS = 5
+_SAMPLED_STEPS = 1024
 _SYNTHESIS_BYTES = 48
 """Memory that one made-up count takes on its way."""
 
 
-@trace.command()
+@trace.command(cls=HelpCommand)
+@option_groups
 def info(
     path: TraceArgument,
-    read_as: AsOption = None,
-    map: MapOption = None,
-    experts: ExpertsOption = None,
-    batch: BatchOption = DEFAULT_BATCH,
+    reading: ReadingOptions,
     json: _Json = False,
 ) -> None:
-    """Say what a trace is: format, shape, steps, model and topology where it tells."""
-    opened = open_trace(path, reading(read_as, map, experts, batch))
+    """Show what a trace is: format, shape, steps, and model and topology where recorded."""
+    opened = open_trace(path, reading.reading())
     document = _facts(opened)
     if json:
         print_json(document)
@@ -70,23 +66,21 @@ def info(
     Console(soft_wrap=True, highlight=False).print(table)
 
 
-@trace.command()
+@trace.command(cls=HelpCommand)
+@option_groups
 def stats(
     path: TraceArgument,
+    reading: ReadingOptions,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Also PAR of experts in order on so many ranks.")
     ] = None,
     window: Annotated[
         int, typer.Option(min=1, help="Steps of the windows that drift is measured between.")
     ] = 256,
-    read_as: AsOption = None,
-    map: MapOption = None,
-    experts: ExpertsOption = None,
-    batch: BatchOption = DEFAULT_BATCH,
     json: _Json = False,
 ) -> None:
     """Measure skew, drift between windows, and the PAR of experts in order, layer by layer."""
-    opened = open_trace(path, reading(read_as, map, experts, batch))
+    opened = open_trace(path, reading.reading())
     with naming(path):
         found = statistics(opened, window, ranks)
     if json:
@@ -96,7 +90,7 @@ def stats(
     console.print(
         f"{opened.steps} steps x {opened.layers} layers x {opened.experts} experts ({opened.facts.origin})"
     )
-    console.print(_statistics_table(found))
+    console.print(_statistics_table(found), soft_wrap=False)
     console.print(
         f"hottest: its tokens over an expert's mean. drift: total variation between windows of {window} steps; "
         "sampling: what token sampling alone makes of it."
@@ -106,46 +100,47 @@ def stats(
             f"PAR: hottest over mean rank in each step, experts in order on {ranks} ranks; "
             "floor: what sampling leaves."
         )
+    if not found.choices_L.any():
+        console.print("All counts are zero: there is nothing to balance in this trace.")
     if found.par_served_L is not None:
         console.print("as served: the PAR that the ranks measured when it was recorded.")
 
 
-@trace.command()
+@trace.command(cls=HelpCommand)
+@option_groups
 def convert(
     path: TraceArgument,
     out: _Out,
-    read_as: AsOption = None,
-    map: MapOption = None,
-    experts: ExpertsOption = None,
-    batch: BatchOption = DEFAULT_BATCH,
+    reading: ReadingOptions,
+    json: _Json = False,
 ) -> None:
     """Copy a trace into another format, in memory bounded by a batch of steps where the format allows."""
-    opened = open_trace(path, reading(read_as, map, experts, batch))
+    opened = open_trace(path, reading.reading())
     with naming(path):
-        _copy(opened, out, Cut())
+        _copy(opened, out, Cut(), json)
 
 
-@trace.command()
+@trace.command(cls=HelpCommand)
+@option_groups
 def slice(
     path: TraceArgument,
     out: _Out,
+    reading: ReadingOptions,
     steps: Annotated[
         str, typer.Option(help="FIRST:LAST, the last not included; either may be left out.")
     ] = ":",
     layers: Annotated[str, typer.Option(help="FIRST:LAST, as for --steps.")] = ":",
-    read_as: AsOption = None,
-    map: MapOption = None,
-    experts: ExpertsOption = None,
-    batch: BatchOption = DEFAULT_BATCH,
+    json: _Json = False,
 ) -> None:
     """Copy some steps and layers of a trace."""
     cut = Cut(*_bounds("--steps", steps), *_bounds("--layers", layers))
-    opened = open_trace(path, reading(read_as, map, experts, batch))
+    opened = open_trace(path, reading.reading())
     with naming(path):
-        _copy(opened, out, cut)
+        _copy(opened, out, cut, json)
 
 
-@trace.command()
+@trace.command(cls=HelpCommand)
+@option_groups
 def synth(
     out: _Out,
     kind: Annotated[str, typer.Option(help=f"How popularity moves: {', '.join(KINDS)}.")] = "drift",
@@ -155,6 +150,7 @@ def synth(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step.")] = 4096,
     top_k: Annotated[int, typer.Option(min=1, help="Experts that a token chooses.")] = 8,
     seed: Annotated[int, typer.Option(min=0, help="The same seed makes the same trace.")] = 0,
+    json: _Json = False,
 ) -> None:
     """Make up a trace: popularity stays, drifts, alternates between two domains, or jumps in bursts."""
     if kind not in KINDS:
@@ -163,15 +159,18 @@ def synth(
     check_fits_memory(steps * layers * experts * _SYNTHESIS_BYTES)
     heat_TLE = synthetic_heat(kind, steps, layers, experts, tokens, top_k, seed)
     facts = TraceFacts(origin=f"synthetic, {kind}, seed {seed}", top_k=top_k)
-    _copy(ArrayTrace(heat_TLE, facts, np.full(steps, tokens, dtype=np.int64)), out, Cut())
+    _copy(ArrayTrace(heat_TLE, facts, np.full(steps, tokens, dtype=np.int64)), out, Cut(), json)
 
 
-def _copy(opened: Trace, out: Path, cut: Cut) -> None:
+def _copy(opened: Trace, out: Path, cut: Cut, json: bool) -> None:
     check_trace_output(out)
     last = opened.steps if cut.last_step is None else min(cut.last_step, opened.steps)
     with _progress(last - cut.first_step) as advance:
         steps, layers, experts = copy_trace(opened, out, cut, advance)
-    typer.echo(f"{out}: {steps} steps x {layers} layers x {experts} experts")
+    if json:
+        print_json({"out": str(out), "steps": steps, "layers": layers, "experts": experts})
+    else:
+        typer.echo(f"{out}: {steps} steps x {layers} layers x {experts} experts")
 
 
 @contextmanager
@@ -207,6 +206,7 @@ def _facts(opened: Trace) -> dict[str, Any]:
         "model": facts.model,
         "ranks": facts.ranks or None,
         "slots": facts.slots or None,
+        "tokens_per_step": _tokens_per_step(opened),
         "top_k": facts.top_k or None,
         "bytes_per_expert": facts.bytes_per_expert or None,
         "nodes": list(facts.nodes_R),
@@ -214,6 +214,12 @@ def _facts(opened: Trace) -> dict[str, Any]:
         "batching": facts.batching,
         "counted_by": _counted_by(opened),
     }
+
+
+def _tokens_per_step(opened: Trace) -> float | None:
+    """Mean over the first steps; ``None`` where tokens were not recorded."""
+    tokens_T = opened.tokens(0, min(opened.steps, _SAMPLED_STEPS))
+    return None if tokens_T is None else round(float(tokens_T.mean()), 1)
 
 
 def _shown(value: object) -> str:
@@ -246,11 +252,11 @@ def _statistics_document(found: TraceStatistics) -> dict[str, Any]:
 
 
 def _statistics_table(found: TraceStatistics) -> Table:
-    """The mean over layers, then the layers that stand worst."""
+    """The mean over layers, then the layers that are worst."""
     columns = {
-        "choices a step": (found.choices_L, "{:.0f}"),
+        "choices/step": (found.choices_L, "{:.0f}"),
         "hottest": (found.hottest_L, "{:.2f}x"),
-        "top tenth": (found.top_tenth_L, "{:.0%}"),
+        "top 10%": (found.top_tenth_L, "{:.0%}"),
         "drift": (found.drift_L, "{:.3f}"),
         "sampling": (found.drift_noise_L, "{:.3f}"),
     }
@@ -258,10 +264,7 @@ def _statistics_table(found: TraceStatistics) -> Table:
         columns |= {"PAR": (found.par_L, "{:.3f}"), "floor": (found.floor_L, "{:.3f}")}
     if found.par_served_L is not None:
         columns["as served"] = (found.par_served_L, "{:.3f}")
-    table = Table()
-    table.add_column("layer")
-    for heading in columns:
-        table.add_column(heading, justify="right")
+    table = compact_table("layer", *columns)
     means = [text.format(values_L.mean()) for values_L, text in columns.values()]
     table.add_row(f"all {found.choices_L.size}", *means, style="bold", end_section=True)
     worst_L = found.hottest_L if found.par_L is None else found.par_L

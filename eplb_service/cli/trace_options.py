@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
@@ -12,36 +13,55 @@ from eplb_service.heat.window import HeatError
 from eplb_service.io.named_arrays import MEANINGS, ReadAs
 from eplb_service.io.open_trace import KNOWN
 from eplb_service.io.placement_file import read_phy2log
+from eplb_service.io.routes import DEFAULT_BATCH
+from eplb_service.io.trace import Trace
 from eplb_service.placement import PlacementError
 
-HeatOption = Annotated[Path, typer.Option(help=f"Trace: {KNOWN}; its format is told by its content.")]
-TraceArgument = Annotated[Path, typer.Argument(help=f"Trace: {KNOWN}; its format is told by its content.")]
-AsOption = Annotated[
-    str | None,
-    typer.Option("--as", help=f"What the file's array is, where it does not say: {', '.join(MEANINGS)}."),
-]
-MapOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="Expert in each slot [layers, slots], for tokens by slot: .npz, .npy, .json, .yaml, .pt."
-    ),
-]
-ExpertsOption = Annotated[
-    int | None, typer.Option(min=1, help="Logical experts a layer, where the file does not tell.")
-]
-BatchOption = Annotated[
-    int, typer.Option(min=1, help="Requests decoded side by side, where routes become steps.")
-]
+HeatOption = Annotated[Path, typer.Option(help=f"Trace: {KNOWN}; the content decides the format.")]
+TraceArgument = Annotated[Path, typer.Argument(help=f"Trace: {KNOWN}; the content decides the format.")]
+
+_STEPS_READ = 64
 
 
-def reading(as_: str | None, map_path: Path | None, experts: int | None, batch: int) -> ReadAs:
-    """How to read a trace, of the options above; raises ``UserError`` where one of them is none."""
-    if as_ is not None and as_ not in MEANINGS:
-        raise UserError(f"--as names {as_!r}; choose one of {', '.join(MEANINGS)}")
-    phy2log = None
-    if map_path is not None:
-        try:
-            phy2log = read_phy2log(map_path)
-        except (HeatError, PlacementError) as error:
-            raise UserError(f"{map_path}: {error}") from error
-    return ReadAs(as_, phy2log, experts, batch)
+@dataclass(frozen=True)
+class ReadingOptions:
+    """How a file is read that does not say itself what it holds."""
+
+    SECTION: ClassVar = "How the trace is read"
+
+    read_as: Annotated[
+        str | None,
+        typer.Option("--as", help=f"What the file's array is, where it is not named: {', '.join(MEANINGS)}."),
+    ] = None
+    map: Annotated[
+        Path | None,
+        typer.Option(
+            help="Expert in each slot [layers, slots], for tokens by slot: .npz, .npy, .json, .yaml, .pt."
+        ),
+    ] = None
+    experts: Annotated[
+        int | None, typer.Option(min=1, help="Logical experts per layer, where the file does not name them.")
+    ] = None
+    batch: Annotated[
+        int, typer.Option(min=1, help="Requests decoded side by side, where routes become steps.")
+    ] = DEFAULT_BATCH
+
+    def reading(self) -> ReadAs:
+        """How to read the trace; raises ``UserError`` on an unknown meaning or a map that cannot be read."""
+        if self.read_as is not None and self.read_as not in MEANINGS:
+            raise UserError(f"--as names {self.read_as!r}; choose one of {', '.join(MEANINGS)}")
+        phy2log = None
+        if self.map is not None:
+            try:
+                phy2log = read_phy2log(self.map)
+            except (HeatError, PlacementError) as error:
+                raise UserError(f"{self.map}: {error}") from error
+        return ReadAs(self.read_as, phy2log, self.experts, self.batch)
+
+
+def check_tokens(path: Path, trace: Trace) -> None:
+    """Raise ``UserError`` where every count of the trace is zero: nothing could be learned from it."""
+    for first in range(0, trace.steps, _STEPS_READ):
+        if trace.heat(first, min(trace.steps, first + _STEPS_READ)).any():
+            return
+    raise UserError(f"{path}: all of its {trace.steps} steps hold zero tokens; record while the model serves")

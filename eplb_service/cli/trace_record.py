@@ -15,8 +15,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from eplb_service.atomic_write import OutputError
 from eplb_service.cli.errors import UserError
-from eplb_service.cli.operator_client import Connection, OperatorCalls
-from eplb_service.cli.service_options import ADDRESS, Address, Name, TlsCa, Token
+from eplb_service.cli.operator_client import Connection, Name, OperatorCalls
+from eplb_service.cli.option_groups import option_groups
 from eplb_service.cli.watched_trace import WatchedTrace
 from eplb_service.control.server.heat_messages import read_served, read_switched
 from eplb_service.control.server.heat_report import read_heat_report
@@ -27,17 +27,16 @@ from eplb_service.wire.codec import WireError
 from eplb_service.wire.generated import operator_pb2
 
 
+@option_groups
 def record(
     deployment: Name,
     out: Annotated[Path, typer.Option(help=f"Trace to write, a {native_layout.SUFFIX} folder.")],
+    service: Connection,
     steps: Annotated[int | None, typer.Option(min=1, help="End after so many steps.")] = None,
     seconds: Annotated[float | None, typer.Option(min=0.1, help="End after so many seconds.")] = None,
     append: Annotated[
         bool, typer.Option("--append", help="Go on with the trace that stands at --out, where it fits.")
     ] = False,
-    address: Address = ADDRESS,
-    token: Token = None,
-    tls_ca: TlsCa = None,
 ) -> None:
     """Record the heat of a deployment that is being served, from now on, until Ctrl-C or as long as asked for.
 
@@ -45,7 +44,7 @@ def record(
     they were counted under. The service never waits for it: a slow link loses reports, which is told.
     """
     _check_output(out, append)
-    with Connection(address, token, tls_ca).open() as call:
+    with service.open() as call:
         trace = WatchedTrace(out, deployment, steps)
         try:
             with _bar(trace, steps, seconds) as advance:

@@ -53,7 +53,7 @@ def test_json_on_stdout_and_in_the_file_agree(tmp_path, trace, capsys):
     ("arguments", "message"),
     [
         (["--heat", "absent.npz"], "No such file"),
-        (["--redundant", "3"], "use 0 or that plus a multiple of 4"),
+        (["--redundant", "3"], "use --redundant 0 or that plus a multiple of 4"),
         (["--redundant", "few"], "'--redundant'"),
         (["--window", "120"], "has 120 steps, a window of 120 leaves none"),
         (["--out", "advice.txt"], "must end in .json"),

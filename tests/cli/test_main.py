@@ -110,7 +110,19 @@ def test_interrupt(monkeypatch, capsys):
     assert run(capsys, "solve")[0] == 130
 
 
-def test_a_reader_that_leaves_early_is_no_error():
-    command = f"{sys.executable} -m eplb_service.cli.main --help | true"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
-    assert "Traceback" not in done.stderr
+def shell(command):
+    eplb = f"{sys.executable} -m eplb_service.cli.main"
+    return subprocess.run(
+        ["bash", "-c", command.format(eplb=eplb)], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_a_reader_that_leaves_early_ends_the_command_quietly():
+    done = shell("(sleep 1; {eplb} --help; echo $? >&2) | true")
+    assert done.stderr == "141\n"
+
+
+def test_a_full_disk_under_the_output_is_one_line():
+    done = shell("{eplb} --help > /dev/full")
+    assert done.returncode == 2
+    assert done.stderr == "eplb: error: the output cannot be written (No space left on device)\n"

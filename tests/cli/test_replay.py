@@ -61,7 +61,7 @@ BAD_ARGUMENTS = {
     "report of another kind": (["--report", "report.pdf"], "must end in .html"),
     "placement of other slots": (
         ["--placement", "four.npz"],
-        "--placement has 4 slots a rank, asked for [5]",
+        "--placement has 4 slots per rank, asked for [5]",
     ),
     "unknown policy": (
         ["--policy", "none,greedy"],

@@ -1,0 +1,135 @@
+"""Options on the ranks, their slots and where decisions begin, and on what a step and a move cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import typer
+
+from eplb_service.cli.errors import UserError, whole_numbers
+from eplb_service.cli.planner_options import NodesOption, TokenGroupOption, topology_of
+from eplb_service.io.placement_file import FORMATS, read_placement
+from eplb_service.io.trace import Trace
+from eplb_service.placement import Int32
+from eplb_service.planner.topology import Topology
+from eplb_service.replay.costs import Costs
+
+_COSTS = Costs()
+
+FormatOption = Annotated[
+    str | None,
+    typer.Option(
+        help=f"One of {', '.join(FORMATS)}; by default the format that the file's name ends in (.json: vllm-ascend)."
+    ),
+]
+FirstLayerOption = Annotated[
+    int,
+    typer.Option(
+        min=0, help="The model's number of its first MoE layer; sglang and tensorrt-llm count by it."
+    ),
+]
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """The expert-parallel group."""
+
+    SECTION: ClassVar = "Ranks and slots"
+
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks of the expert-parallel group.")]
+    nodes: NodesOption = None
+    token_group: TokenGroupOption = 1
+
+    def topology(self, trace: Trace) -> Topology:
+        """Where the ranks are; raises ``UserError`` where that cannot be."""
+        return topology_of(self.ranks, self.nodes, self.token_group, trace)
+
+
+@dataclass(frozen=True)
+class SlotOptions:
+    """How many slots there are, and what is in them at the start."""
+
+    SECTION: ClassVar = "Ranks and slots"
+
+    slots: Annotated[
+        str | None,
+        typer.Option(help="Expert slots per rank and layer, redundant ones included; replay takes several."),
+    ] = None
+    redundant: Annotated[
+        str | None,
+        typer.Option(help="Slots per layer beyond one per expert, instead of --slots; replay takes several."),
+    ] = None
+    placement: Annotated[
+        Path | None,
+        typer.Option(help="Placement at the start (.npz, .json, .yaml, .pt); by default experts in order."),
+    ] = None
+
+    def counts(self, experts: int, ranks: int) -> list[int]:
+        """Slots per rank to try; raises ``UserError`` where they do not spread evenly over the ranks."""
+        if self.slots is not None and self.redundant is not None:
+            raise UserError("give either --slots or --redundant")
+        if self.slots is not None:
+            return whole_numbers("--slots", self.slots)
+        return slots_of_redundant(experts, ranks, self.redundant or str(-experts % ranks))
+
+    def count(self, experts: int, ranks: int) -> int:
+        """The one number of slots per rank; raises ``UserError`` where several are given, or none."""
+        if self.slots is None and self.redundant is None:
+            raise UserError(
+                "give --slots (expert slots per rank) or --redundant (slots per layer beyond the experts)"
+            )
+        counts = self.counts(experts, ranks)
+        if len(counts) > 1:
+            raise UserError("a placement has one number of slots; `eplb replay` compares several")
+        return counts[0]
+
+    def start(self, experts: int, ranks: int) -> Int32 | None:
+        """The starting placement ``[L, R, S]``; ``None`` for experts in order. Raises ``PlacementError``."""
+        return None if self.placement is None else read_placement(self.placement, experts, ranks).phy2log_LRS
+
+
+@dataclass(frozen=True)
+class CostOptions:
+    """What a step, an expert's weights and a switch cost."""
+
+    SECTION: ClassVar = "Costs (stated, not measured)"
+
+    step_ms: Annotated[
+        float,
+        typer.Option(help="Time of a model step; 0: decisions take effect at once, no times are given."),
+    ] = 0.0
+    moe_share: Annotated[float, typer.Option(help="Part of a step that the hottest rank decides.")] = (
+        _COSTS.moe_share
+    )
+    bytes_per_expert: Annotated[
+        int, typer.Option(min=0, help="Bytes of the weights of one expert in one layer.")
+    ] = 0
+    bandwidth: Annotated[float, typer.Option(help="GB/s that a rank receives while it serves.")] = (
+        _COSTS.bandwidth / 1e9
+    )
+    solve_ms: Annotated[float, typer.Option(help="From the end of a window to the plan.")] = _COSTS.solve_ms
+    commit_ms: Annotated[float, typer.Option(help="Standstill of all ranks per switched layer.")] = (
+        _COSTS.commit_ms
+    )
+
+    def costs(self) -> Costs:
+        """The same for a replay; raises ``ReplayError`` on a value out of bounds."""
+        bandwidth = self.bandwidth * 1e9
+        return Costs(
+            self.step_ms, self.moe_share, self.bytes_per_expert, bandwidth, self.solve_ms, self.commit_ms
+        )
+
+
+def slots_of_redundant(experts: int, ranks: int, text: str) -> list[int]:
+    """Slots per rank for each number of redundant experts in ``text``; raises ``UserError`` where one is uneven."""
+    counts = []
+    for redundant in whole_numbers("--redundant", text, least=0):
+        if (experts + redundant) % ranks:
+            raise UserError(
+                f"{experts} experts and {redundant} redundant ones do not spread evenly over {ranks} ranks; "
+                f"use --redundant {-experts % ranks} or that plus a multiple of {ranks}"
+            )
+        counts.append((experts + redundant) // ranks)
+    return counts
