@@ -5,7 +5,7 @@ ARG PYTHON_VERSION=3.12
 FROM python:${PYTHON_VERSION}-slim AS build
 WORKDIR /src
 COPY . .
-RUN pip wheel --no-cache-dir --wheel-dir /wheels .
+RUN pip wheel --no-cache-dir --wheel-dir /wheels ./packaging/eplb-agent .
 
 FROM python:${PYTHON_VERSION}-slim
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \

@@ -9,13 +9,13 @@ PROCESSES ?= auto
 PYTEST = $(BIN)/pytest --numprocesses $(PROCESSES) --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-oldest check lint types layers docs unit warm format proto clean
+.PHONY: help demo test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
 .PHONY: explore fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-replay
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(READY): pyproject.toml setup.py constraints-dev.txt $(wildcard proto/eplb/v1/*.proto) tools/setup_venv.py tools/generate_stubs.py
+$(READY): pyproject.toml setup.py $(wildcard packaging/eplb-agent/*.*) constraints-dev.txt $(wildcard proto/eplb/v1/*.proto) tools/setup_venv.py tools/generate_stubs.py
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python tools/setup_venv.py
 	@touch $@
@@ -60,10 +60,13 @@ format: $(READY) ## format the code and mend what ruff can
 	@$(BIN)/ruff format .
 
 proto: $(READY) ## generate the stubs again after editing proto/
-	@$(BIN)/pip install --quiet --no-deps --editable .
+	@$(BIN)/pip install --quiet --no-deps --editable packaging/eplb-agent
+
+wheels: $(READY) ## both distributions, eplb-service and eplb-agent, as wheels in dist/
+	@$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist ./packaging/eplb-agent .
 
 clean: ## remove the virtual environment and everything that was made
-	rm -rf $(VENV) .venv-fuzz build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-fuzz build dist packaging/*/build packaging/*/*.egg-info site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 explore: $(READY) ## every interleaving of the layer switch, and of service and ranks, and the mutants caught (minutes)
 	@$(BIN)/python -m tests.swap.explorer

@@ -1,34 +1,17 @@
-"""Build step: generate the gRPC stubs of ``proto/`` into ``eplb_service/wire/generated``."""
-
-import importlib.util
-import pathlib
-import sys
+"""Build step: eplb-service without the modules that eplb-agent ships (``packaging/eplb-agent``)."""
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-ROOT = pathlib.Path(__file__).parent.resolve()
 
+class BuildService(build_py):
+    """``build_py`` that leaves ``eplb_service/__init__.py`` to eplb-agent, so that no file is in two wheels."""
 
-def generate_stubs() -> None:
-    """Run ``tools/generate_stubs.py``, the one place that knows how stubs are made."""
-    spec = importlib.util.spec_from_file_location("generate_stubs", ROOT / "tools" / "generate_stubs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.generate(ROOT)
-
-
-class BuildWithStubs(build_py):
-    """``build_py`` that first generates the stubs, for wheels and editable installs alike."""
-
-    def run(self) -> None:
-        """Generate, then build as usual."""
-        generate_stubs()
-        super().run()
+    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        """The modules of one package that eplb-service ships."""
+        found = super().find_package_modules(package, package_dir)
+        return [entry for entry in found if entry[:2] != ("eplb_service", "__init__")]
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    setup(cmdclass={"build_py": BuildWithStubs})
+    setup(cmdclass={"build_py": BuildService})

@@ -19,7 +19,12 @@ __all__ = ["Placement", "PlacementError", "Solution", "__version__", "solve"]
 
 def __getattr__(name: str) -> Any:
     if name in {"solve", "Solution"}:
-        from eplb_service import offline
-
+        try:
+            from eplb_service import offline
+        except ImportError as error:
+            if error.name == "eplb_service":
+                message = f"{name} is part of eplb-service, and only eplb-agent is installed: pip install eplb-service"
+                raise ImportError(message) from error
+            raise
         return getattr(offline, name)
     raise AttributeError(f"module 'eplb_service' has no attribute {name!r}")

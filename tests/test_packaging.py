@@ -1,4 +1,4 @@
-"""What is installed is what pyproject.toml says: version, command, typing, and no import that nothing declares."""
+"""What is installed is what is declared: versions, command, typing, and the same imports as dependencies."""
 
 import ast
 import importlib
@@ -14,7 +14,9 @@ import eplb_service
 tomllib = pytest.importorskip("tomllib", reason="part of Python from 3.11 on")
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SERVICE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+AGENT = tomllib.loads((ROOT / "packaging/eplb-agent/pyproject.toml").read_text())["project"]
+AGENTS_PART = ("worker_agent", "eplb_service/__init__.py", "eplb_service/placement", "eplb_service/wire")
 IMPORT_NAMES = {
     "grpcio": "grpc",
     "grpcio-health-checking": "grpc_health",
@@ -28,26 +30,29 @@ IMPORT_NAMES = {
 
 def declared(requirements):
     names = [re.match(r"[\w.-]+", requirement)[0].lower() for requirement in requirements]
-    return {IMPORT_NAMES.get(name, name) for name in names}
+    return {IMPORT_NAMES.get(name, name) for name in names} - {"eplb-agent"}
 
 
-def imported(package):
+def imported(*places):
     found = set()
-    for path in (ROOT / package).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                found |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                found.add(node.module.partition(".")[0])
+    for place in places:
+        for path in [ROOT / place] if place.endswith(".py") else (ROOT / place).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Import):
+                    found |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module:
+                    found.add(node.module.partition(".")[0])
     return found - set(sys.stdlib_module_names) - {"eplb_service", "worker_agent"}
 
 
 def test_version_is_one():
-    assert PROJECT["version"] == eplb_service.__version__
+    assert SERVICE["version"] == AGENT["version"] == eplb_service.__version__
+    assert f"eplb-agent=={AGENT['version']}" in SERVICE["dependencies"]
+    assert SERVICE["optional-dependencies"]["agent"] == [f"eplb-agent[model]=={AGENT['version']}"]
 
 
 def test_the_command_exists():
-    module, _, function = PROJECT["scripts"]["eplb"].partition(":")
+    module, _, function = SERVICE["scripts"]["eplb"].partition(":")
     assert callable(getattr(importlib.import_module(module), function))
 
 
@@ -56,16 +61,21 @@ def test_packages_are_typed(package):
     assert (ROOT / package / "py.typed").is_file()
 
 
-def test_imports_and_declared_dependencies_are_the_same():
-    base, extras = declared(PROJECT["dependencies"]), PROJECT["optional-dependencies"]
-    assert imported("eplb_service") == base | declared(extras["ray"]) | declared(extras["report"])
+def test_the_service_declares_what_it_imports_and_no_more():
+    extras = SERVICE["optional-dependencies"]
+    declares = declared(SERVICE["dependencies"]) | declared(extras["ray"]) | declared(extras["report"])
+    assert imported("eplb_service") == declares
+
+
+def test_the_agent_declares_what_it_imports_and_no_more():
+    declares = declared(AGENT["dependencies"]) | declared(AGENT["optional-dependencies"]["model"])
     # torch_npu is never a requirement: it is there where the device is an NPU.
-    assert imported("worker_agent") - {"torch_npu"} - base == declared(extras["agent"])
+    assert imported(*AGENTS_PART) - {"torch_npu"} == declares
 
 
-def test_test_dependencies_are_used():
+def test_the_tests_import_what_they_declare():
     loaded_by_pytest = {"pytest-asyncio", "pytest-timeout", "pytest-xdist"} | {"zarr"}  # importorskip("zarr")
-    assert declared(PROJECT["optional-dependencies"]["test"]) - loaded_by_pytest <= imported("tests")
+    assert declared(SERVICE["optional-dependencies"]["test"]) - loaded_by_pytest <= imported("tests")
 
 
 def test_the_base_install_needs_no_torch():
@@ -73,7 +83,7 @@ def test_the_base_install_needs_no_torch():
         "import sys; sys.modules['torch'] = None\n"
         "from eplb_service import solve\n"
         "from eplb_service.cli.main import COMMANDS, load_command\n"
-        "import eplb_service.control.server.service\n"
+        "import eplb_service.control.server\n"
         "for name in COMMANDS.keys() - {'demo'}: load_command(name)\n"
     )
     done = subprocess.run(

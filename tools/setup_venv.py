@@ -15,16 +15,18 @@ import sys
 
 ROOT = pathlib.Path(__file__).parent.parent.resolve()
 CONSTRAINTS = ROOT / "constraints-dev.txt"
+AGENT = ROOT / "packaging" / "eplb-agent"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def main() -> None:
-    """Install torch, then the project with its extras, editable."""
+    """Install torch, then both distributions of this repository with their extras, editable."""
     pip("install", "--quiet", "--upgrade", "pip")
     if not installed("torch"):
         pip("install", "--quiet", torch_requirement(), *torch_options())
     print("installing eplb-service and its development tools", flush=True)
-    pip("install", "--quiet", "--constraint", str(CONSTRAINTS), "--editable", f"{ROOT}[agent,dev]")
+    editable = ["--editable", f"{AGENT}[model]", "--editable", f"{ROOT}[agent,dev]"]
+    pip("install", "--quiet", "--constraint", str(CONSTRAINTS), *editable)
 
 
 def torch_requirement() -> str:
