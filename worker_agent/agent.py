@@ -81,7 +81,7 @@ class Agent:
     @property
     def installed(self) -> Installed:
         """What this rank serves; an immutable snapshot."""
-        return self._switch.machine.installed
+        return self._switch.state.installed
 
     @property
     def stats(self) -> SwitchStats:
@@ -91,7 +91,7 @@ class Agent:
     @property
     def halted(self) -> str | None:
         """Why this rank no longer takes part in balancing, or ``None``."""
-        return self._switch.machine.halted
+        return self._switch.state.halted
 
     @property
     def connected(self) -> bool:
@@ -148,7 +148,7 @@ class Agent:
         welcome = self._stream.welcome
         if welcome is not None:
             self._heat.adopt(welcome.report_steps)
-            self._switch.machine.hear_term(welcome.leader_term)
+            self._switch.see_term(welcome.leader_term)
         self._heat.step_done(self._step - 1, phase, self.installed.layer_epochs, tokens)
 
     def _take_events(self) -> None:

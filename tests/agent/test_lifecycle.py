@@ -51,12 +51,12 @@ def _drain_in_the_middle() -> dict[str, Any]:
     drained = time.monotonic() - began
     facts = {
         "running": agent._switch.transfers.running,
-        "plan": agent._switch.machine.plan_under_way,
+        "plan": agent._switch.state.plan_under_way,
         "drained": drained,
     }
     agent._stream.plans.put(live.plan_for(agent, {0: _from_here(agent, 3)}, plan_id=2))
     worst = max(worst, live.drive(agent, layers, still, 12))
-    facts["refused"] = agent._switch.machine.plan_under_way is None
+    facts["refused"] = agent._switch.state.plan_under_way is None
     agent.resume()
     before = agent.installed.epoch
     agent._stream.plans.put(live.plan_for(agent, {0: _from_here(agent, 4)}, plan_id=3))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from tests.swap.tags import FIRST, TagInstalled, TagPlan
 from worker_agent.swap.ballot import Ballot
-from worker_agent.swap.machine import SwitchMachine
+from worker_agent.swap.machine import SwitchState
 
 RANKS = 3
 OFFER_DEADLINE = 8
@@ -47,7 +47,7 @@ class Scenario:
     plans: tuple[TagPlan, ...]
     faults: Faults
     starts: tuple[TagInstalled, ...] = (FIRST,) * RANKS
-    machine: type[SwitchMachine] = SwitchMachine
+    machine: type[SwitchState] = SwitchState
     asks_register: bool = True
 
 
@@ -83,7 +83,7 @@ class State:
         """Another, in which other things may happen."""
         other = object.__new__(type(self))
         other.scenario = self.scenario
-        other.machines = [_copy_machine(machine) for machine in self.machines]
+        other.machines = self.machines.copy()
         other.transfers, other.staged = self.transfers.copy(), self.staged.copy()
         other.weights, other.terms = self.weights.copy(), self.terms.copy()
         other.lost, other.dirty_lanes = self.lost, self.dirty_lanes
@@ -111,23 +111,17 @@ class State:
             m.generation - generation,
             m.lane - lane,
             m.halted is not None,
-            0 if m._plan is None else m._plan.plan_id,
-            m._index,
-            m._abort_wish is not None,
-            m._highest_term,
-            m._transfer_runs,
+            0 if m.plan is None else m.plan.plan_id,
+            m.index,
+            m.abort_wish is not None,
+            m.highest_term,
+            m.transfer_runs,
             _relative(self.transfers[rank], generation, lane),
             _relative(self.staged[rank], generation, lane),
             self.terms[rank],
             rank in self.lost,
             None if vote is None else (vote.ballots[rank], vote.truths[rank], rank in vote.pending),
         )
-
-
-def _copy_machine(machine: SwitchMachine) -> SwitchMachine:
-    copied = object.__new__(type(machine))
-    copied.__dict__.update(machine.__dict__)
-    return copied
 
 
 def _relative(run: Running | None, generation: int, lane: int) -> tuple[int, ...] | None:

@@ -13,7 +13,7 @@ from tests.swap.explored_state import OFFER_DEADLINE, RANKS, Running, State, Vot
 from tests.swap.promises import check_accepted, check_commit, check_start, check_state
 from tests.swap.tags import FIRST
 from worker_agent.swap.ballot import Outcome, Progress, VoteResult
-from worker_agent.swap.machine import Accepted, Action, Commit, DropStaging, StartTransfer
+from worker_agent.swap.machine import Accepted, Commit, DropStaging, StartTransfer, Transition
 
 
 class World(State):
@@ -30,7 +30,7 @@ class World(State):
                 yield ("deliver", rank, number, machine.installed.digest)
                 if plan.base_digest == machine.installed.digest != FIRST.digest:
                     yield ("deliver", rank, number, FIRST.digest)
-            if machine.progress == Progress.OFFERED and machine._abort_wish is None:
+            if machine.progress == Progress.OFFERED and machine.abort_wish is None:
                 yield ("deadline", rank)
             if self.transfers[rank] is not None:
                 possible = self._can_complete(rank)
@@ -71,19 +71,19 @@ class World(State):
 
     def _deliver(self, rank: int, number: int, checked_for: int) -> None:
         plan, machine = self.scenario.plans[number], self.machines[rank]
-        for action in machine.offer(plan, 0, checked_for):  # type: ignore[arg-type]
-            if isinstance(action, Accepted):
-                check_accepted(self, rank, plan, checked_for)
-                self.terms[rank] = plan.leader_term
+        accepted, actions = machine.offer(plan, 0, checked_for)  # type: ignore[arg-type]
+        if any(isinstance(action, Accepted) for action in actions):
+            check_accepted(self, rank, plan, checked_for)
+            self.terms[rank] = plan.leader_term
+        self.machines[rank] = accepted
 
     def _deadline(self, rank: int) -> None:
-        self._act(rank, self.machines[rank].tick(OFFER_DEADLINE + 1))
+        self.machines[rank] = self.machines[rank].at_step(OFFER_DEADLINE + 1)
 
     def _staged(self, rank: int) -> None:
         running = self.transfers[rank]
         self.transfers[rank] = None
-        machine = self.machines[rank]
-        self._act(rank, machine.transfer_ended(running.generation))
+        machine = self.machines[rank] = self.machines[rank].with_transfer_ended(running.generation)
         # As the driver does: a result that is not the present transfer's is thrown away.
         if running.generation == machine.generation and machine.progress == Progress.READY:
             self.staged[rank] = running
@@ -94,14 +94,14 @@ class World(State):
             self.faults = self.faults._replace(transfers=self.faults.transfers - 1)
         self.transfers[rank] = None
         self.dirty_lanes |= {(running.lane, running.generation)}
-        self._act(rank, self.machines[rank].transfer_ended(running.generation, "failed"))
+        self.machines[rank] = self.machines[rank].with_transfer_ended(running.generation, "failed")
 
     def _halt(self, rank: int) -> None:
         self.faults = self.faults._replace(halts=self.faults.halts - 1)
         self._act(rank, self.machines[rank].halt("broken"))
 
     def _launch(self) -> None:
-        ballots = tuple(None if r in self.lost else m.ballot() for r, m in enumerate(self.machines))
+        ballots = tuple(None if r in self.lost else m.ballot for r, m in enumerate(self.machines))
         truths = tuple(machine.installed.version_digest for machine in self.machines)
         self.vote = Vote(ballots, truths, frozenset(range(RANKS)) - self.lost, None)
 
@@ -141,7 +141,8 @@ class World(State):
 
     # What machines ask for
 
-    def _act(self, rank: int, actions: list[Action]) -> None:
+    def _act(self, rank: int, transition: Transition) -> None:
+        self.machines[rank], actions = transition
         for action in actions:
             if isinstance(action, StartTransfer):
                 self._start(rank, action)

@@ -11,29 +11,28 @@ from tests.swap.explored_state import Faults
 from tests.swap.explorer import scenarios, walk
 from worker_agent.swap.ballot import Ballot, Outcome, Progress, VoteResult
 from worker_agent.swap.machine import (
-    Aborted,
     Accepted,
-    Action,
     Commit,
     DropStaging,
     Halted,
     StartTransfer,
-    SwitchMachine,
+    SwitchState,
+    Transition,
 )
 
 
-class _Decided(SwitchMachine):
+class _Decided(SwitchState):
     """A machine for which the outcome of a vote means something else."""
 
     def meaning(self, outcome: Outcome) -> VoteResult:
         return outcome.result
 
-    def decide(self, outcome: Outcome) -> list[Action]:
-        return super().decide(_Told(outcome, self.meaning(outcome)))  # type: ignore[arg-type]
+    def decide(self, outcome: Outcome) -> Transition:
+        return super().decide(_Reinterpreted(outcome, self.meaning(outcome)))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Reinterpreted:
     outcome: Outcome
     result: VoteResult
 
@@ -56,7 +55,7 @@ class StartsBeforeAllHold(_Decided):
 
 class IgnoresAbortVotes(_Decided):
     def meaning(self, outcome: Outcome) -> VoteResult:
-        return replace(outcome, abort=False).decision
+        return replace(outcome, abort=False).result
 
 
 class IgnoresOtherPlans(_Decided):
@@ -67,168 +66,154 @@ class IgnoresOtherPlans(_Decided):
 
 class IgnoresOtherPlacements(_Decided):
     def meaning(self, outcome: Outcome) -> VoteResult:
-        return replace(outcome, installed_agree=True).decision
+        return replace(outcome, installed_agree=True).result
 
 
-class AbortsForItselfOnly(SwitchMachine):
-    def decide(self, outcome: Outcome) -> list[Action]:
-        if outcome.result is VoteResult.ABORT and self._abort_wish is None:
-            return []
+class AbortsForItselfOnly(SwitchState):
+    def decide(self, outcome: Outcome) -> Transition:
+        if outcome.result is VoteResult.ABORT and self.abort_wish is None:
+            return self, ()
         return super().decide(outcome)
 
 
-class VotesWithoutWhatIsInstalled(SwitchMachine):
+class VotesWithoutWhatIsInstalled(SwitchState):
+    @property
     def ballot(self) -> Ballot:
-        return replace(super().ballot(), installed=1)
+        return replace(super().ballot, installed=1)
 
 
-class VotesWithoutItsAbort(SwitchMachine):
+class VotesWithoutItsAbort(SwitchState):
+    @property
     def ballot(self) -> Ballot:
-        return replace(super().ballot(), abort=False)
+        return replace(super().ballot, abort=False)
 
 
-class VotesReadyTooSoon(SwitchMachine):
+class VotesReadyTooSoon(SwitchState):
+    @property
     def ballot(self) -> Ballot:
-        ballot = super().ballot()
+        ballot = super().ballot
         return (
             replace(ballot, progress=Progress.READY) if ballot.progress == Progress.TRANSFERRING else ballot
         )
 
 
-class KeepsTheLane(SwitchMachine):
-    def _drop(self, reason: str) -> list[Action]:
-        lane = self.lane
-        actions = super()._drop(reason)
-        self.lane = lane
-        return actions
+class KeepsTheLane(SwitchState):
+    def _drop(self, reason: str) -> Transition:
+        dropped, actions = super()._drop(reason)
+        return replace(dropped, lane=self.lane), actions
 
 
-class KeepsTheGeneration(SwitchMachine):
-    def _start(self) -> list[Action]:
-        actions = super()._start()
-        if self.generation > 1:
-            self.generation -= 1
-            started = actions[0]
-            assert isinstance(started, StartTransfer)
-            return [replace(started, generation=self.generation)]
-        return actions
+class KeepsTheGeneration(SwitchState):
+    def _start(self) -> Transition:
+        started, actions = super()._start()
+        if started.generation == 1:
+            return started, actions
+        (start,) = actions
+        assert isinstance(start, StartTransfer)
+        return replace(started, generation=self.generation), (replace(start, generation=self.generation),)
 
 
-class TakesAnyGenerationForItsOwn(SwitchMachine):
-    def _refusal(self, plan: Any, checked_for: int) -> str | None:
-        self._transfer_runs = False
-        return super()._refusal(plan, checked_for)
-
-    def transfer_ended(self, generation: int, error: str | None = None) -> list[Action]:
-        return super().transfer_ended(self.generation, error)
+class BeginsBesideAnOldTransfer(SwitchState):
+    def offer(self, plan: Any, step: int, checked_for: int) -> Transition:
+        return SwitchState.offer(replace(self, transfer_runs=False), plan, step, checked_for)
 
 
-class BeginsBesideAnOldTransfer(SwitchMachine):
-    def _refusal(self, plan: Any, checked_for: int) -> str | None:
-        self._transfer_runs = False
-        return super()._refusal(plan, checked_for)
+class TakesAnyGenerationForItsOwn(BeginsBesideAnOldTransfer):
+    def with_transfer_ended(self, generation: int, error: str | None = None) -> SwitchState:
+        return super().with_transfer_ended(self.generation, error)
 
 
-class TakesFailureForSuccess(SwitchMachine):
-    def transfer_ended(self, generation: int, error: str | None = None) -> list[Action]:
-        return super().transfer_ended(generation, None)
+class TakesFailureForSuccess(SwitchState):
+    def with_transfer_ended(self, generation: int, error: str | None = None) -> SwitchState:
+        return super().with_transfer_ended(generation, None)
 
 
-class GivesUpAtOnce(SwitchMachine):
-    def halt(self, reason: str) -> list[Action]:
-        told: list[Action] = [Halted(reason)] if self.halted is None else []
-        self.halted = reason
-        return [*self._drop(reason), *told]
+class GivesUpAtOnce(SwitchState):
+    def halt(self, reason: str) -> Transition:
+        dropped, actions = self._drop(reason)
+        more = (Halted(reason),) if self.halted is None else ()
+        return replace(dropped, halted=reason), (*actions, *more)
 
 
-class KeepsStagingAfterAborts(SwitchMachine):
-    def _drop(self, reason: str) -> list[Action]:
-        return [action for action in super()._drop(reason) if not isinstance(action, DropStaging)]
+class KeepsStagingAfterAborts(SwitchState):
+    def _drop(self, reason: str) -> Transition:
+        dropped, actions = super()._drop(reason)
+        return dropped, tuple(action for action in actions if not isinstance(action, DropStaging))
 
 
-class TakesAnyBase(SwitchMachine):
+class TakesAnyBase(SwitchState):
     def _refusal(self, plan: Any, checked_for: int) -> str | None:
         fits = plan._replace(base_epoch=self.installed.epoch, base_digest=self.installed.digest)
         return super()._refusal(fits, checked_for)
 
 
-class TakesUncheckedMoves(SwitchMachine):
+class TakesUncheckedMoves(SwitchState):
     def _refusal(self, plan: Any, checked_for: int) -> str | None:
         return super()._refusal(plan, self.installed.digest)
 
 
-class TakesOlderTerms(SwitchMachine):
+class TakesOlderTerms(SwitchState):
     def _refusal(self, plan: Any, checked_for: int) -> str | None:
-        self._highest_term = 0
-        return super()._refusal(plan, checked_for)
+        return SwitchState._refusal(replace(self, highest_term=0), plan, checked_for)
 
 
-class TakesPlansThoughHalted(SwitchMachine):
+class TakesPlansThoughHalted(SwitchState):
     def _refusal(self, plan: Any, checked_for: int) -> str | None:
-        halted, self.halted = self.halted, None
-        reason = super()._refusal(plan, checked_for)
-        self.halted = halted
-        return reason
+        return SwitchState._refusal(replace(self, halted=None), plan, checked_for)
 
 
-class LetsAPlanReplaceAnother(SwitchMachine):
-    def offer(self, plan: Any, step: int, checked_for: int) -> list[Action]:
-        if self._plan is not None and plan.digest != self._plan.digest:
-            self._plan, self._index = plan, 0
-            return [Accepted(plan.plan_id, 0)]
+class LetsAPlanReplaceAnother(SwitchState):
+    def offer(self, plan: Any, step: int, checked_for: int) -> Transition:
+        if self.plan is not None and plan.digest != self.plan.digest:
+            return replace(self, plan=plan, index=0), (Accepted(plan.plan_id, 0),)
         return super().offer(plan, step, checked_for)
 
 
-class CommitsTheSameLayerAgain(SwitchMachine):
-    def _commit(self) -> list[Action]:
-        actions = super()._commit()
-        if self._plan is not None:
-            self._index -= 1
-        return actions
+class CommitsTheSameLayerAgain(SwitchState):
+    def _commit(self) -> Transition:
+        committed, actions = super()._commit()
+        return committed if committed.plan is None else replace(committed, index=self.index), actions
 
 
-class InstallsTheTablesAlone(SwitchMachine):
-    def _commit(self) -> list[Action]:
-        return [action for action in super()._commit() if not isinstance(action, Commit)]
+class InstallsTheTablesAlone(SwitchState):
+    def _commit(self) -> Transition:
+        committed, actions = super()._commit()
+        return committed, tuple(action for action in actions if not isinstance(action, Commit))
 
 
-class KeepsAWishAfterTheLastCommit(SwitchMachine):
-    def _commit(self) -> list[Action]:
-        wish = self._abort_wish
-        actions = super()._commit()
-        self._abort_wish = wish
-        return actions
+class KeepsAWishAfterTheLastCommit(SwitchState):
+    def _commit(self) -> Transition:
+        committed, actions = super()._commit()
+        return replace(committed, abort_wish=self.abort_wish), actions
 
 
-class StopsAfterOneLayer(SwitchMachine):
-    def _commit(self) -> list[Action]:
-        return super()._commit()[:1]
+class StopsAfterOneLayer(SwitchState):
+    def _commit(self) -> Transition:
+        committed, actions = super()._commit()
+        return committed, actions[:1]
 
 
-class HasNoDeadline(SwitchMachine):
-    def tick(self, step: int) -> list[Action]:
-        return []
+class HasNoDeadline(SwitchState):
+    def at_step(self, step: int) -> SwitchState:
+        return self
 
 
-class ForgetsFailedTransfers(SwitchMachine):
-    def transfer_ended(self, generation: int, error: str | None = None) -> list[Action]:
-        return super().transfer_ended(generation, error) if error is None else []
+class ForgetsFailedTransfers(SwitchState):
+    def with_transfer_ended(self, generation: int, error: str | None = None) -> SwitchState:
+        return super().with_transfer_ended(generation, error) if error is None else self
 
 
-class NeverEndsAnAbortedPlan(SwitchMachine):
-    def _drop(self, reason: str) -> list[Action]:
-        return [action for action in super()._drop(reason) if not isinstance(action, Aborted)] and []
-
-    def decide(self, outcome: Outcome) -> list[Action]:
+class NeverEndsAnAbortedPlan(SwitchState):
+    def decide(self, outcome: Outcome) -> Transition:
         if outcome.result is VoteResult.ABORT and self.progress == Progress.OFFERED:
-            return []
+            return self, ()
         return super().decide(outcome)
 
 
 RIVALS, LATE, HALFWAY, AFTER, ASTRAY = range(5)
 """Places in ``scenarios``."""
 
-MUTANTS: dict[type[SwitchMachine], tuple[int, Faults]] = {
+MUTANTS: dict[type[SwitchState], tuple[int, Faults]] = {
     CommitsWhileTransferring: (LATE, Faults(0, 0, 0)),
     StartsBeforeAllHold: (LATE, Faults(0, 0, 0)),
     IgnoresAbortVotes: (LATE, Faults(1, 0, 0)),

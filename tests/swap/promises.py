@@ -58,15 +58,15 @@ def check_state(state: State) -> None:
     """What must hold whatever has happened."""
     for rank, machine in enumerate(state.machines):
         must(state.weights[rank] == machine.installed.tags, "slots hold other weights than the map names")  # type: ignore[attr-defined]
-        held = machine._plan is not None
+        held = machine.plan is not None
         must(held == (machine.progress != Progress.IDLE), "its progress is that of no plan")
-        must(held or machine._abort_wish is None, "wishes to abort a plan that it no longer holds")
+        must(held or machine.abort_wish is None, "wishes to abort a plan that it no longer holds")
         if machine.progress == Progress.READY:
             must(state.staged[rank] is not None, "READY with nothing staged")
         vote = state.vote
         cast = vote.ballots[rank] if vote is not None and rank in vote.pending else None
         if cast is not None and cast.progress == Progress.READY and not cast.abort:
-            plan = machine._plan
+            plan = machine.plan
             kept = machine.progress == Progress.READY and plan is not None and plan.digest == cast.plan
             must(kept, "took back a READY before the vote was counted")
     if state.vote is None and len(set(state.scenario.starts)) == 1:

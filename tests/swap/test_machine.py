@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,7 +29,7 @@ def test_a_plan_that_all_hold_is_transferred_and_committed_layer_by_layer() -> N
     assert (installed.placement.phy2log_LRS[1] == layer_RS(1)).all()
     assert (installed.placement.phy2log_LRS[0] == layer_RS(2)).all()
     wanted = ["Accepted", "StartTransfer", "Commit", "StartTransfer", "Commit"]
-    assert [world.told_kinds(rank) for rank in range(RANKS)] == [wanted] * RANKS
+    assert [world.action_kinds(rank) for rank in range(RANKS)] == [wanted] * RANKS
 
 
 def test_nothing_starts_before_the_last_rank_holds_the_plan() -> None:
@@ -74,14 +76,14 @@ def test_a_failed_transfer_aborts_on_all_ranks_and_moves_them_to_a_fresh_lane() 
     world.end_transfer(1, error="link down")
     world.end_transfer(0)
     world.vote()
-    aborted = [next(a for a in told if isinstance(a, Aborted)) for told in world.told]
+    aborted = [next(a for a in actions if isinstance(a, Aborted)) for actions in world.actions]
     assert aborted[1].reason == "link down"
     assert aborted[0].reason == "another rank voted to abort"
     assert [machine.lane for machine in world.ranks] == [1] * RANKS
     assert world.ranks[0].installed.placement.phy2log_LRS.tolist() == LINEAR.phy2log_LRS.tolist()
     # Rank 2's transfer still runs out: it takes nothing new until then.
     world.deliver(world.plan(2))
-    assert isinstance(world.told[2][-1], Refused)
+    assert isinstance(world.actions[2][-1], Refused)
     world.end_transfer(2, error="deadline")
     world.pass_steps(OFFER_DEADLINE + 1)
     world.vote()
@@ -96,7 +98,7 @@ def test_what_fails_after_ready_was_voted_waits_for_the_outcome() -> None:
     world.vote()
     world.end_transfers()
     world.launch_vote()
-    world.ranks[1].halt("something broke after the ballot had left")
+    world.halt(1)
     world.count_vote()
     assert [machine.installed.epoch for machine in world.ranks] == [1] * RANKS
     world.end_transfers()
@@ -120,14 +122,14 @@ def test_duplicates_are_ignored_and_stale_plans_refused() -> None:
     stale_base = world.plan(2)
     world.deliver(plans)
     world.deliver(plans)
-    assert world.told_kinds(0) == ["Accepted"]
+    assert world.action_kinds(0) == ["Accepted"]
     world.vote()
     world.end_transfers()
     world.vote()
     world.deliver(stale_base)
-    assert isinstance(world.told[0][-1], Refused)
+    assert isinstance(world.actions[0][-1], Refused)
     world.deliver(world.plan(3, term=1))
-    refusal = world.told[0][-1]
+    refusal = world.actions[0][-1]
     assert isinstance(refusal, Refused)
     assert "leader term 1 is older than 2" in refusal.reason
 
@@ -136,9 +138,10 @@ def test_ranks_that_serve_different_placements_stop_balancing() -> None:
     world = World()
     other_RS = layer_RS(1)
     other_E = default_log2phy(other_RS, world.ranks[1].installed.placement.experts)[1]
-    world.ranks[1].installed = world.ranks[1].installed.with_layer(0, other_RS, other_E)
+    changed = world.ranks[1].installed.with_layer(0, other_RS, other_E)
+    world.ranks[1] = replace(world.ranks[1], installed=changed)
     world.launch_vote()
-    ballots = [machine.ballot() for machine in world.ranks]
+    ballots = [machine.ballot for machine in world.ranks]
     assert len({ballot.installed for ballot in ballots}) == 2
     # The world sees it too.
     with pytest.raises(AssertionError):
@@ -148,11 +151,11 @@ def test_ranks_that_serve_different_placements_stop_balancing() -> None:
 
 def test_a_halted_rank_votes_plans_down_that_it_never_held() -> None:
     world = World()
-    world.ranks[2].halt("broken")
+    world.halt(2)
     world.deliver(world.plan(1), 0, 1)
     world.vote()
     assert [machine.progress for machine in world.ranks] == [Progress.IDLE] * RANKS
-    assert [kinds[-1] for kinds in map(world.told_kinds, (0, 1))] == ["Aborted", "Aborted"]
+    assert [kinds[-1] for kinds in map(world.action_kinds, (0, 1))] == ["Aborted", "Aborted"]
 
 
 def test_a_wish_that_came_too_late_does_not_fall_on_the_next_plan() -> None:
@@ -172,23 +175,23 @@ def test_a_wish_that_came_too_late_does_not_fall_on_the_next_plan() -> None:
 def test_a_paused_rank_refuses_plans_and_gives_up_its_own_until_it_is_resumed() -> None:
     world = World()
     world.deliver(world.plan(1))
-    world.ranks[1].pause("the host sleeps")
+    world.ranks[1] = world.ranks[1].with_pause("the host sleeps")
     world.vote()
     assert [machine.progress for machine in world.ranks] == [Progress.IDLE] * RANKS
     world.deliver(world.plan(2), 1)
-    refusal = world.told[1][-1]
+    refusal = world.actions[1][-1]
     assert isinstance(refusal, Refused)
     assert refusal.reason == "balancing is paused on this rank: the host sleeps"
-    world.ranks[1].pause(None)
+    world.ranks[1] = world.ranks[1].resumed()
     world.deliver(world.plan(3), 1)
     assert world.ranks[1].progress == Progress.OFFERED
 
 
 def test_a_welcome_of_a_later_term_outdates_the_plans_of_an_earlier_one() -> None:
     world = World()
-    world.ranks[0].hear_term(7)
+    world.ranks[0] = world.ranks[0].with_term(7)
     world.deliver(world.plan(1, term=6), 0)
-    refusal = world.told[0][-1]
+    refusal = world.actions[0][-1]
     assert isinstance(refusal, Refused)
     assert "leader term 6 is older than 7" in refusal.reason
 
@@ -197,7 +200,8 @@ def test_ranks_that_differ_by_tables_alone_stop_balancing() -> None:
     world = World()
     installed = world.ranks[1].installed
     same_RS = installed.placement.phy2log_LRS[0]
-    world.ranks[1].installed = installed.with_layer(0, same_RS, installed.log2phy_LE[0])
+    changed = installed.with_layer(0, same_RS, installed.log2phy_LE[0])
+    world.ranks[1] = replace(world.ranks[1], installed=changed)
     assert world.ranks[1].installed.digest == installed.digest
     world.launch_vote()
     with pytest.raises(AssertionError):
@@ -232,5 +236,5 @@ def test_whatever_happens_all_ranks_serve_one_placement(events: list[tuple[str, 
         elif kind == "steps":
             world.pass_steps(number)
         else:
-            world.ranks[rank].halt("broken")
+            world.halt(rank)
         world.check()

@@ -10,7 +10,7 @@ from eplb_service.placement import Int32, Placement, default_log2phy
 from eplb_service.wire.plan_codec import WireLayer, WirePlan, plan_digest, table_digest
 from worker_agent.swap.ballot import Outcome, Progress
 from worker_agent.swap.installed import Installed
-from worker_agent.swap.machine import Action, Commit, StartTransfer, SwitchMachine
+from worker_agent.swap.machine import Action, Commit, StartTransfer, SwitchState, Transition
 
 RANKS, LAYERS, EXPERTS, SLOTS = 3, 2, 4, 2
 OFFER_DEADLINE = 8
@@ -33,10 +33,10 @@ class World:
     def __init__(self) -> None:
         tables_RLE = LINEAR.default_log2phy()
         self.ranks = [
-            SwitchMachine(Installed.first(rank, LINEAR, tables_RLE[rank]), OFFER_DEADLINE)
+            SwitchState(Installed.first(rank, LINEAR, tables_RLE[rank]), OFFER_DEADLINE)
             for rank in range(RANKS)
         ]
-        self.told: list[list[Action]] = [[] for _ in range(RANKS)]
+        self.actions: list[list[Action]] = [[] for _ in range(RANKS)]
         self.transfers: list[StartTransfer | None] = [None] * RANKS
         self.step = 0
         self._ballots: list[list[int]] | None = None
@@ -68,7 +68,7 @@ class World:
         """The rank's transfer, if one runs, has staged everything or failed."""
         running, self.transfers[rank] = self.transfers[rank], None
         if running is not None:
-            self._note(rank, self.ranks[rank].transfer_ended(running.generation, error))
+            self.ranks[rank] = self.ranks[rank].with_transfer_ended(running.generation, error)
 
     def end_transfers(self) -> None:
         """All running transfers have staged everything."""
@@ -77,7 +77,7 @@ class World:
 
     def launch_vote(self) -> None:
         """Ballots leave all ranks; what happens after this is not in them."""
-        self._ballots = [machine.ballot().encode() for machine in self.ranks]
+        self._ballots = [machine.ballot.encode() for machine in self.ranks]
 
     def count_vote(self) -> None:
         """The outcome of the last launch reaches all ranks."""
@@ -86,9 +86,10 @@ class World:
         outcome = Outcome.decode([min(column) for column in zip(*self._ballots, strict=True)])
         self._ballots = None
         ready = [machine.progress == Progress.READY for machine in self.ranks]
-        actions = [machine.decide(outcome) for machine in self.ranks]
-        for rank, of_rank in enumerate(actions):
-            self._note(rank, of_rank)
+        transitions = [machine.decide(outcome) for machine in self.ranks]
+        for rank, transition in enumerate(transitions):
+            self._note(rank, transition)
+        actions = [acts for _, acts in transitions]
         started = {
             (a.generation, a.lane, a.layer.layer)
             for acts in actions
@@ -111,20 +112,24 @@ class World:
         """The model makes steps."""
         for _ in range(steps):
             self.step += 1
-            for rank, machine in enumerate(self.ranks):
-                self._note(rank, machine.tick(self.step))
+            self.ranks = [machine.at_step(self.step) for machine in self.ranks]
 
     def check(self) -> None:
         """What must hold at every step."""
         assert len({machine.installed.digest for machine in self.ranks}) == 1
         assert len({machine.installed.epoch for machine in self.ranks}) == 1
 
-    def told_kinds(self, rank: int) -> list[str]:
+    def action_kinds(self, rank: int) -> list[str]:
         """Names of the actions that a rank has been asked for so far."""
-        return [type(action).__name__ for action in self.told[rank]]
+        return [type(action).__name__ for action in self.actions[rank]]
 
-    def _note(self, rank: int, actions: list[Action]) -> None:
-        self.told[rank] += actions
+    def halt(self, rank: int) -> None:
+        """Something breaks on a rank."""
+        self._note(rank, self.ranks[rank].halt("broken"))
+
+    def _note(self, rank: int, transition: Transition) -> None:
+        self.ranks[rank], actions = transition
+        self.actions[rank] += actions
         for action in actions:
             if isinstance(action, StartTransfer):
                 assert self.transfers[rank] is None, "a transfer begins while another runs"

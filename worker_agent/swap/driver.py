@@ -53,7 +53,7 @@ class SwitchDriver:
         history: History,
     ) -> None:
         self.stats = SwitchStats()
-        self.machine = switch.SwitchMachine(rendezvous.installed, settings.offer_deadline_steps)
+        self.state = switch.SwitchState(rendezvous.installed, settings.offer_deadline_steps)
         self.budget = ByteBudget(settings.bytes_per_step)
         self._layers = layers
         self._identity = rendezvous.identity
@@ -81,14 +81,14 @@ class SwitchDriver:
         """Step boundary ``step`` is here, and these plans have arrived since the last."""
         self._step = step
         for plan in heard:
-            self._carry_out(self.machine.offer(plan.plan, step, plan.checked_for))
+            self._apply(self.state.offer(plan.plan, step, plan.checked_for))
         result = self.transfers.poll()
         if result is not None:
             self._transfer_ended(result)
         failing = self.transfers.failing
         if failing is not None:
             self.halt(failing)
-        self._carry_out(self.machine.tick(step))
+        self.state = self.state.at_step(step)
 
     def vote(self, step: int) -> None:
         """Count the vote that is due at this boundary, and launch the one that begins here."""
@@ -100,9 +100,13 @@ class SwitchDriver:
         if self.votes is not None and step % self._vote_interval == 0:
             self._cast_vote(self.votes)
 
+    def see_term(self, term: int) -> None:
+        """A service of this leader term is connected."""
+        self.state = self.state.with_term(term)
+
     def halt(self, reason: str) -> None:
         """Stop balancing on this rank; it votes on, for aborts."""
-        self._carry_out(self.machine.halt(reason))
+        self._apply(self.state.halt(reason))
 
     # The end
 
@@ -112,7 +116,7 @@ class SwitchDriver:
         A collective, between the same two steps on every rank. Waits for a transfer that runs out, at most until its
         deadline. Where the votes break, balancing stops on this rank, as it would in any step.
         """
-        self.machine.pause(reason)
+        self.state = self.state.with_pause(reason)
         self.budget.open()
         if self.votes is not None and self.votes.box.under_way:
             self._count_votes(self.votes)
@@ -129,7 +133,7 @@ class SwitchDriver:
     def resume(self) -> None:
         """Take plans again."""
         self.budget.refill()
-        self.machine.pause(None)
+        self.state = self.state.resumed()
 
     def close(self) -> None:
         """End votes and threads, at a moment of this rank's own.
@@ -140,8 +144,8 @@ class SwitchDriver:
         """
         try:
             if self.votes is not None and self.votes.box.under_way:
-                self._carry_out(self.machine.decide(self.votes.settle(self._step)))
-            self.machine.pause("the agent was closed")
+                self._apply(self.state.decide(self.votes.settle(self._step)))
+            self.state = self.state.with_pause("the agent was closed")
         finally:
             if self.votes is not None:
                 self.votes.box.leave()
@@ -153,7 +157,7 @@ class SwitchDriver:
 
     def _cast_vote(self, votes: Voter) -> None:
         try:
-            votes.cast(self.machine.ballot(), self._step)
+            votes.cast(self.state.ballot, self._step)
         except VoteError as error:
             self._lose_votes(votes, error)
 
@@ -163,7 +167,7 @@ class SwitchDriver:
             outcome = votes.count(self._step)
         except VoteError as error:
             return self._lose_votes(votes, error)
-        self._carry_out(self.machine.decide(outcome))
+        self._apply(self.state.decide(outcome))
         return outcome
 
     def _lose_votes(self, votes: Voter, error: VoteError) -> Outcome:
@@ -171,7 +175,7 @@ class SwitchDriver:
         self.votes = None
         try:
             outcome = votes.settle(self._step)
-            self._carry_out(self.machine.decide(outcome))
+            self._apply(self.state.decide(outcome))
         finally:
             votes.box.leave()
         self.halt(str(error))
@@ -179,7 +183,8 @@ class SwitchDriver:
 
     # What the machine asks for
 
-    def _carry_out(self, actions: Sequence[switch.Action]) -> None:
+    def _apply(self, transition: switch.Transition) -> None:
+        self.state, actions = transition
         for action in actions:
             match action:
                 case switch.StartTransfer():
@@ -202,12 +207,12 @@ class SwitchDriver:
                     _log.error("rank %d: balancing has stopped: %s", self._identity.rank, action.reason)
 
     def _transfer_ended(self, result: TransferResult) -> None:
-        self._carry_out(self.machine.transfer_ended(result.generation, result.error))
+        self.state = self.state.with_transfer_ended(result.generation, result.error)
         if result.error is not None:
             _log.warning("rank %d: %s", self._identity.rank, result.error)
-        elif result.generation == self.machine.generation and self.machine.progress == Progress.READY:
+        elif result.generation == self.state.generation and self.state.progress == Progress.READY:
             self._staged = result
-            plan = self.machine.plan_under_way
+            plan = self.state.plan_under_way
             assert plan is not None
             self._report(self._listener.transferred, *plan, result.bytes_received, result.seconds)
 

@@ -1,4 +1,4 @@
-"""The layer switch as a pure state machine: events in, actions out, no clock, sockets, threads or tensors.
+"""The layer switch as a pure state machine: state and event in, state and actions out; no clock, sockets or tensors.
 
 ::
 
@@ -13,7 +13,7 @@ has voted READY keeps its word until it has seen what the vote decided.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from eplb_service.wire.plan_codec import WireLayer, WirePlan
@@ -23,7 +23,7 @@ from worker_agent.swap.installed import Installed
 
 @dataclass(frozen=True)
 class StartTransfer:
-    """Stage this rank's incoming experts of ``layer``; answer with ``transfer_ended(generation)``.
+    """Stage this rank's incoming experts of ``layer``; answer with ``with_transfer_ended``.
 
     ``lane`` grows, on all ranks at once, whenever a transfer was aborted: bytes of an abandoned transfer must never
     meet those of a later one.
@@ -88,10 +88,13 @@ class Halted:
 
 
 Action: TypeAlias = StartTransfer | Commit | DropStaging | Accepted | Refused | Aborted | Halted
+Transition: TypeAlias = "tuple[SwitchState, tuple[Action, ...]]"
+"""The state after an event, and what is to be done about it, in order."""
 
 
-class SwitchMachine:
-    """One rank's side of the switch.
+@dataclass(frozen=True)
+class SwitchState:
+    """One rank's side of the switch, a value: each event gives another, with what is to be done about it.
 
     Parameters
     ----------
@@ -99,127 +102,149 @@ class SwitchMachine:
         What the rank serves.
     offer_deadline_steps
         Steps that a plan may stay OFFERED before this rank votes to drop it: some rank may never get it.
+    progress, plan, index
+        How far the rank is with which of the plan's layers; IDLE exactly where ``plan`` is ``None``.
+    offered_at
+        Step at which the plan was accepted.
+    abort_wish
+        Why this rank's next ballot votes to abort, or ``None``.
+    generation
+        Number of the last transfer that was begun; equal on all ranks.
+    lane
+        Number of the lane that transfers use; grows, on all ranks alike, where one was aborted.
+    transfer_runs
+        Whether the last transfer has not ended yet.
+    highest_term
+        Highest leader term seen; plans of lower ones are refused.
+    paused, halted
+        Why this rank takes no plans, for a while or for good, or ``None``.
     """
 
-    def __init__(self, installed: Installed, offer_deadline_steps: int) -> None:
-        self.installed = installed
-        self.progress = Progress.IDLE
-        self.generation = 0
-        self.lane = 0
-        self.halted: str | None = None
-        self._offer_deadline_steps = offer_deadline_steps
-        self._plan: WirePlan | None = None
-        self._index = 0
-        self._offered_at = 0
-        self._abort_wish: str | None = None
-        self._highest_term = 0
-        self._transfer_runs = False
-        self._paused: str | None = None
+    installed: Installed
+    offer_deadline_steps: int
+    progress: Progress = Progress.IDLE
+    plan: WirePlan | None = None
+    index: int = 0
+    offered_at: int = 0
+    abort_wish: str | None = None
+    generation: int = 0
+    lane: int = 0
+    transfer_runs: bool = False
+    highest_term: int = 0
+    paused: str | None = None
+    halted: str | None = None
 
     @property
     def plan_under_way(self) -> tuple[int, int] | None:
         """Plan id and the layer it is at, or ``None``."""
-        return None if self._plan is None else (self._plan.plan_id, self._plan.layers[self._index].layer)
+        return None if self.plan is None else (self.plan.plan_id, self.plan.layers[self.index].layer)
 
-    # Events
-
-    def offer(self, plan: WirePlan, step: int, checked_for: int) -> list[Action]:
-        """A plan has arrived whose moves were checked to start from the placement with the digest ``checked_for``."""
-        if self._plan is not None and plan.digest == self._plan.digest:
-            return []
-        reason = self._refusal(plan, checked_for)
-        if reason is not None:
-            return [Refused(plan.plan_id, reason)]
-        self._highest_term = plan.leader_term
-        self._plan, self._index, self._offered_at = plan, 0, step
-        self._abort_wish = None
-        self.progress = Progress.OFFERED
-        return [Accepted(plan.plan_id, plan.layers[0].layer)]
-
-    def hear_term(self, term: int) -> None:
-        """A service of this leader term is about: plans of older ones are refused from here on."""
-        self._highest_term = max(self._highest_term, term)
-
-    def transfer_ended(self, generation: int, error: str | None = None) -> list[Action]:
-        """The transfer of ``generation`` has staged everything, or failed with ``error``."""
-        if generation != self.generation:
-            return []
-        self._transfer_runs = False
-        if self.progress == Progress.TRANSFERRING:
-            if error is None:
-                self.progress = Progress.READY
-            else:
-                self._abort_wish = error
-        return []
-
-    def tick(self, step: int) -> list[Action]:
-        """A step boundary; turns a passed deadline into a wish to abort."""
-        waited = step - self._offered_at
-        if (
-            self.progress == Progress.OFFERED
-            and waited > self._offer_deadline_steps
-            and self._abort_wish is None
-        ):
-            self._abort_wish = f"not all ranks held the plan within {self._offer_deadline_steps} steps"
-        return []
-
-    def pause(self, reason: str | None) -> None:
-        """Take no plans until ``None`` is given here, and vote down the one under way."""
-        self._paused = reason
-        if reason is not None and self._plan is not None and self._abort_wish is None:
-            self._abort_wish = reason
-
-    def halt(self, reason: str) -> list[Action]:
-        """Take no more plans; whatever is under way, here or elsewhere, is voted down."""
-        if self.halted is not None:
-            return []
-        self.halted = reason
-        if self._plan is not None and self._abort_wish is None:
-            self._abort_wish = reason
-        return [Halted(reason)]
-
-    # Votes
-
+    @property
     def ballot(self) -> Ballot:
         """This rank's vote."""
         return Ballot(
             progress=self.progress,
-            plan=self._plan.digest if self._plan is not None else 0,
+            plan=self.plan.digest if self.plan is not None else 0,
             installed=self.installed.version_digest,
-            abort=self._abort_wish is not None or self.halted is not None,
+            abort=self.abort_wish is not None or self.halted is not None,
         )
 
-    def decide(self, outcome: Outcome) -> list[Action]:
+    # Events that only change the state
+
+    def with_term(self, term: int) -> SwitchState:
+        """A service of this leader term is about: plans of older ones are refused from here on."""
+        return replace(self, highest_term=max(self.highest_term, term))
+
+    def with_transfer_ended(self, generation: int, error: str | None = None) -> SwitchState:
+        """The transfer of ``generation`` has staged everything, or failed with ``error``."""
+        if generation != self.generation:
+            return self
+        ended = replace(self, transfer_runs=False)
+        if self.progress != Progress.TRANSFERRING:
+            return ended
+        return replace(ended, progress=Progress.READY) if error is None else replace(ended, abort_wish=error)
+
+    def at_step(self, step: int) -> SwitchState:
+        """A step boundary; turns a passed deadline into a wish to abort."""
+        overdue = self.progress == Progress.OFFERED and step - self.offered_at > self.offer_deadline_steps
+        if not overdue:
+            return self
+        return self._wishing(f"not all ranks held the plan within {self.offer_deadline_steps} steps")
+
+    def with_pause(self, reason: str) -> SwitchState:
+        """Take no plans until ``resumed``, and vote down the one under way."""
+        return replace(self._wishing(reason), paused=reason)
+
+    def resumed(self) -> SwitchState:
+        """Take plans again."""
+        return replace(self, paused=None)
+
+    # Events that ask for something
+
+    def offer(self, plan: WirePlan, step: int, checked_for: int) -> Transition:
+        """A plan has arrived whose moves were checked to start from the placement with the digest ``checked_for``."""
+        if self.plan is not None and plan.digest == self.plan.digest:
+            return self, ()
+        reason = self._refusal(plan, checked_for)
+        if reason is None:
+            accepted = replace(
+                self,
+                highest_term=plan.leader_term,
+                plan=plan,
+                index=0,
+                offered_at=step,
+                progress=Progress.OFFERED,
+                abort_wish=None,
+            )
+            return accepted, (Accepted(plan.plan_id, plan.layers[0].layer),)
+        refused = self
+        if self.halted is None and self.paused is None and plan.leader_term >= self.highest_term:
+            # The service is the one to decide, also that its earlier plan is worth nothing any more.
+            refused = self._wishing(f"the service has moved on to plan {plan.plan_id}")
+        return refused, (Refused(plan.plan_id, reason),)
+
+    def halt(self, reason: str) -> Transition:
+        """Take no more plans; whatever is under way, here or elsewhere, is voted down."""
+        if self.halted is not None:
+            return self, ()
+        return replace(self._wishing(reason), halted=reason), (Halted(reason),)
+
+    def decide(self, outcome: Outcome) -> Transition:
         """Act on the outcome of a vote, as every other rank does at this same step."""
         result = outcome.result
         if result is VoteResult.HALT:
             reason = "the ranks serve different placements"
-            return [*self._drop(reason), *self.halt(reason)]
-        if self._plan is None or self._plan.digest not in outcome.plans:
-            return []
+            dropped, actions = self._drop(reason)
+            halted, more = dropped.halt(reason)
+            return halted, (*actions, *more)
+        if self.plan is None or self.plan.digest not in outcome.plans:
+            return self, ()
         if result is VoteResult.START:
             return self._start()
         if result is VoteResult.COMMIT:
             return self._commit()
         if result is VoteResult.ABORT:
-            return self._drop(self._abort_wish or "another rank voted to abort")
-        return []
+            return self._drop(self.abort_wish or "another rank voted to abort")
+        return self, ()
 
     # Transitions
+
+    def _wishing(self, reason: str) -> SwitchState:
+        """Wish to abort the plan, if there is one; the first reason is kept."""
+        return self if self.plan is None or self.abort_wish is not None else replace(self, abort_wish=reason)
 
     def _refusal(self, plan: WirePlan, checked_for: int) -> str | None:
         if self.halted is not None:
             return f"balancing has stopped on this rank: {self.halted}"
-        if self._paused is not None:
-            return f"balancing is paused on this rank: {self._paused}"
-        if plan.leader_term < self._highest_term:
+        if self.paused is not None:
+            return f"balancing is paused on this rank: {self.paused}"
+        if plan.leader_term < self.highest_term:
             return (
-                f"leader term {plan.leader_term} is older than {self._highest_term}, which this rank has seen"
+                f"leader term {plan.leader_term} is older than {self.highest_term}, which this rank has seen"
             )
-        if self._plan is not None:
-            self._abort_wish = self._abort_wish or f"the service has moved on to plan {plan.plan_id}"
-            return f"plan {self._plan.plan_id} is still under way; it is being given up"
-        if self._transfer_runs:
+        if self.plan is not None:
+            return f"plan {self.plan.plan_id} is still under way; it is being given up"
+        if self.transfer_runs:
             return "the transfer of an aborted plan is still running out"
         if (plan.base_epoch, plan.base_digest) != (self.installed.epoch, self.installed.digest):
             return (
@@ -229,31 +254,30 @@ class SwitchMachine:
             return "a layer was switched between this plan's check and its offer"
         return None
 
-    def _start(self) -> list[Action]:
-        assert self._plan is not None
-        self.progress = Progress.TRANSFERRING
-        self.generation += 1
-        self._transfer_runs = True
-        return [StartTransfer(self._plan.layers[self._index], self.generation, self.lane)]
+    def _start(self) -> Transition:
+        assert self.plan is not None
+        started = replace(
+            self, progress=Progress.TRANSFERRING, generation=self.generation + 1, transfer_runs=True
+        )
+        return started, (StartTransfer(self.plan.layers[self.index], started.generation, self.lane),)
 
-    def _commit(self) -> list[Action]:
-        assert self._plan is not None
-        plan, layer = self._plan, self._plan.layers[self._index]
-        before = self.installed
-        self.installed = before.with_layer(layer.layer, layer.phy2log_RS, layer.log2phy_E)
-        commit = Commit(plan.plan_id, self.generation, layer, before, self.installed)
-        self._index += 1
-        if self._index < len(plan.layers):
-            return [commit, *self._start()]
-        self._plan, self.progress, self._abort_wish = None, Progress.IDLE, None
-        return [commit]
+    def _commit(self) -> Transition:
+        assert self.plan is not None
+        plan, layer = self.plan, self.plan.layers[self.index]
+        after = self.installed.with_layer(layer.layer, layer.phy2log_RS, layer.log2phy_E)
+        commit = Commit(plan.plan_id, self.generation, layer, self.installed, after)
+        if self.index + 1 < len(plan.layers):
+            started, actions = replace(self, installed=after, index=self.index + 1)._start()
+            return started, (commit, *actions)
+        return replace(self._idle(), installed=after), (commit,)
 
-    def _drop(self, reason: str) -> list[Action]:
-        if self._plan is None:
-            return []
-        actions: list[Action] = [Aborted(self._plan.plan_id, self._plan.layers[self._index].layer, reason)]
+    def _drop(self, reason: str) -> Transition:
+        if self.plan is None:
+            return self, ()
+        aborted = Aborted(self.plan.plan_id, self.plan.layers[self.index].layer, reason)
         if self.progress in (Progress.TRANSFERRING, Progress.READY):
-            self.lane += 1
-            actions.insert(0, DropStaging(self.generation))
-        self._plan, self.progress, self._abort_wish = None, Progress.IDLE, None
-        return actions
+            return replace(self._idle(), lane=self.lane + 1), (DropStaging(self.generation), aborted)
+        return self._idle(), (aborted,)
+
+    def _idle(self) -> SwitchState:
+        return replace(self, plan=None, index=0, offered_at=0, progress=Progress.IDLE, abort_wish=None)
