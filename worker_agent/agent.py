@@ -70,6 +70,11 @@ class Agent:
         token_group
             A number equal on all ranks that see the same tokens (all-gather dispatch); ``None`` where each has its own.
 
+        Returns
+        -------
+        Agent
+            Connected or not: the service may come later.
+
         Raises
         ------
         RendezvousError
@@ -101,11 +106,20 @@ class Agent:
     def step(self, phase: StepPhase = StepPhase.DECODE, tokens: int | None = None) -> None:
         """A forward pass has been queued. Called between two, on every rank, by the thread that runs the model.
 
-        ``tokens`` is how many of its own this rank had in it, for those who record heat; ``None`` where not known.
-
         Never waits on the network but for the slowest rank's ballot, which the model's own collectives have nearly
-        always brought in. Whatever goes wrong here stops balancing, not the model; the one error that is let through
-        is ``FatalSwitchError``.
+        always brought in. Whatever else goes wrong here stops balancing, not the model.
+
+        Parameters
+        ----------
+        phase
+            Of the pass: prefill, decode or dummy.
+        tokens
+            How many of its own this rank had in it, for those who record heat; ``None`` where not known.
+
+        Raises
+        ------
+        FatalSwitchError
+            Where this rank cannot know which weights its peers route to; it must not serve another token.
         """
         # The count of steps is what votes are launched by: nothing that fails may keep it from growing.
         self._step += 1
@@ -120,8 +134,17 @@ class Agent:
 
         A collective: called by every rank between the same two forward passes, before the model sleeps or loads other
         weights. When it returns nothing reads or writes the layers' weights any more; it takes at most a transfer's
-        deadline. The host may then change weights in place, not their placement. Raises ``FatalSwitchError`` as
-        ``step`` does.
+        deadline. The host may then change weights in place, not their placement.
+
+        Parameters
+        ----------
+        reason
+            What the service reports as the cause of the abort.
+
+        Raises
+        ------
+        FatalSwitchError
+            As ``step`` does.
         """
         self._guarded(self._switch.drain, reason)
         self._guarded(self._publish)
@@ -133,8 +156,17 @@ class Agent:
     def close(self, timeout: float = 5.0) -> None:
         """End votes and threads; what is installed stays as it is, and the model may serve on with it.
 
-        Each rank may call it at a time of its own: the others then stop balancing. Raises ``FatalSwitchError`` as
-        ``step`` does.
+        Each rank may call it at a time of its own: the others then stop balancing.
+
+        Parameters
+        ----------
+        timeout
+            Seconds after which the stream to the service is given up.
+
+        Raises
+        ------
+        FatalSwitchError
+            As ``step`` does.
         """
         self._stream.close(timeout)
         try:

@@ -24,9 +24,24 @@ _LEGACY_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 def open_trace(path: Path, read_as: ReadAs | None = None) -> Trace:
-    """The trace at ``path``; a native one and an ``.npy`` are read in slices, all others whole.
+    """Open a trace of any known format; a native one and an ``.npy`` are read in slices, all others whole.
 
-    Raises ``HeatError`` in one line that begins with the path: what was found, and what was expected.
+    Parameters
+    ----------
+    path
+        File or folder; its format is recognised by its content.
+    read_as
+        What the content leaves open: model shape, placement, batching. By default nothing.
+
+    Returns
+    -------
+    Trace
+        Heat by ranges of steps, and what is known of its origin.
+
+    Raises
+    ------
+    HeatError
+        In one line that begins with the path: what was found, and what was expected.
     """
     with naming(path):
         return _open(path, read_as or ReadAs())

@@ -35,10 +35,24 @@ _MOST_TEXT_BYTES = 256 << 20
 
 
 def read_placement(path: Path, experts: int, ranks: int) -> Placement:
-    """Placement of ``experts`` on ``ranks`` from any file that ``write_placement`` writes, or ``.npy``, or ``.pt``.
+    """Read a placement from any file that ``write_placement`` writes, or ``.npy``, or ``.pt``.
 
-    A numpy file holds ``phy2log`` as ``[L, R, S]`` or, in vLLM's shape, ``[L, R*S]``. Raises
-    ``PlacementError`` naming the file where it cannot be read or is no placement of this shape.
+    Parameters
+    ----------
+    path
+        A numpy file holds ``phy2log`` as ``[L, R, S]`` or, in vLLM's shape, ``[L, R*S]``.
+    experts, ranks
+        E and R of the deployment.
+
+    Returns
+    -------
+    Placement
+        Checked.
+
+    Raises
+    ------
+    PlacementError
+        Naming the file, where it cannot be read or holds no placement of this shape.
     """
     try:
         phy2log = read_phy2log(path)
@@ -101,8 +115,25 @@ def write_placement(
 ) -> None:
     """Write a placement: ``.npz`` (``phy2log``, ``log2phy``), or an engine's own file.
 
-    Only numpy has a place for tables: other hosts make their own. ``first_layer`` is the model's number of its first
-    MoE layer, which TensorRT-LLM counts by. Raises ``OutputError`` where the disk refuses.
+    Parameters
+    ----------
+    path
+        Its suffix chooses the format, ``.json`` that of vLLM-Ascend.
+    placement
+        All layers.
+    log2phy_RLE
+        Int32 ``[R, L, E]``, tables; only numpy files hold them, other hosts make their own.
+    format
+        One of ``FORMATS``, where the suffix does not say enough.
+    first_layer
+        The model's number of its first MoE layer, which TensorRT-LLM counts by.
+
+    Raises
+    ------
+    PlacementError
+        Where the format and the suffix contradict each other.
+    OutputError
+        Where the disk refuses.
     """
     chosen = placement_format(path, format)
     if chosen == "npz":

@@ -73,7 +73,23 @@ class Placement:
 
     @classmethod
     def linear(cls, layers: int, experts: int, ranks: int, slots: int) -> Placement:
-        """The layout that vLLM starts from: all logical experts in order, then replicas from expert 0 on."""
+        """The layout that vLLM starts from: all logical experts in order, then replicas from expert 0 on.
+
+        Parameters
+        ----------
+        layers, experts, ranks, slots
+            L, E, R and S.
+
+        Returns
+        -------
+        Placement
+            The same in every layer.
+
+        Raises
+        ------
+        PlacementError
+            Where no placement can have this shape.
+        """
         check_shape(experts, ranks, slots)
         row_RS = (np.arange(ranks * slots, dtype=np.int32) % experts).reshape(ranks, slots)
         return cls(np.broadcast_to(row_RS, (layers, ranks, slots)), experts)
@@ -83,7 +99,18 @@ class Placement:
         return np.stack([replica_counts(layer_RS, self.experts) for layer_RS in self.phy2log_LRS])
 
     def expert_map(self, rank: int) -> Int32:
-        """Local slot of each expert on ``rank``, -1 where it has none, int32 ``[L, E]``."""
+        """What ``rank`` has where.
+
+        Parameters
+        ----------
+        rank
+            ``0..R-1``.
+
+        Returns
+        -------
+        Int32
+            Int32 ``[L, E]``, local slot of each expert, -1 where the rank has none.
+        """
         return np.stack([expert_map(layer_RS[rank], self.experts) for layer_RS in self.phy2log_LRS])
 
     def default_log2phy(self) -> Int32:
@@ -92,13 +119,44 @@ class Placement:
         return np.ascontiguousarray(np.stack(tables, axis=1))
 
     def with_layer(self, layer: int, phy2log_RS: Int32) -> Placement:
-        """This placement with one layer replaced; only that one is checked, for ranks switch between two steps."""
+        """This placement with one layer replaced; only that one is checked, for ranks switch between two steps.
+
+        Parameters
+        ----------
+        layer
+            ``0..L-1``.
+        phy2log_RS
+            Int32 ``[R, S]``, the expert in each slot of that layer.
+
+        Returns
+        -------
+        Placement
+            A new one; this one stays as it is.
+
+        Raises
+        ------
+        PlacementError
+            Where the new layer cannot be served.
+        """
         return self.with_layers([(layer, phy2log_RS)])
 
     def with_layers(self, changes: Iterable[tuple[int, Int32]]) -> Placement:
-        """This placement with some layers replaced, each given as its index and int32 ``[R, S]``.
+        """This placement with some layers replaced; the others are not checked again.
 
-        Raises ``PlacementError`` where a new layer cannot be served; the others are not checked again.
+        Parameters
+        ----------
+        changes
+            Index of each layer and its int32 ``[R, S]``, the expert in each slot.
+
+        Returns
+        -------
+        Placement
+            A new one; this one stays as it is.
+
+        Raises
+        ------
+        PlacementError
+            Where a new layer cannot be served.
         """
         changed_LRS = self.phy2log_LRS.copy()
         for layer, phy2log_RS in changes:
@@ -116,7 +174,18 @@ class Placement:
         return placement
 
     def check_log2phy(self, log2phy_RLE: Int32) -> None:
-        """Raise ``PlacementError`` unless tables ``[R, L, E]`` fit: every entry is a slot that holds its expert."""
+        """Check that tables fit this placement: every entry is a slot that holds its expert.
+
+        Parameters
+        ----------
+        log2phy_RLE
+            Int32 ``[R, L, E]``, physical id that each source rank's tokens of each expert go to.
+
+        Raises
+        ------
+        PlacementError
+            Naming the first entry that does not fit.
+        """
         expected = (self.ranks, self.layers, self.experts)
         if log2phy_RLE.shape != expected:
             raise PlacementError(f"log2phy has the shape {list(expected)}, got {list(log2phy_RLE.shape)}")

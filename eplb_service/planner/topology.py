@@ -75,5 +75,16 @@ class Topology:
 
     @classmethod
     def flat(cls, ranks: int) -> Topology:
-        """One node, every rank with tokens of its own."""
+        """One node, every rank with tokens of its own.
+
+        Parameters
+        ----------
+        ranks
+            R.
+
+        Returns
+        -------
+        Topology
+            What deployments on one host have.
+        """
         return cls(np.zeros(ranks, dtype=np.int32), np.arange(ranks, dtype=np.int32))
