@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from eplb_service.placement import Int32, Placement
 from worker_agent.moe import DenseMoE, ExpertParallelMoE, MoEShape, seeded_experts
-from worker_agent.moe.composition import LayerParts
+from worker_agent.moe.composition import LayerOptions
 from worker_agent.moe.dispatch import SHARED_TOKEN_DISPATCHERS
 
 _groups: dict[int, dist.ProcessGroup | None] = {}
@@ -98,7 +98,7 @@ def ep_group(ranks: int) -> dist.ProcessGroup | None:
 
 
 def build(
-    case: Case, heat_rows: int = 4, parts: LayerParts | None = None
+    case: Case, heat_rows: int = 4, options: LayerOptions | None = None
 ) -> tuple[ExpertParallelMoE, DenseMoE | ExpertParallelMoE] | None:
     """The case's layer and what it must equal; ``None`` on a rank that has no part in the case.
 
@@ -119,12 +119,12 @@ def build(
         heat_rows=heat_rows,
         quantized=case.quantized,
         dtype=case.dtype,
-        parts=parts,
+        options=options,
     )
     return layer, alone(case) if case.quantized else DenseMoE(case.shape, experts, dtype=case.dtype)
 
 
-def alone(case: Case, parts: LayerParts | None = None) -> ExpertParallelMoE:
+def alone(case: Case, options: LayerOptions | None = None) -> ExpertParallelMoE:
     """The case's layer on one rank, which holds expert ``e`` in slot ``e``."""
     experts = seeded_experts(case.shape, case.seed)
     phy2log_RS = Placement.linear(1, case.experts, 1, case.experts).phy2log_LRS[0]
@@ -135,7 +135,7 @@ def alone(case: Case, parts: LayerParts | None = None) -> ExpertParallelMoE:
         dispatcher=case.dispatcher,
         quantized=case.quantized,
         dtype=case.dtype,
-        parts=parts,
+        options=options,
     )
 
 
@@ -144,7 +144,7 @@ def hand_counts(
 ) -> tuple[Int32, Int32]:
     """Tokens that each slot receives ``[R, S]``, and that each rank sends by logical expert ``[R, E]``.
 
-    ``active`` tells each rank's real tokens, bool ``[T]``.
+    ``active`` marks each rank's real tokens, bool ``[T]``.
     """
     source_RE = np.zeros((case.ranks, case.experts), dtype=np.int32)
     received_P = np.zeros(case.ranks * case.slots, dtype=np.int32)

@@ -101,7 +101,7 @@ def test_heat_of_one_stage_alone(stage: HeatStage, counted: list[bool]):
         assert int(layer.source_load[step].sum()) == real
     if stage is not HeatStage.ALL:
         with pytest.raises(
-            ValueError, match=f"layer 3: phase must be told at each step, for heat of {stage.value}"
+            ValueError, match=f"layer 3: phase must be given at each step, for heat of {stage.value}"
         ):
             layer(*tokens)
 

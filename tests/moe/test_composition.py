@@ -15,7 +15,7 @@ from tests.moe.cases import Case, alone, build, hand_counts
 from tests.moe.grid import grid
 from tests.ranks import Ranks
 from worker_agent.heat import StepPhase
-from worker_agent.moe import DenseMoE, ExpertParallelMoE, LayerParts, seeded_experts
+from worker_agent.moe import DenseMoE, ExpertParallelMoE, LayerOptions, seeded_experts
 from worker_agent.moe.dispatch import DISPATCHER_NAMES, SHARED_TOKEN_DISPATCHERS, MC2Variant
 from worker_agent.moe.prepare import (
     All2AllPreparation,
@@ -35,7 +35,7 @@ VARIANTS = [
 
 
 @st.composite
-def composed(draw: st.DrawFn) -> tuple[Case, LayerParts, float]:
+def composed(draw: st.DrawFn) -> tuple[Case, LayerOptions, float]:
     """A case, parts that fit it, and the share of its tokens that are real."""
     ranks, slots = draw(st.sampled_from([1, 2, 4, 8])), draw(st.integers(1, 4))
     dispatcher = draw(st.sampled_from(DISPATCHER_NAMES))
@@ -55,7 +55,7 @@ def composed(draw: st.DrawFn) -> tuple[Case, LayerParts, float]:
         seed=draw(st.integers(0, 1000)),
         quantized=kind == "W8A8",
     )
-    parts = LayerParts(
+    options = LayerOptions(
         slotwise=kind == "slotwise",
         max_rank_tokens=6 if kind == "batched" else None,
         experts_weigh=dispatcher != "mc2" and draw(st.booleans()),
@@ -64,7 +64,7 @@ def composed(draw: st.DrawFn) -> tuple[Case, LayerParts, float]:
         chunk_rows=draw(st.sampled_from([None, 1, 3])),
         mc2=draw(st.sampled_from(VARIANTS)),
     )
-    return case, parts, draw(st.sampled_from([0.0, 0.5, 1.0]))
+    return case, options, draw(st.sampled_from([0.0, 0.5, 1.0]))
 
 
 def real_tokens(case: Case, rank: int, share: float) -> torch.Tensor:
@@ -72,9 +72,9 @@ def real_tokens(case: Case, rank: int, share: float) -> torch.Tensor:
     return torch.rand(case.tokens[rank], generator=generator) < share
 
 
-def masked_step(case: Case, parts: LayerParts, share: float) -> tuple[float, list[int], list[int]] | None:
+def masked_step(case: Case, options: LayerOptions, share: float) -> tuple[float, list[int], list[int]] | None:
     """Largest difference from the dense twin, whose outputs of padding are zeros, and the heat."""
-    built = build(case, parts=parts)
+    built = build(case, options=options)
     if built is None:
         return None
     layer, dense = built
@@ -97,9 +97,9 @@ def masked_step(case: Case, parts: LayerParts, share: float) -> tuple[float, lis
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-def test_all_parts_equal_the_dense_twin(eight_ranks: Ranks, drawn: tuple[Case, LayerParts, float]):
-    case, parts, share = drawn
-    results = eight_ranks.run(masked_step, case, parts, share)[: case.ranks]
+def test_all_parts_equal_the_dense_twin(eight_ranks: Ranks, drawn: tuple[Case, LayerOptions, float]):
+    case, options, share = drawn
+    results = eight_ranks.run(masked_step, case, options, share)[: case.ranks]
     active = [real_tokens(case, rank, share) for rank in range(case.ranks)]
     received_RS, source_RE = hand_counts(case, active=active)
     assert max(difference for difference, _, _ in results) <= 1e-5
@@ -110,7 +110,7 @@ def test_all_parts_equal_the_dense_twin(eight_ranks: Ranks, drawn: tuple[Case, L
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_mc2_variants_on_eight_ranks(eight_ranks: Ranks, variant: MC2Variant):
     case = Case("mc2", 32, 5, 4, (9, 0, 3, 1, 16, 2, 0, 5), skew=0.1)
-    results = eight_ranks.run(masked_step, case, LayerParts(mc2=variant), 0.5)
+    results = eight_ranks.run(masked_step, case, LayerOptions(mc2=variant), 0.5)
     active = [real_tokens(case, rank, 0.5) for rank in range(8)]
     received_RS, source_RE = hand_counts(case, active=active)
     assert max(difference for difference, _, _ in results) <= 1e-5
@@ -136,7 +136,7 @@ def over_a_grid(case: Case) -> tuple[float, list[int], list[int]]:
         log2phy_E=case.tables()[0 if case.dispatcher in SHARED_TOKEN_DISPATCHERS else here.ep.rank],
         dispatcher=case.dispatcher,
         ep_group=here.ep_process_group,
-        parts=LayerParts(preparation=preparation),
+        options=LayerOptions(preparation=preparation),
     )
     tokens = case.step(here.dp_rank)
     difference = (layer(*tokens) - DenseMoE(case.shape, experts)(*tokens)).abs()
@@ -211,44 +211,48 @@ def test_a_mask_that_does_not_fit(active: torch.Tensor, message: str):
 
 
 @pytest.mark.parametrize(
-    ("case", "parts", "message"),
+    ("case", "options", "message"),
     [
         (
             Case("mc2", 4, 4, 2, (3,)),
-            LayerParts(experts_weigh=True),
+            LayerOptions(experts_weigh=True),
             "MC2Dispatcher weighs in its combine; GroupedExperts must not weigh",
         ),
         (
             Case("all2allv", 4, 4, 2, (3,), quantized=True),
-            LayerParts(slotwise=True),
+            LayerOptions(slotwise=True),
             "SlotwiseExperts does not take int8 weights",
         ),
-        (Case("all2allv", 4, 4, 2, (3,)), LayerParts(chunk_rows=0), "takes no chunks of 0 rows"),
-        (Case("all2allv", 4, 4, 2, (3,)), LayerParts(max_rank_tokens=0), "room for one token a rank, got 0"),
+        (Case("all2allv", 4, 4, 2, (3,)), LayerOptions(chunk_rows=0), "takes no chunks of 0 rows"),
+        (
+            Case("all2allv", 4, 4, 2, (3,)),
+            LayerOptions(max_rank_tokens=0),
+            "room for one token per rank, got 0",
+        ),
     ],
 )
-def test_parts_that_do_not_fit_together(case: Case, parts: LayerParts, message: str):
+def test_parts_that_do_not_fit_together(case: Case, options: LayerOptions, message: str):
     with pytest.raises(ValueError, match=message):
-        alone(case, parts)
+        alone(case, options)
 
 
 @pytest.mark.parametrize(
-    ("parts", "message"),
+    ("options", "message"),
     [
         (
-            LayerParts(max_rank_tokens=2),
+            LayerOptions(max_rank_tokens=2),
             "layer 3: 3 tokens are more than the 2 of a rank that the batched format has room for",
         ),
         (
-            LayerParts(weigh_on_input=True),
-            "layer 3: weights can be applied to the input of one choice a token alone, got 2",
+            LayerOptions(weigh_on_input=True),
+            "layer 3: weights can be applied to the input of one choice per token alone, got 2",
         ),
     ],
 )
-def test_tokens_that_do_not_fit_the_parts(parts: LayerParts, message: str):
+def test_tokens_that_do_not_fit_the_parts(options: LayerOptions, message: str):
     case = Case("all2allv", experts=4, slots=4, top_k=2, tokens=(3,))
     with pytest.raises(ValueError, match=message):
-        alone(case, parts)(*case.step(0))
+        alone(case, options)(*case.step(0))
 
 
 def test_no_token_chooses_an_expert_twice_in_the_batched_format():
@@ -258,7 +262,7 @@ def test_no_token_chooses_an_expert_twice_in_the_batched_format():
     with pytest.raises(
         ValueError, match=r"layer 3: topk_ids must have distinct experts.*got \[3, 3\] at token 1"
     ):
-        alone(case, LayerParts(max_rank_tokens=3))(hidden_TH, ids_TK, weights_TK)
+        alone(case, LayerOptions(max_rank_tokens=3))(hidden_TH, ids_TK, weights_TK)
     alone(case)(hidden_TH, ids_TK, weights_TK)
 
 
@@ -267,7 +271,7 @@ def test_weighing_on_the_input_changes_what_an_expert_sees():
     hidden_TH, ids_TK, _ = case.step(0)
     weights_TK = torch.full((3, 1), 0.5)
     dense = DenseMoE(case.shape, seeded_experts(case.shape))
-    found_TH = alone(case, LayerParts(weigh_on_input=True))(hidden_TH, ids_TK, weights_TK)
+    found_TH = alone(case, LayerOptions(weigh_on_input=True))(hidden_TH, ids_TK, weights_TK)
     torch.testing.assert_close(found_TH, dense(hidden_TH * 0.5, ids_TK, torch.ones(3, 1)))
 
 

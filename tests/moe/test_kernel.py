@@ -109,7 +109,7 @@ def test_both_products_are_written_to_one_place():
 
 
 class Recorded:
-    """Work beside the kernel that tells when it ran."""
+    """Work beside the kernel that records when it ran."""
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
@@ -123,14 +123,14 @@ class Recorded:
 
 
 def watched(kernel: ModularKernel, events: list[str]) -> ModularKernel:
-    """The kernel, telling when it sends and when it has received."""
+    """The kernel, recording when it sends and when it has received."""
     dispatcher = kernel._dispatcher
     assert isinstance(dispatcher, AsyncTokenDispatcher)
 
-    def telling(name: str) -> None:
+    def recording(name: str) -> None:
         start = getattr(dispatcher, f"start_{name}")
 
-        def told(*args: object) -> object:
+        def recorded(*args: object) -> object:
             events.append(f"{name} sent")
             flight = start(*args)
 
@@ -141,10 +141,10 @@ def watched(kernel: ModularKernel, events: list[str]) -> ModularKernel:
 
             return dataclasses.replace(flight, receive=receive)
 
-        setattr(dispatcher, f"start_{name}", told)
+        setattr(dispatcher, f"start_{name}", recorded)
 
-    telling("dispatch")
-    telling("combine")
+    recording("dispatch")
+    recording("combine")
     return kernel
 
 

@@ -1,4 +1,4 @@
-"""Every expert must stand on exactly one rank, the ranks differ by at most one expert, and all tables must agree."""
+"""Every expert must be on exactly one rank, the ranks differ by at most one expert, and all tables must agree."""
 
 from __future__ import annotations
 
@@ -104,9 +104,9 @@ def test_every_slot_is_listed_once(ranks: int, slots: int, seed: int, data: st.D
     phy2log_RS = Case("all2allv", experts, slots, 1, (0,) * ranks, seed=seed).placement()
     table = replica_table(phy2log_RS, experts)
     for expert, row in enumerate(table.log2phys_EC.tolist()):
-        copies = np.flatnonzero(phy2log_RS.ravel() == expert).tolist()
-        assert row == copies + [-1] * (len(row) - len(copies))
-        assert table.counts_E[expert] == len(copies)
+        replicas = np.flatnonzero(phy2log_RS.ravel() == expert).tolist()
+        assert row == replicas + [-1] * (len(row) - len(replicas))
+        assert table.counts_E[expert] == len(replicas)
     assert table.log2phys_EC.shape[1] == table.counts_E.max()
 
 
@@ -117,7 +117,7 @@ def test_columns_may_be_fixed_for_graphs():
         [1, -1, -1],
         [3, -1, -1],
     ]
-    with pytest.raises(ValueError, match="an expert has 2 copies, which do not fit 1 columns"):
+    with pytest.raises(ValueError, match="an expert has 2 replicas, which do not fit 1 columns"):
         replica_table(phy2log_RS, 3, columns=1)
     with pytest.raises(PlacementError, match="expert 3 is in no slot"):
         replica_table(phy2log_RS, 4)

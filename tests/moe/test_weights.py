@@ -1,4 +1,4 @@
-"""Views for balancing must share memory with what the kernels read, one row a slot, and hold expert tensors only."""
+"""Views for balancing must share memory with what the kernels read, one row per slot, and hold expert tensors only."""
 
 from __future__ import annotations
 

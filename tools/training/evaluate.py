@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
+from eplb_service.placement.par import step_par
 from tools.training.texts import Texts
 from worker_agent.model.transformer import ByteTransformer, attend_to_the_past
 from worker_agent.model.weights_file import WeightsFile
@@ -48,7 +49,7 @@ class DomainFigures:
         if self.share_LE.shape[1] % ranks:
             return 1.0
         loads_LR = self.share_LE.unflatten(1, (ranks, -1)).sum(dim=2)
-        return float((loads_LR.amax(dim=1) / loads_LR.mean(dim=1)).mean())
+        return float(step_par(loads_LR.numpy()).mean())
 
 
 @torch.no_grad()
@@ -75,7 +76,7 @@ def evaluate(weights: WeightsFile, texts: Texts, pieces: int) -> dict[str, Domai
 
 
 def main() -> None:
-    """Print a table in Markdown: one row a domain, one column of bits a model, and the skew of the first."""
+    """Print a table in Markdown: one row per domain, one column of bits per model, and the skew of the first."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("corpus", type=Path)
     parser.add_argument("weights", type=Path, nargs="+")

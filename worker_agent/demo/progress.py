@@ -1,4 +1,4 @@
-"""What a demo rank tells on stdout: one JSON line every few steps."""
+"""What a demo rank reports on stdout: one JSON line every few steps."""
 
 from __future__ import annotations
 

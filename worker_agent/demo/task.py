@@ -1,4 +1,4 @@
-"""What a demo rank is told to do, in a JSON file that whoever starts the ranks has written."""
+"""The task of a demo rank, in a JSON file that whoever starts the ranks has written."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from worker_agent.model.transformer import ByteTransformer, Forward
 class Decoder:
     """A model and the keys and values of ``rows`` requests, each at a position of its own.
 
-    Nothing depends on what stands in the other rows: a request gives the same bytes in any company.
+    Nothing depends on the contents of the other rows: a request gives the same bytes in any company.
     """
 
     def __init__(self, model: ByteTransformer, rows: int) -> None:

@@ -6,7 +6,7 @@ import torch
 
 
 class Sampler:
-    """Draws one byte a row and step; two samplers of the same seed make the same draws.
+    """Draws one byte per row and step; two samplers of the same seed make the same draws.
 
     Parameters
     ----------

@@ -68,7 +68,7 @@ class Block(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    """Bytes to logits of the next byte. Its own parameters are the replicated ones; ``experts`` has one MoE a block."""
+    """Bytes to logits of the next byte. Its own parameters are the replicated ones; ``experts`` has one per block."""
 
     def __init__(self, config: ModelConfig, experts: Sequence[Experts]) -> None:
         super().__init__()

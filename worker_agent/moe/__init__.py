@@ -1,7 +1,7 @@
 """The reference expert-parallel Mixture-of-Experts layer: a real live layer for agents to serve."""
 
 from worker_agent.moe.block import MoEBlock
-from worker_agent.moe.composition import LayerParts
+from worker_agent.moe.composition import LayerOptions
 from worker_agent.moe.dense import DenseMoE
 from worker_agent.moe.layer import ExpertParallelMoE
 from worker_agent.moe.router import Router, Scoring
@@ -13,7 +13,7 @@ __all__ = [
     "DenseMoE",
     "ExpertParallelMoE",
     "ExpertSource",
-    "LayerParts",
+    "LayerOptions",
     "MoEBlock",
     "MoEShape",
     "Router",

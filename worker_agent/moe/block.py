@@ -59,7 +59,7 @@ class MoEBlock(torch.nn.Module):
     layer
         The expert-parallel layer, with its shared experts where it has any.
     free_experts
-        What ids from E on stand for. Raises ``ValueError`` where the router knows more experts than the layer and
+        The meaning of ids from E on. Raises ``ValueError`` where the router knows more experts than the layer and
         this is not said, or the other way round.
     """
 
@@ -71,7 +71,7 @@ class MoEBlock(torch.nn.Module):
         if (router.experts > shape.experts) != (free_experts is not None) or router.experts < shape.experts:
             raise ValueError(
                 f"layer {shape.layer}: the router chooses among {router.experts} experts, the layer has "
-                f"{shape.experts}; only free experts, of a kind that is told, can make up the difference"
+                f"{shape.experts}; only free experts, whose kind is given, can make up the difference"
             )
         self.router = router
         self.layer = layer

@@ -24,7 +24,7 @@ class Shard(str, Enum):
 
 
 class Granularity(str, Enum):
-    """What one value of a parameter stands for."""
+    """What one value of a parameter covers."""
 
     WEIGHT = "weight"
     """A weight: w13 ``[S, 2*I, H]``, w2 ``[S, H, I]``."""
@@ -41,7 +41,7 @@ class Granularity(str, Enum):
 
 @dataclass(frozen=True)
 class ExpertParameter:
-    """A tensor of all local slots. ``transposed`` says that its two inner dimensions stand the other way round.
+    """A tensor of all local slots. ``transposed`` swaps its two inner dimensions.
 
     Tensor parallelism splits w1 and w3 by rows and w2 by columns: a rank's tensor holds its part alone.
     """
@@ -103,7 +103,7 @@ class CheckpointNames:
         object.__setattr__(self, "pattern", re.compile(pattern))
 
     def shard(self, projection: str) -> Shard | None:
-        """The shard that a projection's name stands for."""
+        """The shard that a projection's name means."""
         return {self.gate: Shard.W1, self.down: Shard.W2, self.up: Shard.W3}.get(projection)
 
     def tensor(self, expert: int, shard: Shard, suffix: str) -> str:

@@ -23,7 +23,7 @@ from worker_agent.moe.rank_group import RankGroup
 
 
 @dataclass(frozen=True)
-class LayerParts:
+class LayerOptions:
     """What a layer is made of, where it is not to be the default."""
 
     preparation: Preparation[Any] | None = None
@@ -61,7 +61,7 @@ class LayerParts:
         tokens, choices = topk_ids_TK.shape
         if self.weigh_on_input and choices != 1:
             raise ValueError(
-                f"layer {layer}: weights can be applied to the input of one choice a token alone, got {choices}"
+                f"layer {layer}: weights can be applied to the input of one choice per token alone, got {choices}"
             )
         if self.max_rank_tokens is None:
             return
@@ -95,33 +95,33 @@ def compose(
     operators: Operators,
     device: torch.device,
     quantized: bool,
-    parts: LayerParts,
+    options: LayerOptions,
 ) -> Composed:
     """Build the parts; ``ValueError`` where they do not fit together."""
-    mc2 = MC2Variant.of(operators, device) if parts.mc2 is None else parts.mc2
+    mc2 = MC2Variant.of(operators, device) if options.mc2 is None else options.mc2
     sender: TokenDispatcher[Any] = build_dispatcher(dispatcher, group, slots, operators, mc2)
-    if parts.max_rank_tokens is not None:
-        sender = batched(sender, group.size, slots, parts.max_rank_tokens)
+    if options.max_rank_tokens is not None:
+        sender = batched(sender, group.size, slots, options.max_rank_tokens)
     kernel = ModularKernel(
         sender,
-        _experts(operators, parts),
+        _experts(operators, options),
         quantized=quantized,
-        workspaces=parts.workspaces,
-        chunk_rows=parts.chunk_rows,
+        workspaces=options.workspaces,
+        chunk_rows=options.chunk_rows,
     )
-    preparation = parts.preparation
+    preparation = options.preparation
     if preparation is None:
-        quantize_with = operators if quantized and parts.quantize_before_gather else None
+        quantize_with = operators if quantized and options.quantize_before_gather else None
         preparation = default_preparation(dispatcher, group, quantize_with)
     return Composed(preparation, kernel)
 
 
-def _experts(operators: Operators, parts: LayerParts) -> ExpertsPart:
-    if parts.max_rank_tokens is not None:
-        return BatchedExperts(weighs=parts.experts_weigh)
-    if parts.slotwise:
-        return SlotwiseExperts(weighs=parts.experts_weigh)
-    return GroupedExperts(operators, weighs=parts.experts_weigh)
+def _experts(operators: Operators, options: LayerOptions) -> ExpertsPart:
+    if options.max_rank_tokens is not None:
+        return BatchedExperts(weighs=options.experts_weigh)
+    if options.slotwise:
+        return SlotwiseExperts(weighs=options.experts_weigh)
+    return GroupedExperts(operators, weighs=options.experts_weigh)
 
 
 def default_preparation(

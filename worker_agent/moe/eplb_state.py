@@ -15,7 +15,7 @@ class HeatStage(str, Enum):
     """The steps whose heat counts. The others get a row of zeros, so that step ``n`` stays in row ``n % W``.
 
     A dummy step of one rank has no tokens of its own, but slots that others' tokens come to: it counts where all
-    steps do. For one stage alone, tell an idle rank the phase of the others, and that none of its tokens is active.
+    steps do. For one stage alone, give an idle rank the phase of the others, and mark none of its tokens active.
     """
 
     ALL = "all"
@@ -94,11 +94,11 @@ class EplbState(torch.nn.Module):
         self.expert_map.copy_(expert_map_E)
 
     def _check_phase(self, phase: StepPhase | None) -> None:
-        """Raise ``ValueError`` where the phase decides whether heat counts, and is not told."""
+        """Raise ``ValueError`` where the phase decides whether heat counts, and is not given."""
         if phase is None and self._heat_stage is not HeatStage.ALL:
             stage = self._heat_stage.value
             raise ValueError(
-                f"layer {self._layer}: phase must be told at each step, for heat of {stage} alone"
+                f"layer {self._layer}: phase must be given at each step, for heat of {stage} alone"
             )
 
     def _record(self, received_S: torch.Tensor, ids_TK: torch.Tensor, phase: StepPhase | None) -> None:

@@ -12,7 +12,7 @@ from worker_agent.moe.operators import GroupListType, token_counts
 
 
 class ActivationFormat(str, Enum):
-    """How the rows of local slots stand in one tensor."""
+    """How the rows of local slots are laid out in one tensor."""
 
     STANDARD = "standard"
     """``[N, H]``: rows sorted by slot. As small as can be, but its size depends on the routing."""
@@ -43,7 +43,7 @@ class ExpertBatch:
 
     @property
     def format(self) -> ActivationFormat:
-        """How the rows stand."""
+        """How the rows are laid out."""
         return ActivationFormat.STANDARD if self.rows.ndim == 2 else ActivationFormat.BATCHED
 
     @property
@@ -58,7 +58,7 @@ class ExpertBatch:
 
 
 def chunks(batch: ExpertBatch, rows: int) -> Iterator[tuple[slice, ExpertBatch]]:
-    """Parts of at most ``rows`` rows, in the batched format of each slot, and where they stand along that axis.
+    """Parts of at most ``rows`` rows, in the batched format of each slot, and their place along that axis.
 
     A batch without rows has one part without rows.
     """

@@ -91,7 +91,7 @@ def grouped_product(
     weight_scale_SM: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Each row times the matrix of its slot, ``[N, M]``: rows stand as ``batch``'s do."""
+    """Each row times the matrix of its slot, ``[N, M]``: rows in the order of ``batch``'s."""
     scales: dict[str, Any] = {}
     if scale_N is not None and weight_scale_SM is not None:
         scales = {"scale": [weight_scale_SM], "per_token_scale": [scale_N], "output_dtype": dtype}

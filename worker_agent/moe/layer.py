@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from eplb_service.placement import Int32
 from worker_agent.heat import StepPhase
-from worker_agent.moe.composition import LayerParts, compose
+from worker_agent.moe.composition import LayerOptions, compose
 from worker_agent.moe.dispatch import SHARED_TOKEN_DISPATCHERS, DispatchRequest
 from worker_agent.moe.eplb_state import EplbState, HeatStage
 from worker_agent.moe.maps import check_grouped, rank_placement
@@ -25,7 +25,7 @@ class ExpertParallelMoE(EplbState):
     """One MoE layer on one of R ranks, in the shape that inference engines give it; a ``LiveLayer``.
 
     The placement lives in the tensors ``w13_weight``, ``w2_weight``, ``log2phy`` and ``expert_map`` alone,
-    which are read anew at each call: whoever writes another placement into them in place, on all ranks
+    which are read at each call: whoever writes another placement into them in place, on all ranks
     between the same two steps, changes no output. (Dispatch goes by physical id; ``expert_map`` is kept for
     kernels that want it.)
 
@@ -58,7 +58,7 @@ class ExpertParallelMoE(EplbState):
         Run beside dispatch and combine, and added to the outputs.
     heat_stage
         The steps whose heat counts; the others get rows of zeros.
-    parts
+    options
         What the layer is made of, where it is not to be the default.
 
     Raises ``ValueError`` where placement, table, group and shapes do not fit together.
@@ -92,7 +92,7 @@ class ExpertParallelMoE(EplbState):
         check_ids: bool | None = None,
         shared_experts: SharedExperts | None = None,
         heat_stage: HeatStage = HeatStage.ALL,
-        parts: LayerParts | None = None,
+        options: LayerOptions | None = None,
     ) -> None:
         device = torch.device(device)
         group = RankGroup(ep_group)
@@ -107,7 +107,7 @@ class ExpertParallelMoE(EplbState):
         self._dtype = dtype
         slots = len(placed.logical_S)
         operators = operators_for(device)
-        self._options = LayerParts() if parts is None else parts
+        self._options = LayerOptions() if options is None else options
         self._parts = compose(dispatcher, group, slots, operators, device, quantized, self._options)
         self._shared_experts = shared_experts
         self._check_ids = device.type == "cpu" if check_ids is None else check_ids
@@ -144,9 +144,9 @@ class ExpertParallelMoE(EplbState):
         """This rank's tokens through their experts on all ranks, ``[T, H]``; each rank has its own T >= 0.
 
         All ranks of the group call this at every step. ``topk_ids`` int32 or int64 and ``topk_weights`` (any
-        float dtype) are ``[T, K]``, by logical expert. ``active`` (bool ``[T]`` or ``[T, K]``) tells real tokens or
-        choices from padding, which is routed nowhere, gives zeros and counts nowhere; in a dummy ``phase`` nothing
-        is real. Shared experts' outputs are added. The weighted sum is made in float32.
+        float dtype) are ``[T, K]``, by logical expert. ``active`` (bool ``[T]`` or ``[T, K]``) marks the real tokens or
+        choices; the rest is padding, which is routed nowhere, gives zeros and counts nowhere; in a dummy ``phase``
+        nothing is real. Shared experts' outputs are added. The weighted sum is made in float32.
 
         Raises ``ValueError`` naming layer and tensor on wrong shapes, dtypes, devices or ids, before any collective
         is entered; ``worker_agent.moe.shape`` says how that ends on the other ranks.

@@ -25,13 +25,13 @@ from eplb_service.placement import (
 
 
 class SpreadStrategy(str, Enum):
-    """Which experts stand together on a rank."""
+    """Which experts share a rank."""
 
     LINEAR = "linear"
     """Rank 0 has the first experts, rank 1 the next ones, and so on."""
 
     ROUND_ROBIN = "round_robin"
-    """Expert ``e`` stands on rank ``e % R``, so that the experts of one group are spread over the ranks."""
+    """Expert ``e`` is on rank ``e % R``, so that the experts of one group are spread over the ranks."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class ExpertSpread:
         return local_E
 
     def expert_mask(self, rank: int) -> Int32:
-        """1 for each expert that stands on a rank and 0 for the others, int32 ``[E]``."""
+        """1 for each expert that is on a rank and 0 for the others, int32 ``[E]``."""
         return (self.expert_map(rank) >= 0).astype(np.int32)
 
     def physical_to_global(self) -> Int32:
@@ -116,7 +116,7 @@ def initial_phy2log(
 ) -> Int32:
     """The placement that a layer starts with, int32 ``[R, S]``.
 
-    Redundant experts come last: after all logical experts in order, copies of experts 0, 1, and so on. Raises
+    Redundant experts come last: after all logical experts in order, replicas of experts 0, 1, and so on. Raises
     ``PlacementError`` where logical and redundant experts together do not divide evenly over the ranks.
     """
     if redundant < 0:
@@ -190,17 +190,17 @@ def check_grouped(layer: int, phy2log_RS: Int32) -> None:
 
 @dataclass(frozen=True)
 class ReplicaTable:
-    """All copies of each logical expert of one layer."""
+    """All replicas of each logical expert of one layer."""
 
     log2phys_EC: Int32
-    """int32 ``[E, C]``: physical ids in ascending order, -1 where an expert has fewer copies than C."""
+    """int32 ``[E, C]``: physical ids in ascending order, -1 where an expert has fewer replicas than C."""
 
     counts_E: Int32
     """int32 ``[E]``."""
 
 
 def replica_table(phy2log_RS: Int32, experts: int, columns: int | None = None) -> ReplicaTable:
-    """The copies of each expert under a placement; C is the most that any expert has, or ``columns``.
+    """The replicas of each expert under a placement; C is the most that any expert has, or ``columns``.
 
     Raises ``PlacementError`` where the placement is not valid and ``ValueError`` where ``columns`` are too few.
     """
@@ -211,7 +211,7 @@ def replica_table(phy2log_RS: Int32, experts: int, columns: int | None = None) -
     if columns is None:
         columns = most
     elif columns < most:
-        raise ValueError(f"an expert has {most} copies, which do not fit {columns} columns")
+        raise ValueError(f"an expert has {most} replicas, which do not fit {columns} columns")
     log2phys_EC = np.full((experts, columns), -1, dtype=np.int32)
     by_expert_P = np.argsort(flat_P, kind="stable").astype(np.int32)
     first_E = np.cumsum(counts_E) - counts_E

@@ -75,11 +75,11 @@ class RankGroup:
         ones = [1] * self.size
         return self.all_to_all(rows_RX, ones, ones)
 
-    def tell(self, *numbers: int, device: torch.device) -> list[list[int]]:
+    def gather_numbers(self, *numbers: int, device: torch.device) -> list[list[int]]:
         """Each rank's ``numbers``, in order of rank."""
         own = torch.tensor(numbers, dtype=torch.int64, device=device)
-        told: list[list[int]] = self.exchange(own.repeat(self.size, 1)).tolist()
-        return told
+        numbers_R: list[list[int]] = self.exchange(own.repeat(self.size, 1)).tolist()
+        return numbers_R
 
     def all_gather(self, rows_TX: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks, in order of rank; every rank gives equally many."""

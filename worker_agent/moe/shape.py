@@ -6,10 +6,10 @@ How bad input ends
     fail with torch's own error as soon as the refusing process ends its group, or else when the group's timeout runs
     out. A host that catches the error must end the step on all ranks.
 
-    What can be seen only by comparing ranks is found where ranks tell each other sizes anyway: tokens of different
+    What can be seen only by comparing ranks is found where ranks exchange sizes anyway: tokens of different
     widths (other dtypes, or another K) are refused by all ranks of a gathering preparation alike, and so are grouped
     experts that are not chosen equally. All2AllV lets each rank have its own K; MC2's operators want one K on all
-    ranks and cannot tell. Layers must be built alike on all ranks: experts, hidden size, dtype, dispatcher, parts.
+    ranks and cannot check it. Layers must be built alike on all ranks: experts, hidden size, dtype, dispatcher, parts.
     log2phy tables that do not fit the placement are refused when a layer is built; who writes others into them later
     must do so on all ranks between the same two steps, as agents do by their votes, or tokens are lost.
 """
@@ -80,7 +80,7 @@ class MoEShape:
             self._check_ids(topk_ids_TK)
 
     def check_active(self, active: torch.Tensor, topk_ids_TK: torch.Tensor) -> None:
-        """Raise ``ValueError`` unless ``active`` tells real tokens ``[T]`` or choices ``[T, K]`` of a call."""
+        """Raise ``ValueError`` unless ``active`` marks real tokens ``[T]`` or choices ``[T, K]`` of a call."""
         tokens, choices = topk_ids_TK.shape
         if active.shape not in ((tokens,), (tokens, choices)):
             self._refuse("active", f"the shape [{tokens}] or [{tokens}, {choices}]", list(active.shape))
@@ -105,7 +105,7 @@ def real_ids(
 ) -> torch.Tensor:
     """The ids, -1 for choices that are not real; the same tensor where all are.
 
-    ``active`` bool ``[T]`` or ``[T, K]`` tells which are; ``ValueError`` where it does not fit. In a dummy phase
+    ``active`` bool ``[T]`` or ``[T, K]`` marks them; ``ValueError`` where it does not fit. In a dummy phase
     none is.
     """
     if active is not None:

@@ -20,7 +20,7 @@ from tests.moe.cases import Case, alone
 from tests.moe.torch_npu.calls import OPERATORS, calls, results
 from worker_agent.moe import DenseMoE, seeded_experts
 from worker_agent.moe import layer as layer_module
-from worker_agent.moe.composition import LayerParts
+from worker_agent.moe.composition import LayerOptions
 from worker_agent.moe.dispatch import DISPATCHER_NAMES, MC2Variant
 from worker_agent.moe.operators import Operators, reference
 
@@ -89,11 +89,11 @@ def test_what_operators_return_has_the_dtypes_and_shapes_that_torch_npu_says(dec
 
 
 def run_declared(
-    case: Case, parts: LayerParts, declared: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    case: Case, options: LayerOptions, declared: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = alone(case) if case.quantized else DenseMoE(case.shape, seeded_experts(case.shape))
     monkeypatch.setattr(layer_module, "operators_for", lambda device: declared)
-    layer = alone(case, parts)
+    layer = alone(case, options)
     tokens = case.step(0)
     active_T = torch.arange(tokens[0].shape[0]) < 4
     expected_TH = expected(*tokens).masked_fill(~active_T.unsqueeze(1), 0.0)
@@ -107,7 +107,7 @@ def test_the_layer_calls_operators_as_declared(
     declared: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, dispatcher: str, quantized: bool
 ):
     case = Case(dispatcher, experts=8, slots=8, top_k=3, tokens=(6,), quantized=quantized)
-    run_declared(case, LayerParts(quantize_before_gather=True), declared, monkeypatch)
+    run_declared(case, LayerOptions(quantize_before_gather=True), declared, monkeypatch)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -116,7 +116,7 @@ def test_every_variant_of_mc2_calls_operators_as_declared(
     declared: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, variant: MC2Variant, quantized: bool
 ):
     case = Case("mc2", experts=8, slots=8, top_k=3, tokens=(6,), quantized=quantized)
-    run_declared(case, LayerParts(mc2=variant), declared, monkeypatch)
+    run_declared(case, LayerOptions(mc2=variant), declared, monkeypatch)
 
 
 def test_an_argument_that_is_not_declared_fails(declared: SimpleNamespace):

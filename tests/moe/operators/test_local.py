@@ -75,16 +75,16 @@ def test_grouped_matmul_multiplies_each_group_with_its_matrix(counts: list[int],
     generator = torch.Generator().manual_seed(0)
     rows_NK = torch.randn(sum(counts) + 2, 3, generator=generator)
     weight_GKM = torch.randn(len(counts), 4, 3, generator=generator).transpose(1, 2)
-    told = torch.tensor(counts)
+    counted = torch.tensor(counts)
     (out_NM,) = reference.npu_grouped_matmul(
         [rows_NK],
         [weight_GKM],
-        group_list=told.cumsum(0) if kind == GroupListType.CUMULATIVE else told,
+        group_list=counted.cumsum(0) if kind == GroupListType.CUMULATIVE else counted,
         split_item=2,
         group_type=0,
         group_list_type=kind,
     )
-    group_of_row = torch.repeat_interleave(told).tolist()
+    group_of_row = torch.repeat_interleave(counted).tolist()
     for row, group in enumerate(group_of_row):
         torch.testing.assert_close(out_NM[row], rows_NK[row] @ weight_GKM[group])
     assert out_NM.shape == (sum(counts) + 2, 4)

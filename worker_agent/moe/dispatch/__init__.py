@@ -47,7 +47,7 @@ SHARED_TOKEN_DISPATCHERS = ("allgather", "moge")
 def build_dispatcher(
     name: str, group: RankGroup, slots: int, operators: Operators, mc2: MC2Variant | None = None
 ) -> TokenDispatcher[Any]:
-    """The dispatcher of that name, for ``slots`` local experts a rank; ``ValueError`` where there is none.
+    """The dispatcher of that name, for ``slots`` local experts per rank; ``ValueError`` where there is none.
 
     ``mc2`` is the variant of MC2's operators, where it is MC2.
     """

@@ -57,7 +57,7 @@ class _Columns:
 
 
 class All2AllVDispatcher:
-    """Three exchanges a step: counts, token rows, and expert outputs on the way back.
+    """Three exchanges per step: counts, token rows, and expert outputs on the way back.
 
     Quantized rows travel as int8, each with its scale behind it. The last two exchanges can overlap other work.
     """
@@ -96,7 +96,7 @@ class All2AllVDispatcher:
 
         def receive() -> Dispatched[All2AllVMetadata]:
             arrivals = outgoing.like(unpack_rows(arriving.wait(), outgoing.tensors()))
-            # Each rank's rows arrive sorted by slot, so the counts alone tell the slot of every row.
+            # Each rank's rows arrive sorted by slot, so the counts alone give the slot of every row.
             slot_of_block = torch.arange(slots, device=arriving_RS.device).repeat(ranks)
             slot_N = slot_of_block.repeat_interleave(arriving_RS.view(-1), output_size=sum(received))
             rows, row_of_arrival = arrivals.permuted(operators, slot_N)
@@ -116,7 +116,7 @@ class All2AllVDispatcher:
     def _sorted_choices(
         self, request: DispatchRequest, weights_TK: torch.Tensor | None, physical_TK: torch.Tensor
     ) -> tuple[_Columns, torch.Tensor]:
-        """A row for each choice in order of physical expert, and where each choice's row stands."""
+        """A row for each choice in order of physical expert, and the row of each choice."""
         permute = self._operators.npu_moe_token_permute
         tokens_TH, scale_T = travelling_tokens(self._operators, request)
         rows_NH, row_of_choice = permute(tokens_TH, physical_TK)

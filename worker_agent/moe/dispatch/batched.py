@@ -22,7 +22,7 @@ from worker_agent.moe.operators import GroupListType
 
 @dataclass(frozen=True)
 class BatchedMetadata(Generic[Metadata]):
-    """Where each row of the standard format stands in the batch, and what the dispatcher within wants back."""
+    """The place of each row of the standard format in the batch, and what the dispatcher within wants back."""
 
     place_N: torch.Tensor
     inner: Metadata
@@ -99,5 +99,5 @@ def batched(
 ) -> TokenDispatcher[Any]:
     """``inner`` in the batched format; ``ValueError`` where ``max_rank_tokens`` is not positive."""
     if max_rank_tokens < 1:
-        raise ValueError(f"the batched format needs room for one token a rank, got {max_rank_tokens}")
+        raise ValueError(f"the batched format needs room for one token per rank, got {max_rank_tokens}")
     return BatchedDispatcher(inner, ranks, slots, max_rank_tokens)

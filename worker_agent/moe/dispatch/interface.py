@@ -165,7 +165,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class WeightAndReduce:
-    """Where each choice's row stands, and what it weighs."""
+    """The row of each choice, and what it weighs."""
 
     row_of_choice: torch.Tensor
     """int32 ``[T*K]``; any number outside the rows for a choice that has none."""
@@ -189,7 +189,7 @@ class WeightAndReduce:
             weights_TK = rows_NH.new_ones(tokens, self.choices, dtype=torch.float32)
         row_of_choice = self.row_of_choice
         if self.absent_TK is not None:
-            # Row 0 stands in for a missing one and weighs nothing; where it is nobody's it may hold anything, even NaN.
+            # Row 0 replaces a missing one and weighs nothing; where it is nobody's it may hold anything, even NaN.
             weights_TK = weights_TK.masked_fill(self.absent_TK, 0.0)
             row_of_choice = row_of_choice.masked_fill(self.absent_TK.reshape(-1), 0)
             rows_NH[0].masked_fill_(self.absent_TK.all(), 0.0)

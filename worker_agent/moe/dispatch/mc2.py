@@ -138,7 +138,7 @@ class MC2Dispatcher:
         return self._group.name, self._group.size, self._group.rank, self._experts
 
     def _shared_arguments(self, active_TK: torch.Tensor | None) -> dict[str, Any]:
-        """What both operators are told alike."""
+        """The arguments that both operators share."""
         arguments: dict[str, Any] = {"expert_shard_type": 0, "shared_expert_rank_num": 0, "global_bs": 0}
         if self._variant.a3:
             arguments |= {"group_tp": self._group.name, "tp_world_size": 1, "tp_rank_id": 0}

@@ -37,7 +37,7 @@ class MoGEDispatcher:
         ranks, slots, operators = self._group.size, self._slots, self._operators
         nowhere = ranks * slots
         self._check(request, nowhere)
-        # Sorted by physical expert, a token's choices stand in order of rank, C for each.
+        # Sorted by physical expert, a token's choices are in order of rank, C for each.
         physical_TK, order_TK = request.physical(nowhere).sort(dim=1)
         share = physical_TK.shape[1] // ranks
         own = slice(self._group.rank * share, (self._group.rank + 1) * share)

@@ -9,7 +9,7 @@ import torch
 
 
 class GroupListType(IntEnum):
-    """How a group list ``[groups]`` tells the rows of each group."""
+    """How a group list ``[groups]`` encodes the rows of each group."""
 
     CUMULATIVE = 0
     COUNTS = 1
@@ -20,7 +20,7 @@ class QuantMode(IntEnum):
 
     NONE = -1
     DYNAMIC = 1
-    """int8, with one scale a row."""
+    """int8, with one scale per row."""
 
 
 class DispatchQuantMode(IntEnum):
@@ -28,11 +28,11 @@ class DispatchQuantMode(IntEnum):
 
     NONE = 0
     DYNAMIC = 2
-    """int8, with one scale a row."""
+    """int8, with one scale per row."""
 
 
 def token_counts(group_list: torch.Tensor, group_list_type: int) -> torch.Tensor:
-    """Rows of each group, whichever way a group list tells them."""
+    """Rows of each group, whichever way a group list encodes them."""
     if group_list_type == GroupListType.COUNTS:
         return group_list
     return torch.diff(group_list, prepend=group_list.new_zeros(1))
@@ -46,14 +46,14 @@ def count_ids(ids: torch.Tensor, bins: int) -> torch.Tensor:
 
 
 class Operators(Protocol):
-    """Operators by torch_npu's names. N rows, H their width, G groups, T tokens, K choices a token."""
+    """Operators by torch_npu's names. N rows, H their width, G groups, T tokens, K choices per token."""
 
     def npu_moe_token_permute(
         self, tokens: torch.Tensor, indices: torch.Tensor, num_out_tokens: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Repeat tokens ``[T, H]`` once per choice, stably sorted by ``indices`` (``[T, K]`` or ``[T]``).
 
-        Returns the rows ``[T*K, H]`` and int32 ``[T*K]``: where each choice's row stands among them. With a
+        Returns the rows ``[T*K, H]`` and int32 ``[T*K]``: the row of each choice among them. With a
         positive ``num_out_tokens`` only that many first rows are returned.
         """
         ...
@@ -84,9 +84,9 @@ class Operators(Protocol):
         """Sort the choices ``expert_idx [T, K]`` within ``active_expert_range`` (half open) by expert.
 
         Returns the rows ``[T*K, H]``, those of active choices first and the rest undefined; int32 ``[T*K]``,
-        where each choice's row stands, or -1 where it is not active; the tokens of each active expert, int64,
+        the row of each choice, or -1 where it is not active; the tokens of each active expert, int64,
         counts where ``expert_tokens_num_type`` is 1 and cumulative where it is 0; and float32 ``[T*K]``, the
-        rows' scales where they are quantized: here, or before, when ``scale [T]`` tells the tokens' own.
+        rows' scales where they are quantized: here, or before, when ``scale [T]`` holds the tokens' own.
         """
         ...
 
@@ -170,7 +170,7 @@ class Operators(Protocol):
     ) -> tuple[torch.Tensor, ...]:
         """As ``npu_moe_distribute_dispatch_v2``; the assist info is int32 ``[T * K]``.
 
-        It tells of each choice how many choices of the same expert stand before it on this rank. Hardware
+        It holds for each choice how many choices of the same expert come before it on this rank. Hardware
         understands no ``x_active_mask`` here.
         """
         ...

@@ -30,8 +30,8 @@ def gather(group: RankGroup, tokens: Tokens, active_T: torch.Tensor) -> Gathered
     flat = [part.unsqueeze(1) if part.ndim == 1 else part.flatten(1) for part in columns]
     packed_TB = pack_rows(flat)
     own = packed_TB.shape[0]
-    told = group.tell(own, packed_TB.shape[1], device=packed_TB.device)
-    sizes, widths = zip(*told, strict=True)
+    everyone = group.gather_numbers(own, packed_TB.shape[1], device=packed_TB.device)
+    sizes, widths = zip(*everyone, strict=True)
     if len(set(widths)) > 1:
         raise ValueError(
             f"gathering tokens: ranks disagree about bytes per token {list(widths)}; "

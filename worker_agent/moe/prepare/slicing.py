@@ -193,7 +193,7 @@ class MC2Preparation:
     def _common_length(self, own: int, device: torch.device) -> int:
         """A multiple of the tensor-parallel size, at least one each: the operators take no empty batch."""
         if self._length is None:
-            longest = max(tokens for (tokens,) in self._ep.tell(own, device=device))
+            longest = max(tokens for (tokens,) in self._ep.gather_numbers(own, device=device))
         elif own > self._length:
             raise ValueError(f"MC2: {own} tokens are more than the common length of {self._length}")
         else:

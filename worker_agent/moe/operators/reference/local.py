@@ -134,6 +134,6 @@ def npu_moe_init_routing_v2(
 
 
 def _inverse(order_N: torch.Tensor) -> torch.Tensor:
-    """Where each index stands in a permutation, int32."""
+    """The place of each index in a permutation, int32."""
     places_N = torch.arange(order_N.shape[0], dtype=torch.int32, device=order_N.device)
     return torch.empty_like(places_N).scatter_(0, order_N, places_N)
