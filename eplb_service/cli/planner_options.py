@@ -1,21 +1,18 @@
-"""Gives a command an option for every setting of the planner, and for where the ranks stand."""
+"""Options for every setting of the planner, and for the nodes and token groups of the ranks."""
 
 from __future__ import annotations
 
-import inspect
-import typing
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import numpy as np
 import typer
 
 from eplb_service.cli.errors import UserError, whole_numbers
+from eplb_service.cli.setting_options import Command, setting_option, takes_options
 from eplb_service.io.trace import Trace
-from eplb_service.planner.options import PlannerOption, planner_options
+from eplb_service.planner.options import planner_options
 from eplb_service.planner.topology import Topology
-
-Command = TypeVar("Command", bound=Callable[..., None])
 
 PANEL = "How decisions are made"
 """Heading under which help lists these options."""
@@ -39,26 +36,17 @@ TokenGroupOption = Annotated[
 
 
 def takes_planner_settings(*without: str) -> Callable[[Command], Command]:
-    """Replace a command's ``**planner`` by one option a setting, but for those that it names itself."""
-
-    def decorated(command: Command) -> Command:
-        hints = typing.get_type_hints(command, include_extras=True)
-        own = [
-            parameter.replace(annotation=hints[parameter.name])
-            for parameter in inspect.signature(command).parameters.values()
-            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
-        ]
-        made = [_parameter(option) for option in planner_options() if option.name not in without]
-        # typer reads a command's options off its signature.
-        command.__signature__ = inspect.Signature([*own, *made])  # type: ignore[attr-defined]
-        command.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *made)}
-        return command
-
-    return decorated
+    """Replace a command's ``**planner`` by one option per setting, but for those that it names itself."""
+    made = [
+        setting_option(option.name, option.kind, option.default, option.help, panel=PANEL)
+        for option in planner_options()
+        if option.name not in without
+    ]
+    return takes_options(made)
 
 
 def topology_of(ranks: int, nodes: str | None, token_group: int, trace: Trace) -> Topology:
-    """Where ``ranks`` ranks stand, of the options above; raises ``UserError`` where that cannot be."""
+    """Nodes and token groups of ``ranks`` ranks by the options above; raises ``UserError`` where that cannot be."""
     if ranks % token_group:
         raise UserError(f"--token-group {token_group} does not divide {ranks} ranks")
     recorded = trace.facts.nodes_R if len(trace.facts.nodes_R) == ranks else (0,) * ranks
@@ -79,15 +67,3 @@ def _nodes(ranks: int, text: str) -> tuple[int, ...]:
     if len(parts) != ranks or not all(part.isdecimal() and len(part) < 5 for part in parts):
         raise UserError(f"--nodes {text!r}: expected a count, or the number of each of {ranks} ranks' node")
     return tuple(map(int, parts))
-
-
-def _parameter(option: PlannerOption) -> inspect.Parameter:
-    flag = f"--{option.name.replace('_', '-')}"
-    declared = typer.Option(
-        option.default,
-        f"{flag}/--no-{flag[2:]}" if option.kind is bool else flag,
-        help=option.words,
-        rich_help_panel=PANEL,
-    )
-    kind: Any = option.kind if option.default is not None else option.kind | None
-    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=declared, annotation=kind)

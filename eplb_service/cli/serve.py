@@ -1,4 +1,4 @@
-"""``eplb serve``: every field of the service's settings is a flag, so that neither can know what the other does not."""
+"""``eplb serve``: runs the service; every field of its settings is a flag."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import types
 import typing
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from pydantic import SecretStr
@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from eplb_service.cli.errors import UserError
 from eplb_service.cli.planner_options import PANEL
+from eplb_service.cli.setting_options import setting_option, takes_options
 from eplb_service.control.server.service import ListenError, RunningService, serve_until_stopped
 from eplb_service.control.server.settings import (
     ENVIRONMENT_PREFIX,
@@ -26,42 +27,22 @@ from eplb_service.control.server.store_file import StoreError
 from eplb_service.planner.options import planner_options
 from eplb_service.telemetry.logs import configure_logs
 
-
-def serve(**flags: Any) -> None:
-    """Run the control plane that agents connect to.
-
-    A flag goes before its variable EPLB_..., that before the file of --config, that before the default.
-    """
-    try:
-        settings = load_settings(flags, flags.pop("config"))
-        configure_logs(settings.log_format, settings.log_level)
-        asyncio.run(serve_until_stopped(settings, _announce))
-    except (SettingsError, StoreError, ListenError) as error:
-        raise UserError(str(error)) from error
-
-
-def _announce(service: RunningService) -> None:
-    typer.echo(
-        f"eplb: agents and operators at {service.address}, metrics at http://{service.metrics_address}/metrics"
-    )
+_PLANNER = {option.name for option in planner_options()}
 
 
 def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
+    """The flag of one setting: unset by default, so that environment and file may name it."""
     variable = f"${ENVIRONMENT_PREFIX}{name.upper()}"
-    flag = f"--{name.replace('_', '-')}"
-    option = typer.Option(
+    default = "" if field.default is None else f", default {field.default}"
+    return setting_option(
+        name,
+        _flag_type(field.annotation),
         None,
-        f"{flag}/--no-{flag[2:]}" if field.annotation is bool else flag,
-        help=f"{field.description} ({variable if field.default is None else f'{variable}, default {field.default}'})",
-        show_default=False,
+        f"{field.description} ({variable}{default})",
+        panel=PANEL if name in _PLANNER else None,
         metavar=_metavar(field),
-        rich_help_panel=PANEL if name in _PLANNER else None,
+        show_default=False,
     )
-    return _parameter(name, _flag_type(field.annotation), option)
-
-
-def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind | None)
 
 
 def _flag_type(annotation: Any) -> Any:
@@ -79,22 +60,37 @@ def _metavar(field: FieldInfo) -> str | None:
     return None
 
 
-_PLANNER = {option.name for option in planner_options()}
-_CONFIG = typer.Option(
-    None,
-    "--config",
-    help="YAML file of settings, one 'key: value' a line. ($EPLB_CONFIG)",
-    envvar="EPLB_CONFIG",
-    show_envvar=False,
-)
-_FLAGS = [
-    _parameter("config", Path, _CONFIG),
-    # The service's own first, then those that all commands share.
-    *(
-        _flag(name, field)
-        for name, field in sorted(ServiceSettings.model_fields.items(), key=lambda item: item[0] in _PLANNER)
-    ),
-]
-# typer reads a command's flags off its signature.
-serve.__signature__ = inspect.Signature(_FLAGS)  # type: ignore[attr-defined]
-serve.__annotations__ = {flag.name: flag.annotation for flag in _FLAGS}
+def _flags() -> list[inspect.Parameter]:
+    """The service's own flags, then those of the planner, which other commands have too."""
+    fields = sorted(ServiceSettings.model_fields.items(), key=lambda item: item[0] in _PLANNER)
+    return [_flag(name, field) for name, field in fields]
+
+
+@takes_options(_flags())
+def serve(
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="YAML file of settings, one 'key: value' per line. ($EPLB_CONFIG)",
+            envvar="EPLB_CONFIG",
+            show_envvar=False,
+        ),
+    ] = None,
+    **flags: Any,
+) -> None:
+    """Run the control plane that agents connect to.
+
+    A flag takes precedence over its variable EPLB_..., which takes precedence over the file of --config.
+    """
+    try:
+        settings = load_settings(flags, config)
+        configure_logs(settings.log_format, settings.log_level)
+        asyncio.run(serve_until_stopped(settings, _announce))
+    except (SettingsError, StoreError, ListenError) as error:
+        raise UserError(str(error)) from error
+
+
+def _announce(service: RunningService) -> None:
+    typer.echo(
+        f"eplb: agents and operators at {service.address}, metrics at http://{service.metrics_address}/metrics"
+    )

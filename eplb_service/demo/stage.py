@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from eplb_service.control.server.settings import ServiceSettings
 from eplb_service.demo.ranks import rank_processes
@@ -97,6 +98,7 @@ def perform(stage: Stage, program: str, orders: Mapping[str, object], watch: Wat
 
 
 def _service_settings(stage: Stage) -> ServiceSettings:
+    planner: dict[str, Any] = {"policy": stage.policy, "seed": stage.seed}
     return ServiceSettings(
         listen="127.0.0.1:0",
         metrics="127.0.0.1:0",
@@ -104,9 +106,8 @@ def _service_settings(stage: Stage) -> ServiceSettings:
         window_steps=stage.window,
         decision_interval=stage.interval,
         report_steps=min(8, stage.interval),
-        policy=stage.policy,
-        seed=stage.seed,
         log_level="error",
+        **planner,
     )
 
 

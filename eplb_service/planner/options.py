@@ -1,12 +1,10 @@
-"""The planner's settings as options: name, type, default and words, for commands and service alike.
+"""The planner's settings as options: name, type, default and help, for commands and service alike.
 
-``PlannerSettings`` and its docstring are the one place that declares them.
+``PlannerSettings`` is the one place that declares them.
 """
 
 from __future__ import annotations
 
-import inspect
-import re
 import types
 import typing
 from collections.abc import Mapping
@@ -14,7 +12,6 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
-from eplb_service.planner import settings
 from eplb_service.planner.settings import PlannerSettings, SettingsError
 
 
@@ -25,27 +22,27 @@ class PlannerOption:
     Parameters
     ----------
     name
-        Its field's.
+        That of its field.
     kind
         What its text is parsed as: ``str``, ``int``, ``float`` or ``bool``. Several numbers are text with commas.
     default
         Of that kind, or ``None``.
-    words
-        What it does.
+    help
+        What it does, in plain text.
     """
 
     name: str
     kind: type
     default: Any
-    words: str
+    help: str
 
 
 @cache
 def planner_options() -> tuple[PlannerOption, ...]:
     """All settings, in order."""
-    types_of, words = typing.get_type_hints(PlannerSettings), _words()
+    types_of = typing.get_type_hints(PlannerSettings)
     return tuple(
-        PlannerOption(field.name, _kind(types_of[field.name]), _plain(field.default), words[field.name])
+        PlannerOption(field.name, _kind(types_of[field.name]), _plain(field.default), field.metadata["help"])
         for field in fields(PlannerSettings)
     )
 
@@ -53,22 +50,13 @@ def planner_options() -> tuple[PlannerOption, ...]:
 def planner_settings(values: Mapping[str, Any]) -> PlannerSettings:
     """Settings of options by name; those left out have their defaults.
 
-    Raises ``SettingsError`` on a value that no planner could follow.
+    Raises
+    ------
+    SettingsError
+        On a value that no planner could follow.
     """
     types_of = typing.get_type_hints(PlannerSettings)
     return PlannerSettings(**{name: _parsed(name, value, types_of[name]) for name, value in values.items()})
-
-
-def _words() -> dict[str, str]:
-    """Each parameter's paragraph of the docstring on one line, with the names that a choice has."""
-    text = inspect.cleandoc(PlannerSettings.__doc__ or "").partition("----------\n")[2].partition("\n\n")[0]
-    paragraphs = re.findall(r"^(\w+)\n((?:    .*\n?)+)", text, flags=re.MULTILINE)
-    return {name: _for_users(" ".join(paragraph.split())) for name, paragraph in paragraphs}
-
-
-def _for_users(words: str) -> str:
-    words = re.sub("``([A-Z_]+)``", lambda match: ", ".join(getattr(settings, match[1])), words)
-    return words.replace("``None`` for", "unset:").replace("``", "")
 
 
 def _kind(annotation: Any) -> type:
@@ -87,4 +75,4 @@ def _parsed(name: str, value: Any, annotation: Any) -> Any:
     try:
         return tuple(float(part) for part in value.split(","))
     except ValueError as error:
-        raise SettingsError(f"{name} is {value!r}; expected numbers with commas between") from error
+        raise SettingsError(f"{name} is {value!r}; expected numbers separated by commas") from error

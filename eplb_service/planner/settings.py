@@ -1,12 +1,16 @@
-"""What an operator may set about a decision; it checks itself."""
+"""The settings of a decision: their defaults, their bounds, and the help that users read."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 POLICIES = ("none", "deepseek", "flashlb")
-"""``none`` never moves; ``deepseek`` is greedy replicas and LPT packing; ``flashlb`` is the search."""
+"""``none`` never moves an expert. ``deepseek`` is DeepSeek's EPLB: greedy replica counts and LPT packing on the sum of
+the window. ``flashlb`` is this project's solver, built on the three ideas of FlashLB (an EPLB policy of vLLM-Ascend):
+replica counts and placement searched jointly, an objective over many episodes, and layer-wise cherry-picking. It is not
+FlashLB's code; ``docs/solver.md`` measures the two side by side."""
 
 SPLITS = ("tables", "even")
 """``tables``: each source rank sends an expert's tokens to the replica that its log2phy names (vLLM-Ascend); ``even``:
@@ -17,51 +21,16 @@ class SettingsError(ValueError):
     """A setting that no planner could follow; the message names it and its bounds."""
 
 
+def _setting(default: Any, help: str) -> Any:
+    """A field with the text that explains it to users."""
+    return field(default=default, metadata={"help": help})
+
+
 @dataclass(frozen=True)
 class PlannerSettings:
     """How decisions are made.
 
-    Parameters
-    ----------
-    policy
-        One of ``POLICIES``.
-    par_threshold
-        Layers whose peak-to-average ratio is at or below it are left alone (cherry-picking).
-    min_gain
-        Peak-to-average ratio that a layer must win to be worth switching.
-    max_layers
-        Most layers per decision, worst first; ``None`` for all.
-    move_price
-        Part of its peak-to-average ratio that a layer must win to have every slot moved; one slot costs its share.
-    episodes
-        Most episodes that a window is summed into; 1 plans on the plain sum.
-    z
-        Standard deviations above its mean at which a rank's load is taken; ``None`` for where the hottest of so many
-        ranks is expected.
-    half_lives
-        How fast old episodes may fade, as parts of the window; back-testing chooses for each layer. The first is
-        taken where the window is too short to test.
-    tree_search
-        Search replica counts together with the placement, by tree in small layers and by annealing where ranks have
-        few slots; off: greedy counts.
-    local_search
-        Improve the placement by swaps and replica exchanges.
-    solve_tables
-        Choose log2phy from measured source heat; off: the engines' fixed rule.
-    split
-        How the host splits an expert's tokens over its replicas, one of ``SPLITS``.
-    warm
-        Start from what is deployed and weigh it against a fresh placement; off: every picked layer is placed anew.
-    expert_groups
-        Groups of neighbouring experts, as the router has them, that each stay on one node with all their copies
-        (hierarchical placement); ``None`` for experts on any node.
-    seed
-        Of every random choice: the annealing of a search.
-    threads
-        Layers solved at a time; ``None`` for one each CPU. Results do not depend on it.
-    budget_ms
-        Milliseconds after which no further layer is begun, the worst having come first; what is left of them improves
-        layers that are placed anew. ``None`` for a fixed effort. What is decided with a budget depends on the machine.
+    Each field's metadata holds the ``help`` that commands, service and docs show.
 
     Raises
     ------
@@ -69,23 +38,71 @@ class PlannerSettings:
         Where a value is out of bounds.
     """
 
-    policy: str = "flashlb"
-    par_threshold: float = 1.02
-    min_gain: float = 0.01
-    max_layers: int | None = None
-    move_price: float = 0.3
-    episodes: int = 64
-    z: float | None = None
-    half_lives: tuple[float, ...] = (math.inf, 0.5, 0.25, 0.1, 0.05, 0.025)
-    tree_search: bool = True
-    local_search: bool = True
-    solve_tables: bool = True
-    split: str = "tables"
-    warm: bool = True
-    expert_groups: int | None = None
-    seed: int = 0
-    threads: int | None = None
-    budget_ms: float | None = None
+    policy: str = _setting(
+        "flashlb",
+        f"How layers are placed: {', '.join(POLICIES)}. flashlb is this project's own solver, built on the three ideas "
+        "of FlashLB (vLLM-Ascend); deepseek is DeepSeek's greedy EPLB; none never moves an expert.",
+    )
+    par_threshold: float = _setting(
+        1.02, "Layers whose peak-to-average ratio is at or below it are left alone (cherry-picking)."
+    )
+    min_gain: float = _setting(0.01, "Peak-to-average ratio that a layer must win to be worth switching.")
+    max_layers: int | None = _setting(
+        None, "Most layers that change in one decision, worst first. By default all that are worth it."
+    )
+    move_price: float = _setting(
+        0.3,
+        "Fraction of its peak-to-average ratio that a layer must win to have every slot moved; "
+        "moving one slot costs its share of that.",
+    )
+    episodes: int = _setting(
+        64, "Most episodes that a window's steps are summed into; 1 plans on the sum of the window."
+    )
+    z: float | None = _setting(
+        None,
+        "Standard deviations above the mean at which the search takes a rank's load. "
+        "By default where the hottest of so many ranks is expected.",
+    )
+    half_lives: tuple[float, ...] = _setting(
+        (math.inf, 0.5, 0.25, 0.1, 0.05, 0.025),
+        "Half-lives of heat to choose from, as fractions of the window, separated by commas; the one that forecasts a "
+        "layer best is taken, and the first where the window is too short to tell.",
+    )
+    tree_search: bool = _setting(
+        True,
+        "Search replica counts together with the placement: by tree search in small layers, by annealing where ranks "
+        "have few slots. Without it, replica counts are greedy.",
+    )
+    local_search: bool = _setting(True, "Improve placements by swapping experts and exchanging replicas.")
+    solve_tables: bool = _setting(
+        True,
+        "Choose dealing tables (log2phy) from the measured source heat. Without it, by the engines' fixed rule.",
+    )
+    split: str = _setting(
+        "tables",
+        f"How the host splits an expert's tokens over its replicas: {' or '.join(SPLITS)}. tables: each source rank "
+        "sends them to the replica that its log2phy names (vLLM-Ascend); even: the host spreads them evenly (vLLM).",
+    )
+    warm: bool = _setting(
+        True,
+        "Start from the deployed placement and weigh every change against it. "
+        "Without it, each picked layer is placed from scratch.",
+    )
+    expert_groups: int | None = _setting(
+        None,
+        "Groups of neighbouring experts, as the router has them, that each stay on one node with all their replicas "
+        "(hierarchical placement). By default experts may be on any node.",
+    )
+    seed: int = _setting(0, "Seed of the solver's random choices; the same seed gives the same placement.")
+    threads: int | None = _setting(
+        None, "Layers solved at the same time; results do not depend on it. By default one per CPU."
+    )
+    budget_ms: float | None = _setting(
+        None,
+        "Time budget of a decision in milliseconds: no further layer is begun after it, worst layers come first, and "
+        "what is left improves layers placed from scratch. Results then depend on the machine. By default the effort "
+        "is fixed.",
+    )
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

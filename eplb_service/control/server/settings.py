@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import AfterValidator, Field, SecretStr, ValidationError, create_model, model_validator
@@ -39,20 +39,14 @@ class SettingsError(ValueError):
     """Settings that no service could run with; the message names the key, its source and what to do."""
 
 
-if TYPE_CHECKING:
-    _PlannerFields = BaseSettings
-else:
-    _PlannerFields = create_model(
-        "_PlannerFields",
-        __base__=BaseSettings,
-        **{
-            option.name: (
-                option.kind if option.default is not None else option.kind | None,
-                Field(option.default, description=option.words),
-            )
-            for option in planner_options()
-        },
+_PLANNER_FIELDS: dict[str, Any] = {
+    option.name: (
+        option.kind if option.default is not None else option.kind | None,
+        Field(option.default, description=option.help),
     )
+    for option in planner_options()
+}
+_PlannerFields: type[BaseSettings] = create_model("_PlannerFields", __base__=BaseSettings, **_PLANNER_FIELDS)
 
 
 class ServiceSettings(_PlannerFields):
