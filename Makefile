@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 # Tests run in this many processes at once, each test in one of them.
 PROCESSES ?= auto
-PYTEST = $(BIN)/pytest --numprocesses $(PROCESSES) --maxprocesses 8 --dist worksteal
+PARALLEL = --numprocesses $(PROCESSES) --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
@@ -26,7 +26,7 @@ demo: $(READY) ## the main job: service, live ranks, drifting heat, layers switc
 test: check unit ## lint, types, layer contracts, docs and the tests: the gate of every change (minutes)
 
 test-slow: warm ## the proofs that take long, and real faults on real processes; CI runs them after `make test`
-	@$(PYTEST) -m "slow or faults" $(ARGS)
+	@$(BIN)/pytest $(PARALLEL) -m "slow or faults" $(ARGS)
 
 check: lint types layers docs
 
@@ -44,16 +44,15 @@ docs: $(READY) ## the docs site, into site/; warnings are errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 unit: warm ## the tests alone; ARGS go to pytest
-	@$(PYTEST) $(ARGS)
+	@$(BIN)/pytest $(PARALLEL) $(ARGS)
 
 warm: $(READY) # the solver's kernels, compiled before anything is timed
 	@$(BIN)/eplb warmup
 
-test-oldest: ## the service's tests on the oldest dependencies that the package allows, in .venv-oldest
+test-oldest: ## the tests on the oldest dependencies that both packages allow, in .venv-oldest
 	@test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
-	@.venv-oldest/bin/pip install --quiet --constraint constraints-oldest.txt --editable ".[test]"
-	@.venv-oldest/bin/pytest tests --ignore tests/agent --ignore tests/swap --ignore tests/moe --ignore tests/model \
-	  --ignore tests/e2e --ignore tests/faults --ignore tests/fuzz --ignore tests/test_ranks.py $(ARGS)
+	@.venv-oldest/bin/python tools/setup_venv.py --oldest
+	@.venv-oldest/bin/pytest $(PARALLEL) $(ARGS)
 
 format: $(READY) ## format the code and mend what ruff can
 	@$(BIN)/ruff check --fix .
@@ -82,7 +81,7 @@ mutate: warm ## small defects put into a room's modules, and whether its tests n
 	@$(BIN)/python -m tools.mutation $(ARGS)
 
 faults: $(READY) ## real faults on real services and ranks (minutes); ARGS go to pytest
-	@$(PYTEST) tests/faults -m "" $(ARGS)
+	@$(BIN)/pytest $(PARALLEL) tests/faults -m "" $(ARGS)
 
 soak: $(READY) ## ten minutes of random faults, then the proof from the ranks' histories; ARGS="--seconds 60 --seed 1"
 	@$(BIN)/python -m tests.faults.soak $(ARGS)

@@ -1,7 +1,9 @@
-"""Install the project for development into the virtual environment that runs this file.
+"""Install the project into the virtual environment that runs this file, for development.
 
+With ``--oldest``: for its tests, on the oldest dependencies that it allows.
 Called by the Makefile, once; again only when the dependencies change. Where no accelerator is present, torch is taken
-as a CPU build: from the configured index where that offers one, otherwise from PyTorch's own index of CPU builds.
+as a CPU build: from the configured index where that offers one, otherwise from PyTorch's own index of CPU builds; where
+that cannot be reached, torch is whatever the configured index has.
 """
 
 from __future__ import annotations
@@ -15,36 +17,47 @@ import sys
 
 ROOT = pathlib.Path(__file__).parent.parent.resolve()
 CONSTRAINTS = ROOT / "constraints-dev.txt"
+OLDEST = ROOT / "constraints-oldest.txt"
 AGENT = ROOT / "packaging" / "eplb-agent"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def main() -> None:
     """Install torch, then both distributions of this repository with their extras, editable."""
+    oldest = sys.argv[1:] == ["--oldest"]
     pip("install", "--quiet", "--upgrade", "pip")
     if not installed("torch"):
-        pip("install", "--quiet", torch_requirement(), *torch_options())
-    print("installing eplb-service and its development tools", flush=True)
-    editable = ["--editable", f"{AGENT}[model]", "--editable", f"{ROOT}[agent,dev]"]
-    pip("install", "--quiet", "--constraint", str(CONSTRAINTS), *editable)
+        install_torch()
+    print(
+        f"installing eplb-service and its {'tests, on the oldest' if oldest else 'development'} dependencies",
+        flush=True,
+    )
+    editable = ["--editable", f"{AGENT}[model]", "--editable", f"{ROOT}[agent,{'test' if oldest else 'dev'}]"]
+    pip("install", "--quiet", "--constraint", str(OLDEST if oldest else CONSTRAINTS), *editable)
+
+
+def install_torch() -> None:
+    """Install the pinned torch, without gigabytes of CUDA on a machine that has no accelerator."""
+    quietly = ("install", "--quiet", torch_requirement())
+    if accelerator() or platform.system() != "Linux":
+        print("installing torch (once; this takes a few minutes)", flush=True)
+        pip(*quietly)
+        return
+    print(
+        "installing a CPU build of torch, as no accelerator was found (once; takes a minute or two)",
+        flush=True,
+    )
+    if index_offers_cpu_build():
+        pip(*quietly)
+    elif attempt_pip(*quietly, "--index-url", CPU_INDEX).returncode != 0:
+        print(f"{CPU_INDEX} has no such build or cannot be reached: taking torch with CUDA", flush=True)
+        pip(*quietly)
 
 
 def torch_requirement() -> str:
     """The pinned torch."""
     lines = CONSTRAINTS.read_text().splitlines()
     return next(line for line in lines if line.startswith("torch=="))
-
-
-def torch_options() -> list[str]:
-    """Where to take torch from: no gigabytes of CUDA on a machine without an accelerator."""
-    if accelerator() or platform.system() != "Linux":
-        print("installing torch (once; this takes a few minutes)", flush=True)
-        return []
-    print(
-        "installing a CPU build of torch, as no accelerator was found (once; takes a minute or two)",
-        flush=True,
-    )
-    return [] if index_offers_cpu_build() else ["--index-url", CPU_INDEX]
 
 
 def accelerator() -> bool:
@@ -71,10 +84,15 @@ def installed(package: str) -> bool:
 
 def pip(*arguments: str) -> None:
     """Run pip; where it fails, shows what it said and ends the program."""
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = attempt_pip(*arguments)
     if done.returncode != 0:
         sys.exit(f"{done.stdout}\nset-up failed; pip's message is above")
+
+
+def attempt_pip(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run pip, whatever comes of it."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
 
 
 if __name__ == "__main__":
