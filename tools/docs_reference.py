@@ -38,7 +38,9 @@ class Option:
     variable
         Environment variable that sets it too; empty where there is none.
     help
-        What ``--help`` says of it.
+        Its sentence in ``--help``.
+    section
+        Heading under which ``--help`` lists it; empty where it has none.
     """
 
     flags: tuple[str, ...]
@@ -46,15 +48,22 @@ class Option:
     default: str
     variable: str
     help: str
+    section: str
+
+    @property
+    def is_argument(self) -> bool:
+        """Whether it is given by its place."""
+        return not self.flags[0].startswith("-")
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command: its full name such as ``eplb trace stats``, its help and its options in order."""
+    """One command: its full name such as ``eplb trace stats``, its help, examples, and its options in order."""
 
     name: str
     help: str
     options: tuple[Option, ...]
+    examples: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -129,7 +138,8 @@ def _walk(name: str, command: Any) -> Iterator[Command]:
             yield from _walk(f"{name} {child}", subcommand)
         return
     options = (_option(parameter) for parameter in command.params if parameter.name != "help")
-    yield Command(name, _plain(command.help or ""), tuple(options))
+    examples = tuple(getattr(command, "examples", ()))
+    yield Command(name, _plain(command.help or ""), tuple(options), examples)
 
 
 def _option(parameter: Any) -> Option:
@@ -142,6 +152,7 @@ def _option(parameter: Any) -> Option:
         default=_default(parameter),
         variable=variable if isinstance(variable, str) else ", ".join(variable),
         help=_plain(parameter.help or ""),
+        section=getattr(parameter, "rich_help_panel", None) or "",
     )
 
 
@@ -172,22 +183,22 @@ def cli_page() -> str:
         "addresses ends with one line on stderr and exit code 2."
     ]
     for command in commands():
-        arguments = " ".join(option.flags[0] for option in command.options if option.flags[0].isupper())
-        options = " [OPTIONS]" if any(not option.flags[0].isupper() for option in command.options) else ""
+        arguments = " ".join(option.flags[0] for option in command.options if option.is_argument)
+        options = " [OPTIONS]" if any(not option.is_argument for option in command.options) else ""
+        usage = " ".join(f"{command.name}{options} {arguments}".split())
         parts.append(f"## {command.name}\n\n{_escaped(command.help)}\n")
-        parts.append(f"```\n{' '.join(f'{command.name}{options} {arguments}'.split())}\n```\n")
-        rows = [
-            (
-                " ".join(f"`{flag}`" for flag in option.flags)
-                + (f" `{option.value}`" if option.value else ""),
-                _code(option.default),
-                _escaped(option.help) + _variable_note(option),
-            )
-            for option in command.options
-        ]
-        if rows:
+        parts.append("\n".join(["```", *(command.examples or (usage,)), "```\n"]))
+        for section in dict.fromkeys(option.section for option in command.options):
+            parts.append(f"**{section}**\n" if section else "")
+            rows = [_row(option) for option in command.options if option.section == section]
             parts.append(_table(("option", "default", "meaning"), rows))
     return "\n".join(parts) + "\n"
+
+
+def _row(option: Option) -> tuple[str, str, str]:
+    flags = " ".join(f"`{flag}`" for flag in option.flags)
+    value = f" `{option.value}`" if option.value else ""
+    return flags + value, _code(option.default), _escaped(option.help) + _variable_note(option)
 
 
 def _variable_note(option: Option) -> str:

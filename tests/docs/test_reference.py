@@ -1,5 +1,7 @@
 """The reference names every command, option, setting and variable, and the runbook every alert."""
 
+import ast
+import inspect
 import re
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import pytest
 import yaml
 
 from eplb_service.cli.main import COMMANDS
+from eplb_service.control.core import health
 from eplb_service.control.server.settings import ServiceSettings
 from tools import docs_reference
 from worker_agent.settings import AgentSettings
@@ -61,6 +64,20 @@ def test_every_alert_is_in_the_runbook():
     runbook = (ROOT / "docs/runbook.md").read_text()
     of_alerts = runbook.partition("## Alerts")[2].partition("## Problems")[0]
     assert set(re.findall(r"^### (\w+)$", of_alerts, re.MULTILINE)) == alerts
+
+
+def test_every_problem_is_in_the_runbook():
+    source = inspect.getsource(health.problems)
+    texts = {
+        part.value.strip(" :,")
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, (ast.JoinedStr, ast.Return))
+        for part in ast.walk(node)
+        if isinstance(part, ast.Constant) and isinstance(part.value, str) and len(part.value) > 8
+    }
+    assert len(texts) >= 5
+    of_problems = (ROOT / "docs/runbook.md").read_text().partition("## Problems")[2]
+    assert {text for text in texts if text not in of_problems} == set()
 
 
 def test_links_of_root_pages_are_those_of_the_site():
