@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.heat.window import HeatError, Window, checked_heat
-from eplb_service.placement import Int32, Placement, PlacementError, apply_layers
+from eplb_service.placement import Float64, Int32, Placement, PlacementError, apply_layers, mean_par, par
 from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.plan import LayerVerdict
-from eplb_service.planner.scoring import Float64, par, split_loads
+from eplb_service.planner.scoring import split_loads
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 
@@ -28,7 +29,8 @@ class Solution:
     log2phy
         int32 ``[R, L, E]``, physical id that each source rank's tokens of each expert go to.
     par_before_L, par_after_L
-        float64 ``[L]``, peak-to-average ratio over the heat's own steps, through the tables.
+        float64 ``[L]``, peak-to-average ratio over the heat's own steps, through the tables; NaN for a layer without
+        tokens.
     hottest_before_L, hottest_after_L
         float64 ``[L]``, tokens of the hottest rank in a step, mean over the steps.
     moves_L
@@ -48,13 +50,13 @@ class Solution:
 
     @property
     def par_before(self) -> float:
-        """Mean over layers."""
-        return float(self.par_before_L.mean())
+        """Mean over the layers that had tokens; NaN where none had."""
+        return float(mean_par(self.par_before_L))
 
     @property
     def par_after(self) -> float:
-        """Mean over layers."""
-        return float(self.par_after_L.mean())
+        """Mean over the layers that had tokens; NaN where none had."""
+        return float(mean_par(self.par_after_L))
 
     @property
     def moves(self) -> int:
@@ -68,6 +70,7 @@ def solve(
     slots: int,
     *,
     placement: npt.ArrayLike | None = None,
+    log2phy: npt.ArrayLike | None = None,
     source_heat: npt.ArrayLike | None = None,
     policy: str = "flashlb",
     seed: int = 0,
@@ -84,8 +87,10 @@ def solve(
     ranks, slots
         R and S.
     placement
-        ``[L, R, S]``, what is deployed (with the engines' fixed tables): layers change where that pays. Without it
-        every layer is placed anew and compared with the linear layout.
+        ``[L, R, S]``, what is deployed: layers change where that pays. Without it every layer is placed from scratch
+        and compared with the linear layout.
+    log2phy
+        ``[R, L, E]``, the deployed tables that go with ``placement``; the engines' fixed rule where not given.
     source_heat
         ``[T, R, L, E]``, tokens by the rank that they come from; uniform where it is not given.
     policy, seed, threads, options
@@ -96,12 +101,12 @@ def solve(
     Returns
     -------
     Solution
-        Placement, tables, and what they win.
+        Placement, tables, and what they win on this heat.
 
     Raises
     ------
-    ValueError
-        As ``HeatError``, ``PlacementError``, ``SettingsError`` or ``TopologyError``, where an argument does not fit.
+    HeatError, PlacementError, SettingsError, TopologyError
+        Where an argument is wrong or contradicts another; all of them are ``ValueError``.
     """
     heat_TLE = checked_heat(heat)
     _, layers, experts = heat_TLE.shape
@@ -109,7 +114,10 @@ def solve(
     settings = PlannerSettings(policy=policy, seed=seed, threads=threads, **options)
     topology = topology or Topology.flat(ranks)
     if placement is None:
+        if log2phy is not None:
+            raise PlacementError("log2phy was given without the placement that it belongs to; give both")
         deployed = Placement.linear(layers, experts, ranks, slots)
+        deployed_RLE = deployed.default_log2phy()
         decided = plan_afresh(window, deployed, topology, settings)
     else:
         deployed = Placement(np.asarray(placement), experts)
@@ -117,21 +125,36 @@ def solve(
             raise PlacementError(
                 f"the placement has {deployed.ranks} ranks x {deployed.slots} slots, asked for {ranks} x {slots}"
             )
-        decided = plan(window, deployed, deployed.default_log2phy(), topology, settings)
-    before_RLE = deployed.default_log2phy()
-    after, log2phy = apply_layers(deployed, before_RLE, decided.changes())
-    loads_before = split_loads(window.heat_TLE, deployed, before_RLE, window.source_RLE, settings.split)
-    loads_after = split_loads(window.heat_TLE, after, log2phy, window.source_RLE, settings.split)
+        deployed_RLE = deployed.default_log2phy() if log2phy is None else _checked_tables(log2phy)
+        decided = plan(window, deployed, deployed_RLE, topology, settings)
+    after, after_RLE = apply_layers(deployed, deployed_RLE, decided.changes())
+
+    def scored(placement: Placement, log2phy_RLE: Int32) -> tuple[Float64, Float64]:
+        loads_TLR = split_loads(window.heat_TLE, placement, log2phy_RLE, window.source_RLE, settings.split)
+        return par(loads_TLR), loads_TLR.max(axis=2).mean(axis=0)
+
+    # Every step of the heat is scored twice, which takes as long as the decision itself: at the same time.
+    with ThreadPoolExecutor(2, thread_name_prefix="eplb-score") as pool:
+        before = pool.submit(scored, deployed, deployed_RLE)
+        par_after_L, hottest_after_L = scored(after, after_RLE)
+        par_before_L, hottest_before_L = before.result()
     return Solution(
         after.phy2log_LRS.copy(),
-        log2phy,
-        par(loads_before),
-        par(loads_after),
-        loads_before.max(axis=2).mean(axis=0),
-        loads_after.max(axis=2).mean(axis=0),
+        after_RLE,
+        par_before_L,
+        par_after_L,
+        hottest_before_L,
+        hottest_after_L,
         np.count_nonzero(after.phy2log_LRS != deployed.phy2log_LRS, axis=(1, 2)),
         decided.verdicts,
     )
+
+
+def _checked_tables(log2phy: npt.ArrayLike) -> Int32:
+    tables = np.asarray(log2phy)
+    if tables.dtype.kind not in "iu":
+        raise PlacementError(f"log2phy holds integers, got {tables.dtype}")
+    return tables.astype(np.int32)
 
 
 def _summed_source(source_heat: npt.ArrayLike | None, ranks: int) -> Float64 | None:

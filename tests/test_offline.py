@@ -27,6 +27,24 @@ def test_deployed_placement_is_improved_with_few_moves() -> None:
     assert then.moves < first.moves
 
 
+def test_the_deployed_tables_are_what_a_decision_starts_from() -> None:
+    first = solve(HEAT, ranks=4, slots=4)
+    kept = solve(HEAT, 4, 4, placement=first.phy2log, log2phy=first.log2phy)
+    assert kept.par_before_L == pytest.approx(first.par_after_L)
+    assert kept.moves == 0
+    one_replica_each = np.broadcast_to(first.log2phy[:1], first.log2phy.shape)
+    unshared = solve(HEAT, 4, 4, placement=first.phy2log, log2phy=one_replica_each, policy="none")
+    assert unshared.par_before > kept.par_before
+
+
+def test_a_layer_without_tokens_has_no_ratio_and_is_in_no_mean() -> None:
+    heat = HEAT.copy()
+    heat[:, 1] = 0
+    found = solve(heat, ranks=4, slots=4)
+    assert np.isnan(found.par_after_L).tolist() == [False, True, False]
+    assert found.par_after == pytest.approx(found.par_after_L[[0, 2]].mean())
+
+
 def test_source_heat_shapes_the_tables() -> None:
     generator = np.random.default_rng(2)
     mix_R = np.array([0.7, 0.1, 0.1, 0.1])
@@ -51,6 +69,18 @@ def test_known_example_stays_below_205_with_even_shares() -> None:
         ({"policy": "magic"}, "policy"),
         ({"placement": np.zeros((3, 4, 4), dtype=int)}, "is in no slot"),
         ({"placement": Placement.linear(3, 12, 4, 3).phy2log_LRS}, "asked for 4 x 4"),
+        ({"log2phy": np.zeros((4, 3, 12), dtype=int)}, "without the placement"),
+        (
+            {
+                "placement": Placement.linear(3, 12, 4, 4).phy2log_LRS,
+                "log2phy": np.zeros((4, 3, 12), dtype=int),
+            },
+            "log2phy of layer 0, rank 0: expert 1 points to slot 0",
+        ),
+        (
+            {"placement": Placement.linear(3, 12, 4, 4).phy2log_LRS, "log2phy": np.zeros((4, 3, 12))},
+            "log2phy holds integers",
+        ),
         ({"source_heat": HEAT}, "source heat has the shape"),
         ({"heat": -HEAT}, "zero or more"),
         ({"heat": HEAT[0]}, r"\[steps, layers, experts\]"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,13 +23,26 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def to_json(document: Mapping[str, Any]) -> str:
-    """Indented JSON with a newline at its end; NaN and infinity raise ``ValueError``, as JSON has none."""
-    return json.dumps(document, indent=2, allow_nan=False, default=_plain) + "\n"
+    """Indented JSON with a newline at its end; a figure that there is not (NaN) is ``null``.
+
+    Raises
+    ------
+    ValueError
+        For infinity, which JSON has no form for.
+    """
+    return json.dumps(_plain(document), indent=2, allow_nan=False) + "\n"
 
 
 def _plain(value: object) -> object:
-    # numpy arrays and scalars both know their plain Python form.
-    tolist = getattr(value, "tolist", None)
-    if tolist is None:
-        raise TypeError(f"{type(value).__name__} has no JSON form")
-    return tolist()
+    """What JSON has a form for: numpy arrays and scalars as plain Python, NaN as ``None``."""
+    if isinstance(value, Mapping):
+        return {key: _plain(of_key) for key, of_key in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    raise TypeError(f"{type(value).__name__} has no JSON form")

@@ -89,6 +89,7 @@ def par(loads_NLR: Float64) -> Float64:
 def _wide(
     heat_NLE: npt.NDArray[np.floating] | npt.NDArray[np.integer],
 ) -> npt.NDArray[np.int64] | npt.NDArray[np.float64]:
-    """Heat in a type that the kernels take."""
-    wide_NLE = heat_NLE if heat_NLE.dtype in (np.int64, np.float64) else heat_NLE.astype(np.float64)
+    """Heat in a type that the kernels take; each is compiled where it first comes up."""
+    kinds = (np.int32, np.int64, np.float64)
+    wide_NLE = heat_NLE if heat_NLE.dtype in kinds else heat_NLE.astype(np.float64)
     return np.ascontiguousarray(wide_NLE)

@@ -9,7 +9,7 @@ from eplb_service.solver.jit import kernel
 
 
 @kernel
-def loads_of_ranks(heat_NLE: Float64 | Int64, phy2log_LRS: Int32, share_LP: Float64) -> Float64:
+def loads_of_ranks(heat_NLE: Float64 | Int64 | Int32, phy2log_LRS: Int32, share_LP: Float64) -> Float64:
     """Tokens that each rank receives, float64 ``[N, L, R]``.
 
     ``share_LP`` float64 ``[L, R*S]`` is the part of its expert's tokens that each slot receives.

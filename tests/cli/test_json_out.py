@@ -19,10 +19,16 @@ def test_numpy_becomes_plain(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out) == PLAIN
 
 
-@pytest.mark.parametrize("document", [{"par": float("nan")}, {"par": np.float64("inf")}])
-def test_what_json_has_not_is_refused(document):
+def test_a_figure_that_there_is_not_is_null():
+    assert json.loads(to_json({"par": float("nan"), "par_L": np.array([1.5, np.nan])})) == {
+        "par": None,
+        "par_L": [1.5, None],
+    }
+
+
+def test_infinity_is_refused():
     with pytest.raises(ValueError, match="Out of range"):
-        to_json(document)
+        to_json({"par": np.float64("inf")})
 
 
 def test_other_objects_are_refused():
