@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from eplb_service.wire.generated import agent_pb2
 from worker_agent.adapters.live_layer import LiveLayer
+from worker_agent.forward_clock import ForwardClock
 from worker_agent.heat import HeatRecorder, StepPhase
 from worker_agent.heat_watchdog import HeatWatchdog
 from worker_agent.history.record import History
@@ -35,7 +36,10 @@ class Agent:
 
     def __init__(self, layers: Sequence[LiveLayer], settings: AgentSettings, rendezvous: Rendezvous) -> None:
         self.identity = rendezvous.identity
+        self._clock = ForwardClock(list(layers))
         self._step = 0
+        self._calls = 0
+        self._fatal: FatalSwitchError | None = None
         self._complaint: str | None = None
         self._heat = HeatRecorder(layers, min(settings.report_steps, layers[0].moe_load.shape[0]))
         self._heat_watch = HeatWatchdog(settings.heat_deadline_steps)
@@ -43,7 +47,7 @@ class Agent:
         self._outbox = Outbox(settings.queue_reports)
         self._history = History(settings.history, rendezvous.identity, rendezvous.installed)
         listener = StatusReporter(self._outbox, self._heat, lambda: (self._step, self.installed))
-        self._switch = SwitchDriver(layers, settings, rendezvous, listener, self._history)
+        self._switch = SwitchDriver(layers, settings, rendezvous, self._clock, listener, self._history)
         self._stream = ServiceStream(
             settings, rendezvous.identity, self._outbox, lambda: self.installed, self._beat
         )
@@ -103,11 +107,14 @@ class Agent:
         """Whether the service is there."""
         return self._stream.connected
 
-    def step(self, phase: StepPhase = StepPhase.DECODE, tokens: int | None = None) -> None:
+    def step(
+        self, phase: StepPhase = StepPhase.DECODE, tokens: int | None = None, number: int | None = None
+    ) -> None:
         """A forward pass has been queued. Called between two, on every rank, by the thread that runs the model.
 
         Never waits on the network but for the slowest rank's ballot, which the model's own collectives have nearly
-        always brought in. Whatever else goes wrong here stops balancing, not the model.
+        always brought in. Whatever else goes wrong here stops balancing, not the model. A call that is missed, or made
+        twice, costs heat and at worst a wait, never a wrong output: layers switch by forward passes.
 
         Parameters
         ----------
@@ -115,18 +122,27 @@ class Agent:
             Of the pass: prefill, decode or dummy.
         tokens
             How many of its own this rank had in it, for those who record heat; ``None`` where not known.
+        number
+            The host's own number of the pass, growing and equal on all ranks, where it has one. Without it passes are
+            counted by the layers' ``load_counter``, for which a commit waits for the device.
 
         Raises
         ------
         FatalSwitchError
-            Where this rank cannot know which weights its peers route to; it must not serve another token.
+            Where this rank cannot know which weights its peers route to, in this call and in every later one; it must
+            not serve another token.
         """
-        # The count of steps is what votes are launched by: nothing that fails may keep it from growing.
-        self._step += 1
+        if self._fatal is not None:
+            raise self._fatal
+        self._calls += 1
         self._switch.budget.refill()
-        self._guarded(self._record, phase, tokens)
+        before, self._step = self._step, self._clock.called(number)
+        new_pass = self._step > before
+        if new_pass:
+            self._guarded(self._record, phase, tokens)
         self._guarded(self._take_events)
-        self._guarded(self._switch.vote, self._step)
+        if new_pass:
+            self._guarded(self._switch.vote, self._step)
         self._guarded(self._publish)
 
     def drain(self, reason: str = "the host asked for it") -> None:
@@ -192,10 +208,10 @@ class Agent:
 
     def _publish(self) -> None:
         for segment in self._heat.take():
-            self._heat_watch.seen(self._step)
+            self._heat_watch.seen(self._calls)
             self._history.heat(segment)
             self._outbox.put(segment)
-        self._complaint = self._heat_watch.complaint(self._step)
+        self._complaint = self._heat_watch.complaint(self._calls)
         if self._heat.lost_steps > self._lost_steps_reported:
             self._outbox.count_lost(self._heat.lost_steps - self._lost_steps_reported)
             self._lost_steps_reported = self._heat.lost_steps
@@ -212,7 +228,8 @@ class Agent:
     def _guarded(self, part: Callable[..., None], *arguments: Any) -> None:
         try:
             part(*arguments)
-        except FatalSwitchError:
+        except FatalSwitchError as fatal:
+            self._fatal = fatal
             raise
         except Exception as error:
             if self.halted is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -42,6 +43,7 @@ class _Facts:
 
     nonce: str
     token_group: int
+    shares_tokens: bool
     slots_LS: Int32
     experts: int
     bytes_per_expert: int
@@ -117,6 +119,7 @@ def meet(
 
 def _facts(layers: Sequence[LiveLayer], settings: AgentSettings, token_group: int) -> _Facts:
     complaint = None
+    shares_tokens = False
     slots_LS = np.zeros((len(layers), 0), dtype=np.int32)
     experts, bytes_per_expert = 0, 0
     weights_by_layer: tuple[WeightShapes, ...] = ()
@@ -126,6 +129,7 @@ def _facts(layers: Sequence[LiveLayer], settings: AgentSettings, token_group: in
         experts = int(layers[0].expert_map.shape[0])
         weights_by_layer = tuple(_weight_shapes(layer) for layer in layers)
         bytes_per_expert = sum(weight[0].nbytes for weight in layers[0].expert_weights())
+        shares_tokens = any(layer.shares_tokens for layer in layers)
         backend = choose_backend(settings.transfer_backend, _device(layers).type)
     except Exception as error:
         # Whatever is wrong with this rank's layers, the others must hear of it rather than wait.
@@ -133,6 +137,7 @@ def _facts(layers: Sequence[LiveLayer], settings: AgentSettings, token_group: in
     return _Facts(
         nonce=uuid.uuid4().hex,
         token_group=token_group,
+        shares_tokens=shares_tokens,
         slots_LS=slots_LS,
         experts=experts,
         bytes_per_expert=bytes_per_expert,
@@ -176,8 +181,9 @@ def _check_alike(facts: Sequence[_Facts]) -> None:
     for rank, fact in enumerate(facts):
         if fact.complaint is not None:
             raise RendezvousError(f"rank {rank}: {fact.complaint}")
+    _check_token_groups(facts)
     for rank, fact in enumerate(facts):
-        for what in ("experts", "bytes_per_expert", "transfer_backend", "shared_settings"):
+        for what in ("experts", "shares_tokens", "bytes_per_expert", "transfer_backend", "shared_settings"):
             here, there = getattr(facts[0], what), getattr(fact, what)
             if here != there:
                 raise RendezvousError(f"{what} differ: rank 0 has {here}, rank {rank} has {there}")
@@ -193,3 +199,14 @@ def _check_alike(facts: Sequence[_Facts]) -> None:
                 raise RendezvousError(
                     f"expert weights of layer {layer} differ: rank 0 has {here}, rank {rank} has {there}"
                 )
+
+
+def _check_token_groups(facts: Sequence[_Facts]) -> None:
+    """Ranks whose dispatch shares tokens must say with whom, or the service would give them different tables."""
+    members = Counter(fact.token_group for fact in facts)
+    for rank, fact in enumerate(facts):
+        if fact.shares_tokens and len(facts) > 1 and members[fact.token_group] == 1:
+            raise RendezvousError(
+                f"rank {rank}: its layers share tokens between ranks (all-gather dispatch), but it is alone in its token "
+                "group; start the agent with token_group, a number equal on all ranks that see the same tokens"
+            )

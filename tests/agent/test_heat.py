@@ -24,6 +24,7 @@ class CountingLayer:
     moe_load: torch.Tensor = field(default_factory=lambda: torch.zeros(ROWS, SLOTS, dtype=torch.int32))
     source_load: torch.Tensor | None = None
     load_counter: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    shares_tokens: bool = False
 
     def __post_init__(self) -> None:
         if self.tells_source:

@@ -23,12 +23,16 @@ class Running(NamedTuple):
 
 
 class Vote(NamedTuple):
-    """A vote under way: the ballots that left (``None``: that rank votes no more), who has to count, the register."""
+    """A vote under way: the ballots that left (``None``: that rank votes no more), who has to count, the register.
+
+    ``confirmed`` is whether all ranks were at one boundary when they were about to commit, ``None`` before.
+    """
 
     ballots: tuple[Ballot | None, ...]
     truths: tuple[int, ...]
     pending: frozenset[int]
     register: str | None
+    confirmed: bool | None = None
 
 
 class Faults(NamedTuple):
@@ -37,6 +41,7 @@ class Faults(NamedTuple):
     transfers: int
     halts: int
     losses: int
+    skips: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ class Scenario:
     starts: tuple[TagInstalled, ...] = (FIRST,) * RANKS
     machine: type[SwitchState] = SwitchState
     asks_register: bool = True
+    confirms: bool = True
 
 
 class State:
@@ -56,7 +62,9 @@ class State:
 
     __slots__ = (
         "dirty_lanes",
+        "fatal",
         "faults",
+        "forwards",
         "lost",
         "machines",
         "scenario",
@@ -75,9 +83,11 @@ class State:
         self.weights = [start.tags for start in scenario.starts]
         self.terms = [0] * RANKS
         self.lost: frozenset[int] = frozenset()
+        self.fatal: frozenset[int] = frozenset()
         self.dirty_lanes: frozenset[tuple[int, int]] = frozenset()
         self.vote: Vote | None = None
         self.faults = scenario.faults
+        self.forwards = (0,) * RANKS
 
     def copy(self) -> Any:
         """Another, in which other things may happen."""
@@ -86,8 +96,8 @@ class State:
         other.machines = self.machines.copy()
         other.transfers, other.staged = self.transfers.copy(), self.staged.copy()
         other.weights, other.terms = self.weights.copy(), self.terms.copy()
-        other.lost, other.dirty_lanes = self.lost, self.dirty_lanes
-        other.vote, other.faults = self.vote, self.faults
+        other.lost, other.fatal, other.dirty_lanes = self.lost, self.fatal, self.dirty_lanes
+        other.vote, other.faults, other.forwards = self.vote, self.faults, self.forwards
         return other
 
     def key(self) -> tuple[Any, ...]:
@@ -99,7 +109,7 @@ class State:
         return (
             *ranks,
             frozenset((dirty - lane, at - generation) for dirty, at in self.dirty_lanes if dirty >= lane),
-            None if self.vote is None else self.vote.register,
+            None if self.vote is None else (self.vote.register, self.vote.confirmed),
             self.faults,
         )
 
@@ -120,6 +130,8 @@ class State:
             _relative(self.staged[rank], generation, lane),
             self.terms[rank],
             rank in self.lost,
+            rank in self.fatal,
+            self.forwards[rank],
             None if vote is None else (vote.ballots[rank], vote.truths[rank], rank in vote.pending),
         )
 

@@ -252,3 +252,5 @@ def hunt() -> Iterator[tuple[str, Walk]]:
         yield machine.__name__, walk(replace(scenarios(faults)[place], machine=machine))
     unasked = replace(scenarios(Faults(0, 0, 1))[LATE], asks_register=False)
     yield "AbortsAnUnheardVoteUnasked", walk(unasked)
+    unconfirmed = replace(scenarios(Faults(0, 0, 0, skips=1))[LATE], confirms=False)
+    yield "CommitsUnconfirmed", walk(unconfirmed)

@@ -45,6 +45,7 @@ def check_commit(state: State, rank: int, action: Commit) -> None:
         (staged.generation, staged.layer, staged.tag) == (action.generation, layer.layer, layer.phy2log_RS),
         "committed the staging of another transfer",
     )
+    must(len(set(state.forwards)) == 1, "committed after another forward pass than its peers")
     must(len(set(vote.truths)) == 1, "committed beside ranks that serve another placement")
     for running in state.transfers:
         reads = running is not None and running.layer == layer.layer

@@ -13,7 +13,8 @@ def test_every_interleaving_keeps_every_promise() -> None:
     """The small walk; `make explore` does them all and prints the counts."""
     calm = scenarios(Faults(0, 0, 0))
     faulty = scenarios(Faults(1, 0, 1))
-    for scenario in (calm[HALFWAY], calm[ASTRAY], faulty[LATE]):
+    skipping = scenarios(Faults(0, 0, 1, skips=1))
+    for scenario in (calm[HALFWAY], calm[ASTRAY], faulty[LATE], skipping[LATE]):
         seen = walk(scenario)
         assert seen.broken is None, seen.broken
         assert seen.states > 100
@@ -22,6 +23,6 @@ def test_every_interleaving_keeps_every_promise() -> None:
 @pytest.mark.slow
 def test_every_broken_machine_is_caught() -> None:
     caught = {name: seen.broken for name, seen in hunt()}
-    assert len(caught) >= 29
+    assert len(caught) >= 30
     survivors = [name for name, broken in caught.items() if broken is None]
     assert not survivors

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from eplb_service.placement import default_log2phy
 from tests.swap.world import LINEAR, OFFER_DEADLINE, RANKS, World, layer_RS
 from worker_agent.swap.ballot import Progress
-from worker_agent.swap.machine import Aborted, Refused
+from worker_agent.swap.machine import Aborted, Diverged, Refused
 
 
 def test_a_plan_that_all_hold_is_transferred_and_committed_layer_by_layer() -> None:
@@ -134,7 +134,7 @@ def test_duplicates_are_ignored_and_stale_plans_refused() -> None:
     assert "leader term 1 is older than 2" in refusal.reason
 
 
-def test_ranks_that_serve_different_placements_stop_balancing() -> None:
+def test_ranks_that_serve_different_placements_serve_no_more() -> None:
     world = World()
     other_RS = layer_RS(1)
     other_E = default_log2phy(other_RS, world.ranks[1].installed.placement.experts)[1]
@@ -146,7 +146,7 @@ def test_ranks_that_serve_different_placements_stop_balancing() -> None:
     # The world sees it too.
     with pytest.raises(AssertionError):
         world.count_vote()
-    assert all(machine.halted == "the ranks serve different placements" for machine in world.ranks)
+    assert all(actions[-1] == Diverged("the ranks serve different placements") for actions in world.actions)
 
 
 def test_a_halted_rank_votes_plans_down_that_it_never_held() -> None:
@@ -196,7 +196,7 @@ def test_a_welcome_of_a_later_term_outdates_the_plans_of_an_earlier_one() -> Non
     assert "leader term 6 is older than 7" in refusal.reason
 
 
-def test_ranks_that_differ_by_tables_alone_stop_balancing() -> None:
+def test_ranks_that_differ_by_tables_alone_serve_no_more() -> None:
     world = World()
     installed = world.ranks[1].installed
     same_RS = installed.placement.phy2log_LRS[0]
@@ -206,7 +206,7 @@ def test_ranks_that_differ_by_tables_alone_stop_balancing() -> None:
     world.launch_vote()
     with pytest.raises(AssertionError):
         world.count_vote()
-    assert all(machine.halted == "the ranks serve different placements" for machine in world.ranks)
+    assert all(actions[-1] == Diverged("the ranks serve different placements") for actions in world.actions)
 
 
 EVENTS = st.one_of(

@@ -27,7 +27,10 @@ class LiveLayer(Protocol):
     """int32 ``[W, E]``: this rank's own tokens by logical expert, before dispatch; ``None`` where not counted."""
 
     load_counter: torch.Tensor
-    """int64 scalar on the device: steps recorded so far."""
+    """int64 scalar on the device: forward passes so far, also those without tokens; each adds one on every rank."""
+
+    shares_tokens: bool
+    """Whether ranks see the same tokens before they route them (all-gather dispatch): their tables must be one."""
 
     def expert_weights(self) -> list[torch.Tensor]:
         """Every tensor that the expert kernels read, each ``[S, ...]`` with slot ``s`` at index ``s``, contiguous.

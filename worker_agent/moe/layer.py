@@ -104,6 +104,7 @@ class ExpertParallelMoE(EplbState):
             check_grouped(shape.layer, phy2log_RS)
         super().__init__(shape.layer, placed, heat_rows, heat_stage, device)
         self.shape = shape
+        self.shares_tokens = shared
         self._dtype = dtype
         slots = len(placed.logical_S)
         operators = operators_for(device)

@@ -11,7 +11,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-BALLOT_WIDTH = 7
+BALLOT_WIDTH = 9
 """Integers in one ballot on the wire."""
 
 
@@ -31,24 +31,27 @@ class VoteResult(enum.Enum):
     START = "start the transfer of the plan's next layer"
     COMMIT = "commit the layer"
     ABORT = "drop the plan"
-    HALT = "stop balancing: the ranks serve different placements"
+    REALIGN = "drop the plan and vote again at a common forward pass: the ranks count different ones"
+    DIVERGED = "serve no more: the ranks serve different placements"
 
 
 @dataclass(frozen=True)
 class Ballot:
     """One rank's vote.
 
-    ``plan`` is the digest of the plan that it holds, 0 for none; ``installed`` fingerprints what it serves.
+    ``plan`` is the digest of the plan that it holds, 0 for none; ``installed`` fingerprints what it serves; ``forward``
+    is the forward pass after which, by this rank's count, the vote was due.
     """
 
     progress: Progress
     plan: int
     installed: int
     abort: bool
+    forward: int = 0
 
     def encode(self) -> list[int]:
         """``BALLOT_WIDTH`` signed 64-bit integers for a MIN all-reduce."""
-        bounds = [self.progress, self.plan, self.installed]
+        bounds = [self.progress, self.plan, self.installed, self.forward]
         return [*(int(value) for value in bounds), *(-int(value) for value in bounds), -int(self.abort)]
 
 
@@ -61,19 +64,24 @@ class Outcome:
     plan_high: int
     installed_agree: bool
     abort: bool
+    forward_low: int = 0
+    forward_high: int = 0
 
     @classmethod
     def decode(cls, reduced: Sequence[int]) -> Outcome:
         """From the reduced integers; raises ``ValueError`` where they are not a ballot's."""
         if len(reduced) != BALLOT_WIDTH:
             raise ValueError(f"a ballot has {BALLOT_WIDTH} integers, got {len(reduced)}")
-        progress, plan_low, installed_low, _, plan_high, installed_high, abort = reduced
+        progress, plan_low, installed_low, forward_low = reduced[:4]
+        _, plan_high, installed_high, forward_high, abort = reduced[4:]
         return cls(
             slowest=Progress(progress),
             plan_low=plan_low,
             plan_high=-plan_high,
             installed_agree=installed_low == -installed_high,
             abort=abort < 0,
+            forward_low=forward_low,
+            forward_high=-forward_high,
         )
 
     @classmethod
@@ -94,7 +102,9 @@ class Outcome:
     def result(self) -> VoteResult:
         """The one thing that all ranks do; see the table in ARCHITECTURE.md."""
         if not self.installed_agree:
-            return VoteResult.HALT
+            return VoteResult.DIVERGED
+        if self.forward_low != self.forward_high:
+            return VoteResult.REALIGN
         if not self.plans:
             return VoteResult.NOTHING
         if self.abort or self.plan_low not in (0, self.plan_high):

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 
 from eplb_service.placement import expert_map
 from worker_agent.adapters.live_layer import LiveLayer
+from worker_agent.forward_clock import ForwardClock
 from worker_agent.history.record import History
 from worker_agent.messages import HeardPlan
 from worker_agent.rendezvous import Rendezvous
 from worker_agent.settings import AgentSettings
 from worker_agent.swap import machine as switch
-from worker_agent.swap.ballot import Outcome, Progress
+from worker_agent.swap.ballot import Outcome, Progress, VoteResult
 from worker_agent.swap.carrier import ByteBudget
 from worker_agent.swap.commit_register import CommitRegister, FatalSwitchError
 from worker_agent.swap.listener import Committed, Listener, SwitchStats
@@ -38,6 +41,8 @@ class SwitchDriver:
         The live layers.
     settings, rendezvous
         How to switch, and with whom.
+    clock
+        Numbers forward passes.
     listener
         Hears what became of plans.
     history
@@ -49,6 +54,7 @@ class SwitchDriver:
         layers: Sequence[LiveLayer],
         settings: AgentSettings,
         rendezvous: Rendezvous,
+        clock: ForwardClock,
         listener: Listener,
         history: History,
     ) -> None:
@@ -60,10 +66,12 @@ class SwitchDriver:
         self._listener = listener
         self._history = history
         self._verify = settings.verify_transfers
+        self._clock = clock
         self._step = 0
+        self._next_vote = 1
         vote_timeout = timedelta(seconds=settings.vote_timeout_seconds)
         self._register = CommitRegister(rendezvous.group.registers, vote_timeout)
-        self._vote_interval = settings.vote_interval
+        self._vote_interval, self._vote_lag = settings.vote_interval, settings.vote_lag
         box = BallotBox(rendezvous.votes, settings.vote_lag, vote_timeout)
         self.votes: Voter | None = Voter(box, self._register, history)
         self._transfer_timeout = settings.transfer_timeout_seconds
@@ -91,14 +99,19 @@ class SwitchDriver:
         self.state = self.state.at_step(step)
 
     def vote(self, step: int) -> None:
-        """Count the vote that is due at this boundary, and launch the one that begins here."""
+        """Count the vote that is due at this boundary, and launch the one that begins here or has begun at one missed.
+
+        Raises ``FatalSwitchError`` where the ranks may no longer serve one placement.
+        """
         self._step = step
         if self.votes is None:
             return
         if self.votes.box.due(step):
             self._count_votes(self.votes)
-        if self.votes is not None and step % self._vote_interval == 0:
-            self._cast_vote(self.votes)
+        forward = step - step % self._vote_interval
+        if self.votes is not None and forward >= self._next_vote:
+            self._next_vote = forward + self._vote_interval
+            self._cast_vote(self.votes, forward)
 
     def see_term(self, term: int) -> None:
         """A service of this leader term is connected."""
@@ -121,7 +134,7 @@ class SwitchDriver:
         if self.votes is not None and self.votes.box.under_way:
             self._count_votes(self.votes)
         while self.votes is not None:
-            self._cast_vote(self.votes)
+            self._cast_vote(self.votes, self._step)
             if self.votes is not None and not self._count_votes(self.votes).plans:
                 break
         while self.transfers.running and self.transfers.failing is None:
@@ -144,7 +157,8 @@ class SwitchDriver:
         """
         try:
             if self.votes is not None and self.votes.box.under_way:
-                self._apply(self.state.decide(self.votes.settle(self._step)))
+                with self._fatal_where(self.votes.may_commit):
+                    self._apply(self.state.decide(self.votes.settle(self._step)))
             self.state = self.state.with_pause("the agent was closed")
         finally:
             if self.votes is not None:
@@ -155,27 +169,45 @@ class SwitchDriver:
 
     # Votes
 
-    def _cast_vote(self, votes: Voter) -> None:
+    def _cast_vote(self, votes: Voter, forward: int) -> None:
         try:
-            votes.cast(self.state.ballot, self._step)
+            votes.cast(replace(self.state.ballot, forward=forward))
         except VoteError as error:
             self._lose_votes(votes, error)
 
     def _count_votes(self, votes: Voter) -> Outcome:
         """What follows from the vote under way; the outcome that counted."""
-        try:
-            outcome = votes.count(self._step)
-        except VoteError as error:
-            return self._lose_votes(votes, error)
-        self._apply(self.state.decide(outcome))
+        with self._fatal_where(votes.may_commit):
+            try:
+                outcome = votes.count(self._step, self._clock.exact)
+            except VoteError as error:
+                return self._lose_votes(votes, error)
+            self._apply(self.state.decide(outcome))
+        if outcome.result is VoteResult.REALIGN:
+            self._next_vote = outcome.forward_high + self._vote_lag + 1
         return outcome
+
+    @contextmanager
+    def _fatal_where(self, a_layer_may_commit: bool) -> Iterator[None]:
+        """Between the outcome of such a vote and installed tensors no error may leave this rank serving."""
+        try:
+            yield
+        except FatalSwitchError:
+            raise
+        except Exception as error:
+            if not a_layer_may_commit:
+                raise
+            raise FatalSwitchError(
+                f"a vote that may have committed a layer could not be followed: {error}"
+            ) from error
 
     def _lose_votes(self, votes: Voter, error: VoteError) -> Outcome:
         """The ranks can no longer be heard: settle what the last vote may have decided, then stop balancing."""
         self.votes = None
         try:
-            outcome = votes.settle(self._step)
-            self._apply(self.state.decide(outcome))
+            with self._fatal_where(votes.may_commit):
+                outcome = votes.settle(self._step)
+                self._apply(self.state.decide(outcome))
         finally:
             votes.box.leave()
         self.halt(str(error))
@@ -202,6 +234,8 @@ class SwitchDriver:
                     self.stats.plans_aborted += 1
                     self._history.aborted(self._step, action)
                     self._report(self._listener.aborted, action.plan_id, action.layer, action.reason)
+                case switch.Diverged():
+                    raise FatalSwitchError(f"rank {self._identity.rank}: {action.reason}")
                 case switch.Halted():
                     self._history.halted(self._step, action.reason)
                     _log.error("rank %d: balancing has stopped: %s", self._identity.rank, action.reason)

@@ -81,13 +81,20 @@ class Aborted:
 
 
 @dataclass(frozen=True)
+class Diverged:
+    """Serve no further token: the ranks are known to serve different placements."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Halted:
     """Report to the service that this rank no longer takes plans, and why."""
 
     reason: str
 
 
-Action: TypeAlias = StartTransfer | Commit | DropStaging | Accepted | Refused | Aborted | Halted
+Action: TypeAlias = StartTransfer | Commit | DropStaging | Accepted | Refused | Aborted | Halted | Diverged
 Transition: TypeAlias = "tuple[SwitchState, tuple[Action, ...]]"
 """The state after an event, and what is to be done about it, in order."""
 
@@ -212,11 +219,14 @@ class SwitchState:
     def decide(self, outcome: Outcome) -> Transition:
         """Act on the outcome of a vote, as every other rank does at this same step."""
         result = outcome.result
-        if result is VoteResult.HALT:
+        if result is VoteResult.DIVERGED:
             reason = "the ranks serve different placements"
-            dropped, actions = self._drop(reason)
-            halted, more = dropped.halt(reason)
-            return halted, (*actions, *more)
+            halted, actions = self._drop(reason)[0].halt(reason)
+            return halted, (*actions, Diverged(reason))
+        if result is VoteResult.REALIGN:
+            return self._drop(
+                "the ranks count different forward passes: one has missed a step or made one twice"
+            )
         if self.plan is None or self.plan.digest not in outcome.plans:
             return self, ()
         if result is VoteResult.START:

@@ -7,6 +7,7 @@ waiting there if it must. Completion is never polled: two ranks would see the ou
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -49,23 +50,23 @@ class BallotBox:
         self.number = 0
         self.under_way = False
 
-    def launch(self, ballot: Ballot, step: int) -> None:
-        """Send this rank's ballot; the outcome is due at ``step + lag``. Raises ``VoteError``."""
+    def launch(self, ballot: Ballot) -> None:
+        """Send this rank's ballot; the outcome is due ``lag`` forward passes after its own. Raises ``VoteError``."""
         assert not self.under_way, "a vote is already under way"
         self.number += 1
         if self._group is None:
             raise VoteError(f"vote {self.number}: this rank has left the votes")
         self._tensor.copy_(torch.tensor(ballot.encode(), dtype=torch.int64))
-        self._due = step + self._lag
+        self._due = ballot.forward + self._lag
         try:
             self._work = self._group.allreduce([self._tensor], self._options)
             self.under_way = True
         except RuntimeError as error:
             raise VoteError(f"vote {self.number} could not be sent: {error}") from error
 
-    def due(self, step: int) -> bool:
-        """Whether an outcome must be consumed at this boundary."""
-        return self.under_way and step >= self._due
+    def due(self, forward: int) -> bool:
+        """Whether an outcome must be consumed after this forward pass."""
+        return self.under_way and forward >= self._due
 
     def consume(self) -> Outcome:
         """The outcome, waiting for the slowest rank. Raises ``VoteError`` past the timeout or on a broken link."""
@@ -78,6 +79,21 @@ class BallotBox:
             return Outcome.decode(self._tensor.tolist())
         except (RuntimeError, ValueError) as error:
             raise VoteError(f"vote {self.number} came to nothing: {error}") from error
+
+    def all_are_at(self, forward: int) -> bool:
+        """Whether every rank is at this boundary, the one after pass ``forward``; waits for the slowest to say so.
+
+        Raises ``VoteError`` past the timeout or on a broken link.
+        """
+        if self._group is None:
+            raise VoteError(f"vote {self.number}: this rank has left the votes")
+        bounds = torch.tensor([forward, -forward], dtype=torch.int64)
+        try:
+            self._group.allreduce([bounds], self._options).wait(self._timeout)
+        except RuntimeError as error:
+            raise VoteError(f"vote {self.number} was not confirmed by all ranks: {error}") from error
+        low, high = bounds.tolist()
+        return bool(low == -high)
 
     def leave(self) -> None:
         """Vote no more. The other ranks learn of it at once, by their broken links; returns at once as well.
@@ -110,16 +126,34 @@ class Voter:
         self._history = history
         self._cast: Ballot | None = None
 
-    def cast(self, ballot: Ballot, step: int) -> None:
+    @property
+    def may_commit(self) -> bool:
+        """Whether the vote under way, or last cast, can commit a layer as far as this rank knows."""
+        return self._cast is not None and self._cast.progress == Progress.READY and not self._cast.abort
+
+    def cast(self, ballot: Ballot) -> None:
         """Send this rank's ballot. Raises ``VoteError`` where it cannot be sent."""
         self._cast = ballot
-        self.box.launch(ballot, step)
+        self.box.launch(ballot)
 
-    def count(self, step: int) -> Outcome:
-        """The outcome that counts. Raises ``VoteError`` where the ranks were not heard: then ``settle``."""
+    def count(self, step: int, exact_forward: Callable[[], int]) -> Outcome:
+        """The outcome that counts. Raises ``VoteError`` where the ranks were not heard: then ``settle``.
+
+        A layer is committed only where every rank is at this very boundary, which all confirm to each other here:
+        one that missed a call has already begun another forward pass.
+
+        Parameters
+        ----------
+        step
+            The boundary, for the history.
+        exact_forward
+            Gives the forward pass that this boundary comes after; called only where a layer is to be committed.
+        """
         outcome = self.box.consume()
-        if outcome.result is VoteResult.COMMIT and not self._register.may_commit(self.box.number, heard=True):
-            # A rank that did not hear this vote was first to record that it does not count.
+        if outcome.result is VoteResult.COMMIT and not (
+            self.box.all_are_at(exact_forward()) and self._register.may_commit(self.box.number, heard=True)
+        ):
+            # The ranks are not at one boundary, or one that did not hear this has recorded that it does not count.
             outcome = outcome.with_abort()
         self._history.vote(step, self.box.number, self._cast, outcome)
         return outcome
@@ -130,7 +164,7 @@ class Voter:
         Raises ``FatalSwitchError`` where the register is out of reach.
         """
         cast = self._cast
-        if cast is None or cast.progress != Progress.READY or cast.abort:
+        if cast is None or not self.may_commit:
             return Outcome.nobody()
         unanimous = Outcome(Progress.READY, cast.plan, cast.plan, installed_agree=True, abort=False)
         if not self._register.may_commit(self.box.number, heard=False):
