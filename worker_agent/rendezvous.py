@@ -207,6 +207,6 @@ def _check_token_groups(facts: Sequence[_Facts]) -> None:
     for rank, fact in enumerate(facts):
         if fact.shares_tokens and len(facts) > 1 and members[fact.token_group] == 1:
             raise RendezvousError(
-                f"rank {rank}: its layers share tokens between ranks (all-gather dispatch), but it is alone in its token "
-                "group; start the agent with token_group, a number equal on all ranks that see the same tokens"
+                f"rank {rank}: its layers share tokens between ranks (all-gather dispatch), but it is alone in its "
+                "token group; start the agent with token_group, a number equal on all ranks that see the same tokens"
             )

@@ -196,7 +196,7 @@ def test_one_rank_that_does_not_fit_is_told_to_all(what: str, said: str) -> None
 
 
 def _whole_vote(votes: BallotBox, ballot: Ballot) -> None:
-    votes.launch(ballot, 4)
+    votes.launch(ballot)
     votes.consume()
 
 
@@ -205,7 +205,7 @@ def _votes_break() -> list[float]:
     group, _ = AgentGroup.join(dist.group.WORLD, "here", "127.0.0.1", None)
     votes = BallotBox(group.process_group("vote", timedelta(seconds=20)), 1, timedelta(seconds=20))
     ballot = Ballot(Progress.IDLE, 0, 1, abort=False)
-    votes.launch(ballot, 0)
+    votes.launch(ballot)
     votes.consume()
     waited = []
     if group.rank == 1:
