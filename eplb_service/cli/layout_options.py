@@ -25,9 +25,11 @@ FormatOption = Annotated[
     ),
 ]
 FirstLayerOption = Annotated[
-    int,
+    int | None,
     typer.Option(
-        min=0, help="The model's number of its first MoE layer; sglang and tensorrt-llm count by it."
+        min=0,
+        help="The model's number of its first MoE layer, which sglang and tensorrt-llm count by; by default as "
+        "recorded, otherwise 0.",
     ),
 ]
 
@@ -85,9 +87,12 @@ class SlotOptions:
             raise UserError("a placement has one number of slots; `eplb replay` compares several")
         return counts[0]
 
-    def start(self, experts: int, ranks: int) -> Int32 | None:
+    def start(self, trace: Trace, ranks: int) -> Int32 | None:
         """The starting placement ``[L, R, S]``; ``None`` for experts in order. Raises ``PlacementError``."""
-        return None if self.placement is None else read_placement(self.placement, experts, ranks).phy2log_LRS
+        if self.placement is None:
+            return None
+        numbers = trace.facts.layer_numbers
+        return read_placement(self.placement, trace.experts, ranks, numbers).phy2log_LRS
 
 
 @dataclass(frozen=True)

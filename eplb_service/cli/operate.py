@@ -91,7 +91,7 @@ def placement(
         Path | None, typer.Option("--out", help=f"File to write it to: {' or '.join(SUFFIXES)}.")
     ] = None,
     format: FormatOption = None,
-    first_layer: FirstLayerOption = 0,
+    first_layer: FirstLayerOption = None,
     json: Json = False,
 ) -> None:
     """Show or save the placement in force."""
@@ -103,7 +103,8 @@ def placement(
     found = Placement(unpack(answer.physical_to_logical, (None, None, None), "placement"), answer.experts)
     tables_RLE = unpack(answer.log2phy, (found.ranks, found.layers, found.experts), "log2phy")
     if out is not None:
-        write_placement(out, found, tables_RLE, format, first_layer)
+        numbers = range(first_layer or 0, (first_layer or 0) + found.layers)
+        write_placement(out, found, tables_RLE, format, numbers)
         typer.echo(f"eplb: wrote epoch {answer.epoch} to {out}")
     elif json:
         print_json({"epoch": answer.epoch, "phy2log": found.phy2log_LRS, "log2phy": tables_RLE})

@@ -138,7 +138,7 @@ def replay(
     with naming(heat):
         check_tokens(heat, trace)
     counts = slots.counts(trace.experts, group.ranks)
-    start = slots.start(trace.experts, group.ranks)
+    start = slots.start(trace, group.ranks)
     if start is not None and {start.shape[2]} != set(counts):
         raise UserError(f"--placement has {start.shape[2]} slots per rank, asked for {counts}")
     scene = Scene(group.topology(trace), costs, start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from eplb_service.planner.options import planner_settings
 from eplb_service.planner.scoring import par, split_loads
 
 if TYPE_CHECKING:
+    from eplb_service.io.trace import Trace
     from eplb_service.offline import Solution
 
 _WORST_LAYERS = 5
@@ -41,13 +43,19 @@ class OutputOptions:
 
     out: Annotated[Path, typer.Option(help="File to write: .npz (with tables), .json or .yaml.")]
     format: FormatOption = None
-    first_layer: FirstLayerOption = 0
+    first_layer: FirstLayerOption = None
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False
 
     def check(self) -> None:
         """Raise ``OutputError`` or ``PlacementError`` where nothing could be written; before long work begins."""
         check_output(self.out, SUFFIXES)
         placement_format(self.out, self.format)
+
+    def layer_numbers(self, trace: Trace) -> Sequence[int]:
+        """The model's own numbers of the layers: those from ``--first-layer`` on, or as recorded."""
+        if self.first_layer is None:
+            return trace.facts.layer_numbers
+        return range(self.first_layer, self.first_layer + trace.layers)
 
 
 @takes_planner_settings()
@@ -70,7 +78,7 @@ def solve(
         heat_TLE = trace.heat(0, trace.steps)
         source_RLE = trace.source(0, trace.steps) if trace.facts.ranks == ranks else None
         check_tokens(heat, trace)
-    topology, deployed = group.topology(trace), slot_options.start(trace.experts, ranks)
+    topology, deployed = group.topology(trace), slot_options.start(trace, ranks)
     compile_solver()
     from eplb_service import offline
 
@@ -87,7 +95,7 @@ def solve(
     solution = solved_for(**asdict(settings))
     milliseconds = (time.perf_counter() - began) * 1e3
     solved = Placement(solution.phy2log, trace.experts)
-    write_placement(output.out, solved, solution.log2phy, output.format, output.first_layer)
+    write_placement(output.out, solved, solution.log2phy, output.format, output.layer_numbers(trace))
     fixed = split_loads(heat_TLE, solved, solved.default_log2phy(), source_RLE, settings.split)
     even = None
     if settings.split == "tables":

@@ -210,6 +210,7 @@ def _facts(opened: Trace) -> dict[str, Any]:
         "top_k": facts.top_k or None,
         "bytes_per_expert": facts.bytes_per_expert or None,
         "nodes": list(facts.nodes_R),
+        "layer_numbers": list(facts.layer_numbers),
         "phases": [phase for phase in facts.phases if phase != "unknown"],
         "batching": facts.batching,
         "counted_by": _counted_by(opened),

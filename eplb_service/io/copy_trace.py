@@ -6,7 +6,7 @@ import io
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -40,10 +40,16 @@ class Cut:
         last_layer = trace.layers if self.last_layer is None else min(self.last_layer, trace.layers)
         if not 0 <= self.first_step < last_step or not 0 <= self.first_layer < last_layer:
             raise HeatError(
-                f"the slice of steps {self.first_step}:{last_step} and layers {self.first_layer}:{last_layer} "
-                f"is empty; the trace has {trace.steps} steps and {trace.layers} layers"
+                f"the slice of steps {_range(self.first_step, self.last_step)} and layers "
+                f"{_range(self.first_layer, self.last_layer)} is empty; "
+                f"the trace has {trace.steps} steps and {trace.layers} layers"
             )
         return Cut(self.first_step, last_step, self.first_layer, last_layer)
+
+
+def _range(first: int, last: int | None) -> str:
+    """The range as it was asked for."""
+    return f"{first}:{'' if last is None else last}"
 
 
 def check_trace_output(path: Path) -> None:
@@ -124,7 +130,8 @@ def _copy_to_store(
     by_slot = isinstance(trace, StoredTrace) and trace.by_slot
     sources = trace.source_rows(0, 1) is not None
     width = layers.stop - layers.start
-    with TraceWriter(out, trace.facts, width, trace.experts, by_slot=by_slot, sources=sources) as writer:
+    facts = replace(trace.facts, layer_numbers=trace.facts.layer_numbers[layers])
+    with TraceWriter(out, facts, width, trace.experts, by_slot=by_slot, sources=sources) as writer:
         if isinstance(trace, StoredTrace):
             for (layer, epoch), phy2log_RS in trace.placements().items():
                 if layers.start <= layer < layers.stop:

@@ -1,4 +1,4 @@
-"""What the arrays of a file are: heat, tokens by slot with their map, routes, or weights; told by name and shape."""
+"""What the arrays of a file are: heat, tokens by slot with their map, routes, or weights; decided by name and shape."""
 
 from __future__ import annotations
 
@@ -20,7 +20,15 @@ MEANINGS: tuple[Meaning, ...] = get_args(Meaning)
 
 _NAMES: dict[Meaning, tuple[str, ...]] = {
     "heat": ("heat", "counts", "logical_count", "expert_load"),
-    "slots": ("expert_load_window", "slot_heat", "physical_count", "global_physical_count", "moe_load"),
+    "slots": (
+        "expert_load_view",
+        "expert_load_window",
+        "expert_load_pass",
+        "slot_heat",
+        "physical_count",
+        "global_physical_count",
+        "moe_load",
+    ),
     "routes": ("routes", "routed_experts", "topk_ids", "topk_ids_of_layer"),
     "weights": ("weight", "weights"),
 }
@@ -28,21 +36,24 @@ _MAP_NAMES = ("physical_to_logical_map", "phy2log", "last_physical_to_logical_ma
 _SOURCE_NAMES = ("source_heat", "source")
 _BOUND_NAMES = ("req_ptr", "request_bounds")
 _EXPERT_NAMES = ("num_experts", "experts")
-_SHAPES = "[steps, layers, experts] heat, [layers, experts] weights, or [tokens, layers, choices] routes"
+_SHAPES = (
+    "[steps, layers, experts] heat, [layers, experts] weights, [tokens, layers, choices] routes, "
+    "or [steps, layers, ranks, slots] tokens by slot"
+)
 
 
 @dataclass(frozen=True)
 class ReadAs:
-    """What a user says of a file that does not say it of itself.
+    """How to read a file that does not say itself what it holds.
 
     Parameters
     ----------
     meaning
-        What its array is; ``None`` to tell it by name and shape.
+        What its array is; ``None`` to decide by name and shape.
     phy2log
         The expert in each slot, for tokens by slot; ``None`` where the file holds it.
     experts
-        E; ``None`` where the file tells.
+        E; ``None`` where the file names it.
     batch
         Tokens of a step made from routes.
     """
@@ -53,21 +64,42 @@ class ReadAs:
     batch: int = routes.DEFAULT_BATCH
 
 
-def trace_of_arrays(arrays: Mapping[str, Array], origin: str, read_as: ReadAs) -> ArrayTrace:
-    """The trace that named arrays make; a lone array without a name is called ``""``.
+def trace_of_arrays(
+    arrays: Mapping[str, Array], origin: str, read_as: ReadAs, file_name: str = ""
+) -> ArrayTrace:
+    """The trace that named arrays make.
 
-    Raises ``HeatError`` where they are none, or could be two things.
+    Parameters
+    ----------
+    arrays
+        By name; a lone array without a name is called ``""``. Counts by slot are ``[T, L, P]``, as vLLM's
+        ``expert_load_view`` has them, or ``[T, L, R, S]``, as vLLM-Ascend gathers them from the ranks.
+    origin
+        The format that they were read from.
+    read_as
+        What the user says of them.
+    file_name
+        Without its suffix; it names a lone array that has no name of its own.
+
+    Raises ``HeatError`` where they are no trace, or could be two things.
     """
-    meaning, name = _meaning(arrays, read_as)
+    meaning, name = _meaning(arrays, read_as, file_name)
     array = arrays[name]
+    if meaning == "routes" and array.ndim == 3 and array.dtype.kind == "f":
+        raise HeatError(f"routes hold expert numbers, got {array.dtype}")
     if meaning == "routes":
         return _from_routes(array, arrays, origin, read_as)
     if meaning == "slots":
         phy2log = read_as.phy2log if read_as.phy2log is not None else _first(arrays, _MAP_NAMES)
         if phy2log is None:
-            raise HeatError("holds tokens by slot without a map; give the expert in each slot with --map")
-        facts = TraceFacts(origin=f"{origin}, tokens by slot")
-        return ArrayTrace(heat_of_slots(array, phy2log, _experts(arrays, read_as)), facts)
+            raise HeatError(
+                f"holds tokens by physical slot {list(array.shape)} without their placement: give the expert in each "
+                "slot with --map, or say --as heat if they are tokens by logical expert"
+            )
+        ranks, slots = array.shape[2:] if array.ndim == 4 else (0, 0)
+        facts = TraceFacts(origin=f"{origin}, tokens by slot", ranks=ranks, slots=slots)
+        flat_TLP = array.reshape(*array.shape[:2], -1) if array.ndim == 4 and array.size else array
+        return ArrayTrace(heat_of_slots(flat_TLP, phy2log, _experts(arrays, read_as)), facts)
     if meaning == "weights":
         if array.ndim != 2:
             raise HeatError(f"weights have the shape [layers, experts], got {list(array.shape)}")
@@ -100,7 +132,7 @@ def _from_routes(array: Array, arrays: Mapping[str, Array], origin: str, read_as
     return ArrayTrace(heat_TLE, facts, tokens_T)
 
 
-def _meaning(arrays: Mapping[str, Array], read_as: ReadAs) -> tuple[Meaning, str]:
+def _meaning(arrays: Mapping[str, Array], read_as: ReadAs, file_name: str) -> tuple[Meaning, str]:
     named = [(meaning, name) for meaning, names in _NAMES.items() for name in names if name in arrays]
     if read_as.meaning is not None:
         fitting = [name for meaning, name in named if meaning == read_as.meaning]
@@ -114,15 +146,16 @@ def _meaning(arrays: Mapping[str, Array], read_as: ReadAs) -> tuple[Meaning, str
     if len(arrays) == 1:
         [(name, array)] = arrays.items()
         if name == "" or read_as.phy2log is not None:
-            return _meaning_of_bare(array, read_as), name
+            return _meaning_of_bare(array, read_as, file_name), name
     raise HeatError(
         f"holds no array whose name says heat ({', '.join(name for names in _NAMES.values() for name in names)}); "
         f"found {_inventory(arrays)}"
     )
 
 
-def _meaning_of_bare(array: Array, read_as: ReadAs) -> Meaning:
-    if read_as.phy2log is not None:
+def _meaning_of_bare(array: Array, read_as: ReadAs, file_name: str) -> Meaning:
+    counts_slots = array.ndim == 4 or (array.ndim == 3 and any(name in file_name for name in _NAMES["slots"]))
+    if read_as.phy2log is not None or counts_slots:
         return "slots"
     if array.ndim == 2:
         return "weights"
@@ -139,12 +172,12 @@ def _meaning_of_bare(array: Array, read_as: ReadAs) -> Meaning:
 def _experts(arrays: Mapping[str, Array], read_as: ReadAs) -> int | None:
     if read_as.experts is not None:
         return read_as.experts
-    told = _first(arrays, _EXPERT_NAMES)
-    if told is None:
+    stated = _first(arrays, _EXPERT_NAMES)
+    if stated is None:
         return None
-    if told.size != 1 or told.dtype.kind not in "iu" or int(told.ravel()[0]) < 1:
-        raise HeatError(f"tells the number of experts as {told.tolist()}; expected one positive integer")
-    return int(told.ravel()[0])
+    if stated.size != 1 or stated.dtype.kind not in "iu" or int(stated.ravel()[0]) < 1:
+        raise HeatError(f"names {stated.tolist()} as the number of experts; expected one positive integer")
+    return int(stated.ravel()[0])
 
 
 def _first(arrays: Mapping[str, Array], names: tuple[str, ...]) -> Array | None:

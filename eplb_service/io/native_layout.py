@@ -58,6 +58,7 @@ def _facts(attributes: Mapping[str, Any]) -> TraceFacts:
         known[name] = int(known.get(name, 0))
     for name in ("origin", "model", "batching"):
         known[name] = str(known.get(name, ""))
+    known["layer_numbers"] = tuple(int(number) for number in known.get("layer_numbers", ()))
     known["nodes_R"] = tuple(int(node) for node in known.get("nodes_R", ()))
     known["phases"] = tuple(str(phase) for phase in known.get("phases", ("unknown",)))
     return TraceFacts(**known)

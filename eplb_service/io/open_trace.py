@@ -1,4 +1,4 @@
-"""Opens a trace of any known format, told by what the file holds and not by its name."""
+"""Opens a trace of any known format, decided by what the file holds and not by its name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from eplb_service.io import native_layout
 from eplb_service.io.named_arrays import ReadAs, as_array, trace_of_arrays
 from eplb_service.io.native_reader import StoredTrace
 from eplb_service.io.numpy_file import read_npy, read_npz
-from eplb_service.io.sglang import is_dump, trace_of_dumps
+from eplb_service.io.sglang import check_alone, is_dump, trace_of_dumps, trace_of_ring_buffer
 from eplb_service.io.text_file import read_csv_trace, read_json
 from eplb_service.io.torch_file import read_torch
 from eplb_service.io.trace import ArrayTrace, Heat, Trace
@@ -75,7 +75,7 @@ def _open(path: Path, read_as: ReadAs) -> Trace:
     if not head:
         raise HeatError("is empty")
     if head.startswith(b"\x93NUMPY"):
-        return trace_of_arrays({"": read_npy(path)}, "numpy .npy", read_as)
+        return trace_of_arrays({"": read_npy(path)}, "numpy .npy", read_as, path.stem)
     if head.startswith(b"PK"):
         return _open_zip(path, read_as)
     if head.startswith(_LEGACY_TORCH):
@@ -83,15 +83,19 @@ def _open(path: Path, read_as: ReadAs) -> Trace:
     if head.startswith(b"\x80"):
         raise HeatError("is a pickle, which could run code; save it as .npz, or with torch.save")
     if head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"["):
-        return _trace_of_document(read_json(path), "JSON", read_as)
+        return _trace_of_document(read_json(path), "JSON", read_as, path)
     if b"\x00" in head:
         raise HeatError(f"is none of the formats that are known: {KNOWN}")
     return read_csv_trace(path, read_as)
 
 
 def _open_dumps(folder: Path, read_as: ReadAs) -> Trace:
-    """A folder of the files that SGLang's recorder wrote on each rank of one run."""
+    """A folder of the files that SGLang's recorder wrote on each rank of one run, or of its one file for all."""
     files = sorted(folder.glob("*.pt"))
+    if len(files) == 1:
+        with naming(Path(files[0].name)):
+            document = read_torch(files[0])
+            return _trace_of_document(document, "torch .pt", read_as, files[0])
     if not files:
         raise HeatError(f"is a folder without {METADATA} and without .pt files; a trace is one of: {KNOWN}")
     dumps = []
@@ -106,14 +110,14 @@ def _open_dumps(folder: Path, read_as: ReadAs) -> Trace:
 
 def _open_zip(path: Path, read_as: ReadAs) -> Trace:
     if path.suffix in (".pt", ".pth"):
-        return _trace_of_document(read_torch(path), "torch .pt", read_as)
+        return _trace_of_document(read_torch(path), "torch .pt", read_as, path)
     arrays = read_npz(path)
     if arrays:
         return trace_of_arrays(arrays, "numpy .npz", read_as)
-    return _trace_of_document(read_torch(path), "torch .pt", read_as)
+    return _trace_of_document(read_torch(path), "torch .pt", read_as, path)
 
 
-def _trace_of_document(document: object, origin: str, read_as: ReadAs) -> ArrayTrace:
+def _trace_of_document(document: object, origin: str, read_as: ReadAs, path: Path) -> ArrayTrace:
     """The trace in what a recorder saved.
 
     Known are SGLang's recorder dumps (``logical_count``, or ``records`` of forward passes), dictionaries of arrays
@@ -121,15 +125,17 @@ def _trace_of_document(document: object, origin: str, read_as: ReadAs) -> ArrayT
     """
     bare = as_array(document)
     if bare is not None:
-        return trace_of_arrays({"": bare}, origin, read_as)
+        return trace_of_arrays({"": bare}, origin, read_as, path.stem)
     if isinstance(document, list) and not any(isinstance(entry, dict) for entry in document):
         raise HeatError("holds a list whose rows differ in length or are no numbers; expected a full array")
     if not isinstance(document, Mapping):
         raise HeatError(f"holds a {type(document).__name__}; expected an array, or a dictionary with one")
     if is_dump(document):
+        check_alone(path)
         return trace_of_dumps([(origin, document)], read_as)
-    if "logical_count" in document:
-        origin = f"SGLang recorder ({origin})"
+    counts_TLE = as_array(document["logical_count"]) if "logical_count" in document else None
+    if counts_TLE is not None and counts_TLE.ndim == 3 and read_as.meaning in (None, "heat"):
+        return trace_of_ring_buffer(counts_TLE, origin)
     arrays = {str(name): array for name, value in document.items() if (array := as_array(value)) is not None}
     if not arrays:
         raise HeatError(f"holds no array; found {', '.join(map(str, list(document)[:8])) or 'nothing'}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -34,7 +34,9 @@ _NAMES = ("phy2log", "physical_to_logical_map", "placement")
 _MOST_TEXT_BYTES = 256 << 20
 
 
-def read_placement(path: Path, experts: int, ranks: int) -> Placement:
+def read_placement(
+    path: Path, experts: int, ranks: int, layer_numbers: Sequence[int] | None = None
+) -> Placement:
     """Read a placement from any file that ``write_placement`` writes, or ``.npy``, or ``.pt``.
 
     Parameters
@@ -43,6 +45,9 @@ def read_placement(path: Path, experts: int, ranks: int) -> Placement:
         A numpy file holds ``phy2log`` as ``[L, R, S]`` or, in vLLM's shape, ``[L, R*S]``.
     experts, ranks
         E and R of the deployment.
+    layer_numbers
+        The model's own numbers of the MoE layers: of a file that has a row for every layer of the model, as SGLang's,
+        these are taken.
 
     Returns
     -------
@@ -56,6 +61,8 @@ def read_placement(path: Path, experts: int, ranks: int) -> Placement:
     """
     try:
         phy2log = read_phy2log(path)
+        if layer_numbers and phy2log.ndim > 1 and len(phy2log) > max(*layer_numbers, len(layer_numbers)):
+            phy2log = phy2log[list(layer_numbers)]
         if phy2log.ndim == 2 and phy2log.shape[1] % ranks == 0:
             phy2log = phy2log.reshape(phy2log.shape[0], ranks, -1)
         if phy2log.ndim == 3 and phy2log.shape[1] != ranks:
@@ -111,7 +118,7 @@ def write_placement(
     placement: Placement,
     log2phy_RLE: Int32,
     format: str | None = None,
-    first_layer: int = 0,
+    layer_numbers: Sequence[int] | None = None,
 ) -> None:
     """Write a placement: ``.npz`` (``phy2log``, ``log2phy``), or an engine's own file.
 
@@ -125,16 +132,18 @@ def write_placement(
         Int32 ``[R, L, E]``, tables; only numpy files hold them, other hosts make their own.
     format
         One of ``FORMATS``, where the suffix does not say enough.
-    first_layer
-        The model's number of its first MoE layer, which TensorRT-LLM counts by.
+    layer_numbers
+        The model's own numbers of the placement's layers (0, 1, 2, ... where not given), which SGLang and TensorRT-LLM
+        count by.
 
     Raises
     ------
     PlacementError
-        Where the format and the suffix contradict each other.
+        Where the format and the suffix contradict each other, or the numbers are not one per layer, rising.
     OutputError
         Where the disk refuses.
     """
+    numbers = _checked_numbers(layer_numbers, placement.layers)
     chosen = placement_format(path, format)
     if chosen == "npz":
         buffer = io.BytesIO()
@@ -142,12 +151,23 @@ def write_placement(
         write_atomically(path, buffer.getvalue())
     elif chosen == "tensorrt-llm":
         text = yaml.safe_dump(
-            tensorrt_llm_document(placement, first_layer), default_flow_style=None, sort_keys=False
+            tensorrt_llm_document(placement, numbers), default_flow_style=None, sort_keys=False
         )
         write_atomically(path, text.encode())
     else:
-        document = expert_map_document(placement) if chosen == "vllm-ascend" else sglang_document(placement)
+        document = (
+            expert_map_document(placement) if chosen == "vllm-ascend" else sglang_document(placement, numbers)
+        )
         write_atomically(path, json.dumps(document).encode())
+
+
+def _checked_numbers(layer_numbers: Sequence[int] | None, layers: int) -> list[int]:
+    numbers = list(range(layers)) if not layer_numbers else [int(number) for number in layer_numbers]
+    if len(numbers) != layers or numbers != sorted(set(numbers)) or numbers[0] < 0:
+        raise PlacementError(
+            f"the model's numbers of {layers} layers are {numbers}; expected rising ones, from 0 on"
+        )
+    return numbers
 
 
 def _parsed(path: Path) -> object:
@@ -186,23 +206,29 @@ def expert_map_document(placement: Placement) -> dict[str, Any]:
     }
 
 
-def sglang_document(placement: Placement) -> dict[str, Any]:
-    """What SGLang's ``--init-expert-location`` takes: ``physical_to_logical_map``, a row a layer."""
-    return {"physical_to_logical_map": placement.phy2log_LRS.reshape(placement.layers, -1).tolist()}
+def sglang_document(placement: Placement, layer_numbers: Sequence[int]) -> dict[str, Any]:
+    """What SGLang's ``--init-expert-location`` takes: ``physical_to_logical_map``, a row per layer of the model.
+
+    SGLang looks its layers up by the model's own number, so that dense layers have a row as well: experts in order, as
+    SGLang's own trivial map has them.
+    """
+    phy2log_LP = placement.phy2log_LRS.reshape(placement.layers, -1)
+    rows = np.tile(np.arange(phy2log_LP.shape[1]) % placement.experts, (layer_numbers[-1] + 1, 1))
+    rows[list(layer_numbers)] = phy2log_LP
+    return {"physical_to_logical_map": rows.tolist()}
 
 
-def tensorrt_llm_document(placement: Placement, first_layer: int = 0) -> dict[str, Any]:
+def tensorrt_llm_document(placement: Placement, layer_numbers: Sequence[int]) -> dict[str, Any]:
     """TensorRT-LLM's load-balancer file: slots and their experts by the model's own layer number.
 
-    ``first_layer`` is the number of the first MoE layer in the model. ``layer_updates_per_iter`` is 0: the placement
-    stays.
+    ``layer_updates_per_iter`` is 0: the placement stays.
     """
     return {
         "num_slots": placement.ranks * placement.slots,
         "layer_updates_per_iter": 0,
         "initial_global_assignments": {
-            first_layer + layer: layer_RS.ravel().tolist()
-            for layer, layer_RS in enumerate(placement.phy2log_LRS)
+            number: layer_RS.ravel().tolist()
+            for number, layer_RS in zip(layer_numbers, placement.phy2log_LRS, strict=True)
         },
     }
 

@@ -1,12 +1,22 @@
-"""SGLang's dumps of single forward passes: one file a rank, put together into the heat of the whole run.
+"""What SGLang's expert distribution recorder dumps, as heat: its ring buffer, or single forward passes of each rank.
 
-The recorder's modes ``per_pass`` and ``per_token`` write ``records``, one a forward pass, in which each rank tells only
-of its own tokens or slots; the ranks' counts of a pass are summed.
+The mode ``stat`` dumps ``logical_count`` ``[buffer, layers, experts]``, summed over the ranks, the whole ring buffer as
+it is in memory: rows that were never written are zeros, and once it has wrapped around the newest rows are in front of
+the oldest. The modes ``per_pass`` and ``per_token`` write ``records``, one per forward pass and a file per rank, in
+which each rank counts only its own tokens; the ranks' counts of a pass are summed. In all of them ``layers`` are all
+layers of the model, dense ones included, whose counts are zero.
+
+References
+----------
+``sglang/srt/eplb/expert_distribution.py`` (``_StatAccumulator``, ``_DetailAccumulator``, ``_CircularBuffer``).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,12 +35,15 @@ _MODES = {1: _PHASES.index("prefill"), 2: _PHASES.index("decode"), 3: _MIXED}
 """What SGLang's numbers of forward modes stand for; others, such as idle, say nothing of a step."""
 
 
+_RANK_FILE = re.compile(r"^(?P<stem>.+)_(?P<rank>\d+)$")
+
+
 class _Pass:
-    """One forward pass, summed over what has been told of it."""
+    """One forward pass, summed over what has been reported of it."""
 
     def __init__(self, counts_LP: Array) -> None:
         self.counts_LP: Int64 = np.zeros(counts_LP.shape, dtype=np.int64)
-        self.told: set[tuple[int, str]] = set()
+        self.reporters: set[tuple[int, str]] = set()
         self.tokens = 0
         self.modes: set[int] = set()
 
@@ -48,7 +61,7 @@ def is_dump(document: object) -> bool:
 def trace_of_dumps(dumps: Sequence[tuple[str, Mapping[Any, Any]]], read_as: ReadAs) -> ArrayTrace:
     """The trace in the dumps of one run's ranks, each with the name of its file.
 
-    A pass that not all ranks have told of is left out, and told of in the trace's origin. Raises ``HeatError`` where
+    A pass that not all ranks have recorded is left out, which the trace's origin says. Raises ``HeatError`` where
     the dumps contradict each other, or are not of one run.
     """
     phy2log = read_as.phy2log
@@ -62,18 +75,71 @@ def trace_of_dumps(dumps: Sequence[tuple[str, Mapping[Any, Any]]], read_as: Read
             raise HeatError(f"{name}: {error}" if len(dumps) > 1 else str(error)) from error
     if phy2log is None:
         raise HeatError(f"holds tokens by slot without {_MAP}; give it with --map")
-    whole = [number for number in sorted(passes) if {rank for rank, _ in passes[number].told} == ranks]
+    whole = [number for number in sorted(passes) if {rank for rank, _ in passes[number].reporters} == ranks]
     if not whole:
         raise HeatError(f"there is no forward pass that all of {len(ranks)} ranks have recorded")
     kept = [passes[number] for number in whole]
     left_out = (
-        f", {len(passes) - len(whole)} passes not told by all left out" if len(whole) < len(passes) else ""
+        f", {len(passes) - len(whole)} passes not recorded by all left out"
+        if len(whole) < len(passes)
+        else ""
     )
-    facts = TraceFacts(origin=f"SGLang recorder, per pass, {len(ranks)} ranks{left_out}", phases=_PHASES)
     heat_TLE = heat_of_slots(np.stack([one.counts_LP for one in kept]), phy2log, read_as.experts)
-    tokens_T = np.array([one.tokens for one in kept], dtype=np.int64)
-    phase_T = np.array([one.phase for one in kept], dtype=np.int64)
-    return ArrayTrace(heat_TLE, facts, tokens_T if tokens_T.all() else None, phase_T=phase_T)
+    busy, moe, facts = _busy_part(heat_TLE, f"SGLang recorder, per pass, {len(ranks)} ranks{left_out}")
+    tokens_T = np.array([one.tokens for one in kept], dtype=np.int64)[busy]
+    phase_T = np.array([one.phase for one in kept], dtype=np.int64)[busy]
+    return ArrayTrace(
+        heat_TLE[np.ix_(busy, moe)],
+        replace(facts, phases=_PHASES),
+        tokens_T if tokens_T.all() else None,
+        phase_T=phase_T,
+    )
+
+
+def trace_of_ring_buffer(counts_TLE: Array, origin: str) -> ArrayTrace:
+    """The trace in what the mode ``stat`` dumped, tokens by logical expert ``[buffer, layers, experts]``.
+
+    Rows without tokens are no steps, and layers without any are dense: neither is part of the trace, whose facts name
+    the layers that are. Where every row is in use the buffer has wrapped around at some row that is not recorded; the
+    trace's origin says so. Raises ``HeatError`` where nothing was counted.
+    """
+    checked = ArrayTrace(counts_TLE).heat(0, len(counts_TLE))
+    busy, moe, facts = _busy_part(checked, f"SGLang recorder ({origin})")
+    if busy.size == len(counts_TLE) > 1:
+        facts = replace(
+            facts, origin=f"{facts.origin}, ring buffer full: its oldest step may be in the midst"
+        )
+    return ArrayTrace(checked[np.ix_(busy, moe)], facts)
+
+
+def check_alone(path: Path) -> None:
+    """Raise ``HeatError`` where the dump at ``path`` is one rank's of several: it would be read as the whole run."""
+    own = _RANK_FILE.match(path.stem)
+    if own is None:
+        return
+    others = sorted(
+        other.name
+        for other in path.parent.glob(f"*{path.suffix}")
+        if other != path and (match := _RANK_FILE.match(other.stem)) and match["rank"] != own["rank"]
+    )
+    if others:
+        raise HeatError(
+            f"is the share of rank {own['rank']} alone, and {others[0]} is beside it: open the folder for all ranks, "
+            "or put the file elsewhere to read this rank alone"
+        )
+
+
+def _busy_part(heat_TLE: Array, origin: str) -> tuple[Int64, Int64, TraceFacts]:
+    """Steps and layers that have tokens, and facts that say which were left out."""
+    tokens_TL = heat_TLE.sum(axis=2)
+    busy, moe = np.flatnonzero(tokens_TL.any(axis=1)), np.flatnonzero(tokens_TL.any(axis=0))
+    if not busy.size:
+        raise HeatError("holds no forward pass: all of its counts are zero; record while the model serves")
+    empty, dense = len(heat_TLE) - busy.size, heat_TLE.shape[1] - moe.size
+    origin += f", {empty} rows without tokens left out" if empty else ""
+    origin += f", {dense} dense layers left out" if dense else ""
+    numbers = tuple(moe.tolist()) if dense else ()
+    return busy, moe, TraceFacts(origin=origin, layer_numbers=numbers)
 
 
 def _add(passes: dict[int, _Pass], dump: Mapping[Any, Any], phy2log: Array | None) -> set[int]:
@@ -95,11 +161,11 @@ def _add(passes: dict[int, _Pass], dump: Mapping[Any, Any], phy2log: Array | Non
                 f"records have several shapes: {', '.join(str(list(shape)) for shape in sorted(shapes))}"
             )
         who = rank, str(record.get("gatherer_key", ""))
-        if who in known.told:
+        if who in known.reporters:
             raise HeatError(
-                f"rank {rank} tells of forward pass {number} twice; these are not dumps of one run"
+                f"rank {rank} has recorded forward pass {number} twice; these are not dumps of one run"
             )
-        known.told.add(who)
+        known.reporters.add(who)
         known.counts_LP += counts_LP.astype(np.int64)
         known.tokens += len(record["input_ids"]) if isinstance(record.get("input_ids"), list) else 0
         mode = record.get("forward_mode")
@@ -136,12 +202,12 @@ def _counted(choices_LKC: Array, slots: int, position: int) -> Array:
 
 def _agreed_map(known: Array | None, dump: Mapping[Any, Any], *, own: bool) -> Array | None:
     """The map that all files agree on; a user's ``own`` goes before theirs."""
-    told = as_array(dump.get(_MAP))
-    if own or told is None:
+    stated = as_array(dump.get(_MAP))
+    if own or stated is None:
         return known
-    if known is not None and not np.array_equal(known, told):
+    if known is not None and not np.array_equal(known, stated):
         raise HeatError(f"has another {_MAP} than the others; these are not dumps of one run")
-    return told
+    return stated
 
 
 def _whole(record: Mapping[Any, Any], name: str, otherwise: int, position: int) -> int:

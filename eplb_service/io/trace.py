@@ -28,7 +28,7 @@ class TraceFacts:
     Parameters
     ----------
     origin
-        The format that it was read from, in words.
+        The format that it was read from, and what is to be known of it, for people.
     model
         Name of the model; empty where unknown.
     ranks, slots
@@ -43,6 +43,8 @@ class TraceFacts:
         Names that the phase numbers of steps stand for.
     batching
         The rule by which tokens became steps; empty where the steps are those that were served.
+    layer_numbers
+        The model's own number of each MoE layer, where it also has layers without experts; empty where unknown.
 
     Raises ``HeatError`` on a negative number.
     """
@@ -56,6 +58,7 @@ class TraceFacts:
     nodes_R: tuple[int, ...] = ()
     phases: tuple[str, ...] = ("unknown",)
     batching: str = ""
+    layer_numbers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("ranks", "slots", "top_k", "bytes_per_expert"):

@@ -110,7 +110,7 @@ def test_same_seed_same_file(tmp_path, trace, capsys):
 
 BAD_ARGUMENTS = {
     "too few slots": (["--slots", "3"], "12 slots cannot hold 16 experts"),
-    "more slots than experts": (["--slots", "17"], "use at most 16 slots a rank"),
+    "more slots than experts": (["--slots", "17"], "use at most 16 slots per rank"),
     "no ranks": (["--ranks", "0"], "'--ranks'"),
     "unknown policy": (["--policy", "greedy"], "choose one of none, deepseek, flashlb"),
     "folder missing": (["--out", "absent/out.npz"], "does not exist; create it first"),

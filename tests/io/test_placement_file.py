@@ -37,7 +37,7 @@ def test_each_engine_finds_its_own_keys(tmp_path):
     assert json.loads((tmp_path / "a.json").read_text()) == expert_map_document(PLACEMENT)
     write_placement(tmp_path / "b.json", PLACEMENT, tables, "sglang")
     assert json.loads((tmp_path / "b.json").read_text()) == {"physical_to_logical_map": flat}
-    write_placement(tmp_path / "c.yaml", PLACEMENT, tables, first_layer=3)
+    write_placement(tmp_path / "c.yaml", PLACEMENT, tables, layer_numbers=range(3, 3 + PLACEMENT.layers))
     assert yaml.safe_load((tmp_path / "c.yaml").read_text()) == {
         "num_slots": 8,
         "layer_updates_per_iter": 0,
@@ -155,3 +155,29 @@ def test_placements_of_another_shape_are_refused(tmp_path):
     assert "holds no array named 'phy2log'" in refusal(path)
     np.savez(path, phy2log=np.zeros((3, 4, 2), dtype=np.int32))
     assert "expert 1 is in no slot" in refusal(path)
+
+
+@pytest.mark.parametrize("suffix_and_format", [(".json", "sglang"), (".yaml", "tensorrt-llm")])
+@pytest.mark.parametrize("numbers", [None, range(3, 3 + PLACEMENT.layers), range(1, 2 * PLACEMENT.layers, 2)])
+def test_engines_that_count_all_layers_of_the_model_get_each_layer_where_they_look_for_it(
+    tmp_path, suffix_and_format, numbers
+):
+    suffix, format = suffix_and_format
+    path = tmp_path / f"map{suffix}"
+    write_placement(path, PLACEMENT, PLACEMENT.default_log2phy(), format, numbers)
+    back = read_placement(path, PLACEMENT.experts, PLACEMENT.ranks, numbers)
+    assert np.array_equal(back.phy2log_LRS, PLACEMENT.phy2log_LRS)
+    if format == "sglang":
+        rows_LP = json.loads(path.read_text())["physical_to_logical_map"]
+        flat_LP = PLACEMENT.phy2log_LRS.reshape(PLACEMENT.layers, -1).tolist()
+        places = list(numbers or range(PLACEMENT.layers))
+        assert [rows_LP[number] for number in places] == flat_LP
+        in_order = [slot % PLACEMENT.experts for slot in range(len(flat_LP[0]))]
+        assert all(row == in_order for number, row in enumerate(rows_LP) if number not in places)
+        assert len(rows_LP) == places[-1] + 1
+
+
+@pytest.mark.parametrize("numbers", [[0] * PLACEMENT.layers, [1], range(PLACEMENT.layers, 0, -1)])
+def test_layer_numbers_that_are_none_are_refused(tmp_path, numbers):
+    with pytest.raises(PlacementError, match="expected rising ones"):
+        write_placement(tmp_path / "map.json", PLACEMENT, PLACEMENT.default_log2phy(), "sglang", numbers)

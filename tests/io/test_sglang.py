@@ -1,4 +1,4 @@
-"""SGLang's dumps of forward passes, a file a rank, make the heat of the whole run, or are refused in one line."""
+"""What SGLang's recorder dumps is read in its true form: ring buffer, dense layers, a file per rank; or is refused."""
 
 import numpy as np
 import pytest
@@ -39,8 +39,68 @@ def test_the_ranks_files_are_one_run(tmp_path):
     trace = open_trace(tmp_path / "run")
     assert np.array_equal(trace.heat(0, PASSES), by_expert(COUNTS_RTLP.sum(axis=0)))
     assert trace.facts.origin == "SGLang recorder, per pass, 3 ranks"
-    alone = open_trace(next((tmp_path / "run").glob("*_1.pt")))
+
+
+def test_one_ranks_file_is_not_taken_for_the_run(tmp_path):
+    for rank in range(RANKS):
+        dumped(tmp_path / "run", rank, [record(rank, number) for number in range(PASSES)])
+    one = next((tmp_path / "run").glob("*_1.pt"))
+    with pytest.raises(
+        HeatError, match=r"is the share of rank 1 alone, and .*_0\.pt is beside it: open the folder"
+    ):
+        open_trace(one)
+    alone = open_trace(one.rename(tmp_path / one.name))
     assert np.array_equal(alone.heat(0, PASSES), by_expert(COUNTS_RTLP[1]))
+
+
+def test_passes_without_tokens_and_dense_layers_are_left_out(tmp_path):
+    counts_TLP = COUNTS_RTLP.sum(axis=0) + 1
+    with_dense = np.insert(np.insert(counts_TLP, 2, 0, axis=0), 0, 0, axis=1)
+    records = [
+        {**record(0, 0), "forward_pass_id": number, "global_physical_count": torch.from_numpy(counts_LP)}
+        for number, counts_LP in enumerate(with_dense)
+    ]
+    dumped(tmp_path / "run", 0, records, np.insert(PHY2LOG_LP, 0, np.arange(SLOTS) % EXPERTS, axis=0))
+    trace = open_trace(tmp_path / "run")
+    assert np.array_equal(trace.heat(0, trace.steps), by_expert(counts_TLP))
+    assert trace.facts.layer_numbers == (1, 2)
+
+
+def ring_buffer(size, heat_TLE, dense=3):
+    """What the mode stat dumps after the steps of ``heat_TLE``: the buffer as it is in memory."""
+    steps, layers, experts = heat_TLE.shape
+    buffer = np.zeros((size, dense + layers, experts), dtype=np.int32)
+    for step in range(steps):
+        buffer[step % size, dense:] = heat_TLE[step]
+    return {"rank": 0, "logical_count": torch.from_numpy(buffer), "average_utilization_rate_over_window": 0.5}
+
+
+HEAT_TLE = np.random.default_rng(1).integers(0, 9, (7, 2, EXPERTS)) + 1
+
+
+@pytest.mark.parametrize("size", [8, 50])
+def test_rows_of_the_ring_buffer_that_were_never_written_are_no_steps(tmp_path, size):
+    torch.save(ring_buffer(size, HEAT_TLE), tmp_path / "expert_distribution_recorder_17.25.pt")
+    for place in (tmp_path / "expert_distribution_recorder_17.25.pt", tmp_path):
+        trace = open_trace(place)
+        assert np.array_equal(trace.heat(0, trace.steps), HEAT_TLE)
+        assert trace.facts.layer_numbers == (3, 4)
+        assert f"{size - 7} rows without tokens left out, 3 dense layers left out" in trace.facts.origin
+        assert "ring buffer full" not in trace.facts.origin
+
+
+def test_a_full_ring_buffer_says_that_its_order_is_not_known(tmp_path):
+    torch.save(ring_buffer(4, HEAT_TLE, dense=0), tmp_path / "full.pt")
+    trace = open_trace(tmp_path / "full.pt")
+    assert np.array_equal(trace.heat(0, 4), HEAT_TLE[[4, 5, 6, 3]])
+    assert "ring buffer full: its oldest step may be in the midst" in trace.facts.origin
+    assert trace.facts.layer_numbers == ()
+
+
+def test_a_ring_buffer_in_which_nothing_was_counted_is_refused(tmp_path):
+    torch.save(ring_buffer(4, HEAT_TLE[:0]), tmp_path / "idle.pt")
+    with pytest.raises(HeatError, match="holds no forward pass: all of its counts are zero"):
+        open_trace(tmp_path / "idle.pt")
 
 
 def test_passes_that_not_all_ranks_recorded_are_left_out(tmp_path):
@@ -48,10 +108,10 @@ def test_passes_that_not_all_ranks_recorded_are_left_out(tmp_path):
         dumped(tmp_path / "run", rank, [record(rank, number) for number in range(rank, PASSES)])
     trace = open_trace(tmp_path / "run")
     assert np.array_equal(trace.heat(0, trace.steps), by_expert(COUNTS_RTLP.sum(axis=0)[2:]))
-    assert "2 passes not told by all left out" in trace.facts.origin
+    assert "2 passes not recorded by all left out" in trace.facts.origin
 
 
-def test_per_token_records_are_counted_and_tell_phases_and_tokens(tmp_path):
+def test_per_token_records_are_counted_and_have_phases_and_tokens(tmp_path):
     choices = np.array([[[0, 3, -1], [5, 1, -1]], [[2, 2, -1], [4, 0, -1]]])
     modes = [1, 2, 4]
     for rank in range(RANKS):
@@ -86,7 +146,7 @@ BAD = {
         lambda folder: dumped(folder, 2, [record(2, 0)], PHY2LOG_LP[::-1].copy()),
         r"_2.pt: has another last_physical_to_logical_map than the others; these are not dumps of one run",
     ),
-    "a rank twice": (lambda folder: spoil(folder, 2, rank=1), "rank 1 tells of forward pass 100 twice"),
+    "a rank twice": (lambda folder: spoil(folder, 2, rank=1), "rank 1 has recorded forward pass 100 twice"),
     "other shapes": (
         lambda folder: spoil(folder, 2, global_physical_count=torch.ones(2, 7, dtype=torch.int32)),
         r"_2.pt: records have several shapes: \[2, 6\], \[2, 7\]",
