@@ -12,10 +12,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from eplb_service.wire.generated import agent_pb2
+from eplb_service.wire.heat import StepPhase
+from eplb_service.wire.status import Heartbeat
 from worker_agent.adapters.live_layer import LiveLayer
 from worker_agent.forward_clock import ForwardClock
-from worker_agent.heat import HeatRecorder, StepPhase
+from worker_agent.heat import HeatRecorder
 from worker_agent.heat_watchdog import HeatWatchdog
 from worker_agent.history.record import History
 from worker_agent.outbox import Outbox
@@ -216,9 +217,9 @@ class Agent:
             self._outbox.count_lost(self._heat.lost_steps - self._lost_steps_reported)
             self._lost_steps_reported = self._heat.lost_steps
 
-    def _beat(self) -> agent_pb2.Heartbeat:
+    def _beat(self) -> Heartbeat:
         installed = self.installed
-        return agent_pb2.Heartbeat(
+        return Heartbeat(
             step=self._step,
             epoch=installed.epoch,
             digest=installed.digest,

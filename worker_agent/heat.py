@@ -6,7 +6,6 @@ asynchronously, and become reports once the copy has arrived. A segment never sp
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,46 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from eplb_service.wire.heat import HeatReport, StepPhase
 from worker_agent.adapters.live_layer import LiveLayer
 from worker_agent.device import Mark, host_empty
 
 _MOST_TOKENS = 1 << 32
-
-
-class StepPhase(enum.IntEnum):
-    """What kind of step it was; the numbers are the wire's."""
-
-    PREFILL = 1
-    DECODE = 2
-    DUMMY = 3
-
-
-@dataclass(frozen=True)
-class HeatSegment:
-    """Counts of consecutive steps under one placement.
-
-    Parameters
-    ----------
-    first_step
-        Number of the first step.
-    layer_epochs
-        Epoch of each layer while they were counted.
-    slot_counts_TLS
-        int32 ``[T, L, S]``, tokens received by this rank's slots.
-    source_counts_TLE
-        int32 ``[T, L, E]``, this rank's own tokens before dispatch; ``None`` where a layer does not count them.
-    phases
-        One a step.
-    tokens
-        This rank's own tokens, one a step; empty where the host does not give them.
-    """
-
-    first_step: int
-    layer_epochs: tuple[int, ...]
-    slot_counts_TLS: npt.NDArray[np.int32]
-    source_counts_TLE: npt.NDArray[np.int32] | None
-    phases: tuple[StepPhase, ...]
-    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -134,7 +98,7 @@ class HeatRecorder:
             self.lost_steps += len(phases)
             raise
 
-    def take(self) -> list[HeatSegment]:
+    def take(self) -> list[HeatReport]:
         """Segments whose copies have arrived since the last call; never waits."""
         segments = []
         while self._copies and self._copies[0].arrived.passed():
@@ -146,7 +110,14 @@ class HeatRecorder:
             sources = None if copy.sources_LTE is None else _steps_first(copy.sources_LTE)
             slots = _steps_first(copy.slots_LTS)
             segments.append(
-                HeatSegment(copy.first_step, copy.layer_epochs, slots, sources, copy.phases, copy.tokens)
+                HeatReport(
+                    copy.first_step,
+                    copy.layer_epochs,
+                    slots,
+                    np.array(copy.phases, dtype=np.uint8),
+                    sources,
+                    np.array(copy.tokens, dtype=np.int64) if copy.tokens else None,
+                )
             )
         return segments
 

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from eplb_service import __version__
+from eplb_service.wire.hello import Hello, Shape
+from worker_agent.swap.installed import Installed
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -37,3 +43,25 @@ class Identity:
     experts: int
     slots: int
     bytes_per_expert: int
+
+    @property
+    def shape(self) -> Shape:
+        """Sizes that all ranks share."""
+        return Shape(self.ranks, self.layers, self.experts, self.slots, self.bytes_per_expert)
+
+    def hello(self, installed: Installed) -> Hello:
+        """How this rank introduces itself while it serves ``installed``."""
+        return Hello(
+            deployment=self.deployment,
+            rank=self.rank,
+            node=self.node,
+            token_group=self.token_groups[self.rank],
+            group_id=self.group_id,
+            shape=self.shape,
+            epoch=installed.epoch,
+            digest=installed.digest,
+            layer_epochs=installed.layer_epochs,
+            slots_LS=np.ascontiguousarray(installed.placement.phy2log_LRS[:, self.rank]),
+            log2phy_LE=installed.log2phy_LE,
+            agent_version=__version__,
+        )

@@ -6,10 +6,10 @@ import threading
 from collections import deque
 from typing import TypeAlias
 
-from eplb_service.wire.generated import agent_pb2
-from worker_agent.heat import HeatSegment
+from eplb_service.wire.heat import HeatReport
+from eplb_service.wire.status import PlanStatus
 
-Outgoing: TypeAlias = HeatSegment | agent_pb2.PlanStatus
+Outgoing: TypeAlias = HeatReport | PlanStatus
 
 _MOST_STATUSES = 4096
 
@@ -25,19 +25,19 @@ class Outbox:
 
     def __init__(self, heat_segments: int) -> None:
         self.dropped_steps = 0
-        self._heat: deque[HeatSegment] = deque()
+        self._heat: deque[HeatReport] = deque()
         self._heat_limit = heat_segments
         # A group makes a handful of statuses per layer and plan; the bound only guards against a service gone for good.
-        self._statuses: deque[agent_pb2.PlanStatus] = deque(maxlen=_MOST_STATUSES)
+        self._statuses: deque[PlanStatus] = deque(maxlen=_MOST_STATUSES)
         self._changed = threading.Condition()
 
     def put(self, item: Outgoing) -> None:
         """Add, dropping the oldest heat where there is no room."""
         with self._changed:
-            if isinstance(item, HeatSegment):
+            if isinstance(item, HeatReport):
                 self._heat.append(item)
                 if len(self._heat) > self._heat_limit:
-                    self.dropped_steps += len(self._heat.popleft().phases)
+                    self.dropped_steps += self._heat.popleft().steps
             else:
                 self._statuses.append(item)
             self._changed.notify()
@@ -45,12 +45,12 @@ class Outbox:
     def restore(self, item: Outgoing) -> None:
         """Put back, at the front, what could not be sent."""
         with self._changed:
-            if not isinstance(item, HeatSegment):
+            if not isinstance(item, HeatReport):
                 self._statuses.appendleft(item)
             elif len(self._heat) < self._heat_limit:
                 self._heat.appendleft(item)
             else:
-                self.dropped_steps += len(item.phases)
+                self.dropped_steps += item.steps
 
     def count_lost(self, steps: int) -> None:
         """Count steps whose heat never got as far as here."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from eplb_service.wire.generated import agent_pb2
+from eplb_service.wire.status import PlanState, PlanStatus
 from worker_agent.heat import HeatRecorder
 from worker_agent.outbox import Outbox
 from worker_agent.swap.installed import Installed
@@ -38,18 +38,18 @@ class StatusReporter:
 
     def accepted(self, plan_id: int, layer: int) -> None:
         """The plan is valid here."""
-        self._report(plan_id, layer, agent_pb2.PLAN_STATE_ACCEPTED)
+        self._report(plan_id, layer, PlanState.ACCEPTED)
 
     def refused(self, plan_id: int, reason: str) -> None:
         """The plan is not valid here; nothing changed."""
-        self._report(plan_id, 0, agent_pb2.PLAN_STATE_REFUSED, reason=reason)
+        self._report(plan_id, 0, PlanState.REFUSED, reason=reason)
 
     def transferred(self, plan_id: int, layer: int, bytes_received: int, seconds: float) -> None:
         """All bytes of the layer are staged here."""
         self._report(
             plan_id,
             layer,
-            agent_pb2.PLAN_STATE_TRANSFERRED,
+            PlanState.TRANSFERRED,
             bytes_received=bytes_received,
             transfer_seconds=seconds,
         )
@@ -59,7 +59,7 @@ class StatusReporter:
         self._report(
             done.plan_id,
             done.layer,
-            agent_pb2.PLAN_STATE_COMMITTED,
+            PlanState.COMMITTED,
             installed=done.installed,
             bytes_received=done.bytes_received,
             transfer_seconds=done.transfer_seconds,
@@ -68,13 +68,13 @@ class StatusReporter:
 
     def aborted(self, plan_id: int, layer: int, reason: str) -> None:
         """The layer and those after it stay as they were."""
-        self._report(plan_id, layer, agent_pb2.PLAN_STATE_ABORTED, reason=reason)
+        self._report(plan_id, layer, PlanState.ABORTED, reason=reason)
 
     def _report(
         self,
         plan_id: int,
         layer: int,
-        state: agent_pb2.PlanState,
+        state: PlanState,
         *,
         installed: Installed | None = None,
         **facts: Any,
@@ -82,7 +82,7 @@ class StatusReporter:
         step, installed_now = self._present()
         served = installed or installed_now
         self._outbox.put(
-            agent_pb2.PlanStatus(
+            PlanStatus(
                 plan_id=plan_id,
                 layer=layer,
                 state=state,

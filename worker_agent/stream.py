@@ -8,14 +8,18 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TypeAlias
 
 import grpc
 
-from eplb_service.wire.codec import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, WireError
+from eplb_service.wire.codec import MAX_MESSAGE_BYTES
+from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
-from worker_agent import messages
-from worker_agent.heat import HeatSegment
+from eplb_service.wire.heat import HeatReport, encode_heat_report
+from eplb_service.wire.hello import Welcome, decode_welcome, encode_hello
+from eplb_service.wire.status import Heartbeat, PlanState, PlanStatus, encode_heartbeat, encode_plan_status
+from worker_agent.checked_plan import CheckedPlan, check_plan
 from worker_agent.identity import Identity
 from worker_agent.outbox import Outbox
 from worker_agent.settings import AgentSettings
@@ -35,7 +39,7 @@ _CHANNEL_OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
 ]
 
-Beat: TypeAlias = Callable[[], agent_pb2.Heartbeat]
+Beat: TypeAlias = Callable[[], Heartbeat]
 
 
 class ServiceStream:
@@ -57,8 +61,8 @@ class ServiceStream:
         installed: Callable[[], Installed],
         beat: Beat,
     ) -> None:
-        self.plans: queue.SimpleQueue[messages.HeardPlan] = queue.SimpleQueue()
-        self.welcome: agent_pb2.Welcome | None = None
+        self.plans: queue.SimpleQueue[CheckedPlan] = queue.SimpleQueue()
+        self.welcome: Welcome | None = None
         self.connected = False
         self._settings = settings
         self._identity = identity
@@ -136,45 +140,37 @@ class ServiceStream:
 
     def _requests(self, over: threading.Event) -> Iterator[agent_pb2.ConnectRequest]:
         """What this side says; runs on a thread of gRPC's. Heartbeats go out however much else there is to say."""
-        yield agent_pb2.ConnectRequest(hello=messages.hello(self._identity, self._installed()))
+        yield agent_pb2.ConnectRequest(hello=encode_hello(self._identity.hello(self._installed())))
         beat_at = time.monotonic()
         while not over.is_set() and not self._closing.is_set():
             left = beat_at - time.monotonic()
             if left <= 0:
                 welcome = self.welcome
                 beat_at = time.monotonic() + (welcome.heartbeat_seconds if welcome else _FIRST_BEAT_SECONDS)
-                yield agent_pb2.ConnectRequest(heartbeat=self._beat())
+                yield agent_pb2.ConnectRequest(heartbeat=encode_heartbeat(self._beat()))
                 continue
             item = self._outbox.take(timeout=left)
             if over.is_set():
                 if item is not None:
                     self._outbox.restore(item)
                 return
-            if isinstance(item, HeatSegment):
-                report = messages.heat_report(item, self._outbox.dropped_steps)
-                yield agent_pb2.ConnectRequest(heat_report=report)
+            if isinstance(item, HeatReport):
+                report = replace(item, dropped_steps=self._outbox.dropped_steps)
+                yield agent_pb2.ConnectRequest(heat_report=encode_heat_report(report))
             elif item is not None:
-                yield agent_pb2.ConnectRequest(plan_status=item)
+                yield agent_pb2.ConnectRequest(plan_status=encode_plan_status(item))
 
     def _hear(self, response: agent_pb2.ConnectResponse) -> None:
         kind = response.WhichOneof("message")
         if kind == "welcome":
-            if response.welcome.protocol_version != PROTOCOL_VERSION:
-                raise WireError(
-                    f"the service speaks protocol {response.welcome.protocol_version}, this agent {PROTOCOL_VERSION}"
-                )
-            self.welcome = response.welcome
+            self.welcome = decode_welcome(response.welcome)
             self.connected = True
             _log.info("rank %d: connected to %s", self._identity.rank, self._settings.service)
         elif kind == "plan":
             try:
-                self.plans.put(messages.checked_plan(response.plan, self._identity, self._installed()))
+                self.plans.put(check_plan(response.plan, self._identity, self._installed()))
             except WireError as error:
-                self._outbox.put(
-                    agent_pb2.PlanStatus(
-                        plan_id=response.plan.plan_id, state=agent_pb2.PLAN_STATE_REFUSED, reason=str(error)
-                    )
-                )
+                self._outbox.put(PlanStatus(response.plan.plan_id, PlanState.REFUSED, reason=str(error)))
 
     def _log_lost(self, error: grpc.RpcError) -> None:
         if self._closing.is_set():

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from benchmarks.switch.ratios import Ratio, by_turns
 from eplb_service.placement import Int32, Placement, default_log2phy
-from eplb_service.wire.plan_codec import WireLayer, WirePlan, plan_digest, table_digest
+from eplb_service.wire.plan import RankLayer, RankPlan, table_digest
 from worker_agent.agent import Agent
-from worker_agent.messages import HeardPlan
+from worker_agent.checked_plan import CheckedPlan
 from worker_agent.moe import ExpertParallelMoE, MoEShape, seeded_experts
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.carrier import ByteBudget
@@ -48,7 +48,7 @@ def swapped_RS(old_RS: Int32, turn: int) -> Int32:
     return old_RS if lost else new_RS
 
 
-def plan_for(agent: Agent, layer: int, new_RS: Int32, plan_id: int) -> HeardPlan:
+def plan_for(agent: Agent, layer: int, new_RS: Int32, plan_id: int) -> CheckedPlan:
     """What a service would send this rank."""
     installed, rank = agent.installed, agent.identity.rank
     old_RS = installed.placement.phy2log_LRS[layer]
@@ -60,10 +60,9 @@ def plan_for(agent: Agent, layer: int, new_RS: Int32, plan_id: int) -> HeardPlan
     tables_RE = default_log2phy(new_RS, EXPERTS)
     digests = tuple(table_digest(row) for row in tables_RE)
     moves_M5 = np.array(moves, dtype=np.int32).reshape(-1, 5)
-    update = WireLayer(layer, new_RS, tables_RE[rank], digests, moves_M5)
-    digest = plan_digest(plan_id, installed.epoch, installed.digest, (update,))
-    plan = WirePlan(plan_id, 1, installed.epoch, installed.digest, (update,), digest)
-    return HeardPlan(plan, installed.digest)
+    update = RankLayer(layer, new_RS, tables_RE[rank], digests, moves_M5)
+    plan = RankPlan.of(plan_id, 1, installed.epoch, installed.digest, (update,))
+    return CheckedPlan(plan, installed.digest)
 
 
 def layers_of(hidden: int, intermediate: int, ranks: int) -> list[ExpertParallelMoE]:
@@ -198,7 +197,7 @@ def transfer(hidden: int, intermediate: int, experts: int, rounds: int) -> tuple
     shape = MoEShape(0, EXPERTS, hidden, intermediate)
     layer = ExpertParallelMoE(shape, np.arange(EXPERTS, dtype=np.int32)[None], seeded_experts(shape))
     moves_M5 = np.array([(0, slot, 1, slot, slot) for slot in range(experts)], dtype=np.int32)
-    update = WireLayer(
+    update = RankLayer(
         0, np.zeros((2, EXPERTS), dtype=np.int32), np.zeros(EXPERTS, np.int32), (0, 0), moves_M5
     )
     limits = TransferLimits(timedelta(seconds=60), AgentSettings().chunk_bytes)

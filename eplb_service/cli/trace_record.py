@@ -18,13 +18,12 @@ from eplb_service.cli.errors import UserError
 from eplb_service.cli.operator_client import Connection, Name, OperatorCalls
 from eplb_service.cli.option_groups import option_groups
 from eplb_service.cli.watched_trace import WatchedTrace
-from eplb_service.control.server.heat_messages import read_served, read_switched
-from eplb_service.control.server.heat_report import read_heat_report
-from eplb_service.control.server.refusal import RefusedError
 from eplb_service.io import native_layout
 from eplb_service.io.copy_trace import check_trace_output
-from eplb_service.wire.codec import WireError
+from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import operator_pb2
+from eplb_service.wire.heat import decode_heat_report
+from eplb_service.wire.watch import decode_served, decode_switched
 
 
 @option_groups
@@ -89,7 +88,7 @@ def _follow(
     except KeyboardInterrupt:
         # Enough: what has been heard is a whole trace.
         pass
-    except (WireError, RefusedError) as error:
+    except WireError as error:
         raise UserError(f"the service tells what cannot be: {error}") from error
     except grpc.RpcError as error:
         if not _time_is_up(error, seconds):
@@ -107,17 +106,18 @@ def _take(trace: WatchedTrace, message: operator_pb2.WatchHeatResponse) -> None:
     trace.dropped = message.dropped_reports
     kind = message.WhichOneof("message")
     if kind == "served":
-        trace.begin(read_served(message.served))
+        trace.begin(decode_served(message.served))
     elif trace.served is None:
         raise WireError("heat comes before what is served")
     elif kind == "switched":
-        trace.place(*read_switched(message.switched, trace.served))
+        switched = decode_switched(message.switched, trace.served.shape)
+        trace.place(switched.layer, switched.epoch, switched.phy2log_RS)
     elif kind == "heat":
         served = trace.served
         if message.heat.rank >= served.shape.ranks:
             raise WireError(f"rank {message.heat.rank} is none of {served.shape.ranks}")
-        batch = read_heat_report(message.heat.report, served.shape, served.pending_steps)
-        trace.add(message.heat.rank, batch)
+        report = decode_heat_report(message.heat.report, served.shape, served.pending_steps)
+        trace.add(message.heat.rank, report)
 
 
 def _time_is_up(error: grpc.RpcError, seconds: float | None) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from eplb_service.cli.errors import UserError
-from eplb_service.control.server.heat_messages import Served
-from eplb_service.heat.batch import HeatBatch
 from eplb_service.io.recorder import Recorder
 from eplb_service.io.trace import TraceFacts
 from eplb_service.placement import Int32
+from eplb_service.wire.heat import HeatReport
+from eplb_service.wire.watch import ServedModel
 
 
 class WatchedTrace:
@@ -30,7 +30,7 @@ class WatchedTrace:
 
     def __init__(self, path: Path, deployment: str, most_steps: int | None) -> None:
         self.path = path
-        self.served: Served | None = None
+        self.served: ServedModel | None = None
         self.dropped = 0
         self._deployment = deployment
         self._most_steps = most_steps
@@ -56,7 +56,7 @@ class WatchedTrace:
         """Whether nothing more can or need be recorded."""
         return self._recorder is not None and (self._recorder.full or self._recorder.error is not None)
 
-    def begin(self, served: Served) -> None:
+    def begin(self, served: ServedModel) -> None:
         """All ranks agree on what they serve; raises ``UserError`` where that does not fit the trace."""
         recorder = self._recorder
         shape, rows = (
@@ -90,7 +90,7 @@ class WatchedTrace:
         assert self._recorder is not None
         self._recorder.place(layer, epoch, phy2log_RS)
 
-    def add(self, rank: int, batch: HeatBatch) -> None:
+    def add(self, rank: int, batch: HeatReport) -> None:
         """A rank has reported; only after ``begin``."""
         assert self._recorder is not None
         self._recorder.add(rank, batch)

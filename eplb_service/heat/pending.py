@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.heat.batch import HeatBatch
 from eplb_service.placement import Int32
+from eplb_service.wire.heat import HeatReport
 
 
 class PendingSteps:
@@ -41,26 +41,26 @@ class PendingSteps:
         """P."""
         return len(self.step_P)
 
-    def add(self, rank: int, batch: HeatBatch, slots_LS: Int32) -> npt.NDArray[np.intp]:
+    def add(self, rank: int, report: HeatReport, slots_LS: Int32) -> npt.NDArray[np.intp]:
         """Fill in the counts of a rank whose slots hold the experts ``slots_LS``.
 
-        Returns the positions of steps that are now complete and carry tokens. A step that this rank has told of
+        Returns the positions of steps that are now complete and carry tokens. A step that this rank has reported
         before, or that has fallen out of the ring, is left as it is. At most ``capacity`` steps at a time.
         """
-        self._make_room(batch.first_step, batch.first_step + batch.steps)
-        steps_T = np.arange(batch.first_step, batch.first_step + batch.steps)
+        self._make_room(report.first_step, report.first_step + report.steps)
+        steps_T = np.arange(report.first_step, report.first_step + report.steps)
         positions_T = steps_T % self.capacity
         open_T = (self.step_P[positions_T] == steps_T) & ~self._seen_PR[positions_T, rank]
         positions, taken = positions_T[open_T], np.flatnonzero(open_T)
-        self._agree_on_epochs(positions, np.asarray(batch.layer_epochs, dtype=np.int64))
-        counts_TLS = batch.slot_counts_TLS if len(taken) == batch.steps else batch.slot_counts_TLS[taken]
+        self._agree_on_epochs(positions, np.asarray(report.layer_epochs, dtype=np.int64))
+        counts_TLS = report.slot_counts_TLS if len(taken) == report.steps else report.slot_counts_TLS[taken]
         layers, experts = self.heat_PLE.shape[1:]
         cells_C = (slots_LS + experts * np.arange(layers)[:, None]).ravel()
-        # No expert stands twice on a rank, so no element is addressed twice.
+        # No expert is twice on a rank, so no element is addressed twice.
         heat_PC = self.heat_PLE.reshape(self.capacity, layers * experts)
         heat_PC[positions[:, None], cells_C] += counts_TLS.reshape(len(taken), cells_C.size)
         self.loads_PLR[positions, :, rank] = counts_TLS.sum(axis=2, dtype=np.int32)
-        self._busy_P[positions] |= ~batch.dummy_T[taken]
+        self._busy_P[positions] |= ~report.dummy_T[taken]
         self._seen_PR[positions, rank] = True
         done = self._done(positions)
         self.completed += int(done.sum())

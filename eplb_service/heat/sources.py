@@ -19,14 +19,14 @@ class _Bucket:
 
     @property
     def fair(self) -> bool:
-        """Whether all ranks have told of equally many steps, so that their shares can be compared."""
+        """Whether all ranks have reported equally many steps, so that their shares can be compared."""
         return bool(self.steps_R[0] > 0 and (self.steps_R == self.steps_R[0]).all())
 
 
 class SourceHeat:
     """Tokens of each source rank by logical expert over the newest ``window_steps`` or a little more.
 
-    Steps fall into buckets of a quarter of a window; a bucket for which the ranks have told of different numbers of
+    Steps fall into buckets of a quarter of a window; a bucket for which the ranks have reported different numbers of
     steps is left out rather than guessed.
     """
 
@@ -48,7 +48,7 @@ class SourceHeat:
             taken += len(part_TLE)
 
     def sums(self) -> npt.NDArray[np.float64] | None:
-        """Float64 ``[R, L, E]``; ``None`` where not all ranks tell."""
+        """Float64 ``[R, L, E]``; ``None`` where not all ranks report theirs."""
         fair = [bucket.sum_RLE for bucket in self._buckets.values() if bucket.fair]
         return np.sum(fair, axis=0, dtype=np.float64) if fair else None
 

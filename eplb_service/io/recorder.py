@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from eplb_service.heat.batch import HeatBatch
 from eplb_service.io.native_writer import BATCH_STEPS, TraceWriter
 from eplb_service.io.step_record import PHASES, StepRecord
 from eplb_service.io.trace import TraceFacts
 from eplb_service.placement import Int32
+from eplb_service.wire.heat import HeatReport
 
 MOST_SOURCE_COUNTS = 1 << 21
 """Most ranks x layers x experts for which tokens by source rank are recorded: beyond, a step takes 8 MB and more."""
@@ -111,7 +111,7 @@ class Recorder:
         self._pending.clear()
         self._newest_gone, self._first_whole = -1, None
 
-    def add(self, rank: int, batch: HeatBatch) -> None:
+    def add(self, rank: int, batch: HeatReport) -> None:
         """Take one rank's report, whose arrays must not change any more."""
         for offset in range(batch.steps):
             number = batch.first_step + offset

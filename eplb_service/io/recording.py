@@ -7,12 +7,12 @@ from pathlib import Path
 import structlog
 
 from eplb_service.atomic_write import OutputError
-from eplb_service.heat.batch import HeatBatch
 from eplb_service.heat.window import HeatError
 from eplb_service.io.native_layout import SUFFIX
 from eplb_service.io.recorder import Recorder
 from eplb_service.io.trace import TraceFacts
 from eplb_service.placement import Int32, Placement
+from eplb_service.wire.heat import HeatReport
 
 _log = structlog.get_logger(__name__)
 
@@ -59,7 +59,7 @@ class Recording:
         if name in self._recorders:
             self._recorders[name].place(layer, epoch, phy2log_RS)
 
-    def heat(self, name: str, rank: int, batch: HeatBatch) -> None:
+    def heat(self, name: str, rank: int, batch: HeatReport) -> None:
         """One rank of deployment ``name`` has reported."""
         recorder = self._recorders.get(name)
         if recorder is None:

@@ -7,16 +7,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.heat.batch import HeatBatch, Phase
+from eplb_service.wire.heat import HeatReport, StepPhase
 
 PHASES = ("unknown", "prefill", "decode", "mixed")
 """Names of the phases that recorded steps have; mixed: some ranks with tokens prefilled, others decoded."""
 
 _MIXED = PHASES.index("mixed")
 _PHASE_OF = {
-    Phase.UNKNOWN: PHASES.index("unknown"),
-    Phase.PREFILL: PHASES.index("prefill"),
-    Phase.DECODE: PHASES.index("decode"),
+    StepPhase.PREFILL: PHASES.index("prefill"),
+    StepPhase.DECODE: PHASES.index("decode"),
 }
 _UNKNOWN_TOKENS = -1
 
@@ -33,7 +32,7 @@ class StepRecord:
         self.spoilt = False
         self.busy = False
         self._missing = ranks
-        self._told: list[tuple[HeatBatch, int] | None] = [None] * ranks
+        self._told: list[tuple[HeatReport, int] | None] = [None] * ranks
 
     @property
     def whole(self) -> bool:
@@ -45,13 +44,13 @@ class StepRecord:
         """Whether all ranks told which experts their own tokens chose."""
         return all(batch.source_counts_TLE is not None for batch, _ in self._reports())
 
-    def add(self, rank: int, batch: HeatBatch, offset: int) -> None:
+    def add(self, rank: int, batch: HeatReport, offset: int) -> None:
         """Take step ``offset`` of a rank's report."""
         if self._told[rank] is None:
             self._missing -= 1
         self._told[rank] = batch, offset
         self.spoilt |= batch.layer_epochs != self.layer_epochs
-        self.busy |= int(batch.phase_T[offset]) != Phase.DUMMY
+        self.busy |= int(batch.phase_T[offset]) != StepPhase.DUMMY
 
     def slot_counts(self) -> npt.NDArray[np.uint32]:
         """Tokens by slot, uint32 ``[L, R*S]``."""
@@ -75,8 +74,8 @@ class StepRecord:
 
     def phase(self) -> int:
         """Index into ``PHASES``, of the ranks that had tokens."""
-        found = {int(batch.phase_T[offset]) for batch, offset in self._reports()} - {int(Phase.DUMMY)}
-        return _PHASE_OF[Phase(found.pop())] if len(found) == 1 else _MIXED
+        found = {int(batch.phase_T[offset]) for batch, offset in self._reports()} - {int(StepPhase.DUMMY)}
+        return _PHASE_OF[StepPhase(found.pop())] if len(found) == 1 else _MIXED
 
-    def _reports(self) -> list[tuple[HeatBatch, int]]:
+    def _reports(self) -> list[tuple[HeatReport, int]]:
         return [report for report in self._told if report is not None]

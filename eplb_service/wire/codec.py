@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.placement import Int32
+from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import tensor_pb2
 
 PROTOCOL_VERSION = 1
@@ -32,10 +33,6 @@ _COMPRESS_FROM_BYTES = 4096
 _SAMPLE_BYTES = 16384
 _WORTH_INFLATING = 3
 """Deflating must win this factor: the service inflates what all ranks send, and links are faster than that."""
-
-
-class WireError(ValueError):
-    """A message that does not say what it must; the text names the field and what was expected."""
 
 
 def pack(array: npt.NDArray[np.integer]) -> tensor_pb2.PackedArray:

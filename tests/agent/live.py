@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from eplb_service.placement import Int32, Placement, default_log2phy
-from eplb_service.wire.plan_codec import WireLayer, WirePlan, plan_digest, table_digest
+from eplb_service.wire.heat import HeatReport, StepPhase
+from eplb_service.wire.plan import RankLayer, RankPlan, table_digest
 from worker_agent.agent import Agent
-from worker_agent.heat import HeatSegment, StepPhase
-from worker_agent.messages import HeardPlan
+from worker_agent.checked_plan import CheckedPlan
 from worker_agent.moe import ExpertParallelMoE, MoEShape, seeded_experts
 from worker_agent.settings import AgentSettings
 
@@ -51,7 +51,7 @@ def settings(**changes: Any) -> AgentSettings:
     return AgentSettings(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def plan_for(agent: Agent, changes: dict[int, Int32], plan_id: int = 1, term: int = 1) -> HeardPlan:
+def plan_for(agent: Agent, changes: dict[int, Int32], plan_id: int = 1, term: int = 1) -> CheckedPlan:
     """What a service would send this agent to bring the layers of ``changes`` there; slots that keep stay."""
     rank, installed = agent.identity.rank, agent.installed
     layers = []
@@ -70,7 +70,7 @@ def plan_for(agent: Agent, changes: dict[int, Int32], plan_id: int = 1, term: in
         ]
         tables_RE = default_log2phy(new_RS, EXPERTS)
         layers.append(
-            WireLayer(
+            RankLayer(
                 layer=layer,
                 phy2log_RS=new_RS,
                 log2phy_E=tables_RE[rank],
@@ -78,9 +78,8 @@ def plan_for(agent: Agent, changes: dict[int, Int32], plan_id: int = 1, term: in
                 moves_M5=np.array(moves, dtype=np.int32).reshape(-1, 5),
             )
         )
-    digest = plan_digest(plan_id, installed.epoch, installed.digest, tuple(layers))
-    plan = WirePlan(plan_id, term, installed.epoch, installed.digest, tuple(layers), digest)
-    return HeardPlan(plan, installed.digest)
+    plan = RankPlan.of(plan_id, term, installed.epoch, installed.digest, tuple(layers))
+    return CheckedPlan(plan, installed.digest)
 
 
 def keep_staying_slots(old_RS: Int32, new_RS: Int32) -> Int32:
@@ -121,7 +120,7 @@ def drive(
     return worst
 
 
-def segment(first_step: int, steps: int) -> HeatSegment:
+def segment(first_step: int, steps: int) -> HeatReport:
     """A segment of empty counts."""
     counts_TLS = np.zeros((steps, 1, SLOTS), dtype=np.int32)
-    return HeatSegment(first_step, (0,), counts_TLS, None, (StepPhase.DECODE,) * steps)
+    return HeatReport(first_step, (0,), counts_TLS, np.full(steps, StepPhase.DECODE, dtype=np.uint8))

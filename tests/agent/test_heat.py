@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker_agent.heat import HeatRecorder, HeatSegment, StepPhase
+from eplb_service.wire.heat import HeatReport, StepPhase
+from worker_agent.heat import HeatRecorder
 
 ROWS, SLOTS, EXPERTS = 8, 3, 4
 
@@ -48,7 +49,7 @@ def _run(layers: list[CountingLayer], recorder: HeatRecorder, steps: range) -> N
         recorder.step_done(step, StepPhase.DECODE, (0, 0))
 
 
-def _steps_of(segments: list[HeatSegment]) -> list[int]:
+def _steps_of(segments: list[HeatReport]) -> list[int]:
     return [int(row.flat[0]) for segment in segments for row in segment.slot_counts_TLS]
 
 
@@ -69,8 +70,8 @@ def test_every_step_is_in_one_segment_in_order_wherever_it_is_cut(
     segments = recorder.take()
     assert _steps_of(segments) == list(range(40))
     for segment in segments:
-        assert len(segment.phases) <= segment_steps
-        assert segment.slot_counts_TLS.shape == (len(segment.phases), 2, SLOTS)
+        assert segment.steps <= segment_steps
+        assert segment.slot_counts_TLS.shape == (segment.steps, 2, SLOTS)
         assert segment.source_counts_TLE is not None
         assert (segment.source_counts_TLE[:, :, 0] == 10 * segment.slot_counts_TLS[:, :, 0]).all()
         assert segment.slot_counts_TLS[0, 0, 0] == segment.first_step
@@ -106,7 +107,7 @@ def test_steps_that_cannot_be_copied_are_lost_and_never_told_with_later_ones() -
     _run(layers, recorder, range(3, 5))
     recorder.cut((0, 1))
     (segment,) = recorder.take()
-    assert (segment.first_step, len(segment.phases), segment.layer_epochs) == (3, 2, (0, 1))
+    assert (segment.first_step, segment.steps, segment.layer_epochs) == (3, 2, (0, 1))
     assert recorder.lost_steps == 3
 
 
@@ -127,7 +128,7 @@ def test_the_service_may_ask_for_other_segments_within_the_ring() -> None:
     recorder = HeatRecorder(layers, segment_steps=2)
     recorder.adopt(500)
     _run(layers, recorder, range(ROWS))
-    assert [len(segment.phases) for segment in recorder.take()] == [ROWS]
+    assert [segment.steps for segment in recorder.take()] == [ROWS]
 
 
 def test_tokens_are_told_where_the_host_told_them_of_every_step() -> None:
@@ -136,4 +137,7 @@ def test_tokens_are_told_where_the_host_told_them_of_every_step() -> None:
     for step, tokens in enumerate([5, 6, 7, 8, 9, None, 2, 3]):
         layers[0].forward(step)
         recorder.step_done(step, StepPhase.DECODE, (0,), tokens)
-    assert [segment.tokens for segment in recorder.take()] == [(5, 6, 7, 8), ()]
+    whole, partly = recorder.take()
+    assert whole.tokens_T is not None
+    assert whole.tokens_T.tolist() == [5, 6, 7, 8]
+    assert partly.tokens_T is None

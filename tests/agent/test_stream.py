@@ -16,7 +16,8 @@ import pytest
 from eplb_service.placement import Placement
 from eplb_service.wire.codec import PROTOCOL_VERSION, unpack
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
-from eplb_service.wire.plan_codec import encode_plan
+from eplb_service.wire.plan import encode_plan
+from eplb_service.wire.status import Heartbeat
 from tests.agent import live
 from tests.swap.world import EXPERTS, LAYERS, LINEAR, RANKS, SLOTS, World
 from worker_agent.identity import Identity
@@ -62,7 +63,7 @@ class Scene:
             self.identity,
             self.outbox,
             lambda: self.installed,
-            lambda: agent_pb2.Heartbeat(step=5, error="tired"),
+            lambda: Heartbeat(step=5, error="tired"),
         )
 
     def __enter__(self) -> Scene:
@@ -175,7 +176,7 @@ def test_a_service_that_is_not_there_costs_the_model_nothing() -> None:
     placement = Placement.linear(1, 4, 1, 4)
     installed = Installed.first(0, placement, placement.default_log2phy()[0])
     identity = Identity("default", "group", 0, 1, "here", (0,), 1, 4, 4, 64)
-    stream = ServiceStream(live.settings(), identity, outbox, lambda: installed, agent_pb2.Heartbeat)
+    stream = ServiceStream(live.settings(), identity, outbox, lambda: installed, Heartbeat)
     began = time.monotonic()
     for step in range(1000):
         outbox.put(live.segment(first_step=step, steps=1))

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from eplb_service.wire.heat import HeatReport
 from tests.agent import live
 from tests.ranks import run_ranks
 from worker_agent.agent import Agent
-from worker_agent.heat import HeatSegment
 
 RANKS = 3
 
@@ -181,9 +181,9 @@ def _count_heat() -> dict[str, Any]:
         time.sleep(0.002)
 
     live.drive(agent, layers, still, 40, between)
-    segments: list[HeatSegment] = []
-    while isinstance(item := agent._outbox.take(timeout=0), HeatSegment) or item is not None:
-        if isinstance(item, HeatSegment):
+    segments: list[HeatReport] = []
+    while isinstance(item := agent._outbox.take(timeout=0), HeatReport) or item is not None:
+        if isinstance(item, HeatReport):
             segments.append(item)
     agent.close()
     return {"segments": segments, "lost": agent._heat.lost_steps}
@@ -192,7 +192,7 @@ def _count_heat() -> dict[str, Any]:
 def test_heat_is_counted_under_the_placement_that_served_it() -> None:
     facts = run_ranks(RANKS, _count_heat)
     assert [fact["lost"] for fact in facts] == [0] * RANKS
-    cuts = [[(s.first_step, len(s.phases), s.layer_epochs) for s in fact["segments"]] for fact in facts]
+    cuts = [[(s.first_step, s.steps, s.layer_epochs) for s in fact["segments"]] for fact in facts]
     assert cuts[0] == cuts[1] == cuts[2]
     epochs = [epochs for _, _, epochs in cuts[0]]
     assert epochs[0] == (0, 0)

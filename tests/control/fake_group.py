@@ -13,7 +13,8 @@ from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.placement import Int32, Placement
 from eplb_service.wire.codec import PROTOCOL_VERSION, pack
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
-from eplb_service.wire.plan_codec import WirePlan, check_moves, decode_plan
+from eplb_service.wire.hello import Shape
+from eplb_service.wire.plan import RankPlan, check_moves, decode_plan
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 8, 4, 3
 BYTES_PER_EXPERT = 1000
@@ -133,19 +134,13 @@ class FakeGroup:
             await rank.say(heat_report=heat_report(self.live, rank.rank, self.step, heat_TLE))
         self.step += len(heat_TLE)
 
-    async def hear_plan(self) -> list[WirePlan]:
+    async def hear_plan(self) -> list[RankPlan]:
         """Each rank's copy, checked as an agent checks it."""
         shape = self.live.placement
         plans = []
         for rank in self.ranks:
-            plan = decode_plan(
-                (await rank.hear()).plan,
-                shape.layers,
-                shape.ranks,
-                shape.slots,
-                shape.experts,
-                rank=rank.rank,
-            )
+            sizes = Shape(shape.ranks, shape.layers, shape.experts, shape.slots, BYTES_PER_EXPERT)
+            plan = decode_plan((await rank.hear()).plan, sizes, rank.rank)
             assert (plan.base_epoch, plan.base_digest) == (self.live.epoch, self.live.digest)
             for layer in plan.layers:
                 check_moves(shape.phy2log_LRS[layer.layer], layer.phy2log_RS, layer.moves_M5)
@@ -167,7 +162,7 @@ class FakeGroup:
                 )
             )
 
-    async def carry_out(self, plans: list[WirePlan]) -> None:
+    async def carry_out(self, plans: list[RankPlan]) -> None:
         """Switch every layer, and say so as each rank."""
         first = plans[0]
         await self.say_all(first.plan_id, first.layers[0].layer, agent_pb2.PLAN_STATE_ACCEPTED)

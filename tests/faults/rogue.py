@@ -14,13 +14,13 @@ import numpy as np
 
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.membership import assemble
-from eplb_service.control.core.plan_tracker import Offer
-from eplb_service.control.server.hello import RankHello, read_hello
-from eplb_service.control.server.wire_plans import wire_plans
+from eplb_service.control.core.offer import Offer, rank_plans
 from eplb_service.placement import default_log2phy
 from eplb_service.planner.plan import LayerPlan, LayerVerdict, Plan
 from eplb_service.wire.codec import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
+from eplb_service.wire.hello import Hello, decode_hello
+from eplb_service.wire.plan import encode_plan
 
 
 class RogueService(agent_pb2_grpc.AgentServiceServicer):
@@ -31,7 +31,7 @@ class RogueService(agent_pb2_grpc.AgentServiceServicer):
         self.term = term
         self.statuses: queue.SimpleQueue[tuple[int, agent_pb2.PlanStatus]] = queue.SimpleQueue()
         self.errors: dict[int, str] = {}
-        self._hellos: dict[int, RankHello] = {}
+        self._hellos: dict[int, Hello] = {}
         self._say: dict[int, queue.SimpleQueue[agent_pb2.ConnectResponse | None]] = {}
         self._plan_id = 0
         self._threads = futures.ThreadPoolExecutor(4 * ranks)
@@ -52,7 +52,7 @@ class RogueService(agent_pb2_grpc.AgentServiceServicer):
         self._server.stop(0).wait()
 
     def Connect(self, requests: Iterator[agent_pb2.ConnectRequest], context: grpc.ServicerContext) -> Any:
-        hello = read_hello(next(requests).hello)
+        hello = decode_hello(next(requests).hello)
         said: queue.SimpleQueue[agent_pb2.ConnectResponse | None] = queue.SimpleQueue()
         self._hellos[hello.rank], self._say[hello.rank] = hello, said
         self._threads.submit(self._listen, hello.rank, requests, said)
@@ -86,7 +86,7 @@ class RogueService(agent_pb2_grpc.AgentServiceServicer):
             for layer in range(base.placement.layers)
         )
         offer = Offer.of(self._plan_id, base, Plan(updates, verdicts))
-        return wire_plans(offer, self.term, self.ranks)
+        return [encode_plan(plan) for plan in rank_plans(offer, self.term, self.ranks)]
 
     def send(self, plans: list[agent_pb2.Plan], *ranks: int) -> None:
         """Each of ``ranks`` hears its own, or all where none is named."""

@@ -16,23 +16,25 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from eplb_service.control.server.heat_report import read_heat_report
-from eplb_service.control.server.hello import Shape, read_hello
-from eplb_service.control.server.refusal import RefusedError
+from eplb_service.control.core.errors import RefusedError
 from eplb_service.heat.window import HeatError
 from eplb_service.io.native_writer import TraceWriter
 from eplb_service.io.open_trace import open_trace, read_heat
 from eplb_service.io.placement_file import read_placement, write_placement
 from eplb_service.io.trace import TraceFacts
 from eplb_service.placement import PlacementError
-from eplb_service.wire.codec import WireError, pack, unpack
+from eplb_service.wire.codec import pack, unpack
+from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import agent_pb2, tensor_pb2
-from eplb_service.wire.plan_codec import encode_plan
+from eplb_service.wire.heat import decode_heat_report
+from eplb_service.wire.hello import Shape, decode_hello, encode_hello
+from eplb_service.wire.plan import encode_plan
+from eplb_service.wire.status import decode_heartbeat, decode_plan_status
 from tests.control.core.story import Story
 from tests.swap.world import EXPERTS, LAYERS, LINEAR, RANKS, SLOTS, World
+from worker_agent.checked_plan import check_plan
 from worker_agent.history.check import HistoryError, read_histories, violations
 from worker_agent.identity import Identity
-from worker_agent.messages import checked_plan, hello
 from worker_agent.swap.ballot import BALLOT_WIDTH, Ballot, Outcome, Progress
 from worker_agent.swap.installed import Installed
 
@@ -89,7 +91,7 @@ def _plan() -> list[bytes]:
 
 
 def _hello() -> list[bytes]:
-    return [hello(IDENTITY, INSTALLED).SerializeToString()]
+    return [encode_hello(IDENTITY.hello(INSTALLED)).SerializeToString()]
 
 
 def _heat() -> list[bytes]:
@@ -123,9 +125,9 @@ def _hear(data: bytes) -> None:
     story.offers(0, 1)
     for rank in (2, 0):
         if message.HasField("plan_status"):
-            story.deployment.plan_status(rank, message.plan_status, 1.0)
+            story.deployment.plan_status(rank, decode_plan_status(message.plan_status), 1.0)
         if message.HasField("heartbeat"):
-            story.deployment.heartbeat(rank, message.heartbeat)
+            story.deployment.heartbeat(rank, decode_heartbeat(message.heartbeat))
     story.waits(1.0)
 
 
@@ -136,7 +138,7 @@ def _ballots() -> list[bytes]:
 
 def _read_ballot(data: bytes) -> object:
     words = [struct.unpack_from("<q", data, at)[0] for at in range(0, len(data) - 7, 8)]
-    return Outcome.decode(words).decision
+    return Outcome.decode(words).result
 
 
 # What is read from disk
@@ -267,11 +269,11 @@ DECODERS: dict[str, Decoder] = {
         _array, lambda data: unpack(tensor_pb2.PackedArray.FromString(data), (None, 5), "field"), _WIRE
     ),
     "plan": Decoder(
-        _plan, lambda data: checked_plan(agent_pb2.Plan.FromString(data), IDENTITY, INSTALLED), _WIRE
+        _plan, lambda data: check_plan(agent_pb2.Plan.FromString(data), IDENTITY, INSTALLED), _WIRE
     ),
-    "hello": Decoder(_hello, lambda data: read_hello(agent_pb2.Hello.FromString(data)), _WIRE),
+    "hello": Decoder(_hello, lambda data: decode_hello(agent_pb2.Hello.FromString(data)), _WIRE),
     "heat report": Decoder(
-        _heat, lambda data: read_heat_report(agent_pb2.HeatReport.FromString(data), SHAPE, 64), _WIRE
+        _heat, lambda data: decode_heat_report(agent_pb2.HeatReport.FromString(data), SHAPE, 64), _WIRE
     ),
     "words about plans": Decoder(_words, _hear, _WIRE),
     "ballot": Decoder(_ballots, _read_ballot, (ValueError,)),

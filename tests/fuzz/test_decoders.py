@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_service.wire.codec import MAX_MESSAGE_BYTES, WireError, pack, unpack
+from eplb_service.wire.codec import MAX_MESSAGE_BYTES, pack, unpack
+from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import tensor_pb2
 from tests.fuzz.decoders import DECODERS, Decoder, told_clearly
 

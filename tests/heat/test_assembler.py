@@ -7,129 +7,132 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_service.heat.assembler import HeatAssembler
-from eplb_service.heat.batch import HeatBatch, Phase
+from eplb_service.heat.window import Window
+from eplb_service.wire.heat import HeatReport, StepPhase
 
 RANKS, LAYERS, EXPERTS, SLOTS = 2, 2, 3, 2
 PLACEMENT_LRS = np.array([[[0, 1], [2, 0]], [[2, 1], [0, 1]]], dtype=np.int32)
 
 
-def gatherer(window_steps: int = 8, pending_steps: int = 4) -> HeatAssembler:
+def assembler(window_steps: int = 8, pending_steps: int = 4) -> HeatAssembler:
     made = HeatAssembler(RANKS, LAYERS, EXPERTS, window_steps, pending_steps)
     for layer in range(LAYERS):
-        made.place(layer, 0, PLACEMENT_LRS[layer])
+        made.placements.place(layer, 0, PLACEMENT_LRS[layer])
     return made
 
 
-def batch(first_step: int, *counts: int, epochs: tuple[int, ...] = (0, 0), dummy: bool = False) -> HeatBatch:
+def report(
+    first_step: int, *counts: int, epochs: tuple[int, ...] = (0, 0), dummy: bool = False
+) -> HeatReport:
     """``counts[t]`` tokens in each slot of each layer in step ``t``."""
     slot_counts = np.broadcast_to(
         np.array(counts, dtype=np.int32)[:, None, None], (len(counts), LAYERS, SLOTS)
     )
     sources = np.broadcast_to(np.array(counts, dtype=np.int32)[:, None, None], (len(counts), LAYERS, EXPERTS))
-    phase_T = np.full(len(counts), Phase.DUMMY if dummy else Phase.DECODE, dtype=np.uint8)
-    return HeatBatch(first_step, epochs, slot_counts, phase_T, sources)
+    phase_T = np.full(len(counts), StepPhase.DUMMY if dummy else StepPhase.DECODE, dtype=np.uint8)
+    return HeatReport(first_step, epochs, slot_counts, phase_T, sources)
 
 
 def test_a_step_counts_once_all_ranks_have_reported_it() -> None:
-    heat = gatherer()
-    assert heat.add(0, batch(10, 1, 2)) == 0
-    assert heat.snapshot().window().steps == 0
-    assert heat.add(1, batch(10, 10, 20)) == 2
-    window = heat.snapshot().window()
+    heat = assembler()
+    assert heat.add(0, report(10, 1, 2)).received == 0
+    assert Window(*heat.copy_heat()).steps == 0
+    assert heat.add(1, report(10, 10, 20)).received == 2
+    window = Window(*heat.copy_heat())
     # Layer 0: expert 0 stands on both ranks, 1 on rank 0, 2 on rank 1. Layer 1: 1 on both, 2 on rank 0, 0 on rank 1.
     np.testing.assert_array_equal(window.heat_TLE, [[[11, 1, 10], [10, 11, 1]], [[22, 2, 20], [20, 22, 2]]])
     np.testing.assert_array_equal(heat.measured_loads((0, 0))[:, 0], [[2, 20], [4, 40]])
-    assert (heat.received, heat.lost) == (2, 0)
+    assert heat.counted == (2, 0)
 
 
 def test_a_step_that_a_rank_skipped_is_lost() -> None:
-    heat = gatherer(pending_steps=4)
-    heat.add(0, batch(0, 1, 1, 1, 1))
-    heat.add(1, batch(0, 1))
-    heat.add(1, batch(2, 1, 1))
-    assert (heat.received, heat.lost) == (3, 0)
-    heat.add(0, batch(4, 1, 1, 1, 1))
-    assert (heat.received, heat.lost) == (3, 1)
+    heat = assembler(pending_steps=4)
+    heat.add(0, report(0, 1, 1, 1, 1))
+    heat.add(1, report(0, 1))
+    heat.add(1, report(2, 1, 1))
+    assert heat.counted == (3, 0)
+    heat.add(0, report(4, 1, 1, 1, 1))
+    assert heat.counted == (3, 1)
 
 
 def test_steps_that_no_rank_reported_are_lost() -> None:
-    heat = gatherer(pending_steps=4)
+    heat = assembler(pending_steps=4)
     for first_step in (0, 1000):
         for rank in range(RANKS):
-            heat.add(rank, batch(first_step, 1, 1))
-    assert heat.received == 4
-    assert heat.lost == 1000 + 2 - 4 - 2  # the two steps before 1000 can still come
+            heat.add(rank, report(first_step, 1, 1))
+    assert heat.counted.received == 4
+    assert heat.counted.lost == 1000 + 2 - 4 - 2  # the two steps before 1000 can still come
 
 
 def test_a_late_or_repeated_report_changes_nothing() -> None:
-    heat = gatherer(pending_steps=2)
+    heat = assembler(pending_steps=2)
     for first_step in (0, 2):
         for rank in range(RANKS):
-            heat.add(rank, batch(first_step, 1, 1))
-    before = heat.snapshot()
-    assert heat.add(0, batch(0, 9, 9)) == 0
-    assert heat.add(1, batch(2, 9, 9)) == 0
-    after = heat.snapshot()
-    np.testing.assert_array_equal(before.heat_TLE, after.heat_TLE)
-    assert heat.lost == 0
+            heat.add(rank, report(first_step, 1, 1))
+    before_TLE, _ = heat.copy_heat()
+    assert heat.add(0, report(0, 9, 9)).received == 0
+    assert heat.add(1, report(2, 9, 9)).received == 0
+    after_TLE, _ = heat.copy_heat()
+    np.testing.assert_array_equal(before_TLE, after_TLE)
+    assert heat.counted.lost == 0
 
 
 def test_counts_are_read_under_the_placement_that_they_were_taken_under() -> None:
-    heat = gatherer()
+    heat = assembler()
     switched_RS = np.array([[2, 1], [0, 1]], dtype=np.int32)
-    heat.place(0, 1, switched_RS)
+    heat.placements.place(0, 1, switched_RS)
     for rank in range(RANKS):
-        heat.add(rank, batch(0, 1))
-        heat.add(rank, batch(1, 1, epochs=(1, 0)))
-    window = heat.snapshot().window()
+        heat.add(rank, report(0, 1))
+        heat.add(rank, report(1, 1, epochs=(1, 0)))
+    window = Window(*heat.copy_heat())
     np.testing.assert_array_equal(window.heat_TLE[:, 0], [[2, 1, 1], [1, 2, 1]])
     # Loads of the step before the switch say nothing about the layer as it is now.
     np.testing.assert_array_equal(heat.measured_loads((1, 0)).sum(axis=2), [[0, 4], [4, 4]])
 
 
 def test_a_step_under_two_placements_is_lost() -> None:
-    heat = gatherer(pending_steps=2)
-    heat.place(0, 1, PLACEMENT_LRS[0])
-    heat.add(0, batch(0, 1))
-    assert heat.add(1, batch(0, 1, epochs=(1, 0))) == 0
+    heat = assembler(pending_steps=2)
+    heat.placements.place(0, 1, PLACEMENT_LRS[0])
+    heat.add(0, report(0, 1))
+    assert heat.add(1, report(0, 1, epochs=(1, 0))).received == 0
     for rank in range(RANKS):
-        heat.add(rank, batch(1, 1, 1))
-    assert (heat.received, heat.lost) == (2, 1)
+        heat.add(rank, report(1, 1, 1))
+    assert heat.counted == (2, 1)
 
 
 def test_counts_under_an_unknown_placement_are_left_out() -> None:
-    heat = gatherer()
-    assert heat.add(0, batch(0, 1, epochs=(7, 0))) == 0
-    assert heat.add(1, batch(0, 1)) == 0
-    assert heat.snapshot().window().steps == 0
+    heat = assembler()
+    assert heat.add(0, report(0, 1, epochs=(7, 0))).received == 0
+    assert heat.add(1, report(0, 1)).received == 0
+    assert Window(*heat.copy_heat()).steps == 0
 
 
 def test_steps_of_dummies_alone_carry_no_heat() -> None:
-    heat = gatherer()
+    heat = assembler()
     for rank in range(RANKS):
-        heat.add(rank, batch(0, 0, dummy=True))
-    assert heat.snapshot().window().steps == 0
-    assert (heat.received, heat.lost) == (1, 0)
-    heat.add(0, batch(1, 0, dummy=True))
-    assert heat.add(1, batch(1, 3)) == 1
+        heat.add(rank, report(0, 0, dummy=True))
+    assert Window(*heat.copy_heat()).steps == 0
+    assert heat.counted == (1, 0)
+    heat.add(0, report(1, 0, dummy=True))
+    assert heat.add(1, report(1, 3)).received == 1
 
 
 def test_the_window_slides() -> None:
-    heat = gatherer(window_steps=3, pending_steps=2)
+    heat = assembler(window_steps=3, pending_steps=2)
     for step in range(7):
         for rank in range(RANKS):
-            heat.add(rank, batch(step, step))
-    window = heat.snapshot().window()
+            heat.add(rank, report(step, step))
+    window = Window(*heat.copy_heat())
     np.testing.assert_array_equal(window.heat_TLE[:, 0, 1], [4, 5, 6])
 
 
 def test_sources_are_summed_where_all_ranks_tell_of_the_same_steps() -> None:
-    heat = gatherer(window_steps=8)
-    heat.add(0, batch(0, 1, 1))
-    assert heat.snapshot().window().steps == 0
-    heat.add(1, batch(0, 5, 5))
-    heat.add(0, batch(2, 7))  # rank 1 has not told of this bucket yet
-    window = heat.snapshot().window()
+    heat = assembler(window_steps=8)
+    heat.add(0, report(0, 1, 1))
+    assert Window(*heat.copy_heat()).steps == 0
+    heat.add(1, report(0, 5, 5))
+    heat.add(0, report(2, 7))  # rank 1 has not told of this bucket yet
+    window = Window(*heat.copy_heat())
     assert window.source_RLE is not None
     np.testing.assert_array_equal(window.source_RLE[:, 0, 0], [2, 10])
 
@@ -138,16 +141,16 @@ def test_sources_are_summed_where_all_ranks_tell_of_the_same_steps() -> None:
 @given(st.data())
 def test_whatever_order_reports_come_in_no_step_is_read_twice_or_made_up(data: st.DataObject) -> None:
     """Every rank reports step ``t`` with ``t + 1`` tokens a slot, in batches cut, lost and delayed at random."""
-    heat = gatherer(window_steps=64, pending_steps=6)
+    heat = assembler(window_steps=64, pending_steps=6)
     at = [0] * RANKS
     for _ in range(data.draw(st.integers(1, 40))):
         rank = data.draw(st.integers(0, RANKS - 1))
         size = data.draw(st.integers(1, 6))
         if data.draw(st.booleans()):
-            heat.add(rank, batch(at[rank], *range(at[rank] + 1, at[rank] + size + 1)))
+            heat.add(rank, report(at[rank], *range(at[rank] + 1, at[rank] + size + 1)))
         at[rank] += size
-    window = heat.snapshot().window()
-    assert heat.received + heat.lost <= max(at)
+    window = Window(*heat.copy_heat())
+    assert heat.counted.received + heat.counted.lost <= max(at)
     steps = window.heat_TLE[:, 0, 1] - 1
     assert (np.diff(steps) > 0).all()
     np.testing.assert_array_equal(window.heat_TLE[:, 0, 0], 2 * (steps + 1))

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from eplb_service.atomic_write import OutputError
-from eplb_service.heat.batch import HeatBatch, Phase
 from eplb_service.io import recorder as recorder_module
 from eplb_service.io.open_trace import open_trace
 from eplb_service.io.recording import Recording
 from eplb_service.io.step_record import PHASES
 from eplb_service.io.trace import TraceFacts
 from eplb_service.placement import Placement
+from eplb_service.wire.heat import HeatReport, StepPhase
 
 RANKS, SLOTS, LAYERS, EXPERTS = 4, 3, 2, 8
 FACTS = TraceFacts(model="toy", ranks=RANKS, slots=SLOTS)
@@ -23,8 +23,8 @@ COUNTS_TLRS = np.random.default_rng(1).integers(0, 50, (300, LAYERS, RANKS, SLOT
 
 def report(rank, first, last, epochs=(0, 0), dummy=False):
     counts_TLS = COUNTS_TLRS[first:last, :, rank]
-    phase_T = np.full(last - first, Phase.DUMMY if dummy else Phase.DECODE, dtype=np.uint8)
-    return HeatBatch(first, epochs, counts_TLS * (not dummy), phase_T)
+    phase_T = np.full(last - first, StepPhase.DUMMY if dummy else StepPhase.DECODE, dtype=np.uint8)
+    return HeatReport(first, epochs, counts_TLS * (not dummy), phase_T)
 
 
 def by_expert(counts_TLRS, placement):
@@ -148,14 +148,14 @@ def sources_of(rank, steps, offset=0):
 
 
 def test_sources_tokens_and_phases_are_recorded_as_told(tmp_path, recording):
-    phases = {0: Phase.PREFILL, 1: Phase.DECODE, 2: Phase.DUMMY, 3: Phase.DUMMY}
+    phases = {0: StepPhase.PREFILL, 1: StepPhase.DECODE, 2: StepPhase.DUMMY, 3: StepPhase.DUMMY}
     for first in (0, 10, 20):
         for rank in range(RANKS):
             counted = report(rank, first, first + 10)
-            phase = phases[rank] if first < 20 else Phase.PREFILL
+            phase = phases[rank] if first < 20 else StepPhase.PREFILL
             told = replace(
                 counted,
-                phase_T=np.full(10, Phase.DECODE if first == 0 else phase, dtype=np.uint8),
+                phase_T=np.full(10, StepPhase.DECODE if first == 0 else phase, dtype=np.uint8),
                 source_counts_TLE=sources_of(rank, 10, first),
                 tokens_T=None if (first, rank) == (10, 2) else np.full(10, 5 + rank),
             )

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from eplb_service.wire.heat import StepPhase
 from tests.moe.cases import Case, alone
-from worker_agent.heat import StepPhase
 from worker_agent.moe import DenseMoE, MoEBlock, Router, seeded_experts
 from worker_agent.moe.block import FreeExpert
 from worker_agent.moe.eplb_state import HeatStage

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from eplb_service.wire.heat import StepPhase
 from tests.moe.cases import Case, alone, build, hand_counts
 from tests.moe.grid import grid
 from tests.ranks import Ranks
-from worker_agent.heat import StepPhase
 from worker_agent.moe import DenseMoE, ExpertParallelMoE, LayerOptions, seeded_experts
 from worker_agent.moe.dispatch import DISPATCHER_NAMES, SHARED_TOKEN_DISPATCHERS, MC2Variant
 from worker_agent.moe.prepare import (

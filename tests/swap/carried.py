@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from eplb_service.wire.plan_codec import WireLayer
+from eplb_service.wire.plan import RankLayer
 from worker_agent.swap.machine import StartTransfer
 
 RANKS, SLOTS = 3, 4
@@ -28,4 +28,4 @@ class PlainLayer:
 
 def order(generation: int, *moves: tuple[int, ...]) -> StartTransfer:
     none = np.zeros(0, dtype=np.int32)
-    return StartTransfer(WireLayer(0, none, none, (), np.array(moves, dtype=np.int32)), generation, 0)
+    return StartTransfer(RankLayer(0, none, none, (), np.array(moves, dtype=np.int32)), generation, 0)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from eplb_service.placement import Int32, Placement, default_log2phy
-from eplb_service.wire.plan_codec import WireLayer, WirePlan, plan_digest, table_digest
+from eplb_service.wire.plan import RankLayer, RankPlan, table_digest
 from worker_agent.swap.ballot import Outcome, Progress
 from worker_agent.swap.installed import Installed
 from worker_agent.swap.machine import Action, Commit, StartTransfer, SwitchState, Transition
@@ -43,21 +43,20 @@ class World:
 
     def plan(
         self, plan_id: int, turns: Sequence[tuple[int, int]] = ((0, 1),), term: int = 1
-    ) -> list[WirePlan]:
+    ) -> list[RankPlan]:
         """A plan for each rank, from what is served now: ``(layer, turn)`` in order."""
         base = self.ranks[0].installed
-        layers: list[list[WireLayer]] = [[] for _ in range(RANKS)]
+        layers: list[list[RankLayer]] = [[] for _ in range(RANKS)]
         for layer, turn in turns:
             new_RS = layer_RS(turn)
             tables_RE = default_log2phy(new_RS, EXPERTS)
             digests = tuple(table_digest(row) for row in tables_RE)
             moves_M5 = np.zeros((0, 5), dtype=np.int32)
             for rank in range(RANKS):
-                layers[rank].append(WireLayer(layer, new_RS, tables_RE[rank], digests, moves_M5))
-        digest = plan_digest(plan_id, base.epoch, base.digest, tuple(layers[0]))
-        return [WirePlan(plan_id, term, base.epoch, base.digest, tuple(own), digest) for own in layers]
+                layers[rank].append(RankLayer(layer, new_RS, tables_RE[rank], digests, moves_M5))
+        return [RankPlan.of(plan_id, term, base.epoch, base.digest, tuple(own)) for own in layers]
 
-    def deliver(self, plans: Sequence[WirePlan], *ranks: int) -> None:
+    def deliver(self, plans: Sequence[RankPlan], *ranks: int) -> None:
         """The plan reaches these ranks, or all where none is named."""
         for rank in ranks or range(RANKS):
             self._note(

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from eplb_service.wire.codec import MAX_MESSAGE_BYTES, WireError, pack, unpack
+from eplb_service.wire.codec import MAX_MESSAGE_BYTES, pack, unpack
+from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import tensor_pb2
 
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=40)

@@ -10,7 +10,7 @@ import logging
 from pathlib import Path
 from typing import Any, TextIO
 
-from worker_agent.heat import HeatSegment
+from eplb_service.wire.heat import HeatReport
 from worker_agent.identity import Identity
 from worker_agent.swap.ballot import Ballot, Outcome
 from worker_agent.swap.installed import Installed
@@ -94,13 +94,13 @@ class History:
         """Balancing has stopped on this rank."""
         self._write("halt", step=step, reason=reason)
 
-    def heat(self, segment: HeatSegment) -> None:
+    def heat(self, report: HeatReport) -> None:
         """Counts of some steps are about to be sent."""
         self._write(
             "heat",
-            first_step=segment.first_step,
-            steps=len(segment.phases),
-            layer_epochs=segment.layer_epochs,
+            first_step=report.first_step,
+            steps=report.steps,
+            layer_epochs=report.layer_epochs,
         )
 
     def close(self, step: int) -> None:

@@ -7,7 +7,7 @@ from enum import Enum
 
 import torch
 
-from worker_agent.heat import StepPhase
+from eplb_service.wire.heat import StepPhase
 from worker_agent.moe.layer import ExpertParallelMoE
 from worker_agent.moe.router import Router, balanced_choices
 

@@ -6,7 +6,7 @@ from enum import Enum
 
 import torch
 
-from worker_agent.heat import StepPhase
+from eplb_service.wire.heat import StepPhase
 from worker_agent.moe.maps import RankPlacement
 from worker_agent.moe.operators import count_ids
 

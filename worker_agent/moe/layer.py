@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from eplb_service.placement import Int32
-from worker_agent.heat import StepPhase
+from eplb_service.wire.heat import StepPhase
 from worker_agent.moe.composition import LayerOptions, compose
 from worker_agent.moe.dispatch import SHARED_TOKEN_DISPATCHERS, DispatchRequest
 from worker_agent.moe.eplb_state import EplbState, HeatStage

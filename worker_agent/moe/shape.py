@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from worker_agent.heat import StepPhase
+from eplb_service.wire.heat import StepPhase
 
 ID_TYPES = (torch.int32, torch.int64)
 

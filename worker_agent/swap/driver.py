@@ -13,9 +13,9 @@ import torch
 
 from eplb_service.placement import expert_map
 from worker_agent.adapters.live_layer import LiveLayer
+from worker_agent.checked_plan import CheckedPlan
 from worker_agent.forward_clock import ForwardClock
 from worker_agent.history.record import History
-from worker_agent.messages import HeardPlan
 from worker_agent.rendezvous import Rendezvous
 from worker_agent.settings import AgentSettings
 from worker_agent.swap import machine as switch
@@ -85,7 +85,7 @@ class SwitchDriver:
 
     # What happens at a step boundary, in order
 
-    def take_events(self, step: int, heard: Sequence[HeardPlan]) -> None:
+    def take_events(self, step: int, heard: Sequence[CheckedPlan]) -> None:
         """Step boundary ``step`` is here, and these plans have arrived since the last."""
         self._step = step
         for plan in heard:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from eplb_service.wire.plan_codec import WireLayer, WirePlan
+from eplb_service.wire.plan import RankLayer, RankPlan
 from worker_agent.swap.ballot import Ballot, Outcome, Progress, VoteResult
 from worker_agent.swap.installed import Installed
 
@@ -29,7 +29,7 @@ class StartTransfer:
     meet those of a later one.
     """
 
-    layer: WireLayer
+    layer: RankLayer
     generation: int
     lane: int
 
@@ -43,7 +43,7 @@ class Commit:
 
     plan_id: int
     generation: int
-    layer: WireLayer
+    layer: RankLayer
     before: Installed
     after: Installed
 
@@ -130,7 +130,7 @@ class SwitchState:
     installed: Installed
     offer_deadline_steps: int
     progress: Progress = Progress.IDLE
-    plan: WirePlan | None = None
+    plan: RankPlan | None = None
     index: int = 0
     offered_at: int = 0
     abort_wish: str | None = None
@@ -188,7 +188,7 @@ class SwitchState:
 
     # Events that ask for something
 
-    def offer(self, plan: WirePlan, step: int, checked_for: int) -> Transition:
+    def offer(self, plan: RankPlan, step: int, checked_for: int) -> Transition:
         """A plan has arrived whose moves were checked to start from the placement with the digest ``checked_for``."""
         if self.plan is not None and plan.digest == self.plan.digest:
             return self, ()
@@ -243,7 +243,7 @@ class SwitchState:
         """Wish to abort the plan, if there is one; the first reason is kept."""
         return self if self.plan is None or self.abort_wish is not None else replace(self, abort_wish=reason)
 
-    def _refusal(self, plan: WirePlan, checked_for: int) -> str | None:
+    def _refusal(self, plan: RankPlan, checked_for: int) -> str | None:
         if self.halted is not None:
             return f"balancing has stopped on this rank: {self.halted}"
         if self.paused is not None:

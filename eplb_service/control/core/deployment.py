@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from eplb_service.control.core.errors import RefusedError
 from eplb_service.control.core.events import Event, LayerCommitted, PlacementKnown, PlanEnded, StreamsOutdated
 from eplb_service.control.core.heat_watchdog import HeatWatchdog
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.membership import Group, Member
-from eplb_service.control.core.plan_tracker import ContradictionError, Milestone, Offer, Outcome, PlanTracker
+from eplb_service.control.core.offer import Milestone, Offer
+from eplb_service.control.core.plan_tracker import ContradictionError, Outcome, PlanTracker
 from eplb_service.control.core.rank_list import rank_list
-from eplb_service.control.server.hello import LONGEST_TEXT, RankHello
-from eplb_service.control.server.refusal import RefusedError
-from eplb_service.heat.assembler import HeatAssembler
-from eplb_service.heat.batch import HeatBatch
+from eplb_service.heat.assembler import HeatAssembler, StepCounts
 from eplb_service.planner.plan import LayerPlan
-from eplb_service.wire.generated import agent_pb2
+from eplb_service.wire.heat import HeatReport
+from eplb_service.wire.hello import Hello
+from eplb_service.wire.status import Heartbeat, PlanStatus
 
 _REFUSALS_KEPT = 16
 _PROBLEMS_KEPT = 8
@@ -107,7 +108,7 @@ class Deployment:
 
     # Ranks come and go
 
-    def hello(self, hello: RankHello) -> None:
+    def hello(self, hello: Hello) -> None:
         """A rank introduces itself; raises ``RefusedError`` where it cannot be taken in."""
         self._make_way_for(hello)
         assert self.group is not None
@@ -115,7 +116,7 @@ class Deployment:
         try:
             changed = self.group.join(hello)
         except RefusedError as error:
-            self.refused[hello.rank] = error.message
+            self.refused[hello.rank] = str(error)
             for rank in list(self.refused)[:-_REFUSALS_KEPT]:
                 del self.refused[rank]
             raise
@@ -133,15 +134,15 @@ class Deployment:
 
     # What ranks tell
 
-    def heartbeat(self, rank: int, message: agent_pb2.Heartbeat) -> None:
+    def heartbeat(self, rank: int, heartbeat: Heartbeat) -> None:
         """A rank is alive and serves what it says."""
         member = self._member(rank)
-        member.step, member.error = message.step, message.error[:LONGEST_TEXT]
-        member.epoch, member.digest = message.epoch, message.digest
+        member.step, member.error = heartbeat.step, heartbeat.error
+        member.epoch, member.digest = heartbeat.epoch, heartbeat.digest
         self._follow_plan(rank, member.version)
         self._give_way_to_ranks()
 
-    def plan_status(self, rank: int, status: agent_pb2.PlanStatus, now: float) -> None:
+    def plan_status(self, rank: int, status: PlanStatus, now: float) -> None:
         """A rank's word about a plan; one about a plan before the last is of no use any more."""
         member = self._member(rank)
         member.step = max(member.step, status.step)
@@ -155,18 +156,17 @@ class Deployment:
                     self._note_problem(str(error))
         self._give_way_to_ranks()
 
-    def heat_batch(self, rank: int, batch: HeatBatch) -> int:
-        """A rank's counts; returns how many steps they completed."""
+    def heat_report(self, rank: int, report: HeatReport) -> StepCounts:
+        """A rank's counts; returns how many steps they completed, and how many are lost since."""
         if self.heat is None:
-            return 0
+            return StepCounts(0, 0)
         member = self._member(rank)
-        member.step = max(member.step, batch.first_step + batch.steps)
-        member.dropped_steps = batch.dropped_steps
-        received, lost = self.heat.received, self.heat.lost
-        completed = self.heat.add(rank, batch)
-        self.totals.steps_received += self.heat.received - received
-        self.totals.steps_lost += self.heat.lost - lost
-        return completed
+        member.step = max(member.step, report.first_step + report.steps)
+        member.dropped_steps = report.dropped_steps
+        gained = self.heat.add(rank, report)
+        self.totals.steps_received += gained.received
+        self.totals.steps_lost += gained.lost
+        return gained
 
     # Decisions
 
@@ -205,7 +205,7 @@ class Deployment:
     def tick(self, now: float) -> None:
         """Time has passed."""
         if self.heat is not None and self.connected:
-            self.silence.look(now, max(member.step for member in self.connected), self.heat.received)
+            self.silence.look(now, max(member.step for member in self.connected), self.heat.counted.received)
         if self.plan is not None:
             self.plan.tick(now, self.limits.plan_timeout)
             self._close_plan()
@@ -216,7 +216,7 @@ class Deployment:
 
     # Transitions
 
-    def _make_way_for(self, hello: RankHello) -> None:
+    def _make_way_for(self, hello: Hello) -> None:
         if self.group is not None and not self.group.yields_to(hello):
             return
         self._interrupt_plan("the group of ranks was formed anew")
@@ -234,7 +234,7 @@ class Deployment:
                 shape.ranks, shape.layers, shape.experts, self.limits.window_steps, self.limits.pending_steps
             )
         for layer, epoch in enumerate(live.layer_epochs):
-            self.heat.place(layer, epoch, live.placement.phy2log_LRS[layer])
+            self.heat.placements.place(layer, epoch, live.placement.phy2log_LRS[layer])
 
     def _follow_plan(self, rank: int, version: tuple[int, int]) -> None:
         for life in (self.plan, self.ended_plan):
@@ -271,7 +271,7 @@ class Deployment:
         if self.heat is not None:
             # Not before a rank has said so: until then another plan may be the one that gets to this epoch. What is
             # counted from here on a rank tells after it has told of the switch.
-            self.heat.place(update.layer, live.epoch, update.phy2log_RS)
+            self.heat.placements.place(update.layer, live.epoch, update.phy2log_RS)
         self.planned_par[update.layer] = life.offer.decision.verdicts[update.layer].par_planned
         self.totals.layers_switched += 1
         self.totals.experts_moved += moves

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import grpc
 import numpy as np
 
+from eplb_service.control.core.errors import AlreadyConnectedError, ConflictError
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.rank_list import rank_list
-from eplb_service.control.server.hello import RankHello, Shape
-from eplb_service.control.server.refusal import RefusedError, contradicts
 from eplb_service.placement import Placement, PlacementError
 from eplb_service.planner.topology import Topology
+from eplb_service.wire.hello import Hello, Shape
 
 
 @dataclass
@@ -45,12 +44,12 @@ class Group:
         The Hello that opens the group; the others must agree with it.
     """
 
-    def __init__(self, first: RankHello) -> None:
+    def __init__(self, first: Hello) -> None:
         self.group_id = first.group_id
         self.shape: Shape = first.shape
         self.members: dict[int, Member] = {}
         self.live: LivePlacement | None = None
-        self._waiting: dict[int, RankHello] = {}
+        self._waiting: dict[int, Hello] = {}
 
     @property
     def connected(self) -> list[Member]:
@@ -92,33 +91,36 @@ class Group:
             self.shape.bytes_per_expert,
         )
 
-    def yields_to(self, hello: RankHello) -> bool:
+    def yields_to(self, hello: Hello) -> bool:
         """Whether ``hello`` opens another group in place of this one, of which nobody is left.
 
-        Raises ``RefusedError`` where this rank, or another of this group, is still connected.
+        Raises ``AlreadyConnectedError`` where this rank is still connected, ``ConflictError`` where another is.
         """
         if hello.rank in (member.rank for member in self.connected):
-            raise already_connected(hello.rank)
+            raise AlreadyConnectedError(
+                f"rank {hello.rank} is connected already; give each agent its own rank, and each model instance "
+                "its own deployment"
+            )
         if (hello.group_id, hello.shape) == (self.group_id, self.shape):
             return False
         if self.connected and hello.group_id != self.group_id:
             here = rank_list([member.rank for member in self.connected])
-            raise contradicts(
+            raise ConflictError(
                 f"rank {hello.rank} belongs to another forming of the group than {here}, still connected; "
                 "it is taken in once those are gone"
             )
         return not self.connected
 
-    def join(self, hello: RankHello) -> bool:
+    def join(self, hello: Hello) -> bool:
         """Take a rank in; true where this made (or changed) the live placement.
 
-        Raises ``RefusedError`` where the rank is here already, or says anything that contradicts the others.
+        Raises ``ConflictError`` where the rank says anything that contradicts the others.
         """
         if hello.shape != self.shape:
-            raise contradicts(f"rank {hello.rank} {_difference(hello.shape, self.shape)}")
+            raise ConflictError(f"rank {hello.rank} {_difference(hello.shape, self.shape)}")
         if self.live is not None and hello.version != (self.live.epoch, self.live.digest):
             if self.connected:
-                raise contradicts(_other_version(hello, self.live.epoch, self.live.digest))
+                raise ConflictError(_other_version(hello, self.live.epoch, self.live.digest))
             # Nobody is left who served what was known: the ranks hold the truth, so start over from theirs.
             self.live = None
         changed = self._assemble_with(hello) if self.live is None else self._rejoin(hello, self.live)
@@ -143,7 +145,7 @@ class Group:
         """What was known no longer holds; every rank has to say Hello again."""
         self.live = None
 
-    def _assemble_with(self, hello: RankHello) -> bool:
+    def _assemble_with(self, hello: Hello) -> bool:
         other = next(iter(self._waiting.values()), None)
         if other is not None:
             _check_same_version(hello, other)
@@ -154,11 +156,11 @@ class Group:
         self._waiting = waiting
         return self.live is not None
 
-    def _rejoin(self, hello: RankHello, live: LivePlacement) -> bool:
+    def _rejoin(self, hello: Hello, live: LivePlacement) -> bool:
         known_LS = live.placement.phy2log_LRS[:, hello.rank]
         differs = np.flatnonzero((known_LS != hello.slots_LS).any(axis=1))
         if differs.size:
-            raise contradicts(
+            raise ConflictError(
                 f"rank {hello.rank} holds other experts in layer {differs[0]} than its digest says"
             )
         if np.array_equal(live.log2phy_RLE[hello.rank], hello.log2phy_LE):
@@ -166,12 +168,12 @@ class Group:
         try:
             self.live = live.with_table(hello.rank, hello.log2phy_LE)
         except PlacementError as error:
-            raise contradicts(str(error)) from error
+            raise ConflictError(str(error)) from error
         return True
 
 
-def assemble(hellos: dict[int, RankHello]) -> LivePlacement:
-    """What all ranks together serve; raises ``RefusedError`` where their slots and tables do not make one placement."""
+def assemble(hellos: dict[int, Hello]) -> LivePlacement:
+    """What all ranks together serve; raises ``ConflictError`` where that is not one placement."""
     in_order = [hellos[rank] for rank in range(len(hellos))]
     first = in_order[0]
     phy2log_LRS = np.stack([hello.slots_LS for hello in in_order], axis=1)
@@ -181,35 +183,35 @@ def assemble(hellos: dict[int, RankHello]) -> LivePlacement:
             Placement(phy2log_LRS, first.shape.experts), tables_RLE, first.epoch, first.layer_epochs
         )
     except PlacementError as error:
-        raise contradicts(f"the ranks' slots do not make a placement: {error}") from error
+        raise ConflictError(f"the ranks' slots do not make a placement: {error}") from error
     if live.digest != first.digest:
-        raise contradicts(
+        raise ConflictError(
             f"the ranks' slots together have the digest {live.digest:#x}, the ranks say {first.digest:#x}"
         )
     _check_token_groups(in_order)
     return live
 
 
-def _check_token_groups(hellos: list[RankHello]) -> None:
-    first_of: dict[int, RankHello] = {}
+def _check_token_groups(hellos: list[Hello]) -> None:
+    first_of: dict[int, Hello] = {}
     for hello in hellos:
         first = first_of.setdefault(hello.token_group, hello)
         differs = np.flatnonzero((first.log2phy_LE != hello.log2phy_LE).any(axis=1))
         if differs.size:
-            raise contradicts(
+            raise ConflictError(
                 f"ranks {first.rank} and {hello.rank} see the same tokens (token group {hello.token_group}) but their "
                 f"log2phy differ in layer {differs[0]}"
             )
 
 
-def _check_same_version(hello: RankHello, other: RankHello) -> None:
+def _check_same_version(hello: Hello, other: Hello) -> None:
     if hello.version != other.version:
-        raise contradicts(_other_version(hello, other.epoch, other.digest))
+        raise ConflictError(_other_version(hello, other.epoch, other.digest))
     if hello.layer_epochs != other.layer_epochs:
-        raise contradicts(f"rank {hello.rank} and rank {other.rank} say different epochs of their layers")
+        raise ConflictError(f"rank {hello.rank} and rank {other.rank} say different epochs of their layers")
 
 
-def _other_version(hello: RankHello, epoch: int, digest: int) -> str:
+def _other_version(hello: Hello, epoch: int, digest: int) -> str:
     return (
         f"rank {hello.rank} serves epoch {hello.epoch} digest {hello.digest:#x}, "
         f"the other ranks epoch {epoch} digest {digest:#x}"
@@ -224,11 +226,3 @@ def _difference(found: Shape, known: Shape) -> str:
         if getattr(found, name) != getattr(known, name)
     ]
     return f"has another shape than the other ranks: {', '.join(parts)}"
-
-
-def already_connected(rank: int) -> RefusedError:
-    """A second agent for a rank whose first is alive."""
-    return RefusedError(
-        grpc.StatusCode.ALREADY_EXISTS,
-        f"rank {rank} is connected already; give each agent its own rank, and each model instance its own deployment",
-    )

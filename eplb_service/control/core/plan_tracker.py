@@ -15,14 +15,10 @@ for what is installed, never for the outcome.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 
-from eplb_service.control.core.live_placement import LivePlacement
+from eplb_service.control.core.offer import Milestone, Offer
 from eplb_service.control.core.rank_list import rank_list
-from eplb_service.control.server.hello import LONGEST_TEXT
-from eplb_service.placement import combine_digests, layer_digest
-from eplb_service.planner.plan import LayerPlan, Plan
-from eplb_service.wire.generated import agent_pb2
+from eplb_service.wire.status import PlanState, PlanStatus
 
 _REASONS_TOLD = 3
 
@@ -36,41 +32,6 @@ class Outcome(str, enum.Enum):
     TIMED_OUT = "timed_out"
     INTERRUPTED = "interrupted"
     """The service stopped, or the group was formed anew, before the ranks had answered."""
-
-
-@dataclass(frozen=True)
-class Milestone:
-    """One layer of a plan, and the version that the deployment serves once it has switched."""
-
-    update: LayerPlan
-    epoch: int
-    digest: int
-
-    @property
-    def version(self) -> tuple[int, int]:
-        """Epoch and digest."""
-        return self.epoch, self.digest
-
-
-@dataclass(frozen=True)
-class Offer:
-    """A decision as it is offered: where it starts, its layers in order, and what each leads to."""
-
-    plan_id: int
-    base_epoch: int
-    base_digest: int
-    milestones: tuple[Milestone, ...]
-    decision: Plan
-
-    @classmethod
-    def of(cls, plan_id: int, base: LivePlacement, decision: Plan) -> Offer:
-        """Follow the decision's layers from ``base``."""
-        digests = list(base.layer_digests)
-        milestones = []
-        for epoch, update in enumerate(decision.layers, start=base.epoch + 1):
-            digests[update.layer] = layer_digest(update.layer, update.phy2log_RS)
-            milestones.append(Milestone(update, epoch, combine_digests(base.placement.experts, digests)))
-        return cls(plan_id, base.epoch, base.digest, tuple(milestones), decision)
 
 
 class ContradictionError(Exception):
@@ -112,21 +73,19 @@ class PlanTracker:
         reason = f": {self.reason}" if self.reason else ""
         return f"plan {self.offer.plan_id} {state}{reason}"
 
-    def hear(self, rank: int, status: agent_pb2.PlanStatus, now: float) -> list[Milestone]:
+    def hear(self, rank: int, status: PlanStatus, now: float) -> list[Milestone]:
         """A rank's word; returns the layers that are now known to have switched, in order.
 
         Raises ``ContradictionError`` where it does not fit the plan.
         """
         self._heard_at = now
         reached: list[Milestone] = []
-        if status.state == agent_pb2.PLAN_STATE_COMMITTED:
+        if status.state is PlanState.COMMITTED:
             reached = self._commit(rank, status)
-        elif status.state == agent_pb2.PLAN_STATE_REFUSED:
-            self._refusals[rank] = status.reason[:LONGEST_TEXT]
-        elif status.state == agent_pb2.PLAN_STATE_ABORTED:
-            self._aborts[rank] = status.reason[:LONGEST_TEXT]
-        elif status.state not in (agent_pb2.PLAN_STATE_ACCEPTED, agent_pb2.PLAN_STATE_TRANSFERRED):
-            raise ContradictionError(f"rank {rank} reports state {status.state} of plan {self.offer.plan_id}")
+        elif status.state is PlanState.REFUSED:
+            self._refusals[rank] = status.reason
+        elif status.state is PlanState.ABORTED:
+            self._aborts[rank] = status.reason
         self._settle()
         return reached
 
@@ -155,7 +114,7 @@ class PlanTracker:
         if self.outcome is None:
             self.outcome, self.reason = Outcome.INTERRUPTED, reason
 
-    def _commit(self, rank: int, status: agent_pb2.PlanStatus) -> list[Milestone]:
+    def _commit(self, rank: int, status: PlanStatus) -> list[Milestone]:
         layers = [milestone.update.layer for milestone in self.offer.milestones]
         if status.layer not in layers:
             raise ContradictionError(f"rank {rank} committed layer {status.layer}, which is not in its plan")

@@ -7,19 +7,17 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
 import grpc
-import structlog
 
 from eplb_service import __version__
 from eplb_service.control.core.deployment import Deployment
-from eplb_service.control.server.heat_report import costs_little, read_heat_report
-from eplb_service.control.server.hello import RankHello, read_hello
+from eplb_service.control.server.grpc_status import StatusError, with_status
 from eplb_service.control.server.plane import ControlPlane
-from eplb_service.control.server.refusal import RefusedError, invalid
 from eplb_service.control.server.streams import RankStream
-from eplb_service.wire.codec import PROTOCOL_VERSION, WireError
+from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
-
-_log = structlog.get_logger(__name__)
+from eplb_service.wire.heat import decode_heat_report, is_quick_to_decode
+from eplb_service.wire.hello import Hello, Welcome, decode_hello, encode_welcome
+from eplb_service.wire.status import decode_heartbeat, decode_plan_status
 
 _HELLO_SECONDS = 10.0
 _HEARTBEATS_MISSED = 5
@@ -34,16 +32,9 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         self._plane = plane
         self._silence = _HEARTBEATS_MISSED * plane.settings.heartbeat_seconds + _SILENCE_SECONDS
 
+    @with_status
     async def Connect(self, request_iterator: AsyncIterator[agent_pb2.ConnectRequest], context: Any) -> None:  # noqa: ARG002
         """One rank's conversation; every way in which it can go wrong has a status that agents understand."""
-        try:
-            await self._serve(context)
-        except RefusedError as error:
-            await context.abort(error.code, error.message)
-        except WireError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-
-    async def _serve(self, context: Any) -> None:
         hello = await self._hear_hello(context)
         stream = RankStream()
         deployment = self._plane.admit(hello, stream)
@@ -53,43 +44,38 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         finally:
             self._plane.release(deployment, hello.rank)
 
-    async def _hear_hello(self, context: Any) -> RankHello:
+    async def _hear_hello(self, context: Any) -> Hello:
         first = await _read(context, _HELLO_SECONDS)
         if first is None or first.WhichOneof("message") != "hello":
-            raise invalid("the first message of a stream must be a Hello")
-        return await asyncio.to_thread(read_hello, first.hello)
+            raise WireError("the first message of a stream must be a Hello")
+        return await asyncio.to_thread(decode_hello, first.hello)
 
-    async def _listen(self, deployment: Deployment, hello: RankHello, context: Any) -> None:
+    async def _listen(self, deployment: Deployment, hello: Hello, context: Any) -> None:
         while (message := await _read(context, self._silence)) is not None:
             kind = message.WhichOneof("message")
             if kind == "heat_report":
                 await self._hear_heat(deployment, hello, message.heat_report)
             elif kind == "heartbeat":
-                self._plane.heartbeat(deployment, hello.rank, message.heartbeat)
+                self._plane.heartbeat(deployment, hello.rank, decode_heartbeat(message.heartbeat))
             elif kind == "plan_status":
-                self._plane.plan_status(deployment, hello.rank, message.plan_status)
+                self._plane.plan_status(deployment, hello.rank, decode_plan_status(message.plan_status))
             else:
-                raise invalid(
+                raise WireError(
                     "a stream has one Hello, its first message" if kind else "a message says nothing"
                 )
 
-    async def _hear_heat(
-        self, deployment: Deployment, hello: RankHello, report: agent_pb2.HeatReport
-    ) -> None:
+    async def _hear_heat(self, deployment: Deployment, hello: Hello, report: agent_pb2.HeatReport) -> None:
         most_steps = deployment.limits.pending_steps
-        if costs_little(report):
-            batch = read_heat_report(report, hello.shape, most_steps)
+        if is_quick_to_decode(report):
+            counts = decode_heat_report(report, hello.shape, most_steps)
         else:
-            batch = await asyncio.to_thread(read_heat_report, report, hello.shape, most_steps)
-        self._plane.heat_batch(deployment, hello.rank, batch, report)
+            counts = await asyncio.to_thread(decode_heat_report, report, hello.shape, most_steps)
+        self._plane.heat_report(deployment, hello.rank, counts, report)
 
     def _welcome(self) -> agent_pb2.Welcome:
-        return agent_pb2.Welcome(
-            protocol_version=PROTOCOL_VERSION,
-            service_version=__version__,
-            leader_term=self._plane.leader_term,
-            report_steps=self._plane.settings.report_steps,
-            heartbeat_seconds=self._plane.settings.heartbeat_seconds,
+        settings = self._plane.settings
+        return encode_welcome(
+            Welcome(__version__, self._plane.leader_term, settings.report_steps, settings.heartbeat_seconds)
         )
 
 
@@ -102,7 +88,7 @@ async def _read(context: Any, seconds: float) -> agent_pb2.ConnectRequest | None
     try:
         message: agent_pb2.ConnectRequest = await asyncio.wait_for(context.read(), seconds)
     except asyncio.TimeoutError:
-        raise RefusedError(
+        raise StatusError(
             grpc.StatusCode.DEADLINE_EXCEEDED, f"nothing was heard for {seconds:g} seconds; connect again"
         ) from None
     return None if message == grpc.aio.EOF else message

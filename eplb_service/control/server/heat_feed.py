@@ -1,6 +1,6 @@
 """Hands on what deployments serve and count: to the service's own recording, and to operators who watch.
 
-Nobody here is waited for. A watcher who is too slow loses reports, and is told how many.
+Nobody here is waited for. A watcher who is too slow loses reports, and learns how many.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from collections.abc import Iterator
 import grpc
 
 from eplb_service.control.core.deployment import Deployment
+from eplb_service.control.core.errors import ExhaustedError
 from eplb_service.control.core.events import LayerCommitted
 from eplb_service.control.core.live_placement import LivePlacement
-from eplb_service.control.server.heat_messages import served_message, switched_message
-from eplb_service.control.server.refusal import RefusedError
-from eplb_service.heat.batch import HeatBatch
+from eplb_service.control.server.grpc_status import StatusError
 from eplb_service.io.recording import Recording
 from eplb_service.io.trace import TraceFacts
 from eplb_service.wire.generated import agent_pb2, operator_pb2
+from eplb_service.wire.heat import HeatReport
+from eplb_service.wire.watch import ServedModel, SwitchedLayer, encode_served, encode_switched
 
 MOST_WATCHERS = 8
 """Calls that may watch a service's heat at a time."""
@@ -29,7 +30,7 @@ MOST_WAITING_BYTES = 64 << 20
 
 
 class Watcher:
-    """What one call is still to be told."""
+    """What one call has yet to receive."""
 
     def __init__(self) -> None:
         self.dropped_reports = 0
@@ -38,11 +39,11 @@ class Watcher:
         self._changed = asyncio.Event()
         self._over = ""
 
-    def tell(self, message: operator_pb2.WatchHeatResponse) -> None:
+    def put(self, message: operator_pb2.WatchHeatResponse) -> None:
         """Queue a message that must not be lost; there is one where a layer switches, or all ranks come together."""
         self._put(message, 0)
 
-    def report(self, rank: int, report: agent_pb2.HeatReport) -> None:
+    def put_heat(self, rank: int, report: agent_pb2.HeatReport) -> None:
         """Queue one rank's report, unless too much waits already."""
         size = report.ByteSize()
         if self._bytes + size > MOST_WAITING_BYTES:
@@ -57,10 +58,10 @@ class Watcher:
         self._changed.set()
 
     async def next(self) -> operator_pb2.WatchHeatResponse:
-        """The next message; raises ``RefusedError`` once it is over."""
+        """The next message; raises ``StatusError`` once it is over."""
         while not self._waiting:
             if self._over:
-                raise RefusedError(grpc.StatusCode.UNAVAILABLE, self._over)
+                raise StatusError(grpc.StatusCode.UNAVAILABLE, self._over)
             self._changed.clear()
             await self._changed.wait()
         message, size = self._waiting.popleft()
@@ -92,15 +93,14 @@ class HeatFeed:
 
     @contextlib.contextmanager
     def watch(self, deployment: Deployment) -> Iterator[Watcher]:
-        """Within it, the watcher is told of ``deployment``; raises ``RefusedError`` where too many watch already."""
+        """Within it, the watcher hears of ``deployment``; raises ``ExhaustedError`` where too many watch already."""
         if sum(map(len, self._watchers.values())) >= MOST_WATCHERS:
-            raise RefusedError(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
+            raise ExhaustedError(
                 f"{MOST_WATCHERS} calls watch this service's heat already, the most that it allows",
             )
         watcher = Watcher()
         if deployment.live is not None:
-            watcher.tell(self._served(deployment, deployment.live))
+            watcher.put(self._served(deployment, deployment.live))
         same = self._watchers.setdefault(deployment.name, [])
         same.append(watcher)
         try:
@@ -111,7 +111,7 @@ class HeatFeed:
     def placed(self, deployment: Deployment, live: LivePlacement) -> None:
         """All ranks agree on what they serve."""
         for watcher in self._watchers.get(deployment.name, ()):
-            watcher.tell(self._served(deployment, live))
+            watcher.put(self._served(deployment, live))
         if self._recording is not None and deployment.group is not None:
             facts = TraceFacts(
                 origin="recorded by eplb serve",
@@ -127,17 +127,17 @@ class HeatFeed:
         layer, phy2log_RS = event.update.layer, event.update.phy2log_RS
         epoch = event.live.layer_epochs[layer]
         for watcher in self._watchers.get(name, ()):
-            switched = switched_message(layer, epoch, phy2log_RS)
-            watcher.tell(operator_pb2.WatchHeatResponse(switched=switched))
+            switched = encode_switched(SwitchedLayer(layer, epoch, phy2log_RS))
+            watcher.put(operator_pb2.WatchHeatResponse(switched=switched))
         if self._recording is not None:
             self._recording.switched(name, layer, epoch, phy2log_RS)
 
-    def counted(self, name: str, rank: int, batch: HeatBatch, report: agent_pb2.HeatReport) -> None:
-        """A rank of deployment ``name`` has sent ``report``, which says what ``batch`` does."""
+    def counted(self, name: str, rank: int, report: HeatReport, message: agent_pb2.HeatReport) -> None:
+        """A rank of deployment ``name`` has sent ``message``, decoded as ``report``."""
         for watcher in self._watchers.get(name, ()):
-            watcher.report(rank, report)
+            watcher.put_heat(rank, message)
         if self._recording is not None:
-            self._recording.heat(name, rank, batch)
+            self._recording.heat(name, rank, report)
 
     def close(self, reason: str) -> None:
         """End what watchers are told."""
@@ -148,5 +148,11 @@ class HeatFeed:
     def _served(self, deployment: Deployment, live: LivePlacement) -> operator_pb2.WatchHeatResponse:
         assert deployment.group is not None
         group = deployment.group
-        served = served_message(live, group.shape, group.topology, self._pending_steps)
-        return operator_pb2.WatchHeatResponse(served=served)
+        served = ServedModel(
+            group.shape,
+            tuple(group.topology.nodes_R.tolist()),
+            live.placement,
+            live.layer_epochs,
+            self._pending_steps,
+        )
+        return operator_pb2.WatchHeatResponse(served=encode_served(served))

@@ -5,24 +5,24 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-import grpc
 import structlog
 
 from eplb_service.control.core.deployment import Deployment, Limits
+from eplb_service.control.core.errors import ExhaustedError, RefusedError, UnknownDeploymentError
 from eplb_service.control.core.events import LayerCommitted, PlacementKnown, PlanEnded
 from eplb_service.control.core.health import mean_par, measured_par, problems
 from eplb_service.control.server.heat_feed import HeatFeed
-from eplb_service.control.server.hello import RankHello
 from eplb_service.control.server.planning import Decider
-from eplb_service.control.server.refusal import RefusedError, unknown_deployment
 from eplb_service.control.server.settings import ServiceSettings
 from eplb_service.control.server.store_writer import StoreWriter
 from eplb_service.control.server.stored import StoredDeployment, StoredPlacement, StoredPlan
 from eplb_service.control.server.streams import RankStream, Streams
-from eplb_service.heat.batch import HeatBatch
 from eplb_service.io.recording import Recording
 from eplb_service.telemetry.metrics import Metrics
 from eplb_service.wire.generated import agent_pb2
+from eplb_service.wire.heat import HeatReport
+from eplb_service.wire.hello import Hello
+from eplb_service.wire.status import Heartbeat, PlanState, PlanStatus
 
 _log = structlog.get_logger(__name__)
 
@@ -91,21 +91,23 @@ class ControlPlane:
         _log.info("resumed", leader_term=self.leader_term, deployments=len(self.deployments))
 
     def find(self, name: str) -> Deployment:
-        """A known deployment; raises ``RefusedError`` with NOT_FOUND."""
+        """A known deployment; raises ``UnknownDeploymentError``."""
         if name not in self.deployments:
-            raise unknown_deployment(name)
+            raise UnknownDeploymentError(
+                f"no deployment {name!r}; `eplb deployments` lists those that are known"
+            )
         return self.deployments[name]
 
     # Agents
 
-    def admit(self, hello: RankHello, stream: RankStream) -> Deployment:
+    def admit(self, hello: Hello, stream: RankStream) -> Deployment:
         """Take a rank in; raises ``RefusedError`` where its deployment cannot."""
         deployment = self.deployments.get(hello.deployment) or self._make_room_for(hello.deployment)
         group = deployment.group
         try:
             deployment.hello(hello)
         except RefusedError as error:
-            _log.warning("agent_refused", deployment=hello.deployment, rank=hello.rank, reason=error.message)
+            _log.warning("agent_refused", deployment=hello.deployment, rank=hello.rank, reason=str(error))
             self._follow_up(deployment)
             raise
         if deployment.group is not group:
@@ -123,31 +125,30 @@ class ControlPlane:
         deployment.leave(rank)
         _log.info("agent_disconnected", deployment=deployment.name, rank=rank)
 
-    def heat_batch(
-        self, deployment: Deployment, rank: int, batch: HeatBatch, report: agent_pb2.HeatReport
+    def heat_report(
+        self, deployment: Deployment, rank: int, report: HeatReport, message: agent_pb2.HeatReport
     ) -> None:
-        """Counts have come, read from ``report``; decides where enough of them have."""
-        before = replace(deployment.totals)
-        deployment.heat_batch(rank, batch)
-        name, after = deployment.name, deployment.totals
-        self.feed.counted(name, rank, batch, report)
-        self._metrics.steps_received.labels(name).inc(after.steps_received - before.steps_received)
-        self._metrics.steps_lost.labels(name).inc(after.steps_lost - before.steps_lost)
+        """Counts have come, decoded from ``message``; decides where enough of them have."""
+        name = deployment.name
+        gained = deployment.heat_report(rank, report)
+        self.feed.counted(name, rank, report, message)
+        self._metrics.steps_received.labels(name).inc(gained.received)
+        self._metrics.steps_lost.labels(name).inc(gained.lost)
         if deployment.is_due(self.settings.decision_interval):
             self.decider.start(deployment)
 
-    def heartbeat(self, deployment: Deployment, rank: int, message: agent_pb2.Heartbeat) -> None:
+    def heartbeat(self, deployment: Deployment, rank: int, heartbeat: Heartbeat) -> None:
         """A rank is alive."""
-        deployment.heartbeat(rank, message)
+        deployment.heartbeat(rank, heartbeat)
         self._follow_up(deployment)
 
-    def plan_status(self, deployment: Deployment, rank: int, message: agent_pb2.PlanStatus) -> None:
-        """A rank's word about a plan."""
-        if message.state == agent_pb2.PLAN_STATE_TRANSFERRED:
-            self._metrics.transferred(deployment.name, message.transfer_seconds)
-        elif message.state == agent_pb2.PLAN_STATE_COMMITTED:
-            self._metrics.committed(deployment.name, message.commit_seconds)
-        deployment.plan_status(rank, message, time.monotonic())
+    def plan_status(self, deployment: Deployment, rank: int, status: PlanStatus) -> None:
+        """A rank reports what became of a plan."""
+        if status.state is PlanState.TRANSFERRED:
+            self._metrics.transferred(deployment.name, status.transfer_seconds)
+        elif status.state is PlanState.COMMITTED:
+            self._metrics.committed(deployment.name, status.commit_seconds)
+        deployment.plan_status(rank, status, time.monotonic())
         self._follow_up(deployment)
 
     # Operators
@@ -256,8 +257,7 @@ class ControlPlane:
         if len(self.deployments) >= self.settings.max_deployments:
             idle = [known for known in self.deployments.values() if not known.connected]
             if not idle:
-                raise RefusedError(
-                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                raise ExhaustedError(
                     f"{len(self.deployments)} deployments are connected, the most that max_deployments allows",
                 )
             self._forget(idle[0].name)

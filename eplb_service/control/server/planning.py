@@ -9,22 +9,26 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import structlog
 
 from eplb_service.control.core.deployment import Deployment
+from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.live_placement import LivePlacement
-from eplb_service.control.core.plan_tracker import Offer
-from eplb_service.control.server.refusal import contradicts
+from eplb_service.control.core.offer import Offer, rank_plans
 from eplb_service.control.server.store_writer import StoreWriter
 from eplb_service.control.server.streams import Streams
-from eplb_service.control.server.wire_plans import wire_plans
-from eplb_service.heat.assembler import HeatSnapshot
+from eplb_service.heat.window import Window
+from eplb_service.placement import Int32
 from eplb_service.planner.decide import plan
 from eplb_service.planner.plan import Plan
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.solver.warmup import warm_up
 from eplb_service.telemetry.metrics import Metrics
+from eplb_service.wire.generated import agent_pb2
+from eplb_service.wire.plan import encode_plan
 
 T = TypeVar("T")
 
@@ -32,21 +36,21 @@ _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Decision:
+class DecisionOutcome:
     """What came of one decision.
 
     Parameters
     ----------
     result
         ``plan`` was offered, every layer ``kept``, a plan ``dropped`` before it was offered, or ``failed``.
-    words
+    message
         The same for operators.
     plan_id, layers, moves
         Of the plan that was offered; 0 where none was.
     """
 
     result: str
-    words: str
+    message: str
     plan_id: int = 0
     layers: int = 0
     moves: int = 0
@@ -73,7 +77,7 @@ class Decider:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eplb-planner")
         self._last: Future[Any] | None = None
         self._warm = asyncio.Event()
-        self._running: dict[str, asyncio.Task[Decision]] = {}
+        self._running: dict[str, asyncio.Task[DecisionOutcome]] = {}
 
     @property
     def computing(self) -> bool:
@@ -85,17 +89,17 @@ class Decider:
         await self._compute(warm_up, self._settings.threads)
         self._warm.set()
 
-    def start(self, deployment: Deployment) -> asyncio.Task[Decision]:
+    def start(self, deployment: Deployment) -> asyncio.Task[DecisionOutcome]:
         """Decide now, or join the decision that is being made.
 
-        Raises ``RefusedError`` where the deployment is in no state for one.
+        Raises ``ConflictError`` where the deployment is in no state for one.
         """
         running = self._running.get(deployment.name)
         if running is not None:
             return running
         obstacle = deployment.obstacle()
         if obstacle is not None:
-            raise contradicts(f"no decision can be made for {deployment.name!r}: {obstacle}")
+            raise ConflictError(f"no decision can be made for {deployment.name!r}: {obstacle}")
         deployment.deciding()
         task = asyncio.create_task(self._decide(deployment))
         self._running[deployment.name] = task
@@ -110,58 +114,65 @@ class Decider:
         await asyncio.gather(*running, return_exceptions=True)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _decide(self, deployment: Deployment) -> Decision:
+    async def _decide(self, deployment: Deployment) -> DecisionOutcome:
         await self._warm.wait()
         try:
-            decision = await self._decide_and_offer(deployment)
+            outcome = await self._decide_and_offer(deployment)
         except Exception as error:
             _log.exception("decision_failed", deployment=deployment.name)
-            decision = Decision("failed", f"the decision failed: {error}")
-        self._metrics.decisions.labels(deployment.name, decision.result).inc()
-        deployment.last_decision = decision.words
-        _log.info("decision", deployment=deployment.name, result=decision.result, words=decision.words)
-        return decision
+            outcome = DecisionOutcome("failed", f"the decision failed: {error}")
+        self._metrics.decisions.labels(deployment.name, outcome.result).inc()
+        deployment.last_decision = outcome.message
+        _log.info("decision", deployment=deployment.name, result=outcome.result, message=outcome.message)
+        return outcome
 
-    async def _decide_and_offer(self, deployment: Deployment) -> Decision:
+    async def _decide_and_offer(self, deployment: Deployment) -> DecisionOutcome:
         group, live, heat = deployment.group, deployment.live, deployment.heat
         if group is None or live is None or heat is None:
-            return Decision("dropped", "no decision was made: the ranks went away")
-        solved, seconds = await self._compute(_solve, heat.snapshot(), live, group.topology, self._settings)
-        self._tell(deployment.name, solved, seconds)
+            return DecisionOutcome("dropped", "no decision was made: the ranks went away")
+        solved, seconds = await self._compute(_solve, heat.copy_heat(), live, group.topology, self._settings)
+        self._report(deployment.name, solved, seconds)
         if not solved.layers:
-            return Decision("kept", f"every layer kept (PAR {solved.par_seen:.3f})")
+            return DecisionOutcome("kept", f"every layer kept (PAR {solved.par_seen:.3f})")
         store = self._writer.store
         offer = Offer.of(store.new_plan_id(), live, solved)
-        messages = await self._compute(wire_plans, offer, store.leader_term, group.shape.ranks)
+        messages = await self._compute(_messages, offer, store.leader_term, group.shape.ranks)
         changed = deployment.group is not group or deployment.live is not live
         obstacle = "the ranks changed meanwhile" if changed else deployment.obstacle()
         if obstacle is not None:
-            return Decision("dropped", f"a plan was made but not offered: {obstacle}")
+            return DecisionOutcome("dropped", f"a plan was made but not offered: {obstacle}")
         deployment.offer(offer, time.monotonic())
         await self._writer.write(store.begin_plan, deployment.name, offer)
         if deployment.plan is None or deployment.plan.offer is not offer:
-            return Decision("dropped", "a plan was made, but the ranks changed before it was sent")
+            return DecisionOutcome("dropped", "a plan was made, but the ranks changed before it was sent")
         self._streams.send(deployment.name, messages)
-        words = (
+        message = (
             f"plan {offer.plan_id}: {len(solved.layers)} layers, {solved.moves} moves, "
             f"PAR {solved.par_seen:.3f} -> {solved.par_planned:.3f}"
         )
-        return Decision("plan", words, offer.plan_id, len(solved.layers), solved.moves)
+        return DecisionOutcome("plan", message, offer.plan_id, len(solved.layers), solved.moves)
 
     async def _compute(self, function: Callable[..., T], *arguments: Any) -> T:
         computing = self._thread.submit(function, *arguments)
         self._last = computing
         return await asyncio.wrap_future(computing)
 
-    def _tell(self, name: str, solved: Plan, seconds: float) -> None:
+    def _report(self, name: str, solved: Plan, seconds: float) -> None:
         self._metrics.solve_seconds.labels(name).observe(seconds)
         self._metrics.deployment_par_seen.labels(name).set(solved.par_seen)
         self._metrics.deployment_par_planned.labels(name).set(solved.par_planned)
 
 
 def _solve(
-    snapshot: HeatSnapshot, live: LivePlacement, topology: Topology, settings: PlannerSettings
+    heat: tuple[Int32, npt.NDArray[np.float64] | None],
+    live: LivePlacement,
+    topology: Topology,
+    settings: PlannerSettings,
 ) -> tuple[Plan, float]:
     started = time.perf_counter()
-    solved = plan(snapshot.window(), live.placement, live.log2phy_RLE, topology, settings)
+    solved = plan(Window(*heat), live.placement, live.log2phy_RLE, topology, settings)
     return solved, time.perf_counter() - started
+
+
+def _messages(offer: Offer, leader_term: int, ranks: int) -> list[agent_pb2.Plan]:
+    return [encode_plan(plan) for plan in rank_plans(offer, leader_term, ranks)]

@@ -13,7 +13,8 @@ import numpy as np
 
 from eplb_service.control.core.deployment import Totals
 from eplb_service.control.core.live_placement import LivePlacement
-from eplb_service.control.core.plan_tracker import Offer, Outcome
+from eplb_service.control.core.offer import Offer
+from eplb_service.control.core.plan_tracker import Outcome
 from eplb_service.control.server.store_file import open_store_file
 from eplb_service.control.server.stored import StoredDeployment, StoredPlacement, StoredPlan
 from eplb_service.placement import Int32, Placement

@@ -6,7 +6,7 @@ import asyncio
 
 import grpc
 
-from eplb_service.control.server.refusal import RefusedError
+from eplb_service.control.server.grpc_status import StatusError
 from eplb_service.wire.generated import agent_pb2
 
 
@@ -16,12 +16,12 @@ class RankStream:
     def __init__(self) -> None:
         self.outbox: asyncio.Queue[agent_pb2.Plan] = asyncio.Queue()
         self._ending = asyncio.Event()
-        self._status: RefusedError | None = None
+        self._status: StatusError | None = None
 
     def end(self, code: grpc.StatusCode, reason: str) -> None:
         """End the stream with a status on which agents connect anew."""
         if self._status is None:
-            self._status = RefusedError(code, reason)
+            self._status = StatusError(code, reason)
             self._ending.set()
 
     async def ended(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from eplb_service.wire.generated import agent_pb2
+from eplb_service.wire.status import PlanState
 from tests.control.core.explored_truth import RANKS_BY_FORMING, Given, Version, live_at, offer_of
 
 
@@ -73,7 +73,7 @@ class Crew(NamedTuple):
         )
         if fits:
             return crew.with_rank(rank, held=given, term=given.term)
-        return crew.says(rank, given, agent_pb2.PLAN_STATE_REFUSED)
+        return crew.says(rank, given, PlanState.REFUSED)
 
     @property
     def may_commit(self) -> bool:
@@ -89,7 +89,7 @@ class Crew(NamedTuple):
         index = len(self.version.path) - len(given.path)
         crew = self._replace(version=Version(self.version.forming, (*self.version.path, given)))
         for rank in range(len(self.ranks)):
-            crew = crew.says(rank, given, agent_pb2.PLAN_STATE_COMMITTED, milestones[index].update.layer)
+            crew = crew.says(rank, given, PlanState.COMMITTED, milestones[index].update.layer)
             if index + 1 == len(milestones):
                 crew = crew.with_rank(rank, held=None)
         return crew
@@ -99,7 +99,7 @@ class Crew(NamedTuple):
         crew = self
         for rank, one in enumerate(self.ranks):
             if one.held is not None:
-                crew = crew.says(rank, one.held, agent_pb2.PLAN_STATE_ABORTED).with_rank(rank, held=None)
+                crew = crew.says(rank, one.held, PlanState.ABORTED).with_rank(rank, held=None)
         return crew
 
     def says(self, rank: int, given: Given, state: int, layer: int = 0) -> Crew:

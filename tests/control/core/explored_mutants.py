@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.events import StreamsOutdated
 from eplb_service.control.core.membership import Group
-from eplb_service.control.core.plan_tracker import Milestone, Offer, PlanTracker
-from eplb_service.control.server.hello import RankHello
+from eplb_service.control.core.offer import Milestone, Offer
+from eplb_service.control.core.plan_tracker import PlanTracker
 from eplb_service.planner.plan import LayerPlan
+from eplb_service.wire.hello import Hello
 from tests.control.core.explored_service import walk
 from tests.control.core.explored_state import Faults, Scenario
 from tests.exploring import Walk
@@ -37,7 +38,7 @@ class ReadsHeatUnderWhatItOffered(Deployment):
         super().offer(offer, now)
         assert self.heat is not None
         for milestone in offer.milestones:
-            self.heat.place(milestone.update.layer, milestone.epoch, milestone.update.phy2log_RS)
+            self.heat.placements.place(milestone.update.layer, milestone.epoch, milestone.update.phy2log_RS)
 
 
 class ReadsHeatUnderTheOldLayer(Deployment):
@@ -46,7 +47,7 @@ class ReadsHeatUnderTheOldLayer(Deployment):
         old_RS = self.live.placement.phy2log_LRS[update.layer]
         super()._commit(group, self.live, life, update)
         assert self.heat is not None
-        self.heat.place(update.layer, self.live.epoch, old_RS)
+        self.heat.placements.place(update.layer, self.live.epoch, old_RS)
 
 
 class BelievesWhatItOffered(Deployment):
@@ -86,14 +87,14 @@ class KeepsThePlanOfAGroupThatIsGone(Deployment):
 
 
 class TakesAnyGroupForItsOwn(Deployment):
-    def hello(self, hello: RankHello) -> None:
+    def hello(self, hello: Hello) -> None:
         if self.group is not None:
             hello = replace(hello, group_id=self.group.group_id)
         super().hello(hello)
 
 
 class GivesWayToAnyGroup(Deployment):
-    def _make_way_for(self, hello: RankHello) -> None:
+    def _make_way_for(self, hello: Hello) -> None:
         if self.group is not None and hello.group_id != self.group.group_id:
             for member in self.group.connected:
                 member.connected = False
@@ -101,7 +102,7 @@ class GivesWayToAnyGroup(Deployment):
 
 
 class KeepsTheHeatOfTheGroupBefore(Deployment):
-    def _make_way_for(self, hello: RankHello) -> None:
+    def _make_way_for(self, hello: Hello) -> None:
         heat = self.heat
         super()._make_way_for(hello)
         self.heat = heat
@@ -117,7 +118,7 @@ class KeepsWhatARankSaidBeforeItLeft(Deployment):
         def leave(self, rank: int) -> None:
             self.members[rank].connected = False
 
-    def _make_way_for(self, hello: RankHello) -> None:
+    def _make_way_for(self, hello: Hello) -> None:
         super()._make_way_for(hello)
         if type(self.group) is Group:
             self.group.__class__ = self.Memory

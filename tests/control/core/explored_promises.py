@@ -83,6 +83,6 @@ def _check_heat(state: State, service: int, deployment: Deployment) -> None:
             continue
         for switched in range(len(one.shown.path) + 1):
             counted = live_at(Version(version.forming, version.path[:switched]))
-            slots_LRS = heat._placement_at(counted.layer_epochs)
+            slots_LRS = heat.placements.at(counted.layer_epochs)
             right = slots_LRS is None or np.array_equal(slots_LRS, counted.placement.phy2log_LRS)
             must(right, "reads heat under another placement than it was counted under")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.events import PlanEnded, StreamsOutdated
-from eplb_service.wire.generated import agent_pb2
+from eplb_service.wire.status import Heartbeat, PlanStatus
 from tests.control.core.explored_crew import Word
 from tests.control.core.explored_promises import check_offer, check_state
 from tests.control.core.explored_state import PLAN_TIMEOUT, Faults, Scenario
@@ -136,7 +136,7 @@ class World(StreamsWorld):
         assert one.shown is not None
         if len(word.version.path) > len(one.shown.path):
             self.crew = self.crew.with_rank(rank, shown=word.version)
-        status = agent_pb2.PlanStatus(
+        status = PlanStatus(
             plan_id=offer_of(word.given).plan_id,
             layer=word.layer,
             state=word.state,  # type: ignore[arg-type]
@@ -150,7 +150,7 @@ class World(StreamsWorld):
         assert one.service is not None
         assert one.shown is not None
         live = live_at(one.shown)
-        beat = agent_pb2.Heartbeat(epoch=live.epoch, digest=live.digest)
+        beat = Heartbeat(epoch=live.epoch, digest=live.digest)
         self.services[one.service].heartbeat(rank, beat)
 
     def _deliver(self, rank: int) -> None:

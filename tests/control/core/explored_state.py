@@ -134,7 +134,7 @@ def _service_key(deployment: Deployment) -> tuple[Any, ...]:
         if heat is None
         else tuple(
             tuple((epoch, layer_digest(layer, rows)) for epoch, rows in sorted(placements.items()))
-            for layer, placements in enumerate(heat._placements)
+            for layer, placements in enumerate(heat.placements.by_layer)
         ),
     )
 
@@ -160,8 +160,7 @@ def _copy_group(group: Group) -> Group:
 def _copy_heat(heat: HeatAssembler) -> HeatAssembler:
     """Counts are never added here: only what is known of placements changes."""
     other = copy.copy(heat)
-    other._placements = [dict(placements) for placements in heat._placements]
-    other._whole = dict(heat._whole)
+    other.placements = heat.placements.copy()
     return other
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from eplb_service.control.server.refusal import RefusedError
+from eplb_service.control.core.errors import RefusedError
 from tests.control.core.explored_crew import Crew
 from tests.control.core.explored_state import State
 from tests.control.core.explored_truth import RANKS_BY_FORMING, hello_at

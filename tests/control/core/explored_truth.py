@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from eplb_service.control.core.live_placement import LivePlacement
-from eplb_service.control.core.plan_tracker import Offer
-from eplb_service.control.server.hello import RankHello, Shape
+from eplb_service.control.core.offer import Offer
 from eplb_service.placement import Placement, default_log2phy
 from eplb_service.planner.plan import LayerPlan, LayerVerdict, Plan
+from eplb_service.wire.hello import Hello, Shape
 
 LAYERS, EXPERTS, SLOTS = 2, 4, 2
 RANKS_BY_FORMING = (3, 2)
@@ -66,10 +66,10 @@ def _update(base: LivePlacement, layer: int, turn: int) -> LayerPlan:
 
 
 @cache
-def hello_at(version: Version, rank: int) -> RankHello:
+def hello_at(version: Version, rank: int) -> Hello:
     """How a rank introduces itself there."""
     live = live_at(version)
-    return RankHello(
+    return Hello(
         deployment="decode",
         rank=rank,
         node="here",

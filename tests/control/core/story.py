@@ -7,12 +7,12 @@ import numpy as np
 from eplb_service.control.core.deployment import Deployment, Limits
 from eplb_service.control.core.events import Event
 from eplb_service.control.core.live_placement import LivePlacement
-from eplb_service.control.core.plan_tracker import Offer
-from eplb_service.control.server.hello import read_hello
-from eplb_service.heat.batch import HeatBatch
+from eplb_service.control.core.offer import Offer
 from eplb_service.placement import default_log2phy
 from eplb_service.planner.plan import LayerPlan, LayerVerdict, Plan
-from eplb_service.wire.generated import agent_pb2
+from eplb_service.wire.heat import HeatReport, StepPhase
+from eplb_service.wire.hello import decode_hello
+from eplb_service.wire.status import Heartbeat, PlanState, PlanStatus
 from tests.control.fake_group import EXPERTS, LAYERS, RANKS, SLOTS, first_placement, hello_of, live_of
 
 PLAN_TIMEOUT = 10.0
@@ -44,7 +44,7 @@ class Story:
     def joins(self, *ranks: int, live: LivePlacement | None = None, group_id: str = "first") -> list[Event]:
         """Ranks (all of them where none is named) say Hello, serving ``live``."""
         for rank in ranks or range(RANKS):
-            self.deployment.hello(read_hello(hello_of(live or self.live, rank, group_id=group_id)))
+            self.deployment.hello(decode_hello(hello_of(live or self.live, rank, group_id=group_id)))
         return self.news()
 
     def leaves(self, *ranks: int) -> None:
@@ -57,13 +57,15 @@ class Story:
         self.deployment.offer(offer, self.now)
         return offer
 
-    def says(self, rank: int, offer: Offer, state: int, layer: int = 0, reason: str = "") -> list[Event]:
+    def says(
+        self, rank: int, offer: Offer, state: PlanState, layer: int = 0, reason: str = ""
+    ) -> list[Event]:
         """A status; COMMITTED with the version that the plan gives."""
         epoch, digest = offer.base_epoch, offer.base_digest
         for milestone in offer.milestones:
-            if state == agent_pb2.PLAN_STATE_COMMITTED and milestone.update.layer == layer:
+            if state == PlanState.COMMITTED and milestone.update.layer == layer:
                 epoch, digest = milestone.version
-        status = agent_pb2.PlanStatus(
+        status = PlanStatus(
             plan_id=offer.plan_id, layer=layer, state=state, reason=reason, epoch=epoch, digest=digest
         )
         self.deployment.plan_status(rank, status, self.now)
@@ -74,11 +76,11 @@ class Story:
             event
             for layer in layers
             for rank in ranks
-            for event in self.says(rank, offer, agent_pb2.PLAN_STATE_COMMITTED, layer)
+            for event in self.says(rank, offer, PlanState.COMMITTED, layer)
         ]
 
     def beats(self, rank: int, epoch: int, digest: int, error: str = "", step: int = 1) -> list[Event]:
-        message = agent_pb2.Heartbeat(step=step, epoch=epoch, digest=digest, error=error)
+        message = Heartbeat(step=step, epoch=epoch, digest=digest, error=error)
         self.deployment.heartbeat(rank, message)
         return self.news()
 
@@ -86,7 +88,9 @@ class Story:
         """Every rank reports ``steps`` steps with one token in each slot."""
         ones = np.ones((steps, LAYERS, SLOTS), dtype=np.int32)
         for rank in range(RANKS):
-            self.deployment.heat_batch(rank, HeatBatch(first_step, epochs, ones, np.zeros(steps, dtype=bool)))
+            self.deployment.heat_report(
+                rank, HeatReport(first_step, epochs, ones, np.full(steps, StepPhase.DECODE, dtype=np.uint8))
+            )
 
     def waits(self, seconds: float) -> list[Event]:
         self.now += seconds

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from eplb_service.control.core.errors import RefusedError
 from eplb_service.control.core.events import PlacementKnown, StreamsOutdated
 from eplb_service.control.core.health import problems
-from eplb_service.control.server.refusal import RefusedError
-from eplb_service.wire.generated import agent_pb2
+from eplb_service.placement import default_log2phy
+from eplb_service.wire.status import PlanState, PlanStatus
 from tests.control.core.story import PLAN_TIMEOUT, Story
-from tests.control.fake_group import RANKS
+from tests.control.fake_group import EXPERTS, RANKS
 
-COMMITTED = agent_pb2.PLAN_STATE_COMMITTED
+COMMITTED = PlanState.COMMITTED
 
 
 @pytest.fixture
@@ -61,8 +62,8 @@ def test_a_new_group_waits_until_the_old_one_is_gone(story: Story) -> None:
 def test_ranks_that_moved_on_unheard_are_believed(story: Story) -> None:
     story.joins()
     story.leaves()
-    moved = story.live.with_layer(0, story.live.placement.phy2log_LRS[0][::-1], story.live.log2phy_RLE[:, 0])
-    moved = type(moved).of(moved.placement, moved.placement.default_log2phy(), 1, moved.layer_epochs)
+    moved_RS = story.live.placement.phy2log_LRS[0][::-1]
+    moved = story.live.with_layer(0, moved_RS, default_log2phy(moved_RS, EXPERTS))
     story.joins(live=moved)
     assert version(story) == (1, moved.digest)
 
@@ -105,7 +106,7 @@ def test_ranks_that_are_all_there_and_were_not_all_heard_are_asked_again(story: 
 def test_the_end_of_a_plan_of_an_earlier_service_is_believed(story: Story) -> None:
     story.joins()
     for rank in range(RANKS):
-        status = agent_pb2.PlanStatus(plan_id=77, layer=0, state=COMMITTED, epoch=1, digest=11)
+        status = PlanStatus(plan_id=77, layer=0, state=COMMITTED, epoch=1, digest=11)
         story.deployment.plan_status(rank, status, 0.0)
     assert [type(event) for event in story.news()] == [StreamsOutdated]
 

@@ -9,13 +9,14 @@ from typing import Any, TypeAlias
 import pytest
 
 from eplb_service.control.core.live_placement import LivePlacement
-from eplb_service.control.core.plan_tracker import Offer, Outcome, PlanTracker
-from eplb_service.wire.generated import agent_pb2
+from eplb_service.control.core.offer import Offer
+from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
+from eplb_service.wire.status import PlanState, PlanStatus
 from tests.control.core.story import decision_of
 from tests.control.fake_group import first_placement, live_of
 
 RANKS, LIMIT = 3, 10.0
-Word: TypeAlias = agent_pb2.PlanStatus
+Word: TypeAlias = PlanStatus
 
 
 def _offer(base: LivePlacement) -> Offer:
@@ -25,12 +26,12 @@ def _offer(base: LivePlacement) -> Offer:
 def _words(offer: Offer, committed: int, refuses: bool) -> list[Word]:
     """What one rank says of a plan of which ``committed`` layers were switched."""
     if refuses:
-        return [agent_pb2.PlanStatus(plan_id=7, state=agent_pb2.PLAN_STATE_REFUSED, reason="not now")]
-    words = [agent_pb2.PlanStatus(plan_id=7, state=agent_pb2.PLAN_STATE_ACCEPTED)]
+        return [PlanStatus(plan_id=7, state=PlanState.REFUSED, reason="not now")]
+    words = [PlanStatus(plan_id=7, state=PlanState.ACCEPTED)]
     for milestone in offer.milestones[:committed]:
-        state = agent_pb2.PLAN_STATE_COMMITTED
+        state = PlanState.COMMITTED
         words.append(
-            agent_pb2.PlanStatus(
+            PlanStatus(
                 plan_id=7,
                 state=state,
                 layer=milestone.update.layer,
@@ -39,7 +40,7 @@ def _words(offer: Offer, committed: int, refuses: bool) -> list[Word]:
             )
         )
     if committed < len(offer.milestones):
-        words.append(agent_pb2.PlanStatus(plan_id=7, state=agent_pb2.PLAN_STATE_ABORTED, reason="link"))
+        words.append(PlanStatus(plan_id=7, state=PlanState.ABORTED, reason="link"))
     return words
 
 
@@ -59,7 +60,7 @@ def _after(
     elif event == "hear again":
         changed.hear(rank, words[rank][said[rank] - 1], 0.0)
     elif event == "heartbeat":
-        past = [word for word in words[rank][: said[rank]] if word.state == agent_pb2.PLAN_STATE_COMMITTED]
+        past = [word for word in words[rank][: said[rank]] if word.state == PlanState.COMMITTED]
         if past:
             changed.sees(rank, past[-1].epoch, past[-1].digest)
     else:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from eplb_service.control.core.errors import RefusedError
 from eplb_service.control.core.events import LayerCommitted, PlacementKnown, PlanEnded
 from eplb_service.control.core.health import problems
 from eplb_service.control.core.plan_tracker import Outcome
-from eplb_service.control.server.hello import read_hello
-from eplb_service.control.server.refusal import RefusedError
-from eplb_service.wire.generated import agent_pb2
+from eplb_service.wire.hello import decode_hello
+from eplb_service.wire.status import PlanState, PlanStatus
 from tests.control.core.story import PLAN_TIMEOUT, Story
 from tests.control.fake_group import BYTES_PER_EXPERT, RANKS, first_placement, hello_of, live_of
 
-ACCEPTED = agent_pb2.PLAN_STATE_ACCEPTED
-ABORTED = agent_pb2.PLAN_STATE_ABORTED
-REFUSED = agent_pb2.PLAN_STATE_REFUSED
-COMMITTED = agent_pb2.PLAN_STATE_COMMITTED
+ACCEPTED = PlanState.ACCEPTED
+ABORTED = PlanState.ABORTED
+REFUSED = PlanState.REFUSED
+COMMITTED = PlanState.COMMITTED
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_a_rank_that_comes_back_proves_a_switch(story: Story) -> None:
 def test_a_commit_that_is_not_the_plans_is_a_problem_and_changes_nothing(story: Story) -> None:
     story.joins()
     offer = story.offers(0)
-    status = agent_pb2.PlanStatus(plan_id=1, layer=0, state=COMMITTED, epoch=1, digest=7)
+    status = PlanStatus(plan_id=1, layer=0, state=COMMITTED, epoch=1, digest=7)
     story.deployment.plan_status(3, status, 0.0)
     assert story.news() == []
     assert version(story) == (0, story.live.digest)
@@ -161,7 +161,7 @@ def test_a_commit_that_is_not_the_plans_is_a_problem_and_changes_nothing(story: 
 
 def test_a_word_about_an_unknown_plan_is_of_no_use(story: Story) -> None:
     story.joins()
-    status = agent_pb2.PlanStatus(plan_id=99, state=ABORTED)
+    status = PlanStatus(plan_id=99, state=ABORTED)
     story.deployment.plan_status(0, status, 0.0)
     assert story.news() == []
     assert problems(story.deployment) == []
@@ -186,7 +186,7 @@ def test_what_a_refused_rank_proved_is_not_lost(story: Story) -> None:
     hello = hello_of(other, 1)
     hello.placement.epoch, hello.placement.digest = offer.milestones[0].version
     with pytest.raises(RefusedError, match="rank 1 holds other experts in layer 0"):
-        story.deployment.hello(read_hello(hello))
+        story.deployment.hello(decode_hello(hello))
     assert [type(event) for event in story.news()] == [LayerCommitted]
     assert story.deployment.connected[0].rank == 0
     assert "rank 1 was turned away" in problems(story.deployment)[1]

@@ -7,8 +7,8 @@ import asyncio
 import grpc
 import pytest
 
+from eplb_service.control.core.errors import RefusedError
 from eplb_service.control.server.agent_stream import _first_of
-from eplb_service.control.server.refusal import RefusedError
 from eplb_service.control.server.streams import RankStream
 
 

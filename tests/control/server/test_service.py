@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.settings import ServiceSettings
 from eplb_service.control.server.store import Store
+from eplb_service.heat.window import Window
 from eplb_service.wire.generated import agent_pb2, operator_pb2, operator_pb2_grpc
 from tests.control.fake_group import (
     BYTES_PER_EXPERT,
@@ -227,7 +228,7 @@ async def test_many_reports_out_of_step_lose_nothing_that_all_ranks_sent(service
         deployment = service.plane.deployments["decode"]
         await until(lambda: deployment.totals.steps_received == 24)
         assert deployment.heat is not None
-        window = deployment.heat.snapshot().window()
+        window = Window(*deployment.heat.copy_heat())
         np.testing.assert_array_equal(window.heat_TLE, RANKS * heat_TLE)
         assert window.source_RLE is not None
         np.testing.assert_array_equal(window.source_RLE[0], heat_TLE.sum(axis=0))

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from eplb_service.control.core.deployment import Totals
-from eplb_service.control.core.plan_tracker import Offer, Outcome
+from eplb_service.control.core.offer import Offer
+from eplb_service.control.core.plan_tracker import Outcome
 from eplb_service.control.server import store as store_module
 from eplb_service.control.server.service import running_service
 from eplb_service.control.server.store import Store

@@ -11,15 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eplb_service.placement import Placement, default_log2phy
-from eplb_service.wire.codec import WireError, pack
+from eplb_service.wire.codec import pack
+from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import agent_pb2
-from eplb_service.wire.plan_codec import (
-    WireLayer,
-    WirePlan,
+from eplb_service.wire.hello import Shape
+from eplb_service.wire.plan import (
+    RankLayer,
+    RankPlan,
     check_moves,
     decode_plan,
     encode_plan,
-    plan_digest,
     table_digest,
 )
 
@@ -29,15 +30,15 @@ NEW_RS = np.array([[0, 1, 2], [3, 2, 1]], dtype=np.int32)
 MOVES_M5 = np.array([[0, 2, 1, 1, 2]], dtype=np.int32)
 
 
-def plan_for(rank: int, layers: tuple[int, ...] = (1,)) -> WirePlan:
+def plan_for(rank: int, layers: tuple[int, ...] = (1,)) -> RankPlan:
     tables_RE = default_log2phy(NEW_RS, EXPERTS)
     digests = tuple(table_digest(table_E) for table_E in tables_RE)
-    updates = tuple(WireLayer(layer, NEW_RS, tables_RE[rank], digests, MOVES_M5) for layer in layers)
-    return WirePlan(7, 2, 5, 99, updates, plan_digest(7, 5, 99, updates))
+    updates = tuple(RankLayer(layer, NEW_RS, tables_RE[rank], digests, MOVES_M5) for layer in layers)
+    return RankPlan.of(7, 2, 5, 99, updates)
 
 
-def decode(message: agent_pb2.Plan, rank: int = 0) -> WirePlan:
-    return decode_plan(message, LAYERS, RANKS, SLOTS, EXPERTS, rank=rank)
+def decode(message: agent_pb2.Plan, rank: int = 0) -> RankPlan:
+    return decode_plan(message, Shape(RANKS, LAYERS, EXPERTS, SLOTS, 64), rank)
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
@@ -87,8 +88,8 @@ def set_field(field: str, value: int) -> Callable[[agent_pb2.Plan], None]:
         (edited("physical_to_logical", [[0, 1, 1], [3, 2, 1]]), "is twice on rank 0"),
         (edited("log2phy", [0, 1, 2]), r"log2phy: expected the shape \[4\]"),
         (edited("log2phy", [1, 1, 2, 3]), "expert 0 points to slot 1, which does not hold it"),
-        (edited("log2phy", [0, 5, 2, 3]), "not the table whose digest is listed for rank 0"),
-        (lambda message: message.layers[0].log2phy_digests.append(1), "one for each of 2 ranks, got 3"),
+        (edited("log2phy", [0, 5, 2, 3]), "not the table that log2phy_digests lists for rank 0"),
+        (lambda message: message.layers[0].log2phy_digests.append(1), "each of 2 ranks, got 3"),
         (edited("moves", np.zeros((1, 4), dtype=np.int32)), r"moves: expected the shape \[any, 5\]"),
         (edited("moves", [[0, 2, 1, 3, 2]]), r"moves\[0\]: .* is not among 2 ranks x 3 slots"),
         (edited("moves", [[-1, 2, 1, 1, 2]]), r"moves\[0\]: .* is not among"),
@@ -107,7 +108,7 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(
 
 
 def test_a_table_meant_for_another_rank_is_refused() -> None:
-    with pytest.raises(WireError, match="listed for rank 1"):
+    with pytest.raises(WireError, match="lists for rank 1"):
         decode(encode_plan(plan_for(0)), rank=1)
 
 

@@ -1,4 +1,4 @@
-"""Plans on the wire: what a rank is told to switch, with everything that it can check for itself checked."""
+"""Plans as each rank receives them: the layers to switch, with everything that a rank can check for itself checked."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from eplb_service.placement import (
     check_log2phy,
     layer_digest,
 )
-from eplb_service.wire.codec import WireError, pack, unpack
+from eplb_service.wire.codec import pack, unpack
+from eplb_service.wire.fields import LAST_DIGEST, LAST_VERSION, WireError, check_count
 from eplb_service.wire.generated import agent_pb2
+from eplb_service.wire.hello import Shape
 
 
 @dataclass(frozen=True)
-class WireLayer:
-    """One layer of a plan as one rank hears it.
+class RankLayer:
+    """One layer of a plan as one rank receives it.
 
     Parameters
     ----------
@@ -44,15 +46,23 @@ class WireLayer:
 
 
 @dataclass(frozen=True)
-class WirePlan:
+class RankPlan:
     """Layers to switch, in order; equal on all ranks but for tables. ``digest`` is by ``plan_digest``."""
 
     plan_id: int
     leader_term: int
     base_epoch: int
     base_digest: int
-    layers: tuple[WireLayer, ...]
+    layers: tuple[RankLayer, ...]
     digest: int
+
+    @classmethod
+    def of(
+        cls, plan_id: int, leader_term: int, base_epoch: int, base_digest: int, layers: tuple[RankLayer, ...]
+    ) -> RankPlan:
+        """The plan with its digest computed."""
+        digest = plan_digest(plan_id, base_epoch, base_digest, layers)
+        return cls(plan_id, leader_term, base_epoch, base_digest, layers, digest)
 
 
 def table_digest(log2phy_E: Int32) -> int:
@@ -60,18 +70,18 @@ def table_digest(log2phy_E: Int32) -> int:
     return array_digest(np.ascontiguousarray(log2phy_E, dtype="<i4"), salt="log2phy")
 
 
-def plan_digest(plan_id: int, base_epoch: int, base_digest: int, layers: tuple[WireLayer, ...]) -> int:
+def plan_digest(plan_id: int, base_epoch: int, base_digest: int, layers: tuple[RankLayer, ...]) -> int:
     """63-bit fingerprint of all that the ranks must agree on: everything but each rank's own table."""
-    words = [plan_id, base_epoch, base_digest]
+    facts = [plan_id, base_epoch, base_digest]
     for layer in layers:
         tables_R = np.array(layer.log2phy_digests, dtype="<u8")
         moves_M5 = np.ascontiguousarray(layer.moves_M5, dtype="<i4")
-        words += [layer.layer, layer_digest(layer.layer, layer.phy2log_RS)]
-        words += [array_digest(moves_M5, salt="moves"), array_digest(tables_R, salt="tables")]
-    return array_digest(np.array(words, dtype="<u8"), salt="plan")
+        facts += [layer.layer, layer_digest(layer.layer, layer.phy2log_RS)]
+        facts += [array_digest(moves_M5, salt="moves"), array_digest(tables_R, salt="tables")]
+    return array_digest(np.array(facts, dtype="<u8"), salt="plan")
 
 
-def encode_plan(plan: WirePlan) -> agent_pb2.Plan:
+def encode_plan(plan: RankPlan) -> agent_pb2.Plan:
     """The message for the rank whose tables ``plan`` carries."""
     return agent_pb2.Plan(
         plan_id=plan.plan_id,
@@ -83,27 +93,31 @@ def encode_plan(plan: WirePlan) -> agent_pb2.Plan:
     )
 
 
-def decode_plan(
-    message: agent_pb2.Plan, layers: int, ranks: int, slots: int, experts: int, *, rank: int
-) -> WirePlan:
-    """The plan that ``rank`` received, for a model of ``layers`` x ``experts`` on ``ranks`` x ``slots``.
+def decode_plan(message: agent_pb2.Plan, shape: Shape, rank: int) -> RankPlan:
+    """The plan that ``rank`` received, for a deployment of ``shape``.
 
-    Raises ``WireError`` naming the field unless each layer is a valid placement, the table fits it and is
-    the one listed for ``rank``, the moves lead to it, and the digest is the one recomputed here. Whether the
-    moves start from what is installed is for ``check_moves``, which needs the placement that is.
+    Whether the moves start from what is installed is for ``check_moves``, which needs the placement that is.
+
+    Raises
+    ------
+    WireError
+        A layer is no valid placement, the table does not fit it or is not the one listed for ``rank``, the moves do not
+        lead to it, or the digest is not the one recomputed here; the text names the field.
     """
+    plan_id = check_count(message.plan_id, "plan.plan_id", LAST_VERSION)
+    leader_term = check_count(message.leader_term, "plan.leader_term", LAST_VERSION)
+    base_epoch = check_count(message.base_epoch, "plan.base_epoch", LAST_VERSION)
+    base_digest = check_count(message.base_digest, "plan.base_digest", LAST_DIGEST)
     if not message.layers:
-        raise WireError("plan: names no layers")
-    decoded = tuple(_decode_layer(update, layers, ranks, slots, experts, rank) for update in message.layers)
+        raise WireError("plan.layers: names no layers")
+    decoded = tuple(_decode_layer(update, shape, rank) for update in message.layers)
     indices = [update.layer for update in decoded]
     if len(set(indices)) != len(indices):
-        raise WireError(f"plan: a layer stands in it twice, among {indices}")
-    digest = plan_digest(message.plan_id, message.base_epoch, message.base_digest, decoded)
-    if digest != message.digest:
-        raise WireError(f"plan: digest is {message.digest:#x}, its content says {digest:#x}")
-    return WirePlan(
-        message.plan_id, message.leader_term, message.base_epoch, message.base_digest, decoded, digest
-    )
+        raise WireError(f"plan.layers: a layer is named twice, among {indices}")
+    plan = RankPlan.of(plan_id, leader_term, base_epoch, base_digest, decoded)
+    if plan.digest != message.digest:
+        raise WireError(f"plan.digest is {message.digest:#x}, its content says {plan.digest:#x}")
+    return plan
 
 
 def check_moves(old_RS: Int32, new_RS: Int32, moves_M5: Int32) -> None:
@@ -121,11 +135,11 @@ def check_moves(old_RS: Int32, new_RS: Int32, moves_M5: Int32) -> None:
     wrong = np.argwhere(moved_RS != (old_RS != new_RS))
     if wrong.size:
         at = int(wrong[0, 0]), int(wrong[0, 1])
-        said = "receives a move but keeps" if moved_RS[at] else f"has no move to change from {old_RS[at]} to"
-        raise WireError(f"moves: rank {at[0]} slot {at[1]} {said} expert {new_RS[at]}")
+        fault = "receives a move but keeps" if moved_RS[at] else f"has no move to change from {old_RS[at]} to"
+        raise WireError(f"moves: rank {at[0]} slot {at[1]} {fault} expert {new_RS[at]}")
 
 
-def _encode_layer(layer: WireLayer) -> agent_pb2.LayerUpdate:
+def _encode_layer(layer: RankLayer) -> agent_pb2.LayerUpdate:
     return agent_pb2.LayerUpdate(
         layer=layer.layer,
         physical_to_logical=pack(layer.phy2log_RS),
@@ -135,29 +149,29 @@ def _encode_layer(layer: WireLayer) -> agent_pb2.LayerUpdate:
     )
 
 
-def _decode_layer(
-    update: agent_pb2.LayerUpdate, layers: int, ranks: int, slots: int, experts: int, rank: int
-) -> WireLayer:
-    if update.layer >= layers:
-        raise WireError(f"plan: names layer {update.layer}, the model has {layers}")
+def _decode_layer(update: agent_pb2.LayerUpdate, shape: Shape, rank: int) -> RankLayer:
+    if update.layer >= shape.layers:
+        raise WireError(f"plan.layers: names layer {update.layer}, the model has {shape.layers}")
     where = f"layer {update.layer}"
-    phy2log_RS = unpack(update.physical_to_logical, (ranks, slots), f"{where} physical_to_logical")
-    log2phy_E = unpack(update.log2phy, (experts,), f"{where} log2phy")
+    phy2log_RS = unpack(
+        update.physical_to_logical, (shape.ranks, shape.slots), f"{where} physical_to_logical"
+    )
+    log2phy_E = unpack(update.log2phy, (shape.experts,), f"{where} log2phy")
     try:
-        check_layer(phy2log_RS, experts, where)
+        check_layer(phy2log_RS, shape.experts, f"{where} physical_to_logical")
         check_log2phy(log2phy_E, phy2log_RS, f"{where} log2phy")
     except PlacementError as error:
         raise WireError(str(error)) from error
     digests = tuple(update.log2phy_digests)
-    if len(digests) != ranks:
+    if len(digests) != shape.ranks or max(digests) >= LAST_DIGEST:
         raise WireError(
-            f"{where} log2phy_digests: expected one for each of {ranks} ranks, got {len(digests)}"
+            f"{where} log2phy_digests: expected one below 2**63 for each of {shape.ranks} ranks, got {len(digests)}"
         )
     if digests[rank] != table_digest(log2phy_E):
-        raise WireError(f"{where} log2phy: is not the table whose digest is listed for rank {rank}")
+        raise WireError(f"{where} log2phy: is not the table that log2phy_digests lists for rank {rank}")
     moves_M5 = unpack(update.moves, (None, 5), f"{where} moves")
     _check_destinations(phy2log_RS, moves_M5, f"{where} moves")
-    return WireLayer(update.layer, phy2log_RS, log2phy_E, digests, moves_M5)
+    return RankLayer(update.layer, phy2log_RS, log2phy_E, digests, moves_M5)
 
 
 def _check_destinations(new_RS: Int32, moves_M5: Int32, field: str) -> None:

@@ -1,0 +1,52 @@
+"""Which experts each layer's slots held at its newest epochs: what counts are read under."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eplb_service.placement import Int32
+
+_EPOCHS_KEPT = 8
+_PLACEMENTS_KEPT = 4
+"""Placements of all layers kept stacked: before and after a switch, and ranks in between."""
+
+
+class PlacementHistory:
+    """The newest epochs of every layer; bounded.
+
+    Parameters
+    ----------
+    by_layer
+        For each layer, slots int32 ``[R, S]`` by epoch, oldest first.
+    """
+
+    def __init__(self, by_layer: tuple[dict[int, Int32], ...]) -> None:
+        self.by_layer = by_layer
+        self._stacked: dict[tuple[int, ...], Int32] = {}
+
+    def copy(self) -> PlacementHistory:
+        """Another of the same content."""
+        return PlacementHistory(tuple(dict(epochs) for epochs in self.by_layer))
+
+    def place(self, layer: int, epoch: int, phy2log_RS: Int32) -> None:
+        """Counts of ``layer`` at ``epoch`` are of these slots; replaces what was known of that epoch before."""
+        self._stacked.clear()
+        epochs = self.by_layer[layer]
+        epochs.pop(epoch, None)
+        epochs[epoch] = phy2log_RS
+        while len(epochs) > _EPOCHS_KEPT:
+            epochs.pop(next(iter(epochs)))
+
+    def at(self, layer_epochs: tuple[int, ...]) -> Int32 | None:
+        """Experts in all slots, int32 ``[L, R, S]``; ``None`` where one of the epochs is not known."""
+        known = self._stacked.get(layer_epochs)
+        if known is not None:
+            return known
+        layers = list(zip(self.by_layer, layer_epochs, strict=True))
+        if not all(epoch in epochs for epochs, epoch in layers):
+            return None
+        if len(self._stacked) >= _PLACEMENTS_KEPT:
+            self._stacked.pop(next(iter(self._stacked)))
+        stacked_LRS = np.stack([epochs[epoch] for epochs, epoch in layers])
+        self._stacked[layer_epochs] = stacked_LRS
+        return stacked_LRS

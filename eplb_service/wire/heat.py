@@ -1,0 +1,143 @@
+"""What one rank counted over a few steps: the one carrier of heat from the agent's recorder to the window."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_service.wire.codec import Integers, pack, unpack_as_sent
+from eplb_service.wire.fields import LAST_STEP, WireError, check_count, check_epochs
+from eplb_service.wire.generated import agent_pb2, tensor_pb2
+from eplb_service.wire.hello import Shape
+
+_INT32_MAX = np.iinfo(np.int32).max
+_SMALL_BYTES = 1 << 20
+
+
+class StepPhase(enum.IntEnum):
+    """What kind of step it was for one rank; the numbers are the wire's."""
+
+    PREFILL = 1
+    DECODE = 2
+    DUMMY = 3
+    """The rank had no tokens of its own."""
+
+
+@dataclass(frozen=True)
+class HeatReport:
+    """One rank's counts of consecutive steps, all under one placement.
+
+    Parameters
+    ----------
+    first_step
+        Number of the first step.
+    layer_epochs
+        Epoch of each layer's placement while they were counted.
+    slot_counts_TLS
+        Tokens that the rank's slots received, integers ``[T, L, S]``.
+    phase_T
+        ``StepPhase`` of each step, integers ``[T]``.
+    source_counts_TLE
+        The rank's own tokens by logical expert, before dispatch, integers ``[T, L, E]``; ``None`` where the host does
+        not count them.
+    tokens_T
+        The rank's own tokens, integers ``[T]``; ``None`` where the host does not count them.
+    dropped_steps
+        Steps that the rank's agent has had to drop since its Hello.
+    """
+
+    first_step: int
+    layer_epochs: tuple[int, ...]
+    slot_counts_TLS: npt.NDArray[np.integer[Any]]
+    phase_T: npt.NDArray[np.uint8]
+    source_counts_TLE: npt.NDArray[np.integer[Any]] | None = None
+    tokens_T: npt.NDArray[np.integer[Any]] | None = None
+    dropped_steps: int = 0
+
+    @property
+    def steps(self) -> int:
+        """T."""
+        return len(self.phase_T)
+
+    @property
+    def dummy_T(self) -> npt.NDArray[np.bool_]:
+        """Steps in which this rank had no tokens of its own, bool ``[T]``."""
+        dummy: npt.NDArray[np.bool_] = self.phase_T == StepPhase.DUMMY
+        return dummy
+
+
+def encode_heat_report(report: HeatReport) -> agent_pb2.HeatReport:
+    """The message; counts are packed in the narrowest type that holds them."""
+    sources = report.source_counts_TLE
+    return agent_pb2.HeatReport(
+        first_step=report.first_step,
+        layer_epochs=report.layer_epochs,
+        slot_counts=pack(report.slot_counts_TLS),
+        source_counts=None if sources is None else pack(sources),
+        step_phases=report.phase_T.astype(np.uint8).tobytes(),
+        dropped_steps=report.dropped_steps,
+        step_tokens=None if report.tokens_T is None else report.tokens_T.tolist(),
+    )
+
+
+def decode_heat_report(message: agent_pb2.HeatReport, shape: Shape, most_steps: int) -> HeatReport:
+    """Counts of one rank of a deployment of ``shape``; the arrays are read-only and as narrow as they were sent.
+
+    Raises
+    ------
+    WireError
+        A field cannot be what it is, or there are more than ``most_steps`` steps; the text names the field.
+    """
+    phase_T = np.frombuffer(message.step_phases, dtype=np.uint8)
+    steps = len(phase_T)
+    if not 1 <= steps <= most_steps:
+        raise WireError(f"heat_report.step_phases: {steps} steps; a report has 1 to {most_steps}")
+    if phase_T.min() < StepPhase.PREFILL or phase_T.max() > StepPhase.DUMMY:
+        raise WireError("heat_report.step_phases: a step is neither PREFILL, DECODE nor DUMMY")
+    first_step = check_count(message.first_step, "heat_report.first_step", LAST_STEP)
+    layer_epochs = check_epochs(message.layer_epochs, shape.layers, "heat_report.layer_epochs")
+    if len(message.step_tokens) not in (0, steps):
+        raise WireError(
+            f"heat_report.step_tokens: expected one for each of {steps} steps, got {len(message.step_tokens)}"
+        )
+    sources_TLE = None
+    if message.HasField("source_counts"):
+        size = (steps, shape.layers, shape.experts)
+        sources_TLE = _counts(message.source_counts, size, shape.ranks, "heat_report.source_counts")
+    size = (steps, shape.layers, shape.slots)
+    return HeatReport(
+        first_step,
+        layer_epochs,
+        _counts(message.slot_counts, size, shape.ranks * shape.slots, "heat_report.slot_counts"),
+        phase_T,
+        sources_TLE,
+        np.array(message.step_tokens, dtype=np.int64) if message.step_tokens else None,
+        check_count(message.dropped_steps, "heat_report.dropped_steps", LAST_STEP),
+    )
+
+
+def is_quick_to_decode(message: agent_pb2.HeatReport) -> bool:
+    """Whether decoding it takes less time than another thread would to begin: small, and nothing to inflate."""
+    arrays = (message.slot_counts, message.source_counts)
+    plain = all(array.compression == tensor_pb2.COMPRESSION_UNSPECIFIED for array in arrays)
+    return plain and sum(len(array.data) for array in arrays) <= _SMALL_BYTES
+
+
+def _counts(
+    packed: tensor_pb2.PackedArray, size: tuple[int, int, int], summands: int, field: str
+) -> Integers:
+    """Counts of which ``summands`` together still fit int32."""
+    counts = unpack_as_sent(packed, size, field)
+    most = _INT32_MAX // summands
+    bounds = np.iinfo(counts.dtype)
+    if bounds.min == 0 and bounds.max <= most:
+        return counts
+    if counts.min() < 0 or counts.max() > most:
+        raise WireError(
+            f"{field}: a count is {int(counts.min())} or {int(counts.max())}, not among 0 to {most}"
+        )
+    return counts

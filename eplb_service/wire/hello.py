@@ -1,0 +1,233 @@
+"""How an agent and the service introduce themselves: ``Hello`` goes up, ``Welcome`` comes down."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from eplb_service.placement import Int32, PlacementError, check_shape
+from eplb_service.wire.codec import PROTOCOL_VERSION, pack, unpack
+from eplb_service.wire.fields import (
+    LAST_DIGEST,
+    LAST_VERSION,
+    MOST_BYTES,
+    MOST_EXPERTS,
+    MOST_LAYER_ENTRIES,
+    MOST_LAYERS,
+    MOST_RANKS,
+    MOST_SLOTS,
+    MOST_TABLE_ENTRIES,
+    ProtocolVersionError,
+    WireError,
+    check_count,
+    check_deployment,
+    check_epochs,
+    check_name,
+)
+from eplb_service.wire.generated import agent_pb2
+
+MOST_REPORT_STEPS = 1 << 16
+"""Steps that a service may ask for in one report."""
+FEWEST_HEARTBEAT_SECONDS, MOST_HEARTBEAT_SECONDS = 0.05, 60.0
+"""What an agent makes of any other interval: it neither spins nor falls silent."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes that all ranks of a deployment share; ``bytes_per_expert`` is of one expert of one layer."""
+
+    ranks: int
+    layers: int
+    experts: int
+    slots: int
+    bytes_per_expert: int
+
+
+@dataclass(frozen=True)
+class Hello:
+    """Who a rank is and what it serves.
+
+    Parameters
+    ----------
+    token_group
+        Ranks that name the same group see the same tokens.
+    group_id
+        Drawn once per forming of the EP group.
+    epoch, digest, layer_epochs
+        Version of the placement that the rank serves.
+    slots_LS
+        Logical expert in each of its slots, int32 ``[L, S]``.
+    log2phy_LE
+        Its table, int32 ``[L, E]``.
+    agent_version
+        Release of the agent.
+    """
+
+    deployment: str
+    rank: int
+    node: str
+    token_group: int
+    group_id: str
+    shape: Shape
+    epoch: int
+    digest: int
+    layer_epochs: tuple[int, ...]
+    slots_LS: Int32
+    log2phy_LE: Int32
+    agent_version: str = ""
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Epoch and digest."""
+        return self.epoch, self.digest
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """What the service asks of an agent.
+
+    Parameters
+    ----------
+    service_version
+        Release of the service.
+    leader_term
+        Grows with every start of a service on the same store.
+    report_steps
+        Steps per heat report.
+    heartbeat_seconds
+        Seconds between two heartbeats.
+    """
+
+    service_version: str
+    leader_term: int
+    report_steps: int
+    heartbeat_seconds: float
+
+
+def encode_hello(hello: Hello) -> agent_pb2.Hello:
+    """The message; slots and table are packed."""
+    return agent_pb2.Hello(
+        protocol_version=PROTOCOL_VERSION,
+        deployment=hello.deployment,
+        rank=hello.rank,
+        ep_size=hello.shape.ranks,
+        node=hello.node,
+        token_group=hello.token_group,
+        shape=encode_shape(hello.shape),
+        placement=agent_pb2.PlacementState(
+            epoch=hello.epoch,
+            digest=hello.digest,
+            layer_epochs=hello.layer_epochs,
+            local_physical_to_logical=pack(hello.slots_LS),
+            log2phy=pack(hello.log2phy_LE),
+        ),
+        agent_version=hello.agent_version,
+        group_id=hello.group_id,
+    )
+
+
+def decode_hello(message: agent_pb2.Hello) -> Hello:
+    """The Hello, every bound checked before its arrays are opened.
+
+    Raises
+    ------
+    ProtocolVersionError
+        The agent speaks another version.
+    WireError
+        A field cannot be what it is; the text names it.
+    """
+    _check_protocol(message.protocol_version, "the agent")
+    shape = decode_shape(message.ep_size, message.shape, "hello")
+    if not message.group_id:
+        raise WireError("hello.group_id is empty; it names one forming of the EP group")
+    state = message.placement
+    layer_epochs = check_epochs(state.layer_epochs, shape.layers, "hello.layer_epochs")
+    epoch = check_count(state.epoch, "hello.epoch", LAST_VERSION)
+    if max(layer_epochs) > epoch:
+        raise WireError(
+            f"hello.layer_epochs: a layer changed at epoch {max(layer_epochs)}, past epoch {epoch}"
+        )
+    if message.rank >= shape.ranks:
+        raise WireError(f"hello.rank is {message.rank}, but ep_size is {shape.ranks}; ranks count from 0")
+    return Hello(
+        deployment=check_deployment(message.deployment, "hello.deployment"),
+        rank=message.rank,
+        node=check_name(message.node, "hello.node"),
+        token_group=check_count(message.token_group, "hello.token_group", MOST_RANKS),
+        group_id=check_name(message.group_id, "hello.group_id"),
+        shape=shape,
+        epoch=epoch,
+        digest=check_count(state.digest, "hello.digest", LAST_DIGEST),
+        layer_epochs=layer_epochs,
+        agent_version=check_name(message.agent_version, "hello.agent_version"),
+        slots_LS=unpack(
+            state.local_physical_to_logical, (shape.layers, shape.slots), "hello.local_physical_to_logical"
+        ),
+        log2phy_LE=unpack(state.log2phy, (shape.layers, shape.experts), "hello.log2phy"),
+    )
+
+
+def encode_welcome(welcome: Welcome) -> agent_pb2.Welcome:
+    """The message."""
+    return agent_pb2.Welcome(
+        protocol_version=PROTOCOL_VERSION,
+        service_version=welcome.service_version,
+        leader_term=welcome.leader_term,
+        report_steps=welcome.report_steps,
+        heartbeat_seconds=welcome.heartbeat_seconds,
+    )
+
+
+def decode_welcome(message: agent_pb2.Welcome) -> Welcome:
+    """The Welcome, with ``heartbeat_seconds`` brought within its bounds; raises as ``decode_hello`` does."""
+    _check_protocol(message.protocol_version, "the service")
+    if math.isnan(message.heartbeat_seconds):
+        raise WireError("welcome.heartbeat_seconds is not a number")
+    return Welcome(
+        service_version=check_name(message.service_version, "welcome.service_version"),
+        leader_term=check_count(message.leader_term, "welcome.leader_term", LAST_VERSION),
+        report_steps=check_count(
+            message.report_steps, "welcome.report_steps", MOST_REPORT_STEPS + 1, least=1
+        ),
+        heartbeat_seconds=min(
+            max(message.heartbeat_seconds, FEWEST_HEARTBEAT_SECONDS), MOST_HEARTBEAT_SECONDS
+        ),
+    )
+
+
+def encode_shape(shape: Shape) -> agent_pb2.ModelShape:
+    """All sizes but the number of ranks, which messages name apart."""
+    return agent_pb2.ModelShape(
+        layers=shape.layers,
+        experts=shape.experts,
+        slots=shape.slots,
+        bytes_per_expert=shape.bytes_per_expert,
+    )
+
+
+def decode_shape(ranks: int, message: agent_pb2.ModelShape, where: str) -> Shape:
+    """Sizes within all bounds, of which a placement can exist; raises ``WireError`` on others."""
+    check_count(ranks, f"{where}.ep_size", MOST_RANKS + 1, least=1)
+    layers = check_count(message.layers, f"{where}.shape.layers", MOST_LAYERS + 1, least=1)
+    experts = check_count(message.experts, f"{where}.shape.experts", MOST_EXPERTS + 1, least=1)
+    slots = check_count(message.slots, f"{where}.shape.slots", MOST_SLOTS + 1, least=1)
+    if ranks * layers * experts > MOST_TABLE_ENTRIES or layers * max(experts, ranks) > MOST_LAYER_ENTRIES:
+        raise WireError(
+            f"{where}.shape: {layers} layers x {experts} experts on {ranks} ranks are past what is taken: "
+            f"{MOST_TABLE_ENTRIES} for ranks x layers x experts, {MOST_LAYER_ENTRIES} for layers x experts and "
+            "layers x ranks"
+        )
+    try:
+        check_shape(experts, ranks, slots)
+    except PlacementError as error:
+        raise WireError(f"{where}.shape: {error}") from error
+    size = check_count(message.bytes_per_expert, f"{where}.shape.bytes_per_expert", MOST_BYTES)
+    return Shape(ranks, layers, experts, slots, size)
+
+
+def _check_protocol(version: int, peer: str) -> None:
+    if version != PROTOCOL_VERSION:
+        raise ProtocolVersionError(
+            f"{peer} speaks protocol version {version}, this side {PROTOCOL_VERSION}; install the same release on "
+            "both sides"
+        )

@@ -1,0 +1,314 @@
+"""Every message of the wire: how good ones are drawn, encoded and decoded, and values that each field must refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import Message
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from eplb_service.placement import Placement, default_log2phy
+from eplb_service.wire.codec import pack
+from eplb_service.wire.fields import LAST_DIGEST, LAST_STEP, LAST_VERSION, LONGEST_TEXT, MOST_BYTES
+from eplb_service.wire.generated import agent_pb2, operator_pb2, tensor_pb2
+from eplb_service.wire.heat import HeatReport, StepPhase, decode_heat_report, encode_heat_report
+from eplb_service.wire.hello import (
+    Hello,
+    Shape,
+    Welcome,
+    decode_hello,
+    decode_welcome,
+    encode_hello,
+    encode_welcome,
+)
+from eplb_service.wire.plan import RankLayer, RankPlan, decode_plan, encode_plan, table_digest
+from eplb_service.wire.status import (
+    Heartbeat,
+    PlanState,
+    PlanStatus,
+    decode_heartbeat,
+    decode_plan_status,
+    encode_heartbeat,
+    encode_plan_status,
+)
+from eplb_service.wire.watch import (
+    ServedModel,
+    SwitchedLayer,
+    decode_served,
+    decode_switched,
+    encode_served,
+    encode_switched,
+)
+
+SHAPE = Shape(ranks=2, layers=3, experts=4, slots=3, bytes_per_expert=64)
+RANK = 1
+MOST_STEPS = 8
+
+ACCEPTED: tuple[Any, ...] = ()
+"""Marks a field that takes whatever its type can hold."""
+
+_VERSIONS = st.integers(0, LAST_VERSION - 1)
+_DIGESTS = st.integers(0, LAST_DIGEST - 1)
+_STEPS = st.integers(0, LAST_STEP - 1)
+_SECONDS = st.floats(0, 1e6)
+_TEXTS = st.text(st.characters(codec="utf-8", categories=["L", "N", "P", "S"]), max_size=40)
+_CONTROL = "rank\x1b[2J"
+_LONG = "x" * (LONGEST_TEXT + 1)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One message.
+
+    Parameters
+    ----------
+    values
+        Draws values that are sent.
+    encode, decode
+        Both directions.
+    refused
+        For each field, by its path in the message, values that must be refused; ``ACCEPTED`` where there is none.
+    """
+
+    values: st.SearchStrategy[Any]
+    encode: Callable[[Any], Message]
+    decode: Callable[[Any], Any]
+    refused: dict[str, tuple[Any, ...]]
+
+
+def placements() -> st.SearchStrategy[Placement]:
+    """Placements of ``SHAPE``: the linear one with its experts renamed in each layer."""
+    first = Placement.linear(SHAPE.layers, SHAPE.experts, SHAPE.ranks, SHAPE.slots)
+    orders = st.lists(st.permutations(range(SHAPE.experts)), min_size=SHAPE.layers, max_size=SHAPE.layers)
+    return orders.map(
+        lambda names: Placement(
+            np.stack([np.array(order)[row] for order, row in zip(names, first.phy2log_LRS, strict=True)]),
+            SHAPE.experts,
+        )
+    )
+
+
+def layer_epochs(most: int = LAST_VERSION - 1) -> st.SearchStrategy[tuple[int, ...]]:
+    return st.tuples(*[st.integers(0, most)] * SHAPE.layers)
+
+
+@st.composite
+def hellos(draw: st.DrawFn) -> Hello:
+    placement, epoch = draw(placements()), draw(_VERSIONS)
+    return Hello(
+        deployment=draw(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", fullmatch=True)),
+        rank=draw(st.integers(0, SHAPE.ranks - 1)),
+        node=draw(_TEXTS),
+        token_group=draw(st.integers(0, 4095)),
+        group_id=draw(_TEXTS.filter(bool)),
+        shape=SHAPE,
+        epoch=epoch,
+        digest=draw(_DIGESTS),
+        layer_epochs=draw(layer_epochs(epoch)),
+        slots_LS=np.ascontiguousarray(placement.phy2log_LRS[:, 0]),
+        log2phy_LE=placement.default_log2phy()[0],
+        agent_version=draw(_TEXTS),
+    )
+
+
+@st.composite
+def heat_reports(draw: st.DrawFn) -> HeatReport:
+    steps = draw(st.integers(1, MOST_STEPS))
+    counts = st.integers(0, 1 << 20)
+    slots_TLS = draw(hnp.arrays(np.int32, (steps, SHAPE.layers, SHAPE.slots), elements=counts))
+    sources = hnp.arrays(np.int32, (steps, SHAPE.layers, SHAPE.experts), elements=counts)
+    tokens = hnp.arrays(np.int64, (steps,), elements=st.integers(0, (1 << 32) - 1))
+    phases = st.lists(st.sampled_from(StepPhase), min_size=steps, max_size=steps)
+    return HeatReport(
+        draw(_STEPS),
+        draw(layer_epochs()),
+        slots_TLS,
+        np.array(draw(phases), dtype=np.uint8),
+        draw(st.none() | sources),
+        draw(st.none() | tokens),
+        draw(_STEPS),
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> RankPlan:
+    """Plans that move one expert of rank 0 to rank 1 per layer."""
+    layers = []
+    for layer in draw(st.lists(st.integers(0, SHAPE.layers - 1), min_size=1, unique=True)):
+        new_RS = draw(placements()).phy2log_LRS[layer]
+        tables_RE = default_log2phy(new_RS, SHAPE.experts)
+        slot = draw(st.integers(0, SHAPE.slots - 1))
+        moves_M5 = np.array([[0, 0, RANK, slot, new_RS[RANK, slot]]], dtype=np.int32)
+        digests = tuple(table_digest(table_E) for table_E in tables_RE)
+        layers.append(RankLayer(layer, new_RS, tables_RE[RANK], digests, moves_M5))
+    return RankPlan.of(draw(_VERSIONS), draw(_VERSIONS), draw(_VERSIONS), draw(_DIGESTS), tuple(layers))
+
+
+def _array(*shape: int, value: int = 0) -> tensor_pb2.PackedArray:
+    return pack(np.full(shape, value, dtype=np.int64))
+
+
+_BAD_COUNTS = (_array(1), _array(1, SHAPE.layers, SHAPE.slots, value=-1), tensor_pb2.PackedArray())
+_WRONG_SHAPES = (_array(1), _array(2, 2), tensor_pb2.PackedArray(), tensor_pb2.PackedArray(dtype=99))
+_REFUSED_SHAPE = {
+    "shape.layers": (0, 1 << 20, 2),
+    "shape.experts": (0, 1 << 20, 7, 5),
+    "shape.slots": (0, 1 << 20, 5, 2),
+    "shape.bytes_per_expert": (MOST_BYTES, (1 << 64) - 1),
+}
+_PAST_VERSIONS = (LAST_VERSION, (1 << 64) - 1)
+_PAST_DIGESTS = (LAST_DIGEST, (1 << 64) - 1)
+_PAST_STEPS = (LAST_STEP, (1 << 62) - 100, (1 << 64) - 1)
+_NO_SECONDS = (float("nan"), float("inf"), -1.0, 1e300)
+
+KINDS: dict[str, Kind] = {
+    "hello": Kind(
+        hellos(),
+        encode_hello,
+        decode_hello,
+        {
+            "protocol_version": (0, 2, 1 << 31),
+            "deployment": ("", "-x", "a b", "a\x1b", "x" * 64),
+            "rank": (2, 1 << 31),
+            "ep_size": (0, 1, 1 << 20),
+            "node": (_CONTROL, "a\nb", _LONG),
+            "token_group": (4096, 1 << 31),
+            **_REFUSED_SHAPE,
+            "placement.epoch": _PAST_VERSIONS,
+            "placement.digest": _PAST_DIGESTS,
+            "placement.layer_epochs": ([], [0], [0] * 4, [LAST_VERSION] * 3),
+            "placement.local_physical_to_logical": _WRONG_SHAPES,
+            "placement.log2phy": _WRONG_SHAPES,
+            "agent_version": (_CONTROL, _LONG),
+            "group_id": ("", _CONTROL, _LONG),
+        },
+    ),
+    "welcome": Kind(
+        st.builds(Welcome, _TEXTS, _VERSIONS, st.integers(1, 1 << 16), st.floats(0.05, 60)),
+        encode_welcome,
+        decode_welcome,
+        {
+            "protocol_version": (0, 2),
+            "service_version": (_CONTROL, _LONG),
+            "leader_term": _PAST_VERSIONS,
+            "report_steps": (0, (1 << 16) + 1),
+            "heartbeat_seconds": (float("nan"),),
+        },
+    ),
+    "heat_report": Kind(
+        heat_reports(),
+        encode_heat_report,
+        lambda message: decode_heat_report(message, SHAPE, MOST_STEPS),
+        {
+            "first_step": _PAST_STEPS,
+            "layer_epochs": ([], [0] * 4, [LAST_VERSION] * 3, [(1 << 64) - 1] * 3),
+            "slot_counts": _BAD_COUNTS,
+            "source_counts": _BAD_COUNTS,
+            "step_phases": (b"", b"\x00" * 4, b"\x04", b"\x01" * (MOST_STEPS + 1)),
+            "dropped_steps": _PAST_STEPS,
+            "step_tokens": ([1] * (MOST_STEPS + 1),),
+        },
+    ),
+    "plan": Kind(
+        plans(),
+        encode_plan,
+        lambda message: decode_plan(message, SHAPE, RANK),
+        {
+            "plan_id": _PAST_VERSIONS,
+            "leader_term": _PAST_VERSIONS,
+            "base_epoch": _PAST_VERSIONS,
+            "base_digest": _PAST_DIGESTS,
+            "layers.layer": (3, 1 << 31),
+            "layers.physical_to_logical": _WRONG_SHAPES,
+            "layers.log2phy": _WRONG_SHAPES,
+            "layers.log2phy_digests": ([], [0], [0, 0], [LAST_DIGEST] * 2),
+            "layers.moves": (_array(1, 4), _array(1, 5, value=-1), _array(1, 5, value=9)),
+            "digest": (*_PAST_DIGESTS, 0),
+        },
+    ),
+    "plan_status": Kind(
+        st.builds(
+            PlanStatus,
+            _VERSIONS,
+            st.sampled_from(PlanState),
+            st.integers(0, 511),
+            _TEXTS,
+            _VERSIONS,
+            _DIGESTS,
+            st.integers(0, MOST_BYTES - 1),
+            _SECONDS,
+            _SECONDS,
+            _STEPS,
+        ),
+        encode_plan_status,
+        decode_plan_status,
+        {
+            "plan_id": _PAST_VERSIONS,
+            "layer": (512, 1 << 31),
+            "state": (0, 6, 99),
+            "reason": ACCEPTED,
+            "epoch": _PAST_VERSIONS,
+            "digest": _PAST_DIGESTS,
+            "bytes_received": (MOST_BYTES, (1 << 64) - 1),
+            "transfer_seconds": _NO_SECONDS,
+            "commit_seconds": _NO_SECONDS,
+            "step": _PAST_STEPS,
+        },
+    ),
+    "heartbeat": Kind(
+        st.builds(Heartbeat, _STEPS, _VERSIONS, _DIGESTS, _TEXTS),
+        encode_heartbeat,
+        decode_heartbeat,
+        {"step": _PAST_STEPS, "epoch": _PAST_VERSIONS, "digest": _PAST_DIGESTS, "error": ACCEPTED},
+    ),
+    "served": Kind(
+        st.builds(
+            ServedModel,
+            st.just(SHAPE),
+            st.tuples(*[st.integers(0, 4095)] * SHAPE.ranks),
+            placements(),
+            layer_epochs(),
+            st.integers(1, 1 << 20),
+        ),
+        encode_served,
+        decode_served,
+        {
+            **_REFUSED_SHAPE,
+            "ranks": (0, 1, 1 << 20),
+            "nodes": ([], [0] * 3, [4096] * 2),
+            "physical_to_logical": (*_WRONG_SHAPES, _array(SHAPE.layers, SHAPE.ranks, SHAPE.slots)),
+            "layer_epochs": ([], [0] * 4, [LAST_VERSION] * 3),
+            "pending_steps": (0, (1 << 20) + 1),
+        },
+    ),
+    "switched": Kind(
+        st.builds(
+            SwitchedLayer,
+            st.integers(0, SHAPE.layers - 1),
+            _VERSIONS,
+            placements().map(lambda placement: placement.phy2log_LRS[0]),
+        ),
+        encode_switched,
+        lambda message: decode_switched(message, SHAPE),
+        {
+            "layer": (3, 1 << 31),
+            "epoch": _PAST_VERSIONS,
+            "physical_to_logical": (*_WRONG_SHAPES, _array(SHAPE.ranks, SHAPE.slots)),
+        },
+    ),
+}
+
+ON_THE_STREAM: dict[str, type[Message]] = {
+    "hello": agent_pb2.Hello,
+    "welcome": agent_pb2.Welcome,
+    "heat_report": agent_pb2.HeatReport,
+    "plan": agent_pb2.Plan,
+    "plan_status": agent_pb2.PlanStatus,
+    "heartbeat": agent_pb2.Heartbeat,
+    "served": operator_pb2.ServedModel,
+    "switched": operator_pb2.SwitchedLayer,
+}

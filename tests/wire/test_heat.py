@@ -1,0 +1,41 @@
+"""A heat report is opened without a copy, and only where it fits what its rank serves."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eplb_service.wire.codec import pack
+from eplb_service.wire.generated import agent_pb2
+from eplb_service.wire.heat import (
+    HeatReport,
+    StepPhase,
+    decode_heat_report,
+    encode_heat_report,
+    is_quick_to_decode,
+)
+from eplb_service.wire.hello import Shape
+
+SHAPE = Shape(ranks=4, layers=3, experts=8, slots=3, bytes_per_expert=0)
+
+
+def message(steps: int) -> agent_pb2.HeatReport:
+    slots_TLS = np.ones((steps, SHAPE.layers, SHAPE.slots), dtype=np.int32)
+    sources_TLE = np.full((steps, SHAPE.layers, SHAPE.experts), 200, dtype=np.int32)
+    phase_T = np.full(steps, StepPhase.DECODE, dtype=np.uint8)
+    return encode_heat_report(HeatReport(16, (0,) * SHAPE.layers, slots_TLS, phase_T, sources_TLE))
+
+
+def test_counts_are_read_only_and_in_the_type_that_they_travelled_in() -> None:
+    report = decode_heat_report(message(8), SHAPE, most_steps=8)
+    assert report.source_counts_TLE is not None
+    assert report.source_counts_TLE.dtype == np.uint8
+    assert not report.source_counts_TLE.flags.writeable
+
+
+def test_only_small_reports_without_deflated_counts_are_quick_to_decode() -> None:
+    report = message(8)
+    assert is_quick_to_decode(report)
+    report.slot_counts.CopyFrom(pack(np.zeros((16, 58, 256), dtype=np.int32)))
+    assert not is_quick_to_decode(report)
+    report.slot_counts.CopyFrom(pack(np.random.default_rng(0).integers(0, 1 << 30, (16, 58, 512))))
+    assert not is_quick_to_decode(report)
