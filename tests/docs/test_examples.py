@@ -1,0 +1,62 @@
+"""Examples of the docs are true: the first one runs, and commands, options and variables exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tools import docs_reference
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+COMMANDS = {
+    command.name: {flag for option in command.options for flag in option.flags}
+    for command in docs_reference.commands()
+}
+
+
+def blocks(page, kind=r"[\w ]*"):
+    return re.findall(rf"^```{kind}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def command_lines(page):
+    """Every ``eplb ...`` in a page's code blocks; a line may show two side by side."""
+    for block in blocks(page):
+        for line in block.splitlines():
+            for part in re.split(r"\s{2,}(?=eplb |#)", line.partition(" #")[0]):
+                if part.startswith("eplb "):
+                    yield part.strip()
+
+
+def name_of(line):
+    names = [name for name in COMMANDS if f"{line} ".startswith(f"{name} ")]
+    return max(names, key=len, default=None)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_options_exist(page):
+    for line in command_lines(page):
+        name = name_of(line)
+        assert name, line
+        assert set(re.findall(r"(?<!\S)--[\w-]+", line)) - COMMANDS[name] == set(), line
+
+
+def test_there_are_commands_to_check():
+    assert len([line for page in PAGES for line in command_lines(page)]) > 30
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_variables_exist(page):
+    settings = docs_reference.settings_page()
+    for variable in re.findall(r"\bEPLB_[A-Z_]*[A-Z]\b", page.read_text()):
+        assert f"`{variable}`" in settings, variable
+
+
+def test_the_first_example_balances(capsys):
+    example = blocks(ROOT / "docs/index.md", "python")[0]
+    names = {}
+    exec(compile(example, "docs/index.md", "exec"), names)
+    solution = names["solution"]
+    assert solution.phy2log.shape == (2, 8, 5)
+    assert solution.par_after < solution.par_before
+    assert "peak-to-average" in capsys.readouterr().out
