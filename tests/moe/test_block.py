@@ -8,7 +8,7 @@ import torch
 
 from eplb_service.wire.heat import StepPhase
 from tests.moe.cases import Case, alone
-from worker_agent.moe import DenseMoE, MoEBlock, Router, seeded_experts
+from worker_agent.moe import DenseMoE, LayerOptions, MoEBlock, Router, seeded_experts
 from worker_agent.moe.block import FreeExpert
 from worker_agent.moe.eplb_state import HeatStage
 from worker_agent.moe.router import balanced_choices
@@ -47,12 +47,25 @@ def test_free_experts_neither_travel_nor_count(kind: FreeExpert, some_padding: b
     if kind is FreeExpert.IDENTITY:
         expected_TH += hidden_TH * (weights_TK * ~real_TK).sum(dim=1, keepdim=True)
     seen_T = torch.ones(12, dtype=torch.bool) if active_T is None else active_T
-    torch.testing.assert_close(out_TH[seen_T], expected_TH[seen_T])
+    torch.testing.assert_close(out_TH, expected_TH.masked_fill(~seen_T.unsqueeze(1), 0.0))
     chosen = ids_TK[real_TK & seen_T.unsqueeze(1)]
     assert not real_TK.all()
     assert layer.source_load is not None
     assert layer.source_load[0].tolist() == torch.bincount(chosen, minlength=6).tolist()
     assert int(layer.moe_load[0].sum()) == chosen.numel()
+
+
+@pytest.mark.parametrize("kind", FreeExpert)
+def test_a_dummy_step_gives_zeros(kind: FreeExpert):
+    block = MoEBlock(Router(experts=9, top_k=3), alone(CASE), kind)
+    assert not block(CASE.step(0)[0], logits(9), phase=StepPhase.DUMMY).any()
+
+
+def test_free_experts_go_with_the_batched_format():
+    layer = alone(CASE, LayerOptions(max_rank_tokens=12))
+    out_TH = MoEBlock(Router(experts=9, top_k=3), layer, FreeExpert.ZERO)(CASE.step(0)[0], logits(9))
+    plain = MoEBlock(Router(experts=9, top_k=3), alone(CASE), FreeExpert.ZERO)
+    torch.testing.assert_close(out_TH, plain(CASE.step(0)[0], logits(9)))
 
 
 @pytest.mark.parametrize(("experts", "kind"), [(9, None), (6, FreeExpert.ZERO), (5, None)])

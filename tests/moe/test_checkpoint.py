@@ -176,3 +176,43 @@ def test_a_layer_loaded_from_a_checkpoint_equals_its_dense_twin():
         torch.full((5, 2), 0.5),
     )
     torch.testing.assert_close(layer(*tokens), DenseMoE(shape, wanted)(*tokens))
+
+
+@pytest.mark.parametrize("with_last_dimension", [False, True])
+def test_a_w8a8_checkpoint_fills_the_quantized_layer(with_last_dimension: bool):
+    shape = MoEShape(layer=3, experts=E, hidden=H, intermediate=I)
+    placement_RS = Placement.linear(1, E, 1, E).phy2log_LRS[0]
+    wanted = ExpertParallelMoE(shape, placement_RS, seeded_experts(shape, seed=2), quantized=True)
+    layer = ExpertParallelMoE(shape, placement_RS, seeded_experts(shape, seed=1), quantized=True)
+    loading = ExpertLoader(3, E, placement_RS[0].tolist(), NAMES, layer.checkpoint_parameters())
+    for suffix, (w13, w2) in wanted.checkpoint_parameters().items():
+        for expert in range(E):
+            gate, up = w13.tensor_S[expert].chunk(2)
+            for shard, tensor in {Shard.W1: gate, Shard.W2: w2.tensor_S[expert], Shard.W3: up}.items():
+                stored = tensor.unsqueeze(-1) if suffix == "weight_scale" and with_last_dimension else tensor
+                assert loading.load(NAMES.tensor(expert, shard, suffix), stored.clone()) == 1
+    loading.finish()
+    for loaded, expected in zip(layer.expert_weights(), wanted.expert_weights(), strict=True):
+        assert torch.equal(loaded, expected)
+
+
+@pytest.mark.parametrize(
+    ("own", "loaded", "message"),
+    [
+        (torch.int8, torch.float32, "must have torch.int8, got torch.float32"),
+        (torch.int8, torch.int32, "must have torch.int8, got torch.int32"),
+        (torch.float32, torch.int8, "must have a floating-point dtype, got torch.int8"),
+        (torch.bfloat16, torch.float32, None),
+    ],
+)
+def test_values_are_never_cast_to_other_numbers(own: torch.dtype, loaded: torch.dtype, message: str | None):
+    w13 = ExpertParameter(torch.zeros(1, 2 * I, H, dtype=own))
+    w2 = ExpertParameter(torch.zeros(1, H, I, dtype=own))
+    tensor = torch.full((I, H), 0.25).to(loaded)
+    name = NAMES.tensor(0, Shard.W1, "weight")
+    if message is None:
+        assert loader([0], "weight", w13, w2).load(name, tensor) == 1
+        assert torch.equal(w13.tensor_S[0, :I], tensor.to(own))
+        return
+    with pytest.raises(ValueError, match=message):
+        loader([0], "weight", w13, w2).load(name, tensor)

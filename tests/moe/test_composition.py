@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from eplb_service.wire.heat import StepPhase
 from tests.moe.cases import Case, alone, build, hand_counts
 from tests.moe.grid import grid
+from tests.moe.simulated import SimulatedGroup, run_simulated
 from tests.ranks import Ranks
 from worker_agent.moe import DenseMoE, ExpertParallelMoE, LayerOptions, seeded_experts
 from worker_agent.moe.dispatch import DISPATCHER_NAMES, SHARED_TOKEN_DISPATCHERS, MC2Variant
@@ -23,6 +24,7 @@ from worker_agent.moe.prepare import (
     MC2Preparation,
     Preparation,
 )
+from worker_agent.moe.rank_group import RankGroup
 
 VARIANTS = [
     MC2Variant(2),
@@ -136,7 +138,7 @@ def over_a_grid(case: Case) -> tuple[float, list[int], list[int]]:
         log2phy_E=case.tables()[0 if case.dispatcher in SHARED_TOKEN_DISPATCHERS else here.ep.rank],
         dispatcher=case.dispatcher,
         ep_group=here.ep_process_group,
-        options=LayerOptions(preparation=preparation),
+        options=LayerOptions(preparations={case.dispatcher: preparation}),
     )
     tokens = case.step(here.dp_rank)
     difference = (layer(*tokens) - DenseMoE(case.shape, experts)(*tokens)).abs()
@@ -241,7 +243,7 @@ def test_parts_that_do_not_fit_together(case: Case, options: LayerOptions, messa
     [
         (
             LayerOptions(max_rank_tokens=2),
-            "layer 3: 3 tokens are more than the 2 of a rank that the batched format has room for",
+            "layer 3: 3 tokens, padding among them, are more than the 2 of a rank's dispatch that the batched",
         ),
         (
             LayerOptions(weigh_on_input=True),
@@ -264,6 +266,100 @@ def test_no_token_chooses_an_expert_twice_in_the_batched_format():
     ):
         alone(case, LayerOptions(max_rank_tokens=3))(hidden_TH, ids_TK, weights_TK)
     alone(case)(hidden_TH, ids_TK, weights_TK)
+
+
+def test_masked_choices_may_repeat_an_expert_in_the_batched_format():
+    case = Case("all2allv", experts=4, slots=4, top_k=3, tokens=(2,))
+    hidden_TH, _, weights_TK = case.step(0)
+    ids_TK = torch.tensor([[0, 0, 3], [1, 0, 1]])
+    active_TK = torch.tensor([[True, False, True], [True, True, False]])
+    found_TH = alone(case, LayerOptions(max_rank_tokens=2))(hidden_TH, ids_TK, weights_TK, active=active_TK)
+    dense = DenseMoE(case.shape, seeded_experts(case.shape))
+    torch.testing.assert_close(found_TH, dense(hidden_TH, ids_TK, weights_TK * active_TK))
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_padding_that_a_batch_has_no_room_for_is_refused(variant: MC2Variant):
+    case = Case("mc2", experts=4, slots=4, top_k=2, tokens=(3,))
+    layer = alone(case, LayerOptions(max_rank_tokens=4, mc2=variant))
+    dense = DenseMoE(case.shape, seeded_experts(case.shape))
+    torch.testing.assert_close(layer(*case.step(0), length=4), dense(*case.step(0)))
+    with pytest.raises(ValueError, match=r"layer 3: 5 tokens, padding among them, are more than the 4"):
+        layer(*case.step(0), length=5)
+
+
+def test_a_batch_has_room_for_each_tensor_parallel_ranks_slice():
+    def one_step(group: RankGroup) -> torch.Tensor:
+        case = Case("all2allv", experts=4, slots=2, top_k=2, tokens=(8, 8))
+        options = LayerOptions(max_rank_tokens=4, preparations={"all2allv": All2AllPreparation(group)})
+        layer = ExpertParallelMoE(
+            case.shape, case.placement(), seeded_experts(case.shape), ep_group=group, options=options
+        )
+        expected_TH = DenseMoE(case.shape, seeded_experts(case.shape))(*case.step(0))
+        difference: torch.Tensor = (layer(*case.step(0)) - expected_TH).abs().max()
+        return difference
+
+    assert max(run_simulated(2, one_step)) <= 1e-5
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_mc2_with_choices_masked_one_by_one_stays_within_its_buffers(
+    variant: MC2Variant, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(RankGroup, "named", SimulatedGroup.named)
+    case = Case("mc2", experts=8, slots=4, top_k=6, tokens=(32, 32))
+
+    def one_step(group: RankGroup) -> float:
+        tokens = case.step(group.rank)
+        active_TK = torch.rand(32, 6, generator=torch.Generator().manual_seed(group.rank)) < 0.3
+        layer = ExpertParallelMoE(
+            case.shape,
+            case.placement(),
+            seeded_experts(case.shape),
+            dispatcher="mc2",
+            ep_group=group,
+            options=LayerOptions(mc2=variant),
+        )
+        dense = DenseMoE(case.shape, seeded_experts(case.shape))
+        expected_TH = dense(tokens[0], tokens[1], tokens[2] * active_TK)
+        return float((layer(*tokens, active=active_TK) - expected_TH).abs().max())
+
+    assert max(run_simulated(2, one_step)) <= 1e-5
+
+
+@pytest.mark.parametrize("experts_weigh", [False, True])
+def test_a_grouped_token_with_more_than_its_share_on_a_rank_is_not_a_number(experts_weigh: bool):
+    """Where ids are not checked, as on a device, an expert that has left its group must not go unnoticed."""
+    case = Case("moge", experts=4, slots=2, top_k=2, tokens=(2, 2))
+
+    def one_step(group: RankGroup) -> torch.Tensor:
+        layer = ExpertParallelMoE(
+            case.shape,
+            np.arange(4, dtype=np.int32).reshape(2, 2),
+            seeded_experts(case.shape),
+            dispatcher="moge",
+            ep_group=group,
+            check_ids=False,
+            options=LayerOptions(experts_weigh=experts_weigh),
+        )
+        layer.log2phy[1], layer.log2phy[2] = 2, 1
+        ids_TK = torch.tensor([[0, 2], [0, 3]])
+        out_TH: torch.Tensor = layer(torch.ones(2, 8), ids_TK, torch.ones(2, 2))
+        return out_TH
+
+    for out_TH in run_simulated(2, one_step):
+        assert out_TH[0].isnan().all()
+        assert not out_TH[1].isnan().any()
+
+
+def test_weights_on_the_input_reach_tokens_that_were_quantized_before():
+    case = Case("allgather", experts=4, slots=4, top_k=1, tokens=(6,), hidden=32, quantized=True)
+    hidden_TH, ids_TK, _ = case.step(0)
+    weights_T1 = torch.linspace(0.1, 2.0, 6).unsqueeze(1)
+    options = LayerOptions(weigh_on_input=True, quantize_before_gather=True)
+    found_TH = alone(case, options)(hidden_TH, ids_TK, weights_T1)
+    wanted_TH = alone(case, LayerOptions(weigh_on_input=True))(hidden_TH, ids_TK, weights_T1)
+    torch.testing.assert_close(found_TH, wanted_TH)
 
 
 def test_weighing_on_the_input_changes_what_an_expert_sees():

@@ -168,7 +168,7 @@ def two_batches(case: Case, part: str) -> list[float] | None:
     kernel = kernel_of(case, part, group=RankGroup(group), workspaces=Workspaces(sets=2))
     weights = weights_of(case, case.placement()[rank].tolist())
     requests = [request_of(case, rank, step) for step in range(2)]
-    results = run_two(kernel, requests[0], requests[1], weights, torch.float32)
+    results = run_two(kernel, (requests[0], requests[1]), weights, torch.float32)
     return [
         float((result.out_TH - expected(case, rank, step)).abs().max()) for step, result in enumerate(results)
     ]

@@ -5,7 +5,7 @@ from worker_agent.moe.composition import LayerOptions
 from worker_agent.moe.dense import DenseMoE
 from worker_agent.moe.layer import ExpertParallelMoE
 from worker_agent.moe.router import Router, Scoring
-from worker_agent.moe.shape import MoEShape
+from worker_agent.moe.shape import MicroBatch, MoEShape
 from worker_agent.moe.shared_experts import SharedExperts
 from worker_agent.moe.weights import ExpertSource, seeded_experts
 
@@ -14,6 +14,7 @@ __all__ = [
     "ExpertParallelMoE",
     "ExpertSource",
     "LayerOptions",
+    "MicroBatch",
     "MoEBlock",
     "MoEShape",
     "Router",

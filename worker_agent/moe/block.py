@@ -10,6 +10,7 @@ import torch
 from eplb_service.wire.heat import StepPhase
 from worker_agent.moe.layer import ExpertParallelMoE
 from worker_agent.moe.router import Router, balanced_choices
+from worker_agent.moe.shape import masked_outputs
 
 
 class FreeExpert(str, Enum):
@@ -105,4 +106,4 @@ class MoEBlock(torch.nn.Module):
         out_TH = self.layer(hidden_TH, free.topk_ids_TK, weights_TK, active=active_TK, phase=phase)
         if free.out_TH is not None:
             out_TH = out_TH + free.out_TH
-        return out_TH.view(hidden.shape)
+        return masked_outputs(out_TH, active_T, phase).view(hidden.shape)

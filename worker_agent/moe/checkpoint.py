@@ -33,7 +33,10 @@ class Granularity(str, Enum):
     """A scale for a group of a row or a block of a matrix: shaped as the weight, with fewer rows and columns."""
 
     CHANNEL = "channel"
-    """A scale for an output row: w13 ``[S, 2*I, 1]``, w2 ``[S, H, 1]``."""
+    """A scale for an output row: w13 ``[S, 2*I]`` or ``[S, 2*I, 1]``, w2 ``[S, H]`` or ``[S, H, 1]``.
+
+    Checkpoints may hold them with or without the last dimension as well.
+    """
 
     TENSOR = "tensor"
     """A scale for a matrix: w13 ``[S, 2]``, w2 ``[S, 1]``; checkpoints hold scalars."""
@@ -58,6 +61,20 @@ class ExpertParameter:
             shape[split] *= tp_size
         return tuple(shape)
 
+    def fitted(self, shard: Shard, loaded: torch.Tensor) -> torch.Tensor:
+        """A checkpoint tensor, its scales per output row with a last dimension of one or without, as here."""
+        if self.granularity is not Granularity.CHANNEL:
+            return loaded
+        dimensions = self._destination(0, shard).ndim
+        if loaded.ndim == dimensions + 1 and loaded.shape[-1] == 1:
+            return loaded.squeeze(-1)
+        return loaded.unsqueeze(-1) if loaded.ndim == dimensions - 1 else loaded
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether values of ``dtype`` can be copied: floating point into floating point, integers into the same."""
+        own = self.tensor_S.dtype
+        return dtype.is_floating_point if own.is_floating_point else dtype == own
+
     def fill(self, slot: int, shard: Shard, loaded: torch.Tensor, tp_rank: int) -> None:
         """Copy ``tp_rank``'s part of a tensor of ``loaded_shape`` into a slot."""
         destination = self._destination(slot, shard)
@@ -71,7 +88,7 @@ class ExpertParameter:
         part = self.tensor_S[slot]
         if self.granularity is Granularity.TENSOR:
             return part[1 if shard is Shard.W3 else 0]
-        rows = part.transpose(0, 1) if self.transposed else part
+        rows = part.transpose(0, 1) if self.transposed and part.ndim == 2 else part
         if shard is Shard.W2:
             return rows
         gate, up = rows.chunk(2, dim=0)
@@ -183,6 +200,13 @@ class ExpertLoader:
             raise self._error(name, f"is of expert {expert}; the layer has experts 0..{self._experts - 1}")
         parameter = self._parameter(match["suffix"], shard)
         expected = parameter.loaded_shape(shard, self._tp_size)
+        if not parameter.takes(tensor.dtype):
+            own = parameter.tensor_S.dtype
+            raise self._error(
+                name,
+                f"must have {'a floating-point dtype' if own.is_floating_point else own}, got {tensor.dtype}",
+            )
+        tensor = parameter.fitted(shard, tensor)
         if tuple(tensor.shape) != expected:
             raise self._error(name, f"must have the shape {list(expected)}, got {list(tensor.shape)}")
         slots = self._slots_of.get(expert, [])

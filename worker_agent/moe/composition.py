@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,14 +27,14 @@ from worker_agent.moe.rank_group import RankGroup
 class LayerOptions:
     """What a layer is made of, where it is not to be the default."""
 
-    preparation: Preparation[Any] | None = None
-    """By default the one for ranks that have tokens of their own: see ``default_preparation``."""
+    preparations: Mapping[str, Preparation[Any]] = field(default_factory=dict)
+    """By dispatcher; by default the one for ranks that have tokens of their own: see ``default_preparation``."""
 
     slotwise: bool = False
     """Plain torch in re-used workspaces instead of grouped operators; floating-point weights only."""
 
     max_rank_tokens: int | None = None
-    """The batched format, with room for so many tokens of each rank; floating-point weights only."""
+    """The batched format, with room for so many dispatched tokens of each rank; floating-point weights only."""
 
     experts_weigh: bool = False
     """Weights are applied by the experts instead of by combine; not with MC2."""
@@ -48,72 +49,84 @@ class LayerOptions:
     """At most so many rows go through the experts at a time."""
 
     workspaces: Workspaces | None = None
-    """Memory shared with other layers."""
+    """Memory shared with other layers, in two sets where steps have two micro-batches; by default the layer's own."""
 
     mc2: MC2Variant | None = None
     """By default what operators and device offer."""
 
-    def check_call(self, layer: int, topk_ids_TK: torch.Tensor, check_values: bool) -> None:
-        """Raise ``ValueError`` naming the layer where the parts do not take a call's tokens.
+    def check_choices(self, layer: int, topk_ids_TK: torch.Tensor, check_values: bool) -> None:
+        """Raise ``ValueError`` naming the layer where the options do not allow a call's choices, -1 if not real.
 
         Only ``check_values`` looks at ids, of which no token may have one twice in the batched format.
         """
-        tokens, choices = topk_ids_TK.shape
+        choices = topk_ids_TK.shape[1]
         if self.weigh_on_input and choices != 1:
             raise ValueError(
                 f"layer {layer}: weights can be applied to the input of one choice per token alone, got {choices}"
             )
-        if self.max_rank_tokens is None:
+        if self.max_rank_tokens is None or not check_values:
             return
-        if tokens > self.max_rank_tokens:
+        sorted_TK = topk_ids_TK.sort(dim=1).values
+        twice_T = ((sorted_TK.diff(dim=1) == 0) & (sorted_TK[:, 1:] >= 0)).any(dim=1)
+        if twice_T.any():
+            token = int(twice_T.nonzero()[0])
             raise ValueError(
-                f"layer {layer}: {tokens} tokens are more than the {self.max_rank_tokens} of a rank that the batched "
-                "format has room for"
+                f"layer {layer}: topk_ids must have distinct experts for each token in the batched format, "
+                f"got {topk_ids_TK[token].tolist()} at token {token}"
             )
-        if check_values and choices > 1:
-            twice_T = (topk_ids_TK.sort(dim=1).values.diff(dim=1) == 0).any(dim=1)
-            if twice_T.any():
-                token = int(twice_T.nonzero()[0])
-                raise ValueError(
-                    f"layer {layer}: topk_ids must have distinct experts for each token in the batched format, "
-                    f"got {topk_ids_TK[token].tolist()} at token {token}"
-                )
 
 
 @dataclass(frozen=True)
-class Composed:
-    """A layer's working parts."""
+class LayerPath:
+    """How a step's tokens go through a layer: one for each of its dispatchers."""
 
     preparation: Preparation[Any]
     kernel: ModularKernel
+    room: int | None
+    """The tokens of one dispatch that the batched format has room for; ``None`` for any number."""
+
+    def check_room(self, layer: int, tokens: int) -> None:
+        """Raise ``ValueError`` naming the layer where a rank dispatches more ``tokens``, padding among them."""
+        if self.room is not None and tokens > self.room:
+            raise ValueError(
+                f"layer {layer}: {tokens} tokens, padding among them, are more than the {self.room} of a rank's "
+                "dispatch that the batched format has room for"
+            )
 
 
 def compose(
-    dispatcher: str,
+    dispatchers: Sequence[str],
     group: RankGroup,
     slots: int,
     operators: Operators,
     device: torch.device,
     quantized: bool,
     options: LayerOptions,
-) -> Composed:
-    """Build the parts; ``ValueError`` where they do not fit together."""
+) -> dict[str, LayerPath]:
+    """The path of each dispatcher by name; ``ValueError`` where there is none, or parts do not fit together."""
+    if not dispatchers:
+        raise ValueError("a layer needs at least one dispatcher")
     mc2 = MC2Variant.of(operators, device) if options.mc2 is None else options.mc2
-    sender: TokenDispatcher[Any] = build_dispatcher(dispatcher, group, slots, operators, mc2)
-    if options.max_rank_tokens is not None:
-        sender = batched(sender, group.size, slots, options.max_rank_tokens)
-    kernel = ModularKernel(
-        sender,
-        _experts(operators, options),
-        quantized=quantized,
-        workspaces=options.workspaces,
-        chunk_rows=options.chunk_rows,
-    )
-    preparation = options.preparation
-    if preparation is None:
-        quantize_with = operators if quantized and options.quantize_before_gather else None
-        preparation = default_preparation(dispatcher, group, quantize_with)
-    return Composed(preparation, kernel)
+    workspaces = Workspaces(sets=2) if options.workspaces is None else options.workspaces
+    quantize_with = operators if quantized and options.quantize_before_gather else None
+    paths = {}
+    for name in dispatchers:
+        sender: TokenDispatcher[Any] = build_dispatcher(name, group, slots, operators, mc2)
+        room = options.max_rank_tokens
+        if room is not None:
+            sender = batched(sender, group.size, slots, room)
+            # A gathered dispatch has the tokens of all ranks.
+            room = room * group.size if name in SHARED_TOKEN_DISPATCHERS else room
+        kernel = ModularKernel(
+            sender,
+            _experts(operators, options),
+            quantized=quantized,
+            workspaces=workspaces,
+            chunk_rows=options.chunk_rows,
+        )
+        preparation = options.preparations.get(name) or default_preparation(name, group, quantize_with)
+        paths[name] = LayerPath(preparation, kernel, room)
+    return paths
 
 
 def _experts(operators: Operators, options: LayerOptions) -> ExpertsPart:

@@ -145,24 +145,31 @@ class ModularKernel:
 
 def run_two(
     kernel: ModularKernel,
-    first: DispatchRequest,
-    second: DispatchRequest,
+    requests: tuple[DispatchRequest, DispatchRequest],
     weights: ExpertWeights,
     dtype: torch.dtype,
+    *,
+    beside: tuple[WorkBeside | None, WorkBeside | None] = (None, None),
 ) -> tuple[KernelResult, KernelResult]:
-    """The results of both, each as ``run`` would give it. The kernel's workspaces must have two sets.
+    """Two requests through one kernel: while the tokens of one travel, the experts work on the other's.
 
-    The order of exchanges is the same on all ranks: dispatch, dispatch, combine, combine.
+    Each result is as ``run`` would give it. The kernel's workspaces must have two sets. The order of exchanges is the
+    same on all ranks: dispatch, dispatch, combine, combine.
     """
-    first_travelling = kernel.start_dispatch(first)
-    second_travelling = kernel.start_dispatch(second)
-    first_here = first_travelling.receive()
-    first_rows = kernel.compute(first_here.batch, weights, dtype, workspace_set=0)
-    first_returning = kernel.start_combine(first_rows, first_here)
-    second_here = second_travelling.receive()
-    second_rows = kernel.compute(second_here.batch, weights, dtype, workspace_set=1)
-    second_returning = kernel.start_combine(second_rows, second_here)
-    return (
-        KernelResult(first_returning.receive(), first_here.batch.heat_S, None),
-        KernelResult(second_returning.receive(), second_here.batch.heat_S, None),
+    travelling = [kernel.start_dispatch(request) for request in requests]
+    for work in beside:
+        if work is not None:
+            work.during_dispatch()
+    returning: list[InFlight[torch.Tensor]] = []
+    heat: list[torch.Tensor] = []
+    for workspace_set, flight in enumerate(travelling):
+        here = flight.receive()
+        rows = kernel.compute(here.batch, weights, dtype, workspace_set)
+        returning.append(kernel.start_combine(rows, here))
+        heat.append(here.batch.heat_S)
+    beside_TH = [None if work is None else work.during_combine() for work in beside]
+    first, second = (
+        KernelResult(flight.receive(), heat_S, extra_TH)
+        for flight, heat_S, extra_TH in zip(returning, heat, beside_TH, strict=True)
     )
+    return first, second

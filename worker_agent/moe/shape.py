@@ -26,6 +26,16 @@ ID_TYPES = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
+class MicroBatch:
+    """One rank's tokens of a step, or of one of a step's two parts; ``ExpertParallelMoE.forward`` describes them."""
+
+    hidden_TH: torch.Tensor
+    topk_ids_TK: torch.Tensor
+    topk_weights_TK: torch.Tensor
+    active: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
 class MoEShape:
     """Layer index and dimensions of one MoE layer; ``ValueError`` where a dimension is not positive."""
 
@@ -116,3 +126,14 @@ def real_ids(
         return topk_ids_TK
     active_TK = active if active.ndim == 2 else active.unsqueeze(1)
     return topk_ids_TK.masked_fill(~active_TK, -1)
+
+
+def masked_outputs(
+    out_TH: torch.Tensor, active: torch.Tensor | None, phase: StepPhase | None
+) -> torch.Tensor:
+    """Outputs with zeros for padding tokens, and for all of a dummy phase; a mask by choice leaves all tokens."""
+    if phase is StepPhase.DUMMY:
+        return torch.zeros_like(out_TH)
+    if active is None or active.ndim == 2:
+        return out_TH
+    return out_TH.masked_fill(~active.unsqueeze(1), 0.0)

@@ -62,9 +62,16 @@ class DispatchRequest:
         return weights_TK if active_TK is None else weights_TK * active_TK
 
     def weighed_on_input(self) -> DispatchRequest:
-        """The same with each token multiplied by its weight, instead of its output: K is 1."""
+        """The same with each token multiplied by its weight, instead of its output: K is 1.
+
+        Of tokens that are int8 already it is the scale that is multiplied.
+        """
+        ones_TK = torch.ones_like(self.topk_weights_TK)
+        if self.scale_T is not None:
+            scale_T = self.scale_T * self.topk_weights_TK[:, 0].float()
+            return replace(self, scale_T=scale_T, topk_weights_TK=ones_TK)
         weighed_TH = self.hidden_TH * self.topk_weights_TK.to(self.hidden_TH.dtype)
-        return replace(self, hidden_TH=weighed_TH, topk_weights_TK=torch.ones_like(self.topk_weights_TK))
+        return replace(self, hidden_TH=weighed_TH, topk_weights_TK=ones_TK)
 
 
 @dataclass(frozen=True)

@@ -158,13 +158,20 @@ class MC2Dispatcher:
 
 
 def spread_out(physical_TK: torch.Tensor, active_TK: torch.Tensor, first: int, experts: int) -> torch.Tensor:
-    """Choices, those that are not real replaced: choice ``k`` goes to expert ``first + k``.
+    """Choices ``[T, K]``, those that are not real replaced by experts that their token has not chosen.
 
-    They are distinct within a token that is padding as a whole, as the operators demand, and begin on the rank of
-    expert ``first``.
+    All are then distinct within a token, as the operators demand and as their buffers are sized for. Replacements
+    begin with expert ``first`` and go on in order of id; ``experts`` are at least K.
     """
-    choices = torch.arange(physical_TK.shape[1], device=physical_TK.device, dtype=physical_TK.dtype)
-    return torch.where(active_TK, physical_TK, (first + choices) % experts)
+    taken_TP = torch.zeros(physical_TK.shape[0], experts + 1, dtype=torch.bool, device=physical_TK.device)
+    real_TK = physical_TK.masked_fill(~active_TK, experts).long()
+    taken_TP.scatter_(1, real_TK, True)
+    # Free experts first, in order of their distance behind ``first``.
+    distance_P = (torch.arange(experts, device=physical_TK.device) - first) % experts
+    free_TP = (distance_P + experts * taken_TP[:, :experts]).argsort(dim=1)
+    padding_TK = (~active_TK).cumsum(1) - 1
+    spread_TK = free_TP.gather(1, padding_TK.clamp(min=0)).to(physical_TK.dtype)
+    return torch.where(active_TK, physical_TK, spread_TK)
 
 
 def arriving_padding(

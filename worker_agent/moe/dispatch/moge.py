@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from worker_agent.moe.dispatch.interface import (
@@ -17,11 +19,11 @@ from worker_agent.moe.rank_group import RankGroup
 
 
 class MoGEDispatcher:
-    """As the all-gather dispatcher, but each rank knows how many choices of a token are its own: K/R, or C.
+    """As the all-gather dispatcher, but each rank knows how many choices of a token are its own: at most K/R, or C.
 
-    A placement may move experts within their rank alone. A token is real or padding as a whole. Raises
-    ``ValueError`` where K is no multiple of R, and if values are checked, where a token does not choose C experts of
-    each rank.
+    Pangu's grouped experts: a token chooses C experts of each rank's group, and a placement may move experts within
+    their rank alone. Raises ``ValueError`` where K is no multiple of R, and if values are checked, where a token has
+    more than C choices on a rank. Where values are not checked, the output of such a token is NaN.
     """
 
     format = ActivationFormat.STANDARD
@@ -37,13 +39,15 @@ class MoGEDispatcher:
         ranks, slots, operators = self._group.size, self._slots, self._operators
         nowhere = ranks * slots
         self._check(request, nowhere)
-        # Sorted by physical expert, a token's choices are in order of rank, C for each.
-        physical_TK, order_TK = request.physical(nowhere).sort(dim=1)
+        # A token's choices on this rank first, in order of slot; whatever is elsewhere or not real after them.
+        first = self._group.rank * slots
+        physical_TK = request.physical(nowhere)
+        here_TK = (physical_TK >= first) & (physical_TK < first + slots)
+        slot_TK, order_TK = (physical_TK - first).masked_fill(~here_TK, slots).sort(dim=1)
         share = physical_TK.shape[1] // ranks
-        own = slice(self._group.rank * share, (self._group.rank + 1) * share)
-        padding_TC = physical_TK[:, own] == nowhere
-        # Padding sorts behind all slots, where no group of the list reaches.
-        slot_TC = (physical_TK[:, own] - self._group.rank * slots).masked_fill(padding_TC, slots)
+        slot_TC, order_TC = slot_TK[:, :share], order_TK[:, :share]
+        # Places without a choice sort behind all slots, where no group of the list reaches.
+        absent_TC = slot_TC == slots
         counts_S = count_ids(slot_TC, slots + 1)[:-1]
 
         permute = operators.npu_moe_token_permute
@@ -52,13 +56,15 @@ class MoGEDispatcher:
         scale_N = weights_N = None
         if scale_T is not None:
             scale_N = permute(scale_T.unsqueeze(1), slot_TC)[0].squeeze(1)
-        weights = Weights.of(request)
+        # A token with more choices here than its share cannot be served right: its output is NaN, on every device.
+        too_many_T1 = here_TK.sum(dim=1, keepdim=True) > share
+        checked_TK = request.topk_weights_TK.float().masked_fill(too_many_T1, torch.nan)
+        weights = Weights.of(replace(request, topk_weights_TK=checked_TK))
         if weights.by_experts_TK is not None:
-            own_TC = weights.by_experts_TK.gather(1, order_TK[:, own])
+            own_TC = weights.by_experts_TK.gather(1, order_TC)
             weights_N = permute(own_TC.reshape(-1, 1), slot_TC.reshape(-1))[0].squeeze(1)
         by_combine_TK = weights.by_combine_TK
-        by_combine_TC = None if by_combine_TK is None else by_combine_TK.gather(1, order_TK[:, own])
-        absent_TC = padding_TC if request.masked else None
+        by_combine_TC = None if by_combine_TK is None else by_combine_TK.gather(1, order_TC)
         reduce = WeightAndReduce(row_of_choice, share, by_combine_TC, absent_TC)
         batch = ExpertBatch(rows_NH, counts_S.cumsum(0), GroupListType.CUMULATIVE, scale_N, weights_N)
         return Dispatched(batch, reduce)
@@ -75,12 +81,13 @@ class MoGEDispatcher:
             )
         if not request.check_values:
             return
-        rank_TK = request.physical(nowhere).sort(dim=1).values // self._slots
-        wanted_K = torch.arange(ranks, device=rank_TK.device).repeat_interleave(choices // ranks)
-        wrong_T = (rank_TK != wanted_K).any(dim=1) & (rank_TK != ranks).any(dim=1)
+        physical_TK = request.physical(nowhere)
+        rank_TK = physical_TK // self._slots
+        here_TKR = rank_TK.unsqueeze(2) == torch.arange(ranks, device=rank_TK.device)
+        wrong_T = (here_TKR.sum(dim=1) > choices // ranks).any(dim=1)
         if wrong_T.any():
             token = int(wrong_T.nonzero()[0])
             raise ValueError(
-                f"grouped experts: token {token} must choose {choices // ranks} experts on each of {ranks} ranks; "
-                f"its choices are on ranks {rank_TK[token].tolist()}"
+                f"grouped experts: token {token} must choose at most {choices // ranks} experts on each of {ranks} "
+                f"ranks; its choices are on ranks {rank_TK[token].tolist()}"
             )

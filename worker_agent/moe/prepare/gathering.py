@@ -74,7 +74,7 @@ class AllGatherPreparation:
         self._groups = list(groups)
         self._tp = tp
 
-    def prepare(self, tokens: Tokens) -> Prepared[GatheredMetadata]:
+    def prepare(self, tokens: Tokens, length: int | None = None) -> Prepared[GatheredMetadata]:  # noqa: ARG002 # it does not pad to it
         """The tokens of all ranks."""
         active_T = torch.ones(tokens.hidden_TH.shape[0], dtype=torch.bool, device=tokens.hidden_TH.device)
         source = slice(None) if self._tp is None else own_part(self._tp, active_T.shape[0])
@@ -107,7 +107,7 @@ class SequenceParallelPreparation:
         self._ep = ep
         self._operators = quantize_with
 
-    def prepare(self, tokens: Tokens) -> Prepared[GatheredMetadata]:
+    def prepare(self, tokens: Tokens, length: int | None = None) -> Prepared[GatheredMetadata]:  # noqa: ARG002 # it does not pad to it
         """The tokens of all ranks, in int8 with their scales where they were quantized."""
         hidden_TH, routing = tokens.hidden_TH, tokens.routing
         if self._operators is not None:

@@ -54,8 +54,11 @@ class Preparation(Protocol[Metadata]):
     Nothing of a call stays on the object.
     """
 
-    def prepare(self, tokens: Tokens) -> Prepared[Metadata]:
-        """Pad, slice or gather this rank's tokens."""
+    def prepare(self, tokens: Tokens, length: int | None = None) -> Prepared[Metadata]:
+        """Pad, slice or gather this rank's tokens.
+
+        ``length`` is what all ranks pad to in this step, where the host knows it and the preparation pads.
+        """
         ...
 
     def finalize(self, out_TH: torch.Tensor, metadata: Metadata) -> torch.Tensor:
@@ -116,7 +119,7 @@ class All2AllPreparation:
         self._tp = tp
         self._slices = tp.size > 1 and not whole
 
-    def prepare(self, tokens: Tokens) -> Prepared[Sliced]:
+    def prepare(self, tokens: Tokens, length: int | None = None) -> Prepared[Sliced]:  # noqa: ARG002 # it does not pad to it
         """This rank's slice."""
         own = tokens.hidden_TH.shape[0]
         if not self._slices:
@@ -153,23 +156,17 @@ class MC2Preparation:
         The ranks that have the same tokens.
     whole
         Keep all tokens on each rank, as ``All2AllPreparation`` may.
-    length
-        The common length where the host knows it; the ranks then need not ask each other. Raises ``ValueError``
-        where a rank has more tokens.
     """
 
-    def __init__(
-        self, ep: RankGroup, tp: RankGroup, *, whole: bool = False, length: int | None = None
-    ) -> None:
+    def __init__(self, ep: RankGroup, tp: RankGroup, *, whole: bool = False) -> None:
         self._ep = ep
         self._tp = tp
         self._slices = tp.size > 1 and not whole
-        self._length = length
 
-    def prepare(self, tokens: Tokens) -> Prepared[Sliced]:
-        """This rank's padded slice, with its mask."""
+    def prepare(self, tokens: Tokens, length: int | None = None) -> Prepared[Sliced]:
+        """This rank's padded slice, with its mask; without ``length`` the ranks exchange theirs, and wait for it."""
         own, device = tokens.hidden_TH.shape[0], tokens.hidden_TH.device
-        length = self._common_length(own, device)
+        length = self._common_length(own, length, device)
         padded = padded_tokens(tokens, length)
         active_T = torch.arange(length, device=device) < own
         if not self._slices:
@@ -190,13 +187,13 @@ class MC2Preparation:
         """The whole, on all tensor-parallel ranks."""
         return gathered(self._tp, out_TH, metadata)
 
-    def _common_length(self, own: int, device: torch.device) -> int:
+    def _common_length(self, own: int, length: int | None, device: torch.device) -> int:
         """A multiple of the tensor-parallel size, at least one each: the operators take no empty batch."""
-        if self._length is None:
+        if length is None:
             longest = max(tokens for (tokens,) in self._ep.gather_numbers(own, device=device))
-        elif own > self._length:
-            raise ValueError(f"MC2: {own} tokens are more than the common length of {self._length}")
+        elif own > length:
+            raise ValueError(f"MC2: {own} tokens are more than the step's common length of {length}")
         else:
-            longest = self._length
+            longest = length
         parts = self._tp.size if self._slices else 1
         return max(longest + -longest % parts, parts)

@@ -1,0 +1,75 @@
+"""Ranks as threads of this process: any number of them in milliseconds, over the layer's own exchanges."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from worker_agent.moe.rank_group import Arriving, RankGroup
+
+_here = threading.local()
+
+
+class Exchange:
+    """Where the threads of one group meet; a thread that fails lets the others fail instead of waiting."""
+
+    def __init__(self, ranks: int) -> None:
+        self.barrier = threading.Barrier(ranks, timeout=20.0)
+        self.parts: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
+
+
+class SimulatedGroup(RankGroup):
+    """The ranks of an ``Exchange`` as one of them sees them."""
+
+    def __init__(self, exchange: Exchange, rank: int) -> None:
+        super().__init__(None)
+        self._exchange = exchange
+        self.rank, self.size = rank, len(exchange.parts)
+        _here.group = self
+
+    @property
+    def name(self) -> str:
+        return "simulated"
+
+    @classmethod
+    def named(cls, name: str) -> RankGroup:
+        """Of ``RankGroup.named``, for the operators that find their group by name."""
+        group: RankGroup = _here.group if name == "simulated" else RankGroup(None)
+        return group
+
+    def start_all_to_all(self, rows_NX: torch.Tensor, sent: list[int], received: list[int]) -> Arriving:
+        assert sum(sent) == rows_NX.shape[0]
+        exchange = self._exchange
+        exchange.parts[self.rank] = list(rows_NX.clone().split(sent))
+        exchange.barrier.wait()
+        arrived = [exchange.parts[source][self.rank] for source in range(self.size)]
+        exchange.barrier.wait()
+        assert [part.shape[0] for part in arrived] == received
+        return Arriving(torch.cat(arrived), rows_NX, None)
+
+
+def run_simulated(ranks: int, function: Callable[[RankGroup], Any]) -> list[Any]:
+    """``function(group)`` on every rank of a simulated group; results in order of rank, or the first failure."""
+    exchange = Exchange(ranks)
+    failures: list[BaseException] = []
+
+    def one(rank: int) -> Any:
+        try:
+            return function(SimulatedGroup(exchange, rank))
+        except threading.BrokenBarrierError:
+            return None
+        except BaseException as error:
+            failures.append(error)
+            exchange.barrier.abort()
+            return None
+
+    with ThreadPoolExecutor(ranks) as pool:
+        results = list(pool.map(one, range(ranks)))
+    if failures:
+        raise failures[0]
+    assert not exchange.barrier.broken, "some rank made fewer exchanges than the others"
+    return results
