@@ -26,6 +26,7 @@ from eplb_service.io.numpy_file import check_fits_memory
 from eplb_service.io.open_trace import naming, open_trace
 from eplb_service.io.trace import ArrayTrace, Trace, TraceFacts
 from eplb_service.io.trace_statistics import TraceStatistics, statistics
+from eplb_service.placement.par import mean_par
 
 trace = typer.Typer(
     name="trace",
@@ -92,8 +93,12 @@ def stats(
     )
     console.print(_statistics_table(found), soft_wrap=False)
     console.print(
-        f"hottest: its tokens over an expert's mean. drift: total variation between windows of {window} steps; "
-        "sampling: what token sampling alone makes of it."
+        "hottest: its tokens over an expert's mean; top 10%: share of the hottest tenth of the experts."
+    )
+    console.print(
+        f"drift: total variation between windows of {window} steps; sampling: what token sampling alone makes of it."
+        if found.drift_L is not None
+        else f"drift: not known, the trace has no two windows of {window} steps; use a shorter --window."
     )
     if found.par_L is not None:
         console.print(
@@ -258,17 +263,21 @@ def _statistics_table(found: TraceStatistics) -> Table:
         "choices/step": (found.choices_L, "{:.0f}"),
         "hottest": (found.hottest_L, "{:.2f}x"),
         "top 10%": (found.top_tenth_L, "{:.0%}"),
-        "drift": (found.drift_L, "{:.3f}"),
-        "sampling": (found.drift_noise_L, "{:.3f}"),
     }
+    if found.drift_L is not None and found.drift_noise_L is not None:
+        columns |= {"drift": (found.drift_L, "{:.3f}"), "sampling": (found.drift_noise_L, "{:.3f}")}
     if found.par_L is not None and found.floor_L is not None:
         columns |= {"PAR": (found.par_L, "{:.3f}"), "floor": (found.floor_L, "{:.3f}")}
     if found.par_served_L is not None:
         columns["as served"] = (found.par_served_L, "{:.3f}")
     table = compact_table("layer", *columns)
-    means = [text.format(values_L.mean()) for values_L, text in columns.values()]
+    means = [_cell(text, float(mean_par(values_L))) for values_L, text in columns.values()]
     table.add_row(f"all {found.choices_L.size}", *means, style="bold", end_section=True)
     worst_L = found.hottest_L if found.par_L is None else found.par_L
     for layer in np.argsort(-worst_L, kind="stable")[:_WORST_LAYERS]:
-        table.add_row(str(layer), *[text.format(values_L[layer]) for values_L, text in columns.values()])
+        table.add_row(str(layer), *[_cell(text, values_L[layer]) for values_L, text in columns.values()])
     return table
+
+
+def _cell(text: str, value: float) -> str:
+    return "-" if np.isnan(value) else text.format(value)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from eplb_service.placement.par import mean_par, par
 
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
@@ -62,9 +65,8 @@ class Scoreboard:
         return self._last[0]
 
     def par(self, kind: str, first: int = 0, last: int | None = None) -> float:
-        """Peak-to-average ratio per step, averaged over layers and over steps ``first`` to ``last``."""
-        ratios_TL = step_par(self.loads(kind)[first:last])
-        return float(ratios_TL.mean()) if ratios_TL.size else 1.0
+        """Peak-to-average ratio of steps ``first`` to ``last``, mean over layers; NaN where there are no tokens."""
+        return float(mean_par(par(self.loads(kind)[first:last]))) if self.steps > first else math.nan
 
     def milliseconds(self, kind: str) -> Float64:
         """Time of each step on its slowest rank, ``[T]``."""
@@ -125,10 +127,3 @@ class Scoreboard:
         if any(name not in line for line in self._last):
             return None
         return sum(int(line[name]) for line in self._last)
-
-
-def step_par(loads_TLR: Float64) -> Float64:
-    """Max over mean of the rank loads, ``[T, L]``; 1 where there are no tokens."""
-    mean_TL = loads_TLR.mean(axis=2)
-    ratios_TL: Float64 = np.where(mean_TL > 0, loads_TLR.max(axis=2) / np.where(mean_TL > 0, mean_TL, 1), 1.0)
-    return ratios_TL

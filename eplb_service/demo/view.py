@@ -7,7 +7,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from eplb_service.demo.scoreboard import Float64, Scoreboard, step_par
+from eplb_service.demo.scoreboard import Float64, Scoreboard
+from eplb_service.placement.par import mean_par, par
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _RECENT_STEPS = 24
@@ -50,7 +51,7 @@ def _layers(board: Scoreboard, heat_LE: Float64 | None) -> Table:
         cells: list[RenderableType] = [str(layer)]
         for kind in ("still", "live"):
             loads_TR = loads[kind][:, layer]
-            cells += [_bars(loads_TR.mean(axis=0)), f"{step_par(loads_TR[:, None]).mean():.2f}"]
+            cells += [_bars(loads_TR.mean(axis=0)), f"{mean_par(par(loads_TR[:, None])):.2f}"]
         cells.append(
             Text("") if heat_LE is None else _bars(heat_LE[layer][:_MOST_EXPERT_BARS], coloured=False)
         )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from eplb_service.io.trace import Float64, Heat, Trace
+from eplb_service.io.trace import Float64, Trace
 from eplb_service.placement import Placement
 from eplb_service.planner.noise_floor import noise_floor
 from eplb_service.planner.scoring import par, rank_loads
@@ -27,22 +28,23 @@ class TraceStatistics:
     top_tenth_L
         Share of all tokens that the hottest tenth of the experts gets.
     drift_L
-        Total variation between the popularities of one window and the next, 0 to 1, mean; 0 where there is one window.
+        Total variation between the popularities of one window and the next, 0 to 1, mean; ``None`` where the trace has
+        no two whole windows.
     drift_noise_L
-        What token sampling alone would make of it.
+        What token sampling alone would make of it; ``None`` as well.
     par_L, floor_L
         Peak-to-average ratio of each step with experts in order on ``ranks`` ranks, and what sampling alone leaves;
         both ``None`` where the ranks are not known.
     par_served_L
-        Peak-to-average ratio of each step as it was served while recorded; ``None`` where the trace does not tell.
+        Peak-to-average ratio of each step as it was served while recorded; ``None`` where that was not recorded.
     """
 
     window: int
     choices_L: Float64
     hottest_L: Float64
     top_tenth_L: Float64
-    drift_L: Float64
-    drift_noise_L: Float64
+    drift_L: Float64 | None
+    drift_noise_L: Float64 | None
     par_L: Float64 | None
     floor_L: Float64 | None
     par_served_L: Float64 | None
@@ -60,10 +62,7 @@ def statistics(trace: Trace, window: int, ranks: int | None = None) -> TraceStat
         placement = Placement.linear(trace.layers, trace.experts, ranks, slots)
     total_LE = np.zeros((trace.layers, trace.experts))
     apart, noise, pairs = np.zeros(trace.layers), np.zeros(trace.layers), 0
-    pars: list[Float64] = []
-    floors: list[Float64] = []
-    served: list[Float64] = []
-    lengths: list[int] = []
+    pars, floors, served = _BusyMean(), _BusyMean(), _BusyMean()
     before_LE: Float64 | None = None
     for first in range(0, trace.steps, window):
         heat_TLE = trace.heat(first, min(trace.steps, first + window))
@@ -75,14 +74,14 @@ def statistics(trace: Trace, window: int, ranks: int | None = None) -> TraceStat
             noise += _expected_variation(before_LE + sum_LE)
             pairs += 1
         before_LE = sum_LE
+        busy_L = heat_TLE.any(axis=2).sum(axis=0)
         if placement is not None:
-            loaded_L, floor_L = _balance(heat_TLE, placement)
-            pars.append(loaded_L)
-            floors.append(floor_L)
+            loads_TLR = rank_loads(heat_TLE, placement, placement.default_log2phy())
+            pars.add(par(loads_TLR), busy_L)
+            floors.add(noise_floor(heat_TLE, placement.ranks), busy_L)  # type: ignore[arg-type]
         served_TLR = trace.served_loads(first, first + len(heat_TLE))
         if served_TLR is not None:
-            served.append(par(served_TLR))
-        lengths.append(len(heat_TLE))
+            served.add(par(served_TLR), busy_L)
     share_LE = _shares(total_LE)
     tenth = max(1, round(trace.experts / 10))
     return TraceStatistics(
@@ -90,17 +89,34 @@ def statistics(trace: Trace, window: int, ranks: int | None = None) -> TraceStat
         choices_L=total_LE.sum(axis=1) / trace.steps,
         hottest_L=share_LE.max(axis=1) * trace.experts,
         top_tenth_L=np.sort(share_LE, axis=1)[:, -tenth:].sum(axis=1),
-        drift_L=apart / max(1, pairs),
-        drift_noise_L=noise / max(1, pairs),
-        par_L=np.average(pars, axis=0, weights=lengths) if pars else None,
-        floor_L=np.average(floors, axis=0, weights=lengths) if floors else None,
-        par_served_L=np.average(served, axis=0, weights=lengths) if served else None,
+        drift_L=apart / pairs if pairs else None,
+        drift_noise_L=noise / pairs if pairs else None,
+        par_L=pars.mean_L(),
+        floor_L=floors.mean_L(),
+        par_served_L=served.mean_L(),
     )
 
 
-def _balance(heat_TLE: Heat, placement: Placement) -> tuple[Float64, Float64]:
-    loads_TLR = rank_loads(heat_TLE, placement, placement.default_log2phy())
-    return par(loads_TLR), noise_floor(heat_TLE, placement.ranks)  # type: ignore[arg-type]
+class _BusyMean:
+    """Mean over the steps in which a layer has tokens, of means of stretches of steps."""
+
+    def __init__(self) -> None:
+        self._total_L: Float64 | None = None
+        self._steps_L: npt.NDArray[np.int64] | None = None
+
+    def add(self, mean_L: Float64, steps_L: npt.NDArray[np.int64]) -> None:
+        """Take the mean over ``steps_L`` steps with tokens; without any it counts for nothing."""
+        total_L: Float64 = np.where(steps_L > 0, mean_L, 0.0) * steps_L
+        self._total_L = total_L if self._total_L is None else self._total_L + total_L
+        self._steps_L = steps_L if self._steps_L is None else self._steps_L + steps_L
+
+    def mean_L(self) -> Float64 | None:
+        """Float64 ``[L]``, NaN of a layer that never had tokens; ``None`` where nothing was added."""
+        if self._total_L is None or self._steps_L is None:
+            return None
+        mean_L: Float64 = np.full(self._total_L.shape, np.nan)
+        np.divide(self._total_L, self._steps_L, out=mean_L, where=self._steps_L > 0)
+        return mean_L
 
 
 def _shares(sum_LE: Float64) -> Float64:

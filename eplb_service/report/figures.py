@@ -11,15 +11,22 @@ from eplb_service.replay.result import PolicyReplay, Replay
 from eplb_service.report.charts import Line, Point
 
 _COLOURS = 8
+_DASHES = 4
+"""Patterns of ``report.css`` that tell apart lines of the same colour."""
 _MOST_MAPPED = 64
 """Decisions that a map over time shows; more are averaged."""
 
 
 def colours_of(replay: Replay) -> dict[str, str]:
-    """The class of each policy's colour, by its label; doing nothing is grey."""
+    """The classes of each policy's colour and dashes, by its label; doing nothing is grey.
+
+    Up to ``_COLOURS * _DASHES`` policies look different from each other.
+    """
     acting = [policy.label for policy in replay.policies if policy.policy != "none"]
     colours = {policy.label: "none" for policy in replay.policies}
-    return colours | {label: f"s{number % _COLOURS}" for number, label in enumerate(acting)}
+    return colours | {
+        label: f"s{number % _COLOURS} d{number // _COLOURS % _DASHES}" for number, label in enumerate(acting)
+    }
 
 
 def par_lines(replay: Replay, colours: Mapping[str, str]) -> list[Line]:

@@ -164,6 +164,7 @@ def _legend(lines: Sequence[Line]) -> str:
 
 
 def _table(replay: Replay, colours: Mapping[str, str]) -> str:
+    gigabytes = ["GB"] if replay.costs.bytes_per_expert else []
     heads = [
         "policy",
         "PAR",
@@ -172,7 +173,7 @@ def _table(replay: Replay, colours: Mapping[str, str]) -> str:
         "regret",
         "moves",
         "of slots",
-        "GB",
+        *gigabytes,
         "late",
         "solve ms",
     ]
@@ -189,7 +190,7 @@ def _table(replay: Replay, colours: Mapping[str, str]) -> str:
             "" if score.regret is None else f"{score.regret:.3f}",
             f"{policy.moves_per_decision:,.1f}",
             f"{moved_share(replay, policy):.1%}",
-            f"{score.bytes_moved / 1e9:,.2f}" if replay.costs.bytes_per_expert else "",
+            *(f"{score.bytes_moved / 1e9:,.2f}" for _ in gigabytes),
             f"{sum(decision.late for decision in policy.decisions):,}",
             f"{policy.seconds_mean * 1e3:.1f}",
         ]

@@ -18,6 +18,9 @@ _SIZE = (10.0, 4.0)
 _DOTS_PER_INCH = 150
 _LEAST_SPAN = 0.05
 _COLOURS = ("#2463be", "#d4691a", "#15803d", "#a21caf", "#b91c1c", "#0e7490", "#854d0e", "#4338ca")
+_DASHES = ("-", "--", ":", "-.")
+_MARKERS = ("o", "s", "^", "D")
+"""Dots of policies whose lines are dashed as in ``_DASHES``."""
 
 
 def write_pictures(folder: Path, replay: Replay) -> None:
@@ -44,9 +47,9 @@ def write_pictures(folder: Path, replay: Replay) -> None:
 
 def _par(figure: Any, replay: Replay) -> None:
     axes = figure.subplots()
-    for policy, colour in zip(replay.policies, _colours(replay), strict=True):
+    for policy, (colour, dashes) in zip(replay.policies, _styles(replay), strict=True):
         steps, values = _held(policy, [decision.par_realised for decision in policy.decisions])
-        axes.step(steps, values, where="post", label=policy.label, color=colour)
+        axes.step(steps, values, where="post", label=policy.label, color=colour, linestyle=dashes)
     first = replay.policies[0]
     known = {"floor": replay.baseline(first.setup).floor_DL, "hindsight": replay.hindsight_DL(first.setup)}
     for (name, par_DL), style in zip(known.items(), (":", "--"), strict=True):
@@ -58,20 +61,24 @@ def _par(figure: Any, replay: Replay) -> None:
 
 def _moves(figure: Any, replay: Replay) -> None:
     axes = figure.subplots()
-    for policy, colour in zip(replay.policies, _colours(replay), strict=True):
+    for policy, (colour, dashes) in zip(replay.policies, _styles(replay), strict=True):
         if policy.policy != "none":
             values = [float(decision.moves) for decision in policy.decisions]
-            axes.step(*_held(policy, values), where="post", label=policy.label, color=colour)
+            axes.step(
+                *_held(policy, values), where="post", label=policy.label, color=colour, linestyle=dashes
+            )
     _finish(axes, "step", "slots that receive weights at a decision")
 
 
 def _pareto(figure: Any, replay: Replay) -> None:
     axes = figure.subplots()
     classes = {policy.label: policy.label for policy in replay.policies}
-    colours = dict(zip(classes, _colours(replay), strict=True))
+    styles = dict(zip(classes, _styles(replay), strict=True))
     points = pareto_points(replay, classes)
     for point in points:
-        axes.plot(100 * point.moves, point.par, "o", label=point.name, color=colours[point.name])
+        colour, dashes = styles[point.name]
+        marker = _MARKERS[_DASHES.index(dashes)]
+        axes.plot(100 * point.moves, point.par, marker, label=point.name, color=colour)
     # Differences that nobody would feel must not fill the picture.
     pars = [point.par for point in points]
     axes.set(xlim=(-0.5, None), ylim=(min(pars) - _LEAST_SPAN / 2, max(pars) + _LEAST_SPAN / 2))
@@ -88,13 +95,18 @@ def _ranks(figure: Any, replay: Replay) -> None:
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
     figure.axes[0].set_ylabel("layer")
+    figure.axes[0].yaxis.get_major_locator().set_params(integer=True)
     figure.colorbar(image, ax=figure.axes, label="tokens over the mean rank", extend="max")
 
 
-def _colours(replay: Replay) -> list[str]:
-    """One a policy; doing nothing is grey."""
-    others = itertools.cycle(_COLOURS)
-    return ["grey" if policy.policy == "none" else next(others) for policy in replay.policies]
+def _styles(replay: Replay) -> list[tuple[str, str]]:
+    """Colour and dashes of each policy; doing nothing is grey."""
+    others = itertools.cycle(itertools.product(_DASHES, _COLOURS))
+    styles = []
+    for policy in replay.policies:
+        dashes, colour = ("-", "grey") if policy.policy == "none" else next(others)
+        styles.append((colour, dashes))
+    return styles
 
 
 def _held(policy: PolicyReplay, values: list[float]) -> tuple[list[int], list[float]]:

@@ -114,3 +114,16 @@ def test_bad_arguments(tmp_path, path, capsys, monkeypatch, arguments, message):
     assert message in err
     assert err.count("\n") == 1
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_trace_of_zeros_is_said_to_be_one(tmp_path, capsys):
+    path = tmp_path / "idle.npz"
+    np.savez(path, heat=np.zeros((20, 2, 8), dtype=np.int64))
+    code, out, err = trace(capsys, "stats", path, "--ranks", 4)
+    assert (code, err) == (0, "")
+    assert "All counts are zero" in out
+    assert "nan" not in out
+    for command in ("solve --slots 2 --out map.npz", "replay --window 8", "advise"):
+        name, *more = command.split()
+        assert main.run([name, "--heat", str(path), "--ranks", "4", *more]) == 2
+        assert "all of its 20 steps hold zero tokens" in capsys.readouterr().err

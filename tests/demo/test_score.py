@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
+import math
 from typing import Any
 
-import numpy as np
 import pytest
 from rich.console import Console
 
-from eplb_service.demo.scoreboard import Scoreboard, step_par
+from eplb_service.demo.scoreboard import Scoreboard
 from eplb_service.demo.stage import Stage
 from eplb_service.demo.summary import complaint, summarise, table
 from eplb_service.demo.view import render
@@ -84,8 +84,9 @@ def test_a_run_that_does_not_prove_its_point_says_so(changes: dict[str, Any], wo
     assert words in str(complaint(_board(**changes)))
 
 
-def test_steps_without_tokens_are_balanced() -> None:
-    assert step_par(np.zeros((1, 1, 3))).tolist() == [[1.0]]
+def test_steps_without_tokens_have_no_par() -> None:
+    assert math.isnan(_board().par("live", STEPS))
+    assert _board().par("live", 2) == pytest.approx(1.0)
 
 
 def test_view_and_summary_show_the_figures() -> None:

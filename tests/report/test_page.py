@@ -4,11 +4,15 @@ import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from importlib.resources import files
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from eplb_service.replay.policy import NAMES
 from eplb_service.report import charts
+from eplb_service.report.figures import colours_of
 from eplb_service.report.svg import Scale, element, plain
 from tests.report.reports import COMMAND, TITLE, small_replay, small_report
 
@@ -143,3 +147,18 @@ def test_elements():
         == '<a class="x" stroke-width="1.5" y="2"/>'
     )
     assert (plain(1.5), plain(2000.0), plain(0.05)) == ("1.5", "2,000", "0.05")
+
+
+def test_as_many_policies_as_have_a_name_look_different():
+    replayed = SimpleNamespace(
+        policies=[
+            SimpleNamespace(label=f"{name}, {slots} slots", policy=name) for name in NAMES for slots in (8, 9)
+        ]
+    )
+    colours = colours_of(replayed)
+    acting = [colour for label, colour in colours.items() if not label.startswith("none")]
+    assert len(acting) == len(set(acting)) == 2 * (len(NAMES) - 1)
+    css = files("eplb_service.report").joinpath("report.css").read_text()
+    for dashes in {colour.split()[1] for colour in acting} - {"d0"}:
+        assert f".line.{dashes} " in css
+        assert f"i.{dashes}" in css
