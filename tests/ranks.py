@@ -36,7 +36,7 @@ class Ranks:
     processes are killed and the next ``run`` starts fresh ones, so that hypothesis can shrink a failing case.
     """
 
-    def __init__(self, world: int, deadline: float = 60.0) -> None:
+    def __init__(self, world: int, deadline: float = 240.0) -> None:
         self.world = world
         self.deadline = deadline
         self._processes: list[BaseProcess] = []
@@ -129,7 +129,7 @@ class Ranks:
         self._processes, self._connections, self._folder = [], [], None
 
 
-def run_ranks(world: int, function: Callable[..., Any], *args: Any, deadline: float = 60.0) -> list[Any]:
+def run_ranks(world: int, function: Callable[..., Any], *args: Any, deadline: float = 240.0) -> list[Any]:
     """Call ``function(*args)`` on ``world`` fresh gloo ranks; return the results in order of rank.
 
     Raises ``RankFailure`` where a rank raises, dies, or is not done within ``deadline`` seconds.

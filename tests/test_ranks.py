@@ -40,7 +40,7 @@ def test_results_come_in_order_of_rank():
 
 
 def test_failures_are_told_and_the_group_recovers():
-    with Ranks(2, deadline=5.0) as ranks:
+    with Ranks(2) as ranks:
         with pytest.raises(RankFailure, match=r"rank 1: Traceback[\s\S]*this rank fails"):
             ranks.run(fail_on_rank, 1)
         with pytest.raises(RankFailure, match="rank 0: died with exit code 7"):
@@ -49,7 +49,8 @@ def test_failures_are_told_and_the_group_recovers():
 
 
 def test_a_late_rank_misses_the_deadline():
-    with Ranks(2, deadline=1.5) as ranks:
+    with Ranks(2) as ranks:
         ranks.run(sum_of_ranks, 0)
+        ranks.deadline = 1.5
         with pytest.raises(RankFailure, match=r"rank 1: not done in 1\.5 s"):
             ranks.run(sleep_on_rank, 1, 30.0)

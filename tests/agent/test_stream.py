@@ -75,9 +75,9 @@ class Scene:
         self.server.stop(0).wait()
 
     def hear(self, kind: str) -> Any:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            request = self.service.heard.get(timeout=10)
+            request = self.service.heard.get(timeout=60)
             if request.WhichOneof("message") == kind:
                 return getattr(request, kind)
         raise AssertionError(f"no {kind}")
@@ -135,7 +135,7 @@ def test_heartbeats_go_out_however_much_heat_there_is() -> None:
 def test_a_valid_plan_arrives_and_a_malformed_one_is_refused_by_name() -> None:
     with Scene() as scene:
         scene.say_plan(_plan())
-        assert scene.stream.plans.get(timeout=10).plan.plan_id == 1
+        assert scene.stream.plans.get(timeout=60).plan.plan_id == 1
         broken = _plan()
         broken.plan_id = 2
         scene.say_plan(broken)
@@ -180,7 +180,8 @@ def test_a_service_that_is_not_there_costs_the_model_nothing() -> None:
     began = time.monotonic()
     for step in range(1000):
         outbox.put(live.segment(first_step=step, steps=1))
-    assert time.monotonic() - began < 1.0
+    # Far below what waiting for a service would take.
+    assert time.monotonic() - began < 10.0
     assert outbox.dropped_steps == 999
     assert not stream.connected
     stream.close(5)

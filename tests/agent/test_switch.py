@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -43,7 +44,7 @@ def _switch_two_layers() -> dict[str, Any]:
             agent._stream.plans.put(live.plan_for(agent, targets))
         time.sleep(0.002)
 
-    worst = live.drive(agent, layers, still, 60, between)
+    worst = live.drive(agent, layers, still, 60, between, epoch=2)
     # Slots hold what the placement names: each equals the never-switched copy of that expert on some rank.
     facts = {
         "worst": worst,
@@ -92,7 +93,7 @@ def _plan_reaches_some_ranks_only() -> dict[str, Any]:
             agent._stream.plans.put(live.plan_for(agent, {0: target}, plan_id=2))
         time.sleep(0.002)
 
-    worst = live.drive(agent, layers, still, 60, between)
+    worst = live.drive(agent, layers, still, 60, between, epoch=1)
     agent.close()
     return {
         "worst": worst,
@@ -111,7 +112,7 @@ def test_a_plan_that_not_all_ranks_hold_is_dropped_and_the_next_one_goes_through
 
 
 def _one_ranks_transfer_fails() -> dict[str, Any]:
-    agent, layers, still = _start(1, transfer_timeout_seconds=1.0)
+    agent, layers, still = _start(1, transfer_timeout_seconds=10)
     target = live.keep_staying_slots(live.linear_RS(RANKS), live.shuffled_RS(RANKS, seed=1))
     if agent.identity.rank == 2:
         reserve = agent._switch.transfers.staging.reserve
@@ -122,14 +123,16 @@ def _one_ranks_transfer_fails() -> dict[str, Any]:
 
         agent._switch.transfers.staging.reserve = fail_once  # type: ignore[method-assign]
 
+    plans = iter((1, 2))
+
     def between(step: int) -> None:
-        if step == 2:
-            agent._stream.plans.put(live.plan_for(agent, {0: target}))
-        if step == 200:
-            agent._stream.plans.put(live.plan_for(agent, {0: target}, plan_id=2))
+        # The second plan comes when the first is over.
+        if step == 2 or (step > 2 and agent.stats.plans_aborted == 1):
+            for plan_id in itertools.islice(plans, 1):
+                agent._stream.plans.put(live.plan_for(agent, {0: target}, plan_id))
         time.sleep(0.01)
 
-    worst = live.drive(agent, layers, still, 260, between)
+    worst = live.drive(agent, layers, still, 60, between, epoch=1)
     agent.close()
     return {
         "worst": worst,
@@ -180,7 +183,7 @@ def _count_heat() -> dict[str, Any]:
             agent._stream.plans.put(live.plan_for(agent, {1: target}))
         time.sleep(0.002)
 
-    live.drive(agent, layers, still, 40, between)
+    live.drive(agent, layers, still, 40, between, epoch=1)
     segments: list[HeatReport] = []
     while isinstance(item := agent._outbox.take(timeout=0), HeatReport) or item is not None:
         if isinstance(item, HeatReport):

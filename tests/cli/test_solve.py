@@ -177,7 +177,7 @@ def test_truncated_trace_in_a_process_of_its_own(tmp_path, trace):
     trace.write_bytes(trace.read_bytes()[:-100])
     command = [sys.executable, "-m", "eplb_service.cli.main", "solve", "--heat", trace]
     command += ["--ranks", "4", "--slots", "5", "--out", tmp_path / "out.npz"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"eplb: error: {trace}: is truncated or damaged")
     assert done.stderr.count("\n") == 1

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 
-_START_SECONDS = 150.0
+_START_SECONDS = 300.0
 
 
 def free_address() -> str:
@@ -81,7 +81,7 @@ class Service:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum over all series of a metric that have these labels."""
-        with urllib.request.urlopen(f"http://{self.metrics_address}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{self.metrics_address}/metrics", timeout=60) as answer:
             text = answer.read().decode()
         lines = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
@@ -91,7 +91,7 @@ class Service:
         """What the operator sees; raises ``grpc.RpcError``."""
         request = operator_pb2.GetStatusRequest(deployment=deployment)
         response: operator_pb2.GetStatusResponse = self._operator.GetStatus(
-            request, wait_for_ready=True, timeout=10
+            request, wait_for_ready=True, timeout=60
         )
         return response
 
@@ -100,7 +100,7 @@ class Service:
         self._process.send_signal(number)
 
     def wait_until(
-        self, true_of: Callable[[operator_pb2.GetStatusResponse], bool], seconds: float = 60.0
+        self, true_of: Callable[[operator_pb2.GetStatusResponse], bool], seconds: float = 180.0
     ) -> operator_pb2.GetStatusResponse:
         """The first status of which ``true_of`` holds; fails with the last one after ``seconds``."""
         deadline = time.monotonic() + seconds

@@ -12,12 +12,12 @@ import pytest
 
 from eplb_service.cli import main
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 def _demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "eplb_service.cli.main", "demo", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
 
 
 @pytest.mark.parametrize("dispatcher", ["all2allv", pytest.param("allgather", marks=pytest.mark.slow)])

@@ -13,14 +13,14 @@ import pytest
 from eplb_service.cli import main
 from eplb_service.io.open_trace import open_trace
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 STEPS, RANKS, LAYERS, EXPERTS, REQUESTS, TOP_K = 160, 4, 4, 32, 16, 4
 
 
 def _demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "eplb_service.cli.main", "demo", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
 
 
 @pytest.mark.slow

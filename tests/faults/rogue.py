@@ -69,7 +69,7 @@ class RogueService(agent_pb2_grpc.AgentServiceServicer):
         for said in self._say.values():
             said.put(None)
 
-    def wait_for_hellos(self, seconds: float = 90.0) -> LivePlacement:
+    def wait_for_hellos(self, seconds: float = 180.0) -> LivePlacement:
         """What the ranks serve, once all have come."""
         deadline = time.monotonic() + seconds
         while len(self._hellos) < self.ranks:
@@ -94,7 +94,7 @@ class RogueService(agent_pb2_grpc.AgentServiceServicer):
             self._say[rank].put(agent_pb2.ConnectResponse(plan=plans[rank]))
 
     def hear(
-        self, state: int, times: int = 1, seconds: float = 90.0
+        self, state: int, times: int = 1, seconds: float = 180.0
     ) -> list[tuple[int, agent_pb2.PlanStatus]]:
         """The next ``times`` statuses of this state, by rank; others are thrown away."""
         found: list[tuple[int, agent_pb2.PlanStatus]] = []

@@ -14,7 +14,7 @@ from tests.faults.serving import Facts, serve
 from tests.ranks import run_ranks
 
 RANKS = 3
-PATIENCE = 90.0
+PATIENCE = 180.0
 """Longest wait for what must come: a busy machine is slow, and a wait ends as soon as it has come."""
 FLAGS = (
     "--window-steps",

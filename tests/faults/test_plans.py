@@ -12,7 +12,7 @@ from tests.faults.rogue import RogueService
 from tests.faults.scene import RANKS, RankCrew
 from tests.faults.serving import check_served
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 ACCEPTED, REFUSED = agent_pb2.PLAN_STATE_ACCEPTED, agent_pb2.PLAN_STATE_REFUSED
 COMMITTED, ABORTED = agent_pb2.PLAN_STATE_COMMITTED, agent_pb2.PLAN_STATE_ABORTED

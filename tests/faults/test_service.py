@@ -10,7 +10,7 @@ from tests.e2e.service import Service
 from tests.faults.scene import FLAGS, RANKS, RankCrew, Scene, pause
 from tests.faults.serving import check_served
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 # Slow enough that a plan is under way for a while.
 SLOWLY = {"bytes_per_step": 3000}

@@ -11,5 +11,5 @@ from tests.ranks import Ranks
 
 @pytest.fixture(scope="session")
 def eight_ranks() -> Iterator[Ranks]:
-    with Ranks(8, deadline=60.0) as ranks:
+    with Ranks(8, deadline=240.0) as ranks:
         yield ranks

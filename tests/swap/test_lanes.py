@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -120,7 +121,7 @@ def _switch_over_a_device() -> dict[str, Any]:
     rendezvous.Lanes = DeviceLikeLanes  # type: ignore[misc]
     layers, still = (live.layers_of(1, live.linear_RS(RANKS)) for _ in range(2))
     agent = Agent.start(
-        layers, dist.group.WORLD, live.settings(transfer_timeout_seconds=2, verify_transfers=True)
+        layers, dist.group.WORLD, live.settings(transfer_timeout_seconds=20, verify_transfers=True)
     )
     target = live.keep_staying_slots(live.linear_RS(RANKS), live.shuffled_RS(RANKS, seed=1))
     if agent.identity.rank == 2:
@@ -132,12 +133,16 @@ def _switch_over_a_device() -> dict[str, Any]:
 
         agent._switch.transfers.staging.reserve = fail_once  # type: ignore[method-assign]
 
+    plans = iter((1, 2))
+
     def between(step: int) -> None:
-        if step in (2, 120):
-            agent._stream.plans.put(live.plan_for(agent, {0: target}, plan_id=1 + step))
+        # The second plan comes when the first is over.
+        if step == 2 or (step > 2 and agent.stats.plans_aborted == 1):
+            for plan_id in itertools.islice(plans, 1):
+                agent._stream.plans.put(live.plan_for(agent, {0: target}, plan_id))
         time.sleep(0.005)
 
-    worst = live.drive(agent, layers, still, 200, between)
+    worst = live.drive(agent, layers, still, 60, between, epoch=1)
     facts = {"worst": worst, "aborted": agent.stats.plans_aborted, "epoch": agent.installed.epoch}
     agent.close()
     return {**facts, "halted": agent.halted, "seconds": agent.stats.transfer_seconds}

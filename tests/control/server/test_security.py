@@ -65,7 +65,7 @@ async def test_tls(tmp_path: Path) -> None:
         "/CN=localhost",
     ]
     command += ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
     async with running_service(settings(tls_cert=cert, tls_key=key)) as service:
         credentials = grpc.ssl_channel_credentials(cert.read_bytes())
         address = service.address.replace("127.0.0.1", "localhost")

@@ -43,7 +43,7 @@ def test_it_says_where_it_listens_and_stops_when_told(
         r"eplb: agents and operators at 127\.0\.0\.1:\d+, metrics at http://127\.0\.0\.1:\d+/metrics\n", line
     )
     served.send_signal(number)
-    _, errors = served.communicate(timeout=60)
+    _, errors = served.communicate(timeout=300)
     assert served.returncode == 0, errors
     assert "Traceback" not in errors
     assert '"event": "stopping"' in errors
