@@ -1,11 +1,11 @@
-"""What each idea of the planner is worth: one at a time switched off."""
+"""What each component of the solver and the planner is worth: one at a time switched off."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.solver.closed_loop import DEFAULT, Entrant, generated_courses, loops
+from benchmarks.solver.closed_loop import DEFAULT, Course, Entrant, generated_courses, loops
 from benchmarks.solver.contest import OURS, Contest, first_scene, generated_scene
 from benchmarks.solver.decision import Scene
 from benchmarks.solver.heat_kinds import KINDS, Shape
@@ -18,36 +18,45 @@ SPREAD = 0.3
 """Log-sd of the split over source ranks: tables are worth nothing where all ranks are alike."""
 
 
-def ablation(contest: Contest, shape: Shape, windows: int, seed: int) -> Iterator[dict[str, Any]]:
-    """A row for each kind and idea: placed from nothing, then in the closed loop."""
+def ablation(
+    contest: Contest, shape: Shape, windows: int, seeds: Sequence[int], traces: Sequence[Course]
+) -> Iterator[dict[str, Any]]:
+    """A row for each seed, kind or trace, and component: placed from scratch, then in the closed loop."""
+    for seed in seeds:
+        small = {
+            kind: {name: generated_scene(kind, shape, 1, seed)[0] for name, shape in SMALL.items()}
+            for kind in KINDS
+        }
+        for course in generated_courses(KINDS, shape, windows, seed, SPREAD):
+            yield from _without_each(contest, course, seed, small[course.name])
+    for course in traces:
+        yield from _without_each(contest, course, None, {})
+
+
+def _without_each(
+    contest: Contest, course: Course, seed: int | None, small: Mapping[str, Scene]
+) -> Iterator[dict[str, Any]]:
     taking_part = [DEFAULT, *_without_one()]
-    small = {
-        kind: {name: generated_scene(kind, shape, 1, seed)[0] for name, shape in SMALL.items()}
-        for kind in KINDS
-    }
-    for course in generated_courses(KINDS, shape, windows, seed, SPREAD):
-        scene = first_scene(course.heat(0), course.ranks, course.slots)
-        rows = {row["policy"]: row for row in loops(contest, [course], taking_part)}
-        for entrant in taking_part:
-            options = dict(entrant.options.get("options", {}))
-            anew = contest.decide(OURS, scene, afresh=True, options=options)
-            if anew is not None and entrant.label in rows:
-                yield {
-                    **rows[entrant.label],
-                    "in_sample": float(even_par(scene.heat_TLE, anew.placement_LRS).mean()),
-                    "next_window": float(even_par(course.heat(1), anew.placement_LRS).mean()),
-                    "cpu_anew": anew.cpu_seconds,
-                    **{
-                        name: _even_par_of(contest, small_scene, options)
-                        for name, small_scene in small[course.name].items()
-                    },
-                }
+    scene = first_scene(course.heat(0), course.ranks, course.slots)
+    rows = {row["policy"]: row for row in loops(contest, [course], taking_part)}
+    for entrant in taking_part:
+        options = dict(entrant.options.get("options", {}))
+        made = contest.decide(OURS, scene, afresh=True, options=options)
+        if made is not None and entrant.label in rows:
+            yield {
+                **rows[entrant.label],
+                "seed": seed,
+                "in_sample": float(even_par(scene.heat_TLE, made.placement_LRS).mean()),
+                "next_window": float(even_par(course.heat(1), made.placement_LRS).mean()),
+                "cpu_anew": made.cpu_seconds,
+                **{name: _even_par_of(contest, small[name], options) for name in small},
+            }
 
 
 def _even_par_of(contest: Contest, scene: Scene, options: Mapping[str, Any]) -> float | None:
-    """Ratio on its own window of a placement made anew for a host that splits evenly; ``None`` where it fails."""
-    anew = contest.decide(OURS, scene, afresh=True, options={**options, "split": "even"})
-    return None if anew is None else float(even_par(scene.heat_TLE, anew.placement_LRS).mean())
+    """Ratio on its window of a placement made from scratch for a host that splits evenly; ``None`` where it fails."""
+    made = contest.decide(OURS, scene, afresh=True, options={**options, "split": "even"})
+    return None if made is None else float(even_par(scene.heat_TLE, made.placement_LRS).mean())
 
 
 def _without_one() -> Sequence[Entrant]:

@@ -73,7 +73,7 @@ def sections(contest: Contest, effort: Effort, traces: Sequence[Course]) -> list
             "ablation",
             "ablation",
             "ablation",
-            lambda: ablation(contest, effort.loop_shape, effort.ablation_windows, seed),
+            lambda: ablation(contest, effort.loop_shape, effort.ablation_windows, effort.seeds, traces),
         ),
         Section("example", "example", "known example", lambda: known_example(contest)),
         Section(

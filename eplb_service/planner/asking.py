@@ -11,8 +11,8 @@ from eplb_service.planner.effort import search_for
 from eplb_service.planner.scoring import Float64, source_shares
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
+from eplb_service.solver.decision import Answer
 from eplb_service.solver.engine import SolverError, solve_many
-from eplb_service.solver.layer import Answer
 
 
 def ask(

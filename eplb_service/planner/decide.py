@@ -19,10 +19,10 @@ from eplb_service.planner.settled import settled_par
 from eplb_service.planner.topology import Topology
 from eplb_service.planner.validate import check_arguments, flaw_of
 from eplb_service.planner.verdict import Judge, stays
+from eplb_service.solver.decision import Answer
 from eplb_service.solver.engine import SolverError
-from eplb_service.solver.episodes import sum_episodes
-from eplb_service.solver.layer import Answer
-from eplb_service.solver.moves import choose_senders
+from eplb_service.solver.topology import choose_senders
+from eplb_service.solver.window import sum_episodes
 
 
 def plan(
@@ -66,7 +66,9 @@ def plan(
     if settings.policy == "none":
         none = (judge.kept(layer, "kept: the policy is none") for layer in range(window.layers))
         return Plan((), tuple(none))
-    picked = cherry_pick(seen_L, settled_L if settings.warm else np.ones(window.layers), settings)
+    picked = cherry_pick(
+        seen_L, settled_L if settings.warm and settings.volatility else np.ones(window.layers), settings
+    )
     answers = ask(window, heat_NLE, placement, log2phy_RLE, topology, settings, picked, groups)
     plans: list[LayerPlan] = []
     told: dict[int, LayerVerdict] = {}

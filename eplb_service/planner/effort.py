@@ -6,9 +6,9 @@ from statistics import NormalDist
 
 from eplb_service.placement import Placement
 from eplb_service.planner.settings import PlannerSettings
-from eplb_service.solver.problem import EVEN, RULE, SOLVED, Search
+from eplb_service.solver.model import EVEN, RULE, SOLVED, SearchParams
 
-_DEEPSEEK = Search()
+_DEEPSEEK = SearchParams()
 _FEW_CELLS = 20_000
 """Slots x (experts + ranks) up to which a tree search costs next to nothing; larger layers win nothing by it."""
 _FEW_SLOTS = 3
@@ -20,7 +20,7 @@ _TRIES = 400
 leave less to decide."""
 
 
-def search_for(settings: PlannerSettings, placement: Placement) -> Search:
+def search_for(settings: PlannerSettings, placement: Placement) -> SearchParams:
     """The search that ``settings`` ask for in a layer of this shape."""
     if settings.policy == "deepseek":
         return _DEEPSEEK._replace(tables=EVEN if settings.split == "even" else RULE)
@@ -29,17 +29,22 @@ def search_for(settings: PlannerSettings, placement: Placement) -> Search:
     few = placement.slots <= _FEW_SLOTS and settings.local_search
     spare = placement.redundant / placement.experts
     z = expected_hottest(placement.ranks)
-    return Search(
+    return SearchParams(
         z=(min(z, _Z_OF_FEW_SLOTS) if few else z) if settings.z is None else settings.z,
-        price=settings.move_price / slots,
-        groups=4 if tree else 0,
-        spread=2,
-        beam=4,
-        leaves=8 if tree else 1,
-        patience=1,
-        steps=16 * slots if settings.local_search else 0,
+        move_price=settings.move_price / slots,
+        tree_groups=4 if tree else 0,
+        tree_spread=2,
+        tree_beam=4,
+        tree_leaves=8 if tree else 1,
+        local_search_patience=1,
+        local_search_steps=16 * slots if settings.local_search else 0,
         tables=_tables(settings),
-        tries=int(_TRIES * slots * min(spare, 1.0)) if few and settings.tree_search else 0,
+        annealing_tries=int(_TRIES * slots * min(spare, 1.0)) if few and settings.annealing else 0,
+        swaps=settings.swaps,
+        exchanges=settings.exchanges,
+        table_swaps=settings.table_swaps,
+        holdout=settings.holdout,
+        price_ladder=settings.price_ladder,
         seed=settings.seed,
     )
 

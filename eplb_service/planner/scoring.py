@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.placement import Int32, Placement
-from eplb_service.solver.rank_loads import loads_of_ranks
+from eplb_service.solver.window import loads_of_ranks
 
 Float64 = npt.NDArray[np.float64]
 """A float64 array; its dimensions stand in the variable's name."""

@@ -70,10 +70,31 @@ class PlannerSettings:
     )
     tree_search: bool = _setting(
         True,
-        "Search replica counts together with the placement: by tree search in small layers, by annealing where ranks "
-        "have few slots. Without it, replica counts are greedy.",
+        "Search replica counts together with the placement by tree search, in small layers. Without it, replica counts "
+        "are greedy.",
+    )
+    annealing: bool = _setting(
+        True, "Improve placements made from scratch by simulated annealing where ranks have few slots."
     )
     local_search: bool = _setting(True, "Improve placements by swapping experts and exchanging replicas.")
+    swaps: bool = _setting(True, "Let the local search swap two experts between ranks.")
+    exchanges: bool = _setting(
+        True, "Let the local search turn a spare replica of one expert into a replica of another."
+    )
+    table_swaps: bool = _setting(
+        True, "Swap experts once more at the shares of tokens that solved dealing tables really give."
+    )
+    holdout: bool = _setting(
+        True,
+        "Make only changes that, fitted to the older half of the window, pay for themselves on the newer half.",
+    )
+    price_ladder: bool = _setting(
+        True, "Try dearer moves than the true price on the older half, so that only lasting gains are bought."
+    )
+    volatility: bool = _setting(
+        True,
+        "Leave a layer alone whose ratio is no more than the jumps of its experts' heat make of balanced ranks.",
+    )
     solve_tables: bool = _setting(
         True,
         "Choose dealing tables (log2phy) from the measured source heat. Without it, by the engines' fixed rule.",

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from eplb_service.planner.plan import LayerVerdict
 from eplb_service.planner.scoring import Float64
 from eplb_service.planner.settings import PlannerSettings
-from eplb_service.solver.candidates import FRESH, KEEP, TABLES
+from eplb_service.solver.decision import Answer
 from eplb_service.solver.engine import OutOfTimeError
-from eplb_service.solver.layer import Answer
+from eplb_service.solver.model import FRESH, KEEP, TABLES
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,20 @@ External = Callable[..., Any]
 
 ABLATIONS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "flashlb-no-tree": ({"tree_search": False}, "greedy replica counts"),
-    "flashlb-no-local": ({"local_search": False}, "no swaps after the placement is built"),
+    "flashlb-no-annealing": ({"annealing": False}, "no annealing where ranks have few slots"),
+    "flashlb-no-local": (
+        {"local_search": False},
+        "no swaps, exchanges or annealing after the placement is built",
+    ),
+    "flashlb-no-swaps": ({"swaps": False}, "the local search exchanges replicas only"),
+    "flashlb-no-exchanges": ({"exchanges": False}, "the local search swaps experts only"),
+    "flashlb-no-table-swaps": ({"table_swaps": False}, "no swaps once the tables are solved"),
+    "flashlb-no-holdout": ({"holdout": False}, "changes need not pay on the newer half of the window"),
+    "flashlb-no-price-ladder": ({"price_ladder": False}, "only the true price of a move is tried"),
+    "flashlb-no-volatility": (
+        {"volatility": False},
+        "layers are searched whatever their experts' jumps explain",
+    ),
     "flashlb-no-tables": ({"solve_tables": False}, "the engines' fixed log2phy"),
     "flashlb-one-episode": ({"episodes": 1}, "plans on the plain sum of the window"),
     "flashlb-no-fading": ({"half_lives": (math.inf,)}, "old steps count as much as new ones"),

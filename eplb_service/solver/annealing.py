@@ -1,6 +1,6 @@
-"""Simulated annealing of a placement on the realised ratio: how copies and ranks are found where slots are few.
+"""Simulated annealing of a placement on the realised ratio: how replicas and ranks are found where slots are few.
 
-With two or three slots a rank everything hangs on how many copies each expert has and on who is paired with whom;
+With two or three slots a rank everything hangs on how many replicas each expert has and on who is paired with whom;
 swaps and exchanges that each must win soon find no way on. Annealing takes many cheap random steps instead, at first
 also some that lose a little. A budget buys more of them.
 """
@@ -11,32 +11,31 @@ import math
 
 import numpy as np
 
-from eplb_service.solver.arrays import Float32, Int32, UInt64
-from eplb_service.solver.chance import draw
-from eplb_service.solver.jit import kernel, part
-from eplb_service.solver.peaks import mean_peak, peak_of_changed, peak_of_two
-from eplb_service.solver.walk import (
-    Try,
+from eplb_service.solver.annealing_state import (
+    Move,
+    apply_move,
     may_pass,
     may_swap,
     passed_loads,
-    set_out,
+    resum,
     share_of,
-    step,
-    sum_anew,
+    start,
     swapped_loads,
 )
+from eplb_service.solver.jit import kernel, part
+from eplb_service.solver.model import Float32, Int32, UInt64
+from eplb_service.solver.top_ranks import mean_peak, peak_of_changed, peak_of_two
 
 _HOTTEST, _COLDEST = 1e-3, 1e-5
 """Temperatures at the first and the last try, in peak-to-average ratio."""
 _REFRESH = 512
-"""Steps taken after which rank loads are summed anew, so that rounding does not pile up."""
+"""Steps taken after which rank loads are summed afresh, so that rounding does not pile up."""
 _LOOK = 8
 """Tries at the same episode's hottest rank, one after the other."""
 _GUIDED = 95
 """Of 100 tries those that must relieve that rank; the others may be anything."""
 _SWAPS = 68
-"""Of 100 tries those that swap; the others pass a copy on."""
+"""Of 100 tries those that swap; the others pass a replica on."""
 _HOPELESS = 12
 """Temperatures of loss that are never taken."""
 _FINE = 1 << 24
@@ -44,10 +43,28 @@ _FINE = 1 << 24
 
 
 @kernel
+def draw(state_1: UInt64, below: int) -> int:
+    """The next number from 0 to ``below - 1``, at most 2**32 - 1; ``state_1`` (uint64 ``[1]``) moves on.
+
+    References
+    ----------
+    G. Steele, D. Lea, C. Flood, *Fast Splittable Pseudorandom Number Generators*, 2014 (SplitMix64).
+    """
+    state_1[0] += np.uint64(0x9E3779B97F4A7C15)
+    mixed = state_1[0]
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    # The upper half, as a fraction of ``below``: no division. Signed, or numba would go on counting in floats.
+    drawn: int = np.int64(((mixed >> np.uint64(32)) * np.uint64(below)) >> np.uint64(32))
+    return drawn
+
+
+@kernel
 def anneal(
     phy2log_RS: Int32, scaled_EN: Float32, share_N: Float32, tries: int, seed: int
 ) -> tuple[Int32, float]:
-    """Improve a placement by so many tries: swaps of two experts, and copies that pass from one expert to another.
+    """Improve a placement by so many tries: swaps of two experts, and replicas that pass from one expert to another.
 
     Parameters
     ----------
@@ -58,7 +75,10 @@ def anneal(
     tries, seed
         How long, and of which random numbers.
 
-    Returns int32 ``[R, S]`` and its peak-to-average ratio under even shares, never above that of ``phy2log_RS``.
+    Returns
+    -------
+    best_RS, best
+        int32 ``[R, S]`` and its peak-to-average ratio under even shares, never above that of ``phy2log_RS``.
 
     References
     ----------
@@ -67,8 +87,8 @@ def anneal(
     ranks = phy2log_RS.shape[0]
     if share_N.sum() <= 0:
         return phy2log_RS.copy(), 1.0
-    walk = set_out(phy2log_RS, scaled_EN)
-    here_RS, copies_E, holds_ER, holder_EK, peaks, rank_K, changed_R1, changed_RN = walk
+    walk = start(phy2log_RS, scaled_EN)
+    here_RS, replicas_E, holds_ER, holder_EK, peaks, rank_K, changed_R1, changed_RN = walk
     load_RN, load_NR, rank_KN, peak_KN = peaks
     now = mean_peak(peak_KN, share_N)
     best_RS, best = phy2log_RS.copy(), now
@@ -82,7 +102,7 @@ def anneal(
         attempt = _drawn(here_RS, load_NR, rank_KN, episode, state_1)
         count = 0
         if attempt.swaps:
-            if not may_swap(load_NR, scaled_EN, copies_E, holds_ER, attempt):
+            if not may_swap(load_NR, scaled_EN, replicas_E, holds_ER, attempt):
                 continue
             found = peak_of_two(
                 load_RN,
@@ -91,28 +111,28 @@ def anneal(
                 share_N,
                 attempt.rank,
                 attempt.other,
-                share_of(copies_E[attempt.mine]),
+                share_of(replicas_E[attempt.mine]),
                 scaled_EN[attempt.mine],
-                share_of(copies_E[attempt.theirs]),
+                share_of(replicas_E[attempt.theirs]),
                 scaled_EN[attempt.theirs],
             )
         else:
-            if not may_pass(load_NR, scaled_EN, copies_E, holds_ER, holder_EK, attempt):
+            if not may_pass(load_NR, scaled_EN, replicas_E, holds_ER, holder_EK, attempt):
                 continue
             count = passed_loads(
-                load_RN, scaled_EN, copies_E, holds_ER, holder_EK, attempt, rank_K, changed_R1, changed_RN
+                load_RN, scaled_EN, replicas_E, holds_ER, holder_EK, attempt, rank_K, changed_R1, changed_RN
             )
             found = peak_of_changed(load_NR, rank_KN, peak_KN, share_N, rank_K, count, changed_R1, changed_RN)
         if found <= now or found <= now + _bearable(temperature, state_1):
             if attempt.swaps:
-                count = swapped_loads(load_RN, scaled_EN, copies_E, attempt, rank_K, changed_R1, changed_RN)
-            step(walk, attempt, count)
+                count = swapped_loads(load_RN, scaled_EN, replicas_E, attempt, rank_K, changed_R1, changed_RN)
+            apply_move(walk, attempt, count)
             now = found
             taken += 1
         for j in range(count):
             changed_R1[rank_K[j]] = False
         if taken == _REFRESH:
-            sum_anew(walk, scaled_EN)
+            resum(walk, scaled_EN)
             now = mean_peak(peak_KN, share_N)
             taken = 0
         if now < best:
@@ -122,7 +142,7 @@ def anneal(
 
 
 @part
-def _drawn(here_RS: Int32, load_NR: Float32, rank_KN: Int32, episode: int, state_1: UInt64) -> Try:
+def _drawn(here_RS: Int32, load_NR: Float32, rank_KN: Int32, episode: int, state_1: UInt64) -> Move:
     """A random change, most often one of the hottest rank of an episode and of the cooler of two others."""
     ranks, slots = here_RS.shape
     guided, swaps = draw(state_1, 100) < _GUIDED, draw(state_1, 100) < _SWAPS
@@ -132,7 +152,7 @@ def _drawn(here_RS: Int32, load_NR: Float32, rank_KN: Int32, episode: int, state
         other = another
     slot, place = draw(state_1, slots), draw(state_1, slots)
     mine, theirs = here_RS[rank, slot], here_RS[other, place]
-    return Try(rank, slot, other, place, mine, theirs, swaps, episode if guided else -1)
+    return Move(rank, slot, other, place, mine, theirs, swaps, episode if guided else -1)
 
 
 @part

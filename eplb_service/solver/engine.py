@@ -12,18 +12,86 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
 from typing import Any
 from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.placement import Int32
-from eplb_service.solver.arrays import Bool, Float64
-from eplb_service.solver.hierarchy import solve_by_node
-from eplb_service.solver.layer import Answer, solve_layer
-from eplb_service.solver.polish import polish
-from eplb_service.solver.problem import Deployed, Search, homes
+from eplb_service.solver.by_node import solve_by_node
+from eplb_service.solver.candidates import annealed
+from eplb_service.solver.decision import Answer, solve_layer
+from eplb_service.solver.model import (
+    FRESH,
+    Bool,
+    Deployed,
+    Float64,
+    Int32,
+    Layer,
+    SearchParams,
+    heat_of,
+    homes,
+)
+from eplb_service.solver.table_locality import crossing_share, localised
+
+_POLISHING_TRIES = 32_000
+"""Of annealing one layer before the clock is read again: a few milliseconds."""
+_FRUITLESS_TURNS = 8
+"""Turns over all layers that win nothing after which polishing ends."""
+_SEED_STRIDE = 1_000_003
+"""Between the seeds of two turns; more than a model has layers."""
+
+
+def polish(
+    answers: dict[int, Answer],
+    heat_of_layer: Callable[[int], Float64],
+    deployed: Callable[[int], Deployed],
+    params: SearchParams,
+    deadline: float,
+    run: Callable[..., Iterable[Answer | None]],
+) -> dict[int, Answer]:
+    """Better answers for the layers that were placed from scratch; the others are not touched.
+
+    ``answers`` by layer; ``heat_of_layer`` and ``deployed`` say what a layer was solved for; ``deadline`` on
+    ``time.monotonic``; ``run`` is ``map`` or a thread pool's. What is found depends on the machine, but never becomes
+    worse with time.
+    """
+    best = {layer: answer for layer, answer in answers.items() if answer.taken == FRESH}
+    fruitless = 0
+
+    def go_on(layer: int, seed: int) -> Answer | None:
+        if time.monotonic() >= deadline:
+            return None
+        try:
+            return annealed_on(best[layer], heat_of_layer(layer), deployed(layer), params, seed)
+        except Exception:  # what a layer has is good already; another try must cost nobody anything
+            return None
+
+    for turn in count(1):
+        if not best or fruitless == _FRUITLESS_TURNS or time.monotonic() >= deadline:
+            return best
+        worst_first = sorted(best, key=lambda layer: -best[layer].found.par)
+        seeds = [params.seed + turn * _SEED_STRIDE + layer for layer in worst_first]
+        better = zip(worst_first, run(go_on, worst_first, seeds), strict=True)
+        gained = {layer: answer for layer, answer in better if answer is not None}
+        best |= gained
+        fruitless = 0 if gained else fruitless + 1
+    raise AssertionError("turns have no end")
+
+
+def annealed_on(
+    answer: Answer, heat_NE: Float64, deployed: Deployed, params: SearchParams, seed: int
+) -> Answer | None:
+    """A better answer for a layer after annealing on; ``None`` where they win nothing."""
+    layer = Layer(heat_of(heat_NE, deployed.phy2log_RS.shape[0]), deployed)
+    found = annealed(answer.found, layer, params, _POLISHING_TRIES, seed)
+    if found.par >= answer.found.par:
+        return None
+    found = localised(found, layer, params.tables)
+    crosses = crossing_share(found, layer, params.tables)
+    return replace(answer, found=found, hindsight=min(answer.hindsight, found.par), crosses=crosses)
 
 
 class SolverError(RuntimeError):
@@ -39,7 +107,7 @@ def solve_many(
     deployed_LRS: Int32,
     deployed_LGE: Int32,
     share_LGE: npt.NDArray[np.floating],
-    search: Search,
+    params: SearchParams,
     half_life_H: Float64,
     min_gain: float,
     unplaced_L: Bool,
@@ -56,7 +124,7 @@ def solve_many(
     where they are not given. ``expert_groups``: so many groups of experts each stay on one node, see
     ``hierarchy.solve_by_node``; 0 for none. Layers begin in the order given. One not begun within ``budget_ms``
     comes back as ``OutOfTimeError``; one that fails as another ``SolverError``. What is left of a budget improves
-    layers that were placed anew, but for those in groups.
+    layers that were placed from scratch, but for those in groups.
     """
     deadline = np.inf if budget_ms is None else time.monotonic() + budget_ms / 1e3
     heat_LNE = np.ascontiguousarray(heat_LNE, dtype=np.float64)
@@ -76,7 +144,7 @@ def solve_many(
         if time.monotonic() >= deadline:
             return OutOfTimeError(f"the budget of {budget_ms:g} ms was spent")
         # No two layers draw alike, and what one draws does not depend on which others are looked into.
-        mine = search._replace(seed=search.seed + crc32(heat_LNE[layer]))
+        mine = params._replace(seed=params.seed + crc32(heat_LNE[layer]))
         asked = heat_LNE[layer], deployed(layer), mine, half_life_H, min_gain, bool(unplaced_L[layer])
         try:
             return solve_by_node(*asked, expert_groups) if expert_groups else solve_layer(*asked)
@@ -88,7 +156,7 @@ def solve_many(
         answers = list(run(solve, layers))
         if budget_ms is not None and not expert_groups:
             solved = {layer: answer for layer, answer in enumerate(answers) if isinstance(answer, Answer)}
-            better = polish(solved, heat_LNE.__getitem__, deployed, search, deadline, run)
+            better = polish(solved, heat_LNE.__getitem__, deployed, params, deadline, run)
             answers = [better.get(layer, answer) for layer, answer in enumerate(answers)]
     return answers
 

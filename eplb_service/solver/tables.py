@@ -1,27 +1,92 @@
 """Which replica each source's tokens of each expert go to: log2phy as part of the solution.
 
-An expert's tokens arrive unevenly from the source ranks, so a fixed rule splits them unevenly over its replicas.
-Here each part (one source, one expert) goes to the replica whose rank stays coolest, largest parts first, and is
-moved on while that cools the hottest rank. G sources: ranks that see the same tokens are one, and share one table.
+Engines let source ``g`` use replica ``g % replicas``. An expert's tokens arrive unevenly from the source ranks, so this
+fixed rule splits them unevenly. Here each part (one source, one expert) goes to the replica whose rank stays coolest,
+largest parts first (Graham's LPT again), and is moved on while that cools the hottest rank. Last, experts are swapped
+between ranks, each with its sources: 32 sources cannot split an expert evenly over ten replicas, and the placement's
+last touch is at the shares that the tables really give. G sources: ranks that see the same tokens are one, and share
+one table.
+
+References
+----------
+R. L. Graham, *Bounds on Multiprocessing Timing Anomalies*, 1969 (LPT).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.solver.arrays import Float32, Int32
+from eplb_service.solver.construction import Assignment, assignment_of, descending, hottest_rank, shift_load
+from eplb_service.solver.evaluation import (
+    SMALLEST_GAIN,
+    expert_heat,
+    hottest_of,
+    mean_of_max,
+    risk,
+    smooth_max_of,
+    smooth_peak,
+)
 from eplb_service.solver.jit import kernel
-from eplb_service.solver.objective import SMALLEST_GAIN, Demand, expert_heat, risk
-from eplb_service.solver.order import descending
-from eplb_service.solver.packing import Packing, hottest_rank, packing_of, shift_load
-from eplb_service.solver.table_rule import fixed_rule, slots_by_expert, tables_par
+from eplb_service.solver.local_search import SMALLEST_RELIEF
+from eplb_service.solver.model import Demand, Float32, Int32, SearchParams
+from eplb_service.solver.neighbourhood import SCRATCH_ROWS, best_swap, swap
+
+
+@kernel
+def slots_by_expert(phy2log_RS: Int32, experts: int) -> tuple[Int32, Int32]:
+    """Physical ids in order of expert: those of expert ``e`` are ``slot_P[first_E1[e]:first_E1[e + 1]]``."""
+    expert_P = phy2log_RS.ravel()
+    first_E1 = np.zeros(experts + 1, dtype=np.int32)
+    for expert in expert_P:
+        first_E1[expert + 1] += 1
+    for e in range(experts):
+        first_E1[e + 1] += first_E1[e]
+    next_E = first_E1[:-1].copy()
+    slot_P = np.empty(expert_P.shape[0], dtype=np.int32)
+    for p in range(expert_P.shape[0]):
+        slot_P[next_E[expert_P[p]]] = p
+        next_E[expert_P[p]] += 1
+    return first_E1, slot_P
+
+
+@kernel
+def fixed_rule(first_E1: Int32, slot_P: Int32, sources: int) -> Int32:
+    """Source ``g`` uses replica ``g % k`` of an expert with ``k`` replicas, int32 ``[G, E]``."""
+    experts = first_E1.shape[0] - 1
+    chosen_GE = np.empty((sources, experts), dtype=np.int32)
+    for e in range(experts):
+        first, replicas = first_E1[e], first_E1[e + 1] - first_E1[e]
+        at = 0
+        for g in range(sources):
+            chosen_GE[g, e] = slot_P[first + at]
+            at = at + 1 if at + 1 < replicas else 0
+    return chosen_GE
+
+
+@kernel
+def slot_shares(phy2log_RS: Int32, chosen_GE: Int32, share_GE: Float32) -> Float32:
+    """Part of its expert's tokens that each slot receives through tables, float32 ``[R, S]``."""
+    share_RS = np.zeros(phy2log_RS.shape, dtype=np.float32)
+    share_P = share_RS.ravel()
+    for g in range(chosen_GE.shape[0]):
+        for e in range(chosen_GE.shape[1]):
+            share_P[chosen_GE[g, e]] += share_GE[g, e]
+    return share_RS
+
+
+@kernel
+def tables_par(
+    phy2log_RS: Int32, chosen_GE: Int32, scaled_EN: Float32, share_N: Float32, share_GE: Float32
+) -> float:
+    """Peak-to-average ratio that tables realise."""
+    return mean_of_max(scaled_EN, share_N, phy2log_RS, slot_shares(phy2log_RS, chosen_GE, share_GE))
 
 
 @kernel
 def solve_tables(
     phy2log_RS: Int32, demand: Demand, scaled_EN: Float32, share_N: Float32, share_GE: Float32, z: float
 ) -> tuple[Int32, float]:
-    """Choose each source's replicas; never worse on these episodes than the engines' rule ``source % copies``.
+    """Choose each source's replicas; never worse on these episodes than the engines' rule ``source % replicas``.
 
     Parameters
     ----------
@@ -32,15 +97,18 @@ def solve_tables(
     z
         Weight of the standard deviation.
 
-    Returns int32 ``[G, E]``, physical ids, and the peak-to-average ratio that they realise.
+    Returns
+    -------
+    chosen_GE, chosen_par
+        int32 ``[G, E]``, physical ids, and the peak-to-average ratio that they realise.
     """
     sources, experts = share_GE.shape
     first_E1, slot_P = slots_by_expert(phy2log_RS, experts)
     rule_GE = fixed_rule(first_E1, slot_P, sources)
     rule_par = tables_par(phy2log_RS, rule_GE, scaled_EN, share_N, share_GE)
     chosen_GE = rule_GE.copy()
-    packing = _spread(phy2log_RS, chosen_GE, first_E1, slot_P, demand, share_GE, z)
-    _cool(packing, chosen_GE, first_E1, slot_P, demand, share_GE, z)
+    assignment = _spread(phy2log_RS, chosen_GE, first_E1, slot_P, demand, share_GE, z)
+    _cool(assignment, chosen_GE, first_E1, slot_P, demand, share_GE, z)
     chosen_par = tables_par(phy2log_RS, chosen_GE, scaled_EN, share_N, share_GE)
     if chosen_par < rule_par:
         return chosen_GE, chosen_par
@@ -56,7 +124,7 @@ def _spread(
     demand: Demand,
     share_GE: Float32,
     z: float,
-) -> Packing:
+) -> Assignment:
     """Hottest expert first, its largest part first, each to the replica whose rank stays coolest.
 
     Parts without tokens stay where they are. One expert at a time: its parts change the loads of the few ranks that
@@ -64,17 +132,17 @@ def _spread(
     """
     slots = phy2log_RS.shape[1]
     experts = share_GE.shape[1]
-    copies_E = np.diff(first_E1)
+    replicas_E = np.diff(first_E1)
     share_RS = np.zeros(phy2log_RS.shape, dtype=np.float32)
     for e in range(experts):
-        if copies_E[e] == 1:
+        if replicas_E[e] == 1:
             only = slot_P[first_E1[e]]
             share_RS[only // slots, only % slots] = 1.0
-    packing = packing_of(phy2log_RS, share_RS, demand)
+    assignment = assignment_of(phy2log_RS, share_RS, demand)
     added_R = np.zeros(phy2log_RS.shape[0], dtype=np.float32)
     for e in descending(expert_heat(demand, z)):
         first, after = first_E1[e], first_E1[e + 1]
-        if copies_E[e] == 1:
+        if replicas_E[e] == 1:
             continue
         for place in range(first, after):
             added_R[slot_P[place] // slots] = 0
@@ -85,30 +153,32 @@ def _spread(
             lowest = np.inf
             for place in range(first, after):
                 rank = slot_P[place] // slots
-                found = _risk_with(packing, demand, e, rank, added_R[rank] + share, z)
+                found = _risk_with(assignment, demand, e, rank, added_R[rank] + share, z)
                 if found < lowest:
                     lowest = found
                     chosen_GE[g, e] = slot_P[place]
             added_R[chosen_GE[g, e] // slots] += share
         for place in range(first, after):
             rank = slot_P[place] // slots
-            shift_load(packing, demand, e, rank, added_R[rank])
-    return packing
+            shift_load(assignment, demand, e, rank, added_R[rank])
+    return assignment
 
 
 @kernel
-def _risk_with(packing: Packing, demand: Demand, expert: int, rank: int, share: float, z: float) -> float:
+def _risk_with(
+    assignment: Assignment, demand: Demand, expert: int, rank: int, share: float, z: float
+) -> float:
     """Risk of a rank once it carries ``share`` more of an expert's tokens."""
-    load = packing.load_R[rank] + share * demand.mean_E[expert]
-    variance = packing.variance_R[rank] + share * (
-        np.float32(2.0) * packing.cross_RE[rank, expert] + share * demand.gram_EE[expert, expert]
+    load = assignment.load_R[rank] + share * demand.mean_E[expert]
+    variance = assignment.variance_R[rank] + share * (
+        np.float32(2.0) * assignment.cross_RE[rank, expert] + share * demand.gram_EE[expert, expert]
     )
     return risk(load, variance, z)
 
 
 @kernel
 def _cool(
-    packing: Packing,
+    assignment: Assignment,
     chosen_GE: Int32,
     first_E1: Int32,
     slot_P: Int32,
@@ -117,31 +187,104 @@ def _cool(
     z: float,
 ) -> None:
     """Move parts off the hottest rank while that leaves both ranks touched cooler than it was."""
-    ranks, slots = packing.phy2log_RS.shape
+    ranks, slots = assignment.phy2log_RS.shape
     for _ in range(4 * ranks * slots):
-        hot, hottest = hottest_rank(packing, z)
+        hot, hottest = hottest_rank(assignment, z)
         lowest = hottest - SMALLEST_GAIN
         found_g, found_e, found_place = -1, -1, -1
         for slot in range(slots):
-            e = packing.phy2log_RS[hot, slot]
-            if packing.copies_E[e] == 1:
+            e = assignment.phy2log_RS[hot, slot]
+            if assignment.replicas_E[e] == 1:
                 continue
             own = hot * slots + slot
             for g in range(share_GE.shape[0]):
                 share = share_GE[g, e]
                 if chosen_GE[g, e] != own or share <= 0:
                     continue
-                here = _risk_with(packing, demand, e, hot, -share, z)
+                here = _risk_with(assignment, demand, e, hot, -share, z)
                 for place in range(first_E1[e], first_E1[e + 1]):
                     if slot_P[place] == own:
                         continue
-                    after = max(here, _risk_with(packing, demand, e, slot_P[place] // slots, share, z))
+                    after = max(here, _risk_with(assignment, demand, e, slot_P[place] // slots, share, z))
                     if after < lowest:
                         lowest = after
                         found_g, found_e, found_place = g, e, place
         if found_g < 0:
             return
         share = share_GE[found_g, found_e]
-        shift_load(packing, demand, found_e, hot, -share)
+        shift_load(assignment, demand, found_e, hot, -share)
         chosen_GE[found_g, found_e] = slot_P[found_place]
-        shift_load(packing, demand, found_e, slot_P[found_place] // slots, share)
+        shift_load(assignment, demand, found_e, slot_P[found_place] // slots, share)
+
+
+@kernel
+def swap_through_tables(
+    phy2log_RS: Int32,
+    log2phy_GE: Int32,
+    demand: Demand,
+    share_GE: Float32,
+    params: SearchParams,
+) -> Int32:
+    """Swap the experts of the hottest rank; returns the placement with the lowest smooth peak met, int32 ``[R, S]``.
+
+    ``log2phy_GE`` (int32 ``[G, E]``) is changed in place: a source stays with its replica wherever that goes.
+    ``patience`` and ``most_steps`` as for ``risk_search``.
+    """
+    ranks, slots = phy2log_RS.shape
+    z = params.z
+    assignment = assignment_of(phy2log_RS, slot_shares(phy2log_RS, log2phy_GE, share_GE), demand)
+    scratch = np.empty((SCRATCH_ROWS, ranks * slots), dtype=np.float32)
+    nowhere_ER = np.zeros_like(assignment.holds_ER)
+    stuck_R = np.zeros(ranks, dtype=np.bool_)
+    stuck = 0
+    now = smooth_max_of(assignment.load_R, assignment.variance_R, z)
+    lowest = smooth_peak(now)
+    best_RS: Int32 = phy2log_RS.copy()
+    here_GE = log2phy_GE.copy()
+    for _ in range(params.local_search_steps):
+        hot = hottest_of(now, stuck_R)
+        slot, rank, other, _ = best_swap(assignment, demand, now, hot, z, SMALLEST_RELIEF, scratch)
+        if slot < 0:
+            stuck_R[hot] = True
+            stuck += 1
+            if stuck == min(params.local_search_patience, ranks):
+                break
+            continue
+        one, two = assignment.phy2log_RS[hot, slot], assignment.phy2log_RS[rank, other]
+        _readdress(here_GE, one, hot * slots + slot, rank * slots + other)
+        _readdress(here_GE, two, rank * slots + other, hot * slots + slot)
+        swap(assignment, demand, nowhere_ER, hot, slot, rank, other)
+        stuck_R[:] = False
+        stuck = 0
+        now = smooth_max_of(assignment.load_R, assignment.variance_R, z)
+        peak = smooth_peak(now)
+        if peak < lowest:
+            lowest = peak
+            best_RS[:] = assignment.phy2log_RS
+            log2phy_GE[:] = here_GE
+    return best_RS
+
+
+@kernel
+def rehoused(log2phy_GE: Int32, phy2log_RS: Int32) -> Int32:
+    """Tables whose replicas stayed on their ranks, but not in their slots; int32 ``[G, E]``."""
+    ranks, slots = phy2log_RS.shape
+    sources, experts = log2phy_GE.shape
+    slot_RE = np.full((ranks, experts), -1, dtype=np.int32)
+    for r in range(ranks):
+        for s in range(slots):
+            slot_RE[r, phy2log_RS[r, s]] = s
+    found_GE = np.empty_like(log2phy_GE)
+    for g in range(sources):
+        for e in range(experts):
+            rank = log2phy_GE[g, e] // slots
+            found_GE[g, e] = rank * slots + slot_RE[rank, e]
+    return found_GE
+
+
+@kernel
+def _readdress(log2phy_GE: Int32, expert: int, was: int, becomes: int) -> None:
+    """Send an expert's tokens that went to one physical slot to another."""
+    for g in range(log2phy_GE.shape[0]):
+        if log2phy_GE[g, expert] == was:
+            log2phy_GE[g, expert] = becomes

@@ -1,56 +1,65 @@
-"""Joint search of replica counts and placement over groups of experts (FlashLB's first idea).
+"""Joint search of replica counts and placement over groups of experts: the first of FlashLB's three ideas.
 
-Experts stand in order of heat and are cut into groups. A node of the tree has fixed the copies of the experts of
-the first groups. Its children give the next group a little more or less of what is left than a greedy allotment
-would. Look-ahead judges a child by completing and placing it greedily; pruning drops children that cannot beat the
-best leaf. A beam of the most promising nodes goes on to the next group.
+Experts are sorted by heat and cut into groups. A node of the tree has fixed the replicas of the experts of the first
+groups. Its children give the next group a little more or less of what is left than a greedy allotment would.
+Look-ahead judges a child by completing and placing it greedily; pruning drops children that cannot beat the best leaf.
+A beam of the most promising nodes goes on to the next group.
+
+Ours departs from FlashLB in three ways. A leaf is judged by the risk of its hottest rank with full covariance, the same
+figure that the local search goes on from. The bound that prunes is of the means alone, because two experts that
+alternate may share a rank at less risk than one has by itself. And several leaves are searched further, not the best
+one alone. The other two ideas are the multi-episode objective (``evaluation``) and layer-wise cherry-picking
+(``planner.cherry_pick``).
+
+References
+----------
+vLLM-Ascend pull requests 3042 and 6477, *FlashLB algorithm*, https://github.com/vllm-project/vllm-ascend/pull/3042.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.solver.arrays import Float32, Float64, Int32, Int64
-from eplb_service.solver.greedy import pack
+from eplb_service.solver.construction import (
+    Assignment,
+    descending,
+    empty_assignment,
+    greedy_replicas,
+    hand_out,
+    hottest_rank,
+    place_in_order,
+)
+from eplb_service.solver.evaluation import expert_heat
 from eplb_service.solver.jit import kernel
-from eplb_service.solver.objective import Demand, expert_heat
-from eplb_service.solver.order import descending
-from eplb_service.solver.packing import Packing, empty_packing, hottest_rank
-from eplb_service.solver.replicas import greedy_copies, hand_out
+from eplb_service.solver.model import Demand, Float32, Float64, Int32, Int64, SearchParams
 
 
 @kernel
-def tree_search(
-    demand: Demand, ranks: int, slots: int, z: float, groups: int, spread: int, beam: int, leaves: int
-) -> tuple[Int32, Float64]:
+def tree_search(demand: Demand, ranks: int, slots: int, params: SearchParams) -> tuple[Int32, Float64]:
     """Search replica counts; returns those of the best leaves, int32 ``[K, E]``, and their risks, coolest first.
 
     Parameters
     ----------
-    demand, ranks, slots, z
-        The layer's heat, the shape, and the weight of the standard deviation.
-    groups
-        Groups that the experts are cut into; 0 takes the greedy counts as they are, unjudged (risk infinite).
-    spread
-        A group gets up to this many copies more or less than the greedy allotment gives it.
-    beam
-        Nodes that go on from each level.
-    leaves
-        Leaves to return at most.
+    demand, ranks, slots
+        The layer's heat, and the shape.
+    params
+        ``z`` and those whose names begin with ``tree``. Without groups the greedy counts are returned as they are,
+        unjudged (risk infinite).
     """
+    z, groups, spread, leaves = params.z, params.tree_groups, params.tree_spread, params.tree_leaves
     heat_E = expert_heat(demand, z)
     experts = heat_E.shape[0]
     best_KE = np.empty((leaves, experts), dtype=np.int32)
     risk_K = np.full(leaves, np.inf)
-    copies_E = greedy_copies(heat_E, ranks, slots)
+    replicas_E = greedy_replicas(heat_E, ranks, slots)
     spare = ranks * slots - experts
     if groups == 0 or spare == 0:
-        best_KE[0] = copies_E
+        best_KE[0] = replicas_E
         return best_KE[:1], risk_K[:1]
-    _, greedy_risk = hottest_rank(place(copies_E, demand, ranks, slots, z), z)
-    _remember(best_KE, risk_K, copies_E, greedy_risk)
+    _, greedy_risk = hottest_rank(place(replicas_E, demand, ranks, slots, z), z)
+    _remember(best_KE, risk_K, replicas_E, greedy_risk)
     by_heat_E = descending(heat_E)
-    first_G = group_bounds(copies_E, by_heat_E, groups)
+    first_G = group_bounds(replicas_E, by_heat_E, groups)
     frontier_BE = np.ones((1, experts), dtype=np.int32)
     for group in range(first_G.shape[0] - 1):
         low, high = first_G[group], first_G[group + 1]
@@ -67,7 +76,7 @@ def tree_search(
                 if unplaced > 0 or floor_of(child_E, demand.mean_E, by_heat_E[:high]) >= risk_K[-1]:
                     continue
                 leaf_E = _complete(child_E, heat_E, by_heat_E, high, left - given, ranks)
-                if leaf_E.sum() < ranks * slots or _stands_in(child_E, children_CE[:found]):
+                if leaf_E.sum() < ranks * slots or _is_known(child_E, children_CE[:found]):
                     continue
                 _, leaf_risk = hottest_rank(place(leaf_E, demand, ranks, slots, z), z)
                 children_CE[found] = child_E
@@ -76,32 +85,32 @@ def tree_search(
                 _remember(best_KE, risk_K, leaf_E, leaf_risk)
         if found == 0:
             break
-        frontier_BE = children_CE[descending(-risk_C[:found])[:beam]]
+        frontier_BE = children_CE[descending(-risk_C[:found])[: params.tree_beam]]
     kept = (risk_K < np.inf).sum()
     return best_KE[:kept], risk_K[:kept]
 
 
 @kernel
-def place(copies_E: Int32, demand: Demand, ranks: int, slots: int, z: float) -> Packing:
-    """Place these copies greedily, hottest first."""
-    packing = empty_packing(copies_E, ranks, slots)
-    pack(packing, demand, descending(heat_per_copy(demand, copies_E, z)), z)
-    return packing
+def place(replicas_E: Int32, demand: Demand, ranks: int, slots: int, z: float) -> Assignment:
+    """Place these replicas greedily, hottest first."""
+    assignment = empty_assignment(replicas_E, ranks, slots)
+    place_in_order(assignment, demand, descending(heat_per_replica(demand, replicas_E, z)), z)
+    return assignment
 
 
 @kernel
-def heat_per_copy(demand: Demand, copies_E: Int32, z: float) -> Float32:
-    """Mean + z*std of each expert over its copies, float32 ``[E]``."""
+def heat_per_replica(demand: Demand, replicas_E: Int32, z: float) -> Float32:
+    """Mean + z*std of each expert over its replicas, float32 ``[E]``."""
     heat_E = expert_heat(demand, z)
     for e in range(heat_E.shape[0]):
-        heat_E[e] /= np.float32(copies_E[e])
+        heat_E[e] /= np.float32(replicas_E[e])
     return heat_E
 
 
 @kernel
-def _remember(best_KE: Int32, risk_K: Float64, copies_E: Int32, risk: float) -> None:
+def _remember(best_KE: Int32, risk_K: Float64, replicas_E: Int32, risk: float) -> None:
     """Sort a leaf into the best ones unless its counts are there already."""
-    if risk >= risk_K[-1] or _stands_in(copies_E, best_KE[: (risk_K < np.inf).sum()]):
+    if risk >= risk_K[-1] or _is_known(replicas_E, best_KE[: (risk_K < np.inf).sum()]):
         return
     at = risk_K.shape[0] - 1
     while at > 0 and risk < risk_K[at - 1]:
@@ -109,20 +118,20 @@ def _remember(best_KE: Int32, risk_K: Float64, copies_E: Int32, risk: float) -> 
         best_KE[at] = best_KE[at - 1]
         at -= 1
     risk_K[at] = risk
-    best_KE[at] = copies_E
+    best_KE[at] = replicas_E
 
 
 @kernel
-def group_bounds(copies_E: Int32, by_heat_E: Int64, groups: int) -> Int64:
-    """Cut the experts, hottest first, into groups with about equal numbers of copies; int64 ``[groups + 1]``."""
-    experts = copies_E.shape[0]
+def group_bounds(replicas_E: Int32, by_heat_E: Int64, groups: int) -> Int64:
+    """Cut the experts, hottest first, into groups with about equal numbers of replicas; int64 ``[groups + 1]``."""
+    experts = replicas_E.shape[0]
     groups = min(groups, experts)
     first_G: Int64 = np.zeros(groups + 1, dtype=np.int64)
-    total = copies_E.sum()
+    total = replicas_E.sum()
     seen = 0
     group = 1
     for place in range(experts):
-        seen += copies_E[by_heat_E[place]]
+        seen += replicas_E[by_heat_E[place]]
         if group < groups and seen * groups >= total * group:
             first_G[group] = place + 1
             group += 1
@@ -131,41 +140,43 @@ def group_bounds(copies_E: Int32, by_heat_E: Int64, groups: int) -> Int64:
 
 
 @kernel
-def floor_of(copies_E: Int32, mean_E: Float32, fixed: Int64) -> float:
-    """No completion is cooler than the hottest copy already fixed: what else a rank holds only adds to its mean.
+def floor_of(replicas_E: Int32, mean_E: Float32, fixed: Int64) -> float:
+    """No completion is cooler than the hottest replica already fixed: what else a rank holds only adds to its mean.
 
-    Of the means alone, because two experts that alternate may stand with less risk together than one by itself.
+    Of the means alone, because two experts that alternate may have less risk together than one by itself.
     """
     floor = 0.0
     for e in fixed:
-        floor = max(floor, mean_E[e] / copies_E[e])
+        floor = max(floor, mean_E[e] / replicas_E[e])
     return floor
 
 
 @kernel
-def _complete(copies_E: Int32, heat_E: Float32, by_heat_E: Int64, first: int, left: int, ranks: int) -> Int32:
-    """Hand ``left`` copies greedily to the experts from place ``first`` on."""
-    done_E: Int32 = copies_E.copy()
+def _complete(
+    replicas_E: Int32, heat_E: Float32, by_heat_E: Int64, first: int, left: int, ranks: int
+) -> Int32:
+    """Hand ``left`` replicas greedily to the experts from place ``first`` on."""
+    done_E: Int32 = replicas_E.copy()
     _hand_out_to(done_E, heat_E, by_heat_E[first:], left, ranks)
     return done_E
 
 
 @kernel
-def _hand_out_to(copies_E: Int32, heat_E: Float32, members: Int64, budget: int, ranks: int) -> int:
-    """Hand ``budget`` copies greedily to ``members`` only; returns those that found no taker."""
+def _hand_out_to(replicas_E: Int32, heat_E: Float32, members: Int64, budget: int, ranks: int) -> int:
+    """Hand ``budget`` replicas greedily to ``members`` only; returns those that found no taker."""
     if members.shape[0] == 0:
         return budget
-    own_M = copies_E[members]
+    own_M = replicas_E[members]
     unplaced = hand_out(own_M, heat_E[members], budget, ranks)
     for m in range(members.shape[0]):
-        copies_E[members[m]] = own_M[m]
+        replicas_E[members[m]] = own_M[m]
     return unplaced
 
 
 @kernel
-def _stands_in(copies_E: Int32, seen_CE: Int32) -> bool:
+def _is_known(replicas_E: Int32, seen_CE: Int32) -> bool:
     """Whether these counts were tried already."""
     for known_E in seen_CE:  # noqa: SIM110 (numba compiles no generator expression)
-        if np.array_equal(known_E, copies_E):
+        if np.array_equal(known_E, replicas_E):
             return True
     return False

@@ -6,11 +6,9 @@ import numpy as np
 
 from eplb_service.placement import Placement
 from eplb_service.solver.engine import solve_many
-from eplb_service.solver.episodes import sum_episodes
-from eplb_service.solver.moves import choose_senders
-from eplb_service.solver.problem import EVEN, RULE, SOLVED, Search
-from eplb_service.solver.rank_loads import loads_of_ranks
-from eplb_service.solver.unrest import unrest
+from eplb_service.solver.model import EVEN, RULE, SOLVED, SearchParams
+from eplb_service.solver.topology import choose_senders
+from eplb_service.solver.window import loads_of_ranks, sum_episodes, volatility
 
 _ENOUGH_MS = 1e6
 """A budget that is never spent: it is there so that what budgets buy is compiled too."""
@@ -21,7 +19,15 @@ def warm_up(threads: int | None = None) -> None:
     placement = Placement.linear(layers=2, experts=6, ranks=4, slots=2)
     tables_LGE = np.ascontiguousarray(placement.default_log2phy().transpose(1, 0, 2))
     heat_LNE = np.arange(2 * 4 * 6, dtype=np.float64).reshape(2, 4, 6)
-    search = Search(z=1.0, price=0.01, groups=2, spread=1, beam=1, steps=10, tries=10)
+    params = SearchParams(
+        z=1.0,
+        move_price=0.01,
+        tree_groups=2,
+        tree_spread=1,
+        tree_beam=1,
+        local_search_steps=10,
+        annealing_tries=10,
+    )
     two_nodes = np.array([0, 0, 1, 1], dtype=np.int32)
     for tables in (EVEN, RULE, SOLVED):
         answers = solve_many(
@@ -29,7 +35,7 @@ def warm_up(threads: int | None = None) -> None:
             placement.phy2log_LRS,
             tables_LGE,
             np.full((2, 4, 6), 0.25),
-            search._replace(tables=tables),
+            params._replace(tables=tables),
             np.array([np.inf, 2.0]),
             0.0,
             np.array([False, True]),
@@ -48,4 +54,4 @@ def warm_up(threads: int | None = None) -> None:
     sum_episodes(whole_TLE.astype(np.int32), 1)
     deployed_RS = np.array(placement.phy2log_LRS[0])
     choose_senders(deployed_RS, deployed_RS[::-1].copy(), np.zeros(4, dtype=np.int32))
-    unrest(sum_episodes(whole_TLE, 2), placement.replicas())
+    volatility(sum_episodes(whole_TLE, 2), placement.replicas())

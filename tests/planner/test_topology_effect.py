@@ -12,8 +12,8 @@ from eplb_service.planner.plan import Plan
 from eplb_service.planner.scoring import par, rank_loads
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
-from eplb_service.solver import layer as layer_module
-from tests.solver.slow.near_tables import crossing
+from eplb_service.solver import decision as decision_module
+from tests.solver.slow.table_locality import crossing
 
 LAYERS, EXPERTS, RANKS, SLOTS, GROUPS = 3, 32, 8, 5, 8
 EACH = np.arange(RANKS)
@@ -74,7 +74,7 @@ def test_fewer_tokens_cross_nodes_at_no_higher_ratio(
     near_L = crossed(table_RLE, TWO_NODES.nodes_R, window)
     realised_L = par(rank_loads(window.episodes(64), after, table_RLE, window.source_RLE))
     np.testing.assert_allclose(realised_L, [verdict.par_planned for verdict in near.verdicts], atol=1e-4)
-    monkeypatch.setattr(layer_module, "brought_near", lambda found, *_: found)
+    monkeypatch.setattr(decision_module, "localised", lambda found, *_: found)
     far, (same, far_RLE) = decided(TWO_NODES, window)
     np.testing.assert_array_equal(after.phy2log_LRS, same.phy2log_LRS)
     assert np.mean(near_L) < np.mean(crossed(far_RLE, TWO_NODES.nodes_R, window)) - fewer

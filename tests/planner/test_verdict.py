@@ -10,9 +10,9 @@ import pytest
 from eplb_service.planner.plan import LayerVerdict
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.verdict import Judge, stays
-from eplb_service.solver.candidates import FRESH, KEEP, LOCAL, TABLES, Candidate
+from eplb_service.solver.decision import Answer
 from eplb_service.solver.engine import OutOfTimeError, SolverError
-from eplb_service.solver.layer import Answer
+from eplb_service.solver.model import FRESH, KEEP, LOCAL, TABLES, Candidate
 
 
 def judge(seen: float = 1.5, floor: float = 1.05, settled: float = 1.1, **settings: object) -> Judge:

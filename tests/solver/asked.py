@@ -5,18 +5,19 @@ from __future__ import annotations
 import numpy as np
 
 from eplb_service.placement import Placement, check_layer, check_log2phy
-from eplb_service.solver.candidates import KEEP
+from eplb_service.solver.decision import Answer
 from eplb_service.solver.engine import SolverError, solve_many
-from eplb_service.solver.layer import Answer
-from eplb_service.solver.problem import SOLVED, Search
+from eplb_service.solver.model import KEEP, SOLVED, SearchParams
 from tests.solver.layers_of import Case
 
-SEARCH = Search(z=1.0, groups=4, spread=1, beam=2, leaves=2, steps=500, tables=SOLVED)
+SEARCH = SearchParams(
+    z=1.0, tree_groups=4, tree_spread=1, tree_beam=2, tree_leaves=2, local_search_steps=500, tables=SOLVED
+)
 
 
 def solve(
     case: Case,
-    search: Search = SEARCH,
+    search: SearchParams = SEARCH,
     threads: int = 1,
     layers: int = 1,
     unplaced: bool = True,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from eplb_service.placement import check_layer
-from eplb_service.solver.objective import demand_of, normalise
-from eplb_service.solver.packing import Packing, packing_of
+from eplb_service.solver.construction import Assignment, assignment_of
+from eplb_service.solver.model import demand_of, normalise
 from tests.solver.layers_of import Case
 from tests.solver.slow import heat
 
@@ -24,8 +24,8 @@ class PlacedLayer:
         self.phy2log_RS = random_placement(case.ranks, case.slots, case.experts, self.generator)
         self.share_RS = heat.even_shares(self.phy2log_RS)
 
-    def packing(self) -> Packing:
-        return packing_of(self.phy2log_RS, self.share_RS.astype(np.float32), self.demand)
+    def assignment(self) -> Assignment:
+        return assignment_of(self.phy2log_RS, self.share_RS.astype(np.float32), self.demand)
 
     def risks(self) -> np.ndarray:
         return heat.rank_risks(self.phy2log_RS, self.share_RS, *self.heat, self.z)
@@ -39,13 +39,13 @@ class PlacedLayer:
 
 def random_placement(ranks: int, slots: int, experts: int, generator: np.random.Generator) -> np.ndarray:
     """Random legal counts, each expert on the ranks with most room; slots shuffled. int32 ``[R, S]``."""
-    copies_E = np.ones(experts, dtype=int)
+    replicas_E = np.ones(experts, dtype=int)
     for _ in range(ranks * slots - experts):
-        copies_E[generator.choice(np.flatnonzero(copies_E < ranks))] += 1
+        replicas_E[generator.choice(np.flatnonzero(replicas_E < ranks))] += 1
     rows: list[list[int]] = [[] for _ in range(ranks)]
-    for expert in np.argsort(-copies_E, kind="stable"):
+    for expert in np.argsort(-replicas_E, kind="stable"):
         emptiest = sorted(range(ranks), key=lambda r: (len(rows[r]), generator.random()))
-        for r in emptiest[: copies_E[expert]]:
+        for r in emptiest[: replicas_E[expert]]:
             rows[r].append(int(expert))
     phy2log_RS = generator.permuted(np.array(rows, dtype=np.int32), axis=1)
     check_layer(phy2log_RS, experts)

@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 
 from eplb_service.placement import check_layer
 from eplb_service.solver import annealing as module
-from eplb_service.solver.annealing import anneal
-from eplb_service.solver.risk_search import risk_search
-from eplb_service.solver.walk import Try, Walk, set_out, step
+from eplb_service.solver.annealing import anneal, draw
+from eplb_service.solver.annealing_state import AnnealingState, Move, apply_move, start
+from eplb_service.solver.local_search import local_search
+from eplb_service.solver.model import SearchParams
 from tests.solver.layers_of import Case, cases, heat_of_kind
 from tests.solver.placed_layer import PlacedLayer
 from tests.solver.slow import annealing as slow
 from tests.solver.slow import heat
+from tests.solver.slow.rng import Chance, splitmix
 
 SETTINGS = settings(max_examples=100)
 SEEDS = st.integers(0, 2**31)
@@ -74,8 +76,8 @@ def test_without_tokens_nothing_changes(heat_NE: np.ndarray, tries: int) -> None
 NARROW = {
     "one rank": (1, 5, 5),
     "one slot a rank": (6, 1, 3),
-    "no spare copy": (4, 3, 12),
-    "one slot a rank and no spare copy": (4, 1, 4),
+    "no spare replica": (4, 3, 12),
+    "one slot a rank and no spare replica": (4, 1, 4),
     "every expert on every rank": (5, 3, 3),
     "two ranks": (2, 2, 3),
 }
@@ -109,9 +111,9 @@ def test_each_try_is_judged_by_what_it_would_make() -> None:
     assert changed > 60
 
 
-def tries_of(layer: PlacedLayer, seed: int, count: int) -> Iterator[tuple[int, Try, np.ndarray]]:
+def tries_of(layer: PlacedLayer, seed: int, count: int) -> Iterator[tuple[int, Move, np.ndarray]]:
     """Tries drawn where the layer stands: episode looked at, change, and the ranks' loads in that episode."""
-    peaks = set_out(layer.phy2log_RS, layer.scaled_EN).peaks
+    peaks = start(layer.phy2log_RS, layer.scaled_EN).peaks
     state_1 = np.array([seed], dtype=np.uint64)
     for k in range(count):
         episode = k % layer.scaled_EN.shape[1]
@@ -152,8 +154,8 @@ def test_losses_are_borne_as_often_as_their_temperature_says() -> None:
 def searched(layer: PlacedLayer) -> None:
     """Let swaps and exchanges that each must win take the layer as far as they can."""
     nowhere_ER = np.zeros((layer.case.experts, layer.case.ranks), dtype=bool)
-    ranks = layer.case.ranks
-    found_KRS, _ = risk_search(layer.packing(), layer.demand, nowhere_ER, 1.0, np.zeros(1), ranks, 10_000)
+    params = SearchParams(z=1.0, local_search_patience=layer.case.ranks, local_search_steps=10_000)
+    found_KRS, _ = local_search(layer.assignment(), layer.demand, nowhere_ER, params, np.zeros(1))
     layer.phy2log_RS = found_KRS[0].copy()
 
 
@@ -183,15 +185,42 @@ def test_a_long_walk_tells_its_ratio_as_truly() -> None:
 def test_what_piles_up_is_summed_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step loses a hundredth of all loads here; every second one has them summed anew."""
 
-    def lossy_step(walk: Walk, attempt: Try, count: int) -> None:
-        step(walk, attempt, count)
+    def lossy_step(walk: AnnealingState, attempt: Move, count: int) -> None:
+        apply_move(walk, attempt, count)
         for load in (walk.peaks.load_RN, walk.peaks.load_NR, walk.peaks.peak_KN):
             load *= np.float32(0.99)
 
-    monkeypatch.setattr(module, "step", lossy_step)
+    monkeypatch.setattr(module, "apply_move", lossy_step)
     monkeypatch.setattr(module, "_REFRESH", 2)
     layer = bursty_layer(6, 8, 3, 16)
     plain = getattr(anneal, "py_func", anneal)
     found_RS, ratio = plain(layer.phy2log_RS, layer.scaled_EN, layer.share_N, 300, 2)
     assert ratio == pytest.approx(true_ratio(layer, found_RS), rel=1e-5)
     assert ratio < true_ratio(layer, layer.phy2log_RS) - 0.1
+
+
+BOUNDS = st.one_of(st.integers(1, 100), st.integers(1, 2**32 - 1))
+
+
+@SETTINGS
+@given(st.integers(0, 2**64 - 1), st.lists(BOUNDS, min_size=1, max_size=5))
+def test_chance_is_the_published_generator(seed: int, bounds: list[int]) -> None:
+    state_1, chance = np.array([seed], dtype=np.uint64), Chance(seed)
+    for below in bounds:
+        found = draw(state_1, below)
+        assert 0 <= found < below
+        assert found == chance.draw(below)
+        assert int(state_1[0]) == chance.state
+
+
+def test_chance_gives_the_known_first_number() -> None:
+    assert splitmix(0)[1] == 0xE220A8397B1DCDAF
+    assert draw(np.zeros(1, dtype=np.uint64), 2**32 - 1) == 0xE220A839 - 1
+    assert draw(np.zeros(1, dtype=np.uint64), 100) == 0xE2 * 100 // 256
+
+
+def test_every_number_comes_about_as_often() -> None:
+    state_1 = np.array([7], dtype=np.uint64)
+    often = np.bincount([draw(state_1, 7) for _ in range(14_000)], minlength=7)
+    assert len(often) == 7
+    np.testing.assert_allclose(often, 2_000, rtol=0.1)

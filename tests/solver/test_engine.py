@@ -13,8 +13,8 @@ import pytest
 
 from eplb_service.placement import Placement
 from eplb_service.solver import engine
+from eplb_service.solver.decision import Answer
 from eplb_service.solver.engine import OutOfTimeError, SolverError, solve_many
-from eplb_service.solver.layer import Answer
 from tests.solver.asked import SEARCH, solve
 from tests.solver.layers_of import Case
 
@@ -32,7 +32,7 @@ def solved(
         deployed.phy2log_LRS,
         deployed.default_log2phy().transpose(1, 0, 2),
         np.full((layers, RANKS, EXPERTS), 1 / RANKS),
-        SEARCH._replace(tries=100),
+        SEARCH._replace(annealing_tries=100),
         np.array([np.inf, 1.0]),
         0.0,
         np.arange(layers) % 2 == 0,
@@ -130,6 +130,6 @@ def test_layers_past_the_budget_are_told_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_one_seed_gives_one_answer() -> None:
     case = Case(8, 2, np.random.default_rng(4).gamma(0.5, 100, (4, 12)))
-    search = SEARCH._replace(tries=300, seed=7)
+    search = SEARCH._replace(annealing_tries=300, seed=7)
     first, second = (solve(case, search)[1][0] for _ in range(2))
     assert_same(first, second)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from eplb_service.solver import jit
-from eplb_service.solver.replicas import greedy_copies
+from eplb_service.solver.construction import greedy_replicas
 from tests.solver.plain_kernels import from_zero_on, guarded
 
 
@@ -38,8 +38,8 @@ def test_without_a_cache_directory_kernels_still_compile(monkeypatch: pytest.Mon
 
 
 def test_a_cached_kernel_is_stamped_with_the_sources_of_its_module() -> None:
-    module = Path(greedy_copies.py_func.__code__.co_filename).stem
-    assert greedy_copies._cache._cache_file._source_stamp == jit.stamp_of(module)
+    module = Path(greedy_replicas.py_func.__code__.co_filename).stem
+    assert greedy_replicas._cache._cache_file._source_stamp == jit.stamp_of(module)
 
 
 @pytest.fixture

@@ -7,28 +7,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_service.solver.objective import expert_heat
-from eplb_service.solver.order import descending
-from eplb_service.solver.packing import hottest_rank
-from eplb_service.solver.replicas import greedy_copies
-from eplb_service.solver.tree_search import floor_of, heat_per_copy, place, tree_search
+from eplb_service.solver.construction import descending, greedy_replicas, hottest_rank
+from eplb_service.solver.evaluation import expert_heat
+from eplb_service.solver.model import SearchParams
+from eplb_service.solver.tree_search import floor_of, heat_per_replica, place, tree_search
 from tests.solver.layers_of import KNOWN_EXAMPLE, PLAIN, Case, cases
 from tests.solver.placed_layer import PlacedLayer
-from tests.solver.slow import copies, placing, tree
+from tests.solver.slow import placing, replicas, tree
 
 SETTINGS = settings(max_examples=80)
 Z = st.sampled_from((0.0, 1.0))
 
 
-def peak_of(layer: PlacedLayer, copies_E: np.ndarray) -> float:
-    """Risk of the hottest rank once these copies are placed greedily."""
-    packing = place(copies_E, layer.demand, layer.case.ranks, layer.case.slots, layer.z)
-    return hottest_rank(packing, layer.z)[1]
+def peak_of(layer: PlacedLayer, replicas_E: np.ndarray) -> float:
+    """Risk of the hottest rank once these replicas are placed greedily."""
+    assignment = place(replicas_E, layer.demand, layer.case.ranks, layer.case.slots, layer.z)
+    return hottest_rank(assignment, layer.z)[1]
+
+
+def tree_params(z: float, groups: int, spread: int, beam: int, leaves: int) -> SearchParams:
+    return SearchParams(z=z, tree_groups=groups, tree_spread=spread, tree_beam=beam, tree_leaves=leaves)
 
 
 def greedy_peak(layer: PlacedLayer) -> float:
     case = layer.case
-    return peak_of(layer, greedy_copies(expert_heat(layer.demand, layer.z), case.ranks, case.slots))
+    return peak_of(layer, greedy_replicas(expert_heat(layer.demand, layer.z), case.ranks, case.slots))
 
 
 @SETTINGS
@@ -37,18 +40,20 @@ def test_leaves_are_legal_and_judged_truly(
     case: Case, z: float, groups: int, spread: int, beam: int, leaves: int
 ) -> None:
     layer = PlacedLayer(case, z)
-    found_KE, risk_K = tree_search(layer.demand, case.ranks, case.slots, z, groups, spread, beam, leaves)
+    found_KE, risk_K = tree_search(
+        layer.demand, case.ranks, case.slots, tree_params(z, groups, spread, beam, leaves)
+    )
     assert 1 <= len(found_KE) == len(risk_K) <= leaves
     assert (found_KE.sum(axis=1) == case.ranks * case.slots).all()
     assert found_KE.min() >= 1
     assert found_KE.max() <= case.ranks
-    assert len({tuple(copies_E) for copies_E in found_KE.tolist()}) == len(found_KE)
+    assert len({tuple(replicas_E) for replicas_E in found_KE.tolist()}) == len(found_KE)
     if case.ranks * case.slots == case.experts:
         assert (found_KE == 1).all()
         return
     assert risk_K.tolist() == sorted(risk_K)
-    for copies_E, risk in zip(found_KE, risk_K, strict=True):
-        assert risk == pytest.approx(peak_of(layer, copies_E), rel=1e-5)
+    for replicas_E, risk in zip(found_KE, risk_K, strict=True):
+        assert risk == pytest.approx(peak_of(layer, replicas_E), rel=1e-5)
     assert risk_K[0] <= greedy_peak(layer) * (1 + 1e-5)
 
 
@@ -69,12 +74,14 @@ def test_the_tree_is_walked_group_by_group(
         return
     heat_E = expert_heat(layer.demand, z)
     wanted = tree.tree_search(
-        lambda copies_E: peak_of(layer, np.array(copies_E, dtype=np.int32)),
-        lambda copies_E, fixed: floor_of(np.array(copies_E, np.int32), heat_E, np.array(fixed, np.int64)),
+        lambda replicas_E: peak_of(layer, np.array(replicas_E, dtype=np.int32)),
+        lambda replicas_E, fixed: floor_of(np.array(replicas_E, np.int32), heat_E, np.array(fixed, np.int64)),
         heat_E,
         *(case.ranks, case.slots, groups, spread, beam, leaves),
     )
-    _, risk_K = tree_search(layer.demand, case.ranks, case.slots, z, groups, spread, beam, leaves)
+    _, risk_K = tree_search(
+        layer.demand, case.ranks, case.slots, tree_params(z, groups, spread, beam, leaves)
+    )
     np.testing.assert_allclose(risk_K, [risk for risk, _ in wanted], rtol=1e-5)
 
 
@@ -82,12 +89,12 @@ def test_the_tree_is_walked_group_by_group(
 @given(cases(most_ranks=6, most_slots=4), Z)
 def test_a_leaf_is_as_cool_as_slow_placing_makes_it(case: Case, z: float) -> None:
     layer = PlacedLayer(case, z)
-    (copies_E, *_), _ = tree_search(layer.demand, case.ranks, case.slots, z, 3, 1, 2, 1)
-    order_E = descending(heat_per_copy(layer.demand, copies_E, z))
-    _, margin = placing.place(copies_E, order_E, *layer.heat, case.ranks, case.slots, z)
+    (replicas_E, *_), _ = tree_search(layer.demand, case.ranks, case.slots, tree_params(z, 3, 1, 2, 1))
+    order_E = descending(heat_per_replica(layer.demand, replicas_E, z))
+    _, margin = placing.place(replicas_E, order_E, *layer.heat, case.ranks, case.slots, z)
     if margin > layer.rounding:
-        wanted = placing.peak(copies_E, order_E, *layer.heat, case.ranks, case.slots, z)
-        assert peak_of(layer, copies_E) == pytest.approx(wanted, abs=layer.rounding)
+        wanted = placing.peak(replicas_E, order_E, *layer.heat, case.ranks, case.slots, z)
+        assert peak_of(layer, replicas_E) == pytest.approx(wanted, abs=layer.rounding)
 
 
 @settings(max_examples=40)
@@ -95,14 +102,14 @@ def test_a_leaf_is_as_cool_as_slow_placing_makes_it(case: Case, z: float) -> Non
 def test_full_width_finds_the_best_counts_there_are(case: Case) -> None:
     layer = PlacedLayer(case, 0.0)
     spare = case.ranks * case.slots - case.experts
-    all_KE = list(copies.all_counts(case.experts, case.ranks, case.slots))
+    all_KE = list(replicas.all_counts(case.experts, case.ranks, case.slots))
     if spare == 0 or len(all_KE) > 300:
         return
     leaves = 3
     _, risk_K = tree_search(
-        layer.demand, case.ranks, case.slots, 0.0, case.experts, spare, len(all_KE), leaves
+        layer.demand, case.ranks, case.slots, tree_params(0.0, case.experts, spare, len(all_KE), leaves)
     )
-    best = sorted(peak_of(layer, np.array(copies_E, dtype=np.int32)) for copies_E in all_KE)[:leaves]
+    best = sorted(peak_of(layer, np.array(replicas_E, dtype=np.int32)) for replicas_E in all_KE)[:leaves]
     np.testing.assert_allclose(risk_K, best, rtol=1e-5)
 
 
@@ -112,10 +119,10 @@ def test_no_leaf_is_better_than_the_best_counts_there_are(
     case: Case, z: float, groups: int, spread: int, beam: int
 ) -> None:
     layer = PlacedLayer(case, z)
-    all_KE = list(copies.all_counts(case.experts, case.ranks, case.slots))
+    all_KE = list(replicas.all_counts(case.experts, case.ranks, case.slots))
     if case.ranks * case.slots == case.experts or len(all_KE) > 300:
         return
-    _, risk_K = tree_search(layer.demand, case.ranks, case.slots, z, groups, spread, beam, 1)
+    _, risk_K = tree_search(layer.demand, case.ranks, case.slots, tree_params(z, groups, spread, beam, 1))
     assert risk_K[0] >= min(peak_of(layer, np.array(counts, dtype=np.int32)) for counts in all_KE) * (
         1 - 1e-5
     )
@@ -125,14 +132,14 @@ def test_no_leaf_is_better_than_the_best_counts_there_are(
 @settings(max_examples=30)
 def test_without_groups_the_greedy_counts_are_taken_as_they_are(case: Case) -> None:
     layer = PlacedLayer(case, 1.0)
-    found_KE, risk_K = tree_search(layer.demand, case.ranks, case.slots, 1.0, 0, 2, 4, 3)
-    greedy_E = greedy_copies(expert_heat(layer.demand, 1.0), case.ranks, case.slots)
+    found_KE, risk_K = tree_search(layer.demand, case.ranks, case.slots, tree_params(1.0, 0, 2, 4, 3))
+    greedy_E = greedy_replicas(expert_heat(layer.demand, 1.0), case.ranks, case.slots)
     np.testing.assert_array_equal(found_KE, greedy_E[None, :])
     assert np.isinf(risk_K).all()
 
 
 def test_the_tree_beats_greedy_counts_on_the_known_example() -> None:
     layer = PlacedLayer(Case(8, 2, KNOWN_EXAMPLE[None, :]), 0.0)
-    _, risk_K = tree_search(layer.demand, 8, 2, 0.0, 4, 2, 4, 8)
+    _, risk_K = tree_search(layer.demand, 8, 2, tree_params(0.0, 4, 2, 4, 8))
     assert greedy_peak(layer) * KNOWN_EXAMPLE.sum() / 8 == pytest.approx(232, abs=0.1)
     assert risk_K[0] * KNOWN_EXAMPLE.sum() / 8 <= 200.01

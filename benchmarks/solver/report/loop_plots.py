@@ -101,7 +101,7 @@ def _family(policy: str) -> str:
 
 
 def draw_ablation(rows: Rows) -> Figure:
-    """What switching an idea off does to the realised ratio, the moves and the time of the closed loop."""
+    """What switching a component off does to the realised ratio, the moves and the time of the closed loop."""
     ideas = [policy for policy in dict.fromkeys(row["policy"] for row in rows) if policy != DEFAULT.label]
     kind_colours = dict(zip(KINDS, ("#64748b", "#1d4ed8", "#15803d", "#ea580c"), strict=True))
     measures: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
@@ -112,7 +112,11 @@ def draw_ablation(rows: Rows) -> Figure:
     figure = Figure(figsize=(10, 0.9 + 0.5 * len(ideas)), layout="constrained")
     for axes, (title, measure) in zip(figure.subplots(1, 3, sharey=True), measures.items(), strict=True):
         for number, kind in enumerate(KINDS):
-            found = {row["policy"]: measure(row) for row in rows if row["course"] == kind}
+            here = [row for row in rows if row["course"] == kind]
+            found = {
+                policy: float(np.mean([measure(row) for row in here if row["policy"] == policy]))
+                for policy in dict.fromkeys(row["policy"] for row in here)
+            }
             if not found:
                 continue
             base = found[DEFAULT.label] if measure is realised_mean else 0.0
@@ -125,7 +129,7 @@ def draw_ablation(rows: Rows) -> Figure:
         axes.grid(axis="y", visible=False)
     figure.axes[0].set_yticks(range(len(ideas)), ideas)
     figure.axes[0].invert_yaxis()
-    figure.supxlabel("each row: one idea switched off; dotted: everything on")
+    figure.supxlabel("each row: one component switched off; dotted: everything on")
     handles = [matplotlib.patches.Patch(color=colour, label=kind) for kind, colour in kind_colours.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
     return figure

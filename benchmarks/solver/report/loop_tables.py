@@ -41,38 +41,44 @@ def loop_tables(rows: Rows, title: str) -> list[Table]:
 
 
 def ablation_table(rows: Rows) -> Table:
-    def mean(policy: str, measure: Callable[[Mapping[str, Any]], float]) -> float:
-        return float(np.mean([measure(row) for row in rows if row["policy"] == policy]))
+    traces = [name for name in dict.fromkeys(row["course"] for row in rows) if name not in KINDS]
+
+    def mean(policy: str, measure: Callable[[Mapping[str, Any]], float | None], *courses: str) -> float:
+        found = [
+            measure(row) for row in rows if row["policy"] == policy and row["course"] in (courses or KINDS)
+        ]
+        known = [value for value in found if value is not None]
+        return float(np.mean(known)) if known else np.nan
 
     def line(policy: str) -> Sequence[str]:
-        by_kind = [
-            realised_mean(row)
-            for kind in KINDS
-            for row in rows
-            if (row["policy"], row["course"]) == (policy, kind)
-        ]
         return (
             policy,
             f"{mean(policy, lambda row: row['in_sample']):.4f}",
             f"{mean(policy, lambda row: row['cpu_anew']):.3f}",
-            *(f"{mean(policy, lambda row, name=name: row[name] or np.nan):.4f}" for name in SMALL),
-            " / ".join(f"{ratio:.3f}" for ratio in by_kind),
+            *(f"{mean(policy, lambda row, name=name: row.get(name)):.4f}" for name in SMALL),
+            " / ".join(f"{mean(policy, realised_mean, kind):.3f}" for kind in KINDS),
             f"{mean(policy, moves_after_first):.0f}",
             f"{mean(policy, cpu_after_first):.3f}",
+            *(
+                f"{mean(policy, realised_mean, name):.3f}, {mean(policy, moves_after_first, name):.0f}"
+                for name in traces
+            ),
         )
 
+    seeds = len({row["seed"] for row in rows if row["seed"] is not None})
     return Table(
-        "Ablation: one idea switched off at a time",
+        "Ablation: one component switched off at a time",
         (
             "planner",
-            "placed anew: window",
+            "from scratch: window",
             "CPU s",
             *(f"{shape_name(shape)}" for shape in SMALL.values()),
             "loop: " + " / ".join(KINDS),
             "slots moved",
-            "CPU s a decision",
+            "CPU s per decision",
+            *(f"{name}: ratio, slots moved" for name in traces),
         ),
         [line(policy) for policy in dict.fromkeys(row["policy"] for row in rows)],
-        "Means over the four kinds; source ranks differ by a log-sd of 0.3. Columns with a shape: placed anew for a "
-        "host that splits evenly.",
+        f"Means over the four kinds and {seeds} seeds; source ranks differ by a log-sd of 0.3. Columns with a shape: "
+        "placed from scratch for a host that splits evenly.",
     )

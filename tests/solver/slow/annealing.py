@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 from eplb_service.solver import annealing as module
-from eplb_service.solver.walk import Try
+from eplb_service.solver.annealing_state import Move
 from tests.solver.slow import changes
-from tests.solver.slow.chance import Chance
 from tests.solver.slow.heat import even_shares, mean_of_max, rank_series
-from tests.solver.slow.walk import Closest
+from tests.solver.slow.local_search import Closest
+from tests.solver.slow.rng import Chance
 
 
 def anneal(phy2log_RS, scaled_EN, share_N, tries, seed):
@@ -52,4 +52,4 @@ def _drawn(phy2log_RS, scaled_EN, episode, chance, close):
         other = another
     slot, place = chance.draw(slots), chance.draw(slots)
     mine, theirs = int(phy2log_RS[rank, slot]), int(phy2log_RS[other, place])
-    return Try(rank, slot, other, place, mine, theirs, swaps, episode if guided else -1)
+    return Move(rank, slot, other, place, mine, theirs, swaps, episode if guided else -1)

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from eplb_service.solver.walk import Try
+from eplb_service.solver.annealing_state import Move
 from tests.solver.slow.heat import even_shares
 
 
@@ -15,7 +15,7 @@ def every_try(phy2log_RS, episode=-1):
     places = list(np.ndindex(phy2log_RS.shape))
     for (rank, slot), (other, place), swaps in itertools.product(places, places, (True, False)):
         mine, theirs = int(phy2log_RS[rank, slot]), int(phy2log_RS[other, place])
-        yield Try(rank, slot, other, place, mine, theirs, swaps, episode)
+        yield Move(rank, slot, other, place, mine, theirs, swaps, episode)
 
 
 def after(phy2log_RS, attempt):
@@ -38,8 +38,8 @@ def is_legal(phy2log_RS, attempt):
 def room(phy2log_RS, attempt, scaled_EN):
     """How far the ranks that a change may burden stay below what ``rank`` has in the episode now.
 
-    A swap has ``rank`` itself among them: it must get cooler. A copy that passes on burdens who gets it and who
-    still holds the expert that gave it up; that older copies of the other get thinner is not counted.
+    A swap has ``rank`` itself among them: it must get cooler. A replica that passes on burdens who gets it and who
+    still holds the expert that gave it up; that older replicas of the other get thinner is not counted.
     """
     after_RS = after(phy2log_RS, attempt)
     share_RS, heat_E = even_shares(phy2log_RS), scaled_EN[:, attempt.episode]

@@ -1,4 +1,4 @@
-"""Greedy placing with all episodes in view: each copy to the rank that stays coolest, room made where none is left."""
+"""Greedy placing with all episodes in view: each replica to the coolest rank, room made where none is left."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import numpy as np
 from tests.solver.slow.heat import rank_risks, risk_of
 
 
-def place(copies_E, order_E, scaled_EN, share_N, ranks, slots, z):
+def place(replicas_E, order_E, scaled_EN, share_N, ranks, slots, z):
     """The experts of each rank in slot order, and by how little the closest choice was made."""
     rows = [[] for _ in range(ranks)]
     margin = np.inf
     for expert in order_E:
-        for _ in range(copies_E[expert]):
+        for _ in range(replicas_E[expert]):
             open_ranks = [r for r in range(ranks) if len(rows[r]) < slots and expert not in rows[r]]
             if open_ranks:
-                risks = [_risk_with(rows[r], expert, copies_E, scaled_EN, share_N, z) for r in open_ranks]
+                risks = [_risk_with(rows[r], expert, replicas_E, scaled_EN, share_N, z) for r in open_ranks]
                 best = open_ranks[int(np.argmin(risks))]
                 margin = min(margin, _lead(best, open_ranks, risks, rows))
             else:
@@ -39,8 +39,8 @@ def make_room(rows, expert, slots):
     raise AssertionError("no rank can make room")
 
 
-def _risk_with(row, expert, copies_E, scaled_EN, share_N, z):
-    series_N = sum((scaled_EN[held] / copies_E[held] for held in [*row, expert]), np.zeros(len(share_N)))
+def _risk_with(row, expert, replicas_E, scaled_EN, share_N, z):
+    series_N = sum((scaled_EN[held] / replicas_E[held] for held in [*row, expert]), np.zeros(len(share_N)))
     return risk_of(series_N, share_N, z)
 
 
@@ -60,14 +60,14 @@ def in_order(phy2log_RS, order_E):
     )
 
 
-def regret(phy2log_RS, copies_E, order_E, scaled_EN, share_N, z):
+def regret(phy2log_RS, replicas_E, order_E, scaled_EN, share_N, z):
     """By how much the worst choice of a placement made without making room missed the coolest rank then open."""
     ranks, slots = phy2log_RS.shape
     rows = [[] for _ in range(ranks)]
     worst = 0.0
     for expert in order_E:
         risks = {
-            r: _risk_with(rows[r], expert, copies_E, scaled_EN, share_N, z)
+            r: _risk_with(rows[r], expert, replicas_E, scaled_EN, share_N, z)
             for r in range(ranks)
             if len(rows[r]) < slots
         }
@@ -79,8 +79,8 @@ def regret(phy2log_RS, copies_E, order_E, scaled_EN, share_N, z):
     return worst
 
 
-def peak(copies_E, order_E, scaled_EN, share_N, ranks, slots, z):
-    """Risk of the hottest rank once the copies are placed."""
-    phy2log_RS, _ = place(copies_E, order_E, scaled_EN, share_N, ranks, slots, z)
-    share_RS = 1 / np.asarray(copies_E)[phy2log_RS]
+def peak(replicas_E, order_E, scaled_EN, share_N, ranks, slots, z):
+    """Risk of the hottest rank once the replicas are placed."""
+    phy2log_RS, _ = place(replicas_E, order_E, scaled_EN, share_N, ranks, slots, z)
+    share_RS = 1 / np.asarray(replicas_E)[phy2log_RS]
     return rank_risks(phy2log_RS, share_RS, scaled_EN, share_N, z).max()

@@ -39,7 +39,7 @@ def legal_swaps(phy2log_RS, hot):
 
 
 def legal_exchanges(phy2log_RS, hot):
-    """Every spare copy elsewhere that may become a copy of one of ``hot``'s experts: slot, other rank, its slot."""
+    """Every spare replica that may become one of an expert of ``hot``: slot, other rank, its slot."""
     for slot, gainer in enumerate(phy2log_RS[hot]):
         for rank, row in enumerate(phy2log_RS):
             if gainer in row:
@@ -83,12 +83,12 @@ def swap_gains(phy2log_RS, share_RS, hot, scaled_EN, share_N, z):
 
 
 def exchange_gains(phy2log_RS, hot, scaled_EN, share_N, z, relief_over=-np.inf):
-    """Of the exchanges whose gainer alone, with one more copy that burdens nobody, takes more than so much away."""
+    """Of the exchanges whose gainer alone, with one more replica that burdens nobody, takes more than so much away."""
     share_RS = even_shares(phy2log_RS)
     thinner = {}
     for slot, gainer in enumerate(phy2log_RS[hot]):
-        copies = (phy2log_RS == gainer).sum()
-        thinner[slot] = phy2log_RS, np.where(phy2log_RS == gainer, 1 / (copies + 1), share_RS)
+        replicas = (phy2log_RS == gainer).sum()
+        thinner[slot] = phy2log_RS, np.where(phy2log_RS == gainer, 1 / (replicas + 1), share_RS)
     relief = gains((phy2log_RS, share_RS), scaled_EN, share_N, z, thinner)
     steps = {
         step: exchanged(phy2log_RS, hot, step)
@@ -96,24 +96,3 @@ def exchange_gains(phy2log_RS, hot, scaled_EN, share_N, z, relief_over=-np.inf):
         if relief[step[0]] > relief_over
     }
     return gains((phy2log_RS, share_RS), scaled_EN, share_N, z, steps)
-
-
-def lowering_gain(placed, gain_of, after, scaled_EN, share_N, z, rounding):
-    """Pressure that the best step takes away, if every step about as good lowers the smooth peak; else 0.
-
-    ``gain_of`` maps steps to the pressure that they take away, and ``after`` a step to what it leaves.
-    """
-    risk_R = rank_risks(*placed, scaled_EN, share_N, z)
-    most = max(gain_of.values(), default=0.0)
-    blurred = 32 * rounding / scale_of(risk_R)[1]
-    best = [step for step, gain in gain_of.items() if gain >= most - blurred]
-    peaks = [smooth_peak(rank_risks(*after(step), scaled_EN, share_N, z)) for step in best]
-    return most if all(peak < smooth_peak(risk_R) - 2 * rounding for peak in peaks) else 0.0
-
-
-def lowering_swap_gain(phy2log_RS, share_RS, hot, scaled_EN, share_N, z, rounding):
-    placed = phy2log_RS, share_RS
-    gain_of = swap_gains(*placed, hot, scaled_EN, share_N, z)
-    return lowering_gain(
-        placed, gain_of, lambda step: swapped(*placed, hot, step), scaled_EN, share_N, z, rounding
-    )

@@ -10,7 +10,7 @@ SMALLEST_GAIN = 1e-5
 
 
 def holders_of(phy2log_RS, expert):
-    """Physical ids of an expert's copies."""
+    """Physical ids of an expert's replicas."""
     return np.flatnonzero(phy2log_RS.ravel() == expert)
 
 

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from tests.solver.slow.copies import group_bounds, hand_out
+from tests.solver.slow.replicas import group_bounds, hand_out
 
 
 def tree_search(judge, floor_of, heat_E, ranks, slots, groups, spread, beam, leaves):
@@ -41,10 +41,10 @@ def tree_search(judge, floor_of, heat_E, ranks, slots, groups, spread, beam, lea
     return best
 
 
-def _handed(copies_E, heat_E, members, budget, ranks):
-    """``budget`` copies handed to ``members`` alone."""
-    own, unplaced = hand_out([copies_E[e] for e in members], [heat_E[e] for e in members], budget, ranks)
-    copies_E = list(copies_E)
-    for expert, copies in zip(members, own, strict=True):
-        copies_E[expert] = copies
-    return copies_E, unplaced
+def _handed(replicas_E, heat_E, members, budget, ranks):
+    """``budget`` replicas handed to ``members`` alone."""
+    own, unplaced = hand_out([replicas_E[e] for e in members], [heat_E[e] for e in members], budget, ranks)
+    replicas_E = list(replicas_E)
+    for expert, replicas in zip(members, own, strict=True):
+        replicas_E[expert] = replicas
+    return replicas_E, unplaced

@@ -1,0 +1,139 @@
+"""What would have paid: fit on the older half of the window, judge on the newer half (hold-out validation).
+
+The gap between the window seen and the next one is larger than the gap between solvers, and moves that chase bursts
+win nothing. So the window itself says, per layer, how fast old heat should fade, whether to keep, retune or move, and
+how much a move must win.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from eplb_service.solver.candidates import from_scratch, improved, par_on, with_tables
+from eplb_service.solver.model import (
+    FRESH,
+    KEEP,
+    LOCAL,
+    TABLES,
+    Candidate,
+    Deployed,
+    Float64,
+    Heat,
+    Layer,
+    SearchParams,
+    heat_of,
+    reweighted,
+)
+
+FEWEST_EPISODES = 4
+"""Below it there is no older half worth fitting."""
+CLEARLY_BETTER = 0.9
+"""Part of the squared error without fading that a half-life must stay below to be chosen."""
+PRICE_LADDER = np.array([32.0, 16.0, 8.0, 4.0, 2.0, 1.0])
+"""Prices of a move that the local search tries, as multiples of the true one; most frugal first."""
+
+
+class Halves(NamedTuple):
+    """A window cut in the middle, every episode weighing the same."""
+
+    older: Heat
+    newer: Heat
+
+
+class Forecast(NamedTuple):
+    """How the window is best continued."""
+
+    half_life: float
+    """Episodes after which heat counts half; infinite for no fading."""
+    wander: float
+    """Squared error of the forecast half a window ahead, as a part of the squared heat; 0 without fading."""
+
+
+def halves_of(heat_NE: Float64, ranks: int) -> Halves:
+    """Cut episodes ``[N, E]``, oldest first, into two halves."""
+    half = heat_NE.shape[0] // 2
+    return Halves(heat_of(heat_NE[:half], ranks), heat_of(heat_NE[half:], ranks))
+
+
+def fading(episodes: int, half_life: float) -> Float64:
+    """Weights that halve every ``half_life`` episodes back from the newest, float64 ``[N]``, summing to 1."""
+    weight_N: Float64 = 0.5 ** (np.arange(episodes - 1, -1, -1) / half_life)
+    weight_N /= weight_N.sum()
+    return weight_N
+
+
+def choose_forecast(halves: Halves, half_life_H: Float64) -> Forecast:
+    """The half-life, of ``half_life_H`` in episodes, whose faded mean of the older half is closest to the newer's.
+
+    The first one listed stays unless another's squared error is clearly below its own. A newer half without tokens
+    says nothing, so the first stays then, too.
+    """
+    older, newer_E = halves.older, halves.newer.demand.mean_E
+    if not newer_E.any():
+        return Forecast(float(half_life_H[0]), 0.0)
+    weight_NH = np.stack([older.share_N * fading(older.share_N.shape[0], h) for h in half_life_H], axis=1)
+    weight_NH /= np.maximum(weight_NH.sum(axis=0), 1e-30)
+    error_H = ((older.scaled_EN @ weight_NH - newer_E[:, None]) ** 2).sum(axis=0)
+    best = int(error_H.argmin())
+    if error_H[best] >= CLEARLY_BETTER * error_H[0]:
+        return Forecast(float(half_life_H[0]), 0.0)
+    return Forecast(float(half_life_H[best]), float(error_H[best] / (newer_E**2).sum()))
+
+
+def forecast_heat(heat: Heat, forecast: Forecast, ahead: float) -> Heat:
+    """Heat that leans to its newest episodes as a forecast says, for use ``ahead`` halves of a window later."""
+    if not np.isfinite(forecast.half_life):
+        return heat
+    weight_N = heat.share_N * fading(heat.share_N.shape[0], forecast.half_life)
+    total = weight_N.sum()
+    if total == 0:
+        return heat
+    return reweighted(heat, (weight_N / total).astype(np.float32), ahead * forecast.wander)
+
+
+class Recommendation(NamedTuple):
+    """What the hold-out recommends."""
+
+    kind: int
+    """``candidates.KEEP`` and so on."""
+    price: float
+    """Peak-to-average ratio per moved slot that the local search should ask, at least the true price."""
+
+
+def holdout(
+    halves: Halves,
+    forecast: Forecast,
+    deployed: Deployed,
+    params: SearchParams,
+    min_gain: float,
+    fresh_may_pay: bool,
+) -> Recommendation:
+    """What would have done best on the newer half, moves paid for; a dearer course must win ``min_gain`` more.
+
+    ``fresh_may_pay``: whether placing from scratch is worth trying at all.
+
+    Where gains do not last, a local search that asks more than the true price for a move stops at those that do; so
+    several prices are tried and all judged at the true one.
+    """
+    now = Candidate(deployed.phy2log_RS, deployed.log2phy_GE, 0.0, 0)
+    older = Layer(forecast_heat(halves.older, forecast, 1.0), deployed)
+    newer = Layer(halves.newer, deployed)
+    best = par_on(now, newer, params.tables)
+    course = Recommendation(KEEP, params.move_price)
+    placed = [(TABLES, params.move_price, deployed.phy2log_RS)]
+    if params.local_search_steps > 0:
+        price_K = params.move_price * (PRICE_LADDER if params.price_ladder else PRICE_LADDER[-1:])
+        found_KRS = improved(older, params, price_K)
+        placed += [
+            (LOCAL, price, found_RS) for price, found_RS in zip(price_K.tolist(), found_KRS, strict=True)
+        ]
+    if fresh_may_pay:
+        placed.append((FRESH, params.move_price, from_scratch(older, params).phy2log_RS))
+    for kind, price, found_RS in placed:
+        found = with_tables(found_RS, older, params.z, params.tables)
+        cost = par_on(found, newer, params.tables) + params.move_price * found.moves
+        if cost < best - min_gain:
+            best, course = cost, Recommendation(kind, price)
+    return course

@@ -1,0 +1,103 @@
+"""Heat is scaled, averaged and judged as its definition says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eplb_service.heat.window import Window
+from eplb_service.solver.construction import descending
+from eplb_service.solver.evaluation import expert_heat, mean_of_max, risk
+from eplb_service.solver.model import normalise
+from eplb_service.solver.window import loads_of_ranks, sum_episodes, volatility
+from tests.solver.layers_of import Case, cases, heat_of_kind
+from tests.solver.placed_layer import PlacedLayer, random_placement
+from tests.solver.slow import heat
+
+SETTINGS = settings(max_examples=60)
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@SETTINGS
+@given(cases())
+def test_heat_is_normalised(case: Case) -> None:
+    weight_N = np.linspace(1, 2, len(case.heat_NE))
+    scaled_EN, share_N = normalise(case.heat_NE, weight_N, case.ranks)
+    wanted_EN, wanted_N = heat.normalise(case.heat_NE, weight_N, case.ranks)
+    np.testing.assert_allclose(scaled_EN, wanted_EN, rtol=1e-6)
+    np.testing.assert_allclose(share_N, wanted_N, rtol=1e-6)
+
+
+@SETTINGS
+@given(cases(), st.sampled_from((0.0, 0.7, 2.0)))
+def test_demand_is_mean_and_covariance(case: Case, z: float) -> None:
+    layer = PlacedLayer(case, z)
+    mean_E, gram_EE = heat.demand_of(*layer.heat)
+    np.testing.assert_allclose(layer.demand.mean_E, mean_E, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(layer.demand.gram_EE, gram_EE, rtol=1e-4, atol=1e-5 * case.ranks**2)
+    np.testing.assert_array_equal(layer.demand.gram_EE, layer.demand.gram_EE.T)
+    wanted_E = [heat.risk_of(heat_N, layer.share_N, z) for heat_N in layer.heat[0]]
+    np.testing.assert_allclose(expert_heat(layer.demand, z), wanted_E, rtol=1e-4, atol=1e-3 * case.ranks)
+
+
+def test_risk_survives_a_variance_rounded_below_zero() -> None:
+    assert risk(np.float32(2.0), np.float32(4.0), 1.5) == 5.0
+    assert risk(np.float32(2.0), np.float32(-1e-9), 1.5) == 2.0
+
+
+@SETTINGS
+@given(cases(), SEEDS)
+def test_ratio_is_the_mean_of_the_peaks(case: Case, seed: int) -> None:
+    layer = PlacedLayer(case, 1.0, seed)
+    share_RS = layer.generator.random(layer.share_RS.shape).astype(np.float32)
+    found = mean_of_max(layer.scaled_EN, layer.share_N, layer.phy2log_RS, share_RS)
+    assert found == pytest.approx(heat.mean_of_max(*layer.heat, layer.phy2log_RS, share_RS), rel=1e-5)
+
+
+@SETTINGS
+@given(st.lists(st.sampled_from((0.0, 1.0, 2.5, 9.0)) | st.floats(0, 9, width=32), max_size=40))
+def test_descending_is_a_stable_sort(values: list[float]) -> None:
+    array = np.array(values, dtype=np.float32)
+    np.testing.assert_array_equal(descending(array), np.argsort(-array, kind="stable"))
+
+
+@SETTINGS
+@given(st.integers(1, 12), st.integers(1, 12), st.booleans())
+def test_episodes_are_those_of_the_window(steps: int, episodes: int, whole: bool) -> None:
+    heat_TLE = np.random.default_rng(steps).integers(0, 9, (steps, 2, 3))
+    heat_TLE = heat_TLE if whole else heat_TLE / 4
+    found_NLE = sum_episodes(heat_TLE, min(episodes, steps))
+    np.testing.assert_allclose(found_NLE, heat.sum_episodes(heat_TLE, min(episodes, steps)), rtol=1e-12)
+    np.testing.assert_allclose(found_NLE, Window(heat_TLE).episodes(episodes), rtol=1e-12)
+
+
+@SETTINGS
+@given(cases(), SEEDS, st.booleans())
+def test_rank_loads_are_sums_over_slots(case: Case, seed: int, whole: bool) -> None:
+    generator = np.random.default_rng(seed)
+    phy2log_LRS = np.stack(
+        [random_placement(case.ranks, case.slots, case.experts, generator) for _ in range(2)]
+    )
+    share_LP = generator.random((2, case.ranks * case.slots))
+    heat_NLE = np.stack([case.heat_NE, np.floor(case.heat_NE[::-1] / 3)], axis=1).astype(
+        int if whole else float
+    )
+    found_NLR = loads_of_ranks(heat_NLE, phy2log_LRS, share_LP)
+    np.testing.assert_allclose(found_NLR, heat.loads_of_ranks(heat_NLE, phy2log_LRS, share_LP), rtol=1e-12)
+
+
+@SETTINGS
+@given(
+    st.lists(st.sampled_from(("even", "skewed", "zero", "sparse", "huge")), min_size=1, max_size=6),
+    st.integers(1, 8),
+    SEEDS,
+)
+def test_unrest_is_the_variance_of_the_jumps(kinds: list[str], experts: int, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    heat_NLE = np.stack([heat_of_kind(kind, 2, experts, generator) for kind in kinds])
+    replicas_LE = generator.integers(1, 5, (2, experts)).astype(np.int32)
+    np.testing.assert_allclose(
+        volatility(heat_NLE, replicas_LE), heat.unrest(heat_NLE, replicas_LE), rtol=1e-9, atol=1e-15
+    )
