@@ -94,7 +94,7 @@ def _measured(chosen: Sequence[Section], console: Console) -> dict[str, Any]:
 
 
 def _where(row: dict[str, Any]) -> str:
-    """What was just measured, in a few words."""
+    """What was just measured, in short."""
     names = ("shape", "course", "kind", "seed", "size", "policy")
     return " ".join(str(row[name]) for name in names if name in row)
 
@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seeds", type=int, nargs="+", help="of the generated heat; the first serves where one is enough")
     add("--repeats", type=int, help="runs of each timed decision")
     add("--limit-seconds", type=float, default=60.0, help="a decision that takes longer is given up")
-    add("--long-seconds", type=float, help="long search for each layer of two slots a rank")
+    add("--long-seconds", type=float, help="long search for each layer of two slots per rank")
     add("--trace", type=Path, action="append", default=[], help="recorded heat to serve as well")
     add("--trace-ranks", type=int, default=8)
     add("--trace-slots", type=int, help="default: one a rank more than the experts need")

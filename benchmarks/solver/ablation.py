@@ -48,7 +48,7 @@ def _without_each(
                 "seed": seed,
                 "in_sample": float(even_par(scene.heat_TLE, made.placement_LRS).mean()),
                 "next_window": float(even_par(course.heat(1), made.placement_LRS).mean()),
-                "cpu_anew": made.cpu_seconds,
+                "cpu_from_scratch": made.cpu_seconds,
                 **{name: _even_par_of(contest, small[name], options) for name in small},
             }
 

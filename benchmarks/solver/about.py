@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def about(seeds: tuple[int, ...]) -> dict[str, str]:
-    """Command, processor, cores and versions, in words."""
+    """Command, processor, cores and versions, as text."""
     packages = ("numpy", "numba", "torch")
     return {
         "command": " ".join(["python -m benchmarks.solver", *sys.argv[1:]]),

@@ -98,7 +98,7 @@ def _burst(now_RS, best_RS, scaled_EN, copies_E, temperature, steps, seed):  # t
 
 @numba.njit(fastmath=True, cache=True)
 def _reload(load_RN, now_RS, scaled_EN, copies_E, mine, theirs, changed):  # type: ignore[no-untyped-def]
-    """Loads anew of the ranks that hold either expert, and of the one that changed."""
+    """Loads afresh of the ranks that hold either expert, and of the one that changed."""
     for rank in range(now_RS.shape[0]):
         if rank != changed and not _holds(now_RS[rank], mine) and not _holds(now_RS[rank], theirs):
             continue

@@ -1,4 +1,4 @@
-"""Balance of one placement made from nothing, per shape and kind of heat: on its window and on the next."""
+"""Balance of one placement made from scratch, per shape and kind of heat: on its window and on the next."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _cell(
     scene, heat_TLE = generated_scene(kind, shape, 2, seed)
     answers = {NONE: (scene.placement_LRS, 0.0)}
     for name in [OURS, OURS_EVEN, *peers]:
-        decision = contest.decide_anew(name, scene)
+        decision = contest.decide_from_scratch(name, scene)
         if decision is not None:
             answers[name] = (decision.placement_LRS, decision.cpu_seconds)
     for name, (placed_LRS, cpu_seconds) in answers.items():

@@ -131,7 +131,7 @@ def _decide(contest: Contest, entrant: Entrant, scene: Scene, first: bool) -> De
 
 
 def realised_mean(row: Mapping[str, Any]) -> float:
-    """Mean over the windows, without the first: it is placed from nothing by everybody."""
+    """Mean over the windows, without the first: it is placed from scratch by everybody."""
     return float(np.mean(row["realised"][1:] or row["realised"]))
 
 

@@ -18,7 +18,7 @@ from eplb_service.placement import Placement
 
 OURS = "ours"
 OURS_EVEN = "ours, even split"
-"""Told that the host splits an expert's tokens evenly over its copies, which is what even shares mean."""
+"""Knows that the host splits an expert's tokens evenly over its replicas, which is what even shares mean."""
 NONE = "none"
 """Leaves everything in the engines' first layout."""
 
@@ -34,14 +34,14 @@ class Contest:
         Package index that their sources come from.
     limit_seconds
         After so long a decision is given up.
-    tell
+    report
         Takes a line for the user.
     """
 
     def __init__(
-        self, peers: Sequence[str], index: str, limit_seconds: float, tell: Callable[[str], object]
+        self, peers: Sequence[str], index: str, limit_seconds: float, report: Callable[[str], object]
     ) -> None:
-        self._tell = tell
+        self._report = report
         self._limit_seconds = limit_seconds
         self._processes: dict[str, PolicyProcess] = {}
         self.failures: list[dict[str, str]] = []
@@ -55,8 +55,8 @@ class Contest:
         maker = partial(Ours, **options) if name == OURS else partial(balancers.make, name, **options)
         return self._ask(name, maker, scene, fresh)
 
-    def decide_anew(self, name: str, scene: Scene) -> Decision | None:
-        """What a policy decides that places everything anew: a fresh peer, ``OURS`` or ``OURS_EVEN``."""
+    def decide_from_scratch(self, name: str, scene: Scene) -> Decision | None:
+        """What a policy decides that places everything from scratch: a fresh peer, ``OURS`` or ``OURS_EVEN``."""
         if name in (OURS, OURS_EVEN):
             options = {"split": "even"} if name == OURS_EVEN else {}
             return self.decide(OURS, scene, afresh=True, options=options)
@@ -97,7 +97,7 @@ class Contest:
 
     def _fail(self, name: str, why: str) -> None:
         self.failures.append({"policy": name, "why": why})
-        self._tell(f"{name} takes no part here: {why}")
+        self._report(f"{name} takes no part here: {why}")
 
 
 def first_scene(heat_TLE: np.ndarray, ranks: int, slots: int) -> Scene:

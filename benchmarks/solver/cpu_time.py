@@ -13,7 +13,7 @@ LARGE: Shape = (61, 512, 320, 2)
 
 
 def cpu_times(contest: Contest, shapes: Sequence[Shape], repeats: int, seed: int) -> Iterator[dict[str, Any]]:
-    """A row for each shape, kind and policy, with the seconds of all repeats; every placement is made from nothing."""
+    """A row for each shape, kind and policy, with the seconds of all repeats; every placement is made from scratch."""
     for shape in shapes:
         names = [OURS, OURS_EVEN] if shape == LARGE else [OURS, OURS_EVEN, *contest.peers]
         for kind in KINDS:
@@ -24,7 +24,7 @@ def cpu_times(contest: Contest, shapes: Sequence[Shape], repeats: int, seed: int
             # The first round only brings everybody's memory back: one who waits long is paged out.
             for number in range(repeats + 1):
                 for name in names:
-                    decision = contest.decide_anew(name, scene)
+                    decision = contest.decide_from_scratch(name, scene)
                     if decision is not None and number > 0:
                         seconds[name].append(decision.cpu_seconds)
             for name in names:

@@ -1,4 +1,4 @@
-"""Two slots a rank, where everything hangs on the number of copies: our quick answer beside a long search's best."""
+"""Two slots per rank, where everything hangs on the number of replicas: a quick answer beside a long search's best."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def few_slots(contest: Contest, long_seconds: float, seed: int) -> Iterator[dict
             heat_NLE = summed(scene.heat_TLE, EPISODES)
             answers = {}
             for name in asked:
-                decision = contest.decide_anew(name, scene)
+                decision = contest.decide_from_scratch(name, scene)
                 if decision is not None:
                     answers[name] = decision.placement_LRS
             best_L = np.full(shape[0], np.inf)

@@ -12,11 +12,11 @@ from benchmarks.solver.heat_kinds import SHAPES, shape_name
 def first_plans(contest: Contest, processes: int, seed: int) -> Iterator[dict[str, Any]]:
     """A row for each of so many fresh processes, with the wall seconds of its first two plans."""
     scene, _ = generated_scene("static", SHAPES[1], 1, seed)
-    contest.decide_anew(OURS, scene)
+    contest.decide_from_scratch(OURS, scene)
     for _ in range(processes):
         contest.restart(OURS)
-        first = contest.decide_anew(OURS, scene)
-        second = contest.decide_anew(OURS, scene)
+        first = contest.decide_from_scratch(OURS, scene)
+        second = contest.decide_from_scratch(OURS, scene)
         if first is not None and second is not None:
             yield {
                 "shape": shape_name(SHAPES[1]),

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from benchmarks.solver.decision import Float64
 
 Shape = tuple[int, int, int, int]
-"""Layers, experts, ranks, slots a rank."""
+"""Layers, experts, ranks, slots per rank."""
 KINDS = ("static", "drift", "phased", "bursty")
 WINDOW = 256
 """Steps that a decision sees."""

@@ -1,4 +1,4 @@
-"""This project's planner as one of the policies: placing anew, or deciding from what serves."""
+"""This project's planner as one of the policies: placing from scratch, or deciding from what serves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Ours:
     Parameters
     ----------
     afresh
-        Place every layer anew, whatever serves; otherwise decide as the service does.
+        Place every layer from scratch, whatever serves; otherwise decide as the service does.
     options
         Fields of ``PlannerSettings``.
     """

@@ -11,7 +11,7 @@ PRICES = (0.03, 0.1, 1.0, 3.0, 10.0)
 
 
 THRESHOLDS = ((0.8, 0.65), (0.7, 0.55))
-"""Beside FlashLB's own: parts of its past and of perfect balance below which it places a layer anew."""
+"""Beside FlashLB's own: parts of its past and of perfect balance below which it places a layer from scratch."""
 
 
 def priced(contest: Contest) -> list[Entrant]:

@@ -21,7 +21,7 @@ class PolicyFailedError(RuntimeError):
 
 
 class PolicyProcess:
-    """One process that decides by policies it is told.
+    """One process that decides by policies it is given.
 
     Parameters
     ----------
@@ -49,8 +49,8 @@ class PolicyProcess:
             answer = self._connection.recv()
         except (PolicyFailedError, EOFError, OSError) as error:
             self.close()
-            words = str(error) if isinstance(error, PolicyFailedError) else "its process died"
-            raise PolicyFailedError(words) from error
+            reason = str(error) if isinstance(error, PolicyFailedError) else "its process died"
+            raise PolicyFailedError(reason) from error
         if isinstance(answer, Decision):
             return answer
         raise PolicyFailedError(answer)

@@ -12,7 +12,7 @@ from eplb_service.io.open_trace import read_heat
 
 
 def recorded_course(path: Path, ranks: int, slots: int | None, window: int) -> Course:
-    """A trace of any format that the project reads; one slot a rank beyond what the experts need, unless told.
+    """A trace of any format that the project reads; one slot per rank beyond what the experts need, unless given.
 
     Token routes become steps of 64 requests side by side. Raises ``HeatError``, also where there are not three windows.
     """

@@ -15,7 +15,7 @@ LONGEST_SECONDS = 8.0
 
 
 def _shape(layers: int = 16, experts: int = 256, ranks: int = 32) -> Shape:
-    """One slot a rank beyond what the experts need."""
+    """One slot per rank beyond what the experts need."""
     return layers, experts, ranks, -(-experts // ranks) + 1
 
 
@@ -30,14 +30,14 @@ CURVES: Mapping[str, Mapping[int, Shape]] = {
 def scaling(
     contest: Contest, repeats: int, seed: int, curves: Mapping[str, Mapping[int, Shape]] = CURVES
 ) -> Iterator[dict[str, Any]]:
-    """A row for each point and policy: the fastest of ``repeats``, every placement made from nothing."""
+    """A row for each point and policy: the fastest of ``repeats``, every placement made from scratch."""
     for grows, shapes in curves.items():
         taking_part = [OURS, *contest.peers]
         for size, shape in shapes.items():
             scene, _ = generated_scene("phased", shape, 1, seed)
             contest.warm_up(taking_part, scene)
             for name in list(taking_part):
-                found = [contest.decide_anew(name, scene) for _ in range(repeats)]
+                found = [contest.decide_from_scratch(name, scene) for _ in range(repeats)]
                 seconds = [decision.cpu_seconds for decision in found if decision is not None]
                 if not seconds or min(seconds) > LONGEST_SECONDS:
                     taking_part.remove(name)

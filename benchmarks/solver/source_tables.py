@@ -32,7 +32,7 @@ def source_tables(
             scene = Scene(scene.heat_TLE, scene.placement_LRS, scene.tables_RLE, source_RLE)
             ways: dict[str, Decision] = {}
             for name in [OURS, *contest.peers]:
-                decision = contest.decide_anew(name, scene)
+                decision = contest.decide_from_scratch(name, scene)
                 if decision is not None:
                     ways[name] = decision
             tables = {name: _tables(way, experts) for name, way in ways.items()}

@@ -35,7 +35,7 @@ class Target:
 
 
 def targets(results: Results) -> list[Target]:
-    """Every target that the results tell something about."""
+    """Every target that the results are about."""
     judges: Mapping[str, Callable[[Rows], Iterator[Target]]] = {
         "cells": _balance,
         "time": _time,
@@ -58,11 +58,11 @@ def _balance(rows: Rows) -> Iterator[Target]:
         compared = compared_cells(rows, mine)
         if compared:
             failing = [cell for cell in compared if cell.failings]
-            words = "; ".join(f"{cell.shape} {cell.kind} {', '.join(cell.failings)}" for cell in failing)
+            reason = "; ".join(f"{cell.shape} {cell.kind} {', '.join(cell.failings)}" for cell in failing)
             yield Target(
                 f"balance, {settings}: no worse than FlashLB on any seed, bursty 0.02 lower at 32 and 64 ranks",
                 "all cells",
-                f"{len(compared) - len(failing)} of {len(compared)}" + (f" ({words})" if words else ""),
+                f"{len(compared) - len(failing)} of {len(compared)}" + (f" ({reason})" if reason else ""),
                 not failing,
             )
 
@@ -199,7 +199,7 @@ def _few_slots(rows: Rows) -> Iterator[Target]:
         if over:
             worst = max(over, key=lambda kind: over[kind])
             yield Target(
-                f"two slots a rank ({shape.split('x', 1)[1]}): above the best of {rows[0]['long_seconds']:g} s a layer",
+                f"two slots per rank ({shape.split('x', 1)[1]}): over the best of {rows[0]['long_seconds']:g} s per layer",
                 "at most 2 %",
                 f"{over[worst]:+.1%} ({worst})",
                 over[worst] <= 0.02,

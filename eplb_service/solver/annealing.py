@@ -1,6 +1,6 @@
 """Simulated annealing of a placement on the realised ratio: how replicas and ranks are found where slots are few.
 
-With two or three slots a rank everything hangs on how many replicas each expert has and on who is paired with whom;
+With two or three slots per rank everything hangs on how many replicas each expert has and on who is paired with whom;
 swaps and exchanges that each must win soon find no way on. Annealing takes many cheap random steps instead, at first
 also some that lose a little. A budget buys more of them.
 """

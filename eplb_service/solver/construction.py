@@ -68,7 +68,7 @@ def hand_out(replicas_E: Int32, heat_E: Float32, budget: int, ranks: int) -> int
 
 @kernel
 def greedy_replicas(heat_E: Float32, ranks: int, slots: int) -> Int32:
-    """Copies of each expert, int32 ``[E]``, summing to ``ranks*slots``: one each, then to the hottest."""
+    """Replicas of each expert, int32 ``[E]``, summing to ``ranks*slots``: one each, then to the hottest."""
     experts = heat_E.shape[0]
     replicas_E = np.ones(experts, dtype=np.int32)
     hand_out(replicas_E, heat_E, ranks * slots - experts, ranks)
@@ -125,7 +125,7 @@ def assignment_of(phy2log_RS: Int32, share_RS: Float32, demand: Demand) -> Assig
 
 @kernel
 def replicas_of(phy2log_RS: Int32, experts: int) -> Int32:
-    """Copies of each expert, int32 ``[E]``."""
+    """Replicas of each expert, int32 ``[E]``."""
     replicas_E = np.zeros(experts, dtype=np.int32)
     for expert in phy2log_RS.ravel():
         replicas_E[expert] += 1

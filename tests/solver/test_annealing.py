@@ -1,4 +1,4 @@
-"""Annealing leaves a placement that can be served, tells its true ratio, and is never worse than where it began."""
+"""Annealing leaves a placement that can be served, reports its true ratio, and is never worse than where it began."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ def test_without_tokens_nothing_changes(heat_NE: np.ndarray, tries: int) -> None
 
 NARROW = {
     "one rank": (1, 5, 5),
-    "one slot a rank": (6, 1, 3),
+    "one slot per rank": (6, 1, 3),
     "no spare replica": (4, 3, 12),
-    "one slot a rank and no spare replica": (4, 1, 4),
+    "one slot per rank and no spare replica": (4, 1, 4),
     "every expert on every rank": (5, 3, 3),
     "two ranks": (2, 2, 3),
 }
@@ -112,7 +112,7 @@ def test_each_try_is_judged_by_what_it_would_make() -> None:
 
 
 def tries_of(layer: PlacedLayer, seed: int, count: int) -> Iterator[tuple[int, Move, np.ndarray]]:
-    """Tries drawn where the layer stands: episode looked at, change, and the ranks' loads in that episode."""
+    """Tries drawn where the layer is: episode looked at, change, and the ranks' loads in that episode."""
     peaks = start(layer.phy2log_RS, layer.scaled_EN).peaks
     state_1 = np.array([seed], dtype=np.uint64)
     for k in range(count):
@@ -183,7 +183,7 @@ def test_a_long_walk_tells_its_ratio_as_truly() -> None:
 
 
 def test_what_piles_up_is_summed_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step loses a hundredth of all loads here; every second one has them summed anew."""
+    """Every step loses a hundredth of all loads here; every second one has them summed afresh."""
 
     def lossy_step(walk: AnnealingState, attempt: Move, count: int) -> None:
         apply_move(walk, attempt, count)

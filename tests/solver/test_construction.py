@@ -33,7 +33,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 def assert_sums_hold(assignment: Assignment, layer: PlacedLayer) -> None:
-    """All that a assignment keeps, against its slots and shares and whole episodes."""
+    """All that an assignment keeps, against its slots and shares and whole episodes."""
     ranks, experts = layer.case.ranks, layer.case.experts
     scaled_EN, share_N = layer.heat
     holds_ER = np.zeros((experts, ranks), dtype=bool)

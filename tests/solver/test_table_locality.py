@@ -31,7 +31,7 @@ SMALLEST_GAIN = 1e-5
 
 
 class OnNodes:
-    """A placed layer whose ranks and sources stand on nodes, some sources on several; the engines' tables."""
+    """A placed layer whose ranks and sources are on nodes, some sources on several; the engines' tables."""
 
     def __init__(self, case: Case, sources: int, nodes: int, kind: str, seed: int) -> None:
         self.layer = PlacedLayer(case, 1.0, seed)

@@ -1,4 +1,4 @@
-"""The three hottest ranks of every episode stay known through any change, and tell the ratio that one would make."""
+"""The three hottest ranks of every episode stay known through any change, and give the ratio that one would make."""
 
 from __future__ import annotations
 

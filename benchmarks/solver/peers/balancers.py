@@ -21,7 +21,7 @@ class FlashLB:
     Parameters
     ----------
     thresholds
-        Parts of its past and of perfect balance below which a layer is placed anew; its own where not given.
+        Parts of its past and of perfect balance below which a layer is placed from scratch; its own where not given.
     """
 
     def __init__(self, thresholds: tuple[float, float] | None = None) -> None:

@@ -33,7 +33,7 @@ def stand_in(name: str, contents: Mapping[str, Any]) -> None:
 
 
 def quiet_logger() -> logging.Logger:
-    """A logger for peers, who tell much."""
+    """A logger for peers, who log much."""
     logger = logging.getLogger("peers")
     logger.addHandler(logging.NullHandler())
     logger.propagate = False

@@ -1,4 +1,4 @@
-"""Tables of balance: from nothing, through tables, on the known example, beside a long search."""
+"""Tables of balance: from scratch, through tables, on the known example, beside a long search."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def cells_table(rows: Rows, mine: str) -> Table:
     """``mine`` beside FlashLB, a line for each shape and kind."""
     compared = compared_cells(rows, mine)
     return Table(
-        f"Balance: {mine}, beside FlashLB, even shares, placed from nothing",
+        f"Balance: {mine}, beside FlashLB, even shares, placed from scratch",
         ("shape, heat", "window: ours", "FlashLB", "worst seed", "next: ours", "FlashLB", "worst seed", ""),
         [
             (
@@ -98,7 +98,7 @@ def example_table(rows: Rows) -> Table:
 
 def few_slots_table(rows: Rows) -> Table:
     return Table(
-        "Two slots a rank, beside a long search",
+        "Two slots per rank, beside a long search",
         ("shape, heat", OURS_EVEN, "FlashLB", "long search", "ours above it"),
         [
             (

@@ -68,5 +68,5 @@ def scaling_table(rows: Rows) -> Table:
         "CPU seconds as layers, experts and ranks grow",
         ("what grows, policy", "size: seconds", "power"),
         lines,
-        "From 16 layers, 256 experts, 32 ranks, one slot a rank more than needed; phased heat.",
+        "From 16 layers, 256 experts, 32 ranks, one slot per rank more than needed; phased heat.",
     )

@@ -54,7 +54,7 @@ def ablation_table(rows: Rows) -> Table:
         return (
             policy,
             f"{mean(policy, lambda row: row['in_sample']):.4f}",
-            f"{mean(policy, lambda row: row['cpu_anew']):.3f}",
+            f"{mean(policy, lambda row: row['cpu_from_scratch']):.3f}",
             *(f"{mean(policy, lambda row, name=name: row.get(name)):.4f}" for name in SMALL),
             " / ".join(f"{mean(policy, realised_mean, kind):.3f}" for kind in KINDS),
             f"{mean(policy, moves_after_first):.0f}",

@@ -1,4 +1,4 @@
-"""A table of words, drawn on a terminal by rich or written as Markdown."""
+"""A table of text, drawn on a terminal by rich or written as Markdown."""
 
 from __future__ import annotations
 

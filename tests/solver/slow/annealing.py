@@ -1,4 +1,4 @@
-"""Annealing try by try, each judged from nothing."""
+"""Annealing try by try, each judged from scratch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How old heat fades, which half-life would have told the newer half best, and what the back-test then recommends."""
+"""How old heat fades, which half-life would have forecast the newer half best, what the hold-out recommends."""
 
 from __future__ import annotations
 

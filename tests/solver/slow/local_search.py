@@ -1,4 +1,4 @@
-"""The local search step by step, every step chosen among all legal ones, judged from nothing."""
+"""The local search step by step, every step chosen among all legal ones, judged from scratch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of the local search: pressures of all ranks, and every legal swap and exchange, each judged from nothing."""
+"""Steps of the local search: pressures of all ranks, and every legal swap and exchange, each judged from scratch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def swapped(phy2log_RS, share_RS, hot, step):
 
 
 def exchanged(phy2log_RS, hot, step):
-    """Placement and shares after an exchange, both experts split evenly anew."""
+    """Placement and shares after an exchange, both experts split evenly afresh."""
     slot, rank, other = step
     phy2log_RS = phy2log_RS.copy()
     phy2log_RS[rank, other] = phy2log_RS[hot, slot]

@@ -8,7 +8,7 @@ from tests.solver.slow.tables import holders_of, tables_par
 
 
 def crossing(log2phy_GE, share_GE, mean_E, node_G, node_R, slots):
-    """Part of the tokens whose rank stands on another node than their source; a source on several is at home on all."""
+    """Part of the tokens whose rank is on another node than their source; a source on several is at home on all."""
     leaving = total = 0.0
     for (g, e), slot in np.ndenumerate(log2phy_GE):
         tokens = float(share_GE[g, e]) * float(mean_E[e])
