@@ -199,7 +199,7 @@ def _few_slots(rows: Rows) -> Iterator[Target]:
         if over:
             worst = max(over, key=lambda kind: over[kind])
             yield Target(
-                f"two slots per rank ({shape.split('x', 1)[1]}): over the best of {rows[0]['long_seconds']:g} s per layer",
+                f"two slots per rank ({shape.split('x', 1)[1]}): over the best in {rows[0]['long_seconds']:g} s/layer",
                 "at most 2 %",
                 f"{over[worst]:+.1%} ({worst})",
                 over[worst] <= 0.02,
