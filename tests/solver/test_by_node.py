@@ -41,8 +41,8 @@ def serving(experts: int, node_R: np.ndarray, slots: int) -> Deployed:
     return Deployed(phy2log_RS, rule_GE, share_GE, homes(phy2log_RS, experts), node_R, node_R.copy())
 
 
-def solve(deployed, heat_NE, groups, *, unplaced=False, tables=SOLVED, price=0.0):
-    search = SEARCH._replace(tables=tables, move_price=price)
+def solve(deployed, heat_NE, groups, *, unplaced=False, tables=SOLVED, move_price=0.0):
+    search = SEARCH._replace(tables=tables, move_price=move_price)
     return solve_by_node(heat_NE, deployed, search, np.array([np.inf, 1.0]), 0.0, unplaced, groups)
 
 
@@ -130,6 +130,6 @@ def test_a_node_is_not_cooled_in_vain(moved_price: float) -> None:
     placed = installed(deployed, solve(deployed, even_NE, 2, unplaced=True))
     # Node 0's hot expert fills a rank by itself and cannot be helped; node 1 is uneven, but far cooler.
     heat_NE = np.tile([100.0, 1, 1, 1, 4, 4, 1, 1], (6, 1))
-    answer = solve(placed, heat_NE, 2, price=moved_price)
+    answer = solve(placed, heat_NE, 2, move_price=moved_price)
     np.testing.assert_array_equal(answer.found.phy2log_RS[2:], placed.phy2log_RS[2:])
     assert answer.hindsight <= answer.par_before

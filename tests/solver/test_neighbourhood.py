@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_service.solver.construction import Assignment
 from eplb_service.solver.evaluation import hottest_of, pressure, smooth_max_of, smooth_peak
 from eplb_service.solver.neighbourhood import SCRATCH_ROWS, best_exchange, best_swap, exchange, swap
 from tests.solver.layers_of import Case, cases
@@ -21,29 +20,14 @@ Z = st.sampled_from((0.0, 1.0))
 BOUND = 1e-3
 
 
-def of_loads(load_R: np.ndarray, variance_R: np.ndarray) -> Assignment:
-    """A assignment of which only loads and variances are looked at."""
-    ranks = len(load_R)
-    return Assignment(
-        np.zeros((ranks, 1), np.int32),
-        np.ones(1, np.int32),
-        np.zeros((1, ranks), np.float32),
-        np.zeros((1, ranks), np.bool_),
-        np.ones(ranks, np.int32),
-        load_R.astype(np.float32),
-        variance_R.astype(np.float32),
-        np.zeros((ranks, 1), np.float32),
-    )
-
-
 @SETTINGS
 @given(
     st.lists(st.tuples(st.floats(0, 8), st.floats(0, 9)), min_size=1, max_size=9), st.sampled_from((0.0, 1.5))
 )
 def test_pressures_follow_the_risks(ranks: list[tuple[float, float]], z: float) -> None:
-    assignment = of_loads(*np.array(ranks).T)
-    now = smooth_max_of(assignment.load_R, assignment.variance_R, z)
-    risk_R = assignment.load_R.astype(float) + z * np.sqrt(assignment.variance_R.astype(float))
+    load_R, variance_R = np.array(ranks, dtype=np.float32).T.copy()
+    now = smooth_max_of(load_R, variance_R, z)
+    risk_R = load_R.astype(float) + z * np.sqrt(variance_R.astype(float))
     base, span = steps.scale_of(risk_R)
     assert now.peak == pytest.approx(risk_R.max(), rel=1e-6)
     # The 8-norm of R equal ranks lies R**(1/8) times as far above the base.
@@ -60,7 +44,8 @@ def test_pressures_follow_the_risks(ranks: list[tuple[float, float]], z: float) 
 @SETTINGS
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=9))
 def test_hottest_is_the_first_of_those_not_stuck(ranks: list[tuple[int, bool]]) -> None:
-    now = smooth_max_of(of_loads(np.array([load for load, _ in ranks]), np.zeros(len(ranks))), 1.0)
+    load_R = np.array([load for load, _ in ranks], dtype=np.float32)
+    now = smooth_max_of(load_R, np.zeros_like(load_R), 1.0)
     stuck_R = np.array([stuck for _, stuck in ranks])
     free = [r for r, (_, stuck) in enumerate(ranks) if not stuck]
     wanted = max(free, key=lambda r: (now.of_R[r], -r), default=-1)
