@@ -67,7 +67,10 @@ def with_tables(phy2log_RS: Int32, layer: Layer, z: float, tables: int) -> Candi
 
 @kernel
 def touched_up(candidate: Candidate, layer: Layer, params: SearchParams) -> Candidate:
-    """The candidate after swaps at the shares that its tables give, where those win; moves are taken as free."""
+    """The candidate after swaps at the shares that its tables give, unless they raise its realised ratio.
+
+    That ratio is the objective here: it never rises. Moves are taken as free.
+    """
     heat, deployed = layer
     log2phy_GE = candidate.log2phy_GE.copy()
     found_RS = swap_through_tables(

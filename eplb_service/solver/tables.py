@@ -24,7 +24,6 @@ from eplb_service.solver.evaluation import (
     mean_of_max,
     risk,
     smooth_max_of,
-    smooth_peak,
 )
 from eplb_service.solver.jit import kernel
 from eplb_service.solver.local_search import SMALLEST_RELIEF
@@ -225,10 +224,12 @@ def swap_through_tables(
     share_GE: Float32,
     params: SearchParams,
 ) -> Int32:
-    """Swap the experts of the hottest rank; returns the placement with the lowest smooth peak met, int32 ``[R, S]``.
+    """Swap the experts of the hottest rank while that takes pressure away; returns the placement, int32 ``[R, S]``.
 
-    ``log2phy_GE`` (int32 ``[G, E]``) is changed in place: a source stays with its replica wherever that goes.
-    ``patience`` and ``most_steps`` as for ``risk_search``.
+    Each swap takes pressure away on the scale of the risks before it, so a single one may lift the smooth peak: whoever
+    calls judges where it ends by the realised ratio. ``log2phy_GE`` (int32 ``[G, E]``) is changed in place: a source
+    stays with its replica wherever that goes. Of ``params`` it takes ``z``, ``local_search_steps`` and
+    ``local_search_patience``.
     """
     ranks, slots = phy2log_RS.shape
     z = params.z
@@ -238,9 +239,6 @@ def swap_through_tables(
     stuck_R = np.zeros(ranks, dtype=np.bool_)
     stuck = 0
     now = smooth_max_of(assignment.load_R, assignment.variance_R, z)
-    lowest = smooth_peak(now)
-    best_RS: Int32 = phy2log_RS.copy()
-    here_GE = log2phy_GE.copy()
     for _ in range(params.local_search_steps):
         hot = hottest_of(now, stuck_R)
         slot, rank, other, _ = best_swap(assignment, demand, now, hot, z, SMALLEST_RELIEF, scratch)
@@ -251,18 +249,13 @@ def swap_through_tables(
                 break
             continue
         one, two = assignment.phy2log_RS[hot, slot], assignment.phy2log_RS[rank, other]
-        _readdress(here_GE, one, hot * slots + slot, rank * slots + other)
-        _readdress(here_GE, two, rank * slots + other, hot * slots + slot)
+        _readdress(log2phy_GE, one, hot * slots + slot, rank * slots + other)
+        _readdress(log2phy_GE, two, rank * slots + other, hot * slots + slot)
         swap(assignment, demand, nowhere_ER, hot, slot, rank, other)
         stuck_R[:] = False
         stuck = 0
         now = smooth_max_of(assignment.load_R, assignment.variance_R, z)
-        peak = smooth_peak(now)
-        if peak < lowest:
-            lowest = peak
-            best_RS[:] = assignment.phy2log_RS
-            log2phy_GE[:] = here_GE
-    return best_RS
+    return assignment.phy2log_RS
 
 
 @kernel

@@ -69,21 +69,17 @@ def swapped_through_tables(phy2log_RS, share_RS, scaled_EN, share_N, z, patience
     """Slots by their number after the best swaps, each slot with its share, and by how little a choice was made."""
     close, slot_RS = Closest(), np.arange(phy2log_RS.size).reshape(phy2log_RS.shape)
     expert_P, share_P = phy2log_RS.ravel(), share_RS.ravel()
-    lowest, best_RS = steps.smooth_peak(rank_risks(phy2log_RS, share_RS, scaled_EN, share_N, z)), slot_RS
     stuck = set()
     for _ in range(most_steps):
         placed = expert_P[slot_RS], share_P[slot_RS]
         risk_R = rank_risks(*placed, scaled_EN, share_N, z)
         hot = close.best({r: risk for r, risk in enumerate(risk_R) if r not in stuck}, -1.0)
         swap = close.best(steps.swap_gains(*placed, hot, scaled_EN, share_N, z), SMALLEST_RELIEF)
-        if swap is None:
-            stuck.add(hot)
-            if len(stuck) == min(patience, len(phy2log_RS)):
-                break
+        if swap is not None:
+            stuck = set()
+            slot_RS, _ = steps.swapped(slot_RS, slot_RS, hot, swap)
             continue
-        stuck = set()
-        slot_RS, _ = steps.swapped(slot_RS, slot_RS, hot, swap)
-        peak = steps.smooth_peak(rank_risks(expert_P[slot_RS], share_P[slot_RS], scaled_EN, share_N, z))
-        if close.less(peak, lowest):
-            lowest, best_RS = peak, slot_RS
-    return best_RS, close.margin
+        stuck.add(hot)
+        if len(stuck) == min(patience, len(phy2log_RS)):
+            break
+    return slot_RS, close.margin
