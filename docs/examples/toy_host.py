@@ -20,6 +20,7 @@ class ToyLayer:
     """What an agent needs of a layer (``LiveLayer``), and its forward pass, top-1."""
 
     source_load: torch.Tensor | None
+    shares_tokens = False  # each rank routes its own tokens, by its own table
 
     def __init__(self, experts_EHH: torch.Tensor, placement: Placement, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
