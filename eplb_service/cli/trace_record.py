@@ -34,13 +34,13 @@ def record(
     steps: Annotated[int | None, typer.Option(min=1, help="End after so many steps.")] = None,
     seconds: Annotated[float | None, typer.Option(min=0.1, help="End after so many seconds.")] = None,
     append: Annotated[
-        bool, typer.Option("--append", help="Go on with the trace that stands at --out, where it fits.")
+        bool, typer.Option("--append", help="Append to the trace at --out, where it fits.")
     ] = False,
 ) -> None:
     """Record the heat of a deployment that is being served, from now on, until Ctrl-C or as long as asked for.
 
     What is written is what `eplb serve --record` writes: tokens by slot and by source rank, with the placements that
-    they were counted under. The service never waits for it: a slow link loses reports, which is told.
+    they were counted under. The service never waits for it: a slow link loses reports, which are counted.
     """
     _check_output(out, append)
     with service.open() as call:

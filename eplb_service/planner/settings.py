@@ -66,7 +66,7 @@ class PlannerSettings:
     half_lives: tuple[float, ...] = _setting(
         (math.inf, 0.5, 0.25, 0.1, 0.05, 0.025),
         "Half-lives of heat to choose from, as fractions of the window, separated by commas; the one that forecasts a "
-        "layer best is taken, and the first where the window is too short to tell.",
+        "layer best is taken, and the first where the window is too short for that.",
     )
     tree_search: bool = _setting(
         True,

@@ -1,9 +1,11 @@
-"""Docs and deployment files use the glossary's terms and plain English."""
+"""Docs, deployment files and help texts use the glossary's terms and plain English."""
 
 import re
 from pathlib import Path
 
 import pytest
+
+from tools import docs_reference
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,6 +40,11 @@ def found(text):
 @pytest.mark.parametrize("name", texts())
 def test_a_page_uses_the_glossary_s_terms(name):
     assert found(texts()[name]) == []
+
+
+@pytest.mark.parametrize("page", [docs_reference.cli_page, docs_reference.settings_page])
+def test_help_uses_the_glossary_s_terms(page):
+    assert found(page()) == []
 
 
 def test_the_words_that_are_refused_are_found():
