@@ -126,7 +126,7 @@ def _round(
 
 
 def _slots(experts: int, ranks: int, redundant: str | None) -> list[int]:
-    """Slots a rank to try, of ``--redundant``, or as few as hold the experts and one, two and four more."""
+    """Slots per rank to try, of ``--redundant``, or as few as hold the experts and one, two and four more."""
     least = -(-experts // ranks)
     if redundant is None:
         return [count for count in (least, least + 1, least + 2, least + 4) if count <= experts]
@@ -143,8 +143,8 @@ def _print(console: Console, given: Advice, ranks: int, experts: int, costs: Cos
     schedule = given.chosen.setup.schedule
     if given.pays:
         console.print(
-            f"[bold]Balance, with {given.redundant} redundant experts a layer "
-            f"({given.chosen.setup.slots} slots a rank), window {schedule.window}, interval {schedule.interval}.[/]"
+            f"[bold]Balance, with {given.redundant} redundant experts per layer "
+            f"({given.chosen.setup.slots} slots per rank), window {schedule.window}, interval {schedule.interval}.[/]"
         )
     else:
         console.print("[bold]Balancing does not pay here.[/]")
@@ -168,7 +168,7 @@ def _print(console: Console, given: Advice, ranks: int, experts: int, costs: Cos
 
 
 def _curve(title: str, rows: Sequence[tuple[str, Option]], timed: bool) -> Table:
-    """One row a setting, its PAR as a bar on a scale that all rows share."""
+    """One row per setting, its PAR as a bar on a scale that all rows share."""
     net = ["net ms"] if timed else []
     table = compact_table("setting", "PAR", "slots moved", *net, title=title)
     low, high = min(option.par for _, option in rows), max(option.par for _, option in rows)

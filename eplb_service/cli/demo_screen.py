@@ -60,7 +60,7 @@ class Screen:
         self._console.print(Text(f"eplb demo failed: {reason}", style="bold red"))
 
     def view(self, board: Scoreboard, status: str = "") -> RenderableType:
-        """The live view as it stands."""
+        """The live view as it is now."""
         heat_LE = board.counts(_HEAT_STEPS).mean(axis=0) if board.steps else None
         return render(board, self._steps, heat_LE, status)
 

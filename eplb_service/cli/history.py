@@ -48,7 +48,7 @@ def history(
 
 
 def _table(deployment: str, plans: list[operator_pb2.PastPlan]) -> Table:
-    """One row a plan, newest first; figures are means over all layers."""
+    """One row per plan, newest first; figures are means over all layers."""
     table = Table(
         title=f"{deployment}, newest first",
         title_justify="left",
@@ -76,7 +76,7 @@ def _table(deployment: str, plans: list[operator_pb2.PastPlan]) -> Table:
 
 
 def _layers(past: operator_pb2.PastPlan) -> Table:
-    """One row a layer, in order."""
+    """One row per layer, in order."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for heading in ("layer", "PAR seen", "planned", "floor", "hindsight", "moves"):
         table.add_column(heading, justify="right", no_wrap=True)

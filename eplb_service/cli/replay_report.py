@@ -16,7 +16,7 @@ _CURVE_WIDTH = 12
 
 
 def print_replay(console: Console, result: Replay) -> None:
-    """A table with one row a policy; the curves of all policies share one scale."""
+    """A table with one row per policy; the curves of all policies share one scale."""
     curves = [curve(policy) for policy in result.policies]
     low, high = min(map(min, curves)), max(map(max, curves))
     with_regret = result.score(result.policies[0]).regret is not None

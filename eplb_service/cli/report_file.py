@@ -1,4 +1,4 @@
-"""Writes a replay's report: one HTML file, in which the command that makes it again stands."""
+"""Writes a replay's report: one HTML file, with the command that makes it again."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def report_facts(trace: Trace, settings: PlannerSettings, costs: Costs) -> dict[
         ),
         "costs": ", ".join(f"{name} {value:g}" for name, value in asdict(costs).items())
         if costs.step_ms
-        else "not stated: decisions take effect at once, and no time is told",
+        else "not stated: decisions take effect at once, and no times are given",
         "made by": f"eplb {eplb_service.__version__}",
     }
 

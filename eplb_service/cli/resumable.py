@@ -35,7 +35,7 @@ class Resumable:
     path
         Its file, as ``--resume`` names it; ``None`` for a name of its own, where it is needed.
 
-    Raises ``OutputError`` where no file can be written there, ``ReplayError`` where one stands there that is no state.
+    Raises ``OutputError`` where no file can be written there, ``ReplayError`` where one is there that is no state.
     """
 
     def __init__(self, path: Path | None) -> None:

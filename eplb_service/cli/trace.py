@@ -229,7 +229,7 @@ def _tokens_per_step(opened: Trace) -> float | None:
 
 
 def _shown(value: object) -> str:
-    """A fact for people: what stands in a list with commas between."""
+    """A fact for people: lists with commas between."""
     if value in ("", [], None):
         return "not recorded"
     return ", ".join(str(part) for part in value) if isinstance(value, list) else str(value)

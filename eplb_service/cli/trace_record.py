@@ -53,7 +53,7 @@ def record(
     if trace.error is not None:
         raise UserError(f"{out}: recording failed after {trace.steps} steps: {trace.error}")
     if not trace.steps:
-        raise UserError(f"no step of {deployment!r} was recorded; is its model serving? `eplb status` tells")
+        raise UserError(f"no step of {deployment!r} was recorded; is its model serving? see `eplb status`")
     lost = f"; {trace.lost} steps lost" if trace.lost else ""
     dropped = f"; the service dropped {trace.dropped} reports, the link was too slow" if trace.dropped else ""
     typer.echo(f"{out}: {trace.steps} steps recorded{lost}{dropped}")
@@ -77,7 +77,7 @@ def _follow(
     seconds: float | None,
     advance: Callable[[], None],
 ) -> None:
-    """Put what the service tells into the trace until it is full, time is up, or the user has enough."""
+    """Put what the service sends into the trace until it is full, time is up, or the user has enough."""
     stream = call.stream("WatchHeat", operator_pb2.WatchHeatRequest(deployment=deployment), seconds)
     try:
         for message in stream:
@@ -89,7 +89,7 @@ def _follow(
         # Enough: what has been heard is a whole trace.
         pass
     except WireError as error:
-        raise UserError(f"the service tells what cannot be: {error}") from error
+        raise UserError(f"the service sent what cannot be: {error}") from error
     except grpc.RpcError as error:
         if not _time_is_up(error, seconds):
             trace.close()

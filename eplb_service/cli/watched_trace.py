@@ -1,4 +1,4 @@
-"""The trace that is made of what a service tells those who watch a deployment's heat."""
+"""The trace that is made of what a service sends those who watch a deployment's heat."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class WatchedTrace:
     path
         Folder to make, or to go on with.
     deployment
-        Name to tell the user of.
+        Its name, for messages.
     most_steps
         Steps after which it is ``over``; ``None`` for no bound.
 
-    ``served`` is what the deployment serves, ``None`` until it is told; ``dropped`` the reports that the service says
-    it dropped.
+    ``served`` is what the deployment serves, ``None`` until that is known; ``dropped`` the reports that the
+    service says it dropped.
     """
 
     def __init__(self, path: Path, deployment: str, most_steps: int | None) -> None:
@@ -102,6 +102,6 @@ class WatchedTrace:
 
     def _cannot_go_on(self, how: str) -> str:
         return (
-            f"{self.path}: {self._deployment} has been started anew {how} than this trace has; "
+            f"{self.path}: {self._deployment} has been restarted {how} than this trace has; "
             f"its {self.steps} new steps are kept, record on into another file"
         )

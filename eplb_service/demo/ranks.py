@@ -17,7 +17,7 @@ _KEPT_STDERR_LINES = 12
 
 
 class RankDiedError(RuntimeError):
-    """A rank process ended with an error; the message holds its last words."""
+    """A rank process ended with an error; the message holds its last lines of stderr."""
 
 
 class RankProcesses:
@@ -83,7 +83,7 @@ class RankProcesses:
     def _check_alive(self) -> None:
         for rank, process in enumerate(self._processes):
             if process.poll() not in (None, 0):
-                words = " | ".join(self._errors[rank][-3:]) or "without a word"
+                words = " | ".join(self._errors[rank][-3:]) or "nothing on stderr"
                 raise RankDiedError(f"rank {rank} ended with exit code {process.returncode}: {words}")
 
     def _read_progress(self, rank: int) -> None:

@@ -17,7 +17,7 @@ _MOST_EXPERT_BARS = 48
 
 
 def render(board: Scoreboard, total_steps: int, heat_LE: Float64 | None, status: str) -> RenderableType:
-    """The view as it stands; ``heat_LE`` is the recent heat by expert, ``status`` one line of what goes on."""
+    """The view as it is now; ``heat_LE`` is the recent heat by expert, ``status`` one line of what goes on."""
     if board.steps == 0:
         return Text(status, style="dim")
     return Group(_figures(board, total_steps), _layers(board, heat_LE), Text(status, style="dim"))
@@ -60,7 +60,7 @@ def _layers(board: Scoreboard, heat_LE: Float64 | None) -> Table:
 
 
 def _bars(values: Float64, coloured: bool = True) -> Text:
-    """One block a value, as high as its share of the highest; hot ranks in red."""
+    """One block per value, as high as its share of the highest; hot ranks in red."""
     highest, mean = max(float(values.max()), 1e-9), max(float(values.mean()), 1e-9)
     text = Text()
     for value in values:

@@ -53,7 +53,7 @@ def _range(first: int, last: int | None) -> str:
 
 
 def check_trace_output(path: Path) -> None:
-    """Raise ``OutputError`` where no trace can be written to ``path``, or something stands there already."""
+    """Raise ``OutputError`` where no trace can be written to ``path``, or something exists there already."""
     if path.suffix not in SUFFIXES:
         raise OutputError(f"{path}: the name must end in {' or '.join(SUFFIXES)}, which says the format")
     if path.exists() and (path.suffix == native_layout.SUFFIX or not path.is_file()):
@@ -67,8 +67,8 @@ def copy_trace(
 ) -> tuple[int, int, int]:
     """Write ``trace`` to ``out`` whole or not at all; returns the shape written.
 
-    A native copy keeps all that the trace knows; numpy's files keep the heat by logical expert. ``on_steps`` is told
-    how many steps have been copied. Raises ``OutputError``, or ``HeatError`` where the trace is damaged.
+    A native copy keeps all that the trace knows; numpy's files keep the heat by logical expert. ``on_steps`` is called
+    with the number of steps copied. Raises ``OutputError``, or ``HeatError`` where the trace is damaged.
     """
     fitted = (cut or Cut()).fitted(trace)
     assert fitted.last_step is not None

@@ -26,9 +26,9 @@ SUFFIX = ".zarr"
 FORMAT = "eplb-trace"
 VERSION = 1
 STEP_ARRAYS = ("step", "tokens", "phase", "heat", "slot_heat", "epoch", "source_heat")
-"""Arrays with a row a step; the trace is as long as the shortest of those that it has."""
+"""Arrays with a row per step; the trace is as long as the shortest of those that it has."""
 PLACEMENT_ARRAYS = ("placement_layer", "placement_epoch", "placement_phy2log")
-"""Arrays with a row a placement."""
+"""Arrays with a row per placement."""
 
 
 def write_head(folder: Path, facts: TraceFacts, experts: int) -> None:

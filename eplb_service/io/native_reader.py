@@ -125,7 +125,7 @@ class StoredTrace(Trace):
 
 
 def sum_by_expert(slot_heat_NP: Array, phy2log_P: Int32) -> Int64:
-    """Tokens by expert ``[N, E]`` from tokens by slot ``[N, P]``; every expert must stand in some slot."""
+    """Tokens by expert ``[N, E]`` from tokens by slot ``[N, P]``; every expert must be in some slot."""
     by_expert_P = np.argsort(phy2log_P, kind="stable")
     first_E = np.flatnonzero(np.diff(phy2log_P[by_expert_P], prepend=-1))
     summed: Int64 = np.add.reduceat(slot_heat_NP[:, by_expert_P].astype(np.int64), first_E, axis=1)

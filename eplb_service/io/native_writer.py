@@ -39,8 +39,8 @@ class TraceWriter:
     sources
         Record tokens by source rank too; ``None`` to do so where the first steps bring them.
 
-    ``sources`` tells whether they are recorded, ``None`` while that is open. Raises ``OutputError`` where nothing can
-    be written there, ``HeatError`` where a trace of something else stands there.
+    ``sources`` is whether they are recorded, ``None`` while that is open. Raises ``OutputError`` where nothing can
+    be written there, ``HeatError`` where a trace of something else is there.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class TraceWriter:
         )
 
     def place(self, layer: int, epoch: int, phy2log_RS: Int32) -> None:
-        """Say which expert stands in each slot of ``layer`` at ``epoch``; written at once."""
+        """Record which expert is in each slot of ``layer`` at ``epoch``; written at once."""
         rows: dict[str, Array] = {
             "placement_layer": np.array([layer], dtype=np.int32),
             "placement_epoch": np.array([epoch], dtype=np.int64),
@@ -134,7 +134,7 @@ class TraceWriter:
         self.flush()
 
     def placements(self) -> dict[tuple[int, int], Int32]:
-        """Slots ``[R, S]`` by layer and epoch, as they stand in the trace."""
+        """Slots ``[R, S]`` by layer and epoch, as they are in the trace."""
         columns = [self._arrays[name] for name in native_layout.PLACEMENT_ARRAYS]
         rows = min(array.rows for array in columns)
         layer_K, epoch_K, phy2log_KRS = (array.read(0, rows) for array in columns)

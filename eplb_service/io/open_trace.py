@@ -18,7 +18,7 @@ from eplb_service.io.trace import ArrayTrace, Heat, Trace
 from eplb_service.io.zarr_array import METADATA
 
 KNOWN = f"{native_layout.SUFFIX} folder, .npz, .npy, .pt, a folder of ranks' .pt, .json or .csv"
-"""What can be opened, in words."""
+"""What can be opened, for messages and help."""
 
 _LEGACY_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 

@@ -41,10 +41,10 @@ class Recorder:
     most_steps
         Steps to record; ``None`` for no bound.
 
-    Tokens by source rank are recorded where all ranks tell them, up to ``MOST_SOURCE_COUNTS``. ``lost`` counts steps
-    that were not recorded: not told by all ranks, told under different placements or one that is not known, or too many
-    for the disk. ``error`` is what ended the recording, or ``None``. Raises ``OutputError`` where nothing can be
-    written, ``HeatError`` where something else stands there.
+    Tokens by source rank are recorded where all ranks report them, up to ``MOST_SOURCE_COUNTS``. ``lost`` counts steps
+    that were not recorded: not reported by all ranks, reported under different placements or one that is not known, or
+    too many for the disk. ``error`` is what ended the recording, or ``None``. Raises ``OutputError`` where nothing can
+    be written, ``HeatError`` where something else is there.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Recorder:
         return self._room is not None and self.steps >= self._room
 
     def place(self, layer: int, epoch: int, phy2log_RS: Int32) -> None:
-        """Say which expert stands in each slot of ``layer`` at ``epoch``; known ones are not written again."""
+        """Record which expert is in each slot of ``layer`` at ``epoch``; known ones are not written again."""
         data = np.ascontiguousarray(phy2log_RS, dtype=np.int32)
         if self._placements.get((layer, epoch)) != data.tobytes():
             self._placements[layer, epoch] = data.tobytes()
@@ -105,7 +105,7 @@ class Recorder:
         return known is not None and known != np.ascontiguousarray(phy2log_RS, dtype=np.int32).tobytes()
 
     def begin_anew(self) -> None:
-        """The ranks have come together anew: they may count steps from the beginning again."""
+        """The ranks have come together again: they may count steps from the beginning again."""
         self._hand_over()
         self._lost += len(self._pending)
         self._pending.clear()
@@ -132,7 +132,7 @@ class Recorder:
             self._hand_over(before=min(self._pending, default=self._complete[-1][0] + 1))
 
     def close(self) -> None:
-        """Write what waits; whatever was not told by all ranks is lost."""
+        """Write what waits; whatever was not reported by all ranks is lost."""
         self._hand_over()
         self._thread.shutdown(wait=True)
 
@@ -148,7 +148,7 @@ class Recorder:
     def _hand_over(self, before: int | None = None) -> None:
         """Give what is complete to the disk, up to the step ``before``: those from it on may still come in between.
 
-        Steps that were counted under a placement which is not told yet wait for it; at the end they are lost.
+        Steps that were counted under a placement that is not yet known wait for it; at the end they are lost.
         """
         ready: list[tuple[int, StepRecord]] = []
         kept: list[tuple[int, StepRecord]] = []

@@ -1,4 +1,4 @@
-"""Records all deployments of a service, a trace for each time that a deployment's ranks come together anew."""
+"""Records all deployments of a service, a trace for each time that a deployment's ranks come together again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Recording:
-    """Is told what deployments serve and count; what it cannot record is logged and never stops the service.
+    """Receives what deployments serve and count; what it cannot record is logged and never stops the service.
 
     Parameters
     ----------

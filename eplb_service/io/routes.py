@@ -17,7 +17,7 @@ _SLAB_BYTES = 256 << 20
 
 
 def rule(batch: int, requests: int) -> str:
-    """The rule in words, for whoever reads the trace later."""
+    """The rule as text, for whoever reads the trace later."""
     if requests == 1:
         return f"routes without request bounds: {batch} consecutive tokens a step, an unfilled last step left out"
     return (

@@ -32,7 +32,7 @@ _LAST_PASS = 1 << 62
 _PHASES = ("unknown", "prefill", "decode", "mixed")
 _MIXED = _PHASES.index("mixed")
 _MODES = {1: _PHASES.index("prefill"), 2: _PHASES.index("decode"), 3: _MIXED}
-"""What SGLang's numbers of forward modes stand for; others, such as idle, say nothing of a step."""
+"""What SGLang's numbers of forward modes stand for; others, such as idle, leave a step's phase unknown."""
 
 
 _RANK_FILE = re.compile(r"^(?P<stem>.+)_(?P<rank>\d+)$")
@@ -194,7 +194,7 @@ def _counts(record: Mapping[Any, Any], position: int, phy2log: Array | None) -> 
 def _counted(choices_LKC: Array, slots: int, position: int) -> Array:
     if choices_LKC.dtype.kind not in "iu" or (choices_LKC.size and choices_LKC.max() >= slots):
         raise HeatError(f"record {position} names slots past the {slots} that there are")
-    # -1 stands where a token has no more choices.
+    # -1 is where a token has no more choices.
     return np.stack(
         [np.bincount(choices_KC[choices_KC >= 0].ravel(), minlength=slots) for choices_KC in choices_LKC]
     )

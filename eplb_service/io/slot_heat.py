@@ -14,8 +14,8 @@ def heat_of_slots(slot_heat_TLP: Array, phy2log: npt.ArrayLike, experts: int | N
     """Heat by logical expert ``[T, L, E]`` from tokens by slot ``[T, L, P]``.
 
     ``phy2log`` is the expert in each slot: ``[L, P]``, ``[L, R, S]``, or ``[P]`` where all layers agree. ``experts`` is
-    E where the map alone does not tell (the largest expert named, plus one). Raises ``HeatError`` where map and heat do
-    not go together.
+    E where the map alone does not show it (the largest expert named, plus one). Raises ``HeatError`` where map and heat
+    do not go together.
     """
     if slot_heat_TLP.ndim != 3 or 0 in slot_heat_TLP.shape:
         raise HeatError(f"heat by slot has the shape [steps, layers, slots], got {list(slot_heat_TLP.shape)}")

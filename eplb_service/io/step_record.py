@@ -21,7 +21,7 @@ _UNKNOWN_TOKENS = -1
 
 
 class StepRecord:
-    """What each rank told of one step; the arrays are those of the reports, not copies.
+    """What each rank reported of one step; the arrays are those of the reports, not copies.
 
     ``layer_epochs`` is what the first rank counted under, ``spoilt`` whether another rank said otherwise, ``busy``
     whether any rank had tokens.
@@ -32,23 +32,23 @@ class StepRecord:
         self.spoilt = False
         self.busy = False
         self._missing = ranks
-        self._told: list[tuple[HeatReport, int] | None] = [None] * ranks
+        self._reported: list[tuple[HeatReport, int] | None] = [None] * ranks
 
     @property
     def whole(self) -> bool:
-        """Whether all ranks have told."""
+        """Whether all ranks have reported."""
         return self._missing == 0
 
     @property
     def has_sources(self) -> bool:
-        """Whether all ranks told which experts their own tokens chose."""
+        """Whether all ranks reported which experts their own tokens chose."""
         return all(batch.source_counts_TLE is not None for batch, _ in self._reports())
 
     def add(self, rank: int, batch: HeatReport, offset: int) -> None:
         """Take step ``offset`` of a rank's report."""
-        if self._told[rank] is None:
+        if self._reported[rank] is None:
             self._missing -= 1
-        self._told[rank] = batch, offset
+        self._reported[rank] = batch, offset
         self.spoilt |= batch.layer_epochs != self.layer_epochs
         self.busy |= int(batch.phase_T[offset]) != StepPhase.DUMMY
 
@@ -68,9 +68,9 @@ class StepRecord:
         return np.stack(rows).astype(np.uint32)
 
     def tokens(self) -> int:
-        """Tokens of all ranks, -1 where one did not tell."""
-        told = [batch.tokens_T[offset] for batch, offset in self._reports() if batch.tokens_T is not None]
-        return int(sum(told)) if len(told) == len(self._told) else _UNKNOWN_TOKENS
+        """Tokens of all ranks, -1 where one did not report them."""
+        known = [batch.tokens_T[offset] for batch, offset in self._reports() if batch.tokens_T is not None]
+        return int(sum(known)) if len(known) == len(self._reported) else _UNKNOWN_TOKENS
 
     def phase(self) -> int:
         """Index into ``PHASES``, of the ranks that had tokens."""
@@ -78,4 +78,4 @@ class StepRecord:
         return _PHASE_OF[StepPhase(found.pop())] if len(found) == 1 else _MIXED
 
     def _reports(self) -> list[tuple[HeatReport, int]]:
-        return [report for report in self._told if report is not None]
+        return [report for report in self._reported if report is not None]

@@ -1,4 +1,4 @@
-"""Heat in text: JSON documents, and CSV as a table of weights or one row a count."""
+"""Heat in text: JSON documents, and CSV as a table of weights or one row per count."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eplb_service.io.numpy_file import check_fits_memory
 from eplb_service.io.trace import ArrayTrace, TraceFacts
 
 COLUMNS = ("step", "layer", "expert", "tokens")
-"""Columns of the CSV with one row a count; what no row names is 0."""
+"""Columns of the CSV with one row per count; what no row names is 0."""
 
 _MOST_TEXT_BYTES = 4 << 30
 
@@ -33,7 +33,7 @@ def read_json(path: Path) -> object:
 
 
 def read_csv_trace(path: Path, read_as: ReadAs) -> ArrayTrace:
-    """The trace of a ``.csv``: header ``step,layer,expert,tokens`` and one row a count, or a plain table of weights.
+    """The trace of a ``.csv``: header ``step,layer,expert,tokens`` and one row per count, or a plain table of weights.
 
     A table without a header has one row a layer and one column an expert. Raises ``HeatError`` (without the path)
     naming the line that cannot be read.
@@ -81,13 +81,13 @@ def _of_rows(rows: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> ArrayTr
     np.add.at(heat_TLE, (step_K, layer_K, expert_K), rows[:, 3])
     whole = (heat_TLE == np.floor(heat_TLE)).all()
     return ArrayTrace(
-        heat_TLE.astype(np.int64) if whole else heat_TLE, TraceFacts(origin="CSV, one row a count")
+        heat_TLE.astype(np.int64) if whole else heat_TLE, TraceFacts(origin="CSV, one row per count")
     )
 
 
 def _numbers(path: Path, **which: Any) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
     with warnings.catch_warnings():
-        # That there are none is told by who asked.
+        # That there are none is for the caller to say.
         warnings.filterwarnings("ignore", message=".*input contained no data", category=UserWarning)
         return np.loadtxt(path, delimiter=",", ndmin=2, encoding="utf-8-sig", **which)
 

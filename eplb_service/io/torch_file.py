@@ -139,7 +139,7 @@ class _Reader(pickle.Unpickler):
             dtype = np.dtype(_TYPES[kind.name])
             if numbers.size < count * dtype.itemsize:
                 raise HeatError(
-                    f"has a storage of {numbers.size} bytes where {count} {kind.name[:-7]}s were told"
+                    f"has a storage of {numbers.size} bytes where {count} {kind.name[:-7]}s were announced"
                 )
             self._storages[key] = _Storage(kind.name, numbers[: count * dtype.itemsize].view(dtype))
         return self._storages[key]

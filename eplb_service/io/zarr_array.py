@@ -28,7 +28,7 @@ _MOST_CHUNK_STEPS = 1024
 _MOST_METADATA_BYTES = 1 << 20
 _MOST_CHUNK_BYTES = 1 << 30
 _GZIP = 31
-"""zlib's word for a gzip header and trailer, with the checksum that tells damage."""
+"""zlib's word for a gzip header and trailer, with the checksum that shows damage."""
 _LEVEL = 1
 _TYPES = ("uint8", "int32", "uint32", "int64", "float64")
 

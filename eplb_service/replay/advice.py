@@ -26,7 +26,7 @@ _FEW_EXPERTS = 2
 
 @dataclass(frozen=True)
 class Option:
-    """One setting tried: its name, its slots a rank, schedule and price of moves, and what it realised."""
+    """One setting tried: its name, its slots per rank, schedule and price of moves, and what it realised."""
 
     label: str
     setup: Setup
@@ -46,11 +46,11 @@ class Advice:
     pays
         Whether balancing is worth running.
     reasons
-        Why, in an operator's words.
+        Why, for an operator to read.
     par_left_alone, par, floor
         Without redundancy and balancing; as advised; by sampling alone.
     redundant
-        Redundant experts a layer that are advised.
+        Redundant experts per layer that are advised.
     chosen
         The setting advised.
     by_redundancy, by_schedule, by_moves
@@ -143,7 +143,7 @@ def _judged(
         )
     if floor - 1 > 0.5 * (left_alone - 1):
         reasons.append(
-            f"A rank gets only {per_rank:.0f} tokens a layer and step: chance makes most of the imbalance, and no "
+            f"A rank gets only {per_rank:.0f} tokens per layer and step: chance makes most of the imbalance, and no "
             "placement helps against it. Larger batches would."
         )
     if replay.experts / replay.ranks <= _FEW_EXPERTS:
@@ -189,7 +189,7 @@ def _cheapest(options: Sequence[Option]) -> Option:
 
 
 def _calmest(options: Sequence[Option]) -> Option:
-    """The fewest moves a step that come near the best PAR."""
+    """The fewest moves per step that come near the best PAR."""
     best = min(option.par for option in options)
     near = [option for option in options if option.par <= best + _SAME_PAR]
     return min(near, key=lambda option: option.moves_per_decision / option.setup.schedule.interval)

@@ -21,7 +21,7 @@ class Costs:
     bytes_per_expert
         Weights of one expert in one layer.
     bandwidth
-        Bytes a second that a rank receives while it serves.
+        Bytes per second that a rank receives while it serves.
     solve_ms
         From the end of a window to the plan at the ranks.
     commit_ms

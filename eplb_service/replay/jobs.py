@@ -41,7 +41,7 @@ class TraceFile:
 class Scene:
     """What all jobs of a replay share.
 
-    ``phy2log_LRS`` is where weights stand at the start; ``None`` for experts in order on each setup's slots.
+    ``phy2log_LRS`` is where weights are at the start; ``None`` for experts in order on each setup's slots.
     """
 
     topology: Topology
@@ -49,7 +49,7 @@ class Scene:
     phy2log_LRS: npt.NDArray[np.int32] | None = None
 
     def placement(self, trace: Trace, setup: Setup) -> Placement:
-        """Where weights stand at the start; raises ``PlacementError`` where it does not fit the trace."""
+        """Where weights are at the start; raises ``PlacementError`` where it does not fit the trace."""
         if self.phy2log_LRS is not None:
             return Placement(self.phy2log_LRS, trace.experts)
         return Placement.linear(trace.layers, trace.experts, self.topology.ranks, setup.slots)

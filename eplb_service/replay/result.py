@@ -131,7 +131,7 @@ class PolicyReplay:
 
 @dataclass(frozen=True)
 class BaselineReplay:
-    """What the policies of one setup are measured against, a row a decision, float64 ``[D, L]`` each.
+    """What the policies of one setup are measured against, a row per decision, float64 ``[D, L]`` each.
 
     Parameters
     ----------

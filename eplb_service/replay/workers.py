@@ -99,7 +99,7 @@ _Share = list[tuple[int, Job, ResumePoint]]
 
 _EFFORT = {"none": 1, "deepseek": 8, "flashlb": 24}
 """About how long a decision takes beside one that does nothing, for sharing out jobs alike; any other policy as long as
-flashlb, and hindsight longer, because it places every layer anew."""
+flashlb, and hindsight longer, because it places every layer from scratch."""
 _HINDSIGHT = 32
 
 

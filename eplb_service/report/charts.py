@@ -28,7 +28,7 @@ class Line(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A policy among others: its name, its colour's class, moves a decision as a share of all slots, and PAR."""
+    """A policy among others: its name, its colour's class, moves per decision as a share of all slots, and PAR."""
 
     name: str
     colour: str
@@ -37,7 +37,7 @@ class Point(NamedTuple):
 
 
 def par_over_time(lines: Sequence[Line], end: int) -> str:
-    """Realised PAR along the trace, a line a policy, held from each decision to the next."""
+    """Realised PAR along the trace, a line per policy, held from each decision to the next."""
     height, top, bottom = 360.0, 34.0, 300.0
     values = np.concatenate([line.values for line in lines])
     low, high = min(1.0, float(values.min())), float(np.max(values))
@@ -49,12 +49,12 @@ def par_over_time(lines: Sequence[Line], end: int) -> str:
         parts.append(element("path", d=path, class_=f"line {line.colour}", data_series=line.name))
     parts.append(element("line", class_="cross", x1=0, x2=0, y1=top, y2=bottom))
     return drawing(
-        "par", "Realised peak-to-average ratio over steps, one line a policy", WIDTH, height, "".join(parts)
+        "par", "Realised peak-to-average ratio over steps, one line per policy", WIDTH, height, "".join(parts)
     )
 
 
 def moves_per_decision(lines: Sequence[Line], end: int) -> str:
-    """Slots that had to receive weights at each decision, a row of bars a policy, all on one scale."""
+    """Slots that had to receive weights at each decision, a row of bars per policy, all on one scale."""
     row, top = 74.0, 4.0
     most = max(1.0, *(float(np.max(line.values)) for line in lines))
     x = Scale(min(line.steps[0] for line in lines), end, _LEFT, WIDTH - _RIGHT)
@@ -73,7 +73,7 @@ def moves_per_decision(lines: Sequence[Line], end: int) -> str:
     height = top + len(lines) * row
     parts += [text(f"{tick:,.0f}", x(tick), height + 12, "tick", text_anchor="middle") for tick in x.ticks(6)]
     parts.append(text("step", (x.start + x.end) / 2, height + 32, "title", text_anchor="middle"))
-    words = "Experts received at each decision, one row of bars a policy"
+    words = "Experts received at each decision, one row of bars per policy"
     return drawing("moves", words, WIDTH, height + 40, "".join(parts))
 
 
@@ -100,7 +100,7 @@ def pareto(points: Sequence[Point]) -> str:
         taken.append((left, low))
         anchor = "end" if to_the_left else "start"
         parts.append(text(point.name, left + (-10 if to_the_left else 10), low, "name", text_anchor=anchor))
-    return drawing("pareto", "Realised PAR against moves, one dot a policy", WIDTH, height, "".join(parts))
+    return drawing("pareto", "Realised PAR against moves, one dot per policy", WIDTH, height, "".join(parts))
 
 
 def heat_map(name: str, words: str, ratio_YX: Float64, y_title: str, x_title: str) -> str:
@@ -177,7 +177,7 @@ def _front(points: Sequence[Point]) -> list[Point]:
 
 
 def _free_height(taken: Sequence[tuple[float, float]], left: float, at: float) -> float:
-    """Where a name can stand without covering one that stands already."""
+    """Where a name can be without covering another."""
     while any(abs(left - other) < 180 and abs(at - height) < 17 for other, height in taken):
         at -= 17
     return at

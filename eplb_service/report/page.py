@@ -21,7 +21,7 @@ def report_page(replay: Replay, *, title: str, command: str, facts: Mapping[str,
     """The whole HTML of a report.
 
     ``title`` names the trace, ``command`` is what makes the same report again, and ``facts`` are settings and what is
-    known of the trace, in the words of the report.
+    known of the trace, for the report to list.
     """
     colours = colours_of(replay)
     best = min(replay.policies, key=lambda policy: policy.par_realised)

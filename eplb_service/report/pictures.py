@@ -24,7 +24,7 @@ _MARKERS = ("o", "s", "^", "D")
 
 
 def write_pictures(folder: Path, replay: Replay) -> None:
-    """Write one PNG a chart into ``folder``, which is made where it is missing.
+    """Write one PNG per chart into ``folder``, which is made where it is missing.
 
     Raises ``OutputError`` where matplotlib is not installed or nothing can be written.
     """

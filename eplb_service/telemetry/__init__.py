@@ -1,1 +1,1 @@
-"""What the service tells about itself: metrics and logs."""
+"""What the service reports about itself: metrics and logs."""

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the service; told what happens, never asking."""
+"""Prometheus metrics of the service; they are told what happens and never ask."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Metrics:
             _remove(metric, names, deployment)
 
     def forget_layers(self, deployment: str) -> None:
-        """Remove what was told of a deployment's layers; another group of ranks may have others."""
+        """Remove what was reported of a deployment's layers; another group of ranks may have others."""
         for metric in (self.par_realised, self.par_planned):
             _remove(metric, _LAYER, deployment)
 
