@@ -6,16 +6,16 @@ The ranks hold the truth about what is installed; everything here follows from w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from eplb_service.control.core.errors import RefusedError
 from eplb_service.control.core.events import Event, LayerCommitted, PlacementKnown, PlanEnded, StreamsOutdated
 from eplb_service.control.core.heat_watchdog import HeatWatchdog
 from eplb_service.control.core.live_placement import LivePlacement
-from eplb_service.control.core.membership import Group, Member
-from eplb_service.control.core.offer import Milestone, Offer
+from eplb_service.control.core.membership import Group, Member, rank_list
+from eplb_service.control.core.offer import Offer
 from eplb_service.control.core.plan_tracker import ContradictionError, Outcome, PlanTracker
-from eplb_service.control.core.rank_list import rank_list
 from eplb_service.heat.assembler import HeatAssembler, StepCounts
 from eplb_service.planner.plan import LayerPlan
 from eplb_service.wire.heat import HeatReport
@@ -24,6 +24,8 @@ from eplb_service.wire.status import Heartbeat, PlanStatus
 
 _REFUSALS_KEPT = 16
 _PROBLEMS_KEPT = 8
+_MOST_TOTAL = 1 << 62
+"""Bound on a total: what is stored and sent stays within 64 bits, whatever the ranks report."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +50,21 @@ class Limits:
     plan_timeout: float
 
 
-@dataclass
+@dataclass(frozen=True)
 class Totals:
-    """What a deployment has been through, over all its groups."""
+    """What a deployment has been through, over all its groups; no sum grows past ``_MOST_TOTAL``."""
 
     layers_switched: int = 0
     experts_moved: int = 0
     bytes_moved: int = 0
     steps_received: int = 0
     steps_lost: int = 0
+
+    def plus(self, **gains: int) -> Totals:
+        """These and ``gains``, by field."""
+        return replace(
+            self, **{name: min(getattr(self, name) + gain, _MOST_TOTAL) for name, gain in gains.items()}
+        )
 
 
 @dataclass
@@ -66,13 +74,33 @@ class Deployment:
     Parameters
     ----------
     name
-        As its agents say it.
+        As its agents give it.
     limits
         Its bounds.
-
-    The other fields are its state, for reading: ``plan`` is the one under way, ``ended_plan`` the one before;
-    ``planned_par`` holds what each switched layer's plan promised; ``refused`` the last words to ranks turned away;
-    ``plan_problems`` what went wrong with plans since the last decision; ``silence`` how long no heat has come.
+    paused
+        Whether an operator has stopped planning.
+    last_decision
+        The last decision, for operators.
+    totals
+        Over all groups.
+    group
+        The ranks, and what they serve; a value.
+    heat
+        Counts of the ranks' steps, once the placement is known.
+    plan, ended_plan
+        The plan under way, and the one before it; values.
+    planned_par
+        What each switched layer's plan promised, by layer.
+    refused
+        Why ranks were turned away, by rank.
+    plan_problems
+        What went wrong with plans since the last decision.
+    watchdog
+        How long no heat has come.
+    decided_at
+        Steps assembled when the last decision was made.
+    events
+        What has happened since ``take_events``.
     """
 
     name: str
@@ -87,13 +115,13 @@ class Deployment:
     planned_par: dict[int, float] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
     plan_problems: list[str] = field(default_factory=list)
-    silence: HeatWatchdog = field(default_factory=HeatWatchdog)
-    _decided_at: int = 0
-    _events: list[Event] = field(default_factory=list)
+    watchdog: HeatWatchdog = field(default_factory=HeatWatchdog)
+    decided_at: int = 0
+    events: list[Event] = field(default_factory=list)
 
     @property
     def live(self) -> LivePlacement | None:
-        """What is served, once all ranks have told."""
+        """What is served, once all ranks have reported it."""
         return self.group.live if self.group else None
 
     @property
@@ -103,7 +131,7 @@ class Deployment:
 
     def take_events(self) -> list[Event]:
         """What has happened since the last time, in order."""
-        events, self._events = self._events, []
+        events, self.events = self.events, []
         return events
 
     # Ranks come and go
@@ -113,8 +141,9 @@ class Deployment:
         self._make_way_for(hello)
         assert self.group is not None
         self._follow_plan(hello.rank, hello.version)
+        before = self.group.live
         try:
-            changed = self.group.join(hello)
+            self.group = self.group.joined(hello)
         except RefusedError as error:
             self.refused[hello.rank] = str(error)
             for rank in list(self.refused)[:-_REFUSALS_KEPT]:
@@ -123,35 +152,36 @@ class Deployment:
         self.refused.pop(hello.rank, None)
         if self.group.live is None:
             self._interrupt_plan("the ranks moved on while the service could not hear them")
-        elif changed:
+        elif self.group.live is not before:
             self._expect_heat_of(self.group.live)
-            self._events.append(PlacementKnown(self.group.live))
+            self.events.append(PlacementKnown(self.group.live))
 
     def leave(self, rank: int) -> None:
         """The rank's stream has ended."""
         if self.group is not None:
-            self.group.leave(rank)
+            self.group = self.group.left(rank)
 
-    # What ranks tell
+    # What ranks report
 
     def heartbeat(self, rank: int, heartbeat: Heartbeat) -> None:
-        """A rank is alive and serves what it says."""
-        member = self._member(rank)
-        member.step, member.error = heartbeat.step, heartbeat.error
-        member.epoch, member.digest = heartbeat.epoch, heartbeat.digest
-        self._follow_plan(rank, member.version)
+        """A rank is alive and serves what it reports."""
+        version = heartbeat.epoch, heartbeat.digest
+        self._note(
+            rank, step=heartbeat.step, error=heartbeat.error, epoch=heartbeat.epoch, digest=heartbeat.digest
+        )
+        self._follow_plan(rank, version)
         self._give_way_to_ranks()
 
     def plan_status(self, rank: int, status: PlanStatus, now: float) -> None:
-        """A rank's word about a plan; one about a plan before the last is of no use any more."""
+        """A rank reports on a plan; what it reports on one before the last is of no use any more."""
         member = self._member(rank)
-        member.step = max(member.step, status.step)
+        self._note(rank, step=max(member.step, status.step))
         if status.epoch > member.epoch:
-            member.epoch, member.digest = status.epoch, status.digest
-        for life in (self.plan, self.ended_plan):
-            if life is not None and life.offer.plan_id == status.plan_id:
+            self._note(rank, epoch=status.epoch, digest=status.digest)
+        for plan in (self.plan, self.ended_plan):
+            if plan is not None and plan.offer.plan_id == status.plan_id:
                 try:
-                    self._advance(life, life.hear(rank, status, now))
+                    self._advance(plan, plan.after_status(rank, status, now))
                 except ContradictionError as error:
                     self._note_problem(str(error))
         self._give_way_to_ranks()
@@ -161,19 +191,18 @@ class Deployment:
         if self.heat is None:
             return StepCounts(0, 0)
         member = self._member(rank)
-        member.step = max(member.step, report.first_step + report.steps)
-        member.dropped_steps = report.dropped_steps
+        step = max(member.step, report.first_step + report.steps)
+        self._note(rank, step=step, dropped_steps=report.dropped_steps)
         gained = self.heat.add(rank, report)
-        self.totals.steps_received += gained.received
-        self.totals.steps_lost += gained.lost
+        self.totals = self.totals.plus(steps_received=gained.received, steps_lost=gained.lost)
         return gained
 
     # Decisions
 
     def obstacle(self) -> str | None:
-        """Why no decision can be made now, in words, or ``None``."""
+        """Why no decision can be made now, or ``None``."""
         if self.group is None or self.live is None or self.heat is None:
-            return "not all ranks have said what they serve"
+            return "not all ranks have reported what they serve"
         if self.paused:
             return "planning is paused"
         if self.plan is not None:
@@ -189,30 +218,31 @@ class Deployment:
 
     def is_due(self, interval: int) -> bool:
         """Whether ``interval`` steps have been gathered since the last decision, and one can be made."""
-        gathered = self.heat.assembled - self._decided_at if self.heat else 0
+        gathered = self.heat.assembled - self.decided_at if self.heat else 0
         return gathered >= interval and self.obstacle() is None
 
     def deciding(self) -> None:
         """A decision is being made on the window as it is now."""
         self.plan_problems.clear()
-        self._decided_at = self.heat.assembled if self.heat else 0
+        self.decided_at = self.heat.assembled if self.heat else 0
 
     def offer(self, offer: Offer, now: float) -> None:
         """A plan is about to be sent to all ranks."""
         assert self.group is not None
-        self.plan = PlanTracker(offer, self.group.shape.ranks, now)
+        self.plan = PlanTracker.of(offer, self.group.shape.ranks, now)
 
     def tick(self, now: float) -> None:
         """Time has passed."""
         if self.heat is not None and self.connected:
-            self.silence.look(now, max(member.step for member in self.connected), self.heat.counted.received)
+            step = max(member.step for member in self.connected)
+            self.watchdog = self.watchdog.after(now, step, self.heat.counted.received)
         if self.plan is not None:
-            self.plan.tick(now, self.limits.plan_timeout)
+            self.plan = self.plan.after_time(now, self.limits.plan_timeout)
             self._close_plan()
         if self.group is not None and self.group.live is None and not self.group.missing:
             # Nobody is still to come, so nothing would ever change: a stream that was to end has not.
-            reason = "all ranks are here, but not all have said what they serve since; say Hello again"
-            self._events.append(StreamsOutdated(reason))
+            reason = "all ranks are here, but not all have reported what they serve since; say Hello again"
+            self.events.append(StreamsOutdated(reason))
 
     # Transitions
 
@@ -220,11 +250,11 @@ class Deployment:
         if self.group is not None and not self.group.yields_to(hello):
             return
         self._interrupt_plan("the group of ranks was formed anew")
-        self.group, self.heat, self.ended_plan = Group(hello), None, None
+        self.group, self.heat, self.ended_plan = Group(hello.group_id, hello.shape), None, None
         self.planned_par.clear()
         self.refused.clear()
         self.plan_problems.clear()
-        self._decided_at, self.silence = 0, HeatWatchdog()
+        self.decided_at, self.watchdog = 0, HeatWatchdog()
 
     def _expect_heat_of(self, live: LivePlacement) -> None:
         assert self.group is not None
@@ -237,10 +267,10 @@ class Deployment:
             self.heat.placements.place(layer, epoch, live.placement.phy2log_LRS[layer])
 
     def _follow_plan(self, rank: int, version: tuple[int, int]) -> None:
-        for life in (self.plan, self.ended_plan):
-            reached = life.sees(rank, *version) if life is not None else None
-            if life is not None and reached is not None:
-                self._advance(life, reached)
+        for plan in (self.plan, self.ended_plan):
+            after = plan.after_version(rank, version) if plan is not None else None
+            if plan is not None and after is not None:
+                self._advance(plan, after)
                 return
 
     def _give_way_to_ranks(self) -> None:
@@ -250,43 +280,46 @@ class Deployment:
         if live is None:
             if self.group.moved_on is not None:
                 reason = f"rank {self.group.moved_on} has switched since its Hello; say Hello again"
-                self._events.append(StreamsOutdated(reason))
+                self.events.append(StreamsOutdated(reason))
         elif len(versions) == 1 and versions != {(live.epoch, live.digest)}:
             ((epoch, _),) = versions
-            self.group.forget_live()
+            self.group = self.group.without_live()
             reason = f"the ranks serve epoch {epoch}, the service knew epoch {live.epoch}; say Hello again"
-            self._events.append(StreamsOutdated(reason))
+            self.events.append(StreamsOutdated(reason))
 
-    def _advance(self, life: PlanTracker, reached: list[Milestone]) -> None:
-        for milestone in reached:
+    def _advance(self, before: PlanTracker, after: PlanTracker) -> None:
+        """The plan under way, or the one before it, is further than it was."""
+        if self.plan is before:
+            self.plan = after
+        elif self.ended_plan is before:
+            self.ended_plan = after
+        for milestone in after.offer.milestones[before.committed : after.committed]:
             if self.group is not None and self.live is not None and self.live.epoch + 1 == milestone.epoch:
-                self._commit(self.group, self.live, life, milestone.update)
+                self._commit(self.group, self.live, after, milestone.update)
         self._close_plan()
 
-    def _commit(self, group: Group, before: LivePlacement, life: PlanTracker, update: LayerPlan) -> None:
+    def _commit(self, group: Group, before: LivePlacement, plan: PlanTracker, update: LayerPlan) -> None:
         live = before.with_layer(update.layer, update.phy2log_RS, update.log2phy_RE)
         moves = len(update.moves_M5)
         bytes_moved = moves * group.shape.bytes_per_expert
-        group.live = live
+        self.group = replace(group, live=live)
         if self.heat is not None:
-            # Not before a rank has said so: until then another plan may be the one that gets to this epoch. What is
-            # counted from here on a rank tells after it has told of the switch.
+            # Not before a rank has reported it: until then another plan may be the one that gets to this epoch. What is
+            # counted from here on a rank reports after the switch.
             self.heat.placements.place(update.layer, live.epoch, update.phy2log_RS)
-        self.planned_par[update.layer] = life.offer.decision.verdicts[update.layer].par_planned
-        self.totals.layers_switched += 1
-        self.totals.experts_moved += moves
-        self.totals.bytes_moved += bytes_moved
-        self._events.append(LayerCommitted(life.offer.plan_id, update, live, bytes_moved))
+        self.planned_par[update.layer] = plan.offer.decision.verdicts[update.layer].par_planned
+        self.totals = self.totals.plus(layers_switched=1, experts_moved=moves, bytes_moved=bytes_moved)
+        self.events.append(LayerCommitted(plan.offer.plan_id, update, live, bytes_moved))
 
     def _interrupt_plan(self, reason: str) -> None:
         if self.plan is not None:
-            self.plan.interrupt(reason)
+            self.plan = self.plan.interrupted(reason)
             self._close_plan()
 
     def _close_plan(self) -> None:
         if self.plan is not None and self.plan.outcome is not None:
             self.ended_plan, self.plan = self.plan, None
-            self._events.append(PlanEnded(self.ended_plan))
+            self.events.append(PlanEnded(self.ended_plan))
             if self.ended_plan.outcome is not Outcome.DONE:
                 self._note_problem(self.ended_plan.summary)
 
@@ -297,3 +330,8 @@ class Deployment:
     def _member(self, rank: int) -> Member:
         assert self.group is not None
         return self.group.members[rank]
+
+    def _note(self, rank: int, **changes: Any) -> None:
+        """What a rank has reported of itself."""
+        assert self.group is not None
+        self.group = self.group.with_member(rank, **changes)

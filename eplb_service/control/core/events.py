@@ -1,4 +1,4 @@
-"""What a deployment's state machine tells the world around it."""
+"""What follows from a change of a deployment, for the world around it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LayerCommitted:
 class PlanEnded:
     """A plan has its outcome."""
 
-    life: PlanTracker
+    plan: PlanTracker
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What can be read off a deployment: how well it is balanced, and what is wrong with it."""
+"""How well a deployment is balanced, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.control.core.deployment import Deployment
-from eplb_service.control.core.rank_list import rank_list
+from eplb_service.control.core.membership import rank_list
 from eplb_service.planner.scoring import par
 
 _SILENT_SECONDS = 30.0
@@ -44,10 +44,9 @@ def problems(deployment: Deployment) -> list[str]:
         found.append(
             f"{len(group.connected)} of {group.shape.ranks} ranks connected, missing {rank_list(group.missing)}"
         )
-    if deployment.silence.seconds > _SILENT_SECONDS:
-        found.append(
-            f"no step's heat has been put together for {deployment.silence.seconds:.0f} s, though the ranks make steps"
-        )
+    silent = deployment.watchdog.silent_seconds
+    if silent > _SILENT_SECONDS:
+        found.append(f"no step's heat has been put together for {silent:.0f} s, though the ranks make steps")
     found += [f"rank {member.rank}: {member.error}" for member in group.connected if member.error]
     if group.out_of_step and deployment.plan is None and group.live is not None:
         found.append(

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from eplb_service.control.core.errors import AlreadyConnectedError, ConflictError
 from eplb_service.control.core.live_placement import LivePlacement
-from eplb_service.control.core.rank_list import rank_list
 from eplb_service.placement import Placement, PlacementError
 from eplb_service.planner.topology import Topology
 from eplb_service.wire.hello import Hello, Shape
 
+_RANKS_NAMED = 8
 
-@dataclass
+
+@dataclass(frozen=True)
 class Member:
-    """One rank as it was last heard of."""
+    """One rank as it last reported.
+
+    Parameters
+    ----------
+    epoch, digest
+        Version that it serves.
+    connected
+        Whether its stream is alive.
+    step
+        Step that it is at.
+    error
+        Why it no longer takes part; empty while all is well.
+    dropped_steps
+        Steps that its agent had to drop since its Hello.
+    """
 
     rank: int
     node: str
@@ -35,21 +52,32 @@ class Member:
         return self.epoch, self.digest
 
 
+@dataclass(frozen=True)
 class Group:
-    """One forming of an EP group: who has come, and what they serve once all have.
+    """One forming of an EP group, a value: who has come, and what they serve once all have.
 
     Parameters
     ----------
-    first
-        The Hello that opens the group; the others must agree with it.
+    group_id, shape
+        What all its ranks agree on.
+    members
+        Ranks that have ever come, by rank.
+    waiting
+        Their Hellos until all have come.
+    live
+        What they serve together, once all have come.
     """
 
-    def __init__(self, first: Hello) -> None:
-        self.group_id = first.group_id
-        self.shape: Shape = first.shape
-        self.members: dict[int, Member] = {}
-        self.live: LivePlacement | None = None
-        self._waiting: dict[int, Hello] = {}
+    group_id: str
+    shape: Shape
+    members: Mapping[int, Member] = field(default_factory=dict)
+    waiting: Mapping[int, Hello] = field(default_factory=dict)
+    live: LivePlacement | None = None
+
+    @property
+    def forming(self) -> tuple[str, Shape]:
+        """What tells one forming of the group from another."""
+        return self.group_id, self.shape
 
     @property
     def connected(self) -> list[Member]:
@@ -73,7 +101,7 @@ class Group:
     @property
     def moved_on(self) -> int | None:
         """A rank that has switched since its Hello while others were still to come, so that they would not agree."""
-        for rank, hello in self._waiting.items():
+        for rank, hello in self.waiting.items():
             if self.members[rank].version != hello.version:
                 return rank
         return None
@@ -101,7 +129,7 @@ class Group:
                 f"rank {hello.rank} is connected already; give each agent its own rank, and each model instance "
                 "its own deployment"
             )
-        if (hello.group_id, hello.shape) == (self.group_id, self.shape):
+        if (hello.group_id, hello.shape) == self.forming:
             return False
         if self.connected and hello.group_id != self.group_id:
             here = rank_list([member.rank for member in self.connected])
@@ -111,21 +139,25 @@ class Group:
             )
         return not self.connected
 
-    def join(self, hello: Hello) -> bool:
-        """Take a rank in; true where this made (or changed) the live placement.
+    def joined(self, hello: Hello) -> Group:
+        """The group with this rank in it.
 
-        Raises ``ConflictError`` where the rank says anything that contradicts the others.
+        Raises
+        ------
+        ConflictError
+            The rank reports something that contradicts the others.
         """
         if hello.shape != self.shape:
             raise ConflictError(f"rank {hello.rank} {_difference(hello.shape, self.shape)}")
+        group = self
         if self.live is not None and hello.version != (self.live.epoch, self.live.digest):
             if self.connected:
                 raise ConflictError(_other_version(hello, self.live.epoch, self.live.digest))
             # Nobody is left who served what was known: the ranks hold the truth, so start over from theirs.
-            self.live = None
-        changed = self._assemble_with(hello) if self.live is None else self._rejoin(hello, self.live)
+            group = self.without_live()
+        group = group._assembled_with(hello) if group.live is None else group._rejoined(hello, group.live)
         known = self.members.get(hello.rank)
-        self.members[hello.rank] = Member(
+        member = Member(
             hello.rank,
             hello.node,
             hello.token_group,
@@ -134,29 +166,31 @@ class Group:
             step=known.step if known else 0,
             agent_version=hello.agent_version,
         )
-        return changed
+        return replace(group, members={**self.members, hello.rank: member})
 
-    def leave(self, rank: int) -> None:
-        """The rank's stream has ended; what it said may be out of date when it returns."""
-        self._waiting.pop(rank, None)
-        self.members[rank].connected = False
+    def left(self, rank: int) -> Group:
+        """The rank's stream has ended; what it reported may be out of date when it returns."""
+        waiting = {other: hello for other, hello in self.waiting.items() if other != rank}
+        return replace(self.with_member(rank, connected=False), waiting=waiting)
 
-    def forget_live(self) -> None:
+    def with_member(self, rank: int, **changes: Any) -> Group:
+        """The group with some fields of one member changed."""
+        return replace(self, members={**self.members, rank: replace(self.members[rank], **changes)})
+
+    def without_live(self) -> Group:
         """What was known no longer holds; every rank has to say Hello again."""
-        self.live = None
+        return replace(self, live=None)
 
-    def _assemble_with(self, hello: Hello) -> bool:
-        other = next(iter(self._waiting.values()), None)
+    def _assembled_with(self, hello: Hello) -> Group:
+        other = next(iter(self.waiting.values()), None)
         if other is not None:
             _check_same_version(hello, other)
-        waiting = {**self._waiting, hello.rank: hello}
+        waiting = {**self.waiting, hello.rank: hello}
         if len(waiting) == self.shape.ranks:
-            self.live = assemble(waiting)
-            waiting = {}
-        self._waiting = waiting
-        return self.live is not None
+            return replace(self, live=assemble(waiting), waiting={})
+        return replace(self, waiting=waiting)
 
-    def _rejoin(self, hello: Hello, live: LivePlacement) -> bool:
+    def _rejoined(self, hello: Hello, live: LivePlacement) -> Group:
         known_LS = live.placement.phy2log_LRS[:, hello.rank]
         differs = np.flatnonzero((known_LS != hello.slots_LS).any(axis=1))
         if differs.size:
@@ -164,12 +198,11 @@ class Group:
                 f"rank {hello.rank} holds other experts in layer {differs[0]} than its digest says"
             )
         if np.array_equal(live.log2phy_RLE[hello.rank], hello.log2phy_LE):
-            return False
+            return self
         try:
-            self.live = live.with_table(hello.rank, hello.log2phy_LE)
+            return replace(self, live=live.with_table(hello.rank, hello.log2phy_LE))
         except PlacementError as error:
             raise ConflictError(str(error)) from error
-        return True
 
 
 def assemble(hellos: dict[int, Hello]) -> LivePlacement:
@@ -226,3 +259,10 @@ def _difference(found: Shape, known: Shape) -> str:
         if getattr(found, name) != getattr(known, name)
     ]
     return f"has another shape than the other ranks: {', '.join(parts)}"
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0, 2``, or the first eight and how many more."""
+    named = ", ".join(str(rank) for rank in ranks[:_RANKS_NAMED])
+    more = f" and {len(ranks) - _RANKS_NAMED} more" if len(ranks) > _RANKS_NAMED else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {named}{more}"

@@ -1,4 +1,4 @@
-"""The life of one plan, from the offer to each rank's last word.
+"""What becomes of one plan, from the offer to each rank's last report.
 
 ::
 
@@ -8,19 +8,21 @@
        +--a rank refused-----------------------------------------------> REFUSED
        +--silence past the limit---------------------------------------> TIMED_OUT
 
-The ranks decide by their own vote; here is only told what became of it. A word that comes after the end still counts
+The ranks decide by their own vote; this only follows what became of it. A report that comes after the end still counts
 for what is installed, never for the outcome.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
-from eplb_service.control.core.offer import Milestone, Offer
-from eplb_service.control.core.rank_list import rank_list
+from eplb_service.control.core.membership import rank_list
+from eplb_service.control.core.offer import Offer
 from eplb_service.wire.status import PlanState, PlanStatus
 
-_REASONS_TOLD = 3
+_REASONS_NAMED = 3
 
 
 class Outcome(str, enum.Enum):
@@ -35,86 +37,89 @@ class Outcome(str, enum.Enum):
 
 
 class ContradictionError(Exception):
-    """A rank says of a plan what cannot be; nothing was changed."""
+    """A rank reports of a plan what cannot be."""
 
 
+@dataclass(frozen=True)
 class PlanTracker:
-    """One offered plan and what the ranks have said of it.
+    """One offered plan and what the ranks have reported of it; a value, of which each report makes another.
 
     Parameters
     ----------
     offer
         What was sent.
-    ranks
-        R; each has to give its last word.
-    now
-        Any clock's seconds; later calls must use the same clock.
+    progress
+        Layers that each rank is known to have switched, by rank.
+    heard_at
+        Seconds, by the clock of whoever calls, at which a rank last reported.
+    committed
+        Layers that are known to have switched.
+    outcome, reason
+        How it ended, and why where it was not done; ``None`` while it is under way.
+    refusals, aborts
+        Reasons by rank.
     """
 
-    def __init__(self, offer: Offer, ranks: int, now: float) -> None:
-        self.offer = offer
-        self.committed = 0
-        self.outcome: Outcome | None = None
-        self.reason = ""
-        self._heard_at = now
-        self._progress = [0] * ranks
-        self._refusals: dict[int, str] = {}
-        self._aborts: dict[int, str] = {}
+    offer: Offer
+    progress: tuple[int, ...]
+    heard_at: float
+    committed: int = 0
+    outcome: Outcome | None = None
+    reason: str = ""
+    refusals: Mapping[int, str] = field(default_factory=dict)
+    aborts: Mapping[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, offer: Offer, ranks: int, now: float) -> PlanTracker:
+        """A plan that has just been sent to ``ranks`` ranks."""
+        return cls(offer, (0,) * ranks, now)
 
     @property
     def silent_ranks(self) -> list[int]:
-        """Ranks whose last word is still missing."""
-        return [rank for rank in range(len(self._progress)) if not self._is_final(rank)]
+        """Ranks whose last report is still missing."""
+        return [rank for rank in range(len(self.progress)) if not self._is_final(rank)]
 
     @property
     def summary(self) -> str:
-        """How it stands, in an operator's words."""
+        """Its state as operators read it."""
         state = "under way" if self.outcome is None else self.outcome.value.replace("_", " ")
         reason = f": {self.reason}" if self.reason else ""
         return f"plan {self.offer.plan_id} {state}{reason}"
 
-    def hear(self, rank: int, status: PlanStatus, now: float) -> list[Milestone]:
-        """A rank's word; returns the layers that are now known to have switched, in order.
-
-        Raises ``ContradictionError`` where it does not fit the plan.
-        """
-        self._heard_at = now
-        reached: list[Milestone] = []
+    def after_status(self, rank: int, status: PlanStatus, now: float) -> PlanTracker:
+        """A rank has reported; raises ``ContradictionError`` where that does not fit the plan."""
+        heard = replace(self, heard_at=now)
         if status.state is PlanState.COMMITTED:
-            reached = self._commit(rank, status)
+            heard = heard._with_progress(rank, self._reached_by(rank, status))
         elif status.state is PlanState.REFUSED:
-            self._refusals[rank] = status.reason
+            heard = replace(heard, refusals={**self.refusals, rank: status.reason})
         elif status.state is PlanState.ABORTED:
-            self._aborts[rank] = status.reason
-        self._settle()
-        return reached
+            heard = replace(heard, aborts={**self.aborts, rank: status.reason})
+        return heard._settled()
 
-    def sees(self, rank: int, epoch: int, digest: int) -> list[Milestone] | None:
-        """A rank serves ``epoch``: the layers that this proves switched, or ``None`` where the plan leads not there."""
+    def after_version(self, rank: int, version: tuple[int, int]) -> PlanTracker | None:
+        """A rank serves ``version``, epoch and digest; ``None`` where the plan does not lead there."""
         for index, milestone in enumerate(self.offer.milestones):
-            if milestone.version == (epoch, digest):
-                reached = self._reach(rank, index + 1)
-                self._settle()
-                return reached
+            if milestone.version == version:
+                return self._with_progress(rank, index + 1)._settled()
         return None
 
-    def tick(self, now: float, limit: float) -> None:
-        """Give the plan up after ``limit`` seconds without a word."""
-        if self.outcome is not None or now - self._heard_at <= limit:
-            return
+    def after_time(self, now: float, limit: float) -> PlanTracker:
+        """Given up after ``limit`` seconds without a report."""
+        if self.outcome is not None or now - self.heard_at <= limit:
+            return self
         silent = f"{rank_list(self.silent_ranks)} did not answer in time"
-        if self._refusals or self._aborts:
-            self._settle_by_refusal()
-            self.reason += f"; {silent}"
-        else:
-            self.outcome, self.reason = Outcome.TIMED_OUT, silent
+        if self.refusals or self.aborts:
+            refused = self._refused()
+            return replace(refused, reason=f"{refused.reason}; {silent}")
+        return replace(self, outcome=Outcome.TIMED_OUT, reason=silent)
 
-    def interrupt(self, reason: str) -> None:
-        """End it for a reason outside the plan."""
-        if self.outcome is None:
-            self.outcome, self.reason = Outcome.INTERRUPTED, reason
+    def interrupted(self, reason: str) -> PlanTracker:
+        """Ended for a reason outside the plan."""
+        return self if self.outcome is not None else replace(self, outcome=Outcome.INTERRUPTED, reason=reason)
 
-    def _commit(self, rank: int, status: PlanStatus) -> list[Milestone]:
+    def _reached_by(self, rank: int, status: PlanStatus) -> int:
+        """Layers that a rank has switched which reports that it committed one."""
         layers = [milestone.update.layer for milestone in self.offer.milestones]
         if status.layer not in layers:
             raise ContradictionError(f"rank {rank} committed layer {status.layer}, which is not in its plan")
@@ -125,32 +130,30 @@ class PlanTracker:
                 f"rank {rank} committed layer {status.layer} as epoch {status.epoch} digest {status.digest:#x}, "
                 f"the plan says epoch {milestone.epoch} digest {milestone.digest:#x}"
             )
-        return self._reach(rank, index + 1)
+        return index + 1
 
-    def _reach(self, rank: int, count: int) -> list[Milestone]:
-        self._progress[rank] = max(self._progress[rank], count)
-        reached = self.offer.milestones[self.committed : count]
-        self.committed = max(self.committed, count)
-        return list(reached)
+    def _with_progress(self, rank: int, count: int) -> PlanTracker:
+        reached = max(self.progress[rank], count)
+        progress = (*self.progress[:rank], reached, *self.progress[rank + 1 :])
+        return replace(self, progress=progress, committed=max(self.committed, count))
 
     def _is_final(self, rank: int) -> bool:
-        done = self._progress[rank] == len(self.offer.milestones)
-        return done or rank in self._refusals or rank in self._aborts
+        done = self.progress[rank] == len(self.offer.milestones)
+        return done or rank in self.refusals or rank in self.aborts
 
-    def _settle(self) -> None:
+    def _settled(self) -> PlanTracker:
         if self.outcome is not None or self.silent_ranks:
-            return
-        if self._refusals or self._aborts:
-            self._settle_by_refusal()
-        else:
-            self.outcome = Outcome.DONE
+            return self
+        return self._refused() if self.refusals or self.aborts else replace(self, outcome=Outcome.DONE)
 
-    def _settle_by_refusal(self) -> None:
-        said = self._refusals or self._aborts
-        self.outcome = Outcome.REFUSED if self._refusals else Outcome.ABORTED
+    def _refused(self) -> PlanTracker:
         # Most ranks only follow the one whose fault it was: the reason that the fewest give comes first.
         reasons: dict[str, list[int]] = {}
-        for rank, reason in sorted(said.items()):
+        for rank, reason in sorted((self.refusals or self.aborts).items()):
             reasons.setdefault(reason or "no reason given", []).append(rank)
-        told = sorted(reasons.items(), key=lambda item: len(item[1]))[:_REASONS_TOLD]
-        self.reason = "; ".join(f"{rank_list(ranks)}: {reason}" for reason, ranks in told)
+        rarest = sorted(reasons.items(), key=lambda item: len(item[1]))[:_REASONS_NAMED]
+        return replace(
+            self,
+            outcome=Outcome.REFUSED if self.refusals else Outcome.ABORTED,
+            reason="; ".join(f"{rank_list(ranks)}: {reason}" for reason, ranks in rarest),
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import structlog
 
@@ -28,7 +27,7 @@ _log = structlog.get_logger(__name__)
 
 _FEWEST_PENDING_STEPS = 64
 _REPORTS_PENDING = 8
-_MOST_PLANS_TOLD = 100
+_MOST_PLANS_LISTED = 100
 
 
 def pending_steps(settings: ServiceSettings) -> int:
@@ -110,7 +109,7 @@ class ControlPlane:
             _log.warning("agent_refused", deployment=hello.deployment, rank=hello.rank, reason=str(error))
             self._follow_up(deployment)
             raise
-        if deployment.group is not group:
+        if deployment.group is not None and (group is None or deployment.group.forming != group.forming):
             self._metrics.forget_layers(deployment.name)
         self.streams.add(deployment.name, hello.rank, stream)
         _log.info(
@@ -160,19 +159,19 @@ class ControlPlane:
         _log.info("paused" if paused else "resumed_planning", deployment=deployment.name)
 
     async def history(self, name: str, limit: int) -> list[StoredPlan]:
-        """The newest plans of a deployment, newest first, at most ``limit`` of them; 0 for as many as are told."""
-        most = min(limit or _MOST_PLANS_TOLD, _MOST_PLANS_TOLD)
+        """The newest plans of a deployment, newest first, at most ``limit`` of them; 0 for as many as are listed."""
+        most = min(limit or _MOST_PLANS_LISTED, _MOST_PLANS_LISTED)
         return await self._writer.run(self._writer.store.plans, name, most)
 
     # Time
 
     def tick(self) -> None:
-        """Look after deadlines and tell the metrics; called every second or so."""
+        """Look after deadlines and update the metrics; called every second or so."""
         self._metrics.deployments.set(len(self.deployments))
         for deployment in self.deployments.values():
             deployment.tick(time.monotonic())
             self._follow_up(deployment)
-            self._tell(deployment)
+            self._report(deployment)
 
     def remember_all(self) -> None:
         """Before the service stops."""
@@ -213,28 +212,28 @@ class ControlPlane:
         )
 
     def _plan_ended(self, deployment: Deployment, event: PlanEnded) -> None:
-        life = event.life
-        assert life.outcome is not None
-        plan_id = life.offer.plan_id
-        self._metrics.plans.labels(deployment.name, life.outcome.value).inc()
-        self._writer.post(self._writer.store.end_plan, plan_id, life.outcome, life.reason, life.committed)
+        plan = event.plan
+        assert plan.outcome is not None
+        plan_id = plan.offer.plan_id
+        self._metrics.plans.labels(deployment.name, plan.outcome.value).inc()
+        self._writer.post(self._writer.store.end_plan, plan_id, plan.outcome, plan.reason, plan.committed)
         self._remember(deployment)
         _log.info(
             "plan_ended",
             deployment=deployment.name,
             plan_id=plan_id,
-            outcome=life.outcome.value,
-            reason=life.reason,
-            committed=life.committed,
+            outcome=plan.outcome.value,
+            reason=plan.reason,
+            committed=plan.committed,
         )
 
     def _remember(self, deployment: Deployment) -> None:
         stored = StoredDeployment(
-            deployment.name, deployment.paused, replace(deployment.totals), deployment.last_decision
+            deployment.name, deployment.paused, deployment.totals, deployment.last_decision
         )
         self._writer.post(self._writer.store.save_deployment, stored)
 
-    def _tell(self, deployment: Deployment) -> None:
+    def _report(self, deployment: Deployment) -> None:
         name, metrics = deployment.name, self._metrics
         metrics.agents_connected.labels(name).set(len(deployment.connected))
         metrics.agents_expected.labels(name).set(deployment.group.shape.ranks if deployment.group else 0)

@@ -137,7 +137,8 @@ class Decider:
         store = self._writer.store
         offer = Offer.of(store.new_plan_id(), live, solved)
         messages = await self._compute(_messages, offer, store.leader_term, group.shape.ranks)
-        changed = deployment.group is not group or deployment.live is not live
+        now = deployment.group
+        changed = now is None or now.forming != group.forming or deployment.live is not live
         obstacle = "the ranks changed meanwhile" if changed else deployment.obstacle()
         if obstacle is not None:
             return DecisionOutcome("dropped", f"a plan was made but not offered: {obstacle}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.events import StreamsOutdated
 from eplb_service.control.core.membership import Group
-from eplb_service.control.core.offer import Milestone, Offer
+from eplb_service.control.core.offer import Offer
 from eplb_service.control.core.plan_tracker import PlanTracker
 from eplb_service.planner.plan import LayerPlan
 from eplb_service.wire.hello import Hello
@@ -42,10 +42,10 @@ class ReadsHeatUnderWhatItOffered(Deployment):
 
 
 class ReadsHeatUnderTheOldLayer(Deployment):
-    def _commit(self, group: Group, before: object, life: PlanTracker, update: LayerPlan) -> None:
+    def _commit(self, group: Group, before: object, plan: PlanTracker, update: LayerPlan) -> None:
         assert self.live is not None
         old_RS = self.live.placement.phy2log_LRS[update.layer]
-        super()._commit(group, self.live, life, update)
+        super()._commit(group, self.live, plan, update)
         assert self.heat is not None
         self.heat.placements.place(update.layer, self.live.epoch, old_RS)
 
@@ -54,15 +54,16 @@ class BelievesWhatItOffered(Deployment):
     def offer(self, offer: Offer, now: float) -> None:
         super().offer(offer, now)
         assert self.plan is not None
-        self._advance(self.plan, [offer.milestones[0]])
+        self._advance(self.plan, replace(self.plan, committed=1))
 
 
 class BelievesEachWordAnew(Deployment):
-    def _advance(self, life: PlanTracker, reached: list[Milestone]) -> None:
-        for milestone in reached or life.offer.milestones[: life.committed]:
+    def _advance(self, before: PlanTracker, after: PlanTracker) -> None:
+        known = before.committed if after.committed > before.committed else 0
+        for milestone in after.offer.milestones[known : after.committed]:
             if self.group is not None and self.live is not None:
-                self._commit(self.group, self.live, life, milestone.update)
-        self._close_plan()
+                self._commit(self.group, self.live, after, milestone.update)
+        super()._advance(before, after)
 
 
 class ForgetsAPlanThatHasEnded(Deployment):
@@ -97,7 +98,7 @@ class GivesWayToAnyGroup(Deployment):
     def _make_way_for(self, hello: Hello) -> None:
         if self.group is not None and hello.group_id != self.group.group_id:
             for member in self.group.connected:
-                member.connected = False
+                self.group = self.group.with_member(member.rank, connected=False)
         super()._make_way_for(hello)
 
 
@@ -115,13 +116,13 @@ class NeverLetsARankGo(Deployment):
 
 class KeepsWhatARankSaidBeforeItLeft(Deployment):
     class Memory(Group):
-        def leave(self, rank: int) -> None:
-            self.members[rank].connected = False
+        def left(self, rank: int) -> Group:
+            return self.with_member(rank, connected=False)
 
     def _make_way_for(self, hello: Hello) -> None:
         super()._make_way_for(hello)
         if type(self.group) is Group:
-            self.group.__class__ = self.Memory
+            self.group = self.Memory(self.group.group_id, self.group.shape)
 
 
 class NeverAsksAGroupThatIsHalfThereAgain(Deployment):
@@ -132,9 +133,9 @@ class NeverAsksAGroupThatIsHalfThereAgain(Deployment):
 
 class WaitsForRanksThatAreThere(Deployment):
     def tick(self, now: float) -> None:
-        events = list(self._events)
+        events = list(self.events)
         super().tick(now)
-        self._events = [*events, *(event for event in self._events if not isinstance(event, StreamsOutdated))]
+        self.events = [*events, *(event for event in self.events if not isinstance(event, StreamsOutdated))]
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ def check_offer(state: State, service: int, given: Given) -> None:
     )
     for one in state.crew.ranks:
         if one.service == service and one.shown is not None:
-            told = live_at(one.shown)
-            must(told.epoch == offer.base_epoch, "offered a plan under an epoch that a rank has left")
+            shown = live_at(one.shown)
+            must(shown.epoch == offer.base_epoch, "offered a plan under an epoch that a rank has left")
 
 
 def check_state(state: State) -> None:
@@ -37,12 +37,12 @@ def check_state(state: State) -> None:
 
 def _check_plan(state: State, service: int, deployment: Deployment) -> None:
     """What is under way is what was offered, to the ranks that are there."""
-    given, life, group = state.open_plans[service], deployment.plan, deployment.group
-    must((given is None) == (life is None), "the plan under way is not the one that was offered")
-    if given is None or life is None:
+    given, plan, group = state.open_plans[service], deployment.plan, deployment.group
+    must((given is None) == (plan is None), "the plan under way is not the one that was offered")
+    if given is None or plan is None:
         return
-    must(life.offer is offer_of(given), "the plan under way is not the one that was offered")
-    must(life.outcome is None, "a plan that has ended is under way")
+    must(plan.offer is offer_of(given), "the plan under way is not the one that was offered")
+    must(plan.outcome is None, "a plan that has ended is under way")
     must(group is not None and group.group_id == f"forming {given.forming}", "a plan outlived its ranks")
 
 

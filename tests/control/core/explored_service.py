@@ -189,7 +189,7 @@ class World(StreamsWorld):
         for event in self.services[service].take_events():
             if isinstance(event, PlanEnded):
                 given = self.open_plans[service]
-                known = given is not None and event.life.offer is offer_of(given)
+                known = given is not None and event.plan.offer is offer_of(given)
                 must(known, "a plan ended twice, or one that was never open")
                 self.open_plans[service] = None
             elif isinstance(event, StreamsOutdated):

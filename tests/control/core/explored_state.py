@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 from eplb_service.control.core.deployment import Deployment, Limits
 from eplb_service.control.core.membership import Group
-from eplb_service.control.core.plan_tracker import PlanTracker
-from eplb_service.heat.assembler import HeatAssembler
 from eplb_service.placement import layer_digest
 from tests.control.core.explored_crew import Crew
 from tests.control.core.explored_truth import Given, Version
@@ -109,27 +107,26 @@ def _seen_of(rank: int, deployment: Deployment) -> tuple[Any, ...]:
     """What a service believes of one rank."""
     group = deployment.group
     member = group.members.get(rank) if group else None
-    hello = group._waiting.get(rank) if group else None
-    lives = (deployment.plan, deployment.ended_plan)
+    hello = group.waiting.get(rank) if group else None
     return (
         None if member is None else (member.connected, member.version),
         None if hello is None else hello.version,
         *(
             None
-            if life is None or rank >= len(life._progress)
-            else (life._progress[rank], rank in life._refusals, rank in life._aborts)
-            for life in lives
+            if plan is None or rank >= len(plan.progress)
+            else (plan.progress[rank], rank in plan.refusals, rank in plan.aborts)
+            for plan in (deployment.plan, deployment.ended_plan)
         ),
     )
 
 
 def _service_key(deployment: Deployment) -> tuple[Any, ...]:
     group, live, heat = deployment.group, deployment.live, deployment.heat
-    lives = (deployment.plan, deployment.ended_plan)
+    plans = (deployment.plan, deployment.ended_plan)
     return (
-        None if group is None else (group.group_id, group.shape),
+        None if group is None else group.forming,
         None if live is None else (live.epoch, live.digest),
-        tuple(None if life is None else (life.offer.plan_id, life.committed, life.outcome) for life in lives),
+        tuple(None if plan is None else (plan.offer.plan_id, plan.committed, plan.outcome) for plan in plans),
         None
         if heat is None
         else tuple(
@@ -140,34 +137,9 @@ def _service_key(deployment: Deployment) -> tuple[Any, ...]:
 
 
 def _copy_deployment(deployment: Deployment) -> Deployment:
-    other = copy.copy(deployment)
-    other.group = None if deployment.group is None else _copy_group(deployment.group)
-    other.heat = None if deployment.heat is None else _copy_heat(deployment.heat)
-    other.plan, other.ended_plan = _copy_life(deployment.plan), _copy_life(deployment.ended_plan)
-    other.planned_par, other.refused = dict(deployment.planned_par), {}
-    other.totals, other.silence = replace(deployment.totals), copy.copy(deployment.silence)
-    other.plan_problems, other._events = [], []
-    return other
-
-
-def _copy_group(group: Group) -> Group:
-    other = copy.copy(group)
-    other.members = {rank: copy.copy(member) for rank, member in group.members.items()}
-    other._waiting = dict(group._waiting)
-    return other
-
-
-def _copy_heat(heat: HeatAssembler) -> HeatAssembler:
-    """Counts are never added here: only what is known of placements changes."""
-    other = copy.copy(heat)
-    other.placements = heat.placements.copy()
-    return other
-
-
-def _copy_life(life: PlanTracker | None) -> PlanTracker | None:
-    if life is None:
-        return None
-    other = copy.copy(life)
-    other._progress = life._progress.copy()
-    other._refusals, other._aborts = dict(life._refusals), dict(life._aborts)
-    return other
+    """Another, whose ranks may do otherwise; group and plans are values, and counts of heat are never added here."""
+    heat = copy.copy(deployment.heat)
+    if heat is not None:
+        heat.placements = heat.placements.copy()
+    planned_par = dict(deployment.planned_par)
+    return replace(deployment, heat=heat, planned_par=planned_par, refused={}, plan_problems=[], events=[])

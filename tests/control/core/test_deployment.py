@@ -30,7 +30,7 @@ def version(story: Story) -> tuple[int, int]:
 
 def test_only_all_ranks_together_make_a_placement(story: Story) -> None:
     assert story.joins(0, 1, 2) == []
-    assert story.deployment.obstacle() == "not all ranks have said what they serve"
+    assert story.deployment.obstacle() == "not all ranks have reported what they serve"
     assert story.joins(3) == [PlacementKnown(story.deployment.live)]
     assert version(story) == (0, story.live.digest)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from typing import Any, TypeAlias
 
@@ -44,56 +43,57 @@ def _words(offer: Offer, committed: int, refuses: bool) -> list[Word]:
     return words
 
 
-def _key(life: PlanTracker, said: tuple[int, ...]) -> tuple[Any, ...]:
-    told = (tuple(life._progress), frozenset(life._refusals), frozenset(life._aborts))
-    return (said, life.committed, life.outcome, told)
+def _key(plan: PlanTracker, said: tuple[int, ...]) -> tuple[Any, ...]:
+    return (
+        said,
+        plan.committed,
+        plan.outcome,
+        plan.progress,
+        frozenset(plan.refusals),
+        frozenset(plan.aborts),
+    )
 
 
 def _after(
-    life: PlanTracker, event: str, rank: int, words: list[list[Word]], said: tuple[int, ...]
+    plan: PlanTracker, event: str, rank: int, words: list[list[Word]], said: tuple[int, ...]
 ) -> PlanTracker:
-    changed = copy.copy(life)
-    changed._progress = life._progress.copy()
-    changed._refusals, changed._aborts = life._refusals.copy(), life._aborts.copy()
     if event == "hear":
-        changed.hear(rank, words[rank][said[rank]], 0.0)
-    elif event == "hear again":
-        changed.hear(rank, words[rank][said[rank] - 1], 0.0)
-    elif event == "heartbeat":
-        past = [word for word in words[rank][: said[rank]] if word.state == PlanState.COMMITTED]
-        if past:
-            changed.sees(rank, past[-1].epoch, past[-1].digest)
-    else:
-        changed.tick(2 * LIMIT, LIMIT)
-    return changed
+        return plan.after_status(rank, words[rank][said[rank]], 0.0)
+    if event == "hear again":
+        return plan.after_status(rank, words[rank][said[rank] - 1], 0.0)
+    if event == "heartbeat":
+        past = [word for word in words[rank][: said[rank]] if word.state is PlanState.COMMITTED]
+        after = plan.after_version(rank, (past[-1].epoch, past[-1].digest)) if past else None
+        return after or plan
+    return plan.after_time(2 * LIMIT, LIMIT)
 
 
 def _walk(committed: int, refusing: int | None) -> tuple[int, set[Outcome | None]]:
     """Every state that words delivered, lost, said twice, heartbeats and the deadline lead to."""
     offer = _offer(live_of(first_placement()))
     words = [_words(offer, committed, rank == refusing) for rank in range(RANKS)]
-    first = PlanTracker(offer, RANKS, 0.0)
+    first = PlanTracker.of(offer, RANKS, 0.0)
     start = (first, (0,) * RANKS)
     seen = {_key(*start)}
     waiting = deque([start])
     ends: set[Outcome | None] = set()
     while waiting:
-        life, said = waiting.popleft()
+        plan, said = waiting.popleft()
         events = [("deadline", 0)]
         for rank in range(RANKS):
             events += [("hear", rank), ("lose", rank)] if said[rank] < len(words[rank]) else []
             events += [("hear again", rank)] if said[rank] else []
             events += [("heartbeat", rank)]
         for event, rank in events:
-            after = life if event == "lose" else _after(life, event, rank, words, said)
+            after = plan if event == "lose" else _after(plan, event, rank, words, said)
             moved = list(said)
             if event in ("hear", "lose"):
                 moved[rank] += 1
-            assert life.committed <= after.committed <= committed
-            assert life.outcome in (None, after.outcome), "an outcome was taken back"
+            assert plan.committed <= after.committed <= committed
+            assert plan.outcome in (None, after.outcome), "an outcome was taken back"
             if after.outcome is Outcome.DONE:
                 assert committed == len(offer.milestones)
-                assert after._progress == [committed] * RANKS
+                assert after.progress == (committed,) * RANKS
             if event == "deadline":
                 assert after.outcome is not None, "a plan outlived its deadline"
             reached = (after, tuple(moved))

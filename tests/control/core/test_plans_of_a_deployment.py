@@ -173,7 +173,7 @@ def test_a_group_formed_anew_interrupts_the_plan_of_the_old(story: Story) -> Non
     story.leaves()
     ended, known = story.joins(group_id="second")
     assert isinstance(ended, PlanEnded)
-    assert ended.life.outcome is Outcome.INTERRUPTED
+    assert ended.plan.outcome is Outcome.INTERRUPTED
     assert isinstance(known, PlacementKnown)
     assert version(story) == (0, story.live.digest)
 

@@ -7,8 +7,8 @@ import asyncio
 import grpc
 import pytest
 
-from eplb_service.control.core.errors import RefusedError
 from eplb_service.control.server.agent_stream import _first_of
+from eplb_service.control.server.grpc_status import StatusError
 from eplb_service.control.server.streams import RankStream
 
 
@@ -24,7 +24,7 @@ async def _listen(heard: list[str]) -> None:
 async def test_a_stream_ends_though_a_message_comes_in_as_it_is_cancelled() -> None:
     stream, heard = RankStream(), list[str]()
     asyncio.get_running_loop().call_later(0.01, stream.end, grpc.StatusCode.ABORTED, "say Hello again")
-    with pytest.raises(RefusedError, match="say Hello again"):
+    with pytest.raises(StatusError, match="say Hello again"):
         await asyncio.wait_for(_first_of(_listen(heard), stream.ended()), 5)
     assert heard == ["a message"]
 

@@ -235,7 +235,7 @@ async def test_operators_are_told_what_cannot_be_done(
         (operator.Rebalance, operator_pb2.RebalanceRequest(deployment="decode")),
         (operator.GetPlacement, operator_pb2.GetPlacementRequest(deployment="decode")),
     ):
-        with pytest.raises(grpc.aio.AioRpcError, match="not all ranks have said") as refused:
+        with pytest.raises(grpc.aio.AioRpcError, match="not all ranks have reported") as refused:
             await call(request)
         assert refused.value.code() == CONTRADICTS
     answer = await operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))
