@@ -6,9 +6,9 @@ import numpy as np
 
 from eplb_service.heat.window import Window
 from eplb_service.io.trace import Trace
-from eplb_service.placement import Placement, apply_layers
+from eplb_service.placement import Placement, apply_layers, par
 from eplb_service.planner.decide import plan, plan_afresh
-from eplb_service.planner.scoring import par, rank_loads
+from eplb_service.planner.scoring import rank_loads
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 

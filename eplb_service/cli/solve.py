@@ -24,9 +24,9 @@ from eplb_service.cli.trace_options import HeatOption, ReadingOptions, check_tok
 from eplb_service.cli.warmup import compile_solver
 from eplb_service.io.open_trace import naming, open_trace
 from eplb_service.io.placement_file import SUFFIXES, placement_format, write_placement
-from eplb_service.placement import Placement, check_shape
+from eplb_service.placement import Placement, check_shape, mean_par, par
 from eplb_service.planner.options import planner_settings
-from eplb_service.planner.scoring import par, split_loads
+from eplb_service.planner.scoring import split_loads
 
 if TYPE_CHECKING:
     from eplb_service.io.trace import Trace
@@ -100,7 +100,7 @@ def solve(
     even = None
     if settings.split == "tables":
         even = solved_for(**asdict(replace(settings, split="even", budget_ms=None)))
-    found = _Found(solution, even, settings.policy, trace.steps, milliseconds, float(par(fixed).mean()))
+    found = _Found(solution, even, settings.policy, trace.steps, milliseconds, float(mean_par(par(fixed))))
     if output.json:
         print_json(_document(found))
     else:

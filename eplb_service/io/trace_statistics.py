@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.io.trace import Float64, Trace
-from eplb_service.placement import Placement
+from eplb_service.placement import Placement, par
 from eplb_service.planner.noise_floor import noise_floor
-from eplb_service.planner.scoring import par, rank_loads
+from eplb_service.planner.scoring import rank_loads
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,14 @@ def par(loads_NLR: npt.NDArray[np.floating] | npt.NDArray[np.integer]) -> Float6
     return mean_par(step_par(loads_NLR), axis=0)
 
 
-def mean_par(par: Float64, axis: int | None = None) -> Float64:
-    """Mean along ``axis``, or of all, of the ratios that there are; NaN where there is none."""
-    has_tokens = ~np.isnan(par)
-    total = np.where(has_tokens, par, 0.0).sum(axis=axis)
-    counted = has_tokens.sum(axis=axis)
+def mean_par(par: Float64, axis: int | None = None, weights: npt.ArrayLike = 1.0) -> Float64:
+    """Mean along ``axis``, or of all, of the ratios that there are; NaN where there is none.
+
+    ``weights`` broadcast against ``par``: say, the steps that each row of ratios was taken over.
+    """
+    weight = np.where(np.isnan(par), 0.0, weights)
+    total = np.where(np.isnan(par), 0.0, par * weight).sum(axis=axis)
+    counted = weight.sum(axis=axis)
     mean: Float64 = np.full(np.shape(total), np.nan)
     np.divide(total, counted, out=mean, where=counted > 0)
     return mean

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 
 from eplb_service.heat.window import HeatError, Window
-from eplb_service.placement import Int32, Placement
+from eplb_service.placement import Int32, Placement, par
 from eplb_service.planner.asking import ask
 from eplb_service.planner.cherry_pick import cherry_pick
 from eplb_service.planner.hierarchy import groups_on_nodes
 from eplb_service.planner.noise_floor import noise_floor
 from eplb_service.planner.plan import LayerPlan, LayerVerdict, Plan
-from eplb_service.planner.scoring import par, split_loads
+from eplb_service.planner.scoring import split_loads
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.settled import settled_par
 from eplb_service.planner.topology import Topology
@@ -55,7 +55,8 @@ def plan(
     episodes = min(settings.episodes, window.steps)
     heat_NLE = sum_episodes(window.heat_TLE, episodes)
     loads_NLR = split_loads(heat_NLE, placement, log2phy_RLE, window.source_RLE, settings.split)
-    seen_L = par(loads_NLR)
+    # A layer without tokens has no ratio; for a decision it is balanced, since nothing can be won there.
+    seen_L = np.nan_to_num(par(loads_NLR), nan=1.0)
     drawn_L = noise_floor(heat_NLE, placement.ranks)
     settled_L = settled_par(heat_NLE, loads_NLR, placement) if episodes > 1 else drawn_L
     # Real routers' choices are not independent draws: what was measured may lie below what is computed for those.

@@ -1,4 +1,4 @@
-"""How well a placement and its tables share the heat: rank loads and their peak-to-average ratio."""
+"""Rank loads: what each rank receives under a placement and its tables."""
 
 from __future__ import annotations
 
@@ -72,18 +72,6 @@ def split_loads(
     expert_LP = placement.phy2log_LRS.reshape(placement.layers, -1)
     share_LP = 1.0 / np.take_along_axis(copies_LE, expert_LP, axis=1)
     return loads_of_ranks(_wide(heat_NLE), placement.phy2log_LRS.copy(), share_LP)
-
-
-def par(loads_NLR: Float64) -> Float64:
-    """Peak-to-average ratio of each layer, float64 ``[L]``.
-
-    The largest rank load over the mean rank load, averaged over the episodes that have tokens; 1.0 where none has.
-    """
-    mean_NL = loads_NLR.mean(axis=2)
-    busy_NL = mean_NL > 0
-    ratio_NL = np.where(busy_NL, loads_NLR.max(axis=2) / np.where(busy_NL, mean_NL, 1.0), 0.0)
-    episodes_L = busy_NL.sum(axis=0)
-    return np.where(episodes_L > 0, ratio_NL.sum(axis=0) / np.maximum(episodes_L, 1), 1.0)
 
 
 def _wide(

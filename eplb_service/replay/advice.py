@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from eplb_service.planner.scoring import Float64
+from eplb_service.placement import Float64, mean_par
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.jobs import Job
 from eplb_service.replay.policy import Policy
@@ -104,7 +104,7 @@ def advise(first: Replay, second: Replay, settings: PlannerSettings, choices_per
     prices = {f"price {price:g}": price for price in MOVE_PRICES}
     fewest = min(first.policies, key=lambda policy: policy.setup.slots)
     left_alone_L = weighted(first.baseline(fewest.setup).left_alone_DL, fewest.decisions)
-    left_alone = float(left_alone_L.mean())
+    left_alone = float(mean_par(left_alone_L))
     by_redundancy = _options(first, {}, left_alone)
     tried = _options(second, prices, left_alone)
     by_moves = [option for option in tried if option.label in prices]

@@ -8,10 +8,9 @@ import numpy as np
 
 from eplb_service.heat.window import Window
 from eplb_service.io.trace import Trace
-from eplb_service.placement import Placement, apply_layers
+from eplb_service.placement import Float64, Placement, apply_layers, par
 from eplb_service.planner.decide import plan_afresh
 from eplb_service.planner.noise_floor import noise_floor
-from eplb_service.planner.scoring import Float64, par
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.schedule import Schedule

@@ -13,8 +13,7 @@ import numpy.typing as npt
 from eplb_service.io.named_arrays import ReadAs
 from eplb_service.io.open_trace import naming, open_trace
 from eplb_service.io.trace import Trace
-from eplb_service.placement import Placement
-from eplb_service.planner.scoring import Float64
+from eplb_service.placement import Float64, Placement
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.baseline import Baseline, BaselineRow

@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from eplb_service.heat.window import Window, widened
 from eplb_service.io.trace import Heat, Trace
-from eplb_service.placement import Int32, Placement, apply_layers
+from eplb_service.placement import Float64, Int32, Placement, apply_layers, mean_par, par
 from eplb_service.planner.decide import plan
-from eplb_service.planner.scoring import Float64, par, split_loads
+from eplb_service.planner.scoring import split_loads
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.policy import Policy
@@ -156,7 +156,7 @@ class PolicyRun:
 
     def _no_decision(self, window: Window) -> _Outcome:
         """No decision: weights of the one before are under way."""
-        seen = float(par(self._seen(window, self._serving)).mean())
+        seen = float(mean_par(par(self._seen(window, self._serving))))
         return _Outcome(self._serving, 0, 0, 0, 0, seen, seen, 0.0)
 
     def _decided(self, window: Window) -> _Outcome:
@@ -166,7 +166,7 @@ class PolicyRun:
             changed = self._ask(window)
             seconds = time.perf_counter() - began
             seen_L, planned_L = (par(self._seen(window, way)) for way in (serving, changed))
-            return self._outcome(changed, float(seen_L.mean()), float(planned_L.mean()), seconds)
+            return self._outcome(changed, float(mean_par(seen_L)), float(mean_par(planned_L)), seconds)
         made = plan(window, serving.placement, serving.log2phy_RLE, self._topology, self._policy.settings)
         seconds = time.perf_counter() - began
         changed = Serving(*apply_layers(serving.placement, serving.log2phy_RLE, made.changes()))

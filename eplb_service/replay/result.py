@@ -7,7 +7,7 @@ from statistics import fmean
 
 import numpy as np
 
-from eplb_service.planner.scoring import Float64
+from eplb_service.placement import Float64, mean_par
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.schedule import Schedule
 
@@ -64,8 +64,8 @@ class ReplayedDecision:
 
     @property
     def par_realised(self) -> float:
-        """Mean over layers."""
-        return float(self.par_realised_L.mean())
+        """Mean over the layers that had tokens; NaN where none had."""
+        return float(mean_par(self.par_realised_L))
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class PolicyReplay:
 
     @property
     def par_realised(self) -> float:
-        """Mean over layers and steps: the figure that counts."""
-        return float(self.par_realised_L.mean())
+        """Mean over layers and steps that had tokens: the figure that counts."""
+        return float(mean_par(self.par_realised_L))
 
     @property
     def par_planned(self) -> float:
@@ -233,10 +233,12 @@ class Replay:
     def score(self, policy: PolicyReplay) -> Score:
         """One policy against its baseline."""
         baseline = self.baseline(policy.setup)
-        left_alone = float(weighted(baseline.left_alone_DL, policy.decisions).mean())
-        floor = float(weighted(baseline.floor_DL, policy.decisions).mean())
+        left_alone = float(mean_par(weighted(baseline.left_alone_DL, policy.decisions)))
+        floor = float(mean_par(weighted(baseline.floor_DL, policy.decisions)))
         hindsight_DL = self.hindsight_DL(policy.setup)
-        hindsight = None if hindsight_DL is None else float(weighted(hindsight_DL, policy.decisions).mean())
+        hindsight = (
+            None if hindsight_DL is None else float(mean_par(weighted(hindsight_DL, policy.decisions)))
+        )
         par = policy.par_realised
         return Score(
             par=par,
@@ -254,5 +256,4 @@ class Replay:
 def weighted(rows_DL: Float64, decisions: tuple[ReplayedDecision, ...]) -> Float64:
     """Mean of rows of decisions, each by its steps, float64 ``[L]``."""
     steps_D = np.array([decision.steps for decision in decisions])
-    mean_L: Float64 = np.average(rows_DL, axis=0, weights=steps_D)
-    return mean_L
+    return mean_par(rows_DL, axis=0, weights=steps_D[:, None])

@@ -7,8 +7,8 @@ import numpy.typing as npt
 
 from eplb_service.io.numpy_file import Array
 from eplb_service.io.trace import Heat, Trace
-from eplb_service.placement import Int32, Placement
-from eplb_service.planner.scoring import Float64, split_loads
+from eplb_service.placement import Float64, Int32, Placement
+from eplb_service.planner.scoring import split_loads
 
 _STEPS_READ = 8
 """Steps whose tokens by source rank are held at a time: a step of a large deployment has megabytes of them."""

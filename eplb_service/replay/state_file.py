@@ -205,6 +205,6 @@ def _serving(arrays: Mapping[str, Array], name: str, job: Job, trace: Trace, sce
 
 
 def _checked(array: Array, shape: tuple[int, ...]) -> Array:
-    if array.shape != shape or array.dtype != np.float64 or not np.isfinite(array).all():
+    if array.shape != shape or array.dtype != np.float64 or np.isinf(array).any():
         raise ValueError(f"{array.dtype} {list(array.shape)} where numbers {list(shape)} were expected")
     return array

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb_service.planner.scoring import Float64
+from eplb_service.placement import Float64
 from eplb_service.report.svg import Scale, drawing, element, frame, steps_path, text
 
 WIDTH = 960.0

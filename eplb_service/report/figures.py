@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from eplb_service.planner.scoring import Float64
+from eplb_service.placement import Float64, mean_par
 from eplb_service.replay.result import PolicyReplay, Replay
 from eplb_service.report.charts import Line, Point
 
@@ -37,16 +37,25 @@ def par_lines(replay: Replay, colours: Mapping[str, str]) -> list[Line]:
         steps = [decision.step for decision in same[0].decisions]
         also = "" if len(replay.baselines) == 1 else f"{same[0].label.removeprefix(same[0].policy)}"
         hindsight_DL = replay.hindsight_DL(baseline.setup)
-        lines.append(Line(f"floor{also}", "floor", steps, baseline.floor_DL.mean(axis=1).tolist()))
+        lines.append(
+            Line(f"floor{also}", "floor", steps, drawn(mean_par(baseline.floor_DL, axis=1)).tolist())
+        )
         if hindsight_DL is not None:
-            lines.append(Line(f"hindsight{also}", "hindsight", steps, hindsight_DL.mean(axis=1).tolist()))
+            lines.append(
+                Line(f"hindsight{also}", "hindsight", steps, drawn(mean_par(hindsight_DL, axis=1)).tolist())
+            )
         if not any(policy.policy == "none" for policy in same):
             lines.append(
-                Line(f"left alone{also}", "none", steps, baseline.left_alone_DL.mean(axis=1).tolist())
+                Line(
+                    f"left alone{also}",
+                    "none",
+                    steps,
+                    drawn(mean_par(baseline.left_alone_DL, axis=1)).tolist(),
+                )
             )
     for policy in replay.policies:
         steps = [decision.step for decision in policy.decisions]
-        values = [decision.par_realised for decision in policy.decisions]
+        values = drawn(np.array([decision.par_realised for decision in policy.decisions])).tolist()
         lines.append(Line(policy.label, colours[policy.label], steps, values))
     return lines
 
@@ -86,9 +95,14 @@ def maps_of(replay: Replay, best: PolicyReplay) -> dict[str, tuple[str, str, Flo
     return {
         "before": ("Left alone", "rank", over_mean(baseline.loads_LR)),
         "after": (best.label, "rank", over_mean(best.loads_LR)),
-        "alone": ("Left alone", "decision", _few_columns(baseline.left_alone_DL.T)),
-        "balanced": (best.label, "decision", _few_columns(balanced_DL.T)),
+        "alone": ("Left alone", "decision", drawn(_few_columns(baseline.left_alone_DL.T))),
+        "balanced": (best.label, "decision", drawn(_few_columns(balanced_DL.T))),
     }
+
+
+def drawn(par: Float64) -> Float64:
+    """Ratios as pictures show them: where nothing was served there is none, and nothing sticks out at 1."""
+    return np.nan_to_num(par, nan=1.0)
 
 
 def over_mean(loads_LR: Float64) -> Float64:
@@ -102,4 +116,6 @@ def _few_columns(values_LD: Float64) -> Float64:
     """The same with at most ``_MOST_MAPPED`` columns, each the mean of neighbours."""
     if values_LD.shape[1] <= _MOST_MAPPED:
         return values_LD
-    return np.stack([part.mean(axis=1) for part in np.array_split(values_LD, _MOST_MAPPED, axis=1)], axis=1)
+    return np.stack(
+        [mean_par(part, axis=1) for part in np.array_split(values_LD, _MOST_MAPPED, axis=1)], axis=1
+    )

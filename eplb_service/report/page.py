@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from eplb_service.planner.scoring import Float64
+from eplb_service.placement import Float64
 from eplb_service.replay.result import PolicyReplay, Replay, Score
 from eplb_service.report import charts
 from eplb_service.report.charts import Line

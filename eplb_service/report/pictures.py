@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eplb_service.atomic_write import OutputError, write_atomically
+from eplb_service.placement import mean_par
 from eplb_service.replay.result import PolicyReplay, Replay
 from eplb_service.report.figures import over_mean, pareto_points
 
@@ -54,7 +55,7 @@ def _par(figure: Any, replay: Replay) -> None:
     known = {"floor": replay.baseline(first.setup).floor_DL, "hindsight": replay.hindsight_DL(first.setup)}
     for (name, par_DL), style in zip(known.items(), (":", "--"), strict=True):
         if par_DL is not None:
-            held = _held(first, par_DL.mean(axis=1).tolist())
+            held = _held(first, mean_par(par_DL, axis=1).tolist())
             axes.step(*held, where="post", label=name, color="grey", linestyle=style, linewidth=1)
     _finish(axes, "step", "realised PAR, mean over layers")
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.solver.scoring import arrivals, even_par, realised_par, rule_tables, sampled_loads, summed
-from eplb_service.placement import Placement
-from eplb_service.planner.scoring import par, rank_loads
+from eplb_service.placement import Placement, par
+from eplb_service.planner.scoring import rank_loads
 
 
 def random_placement(generator, layers, experts, ranks, slots):

@@ -11,8 +11,8 @@ from eplb_service import Placement
 from eplb_service.cli import main
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.io.placement_file import read_placement
-from eplb_service.placement import check_log2phy
-from eplb_service.planner.scoring import par, rank_loads
+from eplb_service.placement import check_log2phy, par
+from eplb_service.planner.scoring import rank_loads
 from tests.solver.layers_of import KNOWN_EXAMPLE
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 16, 4, 5

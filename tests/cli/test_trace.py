@@ -8,8 +8,8 @@ import pytest
 from eplb_service.cli import main
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.io.open_trace import open_trace, read_heat
-from eplb_service.placement import Placement
-from eplb_service.planner.scoring import par, rank_loads
+from eplb_service.placement import Placement, par
+from eplb_service.planner.scoring import rank_loads
 
 HEAT_TLE = synthetic_heat("phased", 100, 3, 16, tokens=256, top_k=2, seed=1)
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from eplb_service.heat.window import HeatError, Window
-from eplb_service.placement import Placement, PlacementError, check_log2phy
+from eplb_service.placement import Placement, PlacementError, check_log2phy, par
 from eplb_service.planner import asking
 from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.plan import Plan
-from eplb_service.planner.scoring import par, rank_loads, split_loads
+from eplb_service.planner.scoring import rank_loads, split_loads
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology, TopologyError
 from eplb_service.solver.engine import SolverError

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_service.heat.window import Window
-from eplb_service.placement import Placement
+from eplb_service.placement import Placement, par
 from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.noise_floor import noise_floor
 from eplb_service.planner.plan import Plan
-from eplb_service.planner.scoring import par, rank_loads
+from eplb_service.planner.scoring import rank_loads
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.settled import settled_par
 from eplb_service.planner.topology import Topology

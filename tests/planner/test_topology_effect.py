@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from eplb_service.heat.window import Window
-from eplb_service.placement import Placement, check_log2phy
+from eplb_service.placement import Placement, check_log2phy, par
 from eplb_service.planner.decide import plan
 from eplb_service.planner.plan import Plan
-from eplb_service.planner.scoring import par, rank_loads
+from eplb_service.planner.scoring import rank_loads
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.solver import decision as decision_module

@@ -6,10 +6,10 @@ import pytest
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.heat.window import Window, checked_heat
 from eplb_service.io.trace import ArrayTrace
-from eplb_service.placement import Placement, apply_layers
+from eplb_service.placement import Placement, apply_layers, par
 from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.noise_floor import noise_floor
-from eplb_service.planner.scoring import par, rank_loads
+from eplb_service.planner.scoring import rank_loads
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.costs import Costs

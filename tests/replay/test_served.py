@@ -7,8 +7,7 @@ from eplb_service.io.native_writer import TraceWriter
 from eplb_service.io.open_trace import open_trace
 from eplb_service.io.trace import TraceFacts
 from eplb_service.io.trace_statistics import statistics
-from eplb_service.placement import Placement
-from eplb_service.planner.scoring import par
+from eplb_service.placement import Placement, par
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.result import Setup
 from eplb_service.replay.runner import jobs_for, replay, scene_for

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.membership import rank_list
-from eplb_service.planner.scoring import par
+from eplb_service.placement import par
 
 _SILENT_SECONDS = 30.0
 
@@ -25,7 +25,7 @@ def measured_par(deployment: Deployment) -> npt.NDArray[np.float64]:
         return np.zeros(loads_TLR.shape[1])
     first_steps = np.arange(0, len(loads_TLR), deployment.limits.episode_steps)
     loads_NLR = np.add.reduceat(loads_TLR, first_steps, axis=0)
-    return np.where(loads_NLR.any(axis=(0, 2)), par(loads_NLR), 0.0)
+    return np.nan_to_num(par(loads_NLR), nan=0.0)
 
 
 def mean_par(par_L: npt.NDArray[np.float64]) -> float:
