@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import silu
 
 from worker_agent.moe.expert_batch import ActivationFormat, ExpertBatch
-from worker_agent.moe.operators import Operators
+from worker_agent.moe.operators import GroupListType, Operators
 from worker_agent.moe.weights import ExpertWeights
 
 
@@ -70,6 +70,8 @@ class GroupedExperts:
     def run(self, batch: ExpertBatch, weights: ExpertWeights, scratch: Scratch) -> torch.Tensor:
         """See ``ExpertsPart.run``."""
         dtype = scratch.wide.dtype
+        if not batch.rows.shape[0]:
+            return batch.rows.to(dtype)
         gate_up_NI = grouped_product(
             self._operators, batch, batch.rows, batch.scale, weights.w13_SIH, weights.w13_scale_SI, dtype
         )
@@ -95,13 +97,15 @@ def grouped_product(
     scales: dict[str, Any] = {}
     if scale_N is not None and weight_scale_SM is not None:
         scales = {"scale": [weight_scale_SM], "per_token_scale": [scale_N], "output_dtype": dtype}
+    # One count is its own cumulative sum, and the operator takes no list of one count.
+    alone = batch.group_list_S.shape[0] == 1
     (out_NM,) = operators.npu_grouped_matmul(
         [rows_NK],
         [weight_SMK.transpose(1, 2)],
         group_list=batch.group_list_S,
         split_item=2,
         group_type=0,
-        group_list_type=batch.group_list_type,
+        group_list_type=GroupListType.CUMULATIVE if alone else batch.group_list_type,
         **scales,
     )
     return out_NM

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -98,6 +99,8 @@ class ModularKernel:
         if beside is not None:
             beside.during_dispatch()
         dispatched = travelling.receive()
+        # What was sent, and the form in which it came, is not needed while the experts run.
+        del travelling
         rows = self.compute(dispatched.batch, weights, dtype, workspace_set)
         returning = self.start_combine(rows, dispatched)
         beside_TH = None if beside is None else beside.during_combine()
@@ -156,14 +159,14 @@ def run_two(
     Each result is as ``run`` would give it. The kernel's workspaces must have two sets. The order of exchanges is the
     same on all ranks: dispatch, dispatch, combine, combine.
     """
-    travelling = [kernel.start_dispatch(request) for request in requests]
+    travelling = deque(kernel.start_dispatch(request) for request in requests)
     for work in beside:
         if work is not None:
             work.during_dispatch()
     returning: list[InFlight[torch.Tensor]] = []
     heat: list[torch.Tensor] = []
-    for workspace_set, flight in enumerate(travelling):
-        here = flight.receive()
+    for workspace_set in range(len(requests)):
+        here = travelling.popleft().receive()
         rows = kernel.compute(here.batch, weights, dtype, workspace_set)
         returning.append(kernel.start_combine(rows, here))
         heat.append(here.batch.heat_S)

@@ -16,7 +16,7 @@ from worker_agent.moe.dispatch import SHARED_TOKEN_DISPATCHERS, DispatchRequest
 from worker_agent.moe.eplb_state import EplbState, HeatStage
 from worker_agent.moe.kernel import KernelResult, WorkBeside, run_two
 from worker_agent.moe.maps import check_grouped, rank_placement
-from worker_agent.moe.operators import operators_for
+from worker_agent.moe.operators import check_dtype, operators_for
 from worker_agent.moe.prepare import Prepared, Tokens
 from worker_agent.moe.rank_group import RankGroup
 from worker_agent.moe.shape import MicroBatch, MoEShape, masked_outputs, real_ids
@@ -75,10 +75,10 @@ class ExpertParallelMoE(EplbState):
     """``[S, H, I]``."""
 
     w13_weight_scale: torch.Tensor | None
-    """float32 ``[S, 2*I]`` where weights are int8, else ``None``."""
+    """``[S, 2*I]`` where weights are int8, bfloat16 for tokens of that type and else float32; ``None`` otherwise."""
 
     w2_weight_scale: torch.Tensor | None
-    """float32 ``[S, H]`` where weights are int8, else ``None``."""
+    """``[S, H]``, as ``w13_weight_scale``."""
 
     def __init__(
         self,
@@ -99,6 +99,7 @@ class ExpertParallelMoE(EplbState):
         options: LayerOptions | None = None,
     ) -> None:
         device = torch.device(device)
+        check_dtype(shape.layer, device.type, dtype)
         group = ep_group if isinstance(ep_group, RankGroup) else RankGroup(ep_group)
         names = [dispatcher] if isinstance(dispatcher, str) else list(dispatcher)
         shared = any(name in SHARED_TOKEN_DISPATCHERS for name in names)
@@ -120,7 +121,7 @@ class ExpertParallelMoE(EplbState):
 
         weights = build_weights(shape, experts, placed.logical_S, dtype, device)
         if quantized:
-            weights = weights.quantize(operators)
+            weights = weights.quantize(operators, dtype)
         for name in ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale"):
             self.register_buffer(name, weights.named().get(name))
 
@@ -183,7 +184,7 @@ class ExpertParallelMoE(EplbState):
         Returns
         -------
         torch.Tensor
-            ``[T, H]``: the weighted sum, made in float32, of each token's experts, and its shared experts' output.
+            ``[T, H]``: the weighted sum of each token's experts, and its shared experts' output.
 
         Raises
         ------

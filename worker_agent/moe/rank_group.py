@@ -10,18 +10,19 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 
-@dataclass(frozen=True)
+@dataclass
 class Arriving:
-    """Rows on their way. Keeps alive what is being sent."""
+    """Rows on their way. Keeps alive what is being sent until it has left."""
 
     _rows_MX: torch.Tensor
-    _sent_NX: torch.Tensor
+    _sent_NX: torch.Tensor | None
     _work: dist.Work | None
 
     def wait(self) -> torch.Tensor:
         """The rows, once they are here; on an accelerator once its stream may use them."""
         if self._work is not None:
             self._work.wait()
+        self._sent_NX = None
         return self._rows_MX
 
 
@@ -48,7 +49,8 @@ class RankGroup:
         """What fused operators call the group: HCCL's name of its communicator, elsewhere torch's of the group."""
         if self._group is None:
             return ""
-        if dist.get_backend(self._group) == "hccl":
+        # A group of several backends is called "cpu:gloo,npu:hccl".
+        if "hccl" in dist.get_backend(self._group):
             backend = self._group._get_backend(torch.device("npu"))
             name: str = backend.get_hccl_comm_name(self.rank)  # type: ignore[attr-defined]
             return name

@@ -102,12 +102,12 @@ class SharedExperts:
         weight_1MK: torch.Tensor,
         weight_scale_1M: torch.Tensor | None,
     ) -> torch.Tensor:
-        """All rows times the one matrix: a grouped product of one group."""
-        scale_T = None
-        if weight_scale_1M is not None:
-            rows_TK, scale_T = self._operators.npu_dynamic_quant(rows_TK)
-        count_1 = torch.tensor([rows_TK.shape[0]], device=rows_TK.device)
-        batch = ExpertBatch(rows_TK, count_1, GroupListType.COUNTS)
+        """All rows times the one matrix, ``[T, M]``; in W8A8 a grouped product of one group."""
+        if weight_scale_1M is None or not rows_TK.shape[0]:
+            return linear(rows_TK, weight_1MK[0].to(rows_TK.dtype))
+        rows_TK, scale_T = self._operators.npu_dynamic_quant(rows_TK)
+        count_1 = torch.full((1,), rows_TK.shape[0], dtype=torch.int64, device=rows_TK.device)
+        batch = ExpertBatch(rows_TK, count_1, GroupListType.CUMULATIVE)
         return grouped_product(
             self._operators, batch, rows_TK, scale_T, weight_1MK, weight_scale_1M, self._dtype
         )

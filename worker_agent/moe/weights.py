@@ -35,10 +35,10 @@ class ExpertWeights:
 
     w2_SHI: torch.Tensor
     w13_scale_SI: torch.Tensor | None = None
-    """float32 ``[S, 2*I]``."""
+    """float32 or bfloat16 ``[S, 2*I]``."""
 
     w2_scale_SH: torch.Tensor | None = None
-    """float32 ``[S, H]``."""
+    """float32 or bfloat16 ``[S, H]``."""
 
     @property
     def quantized(self) -> bool:
@@ -59,10 +59,13 @@ class ExpertWeights:
         """The same without names."""
         return list(self.named().values())
 
-    def quantize(self, operators: Operators) -> ExpertWeights:
-        """The same weights in int8, with one scale per output row."""
-        w13_SIH, w13_scale_SI = _quantized_matrices(operators, self.w13_SIH)
-        w2_SHI, w2_scale_SH = _quantized_matrices(operators, self.w2_SHI)
+    def quantize(self, operators: Operators, dtype: torch.dtype = torch.float32) -> ExpertWeights:
+        """The same weights in int8 with one scale per output row, for tokens of ``dtype``.
+
+        Scales are of that dtype where it is bfloat16, as the grouped product of torch_npu wants, and else float32.
+        """
+        w13_SIH, w13_scale_SI = _quantized_matrices(operators, self.w13_SIH, dtype)
+        w2_SHI, w2_scale_SH = _quantized_matrices(operators, self.w2_SHI, dtype)
         return ExpertWeights(w13_SIH, w2_SHI, w13_scale_SI, w2_scale_SH)
 
 
@@ -88,8 +91,16 @@ def build_weights(
     return ExpertWeights(w13_SIH, w2_SHI)
 
 
-def _quantized_matrices(operators: Operators, weight_SMK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    int8_NK, scale_N = operators.npu_dynamic_quant(weight_SMK.flatten(0, 1))
+def _quantized_matrices(
+    operators: Operators, weight_SMK: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows_NK = weight_SMK.flatten(0, 1)
+    int8_NK, scale_N = operators.npu_dynamic_quant(rows_NK)
+    if dtype == torch.bfloat16:
+        # Quantized again by the rounded scale, so that its rounding is not in every weight of the row.
+        scale_N = scale_N.to(dtype)
+        steps_NK = rows_NK.float() / scale_N.float().clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
+        int8_NK = steps_NK.round().clamp(-127, 127).to(torch.int8)
     return int8_NK.view(weight_SMK.shape), scale_N.view(weight_SMK.shape[:2])
 
 

@@ -10,9 +10,10 @@ from worker_agent.moe.dispatch.interface import (
     Dispatched,
     DispatchRequest,
     InFlight,
+    SortedRows,
     WeightAndReduce,
     Weights,
-    travelling_tokens,
+    sorted_rows,
 )
 from worker_agent.moe.expert_batch import ActivationFormat, ExpertBatch
 from worker_agent.moe.operators import GroupListType, Operators, count_ids
@@ -27,33 +28,6 @@ class All2AllVMetadata:
     row_of_arrival: torch.Tensor
     sent: list[int]
     received: list[int]
-
-
-@dataclass(frozen=True)
-class _Columns:
-    """What travels for each choice: the token, and where they are wanted its scale and its weight."""
-
-    rows_NH: torch.Tensor
-    scale_N: torch.Tensor | None
-    weights_N: torch.Tensor | None
-
-    def tensors(self) -> list[torch.Tensor]:
-        extra = [column.unsqueeze(1) for column in (self.scale_N, self.weights_N) if column is not None]
-        return [self.rows_NH, *extra]
-
-    def like(self, tensors: list[torch.Tensor]) -> _Columns:
-        """The columns that ``tensors`` hold, of which there are as many as here."""
-        extra = iter(tensors[1:])
-        scale_N = None if self.scale_N is None else next(extra).squeeze(1)
-        weights_N = None if self.weights_N is None else next(extra).squeeze(1)
-        return _Columns(tensors[0], scale_N, weights_N)
-
-    def permuted(self, operators: Operators, order_N: torch.Tensor) -> tuple[_Columns, torch.Tensor]:
-        """All columns sorted by ``order_N``, and where each row went."""
-        sorted_columns, rows = zip(
-            *[operators.npu_moe_token_permute(column, order_N) for column in self.tensors()], strict=True
-        )
-        return self.like(list(sorted_columns)), rows[0]
 
 
 class All2AllVDispatcher:
@@ -88,41 +62,55 @@ class All2AllVDispatcher:
         sent, received = outgoing_RS.sum(dim=1).tolist(), arriving_RS.sum(dim=1).tolist()
 
         weights = Weights.of(request)
-        outgoing, row_of_choice = self._sorted_choices(request, weights.by_experts_TK, physical_TK)
-        packed_NB = pack_rows([column[: sum(sent)] for column in outgoing.tensors()])
+        outgoing = sorted_rows(
+            operators,
+            request.hidden_TH,
+            physical_TK,
+            nowhere + 1,
+            scale_T=request.scale_T,
+            weights_TK=weights.by_experts_TK,
+            quantize=request.quantized and request.scale_T is None,
+        )
+        columns = _columns(outgoing)
+        forms = [column[:0].clone() for column in columns]
+        packed_NB = pack_rows([column[: sum(sent)] for column in columns])
         absent_TK = request.topk_ids_TK < 0 if request.masked else None
-        reduce = WeightAndReduce(row_of_choice, physical_TK.shape[1], weights.by_combine_TK, absent_TK)
+        reduce = WeightAndReduce(
+            outgoing.row_of_choice, physical_TK.shape[1], weights.by_combine_TK, absent_TK
+        )
+        scaled, weighed = outgoing.scale_N is not None, outgoing.weights_N is not None
         arriving = self._group.start_all_to_all(packed_NB, sent, received)
+        del outgoing, columns, packed_NB
 
         def receive() -> Dispatched[All2AllVMetadata]:
-            arrivals = outgoing.like(unpack_rows(arriving.wait(), outgoing.tensors()))
+            arrived = iter(unpack_rows(arriving.wait(), forms))
             # Each rank's rows arrive sorted by slot, so the counts alone give the slot of every row.
-            slot_of_block = torch.arange(slots, device=arriving_RS.device).repeat(ranks)
+            slot_of_block = torch.arange(slots, dtype=torch.int32, device=arriving_RS.device).repeat(ranks)
             slot_N = slot_of_block.repeat_interleave(arriving_RS.view(-1), output_size=sum(received))
-            rows, row_of_arrival = arrivals.permuted(operators, slot_N)
+            rows = sorted_rows(
+                operators,
+                next(arrived),
+                slot_N.unsqueeze(1),
+                slots,
+                scale_T=next(arrived).squeeze(1) if scaled else None,
+                weights_TK=next(arrived) if weighed else None,
+            )
             batch = ExpertBatch(
                 rows.rows_NH, arriving_RS.sum(dim=0), GroupListType.COUNTS, rows.scale_N, rows.weights_N
             )
-            return Dispatched(batch, All2AllVMetadata(reduce, row_of_arrival, sent, received))
+            return Dispatched(batch, All2AllVMetadata(reduce, rows.row_of_choice, sent, received))
 
         return InFlight(arriving.wait, receive)
 
     def start_combine(self, rows: torch.Tensor, metadata: All2AllVMetadata) -> InFlight[torch.Tensor]:
         """Undo the second sort, and send each row back on its way."""
-        returning_NH = self._operators.npu_moe_token_unpermute(rows, metadata.row_of_arrival)
-        returned = self._group.start_all_to_all(returning_NH, metadata.received, metadata.sent)
+        if rows.shape[0]:
+            rows = self._operators.npu_moe_token_unpermute(rows, metadata.row_of_arrival)
+        returned = self._group.start_all_to_all(rows, metadata.received, metadata.sent)
         return InFlight(returned.wait, lambda: metadata.reduce(self._operators, returned.wait()))
 
-    def _sorted_choices(
-        self, request: DispatchRequest, weights_TK: torch.Tensor | None, physical_TK: torch.Tensor
-    ) -> tuple[_Columns, torch.Tensor]:
-        """A row for each choice in order of physical expert, and the row of each choice."""
-        permute = self._operators.npu_moe_token_permute
-        tokens_TH, scale_T = travelling_tokens(self._operators, request)
-        rows_NH, row_of_choice = permute(tokens_TH, physical_TK)
-        scale_N = weights_N = None
-        if scale_T is not None:
-            scale_N = permute(scale_T.unsqueeze(1), physical_TK)[0].squeeze(1)
-        if weights_TK is not None:
-            weights_N = permute(weights_TK.reshape(-1, 1), physical_TK.reshape(-1))[0].squeeze(1)
-        return _Columns(rows_NH, scale_N, weights_N), row_of_choice
+
+def _columns(outgoing: SortedRows) -> list[torch.Tensor]:
+    """What travels for each choice: the token, and where they are wanted its scale and its weight."""
+    extra = [column.unsqueeze(1) for column in (outgoing.scale_N, outgoing.weights_N) if column is not None]
+    return [outgoing.rows_NH, *extra]

@@ -32,9 +32,11 @@ class AllGatherDispatcher:
         first = self._group.rank * self._slots
         end = first + self._slots
         quantize = request.quantized and request.scale_T is None
+        if not physical_TK.numel():
+            return self._nothing(request, physical_TK)
         rows_NH, row_of_choice, counts_S, scale_N = self._operators.npu_moe_init_routing_v2(
             request.hidden_TH,
-            physical_TK,
+            physical_TK.to(torch.int32),
             scale=request.scale_T,
             active_num=physical_TK.numel(),
             expert_num=nowhere + 1 if request.masked else nowhere,
@@ -58,9 +60,29 @@ class AllGatherDispatcher:
         )
         return Dispatched(batch, reduce)
 
+    def _nothing(self, request: DispatchRequest, physical_TK: torch.Tensor) -> Dispatched[WeightAndReduce]:
+        """No tokens on any rank: no operator is called."""
+        hidden_TH, quantized = request.hidden_TH, request.quantized
+        rows_NH = hidden_TH.new_empty(
+            0, hidden_TH.shape[1], dtype=torch.int8 if quantized else hidden_TH.dtype
+        )
+        none_N = hidden_TH.new_empty(0, dtype=torch.float32)
+        counts_S = physical_TK.new_zeros(self._slots, dtype=torch.int64)
+        batch = ExpertBatch(
+            rows_NH,
+            counts_S,
+            GroupListType.COUNTS,
+            none_N if quantized else None,
+            none_N if request.experts_weigh else None,
+        )
+        reduce = WeightAndReduce(
+            physical_TK.new_empty(0, dtype=torch.int32), physical_TK.shape[1], request.real_weights()
+        )
+        return Dispatched(batch, reduce)
+
     def combine(self, rows: torch.Tensor, metadata: WeightAndReduce) -> torch.Tensor:
-        """Weigh and sum the local choices of all tokens, in float32: the ranks' results are yet to be summed."""
-        return metadata(self._operators, rows.float())
+        """Weigh and sum the local choices of all tokens; the ranks' results, of the tokens' dtype, are to be summed."""
+        return metadata(self._operators, rows)
 
 
 def _by_row(weights_TK: torch.Tensor, row_of_choice: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 import torch
 
 from worker_agent.moe.expert_batch import ActivationFormat, ExpertBatch
-from worker_agent.moe.operators import Operators
+from worker_agent.moe.operators import GroupListType, Operators, QuantMode
 
 Metadata = TypeVar("Metadata")
 """What ``combine`` must know of ``dispatch``; each dispatcher has its own type."""
@@ -147,13 +147,68 @@ def _arrived(result: Result) -> InFlight[Result]:
     return InFlight(lambda: None, lambda: result)
 
 
-def travelling_tokens(
-    operators: Operators, request: DispatchRequest
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The request's tokens as they are to be sent, and their scales where they are int8."""
-    if request.quantized and request.scale_T is None:
-        return operators.npu_dynamic_quant(request.hidden_TH)
-    return request.hidden_TH, request.scale_T
+@dataclass(frozen=True)
+class SortedRows:
+    """A row for each choice, in order of what they were sorted by."""
+
+    rows_NH: torch.Tensor
+    scale_N: torch.Tensor | None
+    """float32, where rows are int8."""
+
+    weights_N: torch.Tensor | None
+    row_of_choice: torch.Tensor
+    """int32 ``[T*K]``."""
+
+
+def sorted_rows(
+    operators: Operators,
+    hidden_TH: torch.Tensor,
+    order_TK: torch.Tensor,
+    groups: int,
+    *,
+    scale_T: torch.Tensor | None = None,
+    weights_TK: torch.Tensor | None = None,
+    quantize: bool = False,
+) -> SortedRows:
+    """Repeat tokens once per choice, stably sorted by ``order`` (int ``0..groups-1``), with scales and weights.
+
+    Floating-point rows are sorted by permuting, and quantized after it where ``quantize`` says so; the permutation
+    takes no int8, so that rows which have scales already are sorted by the routing operator. Operators are not called
+    for no rows at all.
+    """
+    if not order_TK.numel():
+        rows_NH = hidden_TH.new_empty(
+            0, hidden_TH.shape[1], dtype=torch.int8 if quantize else hidden_TH.dtype
+        )
+        none_N = hidden_TH.new_empty(0, dtype=torch.float32)
+        return SortedRows(
+            rows_NH,
+            none_N if quantize or scale_T is not None else None,
+            None if weights_TK is None else none_N,
+            order_TK.new_empty(0, dtype=torch.int32),
+        )
+    if scale_T is not None:
+        rows_NH, row_of_choice, _, scale_N = operators.npu_moe_init_routing_v2(
+            hidden_TH,
+            order_TK.to(torch.int32),
+            scale=scale_T,
+            active_num=order_TK.numel(),
+            expert_num=groups,
+            expert_tokens_num_type=GroupListType.COUNTS,
+            expert_tokens_num_flag=True,
+            active_expert_range=[0, groups],
+            quant_mode=QuantMode.NONE,
+        )
+    else:
+        scale_N = None
+        rows_NH, row_of_choice = operators.npu_moe_token_permute(hidden_TH, order_TK.long())
+        if quantize:
+            rows_NH, scale_N = operators.npu_dynamic_quant(rows_NH)
+    weights_N = None
+    if weights_TK is not None:
+        flat_N = weights_TK.reshape(-1)
+        weights_N = torch.empty_like(flat_N).scatter_(0, row_of_choice.long(), flat_N)
+    return SortedRows(rows_NH, scale_N, weights_N, row_of_choice)
 
 
 @dataclass(frozen=True)
@@ -200,4 +255,4 @@ class WeightAndReduce:
             weights_TK = weights_TK.masked_fill(self.absent_TK, 0.0)
             row_of_choice = row_of_choice.masked_fill(self.absent_TK.reshape(-1), 0)
             rows_NH[0].masked_fill_(self.absent_TK.all(), 0.0)
-        return operators.npu_moe_token_unpermute(rows_NH, row_of_choice, weights_TK)
+        return operators.npu_moe_token_unpermute(rows_NH, row_of_choice, weights_TK.to(rows_NH.dtype))

@@ -11,7 +11,7 @@ from worker_agent.moe.dispatch.interface import (
     DispatchRequest,
     WeightAndReduce,
     Weights,
-    travelling_tokens,
+    sorted_rows,
 )
 from worker_agent.moe.expert_batch import ActivationFormat, ExpertBatch
 from worker_agent.moe.operators import GroupListType, Operators, count_ids
@@ -36,7 +36,7 @@ class MoGEDispatcher:
 
     def dispatch(self, request: DispatchRequest) -> Dispatched[WeightAndReduce]:
         """Take each token's choices of this rank's group, and sort them by slot; counts are cumulative."""
-        ranks, slots, operators = self._group.size, self._slots, self._operators
+        ranks, slots = self._group.size, self._slots
         nowhere = ranks * slots
         self._check(request, nowhere)
         # A token's choices on this rank first, in order of slot; whatever is elsewhere or not real after them.
@@ -50,28 +50,31 @@ class MoGEDispatcher:
         absent_TC = slot_TC == slots
         counts_S = count_ids(slot_TC, slots + 1)[:-1]
 
-        permute = operators.npu_moe_token_permute
-        tokens_TH, scale_T = travelling_tokens(operators, request)
-        rows_NH, row_of_choice = permute(tokens_TH, slot_TC)
-        scale_N = weights_N = None
-        if scale_T is not None:
-            scale_N = permute(scale_T.unsqueeze(1), slot_TC)[0].squeeze(1)
         # A token with more choices here than its share cannot be served right: its output is NaN, on every device.
         too_many_T1 = here_TK.sum(dim=1, keepdim=True) > share
         checked_TK = request.topk_weights_TK.float().masked_fill(too_many_T1, torch.nan)
         weights = Weights.of(replace(request, topk_weights_TK=checked_TK))
-        if weights.by_experts_TK is not None:
-            own_TC = weights.by_experts_TK.gather(1, order_TC)
-            weights_N = permute(own_TC.reshape(-1, 1), slot_TC.reshape(-1))[0].squeeze(1)
+        by_experts_TK = weights.by_experts_TK
+        rows = sorted_rows(
+            self._operators,
+            request.hidden_TH,
+            slot_TC,
+            slots + 1,
+            scale_T=request.scale_T,
+            weights_TK=None if by_experts_TK is None else by_experts_TK.gather(1, order_TC),
+            quantize=request.quantized and request.scale_T is None,
+        )
         by_combine_TK = weights.by_combine_TK
         by_combine_TC = None if by_combine_TK is None else by_combine_TK.gather(1, order_TC)
-        reduce = WeightAndReduce(row_of_choice, share, by_combine_TC, absent_TC)
-        batch = ExpertBatch(rows_NH, counts_S.cumsum(0), GroupListType.CUMULATIVE, scale_N, weights_N)
+        reduce = WeightAndReduce(rows.row_of_choice, share, by_combine_TC, absent_TC)
+        batch = ExpertBatch(
+            rows.rows_NH, counts_S.cumsum(0), GroupListType.CUMULATIVE, rows.scale_N, rows.weights_N
+        )
         return Dispatched(batch, reduce)
 
     def combine(self, rows: torch.Tensor, metadata: WeightAndReduce) -> torch.Tensor:
-        """Weigh and sum each token's local choices, in float32: the ranks' results are yet to be summed."""
-        return metadata(self._operators, rows.float())
+        """Weigh and sum each token's local choices, in the tokens' dtype: the ranks' results are yet to be summed."""
+        return metadata(self._operators, rows)
 
     def _check(self, request: DispatchRequest, nowhere: int) -> None:
         ranks, choices = self._group.size, request.topk_ids_TK.shape[1]

@@ -22,6 +22,7 @@ __all__ = [
     "GroupListType",
     "Operators",
     "QuantMode",
+    "check_dtype",
     "count_ids",
     "operators_for",
     "reference",
@@ -34,3 +35,11 @@ def operators_for(device: torch.device) -> Operators:
     if device.type == "npu":
         return cast(Operators, importlib.import_module("torch_npu"))
     return reference
+
+
+def check_dtype(layer: int, device_type: str, dtype: torch.dtype) -> None:
+    """Raise ``ValueError`` naming the layer where the operators of a device take no tokens of ``dtype``."""
+    if device_type == "npu" and dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"layer {layer}: on an NPU the tokens' dtype must be bfloat16 or float16, got {dtype}"
+        )

@@ -111,7 +111,10 @@ class SequenceParallelPreparation:
         """The tokens of all ranks, in int8 with their scales where they were quantized."""
         hidden_TH, routing = tokens.hidden_TH, tokens.routing
         if self._operators is not None:
-            int8_TH, scale_T = self._operators.npu_dynamic_quant(hidden_TH)
+            int8_TH = hidden_TH.new_empty(hidden_TH.shape, dtype=torch.int8)
+            scale_T = hidden_TH.new_empty(hidden_TH.shape[0], dtype=torch.float32)
+            if hidden_TH.shape[0]:
+                int8_TH, scale_T = self._operators.npu_dynamic_quant(hidden_TH)
             tokens = Tokens(int8_TH, (*routing, scale_T))
         active_T = torch.ones(hidden_TH.shape[0], dtype=torch.bool, device=hidden_TH.device)
         gathered = gather(self._ep, tokens, active_T)
