@@ -12,8 +12,8 @@ import pytest
 import pytest_asyncio
 
 from eplb_service.cli.main import run
-from eplb_service.control.core.errors import RefusedError
 from eplb_service.control.server import heat_feed
+from eplb_service.control.server.grpc_status import StatusError
 from eplb_service.control.server.heat_feed import Watcher
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.io.open_trace import open_trace
@@ -160,15 +160,15 @@ async def test_a_slow_watcher_loses_reports_and_is_told(monkeypatch: pytest.Monk
     monkeypatch.setattr(heat_feed, "MOST_WAITING_BYTES", 2 * report.ByteSize())
     watcher = Watcher()
     for _ in range(5):
-        watcher.report(0, report)
-    watcher.tell(operator_pb2.WatchHeatResponse(switched=operator_pb2.SwitchedLayer(layer=1)))
+        watcher.put_heat(0, report)
+    watcher.put(operator_pb2.WatchHeatResponse(switched=operator_pb2.SwitchedLayer(layer=1)))
     heard = [await watcher.next() for _ in range(3)]
     assert [message.WhichOneof("message") for message in heard] == ["heat", "heat", "switched"]
     assert [message.dropped_reports for message in heard] == [3, 3, 3]
-    watcher.report(0, report)
+    watcher.put_heat(0, report)
     assert (await watcher.next()).heat.report == report
     watcher.end("over")
-    with pytest.raises(RefusedError, match="over"):
+    with pytest.raises(StatusError, match="over"):
         await watcher.next()
 
 
