@@ -77,7 +77,9 @@ def meet(
     """
     rank = dist.get_rank(host_group)
     own = _facts(layers, settings, rank if token_group is None else token_group)
-    group, facts = AgentGroup.join(host_group, settings.node, settings.data_host, own)
+    group, facts = AgentGroup.join(
+        host_group, settings.node, settings.data_host, own, settings.peer_timeout_seconds
+    )
     _check_alike(facts)
     try:
         placement = Placement(np.stack([fact.slots_LS for fact in facts], axis=1), own.experts)

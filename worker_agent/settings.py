@@ -37,7 +37,16 @@ class AgentSettings(BaseSettings):
     vote_interval: int = Field(4, ge=1, le=1024, description="steps from one vote to the next")
     vote_lag: int = Field(2, ge=1, le=1024, description="steps from a vote's launch to its consumption")
     vote_timeout_seconds: float = Field(
-        30.0, gt=0, le=600, description="longest wait for the slowest rank's ballot"
+        300.0,
+        gt=0,
+        le=3600,
+        description="longest wait for the slowest rank's ballot; first steps may take minutes",
+    )
+    peer_timeout_seconds: float = Field(
+        600.0,
+        gt=0,
+        le=86_400,
+        description="longest wait for a rank that may have committed a layer: no less than the model waits for it",
     )
     offer_deadline_steps: int = Field(
         512, ge=1, description="steps after which a plan that not all hold is dropped"

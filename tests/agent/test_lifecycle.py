@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from datetime import timedelta
 from typing import Any
@@ -13,10 +14,9 @@ import torch
 import torch.distributed as dist
 
 from tests.agent import live
-from tests.ranks import run_ranks
+from tests.ranks import RankFailure, run_ranks
 from worker_agent.agent import Agent
 from worker_agent.swap.ballot import Ballot, Progress
-from worker_agent.swap.commit_register import CommitRegister, FatalSwitchError
 from worker_agent.swap.group import AgentGroup, RendezvousError
 from worker_agent.swap.vote import BallotBox, VoteError
 
@@ -106,6 +106,24 @@ def test_a_rank_may_close_while_the_vote_that_commits_is_under_way(early_step: i
     facts = run_ranks(RANKS, _close_at_a_time_of_its_own, 1, early_step)
     assert max(fact["worst"] for fact in facts) < 1e-5
     assert len({fact["epoch"] for fact in facts}) == 1
+
+
+def _all_close_one_after_the_other(order: list[int]) -> None:
+    """Each rank ends its process as soon as it has closed; a vote that is to commit a layer is under way."""
+    agent, layers, still = _start(1, vote_interval=4, vote_lag=4)
+    agent._stream.plans.put(live.plan_for(agent, {0: _target()}))
+    live.drive(agent, layers, still, 8 + 1, lambda _: time.sleep(0.05))
+    time.sleep(0.5 * order.index(agent.identity.rank))
+    agent.close()
+    if agent.identity.rank != order[-1]:
+        os._exit(0)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
+def test_ranks_that_leave_one_after_the_other_leave_quietly(order: list[int]) -> None:
+    with pytest.raises(RankFailure) as ended:
+        run_ranks(RANKS, _all_close_one_after_the_other, order)
+    assert "Traceback" not in str(ended.value)
 
 
 def _lose_the_votes(lost_step: int) -> dict[str, Any]:
@@ -225,21 +243,6 @@ def _votes_break() -> list[float]:
 def test_a_rank_that_leaves_the_votes_is_noticed_at_once() -> None:
     waits = [seconds for rank in run_ranks(RANKS, _votes_break) for seconds in rank]
     assert max(waits) < 30
-
-
-def test_the_register_has_a_deadline() -> None:
-    class Silent:
-        def compare_set(self, *_: str) -> bytes:
-            time.sleep(120)
-            return b"commit"
-
-    began = time.monotonic()
-    register = CommitRegister(Silent(), timedelta(seconds=0.1))  # type: ignore[arg-type]
-    with pytest.raises(FatalSwitchError, match=r"no answer within 0\.1 s"):
-        register.may_commit(3, heard=True)
-    with pytest.raises(FatalSwitchError, match="an earlier question was never answered"):
-        register.may_commit(4, heard=True)
-    assert time.monotonic() - began < 60
 
 
 def _corrupted() -> dict[str, Any]:

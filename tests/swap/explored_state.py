@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from tests.swap.tags import FIRST, TagInstalled, TagPlan
 from worker_agent.swap.ballot import Ballot
+from worker_agent.swap.commit_register import Settlement
 from worker_agent.swap.machine import SwitchState
 
 RANKS = 3
@@ -23,15 +24,17 @@ class Running(NamedTuple):
 
 
 class Vote(NamedTuple):
-    """A vote under way: the ballots that left (``None``: that rank votes no more), who has to count, the register.
+    """A vote under way: the ballots that left (``None``: that rank votes no more), and who has to count.
 
-    ``confirmed`` is whether all ranks were at one boundary when they were about to commit, ``None`` before.
+    ``settlements`` are what each rank holds of it, and ``settling`` those that ask the others; ``confirmed`` is whether
+    all ranks were at one boundary when they were about to commit, ``None`` before.
     """
 
     ballots: tuple[Ballot | None, ...]
     truths: tuple[int, ...]
     pending: frozenset[int]
-    register: str | None
+    settlements: tuple[Settlement, ...]
+    settling: frozenset[int] = frozenset()
     confirmed: bool | None = None
 
 
@@ -53,7 +56,7 @@ class Scenario:
     faults: Faults
     starts: tuple[TagInstalled, ...] = (FIRST,) * RANKS
     machine: type[SwitchState] = SwitchState
-    asks_register: bool = True
+    settlement: type[Settlement] = Settlement
     confirms: bool = True
 
 
@@ -105,11 +108,13 @@ class State:
         runs = [run for run in (*self.transfers, *self.staged) if run is not None]
         generation = min([m.generation for m in self.machines] + [run.generation for run in runs])
         lane = min([m.lane for m in self.machines] + [run.lane for run in runs])
-        ranks = sorted((self._rank_key(rank, generation, lane) for rank in range(RANKS)), key=hash)
+        ranks = [self._rank_key(rank, generation, lane) for rank in range(RANKS)]
+        if self.vote is None or not any(settlement.in_doubt for settlement in self.vote.settlements):
+            ranks.sort(key=hash)
         return (
             *ranks,
             frozenset((dirty - lane, at - generation) for dirty, at in self.dirty_lanes if dirty >= lane),
-            None if self.vote is None else (self.vote.register, self.vote.confirmed),
+            None if self.vote is None else self.vote.confirmed,
             self.faults,
         )
 
@@ -133,6 +138,8 @@ class State:
             rank in self.fatal,
             self.forwards[rank],
             None if vote is None else (vote.ballots[rank], vote.truths[rank], rank in vote.pending),
+            None if vote is None else (vote.settlements[rank].verdict, rank in vote.settling),
+            None if vote is None else vote.settlements[rank].in_doubt,
         )
 
 

@@ -13,6 +13,7 @@ from tests.swap.explored_state import OFFER_DEADLINE, RANKS, Running, State, Vot
 from tests.swap.promises import check_accepted, check_commit, check_start, check_state
 from tests.swap.tags import FIRST
 from worker_agent.swap.ballot import Outcome, Progress, VoteResult
+from worker_agent.swap.commit_register import Settlement, Verdict
 from worker_agent.swap.machine import Accepted, Commit, Diverged, DropStaging, StartTransfer, Transition
 
 
@@ -40,7 +41,11 @@ class World(State):
                     yield ("failed", rank)
             if self.faults.halts and machine.halted is None:
                 yield ("halt", rank)
-            if self.vote is not None and rank in self.vote.pending:
+            if self.vote is not None and rank in self.vote.settling:
+                settlement = self.vote.settlements[rank]
+                for peer in sorted(settlement.peers - settlement.in_doubt):
+                    yield ("ask", rank, peer)
+            elif self.vote is not None and rank in self.vote.pending:
                 if None not in self.vote.ballots:
                     yield ("heard", rank)
                 if self.faults.losses or None in self.vote.ballots:
@@ -67,7 +72,7 @@ class World(State):
     @staticmethod
     def needs_no_fault(event: Event) -> bool:
         """Whether this happens sooner or later if nothing goes wrong any more."""
-        return event[0] in ("deadline", "staged", "failed", "heard", "unheard", "launch")
+        return event[0] in ("deadline", "staged", "failed", "heard", "unheard", "ask", "launch")
 
     # Events
 
@@ -105,15 +110,19 @@ class World(State):
     def _launch(self) -> None:
         ballots = tuple(None if r in self.lost else m.ballot for r, m in enumerate(self.machines))
         truths = tuple(machine.installed.version_digest for machine in self.machines)
-        self.vote = Vote(ballots, truths, frozenset(range(RANKS)) - self.lost, None)
+        everyone = frozenset(range(RANKS))
+        settlements = tuple(self.scenario.settlement(everyone - {rank}) for rank in range(RANKS))
+        self.vote = Vote(ballots, truths, frozenset(range(RANKS)) - self.lost, settlements)
 
     def _heard(self, rank: int) -> None:
         vote = self.vote
         reduced = [min(column) for column in zip(*(b.encode() for b in vote.ballots), strict=True)]
         outcome = Outcome.decode(reduced)
-        if outcome.result is VoteResult.COMMIT and not (
-            self._all_confirm() and self._ask_register("commit") == "commit"
-        ):
+        if outcome.result is VoteResult.COMMIT and self._all_confirm():
+            if self._settlement(rank, vote.settlements[rank].heard()) is Verdict.IN_DOUBT:
+                self._settles(rank)
+                return
+        elif outcome.result is VoteResult.COMMIT:
             outcome = outcome.with_abort()
         self._act(rank, self.machines[rank].decide(outcome))
         if len(set(vote.truths)) > 1:
@@ -124,13 +133,40 @@ class World(State):
         if None not in self.vote.ballots:
             self.faults = self.faults._replace(losses=self.faults.losses - 1)
         cast = self.vote.ballots[rank]
-        if cast.progress == Progress.READY and not cast.abort:
-            outcome = Outcome(Progress.READY, cast.plan, cast.plan, installed_agree=True, abort=False)
-            if not self.scenario.asks_register or self._ask_register("abort") != "commit":
-                outcome = outcome.with_abort()
-            self._act(rank, self.machines[rank].decide(outcome))
-        self._act(rank, self.machines[rank].halt("votes lost"))
         self.lost |= {rank}
+        if cast.progress == Progress.READY and not cast.abort:
+            verdict = self._settlement(rank, self.vote.settlements[rank].doubted())
+            if verdict is Verdict.IN_DOUBT:
+                self._settles(rank)
+            else:
+                self._settled(rank, verdict)
+        else:
+            self._act(rank, self.machines[rank].halt("votes lost"))
+            self._counted(rank)
+
+    def _ask(self, rank: int, peer: int) -> None:
+        """A rank in doubt has the answer of a peer, given the moment before."""
+        verdict = self._settlement(peer, self.vote.settlements[peer].doubted())
+        settled = self._settlement(rank, self.vote.settlements[rank].answered(peer, verdict))
+        if settled is not Verdict.IN_DOUBT:
+            self._settled(rank, settled)
+
+    def _settlement(self, rank: int, settlement: Settlement) -> Verdict | None:
+        before = self.vote.settlements
+        self.vote = self.vote._replace(settlements=(*before[:rank], settlement, *before[rank + 1 :]))
+        return settlement.verdict
+
+    def _settles(self, rank: int) -> None:
+        self.vote = self.vote._replace(settling=self.vote.settling | {rank})
+
+    def _settled(self, rank: int, verdict: Verdict) -> None:
+        cast = self.vote.ballots[rank]
+        outcome = Outcome(Progress.READY, cast.plan, cast.plan, installed_agree=True, abort=False)
+        if verdict is not Verdict.COMMITTED:
+            outcome = outcome.with_abort()
+        self._act(rank, self.machines[rank].decide(outcome))
+        if rank in self.lost:
+            self._act(rank, self.machines[rank].halt("votes lost"))
         self._counted(rank)
 
     def _skip(self, rank: int) -> None:
@@ -145,13 +181,10 @@ class World(State):
             self.vote = self.vote._replace(confirmed=confirmed)
         return confirmed
 
-    def _ask_register(self, wish: str) -> str:
-        stands = self.vote.register or wish
-        self.vote = self.vote._replace(register=stands)
-        return stands
-
     def _counted(self, rank: int) -> None:
-        self.vote = self.vote._replace(pending=self.vote.pending - {rank})
+        self.vote = self.vote._replace(
+            pending=self.vote.pending - {rank}, settling=self.vote.settling - {rank}
+        )
         if not self.vote.pending:
             self.vote, self.forwards = None, (0,) * RANKS
 

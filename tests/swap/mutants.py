@@ -10,6 +10,7 @@ from tests.exploring import Walk
 from tests.swap.explored_state import Faults
 from tests.swap.explorer import scenarios, walk
 from worker_agent.swap.ballot import Ballot, Outcome, Progress, VoteResult
+from worker_agent.swap.commit_register import Settlement, Verdict
 from worker_agent.swap.machine import (
     Accepted,
     Commit,
@@ -210,6 +211,22 @@ class NeverEndsAnAbortedPlan(SwitchState):
         return super().decide(outcome)
 
 
+class AbortsUnasked(Settlement):
+    def doubted(self) -> Settlement:
+        return self if self.verdict is not None else replace(self, verdict=Verdict.ABORTED)
+
+
+class AbortsAfterOneAnswer(Settlement):
+    def answered(self, peer: int, verdict: Verdict) -> Settlement:
+        settled = super().answered(peer, verdict)
+        return replace(settled, verdict=Verdict.ABORTED) if verdict is Verdict.IN_DOUBT else settled
+
+
+class AnswersAndCommitsAllTheSame(Settlement):
+    def heard(self) -> Settlement:
+        return replace(self, verdict=Verdict.COMMITTED)
+
+
 RIVALS, LATE, HALFWAY, AFTER, ASTRAY = range(5)
 """Places in ``scenarios``."""
 
@@ -250,7 +267,7 @@ def hunt() -> Iterator[tuple[str, Walk]]:
     """Each mutant's name and walk; one that broke no promise has got away."""
     for machine, (place, faults) in MUTANTS.items():
         yield machine.__name__, walk(replace(scenarios(faults)[place], machine=machine))
-    unasked = replace(scenarios(Faults(0, 0, 1))[LATE], asks_register=False)
-    yield "AbortsAnUnheardVoteUnasked", walk(unasked)
+    for settlement in (AbortsUnasked, AbortsAfterOneAnswer, AnswersAndCommitsAllTheSame):
+        yield settlement.__name__, walk(replace(scenarios(Faults(0, 0, 2))[LATE], settlement=settlement))
     unconfirmed = replace(scenarios(Faults(0, 0, 0, skips=1))[LATE], confirms=False)
     yield "CommitsUnconfirmed", walk(unconfirmed)

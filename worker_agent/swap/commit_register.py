@@ -1,19 +1,26 @@
-"""The last word on a vote that some ranks heard and others did not.
+"""The last word on a vote that some ranks heard and others did not: cooperative termination of a two-phase commit.
 
 Where a link fails in the middle of the vote that would commit a layer, one rank may hold the outcome and another only
-an error. Going on would route tokens to the wrong weights. So every rank that could be about to commit writes what it
-believes into one compare-and-set register per vote, and obeys what it holds then: the first writer decides.
+an error. Going on would route tokens to the wrong weights. So a rank that has not heard asks the others (Bernstein,
+Hadzilacos and Goodman, "Concurrency Control and Recovery in Database Systems", 1987, section 7.4): one that has
+heard answers with what it did, and one that has not is in doubt from the moment it is asked, whatever it hears later.
+If all are in doubt, nobody has committed and nobody will. Only a rank that does not answer at all leaves the others
+waiting, and the model's next collective would wait for that one as well.
 """
 
 from __future__ import annotations
 
-import queue
+import enum
 import threading
-from datetime import timedelta
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
-import torch.distributed as dist
+from worker_agent.swap.peers import PeerGoneError, Peers
 
-_COMMIT, _ABORT = "commit", "abort"
+_VOTES_KEPT = 16
+"""No rank can be more than one vote behind another: the next one needs all ballots."""
+_ROUND_SECONDS = 1.0
 
 
 class FatalSwitchError(RuntimeError):
@@ -23,55 +30,139 @@ class FatalSwitchError(RuntimeError):
     """
 
 
-class CommitRegister:
-    """One register per vote on the agents' own store.
+class Verdict(enum.Enum):
+    """What a rank holds of a vote that was to commit a layer; it has aborted only where it was in doubt before."""
 
-    A store's ``compare_set`` has no deadline of its own, so it is called on a thread that can be given up.
+    COMMITTED = b"c"
+    ABORTED = b"a"
+    IN_DOUBT = b"d"
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """One rank's knowledge of one vote, a value; each event gives another.
 
     Parameters
     ----------
-    store
-        A connection that nothing else uses: a call that waits would hold up the others.
-    timeout
-        Longest wait for the register.
+    verdict
+        What this rank holds of it, ``None`` before it has heard or was asked.
+    peers
+        The other ranks.
+    in_doubt
+        Those that have answered that they are in doubt.
     """
 
-    def __init__(self, store: dist.Store, timeout: timedelta) -> None:
-        self._store = store
-        self._timeout = timeout
-        self._questions: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
-        self._out_of_reach = False
-        threading.Thread(target=self._run, name="eplb-commit-register", daemon=True).start()
+    peers: frozenset[int]
+    verdict: Verdict | None = None
+    in_doubt: frozenset[int] = frozenset()
+
+    def heard(self) -> Settlement:
+        """This rank has heard that the vote commits; that comes too late where it is in doubt already."""
+        return self if self.verdict is not None else replace(self, verdict=Verdict.COMMITTED)
+
+    def doubted(self) -> Settlement:
+        """This rank has not heard, or a peer has asked before it did."""
+        return self if self.verdict is not None else replace(self, verdict=Verdict.IN_DOUBT)
+
+    def answered(self, peer: int, verdict: Verdict) -> Settlement:
+        """A peer has answered this rank, which is in doubt."""
+        if self.verdict is not Verdict.IN_DOUBT:
+            return self
+        if verdict is not Verdict.IN_DOUBT:
+            return replace(self, verdict=verdict)
+        in_doubt = self.in_doubt | {peer}
+        return replace(
+            self, in_doubt=in_doubt, verdict=Verdict.ABORTED if in_doubt == self.peers else self.verdict
+        )
+
+
+class CommitRegister:
+    """What this rank holds of the last votes; answers for it, and settles with the peers what it has not heard.
+
+    Parameters
+    ----------
+    patience
+        Longest wait, in seconds, for a peer that does not answer: as long as the model would wait for it.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._peers: Peers | None = None
+        self._votes: dict[int, Settlement] = {}
+        self._lock = threading.Lock()
+
+    def connect(self, peers: Peers) -> None:
+        """Settle with these."""
+        self._peers = peers
+
+    def answer(self, vote: int) -> Verdict | None:
+        """What this rank holds of a vote, in doubt from here on where it has not heard it; ``None`` where forgotten."""
+        with self._lock:
+            if self._votes and vote <= max(self._votes) - _VOTES_KEPT:
+                return None
+            return self._put(vote, self._vote(vote).doubted())
 
     def may_commit(self, vote: int, *, heard: bool) -> bool:
         """Whether the layer is committed, given whether this rank ``heard`` the vote decide so.
 
-        Raises ``FatalSwitchError`` where the register is out of reach.
+        Never waits where it has heard, but for a peer that was quicker to ask.
+
+        Raises
+        ------
+        FatalSwitchError
+            Where a peer that may have committed does not answer.
         """
-        written: str | Exception = TimeoutError("an earlier question was never answered")
-        if not self._out_of_reach:
-            self._questions.put((vote, _COMMIT if heard else _ABORT))
-            try:
-                written = self._answers.get(timeout=self._timeout.total_seconds())
-            except queue.Empty:
-                # A late answer must not be taken for that to another question.
-                self._out_of_reach = True
-                written = TimeoutError(f"no answer within {self._timeout.total_seconds():g} s")
-        if isinstance(written, Exception):
-            raise FatalSwitchError(
-                f"vote {vote} may have committed a layer, and the store is gone: {written}"
-            ) from written
-        return written == _COMMIT
+        with self._lock:
+            settlement = self._vote(vote)
+            verdict = self._put(vote, settlement.heard() if heard else settlement.doubted())
+        return (self._settle(vote) if verdict is Verdict.IN_DOUBT else verdict) is Verdict.COMMITTED
 
-    def close(self) -> None:
-        """Let the thread end."""
-        self._questions.put(None)
+    def _settle(self, vote: int) -> Verdict:
+        assert self._peers is not None
+        end = time.monotonic() + self._patience
+        waiting = self._peers.others
+        while waiting:
+            for peer, verdict in self._asked(vote, waiting):
+                waiting -= {peer}
+                with self._lock:
+                    settled = self._put(vote, self._vote(vote).answered(peer, verdict))
+                if settled is not Verdict.IN_DOUBT:
+                    return settled
+            if time.monotonic() > end:
+                raise FatalSwitchError(
+                    f"vote {vote} may have committed a layer, and {_ranks(waiting)} did not answer within "
+                    f"{self._patience:g} s"
+                )
+        return Verdict.ABORTED
 
-    def _run(self) -> None:
-        while (question := self._questions.get()) is not None:
-            vote, wish = question
+    def _asked(self, vote: int, waiting: frozenset[int]) -> Iterable[tuple[int, Verdict]]:
+        assert self._peers is not None
+        for peer in sorted(waiting):
             try:
-                self._answers.put(self._store.compare_set(f"eplb/outcome/{vote}", "", wish).decode())
-            except Exception as error:
-                self._answers.put(error)
+                answers = self._peers.ask([peer], question(vote), _ROUND_SECONDS / len(waiting))
+            except PeerGoneError:
+                # Without that rank the model cannot serve another token: what it did binds nobody any more.
+                yield peer, Verdict.IN_DOUBT
+                continue
+            if peer in answers:
+                yield peer, Verdict(answers[peer])
+
+    def _vote(self, vote: int) -> Settlement:
+        assert self._peers is not None
+        return self._votes.get(vote, Settlement(self._peers.others))
+
+    def _put(self, vote: int, settlement: Settlement) -> Verdict:
+        self._votes[vote] = settlement
+        while len(self._votes) > _VOTES_KEPT:
+            del self._votes[min(self._votes)]
+        assert settlement.verdict is not None
+        return settlement.verdict
+
+
+def question(vote: int) -> bytes:
+    """Asks a peer what it holds of a vote."""
+    return b"d%d" % vote
+
+
+def _ranks(ranks: frozenset[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, sorted(ranks)))}"

@@ -21,7 +21,7 @@ from worker_agent.settings import AgentSettings
 from worker_agent.swap import machine as switch
 from worker_agent.swap.ballot import Outcome, Progress, VoteResult
 from worker_agent.swap.carrier import ByteBudget
-from worker_agent.swap.commit_register import CommitRegister, FatalSwitchError
+from worker_agent.swap.commit_register import FatalSwitchError
 from worker_agent.swap.listener import Committed, Listener, SwitchStats
 from worker_agent.swap.staging import check_installed, install
 from worker_agent.swap.transfer import TransferLimits, TransferResult, TransferWorker
@@ -70,10 +70,10 @@ class SwitchDriver:
         self._step = 0
         self._next_vote = 1
         vote_timeout = timedelta(seconds=settings.vote_timeout_seconds)
-        self._register = CommitRegister(rendezvous.group.registers, vote_timeout)
+        self._group = rendezvous.group
         self._vote_interval, self._vote_lag = settings.vote_interval, settings.vote_lag
         box = BallotBox(rendezvous.votes, settings.vote_lag, vote_timeout)
-        self.votes: Voter | None = Voter(box, self._register, history)
+        self.votes: Voter | None = Voter(box, self._group.register, history)
         self._transfer_timeout = settings.transfer_timeout_seconds
         limits = TransferLimits(
             timedelta(seconds=settings.transfer_timeout_seconds),
@@ -151,9 +151,9 @@ class SwitchDriver:
     def close(self) -> None:
         """End votes and threads, at a moment of this rank's own.
 
-        Where a vote that could commit a layer is under way, its register settles it: nobody commits, unless a rank
-        has done so at this very boundary; then this one does as well. Raises ``FatalSwitchError`` where the register
-        is out of reach.
+        Where a vote that could commit a layer is under way, the ranks settle it: nobody commits, unless one has done so
+        at this very boundary; then this one does as well. Raises ``FatalSwitchError`` where a rank that may have
+        committed does not answer.
         """
         try:
             if self.votes is not None and self.votes.box.under_way:
@@ -165,7 +165,7 @@ class SwitchDriver:
                 self.votes.box.leave()
                 self.votes = None
             self.transfers.close()
-            self._register.close()
+            self._group.close()
 
     # Votes
 

@@ -1,4 +1,4 @@
-"""The agents' own process groups: one for votes, one per lane for transfers, over a store of their own.
+"""The agents' own formation: its members, their secret, and process groups for votes and transfers.
 
 Nothing of the host engine's groups is used after the agents have met, so the agents can neither reorder nor delay the
 model's collectives.
@@ -6,12 +6,20 @@ model's collectives.
 
 from __future__ import annotations
 
+import hashlib
+import secrets
+import socket
+import threading
 from datetime import timedelta
 from typing import Any, cast
 
 import torch.distributed as dist
 
-_JOIN_TIMEOUT = timedelta(seconds=60)
+from worker_agent.swap.commit_register import CommitRegister
+from worker_agent.swap.peers import Address, Peers, PeerStore
+
+_OPEN_TIMEOUT = timedelta(seconds=60)
+_SECRET_BYTES = 32
 
 
 class RendezvousError(RuntimeError):
@@ -19,75 +27,113 @@ class RendezvousError(RuntimeError):
 
 
 class AgentGroup:
-    """R agents of one EP group, joined by a TCP store that rank 0 hosts.
+    """R agents of one EP group, joined without a server.
 
     Parameters
     ----------
-    store
-        Shared by all ranks, and by nobody else.
-    registers
-        The same store over a connection of its own: a call that waits on ``store`` does not hold it up.
-    rank, size
-        This rank and R.
+    host
+        Address of the interface that this rank's links are bound to.
+    patience
+        Longest wait, in seconds, for a rank that may have committed a layer.
     """
 
-    def __init__(self, store: dist.Store, registers: dist.Store, rank: int, size: int) -> None:
-        self.store = store
-        self.registers = registers
-        self.rank = rank
-        self.size = size
+    def __init__(self, host: str, patience: float) -> None:
+        self.host = host
+        self.store = PeerStore(_OPEN_TIMEOUT)
+        self.register = CommitRegister(patience)
+        self.rank, self.size = 0, 1
+        self._patience = patience
+        self.peers = Peers(host, self._answer)
 
     @classmethod
     def join(
-        cls, host_group: dist.ProcessGroup, node: str, address: str, facts: Any
+        cls, host_group: dist.ProcessGroup, node: str, address: str, facts: Any, patience: float = 60.0
     ) -> tuple[AgentGroup, list[Any]]:
         """Join the ranks of ``host_group``; a collective, called once by each before serving.
 
         Parameters
         ----------
         host_group
-            A CPU-capable group over the EP ranks (gloo), used only here.
+            A CPU-capable group over the EP ranks (gloo), used only here. What it carries is trusted: the formation's
+            secret is agreed over it.
         node
             Name of this rank's host; where all are one, the ranks meet on the loopback address.
         address
             Name or address at which the other ranks reach this host.
         facts
             Anything picklable; every rank gets the list of all ranks' facts, in order of rank.
+        patience
+            Longest wait, in seconds, for a rank that may have committed a layer.
 
-        Raises ``RendezvousError``, on all ranks alike, where one cannot host or reach the store.
+        Returns
+        -------
+        tuple
+            The group, and all ranks' facts.
+
+        Raises
+        ------
+        RendezvousError
+            On all ranks alike, where one cannot bind to its address or reach another rank.
         """
         rank, size = dist.get_rank(host_group), dist.get_world_size(host_group)
+        own = (node, secrets.token_bytes(_SECRET_BYTES), facts)
         gathered: list[Any] = [None] * size
-        dist.all_gather_object(gathered, (node, address, facts), group=host_group)
+        dist.all_gather_object(gathered, own, group=host_group)
         one_node = len({there for there, _, _ in gathered}) == 1
-        host = "127.0.0.1" if one_node else gathered[0][1]
         complaint: str | None = None
-        stores: list[dist.Store] = []
-        offer: list[Any] = [None]
-        if rank == 0:
-            try:
-                server = dist.TCPStore(host, 0, size, True, _JOIN_TIMEOUT, wait_for_workers=False)
-                stores, offer = [server], [server.port]
-            except Exception as error:
-                complaint = f"cannot host the agents' store at {host}: {error}"
-        dist.broadcast_object_list(offer, src=dist.get_global_rank(host_group, 0), group=host_group)
-        if offer[0] is not None:
-            try:
-                while len(stores) < 2:
-                    stores.append(
-                        dist.TCPStore(host, offer[0], size, False, _JOIN_TIMEOUT, wait_for_workers=False)
-                    )
-            except Exception as error:
-                complaint = f"cannot reach the agents' store at {host}:{offer[0]}: {error}"
+        group: AgentGroup | None = None
+        own_address: Address | None = None
+        try:
+            group = cls(socket.gethostbyname("127.0.0.1" if one_node else address), patience)
+            own_address = group.peers.address
+        except OSError as error:
+            complaint = f"cannot bind the agents' socket to {address}: {error}"
+        addresses: list[Any] = [None] * size
+        dist.all_gather_object(addresses, own_address, group=host_group)
         agree(host_group, complaint)
-        return cls(stores[0], stores[1], rank, size), [own for _, _, own in gathered]
+        assert group is not None
+        secret = hashlib.sha256(b"".join(part for _, part, _ in gathered)).digest()
+        group.open(secret, rank, addresses)
+        reached = group.peers.ask(group.peers.others, b"v", _OPEN_TIMEOUT.total_seconds())
+        unreached = group.peers.others - reached.keys()
+        agree(
+            host_group,
+            f"cannot reach {[addresses[other] for other in sorted(unreached)]} (UDP)" if unreached else None,
+        )
+        return group, [theirs for _, _, theirs in gathered]
 
     def process_group(self, name: str, timeout: timedelta) -> dist.ProcessGroup:
         """A new gloo group of these ranks; every rank asks for it by the same name, in its own time."""
+        # torch's stubs do not list the options.
+        library: Any = dist.ProcessGroupGloo
+        options = library._Options()
+        options._timeout = timeout
+        options._devices = [library.create_device(hostname=self.host)]
         store = dist.PrefixStore(f"eplb/{name}", self.store)
-        backend = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
+        backend = library(store, self.rank, self.size, options)
         # A backend has a process group's methods; torch's type stubs do not list them.
         return cast("dist.ProcessGroup", backend)
+
+    def close(self) -> None:
+        """Answer the others for as long as they may ask what this rank has committed, then no more."""
+        ending = threading.Timer(self._patience, self.peers.close)
+        ending.daemon = True
+        ending.start()
+
+    def open(self, secret: bytes, rank: int, addresses: list[Address]) -> None:
+        """Begin to answer, and to ask, the other members of this formation."""
+        self.rank, self.size = rank, len(addresses)
+        self.peers.open(secret, rank, addresses)
+        self.store.connect(self.peers)
+        self.register.connect(self.peers)
+
+    def _answer(self, question: bytes) -> bytes | None:
+        kind, subject = question[:1], question[1:].decode()
+        if kind == b"d":
+            verdict = self.register.answer(int(subject))
+            return None if verdict is None else verdict.value
+        value = self.store.held(subject)
+        return b"-" if value is None else b"+" + value
 
 
 def agree(host_group: dist.ProcessGroup, complaint: str | None) -> None:

@@ -1,4 +1,4 @@
-"""This rank's part in the votes: its ballot out, the outcome in, the register where others may have heard more.
+"""This rank's part in the votes: its ballot out, the outcome in, the others asked where they may have heard more.
 
 A vote is launched at one step boundary and counted at a later one that is fixed beforehand, the same on every rank,
 waiting there if it must. Completion is never polled: two ranks would see the outcome at different steps.
@@ -17,6 +17,9 @@ import torch.distributed as dist
 from worker_agent.history.record import History
 from worker_agent.swap.ballot import BALLOT_WIDTH, Ballot, Outcome, Progress, VoteResult
 from worker_agent.swap.commit_register import CommitRegister
+
+_CONFIRM_TIMEOUT = timedelta(seconds=30)
+"""All ranks have voted a few passes ago: one that does not come to confirm has missed the boundary, and never will."""
 
 
 class VoteError(RuntimeError):
@@ -89,7 +92,7 @@ class BallotBox:
             raise VoteError(f"vote {self.number}: this rank has left the votes")
         bounds = torch.tensor([forward, -forward], dtype=torch.int64)
         try:
-            self._group.allreduce([bounds], self._options).wait(self._timeout)
+            self._group.allreduce([bounds], self._options).wait(min(self._timeout, _CONFIRM_TIMEOUT))
         except RuntimeError as error:
             raise VoteError(f"vote {self.number} was not confirmed by all ranks: {error}") from error
         low, high = bounds.tolist()
@@ -159,9 +162,9 @@ class Voter:
         return outcome
 
     def settle(self, step: int) -> Outcome:
-        """What counts of a vote that this rank has not heard: obeys its register, where it may have committed a layer.
+        """What counts of a vote that this rank has not heard: asks the others, where it may have committed a layer.
 
-        Raises ``FatalSwitchError`` where the register is out of reach.
+        Raises ``FatalSwitchError`` where one that may have committed does not answer.
         """
         cast = self._cast
         if cast is None or not self.may_commit:

@@ -1,0 +1,54 @@
+"""Only members of a formation ask and answer; what strangers send is dropped, whatever it is."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+import pytest
+
+from tests.swap.peered import joined
+from worker_agent.swap.group import AgentGroup
+
+
+def test_what_one_rank_sets_the_others_read() -> None:
+    one, other = joined(2)
+    one.store.set("key", b"value")
+    other.store.wait(["key"], timedelta(seconds=2))
+    assert other.store.get("key") == b"value"
+    assert other.store.check(["key"])
+    assert not other.store.check(["no key"])
+    with pytest.raises(TimeoutError, match="no rank has set no key within"):
+        other.store.wait(["no key"], timedelta(seconds=0.1))
+
+
+def test_a_stranger_gets_no_answer_and_changes_nothing() -> None:
+    one, other = joined(2)
+    one.store.set("key", b"value")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        stranger.settimeout(0.2)
+        for size in (0, 1, 31, 48, 49, 1000, 60_000):
+            stranger.sendto(os.urandom(size), one.peers.address)
+        with pytest.raises(TimeoutError):
+            stranger.recv(100)
+    assert other.store.get("key") == b"value"
+    forger = AgentGroup("127.0.0.1", 1.0)
+    forger.open(b"a guess", 1, [one.peers.address, other.peers.address])
+    assert forger.peers.ask([0], b"d7", 0.3) == {}
+    # The guess has put nobody in doubt.
+    assert one.register.may_commit(7, heard=True)
+    assert other.register.may_commit(7, heard=True)
+
+
+def test_sockets_are_bound_to_the_address_they_are_given() -> None:
+    (group,) = joined(1)
+    assert group.peers.address[0] == "127.0.0.1"
+
+
+def test_a_store_is_bounded() -> None:
+    (group,) = joined(1)
+    for number in range(5000):
+        group.store.set(f"key {number}", b"value")
+    assert len(group.store._values) <= 4096
+    assert group.store.get("key 4999") == b"value"
