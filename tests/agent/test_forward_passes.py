@@ -104,7 +104,7 @@ def _no_memory_to_decide() -> tuple[float, bool]:
 
 def test_an_agent_that_cannot_follow_a_vote_serves_no_further_token() -> None:
     with pytest.raises(RankFailure, match=r"FatalSwitchError.*no memory for a placement"):
-        run_ranks(RANKS, _no_memory_to_decide, deadline=20.0)
+        run_ranks(RANKS, _no_memory_to_decide)
 
 
 def _diverged() -> str:
