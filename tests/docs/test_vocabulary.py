@@ -23,7 +23,7 @@ BETTER = {
 
 def texts():
     files = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md")]
-    pages = [path for path in (ROOT / "docs").rglob("*.md") if path.name != "solver.md"]
+    pages = (ROOT / "docs").rglob("*.md")
     files += [*pages, *(ROOT / "deploy").rglob("*.y*ml"), *(ROOT / "deploy").rglob("*.json")]
     return {str(path.relative_to(ROOT)): path.read_text() for path in files}
 
