@@ -104,6 +104,11 @@ class Agent:
         return self._switch.state.halted
 
     @property
+    def unheard(self) -> str | None:
+        """Why the ranks do not vote at present, or ``None``; they form their votes again by themselves."""
+        return self._switch.state.unheard
+
+    @property
     def connected(self) -> bool:
         """Whether the service is there."""
         return self._stream.connected
@@ -223,7 +228,7 @@ class Agent:
             step=self._step,
             epoch=installed.epoch,
             digest=installed.digest,
-            error=self.halted or self._complaint or "",
+            error=self.halted or self.unheard or self._complaint or "",
         )
 
     def _guarded(self, part: Callable[..., None], *arguments: Any) -> None:

@@ -144,12 +144,57 @@ def _lose_the_votes(lost_step: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("lost_step", [8, 9, 10, 11])
-def test_a_rank_that_never_hears_the_vote_that_commits_obeys_its_register(lost_step: int) -> None:
+def test_a_rank_that_never_hears_the_vote_that_commits_does_as_the_others(lost_step: int) -> None:
     """Its ballot was in that vote: the others may have heard that all are ready."""
     facts = run_ranks(RANKS, _lose_the_votes, lost_step)
     assert max(fact["worst"] for fact in facts) < 1e-5
     assert len({fact["epoch"] for fact in facts}) == 1
-    assert all("vote" in fact["halted"] for fact in facts)
+    assert [fact["halted"] for fact in facts] == [None] * RANKS
+
+
+def _heal(fault: str) -> dict[str, Any]:
+    """Rank 1 breaks the votes of all where its ballot is due, twice; plans come later."""
+    agent, layers, still = _start(1, vote_timeout_seconds=1.0)
+    call, passed = agent.step, 0
+    unheard: set[str] = set()
+
+    def step() -> None:
+        nonlocal passed
+        passed += 1
+        votes = agent._switch.votes
+        if agent.identity.rank == 1 and passed in (12, 200) and votes is not None:
+            if fault == "stall":
+                time.sleep(3.0)
+            else:
+                votes.box.leave()
+        call()
+        if agent.unheard is not None:
+            unheard.add(agent.unheard)
+
+    def between(step: int) -> None:
+        if step > 300 and agent._switch.votes is not None and agent._switch.state.plan is None:
+            agent._stream.plans.put(live.plan_for(agent, {0: _from_here(agent, 3)}))
+        time.sleep(0.01)
+
+    agent.step = step  # type: ignore[method-assign]
+    worst = live.drive(agent, layers, still, 310, between, epoch=1)
+    agent.close()
+    return {
+        "worst": worst,
+        "epoch": agent.installed.epoch,
+        "halted": agent.halted,
+        "unheard": bool(unheard),
+        "digest": agent.installed.digest,
+    }
+
+
+@pytest.mark.parametrize("fault", ["lost link", "stall"])
+def test_votes_that_are_lost_come_back_by_themselves(fault: str) -> None:
+    facts = run_ranks(RANKS, _heal, fault)
+    assert max(fact["worst"] for fact in facts) < 1e-5
+    assert all(fact["unheard"] for fact in facts)
+    assert [fact["halted"] for fact in facts] == [None] * RANKS
+    assert len({(fact["epoch"], fact["digest"]) for fact in facts}) == 1
 
 
 def _met_again(size: int) -> dict[str, Any]:

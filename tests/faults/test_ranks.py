@@ -86,12 +86,13 @@ def test_an_agent_that_fails_in_a_commit_installs_it_first(tmp_path: Path) -> No
 
 
 @pytest.mark.faults
-def test_a_rank_whose_votes_are_lost_stops_the_balancing_of_all_at_once(tmp_path: Path) -> None:
+def test_ranks_whose_votes_are_lost_form_them_again(tmp_path: Path) -> None:
     with Scene(tmp_path, vote_timeout_seconds=60) as scene:
         scene.wait_for_switches()
         scene.ask("lose-votes", 1)
-        scene.wait_for_problem("vote")
+        pause(2.0)
+        scene.wait_for_switches(2)
         facts = scene.stop()
     # Far below the timeout: broken links are seen, not waited for.
     check_served(facts, tmp_path)
-    assert all(fact.halted is not None and "vote" in fact.halted for fact in facts)
+    assert [fact.halted for fact in facts] == [None] * RANKS

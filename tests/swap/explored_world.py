@@ -54,6 +54,8 @@ class World(State):
                     yield ("skip", rank)
         if self.vote is None and len(self.lost) < RANKS:
             yield ("launch",)
+        if self.vote is None and len(self.lost) == RANKS and not self.fatal:
+            yield ("reform",)
 
     def after(self, event: Event) -> World:
         """The state that follows; raises ``Broken`` where a promise is."""
@@ -72,7 +74,7 @@ class World(State):
     @staticmethod
     def needs_no_fault(event: Event) -> bool:
         """Whether this happens sooner or later if nothing goes wrong any more."""
-        return event[0] in ("deadline", "staged", "failed", "heard", "unheard", "ask", "launch")
+        return event[0] in ("deadline", "staged", "failed", "heard", "unheard", "ask", "launch", "reform")
 
     # Events
 
@@ -141,7 +143,7 @@ class World(State):
             else:
                 self._settled(rank, verdict)
         else:
-            self._act(rank, self.machines[rank].halt("votes lost"))
+            self._act(rank, self.machines[rank].lose_votes("votes lost"))
             self._counted(rank)
 
     def _ask(self, rank: int, peer: int) -> None:
@@ -166,8 +168,19 @@ class World(State):
             outcome = outcome.with_abort()
         self._act(rank, self.machines[rank].decide(outcome))
         if rank in self.lost:
-            self._act(rank, self.machines[rank].halt("votes lost"))
+            self._act(rank, self.machines[rank].lose_votes("votes lost"))
         self._counted(rank)
+
+    def _reform(self) -> None:
+        """All ranks have lost the votes, and form them again where they find that they serve one placement."""
+        served = {machine.installed.version_digest for machine in self.machines}
+        if len(served) > 1:
+            self.fatal = frozenset(range(RANKS))
+            return
+        generation = max(machine.generation for machine in self.machines)
+        lane = max(machine.lane for machine in self.machines)
+        self.machines = [machine.reformed(generation, lane) for machine in self.machines]
+        self.lost = frozenset()
 
     def _skip(self, rank: int) -> None:
         """The rank's host misses a call: it is a forward pass on when it next comes to count."""

@@ -194,6 +194,16 @@ class StopsAfterOneLayer(SwitchState):
         return committed, actions[:1]
 
 
+class GoesBackToAnOldLane(SwitchState):
+    def reformed(self, generation: int, lane: int) -> SwitchState:
+        return replace(super().reformed(generation, lane), lane=self.lane)
+
+
+class KeepsItsPlanWithoutVotes(SwitchState):
+    def lose_votes(self, reason: str) -> Transition:
+        return replace(self, unheard=reason), ()
+
+
 class HasNoDeadline(SwitchState):
     def at_step(self, step: int) -> SwitchState:
         return self
@@ -256,6 +266,8 @@ MUTANTS: dict[type[SwitchState], tuple[int, Faults]] = {
     InstallsTheTablesAlone: (LATE, Faults(0, 0, 0)),
     KeepsAWishAfterTheLastCommit: (LATE, Faults(0, 1, 0)),
     StopsAfterOneLayer: (LATE, Faults(0, 0, 0)),
+    GoesBackToAnOldLane: (LATE, Faults(1, 0, 1)),
+    KeepsItsPlanWithoutVotes: (LATE, Faults(0, 0, 1)),
     HasNoDeadline: (LATE, Faults(0, 0, 0)),
     ForgetsFailedTransfers: (LATE, Faults(1, 0, 0)),
     NeverEndsAnAbortedPlan: (LATE, Faults(1, 0, 0)),

@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from eplb_service.placement import expert_map
 from worker_agent.adapters.live_layer import LiveLayer
@@ -23,6 +24,7 @@ from worker_agent.swap.ballot import Outcome, Progress, VoteResult
 from worker_agent.swap.carrier import ByteBudget
 from worker_agent.swap.commit_register import FatalSwitchError
 from worker_agent.swap.listener import Committed, Listener, SwitchStats
+from worker_agent.swap.reformation import Reformation, Standing
 from worker_agent.swap.staging import check_installed, install
 from worker_agent.swap.transfer import TransferLimits, TransferResult, TransferWorker
 from worker_agent.swap.vote import BallotBox, VoteError, Voter
@@ -69,11 +71,12 @@ class SwitchDriver:
         self._clock = clock
         self._step = 0
         self._next_vote = 1
-        vote_timeout = timedelta(seconds=settings.vote_timeout_seconds)
         self._group = rendezvous.group
         self._vote_interval, self._vote_lag = settings.vote_interval, settings.vote_lag
-        box = BallotBox(rendezvous.votes, settings.vote_lag, vote_timeout)
-        self.votes: Voter | None = Voter(box, self._group.register, history)
+        self._vote_timeout = timedelta(seconds=settings.vote_timeout_seconds)
+        self.votes: Voter | None = self._voter(rendezvous.votes, 0)
+        self._reformation: Reformation | None = None
+        self._attempts = 0
         self._transfer_timeout = settings.transfer_timeout_seconds
         limits = TransferLimits(
             timedelta(seconds=settings.transfer_timeout_seconds),
@@ -104,9 +107,8 @@ class SwitchDriver:
         Raises ``FatalSwitchError`` where the ranks may no longer serve one placement.
         """
         self._step = step
-        if self.votes is None:
-            return
-        if self.votes.box.due(step):
+        self._vote_again()
+        if self.votes is not None and self.votes.box.due(step):
             self._count_votes(self.votes)
         forward = step - step % self._vote_interval
         if self.votes is not None and forward >= self._next_vote:
@@ -127,7 +129,7 @@ class SwitchDriver:
         """Finish or abort what is under way on all ranks, and take no plans until ``resume``.
 
         A collective, between the same two steps on every rank. Waits for a transfer that runs out, at most until its
-        deadline. Where the votes break, balancing stops on this rank, as it would in any step.
+        deadline. Where the votes break, what is under way is dropped, as it would be in any step.
         """
         self.state = self.state.with_pause(reason)
         self.budget.open()
@@ -164,6 +166,8 @@ class SwitchDriver:
             if self.votes is not None:
                 self.votes.box.leave()
                 self.votes = None
+            if self._reformation is not None:
+                self._reformation.close()
             self.transfers.close()
             self._group.close()
 
@@ -202,7 +206,7 @@ class SwitchDriver:
             ) from error
 
     def _lose_votes(self, votes: Voter, error: VoteError) -> Outcome:
-        """The ranks can no longer be heard: settle what the last vote may have decided, then stop balancing."""
+        """The ranks can no longer be heard: settle what the last vote may have decided, then form the votes again."""
         self.votes = None
         try:
             with self._fatal_where(votes.may_commit):
@@ -210,8 +214,28 @@ class SwitchDriver:
                 self._apply(self.state.decide(outcome))
         finally:
             votes.box.leave()
-        self.halt(str(error))
+        _log.warning("rank %d: the votes are lost: %s", self._identity.rank, error)
+        self._apply(self.state.lose_votes(str(error)))
+        standing = Standing(
+            self.state.installed.version_digest, self.state.generation, self.state.lane, votes.box.number
+        )
+        self._reformation = Reformation(self._group, standing, self._attempts, lambda: self._step)
         return outcome
+
+    def _vote_again(self) -> None:
+        """Take up the votes that the ranks have formed again, at the forward pass that they have agreed on."""
+        reformed = None if self._reformation is None else self._reformation.poll()
+        if self._reformation is None or reformed is None or self._step < reformed.start:
+            return
+        self._attempts, self._reformation = self._reformation.attempts, None
+        self.state = self.state.reformed(reformed.generation, reformed.lane)
+        self.votes = self._voter(reformed.votes, reformed.vote)
+        self._next_vote = reformed.start
+        _log.info("rank %d: the ranks vote again from forward pass %d", self._identity.rank, reformed.start)
+
+    def _voter(self, group: dist.ProcessGroup, number: int) -> Voter:
+        box = BallotBox(group, self._vote_lag, self._vote_timeout, number)
+        return Voter(box, self._group.register, self._history)
 
     # What the machine asks for
 

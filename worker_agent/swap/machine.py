@@ -123,8 +123,8 @@ class SwitchState:
         Whether the last transfer has not ended yet.
     highest_term
         Highest leader term seen; plans of lower ones are refused.
-    paused, halted
-        Why this rank takes no plans, for a while or for good, or ``None``.
+    paused, unheard, halted
+        Why this rank takes no plans, or ``None``: until it is resumed, until the ranks vote again, for good.
     """
 
     installed: Installed
@@ -139,6 +139,7 @@ class SwitchState:
     transfer_runs: bool = False
     highest_term: int = 0
     paused: str | None = None
+    unheard: str | None = None
     halted: str | None = None
 
     @property
@@ -186,6 +187,10 @@ class SwitchState:
         """Take plans again."""
         return replace(self, paused=None)
 
+    def reformed(self, generation: int, lane: int) -> SwitchState:
+        """The ranks vote again; ``generation`` and ``lane`` are the highest that any of them knew."""
+        return replace(self, unheard=None, generation=generation, lane=lane + 1)
+
     # Events that ask for something
 
     def offer(self, plan: RankPlan, step: int, checked_for: int) -> Transition:
@@ -205,7 +210,12 @@ class SwitchState:
             )
             return accepted, (Accepted(plan.plan_id, plan.layers[0].layer),)
         refused = self
-        if self.halted is None and self.paused is None and plan.leader_term >= self.highest_term:
+        if (
+            self.halted is None
+            and self.paused is None
+            and self.unheard is None
+            and plan.leader_term >= self.highest_term
+        ):
             # The service is the one to decide, also that its earlier plan is worth nothing any more.
             refused = self._wishing(f"the service has moved on to plan {plan.plan_id}")
         return refused, (Refused(plan.plan_id, reason),)
@@ -215,6 +225,11 @@ class SwitchState:
         if self.halted is not None:
             return self, ()
         return replace(self._wishing(reason), halted=reason), (Halted(reason),)
+
+    def lose_votes(self, reason: str) -> Transition:
+        """Drop the plan, and take no other until the ranks vote again."""
+        dropped, actions = self._drop(reason)
+        return replace(dropped, unheard=reason), actions
 
     def decide(self, outcome: Outcome) -> Transition:
         """Act on the outcome of a vote, as every other rank does at this same step."""
@@ -248,6 +263,8 @@ class SwitchState:
             return f"balancing has stopped on this rank: {self.halted}"
         if self.paused is not None:
             return f"balancing is paused on this rank: {self.paused}"
+        if self.unheard is not None:
+            return f"the ranks do not vote at present: {self.unheard}"
         if plan.leader_term < self.highest_term:
             return (
                 f"leader term {plan.leader_term} is older than {self.highest_term}, which this rank has seen"

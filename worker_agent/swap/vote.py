@@ -38,10 +38,13 @@ class BallotBox:
     timeout
         Longest wait at consumption.
 
+    number
+        Of the last vote before, where this box goes on for another.
+
     ``number`` counts the votes; ``under_way`` says whether one has been launched and not been consumed.
     """
 
-    def __init__(self, group: dist.ProcessGroup, lag: int, timeout: timedelta) -> None:
+    def __init__(self, group: dist.ProcessGroup, lag: int, timeout: timedelta, number: int = 0) -> None:
         self._group: dist.ProcessGroup | None = group
         self._lag = lag
         self._timeout = timeout
@@ -50,7 +53,7 @@ class BallotBox:
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
         self._work: dist.Work | None = None
         self._due = 0
-        self.number = 0
+        self.number = number
         self.under_way = False
 
     def launch(self, ballot: Ballot) -> None:
