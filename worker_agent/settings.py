@@ -88,7 +88,11 @@ class AgentSettings(BaseSettings):
             "deployment",
             "vote_interval",
             "vote_lag",
+            "vote_timeout_seconds",
+            "peer_timeout_seconds",
             "offer_deadline_steps",
+            "transfer_timeout_seconds",
+            "bytes_per_step",
             "chunk_bytes",
             "verify_transfers",
         )

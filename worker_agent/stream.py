@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import random
@@ -31,6 +32,7 @@ _FIRST_BACKOFF_SECONDS = 0.2
 _LAST_BACKOFF_SECONDS = 10.0
 _WELCOME_SECONDS = 10.0
 _FIRST_BEAT_SECONDS = 1.0
+_PLANS_KEPT = 16
 _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -168,9 +170,16 @@ class ServiceStream:
             _log.info("rank %d: connected to %s", self._identity.rank, self._settings.service)
         elif kind == "plan":
             try:
-                self.plans.put(check_plan(response.plan, self._identity, self._installed()))
+                self._keep(check_plan(response.plan, self._identity, self._installed()))
             except WireError as error:
                 self._outbox.put(PlanStatus(response.plan.plan_id, PlanState.REFUSED, reason=str(error)))
+
+    def _keep(self, plan: CheckedPlan) -> None:
+        """For the model's next step; the oldest goes where a model at rest takes none."""
+        while self.plans.qsize() >= _PLANS_KEPT:
+            with contextlib.suppress(queue.Empty):
+                self.plans.get_nowait()
+        self.plans.put(plan)
 
     def _log_lost(self, error: grpc.RpcError) -> None:
         if self._closing.is_set():

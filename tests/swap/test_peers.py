@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 
 from tests.swap.peered import joined
-from worker_agent.swap.group import AgentGroup
+from worker_agent.swap.group import AgentGroup, _reachable
 
 
 def test_what_one_rank_sets_the_others_read() -> None:
@@ -52,3 +52,9 @@ def test_a_store_is_bounded() -> None:
         group.store.set(f"key {number}", b"value")
     assert len(group.store._values) <= 4096
     assert group.store.get("key 4999") == b"value"
+
+
+def test_an_address_that_no_other_host_reaches_is_refused() -> None:
+    with pytest.raises(OSError, match="set data_host to an address"):
+        _reachable("localhost")
+    assert _reachable("192.0.2.7") == "192.0.2.7"

@@ -7,6 +7,7 @@ model's collectives.
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import secrets
 import socket
 import threading
@@ -84,7 +85,7 @@ class AgentGroup:
         group: AgentGroup | None = None
         own_address: Address | None = None
         try:
-            group = cls(socket.gethostbyname("127.0.0.1" if one_node else address), patience)
+            group = cls("127.0.0.1" if one_node else _reachable(address), patience)
             own_address = group.peers.address
         except OSError as error:
             complaint = f"cannot bind the agents' socket to {address}: {error}"
@@ -134,6 +135,16 @@ class AgentGroup:
             return None if verdict is None else verdict.value
         value = self.store.held(subject)
         return b"-" if value is None else b"+" + value
+
+
+def _reachable(address: str) -> str:
+    """The interface's address that a name stands for; raises ``OSError`` where no other host could reach it."""
+    found = str(socket.getaddrinfo(address, None, type=socket.SOCK_DGRAM)[0][4][0])
+    if ipaddress.ip_address(found).is_loopback:
+        raise OSError(
+            f"it resolves to {found}; set data_host to an address at which other hosts reach this one"
+        )
+    return found
 
 
 def agree(host_group: dist.ProcessGroup, complaint: str | None) -> None:
