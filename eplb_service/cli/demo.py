@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from eplb_service.demo.scenarios import ModelScenario, TraceScenario
     from eplb_service.demo.scoreboard import Scoreboard
 
-_DISPATCHERS = ("all2allv", "allgather")
+_DISPATCHERS = ("all2allv", "allgather", "mc2")
+_QUANTIZATIONS = ("none", "w8a8")
 _MODEL_STEPS = 720
 _TRACE_STEPS = 320
 _TRACE_LAYERS, _TRACE_HIDDEN, _TRACE_INTERMEDIATE = 6, 128, 64
@@ -68,6 +70,19 @@ class ServedOptions:
         str,
         typer.Option(help=f"One of {', '.join(_DISPATCHERS)}.", autocompletion=lambda: list(_DISPATCHERS)),
     ] = "all2allv"
+    quant: Annotated[
+        str,
+        typer.Option(
+            help=f"Of the model: the experts' quantization, one of {', '.join(_QUANTIZATIONS)}.",
+            autocompletion=lambda: list(_QUANTIZATIONS),
+        ),
+    ] = "none"
+    dual_batch: Annotated[
+        bool,
+        typer.Option(
+            "--dual-batch", help="Of the model: every step goes through the experts in two micro-batches."
+        ),
+    ] = False
     hidden: Annotated[
         int | None, typer.Option(min=1, help=f"Of a trace: hidden size (default {_TRACE_HIDDEN}).")
     ] = None
@@ -84,10 +99,19 @@ class ServedOptions:
             raise UserError(
                 f"unknown dispatcher {self.dispatcher!r}; choose one of {', '.join(_DISPATCHERS)}"
             )
+        if self.quant not in _QUANTIZATIONS:
+            raise UserError(f"unknown quantization {self.quant!r}; choose one of {', '.join(_QUANTIZATIONS)}")
         if self.trace is None:
             _refuse("--trace", {"--hidden": self.hidden, "--intermediate": self.intermediate})
-            return _model_scenario(self.steps or _MODEL_STEPS, self.layers, self.requests)
-        _refuse("the model", {"--requests": self.requests})
+            steps = self.steps or _MODEL_STEPS
+            return _model_scenario(
+                steps, self.layers, self.requests, quantized=self.quant == "w8a8", dual_batch=self.dual_batch
+            )
+        quant = None if self.quant == "none" else self.quant
+        _refuse(
+            "the model",
+            {"--requests": self.requests, "--quant": quant, "--dual-batch": self.dual_batch or None},
+        )
         sizes = self.hidden or _TRACE_HIDDEN, self.intermediate or _TRACE_INTERMEDIATE
         return _trace_scenario(self.trace, self.steps or _TRACE_STEPS, self.layers, *sizes)
 
@@ -183,21 +207,24 @@ def _write(output: OutputOptions, board: Scoreboard, figures: dict[str, Any], sh
         write_recording(output.record, board)
 
 
-def _refuse(belongs_to: str, options: dict[str, int | None]) -> None:
+def _refuse(belongs_to: str, options: Mapping[str, int | str | None]) -> None:
     """Raise ``UserError`` where an option is given that means nothing here."""
     for name, value in options.items():
         if value is not None:
             raise UserError(f"{name} goes with {belongs_to} alone")
 
 
-def _model_scenario(steps: int, layers: int | None, requests: int | None) -> tuple[ModelScenario, _Sizes]:
+def _model_scenario(
+    steps: int, layers: int | None, requests: int | None, *, quantized: bool, dual_batch: bool
+) -> tuple[ModelScenario, _Sizes]:
     """The embedded model, its first ``layers`` balanced."""
     from eplb_service.demo.scenarios import ModelScenario, layers_and_experts
 
     held, experts = layers_and_experts()
     if layers is not None and layers > held:
         raise UserError(f"the model has {held} MoE layers, --layers asks for {layers}")
-    scenario = ModelScenario() if requests is None else ModelScenario(rows=requests)
+    rows = ModelScenario.rows if requests is None else requests
+    scenario = ModelScenario(rows, quantized=quantized, dual_batch=dual_batch)
     return scenario, (steps, layers or held, experts)
 
 

@@ -53,14 +53,20 @@ class ModelScenario:
         Requests at a time on each rank.
     length
         Bytes of a request, its prompt among them.
+    quantized
+        Whether the experts are W8A8.
+    dual_batch
+        Whether each step's tokens go through the MoE layers in two micro-batches.
     """
 
     rows: int = 32
     length: int = 96
+    quantized: bool = False
+    dual_batch: bool = False
 
     def run(self, stage: Stage, watch: Watch) -> Scoreboard:
         """Serve all steps; raises as ``perform`` does."""
-        orders = {"steps": stage.steps, "layers": stage.layers, "rows": self.rows, "length": self.length}
+        orders = {"steps": stage.steps, "layers": stage.layers, **vars(self)}
         return perform(stage, "worker_agent.demo.model_rank", orders, watch)
 
 

@@ -37,7 +37,7 @@ class Stage:
     ranks, redundant
         R, and slots per layer beyond one per expert.
     dispatcher
-        ``"all2allv"`` or ``"allgather"``.
+        ``"all2allv"``, ``"allgather"`` or ``"mc2"``.
     window, interval
         Steps that a decision looks at, and steps from one to the next.
     policy, seed

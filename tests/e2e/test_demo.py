@@ -63,6 +63,7 @@ def test_a_demo_that_switches_nothing_fails_and_says_so() -> None:
     [
         (["--redundant", "3"], "do not fill 4 ranks evenly; use --redundant 4"),
         (["--dispatcher", "carrier-pigeon"], "unknown dispatcher 'carrier-pigeon'"),
+        (["--quant", "int3"], "unknown quantization 'int3'; choose one of none, w8a8"),
         (["--policy", "best"], "policy is 'best'"),
         (["--trace", "missing.npz"], "missing.npz"),
         (["--json", "out.txt"], "must end in .json"),

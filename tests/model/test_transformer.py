@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from eplb_service.placement import Placement
 from tests.model.small import CONFIG, small_model, write_small_model
+from tests.moe.simulated import SimulatedGroup, run_simulated
 from tests.ranks import run_ranks
 from tools.training.trainable_moe import TrainableMoE
 from worker_agent.model.config import ModelConfig
@@ -21,6 +22,7 @@ from worker_agent.model.expert_parallel import expert_parallel
 from worker_agent.model.transformer import ByteTransformer, attend_to_the_past
 from worker_agent.model.weights_file import WeightsFile
 from worker_agent.moe import DenseMoE, MoEShape
+from worker_agent.moe.rank_group import RankGroup
 
 ROWS = 4
 
@@ -89,6 +91,35 @@ def test_ranks_that_share_the_experts_say_what_one_alone_says(ranks: int, tmp_pa
         parts = run_ranks(ranks, _serve_in_part, str(path), shuffled_LRS, tokens_BT)
         for rank, part_BTV in enumerate(parts):
             torch.testing.assert_close(part_BTV, expected_BTV[rank::ranks], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dispatcher", ["all2allv", "allgather", "mc2"])
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("dual_batch", [False, True])
+def test_every_way_through_the_experts_gives_the_same_bytes(
+    dispatcher: str, quantized: bool, dual_batch: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RankGroup, "named", SimulatedGroup.named)
+    weights = WeightsFile(write_small_model(tmp_path / "small.safetensors"))
+    tokens_BT = _tokens(ROWS, 6)
+    alone, _ = expert_parallel(weights, Placement.linear(2, 8, 1, 8), None, quantized=quantized)
+    expected_BTV = _decoded(alone, tokens_BT)
+
+    def serve(group: RankGroup) -> torch.Tensor:
+        model, layers = expert_parallel(
+            weights,
+            Placement.linear(2, 8, 2, 5),
+            group,
+            dispatcher,
+            quantized=quantized,
+            dual_batch=dual_batch,
+        )
+        logits_BTV = _decoded(model, tokens_BT[group.rank :: 2])
+        assert [int(layer.load_counter) for layer in layers] == [6, 6]
+        return logits_BTV
+
+    for rank, part_BTV in enumerate(run_simulated(2, serve)):
+        torch.testing.assert_close(part_BTV, expected_BTV[rank::2], rtol=0, atol=1e-6)
 
 
 def test_the_dense_baseline_has_the_same_active_size() -> None:

@@ -63,7 +63,14 @@ class ModelRank:
     def _model(self) -> tuple[Server, list[ExpertParallelMoE]]:
         config, task = self.weights.config, self.task
         placement = Placement.linear(config.layers, config.experts, task.ranks, task.slots)
-        model, layers = expert_parallel(self.weights, placement, self.group, task.dispatcher)
+        model, layers = expert_parallel(
+            self.weights,
+            placement,
+            self.group,
+            task.dispatcher,
+            quantized=task.quantized,
+            dual_batch=task.dual_batch,
+        )
         sampler = Sampler(_TEMPERATURE, task.seed * task.ranks + self.rank)
         return Server(Decoder(model, task.rows), sampler, self.traffic, task.rows, task.length), layers
 

@@ -23,7 +23,7 @@ class Task:
     ranks, slots
         R and S.
     dispatcher
-        ``"all2allv"`` or ``"allgather"``.
+        ``"all2allv"``, ``"allgather"`` or ``"mc2"``.
     seed
         Draws whatever is drawn.
     report_every
@@ -75,9 +75,15 @@ class ModelTask(Task):
         Requests at a time on each rank.
     length
         Bytes of a request, its prompt among them.
+    quantized
+        Whether the experts are W8A8.
+    dual_batch
+        Whether each step's tokens go through the MoE layers in two micro-batches.
     """
 
     steps: int
     layers: int
     rows: int
     length: int
+    quantized: bool = False
+    dual_batch: bool = False

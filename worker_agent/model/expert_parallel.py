@@ -8,7 +8,8 @@ import torch.distributed as dist
 from eplb_service.placement import Placement
 from worker_agent.model.transformer import ByteTransformer
 from worker_agent.model.weights_file import WeightsFile
-from worker_agent.moe import ExpertParallelMoE
+from worker_agent.moe import ExpertParallelMoE, MicroBatch
+from worker_agent.moe.rank_group import RankGroup
 
 SERVING_DTYPE = torch.float64
 """Double precision: another order of the same sums then never tips the choice between two bytes.
@@ -21,12 +22,16 @@ float32 that shifts logits by a millionth, and about one in a million bytes is w
 def expert_parallel(
     weights: WeightsFile,
     placement: Placement,
-    ep_group: dist.ProcessGroup | None,
+    ep_group: dist.ProcessGroup | RankGroup | None,
     dispatcher: str = "all2allv",
+    *,
+    quantized: bool = False,
+    dual_batch: bool = False,
 ) -> tuple[ByteTransformer, list[ExpertParallelMoE]]:
     """The model of a weights file with its experts placed over the ranks of ``ep_group``, and its MoE layers.
 
-    Raises ``ValueError`` where the placement is not of the model's shape.
+    With ``quantized`` the experts are W8A8; with ``dual_batch`` every step's tokens go through each MoE layer in two
+    micro-batches. Raises ``ValueError`` where the placement is not of the model's shape.
     """
     config = weights.config
     if (placement.layers, placement.experts) != (config.layers, config.experts):
@@ -42,9 +47,29 @@ def expert_parallel(
             dispatcher=dispatcher,
             ep_group=ep_group,
             dtype=SERVING_DTYPE,
+            quantized=quantized,
         )
         for layer in range(config.layers)
     ]
-    model = ByteTransformer(config, layers).to(SERVING_DTYPE)
+    experts = [InTwoBatches(layer) for layer in layers] if dual_batch else layers
+    model = ByteTransformer(config, experts).to(SERVING_DTYPE)
     weights.fill(model)
     return model.eval(), layers
+
+
+class InTwoBatches:
+    """A layer whose tokens come in two halves of a step, which overlap."""
+
+    def __init__(self, layer: ExpertParallelMoE) -> None:
+        self._layer = layer
+
+    def __call__(
+        self, hidden_TH: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
+    ) -> torch.Tensor:
+        """All tokens' outputs, ``[T, H]``."""
+        half = (hidden_TH.shape[0] + 1) // 2
+        tensors = (hidden_TH, topk_ids_TK, topk_weights_TK)
+        first, second = (
+            MicroBatch(*(tensor[part] for tensor in tensors)) for part in (slice(half), slice(half, None))
+        )
+        return torch.cat(self._layer.forward_two(first, second))
