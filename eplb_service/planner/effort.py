@@ -43,6 +43,7 @@ def search_for(settings: PlannerSettings, placement: Placement) -> SearchParams:
         swaps=settings.swaps,
         exchanges=settings.exchanges,
         table_swaps=settings.table_swaps,
+        table_kicks=settings.table_kicks,
         holdout=settings.holdout,
         price_ladder=settings.price_ladder,
         seed=settings.seed,

@@ -84,6 +84,10 @@ class PlannerSettings:
     table_swaps: bool = _setting(
         True, "Swap experts once more at the shares of tokens that solved dealing tables really give."
     )
+    table_kicks: bool = _setting(
+        True,
+        "Exchange replicas at random in small layers of few slots whose dealing tables do worse than even shares.",
+    )
     holdout: bool = _setting(
         True,
         "Make only changes that, fitted to the older half of the window, pay for themselves on the newer half.",

@@ -26,6 +26,7 @@ ABLATIONS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "flashlb-no-swaps": ({"swaps": False}, "the local search exchanges replicas only"),
     "flashlb-no-exchanges": ({"exchanges": False}, "the local search swaps experts only"),
     "flashlb-no-table-swaps": ({"table_swaps": False}, "no swaps once the tables are solved"),
+    "flashlb-no-table-kicks": ({"table_kicks": False}, "no random exchanges where tables are coarse"),
     "flashlb-no-holdout": ({"holdout": False}, "changes need not pay on the newer half of the window"),
     "flashlb-no-price-ladder": ({"price_ladder": False}, "only the true price of a move is tried"),
     "flashlb-no-volatility": (

@@ -11,7 +11,7 @@ from eplb_service.replay.result import PolicyReplay, Replay
 from eplb_service.report.charts import Line, Point
 
 _COLOURS = 8
-_DASHES = 4
+_DASHES = 5
 """Patterns of ``report.css`` that tell apart lines of the same colour."""
 _MOST_MAPPED = 64
 """Decisions that a map over time shows; more are averaged."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ _SIZE = (10.0, 4.0)
 _DOTS_PER_INCH = 150
 _LEAST_SPAN = 0.05
 _COLOURS = ("#2463be", "#d4691a", "#15803d", "#a21caf", "#b91c1c", "#0e7490", "#854d0e", "#4338ca")
-_DASHES = ("-", "--", ":", "-.")
-_MARKERS = ("o", "s", "^", "D")
+_DASHES = ("-", "--", ":", "-.", (0, (12, 3)))
+_MARKERS = ("o", "s", "^", "D", "v")
 """Dots of policies whose lines are dashed as in ``_DASHES``."""
 
 
@@ -100,10 +101,10 @@ def _ranks(figure: Any, replay: Replay) -> None:
     figure.colorbar(image, ax=figure.axes, label="tokens over the mean rank", extend="max")
 
 
-def _styles(replay: Replay) -> list[tuple[str, str]]:
+def _styles(replay: Replay) -> list[tuple[str, Any]]:
     """Colour and dashes of each policy; doing nothing is grey."""
-    others = itertools.cycle(itertools.product(_DASHES, _COLOURS))
-    styles = []
+    others: Iterator[tuple[Any, str]] = itertools.cycle(itertools.product(_DASHES, _COLOURS))
+    styles: list[tuple[str, Any]] = []
     for policy in replay.policies:
         dashes, colour = ("-", "grey") if policy.policy == "none" else next(others)
         styles.append((colour, dashes))

@@ -59,6 +59,8 @@ class SearchParams(NamedTuple):
     """``EVEN``, ``RULE`` or ``SOLVED``."""
     table_swaps: bool = True
     """Whether experts are swapped at the shares that solved tables give."""
+    table_kicks: bool = True
+    """Whether replicas are exchanged at random where few slots and coarse tables do worse than even shares."""
     holdout: bool = True
     """Whether a change fitted to the older half of the window must pay on the newer half."""
     price_ladder: bool = True

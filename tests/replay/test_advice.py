@@ -67,7 +67,7 @@ def test_few_tokens_and_few_experts_are_said_plainly():
     rng = np.random.default_rng(1)
     given, _, _ = advised(rng.poisson(1.0, (250, 2, 8)), 8, [1])
     assert not given.pays
-    assert any("only 1 tokens a layer and step" in reason for reason in given.reasons)
+    assert any("only 1 tokens per layer and step" in reason for reason in given.reasons)
     assert any("only 1 of the model's experts" in reason for reason in given.reasons)
 
 
