@@ -11,7 +11,7 @@ from benchmarks.solver.contest import OURS, Contest, first_scene
 from benchmarks.solver.decision import Scene
 from benchmarks.solver.scoring import even_par, realised_par, rule_tables
 from eplb_service.placement import Placement
-from eplb_service.planner.effort import search_for
+from eplb_service.planner.search_params import search_params_of
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.solver.engine import solve_many
 
@@ -57,7 +57,7 @@ def _sixteen_sources(scene: Scene) -> float:
         placement.phy2log_LRS,
         tables_LGE,
         np.full((1, 16, HEAT.size), 1 / 16),
-        search_for(PlannerSettings(move_price=0.0), placement),
+        search_params_of(PlannerSettings(move_price=0.0), placement),
         np.array([np.inf]),
         0.0,
         np.array([True]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import datetime
 from statistics import fmean
 from typing import Annotated, Any
@@ -84,10 +85,10 @@ def _layers(past: operator_pb2.PastPlan) -> Table:
     for verdict in past.verdicts:
         table.add_row(
             str(verdict.layer),
-            f"{verdict.par_seen:.3f}",
-            f"{verdict.par_planned:.3f}",
-            f"{verdict.noise_floor:.3f}",
-            f"{verdict.hindsight:.3f}" if verdict.HasField("hindsight") else "-",
+            _ratio(verdict.par_seen),
+            _ratio(verdict.par_planned),
+            _ratio(verdict.noise_floor),
+            _ratio(verdict.hindsight) if verdict.HasField("hindsight") else "-",
             str(verdict.moves),
             escape(verdict.reason),
             style="bold" if verdict.changed else None,
@@ -117,7 +118,13 @@ def _when(past: operator_pb2.PastPlan) -> str:
 
 def _mean(past: operator_pb2.PastPlan, field: str) -> str:
     values = [getattr(verdict, field) for verdict in past.verdicts]
-    return f"{fmean(values):.3f}" if values else "-"
+    ratios = [value for value in values if not math.isnan(value)]
+    return _ratio(fmean(ratios) if ratios else math.nan)
+
+
+def _ratio(value: float) -> str:
+    """NaN, the ratio of a layer without tokens, as a dash."""
+    return "-" if math.isnan(value) else f"{value:.3f}"
 
 
 def _document(past: operator_pb2.PastPlan) -> dict[str, Any]:

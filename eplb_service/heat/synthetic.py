@@ -9,13 +9,9 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from eplb_service.heat.window import HeatError
-from eplb_service.placement import Int32
-
-Float64 = npt.NDArray[np.float64]
-"""A float64 array; its dimensions stand in the variable's name."""
+from eplb_service.placement import Float64, Int32
 
 Kind = Literal["static", "drift", "phased", "bursty"]
 """How popularity moves: it jitters, walks, alternates between two domains, or jumps in groups of experts."""
@@ -35,16 +31,34 @@ _BURST_STEPS_OFF = 50
 def synthetic_heat(
     kind: Kind, steps: int, layers: int, experts: int, tokens: int = 4096, top_k: int = 8, seed: int = 0
 ) -> Int32:
-    """Heat of ``tokens`` tokens a step that choose ``top_k`` distinct experts each, int32 ``[T, L, E]``.
+    """Heat of a made-up workload; the same arguments give the same heat.
 
-    Every step and layer sums to ``tokens * top_k`` and no count is past ``tokens``. The same arguments give
-    the same heat. Raises ``HeatError`` on an unknown kind or sizes that no router could have.
+    Parameters
+    ----------
+    kind
+        How popularity moves, one of ``KINDS``.
+    steps, layers, experts
+        T, L and E.
+    tokens, top_k
+        Tokens per step, and the distinct experts that each chooses.
+    seed
+        Of all that is drawn.
+
+    Returns
+    -------
+    Int32
+        int32 ``[T, L, E]``; every step and layer sums to ``tokens * top_k``, and no count is past ``tokens``.
+
+    Raises
+    ------
+    HeatError
+        On an unknown kind, or sizes that no router could have.
     """
     if kind not in KINDS:
         raise HeatError(f"unknown kind of heat {kind!r}; choose one of {', '.join(KINDS)}")
     if min(steps, layers, tokens, top_k) < 1 or top_k > experts:
         raise HeatError(
-            f"heat needs at least one step, layer and token, and 1..{experts} choices a token; "
+            f"heat needs at least one step, layer and token, and 1..{experts} choices per token; "
             f"got {steps} steps, {layers} layers, {tokens} tokens and {top_k} choices"
         )
     rng = np.random.default_rng(seed)
@@ -104,8 +118,8 @@ def _bursty(log_LE: Float64, steps: int, rng: np.random.Generator) -> Float64:
     on_LG = rng.random((layers, groups)) < _BURST_STEPS_ON / (_BURST_STEPS_ON + _BURST_STEPS_OFF)
     for step in range(steps):
         on_TLG[step] = on_LG
-        chance_LG = np.where(on_LG, 1 / _BURST_STEPS_ON, 1 / _BURST_STEPS_OFF)
-        on_LG = on_LG ^ (rng.random((layers, groups)) < chance_LG)
+        switch_LG = np.where(on_LG, 1 / _BURST_STEPS_ON, 1 / _BURST_STEPS_OFF)
+        on_LG = on_LG ^ (rng.random((layers, groups)) < switch_LG)
     on_TLE = np.take_along_axis(on_TLG, np.broadcast_to(group_LE, (steps, layers, experts)), axis=2)
     return np.asarray(log_LE + _BURST_LOG_GAIN * on_TLE)
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 Counts = npt.NDArray[np.int32] | npt.NDArray[np.int64] | npt.NDArray[np.float64]
-"""Tokens, whole or fractional; their dimensions stand in the variable's name."""
+"""Tokens, whole or fractional; the variable's name carries their dimensions."""
 
 _MOST_TOKENS = 2.0**53
 """Sums up to here are exact in float64."""
@@ -30,9 +30,12 @@ class Window:
         is where it is int32, int64 or float64, so it must not change while the window is in use.
     source_RLE
         Tokens of each source rank by logical expert, before dispatch, summed over the window, float64 ``[R, L, E]``;
-        ``None`` where the host does not tell. Only each expert's split over the ranks is used.
+        ``None`` where the host does not report it. Only each expert's split over the ranks is used.
 
-    Raises ``HeatError`` on a wrong shape, on negative or non-finite values, and on sums past 2**53.
+    Raises
+    ------
+    HeatError
+        On a wrong shape, on negative or non-finite values, and on sums past 2**53.
     """
 
     heat_TLE: Counts
@@ -68,22 +71,24 @@ class Window:
         """E."""
         return int(self.heat_TLE.shape[2])
 
-    def episodes(self, count: int) -> npt.NDArray[np.float64]:
-        """Sum consecutive steps into at most ``count`` episodes of nearly equal length, float64 ``[N, L, E]``.
-
-        Raises ``HeatError`` where the window is empty.
-        """
-        if self.steps == 0:
-            raise HeatError("the window holds no steps")
-        episodes = max(1, min(count, self.steps))
-        first_steps = np.arange(episodes) * self.steps // episodes
-        return np.add.reduceat(self.heat_TLE, first_steps, axis=0, dtype=np.float64)
-
 
 def checked_heat(heat_TLE: npt.ArrayLike) -> Counts:
-    """Heat as int32, int64 or float64 ``[T, L, E]``, copied only where kernels could not read it as it is.
+    """Heat as kernels read it.
 
-    Raises ``HeatError`` naming the first value that cannot be heat.
+    Parameters
+    ----------
+    heat_TLE
+        ``[T, L, E]``, tokens, of any integer or float type.
+
+    Returns
+    -------
+    Counts
+        int32, int64 or float64; copied only where kernels could not read it as it is.
+
+    Raises
+    ------
+    HeatError
+        Naming the first value that cannot be heat.
     """
     heat = np.asarray(heat_TLE)
     if heat.ndim != 3 or 0 in heat.shape[1:]:
@@ -112,7 +117,7 @@ def widened(heat: npt.NDArray[Any]) -> npt.NDArray[np.int64] | npt.NDArray[np.fl
 def _for_kernels(heat: npt.NDArray[Any], kind: type[np.generic]) -> npt.NDArray[Any]:
     """The array itself where it is of this type, in one piece, aligned and writable, else a copy that is.
 
-    For one that is only readable, a mapped file say, each kernel would be compiled anew.
+    For one that is only readable, a mapped file say, each kernel would be compiled once more.
     """
     return np.require(heat, dtype=kind, requirements=["C", "A", "W"])
 

@@ -1,26 +1,36 @@
-"""One decision, as a pure function: what to change in which layers, and why."""
+"""One decision, as a pure function: which layers to change, to what, and why.
+
+Only the layers that are worth it are looked into: layer-wise cherry-picking, the third of FlashLB's ideas. Ours departs
+from FlashLB in what is worth it. FlashLB takes layers whose balancedness fell under a fixed value, or under 0.95 of
+what it was after their last change, and sends the largest gains. Ours keeps no such history: a layer is worth it
+where more than ``min_gain`` can be won beyond what its experts' own jumps leave (``noise_floor``), and each change must
+then pay for its moves on heat that it was not fitted to (``solver.holdout``).
+
+References
+----------
+vLLM-Ascend pull requests 3042 and 6477, *FlashLB algorithm*, https://github.com/vllm-project/vllm-ascend/pull/3042.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from eplb_service.heat.window import HeatError, Window
-from eplb_service.placement import Int32, Placement, par
-from eplb_service.planner.asking import ask
-from eplb_service.planner.cherry_pick import cherry_pick
-from eplb_service.planner.hierarchy import groups_on_nodes
-from eplb_service.planner.noise_floor import noise_floor
+from eplb_service.placement import Float64, Int32, Placement, par
+from eplb_service.planner.noise_floor import noise_floor, rank_volatility_bound, volatility_bound
 from eplb_service.planner.plan import LayerPlan, LayerVerdict, Plan
 from eplb_service.planner.scoring import split_loads
 from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.settled import settled_par
+from eplb_service.planner.solver_request import groups_on_nodes, solve_picked
 from eplb_service.planner.topology import Topology
 from eplb_service.planner.validate import check_arguments, flaw_of
 from eplb_service.planner.verdict import Judge, stays
 from eplb_service.solver.decision import Answer
 from eplb_service.solver.engine import SolverError
+from eplb_service.solver.model import Candidate
 from eplb_service.solver.topology import choose_senders
 from eplb_service.solver.window import sum_episodes
 
@@ -37,7 +47,7 @@ def plan(
     Parameters
     ----------
     window
-        Heat, and each expert's split over the source ranks where the host tells it.
+        Heat, and each expert's split over the source ranks where the host reports it.
     placement, log2phy_RLE
         What is deployed: the placement and int32 ``[R, L, E]`` the table of each source rank.
     topology
@@ -45,61 +55,134 @@ def plan(
     settings
         How to decide.
 
-    Returns a ``Plan``: the same for the same arguments, whatever the number of threads. A layer whose solution
-    turns out invalid keeps what it has, and its verdict says so. Raises ``HeatError``, ``PlacementError`` or
-    ``TopologyError`` where the arguments contradict each other.
+    Returns
+    -------
+    Plan
+        The same for the same arguments, whatever the number of threads. A layer whose solution turns out invalid keeps
+        what it has, and its verdict says so.
+
+    Raises
+    ------
+    HeatError, PlacementError, TopologyError
+        Where the arguments contradict each other.
     """
     check_arguments(window, placement, log2phy_RLE, topology)
     if window.steps == 0:
         raise HeatError("the window holds no steps")
+    groups, why_ungrouped = groups_on_nodes(settings, placement, topology)
     episodes = min(settings.episodes, window.steps)
     heat_NLE = sum_episodes(window.heat_TLE, episodes)
-    loads_NLR = split_loads(heat_NLE, placement, log2phy_RLE, window.source_RLE, settings.split)
-    # A layer without tokens has no ratio; for a decision it is balanced, since nothing can be won there.
-    seen_L = np.nan_to_num(par(loads_NLR), nan=1.0)
-    drawn_L = noise_floor(heat_NLE, placement.ranks)
-    settled_L = settled_par(heat_NLE, loads_NLR, placement) if episodes > 1 else drawn_L
-    # Real routers' choices are not independent draws: what was measured may lie below what is computed for those.
-    floor_L = np.minimum(drawn_L, settled_L)
-    groups, why_ungrouped = groups_on_nodes(settings, placement, topology)
-    steps, expert_bytes = window.steps / episodes, topology.bytes_per_expert
-    judge = Judge(seen_L, floor_L, settled_L, steps, expert_bytes, settings, why_ungrouped)
+    judge = _judge(window, heat_NLE, placement, log2phy_RLE, topology, settings, why_ungrouped)
     if settings.policy == "none":
         none = (judge.kept(layer, "kept: the policy is none") for layer in range(window.layers))
         return Plan((), tuple(none))
-    picked = cherry_pick(
-        seen_L, settled_L if settings.warm and settings.volatility else np.ones(window.layers), settings
+    lost_L = judge.volatility_bound_L if settings.warm and settings.volatility else np.ones(window.layers)
+    picked = cherry_pick(judge.episode_par_L, lost_L, settings)
+    answers = solve_picked(window, heat_NLE, placement, log2phy_RLE, topology, settings, picked, groups)
+    decided = {
+        layer: _decided(layer, answer, judge, window, placement, topology)
+        for layer, answer in zip(picked.tolist(), answers, strict=True)
+    }
+    verdicts = tuple(
+        decided[layer][1] if layer in decided else judge.not_picked(layer) for layer in range(window.layers)
     )
-    answers = ask(window, heat_NLE, placement, log2phy_RLE, topology, settings, picked, groups)
-    plans: list[LayerPlan] = []
-    told: dict[int, LayerVerdict] = {}
-    for layer, answer in zip(picked.tolist(), answers, strict=True):
-        changed, told[layer] = _judged(layer, answer, judge, placement, topology)
-        if changed is not None:
-            plans.append(changed)
-    verdicts = tuple(told.get(layer) or judge.not_picked(layer) for layer in range(window.layers))
-    plans.sort(key=lambda changed: verdicts[changed.layer].par_planned - verdicts[changed.layer].par_seen)
-    return Plan(tuple(plans), verdicts)
+    changed = [layer_plan for layer_plan, _ in decided.values() if layer_plan is not None]
+    changed.sort(key=lambda layer_plan: _gain(verdicts[layer_plan.layer]), reverse=True)
+    return Plan(tuple(changed), verdicts)
 
 
 def plan_afresh(window: Window, placement: Placement, topology: Topology, settings: PlannerSettings) -> Plan:
-    """Solve every layer from nothing; ``placement`` serves only as what moves are counted against."""
+    """Solve every layer from scratch; ``placement`` serves only as what moves are counted against."""
     settings = replace(settings, par_threshold=1.0, min_gain=0.0, move_price=0.0, max_layers=None, warm=False)
     return plan(window, placement, placement.default_log2phy(), topology, settings)
 
 
-def _judged(
-    layer: int, answer: Answer | SolverError, judge: Judge, placement: Placement, topology: Topology
+def cherry_pick(par_L: Float64, lost_L: Float64, settings: PlannerSettings) -> npt.NDArray[np.int64]:
+    """Indices of the layers worth solving, worst first, at most ``max_layers``.
+
+    A layer is worth it where its ratio is past the threshold and more than ``min_gain`` of it could be won.
+
+    Parameters
+    ----------
+    par_L, lost_L
+        float64 ``[L]``, the ratio seen and what of it no placement can win.
+    settings
+        With ``par_threshold``, ``min_gain`` and ``max_layers``.
+    """
+    worst_first = np.argsort(lost_L - par_L, kind="stable")
+    worth_it_L = (par_L > settings.par_threshold) & (par_L - lost_L > settings.min_gain)
+    return worst_first[worth_it_L[worst_first]][: settings.max_layers]
+
+
+def _judge(
+    window: Window,
+    heat_NLE: Float64,
+    placement: Placement,
+    log2phy_RLE: Int32,
+    topology: Topology,
+    settings: PlannerSettings,
+    why_ungrouped: str,
+) -> Judge:
+    """Ratios of all layers as they are served, per step for people and per episode for the decision."""
+    loads_TLR = split_loads(window.heat_TLE, placement, log2phy_RLE, window.source_RLE, settings.split)
+    episodes = len(heat_NLE)
+    first_steps = np.arange(episodes) * window.steps // episodes
+    loads_NLR: Float64 = np.add.reduceat(loads_TLR, first_steps, axis=0)
+    par_L = par(loads_TLR)
+    floor_L, drawn_L = noise_floor(window.heat_TLE, placement.ranks), noise_floor(heat_NLE, placement.ranks)
+    bound_L = drawn_L
+    # Real routers' choices are not independent draws: what was measured may lie below what is computed for those.
+    if window.steps > 1:
+        floor_L = np.minimum(floor_L, rank_volatility_bound(loads_TLR))
+    if episodes > 1:
+        bound_L = volatility_bound(heat_NLE, loads_NLR, placement.replicas())
+    return Judge(
+        par_L=par_L,
+        floor_L=np.where(np.isnan(par_L), np.nan, floor_L),
+        # For a decision a layer without tokens is balanced, since nothing can be won there.
+        episode_par_L=np.nan_to_num(par(loads_NLR), nan=1.0),
+        episode_floor_L=np.minimum(drawn_L, bound_L),
+        volatility_bound_L=bound_L,
+        episode_steps=window.steps / episodes,
+        bytes_per_expert=topology.bytes_per_expert,
+        settings=settings,
+        why_ungrouped=why_ungrouped,
+    )
+
+
+def _decided(
+    layer: int,
+    answer: Answer | SolverError,
+    judge: Judge,
+    window: Window,
+    placement: Placement,
+    topology: Topology,
 ) -> tuple[LayerPlan | None, LayerVerdict]:
     """What an answer makes of its layer: the change, if it is one, and the verdict."""
     if isinstance(answer, SolverError):
         return None, judge.unanswered(layer, answer)
-    found = answer.found
-    if flaw := flaw_of(found.phy2log_RS, found.log2phy_GE, placement.experts):
-        return None, judge.unanswered(layer, flaw)
-    if stays(answer):
-        return None, judge.not_worth_it(layer, answer)
-    moves_M5 = choose_senders(placement.phy2log_LRS[layer].copy(), found.phy2log_RS, topology.nodes_R.copy())
+    found, fresh = answer.found, answer.fresh
+    for candidate in (found, fresh):
+        if flaw := flaw_of(candidate.phy2log_RS, candidate.log2phy_GE, placement.experts):
+            return None, judge.unanswered(layer, flaw)
     _, _, group_R = topology.token_groups()
+    hindsight = _step_par(window, layer, fresh, group_R, judge.settings.split)
+    if stays(answer):
+        return None, judge.not_worth_it(layer, answer, hindsight)
+    planned = hindsight if found is fresh else _step_par(window, layer, found, group_R, judge.settings.split)
+    moves_M5 = choose_senders(placement.phy2log_LRS[layer].copy(), found.phy2log_RS, topology.nodes_R.copy())
     changed = LayerPlan(layer, found.phy2log_RS, found.log2phy_GE[group_R], moves_M5)
-    return changed, judge.changed(layer, answer, len(moves_M5))
+    return changed, judge.changed(layer, answer, len(moves_M5), planned, hindsight)
+
+
+def _step_par(window: Window, layer: int, candidate: Candidate, group_R: Int32, split: str) -> float:
+    """Peak-to-average ratio per step of one layer under a candidate."""
+    placement = Placement(candidate.phy2log_RS[None], window.experts)
+    log2phy_R1E = candidate.log2phy_GE[group_R][:, None]
+    source_R1E = None if window.source_RLE is None else window.source_RLE[:, layer, None]
+    loads_T1R = split_loads(window.heat_TLE[:, layer, None], placement, log2phy_R1E, source_R1E, split)
+    return float(par(loads_T1R)[0])
+
+
+def _gain(verdict: LayerVerdict) -> float:
+    return verdict.par_seen - verdict.par_planned

@@ -1,24 +1,47 @@
-"""The imbalance that token sampling alone leaves if tokens choose independently; real routers leave a little less."""
+"""The imbalance that no placement can win: what token sampling leaves, and what the experts' own jumps leave.
+
+From step to step an expert's heat jumps, by token sampling and by whatever the workload does. Where the ranks are
+balanced in the mean and experts jump independently, these jumps alone make some rank the hottest. A layer no worse
+than that needs no search: every placement would have the same volatility.
+
+References
+----------
+G. Blom, *Statistical Estimates and Transformed Beta-Variables*, 1958.
+"""
 
 from __future__ import annotations
+
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.planner.effort import expected_hottest
-from eplb_service.planner.scoring import Float64
+from eplb_service.placement import Float64, Int32
+from eplb_service.solver.window import volatility
 
 
-def noise_floor(heat_NLE: npt.NDArray[np.floating], ranks: int) -> Float64:
-    """Expected peak-to-average ratio of perfectly balanced ranks at each layer's token counts, float64 ``[L]``.
+def expected_hottest(ranks: int) -> float:
+    """Standard deviations by which the largest of so many normal values is expected above their mean (Blom)."""
+    return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
 
-    A rank's tokens in an episode are then nearly Poisson; the expected largest of R such counts is taken from
-    Blom's normal score with the Cornish-Fisher term for skewness. Averaged over the episodes that have tokens; 1.0
-    where none has.
 
-    References
+def noise_floor(heat_NLE: npt.NDArray[np.floating] | npt.NDArray[np.integer], ranks: int) -> Float64:
+    """Expected peak-to-average ratio of perfectly balanced ranks where tokens choose independently.
+
+    A rank's tokens in a step are then nearly Poisson; the expected largest of R such counts is taken from Blom's normal
+    score with the Cornish-Fisher term for skewness. Real routers leave a little less.
+
+    Parameters
     ----------
-    G. Blom, *Statistical Estimates and Transformed Beta-Variables*, 1958.
+    heat_NLE
+        ``[N, L, E]``, tokens in each step or episode.
+    ranks
+        R.
+
+    Returns
+    -------
+    Float64
+        float64 ``[L]``, mean over the steps with tokens; 1.0 where none has.
     """
     if ranks == 1:
         return np.ones(heat_NLE.shape[1])
@@ -31,3 +54,41 @@ def noise_floor(heat_NLE: npt.NDArray[np.floating], ranks: int) -> Float64:
     peak_NL = np.where(busy_NL, np.minimum(peak_NL, ranks), 0.0)
     episodes_L = busy_NL.sum(axis=0)
     return np.where(episodes_L > 0, peak_NL.sum(axis=0) / np.maximum(episodes_L, 1), 1.0)
+
+
+def volatility_bound(heat_NLE: Float64, loads_NLR: Float64, replicas_LE: Int32) -> Float64:
+    """Peak-to-average ratio that ranks balanced in the mean have because of their experts' jumps.
+
+    Jumps are taken between episodes in a row, so a trend or a slow change of the workload is not mistaken for them.
+    Where a token's choices make room for each other (it never chooses an expert twice), ranks jump less than their
+    experts' jumps sum up to; then theirs count.
+
+    Parameters
+    ----------
+    heat_NLE
+        float64 ``[N, L, E]``, tokens of each expert in each episode.
+    loads_NLR
+        float64 ``[N, L, R]``, what the ranks receive of it.
+    replicas_LE
+        int32 ``[L, E]``, replicas of each expert.
+
+    Returns
+    -------
+    Float64
+        float64 ``[L]``; 1.0 where fewer than two episodes have tokens.
+    """
+    return np.minimum(
+        _balanced(volatility(heat_NLE, replicas_LE), loads_NLR.shape[2]), rank_volatility_bound(loads_NLR)
+    )
+
+
+def rank_volatility_bound(loads_NLR: Float64) -> Float64:
+    """``volatility_bound`` by the ranks' own jumps alone, float64 ``[L]``."""
+    _, layers, ranks = loads_NLR.shape
+    return _balanced(volatility(loads_NLR, np.ones((layers, ranks), dtype=np.int32)), ranks)
+
+
+def _balanced(variance_L: Float64, ranks: int) -> Float64:
+    # Parts of all tokens to parts of a rank's, and the variance of all ranks to that of one.
+    bound_L: Float64 = 1.0 + expected_hottest(ranks) * np.sqrt(variance_L * ranks)
+    return bound_L

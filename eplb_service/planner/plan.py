@@ -1,12 +1,13 @@
-"""What one decision says: the layers that change, and why each layer changes or stays."""
+"""The result of one decision: the layers that change, and why each layer changes or stays."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from statistics import fmean
 
-from eplb_service.placement import Int32
+import numpy as np
+
+from eplb_service.placement import Int32, mean_par
 
 
 @dataclass(frozen=True)
@@ -36,28 +37,30 @@ class LayerPlan:
 class LayerVerdict:
     """What was decided about one layer, and why.
 
+    All ratios are peak-to-average ratios per step, averaged over the window's steps with tokens.
+
     Parameters
     ----------
     layer
         Its index.
     par_seen
-        Peak-to-average ratio of the window under the placement and tables that serve now.
+        Ratio under the placement and tables that serve now; NaN for a layer without tokens.
     par_planned
         The same under what was decided; equal to ``par_seen`` where nothing changes.
     noise_floor
         What token sampling alone gives a perfectly balanced layer: computed for independent draws, or less where
-        ranks measurably jump less than that. No placement can win below it.
+        ranks measurably jump less than that. No placement can win below it. NaN for a layer without tokens.
     moves
         Slots that must receive weights.
     changed
-        Whether the layer stands in the plan.
+        Whether the layer is in the plan.
     reason
-        In an operator's words.
+        For operators, one line. Where it names a ratio of episodes it says so: the search sees episodes, not steps.
     hindsight
         What a placement made for this very window would have had, whatever it moved; ``None`` where the decision did
         not look into the layer.
     bytes
-        Weights that the moves send; 0 where the host does not tell an expert's size.
+        Weights that the moves send; 0 where the host does not report an expert's size.
     """
 
     layer: int
@@ -89,13 +92,13 @@ class Plan:
 
     @property
     def par_seen(self) -> float:
-        """Mean over layers before the decision; 1.0 where there are no layers."""
-        return fmean(verdict.par_seen for verdict in self.verdicts) if self.verdicts else 1.0
+        """Mean over the layers that had tokens, before the decision; NaN where none had."""
+        return float(mean_par(np.array([verdict.par_seen for verdict in self.verdicts])))
 
     @property
     def par_planned(self) -> float:
-        """Mean over layers after the decision."""
-        return fmean(verdict.par_planned for verdict in self.verdicts) if self.verdicts else 1.0
+        """Mean over the layers that had tokens, after the decision; NaN where none had."""
+        return float(mean_par(np.array([verdict.par_planned for verdict in self.verdicts])))
 
     @property
     def moves(self) -> int:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.placement import Int32, Placement
+from eplb_service.placement import Float64, Int32, Placement
 from eplb_service.solver.window import loads_of_ranks
-
-Float64 = npt.NDArray[np.float64]
-"""A float64 array; its dimensions stand in the variable's name."""
 
 
 def source_shares(source_RLE: Float64 | None, ranks: int, layers: int, experts: int) -> Float64:
@@ -48,7 +45,7 @@ def rank_loads(
 ) -> Float64:
     """Tokens that each rank receives through the actual tables, float64 ``[N, L, R]``.
 
-    An expert's tokens split over the source ranks as ``source_RLE`` says (float64 ``[R, L, E]``, only each expert's
+    An expert's tokens split over the source ranks as in ``source_RLE`` (float64 ``[R, L, E]``, only each expert's
     split is used; uniform where unknown), and each part goes to the replica that its rank's table names.
     """
     shares_RLE = None
@@ -65,12 +62,12 @@ def split_loads(
     source_RLE: Float64 | None,
     split: str,
 ) -> Float64:
-    """``rank_loads`` on a host that splits as ``settings.SPLITS`` says: ``even`` spreads over the replicas itself."""
+    """``rank_loads`` on a host that splits tokens as ``split``, one of ``settings.SPLITS``."""
     if split != "even":
         return rank_loads(heat_NLE, placement, log2phy_RLE, source_RLE)
-    copies_LE = placement.replicas()
+    replicas_LE = placement.replicas()
     expert_LP = placement.phy2log_LRS.reshape(placement.layers, -1)
-    share_LP = 1.0 / np.take_along_axis(copies_LE, expert_LP, axis=1)
+    share_LP = 1.0 / np.take_along_axis(replicas_LE, expert_LP, axis=1)
     return loads_of_ranks(_wide(heat_NLE), placement.phy2log_LRS.copy(), share_LP)
 
 

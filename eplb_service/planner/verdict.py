@@ -1,12 +1,12 @@
-"""Why each layer changes or stays, in an operator's words."""
+"""Why each layer changes or stays, for operators."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+from eplb_service.placement import Float64
 from eplb_service.planner.plan import LayerVerdict
-from eplb_service.planner.scoring import Float64
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.solver.decision import Answer
 from eplb_service.solver.engine import OutOfTimeError
@@ -19,10 +19,14 @@ class Judge:
 
     Parameters
     ----------
-    seen_L, floor_L, settled_L
-        float64 ``[L]``: the ratio seen, what token sampling alone makes of it, and what the experts' own unrest does.
+    par_L, floor_L
+        float64 ``[L]``, per step: the peak-to-average ratio seen, and what token sampling alone makes of it; NaN for a
+        layer without tokens.
+    episode_par_L, episode_floor_L, volatility_bound_L
+        float64 ``[L]``, per episode, which decisions are made on: the ratio seen, what token sampling alone makes of
+        it, and what the experts' own jumps make of it. A layer without tokens counts as balanced.
     episode_steps
-        Steps in an episode, for telling half-lives in steps.
+        Steps in an episode.
     bytes_per_expert
         What one moved slot costs.
     settings
@@ -31,9 +35,11 @@ class Judge:
         Why groups of experts are not kept together on nodes although the settings ask for it; otherwise empty.
     """
 
-    seen_L: Float64
+    par_L: Float64
     floor_L: Float64
-    settled_L: Float64
+    episode_par_L: Float64
+    episode_floor_L: Float64
+    volatility_bound_L: Float64
     episode_steps: float
     bytes_per_expert: int
     settings: PlannerSettings
@@ -41,21 +47,25 @@ class Judge:
 
     def kept(self, layer: int, reason: str, hindsight: float | None = None) -> LayerVerdict:
         """A layer that stays as it is."""
-        seen = float(self.seen_L[layer])
-        floor = float(self.floor_L[layer])
-        return LayerVerdict(layer, seen, seen, floor, 0, changed=False, reason=reason, hindsight=hindsight)
+        par, floor = float(self.par_L[layer]), float(self.floor_L[layer])
+        return LayerVerdict(layer, par, par, floor, 0, changed=False, reason=reason, hindsight=hindsight)
 
     def not_picked(self, layer: int) -> LayerVerdict:
         """A layer that this decision did not look into."""
-        seen, floor, settled = (float(of_L[layer]) for of_L in (self.seen_L, self.floor_L, self.settled_L))
-        if seen <= self.settings.par_threshold:
-            reason = f"left alone: {seen:.3f} is at or below the threshold {self.settings.par_threshold:g}"
-        elif seen - floor <= self.settings.min_gain:
-            reason = f"left alone: of {seen:.3f}, {floor:.3f} is token noise that no placement can win"
-        elif seen - settled <= self.settings.min_gain:
-            reason = f"left alone: {seen:.3f} is no more than its experts' own unrest makes of balanced ranks"
+        settings = self.settings
+        seen, floor, bound = (
+            float(of_L[layer]) for of_L in (self.episode_par_L, self.episode_floor_L, self.volatility_bound_L)
+        )
+        if math.isnan(self.par_L[layer]):
+            reason = "left alone: it received no tokens"
+        elif seen <= settings.par_threshold:
+            reason = f"left alone: {self._of_episodes(seen)} is at or below the threshold {settings.par_threshold:g}"
+        elif seen - floor <= settings.min_gain:
+            reason = f"left alone: of {self._of_episodes(seen)}, {floor:.3f} is token noise that no placement can win"
+        elif seen - bound <= settings.min_gain:
+            reason = f"left alone: {self._of_episodes(seen)} is no more than its experts' jumps make of balanced ranks"
         else:
-            reason = f"waits: only the {self.settings.max_layers} worst layers change in one decision"
+            reason = f"waits: only the {settings.max_layers} worst layers change in one decision"
         return self.kept(layer, reason)
 
     def unanswered(self, layer: int, cause: Exception | str) -> LayerVerdict:
@@ -64,27 +74,29 @@ class Judge:
             return self.kept(layer, f"waits: {cause}")
         return self.kept(layer, f"kept: the solver failed ({cause})")
 
-    def not_worth_it(self, layer: int, answer: Answer) -> LayerVerdict:
-        """A layer that keeps what it has because nothing would have paid."""
-        seen, hindsight = float(self.seen_L[layer]), answer.hindsight
-        if seen - hindsight <= self.settings.min_gain:
-            reason = f"kept: even hindsight would only have reached {hindsight:.3f} on this window"
+    def not_worth_it(self, layer: int, answer: Answer, hindsight: float) -> LayerVerdict:
+        """A layer that keeps what it has because nothing would have paid; ``hindsight`` as in the verdict."""
+        gain = float(self.episode_par_L[layer]) - answer.hindsight
+        if gain <= self.settings.min_gain:
+            reason = f"kept: even hindsight would have won only {max(gain, 0.0):.3f} {self._episodes()}"
         else:
             reason = (
-                f"kept: {hindsight:.3f} was possible in hindsight, but on the newer half of the window nothing "
-                "fitted to the older half paid for itself"
+                f"kept: hindsight would have won {gain:.3f} {self._episodes()}, but on the newer half of the window "
+                "nothing fitted to the older half paid for itself"
             )
         return self.kept(layer, reason, hindsight)
 
-    def changed(self, layer: int, answer: Answer, moves: int) -> LayerVerdict:
-        """A layer that switches."""
-        seen, planned = float(self.seen_L[layer]), answer.found.par
+    def changed(
+        self, layer: int, answer: Answer, moves: int, planned: float, hindsight: float
+    ) -> LayerVerdict:
+        """A layer that switches; ``planned`` and ``hindsight`` as in the verdict."""
+        seen = float(self.par_L[layer])
         if answer.taken == TABLES or moves == 0:
             how = "tables retuned, no weights move"
         elif answer.taken == FRESH:
-            how = f"placed anew, {moves} slots receive weights"
+            how = f"placed from scratch, {moves} slots receive weights"
         else:
-            how = f"improved where it stands, {moves} slots receive weights"
+            how = f"improved from where it is, {moves} slots receive weights"
         reason = f"{how}: {seen:.3f} to {planned:.3f}"
         if math.isfinite(answer.half_life):
             steps = answer.half_life * self.episode_steps
@@ -92,7 +104,7 @@ class Judge:
         if answer.crossed > 0 or answer.crosses > 0:
             reason += f"; {answer.crosses:.0%} of its tokens leave their node, {answer.crossed:.0%} before"
         if self.why_ungrouped:
-            reason += f"; experts may stand on any node: {self.why_ungrouped}"
+            reason += f"; experts may be on any node: {self.why_ungrouped}"
         return LayerVerdict(
             layer,
             seen,
@@ -101,9 +113,15 @@ class Judge:
             moves,
             changed=True,
             reason=reason,
-            hindsight=answer.hindsight,
+            hindsight=hindsight,
             bytes=moves * self.bytes_per_expert,
         )
+
+    def _of_episodes(self, ratio: float) -> str:
+        return f"{ratio:.3f} {self._episodes()}"
+
+    def _episodes(self) -> str:
+        return "per step" if self.episode_steps == 1 else f"in episodes of {self.episode_steps:g} steps"
 
 
 def stays(answer: Answer) -> bool:

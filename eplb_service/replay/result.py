@@ -95,8 +95,8 @@ class PolicyReplay:
 
     @property
     def par_planned(self) -> float:
-        """Mean over decisions of what they promised for the window that they saw."""
-        return fmean(decision.par_planned for decision in self.decisions)
+        """Mean over decisions of what they promised for the window that they saw; NaN where no window had tokens."""
+        return float(mean_par(np.array([decision.par_planned for decision in self.decisions])))
 
     @property
     def steps(self) -> int:

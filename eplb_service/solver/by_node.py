@@ -73,7 +73,7 @@ def solve_by_node(
     fresh = _put_together(made, seen, params)
     node_E = nodes_of_groups(deployed, groups)
     if unplaced or node_E is None:
-        return Answer(fresh, now.par, fresh.par, float(half_life_H[0]), FRESH)
+        return Answer(fresh, now.par, fresh, float(half_life_H[0]), FRESH)
     decided = [
         (part, solve_layer(_heat_on(heat_NE, part), part.deployed, params, half_life_H, min_gain, False))
         for part in node_layers(node_E, deployed)
@@ -83,8 +83,8 @@ def solve_by_node(
     best, taken = _without_the_vain(changed, seen, params._replace(move_price=price))
     half_life = min((answer.half_life for _, answer in taken), default=float(half_life_H[0]))
     if best.par + price * best.moves >= now.par - min_gain:
-        return Answer(now, now.par, fresh.par, half_life, KEEP)
-    return Answer(best, now.par, fresh.par, half_life, max(answer.taken for _, answer in taken))
+        return Answer(now, now.par, fresh, half_life, KEEP)
+    return Answer(best, now.par, fresh, half_life, max(answer.taken for _, answer in taken))
 
 
 def pack_groups(mean_E: Float32, deployed: Deployed, groups: int) -> Int32:

@@ -35,7 +35,7 @@ from eplb_service.solver.table_locality import crossing_share, localised
 
 @dataclass(frozen=True)
 class Answer:
-    """What the solver says about one layer.
+    """What the solver found for one layer.
 
     Parameters
     ----------
@@ -43,8 +43,8 @@ class Answer:
         Placement and tables, with their peak-to-average ratio on the window and the slots that move.
     par_before
         The ratio of what serves now.
-    hindsight
-        The ratio on this very window of a placement made for it, whatever that moves.
+    fresh
+        What was placed from scratch for this very window, whatever it moves: the best that hindsight knows.
     half_life
         Episodes after which heat was taken to count half; infinite where old heat is as good as new.
     taken
@@ -55,11 +55,16 @@ class Answer:
 
     found: Candidate
     par_before: float
-    hindsight: float
+    fresh: Candidate
     half_life: float
     taken: int
     crossed: float = 0.0
     crosses: float = 0.0
+
+    @property
+    def hindsight(self) -> float:
+        """The ratio on this window of what was placed for it."""
+        return self.fresh.par
 
 
 def solve_layer(
@@ -96,7 +101,7 @@ def solve_layer(
         if taken != KEEP:
             found = localised(found, seen, params.tables)
         crosses = crossing_share(found, seen, params.tables)
-        return Answer(found, now.par, fresh.par, forecast.half_life, taken, crossed, crosses)
+        return Answer(found, now.par, fresh, forecast.half_life, taken, crossed, crosses)
 
     if unplaced:
         return answer(fresh, FRESH)

@@ -91,7 +91,8 @@ def annealed_on(
         return None
     found = localised(found, layer, params.tables)
     crosses = crossing_share(found, layer, params.tables)
-    return replace(answer, found=found, hindsight=min(answer.hindsight, found.par), crosses=crosses)
+    fresh = min(answer.fresh, found, key=lambda candidate: candidate.par)
+    return replace(answer, found=found, fresh=fresh, crosses=crosses)
 
 
 class SolverError(RuntimeError):

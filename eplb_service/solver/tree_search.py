@@ -9,7 +9,7 @@ Ours departs from FlashLB in three ways. A leaf is judged by the risk of its hot
 figure that the local search goes on from. The bound that prunes is of the means alone, because two experts that
 alternate may share a rank at less risk than one has by itself. And several leaves are searched further, not the best
 one alone. The other two ideas are the multi-episode objective (``evaluation``) and layer-wise cherry-picking
-(``planner.cherry_pick``).
+(``planner.decide``).
 
 References
 ----------

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from eplb_service.heat.window import Window, checked_heat, widened
+from eplb_service.solver.window import sum_episodes
 
 COUNTS_TLE = np.arange(24).reshape(4, 2, 3)
 
@@ -50,4 +51,4 @@ def test_external_policies_get_whole_counts_as_int64() -> None:
 
 def test_episodes_of_int32_do_not_overflow() -> None:
     heat_TLE = np.full((4, 1, 2), 2**30, dtype=np.int32)
-    np.testing.assert_array_equal(Window(heat_TLE).episodes(1), np.full((1, 1, 2), 2.0**32))
+    np.testing.assert_array_equal(sum_episodes(Window(heat_TLE).heat_TLE, 1), np.full((1, 1, 2), 2.0**32))

@@ -135,6 +135,9 @@ def test_heat_without_tokens_is_no_error(policy: str, split: str) -> None:
         Window(heat_TLE), placement, Topology.flat(4), PlannerSettings(policy=policy, split=split)
     )
     assert not any("failed" in verdict.reason for verdict in found.verdicts)
-    assert found.verdicts[0].par_planned == 1.0
+    idle = found.verdicts[0]
+    assert np.isnan([idle.par_seen, idle.par_planned, idle.noise_floor]).all()
+    assert idle.reason == "left alone: it received no tokens"
+    assert found.par_planned == found.verdicts[1].par_planned
     # One hot expert is split over all ranks, and nothing is left to win.
     assert found.verdicts[1].par_planned == pytest.approx(1.0, abs=1e-5)

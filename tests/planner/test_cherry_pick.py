@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_service.planner.cherry_pick import cherry_pick
+from eplb_service.planner.decide import cherry_pick
 from eplb_service.planner.settings import PlannerSettings
 
 PARS = st.lists(st.tuples(st.integers(100, 130), st.integers(100, 130)), max_size=10)

@@ -9,7 +9,7 @@ import pytest
 
 from eplb_service.heat.window import HeatError, Window
 from eplb_service.placement import Placement, PlacementError, check_log2phy, par
-from eplb_service.planner import asking
+from eplb_service.planner import solver_request
 from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.plan import Plan
 from eplb_service.planner.scoring import rank_loads, split_loads
@@ -50,7 +50,7 @@ def test_planned_ratio_is_what_the_tables_realise(window: Window, placement: Pla
         table_RLE[:, changed.layer] = changed.log2phy_RE
         for rank in range(RANKS):
             check_log2phy(changed.log2phy_RE[rank], changed.phy2log_RS)
-    realised_L = par(rank_loads(window.episodes(64), after, table_RLE, None))
+    realised_L = par(rank_loads(window.heat_TLE, after, table_RLE, None))
     np.testing.assert_allclose(realised_L, [verdict.par_planned for verdict in result.verdicts], atol=1e-4)
     assert result.par_planned < result.par_seen
     gains = [result.verdicts[changed.layer] for changed in result.layers]
@@ -109,23 +109,47 @@ def test_the_search_is_worth_more_than_greedy_packing(window: Window, placement:
     assert ratios["flashlb"] < ratios["deepseek"]
 
 
+def test_ratios_are_per_step_whatever_is_summed_into_an_episode(window: Window, placement: Placement) -> None:
+    seen_L = [
+        [verdict.par_seen for verdict in decided(window, placement, episodes=episodes).verdicts]
+        for episodes in (1, 12, 48)
+    ]
+    loads_TLR = rank_loads(window.heat_TLE, placement, placement.default_log2phy())
+    plain_L = [
+        np.mean([load_R.max() / load_R.mean() for load_R in loads_TLR[:, layer]]) for layer in range(LAYERS)
+    ]
+    for found_L in seen_L:
+        np.testing.assert_allclose(found_L, plain_L)
+
+
+def test_layers_without_tokens_are_in_no_mean(window: Window, placement: Placement) -> None:
+    heat_TLE = window.heat_TLE.copy()
+    heat_TLE[:, 1] = 0
+    result = decided(Window(heat_TLE), placement)
+    assert np.isnan(result.verdicts[1].par_seen)
+    others = [verdict for verdict in result.verdicts if verdict.layer != 1]
+    assert result.par_seen == pytest.approx(np.mean([verdict.par_seen for verdict in others]))
+    assert result.par_planned == pytest.approx(np.mean([verdict.par_planned for verdict in others]))
+    assert all(not np.isnan(verdict.noise_floor) for verdict in others)
+
+
 @pytest.mark.parametrize("split", ["tables", "even"])
 def test_ratios_are_those_of_the_hosts_split(window: Window, placement: Placement, split: str) -> None:
     result = decided(window, placement, split=split)
     assert result.layers
     table_RLE = placement.default_log2phy()
-    episodes_NLE = window.episodes(64)
-    before_L = par(split_loads(episodes_NLE, placement, table_RLE, None, split))
+    heat_TLE = window.heat_TLE
+    before_L = par(split_loads(heat_TLE, placement, table_RLE, None, split))
     after = placement
     for changed in result.layers:
         after = after.with_layer(changed.layer, changed.phy2log_RS)
         table_RLE[:, changed.layer] = changed.log2phy_RE
-    after_L = par(split_loads(episodes_NLE, after, table_RLE, None, split))
+    after_L = par(split_loads(heat_TLE, after, table_RLE, None, split))
     np.testing.assert_allclose(before_L, [verdict.par_seen for verdict in result.verdicts], atol=1e-6)
     np.testing.assert_allclose(after_L, [verdict.par_planned for verdict in result.verdicts], atol=1e-4)
 
 
-def test_moves_bytes_and_regret_are_told(window: Window, placement: Placement) -> None:
+def test_moves_bytes_and_regret_are_reported(window: Window, placement: Placement) -> None:
     topology = dataclasses.replace(Topology.flat(RANKS), bytes_per_expert=5000)
     result = plan(window, placement, placement.default_log2phy(), topology, PlannerSettings())
     assert result.layers
@@ -199,7 +223,7 @@ def test_deciding_again_changes_nothing(window: Window, placement: Placement) ->
 def test_failure_in_one_layer_spoils_no_other(
     window: Window, placement: Placement, monkeypatch: pytest.MonkeyPatch, flaw: str
 ) -> None:
-    honest = asking.solve_many
+    honest = solver_request.solve_many
 
     def failing(*arguments):
         answers = honest(*arguments)
@@ -212,16 +236,16 @@ def test_failure_in_one_layer_spoils_no_other(
         return answers
 
     whole = decided(window, placement)
-    monkeypatch.setattr(asking, "solve_many", failing)
+    monkeypatch.setattr(solver_request, "solve_many", failing)
     broken = decided(window, placement)
     worst = max(whole.verdicts, key=lambda verdict: verdict.par_seen).layer
-    told = {
+    reason = {
         "placement": "is in no slot",
         "table": "log2phy, source 1: expert 2 points to slot -1, which does not hold it",
         "error": "ZeroDivisionError: no ranks",
     }
     assert broken.verdicts[worst].reason.startswith("kept: the solver failed (")
-    assert told[flaw] in broken.verdicts[worst].reason
+    assert reason[flaw] in broken.verdicts[worst].reason
     assert not broken.verdicts[worst].changed
     assert {changed.layer for changed in broken.layers} == {changed.layer for changed in whole.layers} - {
         worst

@@ -8,7 +8,7 @@ import pytest
 from eplb_service.heat.window import Window
 from eplb_service.placement import Placement
 from eplb_service.planner.decide import plan_afresh
-from eplb_service.planner.effort import search_for
+from eplb_service.planner.search_params import search_params_of
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.solver.engine import solve_many
@@ -44,7 +44,7 @@ def test_tables_of_sixteen_sources_reach_185() -> None:
         PLACEMENT.phy2log_LRS,
         np.repeat(PLACEMENT.default_log2phy(), 2, axis=0).transpose(1, 0, 2),
         np.full((1, 16, 8), 1 / 16),
-        search_for(settings, PLACEMENT),
+        search_params_of(settings, PLACEMENT),
         np.array([np.inf]),
         0.0,
         np.ones(1, dtype=bool),

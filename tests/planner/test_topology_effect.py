@@ -72,7 +72,7 @@ def test_fewer_tokens_cross_nodes_at_no_higher_ratio(
     window = window_of(5, spread)
     near, (after, table_RLE) = decided(TWO_NODES, window)
     near_L = crossed(table_RLE, TWO_NODES.nodes_R, window)
-    realised_L = par(rank_loads(window.episodes(64), after, table_RLE, window.source_RLE))
+    realised_L = par(rank_loads(window.heat_TLE, after, table_RLE, window.source_RLE))
     np.testing.assert_allclose(realised_L, [verdict.par_planned for verdict in near.verdicts], atol=1e-4)
     monkeypatch.setattr(decision_module, "localised", lambda found, *_: found)
     far, (same, far_RLE) = decided(TWO_NODES, window)
@@ -142,12 +142,12 @@ def test_warm_decisions_keep_groups_on_their_nodes() -> None:
         (EACH, 8, "a rank has more slots than one of 8 nodes would have experts"),
     ],
 )
-def test_groups_that_cannot_be_kept_together_are_told_of(nodes: np.ndarray, groups: int, why: str) -> None:
+def test_groups_that_cannot_be_kept_together_are_reported(nodes: np.ndarray, groups: int, why: str) -> None:
     topology = Topology(nodes, EACH)
-    told, asked = decided(topology, expert_groups=groups)
+    grouped, asked = decided(topology, expert_groups=groups)
     _, unasked = decided(topology)
-    assert told.layers
-    assert all(why in told.verdicts[changed.layer].reason for changed in told.layers)
+    assert grouped.layers
+    assert all(why in grouped.verdicts[changed.layer].reason for changed in grouped.layers)
     np.testing.assert_array_equal(asked[0].phy2log_LRS, unasked[0].phy2log_LRS)
     one_node, _ = decided(Topology.flat(RANKS), expert_groups=5)
     assert not any("any node" in verdict.reason for verdict in one_node.verdicts)

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_service.heat.window import Window
-from eplb_service.solver.construction import descending
+from eplb_service.placement import Placement, par
+from eplb_service.planner.scoring import split_loads
+from eplb_service.solver.construction import descending, even_shares
 from eplb_service.solver.evaluation import expert_heat, mean_of_max, risk
 from eplb_service.solver.model import normalise
 from eplb_service.solver.window import loads_of_ranks, sum_episodes, volatility
@@ -64,13 +65,26 @@ def test_descending_is_a_stable_sort(values: list[float]) -> None:
 
 
 @SETTINGS
+@given(cases(), st.integers(0, 10**6))
+def test_the_objective_is_the_one_peak_to_average_ratio(case: Case, seed: int) -> None:
+    layer = PlacedLayer(case, 1.0, seed)
+    placement = Placement(layer.phy2log_RS[None], case.experts)
+    loads_NLR = split_loads(case.heat_NE[:, None], placement, placement.default_log2phy(), None, "even")
+    expected = par(loads_NLR)[0]
+    weight_RS = even_shares(layer.phy2log_RS, case.experts)
+    found = mean_of_max(
+        *normalise(case.heat_NE, np.ones(len(case.heat_NE)), case.ranks), layer.phy2log_RS, weight_RS
+    )
+    assert found == pytest.approx(1.0 if np.isnan(expected) else expected, rel=1e-4)
+
+
+@SETTINGS
 @given(st.integers(1, 12), st.integers(1, 12), st.booleans())
 def test_episodes_are_those_of_the_window(steps: int, episodes: int, whole: bool) -> None:
     heat_TLE = np.random.default_rng(steps).integers(0, 9, (steps, 2, 3))
     heat_TLE = heat_TLE if whole else heat_TLE / 4
     found_NLE = sum_episodes(heat_TLE, min(episodes, steps))
     np.testing.assert_allclose(found_NLE, heat.sum_episodes(heat_TLE, min(episodes, steps)), rtol=1e-12)
-    np.testing.assert_allclose(found_NLE, Window(heat_TLE).episodes(episodes), rtol=1e-12)
 
 
 @SETTINGS

@@ -38,15 +38,12 @@ class Limits:
         Steps that a decision looks at.
     pending_steps
         Steps that the fastest rank's reports may be ahead of the slowest's; also the most steps of one report.
-    episode_steps
-        Steps summed before a measured peak-to-average ratio is taken, as the planner sums them.
     plan_timeout
         Seconds of silence that end a plan.
     """
 
     window_steps: int
     pending_steps: int
-    episode_steps: int
     plan_timeout: float
 
 

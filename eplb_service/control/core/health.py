@@ -15,17 +15,12 @@ _SILENT_SECONDS = 30.0
 def measured_par(deployment: Deployment) -> npt.NDArray[np.float64]:
     """Realised peak-to-average ratio of each layer as it is now, float64 ``[L]``.
 
-    From the loads that the ranks measured, not from a prediction; 0 where nothing was measured yet. Empty while the
-    placement is not known.
+    From the loads that the ranks measured, not from a prediction: per step, averaged over the steps of the window with
+    tokens; 0 where nothing was measured yet. Empty while the placement is not known.
     """
     if deployment.heat is None or deployment.live is None:
         return np.zeros(0)
-    loads_TLR = deployment.heat.measured_loads(deployment.live.layer_epochs)
-    if not len(loads_TLR):
-        return np.zeros(loads_TLR.shape[1])
-    first_steps = np.arange(0, len(loads_TLR), deployment.limits.episode_steps)
-    loads_NLR = np.add.reduceat(loads_TLR, first_steps, axis=0)
-    return np.nan_to_num(par(loads_NLR), nan=0.0)
+    return np.nan_to_num(par(deployment.heat.measured_loads(deployment.live.layer_epochs)), nan=0.0)
 
 
 def mean_par(par_L: npt.NDArray[np.float64]) -> float:

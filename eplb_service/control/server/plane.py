@@ -68,7 +68,6 @@ class ControlPlane:
         self._limits = Limits(
             window_steps=settings.window_steps,
             pending_steps=pending_steps(settings),
-            episode_steps=max(1, settings.window_steps // settings.planner().episodes),
             plan_timeout=settings.plan_timeout_seconds,
         )
 

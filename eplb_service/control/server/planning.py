@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -133,7 +134,8 @@ class Decider:
         solved, seconds = await self._compute(_solve, heat.copy_heat(), live, group.topology, self._settings)
         self._report(deployment.name, solved, seconds)
         if not solved.layers:
-            return DecisionOutcome("kept", f"every layer kept (PAR {solved.par_seen:.3f})")
+            seen = "no tokens" if math.isnan(solved.par_seen) else f"PAR {solved.par_seen:.3f}"
+            return DecisionOutcome("kept", f"every layer kept ({seen})")
         store = self._writer.store
         offer = Offer.of(store.new_plan_id(), live, solved)
         messages = await self._compute(_messages, offer, store.leader_term, group.shape.ranks)
@@ -160,8 +162,9 @@ class Decider:
 
     def _report(self, name: str, solved: Plan, seconds: float) -> None:
         self._metrics.solve_seconds.labels(name).observe(seconds)
-        self._metrics.deployment_par_seen.labels(name).set(solved.par_seen)
-        self._metrics.deployment_par_planned.labels(name).set(solved.par_planned)
+        if not math.isnan(solved.par_seen):
+            self._metrics.deployment_par_seen.labels(name).set(solved.par_seen)
+            self._metrics.deployment_par_planned.labels(name).set(solved.par_planned)
 
 
 def _solve(

@@ -95,10 +95,10 @@ def past_plan(plan: StoredPlan) -> operator_pb2.PastPlan:
         outcome=plan.outcome.value if plan.outcome else "",
         reason=plan.reason,
         committed=plan.committed,
-        verdicts=[operator_pb2.PastVerdict(**_told(verdict)) for verdict in plan.verdicts],
+        verdicts=[operator_pb2.PastVerdict(**_fields(verdict)) for verdict in plan.verdicts],
     )
 
 
-def _told(verdict: LayerVerdict) -> dict[str, Any]:
+def _fields(verdict: LayerVerdict) -> dict[str, Any]:
     known = operator_pb2.PastVerdict.DESCRIPTOR.fields_by_name
     return {name: value for name, value in asdict(verdict).items() if name in known and value is not None}

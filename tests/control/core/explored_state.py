@@ -75,7 +75,7 @@ class State:
 
     def started(self) -> Deployment:
         """A service that knows nothing yet."""
-        return self.scenario.machine("decode", Limits(4, 4, 1, PLAN_TIMEOUT))
+        return self.scenario.machine("decode", Limits(4, 4, PLAN_TIMEOUT))
 
     def copy(self) -> Any:
         """Another, in which other things may happen."""

@@ -37,7 +37,7 @@ class Story:
     """What the ranks do; each returns the events that follow."""
 
     def __init__(self) -> None:
-        self.deployment = Deployment("decode", Limits(8, 8, 1, PLAN_TIMEOUT))
+        self.deployment = Deployment("decode", Limits(8, 8, PLAN_TIMEOUT))
         self.live = live_of(first_placement())
         self.now = 0.0
 

@@ -1,4 +1,4 @@
-"""Puts a decision's question to the solver: the picked layers' heat, what serves them, and how hard to search."""
+"""What the solver is asked: the picked layers' heat, what serves them, how hard to search, what stays on one node."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.heat.window import Window
-from eplb_service.placement import Int32, Placement
-from eplb_service.planner.effort import search_for
-from eplb_service.planner.scoring import Float64, source_shares
+from eplb_service.placement import Float64, Int32, Placement
+from eplb_service.planner.scoring import source_shares
+from eplb_service.planner.search_params import search_params_of
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.solver.decision import Answer
 from eplb_service.solver.engine import SolverError, solve_many
 
 
-def ask(
+def solve_picked(
     window: Window,
     heat_NLE: Float64,
     placement: Placement,
@@ -25,9 +25,23 @@ def ask(
     picked: npt.NDArray[np.int64],
     expert_groups: int,
 ) -> list[Answer | SolverError]:
-    """Answers for the picked layers, in their order; one source for each token group.
+    """Solve the picked layers; one source for each token group.
 
-    ``expert_groups``: groups of experts to keep together on nodes, 0 for none.
+    Parameters
+    ----------
+    window, placement, log2phy_RLE, topology, settings
+        As for ``decide.plan``.
+    heat_NLE
+        float64 ``[N, L, E]``, the window's episodes.
+    picked
+        int64 ``[P]``, indices of layers.
+    expert_groups
+        Groups of experts to keep together on nodes, 0 for none.
+
+    Returns
+    -------
+    list[Answer | SolverError]
+        One per picked layer, in their order.
     """
     _, first_G, group_R = topology.token_groups()
     share_GLE = np.full((first_G.size, len(picked), placement.experts), 1.0 / first_G.size)
@@ -47,7 +61,7 @@ def ask(
         placement.phy2log_LRS[picked],
         log2phy_RLE[first_G][:, picked].transpose(1, 0, 2),
         share_GLE.transpose(1, 0, 2),
-        search_for(settings, placement),
+        search_params_of(settings, placement),
         np.array(settings.half_lives) * heat_NLE.shape[0],
         settings.min_gain,
         unplaced(placement, settings)[picked],
@@ -59,9 +73,29 @@ def ask(
 
 
 def unplaced(placement: Placement, settings: PlannerSettings) -> npt.NDArray[np.bool_]:
-    """Layers to place anew whatever it moves: those in the engines' first layout, made for no heat at all."""
+    """Layers to place from scratch whatever it moves: those in the engines' first layout, made for no heat at all."""
     if settings.policy == "deepseek" or not settings.warm:
         return np.ones(placement.layers, dtype=np.bool_)
     first = Placement.linear(1, placement.experts, placement.ranks, placement.slots).phy2log_LRS
     untouched_L: npt.NDArray[np.bool_] = (placement.phy2log_LRS == first).all(axis=(1, 2))
     return untouched_L
+
+
+def groups_on_nodes(settings: PlannerSettings, placement: Placement, topology: Topology) -> tuple[int, str]:
+    """Groups of experts to keep together on nodes, 0 for none; and why none, where the settings ask for some.
+
+    On one node every placement keeps them together.
+    """
+    groups = settings.expert_groups
+    ranks_K = np.bincount(topology.nodes()[0])
+    if groups is None or ranks_K.size == 1:
+        return 0, ""
+    if placement.experts % groups:
+        return 0, f"{placement.experts} experts do not divide into {groups} groups"
+    if groups % ranks_K.size:
+        return 0, f"{groups} expert groups do not spread evenly over {ranks_K.size} nodes"
+    if (ranks_K != ranks_K[0]).any():
+        return 0, f"nodes have from {ranks_K.min()} to {ranks_K.max()} ranks"
+    if placement.slots * ranks_K.size > placement.experts:
+        return 0, f"a rank has more slots than one of {ranks_K.size} nodes would have experts"
+    return groups, ""

@@ -1,4 +1,4 @@
-"""A layer whose ranks are apart only by its experts' unrest is known for what it is, and nothing else is."""
+"""A layer whose ranks are apart only by its experts' jumps is known for what it is, and nothing else is."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from eplb_service.heat.window import Window
 from eplb_service.placement import Placement, par
 from eplb_service.planner.decide import plan, plan_afresh
-from eplb_service.planner.noise_floor import noise_floor
+from eplb_service.planner.noise_floor import noise_floor, volatility_bound
 from eplb_service.planner.plan import Plan
 from eplb_service.planner.scoring import rank_loads
 from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.settled import settled_par
 from eplb_service.planner.topology import Topology
 from tests.solver.layers_of import heat_of_kind
 from tests.solver.placed_layer import random_placement
@@ -25,10 +24,10 @@ from tests.solver.placed_layer import random_placement
 EXPERTS, RANKS, SLOTS, STEPS = 32, 8, 5, 64
 
 
-def slow_settled(
-    heat_NLE: np.ndarray, loads_NLR: np.ndarray, copies_LE: np.ndarray, ranks: int
+def plain_volatility_bound(
+    heat_NLE: np.ndarray, loads_NLR: np.ndarray, replicas_LE: np.ndarray, ranks: int
 ) -> list[float]:
-    """A rank's load jumps by the sum of its copies' jumps, or by less; the hottest of all ranks by that much more."""
+    """A rank's load jumps by the sum of its replicas' jumps, or by less; the hottest of all ranks by that much more."""
     found = []
     score = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
     for layer in range(heat_NLE.shape[1]):
@@ -39,7 +38,7 @@ def slow_settled(
             continue
         variance_E = np.mean([jump_E**2 for jump_E in jumps], axis=0) / 2
         # k copies of share 1/k each add variance/k**2 to their ranks; on average over ranks, as part of the mean load.
-        variance_of_rank = sum(variance_E / copies_LE[layer]) / ranks
+        variance_of_rank = sum(variance_E / replicas_LE[layer]) / ranks
         shares = [load_R / load_R.sum() for load_R in loads_NLR[:, layer] if load_R.sum() > 0]
         measured = [(now_R - before_R) ** 2 / 2 for before_R, now_R in itertools.pairwise(shares)]
         variance_of_rank = min(variance_of_rank, np.mean(measured))
@@ -48,13 +47,13 @@ def slow_settled(
 
 
 def steady(seed: int, steps: int = STEPS) -> np.ndarray:
-    """Heat of one popularity, drawn anew each step, ``[T, 1, E]``."""
+    """Heat of one popularity, drawn again each step, ``[T, 1, E]``."""
     generator = np.random.default_rng(seed)
     return generator.multinomial(8000, generator.dirichlet(np.ones(EXPERTS)), (steps, 1))
 
 
 def placed_on(heat_TLE: np.ndarray) -> tuple[Placement, np.ndarray]:
-    """What serves once the heat has been placed from nothing."""
+    """What serves once the heat has been placed from scratch."""
     first = Placement.linear(1, EXPERTS, RANKS, SLOTS)
     result = plan_afresh(Window(heat_TLE), first, Topology.flat(RANKS), PlannerSettings())
     (changed,) = result.layers
@@ -72,25 +71,27 @@ def decided(heat_TLE: np.ndarray, placement: Placement, table_RLE: np.ndarray, r
     st.sampled_from(("even", "skewed", "sparse", "zero")),
     st.integers(0, 10**6),
 )
-def test_unrest_of_ranks_is_that_of_the_twin(ranks: int, slots: int, kind: str, seed: int) -> None:
+def test_the_volatility_bound_is_that_of_the_twin(ranks: int, slots: int, kind: str, seed: int) -> None:
     generator = np.random.default_rng(seed)
     experts = int(generator.integers(slots, ranks * slots + 1))
     placement = Placement(random_placement(ranks, slots, experts, generator)[None], experts)
     heat_NLE = heat_of_kind(kind, int(generator.integers(1, 7)), experts, generator)[:, None, :]
     loads_NLR = rank_loads(heat_NLE, placement, placement.default_log2phy())
     np.testing.assert_allclose(
-        settled_par(heat_NLE, loads_NLR, placement),
-        slow_settled(heat_NLE, loads_NLR, placement.replicas(), ranks),
+        volatility_bound(heat_NLE, loads_NLR, placement.replicas()),
+        plain_volatility_bound(heat_NLE, loads_NLR, placement.replicas(), ranks),
         rtol=1e-9,
     )
 
 
-def test_unrest_of_mere_sampling_is_the_noise_floor() -> None:
+def test_jumps_of_mere_sampling_are_the_noise_floor() -> None:
     # No expert twice, so a rank's variance is that of its tokens.
     heat_NLE = np.random.default_rng(1).multinomial(4000, np.full(32, 1 / 32), (400, 1)).astype(float)
     placement = Placement.linear(1, 32, 8, 4)
-    settled = settled_par(heat_NLE, rank_loads(heat_NLE, placement, placement.default_log2phy()), placement)
-    assert settled[0] == pytest.approx(noise_floor(heat_NLE, 8)[0], abs=0.01)
+    bound = volatility_bound(
+        heat_NLE, rank_loads(heat_NLE, placement, placement.default_log2phy()), placement.replicas()
+    )
+    assert bound[0] == pytest.approx(noise_floor(heat_NLE, 8)[0], abs=0.01)
 
 
 def test_tokens_that_choose_no_expert_twice_leave_more_to_win_than_draws_would() -> None:
@@ -100,11 +101,11 @@ def test_tokens_that_choose_no_expert_twice_leave_more_to_win_than_draws_would()
     heat_NLE = choices_TKE.sum(axis=1)[:, None, :].astype(float)
     placement = Placement.linear(1, 8, 4, 2)
     loads_NLR = rank_loads(heat_NLE, placement, placement.default_log2phy())
-    settled, seen = settled_par(heat_NLE, loads_NLR, placement)[0], par(loads_NLR)[0]
-    assert settled == pytest.approx(seen, abs=0.02)
-    assert settled < noise_floor(heat_NLE, 4)[0] - 0.05
+    bound, seen = volatility_bound(heat_NLE, loads_NLR, placement.replicas())[0], par(loads_NLR)[0]
+    assert bound == pytest.approx(seen, abs=0.02)
+    assert bound < noise_floor(heat_NLE, 4)[0] - 0.05
     verdict = decided(heat_NLE, placement, placement.default_log2phy(), ranks=4).verdicts[0]
-    assert verdict.noise_floor == pytest.approx(settled)
+    assert verdict.noise_floor == pytest.approx(bound)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -127,7 +128,7 @@ def test_a_bad_placement_of_steady_heat_is_looked_into(seed: int) -> None:
 
 
 @pytest.mark.parametrize("period", [8, 16, 32])
-def test_an_alternating_workload_badly_placed_is_not_mistaken_for_unrest(period: int) -> None:
+def test_an_alternating_workload_badly_placed_is_not_mistaken_for_jumps(period: int) -> None:
     # Two domains take turns; ranks 0 to 3 hold the experts of one, ranks 4 to 7 those of the other.
     generator = np.random.default_rng(period)
     first = np.repeat(np.arange(2), EXPERTS // 2)
@@ -142,8 +143,10 @@ def test_an_alternating_workload_badly_placed_is_not_mistaken_for_unrest(period:
     seen = par(rank_loads(heat_TLE, placement, table_RLE))[0]
     # In the mean nothing is wrong; at any time half the ranks idle.
     assert par(rank_loads(heat_TLE.sum(axis=0, keepdims=True), placement, table_RLE))[0] < 1.2
-    settled = settled_par(heat_TLE.astype(float), rank_loads(heat_TLE, placement, table_RLE), placement)
-    assert seen - settled[0] > 0.3
+    bound = volatility_bound(
+        heat_TLE.astype(float), rank_loads(heat_TLE, placement, table_RLE), placement.replicas()
+    )
+    assert seen - bound[0] > 0.3
     turned = decided(heat_TLE, placement, table_RLE)
     assert turned.layers
     assert turned.par_planned < 0.75 * seen

@@ -1,10 +1,9 @@
-"""How hard each policy searches a layer of a given shape."""
+"""The solver's search parameters for a layer of a given shape, from the planner's settings."""
 
 from __future__ import annotations
 
-from statistics import NormalDist
-
 from eplb_service.placement import Placement
+from eplb_service.planner.noise_floor import expected_hottest
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.solver.model import EVEN, RULE, SOLVED, SearchParams
 
@@ -12,16 +11,19 @@ _DEEPSEEK = SearchParams()
 _FEW_CELLS = 20_000
 """Slots x (experts + ranks) up to which a tree search costs next to nothing; larger layers win nothing by it."""
 _FEW_SLOTS = 3
-"""Slots a rank up to which swaps and single exchanges soon find no way on."""
+"""Slots per rank up to which swaps and single exchanges soon find no way on."""
 _Z_OF_FEW_SLOTS = 1.5
-"""With so few experts a rank's load has no bell curve, and a rank far out on it is no guide."""
+"""With so few experts per rank its load is far from normal, and a rank far out on the tail is no guide."""
 _TRIES = 400
-"""Of annealing, for each slot of a layer with few slots a rank and as many spare copies as experts; fewer spare ones
-leave less to decide."""
+"""Of annealing, for each slot of a layer with few slots per rank and as many spare replicas as experts; fewer spare
+ones leave less to decide."""
 
 
-def search_for(settings: PlannerSettings, placement: Placement) -> SearchParams:
-    """The search that ``settings`` ask for in a layer of this shape."""
+def search_params_of(settings: PlannerSettings, placement: Placement) -> SearchParams:
+    """Search parameters that follow from ``settings`` in a layer of this shape.
+
+    Fields of the same name are the setting itself; ``tree_*``, ``*_steps`` and ``*_tries`` say how hard to search.
+    """
     if settings.policy == "deepseek":
         return _DEEPSEEK._replace(tables=EVEN if settings.split == "even" else RULE)
     slots = placement.ranks * placement.slots
@@ -54,8 +56,3 @@ def _tables(settings: PlannerSettings) -> int:
     if settings.split == "even":
         return EVEN
     return SOLVED if settings.solve_tables else RULE
-
-
-def expected_hottest(ranks: int) -> float:
-    """Standard deviations by which the largest of so many normal values is expected above their mean (Blom)."""
-    return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
