@@ -16,7 +16,7 @@ from eplb_service.wire.heat import StepPhase
 from eplb_service.wire.status import Heartbeat
 from worker_agent.adapters.live_layer import LiveLayer
 from worker_agent.forward_clock import ForwardClock
-from worker_agent.heat import HeatRecorder
+from worker_agent.heat import HeatRecorder, ring_rows
 from worker_agent.heat_watchdog import HeatWatchdog
 from worker_agent.history.record import History
 from worker_agent.outbox import Outbox
@@ -35,20 +35,28 @@ _log = logging.getLogger("eplb.agent")
 class Agent:
     """One rank's agent; made by ``start``."""
 
-    def __init__(self, layers: Sequence[LiveLayer], settings: AgentSettings, rendezvous: Rendezvous) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LiveLayer],
+        settings: AgentSettings,
+        rendezvous: Rendezvous,
+        on_commit: Callable[[int], None] | None = None,
+    ) -> None:
         self.identity = rendezvous.identity
         self._clock = ForwardClock(list(layers))
         self._step = 0
         self._calls = 0
         self._fatal: FatalSwitchError | None = None
         self._complaint: str | None = None
-        self._heat = HeatRecorder(layers, min(settings.report_steps, layers[0].moe_load.shape[0]))
+        self._heat = HeatRecorder(layers, min(settings.report_steps, ring_rows(layers)))
         self._heat_watch = HeatWatchdog(settings.heat_deadline_steps)
         self._lost_steps_reported = 0
         self._outbox = Outbox(settings.queue_reports)
         self._history = History(settings.history, rendezvous.identity, rendezvous.installed)
         listener = StatusReporter(self._outbox, self._heat, lambda: (self._step, self.installed))
-        self._switch = SwitchDriver(layers, settings, rendezvous, self._clock, listener, self._history)
+        self._switch = SwitchDriver(
+            layers, settings, rendezvous, self._clock, listener, self._history, on_commit
+        )
         self._stream = ServiceStream(
             settings, rendezvous.identity, self._outbox, lambda: self.installed, self._beat
         )
@@ -61,6 +69,7 @@ class Agent:
         settings: AgentSettings | None = None,
         *,
         token_group: int | None = None,
+        on_commit: Callable[[int], None] | None = None,
     ) -> Agent:
         """Meet the other ranks' agents and begin. A collective over ``host_group``.
 
@@ -74,6 +83,10 @@ class Agent:
             By default those of the environment.
         token_group
             A number equal on all ranks that see the same tokens (all-gather dispatch); ``None`` where each has its own.
+        on_commit
+            Called with the index of a layer whose weights and tables have just been written, between two forward
+            passes, so that the host can refresh what it derives from them. Where it fails, so does ``step``, with
+            ``FatalSwitchError``.
 
         Returns
         -------
@@ -86,7 +99,7 @@ class Agent:
             On all ranks alike, where they do not fit together.
         """
         settings = settings or AgentSettings()
-        return cls(layers, settings, meet(layers, host_group, settings, token_group))
+        return cls(layers, settings, meet(layers, host_group, settings, token_group), on_commit)
 
     @property
     def installed(self) -> Installed:

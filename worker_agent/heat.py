@@ -7,7 +7,7 @@ asynchronously, and become reports once the copy has arrived. A segment never sp
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +30,7 @@ class _Copy:
     phases: tuple[StepPhase, ...]
     tokens: tuple[int, ...]
     expected_count: int
-    slots_LTS: torch.Tensor
+    slots_LTS: torch.Tensor | None
     sources_LTE: torch.Tensor | None
     counters_L: torch.Tensor
     arrived: Mark
@@ -53,14 +53,16 @@ class HeatRecorder:
     def __init__(self, layers: Sequence[LiveLayer], segment_steps: int) -> None:
         self.lost_steps = 0
         self._layers = layers
-        self._rows = min(layer.moe_load.shape[0] for layer in layers)
+        self._slot_rings = _rings(layer.moe_load for layer in layers)
+        self._source_rings = _rings(layer.source_load for layer in layers)
+        self._rows = ring_rows(layers)
         if segment_steps > self._rows:
             raise ValueError(
                 f"segments of {segment_steps} steps do not fit heat rings of {self._rows} rows; "
                 "report more often or make the rings longer"
             )
         self._segment_steps = segment_steps
-        self._device = layers[0].moe_load.device
+        self._device = layers[0].load_counter.device
         self._phases: list[StepPhase] = []
         self._tokens: list[int] = []
         self._first_step = 0
@@ -107,15 +109,13 @@ class HeatRecorder:
             if any(counter != copy.expected_count for counter in counters):
                 self._resynchronise(copy, max(counters))
                 break
-            sources = None if copy.sources_LTE is None else _steps_first(copy.sources_LTE)
-            slots = _steps_first(copy.slots_LTS)
             segments.append(
                 HeatReport(
                     copy.first_step,
                     copy.layer_epochs,
-                    slots,
+                    _steps_first(copy.slots_LTS),
                     np.array(copy.phases, dtype=np.uint8),
-                    sources,
+                    _steps_first(copy.sources_LTE),
                     np.array(copy.tokens, dtype=np.int64) if copy.tokens else None,
                 )
             )
@@ -125,16 +125,14 @@ class HeatRecorder:
         self, phases: tuple[StepPhase, ...], tokens: tuple[int, ...], layer_epochs: tuple[int, ...]
     ) -> _Copy:
         rows = [(self._count - len(phases) + i) % self._rows for i in range(len(phases))]
-        slots = self._copy_out([layer.moe_load for layer in self._layers], rows)
-        sources = [layer.source_load for layer in self._layers if layer.source_load is not None]
         return _Copy(
             first_step=self._first_step,
             layer_epochs=layer_epochs,
             phases=phases,
             tokens=tokens,
             expected_count=self._count,
-            slots_LTS=slots,
-            sources_LTE=self._copy_out(sources, rows) if len(sources) == len(self._layers) else None,
+            slots_LTS=self._copy_out(self._slot_rings, rows),
+            sources_LTE=self._copy_out(self._source_rings, rows),
             counters_L=self._copy_counters(),
             arrived=Mark(self._device),
         )
@@ -147,8 +145,10 @@ class HeatRecorder:
         self._copies.clear()
         self._phases, self._tokens = [], []
 
-    def _copy_out(self, rings: Sequence[torch.Tensor], rows: list[int]) -> torch.Tensor:
+    def _copy_out(self, rings: Sequence[torch.Tensor] | None, rows: list[int]) -> torch.Tensor | None:
         """Rows of all rings, int32 ``[L, T, width]`` on the host; the copy may still be under way."""
+        if rings is None:
+            return None
         out = host_empty((len(rings), len(rows), rings[0].shape[1]), torch.int32, self._device)
         # A segment is one or, where it wraps around the ring's end, two runs of rows.
         wrap = next((i for i in range(1, len(rows)) if rows[i] < rows[i - 1]), len(rows))
@@ -166,5 +166,18 @@ class HeatRecorder:
         return out
 
 
-def _steps_first(rows_LTX: torch.Tensor) -> npt.NDArray[np.int32]:
-    return np.ascontiguousarray(rows_LTX.numpy().transpose(1, 0, 2))
+def ring_rows(layers: Sequence[LiveLayer]) -> int:
+    """Steps that the layers' heat rings hold."""
+    rings = [ring for layer in layers for ring in (layer.moe_load, layer.source_load) if ring is not None]
+    return min(ring.shape[0] for ring in rings)
+
+
+def _rings(rings: Iterable[torch.Tensor | None]) -> list[torch.Tensor] | None:
+    """Those of all layers, or ``None`` where one has none."""
+    found = list(rings)
+    there = [ring for ring in found if ring is not None]
+    return there if len(there) == len(found) else None
+
+
+def _steps_first(rows_LTX: torch.Tensor | None) -> npt.NDArray[np.int32] | None:
+    return None if rows_LTX is None else np.ascontiguousarray(rows_LTX.numpy().transpose(1, 0, 2))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from eplb_service.placement import Int32, Placement, PlacementError
-from worker_agent.adapters.live_layer import LiveLayer
+from worker_agent.adapters.live_layer import ExpertWeights, LiveLayer
 from worker_agent.identity import Identity
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.group import AgentGroup, RendezvousError, agree
@@ -23,7 +23,7 @@ from worker_agent.swap.lane.backend import Backend, choose_backend
 from worker_agent.swap.lane.lanes import Lanes
 
 WeightShapes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
-"""Type and shape of one expert, for each tensor that a kernel reads."""
+"""Type and shape of one expert, for each kind of weight that a kernel reads."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class _Facts:
     nonce: str
     token_group: int
     shares_tokens: bool
+    counts: tuple[str, ...]
     slots_LS: Int32
     experts: int
     bytes_per_expert: int
@@ -122,6 +123,7 @@ def meet(
 def _facts(layers: Sequence[LiveLayer], settings: AgentSettings, token_group: int) -> _Facts:
     complaint = None
     shares_tokens = False
+    counts: tuple[str, ...] = ()
     slots_LS = np.zeros((len(layers), 0), dtype=np.int32)
     experts, bytes_per_expert = 0, 0
     weights_by_layer: tuple[WeightShapes, ...] = ()
@@ -131,6 +133,7 @@ def _facts(layers: Sequence[LiveLayer], settings: AgentSettings, token_group: in
         experts = int(layers[0].expert_map.shape[0])
         weights_by_layer = tuple(_weight_shapes(layer) for layer in layers)
         bytes_per_expert = sum(weight[0].nbytes for weight in layers[0].expert_weights())
+        counts = _counts(layers)
         shares_tokens = any(layer.shares_tokens for layer in layers)
         backend = choose_backend(settings.transfer_backend, _device(layers).type)
     except Exception as error:
@@ -140,6 +143,7 @@ def _facts(layers: Sequence[LiveLayer], settings: AgentSettings, token_group: in
         nonce=uuid.uuid4().hex,
         token_group=token_group,
         shares_tokens=shares_tokens,
+        counts=counts,
         slots_LS=slots_LS,
         experts=experts,
         bytes_per_expert=bytes_per_expert,
@@ -152,29 +156,55 @@ def _facts(layers: Sequence[LiveLayer], settings: AgentSettings, token_group: in
 
 def _device(layers: Sequence[LiveLayer]) -> torch.device:
     """Where the experts are; all of a rank's are on one device."""
-    return layers[0].expert_weights()[0].device
+    return layers[0].expert_weights()[0][0].device
 
 
 def _weight_shapes(layer: LiveLayer) -> WeightShapes:
-    return tuple((str(weight.dtype), tuple(weight.shape[1:])) for weight in layer.expert_weights())
+    return tuple((str(weight[0].dtype), tuple(weight[0].shape)) for weight in layer.expert_weights())
 
 
 def _local_slots(index: int, layer: LiveLayer) -> Int32:
     """Logical expert of each local slot, int32 ``[S]``, from the layer's own ``expert_map``."""
     local_E = layer.expert_map.cpu().numpy()
-    slots = int(layer.moe_load.shape[1])
+    slots = len(layer.expert_weights()[0])
     here = np.flatnonzero(local_E >= 0)
     if sorted(local_E[here].tolist()) != list(range(slots)):
         raise ValueError(f"layer {index}: expert_map names {here.size} experts for {slots} slots")
+    if layer.moe_load is not None and layer.moe_load.shape[1] != slots:
+        raise ValueError(f"layer {index}: moe_load counts {layer.moe_load.shape[1]} slots, there are {slots}")
     for weight in layer.expert_weights():
+        _check_weight(index, weight, slots)
+    slots_S = np.zeros(slots, dtype=np.int32)
+    slots_S[local_E[here]] = here
+    return slots_S
+
+
+def _check_weight(index: int, weight: ExpertWeights, slots: int) -> None:
+    if isinstance(weight, torch.Tensor):
         if weight.shape[0] != slots or not weight.is_contiguous():
             raise ValueError(
                 f"layer {index}: expert weights must be contiguous with {slots} slots in front, "
                 f"got the shape {list(weight.shape)}, strides {list(weight.stride())}"
             )
-    slots_S = np.zeros(slots, dtype=np.int32)
-    slots_S[local_E[here]] = here
-    return slots_S
+        return
+    kinds = {(part.dtype, tuple(part.shape), part.is_contiguous()) for part in weight}
+    if len(weight) != slots or len(kinds) != 1 or not weight[0].is_contiguous():
+        raise ValueError(
+            f"layer {index}: a list of expert weights must have {slots} contiguous tensors of one shape and type, "
+            f"got {len(weight)} of {sorted(map(str, kinds))}"
+        )
+
+
+def _counts(layers: Sequence[LiveLayer]) -> tuple[str, ...]:
+    """What all of a rank's layers count: the service reads slot counts, or derives them from source counts."""
+    counted = tuple(
+        name
+        for name in ("moe_load", "source_load")
+        if all(getattr(layer, name) is not None for layer in layers)
+    )
+    if not counted:
+        raise ValueError("no heat is counted: all layers need moe_load, or all of them source_load")
+    return counted
 
 
 def _check_alike(facts: Sequence[_Facts]) -> None:
@@ -185,7 +215,14 @@ def _check_alike(facts: Sequence[_Facts]) -> None:
             raise RendezvousError(f"rank {rank}: {fact.complaint}")
     _check_token_groups(facts)
     for rank, fact in enumerate(facts):
-        for what in ("experts", "shares_tokens", "bytes_per_expert", "transfer_backend", "shared_settings"):
+        for what in (
+            "experts",
+            "shares_tokens",
+            "counts",
+            "bytes_per_expert",
+            "transfer_backend",
+            "shared_settings",
+        ):
             here, there = getattr(facts[0], what), getattr(fact, what)
             if here != there:
                 raise RendezvousError(f"{what} differ: rank 0 has {here}, rank {rank} has {there}")

@@ -1,7 +1,8 @@
 """Puts the ranks' heat reports together, step by step, into the window that decisions look at.
 
 Only a step that every rank has reported, all under the same placement, counts; anything else is lost and counted as
-lost, never guessed. Memory is bounded by the shape, whatever the ranks send.
+lost, never guessed. Where hosts do not count what slots receive, that follows from what every rank's own tokens chose
+and the table that they were routed by. Memory is bounded by the shape, whatever the ranks send.
 """
 
 from __future__ import annotations
@@ -72,7 +73,12 @@ class HeatAssembler:
         before = self.counted
         if report.source_counts_TLE is not None:
             self._sources.add(rank, report.first_step, report.source_counts_TLE)
-        for position in self._pending.add(rank, report, slots_LRS[:, rank]):
+        if report.slot_counts_TLS is None:
+            targets_LE = self.placements.targets(report.layer_epochs, rank)
+            complete = self._pending.add_sources(rank, report, targets_LE)
+        else:
+            complete = self._pending.add(rank, report, slots_LRS[:, rank])
+        for position in complete:
             self._append(position)
         return StepCounts(self.counted.received - before.received, self.counted.lost - before.lost)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -33,6 +35,7 @@ class PendingSteps:
         self._seen_PR = np.zeros((capacity, ranks), dtype=bool)
         self._busy_P = np.zeros(capacity, dtype=bool)
         self._spoilt_P = np.zeros(capacity, dtype=bool)
+        self._by_slot_P = np.zeros(capacity, dtype=bool)
         self._first: int | None = None
         self._end = 0
 
@@ -42,17 +45,13 @@ class PendingSteps:
         return len(self.step_P)
 
     def add(self, rank: int, report: HeatReport, slots_LS: Int32) -> npt.NDArray[np.intp]:
-        """Fill in the counts of a rank whose slots hold the experts ``slots_LS``.
+        """Fill in what the slots of a rank received, which hold the experts ``slots_LS``.
 
         Returns the positions of steps that are now complete and carry tokens. A step that this rank has reported
         before, or that has fallen out of the ring, is left as it is. At most ``capacity`` steps at a time.
         """
-        self._make_room(report.first_step, report.first_step + report.steps)
-        steps_T = np.arange(report.first_step, report.first_step + report.steps)
-        positions_T = steps_T % self.capacity
-        open_T = (self.step_P[positions_T] == steps_T) & ~self._seen_PR[positions_T, rank]
-        positions, taken = positions_T[open_T], np.flatnonzero(open_T)
-        self._agree_on_epochs(positions, np.asarray(report.layer_epochs, dtype=np.int64))
+        assert report.slot_counts_TLS is not None
+        positions, taken = self._open(rank, report)
         counts_TLS = report.slot_counts_TLS if len(taken) == report.steps else report.slot_counts_TLS[taken]
         layers, experts = self.heat_PLE.shape[1:]
         cells_C = (slots_LS + experts * np.arange(layers)[:, None]).ravel()
@@ -60,6 +59,42 @@ class PendingSteps:
         heat_PC = self.heat_PLE.reshape(self.capacity, layers * experts)
         heat_PC[positions[:, None], cells_C] += counts_TLS.reshape(len(taken), cells_C.size)
         self.loads_PLR[positions, :, rank] = counts_TLS.sum(axis=2, dtype=np.int32)
+        return self._close(rank, report, positions, taken)
+
+    def add_sources(
+        self, rank: int, report: HeatReport, targets_LE: npt.NDArray[np.integer[Any]]
+    ) -> npt.NDArray[np.intp]:
+        """Fill in what a rank's own tokens chose, which went to the ranks ``targets_LE``; otherwise as ``add``."""
+        assert report.source_counts_TLE is not None
+        positions, taken = self._open(rank, report)
+        counts_TLE = report.source_counts_TLE[taken]
+        self.heat_PLE[positions] += counts_TLE
+        layers, ranks = self.loads_PLR.shape[1:]
+        cells_C = (targets_LE + ranks * np.arange(layers)[:, None]).ravel()
+        for position, counts_LE in zip(positions, counts_TLE, strict=True):
+            # Sums of whole numbers, exact in float64.
+            sums_C = np.bincount(cells_C, counts_LE.ravel(), minlength=layers * ranks)
+            self.loads_PLR[position] += sums_C.reshape(layers, ranks).astype(np.int32)
+        return self._close(rank, report, positions, taken)
+
+    def _open(self, rank: int, report: HeatReport) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+        """Positions of the steps that this rank may still fill in, and which of the report's they are."""
+        self._make_room(report.first_step, report.first_step + report.steps)
+        steps_T = np.arange(report.first_step, report.first_step + report.steps)
+        positions_T = steps_T % self.capacity
+        open_T = (self.step_P[positions_T] == steps_T) & ~self._seen_PR[positions_T, rank]
+        positions, taken = positions_T[open_T], np.flatnonzero(open_T)
+        self._agree(positions, report)
+        return positions, taken
+
+    def _close(
+        self,
+        rank: int,
+        report: HeatReport,
+        positions: npt.NDArray[np.intp],
+        taken: npt.NDArray[np.intp],
+    ) -> npt.NDArray[np.intp]:
+        """The rank's part of these steps is in; positions of those that are whole now and carry tokens."""
         self._busy_P[positions] |= ~report.dummy_T[taken]
         self._seen_PR[positions, rank] = True
         done = self._done(positions)
@@ -71,10 +106,17 @@ class PendingSteps:
         done: npt.NDArray[np.bool_] = self._seen_PR[positions].all(axis=1) & ~self._spoilt_P[positions]
         return done
 
-    def _agree_on_epochs(self, positions: npt.NDArray[np.intp], epochs_L: npt.NDArray[np.int64]) -> None:
+    def _agree(self, positions: npt.NDArray[np.intp], report: HeatReport) -> None:
+        """Steps are spoilt where ranks counted under different placements, or only some of them by slot."""
+        epochs_L, by_slot = (
+            np.asarray(report.layer_epochs, dtype=np.int64),
+            report.slot_counts_TLS is not None,
+        )
         fresh = ~self._seen_PR[positions].any(axis=1)
         self.epochs_PL[positions[fresh]] = epochs_L
+        self._by_slot_P[positions[fresh]] = by_slot
         self._spoilt_P[positions] |= (self.epochs_PL[positions] != epochs_L).any(axis=1)
+        self._spoilt_P[positions] |= self._by_slot_P[positions] != by_slot
 
     def _make_room(self, start: int, end: int) -> None:
         if self._first is None:

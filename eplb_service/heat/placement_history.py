@@ -1,8 +1,11 @@
-"""Which experts each layer's slots held at its newest epochs: what counts are read under."""
+"""What each layer's slots held at its newest epochs, and where tokens went: what counts are read under."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
+import numpy.typing as npt
 
 from eplb_service.placement import Int32
 
@@ -11,16 +14,23 @@ _PLACEMENTS_KEPT = 4
 """Placements of all layers kept stacked: before and after a switch, and ranks in between."""
 
 
+class PlacedLayer(NamedTuple):
+    """One layer at one epoch: experts of its slots, and the rank that each source rank's tokens of an expert go to."""
+
+    phy2log_RS: Int32
+    target_RE: npt.NDArray[np.int16]
+
+
 class PlacementHistory:
     """The newest epochs of every layer; bounded.
 
     Parameters
     ----------
     by_layer
-        For each layer, slots int32 ``[R, S]`` by epoch, oldest first.
+        For each layer what it was by epoch, oldest first.
     """
 
-    def __init__(self, by_layer: tuple[dict[int, Int32], ...]) -> None:
+    def __init__(self, by_layer: tuple[dict[int, PlacedLayer], ...]) -> None:
         self.by_layer = by_layer
         self._stacked: dict[tuple[int, ...], Int32] = {}
 
@@ -28,12 +38,13 @@ class PlacementHistory:
         """Another of the same content."""
         return PlacementHistory(tuple(dict(epochs) for epochs in self.by_layer))
 
-    def place(self, layer: int, epoch: int, phy2log_RS: Int32) -> None:
-        """Counts of ``layer`` at ``epoch`` are of these slots; replaces what was known of that epoch before."""
+    def place(self, layer: int, epoch: int, phy2log_RS: Int32, log2phy_RE: Int32) -> None:
+        """Counts of ``layer`` at ``epoch`` are of these slots and tables; replaces what was known of that epoch."""
         self._stacked.clear()
         epochs = self.by_layer[layer]
         epochs.pop(epoch, None)
-        epochs[epoch] = phy2log_RS
+        target_RE = (log2phy_RE // phy2log_RS.shape[1]).astype(np.int16)
+        epochs[epoch] = PlacedLayer(phy2log_RS, target_RE)
         while len(epochs) > _EPOCHS_KEPT:
             epochs.pop(next(iter(epochs)))
 
@@ -47,6 +58,11 @@ class PlacementHistory:
             return None
         if len(self._stacked) >= _PLACEMENTS_KEPT:
             self._stacked.pop(next(iter(self._stacked)))
-        stacked_LRS = np.stack([epochs[epoch] for epochs, epoch in layers])
+        stacked_LRS = np.stack([epochs[epoch].phy2log_RS for epochs, epoch in layers])
         self._stacked[layer_epochs] = stacked_LRS
         return stacked_LRS
+
+    def targets(self, layer_epochs: tuple[int, ...], rank: int) -> npt.NDArray[np.int16]:
+        """Ranks that the tokens of source ``rank`` go to by expert, int16 ``[L, E]``; the epochs must be known."""
+        layers = zip(self.by_layer, layer_epochs, strict=True)
+        return np.stack([epochs[epoch].target_RE[rank] for epochs, epoch in layers])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from eplb_service.heat.window import HeatError
 from eplb_service.io.native_writer import BATCH_STEPS, TraceWriter
 from eplb_service.io.step_record import PHASES, StepRecord
 from eplb_service.io.trace import TraceFacts
@@ -113,6 +114,11 @@ class Recorder:
 
     def add(self, rank: int, batch: HeatReport) -> None:
         """Take one rank's report, whose arrays must not change any more."""
+        if batch.slot_counts_TLS is None:
+            self.error = self.error or HeatError(
+                f"rank {rank} does not count tokens by slot, which is what a trace records"
+            )
+            return
         for offset in range(batch.steps):
             number = batch.first_step + offset
             if number <= self._newest_gone:

@@ -53,8 +53,12 @@ class StepRecord:
         self.busy |= int(batch.phase_T[offset]) != StepPhase.DUMMY
 
     def slot_counts(self) -> npt.NDArray[np.uint32]:
-        """Tokens by slot, uint32 ``[L, R*S]``."""
-        rows = [batch.slot_counts_TLS[offset] for batch, offset in self._reports()]
+        """Tokens by slot, uint32 ``[L, R*S]``; only where all ranks count by slot."""
+        rows = [
+            batch.slot_counts_TLS[offset]
+            for batch, offset in self._reports()
+            if batch.slot_counts_TLS is not None
+        ]
         counts_LRS = np.stack(rows, axis=1).astype(np.uint32)
         return counts_LRS.reshape(len(counts_LRS), -1)
 

@@ -38,12 +38,13 @@ class HeatReport:
     layer_epochs
         Epoch of each layer's placement while they were counted.
     slot_counts_TLS
-        Tokens that the rank's slots received, integers ``[T, L, S]``.
+        Tokens that the rank's slots received, integers ``[T, L, S]``; ``None`` where the host does not count them, and
+        they follow from the source counts and tables of all ranks.
     phase_T
         ``StepPhase`` of each step, integers ``[T]``.
     source_counts_TLE
         The rank's own tokens by logical expert, before dispatch, integers ``[T, L, E]``; ``None`` where the host does
-        not count them.
+        not count them. Of ranks that see the same tokens one counts them, the others report zeros.
     tokens_T
         The rank's own tokens, integers ``[T]``; ``None`` where the host does not count them.
     dropped_steps
@@ -52,7 +53,7 @@ class HeatReport:
 
     first_step: int
     layer_epochs: tuple[int, ...]
-    slot_counts_TLS: npt.NDArray[np.integer[Any]]
+    slot_counts_TLS: npt.NDArray[np.integer[Any]] | None
     phase_T: npt.NDArray[np.uint8]
     source_counts_TLE: npt.NDArray[np.integer[Any]] | None = None
     tokens_T: npt.NDArray[np.integer[Any]] | None = None
@@ -72,11 +73,11 @@ class HeatReport:
 
 def encode_heat_report(report: HeatReport) -> agent_pb2.HeatReport:
     """The message; counts are packed in the narrowest type that holds them."""
-    sources = report.source_counts_TLE
+    slots, sources = report.slot_counts_TLS, report.source_counts_TLE
     return agent_pb2.HeatReport(
         first_step=report.first_step,
         layer_epochs=report.layer_epochs,
-        slot_counts=pack(report.slot_counts_TLS),
+        slot_counts=None if slots is None else pack(slots),
         source_counts=None if sources is None else pack(sources),
         step_phases=report.phase_T.astype(np.uint8).tobytes(),
         dropped_steps=report.dropped_steps,
@@ -104,15 +105,21 @@ def decode_heat_report(message: agent_pb2.HeatReport, shape: Shape, most_steps: 
         raise WireError(
             f"heat_report.step_tokens: expected one for each of {steps} steps, got {len(message.step_tokens)}"
         )
-    sources_TLE = None
+    slots_TLS = sources_TLE = None
+    if message.HasField("slot_counts"):
+        size = (steps, shape.layers, shape.slots)
+        slots_TLS = _counts(message.slot_counts, size, shape.ranks * shape.slots, "heat_report.slot_counts")
     if message.HasField("source_counts"):
         size = (steps, shape.layers, shape.experts)
-        sources_TLE = _counts(message.source_counts, size, shape.ranks, "heat_report.source_counts")
-    size = (steps, shape.layers, shape.slots)
+        # Without slot counts a rank's load is a sum over all ranks and experts.
+        summands = shape.ranks * (shape.experts if slots_TLS is None else 1)
+        sources_TLE = _counts(message.source_counts, size, summands, "heat_report.source_counts")
+    if slots_TLS is None and sources_TLE is None:
+        raise WireError("heat_report: it has neither slot_counts nor source_counts")
     return HeatReport(
         first_step,
         layer_epochs,
-        _counts(message.slot_counts, size, shape.ranks * shape.slots, "heat_report.slot_counts"),
+        slots_TLS,
         phase_T,
         sources_TLE,
         np.array(message.step_tokens, dtype=np.int64) if message.step_tokens else None,

@@ -42,6 +42,18 @@ class CountingLayer:
         self.load_counter += 1
 
 
+class SourcesOnly:
+    """A layer whose host does not count by slot."""
+
+    moe_load = None
+
+    def __init__(self, counting: CountingLayer) -> None:
+        self._counting = counting
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._counting, name)
+
+
 def _run(layers: list[CountingLayer], recorder: HeatRecorder, steps: range) -> None:
     for step in steps:
         for layer in layers:
@@ -100,10 +112,10 @@ def test_steps_that_cannot_be_copied_are_lost_and_never_told_with_later_ones() -
     layers = [CountingLayer()]
     recorder = HeatRecorder(layers, segment_steps=8)
     _run(layers, recorder, range(3))
-    ring, layers[0].moe_load = layers[0].moe_load, None  # type: ignore[assignment]
-    with pytest.raises(AttributeError):
+    counter, layers[0].load_counter = layers[0].load_counter, None  # type: ignore[assignment]
+    with pytest.raises(TypeError):
         recorder.cut((0, 0))
-    layers[0].moe_load = ring
+    layers[0].load_counter = counter
     _run(layers, recorder, range(3, 5))
     recorder.cut((0, 1))
     (segment,) = recorder.take()
@@ -141,3 +153,13 @@ def test_tokens_are_told_where_the_host_told_them_of_every_step() -> None:
     assert whole.tokens_T is not None
     assert whole.tokens_T.tolist() == [5, 6, 7, 8]
     assert partly.tokens_T is None
+
+
+def test_a_host_that_counts_no_slots_is_reported_by_sources_alone() -> None:
+    layers = [CountingLayer(), CountingLayer()]
+    recorder = HeatRecorder([SourcesOnly(layer) for layer in layers], segment_steps=4)
+    _run(layers, recorder, range(4))
+    (segment,) = recorder.take()
+    assert segment.slot_counts_TLS is None
+    assert segment.source_counts_TLE is not None
+    assert segment.source_counts_TLE[:, 0, 0].tolist() == [0, 10, 20, 30]

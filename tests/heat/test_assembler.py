@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from eplb_service.heat.assembler import HeatAssembler
 from eplb_service.heat.window import Window
+from eplb_service.placement import default_log2phy
 from eplb_service.wire.heat import HeatReport, StepPhase
 
 RANKS, LAYERS, EXPERTS, SLOTS = 2, 2, 3, 2
@@ -17,8 +18,12 @@ PLACEMENT_LRS = np.array([[[0, 1], [2, 0]], [[2, 1], [0, 1]]], dtype=np.int32)
 def assembler(window_steps: int = 8, pending_steps: int = 4) -> HeatAssembler:
     made = HeatAssembler(RANKS, LAYERS, EXPERTS, window_steps, pending_steps)
     for layer in range(LAYERS):
-        made.placements.place(layer, 0, PLACEMENT_LRS[layer])
+        place(made, layer, 0, PLACEMENT_LRS[layer])
     return made
+
+
+def place(heat: HeatAssembler, layer: int, epoch: int, phy2log_RS: np.ndarray) -> None:
+    heat.placements.place(layer, epoch, phy2log_RS, default_log2phy(phy2log_RS, EXPERTS))
 
 
 def report(
@@ -80,7 +85,7 @@ def test_a_late_or_repeated_report_changes_nothing() -> None:
 def test_counts_are_read_under_the_placement_that_they_were_taken_under() -> None:
     heat = assembler()
     switched_RS = np.array([[2, 1], [0, 1]], dtype=np.int32)
-    heat.placements.place(0, 1, switched_RS)
+    place(heat, 0, 1, switched_RS)
     for rank in range(RANKS):
         heat.add(rank, report(0, 1))
         heat.add(rank, report(1, 1, epochs=(1, 0)))
@@ -92,7 +97,7 @@ def test_counts_are_read_under_the_placement_that_they_were_taken_under() -> Non
 
 def test_a_step_under_two_placements_is_lost() -> None:
     heat = assembler(pending_steps=2)
-    heat.placements.place(0, 1, PLACEMENT_LRS[0])
+    place(heat, 0, 1, PLACEMENT_LRS[0])
     heat.add(0, report(0, 1))
     assert heat.add(1, report(0, 1, epochs=(1, 0))).received == 0
     for rank in range(RANKS):
@@ -154,3 +159,46 @@ def test_whatever_order_reports_come_in_no_step_is_read_twice_or_made_up(data: s
     steps = window.heat_TLE[:, 0, 1] - 1
     assert (np.diff(steps) > 0).all()
     np.testing.assert_array_equal(window.heat_TLE[:, 0, 0], 2 * (steps + 1))
+
+
+def sources_only(first_step: int, counts_TLE: np.ndarray, epochs: tuple[int, ...] = (0, 0)) -> HeatReport:
+    phase_T = np.full(len(counts_TLE), StepPhase.DECODE, dtype=np.uint8)
+    return HeatReport(first_step, epochs, None, phase_T, counts_TLE)
+
+
+@given(seed=st.integers(0, 2**32 - 1), steps=st.integers(1, 4))
+def test_what_slots_received_follows_from_sources_and_tables(seed: int, steps: int) -> None:
+    rng = np.random.default_rng(seed)
+    heat = assembler()
+    counts_RTLE = rng.integers(0, 50, (RANKS, steps, LAYERS, EXPERTS)).astype(np.uint8)
+    tables_LRE = np.stack([default_log2phy(rows, EXPERTS) for rows in PLACEMENT_LRS])
+    loads_TLR = np.zeros((steps, LAYERS, RANKS))
+    for rank, step, layer, expert in np.ndindex(*counts_RTLE.shape):
+        target = tables_LRE[layer, rank, expert] // SLOTS
+        loads_TLR[step, layer, target] += counts_RTLE[rank, step, layer, expert]
+    for rank in range(RANKS):
+        heat.add(rank, sources_only(0, counts_RTLE[rank]))
+    heat_TLE, source_RLE = heat.copy_heat()
+    np.testing.assert_array_equal(heat_TLE, counts_RTLE.sum(axis=0))
+    np.testing.assert_array_equal(heat.measured_loads((0, 0)), loads_TLR)
+    assert source_RLE is not None
+
+
+def test_tokens_went_where_the_table_of_their_epoch_sent_them() -> None:
+    heat = assembler()
+    elsewhere_RE = np.array([[2, 1, 3], [0, 3, 2]], dtype=np.int32)
+    heat.placements.place(0, 1, np.array([[0, 1], [2, 1]], dtype=np.int32), elsewhere_RE)
+    counts_TLE = np.ones((1, LAYERS, EXPERTS), dtype=np.int32)
+    for rank in range(RANKS):
+        heat.add(rank, sources_only(0, counts_TLE, epochs=(1, 0)))
+    # Rank 0 sends experts 0 and 2 away and keeps 1; rank 1 sends 0 away and keeps the others.
+    np.testing.assert_array_equal(heat.measured_loads((1, 0))[0, 0], [2, 4])
+
+
+def test_a_step_that_only_some_ranks_count_by_slot_is_lost() -> None:
+    heat = assembler(pending_steps=2)
+    heat.add(0, report(0, 1))
+    assert heat.add(1, sources_only(0, np.ones((1, LAYERS, EXPERTS), dtype=np.int32))).received == 0
+    for rank in range(RANKS):
+        heat.add(rank, report(1, 1, 1))
+    assert heat.counted == (2, 1)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
 
 import torch
+
+ExpertWeights: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
+"""One kind of weight of all local slots: a tensor ``[S, ...]``, or S tensors of one shape and type."""
 
 
 class LiveLayer(Protocol):
@@ -15,16 +19,32 @@ class LiveLayer(Protocol):
     """
 
     expert_map: torch.Tensor
-    """int32 ``[E]``: local slot of each expert, -1 where this rank has none."""
+    """int32 ``[E]``: local slot of each expert, -1 where this rank has none.
+
+    Where the host has no such tensor, or reads its own for something that must not change, the adapter makes one for
+    the agent: it is the agent's record of what this rank serves.
+    """
 
     log2phy: torch.Tensor
     """int32 ``[E]``: physical id that this rank's tokens of each expert go to."""
 
-    moe_load: torch.Tensor
-    """int32 ``[W, S]``: tokens received by each slot; step ``n`` (counted from 0) is row ``n % W``."""
+    @property
+    def moe_load(self) -> torch.Tensor | None:
+        """int32 ``[W, S]``: tokens received by each slot; step ``n`` (counted from 0) is row ``n % W``.
 
-    source_load: torch.Tensor | None
-    """int32 ``[W, E]``: this rank's own tokens by logical expert, before dispatch; ``None`` where not counted."""
+        ``None`` where the host does not count them: the service then derives them from the source counts and the tables
+        of all ranks.
+        """
+        ...
+
+    @property
+    def source_load(self) -> torch.Tensor | None:
+        """int32 ``[W, E]``: this rank's own tokens by logical expert, before dispatch; ``None`` where not counted.
+
+        A sum over all ranks counts each token once: of ranks that see the same tokens one counts them, the others have
+        rows of zeros. One of ``moe_load`` and ``source_load`` must be there, the same on all ranks.
+        """
+        ...
 
     load_counter: torch.Tensor
     """int64 scalar on the device: forward passes so far, also those without tokens; each adds one on every rank."""
@@ -32,8 +52,8 @@ class LiveLayer(Protocol):
     shares_tokens: bool
     """Whether ranks see the same tokens before they route them (all-gather dispatch): their tables must be one."""
 
-    def expert_weights(self) -> list[torch.Tensor]:
-        """Every tensor that the expert kernels read, each ``[S, ...]`` with slot ``s`` at index ``s``, contiguous.
+    def expert_weights(self) -> Sequence[ExpertWeights]:
+        """Every weight that the expert kernels read, by kind; of each, slot ``s`` is at index ``s``, contiguous.
 
         Those of all layers are on one device.
         """

@@ -49,6 +49,8 @@ class SwitchDriver:
         Hears what became of plans.
     history
         Where events are recorded.
+    on_commit
+        Called with the index of a layer that has just been installed.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class SwitchDriver:
         clock: ForwardClock,
         listener: Listener,
         history: History,
+        on_commit: Callable[[int], None] | None = None,
     ) -> None:
         self.stats = SwitchStats()
         self.state = switch.SwitchState(rendezvous.installed, settings.offer_deadline_steps)
@@ -67,6 +70,7 @@ class SwitchDriver:
         self._identity = rendezvous.identity
         self._listener = listener
         self._history = history
+        self._on_commit = on_commit
         self._verify = settings.verify_transfers
         self._clock = clock
         self._step = 0
@@ -293,6 +297,8 @@ class SwitchDriver:
             )
             if self._verify:
                 check_installed(self._layers[layer], staged.staged, staged.slots)
+            if self._on_commit is not None:
+                self._on_commit(layer)
         except Exception as error:
             raise FatalSwitchError(f"layer {layer} could not be installed: {error}") from error
         seconds = time.perf_counter() - began

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from worker_agent.adapters.live_layer import LiveLayer
+from worker_agent.adapters.live_layer import ExpertWeights, LiveLayer
 from worker_agent.device import bytes_of, on_host
 
 
@@ -14,22 +14,19 @@ class Staging:
     """Buffers for the experts that one layer receives, kept and re-used from layer to layer."""
 
     def __init__(self) -> None:
-        self._buffers: list[torch.Tensor] = []
+        self._buffers: list[ExpertWeights] = []
 
-    def reserve(self, weights: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
-        """One ``[rows, ...]`` buffer for each ``[S, ...]`` tensor of ``weights``, its dtype and device.
+    def reserve(self, weights: Sequence[ExpertWeights], rows: int) -> list[ExpertWeights]:
+        """For each of ``weights`` a buffer of ``rows`` experts, in its form, dtype and device.
 
         Takes new memory only where a layer needs more rows, or other shapes, than the ones before.
         """
         fits = len(self._buffers) == len(weights) and all(
-            buffer.shape[0] >= rows
-            and buffer.shape[1:] == weight.shape[1:]
-            and (buffer.dtype, buffer.device) == (weight.dtype, weight.device)
-            for buffer, weight in zip(self._buffers, weights, strict=True)
+            _fits(buffer, weight, rows) for buffer, weight in zip(self._buffers, weights, strict=True)
         )
         if not fits:
             self._buffers = []
-            self._buffers = [weight.new_empty((rows, *weight.shape[1:])) for weight in weights]
+            self._buffers = [_buffer_of(weight, rows) for weight in weights]
         return [buffer[:rows] for buffer in self._buffers]
 
     def drop(self) -> None:
@@ -37,17 +34,33 @@ class Staging:
         self._buffers = []
 
 
+def _buffer_of(weight: ExpertWeights, rows: int) -> ExpertWeights:
+    """Tensors of their own for a list: a device may not send or receive what begins inside another's storage."""
+    if isinstance(weight, torch.Tensor):
+        return weight.new_empty((rows, *weight.shape[1:]))
+    return [torch.empty_like(weight[0]) for _ in range(rows)]
+
+
+def _fits(buffer: ExpertWeights, weight: ExpertWeights, rows: int) -> bool:
+    if len(buffer) < rows or isinstance(buffer, torch.Tensor) is not isinstance(weight, torch.Tensor):
+        return False
+    if not len(buffer):
+        return rows == 0
+    held, wanted = buffer[0], weight[0]
+    return (held.shape, held.dtype, held.device) == (wanted.shape, wanted.dtype, wanted.device)
+
+
 @torch.inference_mode()
 def install(
     layer: LiveLayer,
-    staged: Sequence[torch.Tensor],
+    staged: Sequence[ExpertWeights],
     slots: Sequence[int],
     expert_map_E: torch.Tensor,
     log2phy_E: torch.Tensor,
 ) -> int:
     """Copy staged experts and the new tables into the live layer, in place; returns the bytes of weights written.
 
-    ``staged[i][n]`` goes to slot ``slots[n]`` of the layer's tensor ``i``. Weights first, then the tables that route
+    ``staged[i][n]`` goes to slot ``slots[n]`` of the layer's weight ``i``. Weights first, then the tables that route
     to them, all on the caller's stream, between two forward passes. On a device this only queues the copies.
     """
     written = 0
@@ -60,7 +73,7 @@ def install(
     return written
 
 
-def check_installed(layer: LiveLayer, staged: Sequence[torch.Tensor], slots: Sequence[int]) -> None:
+def check_installed(layer: LiveLayer, staged: Sequence[ExpertWeights], slots: Sequence[int]) -> None:
     """Raise ``ValueError`` where a live slot does not hold the bytes that were staged for it."""
     for weight, buffer in zip(layer.expert_weights(), staged, strict=True):
         for row, slot in enumerate(slots):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
-
-from worker_agent.adapters.live_layer import LiveLayer
+from worker_agent.adapters.live_layer import ExpertWeights, LiveLayer
 from worker_agent.device import Mark, SideStream
 from worker_agent.swap.carrier import ByteBudget, Carrier
 from worker_agent.swap.lane.lane import Deadline
@@ -29,7 +28,7 @@ class TransferResult:
     """What became of one transfer: the staged rows and their slots, or the error that ended it."""
 
     generation: int
-    staged: list[torch.Tensor]
+    staged: list[ExpertWeights]
     slots: list[int]
     bytes_received: int
     seconds: float
@@ -58,7 +57,7 @@ class TransferLimits:
 @dataclass(frozen=True)
 class _Job:
     order: StartTransfer
-    weights: list[torch.Tensor]
+    weights: Sequence[ExpertWeights]
     ready: Mark
 
 
@@ -108,7 +107,7 @@ class TransferWorker:
         """
         weights = layer.expert_weights()
         self._overdue_at = time.monotonic() + 2 * self._limits.timeout.total_seconds() + _LATE_SECONDS
-        self._jobs.put(_Job(order, weights, Mark(weights[0].device)))
+        self._jobs.put(_Job(order, weights, Mark(weights[0][0].device)))
 
     def poll(self) -> TransferResult | None:
         """A transfer that has ended since the last call, or ``None``; never waits."""
@@ -130,7 +129,7 @@ class TransferWorker:
             began = time.monotonic()
             slots = incoming_slots(job.order.layer.moves_M5, self._lanes.rank)
             # A layer may change its tables alone.
-            staged = [weight[:0] for weight in job.weights]
+            staged: list[ExpertWeights] = [weight[:0] for weight in job.weights]
             error = None
             try:
                 if len(job.order.layer.moves_M5):
@@ -141,12 +140,12 @@ class TransferWorker:
                 # without the lane's links they know at once.
                 self._lanes.retire()
                 self.staging.drop()
-            received = sum(buffer.nbytes for buffer in staged) if error is None else 0
+            received = sum(row.nbytes for buffer in staged for row in buffer) if error is None else 0
             seconds = time.monotonic() - began
             self._results.put(TransferResult(job.order.generation, staged, slots, received, seconds, error))
         self._lanes.retire()
 
-    def _move(self, job: _Job, rows: int) -> list[torch.Tensor]:
+    def _move(self, job: _Job, rows: int) -> list[ExpertWeights]:
         """Send and receive this rank's part of the layer, round by round; the staged buffers, all bytes in them."""
         deadline = Deadline(self._limits.timeout.total_seconds())
         with self._stream.current():

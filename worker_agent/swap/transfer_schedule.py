@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from eplb_service.placement import Int32
+from worker_agent.adapters.live_layer import ExpertWeights
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def incoming_slots(moves_M5: Int32, rank: int) -> list[int]:
 
 
 def legs(
-    moves_M5: Int32, rank: int, weights: Sequence[torch.Tensor], staged: Sequence[torch.Tensor]
+    moves_M5: Int32, rank: int, weights: Sequence[ExpertWeights], staged: Sequence[ExpertWeights]
 ) -> list[tuple[Leg | None, Leg | None]]:
     """What ``rank`` sends and receives in each round, either of them ``None``.
 
@@ -77,9 +78,9 @@ def legs(
     rank
         This rank.
     weights
-        Live tensors, ``[S, ...]`` each.
+        Live weights, S experts of each kind.
     staged
-        Their staging buffers, ``[rows, ...]`` each, one row per incoming expert.
+        Their staging buffers, one row per incoming expert in each.
     """
     moves = moves_M5.tolist()
     incoming = [move for move, (_, _, destination, _, _) in enumerate(moves) if destination == rank]

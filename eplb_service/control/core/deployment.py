@@ -261,7 +261,9 @@ class Deployment:
                 shape.ranks, shape.layers, shape.experts, self.limits.window_steps, self.limits.pending_steps
             )
         for layer, epoch in enumerate(live.layer_epochs):
-            self.heat.placements.place(layer, epoch, live.placement.phy2log_LRS[layer])
+            self.heat.placements.place(
+                layer, epoch, live.placement.phy2log_LRS[layer], live.log2phy_RLE[:, layer]
+            )
 
     def _follow_plan(self, rank: int, version: tuple[int, int]) -> None:
         for plan in (self.plan, self.ended_plan):
@@ -303,7 +305,7 @@ class Deployment:
         if self.heat is not None:
             # Not before a rank has reported it: until then another plan may be the one that gets to this epoch. What is
             # counted from here on a rank reports after the switch.
-            self.heat.placements.place(update.layer, live.epoch, update.phy2log_RS)
+            self.heat.placements.place(update.layer, live.epoch, update.phy2log_RS, update.log2phy_RE)
         self.planned_par[update.layer] = plan.offer.decision.verdicts[update.layer].par_planned
         self.totals = self.totals.plus(layers_switched=1, experts_moved=moves, bytes_moved=bytes_moved)
         self.events.append(LayerCommitted(plan.offer.plan_id, update, live, bytes_moved))

@@ -38,7 +38,8 @@ class ReadsHeatUnderWhatItOffered(Deployment):
         super().offer(offer, now)
         assert self.heat is not None
         for milestone in offer.milestones:
-            self.heat.placements.place(milestone.update.layer, milestone.epoch, milestone.update.phy2log_RS)
+            update = milestone.update
+            self.heat.placements.place(update.layer, milestone.epoch, update.phy2log_RS, update.log2phy_RE)
 
 
 class ReadsHeatUnderTheOldLayer(Deployment):
@@ -47,7 +48,7 @@ class ReadsHeatUnderTheOldLayer(Deployment):
         old_RS = self.live.placement.phy2log_LRS[update.layer]
         super()._commit(group, self.live, plan, update)
         assert self.heat is not None
-        self.heat.placements.place(update.layer, self.live.epoch, old_RS)
+        self.heat.placements.place(update.layer, self.live.epoch, old_RS, update.log2phy_RE)
 
 
 class BelievesWhatItOffered(Deployment):

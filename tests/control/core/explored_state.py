@@ -130,7 +130,10 @@ def _service_key(deployment: Deployment) -> tuple[Any, ...]:
         None
         if heat is None
         else tuple(
-            tuple((epoch, layer_digest(layer, rows)) for epoch, rows in sorted(placements.items()))
+            tuple(
+                (epoch, layer_digest(layer, placed.phy2log_RS))
+                for epoch, placed in sorted(placements.items())
+            )
             for layer, placements in enumerate(heat.placements.by_layer)
         ),
     )
