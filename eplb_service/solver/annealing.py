@@ -18,12 +18,12 @@ from eplb_service.solver.annealing_state import (
     may_swap,
     passed_loads,
     resum,
-    share_of,
     start,
     swapped_loads,
 )
+from eplb_service.solver.construction import share_of
 from eplb_service.solver.jit import kernel, part
-from eplb_service.solver.model import Float32, Int32, UInt64
+from eplb_service.solver.model import Float32, Int32, UInt64, set_row
 from eplb_service.solver.top_ranks import mean_peak, peak_of_changed, peak_of_two
 
 _HOTTEST, _COLDEST = 1e-3, 1e-5
@@ -87,8 +87,8 @@ def anneal(
     ranks = phy2log_RS.shape[0]
     if share_N.sum() <= 0:
         return phy2log_RS.copy(), 1.0
-    walk = start(phy2log_RS, scaled_EN)
-    here_RS, replicas_E, holds_ER, holder_EK, peaks, rank_K, changed_R1, changed_RN = walk
+    state = start(phy2log_RS, scaled_EN)
+    here_RS, replicas_E, holds_ER, holder_EK, peaks, rank_K, changed_R1, changed_RN = state
     load_RN, load_NR, rank_KN, peak_KN = peaks
     now = mean_peak(peak_KN, share_N)
     best_RS, best = phy2log_RS.copy(), now
@@ -126,18 +126,19 @@ def anneal(
         if found <= now or found <= now + _bearable(temperature, state_1):
             if attempt.swaps:
                 count = swapped_loads(load_RN, scaled_EN, replicas_E, attempt, rank_K, changed_R1, changed_RN)
-            apply_move(walk, attempt, count)
+            apply_move(state, attempt, count)
             now = found
             taken += 1
         for j in range(count):
             changed_R1[rank_K[j]] = False
         if taken == _REFRESH:
-            resum(walk, scaled_EN)
+            resum(state, scaled_EN)
             now = mean_peak(peak_KN, share_N)
             taken = 0
         if now < best:
             best = now
-            best_RS[:] = here_RS
+            for r in range(ranks):
+                set_row(best_RS[r], here_RS[r])
     return best_RS, best
 
 

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb_service.solver.construction import even_shares, replicas_of
+from eplb_service.solver.construction import even_shares, replicas_of, share_of
 from eplb_service.solver.evaluation import loads_in_episodes
 from eplb_service.solver.jit import kernel, part
-from eplb_service.solver.model import Bool, Float32, Int32, homes
+from eplb_service.solver.model import Bool, Float32, Int32, homes, set_row
 from eplb_service.solver.top_ranks import TopRanks, top_ranks_of, update_loads
 
 
@@ -53,7 +53,7 @@ class Move(NamedTuple):
 
 @kernel
 def start(phy2log_RS: Int32, scaled_EN: Float32) -> AnnealingState:
-    """A walk from a complete placement, which is copied; ``scaled_EN`` is normalised heat float32 ``[E, N]``."""
+    """The state at a complete placement, which is copied; ``scaled_EN`` is normalised heat float32 ``[E, N]``."""
     ranks, slots = phy2log_RS.shape
     experts = scaled_EN.shape[0]
     # No expert can come to have more replicas than this.
@@ -79,15 +79,18 @@ def start(phy2log_RS: Int32, scaled_EN: Float32) -> AnnealingState:
 
 
 @kernel
-def resum(walk: AnnealingState, scaled_EN: Float32) -> None:
+def resum(state: AnnealingState, scaled_EN: Float32) -> None:
     """Sum the rank loads afresh: many small changes pile up rounding."""
-    share_RS = even_shares(walk.phy2log_RS, scaled_EN.shape[0])
-    ranks = walk.rank_K.shape[0]
-    walk.changed_RN[:] = loads_in_episodes(walk.phy2log_RS, share_RS, scaled_EN)
-    walk.rank_K[:] = np.arange(ranks)
-    walk.changed_R1[:ranks] = True
-    update_loads(walk.peaks, walk.rank_K, ranks, walk.changed_R1, walk.changed_RN)
-    walk.changed_R1[:ranks] = False
+    share_RS = even_shares(state.phy2log_RS, scaled_EN.shape[0])
+    ranks = state.rank_K.shape[0]
+    load_RN = loads_in_episodes(state.phy2log_RS, share_RS, scaled_EN)
+    for r in range(ranks):
+        set_row(state.changed_RN[r], load_RN[r])
+        state.rank_K[r] = r
+        state.changed_R1[r] = True
+    update_loads(state.peaks, state.rank_K, ranks, state.changed_R1, state.changed_RN)
+    for r in range(ranks):
+        state.changed_R1[r] = False
 
 
 @part
@@ -182,32 +185,32 @@ def passed_loads(
 
 
 @kernel
-def apply_move(walk: AnnealingState, attempt: Move, count: int) -> None:
+def apply_move(state: AnnealingState, attempt: Move, count: int) -> None:
     """Make a change whose loads have been noted, of ``count`` ranks."""
     rank, other, mine, theirs = attempt.rank, attempt.other, attempt.mine, attempt.theirs
-    walk.phy2log_RS[other, attempt.place] = mine
+    state.phy2log_RS[other, attempt.place] = mine
     if attempt.swaps:
-        walk.phy2log_RS[rank, attempt.slot] = theirs
-        _rehouse(walk, mine, rank, other)
-        _rehouse(walk, theirs, other, rank)
+        state.phy2log_RS[rank, attempt.slot] = theirs
+        _rehouse(state, mine, rank, other)
+        _rehouse(state, theirs, other, rank)
     else:
-        walk.holder_EK[mine, walk.replicas_E[mine]] = other
-        walk.holds_ER[mine, other] = True
-        walk.replicas_E[mine] += 1
-        walk.replicas_E[theirs] -= 1
+        state.holder_EK[mine, state.replicas_E[mine]] = other
+        state.holds_ER[mine, other] = True
+        state.replicas_E[mine] += 1
+        state.replicas_E[theirs] -= 1
         # The last of the holders takes the place of the one that is no more.
-        last = walk.holder_EK[theirs, walk.replicas_E[theirs]]
-        walk.holder_EK[theirs, _at(walk.holder_EK, theirs, other)] = last
-        walk.holds_ER[theirs, other] = False
-    update_loads(walk.peaks, walk.rank_K, count, walk.changed_R1, walk.changed_RN)
+        last = state.holder_EK[theirs, state.replicas_E[theirs]]
+        state.holder_EK[theirs, _at(state.holder_EK, theirs, other)] = last
+        state.holds_ER[theirs, other] = False
+    update_loads(state.peaks, state.rank_K, count, state.changed_R1, state.changed_RN)
 
 
 @kernel
-def _rehouse(walk: AnnealingState, expert: int, rank: int, other: int) -> None:
+def _rehouse(state: AnnealingState, expert: int, rank: int, other: int) -> None:
     """Let ``other`` hold an expert in place of ``rank``."""
-    walk.holder_EK[expert, _at(walk.holder_EK, expert, rank)] = other
-    walk.holds_ER[expert, rank] = False
-    walk.holds_ER[expert, other] = True
+    state.holder_EK[expert, _at(state.holder_EK, expert, rank)] = other
+    state.holds_ER[expert, rank] = False
+    state.holds_ER[expert, other] = True
 
 
 @kernel
@@ -217,10 +220,3 @@ def _at(holder_EK: Int32, expert: int, rank: int) -> int:
     while holder_EK[expert, k] != rank:
         k += 1
     return k
-
-
-@part
-def share_of(replicas: int) -> float:
-    """The part of an expert's tokens that one of so many replicas gets, float32."""
-    share: float = np.float32(1.0) / np.float32(replicas)
-    return share

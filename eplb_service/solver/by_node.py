@@ -58,9 +58,9 @@ def solve_by_node(
 ) -> Answer:
     """Decide one layer whose ``groups`` of neighbouring experts each stay on one node.
 
-    Other arguments as for ``layer.solve_layer``. The nodes have equally many ranks, and their number divides
+    Other arguments as for ``decision.solve_layer``. The nodes have equally many ranks, and their number divides
     ``groups``, which divides the experts. A layer whose groups are placed so already keeps them there: weights
-    move within nodes only. Any other is placed from_scratch.
+    move within nodes only. Any other is placed from scratch.
     """
     seen = Layer(heat_of(heat_NE, deployed.phy2log_RS.shape[0]), deployed)
     now = Candidate(deployed.phy2log_RS, deployed.log2phy_GE, 0.0, 0)

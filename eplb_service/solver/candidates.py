@@ -14,7 +14,6 @@ import numpy as np
 from eplb_service.solver.annealing import anneal
 from eplb_service.solver.construction import assignment_of, even_shares
 from eplb_service.solver.evaluation import SMALLEST_GAIN, mean_of_max
-from eplb_service.solver.jit import kernel
 from eplb_service.solver.local_search import local_search
 from eplb_service.solver.model import (
     EVEN,
@@ -50,7 +49,6 @@ _DRAWS = 50
 """Draws after which a kick gives up an exchange."""
 
 
-@kernel
 def improved(layer: Layer, params: SearchParams, price_K: Float64) -> Int32:
     """Local search from the deployed placement; int32 ``[K, R, S]``, a placement for each price of a move.
 
@@ -63,7 +61,6 @@ def improved(layer: Layer, params: SearchParams, price_K: Float64) -> Int32:
     return found_KRS
 
 
-@kernel
 def with_tables(phy2log_RS: Int32, layer: Layer, z: float, tables: int) -> Candidate:
     """A placement with its experts in their deployed slots, its tables and what both are worth."""
     heat, deployed = layer
@@ -79,7 +76,6 @@ def with_tables(phy2log_RS: Int32, layer: Layer, z: float, tables: int) -> Candi
     return Candidate(kept_RS, log2phy_GE, par, moves)
 
 
-@kernel
 def touched_up(candidate: Candidate, layer: Layer, params: SearchParams) -> Candidate:
     """The candidate after swaps at the shares that its tables give, unless they raise its realised ratio.
 
@@ -102,19 +98,16 @@ def touched_up(candidate: Candidate, layer: Layer, params: SearchParams) -> Cand
     return candidate
 
 
-@kernel
 def cheaper(one: Candidate, other: Candidate, price: float) -> Candidate:
     """The candidate with the lower ratio once its moves are paid for; the first where they cost the same."""
     return other if other.par + price * other.moves < one.par + price * one.moves else one
 
 
-@kernel
 def par_on(candidate: Candidate, layer: Layer, tables: int) -> float:
     """Peak-to-average ratio of a candidate on other heat."""
     return realised(candidate.phy2log_RS, candidate.log2phy_GE, layer.heat, layer.deployed.share_GE, tables)
 
 
-@kernel
 def realised(phy2log_RS: Int32, log2phy_GE: Int32, heat: Heat, share_GE: Float32, tables: int) -> float:
     """Peak-to-average ratio, evenly split or through tables."""
     if tables == EVEN:
@@ -191,14 +184,12 @@ def kicked(phy2log_RS: Int32, experts: int, rng: random.Random) -> Int32:
     return kicked_RS
 
 
-@kernel
 def annealed(candidate: Candidate, layer: Layer, params: SearchParams, tries: int, seed: int) -> Candidate:
     """The candidate after so many tries of annealing, where they win."""
     found_RS, _ = anneal(candidate.phy2log_RS, layer.heat.scaled_EN, layer.heat.share_N, tries, seed)
     return cheaper(candidate, served(found_RS, layer, params), params.move_price)
 
 
-@kernel
 def served(phy2log_RS: Int32, layer: Layer, params: SearchParams) -> Candidate:
     """A placement dealt to the ranks that hold most of it, with its tables, touched up through them."""
     deployed = layer.deployed

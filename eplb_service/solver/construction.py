@@ -18,16 +18,18 @@ from typing import NamedTuple
 import numpy as np
 
 from eplb_service.solver.evaluation import risk
-from eplb_service.solver.jit import kernel
-from eplb_service.solver.model import Bool, Demand, Float32, Int32, Int64
+from eplb_service.solver.jit import kernel, part
+from eplb_service.solver.model import Bool, Demand, Float32, Int32
 
 
 @kernel
-def descending(values: Float32) -> Int64:
-    """Indices of ``values`` from largest to smallest, equal ones in order; int64. A bottom-up merge sort."""
+def descending(values: Float32) -> Int32:
+    """Indices of ``values`` from largest to smallest, equal ones in order; int32. A bottom-up merge sort."""
     size = values.shape[0]
-    order = np.arange(size)
-    merged = np.empty_like(order)
+    order = np.empty(size, dtype=np.int32)
+    merged = np.empty(size, dtype=np.int32)
+    for at in range(size):
+        order[at] = at
     width = 1
     while width < size:
         for first in range(0, size, 2 * width):
@@ -127,8 +129,9 @@ def assignment_of(phy2log_RS: Int32, share_RS: Float32, demand: Demand) -> Assig
 def replicas_of(phy2log_RS: Int32, experts: int) -> Int32:
     """Replicas of each expert, int32 ``[E]``."""
     replicas_E = np.zeros(experts, dtype=np.int32)
-    for expert in phy2log_RS.ravel():
-        replicas_E[expert] += 1
+    for r in range(phy2log_RS.shape[0]):
+        for s in range(phy2log_RS.shape[1]):
+            replicas_E[phy2log_RS[r, s]] += 1
     return replicas_E
 
 
@@ -139,8 +142,15 @@ def even_shares(phy2log_RS: Int32, experts: int) -> Float32:
     share_RS = np.empty(phy2log_RS.shape, dtype=np.float32)
     for r in range(phy2log_RS.shape[0]):
         for s in range(phy2log_RS.shape[1]):
-            share_RS[r, s] = np.float32(1.0) / np.float32(replicas_E[phy2log_RS[r, s]])
+            share_RS[r, s] = share_of(replicas_E[phy2log_RS[r, s]])
     return share_RS
+
+
+@part
+def share_of(replicas: int) -> float:
+    """The part of an expert's tokens that one of so many replicas gets, float32."""
+    share: float = np.float32(1.0) / np.float32(replicas)
+    return share
 
 
 @kernel
@@ -148,12 +158,11 @@ def shift_load(assignment: Assignment, demand: Demand, expert: int, rank: int, s
     """Add ``share`` (may be negative) of an expert's tokens to what a rank's replica receives, its slots untouched."""
     cross_E = assignment.cross_RE[rank]
     gram_E = demand.gram_EE[expert]
-    share32 = np.float32(share)
-    assignment.share_ER[expert, rank] += share32
-    assignment.load_R[rank] += share32 * demand.mean_E[expert]
-    assignment.variance_R[rank] += share32 * (np.float32(2.0) * cross_E[expert] + share32 * gram_E[expert])
+    assignment.share_ER[expert, rank] += share
+    assignment.load_R[rank] += share * demand.mean_E[expert]
+    assignment.variance_R[rank] += share * (np.float32(2.0) * cross_E[expert] + share * gram_E[expert])
     for e in range(cross_E.shape[0]):
-        cross_E[e] += share32 * gram_E[e]
+        cross_E[e] += share * gram_E[e]
 
 
 @kernel
@@ -196,14 +205,14 @@ def hottest_rank(assignment: Assignment, z: float) -> tuple[int, float]:
 
 
 @kernel
-def place_in_order(assignment: Assignment, demand: Demand, order_E: Int64, z: float) -> None:
+def place_in_order(assignment: Assignment, demand: Demand, order_E: Int32, z: float) -> None:
     """Place all replicas of the experts of ``order_E``, each on the rank that stays coolest with it."""
     for expert in order_E:
         for _ in range(assignment.replicas_E[expert]):
             rank = _coolest_rank(assignment, demand, expert, z)
             if rank < 0:
                 rank = _make_room(assignment, demand, expert)
-            put(assignment, demand, expert, rank, 1.0 / assignment.replicas_E[expert])
+            put(assignment, demand, expert, rank, share_of(assignment.replicas_E[expert]))
 
 
 @kernel
@@ -213,20 +222,21 @@ def _coolest_rank(assignment: Assignment, demand: Demand, expert: int, z: float)
     The least loaded rank is judged first: most others then carry more than it would, and need no judging.
     """
     slots = assignment.phy2log_RS.shape[1]
-    share = np.float32(1.0) / np.float32(assignment.replicas_E[expert])
+    share = share_of(assignment.replicas_E[expert])
     mean = share * demand.mean_E[expert]
     own = share * share * demand.gram_EE[expert, expert]
-    least = -1
-    for r in range(assignment.load_R.shape[0]):
+    ranks: int = assignment.load_R.shape[0]
+    least = ranks
+    for r in range(ranks):
         if assignment.filled_R[r] == slots or assignment.holds_ER[expert, r]:
             continue
-        if least < 0 or assignment.load_R[r] < assignment.load_R[least]:
+        if least == ranks or assignment.load_R[r] < assignment.load_R[least]:
             least = r
-    if least < 0:
+    if least == ranks:
         return -1
     chosen = least
     lowest = _risk_with(assignment, least, expert, share, mean, own, z)
-    for r in range(assignment.load_R.shape[0]):
+    for r in range(ranks):
         if (
             assignment.load_R[r] + mean >= lowest
             or assignment.filled_R[r] == slots
@@ -273,6 +283,6 @@ def _make_room(assignment: Assignment, demand: Demand, expert: int) -> int:
                 assignment.filled_R[giver] -= 1
                 assignment.phy2log_RS[giver, slot] = assignment.phy2log_RS[giver, slots - 1]
                 assignment.phy2log_RS[giver, slots - 1] = -1
-                put(assignment, demand, passed, roomy, 1.0 / assignment.replicas_E[passed])
+                put(assignment, demand, passed, roomy, share_of(assignment.replicas_E[passed]))
                 return giver
     return -1

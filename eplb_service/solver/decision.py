@@ -48,9 +48,9 @@ class Answer:
     half_life
         Episodes after which heat was taken to count half; infinite where old heat is as good as new.
     taken
-        ``candidates.KEEP`` and so on.
+        ``model.KEEP`` and so on.
     crossed, crosses
-        Part of the tokens that leave their source's node, before and after; see ``near_candidates.crossing_share``.
+        Part of the tokens that leave their source's node, before and after; see ``table_locality.crossing_share``.
     """
 
     found: Candidate
@@ -81,10 +81,10 @@ def solve_layer(
     ----------
     heat_NE
         float64 ``[N, E]``, tokens per episode and expert, oldest first.
-    deployed, search
-        What serves now, and how to params.
+    deployed, params
+        What serves now, and how to search.
     half_life_H
-        float64 ``[H]``, half-lives in episodes to choose from by back-testing; the first where there is none.
+        float64 ``[H]``, half-lives in episodes to choose from by hold-out; the first where the window is too short.
     min_gain
         Peak-to-average ratio that a change must win on the window, after paying for its moves.
     unplaced

@@ -121,9 +121,9 @@ def solve_many(
     """Solve all layers; without a budget the answers do not depend on ``threads`` (``None``: one for each CPU).
 
     ``heat_LNE`` float64 ``[L, N, E]``, ``deployed_LRS`` int32, ``deployed_LGE`` int32, ``share_LGE`` float,
-    ``unplaced_L`` bool; see ``layer.solve_layer``. ``node_R`` and ``node_G`` as in ``problem.Deployed``; one node
+    ``unplaced_L`` bool; see ``decision.solve_layer``. ``node_R`` and ``node_G`` as in ``model.Deployed``; one node
     where they are not given. ``expert_groups``: so many groups of experts each stay on one node, see
-    ``hierarchy.solve_by_node``; 0 for none. Layers begin in the order given. One not begun within ``budget_ms``
+    ``by_node.solve_by_node``; 0 for none. Layers begin in the order given. One not begun within ``budget_ms``
     comes back as ``OutOfTimeError``; one that fails as another ``SolverError``. What is left of a budget improves
     layers that were placed from scratch, but for those in groups.
     """

@@ -90,10 +90,14 @@ def loads_in_episodes(phy2log_RS: Int32, share_RS: Float32, scaled_EN: Float32) 
 
 
 @kernel
-def hottest_of_others(load_RN: Float32, rank_K: Int32) -> Float32:
-    """Load of the hottest rank but for ``rank_K`` in each episode, float32 ``[N]``; 0 where there is no other."""
+def hottest_of_others(load_RN: Float32, slot_K: Int32, slots: int) -> Float32:
+    """Load of the hottest rank but for those of physical slots ``slot_K`` in each episode, float32 ``[N]``.
+
+    ``slots`` is how many a rank has; 0 where there is no other rank.
+    """
     without_R = np.zeros(load_RN.shape[0], dtype=np.bool_)
-    without_R[rank_K] = True
+    for slot in slot_K:
+        without_R[slot // slots] = True
     peak_N = np.zeros(load_RN.shape[1], dtype=np.float32)
     for r in range(load_RN.shape[0]):
         if not without_R[r]:
@@ -137,7 +141,11 @@ def smooth_max_of(load_R: Float32, variance_R: Float32, z: float) -> SmoothMax:
     risk_R = np.empty(ranks, dtype=np.float32)
     for r in range(ranks):
         risk_R[r] = risk(load_R[r], variance_R[r], z)
-    peak, mean = risk_R.max(), risk_R.mean()
+    peak, total = risk_R[0], np.float32(0.0)
+    for r in range(ranks):
+        peak = max(peak, risk_R[r])
+        total += risk_R[r]
+    mean = total / np.float32(ranks)
     base = np.float32(mean - np.float32(_BELOW_MEAN) * (peak - mean))
     scale = np.float32(1.0) / max(peak - base, np.float32(1e-6))
     of_R = np.empty(ranks, dtype=np.float32)
@@ -159,6 +167,8 @@ def hottest_of(now: SmoothMax, stuck_R: Bool) -> int:
 @kernel
 def smooth_peak(now: SmoothMax) -> float:
     """The smooth maximum, on the scale of risks: base + 8-norm of what lies above it."""
-    total = now.of_R.sum()
+    total = np.float32(0.0)
+    for r in range(now.of_R.shape[0]):
+        total += now.of_R[r]
     found: float = now.base + total**0.125 / now.scale
     return found

@@ -97,7 +97,7 @@ class Recommendation(NamedTuple):
     """What the hold-out recommends."""
 
     kind: int
-    """``candidates.KEEP`` and so on."""
+    """``model.KEEP`` and so on."""
     price: float
     """Peak-to-average ratio per moved slot that the local search should ask, at least the true price."""
 

@@ -4,6 +4,10 @@ Sums may be reassociated and fused (they become SIMD), but infinities and NaN ke
 kernel depends on how many threads run, so one seed gives one answer. Kernels release the GIL and are cached on
 disk: beside the sources, or where these cannot be written to in numba's folder of the user's cache directory
 (``$XDG_CACHE_HOME``); ``NUMBA_CACHE_DIR`` names another. Only where none can be written does each process compile.
+
+A kernel's code is compiled again into each kernel that calls it, so what runs only a few times per layer is plain
+Python that calls kernels. Kernels loop rather than have numpy assign, sum or compare whole arrays, of which each takes
+up to two seconds to compile; and they give what they call one type for each argument.
 """
 
 from __future__ import annotations
@@ -36,7 +40,14 @@ def part(function: Function) -> Function:
 def _compiled(function: Function, more: dict[str, Any]) -> Function:
     if getattr(numba.config, "DISABLE_JIT", False):
         return function
-    options: dict[str, Any] = {"nogil": True, "fastmath": _FASTMATH, "error_model": "numpy", **more}
+    options: dict[str, Any] = {
+        "nogil": True,
+        "fastmath": _FASTMATH,
+        "error_model": "numpy",
+        # Wrappers for callers in C, which there are none of, take time to compile.
+        "no_cfunc_wrapper": True,
+        **more,
+    }
     try:
         dispatcher: Any = numba.njit(cache=True, **options)(function)
     except RuntimeError:

@@ -14,14 +14,14 @@ import numpy as np
 
 from eplb_service.solver.construction import Assignment
 from eplb_service.solver.evaluation import hottest_of, smooth_max_of, smooth_peak
-from eplb_service.solver.jit import kernel
-from eplb_service.solver.model import Bool, Demand, Float64, Int32, SearchParams
+from eplb_service.solver.jit import kernel, part
+from eplb_service.solver.model import Bool, Demand, Float64, Int32, SearchParams, set_row
 from eplb_service.solver.neighbourhood import SCRATCH_ROWS, best_exchange, best_swap, exchange, swap
 
 SMALLEST_RELIEF = 1e-3
 """Pressure below which a step is rounding, not progress; the hottest rank's is 1."""
 FRUITLESS = 24
-"""Steps without a new cheapest placement after which a walk that pays for moves ends."""
+"""Steps without a new cheapest placement after which a search that pays for moves ends."""
 
 
 @kernel
@@ -55,13 +55,17 @@ def local_search(
     z = params.z
     scratch = np.empty((SCRATCH_ROWS, ranks * slots), dtype=np.float32)
     stuck_R = np.zeros(ranks, dtype=np.bool_)
-    frugal = price_K.max() > 0
+    frugal = False
+    for price in price_K:
+        frugal = frugal or price > 0
     away = slots_away(assignment.phy2log_RS, home_ER)
     now = smooth_max_of(assignment.load_R, assignment.variance_R, z)
     best_KRS = np.empty((price_K.shape[0], ranks, slots), dtype=np.int32)
-    best_KRS[:] = assignment.phy2log_RS
-    risk_K = np.full(price_K.shape[0], now.peak, dtype=np.float64)
-    cost_K = smooth_peak(now) + price_K * away
+    risk_K = np.empty(price_K.shape[0], dtype=np.float64)
+    cost_K = np.empty(price_K.shape[0], dtype=np.float64)
+    for k in range(price_K.shape[0]):
+        _keep(best_KRS[k], assignment.phy2log_RS)
+        cost_K[k], risk_K[k] = smooth_peak(now) + price_K[k] * away, now.peak
     stuck = 0
     last_gain = 0
     for step in range(params.local_search_steps):
@@ -96,9 +100,16 @@ def local_search(
             cost = peak + price_K[k] * away
             if cost < cost_K[k]:
                 cost_K[k], risk_K[k] = cost, now.peak
-                best_KRS[k] = assignment.phy2log_RS
+                _keep(best_KRS[k], assignment.phy2log_RS)
                 last_gain = step
     return best_KRS, risk_K
+
+
+@part
+def _keep(best_RS: Int32, phy2log_RS: Int32) -> None:
+    """Note a placement as the best so far."""
+    for r in range(best_RS.shape[0]):
+        set_row(best_RS[r], phy2log_RS[r])
 
 
 @kernel

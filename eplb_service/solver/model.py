@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.solver.jit import kernel
+from eplb_service.solver.jit import kernel, part
 
 Bool = npt.NDArray[np.bool_]
 Float32 = npt.NDArray[np.float32]
@@ -155,27 +155,28 @@ class Heat(NamedTuple):
     """Its mean and covariance."""
 
 
-@kernel
 def heat_of(heat_NE: Float64, ranks: int) -> Heat:
     """Normalise episodes ``[N, E]``, all of the same weight."""
     scaled_EN, share_N = normalise(heat_NE, np.ones(heat_NE.shape[0]), ranks)
     return Heat(scaled_EN, share_N, demand_of(scaled_EN, share_N))
 
 
-@kernel
 def reweighted(heat: Heat, weight_N: Float32, wander: float) -> Heat:
     """The same heat with its episodes weighed afresh, and experts that wander by ``wander * mean**2`` more variance.
 
     The covariance stays that of all episodes: a few newest ones say where the heat is, but not how it moves.
     """
-    experts = heat.demand.mean_E.shape[0]
-    mean_E = np.zeros(experts, dtype=np.float32)
+    mean_E = heat.scaled_EN @ weight_N
     gram_EE = heat.demand.gram_EE.copy()
-    for e in range(experts):
-        for n in range(weight_N.shape[0]):
-            mean_E[e] += weight_N[n] * heat.scaled_EN[e, n]
-        gram_EE[e, e] += np.float32(wander) * mean_E[e] * mean_E[e]
+    gram_EE[np.diag_indices_from(gram_EE)] += np.float32(wander) * mean_E * mean_E
     return Heat(heat.scaled_EN, weight_N, Demand(mean_E, gram_EE))
+
+
+@part
+def set_row(row: Int32 | Float32, values: Int32 | Float32) -> None:
+    """``row[:] = values``, which numba takes a second to compile for the text of an error that cannot be."""
+    for at in range(row.shape[0]):
+        row[at] = values[at]
 
 
 @kernel

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.solver.construction import Assignment, replace, shift_load
+from eplb_service.solver.construction import Assignment, replace, share_of, shift_load
 from eplb_service.solver.evaluation import SmoothMax, pressure, risk
 from eplb_service.solver.jit import kernel
 from eplb_service.solver.model import Bool, Demand, Float32
@@ -115,8 +115,9 @@ def swap(
     out_share, come_share = assignment.share_ER[out, hot], assignment.share_ER[come, rank]
     replace(assignment, demand, hot, slot, come, come_share)
     replace(assignment, demand, rank, other, out, out_share)
-    left = int(home_ER[out, hot]) + int(home_ER[come, rank])
-    return left - int(home_ER[out, rank]) - int(home_ER[come, hot])
+    more: int = np.int64(home_ER[out, hot]) + np.int64(home_ER[come, rank])
+    more -= np.int64(home_ER[out, rank]) + np.int64(home_ER[come, hot])
+    return more
 
 
 @kernel
@@ -138,7 +139,7 @@ def best_exchange(
         gainer = assignment.phy2log_RS[hot, s]
         if assignment.replicas_E[gainer] == ranks:
             continue
-        share = np.float32(1.0) / np.float32(assignment.replicas_E[gainer] + 1)
+        share = share_of(assignment.replicas_E[gainer] + 1)
         relief = np.float32(0.0)
         for r in range(ranks):
             if assignment.holds_ER[gainer, r]:
@@ -150,7 +151,7 @@ def best_exchange(
                     z,
                     gainer,
                     share - assignment.share_ER[gainer, r],
-                    0,
+                    gainer,
                     np.float32(0.0),
                 )
         if relief <= bound:
@@ -192,7 +193,7 @@ def _burden(
         )
         - now.of_R[rank]
     )
-    share = np.float32(1.0) / np.float32(assignment.replicas_E[loser] - 1)
+    share = share_of(assignment.replicas_E[loser] - 1)
     for r in range(assignment.load_R.shape[0]):
         if burden >= enough:
             break
@@ -239,16 +240,17 @@ def exchange(assignment: Assignment, demand: Demand, home_ER: Bool, gainer: int,
     loser = assignment.phy2log_RS[rank, slot]
     assignment.replicas_E[gainer] += 1
     assignment.replicas_E[loser] -= 1
-    replace(assignment, demand, rank, slot, gainer, 0.0)
+    replace(assignment, demand, rank, slot, gainer, np.float32(0.0))
     _share_evenly(assignment, demand, gainer)
     _share_evenly(assignment, demand, loser)
-    return int(home_ER[loser, rank]) - int(home_ER[gainer, rank])
+    more: int = np.int64(home_ER[loser, rank]) - np.int64(home_ER[gainer, rank])
+    return more
 
 
 @kernel
 def _share_evenly(assignment: Assignment, demand: Demand, expert: int) -> None:
     """Split an expert's tokens evenly over the ranks that hold it."""
-    share = 1.0 / assignment.replicas_E[expert]
+    share = share_of(assignment.replicas_E[expert])
     for r in range(assignment.load_R.shape[0]):
         if assignment.holds_ER[expert, r]:
             shift_load(assignment, demand, expert, r, share - assignment.share_ER[expert, r])

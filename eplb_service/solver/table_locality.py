@@ -14,7 +14,7 @@ import numpy as np
 from eplb_service.solver.construction import descending
 from eplb_service.solver.evaluation import SMALLEST_GAIN, hottest_of_others, loads_in_episodes, raise_to
 from eplb_service.solver.jit import kernel
-from eplb_service.solver.model import EVEN, SOLVED, Candidate, Float32, Int32, Layer
+from eplb_service.solver.model import EVEN, SOLVED, Candidate, Float32, Int32, Layer, set_row
 from eplb_service.solver.tables import slot_shares, slots_by_expert, tables_par
 
 _SWEEPS = 2
@@ -69,7 +69,9 @@ def localise_tables(
     before = tables_par(phy2log_RS, log2phy_GE, scaled_EN, share_N, share_GE)
     load_RN = loads_in_episodes(phy2log_RS, slot_shares(phy2log_RS, log2phy_GE, share_GE), scaled_EN)
     first_E1, slot_P = slots_by_expert(phy2log_RS, share_GE.shape[1])
-    node_P = np.repeat(node_R, slots)
+    node_P = np.empty(slot_P.shape[0], dtype=np.int32)
+    for p in range(node_P.shape[0]):
+        node_P[p] = node_R[p // slots]
     near_GE = log2phy_GE.copy()
     peak = np.float32(before)
     for _ in range(_SWEEPS):
@@ -77,7 +79,7 @@ def localise_tables(
             replica_K = slot_P[first_E1[e] : first_E1[e + 1]]
             if replica_K.shape[0] == 1:
                 continue
-            others_N = hottest_of_others(load_RN, replica_K // slots)
+            others_N = hottest_of_others(load_RN, replica_K, slots)
             slot_G, share_G = near_GE[:, e].copy(), share_GE[:, e].copy()
             parts = Parts(
                 slot_G,
@@ -93,7 +95,7 @@ def localise_tables(
             )
             # Rounding must not lift the ratio above what it was.
             peak = bring_home(parts, peak, before - SMALLEST_GAIN)
-            near_GE[:, e] = slot_G
+            set_row(near_GE[:, e], slot_G)
     after = tables_par(phy2log_RS, near_GE, scaled_EN, share_N, share_GE)
     return (near_GE, after) if after <= before else (log2phy_GE, before)
 

@@ -81,7 +81,6 @@ def tables_par(
     return mean_of_max(scaled_EN, share_N, phy2log_RS, slot_shares(phy2log_RS, chosen_GE, share_GE))
 
 
-@kernel
 def solve_tables(
     phy2log_RS: Int32, demand: Demand, scaled_EN: Float32, share_N: Float32, share_GE: Float32, z: float
 ) -> tuple[Int32, float]:
@@ -131,17 +130,16 @@ def _spread(
     """
     slots = phy2log_RS.shape[1]
     experts = share_GE.shape[1]
-    replicas_E = np.diff(first_E1)
     share_RS = np.zeros(phy2log_RS.shape, dtype=np.float32)
     for e in range(experts):
-        if replicas_E[e] == 1:
+        if first_E1[e] + 1 == first_E1[e + 1]:
             only = slot_P[first_E1[e]]
             share_RS[only // slots, only % slots] = 1.0
     assignment = assignment_of(phy2log_RS, share_RS, demand)
     added_R = np.zeros(phy2log_RS.shape[0], dtype=np.float32)
     for e in descending(expert_heat(demand, z)):
         first, after = first_E1[e], first_E1[e + 1]
-        if replicas_E[e] == 1:
+        if first + 1 == after:
             continue
         for place in range(first, after):
             added_R[slot_P[place] // slots] = 0
@@ -190,7 +188,7 @@ def _cool(
     for _ in range(4 * ranks * slots):
         hot, hottest = hottest_rank(assignment, z)
         lowest = hottest - SMALLEST_GAIN
-        found_g, found_e, found_place = -1, -1, -1
+        found_slot, found_g, found_place = -1, -1, -1
         for slot in range(slots):
             e = assignment.phy2log_RS[hot, slot]
             if assignment.replicas_E[e] == 1:
@@ -207,13 +205,14 @@ def _cool(
                     after = max(here, _risk_with(assignment, demand, e, slot_P[place] // slots, share, z))
                     if after < lowest:
                         lowest = after
-                        found_g, found_e, found_place = g, e, place
-        if found_g < 0:
+                        found_slot, found_g, found_place = slot, g, place
+        if found_slot < 0:
             return
-        share = share_GE[found_g, found_e]
-        shift_load(assignment, demand, found_e, hot, -share)
-        chosen_GE[found_g, found_e] = slot_P[found_place]
-        shift_load(assignment, demand, found_e, slot_P[found_place] // slots, share)
+        e = assignment.phy2log_RS[hot, found_slot]
+        share = share_GE[found_g, e]
+        shift_load(assignment, demand, e, hot, -share)
+        chosen_GE[found_g, e] = slot_P[found_place]
+        shift_load(assignment, demand, e, slot_P[found_place] // slots, share)
 
 
 @kernel

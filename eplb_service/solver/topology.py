@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from eplb_service.solver.jit import kernel
-from eplb_service.solver.model import Int32
+from eplb_service.solver.model import Int32, set_row
 from eplb_service.solver.tables import slots_by_expert
 
 
@@ -21,7 +21,8 @@ def choose_senders(deployed_RS: Int32, phy2log_RS: Int32, node_R: Int32) -> Int3
     least so far, then the lowest. Returns int32 ``[M, 5]`` in order of destination.
     """
     ranks, slots = deployed_RS.shape
-    first_E1, slot_P = slots_by_expert(deployed_RS, max(deployed_RS.max(), phy2log_RS.max()) + 1)
+    # There are no more experts than slots.
+    first_E1, slot_P = slots_by_expert(deployed_RS, ranks * slots)
     sent_R = np.zeros(ranks, dtype=np.int32)
     move_M5 = np.empty((ranks * slots, 5), dtype=np.int32)
     moves = 0
@@ -60,7 +61,10 @@ def match_ranks(phy2log_RS: Int32, deployed_RS: Int32, experts: int, node_R: Int
     """
     ranks, slots = phy2log_RS.shape
     holds_RE = np.zeros((ranks, experts), dtype=np.bool_)
-    node_holds_KE = np.zeros((node_R.max() + 1, experts), dtype=np.bool_)
+    nodes = 0
+    for node in node_R:
+        nodes = max(nodes, node + 1)
+    node_holds_KE = np.zeros((nodes, experts), dtype=np.bool_)
     for r in range(ranks):
         for expert in deployed_RS[r]:
             holds_RE[r, expert] = True
@@ -81,7 +85,7 @@ def match_ranks(phy2log_RS: Int32, deployed_RS: Int32, experts: int, node_R: Int
         for row in range(ranks):
             for r in range(ranks):
                 if score_RR[row, r] == score and not row_dealt_R[row] and not rank_taken_R[r]:
-                    dealt_RS[r] = phy2log_RS[row]
+                    set_row(dealt_RS[r], phy2log_RS[row])
                     row_dealt_R[row] = True
                     rank_taken_R[r] = True
     return dealt_RS

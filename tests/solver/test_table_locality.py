@@ -74,7 +74,7 @@ class OnNodes:
         )
         replica_K = self.slot_P[self.first_E1[expert] : self.first_E1[expert + 1]]
         holds_R = (self.phy2log_RS == expert).any(axis=1)
-        others_N = hottest_of_others(load_RN, np.flatnonzero(holds_R))
+        others_N = hottest_of_others(load_RN, np.flatnonzero(holds_R), 1)
         np.testing.assert_array_equal(others_N, load_RN[~holds_R].max(axis=0, initial=0))
         return Parts(
             self.rule_GE[:, expert].copy(),
