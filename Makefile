@@ -10,7 +10,7 @@ PARALLEL = --numprocesses $(PROCESSES) --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
-.PHONY: explore fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-replay
+.PHONY: test-engines explore fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-replay
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ test-oldest: ## the tests on the oldest dependencies that both packages allow, i
 	@test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
 	@.venv-oldest/bin/python tools/setup_venv.py --oldest
 	@.venv-oldest/bin/pytest $(PARALLEL) $(ARGS)
+
+test-engines: warm ## real vLLM engines on CPU, balanced; engines are installed once per machine (gigabytes, minutes)
+	@$(BIN)/pytest tests/engines -m engines -rs $(ARGS)
 
 format: $(READY) ## format the code and mend what ruff can
 	@$(BIN)/ruff check --fix .

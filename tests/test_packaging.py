@@ -69,8 +69,8 @@ def test_the_service_declares_what_it_imports_and_no_more():
 
 def test_the_agent_declares_what_it_imports_and_no_more():
     declares = declared(AGENT["dependencies"]) | declared(AGENT["optional-dependencies"]["model"])
-    # torch_npu is never a requirement: it is there where the device is an NPU.
-    assert imported(*AGENTS_PART) - {"torch_npu"} == declares
+    # Never requirements: what an agent finds where it is installed, a device's library and an engine.
+    assert imported(*AGENTS_PART) - {"torch_npu", "vllm", "vllm_ascend", "sglang"} == declares
 
 
 def test_the_tests_import_what_they_declare():

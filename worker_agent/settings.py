@@ -64,6 +64,11 @@ class AgentSettings(BaseSettings):
     verify_transfers: bool = Field(
         False, description="send a checksum with each expert, and compare what was installed"
     )
+    allow_unverified_engine: bool = Field(
+        False,
+        description="serve beside an engine whose functions take the known arguments but have other bodies than the "
+        "tested ones",
+    )
     history: Path | None = Field(
         None, description="folder in which each rank records votes, switches and heat, as JSON lines"
     )

@@ -1,0 +1,83 @@
+"""An engine whose functions are not the known ones is refused with their names, before anything is patched."""
+
+import sys
+import types
+
+import pytest
+
+from worker_agent.adapters import compat
+from worker_agent.adapters.activation import is_requested
+from worker_agent.adapters.errors import UnsupportedEngineError
+
+BODY = "class State:\n    def step(self, is_dummy=False):\n        return is_dummy\n"
+
+
+@pytest.fixture
+def engine(tmp_path, monkeypatch):
+    """Writes the source of a module ``toy_engine`` that can be imported."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(source):
+        sys.modules.pop("toy_engine", None)
+        (tmp_path / "toy_engine.py").write_text(source)
+        module = types.ModuleType("toy_engine")
+        module.__file__ = str(tmp_path / "toy_engine.py")
+        exec(compile(source, module.__file__, "exec"), module.__dict__)
+        import linecache
+
+        linecache.checkcache()
+        monkeypatch.setitem(sys.modules, "toy_engine", module)
+
+    return write
+
+
+TARGET = "toy_engine:State.step"
+
+
+def test_the_known_function_passes_whatever_its_comments(engine):
+    engine(BODY)
+    known = {"1.2": {TARGET: compat.fingerprint(TARGET)}}
+    engine(BODY.replace("        return", '        """A docstring."""\n        # a comment\n        return'))
+    compat.require("Toy", "1.2.3+cpu", known)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (BODY.replace("def step", "def advance"), "is not there"),
+        (BODY.replace("is_dummy=False", "is_dummy=False, log=None"), "takes (self, is_dummy, log)"),
+        (BODY.replace("return is_dummy", "return not is_dummy"), "has another body"),
+        ("", "is not there"),
+    ],
+)
+def test_a_function_that_moved_is_named(engine, changed, said):
+    engine(BODY)
+    known = {"1.2": {TARGET: compat.fingerprint(TARGET)}}
+    engine(changed)
+    with pytest.raises(UnsupportedEngineError, match=r"toy_engine:State\.step") as refusal:
+        compat.require("Toy", "1.2.3", known)
+    assert said in str(refusal.value)
+    assert "unset EPLB_AGENT_SERVICE" in str(refusal.value)
+
+
+def test_only_another_body_can_be_allowed(engine):
+    engine(BODY)
+    known = {"1.2": {TARGET: compat.fingerprint(TARGET)}}
+    engine(BODY.replace("return is_dummy", "return not is_dummy"))
+    compat.require("Toy", "1.2.3", known, allow_unverified=True)
+    engine(BODY.replace("is_dummy=False", "dummy=False"))
+    with pytest.raises(UnsupportedEngineError):
+        compat.require("Toy", "1.2.3", known, allow_unverified=True)
+
+
+def test_an_unknown_release_is_refused_with_those_that_are_known():
+    with pytest.raises(UnsupportedEngineError, match=r"Toy 2\.0\.1.*never tried.*Install Toy 1\.2, 1\.4"):
+        compat.require("Toy", "2.0.1", {"1.4": {}, "1.2": {}})
+
+
+@pytest.mark.parametrize(
+    ("environment", "requested"),
+    [({}, False), ({"EPLB_AGENT_SERVICE": " "}, False), ({"EPLB_AGENT_SERVICE": "eplb:50551"}, True)],
+)
+def test_only_a_named_service_asks_for_the_agent(environment, requested):
+    assert is_requested(environment) is requested

@@ -1,0 +1,72 @@
+"""What the vLLM adapter derives from vLLM's own objects; real engines are in tests/engines."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from worker_agent.adapters.errors import UnsupportedEngineError
+from worker_agent.adapters.vllm import plugin
+from worker_agent.adapters.vllm.host import TokenGroup, token_group
+from worker_agent.adapters.vllm.layer import HeatRings
+
+
+def layer(naive=False, sequence_parallel=False):
+    return SimpleNamespace(
+        do_naive_dispatch_combine=naive, moe_config=SimpleNamespace(is_sequence_parallel=sequence_parallel)
+    )
+
+
+def config(data_parallel=1, prefill_context=1):
+    return SimpleNamespace(data_parallel_size=data_parallel, prefill_context_parallel_size=prefill_context)
+
+
+@pytest.mark.parametrize(
+    ("layers", "data_parallel", "rank", "group"),
+    [
+        ([layer()], 1, 3, TokenGroup(0, 0, everyone=True)),  # tensor parallel alone
+        ([layer()], 2, 1, TokenGroup(0, 0, everyone=False)),  # 2 x 2: ranks 0, 1 and 2, 3 share
+        ([layer()], 2, 3, TokenGroup(2, 2, everyone=False)),
+        ([layer()], 4, 3, TokenGroup(None, 3, everyone=False)),  # data parallel alone
+        ([layer(sequence_parallel=True)], 2, 3, TokenGroup(None, 3, everyone=False)),
+        (
+            [layer(naive=True)],
+            4,
+            3,
+            TokenGroup(0, 0, everyone=True),
+        ),  # all tokens are gathered before routing
+    ],
+)
+def test_ranks_that_share_tokens_are_found(layers, data_parallel, rank, group):
+    assert token_group(layers, config(data_parallel), rank, 4) == group
+
+
+@pytest.mark.parametrize(
+    ("layers", "parallel"),
+    [([layer()], config(prefill_context=2)), ([layer(), layer(naive=True)], config(2))],
+)
+def test_what_cannot_be_derived_is_refused(layers, parallel):
+    with pytest.raises(UnsupportedEngineError, match="unset EPLB_AGENT_SERVICE"):
+        token_group(layers, parallel, 0, 4)
+
+
+def test_heat_of_a_pass_lands_in_its_row_by_logical_expert():
+    rings = HeatRings(layers=2, experts=3, slots=2, rows=2, device=torch.device("cpu"))
+    phy2log_LP = torch.tensor([[0, 1, 2, 0], [2, 1, 0, 1]])
+    chosen_LP = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]], dtype=torch.int32)
+    rings.record(None, None, phy2log_LP)
+    rings.record(chosen_LP, chosen_LP[:, :2], phy2log_LP)
+    assert rings.sources_LWE[:, 0].sum() == rings.slots_LWS[:, 0].sum() == 0
+    assert rings.sources_LWE[:, 1].tolist() == [[5, 2, 3], [7, 14, 5]]
+    assert rings.slots_LWS[:, 1].tolist() == [[1, 2], [5, 6]]
+    rings.record(None, None, phy2log_LP)
+    rings.record(chosen_LP, None, phy2log_LP)
+    assert rings.sources_LWE[:, 1].tolist() == [[5, 2, 3], [7, 14, 5]]
+    assert rings.slots_LWS[:, 1].sum() == 0
+    assert int(rings.counter) == 4
+
+
+def test_without_a_service_the_plugin_touches_nothing(monkeypatch):
+    monkeypatch.delenv("EPLB_AGENT_SERVICE", raising=False)
+    plugin.register()
+    assert not plugin._installed

@@ -1,0 +1,140 @@
+"""Engines, the agent as users install it, a checkpoint, and a service, for tests on real engines."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.service import Service
+from tests.engines.environments import ROOT, VLLM_032, python_of
+
+HERE = Path(__file__).parent
+SHIM = """
+[vllm.general_plugins]
+eplb_cpu_host = vllm_on_cpu:register
+"""
+DECIDE_OFTEN = "--window-steps 32 --decision-interval 32 --report-steps 8 --par-threshold 1.0 --min-gain 0.0"
+
+
+@pytest.fixture(scope="session")
+def agent_site(tmp_path_factory):
+    """A folder for ``PYTHONPATH`` with eplb-agent as its wheel installs it, and the shim that vLLM needs on CPU."""
+    site, wheels = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("wheels")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    agent = str(ROOT / "packaging" / "eplb-agent")
+    subprocess.run([*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(wheels), agent], check=True)
+    (wheel,) = wheels.glob("eplb_agent-*.whl")
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)], check=True)
+    shutil.copy(HERE / "vllm_on_cpu.py", site)
+    metadata = site / "eplb_cpu_host-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: eplb-cpu-host\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text(SHIM)
+    return site
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """A tiny Qwen3-MoE in Hugging Face layout."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    subprocess.run(
+        [python_of(VLLM_032), HERE / "make_checkpoint.py", folder], check=True, capture_output=True
+    )
+    return folder
+
+
+@pytest.fixture
+def service(tmp_path):
+    """A service that decides every 32 steps."""
+    with Service(tmp_path, "--store", str(tmp_path / "store.sqlite3"), *DECIDE_OFTEN.split()) as running:
+        yield running
+
+
+class VllmRun:
+    """One engine process that generates for a number of rounds.
+
+    Parameters
+    ----------
+    python
+        The engine's interpreter.
+    site
+        For ``PYTHONPATH``.
+    folder
+        Where log and answers go.
+    checkpoint
+        The model.
+    options
+        For ``generate_vllm.py``.
+    environment
+        Variables besides.
+    """
+
+    def __init__(self, python, site, folder, checkpoint, options, **environment):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log, self._answers = folder / "engine.log", folder / "answers.json"
+        settings = {
+            "PYTHONPATH": str(site),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_USE_V2_MODEL_RUNNER": "0",
+            "EPLB_AGENT_DATA_HOST": "127.0.0.1",
+            "EPLB_AGENT_VERIFY_TRANSFERS": "true",
+        }
+        command = [python, HERE / "generate_vllm.py", checkpoint, self._answers, json.dumps(options)]
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(
+                command, env={**os.environ, **settings, **environment}, stdout=log, stderr=log
+            )
+
+    def wait_for(self, line, seconds=600):
+        """Until the engine has printed ``line``."""
+        deadline = time.monotonic() + seconds
+        while line not in self.log.read_text():
+            assert self._process.poll() is None, self.tail()
+            assert time.monotonic() < deadline, f"no {line!r} in {seconds} s: {self.tail()}"
+            time.sleep(0.2)
+
+    def answers(self, seconds=900):
+        """``[ids, logprobs]`` of every request, once the engine has ended well."""
+        status = self._process.wait(seconds)
+        assert status == 0, self.tail()
+        return json.loads(self._answers.read_text())
+
+    def failure(self, seconds=600):
+        """What the engine printed, where it should not have started."""
+        assert self._process.wait(seconds) != 0, self.tail()
+        return self.log.read_text()
+
+    def tail(self):
+        """The end of its log."""
+        return self.log.read_text()[-6000:]
+
+    def stop(self):
+        """End it if it still runs."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            self._process.wait(60)
+
+
+@pytest.fixture
+def run_vllm(agent_site, checkpoint, tmp_path):
+    """Starts engines; those still running are ended with the test."""
+    runs = []
+
+    def start(engine, options, name="balanced", **environment):
+        run = VllmRun(python_of(engine), agent_site, tmp_path / name, checkpoint, options, **environment)
+        runs.append(run)
+        return run
+
+    yield start
+    for run in runs:
+        run.stop()

