@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -21,7 +20,7 @@ from eplb_service.cli.option_groups import option_groups
 from eplb_service.cli.planner_options import takes_planner_settings
 from eplb_service.cli.tables import compact_table
 from eplb_service.cli.trace_options import HeatOption, ReadingOptions, check_tokens
-from eplb_service.cli.warmup import compile_solver
+from eplb_service.cli.warmup import compile_progress
 from eplb_service.io.open_trace import naming, open_trace
 from eplb_service.io.placement_file import SUFFIXES, placement_format, write_placement
 from eplb_service.placement import Placement, check_shape, mean_par, par
@@ -31,6 +30,7 @@ from eplb_service.planner.scoring import split_loads
 if TYPE_CHECKING:
     from eplb_service.io.trace import Trace
     from eplb_service.offline import Solution
+    from eplb_service.planner.settings import PlannerSettings
 
 _WORST_LAYERS = 5
 
@@ -79,27 +79,31 @@ def solve(
         source_RLE = trace.source(0, trace.steps) if trace.facts.ranks == ranks else None
         check_tokens(heat, trace)
     topology, deployed = group.topology(trace), slot_options.start(trace, ranks)
-    compile_solver()
     from eplb_service import offline
 
-    solved_for = partial(
-        offline.solve,
-        heat_TLE,
-        ranks,
-        slots,
-        placement=deployed,
-        source_heat=None if source_RLE is None else source_RLE[None],
-        topology=topology,
-    )
-    began = time.perf_counter()
-    solution = solved_for(**asdict(settings))
-    milliseconds = (time.perf_counter() - began) * 1e3
-    solved = Placement(solution.phy2log, trace.experts)
-    write_placement(output.out, solved, solution.log2phy, output.format, output.layer_numbers(trace))
-    fixed = split_loads(heat_TLE, solved, solved.default_log2phy(), source_RLE, settings.split)
+    def solved_for(settings: PlannerSettings, layers: slice = slice(None)) -> offline.Solution:
+        return offline.solve(
+            heat_TLE[:, layers],
+            ranks,
+            slots,
+            placement=None if deployed is None else deployed[layers],
+            source_heat=None if source_RLE is None else source_RLE[None, :, layers],
+            topology=topology,
+            **asdict(settings),
+        )
+
     even = None
-    if settings.split == "tables":
-        even = solved_for(**asdict(replace(settings, split="even", budget_ms=None)))
+    with compile_progress():
+        # One layer first, so that the time shown is not the compiler's.
+        solved_for(replace(settings, budget_ms=None), slice(1))
+        began = time.perf_counter()
+        solution = solved_for(settings)
+        milliseconds = (time.perf_counter() - began) * 1e3
+        solved = Placement(solution.phy2log, trace.experts)
+        write_placement(output.out, solved, solution.log2phy, output.format, output.layer_numbers(trace))
+        fixed = split_loads(heat_TLE, solved, solved.default_log2phy(), source_RLE, settings.split)
+        if settings.split == "tables":
+            even = solved_for(replace(settings, split="even", budget_ms=None))
     found = _Found(solution, even, settings.policy, trace.steps, milliseconds, float(mean_par(par(fixed))))
     if output.json:
         print_json(_document(found))

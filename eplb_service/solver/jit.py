@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
+from numba.core import event
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -35,6 +37,36 @@ def kernel(function: Function) -> Function:
 def part(function: Function) -> Function:
     """A kernel that becomes part of those that call it: what takes 50 ns must not spend 50 more on being called."""
     return _compiled(function, {"forceinline": True})
+
+
+class _Listener(event.Listener):
+    """Passes on each kernel of this package whose compilation begins; numba compiles parts of its own besides."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+
+    def on_start(self, event: Any) -> None:
+        function = event.data["dispatcher"].py_func
+        package, _, module = function.__module__.rpartition(".")
+        if package == __package__:
+            self._report(f"{module}.{function.__name__}")
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
+@contextmanager
+def compilations(report: Callable[[str], None]) -> Iterator[None]:
+    """Within it, ``report`` is called with the name of each kernel that begins to be compiled.
+
+    A kernel that is loaded from its cache is not compiled. Calls come from whatever thread compiles, one at a time.
+    """
+    listener = _Listener(report)
+    event.register("numba:compile", listener)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        event.unregister("numba:compile", listener)  # type: ignore[no-untyped-call]
 
 
 def _compiled(function: Function, more: dict[str, Any]) -> Function:

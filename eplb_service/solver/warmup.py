@@ -48,10 +48,9 @@ def warm_up(threads: int | None = None) -> None:
             if isinstance(answer, Exception):
                 raise answer
     whole_TLE = np.ones((2, 2, 6), dtype=np.int64)
-    loads_of_ranks(whole_TLE, placement.phy2log_LRS.copy(), np.ones((2, 8)))
-    loads_of_ranks(sum_episodes(whole_TLE, 1), placement.phy2log_LRS.copy(), np.ones((2, 8)))
-    sum_episodes(whole_TLE.astype(np.float64), 1)
-    sum_episodes(whole_TLE.astype(np.int32), 1)
+    for heat_TLE in (whole_TLE.astype(np.int32), whole_TLE, whole_TLE.astype(np.float64)):
+        loads_of_ranks(heat_TLE, placement.phy2log_LRS.copy(), np.ones((2, 8)))
+        sum_episodes(heat_TLE, 1)
     deployed_RS = np.array(placement.phy2log_LRS[0])
     choose_senders(deployed_RS, deployed_RS[::-1].copy(), np.zeros(4, dtype=np.int32))
     volatility(sum_episodes(whole_TLE, 2), placement.replicas())
