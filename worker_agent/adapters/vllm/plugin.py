@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 
 from worker_agent.adapters.activation import is_requested
@@ -19,7 +20,8 @@ def register() -> None:
         Where this vLLM is none that the adapter knows. Nothing is patched then.
     """
     global _installed  # noqa: PLW0603  (vLLM calls a plugin once or more per process)
-    if _installed or not is_requested():
+    # vLLM-Ascend balances by parts of its own, which have an adapter of theirs.
+    if _installed or not is_requested() or importlib.util.find_spec("vllm_ascend") is not None:
         return
     from worker_agent.adapters.vllm import hooks
 

@@ -1,0 +1,70 @@
+"""Which of a layer's tensors make up an expert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from worker_agent.adapters.errors import UnsupportedEngineError
+from worker_agent.adapters.live_layer import ExpertWeights
+
+_PLAIN = ("w13_weight", "w2_weight")
+_W8A8 = ("w13_weight_list", "w2_weight_list", "w13_weight_scale_fp32_list", "w2_weight_scale_list")
+_MX = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
+NAMES = {"NONE": _PLAIN, "W8A8": _W8A8, "MXFP4": _MX, "MXFP8": _MX}
+"""By the host's quantisation type, without fused MC2: ``EPLB_EXPERT_WEIGHT_NAMES`` of 0.23, of which 0.18 has two."""
+
+_NOT_OF_AN_EXPERT = frozenset({"e_score_correction_bias"})
+
+
+def expert_weights(layer: Any, quantised: bool) -> list[ExpertWeights]:
+    """The weights that the host's kernels read, by kind; of each, local slot ``s`` is at index ``s``.
+
+    Parameters
+    ----------
+    layer
+        An ``AscendFusedMoE`` whose weights have been processed after loading.
+    quantised
+        Whether the model has a quantisation config; without one the layer's type does not count.
+
+    Raises
+    ------
+    UnsupportedEngineError
+        For a quantisation whose experts the host itself cannot move, or tensors per expert that nobody would move.
+    """
+    kind = layer.quant_type.name if quantised else "NONE"
+    if kind not in NAMES:
+        raise UnsupportedEngineError(
+            f"quantisation {kind} of MoE layers",
+            f"vLLM-Ascend moves experts of {', '.join(sorted(NAMES))} alone",
+            "Choose another quantisation",
+        )
+    names = NAMES[kind]
+    if missing := [name for name in names if getattr(layer, name, None) is None]:
+        raise UnsupportedEngineError(
+            f"MoE layers of {kind} without {', '.join(missing)}",
+            "The weights of an expert would not be complete",
+            "Report this model",
+        )
+    _refuse_what_would_stay(layer, names, kind)
+    found = [getattr(layer, name) for name in names]
+    return [weight.data if isinstance(weight, torch.Tensor) else list(weight) for weight in found]
+
+
+def _refuse_what_would_stay(layer: Any, names: tuple[str, ...], kind: str) -> None:
+    """A bias per expert, say, that the host's own balancer leaves behind; lists replace what they are made of."""
+    if kind != "NONE":
+        return
+    slots = int(layer.local_num_experts)
+    left = [
+        name
+        for name, parameter in layer.named_parameters(recurse=False)
+        if name not in (*names, *_NOT_OF_AN_EXPERT) and parameter.dim() and parameter.shape[0] == slots
+    ]
+    if left:
+        raise UnsupportedEngineError(
+            f"MoE layers with {', '.join(left)} per expert",
+            "vLLM-Ascend's balancer does not move them, so it is not known how its kernels read them",
+            "Serve without dynamic_eplb",
+        )
