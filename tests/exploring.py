@@ -72,7 +72,7 @@ class Walk:
     def line(self) -> str:
         """For a terminal."""
         seen = f"{self.states:>10,} states {self.transitions:>12,} transitions"
-        return f"{self.scenario:<48}{seen} {self.seconds:>7.1f} s"
+        return f"{self.scenario:<72}{seen} {self.seconds:>7.1f} s"
 
 
 def walk(scenario: str, first: Explorable) -> Walk:

@@ -119,7 +119,8 @@ class Agent:
     @property
     def unheard(self) -> str | None:
         """Why the ranks do not vote at present, or ``None``; they form their votes again by themselves."""
-        return self._switch.state.unheard
+        unheard = self._switch.state.unheard
+        return None if unheard is None else "; ".join(filter(None, (unheard, self._switch.votes.complaint)))
 
     @property
     def connected(self) -> bool:
@@ -241,7 +242,12 @@ class Agent:
             step=self._step,
             epoch=installed.epoch,
             digest=installed.digest,
-            error=self.halted or self.unheard or self._complaint or "",
+            error=self.halted
+            or self.unheard
+            or self._switch.votes.complaint
+            or self._clock.complaint
+            or self._complaint
+            or "",
         )
 
     def _guarded(self, part: Callable[..., None], *arguments: Any) -> None:
@@ -249,6 +255,7 @@ class Agent:
             part(*arguments)
         except FatalSwitchError as fatal:
             self._fatal = fatal
+            self._switch.fail(str(fatal))
             raise
         except Exception as error:
             if self.halted is None:

@@ -18,6 +18,10 @@ _COPIES_UNDER_WAY = 8
 """More copies of the counter than this are not begun; a device that far behind gives the same answer later."""
 
 
+_STILL_CALLS = 64
+"""A pass that counts late, or calls beyond one in a pass, are no reason to complain."""
+
+
 @dataclass(frozen=True)
 class _CounterCopy:
     """The counter on its way from the device, begun at call number ``call``."""
@@ -49,6 +53,22 @@ class ForwardClock:
         self._missed_calls = 0
         self._copies: deque[_CounterCopy] = deque()
         self._host_step: int | None = None
+        self._highest = 0
+        self._moved_at = 0
+
+    @property
+    def calls(self) -> int:
+        """How often the host has called."""
+        return self._calls
+
+    @property
+    def complaint(self) -> str | None:
+        """What is wrong with the host's count, or ``None``."""
+        still = self._calls - self._moved_at
+        if still < _STILL_CALLS:
+            return None
+        whose = "the layers' load_counter" if self._host_step is None else "the host's number of the step"
+        return f"{whose} has not grown in {still} calls; the ranks cannot switch layers"
 
     @property
     def now(self) -> int:
@@ -65,7 +85,10 @@ class ForwardClock:
         self._host_step = host_step
         if self._device.type != "cpu" and host_step is None:
             self._follow_counter()
-        return self.now
+        now = self.now
+        if now > self._highest:
+            self._highest, self._moved_at = now, self._calls
+        return now
 
     def exact(self) -> int:
         """Number of the last forward pass; waits for the device where the host does not number its steps."""

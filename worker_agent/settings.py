@@ -42,6 +42,13 @@ class AgentSettings(BaseSettings):
         le=3600,
         description="longest wait for the slowest rank's ballot; first steps may take minutes",
     )
+    commit_timeout_seconds: float = Field(
+        1.0,
+        gt=0,
+        le=3600,
+        description="longest wait for all ranks to be at the forward pass at which a layer is to be committed; past it "
+        "the plan is dropped",
+    )
     peer_timeout_seconds: float = Field(
         600.0,
         gt=0,
@@ -94,6 +101,7 @@ class AgentSettings(BaseSettings):
             "vote_interval",
             "vote_lag",
             "vote_timeout_seconds",
+            "commit_timeout_seconds",
             "peer_timeout_seconds",
             "offer_deadline_steps",
             "transfer_timeout_seconds",

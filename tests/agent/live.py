@@ -48,7 +48,13 @@ def shuffled_RS(ranks: int, seed: int) -> Int32:
 
 def settings(**changes: Any) -> AgentSettings:
     """One node, no service, and deadlines that a busy machine meets; a test of a deadline sets its own."""
-    values = {"service": NOWHERE, "node": "here", "vote_timeout_seconds": 60, "transfer_timeout_seconds": 60}
+    values = {
+        "service": NOWHERE,
+        "node": "here",
+        "vote_timeout_seconds": 60,
+        "commit_timeout_seconds": 60,
+        "transfer_timeout_seconds": 60,
+    }
     return AgentSettings(**{**values, **changes})  # type: ignore[arg-type]
 
 

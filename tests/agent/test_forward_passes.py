@@ -22,7 +22,9 @@ def _switching(miscalls: dict[int, int], changes: dict[str, Any] | None = None) 
     """Switch layers all the time; rank 1 makes ``miscalls[pass]`` calls after that forward pass instead of one."""
     base_RS = live.linear_RS(RANKS)
     layers, still = live.layers_of(2, base_RS), live.layers_of(2, base_RS)
-    agent = Agent.start(layers, dist.group.WORLD, live.settings(**(changes or {})))
+    agent = Agent.start(
+        layers, dist.group.WORLD, live.settings(**{"commit_timeout_seconds": 1.0, **(changes or {})})
+    )
     call = agent.step
     passed = 0
 
@@ -73,7 +75,7 @@ def test_calls_that_are_missed_or_doubled_change_no_output(miscalls: dict[int, i
 @pytest.mark.parametrize("missed", range(40, 44))
 def test_a_boundary_missed_at_any_place_of_a_vote_changes_no_output(missed: int) -> None:
     """One of these is the boundary at which the others are about to commit: they wait, and commit nothing."""
-    facts = run_ranks(RANKS, _switching, {missed: 0}, {"vote_timeout_seconds": 2})
+    facts = run_ranks(RANKS, _switching, {missed: 0}, {"commit_timeout_seconds": 0.5})
     assert max(fact["worst"] for fact in facts) < 1e-5
     assert len({(fact["epoch"], fact["digest"]) for fact in facts}) == 1
 

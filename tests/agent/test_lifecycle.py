@@ -133,8 +133,8 @@ def _lose_the_votes(lost_step: int) -> dict[str, Any]:
         if step == 1:
             agent._stream.plans.put(live.plan_for(agent, {0: _target()}))
         if step == lost_step and agent.identity.rank == 1:
-            assert agent._switch.votes is not None
-            agent._switch.votes.box.leave()
+            assert agent._switch.votes.voter is not None
+            agent._switch.votes.voter.box.leave()
         time.sleep(0.02)
 
     worst = live.drive(agent, layers, still, 40, between)
@@ -161,7 +161,7 @@ def _heal(fault: str) -> dict[str, Any]:
     def step() -> None:
         nonlocal passed
         passed += 1
-        votes = agent._switch.votes
+        votes = agent._switch.votes.voter
         if agent.identity.rank == 1 and passed in (12, 200) and votes is not None:
             if fault == "stall":
                 time.sleep(3.0)
@@ -172,7 +172,7 @@ def _heal(fault: str) -> dict[str, Any]:
             unheard.add(agent.unheard)
 
     def between(step: int) -> None:
-        if step > 300 and agent._switch.votes is not None and agent._switch.state.plan is None:
+        if step > 300 and agent._switch.votes.voter is not None and agent._switch.state.plan is None:
             agent._stream.plans.put(live.plan_for(agent, {0: _from_here(agent, 3)}))
         time.sleep(0.01)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 from tests.e2e.service import Service
 from tests.faults.proxy import Proxy
-from tests.faults.serving import Facts, serve
+from tests.faults.serving import WELL_BEHAVED, Facts, Manners, serve
 from tests.ranks import run_ranks
 
 RANKS = 3
@@ -32,7 +34,13 @@ class RankCrew:
     """``ranks`` processes that serve towards ``address`` in the background."""
 
     def __init__(
-        self, folder: Path, address: str, ranks: int = RANKS, deadline: float = 4 * PATIENCE, **changes: Any
+        self,
+        folder: Path,
+        address: str,
+        ranks: int = RANKS,
+        deadline: float = 4 * PATIENCE,
+        manners: Manners = WELL_BEHAVED,
+        **changes: Any,
     ) -> None:
         self.folder = folder
         self._facts: list[Facts] = []
@@ -40,6 +48,7 @@ class RankCrew:
         self._address = address
         self._ranks = ranks
         self._deadline = deadline
+        self._manners = manners
         self._changes = changes
         self._thread = threading.Thread(target=self._run)
 
@@ -59,6 +68,15 @@ class RankCrew:
         for rank in ranks or range(self._ranks):
             (self.folder / f"{rank}.{fault}").touch()
 
+    def freeze(self, rank: int, seconds: float) -> None:
+        """Stop a rank's process for so long, and let it go on."""
+        process = int((self.folder / f"pid-{rank}").read_text())
+        os.kill(process, signal.SIGSTOP)
+        try:
+            time.sleep(seconds)
+        finally:
+            os.kill(process, signal.SIGCONT)
+
     def stop(self) -> list[Facts]:
         """End them; what each saw. Raises what made one fail."""
         (self.folder / "stop").touch()
@@ -70,7 +88,13 @@ class RankCrew:
     def _run(self) -> None:
         try:
             self._facts = run_ranks(
-                self._ranks, serve, self._address, str(self.folder), self._changes, deadline=self._deadline
+                self._ranks,
+                serve,
+                self._address,
+                str(self.folder),
+                self._changes,
+                self._manners,
+                deadline=self._deadline,
             )
         except BaseException as failure:
             self._failure = failure

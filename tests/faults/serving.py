@@ -6,9 +6,10 @@ A test asks by leaving a file ``RANK.FAULT`` in the scene's folder; each rank lo
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,44 @@ HOT_SECONDS = 1.5
 # Seconds: a busy machine may hold a step up, but by far not to the shortest deadline of a vote.
 LONGEST_STEP = 20.0
 TOKENS = 12
+_SAMPLE_STEPS = 200
+
+CALLS = {"miss-call": 0, "double-call": 2}
+"""How often a host that is asked for this calls its agent after the next forward pass."""
+
+
+@dataclass(frozen=True)
+class Manners:
+    """How hosts start and end.
+
+    Parameters
+    ----------
+    late
+        Seconds by which each rank's first forward pass comes after the agents have met.
+    exits
+        ``None``: all drain, then close. Else seconds after which each rank closes, whatever is under way.
+    """
+
+    late: Sequence[float] = ()
+    exits: Sequence[float] | None = None
+
+
+WELL_BEHAVED = Manners()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a rank's process held at a step: resident memory, file descriptors and threads."""
+
+    megabytes: float
+    files: int
+    threads: int
+
+    @classmethod
+    def now(cls) -> Sample:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        megabytes = pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+        return cls(megabytes, len(list(Path("/proc/self/fd").iterdir())), threading.active_count())
 
 
 @dataclass(frozen=True)
@@ -43,16 +82,20 @@ class Facts:
     halted: str | None
     aborted: int
     same_addresses: bool
+    samples: tuple[Sample, ...] = ()
 
 
-def serve(address: str, folder: str, changes: dict[str, Any]) -> Facts:
+def serve(address: str, folder: str, changes: dict[str, Any], manners: Manners = WELL_BEHAVED) -> Facts:
     """Serve until the file ``stop`` appears; ranks agree on the end by a collective."""
+    (Path(folder) / f"pid-{dist.get_rank()}").write_text(str(os.getpid()))
     rank, ranks = dist.get_rank(), dist.get_world_size()
     group = dist.new_group(backend="gloo")
     layers, still = (live.layers_of(LAYERS, live.linear_RS(ranks)) for _ in range(2))
     settings = live.settings(service=address, history=Path(folder) / "history", **changes)
     agent = Agent.start(layers, group, settings)
     addresses = _addresses(layers)
+    samples: list[Sample] = []
+    time.sleep(manners.late[rank] if manners.late else 0.0)
     generator = np.random.default_rng(rank)
     worst, longest, steps, began = 0.0, 0.0, 0, time.monotonic()
     going = torch.ones(1)
@@ -67,18 +110,29 @@ def serve(address: str, folder: str, changes: dict[str, Any]) -> Facts:
         for one, twin in zip(layers, still, strict=True):
             difference = one(hidden_TH, ids_TK, weights_TK) - twin(hidden_TH, ids_TK, weights_TK)
             worst = max(worst, float(difference.abs().max()) if tokens else 0.0)
+        calls = 1
         for asked in Path(folder).glob(f"{rank}.*"):
             fault = asked.suffix[1:]
             asked.unlink()
-            FAULTS[fault](agent)
+            if fault in CALLS:
+                calls = CALLS[fault]
+            else:
+                FAULTS[fault](agent)
         before = time.monotonic()
-        agent.step()
+        for _ in range(calls):
+            agent.step()
         longest = max(longest, time.monotonic() - before)
         steps += 1
+        if steps % _SAMPLE_STEPS == 0:
+            samples.append(Sample.now())
         time.sleep(STEP_SECONDS)
         going.fill_(0.0 if (Path(folder) / "stop").exists() else 1.0)
         dist.all_reduce(going, op=dist.ReduceOp.MIN, group=group)
-    agent.drain("the test is over")
+    if manners.exits is None:
+        agent.drain("the test is over")
+    else:
+        time.sleep(manners.exits[rank])
+        agent.close()
     facts = Facts(
         worst,
         longest,
@@ -88,17 +142,19 @@ def serve(address: str, folder: str, changes: dict[str, Any]) -> Facts:
         agent.halted,
         agent.stats.plans_aborted,
         addresses == _addresses(layers),
+        tuple(samples),
     )
-    agent.close()
+    if manners.exits is None:
+        agent.close()
     return facts
 
 
-def check_served(facts: list[Facts], folder: Path) -> None:
+def check_served(facts: list[Facts], folder: Path, longest_step: float = LONGEST_STEP) -> None:
     """What must hold after every fault: right outputs, one placement, no step that waited, a history without a flaw."""
     assert max(fact.worst for fact in facts) < 1e-5
     assert len({(fact.epoch, fact.digest) for fact in facts}) == 1
     assert all(fact.same_addresses for fact in facts)
-    assert max(fact.longest_step for fact in facts) < LONGEST_STEP
+    assert max(fact.longest_step for fact in facts) < longest_step
     for ranks in read_histories(folder / "history").values():
         assert list(violations(ranks)) == []
 
@@ -185,9 +241,23 @@ def _break_heat_at_a_commit(agent: Agent) -> None:
     listener.before_commit = break_it  # type: ignore[method-assign]
 
 
+def _stall(agent: Agent) -> None:
+    """Sleep past the votes' deadline where the others have cast their ballots."""
+    vote = agent._switch.vote
+    settings = agent._switch.votes._settings
+
+    def stalled(step: int) -> None:
+        if step % settings.vote_interval == 0:
+            agent._switch.vote = vote  # type: ignore[method-assign]
+            time.sleep(settings.vote_timeout_seconds + 1.0)
+        vote(step)
+
+    agent._switch.vote = stalled  # type: ignore[method-assign]
+
+
 def _lose_votes(agent: Agent) -> None:
-    if agent._switch.votes is not None:
-        agent._switch.votes.box.leave()
+    if agent._switch.votes.voter is not None:
+        agent._switch.votes.voter.box.leave()
 
 
 FAULTS: dict[str, Callable[[Agent], None]] = {
@@ -199,4 +269,5 @@ FAULTS: dict[str, Callable[[Agent], None]] = {
     "kill-stream-thread": _kill_stream_thread,
     "break-heat-at-a-commit": _break_heat_at_a_commit,
     "lose-votes": _lose_votes,
+    "stall": _stall,
 }

@@ -1,5 +1,8 @@
 """Serves for minutes under random faults, then proves from the recorded histories that no promise was broken.
 
+Half the time one group of ranks serves, whose memory and file descriptors must stay flat; after it groups of a minute
+that start late and leave in any order. Every output is compared with that of a layer that is never switched.
+
 ``python -m tests.faults.soak [--seconds 600] [--seed N]``, or ``make soak``. The seed is printed: the same one asks for
 the same faults in the same order. Exit code 1 where anything was broken.
 """
@@ -9,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -19,11 +23,16 @@ from pathlib import Path
 import grpc
 
 from tests.faults.scene import PATIENCE, RANKS, Scene
-from tests.faults.serving import Facts, check_served
+from tests.faults.serving import Facts, Manners, check_served
 from worker_agent.history.check import read_histories
 
-LONGEST_STEP = 5.0
-"""A rank that sleeps two seconds holds the others' votes up as it holds up the model; nothing may take longer."""
+LONGEST_STEP = 60.0
+"""Seconds: a rank that sleeps or is frozen holds the others' votes up as it holds up the model; nothing more does."""
+KINDS = ("vote", "transfer", "commit", "abort")
+SHORT_ROUND = 60.0
+VOTE_TIMEOUT = 5.0
+MORE_MEGABYTES, MORE_FILES, MORE_THREADS = 40.0, 24, 12
+"""What the last quarter of a long round may hold more than the second, by median: links that are just being closed."""
 
 
 def kill_service(scene: Scene, random_: random.Random) -> None:
@@ -56,6 +65,16 @@ def swallow_streams(scene: Scene, random_: random.Random) -> None:
     scene.proxy.swallow = False
 
 
+def miss_calls(scene: Scene, random_: random.Random) -> None:
+    for _ in range(random_.randint(3, 12)):
+        scene.ask(random_.choice(["miss-call", "double-call"]), random_.randrange(RANKS))
+        time.sleep(random_.uniform(0, 0.1))
+
+
+def freeze_rank(scene: Scene, random_: random.Random) -> None:
+    scene.freeze(random_.randrange(RANKS), random_.uniform(0.2, 4))
+
+
 def _on_a_rank(fault: str) -> Callable[[Scene, random.Random], None]:
     return lambda scene, random_: scene.ask(fault, random_.randrange(RANKS))
 
@@ -71,6 +90,12 @@ FAULTS: dict[str, Callable[[Scene, random.Random], None]] = {
     "a transfer stalls": _on_a_rank("stall-next-transfer"),
     "an expert arrives damaged": _on_a_rank("corrupt-next-transfer"),
     "a stream's thread dies": _on_a_rank("kill-stream-thread"),
+    "a host misses a call": _on_a_rank("miss-call"),
+    "a host calls twice": _on_a_rank("double-call"),
+    "hosts miss calls": miss_calls,
+    "a rank stalls past the votes' deadline": _on_a_rank("stall"),
+    "a rank's link is lost": _on_a_rank("lose-votes"),
+    "a rank is frozen": freeze_rank,
 }
 
 
@@ -81,16 +106,20 @@ def _known(scene: Scene) -> str:
         return "no rank is back yet"
 
 
-def soak(folder: Path, seconds: float, seed: int) -> tuple[Counter[str], list[Facts]]:
+def serve_round(
+    folder: Path, seconds: float, random_: random.Random, manners: Manners
+) -> tuple[Counter[str], list[Facts]]:
     """Serve with a fault every few seconds; what was done, and what the ranks saw."""
-    random_ = random.Random(seed)
     done: Counter[str] = Counter()
     with Scene(
         folder,
         store=random_.random() < 0.5,
         deadline=seconds + 3 * PATIENCE,
+        manners=manners,
         bytes_per_step=random_.choice([None, 4000]),
         transfer_timeout_seconds=2.0,
+        vote_timeout_seconds=VOTE_TIMEOUT,
+        commit_timeout_seconds=1.0,
         verify_transfers=True,
         offer_deadline_steps=64,
     ) as scene:
@@ -105,7 +134,46 @@ def soak(folder: Path, seconds: float, seed: int) -> tuple[Counter[str], list[Fa
         scene.wait_for_ranks()
         scene.wait_for_switches()
         facts = scene.stop()
+    check_served(facts, folder, LONGEST_STEP)
+    halted = [fact.halted for fact in facts if fact.halted is not None]
+    if halted:
+        raise AssertionError(f"balancing has stopped: {halted}")
     return done, facts
+
+
+def check_flat(facts: list[Facts]) -> None:
+    """No rank holds more memory, files or threads in the last quarter than in the second."""
+    for rank, fact in enumerate(facts):
+        quarter = len(fact.samples) // 4
+        if not quarter:
+            continue
+        early, late = fact.samples[quarter : 2 * quarter], fact.samples[-quarter:]
+        for what, most in (("megabytes", MORE_MEGABYTES), ("files", MORE_FILES), ("threads", MORE_THREADS)):
+            before, after = (statistics.median(getattr(one, what) for one in part) for part in (early, late))
+            if after - before > most:
+                raise AssertionError(f"rank {rank} holds {after:g} {what} in the end, {before:g} early on")
+
+
+def soak(folder: Path, seconds: float, seed: int) -> tuple[Counter[str], list[list[Facts]]]:
+    """All rounds; what was done, and what the ranks of each saw."""
+    random_ = random.Random(seed)
+    done: Counter[str] = Counter()
+    rounds: list[list[Facts]] = []
+    end = time.monotonic() + seconds
+    while not rounds or time.monotonic() < end:
+        here = folder / f"round-{len(rounds)}"
+        here.mkdir()
+        manners = Manners()
+        if rounds:
+            late = [random_.choice([0.0, random_.uniform(0, 2 * VOTE_TIMEOUT)]) for _ in range(RANKS)]
+            manners = Manners(late, [random_.choice([0.0, random_.uniform(0, 2)]) for _ in range(RANKS)])
+        length = seconds / 2 if not rounds else min(SHORT_ROUND, max(5.0, end - time.monotonic()))
+        print(f"round {len(rounds)}, {length:.0f} s: {manners}", flush=True)
+        counts, facts = serve_round(here, length, random_, manners)
+        done += counts
+        rounds.append(facts)
+    check_flat(rounds[0])
+    return done, rounds
 
 
 def main() -> None:
@@ -119,24 +187,31 @@ def main() -> None:
     print(f"seed {seed}, {arguments.seconds:g} s", flush=True)
     with tempfile.TemporaryDirectory(prefix="eplb-soak-") as folder:
         try:
-            done, facts = soak(Path(folder), arguments.seconds, seed)
-            check_served(facts, Path(folder), LONGEST_STEP)
-            halted = [fact.halted for fact in facts if fact.halted is not None]
-            if halted:
-                raise AssertionError(f"balancing has stopped: {halted}")
+            done, rounds = soak(Path(folder), arguments.seconds, seed)
         except AssertionError as broken:
             print(f"BROKEN with seed {seed}: {broken}")
             sys.exit(1)
-        (ranks,) = read_histories(Path(folder) / "history").values()
-        counts = {kind: len(ranks[0].of(kind)) for kind in ("vote", "transfer", "commit", "abort")}
+        counts: Counter[str] = Counter()
+        for here in Path(folder).glob("round-*"):
+            for ranks in read_histories(here / "history").values():
+                counts.update({kind: len(ranks[0].of(kind)) for kind in KINDS})
+    facts = [fact for round_ in rounds for fact in round_]
     summary = {
         "seed": seed,
         "seconds": arguments.seconds,
-        "steps": facts[0].steps,
+        "rounds": len(rounds),
+        "steps": sum(round_[0].steps for round_ in rounds),
         **counts,
         "faults": dict(done),
         "worst_output_difference": max(fact.worst for fact in facts),
         "longest_step_seconds": max(fact.longest_step for fact in facts),
+        "long_round": [
+            [
+                (round(one.megabytes), one.files, one.threads)
+                for one in fact.samples[:: len(fact.samples) // 4 or 1]
+            ]
+            for fact in rounds[0]
+        ],
     }
     print(json.dumps(summary, indent=1))
     if arguments.json is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any, NamedTuple
 
 from tests.swap.tags import FIRST, TagInstalled, TagPlan
@@ -41,10 +42,16 @@ class Vote(NamedTuple):
 class Faults(NamedTuple):
     """How many more of each kind may happen."""
 
-    transfers: int
-    halts: int
-    losses: int
+    transfers: int = 0
+    halts: int = 0
+    losses: int = 0
     skips: int = 0
+    impatience: int = 0
+    installs: int = 0
+
+    def __str__(self) -> str:
+        some = [f"{many} {what}" for what, many in self._asdict().items() if many]
+        return ", ".join(some) or "no fault"
 
 
 @dataclass(frozen=True)
@@ -58,12 +65,19 @@ class Scenario:
     machine: type[SwitchState] = SwitchState
     settlement: type[Settlement] = Settlement
     confirms: bool = True
+    reports_failures: bool = True
+
+    @property
+    def title(self) -> str:
+        """Name and faults."""
+        return f"{self.name}; {self.faults}"
 
 
 class State:
     """What there is; ``World`` says what can happen to it."""
 
     __slots__ = (
+        "broken",
         "dirty_lanes",
         "fatal",
         "faults",
@@ -87,6 +101,7 @@ class State:
         self.terms = [0] * RANKS
         self.lost: frozenset[int] = frozenset()
         self.fatal: frozenset[int] = frozenset()
+        self.broken: frozenset[int] = frozenset()
         self.dirty_lanes: frozenset[tuple[int, int]] = frozenset()
         self.vote: Vote | None = None
         self.faults = scenario.faults
@@ -100,6 +115,7 @@ class State:
         other.transfers, other.staged = self.transfers.copy(), self.staged.copy()
         other.weights, other.terms = self.weights.copy(), self.terms.copy()
         other.lost, other.fatal, other.dirty_lanes = self.lost, self.fatal, self.dirty_lanes
+        other.broken = self.broken
         other.vote, other.faults, other.forwards = self.vote, self.faults, self.forwards
         return other
 
@@ -109,14 +125,29 @@ class State:
         generation = min([m.generation for m in self.machines] + [run.generation for run in runs])
         lane = min([m.lane for m in self.machines] + [run.lane for run in runs])
         ranks = [self._rank_key(rank, generation, lane) for rank in range(RANKS)]
-        if self.vote is None or not any(settlement.in_doubt for settlement in self.vote.settlements):
-            ranks.sort(key=hash)
         return (
-            *ranks,
+            *self._in_any_order(ranks),
             frozenset((dirty - lane, at - generation) for dirty, at in self.dirty_lanes if dirty >= lane),
             None if self.vote is None else self.vote.confirmed,
             self.faults,
         )
+
+    def _in_any_order(self, keys: list[tuple[Any, ...]]) -> list[Any]:
+        """The ranks' keys in an order that does not depend on their numbers, with who knows whom to be in doubt."""
+        hashes = [hash(key) for key in keys]
+        in_doubt = [frozenset[int]()] * RANKS
+        if self.vote is not None:
+            in_doubt = [settlement.in_doubt for settlement in self.vote.settlements]
+        if not any(in_doubt):
+            return sorted(keys, key=hash)
+        orders = permutations(range(RANKS))
+        order = min(
+            orders,
+            key=lambda order: [
+                (hashes[rank], sorted(order.index(peer) for peer in in_doubt[rank])) for rank in order
+            ],
+        )
+        return [(keys[rank], *sorted(order.index(peer) for peer in in_doubt[rank])) for rank in order]
 
     def _rank_key(self, rank: int, generation: int, lane: int) -> tuple[Any, ...]:
         m, vote = self.machines[rank], self.vote
@@ -137,10 +168,10 @@ class State:
             self.terms[rank],
             rank in self.lost,
             rank in self.fatal,
+            rank in self.broken,
             self.forwards[rank],
             None if vote is None else (vote.ballots[rank], vote.truths[rank], rank in vote.pending),
             None if vote is None else (vote.settlements[rank].verdict, rank in vote.settling),
-            None if vote is None else vote.settlements[rank].in_doubt,
         )
 
 

@@ -52,7 +52,11 @@ class World(State):
                     yield ("unheard", rank)
                 if self.faults.skips and self.vote.confirmed is None:
                     yield ("skip", rank)
-        if self.vote is None and len(self.lost) < RANKS:
+                if self.faults.impatience and self._outcome().result is VoteResult.COMMIT:
+                    yield ("impatient", rank)
+                if self.faults.installs and rank not in self.broken:
+                    yield ("broken", rank)
+        if self.vote is None and len(self.lost) < RANKS and not self.fatal:
             yield ("launch",)
         if self.vote is None and len(self.lost) == RANKS and not self.fatal:
             yield ("reform",)
@@ -69,7 +73,7 @@ class World(State):
     def settled(self) -> bool:
         """Nothing is under way, and nothing waits for anything."""
         idle = all(m.progress == Progress.IDLE for m in self.machines) or len(self.lost) == RANKS
-        return idle and self.vote is None and not any(self.transfers)
+        return len(self.fatal) == RANKS or (idle and self.vote is None and not any(self.transfers))
 
     @staticmethod
     def needs_no_fault(event: Event) -> bool:
@@ -117,19 +121,37 @@ class World(State):
         self.vote = Vote(ballots, truths, frozenset(range(RANKS)) - self.lost, settlements)
 
     def _heard(self, rank: int) -> None:
-        vote = self.vote
-        reduced = [min(column) for column in zip(*(b.encode() for b in vote.ballots), strict=True)]
-        outcome = Outcome.decode(reduced)
+        vote, outcome = self.vote, self._outcome()
         if outcome.result is VoteResult.COMMIT and self._all_confirm():
             if self._settlement(rank, vote.settlements[rank].heard()) is Verdict.IN_DOUBT:
                 self._settles(rank)
                 return
         elif outcome.result is VoteResult.COMMIT:
-            outcome = outcome.with_abort()
+            outcome = outcome.unconfirmed()
         self._act(rank, self.machines[rank].decide(outcome))
         if len(set(vote.truths)) > 1:
             must(rank in self.fatal, "served on beside ranks that serve another placement")
         self._counted(rank)
+
+    def _impatient(self, rank: int) -> None:
+        """Not all have come to confirm in time: the rank gives the commit up, unless another has made it."""
+        self.faults = self.faults._replace(impatience=self.faults.impatience - 1)
+        verdict = self._settlement(rank, self.vote.settlements[rank].doubted())
+        if verdict is Verdict.IN_DOUBT:
+            self._settles(rank)
+        else:
+            self._settled(rank, verdict)
+
+    def _broken(self, rank: int) -> None:
+        """The rank will not be able to install the next layer."""
+        self.faults = self.faults._replace(installs=self.faults.installs - 1)
+        self.broken |= {rank}
+
+    def _outcome(self) -> Outcome:
+        if None in self.vote.ballots:
+            return Outcome.nobody()
+        reduced = [min(column) for column in zip(*(b.encode() for b in self.vote.ballots), strict=True)]
+        return Outcome.decode(reduced)
 
     def _unheard(self, rank: int) -> None:
         if None not in self.vote.ballots:
@@ -200,12 +222,16 @@ class World(State):
         )
         if not self.vote.pending:
             self.vote, self.forwards = None, (0,) * RANKS
+            if self.fatal and self.scenario.reports_failures:
+                self.fatal = frozenset(range(RANKS))
 
     # What machines ask for
 
     def _act(self, rank: int, transition: Transition) -> None:
         self.machines[rank], actions = transition
         for action in actions:
+            if rank in self.fatal:
+                return
             if isinstance(action, StartTransfer):
                 self._start(rank, action)
             elif isinstance(action, Commit):
@@ -223,6 +249,9 @@ class World(State):
 
     def _commit(self, rank: int, action: Commit) -> None:
         check_commit(self, rank, action)
+        if rank in self.broken:
+            self.fatal |= {rank}
+            return
         layer, staged, tags = action.layer.layer, self.staged[rank], self.weights[rank]
         self.weights[rank] = (*tags[:layer], staged.tag, *tags[layer + 1 :])
         self.staged[rank] = None

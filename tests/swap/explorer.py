@@ -1,8 +1,15 @@
-"""Every interleaving of the layer switch for three ranks and two plans: ``make explore`` prints what was seen."""
+"""Every interleaving of the layer switch for three ranks and two plans: ``make explore`` prints what was seen.
+
+Each fault alone is walked in all scenarios; faults of several kinds at once in the one that is smallest and still has
+a plan of two layers, a switch by halves and another service's plan after it.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import TypeVar
 
 from tests.exploring import Walk, report
 from tests.exploring import walk as walk_world
@@ -13,6 +20,29 @@ from tests.swap.tags import FIRST, plan_from
 _AFTER_ONE = FIRST.with_layer(0, 1, 1)
 _AFTER_BOTH = _AFTER_ONE.with_layer(1, 1, 1)
 _LONG_PLAN = plan_from(FIRST, 1, 1, 0, 1)
+_PROCESSES = 2
+
+RIVALS, LATE, HALFWAY, AFTER, ASTRAY = range(5)
+"""Places in ``scenarios``."""
+
+ALONE = (
+    Faults(),
+    Faults(transfers=1),
+    Faults(halts=1),
+    Faults(losses=1),
+    Faults(skips=1),
+    Faults(installs=1),
+)
+TOGETHER = (
+    Faults(transfers=1, halts=1, losses=1),
+    Faults(transfers=1, losses=1, skips=1),
+    Faults(losses=2),
+    Faults(losses=1, skips=1, impatience=2),
+    Faults(transfers=1, losses=1, installs=1),
+)
+
+Given = TypeVar("Given")
+Found = TypeVar("Found")
 
 
 def scenarios(faults: Faults) -> list[Scenario]:
@@ -28,17 +58,28 @@ def scenarios(faults: Faults) -> list[Scenario]:
     ]
 
 
+def whole() -> list[Scenario]:
+    """All that ``make explore`` walks, the longest first."""
+    together = [scenarios(faults)[LATE] for faults in TOGETHER]
+    return [*together, *(scenario for faults in reversed(ALONE) for scenario in scenarios(faults))]
+
+
 def walk(scenario: Scenario) -> Walk:
     """Visit every state of the scenario."""
-    return walk_world(scenario.name, World(scenario))
+    return walk_world(scenario.title, World(scenario))
+
+
+def in_parallel(do: Callable[[Given], Found], given: Iterable[Given]) -> Iterator[Found]:
+    """``do`` of each, in order, on some processes."""
+    with ProcessPoolExecutor(_PROCESSES) as pool:
+        yield from pool.map(do, given)
 
 
 def main() -> None:
     """The full walk, then every mutant; exit code 1 where a promise is broken or a mutant survives."""
     from tests.swap.mutants import hunt
 
-    full = scenarios(Faults(transfers=1, halts=1, losses=1))
-    sys.exit(not report((walk(scenario) for scenario in full), hunt()))
+    sys.exit(not report(in_parallel(walk, whole()), hunt()))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.exploring import Walk
-from tests.swap.explored_state import Faults
-from tests.swap.explorer import scenarios, walk
+from tests.swap.explored_state import Faults, Scenario
+from tests.swap.explorer import ASTRAY, HALFWAY, LATE, RIVALS, in_parallel, scenarios, walk
 from worker_agent.swap.ballot import Ballot, Outcome, Progress, VoteResult
 from worker_agent.swap.commit_register import Settlement, Verdict
 from worker_agent.swap.machine import (
@@ -237,9 +237,6 @@ class AnswersAndCommitsAllTheSame(Settlement):
         return replace(self, verdict=Verdict.COMMITTED)
 
 
-RIVALS, LATE, HALFWAY, AFTER, ASTRAY = range(5)
-"""Places in ``scenarios``."""
-
 MUTANTS: dict[type[SwitchState], tuple[int, Faults]] = {
     CommitsWhileTransferring: (LATE, Faults(0, 0, 0)),
     StartsBeforeAllHold: (LATE, Faults(0, 0, 0)),
@@ -275,11 +272,26 @@ MUTANTS: dict[type[SwitchState], tuple[int, Faults]] = {
 """Each with the scenario and the faults that give it away soonest."""
 
 
+def broken_scenarios() -> dict[str, Scenario]:
+    """A scenario for each mutant, by its name."""
+    found = {
+        machine.__name__: replace(scenarios(faults)[place], machine=machine)
+        for machine, (place, faults) in MUTANTS.items()
+    }
+    for settlement in (AbortsUnasked, AbortsAfterOneAnswer, AnswersAndCommitsAllTheSame):
+        found[settlement.__name__] = replace(scenarios(Faults(losses=2))[LATE], settlement=settlement)
+    found["CommitsUnconfirmed"] = replace(scenarios(Faults(losses=1, skips=1))[LATE], confirms=False)
+    hasty = Faults(skips=1, impatience=2)
+    for settlement in (AbortsUnasked, AbortsAfterOneAnswer, AnswersAndCommitsAllTheSame):
+        name = f"{settlement.__name__}, out of patience"
+        found[name] = replace(scenarios(hasty._replace(skips=0))[LATE], settlement=settlement)
+    found["CommitsUnconfirmed, out of patience"] = replace(scenarios(hasty)[LATE], confirms=False)
+    failing = scenarios(Faults(installs=1))[LATE]
+    found["KeepsItsFailureToItself"] = replace(failing, reports_failures=False)
+    return found
+
+
 def hunt() -> Iterator[tuple[str, Walk]]:
     """Each mutant's name and walk; one that broke no promise has got away."""
-    for machine, (place, faults) in MUTANTS.items():
-        yield machine.__name__, walk(replace(scenarios(faults)[place], machine=machine))
-    for settlement in (AbortsUnasked, AbortsAfterOneAnswer, AnswersAndCommitsAllTheSame):
-        yield settlement.__name__, walk(replace(scenarios(Faults(0, 0, 2))[LATE], settlement=settlement))
-    unconfirmed = replace(scenarios(Faults(0, 0, 0, skips=1))[LATE], confirms=False)
-    yield "CommitsUnconfirmed", walk(unconfirmed)
+    broken = broken_scenarios()
+    yield from zip(broken, in_parallel(walk, broken.values()), strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.exploring import must
-from tests.swap.explored_state import Running, State
+from tests.swap.explored_state import RANKS, Running, State
 from tests.swap.tags import TagPlan
 from worker_agent.swap.ballot import Progress
 from worker_agent.swap.machine import Commit, StartTransfer
@@ -58,7 +58,10 @@ def check_commit(state: State, rank: int, action: Commit) -> None:
 def check_state(state: State) -> None:
     """What must hold whatever has happened."""
     for rank, machine in enumerate(state.machines):
-        must(state.weights[rank] == machine.installed.tags, "slots hold other weights than the map names")  # type: ignore[attr-defined]
+        must(
+            rank in state.fatal or state.weights[rank] == machine.installed.tags,
+            "slots hold other weights than the map names",
+        )
         held = machine.plan is not None
         must(held == (machine.progress != Progress.IDLE), "its progress is that of no plan")
         must(held or machine.abort_wish is None, "wishes to abort a plan that it no longer holds")
@@ -70,6 +73,8 @@ def check_state(state: State) -> None:
             plan = machine.plan
             kept = machine.progress == Progress.READY and plan is not None and plan.digest == cast.plan
             must(kept, "took back a READY before the vote was counted")
-    if state.vote is None and len(set(state.scenario.starts)) == 1:
+    if state.vote is None:
+        must(len(state.fatal) in (0, RANKS), "serves on beside a rank that could not install a layer")
+    if state.vote is None and not state.fatal and len(set(state.scenario.starts)) == 1:
         served = {(machine.installed.epoch, machine.installed.tags) for machine in state.machines}  # type: ignore[attr-defined]
         must(len(served) == 1, f"ranks serve different placements: {sorted(served)}")

@@ -130,7 +130,8 @@ def _different_votes(ranks: Sequence[RankHistory]) -> Iterator[str]:
             # Unheard and unsettled, a vote says nothing of what the others heard.
             if not vote["heard"] and vote["decision"] != "COMMIT":
                 continue
-            found = (vote["step"], vote["decision"])
+            # A rank that missed a call counts late, which only a commit must not be.
+            found = (vote["step"] if vote["decision"] == "COMMIT" else 0, vote["decision"])
             first_rank, first = seen.setdefault(vote["number"], (history.rank, found))
             if found != first:
                 yield (
@@ -140,14 +141,14 @@ def _different_votes(ranks: Sequence[RankHistory]) -> Iterator[str]:
 
 
 def _different_transfers(ranks: Sequence[RankHistory]) -> Iterator[str]:
-    seen: dict[int, tuple[int, tuple[int, int, int]]] = {}
+    seen: dict[int, tuple[int, tuple[int, int]]] = {}
     for history in ranks:
         for started in history.of("transfer"):
-            found = (started["step"], started["lane"], started["layer"])
+            found = (started["lane"], started["layer"])
             first_rank, first = seen.setdefault(started["generation"], (history.rank, found))
             if found != first:
                 yield (
-                    f"transfer {started['generation']}: rank {first_rank} began [step, lane, layer] "
+                    f"transfer {started['generation']}: rank {first_rank} began [lane, layer] "
                     f"{list(first)}, rank {history.rank} {list(found)}"
                 )
 

@@ -66,6 +66,7 @@ class Outcome:
     abort: bool
     forward_low: int = 0
     forward_high: int = 0
+    confirmed: bool = True
 
     @classmethod
     def decode(cls, reduced: Sequence[int]) -> Outcome:
@@ -93,6 +94,10 @@ class Outcome:
         """The same, had one rank more voted to abort."""
         return replace(self, abort=True)
 
+    def unconfirmed(self) -> Outcome:
+        """The same, where not all ranks are at the boundary at which it is counted."""
+        return replace(self, confirmed=False)
+
     @property
     def plans(self) -> frozenset[int]:
         """Digests that are known to be held by some rank."""
@@ -103,7 +108,7 @@ class Outcome:
         """The one thing that all ranks do; see the table in ARCHITECTURE.md."""
         if not self.installed_agree:
             return VoteResult.DIVERGED
-        if self.forward_low != self.forward_high:
+        if self.forward_low != self.forward_high or not self.confirmed:
             return VoteResult.REALIGN
         if not self.plans:
             return VoteResult.NOTHING

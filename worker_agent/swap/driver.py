@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from eplb_service.placement import expert_map
 from worker_agent.adapters.live_layer import LiveLayer
@@ -24,10 +23,10 @@ from worker_agent.swap.ballot import Outcome, Progress, VoteResult
 from worker_agent.swap.carrier import ByteBudget
 from worker_agent.swap.commit_register import FatalSwitchError
 from worker_agent.swap.listener import Committed, Listener, SwitchStats
-from worker_agent.swap.reformation import Reformation, Standing
 from worker_agent.swap.staging import check_installed, install
 from worker_agent.swap.transfer import TransferLimits, TransferResult, TransferWorker
-from worker_agent.swap.vote import BallotBox, VoteError, Voter
+from worker_agent.swap.vote import VoteError, Voter
+from worker_agent.swap.vote_schedule import VoteSchedule
 
 _log = logging.getLogger("eplb.agent")
 
@@ -74,13 +73,8 @@ class SwitchDriver:
         self._verify = settings.verify_transfers
         self._clock = clock
         self._step = 0
-        self._next_vote = 1
         self._group = rendezvous.group
-        self._vote_interval, self._vote_lag = settings.vote_interval, settings.vote_lag
-        self._vote_timeout = timedelta(seconds=settings.vote_timeout_seconds)
-        self.votes: Voter | None = self._voter(rendezvous.votes, 0)
-        self._reformation: Reformation | None = None
-        self._attempts = 0
+        self.votes = VoteSchedule(rendezvous, settings, clock, history)
         self._transfer_timeout = settings.transfer_timeout_seconds
         limits = TransferLimits(
             timedelta(seconds=settings.transfer_timeout_seconds),
@@ -95,6 +89,8 @@ class SwitchDriver:
     def take_events(self, step: int, heard: Sequence[CheckedPlan]) -> None:
         """Step boundary ``step`` is here, and these plans have arrived since the last."""
         self._step = step
+        if self._group.failure is not None:
+            raise FatalSwitchError(self._group.failure)
         for plan in heard:
             self._apply(self.state.offer(plan.plan, step, plan.checked_for))
         result = self.transfers.poll()
@@ -111,13 +107,18 @@ class SwitchDriver:
         Raises ``FatalSwitchError`` where the ranks may no longer serve one placement.
         """
         self._step = step
-        self._vote_again()
-        if self.votes is not None and self.votes.box.due(step):
-            self._count_votes(self.votes)
-        forward = step - step % self._vote_interval
-        if self.votes is not None and forward >= self._next_vote:
-            self._next_vote = forward + self._vote_interval
-            self._cast_vote(self.votes, forward)
+        reformed = self.votes.formed_again(step)
+        if reformed is not None:
+            self.state = self.state.reformed(reformed.generation, reformed.lane)
+            _log.info(
+                "rank %d: the ranks vote again from forward pass %d", self._identity.rank, reformed.start
+            )
+        voter = self.votes.to_count(step)
+        if voter is not None:
+            self._count_votes(voter)
+        ballot_due = self.votes.to_cast(step)
+        if ballot_due is not None:
+            self._cast_vote(*ballot_due)
 
     def see_term(self, term: int) -> None:
         """A service of this leader term is connected."""
@@ -126,6 +127,11 @@ class SwitchDriver:
     def halt(self, reason: str) -> None:
         """Stop balancing on this rank; it votes on, for aborts."""
         self._apply(self.state.halt(reason))
+
+    def fail(self, reason: str) -> None:
+        """This rank serves no more: the others hear of it, and end as well."""
+        self._group.fail(f"rank {self._identity.rank}: {reason}")
+        self.votes.leave()
 
     # The end
 
@@ -137,11 +143,11 @@ class SwitchDriver:
         """
         self.state = self.state.with_pause(reason)
         self.budget.open()
-        if self.votes is not None and self.votes.box.under_way:
-            self._count_votes(self.votes)
-        while self.votes is not None:
-            self._cast_vote(self.votes, self._step)
-            if self.votes is not None and not self._count_votes(self.votes).plans:
+        if self.votes.voter is not None and self.votes.voter.box.under_way:
+            self._count_votes(self.votes.voter)
+        while (voter := self.votes.voter) is not None:
+            self._cast_vote(voter, self._step)
+            if self.votes.voter is not None and not self._count_votes(voter).plans:
                 break
         while self.transfers.running and self.transfers.failing is None:
             result = self.transfers.poll()
@@ -162,38 +168,52 @@ class SwitchDriver:
         committed does not answer.
         """
         try:
-            if self.votes is not None and self.votes.box.under_way:
-                with self._fatal_where(self.votes.may_commit):
-                    self._apply(self.state.decide(self.votes.settle(self._step)))
+            voter = self.votes.voter
+            if voter is not None and voter.box.under_way:
+                with self._fatal_where(voter.may_commit):
+                    self._apply(self.state.decide(voter.settle(self._step)))
             self.state = self.state.with_pause("the agent was closed")
         finally:
-            if self.votes is not None:
-                self.votes.box.leave()
-                self.votes = None
-            if self._reformation is not None:
-                self._reformation.close()
+            self.votes.leave()
             self.transfers.close()
             self._group.close()
 
     # Votes
 
-    def _cast_vote(self, votes: Voter, forward: int) -> None:
+    def _cast_vote(self, voter: Voter, forward: int) -> None:
         try:
-            votes.cast(replace(self.state.ballot, forward=forward))
+            voter.cast(replace(self.state.ballot, forward=forward))
         except VoteError as error:
-            self._lose_votes(votes, error)
+            self._lose_votes(voter, error)
 
-    def _count_votes(self, votes: Voter) -> Outcome:
+    def _count_votes(self, voter: Voter) -> Outcome:
         """What follows from the vote under way; the outcome that counted."""
-        with self._fatal_where(votes.may_commit):
+        with self._fatal_where(voter.may_commit):
             try:
-                outcome = votes.count(self._step, self._clock.exact)
+                outcome = voter.count(self._step, self._clock.exact)
             except VoteError as error:
-                return self._lose_votes(votes, error)
-            self._apply(self.state.decide(outcome))
-        if outcome.result is VoteResult.REALIGN:
-            self._next_vote = outcome.forward_high + self._vote_lag + 1
+                return self._lose_votes(voter, error)
+            if outcome.result is VoteResult.COMMIT:
+                self._switch_layer(voter, outcome)
+            else:
+                self._apply(self.state.decide(outcome))
+        self.votes.counted(outcome)
         return outcome
+
+    def _switch_layer(self, voter: Voter, outcome: Outcome) -> None:
+        """Install what was voted in, and serve on only where no rank says that it could not."""
+        try:
+            self._apply(self.state.decide(outcome))
+        except BaseException as error:
+            self._group.fail(f"rank {self._identity.rank}: {error}")
+            with suppress(VoteError):
+                voter.box.all_have_installed(False)
+            raise
+        try:
+            if not voter.box.all_have_installed(True):
+                raise FatalSwitchError(self._group.failure or "another rank could not install a layer")
+        except VoteError as error:
+            self._lose_votes(voter, error)
 
     @contextmanager
     def _fatal_where(self, a_layer_may_commit: bool) -> Iterator[None]:
@@ -209,37 +229,22 @@ class SwitchDriver:
                 f"a vote that may have committed a layer could not be followed: {error}"
             ) from error
 
-    def _lose_votes(self, votes: Voter, error: VoteError) -> Outcome:
+    def _lose_votes(self, voter: Voter, error: VoteError) -> Outcome:
         """The ranks can no longer be heard: settle what the last vote may have decided, then form the votes again."""
-        self.votes = None
+        self.votes.voter = None
         try:
-            with self._fatal_where(votes.may_commit):
-                outcome = votes.settle(self._step)
+            with self._fatal_where(voter.may_commit):
+                outcome = voter.settle(self._step)
                 self._apply(self.state.decide(outcome))
         finally:
-            votes.box.leave()
+            voter.box.leave()
+        if self._group.failure is not None:
+            raise FatalSwitchError(self._group.failure)
         _log.warning("rank %d: the votes are lost: %s", self._identity.rank, error)
         self._apply(self.state.lose_votes(str(error)))
-        standing = Standing(
-            self.state.installed.version_digest, self.state.generation, self.state.lane, votes.box.number
-        )
-        self._reformation = Reformation(self._group, standing, self._attempts, lambda: self._step)
+        state = self.state
+        self.votes.lost(voter, state.installed.version_digest, state.generation, state.lane)
         return outcome
-
-    def _vote_again(self) -> None:
-        """Take up the votes that the ranks have formed again, at the forward pass that they have agreed on."""
-        reformed = None if self._reformation is None else self._reformation.poll()
-        if self._reformation is None or reformed is None or self._step < reformed.start:
-            return
-        self._attempts, self._reformation = self._reformation.attempts, None
-        self.state = self.state.reformed(reformed.generation, reformed.lane)
-        self.votes = self._voter(reformed.votes, reformed.vote)
-        self._next_vote = reformed.start
-        _log.info("rank %d: the ranks vote again from forward pass %d", self._identity.rank, reformed.start)
-
-    def _voter(self, group: dist.ProcessGroup, number: int) -> Voter:
-        box = BallotBox(group, self._vote_lag, self._vote_timeout, number)
-        return Voter(box, self._group.register, self._history)
 
     # What the machine asks for
 

@@ -6,21 +6,26 @@ model's collectives.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import ipaddress
 import secrets
 import socket
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
 
 import torch.distributed as dist
 
 from worker_agent.swap.commit_register import CommitRegister
-from worker_agent.swap.peers import Address, Peers, PeerStore
+from worker_agent.swap.peers import Address, PeerGoneError, Peers, PeerStore
 
 _OPEN_TIMEOUT = timedelta(seconds=60)
 _SECRET_BYTES = 32
+_ANNOUNCE_SECONDS = 1.0
+_POSITION_SECONDS = 0.5
+_LONGEST_REASON = 500
 
 
 class RendezvousError(RuntimeError):
@@ -36,6 +41,9 @@ class AgentGroup:
         Address of the interface that this rank's links are bound to.
     patience
         Longest wait, in seconds, for a rank that may have committed a layer.
+
+    ``failure`` is why a rank of the formation, this one or another, must not serve any more, or ``None``; ``position``
+    gives this rank's calls and forward passes to peers that ask.
     """
 
     def __init__(self, host: str, patience: float) -> None:
@@ -43,6 +51,8 @@ class AgentGroup:
         self.store = PeerStore(_OPEN_TIMEOUT)
         self.register = CommitRegister(patience)
         self.rank, self.size = 0, 1
+        self.failure: str | None = None
+        self.position: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._patience = patience
         self.peers = Peers(host, self._answer)
 
@@ -115,6 +125,23 @@ class AgentGroup:
         # A backend has a process group's methods; torch's type stubs do not list them.
         return cast("dist.ProcessGroup", backend)
 
+    def fail(self, reason: str) -> None:
+        """This rank must not serve any more: the others hear of it and end as well, unless it was they who said so."""
+        if self.failure is None:
+            self.failure = reason[:_LONGEST_REASON]
+            self.peers.announce(b"f" + self.failure.encode(), _ANNOUNCE_SECONDS)
+
+    def positions(self) -> dict[int, tuple[int, int]]:
+        """Calls and forward passes of the others, of those that answer."""
+        answers = {}
+        with contextlib.suppress(PeerGoneError):
+            answers = self.peers.ask(self.peers.others, b"p", _POSITION_SECONDS)
+        found = {}
+        for rank, answer in answers.items():
+            calls, forward = answer.split()
+            found[rank] = (int(calls), int(forward))
+        return found
+
     def close(self) -> None:
         """Answer the others for as long as they may ask what this rank has committed, then no more."""
         ending = threading.Timer(self._patience, self.peers.close)
@@ -133,6 +160,13 @@ class AgentGroup:
         if kind == b"d":
             verdict = self.register.answer(int(subject))
             return None if verdict is None else verdict.value
+        if kind == b"f":
+            self.failure = self.failure or subject
+            return b"+"
+        if kind == b"p":
+            return b"%d %d" % self.position()
+        if self.failure is not None:
+            return b"!" + self.failure.encode()
         value = self.store.held(subject)
         return b"-" if value is None else b"+" + value
 

@@ -240,7 +240,7 @@ class SwitchState:
             return halted, (*actions, Diverged(reason))
         if result is VoteResult.REALIGN:
             return self._drop(
-                "the ranks count different forward passes: one has missed a step or made one twice"
+                "the ranks are not at one forward pass: one has missed a step, made one twice, or is seconds late"
             )
         if self.plan is None or self.plan.digest not in outcome.plans:
             return self, ()

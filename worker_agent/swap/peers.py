@@ -94,6 +94,17 @@ class Peers:
                         waiting.discard(rank)
         return answers
 
+    def announce(self, statement: bytes, seconds: float) -> None:
+        """Have every rank hear this that can within so many seconds; those whose process has ended are left out."""
+        waiting = set(self.others)
+        end = time.monotonic() + seconds
+        while waiting and time.monotonic() < end:
+            for rank in sorted(waiting):
+                try:
+                    waiting -= self.ask([rank], statement, _RETRY_SECONDS).keys()
+                except PeerGoneError:
+                    waiting.discard(rank)
+
     def close(self) -> None:
         """Answer no more."""
         # Wakes the thread that waits here; that the socket is not connected is no news.
@@ -202,7 +213,9 @@ class PeerStore(dist.Store):
         held = self.held(key)
         if held is not None or self._peers is None:
             return held
-        for rank in sorted(self._peers.others):
+        # The libraries name a value after the rank that sets it: it is asked first.
+        owner = key.rpartition("/")[2]
+        for rank in sorted(self._peers.others, key=lambda rank: (str(rank) != owner, rank)):
             answer = self._peers.ask([rank], b"v" + key.encode(), _RETRY_SECONDS).get(rank, b"")
             if answer[:1] == b"+":
                 return answer[1:]

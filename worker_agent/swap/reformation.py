@@ -23,6 +23,7 @@ _log = logging.getLogger("eplb.agent")
 
 _FIRST_BACKOFF_SECONDS = 0.5
 _LAST_BACKOFF_SECONDS = 60.0
+_LONGEST_DELAY_SECONDS = 3600.0
 _GATHER_SECONDS = 60.0
 _OPEN_TIMEOUT = timedelta(seconds=60)
 _POLL_SECONDS = 0.05
@@ -63,15 +64,28 @@ class Reformation:
         Where this rank was.
     attempts
         Attempts before this one, over the life of the formation.
+    fruitless
+        How often in a row votes that were formed again were lost before long; each time they come later.
     now
         Gives the number of the last forward pass.
+
+    ``complaint`` is what came of the last attempt, or ``None``.
     """
 
-    def __init__(self, group: AgentGroup, standing: Standing, attempts: int, now: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        group: AgentGroup,
+        standing: Standing,
+        attempts: int,
+        fruitless: int,
+        now: Callable[[], int],
+    ) -> None:
         self.attempts = attempts
         self._group = group
         self._standing = standing
         self._now = now
+        self._backoff = min(_FIRST_BACKOFF_SECONDS * 4**fruitless, _LONGEST_DELAY_SECONDS)
+        self.complaint: str | None = None
         self._margin = _FIRST_MARGIN
         self._closing = threading.Event()
         self._reformed: Reformed | FatalSwitchError | None = None
@@ -94,7 +108,7 @@ class Reformation:
         self._closing.set()
 
     def _run(self) -> None:
-        backoff = _FIRST_BACKOFF_SECONDS
+        backoff = self._backoff
         while not self._closing.wait(backoff):
             try:
                 self._reformed = self._attempt()
@@ -103,15 +117,16 @@ class Reformation:
                 self._reformed = diverged
                 return
             except Exception as error:
+                self.complaint = f"the ranks do not vote again yet: {error}"
                 _log.warning("rank %d: the ranks do not vote again yet: %s", self._group.rank, error)
-            backoff = min(2 * backoff, _LAST_BACKOFF_SECONDS)
+            backoff = max(self._backoff, min(2 * backoff, _LAST_BACKOFF_SECONDS))
             self._margin = min(4 * self._margin, _LAST_MARGIN)
 
     def _attempt(self) -> Reformed:
         self._gather()
         votes = self._group.process_group(f"vote/{self.attempts}", _OPEN_TIMEOUT)
         mine = self._standing
-        low, high, generation, lane, vote, step = _all_min(
+        low, high, generation, lane, vote, earliest, latest = _all_min(
             votes,
             [
                 mine.version_digest,
@@ -119,12 +134,15 @@ class Reformation:
                 -mine.generation,
                 -mine.lane,
                 -mine.vote,
+                self._now(),
                 -self._now(),
             ],
         )
         if low != -high:
             raise FatalSwitchError("the ranks serve different placements")
-        start = self._margin - step
+        if -latest - earliest > self._margin:
+            raise TimeoutError(f"the ranks count different forward passes, {earliest} to {-latest}")
+        start = self._margin - latest
         (in_time,) = _all_min(votes, [int(self._now() < start)])
         if not in_time:
             raise TimeoutError(f"a rank was past forward pass {start} before all had heard of it")
@@ -134,20 +152,23 @@ class Reformation:
         """Agree on the number of the attempt, the highest that any rank is at, once all ranks have lost the votes."""
         self.attempts += 1
         end = time.monotonic() + _GATHER_SECONDS
-        while not self._closing.is_set():
+        waiting = sorted(self._group.peers.others)
+        # One rank is waited for at a time: many that wait must not flood the one that is late.
+        while waiting:
             self._group.store.set(f"attempt/{self._group.rank}", str(self.attempts))
-            theirs = [self._attempt_of(rank) for rank in sorted(self._group.peers.others)]
-            if all(attempt == self.attempts for attempt in theirs):
-                return
-            self.attempts = max(self.attempts, *theirs)
-            if time.monotonic() > end:
-                break
-            time.sleep(_POLL_SECONDS)
-        raise TimeoutError("not all ranks have come")
+            theirs = self._attempt_of(waiting[-1])
+            if theirs == self.attempts:
+                waiting.pop()
+            elif theirs > self.attempts:
+                self.attempts, waiting = theirs, sorted(self._group.peers.others)
+            elif time.monotonic() > end or self._closing.wait(_POLL_SECONDS):
+                raise TimeoutError(f"rank {waiting[-1]} has not come")
 
     def _attempt_of(self, rank: int) -> int:
         question = f"vattempt/{rank}".encode()
         answer = self._group.peers.ask([rank], question, _POLL_SECONDS).get(rank, b"-")
+        if answer[:1] == b"!":
+            raise FatalSwitchError(answer[1:].decode())
         return int(answer[1:]) if answer[:1] == b"+" else 0
 
 

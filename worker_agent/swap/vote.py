@@ -7,6 +7,7 @@ waiting there if it must. Completion is never polled: two ranks would see the ou
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -18,8 +19,10 @@ from worker_agent.history.record import History
 from worker_agent.swap.ballot import BALLOT_WIDTH, Ballot, Outcome, Progress, VoteResult
 from worker_agent.swap.commit_register import CommitRegister
 
-_CONFIRM_TIMEOUT = timedelta(seconds=30)
-"""All ranks have voted a few passes ago: one that does not come to confirm has missed the boundary, and never will."""
+_INSTALL_TIMEOUT = timedelta(seconds=30)
+"""A rank that is not heard by then either installs the layer or serves no more: the model's next collective waits."""
+_SUSPICION = timedelta(seconds=5)
+"""After so long a rank asks where the others are: one whose count of passes hangs never comes."""
 
 
 class VoteError(RuntimeError):
@@ -37,17 +40,26 @@ class BallotBox:
         Step boundaries between launch and consumption.
     timeout
         Longest wait at consumption.
-
+    patience
+        Longest wait for all to be at the boundary at which a layer is committed.
     number
         Of the last vote before, where this box goes on for another.
 
     ``number`` counts the votes; ``under_way`` says whether one has been launched and not been consumed.
     """
 
-    def __init__(self, group: dist.ProcessGroup, lag: int, timeout: timedelta, number: int = 0) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        lag: int,
+        timeout: timedelta,
+        patience: timedelta = timedelta(seconds=1),
+        number: int = 0,
+    ) -> None:
         self._group: dist.ProcessGroup | None = group
         self._lag = lag
         self._timeout = timeout
+        self._patience = patience
         self._tensor = torch.zeros(BALLOT_WIDTH, dtype=torch.int64)
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
@@ -74,32 +86,60 @@ class BallotBox:
         """Whether an outcome must be consumed after this forward pass."""
         return self.under_way and forward >= self._due
 
-    def consume(self) -> Outcome:
-        """The outcome, waiting for the slowest rank. Raises ``VoteError`` past the timeout or on a broken link."""
+    def consume(self, never_coming: Callable[[int], str | None] = lambda _: None) -> Outcome:
+        """The outcome, waiting for the slowest rank.
+
+        Parameters
+        ----------
+        never_coming
+            Given the forward pass after which the outcome is due, says which rank will not come to it; asked now and
+            then by a rank that has waited for long.
+
+        Raises
+        ------
+        VoteError
+            Past the timeout, on a broken link, or where a rank will not come.
+        """
         assert self.under_way
         work, self._work, self.under_way = self._work, None, False
         if work is None:
             raise VoteError(f"vote {self.number}: this rank has left the votes")
+        end = time.monotonic() + self._timeout.total_seconds()
         try:
-            work.wait(self._timeout)
+            while not _done(work, min(_SUSPICION, timedelta(seconds=max(0.001, end - time.monotonic())))):
+                absent = never_coming(self._due)
+                if absent is None and time.monotonic() > end:
+                    absent = f"not all ranks came within {self._timeout.total_seconds():g} s"
+                if absent is not None:
+                    raise VoteError(f"vote {self.number} came to nothing: {absent}")
             return Outcome.decode(self._tensor.tolist())
         except (RuntimeError, ValueError) as error:
+            if isinstance(error, VoteError):
+                raise
             raise VoteError(f"vote {self.number} came to nothing: {error}") from error
 
-    def all_are_at(self, forward: int) -> bool:
-        """Whether every rank is at this boundary, the one after pass ``forward``; waits for the slowest to say so.
+    def all_are_at(self, forward: int) -> bool | None:
+        """Whether every rank is at this boundary, the one after pass ``forward``; ``None`` if not all came in time.
 
-        Raises ``VoteError`` past the timeout or on a broken link.
+        Those that come later find the others' answers, so the next vote is none the worse. Raises ``VoteError`` on a
+        broken link.
         """
+        bounds = self._all_min([forward, -forward], min(self._patience, self._timeout))
+        return None if bounds is None else bounds[0] == -bounds[1]
+
+    def all_have_installed(self, done: bool) -> bool:
+        """Whether no rank says that it has failed to install the layer. Raises ``VoteError`` on a broken link."""
+        return self._all_min([int(done)], min(_INSTALL_TIMEOUT, self._timeout)) != [0]
+
+    def _all_min(self, values: list[int], timeout: timedelta) -> list[int] | None:
         if self._group is None:
             raise VoteError(f"vote {self.number}: this rank has left the votes")
-        bounds = torch.tensor([forward, -forward], dtype=torch.int64)
+        tensor = torch.tensor(values, dtype=torch.int64)
         try:
-            self._group.allreduce([bounds], self._options).wait(min(self._timeout, _CONFIRM_TIMEOUT))
+            work = self._group.allreduce([tensor], self._options)
+            return [int(value) for value in tensor.tolist()] if _done(work, timeout) else None
         except RuntimeError as error:
             raise VoteError(f"vote {self.number} was not confirmed by all ranks: {error}") from error
-        low, high = bounds.tolist()
-        return bool(low == -high)
 
     def leave(self) -> None:
         """Vote no more. The other ranks learn of it at once, by their broken links; returns at once as well.
@@ -124,10 +164,19 @@ class Voter:
         Has the last word on a vote that may commit a layer.
     history
         Where votes are recorded.
+    never_coming
+        See ``BallotBox.consume``.
     """
 
-    def __init__(self, box: BallotBox, register: CommitRegister, history: History) -> None:
+    def __init__(
+        self,
+        box: BallotBox,
+        register: CommitRegister,
+        history: History,
+        never_coming: Callable[[int], str | None] = lambda _: None,
+    ) -> None:
         self.box = box
+        self._never_coming = never_coming
         self._register = register
         self._history = history
         self._cast: Ballot | None = None
@@ -155,13 +204,14 @@ class Voter:
         exact_forward
             Gives the forward pass that this boundary comes after; called only where a layer is to be committed.
         """
-        outcome = self.box.consume()
-        if outcome.result is VoteResult.COMMIT and not (
-            self.box.all_are_at(exact_forward()) and self._register.may_commit(self.box.number, heard=True)
-        ):
-            # The ranks are not at one boundary, or one that did not hear this has recorded that it does not count.
-            outcome = outcome.with_abort()
+        outcome = self.box.consume(self._never_coming)
+        if outcome.result is VoteResult.COMMIT:
+            together = self.box.all_are_at(exact_forward())
+            # Where not all came in time, or one that gave up has asked this rank before it heard, the ranks settle it.
+            if together is False or not self._register.may_commit(self.box.number, heard=together is True):
+                outcome = outcome.unconfirmed()
         self._history.vote(step, self.box.number, self._cast, outcome)
+        self._cast = None
         return outcome
 
     def settle(self, step: int) -> Outcome:
@@ -177,3 +227,14 @@ class Voter:
             unanimous = unanimous.with_abort()
         self._history.vote(step, self.box.number, cast, unanimous, heard=False)
         return unanimous
+
+
+def _done(work: dist.Work, timeout: timedelta) -> bool:
+    """Whether it is done within that time; it goes on if not. Raises ``RuntimeError`` where it has failed."""
+    try:
+        work.wait(timeout)
+    except RuntimeError:
+        if work.is_completed():
+            raise
+        return False
+    return True

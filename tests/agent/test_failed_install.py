@@ -1,0 +1,63 @@
+"""A rank that cannot install what was voted in serves no more, nor do the others: all learn it before the next pass."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from tests.agent import live
+from tests.ranks import run_ranks
+from worker_agent.agent import Agent
+from worker_agent.swap import driver
+from worker_agent.swap.commit_register import FatalSwitchError
+from worker_agent.swap.group import AgentGroup
+
+RANKS = 3
+
+
+def _serve(how: str) -> tuple[str, int, float]:
+    """Rank 1 cannot install; each rank's error, the passes that it has made by then, and how long the last took."""
+    base_RS = live.linear_RS(RANKS)
+    layers, still = live.layers_of(1, base_RS), live.layers_of(1, base_RS)
+    agent = Agent.start(layers, dist.group.WORLD, live.settings())
+    target = live.keep_staying_slots(base_RS, live.shuffled_RS(RANKS, 1))
+    passes, began = 0, 0.0
+
+    def fail(*_: object) -> int:
+        if how == "its links break as well":
+            assert agent._switch.votes.voter is not None
+            agent._switch.votes.voter.box.leave()
+        raise MemoryError("no memory on the device")
+
+    if dist.get_rank() == 1:
+        driver.install = fail  # type: ignore[assignment]
+    if how == "nobody hears it at once":
+        AgentGroup.fail = lambda self, reason: setattr(self, "failure", self.failure or reason)  # type: ignore[method-assign]
+
+    def between(step: int) -> None:
+        nonlocal passes, began
+        passes, began = step, time.monotonic()
+        if step == 1:
+            agent._stream.plans.put(live.plan_for(agent, {0: target}))
+        time.sleep(0.005)
+
+    with pytest.raises(FatalSwitchError) as fatal:
+        live.drive(agent, layers, still, 200, between)
+    took = time.monotonic() - began
+    with pytest.raises(FatalSwitchError):
+        agent.step()
+    # The last rank to know must still find the others there.
+    dist.barrier()
+    return str(fatal.value), passes, took
+
+
+@pytest.mark.parametrize("how", ["", "its links break as well", "nobody hears it at once"])
+def test_an_install_that_fails_on_one_rank_is_fatal_on_every_rank_at_once(how: str) -> None:
+    found = run_ranks(RANKS, _serve, how)
+    assert len({passes for _, passes, _ in found}) == 1
+    assert "no memory on the device" in found[1][0]
+    if how != "nobody hears it at once":
+        assert all("rank 1" in why and "no memory on the device" in why for why, _, _ in (found[0], found[2]))
+    assert max(took for _, _, took in found) < 20
