@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.placement.par import mean_par, par
+from eplb_service.placement import Float64, mean_par, par
 
-Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
 
 _ROUNDING_STEPS = 64

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from eplb_service.demo.scoreboard import Float64, Scoreboard
+from eplb_service.demo.scoreboard import Scoreboard
 from eplb_service.demo.stage import Stage
 from eplb_service.offline import solve
+from eplb_service.placement import Float64, mean_par
 from eplb_service.planner.noise_floor import noise_floor
 
 
@@ -24,7 +25,7 @@ def summarise(board: Scoreboard, stage: Stage) -> dict[str, Any]:
         "par_static": board.par("still", scored_from),
         "par_balanced": board.par("live", scored_from),
         "par_hindsight": hindsight_par(board, stage, scored_from),
-        "par_noise_floor": float(floor_L.mean()),
+        "par_noise_floor": float(mean_par(floor_L)),
         "par_static_all_steps": board.par("still"),
         "par_balanced_all_steps": board.par("live"),
         "scored_from_step": scored_from,

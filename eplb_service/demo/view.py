@@ -7,8 +7,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from eplb_service.demo.scoreboard import Float64, Scoreboard
-from eplb_service.placement.par import mean_par, par
+from eplb_service.demo.scoreboard import Scoreboard
+from eplb_service.placement import Float64, mean_par, par
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _RECENT_STEPS = 24

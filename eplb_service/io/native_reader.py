@@ -9,9 +9,9 @@ import numpy as np
 from eplb_service.heat.window import HeatError
 from eplb_service.io import native_layout
 from eplb_service.io.numpy_file import Array
-from eplb_service.io.trace import Float64, Heat, Int64, Trace, checked_slice
+from eplb_service.io.trace import Heat, Int64, Trace, checked_slice
 from eplb_service.io.zarr_array import ZarrArray
-from eplb_service.placement import Int32, PlacementError, check_layer
+from eplb_service.placement import Float64, Int32, PlacementError, check_layer
 
 
 class StoredTrace(Trace):

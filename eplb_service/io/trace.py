@@ -10,13 +10,12 @@ import numpy.typing as npt
 
 from eplb_service.heat.window import Counts, HeatError, checked_heat
 from eplb_service.io.numpy_file import Array
+from eplb_service.placement import Float64
 
 Heat = Counts
 """int32, int64 or float64 heat; its dimensions are in the variable's name."""
 Int64 = npt.NDArray[np.int64]
 """An int64 array; its dimensions are in the variable's name."""
-Float64 = npt.NDArray[np.float64]
-"""A float64 array; its dimensions are in the variable's name."""
 
 _SOURCE_STEPS = 8
 

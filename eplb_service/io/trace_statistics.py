@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.io.trace import Float64, Trace
-from eplb_service.placement import Placement, par
+from eplb_service.io.trace import Trace
+from eplb_service.placement import Float64, Placement, par
 from eplb_service.planner.noise_floor import noise_floor
 from eplb_service.planner.scoring import rank_loads
 

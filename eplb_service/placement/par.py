@@ -35,7 +35,7 @@ def par(loads_NLR: npt.NDArray[np.floating] | npt.NDArray[np.integer]) -> Float6
 def mean_par(par: Float64, axis: int | None = None, weights: npt.ArrayLike = 1.0) -> Float64:
     """Mean along ``axis``, or of all, of the ratios that there are; NaN where there is none.
 
-    ``weights`` broadcast against ``par``: say, the steps that each row of ratios was taken over.
+    ``weights`` broadcast against ``par``, such as the steps that each row of ratios was taken over.
     """
     weight = np.where(np.isnan(par), 0.0, weights)
     total = np.where(np.isnan(par), 0.0, par * weight).sum(axis=axis)

@@ -129,7 +129,9 @@ def _judge(
     first_steps = np.arange(episodes) * window.steps // episodes
     loads_NLR: Float64 = np.add.reduceat(loads_TLR, first_steps, axis=0)
     par_L = par(loads_TLR)
-    floor_L, drawn_L = noise_floor(window.heat_TLE, placement.ranks), noise_floor(heat_NLE, placement.ranks)
+    floor_L = noise_floor(window.heat_TLE, placement.ranks)
+    # For a decision a layer without tokens is balanced, since nothing can be won there.
+    drawn_L = np.nan_to_num(noise_floor(heat_NLE, placement.ranks), nan=1.0)
     bound_L = drawn_L
     # Real routers' choices are not independent draws: what was measured may lie below what is computed for those.
     if window.steps > 1:
@@ -138,8 +140,7 @@ def _judge(
         bound_L = volatility_bound(heat_NLE, loads_NLR, placement.replicas())
     return Judge(
         par_L=par_L,
-        floor_L=np.where(np.isnan(par_L), np.nan, floor_L),
-        # For a decision a layer without tokens is balanced, since nothing can be won there.
+        floor_L=floor_L,
         episode_par_L=np.nan_to_num(par(loads_NLR), nan=1.0),
         episode_floor_L=np.minimum(drawn_L, bound_L),
         volatility_bound_L=bound_L,

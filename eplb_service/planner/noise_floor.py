@@ -16,7 +16,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.placement import Float64, Int32
+from eplb_service.placement import Float64, Int32, mean_par
 from eplb_service.solver.window import volatility
 
 
@@ -41,19 +41,15 @@ def noise_floor(heat_NLE: npt.NDArray[np.floating] | npt.NDArray[np.integer], ra
     Returns
     -------
     Float64
-        float64 ``[L]``, mean over the steps with tokens; 1.0 where none has.
+        float64 ``[L]``, mean over the steps with tokens; NaN where none has.
     """
-    if ranks == 1:
-        return np.ones(heat_NLE.shape[1])
     score = expected_hottest(ranks)
     mean_NL = heat_NLE.sum(axis=2) / ranks
     busy_NL = mean_NL > 0
     safe_NL = np.where(busy_NL, mean_NL, 1.0)
     peak_NL = 1.0 + score / np.sqrt(safe_NL) + (score**2 - 1.0) / (6.0 * safe_NL)
     # Where there are fewer tokens than ranks one of them still takes a whole token.
-    peak_NL = np.where(busy_NL, np.minimum(peak_NL, ranks), 0.0)
-    episodes_L = busy_NL.sum(axis=0)
-    return np.where(episodes_L > 0, peak_NL.sum(axis=0) / np.maximum(episodes_L, 1), 1.0)
+    return mean_par(np.where(busy_NL, np.clip(peak_NL, 1.0, ranks), np.nan), axis=0)
 
 
 def volatility_bound(heat_NLE: Float64, loads_NLR: Float64, replicas_LE: Int32) -> Float64:

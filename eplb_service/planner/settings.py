@@ -44,7 +44,8 @@ class PlannerSettings:
         "of FlashLB (vLLM-Ascend); deepseek is DeepSeek's greedy EPLB; none never moves an expert.",
     )
     par_threshold: float = _setting(
-        1.02, "Layers whose peak-to-average ratio is at or below it are left alone (cherry-picking)."
+        1.02,
+        "Layers whose peak-to-average ratio, in episodes, is at or below it are left alone (cherry-picking).",
     )
     min_gain: float = _setting(0.01, "Peak-to-average ratio that a layer must win to be worth switching.")
     max_layers: int | None = _setting(

@@ -1,4 +1,4 @@
-"""Where the ranks stand: nodes, and which ranks see the same tokens."""
+"""Where the ranks are: nodes, and which ranks see the same tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Topology:
     token_groups_R
         int32 ``[R]``; ranks with the same number see the same tokens (all-gather dispatch) and must get one log2phy.
     bytes_per_expert
-        Weights of one expert, for telling what moves cost.
+        Weights of one expert, by which the bytes that moves send are counted.
 
     Raises
     ------
@@ -47,7 +47,7 @@ class Topology:
             object.__setattr__(self, name, array)
         if self.nodes_R.shape != self.token_groups_R.shape:
             raise TopologyError(
-                f"nodes of {self.nodes_R.size} ranks but token groups of {self.token_groups_R.size}; one of each a rank"
+                f"nodes of {self.nodes_R.size} ranks but token groups of {self.token_groups_R.size}; each rank has both"
             )
         if self.bytes_per_expert < 0:
             raise TopologyError(f"bytes_per_expert is {self.bytes_per_expert}; it cannot be negative")
@@ -65,7 +65,7 @@ class Topology:
     def nodes(self) -> tuple[Int32, Int32]:
         """Each rank's node ``[R]``, numbered from 0 without gaps, and each token group's ``[G]``, in their order.
 
-        A group whose ranks stand on several nodes has -1: its tokens are on all of them.
+        A group whose ranks are on several nodes has -1: its tokens are on all of them.
         """
         _, first_G, group_R = self.token_groups()
         node_R = np.unique(self.nodes_R, return_inverse=True)[1].astype(np.int32)

@@ -44,7 +44,7 @@ def test_a_step_counts_once_all_ranks_have_reported_it() -> None:
     assert Window(*heat.copy_heat()).steps == 0
     assert heat.add(1, report(10, 10, 20)).received == 2
     window = Window(*heat.copy_heat())
-    # Layer 0: expert 0 stands on both ranks, 1 on rank 0, 2 on rank 1. Layer 1: 1 on both, 2 on rank 0, 0 on rank 1.
+    # Layer 0: expert 0 is on both ranks, 1 on rank 0, 2 on rank 1. Layer 1: 1 on both, 2 on rank 0, 0 on rank 1.
     np.testing.assert_array_equal(window.heat_TLE, [[[11, 1, 10], [10, 11, 1]], [[22, 2, 20], [20, 22, 2]]])
     np.testing.assert_array_equal(heat.measured_loads((0, 0))[:, 0], [[2, 20], [4, 40]])
     assert heat.counted == (2, 0)
@@ -136,7 +136,7 @@ def test_sources_are_summed_where_all_ranks_tell_of_the_same_steps() -> None:
     heat.add(0, report(0, 1, 1))
     assert Window(*heat.copy_heat()).steps == 0
     heat.add(1, report(0, 5, 5))
-    heat.add(0, report(2, 7))  # rank 1 has not told of this bucket yet
+    heat.add(0, report(2, 7))  # rank 1 has not reported this bucket yet
     window = Window(*heat.copy_heat())
     assert window.source_RLE is not None
     np.testing.assert_array_equal(window.source_RLE[:, 0, 0], [2, 10])

@@ -66,7 +66,7 @@ def test_an_empty_window_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("experts", "ranks", "slots", "words"),
+    ("experts", "ranks", "slots", "message"),
     [
         (9, 2, 4, "8 slots cannot hold 9 experts; use at least 5 slots per rank"),
         (3, 2, 4, "4 slots per rank must hold one of only 3 experts twice"),
@@ -75,8 +75,8 @@ def test_an_empty_window_is_refused() -> None:
         (8, 2, -4, "must be positive"),
     ],
 )
-def test_shapes_that_cannot_be_placed_are_refused(experts: int, ranks: int, slots: int, words: str) -> None:
-    with pytest.raises(PlacementError, match=words):
+def test_shapes_that_cannot_be_placed_are_refused(experts: int, ranks: int, slots: int, message: str) -> None:
+    with pytest.raises(PlacementError, match=message):
         Placement.linear(1, experts, ranks, slots)
 
 

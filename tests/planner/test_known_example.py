@@ -19,7 +19,7 @@ PLACEMENT = Placement.linear(1, 8, 8, 2)
 
 
 def hottest(**settings: object) -> float:
-    """Tokens of the hottest rank once the example is placed from nothing."""
+    """Tokens of the hottest rank once the example is placed from scratch."""
     window = Window(KNOWN_EXAMPLE[None, None, :])
     found = plan_afresh(window, PLACEMENT, Topology.flat(8), PlannerSettings(**settings))
     return found.par_planned * MEAN

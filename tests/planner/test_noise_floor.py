@@ -37,7 +37,7 @@ def plain_volatility_bound(
             found.append(1.0)
             continue
         variance_E = np.mean([jump_E**2 for jump_E in jumps], axis=0) / 2
-        # k copies of share 1/k each add variance/k**2 to their ranks; on average over ranks, as part of the mean load.
+        # k replicas of share 1/k each add variance/k**2 to their ranks; the mean over ranks, as part of the mean load.
         variance_of_rank = sum(variance_E / replicas_LE[layer]) / ranks
         shares = [load_R / load_R.sum() for load_R in loads_NLR[:, layer] if load_R.sum() > 0]
         measured = [(now_R - before_R) ** 2 / 2 for before_R, now_R in itertools.pairwise(shares)]

@@ -10,7 +10,7 @@ from eplb_service.planner.settings import PlannerSettings, SettingsError
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "words"),
+    ("field", "value", "message"),
     [
         ("policy", "magic", "policy is 'magic'; choose one of none, deepseek, flashlb"),
         ("split", "fair", "split is 'fair'; choose one of tables, even"),
@@ -34,8 +34,8 @@ from eplb_service.planner.settings import PlannerSettings, SettingsError
         ("half_lives", (math.nan,), "each above 0"),
     ],
 )
-def test_what_cannot_be_followed_is_refused(field: str, value: object, words: str) -> None:
-    with pytest.raises(SettingsError, match=words):
+def test_what_cannot_be_followed_is_refused(field: str, value: object, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
         PlannerSettings(**{field: value})
 
 

@@ -1,4 +1,4 @@
-"""Nodes tell: tokens and weights stay on them where balance allows, and groups of experts where the settings ask."""
+"""Nodes count: tokens and weights stay on them where balance allows, and groups of experts where the settings ask."""
 
 from __future__ import annotations
 
