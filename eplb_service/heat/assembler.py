@@ -14,10 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.heat.pending import PendingSteps
-from eplb_service.heat.placement_history import PlacementHistory
-from eplb_service.heat.sources import SourceHeat
+from eplb_service.heat.placement_history import PLACEMENTS_HELD, TARGETS_HELD, PlacementHistory
+from eplb_service.heat.sources import SOURCE_BUCKETS, SourceHeat
 from eplb_service.placement import Int32
 from eplb_service.wire.heat import HeatReport
+from eplb_service.wire.hello import Shape
+
+_TABLES_HELD = 2
+"""log2phy of all ranks: in the Hellos that wait, and in what is served."""
 
 
 class StepCounts(NamedTuple):
@@ -25,6 +29,16 @@ class StepCounts(NamedTuple):
 
     received: int
     lost: int
+
+
+def memory_bytes(shape: Shape, window_steps: int, pending_steps: int) -> int:
+    """What a deployment of ``shape`` costs in memory at most: its assembler, and the tables of what it serves."""
+    kept_steps = window_steps + pending_steps
+    heat = kept_steps * shape.layers * (4 * shape.experts + 4 * shape.ranks + 8)
+    sources = SOURCE_BUCKETS * 4 * shape.ranks * shape.layers * shape.experts
+    slots = PLACEMENTS_HELD * 4 * shape.layers * shape.ranks * shape.slots
+    tables = (_TABLES_HELD * 4 + TARGETS_HELD * 2) * shape.ranks * shape.layers * shape.experts
+    return heat + sources + slots + tables
 
 
 class HeatAssembler:
@@ -70,9 +84,7 @@ class HeatAssembler:
         slots_LRS = self.placements.at(report.layer_epochs)
         if slots_LRS is None:
             return StepCounts(0, 0)
-        before = self.counted
-        if report.source_counts_TLE is not None:
-            self._sources.add(rank, report.first_step, report.source_counts_TLE)
+        before, restarts = self.counted, self._pending.restarts
         if report.slot_counts_TLS is None:
             targets_LE = self.placements.targets(report.layer_epochs, rank)
             complete = self._pending.add_sources(rank, report, targets_LE)
@@ -80,6 +92,10 @@ class HeatAssembler:
             complete = self._pending.add(rank, report, slots_LRS[:, rank])
         for position in complete:
             self._append(position)
+        if self._pending.restarts != restarts:
+            self._sources.clear()
+        if report.source_counts_TLE is not None:
+            self._sources.add(rank, report.first_step, report.source_counts_TLE)
         return StepCounts(self.counted.received - before.received, self.counted.lost - before.lost)
 
     def copy_heat(self) -> tuple[Int32, npt.NDArray[np.float64] | None]:

@@ -23,11 +23,16 @@ class PendingSteps:
 
     ``heat_PLE`` (tokens by expert), ``loads_PLR`` (tokens by rank), ``epochs_PL`` and ``step_P`` are rows of steps by
     the positions that ``add`` returns, and hold until the next ``add``.
+
+    The newest step decides where the ring is, and no rank's word for it is final: where the latest report of *every* rank
+    is of steps before the ring, whatever moved it so far ahead was wrong, and the ring goes back to where they are. What a
+    leap skips counts as lost only once a step after it is complete. ``restarts`` counts how often it went back.
     """
 
     def __init__(self, ranks: int, layers: int, experts: int, capacity: int) -> None:
         self.completed = 0
         self.lost = 0
+        self.restarts = 0
         self.step_P = np.zeros(capacity, dtype=np.int64)
         self.heat_PLE = np.zeros((capacity, layers, experts), dtype=np.int32)
         self.loads_PLR = np.zeros((capacity, layers, ranks), dtype=np.int32)
@@ -36,6 +41,8 @@ class PendingSteps:
         self._busy_P = np.zeros(capacity, dtype=bool)
         self._spoilt_P = np.zeros(capacity, dtype=bool)
         self._by_slot_P = np.zeros(capacity, dtype=bool)
+        self._latest_end_R = np.full(ranks, -1, dtype=np.int64)
+        self._leapt = 0
         self._first: int | None = None
         self._end = 0
 
@@ -79,6 +86,9 @@ class PendingSteps:
 
     def _open(self, rank: int, report: HeatReport) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
         """Positions of the steps that this rank may still fill in, and which of the report's they are."""
+        self._latest_end_R[rank] = report.first_step + report.steps
+        if self._is_contradicted():
+            self._go_back()
         self._make_room(report.first_step, report.first_step + report.steps)
         steps_T = np.arange(report.first_step, report.first_step + report.steps)
         positions_T = steps_T % self.capacity
@@ -98,7 +108,10 @@ class PendingSteps:
         self._busy_P[positions] |= ~report.dummy_T[taken]
         self._seen_PR[positions, rank] = True
         done = self._done(positions)
-        self.completed += int(done.sum())
+        if done.any():
+            self.completed += int(done.sum())
+            self.lost += self._leapt
+            self._leapt = 0
         complete: npt.NDArray[np.intp] = positions[done & self._busy_P[positions]]
         return complete
 
@@ -118,6 +131,17 @@ class PendingSteps:
         self._spoilt_P[positions] |= (self.epochs_PL[positions] != epochs_L).any(axis=1)
         self._spoilt_P[positions] |= self._by_slot_P[positions] != by_slot
 
+    def _is_contradicted(self) -> bool:
+        """Whether no rank is where the ring is."""
+        reported = self._latest_end_R[self._latest_end_R >= 0]
+        return self._first is not None and bool((reported <= self._end - self.capacity).all())
+
+    def _go_back(self) -> None:
+        """Empty the ring; the report at hand begins it again."""
+        self.step_P[:] = -1
+        self._first, self._leapt = None, 0
+        self.restarts += 1
+
     def _make_room(self, start: int, end: int) -> None:
         if self._first is None:
             self._first = self._end = start
@@ -127,7 +151,8 @@ class PendingSteps:
         leaving = (
             np.arange(max(self._first, self._end - self.capacity), min(self._end, kept_from)) % self.capacity
         )
-        self.lost += int((~self._done(leaving)).sum()) + max(0, kept_from - max(self._end, self._first))
+        self.lost += int((~self._done(leaving)).sum())
+        self._leapt += max(0, kept_from - max(self._end, self._first))
         coming = np.arange(max(self._end, kept_from), end)
         positions = coming % self.capacity
         self.step_P[positions] = coming

@@ -12,6 +12,10 @@ from eplb_service.placement import Int32
 _EPOCHS_KEPT = 8
 _PLACEMENTS_KEPT = 4
 """Placements of all layers kept stacked: before and after a switch, and ranks in between."""
+PLACEMENTS_HELD = _EPOCHS_KEPT + _PLACEMENTS_KEPT
+"""Slots of all layers held at most."""
+TARGETS_HELD = _EPOCHS_KEPT
+"""Tables of all ranks held at most, as int16."""
 
 
 class PlacedLayer(NamedTuple):

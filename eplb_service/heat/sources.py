@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 _BUCKETS_PER_WINDOW = 4
+SOURCE_BUCKETS = _BUCKETS_PER_WINDOW + 1
+"""Buckets kept: a window, and the one that fills."""
 
 
 class _Bucket:
@@ -47,6 +49,10 @@ class SourceHeat:
                 bucket.steps_R[rank] += len(part_TLE)
             taken += len(part_TLE)
 
+    def clear(self) -> None:
+        """Forget everything: the steps that it was counted for were none."""
+        self._buckets.clear()
+
     def sums(self) -> npt.NDArray[np.float64] | None:
         """Float64 ``[R, L, E]``; ``None`` where not all ranks report theirs."""
         fair = [bucket.sum_RLE for bucket in self._buckets.values() if bucket.fair]
@@ -57,6 +63,6 @@ class SourceHeat:
             if self._buckets and number < min(self._buckets):
                 return None
             self._buckets[number] = _Bucket(*self._shape)
-            while len(self._buckets) > _BUCKETS_PER_WINDOW + 1:
+            while len(self._buckets) > SOURCE_BUCKETS:
                 del self._buckets[min(self._buckets)]
         return self._buckets.get(number)

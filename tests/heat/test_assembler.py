@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_service.heat.assembler import HeatAssembler
+from eplb_service.heat.assembler import HeatAssembler, memory_bytes
 from eplb_service.heat.window import Window
-from eplb_service.placement import default_log2phy
+from eplb_service.placement import Placement, default_log2phy
 from eplb_service.wire.heat import HeatReport, StepPhase
+from eplb_service.wire.hello import Shape
 
 RANKS, LAYERS, EXPERTS, SLOTS = 2, 2, 3, 2
 PLACEMENT_LRS = np.array([[[0, 1], [2, 0]], [[2, 1], [0, 1]]], dtype=np.int32)
@@ -67,6 +71,52 @@ def test_steps_that_no_rank_reported_are_lost() -> None:
             heat.add(rank, report(first_step, 1, 1))
     assert heat.counted.received == 4
     assert heat.counted.lost == 1000 + 2 - 4 - 2  # the two steps before 1000 can still come
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("far", [20, 1000, (1 << 48) - 4])
+def test_a_report_at_a_step_that_nobody_is_at_ends_nothing(ranks: int, far: int) -> None:
+    heat = HeatAssembler(ranks, LAYERS, EXPERTS, 8, 4)
+    for layer in range(LAYERS):
+        slots_RS = PLACEMENT_LRS[layer, :ranks].copy()
+        heat.placements.place(layer, 0, slots_RS, np.zeros((ranks, EXPERTS), dtype=np.int32))
+    for rank in range(ranks):
+        heat.add(rank, report(0, 1, 1))
+    received = heat.counted.received
+    for _ in range(6):
+        far += 4
+        heat.add(0, report(far, 1, 1))
+    if ranks > 1:
+        assert heat.counted.received == received
+        assert heat.counted.lost <= 6 * 4, "what one rank leaps over is lost only if the others follow"
+    before = heat.counted.received
+    for step in range(2, 18, 2):
+        for rank in range(ranks):
+            heat.add(rank, report(step, 3, 3))
+    assert heat.counted.received >= before + 14
+    _, sources = heat.copy_heat()
+    assert sources is not None
+    assert heat.counted.lost < (1 << 50)
+
+
+def test_memory_is_priced_before_it_is_taken() -> None:
+    shape = Shape(64, 58, 256, 5, 1)
+    priced = memory_bytes(shape, window_steps=32, pending_steps=16)
+    tracemalloc.start()
+    heat = HeatAssembler(shape.ranks, shape.layers, shape.experts, 32, 16)
+    sources = np.ones((4, shape.layers, shape.experts), dtype=np.int32)
+    placement = Placement.linear(shape.layers, shape.experts, shape.ranks, shape.slots)
+    tables_RLE = placement.default_log2phy()
+    for epoch in range(20):
+        for layer in range(shape.layers):
+            heat.placements.place(layer, epoch, placement.phy2log_LRS[layer].copy(), tables_RLE[:, layer])
+        for rank in range(0, shape.ranks, 16):
+            slots = np.ones((4, shape.layers, shape.slots), dtype=np.int32)
+            phases = np.full(4, StepPhase.DECODE, dtype=np.uint8)
+            heat.add(rank, HeatReport(4 * epoch, (epoch,) * shape.layers, slots, phases, sources))
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 0.3 * priced < taken < priced
 
 
 def test_a_late_or_repeated_report_changes_nothing() -> None:
