@@ -24,9 +24,9 @@ class PendingSteps:
     ``heat_PLE`` (tokens by expert), ``loads_PLR`` (tokens by rank), ``epochs_PL`` and ``step_P`` are rows of steps by
     the positions that ``add`` returns, and hold until the next ``add``.
 
-    The newest step decides where the ring is, and no rank's word for it is final: where the latest report of *every* rank
-    is of steps before the ring, whatever moved it so far ahead was wrong, and the ring goes back to where they are. What a
-    leap skips counts as lost only once a step after it is complete. ``restarts`` counts how often it went back.
+    The newest step decides where the ring is, but no rank's claim is final: where the latest report of *every* rank is
+    of steps before the ring, whatever moved it so far ahead was wrong, and the ring goes back to where they are. What
+    a leap skips counts as lost only once a step after it is complete. ``restarts`` counts how often it went back.
     """
 
     def __init__(self, ranks: int, layers: int, experts: int, capacity: int) -> None:

@@ -91,6 +91,28 @@ class Metrics:
         self.agents_expected = gauge("eplb_agents_expected", "Ranks of the group.")
         self.epoch = gauge("eplb_epoch", "Version of the placement in force.")
         self.paused = gauge("eplb_paused", "1 while planning is paused.")
+        self.refusals = counter(
+            "eplb_refusals",
+            "Calls turned away, by gRPC status; the log says whose, at a bounded rate.",
+            ("code",),
+        )
+        self.operator_calls = counter(
+            "eplb_operator_calls",
+            "Orders of operators: done or failed. The log names the caller.",
+            ("call", "result"),
+        )
+        self.heat_bytes = gauge("eplb_heat_memory_bytes", "Memory that the deployments' heat may take.", ())
+        self.last_decision_age = gauge(
+            "eplb_last_decision_age_seconds",
+            "Time since the last decision, or since the ranks came together.",
+        )
+        self.agents_halted = gauge("eplb_agents_halted", "Ranks that no longer take part in balancing.")
+        self.store_failures = counter("eplb_store_failures", "Writes to the store that failed.", ())
+        self.empty_steps = gauge(
+            "eplb_empty_steps",
+            "Newest steps in a row in which no rank counted a token, though it was no dummy.",
+        )
+        self.dummy_steps = gauge("eplb_dummy_steps", "Newest steps in a row that were dummies on all ranks.")
         self.problems = gauge("eplb_problems", "What is wrong, in number; `eplb status` says what.")
 
     def transferred(self, deployment: str, seconds: float) -> None:

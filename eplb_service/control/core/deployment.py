@@ -24,6 +24,10 @@ from eplb_service.wire.status import Heartbeat, PlanStatus
 
 _REFUSALS_KEPT = 16
 _PROBLEMS_KEPT = 8
+_REFUSAL_SECONDS = 60.0
+"""How long a refusal is a problem: an agent that has a place here tries again within seconds."""
+_FORMING_SECONDS = 60.0
+"""How long ranks may wait for the others of their forming before another may take their place."""
 _MOST_TOTAL = 1 << 62
 """Bound on a total: what is stored and sent stays within 64 bits, whatever the ranks report."""
 
@@ -45,6 +49,14 @@ class Limits:
     window_steps: int
     pending_steps: int
     plan_timeout: float
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a rank was turned away, and the first look at the clock since; ``None`` before it."""
+
+    reason: str
+    since: float | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +101,13 @@ class Deployment:
     planned_par
         What each switched layer's plan promised, by layer.
     refused
-        Why ranks were turned away, by rank.
+        Why ranks were turned away, by rank; what is not repeated is forgotten.
+    forming_since
+        Since when some ranks are connected and others have never come; ``None`` while all have.
+    forming_overdue
+        Whether that is so long that another forming of the group may take their place.
+    known
+        Whether all ranks of some forming have ever come together.
     plan_problems
         What went wrong with plans since the last decision.
     watchdog
@@ -110,7 +128,10 @@ class Deployment:
     plan: PlanTracker | None = None
     ended_plan: PlanTracker | None = None
     planned_par: dict[int, float] = field(default_factory=dict)
-    refused: dict[int, str] = field(default_factory=dict)
+    refused: dict[int, Refusal] = field(default_factory=dict)
+    forming_since: float | None = None
+    forming_overdue: bool = False
+    known: bool = False
     plan_problems: list[str] = field(default_factory=list)
     watchdog: HeatWatchdog = field(default_factory=HeatWatchdog)
     decided_at: int = 0
@@ -142,7 +163,7 @@ class Deployment:
         try:
             self.group = self.group.joined(hello)
         except RefusedError as error:
-            self.refused[hello.rank] = str(error)
+            self.refused[hello.rank] = Refusal(str(error))
             for rank in list(self.refused)[:-_REFUSALS_KEPT]:
                 del self.refused[rank]
             raise
@@ -151,12 +172,19 @@ class Deployment:
             self._interrupt_plan("the ranks moved on while the service could not hear them")
         elif self.group.live is not before:
             self._expect_heat_of(self.group.live)
+            self.known = True
             self.events.append(PlacementKnown(self.group.live))
 
     def leave(self, rank: int) -> None:
         """The rank's stream has ended."""
         if self.group is not None:
             self.group = self.group.left(rank)
+
+    def rest(self) -> None:
+        """Nobody is connected: give back the memory; the ranks bring what they serve when they return."""
+        assert not self.connected
+        self._interrupt_plan("the ranks went away")
+        self.group = self.heat = self.ended_plan = None
 
     # What ranks report
 
@@ -236,6 +264,7 @@ class Deployment:
         if self.plan is not None:
             self.plan = self.plan.after_time(now, self.limits.plan_timeout)
             self._close_plan()
+        self._look_at_clock(now)
         if self.group is not None and self.group.live is None and not self.group.missing:
             # Nobody is still to come, so nothing would ever change: a stream that was to end has not.
             reason = "all ranks are here, but not all have reported what they serve since; say Hello again"
@@ -244,7 +273,7 @@ class Deployment:
     # Transitions
 
     def _make_way_for(self, hello: Hello) -> None:
-        if self.group is not None and not self.group.yields_to(hello):
+        if self.group is not None and not self.group.yields_to(hello, self.forming_overdue):
             return
         self._interrupt_plan("the group of ranks was formed anew")
         self.group, self.heat, self.ended_plan = Group(hello.group_id, hello.shape), None, None
@@ -252,6 +281,26 @@ class Deployment:
         self.refused.clear()
         self.plan_problems.clear()
         self.decided_at, self.watchdog = 0, HeatWatchdog()
+        self.forming_since, self.forming_overdue = None, False
+
+    def _look_at_clock(self, now: float) -> None:
+        """What is only told by time: refusals that were not repeated, ranks that wait for others in vain."""
+        seen = {
+            rank: refusal if refusal.since is not None else replace(refusal, since=now)
+            for rank, refusal in self.refused.items()
+        }
+        self.refused = {
+            rank: refusal
+            for rank, refusal in seen.items()
+            if refusal.since is not None and now - refusal.since < _REFUSAL_SECONDS
+        }
+        waiting = self.group is not None and self.group.live is None and bool(self.group.connected)
+        if not waiting:
+            self.forming_since, self.forming_overdue = None, False
+        elif self.forming_since is None:
+            self.forming_since = now
+        else:
+            self.forming_overdue = now - self.forming_since >= _FORMING_SECONDS
 
     def _expect_heat_of(self, live: LivePlacement) -> None:
         assert self.group is not None

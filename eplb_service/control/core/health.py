@@ -47,5 +47,8 @@ def problems(deployment: Deployment) -> list[str]:
         found.append(
             f"{rank_list(group.out_of_step)} not at epoch {group.live.epoch}, which the others serve"
         )
-    found += [f"rank {rank} was turned away: {reason}" for rank, reason in sorted(deployment.refused.items())]
+    found += [
+        f"rank {rank} was turned away: {refusal.reason}"
+        for rank, refusal in sorted(deployment.refused.items())
+    ]
     return found + deployment.plan_problems

@@ -119,11 +119,15 @@ class Group:
             self.shape.bytes_per_expert,
         )
 
-    def yields_to(self, hello: Hello) -> bool:
-        """Whether ``hello`` opens another group in place of this one, of which nobody is left.
+    def yields_to(self, hello: Hello, overdue: bool = False) -> bool:
+        """Whether ``hello`` opens another group in place of this one.
+
+        That is so where nobody is left of this one, or the ranks that it waits for are ``overdue``.
 
         Raises ``AlreadyConnectedError`` where this rank is still connected, ``ConflictError`` where another is.
         """
+        if overdue and hello.group_id != self.group_id:
+            return True
         if hello.rank in (member.rank for member in self.connected):
             raise AlreadyConnectedError(
                 f"rank {hello.rank} is connected already; give each agent its own rank, and each model instance "

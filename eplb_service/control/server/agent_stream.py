@@ -10,8 +10,11 @@ import grpc
 
 from eplb_service import __version__
 from eplb_service.control.core.deployment import Deployment
-from eplb_service.control.server.grpc_status import StatusError, with_status
+from eplb_service.control.server.credentials import Credential
+from eplb_service.control.server.gate import current_caller
+from eplb_service.control.server.grpc_status import StatusError
 from eplb_service.control.server.plane import ControlPlane
+from eplb_service.control.server.quotas import Quotas
 from eplb_service.control.server.streams import RankStream
 from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
@@ -28,21 +31,26 @@ _INSIST_SECONDS = 0.1
 class AgentService(agent_pb2_grpc.AgentServiceServicer):
     """Serves ``Connect``."""
 
-    def __init__(self, plane: ControlPlane) -> None:
+    def __init__(self, plane: ControlPlane, quotas: Quotas) -> None:
         self._plane = plane
+        self._quotas = quotas
         self._silence = _HEARTBEATS_MISSED * plane.settings.heartbeat_seconds + _SILENCE_SECONDS
 
-    @with_status
     async def Connect(self, request_iterator: AsyncIterator[agent_pb2.ConnectRequest], context: Any) -> None:  # noqa: ARG002
         """One rank's conversation; every way in which it can go wrong has a status that agents understand."""
-        hello = await self._hear_hello(context)
+        caller = current_caller()
+        async with self._quotas.first_message(caller.host):
+            hello = await self._hear_hello(context)
+        _check_credential(caller.credential, hello)
         stream = RankStream()
         deployment = self._plane.admit(hello, stream)
         try:
             await context.write(agent_pb2.ConnectResponse(welcome=self._welcome()))
-            await _first_of(self._listen(deployment, hello, context), _tell(stream, context), stream.ended())
+            await _first_of(
+                self._listen(deployment, hello, stream, context), _tell(stream, context), stream.ended()
+            )
         finally:
-            self._plane.release(deployment, hello.rank)
+            self._plane.release(deployment, hello.rank, stream)
 
     async def _hear_hello(self, context: Any) -> Hello:
         first = await _read(context, _HELLO_SECONDS)
@@ -50,11 +58,13 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             raise WireError("the first message of a stream must be a Hello")
         return await asyncio.to_thread(decode_hello, first.hello)
 
-    async def _listen(self, deployment: Deployment, hello: Hello, context: Any) -> None:
+    async def _listen(self, deployment: Deployment, hello: Hello, stream: RankStream, context: Any) -> None:
         while (message := await _read(context, self._silence)) is not None:
+            if stream.over:
+                return
             kind = message.WhichOneof("message")
             if kind == "heat_report":
-                await self._hear_heat(deployment, hello, message.heat_report)
+                await self._hear_heat(deployment, hello, stream, message.heat_report)
             elif kind == "heartbeat":
                 self._plane.heartbeat(deployment, hello.rank, decode_heartbeat(message.heartbeat))
             elif kind == "plan_status":
@@ -64,19 +74,32 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                     "a stream has one Hello, its first message" if kind else "a message says nothing"
                 )
 
-    async def _hear_heat(self, deployment: Deployment, hello: Hello, report: agent_pb2.HeatReport) -> None:
+    async def _hear_heat(
+        self, deployment: Deployment, hello: Hello, stream: RankStream, report: agent_pb2.HeatReport
+    ) -> None:
         most_steps = deployment.limits.pending_steps
         if is_quick_to_decode(report):
             counts = decode_heat_report(report, hello.shape, most_steps)
         else:
             counts = await asyncio.to_thread(decode_heat_report, report, hello.shape, most_steps)
-        self._plane.heat_report(deployment, hello.rank, counts, report)
+        if not stream.over:
+            self._plane.heat_report(deployment, hello.rank, counts, report)
 
     def _welcome(self) -> agent_pb2.Welcome:
         settings = self._plane.settings
         return encode_welcome(
             Welcome(__version__, self._plane.leader_term, settings.report_steps, settings.heartbeat_seconds)
         )
+
+
+def _check_credential(credential: Credential, hello: Hello) -> None:
+    if not credential.reaches(hello.deployment):
+        reason = f"{credential.name!r} has no say in deployment {hello.deployment!r}"
+    elif not credential.speaks_for(hello.rank):
+        reason = f"{credential.name!r} may not be rank {hello.rank}"
+    else:
+        return
+    raise StatusError(grpc.StatusCode.PERMISSION_DENIED, reason)
 
 
 async def _tell(stream: RankStream, context: Any) -> None:

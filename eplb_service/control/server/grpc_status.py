@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
-
 import grpc
 
 from eplb_service.control.core.errors import (
@@ -16,10 +12,6 @@ from eplb_service.control.core.errors import (
     UnknownDeploymentError,
 )
 from eplb_service.wire.fields import ProtocolVersionError, WireError
-
-Self = TypeVar("Self")
-Answer = TypeVar("Answer")
-Handler = Callable[[Self, Any, Any], Awaitable[Answer]]
 
 _CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (ProtocolVersionError, grpc.StatusCode.FAILED_PRECONDITION),
@@ -44,17 +36,3 @@ def code_of(error: StatusError | RefusedError | WireError) -> grpc.StatusCode:
     if isinstance(error, StatusError):
         return error.code
     return next(code for kind, code in _CODES if isinstance(error, kind))
-
-
-def with_status(handler: Handler[Self, Answer]) -> Handler[Self, Answer]:
-    """The handler of a call, whose errors end the call with their status."""
-
-    @functools.wraps(handler)
-    async def answer(self: Self, request: Any, context: Any) -> Answer:
-        try:
-            return await handler(self, request, context)
-        except (StatusError, RefusedError, WireError) as error:
-            await context.abort(code_of(error), str(error))
-            raise
-
-    return answer

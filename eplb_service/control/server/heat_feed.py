@@ -23,16 +23,19 @@ from eplb_service.wire.generated import agent_pb2, operator_pb2
 from eplb_service.wire.heat import HeatReport
 from eplb_service.wire.watch import ServedModel, SwitchedLayer, encode_served, encode_switched
 
-MOST_WATCHERS = 8
+MOST_WATCHERS = 32
 """Calls that may watch a service's heat at a time."""
-MOST_WAITING_BYTES = 64 << 20
+MOST_WATCHERS_OF_A_HOST = 8
+"""Calls from one host that may: who reads too much keeps nobody else from reading."""
+MOST_WAITING_BYTES = 16 << 20
 """Heat that waits for one watcher; what comes beyond is dropped and counted."""
 
 
 class Watcher:
-    """What one call has yet to receive."""
+    """What one call from ``host`` has yet to receive."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str) -> None:
+        self.host = host
         self.dropped_reports = 0
         self._waiting: deque[tuple[operator_pb2.WatchHeatResponse, int]] = deque()
         self._bytes = 0
@@ -92,13 +95,18 @@ class HeatFeed:
         self._watchers: dict[str, list[Watcher]] = {}
 
     @contextlib.contextmanager
-    def watch(self, deployment: Deployment) -> Iterator[Watcher]:
+    def watch(self, deployment: Deployment, host: str) -> Iterator[Watcher]:
         """Within it, the watcher hears of ``deployment``; raises ``ExhaustedError`` where too many watch already."""
-        if sum(map(len, self._watchers.values())) >= MOST_WATCHERS:
+        hosts = [watcher.host for watchers in self._watchers.values() for watcher in watchers]
+        if len(hosts) >= MOST_WATCHERS:
             raise ExhaustedError(
-                f"{MOST_WATCHERS} calls watch this service's heat already, the most that it allows",
+                f"{MOST_WATCHERS} calls watch this service's heat already, the most that it allows"
             )
-        watcher = Watcher()
+        if hosts.count(host) >= MOST_WATCHERS_OF_A_HOST:
+            raise ExhaustedError(
+                f"{MOST_WATCHERS_OF_A_HOST} calls from this host watch heat already, the most that one host may"
+            )
+        watcher = Watcher(host)
         if deployment.live is not None:
             watcher.put(self._served(deployment, deployment.live))
         same = self._watchers.setdefault(deployment.name, [])
@@ -107,6 +115,8 @@ class HeatFeed:
             yield watcher
         finally:
             same.remove(watcher)
+            if not same:
+                self._watchers.pop(deployment.name, None)
 
     def placed(self, deployment: Deployment, live: LivePlacement) -> None:
         """All ranks agree on what they serve."""

@@ -8,7 +8,8 @@ from typing import Any
 import grpc
 
 from eplb_service.control.core.errors import ConflictError
-from eplb_service.control.server.grpc_status import StatusError, with_status
+from eplb_service.control.server.gate import current_caller
+from eplb_service.control.server.grpc_status import StatusError
 from eplb_service.control.server.plane import ControlPlane
 from eplb_service.control.server.status import agent_statuses, deployment_status, layer_statuses, past_plan
 from eplb_service.wire.codec import pack
@@ -21,15 +22,13 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane
 
-    @with_status
     async def ListDeployments(
         self, _request: operator_pb2.ListDeploymentsRequest, _context: Any
     ) -> operator_pb2.ListDeploymentsResponse:
         """All that are known, by name."""
-        names = sorted(self._plane.deployments)
+        names = filter(current_caller().credential.reaches, sorted(self._plane.deployments))
         return operator_pb2.ListDeploymentsResponse(deployments=[self._status(name) for name in names])
 
-    @with_status
     async def GetStatus(
         self, request: operator_pb2.GetStatusRequest, _context: Any
     ) -> operator_pb2.GetStatusResponse:
@@ -41,7 +40,6 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
             agents=agent_statuses(deployment),
         )
 
-    @with_status
     async def GetPlacement(
         self, request: operator_pb2.GetPlacementRequest, _context: Any
     ) -> operator_pb2.GetPlacementResponse:
@@ -59,19 +57,16 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
             log2phy=pack(live.log2phy_RLE),
         )
 
-    @with_status
     async def Pause(self, request: operator_pb2.PauseRequest, _context: Any) -> operator_pb2.PauseResponse:
         """Stop planning."""
         self._plane.set_paused(self._plane.find(request.deployment), True)
         return operator_pb2.PauseResponse()
 
-    @with_status
     async def Resume(self, request: operator_pb2.ResumeRequest, _context: Any) -> operator_pb2.ResumeResponse:
         """Plan again."""
         self._plane.set_paused(self._plane.find(request.deployment), False)
         return operator_pb2.ResumeResponse()
 
-    @with_status
     async def Rebalance(
         self, request: operator_pb2.RebalanceRequest, _context: Any
     ) -> operator_pb2.RebalanceResponse:
@@ -83,7 +78,6 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
             plan_id=outcome.plan_id, layers=outcome.layers, moves=outcome.moves, outcome=outcome.message
         )
 
-    @with_status
     async def GetHistory(
         self, request: operator_pb2.GetHistoryRequest, _context: Any
     ) -> operator_pb2.GetHistoryResponse:
@@ -92,10 +86,10 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
         plans = await self._plane.history(request.deployment, request.limit)
         return operator_pb2.GetHistoryResponse(plans=map(past_plan, plans))
 
-    @with_status
     async def WatchHeat(self, request: operator_pb2.WatchHeatRequest, context: Any) -> None:
         """Heat as it is counted, until the caller has enough."""
-        with self._plane.feed.watch(self._plane.find(request.deployment)) as watcher:
+        host = current_caller().host
+        with self._plane.feed.watch(self._plane.find(request.deployment), host) as watcher:
             while True:
                 await context.write(await watcher.next())
 

@@ -7,17 +7,20 @@ import time
 import structlog
 
 from eplb_service.control.core.deployment import Deployment, Limits
-from eplb_service.control.core.errors import ExhaustedError, RefusedError, UnknownDeploymentError
+from eplb_service.control.core.errors import ExhaustedError, UnknownDeploymentError
 from eplb_service.control.core.events import LayerCommitted, PlacementKnown, PlanEnded
 from eplb_service.control.core.health import mean_par, measured_par, problems
+from eplb_service.control.server.bounded_log import BoundedLog
 from eplb_service.control.server.heat_feed import HeatFeed
 from eplb_service.control.server.planning import Decider
 from eplb_service.control.server.settings import ServiceSettings
 from eplb_service.control.server.store_writer import StoreWriter
 from eplb_service.control.server.stored import StoredDeployment, StoredPlacement, StoredPlan
 from eplb_service.control.server.streams import RankStream, Streams
+from eplb_service.heat.assembler import memory_bytes
 from eplb_service.io.recording import Recording
 from eplb_service.telemetry.metrics import Metrics
+from eplb_service.wire.fields import check_deployment
 from eplb_service.wire.generated import agent_pb2
 from eplb_service.wire.heat import HeatReport
 from eplb_service.wire.hello import Hello
@@ -47,7 +50,8 @@ class ControlPlane:
     recording
         Where heat goes, if it is recorded.
 
-    ``remembered`` holds what a deployment served when the last service stopped; ``feed`` hands heat on.
+    ``log`` takes what strangers can cause; ``remembered`` holds what a deployment served when the last service stopped;
+    ``feed`` hands heat on.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class ControlPlane:
         self.decider = Decider(settings.planner(), writer, self.streams, metrics)
         self.deployments: dict[str, Deployment] = {}
         self.remembered: dict[str, StoredPlacement] = {}
+        self.log = BoundedLog()
         self._writer = writer
         self._metrics = metrics
         self.feed = HeatFeed(recording, pending_steps(settings))
@@ -81,7 +86,7 @@ class ControlPlane:
         for stored in await self._writer.run(self._writer.store.deployments):
             deployment = self._new(stored.name)
             deployment.paused, deployment.last_decision = stored.paused, stored.last_decision
-            deployment.totals = stored.totals
+            deployment.totals, deployment.known = stored.totals, True
             placement = await self._writer.run(self._writer.store.latest_placement, stored.name)
             if placement is not None:
                 self.remembered[stored.name] = placement
@@ -90,6 +95,7 @@ class ControlPlane:
 
     def find(self, name: str) -> Deployment:
         """A known deployment; raises ``UnknownDeploymentError``."""
+        check_deployment(name, "deployment")
         if name not in self.deployments:
             raise UnknownDeploymentError(
                 f"no deployment {name!r}; `eplb deployments` lists those that are known"
@@ -100,28 +106,38 @@ class ControlPlane:
 
     def admit(self, hello: Hello, stream: RankStream) -> Deployment:
         """Take a rank in; raises ``RefusedError`` where its deployment cannot."""
-        deployment = self.deployments.get(hello.deployment) or self._make_room_for(hello.deployment)
+        deployment = self.deployments.get(hello.deployment)
+        if deployment is None or deployment.group is None or deployment.group.shape != hello.shape:
+            self._afford(hello)
+        deployment = deployment or self._make_room_for(hello.deployment)
         group = deployment.group
+        if group is not None and group.forming == (hello.group_id, hello.shape) and self._leave_seat(hello):
+            # Only ranks of a forming know its id, and none is there twice: the old stream is dead, or not the rank's.
+            deployment.leave(hello.rank)
         try:
             deployment.hello(hello)
-        except RefusedError as error:
-            _log.warning("agent_refused", deployment=hello.deployment, rank=hello.rank, reason=str(error))
+        finally:
             self._follow_up(deployment)
-            raise
         if deployment.group is not None and (group is None or deployment.group.forming != group.forming):
             self._metrics.forget_layers(deployment.name)
+            self.streams.replace_all(
+                deployment.name, "another forming of the group has taken this one's place"
+            )
         self.streams.add(deployment.name, hello.rank, stream)
-        _log.info(
+        self.log.info(
             "agent_connected", deployment=deployment.name, rank=hello.rank, node=hello.node, epoch=hello.epoch
         )
-        self._follow_up(deployment)
         return deployment
 
-    def release(self, deployment: Deployment, rank: int) -> None:
+    def release(self, deployment: Deployment, rank: int, stream: RankStream) -> None:
         """A rank's stream has ended."""
-        self.streams.remove(deployment.name, rank)
+        if not self.streams.remove(deployment.name, rank, stream):
+            return
         deployment.leave(rank)
-        _log.info("agent_disconnected", deployment=deployment.name, rank=rank)
+        if not deployment.connected and self.deployments.get(deployment.name) is deployment:
+            # Deployments are kept in the order in which they were last heard of.
+            self.deployments[deployment.name] = self.deployments.pop(deployment.name)
+        self.log.info("agent_disconnected", deployment=deployment.name, rank=rank)
 
     def heat_report(
         self, deployment: Deployment, rank: int, report: HeatReport, message: agent_pb2.HeatReport
@@ -167,15 +183,21 @@ class ControlPlane:
     def tick(self) -> None:
         """Look after deadlines and update the metrics; called every second or so."""
         self._metrics.deployments.set(len(self.deployments))
-        for deployment in self.deployments.values():
-            deployment.tick(time.monotonic())
-            self._follow_up(deployment)
-            self._report(deployment)
+        self._metrics.heat_bytes.set(sum(map(self._price, self.deployments.values())))
+        for deployment in list(self.deployments.values()):
+            try:
+                deployment.tick(time.monotonic())
+                self._follow_up(deployment)
+                self._report(deployment)
+            except Exception:
+                # One deployment's trouble is not the others'.
+                _log.exception("tick_failed", deployment=deployment.name)
 
     def remember_all(self) -> None:
         """Before the service stops."""
         for deployment in self.deployments.values():
-            self._remember(deployment)
+            if deployment.known or deployment.paused:
+                self._remember(deployment)
 
     # What follows from events
 
@@ -252,16 +274,55 @@ class ControlPlane:
         return self.deployments[name]
 
     def _make_room_for(self, name: str) -> Deployment:
+        """A new deployment; only names behind which no whole group has ever been make room for it."""
         if len(self.deployments) >= self.settings.max_deployments:
-            idle = [known for known in self.deployments.values() if not known.connected]
+            unknown = [one for one in self.deployments.values() if not (one.known or one.paused)]
+            idle = [one for one in unknown if not one.connected or one.forming_overdue]
             if not idle:
                 raise ExhaustedError(
-                    f"{len(self.deployments)} deployments are connected, the most that max_deployments allows",
+                    f"{len(self.deployments)} deployments are known, the most that max_deployments allows; "
+                    "`eplb forget` removes one that is no more"
                 )
-            self._forget(idle[0].name)
+            self.forget(idle[0].name)
         return self._new(name)
 
-    def _forget(self, name: str) -> None:
+    def _price(self, deployment: Deployment) -> int:
+        if deployment.group is None:
+            return 0
+        limits = self._limits
+        return memory_bytes(deployment.group.shape, limits.window_steps, limits.pending_steps)
+
+    def _afford(self, hello: Hello) -> None:
+        """Make sure that there is memory for what ``hello`` asks for; raises ``ExhaustedError`` where there is not."""
+        needed = memory_bytes(hello.shape, self._limits.window_steps, self._limits.pending_steps)
+        others = [one for one in self.deployments.values() if one.name != hello.deployment]
+        taken = sum(map(self._price, others))
+        for idle in [one for one in others if one.group is not None and not one.connected]:
+            if taken + needed <= self.settings.max_heat_bytes:
+                break
+            taken -= self._price(idle)
+            self._rest(idle)
+        if taken + needed > self.settings.max_heat_bytes:
+            raise ExhaustedError(
+                f"heat of this shape needs {needed >> 20} MiB, and {taken >> 20} MiB of the "
+                f"{self.settings.max_heat_bytes >> 20} MiB that max_heat_bytes allows are taken"
+            )
+
+    def _rest(self, deployment: Deployment) -> None:
+        """Give back the memory of a deployment that nobody is connected to."""
+        if deployment.live is not None:
+            live = deployment.live
+            self.remembered[deployment.name] = StoredPlacement(live.epoch, live.digest, live.placement)
+        deployment.rest()
+        self._follow_up(deployment)
+
+    def _leave_seat(self, hello: Hello) -> bool:
+        reason = f"rank {hello.rank} has connected again; the newer stream of its forming is heard"
+        return self.streams.replace(hello.deployment, hello.rank, reason)
+
+    def forget(self, name: str) -> None:
+        """Remove a deployment, and all that is known of it."""
+        self.streams.replace_all(name, "the deployment was removed; say Hello again")
         del self.deployments[name]
         self.remembered.pop(name, None)
         self._metrics.forget(name)

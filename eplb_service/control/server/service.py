@@ -19,14 +19,19 @@ from grpc_reflection.v1alpha import reflection
 
 from eplb_service import __version__
 from eplb_service.control.server.agent_stream import AgentService
-from eplb_service.control.server.auth import TokenInterceptor
+from eplb_service.control.server.certificates import Certificates
+from eplb_service.control.server.credentials import Credentials, shared_token
+from eplb_service.control.server.gate import Gate
 from eplb_service.control.server.operator_api import OperatorService
 from eplb_service.control.server.plane import ControlPlane, pending_steps
-from eplb_service.control.server.settings import ServiceSettings, SettingsError
+from eplb_service.control.server.quotas import Quotas
+from eplb_service.control.server.settings import ServiceSettings
 from eplb_service.control.server.store import Store
 from eplb_service.control.server.store_writer import StoreWriter
 from eplb_service.io.recording import Recording
 from eplb_service.telemetry.metrics import Metrics
+from eplb_service.wire.address import is_loopback
+from eplb_service.wire.codec import MAX_MESSAGE_BYTES
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc, operator_pb2, operator_pb2_grpc
 
 _log = structlog.get_logger(__name__)
@@ -36,7 +41,12 @@ OPERATOR_SERVICE: str = operator_pb2.DESCRIPTOR.services_by_name["OperatorServic
 
 _TICK_SECONDS = 1.0
 _GRACE_SECONDS = 2.0
-_LOOPBACK = ("127.", "localhost:", "[::1]:")
+_HANDSHAKE_SECONDS = 10.0
+_IDLE_SECONDS = 600.0
+_WINDOW_BYTES = 64 << 10
+_METADATA_BYTES = 8 << 10
+_HEALTH_CALLS = 32
+_HEALTH_BYTES = 1 << 10
 
 
 class ListenError(Exception):
@@ -49,8 +59,8 @@ class RunningService:
 
     Parameters
     ----------
-    address, metrics_address
-        ``host:port`` where it listens, with the real ports.
+    address, metrics_address, health_address
+        ``host:port`` where it listens, with the real ports; ``None`` where health has no port of its own.
     plane
         Its deployments.
     warm
@@ -59,6 +69,7 @@ class RunningService:
 
     address: str
     metrics_address: str
+    health_address: str | None
     plane: ControlPlane
     warm: asyncio.Task[None]
 
@@ -85,16 +96,23 @@ async def running_service(settings: ServiceSettings) -> AsyncIterator[RunningSer
         stack.push_async_callback(plane.decider.close)
         await plane.resume()
         probes = health.aio.HealthServicer()
-        server = _server(settings, plane, probes)
+        token = settings.auth_token
+        fixed = [shared_token(token.get_secret_value())] if token else []
+        quotas = Quotas(settings.max_streams_per_peer)
+        gate = Gate(Credentials(fixed, settings.credentials), quotas, metrics, plane.log)
+        server = _server(settings, plane, probes, gate, quotas)
         address = _bind(server, settings)
+        health_address = None
+        if settings.health is not None:
+            health_address = await _serve_health(settings.health, probes, stack)
         await _report_health(probes, health_pb2.HealthCheckResponse.NOT_SERVING)
         await server.start()
         stack.push_async_callback(_shut_down, server, plane, probes)
         warm = asyncio.create_task(_warm_up(plane, probes))
-        ticks = asyncio.create_task(_tick(plane))
+        ticks = asyncio.create_task(_tick(plane, gate))
         stack.push_async_callback(_cancel, warm, ticks)
         _log.info("listening", address=address, metrics=metrics_address, leader_term=plane.leader_term)
-        yield RunningService(address, metrics_address, plane, warm)
+        yield RunningService(address, metrics_address, health_address, plane, warm)
 
 
 async def serve_until_stopped(settings: ServiceSettings, announce: Callable[[RunningService], None]) -> None:
@@ -118,13 +136,26 @@ async def serve_until_stopped(settings: ServiceSettings, announce: Callable[[Run
         os._exit(0)
 
 
-def _server(settings: ServiceSettings, plane: ControlPlane, probes: Any) -> grpc.aio.Server:
-    token = settings.auth_token
+def _server(
+    settings: ServiceSettings, plane: ControlPlane, probes: Any, gate: Gate, quotas: Quotas
+) -> grpc.aio.Server:
     server = grpc.aio.server(
-        interceptors=[TokenInterceptor(token.get_secret_value())] if token else [],
+        interceptors=[gate],
+        maximum_concurrent_rpcs=settings.max_streams,
         options=[
             ("grpc.max_receive_message_length", settings.max_message_bytes),
-            ("grpc.max_send_message_length", settings.max_message_bytes),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_allowed_incoming_connections", settings.max_connections),
+            ("grpc.max_concurrent_streams", settings.max_streams_per_peer),
+            ("grpc.max_metadata_size", _METADATA_BYTES),
+            ("grpc.absolute_max_metadata_size", 2 * _METADATA_BYTES),
+            # A connection that says nothing ends; one that is served is kept up by its streams.
+            ("grpc.server_handshake_timeout_ms", int(1000 * _HANDSHAKE_SECONDS)),
+            ("grpc.http2.settings_timeout", int(1000 * _HANDSHAKE_SECONDS)),
+            ("grpc.max_connection_idle_ms", int(1000 * _IDLE_SECONDS)),
+            # What a call sends before anybody reads it stays this small: windows do not grow by themselves.
+            ("grpc.http2.bdp_probe", 0),
+            ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
             # Two services on one port would share its connections unseen.
             ("grpc.so_reuseport", 0),
             ("grpc.keepalive_time_ms", 20_000),
@@ -133,7 +164,7 @@ def _server(settings: ServiceSettings, plane: ControlPlane, probes: Any) -> grpc
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
         ],
     )
-    agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(plane), server)
+    agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(plane, quotas), server)
     operator_pb2_grpc.add_OperatorServiceServicer_to_server(OperatorService(plane), server)
     health_pb2_grpc.add_HealthServicer_to_server(probes, server)
     names = (AGENT_SERVICE, OPERATOR_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -142,10 +173,8 @@ def _server(settings: ServiceSettings, plane: ControlPlane, probes: Any) -> grpc
 
 
 def _bind(server: grpc.aio.Server, settings: ServiceSettings) -> str:
-    if settings.tls_cert is None and not settings.listen.startswith(_LOOPBACK):
-        _log.warning("serving_without_tls", address=settings.listen)
-    if settings.auth_token is None and not settings.listen.startswith(_LOOPBACK):
-        _log.warning("serving_without_token", address=settings.listen)
+    if settings.insecure and not is_loopback(settings.listen):
+        _log.warning("serving_insecurely", address=settings.listen)
     credentials = _credentials(settings)
     try:
         if credentials is None:
@@ -164,11 +193,31 @@ def _bind(server: grpc.aio.Server, settings: ServiceSettings) -> str:
 def _credentials(settings: ServiceSettings) -> grpc.ServerCredentials | None:
     if settings.tls_cert is None or settings.tls_key is None:
         return None
+    certificates = Certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    return grpc.dynamic_ssl_server_credentials(
+        certificates.current(),
+        certificates.changed,  # type: ignore[arg-type, unused-ignore]  # None means: the same as before
+        settings.tls_client_ca is not None,
+    )
+
+
+async def _serve_health(address: str, probes: Any, stack: contextlib.AsyncExitStack) -> str:
+    server = grpc.aio.server(
+        maximum_concurrent_rpcs=_HEALTH_CALLS,
+        options=[
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_receive_message_length", _HEALTH_BYTES),
+            ("grpc.max_allowed_incoming_connections", _HEALTH_CALLS),
+        ],
+    )
+    health_pb2_grpc.add_HealthServicer_to_server(probes, server)
     try:
-        pair = settings.tls_key.read_bytes(), settings.tls_cert.read_bytes()
-    except OSError as error:
-        raise SettingsError(f"cannot read the TLS files: {error}") from error
-    return grpc.ssl_server_credentials([pair])
+        bound = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ListenError(f"cannot listen on {address}: {error}; choose another with --health") from error
+    await server.start()
+    stack.push_async_callback(server.stop, None)
+    return f"{address.rpartition(':')[0]}:{bound}"
 
 
 def _serve_metrics(metrics: Metrics, address: str, stack: contextlib.AsyncExitStack) -> str:
@@ -206,9 +255,10 @@ async def _warm_up(plane: ControlPlane, probes: Any) -> None:
     _log.info("warm")
 
 
-async def _tick(plane: ControlPlane) -> None:
+async def _tick(plane: ControlPlane, gate: Gate) -> None:
     while True:
         try:
+            gate.refresh()
             plane.tick()
         except Exception:
             _log.exception("tick_failed")

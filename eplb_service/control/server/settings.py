@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSett
 from eplb_service.planner.options import planner_options, planner_settings
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.settings import SettingsError as PlannerSettingsError
+from eplb_service.wire.address import is_loopback
 from eplb_service.wire.codec import MAX_MESSAGE_BYTES
 
 ENVIRONMENT_PREFIX = "EPLB_"
@@ -78,7 +79,20 @@ class ServiceSettings(_PlannerFields):
     )
     max_deployments: int = Field(64, ge=1, description="most deployments known at a time")
     max_message_bytes: int = Field(
-        MAX_MESSAGE_BYTES, ge=1 << 16, le=1 << 30, description="largest gRPC message taken"
+        16 << 20, ge=1 << 16, le=MAX_MESSAGE_BYTES, description="largest gRPC message taken"
+    )
+    max_connections: int = Field(8192, ge=1, description="most connections open at a time")
+    max_streams: int = Field(8192, ge=1, description="most calls and streams open at a time")
+    max_streams_per_peer: int = Field(
+        1024, ge=1, description="most calls and streams that one host may have open at a time"
+    )
+    max_heat_bytes: int = Field(
+        2 << 30,
+        ge=1 << 20,
+        description="most memory that the heat of all deployments may take, by their shapes",
+    )
+    solve_timeout_seconds: float = Field(
+        120.0, gt=0, description="seconds after which a decision is given up, for others to be made"
     )
     auth_token: SecretStr | None = Field(
         None,
@@ -86,6 +100,20 @@ class ServiceSettings(_PlannerFields):
     )
     tls_cert: Path | None = Field(None, description="PEM certificate chain; set with tls_key to serve TLS")
     tls_key: Path | None = Field(None, description="PEM private key of tls_cert")
+    tls_client_ca: Path | None = Field(
+        None, description="PEM file of the authority whose client certificates are asked for (mutual TLS)"
+    )
+    credentials: Path | None = Field(
+        None,
+        description="YAML file of credentials by role, deployment and rank; read again whenever it changes",
+    )
+    insecure: bool = Field(
+        False, description="listen beyond loopback without TLS or credentials, for whoever reaches the port"
+    )
+    health: Address | None = Field(
+        None,
+        description="host:port that answers gRPC health checks and nothing else, without TLS or credentials",
+    )
     log_format: Literal["auto", "console", "json"] = Field(
         "auto", description="how logs are written to stderr; auto: console on a terminal, JSON otherwise"
     )
@@ -97,6 +125,13 @@ class ServiceSettings(_PlannerFields):
     def _fits_together(self) -> ServiceSettings:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key must be set together")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("tls_client_ca needs tls_cert and tls_key")
+        if not (self.insecure or is_loopback(self.listen) or (self._encrypts and self._asks_who_calls)):
+            raise ValueError(
+                f"listen {self.listen} is reached from other hosts: set tls_cert and tls_key, and credentials or "
+                "auth_token; or set insecure for a network in which everybody may do everything"
+            )
         if self.auth_token is not None and not self.auth_token.get_secret_value():
             raise ValueError("auth_token is empty; leave it unset to ask for none")
         try:
@@ -104,6 +139,14 @@ class ServiceSettings(_PlannerFields):
         except PlannerSettingsError as error:
             raise ValueError(str(error)) from error
         return self
+
+    @property
+    def _encrypts(self) -> bool:
+        return self.tls_cert is not None
+
+    @property
+    def _asks_who_calls(self) -> bool:
+        return self.auth_token is not None or self.credentials is not None
 
     def planner(self) -> PlannerSettings:
         """What the planner needs of these."""

@@ -18,6 +18,11 @@ class RankStream:
         self._ending = asyncio.Event()
         self._status: StatusError | None = None
 
+    @property
+    def over(self) -> bool:
+        """Whether it has been asked to end: what still comes over it counts no more."""
+        return self._status is not None
+
     def end(self, code: grpc.StatusCode, reason: str) -> None:
         """End the stream with a status on which agents connect anew."""
         if self._status is None:
@@ -41,9 +46,25 @@ class Streams:
         """A rank has been taken in."""
         self._streams[deployment, rank] = stream
 
-    def remove(self, deployment: str, rank: int) -> None:
-        """Its stream is over."""
-        self._streams.pop((deployment, rank), None)
+    def remove(self, deployment: str, rank: int, stream: RankStream) -> bool:
+        """``stream`` is over; whether it was the rank's still, and not one that another has replaced."""
+        if self._streams.get((deployment, rank)) is not stream:
+            return False
+        del self._streams[deployment, rank]
+        return True
+
+    def replace(self, deployment: str, rank: int, reason: str) -> bool:
+        """End the rank's stream and forget it, for another to take its place; whether there was one."""
+        stream = self._streams.pop((deployment, rank), None)
+        if stream is not None:
+            stream.end(grpc.StatusCode.ABORTED, reason)
+        return stream is not None
+
+    def replace_all(self, deployment: str, reason: str) -> None:
+        """End all streams of a deployment, and forget them: others take their place."""
+        for name, rank in list(self._streams):
+            if name == deployment:
+                self.replace(name, rank, reason)
 
     def send(self, deployment: str, plans: list[agent_pb2.Plan]) -> None:
         """``plans[rank]`` to each rank that is still there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from eplb_service.control.core.health import problems
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.wire.codec import pack
 from eplb_service.wire.generated import agent_pb2, operator_pb2, operator_pb2_grpc
@@ -143,16 +145,64 @@ async def test_slots_that_do_not_make_the_digest_they_say(channel: grpc.aio.Chan
     assert "do not make a placement" in text or "digest" in text
 
 
-async def test_a_second_agent_with_the_same_rank(service: RunningService) -> None:
+async def test_a_second_agent_with_the_same_rank_of_another_forming(service: RunningService) -> None:
     async with FakeGroup(service.address) as group:
         await group.join()
         second = FakeRank(group.channel, 2)
-        await second.say(hello=hello_of(LIVE, 2))
+        await second.say(hello=hello_of(LIVE, 2, group_id="second"))
         code, text = await second.refusal()
         assert code == grpc.StatusCode.ALREADY_EXISTS
         assert "rank 2 is connected already" in text
         deployment = service.plane.deployments["decode"]
         assert len(deployment.connected) == RANKS
+
+
+async def test_a_rank_that_connects_again_is_heard_and_its_old_stream_is_not(service: RunningService) -> None:
+    async with FakeGroup(service.address) as group:
+        await group.join()
+        old, group.ranks[2] = group.ranks[2], FakeRank(group.channel, 2)
+        await group.ranks[2].greet(hello_of(LIVE, 2))
+        code, text = await old.refusal()
+        assert code == grpc.StatusCode.ABORTED
+        assert "connected again" in text
+        deployment = service.plane.deployments["decode"]
+        await until(lambda: len(deployment.connected) == RANKS)
+        group.step = 5
+        await group.heartbeat()
+        await until(lambda: deployment.group is not None and deployment.group.members[2].step == 5)
+
+
+async def test_ranks_that_wait_in_vain_give_way_to_another_forming(service: RunningService) -> None:
+    async with FakeGroup(service.address) as group:
+        squatter = FakeRank(group.channel, 0)
+        await squatter.greet(hello_of(LIVE, 0, group_id="of nobody else"))
+        deployment = service.plane.deployments["decode"]
+        for now in (1e6, 1e6 + 59):
+            deployment.tick(now)
+            rank = FakeRank(group.channel, 1)
+            await rank.say(hello=hello_of(LIVE, 1))
+            assert (await rank.refusal())[0] == CONTRADICTS
+        deployment.tick(1e6 + 61)
+        await group.join()
+        assert (await squatter.refusal())[0] == grpc.StatusCode.ABORTED
+        assert len(deployment.connected) == RANKS
+        assert deployment.live is not None
+
+
+async def test_a_refused_hello_leaves_no_lasting_problem(service: RunningService) -> None:
+    async with FakeGroup(service.address) as group:
+        await group.join()
+        stranger = FakeRank(group.channel, 7)
+        hello = hello_of(LIVE, 0, ep_size=8)
+        hello.rank = 7
+        await stranger.say(hello=hello)
+        assert (await stranger.refusal())[0] == CONTRADICTS
+        deployment = service.plane.deployments["decode"]
+        assert any("rank 7 was turned away" in problem for problem in problems(deployment))
+        now = time.monotonic()
+        deployment.tick(now)
+        deployment.tick(now + 61)
+        assert not deployment.refused
 
 
 async def test_a_first_message_that_is_no_hello(channel: grpc.aio.Channel) -> None:

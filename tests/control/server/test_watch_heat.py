@@ -94,7 +94,7 @@ async def test_a_trace_is_gone_on_with_only_where_it_fits(
     async with FakeGroup(service.address, other) as group:
         await group.join(group_id="second")
         assert await (await recording(service, *arguments, "--append", watched=False)) == 2
-    assert "started anew with another placement under the same epochs" in capsys.readouterr().err
+    assert "another placement under the same epochs" in capsys.readouterr().err
     assert open_trace(out).steps == 16
 
 
@@ -158,7 +158,7 @@ async def test_ctrl_c_ends_with_a_whole_trace(
 async def test_a_slow_watcher_loses_reports_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     report = heat_report(live_of(first_placement()), 0, 0, skewed_heat(8))
     monkeypatch.setattr(heat_feed, "MOST_WAITING_BYTES", 2 * report.ByteSize())
-    watcher = Watcher()
+    watcher = Watcher("here")
     for _ in range(5):
         watcher.put_heat(0, report)
     watcher.put(operator_pb2.WatchHeatResponse(switched=operator_pb2.SwitchedLayer(layer=1)))
@@ -182,9 +182,9 @@ async def test_only_so_many_watch_and_only_with_the_token() -> None:
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         service.plane._new("decode")
         metadata = (("authorization", "Bearer secret"),)
-        calls = [stub.WatchHeat(request, metadata=metadata) for _ in range(heat_feed.MOST_WATCHERS)]
+        calls = [stub.WatchHeat(request, metadata=metadata) for _ in range(heat_feed.MOST_WATCHERS_OF_A_HOST)]
         feed = service.plane.feed
-        await until(lambda: sum(map(len, feed._watchers.values())) == heat_feed.MOST_WATCHERS)
+        await until(lambda: sum(map(len, feed._watchers.values())) == heat_feed.MOST_WATCHERS_OF_A_HOST)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.WatchHeat(request, metadata=metadata).read()
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

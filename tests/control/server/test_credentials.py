@@ -1,0 +1,235 @@
+"""Credentials say who calls and what that caller may; their file is read again when it changes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from eplb_service.control.server.credentials import Credentials, Role, read_credentials
+from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.control.server.settings import SettingsError, load_settings
+from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
+from tests.control.fake_group import FakeRank, first_placement, hello_of, live_of
+from tests.control.server.test_service import settings, until
+
+AGENT, OPERATOR, READER = "agent-token-of-16", "operator-token-16", "reader-token-of-16"
+LIVE = live_of(first_placement())
+DENIED, UNKNOWN = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED
+FILE = f"""
+- {{name: decode-agents, role: agent, deployments: [decode], ranks: 0-1, token: {AGENT}}}
+- name: on-call
+  role: operator
+  deployments: ['*']
+  token_sha256: {hashlib.sha256(OPERATOR.encode()).hexdigest()}
+- {{name: dashboard, role: reader, deployments: [decode], token: {READER}}}
+"""
+
+
+def bearer(token: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {token}"),)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    written = tmp_path / "credentials.yaml"
+    written.write_text(FILE)
+    return written
+
+
+async def code_of(call: Any) -> grpc.StatusCode:
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+async def orders(
+    service: RunningService, channel: grpc.aio.Channel, token: str, deployment: str
+) -> list[Any]:
+    """What comes of reading and of giving an order."""
+    stub = operator_pb2_grpc.OperatorServiceStub(channel)
+    return [
+        await code_of(
+            stub.GetStatus(operator_pb2.GetStatusRequest(deployment=deployment), metadata=bearer(token))
+        ),
+        await code_of(stub.Pause(operator_pb2.PauseRequest(deployment=deployment), metadata=bearer(token))),
+    ]
+
+
+async def test_every_role_may_what_it_is_for(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with (
+        running_service(settings(credentials=path)) as service,
+        grpc.aio.insecure_channel(service.address) as channel,
+    ):
+        rank = FakeRank(channel, 0, bearer(AGENT))
+        await rank.greet(hello_of(LIVE, 0))
+        ok = grpc.StatusCode.OK
+        assert await orders(service, channel, OPERATOR, "decode") == [ok, ok]
+        assert await orders(service, channel, READER, "decode") == [ok, DENIED]
+        assert await orders(service, channel, AGENT, "decode") == [DENIED, DENIED]
+        assert await orders(service, channel, "wrong-token-of-16", "decode") == [UNKNOWN, UNKNOWN]
+        assert await orders(service, channel, READER, "prefill") == [DENIED, DENIED]
+        for token, message in (
+            (OPERATOR, hello_of(LIVE, 1)),
+            (AGENT, hello_of(LIVE, 2)),
+            (AGENT, hello_of(LIVE, 1, deployment="prefill")),
+        ):
+            other = FakeRank(channel, 1, bearer(token))
+            await other.say(hello=message)
+            assert (await other.refusal())[0] == DENIED
+        log = capsys.readouterr().err
+        audit = [line for line in log.splitlines() if '"operator_call"' in line]
+        assert len(audit) == 1
+        assert '"caller": "on-call"' in audit[0]
+        assert '"call": "Pause"' in audit[0]
+        assert '"result": "done"' in audit[0]
+        assert OPERATOR not in log
+        rank.call.cancel()
+
+
+async def test_a_reader_sees_its_deployments_alone(path: Path) -> None:
+    async with (
+        running_service(settings(credentials=path, auth_token="everything-and-all")) as service,
+        grpc.aio.insecure_channel(service.address) as channel,
+    ):
+        ranks = [FakeRank(channel, 0, bearer("everything-and-all")) for _ in range(2)]
+        for rank, name in zip(ranks, ("decode", "prefill"), strict=True):
+            await rank.greet(hello_of(LIVE, 0, deployment=name))
+        stub = operator_pb2_grpc.OperatorServiceStub(channel)
+        for token, names in ((READER, ["decode"]), (OPERATOR, ["decode", "prefill"])):
+            answer = await stub.ListDeployments(operator_pb2.ListDeploymentsRequest(), metadata=bearer(token))
+            assert [status.deployment for status in answer.deployments] == names
+        for rank in ranks:
+            rank.call.cancel()
+
+
+async def test_tokens_rotate_without_a_restart(path: Path) -> None:
+    async with (
+        running_service(settings(credentials=path)) as service,
+        grpc.aio.insecure_channel(service.address) as channel,
+    ):
+        rank = FakeRank(channel, 0, bearer(AGENT))
+        await rank.greet(hello_of(LIVE, 0))
+        path.write_text(
+            FILE + "- {name: next, role: agent, deployments: [decode], token: the-next-agent-token}\n"
+        )
+        stub = operator_pb2_grpc.OperatorServiceStub(channel)
+
+        async def may_connect(token: str) -> bool:
+            tried = FakeRank(channel, 1, bearer(token))
+            try:
+                await tried.say(hello=hello_of(LIVE, 1))
+                await tried.hear()
+            except (AssertionError, grpc.aio.AioRpcError):
+                return False
+            tried.call.cancel()
+            return True
+
+        for _ in range(50):
+            if await may_connect("the-next-agent-token"):
+                break
+            await asyncio.sleep(0.1)
+        assert await may_connect("the-next-agent-token")
+        assert await may_connect(AGENT)
+        path.write_text(FILE.replace(AGENT, "the-next-agent-token"))
+        await until(lambda: not service.plane.deployments["decode"].connected)
+        assert not await may_connect(AGENT)
+        path.write_text("- nonsense")
+        await asyncio.sleep(1.5)
+        answer = stub.ListDeployments(operator_pb2.ListDeploymentsRequest(), metadata=bearer(OPERATOR))
+        assert await code_of(answer) is grpc.StatusCode.OK
+
+
+async def test_health_is_answered_on_a_port_of_its_own(path: Path) -> None:
+    async with running_service(settings(credentials=path, health="127.0.0.1:0")) as service:
+        await service.warm
+        assert service.health_address is not None
+        async with grpc.aio.insecure_channel(service.health_address) as channel:
+            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            stub = operator_pb2_grpc.OperatorServiceStub(channel)
+            listed = stub.ListDeployments(operator_pb2.ListDeploymentsRequest(), metadata=bearer(OPERATOR))
+            assert await code_of(listed) is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ("{}", "must hold a list"),
+        ("- 7", "credential 1"),
+        ("- {name: a, role: king, deployments: [b], token: 0123456789abcdef}", "credential 1: role"),
+        ("- {name: a, role: agent, deployments: [], token: 0123456789abcdef}", "credential 1: deployments"),
+        (
+            "- {name: a, role: agent, deployments: ['b/c'], token: 0123456789abcdef}",
+            "credential 1: deployments",
+        ),
+        ("- {name: a, role: agent, deployments: [b], token: short}", "credential 1: token"),
+        ("- {name: a, role: agent, deployments: [b]}", "exactly one of"),
+        (
+            "- {name: a, role: agent, deployments: [b], certificate: c, token: 0123456789abcdef}",
+            "exactly one of",
+        ),
+        ("- {name: a, role: reader, deployments: [b], ranks: 0-3, certificate: c}", "only agents have ranks"),
+        ("- {name: a, role: agent, deployments: [b], ranks: 3-0, certificate: c}", "ranks"),
+        ("- {name: a, role: agent, deployments: [b], ranks: 0-99999999, certificate: c}", "ranks"),
+        ("- {name: a, role: agent, deployments: [b], certificate: c, more: 1}", "more"),
+        (
+            "- {name: a, role: agent, deployments: [b], certificate: c}\n" * 2,
+            "two credentials are called 'a'",
+        ),
+        ("- {name: a, token: 0123456789abcdef", "is not YAML"),
+    ],
+)
+def test_a_file_that_will_not_do(tmp_path: Path, entry: str, says: str) -> None:
+    path = tmp_path / "credentials.yaml"
+    path.write_text(entry)
+    with pytest.raises(SettingsError, match=says) as refused:
+        read_credentials(path)
+    assert "0123456789abcdef" not in str(refused.value)
+
+
+def test_certificates_and_tokens_prove_who_calls(path: Path) -> None:
+    path.write_text("- {name: a, role: reader, deployments: ['*'], certificate: dashboard.example}\n")
+    credentials = Credentials((), path)
+    assert credentials.of("", ["dashboard.example"]) is not None
+    assert credentials.of("", []) is None
+    assert credentials.of("dashboard.example", []) is None
+    assert Credentials().of("", []) is not None, "where none are asked for, everybody is let in"
+
+
+def test_a_changed_file_is_noticed_whatever_its_time(path: Path) -> None:
+    credentials = Credentials((), path)
+    assert not credentials.refresh()
+    path.write_text(FILE.replace("dashboard", "a-dashboard"))
+    os.utime(path, (0, 0))
+    assert credentials.refresh()
+    found = credentials.of(READER, [])
+    assert found is not None
+    assert (found.name, found.roles) == ("a-dashboard", {Role.READER})
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"listen": "0.0.0.0:50551"},
+        {"listen": "0.0.0.0:50551", "auth_token": "x"},
+        {"listen": "[::]:50551", "tls_cert": "c", "tls_key": "k"},
+        {"listen": "127.example.com:50551"},
+    ],
+)
+def test_beyond_loopback_a_service_asks_who_calls_over_tls_unless_told_otherwise(
+    flags: dict[str, Any],
+) -> None:
+    with pytest.raises(SettingsError, match="is reached from other hosts"):
+        load_settings(flags)
+    load_settings({**flags, "insecure": True})
+    load_settings({**flags, "tls_cert": "c", "tls_key": "k", "auth_token": "x"})
+    load_settings({**flags, "listen": "[::1]:50551"})
