@@ -19,6 +19,7 @@ ENV PYTHONUNBUFFERED=1 \
     NUMBA_CACHE_DIR=/var/cache/eplb \
     EPLB_LISTEN=0.0.0.0:50551 \
     EPLB_METRICS=0.0.0.0:9464 \
+    EPLB_HEALTH=127.0.0.1:50552 \
     EPLB_STORE=/var/lib/eplb/eplb-state.sqlite3
 # Kernels for this build host's processor; another one compiles its own on first use.
 RUN eplb warmup

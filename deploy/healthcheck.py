@@ -1,4 +1,7 @@
-"""The image's health check: ask the service beside it, over plain gRPC, and leave with 0 where it serves, else 1."""
+"""The image's health check: ask the service beside it, over plain gRPC, and leave with 0 where it serves, else 1.
+
+It asks at EPLB_HEALTH, which answers health checks alone, or at EPLB_LISTEN where that is not set.
+"""
 
 import os
 import sys
@@ -23,5 +26,5 @@ def serves(address: str) -> bool:
 
 
 if __name__ == "__main__":
-    port = os.environ.get("EPLB_LISTEN", ":50551").rpartition(":")[2]
-    sys.exit(not serves(f"127.0.0.1:{port}"))
+    asked = os.environ.get("EPLB_HEALTH") or os.environ.get("EPLB_LISTEN", ":50551")
+    sys.exit(not serves(f"127.0.0.1:{asked.rpartition(':')[2]}"))

@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from eplb_service.wire.channel import Security
 from worker_agent.swap.lane.backend import TransferBackend
 
 
@@ -25,9 +26,20 @@ class AgentSettings(BaseSettings):
     data_host: str = Field(
         default_factory=socket.getfqdn, description="address at which other ranks reach this one"
     )
-    auth_token: SecretStr | None = Field(None, description="shared token that the service asks for")
+    auth_token: SecretStr | None = Field(None, description="token that the service asks for")
+    auth_token_file: Path | None = Field(
+        None,
+        description="file that holds the token, read again at every connection: it rotates without a restart",
+    )
     tls_ca: Path | None = Field(
         None, description="PEM file of the authority that signed the service's certificate"
+    )
+    tls_cert: Path | None = Field(
+        None, description="PEM file of this agent's certificate, where the service asks for one"
+    )
+    tls_key: Path | None = Field(None, description="PEM private key of tls_cert")
+    plaintext_token: bool = Field(
+        False, description="send the token in plain text to another host, where the network is trusted"
     )
     queue_reports: int = Field(64, ge=1, le=4096, description="heat reports kept while the service is away")
     report_steps: int = Field(
@@ -93,6 +105,26 @@ class AgentSettings(BaseSettings):
                 "the next is launched"
             )
         return self
+
+    @model_validator(mode="after")
+    def _keeps_its_token(self) -> AgentSettings:
+        if self.auth_token is not None and self.auth_token_file is not None:
+            raise ValueError("set auth_token or auth_token_file, not both")
+        security = self.security
+        if self.auth_token is not None or self.auth_token_file is not None:
+            security.check_token(self.service)
+        return self
+
+    @property
+    def security(self) -> Security:
+        """Of the channel to the service."""
+        return Security(self.tls_ca, self.tls_cert, self.tls_key, self.plaintext_token)
+
+    def token(self) -> str | None:
+        """What the service asks for, as it is now; raises ``OSError`` where its file cannot be read."""
+        if self.auth_token_file is not None:
+            return self.auth_token_file.read_text(encoding="utf-8").strip()
+        return None if self.auth_token is None else self.auth_token.get_secret_value()
 
     def shared(self) -> dict[str, object]:
         """What must be the same on all ranks."""

@@ -14,7 +14,6 @@ from typing import TypeAlias
 
 import grpc
 
-from eplb_service.wire.codec import MAX_MESSAGE_BYTES
 from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
 from eplb_service.wire.heat import HeatReport, encode_heat_report
@@ -33,13 +32,6 @@ _LAST_BACKOFF_SECONDS = 10.0
 _WELCOME_SECONDS = 10.0
 _FIRST_BEAT_SECONDS = 1.0
 _PLANS_KEPT = 16
-_CHANNEL_OPTIONS = [
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.max_pings_without_data", 0),
-]
 
 Beat: TypeAlias = Callable[[], Heartbeat]
 
@@ -102,10 +94,12 @@ class ServiceStream:
         backoff = _FIRST_BACKOFF_SECONDS
         while not self._closing.is_set():
             try:
-                with self._channel() as channel:
+                with self._settings.security.open(self._settings.service) as channel:
                     self._talk(agent_pb2_grpc.AgentServiceStub(channel))
             except grpc.RpcError as error:
-                self._log_lost(error)
+                self._log_lost(getattr(error, "details", error.__str__)())
+            except OSError as error:
+                self._log_lost(f"cannot read its credentials: {error}")
             except Exception:
                 # A defect here must not end balancing for good, nor reach the model.
                 _log.exception("rank %d: the control stream failed", self._identity.rank)
@@ -115,17 +109,11 @@ class ServiceStream:
             self._closing.wait(backoff * random.uniform(0.5, 1.5))  # noqa: S311 - jitter, not a secret
             backoff = min(2 * backoff, _LAST_BACKOFF_SECONDS)
 
-    def _channel(self) -> grpc.Channel:
-        if self._settings.tls_ca is None:
-            return grpc.insecure_channel(self._settings.service, options=_CHANNEL_OPTIONS)
-        credentials = grpc.ssl_channel_credentials(self._settings.tls_ca.read_bytes())
-        return grpc.secure_channel(self._settings.service, credentials, options=_CHANNEL_OPTIONS)
-
     def _talk(self, stub: agent_pb2_grpc.AgentServiceStub) -> None:
         """One connection, from Hello to its end."""
         over = threading.Event()
-        token = self._settings.auth_token
-        metadata = [] if token is None else [("authorization", f"Bearer {token.get_secret_value()}")]
+        token = self._settings.token()
+        metadata = [] if token is None else [("authorization", f"Bearer {token}")]
         call = stub.Connect(self._requests(over), metadata=metadata)
         self._call = call
         impatience = threading.Timer(_WELCOME_SECONDS, call.cancel)
@@ -181,8 +169,7 @@ class ServiceStream:
                 self.plans.get_nowait()
         self.plans.put(plan)
 
-    def _log_lost(self, error: grpc.RpcError) -> None:
+    def _log_lost(self, reason: str) -> None:
         if self._closing.is_set():
             return
-        details = getattr(error, "details", error.__str__)()
-        _log.warning("rank %d: no stream to %s: %s", self._identity.rank, self._settings.service, details)
+        _log.warning("rank %d: no stream to %s: %s", self._identity.rank, self._settings.service, reason)

@@ -12,7 +12,7 @@ import grpc
 import typer
 
 from eplb_service.cli.errors import UserError
-from eplb_service.wire.codec import MAX_MESSAGE_BYTES
+from eplb_service.wire.channel import Security
 from eplb_service.wire.generated import operator_pb2_grpc
 
 ADDRESS = "127.0.0.1:50551"
@@ -43,6 +43,10 @@ class Connection:
         Shared token, where it asks for one.
     tls_ca
         PEM file of the authority that signed its certificate; plain text where ``None``.
+    tls_cert, tls_key
+        PEM files of the caller's own certificate, where the service asks for one.
+    plaintext_token
+        Whether the token may be sent in plain text to another host.
     """
 
     SECTION: ClassVar = "How the service is reached"
@@ -50,7 +54,7 @@ class Connection:
     address: Annotated[str, typer.Option(help="host:port of the service.", envvar="EPLB_ADDRESS")] = ADDRESS
     token: Annotated[
         str | None,
-        typer.Option(help="Shared token, where the service asks for one.", envvar="EPLB_AUTH_TOKEN"),
+        typer.Option(help="Token, where the service asks for one.", envvar="EPLB_AUTH_TOKEN"),
     ] = None
     tls_ca: Annotated[
         Path | None,
@@ -58,6 +62,20 @@ class Connection:
             "--tls-ca", help="PEM file of the authority behind the service's TLS.", envvar="EPLB_TLS_CA"
         ),
     ] = None
+
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-cert", help="PEM file of the caller's own certificate.", envvar="EPLB_TLS_CLIENT_CERT"
+        ),
+    ] = None
+    tls_key: Annotated[
+        Path | None,
+        typer.Option("--tls-key", help="PEM private key of --tls-cert.", envvar="EPLB_TLS_CLIENT_KEY"),
+    ] = None
+    plaintext_token: Annotated[
+        bool, typer.Option("--plaintext-token", help="Send the token in plain text to another host.")
+    ] = False
 
     @contextlib.contextmanager
     def open(self) -> Iterator[OperatorCalls]:
@@ -74,14 +92,15 @@ class Connection:
                 raise UserError(_reason(error)) from error
 
     def _channel(self) -> grpc.Channel:
-        options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
-        if self.tls_ca is None:
-            return grpc.insecure_channel(self.address, options=options)
         try:
-            roots = self.tls_ca.read_bytes()
+            security = Security(self.tls_ca, self.tls_cert, self.tls_key, self.plaintext_token)
+            if self.token:
+                security.check_token(self.address)
+            return security.open(self.address)
         except OSError as error:
-            raise UserError(f"cannot read {self.tls_ca}: {error.strerror}") from error
-        return grpc.secure_channel(self.address, grpc.ssl_channel_credentials(roots), options=options)
+            raise UserError(f"cannot read {error.filename}: {error.strerror}") from error
+        except ValueError as error:
+            raise UserError(str(error)) from error
 
 
 class OperatorCalls:

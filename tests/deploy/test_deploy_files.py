@@ -3,6 +3,8 @@
 import json
 import re
 import runpy
+import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,8 +13,15 @@ import pytest
 import yaml
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from eplb_service.control.server.settings import ENVIRONMENT_PREFIX, ServiceSettings, load_settings
+from eplb_service.control.server.service import running_service
+from eplb_service.control.server.settings import (
+    ENVIRONMENT_PREFIX,
+    ServiceSettings,
+    SettingsError,
+    load_settings,
+)
 from eplb_service.telemetry.metrics import Metrics
+from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from worker_agent.settings import AgentSettings
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +30,7 @@ YAML_FILES = sorted(path for suffix in ("yaml", "yml") for path in DEPLOY.rglob(
 JSON_FILES = sorted(DEPLOY.rglob("*.json"))
 GRPC_PORT = int(ServiceSettings.model_fields["listen"].default.rpartition(":")[2])
 METRICS_PORT = int(ServiceSettings.model_fields["metrics"].default.rpartition(":")[2])
+HEALTH_PORT = 50552
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
 
@@ -131,6 +141,9 @@ def settings_from(environment, monkeypatch):
 
 def test_the_image_listens_where_it_says(monkeypatch):
     environment = dict(re.findall(r"^\s*(?:ENV )?(EPLB_\w+)=(\S+)", DOCKERFILE, flags=re.MULTILINE))
+    with pytest.raises(SettingsError, match="is reached from other hosts"):
+        settings_from(environment, monkeypatch)
+    environment |= load("compose.yaml")["services"]["eplb"]["environment"]
     settings = settings_from(environment, monkeypatch)
     assert settings.listen == f"0.0.0.0:{GRPC_PORT}"
     assert settings.metrics == f"0.0.0.0:{METRICS_PORT}"
@@ -156,6 +169,49 @@ def test_the_config_of_the_base_is_valid():
     settings = load_settings({}, config=DEPLOY / "kubernetes/base/eplb.yaml", environment={})
     assert settings.listen == f"0.0.0.0:{GRPC_PORT}"
     assert settings.metrics == f"0.0.0.0:{METRICS_PORT}"
+    assert settings.health == f"0.0.0.0:{HEALTH_PORT}"
+    assert not settings.insecure
+    mounted = {
+        mount["mountPath"]
+        for mount in load("kubernetes/base/deployment.yaml")["spec"]["template"]["spec"]["containers"][0][
+            "volumeMounts"
+        ]
+    }
+    for path in (settings.tls_cert, settings.tls_key, settings.credentials):
+        assert path is not None
+        assert str(path.parent) in mounted
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with openssl")
+async def test_the_credentials_that_are_made_admit_each_role(tmp_path):
+    command = [str(DEPLOY / "make-credentials.sh"), str(tmp_path / "secrets"), "eplb"]
+    for _ in range(2):
+        subprocess.run(command, check=True, timeout=300)
+    made = tmp_path / "secrets"
+    files = {
+        "tls_cert": made / "tls.crt",
+        "tls_key": made / "tls.key",
+        "credentials": made / "credentials.yaml",
+    }
+    assert {path.name for path in files.values()} == set(load("compose.yaml")["secrets"])
+    assert made.stat().st_mode & 0o077 == 0
+    flags = {"listen": "127.0.0.1:0", "metrics": "127.0.0.1:0", "store": ":memory:", "threads": 1}
+    async with running_service(load_settings({**flags, **files})) as service:
+        address = service.address.replace("127.0.0.1", "localhost")
+        credentials = grpc.ssl_channel_credentials((made / "ca.pem").read_bytes())
+        async with grpc.aio.secure_channel(address, credentials) as channel:
+            stub = operator_pb2_grpc.OperatorServiceStub(channel)
+            for role, code in (("reader", None), ("agent", grpc.StatusCode.PERMISSION_DENIED)):
+                token = (made / f"{role}.token").read_text()
+                call = stub.ListDeployments(
+                    operator_pb2.ListDeploymentsRequest(), metadata=(("authorization", f"Bearer {token}"),)
+                )
+                if code is None:
+                    await call
+                else:
+                    with pytest.raises(grpc.aio.AioRpcError) as refused:
+                        await call
+                    assert refused.value.code() is code
 
 
 def test_kustomization_names_files_that_exist():
@@ -178,7 +234,7 @@ def test_deployments_are_consistent(deployment):
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             checked = container.get(probe, {})
-            assert checked.get("grpc", {"port": GRPC_PORT})["port"] == GRPC_PORT
+            assert checked.get("grpc", {"port": HEALTH_PORT})["port"] == HEALTH_PORT
             assert checked.get("httpGet", {"port": next(iter(ports))})["port"] in ports
     [service] = [container for container in pod["containers"] if container["name"] == "eplb"]
     assert METRICS_PORT in {port["containerPort"] for port in service["ports"]}
@@ -202,7 +258,8 @@ def test_service_and_deployment_of_the_base_meet():
     template = deployment["spec"]["template"]
     assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
     ports = {port["name"]: port["containerPort"] for port in template["spec"]["containers"][0]["ports"]}
-    assert ports == {"grpc": GRPC_PORT, "metrics": METRICS_PORT}
+    assert ports == {"grpc": GRPC_PORT, "metrics": METRICS_PORT, "health": HEALTH_PORT}
+    del ports["health"]
     assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == ports
 
 
@@ -231,6 +288,10 @@ def test_healthcheck(health_server, monkeypatch, capsys):
     servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     assert exit_code() == 1
     monkeypatch.setenv("EPLB_LISTEN", "0.0.0.0:1")
+    monkeypatch.setenv("EPLB_HEALTH", f"0.0.0.0:{port}")
+    servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    assert exit_code() == 0
+    monkeypatch.delenv("EPLB_HEALTH")
     assert exit_code() == 1
     assert "127.0.0.1:1" in capsys.readouterr().err
 

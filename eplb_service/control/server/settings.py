@@ -21,7 +21,13 @@ from eplb_service.wire.codec import MAX_MESSAGE_BYTES
 
 ENVIRONMENT_PREFIX = "EPLB_"
 _OTHERS_PREFIXES = ("EPLB_AGENT_",)
-_OTHERS_VARIABLES = {"EPLB_ADDRESS", "EPLB_CONFIG", "EPLB_TLS_CA"}
+_OTHERS_VARIABLES = {
+    "EPLB_ADDRESS",
+    "EPLB_CONFIG",
+    "EPLB_TLS_CA",
+    "EPLB_TLS_CLIENT_CERT",
+    "EPLB_TLS_CLIENT_KEY",
+}
 
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
 
