@@ -72,6 +72,16 @@ class HeatAssembler:
         return StepCounts(self._pending.completed, self._pending.lost)
 
     @property
+    def dummy_steps(self) -> int:
+        """How many of the newest steps in a row were dummies on all ranks."""
+        return self._pending.dummy_steps
+
+    @property
+    def empty_steps(self) -> int:
+        """How many of the newest steps in a row, dummies apart, counted no token on any rank."""
+        return self._pending.empty_steps
+
+    @property
     def steps(self) -> int:
         """Steps in the window."""
         return min(self.assembled, len(self._steps_W))

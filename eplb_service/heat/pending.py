@@ -26,13 +26,16 @@ class PendingSteps:
 
     The newest step decides where the ring is, but no rank's claim is final: where the latest report of *every* rank is
     of steps before the ring, whatever moved it so far ahead was wrong, and the ring goes back to where they are. What
-    a leap skips counts as lost only once a step after it is complete. ``restarts`` counts how often it went back.
+    a leap skips counts as lost only once a step after it is complete. ``restarts`` counts how often it went back;
+    of the newest whole steps in a row, ``dummy_steps`` were dummies on all ranks, or ``empty_steps`` others counted no
+    token.
     """
 
     def __init__(self, ranks: int, layers: int, experts: int, capacity: int) -> None:
         self.completed = 0
         self.lost = 0
         self.restarts = 0
+        self.dummy_steps = self.empty_steps = 0
         self.step_P = np.zeros(capacity, dtype=np.int64)
         self.heat_PLE = np.zeros((capacity, layers, experts), dtype=np.int32)
         self.loads_PLR = np.zeros((capacity, layers, ranks), dtype=np.int32)
@@ -109,11 +112,21 @@ class PendingSteps:
         self._seen_PR[positions, rank] = True
         done = self._done(positions)
         if done.any():
+            self._look_at(positions[done])
             self.completed += int(done.sum())
             self.lost += self._leapt
             self._leapt = 0
         complete: npt.NDArray[np.intp] = positions[done & self._busy_P[positions]]
         return complete
+
+    def _look_at(self, complete: npt.NDArray[np.intp]) -> None:
+        """How many of the newest whole steps carried nothing, and why."""
+        for position in complete:
+            busy, tokens = self._busy_P[position], self.loads_PLR[position].any()
+            self.dummy_steps = 0 if busy else self.dummy_steps + 1
+            self.empty_steps = (
+                self.empty_steps + 1 if busy and not tokens else self.empty_steps if not busy else 0
+            )
 
     def _done(self, positions: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
         done: npt.NDArray[np.bool_] = self._seen_PR[positions].all(axis=1) & ~self._spoilt_P[positions]

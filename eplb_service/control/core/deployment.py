@@ -11,7 +11,7 @@ from typing import Any
 
 from eplb_service.control.core.errors import RefusedError
 from eplb_service.control.core.events import Event, LayerCommitted, PlacementKnown, PlanEnded, StreamsOutdated
-from eplb_service.control.core.heat_watchdog import HeatWatchdog
+from eplb_service.control.core.heat_watchdog import HeatWatchdog, Losses, Undecided
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.membership import Group, Member, rank_list
 from eplb_service.control.core.offer import Offer
@@ -110,6 +110,12 @@ class Deployment:
         Whether all ranks of some forming have ever come together.
     plan_problems
         What went wrong with plans since the last decision.
+    undecided
+        How long no decision has been made.
+    losses
+        How many steps were lost lately.
+    service_problems
+        What is wrong with the service itself.
     watchdog
         How long no heat has come.
     decided_at
@@ -133,6 +139,9 @@ class Deployment:
     forming_overdue: bool = False
     known: bool = False
     plan_problems: list[str] = field(default_factory=list)
+    undecided: Undecided = field(default_factory=Undecided)
+    losses: Losses = field(default_factory=Losses)
+    service_problems: tuple[str, ...] = ()
     watchdog: HeatWatchdog = field(default_factory=HeatWatchdog)
     decided_at: int = 0
     events: list[Event] = field(default_factory=list)
@@ -281,10 +290,15 @@ class Deployment:
         self.refused.clear()
         self.plan_problems.clear()
         self.decided_at, self.watchdog = 0, HeatWatchdog()
+        self.undecided, self.losses = Undecided(), Losses()
         self.forming_since, self.forming_overdue = None, False
 
     def _look_at_clock(self, now: float) -> None:
         """What is only told by time: refusals that were not repeated, ranks that wait for others in vain."""
+        step = max((member.step for member in self.connected), default=0)
+        self.undecided = self.undecided.after(now, step, self.decided_at, self.live is not None)
+        if self.heat is not None:
+            self.losses = self.losses.after(now, *self.heat.counted)
         seen = {
             rank: refusal if refusal.since is not None else replace(refusal, since=now)
             for rank, refusal in self.refused.items()

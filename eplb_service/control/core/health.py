@@ -10,6 +10,10 @@ from eplb_service.control.core.membership import rank_list
 from eplb_service.placement import par
 
 _SILENT_SECONDS = 30.0
+_UNDECIDED_SECONDS = 600.0
+_UNDECIDED_WINDOWS = 16
+"""Windows of steps without a decision, or of dummies alone, that are too many: far past any decision interval."""
+_LOST_SHARE = 0.1
 
 
 def measured_par(deployment: Deployment) -> npt.NDArray[np.float64]:
@@ -51,4 +55,31 @@ def problems(deployment: Deployment) -> list[str]:
         f"rank {rank} was turned away: {refusal.reason}"
         for rank, refusal in sorted(deployment.refused.items())
     ]
-    return found + deployment.plan_problems
+    return found + _useless(deployment) + deployment.plan_problems + list(deployment.service_problems)
+
+
+def _useless(deployment: Deployment) -> list[str]:
+    """Why balancing, though nothing fails, can do nothing."""
+    found, heat, window = [], deployment.heat, deployment.limits.window_steps
+    if heat is not None and heat.empty_steps >= window:
+        found.append(
+            f"no rank has counted a token in the newest {heat.empty_steps} steps, though they are no dummies: "
+            "the layers' counters stay zero"
+        )
+    if heat is not None and heat.dummy_steps >= _UNDECIDED_WINDOWS * window:
+        found.append(
+            f"the newest {heat.dummy_steps} steps were dummies on all ranks: "
+            "nothing is served, or steps are mislabelled"
+        )
+    if deployment.losses.share > _LOST_SHARE:
+        found.append(
+            f"{deployment.losses.share:.0%} of the last minute's steps are lost: some rank's heat came late or never"
+        )
+    late = deployment.undecided
+    too_long = late.seconds > _UNDECIDED_SECONDS and late.steps > _UNDECIDED_WINDOWS * window
+    if too_long and not deployment.paused:
+        reason = deployment.obstacle() or "steps are put together too slowly"
+        found.append(
+            f"no decision for {late.seconds:.0f} s, in which the ranks made {late.steps} steps: {reason}"
+        )
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 
 import structlog
@@ -63,10 +64,13 @@ class ControlPlane:
     ) -> None:
         self.settings = settings
         self.streams = Streams()
-        self.decider = Decider(settings.planner(), writer, self.streams, metrics)
+        self.decider = Decider(
+            settings.planner(), settings.solve_timeout_seconds, writer, self.streams, metrics
+        )
         self.deployments: dict[str, Deployment] = {}
         self.remembered: dict[str, StoredPlacement] = {}
         self.log = BoundedLog()
+        self._store_failures = 0
         self._writer = writer
         self._metrics = metrics
         self.feed = HeatFeed(recording, pending_steps(settings))
@@ -87,7 +91,11 @@ class ControlPlane:
             deployment = self._new(stored.name)
             deployment.paused, deployment.last_decision = stored.paused, stored.last_decision
             deployment.totals, deployment.known = stored.totals, True
-            placement = await self._writer.run(self._writer.store.latest_placement, stored.name)
+            try:
+                placement = await self._writer.run(self._writer.store.latest_placement, stored.name)
+            except (sqlite3.DatabaseError, ValueError) as error:
+                _log.error("stored_placement_unreadable", deployment=stored.name, reason=str(error))
+                continue
             if placement is not None:
                 self.remembered[stored.name] = placement
         self._metrics.leader_term.set(self.leader_term)
@@ -148,7 +156,7 @@ class ControlPlane:
         self.feed.counted(name, rank, report, message)
         self._metrics.steps_received.labels(name).inc(gained.received)
         self._metrics.steps_lost.labels(name).inc(gained.lost)
-        if deployment.is_due(self.settings.decision_interval):
+        if deployment.is_due(self.settings.decision_interval) and self.decider.may_decide(name):
             self.decider.start(deployment)
 
     def heartbeat(self, deployment: Deployment, rank: int, heartbeat: Heartbeat) -> None:
@@ -183,6 +191,7 @@ class ControlPlane:
     def tick(self) -> None:
         """Look after deadlines and update the metrics; called every second or so."""
         self._metrics.deployments.set(len(self.deployments))
+        self._watch_store()
         self._metrics.heat_bytes.set(sum(map(self._price, self.deployments.values())))
         for deployment in list(self.deployments.values()):
             try:
@@ -192,6 +201,22 @@ class ControlPlane:
             except Exception:
                 # One deployment's trouble is not the others'.
                 _log.exception("tick_failed", deployment=deployment.name)
+
+    def _watch_store(self) -> None:
+        """Say so where the disk does not take what is written, and try again until it does."""
+        failures = self._writer.failures
+        self._metrics.store_failures.inc(failures - self._store_failures)
+        self._store_failures = failures
+        failing = self._writer.failing
+        for deployment in self.deployments.values():
+            deployment.service_problems = (
+                (f"the store cannot be written, so that a restart forgets what happens now: {failing}",)
+                if failing
+                else ()
+            )
+        known = next((one for one in self.deployments.values() if one.known), None)
+        if failing and known is not None:
+            self._remember(known)
 
     def remember_all(self) -> None:
         """Before the service stops."""
@@ -259,6 +284,11 @@ class ControlPlane:
         metrics.agents_connected.labels(name).set(len(deployment.connected))
         metrics.agents_expected.labels(name).set(deployment.group.shape.ranks if deployment.group else 0)
         metrics.paused.labels(name).set(deployment.paused)
+        metrics.agents_halted.labels(name).set(sum(bool(member.error) for member in deployment.connected))
+        metrics.last_decision_age.labels(name).set(deployment.undecided.seconds)
+        if deployment.heat is not None:
+            metrics.empty_steps.labels(name).set(deployment.heat.empty_steps)
+            metrics.dummy_steps.labels(name).set(deployment.heat.dummy_steps)
         metrics.problems.labels(name).set(len(problems(deployment)))
         if deployment.live is not None:
             metrics.epoch.labels(name).set(deployment.live.epoch)

@@ -33,6 +33,9 @@ from eplb_service.wire.plan import encode_plan
 
 T = TypeVar("T")
 
+_MOST_STUCK = 4
+"""Decisions that were given up and still take a thread each; beyond, no more are made."""
+
 _log = structlog.get_logger(__name__)
 
 
@@ -64,18 +67,29 @@ class Decider:
     ----------
     settings
         How to decide.
+    deadline
+        Seconds after which a decision is given up. Its thread cannot be stopped: the deployment waits until it has
+        ended, while others are decided for on a new one.
     writer, streams, metrics
         Where plans are remembered, sent and counted.
     """
 
     def __init__(
-        self, settings: PlannerSettings, writer: StoreWriter, streams: Streams, metrics: Metrics
+        self,
+        settings: PlannerSettings,
+        deadline: float,
+        writer: StoreWriter,
+        streams: Streams,
+        metrics: Metrics,
     ) -> None:
         self._settings = settings
+        self._deadline = deadline
+        self._turn = asyncio.Lock()
+        self._stuck: dict[str, Future[Any]] = {}
         self._writer = writer
         self._streams = streams
         self._metrics = metrics
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eplb-planner")
+        self._thread = _planner_thread()
         self._last: Future[Any] | None = None
         self._warm = asyncio.Event()
         self._running: dict[str, asyncio.Task[DecisionOutcome]] = {}
@@ -83,12 +97,17 @@ class Decider:
     @property
     def computing(self) -> bool:
         """Whether the thread is at work; kernels cannot be interrupted."""
-        return self._last is not None and not self._last.done()
+        return any(not one.done() for one in (self._last, *self._stuck.values()) if one is not None)
 
     async def warm_up(self) -> None:
         """Compile the kernels; decisions asked for before wait for it."""
         await self._compute(warm_up, self._settings.threads)
         self._warm.set()
+
+    def may_decide(self, name: str) -> bool:
+        """Whether no thread is taken by decisions for this deployment, or too many others, that were given up."""
+        self._stuck = {stuck: computing for stuck, computing in self._stuck.items() if not computing.done()}
+        return name not in self._stuck and len(self._stuck) < _MOST_STUCK
 
     def start(self, deployment: Deployment) -> asyncio.Task[DecisionOutcome]:
         """Decide now, or join the decision that is being made.
@@ -101,6 +120,10 @@ class Decider:
         obstacle = deployment.obstacle()
         if obstacle is not None:
             raise ConflictError(f"no decision can be made for {deployment.name!r}: {obstacle}")
+        if not self.may_decide(deployment.name):
+            raise ConflictError(
+                f"no decision can be made for {deployment.name!r}: one that was given up is still being computed"
+            )
         deployment.deciding()
         task = asyncio.create_task(self._decide(deployment))
         self._running[deployment.name] = task
@@ -131,7 +154,14 @@ class Decider:
         group, live, heat = deployment.group, deployment.live, deployment.heat
         if group is None or live is None or heat is None:
             return DecisionOutcome("dropped", "no decision was made: the ranks went away")
-        solved, seconds = await self._compute(_solve, heat.copy_heat(), live, group.topology, self._settings)
+        async with self._turn:
+            window = heat.copy_heat()
+            computing = self._compute(_solve, window, live, group.topology, self._settings)
+            try:
+                solved, seconds = await asyncio.wait_for(computing, self._deadline)
+            except asyncio.TimeoutError:
+                self._give_up(deployment.name)
+                return DecisionOutcome("failed", f"the decision was given up after {self._deadline:g} s")
         self._report(deployment.name, solved, seconds)
         if not solved.layers:
             seen = "no tokens" if math.isnan(solved.par_seen) else f"PAR {solved.par_seen:.3f}"
@@ -158,13 +188,24 @@ class Decider:
     async def _compute(self, function: Callable[..., T], *arguments: Any) -> T:
         computing = self._thread.submit(function, *arguments)
         self._last = computing
-        return await asyncio.wrap_future(computing)
+        return await asyncio.shield(asyncio.wrap_future(computing))
+
+    def _give_up(self, name: str) -> None:
+        """The thread goes on by itself; the next decision gets another."""
+        assert self._last is not None
+        self._stuck[name], self._last = self._last, None
+        self._thread.shutdown(wait=False)
+        self._thread = _planner_thread()
 
     def _report(self, name: str, solved: Plan, seconds: float) -> None:
         self._metrics.solve_seconds.labels(name).observe(seconds)
         if not math.isnan(solved.par_seen):
             self._metrics.deployment_par_seen.labels(name).set(solved.par_seen)
             self._metrics.deployment_par_planned.labels(name).set(solved.par_planned)
+
+
+def _planner_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="eplb-planner")
 
 
 def _solve(

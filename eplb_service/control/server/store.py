@@ -6,6 +6,7 @@ One SQLite file, written in transactions with a write-ahead log, so that a kill 
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from dataclasses import asdict
 
@@ -23,6 +24,7 @@ from eplb_service.planner.plan import LayerVerdict
 _PLANS_KEPT = 10_000
 _LAYERS_PER_SNAPSHOT = 1024
 _SNAPSHOTS_KEPT = 4
+_TERM_RANDOM_BITS = 20
 
 
 class Store:
@@ -34,15 +36,15 @@ class Store:
         A file, made where there is none, or ``MEMORY``.
 
     Raises ``StoreError`` where the file is something else, or cannot be written. ``leader_term`` is this start's:
-    past that of the last start on the same file, and the clock in seconds. Plans that were under way are marked
-    interrupted.
+    past that of the last start on the same file, and the clock, and never equal to another service's. Plans that were
+    under way are marked interrupted.
     """
 
     def __init__(self, path: str) -> None:
         self._db = open_store_file(path)
         with self._db:
             # At least the clock: ranks follow a service that has lost its store, or has another, if it started last.
-            self._db.execute("UPDATE service SET leader_term = MAX(leader_term + 1, ?)", (int(time.time()),))
+            self._db.execute("UPDATE service SET leader_term = MAX(leader_term + 1, ?)", (_fresh_term(),))
             self._db.execute(
                 "UPDATE plans SET outcome = ?, reason = 'the service stopped' WHERE outcome IS NULL",
                 (Outcome.INTERRUPTED.value,),
@@ -212,6 +214,11 @@ class Store:
                 np.ascontiguousarray(slots, dtype="<i4").tobytes(),
             ),
         )
+
+
+def _fresh_term() -> int:
+    """The clock in seconds, then bits that no two services share: equal terms would leave ranks with two leaders."""
+    return int(time.time()) << _TERM_RANDOM_BITS | secrets.randbits(_TERM_RANDOM_BITS)
 
 
 def _from_blob(blob: bytes) -> Int32:

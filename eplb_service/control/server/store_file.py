@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from pathlib import Path
+
+import structlog
+
+_log = structlog.get_logger(__name__)
 
 MEMORY = ":memory:"
 """A store that keeps nothing."""
 
 _APPLICATION_ID = 0x45504C42  # "EPLB"
+_APPLICATION_ID_AT = 68
+"""Where SQLite's header has it."""
+_LOOKED_AT_BYTES = 1 << 16
 _SCHEMA_VERSION = 1
 _SCHEMA = """
 CREATE TABLE service (leader_term INTEGER NOT NULL);
@@ -59,7 +67,7 @@ def open_store_file(path: str) -> sqlite3.Connection:
         raise StoreError(f"cannot make the store {path!r}: its directory does not exist")
     database = None
     try:
-        database = sqlite3.connect(path, timeout=5.0, check_same_thread=False)
+        database = _connect(path)
         _check_kind(database, path)
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
@@ -73,6 +81,41 @@ def open_store_file(path: str) -> sqlite3.Connection:
             f"cannot use {path!r} as the store: {error}; name a writable path that is new or was made by eplb"
         ) from error
     return database
+
+
+def _connect(path: str) -> sqlite3.Connection:
+    """An open database that is whole; one of ours that is damaged is set aside, and a new one begun.
+
+    The ranks hold the truth about what they serve, so that a service without its history is better than none.
+    """
+    database = sqlite3.connect(path, timeout=5.0, check_same_thread=False)
+    try:
+        (state,) = database.execute("PRAGMA quick_check(1)").fetchone()
+        reason = "" if state == "ok" else str(state)
+    except sqlite3.OperationalError:
+        # Locked, unreadable, or on a full disk: nothing is said of the file.
+        database.close()
+        raise
+    except sqlite3.DatabaseError as error:
+        reason = str(error)
+    if not reason:
+        return database
+    database.close()
+    if not _was_ours(Path(path)):
+        raise StoreError(f"{path!r} is no store of eplb ({reason}); name another, or move it away")
+    aside = f"{path}.damaged-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}"
+    for suffix in ("", "-wal", "-shm"):
+        if Path(path + suffix).exists():
+            Path(path + suffix).rename(aside + suffix)
+    _log.error("store_damaged", path=path, set_aside=aside, reason=reason)
+    return sqlite3.connect(path, timeout=5.0, check_same_thread=False)
+
+
+def _was_ours(path: Path) -> bool:
+    with path.open("rb") as file:
+        start = file.read(_LOOKED_AT_BYTES)
+    application = start[_APPLICATION_ID_AT : _APPLICATION_ID_AT + 4]
+    return application == _APPLICATION_ID.to_bytes(4, "big") or b"CREATE TABLE deployments" in start
 
 
 def _check_kind(database: sqlite3.Connection, path: str) -> None:

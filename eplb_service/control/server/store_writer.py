@@ -17,20 +17,25 @@ _log = structlog.get_logger(__name__)
 
 
 class StoreWriter:
-    """Runs a store's methods on a thread of its own. Balancing goes on where the disk does not."""
+    """Runs a store's methods on a thread of its own. Balancing goes on where the disk does not.
+
+    ``failures`` counts writes that failed; ``failing`` says why the last one did, and is empty where it did not.
+    """
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self.failures = 0
+        self.failing = ""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eplb-store")
 
     def post(self, write: Callable[..., None], *arguments: Any) -> None:
         """Write some time soon; a failure is logged."""
-        self._thread.submit(write, *arguments).add_done_callback(_log_failure)
+        self._thread.submit(write, *arguments).add_done_callback(self._note)
 
     async def write(self, write: Callable[..., None], *arguments: Any) -> None:
         """Write, and wait until it is done; a failure is logged."""
         written = self._thread.submit(write, *arguments)
-        written.add_done_callback(_log_failure)
+        written.add_done_callback(self._note)
         await asyncio.gather(asyncio.wrap_future(written), return_exceptions=True)
 
     async def run(self, call: Callable[..., T], *arguments: Any) -> T:
@@ -42,8 +47,10 @@ class StoreWriter:
         self._thread.shutdown(wait=True)
         self.store.close()
 
-
-def _log_failure(written: Future[None]) -> None:
-    error = written.exception()
-    if error is not None:
-        _log.error("store_write_failed", error=str(error))
+    def _note(self, written: Future[None]) -> None:
+        error = written.exception()
+        if error is not None:
+            self.failures += 1
+            if not self.failing:
+                _log.error("store_write_failed", error=str(error))
+        self.failing = str(error) if error is not None else ""

@@ -197,3 +197,34 @@ async def test_a_restarted_service_shows_the_history_and_goes_on(path: str) -> N
         assert {welcome.leader_term for welcome in welcomes} == {running.plane.leader_term}
         assert running.plane.deployments["decode"].live is not None
         assert running.plane.deployments["decode"].live.epoch == live.epoch
+
+
+@pytest.mark.parametrize("damage", ["truncated", "middle", "magic"])
+def test_a_damaged_store_is_set_aside_and_begun_again(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "state.sqlite3"
+    store = Store(str(path))
+    term = store.leader_term
+    for number in range(200):
+        store.save_deployment(StoredDeployment(f"deployment-{number}", True, Totals(), "x" * 500))
+    store.close()
+    content = bytearray(path.read_bytes())
+    if damage == "truncated":
+        content = content[: len(content) // 2]
+    elif damage == "middle":
+        content[4096 : len(content) - 4096] = bytes(len(content) - 2 * 4096)
+    else:
+        content[:16] = bytes(16)
+    path.write_bytes(content)
+    again = Store(str(path))
+    assert again.deployments() == []
+    assert again.leader_term > term >> 20 << 20
+    again.close()
+    (aside,) = tmp_path.glob("state.sqlite3.damaged-*")
+    assert aside.read_bytes() == content
+
+
+def test_two_services_never_have_the_same_term(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: 1.8e9)
+    terms = [Store(MEMORY).leader_term for _ in range(8)]
+    assert len(set(terms)) == len(terms)
+    assert all(term >> 20 == 1_800_000_000 for term in terms)
