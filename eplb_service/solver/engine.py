@@ -118,7 +118,7 @@ def solve_many(
     node_G: Int32 | None = None,
     expert_groups: int = 0,
 ) -> list[Answer | SolverError]:
-    """Solve all layers; without a budget the answers do not depend on ``threads`` (``None``: one for each CPU).
+    """Solve all layers; without a budget the answers do not depend on ``threads`` (``None``: one per CPU).
 
     ``heat_LNE`` float64 ``[L, N, E]``, ``deployed_LRS`` int32, ``deployed_LGE`` int32, ``share_LGE`` float,
     ``unplaced_L`` bool; see ``decision.solve_layer``. ``node_R`` and ``node_G`` as in ``model.Deployed``; one node
@@ -164,7 +164,7 @@ def solve_many(
 
 @contextmanager
 def _several(threads: int | None, layers: int) -> Iterator[Callable[..., Iterable[Any]]]:
-    """A ``map`` that does as many layers at a time as wanted, at most one for each CPU."""
+    """A ``map`` that does as many layers at a time as wanted, at most one per CPU."""
     cpus = os.cpu_count() or 1
     wanted = min(threads or cpus, cpus, layers)
     if wanted <= 1:
