@@ -49,10 +49,10 @@ class AgentSettings(BaseSettings):
     vote_interval: int = Field(4, ge=1, le=1024, description="steps from one vote to the next")
     vote_lag: int = Field(2, ge=1, le=1024, description="steps from a vote's launch to its consumption")
     vote_timeout_seconds: float = Field(
-        300.0,
+        10.0,
         gt=0,
         le=3600,
-        description="longest wait for the slowest rank's ballot; first steps may take minutes",
+        description="longest wait for the slowest rank's ballot; past it the ranks serve on, and form their votes again",
     )
     commit_timeout_seconds: float = Field(
         1.0,
