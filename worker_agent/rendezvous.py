@@ -100,7 +100,7 @@ def meet(
         timedelta(seconds=settings.transfer_timeout_seconds),
     )
     try:
-        votes = group.process_group("vote", timedelta(seconds=settings.vote_timeout_seconds))
+        votes = group.process_group("vote")
         lanes.open_first()
     except RuntimeError as error:
         complaint = f"cannot reach the other ranks: {error}"

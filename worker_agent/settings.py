@@ -52,7 +52,7 @@ class AgentSettings(BaseSettings):
         10.0,
         gt=0,
         le=3600,
-        description="longest wait for the slowest rank's ballot; past it the ranks serve on, and form their votes again",
+        description="longest wait for a ballot; past it the ranks serve on, and form their votes again",
     )
     commit_timeout_seconds: float = Field(
         1.0,

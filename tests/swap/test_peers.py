@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 
 from tests.swap.peered import joined
 from worker_agent.swap.group import AgentGroup, _reachable
+from worker_agent.swap.peers import Peers
 
 
 def test_what_one_rank_sets_the_others_read() -> None:
@@ -44,6 +47,29 @@ def test_a_stranger_gets_no_answer_and_changes_nothing() -> None:
 def test_sockets_are_bound_to_the_address_they_are_given() -> None:
     (group,) = joined(1)
     assert group.peers.address[0] == "127.0.0.1"
+
+
+def test_opening_links_asks_each_peer_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, asked = 16, []
+    ask_once = Peers._ask_once
+    monkeypatch.setattr(Peers, "_ask_once", lambda *ask: asked.append(1) or ask_once(*ask))
+    groups = joined(ranks)
+    with ThreadPoolExecutor(ranks) as pool:
+        opened = list(pool.map(lambda group: group.process_group("vote"), groups))
+    assert len(opened) == ranks
+    assert len(asked) < 4 * ranks**2
+
+
+def test_what_one_rank_announces_reaches_those_that_live() -> None:
+    one, other, gone, third = joined(4)
+    gone.peers.close()
+    began = time.monotonic()
+    one.fail("rank 0: no memory")
+    assert time.monotonic() - began < 0.9
+    assert [group.failure for group in (one, other, third)] == ["rank 0: no memory"] * 3
+    # Whoever has not heard it then learns it when it next asks.
+    third.failure = None
+    assert third.peers.ask([0], b"vkey", 1.0) == {0: b"!rank 0: no memory"}
 
 
 def test_a_store_is_bounded() -> None:

@@ -113,8 +113,11 @@ class AgentGroup:
         )
         return group, [theirs for _, _, theirs in gathered]
 
-    def process_group(self, name: str, timeout: timedelta) -> dist.ProcessGroup:
-        """A new gloo group of these ranks; every rank asks for it by the same name, in its own time."""
+    def process_group(self, name: str, timeout: timedelta = _OPEN_TIMEOUT) -> dist.ProcessGroup:
+        """A new gloo group of these ranks; every rank asks for it by the same name, in its own time.
+
+        ``timeout`` bounds its opening, and what is under way in it where nobody waits for it with another bound.
+        """
         # torch's stubs do not list the options.
         library: Any = dist.ProcessGroupGloo
         options = library._Options()

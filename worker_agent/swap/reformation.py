@@ -124,7 +124,7 @@ class Reformation:
 
     def _attempt(self) -> Reformed:
         self._gather()
-        votes = self._group.process_group(f"vote/{self.attempts}", _OPEN_TIMEOUT)
+        votes = self._group.process_group(f"vote/{self.attempts}")
         mine = self._standing
         low, high, generation, lane, vote, earliest, latest = _all_min(
             votes,
