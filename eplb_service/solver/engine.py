@@ -39,7 +39,7 @@ from eplb_service.solver.table_locality import crossing_share, localised
 _POLISHING_TRIES = 32_000
 """Of annealing one layer before the clock is read again: a few milliseconds."""
 _FRUITLESS_TURNS = 8
-"""Turns over all layers that win nothing after which polishing ends."""
+"""Turns over all layers that win nothing after which polishing ends; chosen by hand."""
 _SEED_STRIDE = 1_000_003
 """Between the seeds of two turns; more than a model has layers."""
 

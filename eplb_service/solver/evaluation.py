@@ -29,7 +29,8 @@ SMALLEST_GAIN = 1e-5
 """Peak-to-average ratio below which a change is rounding, not progress."""
 _BELOW_MEAN = 12.0
 """The base lies this many times as far below the mean risk as the peak lies above it. The farther, the more the ranks
-behind the hottest count, and the better what little is moved holds where heat drifts."""
+behind the hottest count, and the better what little is moved holds where heat drifts. It and the power 8 were chosen by
+hand in closed loops of 256 experts on 32 ranks x 9 slots."""
 
 
 @kernel

@@ -30,9 +30,11 @@ from eplb_service.solver.model import (
 FEWEST_EPISODES = 4
 """Below it there is no older half worth fitting."""
 CLEARLY_BETTER = 0.9
-"""Part of the squared error without fading that a half-life must stay below to be chosen."""
+"""Part of the squared error without fading that a half-life must stay below to be chosen; chosen by hand so that static
+and alternating heat fades in no layer of 256 experts."""
 PRICE_LADDER = np.array([32.0, 16.0, 8.0, 4.0, 2.0, 1.0])
-"""Prices of a move that the local search tries, as multiples of the true one; most frugal first."""
+"""Prices of a move that the local search tries, as multiples of the true one; most frugal first. Powers of two, so that
+one search serves them all; ``docs/solver.md`` has what trying the true price alone loses."""
 
 
 class Halves(NamedTuple):

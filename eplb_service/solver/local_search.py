@@ -19,9 +19,9 @@ from eplb_service.solver.model import Bool, Demand, Float64, Int32, SearchParams
 from eplb_service.solver.neighbourhood import SCRATCH_ROWS, best_exchange, best_swap, exchange, swap
 
 SMALLEST_RELIEF = 1e-3
-"""Pressure below which a step is rounding, not progress; the hottest rank's is 1."""
+"""Pressure below which a step is rounding, not progress; the hottest rank's is 1. Chosen by hand."""
 FRUITLESS = 24
-"""Steps without a new cheapest placement after which a search that pays for moves ends."""
+"""Steps without a new cheapest placement after which a search that pays for moves ends; chosen by hand for time."""
 
 
 @kernel
