@@ -9,7 +9,7 @@ PROCESSES ?= auto
 PARALLEL = --numprocesses $(PROCESSES) --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
+.PHONY: attack help demo test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
 .PHONY: test-engines explore fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-replay
 
 help: ## show this list
@@ -85,6 +85,9 @@ mutate: warm ## small defects put into a room's modules, and whether its tests n
 
 faults: $(READY) ## real faults on real services and ranks (minutes); ARGS go to pytest
 	@$(BIN)/pytest $(PARALLEL) tests/faults -m "" $(ARGS)
+
+attack: $(READY) ## what strangers try on a real service, as one table; ARGS go to pytest
+	@$(BIN)/pytest tests/attacks -m "" -s $(ARGS)
 
 soak: $(READY) ## ten minutes of random faults, then the proof from the ranks' histories; ARGS="--seconds 60 --seed 1"
 	@$(BIN)/python -m tests.faults.soak $(ARGS)

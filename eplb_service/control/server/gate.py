@@ -102,10 +102,12 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
                 with self._quotas.call(host):
                     return await self._served(handler, method, caller, requests, context)
             except (StatusError, RefusedError, WireError) as error:
-                code = code_of(error)
-                self._metrics.refusals.labels(code.name.lower()).inc()
-                self._log.warning("call_refused", method=method, peer=host, code=code.name, reason=str(error))
-                await context.abort(code, str(error))
+                code, reason = code_of(error), str(error)
+            # Outside the handler: the error's traceback holds the message that was refused, and is let go of first.
+            self._metrics.refusals.labels(code.name.lower()).inc()
+            self._log.warning("call_refused", method=method, peer=host, code=code.name, reason=reason)
+            await context.abort(code, reason)
+            return None
 
         make: Any = (
             grpc.stream_stream_rpc_method_handler

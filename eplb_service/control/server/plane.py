@@ -310,8 +310,7 @@ class ControlPlane:
             idle = [one for one in unknown if not one.connected or one.forming_overdue]
             if not idle:
                 raise ExhaustedError(
-                    f"{len(self.deployments)} deployments are known, the most that max_deployments allows; "
-                    "`eplb forget` removes one that is no more"
+                    f"{len(self.deployments)} deployments are known, the most that max_deployments allows"
                 )
             self.forget(idle[0].name)
         return self._new(name)

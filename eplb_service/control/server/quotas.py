@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Iterator
 
 from eplb_service.control.core.errors import ExhaustedError
 
-_FIRST_MESSAGES = 16
-_FIRST_MESSAGES_PER_PEER = 8
+_FIRST_MESSAGES = 8
+_FIRST_MESSAGES_PER_PEER = 4
 _TURN_SECONDS = 30.0
 
 
@@ -51,7 +51,7 @@ class Quotas:
 
     @contextlib.asynccontextmanager
     async def first_message(self, host: str) -> AsyncIterator[None]:
-        """A call's first message is read, at most 16 at a time, 8 from one host: nothing else bounds what they hold.
+        """A call's first message is read, at most 8 at a time, 4 from one host: nothing else bounds what they hold.
 
         Raises ``ExhaustedError`` where the turn does not come within 30 seconds.
         """

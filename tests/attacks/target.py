@@ -1,0 +1,119 @@
+"""A real `eplb serve` process under attack: honest ranks beside it, its memory, and its log."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import re
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
+from tests.control.fake_group import FakeGroup, FakeRank, first_placement, live_of, skewed_heat
+from tests.e2e.service import Service
+
+LIVE = live_of(first_placement())
+MESSAGE_BYTES = 4 << 20
+STREAMS_PER_PEER = 64
+CONNECTIONS = 256
+DEPLOYMENTS = 4
+HEAT_BYTES = 128 << 20
+AGENT, OPERATOR, READER = "agent-token-of-decode", "operator-token-of-all", "reader-token-of-decode"
+CREDENTIALS = f"""
+- {{name: agents, role: agent, deployments: [decode], ranks: 0-3, token: {AGENT}}}
+- {{name: on-call, role: operator, deployments: ['*'], token: {OPERATOR}}}
+- {{name: dashboard, role: reader, deployments: [decode], token: {READER}}}
+"""
+FLAGS = {
+    "--store": ":memory:",
+    "--threads": 1,
+    "--max-message-bytes": MESSAGE_BYTES,
+    "--max-streams-per-peer": STREAMS_PER_PEER,
+    "--max-connections": CONNECTIONS,
+    "--max-deployments": DEPLOYMENTS,
+    "--max-heat-bytes": HEAT_BYTES,
+    "--log-format": "json",
+}
+
+
+_FORMINGS = itertools.count()
+
+
+def bearer(token: str) -> tuple[tuple[str, str], ...]:
+    """Metadata of a call."""
+    return (("authorization", f"Bearer {token}"),)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The service, and a channel to it."""
+
+    service: Service
+    channel: grpc.aio.Channel
+
+    @property
+    def stub(self) -> Any:
+        """The operators' calls."""
+        return operator_pb2_grpc.OperatorServiceStub(self.channel)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory of the process."""
+        assert self.service._process is not None
+        status = Path(f"/proc/{self.service._process.pid}/status").read_text()
+        found = re.search(r"VmRSS:\s+(\d+) kB", status)
+        assert found is not None
+        return int(found[1]) * 1024
+
+    @property
+    def log_lines(self) -> int:
+        """Lines that it has logged."""
+        return self.service.log.read_bytes().count(b"\n")
+
+    def rank(self, number: int = 0, token: str = "") -> FakeRank:
+        """A stream that has said nothing yet."""
+        return FakeRank(self.channel, number, bearer(token) if token else None)
+
+    async def refusal(self, hello: Any, token: str = "", number: int = 0) -> grpc.StatusCode:
+        """What a Hello is refused with."""
+        rank = self.rank(number, token)
+        await rank.say(hello=hello)
+        code, _ = await rank.refusal()
+        return code
+
+    @contextlib.asynccontextmanager
+    async def honest(self, **changes: Any) -> AsyncIterator[FakeGroup]:
+        """A group that serves; afterwards its heat must still arrive."""
+        async with FakeGroup(self.service.address) as group:
+            # A forming of its own: what others counted before is none of its steps.
+            await group.join(**{"group_id": f"honest-{next(_FORMINGS)}", **changes})
+            yield group
+            name = changes.get("deployment", "decode")
+            before = (await self.status(name)).steps_received
+            for _ in range(4):
+                await group.send_heat(skewed_heat(8))
+            for _ in range(100):
+                if (await self.status(name)).steps_received >= before + 16:
+                    return
+                await asyncio.sleep(0.05)
+            raise AssertionError("honest ranks' heat arrives no more")
+
+    async def status(self, name: str = "decode", token: str = "") -> operator_pb2.DeploymentStatus:
+        """What operators see."""
+        request = operator_pb2.GetStatusRequest(deployment=name)
+        answer = await self.stub.GetStatus(request, metadata=bearer(token) if token else None, timeout=30)
+        status: operator_pb2.DeploymentStatus = answer.status
+        return status
+
+    async def code_of(self, call: str, request: Any, metadata: Any = None) -> grpc.StatusCode:
+        """The status of an operator's call."""
+        try:
+            await getattr(self.stub, call)(request, metadata=metadata, timeout=30)
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK

@@ -1,0 +1,56 @@
+"""Every attempt of strangers on a real service ends refused or bounded: ``make attack`` prints the table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from tests.attacks.attempts import ATTEMPTS, Attempt
+from tests.attacks.target import CREDENTIALS, FLAGS, Target
+from tests.e2e.service import Service
+
+pytestmark = [pytest.mark.faults]
+_MOST_BYTES = 1 << 30
+
+Services = dict[bool, Service]
+
+
+@pytest.fixture(scope="module")
+def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
+    """An open service, and one that asks for credentials."""
+    flags = [str(part) for pair in FLAGS.items() for part in pair]
+    folder = tmp_path_factory.mktemp("attacks")
+    (folder / "locked").mkdir()
+    credentials = folder / "credentials.yaml"
+    credentials.write_text(CREDENTIALS)
+    with (
+        Service(folder, *flags) as unlocked,
+        Service(folder / "locked", *flags, "--credentials", str(credentials)) as locked,
+    ):
+        yield {False: unlocked, True: locked}
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[list[tuple[Attempt, str]]]:
+    rows: list[tuple[Attempt, str]] = []
+    yield rows
+    print("\n\n| attempt | service | came of it |\n|---|---|---|")
+    for attempt, outcome in rows:
+        print(f"| {attempt.name} | {'locked' if attempt.locked else 'open'} | {outcome} |")
+
+
+def test_there_are_enough() -> None:
+    assert len(ATTEMPTS) >= 25
+
+
+@pytest.mark.parametrize("attempt", ATTEMPTS, ids=lambda attempt: attempt.name)
+async def test_it_is_refused_or_bounded(
+    attempt: Attempt, services: Services, table: list[tuple[Attempt, str]]
+) -> None:
+    service = services[attempt.locked]
+    async with grpc.aio.insecure_channel(service.address) as channel:
+        target = Target(service, channel)
+        table.append((attempt, await attempt.run(target)))
+        assert target.resident_bytes < _MOST_BYTES
