@@ -114,6 +114,12 @@ def test_a_field_that_cannot_be_is_refused_by_its_name(
     assert any(name in str(caught.value) for name in named)
 
 
+def _repeats(field: Any) -> bool:
+    if hasattr(field, "is_repeated"):
+        return bool(field.is_repeated)
+    return bool(field.label == field.LABEL_REPEATED)  # protobuf before 6.31
+
+
 def _drawn(data: st.DataObject, field: Any) -> Any:
     if field.message_type is not None:
         shape = data.draw(st.lists(st.integers(0, 5), max_size=4))
@@ -121,7 +127,7 @@ def _drawn(data: st.DataObject, field: Any) -> Any:
         array.shape.extend(data.draw(st.lists(st.integers(0, (1 << 32) - 1), max_size=2)))
         return array
     values = _BY_TYPE[field.type]
-    return data.draw(st.lists(values, max_size=5) if field.is_repeated else values)
+    return data.draw(st.lists(values, max_size=5) if _repeats(field) else values)
 
 
 @pytest.mark.parametrize("name", KINDS)
