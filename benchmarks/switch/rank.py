@@ -87,12 +87,17 @@ class Server:
         self.hidden = hidden
         self.agent_seconds: list[float] = []
         self.vote_seconds: list[float] = []
+        self.switch_seconds: list[float] = []
+        """Of the calls in which a layer was committed: both confirmations, the install, the next ballot."""
         vote = self.agent._switch.vote
 
         def timed_vote(step: int) -> None:
-            began = time.perf_counter()
+            before, began = self.agent.stats.layers_switched, time.perf_counter()
             vote(step)
-            self.vote_seconds.append(time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            self.vote_seconds.append(seconds)
+            if self.agent.stats.layers_switched > before:
+                self.switch_seconds.append(seconds)
 
         self.agent._switch.vote = timed_vote  # type: ignore[method-assign]
 
@@ -164,8 +169,12 @@ def serving(hidden: int, intermediate: int, ranks: int, pairs: int) -> tuple[lis
         )
         for percent in (50, 99)
     }
+    stats = server.agent.stats
     figures["vote_us_per_step_median"] = 1e6 * float(np.median(voting))
     figures["whole_agent_us_per_step_median"] = 1e6 * float(np.median(inside))
+    figures["commit_adds_ms_to_its_step_p50"] = 1e3 * float(np.median(server.switch_seconds))
+    figures["commit_adds_ms_to_its_step_p90"] = 1e3 * float(np.percentile(server.switch_seconds, 90))
+    figures["install_ms_mean"] = 1e3 * stats.commit_seconds / stats.layers_switched
     figures["layers_switched"] = server.agent.stats.layers_switched
     server.agent.drain()
     server.agent.close()
