@@ -1,0 +1,201 @@
+"""Enough of torch_npu to import vLLM-Ascend and run its MoE layers on CPU: for tests alone.
+
+Devices named ``npu`` become the CPU, streams and events do nothing, and operators are this project's reference ones,
+which have the semantics of CANN's. What is only imported, and never called by an MoE layer, is a stand-in.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import inspect
+import sys
+import types
+
+import torch
+import torch.distributed as dist
+
+from worker_agent.moe.operators import reference
+
+__version__ = "2.11.0"
+
+NEUTRAL = {
+    "npu_grouped_matmul": ("bias",),
+    "npu_moe_distribute_dispatch_v2": ("scales", "comm_alg"),
+    "npu_moe_distribute_combine_v2": ("comm_quant_mode", "comm_alg"),
+    "npu_moe_token_unpermute": ("restore_shape",),
+}
+"""Arguments that vLLM-Ascend passes and the reference operators lack, by operator; all but these are errors."""
+
+
+class StandIn:
+    """Anything that is named and not used."""
+
+    def __init__(self, name):
+        self.__dict__["_name"] = name
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return StandIn(f"{self._name}.{name}")
+
+    def __call__(self, *_arguments, **_named):
+        return StandIn(f"{self._name}()")
+
+    def __mro_entries__(self, _bases):
+        return (object,)
+
+    def __iter__(self):
+        return iter(())
+
+    def __bool__(self):
+        return False
+
+    def __or__(self, _other):
+        return self
+
+    __ror__ = __or__
+
+
+class _StandInModule(types.ModuleType):
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return StandIn(f"{self.__name__}.{name}")
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, _path, _target=None):
+        if not name.startswith(("torch_npu.", "acl", "mooncake_")):
+            return None
+        spec = importlib.machinery.ModuleSpec(name, self, is_package=True)
+        spec.submodule_search_locations = []
+        return spec
+
+    def create_module(self, spec):
+        return _StandInModule(spec.name)
+
+    def exec_module(self, _module):
+        pass
+
+
+class Stream:
+    """Work is done when a call returns: whatever is asked of a stream or an event has happened."""
+
+    def __init__(self, *_arguments, **_named):
+        pass
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_arguments, **_named: Stream()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_error):
+        return False
+
+
+def _device_module():
+    npu = types.ModuleType("torch.npu")
+    npu.Stream = npu.Event = npu.NPUGraph = npu.ExternalEvent = npu.graph = Stream
+    npu.stream = npu.current_stream = lambda *_arguments, **_named: Stream()
+    npu.current_device = lambda: "cpu"
+    npu.is_available = lambda: False
+    npu.device_count = lambda: 0
+    npu.empty_cache = npu.synchronize = npu.set_device = lambda *_arguments, **_named: None
+    npu.get_device_name = lambda *_arguments: "fake"
+    return npu
+
+
+def _on_cpu(factory):
+    def make(*arguments, **named):
+        if str(named.get("device", "")).startswith("npu"):
+            named["device"] = "cpu"
+        return factory(*arguments, **named)
+
+    make.__name__ = factory.__name__
+    return make
+
+
+def _operator(name):
+    operator = getattr(reference, name)
+    known = inspect.signature(operator).parameters
+
+    def call(*arguments, **named):
+        for extra in NEUTRAL.get(name, ()):
+            if extra not in known:
+                value = named.pop(extra, None)
+                assert extra in ("restore_shape", "comm_alg") or not value, f"{name}: {extra} is {value}"
+        for scale in ("scale", "per_token_scale"):
+            if isinstance(named.get(scale), list) and named[scale][0] is None:
+                named[scale] = None
+        return operator(*arguments, **named)
+
+    return call
+
+
+class TorchOfTokenDispatcher:
+    """``torch`` for a module that asks for ``torch.device("npu")`` and counts integers with ``histc``."""
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    @staticmethod
+    def histc(values, **named):
+        return torch.histc(values.float(), **named).to(torch.int64)
+
+    @staticmethod
+    def device(name, *index):
+        return (
+            types.SimpleNamespace(type="npu") if str(name).startswith("npu") else torch.device(name, *index)
+        )
+
+
+def npu_format_cast(tensor, _format, **_named):
+    """A CPU knows one format."""
+    return tensor
+
+
+def get_npu_format(_tensor):
+    """ND."""
+    return 2
+
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    if hasattr(reference, name):
+        return _operator(name)
+    return StandIn(name)
+
+
+def _install():
+    sys.meta_path.append(_Finder())
+    sys.modules["torch.npu"] = torch.npu = globals()["npu"] = _device_module()
+    torch.Tensor.npu = lambda self, *_arguments, **_named: self
+    for name in (
+        "zeros",
+        "empty",
+        "ones",
+        "full",
+        "tensor",
+        "arange",
+        "rand",
+        "randn",
+        "empty_like",
+        "zeros_like",
+    ):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    backend_of = dist.ProcessGroup._get_backend
+
+    def _get_backend(self, device):
+        if device.type == "npu":
+            return types.SimpleNamespace(get_hccl_comm_name=lambda _rank: self.group_name)
+        return backend_of(self, device)
+
+    dist.ProcessGroup._get_backend = _get_backend
+
+
+_install()

@@ -1,0 +1,186 @@
+"""The parts of the vLLM-Ascend adapter that need no engine: heat of all policies, sources, weights, what is refused."""
+
+import types
+
+import pytest
+import torch
+
+from worker_agent.adapters.errors import UnsupportedEngineError
+from worker_agent.adapters.vllm_ascend import hooks, plugin
+from worker_agent.adapters.vllm_ascend.balancer import AscendBalancer, LayerFinder, _slots
+from worker_agent.adapters.vllm_ascend.layer import HeatRings
+from worker_agent.adapters.vllm_ascend.sources import SourceCounter
+from worker_agent.adapters.vllm_ascend.weights import expert_weights
+
+EXPERTS, SLOTS = 6, 4
+
+
+class HostLayer(torch.nn.Module):
+    """The counters of a real layer, and how it adds to them."""
+
+    def __init__(self, policy):
+        super().__init__()
+        self.local_num_experts, self.dynamic_eplb = SLOTS, True
+        self.log2phy = torch.arange(EXPERTS, dtype=torch.int32)
+        if policy == 3:
+            self.moe_load = torch.zeros(5, SLOTS, dtype=torch.int32)
+            self.load_counter = torch.tensor(0, dtype=torch.int32)
+        else:
+            self.moe_load = torch.zeros(SLOTS, dtype=torch.int64)
+
+    def receive(self, counts):
+        if self.moe_load.dim() == 1:
+            self.moe_load.add_(torch.tensor(counts))
+            return
+        row = torch.remainder(self.load_counter, len(self.moe_load)).reshape(1)
+        self.moe_load.index_add_(0, row, torch.tensor([counts], dtype=torch.int32))
+        self.load_counter.add_(1)
+
+    def clear_moe_load(self):
+        self.moe_load.zero_()
+
+
+@pytest.mark.parametrize("policy", [0, 1, 2, 3])
+def test_each_pass_has_its_own_row_under_every_heat_policy(policy):
+    layers = [HostLayer(policy), HostLayer(policy)]
+    addresses = [layer.moe_load.data_ptr() for layer in layers]
+    heat = HeatRings(layers, EXPERTS, rows=4)
+    for step in range(7):
+        for index, layer in enumerate(layers):
+            layer.receive([step, index, 1, 0])
+            heat.chosen_LE[index, step % EXPERTS] += 2
+        heat.record(counts=step != 5, own_tokens=step != 6)
+    assert int(heat.counter) == 7
+    # Steps 4, 5 and 6 are in rows 0 to 2, step 3 in row 3.
+    for index in range(2):
+        assert heat.slots_LWS[index].tolist() == [
+            [4, index, 1, 0],
+            [0] * SLOTS,
+            [6, index, 1, 0],
+            [3, index, 1, 0],
+        ]
+        assert heat.sources_LWE[index].sum(dim=1).tolist() == [2, 0, 0, 2]
+    assert addresses == [layer.moe_load.data_ptr() for layer in layers]
+
+
+def dispatch(layer, ids, mask=None):
+    routing = types.SimpleNamespace(log2phy=layer.log2phy, mc2_mask=mask)
+    return types.SimpleNamespace(topk_ids=torch.tensor(ids), routing=routing)
+
+
+def counter(layers, chosen_LE, **facts):
+    known = {"first_rank": True, "shares_tokens": False, "redundant": True} | facts
+    return SourceCounter(layers, chosen_LE, **known)
+
+
+def test_choices_are_counted_in_their_layer_without_padding():
+    layers, chosen_LE = [HostLayer(1), HostLayer(1)], torch.zeros(2, EXPERTS, dtype=torch.int32)
+    sources = counter(layers, chosen_LE)
+    sources.count(dispatch(layers[1], [[0, 1], [1, 5]], torch.tensor([True, False])), gathers=False)
+    sources.count(dispatch(layers[1], [[0, 2]]), gathers=False)
+    sources.count(dispatch(HostLayer(1), [[3, 3]]), gathers=False)  # a draft model's layer
+    assert chosen_LE.tolist() == [[0] * EXPERTS, [2, 1, 1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(("first", "counted"), [(True, 2), (False, 0)])
+def test_one_rank_counts_tokens_that_all_ranks_see(first, counted):
+    layer, chosen_LE = HostLayer(1), torch.zeros(1, EXPERTS, dtype=torch.int32)
+    sources = counter([layer], chosen_LE, first_rank=first, shares_tokens=True, redundant=False)
+    sources.count(dispatch(layer, [[0, 1]]), gathers=True)
+    assert int(chosen_LE.sum()) == counted
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"shares_tokens": True, "redundant": True}, "all-gather dispatch with redundant experts"),
+        ({"shares_tokens": False, "redundant": False}, "all-gather dispatch on a device"),
+    ],
+)
+def test_all_gather_that_would_answer_wrongly_is_refused(facts, reason):
+    layer = HostLayer(1)
+    sources = counter([layer], torch.zeros(1, EXPERTS, dtype=torch.int32), **facts)
+    with pytest.raises(UnsupportedEngineError, match=reason):
+        sources.count(dispatch(layer, [[0, 1]]), gathers=True)
+
+
+def test_slots_are_read_from_the_maps_of_all_ranks():
+    maps = torch.tensor([[0, 1, -1, 2], [2, -1, 0, 1]]).numpy()
+    assert _slots(maps).tolist() == [[0, 1, 3], [2, 3, 0]]
+
+
+def weighted(kind, **tensors):
+    layer = HostLayer(1)
+    layer.quant_type = types.SimpleNamespace(name=kind)
+    for name, tensor in tensors.items():
+        setattr(layer, name, tensor)
+    return layer
+
+
+def per_expert(*shape):
+    return torch.nn.Parameter(torch.zeros(SLOTS, *shape))
+
+
+def test_weights_are_what_the_kernels_of_each_quantisation_read():
+    plain = weighted("W8A8", w13_weight=per_expert(2, 3), w2_weight=per_expert(3, 2))
+    found = expert_weights(plain, quantised=False)
+    assert [weight.data_ptr() for weight in found] == [
+        plain.w13_weight.data_ptr(),
+        plain.w2_weight.data_ptr(),
+    ]
+    names = ("w13_weight_list", "w2_weight_list", "w13_weight_scale_fp32_list", "w2_weight_scale_list")
+    lists = {name: [torch.zeros(2) for _ in range(SLOTS)] for name in names}
+    found = expert_weights(weighted("W8A8", **lists), quantised=True)
+    assert all(
+        kind[slot] is lists[name][slot]
+        for kind, name in zip(found, names, strict=True)
+        for slot in range(SLOTS)
+    )
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (weighted("W4A8"), "quantisation W4A8"),
+        (weighted("W8A8", w13_weight_list=[]), "without w2_weight_list"),
+        (
+            weighted("NONE", w13_weight=per_expert(1), w2_weight=per_expert(1), w13_bias=per_expert(1)),
+            "w13_bias",
+        ),
+    ],
+)
+def test_experts_that_would_not_move_whole_are_refused(layer, reason):
+    with pytest.raises(UnsupportedEngineError, match=reason):
+        expert_weights(layer, quantised=True)
+
+
+def test_layers_that_the_host_does_not_balance_are_left_alone():
+    model, balanced, dense = torch.nn.Module(), HostLayer(1), torch.nn.Linear(1, 1)
+    static = HostLayer(1)
+    static.dynamic_eplb = False
+    model.layers = torch.nn.ModuleList([balanced, static, dense])
+    assert LayerFinder(model).layers == [balanced]
+
+
+def test_the_runner_gets_all_parts_or_none():
+    names = ("Manager", "EplbProcess", "EplbUpdator", "VllmEplbAdaptor")
+    whole = types.ModuleType("runner")
+    for name in names:
+        setattr(whole, name, object)
+    hooks.replace_balancer(whole)
+    assert whole.EplbUpdator is AscendBalancer
+    shared = whole.Manager().dict({"moe_load": None})
+    process = whole.EplbProcess(shared_dict=shared, policy_type=1, enable_d2d=True)
+    assert process._launch_process().shared_dict is shared
+    moved = types.ModuleType("runner of another release")
+    for name in names[:3]:
+        setattr(moved, name, object)
+    with pytest.raises(AttributeError, match="VllmEplbAdaptor"):
+        hooks.replace_balancer(moved)
+    assert moved.EplbUpdator is object
+
+
+def test_the_plugin_does_nothing_unless_a_service_is_named(monkeypatch):
+    monkeypatch.delenv("EPLB_AGENT_SERVICE", raising=False)
+    monkeypatch.setattr(hooks, "install", lambda: pytest.fail("it patched"))
+    plugin.register()

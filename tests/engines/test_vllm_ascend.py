@@ -1,0 +1,113 @@
+"""Real MoE layers of vLLM-Ascend, balanced by the agent on CPU, answer what a dense layer answers; experts move."""
+
+import json
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.engines.ascend_source import VLLM_ASCEND_023, source_of
+from tests.engines.environments import ROOT, VLLM_023, python_of
+
+HERE = Path(__file__).parent
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
+
+ROUNDING = 1e-4
+"""Outputs are near 1; float32 sums run in another order where an expert has moved."""
+
+CONFIG = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "max_position_embeddings": 512,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+    "torch_dtype": "float32",
+}
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def environment(source, **more):
+    path = os.pathsep.join(map(str, (HERE / "fake_npu", source, ROOT)))
+    settings = {
+        "PYTHONPATH": path,
+        "EPLB_AGENT_DATA_HOST": "127.0.0.1",
+        "EPLB_AGENT_VERIFY_TRANSFERS": "true",
+    }
+    return {**os.environ, **settings, **more}
+
+
+def serve(tmp_path, service, **options):
+    """Two ranks until they have switched often enough; what each found, compared functions of the host included."""
+    python, source = python_of(VLLM_023), source_of(VLLM_ASCEND_023)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    options = {"redundant": 2, "policy": 1, "switches": 20, "most_steps": 3000, **options}
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [python, HERE / "vllm_ascend_rank.py", str(rank), str(port), tmp_path, json.dumps(options)],
+            env=environment(source, EPLB_AGENT_SERVICE=service.address),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=1200)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    found = []
+    for output in outputs:
+        lines = [line for line in output.splitlines() if line.startswith("FOUND ")]
+        assert lines, output[-4000:]
+        found.append(json.loads(lines[-1].removeprefix("FOUND ")))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("comm", "redundant", "policy"),
+    [("MC2", 2, 1), ("ALLTOALL", 2, 3), ("ALLGATHER", 0, 1)],
+    ids=["mc2", "all2allv-policy-3", "all-gather"],
+)
+def test_layers_answer_the_same_over_many_switches(comm, redundant, policy, tmp_path, service):
+    found = serve(tmp_path, service, comm=comm, redundant=redundant, policy=policy)
+    for rank in found:
+        assert rank["mismatches"] == []
+        assert rank["halted"] is None
+        assert rank["switched"] >= 20
+        assert rank["worst"] < ROUNDING
+        assert rank["same_addresses"]
+        assert rank["host_maps_unchanged"]
+        assert rank["children"] == 0
+    assert sum(rank["experts_received"] for rank in found) > 0
+    if comm == "ALLGATHER":
+        assert found[0]["tables"] == found[1]["tables"]
+
+
+def test_tables_that_change_without_weights_are_seen(tmp_path, service):
+    found = serve(tmp_path, service, comm="MC2", broken=True)
+    assert max(rank["worst"] for rank in found) > 100 * ROUNDING
+
+
+def test_all_gather_with_replicas_is_refused_with_words(tmp_path, service):
+    with pytest.raises(AssertionError, match="all-gather dispatch with redundant experts"):
+        serve(tmp_path, service, comm="ALLGATHER", redundant=2)

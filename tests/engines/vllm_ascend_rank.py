@@ -1,0 +1,268 @@
+"""One rank that serves real ``AscendFusedMoE`` layers on CPU, balanced by the agent; run with the engine's own Python.
+
+``python vllm_ascend_rank.py RANK PORT CONFIG_FOLDER '{"comm": "MC2", "redundant": 2, "policy": 1, ...}'``
+
+What ``NPUModelRunner`` does for EPLB is repeated here call by call: the runner itself needs a device. The last line
+that it prints is what it found, as JSON.
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+import types
+
+os.environ.update(
+    VLLM_PLUGINS="",
+    DYNAMIC_EPLB="true",
+    VLLM_LOGGING_LEVEL="ERROR",
+    HF_HUB_OFFLINE="1",
+    OMP_NUM_THREADS="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+)
+import torch
+import torch.distributed as dist
+import torch_npu
+
+RANKS, LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 2, 3, 8, 32, 32, 2, 12
+
+
+def experts_of(layer):
+    """Weights of a layer's experts, ``[E, 2I, H]`` and ``[E, H, I]``, the same on all ranks."""
+    draw = torch.Generator().manual_seed(1000 + layer)
+    return (
+        torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN, generator=draw) * 0.3,
+        torch.randn(EXPERTS, HIDDEN, INTERMEDIATE, generator=draw) * 0.3,
+    )
+
+
+def dense(layer, hidden_TH, logits_TE):
+    """What the layer must answer: every expert on one machine."""
+    w13_EJH, w2_EHI = experts_of(layer)
+    weights_TK, ids_TK = torch.softmax(logits_TE, -1).topk(TOP_K, -1)
+    weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+    wide_TKJ = torch.einsum("tkjh,th->tkj", w13_EJH[ids_TK], hidden_TH)
+    gate, up = wide_TKJ.chunk(2, dim=-1)
+    out_TKH = torch.einsum("tkhi,tki->tkh", w2_EHI[ids_TK], torch.nn.functional.silu(gate) * up)
+    return (weights_TK.unsqueeze(-1) * out_TKH).sum(1)
+
+
+def build(rank, port, config_folder, options):
+    """vLLM's configuration and groups, and the host's layers with their weights."""
+    built = types.ModuleType("vllm_ascend._build_info")
+    built.__device_type__ = "A2" if options["comm"] == "ALLGATHER" else "A3"
+    sys.modules[built.__name__] = built
+    # The host's solver, which nobody starts, needs scipy.
+    solver = types.ModuleType("vllm_ascend.eplb.core.policy.policy_flashlb")
+    solver.FlashLB, solver.warm_up = object, None
+    sys.modules[solver.__name__] = solver
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+
+    eplb = {
+        "dynamic_eplb": True,
+        "num_redundant_experts": options["redundant"],
+        "expert_heat_collection_interval": 4,
+        "algorithm_execution_interval": 2,
+        "eplb_policy_type": options["policy"],
+    }
+    config = EngineArgs(
+        model=config_folder,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=128,
+        enforce_eager=True,
+        tensor_parallel_size=RANKS,
+        enable_expert_parallel=True,
+        distributed_executor_backend="mp",
+        additional_config={"eplb_config": eplb},
+    ).create_engine_config()
+    from vllm_ascend.ascend_config import init_ascend_config
+
+    with set_current_vllm_config(config):
+        init_ascend_config(config)
+        from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+        from vllm_ascend.ascend_forward_context import set_mc2_tokens_capacity
+        from vllm_ascend.distributed.parallel_state import init_ascend_model_parallel
+
+        set_mc2_tokens_capacity(config, 8, 1)
+        init_distributed_environment(RANKS, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
+        ensure_model_parallel_initialized(RANKS, 1)
+        init_ascend_model_parallel(config.parallel_config)
+        model = make_model(rank)
+    return config, model
+
+
+def make_model(rank):
+    """A model of MoE layers alone, loaded as a checkpoint would be."""
+    import vllm_ascend.ops.fused_moe.experts_selector as selector
+    from vllm_ascend.device import device_op
+    from vllm_ascend.ops.fused_moe import token_dispatcher
+    from vllm_ascend.ops.fused_moe.fused_moe import AscendFusedMoE
+
+    from worker_agent.moe.operators import reference
+
+    token_dispatcher.torch = torch_npu.TorchOfTokenDispatcher()
+    selector.check_npu_moe_gating_top_k = lambda **_: False
+
+    def init_routing(hidden, ids, *, act_quant_type=None, **named):
+        return reference.npu_moe_init_routing_v2(hidden, ids, **named)
+
+    for operators in vars(device_op).values():
+        if isinstance(operators, type) and hasattr(operators, "npu_moe_init_routing"):
+            operators.npu_moe_init_routing = staticmethod(init_routing)
+    layers = [
+        AscendFusedMoE(
+            num_experts=EXPERTS,
+            top_k=TOP_K,
+            hidden_size=HIDDEN,
+            intermediate_size=INTERMEDIATE,
+            params_dtype=torch.float32,
+            renormalize=True,
+            prefix=f"model.layers.{index}.mlp.experts",
+        )
+        for index in range(LAYERS)
+    ]
+    for index, layer in enumerate(layers):
+        w13_EJH, w2_EHI = experts_of(index)
+        slot_of_E = layer.global_expert_map[rank].tolist()
+        for expert, slot in enumerate(slot_of_E):
+            if slot >= 0:
+                layer.w13_weight.data[slot], layer.w2_weight.data[slot] = w13_EJH[expert], w2_EHI[expert]
+        layer.quant_method.process_weights_after_loading(layer)
+    model = torch.nn.Module()
+    model.layers, model.quant_config = torch.nn.ModuleList(layers), None
+    return model
+
+
+def start_balancer(config, model):
+    """The parts that ``NPUModelRunner.__init__`` and ``eplb_warmup`` make and call, under the adapter's names."""
+    from vllm.config import set_current_vllm_config
+    from vllm_ascend.ascend_config import get_ascend_config
+    from vllm_ascend.eplb.adaptor.vllm_adaptor import VllmEplbAdaptor
+    from vllm_ascend.eplb.core.eplb_device_transfer_loader import D2DExpertWeightLoader
+    from vllm_ascend.eplb.core.eplb_worker import EplbProcess
+    from vllm_ascend.eplb.eplb_updator import EplbUpdator
+
+    from worker_agent.adapters.vllm_ascend import hooks
+
+    runner = types.ModuleType("vllm_ascend.worker.model_runner_v1")
+    runner.Manager, runner.EplbProcess = multiprocessing.Manager, EplbProcess
+    runner.EplbUpdator, runner.VllmEplbAdaptor = EplbUpdator, VllmEplbAdaptor
+    hooks.replace_balancer(runner)
+    hooks.count_sources()
+    with set_current_vllm_config(config):
+        loader, manager = D2DExpertWeightLoader(), runner.Manager()
+        shared = manager.dict({"expert_map": None, "moe_load": None, "expert_maps": None})
+        process = runner.EplbProcess(shared_dict=shared, policy_type=1, enable_d2d=True)
+        updator = runner.EplbUpdator(
+            get_ascend_config().eplb_config, loader, process, process._launch_process()
+        )
+        adaptor = runner.VllmEplbAdaptor(model=model)
+        loader.set_adator(adaptor)
+        updator.set_adaptor(adaptor)
+        updator.warm_up_eplb()
+    return updator
+
+
+def forward(config, model, comm, hidden_TH, logits_LTE):
+    """One forward pass of all layers, as the runner sets it up; the largest difference to ``dense``."""
+    from vllm.config import set_current_vllm_config
+    from vllm.forward_context import get_forward_context, set_forward_context
+    from vllm_ascend.ascend_forward_context import _EXTRA_CTX, MoECommType
+    from vllm_ascend.ops.fused_moe.moe_comm_method import get_moe_comm_method
+
+    worst = 0.0
+    with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=TOKENS):
+        facts = {
+            "moe_comm_type": MoECommType[comm],
+            "moe_comm_method": get_moe_comm_method(MoECommType[comm]),
+            "in_profile_run": False,
+            "flash_comm_v1_enabled": False,
+            "eplb_heat_collection_status": True,
+            "mc2_mask": torch.ones(TOKENS, dtype=torch.bool),
+            "padded_num_tokens": TOKENS,
+            "num_tokens": TOKENS,
+            "pad_size": 0,
+            "max_tokens_across_dp": TOKENS,
+        }
+        for name, value in facts.items():
+            try:
+                setattr(_EXTRA_CTX, name, value)
+            except AttributeError:
+                setattr(get_forward_context(), name, value)
+        for index, layer in enumerate(model.layers):
+            out_TH = layer.forward_impl(hidden_TH.clone(), logits_LTE[index].clone())
+            if comm == "ALLGATHER":
+                # The runner does this for the whole layer, shared experts included.
+                dist.all_reduce(out_TH)
+            expected_TH = dense(index, hidden_TH, logits_LTE[index])
+            worst = max(worst, float((out_TH - expected_TH).abs().max()))
+    return worst
+
+
+def break_commits():
+    """The defect that tests must be able to see: a layer's tables switch, its weights do not."""
+    from worker_agent.swap import driver
+
+    install = driver.install
+    driver.install = lambda layer, staged, _slots, *tables: install(
+        layer, [buffer[:0] for buffer in staged], [], *tables
+    )
+
+
+def main(rank, port, config_folder, options):
+    """Serve until enough layers have switched."""
+    config, model = build(rank, port, config_folder, options)
+    from worker_agent.adapters import compat
+    from worker_agent.adapters.vllm_ascend.known import KNOWN
+
+    mismatches = [str(mismatch) for mismatch in compat.mismatches(KNOWN["0.23"])]
+    if options.get("broken"):
+        break_commits()
+    updator = start_balancer(config, model)
+    agent = updator.agent
+    layers = list(model.layers)
+    tensors = [
+        t for layer in layers for t in (layer.log2phy, layer.moe_load, layer.w13_weight, layer.w2_weight)
+    ]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    host_maps = [layer._expert_map.tolist() for layer in layers]
+    draw = torch.Generator().manual_seed(11)
+    bias_E = torch.tensor([3.0, 2.5] + [0.0] * (EXPERTS - 2))
+    worst, steps = 0.0, 0
+    # All ranks switch at the same step, so all end here at the same one.
+    while steps < options["most_steps"] and agent.stats.layers_switched < options["switches"]:
+        if steps % 60 == 59:
+            bias_E = bias_E.roll(3)
+        hidden_TH = torch.randn(TOKENS, HIDDEN, generator=draw)
+        logits_LTE = torch.randn(LAYERS, TOKENS, EXPERTS, generator=draw) + bias_E
+        updator.forward_before()
+        worst = max(worst, forward(config, model, options["comm"], hidden_TH, logits_LTE))
+        updator.forward_end(True)
+        steps += 1
+        time.sleep(0.005)
+    found = {
+        "rank": rank,
+        "mismatches": mismatches,
+        "steps": steps,
+        "worst": worst,
+        "switched": agent.stats.layers_switched,
+        "experts_received": agent.stats.experts_received,
+        "halted": agent.halted,
+        "same_addresses": addresses == [tensor.data_ptr() for tensor in tensors],
+        "host_maps_unchanged": host_maps == [layer._expert_map.tolist() for layer in layers],
+        "tables": [layer.log2phy.tolist() for layer in layers],
+        "children": len(multiprocessing.active_children()),
+    }
+    updator.shutdown()
+    print("FOUND " + json.dumps(found), flush=True)
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))
