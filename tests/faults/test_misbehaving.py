@@ -29,7 +29,6 @@ def survived(history: Path) -> list[dict[str, Survived]]:
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-@pytest.mark.xdist_group("misbehaving")
 def test_outputs_stay_and_layers_are_switched_again(
     experiment: str, survived: list[dict[str, Survived]]
 ) -> None:
