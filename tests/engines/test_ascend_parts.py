@@ -130,7 +130,7 @@ def test_weights_are_what_the_kernels_of_each_quantisation_read():
     ]
     names = ("w13_weight_list", "w2_weight_list", "w13_weight_scale_fp32_list", "w2_weight_scale_list")
     lists = {name: [torch.zeros(2) for _ in range(SLOTS)] for name in names}
-    found = expert_weights(weighted("W8A8", **lists), quantised=True)
+    found = expert_weights(weighted("W8A8", **lists), quantised=True, allow_unverified=True)
     assert all(
         kind[slot] is lists[name][slot]
         for kind, name in zip(found, names, strict=True)
@@ -151,7 +151,12 @@ def test_weights_are_what_the_kernels_of_each_quantisation_read():
 )
 def test_experts_that_would_not_move_whole_are_refused(layer, reason):
     with pytest.raises(UnsupportedEngineError, match=reason):
-        expert_weights(layer, quantised=True)
+        expert_weights(layer, quantised=True, allow_unverified=True)
+
+
+def test_quantised_experts_are_moved_only_where_that_is_asked_for():
+    with pytest.raises(UnsupportedEngineError, match="not been shown on a device"):
+        expert_weights(weighted("W8A8", w13_weight_list=[]), quantised=True)
 
 
 def test_layers_that_the_host_does_not_balance_are_left_alone():

@@ -124,11 +124,12 @@ class AscendBalancer:
         self._heat = HeatRings(layers, placement.experts, RING_ROWS)
         self._heat.clear()
         maps_LE = torch.from_numpy(placement.expert_map(rank)).to(layers[0].log2phy.device)
+        allowed = AgentSettings().allow_unverified_engine
         seen = [
             AscendLayer(
                 layer,
                 maps_LE[index],
-                expert_weights(layer, self.adaptor.quantised),
+                expert_weights(layer, self.adaptor.quantised, allow_unverified=allowed),
                 self._heat,
                 index,
                 shares_tokens,

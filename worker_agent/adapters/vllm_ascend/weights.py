@@ -13,12 +13,12 @@ _PLAIN = ("w13_weight", "w2_weight")
 _W8A8 = ("w13_weight_list", "w2_weight_list", "w13_weight_scale_fp32_list", "w2_weight_scale_list")
 _MX = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
 NAMES = {"NONE": _PLAIN, "W8A8": _W8A8, "MXFP4": _MX, "MXFP8": _MX}
-"""By the host's quantisation type, without fused MC2: ``EPLB_EXPERT_WEIGHT_NAMES`` of 0.23, of which 0.18 has two."""
+"""By the host's quantisation type, without fused MC2: its table of expert weight names in 0.23."""
 
 _NOT_OF_AN_EXPERT = frozenset({"e_score_correction_bias"})
 
 
-def expert_weights(layer: Any, quantised: bool) -> list[ExpertWeights]:
+def expert_weights(layer: Any, quantised: bool, *, allow_unverified: bool = False) -> list[ExpertWeights]:
     """The weights that the host's kernels read, by kind; of each, local slot ``s`` is at index ``s``.
 
     Parameters
@@ -27,6 +27,9 @@ def expert_weights(layer: Any, quantised: bool) -> list[ExpertWeights]:
         An ``AscendFusedMoE`` whose weights have been processed after loading.
     quantised
         Whether the model has a quantisation config; without one the layer's type does not count.
+    allow_unverified
+        Whether to move quantised experts, which has not been shown on a device: their tensors are in formats of the
+        NPU, and a transfer that reads one wrongly gives wrong tokens.
 
     Raises
     ------
@@ -39,6 +42,12 @@ def expert_weights(layer: Any, quantised: bool) -> list[ExpertWeights]:
             f"quantisation {kind} of MoE layers",
             f"vLLM-Ascend moves experts of {', '.join(sorted(NAMES))} alone",
             "Choose another quantisation",
+        )
+    if kind != "NONE" and not allow_unverified:
+        raise UnsupportedEngineError(
+            f"experts quantised as {kind}",
+            "That they arrive whole in the NPU's own formats has not been shown on a device",
+            "Try EPLB_AGENT_ALLOW_UNVERIFIED_ENGINE=1 with EPLB_AGENT_VERIFY_TRANSFERS=true, and compare outputs",
         )
     names = NAMES[kind]
     if missing := [name for name in names if getattr(layer, name, None) is None]:
