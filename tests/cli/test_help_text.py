@@ -7,7 +7,7 @@ import pytest
 
 from eplb_service.cli import main
 
-MOST_LINES = 160
+MOST_LINES = 200
 
 
 def commands():

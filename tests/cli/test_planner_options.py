@@ -56,7 +56,9 @@ def test_help_needs_no_docstrings(command):
     assert done.returncode == 0, done.stderr
     for option in planner_options():
         assert f"--{option.name.replace('_', '-')}" in done.stdout
-    assert "Layers whose peak-to-average ratio is at or below it" in " ".join(done.stdout.split())
+    assert "Layers whose peak-to-average ratio, in episodes, is at or below it" in " ".join(
+        done.stdout.split()
+    )
 
 
 def test_a_service_starts_without_docstrings(tmp_path):
