@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from worker_agent.adapters import compat
@@ -27,7 +29,7 @@ def install() -> None:
     allowed = AgentSettings().allow_unverified_engine
     compat.require("vLLM", vllm.__version__, KNOWN, allow_unverified=allowed)
     _replace_balancer()
-    _drain_around_weight_changes()
+    _guard_weights()
 
 
 def _replace_balancer() -> None:
@@ -70,11 +72,11 @@ def _replace_balancer() -> None:
     EplbState.start_async_loop = start_async_loop
 
 
-def _drain_around_weight_changes() -> None:
-    """Sleeping, waking and reloading: nothing may be under way, and reloaded weights are in vLLM's first layout."""
+def _guard_weights() -> None:
+    """Nothing is under way while the engine sleeps; other weights are refused: vLLM loads by its first layout."""
     from vllm.v1.worker.gpu_worker import Worker
 
-    sleep, wake_up, reload_weights = Worker.sleep, Worker.wake_up, Worker.reload_weights
+    sleep, wake_up = Worker.sleep, Worker.wake_up
 
     def sleep_drained(self: Any, *arguments: Any, **named: Any) -> Any:
         if (host := _host_of(self)) is not None:
@@ -87,18 +89,23 @@ def _drain_around_weight_changes() -> None:
             host.resume()
         return result
 
-    def reload_weights_drained(self: Any, *arguments: Any, **named: Any) -> Any:
-        host = _host_of(self)
-        if host is not None:
-            host.drain("the engine loads other weights")
-        result = reload_weights(self, *arguments, **named)
-        if host is not None:
-            host.restart_from_checkpoint_layout()
-        return result
+    def refusing(change: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(change)
+        def refuse(self: Any, *arguments: Any, **named: Any) -> Any:
+            if _host_of(self) is not None:
+                raise RuntimeError(
+                    f"{change.__name__}: vLLM loads weights for the placement that it started with, and eplb-agent has "
+                    "moved experts since; start the engine again, or unset EPLB_AGENT_SERVICE to load while serving"
+                )
+            return change(self, *arguments, **named)
+
+        return refuse
 
     Worker.sleep = sleep_drained
     Worker.wake_up = wake_up_resumed
-    Worker.reload_weights = reload_weights_drained
+    Worker.reload_weights = refusing(Worker.reload_weights)
+    Worker.start_weight_update = refusing(Worker.start_weight_update)
+    Worker.update_weights = refusing(Worker.update_weights)
 
 
 def _host_of(worker: Any) -> VllmHost | None:

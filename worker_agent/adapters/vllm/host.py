@@ -183,7 +183,7 @@ class VllmHost:
                 row_P = torch.from_numpy(installed.placement.phy2log_LRS[layer].reshape(-1).astype(np.int64))
                 self._model.physical_to_logical_map[layer].copy_(row_P)
 
-    # Around changes of the weights
+    # Around sleep
 
     def drain(self, reason: str) -> None:
         """Finish or abort the switch under way; a collective, called between the same two passes on every rank."""
@@ -198,16 +198,3 @@ class VllmHost:
     def close(self) -> None:
         """End the agent; vLLM serves on with what is installed."""
         self._agent.close()
-
-    def restart_from_checkpoint_layout(self) -> None:
-        """vLLM has loaded weights for the placement that it starts from: put its tables back and meet again."""
-        self._agent.close()
-        model = self._model
-        first = self._state.build_initial_global_physical_to_logical_map(
-            model.model.num_routed_experts, model.model.num_redundant_experts
-        )
-        row_P = torch.tensor(list(first), dtype=torch.int64)
-        model.physical_to_logical_map.copy_(row_P.expand_as(model.physical_to_logical_map))
-        model.expert_load_pass.zero_()
-        self._heat = self._start_tables()
-        self._agent = self._start_agent()

@@ -19,6 +19,8 @@ TARGETS = (
     "vllm.v1.worker.gpu_worker:Worker.sleep",
     "vllm.v1.worker.gpu_worker:Worker.wake_up",
     "vllm.v1.worker.gpu_worker:Worker.reload_weights",
+    "vllm.v1.worker.gpu_worker:Worker.start_weight_update",
+    "vllm.v1.worker.gpu_worker:Worker.update_weights",
     # relied on: who calls step, how choices are mapped and counted, what is dispatched, which tensors are an expert
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.eplb_step",
     f"{_EPLB}:EplbState.build_initial_global_physical_to_logical_map",
