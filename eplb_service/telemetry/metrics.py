@@ -1,4 +1,4 @@
-"""Prometheus metrics of the service; they are told what happens and never ask."""
+"""Prometheus metrics of the service; they are given what happens and never ask."""
 
 from __future__ import annotations
 

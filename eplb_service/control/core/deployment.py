@@ -284,7 +284,7 @@ class Deployment:
     def _make_way_for(self, hello: Hello) -> None:
         if self.group is not None and not self.group.yields_to(hello, self.forming_overdue):
             return
-        self._interrupt_plan("the group of ranks was formed anew")
+        self._interrupt_plan("the group of ranks was formed again")
         self.group, self.heat, self.ended_plan = Group(hello.group_id, hello.shape), None, None
         self.planned_par.clear()
         self.refused.clear()
@@ -294,7 +294,7 @@ class Deployment:
         self.forming_since, self.forming_overdue = None, False
 
     def _look_at_clock(self, now: float) -> None:
-        """What is only told by time: refusals that were not repeated, ranks that wait for others in vain."""
+        """What only time shows: refusals that were not repeated, ranks that wait for others in vain."""
         step = max((member.step for member in self.connected), default=0)
         self.undecided = self.undecided.after(now, step, self.decided_at, self.live is not None)
         if self.heat is not None:

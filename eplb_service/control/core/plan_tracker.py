@@ -33,7 +33,7 @@ class Outcome(str, enum.Enum):
     ABORTED = "aborted"
     TIMED_OUT = "timed_out"
     INTERRUPTED = "interrupted"
-    """The service stopped, or the group was formed anew, before the ranks had answered."""
+    """The service stopped, or the group was formed again, before the ranks had answered."""
 
 
 class ContradictionError(Exception):

@@ -211,8 +211,8 @@ def scenarios() -> list[Scenario]:
             "the service starts anew, and a stream does not end", Faults(restarts=1, deaf=1), plans=((0,),)
         ),
         Scenario("two services", Faults(strays=1), plans=((0,),), services=2),
-        Scenario("the group is formed anew", Faults(cuts=1, reforms=1), plans=((0,),)),
-        Scenario("the group is formed anew, with two plans", Faults(reforms=1)),
+        Scenario("the group is formed again", Faults(cuts=1, reforms=1), plans=((0,),)),
+        Scenario("the group is formed again, with two plans", Faults(reforms=1)),
     ]
 
 

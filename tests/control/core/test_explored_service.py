@@ -14,7 +14,7 @@ SMALL = [
     Scenario("words come twice and out of order", Faults(repeats=1, swaps=1), plans=((0, 1),)),
     Scenario("the service starts anew", Faults(restarts=1), plans=((0,),)),
     Scenario("the service starts anew, and a stream does not end", Faults(restarts=1, deaf=1), plans=((0,),)),
-    Scenario("the group is formed anew", Faults(reforms=1), plans=((0,),)),
+    Scenario("the group is formed again", Faults(reforms=1), plans=((0,),)),
 ]
 
 
