@@ -97,6 +97,15 @@ COMMANDS = {
         "Advise what to set, and whether balancing pays.",
         ("eplb advise --heat heat.zarr --ranks 8 --step-ms 30 --bytes-per-expert 4000000",),
     ),
+    "calibrate": CommandEntry(
+        "calibrate",
+        _OFFLINE,
+        "Fit how long a rank's experts take for their tokens.",
+        (
+            "eplb calibrate --hidden 2048 --inter 1024 --out curve.json",
+            "eplb calibrate --table wideep_generation_moe_perf.parquet --phase decode --out h200.json",
+        ),
+    ),
     "trace": CommandEntry(
         "trace",
         _OFFLINE,

@@ -1,0 +1,51 @@
+"""A cost curve gives the time of a rank, and refuses numbers that are no times."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eplb_service.cost.curve import CostCurve, CurveError
+from tests.cost.curves import H200, plain_rank_us
+
+_us = st.floats(0, 1e3)
+
+
+@given(_us, _us, _us, st.floats(1e-3, 10), st.lists(st.floats(0, 1e5), min_size=1, max_size=9))
+def test_times_are_those_of_the_plain_definition(floor, read, launch, slope, tokens):
+    curve = CostCurve(floor, read, launch, slope)
+    assert float(curve.rank_us(tokens)) == pytest.approx(plain_rank_us(curve, tokens))
+
+
+def test_idle_slots_cost_nothing_and_busy_ones_at_least_their_weights():
+    assert H200.slot_us([0, 1, 100, 1000]).tolist() == [0.0, 11.6, 11.6, 66.5]
+    assert H200.rank_us(np.zeros((3, 8))).tolist() == [20.0] * 3
+
+
+def test_the_knee_is_where_computing_takes_as_long_as_reading():
+    assert H200.knee == pytest.approx((11.6 - 5) / 0.0615)
+    assert CostCurve(0, 0, 0, 1).knee == 0
+    assert CostCurve(0, 5, 1, 0).knee == math.inf
+
+
+def test_a_curve_without_read_and_launch_is_linear():
+    assert CostCurve(20, 0, 0, 0.1).linear
+    assert not CostCurve(20, 0, 1, 0.1).linear
+    assert not H200.linear
+
+
+@pytest.mark.parametrize("values", [(-1, 1, 1, 1), (0, math.nan, 1, 1), (0, 1, math.inf, 1), (0, 1, 1, -0.1)])
+def test_what_is_no_time_is_refused(values):
+    with pytest.raises(CurveError, match="must be a finite time"):
+        CostCurve(*values)
+
+
+def test_free_tokens_and_unknown_phases_are_refused():
+    with pytest.raises(CurveError, match="tokens cost nothing"):
+        CostCurve(20, 0, 0, 0)
+    with pytest.raises(CurveError, match="choose one of any, decode, prefill"):
+        CostCurve(20, 1, 1, 1, "training")

@@ -1,0 +1,77 @@
+"""Curves survive their file, and a file that holds none is refused in one line that says why."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from eplb_service.cost.curve import CurveError, FitQuality, Residual
+from eplb_service.cost.curve_file import read_curve, read_curves, write_curves
+from tests.cost.curves import H200
+
+FIT = FitQuality(28, 7, 0.02, 0.05, 0.09, (Residual(8, 64, 112.0, 112.8),))
+
+
+def test_curves_survive_their_file(tmp_path):
+    path = tmp_path / "curve.json"
+    curves = (replace(H200, fit=FIT), replace(H200, phase="prefill", slope_us=0.1))
+    write_curves(path, curves)
+    assert read_curves(path) == curves
+    assert read_curve(f"{path}:prefill") == curves[1]
+
+
+def test_a_curve_for_any_phase_serves_each(tmp_path):
+    path = tmp_path / "curve.json"
+    write_curves(path, [replace(H200, phase="any")])
+    assert read_curve(str(path)) == read_curve(f"{path}:decode")
+
+
+def test_of_several_phases_one_must_be_named(tmp_path):
+    path = tmp_path / "curve.json"
+    write_curves(path, [H200, replace(H200, phase="prefill")])
+    with pytest.raises(CurveError, match=r"name one of them, as in .*curve.json:decode"):
+        read_curve(str(path))
+    write_curves(path, [H200])
+    with pytest.raises(CurveError, match="no curve for prefill; it has decode"):
+        read_curve(f"{path}:prefill")
+
+
+def _document(**changes):
+    curve = {"floor_us": 20, "read_us": 11.6, "launch_us": 5, "slope_us_per_token": 0.06} | changes
+    return {"format": "eplb-cost-curves/1", "curves": [curve]}
+
+
+@pytest.mark.parametrize(
+    ("document", "why"),
+    [
+        (b"\xff", "no cost curves"),
+        ([], "no cost curves"),
+        ({"format": "other", "curves": []}, "format"),
+        (_document(read_us=-1), "read_us"),
+        (_document(slope=1), "slope: Extra inputs"),
+        (_document(read_us=0, launch_us=0, slope_us_per_token=0), "tokens cost nothing"),
+        (
+            _document(
+                fit={"samples": 9, "held_out": 3, "median_error": 0.3, "p90_error": 0.5, "worst_error": 0.6}
+            ),
+            "does not fit",
+        ),
+        ({**_document(), "curves": _document()["curves"] * 2}, "two curves for the same phase"),
+    ],
+)
+def test_a_file_without_usable_curves_is_refused(tmp_path, document, why):
+    path = tmp_path / "curve.json"
+    path.write_bytes(document if isinstance(document, bytes) else json.dumps(document).encode())
+    with pytest.raises(CurveError, match=why):
+        read_curve(str(path))
+
+
+def test_files_that_are_not_there_or_too_large_are_refused(tmp_path):
+    with pytest.raises(CurveError, match="cannot be read"):
+        read_curve(str(tmp_path / "none.json"))
+    large = tmp_path / "large.json"
+    large.write_bytes(b" " * ((1 << 20) + 1))
+    with pytest.raises(CurveError, match="larger than"):
+        read_curve(str(large))

@@ -1,0 +1,169 @@
+"""Times this machine's expert kernel on a grid of busy slots and tokens: what a cost curve is fitted to.
+
+``python -m worker_agent.calibrate TASK`` takes a task as JSON and prints one JSON line per measurement; `eplb
+calibrate` starts it. It runs before serving, never beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+
+from worker_agent.moe.expert_batch import ExpertBatch
+from worker_agent.moe.experts import Scratch, SlotwiseExperts
+from worker_agent.moe.operators import GroupListType
+from worker_agent.moe.weights import ExpertWeights
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class CalibrationError(ValueError):
+    """A task that cannot be measured here; the message says why."""
+
+
+@dataclass(frozen=True)
+class CalibrationTask:
+    """What to time.
+
+    Parameters
+    ----------
+    hidden, inter
+        Width of a token, and of an expert between its two products.
+    slots
+        S, experts of one rank.
+    tokens
+        Tokens in each busy slot to try.
+    dtype, device
+        As torch names them.
+    repeats
+        Timed calls of each cell of the grid.
+    threads
+        Of the CPU; ``None`` for torch's own choice.
+
+    Raises
+    ------
+    CalibrationError
+        On a size below one, an unknown dtype, or a device that torch does not have.
+    """
+
+    hidden: int
+    inter: int
+    slots: int
+    tokens: tuple[int, ...]
+    dtype: str = "float32"
+    device: str = "cpu"
+    repeats: int = 7
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", tuple(self.tokens))
+        sizes = {"hidden": self.hidden, "inter": self.inter, "slots": self.slots, "repeats": self.repeats}
+        for name, size in {
+            **sizes,
+            "tokens": min(self.tokens, default=0),
+            "threads": 1 if self.threads is None else self.threads,
+        }.items():
+            if size < 1:
+                raise CalibrationError(f"{name} is {size}; it must be at least 1")
+        if self.dtype not in _DTYPES:
+            raise CalibrationError(f"dtype is {self.dtype!r}; choose one of {', '.join(_DTYPES)}")
+        try:
+            torch.empty(1, device=self.device)
+        except (RuntimeError, AssertionError) as error:
+            raise CalibrationError(
+                f"torch has no device {self.device!r} here ({' '.join(str(error).split())[:200]})"
+            ) from error
+
+
+@dataclass(frozen=True)
+class CalibrationCell:
+    """One measurement: so many busy slots with so many tokens each, and the least time of a call."""
+
+    busy: int
+    tokens: int
+    us: float
+
+
+def measure(task: CalibrationTask) -> Iterator[CalibrationCell]:
+    """Time the experts on the grid; all slots hold weights of their own, so none is read from a cache by chance.
+
+    Calls of the whole grid take turns, so that what slows the machine for a while slows all cells alike.
+    """
+    if task.threads is not None:
+        torch.set_num_threads(task.threads)
+    cells = [(busy, tokens) for busy in busy_slots(task.slots) for tokens in task.tokens]
+    with torch.inference_mode():
+        weights = _weights(task)
+        calls = [_Call(task, weights, *cell) for cell in cells]
+        us: list[list[float]] = [[] for _ in cells]
+        for repeat in range(task.repeats + 1):
+            for call, found in zip(calls, us, strict=True):
+                taken = call.timed()
+                # The first call warms up what it uses.
+                if repeat:
+                    found.append(taken)
+    for (busy, tokens), found in zip(cells, us, strict=True):
+        # Whatever else runs on the machine only adds to a call.
+        yield CalibrationCell(busy, tokens, min(found))
+
+
+def busy_slots(slots: int) -> tuple[int, ...]:
+    """Numbers of busy slots to try: one, all, and a quarter and a half of them."""
+    return tuple(sorted({max(1, slots * part // 4) for part in (0, 1, 2, 4)}))
+
+
+class _Call:
+    """One call of the kernel; its slots are the last ones of the rank, its rows the same each time."""
+
+    def __init__(self, task: CalibrationTask, weights: ExpertWeights, busy: int, tokens: int) -> None:
+        dtype, rows = _DTYPES[task.dtype], busy * tokens
+        counts_S = torch.zeros(task.slots, dtype=torch.int64, device=task.device)
+        counts_S[task.slots - busy :] = tokens
+        rows_NH = torch.randn(rows, task.hidden, device=task.device).to(dtype)
+        self._batch = ExpertBatch(rows_NH, counts_S, GroupListType.COUNTS)
+        wide = torch.empty(rows * max(2 * task.inter, task.hidden), dtype=dtype, device=task.device)
+        self._scratch = Scratch(wide, torch.empty(rows * task.inter, dtype=dtype, device=task.device))
+        self._weights = weights
+        self._experts = SlotwiseExperts()
+        self._device = torch.device(task.device)
+
+    def timed(self) -> float:
+        """Microseconds of one call."""
+        self._wait()
+        began = time.perf_counter()
+        self._experts.run(self._batch, self._weights, self._scratch)
+        self._wait()
+        return (time.perf_counter() - began) * 1e6
+
+    def _wait(self) -> None:
+        # Other devices than the CPU only queue what they are given.
+        if self._device.type != "cpu":
+            getattr(torch, self._device.type).synchronize(self._device)
+
+
+def _weights(task: CalibrationTask) -> ExpertWeights:
+    dtype = _DTYPES[task.dtype]
+    w13_SIH = torch.empty(task.slots, 2 * task.inter, task.hidden, dtype=dtype, device=task.device)
+    w2_SHI = torch.empty(task.slots, task.hidden, task.inter, dtype=dtype, device=task.device)
+    return ExpertWeights(w13_SIH.normal_(std=task.hidden**-0.5), w2_SHI.normal_(std=task.inter**-0.5))
+
+
+def main() -> int:
+    """Measure the task given as the only argument; returns the exit code."""
+    try:
+        task = CalibrationTask(**json.loads(sys.argv[1]))
+        for cell in measure(task):
+            print(json.dumps(asdict(cell)), flush=True)
+    except (CalibrationError, MemoryError, torch.OutOfMemoryError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
