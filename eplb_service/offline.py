@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.heat.window import HeatError, Window, checked_heat
-from eplb_service.placement import Float64, Int32, Placement, PlacementError, apply_layers, mean_par, par
+from eplb_service.placement import Float64, Int32, Placement, PlacementError, apply_layers, mean_par
 from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.plan import LayerVerdict
-from eplb_service.planner.scoring import split_loads
+from eplb_service.planner.scoring import split_shares, steps_under
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 
@@ -130,8 +130,9 @@ def solve(
     after, after_RLE = apply_layers(deployed, deployed_RLE, decided.changes())
 
     def scored(placement: Placement, log2phy_RLE: Int32) -> tuple[Float64, Float64]:
-        loads_TLR = split_loads(window.heat_TLE, placement, log2phy_RLE, window.source_RLE, settings.split)
-        return par(loads_TLR), loads_TLR.max(axis=2).mean(axis=0)
+        share_LP = split_shares(placement, log2phy_RLE, window.source_RLE, settings.split)
+        steps = steps_under(window.heat_TLE, placement, share_LP)
+        return steps.par_K, steps.peak_TK.mean(axis=0)
 
     # Every step of the heat is scored twice, which takes as long as the decision itself: at the same time.
     with ThreadPoolExecutor(2, thread_name_prefix="eplb-score") as pool:

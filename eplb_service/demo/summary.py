@@ -20,7 +20,7 @@ def summarise(board: Scoreboard, stage: Stage) -> dict[str, Any]:
     All PARs are realised, per step, over the same steps: those after the first layer has switched.
     """
     scored_from = board.first_switched_step or 0
-    floor_L = noise_floor(board.counts()[scored_from:].astype(np.float64), board.ranks)
+    floor_L = noise_floor(board.counts()[scored_from:].sum(axis=2), board.ranks)
     figures = {
         "par_static": board.par("still", scored_from),
         "par_balanced": board.par("live", scored_from),

@@ -78,7 +78,7 @@ def statistics(trace: Trace, window: int, ranks: int | None = None) -> TraceStat
         if placement is not None:
             loads_TLR = rank_loads(heat_TLE, placement, placement.default_log2phy())
             pars.add(par(loads_TLR), busy_L)
-            floors.add(noise_floor(heat_TLE, placement.ranks), busy_L)
+            floors.add(noise_floor(heat_TLE.sum(axis=2), placement.ranks), busy_L)
         served_TLR = trace.served_loads(first, first + len(heat_TLE))
         if served_TLR is not None:
             served.add(par(served_TLR), busy_L)

@@ -2,7 +2,7 @@
 
 from eplb_service.placement.apply import apply_layers
 from eplb_service.placement.digests import array_digest, combine_digests, layer_digest
-from eplb_service.placement.par import Float64, mean_par, par, step_par
+from eplb_service.placement.par import Float64, mean_par, par, peak_par, step_par
 from eplb_service.placement.placement import Placement, default_log2phy, expert_map, replica_counts
 from eplb_service.placement.validity import Int32, PlacementError, check_layer, check_log2phy, check_shape
 
@@ -22,6 +22,7 @@ __all__ = [
     "layer_digest",
     "mean_par",
     "par",
+    "peak_par",
     "replica_counts",
     "step_par",
 ]

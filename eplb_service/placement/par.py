@@ -6,6 +6,8 @@ token has no ratio: it is NaN here, and in no mean.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -15,9 +17,19 @@ Float64 = npt.NDArray[np.float64]
 
 def step_par(loads: npt.NDArray[np.floating] | npt.NDArray[np.integer]) -> Float64:
     """Peak-to-average ratio of rank loads ``[..., R]``, float64 ``[...]``; NaN where no rank has a token."""
-    mean = loads.mean(axis=-1)
-    ratio: Float64 = np.full(mean.shape, np.nan)
-    np.divide(loads.max(axis=-1), mean, out=ratio, where=mean > 0)
+    return peak_par(loads.max(axis=-1), loads.sum(axis=-1), loads.shape[-1])
+
+
+def peak_par(peak: npt.NDArray[Any], tokens: npt.NDArray[Any], ranks: int) -> Float64:
+    """Peak-to-average ratio where the hottest of so many ranks has ``peak`` of all ``tokens``; NaN where there is none.
+
+    Parameters
+    ----------
+    peak, tokens
+        Of any one shape, which is that of the result.
+    """
+    ratio: Float64 = np.full(np.shape(tokens), np.nan)
+    np.divide(peak, tokens / ranks, out=ratio, where=tokens > 0)
     return ratio
 
 

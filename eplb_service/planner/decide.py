@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 from eplb_service.heat.window import HeatError, Window
 from eplb_service.placement import Float64, Int32, Placement, par
-from eplb_service.planner.noise_floor import noise_floor, rank_volatility_bound, volatility_bound
+from eplb_service.planner.noise_floor import balanced_par, noise_floor, volatility_bound
 from eplb_service.planner.plan import LayerPlan, LayerVerdict, Plan
-from eplb_service.planner.scoring import split_loads
+from eplb_service.planner.scoring import loads_under, split_shares, steps_under
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.solver_request import groups_on_nodes, solve_picked
 from eplb_service.planner.topology import Topology
@@ -124,22 +124,21 @@ def _judge(
     why_ungrouped: str,
 ) -> Judge:
     """Ratios of all layers as they are served, per step for people and per episode for the decision."""
-    loads_TLR = split_loads(window.heat_TLE, placement, log2phy_RLE, window.source_RLE, settings.split)
+    share_LP = split_shares(placement, log2phy_RLE, window.source_RLE, settings.split)
+    steps = steps_under(window.heat_TLE, placement, share_LP)
+    loads_NLR = loads_under(heat_NLE, placement, share_LP)
     episodes = len(heat_NLE)
-    first_steps = np.arange(episodes) * window.steps // episodes
-    loads_NLR: Float64 = np.add.reduceat(loads_TLR, first_steps, axis=0)
-    par_L = par(loads_TLR)
-    floor_L = noise_floor(window.heat_TLE, placement.ranks)
+    floor_L = noise_floor(steps.tokens_TK, placement.ranks)
     # For a decision a layer without tokens is balanced, since nothing can be won there.
-    drawn_L = np.nan_to_num(noise_floor(heat_NLE, placement.ranks), nan=1.0)
+    drawn_L = np.nan_to_num(noise_floor(loads_NLR.sum(axis=2), placement.ranks), nan=1.0)
     bound_L = drawn_L
     # Real routers' choices are not independent draws: what was measured may lie below what is computed for those.
     if window.steps > 1:
-        floor_L = np.minimum(floor_L, rank_volatility_bound(loads_TLR))
+        floor_L = np.minimum(floor_L, balanced_par(steps.variance_K, placement.ranks))
     if episodes > 1:
         bound_L = volatility_bound(heat_NLE, loads_NLR, placement.replicas())
     return Judge(
-        par_L=par_L,
+        par_L=steps.par_K,
         floor_L=floor_L,
         episode_par_L=np.nan_to_num(par(loads_NLR), nan=1.0),
         episode_floor_L=np.minimum(drawn_L, bound_L),
@@ -181,8 +180,8 @@ def _step_par(window: Window, layer: int, candidate: Candidate, group_R: Int32, 
     placement = Placement(candidate.phy2log_RS[None], window.experts)
     log2phy_R1E = candidate.log2phy_GE[group_R][:, None]
     source_R1E = None if window.source_RLE is None else window.source_RLE[:, layer, None]
-    loads_T1R = split_loads(window.heat_TLE[:, layer, None], placement, log2phy_R1E, source_R1E, split)
-    return float(par(loads_T1R)[0])
+    share_1P = split_shares(placement, log2phy_R1E, source_R1E, split)
+    return float(steps_under(window.heat_TLE, placement, share_1P, layers=(layer,)).par_K[0])
 
 
 def _gain(verdict: LayerVerdict) -> float:

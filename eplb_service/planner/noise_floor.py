@@ -25,7 +25,7 @@ def expected_hottest(ranks: int) -> float:
     return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
 
 
-def noise_floor(heat_NLE: npt.NDArray[np.floating] | npt.NDArray[np.integer], ranks: int) -> Float64:
+def noise_floor(tokens_NL: npt.NDArray[np.floating] | npt.NDArray[np.integer], ranks: int) -> Float64:
     """Expected peak-to-average ratio of perfectly balanced ranks where tokens choose independently.
 
     A rank's tokens in a step are then nearly Poisson; the expected largest of R such counts is taken from Blom's normal
@@ -33,8 +33,8 @@ def noise_floor(heat_NLE: npt.NDArray[np.floating] | npt.NDArray[np.integer], ra
 
     Parameters
     ----------
-    heat_NLE
-        ``[N, L, E]``, tokens in each step or episode.
+    tokens_NL
+        ``[N, L]``, tokens of each layer, all experts together, in each step or episode.
     ranks
         R.
 
@@ -44,7 +44,7 @@ def noise_floor(heat_NLE: npt.NDArray[np.floating] | npt.NDArray[np.integer], ra
         float64 ``[L]``, mean over the steps with tokens; NaN where none has.
     """
     score = expected_hottest(ranks)
-    mean_NL = heat_NLE.sum(axis=2) / ranks
+    mean_NL = tokens_NL / ranks
     busy_NL = mean_NL > 0
     safe_NL = np.where(busy_NL, mean_NL, 1.0)
     peak_NL = 1.0 + score / np.sqrt(safe_NL) + (score**2 - 1.0) / (6.0 * safe_NL)
@@ -73,18 +73,22 @@ def volatility_bound(heat_NLE: Float64, loads_NLR: Float64, replicas_LE: Int32) 
     Float64
         float64 ``[L]``; 1.0 where fewer than two episodes have tokens.
     """
-    return np.minimum(
-        _balanced(volatility(heat_NLE, replicas_LE), loads_NLR.shape[2]), rank_volatility_bound(loads_NLR)
-    )
-
-
-def rank_volatility_bound(loads_NLR: Float64) -> Float64:
-    """``volatility_bound`` by the ranks' own jumps alone, float64 ``[L]``."""
     _, layers, ranks = loads_NLR.shape
-    return _balanced(volatility(loads_NLR, np.ones((layers, ranks), dtype=np.int32)), ranks)
+    alone_LR = np.ones((layers, ranks), dtype=np.int32)
+    variance_L = np.minimum(volatility(heat_NLE, replicas_LE), volatility(loads_NLR, alone_LR))
+    return balanced_par(variance_L, ranks)
 
 
-def _balanced(variance_L: Float64, ranks: int) -> Float64:
+def balanced_par(variance_L: Float64, ranks: int) -> Float64:
+    """Peak-to-average ratio of ranks balanced in the mean whose parts of the tokens jump by ``variance_L`` in all.
+
+    Parameters
+    ----------
+    variance_L
+        float64 ``[L]``, as ``solver.window.volatility`` gives it.
+    ranks
+        R.
+    """
     # Parts of all tokens to parts of a rank's, and the variance of all ranks to that of one.
     bound_L: Float64 = 1.0 + expected_hottest(ranks) * np.sqrt(variance_L * ranks)
     return bound_L

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.placement import Float64, Int32, Placement
-from eplb_service.solver.window import loads_of_ranks
+from eplb_service.placement import Float64, Int32, Placement, mean_par, peak_par
+from eplb_service.solver.window import loads_of_ranks, step_loads
 
 
 def source_shares(source_RLE: Float64 | None, ranks: int, layers: int, experts: int) -> Float64:
@@ -37,6 +40,33 @@ def slot_shares(phy2log_LRS: Int32, log2phy_RLE: Int32, shares_RLE: Float64 | No
     return share_LP
 
 
+def split_shares(placement: Placement, log2phy_RLE: Int32, source_RLE: Float64 | None, split: str) -> Float64:
+    """The share of its expert's tokens that each slot receives on a host that splits tokens as ``split``.
+
+    Parameters
+    ----------
+    placement, log2phy_RLE
+        What serves: the placement and int32 ``[R, L, E]`` the table of each source rank.
+    source_RLE
+        float64 ``[R, L, E]``, of which each expert's split over the source ranks is used; uniform where unknown.
+    split
+        One of ``settings.SPLITS``.
+
+    Returns
+    -------
+    Float64
+        float64 ``[L, R*S]``.
+    """
+    if split == "even":
+        expert_LP = placement.phy2log_LRS.reshape(placement.layers, -1)
+        share_LP: Float64 = 1.0 / np.take_along_axis(placement.replicas(), expert_LP, axis=1)
+        return share_LP
+    shares_RLE = None
+    if source_RLE is not None:
+        shares_RLE = source_shares(source_RLE, log2phy_RLE.shape[0], placement.layers, placement.experts)
+    return slot_shares(placement.phy2log_LRS, log2phy_RLE, shares_RLE)
+
+
 def rank_loads(
     heat_NLE: npt.NDArray[np.floating] | npt.NDArray[np.integer],
     placement: Placement,
@@ -45,14 +75,10 @@ def rank_loads(
 ) -> Float64:
     """Tokens that each rank receives through the actual tables, float64 ``[N, L, R]``.
 
-    An expert's tokens split over the source ranks as in ``source_RLE`` (float64 ``[R, L, E]``, only each expert's
-    split is used; uniform where unknown), and each part goes to the replica that its rank's table names.
+    An expert's tokens split over the source ranks as in ``source_RLE``, and each part goes to the replica that its
+    rank's table names.
     """
-    shares_RLE = None
-    if source_RLE is not None:
-        shares_RLE = source_shares(source_RLE, log2phy_RLE.shape[0], placement.layers, placement.experts)
-    share_LP = slot_shares(placement.phy2log_LRS, log2phy_RLE, shares_RLE)
-    return loads_of_ranks(_wide(heat_NLE), placement.phy2log_LRS.copy(), share_LP)
+    return split_loads(heat_NLE, placement, log2phy_RLE, source_RLE, "tables")
 
 
 def split_loads(
@@ -62,13 +88,62 @@ def split_loads(
     source_RLE: Float64 | None,
     split: str,
 ) -> Float64:
-    """``rank_loads`` on a host that splits tokens as ``split``, one of ``settings.SPLITS``."""
-    if split != "even":
-        return rank_loads(heat_NLE, placement, log2phy_RLE, source_RLE)
-    replicas_LE = placement.replicas()
-    expert_LP = placement.phy2log_LRS.reshape(placement.layers, -1)
-    share_LP = 1.0 / np.take_along_axis(replicas_LE, expert_LP, axis=1)
+    """Tokens that each rank receives, float64 ``[N, L, R]``; arguments as for ``split_shares``."""
+    return loads_under(heat_NLE, placement, split_shares(placement, log2phy_RLE, source_RLE, split))
+
+
+def loads_under(
+    heat_NLE: npt.NDArray[np.floating] | npt.NDArray[np.integer], placement: Placement, share_LP: Float64
+) -> Float64:
+    """Tokens that each rank receives where slots have the shares ``share_LP``, float64 ``[N, L, R]``."""
     return loads_of_ranks(_wide(heat_NLE), placement.phy2log_LRS.copy(), share_LP)
+
+
+@dataclass(frozen=True)
+class StepLoads:
+    """Of the rank loads of K layers in each of T steps what deciding needs, without holding them all.
+
+    Parameters
+    ----------
+    peak_TK, tokens_TK
+        float64 ``[T, K]``, tokens of the rank that has most of them, and of all ranks.
+    variance_K
+        float64 ``[K]``, how much the ranks' parts of the tokens jump from step to step (``solver.window.volatility``).
+    ranks
+        R.
+    """
+
+    peak_TK: Float64
+    tokens_TK: Float64
+    variance_K: Float64
+    ranks: int
+
+    @property
+    def par_K(self) -> Float64:
+        """Peak-to-average ratio, the mean over the steps with tokens, float64 ``[K]``; NaN where none has."""
+        return mean_par(peak_par(self.peak_TK, self.tokens_TK, self.ranks), axis=0)
+
+
+def steps_under(
+    heat_TLE: npt.NDArray[np.floating] | npt.NDArray[np.integer],
+    placement: Placement,
+    share_KP: Float64,
+    layers: Sequence[int] | None = None,
+) -> StepLoads:
+    """What ``loads_under`` gives, in short.
+
+    Parameters
+    ----------
+    heat_TLE
+        ``[T, L, E]``, tokens of each expert in each step.
+    placement, share_KP
+        Of the K layers asked for: their placements, and the share that each slot has.
+    layers
+        Which layers of the heat these are; all where it is ``None``.
+    """
+    layer_K = np.arange(placement.layers) if layers is None else np.array(layers)
+    found = step_loads(_wide(heat_TLE), layer_K, placement.phy2log_LRS.copy(), share_KP)
+    return StepLoads(*found, placement.ranks)
 
 
 def _wide(

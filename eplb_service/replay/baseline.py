@@ -62,7 +62,7 @@ class Baseline:
             self._trace, window.heat_TLE, step, self._placement, self._tables_RLE, self._split
         )
         self.loads_LR = loads_TLR.sum(axis=0)
-        floor_L = noise_floor(window.heat_TLE.astype(np.float64), self._placement.ranks)
+        floor_L = noise_floor(window.heat_TLE.sum(axis=2), self._placement.ranks)
         return BaselineRow(par(loads_TLR), floor_L, self._hindsight(window, step))
 
     def _hindsight(self, window: Window, step: int) -> Float64 | None:

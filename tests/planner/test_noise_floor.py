@@ -91,7 +91,7 @@ def test_jumps_of_mere_sampling_are_the_noise_floor() -> None:
     bound = volatility_bound(
         heat_NLE, rank_loads(heat_NLE, placement, placement.default_log2phy()), placement.replicas()
     )
-    assert bound[0] == pytest.approx(noise_floor(heat_NLE, 8)[0], abs=0.01)
+    assert bound[0] == pytest.approx(noise_floor(heat_NLE.sum(axis=2), 8)[0], abs=0.01)
 
 
 def test_tokens_that_choose_no_expert_twice_leave_more_to_win_than_draws_would() -> None:
@@ -103,7 +103,7 @@ def test_tokens_that_choose_no_expert_twice_leave_more_to_win_than_draws_would()
     loads_NLR = rank_loads(heat_NLE, placement, placement.default_log2phy())
     bound, seen = volatility_bound(heat_NLE, loads_NLR, placement.replicas())[0], par(loads_NLR)[0]
     assert bound == pytest.approx(seen, abs=0.02)
-    assert bound < noise_floor(heat_NLE, 4)[0] - 0.05
+    assert bound < noise_floor(heat_NLE.sum(axis=2), 4)[0] - 0.05
     verdict = decided(heat_NLE, placement, placement.default_log2phy(), ranks=4).verdicts[0]
     assert verdict.noise_floor == pytest.approx(bound)
 

@@ -12,7 +12,7 @@ from eplb_service.planner.scoring import split_loads
 from eplb_service.solver.construction import descending, even_shares
 from eplb_service.solver.evaluation import expert_heat, mean_of_max, risk
 from eplb_service.solver.model import normalise
-from eplb_service.solver.window import loads_of_ranks, sum_episodes, volatility
+from eplb_service.solver.window import loads_of_ranks, step_loads, sum_episodes, volatility
 from tests.solver.layers_of import Case, cases, heat_of_kind
 from tests.solver.placed_layer import PlacedLayer, random_placement
 from tests.solver.slow import heat
@@ -100,6 +100,25 @@ def test_rank_loads_are_sums_over_slots(case: Case, seed: int, whole: bool) -> N
     )
     found_NLR = loads_of_ranks(heat_NLE, phy2log_LRS, share_LP)
     np.testing.assert_allclose(found_NLR, heat.loads_of_ranks(heat_NLE, phy2log_LRS, share_LP), rtol=1e-12)
+
+
+@SETTINGS
+@given(cases(), SEEDS, st.integers(1, 20), st.booleans())
+def test_a_window_in_short_is_what_its_loads_are(case: Case, seed: int, steps: int, whole: bool) -> None:
+    generator = np.random.default_rng(seed)
+    layer_K = np.array([2, 0])
+    phy2log_KRS = np.stack(
+        [random_placement(case.ranks, case.slots, case.experts, generator) for _ in layer_K]
+    )
+    share_KP = generator.random((2, case.ranks * case.slots))
+    heat_TLE = generator.integers(0, 100, (steps, 3, case.experts)) * generator.integers(0, 2, (steps, 3, 1))
+    heat_TLE = heat_TLE.astype(np.int32) if whole else heat_TLE / 4
+    peak_TK, tokens_TK, variance_K = step_loads(heat_TLE, layer_K, phy2log_KRS, share_KP)
+    loads_TKR = heat.loads_of_ranks(heat_TLE[:, layer_K], phy2log_KRS, share_KP)
+    np.testing.assert_allclose(peak_TK, loads_TKR.max(axis=2), rtol=1e-12)
+    np.testing.assert_allclose(tokens_TK, loads_TKR.sum(axis=2), rtol=1e-12)
+    alone_KR = np.ones((2, case.ranks), dtype=np.int32)
+    np.testing.assert_allclose(variance_K, heat.unrest(loads_TKR, alone_KR), rtol=1e-9, atol=1e-15)
 
 
 @SETTINGS
