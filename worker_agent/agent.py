@@ -58,7 +58,12 @@ class Agent:
             layers, settings, rendezvous, self._clock, listener, self._history, on_commit
         )
         self._stream = ServiceStream(
-            settings, rendezvous.identity, self._outbox, lambda: self.installed, self._beat
+            settings,
+            rendezvous.identity,
+            self._outbox,
+            lambda: self.installed,
+            lambda: self._switch.state.highest_term,
+            self._beat,
         )
 
     @classmethod

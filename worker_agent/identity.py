@@ -49,8 +49,8 @@ class Identity:
         """Sizes that all ranks share."""
         return Shape(self.ranks, self.layers, self.experts, self.slots, self.bytes_per_expert)
 
-    def hello(self, installed: Installed) -> Hello:
-        """How this rank introduces itself while it serves ``installed``."""
+    def hello(self, installed: Installed, highest_term: int = 0) -> Hello:
+        """How this rank introduces itself while it serves ``installed`` and follows services of this term or higher."""
         return Hello(
             deployment=self.deployment,
             rank=self.rank,
@@ -64,4 +64,5 @@ class Identity:
             slots_LS=np.ascontiguousarray(installed.placement.phy2log_LRS[:, self.rank]),
             log2phy_LE=installed.log2phy_LE,
             agent_version=__version__,
+            highest_term=highest_term,
         )

@@ -43,6 +43,8 @@ class ServiceStream:
     ----------
     installed
         Returns what the rank serves now; read from this thread.
+    highest_term
+        Returns the highest leader term that the switch has heard of; read from this thread.
     beat
         Returns the heartbeat to send; read from this thread.
     """
@@ -53,6 +55,7 @@ class ServiceStream:
         identity: Identity,
         outbox: Outbox,
         installed: Callable[[], Installed],
+        highest_term: Callable[[], int],
         beat: Beat,
     ) -> None:
         self.plans: queue.SimpleQueue[CheckedPlan] = queue.SimpleQueue()
@@ -62,6 +65,8 @@ class ServiceStream:
         self._identity = identity
         self._outbox = outbox
         self._installed = installed
+        self._highest_term = highest_term
+        self._welcomed_term = 0
         self._beat = beat
         self._closing = threading.Event()
         self._call: grpc.Call | None = None
@@ -130,7 +135,9 @@ class ServiceStream:
 
     def _requests(self, over: threading.Event) -> Iterator[agent_pb2.ConnectRequest]:
         """What this side says; runs on a thread of gRPC's. Heartbeats go out however much else there is to say."""
-        yield agent_pb2.ConnectRequest(hello=encode_hello(self._identity.hello(self._installed())))
+        # The switch hears of a term at the model's next step, which may be late.
+        term = max(self._highest_term(), self._welcomed_term)
+        yield agent_pb2.ConnectRequest(hello=encode_hello(self._identity.hello(self._installed(), term)))
         beat_at = time.monotonic()
         while not over.is_set() and not self._closing.is_set():
             left = beat_at - time.monotonic()
@@ -154,6 +161,7 @@ class ServiceStream:
         kind = response.WhichOneof("message")
         if kind == "welcome":
             self.welcome = decode_welcome(response.welcome)
+            self._welcomed_term = max(self._welcomed_term, self.welcome.leader_term)
             self.connected = True
             _log.info("rank %d: connected to %s", self._identity.rank, self._settings.service)
         elif kind == "plan":

@@ -150,6 +150,15 @@ COMMANDS = {
     "rebalance": CommandEntry(
         "operate", _OPERATE, "Decide now instead of at the next interval.", ("eplb rebalance my-deployment",)
     ),
+    "lead": CommandEntry(
+        "operate",
+        _OPERATE,
+        "Have a deployment's ranks follow this service again.",
+        ("eplb lead my-deployment",),
+    ),
+    "forget": CommandEntry(
+        "operate", _OPERATE, "Remove a deployment whose ranks are gone.", ("eplb forget my-deployment",)
+    ),
 }
 
 

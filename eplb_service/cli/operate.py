@@ -1,4 +1,4 @@
-"""``eplb deployments | status | placement | pause | resume | rebalance``: ask a running service."""
+"""``eplb deployments | status | placement | pause | resume | rebalance | lead | forget``: ask a running service."""
 
 from __future__ import annotations
 
@@ -141,6 +141,36 @@ def rebalance(
         print_json(_plain(answer))
     else:
         typer.echo(f"eplb: {answer.outcome}")
+
+
+@option_groups
+def lead(deployment: Name, service: Connection, json: Json = False) -> None:
+    """Have a deployment's ranks follow this service, though they have followed one of a higher leader term.
+
+    For a service that the ranks take to be outdated because the clock of another was once wrong, or because another was
+    started after it and is gone. Stop the other one first.
+    """
+    with service.open() as call:
+        answer = call("Lead", operator_pb2.LeadRequest(deployment=deployment))
+    if json:
+        print_json({"deployment": deployment, "leader_term": answer.leader_term, "raised": answer.raised})
+    elif answer.raised:
+        typer.echo(
+            f"eplb: the ranks of {deployment} follow this service, at leader term {answer.leader_term}"
+        )
+    else:
+        typer.echo(f"eplb: the ranks of {deployment} know of no service that is newer than this one")
+
+
+@option_groups
+def forget(deployment: Name, service: Connection, json: Json = False) -> None:
+    """Remove a deployment whose ranks are gone: history, metrics, alerts, and whether it is paused."""
+    with service.open() as call:
+        call("Forget", operator_pb2.ForgetRequest(deployment=deployment))
+    if json:
+        print_json({"deployment": deployment, "forgotten": True})
+    else:
+        typer.echo(f"eplb: {deployment} is forgotten")
 
 
 def _report_paused(deployment: str, paused: bool, json: bool) -> None:

@@ -61,6 +61,8 @@ class Hello:
         Its table, int32 ``[L, E]``.
     agent_version
         Release of the agent.
+    highest_term
+        Highest leader term of which the rank has heard.
     """
 
     deployment: str
@@ -75,6 +77,7 @@ class Hello:
     slots_LS: Int32
     log2phy_LE: Int32
     agent_version: str = ""
+    highest_term: int = 0
 
     @property
     def version(self) -> tuple[int, int]:
@@ -91,7 +94,7 @@ class Welcome:
     service_version
         Release of the service.
     leader_term
-        Grows with every start of a service on the same store.
+        Of the service for this deployment; agents refuse the plans of lower ones.
     report_steps
         Steps per heat report.
     heartbeat_seconds
@@ -122,6 +125,7 @@ def encode_hello(hello: Hello) -> agent_pb2.Hello:
             log2phy=pack(hello.log2phy_LE),
         ),
         agent_version=hello.agent_version,
+        highest_term=hello.highest_term,
         group_id=hello.group_id,
     )
 
@@ -160,6 +164,7 @@ def decode_hello(message: agent_pb2.Hello) -> Hello:
         digest=check_count(state.digest, "hello.digest", LAST_DIGEST),
         layer_epochs=layer_epochs,
         agent_version=check_name(message.agent_version, "hello.agent_version"),
+        highest_term=check_count(message.highest_term, "hello.highest_term", LAST_VERSION),
         slots_LS=unpack(
             state.local_physical_to_logical, (shape.layers, shape.slots), "hello.local_physical_to_logical"
         ),

@@ -34,11 +34,17 @@ class FakeService(agent_pb2_grpc.AgentServiceServicer):
         self.heard: queue.SimpleQueue[agent_pb2.ConnectRequest] = queue.SimpleQueue()
         self.to_say: queue.SimpleQueue[agent_pb2.ConnectResponse | None] = queue.SimpleQueue()
         self.metadata: dict[str, Any] = {}
+        self.leader_term = 0
 
     def Connect(self, requests: Iterator[agent_pb2.ConnectRequest], context: grpc.ServicerContext) -> Any:
         self.metadata = dict(context.invocation_metadata())
         self.heard.put(next(requests))
-        welcome = agent_pb2.Welcome(protocol_version=PROTOCOL_VERSION, report_steps=4, heartbeat_seconds=0.1)
+        welcome = agent_pb2.Welcome(
+            protocol_version=PROTOCOL_VERSION,
+            leader_term=self.leader_term,
+            report_steps=4,
+            heartbeat_seconds=0.1,
+        )
         yield agent_pb2.ConnectResponse(welcome=welcome)
         listening = futures.ThreadPoolExecutor(1)
         listening.submit(lambda: [self.heard.put(request) for request in requests])
@@ -58,12 +64,14 @@ class Scene:
         self.server.start()
         self.outbox = Outbox(heat_segments=2)
         self.installed = Installed.first(1, LINEAR, LINEAR.default_log2phy()[1])
+        self.highest_term = 0
         self.identity = Identity("default", "group", 1, RANKS, "here", (0, 1, 2), LAYERS, EXPERTS, SLOTS, 64)
         self.stream = ServiceStream(
             live.settings(service=f"127.0.0.1:{port}", **settings),
             self.identity,
             self.outbox,
             lambda: self.installed,
+            lambda: self.highest_term,
             lambda: Heartbeat(step=5, error="tired"),
         )
 
@@ -100,6 +108,21 @@ def test_hello_says_who_is_there_and_what_is_installed() -> None:
         local_LS = unpack(hello.placement.local_physical_to_logical, (LAYERS, SLOTS), "slots")
         assert np.array_equal(local_LS, LINEAR.phy2log_LRS[:, 1])
         assert scene.service.metadata["authorization"] == "Bearer sesame"
+
+
+def test_hello_tells_the_highest_leader_term_that_the_rank_has_heard_of() -> None:
+    with Scene() as scene:
+        assert scene.hear("hello").highest_term == 0
+        scene.service.leader_term = 7
+        scene.service.to_say.put(None)
+        scene.hear("hello")
+        scene.service.leader_term = 5
+        scene.service.to_say.put(None)
+        # The switch has not heard of it yet: the model has made no step.
+        assert scene.hear("hello").highest_term == 7
+        scene.highest_term = 9
+        scene.service.to_say.put(None)
+        assert scene.hear("hello").highest_term == 9
 
 
 def test_heat_goes_out_and_heartbeats_fill_the_silence() -> None:
@@ -177,7 +200,7 @@ def test_a_service_that_is_not_there_costs_the_model_nothing() -> None:
     placement = Placement.linear(1, 4, 1, 4)
     installed = Installed.first(0, placement, placement.default_log2phy()[0])
     identity = Identity("default", "group", 0, 1, "here", (0,), 1, 4, 4, 64)
-    stream = ServiceStream(live.settings(), identity, outbox, lambda: installed, Heartbeat)
+    stream = ServiceStream(live.settings(), identity, outbox, lambda: installed, int, Heartbeat)
     began = time.monotonic()
     for step in range(1000):
         outbox.put(live.segment(first_step=step, steps=1))

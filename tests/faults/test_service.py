@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 
 import pytest
 
+from eplb_service.cli.main import run
 from tests.e2e.service import Service
 from tests.faults.scene import FLAGS, RANKS, RankCrew, Scene, pause
 from tests.faults.serving import check_served
@@ -115,13 +117,45 @@ def test_of_two_services_the_ranks_follow_the_one_that_started_last(tmp_path: Pa
         scene.proxy.target = scene.service.address
         scene.proxy.cut()
         scene.wait_for_ranks()
-        scene.wait_for_word("is older than")
+        scene.wait_for_problem("is older than")
         before = scene.epoch
         pause(2)
         assert scene.epoch == before
         scene.proxy.target = newer.address
         scene.proxy.cut()
         newer.wait_until(lambda status: status.status.epoch > before)
+        facts = scene.stop()
+    check_served(facts, tmp_path)
+    assert [fact.halted for fact in facts] == [None] * RANKS
+
+
+@pytest.mark.faults
+def test_a_clock_that_was_once_wrong_is_overcome_by_an_order(tmp_path: Path) -> None:
+    with Scene(tmp_path) as scene:
+        scene.wait_for_switches()
+        store = tmp_path / "state.sqlite3"
+        scene.service.kill()
+        with sqlite3.connect(store) as database:
+            # As a service has it whose clock says 2106.
+            database.execute("UPDATE service SET leader_term = ?", (1 << 52,))
+        database.close()
+        scene.service.start()
+        scene.wait_for_ranks()
+        scene.wait_for_switches()
+        scene.service.kill()
+        store.unlink()
+        scene.service.start()
+        scene.wait_for_ranks()
+        scene.wait_for_problem("is older than")
+        before = scene.epoch
+        pause(2)
+        assert scene.epoch == before
+        assert run(["lead", "default", "--address", scene.service.address]) == 0
+        scene.wait_for_switches()
+        scene.service.kill()
+        scene.service.start()
+        scene.wait_for_ranks()
+        scene.wait_for_switches()
         facts = scene.stop()
     check_served(facts, tmp_path)
     assert [fact.halted for fact in facts] == [None] * RANKS

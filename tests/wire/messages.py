@@ -112,6 +112,7 @@ def hellos(draw: st.DrawFn) -> Hello:
         slots_LS=np.ascontiguousarray(placement.phy2log_LRS[:, 0]),
         log2phy_LE=placement.default_log2phy()[0],
         agent_version=draw(_TEXTS),
+        highest_term=draw(_VERSIONS),
     )
 
 
@@ -185,6 +186,7 @@ KINDS: dict[str, Kind] = {
             "placement.log2phy": _WRONG_SHAPES,
             "agent_version": (_CONTROL, _LONG),
             "group_id": ("", _CONTROL, _LONG),
+            "highest_term": _PAST_VERSIONS,
         },
     ),
     "welcome": Kind(

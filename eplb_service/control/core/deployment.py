@@ -12,6 +12,7 @@ from typing import Any
 from eplb_service.control.core.errors import RefusedError
 from eplb_service.control.core.events import Event, LayerCommitted, PlacementKnown, PlanEnded, StreamsOutdated
 from eplb_service.control.core.heat_watchdog import HeatWatchdog, Losses, Undecided
+from eplb_service.control.core.leader_term import clock_of
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.membership import Group, Member, rank_list
 from eplb_service.control.core.offer import Offer
@@ -88,6 +89,8 @@ class Deployment:
         Its bounds.
     paused
         Whether an operator has stopped planning.
+    leader_term
+        Of this service; ranks refuse the plans of lower ones than the highest of which they have heard.
     last_decision
         The last decision, for operators.
     totals
@@ -106,6 +109,8 @@ class Deployment:
         Since when some ranks are connected and others have never come; ``None`` while all have.
     forming_overdue
         Whether that is so long that another forming of the group may take their place.
+    departed_since
+        Since when no rank is connected; ``None`` while one is.
     known
         Whether all ranks of some forming have ever come together.
     plan_problems
@@ -127,6 +132,7 @@ class Deployment:
     name: str
     limits: Limits
     paused: bool = False
+    leader_term: int = 0
     last_decision: str = ""
     totals: Totals = field(default_factory=Totals)
     group: Group | None = None
@@ -137,6 +143,7 @@ class Deployment:
     refused: dict[int, Refusal] = field(default_factory=dict)
     forming_since: float | None = None
     forming_overdue: bool = False
+    departed_since: float | None = None
     known: bool = False
     plan_problems: list[str] = field(default_factory=list)
     undecided: Undecided = field(default_factory=Undecided)
@@ -233,6 +240,17 @@ class Deployment:
 
     # Decisions
 
+    @property
+    def outdated(self) -> str | None:
+        """Why the ranks would refuse every plan: they have followed a service of a higher term; or ``None``."""
+        seen = self.group.highest_term if self.group is not None else 0
+        if seen <= self.leader_term:
+            return None
+        return (
+            f"leader term {self.leader_term} is older than {seen}, which ranks have followed: that service started at "
+            f"{clock_of(seen)}, this one at {clock_of(self.leader_term)}, by their clocks"
+        )
+
     def obstacle(self) -> str | None:
         """Why no decision can be made now, or ``None``."""
         if self.group is None or self.live is None or self.heat is None:
@@ -241,6 +259,8 @@ class Deployment:
             return "planning is paused"
         if self.plan is not None:
             return f"plan {self.plan.offer.plan_id} is under way"
+        if self.outdated is not None:
+            return self.outdated
         if self.group.missing:
             return f"{rank_list(self.group.missing)} not connected"
         halted = [member.rank for member in self.connected if member.error]
@@ -308,6 +328,10 @@ class Deployment:
             for rank, refusal in seen.items()
             if refusal.since is not None and now - refusal.since < _REFUSAL_SECONDS
         }
+        if self.connected:
+            self.departed_since = None
+        elif self.departed_since is None:
+            self.departed_since = now
         waiting = self.group is not None and self.group.live is None and bool(self.group.connected)
         if not waiting:
             self.forming_since, self.forming_overdue = None, False

@@ -43,6 +43,10 @@ def problems(deployment: Deployment) -> list[str]:
         found.append(
             f"{len(group.connected)} of {group.shape.ranks} ranks connected, missing {rank_list(group.missing)}"
         )
+    if deployment.outdated is not None:
+        found.append(
+            f"{deployment.outdated}; stop this service, or have it lead: `eplb lead {deployment.name}`"
+        )
     silent = deployment.watchdog.silent_seconds
     if silent > _SILENT_SECONDS:
         found.append(f"no step's heat has been put together for {silent:.0f} s, though the ranks make steps")

@@ -33,6 +33,8 @@ class Member:
         Why it no longer takes part; empty while all is well.
     dropped_steps
         Steps that its agent had to drop since its Hello.
+    highest_term
+        Highest leader term of which it had heard when it said Hello.
     """
 
     rank: int
@@ -45,6 +47,7 @@ class Member:
     error: str = ""
     agent_version: str = ""
     dropped_steps: int = 0
+    highest_term: int = 0
 
     @property
     def version(self) -> tuple[int, int]:
@@ -105,6 +108,11 @@ class Group:
             if self.members[rank].version != hello.version:
                 return rank
         return None
+
+    @property
+    def highest_term(self) -> int:
+        """Highest leader term of which any of its ranks has told; they refuse plans of a lower one."""
+        return max((member.highest_term for member in self.members.values()), default=0)
 
     @property
     def topology(self) -> Topology:
@@ -169,6 +177,7 @@ class Group:
             hello.digest,
             step=known.step if known else 0,
             agent_version=hello.agent_version,
+            highest_term=hello.highest_term,
         )
         return replace(group, members={**self.members, hello.rank: member})
 

@@ -45,7 +45,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         stream = RankStream()
         deployment = self._plane.admit(hello, stream)
         try:
-            await context.write(agent_pb2.ConnectResponse(welcome=self._welcome()))
+            await context.write(agent_pb2.ConnectResponse(welcome=self._welcome(deployment)))
             await _first_of(
                 self._listen(deployment, hello, stream, context), _tell(stream, context), stream.ended()
             )
@@ -85,10 +85,10 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         if not stream.over:
             self._plane.heat_report(deployment, hello.rank, counts, report)
 
-    def _welcome(self) -> agent_pb2.Welcome:
+    def _welcome(self, deployment: Deployment) -> agent_pb2.Welcome:
         settings = self._plane.settings
         return encode_welcome(
-            Welcome(__version__, self._plane.leader_term, settings.report_steps, settings.heartbeat_seconds)
+            Welcome(__version__, deployment.leader_term, settings.report_steps, settings.heartbeat_seconds)
         )
 
 

@@ -67,6 +67,17 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
         self._plane.set_paused(self._plane.find(request.deployment), False)
         return operator_pb2.ResumeResponse()
 
+    async def Lead(self, request: operator_pb2.LeadRequest, _context: Any) -> operator_pb2.LeadResponse:
+        """Have the ranks follow this service."""
+        deployment = self._plane.find(request.deployment)
+        raised = await self._plane.lead(deployment)
+        return operator_pb2.LeadResponse(leader_term=deployment.leader_term, raised=raised)
+
+    async def Forget(self, request: operator_pb2.ForgetRequest, _context: Any) -> operator_pb2.ForgetResponse:
+        """Remove a deployment that is gone."""
+        self._plane.forget_departed(self._plane.find(request.deployment))
+        return operator_pb2.ForgetResponse()
+
     async def Rebalance(
         self, request: operator_pb2.RebalanceRequest, _context: Any
     ) -> operator_pb2.RebalanceResponse:

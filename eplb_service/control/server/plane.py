@@ -8,13 +8,15 @@ import time
 import structlog
 
 from eplb_service.control.core.deployment import Deployment, Limits
-from eplb_service.control.core.errors import ExhaustedError, UnknownDeploymentError
+from eplb_service.control.core.errors import ConflictError, ExhaustedError, UnknownDeploymentError
 from eplb_service.control.core.events import LayerCommitted, PlacementKnown, PlanEnded
 from eplb_service.control.core.health import mean_par, measured_par, problems
+from eplb_service.control.core.membership import rank_list
 from eplb_service.control.server.bounded_log import BoundedLog
 from eplb_service.control.server.heat_feed import HeatFeed
 from eplb_service.control.server.planning import Decider
 from eplb_service.control.server.settings import ServiceSettings
+from eplb_service.control.server.store import higher_term
 from eplb_service.control.server.store_writer import StoreWriter
 from eplb_service.control.server.stored import StoredDeployment, StoredPlacement, StoredPlan
 from eplb_service.control.server.streams import RankStream, Streams
@@ -89,6 +91,7 @@ class ControlPlane:
         """Take up what the store remembers."""
         for stored in await self._writer.run(self._writer.store.deployments):
             deployment = self._new(stored.name)
+            deployment.leader_term = max(self.leader_term, stored.leader_term)
             deployment.paused, deployment.last_decision = stored.paused, stored.last_decision
             deployment.totals, deployment.known = stored.totals, True
             try:
@@ -132,6 +135,8 @@ class ControlPlane:
                 deployment.name, "another forming of the group has taken this one's place"
             )
         self.streams.add(deployment.name, hello.rank, stream)
+        if deployment.outdated is not None:
+            self.log.warning("outdated", deployment=deployment.name, reason=deployment.outdated)
         self.log.info(
             "agent_connected", deployment=deployment.name, rank=hello.rank, node=hello.node, epoch=hello.epoch
         )
@@ -181,6 +186,21 @@ class ControlPlane:
         self._remember(deployment)
         _log.info("paused" if paused else "resumed_planning", deployment=deployment.name)
 
+    async def lead(self, deployment: Deployment) -> bool:
+        """Have the ranks follow this service, whatever term they have followed; whether its term had to be raised.
+
+        Raises ``ConflictError`` where there is no higher one.
+        """
+        if deployment.group is None or deployment.outdated is None:
+            return False
+        before, term = deployment.leader_term, higher_term(deployment.group.highest_term)
+        # First on disk: after a restart the ranks would refuse a lower one.
+        await self._writer.write(self._writer.store.raise_term, deployment.name, term)
+        deployment.leader_term = max(deployment.leader_term, term)
+        _log.warning("leads", deployment=deployment.name, leader_term=term, before=before)
+        self.streams.end(deployment.name, "this service leads from now on; say Hello again")
+        return True
+
     async def history(self, name: str, limit: int) -> list[StoredPlan]:
         """The newest plans of a deployment, newest first, at most ``limit`` of them; 0 for as many as are listed."""
         most = min(limit or _MOST_PLANS_LISTED, _MOST_PLANS_LISTED)
@@ -197,7 +217,11 @@ class ControlPlane:
             try:
                 deployment.tick(time.monotonic())
                 self._follow_up(deployment)
-                self._report(deployment)
+                if self._expired(deployment):
+                    _log.info("deployment_expired", deployment=deployment.name)
+                    self.forget(deployment.name)
+                else:
+                    self._report(deployment)
             except Exception:
                 # One deployment's trouble is not the others'.
                 _log.exception("tick_failed", deployment=deployment.name)
@@ -300,7 +324,7 @@ class ControlPlane:
     # Which deployments are known
 
     def _new(self, name: str) -> Deployment:
-        self.deployments[name] = Deployment(name, self._limits)
+        self.deployments[name] = Deployment(name, self._limits, leader_term=self.leader_term)
         return self.deployments[name]
 
     def _make_room_for(self, name: str) -> Deployment:
@@ -349,8 +373,27 @@ class ControlPlane:
         reason = f"rank {hello.rank} has connected again; the newer stream of its forming is heard"
         return self.streams.replace(hello.deployment, hello.rank, reason)
 
+    def _expired(self, deployment: Deployment) -> bool:
+        """Whether all ranks left so long ago that none is expected back; one that is paused waits for its operator."""
+        departed, limit = deployment.departed_since, self.settings.forget_after_seconds
+        return (
+            bool(limit)
+            and not (departed is None or deployment.paused)
+            and time.monotonic() - departed > limit
+        )
+
+    def forget_departed(self, deployment: Deployment) -> None:
+        """Remove a deployment for an operator; raises ``ConflictError`` where ranks would bring it back at once."""
+        if deployment.connected:
+            here = rank_list([member.rank for member in deployment.connected])
+            raise ConflictError(
+                f"{here} of {deployment.name!r} still connected; stop the engines, or the agents, first"
+            )
+        self.forget(deployment.name)
+
     def forget(self, name: str) -> None:
         """Remove a deployment, and all that is known of it."""
+        self.decider.drop(name)
         self.streams.replace_all(name, "the deployment was removed; say Hello again")
         del self.deployments[name]
         self.remembered.pop(name, None)

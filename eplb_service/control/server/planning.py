@@ -127,8 +127,14 @@ class Decider:
         deployment.deciding()
         task = asyncio.create_task(self._decide(deployment))
         self._running[deployment.name] = task
-        task.add_done_callback(lambda _: self._running.pop(deployment.name, None))
+        task.add_done_callback(lambda _: self._ended(deployment.name, task))
         return task
+
+    def drop(self, name: str) -> None:
+        """A deployment is gone: nobody waits for the decision that is being made for it."""
+        running = self._running.pop(name, None)
+        if running is not None:
+            running.cancel()
 
     async def close(self) -> None:
         """Make no more decisions; one that is being computed is thrown away."""
@@ -137,6 +143,10 @@ class Decider:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _ended(self, name: str, task: asyncio.Task[DecisionOutcome]) -> None:
+        if self._running.get(name) is task:
+            del self._running[name]
 
     async def _decide(self, deployment: Deployment) -> DecisionOutcome:
         await self._warm.wait()
@@ -166,16 +176,16 @@ class Decider:
         if not solved.layers:
             seen = "no tokens" if math.isnan(solved.par_seen) else f"PAR {solved.par_seen:.3f}"
             return DecisionOutcome("kept", f"every layer kept ({seen})")
-        store = self._writer.store
+        store, term = self._writer.store, deployment.leader_term
         offer = Offer.of(store.new_plan_id(), live, solved)
-        messages = await self._compute(_messages, offer, store.leader_term, group.shape.ranks)
+        messages = await self._compute(_messages, offer, term, group.shape.ranks)
         now = deployment.group
         changed = now is None or now.forming != group.forming or deployment.live is not live
         obstacle = "the ranks changed meanwhile" if changed else deployment.obstacle()
         if obstacle is not None:
             return DecisionOutcome("dropped", f"a plan was made but not offered: {obstacle}")
         deployment.offer(offer, time.monotonic())
-        await self._writer.write(store.begin_plan, deployment.name, offer)
+        await self._writer.write(store.begin_plan, deployment.name, offer, term)
         if deployment.plan is None or deployment.plan.offer is not offer:
             return DecisionOutcome("dropped", "a plan was made, but the ranks changed before it was sent")
         self._streams.send(deployment.name, messages)

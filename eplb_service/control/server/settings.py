@@ -84,6 +84,11 @@ class ServiceSettings(_PlannerFields):
         60.0, gt=0, description="seconds without a word from any rank after which a plan is given up"
     )
     max_deployments: int = Field(64, ge=1, description="most deployments known at a time")
+    forget_after_seconds: float = Field(
+        7 * 86400.0,
+        ge=0,
+        description="seconds without any rank after which a deployment is forgotten, unless it is paused; 0: never",
+    )
     max_message_bytes: int = Field(
         16 << 20, ge=1 << 16, le=MAX_MESSAGE_BYTES, description="largest gRPC message taken"
     )

@@ -31,6 +31,7 @@ def deployment_status(
         plan_id=deployment.plan.offer.plan_id if deployment.plan else 0,
         last_decision=deployment.last_decision,
         problems=problems(deployment),
+        leader_term=deployment.leader_term,
     )
     if deployment.group is not None:
         shape = deployment.group.shape

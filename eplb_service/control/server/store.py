@@ -5,6 +5,7 @@ One SQLite file, written in transactions with a write-ahead log, so that a kill 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import time
@@ -13,6 +14,8 @@ from dataclasses import asdict
 import numpy as np
 
 from eplb_service.control.core.deployment import Totals
+from eplb_service.control.core.errors import ConflictError
+from eplb_service.control.core.leader_term import CHANCE_BITS, term_above, term_at
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.offer import Offer
 from eplb_service.control.core.plan_tracker import Outcome
@@ -24,7 +27,6 @@ from eplb_service.planner.plan import LayerVerdict
 _PLANS_KEPT = 10_000
 _LAYERS_PER_SNAPSHOT = 1024
 _SNAPSHOTS_KEPT = 4
-_TERM_RANDOM_BITS = 20
 
 
 class Store:
@@ -36,15 +38,19 @@ class Store:
         A file, made where there is none, or ``MEMORY``.
 
     Raises ``StoreError`` where the file is something else, or cannot be written. ``leader_term`` is this start's:
-    past that of the last start on the same file, and the clock, and never equal to another service's. Plans that were
-    under way are marked interrupted.
+    past that of the last start on the same file, and the clock, and never equal to another service's; so is the one of
+    each deployment for which it was raised. Plans that were under way are marked interrupted.
     """
 
     def __init__(self, path: str) -> None:
         self._db = open_store_file(path)
         with self._db:
             # At least the clock: ranks follow a service that has lost its store, or has another, if it started last.
-            self._db.execute("UPDATE service SET leader_term = MAX(leader_term + 1, ?)", (_fresh_term(),))
+            fresh = term_at(time.time(), secrets.randbits(CHANCE_BITS))
+            self._db.execute("UPDATE service SET leader_term = MAX(leader_term + 1, ?)", (fresh,))
+            for name, term in self._db.execute("SELECT deployment, leader_term FROM raised_terms").fetchall():
+                with contextlib.suppress(ConflictError):
+                    self._raise_term(name, higher_term(term))
             self._db.execute(
                 "UPDATE plans SET outcome = ?, reason = 'the service stopped' WHERE outcome IS NULL",
                 (Outcome.INTERRUPTED.value,),
@@ -102,14 +108,14 @@ class Store:
             if since >= _LAYERS_PER_SNAPSHOT:
                 self._insert_snapshot(name, live)
 
-    def begin_plan(self, name: str, offer: Offer) -> None:
-        """Remember a plan before any rank hears of it."""
+    def begin_plan(self, name: str, offer: Offer, leader_term: int) -> None:
+        """Remember a plan of this term before any rank hears of it."""
         verdicts = json.dumps([asdict(verdict) for verdict in offer.decision.verdicts])
         with self._db:
             self._name(name)
             self._db.execute(
                 "INSERT INTO plans (id, deployment, at, leader_term, base_epoch, verdicts) VALUES (?, ?, ?, ?, ?, ?)",
-                (offer.plan_id, name, time.time(), self.leader_term, offer.base_epoch, verdicts),
+                (offer.plan_id, name, time.time(), leader_term, offer.base_epoch, verdicts),
             )
             self._db.execute(
                 "DELETE FROM plans WHERE deployment = ?1 AND id <= (SELECT id FROM plans WHERE deployment = ?1 "
@@ -125,6 +131,12 @@ class Store:
                 (outcome.value, reason, committed, plan_id),
             )
 
+    def raise_term(self, name: str, term: int) -> None:
+        """Remember that a deployment's leader term is past that of the service."""
+        with self._db:
+            self._name(name)
+            self._raise_term(name, term)
+
     def forget(self, name: str) -> None:
         """Remove a deployment and all of its history."""
         with self._db:
@@ -134,10 +146,13 @@ class Store:
 
     def deployments(self) -> list[StoredDeployment]:
         """All that were ever known, by name."""
-        rows = self._db.execute("SELECT name, paused, totals, last_decision FROM deployments ORDER BY name")
+        rows = self._db.execute(
+            "SELECT name, paused, totals, last_decision, COALESCE(raised_terms.leader_term, 0) FROM deployments "
+            "LEFT JOIN raised_terms ON raised_terms.deployment = name ORDER BY name"
+        )
         return [
-            StoredDeployment(name, bool(paused), Totals(**json.loads(totals)), last)
-            for name, paused, totals, last in rows
+            StoredDeployment(name, bool(paused), Totals(**json.loads(totals)), last, term)
+            for name, paused, totals, last, term in rows
         ]
 
     def latest_placement(self, name: str) -> StoredPlacement | None:
@@ -187,6 +202,9 @@ class Store:
     def _name(self, name: str) -> None:
         self._db.execute("INSERT OR IGNORE INTO deployments (name) VALUES (?)", (name,))
 
+    def _raise_term(self, name: str, term: int) -> None:
+        self._db.execute("INSERT OR REPLACE INTO raised_terms VALUES (?, ?)", (name, term))
+
     def _insert_snapshot(self, name: str, live: LivePlacement) -> None:
         self._insert_placement(name, live, None)
         self._db.execute(
@@ -216,9 +234,9 @@ class Store:
         )
 
 
-def _fresh_term() -> int:
-    """The clock in seconds, then bits that no two services share: equal terms would leave ranks with two leaders."""
-    return int(time.time()) << _TERM_RANDOM_BITS | secrets.randbits(_TERM_RANDOM_BITS)
+def higher_term(term: int) -> int:
+    """A term above ``term`` that no other service has; raises ``ConflictError`` where there is none."""
+    return term_above(term, secrets.randbits(CHANCE_BITS))
 
 
 def _from_blob(blob: bytes) -> Int32:

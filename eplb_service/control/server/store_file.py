@@ -55,6 +55,14 @@ CREATE TABLE plans (
 );
 CREATE INDEX plans_of ON plans (deployment, id);
 """
+_ADDED = """
+-- Deployments whose ranks have followed a service of a higher term, until an operator had this one lead.
+CREATE TABLE IF NOT EXISTS raised_terms (
+    deployment TEXT PRIMARY KEY REFERENCES deployments (name) ON DELETE CASCADE,
+    leader_term INTEGER NOT NULL
+)
+"""
+"""What older releases of the same schema do not know, and do not need."""
 
 
 class StoreError(Exception):
@@ -72,6 +80,7 @@ def open_store_file(path: str) -> sqlite3.Connection:
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
         database.execute("PRAGMA foreign_keys = ON")
+        database.execute(_ADDED)
     except (sqlite3.Error, StoreError) as error:
         if database is not None:
             database.close()

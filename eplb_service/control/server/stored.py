@@ -12,12 +12,13 @@ from eplb_service.planner.plan import LayerVerdict
 
 @dataclass(frozen=True)
 class StoredDeployment:
-    """A deployment as the last service left it."""
+    """A deployment as the last service left it; ``leader_term`` is 0 unless it was raised for this deployment."""
 
     name: str
     paused: bool
     totals: Totals
     last_decision: str
+    leader_term: int = 0
 
 
 @dataclass(frozen=True)

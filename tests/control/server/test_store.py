@@ -11,19 +11,24 @@ import numpy as np
 import pytest
 
 from eplb_service.control.core.deployment import Totals
+from eplb_service.control.core.errors import ConflictError
+from eplb_service.control.core.leader_term import clock_of, term_above, term_at
 from eplb_service.control.core.offer import Offer
 from eplb_service.control.core.plan_tracker import Outcome
 from eplb_service.control.server import store as store_module
 from eplb_service.control.server.service import running_service
-from eplb_service.control.server.store import Store
+from eplb_service.control.server.store import Store, higher_term
 from eplb_service.control.server.store_file import MEMORY, StoreError
 from eplb_service.control.server.stored import StoredDeployment
+from eplb_service.wire.fields import LAST_VERSION
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from tests.control.core.story import decision_of, swap_of
 from tests.control.fake_group import FakeGroup, first_placement, live_of, skewed_heat
 from tests.control.server.test_service import settings, until
 
 LIVE = live_of(first_placement())
+_IN_2106 = 1 << 32
+"""What a clock may say that was never set, in seconds."""
 
 
 @pytest.fixture
@@ -56,10 +61,51 @@ def test_a_service_that_lost_its_store_is_not_taken_for_an_older_one(path: str) 
     store.close()
 
 
+def test_a_term_that_was_raised_for_a_deployment_is_kept_and_grows_with_every_start(path: str) -> None:
+    store = Store(path)
+    raised = higher_term(term_at(_IN_2106, 0))
+    store.raise_term("decode", raised)
+    store.save_deployment(StoredDeployment("prefill", False, Totals(), ""))
+    store.close()
+    store = Store(path)
+    decode, prefill = store.deployments()
+    assert decode.leader_term > raised > store.leader_term
+    assert prefill.leader_term == 0, "a wrong clock is no other deployment's"
+    store.forget("decode")
+    store.save_deployment(StoredDeployment("decode", False, Totals(), ""))
+    assert [stored.leader_term for stored in store.deployments()] == [0, 0]
+    store.close()
+
+
+def test_a_store_of_an_older_release_knows_no_raised_terms(path: str) -> None:
+    Store(path).close()
+    with sqlite3.connect(path) as database:
+        database.execute("DROP TABLE raised_terms")
+    database.close()
+    store = Store(path)
+    assert store.deployments() == []
+    store.raise_term("decode", LAST_VERSION - 1)
+    store.close()
+    # There is no higher one: the service starts all the same.
+    (decode,) = Store(path).deployments()
+    assert decode.leader_term == LAST_VERSION - 1
+
+
+def test_terms_are_the_clock_and_chance_and_have_an_end() -> None:
+    term = term_at(_IN_2106, 7)
+    assert clock_of(term) == "2106-02-07 06:28:16 UTC"
+    above = [term_above(term, chance) for chance in (0, 7, (1 << 20) - 1)]
+    assert min(above) > term | ((1 << 20) - 1)
+    assert term_at(1e300, 0) == term_at(1 << 36, 0) < LAST_VERSION
+    assert "4147" in clock_of(LAST_VERSION - 1)
+    with pytest.raises(ConflictError, match="start the engines again"):
+        term_above(LAST_VERSION - 1, 0)
+
+
 def test_plan_numbers_grow_over_starts(path: str) -> None:
     store = Store(path)
     first = store.new_plan_id()
-    store.begin_plan("decode", Offer.of(first + 10_000, LIVE, decision_of(LIVE, 0)))
+    store.begin_plan("decode", Offer.of(first + 10_000, LIVE, decision_of(LIVE, 0)), 1)
     store.close()
     assert Store(path).new_plan_id() == first + 10_001
 
@@ -87,7 +133,7 @@ def test_history_is_bounded(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     live = LIVE
     store.save_placement("decode", live)
     for plan_id in range(1, 41):
-        store.begin_plan("decode", Offer.of(plan_id, live, decision_of(live, plan_id % 3)))
+        store.begin_plan("decode", Offer.of(plan_id, live, decision_of(live, plan_id % 3)), 1)
         live = switched(plan_id % 3, live)
         store.save_layer("decode", live, plan_id % 3)
     store.close()
@@ -106,9 +152,9 @@ def test_history_is_bounded(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plan_is_found_with_its_outcome_and_verdicts(path: str) -> None:
     store = Store(path)
     done, open_ = (Offer.of(plan_id, LIVE, decision_of(LIVE, 0)) for plan_id in (5, 6))
-    store.begin_plan("decode", done)
+    store.begin_plan("decode", done, 1)
     store.end_plan(5, Outcome.DONE, "", 1)
-    store.begin_plan("decode", open_)
+    store.begin_plan("decode", open_, 1)
     store.close()
     newest, oldest = Store(path).plans("decode")
     assert (oldest.plan_id, oldest.outcome, oldest.committed) == (5, Outcome.DONE, 1)
