@@ -107,8 +107,8 @@ def _headline(past: operator_pb2.PastPlan) -> str:
 def _outcome(past: operator_pb2.PastPlan) -> str:
     if not past.outcome:
         return "under way"
-    words = past.outcome.replace("_", " ")
-    shown = f"[green]{words}[/]" if past.outcome == "done" else f"[red]{words}[/]"
+    outcome = past.outcome.replace("_", " ")
+    shown = f"[green]{outcome}[/]" if past.outcome == "done" else f"[red]{outcome}[/]"
     return f"{shown}: {escape(past.reason)}" if past.reason else shown
 
 

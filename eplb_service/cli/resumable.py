@@ -91,11 +91,11 @@ class Resumable:
 
 def command() -> str:
     """The command that was called, to be called again from the beginning: without ``--resume``."""
-    words = iter(sys.argv[1:])
+    arguments = iter(sys.argv[1:])
     kept = []
-    for word in words:
-        if word == "--resume":
-            next(words, None)
-        elif not word.startswith("--resume="):
-            kept.append(shlex.quote(word))
+    for argument in arguments:
+        if argument == "--resume":
+            next(arguments, None)
+        elif not argument.startswith("--resume="):
+            kept.append(shlex.quote(argument))
     return " ".join(["eplb", *kept])

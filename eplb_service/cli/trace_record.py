@@ -141,7 +141,7 @@ def _bar(trace: WatchedTrace, steps: int | None, seconds: float | None) -> Itera
         def advance() -> None:
             done = trace.steps if steps or not seconds else time.monotonic() - began
             lost = f", {trace.lost} lost" if trace.lost else ""
-            words = f"{trace.steps} steps{lost} (Ctrl-C ends and keeps them)"
-            progress.update(task, completed=done, description=words)
+            status = f"{trace.steps} steps{lost} (Ctrl-C ends and keeps them)"
+            progress.update(task, completed=done, description=status)
 
         yield advance

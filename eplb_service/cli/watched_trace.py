@@ -77,7 +77,7 @@ class WatchedTrace:
         elif self.served is not None and self.served.shape != shape:
             raise UserError(self._cannot_go_on("with other sizes"))
         else:
-            recorder.begin_anew()
+            recorder.begin_again()
         self._recorder = recorder
         if any(recorder.contradicts(layer, epoch, phy2log_RS) for layer, (epoch, phy2log_RS) in rows):
             raise UserError(self._cannot_go_on("with another placement under the same epochs"))

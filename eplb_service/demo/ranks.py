@@ -83,8 +83,8 @@ class RankProcesses:
     def _check_alive(self) -> None:
         for rank, process in enumerate(self._processes):
             if process.poll() not in (None, 0):
-                words = " | ".join(self._errors[rank][-3:]) or "nothing on stderr"
-                raise RankDiedError(f"rank {rank} ended with exit code {process.returncode}: {words}")
+                last_lines = " | ".join(self._errors[rank][-3:]) or "nothing on stderr"
+                raise RankDiedError(f"rank {rank} ended with exit code {process.returncode}: {last_lines}")
 
     def _read_progress(self, rank: int) -> None:
         for line in _lines_of(self._processes[rank].stdout):

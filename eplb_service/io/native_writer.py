@@ -168,8 +168,8 @@ class TraceWriter:
         of_found = (found_experts, found_facts.ranks, found_facts.slots, found_facts.phases)
         if found != wanted or of_found != (experts, facts.ranks, facts.slots, facts.phases):
             raise HeatError(
-                f"{self.path}: is a trace of {_words(found, found_experts)}; "
-                f"to be recorded are {_words(wanted, experts)}"
+                f"{self.path}: is a trace of {_described(found, found_experts)}; "
+                f"to be recorded are {_described(wanted, experts)}"
             )
         return arrays
 
@@ -222,7 +222,7 @@ def _counts(values: npt.ArrayLike) -> Array:
     return array.astype(np.uint32)
 
 
-def _words(tails: dict[str, tuple[int, ...]], experts: int) -> str:
+def _described(tails: dict[str, tuple[int, ...]], experts: int) -> str:
     arrays = ", ".join(f"{name} {list(tail)}" for name, tail in tails.items() if len(tail) > 1)
     return f"{experts} experts with {arrays}"
 

@@ -105,7 +105,7 @@ class Recorder:
         known = self._placements.get((layer, epoch))
         return known is not None and known != np.ascontiguousarray(phy2log_RS, dtype=np.int32).tobytes()
 
-    def begin_anew(self) -> None:
+    def begin_again(self) -> None:
         """The ranks have come together again: they may count steps from the beginning again."""
         self._hand_over()
         self._lost += len(self._pending)

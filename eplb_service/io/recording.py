@@ -49,7 +49,7 @@ class Recording:
         if recorder is None:
             recorder = self._begin(name, facts, placement)
         else:
-            recorder.begin_anew()
+            recorder.begin_again()
         if recorder is not None:
             for row in rows:
                 recorder.place(*row)

@@ -1,8 +1,8 @@
 """Reads ``.pt`` files without torch and without running what they say: numbers in, numpy out.
 
 A ``.pt`` is a zip of raw storages and a pickle that says which tensor is made of which. A pickle is a program, so only
-the few words that plain containers and tensors need are understood here; any other ends in a refusal before anything is
-built.
+the few opcodes and names that plain containers and tensors need are understood here; any other ends in a refusal before
+anything is built.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class _StorageKind:
 
 
 class _Reader(pickle.Unpickler):
-    """Understands the words of ``find_class`` and no other."""
+    """Resolves the names of ``find_class`` and no other."""
 
     def __init__(self, program: bytes, archive: zipfile.ZipFile, folder: str) -> None:
         super().__init__(io.BytesIO(program), encoding="utf-8")

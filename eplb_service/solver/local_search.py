@@ -32,7 +32,7 @@ def local_search(
     params: SearchParams,
     price_K: Float64,
 ) -> tuple[Int32, Float64]:
-    """Walk downhill; returns, for each price, the placement with the lowest smooth peak + price * slots away.
+    """Go downhill; returns, for each price, the placement with the lowest smooth peak + price * slots away.
 
     Parameters
     ----------

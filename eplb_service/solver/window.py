@@ -138,7 +138,7 @@ def volatility(heat_NLE: Float64, replicas_LE: Int32) -> Float64:
     J. von Neumann, *Distribution of the Ratio of the Mean Square Successive Difference to the Variance*, 1941.
     """
     episodes, layers, experts = heat_NLE.shape
-    unrest_L = np.zeros(layers)
+    variance_L = np.zeros(layers)
     for layer in range(layers):
         before_E = np.zeros(experts)
         jump_E = np.zeros(experts)
@@ -158,5 +158,5 @@ def volatility(heat_NLE: Float64, replicas_LE: Int32) -> Float64:
                 before_E[e] = heat_E[e] * scale
         if pairs > 0:
             for e in range(experts):
-                unrest_L[layer] += jump_E[e] / (2.0 * pairs * replicas_LE[layer, e])
-    return unrest_L
+                variance_L[layer] += jump_E[e] / (2.0 * pairs * replicas_LE[layer, e])
+    return variance_L

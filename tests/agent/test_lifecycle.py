@@ -1,4 +1,4 @@
-"""Ranks drain, close, meet anew and fail to meet: always together, never waiting without a deadline."""
+"""Ranks drain, close, meet again and fail to meet: always together, never waiting without a deadline."""
 
 from __future__ import annotations
 

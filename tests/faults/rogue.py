@@ -124,7 +124,7 @@ class RogueService(agent_pb2_grpc.AgentServiceServicer):
 
 
 def _shuffled(base: LivePlacement, layer: int, seed: int) -> LayerPlan:
-    """Experts dealt anew; those that stay on a rank keep their slot there."""
+    """Experts dealt again; those that stay on a rank keep their slot there."""
     old_RS = base.placement.phy2log_LRS[layer]
     order = np.random.default_rng(seed).permutation(base.placement.experts)
     dealt_RS = order[old_RS].astype(np.int32)

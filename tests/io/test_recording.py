@@ -90,7 +90,7 @@ def test_steps_without_tokens_are_left_out(tmp_path, recording):
     assert open_trace(tmp_path / "decode-1.zarr").step_numbers(0, 10).tolist() == list(range(10, 20))
 
 
-def test_ranks_that_come_back_go_on_and_others_begin_anew(tmp_path, recording):
+def test_ranks_that_come_back_go_on_and_others_begin_again(tmp_path, recording):
     for placement in (LINEAR, LINEAR, OTHER):
         recording.placed("decode", FACTS, placement, (0, 0))
         for rank in range(RANKS):

@@ -185,9 +185,9 @@ def test_a_long_walk_tells_its_ratio_as_truly() -> None:
 def test_what_piles_up_is_summed_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step loses a hundredth of all loads here; every second one has them summed afresh."""
 
-    def lossy_step(walk: AnnealingState, attempt: Move, count: int) -> None:
-        apply_move(walk, attempt, count)
-        for load in (walk.peaks.load_RN, walk.peaks.load_NR, walk.peaks.peak_KN):
+    def lossy_step(state: AnnealingState, attempt: Move, count: int) -> None:
+        apply_move(state, attempt, count)
+        for load in (state.peaks.load_RN, state.peaks.load_NR, state.peaks.peak_KN):
             load *= np.float32(0.99)
 
     monkeypatch.setattr(module, "apply_move", lossy_step)

@@ -1,4 +1,4 @@
-"""Along a walk everything kept at hand stays what the placement says, and each change is judged by what it makes."""
+"""While annealing, what is kept at hand stays what the placement says, and changes are judged by what they make."""
 
 from __future__ import annotations
 
@@ -29,38 +29,38 @@ def loads_of(layer: PlacedLayer, phy2log_RS: np.ndarray) -> np.ndarray:
     return heat.rank_series(phy2log_RS, heat.even_shares(phy2log_RS), layer.heat[0])
 
 
-def assert_agrees(walk: AnnealingState, layer: PlacedLayer) -> None:
+def assert_agrees(state: AnnealingState, layer: PlacedLayer) -> None:
     """Copies, holders, loads and hottest ranks are those of the placement; nothing is marked as changed."""
     experts = range(layer.case.experts)
-    check_layer(walk.phy2log_RS, len(experts))
-    holders = [{r for r, row in enumerate(walk.phy2log_RS) if expert in row} for expert in experts]
-    assert walk.replicas_E.tolist() == [len(held) for held in holders]
+    check_layer(state.phy2log_RS, len(experts))
+    holders = [{r for r, row in enumerate(state.phy2log_RS) if expert in row} for expert in experts]
+    assert state.replicas_E.tolist() == [len(held) for held in holders]
     for expert in experts:
-        assert sorted(walk.holder_EK[expert, : walk.replicas_E[expert]]) == sorted(holders[expert])
-        assert set(np.flatnonzero(walk.holds_ER[expert])) == holders[expert]
-    wanted_RN = loads_of(layer, walk.phy2log_RS)
-    np.testing.assert_allclose(walk.peaks.load_RN, wanted_RN, rtol=1e-5, atol=1e-5 * layer.case.ranks)
-    assert_known(walk.peaks, walk.peaks.load_RN.copy())
-    assert not walk.changed_R1.any()
+        assert sorted(state.holder_EK[expert, : state.replicas_E[expert]]) == sorted(holders[expert])
+        assert set(np.flatnonzero(state.holds_ER[expert])) == holders[expert]
+    wanted_RN = loads_of(layer, state.phy2log_RS)
+    np.testing.assert_allclose(state.peaks.load_RN, wanted_RN, rtol=1e-5, atol=1e-5 * layer.case.ranks)
+    assert_known(state.peaks, state.peaks.load_RN.copy())
+    assert not state.changed_R1.any()
 
 
-def note(walk: AnnealingState, scaled_EN: np.ndarray, attempt: Move) -> int:
-    load_RN, marks = walk.peaks.load_RN, walk[5:]
+def note(state: AnnealingState, scaled_EN: np.ndarray, attempt: Move) -> int:
+    load_RN, marks = state.peaks.load_RN, state[5:]
     if attempt.swaps:
-        return module.swapped_loads(load_RN, scaled_EN, walk.replicas_E, attempt, *marks)
-    return module.passed_loads(load_RN, scaled_EN, *walk[1:4], attempt, *marks)
+        return module.swapped_loads(load_RN, scaled_EN, state.replicas_E, attempt, *marks)
+    return module.passed_loads(load_RN, scaled_EN, *state[1:4], attempt, *marks)
 
 
-def go(walk: AnnealingState, layer: PlacedLayer, attempt: Move) -> None:
-    count = note(walk, layer.scaled_EN, attempt)
-    module.apply_move(walk, attempt, count)
-    walk.changed_R1[:] = False
+def go(state: AnnealingState, layer: PlacedLayer, attempt: Move) -> None:
+    count = note(state, layer.scaled_EN, attempt)
+    module.apply_move(state, attempt, count)
+    state.changed_R1[:] = False
 
 
-def may(walk: AnnealingState, scaled_EN: np.ndarray, attempt: Move) -> bool:
+def may(state: AnnealingState, scaled_EN: np.ndarray, attempt: Move) -> bool:
     if attempt.swaps:
-        return module.may_swap(walk.peaks.load_NR, scaled_EN, *walk[1:3], attempt)
-    return module.may_pass(walk.peaks.load_NR, scaled_EN, *walk[1:4], attempt)
+        return module.may_swap(state.peaks.load_NR, scaled_EN, *state[1:3], attempt)
+    return module.may_pass(state.peaks.load_NR, scaled_EN, *state[1:4], attempt)
 
 
 def some_tries(layer: PlacedLayer, phy2log_RS: np.ndarray, most: int, episode: int = -1) -> list[Move]:
@@ -77,29 +77,29 @@ def legal_tries(layer: PlacedLayer, phy2log_RS: np.ndarray, most: int) -> list[M
 @SETTINGS
 @given(SMALL, SEEDS)
 def test_a_walk_sets_out_from_a_copy_of_what_it_is_given(case: Case, seed: int) -> None:
-    layer, walk = set_out(case, seed)
-    np.testing.assert_array_equal(walk.phy2log_RS, layer.phy2log_RS)
-    assert not np.shares_memory(walk.phy2log_RS, layer.phy2log_RS)
-    assert_agrees(walk, layer)
+    layer, state = set_out(case, seed)
+    np.testing.assert_array_equal(state.phy2log_RS, layer.phy2log_RS)
+    assert not np.shares_memory(state.phy2log_RS, layer.phy2log_RS)
+    assert_agrees(state, layer)
 
 
 @SETTINGS
 @given(SMALL, SEEDS)
 def test_changes_that_leave_a_placement_to_be_served_are_legal(case: Case, seed: int) -> None:
-    layer, walk = set_out(case, seed)
+    layer, state = set_out(case, seed)
     for attempt in some_tries(layer, layer.phy2log_RS, 60):
-        assert may(walk, layer.scaled_EN, attempt) == changes.is_legal(layer.phy2log_RS, attempt), attempt
+        assert may(state, layer.scaled_EN, attempt) == changes.is_legal(layer.phy2log_RS, attempt), attempt
 
 
 @SETTINGS
 @given(SMALL, SEEDS)
 def test_guided_changes_keep_who_is_burdened_below_the_rank_relieved(case: Case, seed: int) -> None:
-    layer, walk = set_out(case, seed)
+    layer, state = set_out(case, seed)
     episode = int(layer.generator.integers(layer.scaled_EN.shape[1]))
     rounding = 1e-5 * case.ranks
     before_R = loads_of(layer, layer.phy2log_RS)[:, episode]
     for attempt in some_tries(layer, layer.phy2log_RS, 60, episode):
-        found = may(walk, layer.scaled_EN, attempt)
+        found = may(state, layer.scaled_EN, attempt)
         if not changes.is_legal(layer.phy2log_RS, attempt):
             assert not found
             continue
@@ -118,9 +118,9 @@ HOT_RANK = np.array([[0, 1], [2, 3], [2, 4], [5, 6]], dtype=np.int32)
 
 def may_with(heat_E: list[float], attempt: Move) -> bool:
     scaled_EN = np.array([heat_E], dtype=np.float32).T.copy()
-    walk = module.start(HOT_RANK, scaled_EN)
-    assert walk.peaks.load_RN[0] == 2
-    return may(walk, scaled_EN, attempt)
+    state = module.start(HOT_RANK, scaled_EN)
+    assert state.peaks.load_RN[0] == 2
+    return may(state, scaled_EN, attempt)
 
 
 def test_a_swap_must_leave_the_other_rank_below_what_the_hot_one_had() -> None:
@@ -150,53 +150,53 @@ def test_a_copy_given_up_must_leave_those_that_remain_below_what_the_hot_rank_ha
 @SETTINGS
 @given(SMALL, SEEDS)
 def test_a_change_is_judged_by_the_loads_that_it_would_make(case: Case, seed: int) -> None:
-    layer, walk = set_out(case, seed)
-    before_RN = walk.peaks.load_RN.copy()
+    layer, state = set_out(case, seed)
+    before_RN = state.peaks.load_RN.copy()
     for attempt in legal_tries(layer, layer.phy2log_RS, 12):
-        walk.changed_RN[:] = np.nan
-        count = note(walk, layer.scaled_EN, attempt)
+        state.changed_RN[:] = np.nan
+        count = note(state, layer.scaled_EN, attempt)
         after_RS = changes.after(layer.phy2log_RS, attempt)
         concerned_R = np.isin(layer.phy2log_RS, (attempt.mine, attempt.theirs)).any(axis=1)
         if attempt.swaps:
             concerned_R = np.isin(np.arange(case.ranks), (attempt.rank, attempt.other))
-        assert sorted(walk.rank_K[:count]) == np.flatnonzero(concerned_R).tolist()
-        assert walk.changed_R1.tolist() == [*concerned_R.tolist(), False]
-        found_RN = np.where(concerned_R[:, None], walk.changed_RN, before_RN)
+        assert sorted(state.rank_K[:count]) == np.flatnonzero(concerned_R).tolist()
+        assert state.changed_R1.tolist() == [*concerned_R.tolist(), False]
+        found_RN = np.where(concerned_R[:, None], state.changed_RN, before_RN)
         np.testing.assert_allclose(found_RN, loads_of(layer, after_RS), rtol=1e-5, atol=1e-6 * case.ranks)
-        np.testing.assert_array_equal(walk.peaks.load_RN, before_RN)
-        walk.changed_R1[:] = False
+        np.testing.assert_array_equal(state.peaks.load_RN, before_RN)
+        state.changed_R1[:] = False
 
 
 @SETTINGS
 @given(SMALL, SEEDS, st.integers(1, 25))
 def test_after_any_steps_everything_agrees_with_the_placement(case: Case, seed: int, steps: int) -> None:
-    layer, walk = set_out(case, seed)
+    layer, state = set_out(case, seed)
     for _ in range(steps):
-        before_RS = walk.phy2log_RS.copy()
+        before_RS = state.phy2log_RS.copy()
         for attempt in legal_tries(layer, before_RS, 1):
-            go(walk, layer, attempt)
-            np.testing.assert_array_equal(walk.phy2log_RS, changes.after(before_RS, attempt))
-            assert_agrees(walk, layer)
+            go(state, layer, attempt)
+            np.testing.assert_array_equal(state.phy2log_RS, changes.after(before_RS, attempt))
+            assert_agrees(state, layer)
 
 
 @SETTINGS
 @given(SMALL, SEEDS)
 def test_summing_anew_takes_away_what_piled_up(case: Case, seed: int) -> None:
-    layer, walk = set_out(case, seed)
-    walk.changed_RN[:] = layer.generator.gamma(1, 1, walk.changed_RN.shape)
-    walk.peaks.load_RN[:] += 1
-    walk.peaks.load_NR[:] += 1
-    walk.peaks.peak_KN[:] += 2
-    module.resum(walk, layer.scaled_EN)
-    assert_agrees(walk, layer)
-    assert np.abs(walk.peaks.load_RN - loads_of(layer, walk.phy2log_RS)).max() <= 1e-6 * case.ranks
+    layer, state = set_out(case, seed)
+    state.changed_RN[:] = layer.generator.gamma(1, 1, state.changed_RN.shape)
+    state.peaks.load_RN[:] += 1
+    state.peaks.load_NR[:] += 1
+    state.peaks.peak_KN[:] += 2
+    module.resum(state, layer.scaled_EN)
+    assert_agrees(state, layer)
+    assert np.abs(state.peaks.load_RN - loads_of(layer, state.phy2log_RS)).max() <= 1e-6 * case.ranks
 
 
 @pytest.mark.parametrize("gainer", range(5))
 def test_all_spare_copies_can_come_to_one_expert(gainer: int) -> None:
-    layer, walk = set_out(Case(4, 2, np.ones((1, 5))), 3)
-    while walk.replicas_E[gainer] < 4:
-        attempts = [one for one in legal_tries(layer, walk.phy2log_RS, 200) if gainer != one.theirs]
+    layer, state = set_out(Case(4, 2, np.ones((1, 5))), 3)
+    while state.replicas_E[gainer] < 4:
+        attempts = [one for one in legal_tries(layer, state.phy2log_RS, 200) if gainer != one.theirs]
         passing = [one for one in attempts if gainer == one.mine and not one.swaps]
-        go(walk, layer, (passing or attempts)[0])
-    assert_agrees(walk, layer)
+        go(state, layer, (passing or attempts)[0])
+    assert_agrees(state, layer)

@@ -118,7 +118,7 @@ def test_a_window_in_short_is_what_its_loads_are(case: Case, seed: int, steps: i
     np.testing.assert_allclose(peak_TK, loads_TKR.max(axis=2), rtol=1e-12)
     np.testing.assert_allclose(tokens_TK, loads_TKR.sum(axis=2), rtol=1e-12)
     alone_KR = np.ones((2, case.ranks), dtype=np.int32)
-    np.testing.assert_allclose(variance_K, heat.unrest(loads_TKR, alone_KR), rtol=1e-9, atol=1e-15)
+    np.testing.assert_allclose(variance_K, heat.volatility(loads_TKR, alone_KR), rtol=1e-9, atol=1e-15)
 
 
 @SETTINGS
@@ -127,10 +127,10 @@ def test_a_window_in_short_is_what_its_loads_are(case: Case, seed: int, steps: i
     st.integers(1, 8),
     SEEDS,
 )
-def test_unrest_is_the_variance_of_the_jumps(kinds: list[str], experts: int, seed: int) -> None:
+def test_volatility_is_the_variance_of_the_jumps(kinds: list[str], experts: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
     heat_NLE = np.stack([heat_of_kind(kind, 2, experts, generator) for kind in kinds])
     replicas_LE = generator.integers(1, 5, (2, experts)).astype(np.int32)
     np.testing.assert_allclose(
-        volatility(heat_NLE, replicas_LE), heat.unrest(heat_NLE, replicas_LE), rtol=1e-9, atol=1e-15
+        volatility(heat_NLE, replicas_LE), heat.volatility(heat_NLE, replicas_LE), rtol=1e-9, atol=1e-15
     )

@@ -1,4 +1,4 @@
-"""A walk never ends worse than it began, pays for every slot, and stops only where no legal step helps."""
+"""A search never ends worse than it began, pays for every slot, and stops only where no legal step helps."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_each_step_is_the_best_there_is() -> None:
         home_ER = homes(layer.phy2log_RS, layer.case.experts)
         price_K = np.array(((0.0,), (0.1, 0.01), (0.02,))[seed % 3])
         patience = 1 + seed % 2
-        wanted_KRS, margin = slow_search.walk(
+        wanted_KRS, margin = slow_search.search(
             layer.phy2log_RS, *layer.heat, home_ER, 0.0, price_K, patience, 12
         )
         found_KRS, _ = local_search(

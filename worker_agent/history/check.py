@@ -127,7 +127,7 @@ def _different_votes(ranks: Sequence[RankHistory]) -> Iterator[str]:
     seen: dict[int, tuple[int, tuple[int, str]]] = {}
     for history in ranks:
         for vote in history.of("vote"):
-            # Unheard and unsettled, a vote says nothing of what the others heard.
+            # Unheard and without a verdict, a vote says nothing of what the others heard.
             if not vote["heard"] and vote["decision"] != "COMMIT":
                 continue
             # A rank that missed a call counts late, which only a commit must not be.

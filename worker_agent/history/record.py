@@ -48,7 +48,7 @@ class History:
     def vote(
         self, step: int, number: int, cast: Ballot | None, outcome: Outcome, *, heard: bool = True
     ) -> None:
-        """A vote was counted, or settled by its register where it was not ``heard``."""
+        """A vote was counted, or decided by its register where it was not ``heard``."""
         if self._file is None or cast is None:
             return
         self._write(

@@ -125,9 +125,9 @@ class CommitRegister:
             for peer, verdict in self._asked(vote, waiting):
                 waiting -= {peer}
                 with self._lock:
-                    settled = self._put(vote, self._vote(vote).answered(peer, verdict))
-                if settled is not Verdict.IN_DOUBT:
-                    return settled
+                    verdict = self._put(vote, self._vote(vote).answered(peer, verdict))
+                if verdict is not Verdict.IN_DOUBT:
+                    return verdict
             if time.monotonic() > end:
                 raise FatalSwitchError(
                     f"vote {vote} may have committed a layer, and {_ranks(waiting)} did not answer within "

@@ -144,7 +144,7 @@ class BallotBox:
     def leave(self) -> None:
         """Vote no more. The other ranks learn of it at once, by their broken links; returns at once as well.
 
-        A vote under way is lost, not forgotten: what it decided the others may have heard, and is still to be settled.
+        A vote under way is lost, not forgotten: the others may have heard its verdict, which is still to be found out.
         """
         # A group that still has a vote under way ends with it, which may take until the timeout.
         # No daemon: a group that is destroyed while Python itself ends would abort the process.

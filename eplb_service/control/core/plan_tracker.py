@@ -95,13 +95,13 @@ class PlanTracker:
             heard = replace(heard, refusals={**self.refusals, rank: status.reason})
         elif status.state is PlanState.ABORTED:
             heard = replace(heard, aborts={**self.aborts, rank: status.reason})
-        return heard._settled()
+        return heard._with_outcome()
 
     def after_version(self, rank: int, version: tuple[int, int]) -> PlanTracker | None:
         """A rank serves ``version``, epoch and digest; ``None`` where the plan does not lead there."""
         for index, milestone in enumerate(self.offer.milestones):
             if milestone.version == version:
-                return self._with_progress(rank, index + 1)._settled()
+                return self._with_progress(rank, index + 1)._with_outcome()
         return None
 
     def after_time(self, now: float, limit: float) -> PlanTracker:
@@ -141,7 +141,7 @@ class PlanTracker:
         done = self.progress[rank] == len(self.offer.milestones)
         return done or rank in self.refusals or rank in self.aborts
 
-    def _settled(self) -> PlanTracker:
+    def _with_outcome(self) -> PlanTracker:
         if self.outcome is not None or self.silent_ranks:
             return self
         return self._refused() if self.refusals or self.aborts else replace(self, outcome=Outcome.DONE)

@@ -1,6 +1,6 @@
 """What every call passes before its handler runs: who calls, whether that caller may, and whether there is room.
 
-Nothing of a call's body is read until all of that is settled. gRPC reads the one message of a unary call before it runs
+Nothing of a call's body is read until all of that is decided. gRPC reads the one message of a unary call before it runs
 the handler, so unary calls are served as streams here: an answer to somebody unknown costs no more than its headers.
 """
 

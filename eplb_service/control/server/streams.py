@@ -24,7 +24,7 @@ class RankStream:
         return self._status is not None
 
     def end(self, code: grpc.StatusCode, reason: str) -> None:
-        """End the stream with a status on which agents connect anew."""
+        """End the stream with a status on which agents connect again."""
         if self._status is None:
             self._status = StatusError(code, reason)
             self._ending.set()

@@ -13,7 +13,7 @@ from tests.solver.slow.rng import Chance
 
 
 def anneal(phy2log_RS, scaled_EN, share_N, tries, seed):
-    """The best placement of the walk, and by how little the closest choice was made."""
+    """The best placement found, and by how little the closest choice was made."""
     chance, close = Chance(seed), Closest()
 
     def ratio(placed_RS):

@@ -77,11 +77,11 @@ def loads_of_ranks(heat_NLE, phy2log_LRS, share_LP):
     return loads_NLR
 
 
-def unrest(heat_NLE, replicas_LE):
+def volatility(heat_NLE, replicas_LE):
     """Half the mean square of an expert's jumps between episodes in a row, over its replicas, summed over a layer."""
-    unrest_L = []
+    variance_L = []
     for layer in range(heat_NLE.shape[1]):
         parts_NE = [heat_E / heat_E.sum() for heat_E in heat_NLE[:, layer] if heat_E.sum() > 0]
         jumps_NE = [(now_E - before_E) ** 2 / 2 for before_E, now_E in itertools.pairwise(parts_NE)]
-        unrest_L.append(sum(sum(jumps_NE) / len(jumps_NE) / replicas_LE[layer]) if jumps_NE else 0.0)
-    return np.array(unrest_L)
+        variance_L.append(sum(sum(jumps_NE) / len(jumps_NE) / replicas_LE[layer]) if jumps_NE else 0.0)
+    return np.array(variance_L)

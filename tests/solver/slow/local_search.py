@@ -27,8 +27,8 @@ class Closest:
         return one < other
 
 
-def walk(phy2log_RS, scaled_EN, share_N, home_ER, z, price_K, patience, most_steps):
-    """The cheapest placement of the walk for each price, and by how little the closest choice was made."""
+def search(phy2log_RS, scaled_EN, share_N, home_ER, z, price_K, patience, most_steps):
+    """The cheapest placement of the search for each price, and by how little the closest choice was made."""
     ranks = len(phy2log_RS)
     close, frugal = Closest(), max(price_K) > 0
     peak = steps.smooth_peak(rank_risks(phy2log_RS, even_shares(phy2log_RS), scaled_EN, share_N, z))
