@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from datetime import datetime
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich import box
@@ -17,6 +17,7 @@ from eplb_service.cli.errors import UserError
 from eplb_service.cli.json_out import print_json
 from eplb_service.cli.operator_client import Connection, Json, Name
 from eplb_service.cli.option_groups import option_groups
+from eplb_service.wire.document import as_document
 from eplb_service.wire.generated import operator_pb2
 
 
@@ -37,7 +38,7 @@ def history(
         if not plans:
             raise UserError(f"{deployment} has no plan {plan} among its newest; `eplb history` lists them")
     if json:
-        print_json({"plans": [_document(past) for past in plans]})
+        print_json({"plans": [as_document(past) for past in plans]})
         return
     console = Console()
     if plan is not None:
@@ -125,15 +126,3 @@ def _mean(past: operator_pb2.PastPlan, field: str) -> str:
 def _ratio(value: float) -> str:
     """NaN, the ratio of a layer without tokens, as a dash."""
     return "-" if math.isnan(value) else f"{value:.3f}"
-
-
-def _document(past: operator_pb2.PastPlan) -> dict[str, Any]:
-    """A plan as JSON has it: every field there."""
-    document = {field.name: getattr(past, field.name) for field in past.DESCRIPTOR.fields}
-    document["verdicts"] = [_verdict(verdict) for verdict in past.verdicts]
-    return document
-
-
-def _verdict(verdict: operator_pb2.PastVerdict) -> dict[str, Any]:
-    document = {field.name: getattr(verdict, field.name) for field in verdict.DESCRIPTOR.fields}
-    return document if verdict.HasField("hindsight") else {**document, "hindsight": None}

@@ -129,6 +129,12 @@ COMMANDS = {
         "Show one deployment: balance, agents, last decision.",
         ("eplb status my-deployment", "eplb status my-deployment --json"),
     ),
+    "top": CommandEntry(
+        "top",
+        _OPERATE,
+        "Watch a service live: balance, ranks, layers, switches.",
+        ("eplb top", "eplb top my-deployment --once"),
+    ),
     "history": CommandEntry(
         "history",
         _OPERATE,

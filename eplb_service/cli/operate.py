@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -16,10 +15,12 @@ from eplb_service.cli.json_out import print_json
 from eplb_service.cli.layout_options import FirstLayerOption, FormatOption
 from eplb_service.cli.operator_client import Connection, Json, Name
 from eplb_service.cli.option_groups import option_groups
+from eplb_service.cli.status_text import par_text, size_text, state_text
 from eplb_service.cli.tables import compact_table
 from eplb_service.io.placement_file import SUFFIXES, placement_format, write_placement
 from eplb_service.placement import Placement
 from eplb_service.wire.codec import unpack
+from eplb_service.wire.document import as_document
 from eplb_service.wire.generated import operator_pb2
 
 
@@ -29,7 +30,7 @@ def deployments(service: Connection, json: Json = False) -> None:
     with service.open() as call:
         answer = call("ListDeployments", operator_pb2.ListDeploymentsRequest())
     if json:
-        print_json({"deployments": [_plain(status) for status in answer.deployments]})
+        print_json(as_document(answer))
         return
     table = compact_table("deployment", "agents", "epoch", "PAR", "switched", "moved", "lost steps", "state")
     for status in answer.deployments:
@@ -37,11 +38,11 @@ def deployments(service: Connection, json: Json = False) -> None:
             status.deployment,
             f"{status.agents_connected}/{status.ranks}",
             str(status.epoch),
-            _par(status.par),
+            par_text(status.par),
             str(status.layers_switched),
-            _size(status.bytes_moved),
+            size_text(status.bytes_moved),
             str(status.steps_lost),
-            _state(status),
+            state_text(status),
         )
     Console().print(table if answer.deployments else "no deployments yet: no agent has connected")
 
@@ -56,9 +57,7 @@ def status(
     with service.open() as call:
         answer = call("GetStatus", operator_pb2.GetStatusRequest(deployment=deployment))
     if json:
-        agents = [_plain(agent) for agent in answer.agents]
-        layers = [_plain(layer) for layer in answer.layers]
-        print_json({"status": _plain(answer.status), "layers": layers, "agents": agents})
+        print_json(as_document(answer))
         return
     console = Console()
     console.print(_summary(answer.status))
@@ -66,7 +65,9 @@ def status(
         console.print(f"[red]problem:[/] {escape(problem)}", highlight=False)
     layer_table = compact_table("layer", "PAR", "planned", "epoch")
     for layer in answer.layers:
-        layer_table.add_row(str(layer.layer), _par(layer.par), _par(layer.planned_par), str(layer.epoch))
+        layer_table.add_row(
+            str(layer.layer), par_text(layer.par), par_text(layer.planned_par), str(layer.epoch)
+        )
     agent_table = Table("rank", "node", "agent", "connected", "step", "epoch", "dropped", "error")
     for agent in answer.agents:
         connected = "yes" if agent.connected else "[red]no[/]"
@@ -138,7 +139,7 @@ def rebalance(
     with service.open() as call:
         answer = call("Rebalance", operator_pb2.RebalanceRequest(deployment=deployment))
     if json:
-        print_json(_plain(answer))
+        print_json(as_document(answer))
     else:
         typer.echo(f"eplb: {answer.outcome}")
 
@@ -180,19 +181,6 @@ def _report_paused(deployment: str, paused: bool, json: bool) -> None:
         typer.echo(f"eplb: planning for {deployment} {'is paused' if paused else 'continues'}")
 
 
-def _plain(message: Any) -> Mapping[str, Any]:
-    """A message as JSON has it: every field there, 64-bit numbers as numbers, digests in hexadecimal."""
-    document: dict[str, Any] = {}
-    for field in message.DESCRIPTOR.fields:
-        value = getattr(message, field.name)
-        if field.name == "digest":
-            value = f"{value:#018x}"
-        document[field.name] = (
-            list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
-        )
-    return document
-
-
 def _print_placement(epoch: int, placement: Placement) -> None:
     table = Table("layer", *(f"rank {rank}" for rank in range(placement.ranks)), title=f"epoch {epoch}")
     for layer, row_RS in enumerate(placement.phy2log_LRS):
@@ -206,11 +194,11 @@ def _summary(status: operator_pb2.DeploymentStatus) -> Table:
         "shape": _shape(status),
         "agents": f"{status.agents_connected} of {status.ranks} connected",
         "placement": f"epoch {status.epoch}, digest {status.digest:#018x}",
-        "PAR": f"{_par(status.par)} over {status.window_steps} steps",
+        "PAR": f"{par_text(status.par)} over {status.window_steps} steps",
         "steps": f"{status.steps_received} received, {status.steps_lost} lost",
-        "switched": f"{status.layers_switched} layers, {status.experts_moved} experts, {_size(status.bytes_moved)}",
+        "switched": f"{status.layers_switched} layers, {status.experts_moved} experts, {size_text(status.bytes_moved)}",
         "last decision": escape(status.last_decision) or "none yet",
-        "state": _state(status),
+        "state": state_text(status),
     }
     for name, text in rows.items():
         table.add_row(name, text)
@@ -219,23 +207,3 @@ def _summary(status: operator_pb2.DeploymentStatus) -> Table:
 
 def _shape(status: operator_pb2.DeploymentStatus) -> str:
     return f"{status.layers} layers x {status.experts} experts on {status.ranks} ranks x {status.slots} slots"
-
-
-def _state(status: operator_pb2.DeploymentStatus) -> str:
-    if status.problems:
-        return f"[red]{len(status.problems)} problem{'s' if len(status.problems) > 1 else ''}[/]"
-    if status.paused:
-        return "[yellow]paused[/]"
-    return "switching" if status.plan_id else "[green]well[/]"
-
-
-def _par(value: float) -> str:
-    return f"{value:.3f}" if value else "-"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"

@@ -92,5 +92,6 @@ def serve(
 
 def _announce(service: RunningService) -> None:
     typer.echo(
-        f"eplb: agents and operators at {service.address}, metrics at http://{service.metrics_address}/metrics"
+        f"eplb: agents and operators at {service.address}, metrics at http://{service.metrics_address}/metrics, "
+        f"web page at {service.page_url}"
     )

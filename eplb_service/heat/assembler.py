@@ -16,7 +16,7 @@ import numpy.typing as npt
 from eplb_service.heat.pending import PendingSteps
 from eplb_service.heat.placement_history import PLACEMENTS_HELD, TARGETS_HELD, PlacementHistory
 from eplb_service.heat.sources import SOURCE_BUCKETS, SourceHeat
-from eplb_service.placement import Int32
+from eplb_service.placement import Float64, Int32, mean_par, step_par
 from eplb_service.wire.heat import HeatReport
 from eplb_service.wire.hello import Shape
 
@@ -34,7 +34,7 @@ class StepCounts(NamedTuple):
 def memory_bytes(shape: Shape, window_steps: int, pending_steps: int) -> int:
     """What a deployment of ``shape`` costs in memory at most: its assembler, and the tables of what it serves."""
     kept_steps = window_steps + pending_steps
-    heat = kept_steps * shape.layers * (4 * shape.experts + 4 * shape.ranks + 8)
+    heat = kept_steps * shape.layers * (4 * shape.experts + 4 * shape.ranks + 16)
     sources = SOURCE_BUCKETS * 4 * shape.ranks * shape.layers * shape.experts
     slots = PLACEMENTS_HELD * 4 * shape.layers * shape.ranks * shape.slots
     tables = (_TABLES_HELD * 4 + TARGETS_HELD * 2) * shape.ranks * shape.layers * shape.experts
@@ -64,6 +64,7 @@ class HeatAssembler:
         self._steps_W = np.full(window_steps, -1, dtype=np.int64)
         self._heat_WLE = np.zeros((window_steps, layers, experts), dtype=np.int32)
         self._loads_WLR = np.zeros((window_steps, layers, ranks), dtype=np.int32)
+        self._par_WL = np.full((window_steps, layers), np.nan)
         self._epochs_WL = np.zeros((window_steps, layers), dtype=np.int64)
 
     @property
@@ -115,11 +116,23 @@ class HeatAssembler:
         """
         return self._heat_WLE[self._in_order()], self._sources.sums()
 
-    def measured_loads(self, layer_epochs: Sequence[int]) -> npt.NDArray[np.float64]:
-        """Tokens that each rank really received, float64 ``[T, L, R]``; zero where a layer was not yet as it is now."""
+    def measured_loads(
+        self, layer_epochs: Sequence[int], newest: int | None = None
+    ) -> npt.NDArray[np.float64]:
+        """Tokens that each rank really received in the window, or its ``newest`` steps, float64 ``[T, L, R]``.
+
+        Zero where a layer was not yet as it is now.
+        """
         rows = self._in_order()
+        rows = rows if newest is None else rows[-newest:]
         current_TL = self._epochs_WL[rows] == np.asarray(layer_epochs, dtype=np.int64)
         return np.where(current_TL[:, :, None], self._loads_WLR[rows], 0).astype(np.float64)
+
+    def measured_par(self, layer_epochs: Sequence[int]) -> Float64:
+        """``par`` of ``measured_loads``, float64 ``[L]``, of ratios that were taken as the steps came in."""
+        par_TL = self._par_WL[: self.steps]
+        current_TL = self._epochs_WL[: self.steps] == np.asarray(layer_epochs, dtype=np.int64)
+        return mean_par(np.where(current_TL, par_TL, np.nan), axis=0)
 
     def _in_order(self) -> npt.NDArray[np.intp]:
         return np.argsort(self._steps_W[: self.steps], kind="stable")
@@ -129,5 +142,6 @@ class HeatAssembler:
         self._steps_W[row] = self._pending.step_P[position]
         self._heat_WLE[row] = self._pending.heat_PLE[position]
         self._loads_WLR[row] = self._pending.loads_PLR[position]
+        self._par_WL[row] = step_par(self._pending.loads_PLR[position])
         self._epochs_WL[row] = self._pending.epochs_PL[position]
         self.assembled += 1

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from threading import Thread
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import choose_encoder
 
 Metric: TypeAlias = Gauge | Counter | Histogram
 
@@ -143,29 +143,10 @@ class Metrics:
         for metric in (self.par_realised, self.par_planned):
             _remove(metric, _LAYER, deployment)
 
-    def serve(self, host: str, port: int) -> MetricsServer:
-        """Answer ``GET /metrics`` on ``host:port`` (0: a free port); raises ``OSError`` where it cannot."""
-        server, thread = start_http_server(port, addr=host, registry=self.registry)
-        return MetricsServer(server, thread)
-
-
-class MetricsServer:
-    """The running HTTP server of ``Metrics.serve``."""
-
-    def __init__(self, server: Any, thread: Thread) -> None:
-        self._server = server
-        self._thread = thread
-
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        return int(self._server.server_port)
-
-    def close(self) -> None:
-        """Stop answering."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+    def exposition(self, accept: str) -> tuple[str, bytes]:
+        """All metrics in the newest format that ``accept``, a header of HTTP, names; its media type, and the text."""
+        encode, kind = choose_encoder(accept)
+        return kind, encode(self.registry)
 
 
 def _remove(metric: Metric, names: Sequence[str], deployment: str) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from eplb_service.heat.assembler import HeatAssembler, memory_bytes
 from eplb_service.heat.window import Window
-from eplb_service.placement import Placement, default_log2phy
+from eplb_service.placement import Placement, default_log2phy, par
 from eplb_service.wire.heat import HeatReport, StepPhase
 from eplb_service.wire.hello import Shape
 
@@ -214,6 +214,21 @@ def test_whatever_order_reports_come_in_no_step_is_read_twice_or_made_up(data: s
 def sources_only(first_step: int, counts_TLE: np.ndarray, epochs: tuple[int, ...] = (0, 0)) -> HeatReport:
     phase_T = np.full(len(counts_TLE), StepPhase.DECODE, dtype=np.uint8)
     return HeatReport(first_step, epochs, None, phase_T, counts_TLE)
+
+
+@given(seed=st.integers(0, 2**32 - 1), reports=st.integers(0, 12))
+def test_ratios_taken_as_steps_come_in_are_those_of_the_loads(seed: int, reports: int) -> None:
+    rng = np.random.default_rng(seed)
+    heat, epoch = assembler(), 0
+    for number in range(reports):
+        if rng.random() < 0.2:
+            epoch += 1
+            place(heat, 0, epoch, PLACEMENT_LRS[0])
+        for rank in range(RANKS):
+            counts = rng.integers(0, 4, 2).tolist()
+            heat.add(rank, report(2 * number, *counts, epochs=(epoch, 0)))
+    for layer_epochs in ((epoch, 0), (0, 0)):
+        np.testing.assert_allclose(heat.measured_par(layer_epochs), par(heat.measured_loads(layer_epochs)))
 
 
 @given(seed=st.integers(0, 2**32 - 1), steps=st.integers(1, 4))

@@ -59,10 +59,10 @@ def test_every_metric_has_the_prefix(metrics: Metrics) -> None:
     assert all(family.name.startswith("eplb_") for family in metrics.registry.collect())
 
 
-def test_a_port_in_use_is_an_error(metrics: Metrics) -> None:
-    server = metrics.serve("127.0.0.1", 0)
-    try:
-        with pytest.raises(OSError, match="in use"):
-            metrics.serve("127.0.0.1", server.port)
-    finally:
-        server.close()
+@pytest.mark.parametrize(
+    ("accept", "kind"), [("", "text/plain"), ("application/openmetrics-text", "application/openmetrics-text")]
+)
+def test_the_reader_chooses_the_format(metrics: Metrics, accept: str, kind: str) -> None:
+    found, text = metrics.exposition(accept)
+    assert found.startswith(kind)
+    assert b"# TYPE eplb_steps_received" in text

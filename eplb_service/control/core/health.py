@@ -7,7 +7,6 @@ import numpy.typing as npt
 
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.membership import rank_list
-from eplb_service.placement import par
 
 _SILENT_SECONDS = 30.0
 _UNDECIDED_SECONDS = 600.0
@@ -24,7 +23,20 @@ def measured_par(deployment: Deployment) -> npt.NDArray[np.float64]:
     """
     if deployment.heat is None or deployment.live is None:
         return np.zeros(0)
-    return np.nan_to_num(par(deployment.heat.measured_loads(deployment.live.layer_epochs)), nan=0.0)
+    return np.nan_to_num(deployment.heat.measured_par(deployment.live.layer_epochs), nan=0.0)
+
+
+def rank_loads(deployment: Deployment, newest: int) -> tuple[int, npt.NDArray[np.float64]]:
+    """Load of each rank over its layer's mean, float64 ``[L, R]``, and the newest steps, at most ``newest``, it is of.
+
+    Zero in a layer that has served no token since it is as it is now. Empty while nothing was measured.
+    """
+    if deployment.heat is None or deployment.live is None:
+        return 0, np.zeros((0, 0))
+    loads_TLR = deployment.heat.measured_loads(deployment.live.layer_epochs, newest)
+    loads_LR: npt.NDArray[np.float64] = loads_TLR.sum(axis=0)
+    mean_L1 = loads_LR.mean(axis=1, keepdims=True)
+    return len(loads_TLR), loads_LR / np.where(mean_L1 > 0, mean_L1, 1.0)
 
 
 def mean_par(par_L: npt.NDArray[np.float64]) -> float:

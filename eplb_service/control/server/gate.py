@@ -7,8 +7,9 @@ the handler, so unary calls are served as streams here: an answer to somebody un
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHand
 
 _MESSAGE_SECONDS = 10.0
 _OPERATOR = "/eplb.v1.OperatorService/"
-_READ = frozenset({"ListDeployments", "GetStatus", "GetPlacement", "GetHistory", "WatchHeat"})
+_READ = frozenset({"ListDeployments", "GetStatus", "GetPlacement", "GetHistory", "GetBalance", "WatchHeat"})
 _READERS, _OPERATORS, _AGENTS = (
     frozenset({Role.READER, Role.OPERATOR}),
     frozenset({Role.OPERATOR}),
@@ -54,6 +55,16 @@ _caller: ContextVar[Caller] = ContextVar("caller")
 def current_caller() -> Caller:
     """Who has made the call that is being answered."""
     return _caller.get()
+
+
+@contextlib.contextmanager
+def acting_as(caller: Caller) -> Iterator[None]:
+    """Within it, ``caller`` has made the call that is being answered."""
+    token = _caller.set(caller)
+    try:
+        yield
+    finally:
+        _caller.reset(token)
 
 
 class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
@@ -85,6 +96,15 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
                 _log.warning("credential_withdrawn", caller=credential.name)
                 task.cancel()
 
+    @property
+    def asks_for_credentials(self) -> bool:
+        """Whether callers must prove who they are."""
+        return self._credentials.asked
+
+    def note_refusal(self, method: str, host: str, error: StatusError | RefusedError | WireError) -> None:
+        """A call from ``host`` was turned away: counted, and written down at a bounded rate."""
+        self._note_refused(method, host, code_of(error), str(error))
+
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
@@ -98,14 +118,13 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         async def guarded(requests: Any, context: Any) -> Any:
             host = host_of(context.peer())
             try:
-                caller = Caller(self._admitted(method, token, context), host)
+                caller = Caller(self.admitted(method, token, _certificate_names(context)), host)
                 with self._quotas.call(host):
                     return await self._served(handler, method, caller, requests, context)
             except (StatusError, RefusedError, WireError) as error:
                 code, reason = code_of(error), str(error)
             # Outside the handler: the error's traceback holds the message that was refused, and is let go of first.
-            self._metrics.refusals.labels(code.name.lower()).inc()
-            self._log.warning("call_refused", method=method, peer=host, code=code.name, reason=reason)
+            self._note_refused(method, host, code, reason)
             await context.abort(code, reason)
             return None
 
@@ -119,11 +138,11 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         )
         return made
 
-    def _admitted(self, method: str, token: str, context: Any) -> Credential:
+    def admitted(self, method: str, token: str, certificate_names: Iterable[str]) -> Credential:
         """The caller's credential; raises ``StatusError`` where there is none, or it has not the role."""
         if method.startswith(_OPEN):
             return ANYONE
-        credential = self._credentials.of(token, _certificate_names(context))
+        credential = self._credentials.of(token, certificate_names)
         if credential is None:
             raise StatusError(
                 grpc.StatusCode.UNAUTHENTICATED,
@@ -139,25 +158,31 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
             )
         return credential
 
+    def _note_refused(self, method: str, host: str, code: grpc.StatusCode, reason: str) -> None:
+        self._metrics.refusals.labels(code.name.lower()).inc()
+        self._log.warning("call_refused", method=method, peer=host, code=code.name, reason=reason)
+
     async def _served(self, handler: Any, method: str, caller: Caller, requests: Any, context: Any) -> Any:
-        token = _caller.set(caller)
         task = asyncio.current_task()
         assert task is not None
         self._open[task] = caller.credential
         try:
-            if handler.request_streaming:
-                serve = handler.stream_stream or handler.stream_unary
-                return await _answered(serve(requests, context), context)
-            async with self._quotas.first_message(caller.host):
-                request = await _only_message(context)
-            _check_reach(caller.credential, request)
-            serve = handler.unary_stream or handler.unary_unary
-            if method.startswith(_OPERATOR) and method.rpartition("/")[2] not in _READ:
-                return await self._audited(serve(request, context), method, caller, request)
-            return await _answered(serve(request, context), context)
+            with acting_as(caller):
+                return await self._handled(handler, method, caller, requests, context)
         finally:
             del self._open[task]
-            _caller.reset(token)
+
+    async def _handled(self, handler: Any, method: str, caller: Caller, requests: Any, context: Any) -> Any:
+        if handler.request_streaming:
+            serve = handler.stream_stream or handler.stream_unary
+            return await _answered(serve(requests, context), context)
+        async with self._quotas.first_message(caller.host):
+            request = await _only_message(context)
+        check_reach(caller.credential, request)
+        serve = handler.unary_stream or handler.unary_unary
+        if method.startswith(_OPERATOR) and method.rpartition("/")[2] not in _READ:
+            return await self._audited(serve(request, context), method, caller, request)
+        return await _answered(serve(request, context), context)
 
     async def _audited(self, answer: Awaitable[Any], method: str, caller: Caller, request: Any) -> Any:
         """An operator's order is written down with who gave it, whether or not it is carried out."""
@@ -184,7 +209,8 @@ def _roles_for(method: str) -> frozenset[Role]:
     return _AGENTS if method.startswith("/eplb.v1.AgentService/") else _READERS
 
 
-def _check_reach(credential: Credential, request: Any) -> None:
+def check_reach(credential: Credential, request: Any) -> None:
+    """Raise ``StatusError`` where ``request`` is of a deployment that the caller has no say in."""
     name = getattr(request, "deployment", None)
     if isinstance(name, str) and not credential.reaches(name):
         raise StatusError(

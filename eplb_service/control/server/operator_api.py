@@ -11,7 +11,13 @@ from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.server.gate import current_caller
 from eplb_service.control.server.grpc_status import StatusError
 from eplb_service.control.server.plane import ControlPlane
-from eplb_service.control.server.status import agent_statuses, deployment_status, layer_statuses, past_plan
+from eplb_service.control.server.status import (
+    agent_statuses,
+    balance,
+    deployment_status,
+    layer_statuses,
+    past_plan,
+)
 from eplb_service.wire.codec import pack
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 
@@ -37,7 +43,7 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
         return operator_pb2.GetStatusResponse(
             status=self._status(request.deployment),
             layers=layer_statuses(deployment),
-            agents=agent_statuses(deployment),
+            agents=agent_statuses(deployment, self._plane.observer),
         )
 
     async def GetPlacement(
@@ -96,6 +102,13 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
         self._plane.find(request.deployment)
         plans = await self._plane.history(request.deployment, request.limit)
         return operator_pb2.GetHistoryResponse(plans=map(past_plan, plans))
+
+    async def GetBalance(
+        self, request: operator_pb2.GetBalanceRequest, _context: Any
+    ) -> operator_pb2.GetBalanceResponse:
+        """Balance over time, loads of the ranks, and the last decisions."""
+        deployment = self._plane.find(request.deployment)
+        return balance(deployment, self._plane.observer.of(deployment.name))
 
     async def WatchHeat(self, request: operator_pb2.WatchHeatRequest, context: Any) -> None:
         """Heat as it is counted, until the caller has enough."""

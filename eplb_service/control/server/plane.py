@@ -14,6 +14,7 @@ from eplb_service.control.core.health import mean_par, measured_par, problems
 from eplb_service.control.core.membership import rank_list
 from eplb_service.control.server.bounded_log import BoundedLog
 from eplb_service.control.server.heat_feed import HeatFeed
+from eplb_service.control.server.observer import Observer
 from eplb_service.control.server.planning import Decider
 from eplb_service.control.server.settings import ServiceSettings
 from eplb_service.control.server.store import higher_term
@@ -54,7 +55,7 @@ class ControlPlane:
         Where heat goes, if it is recorded.
 
     ``log`` takes what strangers can cause; ``remembered`` holds what a deployment served when the last service stopped;
-    ``feed`` hands heat on.
+    ``feed`` hands heat on; ``observer`` keeps what pictures are made of.
     """
 
     def __init__(
@@ -66,8 +67,9 @@ class ControlPlane:
     ) -> None:
         self.settings = settings
         self.streams = Streams()
+        self.observer = Observer()
         self.decider = Decider(
-            settings.planner(), settings.solve_timeout_seconds, writer, self.streams, metrics
+            settings.planner(), settings.solve_timeout_seconds, writer, self.streams, metrics, self.observer
         )
         self.deployments: dict[str, Deployment] = {}
         self.remembered: dict[str, StoredPlacement] = {}
@@ -131,10 +133,12 @@ class ControlPlane:
             self._follow_up(deployment)
         if deployment.group is not None and (group is None or deployment.group.forming != group.forming):
             self._metrics.forget_layers(deployment.name)
+            self.observer.regrouped(deployment.name)
             self.streams.replace_all(
                 deployment.name, "another forming of the group has taken this one's place"
             )
         self.streams.add(deployment.name, hello.rank, stream)
+        self.observer.heard(deployment.name, hello.rank)
         if deployment.outdated is not None:
             self.log.warning("outdated", deployment=deployment.name, reason=deployment.outdated)
         self.log.info(
@@ -157,6 +161,7 @@ class ControlPlane:
     ) -> None:
         """Counts have come, decoded from ``message``; decides where enough of them have."""
         name = deployment.name
+        self.observer.heard(name, rank)
         gained = deployment.heat_report(rank, report)
         self.feed.counted(name, rank, report, message)
         self._metrics.steps_received.labels(name).inc(gained.received)
@@ -166,11 +171,13 @@ class ControlPlane:
 
     def heartbeat(self, deployment: Deployment, rank: int, heartbeat: Heartbeat) -> None:
         """A rank is alive."""
+        self.observer.heard(deployment.name, rank)
         deployment.heartbeat(rank, heartbeat)
         self._follow_up(deployment)
 
     def plan_status(self, deployment: Deployment, rank: int, status: PlanStatus) -> None:
         """A rank reports what became of a plan."""
+        self.observer.heard(deployment.name, rank)
         if status.state is PlanState.TRANSFERRED:
             self._metrics.transferred(deployment.name, status.transfer_seconds)
         elif status.state is PlanState.COMMITTED:
@@ -222,6 +229,7 @@ class ControlPlane:
                     self.forget(deployment.name)
                 else:
                     self._report(deployment)
+                    self.observer.tick(deployment)
             except Exception:
                 # One deployment's trouble is not the others'.
                 _log.exception("tick_failed", deployment=deployment.name)
@@ -398,5 +406,6 @@ class ControlPlane:
         del self.deployments[name]
         self.remembered.pop(name, None)
         self._metrics.forget(name)
+        self.observer.forget(name)
         self._writer.post(self._writer.store.forget, name)
         _log.info("deployment_forgotten", deployment=name)

@@ -18,6 +18,7 @@ from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.offer import Offer, rank_plans
+from eplb_service.control.server.observer import Observer
 from eplb_service.control.server.store_writer import StoreWriter
 from eplb_service.control.server.streams import Streams
 from eplb_service.heat.window import Window
@@ -70,8 +71,8 @@ class Decider:
     deadline
         Seconds after which a decision is given up. Its thread cannot be stopped: the deployment waits until it has
         ended, while others are decided for on a new one.
-    writer, streams, metrics
-        Where plans are remembered, sent and counted.
+    writer, streams, metrics, observer
+        Where plans are remembered, sent, counted and kept to be looked at.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Decider:
         writer: StoreWriter,
         streams: Streams,
         metrics: Metrics,
+        observer: Observer,
     ) -> None:
         self._settings = settings
         self._deadline = deadline
@@ -89,6 +91,7 @@ class Decider:
         self._writer = writer
         self._streams = streams
         self._metrics = metrics
+        self._observer = observer
         self._thread = _planner_thread()
         self._last: Future[Any] | None = None
         self._warm = asyncio.Event()
@@ -185,6 +188,7 @@ class Decider:
         if obstacle is not None:
             return DecisionOutcome("dropped", f"a plan was made but not offered: {obstacle}")
         deployment.offer(offer, time.monotonic())
+        self._observer.offered(deployment.name, offer.plan_id)
         await self._writer.write(store.begin_plan, deployment.name, offer, term)
         if deployment.plan is None or deployment.plan.offer is not offer:
             return DecisionOutcome("dropped", "a plan was made, but the ranks changed before it was sent")
@@ -209,6 +213,7 @@ class Decider:
 
     def _report(self, name: str, solved: Plan, seconds: float) -> None:
         self._metrics.solve_seconds.labels(name).observe(seconds)
+        self._observer.decided(name, solved, seconds)
         if not math.isnan(solved.par_seen):
             self._metrics.deployment_par_seen.labels(name).set(solved.par_seen)
             self._metrics.deployment_par_planned.labels(name).set(solved.par_planned)

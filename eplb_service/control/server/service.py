@@ -22,12 +22,14 @@ from eplb_service.control.server.agent_stream import AgentService
 from eplb_service.control.server.certificates import Certificates
 from eplb_service.control.server.credentials import Credentials, shared_token
 from eplb_service.control.server.gate import Gate
+from eplb_service.control.server.http_server import HttpServer, Served, TlsFiles
 from eplb_service.control.server.operator_api import OperatorService
 from eplb_service.control.server.plane import ControlPlane, pending_steps
 from eplb_service.control.server.quotas import Quotas
 from eplb_service.control.server.settings import ServiceSettings
 from eplb_service.control.server.store import Store
 from eplb_service.control.server.store_writer import StoreWriter
+from eplb_service.control.server.web_api import WebApi
 from eplb_service.io.recording import Recording
 from eplb_service.telemetry.metrics import Metrics
 from eplb_service.wire.address import is_loopback
@@ -61,6 +63,8 @@ class RunningService:
     ----------
     address, metrics_address, health_address
         ``host:port`` where it listens, with the real ports; ``None`` where health has no port of its own.
+    page_url
+        Where browsers find the web page.
     plane
         Its deployments.
     warm
@@ -69,6 +73,7 @@ class RunningService:
 
     address: str
     metrics_address: str
+    page_url: str
     health_address: str | None
     plane: ControlPlane
     warm: asyncio.Task[None]
@@ -82,10 +87,11 @@ async def running_service(settings: ServiceSettings) -> AsyncIterator[RunningSer
     """
     _check_free(settings.listen, "listen")
     _check_free(settings.metrics, "metrics")
+    if settings.page is not None:
+        _check_free(settings.page, "page")
     async with contextlib.AsyncExitStack() as stack:
         metrics = Metrics()
         metrics.build.labels(__version__).set(1)
-        metrics_address = _serve_metrics(metrics, settings.metrics, stack)
         writer = StoreWriter(await asyncio.to_thread(Store, settings.store))
         stack.callback(writer.close)
         recording = None
@@ -100,7 +106,9 @@ async def running_service(settings: ServiceSettings) -> AsyncIterator[RunningSer
         fixed = [shared_token(token.get_secret_value())] if token else []
         quotas = Quotas(settings.max_streams_per_peer)
         gate = Gate(Credentials(fixed, settings.credentials), quotas, metrics, plane.log)
-        server = _server(settings, plane, probes, gate, quotas)
+        operators = OperatorService(plane)
+        metrics_address, page_url = _serve_http(settings, metrics, operators, gate, stack)
+        server = _server(settings, plane, operators, probes, gate, quotas)
         address = _bind(server, settings)
         health_address = None
         if settings.health is not None:
@@ -112,7 +120,7 @@ async def running_service(settings: ServiceSettings) -> AsyncIterator[RunningSer
         ticks = asyncio.create_task(_tick(plane, gate))
         stack.push_async_callback(_cancel, warm, ticks)
         _log.info("listening", address=address, metrics=metrics_address, leader_term=plane.leader_term)
-        yield RunningService(address, metrics_address, health_address, plane, warm)
+        yield RunningService(address, metrics_address, page_url, health_address, plane, warm)
 
 
 async def serve_until_stopped(settings: ServiceSettings, announce: Callable[[RunningService], None]) -> None:
@@ -137,7 +145,12 @@ async def serve_until_stopped(settings: ServiceSettings, announce: Callable[[Run
 
 
 def _server(
-    settings: ServiceSettings, plane: ControlPlane, probes: Any, gate: Gate, quotas: Quotas
+    settings: ServiceSettings,
+    plane: ControlPlane,
+    operators: OperatorService,
+    probes: Any,
+    gate: Gate,
+    quotas: Quotas,
 ) -> grpc.aio.Server:
     server = grpc.aio.server(
         interceptors=[gate],
@@ -165,7 +178,7 @@ def _server(
         ],
     )
     agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(plane, quotas), server)
-    operator_pb2_grpc.add_OperatorServiceServicer_to_server(OperatorService(plane), server)
+    operator_pb2_grpc.add_OperatorServiceServicer_to_server(operators, server)
     health_pb2_grpc.add_HealthServicer_to_server(probes, server)
     names = (AGENT_SERVICE, OPERATOR_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
@@ -220,11 +233,32 @@ async def _serve_health(address: str, probes: Any, stack: contextlib.AsyncExitSt
     return f"{address.rpartition(':')[0]}:{bound}"
 
 
-def _serve_metrics(metrics: Metrics, address: str, stack: contextlib.AsyncExitStack) -> str:
+def _serve_http(
+    settings: ServiceSettings,
+    metrics: Metrics,
+    operators: OperatorService,
+    gate: Gate,
+    stack: contextlib.AsyncExitStack,
+) -> tuple[str, str]:
+    """Metrics and the web page; the address of the first and the URL of the second."""
+    api, loop = WebApi(operators, gate), asyncio.get_running_loop()
+    if settings.page is None:
+        both = _http(settings.metrics, "metrics", Served(metrics, api, loop), stack)
+        return both, f"http://{both}/"
+    tls = None
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        client_ca = str(settings.tls_client_ca) if settings.tls_client_ca else None
+        tls = TlsFiles(str(settings.tls_cert), str(settings.tls_key), client_ca)
+    page = _http(settings.page, "page", Served(None, api, loop, tls), stack)
+    scheme = "http" if tls is None else "https"
+    return _http(settings.metrics, "metrics", Served(metrics), stack), f"{scheme}://{page}/"
+
+
+def _http(address: str, flag: str, served: Served, stack: contextlib.AsyncExitStack) -> str:
     try:
-        server = metrics.serve(*_split(address))
+        server = HttpServer(*_split(address), served)
     except OSError as error:
-        raise ListenError(f"cannot serve metrics on {address}: {error.strerror or error}") from error
+        raise ListenError(f"cannot serve the {flag} on {address}: {error.strerror or error}") from error
     stack.callback(server.close)
     return f"{address.rpartition(':')[0]}:{server.port}"
 

@@ -65,7 +65,13 @@ class ServiceSettings(_PlannerFields):
         "127.0.0.1:50551", description="host:port for agents and operators; port 0 takes a free one"
     )
     metrics: Address = Field(
-        "127.0.0.1:9464", description="host:port of Prometheus' /metrics; port 0 takes a free one"
+        "127.0.0.1:9464",
+        description="host:port of Prometheus' /metrics, and of the web page where `page` is not set; port 0 takes a "
+        "free one",
+    )
+    page: Address | None = Field(
+        None,
+        description="host:port of the web page, with TLS where tls_cert is set; unset: with the metrics, in plain text",
     )
     store: str = Field(
         "eplb-state.sqlite3",

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
 from eplb_service.control.core.deployment import Deployment
-from eplb_service.control.core.health import mean_par, measured_par, problems
+from eplb_service.control.core.health import mean_par, measured_par, problems, rank_loads
+from eplb_service.control.server.observer import Decision, Observed, Observer
 from eplb_service.control.server.stored import StoredPlacement, StoredPlan
 from eplb_service.planner.plan import LayerVerdict
+from eplb_service.wire.codec import pack
 from eplb_service.wire.generated import operator_pb2
+
+_LOAD_STEPS = 64
+"""Newest steps that the ranks' loads are of: what is served now, not a window ago."""
 
 
 def deployment_status(
@@ -68,7 +76,7 @@ def layer_statuses(deployment: Deployment) -> list[operator_pb2.LayerStatus]:
     ]
 
 
-def agent_statuses(deployment: Deployment) -> list[operator_pb2.AgentStatus]:
+def agent_statuses(deployment: Deployment, observer: Observer) -> list[operator_pb2.AgentStatus]:
     """One per rank that has ever come, by rank."""
     members = deployment.group.members if deployment.group else {}
     return [
@@ -81,6 +89,7 @@ def agent_statuses(deployment: Deployment) -> list[operator_pb2.AgentStatus]:
             error=member.error,
             agent_version=member.agent_version,
             dropped_steps=member.dropped_steps,
+            silent_seconds=observer.silent_seconds(deployment.name, rank),
         )
         for rank, member in sorted(members.items())
     ]
@@ -96,8 +105,46 @@ def past_plan(plan: StoredPlan) -> operator_pb2.PastPlan:
         outcome=plan.outcome.value if plan.outcome else "",
         reason=plan.reason,
         committed=plan.committed,
-        verdicts=[operator_pb2.PastVerdict(**_fields(verdict)) for verdict in plan.verdicts],
+        verdicts=_verdicts(plan.verdicts),
     )
+
+
+def balance(deployment: Deployment, observed: Observed) -> operator_pb2.GetBalanceResponse:
+    """Balance over time, loads of the ranks, and the last decisions."""
+    steps, loads_LR = rank_loads(deployment, _LOAD_STEPS)
+    response = operator_pb2.GetBalanceResponse(
+        points=[operator_pb2.BalancePoint(**vars(point)) for point in observed.series.points],
+        load_steps=steps,
+    )
+    if steps:
+        response.rank_loads.CopyFrom(pack(np.rint(1000 * loads_LR).astype(np.int32)))
+    for name in ("last_decision", "last_plan"):
+        decision = getattr(observed, name)
+        if decision is not None:
+            getattr(response, name).CopyFrom(_made(decision, deployment))
+    return response
+
+
+def _made(decision: Decision, deployment: Deployment) -> operator_pb2.MadeDecision:
+    made = operator_pb2.MadeDecision(
+        at=decision.at,
+        solve_seconds=decision.solve_seconds,
+        plan_id=decision.plan_id,
+        verdicts=_verdicts(decision.verdicts),
+        moves=[
+            operator_pb2.LayerMoves(layer=layer, moves=pack(moves_M5))
+            for layer, moves_M5 in sorted(decision.moves.items())
+        ],
+    )
+    for plan in (deployment.plan, deployment.ended_plan):
+        if plan is not None and plan.offer.plan_id == decision.plan_id:
+            made.outcome = plan.outcome.value if plan.outcome else ""
+            made.reason, made.committed = plan.reason, plan.committed
+    return made
+
+
+def _verdicts(verdicts: Iterable[LayerVerdict]) -> list[operator_pb2.PastVerdict]:
+    return [operator_pb2.PastVerdict(**_fields(verdict)) for verdict in verdicts]
 
 
 def _fields(verdict: LayerVerdict) -> dict[str, Any]:

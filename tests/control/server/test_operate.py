@@ -51,6 +51,15 @@ async def test_status(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> N
     assert f"{RANKS} of {RANKS} connected" in capsys.readouterr().out
 
 
+async def test_top(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await eplb(group, "top", "decode", "--once") == 0
+    shown = capsys.readouterr().out
+    assert f"{RANKS} of {RANKS} ranks connected on 2 nodes" in shown
+    assert sum(line.count("■") == RANKS for line in shown.splitlines()) == LAYERS
+    assert await eplb(group, "top", "absent", "--once") == 2
+    assert "no deployment 'absent'" in capsys.readouterr().err
+
+
 async def test_placement(group: FakeGroup, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "placement.npz"
     assert await eplb(group, "placement", "decode", "--out", str(out)) == 0

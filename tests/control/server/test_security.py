@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from pathlib import Path
 
 import grpc
@@ -14,6 +13,7 @@ from eplb_service.control.server.service import ListenError, running_service
 from eplb_service.control.server.settings import SettingsError
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from tests.control.fake_group import FakeRank, first_placement, hello_of, live_of
+from tests.control.server.self_signed import self_signed
 from tests.control.server.test_service import settings
 
 RIGHT, WRONG = (("authorization", "Bearer right"),), (("authorization", "Bearer wrong"),)
@@ -51,21 +51,7 @@ async def test_calls_with_the_token_are_served_and_health_needs_none() -> None:
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
 async def test_tls(tmp_path: Path) -> None:
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        "-nodes",
-        "-days",
-        "1",
-        "-subj",
-        "/CN=localhost",
-    ]
-    command += ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    cert, key = self_signed(tmp_path)
     async with running_service(settings(tls_cert=cert, tls_key=key)) as service:
         credentials = grpc.ssl_channel_credentials(cert.read_bytes())
         address = service.address.replace("127.0.0.1", "localhost")

@@ -40,7 +40,9 @@ def test_it_says_where_it_listens_and_stops_when_told(
     assert served.stdout is not None
     line = served.stdout.readline()
     assert re.fullmatch(
-        r"eplb: agents and operators at 127\.0\.0\.1:\d+, metrics at http://127\.0\.0\.1:\d+/metrics\n", line
+        r"eplb: agents and operators at 127\.0\.0\.1:\d+, metrics at http://127\.0\.0\.1:(\d+)/metrics, "
+        r"web page at http://127\.0\.0\.1:\1/\n",
+        line,
     )
     served.send_signal(number)
     _, errors = served.communicate(timeout=300)

@@ -1,0 +1,180 @@
+// The parts of the page that are text: names, problems, figures, the last switch, agents, plans.
+import { ago, at, bytes, clock, count, element, ratio, rebuild, tip } from "./dom.js";
+
+const CHIPS = 8;
+const ROWS = 12;
+const SILENT_SECONDS = 15;
+
+function stateOf(status) {
+  if (status.problems.length) return ["bad", `${status.problems.length} problem${status.problems.length > 1 ? "s" : ""}`];
+  if (status.paused) return ["warn", "paused"];
+  return status.plan_id ? ["busy", "switching"] : ["good", "well"];
+}
+
+export function showNames(deployments, current) {
+  const key = deployments.map((one) => [one.deployment, stateOf(one), ratio(one.par)]);
+  rebuild("deployments", [key, current], () => deployments.map((one) => {
+    const [kind, words] = stateOf(one);
+    const link = { href: `#${encodeURIComponent(one.deployment)}`, title: words, "aria-current": one.deployment === current ? "page" : null };
+    return element("a", link, element("i", { class: kind }), one.deployment, element("b", {}, ratio(one.par)));
+  }));
+  document.querySelectorAll("nav i").forEach((dot) => { dot.style.color = `var(--${dot.className === "busy" ? "par" : dot.className})`; });
+}
+
+export function showTitle({ status }) {
+  const [kind, words] = stateOf(status);
+  document.title = `${status.deployment} ${ratio(status.par)} · eplb`;
+  at("name").textContent = status.deployment;
+  at("state").className = `pill ${kind}`;
+  at("state").replaceChildren(element("i"), words);
+  at("shape").textContent = `${status.layers} layers × ${status.experts} experts on ${status.ranks} ranks × ${status.slots} slot${status.slots === 1 ? "" : "s"}`;
+}
+
+export function showProblems(problems) {
+  rebuild("problems", problems, () => problems.map((text) => element("li", {}, text)));
+}
+
+export function showTiles({ status, balance }) {
+  const newest = balance.points.at(-1);
+  const decision = balance.last_decision;
+  const floor = newest?.noise_floor ?? null;
+  const since = decision ? `decided ${ago(Date.now() / 1000 - decision.at)} ago` : "no decision yet";
+  const avoidable = status.par && floor ? Math.max(0, status.par - floor) : null;
+  const steps = status.steps_received + status.steps_lost;
+  const lost = steps ? (100 * status.steps_lost) / steps : 0;
+  const tiles = [
+    ["PAR now", ratio(status.par), `over ${count(status.window_steps)} steps`],
+    ["planned", ratio(newest?.par_planned), since],
+    ["noise floor", ratio(floor), "about what chance leaves"],
+    ["avoidable", avoidable === null ? "–" : `${(100 * avoidable).toFixed(1)} %`, "of the mean rank's load"],
+    ["switched", count(status.layers_switched), `layers, ${count(status.experts_moved)} experts, ${bytes(status.bytes_moved)}`],
+    ["steps", count(status.steps_received), lost ? `${lost.toPrecision(2)} % lost` : "none lost"],
+  ];
+  rebuild("tiles", tiles, () => tiles.map(([name, value, words]) =>
+    element("div", { class: "tile" }, element("span", {}, name), element("b", {}, value), element("span", {}, words))));
+}
+
+// The last switch
+
+export function showSwitch({ status, layers, balance }) {
+  const plan = balance.last_plan;
+  const decision = balance.last_decision;
+  at("switch-lead").textContent = plan ? switchLead(plan, decision) : decision ? keptLead(decision) : "No decision since this service started.";
+  const now = plan ? layers.map((layer) => ratio(layer.par)) : [];
+  rebuild("switch", [status.deployment, plan, now], () => (plan ? switchRows(plan, layers) : []));
+}
+
+function switchLead(plan, decision) {
+  const changed = plan.verdicts.filter((verdict) => verdict.changed);
+  const moves = changed.reduce((sum, verdict) => sum + verdict.moves, 0);
+  const sent = changed.reduce((sum, verdict) => sum + verdict.bytes, 0);
+  const outcome = plan.outcome ? plan.outcome.replace("_", " ") : "under way";
+  const later = decision && decision.at > plan.at ? ` ${keptLead(decision)}` : "";
+  return `Plan ${plan.plan_id} at ${clock(plan.at, true)}, ${outcome}: ${plan.committed} of ${changed.length} layers switched, ` +
+    `${count(moves)} experts moved${sent ? ` (${bytes(sent)})` : ""}, solved in ${(1000 * plan.solve_seconds).toFixed(0)} ms.` +
+    `${plan.reason ? ` ${plan.reason}.` : ""}${later}`;
+}
+
+function keptLead(decision) {
+  return decision.plan_id ? "" : `The decision ${ago(Date.now() / 1000 - decision.at)} ago kept every layer.`;
+}
+
+function switchRows(plan, layers) {
+  const moves = new Map(plan.moves.map((of) => [of.layer, of.moves]));
+  const changed = plan.verdicts.filter((verdict) => verdict.changed)
+    .sort((a, b) => b.par_seen - b.par_planned - (a.par_seen - a.par_planned));
+  const kept = plan.verdicts.filter((verdict) => !verdict.changed);
+  const head = element("div", { class: "row head" }, ...["layer", "PAR seen → planned, now", "moved: expert, from → to rank", "why"]
+    .map((words) => element("span", {}, words)));
+  const rows = changed.map((verdict) => switchRow(verdict, moves.get(verdict.layer) ?? [], layers[verdict.layer]));
+  const found = [head, ...rows.slice(0, ROWS)];
+  if (rows.length > ROWS) found.push(element("details", {}, element("summary", {}, `${rows.length - ROWS} more layers that gain less`), ...rows.slice(ROWS)));
+  if (kept.length) found.push(element("details", {}, element("summary", {}, `${kept.length} layers kept`), ...kept.map((verdict) =>
+    element("div", { class: "row" }, element("b", {}, `layer ${verdict.layer}`), element("span", {}, ratio(verdict.par_seen)),
+      element("span", { class: "why" }, verdict.reason)))));
+  return found;
+}
+
+function switchRow(verdict, moves, layer) {
+  const gain = verdict.par_seen - verdict.par_planned;
+  const ratios = element("span", {}, `${ratio(verdict.par_seen)} → `, element("b", {}, ratio(verdict.par_planned)),
+    element("span", { class: "soft" }, `, ${ratio(layer?.par)}`));
+  ratios.title = `gain ${gain.toFixed(3)}, noise floor ${ratio(verdict.noise_floor)}`;
+  return element("div", { class: "row" }, element("b", {}, `layer ${verdict.layer}`), ratios, chips(moves), element("span", { class: "why" }, verdict.reason));
+}
+
+function chips(moves) {
+  const made = moves.map(([source, , destination, , expert]) =>
+    element("span", { class: "chip" }, element("b", {}, `e${expert}`), ` ${source}→${destination}`));
+  const box = element("div", { class: "chips" }, ...made.slice(0, CHIPS));
+  if (!moves.length) box.append(element("span", { class: "chip" }, "tables alone"));
+  if (made.length > CHIPS) {
+    const more = element("button", { class: "more", type: "button" }, `${made.length - CHIPS} more`);
+    more.addEventListener("click", () => box.replaceChildren(...made));
+    box.append(more);
+  }
+  return box;
+}
+
+// Agents
+
+function troubleOf(agent) {
+  if (!agent.connected) return ["bad", "not connected"];
+  if (agent.error) return ["bad", agent.error];
+  if (agent.silent_seconds !== null && agent.silent_seconds > SILENT_SECONDS) return ["warn", `silent for ${ago(agent.silent_seconds)}`];
+  if (agent.dropped_steps) return ["warn", `${count(agent.dropped_steps)} steps dropped`];
+  return null;
+}
+
+export function showAgents({ status, agents }) {
+  const seen = new Map(agents.map((agent) => [agent.rank, agent]));
+  const all = Array.from({ length: status.ranks }, (_, rank) => seen.get(rank) ?? { rank, node: "never came", connected: false, error: "", epoch: 0, step: 0 });
+  const nodes = new Map();
+  for (const agent of all) nodes.set(agent.node, [...(nodes.get(agent.node) ?? []), agent]);
+  const steps = agents.filter((agent) => agent.connected).map((agent) => agent.step);
+  const versions = [...new Set(agents.map((agent) => agent.agent_version))].join(", ");
+  at("agents-lead").textContent = `${status.agents_connected} of ${status.ranks} ranks connected, on ${nodes.size} ` +
+    `node${nodes.size === 1 ? "" : "s"}${versions ? `; agent ${versions}` : ""}${steps.length ? `; at step ${count(Math.max(...steps))}` : ""}.`;
+  rebuild("agents", all.map((agent) => [agent.node, troubleOf(agent)]), () => [...nodes].map(([node, ranks]) =>
+    element("div", { class: "node" }, element("small", { title: node }, node), element("div", { class: "ranks" }, ...ranks.map(square)))));
+  const troubled = all.map((agent) => [agent, troubleOf(agent)]).filter(([, trouble]) => trouble);
+  rebuild("troubled", troubled.map(([agent, trouble]) => [agent.rank, trouble]), () => (troubled.length ? [troubledTable(troubled)] : []));
+}
+
+function square(agent) {
+  const trouble = troubleOf(agent);
+  const made = element("i", { class: trouble?.[0] ?? "good" });
+  made.addEventListener("mousemove", (event) => tip(event, `rank ${agent.rank} on ${agent.node}\n${trouble?.[1] ?? "well"}`));
+  made.addEventListener("mouseleave", (event) => tip(event, null));
+  return made;
+}
+
+function troubledTable(troubled) {
+  const rows = troubled.map(([agent, [kind, words]]) => [agent.rank, agent.node, element("span", { class: kind }, words)]);
+  return element("div", { class: "scroll" }, table(["rank", "node", "what is wrong"], rows, ["number", "", "text"]));
+}
+
+// Plans
+
+export function showPlans(plans) {
+  const mean = (plan, field) => {
+    const known = plan.verdicts.map((verdict) => verdict[field]).filter((value) => value !== null);
+    return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
+  };
+  const rows = plans.map((plan) => {
+    const changed = plan.verdicts.filter((verdict) => verdict.changed);
+    const kind = plan.outcome === "done" ? "good" : plan.outcome ? "bad" : "busy";
+    const words = `${(plan.outcome || "under way").replace("_", " ")}${plan.reason ? `: ${plan.reason}` : ""}`;
+    return [plan.plan_id, clock(plan.at, true), `${ratio(mean(plan, "par_seen"))} → ${ratio(mean(plan, "par_planned"))}`,
+      `${plan.committed} of ${changed.length}`, count(changed.reduce((sum, verdict) => sum + verdict.moves, 0)), element("span", { class: kind }, words)];
+  });
+  const kinds = ["number", "time", "number", "number", "number", "text"];
+  at("plans").replaceChildren(rows.length ? table(["plan", "offered", "PAR seen → planned", "layers", "moves", "outcome"], rows, kinds)
+    : element("p", { class: "soft" }, "No plan yet: every decision so far kept all layers."));
+}
+
+function table(heads, rows, kinds) {
+  const cells = (name, values) => values.map((value, column) => element(name, { class: kinds[column] || null }, value instanceof Node ? value : String(value)));
+  return element("table", {}, element("thead", {}, element("tr", {}, ...cells("th", heads))),
+    element("tbody", {}, ...rows.map((row) => element("tr", {}, ...cells("td", row)))));
+}

@@ -1,0 +1,218 @@
+"""A made-up service of any size behind the real web page: the JSON that a service gives, from its messages."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+
+from eplb_service.control.server.http_server import _HEADERS, _finite
+from eplb_service.control.server.page_files import PAGE_FILES, Content
+from eplb_service.wire.codec import pack
+from eplb_service.wire.document import as_document
+from eplb_service.wire.generated import operator_pb2
+
+HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
+
+
+@dataclass(frozen=True)
+class Pictured:
+    """The service's messages of one look."""
+
+    known: list[operator_pb2.DeploymentStatus]
+    whole: operator_pb2.GetStatusResponse
+    balance: operator_pb2.GetBalanceResponse
+    history: operator_pb2.GetHistoryResponse
+
+
+def documents(*sizes: int, **facts: Any) -> dict[str, Any]:
+    """What every path of the interface answers, for one large deployment and two small ones."""
+    look = messages(*sizes, **facts)
+    return {
+        "service": {"version": "0.1.0"},
+        "deployments": {"deployments": [as_document(status) for status in look.known]},
+        "deployments/decode": as_document(look.whole),
+        "deployments/decode/balance": as_document(look.balance),
+        "deployments/decode/history": as_document(look.history),
+    }
+
+
+def messages(
+    ranks: int, layers: int, slots: int = 1, *, problems: tuple[str, ...] = (), missing: tuple[int, ...] = ()
+) -> Pictured:
+    """A deployment called decode of this size, and two small others."""
+    rng = np.random.default_rng(7)
+    now = time.time()
+    loads_LR = np.clip(rng.gamma(60, 1 / 60, (layers, ranks)), 0, None)
+    loads_LR[rng.integers(0, layers, 9), rng.integers(0, ranks, 9)] *= 1.7
+    loads_LR /= loads_LR.mean(axis=1, keepdims=True)
+    par_L = loads_LR.max(axis=1)
+    floor_L = 1.09 + 0.01 * rng.random(layers)
+    changed = set(range(0, layers, 3))
+    verdicts = [verdict(layer, par_L, floor_L, layer in changed) for layer in range(layers)]
+    moves = [
+        operator_pb2.LayerMoves(layer=layer, moves=pack(moves_of(rng, ranks, slots, 2 + layer % 13)))
+        for layer in sorted(changed)
+    ]
+    decision = operator_pb2.MadeDecision(
+        at=now - 42,
+        solve_seconds=0.187,
+        plan_id=17,
+        verdicts=verdicts,
+        moves=moves,
+        outcome="done",
+        committed=len(changed),
+    )
+    balance = operator_pb2.GetBalanceResponse(
+        points=points(now, float(par_L.mean()), float(floor_L.mean())),
+        rank_loads=pack(np.rint(1000 * loads_LR).astype(np.int32)),
+        load_steps=64,
+        last_decision=decision,
+        last_plan=decision,
+    )
+    state = operator_pb2.DeploymentStatus(
+        deployment="decode",
+        layers=layers,
+        experts=max(8, ranks - ranks // 5),
+        ranks=ranks,
+        slots=slots,
+        agents_connected=ranks - len(missing),
+        epoch=612,
+        digest=0x1D2C,
+        par=float(par_L.mean()),
+        window_steps=256,
+        steps_received=48_211,
+        steps_lost=12,
+        layers_switched=612,
+        experts_moved=4_031,
+        bytes_moved=4_031 * 44_040_192,
+        problems=list(problems),
+    )
+    agents = [
+        operator_pb2.AgentStatus(
+            rank=rank,
+            node=f"node-{rank // 8:02d}",
+            connected=rank not in missing,
+            step=48_230,
+            epoch=612,
+            agent_version="0.1.0",
+            silent_seconds=0.4,
+            dropped_steps=96 if rank == 5 else 0,
+        )
+        for rank in range(ranks)
+    ]
+    whole = operator_pb2.GetStatusResponse(
+        status=state,
+        layers=[
+            operator_pb2.LayerStatus(
+                layer=layer,
+                par=par_L[layer],
+                planned_par=verdicts[layer].par_planned if layer in changed else 0,
+                epoch=600,
+            )
+            for layer in range(layers)
+        ],
+        agents=agents,
+    )
+    others = [
+        operator_pb2.DeploymentStatus(
+            deployment=name, ranks=16, agents_connected=here, par=1.07, paused=paused
+        )
+        for name, here, paused in (("prefill", 16, False), ("draft", 8, True))
+    ]
+    return Pictured([state, *others], whole, balance, history(verdicts, now))
+
+
+def verdict(layer: int, par_L: Any, floor_L: Any, changed: bool) -> operator_pb2.PastVerdict:
+    seen = float(par_L[layer]) + (0.25 if changed else 0.0)
+    reason = f"placed again: PAR {seen:.3f} to {par_L[layer]:.3f} for {2 + layer % 13} moves"
+    return operator_pb2.PastVerdict(
+        layer=layer,
+        par_seen=seen,
+        par_planned=float(par_L[layer]) if changed else seen,
+        noise_floor=float(floor_L[layer]),
+        moves=2 + layer % 13 if changed else 0,
+        changed=changed,
+        reason=reason if changed else "kept: what could be won does not pay for its moves",
+        bytes=44_040_192 * (2 + layer % 13) if changed else 0,
+    )
+
+
+def moves_of(rng: np.random.Generator, ranks: int, slots: int, count: int) -> Any:
+    moves_M5 = rng.integers(0, ranks, (count, 5))
+    moves_M5[:, [1, 3]] = rng.integers(0, slots, (count, 2))
+    return moves_M5.astype(np.int32)
+
+
+def points(now: float, par: float, floor: float) -> list[operator_pb2.BalancePoint]:
+    """An hour: heat drifts, a plan brings balance back, six times."""
+    made, switched = [], 0
+    for index in range(360):
+        phase = (index % 60) / 60
+        value = par + 0.34 * phase**1.5 + 0.01 * math.sin(index * 1.7) + 0.006 * math.sin(index * 5.1)
+        switched += 40 if index and index % 60 == 0 else 0
+        made.append(
+            operator_pb2.BalancePoint(
+                at=now - 10 * (360 - index),
+                par=value,
+                par_planned=math.nan if index < 25 else par - 0.01 + 0.004 * (index // 60),
+                noise_floor=math.nan if index < 25 else floor + 0.004 * math.sin(index // 60),
+                layers_switched=switched,
+            )
+        )
+    return made
+
+
+def history(verdicts: list[operator_pb2.PastVerdict], now: float) -> operator_pb2.GetHistoryResponse:
+    done = operator_pb2.PastPlan(plan_id=17, at=now - 42, outcome="done", committed=21, verdicts=verdicts)
+    aborted = operator_pb2.PastPlan(
+        plan_id=16,
+        at=now - 700,
+        outcome="aborted",
+        reason="rank 3: the transfer took longer than 30 s",
+        committed=2,
+        verdicts=verdicts,
+    )
+    return operator_pb2.GetHistoryResponse(plans=[done, aborted])
+
+
+@contextmanager
+def pictured(answers: dict[str, Any], page: dict[str, Content] | None = None) -> Iterator[str]:
+    """The page over these answers; the URL. ``page`` adds files to it, or replaces some."""
+    extra = page or {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            found = answers.get(path.removeprefix("/api/v1/"))
+            if path.startswith("/api/v1/"):
+                kind, body = "application/json", json.dumps(_finite(found or {"error": "unknown"})).encode()
+            else:
+                kind, body = extra.get(path) or PAGE_FILES.get(path, PAGE_FILES["/"])
+            self.send_response(200 if found or not path.startswith("/api/v1/") else 404)
+            for name, value in {**_HEADERS, "Content-Type": kind, "Content-Length": str(len(body))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

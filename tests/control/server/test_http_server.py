@@ -1,0 +1,231 @@
+"""Over HTTP the service gives metrics, its page and the JSON behind it: to whom it may, and to nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import http.client
+import json
+import shutil
+import socket
+import ssl
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eplb_service.control.server import http_server
+from eplb_service.control.server.service import ListenError, RunningService, running_service
+from eplb_service.control.server.settings import SettingsError, load_settings
+from tests.control.fake_group import LAYERS, RANKS, FakeGroup, skewed_heat
+from tests.control.server.self_signed import self_signed
+from tests.control.server.test_service import settings, until
+
+CREDENTIALS = """
+- {name: looker, role: reader, deployments: [decode], token: reader-0123456789}
+- {name: ranks, role: agent, deployments: ['*'], token: agent-0123456789}
+"""
+
+
+class Answer:
+    def __init__(self, answer: http.client.HTTPResponse) -> None:
+        self.status, self.headers, self.body = answer.status, answer.headers, answer.read()
+
+    @property
+    def document(self) -> Any:
+        return json.loads(self.body)
+
+
+def _get(address: str, path: str, method: str, headers: dict[str, str], context: Any) -> Answer:
+    host, _, port = address.rpartition(":")
+    if context is None:
+        connection: Any = http.client.HTTPConnection(host, int(port), timeout=20)
+    else:
+        connection = http.client.HTTPSConnection("localhost", int(port), timeout=20, context=context)
+    try:
+        connection.request(method, path, headers=headers)
+        return Answer(connection.getresponse())
+    finally:
+        connection.close()
+
+
+async def get(
+    address: str, path: str, *, token: str = "", method: str = "GET", context: Any = None, **headers: str
+) -> Answer:
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    return await asyncio.to_thread(_get, address, path, method, headers, context)
+
+
+async def balanced(service: RunningService, group: FakeGroup) -> None:
+    """A deployment that has switched layers and counted since."""
+    await group.join()
+    for _ in range(4):
+        await group.send_heat(skewed_heat(8))
+    await group.carry_out(await group.hear_plan())
+    await group.send_heat(skewed_heat(8, seed=1))
+    deployment = service.plane.deployments["decode"]
+    await until(lambda: deployment.ended_plan is not None and deployment.totals.steps_received == 40)
+    service.plane.tick()
+
+
+async def test_the_page_s_figures_are_those_of_the_service() -> None:
+    async with running_service(settings()) as service, FakeGroup(service.address) as group:
+        await balanced(service, group)
+        at = service.metrics_address
+        assert (await get(at, "/api/v1/deployments")).document["deployments"][0]["deployment"] == "decode"
+        whole = (await get(at, "/api/v1/deployments/decode")).document
+        balance = (await get(at, "/api/v1/deployments/decode/balance")).document
+        plans = (await get(at, "/api/v1/deployments/decode/history")).document["plans"]
+    assert whole["status"]["agents_connected"] == RANKS
+    assert [layer["layer"] for layer in whole["layers"]] == list(range(LAYERS))
+    assert all(0 <= agent["silent_seconds"] < 60 for agent in whole["agents"])
+    assert len(balance["rank_loads"]) == LAYERS
+    for row in balance["rank_loads"]:
+        assert sum(row) == pytest.approx(1000 * RANKS, abs=RANKS)
+    point = balance["points"][-1]
+    assert point["par"] == pytest.approx(whole["status"]["par"])
+    assert 1 <= point["noise_floor"] < point["par_planned"] or point["par_planned"] >= 1
+    plan = balance["last_plan"]
+    assert (plan["plan_id"], plan["outcome"]) == (plans[0]["plan_id"], "done")
+    assert plan["committed"] == len(plan["moves"])
+    for of_layer in plan["moves"]:
+        assert len(of_layer["moves"]) == plan["verdicts"][of_layer["layer"]]["moves"]
+
+
+async def test_every_answer_forbids_what_the_page_does_not_need() -> None:
+    async with running_service(settings()) as service:
+        at = service.metrics_address
+        for path in ("/", "/main.js", "/metrics", "/api/v1/service", "/nowhere"):
+            answer = await get(at, path)
+            assert answer.headers["Content-Security-Policy"].startswith(
+                "default-src 'none'; script-src 'self'"
+            )
+            assert answer.headers["X-Content-Type-Options"] == "nosniff"
+            assert "Access-Control-Allow-Origin" not in answer.headers
+        page = await get(at, "/")
+        assert page.headers["Content-Type"] == "text/html; charset=utf-8"
+        assert (await get(at, "/", method="HEAD")).body == b""
+        zipped = await get(at, "/main.js", **{"Accept-Encoding": "gzip"})
+        assert gzip.decompress(zipped.body) == (await get(at, "/main.js")).body
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/nowhere", 404),
+        ("/../settings.py", 404),
+        ("/%2e%2e/settings.py", 404),
+        ("/api/v1/", 404),
+        ("/api/v1/deployments/absent", 404),
+        ("/api/v1/deployments/absent/balance", 404),
+        ("/api/v1/deployments/decode/pause", 404),
+        ("/api/v1/deployments/%00", 400),
+    ],
+)
+async def test_what_is_not_there(path: str, status: int) -> None:
+    async with running_service(settings()) as service:
+        answer = await get(service.metrics_address, path)
+    assert answer.status == status
+    assert answer.document["error"]
+
+
+async def test_nothing_can_be_ordered_over_http() -> None:
+    async with running_service(settings()) as service:
+        for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+            assert (await get(service.metrics_address, "/api/v1/deployments", method=method)).status == 501
+
+
+async def test_readers_see_their_deployments_and_others_nothing(tmp_path: Path) -> None:
+    (tmp_path / "credentials.yaml").write_text(CREDENTIALS)
+    async with running_service(settings(credentials=tmp_path / "credentials.yaml")) as service:
+        at, path = service.metrics_address, "/api/v1/deployments"
+        assert (await get(at, path)).status == 401
+        assert (await get(at, path, token="wrong-0123456789")).status == 401
+        assert (await get(at, path, token="agent-0123456789")).status == 403
+        assert (await get(at, path, token="reader-0123456789")).document == {"deployments": []}
+        assert (await get(at, f"{path}/prefill", token="reader-0123456789")).status == 403
+        assert (await get(at, f"{path}/decode", token="reader-0123456789")).status == 404
+        # Figures for Prometheus and the page itself give nothing away that is not meant for whoever reaches the port.
+        assert (await get(at, "/metrics")).status == 200
+        assert (await get(at, "/")).status == 200
+        metrics = (await get(at, "/metrics")).body.decode()
+    assert 'eplb_refusals_total{code="unauthenticated"} 2.0' in metrics
+
+
+async def test_a_token_is_not_taken_in_plain_text_from_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server._Server, "get_request", _from_elsewhere)
+    async with running_service(settings(auth_token="right")) as service:
+        answer = await get(service.metrics_address, "/api/v1/deployments", token="right")
+        assert answer.status == 403
+        assert "plain text" in answer.document["error"]
+        assert (await get(service.metrics_address, "/api/v1/deployments")).status == 401
+
+
+def _from_elsewhere(server: Any) -> Any:
+    connection, (_, port) = server.socket.accept()
+    return connection, ("192.0.2.7", port)
+
+
+async def test_another_site_s_name_for_this_machine_reads_nothing() -> None:
+    async with running_service(settings()) as service:
+        at, path = service.metrics_address, "/api/v1/deployments"
+        assert (await get(at, path, Host="rebound.example")).status == 403
+        for name in (at, "localhost", "localhost:9464", "[::1]:9464"):
+            assert (await get(at, path, Host=name)).status == 200
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+async def test_the_page_has_an_address_of_its_own_with_tls(tmp_path: Path) -> None:
+    cert, key = self_signed(tmp_path)
+    trusting = ssl.create_default_context(cafile=str(cert))
+    chosen = settings(tls_cert=cert, tls_key=key, page="127.0.0.1:0", auth_token="right")
+    async with running_service(chosen) as service:
+        assert service.page_url.startswith("https://127.0.0.1:")
+        page = service.page_url.removeprefix("https://").rstrip("/")
+        path = "/api/v1/deployments"
+        assert (await get(page, path, token="right", context=trusting)).document == {"deployments": []}
+        assert (await get(page, "/metrics", context=trusting)).status == 404
+        assert (await get(service.metrics_address, "/metrics")).status == 200
+        assert "address of its own" in (await get(service.metrics_address, "/")).document["error"]
+        with pytest.raises((OSError, http.client.HTTPException)):
+            await get(page, path)
+
+
+async def test_tls_files_of_the_page_that_cannot_be_read(tmp_path: Path) -> None:
+    nowhere = tmp_path / "nowhere.pem"
+    with pytest.raises((ListenError, SettingsError), match=r"No such file|cannot read"):
+        async with running_service(settings(tls_cert=nowhere, tls_key=nowhere, page="127.0.0.1:0")):
+            pass
+
+
+async def test_too_many_connections_are_turned_away_and_slow_ones_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_server, "MOST_CONNECTIONS", 4)
+    monkeypatch.setattr(http_server, "_CONNECTION_SECONDS", 0.3)
+    async with running_service(settings()) as service:
+        host, _, port = service.metrics_address.rpartition(":")
+        silent = [socket.create_connection((host, int(port)), timeout=10) for _ in range(4)]
+        try:
+            time.sleep(0.1)
+            with pytest.raises((OSError, http.client.HTTPException)):
+                await get(service.metrics_address, "/metrics")
+            await asyncio.sleep(0.4)
+            for _ in range(50):
+                try:
+                    assert (await get(service.metrics_address, "/metrics")).status == 200
+                    break
+                except (OSError, http.client.HTTPException):
+                    await asyncio.sleep(0.05)
+            else:
+                pytest.fail("slow connections kept everybody else out")
+        finally:
+            for connection in silent:
+                connection.close()
+
+
+def test_a_page_address_must_be_one() -> None:
+    with pytest.raises(SettingsError, match=r"setting page: an address is host:port"):
+        load_settings({"page": "9465"}, environment={})

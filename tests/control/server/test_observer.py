@@ -1,0 +1,63 @@
+"""What pictures are made of: balance over time, the last decision and plan, and who was heard when."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from eplb_service.control.core.deployment import Totals
+from eplb_service.control.server.observer import Observer
+from eplb_service.planner.plan import LayerPlan, LayerVerdict, Plan
+
+
+def verdict(layer: int, planned: float, floor: float) -> LayerVerdict:
+    return LayerVerdict(layer, 1.5, planned, floor, 1, True, "placed again")
+
+
+def deployment(par: float) -> Any:
+    heat = SimpleNamespace(measured_par=lambda epochs: np.array([par, math.nan]))
+    live = SimpleNamespace(layer_epochs=(0, 0))
+    return SimpleNamespace(name="decode", heat=heat, live=live, totals=Totals(layers_switched=4))
+
+
+def test_points_take_plan_and_floor_from_the_last_decision() -> None:
+    observer = Observer(wall_clock=iter([100.0, 101.0, 102.0, 103.0]).__next__, clock=lambda: 0.0)
+    observer.tick(deployment(1.4))
+    layer = LayerPlan(0, np.zeros((1, 1), np.int32), np.zeros((1, 1), np.int32), np.ones((2, 5), np.int32))
+    observer.decided("decode", Plan((layer,), (verdict(0, 1.2, 1.1), verdict(1, math.nan, math.nan))), 0.25)
+    observer.tick(deployment(1.3))
+    observer.tick(deployment(math.nan))
+    first, second = observer.of("decode").series.points
+    assert (first.at, first.par, first.layers_switched) == (100.0, 1.4, 4)
+    assert math.isnan(first.par_planned)
+    assert math.isnan(first.noise_floor)
+    assert (second.par, second.par_planned, second.noise_floor) == (1.3, 1.2, 1.1)
+
+
+def test_the_last_plan_stays_when_later_decisions_keep_every_layer() -> None:
+    observer = Observer()
+    observer.offered("decode", 6)
+    observer.decided("decode", Plan((), (verdict(0, 1.2, 1.1),)), 0.1)
+    observer.offered("decode", 7)
+    observer.decided("decode", Plan((), (verdict(0, 1.3, 1.1),)), 0.1)
+    seen = observer.of("decode")
+    assert seen.last_plan is not None
+    assert seen.last_decision is not None
+    assert (seen.last_plan.plan_id, seen.last_plan.par_planned) == (7, 1.2)
+    assert (seen.last_decision.plan_id, seen.last_decision.par_planned) == (0, 1.3)
+    observer.regrouped("decode")
+    assert observer.of("decode").last_plan is None
+    observer.forget("decode")
+    assert not observer.of("decode").series.points
+
+
+def test_silence_is_counted_from_the_last_report() -> None:
+    now = [10.0]
+    observer = Observer(clock=lambda: now[0])
+    assert observer.silent_seconds("decode", 3) is None
+    observer.heard("decode", 3)
+    now[0] = 14.5
+    assert observer.silent_seconds("decode", 3) == 4.5

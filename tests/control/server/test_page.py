@@ -1,0 +1,170 @@
+"""In a real browser the page shows what the service says, small and large, light and dark, and runs nothing of it."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eplb_service.control.server.page_files import PAGE_FILES, Content
+from tests.control.server.pictured import HOSTILE, documents, pictured
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium here (Debian package: chromium)")
+
+EARLY = b"""
+window.problems = [];
+addEventListener("error", (event) => window.problems.push(String(event.message)));
+addEventListener("securitypolicyviolation", (event) => window.problems.push(event.violatedDirective));
+for (const kind of ["error", "warn"]) console[kind] = (...said) => window.problems.push(said.join(" "));
+"""
+# Once the page is there: what it shows, where a mouse finds a tip, and whether anything sticks out.
+LATE = b"""
+function look() {
+  if (document.body.dataset.ready !== "yes") { setTimeout(look, 50); return; }
+  const text = (id) => document.getElementById(id).innerText;
+  const seen = { complaints: window.problems, hacked: window.hacked ?? 0, text: document.body.innerText, tips: {} };
+  for (const id of ["name", "state", "tiles", "switch", "agents-lead", "plans", "live"]) seen[id] = text(id);
+  seen.hidden = ["login", "empty", "deployment"].filter((id) => document.getElementById(id).hidden);
+  seen.wide = document.documentElement.scrollWidth - innerWidth;
+  seen.ground = getComputedStyle(document.body).backgroundColor;
+  seen.lines = [...document.querySelectorAll("#par path.line")].map((path) => path.getBoundingClientRect().width);
+  seen.squares = document.querySelectorAll("#agents i").length;
+  seen.troubled = document.querySelectorAll("#agents i.bad, #agents i.warn").length;
+  const map = document.getElementById("loads");
+  seen.map = [map.clientWidth, map.clientHeight, map.clientWidth && shades(map)];
+  for (const part of [map, document.querySelector("#par svg")].filter((part) => part?.clientWidth)) {
+    const box = part.getBoundingClientRect();
+    const place = { clientX: box.left + box.width / 3, clientY: box.top + box.height / 2, bubbles: true };
+    part.dispatchEvent(new MouseEvent("mousemove", place));
+    const tip = document.getElementById("tip");
+    seen.tips[part.id || "par"] = tip.hidden ? null : tip.textContent;
+    part.dispatchEvent(new MouseEvent("mouseleave", place));
+  }
+  const out = document.createElement("output");
+  out.id = "seen";
+  out.textContent = JSON.stringify(seen);
+  document.body.append(out);
+}
+function shades(map) {
+  const pixels = map.getContext("2d").getImageData(0, 0, map.width, map.height).data;
+  const found = new Set();
+  for (let at = 0; at < pixels.length; at += 4 * 97) if (pixels[at + 3]) found.add(pixels.slice(at, at + 3).join());
+  return found.size;
+}
+look();
+"""
+PROBED = (
+    PAGE_FILES["/"]
+    .body.replace(b"<title>", b'<script src="early.js"></script><title>')
+    .replace(b"</body>", b'<script src="late.js"></script></body>')
+)
+EXTRA = {
+    "/": Content("text/html; charset=utf-8", PROBED),
+    "/early.js": Content("text/javascript", EARLY),
+    "/late.js": Content("text/javascript", LATE),
+}
+
+
+def visit(answers: dict[str, Any], folder: Path, size: str = "1200,1000", *flags: str) -> dict[str, Any]:
+    with pictured(answers, EXTRA) as url:
+        command = [
+            str(BROWSER),
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            *flags,
+        ]
+        command += [f"--user-data-dir={folder}", f"--window-size={size}", "--virtual-time-budget=5000"]
+        done = subprocess.run(
+            [*command, "--dump-dom", url], capture_output=True, text=True, timeout=100, check=True
+        )
+    found = re.search(r'<output id="seen">(.*?)</output>', done.stdout, re.DOTALL)
+    assert found, done.stderr
+    seen: dict[str, Any] = json.loads(html.unescape(found[1]))
+    assert seen["complaints"] == []
+    assert seen["wide"] <= 0
+    return seen
+
+
+@in_browser
+@pytest.mark.parametrize(
+    ("size", "scheme", "ground"),
+    [("1200,1000", 1, "rgb(255, 255, 255)"), ("500,900", 0, "rgb(19, 21, 24)")],
+    ids=["wide and light", "narrow and dark"],
+)
+def test_a_large_deployment_is_legible(tmp_path: Path, size: str, scheme: int, ground: str) -> None:
+    missing = "319 of 320 ranks connected, missing rank 77"
+    answers = documents(320, 61, problems=(missing,), missing=(77,))
+    seen = visit(answers, tmp_path, size, f"--blink-settings=preferredColorScheme={scheme}")
+    assert (seen["name"], seen["state"], seen["live"]) == ("decode", "1 problem", "live")
+    assert missing in seen["text"]
+    assert seen["ground"] == ground
+    assert len(seen["lines"]) == 3
+    assert min(seen["lines"]) > 250
+    width, height, shades = seen["map"]
+    assert width > 400
+    assert height > 400
+    assert shades > 100
+    par = answers["deployments/decode"]["status"]["par"]
+    assert f"PAR now\n{par:.3f}" in seen["tiles"]
+    assert (seen["squares"], seen["troubled"]) == (320, 2)
+    assert re.match(
+        r"rank \d+ on node-\d\d: \d\.\d\d × the mean\nlayer \d+: PAR \d\.\d{3}", seen["tips"]["loads"]
+    )
+    assert re.fullmatch(r".*:\d\d\n(\d\.\d{3}  .+\n?){3}", seen["tips"]["par"])
+    first = answers["deployments/decode/balance"]["last_plan"]["moves"][0]["moves"][0]
+    assert f"e{first[4]} {first[0]}→{first[2]}" in seen["switch"]
+    assert "40 layers kept" in seen["switch"]
+    assert "aborted: rank 3: the transfer took longer than 30 s" in seen["plans"]
+
+
+@in_browser
+def test_what_the_ranks_say_is_text(tmp_path: Path) -> None:
+    answers = documents(4, 2, problems=(HOSTILE,))
+    agent = answers["deployments/decode"]["agents"][1]
+    agent["node"], agent["error"] = HOSTILE, HOSTILE
+    last = answers["deployments/decode/balance"]["last_plan"]
+    for of_plan in (last, answers["deployments/decode/history"]["plans"][0]):
+        of_plan["reason"] = HOSTILE
+        of_plan["verdicts"][0]["reason"] = HOSTILE
+    seen = visit(answers, tmp_path)
+    assert seen["hacked"] == 0
+    assert seen["text"].count(HOSTILE) >= 4
+
+
+@in_browser
+def test_a_deployment_that_has_measured_nothing(tmp_path: Path) -> None:
+    answers = documents(2, 2)
+    del answers["deployments"]["deployments"][1:]
+    balance = answers["deployments/decode/balance"]
+    answers["deployments/decode/balance"] = {**dict.fromkeys(balance), "points": [], "load_steps": 0}
+    answers["deployments/decode"]["status"]["par"] = 0
+    answers["deployments/decode"]["layers"] = []
+    answers["deployments/decode/history"] = {"plans": []}
+    seen = visit(answers, tmp_path)
+    assert "PAR now\n–" in seen["tiles"]
+    assert "No decision since this service started." in seen["text"]
+    assert "Nothing measured yet." in seen["text"]
+
+
+@in_browser
+def test_no_deployment_and_no_service(tmp_path: Path) -> None:
+    seen = visit({"service": {"version": "1"}, "deployments": {"deployments": []}}, tmp_path / "empty")
+    assert set(seen["hidden"]) == {"login", "deployment"}
+    assert "No deployments yet" in seen["text"]
+    assert visit({}, tmp_path / "broken")["live"] == "the service does not answer"
+
+
+def test_the_page_fetches_nothing_from_elsewhere() -> None:
+    text = b"".join(content.body for path, content in PAGE_FILES.items() if path != "/icon.svg").decode()
+    assert re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text) == []
+    assert "innerHTML" not in text
+    assert not re.search(r"\sstyle=|\son\w+=\"|<style|<script>", PAGE_FILES["/"].body.decode())
