@@ -63,3 +63,18 @@ def test_files_that_contributing_and_architecture_name_exist():
         files = set(re.findall(r"`((?:eplb_service|worker_agent|tests|tools|docs)/[\w/.]+)`", page(name)))
         assert files, name
         assert {path for path in files if not (ROOT / path).exists()} == set()
+
+
+def test_the_modules_that_pages_name_exist():
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    folders = ("", "eplb_service", "worker_agent", "worker_agent/moe", "tests")
+    named = {
+        (path.name, module)
+        for path in pages
+        if path.name != "CHANGELOG.md"  # which speaks of what there was
+        for module in re.findall(r"`(\w+(?:/\w+)+\.py)`", path.read_text())
+    }
+    assert len(named) > 30
+    assert {
+        name for name in named if not any((ROOT / folder / name[1]).is_file() for folder in folders)
+    } == set()
