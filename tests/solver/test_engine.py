@@ -11,10 +11,11 @@ import sys
 import numpy as np
 import pytest
 
-from eplb_service.placement import Placement
+from eplb_service.placement import Placement, check_layer
 from eplb_service.solver import engine
 from eplb_service.solver.decision import Answer
 from eplb_service.solver.engine import OutOfTimeError, SolverError, solve_many
+from eplb_service.solver.model import FRESH
 from tests.solver.asked import SEARCH, solve
 from tests.solver.layers_of import Case
 
@@ -133,3 +134,25 @@ def test_one_seed_gives_one_answer() -> None:
     search = SEARCH._replace(annealing_tries=300, seed=7)
     first, second = (solve(case, search)[1][0] for _ in range(2))
     assert_same(first, second)
+
+
+def test_what_is_left_of_a_budget_improves_layers_placed_from_scratch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = itertools.count()
+    monkeypatch.setattr(engine.time, "monotonic", lambda: next(calls) * 0.001)
+    before = solved(HEAT_LNE)
+    after = solved(HEAT_LNE, budget_ms=30.0)
+    gained = []
+    for one, other in zip(before, after, strict=True):
+        assert isinstance(one, Answer)
+        assert isinstance(other, Answer)
+        if one.taken != FRESH:
+            assert_same(one, other)
+            continue
+        assert other.taken == FRESH
+        assert other.found.par <= one.found.par
+        assert other.fresh.par <= one.fresh.par
+        check_layer(other.found.phy2log_RS, EXPERTS)
+        gained.append(one.found.par - other.found.par)
+    assert max(gained) > 0.001
