@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +14,7 @@ import numpy.typing as npt
 from eplb_service.demo.scoreboard import Scoreboard
 from eplb_service.demo.stage import Stage, Watch, perform
 
-_WEIGHTS = Path("model", "weights", "byte_moe.safetensors")
+_CONFIG = Path("model", "byte-moe", "config.json")
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class ModelScenario:
 
 
 def layers_and_experts() -> tuple[int, int]:
-    """L and E of the embedded model, read from the header of its weights without torch.
+    """L and E of the embedded model, read from its checkpoint's config without torch.
 
     Raises ``FileNotFoundError`` where the agent's package is not installed.
     """
@@ -80,8 +79,5 @@ def layers_and_experts() -> tuple[int, int]:
         raise FileNotFoundError(
             "the embedded model comes with the worker_agent package, which is not installed"
         )
-    with (Path(agent.origin).parent / _WEIGHTS).open("rb") as file:
-        # A safetensors file begins with the length of its JSON header.
-        (length,) = struct.unpack("<Q", file.read(8))
-        config = json.loads(json.loads(file.read(length))["__metadata__"]["config"])
-    return int(config["layers"]), int(config["experts"])
+    config = json.loads((Path(agent.origin).parent / _CONFIG).read_text(encoding="utf-8"))
+    return int(config["num_hidden_layers"]), int(config["num_experts"])

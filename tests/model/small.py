@@ -11,7 +11,7 @@ from tools.training.trainable_moe import TrainableMoE
 from worker_agent.model.config import ModelConfig
 from worker_agent.model.transformer import ByteTransformer
 
-CONFIG = ModelConfig(layers=2, hidden=16, heads=2, experts=8, top_k=2, intermediate=6, context=24)
+CONFIG = ModelConfig(layers=2, hidden=16, heads=4, kv_heads=2, experts=8, top_k=2, intermediate=6, context=24)
 
 
 def small_model(seed: int = 0) -> tuple[ByteTransformer, list[TrainableMoE]]:
@@ -20,6 +20,6 @@ def small_model(seed: int = 0) -> tuple[ByteTransformer, list[TrainableMoE]]:
         return build(CONFIG)
 
 
-def write_small_model(path: Path, seed: int = 0) -> Path:
-    save(path, *small_model(seed))
-    return path
+def write_small_model(folder: Path, seed: int = 0) -> Path:
+    save(folder, *small_model(seed))
+    return folder

@@ -16,11 +16,11 @@ from tests.model.small import CONFIG, small_model, write_small_model
 from tests.moe.simulated import SimulatedGroup, run_simulated
 from tests.ranks import run_ranks
 from tools.training.trainable_moe import TrainableMoE
+from worker_agent.model.checkpoint import Checkpoint
 from worker_agent.model.config import ModelConfig
 from worker_agent.model.decode import Decoder
 from worker_agent.model.expert_parallel import expert_parallel
 from worker_agent.model.transformer import ByteTransformer, attend_to_the_past
-from worker_agent.model.weights_file import WeightsFile
 from worker_agent.moe import DenseMoE, MoEShape
 from worker_agent.moe.rank_group import RankGroup
 
@@ -74,15 +74,15 @@ def test_decoding_byte_by_byte_equals_one_pass_over_the_text() -> None:
 
 def _serve_in_part(path: str, phy2log_LRS: np.ndarray, tokens_BT: torch.Tensor) -> torch.Tensor:
     placement = Placement(phy2log_LRS, CONFIG.experts)
-    model, _ = expert_parallel(WeightsFile(Path(path)), placement, dist.group.WORLD)
+    model, _ = expert_parallel(Checkpoint(Path(path)), placement, dist.group.WORLD)
     return _decoded(model, tokens_BT[dist.get_rank() :: dist.get_world_size()])
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_that_share_the_experts_say_what_one_alone_says(ranks: int, tmp_path: Path) -> None:
-    path = write_small_model(tmp_path / "small.safetensors")
+    path = write_small_model(tmp_path / "small")
     tokens_BT = _tokens(ROWS, 10)
-    alone, _ = expert_parallel(WeightsFile(path), Placement.linear(2, 8, 1, 8), None)
+    alone, _ = expert_parallel(Checkpoint(path), Placement.linear(2, 8, 1, 8), None)
     expected_BTV = _decoded(alone, tokens_BT)
     rng = np.random.default_rng(1)
     for slots in (8 // ranks, 8 // ranks + 1):
@@ -100,7 +100,7 @@ def test_every_way_through_the_experts_gives_the_same_bytes(
     dispatcher: str, quantized: bool, dual_batch: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RankGroup, "named", SimulatedGroup.named)
-    weights = WeightsFile(write_small_model(tmp_path / "small.safetensors"))
+    weights = Checkpoint(write_small_model(tmp_path / "small"))
     tokens_BT = _tokens(ROWS, 6)
     alone, _ = expert_parallel(weights, Placement.linear(2, 8, 1, 8), None, quantized=quantized)
     expected_BTV = _decoded(alone, tokens_BT)
@@ -133,6 +133,7 @@ def test_the_dense_baseline_has_the_same_active_size() -> None:
     [
         ({"experts": 4, "top_k": 5}, "top_k must be 1..4"),
         ({"hidden": 12, "heads": 4}, "even multiple of heads"),
+        ({"kv_heads": 3}, "heads must be a multiple of kv_heads, got 4 and 3"),
         ({"layers": 0}, "must be positive"),
     ],
 )
@@ -149,6 +150,6 @@ def test_a_request_longer_than_the_context_is_refused() -> None:
 
 
 def test_a_placement_of_another_model_is_refused(tmp_path: Path) -> None:
-    weights = WeightsFile(write_small_model(tmp_path / "small.safetensors"))
+    weights = Checkpoint(write_small_model(tmp_path / "small"))
     with pytest.raises(ValueError, match="2 layers of 8 experts, the placement 3 of 8"):
         expert_parallel(weights, Placement.linear(3, 8, 1, 8), None)

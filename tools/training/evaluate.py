@@ -1,4 +1,4 @@
-"""Validation loss and expert skew of each domain: ``python -m tools.training.evaluate CORPUS WEIGHTS [WEIGHTS]``.
+"""Validation loss and expert skew of each domain: ``python -m tools.training.evaluate CORPUS CHECKPOINT [CHECKPOINT]``.
 
 Skew is that of a linear layout on R ranks: how much more work the hottest rank would have than the average one if the
 whole deployment were asked in one domain, without any sampling noise of small batches.
@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from eplb_service.placement.par import step_par
 from tools.training.texts import Texts
+from worker_agent.model.checkpoint import Checkpoint
 from worker_agent.model.transformer import ByteTransformer, attend_to_the_past
-from worker_agent.model.weights_file import WeightsFile
 from worker_agent.moe import DenseMoE
 
 RANKS = 4
@@ -53,12 +53,12 @@ class DomainFigures:
 
 
 @torch.no_grad()
-def evaluate(weights: WeightsFile, texts: Texts, pieces: int) -> dict[str, DomainFigures]:
+def evaluate(checkpoint: Checkpoint, texts: Texts, pieces: int) -> dict[str, DomainFigures]:
     """Figures of every domain, over up to ``pieces`` stretches of validation text as long as the context."""
-    config = weights.config
-    moes = [DenseMoE(config.shape(layer), weights.experts(layer)) for layer in range(config.layers)]
+    config = checkpoint.config
+    moes = [DenseMoE(config.shape(layer), checkpoint.experts(layer)) for layer in range(config.layers)]
     model = ByteTransformer(config, moes)
-    weights.fill(model)
+    checkpoint.fill(model)
     figures = {}
     for domain in texts.domains:
         tokens_BT = texts.validation(domain, config.context + 1, pieces)
@@ -79,12 +79,12 @@ def main() -> None:
     """Print a table in Markdown: one row per domain, one column of bits per model, and the skew of the first."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("corpus", type=Path)
-    parser.add_argument("weights", type=Path, nargs="+")
+    parser.add_argument("checkpoints", type=Path, nargs="+")
     parser.add_argument("--pieces", type=int, default=32, help="stretches of validation text per domain")
     chosen = parser.parse_args()
     texts = Texts(chosen.corpus)
-    models = [evaluate(WeightsFile(path), texts, chosen.pieces) for path in chosen.weights]
-    names = [f"{path.stem}, bits per byte" for path in chosen.weights]
+    models = [evaluate(Checkpoint(path), texts, chosen.pieces) for path in chosen.checkpoints]
+    names = [f"{path.name}, bits per byte" for path in chosen.checkpoints]
     print("| domain |", " | ".join(names), f"| choices of the top eighth | PAR on {RANKS} ranks |")
     print("|---" * (len(names) + 3) + "|")
     for domain in texts.domains:

@@ -1,4 +1,4 @@
-"""Trains the embedded model or its dense baseline: ``python -m tools.training.train CORPUS FILE.safetensors``."""
+"""Trains the embedded model or its dense baseline: ``python -m tools.training.train CORPUS FOLDER``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -15,11 +14,12 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
+from tools.training.byte_tokenizer import tokenizer_files
 from tools.training.texts import Texts
 from tools.training.trainable_moe import TrainableMoE
+from worker_agent.model.checkpoint import CONFIG, WEIGHTS, expert_tensor_name
 from worker_agent.model.config import ModelConfig
 from worker_agent.model.transformer import ByteTransformer, attend_to_the_past
-from worker_agent.model.weights_file import expert_tensor_name
 
 _STORED = torch.bfloat16
 _PEAK_RATE, _LAST_RATE = 3e-3, 1e-4
@@ -59,7 +59,7 @@ def train(
     model: ByteTransformer,
     moes: list[TrainableMoE],
     texts: Texts,
-    weights: Path,
+    folder: Path,
     *,
     steps: int,
     batch: int,
@@ -92,12 +92,12 @@ def train(
                 flush=True,
             )
         if now - saved > save_every or done >= 1:
-            save(weights, model, moes)
+            save(folder, model, moes)
             saved = now
 
 
-def save(path: Path, model: ByteTransformer, moes: Sequence[TrainableMoE]) -> None:
-    """Write a model and its ``TrainableMoE`` layers, replacing what ``path`` held."""
+def save(folder: Path, model: ByteTransformer, moes: Sequence[TrainableMoE]) -> None:
+    """Write a model and its ``TrainableMoE`` layers as a checkpoint, replacing the one that ``folder`` held."""
     tensors = dict(model.state_dict())
     for layer, moe in enumerate(moes):
         for expert, (w13_IH, w2_HI) in enumerate(zip(moe.w13, moe.w2, strict=True)):
@@ -105,9 +105,12 @@ def save(path: Path, model: ByteTransformer, moes: Sequence[TrainableMoE]) -> No
             for part, tensor in {"gate_proj": gate, "up_proj": up, "down_proj": w2_HI}.items():
                 tensors[expert_tensor_name(layer, expert, part)] = tensor
     stored = {name: tensor.detach().to(_STORED).contiguous() for name, tensor in tensors.items()}
-    beside = path.with_suffix(".part")
-    save_file(stored, beside, metadata={"config": json.dumps(asdict(model.config))})
-    beside.replace(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, contents in {CONFIG: model.config.to_hugging_face(), **tokenizer_files(model.config)}.items():
+        (folder / name).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+    beside = folder / f"{WEIGHTS}.part"
+    save_file(stored, beside, metadata={"format": "pt"})
+    beside.replace(folder / WEIGHTS)
 
 
 def _rate(done: float) -> float:
@@ -122,7 +125,7 @@ def main() -> None:
     """Train with the settings of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("corpus", type=Path, help="folder that tools.training.corpus has written")
-    parser.add_argument("weights", type=Path, help=".safetensors file to write")
+    parser.add_argument("folder", type=Path, help="checkpoint to write")
     parser.add_argument("--dense", action="store_true", help="the dense baseline of the same active size")
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch", type=int, default=8)
@@ -137,7 +140,7 @@ def main() -> None:
         model,
         moes,
         Texts(chosen.corpus),
-        chosen.weights,
+        chosen.folder,
         steps=chosen.steps,
         batch=chosen.batch,
         minutes=chosen.minutes,

@@ -19,12 +19,12 @@ from worker_agent.agent import Agent
 from worker_agent.demo.joining import await_service, joined
 from worker_agent.demo.progress import Progress
 from worker_agent.demo.task import ModelTask
+from worker_agent.model.checkpoint import Checkpoint
 from worker_agent.model.decode import Decoder
 from worker_agent.model.expert_parallel import expert_parallel
 from worker_agent.model.sampling import Sampler
 from worker_agent.model.serving import Server
 from worker_agent.model.traffic import Traffic
-from worker_agent.model.weights_file import WeightsFile
 from worker_agent.moe import ExpertParallelMoE
 from worker_agent.settings import AgentSettings
 
@@ -38,7 +38,7 @@ class ModelRank:
         self.task = task
         self.rank = rank
         self.group = group
-        self.weights = WeightsFile()
+        self.checkpoint = Checkpoint()
         self.traffic = Traffic(task.steps, rank, task.seed)
         self.live, live_layers = self._model()
         self.still, still_layers = self._model()
@@ -61,10 +61,10 @@ class ModelRank:
         self.agent.close()
 
     def _model(self) -> tuple[Server, list[ExpertParallelMoE]]:
-        config, task = self.weights.config, self.task
+        config, task = self.checkpoint.config, self.task
         placement = Placement.linear(config.layers, config.experts, task.ranks, task.slots)
         model, layers = expert_parallel(
-            self.weights,
+            self.checkpoint,
             placement,
             self.group,
             task.dispatcher,

@@ -18,8 +18,8 @@ class Decoder:
         self._model = model
         self.context = config.context
         self.positions_B = torch.zeros(rows, dtype=torch.int64)
-        cache = (config.layers, rows, config.heads, config.context, config.hidden // config.heads)
-        self._keys = torch.zeros(cache, dtype=model.embedding.dtype)
+        cache = (config.layers, rows, config.kv_heads, config.context, config.head_width)
+        self._keys = torch.zeros(cache, dtype=model.dtype)
         self._values = torch.zeros_like(self._keys)
 
     def restart(self, row: int) -> None:
@@ -43,7 +43,9 @@ class Decoder:
         rows = torch.arange(len(self.positions_B))
         self._keys[layer, rows, :, self.positions_B] = k[:, :, 0]
         self._values[layer, rows, :, self.positions_B] = v[:, :, 0]
-        scores = torch.matmul(q, self._keys[layer].transpose(-1, -2)) * q.shape[-1] ** -0.5
+        # The heads that share keys, side by side: [B, kv_heads, heads / kv_heads, width].
+        grouped = q.view(len(rows), k.shape[1], -1, q.shape[-1])
+        scores = torch.matmul(grouped, self._keys[layer].transpose(-1, -2)) * q.shape[-1] ** -0.5
         future_BC = torch.arange(self.context) > self.positions_B.unsqueeze(1)
         shares = scores.masked_fill(future_BC[:, None, None], -torch.inf).softmax(dim=-1)
-        return torch.matmul(shares, self._values[layer])
+        return torch.matmul(shares, self._values[layer]).view_as(q)

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from eplb_service.placement import Placement
+from worker_agent.model.checkpoint import Checkpoint
 from worker_agent.model.transformer import ByteTransformer
-from worker_agent.model.weights_file import WeightsFile
 from worker_agent.moe import ExpertParallelMoE, MicroBatch
 from worker_agent.moe.rank_group import RankGroup
 
@@ -20,7 +20,7 @@ float32 that shifts logits by a millionth, and about one in a million bytes is w
 
 
 def expert_parallel(
-    weights: WeightsFile,
+    checkpoint: Checkpoint,
     placement: Placement,
     ep_group: dist.ProcessGroup | RankGroup | None,
     dispatcher: str = "all2allv",
@@ -28,12 +28,12 @@ def expert_parallel(
     quantized: bool = False,
     dual_batch: bool = False,
 ) -> tuple[ByteTransformer, list[ExpertParallelMoE]]:
-    """The model of a weights file with its experts placed over the ranks of ``ep_group``, and its MoE layers.
+    """The model of a checkpoint with its experts placed over the ranks of ``ep_group``, and its MoE layers.
 
     With ``quantized`` the experts are W8A8; with ``dual_batch`` every step's tokens go through each MoE layer in two
     micro-batches. Raises ``ValueError`` where the placement is not of the model's shape.
     """
-    config = weights.config
+    config = checkpoint.config
     if (placement.layers, placement.experts) != (config.layers, config.experts):
         raise ValueError(
             f"the model has {config.layers} layers of {config.experts} experts, "
@@ -43,7 +43,7 @@ def expert_parallel(
         ExpertParallelMoE(
             config.shape(layer),
             placement.phy2log_LRS[layer],
-            weights.experts(layer),
+            checkpoint.experts(layer),
             dispatcher=dispatcher,
             ep_group=ep_group,
             dtype=SERVING_DTYPE,
@@ -53,7 +53,7 @@ def expert_parallel(
     ]
     experts = [InTwoBatches(layer) for layer in layers] if dual_batch else layers
     model = ByteTransformer(config, experts).to(SERVING_DTYPE)
-    weights.fill(model)
+    checkpoint.fill(model)
     return model.eval(), layers
 
 

@@ -1,4 +1,7 @@
-"""The transformer around the MoE layers: embedding, attention, routers, output; the same on every rank."""
+"""The transformer around the MoE layers, as Qwen3-MoE has it: embedding, attention, routers, output head.
+
+It is the same on every rank. Parameters have the names of Hugging Face's ``Qwen3MoeForCausalLM``.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from worker_agent.model.config import BYTES, ModelConfig
+from worker_agent.model.config import BYTES, EPSILON, ROTARY_BASE, ModelConfig
 from worker_agent.moe import Router
-
-_ROTARY_BASE = 10_000.0
-_EPSILON = 1e-6
 
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """A block's MoE layer: hidden ``[T, H]``, expert ids ``[T, K]`` and weights ``[T, K]`` to ``[T, H]``."""
@@ -24,7 +24,10 @@ class Attend(Protocol):
     """How queries meet keys: over a whole text in training, over a cache in serving."""
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """``[B, heads, T, width]`` each, keys and queries turned by their positions; the same shape back."""
+        """Queries ``[B, heads, T, width]`` in, and the same shape out; keys and values ``[B, kv_heads, T, width]``.
+
+        Queries and keys are normalised, and rotated by their positions.
+        """
         ...
 
 
@@ -36,35 +39,77 @@ class Forward:
     router_logits_LNE: list[torch.Tensor]
 
 
-class Block(nn.Module):
-    """Attention and a router; the experts are passed in, because on a rank most of them are elsewhere."""
+class Attention(nn.Module):
+    """Grouped-query attention whose queries and keys are normalised per head."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        hidden, spread = config.hidden, config.hidden**-0.5
-        self._heads = config.heads
-        self._choose = Router(config.experts, config.top_k)
-        self.attention_norm = nn.Parameter(torch.ones(hidden))
-        self.qkv = nn.Parameter(torch.randn(3 * hidden, hidden) * spread)
-        self.out = nn.Parameter(torch.randn(hidden, hidden) * spread * (2 * config.layers) ** -0.5)
-        self.moe_norm = nn.Parameter(torch.ones(hidden))
-        self.router = nn.Parameter(torch.randn(config.experts, hidden) * spread)
+        self._width = config.head_width
+        keys = config.kv_heads * self._width
+        self.q_proj = _linear(config.hidden, config.hidden)
+        self.k_proj = _linear(config.hidden, keys)
+        self.v_proj = _linear(config.hidden, keys)
+        self.o_proj = _linear(config.hidden, config.hidden, (2 * config.layers) ** -0.5)
+        self.q_norm = nn.RMSNorm(self._width, eps=EPSILON)
+        self.k_norm = nn.RMSNorm(self._width, eps=EPSILON)
 
     def forward(
-        self, layer: int, x_BTH: torch.Tensor, turn: torch.Tensor, attend: Attend, experts: Experts
+        self, layer: int, x_BTH: torch.Tensor, rotation: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """What each token takes from those before it, ``[B, T, H]``."""
+        q, k, v = (
+            projection(x_BTH).unflatten(-1, (-1, self._width))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2)
+        mixed = attend(layer, rotate(q, rotation), rotate(k, rotation), v.transpose(1, 2))
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class SparseMLP(nn.Module):
+    """The router of a block; its experts are passed in, because on a rank most of them are elsewhere."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self._choose = Router(config.experts, config.top_k)
+        self.gate = _linear(config.hidden, config.experts)
+
+    def forward(self, x_BTH: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weighted sum of each token's experts ``[B, T, H]``, and the router's logits ``[B*T, E]``."""
+        tokens_NH = x_BTH.flatten(0, 1)
+        logits_NE = self.gate(tokens_NH)
+        weights_NK, ids_NK = self._choose(logits_NE)
+        return experts(tokens_NH, ids_NK, weights_NK).view_as(x_BTH), logits_NE
+
+
+class Block(nn.Module):
+    """Attention, then experts, each on the normalised residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden, eps=EPSILON)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden, eps=EPSILON)
+        self.mlp = SparseMLP(config)
+
+    def forward(
+        self, layer: int, x_BTH: torch.Tensor, rotation: torch.Tensor, attend: Attend, experts: Experts
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual stream after this block, and the router's logits ``[B*T, E]``."""
-        batch, length, hidden = x_BTH.shape
-        qkv = functional.linear(normalise(x_BTH, self.attention_norm), self.qkv)
-        q, k, v = qkv.view(batch, length, 3, self._heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = (
-            attend(layer, rotate(q, turn), rotate(k, turn), v).transpose(1, 2).reshape(batch, length, hidden)
-        )
-        x_BTH = x_BTH + functional.linear(mixed, self.out)
-        tokens_NH = normalise(x_BTH, self.moe_norm).reshape(-1, hidden)
-        logits_NE = functional.linear(tokens_NH, self.router)
-        weights_NK, ids_NK = self._choose(logits_NE)
-        return x_BTH + experts(tokens_NH, ids_NK, weights_NK).view_as(x_BTH), logits_NE
+        x_BTH = x_BTH + self.self_attn(layer, self.input_layernorm(x_BTH), rotation, attend)
+        chosen_BTH, logits_NE = self.mlp(self.post_attention_layernorm(x_BTH), experts)
+        return x_BTH + chosen_BTH, logits_NE
+
+
+class Backbone(nn.Module):
+    """All but the output head: the ``model`` of a checkpoint's names."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(BYTES, config.hidden)
+        nn.init.normal_(self.embed_tokens.weight, std=0.5)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.hidden, eps=EPSILON)
 
 
 class ByteTransformer(nn.Module):
@@ -75,42 +120,49 @@ class ByteTransformer(nn.Module):
         if len(experts) != config.layers:
             raise ValueError(f"the model has {config.layers} blocks, got {len(experts)} MoE layers")
         self.config = config
-        self.embedding = nn.Parameter(torch.randn(BYTES, config.hidden) * 0.5)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.final_norm = nn.Parameter(torch.ones(config.hidden))
-        self.head = nn.Parameter(torch.randn(BYTES, config.hidden) * config.hidden**-0.5)
+        self.model = Backbone(config)
+        self.lm_head = _linear(config.hidden, BYTES)
         self._experts = tuple(experts)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return self.lm_head.weight.dtype
 
     def forward(self, tokens_BT: torch.Tensor, positions_BT: torch.Tensor, attend: Attend) -> Forward:
         """``tokens`` and ``positions`` are int64 ``[B, T]``."""
-        turn = rotation(positions_BT, self.config.hidden // self.config.heads, self.embedding.dtype)
-        x_BTH = functional.embedding(tokens_BT, self.embedding)
+        rotation = rotary_embedding(positions_BT, self.config.head_width, self.dtype)
+        x_BTH = self.model.embed_tokens(tokens_BT)
         router_logits = []
-        for layer, (block, experts) in enumerate(zip(self.blocks, self._experts, strict=True)):
-            x_BTH, logits_NE = block(layer, x_BTH, turn, attend, experts)
+        for layer, (block, experts) in enumerate(zip(self.model.layers, self._experts, strict=True)):
+            x_BTH, logits_NE = block(layer, x_BTH, rotation, attend, experts)
             router_logits.append(logits_NE)
-        return Forward(functional.linear(normalise(x_BTH, self.final_norm), self.head), router_logits)
+        return Forward(self.lm_head(self.model.norm(x_BTH)), router_logits)
 
 
-def normalise(x: torch.Tensor, scale_H: torch.Tensor) -> torch.Tensor:
-    """Root-mean-square normalisation of the last dimension."""
-    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + _EPSILON) * scale_H
-
-
-def rotation(positions_BT: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rotary embedding: cosines and sines ``[2, B, 1, T, width / 2]`` of each position."""
+def rotary_embedding(positions_BT: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Cosines and sines ``[2, B, 1, T, width / 2]`` of each position."""
     exponents = torch.arange(0, width, 2, dtype=torch.float64, device=positions_BT.device) / width
-    angles = positions_BT.unsqueeze(-1) * _ROTARY_BASE**-exponents
+    angles = positions_BT.unsqueeze(-1) * ROTARY_BASE**-exponents
     return torch.stack([angles.cos(), angles.sin()]).unsqueeze(2).to(dtype)
 
 
-def rotate(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-    """Turn queries or keys ``[B, heads, T, width]`` by their positions."""
-    cos, sin = turn
+def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """Rotate queries or keys ``[B, heads, T, width]`` by their positions."""
+    cos, sin = rotation
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
 
 
 def attend_to_the_past(_layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Causal attention over a whole text."""
+    shared = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _linear(inputs: int, outputs: int, scale: float = 1.0) -> nn.Linear:
+    """A matrix that keeps the variance of its input, times ``scale``."""
+    linear = nn.Linear(inputs, outputs, bias=False)
+    nn.init.normal_(linear.weight, std=scale * inputs**-0.5)
+    return linear

@@ -13,7 +13,7 @@ from tools.training.corpus import DOMAIN_BYTES, _capped, _catalogue, _language
 from tools.training.generated_text import GENERATORS
 from tools.training.texts import Texts
 from tools.training.train import losses, train
-from worker_agent.model.weights_file import WeightsFile
+from worker_agent.model.checkpoint import Checkpoint
 
 
 @pytest.fixture
@@ -30,12 +30,12 @@ def test_loss_falls_and_the_checkpoint_holds_the_model(
     model, moes = small_model()
     texts = Texts(corpus)
     before, balance = losses(model, texts.validation("sql", CONFIG.context + 1, 8))
-    train(model, moes, texts, tmp_path / "trained.safetensors", steps=40, batch=4, minutes=30.0)
+    train(model, moes, texts, tmp_path / "trained", steps=40, batch=4, minutes=30.0)
     after, _ = losses(model, texts.validation("sql", CONFIG.context + 1, 8))
     assert after.item() < 0.95 * before.item()
     assert balance.item() >= 0.99
     assert "step 40:" in capsys.readouterr().out
-    w13_IH, _ = WeightsFile(tmp_path / "trained.safetensors").experts(1)(2)
+    w13_IH, _ = Checkpoint(tmp_path / "trained").experts(1)(2)
     assert torch.equal(w13_IH, moes[1].w13[2].detach().bfloat16().float())
 
 

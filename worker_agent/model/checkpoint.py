@@ -1,4 +1,4 @@
-"""Reads the model's weights: one safetensors file, bfloat16, experts named as checkpoints name them."""
+"""Reads the model's checkpoint, which is in Hugging Face's layout: ``config.json`` beside ``model.safetensors``."""
 
 from __future__ import annotations
 
@@ -12,33 +12,31 @@ from worker_agent.model.config import ModelConfig
 from worker_agent.model.transformer import ByteTransformer
 from worker_agent.moe import ExpertSource
 
-EMBEDDED = Path(__file__).parent / "weights" / "byte_moe.safetensors"
-"""The embedded model, trained by ``tools.training.train``."""
+EMBEDDED = Path(__file__).parent / "byte-moe"
+"""The embedded model, trained by ``tools.training.train``. transformers, vLLM and SGLang load it as well."""
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
-class WeightsError(ValueError):
-    """A file that does not hold a whole model; the message names file, tensor and expected shape."""
+class CheckpointError(ValueError):
+    """A folder that does not hold a whole model; the message names file, tensor and expected shape."""
 
 
-class WeightsFile:
-    """A model's weights on disk, of which each rank reads what it needs.
+class Checkpoint:
+    """A model on disk, of which each rank reads what it needs.
 
-    Raises ``WeightsError`` where the file is missing, is not of this project, or has missing, extra or misshaped
-    tensors.
+    Raises ``CheckpointError`` where a file is missing, the model is of another architecture, or tensors are missing,
+    extra or misshaped.
     """
 
-    def __init__(self, path: Path = EMBEDDED) -> None:
-        self._path = path
+    def __init__(self, folder: Path = EMBEDDED) -> None:
+        self.config = _read_config(folder / CONFIG)
+        self._path = folder / WEIGHTS
         try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
+            with safe_open(self._path, framework="pt") as file:
                 found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
-            raise WeightsError(f"{path}: no readable safetensors file: {error}") from error
-        try:
-            self.config = ModelConfig(**json.loads(metadata["config"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise WeightsError(f"{path}: no model config in the metadata: {error}") from error
+            raise CheckpointError(f"{self._path}: no readable safetensors file: {error}") from error
         self._check(found)
 
     def experts(self, layer: int, dtype: torch.dtype = torch.float32) -> ExpertSource:
@@ -62,19 +60,32 @@ class WeightsFile:
     def _check(self, found: dict[str, tuple[int, ...]]) -> None:
         expected = _replicated(self.config) | _expert_shapes(self.config)
         for name in expected.keys() - found.keys():
-            raise WeightsError(f"{self._path}: tensor {name} {list(expected[name])} is missing")
+            raise CheckpointError(f"{self._path}: tensor {name} {list(expected[name])} is missing")
         for name in found.keys() - expected.keys():
-            raise WeightsError(f"{self._path}: tensor {name} {list(found[name])} is not of this model")
+            raise CheckpointError(f"{self._path}: tensor {name} {list(found[name])} is not of this model")
         for name, shape in expected.items():
             if found[name] != shape:
-                raise WeightsError(
+                raise CheckpointError(
                     f"{self._path}: tensor {name} must have the shape {list(shape)}, got {list(found[name])}"
                 )
 
 
 def expert_tensor_name(layer: int, expert: int, part: str) -> str:
     """The name of one tensor of an expert; ``part`` is ``gate_proj``, ``up_proj`` or ``down_proj``."""
-    return f"blocks.{layer}.experts.{expert}.{part}.weight"
+    return f"model.layers.{layer}.mlp.experts.{expert}.{part}.weight"
+
+
+def _read_config(path: Path) -> ModelConfig:
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: no readable JSON file: {error}") from error
+    if not isinstance(contents, dict):
+        raise CheckpointError(f"{path}: must hold an object, got {type(contents).__name__}")
+    try:
+        return ModelConfig.from_hugging_face(contents)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def _expert_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

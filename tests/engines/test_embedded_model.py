@@ -1,0 +1,45 @@
+"""The embedded model is the same for transformers and for this project's own layers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+
+import pytest
+import torch
+
+from eplb_service.placement import Placement
+from tests.engines.environments import ROOT, VLLM_032, python_of
+from worker_agent.model.checkpoint import EMBEDDED, Checkpoint
+from worker_agent.model.decode import Decoder
+from worker_agent.model.expert_parallel import expert_parallel
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
+
+TEXTS = ["SELECT id, name\nFROM accounts", "Wählen Sie bitte", "ファイルを選択", "\x01\x7f\t"]
+ROUNDING = 1e-4
+"""transformers runs in float32, whose logits are this close to those in double precision."""
+
+
+def _own_logits(text: str) -> torch.Tensor:
+    checkpoint = Checkpoint()
+    config = checkpoint.config
+    whole = Placement.linear(config.layers, config.experts, 1, config.experts)
+    decoder = Decoder(expert_parallel(checkpoint, whole, None)[0], 1)
+    return torch.cat([decoder.step(torch.tensor([byte])) for byte in text.encode()])
+
+
+def test_transformers_reads_the_same_bytes_and_computes_the_same_logits(tmp_path):
+    out = tmp_path / "logits.json"
+    script = ROOT / "tests" / "engines" / "logits_of_transformers.py"
+    command = [python_of(VLLM_032), script, EMBEDDED, out, *TEXTS]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    subprocess.run(command, check=True, capture_output=True, timeout=600, env=environment)
+    found = json.loads(out.read_text())
+    assert found["model"] == "Qwen3MoeForCausalLM"
+    for text, theirs in zip(TEXTS, found["texts"], strict=True):
+        assert theirs["ids"] == list(text.encode())
+        assert theirs["text"] == text
+        expected_TV = torch.tensor(theirs["logits"], dtype=torch.float64)
+        torch.testing.assert_close(_own_logits(text), expected_TV, rtol=0, atol=ROUNDING)
