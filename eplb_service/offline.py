@@ -13,7 +13,7 @@ from eplb_service.heat.window import HeatError, Window, checked_heat
 from eplb_service.placement import Float64, Int32, Placement, PlacementError, apply_layers, mean_par
 from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.plan import LayerVerdict
-from eplb_service.planner.scoring import split_shares, steps_under
+from eplb_service.planner.scoring import split_steps
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 
@@ -130,8 +130,7 @@ def solve(
     after, after_RLE = apply_layers(deployed, deployed_RLE, decided.changes())
 
     def scored(placement: Placement, log2phy_RLE: Int32) -> tuple[Float64, Float64]:
-        share_LP = split_shares(placement, log2phy_RLE, window.source_RLE, settings.split)
-        steps = steps_under(window.heat_TLE, placement, share_LP)
+        steps = split_steps(window.heat_TLE, placement, log2phy_RLE, window.source_RLE, settings.split)
         return steps.par_K, steps.peak_TK.mean(axis=0)
 
     # Every step of the heat is scored twice, which takes as long as the decision itself: at the same time.

@@ -22,7 +22,7 @@ from eplb_service.heat.window import HeatError, Window
 from eplb_service.placement import Float64, Int32, Placement, par
 from eplb_service.planner.noise_floor import balanced_par, noise_floor, volatility_bound
 from eplb_service.planner.plan import LayerPlan, LayerVerdict, Plan
-from eplb_service.planner.scoring import loads_under, split_shares, steps_under
+from eplb_service.planner.scoring import split_loads, split_steps
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.solver_request import groups_on_nodes, solve_picked
 from eplb_service.planner.topology import Topology
@@ -71,7 +71,7 @@ def plan(
         raise HeatError("the window holds no steps")
     groups, why_ungrouped = groups_on_nodes(settings, placement, topology)
     episodes = min(settings.episodes, window.steps)
-    heat_NLE = sum_episodes(window.heat_TLE, episodes)
+    heat_NLE = _episodes(window, episodes, settings.split)
     judge = _judge(window, heat_NLE, placement, log2phy_RLE, topology, settings, why_ungrouped)
     if settings.policy == "none":
         none = (judge.kept(layer, "kept: the policy is none") for layer in range(window.layers))
@@ -114,6 +114,16 @@ def cherry_pick(par_L: Float64, lost_L: Float64, settings: PlannerSettings) -> n
     return worst_first[worth_it_L[worst_first]][: settings.max_layers]
 
 
+def _episodes(window: Window, episodes: int, split: str) -> Float64:
+    """Heat by episode, float64 ``[N, L, E]``: steps summed, or single ones for a host that splits each for itself."""
+    if split == "step":
+        steps_NLE: Float64 = window.heat_TLE[np.arange(episodes) * window.steps // episodes].astype(
+            np.float64
+        )
+        return steps_NLE
+    return sum_episodes(window.heat_TLE, episodes)
+
+
 def _judge(
     window: Window,
     heat_NLE: Float64,
@@ -124,9 +134,22 @@ def _judge(
     why_ungrouped: str,
 ) -> Judge:
     """Ratios of all layers as they are served, per step for people and per episode for the decision."""
-    share_LP = split_shares(placement, log2phy_RLE, window.source_RLE, settings.split)
-    steps = steps_under(window.heat_TLE, placement, share_LP)
-    loads_NLR = loads_under(heat_NLE, placement, share_LP)
+    steps = split_steps(window.heat_TLE, placement, log2phy_RLE, window.source_RLE, settings.split)
+    loads_NLR = split_loads(heat_NLE, placement, log2phy_RLE, window.source_RLE, settings.split)
+    if settings.split == "step":
+        # Every step is balanced for itself, so neither token sampling nor experts' jumps set a floor.
+        even_L = np.ones(window.layers)
+        return Judge(
+            par_L=steps.par_K,
+            floor_L=np.where(np.isnan(steps.par_K), np.nan, 1.0),
+            episode_par_L=np.nan_to_num(par(loads_NLR), nan=1.0),
+            episode_floor_L=even_L,
+            volatility_bound_L=even_L,
+            episode_steps=window.steps / len(heat_NLE),
+            bytes_per_expert=topology.bytes_per_expert,
+            settings=settings,
+            why_ungrouped=why_ungrouped,
+        )
     episodes = len(heat_NLE)
     floor_L = noise_floor(steps.tokens_TK, placement.ranks)
     # For a decision a layer without tokens is balanced, since nothing can be won there.
@@ -180,8 +203,7 @@ def _step_par(window: Window, layer: int, candidate: Candidate, group_R: Int32, 
     placement = Placement(candidate.phy2log_RS[None], window.experts)
     log2phy_R1E = candidate.log2phy_GE[group_R][:, None]
     source_R1E = None if window.source_RLE is None else window.source_RLE[:, layer, None]
-    share_1P = split_shares(placement, log2phy_R1E, source_R1E, split)
-    return float(steps_under(window.heat_TLE, placement, share_1P, layers=(layer,)).par_K[0])
+    return float(split_steps(window.heat_TLE, placement, log2phy_R1E, source_R1E, split, (layer,)).par_K[0])
 
 
 def _gain(verdict: LayerVerdict) -> float:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.placement import Float64, Int32, Placement, mean_par, peak_par
+from eplb_service.solver.stepwise import loads_by_step
 from eplb_service.solver.window import loads_of_ranks, step_loads
 
 
@@ -88,7 +89,13 @@ def split_loads(
     source_RLE: Float64 | None,
     split: str,
 ) -> Float64:
-    """Tokens that each rank receives, float64 ``[N, L, R]``; arguments as for ``split_shares``."""
+    """Tokens that each rank receives, float64 ``[N, L, R]``; arguments as for ``split_shares``.
+
+    A host that splits by step has the best split of each row's tokens, whole where heat is of an integer type.
+    """
+    if split == "step":
+        whole = heat_NLE.dtype.kind in "iu"
+        return loads_by_step(_wide(heat_NLE), placement.phy2log_LRS.copy(), whole)
     return loads_under(heat_NLE, placement, split_shares(placement, log2phy_RLE, source_RLE, split))
 
 
@@ -144,6 +151,26 @@ def steps_under(
     layer_K = np.arange(placement.layers) if layers is None else np.array(layers)
     found = step_loads(_wide(heat_TLE), layer_K, placement.phy2log_LRS.copy(), share_KP)
     return StepLoads(*found, placement.ranks)
+
+
+def split_steps(
+    heat_TLE: npt.NDArray[np.floating] | npt.NDArray[np.integer],
+    placement: Placement,
+    log2phy_RKE: Int32,
+    source_RKE: Float64 | None,
+    split: str,
+    layers: Sequence[int] | None = None,
+) -> StepLoads:
+    """What ``split_loads`` gives, in short; ``layers`` as for ``steps_under``."""
+    if split != "step":
+        share_KP = split_shares(placement, log2phy_RKE, source_RKE, split)
+        return steps_under(heat_TLE, placement, share_KP, layers)
+    asked_TKE = heat_TLE if layers is None else heat_TLE[:, list(layers)]
+    loads_TKR = split_loads(asked_TKE, placement, log2phy_RKE, source_RKE, split)
+    # The ranks' jumps are those of no share, and of no use: every step is balanced for itself.
+    return StepLoads(
+        loads_TKR.max(axis=2), loads_TKR.sum(axis=2), np.zeros(placement.layers), placement.ranks
+    )
 
 
 def _wide(

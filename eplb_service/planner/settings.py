@@ -12,9 +12,10 @@ the window. ``flashlb`` is this project's solver, built on the three ideas of Fl
 replica counts and placement searched jointly, an objective over many episodes, and layer-wise cherry-picking. It is not
 FlashLB's code; ``docs/solver.md`` measures the two side by side."""
 
-SPLITS = ("tables", "even")
+SPLITS = ("tables", "even", "step")
 """``tables``: each source rank sends an expert's tokens to the replica that its log2phy names (vLLM-Ascend); ``even``:
-the host spreads them over the replicas itself, token by token (vLLM)."""
+the host spreads them over the replicas itself, token by token (vLLM); ``step``: all ranks split each step's tokens
+alike, so that the hottest rank is as cool as the placement allows (the live layer's stepwise split; SGLang's LPLB)."""
 
 
 class SettingsError(ValueError):
@@ -106,8 +107,9 @@ class PlannerSettings:
     )
     split: str = _setting(
         "tables",
-        f"How the host splits an expert's tokens over its replicas: {' or '.join(SPLITS)}. tables: each source rank "
-        "sends them to the replica that its log2phy names (vLLM-Ascend); even: the host spreads them evenly (vLLM).",
+        f"How the host splits an expert's tokens over its replicas: {', '.join(SPLITS)}. tables: each source rank "
+        "sends them to the replica that its log2phy names (vLLM-Ascend); even: the host spreads them evenly (vLLM); "
+        "step: each step's tokens are split so that the hottest rank is as cool as can be.",
     )
     warm: bool = _setting(
         True,

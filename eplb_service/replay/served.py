@@ -21,9 +21,9 @@ def served_loads(
 
     Where the trace has as many source ranks as the placement, each step's tokens go where the table of their
     own source rank says. Otherwise nobody knows where tokens come from, and each expert's are taken to come evenly from
-    all. A host that splits as ``even`` asks no tables (see ``PlannerSettings.split``).
+    all. A host that splits as ``even`` or ``step`` asks no tables (see ``PlannerSettings.split``).
     """
-    if split == "even" or not knows_sources(trace, placement.ranks):
+    if split in ("even", "step") or not knows_sources(trace, placement.ranks):
         return split_loads(heat_TLE, placement, log2phy_RLE, None, split)
     destination_RLE = log2phy_RLE // placement.slots
     loads_TLR = np.zeros((len(heat_TLE), placement.layers, placement.ranks))

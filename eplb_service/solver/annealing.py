@@ -123,7 +123,7 @@ def anneal(
                 load_RN, scaled_EN, replicas_E, holds_ER, holder_EK, attempt, rank_K, changed_R1, changed_RN
             )
             found = peak_of_changed(load_NR, rank_KN, peak_KN, share_N, rank_K, count, changed_R1, changed_RN)
-        if found <= now or found <= now + _bearable(temperature, state_1):
+        if found <= now or found <= now + bearable(temperature, state_1):
             if attempt.swaps:
                 count = swapped_loads(load_RN, scaled_EN, replicas_E, attempt, rank_K, changed_R1, changed_RN)
             apply_move(state, attempt, count)
@@ -157,6 +157,6 @@ def _drawn(here_RS: Int32, load_NR: Float32, rank_KN: Int32, episode: int, state
 
 
 @part
-def _bearable(temperature: float, state_1: UInt64) -> float:
+def bearable(temperature: float, state_1: UInt64) -> float:
     """A loss that is taken at this temperature, drawn as Metropolis did."""
     return min(-math.log((1 + draw(state_1, _FINE)) / _FINE), float(_HOPELESS)) * temperature

@@ -2,7 +2,9 @@
 
 From scratch: replica counts by tree search, local search from its best leaves, annealing where slots are few, tables,
 and a last touch through the tables. Where few sources make the tables' shares so coarse that what is best under even
-shares is not what they serve best, kicks look for a placement that suits the tables.
+shares is not what they serve best, kicks look for a placement that suits the tables. Where the host splits every
+step's tokens by themselves, a search for the steps' own optima (``step_search``) takes the place of all that is done
+about tables.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from eplb_service.solver.local_search import local_search
 from eplb_service.solver.model import (
     EVEN,
     SOLVED,
+    STEPWISE,
     Candidate,
     Float32,
     Float64,
@@ -26,6 +29,8 @@ from eplb_service.solver.model import (
     Layer,
     SearchParams,
 )
+from eplb_service.solver.scenarios import searched_for_steps
+from eplb_service.solver.stepwise import expected_level
 from eplb_service.solver.tables import (
     fixed_rule,
     rehoused,
@@ -55,6 +60,8 @@ def improved(layer: Layer, params: SearchParams, price_K: Float64) -> Int32:
     Shares are taken as even: tables that lean on the window seen fit the next one worse.
     """
     heat, deployed = layer
+    if params.tables == STEPWISE:
+        return searched_for_steps(deployed.phy2log_RS, heat, deployed.home_ER, price_K, params)
     share_RS = even_shares(deployed.phy2log_RS, deployed.share_GE.shape[1])
     assignment = assignment_of(deployed.phy2log_RS, share_RS, heat.demand)
     found_KRS, _ = local_search(assignment, heat.demand, deployed.home_ER, params, price_K)
@@ -109,7 +116,9 @@ def par_on(candidate: Candidate, layer: Layer, tables: int) -> float:
 
 
 def realised(phy2log_RS: Int32, log2phy_GE: Int32, heat: Heat, share_GE: Float32, tables: int) -> float:
-    """Peak-to-average ratio, evenly split or through tables."""
+    """Peak-to-average ratio, split by step, evenly or through tables."""
+    if tables == STEPWISE:
+        return expected_level(phy2log_RS, heat.scaled_EN, heat.share_N)
     if tables == EVEN:
         share_RS = even_shares(phy2log_RS, share_GE.shape[1])
     else:
@@ -143,6 +152,9 @@ def from_scratch(layer: Layer, params: SearchParams) -> Candidate:
     coarse = params.tables == SOLVED and best.par > lowest_even + _COARSE
     if coarse and params.table_kicks and params.tree_groups > 0:
         best = kicked_through_tables(best, layer, params, _KICKED_SLOTS // (ranks * slots))
+    if params.tables == STEPWISE and params.step_tries > 0:
+        found_KRS = searched_for_steps(best.phy2log_RS, heat, nowhere_ER, np.zeros(1), params)
+        best = cheaper(best, served(found_KRS[0], layer, params), params.move_price)
     return best
 
 
@@ -186,7 +198,12 @@ def kicked(phy2log_RS: Int32, experts: int, rng: random.Random) -> Int32:
 
 def annealed(candidate: Candidate, layer: Layer, params: SearchParams, tries: int, seed: int) -> Candidate:
     """The candidate after so many tries of annealing, where they win."""
-    found_RS, _ = anneal(candidate.phy2log_RS, layer.heat.scaled_EN, layer.heat.share_N, tries, seed)
+    if params.tables == STEPWISE:
+        nowhere_ER = np.zeros_like(layer.deployed.home_ER)
+        params = params._replace(seed=seed)
+        found_RS = searched_for_steps(candidate.phy2log_RS, layer.heat, nowhere_ER, np.zeros(1), params)[0]
+    else:
+        found_RS, _ = anneal(candidate.phy2log_RS, layer.heat.scaled_EN, layer.heat.share_N, tries, seed)
     return cheaper(candidate, served(found_RS, layer, params), params.move_price)
 
 

@@ -23,6 +23,8 @@ UInt64 = npt.NDArray[np.uint64]
 EVEN, RULE, SOLVED = 0, 1, 2
 """How an expert's tokens reach its replicas: evenly, because the host spreads them itself; or through each source's
 table, made by the engines' fixed rule, or the split that cools the hottest rank."""
+STEPWISE = 4
+"""Or split in each step, as well as its own tokens can be split over the replicas (``stepwise``)."""
 KEEP, TABLES, LOCAL, FRESH = 0, 1, 2, 3
 """Leave the layer as it is, give it new tables, improve its placement, or place it from scratch."""
 
@@ -56,7 +58,9 @@ class SearchParams(NamedTuple):
     annealing_tries: int = 0
     """Tries of annealing a placement made from scratch; 0 for none."""
     tables: int = RULE
-    """``EVEN``, ``RULE`` or ``SOLVED``."""
+    """``EVEN``, ``RULE``, ``SOLVED`` or ``STEPWISE``."""
+    step_tries: int = 0
+    """Tries of searching a placement for stepwise splits; 0 for none."""
     table_swaps: bool = True
     """Whether experts are swapped at the shares that solved tables give."""
     table_kicks: bool = True

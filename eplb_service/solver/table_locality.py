@@ -14,7 +14,7 @@ import numpy as np
 from eplb_service.solver.construction import descending
 from eplb_service.solver.evaluation import SMALLEST_GAIN, hottest_of_others, loads_in_episodes, raise_to
 from eplb_service.solver.jit import kernel
-from eplb_service.solver.model import EVEN, SOLVED, Candidate, Float32, Int32, Layer, set_row
+from eplb_service.solver.model import EVEN, SOLVED, STEPWISE, Candidate, Float32, Int32, Layer, set_row
 from eplb_service.solver.tables import slot_shares, slots_by_expert, tables_par
 
 _SWEEPS = 2
@@ -225,7 +225,7 @@ def localised(candidate: Candidate, layer: Layer, tables: int) -> Candidate:
 def crossing_share(candidate: Candidate, layer: Layer, tables: int) -> float:
     """Part of the tokens that leave their source's node; 0 on one node, or where the host asks no table."""
     heat, deployed = layer
-    if tables == EVEN or not deployed.node_R.any():
+    if tables in (EVEN, STEPWISE) or not deployed.node_R.any():
         return 0.0
     return crossing(
         candidate.log2phy_GE,

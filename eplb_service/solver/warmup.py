@@ -6,7 +6,7 @@ import numpy as np
 
 from eplb_service.placement import Placement
 from eplb_service.solver.engine import solve_many
-from eplb_service.solver.model import EVEN, RULE, SOLVED, SearchParams
+from eplb_service.solver.model import EVEN, RULE, SOLVED, STEPWISE, SearchParams
 from eplb_service.solver.topology import choose_senders
 from eplb_service.solver.window import loads_of_ranks, step_loads, sum_episodes, volatility
 
@@ -27,9 +27,10 @@ def warm_up(threads: int | None = None) -> None:
         tree_beam=1,
         local_search_steps=10,
         annealing_tries=10,
+        step_tries=10,
     )
     two_nodes = np.array([0, 0, 1, 1], dtype=np.int32)
-    for tables in (EVEN, RULE, SOLVED):
+    for tables in (EVEN, RULE, SOLVED, STEPWISE):
         answers = solve_many(
             heat_LNE,
             placement.phy2log_LRS,

@@ -13,6 +13,7 @@ from eplb_service.wire.heat import StepPhase
 from tests.moe.cases import Case
 from tests.moe.pairwise import Row, pairwise
 from tests.moe.simulated import SimulatedGroup, run_simulated
+from tests.solver.slow.stepwise import optimum
 from worker_agent.moe import DenseMoE, ExpertParallelMoE, LayerOptions, SharedExperts, seeded_experts
 from worker_agent.moe.dispatch import DISPATCHER_NAMES, SHARED_TOKEN_DISPATCHERS, MC2Variant
 from worker_agent.moe.operators import reference
@@ -43,6 +44,7 @@ OPTIONS: dict[str, list[Any]] = {
     "length": ["asked for", "longest", "longer"],
     "shared": ["none", "plain", "gated"],
     "check_ids": [True, False],
+    "split": ["tables", "step"],
 }
 MOST_TOKENS = 5
 
@@ -55,7 +57,7 @@ def allowed(row: Row) -> bool:
     )
     if mc2_alone and row.get("dispatcher", "mc2") != "mc2":
         return False
-    if row.get("dispatcher") == "moge" and row.get("redundant"):
+    if row.get("dispatcher") == "moge" and (row.get("redundant") or row.get("split") == "step"):
         return False
     if row.get("quantize_before_gather") and (
         row.get("kind", "W8A8") != "W8A8" or row.get("dispatcher", "moge") not in SHARED_TOKEN_DISPATCHERS
@@ -168,6 +170,7 @@ def layer_of(case: Case, row: Row, group: RankGroup) -> ExpertParallelMoE:
             quantize_before_gather=row["quantize_before_gather"],
             chunk_rows=row["chunk_rows"],
             mc2=row["mc2"],
+            split=row["split"],
         ),
     )
 
@@ -235,12 +238,24 @@ def test_a_layer_with_these_options_equals_its_dense_twin(row: Row):
     for (out_TH, _, _), step in zip(results, steps, strict=True):
         assert not out_TH[~step.real_T].any(), described(row)
 
+    if row["split"] == "step":
+        received_RS = np.array([received for _, received, _ in results])
+        check_split(case, received_RS, np.array([source for _, _, source in results]).sum(axis=0))
+        return
     received_P = np.zeros(case.ranks * case.slots, dtype=int)
     for rank, (step, (_, _, source)) in enumerate(zip(steps, results, strict=True)):
         chosen_N = step.tokens[1][step.real_TK].long()
         assert source == torch.bincount(chosen_N, minlength=case.experts).tolist(), described(row)
         np.add.at(received_P, case.tables()[rank][chosen_N.numpy()], 1)
     assert [received for _, received, _ in results] == received_P.reshape(case.ranks, -1).tolist()
+
+
+def check_split(case: Case, received_RS: np.ndarray, counts_E: np.ndarray) -> None:
+    """Every expert's tokens are received by its replicas, and no rank has two more than it must."""
+    placement_RS = case.placement()
+    received_E = np.bincount(placement_RS.ravel(), received_RS.ravel(), minlength=case.experts)
+    np.testing.assert_array_equal(received_E, counts_E)
+    assert received_RS.sum(axis=1).max() <= optimum(placement_RS, counts_E.astype(float)) + 1 + 1e-6
 
 
 def test_every_allowed_pair_is_in_the_table():

@@ -92,7 +92,7 @@ def test_policy_none_never_moves(window: Window, placement: Placement) -> None:
 
 
 @pytest.mark.parametrize("policy", ["deepseek", "flashlb"])
-@pytest.mark.parametrize("split", ["tables", "even"])
+@pytest.mark.parametrize("split", ["tables", "even", "step"])
 def test_policies_win_balance(window: Window, placement: Placement, policy: str, split: str) -> None:
     result = decided(window, placement, policy=policy, split=split)
     assert result.par_planned < result.par_seen - 0.1
@@ -133,7 +133,7 @@ def test_layers_without_tokens_are_in_no_mean(window: Window, placement: Placeme
     assert all(not np.isnan(verdict.noise_floor) for verdict in others)
 
 
-@pytest.mark.parametrize("split", ["tables", "even"])
+@pytest.mark.parametrize("split", ["tables", "even", "step"])
 def test_ratios_are_those_of_the_hosts_split(window: Window, placement: Placement, split: str) -> None:
     result = decided(window, placement, split=split)
     assert result.layers

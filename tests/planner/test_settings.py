@@ -13,7 +13,7 @@ from eplb_service.planner.settings import PlannerSettings, SettingsError
     ("field", "value", "message"),
     [
         ("policy", "magic", "policy is 'magic'; choose one of none, deepseek, flashlb"),
-        ("split", "fair", "split is 'fair'; choose one of tables, even"),
+        ("split", "fair", "split is 'fair'; choose one of tables, even, step"),
         ("par_threshold", 0.5, "par_threshold is 0.5; it must be a finite number, 1.0 or more"),
         ("par_threshold", math.inf, "par_threshold is inf; it must be a finite number"),
         ("min_gain", math.nan, "min_gain is nan; it must be a finite number, 0.0 or more"),

@@ -31,6 +31,7 @@ SETTINGS = (
     PlannerSettings(par_threshold=1.0, min_gain=0.0),
     PlannerSettings(par_threshold=1.0, min_gain=0.0, move_price=0.0, warm=False),
     PlannerSettings(par_threshold=1.0, min_gain=0.0, move_price=0.0, split="even"),
+    PlannerSettings(par_threshold=1.0, min_gain=0.0, move_price=0.0, split="step"),
     PlannerSettings(par_threshold=1.0, min_gain=0.0, policy="deepseek"),
     PlannerSettings(par_threshold=1.0, min_gain=0.0, solve_tables=False, tree_search=False),
 )

@@ -144,7 +144,7 @@ def test_most_tries_relieve_the_hottest_rank_and_burden_the_cooler_of_two() -> N
 
 def test_losses_are_borne_as_often_as_their_temperature_says() -> None:
     state_1 = np.array([3], dtype=np.uint64)
-    borne = np.array([module._bearable(1e-3, state_1) for _ in range(20_000)])
+    borne = np.array([module.bearable(1e-3, state_1) for _ in range(20_000)])
     assert borne.min() >= 0
     assert borne.max() <= 12 * 1e-3 * (1 + 1e-6)
     for loss in (2e-4, 1e-3, 3e-3):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
+
+from eplb_service.placement import Int32
 
 ExpertWeights: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 """One kind of weight of all local slots: a tensor ``[S, ...]``, or S tensors of one shape and type."""
@@ -57,4 +59,13 @@ class LiveLayer(Protocol):
 
         Those of all layers are on one device.
         """
+        ...
+
+
+@runtime_checkable
+class PlacementAware(Protocol):
+    """A live layer that must know where all ranks' replicas are, and not only where its own tokens go."""
+
+    def install_placement(self, phy2log_RS: Int32) -> None:
+        """Take note of a placement, int32 ``[R, S]``: called as its tables are written, between the same two steps."""
         ...

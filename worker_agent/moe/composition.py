@@ -21,6 +21,10 @@ from worker_agent.moe.prepare import (
     SequenceParallelPreparation,
 )
 from worker_agent.moe.rank_group import RankGroup
+from worker_agent.moe.stepwise import ROUNDS
+
+SPLITS = ("tables", "step")
+"""What ``LayerOptions.split`` can be."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,19 @@ class LayerOptions:
     mc2: MC2Variant | None = None
     """By default what operators and device offer."""
 
+    split: str = "tables"
+    """How an expert's tokens are split over its replicas: ``"tables"``, by ``log2phy``, or ``"step"``, in each step so
+    that the hottest rank is as cool as can be (``stepwise``)."""
+
+    split_rounds: int = ROUNDS
+    """Where tokens are split by step, the rounds that look for the split; more cost time, and matter in large steps."""
+
+    def __post_init__(self) -> None:
+        if self.split_rounds < 1:
+            raise ValueError(f"split_rounds is {self.split_rounds}; a split takes at least one round")
+        if self.split not in SPLITS:
+            raise ValueError(f"split is {self.split!r}; use one of {', '.join(SPLITS)}")
+
     def check_choices(self, layer: int, topk_ids_TK: torch.Tensor, check_values: bool) -> None:
         """Raise ``ValueError`` naming the layer where the options do not allow a call's choices, -1 if not real.
 
@@ -84,6 +101,8 @@ class LayerPath:
     kernel: ModularKernel
     room: int | None
     """The tokens of one dispatch that the batched format has room for; ``None`` for any number."""
+    shares_tokens: bool
+    """Whether all ranks dispatch the same tokens."""
 
     def check_room(self, layer: int, tokens: int) -> None:
         """Raise ``ValueError`` naming the layer where a rank dispatches more ``tokens``, padding among them."""
@@ -125,7 +144,7 @@ def compose(
             chunk_rows=options.chunk_rows,
         )
         preparation = options.preparations.get(name) or default_preparation(name, group, quantize_with)
-        paths[name] = LayerPath(preparation, kernel, room)
+        paths[name] = LayerPath(preparation, kernel, room, name in SHARED_TOKEN_DISPATCHERS)
     return paths
 
 

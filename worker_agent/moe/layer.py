@@ -21,6 +21,7 @@ from worker_agent.moe.prepare import Prepared, Tokens
 from worker_agent.moe.rank_group import RankGroup
 from worker_agent.moe.shape import MicroBatch, MoEShape, masked_outputs, real_ids
 from worker_agent.moe.shared_experts import SharedExperts
+from worker_agent.moe.stepwise import StepwiseSplit, check_splittable
 from worker_agent.moe.weights import ExpertSource, ExpertWeights, build_weights, movable_weights
 
 
@@ -29,8 +30,8 @@ class ExpertParallelMoE(EplbState):
 
     The placement lives in the tensors ``w13_weight``, ``w2_weight``, ``log2phy`` and ``expert_map`` alone,
     which are read at each call: whoever writes another placement into them in place, on all ranks
-    between the same two steps, changes no output. (Dispatch goes by physical id; ``expert_map`` is kept for
-    kernels that want it.)
+    between the same two steps, changes no output. Where tokens are split by step, ``install_placement`` must
+    follow. (Dispatch goes by physical id; ``expert_map`` is kept for kernels that want it.)
 
     Parameters
     ----------
@@ -111,11 +112,16 @@ class ExpertParallelMoE(EplbState):
         super().__init__(shape.layer, placed, heat_rows, heat_stage, device)
         self.shape = shape
         self.shares_tokens = shared
+        self._group = group
         self._dtype = dtype
         slots = len(placed.logical_S)
         operators = operators_for(device)
         self._options = LayerOptions() if options is None else options
         self._paths = compose(names, group, slots, operators, device, quantized, self._options)
+        self._split = None
+        if self._options.split == "step":
+            check_splittable(shape.layer, names, device.type)
+            self._split = StepwiseSplit(phy2log_RS, shape.experts, device, self._options.split_rounds)
         self._shared_experts = shared_experts
         self._check_ids = device.type == "cpu" if check_ids is None else check_ids
 
@@ -124,6 +130,14 @@ class ExpertParallelMoE(EplbState):
             weights = weights.quantize(operators, dtype)
         for name in ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale"):
             self.register_buffer(name, weights.named().get(name))
+
+    def install_placement(self, phy2log_RS: Int32) -> None:
+        """Take note of where all ranks' replicas are, int32 ``[R, S]``, for splits that go by it.
+
+        Whoever writes another placement into the layer calls this on all ranks, between the same two steps.
+        """
+        if self._split is not None:
+            self._split.install(phy2log_RS)
 
     def expert_weights(self) -> list[torch.Tensor]:
         """Every tensor that the expert kernels read, with the local slot as first dimension."""
@@ -276,10 +290,17 @@ class ExpertParallelMoE(EplbState):
             weights_TK,
             self.log2phy,
             masked=masked,
+            physical_TK=self._physical(path, ids_TK),
             scale_T=prepared.scale_T,
             check_values=self._check_ids,
         )
         return prepared, request.weighed_on_input() if self._options.weigh_on_input else request
+
+    def _physical(self, path: LayerPath, ids_TK: torch.Tensor) -> torch.Tensor | None:
+        """The physical expert of each choice, where they are split by step."""
+        if self._split is None:
+            return None
+        return self._split.split(ids_TK, None if path.shares_tokens else self._group)
 
     def _beside(self, batch: MicroBatch) -> WorkBeside | None:
         return None if self._shared_experts is None else self._shared_experts.beside(batch.hidden_TH)

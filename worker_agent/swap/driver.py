@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 
 from eplb_service.placement import expert_map
-from worker_agent.adapters.live_layer import LiveLayer
+from worker_agent.adapters.live_layer import LiveLayer, PlacementAware
 from worker_agent.checked_plan import CheckedPlan
 from worker_agent.forward_clock import ForwardClock
 from worker_agent.history.record import History
@@ -300,6 +300,9 @@ class SwitchDriver:
                 torch.from_numpy(local_E),
                 torch.from_numpy(commit.layer.log2phy_E),
             )
+            live = self._layers[layer]
+            if isinstance(live, PlacementAware):
+                live.install_placement(commit.layer.phy2log_RS)
             if self._verify:
                 check_installed(self._layers[layer], staged.staged, staged.slots)
             if self._on_commit is not None:

@@ -41,6 +41,10 @@ class DispatchRequest:
     experts_weigh: bool = False
     """Whether rows must bring their weights to the experts; ``combine`` then only sums."""
 
+    physical_TK: torch.Tensor | None = None
+    """int32: the physical expert of each choice, where this step's tokens were split already; anything for a choice
+    that is not real. ``None`` where ``log2phy_E`` says it."""
+
     check_values: bool = False
     """Whether a dispatcher with demands on the ids themselves checks them; on an accelerator that waits for it."""
 
@@ -51,9 +55,10 @@ class DispatchRequest:
 
     def physical(self, nowhere: int) -> torch.Tensor:
         """The physical expert of each choice, ``[T, K]``; ``nowhere`` for choices that are not real."""
-        ids_TK, active_TK = self.topk_ids_TK, self.active_TK
-        known_TK = ids_TK if active_TK is None else ids_TK.clamp(min=0)
-        physical_TK = self.log2phy_E.index_select(0, known_TK.reshape(-1)).view_as(ids_TK)
+        ids_TK, active_TK, physical_TK = self.topk_ids_TK, self.active_TK, self.physical_TK
+        if physical_TK is None:
+            known_TK = ids_TK if active_TK is None else ids_TK.clamp(min=0)
+            physical_TK = self.log2phy_E.index_select(0, known_TK.reshape(-1)).view_as(ids_TK)
         return physical_TK if active_TK is None else physical_TK.masked_fill(~active_TK, nowhere)
 
     def real_weights(self) -> torch.Tensor:

@@ -1,0 +1,67 @@
+"""How far from the optimum a stepwise split ends after so many rounds, and how long it takes on one core."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from benchmarks.solver.heat_kinds import generate
+from benchmarks.split.quality import _stepwise
+from eplb_service.offline import solve
+from eplb_service.solver.stepwise import loads_by_step
+from worker_agent.moe.stepwise import StepwiseSplit
+
+ROUNDS = (10, 15, 20, 40, 100)
+CALLS = 400
+
+
+def cost(
+    experts: int, ranks: int, slots: int, tokens: int, layers: int = 4, steps: int = 64
+) -> Iterator[dict[str, object]]:
+    """A row for each number of rounds: tokens above the linear program's optimum, and microseconds of a call.
+
+    Placements are made for even shares and for the stepwise split, half of the layers each, on steps of their own.
+    """
+    heat_TLE = generate("static", layers, experts, 2 * steps, tokens=tokens).astype(np.int64)
+    half = layers // 2
+    placed_LRS = np.concatenate(
+        [
+            solve(heat_TLE[:steps, part], ranks, slots, split=split).phy2log
+            for part, split in ((slice(half), "even"), (slice(half, None), "step"))
+        ]
+    )
+    for rounds in ROUNDS:
+        above = []
+        for layer, placed_RS in enumerate(placed_LRS):
+            split = StepwiseSplit(placed_RS, experts, rounds=rounds)
+            for heat_E in heat_TLE[steps:, layer]:
+                best = loads_by_step(heat_E[None, None], placed_RS[None], False).max()
+                above.append(_stepwise(split, heat_E, ranks, slots).max() - best)
+        times = microseconds(split, torch.from_numpy(heat_TLE[-1, -1]))
+        yield {
+            "rounds": rounds,
+            "mean": float(np.mean(above)),
+            "most": float(np.max(above)),
+            "within a token": float(np.mean(np.array(above) <= 1 + 1e-6)),
+            "us": [float(x) for x in np.percentile(times, (5, 50, 95))],
+        }
+
+
+@torch.no_grad()
+def microseconds(split: StepwiseSplit, counts_E: torch.Tensor) -> list[float]:
+    """Of so many calls, after some to warm up; on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    times = []
+    try:
+        for call in range(CALLS + 50):
+            began = time.perf_counter()
+            split.ends(counts_E)
+            if call >= 50:
+                times.append((time.perf_counter() - began) * 1e6)
+    finally:
+        torch.set_num_threads(threads)
+    return times

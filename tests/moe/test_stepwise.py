@@ -1,0 +1,186 @@
+"""Each step's tokens all reach a replica of their expert, and no rank gets a token more than it must at best."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from eplb_service.placement import Placement
+from tests.moe import slow_stepwise as slow
+from tests.moe.simulated import SimulatedGroup, run_simulated
+from tests.solver.placed_layer import random_placement
+from tests.solver.slow.stepwise import optimum
+from worker_agent.adapters.live_layer import PlacementAware
+from worker_agent.moe import ExpertParallelMoE, LayerOptions, MoEShape, seeded_experts
+from worker_agent.moe.rank_group import RankGroup
+from worker_agent.moe.stepwise import ROUNDS, StepwiseSplit, check_splittable, turns
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@st.composite
+def layers(draw: st.DrawFn, most_ranks: int = 10) -> tuple[np.ndarray, int, np.random.Generator]:
+    """A placement with up to one spare slot per rank, and its experts."""
+    generator = np.random.default_rng(draw(SEEDS))
+    ranks, slots = draw(st.integers(1, most_ranks)), draw(st.integers(1, 6))
+    spare = draw(st.integers(0, min(ranks, ranks * slots - slots)))
+    experts = ranks * slots - spare
+    return random_placement(ranks, slots, experts, generator), experts, generator
+
+
+def received(split: StepwiseSplit, phy2log_RS: np.ndarray, counts_E: np.ndarray) -> np.ndarray:
+    """Tokens of each slot, after every one was seen to go to a replica of its own expert."""
+    ids_N = np.repeat(np.arange(len(counts_E)), counts_E)
+    turn_N = np.concatenate([np.arange(count) for count in counts_E])
+    physical_N = split.physical(*map(torch.from_numpy, (ids_N, turn_N, counts_E))).numpy()
+    np.testing.assert_array_equal(phy2log_RS.ravel()[physical_N], ids_N)
+    return np.bincount(physical_N, minlength=phy2log_RS.size).reshape(phy2log_RS.shape)
+
+
+@settings(max_examples=100)
+@given(layers(), st.sampled_from((3, 40, 1000)))
+def test_the_hottest_rank_is_close_to_the_optimum_and_with_more_rounds_within_a_token(
+    layer, mean: int
+) -> None:
+    phy2log_RS, experts, generator = layer
+    counts_E = generator.poisson(mean * np.exp(generator.normal(0, 1, experts)))
+    best = optimum(phy2log_RS, counts_E.astype(float))
+    for rounds, most in ((ROUNDS, max(best + 1, 1.005 * best)), (200, best + 1)):
+        load_R = received(StepwiseSplit(phy2log_RS, experts, rounds=rounds), phy2log_RS, counts_E).sum(axis=1)
+        assert load_R.sum() == counts_E.sum()
+        assert load_R.max() <= most + 1e-6
+
+
+@settings(max_examples=30)
+@given(st.integers(2, 6), st.integers(2, 5), SEEDS)
+def test_with_many_replicas_it_stays_close(ranks: int, slots: int, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    experts = max(slots, ranks * slots // 2)
+    phy2log_RS = random_placement(ranks, slots, experts, generator)
+    counts_E = generator.poisson(60 * np.exp(generator.normal(0, 1, experts)))
+    load_R = received(StepwiseSplit(phy2log_RS, experts), phy2log_RS, counts_E).sum(axis=1)
+    best = optimum(phy2log_RS, counts_E.astype(float))
+    assert load_R.max() <= max(1.02 * best, best + 3)
+
+
+@settings(max_examples=15)
+@given(layers(most_ranks=5), st.sampled_from((2, 300)))
+def test_every_sum_is_exact_so_that_all_ranks_get_the_same_bits(layer, mean: int) -> None:
+    phy2log_RS, experts, generator = layer
+    split = StepwiseSplit(phy2log_RS, experts, rounds=4)
+    counts_E = generator.poisson(mean, experts)
+    ends_M = split.ends(torch.from_numpy(counts_E)).view(-1)
+    used = split.place_M < ends_M.numel()
+    exact = slow.ends(split, counts_E.tolist(), 4)
+    wanted = [int(end) for end, is_used in zip(exact, used.tolist(), strict=True) if is_used]
+    assert ends_M[split.place_M[used]].tolist() == wanted
+
+
+def test_sums_stay_exact_at_the_largest_deployments() -> None:
+    generator = np.random.default_rng(0)
+    split = StepwiseSplit(random_placement(64, 5, 256, generator), 256)
+    state = torch.from_numpy(np.rint(generator.normal(0, 2.0**31, split.round_M2.shape[1])))
+    forwards, backwards = split.round_M2 @ state, split.round_M2.flip(1) @ state.flip(0)
+    assert torch.equal(forwards, backwards)
+    exact = slow.product(split.round_M2[:3], list(map(int, state.tolist())))
+    assert forwards[:3].tolist() == [float(x) for x in exact]
+
+
+@given(st.lists(st.integers(0, 5), max_size=30))
+def test_turns_count_those_before(ids: list[int]) -> None:
+    ids_N = torch.tensor(ids, dtype=torch.int64)
+    found_N = turns(ids_N, torch.bincount(ids_N, minlength=6))
+    assert found_N.tolist() == [ids[:n].count(expert) for n, expert in enumerate(ids)]
+
+
+def test_a_split_is_captured_whole_and_depends_on_no_value() -> None:
+    generator = np.random.default_rng(1)
+    split = StepwiseSplit(random_placement(8, 5, 32, generator), 32)
+    first_E, other_E = (torch.from_numpy(generator.poisson(20, 32)) for _ in range(2))
+
+    # Fake tensors have no values: whatever reads one on the host fails here.
+    def ends(counts_E: torch.Tensor) -> torch.Tensor:
+        return split.ends(counts_E)
+
+    captured = make_fx(ends, tracing_mode="fake", _allow_non_fake_inputs=True)(first_E)
+    for counts_E in (first_E, other_E):
+        assert torch.equal(captured(counts_E), split.ends(counts_E))
+
+
+def test_another_placement_is_installed_in_place() -> None:
+    generator = np.random.default_rng(2)
+    first_RS, other_RS = (random_placement(6, 4, 20, generator) for _ in range(2))
+    split = StepwiseSplit(first_RS, 20)
+    addresses = [buffer.data_ptr() for buffer in split.buffers()]
+    split.install(other_RS)
+    assert [buffer.data_ptr() for buffer in split.buffers()] == addresses
+    fresh = dict(StepwiseSplit(other_RS, 20).named_buffers())
+    for name, buffer in split.named_buffers():
+        assert torch.equal(buffer, fresh[name]), name
+    received(split, other_RS, generator.poisson(9, 20))
+
+
+@pytest.mark.parametrize("dispatcher", ["all2allv", "allgather", "mc2"])
+def test_a_layer_splits_under_the_placement_that_it_was_given(
+    dispatcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RankGroup, "named", SimulatedGroup.named)
+    ranks, slots, experts = 4, 3, 8
+    shape = MoEShape(0, experts, 8, 6)
+    placements = [random_placement(ranks, slots, experts, np.random.default_rng(seed)) for seed in (3, 4)]
+    counts_E = np.array([40, 1, 1, 9, 2, 3, 1, 7])
+    ids = np.repeat(np.arange(experts), counts_E)
+
+    def two_steps(group):
+        layer = ExpertParallelMoE(
+            shape,
+            placements[0],
+            seeded_experts(shape),
+            dispatcher=dispatcher,
+            ep_group=group,
+            options=LayerOptions(split="step"),
+        )
+        assert isinstance(layer, PlacementAware)
+        ids_T1 = torch.from_numpy(ids[group.rank :: ranks].copy()).unsqueeze(1)
+        hidden_TH = torch.randn(len(ids_T1), 8)
+        outputs = [layer(hidden_TH, ids_T1, torch.ones(len(ids_T1), 1))]
+        weights = ExpertParallelMoE(
+            shape, placements[1], seeded_experts(shape), ep_group=group
+        ).expert_weights()
+        for live, new in zip(layer.expert_weights(), weights, strict=True):
+            live.copy_(new)
+        layer.install_placement(placements[1])
+        outputs.append(layer(hidden_TH, ids_T1, torch.ones(len(ids_T1), 1)))
+        torch.testing.assert_close(outputs[0], outputs[1])
+        return layer.moe_load[:2].numpy()
+
+    loads_RTS = np.stack(run_simulated(ranks, two_steps))
+    for step, phy2log_RS in enumerate(placements):
+        received_RS = loads_RTS[:, step]
+        np.testing.assert_array_equal(
+            np.bincount(phy2log_RS.ravel(), received_RS.ravel(), minlength=experts), counts_E
+        )
+        assert received_RS.sum(axis=1).max() <= optimum(phy2log_RS, counts_E.astype(float)) + 1 + 1e-6
+
+
+def test_what_cannot_be_split_is_refused() -> None:
+    with pytest.raises(ValueError, match="split is 'steps'; use one of tables, step"):
+        LayerOptions(split="steps")
+    with pytest.raises(ValueError, match="layer 3: grouped experts have no replicas"):
+        check_splittable(3, ["allgather", "moge"], "cpu")
+    with pytest.raises(ValueError, match=r"layer 3: .*an NPU does not have"):
+        check_splittable(3, ["mc2"], "npu")
+    with pytest.raises(ValueError, match="split_rounds is 0; a split takes at least one round"):
+        LayerOptions(split_rounds=0)
+    check_splittable(3, ["mc2"], "cuda")
+
+
+def test_a_layer_without_replicas_is_left_as_it_is() -> None:
+    placement_RS = Placement.linear(1, 6, 3, 2).phy2log_LRS[0]
+    split = StepwiseSplit(placement_RS, 6)
+    counts_E = np.array([3, 0, 9, 1, 1, 1])
+    np.testing.assert_array_equal(received(split, placement_RS, counts_E), counts_E.reshape(3, 2))

@@ -1,0 +1,243 @@
+"""What a placement determines of the stepwise split: matrices of its rounds, and the forest it is rounded along.
+
+Dimensions in names: M slots of experts that have several replicas (*shared* slots), padded to a number that only the
+placement's shape determines; R ranks, E logical experts, C columns of the table of replicas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_service.placement import Int32
+from worker_agent.moe.maps import replica_table
+
+Float64: TypeAlias = npt.NDArray[np.float64]
+
+UNITS = 64.0
+"""Of a token: the steps that splits are computed in before they are rounded."""
+_FINE = 65536.0
+"""Entries of matrices are multiples of one over this."""
+_PENALTY = 0.3
+"""Of departing from the projection, beside squared loads. Between 0.2 and 0.4 the fewest rounds were needed, on
+recorded routing of 8 ranks x 5 slots and drawn steps of 32 ranks x 9 slots."""
+_RELAXATION = 1.6
+
+
+def most_shared(experts: int, ranks: int, slots: int) -> int:
+    """The most shared slots that a placement can have: two for each spare slot, or all."""
+    return min(ranks * slots, 2 * (ranks * slots - experts))
+
+
+@dataclass(frozen=True)
+class SharedSlots:
+    """The shared slots of a placement, experts in order, replicas by physical id."""
+
+    expert_M: list[int]
+    rank_M: list[int]
+    column_M: list[int]
+    """Which of its expert's replicas each is."""
+
+    @classmethod
+    def of(cls, phy2log_RS: Int32) -> SharedSlots:
+        """Those of a placement ``[R, S]``."""
+        slots = phy2log_RS.shape[1]
+        ranks_of: dict[int, list[int]] = {}
+        for physical, expert in enumerate(phy2log_RS.ravel().tolist()):
+            ranks_of.setdefault(expert, []).append(physical // slots)
+        found = [
+            (expert, rank, column)
+            for expert, ranks in sorted(ranks_of.items())
+            if len(ranks) > 1
+            for column, rank in enumerate(ranks)
+        ]
+        return cls([e for e, _, _ in found], [r for _, r, _ in found], [c for _, _, c in found])
+
+
+def split_tables(
+    phy2log_RS: Int32, experts: int, shared: int, columns: int
+) -> dict[str, npt.NDArray[np.generic]]:
+    """Every buffer of ``StepwiseSplit`` by name, for a placement int32 ``[R, S]``; ``shared`` is M, ``columns`` C."""
+    slots = SharedSlots.of(phy2log_RS)
+    used, ranks = len(slots.rank_M), phy2log_RS.shape[0]
+    forest = Forest.of(slots, ranks)
+    table = replica_table(phy2log_RS, experts, columns)
+    last_E = table.counts_E - 1
+    column_EC = np.minimum(np.arange(columns)[None], last_E[:, None])
+    own_MM = np.zeros((shared, shared))
+    own_MM[:used, :used] = np.equal.outer(slots.expert_M, slots.expert_M)
+    column_M = np.full(shared, -1)
+    column_M[:used] = slots.column_M
+    place_M = np.full(shared, experts * columns)
+    place_M[:used] = np.array(slots.expert_M, dtype=np.int64) * columns + slots.column_M
+    start_ME, round_MM = _rounds(slots, phy2log_RS, experts)
+    tokens_ME = np.zeros((used, experts))
+    tokens_ME[np.arange(used), slots.expert_M] = 1.0
+    # Loads of the ranks by experts that they hold alone, and by shared slots, summed up in the forest's order.
+    alone_RE = np.zeros((ranks, experts))
+    on_rank_RM = np.zeros((ranks, used))
+    on_rank_RM[slots.rank_M, np.arange(used)] = 1.0
+    np.add.at(alone_RE, (np.arange(ranks)[:, None], phy2log_RS), (table.counts_E == 1)[phy2log_RS])
+    from_counts = np.zeros((2 * shared + ranks, experts))
+    from_counts[:used] = _fine(_RELAXATION * UNITS * start_ME)
+    from_counts[shared : shared + used] = UNITS * tokens_ME
+    from_counts[2 * shared :] = UNITS * alone_RE[forest.order_R].cumsum(axis=0)
+    return {
+        "replicas_EC": np.take_along_axis(table.log2phys_EC, column_EC, axis=1),
+        "place_M": place_M,
+        "from_counts": from_counts,
+        "round_M2": _relaxed(round_MM, shared),
+        "own_MM": own_MM,
+        "first_M": (column_M == 0).astype(np.float64),
+        "rank_sums_RM": _padded(on_rank_RM[forest.order_R].cumsum(axis=0), ranks, shared),
+        "by_cut_MX": np.hstack(
+            [_padded(forest.by_rank_MR, shared, ranks), _padded(forest.by_slot_MM, shared, shared)]
+        ),
+        "running_MM": own_MM * np.less_equal.outer(column_M, column_M).T,
+    }
+
+
+def _rounds(slots: SharedSlots, phy2log_RS: Int32, experts: int) -> tuple[Float64, Float64]:
+    """The split without bounds: start ``[M, E]`` of the counts, plus ``[M, M]`` of what the projection asks for.
+
+    Least squared rank loads and ``_PENALTY`` times the squared distance from the projection, where each expert's slots
+    add up to its tokens: linear equations (Karush, Kuhn, Tucker) with one matrix for all counts.
+    """
+    used, ranks = len(slots.rank_M), phy2log_RS.shape[0]
+    held, expert_M = np.unique(np.array(slots.expert_M, dtype=np.int64), return_inverse=True)
+    count_E = np.bincount(phy2log_RS.ravel(), minlength=experts)
+    alone_RE = np.zeros((ranks, experts))
+    np.add.at(alone_RE, (np.arange(ranks)[:, None], phy2log_RS), (count_E == 1)[phy2log_RS])
+    on_rank_RM = np.zeros((ranks, used))
+    on_rank_RM[slots.rank_M, np.arange(used)] = 1.0
+    adds_up_HM = np.zeros((held.size, used))
+    adds_up_HM[expert_M, np.arange(used)] = 1.0
+    system = np.zeros((used + held.size, used + held.size))
+    system[:used, :used] = on_rank_RM.T @ on_rank_RM + _PENALTY * np.eye(used)
+    system[:used, used:] = adds_up_HM.T
+    system[used:, :used] = adds_up_HM
+    solved = np.linalg.inv(system).astype(np.float64)
+    held_HE = np.zeros((held.size, experts))
+    held_HE[np.arange(held.size), held] = 1.0
+    start_ME: Float64 = solved[:used, used:] @ held_HE - solved[:used, :used] @ on_rank_RM.T @ alone_RE
+    return start_ME, _PENALTY * solved[:used, :used]
+
+
+def _relaxed(round_MM: Float64, shared: int) -> Float64:
+    """One over-relaxed round but for the start: the next state of [sizes, state] stacked, float64 ``[M, 2 * M]``.
+
+    The state is the split less its price: where it is positive it is a split, where it is negative a price. So the
+    projection is the positive part, and what the product is taken of is the size.
+    """
+    used = round_MM.shape[0]
+    relaxed = np.zeros((shared, 2 * shared))
+    relaxed[:used, :used] = _fine(_RELAXATION * (round_MM - 0.5 * np.eye(used)))
+    relaxed[:used, shared : shared + used] = _fine((1 - 0.5 * _RELAXATION) * np.eye(used))
+    return relaxed
+
+
+def _fine(matrix: Float64) -> Float64:
+    rounded: Float64 = np.round(matrix * _FINE) / _FINE
+    return rounded
+
+
+def _padded(matrix: Float64, rows: int, columns: int) -> Float64:
+    padded = np.zeros((rows, columns))
+    padded[: matrix.shape[0], : matrix.shape[1]] = matrix
+    return padded
+
+
+@dataclass(frozen=True)
+class Forest:
+    """A spanning forest of ranks and shared experts, whose edges are slots; and how changes run along it."""
+
+    order_R: list[int]
+    """The ranks in the order that a walk from the roots meets them: below every edge they are consecutive."""
+
+    by_rank_MR: Float64
+    """float64 ``[M, R]``: what is taken from each slot where so much is cut from the ranks' running sums."""
+
+    by_slot_MM: Float64
+    """float64 ``[M, M]``: what is taken from each slot where so much is cut from slots beside the forest."""
+
+    @classmethod
+    def of(cls, slots: SharedSlots, ranks: int) -> Forest:
+        """A depth-first forest."""
+        walk = _Walk(slots, ranks)
+        used = len(slots.rank_M)
+        by_rank_MR, by_slot_MM = np.zeros((used, ranks)), np.zeros((used, used))
+        beside = sorted(set(range(used)) - {branch.slot for branch in walk.branches})
+        by_slot_MM[beside, beside] = 1.0
+        for branch in walk.branches:
+            # Of an expert below, what its ranks take more leaves less for the rank above.
+            sign = -1.0 if branch.is_expert else 1.0
+            if branch.end > branch.first:
+                by_rank_MR[branch.slot, branch.end - 1] += sign
+                if branch.first > 0:
+                    by_rank_MR[branch.slot, branch.first - 1] -= sign
+            for other in beside:
+                rank_below = branch.first <= walk.place_R[slots.rank_M[other]] < branch.end
+                expert_below = slots.expert_M[other] in branch.experts
+                by_slot_MM[branch.slot, other] -= sign * (float(rank_below) - float(expert_below))
+        return cls(walk.order_R, by_rank_MR, by_slot_MM)
+
+
+@dataclass
+class _Branch:
+    """What hangs below one slot of the forest."""
+
+    slot: int
+    is_expert: bool
+    """Whether the upper end is a rank and the lower one an expert."""
+    first: int
+    """Place of the first rank below, in the forest's order."""
+    end: int
+    experts: set[int]
+
+
+class _Walk:
+    """A depth-first walk of all ranks and shared experts."""
+
+    def __init__(self, slots: SharedSlots, ranks: int) -> None:
+        self._slots = slots
+        self._of_rank: dict[int, list[int]] = {rank: [] for rank in range(ranks)}
+        self._of_expert: dict[int, list[int]] = {}
+        for slot, (rank, expert) in enumerate(zip(slots.rank_M, slots.expert_M, strict=True)):
+            self._of_rank[rank].append(slot)
+            self._of_expert.setdefault(expert, []).append(slot)
+        self.order_R: list[int] = []
+        self.place_R: dict[int, int] = {}
+        self.branches: list[_Branch] = []
+        self._met: set[int] = set()
+        for rank in range(ranks):
+            if rank not in self.place_R:
+                self._from_rank(rank)
+
+    def _from_rank(self, rank: int) -> set[int]:
+        """Walk on from a rank; the experts met."""
+        self.place_R[rank] = len(self.order_R)
+        self.order_R.append(rank)
+        met: set[int] = set()
+        for slot in self._of_rank[rank]:
+            expert = self._slots.expert_M[slot]
+            if expert not in self._met:
+                self._met.add(expert)
+                first = len(self.order_R)
+                below = self._from_expert(expert)
+                self.branches.append(_Branch(slot, True, first, len(self.order_R), below))
+                met |= below
+        return met
+
+    def _from_expert(self, expert: int) -> set[int]:
+        met = {expert}
+        for slot in self._of_expert[expert]:
+            rank = self._slots.rank_M[slot]
+            if rank not in self.place_R:
+                first = len(self.order_R)
+                below = self._from_rank(rank)
+                self.branches.append(_Branch(slot, False, first, len(self.order_R), below))
+                met |= below
+        return met
