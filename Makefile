@@ -9,11 +9,11 @@ PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PARALLEL = --numprocesses $(PROCESSES) --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: attack help demo test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
+.PHONY: attack help stack dashboard demo e2e-observability test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
 .PHONY: test-engines explore fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-replay
 
 help: ## show this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml setup.py $(wildcard packaging/eplb-agent/*.*) constraints-dev.txt $(wildcard proto/eplb/v1/*.proto) tools/setup_venv.py tools/generate_stubs.py
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -82,6 +82,15 @@ fuzz-properties: warm ## every property test on 20 times the examples, random on
 
 mutate: warm ## small defects put into a room's modules, and whether its tests notice; ARGS="--room planner --sample 40"
 	@$(BIN)/python -m tools.mutation $(ARGS)
+
+e2e-observability: warm ## a real Prometheus: every panel has data, every alert fires and ends (three minutes)
+	@$(BIN)/pytest tests/observability -m "" -rs $(ARGS)
+
+stack: warm ## service, Prometheus and demo ranks on this machine, on fixed ports, until Ctrl-C
+	@$(BIN)/python -m tools.stack $(ARGS)
+
+dashboard: $(READY) ## the Grafana dashboard again, after editing tools/dashboard
+	@$(BIN)/python -m tools.dashboard
 
 faults: $(READY) ## real faults on real services and ranks (minutes); ARGS go to pytest
 	@$(BIN)/pytest $(PARALLEL) tests/faults -m "" $(ARGS)

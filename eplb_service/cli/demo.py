@@ -15,6 +15,7 @@ from eplb_service.cli.errors import UserError
 from eplb_service.cli.json_out import write_json
 from eplb_service.cli.option_groups import option_groups
 from eplb_service.planner.settings import POLICIES, PlannerSettings
+from eplb_service.wire.fields import check_deployment
 
 if TYPE_CHECKING:
     from eplb_service.cli.demo_screen import Screen
@@ -26,6 +27,7 @@ _QUANTIZATIONS = ("none", "w8a8")
 _MODEL_STEPS = 720
 _TRACE_STEPS = 320
 _TRACE_LAYERS, _TRACE_HIDDEN, _TRACE_INTERMEDIATE = 6, 128, 64
+_WINDOW, _INTERVAL = 64, 32
 _FAILED_EXIT_CODE = 1
 
 _Sizes = tuple[int, int, int]
@@ -117,16 +119,54 @@ class ServedOptions:
 
 
 @dataclass(frozen=True)
+class ServiceOptions:
+    """Which service the ranks join."""
+
+    SECTION: ClassVar = "The service"
+
+    address: Annotated[
+        str | None,
+        typer.Option(help="host:port of a running service to join, instead of one of the demo's own."),
+    ] = None
+    deployment: Annotated[str, typer.Option(help="Name that the ranks give.")] = "demo"
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=65535, help="Port of the own service's metrics and web page (default a free one)."
+        ),
+    ] = None
+
+    def check(self, decisions: DecisionOptions) -> None:
+        """Raise ``UserError`` where an option is given that the service at ``address`` decides about."""
+        check_deployment(self.deployment, "--deployment")
+        if self.address is not None:
+            set_there = {
+                "--window": decisions.window,
+                "--interval": decisions.interval,
+                "--policy": decisions.policy,
+                "--metrics-port": self.metrics_port,
+            }
+            _refuse("a service of the demo's own, without --address", set_there)
+
+
+@dataclass(frozen=True)
 class DecisionOptions:
     """How the service decides."""
 
     SECTION: ClassVar = "How decisions are made"
 
-    window: Annotated[int, typer.Option(min=1, help="Steps that a decision looks at.")] = 64
-    interval: Annotated[int, typer.Option(min=1, help="Steps from one decision to the next.")] = 32
+    window: Annotated[
+        int | None, typer.Option(min=1, help=f"Steps that a decision looks at (default {_WINDOW}).")
+    ] = None
+    interval: Annotated[
+        int | None, typer.Option(min=1, help=f"Steps from one decision to the next (default {_INTERVAL}).")
+    ] = None
     policy: Annotated[
-        str, typer.Option(help=f"One of {', '.join(POLICIES)}.", autocompletion=lambda: list(POLICIES))
-    ] = "flashlb"
+        str | None,
+        typer.Option(
+            help=f"One of {', '.join(POLICIES)} (default flashlb).", autocompletion=lambda: list(POLICIES)
+        ),
+    ] = None
     seed: Annotated[int, typer.Option(min=0, help="Seeds requests or tokens, and the solver.")] = 0
 
 
@@ -150,7 +190,9 @@ class OutputOptions:
 
 
 @option_groups
-def demo(served: ServedOptions, decisions: DecisionOptions, output: OutputOptions) -> None:
+def demo(
+    served: ServedOptions, service: ServiceOptions, decisions: DecisionOptions, output: OutputOptions
+) -> None:
     """Serve a Mixture-of-Experts model on live expert-parallel ranks while the service balances it, and prove it.
 
     The embedded model answers requests of changing domains. Every step also runs through the same model left alone:
@@ -167,17 +209,22 @@ def demo(served: ServedOptions, decisions: DecisionOptions, output: OutputOption
     from eplb_service.demo.stage import Stage
 
     output.check()
-    PlannerSettings(policy=decisions.policy, seed=decisions.seed)
+    service.check(decisions)
+    policy = decisions.policy or "flashlb"
+    PlannerSettings(policy=policy, seed=decisions.seed)
     scenario, sizes = served.scenario()
     stage = Stage(
         *sizes,
         served.ranks,
         served.redundant,
         served.dispatcher,
-        decisions.window,
-        decisions.interval,
-        decisions.policy,
+        decisions.window or _WINDOW,
+        decisions.interval or _INTERVAL,
+        policy,
         decisions.seed,
+        service.address,
+        f"127.0.0.1:{service.metrics_port or 0}",
+        service.deployment,
     )
     with screen(stage.steps) as show:
         try:

@@ -65,6 +65,7 @@ COMMANDS = {
             "eplb demo",
             "eplb demo --ranks 8 --redundant 16 --json summary.json",
             "eplb demo --trace heat.zarr",
+            "eplb demo --address 127.0.0.1:50551 --steps 20000",
         ),
     ),
     "serve": CommandEntry(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,6 +43,12 @@ class Stage:
         Steps that a decision looks at, and steps from one to the next.
     policy, seed
         As in the service's settings.
+    service
+        Where the service is; ``None`` for one of the demo's own.
+    metrics
+        ``host:port`` of its own service's metrics and web page.
+    deployment
+        Name that the ranks give.
 
     Raises ``PlacementError`` or ``DemoError`` where no such layers could be laid out.
     """
@@ -56,6 +63,9 @@ class Stage:
     interval: int
     policy: str
     seed: int
+    service: str | None = None
+    metrics: str = "127.0.0.1:0"
+    deployment: str = "demo"
 
     def __post_init__(self) -> None:
         check_shape(self.experts, self.ranks, self.slots)
@@ -79,29 +89,38 @@ def perform(stage: Stage, program: str, orders: Mapping[str, object], watch: Wat
     """
     board = Scoreboard(stage.ranks, stage.layers)
     with TemporaryDirectory(prefix="eplb-demo-", ignore_cleanup_errors=True) as scratch:
-        watch(board, "starting the service; the solver is compiled the first time, which takes a while")
-        settings = _service_settings(stage)
-        configure_logs(level=settings.log_level)
-        with service_thread(settings) as service:
-            watch(board, f"service at {service.address}; starting {stage.ranks} ranks")
-            task = _write_task(stage, orders, service.address, Path(scratch))
+        with _service(stage, lambda status: watch(board, status)) as (address, status):
+            watch(board, f"{status}; starting {stage.ranks} ranks")
+            task = _write_task(stage, orders, address, Path(scratch))
             with rank_processes(program, task, stage.ranks) as ranks:
                 while ranks.running:
                     line = ranks.take(timeout=0.2)
                     if line is not None:
                         board.add(line)
-                        metrics = f"http://{service.metrics_address}/metrics"
-                        watch(board, f"service at {service.address}, metrics at {metrics}")
+                        watch(board, status)
         if board.steps < stage.steps:
             raise DemoError(f"the ranks ended after {board.steps} of {stage.steps} steps")
     return board
+
+
+@contextmanager
+def _service(stage: Stage, announce: Callable[[str], None]) -> Iterator[tuple[str, str]]:
+    """The service's address, and a line on where it is: one that runs, or the demo's own."""
+    if stage.service is not None:
+        yield stage.service, f"service at {stage.service}"
+        return
+    announce("starting the service; the solver is compiled the first time, which takes a while")
+    settings = _service_settings(stage)
+    configure_logs(level=settings.log_level)
+    with service_thread(settings) as service:
+        yield service.address, f"service at {service.address}, web page at {service.page_url}"
 
 
 def _service_settings(stage: Stage) -> ServiceSettings:
     planner: dict[str, Any] = {"policy": stage.policy, "seed": stage.seed}
     return ServiceSettings(
         listen="127.0.0.1:0",
-        metrics="127.0.0.1:0",
+        metrics=stage.metrics,
         store=":memory:",
         window_steps=stage.window,
         decision_interval=stage.interval,
@@ -117,6 +136,7 @@ def _write_task(stage: Stage, orders: Mapping[str, object], service: str, scratc
     task = scratch / "task.json"
     shared = {
         "service": service,
+        "deployment": stage.deployment,
         "rendezvous": str(scratch / "rendezvous"),
         "ranks": stage.ranks,
         "slots": stage.slots,

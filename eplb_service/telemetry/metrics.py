@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
 Metric: TypeAlias = Gauge | Counter | Histogram
@@ -15,6 +15,7 @@ _DEPLOYMENT = ("deployment",)
 _LAYER = ("deployment", "layer")
 _TRANSFER_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0)
 _COMMIT_BUCKETS = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0)
+_DELAY_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 _SOLVE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
@@ -62,6 +63,19 @@ class Metrics:
         )
         self.deployment_par_seen = gauge(
             "eplb_deployment_par_seen", "Mean over layers that the last decision found in its window."
+        )
+        self.noise_floor = gauge(
+            "eplb_noise_floor",
+            "Ratio that chance alone leaves a balanced layer, as the last decision took it to be.",
+            _LAYER,
+        )
+        self.deployment_noise_floor = gauge(
+            "eplb_deployment_noise_floor", "Mean of eplb_noise_floor over layers."
+        )
+        self.rank_load = gauge(
+            "eplb_rank_load",
+            "Tokens of a rank over the mean rank, mean over layers, in the newest steps.",
+            ("deployment", "rank"),
         )
         self.solve_seconds = histogram(
             "eplb_solve_seconds", "Time that one decision took to compute.", _SOLVE_BUCKETS
@@ -113,7 +127,35 @@ class Metrics:
             "Newest steps in a row in which no rank counted a token, though it was no dummy.",
         )
         self.dummy_steps = gauge("eplb_dummy_steps", "Newest steps in a row that were dummies on all ranks.")
+        self.dropped_steps = gauge(
+            "eplb_dropped_steps", "Steps that connected agents had to drop since their Hello, over all ranks."
+        )
+        self.silent_seconds = gauge(
+            "eplb_agent_silent_seconds", "Longest time in which nothing was heard of a connected rank."
+        )
+        self.loop_delay = Histogram(
+            "eplb_loop_delay_seconds",
+            "How late the service's event loop was: what every stream waits for.",
+            buckets=_DELAY_BUCKETS,
+            registry=self.registry,
+        )
+        self.process = ProcessCollector(namespace="eplb", registry=self.registry)
         self.problems = gauge("eplb_problems", "What is wrong, in number; `eplb status` says what.")
+
+    def expect(self, deployment: str, results: Sequence[str], outcomes: Sequence[str]) -> None:
+        """Begin the counters of a deployment at 0, so that the first failure is an increase like any other."""
+        for result in results:
+            self.decisions.labels(deployment, result)
+        for outcome in outcomes:
+            self.plans.labels(deployment, outcome)
+        for metric in (
+            self.steps_received,
+            self.steps_lost,
+            self.layers_switched,
+            self.moves,
+            self.moved_bytes,
+        ):
+            metric.labels(deployment)
 
     def transferred(self, deployment: str, seconds: float) -> None:
         """A rank has staged a layer, in what it says were ``seconds``."""
@@ -139,9 +181,16 @@ class Metrics:
             _remove(metric, names, deployment)
 
     def forget_layers(self, deployment: str) -> None:
-        """Remove what was reported of a deployment's layers; another group of ranks may have others."""
-        for metric in (self.par_realised, self.par_planned):
+        """Remove what was reported of a deployment's layers and ranks; another group may have others."""
+        for metric in (self.par_realised, self.par_planned, self.noise_floor):
             _remove(metric, _LAYER, deployment)
+        _remove(self.rank_load, ("deployment", "rank"), deployment)
+
+    def forget_balance(self, deployment: str) -> None:
+        """Remove what is measured while ranks serve; none is connected."""
+        self.forget_layers(deployment)
+        for metric in (self.deployment_par_realised, self.silent_seconds):
+            _remove(metric, _DEPLOYMENT, deployment)
 
     def exposition(self, accept: str) -> tuple[str, bytes]:
         """All metrics in the newest format that ``accept``, a header of HTTP, names; its media type, and the text."""

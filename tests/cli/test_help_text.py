@@ -67,7 +67,7 @@ def test_shapes_in_brackets_are_not_taken_for_markup(capsys):
 @pytest.mark.parametrize(("command", "headings"), {
     "replay": ("Options", "Ranks and slots", "What is compared", "Results", "How decisions are made", "Examples"),
     "status": ("Arguments", "How the service is reached", "Examples"),
-    "demo": ("What is served", "How decisions are made", "Results"),
+    "demo": ("What is served", "The service", "How decisions are made", "Results"),
 }.items())  # fmt: skip
 def test_options_are_grouped(capsys, command, headings):
     found = re.findall(r"^(\S.*):$", help_of(capsys, command), flags=re.MULTILINE)

@@ -22,6 +22,7 @@ from eplb_service.control.server.settings import (
 )
 from eplb_service.telemetry.metrics import Metrics
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
+from tools.dashboard import layout
 from worker_agent.settings import AgentSettings
 
 ROOT = Path(__file__).parents[2]
@@ -64,8 +65,10 @@ def metric_series():
     suffixes = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
     metrics = Metrics()
     known = {}
+    for family in metrics.process.collect():
+        known[family.name + ("_total" if family.type == "counter" else "")] = set()
     for metric in vars(metrics).values():
-        for family in getattr(metric, "describe", list)():
+        for family in getattr(metric, "describe", list)() if metric is not metrics.process else ():
             for suffix in suffixes[family.type]:
                 extra = {"le"} if suffix == "_bucket" else set()
                 known[family.name + suffix] = set(metric._labelnames) | extra
@@ -73,7 +76,7 @@ def metric_series():
 
 
 def expressions():
-    dashboard = json.loads((DEPLOY / "grafana/dashboards/eplb.json").read_text())
+    dashboard = layout.dashboard()
     for panel in dashboard["panels"]:
         for target in panel.get("targets", []):
             yield pytest.param(target["expr"], target["legendFormat"], id=panel["title"])
@@ -95,14 +98,37 @@ def test_expressions_name_metrics_and_labels_that_exist(expression, shown):
     labels |= set(re.findall(r"(\w+)(?:=~|!~|!=|=)\"", expression))
     for grouping in re.findall(r"\b(?:by|on) \(([^)]*)\)", expression):
         labels |= set(re.findall(r"\w+", grouping))
-    from_prometheus = {"job", "instance"}
+    from_prometheus = {"job", "instance", "le"}
     assert labels <= from_prometheus.union(*(known[name] for name in named))
 
 
 def test_the_dashboard_shows_every_balance_metric():
     text = (DEPLOY / "grafana/dashboards/eplb.json").read_text()
-    missing = [name for name in metric_series() if not name.endswith(("_sum", "_count")) and name not in text]
-    assert missing == ["eplb_build_info", "eplb_deployments"]
+    own = [
+        name for name in metric_series() if not name.endswith(("_sum", "_count")) and "_process_" not in name
+    ]
+    missing = [name for name in own if name not in text]
+    assert missing == ["eplb_deployments"]
+
+
+def test_the_dashboard_is_what_its_code_makes():
+    text = (DEPLOY / "grafana/dashboards/eplb.json").read_text()
+    assert text == layout.text(), "run `.venv/bin/python -m tools.dashboard`"
+
+
+def test_panels_do_not_overlap_and_have_a_sentence_each():
+    taken = set()
+    for panel in layout.dashboard()["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, panel["title"]
+        taken |= cells
+        assert panel["type"] == "row" or panel["description"].endswith("."), panel["title"]
 
 
 def test_the_dashboard_lies_where_grafana_looks():

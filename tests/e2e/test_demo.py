@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from eplb_service.cli import main
+from tests.e2e.service import Service
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -52,6 +53,19 @@ def test_a_trace_is_served_and_balanced_without_changing_an_output(dispatcher: s
 
 
 @pytest.mark.slow
+def test_a_running_service_is_joined(tmp_path: Path) -> None:
+    with Service(
+        tmp_path, "--window-steps", "32", "--decision-interval", "16", "--store", ":memory:"
+    ) as service:
+        arguments = ("--address", service.address, "--deployment", "joined", "--steps", "240", "--ranks", "2")
+        done = _demo(*arguments, "--layers", "2", "--redundant", "4")
+        assert done.returncode == 0, done.stdout + done.stderr
+        status = service.status("joined").status
+        assert status.layers_switched > 0
+        assert service.metric("eplb_steps_received_total", deployment="joined") > 100
+
+
+@pytest.mark.slow
 def test_a_demo_that_switches_nothing_fails_and_says_so() -> None:
     done = _demo("--policy", "none", "--ranks", "2", "--layers", "1", "--steps", "24", "--redundant", "0")
     assert done.returncode == 1
@@ -68,6 +82,8 @@ def test_a_demo_that_switches_nothing_fails_and_says_so() -> None:
         (["--trace", "missing.npz"], "missing.npz"),
         (["--json", "out.txt"], "must end in .json"),
         (["--ranks", "1"], "--ranks"),
+        (["--deployment", "a b"], "--deployment is 'a b'"),
+        (["--address", "127.0.0.1:1", "--window", "8"], "--window goes with a service of the demo's own"),
     ],
 )
 def test_what_a_user_got_wrong_is_one_line_and_exit_code_2(

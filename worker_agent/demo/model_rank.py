@@ -44,7 +44,7 @@ class ModelRank:
         self.still, still_layers = self._model()
         shares_tokens = task.dispatcher == "allgather"
         balanced = live_layers[: task.layers]
-        settings = AgentSettings(service=task.service, deployment="demo")
+        settings = AgentSettings(service=task.service, deployment=task.deployment)
         self.agent = Agent.start(balanced, group, settings, token_group=0 if shares_tokens else None)
         self.progress = Progress(rank, self.agent, balanced, still_layers[: task.layers])
         self._generated = 0

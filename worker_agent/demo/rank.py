@@ -38,7 +38,7 @@ class DemoRank:
         self.live = [self._layer(layer, placement) for layer in range(layers)]
         self.still = [self._layer(layer, placement) for layer in range(layers)]
         shares_tokens = task.dispatcher == "allgather"
-        settings = AgentSettings(service=task.service, deployment="demo")
+        settings = AgentSettings(service=task.service, deployment=task.deployment)
         self.agent = Agent.start(self.live, self.group, settings, token_group=0 if shares_tokens else None)
         self.progress = Progress(rank, self.agent, self.live, self.still)
 

@@ -18,6 +18,8 @@ class Task:
     ----------
     service
         host:port of the service.
+    deployment
+        Name that the ranks give.
     rendezvous
         File by which the ranks' process groups find each other.
     ranks, slots
@@ -31,6 +33,7 @@ class Task:
     """
 
     service: str
+    deployment: str
     rendezvous: str
     ranks: int
     slots: int

@@ -10,12 +10,13 @@ import structlog
 from eplb_service.control.core.deployment import Deployment, Limits
 from eplb_service.control.core.errors import ConflictError, ExhaustedError, UnknownDeploymentError
 from eplb_service.control.core.events import LayerCommitted, PlacementKnown, PlanEnded
-from eplb_service.control.core.health import mean_par, measured_par, problems
 from eplb_service.control.core.membership import rank_list
+from eplb_service.control.core.plan_tracker import Outcome
 from eplb_service.control.server.bounded_log import BoundedLog
+from eplb_service.control.server.deployment_metrics import report
 from eplb_service.control.server.heat_feed import HeatFeed
 from eplb_service.control.server.observer import Observer
-from eplb_service.control.server.planning import Decider
+from eplb_service.control.server.planning import DECISION_RESULTS, Decider
 from eplb_service.control.server.settings import ServiceSettings
 from eplb_service.control.server.store import higher_term
 from eplb_service.control.server.store_writer import StoreWriter
@@ -228,7 +229,7 @@ class ControlPlane:
                     _log.info("deployment_expired", deployment=deployment.name)
                     self.forget(deployment.name)
                 else:
-                    self._report(deployment)
+                    report(deployment, self._metrics, self.observer)
                     self.observer.tick(deployment)
             except Exception:
                 # One deployment's trouble is not the others'.
@@ -311,28 +312,11 @@ class ControlPlane:
         )
         self._writer.post(self._writer.store.save_deployment, stored)
 
-    def _report(self, deployment: Deployment) -> None:
-        name, metrics = deployment.name, self._metrics
-        metrics.agents_connected.labels(name).set(len(deployment.connected))
-        metrics.agents_expected.labels(name).set(deployment.group.shape.ranks if deployment.group else 0)
-        metrics.paused.labels(name).set(deployment.paused)
-        metrics.agents_halted.labels(name).set(sum(bool(member.error) for member in deployment.connected))
-        metrics.last_decision_age.labels(name).set(deployment.undecided.seconds)
-        if deployment.heat is not None:
-            metrics.empty_steps.labels(name).set(deployment.heat.empty_steps)
-            metrics.dummy_steps.labels(name).set(deployment.heat.dummy_steps)
-        metrics.problems.labels(name).set(len(problems(deployment)))
-        if deployment.live is not None:
-            metrics.epoch.labels(name).set(deployment.live.epoch)
-            par_L = measured_par(deployment)
-            metrics.layer_pars(name, par_L.tolist(), deployment.planned_par)
-            if mean_par(par_L):
-                metrics.deployment_par_realised.labels(name).set(mean_par(par_L))
-
     # Which deployments are known
 
     def _new(self, name: str) -> Deployment:
         self.deployments[name] = Deployment(name, self._limits, leader_term=self.leader_term)
+        self._metrics.expect(name, DECISION_RESULTS, [outcome.value for outcome in Outcome])
         return self.deployments[name]
 
     def _make_room_for(self, name: str) -> Deployment:

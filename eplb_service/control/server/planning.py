@@ -22,7 +22,7 @@ from eplb_service.control.server.observer import Observer
 from eplb_service.control.server.store_writer import StoreWriter
 from eplb_service.control.server.streams import Streams
 from eplb_service.heat.window import Window
-from eplb_service.placement import Int32
+from eplb_service.placement import Int32, mean_par
 from eplb_service.planner.decide import plan
 from eplb_service.planner.plan import Plan
 from eplb_service.planner.settings import PlannerSettings
@@ -36,6 +36,9 @@ T = TypeVar("T")
 
 _MOST_STUCK = 4
 """Decisions that were given up and still take a thread each; beyond, no more are made."""
+
+DECISION_RESULTS = ("plan", "kept", "dropped", "failed")
+"""All that ``DecisionOutcome.result`` can be."""
 
 _log = structlog.get_logger(__name__)
 
@@ -214,7 +217,12 @@ class Decider:
     def _report(self, name: str, solved: Plan, seconds: float) -> None:
         self._metrics.solve_seconds.labels(name).observe(seconds)
         self._observer.decided(name, solved, seconds)
+        for verdict in solved.verdicts:
+            if not math.isnan(verdict.noise_floor):
+                self._metrics.noise_floor.labels(name, str(verdict.layer)).set(verdict.noise_floor)
         if not math.isnan(solved.par_seen):
+            floor_L = np.array([verdict.noise_floor for verdict in solved.verdicts])
+            self._metrics.deployment_noise_floor.labels(name).set(float(mean_par(floor_L)))
             self._metrics.deployment_par_seen.labels(name).set(solved.par_seen)
             self._metrics.deployment_par_planned.labels(name).set(solved.par_planned)
 

@@ -117,7 +117,7 @@ async def running_service(settings: ServiceSettings) -> AsyncIterator[RunningSer
         await server.start()
         stack.push_async_callback(_shut_down, server, plane, probes)
         warm = asyncio.create_task(_warm_up(plane, probes))
-        ticks = asyncio.create_task(_tick(plane, gate))
+        ticks = asyncio.create_task(_tick(plane, gate, metrics))
         stack.push_async_callback(_cancel, warm, ticks)
         _log.info("listening", address=address, metrics=metrics_address, leader_term=plane.leader_term)
         yield RunningService(address, metrics_address, page_url, health_address, plane, warm)
@@ -289,14 +289,17 @@ async def _warm_up(plane: ControlPlane, probes: Any) -> None:
     _log.info("warm")
 
 
-async def _tick(plane: ControlPlane, gate: Gate) -> None:
+async def _tick(plane: ControlPlane, gate: Gate, metrics: Metrics) -> None:
+    loop = asyncio.get_running_loop()
     while True:
         try:
             gate.refresh()
             plane.tick()
         except Exception:
             _log.exception("tick_failed")
+        due = loop.time() + _TICK_SECONDS
         await asyncio.sleep(_TICK_SECONDS)
+        metrics.loop_delay.observe(max(0.0, loop.time() - due))
 
 
 async def _report_health(probes: Any, status: int) -> None:

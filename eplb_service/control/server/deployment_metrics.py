@@ -1,0 +1,50 @@
+"""A deployment's state as gauges, brought up to date every second."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eplb_service.control.core.deployment import Deployment
+from eplb_service.control.core.health import mean_par, measured_par, problems, rank_loads
+from eplb_service.control.server.observer import Observer
+from eplb_service.telemetry.metrics import Metrics
+
+_LOAD_STEPS = 16
+"""Newest steps of a rank's load: few, because this is done every second on the event loop."""
+
+
+def report(deployment: Deployment, metrics: Metrics, observer: Observer) -> None:
+    """Set the gauges of ``deployment`` to what is known now; what needs ranks is removed while none is connected."""
+    name, connected = deployment.name, deployment.connected
+    metrics.agents_connected.labels(name).set(len(connected))
+    metrics.agents_expected.labels(name).set(deployment.group.shape.ranks if deployment.group else 0)
+    metrics.paused.labels(name).set(deployment.paused)
+    metrics.agents_halted.labels(name).set(sum(bool(member.error) for member in connected))
+    metrics.dropped_steps.labels(name).set(sum(member.dropped_steps for member in connected))
+    metrics.last_decision_age.labels(name).set(deployment.undecided.seconds)
+    metrics.problems.labels(name).set(len(problems(deployment)))
+    if deployment.heat is not None:
+        metrics.empty_steps.labels(name).set(deployment.heat.empty_steps)
+        metrics.dummy_steps.labels(name).set(deployment.heat.dummy_steps)
+    if deployment.live is not None:
+        metrics.epoch.labels(name).set(deployment.live.epoch)
+    if not connected:
+        metrics.forget_balance(name)
+        return
+    silent = [observer.silent_seconds(name, member.rank) or 0.0 for member in connected]
+    metrics.silent_seconds.labels(name).set(max(silent))
+    if deployment.live is not None:
+        _report_balance(deployment, metrics)
+
+
+def _report_balance(deployment: Deployment, metrics: Metrics) -> None:
+    name = deployment.name
+    par_L = measured_par(deployment)
+    metrics.layer_pars(name, par_L.tolist(), deployment.planned_par)
+    if mean_par(par_L):
+        metrics.deployment_par_realised.labels(name).set(mean_par(par_L))
+    steps, loads_LR = rank_loads(deployment, _LOAD_STEPS)
+    measured_L = loads_LR.any(axis=1) if steps else np.zeros(0, dtype=bool)
+    if measured_L.any():
+        for rank, load in enumerate(loads_LR[measured_L].mean(axis=0).tolist()):
+            metrics.rank_load.labels(name, str(rank)).set(load)

@@ -1,0 +1,123 @@
+"""Made-up ranks that serve until told otherwise, each group with a fault of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import grpc
+import numpy as np
+
+from eplb_service.placement import Int32, Placement
+from eplb_service.wire.generated import agent_pb2
+from tests.control.fake_group import (
+    EXPERTS,
+    RANKS,
+    SLOTS,
+    FakeGroup,
+    FakeRank,
+    heat_report,
+    hello_of,
+    live_of,
+    skewed_heat,
+)
+
+TOKEN = "operator-0123456789"
+METADATA = (("authorization", f"Bearer {TOKEN}"),)
+_STEPS = 16
+
+
+class PatientRank(FakeRank):
+    """Waits for a plan as long as it takes: a read that is given up would end the stream."""
+
+    async def hear(self) -> agent_pb2.ConnectResponse:
+        message = await self.call.read()
+        if message == grpc.aio.EOF:
+            raise AssertionError(f"rank {self.rank}: its stream is over")
+        return message
+
+
+@dataclass
+class Faults:
+    """What is wrong with a group while it lasts; all of it can be changed at any time."""
+
+    name: str
+    heat: Callable[[int], Int32] = field(default=lambda seed: skewed_heat(_STEPS, seed))
+    half_silent_ranks: tuple[int, ...] = ()
+    abort_plans: bool = False
+    dummies: bool = False
+    halted: str = ""
+
+
+async def rejoin(group: FakeGroup, faults: Faults, rank: int) -> None:
+    """A rank whose stream had ended comes back."""
+    back = PatientRank(group.channel, rank, METADATA)
+    await back.greet(hello_of(group.live, rank, deployment=faults.name))
+    group.ranks[rank] = back
+
+
+def no_heat(_seed: int) -> Int32:
+    """Steps in which nobody counts a token."""
+    return np.zeros_like(skewed_heat(_STEPS))
+
+
+@contextlib.asynccontextmanager
+async def serving(address: str, name: str, layers: int = 3) -> AsyncIterator[tuple[FakeGroup, Faults]]:
+    """A group of deployment ``name`` that steps, follows plans, and can be made to fail."""
+    live = live_of(Placement.linear(layers, EXPERTS, RANKS, SLOTS))
+    async with FakeGroup(address, live) as group:
+        faults = Faults(name)
+        for rank in range(RANKS):
+            group.ranks.append(PatientRank(group.channel, rank, METADATA))
+            await group.ranks[rank].greet(hello_of(group.live, rank, deployment=name))
+        tasks = [
+            asyncio.create_task(_step(group, faults, layers)),
+            asyncio.create_task(_follow(group, faults)),
+        ]
+        try:
+            yield group, faults
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def other_heat(seed: int) -> Int32:
+    """Heat for which the placement that was made for the usual one is bad."""
+    return np.roll(skewed_heat(_STEPS, seed), 4, axis=2)
+
+
+async def _step(group: FakeGroup, faults: Faults, layers: int) -> None:
+    for seed in range(1_000_000):
+        heat_TLE, live = np.ascontiguousarray(faults.heat(seed)[:, :layers]), group.live
+        for rank in group.ranks:
+            if seed % 2 and rank.rank in faults.half_silent_ranks:
+                continue
+            report = heat_report(live, rank.rank, group.step, heat_TLE)
+            if faults.dummies:
+                report.step_phases = bytes([agent_pb2.STEP_PHASE_DUMMY] * len(heat_TLE))
+            await rank.say(heat_report=report)
+            beat = agent_pb2.Heartbeat(
+                step=group.step, epoch=live.epoch, digest=live.digest, error=faults.halted
+            )
+            await rank.say(heartbeat=beat)
+        group.step += len(heat_TLE)
+        await asyncio.sleep(0.4)
+
+
+async def _follow(group: FakeGroup, faults: Faults) -> None:
+    while True:
+        try:
+            plans = await group.hear_plan()
+        except (AssertionError, grpc.aio.AioRpcError):
+            await asyncio.sleep(0.2)
+            continue
+        if faults.abort_plans:
+            first = plans[0].layers[0].layer
+            await group.say_all(
+                plans[0].plan_id, first, agent_pb2.PLAN_STATE_ABORTED, "the fault of this test"
+            )
+        else:
+            await group.carry_out(plans)

@@ -1,0 +1,196 @@
+"""Against a real Prometheus every panel has data, and every alert fires for its fault and ends when it is mended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import yaml
+
+from eplb_service.control.server import planning
+from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.control.server.store import Store
+from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
+from tests.control.server.test_service import settings
+from tests.observability.prometheus import RATE_SECONDS, RULES, Alert, Prometheus, prometheus
+from tests.observability.scene import TOKEN, no_heat, other_heat, rejoin, serving
+from tools.dashboard.layout import dashboard
+from tools.prometheus_binaries import find
+
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+
+_FAILING_LAYERS = 2
+
+
+@pytest.fixture
+def program() -> str:
+    found = find("prometheus")
+    if found is None:
+        pytest.skip("NOTHING IS SHOWN OF DASHBOARD AND ALERTS: no prometheus here, and it cannot be fetched")
+    return found
+
+
+def alerts() -> set[str]:
+    return {rule["alert"] for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]}
+
+
+async def order(service: RunningService, call: str, request: Any, token: str = TOKEN) -> None:
+    metadata = (("authorization", f"Bearer {token}"),)
+    async with grpc.aio.insecure_channel(service.address) as channel:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await getattr(operator_pb2_grpc.OperatorServiceStub(channel), call)(request, metadata=metadata)
+
+
+async def test_every_panel_has_data_with_two_services_for_one_deployment(
+    program: str, tmp_path: Path
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        services = [
+            await stack.enter_async_context(running_service(settings(auth_token=TOKEN))) for _ in range(2)
+        ]
+        for service in services:
+            await stack.enter_async_context(serving(service.address, "decode"))
+            await order(service, "Pause", operator_pb2.PauseRequest(deployment="absent"))
+        targets = [service.metrics_address for service in services]
+        with prometheus(program, tmp_path, targets) as seen:
+            missing: list[str] = []
+            for _ in range(30):
+                await asyncio.sleep(2)
+                missing = await asyncio.to_thread(without_data, seen)
+                if not missing:
+                    break
+    assert missing == []
+
+
+def without_data(seen: Prometheus) -> list[str]:
+    """Panels' queries that bring nothing; one that fails raises."""
+    panels = [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+    empty = []
+    for panel in panels:
+        for target in panel["targets"]:
+            query = target["expr"].replace("$__rate_interval", f"{RATE_SECONDS}s")
+            query = re.sub(r"\$(?:deployment|instance)", ".+", query)
+            if not seen.query(query):
+                empty.append(f"{panel['title']}: {query}")
+    return empty
+
+
+async def test_every_alert_fires_for_its_fault_and_ends_when_it_is_mended(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solve = planning._solve
+
+    def failing(heat: Any, live: Any, *others: Any) -> Any:
+        if live.placement.layers == _FAILING_LAYERS:
+            raise RuntimeError("the fault of this test")
+        return solve(heat, live, *others)
+
+    seen_firing: set[str] = set()
+    async with contextlib.AsyncExitStack() as stack:
+        service = await stack.enter_async_context(
+            running_service(settings(plan_timeout_seconds=5, auth_token=TOKEN))
+        )
+        with prometheus(program, tmp_path, [service.metrics_address]) as seen:
+            names = ("missing", "gone", "lost", "aborting", "halted", "empty", "dummies", "well")
+            scenes = {name: serving(service.address, name) for name in names}
+            scenes["failing"] = serving(service.address, "failing", layers=_FAILING_LAYERS)
+            groups = {name: await stack.enter_async_context(scene) for name, scene in scenes.items()}
+            # Until the first plans have brought balance, and what was lost at first is out of the windows.
+            await asyncio.sleep(8)
+            await seen.until(end={(alert, name) for alert in alerts() for name in groups})
+            faulty = await break_groups(groups, monkeypatch, failing)
+            await seen.until(fire=faulty)
+            assert not {alert for alert in await asyncio.to_thread(seen.firing) if alert[1] == "well"}
+            await mend_groups(groups, monkeypatch, solve, service)
+            await seen.until(end=faulty)
+            seen_firing |= {name for name, _ in faulty}
+
+            faulty = {("EplbStoreFails", ""), ("EplbCallsRefused", ""), ("EplbServiceSlow", "")}
+            with trouble(service, monkeypatch):
+                await seen.until(fire=faulty)
+            await seen.until(end=faulty)
+            seen_firing |= {name for name, _ in faulty}
+
+            await stack.aclose()
+            await seen.until(fire={("EplbServiceDown", "")})
+            async with running_service(settings(metrics=service.metrics_address)):
+                await seen.until(end={("EplbServiceDown", "")})
+            seen_firing.add("EplbServiceDown")
+    assert seen_firing == alerts()
+
+
+async def break_groups(groups: Any, monkeypatch: pytest.MonkeyPatch, failing: Any) -> set[Alert]:
+    """One fault per group; what must fire for it."""
+    groups["missing"][0].ranks[3].call.cancel()
+    await groups["gone"][0].leave()
+    groups["lost"][1].half_silent_ranks = (2,)
+    groups["aborting"][1].abort_plans = True
+    groups["aborting"][1].heat = other_heat
+    groups["halted"][1].halted = "the fault of this test"
+    groups["empty"][1].heat = no_heat
+    groups["dummies"][1].dummies = True
+    monkeypatch.setattr(planning, "_solve", failing)
+    return {
+        ("EplbAgentsMissing", "missing"),
+        ("EplbProblems", "missing"),
+        ("EplbAgentsGone", "gone"),
+        ("EplbStepsLost", "lost"),
+        ("EplbPlansFail", "aborting"),
+        ("EplbImbalanced", "aborting"),
+        ("EplbAgentsHalted", "halted"),
+        ("EplbNoDecision", "halted"),
+        ("EplbNoHeat", "empty"),
+        ("EplbDummyStepsOnly", "dummies"),
+        ("EplbSolverFails", "failing"),
+    }
+
+
+async def mend_groups(
+    groups: Any, monkeypatch: pytest.MonkeyPatch, solve: Any, service: RunningService
+) -> None:
+    """What an operator would do about each fault."""
+    await rejoin(*groups["missing"], 3)
+    for name in ("lost", "aborting", "halted", "empty", "dummies"):
+        faults = groups[name][1]
+        faults.half_silent_ranks, faults.abort_plans, faults.halted, faults.dummies = (), False, "", False
+        faults.heat = groups["well"][1].heat
+    monkeypatch.setattr(planning, "_solve", solve)
+    await order(service, "Forget", operator_pb2.ForgetRequest(deployment="gone"))
+
+
+@contextlib.contextmanager
+def trouble(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A disk that takes nothing, strangers who knock, and an event loop that is kept busy."""
+
+    def full(*_: Any) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    async def knock() -> None:
+        while True:
+            await order(service, "ListDeployments", operator_pb2.ListDeploymentsRequest(), token="wrong")
+            await asyncio.sleep(0.1)
+
+    async def hold() -> None:
+        while True:
+            time.sleep(0.8)
+            await asyncio.sleep(0.1)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "save_deployment", full)
+        tasks = [asyncio.create_task(one()) for one in (knock, hold)]
+        tasks.append(
+            asyncio.create_task(order(service, "Pause", operator_pb2.PauseRequest(deployment="well")))
+        )
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
