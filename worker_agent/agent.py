@@ -1,7 +1,8 @@
 """The agent inside an inference rank: counts heat, votes, switches layers, and stays out of the model's way.
 
 A host makes three calls: ``Agent.start`` once its MoE layers are loaded, ``step`` after every forward pass, on every
-rank, also where it had no tokens, and ``close``. Before it sleeps or loads other weights it calls ``drain``.
+rank, also where it had no tokens, and ``close``. Before it sleeps it calls ``drain``, before it loads other weights
+``restore``.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
+from eplb_service.placement import Placement
 from eplb_service.wire.heat import StepPhase
 from eplb_service.wire.status import Heartbeat
 from worker_agent.adapters.live_layer import LiveLayer
@@ -30,6 +33,10 @@ from worker_agent.swap.installed import Installed
 from worker_agent.swap.listener import SwitchStats
 
 _log = logging.getLogger("eplb.agent")
+
+
+class RestoreError(RuntimeError):
+    """Experts could not be brought to where a host wanted them; the model may serve on with what is installed."""
 
 
 class Agent:
@@ -137,6 +144,10 @@ class Agent:
     ) -> None:
         """A forward pass has been queued. Called between two, on every rank, by the thread that runs the model.
 
+        On a device it must be called on the stream that the passes are queued on, and reads and writes the layers on
+        that stream alone: heat is read after the pass that has counted it, a commit lies between two passes. It never
+        waits for the device, unless passes are counted by ``load_counter`` and a layer is to be committed.
+
         Never waits on the network but for the slowest rank's ballot, which the model's own collectives have nearly
         always brought in. Whatever else goes wrong here stops balancing, not the model. A call that is missed, or made
         twice, costs heat and at worst a wait, never a wrong output: layers switch by forward passes.
@@ -190,8 +201,40 @@ class Agent:
         self._guarded(self._switch.drain, reason)
         self._guarded(self._publish)
 
+    def restore(self, placement: Placement, reason: str = "the host loads weights") -> None:
+        """Drain, then bring every expert to its slot of ``placement``; take no plans until ``resume``.
+
+        For hosts that load weights into a running model by a layout of their own: they restore the one that they
+        started with, load, and resume. A collective like ``drain``; takes as long as the transfers of all layers that
+        have changed since.
+
+        Parameters
+        ----------
+        placement
+            Of all ranks, usually what ``installed.placement`` was at the start.
+        reason
+            What the service reports as the cause of the abort.
+
+        Raises
+        ------
+        RestoreError
+            On all ranks alike, where the ranks could not do it. Each layer serves what it did before, or what
+            ``placement`` names.
+        FatalSwitchError
+            As ``step`` does.
+        """
+        self._guarded(self._switch.restore, placement, reason)
+        self._guarded(self._publish)
+        served = self.installed.placement
+        apart = np.flatnonzero((served.phy2log_LRS != placement.phy2log_LRS).any(axis=(1, 2)))
+        if apart.size:
+            raise RestoreError(
+                f"the experts of {apart.size} layers could not be brought back: "
+                f"{self.halted or self.unheard or 'the ranks dropped the plan'}"
+            )
+
     def resume(self) -> None:
-        """Take plans again after ``drain``."""
+        """Take plans again after ``drain`` or ``restore``."""
         self._switch.resume()
 
     def close(self, timeout: float = 5.0) -> None:

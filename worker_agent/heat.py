@@ -30,9 +30,9 @@ class _Copy:
     phases: tuple[StepPhase, ...]
     tokens: tuple[int, ...]
     expected_count: int
-    slots_LTS: torch.Tensor | None
-    sources_LTE: torch.Tensor | None
-    counters_L: torch.Tensor
+    slots_TLS: torch.Tensor | None
+    sources_TLE: torch.Tensor | None
+    counters: torch.Tensor
     arrived: Mark
 
 
@@ -52,9 +52,12 @@ class HeatRecorder:
 
     def __init__(self, layers: Sequence[LiveLayer], segment_steps: int) -> None:
         self.lost_steps = 0
-        self._layers = layers
         self._slot_rings = _rings(layer.moe_load for layer in layers)
         self._source_rings = _rings(layer.source_load for layer in layers)
+        # Adapters may count all layers' passes in one tensor.
+        self._counters = list(
+            {layer.load_counter.data_ptr(): layer.load_counter for layer in layers}.values()
+        )
         self._rows = ring_rows(layers)
         if segment_steps > self._rows:
             raise ValueError(
@@ -105,7 +108,7 @@ class HeatRecorder:
         segments = []
         while self._copies and self._copies[0].arrived.passed():
             copy = self._copies.popleft()
-            counters = copy.counters_L.tolist()
+            counters = copy.counters.tolist()
             if any(counter != copy.expected_count for counter in counters):
                 self._resynchronise(copy, max(counters))
                 break
@@ -113,9 +116,9 @@ class HeatRecorder:
                 HeatReport(
                     copy.first_step,
                     copy.layer_epochs,
-                    _steps_first(copy.slots_LTS),
+                    _array(copy.slots_TLS),
                     np.array(copy.phases, dtype=np.uint8),
-                    _steps_first(copy.sources_LTE),
+                    _array(copy.sources_TLE),
                     np.array(copy.tokens, dtype=np.int64) if copy.tokens else None,
                 )
             )
@@ -131,9 +134,9 @@ class HeatRecorder:
             phases=phases,
             tokens=tokens,
             expected_count=self._count,
-            slots_LTS=self._copy_out(self._slot_rings, rows),
-            sources_LTE=self._copy_out(self._source_rings, rows),
-            counters_L=self._copy_counters(),
+            slots_TLS=self._copy_out(self._slot_rings, rows),
+            sources_TLE=self._copy_out(self._source_rings, rows),
+            counters=self._to_host(torch.stack(self._counters)),
             arrived=Mark(self._device),
         )
 
@@ -145,25 +148,55 @@ class HeatRecorder:
         self._copies.clear()
         self._phases, self._tokens = [], []
 
-    def _copy_out(self, rings: Sequence[torch.Tensor] | None, rows: list[int]) -> torch.Tensor | None:
-        """Rows of all rings, int32 ``[L, T, width]`` on the host; the copy may still be under way."""
+    def _copy_out(self, rings: _Rings | None, rows: list[int]) -> torch.Tensor | None:
+        """Rows of all rings, int32 ``[T, L, width]`` on the host; the copy may still be under way."""
         if rings is None:
             return None
-        out = host_empty((len(rings), len(rows), rings[0].shape[1]), torch.int32, self._device)
         # A segment is one or, where it wraps around the ring's end, two runs of rows.
         wrap = next((i for i in range(1, len(rows)) if rows[i] < rows[i - 1]), len(rows))
-        for layer, ring in enumerate(rings):
-            for start, end in ((0, wrap), (wrap, len(rows))):
-                if start < end:
-                    source = ring[rows[start] : rows[end - 1] + 1]
-                    out[layer, start:end].copy_(source, non_blocking=True)
-        return out
+        runs = [rings.rows(rows[0], rows[wrap - 1] + 1)]
+        if wrap < len(rows):
+            runs.append(rings.rows(rows[wrap], rows[-1] + 1))
+        return self._to_host(torch.cat(runs))
 
-    def _copy_counters(self) -> torch.Tensor:
-        out = host_empty((len(self._layers),), torch.int64, self._device)
-        for index, layer in enumerate(self._layers):
-            out[index].copy_(layer.load_counter, non_blocking=True)
-        return out
+    def _to_host(self, counts: torch.Tensor) -> torch.Tensor:
+        """One contiguous copy of what was gathered for it to the host, which may still be under way."""
+        if self._device.type == "cpu":
+            return counts
+        out = host_empty(tuple(counts.shape), counts.dtype, self._device)
+        return out.copy_(counts, non_blocking=True)
+
+
+class _Rings:
+    """The rings of all layers, each ``[W, width]``, read a few rows at a time.
+
+    Where an adapter keeps them in one tensor, they are read by one operation however many layers there are.
+    """
+
+    def __init__(self, rings: list[torch.Tensor]) -> None:
+        self._rings = rings
+        self._whole_LWX = _in_one_tensor(rings)
+
+    def rows(self, start: int, end: int) -> torch.Tensor:
+        """Rows ``start`` to ``end - 1``, ``[T, L, width]``."""
+        if self._whole_LWX is not None:
+            return self._whole_LWX[:, start:end].transpose(0, 1)
+        return torch.stack([ring[start:end] for ring in self._rings], dim=1)
+
+
+def _in_one_tensor(rings: list[torch.Tensor]) -> torch.Tensor | None:
+    """A view ``[L, W, width]`` of what all rings are equally spaced parts of; ``None`` where they are not."""
+    first = rings[0]
+    step = rings[1].storage_offset() - first.storage_offset() if len(rings) > 1 else first.numel()
+    for index, ring in enumerate(rings):
+        alike = (
+            ring.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            and (ring.dtype, ring.shape, ring.stride()) == (first.dtype, first.shape, first.stride())
+            and ring.storage_offset() == first.storage_offset() + index * step
+        )
+        if not alike:
+            return None
+    return first.as_strided((len(rings), *first.shape), (step, *first.stride())) if step > 0 else None
 
 
 def ring_rows(layers: Sequence[LiveLayer]) -> int:
@@ -172,12 +205,12 @@ def ring_rows(layers: Sequence[LiveLayer]) -> int:
     return min(ring.shape[0] for ring in rings)
 
 
-def _rings(rings: Iterable[torch.Tensor | None]) -> list[torch.Tensor] | None:
+def _rings(rings: Iterable[torch.Tensor | None]) -> _Rings | None:
     """Those of all layers, or ``None`` where one has none."""
     found = list(rings)
     there = [ring for ring in found if ring is not None]
-    return there if len(there) == len(found) else None
+    return _Rings(there) if len(there) == len(found) else None
 
 
-def _steps_first(rows_LTX: torch.Tensor | None) -> npt.NDArray[np.int32] | None:
-    return None if rows_LTX is None else np.ascontiguousarray(rows_LTX.numpy().transpose(1, 0, 2))
+def _array(counts_TLX: torch.Tensor | None) -> npt.NDArray[np.int32] | None:
+    return None if counts_TLX is None else counts_TLX.numpy()

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.switch.host import overhead
 from benchmarks.switch.ratios import Ratio, by_turns
 from eplb_service.placement import Int32, Placement, default_log2phy
 from eplb_service.wire.plan import RankLayer, RankPlan, table_digest
@@ -256,7 +257,11 @@ def main() -> None:
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=timedelta(minutes=5)
     )
     size = (options["hidden"], options["intermediate"])
+    os.environ.setdefault("EPLB_AGENT_SERVICE", "127.0.0.1:9")
     ratios, figures = serving(64, 32, ranks, options["pairs"])
+    beside, more = overhead(options["pairs"])
+    ratios.append(beside)
+    figures |= more
     ratios.append(commit(*size, experts=4, rounds=options["rounds"]))
     dist.barrier()
     moved, megabytes = transfer(*size, experts=4, rounds=options["rounds"])

@@ -24,16 +24,16 @@ def config(data_parallel=1, prefill_context=1):
 @pytest.mark.parametrize(
     ("layers", "data_parallel", "rank", "group"),
     [
-        ([layer()], 1, 3, TokenGroup(0, 0, everyone=True)),  # tensor parallel alone
-        ([layer()], 2, 1, TokenGroup(0, 0, everyone=False)),  # 2 x 2: ranks 0, 1 and 2, 3 share
-        ([layer()], 2, 3, TokenGroup(2, 2, everyone=False)),
-        ([layer()], 4, 3, TokenGroup(None, 3, everyone=False)),  # data parallel alone
-        ([layer(sequence_parallel=True)], 2, 3, TokenGroup(None, 3, everyone=False)),
+        ([layer()], 1, 3, TokenGroup(0, 0)),  # tensor parallel alone
+        ([layer()], 2, 1, TokenGroup(0, 0)),  # 2 x 2: ranks 0, 1 and 2, 3 share
+        ([layer()], 2, 3, TokenGroup(2, 2)),
+        ([layer()], 4, 3, TokenGroup(None, 3)),  # data parallel alone
+        ([layer(sequence_parallel=True)], 2, 3, TokenGroup(None, 3)),
         (
             [layer(naive=True)],
             4,
             3,
-            TokenGroup(0, 0, everyone=True),
+            TokenGroup(0, 0),
         ),  # all tokens are gathered before routing
     ],
 )
@@ -51,18 +51,17 @@ def test_what_cannot_be_derived_is_refused(layers, parallel):
 
 
 def test_heat_of_a_pass_lands_in_its_row_by_logical_expert():
-    rings = HeatRings(layers=2, experts=3, slots=2, rows=2, device=torch.device("cpu"))
+    rings = HeatRings(layers=2, experts=3, rows=2, device=torch.device("cpu"))
     phy2log_LP = torch.tensor([[0, 1, 2, 0], [2, 1, 0, 1]])
     chosen_LP = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]], dtype=torch.int32)
-    rings.record(None, None, phy2log_LP)
-    rings.record(chosen_LP, chosen_LP[:, :2], phy2log_LP)
-    assert rings.sources_LWE[:, 0].sum() == rings.slots_LWS[:, 0].sum() == 0
+    rings.record(None, phy2log_LP)
+    rings.record(chosen_LP, phy2log_LP)
+    assert rings.sources_LWE[:, 0].sum() == 0
     assert rings.sources_LWE[:, 1].tolist() == [[5, 2, 3], [7, 14, 5]]
-    assert rings.slots_LWS[:, 1].tolist() == [[1, 2], [5, 6]]
-    rings.record(None, None, phy2log_LP)
-    rings.record(chosen_LP, None, phy2log_LP)
-    assert rings.sources_LWE[:, 1].tolist() == [[5, 2, 3], [7, 14, 5]]
-    assert rings.slots_LWS[:, 1].sum() == 0
+    rings.record(chosen_LP, phy2log_LP)
+    rings.record(None, phy2log_LP)
+    assert rings.sources_LWE[:, 0].tolist() == [[5, 2, 3], [7, 14, 5]]
+    assert rings.sources_LWE[:, 1].sum() == 0
     assert int(rings.counter) == 4
 
 

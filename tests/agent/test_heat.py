@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eplb_service.wire.heat import HeatReport, StepPhase
+from worker_agent import heat
 from worker_agent.heat import HeatRecorder
 
 ROWS, SLOTS, EXPERTS = 8, 3, 4
@@ -108,14 +109,20 @@ def test_a_forward_pass_that_the_agent_was_not_told_of_loses_heat_but_misplaces_
     assert recorder.lost_steps > 0
 
 
-def test_steps_that_cannot_be_copied_are_lost_and_never_told_with_later_ones() -> None:
+def out_of_memory(*_: object) -> None:
+    raise MemoryError
+
+
+def test_steps_that_cannot_be_copied_are_lost_and_never_told_with_later_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     layers = [CountingLayer()]
     recorder = HeatRecorder(layers, segment_steps=8)
     _run(layers, recorder, range(3))
-    counter, layers[0].load_counter = layers[0].load_counter, None  # type: ignore[assignment]
-    with pytest.raises(TypeError):
-        recorder.cut((0, 0))
-    layers[0].load_counter = counter
+    with monkeypatch.context() as broken:
+        broken.setattr(heat._Rings, "rows", out_of_memory)
+        with pytest.raises(MemoryError):
+            recorder.cut((0, 0))
     _run(layers, recorder, range(3, 5))
     recorder.cut((0, 1))
     (segment,) = recorder.take()
@@ -163,3 +170,29 @@ def test_a_host_that_counts_no_slots_is_reported_by_sources_alone() -> None:
     assert segment.slot_counts_TLS is None
     assert segment.source_counts_TLE is not None
     assert segment.source_counts_TLE[:, 0, 0].tolist() == [0, 10, 20, 30]
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_rings_in_one_tensor_are_reported_as_rings_of_their_own(layers: int) -> None:
+    """Read by one operation; the counts, also those around the ring's end, are the same."""
+    rings_LWS = torch.zeros(layers, 8, 2, dtype=torch.int32)
+    counter = torch.zeros((), dtype=torch.int64)
+    whole = [CountingLayer(tells_source=False) for _ in range(layers)]
+    apart = [CountingLayer(tells_source=False) for _ in range(layers)]
+    for index, layer in enumerate(whole):
+        layer.moe_load, layer.load_counter = rings_LWS[index], counter
+    for layer in apart:
+        layer.moe_load = torch.zeros(8, 2, dtype=torch.int32)
+    both = [HeatRecorder(some, segment_steps=3) for some in (whole, apart)]
+    found: list[list[object]] = [[], []]
+    for step in range(20):
+        for index, layer in enumerate(apart):
+            layer.moe_load[step % 8] = rings_LWS[index, step % 8] = torch.tensor([step, index])
+            layer.load_counter += 1
+        counter += 1
+        for recorder, reports in zip(both, found, strict=True):
+            recorder.step_done(step, StepPhase.DECODE, (0,) * layers)
+            reports += [(report.first_step, report.slot_counts_TLS.tolist()) for report in recorder.take()]
+    assert found[0] == found[1]
+    assert len(found[0]) == 6
+    assert both[0].lost_steps == both[1].lost_steps == 0

@@ -14,12 +14,15 @@ import pytest
 
 from tests.e2e.service import Service
 from tests.engines.environments import ROOT, VLLM_032, python_of
+from tests.engines.openai_server import OpenAiServer
 
 HERE = Path(__file__).parent
 SHIM = """
 [vllm.general_plugins]
 eplb_cpu_host = vllm_on_cpu:register
 """
+TRITON_IN_PYTHON = {"TRITON_INTERPRET": "1", "TORCH_COMPILE_DISABLE": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+"""For an engine of the second model runner: slow, so that few steps must do."""
 DECIDE_OFTEN = "--window-steps 32 --decision-interval 32 --report-steps 8 --par-threshold 1.0 --min-gain 0.0"
 
 
@@ -33,6 +36,7 @@ def agent_site(tmp_path_factory):
     (wheel,) = wheels.glob("eplb_agent-*.whl")
     subprocess.run([*pip, "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)], check=True)
     shutil.copy(HERE / "vllm_on_cpu.py", site)
+    shutil.copy(HERE / "interpreted_triton.py", site / "sitecustomize.py")
     metadata = site / "eplb_cpu_host-0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: eplb-cpu-host\nVersion: 0\n")
@@ -51,10 +55,26 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture
-def service(tmp_path):
-    """A service that decides every 32 steps."""
-    with Service(tmp_path, "--store", str(tmp_path / "store.sqlite3"), *DECIDE_OFTEN.split()) as running:
+def service(tmp_path, request):
+    """A service that decides every 32 steps, or by the options that it is parametrised with."""
+    options = getattr(request, "param", DECIDE_OFTEN).split()
+    with Service(tmp_path, "--store", str(tmp_path / "store.sqlite3"), *options) as running:
         yield running
+
+
+def engine_environment(site, **more):
+    """Variables of an engine's process on CPU, with ``site`` on its path."""
+    settings = {
+        "PYTHONPATH": str(site),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "EPLB_AGENT_DATA_HOST": "127.0.0.1",
+        "EPLB_AGENT_VERIFY_TRANSFERS": "true",
+    }
+    return {**os.environ, **settings, **more}
 
 
 class VllmRun:
@@ -79,20 +99,10 @@ class VllmRun:
     def __init__(self, python, site, folder, checkpoint, options, **environment):
         folder.mkdir(parents=True, exist_ok=True)
         self.log, self._answers = folder / "engine.log", folder / "answers.json"
-        settings = {
-            "PYTHONPATH": str(site),
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_USE_V2_MODEL_RUNNER": "0",
-            "EPLB_AGENT_DATA_HOST": "127.0.0.1",
-            "EPLB_AGENT_VERIFY_TRANSFERS": "true",
-        }
         command = [python, HERE / "generate_vllm.py", checkpoint, self._answers, json.dumps(options)]
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
-                command, env={**os.environ, **settings, **environment}, stdout=log, stderr=log
+                command, env=engine_environment(site, **environment), stdout=log, stderr=log
             )
 
     def wait_for(self, line, seconds=600):
@@ -102,6 +112,21 @@ class VllmRun:
             assert self._process.poll() is None, self.tail()
             assert time.monotonic() < deadline, f"no {line!r} in {seconds} s: {self.tail()}"
             time.sleep(0.2)
+
+    def workers(self):
+        """Process ids of the engine's workers, the deepest of its descendants that name themselves so."""
+        found, parents = [], [self._process.pid]
+        while parents:
+            listed = subprocess.run(
+                ["ps", "-o", "pid=,args=", "--ppid", ",".join(map(str, parents))],
+                capture_output=True,
+                text=True,
+                check=False,
+            ).stdout
+            lines = [line.split(maxsplit=1) for line in listed.splitlines()]
+            parents = [int(pid) for pid, _ in lines]
+            found += [int(pid) for pid, name in lines if name.startswith("VLLM::Worker")]
+        return found
 
     def answers(self, seconds=900):
         """``[ids, logprobs]`` of every request, once the engine has ended well."""
@@ -138,3 +163,19 @@ def run_vllm(agent_site, checkpoint, tmp_path):
     yield start
     for run in runs:
         run.stop()
+
+
+@pytest.fixture
+def serve_vllm(agent_site, checkpoint, tmp_path):
+    """Starts servers; those still running are ended with the test."""
+    servers = []
+
+    def start(engine, options, name="server", **environment):
+        settings = engine_environment(agent_site, **environment)
+        server = OpenAiServer(python_of(engine), tmp_path / name, checkpoint, options, settings)
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.stop()

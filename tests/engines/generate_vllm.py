@@ -58,8 +58,8 @@ async def generate(model, options):
         began = time.perf_counter()
         answers += await asyncio.gather(*[one(f"{turn}-{n}", prompt) for n, prompt in enumerate(wave)])
         print(f"ROUND {turn} {time.perf_counter() - began:.2f} s", flush=True)
-        for call in options.get("between", []):
-            await engine.collective_rpc(call)
+        for call, arguments in options.get("between", []):
+            await engine.collective_rpc(call, kwargs=arguments)
     engine.shutdown()
     return answers
 

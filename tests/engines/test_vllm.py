@@ -1,10 +1,14 @@
 """Real vLLM, balanced by the agent, answers what vLLM answers alone; its layers switch while it does."""
 
+import os
+import signal
 import subprocess
 
 import pytest
 
-from tests.engines.environments import VLLM_032, python_of
+from tests.engines.conftest import TRITON_IN_PYTHON
+from tests.engines.environments import VLLM_032, VLLM_032_TRITON, python_of
+from tests.engines.generate_vllm import prompts
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
@@ -78,10 +82,64 @@ def test_tables_that_change_without_weights_are_seen(run_vllm, alone, service):
     assert [ids for ids, _ in broken.answers()] != [ids for ids, _ in expected]
 
 
-def test_other_weights_are_refused_while_experts_may_have_moved(run_vllm, service):
-    load = {"requests": 8, "max_tokens": 16, "rounds": 1, "between": ["reload_weights"]}
-    reloading = run_vllm(VLLM_032, load | {"engine": TWO_TENSOR_RANKS}, EPLB_AGENT_SERVICE=service.address)
-    assert "eplb-agent has moved experts since" in reloading.failure()
+def test_weights_that_are_loaded_while_experts_have_moved_are_each_expert_s_own(run_vllm, service):
+    """The untouched engine loads them as well: on CPU vLLM itself answers differently once it has."""
+    load = {"requests": 8, "max_tokens": 120, "rounds": 3, "between": [["reload_weights", {}]]}
+    expected = run_vllm(VLLM_032, load, name="alone").answers()
+    options = load | {"engine": TWO_TENSOR_RANKS}
+    balanced = run_vllm(VLLM_032, options, EPLB_AGENT_SERVICE=service.address)
+    same_answers(balanced.answers(), expected)
+    assert service.status().status.layers_switched > 5, balanced.tail()
+
+
+EVERY_EIGHT_STEPS = (
+    "--window-steps 16 --decision-interval 8 --report-steps 4 --par-threshold 1.0 --min-gain 0.0"
+)
+
+
+@pytest.mark.parametrize("service", [EVERY_EIGHT_STEPS], indirect=True)
+def test_the_second_model_runner(run_vllm, service):
+    """vLLM's default on accelerators; its Triton kernels run in Python here."""
+    load = {"requests": 4, "max_tokens": 40, "rounds": 5}
+    expected = run_vllm(VLLM_032_TRITON, load, name="alone", **TRITON_IN_PYTHON).answers()
+    agent = TRITON_IN_PYTHON | {"EPLB_AGENT_SERVICE": service.address}
+    balanced = run_vllm(VLLM_032_TRITON, load | {"engine": TWO_TENSOR_RANKS}, **agent)
+    same_answers(balanced.answers(), expected)
+    assert "Using V2 Model Runner" in balanced.log.read_text()
+    assert service.status().status.layers_switched >= 20, balanced.tail()
+
+
+def test_a_worker_that_is_killed_ends_the_engine_and_the_next_one_is_balanced(run_vllm, alone, service):
+    agent = {"EPLB_AGENT_SERVICE": service.address}
+    endless = {"requests": 8, "max_tokens": 160, "rounds": 1000, "engine": TWO_TENSOR_RANKS}
+    struck = run_vllm(VLLM_032, endless, name="struck", **agent)
+    struck.wait_for("ROUND 1 ")
+    workers = struck.workers()
+    assert len(workers) == 2
+    os.kill(workers[1], signal.SIGKILL)
+    assert "EngineDeadError" in struck.failure(seconds=180)
+    load = {"requests": 8, "max_tokens": 160, "rounds": 4}
+    before = service.status().status.layers_switched
+    balanced = run_vllm(VLLM_032, load | {"engine": TWO_TENSOR_RANKS}, **agent)
+    same_answers(balanced.answers(), alone(run_vllm, VLLM_032, load))
+    assert service.status().status.layers_switched > before, balanced.tail()
+
+
+def test_a_server_streams_the_same_tokens(serve_vllm, service):
+    redundancy = '{"num_redundant_experts": 4, "use_async": false}'
+    options = ["-tp", "2", "--enable-expert-parallel", "--enable-eplb", "--eplb-config", redundancy]
+    untouched = serve_vllm(VLLM_032, [], name="alone")
+    balanced = serve_vllm(VLLM_032, options, name="balanced", EPLB_AGENT_SERVICE=service.address)
+    for server in (untouched, balanced):
+        server.wait_until_healthy()
+    for turn in range(6):
+        wave = prompts(8, seed=turn + 1)
+        expected, found = (
+            [answer.ids for answer in server.answers(wave, 120)] for server in (untouched, balanced)
+        )
+        assert found == expected
+        assert all(len(ids) == 120 for ids in found)
+    assert service.status().status.layers_switched >= 10, balanced.tail()
 
 
 def test_a_service_killed_and_started_again(run_vllm, alone, service):

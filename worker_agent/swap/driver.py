@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch
 
-from eplb_service.placement import expert_map
+from eplb_service.placement import Placement, expert_map
 from worker_agent.adapters.live_layer import LiveLayer, PlacementAware
 from worker_agent.checked_plan import CheckedPlan
 from worker_agent.forward_clock import ForwardClock
@@ -23,6 +23,7 @@ from worker_agent.swap.ballot import Outcome, Progress, VoteResult
 from worker_agent.swap.carrier import ByteBudget
 from worker_agent.swap.commit_register import FatalSwitchError
 from worker_agent.swap.listener import Committed, Listener, SwitchStats
+from worker_agent.swap.restoration import restoring_plan
 from worker_agent.swap.staging import check_installed, install
 from worker_agent.swap.transfer import TransferLimits, TransferResult, TransferWorker
 from worker_agent.swap.vote import VoteError, Voter
@@ -93,9 +94,7 @@ class SwitchDriver:
             raise FatalSwitchError(self._group.failure)
         for plan in heard:
             self._apply(self.state.offer(plan.plan, step, plan.checked_for))
-        result = self.transfers.poll()
-        if result is not None:
-            self._transfer_ended(result)
+        self._take_transfer()
         failing = self.transfers.failing
         if failing is not None:
             self.halt(failing)
@@ -145,15 +144,26 @@ class SwitchDriver:
         self.budget.open()
         if self.votes.voter is not None and self.votes.voter.box.under_way:
             self._count_votes(self.votes.voter)
-        while (voter := self.votes.voter) is not None:
-            self._cast_vote(voter, self._step)
-            if self.votes.voter is not None and not self._count_votes(voter).plans:
-                break
+        self._vote_until_nobody_holds_a_plan()
         while self.transfers.running and self.transfers.failing is None:
-            result = self.transfers.poll()
-            if result is not None:
-                self._transfer_ended(result)
+            self._take_transfer()
             time.sleep(_RUN_OUT_POLL_SECONDS)
+
+    def restore(self, target: Placement, reason: str) -> None:
+        """Drain, then switch every layer to ``target`` by votes of the same kind; takes no plans until ``resume``.
+
+        A collective like ``drain``. Where it fails, the layers that were not switched serve what they did: the same
+        ones on all ranks.
+        """
+        self.drain(reason)
+        installed, groups = self.state.installed, self._identity.token_groups
+        plan = restoring_plan(installed, target, groups, self.state.highest_term)
+        if plan is None:
+            return
+        self.state = self.state.resumed()
+        self._apply(self.state.offer(plan, self._step, installed.digest))
+        self._vote_until_nobody_holds_a_plan()
+        self.state = self.state.with_pause(reason)
 
     def resume(self) -> None:
         """Take plans again."""
@@ -179,6 +189,18 @@ class SwitchDriver:
             self._group.close()
 
     # Votes
+
+    def _vote_until_nobody_holds_a_plan(self) -> None:
+        """Vote without forward passes in between, until no rank holds a plan or the votes are lost."""
+        while (voter := self.votes.voter) is not None:
+            self._take_transfer()
+            if self.transfers.failing is not None:
+                self.halt(self.transfers.failing)
+            self._cast_vote(voter, self._step)
+            if self.votes.voter is not None and not self._count_votes(voter).plans:
+                return
+            if self.transfers.running:
+                time.sleep(_RUN_OUT_POLL_SECONDS)
 
     def _cast_vote(self, voter: Voter, forward: int) -> None:
         try:
@@ -272,6 +294,11 @@ class SwitchDriver:
                 case switch.Halted():
                     self._history.halted(self._step, action.reason)
                     _log.error("rank %d: balancing has stopped: %s", self._identity.rank, action.reason)
+
+    def _take_transfer(self) -> None:
+        result = self.transfers.poll()
+        if result is not None:
+            self._transfer_ended(result)
 
     def _transfer_ended(self, result: TransferResult) -> None:
         self.state = self.state.with_transfer_ended(result.generation, result.error)

@@ -16,7 +16,7 @@ from worker_agent.swap.lane.lane import Deadline
 from worker_agent.swap.lane.lanes import Lanes
 from worker_agent.swap.machine import StartTransfer
 from worker_agent.swap.staging import Staging
-from worker_agent.swap.transfer_schedule import incoming_slots, legs
+from worker_agent.swap.transfer_schedule import Leg, incoming_slots, legs
 
 _REST_SECONDS = 1.0
 _LATE_SECONDS = 10.0
@@ -155,9 +155,18 @@ class TransferWorker:
             job.ready.hold_current_stream()
             staged = self.staging.reserve(job.weights, rows)
             for outgoing, incoming in legs(job.order.layer.moves_M5, self._lanes.rank, job.weights, staged):
+                if outgoing is not None and incoming is not None and outgoing.peer == self._lanes.rank:
+                    _copy(outgoing, incoming)
+                    continue
                 carrier.carry(outgoing, incoming)
                 if self._limits.verify:
                     carrier.verify(outgoing, incoming)
         # Late is late, also where this rank had nothing to send or receive.
         deadline.left()
         return staged
+
+
+def _copy(outgoing: Leg, incoming: Leg) -> None:
+    """An expert changes its slot on this rank."""
+    for source, target in zip(outgoing.parts, incoming.parts, strict=True):
+        target.copy_(source)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, TypeAlias
 
 from worker_agent.adapters import compat
 from worker_agent.adapters.errors import UnsupportedEngineError
@@ -34,6 +34,7 @@ def install() -> None:
 
 def _replace_balancer() -> None:
     from vllm.distributed.eplb.eplb_state import EplbState
+    from vllm.distributed.parallel_state import get_ep_group
 
     add_model = EplbState.add_model
 
@@ -44,13 +45,12 @@ def _replace_balancer() -> None:
         if getattr(model_config, "runner_type", None) == "draft":
             _log.info("the draft model keeps the placement that vLLM gave it")
             return
-        self.eplb_agent_host = VllmHost(self, self.model_states[model_config.compute_hash()])
+        model_state = self.model_states[model_config.compute_hash()]
+        self.eplb_agent_host = VllmHost(model_state, self.parallel_config, get_ep_group())
 
     def step(self: Any, is_dummy: bool = False, is_profile: bool = False, log_stats: bool = False) -> None:  # noqa: ARG001
-        if is_profile:
-            return
         host = getattr(self, "eplb_agent_host", None)
-        if host is not None:
+        if host is not None and not is_profile:
             host.step(is_dummy)
         for model_state in self.model_states.values():
             model_state.expert_load_pass.zero_()
@@ -73,39 +73,51 @@ def _replace_balancer() -> None:
 
 
 def _guard_weights() -> None:
-    """Nothing is under way while the engine sleeps; other weights are refused: vLLM loads by its first layout."""
+    """Nothing is under way while the engine sleeps, and experts are where vLLM loads them while it loads others."""
     from vllm.v1.worker.gpu_worker import Worker
 
-    sleep, wake_up = Worker.sleep, Worker.wake_up
+    Worker.sleep = _between(Worker.sleep, before=lambda host: host.drain("the engine sleeps"))
+    Worker.wake_up = _between(Worker.wake_up, after=VllmHost.resume)
+    Worker.reload_weights = _between(
+        Worker.reload_weights, before=VllmHost.restore, after=VllmHost.resume, failed=VllmHost.resume
+    )
+    # A session of updates: it ends by its last call, or by one that fails.
+    Worker.start_weight_update = _between(
+        Worker.start_weight_update, before=VllmHost.restore, failed=VllmHost.resume
+    )
+    Worker.update_weights = _between(Worker.update_weights, failed=VllmHost.resume)
+    Worker.finish_weight_update = _between(
+        Worker.finish_weight_update, after=VllmHost.resume, failed=VllmHost.resume
+    )
 
-    def sleep_drained(self: Any, *arguments: Any, **named: Any) -> Any:
-        if (host := _host_of(self)) is not None:
-            host.drain("the engine sleeps")
-        return sleep(self, *arguments, **named)
 
-    def wake_up_resumed(self: Any, *arguments: Any, **named: Any) -> Any:
-        result = wake_up(self, *arguments, **named)
-        if (host := _host_of(self)) is not None:
-            host.resume()
+_Act: TypeAlias = Callable[[VllmHost], None]
+
+
+def _between(
+    call: Callable[..., Any],
+    before: _Act | None = None,
+    after: _Act | None = None,
+    failed: _Act | None = None,
+) -> Callable[..., Any]:
+    """A worker's ``call``, with what its host does before it, after it and where it raises."""
+
+    @wraps(call)
+    def calling(self: Any, *arguments: Any, **named: Any) -> Any:
+        host = _host_of(self)
+        try:
+            if host is not None and before is not None:
+                before(host)
+            result = call(self, *arguments, **named)
+        except BaseException:
+            if host is not None and failed is not None:
+                failed(host)
+            raise
+        if host is not None and after is not None:
+            after(host)
         return result
 
-    def refusing(change: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(change)
-        def refuse(self: Any, *arguments: Any, **named: Any) -> Any:
-            if _host_of(self) is not None:
-                raise RuntimeError(
-                    f"{change.__name__}: vLLM loads weights for the placement that it started with, and eplb-agent has "
-                    "moved experts since; start the engine again, or unset EPLB_AGENT_SERVICE to load while serving"
-                )
-            return change(self, *arguments, **named)
-
-        return refuse
-
-    Worker.sleep = sleep_drained
-    Worker.wake_up = wake_up_resumed
-    Worker.reload_weights = refusing(Worker.reload_weights)
-    Worker.start_weight_update = refusing(Worker.start_weight_update)
-    Worker.update_weights = refusing(Worker.update_weights)
+    return calling
 
 
 def _host_of(worker: Any) -> VllmHost | None:

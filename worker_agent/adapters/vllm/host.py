@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from eplb_service.placement import Placement
 from eplb_service.wire.heat import StepPhase
 from worker_agent.adapters.errors import UnsupportedEngineError
 from worker_agent.adapters.vllm.layer import HeatRings, VllmLayer
 from worker_agent.agent import Agent
+from worker_agent.device import on_host
 from worker_agent.settings import AgentSettings
 
 _log = logging.getLogger("eplb.agent")
@@ -33,13 +33,10 @@ class TokenGroup:
         Equal on all ranks of the group; ``None`` where this rank's tokens are its own.
     first
         Lowest EP rank of the group: the one that counts the tokens.
-    everyone
-        Whether it holds all ranks, so that each rank sees every choice.
     """
 
     number: int | None
     first: int
-    everyone: bool
 
 
 def token_group(layers: list[Any], parallel_config: Any, rank: int, ranks: int) -> TokenGroup:
@@ -69,12 +66,12 @@ def token_group(layers: list[Any], parallel_config: Any, rank: int, ranks: int) 
             "Use one MoE backend for all layers",
         )
     if naive == {True}:
-        return TokenGroup(0, 0, everyone=True)
+        return TokenGroup(0, 0)
     tensor_parallel = ranks // parallel_config.data_parallel_size
     if sequence_parallel == {True} or tensor_parallel == 1:
-        return TokenGroup(None, rank, everyone=ranks == 1)
+        return TokenGroup(None, rank)
     first = rank - rank % tensor_parallel
-    return TokenGroup(first, first, everyone=tensor_parallel == ranks)
+    return TokenGroup(first, first)
 
 
 class VllmHost:
@@ -82,26 +79,31 @@ class VllmHost:
 
     Parameters
     ----------
-    state
-        vLLM's ``EplbState``.
     model_state
-        Its ``EplbModelState`` of the model.
+        vLLM's ``EplbModelState`` of the model.
+    parallel_config
+        Its parallel configuration.
+    group
+        Its coordinator of the expert-parallel group.
     """
 
-    def __init__(self, state: Any, model_state: Any) -> None:
-        from vllm.distributed.parallel_state import get_ep_group
-
-        group = get_ep_group()
-        self._state, self._model = state, model_state
-        self._rank, self._ranks = group.rank_in_group, group.world_size
-        self._cpu_group: dist.ProcessGroup = group.cpu_group
+    def __init__(self, model_state: Any, parallel_config: Any, group: Any) -> None:
+        self._model = model_state
+        self._rank: int = group.rank_in_group
         model = model_state.model
-        self._slots = model.num_physical_experts // self._ranks
         self._check_model(model)
-        self._tokens = token_group(list(model.moe_layers), state.parallel_config, self._rank, self._ranks)
+        self._tokens = token_group(list(model.moe_layers), parallel_config, self._rank, group.world_size)
+        self._first = _first_placement(model_state, group.world_size)
+        self._passes = 0
         self._layers: list[VllmLayer] = []
         self._heat = self._start_tables()
-        self._agent = self._start_agent()
+        self._agent = Agent.start(
+            self._layers,
+            group.cpu_group,
+            AgentSettings(),
+            token_group=self._tokens.number,
+            on_commit=self._follow,
+        )
 
     @property
     def agent(self) -> Agent:
@@ -121,21 +123,18 @@ class VllmHost:
         """One replica per expert and source in vLLM's tables, from the placement that vLLM starts with."""
         model = self._model
         layers, experts = model.logical_replica_count.shape
-        phy2log_LRS = model.physical_to_logical_map.cpu().numpy().reshape(layers, self._ranks, self._slots)
-        placement = Placement(phy2log_LRS.astype(np.int32), experts)
-        table_LE = torch.from_numpy(placement.default_log2phy()[self._tokens.first].astype(np.int64))
+        table_LE = torch.from_numpy(self._first.default_log2phy()[self._tokens.first].astype(np.int64))
         model.logical_to_physical_map[:, :, 0].copy_(table_LE)
         model.logical_replica_count.fill_(1)
         device = model.expert_load_pass.device
-        heat = HeatRings(layers, experts, self._slots, RING_ROWS, device)
-        maps_LE = torch.from_numpy(placement.expert_map(self._rank)).to(device)
+        heat = HeatRings(layers, experts, RING_ROWS, device)
+        maps_LE = torch.from_numpy(self._first.expert_map(self._rank)).to(device)
         self._layers = [
             VllmLayer(
                 model.logical_to_physical_map[layer, :, 0],
                 maps_LE[layer],
                 model.model.expert_weights[layer],
                 heat.sources_LWE[layer],
-                heat.slots_LWS[layer],
                 heat.counter,
                 self._tokens.number is not None,
             )
@@ -143,53 +142,36 @@ class VllmHost:
         ]
         return heat
 
-    def _start_agent(self) -> Agent:
-        return Agent.start(self._layers, self._cpu_group, AgentSettings(), token_group=self._tokens.number)
-
     # After every forward pass
 
     def step(self, is_dummy: bool) -> None:
-        """A forward pass is over; ``is_dummy`` where this rank had no tokens in it."""
+        """A forward pass is over; ``is_dummy`` where this rank had no tokens in it.
+
+        Called on the thread and stream on which vLLM queues its passes: what is queued here comes after this pass and
+        before the next one.
+        """
         model = self._model
-        chosen_LP = model.expert_load_pass
-        self._heat.record(
-            None if is_dummy or self._rank != self._tokens.first else chosen_LP,
-            self._received(chosen_LP, is_dummy),
-            model.physical_to_logical_map,
-        )
-        chosen_LP.zero_()
-        epochs = self._agent.installed.layer_epochs
-        self._agent.step(StepPhase.DUMMY if is_dummy else StepPhase.DECODE)
-        self._follow(epochs)
+        counts = not is_dummy and self._rank == self._tokens.first
+        self._heat.record(model.expert_load_pass if counts else None, model.physical_to_logical_map)
+        self._passes += 1
+        # vLLM itself relies on every rank making this call after every pass.
+        self._agent.step(StepPhase.DUMMY if is_dummy else StepPhase.DECODE, number=self._passes)
 
-    def _received(self, chosen_LP: torch.Tensor, is_dummy: bool) -> torch.Tensor | None:
-        """Tokens that this rank's slots received: with tokens of its own, a sum over what all ranks chose."""
-        if self._tokens.everyone:
-            if is_dummy:
-                return None
-            return chosen_LP[:, self._rank * self._slots : (self._rank + 1) * self._slots]
-        mine = (
-            torch.zeros_like(chosen_LP) if is_dummy or self._rank != self._tokens.first else chosen_LP.clone()
-        )
-        total = mine.cpu()
-        dist.all_reduce(total, group=self._cpu_group)
-        return total[:, self._rank * self._slots : (self._rank + 1) * self._slots].to(chosen_LP.device)
+    def _follow(self, layer: int) -> None:
+        """Keep vLLM's own view of the placement true for a layer that has just switched."""
+        row_P = self._agent.installed.placement.phy2log_LRS[layer].reshape(-1).astype(np.int64)
+        held_P = self._model.physical_to_logical_map[layer]
+        held_P.copy_(on_host(torch.from_numpy(row_P), held_P.device), non_blocking=True)
 
-    def _follow(self, epochs: tuple[int, ...]) -> None:
-        """Keep vLLM's own view of the placement true for the layers that have just switched."""
-        installed = self._agent.installed
-        for layer, (before, now) in enumerate(zip(epochs, installed.layer_epochs, strict=True)):
-            if before != now:
-                row_P = torch.from_numpy(installed.placement.phy2log_LRS[layer].reshape(-1).astype(np.int64))
-                self._model.physical_to_logical_map[layer].copy_(row_P)
-
-    # Around sleep
+    # Around sleep and other weights
 
     def drain(self, reason: str) -> None:
         """Finish or abort the switch under way; a collective, called between the same two passes on every rank."""
-        epochs = self._agent.installed.layer_epochs
         self._agent.drain(reason)
-        self._follow(epochs)
+
+    def restore(self) -> None:
+        """Bring every expert to where vLLM loads it, until ``resume``; a collective like ``drain``."""
+        self._agent.restore(self._first, "vLLM loads weights")
 
     def resume(self) -> None:
         """Balance again, with the placement that was there."""
@@ -198,3 +180,10 @@ class VllmHost:
     def close(self) -> None:
         """End the agent; vLLM serves on with what is installed."""
         self._agent.close()
+
+
+def _first_placement(model_state: Any, ranks: int) -> Placement:
+    """What vLLM starts with, and loads weights for."""
+    layers, experts = model_state.logical_replica_count.shape
+    phy2log_LRS = model_state.physical_to_logical_map.cpu().numpy().reshape(layers, ranks, -1)
+    return Placement(phy2log_LRS.astype(np.int32), experts)

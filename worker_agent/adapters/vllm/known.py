@@ -21,8 +21,12 @@ TARGETS = (
     "vllm.v1.worker.gpu_worker:Worker.reload_weights",
     "vllm.v1.worker.gpu_worker:Worker.start_weight_update",
     "vllm.v1.worker.gpu_worker:Worker.update_weights",
+    "vllm.v1.worker.gpu_worker:Worker.finish_weight_update",
     # relied on: who calls step, how choices are mapped and counted, what is dispatched, which tensors are an expert
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.eplb_step",
+    "vllm.v1.worker.gpu.eplb_utils:step_eplb_after",
+    "vllm.v1.worker.gpu.eplb_utils:EPLBController.step",
+    "vllm.v1.worker.gpu.eplb_utils:EPLBController.maybe_register_model",
     f"{_EPLB}:EplbState.build_initial_global_physical_to_logical_map",
     f"{_EPLB}:EplbLayerState.set_layer_state",
     "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter._apply_eplb_mapping",

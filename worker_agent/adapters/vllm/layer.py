@@ -24,13 +24,14 @@ class VllmLayer:
         The tensors of ``get_expert_weights()``, each ``[S, ...]``.
     source_load
         int32 ``[W, E]``, rows of ``HeatRings``.
-    moe_load
-        int32 ``[W, S]`` likewise.
     load_counter
         int64 scalar, forward passes counted so far.
     shares_tokens
         Whether other ranks run this layer on the same tokens.
     """
+
+    moe_load = None
+    """vLLM does not count what slots receive; the service derives it from what every rank's tokens chose."""
 
     def __init__(
         self,
@@ -38,14 +39,12 @@ class VllmLayer:
         expert_map: torch.Tensor,
         weights: Sequence[torch.Tensor],
         source_load: torch.Tensor,
-        moe_load: torch.Tensor,
         load_counter: torch.Tensor,
         shares_tokens: bool,
     ) -> None:
         self.log2phy = log2phy
         self.expert_map = expert_map
         self.source_load: torch.Tensor | None = source_load
-        self.moe_load = moe_load
         self.load_counter = load_counter
         self.shares_tokens = shares_tokens
         self._weights = list(weights)
@@ -60,44 +59,34 @@ class HeatRings:
 
     Parameters
     ----------
-    layers, experts, slots
-        L, E and S.
+    layers, experts
+        L and E.
     rows
         Steps that the rings hold.
     device
         Where vLLM counts.
     """
 
-    def __init__(self, layers: int, experts: int, slots: int, rows: int, device: torch.device) -> None:
+    def __init__(self, layers: int, experts: int, rows: int, device: torch.device) -> None:
         self.sources_LWE = torch.zeros((layers, rows, experts), dtype=torch.int32, device=device)
-        self.slots_LWS = torch.zeros((layers, rows, slots), dtype=torch.int32, device=device)
         self.counter = torch.zeros((), dtype=torch.int64, device=device)
         self._rows = rows
         self._steps = 0
 
-    def record(
-        self, chosen_LP: torch.Tensor | None, received_LS: torch.Tensor | None, phy2log_LP: torch.Tensor
-    ) -> None:
-        """One forward pass is over.
+    def record(self, chosen_LP: torch.Tensor | None, phy2log_LP: torch.Tensor) -> None:
+        """One forward pass is over. A few operations for all layers, queued on the current stream.
 
         Parameters
         ----------
         chosen_LP
             Choices of this rank's own tokens by physical expert, int32 ``[L, R*S]``; ``None`` where it had none or
             another rank counts them.
-        received_LS
-            Tokens that this rank's slots received, int32 ``[L, S]``; ``None`` for none.
         phy2log_LP
             Logical expert of each slot during the pass, int64 ``[L, R*S]``.
         """
-        row = self._steps % self._rows
-        sources_LE = self.sources_LWE[:, row]
+        sources_LE = self.sources_LWE[:, self._steps % self._rows]
         sources_LE.zero_()
         if chosen_LP is not None:
             sources_LE.scatter_add_(1, phy2log_LP, chosen_LP)
-        if received_LS is None:
-            self.slots_LWS[:, row].zero_()
-        else:
-            self.slots_LWS[:, row].copy_(received_LS)
         self._steps += 1
         self.counter.add_(1)

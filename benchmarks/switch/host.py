@@ -1,0 +1,98 @@
+"""What adapter and agent add to a step of a host with many layers, however little its own step takes.
+
+The host is what the vLLM adapter sees of vLLM: its tensors, at the size of a large model, without the model.
+"""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.switch.ratios import Ratio
+from worker_agent.adapters.vllm.host import RING_ROWS, VllmHost
+
+LAYERS, EXPERTS, SLOTS, LONGEST_MICROSECONDS = 58, 256, 144, 100
+STEPS_OF_REPORT = 16
+_BUDGET_SECONDS = LONGEST_MICROSECONDS * 1e-6
+
+
+def model_state(ranks: int) -> SimpleNamespace:
+    """vLLM's ``EplbModelState`` of 58 layers of 256 experts, as ``EplbState.add_model`` makes it."""
+    slots = np.arange(ranks * SLOTS) % EXPERTS
+    phy2log_LP = torch.from_numpy(np.tile(slots, (LAYERS, 1)))
+    layer = SimpleNamespace(
+        do_naive_dispatch_combine=False, moe_config=SimpleNamespace(is_sequence_parallel=False)
+    )
+    return SimpleNamespace(
+        model=SimpleNamespace(
+            moe_layers=[layer] * LAYERS,
+            expert_weights=[[torch.zeros(SLOTS, 8)] for _ in range(LAYERS)],
+        ),
+        physical_to_logical_map=phy2log_LP,
+        logical_to_physical_map=torch.full((LAYERS, EXPERTS, 1024), -1),
+        logical_replica_count=torch.ones((LAYERS, EXPERTS), dtype=torch.int64),
+        expert_load_pass=torch.zeros((LAYERS, ranks * SLOTS), dtype=torch.int32),
+    )
+
+
+def device_copies(
+    chosen_LP: torch.Tensor, phy2log_LP: torch.Tensor, ring_LWE: torch.Tensor, step: int
+) -> None:
+    """What any host has a device do to keep each step's counts by expert, and to hand 16 steps of them over."""
+    row = step % RING_ROWS
+    row_LE = ring_LWE[:, row]
+    row_LE.zero_()
+    row_LE.scatter_add_(1, phy2log_LP, chosen_LP)
+    chosen_LP.zero_()
+    if row % STEPS_OF_REPORT == STEPS_OF_REPORT - 1:
+        ring_LWE[:, row + 1 - STEPS_OF_REPORT : row + 1].transpose(0, 1).contiguous()
+
+
+def overhead(steps: int) -> tuple[Ratio, dict[str, object]]:
+    """Time of a call after each pass, less that of the device copies in it, against ``LONGEST_MICROSECONDS``."""
+    ranks = dist.get_world_size()
+    state = model_state(ranks)
+    group = SimpleNamespace(rank_in_group=dist.get_rank(), world_size=ranks, cpu_group=dist.group.WORLD)
+    parallel = SimpleNamespace(data_parallel_size=ranks, prefill_context_parallel_size=1)
+    host = VllmHost(state, parallel, group)
+    ring_LWE = torch.zeros((LAYERS, RING_ROWS, EXPERTS), dtype=torch.int32)
+    chosen_LP = torch.zeros_like(state.expert_load_pass)
+    calls, copies = [], []
+    for step in range(steps):
+        # A model's pass lies between two calls; the ranks wait for each other in it.
+        dist.barrier()
+        state.expert_load_pass.fill_(3)
+        chosen_LP.fill_(3)
+        time.sleep(0.001)
+        began = time.perf_counter()
+        host.step(is_dummy=False)
+        state.expert_load_pass.zero_()
+        middle = time.perf_counter()
+        device_copies(chosen_LP, state.physical_to_logical_map, ring_LWE, step)
+        calls.append(middle - began)
+        copies.append(time.perf_counter() - middle)
+    dist.barrier()
+    host.close()
+    beyond = _per_report(calls) - _per_report(copies)
+    ratio = Ratio.of(
+        f"{LAYERS}-layer host: agent and adapter beyond device copies / {LONGEST_MICROSECONDS} us",
+        beyond.tolist(),
+        [_BUDGET_SECONDS] * len(beyond),
+        1.0,
+    )
+    figures: dict[str, object] = {
+        "host58_call_us_median": 1e6 * float(np.median(calls)),
+        "host58_call_us_mean": 1e6 * float(np.mean(calls)),
+        "host58_device_copies_us_median": 1e6 * float(np.median(copies)),
+    }
+    return ratio, figures
+
+
+def _per_report(seconds: list[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Means over the steps that share a heat report and four votes: what is dear now and then is spread over them."""
+    whole = len(seconds) - len(seconds) % STEPS_OF_REPORT
+    return np.array(seconds[:whole]).reshape(-1, STEPS_OF_REPORT).mean(axis=1)
