@@ -25,7 +25,9 @@ def model_state(ranks: int) -> SimpleNamespace:
     slots = np.arange(ranks * SLOTS) % EXPERTS
     phy2log_LP = torch.from_numpy(np.tile(slots, (LAYERS, 1)))
     layer = SimpleNamespace(
-        do_naive_dispatch_combine=False, moe_config=SimpleNamespace(is_sequence_parallel=False)
+        do_naive_dispatch_combine=False,
+        is_monolithic=False,
+        moe_config=SimpleNamespace(is_sequence_parallel=False),
     )
     return SimpleNamespace(
         model=SimpleNamespace(
