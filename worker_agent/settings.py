@@ -86,7 +86,7 @@ class AgentSettings(BaseSettings):
     allow_unverified_engine: bool = Field(
         False,
         description="serve beside an engine whose functions take the known arguments but have other bodies than the "
-        "tested ones",
+        "tested ones, also one of an untried release",
     )
     history: Path | None = Field(
         None, description="folder in which each rank records votes, switches and heat, as JSON lines"

@@ -5,6 +5,7 @@ import types
 
 import pytest
 
+from tools import engine_fingerprints
 from worker_agent.adapters import compat
 from worker_agent.adapters.activation import is_requested
 from worker_agent.adapters.errors import UnsupportedEngineError
@@ -71,8 +72,46 @@ def test_only_another_body_can_be_allowed(engine):
 
 
 def test_an_unknown_release_is_refused_with_those_that_are_known():
-    with pytest.raises(UnsupportedEngineError, match=r"Toy 2\.0\.1.*never tried.*Install Toy 1\.2, 1\.4"):
-        compat.require("Toy", "2.0.1", {"1.4": {}, "1.2": {}})
+    with pytest.raises(UnsupportedEngineError, match=r"Toy 2\.0\.1.*never tried.*Install Toy 1\.4, 1\.12"):
+        compat.require("Toy", "2.0.1", {"1.12": {}, "1.4": {}})
+
+
+def test_an_unknown_release_can_be_tried_where_nothing_has_moved_since_the_newest_known_one(engine):
+    engine(BODY)
+    known = {"1.9": {}, "1.10": {TARGET: compat.fingerprint(TARGET)}}
+    with pytest.raises(UnsupportedEngineError, match=r"nothing it relies on changed.*ALLOW_UNVERIFIED"):
+        compat.require("Toy", "1.11", known)
+    compat.require("Toy", "1.11", known, allow_unverified=True)
+    engine(BODY.replace("def step", "def advance"))
+    with pytest.raises(
+        UnsupportedEngineError, match=r"changed since 1\.10: toy_engine:State\.step"
+    ) as refusal:
+        compat.require("Toy", "1.11", known, allow_unverified=True)
+    assert "ALLOW_UNVERIFIED" not in str(refusal.value)
+
+
+def test_a_source_that_is_not_installed_is_read_as_an_installed_one(engine, tmp_path):
+    """Decorated, under ``if``, with every kind of parameter."""
+    source = (
+        "if True:\n    class State:\n        @property\n        def near(self):\n            return 1\n\n"
+        "        @staticmethod\n        def step(a, /, b, *rest, c=1, **named):\n"
+        '            """Says so."""\n            return a  # a comment\n'
+    )
+    engine(source)
+    for target in ("toy_engine:State.near", "toy_engine:State.step"):
+        assert engine_fingerprints.find(tmp_path, target) == compat.fingerprint(target)
+    known = {
+        target: compat.fingerprint(target) for target in ("toy_engine:State.near", "toy_engine:State.step")
+    }
+    assert engine_fingerprints.moved(tmp_path, known) == {}
+    (tmp_path / "toy_engine.py").write_text(source.replace("c=1, ", "").replace("return 1", "return 2"))
+    assert engine_fingerprints.moved(
+        tmp_path, known | {"toy_engine:gone": known["toy_engine:State.near"]}
+    ) == {
+        "toy_engine:State.near": "has another body",
+        "toy_engine:State.step": "takes (a, b, rest, named)",
+        "toy_engine:gone": "is not there",
+    }
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,9 @@ TRITON_IN_PYTHON = {"TRITON_INTERPRET": "1", "TORCH_COMPILE_DISABLE": "1", "VLLM
 DECIDE_OFTEN = "--window-steps 32 --decision-interval 32 --report-steps 8 --par-threshold 1.0 --min-gain 0.0"
 
 
-@pytest.fixture(scope="session")
-def agent_site(tmp_path_factory):
+def make_agent_site(folder):
     """A folder for ``PYTHONPATH`` with eplb-agent as its wheel installs it, and the shim that vLLM needs on CPU."""
-    site, wheels = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("wheels")
+    site, wheels = folder / "site", folder / "wheels"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     agent = str(ROOT / "packaging" / "eplb-agent")
     subprocess.run([*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(wheels), agent], check=True)
@@ -42,6 +41,12 @@ def agent_site(tmp_path_factory):
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: eplb-cpu-host\nVersion: 0\n")
     (metadata / "entry_points.txt").write_text(SHIM)
     return site
+
+
+@pytest.fixture(scope="session")
+def agent_site(tmp_path_factory):
+    """See ``make_agent_site``."""
+    return make_agent_site(tmp_path_factory.mktemp("agent"))
 
 
 @pytest.fixture(scope="session")

@@ -185,6 +185,20 @@ def test_the_runner_gets_all_parts_or_none():
     assert moved.EplbUpdator is object
 
 
+def test_other_weights_are_refused_while_experts_are_balanced(monkeypatch):
+    class Worker:
+        def update_weights(self, info):
+            return info
+
+    hooks.refuse_other_weights(Worker, "update_weights")
+    assert Worker().update_weights("new") == "new"
+    monkeypatch.setattr(AscendBalancer, "of_this_process", object())
+    with pytest.raises(RuntimeError, match="update_weights: vLLM-Ascend loads weights into new tensors"):
+        Worker().update_weights("new")
+    with pytest.raises(AttributeError, match="start_weight_update"):
+        hooks.refuse_other_weights(Worker, "start_weight_update")
+
+
 def test_the_plugin_does_nothing_unless_a_service_is_named(monkeypatch):
     monkeypatch.delenv("EPLB_AGENT_SERVICE", raising=False)
     monkeypatch.setattr(hooks, "install", lambda: pytest.fail("it patched"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.ascend_source import VLLM_ASCEND_023, source_of
+from tests.engines.engine_source import VLLM_ASCEND_023, source_of
 from tests.engines.environments import ROOT, VLLM_023, python_of
 
 HERE = Path(__file__).parent
@@ -56,7 +56,7 @@ def environment(source, **more):
 
 def serve(tmp_path, service, **options):
     """Two ranks until they have switched often enough; what each found, compared functions of the host included."""
-    python, source = python_of(VLLM_023), source_of(VLLM_ASCEND_023)
+    python, source = python_of(VLLM_023), source_of("vllm_ascend", VLLM_ASCEND_023)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     # With checksums the agent itself would end on a layer that does not hold what it should.
     verify = "false" if options.get("broken") else "true"

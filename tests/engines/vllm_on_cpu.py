@@ -68,8 +68,9 @@ def _experts_follow_the_expert_map() -> None:
 
 
 def _experts_are_plain() -> None:
-    """Before 0.32 the CPU kernel routes by itself, from weights that it has packed away; here it is replaced."""
+    """The CPU build of 0.23 routes within its kernel, from weights that it has packed away; here it is replaced."""
     from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+    from vllm.model_executor.layers.fused_moe.router import fused_topk_router
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     class NothingPacked:
@@ -86,6 +87,13 @@ def _experts_are_plain() -> None:
             out.index_add_(0, token, found * topk_weights[token, choice, None])
         return out
 
+    def topk_softmax(topk_weights, topk_indices, token_expert_indices, gating_output, renormalize=False):
+        weights, ids = torch.softmax(gating_output.float(), dim=-1).topk(topk_indices.shape[1], dim=-1)
+        topk_weights.copy_(weights / weights.sum(dim=-1, keepdim=True) if renormalize else weights)
+        topk_indices.copy_(ids)
+        return topk_weights, topk_indices
+
+    fused_topk_router.vllm_topk_softmax = topk_softmax
     cpu_fused_moe.CPUFusedMOE = cpu_fused_moe.SGLFusedMOE = NothingPacked
     UnquantizedFusedMoEMethod.apply = apply
     UnquantizedFusedMoEMethod.is_monolithic = property(lambda _self: False)

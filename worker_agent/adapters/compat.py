@@ -13,7 +13,7 @@ import importlib
 import inspect
 import json
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, TypeAlias, cast
@@ -71,7 +71,11 @@ def resolve(target: str) -> Callable[..., Any]:
 
 def source_fingerprint(function: Callable[..., Any]) -> str:
     """16 hexadecimal digits of a function: comments, layout and docstrings do not count."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    return fingerprint_of_tree(ast.parse(textwrap.dedent(inspect.getsource(function))))
+
+
+def fingerprint_of_tree(tree: ast.Module) -> str:
+    """As ``source_fingerprint``, of a module that holds the function alone; its docstrings are taken out in place."""
     for node in ast.walk(tree):
         if (
             isinstance(node, (ast.FunctionDef, ast.ClassDef))
@@ -109,22 +113,44 @@ def _mismatch(target: str, expected: Function) -> Mismatch | None:
 def require(engine: str, version: str, known: KnownReleases, *, allow_unverified: bool = False) -> None:
     """Check ``engine`` of ``version`` against what is ``known`` of its release.
 
+    With ``allow_unverified`` other bodies are let through, and so is an unknown release, held against the newest known
+    one.
+
     Raises
     ------
     UnsupportedEngineError
-        Where the release is unknown, or a function is missing or takes other arguments; unless ``allow_unverified``,
-        also where only a body differs.
+        Where the release is unknown, or a function is missing, takes other arguments or has another body.
     """
     release = ".".join(version.split("+", maxsplit=1)[0].split(".")[:2])
-    remedy = f"Install {engine} {', '.join(sorted(known))} or a newer agent"
-    if release not in known:
-        raise UnsupportedEngineError(f"{engine} {version}", "This release was never tried", remedy)
-    refused = [mismatch for mismatch in mismatches(known[release]) if mismatch.fatal or not allow_unverified]
-    if not refused:
+    compared = release if release in known else newest(known)
+    found = mismatches(known[compared])
+    fatal = any(mismatch.fatal for mismatch in found)
+    if release == compared and not found:
         return
-    if not any(mismatch.fatal for mismatch in refused):
+    if allow_unverified and not fatal:
+        return
+    why = f"Functions that the agent relies on changed: {_listed(found)}"
+    if release != compared:
+        changed = (
+            f"what it relies on changed since {compared}: {_listed(found)}"
+            if found
+            else "nothing it relies on changed"
+        )
+        why = f"This release was never tried; {changed}"
+    remedy = f"Install {engine} {', '.join(sorted(known, key=_order))} or a newer agent"
+    if not fatal:
         remedy += ", set EPLB_AGENT_ALLOW_UNVERIFIED_ENGINE=1 to take the risk"
-    listed = "; ".join(f"{mismatch.target} {mismatch.reason}" for mismatch in refused)
-    raise UnsupportedEngineError(
-        f"{engine} {version}", f"Functions that the agent relies on changed: {listed}", remedy
-    )
+    raise UnsupportedEngineError(f"{engine} {version}", why, remedy)
+
+
+def newest(known: KnownReleases) -> str:
+    """The highest of the releases that are known."""
+    return max(known, key=_order)
+
+
+def _order(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in release.split("."))
+
+
+def _listed(found: Sequence[Mismatch]) -> str:
+    return "; ".join(f"{mismatch.target} {mismatch.reason}" for mismatch in found)

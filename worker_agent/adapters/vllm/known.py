@@ -1,6 +1,7 @@
 """vLLM's functions that the adapter patches or relies on; ``known.json`` says how each known release has them.
 
-The file is written by ``tools/engine_fingerprints.py`` with that release installed, once ``tests/engines`` pass on it.
+The file is written by ``tools/engine_fingerprints.py`` from that release's source, once ``tests/engines`` pass on it;
+of 0.33, which has no build for CPUs, once what had changed since 0.32 was read.
 """
 
 from __future__ import annotations

@@ -93,6 +93,7 @@ class AscendBalancer:
         self._heat: HeatRings | None = None
         self._agent: Agent | None = None
         self._in_dummy_run = False
+        self._passes = 0
 
     @property
     def agent(self) -> Agent:
@@ -162,7 +163,9 @@ class AscendBalancer:
         if self._heat is None:
             return
         self._heat.record(eplb_heat_collection_status, own_tokens=not self._in_dummy_run)
-        self.agent.step(StepPhase.DUMMY if self._in_dummy_run else StepPhase.DECODE)
+        self._passes += 1
+        # The host's own cycle counts these calls, so it makes them on every rank after every pass.
+        self.agent.step(StepPhase.DUMMY if self._in_dummy_run else StepPhase.DECODE, number=self._passes)
 
     @contextmanager
     def dummies(self) -> Iterator[None]:

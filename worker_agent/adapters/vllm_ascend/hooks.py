@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
@@ -22,10 +24,13 @@ def install() -> None:
 
     compat.require("vLLM-Ascend", __version__, KNOWN)
     import vllm_ascend.worker.model_runner_v1 as runner
+    from vllm_ascend.worker.worker import NPUWorker
 
     replace_balancer(runner)
     _mark_dummy_runs(runner.NPUModelRunner)
     count_sources()
+    refuse_other_weights(NPUWorker, "start_weight_update", "update_weights")
+    refuse_other_weights(runner.NPUModelRunner, "reload_weights")
 
 
 def replace_balancer(runner: ModuleType) -> None:
@@ -69,3 +74,23 @@ def _mark_dummy_runs(runner: Any) -> None:
             return dummy_run(self, *arguments, **named)
 
     runner._dummy_run = dummy_run_marked
+
+
+def refuse_other_weights(owner: Any, *names: str) -> None:
+    """Calls that load weights raise while experts are balanced: the host puts them into new tensors."""
+
+    def refusing(change: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(change)
+        def refuse(self: Any, *arguments: Any, **named: Any) -> Any:
+            if AscendBalancer.of_this_process is not None:
+                raise RuntimeError(
+                    f"{change.__name__}: vLLM-Ascend loads weights into new tensors, while eplb-agent moves experts "
+                    "between the ones that it started with; start the engine again, or unset EPLB_AGENT_SERVICE to "
+                    "load while serving"
+                )
+            return change(self, *arguments, **named)
+
+        return refuse
+
+    for name in names:
+        setattr(owner, name, refusing(getattr(owner, name)))

@@ -1,6 +1,6 @@
 """vLLM-Ascend's functions that the adapter patches or relies on; ``known.json`` has them as each release had them.
 
-The file is written by ``tools/engine_fingerprints.py`` with that release installed, once ``tests/engines`` pass on it.
+The file is written by ``tools/engine_fingerprints.py`` from that release's source, once ``tests/engines`` pass on it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ TARGETS = (
     "vllm_ascend.eplb.adaptor.vllm_adaptor:VllmEplbAdaptor.__init__",
     # wrapped
     f"{_FUSED_MOE}.moe_comm_method:MoECommMethod.fused_experts",
-    # relied on: how the first maps are made, where tokens are counted, which tensors an expert is made of
+    "vllm_ascend.worker.worker:NPUWorker.start_weight_update",
+    "vllm_ascend.worker.worker:NPUWorker.update_weights",
+    "vllm_ascend.worker.model_runner_v1:NPUModelRunner._dummy_run",
+    # relied on: who calls the balancer's parts, how the first maps are made, where tokens are counted, which tensors
+    # an expert is made of
+    "vllm_ascend.worker.model_runner_v1:NPUModelRunner.eplb_warmup",
     "vllm_ascend.eplb.core.eplb_utils:init_eplb_config",
     "vllm_ascend.eplb.core.eplb_utils:generate_log2phy_map",
     "vllm_ascend.eplb.adaptor.vllm_adaptor:VllmEplbAdaptor.init_expert_param_per_layer",

@@ -1,0 +1,1 @@
+"""What the agent costs a real engine's requests: ``make bench-engine``."""

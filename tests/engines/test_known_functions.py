@@ -1,0 +1,48 @@
+"""What the adapters know of engines is what these engines have, release by release, also the newest on the index."""
+
+import pytest
+
+from tests.engines.engine_source import VLLM_ASCEND_023, newest, source_of
+from tools.engine_fingerprints import moved
+from worker_agent.adapters import compat
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+
+KNOWN = {
+    package: compat.read_known(f"worker_agent.adapters.{package}") for package in ("vllm", "vllm_ascend")
+}
+
+
+@pytest.mark.parametrize(
+    ("package", "version"),
+    [("vllm", "0.23.0"), ("vllm", "0.32.0"), ("vllm", "0.33.0"), ("vllm_ascend", VLLM_ASCEND_023)],
+)
+def test_every_known_function_is_in_its_release(package, version):
+    release = ".".join(version.split(".")[:2])
+    assert moved(source_of(package, version), KNOWN[package][release]) == {}
+
+
+def test_every_known_release_is_compared():
+    assert set(KNOWN["vllm"]) == {"0.23", "0.32", "0.33"}
+    assert set(KNOWN["vllm_ascend"]) == {"0.23"}
+
+
+@pytest.mark.parametrize("package", ["vllm", "vllm_ascend"])
+def test_the_newest_release_has_moved_nothing(package):
+    """Where it has: see what became of the functions named, adapt, run the engine, record it in ``known.json``."""
+    version = newest(package)
+    release = ".".join(version.split(".")[:2])
+    last = release if release in KNOWN[package] else compat.newest(KNOWN[package])
+    assert moved(source_of(package, version), KNOWN[package][last]) == {}, f"{package} {version}"
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "target"),
+    [
+        ("vllm", "0.18.0", "vllm.distributed.eplb.eplb_state:EplbLayerState.set_layer_state"),
+        ("vllm_ascend", "0.18.0", "vllm_ascend.eplb.eplb_updator:EplbUpdator.forward_end"),
+    ],
+)
+def test_a_release_in_which_a_hook_is_elsewhere_is_named_by_it(package, version, target):
+    found = moved(source_of(package, version), KNOWN[package][compat.newest(KNOWN[package])])
+    assert found[target] != "has another body"
