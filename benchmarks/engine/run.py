@@ -1,8 +1,8 @@
-"""Time to first token and per token of a real vLLM server with the agent beside one without: ``make bench-engine``.
+"""Tokens of a real vLLM server, timed with the agent beside one without: ``make bench-engine``.
 
-Two servers on CPU, two tensor-parallel ranks each, get the same waves of requests by turns, so that a busy machine slows
-both. One has vLLM's EPLB off and no agent; the other is balanced by a real service, which decides every 32 steps, far
-more often than any deployment would. Every token must be the same.
+Two servers on CPU, two tensor-parallel ranks each, get the same waves of requests by turns, so that a busy machine
+slows both. One has vLLM's EPLB off and no agent; the other is balanced by a real service, which decides every 32 steps,
+far more often than any deployment would. Every token must be the same.
 """
 
 from __future__ import annotations

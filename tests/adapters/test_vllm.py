@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from worker_agent.adapters.errors import UnsupportedEngineError
-from worker_agent.adapters.vllm import plugin
+from worker_agent.adapters.vllm import hooks, plugin
 from worker_agent.adapters.vllm.host import TokenGroup, token_group
 from worker_agent.adapters.vllm.layer import HeatRings
+from worker_agent.agent import RestoreError
 
 
 def layer(naive=False, sequence_parallel=False):
@@ -69,3 +70,47 @@ def test_without_a_service_the_plugin_touches_nothing(monkeypatch):
     monkeypatch.delenv("EPLB_AGENT_SERVICE", raising=False)
     plugin.register()
     assert not plugin._installed
+
+
+class Host:
+    """Records what a worker's call asks of it."""
+
+    def __init__(self, refuses=False):
+        self.asked, self._refuses = [], refuses
+
+    def restore(self):
+        self.asked.append("restore")
+        if self._refuses:
+            raise RestoreError("not now")
+
+    def resume(self):
+        self.asked.append("resume")
+
+
+def worker_with(host, loads=lambda: "loaded"):
+    class Worker:
+        model_runner = SimpleNamespace(eplb_state=SimpleNamespace(eplb_agent_host=host))
+        reload_weights = hooks._between(
+            lambda _self: loads(), before=Host.restore, after=Host.resume, failed=Host.resume
+        )
+
+    return Worker()
+
+
+def fails():
+    raise OSError("no such checkpoint")
+
+
+def test_weights_are_loaded_between_restoring_and_resuming():
+    host = Host()
+    assert worker_with(host).reload_weights() == "loaded"
+    assert host.asked == ["restore", "resume"]
+    assert worker_with(None).reload_weights() == "loaded"
+
+
+@pytest.mark.parametrize(("refuses", "loads", "error"), [(True, None, RestoreError), (False, fails, OSError)])
+def test_weights_that_cannot_be_loaded_end_in_balancing_as_before(refuses, loads, error):
+    host = Host(refuses)
+    with pytest.raises(error):
+        worker_with(host, loads).reload_weights()
+    assert host.asked == ["restore", "resume"]

@@ -76,7 +76,9 @@ def _guard_weights() -> None:
     """Nothing is under way while the engine sleeps, and experts are where vLLM loads them while it loads others."""
     from vllm.v1.worker.gpu_worker import Worker
 
-    Worker.sleep = _between(Worker.sleep, before=lambda host: host.drain("the engine sleeps"))
+    Worker.sleep = _between(
+        Worker.sleep, before=lambda host: host.drain("the engine sleeps"), failed=VllmHost.resume
+    )
     Worker.wake_up = _between(Worker.wake_up, after=VllmHost.resume)
     Worker.reload_weights = _between(
         Worker.reload_weights, before=VllmHost.restore, after=VllmHost.resume, failed=VllmHost.resume
