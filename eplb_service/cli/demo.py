@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from eplb_service.demo.scoreboard import Scoreboard
 
 _DISPATCHERS = ("all2allv", "allgather", "mc2")
+_SPLITS = ("tables", "step")
 _QUANTIZATIONS = ("none", "w8a8")
 _MODEL_STEPS = 720
 _TRACE_STEPS = 320
@@ -72,6 +73,14 @@ class ServedOptions:
         str,
         typer.Option(help=f"One of {', '.join(_DISPATCHERS)}.", autocompletion=lambda: list(_DISPATCHERS)),
     ] = "all2allv"
+    split: Annotated[
+        str,
+        typer.Option(
+            help=f"How the balanced layers split an expert's tokens over its replicas, one of {', '.join(_SPLITS)}: "
+            "by each rank's table, or in each step so that the hottest rank is as cool as can be.",
+            autocompletion=lambda: list(_SPLITS),
+        ),
+    ] = "tables"
     quant: Annotated[
         str,
         typer.Option(
@@ -101,6 +110,8 @@ class ServedOptions:
             raise UserError(
                 f"unknown dispatcher {self.dispatcher!r}; choose one of {', '.join(_DISPATCHERS)}"
             )
+        if self.split not in _SPLITS:
+            raise UserError(f"unknown split {self.split!r}; choose one of {', '.join(_SPLITS)}")
         if self.quant not in _QUANTIZATIONS:
             raise UserError(f"unknown quantization {self.quant!r}; choose one of {', '.join(_QUANTIZATIONS)}")
         if self.trace is None:
@@ -218,6 +229,7 @@ def demo(
         served.ranks,
         served.redundant,
         served.dispatcher,
+        served.split,
         decisions.window or _WINDOW,
         decisions.interval or _INTERVAL,
         policy,

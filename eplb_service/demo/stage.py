@@ -39,6 +39,8 @@ class Stage:
         R, and slots per layer beyond one per expert.
     dispatcher
         ``"all2allv"``, ``"allgather"`` or ``"mc2"``.
+    split
+        ``"tables"`` or ``"step"``: how the balanced layers split tokens over replicas.
     window, interval
         Steps that a decision looks at, and steps from one to the next.
     policy, seed
@@ -59,6 +61,7 @@ class Stage:
     ranks: int
     redundant: int
     dispatcher: str
+    split: str
     window: int
     interval: int
     policy: str
@@ -117,7 +120,7 @@ def _service(stage: Stage, announce: Callable[[str], None]) -> Iterator[tuple[st
 
 
 def _service_settings(stage: Stage) -> ServiceSettings:
-    planner: dict[str, Any] = {"policy": stage.policy, "seed": stage.seed}
+    planner: dict[str, Any] = {"policy": stage.policy, "seed": stage.seed, "split": stage.split}
     return ServiceSettings(
         listen="127.0.0.1:0",
         metrics=stage.metrics,
@@ -141,6 +144,7 @@ def _write_task(stage: Stage, orders: Mapping[str, object], service: str, scratc
         "ranks": stage.ranks,
         "slots": stage.slots,
         "dispatcher": stage.dispatcher,
+        "split": stage.split,
         "seed": stage.seed,
         "report_every": REPORT_EVERY_STEPS,
     }

@@ -18,7 +18,9 @@ RANKS, LAYERS, STEPS = 2, 1, 4
 # Rank 0 alone gets all tokens until the layer switches after step 1; then both get half, at twice the pace.
 LIVE = [[40, 0], [40, 0], [20, 20], [20, 20]]
 STILL = [[40, 0]] * STEPS
-STAGE = Stage(STEPS, LAYERS, 2, RANKS, 0, "all2allv", window=2, interval=2, policy="flashlb", seed=0)
+STAGE = Stage(
+    STEPS, LAYERS, 2, RANKS, 0, "all2allv", "tables", window=2, interval=2, policy="flashlb", seed=0
+)
 
 
 def _line(rank: int, steps: range, **changes: Any) -> dict[str, Any]:

@@ -41,6 +41,21 @@ def test_the_balanced_model_says_what_the_model_left_alone_says(tmp_path: Path) 
     _check_recording(recording)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatcher", ["all2allv", "allgather"])
+def test_tokens_split_by_step_leave_every_byte_and_little_imbalance(dispatcher: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    done = _demo(
+        *("--steps", str(STEPS), "--window", "32", "--interval", "16", "--requests", str(REQUESTS)),
+        *("--split", "step", "--dispatcher", dispatcher, "--json", str(out)),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(out.read_text())
+    assert figures["generated_bytes_identical"] is True
+    assert figures["layers_switched"] >= 1
+    assert figures["par_balanced"] < 1.1
+
+
 def _check_recording(path: Path) -> None:
     assert open_trace(path).heat(0, STEPS).shape == (STEPS, LAYERS, EXPERTS)
     with np.load(path) as held:
@@ -61,6 +76,7 @@ def _check_recording(path: Path) -> None:
         (["--trace", "any.npz", "--requests", "8"], "--requests goes with the model alone"),
         (["--record", "served.csv"], "must end in .npz"),
         (["--redundant", "6"], "use --redundant 8"),
+        (["--split", "even"], "unknown split 'even'; choose one of tables, step"),
     ],
 )
 def test_options_that_do_not_fit_are_one_line_and_exit_code_2(

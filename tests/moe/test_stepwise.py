@@ -41,6 +41,13 @@ def received(split: StepwiseSplit, phy2log_RS: np.ndarray, counts_E: np.ndarray)
     return np.bincount(physical_N, minlength=phy2log_RS.size).reshape(phy2log_RS.shape)
 
 
+def tables(split: StepwiseSplit) -> dict[str, torch.Tensor]:
+    """All that a placement determines."""
+    found = {name: value for name, value in vars(split).items() if isinstance(value, torch.Tensor)}
+    assert len(found) == 9
+    return found
+
+
 @settings(max_examples=100)
 @given(layers(), st.sampled_from((3, 40, 1000)))
 def test_the_hottest_rank_is_close_to_the_optimum_and_with_more_rounds_within_a_token(
@@ -115,12 +122,12 @@ def test_another_placement_is_installed_in_place() -> None:
     generator = np.random.default_rng(2)
     first_RS, other_RS = (random_placement(6, 4, 20, generator) for _ in range(2))
     split = StepwiseSplit(first_RS, 20)
-    addresses = [buffer.data_ptr() for buffer in split.buffers()]
+    addresses = {name: table.data_ptr() for name, table in tables(split).items()}
     split.install(other_RS)
-    assert [buffer.data_ptr() for buffer in split.buffers()] == addresses
-    fresh = dict(StepwiseSplit(other_RS, 20).named_buffers())
-    for name, buffer in split.named_buffers():
-        assert torch.equal(buffer, fresh[name]), name
+    assert {name: table.data_ptr() for name, table in tables(split).items()} == addresses
+    fresh = tables(StepwiseSplit(other_RS, 20))
+    for name, table in tables(split).items():
+        assert torch.equal(table, fresh[name]), name
     received(split, other_RS, generator.poisson(9, 20))
 
 
@@ -145,6 +152,7 @@ def test_a_layer_splits_under_the_placement_that_it_was_given(
             options=LayerOptions(split="step"),
         )
         assert isinstance(layer, PlacementAware)
+        layer.to(torch.float32)
         ids_T1 = torch.from_numpy(ids[group.rank :: ranks].copy()).unsqueeze(1)
         hidden_TH = torch.randn(len(ids_T1), 8)
         outputs = [layer(hidden_TH, ids_T1, torch.ones(len(ids_T1), 1))]

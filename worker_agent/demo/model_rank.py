@@ -40,8 +40,8 @@ class ModelRank:
         self.group = group
         self.checkpoint = Checkpoint()
         self.traffic = Traffic(task.steps, rank, task.seed)
-        self.live, live_layers = self._model()
-        self.still, still_layers = self._model()
+        self.live, live_layers = self._model(task.split)
+        self.still, still_layers = self._model("tables")
         shares_tokens = task.dispatcher == "allgather"
         balanced = live_layers[: task.layers]
         settings = AgentSettings(service=task.service, deployment=task.deployment)
@@ -60,7 +60,7 @@ class ModelRank:
         self._report()
         self.agent.close()
 
-    def _model(self) -> tuple[Server, list[ExpertParallelMoE]]:
+    def _model(self, split: str) -> tuple[Server, list[ExpertParallelMoE]]:
         config, task = self.checkpoint.config, self.task
         placement = Placement.linear(config.layers, config.experts, task.ranks, task.slots)
         model, layers = expert_parallel(
@@ -70,6 +70,7 @@ class ModelRank:
             task.dispatcher,
             quantized=task.quantized,
             dual_batch=task.dual_batch,
+            split=split,
         )
         sampler = Sampler(_TEMPERATURE, task.seed * task.ranks + self.rank)
         return Server(Decoder(model, task.rows), sampler, self.traffic, task.rows, task.length), layers

@@ -20,7 +20,7 @@ from worker_agent.demo.joining import await_service, joined
 from worker_agent.demo.progress import Progress
 from worker_agent.demo.routing import choices_per_token, deal, own_part
 from worker_agent.demo.task import DemoTask
-from worker_agent.moe import ExpertParallelMoE, MoEShape, seeded_experts
+from worker_agent.moe import ExpertParallelMoE, LayerOptions, MoEShape, seeded_experts
 from worker_agent.settings import AgentSettings
 
 
@@ -35,8 +35,8 @@ class DemoRank:
         self.top_k = choices_per_token(self.counts_TLE)
         _, layers, experts = self.counts_TLE.shape
         placement = Placement.linear(layers, experts, task.ranks, task.slots)
-        self.live = [self._layer(layer, placement) for layer in range(layers)]
-        self.still = [self._layer(layer, placement) for layer in range(layers)]
+        self.live = [self._layer(layer, placement, task.split) for layer in range(layers)]
+        self.still = [self._layer(layer, placement, "tables") for layer in range(layers)]
         shares_tokens = task.dispatcher == "allgather"
         settings = AgentSettings(service=task.service, deployment=task.deployment)
         self.agent = Agent.start(self.live, self.group, settings, token_group=0 if shares_tokens else None)
@@ -52,7 +52,7 @@ class DemoRank:
         self.progress.report()
         self.agent.close()
 
-    def _layer(self, layer: int, placement: Placement) -> ExpertParallelMoE:
+    def _layer(self, layer: int, placement: Placement, split: str) -> ExpertParallelMoE:
         shape = MoEShape(layer, placement.experts, self.task.hidden, self.task.intermediate)
         return ExpertParallelMoE(
             shape,
@@ -60,6 +60,7 @@ class DemoRank:
             seeded_experts(shape, self.task.seed),
             dispatcher=self.task.dispatcher,
             ep_group=self.group,
+            options=LayerOptions(split=split),
         )
 
     def _one_step(self, step: int) -> None:

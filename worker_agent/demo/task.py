@@ -26,6 +26,8 @@ class Task:
         R and S.
     dispatcher
         ``"all2allv"``, ``"allgather"`` or ``"mc2"``.
+    split
+        ``"tables"`` or ``"step"``: how the balanced layers split tokens over replicas.
     seed
         Draws whatever is drawn.
     report_every
@@ -38,6 +40,7 @@ class Task:
     ranks: int
     slots: int
     dispatcher: str
+    split: str
     seed: int
     report_every: int
 

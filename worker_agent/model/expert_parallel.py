@@ -8,7 +8,7 @@ import torch.distributed as dist
 from eplb_service.placement import Placement
 from worker_agent.model.checkpoint import Checkpoint
 from worker_agent.model.transformer import ByteTransformer
-from worker_agent.moe import ExpertParallelMoE, MicroBatch
+from worker_agent.moe import ExpertParallelMoE, LayerOptions, MicroBatch
 from worker_agent.moe.rank_group import RankGroup
 
 SERVING_DTYPE = torch.float64
@@ -27,11 +27,13 @@ def expert_parallel(
     *,
     quantized: bool = False,
     dual_batch: bool = False,
+    split: str = "tables",
 ) -> tuple[ByteTransformer, list[ExpertParallelMoE]]:
     """The model of a checkpoint with its experts placed over the ranks of ``ep_group``, and its MoE layers.
 
     With ``quantized`` the experts are W8A8; with ``dual_batch`` every step's tokens go through each MoE layer in two
-    micro-batches. Raises ``ValueError`` where the placement is not of the model's shape.
+    micro-batches; ``split`` is the layers' (``LayerOptions``). Raises ``ValueError`` where the placement is not of the
+    model's shape.
     """
     config = checkpoint.config
     if (placement.layers, placement.experts) != (config.layers, config.experts):
@@ -48,6 +50,7 @@ def expert_parallel(
             ep_group=ep_group,
             dtype=SERVING_DTYPE,
             quantized=quantized,
+            options=LayerOptions(split=split),
         )
         for layer in range(config.layers)
     ]

@@ -42,8 +42,10 @@ def check_splittable(layer: int, dispatchers: Sequence[str], device_type: str) -
         )
 
 
-class StepwiseSplit(torch.nn.Module):
+class StepwiseSplit:
     """Splits a step's tokens by their counts, under the placement that was installed last.
+
+    No ``torch.nn.Module``: a model that is cast to another dtype must not take these tensors along.
 
     Parameters
     ----------
@@ -72,13 +74,12 @@ class StepwiseSplit(torch.nn.Module):
     def __init__(
         self, phy2log_RS: Int32, experts: int, device: torch.device | str = "cpu", rounds: int = ROUNDS
     ) -> None:
-        super().__init__()
         ranks, slots = phy2log_RS.shape
         self._experts, self._ranks, self._rounds = experts, ranks, rounds
         self._shared = max(most_shared(experts, ranks, slots), 1)
         self._columns = min(ranks, ranks * slots - experts + 1)
         for name, table in split_tables(phy2log_RS, experts, self._shared, self._columns).items():
-            self.register_buffer(name, torch.from_numpy(table).to(device), persistent=False)
+            setattr(self, name, torch.from_numpy(table).to(device))
 
     def install(self, phy2log_RS: Int32) -> None:
         """Compute what another placement of the same shape determines, and write it in place, between two steps."""
