@@ -12,7 +12,9 @@ import grpc
 import typer
 
 from eplb_service.cli.errors import UserError
+from eplb_service.wire.answers import checked_answer
 from eplb_service.wire.channel import Security
+from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import operator_pb2_grpc
 
 ADDRESS = "127.0.0.1:50551"
@@ -90,6 +92,10 @@ class Connection:
                 ) from error
             except grpc.RpcError as error:
                 raise UserError(_reason(error)) from error
+            except WireError as error:
+                raise UserError(
+                    f"the service at {self.address} answered what it cannot mean: {error}"
+                ) from error
 
     def _channel(self) -> grpc.Channel:
         try:
@@ -111,8 +117,9 @@ class OperatorCalls:
         self._metadata = [("authorization", f"Bearer {token}")] if token else []
 
     def __call__(self, name: str, request: Any) -> Any:
-        """The answer to ``request`` from the call of that name."""
-        return getattr(self._stub, name)(request, timeout=ANSWER_SECONDS, metadata=self._metadata)
+        """The answer to ``request`` from the call of that name, checked; raises ``WireError`` where it cannot be."""
+        answer = getattr(self._stub, name)(request, timeout=ANSWER_SECONDS, metadata=self._metadata)
+        return checked_answer(answer)
 
     def stream(self, name: str, request: Any, seconds: float | None) -> Any:
         """The answers of a streaming call, which ends with DEADLINE_EXCEEDED after ``seconds``."""

@@ -30,6 +30,10 @@ LONGEST_SECONDS = 1e7
 """Bound on durations: four months."""
 LONGEST_TEXT = 256
 """Characters in one text."""
+LONGEST_MESSAGE = 4096
+"""Characters in one line that a service writes for operators."""
+LAST_TIME = float(1 << 36)
+"""Bound on points in time, in seconds since 1970: the year 4147."""
 
 _DEPLOYMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
@@ -60,6 +64,18 @@ def check_ratio(value: float, field: str) -> float:
     """``value``, if it is finite and not negative."""
     if not (math.isfinite(value) and value >= 0):
         raise WireError(f"{field} is {value}; it must be a finite number, zero or more")
+    return value
+
+
+def check_measured(value: float, field: str) -> float:
+    """``value``, if it is a ratio, or NaN where there was nothing to measure."""
+    return value if math.isnan(value) else check_ratio(value, field)
+
+
+def check_time(value: float, field: str) -> float:
+    """``value``, if it is a point in time."""
+    if not 0 <= value <= LAST_TIME:
+        raise WireError(f"{field} is {value}; it must be 0 to {LAST_TIME:g} seconds since 1970")
     return value
 
 

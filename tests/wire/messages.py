@@ -12,7 +12,29 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from eplb_service.placement import Placement, default_log2phy
+from eplb_service.wire.balance import (
+    Balance,
+    BalancePoint,
+    LayerMoves,
+    MadeDecision,
+    decode_balance,
+    encode_balance,
+)
 from eplb_service.wire.codec import pack
+from eplb_service.wire.deployment_status import (
+    AgentStatus,
+    DeploymentStatus,
+    LayerStatus,
+    PlacementInForce,
+    decode_agent_status,
+    decode_deployment_status,
+    decode_layer_status,
+    decode_placement,
+    encode_agent_status,
+    encode_deployment_status,
+    encode_layer_status,
+    encode_placement,
+)
 from eplb_service.wire.fields import LAST_DIGEST, LAST_STEP, LAST_VERSION, LONGEST_TEXT, MOST_BYTES
 from eplb_service.wire.generated import agent_pb2, operator_pb2, tensor_pb2
 from eplb_service.wire.heat import HeatReport, StepPhase, decode_heat_report, encode_heat_report
@@ -25,6 +47,7 @@ from eplb_service.wire.hello import (
     encode_hello,
     encode_welcome,
 )
+from eplb_service.wire.past_plan import OUTCOMES, PastPlan, PastVerdict, decode_past_plan, encode_past_plan
 from eplb_service.wire.plan import RankLayer, RankPlan, decode_plan, encode_plan, table_digest
 from eplb_service.wire.status import (
     Heartbeat,
@@ -55,6 +78,8 @@ _VERSIONS = st.integers(0, LAST_VERSION - 1)
 _DIGESTS = st.integers(0, LAST_DIGEST - 1)
 _STEPS = st.integers(0, LAST_STEP - 1)
 _SECONDS = st.floats(0, 1e6)
+_RATIOS = st.floats(0, 1e300)
+_MEASURED = _RATIOS | st.just(float("nan"))
 _TEXTS = st.text(st.characters(codec="utf-8", categories=["L", "N", "P", "S"]), max_size=40)
 _CONTROL = "rank\x1b[2J"
 _LONG = "x" * (LONGEST_TEXT + 1)
@@ -149,6 +174,61 @@ def plans(draw: st.DrawFn) -> RankPlan:
     return RankPlan.of(draw(_VERSIONS), draw(_VERSIONS), draw(_VERSIONS), draw(_DIGESTS), tuple(layers))
 
 
+@st.composite
+def deployment_statuses(draw: st.DrawFn) -> DeploymentStatus:
+    totals = ("steps_received", "steps_lost", "layers_switched", "experts_moved", "bytes_moved")
+    return DeploymentStatus(
+        deployment=draw(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", fullmatch=True)),
+        layers=draw(st.integers(0, 512)),
+        experts=draw(st.integers(0, 4096)),
+        ranks=draw(st.integers(0, 4096)),
+        slots=draw(st.integers(0, 512)),
+        agents_connected=draw(st.integers(0, 4096)),
+        epoch=draw(_VERSIONS),
+        digest=draw(_DIGESTS),
+        par=draw(_RATIOS),
+        window_steps=draw(st.integers(0, 1 << 16)),
+        paused=draw(st.booleans()),
+        plan_id=draw(_VERSIONS),
+        last_decision=draw(_TEXTS),
+        problems=tuple(draw(st.lists(_TEXTS, max_size=3))),
+        leader_term=draw(_VERSIONS),
+        **{name: draw(st.integers(0, LAST_VERSION)) for name in totals},
+    )
+
+
+def _verdicts() -> st.SearchStrategy[tuple[PastVerdict, ...]]:
+    counts, sizes = st.integers(0, 511), st.integers(0, MOST_BYTES - 1)
+    one = st.builds(
+        PastVerdict,
+        *(counts, _MEASURED, _MEASURED, _MEASURED, counts, st.booleans(), _TEXTS, st.none() | _RATIOS, sizes),
+    )
+    return st.lists(one, min_size=1, max_size=3).map(tuple)
+
+
+def past_plans() -> st.SearchStrategy[PastPlan]:
+    outcomes = st.sampled_from(OUTCOMES)
+    return st.builds(
+        PastPlan,
+        *(_VERSIONS, st.floats(0, 1e10), _VERSIONS, _VERSIONS, outcomes, _TEXTS, st.integers(0, 511)),
+        _verdicts(),
+    )
+
+
+def balances() -> st.SearchStrategy[Balance]:
+    times, counts = st.floats(0, 1e10), st.integers(0, 511)
+    moves_M5 = hnp.arrays(np.int32, st.tuples(st.integers(1, 3), st.just(5)), elements=counts)
+    moves = st.lists(st.builds(LayerMoves, counts, moves_M5), min_size=1, max_size=2).map(tuple)
+    outcomes = st.sampled_from(OUTCOMES)
+    decisions = st.builds(
+        MadeDecision, times, _SECONDS, _VERSIONS, _verdicts(), moves, outcomes, _TEXTS, counts
+    )
+    points = st.builds(BalancePoint, times, _MEASURED, _MEASURED, _MEASURED, _VERSIONS)
+    loads_LR = hnp.arrays(np.int32, (2, 3), elements=st.integers(0, 4_000_000))
+    listed = st.lists(points, min_size=1, max_size=3).map(tuple)
+    return st.builds(Balance, listed, loads_LR, st.integers(0, 1 << 16), decisions, decisions)
+
+
 def _array(*shape: int, value: int = 0) -> tensor_pb2.PackedArray:
     return pack(np.full(shape, value, dtype=np.int64))
 
@@ -164,7 +244,33 @@ _REFUSED_SHAPE = {
 _PAST_VERSIONS = (LAST_VERSION, (1 << 64) - 1)
 _PAST_DIGESTS = (LAST_DIGEST, (1 << 64) - 1)
 _PAST_STEPS = (LAST_STEP, (1 << 62) - 100, (1 << 64) - 1)
+_PAST_TOTALS = (LAST_VERSION + 1, (1 << 64) - 1)
+_NO_RATIOS = (float("nan"), float("inf"), -1.0)
+_NOT_MEASURED = (float("inf"), -1.0, float("-inf"))
 _NO_SECONDS = (float("nan"), float("inf"), -1.0, 1e300)
+
+_REFUSED_VERDICT = {
+    "layer": (512, 1 << 31),
+    "par_seen": _NOT_MEASURED,
+    "par_planned": _NOT_MEASURED,
+    "noise_floor": _NOT_MEASURED,
+    "moves": (1 << 31,),
+    "changed": ACCEPTED,
+    "reason": ACCEPTED,
+    "hindsight": _NOT_MEASURED,
+    "bytes": (MOST_BYTES, (1 << 64) - 1),
+}
+_REFUSED_DECISION = {
+    "at": _NO_SECONDS,
+    "solve_seconds": _NO_SECONDS,
+    "plan_id": _PAST_VERSIONS,
+    **{f"verdicts.{name}": values for name, values in _REFUSED_VERDICT.items()},
+    "moves.layer": (512, 1 << 31),
+    "moves.moves": (_array(1, 4), _array(1, 5, value=-1), tensor_pb2.PackedArray()),
+    "outcome": ("well", "\x1b[2J"),
+    "reason": ACCEPTED,
+    "committed": (513, 1 << 31),
+}
 
 KINDS: dict[str, Kind] = {
     "hello": Kind(
@@ -302,9 +408,115 @@ KINDS: dict[str, Kind] = {
             "physical_to_logical": (*_WRONG_SHAPES, _array(SHAPE.ranks, SHAPE.slots)),
         },
     ),
+    "deployment_status": Kind(
+        deployment_statuses(),
+        encode_deployment_status,
+        decode_deployment_status,
+        {
+            "deployment": ("", "a\x1b", "x" * 64),
+            "layers": (513, 1 << 31),
+            "experts": (4097, 1 << 31),
+            "ranks": (4097, 1 << 31),
+            "slots": (513, 1 << 31),
+            "agents_connected": (4097, 1 << 31),
+            "epoch": _PAST_VERSIONS,
+            "digest": _PAST_DIGESTS,
+            "par": _NO_RATIOS,
+            "window_steps": ((1 << 16) + 1, 1 << 31),
+            "steps_received": _PAST_TOTALS,
+            "steps_lost": _PAST_TOTALS,
+            "layers_switched": _PAST_TOTALS,
+            "experts_moved": _PAST_TOTALS,
+            "bytes_moved": _PAST_TOTALS,
+            "paused": ACCEPTED,
+            "plan_id": _PAST_VERSIONS,
+            "last_decision": ACCEPTED,
+            "problems": (["x"] * 8193,),
+            "leader_term": _PAST_VERSIONS,
+        },
+    ),
+    "layer_status": Kind(
+        st.builds(LayerStatus, st.integers(0, 511), _RATIOS, _MEASURED, _VERSIONS),
+        encode_layer_status,
+        decode_layer_status,
+        {
+            "layer": (512, 1 << 31),
+            "par": _NO_RATIOS,
+            "planned_par": _NOT_MEASURED,
+            "epoch": _PAST_VERSIONS,
+        },
+    ),
+    "agent_status": Kind(
+        st.builds(
+            AgentStatus,
+            *(st.integers(0, 4095), _TEXTS, st.booleans(), _STEPS, _VERSIONS, _TEXTS, _TEXTS, _STEPS),
+            st.none() | _SECONDS,
+        ),
+        encode_agent_status,
+        decode_agent_status,
+        {
+            "rank": (4096, 1 << 31),
+            "node": (_CONTROL, _LONG),
+            "connected": ACCEPTED,
+            "step": (2 * LAST_STEP, (1 << 64) - 1),
+            "epoch": _PAST_VERSIONS,
+            "error": ACCEPTED,
+            "agent_version": (_CONTROL, _LONG),
+            "dropped_steps": _PAST_STEPS,
+            "silent_seconds": _NO_SECONDS,
+        },
+    ),
+    "placement": Kind(
+        st.builds(
+            lambda epoch, digest, placement: PlacementInForce(
+                epoch, digest, placement, placement.default_log2phy()
+            ),
+            *(_VERSIONS, _DIGESTS, placements()),
+        ),
+        encode_placement,
+        decode_placement,
+        {
+            "epoch": _PAST_VERSIONS,
+            "digest": _PAST_DIGESTS,
+            "experts": (0, 1 << 20),
+            "physical_to_logical": (*_WRONG_SHAPES, _array(SHAPE.layers, SHAPE.ranks, SHAPE.slots)),
+            "log2phy": (*_WRONG_SHAPES, _array(SHAPE.ranks, SHAPE.layers, SHAPE.experts, value=99)),
+        },
+    ),
+    "past_plan": Kind(
+        past_plans(),
+        encode_past_plan,
+        decode_past_plan,
+        {
+            "plan_id": _PAST_VERSIONS,
+            "at": _NO_SECONDS,
+            "leader_term": _PAST_VERSIONS,
+            "base_epoch": _PAST_VERSIONS,
+            "outcome": ("well", "\x1b[2J"),
+            "reason": ACCEPTED,
+            "committed": (513, 1 << 31),
+            **{f"verdicts.{name}": values for name, values in _REFUSED_VERDICT.items()},
+        },
+    ),
+    "balance": Kind(
+        balances(),
+        encode_balance,
+        decode_balance,
+        {
+            "points.at": _NO_SECONDS,
+            "points.par": _NOT_MEASURED,
+            "points.par_planned": _NOT_MEASURED,
+            "points.noise_floor": _NOT_MEASURED,
+            "points.layers_switched": _PAST_TOTALS,
+            "rank_loads": (_array(1), _array(1, 1, value=-1), _array(1, 1, value=1 << 30)),
+            "load_steps": ((1 << 16) + 1, 1 << 31),
+            **{f"last_decision.{name}": values for name, values in _REFUSED_DECISION.items()},
+            **{f"last_plan.{name}": values for name, values in _REFUSED_DECISION.items()},
+        },
+    ),
 }
 
-ON_THE_STREAM: dict[str, type[Message]] = {
+BY_NAME: dict[str, type[Message]] = {
     "hello": agent_pb2.Hello,
     "welcome": agent_pb2.Welcome,
     "heat_report": agent_pb2.HeatReport,
@@ -313,4 +525,10 @@ ON_THE_STREAM: dict[str, type[Message]] = {
     "heartbeat": agent_pb2.Heartbeat,
     "served": operator_pb2.ServedModel,
     "switched": operator_pb2.SwitchedLayer,
+    "deployment_status": operator_pb2.DeploymentStatus,
+    "layer_status": operator_pb2.LayerStatus,
+    "agent_status": operator_pb2.AgentStatus,
+    "placement": operator_pb2.GetPlacementResponse,
+    "past_plan": operator_pb2.PastPlan,
+    "balance": operator_pb2.GetBalanceResponse,
 }
