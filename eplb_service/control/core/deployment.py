@@ -191,6 +191,13 @@ class Deployment:
             self.known = True
             self.events.append(PlacementKnown(self.group.live))
 
+    def renews(self, hello: Hello) -> bool:
+        """Whether this is a rank of the forming that is here, so that its new stream takes the place of its old one.
+
+        Only ranks of a forming know its id, and none is there twice: the old stream is dead, or not the rank's.
+        """
+        return self.group is not None and self.group.forming == (hello.group_id, hello.shape)
+
     def leave(self, rank: int) -> None:
         """The rank's stream has ended."""
         if self.group is not None:

@@ -125,8 +125,7 @@ class ControlPlane:
             self._afford(hello)
         deployment = deployment or self._make_room_for(hello.deployment)
         group = deployment.group
-        if group is not None and group.forming == (hello.group_id, hello.shape) and self._leave_seat(hello):
-            # Only ranks of a forming know its id, and none is there twice: the old stream is dead, or not the rank's.
+        if deployment.renews(hello) and self._leave_seat(hello):
             deployment.leave(hello.rank)
         try:
             deployment.hello(hello)

@@ -139,6 +139,29 @@ class WaitsForRanksThatAreThere(Deployment):
         self.events = [*events, *(event for event in self.events if not isinstance(event, StreamsOutdated))]
 
 
+class OffersThoughRanksFollowAnother(Deployment):
+    @property
+    def outdated(self) -> str | None:
+        return None
+
+
+class GivesAnybodyASeat(Deployment):
+    def renews(self, hello: Hello) -> bool:
+        return True
+
+
+class TakesAnyFormingToBeOverdue(Deployment):
+    def _make_way_for(self, hello: Hello) -> None:
+        self.forming_overdue = True
+        super()._make_way_for(hello)
+
+
+class WaitsForAFormingThatNeverCompletes(Deployment):
+    def _look_at_clock(self, now: float) -> None:
+        super()._look_at_clock(now)
+        self.forming_overdue = False
+
+
 @dataclass(frozen=True)
 class _Trial:
     """The scenario that gives a mutant away soonest."""
@@ -146,6 +169,8 @@ class _Trial:
     faults: Faults
     plans: tuple[tuple[int, ...], ...] = ((0,), (0,))
     joined: bool = True
+    services: int = 1
+    forming: int = 0
 
 
 MUTANTS: dict[type[Deployment], _Trial] = {
@@ -160,17 +185,29 @@ MUTANTS: dict[type[Deployment], _Trial] = {
     NeverAsksRanksAgain: _Trial(Faults(restarts=1), plans=((0,),)),
     KeepsThePlanOfAGroupThatIsGone: _Trial(Faults(reforms=1), plans=((0,),)),
     TakesAnyGroupForItsOwn: _Trial(Faults(reforms=1), plans=((0,),)),
-    GivesWayToAnyGroup: _Trial(Faults(reforms=1), plans=((0,),)),
+    GivesWayToAnyGroup: _Trial(Faults(squats=1), plans=((0,),)),
     KeepsTheHeatOfTheGroupBefore: _Trial(Faults(reforms=1), plans=((0,),)),
     NeverLetsARankGo: _Trial(Faults(cuts=1), plans=((0,),)),
     KeepsWhatARankSaidBeforeItLeft: _Trial(Faults(cuts=1, restarts=1), plans=((0,),)),
     NeverAsksAGroupThatIsHalfThereAgain: _Trial(Faults(restarts=1), plans=((0,),)),
     WaitsForRanksThatAreThere: _Trial(Faults(restarts=1, deaf=1), plans=((0,),)),
+    OffersThoughRanksFollowAnother: _Trial(Faults(cuts=1, strays=1), plans=((0,),), services=2, forming=1),
+    GivesAnybodyASeat: _Trial(Faults(squats=1), plans=((0,),)),
+    TakesAnyFormingToBeOverdue: _Trial(Faults(squats=1), plans=((0,),)),
+    WaitsForAFormingThatNeverCompletes: _Trial(Faults(squats=1), plans=((0,),), joined=False),
 }
 
 
 def hunt() -> Iterator[tuple[str, Walk]]:
     """Each mutant's name and walk; one that broke no promise has got away."""
     for machine, trial in MUTANTS.items():
-        scenario = Scenario(machine.__name__, trial.faults, trial.plans, joined=trial.joined, machine=machine)
+        scenario = Scenario(
+            machine.__name__,
+            trial.faults,
+            trial.plans,
+            trial.services,
+            trial.joined,
+            machine,
+            trial.forming,
+        )
         yield machine.__name__, walk(scenario)

@@ -22,6 +22,7 @@ def check_offer(state: State, service: int, given: Given) -> None:
     )
     for one in state.crew.ranks:
         if one.service == service and one.shown is not None:
+            must(given.term >= one.term, "offered a plan to a rank that follows another service")
             shown = live_at(one.shown)
             must(shown.epoch == offer.base_epoch, "offered a plan under an epoch that a rank has left")
 
@@ -72,6 +73,7 @@ def _check_formings(state: State, service: int, deployment: Deployment) -> None:
     ours = group.group_id == f"forming {state.crew.version.forming}"
     must(ours and group.shape.ranks == len(state.crew.ranks), "took a rank into the group of others")
     lingering = {rank for at, rank, _ in state.dead_streams if at == service}
+    must(service not in state.squatted, "a stranger is there beside ranks")
     must(connected <= here | lingering, "takes a rank to be there that is gone")
 
 

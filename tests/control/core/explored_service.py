@@ -80,7 +80,7 @@ class World(StreamsWorld):
     def needs_no_fault(self, event: Event) -> bool:
         """Whether this happens sooner or later if nothing goes wrong any more."""
         kind = event[0]
-        return kind in ("connect", "notice", "say", "beat", "tick", "deliver", "commit", "drop") or (
+        return kind in ("connect", "notice", "say", "beat", "tick", "wait", "deliver", "commit", "drop") or (
             kind == "cut" and self.has_to_end(event[1])
         )
 
@@ -210,7 +210,15 @@ def scenarios() -> list[Scenario]:
         Scenario(
             "the service starts anew, and a stream does not end", Faults(restarts=1, deaf=1), plans=((0,),)
         ),
-        Scenario("two services", Faults(strays=1), plans=((0,),), services=2),
+        Scenario("two services", Faults(cuts=1, strays=1), plans=((0,),), services=2, forming=1),
+        Scenario(
+            "two services, and the older one is to lead",
+            Faults(cuts=1, strays=1, orders=1),
+            plans=((0,),),
+            services=2,
+            forming=1,
+        ),
+        Scenario("a stranger holds a seat", Faults(cuts=2, squats=2), plans=((0,),), joined=False),
         Scenario("the group is formed again", Faults(cuts=1, reforms=1), plans=((0,),)),
         Scenario("the group is formed again, with two plans", Faults(reforms=1)),
     ]

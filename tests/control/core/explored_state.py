@@ -35,13 +35,18 @@ class Faults(NamedTuple):
     """A service starts again, with nothing but a higher term."""
     reforms: int = 0
     """All ranks die, and as many others as the next forming has come instead."""
+    orders: int = 0
+    """An operator has a service lead that the ranks take to be outdated."""
+    squats: int = 0
+    """A stranger says that it is rank 0 of a forming of its own, and stays for as long as it is let."""
 
 
 @dataclass(frozen=True)
 class Scenario:
     """What may go wrong, how many plans there are, and which machine the services run.
 
-    ``joined``: all ranks are connected to the first service at the start; else none is.
+    ``joined``: all ranks are connected to the first service at the start; else none is. ``forming`` is the first one of
+    the group, of three ranks or of two: two services multiply what each rank can be at.
     """
 
     name: str
@@ -51,6 +56,7 @@ class Scenario:
     services: int = 1
     joined: bool = True
     machine: type[Deployment] = Deployment
+    forming: int = 0
 
 
 class State:
@@ -65,17 +71,18 @@ class State:
         self.scenario = scenario
         self.faults = scenario.faults
         self.plans_left = len(scenario.plans)
-        self.services = [self.started() for _ in range(scenario.services)]
         self.terms = list(range(1, scenario.services + 1))
-        self.crew = Crew.formed(0)
+        self.services = [self.started(term) for term in self.terms]
+        self.squatted: frozenset[int] = frozenset()
+        self.crew = Crew.formed(scenario.forming)
         self.gone: tuple[Version, ...] = ()
         self.ending = frozenset()
         self.dead_streams = frozenset()
         self.open_plans: list[Given | None] = [None] * scenario.services
 
-    def started(self) -> Deployment:
+    def started(self, term: int) -> Deployment:
         """A service that knows nothing yet."""
-        return self.scenario.machine("decode", Limits(4, 4, PLAN_TIMEOUT))
+        return self.scenario.machine("decode", Limits(4, 4, PLAN_TIMEOUT), leader_term=term)
 
     def copy(self) -> Any:
         """Another, in which other things may happen."""
@@ -94,7 +101,14 @@ class State:
         most = max(len(self.crew.ranks), *(len(d.group.members) if d.group else 0 for d in self.services))
         ranks = sorted((self._rank_key(rank) for rank in range(most)), key=hash)
         services = tuple(_service_key(deployment) for deployment in self.services)
-        rest = (self.crew.version, tuple(self.terms), tuple(self.open_plans), self.plans_left, self.faults)
+        rest = (
+            self.crew.version,
+            tuple(self.terms),
+            tuple(self.open_plans),
+            self.plans_left,
+            self.faults,
+            self.squatted,
+        )
         return (*ranks, services, rest)
 
     def _rank_key(self, rank: int) -> tuple[Any, ...]:
@@ -109,7 +123,7 @@ def _seen_of(rank: int, deployment: Deployment) -> tuple[Any, ...]:
     member = group.members.get(rank) if group else None
     hello = group.waiting.get(rank) if group else None
     return (
-        None if member is None else (member.connected, member.version),
+        None if member is None else (member.connected, member.version, member.highest_term),
         None if hello is None else hello.version,
         *(
             None
@@ -126,6 +140,7 @@ def _service_key(deployment: Deployment) -> tuple[Any, ...]:
     return (
         None if group is None else group.forming,
         None if live is None else (live.epoch, live.digest),
+        deployment.forming_overdue,
         tuple(None if plan is None else (plan.offer.plan_id, plan.committed, plan.outcome) for plan in plans),
         None
         if heat is None

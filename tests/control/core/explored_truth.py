@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -82,3 +83,9 @@ def hello_at(version: Version, rank: int) -> Hello:
         slots_LS=np.ascontiguousarray(live.placement.phy2log_LRS[:, rank]),
         log2phy_LE=live.log2phy_RLE[rank],
     )
+
+
+@cache
+def stranger_at(rank: int) -> Hello:
+    """How one introduces itself that is no rank of any forming."""
+    return replace(hello_at(Version(0, ()), rank), group_id="forming of a stranger")

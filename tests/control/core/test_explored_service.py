@@ -15,6 +15,7 @@ SMALL = [
     Scenario("the service starts anew", Faults(restarts=1), plans=((0,),)),
     Scenario("the service starts anew, and a stream does not end", Faults(restarts=1, deaf=1), plans=((0,),)),
     Scenario("the group is formed again", Faults(reforms=1), plans=((0,),)),
+    Scenario("a stranger holds a seat", Faults(cuts=1, squats=1), plans=((0,),), joined=False),
 ]
 
 
@@ -28,5 +29,5 @@ def test_every_interleaving_keeps_every_promise(scenario: Scenario) -> None:
 
 def test_every_broken_service_is_caught() -> None:
     caught = {name: seen.broken for name, seen in hunt()}
-    assert len(caught) == len(MUTANTS) == 17
+    assert len(caught) == len(MUTANTS) == 21
     assert [name for name, broken in caught.items() if broken is None] == []
