@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from tests.agent import live
-from tests.faults.serving import FAULTS
+from tests.faults.listening import knock, listening
+from tests.faults.serving import FAULTS, Sample
 from worker_agent.agent import Agent
 from worker_agent.swap import driver, vote_schedule
 from worker_agent.swap.vote import BallotBox
@@ -208,6 +209,14 @@ def _a_stranger_knocks(host: Host) -> None:
             stranger.sendto(os.urandom(32) + b"q" + bytes(16) + b"frank 0: serve no more", address)
 
 
+def _a_stranger_connects(_: Host) -> None:
+    """To every port that the process listens on. gloo holds links that say nothing, but nothing waits for them."""
+    here = Sample.now()
+    assert {address for address, _ in listening()} == {"127.0.0.1"}, "where all ranks are on one node"
+    assert knock() >= 1
+    assert Sample.now().megabytes - here.megabytes < 32
+
+
 def _drains_and_resumes(host: Host) -> None:
     host.agent.drain("the host sleeps")
     host.agent.resume()
@@ -248,6 +257,7 @@ EXPERIMENTS: dict[str, Callable[[Host], None]] = {
         host
     ),
     "a stranger at the agents' port": _on(0, _a_stranger_knocks),
+    "a stranger at the links' ports": _on(1, _a_stranger_connects),
     "a drain in the middle": _drains_and_resumes,
     "a plan that one rank alone gets": _on(2, _offers_another_plan),
     "a transfer that fails": _on(1, _own("fail-next-transfer")),

@@ -214,7 +214,7 @@ def scenarios() -> list[Scenario]:
         Scenario(
             "two services, and the older one is to lead",
             Faults(cuts=1, strays=1, orders=1),
-            plans=((0,),),
+            plans=(),
             services=2,
             forming=1,
         ),

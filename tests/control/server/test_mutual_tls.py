@@ -1,0 +1,201 @@
+"""Certificates alone prove who calls: the right one is served, every other refused; all rotate without a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import ssl
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
+from eplb_service.wire.status import Heartbeat
+from tests.agent import live as agents
+from tests.control.fake_group import BYTES_PER_EXPERT, EXPERTS, LAYERS, RANKS, SLOTS, first_placement
+from tests.control.server.test_service import settings, until
+from worker_agent.identity import Identity
+from worker_agent.outbox import Outbox
+from worker_agent.stream import ServiceStream
+from worker_agent.swap.installed import Installed
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with openssl")
+
+CREDENTIALS = """
+- {name: decode-agents, role: agent, deployments: [decode], certificate: decode.agents}
+- {name: prefill-agents, role: agent, deployments: [prefill], certificate: prefill.agents}
+- {name: on-call, role: operator, deployments: ['*'], certificate: on-call}
+"""
+
+
+def openssl(*arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=300)
+
+
+class Authority:
+    """Signs certificates, in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder = folder
+        self.ca = folder / "ca.pem"
+        new = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+        openssl(
+            *("req", "-x509", *new, "-days", "2", "-subj", f"/CN=authority {folder.name}"),
+            *("-keyout", str(folder / "ca.key"), "-out", str(self.ca)),
+        )
+
+    def sign(self, name: str, *, expired: bool = False) -> tuple[Path, Path]:
+        """Certificate and key for ``name``."""
+        stem = f"{name}.expired" if expired else name
+        key, request, certificate = (self.folder / f"{stem}.{suffix}" for suffix in ("key", "csr", "crt"))
+        openssl(
+            *("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
+            *("-subj", f"/CN={name}", "-keyout", str(key), "-out", str(request)),
+            *("-addext", f"subjectAltName=DNS:{name}"),
+        )
+        days = ("-days", "-1" if expired else "2")
+        openssl(
+            *(
+                "x509",
+                "-req",
+                "-in",
+                str(request),
+                "-CA",
+                str(self.ca),
+                "-CAkey",
+                str(self.folder / "ca.key"),
+            ),
+            *("-copy_extensions", "copy", *days, "-out", str(certificate)),
+        )
+        return certificate, key
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "ours")
+
+
+def flags(folder: Path, authority: Authority) -> dict[str, Any]:
+    (folder / "credentials.yaml").write_text(CREDENTIALS)
+    certificate, key = authority.sign("localhost")
+    return {
+        "listen": "localhost:0",
+        "tls_cert": certificate,
+        "tls_key": key,
+        "tls_client_ca": authority.ca,
+        "credentials": folder / "credentials.yaml",
+    }
+
+
+def agent(
+    service: RunningService, ca: Path, proof: tuple[Path, Path], deployment: str = "decode"
+) -> ServiceStream:
+    """The stream of a real agent."""
+    placement = first_placement()
+    installed = Installed.first(0, placement, placement.default_log2phy()[0])
+    identity = Identity(
+        deployment, "group", 0, RANKS, "here", tuple(range(RANKS)), LAYERS, EXPERTS, SLOTS, BYTES_PER_EXPERT
+    )
+    made = agents.settings(service=service.address, tls_ca=ca, tls_cert=proof[0], tls_key=proof[1])
+    return ServiceStream(
+        made, identity, Outbox(2), lambda: installed, int, lambda: Heartbeat(digest=installed.digest)
+    )
+
+
+async def serves(stream: ServiceStream, seconds: float = 20.0) -> bool:
+    """Whether the agent is welcomed in time."""
+    for _ in range(int(seconds / 0.05)):
+        if stream.connected:
+            break
+        await asyncio.sleep(0.05)
+    return stream.connected
+
+
+async def closed(stream: ServiceStream) -> None:
+    await asyncio.to_thread(stream.close, 5)
+
+
+async def code_of(service: RunningService, ca: Path, proof: tuple[Path, Path]) -> grpc.StatusCode:
+    """What an operator's question is answered with."""
+    credentials = grpc.ssl_channel_credentials(ca.read_bytes(), proof[1].read_bytes(), proof[0].read_bytes())
+    async with grpc.aio.secure_channel(service.address, credentials) as channel:
+        stub = operator_pb2_grpc.OperatorServiceStub(channel)
+        try:
+            await stub.ListDeployments(operator_pb2.ListDeploymentsRequest(), timeout=20)
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+    return grpc.StatusCode.OK
+
+
+async def test_an_agent_is_its_certificate(tmp_path: Path, authority: Authority) -> None:
+    theirs = Authority(tmp_path / "theirs")
+    ours, other = authority.sign("decode.agents"), authority.sign("prefill.agents")
+    async with running_service(settings(**flags(tmp_path, authority))) as service:
+        stream = agent(service, authority.ca, ours)
+        assert await serves(stream)
+        await until(lambda: len(service.plane.deployments["decode"].connected) == 1)
+        refused = {
+            "of another authority": agent(service, authority.ca, theirs.sign("decode.agents")),
+            "expired": agent(service, authority.ca, authority.sign("decode.agents", expired=True)),
+            "of another deployment": agent(service, authority.ca, other),
+            "of nobody": agent(service, authority.ca, authority.sign("somebody")),
+            "that takes the service for another's": agent(service, theirs.ca, ours),
+        }
+        # Time enough for each to have tried twice; the one that is served shows that the service answers.
+        await asyncio.sleep(2.0)
+        assert [name for name, tried in refused.items() if tried.connected or tried.welcome] == []
+        assert stream.connected
+        for one in (stream, *refused.values()):
+            await closed(one)
+        assert list(service.plane.deployments) == ["decode"]
+        assert await code_of(service, authority.ca, authority.sign("on-call")) is grpc.StatusCode.OK
+        assert await code_of(service, authority.ca, ours) is grpc.StatusCode.PERMISSION_DENIED
+        stranger = await code_of(service, authority.ca, theirs.sign("on-call"))
+        assert stranger is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_certificates_of_both_sides_rotate_without_a_restart(
+    tmp_path: Path, authority: Authority
+) -> None:
+    given = flags(tmp_path, authority)
+    certificate, key = authority.sign("decode.agents")
+    async with running_service(settings(**given)) as service:
+        stream = agent(service, authority.ca, (certificate, key))
+        assert await serves(stream)
+        before = shown(service.address)
+        # The service's certificate, then the authority of both, are renewed in place; the open stream goes on.
+        authority.sign("localhost")
+        assert shown(service.address) != before
+        assert stream.connected
+        renewed = Authority(tmp_path / "renewed")
+        for source, target in (
+            (renewed.sign("localhost"), (given["tls_cert"], given["tls_key"])),
+            (renewed.sign("decode.agents"), (certificate, key)),
+        ):
+            for new, old in zip(source, target, strict=True):
+                _replace(old, new.read_bytes())
+        _replace(authority.ca, renewed.ca.read_bytes())
+        assert stream.connected
+        await closed(stream)
+        again = agent(service, authority.ca, (certificate, key))
+        assert await serves(again), "the agent's own files are read at every connection"
+        await closed(again)
+        assert await code_of(service, authority.ca, renewed.sign("on-call")) is grpc.StatusCode.OK
+
+
+def shown(address: str) -> str:
+    """The certificate that a listener shows."""
+    host, _, port = address.rpartition(":")
+    return ssl.get_server_certificate((host, int(port)), timeout=20)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """As a renewal does it: whole or not at all."""
+    new = path.with_suffix(".new")
+    new.write_bytes(content)
+    new.rename(path)
