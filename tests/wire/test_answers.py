@@ -1,4 +1,4 @@
-"""Answers to operators are checked where they are read: what cannot be is refused, what is shown acts on no terminal."""
+"""Answers to operators are checked where they are read: what cannot be is refused, texts act on no terminal."""
 
 from __future__ import annotations
 
