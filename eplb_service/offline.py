@@ -36,7 +36,9 @@ class Solution:
     moves_L
         int64 ``[L]``, slots that hold another expert than before.
     verdicts
-        Why each layer changed or stayed.
+        Why each layer changed or stayed, and with a cost curve the microseconds of its slowest rank.
+    ms_before, ms_after
+        Milliseconds of the slowest ranks of all layers in a step; ``None`` without a cost curve.
     """
 
     phy2log: Int32
@@ -47,6 +49,8 @@ class Solution:
     hottest_after_L: Float64
     moves_L: npt.NDArray[np.int64]
     verdicts: tuple[LayerVerdict, ...]
+    ms_before: float | None = None
+    ms_after: float | None = None
 
     @property
     def par_before(self) -> float:
@@ -94,7 +98,8 @@ def solve(
     source_heat
         ``[T, R, L, E]``, tokens by the rank that they come from; uniform where it is not given.
     policy, seed, threads, options
-        See ``PlannerSettings``; ``options`` may name any of its fields.
+        See ``PlannerSettings``; ``options`` may name any of its fields. With ``cost_curve``, a ``CostCurve``, the
+        slowest rank's time is lowered in place of its tokens.
     topology
         Nodes and token groups; one node and no shared tokens where it is not given.
 
@@ -147,6 +152,8 @@ def solve(
         hottest_after_L,
         np.count_nonzero(after.phy2log_LRS != deployed.phy2log_LRS, axis=(1, 2)),
         decided.verdicts,
+        decided.ms_seen,
+        decided.ms_planned,
     )
 
 

@@ -28,6 +28,7 @@ from eplb_service.planner.options import planner_settings
 
 if TYPE_CHECKING:
     from eplb_service.replay.advice import Advice, Option
+    from eplb_service.replay.assumptions import Assumption
     from eplb_service.replay.costs import Costs
     from eplb_service.replay.jobs import Job, Scene, TraceFile
     from eplb_service.replay.result import Replay
@@ -78,7 +79,8 @@ def advise(
     """Advise how many redundant experts, which window and interval, and whether balancing pays at all."""
     if output.out is not None:
         check_output(output.out, (".json",))
-    costs, settings = cost.costs(), planner_settings(planner)
+    settings = planner_settings(planner)
+    costs = cost.costs(settings.cost_curve)
     from eplb_service.replay import advice
     from eplb_service.replay.jobs import Scene, TraceFile
     from eplb_service.replay.schedule import Schedule
@@ -101,14 +103,15 @@ def advise(
     second = advice.second_jobs(by_redundancy, trace.steps, settings)
     by_schedule = _round(work, file, second, trace, scene, trial.workers)
     given = advice.advise(by_redundancy, by_schedule, settings, choices)
-    document = _document(given, group.ranks, trace.experts)
+    rests_on = cost.assumptions(costs)
+    document = _document(given, group.ranks, trace.experts, rests_on)
     if output.out is not None:
         write_json(output.out, document)
     work.finish()
     if output.json:
         print_json(document)
     else:
-        _print(Console(soft_wrap=True, highlight=False), given, group.ranks, trace.experts, costs)
+        _print(Console(soft_wrap=True, highlight=False), given, group.ranks, trace.experts, costs, rests_on)
 
 
 def _round(
@@ -139,7 +142,14 @@ def _choices_per_step(trace: Trace) -> float:
     return float(heat_TLE.sum(axis=2).mean())
 
 
-def _print(console: Console, given: Advice, ranks: int, experts: int, costs: Costs) -> None:
+def _print(
+    console: Console,
+    given: Advice,
+    ranks: int,
+    experts: int,
+    costs: Costs,
+    rests_on: Sequence[Assumption],
+) -> None:
     schedule = given.chosen.setup.schedule
     if given.pays:
         console.print(
@@ -150,7 +160,9 @@ def _print(console: Console, given: Advice, ranks: int, experts: int, costs: Cos
         console.print("[bold]Balancing does not pay here.[/]")
     for reason in given.reasons:
         console.print(f"  {reason}")
-    timed = bool(costs.step_ms)
+    timed = bool(costs.step_ms) or costs.curve is not None
+    if costs.curve is not None:
+        console.print(_slot_table(given, ranks, experts), soft_wrap=False)
     rows = [(f"{option.setup.slots * ranks - experts} redundant", option) for option in given.by_redundancy]
     console.print(_curve("PAR against redundancy", rows, timed), soft_wrap=False)
     rows = [
@@ -165,6 +177,26 @@ def _print(console: Console, given: Advice, ranks: int, experts: int, costs: Cos
     )
     idle = int((given.gain_L < 0.02).sum())
     console.print(f"Layers that win less than 0.02: {idle} of {given.gain_L.size}.")
+    console.print("This rests on:")
+    for assumption in rests_on:
+        console.print(f"  {assumption}", markup=False)
+
+
+def _slot_table(given: Advice, ranks: int, experts: int) -> Table:
+    """Slots against milliseconds and memory: what each number of redundant experts costs and wins."""
+    known = any(option.bytes_per_rank for option in given.by_redundancy)
+    memory = ["GiB of experts per rank"] if known else []
+    table = compact_table("slots per rank", "redundant", "MoE ms", *memory, "PAR", title="time against slots")
+    for option in given.by_redundancy:
+        slots = option.setup.slots
+        table.add_row(
+            f"{slots}{' (advised)' if slots == given.chosen.setup.slots else ''}",
+            str(slots * ranks - experts),
+            f"{option.moe_ms:.3f}",
+            *([f"{option.bytes_per_rank / 2**30:.2f}"] if known else []),
+            f"{option.par:.3f}",
+        )
+    return table
 
 
 def _curve(title: str, rows: Sequence[tuple[str, Option]], timed: bool) -> Table:
@@ -185,7 +217,7 @@ def _curve(title: str, rows: Sequence[tuple[str, Option]], timed: bool) -> Table
     return table
 
 
-def _document(given: Advice, ranks: int, experts: int) -> dict[str, Any]:
+def _document(given: Advice, ranks: int, experts: int, rests_on: Sequence[Assumption]) -> dict[str, Any]:
     def plain(option: Option) -> dict[str, Any]:
         fields = asdict(option)
         setup = option.setup
@@ -204,9 +236,11 @@ def _document(given: Advice, ranks: int, experts: int) -> dict[str, Any]:
         "par_left_alone": given.par_left_alone,
         "par": given.par,
         "noise_floor": given.floor,
+        "moe_ms_left_alone": given.moe_ms_left_alone,
         "advised": plain(given.chosen),
         "by_redundancy": [plain(option) for option in given.by_redundancy],
         "by_schedule": [plain(option) for option in given.by_schedule],
         "by_move_price": [plain(option) for option in given.by_moves],
         "gain_per_layer": given.gain_L,
+        "assumptions": [asdict(assumption) for assumption in rests_on],
     }

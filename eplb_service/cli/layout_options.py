@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -10,10 +10,12 @@ import typer
 
 from eplb_service.cli.errors import UserError, whole_numbers
 from eplb_service.cli.planner_options import NodesOption, TokenGroupOption, topology_of
+from eplb_service.cost.curve import CostCurve
 from eplb_service.io.placement_file import FORMATS, read_placement
 from eplb_service.io.trace import Trace
 from eplb_service.placement import Int32
 from eplb_service.planner.topology import Topology
+from eplb_service.replay.assumptions import Assumption, assumptions
 from eplb_service.replay.costs import Costs
 
 _COSTS = Costs()
@@ -105,26 +107,51 @@ class CostOptions:
         float,
         typer.Option(help="Time of a model step; 0: decisions take effect at once, no times are given."),
     ] = 0.0
-    moe_share: Annotated[float, typer.Option(help="Part of a step that the hottest rank decides.")] = (
-        _COSTS.moe_share
-    )
+    moe_share: Annotated[
+        float | None,
+        typer.Option(
+            help=f"Part of a step that the hottest rank decides; {_COSTS.moe_share:g}, unless --cost-curve says."
+        ),
+    ] = None
     bytes_per_expert: Annotated[
         int, typer.Option(min=0, help="Bytes of the weights of one expert in one layer.")
     ] = 0
-    bandwidth: Annotated[float, typer.Option(help="GB/s that a rank receives while it serves.")] = (
-        _COSTS.bandwidth / 1e9
-    )
-    solve_ms: Annotated[float, typer.Option(help="From the end of a window to the plan.")] = _COSTS.solve_ms
-    commit_ms: Annotated[float, typer.Option(help="Standstill of all ranks per switched layer.")] = (
-        _COSTS.commit_ms
-    )
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(
+            help=f"GB/s that a rank receives while it serves; {_COSTS.bandwidth / 1e9:g} where not given."
+        ),
+    ] = None
+    solve_ms: Annotated[
+        float | None,
+        typer.Option(help=f"From the end of a window to the plan; {_COSTS.solve_ms:g} where not given."),
+    ] = None
+    commit_ms: Annotated[
+        float | None,
+        typer.Option(
+            help=f"Standstill of all ranks per switched layer; {_COSTS.commit_ms:g} where not given."
+        ),
+    ] = None
 
-    def costs(self) -> Costs:
-        """The same for a replay; raises ``ReplayError`` on a value out of bounds."""
-        bandwidth = self.bandwidth * 1e9
-        return Costs(
-            self.step_ms, self.moe_share, self.bytes_per_expert, bandwidth, self.solve_ms, self.commit_ms
-        )
+    def given(self) -> dict[str, float]:
+        """What was stated, by the names of ``Costs``."""
+        stated = {
+            "step_ms": self.step_ms or None,
+            "moe_share": self.moe_share,
+            "bytes_per_expert": self.bytes_per_expert or None,
+            "bandwidth": None if self.bandwidth is None else self.bandwidth * 1e9,
+            "solve_ms": self.solve_ms,
+            "commit_ms": self.commit_ms,
+        }
+        return {name: value for name, value in stated.items() if value is not None}
+
+    def costs(self, curve: CostCurve | None = None) -> Costs:
+        """The same for a replay, with what tokens cost; raises ``ReplayError`` on a value out of bounds."""
+        return replace(Costs(curve=curve), **self.given())  # type: ignore[arg-type]
+
+    def assumptions(self, costs: Costs) -> tuple[Assumption, ...]:
+        """What results with these costs rest on."""
+        return assumptions(costs, self.given())
 
 
 def slots_of_redundant(experts: int, ranks: int, text: str) -> list[int]:

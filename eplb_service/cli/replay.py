@@ -26,7 +26,10 @@ from eplb_service.planner.options import planner_settings
 from eplb_service.planner.settings import POLICIES, PlannerSettings
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from eplb_service.io.trace import Trace
+    from eplb_service.replay.assumptions import Assumption
     from eplb_service.replay.jobs import Job, Scene
     from eplb_service.replay.result import Replay
 
@@ -93,19 +96,21 @@ class OutputOptions:
         if self.png is not None:
             check_charts(self.png)
 
-    def write(self, result: Replay, title: str, facts: dict[str, str]) -> None:
+    def write(
+        self, result: Replay, title: str, facts: dict[str, str], rests_on: Sequence[Assumption]
+    ) -> None:
         """Write all that is asked for, and print the table or the document."""
         if self.report is not None:
             write_report(self.report, result, title, facts)
         if self.png is not None:
             write_charts(self.png, result)
-        document = replay_document(result)
+        document = replay_document(result, rests_on)
         if self.out is not None:
             write_json(self.out, document)
         if self.json:
             print_json(document)
         else:
-            print_replay(Console(soft_wrap=True, highlight=False), result)
+            print_replay(Console(soft_wrap=True, highlight=False), result, rests_on)
 
 
 @takes_planner_settings("policy")
@@ -129,7 +134,8 @@ def replay(
     leaves a state file that --resume continues from.
     """
     output.check()
-    settings, costs = planner_settings(planner), cost.costs()
+    settings = planner_settings(planner)
+    costs = cost.costs(settings.cost_curve)
     from eplb_service.replay.jobs import Scene, TraceFile
     from eplb_service.replay.runner import replay_file
 
@@ -151,7 +157,8 @@ def replay(
         result = replay_file(
             file, jobs, scene, workers=run.workers, ray=run.ray, on_progress=advance, ledger=ledger
         )
-    output.write(result, f"Replay of {heat.name}", report_facts(trace, settings, costs))
+    rests_on = cost.assumptions(costs)
+    output.write(result, f"Replay of {heat.name}", report_facts(trace, settings, costs, rests_on), rests_on)
     if result.interrupted:
         work.leave()
         raise typer.Exit(130)

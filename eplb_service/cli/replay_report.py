@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 
 from eplb_service.cli.tables import compact_table
+from eplb_service.cost.curve_file import plain_curve
+from eplb_service.replay.assumptions import Assumption
+from eplb_service.replay.costs import Costs
 from eplb_service.replay.result import PolicyReplay, Replay
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 12
 
 
-def print_replay(console: Console, result: Replay) -> None:
+def print_replay(console: Console, result: Replay, rests_on: Sequence[Assumption] = ()) -> None:
     """A table with one row per policy; the curves of all policies share one scale."""
     curves = [curve(policy) for policy in result.policies]
     low, high = min(map(min, curves)), max(map(max, curves))
     with_regret = result.score(result.policies[0]).regret is not None
     regret = ["regret"] if with_regret else []
-    table = compact_table("policy", "PAR", *regret, "moves each", "solve ms", "along")
+    timed = ["MoE ms"] if result.costs.curve is not None else []
+    table = compact_table("policy", *timed, "PAR", *regret, "moves each", "solve ms", "along")
     for policy, values in zip(result.policies, curves, strict=True):
         score = result.score(policy)
         slots = result.layers * result.ranks * policy.setup.slots
         table.add_row(
             policy.label,
+            *([f"{score.moe_ms:.3f}"] if score.moe_ms is not None else []),
             f"{policy.par_realised:.3f}",
             *([f"{score.regret:.3f}"] if score.regret is not None else []),
             f"{policy.moves_per_decision:.1f} ({policy.moves_per_decision / slots:.0%})",
@@ -37,9 +43,11 @@ def print_replay(console: Console, result: Replay) -> None:
     console.print(table, soft_wrap=False)
     for line in _footnotes(result, low, high):
         console.print(line)
+    if result.costs.step_ms or result.costs.curve is not None:
+        console.print(f"This rests on: {'; '.join(map(str, rests_on))}.", markup=False)
 
 
-def replay_document(result: Replay) -> dict[str, Any]:
+def replay_document(result: Replay, rests_on: Sequence[Assumption] = ()) -> dict[str, Any]:
     """Everything that a replay found, with plain names and units in them."""
     setups = [baseline.setup for baseline in result.baselines]
     return {
@@ -52,9 +60,15 @@ def replay_document(result: Replay) -> dict[str, Any]:
         "first_step_scored": result.first,
         "steps_scored": result.steps,
         "interrupted": result.interrupted,
-        "costs": asdict(result.costs),
+        "costs": _costs(result.costs),
+        "assumptions": [asdict(assumption) for assumption in rests_on],
         "policies": {policy.label: _policy_document(result, policy) for policy in result.policies},
     }
+
+
+def _costs(costs: Costs) -> dict[str, Any]:
+    plain = asdict(replace(costs, curve=None))
+    return {**plain, "curve": None if costs.curve is None else plain_curve(costs.curve)}
 
 
 def curve(policy: PolicyReplay) -> list[float]:
@@ -84,7 +98,15 @@ def _footnotes(result: Replay, low: float, high: float) -> list[str]:
         f"Left alone it is {score.par_left_alone:.3f}; token sampling alone leaves about {score.floor:.3f}. "
         "Regret: above the best that hindsight knows.",
     ]
-    if result.costs.step_ms:
+    if result.costs.curve is not None:
+        best = min(result.policies, key=lambda policy: policy.moe_ms or 0.0)
+        won = result.score(best)
+        lines.append(
+            "MoE ms: the slowest ranks of all layers in a step. "
+            f"Left alone {won.moe_ms_left_alone:.3f}; {best.label} saves {won.saved_ms:.3f} ms, and its switches cost "
+            f"{won.stall_ms:.3f} ms."
+        )
+    elif result.costs.step_ms:
         best = min(result.policies, key=lambda policy: policy.par_realised)
         won = result.score(best)
         lines.append(
@@ -115,6 +137,8 @@ def _policy_document(result: Replay, policy: PolicyReplay) -> dict[str, Any]:
         "par_planned": policy.par_planned,
         "moves": policy.moves,
         "bytes_moved": score.bytes_moved,
+        "moe_ms_per_step": score.moe_ms,
+        "moe_ms_per_step_left_alone": score.moe_ms_left_alone,
         "saved_ms_per_step": score.saved_ms,
         "stall_ms_per_step": score.stall_ms,
         "solve_ms_mean": policy.seconds_mean * 1e3,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import eplb_service
@@ -12,6 +13,7 @@ from eplb_service.cli.errors import UserError
 from eplb_service.cli.resumable import command
 from eplb_service.io.trace import Trace
 from eplb_service.planner.settings import PlannerSettings
+from eplb_service.replay.assumptions import Assumption
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.result import Replay
 
@@ -42,9 +44,15 @@ def write_charts(folder: Path, replay: Replay) -> None:
     write_pictures(folder, replay)
 
 
-def report_facts(trace: Trace, settings: PlannerSettings, costs: Costs) -> dict[str, str]:
+def report_facts(
+    trace: Trace, settings: PlannerSettings, costs: Costs, rests_on: Sequence[Assumption]
+) -> dict[str, str]:
     """What a reader must know to judge a report: the trace, the settings, the stated costs."""
-    stated = {name: value for name, value in asdict(settings).items() if name not in ("policy", "threads")}
+    stated = {
+        field.name: getattr(settings, field.name)
+        for field in fields(settings)
+        if field.name not in ("policy", "threads")
+    }
     return {
         "trace": f"{trace.facts.origin}; {trace.steps:,} steps, {trace.layers} layers, {trace.experts} experts"
         + ("" if trace.source_rows(0, 1) is None else f"; tokens by source of {trace.facts.ranks} ranks"),
@@ -53,8 +61,8 @@ def report_facts(trace: Trace, settings: PlannerSettings, costs: Costs) -> dict[
         "planner": ", ".join(
             f"{name} {_plain(value)}" for name, value in stated.items() if value is not None
         ),
-        "costs": ", ".join(f"{name} {value:g}" for name, value in asdict(costs).items())
-        if costs.step_ms
+        "costs": "; ".join(map(str, rests_on))
+        if costs.step_ms or costs.curve is not None
         else "not stated: decisions take effect at once, and no times are given",
         "made by": f"eplb {eplb_service.__version__}",
     }

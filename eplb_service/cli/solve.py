@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -89,7 +89,7 @@ def solve(
             placement=None if deployed is None else deployed[layers],
             source_heat=None if source_RLE is None else source_RLE[None, :, layers],
             topology=topology,
-            **asdict(settings),
+            **{field.name: getattr(settings, field.name) for field in fields(settings)},
         )
 
     even = None
@@ -149,6 +149,11 @@ def _print(found: _Found, out: Path) -> None:
         f"PAR: hottest rank over mean rank in each of {found.steps} steps, mean over steps; "
         "hottest rank: its tokens per step."
     )
+    if solution.ms_before is not None:
+        console.print(
+            f"Under the cost curve the slowest ranks of all layers take {solution.ms_after:.3f} ms of a step, before "
+            f"{solution.ms_before:.3f} ms."
+        )
     if even is not None:
         console.print(
             "For a host that itself spreads an expert's tokens evenly over its replicas (vLLM), --split even reaches "
@@ -200,6 +205,8 @@ def _document(found: _Found) -> dict[str, Any]:
         "par_after": solution.par_after,
         "par_after_fixed_tables": found.par_fixed_tables,
         "par_after_split_even": None if even is None else even.par_after,
+        "moe_ms_before": solution.ms_before,
+        "moe_ms_after": solution.ms_after,
         "moves": solution.moves,
         "solve_ms": found.milliseconds,
         "par_before_per_layer": solution.par_before_L,

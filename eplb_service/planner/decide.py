@@ -24,7 +24,8 @@ from eplb_service.planner.noise_floor import balanced_par, noise_floor, volatili
 from eplb_service.planner.plan import LayerPlan, LayerVerdict, Plan
 from eplb_service.planner.scoring import split_loads, split_steps
 from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.solver_request import groups_on_nodes, solve_picked
+from eplb_service.planner.solver_request import groups_on_nodes, solve_picked, time_curve
+from eplb_service.planner.times import with_times
 from eplb_service.planner.topology import Topology
 from eplb_service.planner.validate import check_arguments, flaw_of
 from eplb_service.planner.verdict import Judge, stays
@@ -77,7 +78,10 @@ def plan(
         none = (judge.kept(layer, "kept: the policy is none") for layer in range(window.layers))
         return Plan((), tuple(none))
     lost_L = judge.volatility_bound_L if settings.warm and settings.volatility else np.ones(window.layers)
-    picked = cherry_pick(judge.episode_par_L, lost_L, settings)
+    if time_curve(settings) is None:
+        picked = cherry_pick(judge.episode_par_L, lost_L, settings)
+    else:
+        picked = worst_busy(judge.par_L, settings)
     answers = solve_picked(window, heat_NLE, placement, log2phy_RLE, topology, settings, picked, groups)
     decided = {
         layer: _decided(layer, answer, judge, window, placement, topology)
@@ -87,6 +91,11 @@ def plan(
         decided[layer][1] if layer in decided else judge.not_picked(layer) for layer in range(window.layers)
     )
     changed = [layer_plan for layer_plan, _ in decided.values() if layer_plan is not None]
+    if settings.cost_curve is not None:
+        by_layer = {layer_plan.layer: layer_plan for layer_plan in changed}
+        verdicts = with_times(
+            verdicts, by_layer, window, placement, log2phy_RLE, settings.split, settings.cost_curve
+        )
     changed.sort(key=lambda layer_plan: _gain(verdicts[layer_plan.layer]), reverse=True)
     return Plan(tuple(changed), verdicts)
 
@@ -122,6 +131,12 @@ def _episodes(window: Window, episodes: int, split: str) -> Float64:
         )
         return steps_NLE
     return sum_episodes(window.heat_TLE, episodes)
+
+
+def worst_busy(par_L: Float64, settings: PlannerSettings) -> npt.NDArray[np.int64]:
+    """Indices of the layers with tokens, worst first, at most ``max_layers``: a ratio of tokens says little of time."""
+    worst_first = np.argsort(-np.nan_to_num(par_L, nan=0.0), kind="stable")
+    return worst_first[~np.isnan(par_L[worst_first])][: settings.max_layers]
 
 
 def _judge(
@@ -207,4 +222,6 @@ def _step_par(window: Window, layer: int, candidate: Candidate, group_R: Int32, 
 
 
 def _gain(verdict: LayerVerdict) -> float:
+    if verdict.us_seen is not None and verdict.us_planned is not None:
+        return verdict.us_seen - verdict.us_planned
     return verdict.par_seen - verdict.par_planned

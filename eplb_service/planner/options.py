@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
+from eplb_service.cost.curve import CostCurve, CurveError
+from eplb_service.cost.curve_file import read_curve
 from eplb_service.planner.settings import PlannerSettings, SettingsError
 
 
@@ -26,7 +28,7 @@ class PlannerOption:
     kind
         What its text is parsed as: ``str``, ``int``, ``float`` or ``bool``. Several numbers are text with commas.
     default
-        Of that kind, or ``None``.
+        Of that kind, or ``None``. A cost curve is the text that names its file.
     help
         What it does, in plain text.
     """
@@ -62,7 +64,7 @@ def planner_settings(values: Mapping[str, Any]) -> PlannerSettings:
 def _kind(annotation: Any) -> type:
     if isinstance(annotation, types.UnionType):
         annotation = next(kind for kind in typing.get_args(annotation) if kind is not types.NoneType)
-    return str if typing.get_origin(annotation) is tuple else annotation
+    return str if typing.get_origin(annotation) is tuple or annotation is CostCurve else annotation
 
 
 def _plain(value: Any) -> Any:
@@ -70,6 +72,11 @@ def _plain(value: Any) -> Any:
 
 
 def _parsed(name: str, value: Any, annotation: Any) -> Any:
+    if isinstance(value, str) and CostCurve in typing.get_args(annotation):
+        try:
+            return read_curve(value)
+        except CurveError as error:
+            raise SettingsError(str(error)) from error
     if typing.get_origin(annotation) is not tuple or not isinstance(value, str):
         return value
     try:

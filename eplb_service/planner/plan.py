@@ -61,6 +61,9 @@ class LayerVerdict:
         not look into the layer.
     bytes
         Weights that the moves send; 0 where the host does not report an expert's size.
+    us_seen, us_planned
+        Microseconds of the slowest rank, mean over the window's steps with tokens, as it serves now and as decided;
+        ``None`` without a cost curve or tokens.
     """
 
     layer: int
@@ -72,6 +75,8 @@ class LayerVerdict:
     reason: str
     hindsight: float | None = None
     bytes: int = 0
+    us_seen: float | None = None
+    us_planned: float | None = None
 
     @property
     def regret(self) -> float | None:
@@ -101,6 +106,16 @@ class Plan:
         return float(mean_par(np.array([verdict.par_planned for verdict in self.verdicts])))
 
     @property
+    def ms_seen(self) -> float | None:
+        """Milliseconds of the slowest ranks of all layers together in a step, before; ``None`` without a cost curve."""
+        return _ms([verdict.us_seen for verdict in self.verdicts])
+
+    @property
+    def ms_planned(self) -> float | None:
+        """The same after the decision."""
+        return _ms([verdict.us_planned for verdict in self.verdicts])
+
+    @property
     def moves(self) -> int:
         """Slots that must receive weights, over all layers."""
         return sum(verdict.moves for verdict in self.verdicts)
@@ -109,3 +124,8 @@ class Plan:
     def bytes(self) -> int:
         """Weights that the moves send, over all layers."""
         return sum(verdict.bytes for verdict in self.verdicts)
+
+
+def _ms(us_of_layers: list[float | None]) -> float | None:
+    known = [us for us in us_of_layers if us is not None]
+    return sum(known) / 1e3 if known else None

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from eplb_service.cost.curve import CostCurve
 from eplb_service.placement import Float64, Int32, Placement, mean_par, peak_par
 from eplb_service.solver.stepwise import loads_by_step
+from eplb_service.solver.time_evaluation import Curve, slowest_in_steps
 from eplb_service.solver.window import loads_of_ranks, step_loads
 
 
@@ -104,6 +106,25 @@ def loads_under(
 ) -> Float64:
     """Tokens that each rank receives where slots have the shares ``share_LP``, float64 ``[N, L, R]``."""
     return loads_of_ranks(_wide(heat_NLE), placement.phy2log_LRS.copy(), share_LP)
+
+
+def slowest_us(
+    heat_NLE: npt.NDArray[np.floating] | npt.NDArray[np.integer],
+    placement: Placement,
+    share_LP: Float64,
+    curve: CostCurve,
+) -> Float64:
+    """Microseconds of each layer's slowest rank in each step under a cost curve, float64 ``[N, L]``.
+
+    ``share_LP`` as ``split_shares`` gives it. NaN where a layer has no tokens.
+    """
+    wide_NLE = np.ascontiguousarray(heat_NLE, dtype=np.float64)
+    return slowest_in_steps(wide_NLE, placement.phy2log_LRS.copy(), share_LP, numbers_of(curve))
+
+
+def numbers_of(curve: CostCurve) -> Curve:
+    """A cost curve as kernels take it."""
+    return Curve(float(curve.floor_us), float(curve.read_us), float(curve.launch_us), float(curve.slope_us))
 
 
 @dataclass(frozen=True)

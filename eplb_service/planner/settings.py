@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from eplb_service.cost.curve import CostCurve
+
 POLICIES = ("none", "deepseek", "flashlb")
 """``none`` never moves an expert. ``deepseek`` is DeepSeek's EPLB: greedy replica counts and LPT packing on the sum of
 the window. ``flashlb`` is this project's solver, built on the three ideas of FlashLB (an EPLB policy of vLLM-Ascend):
@@ -121,6 +123,11 @@ class PlannerSettings:
         "Groups of neighbouring experts, as the router has them, that each stay on one node with all their replicas "
         "(hierarchical placement). By default experts may be on any node.",
     )
+    cost_curve: CostCurve | None = _setting(  # noqa: RUF009, a field like the others
+        None,
+        "File of cost curves (eplb calibrate), or FILE:PHASE: lower the slowest rank's time by it, not its tokens. By "
+        "default, and with a linear curve, tokens are balanced.",
+    )
     seed: int = _setting(0, "Seed of the solver's random choices; the same seed gives the same placement.")
     threads: int | None = _setting(
         None, "Layers solved at the same time; results do not depend on it. By default one per CPU."
@@ -149,6 +156,10 @@ class PlannerSettings:
             raise SettingsError(
                 f"budget_ms is {self.budget_ms}; give the planner some time, or None for no bound"
             )
+        if self.cost_curve is not None and self.expert_groups is not None:
+            raise SettingsError("cost_curve and expert_groups do not go together; leave one of them out")
+        if self.cost_curve is not None and self.split == "step":
+            raise SettingsError("cost_curve and split step do not go together yet; leave one of them out")
         if not self.half_lives or not all(half_life > 0 for half_life in self.half_lives):
             raise SettingsError(
                 f"half_lives is {self.half_lives}; name at least one, each above 0 (inf: no fading)"

@@ -7,12 +7,16 @@ import numpy.typing as npt
 
 from eplb_service.heat.window import Window
 from eplb_service.placement import Float64, Int32, Placement
-from eplb_service.planner.scoring import source_shares
+from eplb_service.planner.scoring import numbers_of, source_shares
 from eplb_service.planner.search_params import search_params_of
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.solver.decision import Answer
 from eplb_service.solver.engine import SolverError, solve_many
+from eplb_service.solver.time_evaluation import Curve
+
+_MOST_STEPS = 128
+"""Steps of a window that time is lowered on: as many more won less than 0.2 % in the window after."""
 
 
 def solve_picked(
@@ -54,6 +58,7 @@ def solve_picked(
         np.add.at(share_GLE, group_R, shares_RLE)
     elif first_G.size < placement.ranks:
         share_GLE[:] = (np.bincount(group_R) / placement.ranks)[:, None, None]
+    curve = time_curve(settings)
     if settings.policy == "deepseek":
         heat_NLE = heat_NLE.sum(axis=0, keepdims=True)
     return solve_many(
@@ -69,7 +74,24 @@ def solve_picked(
         settings.budget_ms,
         *topology.nodes(),
         expert_groups,
+        curve,
+        None if curve is None else sampled_steps(window, picked).transpose(1, 0, 2),
     )
+
+
+def time_curve(settings: PlannerSettings) -> Curve | None:
+    """What the solver lowers time by; ``None`` where it balances tokens: no curve is given, or a linear one."""
+    curve = settings.cost_curve
+    if curve is None or curve.linear or settings.policy != "flashlb":
+        return None
+    return numbers_of(curve)
+
+
+def sampled_steps(window: Window, picked: npt.NDArray[np.int64], most: int = _MOST_STEPS) -> Float64:
+    """At most so many single steps of the picked layers, evenly from first to last, float64 ``[N, P, E]``."""
+    count = min(most, window.steps)
+    steps_N = (np.arange(count) * window.steps + window.steps // 2) // count
+    return window.heat_TLE[steps_N][:, picked].astype(np.float64)
 
 
 def unplaced(placement: Placement, settings: PlannerSettings) -> npt.NDArray[np.bool_]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from eplb_service.placement import Float64
 from eplb_service.planner.plan import LayerVerdict
 from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.solver_request import time_curve
 from eplb_service.solver.decision import Answer
 from eplb_service.solver.engine import OutOfTimeError
 from eplb_service.solver.model import FRESH, KEEP, TABLES
@@ -76,6 +77,10 @@ class Judge:
 
     def not_worth_it(self, layer: int, answer: Answer, hindsight: float) -> LayerVerdict:
         """A layer that keeps what it has because nothing would have paid; ``hindsight`` as in the verdict."""
+        if time_curve(self.settings) is not None:
+            faster = 1 - answer.hindsight / answer.par_before
+            reason = f"kept: nothing that pays for its moves is faster (hindsight: by {max(faster, 0.0):.1%})"
+            return self.kept(layer, reason, hindsight)
         gain = float(self.episode_par_L[layer]) - answer.hindsight
         if gain <= self.settings.min_gain:
             reason = f"kept: even hindsight would have won only {max(gain, 0.0):.3f} {self._episodes()}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from eplb_service.placement import Float64, mean_par
 from eplb_service.planner.settings import PlannerSettings
@@ -16,6 +17,8 @@ from eplb_service.replay.schedule import ReplayError, Schedule
 MOVE_PRICES = (0.0, 0.1, 0.3, 1.0, 3.0)
 """Prices of moves that the curve of balance against moves is drawn with."""
 
+_SAME_TIME = 0.005
+"""Part of the time by which a setting must be faster to be worth more slots or moves."""
 _SAME_PAR = 0.01
 """Peak-to-average ratios this near are taken for equal: the cheaper setting wins."""
 _WORTH_IT = 0.03
@@ -26,7 +29,11 @@ _FEW_EXPERTS = 2
 
 @dataclass(frozen=True)
 class Option:
-    """One setting tried: its name, its slots per rank, schedule and price of moves, and what it realised."""
+    """One setting tried: its name, its slots per rank, schedule and price of moves, and what it realised.
+
+    ``moe_ms`` are the slowest ranks of all layers in a step, ``None`` without a cost curve; ``bytes_per_rank`` the
+    weights of a rank's experts of all layers, 0 where an expert's are not known.
+    """
 
     label: str
     setup: Setup
@@ -35,6 +42,8 @@ class Option:
     moves_per_decision: float
     moved_share: float
     net_ms: float
+    moe_ms: float | None = None
+    bytes_per_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,8 @@ class Advice:
         The curves: settings that differ in redundancy, in window and interval, and in the price of moves.
     gain_L
         PAR that each layer wins as advised over being left alone without redundancy, float64 ``[L]``.
+    moe_ms_left_alone
+        The slowest ranks of all layers in a step, without redundancy and balancing; ``None`` without a cost curve.
     """
 
     pays: bool
@@ -70,6 +81,7 @@ class Advice:
     by_schedule: tuple[Option, ...]
     by_moves: tuple[Option, ...]
     gain_L: Float64
+    moe_ms_left_alone: float | None = None
 
 
 def first_jobs(slots: Sequence[int], schedule: Schedule, settings: PlannerSettings) -> list[Job]:
@@ -79,7 +91,7 @@ def first_jobs(slots: Sequence[int], schedule: Schedule, settings: PlannerSettin
 
 def second_jobs(first: Replay, steps: int, settings: PlannerSettings) -> list[Job]:
     """The second round, with the slots that the first one speaks for: other schedules, other prices of moves."""
-    setup = _cheapest(_options(first, {}, 1.0)).setup
+    setup = cheapest(_options(first, {}, _LeftAlone(1.0, None))).setup
     window, interval = setup.schedule.window, setup.schedule.interval
     windows = sorted({max(1, window // 4), window, 2 * window})
     intervals = sorted({max(1, interval // 4), interval, 2 * interval})
@@ -104,7 +116,7 @@ def advise(first: Replay, second: Replay, settings: PlannerSettings, choices_per
     prices = {f"price {price:g}": price for price in MOVE_PRICES}
     fewest = min(first.policies, key=lambda policy: policy.setup.slots)
     left_alone_L = weighted(first.baseline(fewest.setup).left_alone_DL, fewest.decisions)
-    left_alone = float(mean_par(left_alone_L))
+    left_alone = _LeftAlone(float(mean_par(left_alone_L)), first.moe_ms_left_alone(fewest))
     by_redundancy = _options(first, {}, left_alone)
     tried = _options(second, prices, left_alone)
     by_moves = [option for option in tried if option.label in prices]
@@ -112,11 +124,14 @@ def advise(first: Replay, second: Replay, settings: PlannerSettings, choices_per
     chosen = _calmest(by_schedule)
     replayed = next(policy for policy in second.policies if policy.label == chosen.label)
     score = second.score(replayed)
-    pays, reasons = _judged(second, left_alone, score.par, score.floor, chosen, choices_per_step)
+    pays, reasons = _judged(second, left_alone.par, score.par, score.floor, chosen, choices_per_step)
+    if left_alone.moe_ms is not None and chosen.moe_ms is not None:
+        pays, in_time = _judged_in_time(left_alone.moe_ms, chosen, score.stall_ms)
+        reasons = [in_time, *reasons[:1]]
     return Advice(
         pays=pays,
         reasons=tuple(reasons),
-        par_left_alone=left_alone,
+        par_left_alone=left_alone.par,
         par=score.par,
         floor=score.floor,
         redundant=chosen.setup.slots * second.ranks - second.experts,
@@ -125,6 +140,7 @@ def advise(first: Replay, second: Replay, settings: PlannerSettings, choices_per
         by_schedule=tuple(by_schedule),
         by_moves=tuple(by_moves),
         gain_L=left_alone_L - replayed.par_realised_L,
+        moe_ms_left_alone=left_alone.moe_ms,
     )
 
 
@@ -161,13 +177,32 @@ def _judged(
     return pays, reasons
 
 
-def _options(replay: Replay, prices: dict[str, float], left_alone: float) -> list[Option]:
+class _LeftAlone(NamedTuple):
+    """What all settings are measured against: no redundancy, no balancing."""
+
+    par: float
+    moe_ms: float | None
+
+
+def _judged_in_time(left_alone_ms: float, chosen: Option, stall_ms: float) -> tuple[bool, str]:
+    assert chosen.moe_ms is not None
+    pays = chosen.net_ms > _SAME_TIME * left_alone_ms
+    return pays, (
+        f"The slowest ranks of all layers take {chosen.moe_ms:.3f} ms of a step, left alone {left_alone_ms:.3f} ms; "
+        f"switching costs {stall_ms:.3f} ms of it: {chosen.net_ms:+.3f} ms ({chosen.net_ms / left_alone_ms:+.1%}), net."
+    )
+
+
+def _options(replay: Replay, prices: dict[str, float], left_alone: _LeftAlone) -> list[Option]:
     return [_option(replay, policy, prices.get(policy.label, 0.0), left_alone) for policy in replay.policies]
 
 
-def _option(replay: Replay, policy: PolicyReplay, price: float, left_alone: float) -> Option:
+def _option(replay: Replay, policy: PolicyReplay, price: float, left_alone: _LeftAlone) -> Option:
     score = replay.score(policy)
     slots = replay.layers * replay.ranks * policy.setup.slots
+    saved_ms = replay.costs.saved_ms(score.par, left_alone.par)
+    if score.moe_ms is not None and left_alone.moe_ms is not None:
+        saved_ms = left_alone.moe_ms - score.moe_ms
     return Option(
         label=policy.label,
         setup=policy.setup,
@@ -175,24 +210,31 @@ def _option(replay: Replay, policy: PolicyReplay, price: float, left_alone: floa
         par=score.par,
         moves_per_decision=policy.moves_per_decision,
         moved_share=policy.moves_per_decision / slots,
-        net_ms=replay.costs.saved_ms(score.par, left_alone) - score.stall_ms,
+        net_ms=saved_ms - score.stall_ms,
+        moe_ms=score.moe_ms,
+        bytes_per_rank=replay.layers * policy.setup.slots * replay.costs.bytes_per_expert,
     )
 
 
-def _cheapest(options: Sequence[Option]) -> Option:
-    """The fewest slots that come near the best PAR."""
-    best = min(option.par for option in options)
-    return min(
-        (option for option in options if option.par <= best + _SAME_PAR),
-        key=lambda option: option.setup.slots,
-    )
+def cheapest(options: Sequence[Option]) -> Option:
+    """The fewest slots that come near the best time, or the best PAR where there is no cost curve."""
+    return min(_near_best(options), key=lambda option: option.setup.slots)
 
 
 def _calmest(options: Sequence[Option]) -> Option:
-    """The fewest moves per step that come near the best PAR."""
+    """The fewest moves per step that come near the best time, or PAR."""
+    return min(
+        _near_best(options), key=lambda option: option.moves_per_decision / option.setup.schedule.interval
+    )
+
+
+def _near_best(options: Sequence[Option]) -> list[Option]:
+    times = [option.moe_ms for option in options if option.moe_ms is not None]
+    if len(times) == len(options):
+        limit = min(times) * (1 + _SAME_TIME)
+        return [option for option in options if option.moe_ms is not None and option.moe_ms <= limit]
     best = min(option.par for option in options)
-    near = [option for option in options if option.par <= best + _SAME_PAR]
-    return min(near, key=lambda option: option.moves_per_decision / option.setup.schedule.interval)
+    return [option for option in options if option.par <= best + _SAME_PAR]
 
 
 def _alike(one: Schedule, other: Schedule) -> bool:

@@ -6,31 +6,34 @@ from typing import NamedTuple
 
 import numpy as np
 
+from eplb_service.cost.curve import CostCurve
 from eplb_service.heat.window import Window
 from eplb_service.io.trace import Trace
-from eplb_service.placement import Float64, Placement, apply_layers, par
+from eplb_service.placement import Float64, Placement, apply_layers, mean_par, par
 from eplb_service.planner.decide import plan_afresh
 from eplb_service.planner.noise_floor import noise_floor
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.schedule import Schedule
-from eplb_service.replay.served import served_loads
+from eplb_service.replay.served import served_loads, served_us
 from eplb_service.replay.sliding_heat import SlidingHeat
 
 
 class BaselineRow(NamedTuple):
-    """What was measured for one decision, float64 ``[L]`` each; ``hindsight_L`` is ``None`` where not asked for."""
+    """What was measured for one decision, float64 ``[L]`` each; ``None`` where not asked for."""
 
     left_alone_L: Float64
     floor_L: Float64
     hindsight_L: Float64 | None
+    left_alone_us_L: Float64 | None = None
 
 
 class Baseline:
     """Measures the same stretches of a trace that policies serve.
 
     ``heat`` is the trace's, which others may read along with this. ``settings`` are those of flashlb, which hindsight
-    places with; ``None`` to leave hindsight out. ``split`` is how the host splits tokens over replicas.
+    places with; ``None`` to leave hindsight out. ``split`` is how the host splits tokens over replicas, ``curve``
+    what they cost.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Baseline:
         schedule: Schedule,
         settings: PlannerSettings | None,
         split: str,
+        curve: CostCurve | None = None,
     ) -> None:
         self.loads_LR: Float64 = np.zeros((placement.layers, placement.ranks))
         self._trace = trace
@@ -52,6 +56,7 @@ class Baseline:
         self._schedule = schedule
         self._settings = settings
         self._split = split
+        self._curve = curve
 
     def measure(self, step: int) -> BaselineRow:
         """The steps from ``step`` to the next decision."""
@@ -63,7 +68,19 @@ class Baseline:
         )
         self.loads_LR = loads_TLR.sum(axis=0)
         floor_L = noise_floor(window.heat_TLE.sum(axis=2), self._placement.ranks)
-        return BaselineRow(par(loads_TLR), floor_L, self._hindsight(window, step))
+        us_L = None
+        if self._curve is not None:
+            us_TL = served_us(
+                self._trace,
+                window.heat_TLE,
+                step,
+                self._placement,
+                self._tables_RLE,
+                self._split,
+                self._curve,
+            )
+            us_L = mean_par(us_TL, axis=0)
+        return BaselineRow(par(loads_TLR), floor_L, self._hindsight(window, step), us_L)
 
     def _hindsight(self, window: Window, step: int) -> Float64 | None:
         if self._settings is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from eplb_service.cost.curve import CostCurve
 from eplb_service.replay.schedule import ReplayError
 
 
@@ -26,6 +27,8 @@ class Costs:
         From the end of a window to the plan at the ranks.
     commit_ms
         Standstill of all ranks per switched layer.
+    curve
+        What tokens cost; ``None`` where the hottest rank's part of a step is taken as in proportion to its tokens.
 
     Raises ``ReplayError`` on a value out of bounds.
     """
@@ -36,6 +39,7 @@ class Costs:
     bandwidth: float = 10e9
     solve_ms: float = 200.0
     commit_ms: float = 1.0
+    curve: CostCurve | None = None
 
     def __post_init__(self) -> None:
         for name in ("step_ms", "moe_share", "bytes_per_expert", "bandwidth", "solve_ms", "commit_ms"):

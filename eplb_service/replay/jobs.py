@@ -167,7 +167,9 @@ def _decisions(
     placement = scene.placement(trace, job.setup)
     schedule = job.setup.schedule
     if job.policy is None:
-        baseline = Baseline(trace, heat, placement, scene.topology, schedule, job.hindsight, job.split)
+        baseline = Baseline(
+            trace, heat, placement, scene.topology, schedule, job.hindsight, job.split, scene.costs.curve
+        )
         for step in _steps_left(job, trace, done):
             mark = baseline.measure(step)
             yield JobProgress(mark, baseline.loads_LR)

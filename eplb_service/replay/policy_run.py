@@ -18,7 +18,7 @@ from eplb_service.replay.costs import Costs
 from eplb_service.replay.policy import Policy
 from eplb_service.replay.result import ReplayedDecision
 from eplb_service.replay.schedule import ReplayError, Schedule
-from eplb_service.replay.served import served_loads
+from eplb_service.replay.served import served_loads, served_us
 from eplb_service.replay.sliding_heat import SlidingHeat
 
 
@@ -107,7 +107,7 @@ class PolicyRun:
         if self._coming is None and decided.layers_changed:
             self._coming = (step + self._costs.delay_steps(decided.moves_busiest), decided.serving)
         late = 0 if self._coming is None else min(max(self._coming[0] - step, 0), end - step)
-        realised_L = self._serve(heat_TLE[step - begin :], step, step + late)
+        realised_L, us_L = self._serve(heat_TLE[step - begin :], step, step + late)
         return ReplayedDecision(
             step=step,
             steps=end - step,
@@ -120,30 +120,45 @@ class PolicyRun:
             par_planned=decided.par_planned,
             par_realised_L=realised_L,
             seconds=decided.seconds,
+            us_realised_L=us_L,
         )
 
     def _arrive(self, step: int) -> None:
         if self._coming is not None and self._coming[0] <= step:
             self._serving, self._coming = self._coming[1], None
 
-    def _serve(self, heat_TLE: Heat, first: int, switch: int) -> Float64:
-        """Score the steps from ``first`` on, those from ``switch`` on under what is coming; float64 ``[L]``."""
+    def _serve(self, heat_TLE: Heat, first: int, switch: int) -> tuple[Float64, Float64 | None]:
+        """Score the steps from ``first`` on, those from ``switch`` on under what is coming.
+
+        Returns PAR and, where there is a cost curve, the slowest rank's microseconds, float64 ``[L]`` each.
+        """
         last = first + len(heat_TLE)
-        parts = []
+        parts, us = [], []
         if switch > first:
             parts.append(self._served(heat_TLE[: switch - first], first))
+            us += self._served_us(heat_TLE[: switch - first], first)
         self._arrive(switch)
         if switch < last:
             parts.append(self._served(heat_TLE[switch - first :], switch))
+            us += self._served_us(heat_TLE[switch - first :], switch)
         loads_TLR = np.concatenate(parts) if len(parts) > 1 else parts[0]
         self.loads_LR = loads_TLR.sum(axis=0)
-        return par(loads_TLR)
+        return par(loads_TLR), mean_par(np.concatenate(us), axis=0) if us else None
 
     def _served(self, heat_TLE: Heat, first: int) -> Float64:
         serving = self._serving
         return served_loads(
             self._trace, heat_TLE, first, serving.placement, serving.log2phy_RLE, self._policy.settings.split
         )
+
+    def _served_us(self, heat_TLE: Heat, first: int) -> list[Float64]:
+        """The steps' microseconds ``[t, L]`` as the only entry; empty without a cost curve."""
+        curve = self._costs.curve
+        if curve is None:
+            return []
+        placement, tables_RLE = self._serving.placement, self._serving.log2phy_RLE
+        split = self._policy.settings.split
+        return [served_us(self._trace, heat_TLE, first, placement, tables_RLE, split, curve)]
 
     def _seen(self, window: Window, way: Serving) -> Float64:
         split = self._policy.settings.split

@@ -48,6 +48,9 @@ class ReplayedDecision:
         float64 ``[L]``, PAR of the steps served, each step an episode.
     seconds
         Time that the decision took here.
+    us_realised_L
+        float64 ``[L]``, microseconds of each layer's slowest rank, mean over the steps served that had tokens; ``None``
+        without a cost curve.
     """
 
     step: int
@@ -61,6 +64,7 @@ class ReplayedDecision:
     par_planned: float
     par_realised_L: Float64
     seconds: float
+    us_realised_L: Float64 | None = None
 
     @property
     def par_realised(self) -> float:
@@ -92,6 +96,12 @@ class PolicyReplay:
     def par_realised(self) -> float:
         """Mean over layers and steps that had tokens: the figure that counts."""
         return float(mean_par(self.par_realised_L))
+
+    @property
+    def moe_ms(self) -> float | None:
+        """Milliseconds of the slowest ranks of all layers in a step, mean; ``None`` without a cost curve."""
+        us_DL = [decision.us_realised_L for decision in self.decisions if decision.us_realised_L is not None]
+        return summed_ms(np.stack(us_DL), self.decisions) if us_DL else None
 
     @property
     def par_planned(self) -> float:
@@ -145,6 +155,8 @@ class BaselineReplay:
         PAR of a placement fitted on the very steps that it serves; ``None`` where not asked for.
     loads_LR
         Tokens of each rank under the starting placement over the steps of the last decision, float64 ``[L, R]``.
+    left_alone_us_DL
+        Microseconds of each layer's slowest rank under the starting placement; ``None`` without a cost curve.
     """
 
     setup: Setup
@@ -152,6 +164,7 @@ class BaselineReplay:
     floor_DL: Float64
     hindsight_DL: Float64 | None
     loads_LR: Float64
+    left_alone_us_DL: Float64 | None = None
 
 
 @dataclass(frozen=True)
@@ -170,6 +183,9 @@ class Score:
         Weights received by all ranks.
     saved_ms, stall_ms
         Of a step: what balance saves, and what switching costs.
+    moe_ms, moe_ms_left_alone
+        Of a step: the slowest ranks of all layers, as realised and under the starting placement; ``None`` without a
+        cost curve.
     """
 
     par: float
@@ -181,6 +197,8 @@ class Score:
     bytes_moved: int
     saved_ms: float
     stall_ms: float
+    moe_ms: float | None = None
+    moe_ms_left_alone: float | None = None
 
 
 @dataclass(frozen=True)
@@ -240,6 +258,10 @@ class Replay:
             None if hindsight_DL is None else float(mean_par(weighted(hindsight_DL, policy.decisions)))
         )
         par = policy.par_realised
+        moe_ms, left_alone_ms = policy.moe_ms, self.moe_ms_left_alone(policy)
+        saved_ms = self.costs.saved_ms(par, left_alone)
+        if moe_ms is not None and left_alone_ms is not None:
+            saved_ms = left_alone_ms - moe_ms
         return Score(
             par=par,
             par_left_alone=left_alone,
@@ -248,12 +270,24 @@ class Replay:
             hindsight=hindsight,
             regret=None if hindsight is None else par - hindsight,
             bytes_moved=policy.moves * self.costs.bytes_per_expert,
-            saved_ms=self.costs.saved_ms(par, left_alone),
+            saved_ms=saved_ms,
             stall_ms=self.costs.commit_ms * policy.layers_moved / policy.steps,
+            moe_ms=moe_ms,
+            moe_ms_left_alone=left_alone_ms,
         )
+
+    def moe_ms_left_alone(self, policy: PolicyReplay) -> float | None:
+        """Milliseconds of the slowest ranks of all layers, left alone; ``None`` without a cost curve."""
+        us_DL = self.baseline(policy.setup).left_alone_us_DL
+        return None if us_DL is None else summed_ms(us_DL, policy.decisions)
 
 
 def weighted(rows_DL: Float64, decisions: tuple[ReplayedDecision, ...]) -> Float64:
     """Mean of rows of decisions, each by its steps, float64 ``[L]``."""
     steps_D = np.array([decision.steps for decision in decisions])
     return mean_par(rows_DL, axis=0, weights=steps_D[:, None])
+
+
+def summed_ms(us_DL: Float64, decisions: tuple[ReplayedDecision, ...]) -> float:
+    """Milliseconds of all layers together, each row of microseconds counting by its decision's steps."""
+    return float(np.nansum(weighted(us_DL, decisions))) / 1e3

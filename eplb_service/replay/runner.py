@@ -142,6 +142,7 @@ def _put_together(
         if job.policy is None:
             rows = [progress.made for progress in done if isinstance(progress.made, BaselineRow)]
             hindsight = [mark.hindsight_L for mark in rows if mark.hindsight_L is not None]
+            us = [mark.left_alone_us_L for mark in rows if mark.left_alone_us_L is not None]
             baselines.append(
                 BaselineReplay(
                     job.setup,
@@ -149,6 +150,7 @@ def _put_together(
                     np.stack([mark.floor_L for mark in rows]),
                     np.stack(hindsight) if hindsight else None,
                     done[-1].loads_LR,
+                    np.stack(us) if us else None,
                 )
             )
         else:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from eplb_service.cost.curve import CostCurve
 from eplb_service.io.numpy_file import Array
 from eplb_service.io.trace import Heat, Trace
 from eplb_service.placement import Float64, Int32, Placement
-from eplb_service.planner.scoring import split_loads
+from eplb_service.planner.scoring import slowest_us, split_loads, split_shares
 
 _STEPS_READ = 8
 """Steps whose tokens by source rank are held at a time: a step of a large deployment has megabytes of them."""
@@ -31,8 +32,35 @@ def served_loads(
         end = min(begin + _STEPS_READ, len(heat_TLE))
         source_TRLE = trace.source_rows(first + begin, first + end)
         assert source_TRLE is not None
-        loads_TLR[begin:end] = loads_from_sources(source_TRLE, destination_RLE)
+        loads_TLR[begin:end] = loads_from_sources(source_TRLE, destination_RLE, placement.ranks)
     return loads_TLR
+
+
+def served_us(
+    trace: Trace,
+    heat_TLE: Heat,
+    first: int,
+    placement: Placement,
+    log2phy_RLE: Int32,
+    split: str,
+    curve: CostCurve,
+) -> Float64:
+    """Microseconds of each layer's slowest rank in the steps from ``first`` on, float64 ``[t, L]``.
+
+    Arguments as for ``served_loads``. NaN where a layer has no tokens.
+    """
+    if split == "even" or not knows_sources(trace, placement.ranks):
+        return slowest_us(heat_TLE, placement, split_shares(placement, log2phy_RLE, None, split), curve)
+    us_TL = np.full((len(heat_TLE), placement.layers), np.nan)
+    for begin in range(0, len(heat_TLE), _STEPS_READ):
+        end = min(begin + _STEPS_READ, len(heat_TLE))
+        source_TRLE = trace.source_rows(first + begin, first + end)
+        assert source_TRLE is not None
+        tokens_TLP = loads_from_sources(source_TRLE, log2phy_RLE, placement.ranks * placement.slots)
+        tokens_TLRS = tokens_TLP.reshape(*tokens_TLP.shape[:2], placement.ranks, placement.slots)
+        slowest_TL = curve.rank_us(tokens_TLRS).max(axis=2)
+        us_TL[begin:end] = np.where(tokens_TLP.any(axis=2), slowest_TL, np.nan)
+    return us_TL
 
 
 def knows_sources(trace: Trace, ranks: int) -> bool:
@@ -40,10 +68,12 @@ def knows_sources(trace: Trace, ranks: int) -> bool:
     return trace.facts.ranks == ranks and trace.source_rows(0, 1) is not None
 
 
-def loads_from_sources(source_TRLE: Array, destination_RLE: npt.NDArray[np.integer]) -> Float64:
-    """Tokens by the rank that they go to, float64 ``[T, L, R]``, each going to ``destination_RLE`` of its source."""
-    steps, ranks, layers, _ = source_TRLE.shape
-    loads_TLR = np.zeros((steps, layers, ranks))
+def loads_from_sources(
+    source_TRLE: Array, destination_RLE: npt.NDArray[np.integer], destinations: int
+) -> Float64:
+    """Tokens by where they go, float64 ``[T, L, destinations]``, each going to ``destination_RLE`` of its source."""
+    steps, _, layers, _ = source_TRLE.shape
+    loads_TLR = np.zeros((steps, layers, destinations))
     for layer in range(layers):
         to_P = destination_RLE[:, layer].ravel()
         by_rank_P = np.argsort(to_P, kind="stable")

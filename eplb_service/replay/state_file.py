@@ -28,9 +28,9 @@ from eplb_service.replay.schedule import ReplayError
 
 SUFFIX = ".npz"
 
-_FORMAT = "eplb-replay-state-1"
+_FORMAT = "eplb-replay-state-2"
 _SAMPLED_STEPS = 8
-_NUMBERS = [field.name for field in fields(ReplayedDecision) if field.name != "par_realised_L"]
+_NUMBERS = [field.name for field in fields(ReplayedDecision) if not field.name.endswith("_realised_L")]
 _WHOLE = {field.name for field in fields(ReplayedDecision) if field.type == "int"}
 
 
@@ -147,6 +147,9 @@ def _arrays_of(reported: Sequence[JobProgress]) -> dict[str, Array]:
         [[getattr(made, name) for name in _NUMBERS] for made in decisions], dtype=float
     )
     arrays["realised"] = np.stack([made.par_realised_L for made in decisions])
+    us = [made.us_realised_L for made in decisions if made.us_realised_L is not None]
+    if us:
+        arrays["realised_us"] = np.stack(us)
     assert last.state is not None
     arrays |= _serving_arrays("serving", last.state.serving)
     if last.state.coming is not None:
@@ -172,12 +175,15 @@ def _progress_of(
     if job.policy is None:
         left_alone, floor = _checked(arrays["left_alone_L"], rows), _checked(arrays["floor_L"], rows)
         hindsight = [None] * count if job.hindsight is None else _checked(arrays["hindsight_L"], rows)
+        us = _times(arrays, "left_alone_us_L", rows)
         return [
-            JobProgress(BaselineRow(*row), loads_LR) for row in zip(left_alone, floor, hindsight, strict=True)
+            JobProgress(BaselineRow(*row), loads_LR)
+            for row in zip(left_alone, floor, hindsight, us, strict=True)
         ]
     numbers = _checked(arrays["decisions"], (count, len(_NUMBERS)))
     realised = _checked(arrays["realised"], rows)
-    reported = [JobProgress(_decision(*row), loads_LR) for row in zip(numbers, realised, strict=True)]
+    us = _times(arrays, "realised_us", rows)
+    reported = [JobProgress(_decision(*row), loads_LR) for row in zip(numbers, realised, us, strict=True)]
     coming = None
     if "coming_step" in arrays:
         coming = int(arrays["coming_step"][0]), _serving(arrays, "coming", job, trace, scene)
@@ -186,10 +192,15 @@ def _progress_of(
     return reported
 
 
-def _decision(numbers: Array, realised_L: Array) -> ReplayedDecision:
+def _times(arrays: Mapping[str, Array], name: str, rows: tuple[int, int]) -> Sequence[Array | None]:
+    """Microseconds of each decision's layers; ``None`` for each where there was no cost curve."""
+    return list(_checked(arrays[name], rows)) if name in arrays else [None] * rows[0]
+
+
+def _decision(numbers: Array, realised_L: Array, us_L: Array | None) -> ReplayedDecision:
     named = dict(zip(_NUMBERS, numbers.tolist(), strict=True))
     whole = {name: int(value) if name in _WHOLE else value for name, value in named.items()}
-    return ReplayedDecision(**whole, par_realised_L=realised_L)
+    return ReplayedDecision(**whole, par_realised_L=realised_L, us_realised_L=us_L)
 
 
 def _serving(arrays: Mapping[str, Array], name: str, job: Job, trace: Trace, scene: Scene) -> Serving:

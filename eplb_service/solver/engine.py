@@ -35,6 +35,8 @@ from eplb_service.solver.model import (
     homes,
 )
 from eplb_service.solver.table_locality import crossing_share, localised
+from eplb_service.solver.time_decision import WindowHeat, solve_layer_for_time
+from eplb_service.solver.time_evaluation import Curve
 
 _POLISHING_TRIES = 32_000
 """Of annealing one layer before the clock is read again: a few milliseconds."""
@@ -117,6 +119,8 @@ def solve_many(
     node_R: Int32 | None = None,
     node_G: Int32 | None = None,
     expert_groups: int = 0,
+    curve: Curve | None = None,
+    steps_LNE: Float64 | None = None,
 ) -> list[Answer | SolverError]:
     """Solve all layers; without a budget the answers do not depend on ``threads`` (``None``: one per CPU).
 
@@ -125,7 +129,9 @@ def solve_many(
     where they are not given. ``expert_groups``: so many groups of experts each stay on one node, see
     ``by_node.solve_by_node``; 0 for none. Layers begin in the order given. One not begun within ``budget_ms``
     comes back as ``OutOfTimeError``; one that fails as another ``SolverError``. What is left of a budget improves
-    layers that were placed from scratch, but for those in groups.
+    layers that were placed from scratch, but for those in groups. With ``curve``, the slowest rank's time is
+    lowered on single steps ``steps_LNE`` (float64 ``[L, N', E]``), see ``time_decision``; groups are not kept together
+    then, nor is a budget used up.
     """
     deadline = np.inf if budget_ms is None else time.monotonic() + budget_ms / 1e3
     heat_LNE = np.ascontiguousarray(heat_LNE, dtype=np.float64)
@@ -146,8 +152,13 @@ def solve_many(
             return OutOfTimeError(f"the budget of {budget_ms:g} ms was spent")
         # No two layers draw alike, and what one draws does not depend on which others are looked into.
         mine = params._replace(seed=params.seed + crc32(heat_LNE[layer]))
-        asked = heat_LNE[layer], deployed(layer), mine, half_life_H, min_gain, bool(unplaced_L[layer])
+        place = deployed(layer)
+        unplaced = bool(unplaced_L[layer])
+        asked = heat_LNE[layer], place, mine, half_life_H, min_gain, unplaced
         try:
+            if curve is not None and steps_LNE is not None:
+                both = WindowHeat(heat_LNE[layer], np.ascontiguousarray(steps_LNE[layer], dtype=np.float64))
+                return solve_layer_for_time(both, place, mine, curve, min_gain, unplaced)
             return solve_by_node(*asked, expert_groups) if expert_groups else solve_layer(*asked)
         except Exception as error:  # one layer's failure must not spoil the others
             return SolverError(f"{type(error).__name__}: {error}")
@@ -155,7 +166,7 @@ def solve_many(
     layers = range(heat_LNE.shape[0])
     with _several(threads, len(layers)) as run:
         answers = list(run(solve, layers))
-        if budget_ms is not None and not expert_groups:
+        if budget_ms is not None and not expert_groups and curve is None:
             solved = {layer: answer for layer, answer in enumerate(answers) if isinstance(answer, Answer)}
             better = polish(solved, heat_LNE.__getitem__, deployed, params, deadline, run)
             answers = [better.get(layer, answer) for layer, answer in enumerate(answers)]

@@ -7,6 +7,7 @@ import numpy as np
 from eplb_service.placement import Placement
 from eplb_service.solver.engine import solve_many
 from eplb_service.solver.model import EVEN, RULE, SOLVED, STEPWISE, SearchParams
+from eplb_service.solver.time_evaluation import Curve
 from eplb_service.solver.topology import choose_senders
 from eplb_service.solver.window import loads_of_ranks, step_loads, sum_episodes, volatility
 
@@ -30,7 +31,9 @@ def warm_up(threads: int | None = None) -> None:
         step_tries=10,
     )
     two_nodes = np.array([0, 0, 1, 1], dtype=np.int32)
-    for tables in (EVEN, RULE, SOLVED, STEPWISE):
+    curve = Curve(1.0, 2.0, 1.0, 0.1)
+    ways = [(tables, None) for tables in (EVEN, RULE, SOLVED, STEPWISE)]
+    for tables, time in (*ways, (EVEN, curve), (SOLVED, curve)):
         answers = solve_many(
             heat_LNE,
             placement.phy2log_LRS,
@@ -44,6 +47,8 @@ def warm_up(threads: int | None = None) -> None:
             budget_ms=_ENOUGH_MS,
             node_R=two_nodes,
             node_G=two_nodes,
+            curve=time,
+            steps_LNE=heat_LNE,
         )
         for answer in answers:
             if isinstance(answer, Exception):

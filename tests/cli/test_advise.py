@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from eplb_service.cli import main
+from eplb_service.cost.curve_file import write_curves
 from eplb_service.heat.synthetic import synthetic_heat
+from tests.cost.curves import H200
 
 
 @pytest.fixture
@@ -66,3 +68,18 @@ def test_bad_arguments(trace, capsys, arguments, message):
     assert err.startswith("eplb: error: ")
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_with_a_cost_curve_slots_are_set_against_time_and_memory(tmp_path, trace, capsys):
+    curve = tmp_path / "curve.json"
+    write_curves(curve, [H200])
+    arguments = ("--heat", trace, "--ranks", 4, "--cost-curve", curve, "--bytes-per-expert", 1 << 30)
+    code, out, _ = advise(capsys, *arguments)
+    assert code == 0
+    for words in ("time against slots", "GiB of experts per rank", "(advised)", "This rests on:", "H200"):
+        assert words in out
+    code, out, _ = advise(capsys, *arguments, "--json")
+    told = json.loads(out)
+    assert {"name": "commit_ms", "value": "1 ms", "source": "assumed"} in told["assumptions"]
+    assert told["advised"]["moe_ms"] < told["moe_ms_left_alone"] * 1.001
+    assert told["by_redundancy"][0]["bytes_per_rank"] == 2 * 4 << 30

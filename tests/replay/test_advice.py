@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from eplb_service.cost.curve import CostCurve
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.io.trace import ArrayTrace
 from eplb_service.planner.settings import PlannerSettings
@@ -84,3 +85,31 @@ def test_a_round_that_was_stopped_advises_nothing(skewed):
     _, first, second = skewed
     with pytest.raises(ReplayError, match="before enough was known"):
         advise(first, replace(second, interrupted=True), SETTINGS, 1.0)
+
+
+def in_time(tokens, slots=(4, 5, 6)):
+    curve = CostCurve(20.0, 11.6, 5.0, 0.0615)
+    settings = PlannerSettings(cost_curve=curve)
+    heat_TLE = synthetic_heat("static", 130, layers=1, experts=32, tokens=tokens, top_k=4, seed=2)
+    trace, scene = ArrayTrace(heat_TLE), scene_for(8, Costs(curve=curve, bytes_per_expert=1 << 20))
+    first = replay(trace, first_jobs(slots, Schedule(40, 40), settings), scene)
+    second = replay(trace, second_jobs(first, trace.steps, settings), scene)
+    return advise(first, second, settings, float(heat_TLE.sum(axis=2).mean()))
+
+
+def test_where_reading_takes_the_time_no_redundancy_is_advised_whatever_it_does_to_the_ratio():
+    given = in_time(128)
+    assert given.chosen.setup.slots == 4
+    assert [option.bytes_per_rank for option in given.by_redundancy] == [slots << 20 for slots in (4, 5, 6)]
+    assert any("ms of a step, left alone" in reason for reason in given.reasons)
+
+
+def test_where_computing_takes_the_time_the_slots_that_are_fastest_are_advised_and_never_simply_the_most():
+    given = in_time(8192)
+    times = {option.setup.slots: option.moe_ms for option in given.by_redundancy}
+    assert given.chosen.setup.slots == min(
+        slots for slots, ms in times.items() if ms <= min(times.values()) * 1.005
+    )
+    assert given.chosen.setup.slots == 5
+    assert given.pays
+    assert given.chosen.moe_ms < given.moe_ms_left_alone

@@ -9,10 +9,12 @@ from eplb_service.io.trace import TraceFacts
 from eplb_service.io.trace_statistics import statistics
 from eplb_service.placement import Placement, par
 from eplb_service.planner.settings import PlannerSettings
+from eplb_service.replay.costs import Costs
 from eplb_service.replay.result import Setup
 from eplb_service.replay.runner import jobs_for, replay, scene_for
 from eplb_service.replay.schedule import Schedule
-from eplb_service.replay.served import loads_from_sources
+from eplb_service.replay.served import loads_from_sources, served_us
+from tests.cost.curves import H200, plain_rank_us
 
 STEPS, LAYERS, RANKS, EXPERTS, SLOTS = 60, 2, 4, 8, 3
 PLACEMENT = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
@@ -47,7 +49,7 @@ def recorded(tmp_path):
 def test_tokens_go_where_their_own_sources_table_says():
     destination_RLE = RNG.integers(0, RANKS, (RANKS, LAYERS, EXPERTS))
     destination_RLE[destination_RLE == 2] = 0
-    loads_TLR = loads_from_sources(SOURCE_TRLE, destination_RLE)
+    loads_TLR = loads_from_sources(SOURCE_TRLE, destination_RLE, RANKS)
     assert np.array_equal(loads_TLR, slow_loads(SOURCE_TRLE, destination_RLE))
     assert not loads_TLR[:, :, 2].any()
 
@@ -76,3 +78,35 @@ def test_a_host_that_spreads_tokens_itself_is_scored_without_tables(recorded):
     loads_TLR = (heat_TLE / copies_E)[:, :, PLACEMENT.phy2log_LRS[0]].sum(axis=3)
     assert found.policies[0].par_realised_L == pytest.approx(par(loads_TLR))
     assert found.baselines[0].left_alone_DL.mean(axis=0) == pytest.approx(par(loads_TLR))
+
+
+def test_slowest_ranks_are_timed_by_what_their_slots_really_received(recorded):
+    trace, _ = recorded
+    tables_RLE = PLACEMENT.default_log2phy()
+    slots_TLP = slow_slots(SOURCE_TRLE, tables_RLE)
+    found_TL = served_us(trace, trace.heat(0, STEPS), 0, PLACEMENT, tables_RLE, "tables", H200)
+    for step, layer in ((0, 0), (17, 1), (59, 0)):
+        of_ranks = slots_TLP[step, layer].reshape(RANKS, SLOTS).tolist()
+        assert found_TL[step, layer] == pytest.approx(max(plain_rank_us(H200, tokens) for tokens in of_ranks))
+
+
+def slow_slots(source_TRLE, tables_RLE):
+    slots_TLP = np.zeros((STEPS, LAYERS, RANKS * SLOTS))
+    for (step, rank, layer, expert), tokens in np.ndenumerate(source_TRLE):
+        slots_TLP[step, layer, tables_RLE[rank, layer, expert]] += tokens
+    return slots_TLP
+
+
+def test_a_replay_with_a_curve_realises_milliseconds(recorded):
+    trace, _ = recorded
+    settings = PlannerSettings(cost_curve=H200)
+    jobs = jobs_for(["none", "flashlb"], [Setup(SLOTS, Schedule(20, 20))], settings, hindsight=False)
+    found = replay(trace, jobs, scene_for(RANKS, Costs(curve=H200)))
+    left_alone = served_us(
+        trace, trace.heat(20, STEPS), 20, PLACEMENT, PLACEMENT.default_log2phy(), "tables", H200
+    )
+    none, flashlb = (found.score(policy) for policy in found.policies)
+    assert none.moe_ms == pytest.approx(left_alone.mean(axis=0).sum() / 1e3)
+    assert none.moe_ms_left_alone == pytest.approx(none.moe_ms)
+    assert none.saved_ms == pytest.approx(0, abs=1e-9)
+    assert flashlb.saved_ms == pytest.approx(flashlb.moe_ms_left_alone - flashlb.moe_ms)

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from eplb_service.control.server.settings import ServiceSettings, SettingsError, load_settings
+from eplb_service.cost.curve_file import write_curves
+from tests.cost.curves import H200
 
 
 @pytest.fixture
@@ -86,3 +88,11 @@ def test_the_token_is_in_no_text_of_the_settings() -> None:
 def test_the_planner_gets_what_was_set() -> None:
     planner = load_settings({"policy": "deepseek", "max_layers": 4, "seed": 9}).planner()
     assert (planner.policy, planner.max_layers, planner.seed) == ("deepseek", 4, 9)
+
+
+def test_a_cost_curve_is_read_from_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "curve.json"
+    write_curves(path, [H200])
+    assert load_settings({"cost_curve": str(path)}).planner().cost_curve == H200
+    with pytest.raises(SettingsError, match="cannot be read"):
+        load_settings({"cost_curve": str(tmp_path / "none.json")})

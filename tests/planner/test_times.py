@@ -1,0 +1,88 @@
+"""With a cost curve the planner lowers time and says so; a linear one changes nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from eplb_service.cost.curve import CostCurve
+from eplb_service.cost.curve_file import write_curves
+from eplb_service.heat.synthetic import synthetic_heat
+from eplb_service.heat.window import Window
+from eplb_service.offline import solve
+from eplb_service.planner.options import planner_settings
+from eplb_service.planner.settings import PlannerSettings, SettingsError
+from eplb_service.planner.solver_request import sampled_steps, time_curve
+from tests.cost.curves import H200
+
+SMALL = synthetic_heat("static", 64, 2, 64, tokens=64, top_k=4, seed=1)
+LARGE = synthetic_heat("static", 64, 2, 64, tokens=8192, top_k=4, seed=1)
+
+
+def test_a_linear_curve_changes_no_placement_and_no_table():
+    plain = solve(LARGE, 8, 9)
+    timed = solve(LARGE, 8, 9, cost_curve=CostCurve(20, 0, 0, 0.0615))
+    assert np.array_equal(plain.phy2log, timed.phy2log)
+    assert np.array_equal(plain.log2phy, timed.log2phy)
+    assert plain.ms_after is None
+    assert timed.ms_after is not None
+    hottest = sum(20 + 0.0615 * tokens for tokens in timed.hottest_after_L)
+    assert timed.ms_after == pytest.approx(hottest / 1e3)
+
+
+@pytest.mark.parametrize("heat", [SMALL, LARGE])
+def test_times_before_and_after_are_those_of_the_verdicts(heat):
+    timed = solve(heat, 8, 9, cost_curve=H200)
+    balanced = solve(heat, 8, 9)
+    assert timed.ms_after < timed.ms_before
+    assert timed.ms_after == pytest.approx(sum(verdict.us_planned for verdict in timed.verdicts) / 1e3)
+    assert all("its slowest rank" in verdict.reason for verdict in timed.verdicts)
+    assert all(verdict.us_seen is None for verdict in balanced.verdicts)
+
+
+def test_threads_change_no_answer():
+    one, two = (solve(LARGE, 8, 9, cost_curve=H200, threads=threads) for threads in (1, 2))
+    assert np.array_equal(one.phy2log, two.phy2log)
+    assert np.array_equal(one.log2phy, two.log2phy)
+
+
+def test_what_was_placed_for_this_heat_is_kept_and_says_why():
+    first = solve(LARGE, 8, 9, cost_curve=H200)
+    again = solve(LARGE, 8, 9, cost_curve=H200, placement=first.phy2log, log2phy=first.log2phy)
+    assert again.moves == 0
+    assert all("faster" in verdict.reason for verdict in again.verdicts if not verdict.changed)
+
+
+def test_layers_without_tokens_are_left_out():
+    idle = LARGE.copy()
+    idle[:, 1] = 0
+    timed = solve(idle, 8, 9, cost_curve=H200)
+    assert timed.verdicts[1].us_seen is None
+    assert not timed.verdicts[1].changed
+
+
+def test_steps_are_taken_evenly_and_never_summed():
+    heat_TLE = np.arange(10)[:, None, None] + np.zeros((10, 1, 2))
+    picked = np.array([0])
+    assert sampled_steps(Window(heat_TLE), picked, 5)[:, 0, 0].tolist() == [1, 3, 5, 7, 9]
+    assert sampled_steps(Window(heat_TLE), picked)[:, 0, 0].tolist() == list(range(10))
+
+
+def test_other_policies_and_linear_curves_balance_tokens():
+    assert time_curve(PlannerSettings(cost_curve=H200)) is not None
+    assert time_curve(PlannerSettings(cost_curve=H200, policy="deepseek")) is None
+    assert time_curve(PlannerSettings(cost_curve=CostCurve(1, 0, 0, 1))) is None
+    assert time_curve(PlannerSettings()) is None
+
+
+def test_a_curve_is_named_by_its_file(tmp_path):
+    path = tmp_path / "curve.json"
+    write_curves(path, [H200])
+    assert planner_settings({"cost_curve": str(path)}).cost_curve == H200
+    assert planner_settings({"cost_curve": None}).cost_curve is None
+    with pytest.raises(SettingsError, match="cannot be read"):
+        planner_settings({"cost_curve": str(tmp_path / "none.json")})
+    with pytest.raises(SettingsError, match="do not go together"):
+        PlannerSettings(cost_curve=H200, expert_groups=2)
+    with pytest.raises(SettingsError, match="do not go together"):
+        PlannerSettings(cost_curve=H200, split="step")
