@@ -23,6 +23,7 @@ from eplb_service.control.server.settings import (
 from eplb_service.telemetry.metrics import Metrics
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from tools.dashboard import layout
+from tools.dashboard.operator_rules import operator_rules
 from worker_agent.settings import AgentSettings
 
 ROOT = Path(__file__).parents[2]
@@ -114,6 +115,43 @@ def test_the_dashboard_shows_every_balance_metric():
 def test_the_dashboard_is_what_its_code_makes():
     text = (DEPLOY / "grafana/dashboards/eplb.json").read_text()
     assert text == layout.text(), "run `.venv/bin/python -m tools.dashboard`"
+
+
+def test_the_operator_s_rules_are_those_of_prometheus():
+    text = (DEPLOY / "kubernetes/monitoring/rules.yaml").read_text()
+    assert text == operator_rules(), "run `.venv/bin/python -m tools.dashboard`"
+    assert yaml.safe_load(text)["spec"] == load("prometheus/rules.yml")
+
+
+def test_the_monitor_finds_the_service():
+    monitor, service = load("kubernetes/monitoring/monitor.yaml"), load("kubernetes/base/service.yaml")
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    ports = {port["name"] for port in service["spec"]["ports"]}
+    assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= ports
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="KUSTOMIZATIONS ARE NOT BUILT: no kubectl here")
+@pytest.mark.parametrize("folder", ["base", "monitoring"])
+def test_kustomizations_build(folder):
+    command = ["kubectl", "kustomize", str(DEPLOY / "kubernetes" / folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert len(list(yaml.safe_load_all(done.stdout))) >= 2
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS)
+def test_compiled_kernels_of_the_image_are_not_hidden_by_the_volume_over_them(deployment):
+    pod = deployment["spec"]["template"]["spec"]
+    [cache] = re.findall(r"NUMBA_CACHE_DIR=(\S+)", DOCKERFILE)
+    [service] = [container for container in pod["containers"] if container["name"] == "eplb"]
+    [hiding] = [mount for mount in service["volumeMounts"] if mount["mountPath"] == cache]
+    [copying] = [one for one in pod["initContainers"] if one["name"] == "kernels"]
+    assert copying["image"] == service["image"]
+    [mount] = copying["volumeMounts"]
+    assert mount["name"] == hiding["name"]
+    # Into a folder of its own: the root of a volume is not the service's, so that its times cannot be set.
+    assert copying["command"] == ["cp", "--archive", cache, f"{mount['mountPath']}/"]
+    assert hiding["subPath"] == cache.rpartition("/")[2]
+    assert service["startupProbe"]["periodSeconds"] * service["startupProbe"]["failureThreshold"] >= 300
 
 
 def test_panels_do_not_overlap_and_have_a_sentence_each():

@@ -1,9 +1,7 @@
-"""Writes deploy/grafana/dashboards/eplb.json."""
+"""Writes the dashboard, and the alerts once more in the form of the Prometheus operator."""
 
-from pathlib import Path
-
-from tools.dashboard.layout import text
-
-PATH = Path(__file__).parents[2] / "deploy/grafana/dashboards/eplb.json"
+from tools.dashboard.layout import PATH, text
+from tools.dashboard.operator_rules import RULES_PATH, operator_rules
 
 PATH.write_text(text())
+RULES_PATH.write_text(operator_rules())

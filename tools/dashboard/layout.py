@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from tools.dashboard.panels import ROWS, Panel
 
+PATH = Path(__file__).parents[2] / "deploy/grafana/dashboards/eplb.json"
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _ROW_HEIGHT, _WIDTH = 1, 24
 

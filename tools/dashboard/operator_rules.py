@@ -1,0 +1,25 @@
+"""The alerts of deploy/prometheus/rules.yml as the object that the Prometheus operator reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_DEPLOY = Path(__file__).parents[2] / "deploy"
+RULES_PATH = _DEPLOY / "kubernetes/monitoring/rules.yaml"
+_HEAD = """\
+# Made from deploy/prometheus/rules.yml by `python -m tools.dashboard`.
+apiVersion: monitoring.coreos.com/v1
+kind: PrometheusRule
+metadata:
+  name: eplb
+  labels:
+    app.kubernetes.io/name: eplb-service
+spec:
+"""
+
+
+def operator_rules() -> str:
+    """The file's content: the groups, one level deeper."""
+    rules = (_DEPLOY / "prometheus/rules.yml").read_text()
+    groups = rules[rules.index("groups:") :]
+    return _HEAD + "".join(f"  {line}" if line.strip() else line for line in groups.splitlines(keepends=True))
