@@ -8,16 +8,20 @@ from pathlib import Path
 
 from eplb_service.heat.window import HeatError
 from eplb_service.io import native_layout
+from eplb_service.io.load_history import trace_of_history
 from eplb_service.io.named_arrays import ReadAs, as_array, trace_of_arrays
 from eplb_service.io.native_reader import StoredTrace
 from eplb_service.io.numpy_file import read_npy, read_npz
+from eplb_service.io.parquet_file import MAGIC as PARQUET
+from eplb_service.io.parquet_file import read_parquet_trace
 from eplb_service.io.sglang import check_alone, is_dump, trace_of_dumps, trace_of_ring_buffer
+from eplb_service.io.tensorrt_llm import is_statistics, trace_of_statistics
 from eplb_service.io.text_file import read_csv_trace, read_json
 from eplb_service.io.torch_file import read_torch
 from eplb_service.io.trace import ArrayTrace, Heat, Trace
 from eplb_service.io.zarr_array import METADATA
 
-KNOWN = f"{native_layout.SUFFIX} folder, .npz, .npy, .pt, a folder of ranks' .pt, .json or .csv"
+KNOWN = f"{native_layout.SUFFIX} folder, .npz, .npy, .pt, a folder of ranks' files, .json, .csv or .parquet"
 """What can be opened, for messages and help."""
 
 _LEGACY_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
@@ -69,13 +73,17 @@ def read_heat(path: Path, read_as: ReadAs | None = None) -> Heat:
 
 def _open(path: Path, read_as: ReadAs) -> Trace:
     if path.is_dir():
-        return StoredTrace(path) if (path / METADATA).exists() else _open_dumps(path, read_as)
+        if (path / METADATA).exists():
+            return StoredTrace(path)
+        return trace_of_statistics(path) if is_statistics(path) else _open_dumps(path, read_as)
     with path.open("rb") as file:
         head = file.read(16)
     if not head:
         raise HeatError("is empty")
     if head.startswith(b"\x93NUMPY"):
         return trace_of_arrays({"": read_npy(path)}, "numpy .npy", read_as, path.stem)
+    if head.startswith(PARQUET):
+        return read_parquet_trace(path)
     if head.startswith(b"PK"):
         return _open_zip(path, read_as)
     if head.startswith(_LEGACY_TORCH):
@@ -120,8 +128,9 @@ def _open_zip(path: Path, read_as: ReadAs) -> Trace:
 def _trace_of_document(document: object, origin: str, read_as: ReadAs, path: Path) -> ArrayTrace:
     """The trace in what a recorder saved.
 
-    Known are SGLang's recorder dumps (``logical_count``, or ``records`` of forward passes), dictionaries of arrays
-    named as in ``trace_of_arrays``, and a bare array. Raises ``HeatError`` on anything else.
+    Known are SGLang's recorder dumps (``logical_count``, or ``records`` of forward passes), the ``load_history`` of
+    OpenEvolve's and ADRS' benchmark, dictionaries of arrays named as in ``trace_of_arrays``, and a bare array. Raises
+    ``HeatError`` on anything else.
     """
     bare = as_array(document)
     if bare is not None:
@@ -130,6 +139,8 @@ def _trace_of_document(document: object, origin: str, read_as: ReadAs, path: Pat
         raise HeatError("holds a list whose rows differ in length or are no numbers; expected a full array")
     if not isinstance(document, Mapping):
         raise HeatError(f"holds a {type(document).__name__}; expected an array, or a dictionary with one")
+    if "load_history" in document:
+        return trace_of_history(document["load_history"], origin)
     if is_dump(document):
         check_alone(path)
         return trace_of_dumps([(origin, document)], read_as)

@@ -47,7 +47,7 @@ def read_csv_trace(path: Path, read_as: ReadAs) -> ArrayTrace:
             raise HeatError("is empty")
         if set(COLUMNS) <= set(names):
             columns = [names.index(name) for name in COLUMNS]
-            return _of_rows(_numbers(path, skiprows=1, usecols=columns))
+            return trace_of_rows(_numbers(path, skiprows=1, usecols=columns), "CSV, one row per count")
         table = _numbers(path)
     except UnicodeDecodeError as error:
         raise HeatError("is neither text nor any kind of trace that is known") from error
@@ -58,7 +58,13 @@ def read_csv_trace(path: Path, read_as: ReadAs) -> ArrayTrace:
     return trace_of_arrays({"": table}, "CSV", read_as)
 
 
-def _of_rows(rows: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> ArrayTrace:
+def trace_of_rows(
+    rows: np.ndarray[tuple[int, ...], np.dtype[np.float64]], origin: str, first_line: int = 2
+) -> ArrayTrace:
+    """The trace in rows of ``COLUMNS``, ``[rows, 4]``; what no row names is 0.
+
+    Raises ``HeatError`` (without the path) naming the first row, counted from ``first_line``, that is no count.
+    """
     if not len(rows):
         raise HeatError("holds a header and no rows")
     places = rows[:, :3]
@@ -66,8 +72,9 @@ def _of_rows(rows: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> ArrayTr
         line = int(
             np.flatnonzero((~np.isfinite(rows) | (rows < 0)).any(axis=1) | (places % 1 != 0).any(axis=1))[0]
         )
+        place = f"{'line' if first_line == 2 else 'row'} {line + first_line}"
         raise HeatError(
-            f"line {line + 2} holds {rows[line].tolist()}; expected step, layer, expert and tokens from 0 on"
+            f"{place} holds {rows[line].tolist()}; expected step, layer, expert and tokens from 0 on"
         )
     if places.max() >= 2**31:
         raise HeatError(
@@ -80,9 +87,7 @@ def _of_rows(rows: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> ArrayTr
     heat_TLE = np.zeros(shape)
     np.add.at(heat_TLE, (step_K, layer_K, expert_K), rows[:, 3])
     whole = (heat_TLE == np.floor(heat_TLE)).all()
-    return ArrayTrace(
-        heat_TLE.astype(np.int64) if whole else heat_TLE, TraceFacts(origin="CSV, one row per count")
-    )
+    return ArrayTrace(heat_TLE.astype(np.int64) if whole else heat_TLE, TraceFacts(origin=origin))
 
 
 def _numbers(path: Path, **which: Any) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:

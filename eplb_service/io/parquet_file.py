@@ -1,0 +1,37 @@
+"""Heat in a parquet table: columns step, layer, expert and tokens, a row per count. pyarrow reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from eplb_service.heat.window import HeatError
+from eplb_service.io.numpy_file import check_fits_memory
+from eplb_service.io.text_file import COLUMNS, trace_of_rows
+from eplb_service.io.trace import ArrayTrace
+
+MAGIC = b"PAR1"
+
+
+def read_parquet_trace(path: Path) -> ArrayTrace:
+    """The trace of a ``.parquet``; raises ``HeatError`` (without the path)."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise HeatError("is parquet, which pyarrow reads: pip install 'eplb-service[tables]'") from error
+    try:
+        file = parquet.ParquetFile(path)
+        missing = [name for name in COLUMNS if name not in file.schema_arrow.names]
+        if missing:
+            raise HeatError(f"has no column {missing[0]}; expected {', '.join(COLUMNS)}")
+        check_fits_memory(8 * len(COLUMNS) * file.metadata.num_rows)
+        table = file.read(columns=list(COLUMNS))
+        rows = np.stack([table.column(name).to_numpy().astype(np.float64) for name in COLUMNS], axis=1)
+    except (ArrowException, OSError, ValueError, TypeError) as error:
+        if isinstance(error, HeatError):
+            raise
+        raise HeatError(
+            f"is damaged, or holds no plain numbers ({' '.join(str(error).split())[:200]})"
+        ) from error
+    return trace_of_rows(rows, "parquet, one row per count", first_line=1)
