@@ -163,8 +163,11 @@ def _print(
     timed = bool(costs.step_ms) or costs.curve is not None
     if costs.curve is not None:
         console.print(_slot_table(given, ranks, experts), soft_wrap=False)
-    rows = [(f"{option.setup.slots * ranks - experts} redundant", option) for option in given.by_redundancy]
-    console.print(_curve("PAR against redundancy", rows, timed), soft_wrap=False)
+    else:
+        rows = [
+            (f"{option.setup.slots * ranks - experts} redundant", option) for option in given.by_redundancy
+        ]
+        console.print(_curve("PAR against redundancy", rows, timed), soft_wrap=False)
     rows = [
         (f"window {o.setup.schedule.window}, every {o.setup.schedule.interval}", o) for o in given.by_schedule
     ]
@@ -200,18 +203,21 @@ def _slot_table(given: Advice, ranks: int, experts: int) -> Table:
 
 
 def _curve(title: str, rows: Sequence[tuple[str, Option]], timed: bool) -> Table:
-    """One row per setting, its PAR as a bar on a scale that all rows share."""
+    """One row per setting, its time where there is a cost curve and else its PAR as a bar; all rows share one scale."""
     net = ["net ms"] if timed else []
-    table = compact_table("setting", "PAR", "slots moved", *net, title=title)
-    low, high = min(option.par for _, option in rows), max(option.par for _, option in rows)
-    table.add_column(f"PAR, {low:.3f} to {high:.3f}", no_wrap=True)
-    for label, option in rows:
-        share = (option.par - low) / (high - low) if high > low else 0.0
+    in_ms = all(option.moe_ms is not None for _, option in rows)
+    what = "MoE ms" if in_ms else "PAR"
+    table = compact_table("setting", what, "slots moved", *net, title=title)
+    values = [(option.moe_ms or 0.0) if in_ms else option.par for _, option in rows]
+    low, high = min(values), max(values)
+    table.add_column(f"{what}, {low:.3f} to {high:.3f}", no_wrap=True)
+    for (label, option), value in zip(rows, values, strict=True):
+        share = (value - low) / (high - low) if high > low else 0.0
         table.add_row(
             label,
-            f"{option.par:.3f}",
+            f"{value:.3f}",
             f"{option.moved_share:.1%}",
-            *([f"{option.net_ms:.2f}"] if timed else []),
+            *([f"{option.net_ms:.3f}" if in_ms else f"{option.net_ms:.2f}"] if timed else []),
             "█" * (1 + round(share * (_BAR - 1))),
         )
     return table

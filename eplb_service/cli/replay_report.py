@@ -100,11 +100,12 @@ def _footnotes(result: Replay, low: float, high: float) -> list[str]:
     ]
     if result.costs.curve is not None:
         best = min(result.policies, key=lambda policy: policy.moe_ms or 0.0)
-        won = result.score(best)
+        fewest = min(result.policies, key=lambda policy: policy.setup.slots)
+        left_alone, moe_ms = result.moe_ms_left_alone(fewest) or 0.0, best.moe_ms or 0.0
         lines.append(
             "MoE ms: the slowest ranks of all layers in a step. "
-            f"Left alone {won.moe_ms_left_alone:.3f}; {best.label} saves {won.saved_ms:.3f} ms, and its switches cost "
-            f"{won.stall_ms:.3f} ms."
+            f"Left alone on {fewest.setup.slots} slots {left_alone:.3f}; {best.label} saves "
+            f"{left_alone - moe_ms:.3f} ms, and its switches cost {result.score(best).stall_ms:.3f} ms."
         )
     elif result.costs.step_ms:
         best = min(result.policies, key=lambda policy: policy.par_realised)

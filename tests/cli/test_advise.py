@@ -76,7 +76,15 @@ def test_with_a_cost_curve_slots_are_set_against_time_and_memory(tmp_path, trace
     arguments = ("--heat", trace, "--ranks", 4, "--cost-curve", curve, "--bytes-per-expert", 1 << 30)
     code, out, _ = advise(capsys, *arguments)
     assert code == 0
-    for words in ("time against slots", "GiB of experts per rank", "(advised)", "This rests on:", "H200"):
+    assert "PAR against redundancy" not in out
+    for words in (
+        "time against slots",
+        "MoE ms, ",
+        "GiB of experts per rank",
+        "(advised)",
+        "This rests on:",
+        "H200",
+    ):
         assert words in out
     code, out, _ = advise(capsys, *arguments, "--json")
     told = json.loads(out)

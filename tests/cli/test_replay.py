@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from eplb_service.cli import main
+from eplb_service.cost.curve_file import write_curves
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.placement import Placement
+from tests.cost.curves import H200
 
 LAYERS, EXPERTS, RANKS = 2, 16, 4
 
@@ -136,3 +138,29 @@ def test_ctrl_c_tells_and_writes_what_is_done(tmp_path, trace, capsys, monkeypat
     assert "decisions 2; stopped early, all policies up to the same decision" in printed
     assert json.loads(out.read_text())["interrupted"] is True
     assert "stopped early" in report.read_text()
+
+
+def test_with_a_cost_curve_milliseconds_are_shown_against_the_fewest_slots(tmp_path, capsys):
+    np.savez(tmp_path / "heat.npz", heat=synthetic_heat("static", 60, 1, 16, tokens=512, top_k=2, seed=1))
+    write_curves(tmp_path / "curve.json", [H200])
+    arguments = [
+        "--heat",
+        tmp_path / "heat.npz",
+        "--ranks",
+        4,
+        "--redundant",
+        "0,4",
+        "--window",
+        20,
+        "--interval",
+        20,
+    ]
+    arguments += ["--policy", "none,flashlb", "--no-hindsight", "--cost-curve", tmp_path / "curve.json"]
+    assert main.run(["replay", *map(str, arguments)]) == 0
+    out = capsys.readouterr().out
+    assert "Left alone on 4 slots" in out
+    assert "This rests on: cost_curve 20 us" in out
+    assert main.run(["replay", *map(str, arguments), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["costs"]["curve"]["read_us"] == 11.6
+    assert told["policies"]["none, 4 slots"]["moe_ms_per_step"] > 0
