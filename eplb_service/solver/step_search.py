@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from eplb_service.solver.annealing import bearable, draw
-from eplb_service.solver.jit import kernel, part
-from eplb_service.solver.model import Bool, Float32, Float64, Int32, Int64, UInt64
+from eplb_service.solver.jit import kernel
+from eplb_service.solver.model import Bool, Float32, Float64, Int32, Int64, UInt64, set_row
 from eplb_service.solver.stepwise import Search, Sharing, level, search_memory, sharing_of, split_evenly
 
 _HOTTEST, _COLDEST = 3e-4, 3e-6
@@ -86,7 +86,7 @@ def step_search(
     best_KRS = np.empty((price_K.shape[0], ranks, slots), dtype=np.int32)
     ratio_K, cost_K = np.empty(price_K.shape[0]), np.empty(price_K.shape[0])
     for k in range(price_K.shape[0]):
-        best_KRS[k] = here_RS
+        _keep(best_KRS[k], here_RS)
         ratio_K[k], cost_K[k] = ratio, ratio + price_K[k] * away
     price = price_K[-1]
     state_1 = np.full(1, np.uint64(seed), dtype=np.uint64)
@@ -115,10 +115,15 @@ def step_search(
             cost = ratio + price_K[j] * away
             if cost < cost_K[j] - 1e-9:
                 cost_K[j], ratio_K[j] = cost, ratio
-                for r in range(ranks):
-                    for s in range(slots):
-                        best_KRS[j, r, s] = here_RS[r, s]
+                _keep(best_KRS[j], here_RS)
     return best_KRS, ratio_K
+
+
+@kernel
+def _keep(best_RS: Int32, here_RS: Int32) -> None:
+    """Note a placement as the best so far."""
+    for r in range(best_RS.shape[0]):
+        set_row(best_RS[r], here_RS[r])
 
 
 @kernel
@@ -144,7 +149,7 @@ def _scenarios(
     return found
 
 
-@part
+@kernel
 def _level_of(sharing: Sharing, found: Scenarios, memory: Search, n: int) -> None:
     """Level one scenario, and keep its tight set."""
     found.level_N[n] = level(sharing, found.flow_NP[n], found.load_NR[n], memory, False)
@@ -155,7 +160,7 @@ def _level_of(sharing: Sharing, found: Scenarios, memory: Search, n: int) -> Non
     found.size_N[n] = size
 
 
-@part
+@kernel
 def _ratio(found: Scenarios, share_N: Float32) -> float:
     total = 0.0
     for n in range(share_N.shape[0]):
@@ -195,7 +200,7 @@ def _drawn(
     return True
 
 
-@part
+@kernel
 def _holds(here_RS: Int32, rank: int, expert: int) -> bool:
     for s in range(here_RS.shape[1]):  # noqa: SIM110 # numba compiles a loop, not any()
         if here_RS[rank, s] == expert:
@@ -257,7 +262,7 @@ def _may_pay(
     return True
 
 
-@part
+@kernel
 def _inside(sharing: Sharing, tight_R: Bool, expert: int, leaves: int, comes: int) -> bool:
     """Whether all replicas of an expert are in a set of ranks, once it has left one rank and come to another."""
     if comes >= 0 and not tight_R[comes]:
@@ -269,7 +274,7 @@ def _inside(sharing: Sharing, tight_R: Bool, expert: int, leaves: int, comes: in
     return True
 
 
-@part
+@kernel
 def _apply(here_RS: Int32, change: Int64, slots: int) -> None:
     if change[0] == 1:
         here_RS[change[1] // slots, change[1] % slots] = change[2]
@@ -279,7 +284,7 @@ def _apply(here_RS: Int32, change: Int64, slots: int) -> None:
     here_RS[change[2] // slots, change[2] % slots] = mine
 
 
-@part
+@kernel
 def _apply_back(here_RS: Int32, change: Int64, slots: int, theirs: int) -> None:
     if change[0] == 1:
         here_RS[change[1] // slots, change[1] % slots] = theirs
@@ -320,7 +325,7 @@ def _solve_changed(
     return total
 
 
-@part
+@kernel
 def _carry_over(before: Sharing, flow_P: Float64, load_R: Float64, change: Int64, slots: int) -> None:
     """A split that the changed placement allows, close to the one before."""
     one = change[1]

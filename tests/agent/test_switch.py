@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,6 +32,9 @@ def _addresses(layers: list[Any]) -> list[int]:
 def _switch_two_layers() -> dict[str, Any]:
     agent, layers, still = _start(3)
     before = _addresses(layers)
+    noted: dict[int, Any] = {}
+    for index, layer in enumerate(layers):
+        layer.install_placement = partial(noted.__setitem__, index)
     targets = {
         layer: live.keep_staying_slots(live.linear_RS(RANKS), live.shuffled_RS(RANKS, seed=layer))
         for layer in (2, 0)
@@ -60,6 +64,7 @@ def _switch_two_layers() -> dict[str, Any]:
             not bool((a.log2phy == b.log2phy).all()) for a, b in zip(layers, still, strict=True)
         ],
         "targets": {layer: target.tolist() for layer, target in targets.items()},
+        "noted": {layer: placed_RS.tolist() for layer, placed_RS in noted.items()},
     }
     agent.close()
     return facts
@@ -78,6 +83,8 @@ def test_a_plan_switches_its_layers_on_all_ranks_at_the_same_step() -> None:
         assert fact["switched"] == 2
         for layer, target in fact["targets"].items():
             assert fact["placement"][layer] == target
+        # Layers that must know where all replicas are have been given it.
+        assert fact["noted"] == fact["targets"]
     assert sum(fact["received"] for fact in facts) > 0
     assert any(any(fact["changed_tables"]) for fact in facts)
 
