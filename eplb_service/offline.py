@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from eplb_service.heat.window import HeatError, Window, checked_heat
 from eplb_service.placement import Float64, Int32, Placement, PlacementError, apply_layers, mean_par
+from eplb_service.planner.dealing import first_tables
 from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.plan import LayerVerdict
 from eplb_service.planner.scoring import split_steps
@@ -27,7 +28,8 @@ class Solution:
     phy2log
         int32 ``[L, R, S]``, logical expert in each slot.
     log2phy
-        int32 ``[R, L, E]``, physical id that each source rank's tokens of each expert go to.
+        int32 ``[R, L, E]``, physical id that each source rank's tokens of each expert go to; ``[R, L, E, D]``, those
+        that they go to in turn, where ``split`` is deal.
     par_before_L, par_after_L
         float64 ``[L]``, peak-to-average ratio over the heat's own steps, through the tables; NaN for a layer without
         tokens.
@@ -94,7 +96,8 @@ def solve(
         ``[L, R, S]``, what is deployed: layers change where that pays. Without it every layer is placed from scratch
         and compared with the linear layout.
     log2phy
-        ``[R, L, E]``, the deployed tables that go with ``placement``; the engines' fixed rule where not given.
+        ``[R, L, E]`` or ``[R, L, E, D]``, the deployed tables that go with ``placement``, as many entries as the host
+        can deal to; by the engines' fixed rule where not given.
     source_heat
         ``[T, R, L, E]``, tokens by the rank that they come from; uniform where it is not given.
     policy, seed, threads, options
@@ -122,7 +125,7 @@ def solve(
         if log2phy is not None:
             raise PlacementError("log2phy was given without the placement that it belongs to; give both")
         deployed = Placement.linear(layers, experts, ranks, slots)
-        deployed_RLE = deployed.default_log2phy()
+        deployed_RLE = first_tables(deployed, settings.split, settings.deal_width)
         decided = plan_afresh(window, deployed, topology, settings)
     else:
         deployed = Placement(np.asarray(placement), experts)
@@ -130,7 +133,11 @@ def solve(
             raise PlacementError(
                 f"the placement has {deployed.ranks} ranks x {deployed.slots} slots, asked for {ranks} x {slots}"
             )
-        deployed_RLE = deployed.default_log2phy() if log2phy is None else _checked_tables(log2phy)
+        deployed_RLE = (
+            first_tables(deployed, settings.split, settings.deal_width)
+            if log2phy is None
+            else _checked_tables(log2phy)
+        )
         decided = plan(window, deployed, deployed_RLE, topology, settings)
     after, after_RLE = apply_layers(deployed, deployed_RLE, decided.changes())
 

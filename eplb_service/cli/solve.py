@@ -24,6 +24,7 @@ from eplb_service.cli.warmup import compile_progress
 from eplb_service.io.open_trace import naming, open_trace
 from eplb_service.io.placement_file import SUFFIXES, placement_format, write_placement
 from eplb_service.placement import Placement, check_shape, mean_par, par
+from eplb_service.planner.dealing import first_tables
 from eplb_service.planner.options import planner_settings
 from eplb_service.planner.scoring import split_loads
 
@@ -101,7 +102,8 @@ def solve(
         milliseconds = (time.perf_counter() - began) * 1e3
         solved = Placement(solution.phy2log, trace.experts)
         write_placement(output.out, solved, solution.log2phy, output.format, output.layer_numbers(trace))
-        fixed = split_loads(heat_TLE, solved, solved.default_log2phy(), source_RLE, settings.split)
+        own_RLE = first_tables(solved, settings.split, settings.deal_width)
+        fixed = split_loads(heat_TLE, solved, own_RLE, source_RLE, settings.split)
         if settings.split == "tables":
             even = solved_for(replace(settings, split="even", budget_ms=None))
     found = _Found(solution, even, settings.policy, trace.steps, milliseconds, float(mean_par(par(fixed))))

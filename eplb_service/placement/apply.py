@@ -18,9 +18,10 @@ def apply_layers(
     Parameters
     ----------
     placement, log2phy
-        What serves: the placement, and int32 ``[R, L, E]`` the tables of all source ranks or ``[L, E]`` of one.
+        What serves: the placement, and int32 ``[R, L, E]`` the tables of all source ranks, or of some; ``[R, L, E, D]``
+        where they deal.
     changes
-        Per layer its index, int32 ``[R, S]`` its new placement, and int32 ``[R, E]`` or ``[E]`` its new tables.
+        Per layer its index, int32 ``[R, S]`` its new placement, and int32 ``[R, E]`` or ``[R, E, D]`` its new tables.
 
     Raises
     ------
@@ -31,11 +32,11 @@ def apply_layers(
     switched = placement.with_layers((layer, phy2log_RS) for layer, phy2log_RS, _ in changed)
     tables = np.array(log2phy, dtype=np.int32, order="C")
     for layer, phy2log_RS, table in changed:
-        expected = tables[..., layer, :].shape
+        expected = tables[:, layer].shape
         if table.shape != expected:
             raise PlacementError(
                 f"log2phy of layer {layer} has the shape {list(expected)}, got {list(table.shape)}"
             )
-        check_log2phy(table, phy2log_RS, f"log2phy of layer {layer}")
-        tables[..., layer, :] = table
+        check_log2phy(table, phy2log_RS, f"log2phy of layer {layer}", deals=table.ndim == 3)
+        tables[:, layer] = table
     return switched, tables

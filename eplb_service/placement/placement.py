@@ -179,7 +179,8 @@ class Placement:
         Parameters
         ----------
         log2phy_RLE
-            Int32 ``[R, L, E]``, physical id that each source rank's tokens of each expert go to.
+            Int32 ``[R, L, E]``, physical id that each source rank's tokens of each expert go to; ``[R, L, E, D]``,
+            those that they go to in turn, where ranks deal.
 
         Raises
         ------
@@ -187,10 +188,11 @@ class Placement:
             Naming the first entry that does not fit.
         """
         expected = (self.ranks, self.layers, self.experts)
-        if log2phy_RLE.shape != expected:
+        deals = log2phy_RLE.ndim == 4
+        if log2phy_RLE.ndim not in (3, 4) or log2phy_RLE.shape[:3] != expected:
             raise PlacementError(f"log2phy has the shape {list(expected)}, got {list(log2phy_RLE.shape)}")
         for layer, phy2log_RS in enumerate(self.phy2log_LRS):
-            check_log2phy(log2phy_RLE[:, layer], phy2log_RS, f"log2phy of layer {layer}")
+            check_log2phy(log2phy_RLE[:, layer], phy2log_RS, f"log2phy of layer {layer}", deals=deals)
 
     def digest(self) -> int:
         """A 63-bit fingerprint: equal on two hosts if, and but for chance only if, the placements are equal."""

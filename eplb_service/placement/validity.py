@@ -47,7 +47,9 @@ def check_layer(phy2log_RS: Int32, experts: int, where: str = "layer") -> None:
         raise PlacementError(f"{where}: expert {in_order[rank, slot]} is twice on rank {rank}")
 
 
-def check_log2phy(log2phy: Int32, phy2log_RS: Int32, where: str = "log2phy", source: str = "rank") -> None:
+def check_log2phy(
+    log2phy: Int32, phy2log_RS: Int32, where: str = "log2phy", source: str = "rank", *, deals: bool = False
+) -> None:
     """Raise ``PlacementError`` unless every entry of one layer's tables is a slot that holds its expert.
 
     Parameters
@@ -58,19 +60,24 @@ def check_log2phy(log2phy: Int32, phy2log_RS: Int32, where: str = "log2phy", sou
         int32 ``[R, S]``, a layer that ``check_layer`` has passed.
     where, source
         What the message calls the layer, and each of several sources.
+    deals
+        Whether tables have an axis of entries behind the others (``dealing``).
     """
-    if log2phy.ndim not in (1, 2):
-        raise PlacementError(f"{where}: a table has the shape [experts], got {list(log2phy.shape)}")
-    table_GE = log2phy.reshape(-1, log2phy.shape[-1])
+    axes = log2phy.ndim - deals
+    if axes not in (1, 2) or (deals and not log2phy.shape[-1]):
+        expected = "[experts, entries]" if deals else "[experts]"
+        raise PlacementError(f"{where}: a table has the shape {expected}, got {list(log2phy.shape)}")
+    experts = log2phy.shape[axes - 1]
+    table_GED = log2phy.reshape(-1, experts, log2phy.shape[-1] if deals else 1)
     expert_P = phy2log_RS.ravel()
-    expert_E = np.arange(table_GE.shape[1])
-    if table_GE.size == 0 or (table_GE.min() >= 0 and table_GE.max() < expert_P.size):
-        wrong_GE = expert_P.take(table_GE) != expert_E
+    expert_E1 = np.arange(experts)[:, None]
+    if table_GED.size == 0 or (table_GED.min() >= 0 and table_GED.max() < expert_P.size):
+        wrong_GED = expert_P.take(table_GED) != expert_E1
     else:
-        outside_GE = (table_GE < 0) | (table_GE >= expert_P.size)
-        wrong_GE = outside_GE | (expert_P[np.where(outside_GE, 0, table_GE)] != expert_E)
-    if wrong_GE.any():
-        table, expert = (int(index) for index in np.argwhere(wrong_GE)[0])
-        of = f"{where}, {source} {table}" if log2phy.ndim == 2 else where
-        slot = int(table_GE[table, expert])
+        outside_GED = (table_GED < 0) | (table_GED >= expert_P.size)
+        wrong_GED = outside_GED | (expert_P[np.where(outside_GED, 0, table_GED)] != expert_E1)
+    if wrong_GED.any():
+        table, expert, entry = (int(index) for index in np.argwhere(wrong_GED)[0])
+        of = f"{where}, {source} {table}" if axes == 2 else where
+        slot = int(table_GED[table, expert, entry])
         raise PlacementError(f"{of}: expert {expert} points to slot {slot}, which does not hold it")

@@ -19,10 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.heat.window import HeatError, Window
-from eplb_service.placement import Float64, Int32, Placement, par
+from eplb_service.placement import Float64, Int32, Placement, dealing_width, par
+from eplb_service.planner.dealing import as_host_deals, first_tables, tables_of_sources
 from eplb_service.planner.noise_floor import balanced_par, noise_floor, volatility_bound
 from eplb_service.planner.plan import LayerPlan, LayerVerdict, Plan
-from eplb_service.planner.scoring import split_loads, split_steps
+from eplb_service.planner.scoring import loads_under, split_loads, split_shares, split_steps
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.solver_request import groups_on_nodes, solve_picked, time_curve
 from eplb_service.planner.times import with_times
@@ -50,7 +51,8 @@ def plan(
     window
         Heat, and each expert's split over the source ranks where the host reports it.
     placement, log2phy_RLE
-        What is deployed: the placement and int32 ``[R, L, E]`` the table of each source rank.
+        What is deployed: the placement and int32 ``[R, L, E]`` the table of each source rank; ``[R, L, E, D]`` where
+        they deal.
     topology
         Nodes and token groups of the ranks.
     settings
@@ -83,8 +85,9 @@ def plan(
     else:
         picked = worst_busy(judge.par_L, settings)
     answers = solve_picked(window, heat_NLE, placement, log2phy_RLE, topology, settings, picked, groups)
+    width = dealing_width(log2phy_RLE, 3)
     decided = {
-        layer: _decided(layer, answer, judge, window, placement, topology)
+        layer: _decided(layer, answer, judge, window, placement, topology, width)
         for layer, answer in zip(picked.tolist(), answers, strict=True)
     }
     verdicts = tuple(
@@ -103,7 +106,8 @@ def plan(
 def plan_afresh(window: Window, placement: Placement, topology: Topology, settings: PlannerSettings) -> Plan:
     """Solve every layer from scratch; ``placement`` serves only as what moves are counted against."""
     settings = replace(settings, par_threshold=1.0, min_gain=0.0, move_price=0.0, max_layers=None, warm=False)
-    return plan(window, placement, placement.default_log2phy(), topology, settings)
+    deployed_RLE = first_tables(placement, settings.split, settings.deal_width)
+    return plan(window, placement, deployed_RLE, topology, settings)
 
 
 def cherry_pick(par_L: Float64, lost_L: Float64, settings: PlannerSettings) -> npt.NDArray[np.int64]:
@@ -150,8 +154,8 @@ def _judge(
 ) -> Judge:
     """Ratios of all layers as they are served, per step for people and per episode for the decision."""
     steps = split_steps(window.heat_TLE, placement, log2phy_RLE, window.source_RLE, settings.split)
-    loads_NLR = split_loads(heat_NLE, placement, log2phy_RLE, window.source_RLE, settings.split)
     if settings.split == "step":
+        loads_NLR = split_loads(heat_NLE, placement, log2phy_RLE, window.source_RLE, settings.split)
         # Every step is balanced for itself, so neither token sampling nor experts' jumps set a floor.
         even_L = np.ones(window.layers)
         return Judge(
@@ -165,6 +169,8 @@ def _judge(
             settings=settings,
             why_ungrouped=why_ungrouped,
         )
+    share_LP = split_shares(window.heat_TLE, placement, log2phy_RLE, window.source_RLE, settings.split)
+    loads_NLR = loads_under(heat_NLE, placement, share_LP)
     episodes = len(heat_NLE)
     floor_L = noise_floor(steps.tokens_TK, placement.ranks)
     # For a decision a layer without tokens is balanced, since nothing can be won there.
@@ -195,28 +201,36 @@ def _decided(
     window: Window,
     placement: Placement,
     topology: Topology,
+    width: int,
 ) -> tuple[LayerPlan | None, LayerVerdict]:
-    """What an answer makes of its layer: the change, if it is one, and the verdict."""
+    """What an answer makes of its layer: the change, if it is one, and the verdict; tables as wide as the host's."""
     if isinstance(answer, SolverError):
         return None, judge.unanswered(layer, answer)
     found, fresh = answer.found, answer.fresh
     for candidate in (found, fresh):
         if flaw := flaw_of(candidate.phy2log_RS, candidate.log2phy_GE, placement.experts):
             return None, judge.unanswered(layer, flaw)
-    _, _, group_R = topology.token_groups()
-    hindsight = _step_par(window, layer, fresh, group_R, judge.settings.split)
+    _, first_G, group_R = topology.token_groups()
+
+    def tables(candidate: Candidate) -> Int32:
+        return tables_of_sources(candidate.log2phy_GE, first_G.size)[group_R]
+
+    hindsight = _step_par(window, layer, fresh.phy2log_RS, tables(fresh), judge.settings.split)
     if stays(answer):
         return None, judge.not_worth_it(layer, answer, hindsight)
-    planned = hindsight if found is fresh else _step_par(window, layer, found, group_R, judge.settings.split)
+    log2phy_RE = tables(found)
+    planned = hindsight
+    if found is not fresh:
+        planned = _step_par(window, layer, found.phy2log_RS, log2phy_RE, judge.settings.split)
     moves_M5 = choose_senders(placement.phy2log_LRS[layer].copy(), found.phy2log_RS, topology.nodes_R.copy())
-    changed = LayerPlan(layer, found.phy2log_RS, found.log2phy_GE[group_R], moves_M5)
+    changed = LayerPlan(layer, found.phy2log_RS, as_host_deals(log2phy_RE, width), moves_M5)
     return changed, judge.changed(layer, answer, len(moves_M5), planned, hindsight)
 
 
-def _step_par(window: Window, layer: int, candidate: Candidate, group_R: Int32, split: str) -> float:
-    """Peak-to-average ratio per step of one layer under a candidate."""
-    placement = Placement(candidate.phy2log_RS[None], window.experts)
-    log2phy_R1E = candidate.log2phy_GE[group_R][:, None]
+def _step_par(window: Window, layer: int, phy2log_RS: Int32, log2phy_RE: Int32, split: str) -> float:
+    """Peak-to-average ratio per step of one layer under another placement."""
+    placement = Placement(phy2log_RS[None], window.experts)
+    log2phy_R1E = log2phy_RE[:, None]
     source_R1E = None if window.source_RLE is None else window.source_RLE[:, layer, None]
     return float(split_steps(window.heat_TLE, placement, log2phy_R1E, source_R1E, split, (layer,)).par_K[0])
 

@@ -21,7 +21,7 @@ class LayerPlan:
     phy2log_RS
         int32 ``[R, S]``, the new placement.
     log2phy_RE
-        int32 ``[R, E]``, the new table of each source rank.
+        int32 ``[R, E]``, the new table of each source rank; ``[R, E, D]`` where they deal.
     moves_M5
         int32 ``[M, 5]``: source rank, source slot, destination rank, destination slot, expert; one row per slot that
         must receive weights. Empty where only the tables change.

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.cost.curve import CostCurve
-from eplb_service.placement import Float64, Int32, Placement, mean_par, peak_par
+from eplb_service.placement import Float64, Int32, Placement, dealing_width, mean_par, peak_par
+from eplb_service.planner.dealing import entry_parts
 from eplb_service.solver.stepwise import loads_by_step
 from eplb_service.solver.time_evaluation import Curve, slowest_in_steps
 from eplb_service.solver.window import loads_of_ranks, step_loads
@@ -30,7 +31,8 @@ def source_shares(source_RLE: Float64 | None, ranks: int, layers: int, experts: 
 def slot_shares(phy2log_LRS: Int32, log2phy_RLE: Int32, shares_RLE: Float64 | None) -> Float64:
     """The share of its expert's tokens that each slot receives, float64 ``[L, R*S]``.
 
-    ``shares_RLE`` as ``source_shares`` gives them; ``None`` where all sources send alike.
+    ``shares_RLE`` as ``source_shares`` gives them, or ``[R, L, E, D]`` by entry where tables deal; ``None`` where all
+    sources send alike.
     """
     layers, ranks, slots = phy2log_LRS.shape
     share_LP: Float64 = np.empty((layers, ranks * slots))
@@ -43,13 +45,22 @@ def slot_shares(phy2log_LRS: Int32, log2phy_RLE: Int32, shares_RLE: Float64 | No
     return share_LP
 
 
-def split_shares(placement: Placement, log2phy_RLE: Int32, source_RLE: Float64 | None, split: str) -> Float64:
+def split_shares(
+    heat_TLE: npt.NDArray[np.floating] | npt.NDArray[np.integer],
+    placement: Placement,
+    log2phy_RLE: Int32,
+    source_RLE: Float64 | None,
+    split: str,
+) -> Float64:
     """The share of its expert's tokens that each slot receives on a host that splits tokens as ``split``.
 
     Parameters
     ----------
+    heat_TLE
+        ``[T, L, E]``, tokens of each step: what an entry of a dealing table gets of them depends on their number.
     placement, log2phy_RLE
-        What serves: the placement and int32 ``[R, L, E]`` the table of each source rank.
+        What serves: the placement and int32 ``[R, L, E]`` the table of each source rank; ``[R, L, E, D]`` where they
+        deal.
     source_RLE
         float64 ``[R, L, E]``, of which each expert's split over the source ranks is used; uniform where unknown.
     split
@@ -65,8 +76,12 @@ def split_shares(placement: Placement, log2phy_RLE: Int32, source_RLE: Float64 |
         share_LP: Float64 = 1.0 / np.take_along_axis(placement.replicas(), expert_LP, axis=1)
         return share_LP
     shares_RLE = None
-    if source_RLE is not None:
+    width = dealing_width(log2phy_RLE, 3)
+    if source_RLE is not None or width > 1:
         shares_RLE = source_shares(source_RLE, log2phy_RLE.shape[0], placement.layers, placement.experts)
+    if shares_RLE is not None and width > 1:
+        parts_RLED = entry_parts(shares_RLE * heat_TLE.mean(axis=0), width)
+        shares_RLE = shares_RLE[..., None] * parts_RLED
     return slot_shares(placement.phy2log_LRS, log2phy_RLE, shares_RLE)
 
 
@@ -98,7 +113,7 @@ def split_loads(
     if split == "step":
         whole = heat_NLE.dtype.kind in "iu"
         return loads_by_step(_wide(heat_NLE), placement.phy2log_LRS.copy(), whole)
-    return loads_under(heat_NLE, placement, split_shares(placement, log2phy_RLE, source_RLE, split))
+    return loads_under(heat_NLE, placement, split_shares(heat_NLE, placement, log2phy_RLE, source_RLE, split))
 
 
 def loads_under(
@@ -183,10 +198,10 @@ def split_steps(
     layers: Sequence[int] | None = None,
 ) -> StepLoads:
     """What ``split_loads`` gives, in short; ``layers`` as for ``steps_under``."""
-    if split != "step":
-        share_KP = split_shares(placement, log2phy_RKE, source_RKE, split)
-        return steps_under(heat_TLE, placement, share_KP, layers)
     asked_TKE = heat_TLE if layers is None else heat_TLE[:, list(layers)]
+    if split != "step":
+        share_KP = split_shares(asked_TKE, placement, log2phy_RKE, source_RKE, split)
+        return steps_under(heat_TLE, placement, share_KP, layers)
     loads_TKR = split_loads(asked_TKE, placement, log2phy_RKE, source_RKE, split)
     # The ranks' jumps are those of no share, and of no use: every step is balanced for itself.
     return StepLoads(

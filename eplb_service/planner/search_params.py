@@ -5,7 +5,7 @@ from __future__ import annotations
 from eplb_service.placement import Placement
 from eplb_service.planner.noise_floor import expected_hottest
 from eplb_service.planner.settings import PlannerSettings
-from eplb_service.solver.model import EVEN, RULE, SOLVED, STEPWISE, SearchParams
+from eplb_service.solver.model import DEALT, EVEN, RULE, SOLVED, STEPWISE, SearchParams
 
 _DEEPSEEK = SearchParams()
 _FEW_CELLS = 20_000
@@ -23,13 +23,14 @@ _STEP_TRIES, _STEP_TRIES_PER_SLOT = 2000, 4
 where ten times as many won less than half a percent on the next window."""
 
 
-def search_params_of(settings: PlannerSettings, placement: Placement) -> SearchParams:
-    """Search parameters that follow from ``settings`` in a layer of this shape.
+def search_params_of(settings: PlannerSettings, placement: Placement, width: int = 1) -> SearchParams:
+    """Search parameters that follow from ``settings`` in a layer of this shape, with tables of ``width`` entries.
 
     Fields of the same name are the setting itself; ``tree_*``, ``*_steps`` and ``*_tries`` say how hard to search.
     """
     if settings.policy == "deepseek":
-        return _DEEPSEEK._replace(tables={"even": EVEN, "step": STEPWISE}.get(settings.split, RULE))
+        by_split = {"even": EVEN, "step": STEPWISE}
+        return _DEEPSEEK._replace(tables=by_split.get(settings.split, RULE), width=width)
     slots = placement.ranks * placement.slots
     tree = settings.tree_search and slots * (placement.experts + placement.ranks) <= _FEW_CELLS
     few = placement.slots <= _FEW_SLOTS and settings.local_search
@@ -44,7 +45,8 @@ def search_params_of(settings: PlannerSettings, placement: Placement) -> SearchP
         tree_leaves=8 if tree else 1,
         local_search_patience=1,
         local_search_steps=16 * slots if settings.local_search else 0,
-        tables=_tables(settings),
+        tables=_tables(settings, width),
+        width=width,
         step_tries=_STEP_TRIES + _STEP_TRIES_PER_SLOT * slots if settings.local_search else 0,
         annealing_tries=int(_TRIES * slots * min(spare, 1.0)) if few and settings.annealing else 0,
         swaps=settings.swaps,
@@ -57,9 +59,11 @@ def search_params_of(settings: PlannerSettings, placement: Placement) -> SearchP
     )
 
 
-def _tables(settings: PlannerSettings) -> int:
+def _tables(settings: PlannerSettings, width: int) -> int:
     if settings.split == "even":
         return EVEN
     if settings.split == "step":
         return STEPWISE
-    return SOLVED if settings.solve_tables else RULE
+    if not settings.solve_tables:
+        return RULE
+    return SOLVED if width == 1 else DEALT

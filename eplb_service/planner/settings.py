@@ -14,10 +14,16 @@ the window. ``flashlb`` is this project's solver, built on the three ideas of Fl
 replica counts and placement searched jointly, an objective over many episodes, and layer-wise cherry-picking. It is not
 FlashLB's code; ``docs/solver.md`` measures the two side by side."""
 
-SPLITS = ("tables", "even", "step")
-"""``tables``: each source rank sends an expert's tokens to the replica that its log2phy names (vLLM-Ascend); ``even``:
-the host spreads them over the replicas itself, token by token (vLLM); ``step``: all ranks split each step's tokens
-alike, so that the hottest rank is as cool as the placement allows (the live layer's stepwise split; SGLang's LPLB)."""
+TABLES, EVEN, DEAL, STEP = "tables", "even", "deal", "step"
+SPLITS = (TABLES, EVEN, DEAL, STEP)
+"""How a host splits an expert's tokens over its replicas. ``tables``: each source rank sends them to the replica that
+its log2phy names (vLLM-Ascend); ``even``: the host spreads them over the replicas itself, token by token (vLLM);
+``deal``: each source rank sends them in turn to the entries of its dealing table; ``step``: all ranks split each step's
+tokens alike, so that the hottest rank is as cool as the placement allows (the live layer's stepwise split; SGLang's
+LPLB)."""
+
+MOST_ENTRIES = 64
+"""Of a dealing table for one expert; finer shares than a 64th are lost in the noise of any step."""
 
 
 class SettingsError(ValueError):
@@ -108,10 +114,16 @@ class PlannerSettings:
         "Choose dealing tables (log2phy) from the measured source heat. Without it, by the engines' fixed rule.",
     )
     split: str = _setting(
-        "tables",
+        TABLES,
         f"How the host splits an expert's tokens over its replicas: {', '.join(SPLITS)}. tables: each source rank "
         "sends them to the replica that its log2phy names (vLLM-Ascend); even: the host spreads them evenly (vLLM); "
+        "deal: each source rank sends them to several replicas in turn, as its dealing table says; "
         "step: each step's tokens are split so that the hottest rank is as cool as can be.",
+    )
+    deal_width: int = _setting(
+        16,
+        "Most entries that a dealing table has for each expert where split is deal; shares are multiples of one entry. "
+        "A host that can do fewer gets fewer.",
     )
     warm: bool = _setting(
         True,
@@ -149,6 +161,11 @@ class PlannerSettings:
         self._at_least("move_price", 0.0)
         self._at_least("episodes", 1)
         self._at_least("seed", 0)
+        self._at_least("deal_width", 1)
+        if self.deal_width > MOST_ENTRIES:
+            raise SettingsError(
+                f"deal_width is {self.deal_width}; a dealing table has at most {MOST_ENTRIES} entries"
+            )
         for name, bound in (("max_layers", 1), ("expert_groups", 1), ("threads", 1), ("z", 0.0)):
             if getattr(self, name) is not None:
                 self._at_least(name, bound)

@@ -7,12 +7,14 @@ import numpy.typing as npt
 
 from eplb_service.heat.window import Window
 from eplb_service.placement import Float64, Int32, Placement
+from eplb_service.planner.dealing import shares_of_entries, sources_of_tables, width_in_use
 from eplb_service.planner.scoring import numbers_of, source_shares
 from eplb_service.planner.search_params import search_params_of
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.solver.decision import Answer
 from eplb_service.solver.engine import SolverError, solve_many
+from eplb_service.solver.model import DEALT, SOLVED
 from eplb_service.solver.time_evaluation import Curve
 
 _MOST_STEPS = 128
@@ -29,7 +31,7 @@ def solve_picked(
     picked: npt.NDArray[np.int64],
     expert_groups: int,
 ) -> list[Answer | SolverError]:
-    """Solve the picked layers; one source for each token group.
+    """Solve the picked layers; one source for each token group, or for each entry of its dealing tables.
 
     Parameters
     ----------
@@ -59,20 +61,28 @@ def solve_picked(
     elif first_G.size < placement.ranks:
         share_GLE[:] = (np.bincount(group_R) / placement.ranks)[:, None, None]
     curve = time_curve(settings)
+    width = width_in_use(settings, log2phy_RLE)
+    tokens_LE = heat_NLE[:, picked].sum(axis=0) / window.steps
+    node_R, node_G = topology.nodes()
+    params = search_params_of(settings, placement, width)
+    if curve is not None and params.tables == DEALT:
+        # Time is lowered source by source, and each entry of a dealing table is one.
+        params = params._replace(tables=SOLVED)
     if settings.policy == "deepseek":
         heat_NLE = heat_NLE.sum(axis=0, keepdims=True)
     return solve_many(
         heat_NLE[:, picked].transpose(1, 0, 2),
         placement.phy2log_LRS[picked],
-        log2phy_RLE[first_G][:, picked].transpose(1, 0, 2),
-        share_GLE.transpose(1, 0, 2),
-        search_params_of(settings, placement),
+        sources_of_tables(log2phy_RLE[first_G][:, picked], width),
+        shares_of_entries(share_GLE, tokens_LE, width),
+        params,
         np.array(settings.half_lives) * heat_NLE.shape[0],
         settings.min_gain,
         unplaced(placement, settings)[picked],
         settings.threads,
         settings.budget_ms,
-        *topology.nodes(),
+        node_R,
+        np.repeat(node_G, width),
         expert_groups,
         curve,
         None if curve is None else sampled_steps(window, picked).transpose(1, 0, 2),

@@ -34,7 +34,7 @@ def with_times(
     split, curve
         How the host splits tokens over replicas, and what they cost.
     """
-    share_LP = split_shares(placement, log2phy_RLE, window.source_RLE, split)
+    share_LP = split_shares(window.heat_TLE, placement, log2phy_RLE, window.source_RLE, split)
     seen_L = mean_par(slowest_us(window.heat_TLE, placement, share_LP, curve), axis=0)
     timed = []
     for verdict, seen in zip(verdicts, seen_L.tolist(), strict=True):
@@ -54,5 +54,5 @@ def _planned_us(plan: LayerPlan, window: Window, experts: int, split: str, curve
     after = Placement(plan.phy2log_RS[None], experts)
     source_R1E = None if window.source_RLE is None else window.source_RLE[:, plan.layer, None]
     heat_T1E = window.heat_TLE[:, plan.layer, None]
-    share_1P = split_shares(after, plan.log2phy_RE[:, None], source_R1E, split)
+    share_1P = split_shares(heat_T1E, after, plan.log2phy_RE[:, None], source_R1E, split)
     return float(mean_par(slowest_us(heat_T1E, after, share_1P, curve)))

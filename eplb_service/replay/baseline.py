@@ -10,6 +10,7 @@ from eplb_service.cost.curve import CostCurve
 from eplb_service.heat.window import Window
 from eplb_service.io.trace import Trace
 from eplb_service.placement import Float64, Placement, apply_layers, mean_par, par
+from eplb_service.planner.dealing import first_tables
 from eplb_service.planner.decide import plan_afresh
 from eplb_service.planner.noise_floor import noise_floor
 from eplb_service.planner.settings import PlannerSettings
@@ -32,8 +33,8 @@ class Baseline:
     """Measures the same stretches of a trace that policies serve.
 
     ``heat`` is the trace's, which others may read along with this. ``settings`` are those of flashlb, which hindsight
-    places with; ``None`` to leave hindsight out. ``split`` is how the host splits tokens over replicas, ``curve``
-    what they cost.
+    places with; ``None`` to leave hindsight out. ``split`` is how the host splits tokens over replicas, ``deal_width``
+    how many entries its tables have where it deals, and ``curve`` what tokens cost.
     """
 
     def __init__(
@@ -45,13 +46,14 @@ class Baseline:
         schedule: Schedule,
         settings: PlannerSettings | None,
         split: str,
+        deal_width: int,
         curve: CostCurve | None = None,
     ) -> None:
         self.loads_LR: Float64 = np.zeros((placement.layers, placement.ranks))
         self._trace = trace
         self._heat = heat
         self._placement = placement
-        self._tables_RLE = placement.default_log2phy()
+        self._tables_RLE = first_tables(placement, split, deal_width)
         self._topology = topology
         self._schedule = schedule
         self._settings = settings

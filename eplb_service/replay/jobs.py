@@ -14,7 +14,7 @@ from eplb_service.io.named_arrays import ReadAs
 from eplb_service.io.open_trace import naming, open_trace
 from eplb_service.io.trace import Trace
 from eplb_service.placement import Float64, Placement
-from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.settings import TABLES, PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.baseline import Baseline, BaselineRow
 from eplb_service.replay.costs import Costs
@@ -59,14 +59,15 @@ class Job:
     """One policy along the trace, or, without a policy, the baseline of a setup.
 
     ``hindsight`` are the settings that a baseline fits with; ``None`` for no hindsight. ``split`` is how the host
-    splits tokens over replicas, as the policy's settings say.
+    splits tokens over replicas, as the policy's settings say, and ``deal_width`` the entries of its tables if it deals.
     """
 
     label: str
     setup: Setup
     policy: Policy | None
     hindsight: PlannerSettings | None = None
-    split: str = "tables"
+    split: str = TABLES
+    deal_width: int = 1
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,15 @@ def _decisions(
     schedule = job.setup.schedule
     if job.policy is None:
         baseline = Baseline(
-            trace, heat, placement, scene.topology, schedule, job.hindsight, job.split, scene.costs.curve
+            trace,
+            heat,
+            placement,
+            scene.topology,
+            schedule,
+            job.hindsight,
+            job.split,
+            job.deal_width,
+            scene.costs.curve,
         )
         for step in _steps_left(job, trace, done):
             mark = baseline.measure(step)

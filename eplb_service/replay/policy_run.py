@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from eplb_service.heat.window import Window, widened
 from eplb_service.io.trace import Heat, Trace
-from eplb_service.placement import Float64, Int32, Placement, apply_layers, mean_par, par
+from eplb_service.placement import Float64, Int32, Placement, apply_layers, mean_par, par, with_entries
+from eplb_service.planner.dealing import first_tables
 from eplb_service.planner.decide import plan
 from eplb_service.planner.scoring import split_loads
 from eplb_service.planner.topology import Topology
@@ -24,7 +25,10 @@ from eplb_service.replay.sliding_heat import SlidingHeat
 
 @dataclass(frozen=True)
 class Serving:
-    """What the ranks serve by: the placement, and int32 ``[R, L, E]`` the table of each source rank."""
+    """What the ranks serve by: the placement, and int32 ``[R, L, E]`` the table of each source rank.
+
+    Tables are ``[R, L, E, D]`` where ranks deal.
+    """
 
     placement: Placement
     log2phy_RLE: Int32
@@ -83,10 +87,10 @@ class PolicyRun:
         self.loads_LR: Float64 = np.zeros((placement.layers, placement.ranks))
         self._trace = trace
         self._heat = heat
-        state = state or RunState(Serving(placement, placement.default_log2phy()), None)
-        self._serving, self._coming = state.serving, state.coming
         self._topology = topology
         self._policy = policy
+        state = state or RunState(Serving(placement, self._first_tables(placement)), None)
+        self._serving, self._coming = state.serving, state.coming
         self._external = policy.external() if policy.target else None
         self._schedule = schedule
         self._costs = costs
@@ -145,6 +149,10 @@ class PolicyRun:
         self.loads_LR = loads_TLR.sum(axis=0)
         return par(loads_TLR), mean_par(np.concatenate(us), axis=0) if us else None
 
+    def _first_tables(self, placement: Placement) -> Int32:
+        settings = self._policy.settings
+        return first_tables(placement, settings.split, settings.deal_width)
+
     def _served(self, heat_TLE: Heat, first: int) -> Float64:
         serving = self._serving
         return served_loads(
@@ -200,7 +208,7 @@ class PolicyRun:
         try:
             placement = Placement(np.asarray(phy2log).reshape(deployed.phy2log_LRS.shape), deployed.experts)
             if log2phy is None:
-                return Serving(placement, placement.default_log2phy())
+                return Serving(placement, self._first_tables(placement))
             log2phy_RLE = np.ascontiguousarray(log2phy, dtype=np.int32)
             placement.check_log2phy(log2phy_RLE)
         except (ValueError, TypeError, OverflowError) as error:
@@ -212,7 +220,7 @@ class PolicyRun:
         other_slots_L = (changed.placement.phy2log_LRS != self._serving.placement.phy2log_LRS).any(
             axis=(1, 2)
         )
-        other_tables_L = (changed.log2phy_RLE != self._serving.log2phy_RLE).any(axis=(0, 2))
+        other_tables_L = _differ(changed.log2phy_RLE, self._serving.log2phy_RLE)
         return _Outcome(
             serving=changed,
             layers_changed=int((other_slots_L | other_tables_L).sum()),
@@ -223,6 +231,15 @@ class PolicyRun:
             par_planned=planned,
             seconds=seconds,
         )
+
+
+def _differ(one_RLE: Int32, other_RLE: Int32) -> npt.NDArray[np.bool_]:
+    """Layers whose tables differ, bool ``[L]``; an external policy may answer tables of another width."""
+    one, other = with_entries(one_RLE, 3), with_entries(other_RLE, 3)
+    if one.shape != other.shape:
+        return np.ones(one.shape[1], dtype=np.bool_)
+    differ_L: npt.NDArray[np.bool_] = (one != other).any(axis=(0, 2, 3))
+    return differ_L
 
 
 def arrivals(before: Placement, after: Placement) -> npt.NDArray[np.int64]:

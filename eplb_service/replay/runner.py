@@ -40,9 +40,16 @@ def jobs_for(
     jobs = []
     for setup in shifted:
         label = _label(setup, shifted)
-        jobs.append(Job(f"baseline{label}", setup, None, fitting, settings.split))
+        jobs.append(Job(f"baseline{label}", setup, None, fitting, settings.split, settings.deal_width))
         jobs += [
-            Job(f"{name}{label}", setup, Policy.of(name, settings), split=settings.split) for name in policies
+            Job(
+                f"{name}{label}",
+                setup,
+                Policy.of(name, settings),
+                split=settings.split,
+                deal_width=settings.deal_width,
+            )
+            for name in policies
         ]
     return jobs
 

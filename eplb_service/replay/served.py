@@ -8,8 +8,9 @@ import numpy.typing as npt
 from eplb_service.cost.curve import CostCurve
 from eplb_service.io.numpy_file import Array
 from eplb_service.io.trace import Heat, Trace
-from eplb_service.placement import Float64, Int32, Placement
+from eplb_service.placement import Float64, Int32, Placement, dealt_to, with_entries
 from eplb_service.planner.scoring import slowest_us, split_loads, split_shares
+from eplb_service.planner.settings import EVEN, STEP
 
 _STEPS_READ = 8
 """Steps whose tokens by source rank are held at a time: a step of a large deployment has megabytes of them."""
@@ -20,19 +21,20 @@ def served_loads(
 ) -> Float64:
     """Tokens that each rank receives in the steps from ``first`` on, whose heat is ``heat_TLE``, float64 ``[t, L, R]``.
 
-    Where the trace has as many source ranks as the placement, each step's tokens go where the table of their
-    own source rank says. Otherwise nobody knows where tokens come from, and each expert's are taken to come evenly from
-    all. A host that splits as ``even`` or ``step`` asks no tables (see ``PlannerSettings.split``).
+    Where the trace has as many source ranks as the placement, each step's tokens go where the table of their own source
+    rank says, entry after entry where it deals. Otherwise nobody knows where tokens come from, and each expert's are
+    taken to come evenly from all. A host that splits as ``even`` or ``step`` asks no tables (see
+    ``PlannerSettings.split``).
     """
-    if split in ("even", "step") or not knows_sources(trace, placement.ranks):
+    if split in (EVEN, STEP) or not knows_sources(trace, placement.ranks):
         return split_loads(heat_TLE, placement, log2phy_RLE, None, split)
-    destination_RLE = log2phy_RLE // placement.slots
+    destination_RLED = with_entries(log2phy_RLE // placement.slots, 3)
     loads_TLR = np.zeros((len(heat_TLE), placement.layers, placement.ranks))
     for begin in range(0, len(heat_TLE), _STEPS_READ):
         end = min(begin + _STEPS_READ, len(heat_TLE))
         source_TRLE = trace.source_rows(first + begin, first + end)
         assert source_TRLE is not None
-        loads_TLR[begin:end] = loads_from_sources(source_TRLE, destination_RLE, placement.ranks)
+        loads_TLR[begin:end] = dealt_loads(source_TRLE, destination_RLED, placement.ranks)
     return loads_TLR
 
 
@@ -49,14 +51,16 @@ def served_us(
 
     Arguments as for ``served_loads``. NaN where a layer has no tokens.
     """
-    if split == "even" or not knows_sources(trace, placement.ranks):
-        return slowest_us(heat_TLE, placement, split_shares(placement, log2phy_RLE, None, split), curve)
+    if split == EVEN or not knows_sources(trace, placement.ranks):
+        share_LP = split_shares(heat_TLE, placement, log2phy_RLE, None, split)
+        return slowest_us(heat_TLE, placement, share_LP, curve)
+    slot_RLED = with_entries(log2phy_RLE, 3)
     us_TL = np.full((len(heat_TLE), placement.layers), np.nan)
     for begin in range(0, len(heat_TLE), _STEPS_READ):
         end = min(begin + _STEPS_READ, len(heat_TLE))
         source_TRLE = trace.source_rows(first + begin, first + end)
         assert source_TRLE is not None
-        tokens_TLP = loads_from_sources(source_TRLE, log2phy_RLE, placement.ranks * placement.slots)
+        tokens_TLP = dealt_loads(source_TRLE, slot_RLED, placement.ranks * placement.slots)
         tokens_TLRS = tokens_TLP.reshape(*tokens_TLP.shape[:2], placement.ranks, placement.slots)
         slowest_TL = curve.rank_us(tokens_TLRS).max(axis=2)
         us_TL[begin:end] = np.where(tokens_TLP.any(axis=2), slowest_TL, np.nan)
@@ -66,6 +70,19 @@ def served_us(
 def knows_sources(trace: Trace, ranks: int) -> bool:
     """Whether ``trace`` has tokens by source rank, of ``ranks`` ranks."""
     return trace.facts.ranks == ranks and trace.source_rows(0, 1) is not None
+
+
+def dealt_loads(source_TRLE: Array, destination_RLED: npt.NDArray[np.integer], destinations: int) -> Float64:
+    """``loads_from_sources`` where each source's tokens go to the entries of ``destination_RLED`` in turn."""
+    width = destination_RLED.shape[3]
+    if width == 1:
+        return loads_from_sources(source_TRLE, destination_RLED[..., 0], destinations)
+    steps, _, layers, _ = source_TRLE.shape
+    loads_TLX = np.zeros((steps, layers, destinations))
+    for entry in range(width):
+        dealt_TRLE = dealt_to(source_TRLE, entry, width)
+        loads_TLX += loads_from_sources(dealt_TRLE, destination_RLED[..., entry], destinations)
+    return loads_TLX
 
 
 def loads_from_sources(

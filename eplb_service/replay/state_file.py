@@ -124,6 +124,7 @@ def _identity(job: Job) -> str:
         (
             job.label,
             job.split,
+            job.deal_width,
             job.setup,
             policy and (policy.name, policy.target, asdict(policy.settings)),
             hindsight,

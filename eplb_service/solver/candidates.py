@@ -15,9 +15,12 @@ import numpy as np
 
 from eplb_service.solver.annealing import anneal
 from eplb_service.solver.construction import assignment_of, even_shares
+from eplb_service.solver.dealing import solve_dealing
 from eplb_service.solver.evaluation import SMALLEST_GAIN, mean_of_max
 from eplb_service.solver.local_search import local_search
 from eplb_service.solver.model import (
+    CHOSEN,
+    DEALT,
     EVEN,
     SOLVED,
     STEPWISE,
@@ -68,18 +71,20 @@ def improved(layer: Layer, params: SearchParams, price_K: Float64) -> Int32:
     return found_KRS
 
 
-def with_tables(phy2log_RS: Int32, layer: Layer, z: float, tables: int) -> Candidate:
+def with_tables(phy2log_RS: Int32, layer: Layer, params: SearchParams) -> Candidate:
     """A placement with its experts in their deployed slots, its tables and what both are worth."""
     heat, deployed = layer
     kept_RS, moves = keep_slots(phy2log_RS, deployed.phy2log_RS)
-    if tables == SOLVED:
+    if params.tables == DEALT:
+        log2phy_GE, par = solve_dealing(kept_RS, layer, params)
+    elif params.tables == SOLVED:
         log2phy_GE, par = solve_tables(
-            kept_RS, heat.demand, heat.scaled_EN, heat.share_N, deployed.share_GE, z
+            kept_RS, heat.demand, heat.scaled_EN, heat.share_N, deployed.share_GE, params.z
         )
     else:
         first_E1, slot_P = slots_by_expert(kept_RS, deployed.share_GE.shape[1])
-        log2phy_GE = fixed_rule(first_E1, slot_P, deployed.share_GE.shape[0])
-        par = realised(kept_RS, log2phy_GE, heat, deployed.share_GE, tables)
+        log2phy_GE = fixed_rule(first_E1, slot_P, deployed.share_GE.shape[0], params.width)
+        par = realised(kept_RS, log2phy_GE, heat, deployed.share_GE, params.tables)
     return Candidate(kept_RS, log2phy_GE, par, moves)
 
 
@@ -99,7 +104,7 @@ def touched_up(candidate: Candidate, layer: Layer, params: SearchParams) -> Cand
     )
     kept_RS, moves = keep_slots(found_RS, deployed.phy2log_RS)
     kept_GE = rehoused(log2phy_GE, kept_RS)
-    par = realised(kept_RS, kept_GE, heat, deployed.share_GE, SOLVED)
+    par = realised(kept_RS, kept_GE, heat, deployed.share_GE, params.tables)
     if par < candidate.par:
         return Candidate(kept_RS, kept_GE, par, moves)
     return candidate
@@ -148,14 +153,26 @@ def from_scratch(layer: Layer, params: SearchParams) -> Candidate:
             )
             lowest_even = min(lowest_even, even)
         best = cheaper(best, served(placed_RS, layer, params), params.move_price)
-    # Kicks can only make up for what tables lose against the even shares that were searched with.
-    coarse = params.tables == SOLVED and best.par > lowest_even + _COARSE
+    if params.tables == DEALT:
+        # Shares of one entry or finer: what they cannot even out in the mean another placement may.
+        coarse = params.annealing_tries > 0 and _mean_peak(best, layer) > 1.0 + _COARSE
+    else:
+        # Kicks can only make up for what tables lose against the even shares that were searched with.
+        coarse = params.tables == SOLVED and best.par > lowest_even + _COARSE
     if coarse and params.table_kicks and params.tree_groups > 0:
         best = kicked_through_tables(best, layer, params, _KICKED_SLOTS // (ranks * slots))
     if params.tables == STEPWISE and params.step_tries > 0:
         found_KRS = searched_for_steps(best.phy2log_RS, heat, nowhere_ER, np.zeros(1), params)
         best = cheaper(best, served(found_KRS[0], layer, params), params.move_price)
     return best
+
+
+def _mean_peak(candidate: Candidate, layer: Layer) -> float:
+    """Load of the hottest rank in the mean of the episodes."""
+    heat, deployed = layer
+    share_RS = slot_shares(candidate.phy2log_RS, candidate.log2phy_GE, deployed.share_GE)
+    load_R = (share_RS * heat.demand.mean_E[candidate.phy2log_RS]).sum(axis=1)
+    return float(load_R.max())
 
 
 def kicked_through_tables(candidate: Candidate, layer: Layer, params: SearchParams, rounds: int) -> Candidate:
@@ -172,7 +189,7 @@ def kicked_through_tables(candidate: Candidate, layer: Layer, params: SearchPara
     best = here = candidate
     for _ in range(rounds):
         kicked_RS = kicked(here.phy2log_RS, layer.deployed.share_GE.shape[1], rng)
-        found = with_tables(kicked_RS, layer, params.z, SOLVED)
+        found = with_tables(kicked_RS, layer, params)
         if params.table_swaps:
             found = touched_up(found, layer, params)
         price = params.move_price
@@ -212,7 +229,7 @@ def served(phy2log_RS: Int32, layer: Layer, params: SearchParams) -> Candidate:
     deployed = layer.deployed
     experts = deployed.share_GE.shape[1]
     dealt_RS = match_ranks(phy2log_RS, deployed.phy2log_RS, experts, deployed.node_R)
-    candidate = with_tables(dealt_RS, layer, params.z, params.tables)
-    if params.tables == SOLVED and params.table_swaps:
+    candidate = with_tables(dealt_RS, layer, params)
+    if params.tables in CHOSEN and params.table_swaps:
         return touched_up(candidate, layer, params)
     return candidate

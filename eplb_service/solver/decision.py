@@ -13,11 +13,13 @@ from eplb_service.solver.holdout import (
     Forecast,
     Recommendation,
     choose_forecast,
+    choose_trust,
     forecast_heat,
     halves_of,
     holdout,
 )
 from eplb_service.solver.model import (
+    DEALT,
     FRESH,
     KEEP,
     LOCAL,
@@ -94,12 +96,19 @@ def solve_layer(
     now = Candidate(deployed.phy2log_RS, deployed.log2phy_GE, 0.0, 0)
     now = now._replace(par=par_on(now, seen, params.tables))
     fresh = from_scratch(seen, params)
+    halves = None
+    if heat_NE.shape[0] >= FEWEST_EPISODES:
+        halves = halves_of(heat_NE, deployed.phy2log_RS.shape[0])
+    if params.tables == DEALT and params.holdout and halves is not None:
+        params = params._replace(trust=choose_trust(halves, fresh.phy2log_RS, deployed, params))
+        if params.trust < 1:
+            fresh = with_tables(fresh.phy2log_RS, seen, params)
     forecast = Forecast(float(half_life_H[0]), 0.0)
 
     def answer(found: Candidate, taken: int) -> Answer:
         crossed = crossing_share(now, seen, params.tables)
         if taken != KEEP:
-            found = localised(found, seen, params.tables)
+            found = localised(found, seen, params)
         crosses = crossing_share(found, seen, params.tables)
         return Answer(found, now.par, fresh, forecast.half_life, taken, crossed, crosses)
 
@@ -111,8 +120,7 @@ def solve_layer(
     # A step takes as long as the hottest rank, so a move's price is a part of the ratio now.
     params = params._replace(move_price=params.move_price * now.par)
     course = Recommendation(FRESH, params.move_price)
-    if heat_NE.shape[0] >= FEWEST_EPISODES:
-        halves = halves_of(heat_NE, deployed.phy2log_RS.shape[0])
+    if halves is not None:
         forecast = choose_forecast(halves, half_life_H)
         fresh_may_pay = now.par - fresh.par > params.move_price * fresh.moves / 2
         if params.holdout:
@@ -150,7 +158,7 @@ def _best(
             found_RS = layer.deployed.phy2log_RS
             if kind == LOCAL:
                 found_RS = _improved(course, layer, params)
-            found = with_tables(found_RS, layer, params.z, params.tables)
+            found = with_tables(found_RS, layer, params)
         if found.par + params.move_price * found.moves < cost:
             best, taken, cost = found, kind, found.par + params.move_price * found.moves
     return best, taken

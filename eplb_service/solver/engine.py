@@ -91,7 +91,7 @@ def annealed_on(
     found = annealed(answer.found, layer, params, _POLISHING_TRIES, seed)
     if found.par >= answer.found.par:
         return None
-    found = localised(found, layer, params.tables)
+    found = localised(found, layer, params)
     crosses = crossing_share(found, layer, params.tables)
     fresh = min(answer.fresh, found, key=lambda candidate: candidate.par)
     return replace(answer, found=found, fresh=fresh, crosses=crosses)

@@ -21,6 +21,7 @@ from eplb_service.solver.model import (
     Deployed,
     Float64,
     Heat,
+    Int32,
     Layer,
     SearchParams,
     heat_of,
@@ -35,6 +36,9 @@ and alternating heat fades in no layer of 256 experts."""
 PRICE_LADDER = np.array([32.0, 16.0, 8.0, 4.0, 2.0, 1.0])
 """Prices of a move that the local search tries, as multiples of the true one; most frugal first. Powers of two, so that
 one search serves them all; ``docs/solver.md`` has what trying the true price alone loses."""
+
+TRUSTS = (1.0, 0.5, 0.0)
+"""How far dealt shares may go from even to fitted ones."""
 
 
 class Halves(NamedTuple):
@@ -95,6 +99,19 @@ def forecast_heat(heat: Heat, forecast: Forecast, ahead: float) -> Heat:
     return reweighted(heat, (weight_N / total).astype(np.float32), ahead * forecast.wander)
 
 
+def choose_trust(halves: Halves, phy2log_RS: Int32, deployed: Deployed, params: SearchParams) -> float:
+    """How far dealt shares should go from even ones to fitted ones: what, fitted to the older half, suits the newer.
+
+    ``phy2log_RS`` int32 ``[R, S]`` is the placement that they are tried on. The farther has the benefit of the doubt.
+    """
+    older, newer = Layer(halves.older, deployed), Layer(halves.newer, deployed)
+    par_by_trust = {
+        trust: par_on(with_tables(phy2log_RS, older, params._replace(trust=trust)), newer, params.tables)
+        for trust in TRUSTS
+    }
+    return min(TRUSTS, key=par_by_trust.__getitem__)
+
+
 class Recommendation(NamedTuple):
     """What the hold-out recommends."""
 
@@ -134,7 +151,7 @@ def holdout(
     if fresh_may_pay:
         placed.append((FRESH, params.move_price, from_scratch(older, params).phy2log_RS))
     for kind, price, found_RS in placed:
-        found = with_tables(found_RS, older, params.z, params.tables)
+        found = with_tables(found_RS, older, params)
         cost = par_on(found, newer, params.tables) + params.move_price * found.moves
         if cost < best - min_gain:
             best, course = cost, Recommendation(kind, price)

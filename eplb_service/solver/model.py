@@ -20,11 +20,14 @@ Float64 = npt.NDArray[np.float64]
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
-EVEN, RULE, SOLVED = 0, 1, 2
+EVEN, RULE, SOLVED, DEALT = 0, 1, 2, 3
 """How an expert's tokens reach its replicas: evenly, because the host spreads them itself; or through each source's
-table, made by the engines' fixed rule, or the split that cools the hottest rank."""
+table, made by the engines' fixed rule, or the split that cools the hottest rank: a replica for each source, or several
+that it deals its tokens to."""
 STEPWISE = 4
 """Or split in each step, as well as its own tokens can be split over the replicas (``stepwise``)."""
+CHOSEN = (SOLVED, DEALT)
+"""Where the solver chooses the tables."""
 KEEP, TABLES, LOCAL, FRESH = 0, 1, 2, 3
 """Leave the layer as it is, give it new tables, improve its placement, or place it from scratch."""
 
@@ -58,7 +61,11 @@ class SearchParams(NamedTuple):
     annealing_tries: int = 0
     """Tries of annealing a placement made from scratch; 0 for none."""
     tables: int = RULE
-    """``EVEN``, ``RULE``, ``SOLVED`` or ``STEPWISE``."""
+    """``EVEN``, ``RULE``, ``SOLVED``, ``DEALT`` or ``STEPWISE``."""
+    width: int = 1
+    """Entries of a dealing table; each is a source of its own, see ``dealing``."""
+    trust: float = 1.0
+    """How far dealt shares go from even ones to those fitted to the heat."""
     step_tries: int = 0
     """Tries of searching a placement for stepwise splits; 0 for none."""
     table_swaps: bool = True

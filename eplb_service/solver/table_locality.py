@@ -14,7 +14,17 @@ import numpy as np
 from eplb_service.solver.construction import descending
 from eplb_service.solver.evaluation import SMALLEST_GAIN, hottest_of_others, loads_in_episodes, raise_to
 from eplb_service.solver.jit import kernel
-from eplb_service.solver.model import EVEN, SOLVED, STEPWISE, Candidate, Float32, Int32, Layer, set_row
+from eplb_service.solver.model import (
+    CHOSEN,
+    EVEN,
+    STEPWISE,
+    Candidate,
+    Float32,
+    Int32,
+    Layer,
+    SearchParams,
+    set_row,
+)
 from eplb_service.solver.tables import slot_shares, slots_by_expert, tables_par
 
 _SWEEPS = 2
@@ -44,6 +54,8 @@ class Parts(NamedTuple):
     """float32 ``[R, N]``, load of each rank in each episode; changes in place."""
     others_N: Float32
     """float32 ``[N]``, load of the hottest rank that does not hold the expert."""
+    width: int = 1
+    """Parts in a row that are one source's: of its entries that go to one slot, any is as good to send back."""
 
 
 @kernel
@@ -56,6 +68,7 @@ def localise_tables(
     share_GE: Float32,
     node_G: Int32,
     node_R: Int32,
+    width: int = 1,
 ) -> tuple[Int32, float]:
     """Bring parts home, those of the hottest experts first, each in the way that leaves the ranks coolest.
 
@@ -92,6 +105,7 @@ def localise_tables(
                 share_N,
                 load_RN,
                 others_N,
+                width,
             )
             # Rounding must not lift the ratio above what it was.
             peak = bring_home(parts, peak, before - SMALLEST_GAIN)
@@ -140,11 +154,13 @@ def best_way_home(parts: Parts, source: int, peak: float, limit: float) -> tuple
         if parts.node_P[replica] != home:
             continue
         rest_N = _rest(parts, own, replica)
+        last = -1
         for g in range(-1, parts.slot_G.shape[0]):
             more, won = share, share
             if g >= 0:
-                if parts.slot_G[g] != replica:
+                if parts.slot_G[g] != replica or g // parts.width == last:
                     continue
+                last = g // parts.width
                 more -= parts.share_G[g]
                 if parts.node_G[g] == home:
                     won = more
@@ -201,13 +217,13 @@ def crossing(
     return leaving / total if total > 0 else 0.0
 
 
-def localised(candidate: Candidate, layer: Layer, tables: int) -> Candidate:
+def localised(candidate: Candidate, layer: Layer, params: SearchParams) -> Candidate:
     """The candidate with tables that keep more tokens on their nodes, no hotter on this heat.
 
     As it is where there is one node, or where tables are not the solver's to choose.
     """
     heat, deployed = layer
-    if tables != SOLVED or not deployed.node_R.any():
+    if params.tables not in CHOSEN or not deployed.node_R.any():
         return candidate
     log2phy_GE, par = localise_tables(
         candidate.phy2log_RS,
@@ -218,6 +234,7 @@ def localised(candidate: Candidate, layer: Layer, tables: int) -> Candidate:
         deployed.share_GE,
         deployed.node_G,
         deployed.node_R,
+        params.width,
     )
     return candidate._replace(log2phy_GE=log2phy_GE, par=par)
 

@@ -49,16 +49,23 @@ def slots_by_expert(phy2log_RS: Int32, experts: int) -> tuple[Int32, Int32]:
 
 
 @kernel
-def fixed_rule(first_E1: Int32, slot_P: Int32, sources: int) -> Int32:
-    """Source ``g`` uses replica ``g % k`` of an expert with ``k`` replicas, int32 ``[G, E]``."""
+def fixed_rule(first_E1: Int32, slot_P: Int32, sources: int, width: int = 1) -> Int32:
+    """Source ``g`` uses replica ``g % k`` of an expert with ``k`` replicas, int32 ``[G, E]``.
+
+    Where each ``width`` sources are the entries of one dealing table, entry ``i`` of table ``g`` is replica
+    ``(g + i) % k``.
+    """
     experts = first_E1.shape[0] - 1
     chosen_GE = np.empty((sources, experts), dtype=np.int32)
     for e in range(experts):
         first, replicas = first_E1[e], first_E1[e + 1] - first_E1[e]
-        at = 0
-        for g in range(sources):
-            chosen_GE[g, e] = slot_P[first + at]
-            at = at + 1 if at + 1 < replicas else 0
+        begin = 0
+        for g in range(0, sources, width):
+            at = begin
+            for v in range(g, g + width):
+                chosen_GE[v, e] = slot_P[first + at]
+                at = at + 1 if at + 1 < replicas else 0
+            begin = begin + 1 if begin + 1 < replicas else 0
     return chosen_GE
 
 
@@ -106,7 +113,7 @@ def solve_tables(
     rule_par = tables_par(phy2log_RS, rule_GE, scaled_EN, share_N, share_GE)
     chosen_GE = rule_GE.copy()
     assignment = _spread(phy2log_RS, chosen_GE, first_E1, slot_P, demand, share_GE, z)
-    _cool(assignment, chosen_GE, first_E1, slot_P, demand, share_GE, z)
+    cool(assignment, chosen_GE, first_E1, slot_P, demand, share_GE, z)
     chosen_par = tables_par(phy2log_RS, chosen_GE, scaled_EN, share_N, share_GE)
     if chosen_par < rule_par:
         return chosen_GE, chosen_par
@@ -150,7 +157,7 @@ def _spread(
             lowest = np.inf
             for place in range(first, after):
                 rank = slot_P[place] // slots
-                found = _risk_with(assignment, demand, e, rank, added_R[rank] + share, z)
+                found = risk_with(assignment, demand, e, rank, added_R[rank] + share, z)
                 if found < lowest:
                     lowest = found
                     chosen_GE[g, e] = slot_P[place]
@@ -162,7 +169,7 @@ def _spread(
 
 
 @kernel
-def _risk_with(
+def risk_with(
     assignment: Assignment, demand: Demand, expert: int, rank: int, share: float, z: float
 ) -> float:
     """Risk of a rank once it carries ``share`` more of an expert's tokens."""
@@ -174,7 +181,7 @@ def _risk_with(
 
 
 @kernel
-def _cool(
+def cool(
     assignment: Assignment,
     chosen_GE: Int32,
     first_E1: Int32,
@@ -198,11 +205,11 @@ def _cool(
                 share = share_GE[g, e]
                 if chosen_GE[g, e] != own or share <= 0:
                     continue
-                here = _risk_with(assignment, demand, e, hot, -share, z)
+                here = risk_with(assignment, demand, e, hot, -share, z)
                 for place in range(first_E1[e], first_E1[e + 1]):
                     if slot_P[place] == own:
                         continue
-                    after = max(here, _risk_with(assignment, demand, e, slot_P[place] // slots, share, z))
+                    after = max(here, risk_with(assignment, demand, e, slot_P[place] // slots, share, z))
                     if after < lowest:
                         lowest = after
                         found_slot, found_g, found_place = slot, g, place

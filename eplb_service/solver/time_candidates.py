@@ -95,7 +95,7 @@ def retabled(phy2log_RS: Int32, timed: TimedLayer, params: SearchParams) -> Cand
     kept_RS, moves = keep_slots(phy2log_RS, deployed.phy2log_RS)
     experts = deployed.share_GE.shape[1]
     if params.tables != SOLVED:
-        log2phy_GE = fixed_rule(*slots_by_expert(kept_RS, experts), deployed.share_GE.shape[0])
+        log2phy_GE = fixed_rule(*slots_by_expert(kept_RS, experts), deployed.share_GE.shape[0], params.width)
         return Candidate(kept_RS, log2phy_GE, time_ratio(kept_RS, log2phy_GE, timed, params.tables), moves)
     heat = timed.layer.heat
     us_E = split_us(timed.steps, np.ones(experts, dtype=np.int32), timed.curve) @ timed.steps.weight_N

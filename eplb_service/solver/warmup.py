@@ -6,7 +6,7 @@ import numpy as np
 
 from eplb_service.placement import Placement
 from eplb_service.solver.engine import solve_many
-from eplb_service.solver.model import EVEN, RULE, SOLVED, STEPWISE, SearchParams
+from eplb_service.solver.model import DEALT, EVEN, RULE, SOLVED, STEPWISE, SearchParams
 from eplb_service.solver.time_evaluation import Curve
 from eplb_service.solver.topology import choose_senders
 from eplb_service.solver.window import loads_of_ranks, step_loads, sum_episodes, volatility
@@ -32,21 +32,21 @@ def warm_up(threads: int | None = None) -> None:
     )
     two_nodes = np.array([0, 0, 1, 1], dtype=np.int32)
     curve = Curve(1.0, 2.0, 1.0, 0.1)
-    ways = [(tables, None) for tables in (EVEN, RULE, SOLVED, STEPWISE)]
-    for tables, time in (*ways, (EVEN, curve), (SOLVED, curve)):
+    ways = [(tables, 1, None) for tables in (EVEN, RULE, SOLVED, STEPWISE)]
+    for tables, width, time in (*ways, (DEALT, 2, None), (EVEN, 1, curve), (SOLVED, 1, curve)):
         answers = solve_many(
             heat_LNE,
             placement.phy2log_LRS,
-            tables_LGE,
-            np.full((2, 4, 6), 0.25),
-            params._replace(tables=tables),
+            np.repeat(tables_LGE, width, axis=1),
+            np.full((2, 4 * width, 6), 0.25 / width),
+            params._replace(tables=tables, width=width),
             np.array([np.inf, 2.0]),
             0.0,
             np.array([False, True]),
             threads,
             budget_ms=_ENOUGH_MS,
             node_R=two_nodes,
-            node_G=two_nodes,
+            node_G=np.repeat(two_nodes, width),
             curve=time,
             steps_LNE=heat_LNE,
         )

@@ -78,6 +78,24 @@ def test_the_known_example_is_solved_for_tables_and_for_an_even_split(tmp_path, 
     assert json.loads(printed)["par_after_split_even"] is None
 
 
+def test_a_host_that_deals_gets_dealing_tables(tmp_path, trace, capsys):
+    out = tmp_path / "placement.npz"
+    shape = ("--ranks", RANKS, "--slots", SLOTS, "--out", out, "--json")
+    code, printed, _ = solve(capsys, "--heat", trace, *shape, "--split", "deal", "--deal-width", 4)
+    assert code == 0
+    with np.load(out) as file:
+        placement = Placement(file["phy2log"], EXPERTS)
+        tables_RLED = file["log2phy"]
+    assert tables_RLED.shape == (RANKS, LAYERS, EXPERTS, 4)
+    placement.check_log2phy(tables_RLED)
+    told = json.loads(printed)
+    assert told["par_after"] < told["par_before"]
+    with np.load(trace) as file:
+        assert told["par_after"] == pytest.approx(
+            par(rank_loads(file["counts"], placement, tables_RLED)).mean()
+        )
+
+
 def test_from_its_own_result_nothing_moves(tmp_path, trace, capsys):
     first, second = tmp_path / "first.npz", tmp_path / "second.npz"
     shape = ("--heat", trace, "--ranks", RANKS, "--slots", SLOTS, "--json")

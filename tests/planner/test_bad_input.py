@@ -126,7 +126,7 @@ def test_a_failing_layer_keeps_its_placement_and_spoils_no_other(monkeypatch: py
 
 
 @pytest.mark.parametrize("policy", ["deepseek", "flashlb"])
-@pytest.mark.parametrize("split", ["tables", "even", "step"])
+@pytest.mark.parametrize("split", ["tables", "even", "deal", "step"])
 def test_heat_without_tokens_is_no_error(policy: str, split: str) -> None:
     placement = Placement.linear(2, 8, 4, 3)
     heat_TLE = np.zeros((5, 2, 8))

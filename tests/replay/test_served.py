@@ -7,7 +7,7 @@ from eplb_service.io.native_writer import TraceWriter
 from eplb_service.io.open_trace import open_trace
 from eplb_service.io.trace import TraceFacts
 from eplb_service.io.trace_statistics import statistics
-from eplb_service.placement import Placement, par
+from eplb_service.placement import Placement, even_log2phy, par
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.result import Setup
@@ -110,3 +110,18 @@ def test_a_replay_with_a_curve_realises_milliseconds(recorded):
     assert none.moe_ms_left_alone == pytest.approx(none.moe_ms)
     assert none.saved_ms == pytest.approx(0, abs=1e-9)
     assert flashlb.saved_ms == pytest.approx(flashlb.moe_ms_left_alone - flashlb.moe_ms)
+
+
+def test_a_replay_deals_each_steps_tokens_one_by_one(recorded):
+    trace, _ = recorded
+    settings = PlannerSettings(split="deal", deal_width=4)
+    found = replay(trace, jobs_for(["none"], [Setup(SLOTS, Schedule(20, 20))], settings), scene_for(RANKS))
+    tables_RLED = even_log2phy(PLACEMENT, 4)
+    loads_TLR = np.zeros((STEPS, LAYERS, RANKS))
+    for (step, rank, layer, expert), tokens in np.ndenumerate(SOURCE_TRLE):
+        for token in range(tokens):
+            loads_TLR[step, layer, tables_RLED[rank, layer, expert, token % 4] // SLOTS] += 1
+    assert found.policies[0].par_realised_L == pytest.approx(par(loads_TLR[20:]))
+    assert found.baselines[0].left_alone_DL.mean(axis=0) == pytest.approx(par(loads_TLR[20:]))
+    both = replay(trace, jobs_for(["flashlb"], [Setup(SLOTS, Schedule(20, 20))], settings), scene_for(RANKS))
+    assert both.policies[0].par_realised < par(loads_TLR[20:]).mean()

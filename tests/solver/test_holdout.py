@@ -145,7 +145,7 @@ def test_what_is_recommended_would_have_paid(case: Case, tables: int, seed: int,
         found_RS = module.improved(older, search, np.array([course.price]))[0]
     else:
         found_RS = module.from_scratch(older, search).phy2log_RS
-    found = module.with_tables(found_RS, older, search.z, tables)
+    found = module.with_tables(found_RS, older, search)
     newer = halves.newer.scaled_EN.astype(float), halves.newer.share_N.astype(float)
 
     def par(phy2log_RS: np.ndarray, table_GE: np.ndarray) -> float:

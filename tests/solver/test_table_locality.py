@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 
 from eplb_service.placement import check_log2phy
 from eplb_service.solver.evaluation import hottest_of_others, loads_in_episodes
-from eplb_service.solver.model import EVEN, RULE, SOLVED, Candidate, Deployed, Layer, heat_of, homes
+from eplb_service.solver.model import (
+    EVEN,
+    RULE,
+    SOLVED,
+    Candidate,
+    Deployed,
+    Layer,
+    SearchParams,
+    heat_of,
+    homes,
+)
 from eplb_service.solver.table_locality import (
     Parts,
     best_way_home,
@@ -148,13 +158,13 @@ def test_equal_sources_trade_replicas_so_that_both_are_at_home() -> None:
         phy2log_RS, log2phy_GE, share_GE, homes(phy2log_RS, 7), node_R, np.array([0, 1], dtype=np.int32)
     )
     candidate = Candidate(phy2log_RS, log2phy_GE, 1.5, 0)
-    near = localised(candidate, Layer(heat, serving), SOLVED)
+    near = localised(candidate, Layer(heat, serving), SearchParams(tables=SOLVED))
     assert near.log2phy_GE[:, 0].tolist() == [0, 4]
     assert crossing_share(candidate, Layer(heat, serving), SOLVED) == pytest.approx(4 / 7)
     assert crossing_share(near, Layer(heat, serving), SOLVED) == pytest.approx(3 / 7)
     assert crossing_share(candidate, Layer(heat, serving), EVEN) == 0.0
     for tables in (EVEN, RULE):
-        assert localised(candidate, Layer(heat, serving), tables) is candidate
+        assert localised(candidate, Layer(heat, serving), SearchParams(tables=tables)) is candidate
     flat = serving._replace(node_R=np.zeros(4, dtype=np.int32), node_G=np.zeros(2, dtype=np.int32))
-    assert localised(candidate, Layer(heat, flat), SOLVED) is candidate
+    assert localised(candidate, Layer(heat, flat), SearchParams(tables=SOLVED)) is candidate
     assert crossing_share(candidate, Layer(heat, flat), SOLVED) == 0.0

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from eplb_service.placement import check_layer, check_log2phy, default_log2phy
+from eplb_service.placement import check_layer, check_log2phy, dealt_log2phy, default_log2phy
+from eplb_service.planner.dealing import tables_of_sources
 from eplb_service.solver import tables
 from eplb_service.solver.candidates import par_on, touched_up
 from eplb_service.solver.construction import descending
@@ -68,6 +69,14 @@ def test_the_rule_takes_replicas_in_turn(case: Case, sources: int, kind: str, se
     np.testing.assert_array_equal(given_.rule_GE, slow.fixed_rule(phy2log_RS, sources, case.experts))
     if sources == case.ranks:
         np.testing.assert_array_equal(given_.rule_GE, default_log2phy(phy2log_RS, case.experts))
+    for width in (2, 3, 5):
+        found_VE = fixed_rule(given_.first_E1, given_.slot_P, sources * width, width)
+        np.testing.assert_array_equal(
+            found_VE, slow.fixed_rule(phy2log_RS, sources * width, case.experts, width)
+        )
+        if sources == case.ranks:
+            dealt_RED = dealt_log2phy(phy2log_RS, case.experts, width)
+            np.testing.assert_array_equal(tables_of_sources(found_VE, sources), dealt_RED)
     found_RS = slot_shares(phy2log_RS, given_.rule_GE, given_.share_GE)
     np.testing.assert_allclose(
         found_RS, slow.slot_shares(phy2log_RS, given_.rule_GE, given_.share_GE.astype(float)), atol=1e-6
@@ -108,7 +117,7 @@ def test_parts_leave_the_hottest_rank_while_that_cools_it(
     chosen_GE = given_.rule_GE.copy()
     assignment = tables._spread(given_.phy2log_RS, chosen_GE, *arrays)
     before_GE = chosen_GE.copy()
-    tables._cool(assignment, chosen_GE, *arrays)
+    tables.cool(assignment, chosen_GE, *arrays)
     wanted_GE, margin = slow.cool(given_.phy2log_RS, before_GE, *layer.heat, given_.share_GE.astype(float), z)
     if margin > layer.rounding:
         np.testing.assert_array_equal(chosen_GE, wanted_GE)

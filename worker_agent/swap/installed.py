@@ -67,12 +67,12 @@ class Installed:
 
     def with_layer(self, layer: int, phy2log_RS: Int32, log2phy_E: Int32) -> Installed:
         """The snapshot after one more committed layer."""
-        changed = [(layer, phy2log_RS, log2phy_E)]
-        placement, log2phy_LE = apply_layers(self.placement, self.log2phy_LE, changed)
+        changed = [(layer, phy2log_RS, log2phy_E[None])]
+        placement, log2phy_1LE = apply_layers(self.placement, self.log2phy_LE[None], changed)
         return replace(
             self,
             placement=placement,
-            log2phy_LE=log2phy_LE,
+            log2phy_LE=log2phy_1LE[0],
             epoch=self.epoch + 1,
             layer_epochs=_replaced(self.layer_epochs, layer, self.epoch + 1),
             layer_digests=_replaced(self.layer_digests, layer, layer_digest(layer, phy2log_RS)),

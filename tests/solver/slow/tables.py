@@ -14,11 +14,12 @@ def holders_of(phy2log_RS, expert):
     return np.flatnonzero(phy2log_RS.ravel() == expert)
 
 
-def fixed_rule(phy2log_RS, sources, experts):
+def fixed_rule(phy2log_RS, sources, experts, width=1):
+    """Each ``width`` sources are one table's entries."""
     table_GE = np.zeros((sources, experts), dtype=int)
     for e in range(experts):
         holders = holders_of(phy2log_RS, e)
-        table_GE[:, e] = [holders[g % len(holders)] for g in range(sources)]
+        table_GE[:, e] = [holders[(g // width + g % width) % len(holders)] for g in range(sources)]
     return table_GE
 
 

@@ -1,0 +1,117 @@
+"""Dealing tables in the planner: how many entries they have, and how many tokens each entry gets.
+
+A source's tokens go to the entries of its table in turn, from the first one on in each step. So where a step brings
+an expert many tokens, entries get nearly the same; where it brings one or two, the first entries get nearly all.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import lgamma, log
+
+import numpy as np
+
+from eplb_service.placement import (
+    Float64,
+    Int32,
+    Placement,
+    dealing_width,
+    even_log2phy,
+    repeated_entries,
+    with_entries,
+    without_single_entries,
+)
+from eplb_service.planner.settings import DEAL, PlannerSettings
+
+_FEWEST_TOKENS = 1e-3
+_GRID = 96
+"""Means between which the parts of entries are interpolated."""
+
+
+def width_in_use(settings: PlannerSettings, log2phy_RLE: Int32) -> int:
+    """Entries of the tables to be made for a host whose tables are like these: the most that divide its own."""
+    width = dealing_width(log2phy_RLE, 3)
+    if settings.split != DEAL:
+        return 1
+    return max(entries for entries in range(1, settings.deal_width + 1) if width % entries == 0)
+
+
+def first_tables(placement: Placement, split: str, deal_width: int) -> Int32:
+    """What a host that splits as ``split`` serves a placement by before anybody gave it tables, int32 ``[R, L, E]``.
+
+    ``[R, L, E, D]`` where it deals.
+    """
+    return even_log2phy(placement, deal_width if split == DEAL else 1)
+
+
+def as_host_deals(log2phy_RE: Int32, width: int) -> Int32:
+    """A layer's tables with as many entries as the host has, a multiple of theirs."""
+    return repeated_entries(log2phy_RE, log2phy_RE.ndim if width == 1 else 2, width)
+
+
+def sources_of_tables(log2phy_GLE: Int32, width: int) -> Int32:
+    """Each of the first ``width`` entries of each table as a source of its own, int32 ``[L, V, E]``.
+
+    Entry ``k`` of source ``g`` is the source ``g*width + k``.
+    """
+    entry_GLED = with_entries(log2phy_GLE, 3)[..., :width]
+    groups, layers, experts, _ = entry_GLED.shape
+    return np.ascontiguousarray(entry_GLED.transpose(1, 0, 3, 2)).reshape(layers, groups * width, experts)
+
+
+def tables_of_sources(log2phy_VE: Int32, groups: int) -> Int32:
+    """The tables of ``groups`` sources, int32 ``[G, E]``, or ``[G, E, D]`` where each has several entries."""
+    entry_GDE = log2phy_VE.reshape(groups, -1, log2phy_VE.shape[1])
+    return np.ascontiguousarray(without_single_entries(entry_GDE.transpose(0, 2, 1)))
+
+
+def entry_parts(tokens_X: Float64, width: int) -> Float64:
+    """The part of its tokens that each entry is expected to get, float64 ``[..., D]``, summing to 1.
+
+    Parameters
+    ----------
+    tokens_X
+        float64 ``[...]``, tokens that a source sends to an expert in a step, the mean; in any one step their number is
+        taken to be Poisson.
+    width
+        D.
+    """
+    if width == 1:
+        return np.ones((*tokens_X.shape, 1))
+    log_U, parts_UD = _parts_by_mean(width)
+    at_X = np.log(np.maximum(tokens_X, _FEWEST_TOKENS))
+    found_DX = np.stack([np.interp(at_X, log_U, parts_UD[:, entry]) for entry in range(width)])
+    # Past the grid a step's last, unfinished turn is as likely to end anywhere.
+    many_X = tokens_X > np.exp(log_U[-1])
+    ahead_D = (width - 1) / 2 - np.arange(width)
+    found_DX[:, many_X] = (1 + ahead_D[:, None] / tokens_X[many_X]) / width
+    return np.moveaxis(found_DX, 0, -1)
+
+
+def shares_of_entries(share_GLE: Float64, tokens_LE: Float64, width: int) -> Float64:
+    """Each entry's part of each expert's tokens, float64 ``[L, V, E]``.
+
+    ``share_GLE`` float64 ``[G, L, E]`` is each source's part, ``tokens_LE`` float64 ``[L, E]`` the tokens of a step.
+    """
+    groups, layers, experts = share_GLE.shape
+    share_GLED = share_GLE[..., None] * entry_parts(share_GLE * tokens_LE, width)
+    return np.ascontiguousarray(share_GLED.transpose(1, 0, 3, 2)).reshape(layers, groups * width, experts)
+
+
+@cache
+def _parts_by_mean(width: int) -> tuple[Float64, Float64]:
+    """Logarithms of means, and the parts at each, float64 ``[U]`` and ``[U, D]``.
+
+    Entry ``k`` gets a token whenever there are more than ``k``, more than ``k + D``, and so on.
+    """
+    log_U = np.linspace(log(_FEWEST_TOKENS), log(width * width), _GRID)
+    mean_U1 = np.exp(log_U)[:, None]
+    most = int(mean_U1[-1, 0] + 12 * width + 24)
+    count_C = np.arange(most)
+    log_factorial_C = np.array([lgamma(count + 1.0) for count in count_C])
+    chance_UC = np.exp(count_C * log_U[:, None] - mean_U1 - log_factorial_C)
+    more_UC = np.maximum(1.0 - chance_UC.cumsum(axis=1), 0.0)
+    parts_UD = np.stack([more_UC[:, entry::width].sum(axis=1) for entry in range(width)], axis=1)
+    parts_UD /= parts_UD.sum(axis=1, keepdims=True)
+    parts_UD.setflags(write=False)
+    return log_U, parts_UD

@@ -1,0 +1,159 @@
+"""A plan for a host that deals: tables as wide as its own, worth what dealing token by token realises."""
+
+from __future__ import annotations
+
+from math import exp, factorial
+
+import numpy as np
+import pytest
+
+from eplb_service.heat.window import Window
+from eplb_service.placement import Placement, apply_layers, even_log2phy, par
+from eplb_service.planner.dealing import (
+    as_host_deals,
+    entry_parts,
+    shares_of_entries,
+    sources_of_tables,
+    tables_of_sources,
+    width_in_use,
+)
+from eplb_service.planner.decide import plan, plan_afresh
+from eplb_service.planner.scoring import rank_loads
+from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.topology import Topology
+from tests.solver.layers_of import KNOWN_EXAMPLE
+
+RANKS, SLOTS, EXPERTS, LAYERS, STEPS = 4, 3, 8, 2, 48
+LINEAR = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
+POPULARITY_E = np.array([6, 4, 2, 1, 1, 1, 0.5, 0.5]) / 16
+
+
+def drawn_sources(tokens: float, seed: int) -> np.ndarray:
+    """Tokens of each step, source rank, layer and expert, int64 ``[T, R, L, E]``."""
+    generator = np.random.default_rng(seed)
+    return generator.poisson(tokens * POPULARITY_E, (STEPS, RANKS, LAYERS, EXPERTS))
+
+
+def slow_loads(source_TRLE: np.ndarray, log2phy_RLED: np.ndarray) -> np.ndarray:
+    """What each rank receives where every token goes to the next entry of its source's table."""
+    width = log2phy_RLED.shape[3]
+    loads_TLR = np.zeros((len(source_TRLE), LAYERS, RANKS))
+    for (step, source, layer, expert), tokens in np.ndenumerate(source_TRLE):
+        for token in range(tokens):
+            slot = log2phy_RLED[source, layer, expert, token % width]
+            loads_TLR[step, layer, slot // SLOTS] += 1
+    return loads_TLR
+
+
+@pytest.mark.parametrize("width", [2, 4, 16])
+@pytest.mark.parametrize("mean", [0.002, 0.3, 1.0, 7.0, 40.0])
+def test_entries_get_what_poisson_tokens_give_them(width: int, mean: float) -> None:
+    chance_C = [exp(-mean)]
+    for count in range(1, 150):
+        chance_C.append(chance_C[-1] * mean / count)
+    expected_D = np.zeros(width)
+    for count, chance in enumerate(chance_C):
+        for token in range(count):
+            expected_D[token % width] += chance
+    found_D = entry_parts(np.array(mean), width)
+    assert found_D.sum() == pytest.approx(1.0)
+    np.testing.assert_allclose(found_D, expected_D / mean, atol=2e-3)
+    assert chance_C[3] == pytest.approx(exp(-mean) * mean**3 / factorial(3))
+
+
+def test_many_tokens_are_dealt_nearly_evenly_and_none_at_all_somehow() -> None:
+    np.testing.assert_allclose(entry_parts(np.array([1e9]), 16), np.full((1, 16), 1 / 16), rtol=1e-6)
+    np.testing.assert_allclose(entry_parts(np.array([0.0]), 4)[0, 0], 1.0, atol=1e-3)
+    assert entry_parts(np.array([[3.0]]), 1).tolist() == [[[1.0]]]
+    # Past the grid the closed form takes over without a jump.
+    np.testing.assert_allclose(
+        entry_parts(np.array([255.0]), 16), entry_parts(np.array([257.0]), 16), atol=1e-3
+    )
+
+
+def test_entries_are_sources_of_their_own_and_back() -> None:
+    tables_RLED = even_log2phy(LINEAR, 4)
+    sources_LVE = sources_of_tables(tables_RLED, 4)
+    assert sources_LVE.shape == (LAYERS, RANKS * 4, EXPERTS)
+    np.testing.assert_array_equal(sources_LVE[1, 2 * 4 + 3], tables_RLED[2, 1, :, 3])
+    np.testing.assert_array_equal(tables_of_sources(sources_LVE[1], RANKS), tables_RLED[:, 1])
+    narrow_RLE = LINEAR.default_log2phy()
+    np.testing.assert_array_equal(
+        tables_of_sources(sources_of_tables(narrow_RLE, 1)[0], RANKS), narrow_RLE[:, 0]
+    )
+    shares_LVE = shares_of_entries(
+        np.full((RANKS, LAYERS, EXPERTS), 0.25), np.full((LAYERS, EXPERTS), 1e9), 4
+    )
+    np.testing.assert_allclose(shares_LVE, 1 / 16, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("host", "most", "width"), [(16, 16, 16), (16, 64, 16), (16, 5, 4), (6, 4, 3), (1, 16, 1), (7, 4, 1)]
+)
+def test_tables_have_as_many_entries_as_host_and_setting_allow(host: int, most: int, width: int) -> None:
+    tables_RLE = even_log2phy(LINEAR, host)
+    assert width_in_use(PlannerSettings(split="deal", deal_width=most), tables_RLE) == width
+    assert width_in_use(PlannerSettings(split="tables", deal_width=most), tables_RLE) == 1
+    dealt = as_host_deals(even_log2phy(LINEAR, width)[:, 0], host)
+    assert dealt.shape == tables_RLE[:, 0].shape
+
+
+@pytest.mark.parametrize("tokens", [3.0, 60.0])
+def test_loads_are_expected_as_dealing_token_by_token_realises_them(tokens: float) -> None:
+    source_TRLE = drawn_sources(tokens, seed=1)
+    tables_RLED = even_log2phy(LINEAR, 4)
+    realised_LR = slow_loads(source_TRLE, tables_RLED).mean(axis=0)
+    heat_TLE, source_RLE = source_TRLE.sum(axis=1), source_TRLE.sum(axis=0).astype(float)
+    expected_LR = rank_loads(heat_TLE, LINEAR, tables_RLED, source_RLE).mean(axis=0)
+    np.testing.assert_allclose(expected_LR.sum(axis=1), realised_LR.sum(axis=1))
+    np.testing.assert_allclose(expected_LR, realised_LR, rtol=0.05)
+
+
+@pytest.mark.parametrize("policy", ["flashlb", "deepseek"])
+@pytest.mark.parametrize(("host", "most"), [(8, 8), (8, 4), (4, 16)])
+def test_plans_deal_with_as_many_entries_as_the_host_has(policy: str, host: int, most: int) -> None:
+    source_TRLE = drawn_sources(40.0, seed=2)
+    window = Window(source_TRLE.sum(axis=1), source_TRLE.sum(axis=0).astype(float))
+    settings = PlannerSettings(policy=policy, split="deal", deal_width=most, threads=1)
+    deployed = even_log2phy(LINEAR, host)
+    found = plan(window, LINEAR, deployed, Topology.flat(RANKS), settings)
+    after, tables_RLED = apply_layers(LINEAR, deployed, found.changes())
+    assert found.layers
+    assert tables_RLED.shape == deployed.shape
+    after.check_log2phy(tables_RLED)
+    realised_L = par(slow_loads(source_TRLE, tables_RLED))
+    assert float(realised_L.mean()) == pytest.approx(found.par_planned, abs=0.02)
+    assert realised_L.mean() < par(slow_loads(source_TRLE, deployed)).mean()
+
+
+def test_ranks_that_see_the_same_tokens_get_one_dealing_table() -> None:
+    window = Window(drawn_sources(40.0, seed=3).sum(axis=1))
+    topology = Topology(np.zeros(RANKS, dtype=np.int32), np.array([0, 0, 2, 2], dtype=np.int32))
+    found = plan_afresh(window, LINEAR, topology, PlannerSettings(split="deal", deal_width=4, threads=1))
+    assert found.layers
+    for layer in found.layers:
+        np.testing.assert_array_equal(layer.log2phy_RE[0], layer.log2phy_RE[1])
+        np.testing.assert_array_equal(layer.log2phy_RE[2], layer.log2phy_RE[3])
+
+
+def test_a_host_of_two_nodes_is_dealt_to_at_home_where_that_costs_nothing() -> None:
+    window = Window(drawn_sources(400.0, seed=4).sum(axis=1))
+    nodes_R = np.array([0, 0, 1, 1], dtype=np.int32)
+    near, anywhere = (
+        plan_afresh(window, LINEAR, topology, PlannerSettings(split="deal", deal_width=4, threads=1))
+        for topology in (Topology(nodes_R, np.arange(RANKS, dtype=np.int32)), Topology.flat(RANKS))
+    )
+
+    def leaving(found: object) -> float:
+        tables = np.stack([layer.log2phy_RE for layer in found.layers])
+        return float((nodes_R[tables // SLOTS] != nodes_R[None, :, None, None]).mean())
+
+    assert leaving(near) < leaving(anywhere)
+
+
+@pytest.mark.parametrize(("width", "most"), [(1, 200.01), (4, 182.0)])
+def test_the_known_example_is_dealt_out_nearly_evenly(width: int, most: float) -> None:
+    window = Window(KNOWN_EXAMPLE[None, None, :])
+    settings = PlannerSettings(split="deal", deal_width=width)
+    found = plan_afresh(window, Placement.linear(1, 8, 8, 2), Topology.flat(8), settings)
+    assert found.par_planned * KNOWN_EXAMPLE.sum() / 8 <= most
