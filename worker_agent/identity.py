@@ -31,6 +31,8 @@ class Identity:
         L, E and S.
     bytes_per_expert
         Bytes of one expert of one layer, over all tensors that a kernel reads.
+    width
+        D, entries of the dealing tables that the layers read.
     """
 
     deployment: str
@@ -43,11 +45,12 @@ class Identity:
     experts: int
     slots: int
     bytes_per_expert: int
+    width: int = 1
 
     @property
     def shape(self) -> Shape:
         """Sizes that all ranks share."""
-        return Shape(self.ranks, self.layers, self.experts, self.slots, self.bytes_per_expert)
+        return Shape(self.ranks, self.layers, self.experts, self.slots, self.bytes_per_expert, self.width)
 
     def hello(self, installed: Installed, highest_term: int = 0) -> Hello:
         """How this rank introduces itself while it serves ``installed`` and follows services of this term or higher."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from eplb_service.placement import Int32, Placement, PlacementError
+from eplb_service.placement import MOST_ENTRIES, Int32, Placement, PlacementError, without_single_entries
 from worker_agent.adapters.live_layer import ExpertWeights, LiveLayer
 from worker_agent.identity import Identity
 from worker_agent.settings import AgentSettings
@@ -48,6 +48,7 @@ class _Facts:
     slots_LS: Int32
     experts: int
     bytes_per_expert: int
+    width: int
     weights_by_layer: tuple[WeightShapes, ...]
     transfer_backend: Backend
     shared_settings: dict[str, object]
@@ -88,7 +89,7 @@ def meet(
         raise RendezvousError(f"the ranks do not hold a placement: {error}") from error
     complaint = None
     try:
-        tables_LE = np.stack([layer.log2phy.cpu().numpy() for layer in layers]).astype(np.int32)
+        tables_LE = np.stack([_table(layer) for layer in layers])
         installed = Installed.first(rank, placement, tables_LE)
     except PlacementError as error:
         complaint = str(error)
@@ -116,6 +117,7 @@ def meet(
         experts=placement.experts,
         slots=placement.slots,
         bytes_per_expert=own.bytes_per_expert,
+        width=own.width,
     )
     return Rendezvous(group, votes, lanes, identity, installed)
 
@@ -125,7 +127,7 @@ def _facts(layers: Sequence[LiveLayer], settings: AgentSettings, token_group: in
     shares_tokens = False
     counts: tuple[str, ...] = ()
     slots_LS = np.zeros((len(layers), 0), dtype=np.int32)
-    experts, bytes_per_expert = 0, 0
+    experts, bytes_per_expert, width = 0, 0, 1
     weights_by_layer: tuple[WeightShapes, ...] = ()
     backend = Backend.GLOO
     try:
@@ -133,6 +135,7 @@ def _facts(layers: Sequence[LiveLayer], settings: AgentSettings, token_group: in
         experts = int(layers[0].expert_map.shape[0])
         weights_by_layer = tuple(_weight_shapes(layer) for layer in layers)
         bytes_per_expert = sum(weight[0].nbytes for weight in layers[0].expert_weights())
+        width = _dealing_width(layers, experts)
         counts = _counts(layers)
         shares_tokens = any(layer.shares_tokens for layer in layers)
         backend = choose_backend(settings.transfer_backend, _device(layers).type)
@@ -147,6 +150,7 @@ def _facts(layers: Sequence[LiveLayer], settings: AgentSettings, token_group: in
         slots_LS=slots_LS,
         experts=experts,
         bytes_per_expert=bytes_per_expert,
+        width=width,
         weights_by_layer=weights_by_layer,
         transfer_backend=backend,
         shared_settings=settings.shared(),
@@ -177,6 +181,27 @@ def _local_slots(index: int, layer: LiveLayer) -> Int32:
     slots_S = np.zeros(slots, dtype=np.int32)
     slots_S[local_E[here]] = here
     return slots_S
+
+
+def _table(layer: LiveLayer) -> Int32:
+    """A layer's table on the host, int32 ``[E]``, or ``[E, D]`` of more than one entry."""
+    table = layer.log2phy.cpu().numpy().astype(np.int32)
+    return without_single_entries(table) if table.ndim == 2 else table
+
+
+def _dealing_width(layers: Sequence[LiveLayer], experts: int) -> int:
+    """Entries of the dealing tables, which all layers have alike."""
+    shapes = {_table(layer).shape for layer in layers}
+    if len(shapes) != 1:
+        raise ValueError(f"all layers deal alike, got log2phy of the shapes {sorted(shapes)}")
+    shape = shapes.pop()
+    width = int(shape[1]) if len(shape) == 2 else 1
+    if shape[:1] != (experts,) or len(shape) > 2 or not 1 <= width <= MOST_ENTRIES:
+        raise ValueError(
+            f"log2phy has the shape [{experts}], or [{experts}, entries] with at most {MOST_ENTRIES}; "
+            f"got {list(shape)}"
+        )
+    return width
 
 
 def _check_weight(index: int, weight: ExpertWeights, slots: int) -> None:
@@ -220,6 +245,7 @@ def _check_alike(facts: Sequence[_Facts]) -> None:
             "shares_tokens",
             "counts",
             "bytes_per_expert",
+            "width",
             "transfer_backend",
             "shared_settings",
         ):

@@ -14,7 +14,7 @@ from eplb_service.atomic_write import check_output
 from eplb_service.cli.errors import UserError
 from eplb_service.cli.json_out import write_json
 from eplb_service.cli.option_groups import option_groups
-from eplb_service.planner.settings import POLICIES, PlannerSettings
+from eplb_service.planner.settings import DEAL, POLICIES, STEP, TABLES, PlannerSettings
 from eplb_service.wire.fields import check_deployment
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from eplb_service.demo.scoreboard import Scoreboard
 
 _DISPATCHERS = ("all2allv", "allgather", "mc2")
-_SPLITS = ("tables", "step")
 _QUANTIZATIONS = ("none", "w8a8")
+_SPLITS = (TABLES, DEAL, STEP)
 _MODEL_STEPS = 720
 _TRACE_STEPS = 320
 _TRACE_LAYERS, _TRACE_HIDDEN, _TRACE_INTERMEDIATE = 6, 128, 64
@@ -77,10 +77,11 @@ class ServedOptions:
         str,
         typer.Option(
             help=f"How the balanced layers split an expert's tokens over its replicas, one of {', '.join(_SPLITS)}: "
-            "by each rank's table, or in each step so that the hottest rank is as cool as can be.",
+            "by each rank's table of one replica, dealt over several replicas in turn, or in each step so that the "
+            "hottest rank is as cool as can be.",
             autocompletion=lambda: list(_SPLITS),
         ),
-    ] = "tables"
+    ] = TABLES
     quant: Annotated[
         str,
         typer.Option(

@@ -102,7 +102,9 @@ def placement(
     with service.open() as call:
         answer = call("GetPlacement", operator_pb2.GetPlacementRequest(deployment=deployment))
     found = Placement(unpack(answer.physical_to_logical, (None, None, None), "placement"), answer.experts)
-    tables_RLE = unpack(answer.log2phy, (found.ranks, found.layers, found.experts), "log2phy")
+    axes = (found.ranks, found.layers, found.experts)
+    entries = () if len(answer.log2phy.shape) == len(axes) else (None,)
+    tables_RLE = unpack(answer.log2phy, (*axes, *entries), "log2phy")
     if out is not None:
         numbers = range(first_layer or 0, (first_layer or 0) + found.layers)
         write_placement(out, found, tables_RLE, format, numbers)

@@ -15,6 +15,7 @@ from eplb_service.demo.ranks import rank_processes
 from eplb_service.demo.scoreboard import Scoreboard
 from eplb_service.demo.service_thread import service_thread
 from eplb_service.placement import check_shape
+from eplb_service.planner.settings import DEAL, STEP, TABLES, PlannerSettings
 from eplb_service.telemetry.logs import configure_logs
 
 REPORT_EVERY_STEPS = 4
@@ -40,7 +41,7 @@ class Stage:
     dispatcher
         ``"all2allv"``, ``"allgather"`` or ``"mc2"``.
     split
-        ``"tables"`` or ``"step"``: how the balanced layers split tokens over replicas.
+        ``"tables"``, ``"deal"`` or ``"step"``: how the balanced layers split tokens over replicas.
     window, interval
         Steps that a decision looks at, and steps from one to the next.
     policy, seed
@@ -144,7 +145,8 @@ def _write_task(stage: Stage, orders: Mapping[str, object], service: str, scratc
         "ranks": stage.ranks,
         "slots": stage.slots,
         "dispatcher": stage.dispatcher,
-        "split": stage.split,
+        "split": STEP if stage.split == STEP else TABLES,
+        "dealing_width": PlannerSettings.deal_width if stage.split == DEAL else 1,
         "seed": stage.seed,
         "report_every": REPORT_EVERY_STEPS,
     }

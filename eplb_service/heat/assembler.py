@@ -37,7 +37,7 @@ def memory_bytes(shape: Shape, window_steps: int, pending_steps: int) -> int:
     heat = kept_steps * shape.layers * (4 * shape.experts + 4 * shape.ranks + 16)
     sources = SOURCE_BUCKETS * 4 * shape.ranks * shape.layers * shape.experts
     slots = PLACEMENTS_HELD * 4 * shape.layers * shape.ranks * shape.slots
-    tables = (_TABLES_HELD * 4 + TARGETS_HELD * 2) * shape.ranks * shape.layers * shape.experts
+    tables = (_TABLES_HELD * 4 + TARGETS_HELD * 2) * shape.ranks * shape.layers * shape.experts * shape.width
     return heat + sources + slots + tables
 
 
@@ -97,8 +97,8 @@ class HeatAssembler:
             return StepCounts(0, 0)
         before, restarts = self.counted, self._pending.restarts
         if report.slot_counts_TLS is None:
-            targets_LE = self.placements.targets(report.layer_epochs, rank)
-            complete = self._pending.add_sources(rank, report, targets_LE)
+            targets_LED = self.placements.targets(report.layer_epochs, rank)
+            complete = self._pending.add_sources(rank, report, targets_LED)
         else:
             complete = self._pending.add(rank, report, slots_LRS[:, rank])
         for position in complete:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.placement import Int32
+from eplb_service.placement import Int32, dealt_to
 from eplb_service.wire.heat import HeatReport
 
 
@@ -72,18 +72,20 @@ class PendingSteps:
         return self._close(rank, report, positions, taken)
 
     def add_sources(
-        self, rank: int, report: HeatReport, targets_LE: npt.NDArray[np.integer[Any]]
+        self, rank: int, report: HeatReport, targets_LED: npt.NDArray[np.integer[Any]]
     ) -> npt.NDArray[np.intp]:
-        """Fill in what a rank's own tokens chose, which went to the ranks ``targets_LE``; otherwise as ``add``."""
+        """Fill in what a rank's own tokens chose, which went to ``targets_LED`` in turn; otherwise as ``add``."""
         assert report.source_counts_TLE is not None
         positions, taken = self._open(rank, report)
         counts_TLE = report.source_counts_TLE[taken]
         self.heat_PLE[positions] += counts_TLE
         layers, ranks = self.loads_PLR.shape[1:]
-        cells_C = (targets_LE + ranks * np.arange(layers)[:, None]).ravel()
+        cells_C = (targets_LED + ranks * np.arange(layers)[:, None, None]).ravel()
+        width = targets_LED.shape[2]
         for position, counts_LE in zip(positions, counts_TLE, strict=True):
+            dealt_LED = np.stack([dealt_to(counts_LE, entry, width) for entry in range(width)], axis=2)
             # Sums of whole numbers, exact in float64.
-            sums_C = np.bincount(cells_C, counts_LE.ravel(), minlength=layers * ranks)
+            sums_C = np.bincount(cells_C, dealt_LED.ravel(), minlength=layers * ranks)
             self.loads_PLR[position] += sums_C.reshape(layers, ranks).astype(np.int32)
         return self._close(rank, report, positions, taken)
 

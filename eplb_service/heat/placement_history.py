@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.placement import Int32
+from eplb_service.placement import Int32, with_entries
 
 _EPOCHS_KEPT = 8
 _PLACEMENTS_KEPT = 4
@@ -19,10 +19,10 @@ TARGETS_HELD = _EPOCHS_KEPT
 
 
 class PlacedLayer(NamedTuple):
-    """One layer at one epoch: experts of its slots, and the rank that each source rank's tokens of an expert go to."""
+    """One layer at one epoch: experts of its slots, and the ranks that each source rank's tokens of an expert go to."""
 
     phy2log_RS: Int32
-    target_RE: npt.NDArray[np.int16]
+    target_RED: npt.NDArray[np.int16]
 
 
 class PlacementHistory:
@@ -47,8 +47,8 @@ class PlacementHistory:
         self._stacked.clear()
         epochs = self.by_layer[layer]
         epochs.pop(epoch, None)
-        target_RE = (log2phy_RE // phy2log_RS.shape[1]).astype(np.int16)
-        epochs[epoch] = PlacedLayer(phy2log_RS, target_RE)
+        target_RED = with_entries(log2phy_RE // phy2log_RS.shape[1], 2).astype(np.int16)
+        epochs[epoch] = PlacedLayer(phy2log_RS, target_RED)
         while len(epochs) > _EPOCHS_KEPT:
             epochs.pop(next(iter(epochs)))
 
@@ -67,6 +67,6 @@ class PlacementHistory:
         return stacked_LRS
 
     def targets(self, layer_epochs: tuple[int, ...], rank: int) -> npt.NDArray[np.int16]:
-        """Ranks that the tokens of source ``rank`` go to by expert, int16 ``[L, E]``; the epochs must be known."""
+        """Ranks that the tokens of source ``rank`` go to in turn, int16 ``[L, E, D]``; the epochs must be known."""
         layers = zip(self.by_layer, layer_epochs, strict=True)
-        return np.stack([epochs[epoch].target_RE[rank] for epochs, epoch in layers])
+        return np.stack([epochs[epoch].target_RED[rank] for epochs, epoch in layers])

@@ -2,6 +2,7 @@
 
 from eplb_service.placement.apply import apply_layers
 from eplb_service.placement.dealing import (
+    MOST_ENTRIES,
     dealing_width,
     dealt_log2phy,
     dealt_to,
@@ -16,6 +17,7 @@ from eplb_service.placement.placement import Placement, default_log2phy, expert_
 from eplb_service.placement.validity import Int32, PlacementError, check_layer, check_log2phy, check_shape
 
 __all__ = [
+    "MOST_ENTRIES",
     "Float64",
     "Int32",
     "Placement",

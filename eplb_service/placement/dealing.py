@@ -16,6 +16,8 @@ import numpy.typing as npt
 from eplb_service.placement.placement import Placement, replica_counts
 from eplb_service.placement.validity import Int32, PlacementError
 
+MOST_ENTRIES = 64
+"""Of a dealing table for one expert; finer shares than a 64th are lost in the noise of any step."""
 Integers: TypeAlias = npt.NDArray[np.integer[Any]]
 """Counts of tokens, whatever the shape."""
 
@@ -27,7 +29,7 @@ def dealing_width(log2phy: Int32, axes: int) -> int:
 
 def with_entries(log2phy: Int32, axes: int) -> Int32:
     """A view of tables of any width with an axis of entries behind their ``axes`` others."""
-    return log2phy.reshape(*log2phy.shape[:axes], -1)
+    return log2phy[..., np.newaxis] if log2phy.ndim == axes else log2phy
 
 
 def without_single_entries(log2phy: Int32) -> Int32:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eplb_service.cost.curve import CostCurve
+from eplb_service.placement import MOST_ENTRIES
 
 POLICIES = ("none", "deepseek", "flashlb")
 """``none`` never moves an expert. ``deepseek`` is DeepSeek's EPLB: greedy replica counts and LPT packing on the sum of
@@ -21,9 +22,6 @@ its log2phy names (vLLM-Ascend); ``even``: the host spreads them over the replic
 ``deal``: each source rank sends them in turn to the entries of its dealing table; ``step``: all ranks split each step's
 tokens alike, so that the hottest rank is as cool as the placement allows (the live layer's stepwise split; SGLang's
 LPLB)."""
-
-MOST_ENTRIES = 64
-"""Of a dealing table for one expert; finer shares than a 64th are lost in the noise of any step."""
 
 
 class SettingsError(ValueError):

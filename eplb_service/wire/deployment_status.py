@@ -111,7 +111,7 @@ class DeploymentReport:
 
 @dataclass(frozen=True)
 class PlacementInForce:
-    """What is served: ``log2phy_RLE`` are the tables of all ranks, int32 ``[R, L, E]``."""
+    """What is served: ``log2phy_RLE`` are the tables of all ranks, int32 ``[R, L, E]``, or ``[R, L, E, D]``."""
 
     epoch: int
     digest: int
@@ -232,7 +232,8 @@ def decode_placement(message: operator_pb2.GetPlacementResponse) -> PlacementInF
     except PlacementError as error:
         raise WireError(f"placement.physical_to_logical: {error}") from error
     size = (placement.ranks, placement.layers, experts)
-    log2phy_RLE = unpack(message.log2phy, size, "placement.log2phy")
+    entries = () if len(message.log2phy.shape) == len(size) else (None,)
+    log2phy_RLE = unpack(message.log2phy, (*size, *entries), "placement.log2phy")
     try:
         placement.check_log2phy(log2phy_RLE)
     except PlacementError as error:

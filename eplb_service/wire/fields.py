@@ -15,7 +15,7 @@ MOST_EXPERTS = 4096
 MOST_RANKS = 4096
 MOST_SLOTS = 512
 MOST_TABLE_ENTRIES = 1 << 25
-"""Bound on ranks x layers x experts: 320 ranks of DeepSeek-V3 have 4.8 million."""
+"""Bound on ranks x layers x experts x table entries: 320 ranks of DeepSeek-V3 have 4.8 million for one entry."""
 MOST_LAYER_ENTRIES = 1 << 18
 """Bound on layers x experts and on layers x ranks, both kept for every step of a window."""
 LAST_STEP = 1 << 48

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from eplb_service.placement import Int32, PlacementError, check_shape
+from eplb_service.placement import MOST_ENTRIES, Int32, PlacementError, check_shape
 from eplb_service.wire.codec import PROTOCOL_VERSION, pack, unpack
 from eplb_service.wire.fields import (
     LAST_DIGEST,
@@ -34,13 +34,29 @@ FEWEST_HEARTBEAT_SECONDS, MOST_HEARTBEAT_SECONDS = 0.05, 60.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes that all ranks of a deployment share; ``bytes_per_expert`` is of one expert of one layer."""
+    """Sizes that all ranks of a deployment share.
+
+    Parameters
+    ----------
+    ranks, layers, experts, slots
+        R, L, E and S.
+    bytes_per_expert
+        Of one expert of one layer.
+    width
+        D, entries for each expert of the dealing tables that the host reads; tables of one have no axis for it.
+    """
 
     ranks: int
     layers: int
     experts: int
     slots: int
     bytes_per_expert: int
+    width: int = 1
+
+    @property
+    def table(self) -> tuple[int, ...]:
+        """Shape of one rank's table of one layer, ``[E]`` or ``[E, D]``."""
+        return (self.experts,) if self.width == 1 else (self.experts, self.width)
 
 
 @dataclass(frozen=True)
@@ -58,7 +74,7 @@ class Hello:
     slots_LS
         Logical expert in each of its slots, int32 ``[L, S]``.
     log2phy_LE
-        Its table, int32 ``[L, E]``.
+        Its table, int32 ``[L, E]``, or ``[L, E, D]`` where it deals.
     agent_version
         Release of the agent.
     highest_term
@@ -168,7 +184,7 @@ def decode_hello(message: agent_pb2.Hello) -> Hello:
         slots_LS=unpack(
             state.local_physical_to_logical, (shape.layers, shape.slots), "hello.local_physical_to_logical"
         ),
-        log2phy_LE=unpack(state.log2phy, (shape.layers, shape.experts), "hello.log2phy"),
+        log2phy_LE=unpack(state.log2phy, (shape.layers, *shape.table), "hello.log2phy"),
     )
 
 
@@ -207,6 +223,8 @@ def encode_shape(shape: Shape) -> agent_pb2.ModelShape:
         experts=shape.experts,
         slots=shape.slots,
         bytes_per_expert=shape.bytes_per_expert,
+        # Peers that know no dealing tables know no other host either.
+        dealing_width=0 if shape.width == 1 else shape.width,
     )
 
 
@@ -216,18 +234,22 @@ def decode_shape(ranks: int, message: agent_pb2.ModelShape, where: str) -> Shape
     layers = check_count(message.layers, f"{where}.shape.layers", MOST_LAYERS + 1, least=1)
     experts = check_count(message.experts, f"{where}.shape.experts", MOST_EXPERTS + 1, least=1)
     slots = check_count(message.slots, f"{where}.shape.slots", MOST_SLOTS + 1, least=1)
-    if ranks * layers * experts > MOST_TABLE_ENTRIES or layers * max(experts, ranks) > MOST_LAYER_ENTRIES:
+    width = check_count(message.dealing_width or 1, f"{where}.shape.dealing_width", MOST_ENTRIES + 1, least=1)
+    if (
+        ranks * layers * experts * width > MOST_TABLE_ENTRIES
+        or layers * max(experts, ranks) > MOST_LAYER_ENTRIES
+    ):
         raise WireError(
-            f"{where}.shape: {layers} layers x {experts} experts on {ranks} ranks are past what is taken: "
-            f"{MOST_TABLE_ENTRIES} for ranks x layers x experts, {MOST_LAYER_ENTRIES} for layers x experts and "
-            "layers x ranks"
+            f"{where}.shape: {layers} layers x {experts} experts on {ranks} ranks, tables of {width}, are past what is "
+            f"taken: {MOST_TABLE_ENTRIES} for ranks x layers x experts x entries, {MOST_LAYER_ENTRIES} for layers x "
+            "experts and layers x ranks"
         )
     try:
         check_shape(experts, ranks, slots)
     except PlacementError as error:
         raise WireError(f"{where}.shape: {error}") from error
     size = check_count(message.bytes_per_expert, f"{where}.shape.bytes_per_expert", MOST_BYTES)
-    return Shape(ranks, layers, experts, slots, size)
+    return Shape(ranks, layers, experts, slots, size, width)
 
 
 def _check_protocol(version: int, peer: str) -> None:

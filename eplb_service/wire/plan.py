@@ -31,7 +31,7 @@ class RankLayer:
     phy2log_RS
         The whole layer after the switch, int32 ``[R, S]``.
     log2phy_E
-        The receiving rank's table after the switch, int32 ``[E]``.
+        The receiving rank's table after the switch, int32 ``[E]``, or ``[E, D]`` where it deals.
     log2phy_digests
         ``table_digest`` of every rank's table, R integers.
     moves_M5
@@ -156,10 +156,10 @@ def _decode_layer(update: agent_pb2.LayerUpdate, shape: Shape, rank: int) -> Ran
     phy2log_RS = unpack(
         update.physical_to_logical, (shape.ranks, shape.slots), f"{where} physical_to_logical"
     )
-    log2phy_E = unpack(update.log2phy, (shape.experts,), f"{where} log2phy")
+    log2phy_E = unpack(update.log2phy, shape.table, f"{where} log2phy")
     try:
         check_layer(phy2log_RS, shape.experts, f"{where} physical_to_logical")
-        check_log2phy(log2phy_E, phy2log_RS, f"{where} log2phy")
+        check_log2phy(log2phy_E, phy2log_RS, f"{where} log2phy", deals=shape.width > 1)
     except PlacementError as error:
         raise WireError(str(error)) from error
     digests = tuple(update.log2phy_digests)

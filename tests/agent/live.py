@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from eplb_service.placement import Int32, Placement, default_log2phy
+from eplb_service.placement import Int32, Placement, dealt_log2phy, without_single_entries
 from eplb_service.wire.heat import HeatReport, StepPhase
 from eplb_service.wire.plan import RankLayer, RankPlan, table_digest
 from worker_agent.agent import Agent
@@ -23,13 +23,21 @@ NOWHERE = "127.0.0.1:9"
 _MOST_STEPS_MORE = 10_000
 
 
-def layers_of(count: int, phy2log_RS: Int32, dispatcher: str = "all2allv") -> list[ExpertParallelMoE]:
+def layers_of(
+    count: int, phy2log_RS: Int32, dispatcher: str = "all2allv", dealing_width: int = 1
+) -> list[ExpertParallelMoE]:
     """``count`` layers with seeded experts, this rank's part of ``phy2log_RS``."""
     shapes = [MoEShape(layer, EXPERTS, HIDDEN, INTERMEDIATE) for layer in range(count)]
     group = dist.group.WORLD
     return [
         ExpertParallelMoE(
-            shape, phy2log_RS, seeded_experts(shape), dispatcher=dispatcher, ep_group=group, heat_rows=16
+            shape,
+            phy2log_RS,
+            seeded_experts(shape),
+            dispatcher=dispatcher,
+            ep_group=group,
+            heat_rows=16,
+            dealing_width=dealing_width,
         )
         for shape in shapes
     ]
@@ -75,7 +83,7 @@ def plan_for(agent: Agent, changes: dict[int, Int32], plan_id: int = 1, term: in
             for (r, s), expert in np.ndenumerate(new_RS)
             if old_RS[r, s] != expert
         ]
-        tables_RE = default_log2phy(new_RS, EXPERTS)
+        tables_RE = without_single_entries(dealt_log2phy(new_RS, EXPERTS, agent.identity.width))
         layers.append(
             RankLayer(
                 layer=layer,

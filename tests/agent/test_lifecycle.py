@@ -241,6 +241,10 @@ def _fails_to_meet(what: str) -> str:
             layers[0].w13_weight = torch.cat([layers[0].w13_weight, layers[0].w13_weight[:, :4]], dim=1)
         elif what == "table":
             layers[0].log2phy[0] = layers[0].log2phy[1]
+        elif what == "dealing":
+            layers[0].log2phy = layers[0].log2phy.unsqueeze(1).repeat(1, 4)
+        elif what == "entries":
+            layers[0].log2phy = layers[0].log2phy.unsqueeze(1).repeat(1, 65)
         else:
             layers[0].expert_weights = None
     with pytest.raises(RendezvousError) as caught:
@@ -253,6 +257,8 @@ def _fails_to_meet(what: str) -> str:
     [
         ("weights", "expert weights of layer 0 differ"),
         ("table", "rank 1: layer 0: log2phy of rank 1: expert 0 points to slot"),
+        ("dealing", "width differ: rank 0 has 1, rank 1 has 4"),
+        ("entries", "rank 1: log2phy has the shape [8], or [8, entries] with at most 64; got [8, 65]"),
         ("host", "rank 1: 'NoneType' object is not callable"),
     ],
 )

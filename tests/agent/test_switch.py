@@ -7,9 +7,11 @@ import time
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
+from eplb_service.placement import dealt_log2phy, without_single_entries
 from eplb_service.wire.heat import HeatReport
 from tests.agent import live
 from tests.ranks import run_ranks
@@ -18,9 +20,9 @@ from worker_agent.agent import Agent
 RANKS = 3
 
 
-def _start(layer_count: int, **changes: Any) -> tuple[Agent, list[Any], list[Any]]:
+def _start(layer_count: int, dealing_width: int = 1, **changes: Any) -> tuple[Agent, list[Any], list[Any]]:
     rank_RS = live.linear_RS(dist.get_world_size())
-    layers, still = live.layers_of(layer_count, rank_RS), live.layers_of(layer_count, rank_RS)
+    layers, still = (live.layers_of(layer_count, rank_RS, dealing_width=dealing_width) for _ in range(2))
     return Agent.start(layers, dist.group.WORLD, live.settings(**changes)), layers, still
 
 
@@ -29,8 +31,8 @@ def _addresses(layers: list[Any]) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors]
 
 
-def _switch_two_layers() -> dict[str, Any]:
-    agent, layers, still = _start(3)
+def _switch_two_layers(dealing_width: int) -> dict[str, Any]:
+    agent, layers, still = _start(3, dealing_width)
     before = _addresses(layers)
     noted: dict[int, Any] = {}
     for index, layer in enumerate(layers):
@@ -63,6 +65,7 @@ def _switch_two_layers() -> dict[str, Any]:
         "changed_tables": [
             not bool((a.log2phy == b.log2phy).all()) for a, b in zip(layers, still, strict=True)
         ],
+        "tables": [layer.log2phy.tolist() for layer in layers],
         "targets": {layer: target.tolist() for layer, target in targets.items()},
         "noted": {layer: placed_RS.tolist() for layer, placed_RS in noted.items()},
     }
@@ -70,11 +73,12 @@ def _switch_two_layers() -> dict[str, Any]:
     return facts
 
 
-def test_a_plan_switches_its_layers_on_all_ranks_at_the_same_step() -> None:
-    facts = run_ranks(RANKS, _switch_two_layers)
+@pytest.mark.parametrize("dealing_width", [1, 4])
+def test_a_plan_switches_its_layers_on_all_ranks_at_the_same_step(dealing_width: int) -> None:
+    facts = run_ranks(RANKS, _switch_two_layers, dealing_width)
     assert max(fact["worst"] for fact in facts) < 1e-5
     assert facts[0]["epochs"][-1] == 2
-    for fact in facts:
+    for rank, fact in enumerate(facts):
         assert fact["halted"] is None
         assert fact["epochs"] == facts[0]["epochs"]
         assert fact["digest"] == facts[0]["digest"]
@@ -83,6 +87,8 @@ def test_a_plan_switches_its_layers_on_all_ranks_at_the_same_step() -> None:
         assert fact["switched"] == 2
         for layer, target in fact["targets"].items():
             assert fact["placement"][layer] == target
+            dealt_RED = dealt_log2phy(np.array(target, dtype=np.int32), live.EXPERTS, dealing_width)
+            assert fact["tables"][layer] == without_single_entries(dealt_RED[rank]).tolist()
         # Layers that must know where all replicas are have been given it.
         assert fact["noted"] == fact["targets"]
     assert sum(fact["received"] for fact in facts) > 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from eplb_service.heat.assembler import HeatAssembler, memory_bytes
 from eplb_service.heat.window import Window
-from eplb_service.placement import Placement, default_log2phy, par
+from eplb_service.placement import Placement, dealt_log2phy, default_log2phy, par, without_single_entries
 from eplb_service.wire.heat import HeatReport, StepPhase
 from eplb_service.wire.hello import Shape
 
@@ -231,16 +231,19 @@ def test_ratios_taken_as_steps_come_in_are_those_of_the_loads(seed: int, reports
         np.testing.assert_allclose(heat.measured_par(layer_epochs), par(heat.measured_loads(layer_epochs)))
 
 
-@given(seed=st.integers(0, 2**32 - 1), steps=st.integers(1, 4))
-def test_what_slots_received_follows_from_sources_and_tables(seed: int, steps: int) -> None:
+@given(seed=st.integers(0, 2**32 - 1), steps=st.integers(1, 4), width=st.sampled_from((1, 3)))
+def test_what_slots_received_follows_from_sources_and_tables(seed: int, steps: int, width: int) -> None:
     rng = np.random.default_rng(seed)
     heat = assembler()
     counts_RTLE = rng.integers(0, 50, (RANKS, steps, LAYERS, EXPERTS)).astype(np.uint8)
-    tables_LRE = np.stack([default_log2phy(rows, EXPERTS) for rows in PLACEMENT_LRS])
+    tables_LRED = np.stack([dealt_log2phy(rows, EXPERTS, width) for rows in PLACEMENT_LRS])
     loads_TLR = np.zeros((steps, LAYERS, RANKS))
     for rank, step, layer, expert in np.ndindex(*counts_RTLE.shape):
-        target = tables_LRE[layer, rank, expert] // SLOTS
-        loads_TLR[step, layer, target] += counts_RTLE[rank, step, layer, expert]
+        for token in range(counts_RTLE[rank, step, layer, expert]):
+            target = tables_LRED[layer, rank, expert, token % width] // SLOTS
+            loads_TLR[step, layer, target] += 1
+    for layer, rows in enumerate(PLACEMENT_LRS):
+        heat.placements.place(layer, 0, rows, without_single_entries(tables_LRED[layer]))
     for rank in range(RANKS):
         heat.add(rank, sources_only(0, counts_RTLE[rank]))
     heat_TLE, source_RLE = heat.copy_heat()

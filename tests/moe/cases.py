@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from eplb_service.placement import Int32, Placement
+from eplb_service.placement import Int32, Placement, with_entries, without_single_entries
 from worker_agent.moe import DenseMoE, ExpertParallelMoE, MoEShape, seeded_experts
 from worker_agent.moe.composition import LayerOptions
 from worker_agent.moe.dispatch import SHARED_TOKEN_DISPATCHERS
@@ -31,6 +32,7 @@ class Case:
     intermediate: int = 6
     dtype: torch.dtype = torch.float32
     quantized: bool = False
+    entries: int = 1
 
     @property
     def ranks(self) -> int:
@@ -56,16 +58,19 @@ class Case:
         return phy2log_RS
 
     def tables(self, draw: int = 0) -> Int32:
-        """Random valid log2phy tables ``[R, E]``; the same on all ranks where the dispatcher demands it."""
+        """Random valid log2phy tables; the same on all ranks where the dispatcher demands it.
+
+        ``[R, E]``, or dealing tables ``[R, E, D]`` of several entries.
+        """
         rng = np.random.default_rng((self.seed, draw, 1))
         flat = self.placement(draw).ravel()
         tables_RE = [
-            [rng.choice(np.flatnonzero(flat == expert)) for expert in range(self.experts)]
+            [rng.choice(np.flatnonzero(flat == expert), self.entries) for expert in range(self.experts)]
             for _ in range(self.ranks)
         ]
         if self.dispatcher in SHARED_TOKEN_DISPATCHERS:
             tables_RE = [tables_RE[0]] * self.ranks
-        return np.array(tables_RE, dtype=np.int32)
+        return without_single_entries(np.array(tables_RE, dtype=np.int32))
 
     def step(self, rank: int, step: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Hidden states, top-k ids (int32) and weights of a rank's tokens in a step."""
@@ -139,6 +144,23 @@ def alone(case: Case, options: LayerOptions | None = None) -> ExpertParallelMoE:
     )
 
 
+def dealt_by_hand(case: Case, chosen: list[torch.Tensor], draw: int = 0) -> list[int]:
+    """Physical slots of all ranks' real choices, each the next entry of its expert's in its source's table.
+
+    ``chosen`` are each rank's experts in the order of its tokens. Where ranks share tokens they are one source.
+    """
+    tables_RED = with_entries(case.tables(draw), 2)
+    shared = case.dispatcher in SHARED_TOKEN_DISPATCHERS
+    turns: Counter[tuple[int, int]] = Counter()
+    slots = []
+    for rank, ids in enumerate(chosen):
+        for expert in ids.flatten().tolist():
+            source = (0 if shared else rank), expert
+            slots.append(int(tables_RED[rank, expert, turns[source] % case.entries]))
+            turns[source] += 1
+    return slots
+
+
 def hand_counts(
     case: Case, step: int = 0, draw: int = 0, active: list[torch.Tensor] | None = None
 ) -> tuple[Int32, Int32]:
@@ -148,12 +170,12 @@ def hand_counts(
     """
     source_RE = np.zeros((case.ranks, case.experts), dtype=np.int32)
     received_P = np.zeros(case.ranks * case.slots, dtype=np.int32)
-    tables_RE = case.tables(draw)
+    chosen = []
     for rank in range(case.ranks):
         ids_TK = case.step(rank, step)[1]
-        if active is not None:
-            ids_TK = ids_TK[active[rank]]
-        for expert in ids_TK.flatten().tolist():
+        chosen.append(ids_TK if active is None else ids_TK[active[rank]])
+        for expert in chosen[rank].flatten().tolist():
             source_RE[rank, expert] += 1
-            received_P[tables_RE[rank, expert]] += 1
+    for slot in dealt_by_hand(case, chosen, draw):
+        received_P[slot] += 1
     return received_P.reshape(case.ranks, case.slots), source_RE

@@ -21,7 +21,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    ranks = draw(st.sampled_from([1, 2, 4, 8]))
+    ranks = draw(st.integers(1, 8))
     slots = draw(st.integers(1, 4))
     dispatcher = draw(st.sampled_from(DISPATCHER_NAMES))
     if dispatcher == "moge":
@@ -38,6 +38,7 @@ def cases(draw: st.DrawFn) -> Case:
         skew=draw(st.sampled_from([0.0, 0.3, 2.0])),
         seed=draw(st.integers(0, 1000)),
         quantized=draw(st.booleans()),
+        entries=draw(st.sampled_from([1, 1, 2, 5])),
     )
 
 
@@ -75,6 +76,9 @@ def check_case(ranks: Ranks, case: Case) -> None:
 @example(case=Case("all2allv", experts=3, slots=3, top_k=1, tokens=(0, 1)))
 @example(case=Case("allgather", experts=3, slots=3, top_k=1, tokens=(0, 1)))
 @example(case=Case("mc2", experts=3, slots=3, top_k=1, tokens=(0, 1)))
+@example(case=Case("all2allv", experts=3, slots=2, top_k=2, tokens=(9, 0, 7), skew=0.1, entries=4))
+@example(case=Case("allgather", experts=3, slots=2, top_k=2, tokens=(9, 0, 7), skew=0.1, entries=4))
+@example(case=Case("mc2", experts=3, slots=2, top_k=2, tokens=(9, 0, 7), skew=0.1, entries=4))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_equals_the_dense_twin_and_counts_by_hand(eight_ranks: Ranks, case: Case):
     check_case(eight_ranks, case)
@@ -136,10 +140,14 @@ def switch_placement(case: Case) -> tuple[float, list[int]] | None:
 
 
 @pytest.mark.parametrize("dispatcher", DISPATCHER_NAMES)
-@pytest.mark.parametrize("quantized", [False, True])
-def test_a_placement_written_in_place_changes_no_output(eight_ranks: Ranks, dispatcher: str, quantized: bool):
+@pytest.mark.parametrize(("quantized", "entries"), [(False, 1), (True, 1), (False, 4)])
+def test_a_placement_written_in_place_changes_no_output(
+    eight_ranks: Ranks, dispatcher: str, quantized: bool, entries: int
+):
     experts, top_k = (12, 4) if dispatcher == "moge" else (6, 3)
-    case = Case(dispatcher, experts, 3, top_k, tokens=(4, 7, 1, 2), skew=0.3, quantized=quantized)
+    case = Case(
+        dispatcher, experts, 3, top_k, tokens=(4, 7, 1, 2), skew=0.3, quantized=quantized, entries=entries
+    )
     results = eight_ranks.run(switch_placement, case)[: case.ranks]
     assert max(difference for difference, _ in results) <= 1e-5
     assert [received for _, received in results] == hand_counts(case, draw=1)[0].tolist()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from eplb_service.wire.heat import StepPhase
-from tests.moe.cases import Case
+from tests.moe.cases import Case, dealt_by_hand
 from tests.moe.pairwise import Row, pairwise
 from tests.moe.simulated import SimulatedGroup, run_simulated
 from tests.solver.slow.stepwise import optimum
@@ -45,6 +45,7 @@ OPTIONS: dict[str, list[Any]] = {
     "shared": ["none", "plain", "gated"],
     "check_ids": [True, False],
     "split": ["tables", "step"],
+    "entries": [1, 2, 5],
 }
 MOST_TOKENS = 5
 
@@ -123,6 +124,7 @@ def case_of(row: Row, seed: int) -> Case:
         intermediate=12,
         dtype=row["dtype"],
         quantized=row["kind"] == "W8A8",
+        entries=row["entries"],
     )
 
 
@@ -243,10 +245,10 @@ def test_a_layer_with_these_options_equals_its_dense_twin(row: Row):
         check_split(case, received_RS, np.array([source for _, _, source in results]).sum(axis=0))
         return
     received_P = np.zeros(case.ranks * case.slots, dtype=int)
-    for rank, (step, (_, _, source)) in enumerate(zip(steps, results, strict=True)):
-        chosen_N = step.tokens[1][step.real_TK].long()
+    chosen = [step.tokens[1][step.real_TK].long() for step in steps]
+    np.add.at(received_P, dealt_by_hand(case, chosen), 1)
+    for chosen_N, (_, _, source) in zip(chosen, results, strict=True):
         assert source == torch.bincount(chosen_N, minlength=case.experts).tolist(), described(row)
-        np.add.at(received_P, case.tables()[rank][chosen_N.numpy()], 1)
     assert [received for _, received, _ in results] == received_P.reshape(case.ranks, -1).tolist()
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
 from eplb_service.wire.heat import StepPhase
-from tests.moe.cases import Case
+from tests.moe.cases import Case, dealt_by_hand
 from tests.moe.simulated import SimulatedGroup, run_simulated
 from worker_agent.moe import (
     DenseMoE,
@@ -108,6 +111,30 @@ def test_two_micro_batches_are_one_step(dispatcher: str, kind: str, variant: MC2
         return int(layer.moe_load[0].sum())
 
     assert sum(run_simulated(CASE.ranks, step)) == 2 * CASE.top_k * sum(CASE.tokens)
+
+
+@pytest.mark.parametrize("dispatcher", ["all2allv", "allgather", "mc2"])
+def test_two_micro_batches_are_dealt_as_one_step(dispatcher: str):
+    case = replace(CASE, dispatcher=dispatcher, entries=3)
+
+    def step(group: RankGroup) -> list[int]:
+        layer = layer_of(group, dispatcher, log2phy_E=case.tables()[group.rank])
+        first, second = (CASE.step(group.rank, step) for step in range(2))
+        outputs = layer.forward_two(MicroBatch(*first), MicroBatch(*second))
+        for step, out_TH in enumerate(outputs):
+            torch.testing.assert_close(out_TH, expected(group.rank, step))
+        return layer.moe_load[0].tolist()
+
+    received = run_simulated(CASE.ranks, step)
+    if dispatcher == "allgather":
+        parts = [CASE.step(rank, step)[1] for step in range(2) for rank in range(CASE.ranks)]
+        chosen = [torch.cat([ids_TK.flatten() for ids_TK in parts]), *[torch.zeros(0)] * (CASE.ranks - 1)]
+    else:
+        chosen = [
+            torch.cat([CASE.step(rank, step)[1].flatten() for step in range(2)]) for rank in range(CASE.ranks)
+        ]
+    by_hand_P = np.bincount(dealt_by_hand(case, chosen), minlength=CASE.ranks * CASE.slots)
+    assert np.ravel(received).tolist() == by_hand_P.tolist()
 
 
 def test_a_micro_batch_may_be_masked_or_idle():

@@ -77,7 +77,7 @@ class Script:
         assert layer.heat == "older, leaning"
         return Candidate(np.array([[FRESH, 0]]), None, 0.0, 0)
 
-    def with_tables(self, phy2log_RS, layer, z, tables):
+    def with_tables(self, phy2log_RS, layer, params):
         assert layer.heat == "older, leaning"
         kind, rung = phy2log_RS[0].tolist() if phy2log_RS is not layer.deployed.phy2log_RS else (TABLES, 0)
         self.asked.append((kind, rung))

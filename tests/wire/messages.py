@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from eplb_service.placement import Placement, default_log2phy
+from eplb_service.placement import Placement, default_log2phy, even_log2phy
 from eplb_service.wire.balance import (
     Balance,
     BalancePoint,
@@ -123,19 +123,19 @@ def layer_epochs(most: int = LAST_VERSION - 1) -> st.SearchStrategy[tuple[int, .
 
 @st.composite
 def hellos(draw: st.DrawFn) -> Hello:
-    placement, epoch = draw(placements()), draw(_VERSIONS)
+    placement, epoch, width = draw(placements()), draw(_VERSIONS), draw(st.sampled_from((1, 3)))
     return Hello(
         deployment=draw(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", fullmatch=True)),
         rank=draw(st.integers(0, SHAPE.ranks - 1)),
         node=draw(_TEXTS),
         token_group=draw(st.integers(0, 4095)),
         group_id=draw(_TEXTS.filter(bool)),
-        shape=SHAPE,
+        shape=replace(SHAPE, width=width),
         epoch=epoch,
         digest=draw(_DIGESTS),
         layer_epochs=draw(layer_epochs(epoch)),
         slots_LS=np.ascontiguousarray(placement.phy2log_LRS[:, 0]),
-        log2phy_LE=placement.default_log2phy()[0],
+        log2phy_LE=even_log2phy(placement, width)[0],
         agent_version=draw(_TEXTS),
         highest_term=draw(_VERSIONS),
     )
@@ -240,6 +240,7 @@ _REFUSED_SHAPE = {
     "shape.experts": (0, 1 << 20, 7, 5),
     "shape.slots": (0, 1 << 20, 5, 2),
     "shape.bytes_per_expert": (MOST_BYTES, (1 << 64) - 1),
+    "shape.dealing_width": (65, 1 << 20),
 }
 _PAST_VERSIONS = (LAST_VERSION, (1 << 64) - 1)
 _PAST_DIGESTS = (LAST_DIGEST, (1 << 64) - 1)

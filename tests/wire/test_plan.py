@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_service.placement import Placement, default_log2phy
+from eplb_service.placement import Placement, array_digest, dealt_log2phy, without_single_entries
 from eplb_service.wire.codec import pack
 from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import agent_pb2
@@ -30,27 +30,46 @@ NEW_RS = np.array([[0, 1, 2], [3, 2, 1]], dtype=np.int32)
 MOVES_M5 = np.array([[0, 2, 1, 1, 2]], dtype=np.int32)
 
 
-def plan_for(rank: int, layers: tuple[int, ...] = (1,)) -> RankPlan:
-    tables_RE = default_log2phy(NEW_RS, EXPERTS)
+def plan_for(rank: int, layers: tuple[int, ...] = (1,), width: int = 1) -> RankPlan:
+    tables_RE = without_single_entries(dealt_log2phy(NEW_RS, EXPERTS, width))
     digests = tuple(table_digest(table_E) for table_E in tables_RE)
     updates = tuple(RankLayer(layer, NEW_RS, tables_RE[rank], digests, MOVES_M5) for layer in layers)
     return RankPlan.of(7, 2, 5, 99, updates)
 
 
-def decode(message: agent_pb2.Plan, rank: int = 0) -> RankPlan:
-    return decode_plan(message, Shape(RANKS, LAYERS, EXPERTS, SLOTS, 64), rank)
+def decode(message: agent_pb2.Plan, rank: int = 0, width: int = 1) -> RankPlan:
+    return decode_plan(message, Shape(RANKS, LAYERS, EXPERTS, SLOTS, 64, width), rank)
 
 
+@pytest.mark.parametrize("width", [1, 4])
 @pytest.mark.parametrize("rank", range(RANKS))
-def test_a_plan_arrives_as_it_was_sent(rank: int) -> None:
-    sent = plan_for(rank, layers=(2, 0))
-    received = decode(agent_pb2.Plan.FromString(encode_plan(sent).SerializeToString()), rank)
+def test_a_plan_arrives_as_it_was_sent(rank: int, width: int) -> None:
+    sent = plan_for(rank, layers=(2, 0), width=width)
+    received = decode(agent_pb2.Plan.FromString(encode_plan(sent).SerializeToString()), rank, width)
     assert dataclasses.replace(received, layers=()) == dataclasses.replace(sent, layers=())
     for got, want in zip(received.layers, sent.layers, strict=True):
         assert (got.layer, got.log2phy_digests) == (want.layer, want.log2phy_digests)
         np.testing.assert_array_equal(got.phy2log_RS, want.phy2log_RS)
         np.testing.assert_array_equal(got.log2phy_E, want.log2phy_E)
         np.testing.assert_array_equal(got.moves_M5, want.moves_M5)
+
+
+def test_a_dealing_table_of_another_width_or_with_a_wrong_entry_is_refused() -> None:
+    message = encode_plan(plan_for(0, width=4))
+    for width in (1, 2):
+        with pytest.raises(WireError, match=r"layer 1 log2phy: expected the shape \[4.*\], got \[4, 4\]"):
+            decode(message, width=width)
+    table_ED = plan_for(0, width=4).layers[0].log2phy_E.copy()
+    table_ED[3, 2] = 0
+    message.layers[0].log2phy.CopyFrom(pack(table_ED))
+    with pytest.raises(WireError, match="layer 1 log2phy: expert 3 points to slot 0, which does not hold it"):
+        decode(message, width=4)
+
+
+def test_a_table_of_one_entry_has_the_digest_that_it_always_had() -> None:
+    table_E = np.array([0, 1, 2, 3], dtype=np.int32)
+    assert table_digest(table_E) == array_digest(table_E, salt="log2phy")
+    assert table_digest(table_E[:, None]) != table_digest(table_E)
 
 
 def test_ranks_agree_on_the_digest_though_their_tables_differ() -> None:

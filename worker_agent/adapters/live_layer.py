@@ -28,7 +28,11 @@ class LiveLayer(Protocol):
     """
 
     log2phy: torch.Tensor
-    """int32 ``[E]``: physical id that this rank's tokens of each expert go to."""
+    """int32 ``[E]``: physical id that this rank's tokens of each expert go to; or ``[E, D]``, a dealing table.
+
+    Of a dealing table the ``i``-th token that this rank sends to an expert in a step goes to entry ``i % D``. D, at
+    most 64, is the host's choice, the same in all layers on all ranks.
+    """
 
     @property
     def moe_load(self) -> torch.Tensor | None:

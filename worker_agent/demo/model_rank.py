@@ -71,6 +71,7 @@ class ModelRank:
             quantized=task.quantized,
             dual_batch=task.dual_batch,
             split=split,
+            dealing_width=task.dealing_width,
         )
         sampler = Sampler(_TEMPERATURE, task.seed * task.ranks + self.rank)
         return Server(Decoder(model, task.rows), sampler, self.traffic, task.rows, task.length), layers

@@ -61,6 +61,7 @@ class DemoRank:
             dispatcher=self.task.dispatcher,
             ep_group=self.group,
             options=LayerOptions(split=split),
+            dealing_width=self.task.dealing_width,
         )
 
     def _one_step(self, step: int) -> None:

@@ -28,6 +28,8 @@ class Task:
         ``"all2allv"``, ``"allgather"`` or ``"mc2"``.
     split
         ``"tables"`` or ``"step"``: how the balanced layers split tokens over replicas.
+    dealing_width
+        Entries of the layers' dealing tables.
     seed
         Draws whatever is drawn.
     report_every
@@ -41,6 +43,7 @@ class Task:
     slots: int
     dispatcher: str
     split: str
+    dealing_width: int
     seed: int
     report_every: int
 

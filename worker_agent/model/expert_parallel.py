@@ -28,12 +28,13 @@ def expert_parallel(
     quantized: bool = False,
     dual_batch: bool = False,
     split: str = "tables",
+    dealing_width: int = 1,
 ) -> tuple[ByteTransformer, list[ExpertParallelMoE]]:
     """The model of a checkpoint with its experts placed over the ranks of ``ep_group``, and its MoE layers.
 
     With ``quantized`` the experts are W8A8; with ``dual_batch`` every step's tokens go through each MoE layer in two
-    micro-batches; ``split`` is the layers' (``LayerOptions``). Raises ``ValueError`` where the placement is not of the
-    model's shape.
+    micro-batches; ``split`` is the layers' (``LayerOptions``), and ``dealing_width`` are the entries of their dealing
+    tables. Raises ``ValueError`` where the placement is not of the model's shape.
     """
     config = checkpoint.config
     if (placement.layers, placement.experts) != (config.layers, config.experts):
@@ -51,6 +52,7 @@ def expert_parallel(
             dtype=SERVING_DTYPE,
             quantized=quantized,
             options=LayerOptions(split=split),
+            dealing_width=dealing_width,
         )
         for layer in range(config.layers)
     ]

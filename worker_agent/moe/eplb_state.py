@@ -37,7 +37,8 @@ class EplbState(torch.nn.Module):
     """int32 ``[E]``: local slot of each expert, -1 where this rank has none."""
 
     log2phy: torch.Tensor
-    """int32 ``[E]``: physical id that this rank's tokens of each expert go to."""
+    """int32 ``[E]``: physical id that this rank's tokens of each expert go to; ``[E, D]`` where they go to several in
+    turn."""
 
     moe_load: torch.Tensor
     """int32 ``[W, S]``: token choices that each slot worked on, from all ranks."""
@@ -83,7 +84,7 @@ class EplbState(torch.nn.Module):
             self.source_load.zero_()
 
     def get_log2phy_map(self) -> torch.Tensor:
-        """The physical expert that this rank's tokens of each logical one go to, int32 ``[E]``."""
+        """The physical expert that this rank's tokens of each logical one go to, int32 ``[E]``; ``[E, D]`` to deal."""
         return self.log2phy
 
     def update_expert_map(self, expert_map_E: torch.Tensor) -> None:

@@ -42,8 +42,11 @@ class ExpertParallelMoE(EplbState):
     experts
         Builds any logical expert's weights; asked for this rank's experts only.
     log2phy_E
-        int32 ``[E]``: this rank's table. By default source rank ``r`` uses replica ``r % k``, or the first
-        replica on all ranks where a dispatcher lets all ranks see the same tokens.
+        int32 ``[E]``: this rank's table, or ``[E, D]`` a dealing table: its tokens of an expert go to the entries in
+        turn, from the first one on in each step. By default source rank ``r`` begins at replica ``r % k``, or all ranks
+        at the first where a dispatcher lets all ranks see the same tokens.
+    dealing_width
+        D of the default table. Every table that is written later has as many entries.
     dispatcher
         ``"all2allv"``, ``"allgather"``, ``"mc2"`` or ``"moge"``, or several of them, of which each step chooses
         one and the first is the default. MoGE is for grouped experts: each token chooses K/R experts on each rank.
@@ -88,6 +91,7 @@ class ExpertParallelMoE(EplbState):
         experts: ExpertSource,
         *,
         log2phy_E: Int32 | None = None,
+        dealing_width: int = 1,
         dispatcher: str | Sequence[str] = "all2allv",
         ep_group: dist.ProcessGroup | RankGroup | None = None,
         heat_rows: int = 64,
@@ -105,7 +109,7 @@ class ExpertParallelMoE(EplbState):
         names = [dispatcher] if isinstance(dispatcher, str) else list(dispatcher)
         shared = any(name in SHARED_TOKEN_DISPATCHERS for name in names)
         placed = rank_placement(
-            shape.layer, shape.experts, phy2log_RS, group.rank, group.size, log2phy_E, shared
+            shape.layer, shape.experts, phy2log_RS, group.rank, group.size, log2phy_E, shared, dealing_width
         )
         if "moge" in names:
             check_grouped(shape.layer, phy2log_RS)
@@ -237,7 +241,7 @@ class ExpertParallelMoE(EplbState):
         ]
         results = run_two(
             path.kernel,
-            (ready[0][1], ready[1][1]),
+            (ready[0][1], ready[1][1].after(ready[0][1])),
             self._weights(),
             self._dtype,
             beside=(self._beside(first), self._beside(second)),

@@ -13,14 +13,16 @@ from enum import Enum
 import numpy as np
 
 from eplb_service.placement import (
+    MOST_ENTRIES,
     Int32,
     Placement,
     PlacementError,
     check_layer,
     check_log2phy,
     check_shape,
-    default_log2phy,
+    dealt_log2phy,
     expert_map,
+    without_single_entries,
 )
 
 
@@ -153,11 +155,13 @@ def rank_placement(
     ranks: int,
     log2phy_E: Int32 | None,
     shared_tokens: bool,
+    dealing_width: int = 1,
 ) -> RankPlacement:
     """Check a layer's placement and take ``rank``'s view of it.
 
-    Without ``log2phy_E`` the rank gets its default table, or rank 0's where all ranks see the same tokens and
-    must agree. Raises ``PlacementError`` where placement, table and number of ranks do not fit together.
+    Without ``log2phy_E`` the rank gets its default table of ``dealing_width`` entries, or rank 0's where all ranks see
+    the same tokens and must agree. Raises ``PlacementError`` where placement, table and number of ranks do not fit
+    together.
     """
     where = f"layer {layer}"
     if phy2log_RS.ndim != 2 or phy2log_RS.shape[0] != ranks:
@@ -169,10 +173,15 @@ def rank_placement(
         raise PlacementError(f"{where}: {problem}") from problem
     check_layer(phy2log_RS, experts, where)
     if log2phy_E is None:
-        log2phy_E = default_log2phy(phy2log_RS, experts)[0 if shared_tokens else rank]
-    if log2phy_E.shape != (experts,):
+        if not 1 <= dealing_width <= MOST_ENTRIES:
+            raise PlacementError(
+                f"{where}: a dealing table has 1 to {MOST_ENTRIES} entries, got {dealing_width}"
+            )
+        dealt_RED = dealt_log2phy(phy2log_RS, experts, dealing_width)
+        log2phy_E = without_single_entries(dealt_RED[0 if shared_tokens else rank])
+    if log2phy_E.ndim not in (1, 2) or log2phy_E.shape[0] != experts:
         raise PlacementError(f"{where}: log2phy must have the shape [{experts}], got {list(log2phy_E.shape)}")
-    check_log2phy(log2phy_E, phy2log_RS, f"{where}: log2phy")
+    check_log2phy(log2phy_E, phy2log_RS, f"{where}: log2phy", deals=log2phy_E.ndim == 2)
     return RankPlacement(phy2log_RS[rank].tolist(), expert_map(phy2log_RS[rank], experts), log2phy_E)
 
 

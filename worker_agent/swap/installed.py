@@ -29,7 +29,7 @@ class Installed:
     placement
         Slots of all ranks.
     log2phy_LE
-        This rank's tables, int32 ``[L, E]``.
+        This rank's tables, int32 ``[L, E]``, or ``[L, E, D]`` where it deals.
     epoch, layer_epochs
         Version of the placement, and the version at which each layer last changed.
     layer_digests
@@ -50,7 +50,8 @@ class Installed:
         Raises ``PlacementError`` where a table points to a slot that does not hold its expert.
         """
         for layer, phy2log_RS in enumerate(placement.phy2log_LRS):
-            check_log2phy(log2phy_LE[layer], phy2log_RS, f"layer {layer}: log2phy of rank {rank}")
+            where = f"layer {layer}: log2phy of rank {rank}"
+            check_log2phy(log2phy_LE[layer], phy2log_RS, where, deals=log2phy_LE.ndim == 3)
         digests = tuple(layer_digest(layer, row) for layer, row in enumerate(placement.phy2log_LRS))
         return cls(rank, placement, log2phy_LE, 0, (0,) * placement.layers, digests)
 

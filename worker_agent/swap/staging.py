@@ -68,7 +68,8 @@ def install(
         for row, slot in enumerate(slots):
             weight[slot].copy_(buffer[row])
             written += buffer[row].nbytes
-    for table, new_E in ((layer.expert_map, expert_map_E), (layer.log2phy, log2phy_E)):
+    table_E = log2phy_E.view(layer.log2phy.shape)
+    for table, new_E in ((layer.expert_map, expert_map_E), (layer.log2phy, table_E)):
         table.copy_(on_host(new_E, table.device), non_blocking=True)
     return written
 

@@ -16,7 +16,7 @@ class LivePlacement:
     placement
         Experts of all slots.
     log2phy_RLE
-        int32 ``[R, L, E]``, the table of each source rank.
+        int32 ``[R, L, E]``, the table of each source rank; ``[R, L, E, D]`` where they deal.
     epoch
         Version of the whole; one more with each layer that switches.
     layer_epochs

@@ -10,7 +10,7 @@ import numpy as np
 
 from eplb_service.control.core.errors import AlreadyConnectedError, ConflictError
 from eplb_service.control.core.live_placement import LivePlacement
-from eplb_service.placement import Placement, PlacementError
+from eplb_service.placement import Placement, PlacementError, with_entries
 from eplb_service.planner.topology import Topology
 from eplb_service.wire.hello import Hello, Shape
 
@@ -242,7 +242,7 @@ def _check_token_groups(hellos: list[Hello]) -> None:
     first_of: dict[int, Hello] = {}
     for hello in hellos:
         first = first_of.setdefault(hello.token_group, hello)
-        differs = np.flatnonzero((first.log2phy_LE != hello.log2phy_LE).any(axis=1))
+        differs = np.flatnonzero(with_entries(first.log2phy_LE != hello.log2phy_LE, 1).any(axis=1))
         if differs.size:
             raise ConflictError(
                 f"ranks {first.rank} and {hello.rank} see the same tokens (token group {hello.token_group}) but their "
@@ -265,7 +265,7 @@ def _other_version(hello: Hello, epoch: int, digest: int) -> str:
 
 
 def _difference(found: Shape, known: Shape) -> str:
-    names = ("ranks", "layers", "experts", "slots", "bytes_per_expert")
+    names = ("ranks", "layers", "experts", "slots", "bytes_per_expert", "width")
     parts = [
         f"{name} {getattr(found, name)} instead of {getattr(known, name)}"
         for name in names

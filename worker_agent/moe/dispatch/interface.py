@@ -8,8 +8,9 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 
+from worker_agent.moe.dispatch.dealing import dealt
 from worker_agent.moe.expert_batch import ActivationFormat, ExpertBatch
-from worker_agent.moe.operators import GroupListType, Operators, QuantMode
+from worker_agent.moe.operators import GroupListType, Operators, QuantMode, count_ids
 
 Metadata = TypeVar("Metadata")
 """What ``combine`` must know of ``dispatch``; each dispatcher has its own type."""
@@ -27,7 +28,8 @@ class DispatchRequest:
 
     topk_weights_TK: torch.Tensor
     log2phy_E: torch.Tensor
-    """int32: the physical expert that serves each logical one, for the tokens that this rank sends."""
+    """int32: the physical expert that serves each logical one, for the tokens that this rank sends; ``[E, D]`` where it
+    deals them over several."""
 
     masked: bool = False
     """Whether there may be choices that are not real. They are routed nowhere, weigh nothing and count nowhere."""
@@ -40,6 +42,9 @@ class DispatchRequest:
 
     experts_weigh: bool = False
     """Whether rows must bring their weights to the experts; ``combine`` then only sums."""
+
+    begun_E: torch.Tensor | None = None
+    """int64: choices of each expert that this rank has dealt before in this step; ``None`` for none."""
 
     physical_TK: torch.Tensor | None = None
     """int32: the physical expert of each choice, where this step's tokens were split already; anything for a choice
@@ -58,8 +63,25 @@ class DispatchRequest:
         ids_TK, active_TK, physical_TK = self.topk_ids_TK, self.active_TK, self.physical_TK
         if physical_TK is None:
             known_TK = ids_TK if active_TK is None else ids_TK.clamp(min=0)
-            physical_TK = self.log2phy_E.index_select(0, known_TK.reshape(-1)).view_as(ids_TK)
+            physical_TK = self._by_table(known_TK.reshape(-1), active_TK).view_as(ids_TK)
         return physical_TK if active_TK is None else physical_TK.masked_fill(~active_TK, nowhere)
+
+    def _by_table(self, known_N: torch.Tensor, active_TK: torch.Tensor | None) -> torch.Tensor:
+        """The physical expert that the table names for each choice, ``[N]``; anything where it is not real."""
+        if self.log2phy_E.ndim == 1:
+            return self.log2phy_E.index_select(0, known_N)
+        active_N = None if active_TK is None else active_TK.reshape(-1)
+        return dealt(self.log2phy_E, known_N, active_N, self.begun_E)
+
+    def after(self, before: DispatchRequest) -> DispatchRequest:
+        """The same as a part of the step that ``before`` began: tokens are dealt on from where that ended."""
+        if self.log2phy_E.ndim == 1:
+            return self
+        experts = self.log2phy_E.shape[0]
+        ids_N = before.topk_ids_TK.reshape(-1).long()
+        # What is not real, -1, counts behind the experts.
+        begun_E = count_ids(ids_N % (experts + 1), experts + 1)[:-1]
+        return replace(self, begun_E=begun_E if before.begun_E is None else begun_E + before.begun_E)
 
     def real_weights(self) -> torch.Tensor:
         """float32 ``[T, K]``: the weights, zero for choices that are not real."""
