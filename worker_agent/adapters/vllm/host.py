@@ -57,8 +57,7 @@ def token_group(layers: list[Any], parallel_config: Any, rank: int, ranks: int) 
             "Which ranks share tokens then changes within a step",
             "Start without --prefill-context-parallel-size",
         )
-    # Layers are runners themselves from 0.32 on, and have one before.
-    naive = {bool(getattr(layer, "runner", layer).do_naive_dispatch_combine) for layer in layers}
+    naive = {bool(layer.do_naive_dispatch_combine) for layer in layers}
     sequence_parallel = {bool(layer.moe_config.is_sequence_parallel) for layer in layers}
     if len(naive) > 1 or len(sequence_parallel) > 1:
         raise UnsupportedEngineError(
@@ -113,7 +112,7 @@ class VllmHost:
 
     def _check_model(self, model: Any) -> None:
         for index, layer in enumerate(model.moe_layers):
-            if (layer if hasattr(layer, "is_monolithic") else layer.quant_method).is_monolithic:
+            if layer.is_monolithic:
                 raise UnsupportedEngineError(
                     f"MoE layer {index} runs a monolithic kernel",
                     "It routes inside the kernel and follows no table",
