@@ -9,7 +9,7 @@ PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PARALLEL = --numprocesses $(PROCESSES) --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: attack help stack dashboard demo e2e-observability test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
+.PHONY: attack help stack dashboard demo demo-vllm e2e-observability test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
 .PHONY: test-engines explore fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-replay bench-engine bench-time
 
 help: ## show this list
@@ -22,6 +22,9 @@ $(READY): pyproject.toml setup.py $(wildcard packaging/eplb-agent/*.*) constrain
 
 demo: $(READY) ## the main job: service, live ranks, drifting heat, layers switched while serving
 	@$(BIN)/eplb demo $(ARGS)
+
+demo-vllm: warm ## two real vLLM servers on CPU, one balanced, the same drifting load; vLLM is installed once per machine
+	@$(BIN)/python -m benchmarks.vllm_serving $(ARGS)
 
 test: check unit ## lint, types, layer contracts, docs and the tests: the gate of every change (minutes)
 

@@ -1,10 +1,11 @@
-"""The embedded model is the same for transformers and for this project's own layers."""
+"""The embedded model is the same for transformers, for real vLLM and for this project's own layers."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -43,3 +44,23 @@ def test_transformers_reads_the_same_bytes_and_computes_the_same_logits(tmp_path
         assert theirs["text"] == text
         expected_TV = torch.tensor(theirs["logits"], dtype=torch.float64)
         torch.testing.assert_close(_own_logits(text), expected_TV, rtol=0, atol=ROUNDING)
+
+
+def test_a_real_vllm_server_balanced_under_drifting_load_answers_as_one_left_alone(tmp_path):
+    out = tmp_path / "figures.json"
+    options = ["--requests", "96", "--rounds", "4", "--json", str(out)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.vllm_serving", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    figures = json.loads(out.read_text())
+    assert figures["failed"] == {"alone": 0, "balanced": 0}
+    assert figures["identical"] + figures["split_draws"] == figures["requests"] == 96
+    assert figures["layers_switched"] > 0
+    assert figures["steps_lost"] == 0
+    assert figures["par"]["after"] < figures["par"]["before"]

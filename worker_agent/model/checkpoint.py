@@ -13,7 +13,7 @@ from worker_agent.model.transformer import ByteTransformer
 from worker_agent.moe import ExpertSource
 
 EMBEDDED = Path(__file__).parent / "byte-moe"
-"""The embedded model, trained by ``tools.training.train``. transformers, vLLM and SGLang load it as well."""
+"""The embedded model, trained by ``tools.training.train``. transformers and vLLM load it as well."""
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 

@@ -98,7 +98,7 @@ class ModelConfig:
         return MoEShape(layer, self.experts, self.hidden, self.intermediate)
 
     def to_hugging_face(self) -> dict[str, object]:
-        """The contents of ``config.json``, with which transformers, vLLM and SGLang load the model."""
+        """The contents of ``config.json``, with which transformers and vLLM load the model."""
         sizes = {theirs: getattr(self, ours) for ours, theirs in _HUGGING_FACE_NAMES.items()}
         # Qwen3-MoE has a size for blocks without experts; this model has none of them.
         unused = {"intermediate_size": self.top_k * self.intermediate}

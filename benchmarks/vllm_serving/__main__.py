@@ -1,0 +1,80 @@
+"""Serves the embedded model by two real vLLM servers on CPU under the same drifting load: ``make demo-vllm``.
+
+One is balanced by the agent and a real service, the other left alone. They take turns, so that neither has the better
+minutes of the machine. Exits with 1 where an answer differs, a request fails or no layer was switched, and with 2 where
+vLLM cannot be had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from benchmarks.vllm_serving.run import DEPLOYMENT, Plan, serve_both
+from benchmarks.vllm_serving.score import complaint
+from benchmarks.vllm_serving.screen import summary
+from benchmarks.vllm_serving.server import ServerError, Setting
+from tests.engines.conftest import make_agent_site
+from tests.engines.environments import VLLM_032, python_of
+
+
+def main() -> int:
+    """Run with the settings of the command line; returns the exit code."""
+    arguments = _arguments()
+    console = Console()
+    with contextlib.ExitStack() as stack:
+        try:
+            python = python_of(VLLM_032)
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="eplb-vllm-")))
+            site = make_agent_site(folder)
+        except (pytest.skip.Exception, subprocess.CalledProcessError) as reason:
+            return _fail(console, f"vLLM with the agent cannot be had: {reason}", 2)
+        setting = Setting(python, site, arguments.ranks, arguments.redundant, arguments.clients)
+        plan = Plan(arguments.requests, arguments.rounds, arguments.clients, arguments.seed)
+        try:
+            found, status = serve_both(setting, plan, folder, console)
+        except (ServerError, grpc.RpcError) as error:
+            return _fail(console, str(error), 1)
+    console.print(f"\n$ eplb status {DEPLOYMENT}\n{status}", markup=False, highlight=False)
+    console.print(summary(found))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    reason = complaint(found)
+    return 0 if reason is None else _fail(console, reason, 1)
+
+
+def _arguments() -> Any:
+    parser = argparse.ArgumentParser(prog="make demo-vllm", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2, help="tensor-parallel ranks of each server (2)")
+    parser.add_argument("--redundant", type=int, default=8, help="redundant expert slots per layer (8)")
+    parser.add_argument("--requests", type=int, default=192, help="requests to each server (192)")
+    parser.add_argument("--rounds", type=int, default=8, help="turns in which they are sent (8)")
+    parser.add_argument("--clients", type=int, default=16, help="requests at a time (16)")
+    parser.add_argument("--seed", type=int, default=0, help="of what is asked")
+    parser.add_argument("--json", type=Path, default=None, help="write all figures here")
+    chosen = parser.parse_args()
+    if chosen.json is not None and not chosen.json.absolute().parent.is_dir():
+        parser.error(f"--json: there is no folder {chosen.json.absolute().parent}")
+    if min(chosen.ranks, chosen.rounds, chosen.clients) < 1 or chosen.requests < chosen.rounds:
+        parser.error("--ranks, --rounds and --clients must be positive, and --requests at least --rounds")
+    return chosen
+
+
+def _fail(console: Console, reason: str, code: int) -> int:
+    console.print(Text(f"demo-vllm failed: {reason}", style="bold red"))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
