@@ -10,7 +10,7 @@ PARALLEL = --numprocesses $(PROCESSES) --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: attack help stack dashboard demo demo-vllm e2e-observability test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
-.PHONY: test-engines explore fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-replay bench-engine bench-time
+.PHONY: test-engines explore fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-replay bench-decide bench-engine bench-time
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -115,6 +115,9 @@ bench-solver: warm ## the solver beside its peers, which are fetched once (about
 
 bench-time: warm ## planning for time beside balancing tokens (minutes); ARGS="--routes routes.npz --table moe_perf.parquet"
 	@$(BIN)/python -m benchmarks.time $(ARGS)
+
+bench-decide: warm ## when to decide: false alarms, delays, and change against clock (minutes; ARGS="--traces DIR")
+	@$(BIN)/python -m benchmarks.decide $(ARGS)
 
 bench-replay: warm ## a long replay beside a plain loop: time, memory, part spent in the solver; ARGS="--steps 2560"
 	@$(BIN)/python -m benchmarks.replay $(ARGS)

@@ -134,6 +134,16 @@ class HeatAssembler:
         current_TL = self._epochs_WL[: self.steps] == np.asarray(layer_epochs, dtype=np.int64)
         return mean_par(np.where(current_TL, par_TL, np.nan), axis=0)
 
+    def newest_loads(self, since: int, layer_epochs: Sequence[int]) -> npt.NDArray[np.float64]:
+        """Tokens that each rank received in the steps that entered after the first ``since``, in the order of entering.
+
+        Float64 ``[T, L, R]``, as for ``measured_loads``; steps that have left the window since are missing.
+        """
+        entered = np.arange(max(since, self.assembled - self.steps), self.assembled)
+        rows = entered % len(self._steps_W)
+        current_TL = self._epochs_WL[rows] == np.asarray(layer_epochs, dtype=np.int64)
+        return np.where(current_TL[:, :, None], self._loads_WLR[rows], 0).astype(np.float64)
+
     def _in_order(self) -> npt.NDArray[np.intp]:
         return np.argsort(self._steps_W[: self.steps], kind="stable")
 

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from eplb_service.heat.window import HeatError, Window
 from eplb_service.placement import Float64, Int32, Placement, dealing_width, par
 from eplb_service.planner.dealing import as_host_deals, first_tables, tables_of_sources
+from eplb_service.planner.move_price import move_price
 from eplb_service.planner.noise_floor import balanced_par, noise_floor, volatility_bound
 from eplb_service.planner.plan import LayerPlan, LayerVerdict, Plan
 from eplb_service.planner.scoring import loads_under, split_loads, split_shares, split_steps
@@ -43,6 +44,7 @@ def plan(
     log2phy_RLE: Int32,
     topology: Topology,
     settings: PlannerSettings,
+    serving_steps: float | None = None,
 ) -> Plan:
     """Decide what to change, given the heat of a window and what serves now.
 
@@ -57,6 +59,8 @@ def plan(
         Nodes and token groups of the ranks.
     settings
         How to decide.
+    serving_steps
+        Steps that what is decided is expected to serve, over which moves must pay; by default those of the window.
 
     Returns
     -------
@@ -72,6 +76,10 @@ def plan(
     check_arguments(window, placement, log2phy_RLE, topology)
     if window.steps == 0:
         raise HeatError("the window holds no steps")
+    price = move_price(
+        settings, placement.slots, topology.bytes_per_expert, serving_steps or float(window.steps)
+    )
+    settings = replace(settings, move_price=price.value)
     groups, why_ungrouped = groups_on_nodes(settings, placement, topology)
     episodes = min(settings.episodes, window.steps)
     heat_NLE = _episodes(window, episodes, settings.split)
@@ -84,7 +92,18 @@ def plan(
         picked = cherry_pick(judge.episode_par_L, lost_L, settings)
     else:
         picked = worst_busy(judge.par_L, settings)
-    answers = solve_picked(window, heat_NLE, placement, log2phy_RLE, topology, settings, picked, groups)
+    answers = solve_picked(
+        window,
+        heat_NLE,
+        placement,
+        log2phy_RLE,
+        topology,
+        settings,
+        picked,
+        judge.par_L,
+        judge.floor_L,
+        groups,
+    )
     width = dealing_width(log2phy_RLE, 3)
     decided = {
         layer: _decided(layer, answer, judge, window, placement, topology, width)
@@ -100,7 +119,7 @@ def plan(
             verdicts, by_layer, window, placement, log2phy_RLE, settings.split, settings.cost_curve
         )
     changed.sort(key=lambda layer_plan: _gain(verdicts[layer_plan.layer]), reverse=True)
-    return Plan(tuple(changed), verdicts)
+    return Plan(tuple(changed), verdicts, price)
 
 
 def plan_afresh(window: Window, placement: Placement, topology: Topology, settings: PlannerSettings) -> Plan:

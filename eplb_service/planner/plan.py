@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eplb_service.placement import Int32, mean_par
+from eplb_service.placement import Float64, Int32, mean_par
+from eplb_service.planner.move_price import MovePrice
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,9 @@ class LayerVerdict:
     us_seen, us_planned
         Microseconds of the slowest rank, mean over the window's steps with tokens, as it serves now and as decided;
         ``None`` without a cost curve or tokens.
+    optimism
+        How much worse than on the heat that they were fitted to such changes did on other heat (hold-out); 0 for a
+        layer that stays, ``None`` where it was not held out.
     """
 
     layer: int
@@ -77,6 +81,7 @@ class LayerVerdict:
     bytes: int = 0
     us_seen: float | None = None
     us_planned: float | None = None
+    optimism: float | None = 0.0
 
     @property
     def regret(self) -> float | None:
@@ -86,14 +91,28 @@ class LayerVerdict:
 
 @dataclass(frozen=True)
 class Plan:
-    """One decision: ``layers`` holds those that change, largest gain first; ``verdicts`` all, in order."""
+    """One decision: ``layers`` holds those that change, largest gain first; ``verdicts`` all, in order.
+
+    ``price`` is what moves were priced at, ``None`` where nothing was solved.
+    """
 
     layers: tuple[LayerPlan, ...]
     verdicts: tuple[LayerVerdict, ...]
+    price: MovePrice | None = None
 
     def changes(self) -> Iterator[tuple[int, Int32, Int32]]:
         """Index, placement and tables of each layer that changes, for ``apply_layers``."""
         return ((layer.layer, layer.phy2log_RS, layer.log2phy_RE) for layer in self.layers)
+
+    @property
+    def optimism_L(self) -> Float64:
+        """How much worse than planned each layer is expected to do on other steps, float64 ``[L]``; 0 where unknown."""
+        return np.array([verdict.optimism or 0.0 for verdict in self.verdicts])
+
+    @property
+    def held_out(self) -> bool:
+        """Whether that is known of every layer that changes."""
+        return all(verdict.optimism is not None for verdict in self.verdicts)
 
     @property
     def par_seen(self) -> float:

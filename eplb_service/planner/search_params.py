@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from eplb_service.placement import Placement
+from eplb_service.planner.move_price import move_price
 from eplb_service.planner.noise_floor import expected_hottest
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.solver.model import DEALT, EVEN, RULE, SOLVED, STEPWISE, SearchParams
@@ -38,7 +39,7 @@ def search_params_of(settings: PlannerSettings, placement: Placement, width: int
     z = expected_hottest(placement.ranks)
     return SearchParams(
         z=(min(z, _Z_OF_FEW_SLOTS) if few else z) if settings.z is None else settings.z,
-        move_price=settings.move_price / slots,
+        move_price=move_price(settings, placement.slots).value / slots,
         tree_groups=4 if tree else 0,
         tree_spread=2,
         tree_beam=4,
@@ -54,6 +55,7 @@ def search_params_of(settings: PlannerSettings, placement: Placement, width: int
         table_swaps=settings.table_swaps,
         table_kicks=settings.table_kicks,
         holdout=settings.holdout,
+        sureness=settings.sureness,
         price_ladder=settings.price_ladder,
         seed=settings.seed,
     )

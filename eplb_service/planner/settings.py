@@ -58,10 +58,19 @@ class PlannerSettings:
     max_layers: int | None = _setting(
         None, "Most layers that change in one decision, worst first. By default all that are worth it."
     )
-    move_price: float = _setting(
-        0.3,
-        "Fraction of its peak-to-average ratio that a layer must win to have every slot moved; "
-        "moving one slot costs its share of that.",
+    move_price: float | None = _setting(
+        None,
+        "Fraction of its peak-to-average ratio that a layer must win to have every slot moved; moving one slot costs "
+        "its share of that. By default from what moves cost: an expert's bytes, link_bandwidth, layer_ms, and the "
+        "steps that the plan is expected to serve.",
+    )
+    link_bandwidth: float = _setting(
+        25.0,
+        "GB/s at which a rank receives weights while it serves; prices moves where move_price is not set.",
+    )
+    layer_ms: float = _setting(
+        0.4,
+        "Milliseconds that one layer's experts take in a step; prices moves where move_price is not set.",
     )
     episodes: int = _setting(
         64, "Most episodes that a window's steps are summed into; 1 plans on the sum of the window."
@@ -99,6 +108,11 @@ class PlannerSettings:
     holdout: bool = _setting(
         True,
         "Make only changes that, fitted to the older half of the window, pay for themselves on the newer half.",
+    )
+    sureness: float = _setting(
+        1.0,
+        "Standard errors by which what a change won on the newer half of the window must be above the price of its "
+        "moves; 0 takes the mean as it is.",
     )
     price_ladder: bool = _setting(
         True, "Try dearer moves than the true price on the older half, so that only lasting gains are bought."
@@ -156,7 +170,11 @@ class PlannerSettings:
             raise SettingsError(f"split is {self.split!r}; choose one of {', '.join(SPLITS)}")
         self._at_least("par_threshold", 1.0)
         self._at_least("min_gain", 0.0)
-        self._at_least("move_price", 0.0)
+        self._at_least("sureness", 0.0)
+        for name in ("link_bandwidth", "layer_ms"):
+            self._at_least(name, 0.0)
+            if getattr(self, name) == 0:
+                raise SettingsError(f"{name} is 0; it must be more")
         self._at_least("episodes", 1)
         self._at_least("seed", 0)
         self._at_least("deal_width", 1)
@@ -164,7 +182,13 @@ class PlannerSettings:
             raise SettingsError(
                 f"deal_width is {self.deal_width}; a dealing table has at most {MOST_ENTRIES} entries"
             )
-        for name, bound in (("max_layers", 1), ("expert_groups", 1), ("threads", 1), ("z", 0.0)):
+        for name, bound in (
+            ("move_price", 0.0),
+            ("max_layers", 1),
+            ("expert_groups", 1),
+            ("threads", 1),
+            ("z", 0.0),
+        ):
             if getattr(self, name) is not None:
                 self._at_least(name, bound)
         if self.budget_ms is not None and not self.budget_ms > 0:

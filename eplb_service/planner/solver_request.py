@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from eplb_service.heat.window import Window
 from eplb_service.placement import Float64, Int32, Placement
+from eplb_service.planner.blind_layout import blind_layers
 from eplb_service.planner.dealing import shares_of_entries, sources_of_tables, width_in_use
 from eplb_service.planner.scoring import numbers_of, source_shares
 from eplb_service.planner.search_params import search_params_of
@@ -29,6 +30,8 @@ def solve_picked(
     topology: Topology,
     settings: PlannerSettings,
     picked: npt.NDArray[np.int64],
+    par_L: Float64,
+    floor_L: Float64,
     expert_groups: int,
 ) -> list[Answer | SolverError]:
     """Solve the picked layers; one source for each token group, or for each entry of its dealing tables.
@@ -41,6 +44,8 @@ def solve_picked(
         float64 ``[N, L, E]``, the window's episodes.
     picked
         int64 ``[P]``, indices of layers.
+    par_L, floor_L
+        float64 ``[L]``, the ratio per step of each layer as it is served, and what token sampling alone leaves of it.
     expert_groups
         Groups of experts to keep together on nodes, 0 for none.
 
@@ -78,7 +83,7 @@ def solve_picked(
         params,
         np.array(settings.half_lives) * heat_NLE.shape[0],
         settings.min_gain,
-        unplaced(placement, settings)[picked],
+        unplaced(window, placement, settings, par_L, floor_L, picked),
         settings.threads,
         settings.budget_ms,
         node_R,
@@ -104,13 +109,22 @@ def sampled_steps(window: Window, picked: npt.NDArray[np.int64], most: int = _MO
     return window.heat_TLE[steps_N][:, picked].astype(np.float64)
 
 
-def unplaced(placement: Placement, settings: PlannerSettings) -> npt.NDArray[np.bool_]:
-    """Layers to place from scratch whatever it moves: those in the engines' first layout, made for no heat at all."""
+def unplaced(
+    window: Window,
+    placement: Placement,
+    settings: PlannerSettings,
+    par_L: Float64,
+    floor_L: Float64,
+    picked: npt.NDArray[np.int64],
+) -> npt.NDArray[np.bool_]:
+    """Which of the picked layers to place from scratch whatever it moves: those made for no heat; bool ``[P]``."""
     if settings.policy == "deepseek" or not settings.warm:
-        return np.ones(placement.layers, dtype=np.bool_)
-    first = Placement.linear(1, placement.experts, placement.ranks, placement.slots).phy2log_LRS
-    untouched_L: npt.NDArray[np.bool_] = (placement.phy2log_LRS == first).all(axis=(1, 2))
-    return untouched_L
+        return np.ones(picked.size, dtype=np.bool_)
+    if not picked.size:
+        return np.zeros(0, dtype=np.bool_)
+    return blind_layers(
+        window, placement, par_L, floor_L, settings.split, grouped=settings.expert_groups is not None
+    )[picked]
 
 
 def groups_on_nodes(settings: PlannerSettings, placement: Placement, topology: Topology) -> tuple[int, str]:

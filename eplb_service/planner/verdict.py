@@ -120,6 +120,7 @@ class Judge:
             reason=reason,
             hindsight=hindsight,
             bytes=moves * self.bytes_per_expert,
+            optimism=answer.optimism,
         )
 
     def _of_episodes(self, ratio: float) -> str:

@@ -37,7 +37,7 @@ class Option:
 
     label: str
     setup: Setup
-    move_price: float
+    move_price: float | None
     par: float
     moves_per_decision: float
     moved_share: float

@@ -17,6 +17,7 @@ from eplb_service.placement import Float64, Placement
 from eplb_service.planner.settings import TABLES, PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.baseline import Baseline, BaselineRow
+from eplb_service.replay.change_run import MEMORY, ChangeRun
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.policy import Policy
 from eplb_service.replay.policy_run import PolicyRun, RunState
@@ -133,7 +134,7 @@ def run(
     Yields each job's number and progress, a job's own in order. Raises what the planner, the trace or a policy raise.
     """
     begun = done or [ResumePoint()] * len(jobs)
-    heat = SlidingHeat(trace, slack=max((job.setup.schedule.window for job in jobs), default=0))
+    heat = SlidingHeat(trace, slack=max(map(_steps_looked_back, jobs), default=0))
     ways = [_decisions(job, trace, heat, scene, so_far) for job, so_far in zip(jobs, begun, strict=True)]
     steps = [_steps_left(job, trace, so_far) for job, so_far in zip(jobs, begun, strict=True)]
     due = [(left[0], number) for number, left in enumerate(steps) if left]
@@ -155,6 +156,11 @@ def run_file(
     trace = file.open()
     with naming(file.path):
         yield from run(jobs, trace, scene, done)
+
+
+def _steps_looked_back(job: Job) -> int:
+    on_change = job.policy is not None and job.policy.on_change
+    return max(job.setup.schedule.window, MEMORY if on_change else 0)
 
 
 def _steps_left(job: Job, trace: Trace, done: ResumePoint) -> range:
@@ -183,9 +189,8 @@ def _decisions(
             mark = baseline.measure(step)
             yield JobProgress(mark, baseline.loads_LR)
         return
-    policy_run = PolicyRun(
-        trace, heat, placement, scene.topology, job.policy, schedule, scene.costs, done.state
-    )
+    kind = ChangeRun if job.policy.on_change else PolicyRun
+    policy_run = kind(trace, heat, placement, scene.topology, job.policy, schedule, scene.costs, done.state)
     for step in _steps_left(job, trace, done):
         decision = policy_run.decide(step)
         yield JobProgress(decision, policy_run.loads_LR, policy_run.state)

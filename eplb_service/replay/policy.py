@@ -29,6 +29,7 @@ ABLATIONS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "flashlb-no-table-kicks": ({"table_kicks": False}, "no random exchanges where tables are coarse"),
     "flashlb-no-holdout": ({"holdout": False}, "changes need not pay on the newer half of the window"),
     "flashlb-no-price-ladder": ({"price_ladder": False}, "only the true price of a move is tried"),
+    "flashlb-no-sureness": ({"sureness": 0.0}, "what a change won is taken as it is, whatever its error"),
     "flashlb-no-volatility": (
         {"volatility": False},
         "layers are searched whatever their experts' jumps explain",
@@ -42,7 +43,10 @@ ABLATIONS: Mapping[str, tuple[Mapping[str, Any], str]] = {
 }
 """flashlb with one idea switched off: the settings that do it, and what that means."""
 
-NAMES = (*POLICIES, *ABLATIONS)
+ON_CHANGE = "flashlb-on-change"
+"""flashlb, deciding when ``planner.pace`` says and not every interval, as the service does by default."""
+
+NAMES = (*POLICIES, ON_CHANGE, *ABLATIONS)
 """All policies that have a name; any other is ``module:function``."""
 
 
@@ -58,17 +62,22 @@ class Policy:
         The planner's, switched as the name says.
     target
         ``module:function`` of an external policy; empty for the planner's own.
+    on_change
+        Whether it decides when what is realised departs from what was promised, and not every interval.
     """
 
     name: str
     settings: PlannerSettings
     target: str = ""
+    on_change: bool = False
 
     @classmethod
     def of(cls, name: str, settings: PlannerSettings) -> Policy:
         """The policy called ``name``, otherwise as ``settings`` say; raises ``ReplayError`` where there is none."""
         if name in POLICIES:
             return cls(name, replace(settings, policy=name))
+        if name == ON_CHANGE:
+            return cls(name, replace(settings, policy="flashlb"), on_change=True)
         if name in ABLATIONS:
             return cls(name, replace(settings, policy="flashlb", **ABLATIONS[name][0]))
         if ":" in name:

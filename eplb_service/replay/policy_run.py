@@ -10,9 +10,10 @@ import numpy.typing as npt
 
 from eplb_service.heat.window import Window, widened
 from eplb_service.io.trace import Heat, Trace
-from eplb_service.placement import Float64, Int32, Placement, apply_layers, mean_par, par, with_entries
+from eplb_service.placement import Float64, Int32, Placement, mean_par, par, with_entries
 from eplb_service.planner.dealing import first_tables
 from eplb_service.planner.decide import plan
+from eplb_service.planner.outlook import Serving
 from eplb_service.planner.scoring import split_loads
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.costs import Costs
@@ -24,17 +25,6 @@ from eplb_service.replay.sliding_heat import SlidingHeat
 
 
 @dataclass(frozen=True)
-class Serving:
-    """What the ranks serve by: the placement, and int32 ``[R, L, E]`` the table of each source rank.
-
-    Tables are ``[R, L, E, D]`` where ranks deal.
-    """
-
-    placement: Placement
-    log2phy_RLE: Int32
-
-
-@dataclass(frozen=True)
 class RunState:
     """A policy between two decisions: what serves, and what is coming from which step on."""
 
@@ -43,7 +33,7 @@ class RunState:
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class Outcome:
     """What came of one decision."""
 
     serving: Serving
@@ -177,12 +167,12 @@ class PolicyRun:
             return None
         return self._trace.source(first, last)
 
-    def _no_decision(self, window: Window) -> _Outcome:
+    def _no_decision(self, window: Window) -> Outcome:
         """No decision: weights of the one before are under way."""
         seen = float(mean_par(par(self._seen(window, self._serving))))
-        return _Outcome(self._serving, 0, 0, 0, 0, seen, seen, 0.0)
+        return Outcome(self._serving, 0, 0, 0, 0, seen, seen, 0.0)
 
-    def _decided(self, window: Window) -> _Outcome:
+    def _decided(self, window: Window) -> Outcome:
         serving = self._serving
         began = time.perf_counter()
         if self._external is not None:
@@ -192,7 +182,7 @@ class PolicyRun:
             return self._outcome(changed, float(mean_par(seen_L)), float(mean_par(planned_L)), seconds)
         made = plan(window, serving.placement, serving.log2phy_RLE, self._topology, self._policy.settings)
         seconds = time.perf_counter() - began
-        changed = Serving(*apply_layers(serving.placement, serving.log2phy_RLE, made.changes()))
+        changed = serving.changed_by(made)
         return self._outcome(changed, made.par_seen, made.par_planned, seconds)
 
     def _ask(self, window: Window) -> Serving:
@@ -215,13 +205,13 @@ class PolicyRun:
             raise ReplayError(f"policy {self._policy.name} answered no placement ({error})") from error
         return Serving(placement, log2phy_RLE)
 
-    def _outcome(self, changed: Serving, seen: float, planned: float, seconds: float) -> _Outcome:
+    def _outcome(self, changed: Serving, seen: float, planned: float, seconds: float) -> Outcome:
         moves_LR = arrivals(self._serving.placement, changed.placement)
         other_slots_L = (changed.placement.phy2log_LRS != self._serving.placement.phy2log_LRS).any(
             axis=(1, 2)
         )
         other_tables_L = _differ(changed.log2phy_RLE, self._serving.log2phy_RLE)
-        return _Outcome(
+        return Outcome(
             serving=changed,
             layers_changed=int((other_slots_L | other_tables_L).sum()),
             layers_moved=int(moves_LR.any(axis=1).sum()),

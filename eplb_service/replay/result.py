@@ -51,6 +51,8 @@ class ReplayedDecision:
     us_realised_L
         float64 ``[L]``, microseconds of each layer's slowest rank, mean over the steps served that had tokens; ``None``
         without a cost curve.
+    decisions
+        Decisions that these steps are of: another number than one where the policy decides on change.
     """
 
     step: int
@@ -65,6 +67,7 @@ class ReplayedDecision:
     par_realised_L: Float64
     seconds: float
     us_realised_L: Float64 | None = None
+    decisions: int = 1
 
     @property
     def par_realised(self) -> float:

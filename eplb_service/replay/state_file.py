@@ -20,9 +20,10 @@ from eplb_service.heat.window import HeatError
 from eplb_service.io.numpy_file import Array, read_npz
 from eplb_service.io.trace import Trace
 from eplb_service.placement import Placement, PlacementError
+from eplb_service.planner.outlook import Serving
 from eplb_service.replay.baseline import BaselineRow
 from eplb_service.replay.jobs import Job, JobProgress, Ledger, Scene
-from eplb_service.replay.policy_run import RunState, Serving
+from eplb_service.replay.policy_run import RunState
 from eplb_service.replay.result import ReplayedDecision
 from eplb_service.replay.schedule import ReplayError
 
@@ -61,8 +62,12 @@ def save_state(path: Path, rounds: Sequence[tuple[str, Ledger]]) -> None:
     arrays: dict[str, Array] = {}
     heads = []
     for number, (name, ledger) in enumerate(rounds):
-        heads.append({"fingerprint": name, "jobs": [len(reported) for reported in ledger.reported]})
-        for job, reported in enumerate(ledger.reported):
+        kept = [
+            [] if _begins_again(job) else found
+            for job, found in zip(ledger.jobs, ledger.reported, strict=True)
+        ]
+        heads.append({"fingerprint": name, "jobs": [len(reported) for reported in kept]})
+        for job, reported in enumerate(kept):
             arrays |= {f"{number}/{job}/{key}": value for key, value in _arrays_of(reported).items()}
     head = json.dumps({"format": _FORMAT, "rounds": heads}).encode()
     buffer = io.BytesIO()
@@ -114,6 +119,11 @@ class SavedState:
         return Ledger(jobs, reported)
 
 
+def _begins_again(job: Job) -> bool:
+    """Whether a job is run from its beginning: a policy that decides on change knows more than what serves."""
+    return job.policy is not None and job.policy.on_change
+
+
 def _identity(job: Job) -> str:
     """A job as text, without what does not change its results."""
     policy = job.policy
@@ -126,7 +136,7 @@ def _identity(job: Job) -> str:
             job.split,
             job.deal_width,
             job.setup,
-            policy and (policy.name, policy.target, asdict(policy.settings)),
+            policy and (policy.name, policy.target, policy.on_change, asdict(policy.settings)),
             hindsight,
         )
     )

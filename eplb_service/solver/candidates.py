@@ -16,7 +16,7 @@ import numpy as np
 from eplb_service.solver.annealing import anneal
 from eplb_service.solver.construction import assignment_of, even_shares
 from eplb_service.solver.dealing import solve_dealing
-from eplb_service.solver.evaluation import SMALLEST_GAIN, mean_of_max
+from eplb_service.solver.evaluation import SMALLEST_GAIN, mean_of_max, peaks_of_episodes
 from eplb_service.solver.local_search import local_search
 from eplb_service.solver.model import (
     CHOSEN,
@@ -33,7 +33,7 @@ from eplb_service.solver.model import (
     SearchParams,
 )
 from eplb_service.solver.scenarios import searched_for_steps
-from eplb_service.solver.stepwise import expected_level
+from eplb_service.solver.stepwise import expected_level, levels_of_episodes
 from eplb_service.solver.tables import (
     fixed_rule,
     rehoused,
@@ -120,15 +120,28 @@ def par_on(candidate: Candidate, layer: Layer, tables: int) -> float:
     return realised(candidate.phy2log_RS, candidate.log2phy_GE, layer.heat, layer.deployed.share_GE, tables)
 
 
+def peaks_on(candidate: Candidate, layer: Layer, tables: int) -> Float32:
+    """Load of the hottest rank in each episode of other heat under a candidate, float32 ``[N]``."""
+    heat, phy2log_RS = layer.heat, candidate.phy2log_RS
+    if tables == STEPWISE:
+        return levels_of_episodes(phy2log_RS, heat.scaled_EN, heat.share_N)
+    weight_RS = _weights(phy2log_RS, candidate.log2phy_GE, layer.deployed.share_GE, tables)
+    return peaks_of_episodes(heat.scaled_EN, phy2log_RS, weight_RS)
+
+
 def realised(phy2log_RS: Int32, log2phy_GE: Int32, heat: Heat, share_GE: Float32, tables: int) -> float:
     """Peak-to-average ratio, split by step, evenly or through tables."""
     if tables == STEPWISE:
         return expected_level(phy2log_RS, heat.scaled_EN, heat.share_N)
+    weight_RS = _weights(phy2log_RS, log2phy_GE, share_GE, tables)
+    return mean_of_max(heat.scaled_EN, heat.share_N, phy2log_RS, weight_RS)
+
+
+def _weights(phy2log_RS: Int32, log2phy_GE: Int32, share_GE: Float32, tables: int) -> Float32:
+    """The part of its expert's tokens that each slot receives, float32 ``[R, S]``."""
     if tables == EVEN:
-        share_RS = even_shares(phy2log_RS, share_GE.shape[1])
-    else:
-        share_RS = slot_shares(phy2log_RS, log2phy_GE, share_GE)
-    return mean_of_max(heat.scaled_EN, heat.share_N, phy2log_RS, share_RS)
+        return even_shares(phy2log_RS, share_GE.shape[1])
+    return slot_shares(phy2log_RS, log2phy_GE, share_GE)
 
 
 def from_scratch(layer: Layer, params: SearchParams) -> Candidate:

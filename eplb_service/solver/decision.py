@@ -53,6 +53,8 @@ class Answer:
         ``model.KEEP`` and so on.
     crossed, crosses
         Part of the tokens that leave their source's node, before and after; see ``table_locality.crossing_share``.
+    optimism
+        See ``holdout.Recommendation``; ``None`` where nothing was held out.
     """
 
     found: Candidate
@@ -62,6 +64,7 @@ class Answer:
     taken: int
     crossed: float = 0.0
     crosses: float = 0.0
+    optimism: float | None = None
 
     @property
     def hindsight(self) -> float:
@@ -104,13 +107,14 @@ def solve_layer(
         if params.trust < 1:
             fresh = with_tables(fresh.phy2log_RS, seen, params)
     forecast = Forecast(float(half_life_H[0]), 0.0)
+    optimism: float | None = None
 
     def answer(found: Candidate, taken: int) -> Answer:
         crossed = crossing_share(now, seen, params.tables)
         if taken != KEEP:
             found = localised(found, seen, params)
         crosses = crossing_share(found, seen, params.tables)
-        return Answer(found, now.par, fresh, forecast.half_life, taken, crossed, crosses)
+        return Answer(found, now.par, fresh, forecast.half_life, taken, crossed, crosses, optimism)
 
     if unplaced:
         return answer(fresh, FRESH)
@@ -119,12 +123,13 @@ def solve_layer(
         return answer(now, KEEP)
     # A step takes as long as the hottest rank, so a move's price is a part of the ratio now.
     params = params._replace(move_price=params.move_price * now.par)
-    course = Recommendation(FRESH, params.move_price)
+    course = Recommendation(FRESH, params.move_price, 0.0)
     if halves is not None:
         forecast = choose_forecast(halves, half_life_H)
         fresh_may_pay = now.par - fresh.par > params.move_price * fresh.moves / 2
         if params.holdout:
             course = holdout(halves, forecast, deployed, params, min_gain, fresh_may_pay)
+            optimism = course.optimism
     expected = Layer(forecast_heat(seen.heat, forecast, 2.0), deployed)
     found, taken = _best(course, expected, now, params, min_gain)
     return answer(found._replace(par=par_on(found, seen, params.tables)), taken)

@@ -50,10 +50,10 @@ def expert_heat(demand: Demand, z: float) -> Float32:
 
 
 @kernel
-def mean_of_max(scaled_EN: Float32, share_N: Float32, phy2log_RS: Int32, weight_RS: Float32) -> float:
-    """Peak-to-average ratio: the hottest rank of each episode, averaged with the episodes' weights.
+def peaks_of_episodes(scaled_EN: Float32, phy2log_RS: Int32, weight_RS: Float32) -> Float32:
+    """Load of the hottest rank in each episode, float32 ``[N]``.
 
-    ``weight_RS`` is the part of its expert's tokens that each slot receives. 1.0 where there are no tokens.
+    ``weight_RS`` is the part of its expert's tokens that each slot receives.
     """
     ranks, slots = phy2log_RS.shape
     episodes = scaled_EN.shape[1]
@@ -68,9 +68,19 @@ def mean_of_max(scaled_EN: Float32, share_N: Float32, phy2log_RS: Int32, weight_
                 load_N[n] += weight * expert_N[n]
         for n in range(episodes):
             peak_N[n] = max(peak_N[n], load_N[n])
+    return peak_N
+
+
+@kernel
+def mean_of_max(scaled_EN: Float32, share_N: Float32, phy2log_RS: Int32, weight_RS: Float32) -> float:
+    """Peak-to-average ratio: the hottest rank of each episode, averaged with the episodes' weights.
+
+    ``weight_RS`` as for ``peaks_of_episodes``. 1.0 where there are no tokens.
+    """
+    peak_N = peaks_of_episodes(scaled_EN, phy2log_RS, weight_RS)
     total = 0.0
     weights = 0.0
-    for n in range(episodes):
+    for n in range(peak_N.shape[0]):
         total += peak_N[n] * share_N[n]
         weights += share_N[n]
     return total if weights > 0 else 1.0

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb_service.solver.candidates import from_scratch, improved, par_on, with_tables
+from eplb_service.solver.candidates import from_scratch, improved, par_on, peaks_on, with_tables
 from eplb_service.solver.model import (
     FRESH,
     KEEP,
@@ -19,6 +19,7 @@ from eplb_service.solver.model import (
     TABLES,
     Candidate,
     Deployed,
+    Float32,
     Float64,
     Heat,
     Int32,
@@ -27,6 +28,7 @@ from eplb_service.solver.model import (
     heat_of,
     reweighted,
 )
+from eplb_service.solver.significance import standard_error
 
 FEWEST_EPISODES = 4
 """Below it there is no older half worth fitting."""
@@ -119,6 +121,8 @@ class Recommendation(NamedTuple):
     """``model.KEEP`` and so on."""
     price: float
     """Peak-to-average ratio per moved slot that the local search should ask, at least the true price."""
+    optimism: float
+    """Peak-to-average ratio by which what was fitted to the older half did worse on the newer one, at least 0."""
 
 
 def holdout(
@@ -131,6 +135,8 @@ def holdout(
 ) -> Recommendation:
     """What would have done best on the newer half, moves paid for; a dearer course must win ``min_gain`` more.
 
+    What it wins over keeping must be above its moves' price by ``params.sureness`` standard errors besides.
+
     ``fresh_may_pay``: whether placing from scratch is worth trying at all.
 
     Where gains do not last, a local search that asks more than the true price for a move stops at those that do; so
@@ -139,8 +145,9 @@ def holdout(
     now = Candidate(deployed.phy2log_RS, deployed.log2phy_GE, 0.0, 0)
     older = Layer(forecast_heat(halves.older, forecast, 1.0), deployed)
     newer = Layer(halves.newer, deployed)
-    best = par_on(now, newer, params.tables)
-    course = Recommendation(KEEP, params.move_price)
+    now_N, share_N = peaks_on(now, newer, params.tables), newer.heat.share_N
+    best = mean_peak(now_N, share_N)
+    course = Recommendation(KEEP, params.move_price, 0.0)
     placed = [(TABLES, params.move_price, deployed.phy2log_RS)]
     if params.local_search_steps > 0:
         price_K = params.move_price * (PRICE_LADDER if params.price_ladder else PRICE_LADDER[-1:])
@@ -152,7 +159,21 @@ def holdout(
         placed.append((FRESH, params.move_price, from_scratch(older, params).phy2log_RS))
     for kind, price, found_RS in placed:
         found = with_tables(found_RS, older, params)
-        cost = par_on(found, newer, params.tables) + params.move_price * found.moves
-        if cost < best - min_gain:
-            best, course = cost, Recommendation(kind, price)
+        found_N = peaks_on(found, newer, params.tables)
+        par, spent = mean_peak(found_N, share_N), params.move_price * found.moves
+        if par + spent < best - min_gain and is_sure(now_N - found_N, share_N, spent, params.sureness):
+            best, course = par + spent, Recommendation(kind, price, max(0.0, par - found.par))
     return course
+
+
+def mean_peak(peak_N: Float32, share_N: Float32) -> float:
+    """Peak-to-average ratio of episodes whose hottest ranks have so much, by the episodes' weights; 1.0 without any."""
+    return float((peak_N * share_N).sum(dtype=np.float64)) if share_N.any() else 1.0
+
+
+def is_sure(gain_N: Float32, share_N: Float32, spent: float, sureness: float) -> bool:
+    """Whether what episodes won is above what was ``spent`` by so many standard errors; those without weight apart."""
+    if sureness == 0:
+        return True
+    won_N = gain_N[share_N > 0].astype(np.float64)
+    return bool(won_N.size) and won_N.mean() - sureness * standard_error(won_N) > spent

@@ -74,6 +74,8 @@ class SearchParams(NamedTuple):
     """Whether replicas are exchanged at random where few slots and coarse tables do worse than even shares."""
     holdout: bool = True
     """Whether a change fitted to the older half of the window must pay on the newer half."""
+    sureness: float = 0.0
+    """Standard errors by which a change must have won on the newer half."""
     price_ladder: bool = True
     """Whether dearer moves than the true price are tried on the older half."""
     seed: int = 0

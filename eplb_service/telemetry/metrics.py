@@ -77,6 +77,12 @@ class Metrics:
             "Tokens of a rank over the mean rank, mean over layers, in the newest steps.",
             ("deployment", "rank"),
         )
+        won = "Peak-to-average ratio won over what the ranks served when they first came together, in the last window"
+        self.deployment_gain = gauge("eplb_deployment_gain", f"{won}.")
+        self.deployment_gain_low = gauge("eplb_deployment_gain_low", f"{won}: low end of its 95 % interval.")
+        self.deployment_gain_high = gauge(
+            "eplb_deployment_gain_high", f"{won}: high end of its 95 % interval."
+        )
         self.solve_seconds = histogram(
             "eplb_solve_seconds", "Time that one decision took to compute.", _SOLVE_BUCKETS
         )
@@ -166,6 +172,12 @@ class Metrics:
         """A rank has switched a layer, in what it says were ``seconds``."""
         if math.isfinite(seconds) and seconds >= 0:
             self.commit_seconds.labels(deployment).observe(seconds)
+
+    def gain(self, deployment: str, mean: float, low: float, high: float) -> None:
+        """What balancing has won, and the interval that it lies in."""
+        self.deployment_gain.labels(deployment).set(mean)
+        self.deployment_gain_low.labels(deployment).set(low)
+        self.deployment_gain_high.labels(deployment).set(high)
 
     def layer_pars(self, deployment: str, realised: Sequence[float], planned: dict[int, float]) -> None:
         """Per-layer ratios; zeros were not measured and are left out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from eplb_service.solver.holdout import (
     forecast_heat,
     halves_of,
     holdout,
+    is_sure,
 )
 from eplb_service.solver.model import (
     EVEN,
@@ -59,13 +61,16 @@ def deployment(case: Case, sources: int, seed: int) -> Deployed:
     return Deployed(phy2log_RS, table_GE, share_GE, home_ER, one_node_R, one_node_G)
 
 
+NEWER = SimpleNamespace(share_N=np.full(2, 0.5))
+
+
 class Script:
     """Stands in for the candidates: what each course makes, and what it costs on either half, is written down."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pars: dict, moves: dict) -> None:
         self.pars, self.moves = pars, moves
         self.asked: list[tuple[str, int]] = []
-        for name in ("improved", "from_scratch", "with_tables", "par_on"):
+        for name in ("improved", "from_scratch", "with_tables", "peaks_on"):
             monkeypatch.setattr(module, name, getattr(self, name))
 
     def improved(self, layer, search, price_K):
@@ -83,9 +88,10 @@ class Script:
         self.asked.append((kind, rung))
         return Candidate(phy2log_RS, (kind, rung), 0.0, self.moves.get((kind, rung), 0))
 
-    def par_on(self, candidate, layer, tables):
-        assert layer.heat == "newer"
-        return self.pars[candidate.log2phy_GE if isinstance(candidate.log2phy_GE, tuple) else KEEP]
+    def peaks_on(self, candidate, layer, tables):
+        assert layer.heat is NEWER
+        par = self.pars[candidate.log2phy_GE if isinstance(candidate.log2phy_GE, tuple) else KEEP]
+        return np.full(2, par)
 
 
 @settings(max_examples=60)
@@ -110,13 +116,13 @@ def test_the_course_is_the_cheapest_of_all(
             "forecast_heat",
             lambda heat, forecast, ahead: f"{heat}, leaning" if ahead == 1.0 else None,
         )
-        halves = type("Halves", (), {"older": "older", "newer": "newer"})
+        halves = type("Halves", (), {"older": "older", "newer": NEWER})
         found = holdout(halves, Forecast(4.0, 0.1), deployed, search, min_gain, fresh)
     assert script.asked == courses
     costs = [pars[course] + search.move_price * moves[course] for course in courses]
     chosen = slow.recommended(pars[KEEP], costs, min_gain)
     if chosen < 0:
-        assert found == (KEEP, search.move_price)
+        assert found == (KEEP, search.move_price, 0.0)
     else:
         kind, rung = courses[chosen]
         price = search.move_price * PRICE_LADDER[rung] if kind == LOCAL else search.move_price
@@ -259,3 +265,26 @@ def test_stationary_heat_does_not_fade_and_a_jump_does() -> None:
     jumping_NE = steady_NE.copy()
     jumping_NE[:6] = steady_NE[:6, ::-1]
     assert choose_forecast(halves_of(jumping_NE, RANKS), half_life_H).half_life == 1.0
+
+
+def test_what_a_change_won_must_be_above_its_price_by_its_error() -> None:
+    share_N = np.array([0.25, 0.25, 0.0, 0.25, 0.25], dtype=np.float32)
+    gain_N = np.array([0.3, 0.1, -9.0, 0.3, 0.1], dtype=np.float32)
+    error = np.std([0.3, 0.1, 0.3, 0.1], ddof=1) / 2
+    for spent in (0.2 - 1.5 * error, 0.2 - 0.5 * error, 0.2 + error):
+        assert is_sure(gain_N, share_N, spent, 0.0)
+        assert is_sure(gain_N, share_N, spent, 1.0) == (spent < 0.2 - error)
+    assert not is_sure(gain_N, np.zeros(5, dtype=np.float32), -1.0, 1.0)
+
+
+def test_a_gain_within_its_error_moves_nothing() -> None:
+    generator = np.random.default_rng(1)
+    case = Case(4, 3, generator.gamma(0.3, 100, (8, 9)))
+    deployed = deployment(case, 4, 3)
+    halves = halves_of(case.heat_NE, 4)
+    free = SEARCH._replace(move_price=0.0, local_search_steps=50)
+    sure = holdout(halves, Forecast(np.inf, 0.0), deployed, free._replace(sureness=50.0), 0.0, True)
+    taken = holdout(halves, Forecast(np.inf, 0.0), deployed, free._replace(sureness=0.0), 0.0, True)
+    assert sure.kind == KEEP
+    assert taken.kind != KEEP
+    assert taken.optimism >= 0.0

@@ -16,8 +16,12 @@ from eplb_service.control.core.leader_term import clock_of
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.membership import Group, Member, rank_list
 from eplb_service.control.core.offer import Offer
+from eplb_service.control.core.pacing import Pacing
 from eplb_service.control.core.plan_tracker import ContradictionError, Outcome, PlanTracker
 from eplb_service.heat.assembler import HeatAssembler, StepCounts
+from eplb_service.placement import step_par
+from eplb_service.planner.outlook import Outlook
+from eplb_service.planner.pace import Pace
 from eplb_service.planner.plan import LayerPlan
 from eplb_service.wire.heat import HeatReport
 from eplb_service.wire.hello import Hello
@@ -40,16 +44,19 @@ class Limits:
     Parameters
     ----------
     window_steps
-        Steps that a decision looks at.
+        Steps that a decision looks at at most.
     pending_steps
         Steps that the fastest rank's reports may be ahead of the slowest's; also the most steps of one report.
     plan_timeout
         Seconds of silence that end a plan.
+    first_decision
+        Steps before the first decision where later ones follow what is realised; ``None`` where all fall by the clock.
     """
 
     window_steps: int
     pending_steps: int
     plan_timeout: float
+    first_decision: int | None = None
 
 
 @dataclass(frozen=True)
@@ -125,6 +132,10 @@ class Deployment:
         How long no heat has come.
     decided_at
         Steps assembled when the last decision was made.
+    pacing
+        When the next decision is due by what is realised; ``None`` where that is by the clock, or no heat is expected.
+    found
+        What served when the ranks of this group first came together; what balancing has won is measured against it.
     events
         What has happened since ``take_events``.
     """
@@ -151,6 +162,8 @@ class Deployment:
     service_problems: tuple[str, ...] = ()
     watchdog: HeatWatchdog = field(default_factory=HeatWatchdog)
     decided_at: int = 0
+    pacing: Pacing | None = None
+    found: LivePlacement | None = None
     events: list[Event] = field(default_factory=list)
 
     @property
@@ -188,6 +201,7 @@ class Deployment:
             self._interrupt_plan("the ranks moved on while the service could not hear them")
         elif self.group.live is not before:
             self._expect_heat_of(self.group.live)
+            self.found = self.found or self.group.live
             self.known = True
             self.events.append(PlacementKnown(self.group.live))
 
@@ -207,7 +221,7 @@ class Deployment:
         """Nobody is connected: give back the memory; the ranks bring what they serve when they return."""
         assert not self.connected
         self._interrupt_plan("the ranks went away")
-        self.group = self.heat = self.ended_plan = None
+        self.group = self.heat = self.ended_plan = self.pacing = None
 
     # What ranks report
 
@@ -241,7 +255,11 @@ class Deployment:
         member = self._member(rank)
         step = max(member.step, report.first_step + report.steps)
         self._note(rank, step=step, dropped_steps=report.dropped_steps)
+        before = self.heat.assembled
         gained = self.heat.add(rank, report)
+        if self.pacing is not None and self.live is not None and self.heat.assembled > before:
+            loads_TLR = self.heat.newest_loads(before, self.live.layer_epochs)
+            self.pacing = self.pacing.after_steps(step_par(loads_TLR))
         self.totals = self.totals.plus(steps_received=gained.received, steps_lost=gained.lost)
         return gained
 
@@ -278,14 +296,28 @@ class Deployment:
         return None if self.heat.steps else "no heat has been gathered yet"
 
     def is_due(self, interval: int) -> bool:
-        """Whether ``interval`` steps have been gathered since the last decision, and one can be made."""
+        """Whether a decision is due, and can be made.
+
+        It is due by what is realised or, where decisions fall by the clock, ``interval`` steps after the last.
+        """
         gathered = self.heat.assembled - self.decided_at if self.heat else 0
-        return gathered >= interval and self.obstacle() is None
+        due = gathered >= interval if self.pacing is None else gathered > 0 and self.pacing.pace.due
+        return due and self.obstacle() is None
 
     def deciding(self) -> None:
         """A decision is being made on the window as it is now."""
         self.plan_problems.clear()
         self.decided_at = self.heat.assembled if self.heat else 0
+        self.pacing = self.pacing and self.pacing.deciding()
+
+    def decided(self, outlook: Outlook, *, changed: bool) -> None:
+        """The decision was made: it leaves all as it is, or a plan of it is about to be offered."""
+        if self.pacing is None or self.live is None:
+            return
+        if changed:
+            self.pacing = self.pacing.offered(outlook.promise, outlook.paid, self.live)
+        else:
+            self.pacing = self.pacing.kept(outlook.promise, outlook.paid)
 
     def offer(self, offer: Offer, now: float) -> None:
         """A plan is about to be sent to all ranks."""
@@ -316,7 +348,8 @@ class Deployment:
         self.planned_par.clear()
         self.refused.clear()
         self.plan_problems.clear()
-        self.decided_at, self.watchdog = 0, HeatWatchdog()
+        self.decided_at, self.pacing, self.watchdog = 0, None, HeatWatchdog()
+        self.found = None
         self.undecided, self.losses = Undecided(), Losses()
         self.forming_since, self.forming_overdue = None, False
 
@@ -354,6 +387,8 @@ class Deployment:
             self.heat = HeatAssembler(
                 shape.ranks, shape.layers, shape.experts, self.limits.window_steps, self.limits.pending_steps
             )
+            if self.limits.first_decision is not None:
+                self.pacing = Pacing(Pace(self.limits.first_decision, self.limits.window_steps))
         for layer, epoch in enumerate(live.layer_epochs):
             self.heat.placements.place(
                 layer, epoch, live.placement.phy2log_LRS[layer], live.log2phy_RLE[:, layer]
@@ -412,8 +447,10 @@ class Deployment:
     def _close_plan(self) -> None:
         if self.plan is not None and self.plan.outcome is not None:
             self.ended_plan, self.plan = self.plan, None
+            done = self.ended_plan.outcome is Outcome.DONE
+            self.pacing = self.pacing and self.pacing.plan_ended(done)
             self.events.append(PlanEnded(self.ended_plan))
-            if self.ended_plan.outcome is not Outcome.DONE:
+            if not done:
                 self._note_problem(self.ended_plan.summary)
 
     def _note_problem(self, problem: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from eplb_service.placement import Int32, Placement, apply_layers, combine_digests, layer_digest
+from eplb_service.planner.outlook import Serving
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ class LivePlacement:
         placement.check_log2phy(log2phy_RLE)
         digests = tuple(layer_digest(layer, row) for layer, row in enumerate(placement.phy2log_LRS))
         return cls(placement, log2phy_RLE, epoch, layer_epochs, digests)
+
+    @property
+    def serving(self) -> Serving:
+        """Placement and tables, without versions."""
+        return Serving(self.placement, self.log2phy_RLE)
 
     @property
     def digest(self) -> int:

@@ -83,6 +83,7 @@ class ControlPlane:
             window_steps=settings.window_steps,
             pending_steps=pending_steps(settings),
             plan_timeout=settings.plan_timeout_seconds,
+            first_decision=settings.decision_interval if settings.decide_on == "change" else None,
         )
 
     @property

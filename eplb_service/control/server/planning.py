@@ -11,22 +11,19 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import structlog
 
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import ConflictError
-from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.offer import Offer, rank_plans
 from eplb_service.control.server.observer import Observer
+from eplb_service.control.server.question import Question, answer
 from eplb_service.control.server.store_writer import StoreWriter
 from eplb_service.control.server.streams import Streams
-from eplb_service.heat.window import Window
-from eplb_service.placement import Int32, mean_par
-from eplb_service.planner.decide import plan
+from eplb_service.placement import mean_par
+from eplb_service.planner.outlook import Outlook
 from eplb_service.planner.plan import Plan
 from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.topology import Topology
 from eplb_service.solver.warmup import warm_up
 from eplb_service.telemetry.metrics import Metrics
 from eplb_service.wire.generated import agent_pb2
@@ -171,17 +168,20 @@ class Decider:
         if group is None or live is None or heat is None:
             return DecisionOutcome("dropped", "no decision was made: the ranks went away")
         async with self._turn:
-            window = heat.copy_heat()
-            computing = self._compute(_solve, window, live, group.topology, self._settings)
+            question = Question(
+                *heat.copy_heat(), live, deployment.found, group.topology, self._settings, deployment.pacing
+            )
+            computing = self._compute(answer, question)
             try:
-                solved, seconds = await asyncio.wait_for(computing, self._deadline)
+                solved, outlook, seconds = await asyncio.wait_for(computing, self._deadline)
             except asyncio.TimeoutError:
                 self._give_up(deployment.name)
                 return DecisionOutcome("failed", f"the decision was given up after {self._deadline:g} s")
-        self._report(deployment.name, solved, seconds)
+        self._report(deployment.name, solved, outlook, seconds)
         if not solved.layers:
+            deployment.decided(outlook, changed=False)
             seen = "no tokens" if math.isnan(solved.par_seen) else f"PAR {solved.par_seen:.3f}"
-            return DecisionOutcome("kept", f"every layer kept ({seen})")
+            return DecisionOutcome("kept", f"every layer kept ({seen}){_won(outlook)}")
         store, term = self._writer.store, deployment.leader_term
         offer = Offer.of(store.new_plan_id(), live, solved)
         messages = await self._compute(_messages, offer, term, group.shape.ranks)
@@ -190,6 +190,7 @@ class Decider:
         obstacle = "the ranks changed meanwhile" if changed else deployment.obstacle()
         if obstacle is not None:
             return DecisionOutcome("dropped", f"a plan was made but not offered: {obstacle}")
+        deployment.decided(outlook, changed=True)
         deployment.offer(offer, time.monotonic())
         self._observer.offered(deployment.name, offer.plan_id)
         await self._writer.write(store.begin_plan, deployment.name, offer, term)
@@ -198,7 +199,7 @@ class Decider:
         self._streams.send(deployment.name, messages)
         message = (
             f"plan {offer.plan_id}: {len(solved.layers)} layers, {solved.moves} moves, "
-            f"PAR {solved.par_seen:.3f} -> {solved.par_planned:.3f}"
+            f"PAR {solved.par_seen:.3f} -> {solved.par_planned:.3f}{_won(outlook)}"
         )
         return DecisionOutcome("plan", message, offer.plan_id, len(solved.layers), solved.moves)
 
@@ -214,7 +215,7 @@ class Decider:
         self._thread.shutdown(wait=False)
         self._thread = _planner_thread()
 
-    def _report(self, name: str, solved: Plan, seconds: float) -> None:
+    def _report(self, name: str, solved: Plan, outlook: Outlook, seconds: float) -> None:
         self._metrics.solve_seconds.labels(name).observe(seconds)
         self._observer.decided(name, solved, seconds)
         for verdict in solved.verdicts:
@@ -225,21 +226,20 @@ class Decider:
             self._metrics.deployment_noise_floor.labels(name).set(float(mean_par(floor_L)))
             self._metrics.deployment_par_seen.labels(name).set(solved.par_seen)
             self._metrics.deployment_par_planned.labels(name).set(solved.par_planned)
+        if outlook.won is not None and outlook.won.known:
+            self._metrics.gain(name, outlook.won.mean, outlook.won.low, outlook.won.high)
 
 
 def _planner_thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="eplb-planner")
 
 
-def _solve(
-    heat: tuple[Int32, npt.NDArray[np.float64] | None],
-    live: LivePlacement,
-    topology: Topology,
-    settings: PlannerSettings,
-) -> tuple[Plan, float]:
-    started = time.perf_counter()
-    solved = plan(Window(*heat), live.placement, live.log2phy_RLE, topology, settings)
-    return solved, time.perf_counter() - started
+def _won(outlook: Outlook) -> str:
+    """What balancing has won so far, for operators; empty where that is not known."""
+    won = outlook.won
+    if won is None or not won.known:
+        return ""
+    return f"; {won.mean:.3f} won over the first layout ({won.low:.3f} to {won.high:.3f})"
 
 
 def _messages(offer: Offer, leader_term: int, ranks: int) -> list[agent_pb2.Plan]:

@@ -78,8 +78,17 @@ class ServiceSettings(_PlannerFields):
         min_length=1,
         description="SQLite file with terms, placements and plans, resumed from at a restart; ':memory:' keeps none",
     )
-    window_steps: int = Field(256, ge=1, le=65536, description="steps that a decision looks at")
-    decision_interval: int = Field(256, ge=1, description="steps from one decision to the next")
+    window_steps: int = Field(256, ge=1, le=65536, description="steps that a decision looks at, at most")
+    decision_interval: int = Field(
+        256,
+        ge=1,
+        description="steps before the first decision and, where decide_on is interval, between decisions",
+    )
+    decide_on: Literal["change", "interval"] = Field(
+        "interval",
+        description="when decisions are made; change: soon after what is realised departs from what was promised, and "
+        "seldom where nothing can be won; interval: every decision_interval steps",
+    )
     record: Path | None = Field(
         None,
         description="folder to write each deployment's heat into, as native traces; unset: none is recorded",

@@ -18,7 +18,7 @@ from tests.control.server.test_service import settings, until
 
 
 async def test_a_solver_that_hangs_blocks_no_other_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
-    solve, hangs = planning._solve, threading.Event()
+    solve, hangs = planning.answer, threading.Event()
     asked: list[Any] = []
 
     def hang(*arguments: Any) -> Any:
@@ -27,7 +27,7 @@ async def test_a_solver_that_hangs_blocks_no_other_deployment(monkeypatch: pytes
             hangs.wait(60)
         return solve(*arguments)
 
-    monkeypatch.setattr(planning, "_solve", hang)
+    monkeypatch.setattr(planning, "answer", hang)
     async with running_service(settings(solve_timeout_seconds=5)) as service:
         await service.warm
         async with FakeGroup(service.address) as stuck, FakeGroup(service.address) as other:

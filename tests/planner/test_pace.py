@@ -1,0 +1,111 @@
+"""Decisions come soon after a change, look at the steps since it, and grow seldom where nothing can be won."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from eplb_service.planner.pace import Pace
+from eplb_service.planner.promise import Promise
+
+PROMISE = Promise(np.full(3, 1.2), np.full(3, 1e-4), np.ones(3), 64)
+CALM, WORSE = 1.2, 1.6
+
+
+def steps(count: int, par: float = CALM) -> np.ndarray:
+    return np.full((count, 2), par)
+
+
+def served(pace: Pace, count: int, par: float = CALM) -> Pace:
+    """So many steps, or fewer where a decision is due before."""
+    return pace.after_steps(steps(count, par))[0]
+
+
+@pytest.fixture
+def calm() -> Pace:
+    """A deployment after its first decision, on 64 steps, that changed nothing."""
+    pace = served(Pace(first=64, memory=512), 64)
+    assert pace.due
+    return pace.after_decision(changed=False, paid=None).serving(PROMISE)
+
+
+def heat(count: int, seed: int = 0) -> np.ndarray:
+    generator = np.random.default_rng(seed)
+    popularity_LE = generator.dirichlet(np.ones(8), 2)
+    return np.stack([generator.multinomial(4096, row_E, size=count) for row_E in popularity_LE], axis=1)
+
+
+def test_the_first_decision_falls_after_the_steps_asked_for_and_looks_at_all_of_them() -> None:
+    pace = served(Pace(first=64, memory=512), 63)
+    assert not pace.due
+    pace = served(pace, 1)
+    assert pace.due
+    assert pace.window_steps(heat(64)) == 64
+    assert pace.serving_steps == 256
+
+
+def test_intervals_double_while_nothing_changes(calm: Pace) -> None:
+    lengths = []
+    for _ in range(6):
+        pace, taken = calm.after_steps(steps(1000))
+        assert pace.due
+        lengths.append(taken)
+        calm = pace.after_decision(changed=False, paid=None).serving(PROMISE)
+    assert lengths == [32, 64, 128, 256, 512, 512]
+
+
+def test_intervals_shrink_where_changes_pay_and_grow_where_they_do_not(calm: Pace) -> None:
+    assert calm.interval == 32
+    assert calm.after_decision(changed=True, paid=True).interval == 16
+    assert calm.after_decision(changed=True, paid=None).interval == 32
+    assert calm.after_decision(changed=True, paid=False).interval == 64
+    assert calm.after_decision(changed=False, paid=True).interval == 64
+
+
+def test_after_a_departure_decisions_fall_at_4_8_and_16_steps_of_it(calm: Pace) -> None:
+    calm, _ = calm.after_steps(steps(20))
+    pace, taken = calm.after_steps(steps(12, WORSE))
+    assert pace.alarm is not None
+    assert pace.stretch == taken == 1
+    assert not pace.due
+    found = []
+    for _ in range(3):
+        pace, _ = pace.after_steps(steps(20, WORSE))
+        assert pace.due
+        found.append((pace.stretch, pace.window_steps(heat(512)), pace.serving_steps))
+        pace = pace.after_decision(changed=True, paid=None).serving(PROMISE)
+    # The stretch before lasted 84 steps, and so this one is expected to.
+    assert found == [(4, 4, 84.0), (8, 8, 84.0), (16, 16, 84.0)]
+    assert pace.due_at == pace.seen + 16
+
+
+def test_what_serves_while_a_change_is_being_decided_on_raises_no_alarm(calm: Pace) -> None:
+    pace, _ = calm.after_steps(steps(12, WORSE))
+    alarm = pace.alarm
+    pace, taken = pace.after_steps(steps(2, 3.0))
+    assert (pace.alarm, taken) == (alarm, 2)
+
+
+def test_nothing_is_tested_between_a_decision_and_what_it_changed(calm: Pace) -> None:
+    pace = calm.after_decision(changed=True, paid=None)
+    pace, taken = pace.after_steps(steps(20, WORSE))
+    assert (pace.test, pace.alarm, taken) == (None, None, 20)
+    pace, _ = pace.serving(PROMISE).after_steps(steps(5, WORSE))
+    assert pace.alarm is not None
+
+
+def test_a_decision_that_is_being_made_is_not_due_again(calm: Pace) -> None:
+    pace, _ = calm.after_steps(steps(32))
+    assert pace.due
+    assert not pace.deferred().due
+
+
+def test_a_decision_looks_back_as_far_as_heat_is_the_same(calm: Pace) -> None:
+    pace, _ = calm.after_steps(steps(32))
+    pace = pace.after_decision(changed=False, paid=None)
+    pace, _ = pace.after_steps(steps(64))
+    still = heat(160)
+    assert pace.window_steps(still) == 160
+    jumped = np.concatenate([heat(110), heat(50, seed=1)])
+    assert pace.window_steps(jumped) <= 64
+    assert pace.window_steps(still[:40]) == 40
