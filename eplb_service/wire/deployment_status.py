@@ -21,7 +21,7 @@ from eplb_service.wire.fields import (
     check_measured,
     check_name,
     check_ratio,
-    check_seconds,
+    check_time,
     printable,
 )
 from eplb_service.wire.generated import operator_pb2
@@ -188,7 +188,7 @@ def decode_agent_status(message: operator_pb2.AgentStatus) -> AgentStatus:
         error=_text(message.error),
         agent_version=check_name(message.agent_version, "agent_status.agent_version"),
         dropped_steps=check_count(message.dropped_steps, "agent_status.dropped_steps", LAST_STEP),
-        silent_seconds=None if silent is None else check_seconds(silent, "agent_status.silent_seconds"),
+        silent_seconds=None if silent is None else check_time(silent, "agent_status.silent_seconds"),
     )
 
 
