@@ -104,7 +104,7 @@ COMMANDS = {
         "Fit how long a rank's experts take for their tokens.",
         (
             "eplb calibrate --hidden 2048 --inter 1024 --out curve.json",
-            "eplb calibrate --table wideep_generation_moe_perf.parquet --phase decode --out h200.json",
+            "eplb calibrate --table h200_moe_perf.parquet --phase decode --out h200.json",
         ),
     ),
     "trace": CommandEntry(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from eplb_service.placement import Placement
@@ -15,8 +17,9 @@ _ENOUGH_MS = 1e6
 """A budget that is never spent: it is there so that what budgets buy is compiled too."""
 
 
+@cache
 def warm_up(threads: int | None = None) -> None:
-    """Solve a tiny problem by every path that the planner takes; ``threads`` as for a decision."""
+    """Solve a tiny problem by every path that the planner takes, once in a process; ``threads`` as for a decision."""
     placement = Placement.linear(layers=2, experts=6, ranks=4, slots=2)
     tables_LGE = np.ascontiguousarray(placement.default_log2phy().transpose(1, 0, 2))
     heat_LNE = np.arange(2 * 4 * 6, dtype=np.float64).reshape(2, 4, 6)

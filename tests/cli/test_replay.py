@@ -67,7 +67,7 @@ BAD_ARGUMENTS = {
     ),
     "unknown policy": (
         ["--policy", "none,greedy"],
-        "--policy names 'greedy'; choose among none, deepseek, flashlb, flashlb-no-tree",
+        "--policy names 'greedy'; choose among none, deepseek, flashlb, flashlb-on-change, flashlb-no-tree",
     ),
     "no policy": (["--policy", ","], "--policy names nothing"),
     "slots and redundant": (["--redundant", "4"], "either --slots or --redundant"),

@@ -76,7 +76,7 @@ def _check_recording(path: Path) -> None:
         (["--trace", "any.npz", "--requests", "8"], "--requests goes with the model alone"),
         (["--record", "served.csv"], "must end in .npz"),
         (["--redundant", "6"], "use --redundant 8"),
-        (["--split", "even"], "unknown split 'even'; choose one of tables, step"),
+        (["--split", "even"], "unknown split 'even'; choose one of tables, deal, step"),
     ],
 )
 def test_options_that_do_not_fit_are_one_line_and_exit_code_2(

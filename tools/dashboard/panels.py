@@ -140,6 +140,17 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
                 least=1,
             ),
             Panel(
+                "PAR won",
+                "Realised PAR of the placement that the deployment started with less that of the one that serves, by the last decision's window, with the bounds of its 95 % interval. Where the interval holds 0, balancing is not shown to help.",
+                [
+                    (of("eplb_deployment_gain"), f"{_OF} won"),
+                    (of("eplb_deployment_gain_low"), f"{_OF} at least"),
+                    (of("eplb_deployment_gain_high"), f"{_OF} at most"),
+                ],
+                size=(24, 7),
+                decimals=3,
+            ),
+            Panel(
                 "Realised PAR above the floor, by layer",
                 "One row per layer, colder is better.",
                 [
