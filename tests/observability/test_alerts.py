@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from eplb_service.control.server import planning
+from eplb_service.control.server.question import Question
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.store import Store
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
@@ -86,12 +87,12 @@ def without_data(seen: Prometheus) -> list[str]:
 async def test_every_alert_fires_for_its_fault_and_ends_when_it_is_mended(
     program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    solve = planning._solve
+    answer = planning.answer
 
-    def failing(heat: Any, live: Any, *others: Any) -> Any:
-        if live.placement.layers == _FAILING_LAYERS:
+    def failing(question: Question) -> Any:
+        if question.live.placement.layers == _FAILING_LAYERS:
             raise RuntimeError("the fault of this test")
-        return solve(heat, live, *others)
+        return answer(question)
 
     seen_firing: set[str] = set()
     async with contextlib.AsyncExitStack() as stack:
@@ -109,7 +110,7 @@ async def test_every_alert_fires_for_its_fault_and_ends_when_it_is_mended(
             faulty = await break_groups(groups, monkeypatch, failing)
             await seen.until(fire=faulty)
             assert not {alert for alert in await asyncio.to_thread(seen.firing) if alert[1] == "well"}
-            await mend_groups(groups, monkeypatch, solve, service)
+            await mend_groups(groups, monkeypatch, answer, service)
             await seen.until(end=faulty)
             seen_firing |= {name for name, _ in faulty}
 
@@ -137,7 +138,7 @@ async def break_groups(groups: Any, monkeypatch: pytest.MonkeyPatch, failing: An
     groups["halted"][1].halted = "the fault of this test"
     groups["empty"][1].heat = no_heat
     groups["dummies"][1].dummies = True
-    monkeypatch.setattr(planning, "_solve", failing)
+    monkeypatch.setattr(planning, "answer", failing)
     return {
         ("EplbAgentsMissing", "missing"),
         ("EplbProblems", "missing"),
@@ -154,7 +155,7 @@ async def break_groups(groups: Any, monkeypatch: pytest.MonkeyPatch, failing: An
 
 
 async def mend_groups(
-    groups: Any, monkeypatch: pytest.MonkeyPatch, solve: Any, service: RunningService
+    groups: Any, monkeypatch: pytest.MonkeyPatch, answer: Any, service: RunningService
 ) -> None:
     """What an operator would do about each fault."""
     await rejoin(*groups["missing"], 3)
@@ -162,7 +163,7 @@ async def mend_groups(
         faults = groups[name][1]
         faults.half_silent_ranks, faults.abort_plans, faults.halted, faults.dummies = (), False, "", False
         faults.heat = groups["well"][1].heat
-    monkeypatch.setattr(planning, "_solve", solve)
+    monkeypatch.setattr(planning, "answer", answer)
     await order(service, "Forget", operator_pb2.ForgetRequest(deployment="gone"))
 
 
