@@ -62,7 +62,11 @@ def _switching(miscalls: dict[int, int], changes: dict[str, Any] | None = None) 
 
 @pytest.mark.parametrize(
     "miscalls",
-    [dict.fromkeys(range(20, 100, 13), 0), {31: 0, 32: 0, 33: 0}, dict.fromkeys(range(20, 100, 7), 2)],
+    [
+        dict.fromkeys(range(20, 100, 13), 0),
+        pytest.param({31: 0, 32: 0, 33: 0}, marks=pytest.mark.slow),
+        pytest.param(dict.fromkeys(range(20, 100, 7), 2), marks=pytest.mark.slow),
+    ],
     ids=["missed", "three missed in a row", "doubled"],
 )
 def test_calls_that_are_missed_or_doubled_change_no_output(miscalls: dict[int, int]) -> None:
@@ -72,7 +76,9 @@ def test_calls_that_are_missed_or_doubled_change_no_output(miscalls: dict[int, i
     assert facts[0]["epoch"] > 2
 
 
-@pytest.mark.parametrize("missed", range(40, 44))
+@pytest.mark.parametrize(
+    "missed", [pytest.param(step, marks=[] if step == 43 else pytest.mark.slow) for step in range(40, 44)]
+)
 def test_a_boundary_missed_at_any_place_of_a_vote_changes_no_output(missed: int) -> None:
     """One of these is the boundary at which the others are about to commit: they wait, and commit nothing."""
     facts = run_ranks(RANKS, _switching, {missed: 0}, {"commit_timeout_seconds": 0.5})

@@ -100,7 +100,9 @@ def _close_at_a_time_of_its_own(early_rank: int, early_step: int) -> dict[str, A
     return facts
 
 
-@pytest.mark.parametrize("early_step", [8, 9, 10, 11, 12])
+@pytest.mark.parametrize(
+    "early_step", [pytest.param(step, marks=[] if step == 10 else pytest.mark.slow) for step in range(8, 13)]
+)
 def test_a_rank_may_close_while_the_vote_that_commits_is_under_way(early_step: int) -> None:
     """The vote launched at step 8 commits the layer at step 11: closing around it leaves all at one placement."""
     facts = run_ranks(RANKS, _close_at_a_time_of_its_own, 1, early_step)
@@ -119,7 +121,7 @@ def _all_close_one_after_the_other(order: list[int]) -> None:
         os._exit(0)
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
+@pytest.mark.parametrize("order", [[0, 1, 2], pytest.param([2, 0, 1], marks=pytest.mark.slow)])
 def test_ranks_that_leave_one_after_the_other_leave_quietly(order: list[int]) -> None:
     with pytest.raises(RankFailure) as ended:
         run_ranks(RANKS, _all_close_one_after_the_other, order)
@@ -143,7 +145,9 @@ def _lose_the_votes(lost_step: int) -> dict[str, Any]:
     return facts
 
 
-@pytest.mark.parametrize("lost_step", [8, 9, 10, 11])
+@pytest.mark.parametrize(
+    "lost_step", [pytest.param(step, marks=[] if step == 11 else pytest.mark.slow) for step in range(8, 12)]
+)
 def test_a_rank_that_never_hears_the_vote_that_commits_does_as_the_others(lost_step: int) -> None:
     """Its ballot was in that vote: the others may have heard that all are ready."""
     facts = run_ranks(RANKS, _lose_the_votes, lost_step)
@@ -191,7 +195,7 @@ def _heal(fault: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("fault", ["lost link", "missed calls"])
+@pytest.mark.parametrize("fault", ["lost link", pytest.param("missed calls", marks=pytest.mark.slow)])
 def test_votes_that_are_lost_come_back_by_themselves(fault: str) -> None:
     facts = run_ranks(RANKS, _heal, fault)
     assert max(fact["worst"] for fact in facts) < 1e-5

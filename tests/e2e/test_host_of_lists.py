@@ -122,6 +122,7 @@ async def test_lists_of_weights_move_and_outputs_stay() -> None:
         assert fact["same_addresses"]
 
 
+@pytest.mark.slow
 async def test_what_is_derived_from_weights_must_follow_the_commit() -> None:
     facts = await _balanced(follow=False)
     assert {fact["switched"] for fact in facts} != {0}

@@ -57,6 +57,7 @@ def _serve(address: str, stop_file: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_ranks_serve_on_and_converge_when_the_service_is_killed_and_restarted(tmp_path: Path) -> None:
     stop_file = tmp_path / "stop"
     flags = ("--window-steps", "64", "--decision-interval", "32", "--report-steps", "8")

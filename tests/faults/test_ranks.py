@@ -12,6 +12,7 @@ from tests.faults.serving import check_served
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
+@pytest.mark.faults
 def test_a_dead_transfer_thread_stops_balancing_and_is_reported(tmp_path: Path) -> None:
     with Scene(tmp_path, store=False) as scene:
         scene.wait_for_switches()

@@ -78,7 +78,7 @@ def _serve_in_part(path: str, phy2log_LRS: np.ndarray, tokens_BT: torch.Tensor) 
     return _decoded(model, tokens_BT[dist.get_rank() :: dist.get_world_size()])
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_that_share_the_experts_say_what_one_alone_says(ranks: int, tmp_path: Path) -> None:
     path = write_small_model(tmp_path / "small")
     tokens_BT = _tokens(ROWS, 10)

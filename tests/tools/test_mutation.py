@@ -40,6 +40,7 @@ def test_a_mutant_has_one_defect(source: str, changes: list[tuple[str, str]]) ->
         assert mutant.source == source.replace(mutant.before, mutant.after, 1)
 
 
+@pytest.mark.slow
 def test_a_defect_that_no_test_notices_survives(tmp_path: Path) -> None:
     for folder in ("eplb_service/planner", "tests/planner"):
         (tmp_path / folder).mkdir(parents=True)
