@@ -195,6 +195,41 @@ def test_the_agent_comes_back_when_the_stream_is_cut() -> None:
         assert scene.hear("hello").placement.epoch == 1
 
 
+class Refusing(agent_pb2_grpc.AgentServiceServicer):
+    """Turns everybody away without a look at what they say."""
+
+    def Connect(self, _: Iterator[agent_pb2.ConnectRequest], context: grpc.ServicerContext) -> Any:
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is wrong")
+
+
+def test_the_reason_of_a_refusal_is_reported_however_it_crosses_the_hello(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("worker_agent.stream._FIRST_BACKOFF_SECONDS", 0.001)
+    monkeypatch.setattr("worker_agent.stream._LAST_BACKOFF_SECONDS", 0.001)
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    agent_pb2_grpc.add_AgentServiceServicer_to_server(Refusing(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    placement = Placement.linear(1, 4, 1, 4)
+    installed = Installed.first(0, placement, placement.default_log2phy()[0])
+    # A large one is on its way for longer.
+    identity = Identity("default", "x" * 200_000, 0, 1, "here", (0,), 1, 4, 4, 64)
+    service = f"127.0.0.1:{port}"
+    with caplog.at_level("WARNING", logger="eplb.agent"):
+        stream = ServiceStream(
+            live.settings(service=service), identity, Outbox(1), lambda: installed, int, Heartbeat
+        )
+        deadline = time.monotonic() + 60
+        while len(caplog.records) < 40 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        stream.close(5)
+    server.stop(0).wait()
+    said = {record.getMessage() for record in caplog.records}
+    assert said == {f"rank 0: no stream to {service}: the token is wrong"}
+    assert len(caplog.records) >= 40
+
+
 def test_a_service_that_is_not_there_costs_the_model_nothing() -> None:
     outbox = Outbox(heat_segments=1)
     placement = Placement.linear(1, 4, 1, 4)

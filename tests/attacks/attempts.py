@@ -18,7 +18,7 @@ from eplb_service.wire.codec import pack
 from eplb_service.wire.generated import agent_pb2, operator_pb2, tensor_pb2
 from tests.attacks import target as to
 from tests.attacks.target import LIVE, Target, bearer
-from tests.control.fake_group import FakeGroup, FakeRank, heat_report, hello_of, skewed_heat
+from tests.control.fake_group import FakeGroup, FakeRank, heat_report, hello_of, refusal_of, skewed_heat
 
 Code = grpc.StatusCode
 PAUSE = operator_pb2.PauseRequest(deployment="decode")
@@ -81,6 +81,17 @@ async def _says(target: Target, **message: Any) -> grpc.StatusCode:
         return code
 
 
+async def _too_large(target: Target) -> grpc.StatusCode:
+    """What a rank is refused with for a message past the limit, while it is still sending it."""
+    large = agent_pb2.Heartbeat(error="x" * (to.MESSAGE_BYTES + 1))
+    code, _ = await refusal_of(
+        target.service.address,
+        agent_pb2.ConnectRequest(hello=_hello()),
+        agent_pb2.ConnectRequest(heartbeat=large),
+    )
+    return code
+
+
 def _hello(rank: int = 0, **changes: Any) -> agent_pb2.Hello:
     hello = hello_of(LIVE, 0, **changes)
     hello.rank = rank
@@ -132,16 +143,14 @@ refused(
     True,
     lambda t: t.code_of("Pause", PAUSE, (("authorization", f"Basic {to.OPERATOR}"),)),
 )
-refused("a stream without a token", Code.UNAUTHENTICATED, True, lambda t: t.refusal(_hello()))
+refused("a stream without a token", Code.UNAUTHENTICATED, True, lambda t: t.turned_away())
 refused(
     "a reader pauses", Code.PERMISSION_DENIED, True, lambda t: t.code_of("Pause", PAUSE, bearer(to.READER))
 )
 refused(
     "an agent pauses", Code.PERMISSION_DENIED, True, lambda t: t.code_of("Pause", PAUSE, bearer(to.AGENT))
 )
-refused(
-    "an operator poses as a rank", Code.PERMISSION_DENIED, True, lambda t: t.refusal(_hello(), to.OPERATOR)
-)
+refused("an operator poses as a rank", Code.PERMISSION_DENIED, True, lambda t: t.turned_away(to.OPERATOR))
 refused(
     "an agent of another deployment",
     Code.PERMISSION_DENIED,
@@ -226,7 +235,7 @@ refused(
     "a message past the limit",
     Code.RESOURCE_EXHAUSTED,
     False,
-    lambda t: _says(t, heartbeat=agent_pb2.Heartbeat(error="x" * (to.MESSAGE_BYTES + 1))),
+    _too_large,
 )
 
 

@@ -79,6 +79,11 @@ class Target:
         """A stream that has said nothing yet."""
         return FakeRank(self.channel, number, bearer(token) if token else None)
 
+    async def turned_away(self, token: str = "") -> grpc.StatusCode:
+        """What a stream is refused with that says nothing: whoever reads a byte of it waits in vain."""
+        code, _ = await self.rank(token=token).refusal()
+        return code
+
     async def refusal(self, hello: Any, token: str = "", number: int = 0) -> grpc.StatusCode:
         """What a Hello is refused with."""
         rank = self.rank(number, token)

@@ -84,7 +84,7 @@ class FakeRank:
         self.call: Any = agent_pb2_grpc.AgentServiceStub(channel).Connect(metadata=metadata)
 
     async def say(self, **message: Any) -> None:
-        # A stream that is turned away for its credentials may be over before anything is sent.
+        # A stream may be over before anything is sent: see refusal_of.
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await self.call.write(agent_pb2.ConnectRequest(**message))
 
@@ -104,6 +104,28 @@ class FakeRank:
             while await asyncio.wait_for(self.call.read(), 20) != grpc.aio.EOF:
                 pass
         return await self.call.code(), await self.call.details()
+
+
+async def refusal_of(
+    address: str, *messages: agent_pb2.ConnectRequest, metadata: Any = None
+) -> tuple[grpc.StatusCode, str]:
+    """What a stream ends with that is refused while it still speaks.
+
+    By the blocking client, which agents use: asyncio's puts an error of its own in place of the status where a refusal
+    crosses a message.
+    """
+
+    def listen() -> tuple[grpc.StatusCode, str]:
+        with grpc.insecure_channel(address) as channel:
+            call = agent_pb2_grpc.AgentServiceStub(channel).Connect(
+                iter(messages), metadata=metadata, timeout=60
+            )
+            with contextlib.suppress(grpc.RpcError):
+                for _ in call:
+                    pass
+            return call.code(), call.details()
+
+    return await asyncio.to_thread(listen)
 
 
 class FakeGroup:

@@ -27,6 +27,7 @@ from tests.control.fake_group import (
     heat_report,
     hello_of,
     live_of,
+    refusal_of,
     skewed_heat,
 )
 from tests.control.server.test_service import settings, until
@@ -214,11 +215,10 @@ async def test_a_first_message_that_is_no_hello(channel: grpc.aio.Channel) -> No
     assert "must be a Hello" in text
 
 
-async def test_a_message_past_the_size_limit(channel: grpc.aio.Channel) -> None:
-    rank = FakeRank(channel, 0)
-    await rank.greet(hello_of(LIVE, 0))
-    await rank.say(heartbeat=agent_pb2.Heartbeat(error="x" * (1 << 21)))
-    code, _ = await rank.refusal()
+async def test_a_message_past_the_size_limit(service: RunningService) -> None:
+    hello = agent_pb2.ConnectRequest(hello=hello_of(LIVE, 0))
+    large = agent_pb2.ConnectRequest(heartbeat=agent_pb2.Heartbeat(error="x" * (1 << 21)))
+    code, _ = await refusal_of(service.address, hello, large)
     assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
