@@ -1,4 +1,4 @@
-"""Write a file whole or not at all, and tell beforehand when it cannot be written."""
+"""Write a file whole or not at all, and say beforehand when it cannot be written."""
 
 from __future__ import annotations
 

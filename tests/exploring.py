@@ -1,4 +1,4 @@
-"""Walks every state that a small world can reach, breadth first, and tells the shortest story of a broken promise."""
+"""Walks every state that a small world can reach, breadth first, and reports the shortest story of a broken promise."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def walk(scenario: str, first: Explorable) -> Walk:
     frontier = deque([(0, first)])
     transitions = 0
 
-    def told(broken: str | None) -> Walk:
+    def reported(broken: str | None) -> Walk:
         return Walk(scenario, len(ids), transitions, time.process_time() - began, broken)
 
     while frontier:
@@ -95,7 +95,7 @@ def walk(scenario: str, first: Explorable) -> Walk:
             try:
                 reached = world.after(event)
             except Broken as broken:
-                return told(f"{broken}\n    after {_story(parents, here, event)}")
+                return reported(f"{broken}\n    after {_story(parents, here, event)}")
             key = reached.key()
             there = ids.get(key)
             if there is None:
@@ -108,8 +108,8 @@ def walk(scenario: str, first: Explorable) -> Walk:
                 calm[there].append(here)
     stuck = _never_settling(settled, calm)
     if stuck is not None:
-        return told(f"nothing ever ends what is under way\n    after {_story(parents, stuck)}")
-    return told(None)
+        return reported(f"nothing ever ends what is under way\n    after {_story(parents, stuck)}")
+    return reported(None)
 
 
 def report(walks: Iterator[Walk], hunted: Iterator[tuple[str, Walk]]) -> bool:
@@ -128,8 +128,8 @@ def report(walks: Iterator[Walk], hunted: Iterator[tuple[str, Walk]]) -> bool:
     )
     for name, one in hunted:
         good &= one.broken is not None
-        told = "SURVIVED" if one.broken is None else f"caught: {one.broken.splitlines()[0]}"
-        print(f"mutant {name:<34} {told} ({one.states:,} states, {one.seconds:.1f} s)", flush=True)
+        reported = "SURVIVED" if one.broken is None else f"caught: {one.broken.splitlines()[0]}"
+        print(f"mutant {name:<34} {reported} ({one.states:,} states, {one.seconds:.1f} s)", flush=True)
     return good
 
 

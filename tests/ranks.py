@@ -60,7 +60,7 @@ class Ranks:
             self._start()
         job = pickle.dumps((function, args))
         for connection in self._connections:
-            # A rank that has died since is told by its closed pipe when the replies are read.
+            # A rank that has died since shows by its closed pipe when the replies are read.
             with contextlib.suppress(BrokenPipeError):
                 connection.send_bytes(job)
         results, failures = self._collect()

@@ -1,4 +1,4 @@
-"""A file is written whole or not at all, and what cannot be written is told before the work begins."""
+"""A file is written whole or not at all, and what cannot be written is reported before the work begins."""
 
 import os
 import stat

@@ -131,7 +131,7 @@ class _Call:
         self._weights = weights
         self._experts = SlotwiseExperts()
         self._device = torch.device(task.device)
-        # One thread's own time is free of whatever else runs; of several threads, or a device, only a clock tells.
+        # One thread's own time is free of whatever else runs; of several threads, or a device, only a clock knows.
         alone = self._device.type == "cpu" and torch.get_num_threads() == 1
         self._clock = time.thread_time if alone else time.perf_counter
 

@@ -23,5 +23,5 @@ class HeatWatchdog:
             return None
         return (
             f"no valid count of heat for {step - self._seen_at} steps: the layers count other steps than the agent "
-            "is told of"
+            "sees"
         )

@@ -1,4 +1,4 @@
-"""One timed run in a process of its own, told as a line of JSON: ``python -m benchmarks.replay.one_run WAY TRACE``."""
+"""One timed run in a process of its own, reported as JSON: ``python -m benchmarks.replay.one_run WAY TRACE``."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def main() -> None:
     found = (
         plain_loop(file.open(), RANKS, SLOTS, STEPS, POLICIES) if way == "plain" else replayed(file, int(way))
     )
-    told = {
+    reported = {
         "seconds": time.perf_counter() - began,
         "cpu_seconds": time.process_time() - cpu,
         "solver_seconds": clock.seconds,
         "par": found,
     }
-    print(json.dumps(told))
+    print(json.dumps(reported))
 
 
 if __name__ == "__main__":

@@ -39,10 +39,10 @@ def main() -> None:
             )
             for rank in range(arguments.ranks)
         ]
-        told = [process.communicate(timeout=900)[0] for process in ranks]
+        reported = [process.communicate(timeout=900)[0] for process in ranks]
         if any(process.returncode for process in ranks):
             sys.exit("a rank failed")
-    found = json.loads(told[0])
+    found = json.loads(reported[0])
     ratios = [Ratio(**ratio) for ratio in found["ratios"]]
     for ratio in ratios:
         print(ratio.line)

@@ -163,7 +163,7 @@ def _print(console: Console, curve: CostCurve, out: Path) -> None:
     console.print(f"from {curve.source}; {curve.fit}", markup=False)
     if np.isfinite(curve.knee) and curve.knee > 0:
         console.print(
-            f"Up to {curve.knee:.0f} tokens a slot costs the same: reading its weights takes {curve.read_us:.4g} us."
+            f"Up to {curve.knee:.0f} tokens per slot costs the same: reading its weights takes {curve.read_us:.4g} us."
         )
     table = compact_table("tokens in a slot", "us")
     for tokens in _SHOWN_TOKENS:

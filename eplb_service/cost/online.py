@@ -3,7 +3,7 @@
 A step takes as long as all that has nothing to do with experts, and for each layer its slowest rank: ``step = base +
 sum over layers of max over ranks of sum over slots of g(tokens)``. Which rank is slowest depends on the curve and the
 curve on which rank is slowest, so both are found by turns, the ranks with most tokens first. Base and floor cannot be
-told apart; the curve's floor is 0. Confidence intervals come from refits to steps drawn in blocks with replacement.
+distinguished; the curve's floor is 0. Confidence intervals come from refits to steps drawn in blocks with replacement.
 
 References
 ----------

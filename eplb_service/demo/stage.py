@@ -21,7 +21,7 @@ from eplb_service.telemetry.logs import configure_logs
 REPORT_EVERY_STEPS = 4
 
 Watch = Callable[[Scoreboard, str], None]
-"""Told the score and a line of status whenever there is news."""
+"""Called with the score and a line of status whenever there is news."""
 
 
 class DemoError(ValueError):

@@ -19,7 +19,7 @@ _SLAB_BYTES = 256 << 20
 def rule(batch: int, requests: int) -> str:
     """The rule as text, for whoever reads the trace later."""
     if requests == 1:
-        return f"routes without request bounds: {batch} consecutive tokens a step, an unfilled last step left out"
+        return f"routes without request bounds: {batch} consecutive tokens per step, an unfilled last step left out"
     return (
         f"routes of {requests} requests: {batch} decoded side by side, one token of each a step, "
         "the next request in file order taking the place of one that ends; "

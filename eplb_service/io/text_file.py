@@ -35,7 +35,7 @@ def read_json(path: Path) -> object:
 def read_csv_trace(path: Path, read_as: ReadAs) -> ArrayTrace:
     """The trace of a ``.csv``: header ``step,layer,expert,tokens`` and one row per count, or a plain table of weights.
 
-    A table without a header has one row a layer and one column an expert. Raises ``HeatError`` (without the path)
+    A table without a header has one row per layer and one column per expert. Raises ``HeatError`` (without the path)
     naming the line that cannot be read.
     """
     _check_size(path)

@@ -1,7 +1,7 @@
 """What moving weights costs, beside the time that a lower ratio saves: the price of moves where none is stated.
 
 A moved expert's weights take bytes / bandwidth on the link of the rank that receives them; while they travel, steps are
-slower by a part; then they are copied from staging into place, and the ranks stand still for the switch. A layer's
+slower by a part; then they are copied from staging into place, and the ranks wait for the switch. A layer's
 experts take so much time in a step, in proportion to the ratio, for as many steps as the plan is expected to serve.
 """
 

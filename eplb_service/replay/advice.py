@@ -24,7 +24,7 @@ _SAME_PAR = 0.01
 _WORTH_IT = 0.03
 """Peak-to-average ratio that balancing must win to be worth running."""
 _FEW_EXPERTS = 2
-"""Experts a rank at which there is next to nothing to exchange."""
+"""Experts per rank at which there is next to nothing to exchange."""
 
 
 @dataclass(frozen=True)

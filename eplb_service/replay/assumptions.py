@@ -35,7 +35,7 @@ class Assumption:
 def assumptions(costs: Costs, given: Collection[str]) -> tuple[Assumption, ...]:
     """The numbers that results with these costs rest on; ``given`` names the fields that a user stated.
 
-    Those that enter nowhere are left out: without the time of a step nothing is late and nothing stands still.
+    Those that enter nowhere are left out: without the time of a step nothing is late and nothing waits.
     """
     found = [_curve(costs)]
 

@@ -21,7 +21,7 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Bound on one gRPC message, and on one array after inflation."""
 
 Integers: TypeAlias = npt.NDArray[np.integer[Any]]
-"""An array of any integer type; its dimensions stand in the variable's name."""
+"""An array of any integer type; its dimensions are in the variable's name."""
 
 _DTYPES: dict[int, np.dtype[np.generic]] = {
     tensor_pb2.DATA_TYPE_UINT8: np.dtype("u1"),

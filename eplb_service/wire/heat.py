@@ -111,7 +111,7 @@ def decode_heat_report(message: agent_pb2.HeatReport, shape: Shape, most_steps: 
         slots_TLS = _counts(message.slot_counts, size, shape.ranks * shape.slots, "heat_report.slot_counts")
     if message.HasField("source_counts"):
         size = (steps, shape.layers, shape.experts)
-        # Without slot counts a rank's load is a sum over all ranks and experts.
+        # Without slot counts the load of a rank is a sum over all ranks and experts.
         summands = shape.ranks * (shape.experts if slots_TLS is None else 1)
         sources_TLE = _counts(message.source_counts, size, summands, "heat_report.source_counts")
     if slots_TLS is None and sources_TLE is None:

@@ -66,14 +66,14 @@ def test_a_true_history_breaks_nothing(recorded: Path) -> None:
     assert _check(recorded) == []
     (ranks,) = read_histories(recorded).values()
     assert [len(history.of("commit")) for history in ranks] == [4] * RANKS
-    told = subprocess.run(
+    shown = subprocess.run(
         [sys.executable, "-m", "worker_agent.history.check", str(recorded)],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert told.returncode == 0
-    assert "every promise was kept" in told.stdout
+    assert shown.returncode == 0
+    assert "every promise was kept" in shown.stdout
 
 
 @pytest.mark.parametrize(
@@ -103,9 +103,9 @@ def test_a_commit_that_one_rank_did_not_vote_for_is_found(recorded: Path, tmp_pa
     votes = ranks[1].of("vote")
     deciding = next(place for place, vote in enumerate(votes) if vote["decision"] == "COMMIT")
     broken = _changed(recorded, tmp_path, "vote", deciding, progress="TRANSFERRING")
-    assert any("committed though rank 1 had voted" in told for told in broken)
+    assert any("committed though rank 1 had voted" in shown for shown in broken)
     late = _changed(recorded, tmp_path, "vote", deciding, step=9_999)
-    assert any(f"vote {votes[deciding]['number']}" in told for told in late)
+    assert any(f"vote {votes[deciding]['number']}" in shown for shown in late)
 
 
 def test_what_is_no_history_is_refused(recorded: Path, tmp_path: Path) -> None:

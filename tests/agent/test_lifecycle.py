@@ -267,9 +267,9 @@ def _fails_to_meet(what: str) -> str:
     ],
 )
 def test_one_rank_that_does_not_fit_is_told_to_all(what: str, said: str) -> None:
-    told = run_ranks(RANKS, _fails_to_meet, what)
-    assert len(set(told)) == 1
-    assert said in told[0]
+    reported = run_ranks(RANKS, _fails_to_meet, what)
+    assert len(set(reported)) == 1
+    assert said in reported[0]
 
 
 def _whole_vote(votes: BallotBox, ballot: Ballot) -> None:
@@ -338,14 +338,14 @@ def _not_counting() -> str:
     for layer in layers:
         layer._record = lambda *_: None
     live.drive(agent, layers, still, 60)
-    told = str(agent._beat().error)
+    reported = str(agent._beat().error)
     agent.close()
-    return told
+    return reported
 
 
 def test_a_host_that_stops_counting_is_reported() -> None:
-    told = run_ranks(2, _not_counting)
-    assert all("no valid count of heat for" in one for one in told)
+    reported = run_ranks(2, _not_counting)
+    assert all("no valid count of heat for" in one for one in reported)
 
 
 def test_targets_are_real_switches() -> None:

@@ -230,5 +230,5 @@ def _unequal_layers() -> str:
 
 
 def test_ranks_that_do_not_fit_together_are_all_told_why() -> None:
-    told = run_ranks(RANKS, _unequal_layers)
-    assert told == ["[layers, slots] differ: rank 0 has [1, 5], rank 1 has [2, 5]"] * RANKS
+    reported = run_ranks(RANKS, _unequal_layers)
+    assert reported == ["[layers, slots] differ: rank 0 has [1, 5], rank 1 has [2, 5]"] * RANKS

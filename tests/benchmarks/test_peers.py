@@ -122,10 +122,10 @@ def test_a_version_that_the_index_lacks_is_told(index: tuple[Path, str]) -> None
 
 
 def test_a_peer_that_cannot_be_fetched_leaves_the_others(index: tuple[Path, str]) -> None:
-    told: list[str] = []
-    contest = Contest(["FlashLB"], index[1], limit_seconds=60, report=told.append)
+    reported: list[str] = []
+    contest = Contest(["FlashLB"], index[1], limit_seconds=60, report=reported.append)
     assert contest.peers == []
-    assert "FlashLB takes no part" in told[0]
+    assert "FlashLB takes no part" in reported[0]
     assert contest.failures[0]["policy"] == "FlashLB"
 
 

@@ -199,11 +199,11 @@ def test_rounds_and_summary_are_shown_on_a_terminal_and_told_elsewhere() -> None
     painted = Console(force_terminal=True, width=140, record=True)
     with live(painted, rounds, lambda: "PAR 1.1") as screen:
         screen.doing("round 1")
-    told = Console(force_terminal=False, width=140, record=True)
-    Screen(told, rounds, lambda: "PAR 1.1").finished(rounds[0])
-    told.print(summary(figures(rounds, SWITCHES, BALANCE)))
+    reported = Console(force_terminal=False, width=140, record=True)
+    Screen(reported, rounds, lambda: "PAR 1.1").finished(rounds[0])
+    reported.print(summary(figures(rounds, SWITCHES, BALANCE)))
     assert "2 + 2 of 2" in painted.export_text()
-    text = told.export_text()
+    text = reported.export_text()
     assert "data: 2/2 identical" in text
     assert "4 of 4 requests, 16 tokens" in text
     assert "1.100, while domains drift" in text

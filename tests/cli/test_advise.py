@@ -43,12 +43,12 @@ def test_json_on_stdout_and_in_the_file_agree(tmp_path, trace, capsys):
         capsys, "--heat", trace, "--ranks", 4, "--redundant", "0,4", "--out", out, "--json"
     )
     assert code == 0
-    told = json.loads(printed)
-    assert told == json.loads(out.read_text())
-    assert told["pays"] is True
-    assert [option["redundant"] for option in told["by_redundancy"]] == [0, 4]
-    assert told["advised"]["redundant"] in (0, 4)
-    assert len(told["gain_per_layer"]) == 2
+    reported = json.loads(printed)
+    assert reported == json.loads(out.read_text())
+    assert reported["pays"] is True
+    assert [option["redundant"] for option in reported["by_redundancy"]] == [0, 4]
+    assert reported["advised"]["redundant"] in (0, 4)
+    assert len(reported["gain_per_layer"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_with_a_cost_curve_slots_are_set_against_time_and_memory(tmp_path, trace
     ):
         assert words in out
     code, out, _ = advise(capsys, *arguments, "--json")
-    told = json.loads(out)
-    assert {"name": "commit_ms", "value": "1 ms", "source": "assumed"} in told["assumptions"]
-    assert told["advised"]["moe_ms"] < told["moe_ms_left_alone"] * 1.001
-    assert told["by_redundancy"][0]["bytes_per_rank"] == 2 * 4 << 30
+    reported = json.loads(out)
+    assert {"name": "commit_ms", "value": "1 ms", "source": "assumed"} in reported["assumptions"]
+    assert reported["advised"]["moe_ms"] < reported["moe_ms_left_alone"] * 1.001
+    assert reported["by_redundancy"][0]["bytes_per_rank"] == 2 * 4 << 30

@@ -34,15 +34,15 @@ def test_json_on_stdout_and_in_the_file_agree(tmp_path, trace, capsys):
         capsys, "--heat", trace, "--ranks", RANKS, "--slots", 5, *schedule, "--out", out, "--json"
     )
     assert code == 0
-    told = json.loads(printed)
-    assert told == json.loads(out.read_text())
-    assert list(told["policies"]) == ["none", "deepseek", "flashlb"]
-    assert told["steps_scored"] == 60
-    for policy in told["policies"].values():
+    reported = json.loads(printed)
+    assert reported == json.loads(out.read_text())
+    assert list(reported["policies"]) == ["none", "deepseek", "flashlb"]
+    assert reported["steps_scored"] == 60
+    for policy in reported["policies"].values():
         assert [decision["step"] for decision in policy["decisions"]] == [40, 65, 90]
         assert [decision["steps"] for decision in policy["decisions"]] == [25, 25, 10]
-    assert told["policies"]["flashlb"]["par_realised"] < told["policies"]["none"]["par_realised"]
-    assert told["policies"]["none"]["moves"] == 0
+    assert reported["policies"]["flashlb"]["par_realised"] < reported["policies"]["none"]["par_realised"]
+    assert reported["policies"]["none"]["moves"] == 0
 
 
 def test_table(trace, capsys):
@@ -115,11 +115,11 @@ def test_ctrl_c_tells_and_writes_what_is_done(tmp_path, trace, capsys, monkeypat
 
     from eplb_service.cli import replay as command
 
-    told = []
+    reported = []
 
     def advance(label, done):
-        told.append(label)
-        if told.count("none") == 2:
+        reported.append(label)
+        if reported.count("none") == 2:
             raise KeyboardInterrupt
 
     @contextmanager
@@ -161,6 +161,6 @@ def test_with_a_cost_curve_milliseconds_are_shown_against_the_fewest_slots(tmp_p
     assert "Left alone on 4 slots" in out
     assert "This rests on: cost_curve 20 us" in out
     assert main.run(["replay", *map(str, arguments), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["costs"]["curve"]["read_us"] == 11.6
-    assert told["policies"]["none, 4 slots"]["moe_ms_per_step"] > 0
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["costs"]["curve"]["read_us"] == 11.6
+    assert reported["policies"]["none, 4 slots"]["moe_ms_per_step"] > 0

@@ -31,11 +31,11 @@ def eplb(*words):
 @contextmanager
 def stopped_after(decisions, monkeypatch):
     """Ctrl-C when so many decisions have been made."""
-    told = []
+    reported = []
 
     def advance(label, progress):
-        told.append(label)
-        if len(told) == decisions:
+        reported.append(label)
+        if len(reported) == decisions:
             raise KeyboardInterrupt
 
     @contextmanager
@@ -99,9 +99,9 @@ def test_a_state_of_other_work_or_none_at_all_is_refused(tmp_path, trace, monkey
 
     def refusal(*words):
         assert eplb(*alone, "--resume", state, *words) == 2
-        told = capsys.readouterr().err
-        assert told.count("\n") == 1
-        return told
+        reported = capsys.readouterr().err
+        assert reported.count("\n") == 1
+        return reported
 
     for other in (["--seed", 3], ["--interval", 30], ["--min-gain", 0.2], ["--step-ms", 11]):
         assert "another trace or with other options" in refusal(*other)

@@ -37,7 +37,7 @@ def test_writes_a_valid_placement_that_is_worth_what_is_printed(tmp_path, trace,
         capsys, "--heat", trace, "--ranks", RANKS, "--slots", SLOTS, "--out", out, "--json"
     )
     assert code == 0
-    told = json.loads(printed)
+    reported = json.loads(printed)
     with np.load(out) as file:
         placement = Placement(file["phy2log"], EXPERTS)
         log2phy_RLE = file["log2phy"]
@@ -46,11 +46,16 @@ def test_writes_a_valid_placement_that_is_worth_what_is_printed(tmp_path, trace,
             check_log2phy(log2phy_RLE[rank, layer], placement.phy2log_LRS[layer])
     with np.load(trace) as file:
         realised_L = par(rank_loads(file["counts"], placement, log2phy_RLE))
-    assert told["par_after"] == pytest.approx(realised_L.mean())
-    assert told["par_after_per_layer"] == pytest.approx(realised_L.tolist())
-    assert told["par_after"] < told["par_before"]
-    assert told["moves"] == sum(told["moves_per_layer"]) > 0
-    assert (told["layers"], told["experts"], told["ranks"], told["slots"]) == (LAYERS, EXPERTS, RANKS, SLOTS)
+    assert reported["par_after"] == pytest.approx(realised_L.mean())
+    assert reported["par_after_per_layer"] == pytest.approx(realised_L.tolist())
+    assert reported["par_after"] < reported["par_before"]
+    assert reported["moves"] == sum(reported["moves_per_layer"]) > 0
+    assert (reported["layers"], reported["experts"], reported["ranks"], reported["slots"]) == (
+        LAYERS,
+        EXPERTS,
+        RANKS,
+        SLOTS,
+    )
 
 
 def test_table_names_the_result_and_the_file(tmp_path, trace, capsys):
@@ -88,10 +93,10 @@ def test_a_host_that_deals_gets_dealing_tables(tmp_path, trace, capsys):
         tables_RLED = file["log2phy"]
     assert tables_RLED.shape == (RANKS, LAYERS, EXPERTS, 4)
     placement.check_log2phy(tables_RLED)
-    told = json.loads(printed)
-    assert told["par_after"] < told["par_before"]
+    reported = json.loads(printed)
+    assert reported["par_after"] < reported["par_before"]
     with np.load(trace) as file:
-        assert told["par_after"] == pytest.approx(
+        assert reported["par_after"] == pytest.approx(
             par(rank_loads(file["counts"], placement, tables_RLED)).mean()
         )
 
@@ -101,10 +106,10 @@ def test_from_its_own_result_nothing_moves(tmp_path, trace, capsys):
     shape = ("--heat", trace, "--ranks", RANKS, "--slots", SLOTS, "--json")
     solve(capsys, *shape, "--out", first)
     code, printed, _ = solve(capsys, *shape, "--placement", first, "--out", second)
-    told = json.loads(printed)
+    reported = json.loads(printed)
     assert code == 0
-    assert told["moves"] == 0
-    assert told["par_after"] <= told["par_before"]
+    assert reported["moves"] == 0
+    assert reported["par_after"] <= reported["par_before"]
 
 
 @pytest.mark.parametrize("policy", ["none", "deepseek"])
@@ -112,10 +117,10 @@ def test_other_policies(tmp_path, trace, capsys, policy):
     out = tmp_path / "placement.npz"
     shape = ("--ranks", RANKS, "--slots", SLOTS, "--out", out, "--json", "--policy", policy)
     code, printed, _ = solve(capsys, "--heat", trace, *shape)
-    told = json.loads(printed)
+    reported = json.loads(printed)
     assert code == 0
-    assert told["policy"] == policy
-    assert (told["moves"] == 0) == (policy == "none")
+    assert reported["policy"] == policy
+    assert (reported["moves"] == 0) == (policy == "none")
 
 
 def test_same_seed_same_file(tmp_path, trace, capsys):

@@ -30,8 +30,14 @@ def test_info(path, capsys):
     code, out, err = trace(capsys, "info", path)
     assert (code, err) == (0, "")
     assert "numpy .npz, tokens by logical expert" in out
-    told = json.loads(trace(capsys, "info", path, "--json")[1])
-    assert (told["steps"], told["layers"], told["experts"], told["first_step"], told["last_step"]) == (
+    reported = json.loads(trace(capsys, "info", path, "--json")[1])
+    assert (
+        reported["steps"],
+        reported["layers"],
+        reported["experts"],
+        reported["first_step"],
+        reported["last_step"],
+    ) == (
         100,
         3,
         16,
@@ -44,26 +50,26 @@ def test_stats_are_those_of_the_heat(path, capsys):
     code, out, _ = trace(capsys, "stats", path, "--ranks", 4, "--window", 25)
     assert code == 0
     assert "PAR" in out
-    told = json.loads(trace(capsys, "stats", path, "--ranks", 4, "--window", 25, "--json")[1])
+    reported = json.loads(trace(capsys, "stats", path, "--ranks", 4, "--window", 25, "--json")[1])
     total_LE = HEAT_TLE.sum(axis=0)
     share_LE = total_LE / total_LE.sum(axis=1, keepdims=True)
     linear = Placement.linear(3, 16, 4, 4)
-    assert told["hottest_over_mean"] == pytest.approx((16 * share_LE.max(axis=1)).tolist())
-    assert told["share_of_hottest_tenth"] == pytest.approx(np.sort(share_LE)[:, -2:].sum(axis=1).tolist())
-    assert told["par_in_order"] == pytest.approx(
+    assert reported["hottest_over_mean"] == pytest.approx((16 * share_LE.max(axis=1)).tolist())
+    assert reported["share_of_hottest_tenth"] == pytest.approx(np.sort(share_LE)[:, -2:].sum(axis=1).tolist())
+    assert reported["par_in_order"] == pytest.approx(
         par(rank_loads(HEAT_TLE, linear, linear.default_log2phy())).tolist()
     )
     windows = HEAT_TLE.reshape(4, 25, 3, 16).sum(axis=1)
     shares = windows / windows.sum(axis=2, keepdims=True)
     apart = 0.5 * np.abs(np.diff(shares, axis=0)).sum(axis=2).mean(axis=0)
-    assert told["drift"] == pytest.approx(apart.tolist())
+    assert reported["drift"] == pytest.approx(apart.tolist())
 
 
 def test_drift_of_steady_heat_is_what_sampling_makes(tmp_path, capsys):
     steady = np.random.default_rng(0).multinomial(500, np.full(16, 1 / 16), size=(2000, 2))
     np.save(tmp_path / "a.npy", steady)
-    told = json.loads(trace(capsys, "stats", tmp_path / "a.npy", "--window", 100, "--json")[1])
-    assert told["drift"] == pytest.approx(told["drift_by_sampling"], rel=0.1)
+    reported = json.loads(trace(capsys, "stats", tmp_path / "a.npy", "--window", 100, "--json")[1])
+    assert reported["drift"] == pytest.approx(reported["drift_by_sampling"], rel=0.1)
 
 
 def test_convert_and_slice(tmp_path, path, capsys):

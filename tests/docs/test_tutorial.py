@@ -44,9 +44,9 @@ def run(command, capsys):
     name, *arguments = shlex.split(command)
     assert name == "eplb"
     assert main.run(arguments) == 0, f"{command}\n{capsys.readouterr().err}"
-    told = capsys.readouterr()
-    assert told.out, command
-    assert "eplb: error" not in told.err, command
+    reported = capsys.readouterr()
+    assert reported.out, command
+    assert "eplb: error" not in reported.err, command
 
 
 def test_the_tutorial_has_its_commands():

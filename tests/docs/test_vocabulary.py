@@ -14,7 +14,7 @@ BETTER = {
     r"\bwords\b": "message, reason",
     r"\b(?:anew|from nothing)\b": "from scratch",
     r"\bcan not\b": "cannot",
-    r"\bstands?\b(?!-)": "is, resides",
+    r"\bstands?\b(?!-| for\b)": "is, resides",
     r"\bone each CPU\b": "one per CPU",
     r"\b(?:slots|experts|tokens|steps|counts|choices|row|file|line) a (?:layer|rank|step|slot|CPU)\b": "per",
     r"\bcop(?:y|ies) of (?:an|each|the|hot|its) experts?\b": "replica",
@@ -48,7 +48,5 @@ def test_help_uses_the_glossary_s_terms(page):
 
 
 def test_the_words_that_are_refused_are_found():
-    text = (
-        "It can not tell.\nTwo slots a rank stand in for a copy of an expert, anew; one each CPU; in words."
-    )
+    text = "It can not tell.\nTwo slots a rank stand in place of a copy of an expert, anew; one each CPU; in words."
     assert {line.rpartition("-> ")[2] for line in found(text)} == set(BETTER.values())

@@ -133,7 +133,7 @@ class Scene(RankCrew):
         return self.service.wait_until(lambda status: status.status.epoch >= goal, seconds).status.epoch
 
     def wait_for_problem(self, text: str, seconds: float = PATIENCE) -> None:
-        """Until the operator is told of something that says ``text``."""
+        """Until the operator sees something that says ``text``."""
         self.service.wait_until(lambda status: text in " ".join(status.status.problems), seconds)
 
     def wait_for_word(self, *texts: str, seconds: float = PATIENCE) -> None:

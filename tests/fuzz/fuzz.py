@@ -118,9 +118,9 @@ def fuzz(name: str, seconds: int, seed: int, memory_mb: int) -> bool:
             text=True,
             errors="replace",
         )
-    told = done.stderr + done.stdout
-    found = {what: int(value) for what, value in re.findall(r"stat::(\w+):\s+(\d+)", told)}
-    reached = [int(points) for points in re.findall(r"cov: (\d+)", told)]
+    reported = done.stderr + done.stdout
+    found = {what: int(value) for what, value in re.findall(r"stat::(\w+):\s+(\d+)", reported)}
+    reached = [int(points) for points in re.findall(r"cov: (\d+)", reported)]
     print(
         f"{name:<18} {found.get('number_of_executed_units', 0):>9,} inputs, "
         f"{max(reached, default=0):>5,} places reached, {found.get('peak_rss_mb', 0):>5,} MB at most"
@@ -130,7 +130,7 @@ def fuzz(name: str, seconds: int, seed: int, memory_mb: int) -> bool:
     if done.returncode == 0:
         place.rmdir()
         return False
-    print("\n".join(told.splitlines()[-40:]))
+    print("\n".join(reported.splitlines()[-40:]))
     for kept in sorted(place.iterdir()):
         print(f'again: make fuzz ARGS=\'--decoder "{name}" --input "{kept.relative_to(ROOT)}"\'')
     return True

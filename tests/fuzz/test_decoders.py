@@ -79,8 +79,8 @@ def test_an_array_that_lies_about_itself_is_refused(fields: dict[str, Any]) -> N
     read: list[Any] = []
     packed = tensor_pb2.PackedArray(**fields)
     decoder = Decoder(list, lambda _: read.append(unpack(packed, (None, 5), "field")), (WireError,))
-    told = told_clearly(decoder, b"")
-    assert told.startswith("field: ") or (read[0].dtype, read[0].shape[1]) == (np.int32, 5)
+    reported = told_clearly(decoder, b"")
+    assert reported.startswith("field: ") or (read[0].dtype, read[0].shape[1]) == (np.int32, 5)
 
 
 def test_a_small_message_can_not_take_much_memory() -> None:

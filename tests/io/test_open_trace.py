@@ -1,4 +1,4 @@
-"""A trace of any format is told by its content and read as it was written, or refused in one line that names it."""
+"""A trace of any format is recognised by its content and read as it was written, or refused in a line that names it."""
 
 import json
 
@@ -229,8 +229,8 @@ def test_arrays_that_cannot_be_heat_are_refused(tmp_path, suffix, array, message
         np.savez(path, heat=array)
     else:
         np.save(path, array)
-    told = refusal(path)
-    assert message in told or str(list(array.shape)) in told
+    reported = refusal(path)
+    assert message in reported or str(list(array.shape)) in reported
 
 
 def test_a_bad_step_late_in_a_trace_is_named_where_it_is_read(tmp_path):

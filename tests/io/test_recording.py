@@ -147,19 +147,19 @@ def sources_of(rank, steps, offset=0):
     return np.random.default_rng([rank, offset]).integers(0, 9, (steps, LAYERS, EXPERTS)).astype(np.uint8)
 
 
-def test_sources_tokens_and_phases_are_recorded_as_told(tmp_path, recording):
+def test_sources_tokens_and_phases_are_recorded_as_reported(tmp_path, recording):
     phases = {0: StepPhase.PREFILL, 1: StepPhase.DECODE, 2: StepPhase.DUMMY, 3: StepPhase.DUMMY}
     for first in (0, 10, 20):
         for rank in range(RANKS):
             counted = report(rank, first, first + 10)
             phase = phases[rank] if first < 20 else StepPhase.PREFILL
-            told = replace(
+            sent = replace(
                 counted,
                 phase_T=np.full(10, StepPhase.DECODE if first == 0 else phase, dtype=np.uint8),
                 source_counts_TLE=sources_of(rank, 10, first),
                 tokens_T=None if (first, rank) == (10, 2) else np.full(10, 5 + rank),
             )
-            recording.heat("decode", rank, told)
+            recording.heat("decode", rank, sent)
     recording.close()
     trace = open_trace(tmp_path / "decode-1.zarr")
     names = [trace.facts.phases[number] for number in trace.phase_numbers(0, 30)]
@@ -173,10 +173,10 @@ def test_sources_tokens_and_phases_are_recorded_as_told(tmp_path, recording):
 def test_steps_without_sources_are_left_out_of_a_trace_that_has_them(tmp_path, recording):
     for first in range(0, 80, 20):
         for rank in range(RANKS):
-            told = report(rank, first, first + 20)
+            sent = report(rank, first, first + 20)
             if (first, rank) != (60, 1):
-                told = replace(told, source_counts_TLE=sources_of(rank, 20))
-            recording.heat("decode", rank, told)
+                sent = replace(sent, source_counts_TLE=sources_of(rank, 20))
+            recording.heat("decode", rank, sent)
     recorder = recording._recorders["decode"]
     recording.close()
     assert open_trace(tmp_path / "decode-1.zarr").steps == 60

@@ -1,4 +1,4 @@
-"""Made-up ranks that serve until told otherwise, each group with a fault of its own."""
+"""Made-up ranks that serve until asked to stop, each group with a fault of its own."""
 
 from __future__ import annotations
 

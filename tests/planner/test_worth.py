@@ -1,4 +1,4 @@
-"""What was won is told with an interval, and an interval that holds zero has not paid."""
+"""What was won is given with an interval, and an interval that holds zero has not paid."""
 
 from __future__ import annotations
 

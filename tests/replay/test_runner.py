@@ -207,14 +207,14 @@ def test_starts_from_a_placement_that_is_given():
 
 
 def test_tells_every_decision_as_it_is_made():
-    told = []
+    reported = []
     jobs = jobs_for(["none", "flashlb"], [SETUP], PlannerSettings())
     result = replay(
-        ArrayTrace(HEAT_TLE), jobs, scene_for(4), lambda label, done: told.append((label, done.made))
+        ArrayTrace(HEAT_TLE), jobs, scene_for(4), lambda label, done: reported.append((label, done.made))
     )
-    assert [label for label, _ in told] == ["baseline", "none", "flashlb"] * 3
+    assert [label for label, _ in reported] == ["baseline", "none", "flashlb"] * 3
     for policy in result.policies:
-        assert [made for label, made in told if label == policy.label] == list(policy.decisions)
+        assert [made for label, made in reported if label == policy.label] == list(policy.decisions)
 
 
 def test_a_replay_that_is_stopped_keeps_what_all_policies_share():

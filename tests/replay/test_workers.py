@@ -30,7 +30,7 @@ def file(tmp_path):
     return TraceFile(tmp_path / "a.zarr", ReadAs())
 
 
-def told(replay):
+def reported(replay):
     rows = [
         [
             (d.step, d.steps, d.late, d.moves, d.par_seen, d.par_planned, *d.par_realised_L)
@@ -54,14 +54,14 @@ def dies(heat_TLE, phy2log_LRS):
 def test_processes_find_what_one_process_finds(file):
     jobs = jobs_for(["none", "flashlb"], SETUPS, PlannerSettings())
     alone = replay_file(file, jobs, scene_for(4), workers=1)
-    assert told(alone) == told(replay_file(file, jobs, scene_for(4), workers=2))
+    assert reported(alone) == reported(replay_file(file, jobs, scene_for(4), workers=2))
 
 
 def test_ray_finds_what_one_process_finds(file):
     pytest.importorskip("ray")
     jobs = jobs_for(["none", "flashlb"], SETUPS[:1], PlannerSettings())
     alone = replay_file(file, jobs, scene_for(4), workers=1)
-    assert told(alone) == told(replay_file(file, jobs, scene_for(4), ray="local"))
+    assert reported(alone) == reported(replay_file(file, jobs, scene_for(4), ray="local"))
 
 
 def test_without_ray_its_option_says_how_to_get_it(file, monkeypatch):

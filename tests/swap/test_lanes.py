@@ -65,9 +65,9 @@ def _ask_for_nccl() -> str:
 
 
 def test_all_ranks_are_told_that_a_backend_does_not_fit() -> None:
-    told = run_ranks(2, _ask_for_nccl)
-    assert told[0] == told[1]
-    assert told[0].startswith("rank 0: transfer_backend nccl moves experts between cuda devices")
+    reported = run_ranks(2, _ask_for_nccl)
+    assert reported[0] == reported[1]
+    assert reported[0].startswith("rank 0: transfer_backend nccl moves experts between cuda devices")
 
 
 # Experts arrive

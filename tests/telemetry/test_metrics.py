@@ -1,4 +1,4 @@
-"""What is told must be found in the registry, and gone once its deployment is."""
+"""What is reported must be found in the registry, and gone once its deployment is."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from eplb_service.telemetry.metrics import Metrics
 
 @pytest.fixture
 def metrics() -> Metrics:
-    told = Metrics()
+    reported = Metrics()
     for name in ("decode", "prefill"):
-        told.layer_pars(name, [1.5, 0.0], {1: 1.1})
-        told.solve_seconds.labels(name).observe(0.1)
-        told.plans.labels(name, "done").inc()
-    return told
+        reported.layer_pars(name, [1.5, 0.0], {1: 1.1})
+        reported.solve_seconds.labels(name).observe(0.1)
+        reported.plans.labels(name, "done").inc()
+    return reported
 
 
 def series_of(metrics: Metrics, deployment: str) -> set[str]:

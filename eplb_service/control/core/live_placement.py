@@ -1,4 +1,4 @@
-"""What a deployment serves right now, as its ranks have told it."""
+"""What a deployment serves right now, as its ranks have reported it."""
 
 from __future__ import annotations
 

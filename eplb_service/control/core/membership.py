@@ -79,7 +79,7 @@ class Group:
 
     @property
     def forming(self) -> tuple[str, Shape]:
-        """What tells one forming of the group from another."""
+        """What distinguishes one forming of the group from another."""
         return self.group_id, self.shape
 
     @property
@@ -111,12 +111,12 @@ class Group:
 
     @property
     def highest_term(self) -> int:
-        """Highest leader term of which any of its ranks has told; they refuse plans of a lower one."""
+        """Highest leader term that any of its ranks has reported; they refuse plans of a lower one."""
         return max((member.highest_term for member in self.members.values()), default=0)
 
     @property
     def topology(self) -> Topology:
-        """Nodes numbered in order of rank, token groups as told; needs every rank to have come once."""
+        """Nodes numbered in order of rank, token groups as reported; needs every rank to have come once."""
         members = [self.members[rank] for rank in range(self.shape.ranks)]
         numbers = {
             node: number for number, node in enumerate(dict.fromkeys(member.node for member in members))

@@ -150,7 +150,7 @@ class HeatFeed:
             self._recording.heat(name, rank, report)
 
     def close(self, reason: str) -> None:
-        """End what watchers are told."""
+        """End the watchers' streams."""
         for watchers in self._watchers.values():
             for watcher in watchers:
                 watcher.end(reason)

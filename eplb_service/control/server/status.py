@@ -23,7 +23,7 @@ _LOAD_STEPS = 64
 def deployment_status(
     deployment: Deployment, remembered: StoredPlacement | None
 ) -> operator_pb2.DeploymentStatus:
-    """The whole in one message; shape and version are those remembered while no agent has told better."""
+    """The whole in one message; shape and version are those remembered while no agent has reported others."""
     totals = deployment.totals
     status = operator_pb2.DeploymentStatus(
         deployment=deployment.name,

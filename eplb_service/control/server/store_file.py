@@ -1,4 +1,4 @@
-"""The file behind a store: its tables, and how it is told from any other file."""
+"""The file behind a store: its tables, and how it is distinguished from any other file."""
 
 from __future__ import annotations
 

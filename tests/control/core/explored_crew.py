@@ -36,7 +36,7 @@ class Rank(NamedTuple):
     said: Word | None = None
     """The last word that was heard, for one that is heard twice."""
     shown: Version | None = None
-    """The newest version that the present stream has told of."""
+    """The newest version that the present stream has reported."""
 
 
 class Crew(NamedTuple):

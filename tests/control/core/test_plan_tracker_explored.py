@@ -97,7 +97,7 @@ def _walk(committed: int, refusing: int | None) -> tuple[int, set[Outcome | None
             if event == "deadline":
                 assert after.outcome is not None, "a plan outlived its deadline"
             reached = (after, tuple(moved))
-            if all(place == len(told) for place, told in zip(reached[1], words, strict=True)):
+            if all(place == len(reported) for place, reported in zip(reached[1], words, strict=True)):
                 ends.add(after.outcome)
             if _key(*reached) not in seen:
                 seen.add(_key(*reached))

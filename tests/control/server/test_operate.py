@@ -85,8 +85,8 @@ async def test_pause_resume_and_rebalance(group: FakeGroup, capsys: pytest.Captu
 async def test_an_unknown_deployment(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> None:
     assert await eplb(group, "status", "nope") == 2
     # The service of this process may log beside it.
-    told = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("{")]
-    assert told == ["eplb: error: no deployment 'nope'; `eplb deployments` lists those that are known"]
+    reported = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("{")]
+    assert reported == ["eplb: error: no deployment 'nope'; `eplb deployments` lists those that are known"]
 
 
 def test_no_service(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,25 +107,25 @@ async def test_history_tells_what_plans_promised_and_what_became_of_them(
     capsys.readouterr()
     while True:
         assert await eplb(group, "history", "decode", "--json") == 0
-        (told,) = json.loads(capsys.readouterr().out)["plans"]
-        if told["outcome"]:
+        (reported,) = json.loads(capsys.readouterr().out)["plans"]
+        if reported["outcome"]:
             break
         await asyncio.sleep(0.05)
-    assert (told["plan_id"], told["outcome"], told["committed"]) == (
+    assert (reported["plan_id"], reported["outcome"], reported["committed"]) == (
         plans[0].plan_id,
         "done",
         len(plans[0].layers),
     )
-    assert [verdict["layer"] for verdict in told["verdicts"]] == list(range(LAYERS))
+    assert [verdict["layer"] for verdict in reported["verdicts"]] == list(range(LAYERS))
     moved = {layer.layer: len(layer.moves_M5) for layer in plans[0].layers}
-    for verdict in told["verdicts"]:
+    for verdict in reported["verdicts"]:
         assert verdict["changed"] is (verdict["layer"] in moved)
         assert verdict["moves"] == moved.get(verdict["layer"], 0)
         assert verdict["noise_floor"] <= verdict["par_planned"] <= verdict["par_seen"]
         assert verdict["reason"]
     assert await eplb(group, "history", "decode") == 0
     assert "done" in capsys.readouterr().out
-    assert await eplb(group, "history", "decode", "--plan", str(told["plan_id"])) == 0
+    assert await eplb(group, "history", "decode", "--plan", str(reported["plan_id"])) == 0
     assert f"{len(moved)} of {len(moved)} layers switched" in " ".join(capsys.readouterr().out.split())
     assert await eplb(group, "history", "decode", "--plan", "1") == 2
     assert "decode has no plan 1 among its newest" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A real server and ranks that speak the stream: heat must lead to a plan, the plan to an epoch, all of it told."""
+"""A real server and ranks that speak the stream: heat must lead to a plan, the plan to an epoch, all of it reported."""
 
 from __future__ import annotations
 

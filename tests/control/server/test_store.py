@@ -1,4 +1,4 @@
-"""What the store was told must be there after any end of the service, and nothing else may pass for a store."""
+"""What the store was given must be there after any end of the service, and nothing else may pass for a store."""
 
 from __future__ import annotations
 

@@ -127,9 +127,9 @@ async def test_a_service_that_stops_leaves_what_was_recorded(
         await group.leave()
         await asyncio.sleep(0.2)
     assert await task == 2
-    told = capsys.readouterr().err
-    assert "8 steps recorded before the service went away" in told
-    assert "the service is stopping" in told
+    reported = capsys.readouterr().err
+    assert "8 steps recorded before the service went away" in reported
+    assert "the service is stopping" in reported
     assert open_trace(out).steps == 8
 
 

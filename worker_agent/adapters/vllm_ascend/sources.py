@@ -1,4 +1,4 @@
-"""Counts which experts a rank's own tokens choose, where the host maps them to physical ids."""
+"""Counts which experts the rank's own tokens choose, where the host maps them to physical ids."""
 
 from __future__ import annotations
 
