@@ -9,15 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from eplb_service.control.core.attendance import Attendance
 from eplb_service.control.core.errors import RefusedError
 from eplb_service.control.core.events import Event, LayerCommitted, PlacementKnown, PlanEnded, StreamsOutdated
 from eplb_service.control.core.heat_watchdog import HeatWatchdog, Losses, Undecided
 from eplb_service.control.core.leader_term import clock_of
+from eplb_service.control.core.limits import Limits
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.membership import Group, Member, rank_list
 from eplb_service.control.core.offer import Offer
 from eplb_service.control.core.pacing import Pacing
 from eplb_service.control.core.plan_tracker import ContradictionError, Outcome, PlanTracker
+from eplb_service.control.core.totals import Totals
 from eplb_service.heat.assembler import HeatAssembler, StepCounts
 from eplb_service.placement import step_par
 from eplb_service.planner.outlook import Outlook
@@ -27,61 +30,7 @@ from eplb_service.wire.heat import HeatReport
 from eplb_service.wire.hello import Hello
 from eplb_service.wire.status import Heartbeat, PlanStatus
 
-_REFUSALS_KEPT = 16
 _PROBLEMS_KEPT = 8
-_REFUSAL_SECONDS = 60.0
-"""How long a refusal is a problem: an agent that has a place here tries again within seconds."""
-_FORMING_SECONDS = 60.0
-"""How long ranks may wait for the others of their forming before another may take their place."""
-_MOST_TOTAL = 1 << 62
-"""Bound on a total: what is stored and sent stays within 64 bits, whatever the ranks report."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds of a deployment.
-
-    Parameters
-    ----------
-    window_steps
-        Steps that a decision looks at at most.
-    pending_steps
-        Steps that the fastest rank's reports may be ahead of the slowest's; also the most steps of one report.
-    plan_timeout
-        Seconds of silence that end a plan.
-    first_decision
-        Steps before the first decision where later ones follow what is realised; ``None`` where all fall by the clock.
-    """
-
-    window_steps: int
-    pending_steps: int
-    plan_timeout: float
-    first_decision: int | None = None
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why a rank was turned away, and the first look at the clock since; ``None`` before it."""
-
-    reason: str
-    since: float | None = None
-
-
-@dataclass(frozen=True)
-class Totals:
-    """What a deployment has been through, over all its groups; no sum grows past ``_MOST_TOTAL``."""
-
-    layers_switched: int = 0
-    experts_moved: int = 0
-    bytes_moved: int = 0
-    steps_received: int = 0
-    steps_lost: int = 0
-
-    def plus(self, **gains: int) -> Totals:
-        """These and ``gains``, by field."""
-        return replace(
-            self, **{name: min(getattr(self, name) + gain, _MOST_TOTAL) for name, gain in gains.items()}
-        )
 
 
 @dataclass
@@ -110,14 +59,8 @@ class Deployment:
         The plan under way, and the one before it; values.
     planned_par
         What each switched layer's plan promised, by layer.
-    refused
-        Why ranks were turned away, by rank; what is not repeated is forgotten.
-    forming_since
-        Since when some ranks are connected and others have never come; ``None`` while all have.
-    forming_overdue
-        Whether that is so long that another forming of the group may take their place.
-    departed_since
-        Since when no rank is connected; ``None`` while one is.
+    attendance
+        Who was refused, who is waited for, and since when nobody is connected; a value.
     known
         Whether all ranks of some forming have ever come together.
     plan_problems
@@ -151,10 +94,7 @@ class Deployment:
     plan: PlanTracker | None = None
     ended_plan: PlanTracker | None = None
     planned_par: dict[int, float] = field(default_factory=dict)
-    refused: dict[int, Refusal] = field(default_factory=dict)
-    forming_since: float | None = None
-    forming_overdue: bool = False
-    departed_since: float | None = None
+    attendance: Attendance = field(default_factory=Attendance)
     known: bool = False
     plan_problems: list[str] = field(default_factory=list)
     undecided: Undecided = field(default_factory=Undecided)
@@ -192,11 +132,9 @@ class Deployment:
         try:
             self.group = self.group.joined(hello)
         except RefusedError as error:
-            self.refused[hello.rank] = Refusal(str(error))
-            for rank in list(self.refused)[:-_REFUSALS_KEPT]:
-                del self.refused[rank]
+            self.attendance = self.attendance.turned_away(hello.rank, str(error))
             raise
-        self.refused.pop(hello.rank, None)
+        self.attendance = self.attendance.taken_in(hello.rank)
         if self.group.live is None:
             self._interrupt_plan("the ranks moved on while the service could not hear them")
         elif self.group.live is not before:
@@ -341,17 +279,16 @@ class Deployment:
     # Transitions
 
     def _make_way_for(self, hello: Hello) -> None:
-        if self.group is not None and not self.group.yields_to(hello, self.forming_overdue):
+        if self.group is not None and not self.group.yields_to(hello, self.attendance.forming_overdue):
             return
         self._interrupt_plan("the group of ranks was formed again")
         self.group, self.heat, self.ended_plan = Group(hello.group_id, hello.shape), None, None
         self.planned_par.clear()
-        self.refused.clear()
+        self.attendance = self.attendance.formed_again()
         self.plan_problems.clear()
         self.decided_at, self.pacing, self.watchdog = 0, None, HeatWatchdog()
         self.found = None
         self.undecided, self.losses = Undecided(), Losses()
-        self.forming_since, self.forming_overdue = None, False
 
     def _look_at_clock(self, now: float) -> None:
         """What only time shows: refusals that were not repeated, ranks that wait for others in vain."""
@@ -359,26 +296,8 @@ class Deployment:
         self.undecided = self.undecided.after(now, step, self.decided_at, self.live is not None)
         if self.heat is not None:
             self.losses = self.losses.after(now, *self.heat.counted)
-        seen = {
-            rank: refusal if refusal.since is not None else replace(refusal, since=now)
-            for rank, refusal in self.refused.items()
-        }
-        self.refused = {
-            rank: refusal
-            for rank, refusal in seen.items()
-            if refusal.since is not None and now - refusal.since < _REFUSAL_SECONDS
-        }
-        if self.connected:
-            self.departed_since = None
-        elif self.departed_since is None:
-            self.departed_since = now
         waiting = self.group is not None and self.group.live is None and bool(self.group.connected)
-        if not waiting:
-            self.forming_since, self.forming_overdue = None, False
-        elif self.forming_since is None:
-            self.forming_since = now
-        else:
-            self.forming_overdue = now - self.forming_since >= _FORMING_SECONDS
+        self.attendance = self.attendance.after(now, connected=bool(self.connected), waiting=waiting)
 
     def _expect_heat_of(self, live: LivePlacement) -> None:
         assert self.group is not None

@@ -69,7 +69,7 @@ def problems(deployment: Deployment) -> list[str]:
         )
     found += [
         f"rank {rank} was turned away: {refusal.reason}"
-        for rank, refusal in sorted(deployment.refused.items())
+        for rank, refusal in sorted(deployment.attendance.refused.items())
     ]
     return found + _useless(deployment) + deployment.plan_problems + list(deployment.service_problems)
 

@@ -7,9 +7,10 @@ import time
 
 import structlog
 
-from eplb_service.control.core.deployment import Deployment, Limits
+from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import ConflictError, ExhaustedError, UnknownDeploymentError
 from eplb_service.control.core.events import LayerCommitted, PlacementKnown, PlanEnded
+from eplb_service.control.core.limits import Limits
 from eplb_service.control.core.membership import rank_list
 from eplb_service.control.core.plan_tracker import Outcome
 from eplb_service.control.server.bounded_log import BoundedLog
@@ -323,7 +324,7 @@ class ControlPlane:
         """A new deployment; only names behind which no whole group has ever been make room for it."""
         if len(self.deployments) >= self.settings.max_deployments:
             unknown = [one for one in self.deployments.values() if not (one.known or one.paused)]
-            idle = [one for one in unknown if not one.connected or one.forming_overdue]
+            idle = [one for one in unknown if not one.connected or one.attendance.forming_overdue]
             if not idle:
                 raise ExhaustedError(
                     f"{len(self.deployments)} deployments are known, the most that max_deployments allows"
@@ -367,7 +368,7 @@ class ControlPlane:
 
     def _expired(self, deployment: Deployment) -> bool:
         """Whether all ranks left so long ago that none is expected back; one that is paused waits for its operator."""
-        departed, limit = deployment.departed_since, self.settings.forget_after_seconds
+        departed, limit = deployment.attendance.departed_since, self.settings.forget_after_seconds
         return (
             bool(limit)
             and not (departed is None or deployment.paused)

@@ -13,12 +13,12 @@ from dataclasses import asdict
 
 import numpy as np
 
-from eplb_service.control.core.deployment import Totals
 from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.leader_term import CHANCE_BITS, term_above, term_at
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.offer import Offer
 from eplb_service.control.core.plan_tracker import Outcome
+from eplb_service.control.core.totals import Totals
 from eplb_service.control.server.store_file import open_store_file
 from eplb_service.control.server.stored import StoredDeployment, StoredPlacement, StoredPlan
 from eplb_service.placement import Int32, Placement

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from eplb_service.control.core.deployment import Totals
 from eplb_service.control.core.plan_tracker import Outcome
+from eplb_service.control.core.totals import Totals
 from eplb_service.placement import Placement
 from eplb_service.planner.plan import LayerVerdict
 

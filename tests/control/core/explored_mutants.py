@@ -152,14 +152,14 @@ class GivesAnybodyASeat(Deployment):
 
 class TakesAnyFormingToBeOverdue(Deployment):
     def _make_way_for(self, hello: Hello) -> None:
-        self.forming_overdue = True
+        self.attendance = replace(self.attendance, forming_overdue=True)
         super()._make_way_for(hello)
 
 
 class WaitsForAFormingThatNeverCompletes(Deployment):
     def _look_at_clock(self, now: float) -> None:
         super()._look_at_clock(now)
-        self.forming_overdue = False
+        self.attendance = replace(self.attendance, forming_overdue=False)
 
 
 @dataclass(frozen=True)

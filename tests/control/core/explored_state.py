@@ -7,7 +7,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from eplb_service.control.core.deployment import Deployment, Limits
+from eplb_service.control.core.deployment import Deployment
+from eplb_service.control.core.limits import Limits
 from eplb_service.control.core.membership import Group
 from eplb_service.placement import layer_digest
 from tests.control.core.explored_crew import Crew
@@ -140,7 +141,7 @@ def _service_key(deployment: Deployment) -> tuple[Any, ...]:
     return (
         None if group is None else group.forming,
         None if live is None else (live.epoch, live.digest),
-        deployment.forming_overdue,
+        deployment.attendance.forming_overdue,
         tuple(None if plan is None else (plan.offer.plan_id, plan.committed, plan.outcome) for plan in plans),
         None
         if heat is None
@@ -160,4 +161,7 @@ def _copy_deployment(deployment: Deployment) -> Deployment:
     if heat is not None:
         heat.placements = heat.placements.copy()
     planned_par = dict(deployment.planned_par)
-    return replace(deployment, heat=heat, planned_par=planned_par, refused={}, plan_problems=[], events=[])
+    attendance = replace(deployment.attendance, refused={})
+    return replace(
+        deployment, heat=heat, planned_par=planned_par, attendance=attendance, plan_problems=[], events=[]
+    )

@@ -38,7 +38,7 @@ class StreamsWorld(State):
                 yield ("squat", service)
             if self.faults.orders and deployment.outdated is not None:
                 yield ("lead", service)
-            if service in self.squatted and not deployment.forming_overdue:
+            if service in self.squatted and not deployment.attendance.forming_overdue:
                 yield ("wait", service)
         if self.faults.reforms and self.crew.version.forming + 1 < len(RANKS_BY_FORMING):
             yield ("reform",)
@@ -95,7 +95,7 @@ class StreamsWorld(State):
         """A stranger says Hello as rank 0; it must not push out ranks that are there, or have only just come."""
         self.faults = self.faults._replace(squats=self.faults.squats - 1)
         deployment = self.services[service]
-        stranger, overdue = stranger_at(0), deployment.forming_overdue
+        stranger, overdue = stranger_at(0), deployment.attendance.forming_overdue
         here = [rank for rank, one in enumerate(self.crew.ranks) if one.service == service]
         if self._introduce(stranger, service):
             must(not here or overdue, "a stranger took the place of ranks that are there")

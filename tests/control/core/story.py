@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.control.core.deployment import Deployment, Limits
+from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.events import Event
+from eplb_service.control.core.limits import Limits
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.offer import Offer
 from eplb_service.placement import default_log2phy

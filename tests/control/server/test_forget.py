@@ -59,7 +59,7 @@ async def test_whoever_does_not_come_back_is_forgotten_unless_paused(paused: boo
         await group.leave()
         await until(lambda: not plane.deployments["decode"].connected)
         plane.tick()
-        assert plane.deployments["decode"].departed_since is not None
+        assert plane.deployments["decode"].attendance.departed_since is not None
         await asyncio.sleep(1.2)
         plane.tick()
         assert ("decode" in plane.deployments) is paused

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from eplb_service.control.core.deployment import Totals
+from eplb_service.control.core.totals import Totals
 from eplb_service.control.server.observer import Observer
 from eplb_service.planner.plan import LayerPlan, LayerVerdict, Plan
 

@@ -204,7 +204,7 @@ async def test_a_refused_hello_leaves_no_lasting_problem(service: RunningService
         now = time.monotonic()
         deployment.tick(now)
         deployment.tick(now + 61)
-        assert not deployment.refused
+        assert not deployment.attendance.refused
 
 
 async def test_a_first_message_that_is_no_hello(channel: grpc.aio.Channel) -> None:

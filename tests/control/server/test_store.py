@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eplb_service.control.core.deployment import Totals
 from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.leader_term import clock_of, term_above, term_at
 from eplb_service.control.core.offer import Offer
 from eplb_service.control.core.plan_tracker import Outcome
+from eplb_service.control.core.totals import Totals
 from eplb_service.control.server import store as store_module
 from eplb_service.control.server.service import running_service
 from eplb_service.control.server.store import Store, higher_term
