@@ -42,7 +42,7 @@ class OutputOptions:
 
     SECTION: ClassVar = "Results"
 
-    out: Annotated[Path, typer.Option(help="File to write: .npz (with tables), .json or .yaml.")]
+    out: Annotated[Path, typer.Option(help="File to write: .npz (with tables), .json, .yaml or .jsonl.")]
     format: FormatOption = None
     first_layer: FirstLayerOption = None
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False

@@ -40,7 +40,8 @@ trace.command(cls=HelpCommand)(record)
 
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 _Out = Annotated[
-    Path, typer.Option(help="Trace to write: .zarr (all that is known), .npz or .npy (the heat).")
+    Path,
+    typer.Option(help="Trace to write: .zarr (all that is known), .npz, .npy, .csv or .parquet (the heat)."),
 ]
 _WORST_LAYERS = 5
 _SAMPLED_STEPS = 1024

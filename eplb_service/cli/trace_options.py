@@ -45,6 +45,10 @@ class ReadingOptions:
     batch: Annotated[
         int, typer.Option(min=1, help="Requests decoded side by side, where routes become steps.")
     ] = DEFAULT_BATCH
+    top_k: Annotated[
+        int | None,
+        typer.Option(min=1, help="Experts that a token chooses in a layer, where routes do not say it."),
+    ] = None
 
     def reading(self) -> ReadAs:
         """How to read the trace; raises ``UserError`` on an unknown meaning or a map that cannot be read."""
@@ -56,7 +60,7 @@ class ReadingOptions:
                 phy2log = read_phy2log(self.map)
             except (HeatError, PlacementError) as error:
                 raise UserError(f"{self.map}: {error}") from error
-        return ReadAs(self.read_as, phy2log, self.experts, self.batch)
+        return ReadAs(self.read_as, phy2log, self.experts, self.batch, self.top_k)
 
 
 def check_tokens(path: Path, trace: Trace) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,13 @@ from eplb_service.heat.window import HeatError
 from eplb_service.io import native_layout
 from eplb_service.io.native_reader import StoredTrace
 from eplb_service.io.native_writer import BATCH_STEPS, TraceWriter
+from eplb_service.io.parquet_file import MISSING, write_parquet_rows
+from eplb_service.io.text_file import csv_text, rows_of
 from eplb_service.io.trace import Trace
+from eplb_service.placement import Float64
 
-SUFFIXES = (native_layout.SUFFIX, ".npz", ".npy")
-"""What a trace can be copied into: the native folder, or numpy's files of its heat alone."""
+SUFFIXES = (native_layout.SUFFIX, ".npz", ".npy", ".csv", ".parquet")
+"""What a trace can be copied into: the native folder, or numpy's files and tables of its heat alone."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ def check_trace_output(path: Path) -> None:
         raise OutputError(f"{path}: the name must end in {' or '.join(SUFFIXES)}, which says the format")
     if path.exists() and (path.suffix == native_layout.SUFFIX or not path.is_file()):
         raise OutputError(f"{path}: exists; choose another name, or remove it first")
+    if path.suffix == ".parquet" and find_spec("pyarrow") is None:
+        raise OutputError(f"{path}: {MISSING}")
     if not path.resolve().parent.is_dir():
         raise OutputError(f"{path}: the folder {path.resolve().parent} does not exist; create it first")
 
@@ -67,8 +73,8 @@ def copy_trace(
 ) -> tuple[int, int, int]:
     """Write ``trace`` to ``out`` whole or not at all; returns the shape written.
 
-    A native copy keeps all that the trace knows; numpy's files keep the heat by logical expert. ``on_steps`` is called
-    with the number of steps copied. Raises ``OutputError``, or ``HeatError`` where the trace is damaged.
+    A native copy keeps all that the trace knows; numpy's files and tables keep the heat by logical expert. ``on_steps``
+    is called with the number of steps copied. Raises ``OutputError``, or ``HeatError`` where the trace is damaged.
     """
     fitted = (cut or Cut()).fitted(trace)
     assert fitted.last_step is not None
@@ -100,6 +106,8 @@ def _in_a_scratch_folder(
         made = scratch / out.name
         if out.suffix == ".npy":
             _copy_to_npy(trace, made, steps, layers, on_steps)
+        elif out.suffix in (".csv", ".parquet"):
+            _copy_to_table(trace, made, steps, layers, on_steps)
         else:
             _copy_to_store(trace, made, steps, layers, on_steps)
         made.replace(out)
@@ -122,6 +130,24 @@ def _copy_to_npy(
         if on_steps is not None:
             on_steps(last - steps.start)
     mapped.flush()
+
+
+def _copy_to_table(
+    trace: Trace, out: Path, steps: range, layers: slice, on_steps: Callable[[int], object] | None
+) -> None:
+    def parts() -> Iterator[Float64]:
+        for first in range(steps.start, steps.stop, BATCH_STEPS):
+            last = min(steps.stop, first + BATCH_STEPS)
+            yield rows_of(trace.heat(first, last)[:, layers], first - steps.start, len(steps))
+            if on_steps is not None:
+                on_steps(last - steps.start)
+
+    if out.suffix == ".parquet":
+        write_parquet_rows(out, parts(), whole=trace.heat(0, 1).dtype.kind in "iu")
+        return
+    with out.open("w", encoding="utf-8") as file:
+        for number, rows in enumerate(parts()):
+            file.write(csv_text(rows, headed=number == 0))
 
 
 def _copy_to_store(

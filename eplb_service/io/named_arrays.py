@@ -56,12 +56,15 @@ class ReadAs:
         E; ``None`` where the file names it.
     batch
         Tokens of a step made from routes.
+    top_k
+        Experts that a token chooses in each layer, for routes whose file does not say it; otherwise unused.
     """
 
     meaning: Meaning | None = None
     phy2log: Array | None = None
     experts: int | None = None
     batch: int = routes.DEFAULT_BATCH
+    top_k: int | None = None
 
 
 def trace_of_arrays(
@@ -105,6 +108,11 @@ def trace_of_arrays(
             raise HeatError(f"weights have the shape [layers, experts], got {list(array.shape)}")
         facts = TraceFacts(origin=f"{origin}, weights [layers, experts]", batching="one sum, without steps")
         return ArrayTrace(array[None], facts)
+    if read_as.experts is not None and array.ndim == 3 and array.shape[2] != read_as.experts:
+        raise HeatError(
+            f"counts {array.shape[2]} experts, and there are {read_as.experts}: if these are physical slots, give the "
+            "expert in each with --map"
+        )
     return _from_heat(array, arrays, f"{origin}, tokens by logical expert")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import zipfile
@@ -31,6 +32,19 @@ def read_npy(path: Path) -> Array:
         return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
     except (*_REFUSALS, MemoryError) as error:
         raise HeatError(f"is truncated or damaged, or holds no plain numbers ({_line(error)})") from error
+
+
+def read_npy_bytes(content: bytes) -> Array:
+    """The array of an ``.npy`` in memory; raises ``HeatError`` as ``read_npy`` does."""
+    file = io.BytesIO(content)
+    try:
+        if _claimed_bytes(file) > len(content):
+            raise HeatError("claims more numbers than are there")
+        file.seek(0)
+        array: Array = np.lib.format.read_array(file, allow_pickle=False)
+    except _REFUSALS as error:
+        raise HeatError(f"is truncated or damaged, or holds no plain numbers ({_line(error)})") from error
+    return array
 
 
 def read_npz(path: Path) -> dict[str, Array]:

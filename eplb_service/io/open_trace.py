@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from eplb_service.heat.window import HeatError
-from eplb_service.io import native_layout
-from eplb_service.io.load_history import trace_of_history
-from eplb_service.io.named_arrays import ReadAs, as_array, trace_of_arrays
+from eplb_service.io import megatron, native_layout
+from eplb_service.io.documents import trace_of_document, trace_of_lines
+from eplb_service.io.json_lines import holds_lines, read_lines
+from eplb_service.io.named_arrays import ReadAs, trace_of_arrays
 from eplb_service.io.native_reader import StoredTrace
 from eplb_service.io.numpy_file import read_npy, read_npz
 from eplb_service.io.parquet_file import MAGIC as PARQUET
 from eplb_service.io.parquet_file import read_parquet_trace
-from eplb_service.io.sglang import check_alone, is_dump, trace_of_dumps, trace_of_ring_buffer
+from eplb_service.io.sglang import is_dump, trace_of_dumps
 from eplb_service.io.tensorrt_llm import is_statistics, trace_of_statistics
 from eplb_service.io.text_file import read_csv_trace, read_json
 from eplb_service.io.torch_file import read_torch
-from eplb_service.io.trace import ArrayTrace, Heat, Trace
+from eplb_service.io.trace import Heat, Trace
 from eplb_service.io.zarr_array import METADATA
 
-KNOWN = f"{native_layout.SUFFIX} folder, .npz, .npy, .pt, a folder of ranks' files, .json, .csv or .parquet"
+KNOWN = f"{native_layout.SUFFIX} folder, .npz, .npy, .pt, a folder of ranks' files, .json, .jsonl, .csv or .parquet"
 """What can be opened, for messages and help."""
 
 _LEGACY_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
@@ -75,7 +76,11 @@ def _open(path: Path, read_as: ReadAs) -> Trace:
     if path.is_dir():
         if (path / METADATA).exists():
             return StoredTrace(path)
-        return trace_of_statistics(path) if is_statistics(path) else _open_dumps(path, read_as)
+        if is_statistics(path):
+            return trace_of_statistics(path)
+        if megatron.is_folder(path):
+            return megatron.trace_of_folder(path, read_as)
+        return _open_dumps(path, read_as)
     with path.open("rb") as file:
         head = file.read(16)
     if not head:
@@ -91,10 +96,18 @@ def _open(path: Path, read_as: ReadAs) -> Trace:
     if head.startswith(b"\x80"):
         raise HeatError("is a pickle, which could run code; save it as .npz, or with torch.save")
     if head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"["):
-        return _trace_of_document(read_json(path), "JSON", read_as, path)
+        return _open_json(path, read_as)
     if b"\x00" in head:
         raise HeatError(f"is none of the formats that are known: {KNOWN}")
     return read_csv_trace(path, read_as)
+
+
+def _open_json(path: Path, read_as: ReadAs) -> Trace:
+    """One document, or one record on each line."""
+    megatron.check_alone(path)
+    if holds_lines(path):
+        return trace_of_lines(read_lines(path), read_as)
+    return trace_of_document(read_json(path), "JSON", read_as, path)
 
 
 def _open_dumps(folder: Path, read_as: ReadAs) -> Trace:
@@ -103,7 +116,7 @@ def _open_dumps(folder: Path, read_as: ReadAs) -> Trace:
     if len(files) == 1:
         with naming(Path(files[0].name)):
             document = read_torch(files[0])
-            return _trace_of_document(document, "torch .pt", read_as, files[0])
+            return trace_of_document(document, "torch .pt", read_as, files[0])
     if not files:
         raise HeatError(f"is a folder without {METADATA} and without .pt files; a trace is one of: {KNOWN}")
     dumps = []
@@ -118,36 +131,8 @@ def _open_dumps(folder: Path, read_as: ReadAs) -> Trace:
 
 def _open_zip(path: Path, read_as: ReadAs) -> Trace:
     if path.suffix in (".pt", ".pth"):
-        return _trace_of_document(read_torch(path), "torch .pt", read_as, path)
+        return trace_of_document(read_torch(path), "torch .pt", read_as, path)
     arrays = read_npz(path)
     if arrays:
         return trace_of_arrays(arrays, "numpy .npz", read_as)
-    return _trace_of_document(read_torch(path), "torch .pt", read_as, path)
-
-
-def _trace_of_document(document: object, origin: str, read_as: ReadAs, path: Path) -> ArrayTrace:
-    """The trace in what a recorder saved.
-
-    Known are SGLang's recorder dumps (``logical_count``, or ``records`` of forward passes), the ``load_history`` of
-    OpenEvolve's and ADRS' benchmark, dictionaries of arrays named as in ``trace_of_arrays``, and a bare array. Raises
-    ``HeatError`` on anything else.
-    """
-    bare = as_array(document)
-    if bare is not None:
-        return trace_of_arrays({"": bare}, origin, read_as, path.stem)
-    if isinstance(document, list) and not any(isinstance(entry, dict) for entry in document):
-        raise HeatError("holds a list whose rows differ in length or are no numbers; expected a full array")
-    if not isinstance(document, Mapping):
-        raise HeatError(f"holds a {type(document).__name__}; expected an array, or a dictionary with one")
-    if "load_history" in document:
-        return trace_of_history(document["load_history"], origin)
-    if is_dump(document):
-        check_alone(path)
-        return trace_of_dumps([(origin, document)], read_as)
-    counts_TLE = as_array(document["logical_count"]) if "logical_count" in document else None
-    if counts_TLE is not None and counts_TLE.ndim == 3 and read_as.meaning in (None, "heat"):
-        return trace_of_ring_buffer(counts_TLE, origin)
-    arrays = {str(name): array for name, value in document.items() if (array := as_array(value)) is not None}
-    if not arrays:
-        raise HeatError(f"holds no array; found {', '.join(map(str, list(document)[:8])) or 'nothing'}")
-    return trace_of_arrays(arrays, origin, read_as)
+    return trace_of_document(read_torch(path), "torch .pt", read_as, path)

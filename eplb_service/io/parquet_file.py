@@ -1,7 +1,8 @@
-"""Heat in a parquet table: columns step, layer, expert and tokens, a row per count. pyarrow reads it."""
+"""Heat in a parquet table: columns step, layer, expert and tokens, a row per count. pyarrow reads and writes it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,28 @@ from eplb_service.heat.window import HeatError
 from eplb_service.io.numpy_file import check_fits_memory
 from eplb_service.io.text_file import COLUMNS, trace_of_rows
 from eplb_service.io.trace import ArrayTrace
+from eplb_service.placement import Float64
 
 MAGIC = b"PAR1"
+
+
+MISSING = "is parquet, for which pyarrow is needed: pip install 'eplb-service[tables]'"
+
+
+def write_parquet_rows(path: Path, parts: Iterable[Float64], *, whole: bool) -> None:
+    """Write rows of ``COLUMNS``, float64 ``[rows, 4]``, a group for each part; ``whole`` tokens as integers.
+
+    Needs pyarrow. Raises ``OSError`` where the disk refuses.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    kinds = (pa.int32(), pa.int32(), pa.int32(), pa.int64() if whole else pa.float64())
+    schema = pa.schema(list(zip(COLUMNS, kinds, strict=True)))
+    with parquet.ParquetWriter(path, schema) as writer:
+        for rows in parts:
+            columns = {name: rows[:, number] for number, name in enumerate(COLUMNS)}
+            writer.write_table(pa.table(columns).cast(schema))
 
 
 def read_parquet_trace(path: Path) -> ArrayTrace:
@@ -19,7 +40,7 @@ def read_parquet_trace(path: Path) -> ArrayTrace:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
-        raise HeatError("is parquet, which pyarrow reads: pip install 'eplb-service[tables]'") from error
+        raise HeatError(MISSING) from error
     try:
         file = parquet.ParquetFile(path)
         missing = [name for name in COLUMNS if name not in file.schema_arrow.names]

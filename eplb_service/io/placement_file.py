@@ -1,26 +1,36 @@
-"""Placements on disk: numpy files with tables, and what vLLM-Ascend, SGLang and TensorRT-LLM start from."""
+"""Placements on disk: numpy files with tables, and what engines start from."""
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import yaml
 
 from eplb_service.atomic_write import write_atomically
 from eplb_service.heat.window import HeatError
+from eplb_service.io.json_lines import read_lines
 from eplb_service.io.numpy_file import Array, read_npy, read_npz
+from eplb_service.io.placement_documents import (
+    NAMES,
+    VLLM_RECORD,
+    expert_map_document,
+    phy2log_of,
+    sglang_document,
+    tensorrt_llm_document,
+    vllm_document,
+)
 from eplb_service.io.torch_file import read_torch
 from eplb_service.placement import Int32, Placement, PlacementError
 
-SUFFIXES = (".npz", ".json", ".yaml")
+SUFFIXES = (".npz", ".json", ".yaml", ".jsonl")
 """What ``write_placement`` writes: numpy with tables, or an engine's own file, which has none."""
 
-Format = Literal["npz", "vllm-ascend", "sglang", "tensorrt-llm"]
+Format = Literal["npz", "vllm-ascend", "sglang", "tensorrt-llm", "vllm"]
 """Whose file it is."""
 FORMATS: tuple[Format, ...] = get_args(Format)
 _SUFFIX: dict[Format, str] = {
@@ -28,9 +38,9 @@ _SUFFIX: dict[Format, str] = {
     "vllm-ascend": ".json",
     "sglang": ".json",
     "tensorrt-llm": ".yaml",
+    "vllm": ".jsonl",
 }
 
-_NAMES = ("phy2log", "physical_to_logical_map", "placement")
 _MOST_TEXT_BYTES = 256 << 20
 
 
@@ -154,6 +164,8 @@ def write_placement(
             tensorrt_llm_document(placement, numbers), default_flow_style=None, sort_keys=False
         )
         write_atomically(path, text.encode())
+    elif chosen == "vllm":
+        write_atomically(path, (json.dumps(vllm_document(placement)) + "\n").encode())
     else:
         document = (
             expert_map_document(placement) if chosen == "vllm-ascend" else sglang_document(placement, numbers)
@@ -171,6 +183,8 @@ def _checked_numbers(layer_numbers: Sequence[int] | None, layers: int) -> list[i
 
 
 def _parsed(path: Path) -> object:
+    if path.suffix == ".jsonl":
+        return _initial_mapping(path)
     try:
         if path.suffix in (".yaml", ".yml"):
             return yaml.safe_load(path.read_bytes())
@@ -181,100 +195,18 @@ def _parsed(path: Path) -> object:
         raise PlacementError(f"is not YAML, or truncated ({' '.join(str(error).split())})") from error
 
 
+def _initial_mapping(path: Path) -> object:
+    """The one record of vLLM's file that is a placement."""
+    found = [
+        record.content for record in read_lines(path) if record.content.get("record_type") == VLLM_RECORD
+    ]
+    if len(found) != 1:
+        raise PlacementError(f"holds {len(found)} records {VLLM_RECORD}; expected one")
+    return found[0]
+
+
 def _named(arrays: dict[str, Array]) -> Array:
-    for name in _NAMES:
+    for name in NAMES:
         if name in arrays:
             return arrays[name]
     raise PlacementError(f"holds no array named 'phy2log'; found {', '.join(arrays) or 'nothing'}")
-
-
-def expert_map_document(placement: Placement) -> dict[str, Any]:
-    """vLLM-Ascend's expert_map: experts of each layer and device (rank), in slot order."""
-    return {
-        "moe_layer_count": placement.layers,
-        "layer_list": [
-            {
-                "layer_id": layer,
-                "device_count": placement.ranks,
-                "device_list": [
-                    {"device_id": rank, "device_expert": experts_S.tolist()}
-                    for rank, experts_S in enumerate(layer_RS)
-                ],
-            }
-            for layer, layer_RS in enumerate(placement.phy2log_LRS)
-        ],
-    }
-
-
-def sglang_document(placement: Placement, layer_numbers: Sequence[int]) -> dict[str, Any]:
-    """What SGLang's ``--init-expert-location`` takes: ``physical_to_logical_map``, a row per layer of the model.
-
-    SGLang looks its layers up by the model's own number, so that dense layers have a row as well: experts in order, as
-    SGLang's own trivial map has them.
-    """
-    phy2log_LP = placement.phy2log_LRS.reshape(placement.layers, -1)
-    rows = np.tile(np.arange(phy2log_LP.shape[1]) % placement.experts, (layer_numbers[-1] + 1, 1))
-    rows[list(layer_numbers)] = phy2log_LP
-    return {"physical_to_logical_map": rows.tolist()}
-
-
-def tensorrt_llm_document(placement: Placement, layer_numbers: Sequence[int]) -> dict[str, Any]:
-    """TensorRT-LLM's load-balancer file: slots and their experts by the model's own layer number.
-
-    ``layer_updates_per_iter`` is 0: the placement stays.
-    """
-    return {
-        "num_slots": placement.ranks * placement.slots,
-        "layer_updates_per_iter": 0,
-        "initial_global_assignments": {
-            number: layer_RS.ravel().tolist()
-            for number, layer_RS in zip(layer_numbers, placement.phy2log_LRS, strict=True)
-        },
-    }
-
-
-def phy2log_of(document: object) -> Array:
-    """Slots of any of the three documents, ``[L, R, S]`` or, where it names no ranks, ``[L, R*S]``.
-
-    Raises ``PlacementError`` where it is none of them.
-    """
-    if not isinstance(document, Mapping):
-        raise PlacementError(f"is no placement: holds a {type(document).__name__}, expected a dictionary")
-    try:
-        if "layer_list" in document:
-            return _of_expert_map(document)
-        if "physical_to_logical_map" in document:
-            return np.array(document["physical_to_logical_map"])
-        if "initial_global_assignments" in document:
-            layers = document["initial_global_assignments"]
-            return np.array([layers[number] for number in sorted(layers)])
-    except KeyError as error:
-        raise PlacementError(f"is no expert_map: the key {error} is missing") from error
-    except (TypeError, ValueError, AttributeError, OverflowError) as error:
-        if isinstance(error, PlacementError):
-            raise
-        raise PlacementError(
-            "is no placement: all layers and devices must list equally many experts"
-        ) from error
-    raise PlacementError(
-        "is no placement: expected layer_list (vLLM-Ascend), physical_to_logical_map (SGLang) or "
-        f"initial_global_assignments (TensorRT-LLM); found {', '.join(map(str, list(document)[:8])) or 'nothing'}"
-    )
-
-
-def _of_expert_map(document: Mapping[str, Any]) -> Array:
-    layers = _in_order(document["layer_list"], "layer_id")
-    return np.array(
-        [
-            [device["device_expert"] for device in _in_order(layer["device_list"], "device_id")]
-            for layer in layers
-        ]
-    )
-
-
-def _in_order(entries: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    ordered = sorted(entries, key=lambda entry: int(entry[key]))
-    ids = [entry[key] for entry in ordered]
-    if ids != list(range(len(ids))) or not ids:
-        raise PlacementError(f"expert_map numbers its {key}s {ids}, expected 0, 1, 2, …")
-    return ordered

@@ -28,7 +28,12 @@ def rule(batch: int, requests: int) -> str:
 
 
 def heat_of_routes(
-    routes_KLC: Array, request_bounds: npt.ArrayLike | None, experts: int, batch: int
+    routes_KLC: Array,
+    request_bounds: npt.ArrayLike | None,
+    experts: int,
+    batch: int,
+    *,
+    padded: bool = False,
 ) -> tuple[Int32, Int64]:
     """Heat of decoding ``batch`` requests side by side, and the tokens of each step.
 
@@ -44,12 +49,14 @@ def heat_of_routes(
     batch
         Requests in flight: a place gives one token a step, and takes the next request when its own is done. Steps at
         the end in which fewer are left are dropped.
+    padded
+        Whether -1 stands for no choice; otherwise it is refused.
 
     Returns int32 ``[T, L, E]`` and int64 ``[T]``. Raises ``HeatError`` where routes or bounds contradict themselves.
     """
     if batch < 1:
         raise HeatError(f"a step has at least one token, got a batch of {batch}")
-    _check_routes(routes_KLC, experts)
+    _check_routes(routes_KLC, experts, -1 if padded else 0)
     tokens, layers, _ = routes_KLC.shape
     step_K = _steps(_checked_bounds(request_bounds, tokens, batch), batch, tokens)
     tokens_T = np.bincount(step_K)
@@ -59,8 +66,10 @@ def heat_of_routes(
     kept_K = np.flatnonzero(step_K < steps)
     heat_TLE = np.zeros((steps, layers, experts), dtype=np.int32)
     for layer in range(layers):
-        cell = step_K[kept_K, None] * experts + routes_KLC[kept_K, layer].astype(np.int64)
-        heat_TLE[:, layer] = np.bincount(cell.ravel(), minlength=steps * experts).reshape(steps, experts)
+        chosen_KC = routes_KLC[kept_K, layer].astype(np.int64)
+        cell_KC = step_K[kept_K, None] * experts + chosen_KC
+        cells = cell_KC[chosen_KC >= 0] if padded else cell_KC.ravel()
+        heat_TLE[:, layer] = np.bincount(cells, minlength=steps * experts).reshape(steps, experts)
     return heat_TLE, tokens_T[:steps].astype(np.int64)
 
 
@@ -75,7 +84,7 @@ def look_like_routes(array: Array) -> bool:
     return bool((head[..., 1:] != head[..., :-1]).all() and head.max() < 4096)
 
 
-def _check_routes(routes_KLC: Array, experts: int) -> None:
+def _check_routes(routes_KLC: Array, experts: int, least: int) -> None:
     if routes_KLC.ndim != 3 or 0 in routes_KLC.shape:
         raise HeatError(f"routes have the shape [tokens, layers, choices], got {list(routes_KLC.shape)}")
     if routes_KLC.dtype.kind not in "iu":
@@ -83,7 +92,7 @@ def _check_routes(routes_KLC: Array, experts: int) -> None:
     slab = max(1, _SLAB_BYTES // max(1, routes_KLC[0].nbytes))
     for first in range(0, len(routes_KLC), slab):
         part = routes_KLC[first : first + slab]
-        bad = (part < 0) | (part >= experts)
+        bad = (part < least) | (part >= experts)
         if bad.any():
             token, layer, choice = np.argwhere(bad)[0]
             raise HeatError(

@@ -13,7 +13,8 @@ import numpy as np
 from eplb_service.heat.window import HeatError
 from eplb_service.io.named_arrays import ReadAs, trace_of_arrays
 from eplb_service.io.numpy_file import check_fits_memory
-from eplb_service.io.trace import ArrayTrace, TraceFacts
+from eplb_service.io.trace import ArrayTrace, Heat, TraceFacts
+from eplb_service.placement import Float64
 
 COLUMNS = ("step", "layer", "expert", "tokens")
 """Columns of the CSV with one row per count; what no row names is 0."""
@@ -23,7 +24,7 @@ _MOST_TEXT_BYTES = 4 << 30
 
 def read_json(path: Path) -> object:
     """The document of a ``.json``; raises ``HeatError`` (without the path) where it is none."""
-    _check_size(path)
+    check_size(path)
     try:
         return json.loads(path.read_bytes())
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
@@ -38,7 +39,7 @@ def read_csv_trace(path: Path, read_as: ReadAs) -> ArrayTrace:
     A table without a header has one row per layer and one column per expert. Raises ``HeatError`` (without the path)
     naming the line that cannot be read.
     """
-    _check_size(path)
+    check_size(path)
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             head = next(csv.reader([file.readline()]), [])
@@ -58,9 +59,7 @@ def read_csv_trace(path: Path, read_as: ReadAs) -> ArrayTrace:
     return trace_of_arrays({"": table}, "CSV", read_as)
 
 
-def trace_of_rows(
-    rows: np.ndarray[tuple[int, ...], np.dtype[np.float64]], origin: str, first_line: int = 2
-) -> ArrayTrace:
+def trace_of_rows(rows: Float64, origin: str, first_line: int = 2) -> ArrayTrace:
     """The trace in rows of ``COLUMNS``, ``[rows, 4]``; what no row names is 0.
 
     Raises ``HeatError`` (without the path) naming the first row, counted from ``first_line``, that is no count.
@@ -90,14 +89,40 @@ def trace_of_rows(
     return ArrayTrace(heat_TLE.astype(np.int64) if whole else heat_TLE, TraceFacts(origin=origin))
 
 
-def _numbers(path: Path, **which: Any) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+def rows_of(heat_TLE: Heat, first: int, steps: int) -> Float64:
+    """Rows of ``COLUMNS`` for the counts of the steps from ``first`` on, of ``steps`` in all, float64 ``[rows, 4]``.
+
+    Counts of 0 have none, but for the first and the last of a trace: by them its shape can be read back.
+    """
+    named_TLE = heat_TLE != 0
+    if first == 0:
+        named_TLE[0, 0, 0] = True
+    if first + len(heat_TLE) == steps:
+        named_TLE[-1, -1, -1] = True
+    step_K, layer_K, expert_K = np.nonzero(named_TLE)
+    rows: Float64 = np.stack([step_K + first, layer_K, expert_K, heat_TLE[named_TLE]], axis=1).astype(
+        np.float64
+    )
+    return rows
+
+
+def csv_text(rows: Float64, *, headed: bool) -> str:
+    """Rows as lines of a CSV, under the names of the columns where they are ``headed``."""
+    lines = [",".join(COLUMNS)] if headed else []
+    for step, layer, expert, tokens in rows.tolist():
+        lines.append(f"{step:.0f},{layer:.0f},{expert:.0f},{tokens!r}".removesuffix(".0"))
+    return "\n".join(lines) + "\n"
+
+
+def _numbers(path: Path, **which: Any) -> Float64:
     with warnings.catch_warnings():
         # That there are none is for the caller to say.
         warnings.filterwarnings("ignore", message=".*input contained no data", category=UserWarning)
         return np.loadtxt(path, delimiter=",", ndmin=2, encoding="utf-8-sig", **which)
 
 
-def _check_size(path: Path) -> None:
+def check_size(path: Path) -> None:
+    """Raise ``HeatError`` where a text file is too large to be read."""
     if path.stat().st_size > _MOST_TEXT_BYTES:
         raise HeatError(f"is {path.stat().st_size / 2**30:.0f} GiB of text; convert it to .npy first")
 

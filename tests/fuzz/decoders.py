@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import struct
@@ -18,6 +19,7 @@ from google.protobuf.message import DecodeError
 
 from eplb_service.control.core.errors import RefusedError
 from eplb_service.heat.window import HeatError
+from eplb_service.io.named_arrays import ReadAs
 from eplb_service.io.native_writer import TraceWriter
 from eplb_service.io.open_trace import open_trace, read_heat
 from eplb_service.io.placement_file import read_placement, write_placement
@@ -177,25 +179,43 @@ def _trace_files() -> list[bytes]:
         pt.getvalue(),
         text,
         b"step,layer,expert,tokens\n0,0,0,4\n0,0,1,2\n",
+        *_record_files(),
+    ]
+
+
+def _record_files() -> list[bytes]:
+    """What vLLM, Megatron and a client of SGLang append, line by line."""
+    stats = {"record_type": "eplb_load_stats", "expert_load": [[1, 2, 3]], "p2l_map": [[0, 1, 0]]}
+    routed = {"step": 0, "layer": 1, "rank": 0, "top_indices": [[0, 2], [1, 2]]}
+    numbers = base64.b64encode(bytes(4) + b"\x01\x00\x00\x00" * 2).decode()
+    response = {"meta_info": {"routed_experts": numbers, "prompt_tokens": 2, "completion_tokens": 2}}
+    answers = [{"choices": [{"routed_experts": [[[0, 1]], [[1, 2]]]}]}] * 64
+    lines = (
+        [{"record_type": "eplb_load_meta", "num_ranks": 1}, stats, stats],
+        [routed, routed],
+        [response] * 64,
+    )
+    return [
+        "".join(json.dumps(record) + "\n" for record in records).encode() for records in (*lines, answers)
     ]
 
 
 def _read_trace_file(data: bytes) -> object:
-    return read_heat(_file("trace", data))
+    return read_heat(_file("trace", data), ReadAs(top_k=1))
 
 
 def _placements() -> list[bytes]:
     found = []
-    for name in ("map.npz", "map.json", "map.yaml"):
+    for name in ("map.npz", "map.json", "map.yaml", "map.lines.jsonl"):
         path = _folder() / name
         write_placement(path, LINEAR, LINEAR.default_log2phy())
-        found.append(name.encode().ljust(8) + path.read_bytes())
+        found.append(name.encode().ljust(8)[:8] + path.read_bytes())
     return found
 
 
 def _read_placement(data: bytes) -> object:
     """The first eight bytes name the file: what it is called tells its format."""
-    suffix = {b"j": ".json", b"y": ".yaml", b"p": ".pt"}.get(data[4:5], ".npz")
+    suffix = {b"j": ".json", b"y": ".yaml", b"p": ".pt", b"l": ".jsonl"}.get(data[4:5], ".npz")
     return read_placement(_file(f"placement{suffix}", data[8:]), EXPERTS, RANKS)
 
 

@@ -288,6 +288,6 @@ def test_empty_slices_are_refused(tmp_path, cut):
 
 def test_outputs_are_checked_before_the_work(tmp_path):
     (tmp_path / "a.zarr").mkdir()
-    for name, message in [("a.zarr", "exists"), ("b.csv", "must end in"), ("c/d.npz", "does not exist")]:
+    for name, message in [("a.zarr", "exists"), ("b.txt", "must end in"), ("c/d.npz", "does not exist")]:
         with pytest.raises(OutputError, match=message):
             check_trace_output(tmp_path / name)

@@ -349,3 +349,13 @@ def test_sources_and_phases_come_with_the_heat(tmp_path):
     assert "source heat is [19, 4, 3, 8], expected counts [20, 4, 3, 8]" in refusal(path)
     np.savez(path, **arrays, phase_names=np.array(["chat"]))
     assert "phases are numbers below 1" in refusal(path)
+
+
+def test_counts_of_more_than_the_experts_that_there_are_may_be_slots(tmp_path):
+    path = tmp_path / "load.npy"
+    np.save(path, slots_of(HEAT_TLE, PHY2LOG_LP))
+    with pytest.raises(
+        HeatError, match=r"counts 6 experts, and there are 4: if these are physical slots, .* --map"
+    ):
+        read_heat(path, ReadAs(experts=4))
+    assert np.array_equal(read_heat(path, ReadAs(experts=4, phy2log=PHY2LOG_LP)), HEAT_TLE)

@@ -9,12 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eplb_service.atomic_write import OutputError
 from eplb_service.heat.window import HeatError
+from eplb_service.io import copy_trace as copying
+from eplb_service.io.copy_trace import Cut, check_trace_output, copy_trace
 from eplb_service.io.open_trace import open_trace, read_heat
 from eplb_service.io.safetensors_file import read_safetensors
+from eplb_service.io.trace import ArrayTrace
 
 
 def safetensors(arrays: dict[str, np.ndarray]) -> bytes:
@@ -149,3 +153,36 @@ def test_parquet(tmp_path: Path) -> None:
     path.write_bytes(b"PAR1" + bytes(100))
     with pytest.raises(HeatError, match="is damaged"):
         open_trace(path)
+
+
+@given(seed=st.integers(0, 2**32 - 1), steps=st.integers(1, 150), fractions=st.booleans())
+@settings(max_examples=20)
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_tables_are_read_back_as_they_were_written(
+    suffix: str, seed: int, steps: int, fractions: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow", reason="PARQUET IS NOT TESTED: no pyarrow here")
+    heat_TLE = np.random.default_rng(seed).poisson(0.3, (steps, 2, 5))
+    if fractions:
+        heat_TLE = heat_TLE * 0.1
+    path = tmp_path_factory.mktemp("table") / f"heat{suffix}"
+    copy_trace(ArrayTrace(heat_TLE), path)
+    read = read_heat(path)
+    np.testing.assert_array_equal(read, heat_TLE)
+    assert read.dtype == (heat_TLE.dtype if heat_TLE.any() else np.int64)
+
+
+def test_a_slice_of_a_table_begins_at_its_own_first_step(tmp_path: Path) -> None:
+    heat_TLE = np.random.default_rng(1).poisson(0.1, (200, 3, 4))
+    copy_trace(ArrayTrace(heat_TLE), tmp_path / "part.csv", Cut(70, 190, 1, 3))
+    np.testing.assert_array_equal(read_heat(tmp_path / "part.csv"), heat_TLE[70:190, 1:3])
+
+
+def test_parquet_without_pyarrow_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "find_spec", lambda name: None)
+    with pytest.raises(OutputError, match=r"heat.parquet: is parquet, for which pyarrow is needed"):
+        check_trace_output(tmp_path / "heat.parquet")
+    check_trace_output(tmp_path / "heat.csv")

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import yaml
 
-from eplb_service.io.placement_file import expert_map_document, read_placement, write_placement
+from eplb_service.io.placement_documents import expert_map_document
+from eplb_service.io.placement_file import read_placement, write_placement
 from eplb_service.placement import Placement, PlacementError
 
 PLACEMENT = Placement.linear(layers=3, experts=6, ranks=4, slots=2)
@@ -22,6 +23,8 @@ PLACEMENT = Placement.linear(layers=3, experts=6, ranks=4, slots=2)
         (".json", "vllm-ascend"),
         (".json", "sglang"),
         (".yaml", "tensorrt-llm"),
+        (".jsonl", None),
+        (".jsonl", "vllm"),
     ],
 )
 def test_round_trip(tmp_path, suffix, format):
@@ -53,7 +56,7 @@ def test_each_engine_finds_its_own_keys(tmp_path):
         (
             "a.npz",
             "deepspeed",
-            "unknown format 'deepspeed'; choose one of npz, vllm-ascend, sglang, tensorrt-llm",
+            "unknown format 'deepspeed'; choose one of npz, vllm-ascend, sglang, tensorrt-llm, vllm",
         ),
     ],
 )
@@ -181,3 +184,30 @@ def test_engines_that_count_all_layers_of_the_model_get_each_layer_where_they_lo
 def test_layer_numbers_that_are_none_are_refused(tmp_path, numbers):
     with pytest.raises(PlacementError, match="expected rising ones"):
         write_placement(tmp_path / "map.json", PLACEMENT, PLACEMENT.default_log2phy(), "sglang", numbers)
+
+
+def test_vllm_s_file_names_layers_as_text_and_has_one_placement(tmp_path):
+    path = tmp_path / "mapping.jsonl"
+    many = Placement.linear(layers=11, experts=6, ranks=2, slots=4)
+    write_placement(path, many, many.default_log2phy())
+    record = json.loads(path.read_text())
+    assert (record["num_redundant_experts"], record["num_slots"]) == (2, 8)
+    record["initial_global_assignments"]["10"] = [5, 4, 3, 2, 1, 0, 3, 2]
+    path.write_text('{"record_type": "session_metadata"}\n' + json.dumps(record) + "\n")
+    read = read_placement(path, experts=6, ranks=2).phy2log_LRS.reshape(11, 8)
+    assert read[10].tolist() == [5, 4, 3, 2, 1, 0, 3, 2]
+    assert np.array_equal(read[2], many.phy2log_LRS[2].ravel())
+    path.write_text(json.dumps(record) + "\n" + json.dumps(record) + "\n")
+    with pytest.raises(PlacementError, match="holds 2 records eplb_initial_mapping; expected one"):
+        read_placement(path, experts=6, ranks=2)
+
+
+@pytest.mark.parametrize("form", ["tensor", "answer", "named"])
+def test_what_deepseek_s_solver_returns(tmp_path, form):
+    torch = pytest.importorskip("torch", reason="DEEPSEEK'S TENSORS ARE NOT TESTED: no torch here")
+    phy2log_LP = torch.tensor(PLACEMENT.phy2log_LRS.reshape(3, 8))
+    answer = phy2log_LP, torch.zeros(3, 6, 2, dtype=torch.int64), torch.ones(3, 6, dtype=torch.int64)
+    named = dict(zip(("phy2log", "log2phy", "logcnt"), answer, strict=True))
+    path = tmp_path / "placement.pt"
+    torch.save({"tensor": phy2log_LP, "answer": answer, "named": named}[form], path)
+    assert np.array_equal(read_placement(path, experts=6, ranks=4).phy2log_LRS, PLACEMENT.phy2log_LRS)

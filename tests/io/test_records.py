@@ -1,0 +1,296 @@
+"""Heat of vLLM's and Megatron's JSON Lines, and of responses with experts, is read as it was counted, or refused."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eplb_service.heat.window import HeatError
+from eplb_service.io.named_arrays import ReadAs
+from eplb_service.io.open_trace import open_trace, read_heat
+
+PHY2LOG_LP = np.array([[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 3, 2]])
+META = {
+    "record_type": "eplb_load_meta",
+    "version": 1,
+    "model": "moe",
+    "num_ranks": 2,
+    "num_redundant_experts": 2,
+}
+
+
+def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return path
+
+
+def stats(step: int, load_LP: np.ndarray, map_LP: np.ndarray | None = PHY2LOG_LP) -> dict[str, Any]:
+    """A record as vLLM writes it."""
+    record = {"record_type": "eplb_load_stats", "version": 1, "step": step, "expert_load": load_LP.tolist()}
+    return record if map_LP is None else {**record, "p2l_map": map_LP.tolist()}
+
+
+def logical(load_LP: np.ndarray, map_LP: np.ndarray, experts: int) -> np.ndarray:
+    """Tokens by expert, the plain way."""
+    heat_LE = np.zeros((len(load_LP), experts), dtype=np.int64)
+    for layer, slot in np.ndindex(load_LP.shape):
+        heat_LE[layer, map_LP[layer, slot]] += load_LP[layer, slot]
+    return heat_LE
+
+
+# vLLM's expert load
+
+
+@given(seed=st.integers(0, 2**32 - 1), steps=st.integers(1, 8))
+def test_vllm_s_load_is_summed_under_the_map_of_each_record(
+    seed: int, steps: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    rng = np.random.default_rng(seed)
+    maps = [rng.permuted(PHY2LOG_LP, axis=1) if rng.random() < 0.3 else PHY2LOG_LP for _ in range(steps)]
+    loads = [rng.integers(0, 1000, PHY2LOG_LP.shape) + 1 for _ in range(steps)]
+    path = tmp_path_factory.mktemp("vllm") / "load.jsonl"
+    write_lines(path, [META, *(stats(step, loads[step], maps[step]) for step in range(steps))])
+    trace = open_trace(path)
+    expected = [logical(load, map_LP, 4) for load, map_LP in zip(loads, maps, strict=True)]
+    np.testing.assert_array_equal(trace.heat(0, trace.steps), expected)
+    assert (trace.facts.model, trace.facts.ranks, trace.facts.slots) == ("moe", 2, 3)
+
+
+def test_vllm_s_load_without_a_map_is_asked_for_it(tmp_path: Path) -> None:
+    load_LP = np.arange(12).reshape(2, 6)
+    path = write_lines(tmp_path / "load.jsonl", [META, stats(1, load_LP, None)])
+    with pytest.raises(
+        HeatError, match=r"line 2 counts tokens by slot without a p2l_map; give .* with --map"
+    ):
+        open_trace(path)
+    heat = read_heat(path, ReadAs(phy2log=PHY2LOG_LP))
+    np.testing.assert_array_equal(heat, [logical(load_LP, PHY2LOG_LP, 4)])
+
+
+def test_vllm_s_load_of_one_record_and_of_idle_steps(tmp_path: Path) -> None:
+    load_LP = np.arange(12).reshape(2, 6)
+    path = write_lines(tmp_path / "one.jsonl", [stats(1, load_LP)])
+    np.testing.assert_array_equal(read_heat(path), [logical(load_LP, PHY2LOG_LP, 4)])
+    idle = stats(2, 0 * load_LP)
+    beside = {"record_type": "bench_run_start", "label": "warm-up"}
+    trace = open_trace(write_lines(path, [beside, META, idle, stats(3, load_LP), idle]))
+    assert trace.steps == 1
+    assert "2 steps without tokens left out" in trace.facts.origin
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([META, META], "holds no eplb_load_stats with tokens"),
+        ([META, stats(1, np.ones((2, 5)))], r"line 2 has a map of \[2, 6\] for slots of \[2, 5\]"),
+        ([META, stats(1, np.ones(6))], "line 2 holds no expert_load"),
+        (
+            [stats(1, np.ones((2, 6))), stats(2, np.ones((1, 6)), PHY2LOG_LP[:1])],
+            r"line 2 is of \[1, 6\] layers and slots, others of \[2, 6\]",
+        ),
+        ([META, stats(1, np.ones((2, 6)), -PHY2LOG_LP)], "line 2 has a map"),
+        ([{"record_type": "other"}, {}], "line 1 is no record that is known; found record_type"),
+    ],
+)
+def test_vllm_s_load_that_is_refused(tmp_path: Path, records: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(HeatError, match=message):
+        open_trace(write_lines(tmp_path / "load.jsonl", records))
+
+
+def test_a_line_that_was_cut_off_is_named(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "load.jsonl", [META, stats(1, np.ones((2, 6), dtype=int))])
+    with path.open("a") as file:
+        file.write('{"record_type": "eplb_load_st')
+    with pytest.raises(HeatError, match="line 3 is not JSON: is it cut off"):
+        open_trace(path)
+
+
+# Megatron's router trace
+
+
+def routed(step: int, layer: int, rank: int, chosen_KC: np.ndarray, **more: Any) -> dict[str, Any]:
+    """A record as Megatron writes it."""
+    return {
+        "step": step,
+        "stage": "pre_dispatch",
+        "block": "decoder",
+        "layer": layer,
+        "rank": rank,
+        "num_tokens": len(chosen_KC),
+        "topk": chosen_KC.shape[1],
+        "top_indices": chosen_KC.tolist(),
+        **more,
+    }
+
+
+def megatron_folder(folder: Path, seed: int) -> np.ndarray:
+    """A folder of two ranks' files, in which each step has two microbatches; returns its heat."""
+    rng = np.random.default_rng(seed)
+    folder.mkdir()
+    heat_TLE = np.zeros((3, 2, 8), dtype=np.int64)
+    for rank in range(2):
+        records = []
+        for step in range(3):
+            for layer, number in enumerate((1, 3)):
+                for _ in range(2):
+                    chosen_KC = np.array([rng.permutation(8)[:2] for _ in range(5)])
+                    records.append(routed(step, number, rank, chosen_KC))
+                    np.add.at(heat_TLE[step, layer], chosen_KC, 1)
+            records.append(routed(step, 0, rank, np.zeros((5, 2), dtype=int), block="mtp", mtp_idx=0))
+        write_lines(folder / f"router_trace_rank{rank}.jsonl", records)
+    return heat_TLE
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+def test_megatron_s_ranks_and_microbatches_are_summed(
+    seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("megatron") / "trace"
+    heat_TLE = megatron_folder(folder, seed)
+    trace = open_trace(folder, ReadAs(experts=8))
+    np.testing.assert_array_equal(trace.heat(0, trace.steps), heat_TLE)
+    assert trace.facts.layer_numbers == (1, 3)
+    assert trace.facts.top_k == 2
+    assert trace.tokens(0, 1) == [20]
+    assert trace.facts.origin == "Megatron's router trace of 2 ranks, without multi-token prediction"
+
+
+def test_one_of_megatron_s_ranks_is_not_the_run(tmp_path: Path) -> None:
+    megatron_folder(tmp_path / "trace", 0)
+    alone = tmp_path / "trace" / "router_trace_rank0.jsonl"
+    with pytest.raises(HeatError, match="has the tokens of one rank alone"):
+        open_trace(alone)
+    alone.rename(tmp_path / "elsewhere.jsonl")
+    assert open_trace(tmp_path / "elsewhere.jsonl").steps == 3
+    with pytest.raises(HeatError, match=r"lacks router_trace_rank0.jsonl"):
+        open_trace(tmp_path / "trace")
+
+
+def test_a_step_that_lacks_a_layer_is_left_out(tmp_path: Path) -> None:
+    chosen_KC = np.array([[0, 1], [2, 3]])
+    records = [routed(step, layer, 0, chosen_KC) for step in range(3) for layer in range(2)]
+    trace = open_trace(write_lines(tmp_path / "a.jsonl", records[:-1]))
+    assert trace.steps == 2
+    assert "1 incomplete steps left out" in trace.facts.origin
+    with pytest.raises(HeatError, match="names expert 3; there are 3"):
+        open_trace(tmp_path / "a.jsonl", ReadAs(experts=3))
+    write_lines(tmp_path / "a.jsonl", [routed(0, 0, 0, chosen_KC), routed(0, 0, 0, chosen_KC - 1)])
+    with pytest.raises(HeatError, match="line 2 names expert -1"):
+        open_trace(tmp_path / "a.jsonl")
+    write_lines(tmp_path / "a.jsonl", [{**routed(0, 0, 0, chosen_KC), "rank": None}] * 2)
+    with pytest.raises(HeatError, match="line 1 has the rank None"):
+        open_trace(tmp_path / "a.jsonl")
+
+
+# Responses
+
+
+def routes_of(seed: int, tokens: int, layers: int = 3, experts: int = 16, choices: int = 4) -> np.ndarray:
+    """Distinct experts of each token, ``[tokens, layers, choices]``."""
+    scores = np.random.default_rng(seed).random((tokens, layers, experts))
+    return np.argsort(scores, axis=2)[:, :, :choices]
+
+
+def npy(array: np.ndarray) -> str:
+    file = io.BytesIO()
+    np.save(file, array)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def vllm_response(chosen_KLC: np.ndarray, prompt: int) -> dict[str, Any]:
+    completion = len(chosen_KLC) + 1 - prompt
+    usage = {"prompt_tokens": prompt, "completion_tokens": completion}
+    return {"choices": [{"text": "", "routed_experts": npy(chosen_KLC.astype(np.uint8))}], "usage": usage}
+
+
+def sglang_response(chosen_KLC: np.ndarray, prompt: int) -> dict[str, Any]:
+    numbers = base64.b64encode(chosen_KLC.astype("<i4").tobytes()).decode()
+    completion = len(chosen_KLC) + 1 - prompt
+    return {
+        "meta_info": {"routed_experts": numbers, "prompt_tokens": prompt, "completion_tokens": completion}
+    }
+
+
+def test_responses_are_decoded_side_by_side_without_their_prompts(tmp_path: Path) -> None:
+    routes = [routes_of(seed, 6 + 4) for seed in range(4)]
+    generated = np.concatenate([chosen_KLC[6:] for chosen_KLC in routes])
+    np.savez(tmp_path / "routes.npz", routes=generated, req_ptr=np.arange(0, 20, 4), num_experts=16)
+    expected = read_heat(tmp_path / "routes.npz", ReadAs(batch=4))
+    assert len(expected) == 4
+    read_as = ReadAs(batch=4, experts=16, top_k=4)
+    for make in (vllm_response, sglang_response):
+        path = write_lines(tmp_path / "responses.jsonl", [make(chosen_KLC, 6) for chosen_KLC in routes])
+        trace = open_trace(path, read_as)
+        np.testing.assert_array_equal(trace.heat(0, trace.steps), expected)
+        assert "prompts left out" in trace.facts.origin
+        assert "64" not in trace.facts.batching
+        path.write_text(json.dumps([make(chosen_KLC, 6) for chosen_KLC in routes], indent=1))
+        np.testing.assert_array_equal(read_heat(path, read_as), expected)
+
+
+def test_sglang_s_numbers_have_no_shape_and_are_asked_for_it(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "r.jsonl", [sglang_response(routes_of(0, 9), 5)] * 2)
+    with pytest.raises(HeatError, match=r"line 1: routed_experts has 12 numbers a token .* with --top-k"):
+        open_trace(path, ReadAs(batch=2))
+    with pytest.raises(HeatError, match="which are no layers of 5 choices each"):
+        open_trace(path, ReadAs(batch=2, top_k=5))
+    with pytest.raises(HeatError, match="twice in layer 0: are there really 12 choices"):
+        open_trace(path, ReadAs(batch=2, top_k=12))
+    response = sglang_response(routes_of(0, 9), 5)
+    response["meta_info"]["prompt_tokens"] = 7
+    with pytest.raises(HeatError, match="does not divide evenly; was it asked for from the sequence's start"):
+        open_trace(write_lines(path, [response] * 2), ReadAs(batch=2, top_k=4))
+    del response["meta_info"]["prompt_tokens"]
+    with pytest.raises(HeatError, match="no prompt_tokens and completion_tokens"):
+        open_trace(write_lines(path, [response] * 2), ReadAs(batch=2, top_k=4))
+
+
+def test_rows_of_dense_layers_are_left_out_and_missing_choices_count_nowhere(tmp_path: Path) -> None:
+    chosen_KLC = routes_of(1, 12)
+    chosen_KLC[:, 0] = 0
+    chosen_KLC[3, 1] = -1
+    numbers = {"choices": [{"routed_experts": chosen_KLC.tolist()}], "usage": {}}
+    path = tmp_path / "response.json"
+    path.write_text(json.dumps(numbers))
+    trace = open_trace(path, ReadAs(batch=1, experts=16))
+    assert trace.shape == (12, 2, 16)
+    assert trace.facts.layer_numbers == (1, 2)
+    assert "prompts included, 1 dense layers left out" in trace.facts.origin
+    np.testing.assert_array_equal(trace.heat(0, 12).sum(axis=(0, 2)), [11 * 4, 12 * 4])
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("not base64!", "routed_experts is no base64"),
+        (npy(np.ones(3)), r"holds float64 \[3\]; expected \[tokens, layers, choices\]"),
+        (base64.b64encode(b"\x93NUMPY\x01\x00").decode(), "is truncated or damaged"),
+        (npy(routes_of(0, 9))[:80], "claims more numbers than are there|is truncated or damaged"),
+        ([[1, 2], [3]], "holds no numbers"),
+        (npy(np.zeros((4, 2, 2), dtype=np.uint8)), "every layer looks like a dense one"),
+    ],
+)
+def test_responses_that_are_refused(tmp_path: Path, value: object, message: str) -> None:
+    path = tmp_path / "response.json"
+    path.write_text(json.dumps({"choices": [{"routed_experts": value}]}))
+    with pytest.raises(HeatError, match=message):
+        open_trace(path, ReadAs(batch=2))
+
+
+def test_responses_without_generated_tokens(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "r.jsonl", [vllm_response(routes_of(0, 5), 5)] * 2)
+    with pytest.raises(HeatError, match="holds no generated token"):
+        open_trace(path)
+    response = vllm_response(routes_of(0, 5), 5)
+    response["usage"]["completion_tokens"] = 9
+    with pytest.raises(HeatError, match="has 5 rows, fewer than the tokens"):
+        open_trace(write_lines(path, [response] * 2))
