@@ -82,7 +82,7 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the generated pages to the site (called by MkDocs)."""
     from mkdocs.structure.files import File
 
-    for path, text in generated_pages().items():
+    for path, text in (generated_pages() | schema_files()).items():
         files.append(File.generated(config, path, content=text))
     return files
 
@@ -99,7 +99,11 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def generated_pages() -> dict[str, str]:
     """Markdown of every page that is not in ``docs/``, by its path in the site."""
-    pages = {"reference/cli.md": cli_page(), "reference/settings.md": settings_page()}
+    pages = {
+        "reference/cli.md": cli_page(),
+        "reference/settings.md": settings_page(),
+        "reference/json.md": json_page(),
+    }
     for name, path in ROOT_PAGES.items():
         pages[path] = site_links((ROOT / name).read_text(encoding="utf-8"))
     return pages
@@ -204,6 +208,62 @@ def _row(option: Option) -> tuple[str, str, str]:
 
 def _variable_note(option: Option) -> str:
     return "" if not option.variable or option.variable in option.help else f" Variable: `{option.variable}`."
+
+
+# JSON
+
+
+def schema_files() -> dict[str, str]:
+    """The JSON schema of each command's document, by its path in the site."""
+    from eplb_service.cli.schema import COMMANDS, schema_text
+
+    return {f"reference/schemas/{name.replace(' ', '-')}.json": schema_text(name) for name in COMMANDS}
+
+
+def json_page() -> str:
+    """``reference/json.md``."""
+    from eplb_service.cli.schema import COMMANDS, schema_document
+
+    parts = [
+        "# JSON\n\n"
+        "What commands print with `--json`, generated from the code that defines it. `eplb schema COMMAND` prints the "
+        "[JSON schema](https://json-schema.org) of each, which is also linked here; tests hold the commands to them. "
+        "Later versions may add fields. Ratios that there are not, such as the PAR of a layer without tokens, are "
+        "`null`.\n"
+    ]
+    for name in COMMANDS:
+        schema = schema_document(name)
+        parts.append(f"## eplb {name}\n\n{_escaped(schema.get('description', ''))}\n")
+        parts.append(_table(("field", "type", "meaning"), list(_fields(schema, schema.get("$defs", {}), ""))))
+        parts.append(f"Schema: [{name}](schemas/{name.replace(' ', '-')}.json).\n")
+    return "\n".join(parts) + "\n"
+
+
+def _fields(schema: dict[str, Any], named: dict[str, Any], prefix: str) -> Iterator[tuple[str, str, str]]:
+    """A row for each field, those of objects within after the object's own."""
+    for name, field in schema["properties"].items():
+        kind, within = _json_kind(field, named)
+        yield f"`{prefix}{name}`", kind, _escaped(field.get("description", "").replace("``", ""))
+        if within is not None:
+            yield from _fields(within, named, f"{prefix}{name}.")
+
+
+def _json_kind(schema: dict[str, Any], named: dict[str, Any]) -> tuple[str, dict[str, Any] | None]:
+    """A type in words, and the object whose fields it has, if any."""
+    if "$ref" in schema:
+        schema = named[schema["$ref"].rpartition("/")[2]]
+    if "anyOf" in schema:
+        kinds = [_json_kind(part, named) for part in schema["anyOf"]]
+        return " or ".join(kind for kind, _ in kinds), next((part for _, part in kinds if part), None)
+    if isinstance(schema.get("type"), list):
+        return " or ".join(schema["type"]), None
+    if schema.get("type") == "array":
+        kind, within = _json_kind(schema["items"], named) if "items" in schema else ("numbers", None)
+        return f"list of {kind}", within
+    if isinstance(schema.get("additionalProperties"), dict):
+        kind, within = _json_kind(schema["additionalProperties"], named)
+        return f"{kind} by name", within
+    return schema.get("type", "value"), schema if "properties" in schema else None
 
 
 # Settings

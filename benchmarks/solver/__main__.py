@@ -14,18 +14,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.solver.about import about
-from benchmarks.solver.contest import Contest
 from benchmarks.solver.effort import FULL, QUICK, Effort
-from benchmarks.solver.peers.balancers import PEERS
 from benchmarks.solver.recorded import recorded_course
 from benchmarks.solver.report.files import write_folder, write_json
 from benchmarks.solver.report.tables import tables
 from benchmarks.solver.sections import GROUPS, Section, sections
 from eplb_service.atomic_write import OutputError
+from eplb_service.bench.contest import Contest
+from eplb_service.bench.peers.archives import INDEX
+from eplb_service.bench.peers.balancers import PEERS
 from eplb_service.heat.window import HeatError
 from eplb_service.solver.warmup import warm_up
-
-_INDEX = "https://pypi.org/simple"
 
 
 def main() -> int:
@@ -117,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="about a minute: one shape, one seed, short loops")
     add("--only", nargs="+", choices=GROUPS, default=list(GROUPS), help="measure these alone")
     add("--peers", nargs="*", choices=list(PEERS), default=list(PEERS), help="peers that take part")
-    add("--index", default=_INDEX, help="package index that peers are fetched from, once")
+    add("--index", default=INDEX, help="package index that peers are fetched from, once")
     add("--seeds", type=int, nargs="+", help="of the generated heat; the first serves where one is enough")
     add("--repeats", type=int, help="runs of each timed decision")
     add("--limit-seconds", type=float, default=60.0, help="a decision that takes longer is given up")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.solver.closed_loop import DEFAULT, Course, Entrant, generated_courses, loops
-from benchmarks.solver.contest import OURS, Contest, first_scene, generated_scene
-from benchmarks.solver.decision import Scene
+from benchmarks.solver.generated import generated_courses, generated_scene
 from benchmarks.solver.heat_kinds import KINDS, Shape
-from benchmarks.solver.scoring import even_par
+from eplb_service.bench.closed_loop import DEFAULT, Course, Entrant, loops
+from eplb_service.bench.contest import OURS, Contest, first_scene
+from eplb_service.bench.decision import Scene
+from eplb_service.bench.scoring import even_par
 from eplb_service.replay.policy import ABLATIONS
 
 SMALL: Mapping[str, Shape] = {"small_layers": (8, 32, 8, 5), "two_slots": (2, 256, 256, 2)}

@@ -15,7 +15,7 @@ import time
 import numba
 import numpy as np
 
-from benchmarks.solver.decision import Float64, Int32
+from eplb_service.bench.decision import Float64, Int32
 from eplb_service.placement import replica_counts
 
 _STEPS_A_BURST = 20_000

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.solver.contest import OURS
-from benchmarks.solver.peers.balancers import FLASHLB
+from eplb_service.bench.contest import OURS
+from eplb_service.bench.peers.balancers import FLASHLB
 
 Rows = Sequence[Mapping[str, Any]]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.solver.contest import NONE, OURS, OURS_EVEN, Contest, generated_scene
+from benchmarks.solver.generated import generated_scene
 from benchmarks.solver.heat_kinds import KINDS, WINDOW, Shape, shape_name
-from benchmarks.solver.peers.balancers import FLASHLB
-from benchmarks.solver.scoring import arrivals, even_par
+from eplb_service.bench.contest import NONE, OURS, OURS_EVEN, Contest
+from eplb_service.bench.peers.balancers import FLASHLB
+from eplb_service.bench.scoring import arrivals, even_par
 
 
 def cells(contest: Contest, shapes: Sequence[Shape], seeds: Sequence[int]) -> Iterator[dict[str, Any]]:

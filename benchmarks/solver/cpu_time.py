@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.solver.contest import OURS, OURS_EVEN, Contest, generated_scene
+from benchmarks.solver.generated import generated_scene
 from benchmarks.solver.heat_kinds import KINDS, SHAPES, Shape, shape_name
+from eplb_service.bench.contest import OURS, OURS_EVEN, Contest
 
 COMPARED: tuple[Shape, ...] = (SHAPES[1], SHAPES[2])
 LARGE: Shape = (61, 512, 320, 2)

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.solver.annealing import anneal
-from benchmarks.solver.contest import OURS_EVEN, Contest, generated_scene
+from benchmarks.solver.generated import generated_scene
 from benchmarks.solver.heat_kinds import KINDS, Shape, shape_name
-from benchmarks.solver.peers.balancers import FLASHLB
-from benchmarks.solver.scoring import even_par, summed
+from eplb_service.bench.contest import OURS_EVEN, Contest
+from eplb_service.bench.peers.balancers import FLASHLB
+from eplb_service.bench.scoring import even_par, summed
 
 EPISODES = 64
 SHAPES: tuple[Shape, ...] = ((2, 256, 256, 2), (2, 512, 320, 2))

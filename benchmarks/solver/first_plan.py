@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.solver.contest import OURS, Contest, generated_scene
+from benchmarks.solver.generated import generated_scene
 from benchmarks.solver.heat_kinds import SHAPES, shape_name
+from eplb_service.bench.contest import OURS, Contest
 
 
 def first_plans(contest: Contest, processes: int, seed: int) -> Iterator[dict[str, Any]]:

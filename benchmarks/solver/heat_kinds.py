@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.solver.decision import Float64
+from eplb_service.bench.decision import Float64
 
 Shape = tuple[int, int, int, int]
 """Layers, experts, ranks, slots per rank."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.solver.contest import OURS, Contest, generated_scene
-from benchmarks.solver.decision import Scene
+from benchmarks.solver.generated import generated_scene
 from benchmarks.solver.heat_kinds import SHAPES, WINDOW, shape_name
-from benchmarks.solver.scoring import rule_tables
+from eplb_service.bench.contest import OURS, Contest
+from eplb_service.bench.decision import Scene
+from eplb_service.bench.scoring import rule_tables
 
 CASES = {
     "left alone by the threshold": {"par_threshold": 10.0},

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.solver.contest import OURS, Contest, first_scene
-from benchmarks.solver.decision import Scene
-from benchmarks.solver.scoring import even_par, realised_par, rule_tables
+from eplb_service.bench.contest import OURS, Contest, first_scene
+from eplb_service.bench.decision import Scene
+from eplb_service.bench.scoring import even_par, realised_par, rule_tables
 from eplb_service.placement import Placement
 from eplb_service.planner.search_params import search_params_of
 from eplb_service.planner.settings import PlannerSettings

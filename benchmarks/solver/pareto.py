@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.solver.closed_loop import DEFAULT, FULL, LEFT_ALONE, Entrant
-from benchmarks.solver.contest import OURS, Contest
-from benchmarks.solver.peers.balancers import FLASHLB
+from eplb_service.bench.closed_loop import DEFAULT, FULL, LEFT_ALONE, Entrant
+from eplb_service.bench.contest import OURS, Contest
+from eplb_service.bench.peers.balancers import FLASHLB
 
 PRICES = (0.03, 0.1, 1.0, 3.0, 10.0)
 """Beside the planner's own: peak-to-average ratio that moving every slot of a layer must win."""

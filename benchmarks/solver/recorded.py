@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.solver.closed_loop import Course
+from eplb_service.bench.closed_loop import Course
 from eplb_service.io.named_arrays import ReadAs
 from eplb_service.io.open_trace import read_heat
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.solver.contest import OURS, Contest, generated_scene
+from benchmarks.solver.generated import generated_scene
 from benchmarks.solver.heat_kinds import Shape, shape_name
+from eplb_service.bench.contest import OURS, Contest
 
 LONGEST_SECONDS = 8.0
 """A policy whose decision took longer is not asked about anything larger."""

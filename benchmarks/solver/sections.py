@@ -8,18 +8,19 @@ from typing import Any
 
 from benchmarks.solver.ablation import ablation
 from benchmarks.solver.cells import cells
-from benchmarks.solver.closed_loop import Course, entrants, generated_courses, loops
-from benchmarks.solver.contest import Contest
 from benchmarks.solver.cpu_time import cpu_times
 from benchmarks.solver.effort import Effort
 from benchmarks.solver.few_slots import few_slots
 from benchmarks.solver.first_plan import first_plans
+from benchmarks.solver.generated import generated_courses
 from benchmarks.solver.heat_kinds import KINDS
 from benchmarks.solver.keeping import keeping
 from benchmarks.solver.known_example import known_example
 from benchmarks.solver.pareto import priced
 from benchmarks.solver.scaling import scaling
 from benchmarks.solver.source_tables import source_tables
+from eplb_service.bench.closed_loop import Course, entrants, loops
+from eplb_service.bench.contest import Contest
 
 Rows = Iterator[dict[str, Any]]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.solver.contest import OURS, Contest, first_scene
-from benchmarks.solver.decision import Decision, Float64, Int32, Scene
 from benchmarks.solver.heat_kinds import KINDS, WINDOW, Shape, generate, shape_name, source_mix
-from benchmarks.solver.scoring import peak_to_average, rule_tables, sampled_loads, summed
+from eplb_service.bench.contest import OURS, Contest, first_scene
+from eplb_service.bench.decision import Decision, Float64, Int32, Scene
+from eplb_service.bench.scoring import peak_to_average, rule_tables, sampled_loads, summed
 
 EPISODES = 64
 """Into which the planner sums a window by default; a promise is made about them."""

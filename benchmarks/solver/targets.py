@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.solver.beside_flashlb import Rows, compared_cells, time_ratio
-from benchmarks.solver.closed_loop import DEFAULT, FULL, moves_after_first, realised_mean
-from benchmarks.solver.contest import OURS, OURS_EVEN
 from benchmarks.solver.cpu_time import COMPARED, LARGE
 from benchmarks.solver.heat_kinds import shape_name
 from benchmarks.solver.keeping import CASES
 from benchmarks.solver.known_example import BEST_8_SOURCES, BEST_16_SOURCES, BEST_EVEN, EVEN_SPLIT
-from benchmarks.solver.peers.balancers import FLASHLB
 from benchmarks.solver.scaling import growth
+from eplb_service.bench.closed_loop import DEFAULT, FULL, moves_after_first, realised_mean
+from eplb_service.bench.contest import OURS, OURS_EVEN
+from eplb_service.bench.peers.balancers import FLASHLB
 
 Results = Mapping[str, Any]
 

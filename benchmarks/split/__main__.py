@@ -10,11 +10,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.solver.closed_loop import Course
 from benchmarks.solver.heat_kinds import generate
 from benchmarks.solver.recorded import recorded_course
 from benchmarks.split.cost import cost
 from benchmarks.split.quality import SPLITS, quality
+from eplb_service.bench.closed_loop import Course
 
 
 def main() -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from benchmarks.solver.closed_loop import Course
-from benchmarks.solver.scoring import peak_to_average
+from eplb_service.bench.closed_loop import Course
+from eplb_service.bench.scoring import peak_to_average
 from eplb_service.offline import solve
 from eplb_service.solver.stepwise import level, loads_by_step, search_memory, sharing_of, split_evenly
 from worker_agent.moe.stepwise import StepwiseSplit

@@ -98,6 +98,15 @@ COMMANDS = {
         "Advise what to set, and whether balancing pays.",
         ("eplb advise --heat heat.zarr --ranks 8 --step-ms 30 --bytes-per-expert 4000000",),
     ),
+    "bench": CommandEntry(
+        "bench",
+        _OFFLINE,
+        "Compare with vLLM's, vLLM-Ascend's and SGLang's balancers.",
+        (
+            "eplb bench --heat heat.zarr --ranks 8",
+            "eplb bench --heat heat.zarr --ranks 8 --redundant 16 --peers vllm --json",
+        ),
+    ),
     "calibrate": CommandEntry(
         "calibrate",
         _OFFLINE,
@@ -117,6 +126,12 @@ COMMANDS = {
             "eplb trace record my-deployment --out heat.zarr --steps 2000",
             "eplb trace convert dump.pt --out heat.zarr",
         ),
+    ),
+    "schema": CommandEntry(
+        "schema",
+        _OFFLINE,
+        "Print the JSON schema of what a command prints with --json.",
+        ("eplb schema", "eplb schema status"),
     ),
     "warmup": CommandEntry(
         "warmup", _OFFLINE, "Compile the solver once, so that later starts need not.", ("eplb warmup",)

@@ -41,7 +41,9 @@ class _Fit(BaseModel):
     residuals: list[_Residual] = Field([], max_length=4096)
 
 
-class _Curve(BaseModel):
+class CurveDocument(BaseModel):
+    """One curve as files and ``--json`` have it; times in microseconds."""
+
     model_config = ConfigDict(extra="forbid")
 
     phase: Literal["any", "decode", "prefill"] = "any"
@@ -57,7 +59,7 @@ class _File(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     format: Literal["eplb-cost-curves/1"]
-    curves: list[_Curve] = Field(min_length=1, max_length=3)
+    curves: list[CurveDocument] = Field(min_length=1, max_length=3)
 
 
 def read_curve(reference: str) -> CostCurve:
@@ -120,7 +122,7 @@ def plain_curve(curve: CostCurve) -> dict[str, Any]:
     return {"phase": curve.phase, **curve.plain(), "source": curve.source, "fit": fit}
 
 
-def _curve_of(path: Path, read: _Curve) -> CostCurve:
+def _curve_of(path: Path, read: CurveDocument) -> CostCurve:
     fit = None if read.fit is None else _quality_of(read.fit)
     if fit is not None and not fits(fit):
         raise CurveError(

@@ -1,4 +1,4 @@
-"""A message as a document of plain values, for ``--json`` and for the service's JSON over HTTP."""
+"""A message as a document of plain values, for ``--json`` and the service's JSON over HTTP, and its schema."""
 
 from __future__ import annotations
 
@@ -34,3 +34,44 @@ def _value(message: Any, field: Any) -> Any:
     if isinstance(value, tensor_pb2.PackedArray):
         return unpack(value, [None] * len(value.shape), field.name).tolist()
     return as_document(value)
+
+
+_KINDS = {
+    "TYPE_DOUBLE": ["number", "null"],
+    "TYPE_FLOAT": ["number", "null"],
+    "TYPE_BOOL": "boolean",
+    "TYPE_STRING": "string",
+}
+"""JSON types of protobuf's; all others that are used here are integers. A ratio that there is not is ``null``."""
+
+
+def schema_of(descriptor: Any) -> dict[str, Any]:
+    """The JSON schema of what ``as_document`` makes of messages of this type; later versions may add fields."""
+    properties = {field.name: _field_schema(field) for field in descriptor.fields}
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def _field_schema(field: Any) -> dict[str, Any]:
+    one = _one_schema(field)
+    if _is_repeated(field):
+        return {"type": "array", "items": one}
+    if field.has_presence:
+        return {"anyOf": [one, {"type": "null"}]}
+    return one
+
+
+def _is_repeated(field: Any) -> bool:
+    # protobuf 5 has labels in place of the property.
+    return bool(field.is_repeated if hasattr(field, "is_repeated") else field.label == field.LABEL_REPEATED)
+
+
+def _one_schema(field: Any) -> dict[str, Any]:
+    if field.message_type is not None:
+        if field.message_type.full_name == tensor_pb2.PackedArray.DESCRIPTOR.full_name:
+            return {"type": "array", "description": "Nested lists of numbers."}
+        return schema_of(field.message_type)
+    if field.name == "digest":
+        return {"type": "string", "pattern": "^0x[0-9a-f]{16}$"}
+    return {
+        "type": next((kind for name, kind in _KINDS.items() if field.type == getattr(field, name)), "integer")
+    }

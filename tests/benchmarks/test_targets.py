@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.solver.beside_flashlb import compared_cells, time_ratio
-from benchmarks.solver.closed_loop import DEFAULT, FULL, moves_after_first, realised_mean
 from benchmarks.solver.report.table import Table
 from benchmarks.solver.report.tables import tables
 from benchmarks.solver.scaling import growth
 from benchmarks.solver.targets import targets
+from eplb_service.bench.closed_loop import DEFAULT, FULL, moves_after_first, realised_mean
 
 SHAPE = "58x256x32x9"
 

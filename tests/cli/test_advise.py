@@ -8,6 +8,7 @@ import pytest
 from eplb_service.cli import main
 from eplb_service.cost.curve_file import write_curves
 from eplb_service.heat.synthetic import synthetic_heat
+from tests.cli.published import held
 from tests.cost.curves import H200
 
 
@@ -43,7 +44,7 @@ def test_json_on_stdout_and_in_the_file_agree(tmp_path, trace, capsys):
         capsys, "--heat", trace, "--ranks", 4, "--redundant", "0,4", "--out", out, "--json"
     )
     assert code == 0
-    reported = json.loads(printed)
+    reported = held("advise", printed)
     assert reported == json.loads(out.read_text())
     assert reported["pays"] is True
     assert [option["redundant"] for option in reported["by_redundancy"]] == [0, 4]
@@ -87,7 +88,7 @@ def test_with_a_cost_curve_slots_are_set_against_time_and_memory(tmp_path, trace
     ):
         assert words in out
     code, out, _ = advise(capsys, *arguments, "--json")
-    reported = json.loads(out)
+    reported = held("advise", out)
     assert {"name": "commit_ms", "value": "1 ms", "source": "assumed"} in reported["assumptions"]
     assert reported["advised"]["moe_ms"] < reported["moe_ms_left_alone"] * 1.001
     assert reported["by_redundancy"][0]["bytes_per_rank"] == 2 * 4 << 30

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 from eplb_service.cli import calibrate
 from eplb_service.cli.main import run
 from eplb_service.cost.curve_file import read_curve
+from tests.cli.published import held
 from tests.cost.curves import H200, plain_rank_us
 from tests.cost.test_measured_table import rows, table
 
@@ -29,7 +28,7 @@ def test_this_machines_kernel_becomes_a_curve(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(calibrate, "_measured", _exact)
     out = tmp_path / "curve.json"
     assert run(["calibrate", "--hidden", "64", "--inter", "32", "--out", str(out), "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    printed = held("calibrate", capsys.readouterr().out)
     assert printed["read_us"] == read_curve(str(out)).read_us
     assert printed["source"].startswith("calibrated: cpu")
 

@@ -9,6 +9,7 @@ from eplb_service.cli import main
 from eplb_service.cost.curve_file import write_curves
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.placement import Placement
+from tests.cli.published import held
 from tests.cost.curves import H200
 
 LAYERS, EXPERTS, RANKS = 2, 16, 4
@@ -34,7 +35,7 @@ def test_json_on_stdout_and_in_the_file_agree(tmp_path, trace, capsys):
         capsys, "--heat", trace, "--ranks", RANKS, "--slots", 5, *schedule, "--out", out, "--json"
     )
     assert code == 0
-    reported = json.loads(printed)
+    reported = held("replay", printed)
     assert reported == json.loads(out.read_text())
     assert list(reported["policies"]) == ["none", "deepseek", "flashlb"]
     assert reported["steps_scored"] == 60
@@ -161,6 +162,6 @@ def test_with_a_cost_curve_milliseconds_are_shown_against_the_fewest_slots(tmp_p
     assert "Left alone on 4 slots" in out
     assert "This rests on: cost_curve 20 us" in out
     assert main.run(["replay", *map(str, arguments), "--json"]) == 0
-    reported = json.loads(capsys.readouterr().out)
+    reported = held("replay", capsys.readouterr().out)
     assert reported["costs"]["curve"]["read_us"] == 11.6
     assert reported["policies"]["none, 4 slots"]["moe_ms_per_step"] > 0

@@ -13,6 +13,7 @@ from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.io.placement_file import read_placement
 from eplb_service.placement import check_log2phy, par
 from eplb_service.planner.scoring import rank_loads
+from tests.cli.published import held
 from tests.solver.layers_of import KNOWN_EXAMPLE
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 16, 4, 5
@@ -37,7 +38,7 @@ def test_writes_a_valid_placement_that_is_worth_what_is_printed(tmp_path, trace,
         capsys, "--heat", trace, "--ranks", RANKS, "--slots", SLOTS, "--out", out, "--json"
     )
     assert code == 0
-    reported = json.loads(printed)
+    reported = held("solve", printed)
     with np.load(out) as file:
         placement = Placement(file["phy2log"], EXPERTS)
         log2phy_RLE = file["log2phy"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 from eplb_service.cli import main
+from tests.cli.published import held
 from tests.e2e.service import Service
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -35,7 +35,7 @@ def test_a_trace_is_served_and_balanced_without_changing_an_output(dispatcher: s
         *("--hidden", "16", "--intermediate", "8", "--picture", str(tmp_path / "end.svg")),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    figures = json.loads(out.read_text())
+    figures = held("demo", out.read_text())
     assert figures["par_balanced"] < figures["par_static"] - 0.1
     assert figures["layers_switched"] >= 3
     assert figures["experts_moved"] > 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks.solver.beside_flashlb import Rows, compared_cells
-from benchmarks.solver.contest import OURS_EVEN
 from benchmarks.solver.report.table import Table
 from benchmarks.solver.targets import promise_error
+from eplb_service.bench.contest import OURS_EVEN
 
 
 def cells_table(rows: Rows, mine: str) -> Table:

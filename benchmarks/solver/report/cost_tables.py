@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks.solver.beside_flashlb import Rows
-from benchmarks.solver.contest import OURS
 from benchmarks.solver.heat_kinds import KINDS
 from benchmarks.solver.report.table import Table
 from benchmarks.solver.scaling import growth
+from eplb_service.bench.contest import OURS
 
 
 def time_table(rows: Rows) -> Table:

@@ -11,7 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from benchmarks.solver.beside_flashlb import Rows
-from benchmarks.solver.closed_loop import (
+from benchmarks.solver.heat_kinds import KINDS
+from benchmarks.solver.report.style import COLOURS, INK, legend_above
+from eplb_service.bench.closed_loop import (
     DEFAULT,
     FULL,
     LEFT_ALONE,
@@ -19,10 +21,8 @@ from benchmarks.solver.closed_loop import (
     moves_after_first,
     realised_mean,
 )
-from benchmarks.solver.contest import OURS
-from benchmarks.solver.heat_kinds import KINDS
-from benchmarks.solver.peers.balancers import FLASHLB
-from benchmarks.solver.report.style import COLOURS, INK, legend_above
+from eplb_service.bench.contest import OURS
+from eplb_service.bench.peers.balancers import FLASHLB
 
 
 def draw_loop(rows: Rows) -> Figure:

@@ -9,9 +9,9 @@ import numpy as np
 
 from benchmarks.solver.ablation import SMALL
 from benchmarks.solver.beside_flashlb import Rows
-from benchmarks.solver.closed_loop import cpu_after_first, moves_after_first, realised_mean
 from benchmarks.solver.heat_kinds import KINDS, shape_name
 from benchmarks.solver.report.table import Table
+from eplb_service.bench.closed_loop import cpu_after_first, moves_after_first, realised_mean
 
 
 def loop_tables(rows: Rows, title: str) -> list[Table]:

@@ -7,10 +7,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from benchmarks.solver.beside_flashlb import Rows
-from benchmarks.solver.contest import NONE, OURS
 from benchmarks.solver.heat_kinds import KINDS
-from benchmarks.solver.peers.balancers import FLASHLB
 from benchmarks.solver.report.style import COLOURS, INK, legend_above
+from eplb_service.bench.contest import NONE, OURS
+from eplb_service.bench.peers.balancers import FLASHLB
 
 
 def draw_balance(rows: Rows) -> Figure:

@@ -8,9 +8,9 @@ from typing import Any
 import matplotlib.lines
 from matplotlib.figure import Figure
 
-from benchmarks.solver.closed_loop import FULL
-from benchmarks.solver.contest import OURS, OURS_EVEN
-from benchmarks.solver.peers.balancers import FLASHLB
+from eplb_service.bench.closed_loop import FULL
+from eplb_service.bench.contest import OURS, OURS_EVEN
+from eplb_service.bench.peers.balancers import FLASHLB
 
 COLOURS = {
     OURS: "#1d4ed8",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from benchmarks.solver.beside_flashlb import Rows
-from benchmarks.solver.contest import OURS, OURS_EVEN
 from benchmarks.solver.report.balance_tables import (
     cells_table,
     example_table,
@@ -17,6 +16,7 @@ from benchmarks.solver.report.cost_tables import keeping_table, scaling_table, t
 from benchmarks.solver.report.loop_tables import ablation_table, loop_tables
 from benchmarks.solver.report.table import Table
 from benchmarks.solver.targets import Results, targets
+from eplb_service.bench.contest import OURS, OURS_EVEN
 
 
 def tables(results: Results) -> list[Table]:

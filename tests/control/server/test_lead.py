@@ -10,6 +10,7 @@ import pytest
 from eplb_service.control.core.leader_term import term_at
 from eplb_service.control.server.service import running_service
 from eplb_service.wire.fields import LAST_VERSION
+from tests.cli.published import held
 from tests.control.fake_group import FakeGroup, FakeRank, first_placement, hello_of, live_of, skewed_heat
 from tests.control.server.test_operate import eplb
 from tests.control.server.test_service import settings, until
@@ -35,7 +36,7 @@ async def test_a_clock_that_was_once_wrong_is_overcome_by_an_order(
         assert problem.endswith("`eplb lead decode`")
         assert await eplb(group, "lead", "decode", "--json") == 0
         captured = capsys.readouterr()
-        answer = json.loads(captured.out)
+        answer = held("lead", captured.out)
         assert answer["raised"]
         assert answer["leader_term"] > IN_2106
         (audited,) = [line for line in captured.err.splitlines() if '"operator_call"' in line]

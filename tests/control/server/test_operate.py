@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from eplb_service.cli.main import run
 from eplb_service.control.server.service import running_service
+from tests.cli.published import held
 from tests.control.fake_group import EXPERTS, LAYERS, RANKS, SLOTS, FakeGroup, heat_report, skewed_heat
 from tests.control.server.test_service import settings, until
 
@@ -33,7 +34,7 @@ async def eplb(group: FakeGroup, *arguments: str) -> int:
 
 async def test_deployments(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> None:
     assert await eplb(group, "deployments", "--json") == 0
-    (listed,) = json.loads(capsys.readouterr().out)["deployments"]
+    (listed,) = held("deployments", capsys.readouterr().out)["deployments"]
     assert (listed["deployment"], listed["agents_connected"], listed["epoch"]) == ("decode", RANKS, 0)
     assert listed["digest"] == f"{group.live.digest:#018x}"
     assert await eplb(group, "deployments") == 0
@@ -42,7 +43,7 @@ async def test_deployments(group: FakeGroup, capsys: pytest.CaptureFixture[str])
 
 async def test_status(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> None:
     assert await eplb(group, "status", "decode", "--json") == 0
-    document = json.loads(capsys.readouterr().out)
+    document = held("status", capsys.readouterr().out)
     assert document["status"]["steps_received"] == 8
     assert [layer["layer"] for layer in document["layers"]] == list(range(LAYERS))
     assert all(layer["par"] > 1 for layer in document["layers"])
@@ -68,17 +69,18 @@ async def test_placement(group: FakeGroup, tmp_path: Path, capsys: pytest.Captur
         assert saved["log2phy"].shape == (RANKS, LAYERS, EXPERTS)
     capsys.readouterr()
     assert await eplb(group, "placement", "decode", "--json") == 0
-    assert np.array(json.loads(capsys.readouterr().out)["phy2log"]).shape == (LAYERS, RANKS, SLOTS)
+    assert np.array(held("placement", capsys.readouterr().out)["phy2log"]).shape == (LAYERS, RANKS, SLOTS)
 
 
 async def test_pause_resume_and_rebalance(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> None:
-    assert await eplb(group, "pause", "decode") == 0
+    assert await eplb(group, "pause", "decode", "--json") == 0
+    assert held("pause", capsys.readouterr().out)["paused"]
     assert await eplb(group, "rebalance", "decode") == 2
     assert "eplb: error: no decision can be made for 'decode': planning is paused" in capsys.readouterr().err
-    assert await eplb(group, "resume", "decode") == 0
-    capsys.readouterr()
+    assert await eplb(group, "resume", "decode", "--json") == 0
+    assert not held("resume", capsys.readouterr().out)["paused"]
     assert await eplb(group, "rebalance", "decode", "--json") == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = held("rebalance", capsys.readouterr().out)
     assert answer["plan_id"] == (await group.hear_plan())[0].plan_id
 
 
@@ -107,7 +109,7 @@ async def test_history_tells_what_plans_promised_and_what_became_of_them(
     capsys.readouterr()
     while True:
         assert await eplb(group, "history", "decode", "--json") == 0
-        (reported,) = json.loads(capsys.readouterr().out)["plans"]
+        (reported,) = held("history", capsys.readouterr().out)["plans"]
         if reported["outcome"]:
             break
         await asyncio.sleep(0.05)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.solver.scoring import arrivals, even_par, realised_par, rule_tables, sampled_loads, summed
+from eplb_service.bench.scoring import arrivals, even_par, realised_par, rule_tables, sampled_loads, summed
 from eplb_service.placement import Placement, par
 from eplb_service.planner.scoring import rank_loads
 
@@ -21,7 +21,7 @@ def random_placement(generator, layers, experts, ranks, slots):
 
 def slow_par(load_TR):
     ratios = [max(load_R) / (sum(load_R) / len(load_R)) for load_R in load_TR.tolist() if sum(load_R) > 0]
-    return sum(ratios) / len(ratios) if ratios else 1.0
+    return sum(ratios) / len(ratios) if ratios else np.nan
 
 
 def slow_even_par(heat_TE, placed_RS):

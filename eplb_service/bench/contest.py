@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.solver.decision import Decision, Scene
-from benchmarks.solver.heat_kinds import WINDOW, Shape, generate
-from benchmarks.solver.ours import Ours
-from benchmarks.solver.peers import balancers
-from benchmarks.solver.peers.archives import PeerError, fetch
-from benchmarks.solver.policy_process import Maker, PolicyFailedError, PolicyProcess
+from eplb_service.bench.decision import Decision, Scene
+from eplb_service.bench.ours import Ours
+from eplb_service.bench.peers import balancers
+from eplb_service.bench.peers.archives import PeerError, fetch
+from eplb_service.bench.policy_process import Maker, PolicyFailedError, PolicyProcess
 from eplb_service.placement import Placement
 
 OURS = "ours"
@@ -31,7 +30,7 @@ class Contest:
     peers
         Names of the peers wanted, among ``balancers.PEERS``.
     index
-        Package index that their sources come from.
+        Package index that their sources come from; empty to fetch nothing.
     limit_seconds
         After so long a decision is given up.
     report
@@ -105,10 +104,3 @@ def first_scene(heat_TLE: np.ndarray, ranks: int, slots: int) -> Scene:
     _, layers, experts = heat_TLE.shape
     placement = Placement.linear(layers, experts, ranks, slots)
     return Scene(np.ascontiguousarray(heat_TLE), placement.phy2log_LRS, placement.default_log2phy())
-
-
-def generated_scene(kind: str, shape: Shape, windows: int, seed: int) -> tuple[Scene, np.ndarray]:
-    """The first window of generated heat as a scene, and all ``windows`` of it ``[T, L, E]``."""
-    layers, experts, ranks, slots = shape
-    heat_TLE = generate(kind, layers, experts, windows * WINDOW, seed)
-    return first_scene(heat_TLE[:WINDOW], ranks, slots), heat_TLE

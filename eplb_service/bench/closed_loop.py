@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.solver.contest import NONE, OURS, Contest, first_scene
-from benchmarks.solver.decision import Decision, Float64, Scene
-from benchmarks.solver.heat_kinds import WINDOW, Shape, generate, source_mix
-from benchmarks.solver.scoring import arrivals, realised_par, rule_tables
+from eplb_service.bench.contest import NONE, OURS, Contest, first_scene
+from eplb_service.bench.decision import Decision, Float64, Scene
+from eplb_service.bench.scoring import arrivals, realised_par, rule_tables
+from eplb_service.placement import mean_par
 
 
 @dataclass(frozen=True)
@@ -66,18 +66,6 @@ DEFAULT = Entrant("ours", OURS)
 LEFT_ALONE = Entrant("left alone", NONE)
 
 
-def generated_courses(
-    kinds: Sequence[str], shape: Shape, windows: int, seed: int, spread: float = 0.0
-) -> list[Course]:
-    """A course of each kind; ``spread`` is the log-sd of the split over source ranks."""
-    layers, experts, ranks, slots = shape
-    mix_RLE = source_mix(layers, experts, ranks, spread, seed) if spread else None
-    return [
-        Course(kind, generate(kind, layers, experts, windows * WINDOW, seed), ranks, slots, WINDOW, mix_RLE)
-        for kind in kinds
-    ]
-
-
 def entrants(contest: Contest) -> list[Entrant]:
     """Everybody in default settings."""
     return [LEFT_ALONE, DEFAULT, FULL, *(Entrant(name, name) for name in contest.peers)]
@@ -97,7 +85,7 @@ def loops(
 def _loop(contest: Contest, course: Course, entrant: Entrant) -> dict[str, Any] | None:
     """The first decision places the experts; moves are counted from the second on."""
     serving = first_scene(course.heat(0), course.ranks, course.slots)
-    realised, moves, cpu, changed = [], [], [], []
+    realised, moves, cpu, wall, changed = [], [], [], [], []
     for number in range(course.windows - 1):
         scene = Scene(course.heat(number), serving.placement_LRS, serving.tables_RLE, course.sources(number))
         decision = _decide(contest, entrant, scene, first=number == 0)
@@ -108,9 +96,10 @@ def _loop(contest: Contest, course: Course, entrant: Entrant) -> dict[str, Any] 
         if tables_RLE is None:
             tables_RLE = rule_tables(decision.placement_LRS, experts)
         following = course.heat(number + 1)
-        realised.append(float(realised_par(following, course.slots, tables_RLE, course.mix_RLE).mean()))
+        realised.append(float(mean_par(realised_par(following, course.slots, tables_RLE, course.mix_RLE))))
         moves.append(arrivals(serving.placement_LRS, decision.placement_LRS))
         cpu.append(decision.cpu_seconds)
+        wall.append(decision.wall_seconds)
         changed.append(decision.changed_layers)
         serving = Scene(scene.heat_TLE, decision.placement_LRS, tables_RLE)
     return {
@@ -120,6 +109,7 @@ def _loop(contest: Contest, course: Course, entrant: Entrant) -> dict[str, Any] 
         "moves": moves,
         "changed_layers": changed,
         "cpu_seconds": cpu,
+        "wall_seconds": wall,
         "slots": int(serving.placement_LRS.size),
     }
 

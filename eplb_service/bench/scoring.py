@@ -5,10 +5,12 @@ Written apart from the planner's own scoring, so that neither is judged by itsel
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.solver.decision import Float64, Int32
+from eplb_service.bench.decision import Float64, Int32
 from eplb_service.placement import default_log2phy, replica_counts
 
 
@@ -55,10 +57,10 @@ def sampled_loads(source_TRE: npt.NDArray[np.generic], slots: int, table_RE: Int
 
 
 def peak_to_average(load_TR: Float64) -> float:
-    """Largest rank load over the mean rank load, averaged over the steps that have tokens; 1 where none has."""
+    """Largest rank load over the mean rank load, averaged over the steps that have tokens; NaN where none has."""
     mean_T = load_TR.mean(axis=1)
     busy_T = mean_T > 0
-    return float((load_TR.max(axis=1)[busy_T] / mean_T[busy_T]).mean()) if busy_T.any() else 1.0
+    return float((load_TR.max(axis=1)[busy_T] / mean_T[busy_T]).mean()) if busy_T.any() else math.nan
 
 
 def arrivals(before_LRS: Int32, after_LRS: Int32) -> int:

@@ -9,7 +9,7 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.solver.peers.archives import Package
+from eplb_service.bench.peers.archives import Package
 
 
 def import_from(package: Package, module: str) -> types.ModuleType:

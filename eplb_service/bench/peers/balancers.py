@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.solver.decision import Decision, Int32, Policy, Scene
-from benchmarks.solver.peers.archives import SGLANG, VLLM, VLLM_ASCEND, Package
-from benchmarks.solver.peers.stand_ins import import_from, quiet_logger, stand_in
+from eplb_service.bench.decision import Decision, Int32, Policy, Scene
+from eplb_service.bench.peers.archives import SGLANG, VLLM, VLLM_ASCEND, Package
+from eplb_service.bench.peers.stand_ins import import_from, quiet_logger, stand_in
 from eplb_service.placement import replica_counts
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.solver.decision import Decision, Scene
+from eplb_service.bench.decision import Decision, Scene
 from eplb_service.heat.window import Window
 from eplb_service.placement import Placement, apply_layers
 from eplb_service.planner.decide import plan, plan_afresh

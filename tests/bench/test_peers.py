@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.solver.contest import Contest, first_scene
-from benchmarks.solver.decision import Decision, Scene
-from benchmarks.solver.peers import archives
-from benchmarks.solver.peers.archives import Package, PeerError, fetch
-from benchmarks.solver.policy_process import PolicyFailedError, PolicyProcess
+from eplb_service.bench.contest import Contest, first_scene
+from eplb_service.bench.decision import Decision, Scene
+from eplb_service.bench.peers import archives
+from eplb_service.bench.peers.archives import Package, PeerError, fetch
+from eplb_service.bench.policy_process import PolicyFailedError, PolicyProcess
 
 PACKAGE = Package("maker", "1.0", "maker-1.0", "maker/policy/")
 FILES = {"maker/policy/greedy.py": b"answer = 42\n", "maker/engine.py": b"import heavy\n"}

@@ -1,6 +1,6 @@
 """Fetches the sources of other people's balancers from a package index, without what their packages depend on.
 
-They go into a folder that git ignores; of each archive only the balancers' own files are unpacked.
+They go into the user's cache, once; of each archive, whose digest is known, only the balancers' own files are unpacked.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import html
 import io
+import os
 import re
 import shutil
 import tarfile
@@ -18,7 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urljoin
 
-SOURCES = Path(__file__).parent.parent / ".peers"
+SOURCES = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eplb" / "peers"
+"""Where they are kept."""
+INDEX = "https://pypi.org/simple"
+"""The package index that is asked where no other is named."""
 
 
 class PeerError(RuntimeError):
@@ -27,13 +31,25 @@ class PeerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Package:
-    """One package of the index, and the folder of it that holds balancers."""
+    """One package of the index, and the folder of it that holds balancers.
+
+    Parameters
+    ----------
+    name, version
+        As the index has them.
+    archive
+        The file's name.
+    folder
+        In the archive.
+    sha256
+        The file's digest; empty where only the index's own is checked.
+    """
 
     name: str
     version: str
     archive: str
-    """What the archive's name begins with."""
     folder: str
+    sha256: str = ""
 
     @property
     def root(self) -> Path:
@@ -42,16 +58,37 @@ class Package:
 
 
 VLLM_ASCEND = Package(
-    "vllm-ascend", "0.23.0.post1", "vllm_ascend-0.23.0.post1.tar.gz", "vllm_ascend/eplb/core/policy/"
+    "vllm-ascend",
+    "0.23.0.post1",
+    "vllm_ascend-0.23.0.post1.tar.gz",
+    "vllm_ascend/eplb/core/policy/",
+    "a3b9f4a5dd7aa50c37e03d1f35937c4ae5aeacc49b734cac74d59ce5757738e1",
 )
-VLLM = Package("vllm", "0.33.0", "vllm-0.33.0.tar.gz", "vllm/distributed/eplb/policy/")
-SGLANG = Package("sglang", "0.5.23", "sglang-0.5.23-", "sglang/srt/eplb/eplb_algorithms/")
+VLLM = Package(
+    "vllm",
+    "0.33.0",
+    "vllm-0.33.0.tar.gz",
+    "vllm/distributed/eplb/policy/",
+    "f4c33c2503d52bb411146afa9618a4f48bed68912f617e6803ac8d76e4c74112",
+)
+SGLANG = Package(
+    "sglang",
+    "0.5.23",
+    "sglang-0.5.23-cp311-cp311-manylinux_2_34_x86_64.whl",  # the balancers in it are plain Python
+    "sglang/srt/eplb/eplb_algorithms/",
+    "00b3cd5b265ac76c64185fbb6b95424f324ddd9f428d0306b77bc9db9d859937",
+)
 
 
 def fetch(package: Package, index: str) -> None:
-    """Unpack a package's balancers unless they are there; raises ``PeerError`` where the index does not give them."""
+    """Unpack a package's balancers unless they are there.
+
+    Raises ``PeerError`` where the index does not give them, or they are not there and ``index`` is empty.
+    """
     if package.root.exists():
         return
+    if not index:
+        raise PeerError(f"{package.name} {package.version} is not in {SOURCES}, and nothing may be fetched")
     try:
         data = _download(package, index)
         partial = package.root.with_suffix(".partial")
@@ -67,19 +104,29 @@ def fetch(package: Package, index: str) -> None:
 
 
 def _download(package: Package, index: str) -> bytes:
-    """The archive, its digest checked against the index's."""
+    """The archive, its digest checked against the one that is known, and the index's."""
     page = urljoin(index.rstrip("/") + "/", f"{package.name}/")
-    with urllib.request.urlopen(page, timeout=60) as answer:
-        listing = answer.read().decode()
+    listing = _read(page, 60).decode()
     links = [html.unescape(link) for link in re.findall(r'href="([^"]+)"', listing)]
     link = next((link for link in links if f"/{package.archive}" in link), None)
     if link is None:
         raise ValueError(f"{page} lists no {package.archive}")
     address, _, digest = urljoin(page, link).partition("#sha256=")
-    with urllib.request.urlopen(address, timeout=600) as answer:
-        data: bytes = answer.read()
-    if digest and hashlib.sha256(data).hexdigest() != digest:
+    data = _read(address, 600)
+    found = hashlib.sha256(data).hexdigest()
+    if digest and found != digest:
         raise ValueError(f"{address} is not what its index says")
+    if package.sha256 and found != package.sha256:
+        raise ValueError(f"{address} is not the archive that is known: its digest differs")
+    return data
+
+
+def _read(address: str, timeout: float) -> bytes:
+    """What an index answers; raises ``ValueError`` on an address that is none of the web's."""
+    if not address.startswith(("https://", "http://")):
+        raise ValueError(f"{address} is no http address")
+    with urllib.request.urlopen(address, timeout=timeout) as answer:  # noqa: S310
+        data: bytes = answer.read()
     return data
 
 

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from benchmarks.solver.decision import Decision, Policy, Scene
+from eplb_service.bench.decision import Decision, Policy, Scene
 
 Maker = Callable[[], Policy]
 """Makes a policy; travels to the process, so it must be importable there."""

@@ -1,0 +1,165 @@
+"""``eplb bench`` puts everybody's figures side by side, and says who takes no part and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eplb_service.bench import closed_loop, comparison
+from eplb_service.bench.closed_loop import LEFT_ALONE, Course, Entrant
+from eplb_service.bench.comparison import compare, peer_label
+from eplb_service.bench.contest import OURS, Contest
+from eplb_service.bench.decision import Decision, Scene
+from eplb_service.bench.peers import archives
+from eplb_service.bench.peers.archives import Package, PeerError, fetch
+from eplb_service.bench.peers.balancers import PEERS
+from eplb_service.bench.scoring import arrivals, even_par, realised_par
+from eplb_service.cli import main
+from eplb_service.heat.synthetic import synthetic_heat
+from eplb_service.placement import Placement, mean_par
+from tests.cli.published import held
+
+
+@dataclass
+class Answers:
+    """A contest in which everybody moves every rank's experts on by one rank; ``lazy`` fails."""
+
+    asked: int = 0
+
+    def decide(self, name: str, scene: Scene, *, fresh: bool = True, **options: object) -> Decision | None:
+        self.asked += 1
+        if name == "lazy":
+            return None
+        moved = np.roll(scene.placement_LRS, 1, axis=1)
+        return Decision(moved, None, None, len(moved), 0.25 if fresh else 0.5, 2.0 if fresh else 1.0)
+
+    def warm_up(self, names: list[str], scene: Scene) -> None:
+        assert "none" not in names
+
+
+def test_figures_are_of_the_windows_after_each_decision() -> None:
+    heat_TLE = synthetic_heat("drift", 50, 2, 8, tokens=64, top_k=2, seed=3)
+    course = Course("a", heat_TLE, ranks=4, slots=3, window=16)
+    taking_part = [LEFT_ALONE, Entrant("mover", "mover"), Entrant("lazy", "lazy")]
+    found = compare(Answers(), course, taking_part)  # type: ignore[arg-type]
+    alone, mover = found.policies
+    linear = Placement.linear(2, 8, 4, 3)
+    served = [heat_TLE[16:32], heat_TLE[32:48]]
+    expected = [float(mean_par(realised_par(part, 3, linear.default_log2phy()))) for part in served]
+    assert alone.par_realised == pytest.approx(expected)
+    assert alone.par == pytest.approx(expected[1])
+    assert alone.moves == (0, 0)
+    once = np.roll(linear.phy2log_LRS, 1, axis=1)
+    assert mover.moves == (arrivals(linear.phy2log_LRS, once), arrivals(once, np.roll(once, 1, axis=1)))
+    assert (mover.cpu_ms, mover.wall_ms, mover.slots) == (500.0, 1000.0, 24)
+    assert 1 < found.floor < 1.6
+
+
+def test_a_layer_without_tokens_has_no_ratio() -> None:
+    heat_TLE = np.zeros((4, 2, 4), dtype=np.int64)
+    heat_TLE[:, 1] = [3, 1, 1, 1]
+    placed_LRS = Placement.linear(2, 4, 2, 2).phy2log_LRS
+    assert np.isnan(even_par(heat_TLE, placed_LRS)[0])
+    assert even_par(heat_TLE, placed_LRS)[1] == pytest.approx(4 / 3)
+    found = compare(Answers(), Course("a", heat_TLE, 2, 2, 2), [LEFT_ALONE])  # type: ignore[arg-type]
+    assert found.policies[0].par == pytest.approx(4 / 3)
+
+
+def test_peers_are_named_with_their_engine() -> None:
+    assert [peer_label(name) for name in PEERS] == [
+        "FlashLB (vLLM-Ascend)",
+        "Swift (vLLM-Ascend)",
+        "default (vLLM-Ascend)",
+        "default (vLLM)",
+        "deepseek (SGLang)",
+        "deepseek_vec (SGLang)",
+    ]
+
+
+def test_archives_are_known_by_their_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archives, "SOURCES", tmp_path)
+    package = Package("maker", "1.0", "maker-1.0.tar.gz", "maker/policy/", "0" * 64)
+    answers = {
+        "https://index/maker/": b'<a href="../maker/maker-1.0.tar.gz">',
+        "https://index/maker/maker-1.0.tar.gz": b"x",
+    }
+    monkeypatch.setattr(archives, "_read", lambda address, timeout: answers[address])
+    with pytest.raises(PeerError, match="is not the archive that is known: its digest differs"):
+        fetch(package, "https://index")
+    with pytest.raises(PeerError, match=r"is not in .*, and nothing may be fetched"):
+        fetch(package, "")
+    monkeypatch.undo()
+    with pytest.raises(PeerError, match="is no http address"):
+        fetch(package, f"file://{tmp_path}")
+    assert all(len(known.sha256) == 64 for known, _ in PEERS.values())
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.npz"
+    np.savez(path, heat=synthetic_heat("static", 60, 2, 16, tokens=512, top_k=2, seed=1))
+    return path
+
+
+def test_our_own_policies_on_a_trace(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "bench",
+        "--heat",
+        str(trace),
+        "--ranks",
+        "4",
+        "--redundant",
+        "4",
+        "--window",
+        "20",
+        "--peers",
+        "none",
+    ]
+    assert main.run([*arguments, "--json"]) == 0
+    reported = held("bench", capsys.readouterr().out)
+    assert list(reported["policies"]) == ["left alone", "flashlb (ours)", "deepseek (ours)"]
+    alone, flashlb, deepseek = reported["policies"].values()
+    assert flashlb["par_realised"] < alone["par_realised"]
+    assert deepseek["par_realised"] < alone["par_realised"]
+    assert (reported["decisions"], reported["slots"], reported["failures"]) == (2, 5, [])
+    assert flashlb["source"] == "eplb-service"
+    assert min(flashlb["cpu_ms_mean"], flashlb["solve_ms_mean"]) > 0
+
+
+def test_a_peer_that_is_not_there_is_said_and_the_others_are_compared(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch", reason="PEERS ARE NOT TESTED: no torch here")
+    monkeypatch.setattr(archives, "SOURCES", tmp_path / "peers")
+    monkeypatch.setattr(comparison, "OWN", ())
+    arguments = ["--ranks", "4", "--window", "20", "--peers", "vllm", "--no-fetch"]
+    assert main.run(["bench", "--heat", str(trace), *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert "left alone" in out
+    assert "token sampling alone leaves about" in out
+    assert "vLLM default takes no part here: vllm 0.33.0 is not in" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--peers", "trtllm"], "--peers names 'trtllm'; choose among vllm-ascend, vllm, sglang, or none"),
+        (["--window", "40"], "60 steps are no two windows of 40"),
+        (["--redundant", "3"], "use --redundant 0 or that plus a multiple of 4"),
+    ],
+)
+def test_refusals(
+    trace: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["bench", "--heat", str(trace), "--ranks", "4", "--peers", "none", *arguments]
+    assert main.run(given) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_ours_and_none_are_known_by_name() -> None:
+    assert {entrant.policy for entrant in comparison.OWN} == {OURS}
+    assert closed_loop.LEFT_ALONE.label == "left alone"
+    assert Contest([], "", 1.0, print).peers == []
