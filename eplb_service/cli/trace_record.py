@@ -111,7 +111,7 @@ def _take(trace: WatchedTrace, message: operator_pb2.WatchHeatResponse) -> None:
         raise WireError("heat comes before what is served")
     elif kind == "switched":
         switched = decode_switched(message.switched, trace.served.shape)
-        trace.place(switched.layer, switched.epoch, switched.phy2log_RS)
+        trace.place(switched)
     elif kind == "heat":
         served = trace.served
         if message.heat.rank >= served.shape.ranks:

@@ -7,9 +7,8 @@ from pathlib import Path
 from eplb_service.cli.errors import UserError
 from eplb_service.io.recorder import Recorder
 from eplb_service.io.trace import TraceFacts
-from eplb_service.placement import Int32
 from eplb_service.wire.heat import HeatReport
-from eplb_service.wire.watch import ServedModel
+from eplb_service.wire.watch import ServedModel, SwitchedLayer
 
 
 class WatchedTrace:
@@ -83,12 +82,13 @@ class WatchedTrace:
             raise UserError(self._cannot_go_on("with another placement under the same epochs"))
         self.served = served
         for layer, (epoch, phy2log_RS) in rows:
-            recorder.place(layer, epoch, phy2log_RS)
+            log2phy_RLE = served.log2phy_RLE
+            recorder.place(layer, epoch, phy2log_RS, None if log2phy_RLE is None else log2phy_RLE[:, layer])
 
-    def place(self, layer: int, epoch: int, phy2log_RS: Int32) -> None:
+    def place(self, switched: SwitchedLayer) -> None:
         """A layer has switched; only after ``begin``."""
         assert self._recorder is not None
-        self._recorder.place(layer, epoch, phy2log_RS)
+        self._recorder.place(switched.layer, switched.epoch, switched.phy2log_RS, switched.log2phy_RE)
 
     def add(self, rank: int, batch: HeatReport) -> None:
         """A rank has reported; only after ``begin``."""

@@ -9,9 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from eplb_service.heat.window import HeatError
 from eplb_service.io.native_writer import BATCH_STEPS, TraceWriter
+from eplb_service.io.routing_tables import LayerTables, RoutingTables, slots_of_sources
 from eplb_service.io.step_record import PHASES, StepRecord
 from eplb_service.io.trace import TraceFacts
 from eplb_service.placement import Int32
@@ -42,10 +44,11 @@ class Recorder:
     most_steps
         Steps to record; ``None`` for no bound.
 
-    Tokens by source rank are recorded where all ranks report them, up to ``MOST_SOURCE_COUNTS``. ``lost`` counts steps
-    that were not recorded: not reported by all ranks, reported under different placements or one that is not known, or
-    too many for the disk. ``error`` is what ended the recording, or ``None``. Raises ``OutputError`` where nothing can
-    be written, ``HeatError`` where something else is there.
+    Tokens by source rank are recorded where all ranks report them, up to ``MOST_SOURCE_COUNTS``. Where ranks do not
+    count what their slots received, that is derived from the tokens of all sources and the tables that those were sent
+    by. ``lost`` counts steps that were not recorded: not reported by all ranks, reported under different placements or
+    one that is not known, or too many for the disk. ``error`` is what ended the recording, or ``None``. Raises
+    ``OutputError`` where nothing can be written, ``HeatError`` where something else is there.
     """
 
     def __init__(
@@ -73,6 +76,8 @@ class Recorder:
         self._first_whole: int | None = None
         self._complete: list[tuple[int, StepRecord]] = []
         self._placements = {key: row.tobytes() for key, row in self._writer.placements().items()}
+        self._tables = RoutingTables(layers)
+        self._has_tables = True
         self._known: set[tuple[int, ...]] = set()
         self._handed_over = 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eplb-recorder")
@@ -93,8 +98,14 @@ class Recorder:
         """Whether all steps asked for have been recorded."""
         return self._room is not None and self.steps >= self._room
 
-    def place(self, layer: int, epoch: int, phy2log_RS: Int32) -> None:
-        """Record which expert is in each slot of ``layer`` at ``epoch``; known ones are not written again."""
+    def place(self, layer: int, epoch: int, phy2log_RS: Int32, log2phy_RE: Int32 | None) -> None:
+        """Record which expert is in each slot of ``layer`` at ``epoch``; known ones are not written again.
+
+        ``log2phy_RE`` is where each source rank's tokens go, ``None`` where that is not known.
+        """
+        self._has_tables = log2phy_RE is not None
+        if log2phy_RE is not None:
+            self._tables.place(layer, epoch, log2phy_RE)
         data = np.ascontiguousarray(phy2log_RS, dtype=np.int32)
         if self._placements.get((layer, epoch)) != data.tobytes():
             self._placements[layer, epoch] = data.tobytes()
@@ -114,9 +125,10 @@ class Recorder:
 
     def add(self, rank: int, batch: HeatReport) -> None:
         """Take one rank's report, whose arrays must not change any more."""
-        if batch.slot_counts_TLS is None:
+        if batch.slot_counts_TLS is None and not self._has_tables:
             self.error = self.error or HeatError(
-                f"rank {rank} does not count tokens by slot, which is what a trace records"
+                f"rank {rank} does not count tokens by slot, and the tables that they would follow from are not known: "
+                "the service is of an older release, or they are too large to be sent; record with eplb serve --record"
             )
             return
         for offset in range(batch.steps):
@@ -125,7 +137,9 @@ class Recorder:
                 continue
             step = self._pending.get(number)
             if step is None:
-                step = self._pending[number] = StepRecord(batch.layer_epochs, self._facts.ranks)
+                step = self._pending[number] = StepRecord(
+                    batch.layer_epochs, batch.slot_counts_TLS is not None, self._facts.ranks
+                )
             step.add(rank, batch, offset)
             if step.whole:
                 self._finish(number)
@@ -158,11 +172,15 @@ class Recorder:
         """
         ready: list[tuple[int, StepRecord]] = []
         kept: list[tuple[int, StepRecord]] = []
+        tables: dict[tuple[int, ...], LayerTables | None] = {}
         for number, step in self._complete:
             in_time = before is None or number < before
-            (ready if in_time and not kept and self._is_known(step.layer_epochs) else kept).append(
-                (number, step)
+            if step.layer_epochs not in tables:
+                tables[step.layer_epochs] = self._tables.at(step.layer_epochs)
+            is_known = self._is_known(step.layer_epochs) and (
+                step.by_slot or tables[step.layer_epochs] is not None
             )
+            (ready if in_time and not kept and is_known else kept).append((number, step))
         if before is None or len(kept) > _BATCHES_WAITING * self._batch_steps:
             self._lost += len(kept)
             kept = []
@@ -174,7 +192,7 @@ class Recorder:
             self._lost += len(ready)
             return
         self._handed_over += len(ready)
-        self._write(self._append, ready)
+        self._write(self._append, ready, tables)
 
     def _is_known(self, layer_epochs: tuple[int, ...]) -> bool:
         if layer_epochs not in self._known:
@@ -183,7 +201,9 @@ class Recorder:
             self._known.add(layer_epochs)
         return True
 
-    def _append(self, steps: list[tuple[int, StepRecord]]) -> None:
+    def _append(
+        self, steps: list[tuple[int, StepRecord]], tables: dict[tuple[int, ...], LayerTables | None]
+    ) -> None:
         """On the thread: put the ranks' counts together and write them."""
         wanted = self._writer.sources
         if wanted is None:
@@ -196,7 +216,7 @@ class Recorder:
             return
         records = [step for _, step in steps]
         self._writer.append_slots(
-            np.stack([step.slot_counts() for step in records]),
+            np.stack([self._slot_counts(step, tables[step.layer_epochs]) for step in records]),
             np.array([step.layer_epochs for step in records], dtype=np.int64),
             step_T=[number for number, _ in steps],
             tokens_T=[step.tokens() for step in records],
@@ -204,6 +224,12 @@ class Recorder:
             source_TRLE=np.stack([step.source_counts() for step in records]) if wanted else None,
         )
         self._writer.flush()
+
+    def _slot_counts(self, step: StepRecord, tables: LayerTables | None) -> npt.NDArray[np.uint32]:
+        if step.by_slot:
+            return step.slot_counts()
+        assert tables is not None
+        return slots_of_sources(step.source_counts(), tables, self._facts.ranks * self._facts.slots)
 
     def _write(self, call: Callable[..., None], *arguments: object) -> None:
         self._waiting.append(self._thread.submit(self._guarded, call, *arguments))

@@ -38,7 +38,12 @@ class Recording:
         self._recorders: dict[str, Recorder] = {}
 
     def placed(
-        self, name: str, facts: TraceFacts, placement: Placement, layer_epochs: tuple[int, ...]
+        self,
+        name: str,
+        facts: TraceFacts,
+        placement: Placement,
+        log2phy_RLE: Int32,
+        layer_epochs: tuple[int, ...],
     ) -> None:
         """All ranks of deployment ``name`` agree on what they serve; begins a trace where the last one does not fit."""
         rows = list(zip(range(placement.layers), layer_epochs, placement.phy2log_LRS, strict=True))
@@ -51,13 +56,13 @@ class Recording:
         else:
             recorder.begin_again()
         if recorder is not None:
-            for row in rows:
-                recorder.place(*row)
+            for layer, epoch, phy2log_RS in rows:
+                recorder.place(layer, epoch, phy2log_RS, log2phy_RLE[:, layer])
 
-    def switched(self, name: str, layer: int, epoch: int, phy2log_RS: Int32) -> None:
+    def switched(self, name: str, layer: int, epoch: int, phy2log_RS: Int32, log2phy_RE: Int32) -> None:
         """A layer of deployment ``name`` has switched."""
         if name in self._recorders:
-            self._recorders[name].place(layer, epoch, phy2log_RS)
+            self._recorders[name].place(layer, epoch, phy2log_RS, log2phy_RE)
 
     def heat(self, name: str, rank: int, batch: HeatReport) -> None:
         """One rank of deployment ``name`` has reported."""

@@ -23,12 +23,13 @@ _UNKNOWN_TOKENS = -1
 class StepRecord:
     """What each rank reported of one step; the arrays are those of the reports, not copies.
 
-    ``layer_epochs`` is what the first rank counted under, ``spoilt`` whether another rank said otherwise, ``busy``
-    whether any rank had tokens.
+    ``layer_epochs`` is what the first rank counted under and ``by_slot`` whether it counted what its slots received,
+    ``spoilt`` whether another rank said otherwise, ``busy`` whether any rank had tokens.
     """
 
-    def __init__(self, layer_epochs: tuple[int, ...], ranks: int) -> None:
+    def __init__(self, layer_epochs: tuple[int, ...], by_slot: bool, ranks: int) -> None:
         self.layer_epochs = layer_epochs
+        self.by_slot = by_slot
         self.spoilt = False
         self.busy = False
         self._missing = ranks
@@ -50,10 +51,11 @@ class StepRecord:
             self._missing -= 1
         self._reported[rank] = batch, offset
         self.spoilt |= batch.layer_epochs != self.layer_epochs
+        self.spoilt |= (batch.slot_counts_TLS is not None) != self.by_slot
         self.busy |= int(batch.phase_T[offset]) != StepPhase.DUMMY
 
     def slot_counts(self) -> npt.NDArray[np.uint32]:
-        """Tokens by slot, uint32 ``[L, R*S]``; only where all ranks count by slot."""
+        """Tokens by slot, uint32 ``[L, R*S]``; only where ``by_slot``."""
         rows = [
             batch.slot_counts_TLS[offset]
             for batch, offset in self._reports()

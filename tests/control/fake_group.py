@@ -131,8 +131,9 @@ async def refusal_of(
 class FakeGroup:
     """All ranks of a group, in step with each other."""
 
-    def __init__(self, address: str, live: LivePlacement | None = None) -> None:
+    def __init__(self, address: str, live: LivePlacement | None = None, *, by_slot: bool = True) -> None:
         self.live = live or live_of(first_placement())
+        self.by_slot = by_slot
         self.step = 0
         self.channel = grpc.aio.insecure_channel(address)
         self.address = address
@@ -155,7 +156,10 @@ class FakeGroup:
 
     async def send_heat(self, heat_TLE: Int32) -> None:
         for rank in self.ranks:
-            await rank.say(heat_report=heat_report(self.live, rank.rank, self.step, heat_TLE))
+            report = heat_report(self.live, rank.rank, self.step, heat_TLE)
+            if not self.by_slot:
+                report.ClearField("slot_counts")
+            await rank.say(heat_report=report)
         self.step += len(heat_TLE)
 
     async def hear_plan(self) -> list[RankPlan]:

@@ -8,7 +8,7 @@ import torch
 from worker_agent.adapters.errors import UnsupportedEngineError
 from worker_agent.adapters.vllm_ascend import hooks, plugin
 from worker_agent.adapters.vllm_ascend.balancer import AscendBalancer, LayerFinder, _slots
-from worker_agent.adapters.vllm_ascend.layer import HeatRings
+from worker_agent.adapters.vllm_ascend.layer import AscendLayer, HeatRings
 from worker_agent.adapters.vllm_ascend.sources import SourceCounter
 from worker_agent.adapters.vllm_ascend.weights import expert_weights
 
@@ -157,6 +157,20 @@ def test_experts_that_would_not_move_whole_are_refused(layer, reason):
 def test_quantised_experts_are_moved_only_where_that_is_asked_for():
     with pytest.raises(UnsupportedEngineError, match="not been shown on a device"):
         expert_weights(weighted("W8A8", w13_weight_list=[]), quantised=True)
+
+
+def test_tensors_that_the_host_replaces_are_noticed():
+    names = ("w13_weight_list", "w2_weight_list", "w13_weight_scale_fp32_list", "w2_weight_scale_list")
+    lists = {name: [torch.zeros(2) for _ in range(SLOTS)] for name in names}
+    host = weighted("W8A8", **lists)
+    weights = expert_weights(host, quantised=True, allow_unverified=True)
+    heat = HeatRings([host], EXPERTS, rows=4)
+    layer = AscendLayer(host, torch.zeros(EXPERTS, dtype=torch.int32), weights, heat, 0, False)
+    assert layer.expert_weights() is weights
+    # As in quant_apply_mlp: the first expert's scales become those of another type.
+    host.w13_weight_scale_fp32_list[0] = host.w13_weight_scale_fp32_list[0].to(torch.bfloat16)
+    with pytest.raises(UnsupportedEngineError, match="custom operators"):
+        layer.expert_weights()
 
 
 def test_layers_that_the_host_does_not_balance_are_left_alone():

@@ -8,10 +8,12 @@ import pytest
 from eplb_service.atomic_write import OutputError
 from eplb_service.io import recorder as recorder_module
 from eplb_service.io.open_trace import open_trace
+from eplb_service.io.recorder import Recorder
 from eplb_service.io.recording import Recording
+from eplb_service.io.routing_tables import RoutingTables
 from eplb_service.io.step_record import PHASES
 from eplb_service.io.trace import TraceFacts
-from eplb_service.placement import Placement
+from eplb_service.placement import Placement, dealt_log2phy
 from eplb_service.wire.heat import HeatReport, StepPhase
 
 RANKS, SLOTS, LAYERS, EXPERTS = 4, 3, 2, 8
@@ -27,6 +29,24 @@ def report(rank, first, last, epochs=(0, 0), dummy=False):
     return HeatReport(first, epochs, counts_TLS * (not dummy), phase_T)
 
 
+def source_report(rank, first, source_TLE, epochs=(0, 0)):
+    """Of a rank that does not count what its slots received."""
+    phase_T = np.full(len(source_TLE), StepPhase.DECODE, dtype=np.uint8)
+    return HeatReport(first, epochs, None, phase_T, source_TLE)
+
+
+def sent_one_by_one(source_TLRE, placement, log2phy_RLE):
+    """Twin of what the recorder derives: every token of every source, dealt in turn, ``[T, L, R*S]``."""
+    tables_RLED = log2phy_RLE if log2phy_RLE.ndim == 4 else log2phy_RLE[..., None]
+    slots_TLP = np.zeros((len(source_TLRE), LAYERS, RANKS * SLOTS), dtype=int)
+    for (step, layer, rank, expert), tokens in np.ndenumerate(source_TLRE):
+        for token in range(tokens):
+            slot = tables_RLED[rank, layer, expert, token % tables_RLED.shape[3]]
+            assert placement.phy2log_LRS[layer].ravel()[slot] == expert
+            slots_TLP[step, layer, slot] += 1
+    return slots_TLP
+
+
 def by_expert(counts_TLRS, placement):
     heat_TLE = np.zeros((len(counts_TLRS), LAYERS, EXPERTS), dtype=int)
     for (step, layer, rank, slot), tokens in np.ndenumerate(counts_TLRS):
@@ -37,8 +57,12 @@ def by_expert(counts_TLRS, placement):
 @pytest.fixture
 def recording(tmp_path):
     recording = Recording(tmp_path, pending_steps=32)
-    recording.placed("decode", FACTS, LINEAR, (0, 0))
+    placed(recording)
     return recording
+
+
+def placed(recording, placement=LINEAR):
+    recording.placed("decode", FACTS, placement, placement.default_log2phy(), (0, 0))
 
 
 def test_steps_come_out_as_the_ranks_reported_them(tmp_path, recording):
@@ -57,7 +81,7 @@ def test_a_switch_is_recorded_whenever_it_is_told(tmp_path, recording):
     for rank in range(RANKS):
         recording.heat("decode", rank, report(rank, 0, 10))
         recording.heat("decode", rank, report(rank, 10, 20, epochs=(0, 1)))
-    recording.switched("decode", 1, 1, OTHER.phy2log_LRS[1])
+    recording.switched("decode", 1, 1, OTHER.phy2log_LRS[1], OTHER.default_log2phy()[:, 1])
     recording.close()
     trace = open_trace(tmp_path / "decode-1.zarr")
     assert np.array_equal(trace.heat(0, 10), by_expert(COUNTS_TLRS[:10], LINEAR))
@@ -92,7 +116,7 @@ def test_steps_without_tokens_are_left_out(tmp_path, recording):
 
 def test_ranks_that_come_back_go_on_and_others_begin_again(tmp_path, recording):
     for placement in (LINEAR, LINEAR, OTHER):
-        recording.placed("decode", FACTS, placement, (0, 0))
+        placed(recording, placement)
         for rank in range(RANKS):
             recording.heat("decode", rank, report(rank, 0, 10))
     recording.close()
@@ -116,7 +140,7 @@ def test_a_disk_that_fails_ends_the_recording_and_nothing_else(tmp_path, recordi
 
 def test_deployments_that_were_never_placed_are_not_recorded(tmp_path, recording):
     recording.heat("prefill", 0, report(0, 0, 10))
-    recording.switched("prefill", 0, 1, OTHER.phy2log_LRS[0])
+    recording.switched("prefill", 0, 1, OTHER.phy2log_LRS[0], OTHER.default_log2phy()[:, 0])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["decode-1.zarr"]
     recording.close()
     with pytest.raises(OutputError, match="is no folder"):
@@ -125,7 +149,7 @@ def test_deployments_that_were_never_placed_are_not_recorded(tmp_path, recording
 
 def test_ranks_that_start_over_are_recorded_from_their_first_step(tmp_path, recording):
     for _ in range(2):
-        recording.placed("decode", FACTS, LINEAR, (0, 0))
+        placed(recording)
         for first in range(0, 200, 20):
             for rank in range(RANKS):
                 recording.heat("decode", rank, report(rank, first, first + 20))
@@ -186,7 +210,7 @@ def test_steps_without_sources_are_left_out_of_a_trace_that_has_them(tmp_path, r
 def test_sources_of_very_large_deployments_are_not_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(recorder_module, "MOST_SOURCE_COUNTS", RANKS * LAYERS * EXPERTS - 1)
     recording = Recording(tmp_path, pending_steps=32)
-    recording.placed("decode", FACTS, LINEAR, (0, 0))
+    placed(recording)
     for rank in range(RANKS):
         recording.heat("decode", rank, replace(report(rank, 0, 10), source_counts_TLE=sources_of(rank, 10)))
     recording.close()
@@ -204,3 +228,63 @@ def test_a_recording_that_begins_in_the_midst_of_reports_has_lost_nothing(tmp_pa
     recording.close()
     assert open_trace(tmp_path / "decode-1.zarr").step_numbers(0, 80).tolist() == list(range(20, 100))
     assert recorder.lost == 0
+
+
+@pytest.mark.parametrize("deals", [False, True], ids=["one-replica", "dealing"])
+def test_slots_that_nobody_counts_follow_from_sources_and_tables(tmp_path, deals):
+    tables = [
+        np.stack([dealt_log2phy(layer, EXPERTS, 3) for layer in placement.phy2log_LRS], axis=1)
+        if deals
+        else placement.default_log2phy()
+        for placement in (LINEAR, OTHER)
+    ]
+    source_TLRE = np.random.default_rng(2).integers(0, 9, (20, LAYERS, RANKS, EXPERTS)).astype(np.uint8)
+    recording = Recording(tmp_path, pending_steps=32)
+    recording.placed("decode", FACTS, LINEAR, tables[0], (0, 0))
+    for rank in range(RANKS):
+        recording.heat("decode", rank, source_report(rank, 0, source_TLRE[:10, :, rank]))
+        recording.heat("decode", rank, source_report(rank, 10, source_TLRE[10:, :, rank], (0, 1)))
+    # The switch of layer 1 is heard of after what was counted under it.
+    recording.switched("decode", 1, 1, OTHER.phy2log_LRS[1], tables[1][:, 1])
+    recording.close()
+    trace = open_trace(tmp_path / "decode-1.zarr")
+    assert np.array_equal(trace.heat(0, 20), source_TLRE.sum(axis=2, dtype=int))
+    assert np.array_equal(trace.source_rows(0, 20), source_TLRE.transpose(0, 2, 1, 3))
+    expected_TLP = sent_one_by_one(source_TLRE, LINEAR, tables[0])
+    expected_TLP[10:, 1] = sent_one_by_one(source_TLRE, OTHER, tables[1])[10:, 1]
+    assert np.array_equal(trace.slot_heat(0, 20)[0], expected_TLP)
+    assert np.array_equal(
+        trace.served_loads(0, 20), expected_TLP.reshape(20, LAYERS, RANKS, SLOTS).sum(axis=3)
+    )
+
+
+def test_a_step_that_only_some_ranks_count_by_slot_is_lost(tmp_path, recording):
+    for rank in range(RANKS):
+        recording.heat("decode", rank, report(rank, 0, 10))
+        sources = np.ones((10, LAYERS, EXPERTS), dtype=np.uint8)
+        recording.heat("decode", rank, report(rank, 10, 20) if rank else source_report(0, 10, sources))
+    recorder = recording._recorders["decode"]
+    recording.close()
+    assert open_trace(tmp_path / "decode-1.zarr").steps == 10
+    assert recorder.lost == 10
+
+
+def test_slots_that_nobody_counts_are_refused_where_tables_are_unknown(tmp_path):
+    recorder = Recorder(tmp_path / "a.zarr", FACTS, LAYERS, EXPERTS, 32)
+    for layer in range(LAYERS):
+        recorder.place(layer, 0, LINEAR.phy2log_LRS[layer], None)
+    recorder.add(2, source_report(2, 0, np.ones((4, LAYERS, EXPERTS), dtype=np.uint8)))
+    assert "rank 2 does not count tokens by slot" in str(recorder.error)
+    recorder.close()
+
+
+def test_tables_of_the_newest_epochs_are_kept():
+    tables = RoutingTables(layers=2)
+    for epoch in range(40):
+        tables.place(0, epoch, np.full((RANKS, EXPERTS), epoch))
+    tables.place(1, 0, np.zeros((RANKS, EXPERTS)))
+    found = tables.at((39, 0))
+    assert found is not None
+    assert [int(table[0, 0]) for table in found] == [39, 0]
+    assert tables.at((0, 0)) is None
+    assert tables.at((39, 1)) is None

@@ -122,6 +122,23 @@ def layer_epochs(most: int = LAST_VERSION - 1) -> st.SearchStrategy[tuple[int, .
 
 
 @st.composite
+def served_models(draw: st.DrawFn) -> ServedModel:
+    placement = draw(placements())
+    nodes_R = draw(st.tuples(*[st.integers(0, 4095)] * SHAPE.ranks))
+    tables_RLE = draw(st.sampled_from((None, placement.default_log2phy())))
+    return ServedModel(
+        SHAPE, nodes_R, placement, draw(layer_epochs()), draw(st.integers(1, 1 << 20)), tables_RLE
+    )
+
+
+@st.composite
+def switched_layers(draw: st.DrawFn) -> SwitchedLayer:
+    phy2log_RS = draw(placements()).phy2log_LRS[0]
+    table_RE = draw(st.sampled_from((None, default_log2phy(phy2log_RS, SHAPE.experts))))
+    return SwitchedLayer(draw(st.integers(0, SHAPE.layers - 1)), draw(_VERSIONS), phy2log_RS, table_RE)
+
+
+@st.composite
 def hellos(draw: st.DrawFn) -> Hello:
     placement, epoch, width = draw(placements()), draw(_VERSIONS), draw(st.sampled_from((1, 3)))
     return Hello(
@@ -375,14 +392,7 @@ KINDS: dict[str, Kind] = {
         {"step": _PAST_STEPS, "epoch": _PAST_VERSIONS, "digest": _PAST_DIGESTS, "error": ACCEPTED},
     ),
     "served": Kind(
-        st.builds(
-            ServedModel,
-            st.just(SHAPE),
-            st.tuples(*[st.integers(0, 4095)] * SHAPE.ranks),
-            placements(),
-            layer_epochs(),
-            st.integers(1, 1 << 20),
-        ),
+        served_models(),
         encode_served,
         decode_served,
         {
@@ -392,21 +402,18 @@ KINDS: dict[str, Kind] = {
             "physical_to_logical": (*_WRONG_SHAPES, _array(SHAPE.layers, SHAPE.ranks, SHAPE.slots)),
             "layer_epochs": ([], [0] * 4, [LAST_VERSION] * 3),
             "pending_steps": (0, (1 << 20) + 1),
+            "log2phy": (*_WRONG_SHAPES, _array(SHAPE.ranks, SHAPE.layers, SHAPE.experts, value=99)),
         },
     ),
     "switched": Kind(
-        st.builds(
-            SwitchedLayer,
-            st.integers(0, SHAPE.layers - 1),
-            _VERSIONS,
-            placements().map(lambda placement: placement.phy2log_LRS[0]),
-        ),
+        switched_layers(),
         encode_switched,
         lambda message: decode_switched(message, SHAPE),
         {
             "layer": (3, 1 << 31),
             "epoch": _PAST_VERSIONS,
             "physical_to_logical": (*_WRONG_SHAPES, _array(SHAPE.ranks, SHAPE.slots)),
+            "log2phy": (*_WRONG_SHAPES, _array(SHAPE.ranks, SHAPE.experts, value=99)),
         },
     ),
     "deployment_status": Kind(

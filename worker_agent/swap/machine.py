@@ -161,7 +161,7 @@ class SwitchState:
 
     def with_term(self, term: int) -> SwitchState:
         """A service of this leader term is about: plans of older ones are refused from here on."""
-        return replace(self, highest_term=max(self.highest_term, term))
+        return self if term <= self.highest_term else replace(self, highest_term=term)
 
     def with_transfer_ended(self, generation: int, error: str | None = None) -> SwitchState:
         """The transfer of ``generation`` has staged everything, or failed with ``error``."""

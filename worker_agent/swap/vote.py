@@ -61,6 +61,7 @@ class BallotBox:
         self._timeout = timeout
         self._patience = patience
         self._tensor = torch.zeros(BALLOT_WIDTH, dtype=torch.int64)
+        self._ballot = self._tensor.numpy()
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
         self._work: dist.Work | None = None
@@ -74,7 +75,7 @@ class BallotBox:
         self.number += 1
         if self._group is None:
             raise VoteError(f"vote {self.number}: this rank has left the votes")
-        self._tensor.copy_(torch.tensor(ballot.encode(), dtype=torch.int64))
+        self._ballot[:] = ballot.encode()
         self._due = ballot.forward + self._lag
         try:
             self._work = self._group.allreduce([self._tensor], self._options)

@@ -130,17 +130,19 @@ class HeatFeed:
                 bytes_per_expert=deployment.group.shape.bytes_per_expert,
                 nodes_R=tuple(deployment.group.topology.nodes_R.tolist()),
             )
-            self._recording.placed(deployment.name, facts, live.placement, live.layer_epochs)
+            self._recording.placed(
+                deployment.name, facts, live.placement, live.log2phy_RLE, live.layer_epochs
+            )
 
     def switched(self, name: str, event: LayerCommitted) -> None:
         """A layer of deployment ``name`` has switched."""
-        layer, phy2log_RS = event.update.layer, event.update.phy2log_RS
+        update, layer = event.update, event.update.layer
         epoch = event.live.layer_epochs[layer]
         for watcher in self._watchers.get(name, ()):
-            switched = encode_switched(SwitchedLayer(layer, epoch, phy2log_RS))
+            switched = encode_switched(SwitchedLayer(layer, epoch, update.phy2log_RS, update.log2phy_RE))
             watcher.put(operator_pb2.WatchHeatResponse(switched=switched))
         if self._recording is not None:
-            self._recording.switched(name, layer, epoch, phy2log_RS)
+            self._recording.switched(name, layer, epoch, update.phy2log_RS, update.log2phy_RE)
 
     def counted(self, name: str, rank: int, report: HeatReport, message: agent_pb2.HeatReport) -> None:
         """A rank of deployment ``name`` has sent ``message``, decoded as ``report``."""
@@ -164,5 +166,6 @@ class HeatFeed:
             live.placement,
             live.layer_epochs,
             self._pending_steps,
+            live.log2phy_RLE,
         )
         return operator_pb2.WatchHeatResponse(served=encode_served(served))

@@ -12,12 +12,14 @@ import pytest
 import pytest_asyncio
 
 from eplb_service.cli.main import run
+from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.server import heat_feed
 from eplb_service.control.server.grpc_status import StatusError
 from eplb_service.control.server.heat_feed import Watcher
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.io.open_trace import open_trace
 from eplb_service.io.step_record import PHASES
+from eplb_service.placement import Int32
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from tests.control.fake_group import (
     EXPERTS,
@@ -49,11 +51,12 @@ async def recording(service: RunningService, *arguments: str, watched: bool = Tr
     return task
 
 
+@pytest.mark.parametrize("by_slot", [True, False], ids=["slots-counted", "slots-derived"])
 async def test_a_recording_holds_what_the_ranks_counted_across_a_switch(
-    service: RunningService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    service: RunningService, tmp_path: Path, capsys: pytest.CaptureFixture[str], by_slot: bool
 ) -> None:
     out = tmp_path / "decode.zarr"
-    async with FakeGroup(service.address) as group:
+    async with FakeGroup(service.address, by_slot=by_slot) as group:
         await group.join()
         task = await recording(service, "decode", "--out", str(out), "--steps", "40")
         for number in range(4):
@@ -67,12 +70,27 @@ async def test_a_recording_holds_what_the_ranks_counted_across_a_switch(
         [*(skewed_heat(8, seed=number) for number in range(4)), skewed_heat(16, seed=4)]
     )[:40]
     assert np.array_equal(trace.heat(0, trace.steps), RANKS * heat_TLE)
+    loads_TLR = trace.served_loads(0, 40)
+    assert loads_TLR is not None
+    assert np.array_equal(loads_TLR[:32], loads_sent(live_of(first_placement()), heat_TLE[:32]))
+    assert np.array_equal(loads_TLR[32:], loads_sent(group.live, heat_TLE[32:]))
+    assert not np.array_equal(group.live.placement.phy2log_LRS, first_placement().phy2log_LRS)
     sources_TRLE = trace.source_rows(0, 40)
     assert sources_TRLE is not None
     assert np.array_equal(sources_TRLE, np.broadcast_to(heat_TLE[:, None], (40, RANKS, LAYERS, EXPERTS)))
     assert np.array_equal(trace.tokens(0, 40), RANKS * heat_TLE[:, 0].sum(axis=1))
     assert {PHASES[phase] for phase in trace.phase_numbers(0, 40)} == {"decode"}
     assert trace.facts.nodes_R == (0, 0, 1, 1)
+
+
+def loads_sent(live: LivePlacement, heat_TLE: Int32) -> Int32:
+    """Tokens that each rank receives where every rank has those of ``heat_TLE``, int32 ``[T, L, R]``."""
+    loads_TLR = np.zeros((len(heat_TLE), LAYERS, RANKS), dtype=np.int32)
+    slots = live.placement.slots
+    for (source, layer, expert), slot in np.ndenumerate(live.log2phy_RLE):
+        assert source < RANKS
+        loads_TLR[:, layer, slot // slots] += heat_TLE[:, layer, expert]
+    return loads_TLR
 
 
 async def test_a_trace_is_gone_on_with_only_where_it_fits(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from worker_agent.adapters.errors import UnsupportedEngineError
 from worker_agent.adapters.live_layer import ExpertWeights
 
 
@@ -46,9 +47,26 @@ class AscendLayer:
         self.load_counter = heat.counter
         self.shares_tokens = shares_tokens
         self._weights = weights
+        self._first = [list(kind) for kind in weights if isinstance(kind, list)]
 
     def expert_weights(self) -> Sequence[ExpertWeights]:
-        """What the host's own balancer would move."""
+        """What the host's own balancer would move.
+
+        Raises
+        ------
+        UnsupportedEngineError
+            Where the host has put another tensor into one of its lists: its kernels would not see an expert arrive.
+        """
+        lists = [kind for kind in self._weights if isinstance(kind, list)]
+        for held, first in zip(lists, self._first, strict=True):
+            if len(held) != len(first) or any(
+                one is not other for one, other in zip(held, first, strict=True)
+            ):
+                raise UnsupportedEngineError(
+                    "a quantised expert whose tensors vLLM-Ascend replaces while it serves",
+                    "Without its custom operators it converts scales on first use, in place of the ones that it loaded",
+                    "Install vLLM-Ascend with its custom operators, or serve without dynamic_eplb",
+                )
         return self._weights
 
 

@@ -58,7 +58,8 @@ def expert_weights(layer: Any, quantised: bool, *, allow_unverified: bool = Fals
         )
     _refuse_what_would_stay(layer, names, kind)
     found = [getattr(layer, name) for name in names]
-    return [weight.data if isinstance(weight, torch.Tensor) else list(weight) for weight in found]
+    # The host's own lists, not copies: it puts other tensors into them where it converts scales.
+    return [weight.data if isinstance(weight, torch.Tensor) else weight for weight in found]
 
 
 def _refuse_what_would_stay(layer: Any, names: tuple[str, ...], kind: str) -> None:
