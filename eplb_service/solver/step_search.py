@@ -154,9 +154,9 @@ def _level_of(sharing: Sharing, found: Scenarios, memory: Search, n: int) -> Non
     """Level one scenario, and keep its tight set."""
     found.level_N[n] = level(sharing, found.flow_NP[n], found.load_NR[n], memory, False)
     size = 0
-    for r in range(memory.reached_R.shape[0]):
-        found.tight_NR[n, r] = memory.reached_R[r]
-        size += memory.reached_R[r]
+    for r in range(memory.tight_R.shape[0]):
+        found.tight_NR[n, r] = memory.tight_R[r]
+        size += memory.tight_R[r]
     found.size_N[n] = size
 
 

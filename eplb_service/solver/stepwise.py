@@ -87,6 +87,8 @@ class Search(NamedTuple):
     """int32 ``[E]``, the slot that hands on each expert that was reached, -1 for none."""
     reached_R: Bool
     queue_R: Int32
+    tight_R: Bool
+    """bool ``[R]``, the tight set that proves a level."""
 
 
 @kernel
@@ -97,6 +99,7 @@ def search_memory(ranks: int, experts: int) -> Search:
         np.empty(experts, dtype=np.int32),
         np.zeros(ranks, dtype=np.bool_),
         np.empty(ranks, dtype=np.int32),
+        np.zeros(ranks, dtype=np.bool_),
     )
 
 
@@ -111,7 +114,7 @@ def level(sharing: Sharing, flow_P: Float64, load_R: Float64, memory: Search, wh
     flow_P, load_R
         float64 ``[P]`` and ``[R]``, any split of the step's tokens: tokens of each slot, and of each rank.
     memory
-        ``memory.reached_R`` is left as the tight set: no tokens of its ranks can be served outside it. Empty where all
+        ``memory.tight_R`` is left as the tight set: no tokens of its ranks can be served outside it. Empty where all
         ranks are at the mean.
     whole
         Whether tokens are not to be cut; ``flow_P`` then holds whole numbers.
@@ -128,9 +131,9 @@ def level(sharing: Sharing, flow_P: Float64, load_R: Float64, memory: Search, wh
         total += load_R[r]
     target: float = np.ceil(total / ranks) if whole else total / ranks
     fine: float = 0.5 if whole else _FINE * total / ranks
-    reached_R = memory.reached_R
+    reached_R, tight_R = memory.reached_R, memory.tight_R
     for r in range(ranks):
-        reached_R[r] = False
+        tight_R[r] = False
     while True:
         cool = _reach(sharing, flow_P, load_R, memory, target, fine, slots)
         if cool >= 0:
@@ -148,6 +151,8 @@ def level(sharing: Sharing, flow_P: Float64, load_R: Float64, memory: Search, wh
             if raised <= target:
                 return target
             target = raised
+            for r in range(ranks):
+                tight_R[r] = reached_R[r]
             if not _any_above(load_R, target + fine):
                 return target
 
@@ -173,10 +178,7 @@ def _reach(
     fine: float,
     slots: int,
 ) -> int:
-    """The nearest rank below the target that tokens of the hottest ones can reach; ``_NONE_HOT`` or ``_NONE_COOL``.
-
-    Where none is hot, what was reached before stays as it is.
-    """
+    """The nearest rank below the target that tokens of the hottest ones can reach; ``_NONE_HOT`` or ``_NONE_COOL``."""
     ranks = load_R.shape[0]
     if not _any_above(load_R, target + fine):
         return _NONE_HOT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from eplb_service.offline import solve
@@ -26,6 +26,7 @@ def mean_optimum(phy2log_RS, scaled_EN, share_N):
     return float(np.dot(share_N, levels)) if share_N.sum() > 0 else None
 
 
+@example(Case(1, 1, np.zeros((1, 1))), 0, 0.0)
 @settings(max_examples=40)
 @given(cases(most_ranks=6, most_slots=4), SEEDS, st.sampled_from((0.0, 0.002, 0.05)))
 def test_a_search_ends_no_worse_and_reports_what_it_found(case: Case, seed: int, price: float) -> None:
@@ -41,7 +42,7 @@ def test_a_search_ends_no_worse_and_reports_what_it_found(case: Case, seed: int,
         if before is not None:
             assert ratio == pytest.approx(mean_optimum(found_RS, heat.scaled_EN, heat.share_N), abs=2e-5)
             assert ratio + asked * away <= before + 2e-5
-        assert asked > 0 or ratio >= 1.0 - 1e-5
+            assert asked > 0 or ratio >= 1.0 - 1e-5
 
 
 def test_one_seed_gives_one_placement() -> None:
