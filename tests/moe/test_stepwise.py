@@ -17,7 +17,7 @@ from tests.solver.slow.stepwise import optimum
 from worker_agent.adapters.live_layer import PlacementAware
 from worker_agent.moe import ExpertParallelMoE, LayerOptions, MoEShape, seeded_experts
 from worker_agent.moe.rank_group import RankGroup
-from worker_agent.moe.stepwise import ROUNDS, StepwiseSplit, check_splittable, turns
+from worker_agent.moe.stepwise import ROUNDS, StepwiseSplit, check_splittable
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -95,13 +95,6 @@ def test_sums_stay_exact_at_the_largest_deployments() -> None:
     assert torch.equal(forwards, backwards)
     exact = slow.product(split.round_M2[:3], list(map(int, state.tolist())))
     assert forwards[:3].tolist() == [float(x) for x in exact]
-
-
-@given(st.lists(st.integers(0, 5), max_size=30))
-def test_turns_count_those_before(ids: list[int]) -> None:
-    ids_N = torch.tensor(ids, dtype=torch.int64)
-    found_N = turns(ids_N, torch.bincount(ids_N, minlength=6))
-    assert found_N.tolist() == [ids[:n].count(expert) for n, expert in enumerate(ids)]
 
 
 def test_a_split_is_captured_whole_and_depends_on_no_value() -> None:

@@ -25,6 +25,7 @@ from eplb_service.placement import Int32
 from worker_agent.moe.operators import count_ids
 from worker_agent.moe.rank_group import RankGroup
 from worker_agent.moe.stepwise_tables import UNITS, most_shared, split_tables
+from worker_agent.moe.turns import turns
 
 ROUNDS = 20
 """Of product and projection; ``docs/live.md`` has how far from the optimum fewer and more end."""
@@ -167,11 +168,3 @@ class StepwiseSplit:
         cut_X.add_(UNITS / 2).remainder_(UNITS).sub_(UNITS / 2)
         whole_M = torch.addmv(flow_M, self.by_cut_MX, cut_X, alpha=-1)
         return whole_M.mul_(1 / UNITS).clamp_(min=0)
-
-
-def turns(ids_N: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-    """For each id how many of those before it are the same, int64 ``[N]``; ``counts_E``: how many there are of each."""
-    order_N = ids_N.argsort(stable=True)
-    first_E = counts_E.cumsum(0) - counts_E
-    sorted_N = torch.arange(ids_N.shape[0], device=ids_N.device) - first_E.index_select(0, ids_N[order_N])
-    return torch.empty_like(sorted_N).scatter_(0, order_N, sorted_N)

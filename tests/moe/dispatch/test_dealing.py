@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker_agent.moe.dispatch.dealing import dealt, turns
+from worker_agent.moe.dispatch.dealing import dealt
 from worker_agent.moe.dispatch.interface import DispatchRequest
 
 
@@ -83,8 +83,3 @@ def test_dealing_is_captured_whole_in_a_graph(width: int) -> None:
     exported = torch.export.export(Dealing(), (table_ED, ids_N, active_N))
     found_N = exported.module()(table_ED, ids_N.flip(0), active_N)
     torch.testing.assert_close(found_N, dealt(table_ED, ids_N.flip(0), active_N, None))
-
-
-def test_turns_count_from_zero_for_each() -> None:
-    assert turns(torch.tensor([2, 0, 2, 2, 1, 0]), 3).tolist() == [0, 0, 1, 2, 0, 1]
-    assert turns(torch.tensor([], dtype=torch.int64), 3).tolist() == []

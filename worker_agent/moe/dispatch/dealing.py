@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from worker_agent.moe.operators import count_ids
+from worker_agent.moe.turns import turns
 
 
 def dealt(
@@ -25,17 +26,7 @@ def dealt(
     """
     experts, width = table_ED.shape
     counted_N = ids_N.long() if active_N is None else ids_N.long().masked_fill(~active_N, experts)
-    turn_N = turns(counted_N, experts + 1)
+    turn_N = turns(counted_N, count_ids(counted_N, experts + 1))
     if begun_E is not None:
         turn_N = turn_N + begun_E.index_select(0, ids_N.long())
     return table_ED.reshape(-1).index_select(0, ids_N.long() * width + turn_N % width)
-
-
-def turns(ids_N: torch.Tensor, experts: int) -> torch.Tensor:
-    """How many choices of the same expert come before each one, int64 ``[N]``; ids are 0 to ``experts - 1``."""
-    order_N = ids_N.argsort(stable=True)
-    count_E = count_ids(ids_N, experts)
-    first_E = count_E.cumsum(0) - count_E
-    place_N = torch.arange(ids_N.shape[0], device=ids_N.device)
-    turn_N = place_N - first_E.index_select(0, ids_N.index_select(0, order_N))
-    return torch.empty_like(turn_N).scatter_(0, order_N, turn_N)
