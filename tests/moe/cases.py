@@ -10,7 +10,15 @@ import torch
 import torch.distributed as dist
 
 from eplb_service.placement import Int32, Placement, with_entries, without_single_entries
-from worker_agent.moe import DenseMoE, ExpertParallelMoE, MoEShape, seeded_experts
+from worker_agent.moe import (
+    Activation,
+    DenseMoE,
+    ExpertParallelMoE,
+    ExpertSource,
+    MoEShape,
+    seeded_biases,
+    seeded_experts,
+)
 from worker_agent.moe.composition import LayerOptions
 from worker_agent.moe.dispatch import SHARED_TOKEN_DISPATCHERS
 
@@ -33,6 +41,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     quantized: bool = False
     entries: int = 1
+    activation: Activation = Activation.SILU
+    biased: bool = False
 
     @property
     def ranks(self) -> int:
@@ -40,7 +50,11 @@ class Case:
 
     @property
     def shape(self) -> MoEShape:
-        return MoEShape(3, self.experts, self.hidden, self.intermediate)
+        return MoEShape(3, self.experts, self.hidden, self.intermediate, self.activation)
+
+    @property
+    def biases(self) -> ExpertSource | None:
+        return seeded_biases(self.shape, self.seed) if self.biased else None
 
     def placement(self, draw: int = 0) -> Int32:
         """A random valid placement ``[R, S]``; another for each ``draw``. Grouped experts stay on their rank."""

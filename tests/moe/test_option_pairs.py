@@ -14,13 +14,20 @@ from tests.moe.cases import Case, dealt_by_hand
 from tests.moe.pairwise import Row, pairwise
 from tests.moe.simulated import SimulatedGroup, run_simulated
 from tests.solver.slow.stepwise import optimum
-from worker_agent.moe import DenseMoE, ExpertParallelMoE, LayerOptions, SharedExperts, seeded_experts
+from worker_agent.moe import (
+    Activation,
+    DenseMoE,
+    ExpertParallelMoE,
+    LayerOptions,
+    SharedExperts,
+    seeded_experts,
+)
 from worker_agent.moe.dispatch import DISPATCHER_NAMES, SHARED_TOKEN_DISPATCHERS, MC2Variant
 from worker_agent.moe.operators import reference
 from worker_agent.moe.rank_group import RankGroup
 from worker_agent.moe.shape import MoEShape
 from worker_agent.moe.shared_experts import dense_shared_experts
-from worker_agent.moe.weights import ExpertWeights
+from worker_agent.moe.weights import ExpertWeights, bias_dtype
 
 OPTIONS: dict[str, list[Any]] = {
     "dispatcher": list(DISPATCHER_NAMES),
@@ -46,6 +53,8 @@ OPTIONS: dict[str, list[Any]] = {
     "check_ids": [True, False],
     "split": ["tables", "step"],
     "entries": [1, 2, 5],
+    "activation": list(Activation),
+    "biased": [False, True],
 }
 MOST_TOKENS = 5
 
@@ -53,10 +62,9 @@ MOST_TOKENS = 5
 def allowed(row: Row) -> bool:
     """Whether options, of which some may be missing, are meant to go together."""
     mc2 = row.get("dispatcher") == "mc2"
-    mc2_alone = (
-        row.get("mc2", OPTIONS["mc2"][0]) != OPTIONS["mc2"][0] or row.get("length") in OPTIONS["length"][1:]
-    )
-    if mc2_alone and row.get("dispatcher", "mc2") != "mc2":
+    if row.get("mc2", OPTIONS["mc2"][0]) != OPTIONS["mc2"][0] and row.get("dispatcher", "mc2") != "mc2":
+        return False
+    if row.get("length") in OPTIONS["length"][1:] and row.get("dispatcher") == "all2allv":
         return False
     if row.get("dispatcher") == "moge" and (row.get("redundant") or row.get("split") == "step"):
         return False
@@ -69,7 +77,7 @@ def allowed(row: Row) -> bool:
             return False
         if row.get("dispatcher") == "moge" and row.get("ranks") not in (None, 1):
             return False
-    # MC2's operators weigh in their combine; a batched layer has no room for a longer padding.
+    # MC2's operators weigh in their combine; a batched layer has no room for longer padding.
     return not (mc2 and row.get("experts_weigh")) and not (
         row.get("length") == "longer" and row.get("kind") == "batched"
     )
@@ -125,6 +133,8 @@ def case_of(row: Row, seed: int) -> Case:
         dtype=row["dtype"],
         quantized=row["kind"] == "W8A8",
         entries=row["entries"],
+        activation=row["activation"],
+        biased=row["biased"],
     )
 
 
@@ -138,7 +148,8 @@ def step_of(case: Case, row: Row, rank: int) -> Step:
 
 
 def shared_weights(case: Case, gated: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    w13_IH, w2_HI = seeded_experts(MoEShape(99, 1, case.hidden, case.intermediate))(0)
+    shape = MoEShape(99, 1, case.hidden, case.intermediate, case.activation)
+    w13_IH, w2_HI = seeded_experts(shape)(0)
     return (
         w13_IH.to(case.dtype),
         w2_HI.to(case.dtype),
@@ -151,11 +162,12 @@ def layer_of(case: Case, row: Row, group: RankGroup) -> ExpertParallelMoE:
     if row["shared"] != "none":
         w13_IH, w2_HI, gate_H = shared_weights(case, row["shared"] == "gated")
         weights = ExpertWeights(w13_IH.unsqueeze(0), w2_HI.unsqueeze(0))
-        shared = SharedExperts(3, weights, reference, case.dtype, gate_H)
+        shared = SharedExperts(3, weights, reference, case.dtype, gate_H, case.activation)
     return ExpertParallelMoE(
         case.shape,
         case.placement(),
         seeded_experts(case.shape, case.seed),
+        biases=case.biases,
         log2phy_E=case.tables()[group.rank],
         dispatcher=case.dispatcher,
         ep_group=group,
@@ -183,7 +195,13 @@ def expected(case: Case, row: Row, step: Step) -> torch.Tensor:
     weights_TK = weights_TK * step.real_TK
     if row["weigh_on_input"]:
         hidden_TH, weights_TK = hidden_TH * weights_TK.to(hidden_TH.dtype), step.real_TK.float()
-    dense = DenseMoE(case.shape, lambda e: _rounded(seeded_experts(case.shape, case.seed)(e), case.dtype))
+    experts = seeded_experts(case.shape, case.seed)
+    biases = case.biases
+    dense = DenseMoE(
+        case.shape,
+        lambda e: _rounded(experts(e), case.dtype),
+        biases=None if biases is None else lambda e: _rounded(biases(e), bias_dtype(case.dtype)),
+    )
     out_TH = dense(hidden_TH.float(), ids_TK, weights_TK)
     if row["shared"] != "none":
         w13_IH, w2_HI, gate_H = (
@@ -191,7 +209,8 @@ def expected(case: Case, row: Row, step: Step) -> torch.Tensor:
         )
         assert w13_IH is not None
         assert w2_HI is not None
-        out_TH = out_TH + dense_shared_experts(w13_IH, w2_HI, gate_H)(step.tokens[0].float())
+        whole = dense_shared_experts(w13_IH, w2_HI, gate_H, case.activation)
+        out_TH = out_TH + whole(step.tokens[0].float())
     return out_TH.masked_fill(~step.real_T.unsqueeze(1), 0.0)
 
 

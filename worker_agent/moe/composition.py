@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from worker_agent.moe.activation import Activation
 from worker_agent.moe.dispatch import SHARED_TOKEN_DISPATCHERS, MC2Variant, build_dispatcher
 from worker_agent.moe.dispatch.batched import batched
 from worker_agent.moe.dispatch.interface import TokenDispatcher
@@ -54,6 +55,9 @@ class LayerOptions:
 
     workspaces: Workspaces | None = None
     """Memory shared with other layers, in two sets where steps have two micro-batches; by default the layer's own."""
+
+    multistream: bool = False
+    """Shared experts run on a stream of their own, where the device has streams."""
 
     mc2: MC2Variant | None = None
     """By default what operators and device offer."""
@@ -121,6 +125,7 @@ def compose(
     device: torch.device,
     quantized: bool,
     options: LayerOptions,
+    activation: Activation = Activation.SILU,
 ) -> dict[str, LayerPath]:
     """The path of each dispatcher by name; ``ValueError`` where there is none, or parts do not fit together."""
     if not dispatchers:
@@ -138,7 +143,7 @@ def compose(
             room = room * group.size if name in SHARED_TOKEN_DISPATCHERS else room
         kernel = ModularKernel(
             sender,
-            _experts(operators, options),
+            _experts(operators, options, activation),
             quantized=quantized,
             workspaces=workspaces,
             chunk_rows=options.chunk_rows,
@@ -148,12 +153,12 @@ def compose(
     return paths
 
 
-def _experts(operators: Operators, options: LayerOptions) -> ExpertsPart:
+def _experts(operators: Operators, options: LayerOptions, activation: Activation) -> ExpertsPart:
     if options.max_rank_tokens is not None:
-        return BatchedExperts(weighs=options.experts_weigh)
+        return BatchedExperts(weighs=options.experts_weigh, activation=activation)
     if options.slotwise:
-        return SlotwiseExperts(weighs=options.experts_weigh)
-    return GroupedExperts(operators, weighs=options.experts_weigh)
+        return SlotwiseExperts(weighs=options.experts_weigh, activation=activation)
+    return GroupedExperts(operators, weighs=options.experts_weigh, activation=activation)
 
 
 def default_preparation(

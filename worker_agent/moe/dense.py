@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 
+from worker_agent.moe.activation import SWIGLUOAI_LIMIT, SWIGLUOAI_SLOPE, Activation
 from worker_agent.moe.shape import MoEShape
 from worker_agent.moe.weights import ExpertSource, build_weights
 
@@ -14,20 +15,23 @@ class DenseMoE(torch.nn.Module):
 
     w13_weight: torch.Tensor
     w2_weight: torch.Tensor
+    w13_bias: torch.Tensor | None
+    w2_bias: torch.Tensor | None
 
     def __init__(
         self,
         shape: MoEShape,
         experts: ExpertSource,
         *,
+        biases: ExpertSource | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         self.shape = shape
-        weights = build_weights(shape, experts, list(range(shape.experts)), dtype, device)
-        self.register_buffer("w13_weight", weights.w13_SIH)
-        self.register_buffer("w2_weight", weights.w2_SHI)
+        weights = build_weights(shape, experts, list(range(shape.experts)), dtype, device, biases)
+        for name in ("w13_weight", "w2_weight", "w13_bias", "w2_bias"):
+            self.register_buffer(name, weights.named().get(name))
 
     def forward(
         self, hidden_TH: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
@@ -40,7 +44,28 @@ class DenseMoE(torch.nn.Module):
         out_TH = torch.zeros_like(hidden_TH, dtype=torch.float32)
         for expert in range(self.shape.experts):
             token, choice = (topk_ids_TK == expert).nonzero(as_tuple=True)
-            gate, up = linear(hidden_TH[token], w13[expert]).chunk(2, dim=-1)
-            output = linear(silu(gate) * up, self.w2_weight[expert]).float()
-            out_TH.index_add_(0, token, output * topk_weights_TK[token, choice].float().unsqueeze(-1))
+            first = linear(hidden_TH[token], w13[expert])
+            if self.w13_bias is not None:
+                first += self.w13_bias[expert]
+            output = linear(plain_activation(self.shape.activation, first), self.w2_weight[expert])
+            if self.w2_bias is not None:
+                output += self.w2_bias[expert]
+            out_TH.index_add_(0, token, output.float() * topk_weights_TK[token, choice].float().unsqueeze(-1))
         return out_TH.to(hidden_TH.dtype)
+
+
+def plain_activation(activation: Activation, first: torch.Tensor) -> torch.Tensor:
+    """What ``Activation`` names, by its formula alone; ``[..., I]``."""
+    up = first
+    if activation.gated:
+        first, up = first.chunk(2, dim=-1)
+    if activation in (Activation.SILU, Activation.SILU_NO_MUL):
+        inner = first / (1 + torch.exp(-first))
+    elif activation in (Activation.GELU, Activation.GELU_NO_MUL):
+        inner = first * (1 + torch.erf(first / 2**0.5)) / 2
+    elif activation is Activation.RELU2_NO_MUL:
+        inner = torch.where(first > 0, first * first, 0.0)
+    else:
+        gate, up = first.clamp(max=SWIGLUOAI_LIMIT), up.clamp(-SWIGLUOAI_LIMIT, SWIGLUOAI_LIMIT) + 1
+        inner = gate / (1 + torch.exp(-SWIGLUOAI_SLOPE * gate))
+    return inner * up if activation.gated else inner

@@ -6,8 +6,9 @@ from enum import Enum
 
 import torch
 
+from eplb_service.placement import Int32
 from eplb_service.wire.heat import StepPhase
-from worker_agent.moe.maps import RankPlacement
+from worker_agent.moe.maps import RankPlacement, replica_table
 from worker_agent.moe.operators import count_ids
 
 
@@ -28,10 +29,7 @@ class HeatStage(str, Enum):
 
 
 class EplbState(torch.nn.Module):
-    """One layer's maps and heat on one rank; all are tensors that keep their addresses.
-
-    Raises ``ValueError`` where a heat ring would have no row.
-    """
+    """One layer's maps and heat on one rank; all are tensors that keep their addresses."""
 
     expert_map: torch.Tensor
     """int32 ``[E]``: local slot of each expert, -1 where this rank has none."""
@@ -39,6 +37,13 @@ class EplbState(torch.nn.Module):
     log2phy: torch.Tensor
     """int32 ``[E]``: physical id that this rank's tokens of each expert go to; ``[E, D]`` where they go to several in
     turn."""
+
+    logical_to_physical_map: torch.Tensor
+    """int32 ``[E, C]``: the physical ids of all replicas of each expert in order, -1 behind them; C is the most that
+    any placement of so many slots can have. ``install_placement`` keeps it true."""
+
+    logical_replica_count: torch.Tensor
+    """int32 ``[E]``: how many replicas each expert has."""
 
     moe_load: torch.Tensor
     """int32 ``[W, S]``: token choices that each slot worked on, from all ranks."""
@@ -56,25 +61,37 @@ class EplbState(torch.nn.Module):
     total_load: torch.Tensor
     """int64 ``[S]``: all that ``moe_load`` ever counted, since it was cleared."""
 
-    def __init__(
-        self, layer: int, placed: RankPlacement, heat_rows: int, stage: HeatStage, device: torch.device
-    ) -> None:
+    def __init__(self, layer: int, stage: HeatStage) -> None:
         super().__init__()
-        if heat_rows < 1:
-            raise ValueError(f"layer {layer}: a heat ring has at least one row, got {heat_rows}")
         self._layer = layer
         self._heat_stage = stage
+
+    def _track(self, placed: RankPlacement, heat_rows: int, device: torch.device) -> None:
+        """Make the maps of a placement, and empty rings.
+
+        Raises ``ValueError`` where a heat ring would have no row.
+        """
+        if heat_rows < 1:
+            raise ValueError(f"layer {self._layer}: a heat ring has at least one row, got {heat_rows}")
         slots, experts = len(placed.logical_S), placed.expert_map_E.shape[0]
-        tables = {
-            "expert_map": torch.tensor(placed.expert_map_E, dtype=torch.int32, device=device),
-            "log2phy": torch.tensor(placed.log2phy_E, dtype=torch.int32, device=device),
+        maps = {
+            "expert_map": placed.expert_map_E,
+            "log2phy": placed.log2phy_E,
+            "logical_to_physical_map": placed.replicas.log2phys_EC,
+            "logical_replica_count": placed.replicas.counts_E,
+        }
+        rings = {
             "moe_load": torch.zeros(heat_rows, slots, dtype=torch.int32, device=device),
             "source_load": torch.zeros(heat_rows, experts, dtype=torch.int32, device=device),
             "load_counter": torch.zeros((), dtype=torch.int64, device=device),
             "total_load": torch.zeros(slots, dtype=torch.int64, device=device),
         }
-        for name, table in tables.items():
-            self.register_buffer(name, table, persistent=False)
+        for name, table in maps.items():
+            self.register_buffer(
+                name, torch.tensor(table, dtype=torch.int32, device=device), persistent=False
+            )
+        for name, ring in rings.items():
+            self.register_buffer(name, ring, persistent=False)
 
     def clear_moe_load(self) -> None:
         """Forget all heat, in place; steps go on being counted."""
@@ -93,6 +110,16 @@ class EplbState(torch.nn.Module):
             expected, found = list(self.expert_map.shape), list(expert_map_E.shape)
             raise ValueError(f"layer {self._layer}: expert_map must have the shape {expected}, got {found}")
         self.expert_map.copy_(expert_map_E)
+
+    def install_placement(self, phy2log_RS: Int32) -> None:
+        """Take note of where all ranks' replicas are, int32 ``[R, S]``, in place.
+
+        Whoever writes another placement into the layer calls this on all ranks, between the same two steps.
+        """
+        columns = self.logical_to_physical_map.shape[1]
+        table = replica_table(phy2log_RS, self.expert_map.shape[0], columns)
+        self.logical_to_physical_map.copy_(torch.from_numpy(table.log2phys_EC))
+        self.logical_replica_count.copy_(torch.from_numpy(table.counts_E))
 
     def _check_phase(self, phase: StepPhase | None) -> None:
         """Raise ``ValueError`` where the phase decides whether heat counts, and is not given."""

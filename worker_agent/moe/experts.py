@@ -8,8 +8,8 @@ from enum import Enum
 from typing import Any, Protocol
 
 import torch
-from torch.nn.functional import silu
 
+from worker_agent.moe.activation import Activation
 from worker_agent.moe.expert_batch import ActivationFormat, ExpertBatch
 from worker_agent.moe.operators import GroupListType, Operators
 from worker_agent.moe.weights import ExpertWeights
@@ -27,7 +27,7 @@ class Scratch:
 
 
 class ExpertsPart(Protocol):
-    """Gated feed-forward experts, one per local slot."""
+    """Feed-forward experts, one per local slot."""
 
     format: ActivationFormat
     """What it takes, and gives back."""
@@ -63,8 +63,11 @@ class GroupedExperts:
     needs_scratch = False
     quantized: bool | None = None
 
-    def __init__(self, operators: Operators, *, weighs: bool = False) -> None:
+    def __init__(
+        self, operators: Operators, *, weighs: bool = False, activation: Activation = Activation.SILU
+    ) -> None:
         self._operators = operators
+        self._activation = activation
         self.weighs = weighs
 
     def run(self, batch: ExpertBatch, weights: ExpertWeights, scratch: Scratch) -> torch.Tensor:
@@ -72,16 +75,22 @@ class GroupedExperts:
         dtype = scratch.wide.dtype
         if not batch.rows.shape[0]:
             return batch.rows.to(dtype)
-        gate_up_NI = grouped_product(
-            self._operators, batch, batch.rows, batch.scale, weights.w13_SIH, weights.w13_scale_SI, dtype
-        )
-        inner_NI, inner_scale_N = self._operators.npu_swiglu(gate_up_NI), None
+        first = weights.w13_SIH, weights.w13_scale_SI, weights.w13_bias_SI
+        first_NI = grouped_product(self._operators, batch, batch.rows, batch.scale, *first, dtype)
+        inner_NI, inner_scale_N = activated(self._operators, self._activation, first_NI), None
         if weights.quantized:
             inner_NI, inner_scale_N = self._operators.npu_dynamic_quant(inner_NI)
-        out_NH = grouped_product(
-            self._operators, batch, inner_NI, inner_scale_N, weights.w2_SHI, weights.w2_scale_SH, dtype
-        )
+        second = weights.w2_SHI, weights.w2_scale_SH, weights.w2_bias_SH
+        out_NH = grouped_product(self._operators, batch, inner_NI, inner_scale_N, *second, dtype)
         return apply_row_weights(out_NH, batch) if self.weighs else out_NH
+
+
+def activated(operators: Operators, activation: Activation, first_NI: torch.Tensor) -> torch.Tensor:
+    """The activation of a first product, ``[N, I]``; by the fused operator where there is one."""
+    if activation is Activation.SILU:
+        return operators.npu_swiglu(first_NI)
+    inner = first_NI.shape[1] // 2 if activation.gated else first_NI.shape[1]
+    return activation.into(first_NI, first_NI.new_empty(first_NI.shape[0], inner))
 
 
 def grouped_product(
@@ -91,12 +100,15 @@ def grouped_product(
     scale_N: torch.Tensor | None,
     weight_SMK: torch.Tensor,
     weight_scale_SM: torch.Tensor | None,
+    bias_SM: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Each row times the matrix of its slot, ``[N, M]``: rows in the order of ``batch``'s."""
-    scales: dict[str, Any] = {}
+    """Each row times the matrix of its slot, plus its bias, ``[N, M]``: rows in the order of ``batch``'s."""
+    more: dict[str, Any] = {}
     if scale_N is not None and weight_scale_SM is not None:
-        scales = {"scale": [weight_scale_SM], "per_token_scale": [scale_N], "output_dtype": dtype}
+        more = {"scale": [weight_scale_SM], "per_token_scale": [scale_N], "output_dtype": dtype}
+    elif bias_SM is not None:
+        more = {"bias": [bias_SM]}
     # One count is its own cumulative sum, and the operator takes no list of one count.
     alone = batch.group_list_S.shape[0] == 1
     (out_NM,) = operators.npu_grouped_matmul(
@@ -106,44 +118,64 @@ def grouped_product(
         split_item=2,
         group_type=0,
         group_list_type=GroupListType.CUMULATIVE if alone else batch.group_list_type,
-        **scales,
+        **more,
     )
+    if bias_SM is not None and "bias" not in more:
+        # Of int8 rows the operator takes biases that it scales with the product, in int32 alone.
+        row_N = torch.arange(rows_NK.shape[0], device=rows_NK.device)
+        slot_N = torch.searchsorted(batch.counts_S.cumsum(0), row_N, right=True)
+        out_NM += bias_SM.index_select(0, slot_N.clamp(max=bias_SM.shape[0] - 1))
     return out_NM
 
 
 class SlotwiseExperts:
-    """For a CPU: nothing is allocated, and slots without rows cost nothing. Reads the counts on the host."""
+    """For a CPU: products allocate nothing, and slots without rows cost nothing. Reads the counts on the host."""
 
     format = ActivationFormat.STANDARD
     chunks = True
     needs_scratch = True
     quantized: bool | None = False
 
-    def __init__(self, *, weighs: bool = False) -> None:
+    def __init__(self, *, weighs: bool = False, activation: Activation = Activation.SILU) -> None:
+        self._activation = activation
         self.weighs = weighs
 
     def run(self, batch: ExpertBatch, weights: ExpertWeights, scratch: Scratch) -> torch.Tensor:
         """See ``ExpertsPart.run``."""
         rows_NH = batch.rows
         count, hidden = rows_NH.shape
-        inner = weights.w2_SHI.shape[2]
-        gate_up_NI = scratch.wide[: count * 2 * inner].view(count, 2 * inner)
+        first, inner = weights.w13_SIH.shape[1], weights.w2_SHI.shape[2]
+        first_NI = scratch.wide[: count * first].view(count, first)
         inner_NI = scratch.narrow[: count * inner].view(count, inner)
         blocks = _blocks(batch)
-        for slot, (start, end) in blocks:
-            torch.mm(rows_NH[start:end], weights.w13_SIH[slot].t(), out=gate_up_NI[start:end])
+        _slotwise_product(blocks, rows_NH, weights.w13_SIH, weights.w13_bias_SI, first_NI)
         used = blocks[-1][1][1] if blocks else 0
-        gate_NI, up_NI = gate_up_NI[:used].chunk(2, dim=1)
-        torch.mul(silu(gate_NI, inplace=True), up_NI, out=inner_NI[:used])
+        self._activation.into(first_NI[:used], inner_NI[:used])
         # The first product has been used up: the outputs take its place.
         out_NH = scratch.wide[: count * hidden].view(count, hidden)
-        for slot, (start, end) in blocks:
-            torch.mm(inner_NI[start:end], weights.w2_SHI[slot].t(), out=out_NH[start:end])
+        _slotwise_product(blocks, inner_NI, weights.w2_SHI, weights.w2_bias_SH, out_NH)
         out_NH[used:] = 0
         return apply_row_weights(out_NH, batch) if self.weighs else out_NH
 
 
-def _blocks(batch: ExpertBatch) -> list[tuple[int, tuple[int, int]]]:
+_Blocks = list[tuple[int, tuple[int, int]]]
+
+
+def _slotwise_product(
+    blocks: _Blocks,
+    rows_NK: torch.Tensor,
+    weight_SMK: torch.Tensor,
+    bias_SM: torch.Tensor | None,
+    out_NM: torch.Tensor,
+) -> None:
+    """Write each slot's rows times its matrix, plus its bias."""
+    for slot, (start, end) in blocks:
+        torch.mm(rows_NK[start:end], weight_SMK[slot].t(), out=out_NM[start:end])
+        if bias_SM is not None:
+            out_NM[start:end] += bias_SM[slot]
+
+
+def _blocks(batch: ExpertBatch) -> _Blocks:
     """The slots that have rows, each with the first of its rows and the row after its last."""
     ends = batch.counts_S.cumsum(0).tolist()
     starts = [0, *ends[:-1]]
@@ -159,21 +191,25 @@ class BatchedExperts:
     needs_scratch = True
     quantized: bool | None = False
 
-    def __init__(self, *, weighs: bool = False) -> None:
+    def __init__(self, *, weighs: bool = False, activation: Activation = Activation.SILU) -> None:
+        self._activation = activation
         self.weighs = weighs
 
     def run(self, batch: ExpertBatch, weights: ExpertWeights, scratch: Scratch) -> torch.Tensor:
         """See ``ExpertsPart.run``."""
         slots, rows, hidden = batch.rows.shape
-        inner = weights.w2_SHI.shape[2]
-        gate_up_SMI = scratch.wide[: slots * rows * 2 * inner].view(slots, rows, 2 * inner)
+        first, inner = weights.w13_SIH.shape[1], weights.w2_SHI.shape[2]
+        first_SMI = scratch.wide[: slots * rows * first].view(slots, rows, first)
         inner_SMI = scratch.narrow[: slots * rows * inner].view(slots, rows, inner)
-        torch.bmm(batch.rows, weights.w13_SIH.transpose(1, 2), out=gate_up_SMI)
-        gate_SMI, up_SMI = gate_up_SMI.chunk(2, dim=2)
-        torch.mul(silu(gate_SMI, inplace=True), up_SMI, out=inner_SMI)
+        torch.bmm(batch.rows, weights.w13_SIH.transpose(1, 2), out=first_SMI)
+        if weights.w13_bias_SI is not None:
+            first_SMI += weights.w13_bias_SI.unsqueeze(1)
+        self._activation.into(first_SMI, inner_SMI)
         # The first product has been used up: the outputs take its place.
         out_SMH = scratch.wide[: slots * rows * hidden].view(slots, rows, hidden)
         torch.bmm(inner_SMI, weights.w2_SHI.transpose(1, 2), out=out_SMH)
+        if weights.w2_bias_SH is not None:
+            out_SMH += weights.w2_bias_SH.unsqueeze(1)
         return apply_row_weights(out_SMH, batch) if self.weighs else out_SMH
 
 

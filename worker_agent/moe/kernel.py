@@ -137,13 +137,14 @@ class ModularKernel:
         self, batch: ExpertBatch, weights: ExpertWeights, dtype: torch.dtype, workspace_set: int
     ) -> Scratch:
         hidden, inner = weights.w2_SHI.shape[1:]
+        first = weights.w13_SIH.shape[1]
         rows = batch.rows.shape[:-1].numel() if self._experts.needs_scratch else 0
         device = batch.rows.device
 
         def take(purpose: Purpose, width: int) -> torch.Tensor:
             return self._workspaces.take(workspace_set, purpose, [rows * width], dtype, device)
 
-        return Scratch(take(Purpose.WIDE, max(2 * inner, hidden)), take(Purpose.NARROW, inner))
+        return Scratch(take(Purpose.WIDE, max(first, hidden)), take(Purpose.NARROW, inner))
 
 
 def run_two(

@@ -145,6 +145,8 @@ class RankPlacement:
 
     expert_map_E: Int32
     log2phy_E: Int32
+    replicas: ReplicaTable
+    """Of all experts, on all ranks; as wide as any placement of so many slots needs."""
 
 
 def rank_placement(
@@ -182,7 +184,18 @@ def rank_placement(
     if log2phy_E.ndim not in (1, 2) or log2phy_E.shape[0] != experts:
         raise PlacementError(f"{where}: log2phy must have the shape [{experts}], got {list(log2phy_E.shape)}")
     check_log2phy(log2phy_E, phy2log_RS, f"{where}: log2phy", deals=log2phy_E.ndim == 2)
-    return RankPlacement(phy2log_RS[rank].tolist(), expert_map(phy2log_RS[rank], experts), log2phy_E)
+    return RankPlacement(
+        phy2log_RS[rank].tolist(),
+        expert_map(phy2log_RS[rank], experts),
+        log2phy_E,
+        replica_table(phy2log_RS, experts, most_replicas(experts, phy2log_RS)),
+    )
+
+
+def most_replicas(experts: int, phy2log_RS: Int32) -> int:
+    """The most replicas of an expert that a placement of this shape can have: one per rank, or per spare slot."""
+    ranks, slots = phy2log_RS.shape
+    return min(int(ranks), int(ranks) * int(slots) - experts + 1)
 
 
 def check_grouped(layer: int, phy2log_RS: Int32) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from eplb_service.wire.heat import StepPhase
+from worker_agent.moe.activation import Activation
 
 ID_TYPES = (torch.int32, torch.int64)
 
@@ -37,7 +38,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class MoEShape:
-    """Layer index and dimensions of one MoE layer; ``ValueError`` where a dimension is not positive."""
+    """Layer index, dimensions and activation of one MoE layer; ``ValueError`` where a dimension is not positive."""
 
     layer: int
     experts: int
@@ -48,6 +49,13 @@ class MoEShape:
 
     intermediate: int
     """I, the width inside an expert."""
+
+    activation: Activation = Activation.SILU
+
+    @property
+    def first_rows(self) -> int:
+        """Rows of an expert's first matrix: I, or 2 * I where it has a gate."""
+        return 2 * self.intermediate if self.activation.gated else self.intermediate
 
     def __post_init__(self) -> None:
         if min(self.experts, self.hidden, self.intermediate) < 1:

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 
+from worker_agent.moe.activation import Activation
+from worker_agent.moe.dense import plain_activation
 from worker_agent.moe.expert_batch import ExpertBatch
-from worker_agent.moe.experts import grouped_product
+from worker_agent.moe.experts import activated, grouped_product
 from worker_agent.moe.operators import GroupListType, Operators
 from worker_agent.moe.weights import ExpertWeights
 
@@ -18,18 +20,21 @@ SharedModule = Callable[[torch.Tensor], torch.Tensor]
 
 
 class SharedExperts:
-    """A gated feed-forward network over all tokens, in floating point or W8A8.
+    """A feed-forward network over all tokens, in floating point or W8A8.
 
     Parameters
     ----------
     layer
         Layer index, for messages.
     weights
-        One slot: w13 ``[1, 2*I, H]`` and w2 ``[1, H, I]``, I that of all shared experts together.
+        One slot: w13 ``[1, 2*I, H]`` (``[1, I, H]`` without a gate) and w2 ``[1, H, I]``, I that of all shared experts
+        together; with biases or without.
     dtype
         That of the tokens.
     gate_H
         ``[H]``: the outputs are multiplied by the sigmoid of its product with each token; ``None`` for no gate.
+    activation
+        Between the two products.
     """
 
     def __init__(
@@ -39,6 +44,7 @@ class SharedExperts:
         operators: Operators,
         dtype: torch.dtype,
         gate_H: torch.Tensor | None = None,
+        activation: Activation = Activation.SILU,
     ) -> None:
         hidden = weights.w2_SHI.shape[1]
         if weights.w13_SIH.shape[0] != 1 or weights.w13_SIH.shape[2] != hidden:
@@ -55,15 +61,17 @@ class SharedExperts:
         self._operators = operators
         self._dtype = dtype
         self._gate_H = gate_H
+        self._activation = activation
 
     def part1(self, hidden_TH: torch.Tensor) -> torch.Tensor:
-        """Gate and up projection, ``[T, 2*I]``."""
-        return self._product(hidden_TH, self._weights.w13_SIH, self._weights.w13_scale_SI)
+        """The first product: gate and up projection, ``[T, 2*I]``."""
+        weights = self._weights
+        return self._product(hidden_TH, weights.w13_SIH, weights.w13_scale_SI, weights.w13_bias_SI)
 
     def part2(self, hidden_TH: torch.Tensor, gate_up_TI: torch.Tensor) -> torch.Tensor:
         """Activation, down projection and gate, ``[T, H]``."""
-        inner_TI = self._operators.npu_swiglu(gate_up_TI)
-        out_TH = self._product(inner_TI, self._weights.w2_SHI, self._weights.w2_scale_SH)
+        weights, inner_TI = self._weights, activated(self._operators, self._activation, gate_up_TI)
+        out_TH = self._product(inner_TI, weights.w2_SHI, weights.w2_scale_SH, weights.w2_bias_SH)
         if self._gate_H is None:
             return out_TH
         return out_TH * torch.sigmoid(hidden_TH @ self._gate_H).unsqueeze(1)
@@ -101,15 +109,17 @@ class SharedExperts:
         rows_TK: torch.Tensor,
         weight_1MK: torch.Tensor,
         weight_scale_1M: torch.Tensor | None,
+        bias_1M: torch.Tensor | None,
     ) -> torch.Tensor:
-        """All rows times the one matrix, ``[T, M]``; in W8A8 a grouped product of one group."""
+        """All rows times the one matrix, plus its bias, ``[T, M]``; in W8A8 a grouped product of one group."""
         if weight_scale_1M is None or not rows_TK.shape[0]:
-            return linear(rows_TK, weight_1MK[0].to(rows_TK.dtype))
+            bias_M = None if bias_1M is None else bias_1M[0].to(rows_TK.dtype)
+            return linear(rows_TK, weight_1MK[0].to(rows_TK.dtype), bias_M)
         rows_TK, scale_T = self._operators.npu_dynamic_quant(rows_TK)
         count_1 = torch.full((1,), rows_TK.shape[0], dtype=torch.int64, device=rows_TK.device)
         batch = ExpertBatch(rows_TK, count_1, GroupListType.CUMULATIVE)
         return grouped_product(
-            self._operators, batch, rows_TK, scale_T, weight_1MK, weight_scale_1M, self._dtype
+            self._operators, batch, rows_TK, scale_T, weight_1MK, weight_scale_1M, bias_1M, self._dtype
         )
 
 
@@ -133,13 +143,15 @@ class SharedRun:
 
 
 def dense_shared_experts(
-    w13_IH: torch.Tensor, w2_HI: torch.Tensor, gate_H: torch.Tensor | None = None
+    w13_IH: torch.Tensor,
+    w2_HI: torch.Tensor,
+    gate_H: torch.Tensor | None = None,
+    activation: Activation = Activation.SILU,
 ) -> SharedModule:
-    """The same network as a whole, in plain torch."""
+    """The same network as a whole, in plain torch and without biases."""
 
     def whole(hidden_TH: torch.Tensor) -> torch.Tensor:
-        gate_TI, up_TI = linear(hidden_TH, w13_IH).chunk(2, dim=-1)
-        out_TH = linear(silu(gate_TI) * up_TI, w2_HI)
+        out_TH = linear(plain_activation(activation, linear(hidden_TH, w13_IH)), w2_HI)
         return out_TH if gate_H is None else out_TH * torch.sigmoid(hidden_TH @ gate_H).unsqueeze(1)
 
     return whole

@@ -11,7 +11,10 @@ from worker_agent.moe.operators import Operators
 from worker_agent.moe.shape import MoEShape
 
 ExpertSource = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
-"""Logical expert id -> (``w13 [2*I, H]``, ``w2 [H, I]``), the same on whichever rank it is called."""
+"""Logical expert id -> (``w13 [2*I, H]``, ``w2 [H, I]``), the same on whichever rank it is called.
+
+Of biases it is (``[2*I]``, ``[H]``). Without a gate the first has I rows.
+"""
 
 
 def seeded_experts(shape: MoEShape, seed: int = 0) -> ExpertSource:
@@ -19,9 +22,22 @@ def seeded_experts(shape: MoEShape, seed: int = 0) -> ExpertSource:
 
     def draw(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed((seed * 1_000_003 + shape.layer) * 1_000_003 + expert)
-        w13_IH = torch.randn(2 * shape.intermediate, shape.hidden, generator=generator)
+        w13_IH = torch.randn(shape.first_rows, shape.hidden, generator=generator)
         w2_HI = torch.randn(shape.hidden, shape.intermediate, generator=generator)
         return w13_IH * shape.hidden**-0.5, w2_HI * shape.intermediate**-0.5
+
+    return draw
+
+
+def seeded_biases(shape: MoEShape, seed: int = 0) -> ExpertSource:
+    """Random float32 biases, drawn from seed, layer and expert id."""
+
+    def draw(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + shape.layer) * 1_000_003 - 1 - expert)
+        first_I, second_H = (
+            torch.randn(rows, generator=generator) for rows in (shape.first_rows, shape.hidden)
+        )
+        return first_I, second_H
 
     return draw
 
@@ -31,7 +47,7 @@ class ExpertWeights:
     """Every tensor that S experts read. With scales, weights are int8 and tokens are quantized as well."""
 
     w13_SIH: torch.Tensor
-    """``[S, 2*I, H]``, the gate's rows before the up projection's."""
+    """``[S, 2*I, H]``, the gate's rows before the up projection's; ``[S, I, H]`` without a gate."""
 
     w2_SHI: torch.Tensor
     w13_scale_SI: torch.Tensor | None = None
@@ -39,6 +55,12 @@ class ExpertWeights:
 
     w2_scale_SH: torch.Tensor | None = None
     """float32 or bfloat16 ``[S, H]``."""
+
+    w13_bias_SI: torch.Tensor | None = None
+    """``[S, 2*I]`` of ``bias_dtype``; either both products have biases or neither."""
+
+    w2_bias_SH: torch.Tensor | None = None
+    """``[S, H]``."""
 
     @property
     def quantized(self) -> bool:
@@ -52,6 +74,8 @@ class ExpertWeights:
             "w2_weight": self.w2_SHI,
             "w13_weight_scale": self.w13_scale_SI,
             "w2_weight_scale": self.w2_scale_SH,
+            "w13_bias": self.w13_bias_SI,
+            "w2_bias": self.w2_bias_SH,
         }
         return {name: tensor for name, tensor in every.items() if tensor is not None}
 
@@ -66,7 +90,12 @@ class ExpertWeights:
         """
         w13_SIH, w13_scale_SI = _quantized_matrices(operators, self.w13_SIH, dtype)
         w2_SHI, w2_scale_SH = _quantized_matrices(operators, self.w2_SHI, dtype)
-        return ExpertWeights(w13_SIH, w2_SHI, w13_scale_SI, w2_scale_SH)
+        return ExpertWeights(w13_SIH, w2_SHI, w13_scale_SI, w2_scale_SH, self.w13_bias_SI, self.w2_bias_SH)
+
+
+def bias_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of biases for tokens of ``dtype``: as the grouped product of torch_npu wants them."""
+    return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
 def build_weights(
@@ -75,20 +104,31 @@ def build_weights(
     logical_S: list[int],
     dtype: torch.dtype,
     device: torch.device | str,
+    biases: ExpertSource | None = None,
 ) -> ExpertWeights:
-    """The weights of the expert in each slot; raises ``ValueError`` where the source gives another shape."""
-    slots = len(logical_S)
-    w13_SIH = torch.empty(slots, 2 * shape.intermediate, shape.hidden, dtype=dtype, device=device)
-    w2_SHI = torch.empty(slots, shape.hidden, shape.intermediate, dtype=dtype, device=device)
+    """The weights of the expert in each slot; raises ``ValueError`` where a source gives another shape."""
+    slots, rows, hidden = len(logical_S), shape.first_rows, shape.hidden
+    w13_SIH = torch.empty(slots, rows, hidden, dtype=dtype, device=device)
+    w2_SHI = torch.empty(slots, hidden, shape.intermediate, dtype=dtype, device=device)
+    _fill(shape.layer, logical_S, experts, {"w13": w13_SIH, "w2": w2_SHI})
+    if biases is None:
+        return ExpertWeights(w13_SIH, w2_SHI)
+    w13_bias_SI = torch.empty(slots, rows, dtype=bias_dtype(dtype), device=device)
+    w2_bias_SH = torch.empty(slots, hidden, dtype=bias_dtype(dtype), device=device)
+    _fill(shape.layer, logical_S, biases, {"w13 bias": w13_bias_SI, "w2 bias": w2_bias_SH})
+    return ExpertWeights(w13_SIH, w2_SHI, w13_bias_SI=w13_bias_SI, w2_bias_SH=w2_bias_SH)
+
+
+def _fill(layer: int, logical_S: list[int], source: ExpertSource, stacked: dict[str, torch.Tensor]) -> None:
+    """Copy what a source gives for each slot's expert, in order, into tensors ``[S, ...]``."""
     for slot, expert in enumerate(logical_S):
-        for name, weight, stacked in zip(("w13", "w2"), experts(expert), (w13_SIH, w2_SHI), strict=True):
-            if weight.shape != stacked.shape[1:]:
+        for (name, tensor_S), given in zip(stacked.items(), source(expert), strict=True):
+            if given.shape != tensor_S.shape[1:]:
                 raise ValueError(
-                    f"layer {shape.layer}: {name} of expert {expert} must have the shape "
-                    f"{list(stacked.shape[1:])}, got {list(weight.shape)}"
+                    f"layer {layer}: {name} of expert {expert} must have the shape "
+                    f"{list(tensor_S.shape[1:])}, got {list(given.shape)}"
                 )
-            stacked[slot].copy_(weight)
-    return ExpertWeights(w13_SIH, w2_SHI)
+            tensor_S[slot].copy_(given)
 
 
 def _quantized_matrices(

@@ -58,8 +58,13 @@ def grouped_matmul(x: list[torch.Tensor], weight: list[torch.Tensor], **more: An
         assert more["output_dtype"] == BF16
         assert more["scale"][0].dtype == BF16, "a bfloat16 output has bfloat16 scales"
         assert more["per_token_scale"][0].dtype == torch.float32
+        assert "bias" not in more, "biases of int8 rows are int32, before scaling"
     else:
         assert x[0].dtype == weight[0].dtype == BF16
+    if "bias" in more:
+        groups, columns = weight[0].shape[0], weight[0].shape[2]
+        assert more["bias"][0].shape == (groups, columns), "a bias for each column of each group"
+        assert more["bias"][0].dtype == torch.float32, "a bfloat16 output has float32 biases"
 
 
 def dynamic_quant(input: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from tests.moe.operators.constraints import CHECKS, checked
 from tests.moe.pairwise import Row
 from tests.moe.simulated import SimulatedGroup, run_simulated
 from tests.moe.test_option_pairs import MOST_TOKENS, ROWS, case_of, layer_of, step_of
-from worker_agent.moe import layer as layer_module
+from worker_agent.moe import placed_layer as layer_module
 from worker_agent.moe.operators import check_dtype, reference
 from worker_agent.moe.rank_group import RankGroup
 

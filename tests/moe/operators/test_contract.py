@@ -19,7 +19,7 @@ import torch
 from tests.moe.cases import Case, alone
 from tests.moe.torch_npu.calls import OPERATORS, calls, results
 from worker_agent.moe import DenseMoE, seeded_experts
-from worker_agent.moe import layer as layer_module
+from worker_agent.moe import placed_layer as layer_module
 from worker_agent.moe.composition import LayerOptions
 from worker_agent.moe.dispatch import DISPATCHER_NAMES, MC2Variant
 from worker_agent.moe.operators import Operators, reference

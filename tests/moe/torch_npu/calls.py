@@ -67,6 +67,11 @@ def calls(device: str) -> dict[str, Call]:
         "grouped matmul": Call(
             "npu_grouped_matmul", ([floats(T * K, H)], [floats(E, 2 * INNER, H).transpose(1, 2)]), product
         ),
+        "grouped matmul, biased": Call(
+            "npu_grouped_matmul",
+            ([floats(T * K, H)], [floats(E, 2 * INNER, H).transpose(1, 2)]),
+            product | {"bias": [floats(E, 2 * INNER, dtype=torch.float32)]},
+        ),
         "grouped matmul, W8A8": Call(
             "npu_grouped_matmul",
             ([ints(T * K, H, dtype=torch.int8)], [ints(E, H, 2 * INNER, dtype=torch.int8)]),

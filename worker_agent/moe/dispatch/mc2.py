@@ -10,7 +10,7 @@ import torch
 
 from worker_agent.moe.dispatch.interface import Dispatched, DispatchRequest
 from worker_agent.moe.expert_batch import ActivationFormat, ExpertBatch
-from worker_agent.moe.operators import DispatchQuantMode, GroupListType, Operators
+from worker_agent.moe.operators import DispatchQuantMode, GroupListType, Operators, count_ids
 from worker_agent.moe.rank_group import RankGroup
 
 _A3_CHIPS = range(250, 256)
@@ -178,7 +178,6 @@ def arriving_padding(
     group: RankGroup, physical_TK: torch.Tensor, active_TK: torch.Tensor, experts: int
 ) -> torch.Tensor:
     """Padding that comes to each of this rank's slots, int64 ``[S]``; one small exchange."""
-    idle_N = physical_TK[~active_TK]
-    idle_P = torch.zeros(experts, dtype=torch.int64, device=physical_TK.device)
-    idle_P.index_add_(0, idle_N, torch.ones_like(idle_N, dtype=torch.int64))
+    # What is no padding counts behind the experts.
+    idle_P = count_ids(physical_TK.masked_fill(active_TK, experts), experts + 1)[:-1]
     return group.exchange(idle_P.view(group.size, -1)).sum(dim=0)

@@ -95,6 +95,7 @@ class Operators(Protocol):
         x: list[torch.Tensor],
         weight: list[torch.Tensor],
         *,
+        bias: list[torch.Tensor] | None = None,
         scale: list[torch.Tensor] | None = None,
         per_token_scale: list[torch.Tensor] | None = None,
         group_list: torch.Tensor,
@@ -109,7 +110,8 @@ class Operators(Protocol):
         ``split_item`` 2 returns one tensor ``[N, M]``. Rows past the last group are undefined.
 
         Where both are int8, the product of a group is scaled by ``scale[0] [G, M]`` by column and by
-        ``per_token_scale[0] [N]`` by row, and returned as ``output_dtype``.
+        ``per_token_scale[0] [N]`` by row, and returned as ``output_dtype``. To other products ``bias[0] [G, M]`` is
+        added.
         """
         ...
 

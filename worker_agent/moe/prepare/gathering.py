@@ -21,28 +21,38 @@ class Gathered:
     own: int
 
 
-def gather(group: RankGroup, tokens: Tokens, active_T: torch.Tensor) -> Gathered:
-    """Two exchanges: sizes, then tokens with their routing and ``active``, bool ``[T]``.
+def gather(group: RankGroup, tokens: Tokens, active_T: torch.Tensor, length: int | None = None) -> Gathered:
+    """The tokens of all ranks with their routing and ``active``, bool ``[T]``, each rank's padded to ``length``.
 
-    Raises ``ValueError`` on all ranks alike where they disagree about the bytes of a token.
+    Without ``length`` the ranks first exchange their numbers of tokens, and wait for them. Raises ``ValueError`` where
+    there are more tokens than that, and without it on all ranks alike where they disagree about the bytes of a token.
     """
     columns = [tokens.hidden_TH, *tokens.routing, active_T]
     flat = [part.unsqueeze(1) if part.ndim == 1 else part.flatten(1) for part in columns]
     packed_TB = pack_rows(flat)
     own = packed_TB.shape[0]
-    everyone = group.gather_numbers(own, packed_TB.shape[1], device=packed_TB.device)
+    if length is None:
+        length = _longest(group, packed_TB)
+    elif own > length:
+        raise ValueError(f"gathering: {own} tokens are more than the step's common length of {length}")
+    longest = padded_tokens(Tokens(packed_TB, ()), length).hidden_TH
+    parts = unpack_rows(group.all_gather(longest), flat)
+    hidden_NH, *routing = [
+        part.view(part.shape[0], *like.shape[1:]) for part, like in zip(parts, columns, strict=True)
+    ]
+    return Gathered(Tokens(hidden_NH, tuple(routing[:-1])), routing[-1], own)
+
+
+def _longest(group: RankGroup, packed_TB: torch.Tensor) -> int:
+    """The most tokens of any rank."""
+    everyone = group.gather_numbers(*packed_TB.shape, device=packed_TB.device)
     sizes, widths = zip(*everyone, strict=True)
     if len(set(widths)) > 1:
         raise ValueError(
             f"gathering tokens: ranks disagree about bytes per token {list(widths)}; "
             "hidden and routing must have the same width and dtype on all ranks"
         )
-    longest = padded_tokens(Tokens(packed_TB, ()), max(sizes)).hidden_TH
-    parts = unpack_rows(group.all_gather(longest), flat)
-    hidden_NH, *routing = [
-        part.view(part.shape[0], *like.shape[1:]) for part, like in zip(parts, columns, strict=True)
-    ]
-    return Gathered(Tokens(hidden_NH, tuple(routing[:-1])), routing[-1], own)
+    return int(max(sizes))
 
 
 def scatter(group: RankGroup, partial_NH: torch.Tensor, own: int) -> torch.Tensor:
@@ -59,7 +69,7 @@ class GatheredMetadata:
 
 
 class AllGatherPreparation:
-    """Pads to the longest rank and gathers; the way back reduce-scatters partial sums and cuts off the padding.
+    """Pads to the step's length and gathers; the way back reduce-scatters partial sums and cuts off the padding.
 
     Parameters
     ----------
@@ -74,14 +84,15 @@ class AllGatherPreparation:
         self._groups = list(groups)
         self._tp = tp
 
-    def prepare(self, tokens: Tokens, length: int | None = None) -> Prepared[GatheredMetadata]:  # noqa: ARG002 # it does not pad to it
+    def prepare(self, tokens: Tokens, length: int | None = None) -> Prepared[GatheredMetadata]:
         """The tokens of all ranks."""
         active_T = torch.ones(tokens.hidden_TH.shape[0], dtype=torch.bool, device=tokens.hidden_TH.device)
         source = slice(None) if self._tp is None else own_part(self._tp, active_T.shape[0])
         owns: list[int] = []
         metadata = GatheredMetadata(owns, tokens.hidden_TH.dtype)
         for group in self._groups:
-            gathered = gather(group, tokens, active_T)
+            gathered = gather(group, tokens, active_T, length)
+            length = None if length is None else length * group.size
             owns.append(gathered.own)
             tokens, active_T = gathered.tokens, gathered.active_N
         return Prepared(
@@ -107,7 +118,7 @@ class SequenceParallelPreparation:
         self._ep = ep
         self._operators = quantize_with
 
-    def prepare(self, tokens: Tokens, length: int | None = None) -> Prepared[GatheredMetadata]:  # noqa: ARG002 # it does not pad to it
+    def prepare(self, tokens: Tokens, length: int | None = None) -> Prepared[GatheredMetadata]:
         """The tokens of all ranks, in int8 with their scales where they were quantized."""
         hidden_TH, routing = tokens.hidden_TH, tokens.routing
         if self._operators is not None:
@@ -117,7 +128,7 @@ class SequenceParallelPreparation:
                 int8_TH, scale_T = self._operators.npu_dynamic_quant(hidden_TH)
             tokens = Tokens(int8_TH, (*routing, scale_T))
         active_T = torch.ones(hidden_TH.shape[0], dtype=torch.bool, device=hidden_TH.device)
-        gathered = gather(self._ep, tokens, active_T)
+        gathered = gather(self._ep, tokens, active_T, length)
         metadata = GatheredMetadata([gathered.own], hidden_TH.dtype)
         everything = gathered.tokens
         scale_N = everything.routing[-1] if self._operators is not None else None

@@ -57,7 +57,7 @@ class Preparation(Protocol[Metadata]):
     def prepare(self, tokens: Tokens, length: int | None = None) -> Prepared[Metadata]:
         """Pad, slice or gather this rank's tokens.
 
-        ``length`` is what all ranks pad to in this step, where the host knows it and the preparation pads.
+        ``length`` is what all ranks pad to in this step, where the host knows it and the preparation pads to one.
         """
         ...
 

@@ -18,6 +18,7 @@ def npu_grouped_matmul(
     x: list[torch.Tensor],
     weight: list[torch.Tensor],
     *,
+    bias: list[torch.Tensor] | None = None,
     scale: list[torch.Tensor] | None = None,
     per_token_scale: list[torch.Tensor] | None = None,
     group_list: torch.Tensor,
@@ -34,6 +35,7 @@ def npu_grouped_matmul(
         quantized == (scale is not None and per_token_scale is not None),
         "int8 rows, and only they, need scales",
     )
+    require(not quantized or bias is None, "biases of int8 rows are not supported")
     out_NM = torch.zeros(
         (rows_NK.shape[0], weight_GKM.shape[2]), dtype=output_dtype or rows_NK.dtype, device=rows_NK.device
     )
@@ -49,6 +51,8 @@ def npu_grouped_matmul(
             )
         else:
             torch.mm(rows, matrix, out=out_NM[start:end])
+        if bias is not None:
+            out_NM[start:end] += bias[0][group]
     return [out_NM]
 
 

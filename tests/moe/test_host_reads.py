@@ -1,0 +1,158 @@
+"""A step whose common length the host gives must read nothing of the device on the host: a graph can capture it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.moe.pairwise import Row
+from tests.moe.simulated import SimulatedGroup, run_simulated
+from tests.moe.test_option_pairs import ROWS, case_of, expected, layer_of, step_of
+from worker_agent.moe import placed_layer as layer_module
+from worker_agent.moe.operators import reference
+from worker_agent.moe.rank_group import Arriving, RankGroup
+
+aten = torch.ops.aten
+READING = {
+    aten._local_scalar_dense.default,
+    aten.is_nonzero.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.equal.default,
+}
+_here = threading.local()
+
+
+class HostReadError(AssertionError):
+    """Something was read on the host."""
+
+
+class NoHostReads(TorchDispatchMode):
+    """Refuses whatever would wait for a device, although here all is on a CPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        indexed_by_mask = func is aten.index.Tensor and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
+        unsized = func is aten.repeat_interleave.Tensor and (kwargs or {}).get("output_size") is None
+        if func in READING or indexed_by_mask or unsized:
+            raise HostReadError(f"{func} reads on the host")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def no_host_reads() -> Iterator[None]:
+    with NoHostReads():
+        _here.watched = True
+        try:
+            yield
+        finally:
+            _here.watched = False
+
+
+def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator or an exchange: on a device one call, whatever the reference does instead."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        watched, _here.watched = getattr(_here, "watched", False), False
+        try:
+            with torch.utils._python_dispatch._disable_current_modes():
+                return function(*args, **kwargs)
+        finally:
+            _here.watched = watched
+
+    return call
+
+
+@pytest.fixture(autouse=True)
+def device_like(monkeypatch: pytest.MonkeyPatch) -> None:
+    operators = SimpleNamespace(**{name: unwatched(getattr(reference, name)) for name in reference.__all__})
+    monkeypatch.setattr(RankGroup, "named", SimulatedGroup.named)
+    monkeypatch.setattr(layer_module, "operators_for", lambda device: operators)
+    monkeypatch.setattr("tests.moe.test_option_pairs.reference", operators)
+    monkeypatch.setattr(SimulatedGroup, "start_all_to_all", unwatched(SimulatedGroup.start_all_to_all))
+    monkeypatch.setattr(Arriving, "wait", unwatched(Arriving.wait))
+    for name in ("tolist", "numpy"):
+        reading = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, _refused(name, reading))
+
+
+def _refused(name: str, reading: Callable[..., Any]) -> Callable[..., Any]:
+    def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if getattr(_here, "watched", False):
+            raise HostReadError(f"{name} reads on the host")
+        return reading(tensor, *args, **kwargs)
+
+    return call
+
+
+def run(row: Row, *, length: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """A watched step of every rank, with the common length given or not; outputs, and what they must be."""
+    case = case_of(row, seed=0)
+
+    def one_step(group: RankGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        layer, step = layer_of(case, row, group), step_of(case, row, group.rank)
+        with no_host_reads():
+            out_TH = layer(
+                *step.tokens,
+                active=step.active,
+                phase=step.phase,
+                length=max(*case.tokens, 1) if length else None,
+            )
+        return out_TH, expected(case, row, step)
+
+    return run_simulated(case.ranks, one_step)
+
+
+CAPTURED = [
+    row | {"check_ids": False, "ranks": 3, "tokens": "different", "dtype": torch.float32}
+    for row in ROWS
+    # All-to-all waits for its counts, and slot by slot the experts read theirs.
+    if row["dispatcher"] != "all2allv" and row["kind"] != "slotwise"
+]
+
+
+def test_nothing_is_read_where_the_length_is_known():
+    seen = set()
+    for row in CAPTURED:
+        if row["dispatcher"] == "moge" and row["weigh_on_input"]:
+            continue
+        for out_TH, expected_TH in run(row, length=True):
+            tolerance = 3e-2 if row["kind"] == "W8A8" else 2e-6
+            assert (out_TH - expected_TH).norm() <= tolerance * expected_TH.norm(), row
+        seen |= {row["dispatcher"], row["kind"], row["split"], row["entries"], row["mask"], str(row["mc2"])}
+    assert {"mc2", "allgather", "moge", "grouped", "batched", "W8A8", "step", 5, "choices"} <= seen
+
+
+@pytest.mark.parametrize("dispatcher", ["mc2", "allgather", "moge"])
+def test_without_a_length_the_ranks_wait_for_one_exchange(dispatcher: str):
+    row = next(row for row in CAPTURED if row["dispatcher"] == dispatcher and not row["weigh_on_input"])
+    with pytest.raises(HostReadError, match="tolist"):
+        run(row, length=False)
+
+
+@pytest.mark.parametrize(
+    "reading",
+    [
+        lambda tensor: tensor[tensor > 1],
+        lambda tensor: int(tensor[0]),
+        lambda tensor: tensor.tolist(),
+        lambda tensor: bool((tensor > 0).any()),
+        lambda tensor: tensor.nonzero(),
+        lambda tensor: tensor.repeat_interleave(tensor),
+    ],
+)
+def test_the_watch_sees_a_read(reading: Callable[[torch.Tensor], Any]):
+    tensor = torch.arange(3)
+    with no_host_reads(), pytest.raises(HostReadError):
+        reading(tensor)
+    reading(tensor)
