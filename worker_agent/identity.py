@@ -33,6 +33,8 @@ class Identity:
         Bytes of one expert of one layer, over all tensors that a kernel reads.
     width
         D, entries of the dealing tables that the layers read.
+    rank_bound
+        Whether experts must stay on their ranks.
     """
 
     deployment: str
@@ -46,6 +48,7 @@ class Identity:
     slots: int
     bytes_per_expert: int
     width: int = 1
+    rank_bound: bool = False
 
     @property
     def shape(self) -> Shape:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from eplb_service.placement import MOST_ENTRIES, Int32, Placement, PlacementError, without_single_entries
-from worker_agent.adapters.live_layer import ExpertWeights, LiveLayer
+from worker_agent.adapters.live_layer import ExpertWeights, LiveLayer, RankBound
 from worker_agent.identity import Identity
 from worker_agent.settings import AgentSettings
 from worker_agent.swap.group import AgentGroup, RendezvousError, agree
@@ -44,6 +44,7 @@ class _Facts:
     nonce: str
     token_group: int
     shares_tokens: bool
+    rank_bound: bool
     counts: tuple[str, ...]
     slots_LS: Int32
     experts: int
@@ -118,13 +119,14 @@ def meet(
         slots=placement.slots,
         bytes_per_expert=own.bytes_per_expert,
         width=own.width,
+        rank_bound=own.rank_bound,
     )
     return Rendezvous(group, votes, lanes, identity, installed)
 
 
 def _facts(layers: Sequence[LiveLayer], settings: AgentSettings, token_group: int) -> _Facts:
     complaint = None
-    shares_tokens = False
+    shares_tokens, rank_bound = False, False
     counts: tuple[str, ...] = ()
     slots_LS = np.zeros((len(layers), 0), dtype=np.int32)
     experts, bytes_per_expert, width = 0, 0, 1
@@ -138,6 +140,7 @@ def _facts(layers: Sequence[LiveLayer], settings: AgentSettings, token_group: in
         width = _dealing_width(layers, experts)
         counts = _counts(layers)
         shares_tokens = any(layer.shares_tokens for layer in layers)
+        rank_bound = any(isinstance(layer, RankBound) and layer.rank_bound for layer in layers)
         backend = choose_backend(settings.transfer_backend, _device(layers).type)
     except Exception as error:
         # Whatever is wrong with this rank's layers, the others must hear of it rather than wait.
@@ -146,6 +149,7 @@ def _facts(layers: Sequence[LiveLayer], settings: AgentSettings, token_group: in
         nonce=uuid.uuid4().hex,
         token_group=token_group,
         shares_tokens=shares_tokens,
+        rank_bound=rank_bound,
         counts=counts,
         slots_LS=slots_LS,
         experts=experts,
@@ -243,6 +247,7 @@ def _check_alike(facts: Sequence[_Facts]) -> None:
         for what in (
             "experts",
             "shares_tokens",
+            "rank_bound",
             "counts",
             "bytes_per_expert",
             "width",

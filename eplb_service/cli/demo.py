@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from eplb_service.demo.scenarios import ModelScenario, TraceScenario
     from eplb_service.demo.scoreboard import Scoreboard
 
-_DISPATCHERS = ("all2allv", "allgather", "mc2")
+_MOGE = "moge"
+_DISPATCHERS = ("all2allv", "allgather", "mc2", _MOGE)
 _QUANTIZATIONS = ("none", "w8a8")
 _SPLITS = (TABLES, DEAL, STEP)
 _MODEL_STEPS = 720
@@ -71,7 +72,11 @@ class ServedOptions:
     ] = None
     dispatcher: Annotated[
         str,
-        typer.Option(help=f"One of {', '.join(_DISPATCHERS)}.", autocompletion=lambda: list(_DISPATCHERS)),
+        typer.Option(
+            help=f"One of {', '.join(_DISPATCHERS)}. {_MOGE} is for grouped experts, which stay on their ranks: the "
+            "model left alone is then served by all-to-all.",
+            autocompletion=lambda: list(_DISPATCHERS),
+        ),
     ] = "all2allv"
     split: Annotated[
         str,
@@ -115,6 +120,8 @@ class ServedOptions:
             raise UserError(f"unknown split {self.split!r}; choose one of {', '.join(_SPLITS)}")
         if self.quant not in _QUANTIZATIONS:
             raise UserError(f"unknown quantization {self.quant!r}; choose one of {', '.join(_QUANTIZATIONS)}")
+        if self.dispatcher == _MOGE:
+            self._check_grouped()
         if self.trace is None:
             _refuse("--trace", {"--hidden": self.hidden, "--intermediate": self.intermediate})
             steps = self.steps or _MODEL_STEPS
@@ -128,6 +135,23 @@ class ServedOptions:
         )
         sizes = self.hidden or _TRACE_HIDDEN, self.intermediate or _TRACE_INTERMEDIATE
         return _trace_scenario(self.trace, self.steps or _TRACE_STEPS, self.layers, *sizes)
+
+    def _check_grouped(self) -> None:
+        """Raise ``UserError`` where grouped experts cannot be served: each token chooses equally many on each rank."""
+        from eplb_service.demo.scenarios import choices_per_token
+
+        choices = choices_per_token()
+        if self.trace is not None or self.redundant or self.split != TABLES:
+            raise UserError(
+                f"--dispatcher {_MOGE} serves the model with --redundant 0 and --split {TABLES}: grouped experts have "
+                "no replicas, and no trace counts tokens by group"
+            )
+        if choices % self.ranks:
+            fitting = [str(ranks) for ranks in range(2, choices + 1) if choices % ranks == 0]
+            raise UserError(
+                f"--dispatcher {_MOGE} gives each rank equally many of a token's {choices} choices; "
+                f"use --ranks {' or '.join(fitting)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -248,7 +272,7 @@ def demo(
     figures = summary.summarise(board, stage)
     show.finish(summary.table(figures))
     _write(output, board, figures, show)
-    complaint = summary.complaint(board)
+    complaint = summary.complaint(board, stage)
     if complaint is not None:
         show.fail(complaint)
         raise typer.Exit(_FAILED_EXIT_CODE)

@@ -70,14 +70,22 @@ class ModelScenario:
 
 
 def layers_and_experts() -> tuple[int, int]:
-    """L and E of the embedded model, read from its checkpoint's config without torch.
+    """L and E of the embedded model; raises as ``choices_per_token`` does."""
+    config = _config()
+    return config["num_hidden_layers"], config["num_experts"]
 
-    Raises ``FileNotFoundError`` where the agent's package is not installed.
-    """
+
+def choices_per_token() -> int:
+    """K of the embedded model; raises ``FileNotFoundError`` where the agent's package is not installed."""
+    return _config()["num_experts_per_tok"]
+
+
+def _config() -> dict[str, int]:
+    """Sizes of the embedded model, read from its checkpoint's config without torch."""
     agent = importlib.util.find_spec("worker_agent")
     if agent is None or agent.origin is None:
         raise FileNotFoundError(
             "the embedded model comes with the worker_agent package, which is not installed"
         )
     config = json.loads((Path(agent.origin).parent / _CONFIG).read_text(encoding="utf-8"))
-    return int(config["num_hidden_layers"]), int(config["num_experts"])
+    return {name: size for name, size in config.items() if isinstance(size, int)}

@@ -39,7 +39,7 @@ class Stage:
     ranks, redundant
         R, and slots per layer beyond one per expert.
     dispatcher
-        ``"all2allv"``, ``"allgather"`` or ``"mc2"``.
+        ``"all2allv"``, ``"allgather"``, ``"mc2"``, or ``"moge"``, under which experts stay on their ranks.
     split
         ``"tables"``, ``"deal"`` or ``"step"``: how the balanced layers split tokens over replicas.
     window, interval

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import queue
+import re
 import threading
 import time
 from collections.abc import Iterator
 from concurrent import futures
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +187,17 @@ def test_ranks_that_share_tokens_must_get_one_table() -> None:
         scene.say_plan(_plan())
         status = scene.hear("plan_status")
         assert "ranks 0 and 1 see the same tokens but would get different tables" in status.reason
+
+
+def test_experts_that_are_bound_to_their_rank_must_stay_there() -> None:
+    with Scene() as scene:
+        scene.stream._identity = replace(scene.stream._identity, rank_bound=True)
+        scene.say_plan(encode_plan(World().plan(1, [(0, 1)])[1]))
+        status = scene.hear("plan_status")
+        assert status.state == agent_pb2.PLAN_STATE_REFUSED
+        assert re.search(
+            r"rank \d would get expert \d, but grouped experts stay on their ranks", status.reason
+        )
 
 
 def test_the_agent_comes_back_when_the_stream_is_cut() -> None:

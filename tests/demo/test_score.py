@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def test_both_pars_are_scored_over_the_steps_after_the_first_switch() -> None:
     assert figures["step_ms"]["with_agent"]["p50"] == pytest.approx(6.0)
     assert figures["step_ms"]["without_agent"]["p50"] == pytest.approx(10.0)
     assert (figures["experts_moved"], figures["bytes_moved"]) == (1, 100)
-    assert complaint(_board()) is None
+    assert complaint(_board(), STAGE) is None
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,13 @@ def test_both_pars_are_scored_over_the_steps_after_the_first_switch() -> None:
     ],
 )
 def test_a_run_that_does_not_prove_its_point_says_so(changes: dict[str, Any], words: str) -> None:
-    assert words in str(complaint(_board(**changes)))
+    assert words in str(complaint(_board(**changes), STAGE))
+
+
+def test_grouped_experts_have_nothing_to_switch() -> None:
+    grouped = replace(STAGE, dispatcher="moge")
+    assert complaint(_board(layers_switched=0), grouped) is None
+    assert "outputs differ" in str(complaint(_board(worst_difference=0.5), grouped))
 
 
 def test_steps_without_tokens_have_no_par() -> None:

@@ -57,6 +57,36 @@ def test_tokens_split_by_step_leave_every_byte_and_little_imbalance(dispatcher: 
     assert figures["par_balanced"] < 1.1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "served",
+    [
+        ["--dispatcher", "mc2", "--quant", "w8a8", "--dual-batch"],
+        ["--dispatcher", "allgather", "--quant", "w8a8"],
+        ["--dispatcher", "all2allv", "--dual-batch", "--split", "deal"],
+        ["--dispatcher", "mc2", "--split", "step", "--dual-batch"],
+        ["--dispatcher", "moge", "--redundant", "0"],
+        ["--dispatcher", "moge", "--redundant", "0", "--quant", "w8a8", "--dual-batch", "--ranks", "2"],
+    ],
+    ids=" ".join,
+)
+def test_every_way_through_the_experts_serves_the_same_bytes(served: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    done = _demo(
+        *("--steps", "80", "--window", "32", "--interval", "16", "--requests", "8", "--json", str(out)),
+        *served,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(out.read_text())
+    assert figures["generated_bytes_identical"] is True
+    assert figures["generated_bytes"] > 1000
+    grouped = "moge" in served
+    assert (figures["layers_switched"] == 0) is grouped
+    if grouped:
+        # Every token has equally many choices on each rank.
+        assert figures["par_balanced"] == figures["par_static"] == 1.0
+
+
 def _check_recording(path: Path) -> None:
     assert open_trace(path).heat(0, STEPS).shape == (STEPS, LAYERS, EXPERTS)
     with np.load(path) as held:
@@ -78,6 +108,15 @@ def _check_recording(path: Path) -> None:
         (["--record", "served.csv"], "must end in .npz"),
         (["--redundant", "6"], "use --redundant 8"),
         (["--split", "even"], "unknown split 'even'; choose one of tables, deal, step"),
+        (
+            ["--dispatcher", "moge"],
+            "--dispatcher moge serves the model with --redundant 0 and --split tables",
+        ),
+        (
+            ["--dispatcher", "moge", "--redundant", "0", "--split", "deal"],
+            "with --redundant 0 and --split tables",
+        ),
+        (["--dispatcher", "moge", "--redundant", "0", "--ranks", "8"], "use --ranks 2 or 4"),
     ],
 )
 def test_options_that_do_not_fit_are_one_line_and_exit_code_2(

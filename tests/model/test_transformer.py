@@ -93,7 +93,7 @@ def test_ranks_that_share_the_experts_say_what_one_alone_says(ranks: int, tmp_pa
             torch.testing.assert_close(part_BTV, expected_BTV[rank::ranks], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("dispatcher", ["all2allv", "allgather", "mc2"])
+@pytest.mark.parametrize("dispatcher", ["all2allv", "allgather", "mc2", "moge"])
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("dual_batch", [False, True])
 def test_every_way_through_the_experts_gives_the_same_bytes(
@@ -102,17 +102,22 @@ def test_every_way_through_the_experts_gives_the_same_bytes(
     monkeypatch.setattr(RankGroup, "named", SimulatedGroup.named)
     weights = Checkpoint(write_small_model(tmp_path / "small"))
     tokens_BT = _tokens(ROWS, 6)
-    alone, _ = expert_parallel(weights, Placement.linear(2, 8, 1, 8), None, quantized=quantized)
+    # Grouped experts have no replicas, and a group on each rank.
+    slots, groups = (4, 2) if dispatcher == "moge" else (5, 1)
+    alone, _ = expert_parallel(
+        weights, Placement.linear(2, 8, 1, 8), None, quantized=quantized, expert_groups=groups
+    )
     expected_BTV = _decoded(alone, tokens_BT)
 
     def serve(group: RankGroup) -> torch.Tensor:
         model, layers = expert_parallel(
             weights,
-            Placement.linear(2, 8, 2, 5),
+            Placement.linear(2, 8, 2, slots),
             group,
             dispatcher,
             quantized=quantized,
             dual_batch=dual_batch,
+            expert_groups=groups,
         )
         logits_BTV = _decoded(model, tokens_BT[group.rank :: 2])
         assert [int(layer.load_counter) for layer in layers] == [6, 6]
@@ -153,3 +158,5 @@ def test_a_placement_of_another_model_is_refused(tmp_path: Path) -> None:
     weights = Checkpoint(write_small_model(tmp_path / "small"))
     with pytest.raises(ValueError, match="2 layers of 8 experts, the placement 3 of 8"):
         expert_parallel(weights, Placement.linear(3, 8, 1, 8), None)
+    with pytest.raises(ValueError, match="8 experts and 2 choices per token do not divide into 4 groups"):
+        expert_parallel(weights, Placement.linear(2, 8, 4, 2), None, expert_groups=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker_agent.moe import Router, Scoring
+from worker_agent.moe.router import grouped_routing
 
 
 def test_weights_are_the_renormalised_probabilities():
@@ -115,3 +117,26 @@ def test_settings_that_do_not_fit(changed: dict[str, object], message: str):
 def test_logits_that_do_not_fit():
     with pytest.raises(ValueError, match=r"router logits must have the shape \[T, 6\], got \[3, 5\]"):
         Router(6, 2)(torch.zeros(3, 5))
+
+
+@pytest.mark.parametrize(("groups", "share"), [(1, 3), (2, 1), (3, 2), (4, 3)])
+def test_grouped_routing_takes_the_best_of_every_group(groups: int, share: int):
+    size, tokens = 3, 5
+    logits_TE = torch.randn(tokens, groups * size, generator=torch.Generator().manual_seed(groups))
+    weights_TK, ids_TK = Router(groups * size, groups * share, custom=grouped_routing(groups))(logits_TE)
+    for logits_E, weights_K, ids_K in zip(
+        logits_TE.tolist(), weights_TK.tolist(), ids_TK.tolist(), strict=True
+    ):
+        best = [
+            sorted(range(group * size, (group + 1) * size), key=lambda e: -logits_E[e])[:share]
+            for group in range(groups)
+        ]
+        wanted = sorted(itertools.chain(*best), key=lambda e: -logits_E[e])
+        assert ids_K == wanted
+        total = sum(math.exp(logits_E[e]) for e in wanted)
+        assert weights_K == pytest.approx([math.exp(logits_E[e]) / total for e in wanted], rel=1e-5)
+
+
+def test_groups_that_do_not_divide_experts_or_choices():
+    with pytest.raises(ValueError, match="6 experts and 3 choices do not divide into 2 groups"):
+        grouped_routing(2)(torch.zeros(1, 6), 3)

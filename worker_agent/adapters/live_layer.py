@@ -67,6 +67,14 @@ class LiveLayer(Protocol):
 
 
 @runtime_checkable
+class RankBound(Protocol):
+    """A live layer that knows whether its experts may leave their ranks; those of others may."""
+
+    rank_bound: bool
+    """Whether they may not, as grouped experts (MoGE), of which every rank has a group."""
+
+
+@runtime_checkable
 class PlacementAware(Protocol):
     """A live layer that must know where all ranks' replicas are, and not only where its own tokens go."""
 

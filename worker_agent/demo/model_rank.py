@@ -40,9 +40,11 @@ class ModelRank:
         self.group = group
         self.checkpoint = Checkpoint()
         self.traffic = Traffic(task.steps, rank, task.seed)
-        self.live, live_layers = self._model(task.split)
-        self.still, still_layers = self._model("tables")
-        shares_tokens = task.dispatcher == "allgather"
+        self.live, live_layers = self._model(task.dispatcher, task.split)
+        # Grouped experts never move, so that nothing is to be compared but the dispatcher itself.
+        still_dispatcher = "all2allv" if task.dispatcher == "moge" else task.dispatcher
+        self.still, still_layers = self._model(still_dispatcher, "tables")
+        shares_tokens = live_layers[0].shares_tokens
         balanced = live_layers[: task.layers]
         settings = AgentSettings(service=task.service, deployment=task.deployment)
         self.agent = Agent.start(balanced, group, settings, token_group=0 if shares_tokens else None)
@@ -60,18 +62,19 @@ class ModelRank:
         self._report()
         self.agent.close()
 
-    def _model(self, split: str) -> tuple[Server, list[ExpertParallelMoE]]:
+    def _model(self, dispatcher: str, split: str) -> tuple[Server, list[ExpertParallelMoE]]:
         config, task = self.checkpoint.config, self.task
         placement = Placement.linear(config.layers, config.experts, task.ranks, task.slots)
         model, layers = expert_parallel(
             self.checkpoint,
             placement,
             self.group,
-            task.dispatcher,
+            dispatcher,
             quantized=task.quantized,
             dual_batch=task.dual_batch,
             split=split,
             dealing_width=task.dealing_width,
+            expert_groups=task.ranks if task.dispatcher == "moge" else 1,
         )
         sampler = Sampler(_TEMPERATURE, task.seed * task.ranks + self.rank)
         return Server(Decoder(model, task.rows), sampler, self.traffic, task.rows, task.length), layers

@@ -37,7 +37,7 @@ class DemoRank:
         placement = Placement.linear(layers, experts, task.ranks, task.slots)
         self.live = [self._layer(layer, placement, task.split) for layer in range(layers)]
         self.still = [self._layer(layer, placement, "tables") for layer in range(layers)]
-        shares_tokens = task.dispatcher == "allgather"
+        shares_tokens = self.live[0].shares_tokens
         settings = AgentSettings(service=task.service, deployment=task.deployment)
         self.agent = Agent.start(self.live, self.group, settings, token_group=0 if shares_tokens else None)
         self.progress = Progress(rank, self.agent, self.live, self.still)

@@ -25,7 +25,7 @@ class Task:
     ranks, slots
         R and S.
     dispatcher
-        ``"all2allv"``, ``"allgather"`` or ``"mc2"``.
+        ``"all2allv"``, ``"allgather"`` or ``"mc2"``; of the model ``"moge"`` as well.
     split
         ``"tables"`` or ``"step"``: how the balanced layers split tokens over replicas.
     dealing_width

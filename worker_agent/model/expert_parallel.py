@@ -10,6 +10,7 @@ from worker_agent.model.checkpoint import Checkpoint
 from worker_agent.model.transformer import ByteTransformer
 from worker_agent.moe import ExpertParallelMoE, LayerOptions, MicroBatch
 from worker_agent.moe.rank_group import RankGroup
+from worker_agent.moe.router import Router, grouped_routing
 
 SERVING_DTYPE = torch.float64
 """Double precision: another order of the same sums then never tips the choice between two bytes.
@@ -29,14 +30,21 @@ def expert_parallel(
     dual_batch: bool = False,
     split: str = "tables",
     dealing_width: int = 1,
+    expert_groups: int = 1,
 ) -> tuple[ByteTransformer, list[ExpertParallelMoE]]:
     """The model of a checkpoint with its experts placed over the ranks of ``ep_group``, and its MoE layers.
 
     With ``quantized`` the experts are W8A8; with ``dual_batch`` every step's tokens go through each MoE layer in two
     micro-batches; ``split`` is the layers' (``LayerOptions``), and ``dealing_width`` are the entries of their dealing
-    tables. Raises ``ValueError`` where the placement is not of the model's shape.
+    tables. With ``expert_groups`` each token chooses equally many experts of every group, as MoGE needs with a group
+    for each rank: the model was not trained for it, and writes worse. Raises ``ValueError`` where the placement is not
+    of the model's shape, or groups do not divide its experts and choices.
     """
     config = checkpoint.config
+    if config.experts % expert_groups or config.top_k % expert_groups:
+        raise ValueError(
+            f"{config.experts} experts and {config.top_k} choices per token do not divide into {expert_groups} groups"
+        )
     if (placement.layers, placement.experts) != (config.layers, config.experts):
         raise ValueError(
             f"the model has {config.layers} layers of {config.experts} experts, "
@@ -58,6 +66,8 @@ def expert_parallel(
     ]
     experts = [InTwoBatches(layer) for layer in layers] if dual_batch else layers
     model = ByteTransformer(config, experts).to(SERVING_DTYPE)
+    if expert_groups > 1:
+        model.route_by(Router(config.experts, config.top_k, custom=grouped_routing(expert_groups)))
     checkpoint.fill(model)
     return model.eval(), layers
 

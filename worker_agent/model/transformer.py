@@ -71,14 +71,14 @@ class SparseMLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self._choose = Router(config.experts, config.top_k)
+        self.choose = Router(config.experts, config.top_k)
         self.gate = _linear(config.hidden, config.experts)
 
     def forward(self, x_BTH: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
         """The weighted sum of each token's experts ``[B, T, H]``, and the router's logits ``[B*T, E]``."""
         tokens_NH = x_BTH.flatten(0, 1)
         logits_NE = self.gate(tokens_NH)
-        weights_NK, ids_NK = self._choose(logits_NE)
+        weights_NK, ids_NK = self.choose(logits_NE)
         return experts(tokens_NH, ids_NK, weights_NK).view_as(x_BTH), logits_NE
 
 
@@ -123,6 +123,12 @@ class ByteTransformer(nn.Module):
         self.model = Backbone(config)
         self.lm_head = _linear(config.hidden, BYTES)
         self._experts = tuple(experts)
+
+    def route_by(self, router: Router) -> None:
+        """Choose experts by another router in every block, over the same logits."""
+        for block in self.model.layers:
+            assert isinstance(block, Block), "the backbone has nothing else"
+            block.mlp.choose = router
 
     @property
     def dtype(self) -> torch.dtype:

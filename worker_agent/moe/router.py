@@ -112,6 +112,25 @@ class Router:
         return eligible_TG.repeat_interleave(in_groups_TGS.shape[2], dim=1)
 
 
+def grouped_routing(groups: int) -> RoutingFunction:
+    """Equally many experts of each of so many groups of consecutive ones (Pangu's grouped experts, MoGE).
+
+    Weights are the softmax over a token's choices, which are sorted by logit. The function raises ``ValueError`` where
+    experts or choices do not divide into groups.
+    """
+
+    def choose(logits_TE: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        experts = logits_TE.shape[1]
+        if experts % groups or top_k % groups:
+            raise ValueError(f"{experts} experts and {top_k} choices do not divide into {groups} groups")
+        chosen_TGC, place_TGC = logits_TE.unflatten(1, (groups, -1)).topk(top_k // groups, dim=2)
+        first_G1 = torch.arange(0, experts, experts // groups, device=logits_TE.device).unsqueeze(1)
+        chosen_TK, order_TK = chosen_TGC.flatten(1).sort(dim=1, descending=True)
+        return chosen_TK.softmax(dim=-1), (place_TGC + first_G1).flatten(1).gather(1, order_TK)
+
+    return choose
+
+
 def balanced_choices(
     tokens: int, experts: int, top_k: int, device: torch.device, seed: int = 0
 ) -> torch.Tensor:
