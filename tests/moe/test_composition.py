@@ -94,7 +94,7 @@ def masked_step(case: Case, options: LayerOptions, share: float) -> tuple[float,
 # Not shrunk: that would start fresh ranks at each failing example.
 @given(drawn=composed())
 @settings(
-    max_examples=50,
+    max_examples=20,
     deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
