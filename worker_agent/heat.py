@@ -154,10 +154,10 @@ class HeatRecorder:
             return None
         # A segment is one or, where it wraps around the ring's end, two runs of rows.
         wrap = next((i for i in range(1, len(rows)) if rows[i] < rows[i - 1]), len(rows))
-        runs = [rings.rows(rows[0], rows[wrap - 1] + 1)]
+        counts = rings.copy_of(rows[0], rows[wrap - 1] + 1)
         if wrap < len(rows):
-            runs.append(rings.rows(rows[wrap], rows[-1] + 1))
-        return self._to_host(torch.cat(runs))
+            counts = torch.cat([counts, rings.copy_of(rows[wrap], rows[-1] + 1)])
+        return self._to_host(counts)
 
     def _to_host(self, counts: torch.Tensor) -> torch.Tensor:
         """One contiguous copy of what was gathered for it to the host, which may still be under way."""
@@ -177,10 +177,11 @@ class _Rings:
         self._rings = rings
         self._whole_LWX = _in_one_tensor(rings)
 
-    def rows(self, start: int, end: int) -> torch.Tensor:
-        """Rows ``start`` to ``end - 1``, ``[T, L, width]``."""
+    def copy_of(self, start: int, end: int) -> torch.Tensor:
+        """A copy of the rows ``start`` to ``end - 1``, contiguous ``[T, L, width]``."""
         if self._whole_LWX is not None:
-            return self._whole_LWX[:, start:end].transpose(0, 1)
+            rows_TLX = self._whole_LWX[:, start:end].transpose(0, 1)
+            return rows_TLX.clone(memory_format=torch.contiguous_format)
         return torch.stack([ring[start:end] for ring in self._rings], dim=1)
 
 

@@ -120,7 +120,7 @@ def test_steps_that_cannot_be_copied_are_lost_and_never_told_with_later_ones(
     recorder = HeatRecorder(layers, segment_steps=8)
     _run(layers, recorder, range(3))
     with monkeypatch.context() as broken:
-        broken.setattr(heat._Rings, "rows", out_of_memory)
+        broken.setattr(heat._Rings, "copy_of", out_of_memory)
         with pytest.raises(MemoryError):
             recorder.cut((0, 0))
     _run(layers, recorder, range(3, 5))
@@ -172,10 +172,13 @@ def test_a_host_that_counts_no_slots_is_reported_by_sources_alone() -> None:
     assert segment.source_counts_TLE[:, 0, 0].tolist() == [0, 10, 20, 30]
 
 
+@pytest.mark.parametrize("by_step", [False, True], ids=["layer-by-layer", "step-by-step"])
 @pytest.mark.parametrize("layers", [1, 3])
-def test_rings_in_one_tensor_are_reported_as_rings_of_their_own(layers: int) -> None:
-    """Read by one operation; the counts, also those around the ring's end, are the same."""
+def test_rings_in_one_tensor_are_reported_as_rings_of_their_own(layers: int, by_step: bool) -> None:
+    """Read by one operation; the counts, also those around the ring's end, are the same, and copies."""
     rings_LWS = torch.zeros(layers, 8, 2, dtype=torch.int32)
+    if by_step:
+        rings_LWS = torch.zeros(8, layers, 2, dtype=torch.int32).transpose(0, 1)
     counter = torch.zeros((), dtype=torch.int64)
     whole = [CountingLayer(tells_source=False) for _ in range(layers)]
     apart = [CountingLayer(tells_source=False) for _ in range(layers)]
@@ -184,7 +187,7 @@ def test_rings_in_one_tensor_are_reported_as_rings_of_their_own(layers: int) -> 
     for layer in apart:
         layer.moe_load = torch.zeros(8, 2, dtype=torch.int32)
     both = [HeatRecorder(some, segment_steps=3) for some in (whole, apart)]
-    found: list[list[object]] = [[], []]
+    found: list[list[HeatReport]] = [[], []]
     for step in range(20):
         for index, layer in enumerate(apart):
             layer.moe_load[step % 8] = rings_LWS[index, step % 8] = torch.tensor([step, index])
@@ -192,7 +195,10 @@ def test_rings_in_one_tensor_are_reported_as_rings_of_their_own(layers: int) -> 
         counter += 1
         for recorder, reports in zip(both, found, strict=True):
             recorder.step_done(step, StepPhase.DECODE, (0,) * layers)
-            reports += [(report.first_step, report.slot_counts_TLS.tolist()) for report in recorder.take()]
-    assert found[0] == found[1]
-    assert len(found[0]) == 6
+            reports += recorder.take()
+    assert both[0]._slot_rings._whole_LWX is not None
+    rings_LWS.zero_()
+    told = [[(report.first_step, report.slot_counts_TLS.tolist()) for report in reports] for reports in found]
+    assert told[0] == told[1]
+    assert len(told[0]) == 6
     assert both[0].lost_steps == both[1].lost_steps == 0

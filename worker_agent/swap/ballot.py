@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 BALLOT_WIDTH = 9
 """Integers in one ballot on the wire."""
@@ -103,7 +104,7 @@ class Outcome:
         """Digests that are known to be held by some rank."""
         return frozenset({self.plan_low, self.plan_high} - {0})
 
-    @property
+    @cached_property
     def result(self) -> VoteResult:
         """The one thing that all ranks do; see the table in ARCHITECTURE.md."""
         if not self.installed_agree:

@@ -111,12 +111,11 @@ class TransferWorker:
 
     def poll(self) -> TransferResult | None:
         """A transfer that has ended since the last call, or ``None``; never waits."""
-        try:
-            result = self._results.get_nowait()
-        except queue.Empty:
+        # Asked at every step: an exception costs more than the question.
+        if self._results.empty():
             return None
         self._overdue_at = None
-        return result
+        return self._results.get_nowait()
 
     def close(self) -> None:
         """Let the thread end after its present job, and its lane with it."""

@@ -68,7 +68,9 @@ class HeatRings:
     """
 
     def __init__(self, layers: int, experts: int, rows: int, device: torch.device) -> None:
-        self.sources_LWE = torch.zeros((layers, rows, experts), dtype=torch.int32, device=device)
+        # Step by step in memory: a pass writes one piece, and a report copies one.
+        sources_WLE = torch.zeros((rows, layers, experts), dtype=torch.int32, device=device)
+        self.sources_LWE = sources_WLE.transpose(0, 1)
         self.counter = torch.zeros((), dtype=torch.int64, device=device)
         self._rows = rows
         self._steps = 0

@@ -89,8 +89,10 @@ class HeatRings:
     def __init__(self, layers: Sequence[Any], experts: int, rows: int) -> None:
         device = layers[0].log2phy.device
         count, slots = len(layers), int(layers[0].local_num_experts)
-        self.slots_LWS = torch.zeros((count, rows, slots), dtype=torch.int32, device=device)
-        self.sources_LWE = torch.zeros((count, rows, experts), dtype=torch.int32, device=device)
+        # Step by step in memory: a pass writes one piece, and a report copies one.
+        slots_WLS = torch.zeros((rows, count, slots), dtype=torch.int32, device=device)
+        sources_WLE = torch.zeros((rows, count, experts), dtype=torch.int32, device=device)
+        self.slots_LWS, self.sources_LWE = slots_WLS.transpose(0, 1), sources_WLE.transpose(0, 1)
         self.chosen_LE = torch.zeros((count, experts), dtype=torch.int32, device=device)
         self.counter = torch.zeros((), dtype=torch.int64, device=device)
         self._loads = [layer.moe_load for layer in layers]
