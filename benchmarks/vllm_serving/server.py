@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
 import subprocess
 import time
 import urllib.error
@@ -16,10 +13,10 @@ from types import TracebackType
 
 from tests.e2e.service import free_address
 from tests.engines.conftest import engine_environment
+from tests.engines.processes import end_engine, start_engine
 from worker_agent.model.checkpoint import EMBEDDED
 
 _START_SECONDS = 300.0
-_STOP_SECONDS = 30.0
 _NEVER = 10**9
 
 
@@ -91,28 +88,16 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Server:
-        with self._log.open("wb") as log:
-            # A session of its own: its workers are ended with it, whatever became of their parent.
-            self._process = subprocess.Popen(
-                self._setting.command(self.port),
-                env=self._setting.environment(self._agent),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        self._process = start_engine(
+            self._setting.command(self.port), self._setting.environment(self._agent), self._log
+        )
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._process is not None
-        self._process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_STOP_SECONDS)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        end_engine(self._process)
 
     def wait_until_ready(self) -> None:
         """Until it takes requests; raises ``ServerError`` where it ends, or does not in minutes."""

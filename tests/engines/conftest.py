@@ -15,6 +15,7 @@ import pytest
 from tests.e2e.service import Service
 from tests.engines.environments import ROOT, VLLM_032, python_of
 from tests.engines.openai_server import OpenAiServer
+from tests.engines.processes import end_engine, start_engine
 
 HERE = Path(__file__).parent
 SHIM = """
@@ -23,6 +24,8 @@ eplb_cpu_host = vllm_on_cpu:register
 """
 TRITON_IN_PYTHON = {"TRITON_INTERPRET": "1", "TORCH_COMPILE_DISABLE": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 """For an engine of the second model runner: slow, so that few steps must do."""
+TRACES = "traces"
+"""Folder in a test's own where its service records."""
 DECIDE_OFTEN = "--window-steps 32 --decision-interval 32 --report-steps 8 --par-threshold 1.0 --min-gain 0.0"
 
 
@@ -61,9 +64,11 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def service(tmp_path, request):
-    """A service that decides every 32 steps, or by the options that it is parametrised with."""
+    """A service that records and decides every 32 steps, or by the options that it is parametrised with."""
     options = getattr(request, "param", DECIDE_OFTEN).split()
-    with Service(tmp_path, "--store", str(tmp_path / "store.sqlite3"), *options) as running:
+    (tmp_path / TRACES).mkdir()
+    places = ("--store", str(tmp_path / "store.sqlite3"), "--record", str(tmp_path / TRACES))
+    with Service(tmp_path, *places, *options) as running:
         yield running
 
 
@@ -105,10 +110,7 @@ class VllmRun:
         folder.mkdir(parents=True, exist_ok=True)
         self.log, self._answers = folder / "engine.log", folder / "answers.json"
         command = [python, HERE / "generate_vllm.py", checkpoint, self._answers, json.dumps(options)]
-        with self.log.open("w") as log:
-            self._process = subprocess.Popen(
-                command, env=engine_environment(site, **environment), stdout=log, stderr=log
-            )
+        self._process = start_engine(command, engine_environment(site, **environment), self.log)
 
     def wait_for(self, line, seconds=600):
         """Until the engine has printed ``line``."""
@@ -149,10 +151,8 @@ class VllmRun:
         return self.log.read_text()[-6000:]
 
     def stop(self):
-        """End it if it still runs."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            self._process.wait(60)
+        """End it, with its workers, if it still runs."""
+        end_engine(self._process)
 
 
 @pytest.fixture

@@ -5,11 +5,12 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.engines.processes import end_engine, start_engine
 
 START_SECONDS = 400
 
@@ -69,8 +70,7 @@ class OpenAiServer:
             *options,
         ]
         command += ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8", "--enforce-eager"]
-        with self.log.open("w") as log:
-            self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        self._process = start_engine(command, environment, self.log)
 
     def wait_until_healthy(self) -> None:
         """Until it takes requests; raises ``AssertionError`` with the end of its log where it does not come to that."""
@@ -126,10 +126,4 @@ class OpenAiServer:
 
     def stop(self) -> None:
         """End it, with its workers."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(60)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait(60)
+        end_engine(self._process)

@@ -4,9 +4,12 @@ import os
 import signal
 import subprocess
 
+import numpy as np
 import pytest
 
-from tests.engines.conftest import TRITON_IN_PYTHON
+from eplb_service.cli.main import run
+from eplb_service.io.open_trace import open_trace
+from tests.engines.conftest import TRACES, TRITON_IN_PYTHON
 from tests.engines.environments import VLLM_032, VLLM_032_TRITON, python_of
 from tests.engines.generate_vllm import prompts
 
@@ -57,7 +60,7 @@ def alone():
     ids=["tp2", "dp2", "dp2-one-rank-idle"],
 )
 def test_answers_are_the_same_over_many_switches(
-    engine, parallel, requests, rounds, run_vllm, alone, service
+    engine, parallel, requests, rounds, run_vllm, alone, service, tmp_path
 ):
     load = {"requests": requests, "max_tokens": 160, "rounds": rounds}
     expected = alone(run_vllm, engine, load)
@@ -67,6 +70,24 @@ def test_answers_are_the_same_over_many_switches(
     status = service.status().status
     assert status.layers_switched >= 20, balanced.tail()
     assert status.steps_lost == 0
+    what_was_recorded_can_be_replayed(tmp_path)
+
+
+def what_was_recorded_can_be_replayed(folder):
+    """vLLM counts no tokens by slot: they follow from every rank's own choices and the tables of the time."""
+    path = folder / TRACES / "default-1.zarr"
+    trace = open_trace(path)
+    heat_TLE, loads_TLR = trace.heat(0, trace.steps), trace.served_loads(0, trace.steps)
+    chosen_TL = heat_TLE.sum(axis=2)
+    assert trace.steps >= 64
+    assert (chosen_TL > 0).all()
+    # Every token chooses as many experts in one layer as in another.
+    assert (chosen_TL == chosen_TL[:, :1]).all()
+    assert np.array_equal(loads_TLR.sum(axis=2), chosen_TL)
+    assert np.array_equal(trace.source_rows(0, trace.steps).sum(axis=1), heat_TLE)
+    size = ["--ranks", str(trace.facts.ranks), "--slots", str(trace.facts.slots)]
+    pace = ["--window", "32", "--interval", "16", "--policy", "none,flashlb"]
+    assert run(["replay", "--heat", str(path), *size, *pace]) == 0
 
 
 def test_tables_that_change_without_weights_are_seen(run_vllm, alone, service):
