@@ -1,5 +1,6 @@
 # syntax=docker/dockerfile:1
-# The control plane without torch: wheels are built in one stage, installed in the next.
+# The control plane without torch: wheels are built in one stage, installed in the next. For amd64 and arm64 alike: what it
+# requires has wheels for both, so that nothing is compiled but the solver's kernels.
 ARG PYTHON_VERSION=3.12
 
 FROM python:${PYTHON_VERSION}-slim AS build

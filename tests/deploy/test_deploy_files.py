@@ -185,7 +185,10 @@ def test_the_dashboard_lies_where_grafana_looks():
 def test_compose_ports_and_scrape_target():
     compose = load("compose.yaml")
     published = [mapping.rpartition(":")[2] for mapping in compose["services"]["eplb"]["ports"]]
-    assert published == [str(GRPC_PORT), str(METRICS_PORT)]
+    page = compose["services"]["eplb"]["environment"]["EPLB_PAGE"].rpartition(":")[2]
+    assert published == [str(GRPC_PORT), page, str(METRICS_PORT)]
+    # Figures are in plain text, so they stay on this host.
+    assert compose["services"]["eplb"]["ports"][-1].startswith("127.0.0.1:")
     scrape = load("prometheus/prometheus.yml")
     [job] = scrape["scrape_configs"]
     assert job["job_name"] == "eplb"
@@ -211,6 +214,8 @@ def test_the_image_listens_where_it_says(monkeypatch):
     settings = settings_from(environment, monkeypatch)
     assert settings.listen == f"0.0.0.0:{GRPC_PORT}"
     assert settings.metrics == f"0.0.0.0:{METRICS_PORT}"
+    assert settings.page == "0.0.0.0:9465"
+    assert settings.tls_cert is not None
     assert f"EXPOSE {GRPC_PORT} {METRICS_PORT}" in DOCKERFILE
     assert settings.store.startswith("/var/lib/eplb/")
 
