@@ -64,7 +64,7 @@ def test_packages_are_typed(package):
 def test_the_service_declares_what_it_imports_and_no_more():
     extras = SERVICE["optional-dependencies"]
     declares = declared(SERVICE["dependencies"])
-    for name in ("ray", "report", "tables", "peers"):
+    for name in ("ray", "tables", "peers"):
         declares |= declared(extras[name])
     assert imported("eplb_service") == declares
 

@@ -84,7 +84,7 @@ class OutputOptions:
 
     out: Annotated[Path | None, typer.Option(help="Write every decision to this .json file.")] = None
     report: Annotated[Path | None, typer.Option(help="Write a report with charts to this .html file.")] = None
-    png: Annotated[Path | None, typer.Option(help="Write the charts as .png into this folder.")] = None
+    charts: Annotated[Path | None, typer.Option(help="Write the charts as .svg into this folder.")] = None
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False
 
     def check(self) -> None:
@@ -93,8 +93,8 @@ class OutputOptions:
             check_output(self.out, (".json",))
         if self.report is not None:
             check_output(self.report, (".html",))
-        if self.png is not None:
-            check_charts(self.png)
+        if self.charts is not None:
+            check_charts(self.charts)
 
     def write(
         self, result: Replay, title: str, facts: dict[str, str], rests_on: Sequence[Assumption]
@@ -102,8 +102,8 @@ class OutputOptions:
         """Write all that is asked for, and print the table or the document."""
         if self.report is not None:
             write_report(self.report, result, title, facts)
-        if self.png is not None:
-            write_charts(self.png, result)
+        if self.charts is not None:
+            write_charts(self.charts, result)
         document = replay_document(result, rests_on)
         if self.out is not None:
             write_json(self.out, document)

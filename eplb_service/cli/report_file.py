@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -26,19 +25,17 @@ def write_report(path: Path, replay: Replay, title: str, facts: dict[str, str]) 
 
 
 def check_charts(folder: Path) -> None:
-    """Raise ``UserError`` where no PNGs can be written into ``folder``; called before long work begins."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("--png needs matplotlib: pip install 'eplb-service[report]'")
+    """Raise ``UserError`` where no pictures can be written into ``folder``; called before long work begins."""
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"--png {folder}: exists and is not a folder")
+        raise UserError(f"--charts {folder}: exists and is not a folder")
     if not folder.resolve().parent.is_dir():
         raise UserError(
-            f"--png {folder}: the folder {folder.resolve().parent} does not exist; create it first"
+            f"--charts {folder}: the folder {folder.resolve().parent} does not exist; create it first"
         )
 
 
 def write_charts(folder: Path, replay: Replay) -> None:
-    """Write the charts as PNG into ``folder``; raises ``OutputError`` where the disk refuses."""
+    """Write the charts as SVG into ``folder``; raises ``OutputError`` where the disk refuses."""
     from eplb_service.report.pictures import write_pictures
 
     write_pictures(folder, replay)

@@ -13,8 +13,8 @@ from eplb_service.report.svg import Scale, drawing, element, frame, steps_path, 
 
 WIDTH = 960.0
 _LEFT, _RIGHT = 56.0, 16.0
-HOTTEST = 2.0
-"""Load over mean at which the colours of heat maps end."""
+_HOTTEST = (2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0)
+"""Loads over mean at which the colours of heat maps may end."""
 _BINS = 12
 
 
@@ -103,13 +103,20 @@ def pareto(points: Sequence[Point]) -> str:
     return drawing("pareto", "Realised PAR against moves, one dot per policy", WIDTH, height, "".join(parts))
 
 
-def heat_map(name: str, words: str, ratio_YX: Float64, y_title: str, x_title: str) -> str:
-    """A map of values around 1, rows downwards: cool below it, warm above."""
+def hottest_of(*ratios_YX: Float64) -> float:
+    """Where the colours of maps end, so that all of them share a scale on which no value lies outside."""
+    most = max((float(ratio_YX.max()) for ratio_YX in ratios_YX if ratio_YX.size), default=1.0)
+    return next((end for end in _HOTTEST if most <= end), most)
+
+
+def heat_map(name: str, words: str, ratio_YX: Float64, y_title: str, x_title: str, hottest: float) -> str:
+    """A map of values around 1, rows downwards: cool below it, warm above, up to ``hottest``."""
     rows, columns = ratio_YX.shape
     width, left, top = 468.0, 44.0, 22.0
     cell_width = (width - left - 6) / columns
     cell_height = min(26.0, max(4.0, 340.0 / rows))
-    bins_YX = np.clip(np.round((ratio_YX - 1) / (HOTTEST - 1) * _BINS), -_BINS, _BINS).astype(int)
+    scaled_YX = np.where(ratio_YX < 1, ratio_YX - 1, (ratio_YX - 1) / (hottest - 1))
+    bins_YX = np.clip(np.round(scaled_YX * _BINS), -_BINS, _BINS).astype(int)
     paths: dict[int, list[str]] = {}
     for row, bins_X in enumerate(bins_YX):
         edges = [0, *(np.flatnonzero(np.diff(bins_X)) + 1).tolist(), columns]
@@ -136,18 +143,20 @@ def heat_map(name: str, words: str, ratio_YX: Float64, y_title: str, x_title: st
     return drawing(name, words, width, bottom + 38, "".join(parts))
 
 
-def colour_bar() -> str:
+def colour_bar(hottest: float) -> str:
     """What the colours of the heat maps stand for."""
     cell = 12.0
     parts = []
     for number, bin_ in enumerate(range(-_BINS, _BINS + 1)):
         fill = f"var(--h{'c' if bin_ < 0 else 'w'}{abs(bin_)})"
         parts.append(element("rect", x=10 + number * cell, y=2, width=cell + 0.5, height=10, fill=fill))
-    for value in (0.0, 0.5, 1.0, 1.5, 2.0):
-        at = 10 + (value * _BINS + 0.5) * cell
-        words = f"{value:g}x" if value < HOTTEST else f"{value:g}x and more"
-        parts.append(text(words, at, 26, "tick", text_anchor="middle"))
-    return drawing("colours", "Colours from no tokens to twice the mean and more", 380, 32, "".join(parts))
+    for bin_, value in zip((0, 6, 12, 18, 24), (0.0, 0.5, 1.0, (1 + hottest) / 2, hottest), strict=True):
+        at = 10 + (bin_ + 0.5) * cell
+        parts.append(text(f"{value:g}x", at, 26, "tick", text_anchor="middle"))
+    parts.append(text("over the mean rank", 12 + 25 * cell + 14, 13, "tick"))
+    return drawing(
+        "colours", f"Colours from no tokens to {hottest:g} times the mean", 500, 32, "".join(parts)
+    )
 
 
 def theme_variables() -> tuple[str, str]:

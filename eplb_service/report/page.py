@@ -27,6 +27,7 @@ def report_page(replay: Replay, *, title: str, command: str, facts: Mapping[str,
     best = min(replay.policies, key=lambda policy: policy.par_realised)
     lines, maps = par_lines(replay, colours), maps_of(replay, best)
     light, dark = charts.theme_variables()
+    hottest = charts.hottest_of(*(values for _, _, values in maps.values()))
     data = {"par": _par_data(lines, _end(replay)), "maps": _map_data(maps)}
     body = [
         _head(replay, best, title),
@@ -42,13 +43,13 @@ def report_page(replay: Replay, *, title: str, command: str, facts: Mapping[str,
             "Ranks before and after",
             "Tokens of each rank over the mean rank, layer by layer, in the steps of the last decision: experts as "
             f"they stood at the start, and as {best.label} has them.",
-            charts.colour_bar(),
-            _pair(maps, ("before", "after")),
+            charts.colour_bar(hottest),
+            _pair(maps, ("before", "after"), hottest),
         ),
         _section(
             "Layers over time",
             f"Each layer's PAR after each decision, in the same colours: left alone, and under {best.label}.",
-            _pair(maps, ("alone", "balanced")),
+            _pair(maps, ("alone", "balanced"), hottest),
         ),
         _section(
             "What balance costs",
@@ -65,14 +66,15 @@ def report_page(replay: Replay, *, title: str, command: str, facts: Mapping[str,
         _section("How this was made", "", f"<pre>{escape(command)}</pre>", _facts(facts)),
         _section("Words", "", _facts(_WORDS)),
     ]
-    css, js = (
-        files("eplb_service.report").joinpath(name).read_text() for name in ("report.css", "report.js")
+    of_charts, css, js = (
+        files("eplb_service.report").joinpath(name).read_text()
+        for name in ("charts.css", "report.css", "report.js")
     )
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{css}:root{{{light}}}\n"
+        f"<title>{escape(title)}</title>\n<style>\n{of_charts}{css}:root{{{light}}}\n"
         f"@media (prefers-color-scheme: dark){{:root{{{dark}}}}}\n</style>\n</head>\n<body>\n"
         + "\n".join(body)
         + '\n<div id="tip" role="status"></div>\n'
@@ -145,11 +147,11 @@ def _wide(chart: str) -> str:
     return f'<div class="scroll wide">{chart}</div>'
 
 
-def _pair(maps: Mapping[str, tuple[str, str, Float64]], names: Sequence[str]) -> str:
+def _pair(maps: Mapping[str, tuple[str, str, Float64]], names: Sequence[str], hottest: float) -> str:
     boxes = []
     for name in names:
         heading, column, values = maps[name]
-        drawn = charts.heat_map(name, f"{heading}: each layer by {column}", values, "layer", column)
+        drawn = charts.heat_map(name, f"{heading}: each layer by {column}", values, "layer", column, hottest)
         boxes.append(f"<div><h3>{escape(heading)}</h3>{drawn}</div>")
     return f'<div class="pair">{"".join(boxes)}</div>'
 

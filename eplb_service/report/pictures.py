@@ -1,125 +1,117 @@
-"""The charts of a replay as PNG, for slides and issues; needs matplotlib (the extra ``report``)."""
+"""The charts of a replay as SVG files, for slides and papers: those of the report, each with its title and legend."""
 
 from __future__ import annotations
 
-import io
-import itertools
-from collections.abc import Iterator
+import re
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from eplb_service.atomic_write import OutputError, write_atomically
-from eplb_service.placement import mean_par
-from eplb_service.replay.result import PolicyReplay, Replay
-from eplb_service.report.figures import over_mean, pareto_points
+from eplb_service.replay.result import Replay
+from eplb_service.report import charts
+from eplb_service.report.charts import Line
+from eplb_service.report.figures import colours_of, maps_of, move_lines, par_lines, pareto_points
+from eplb_service.report.svg import element, text
 
-NAMES = ("par.png", "moves.png", "pareto.png", "ranks.png")
+NAMES = ("par.svg", "moves.svg", "pareto.svg", "ranks.svg", "layers.svg")
 """Files that ``write_pictures`` writes."""
 
-_SIZE = (10.0, 4.0)
-_DOTS_PER_INCH = 150
-_LEAST_SPAN = 0.05
-_COLOURS = ("#2463be", "#d4691a", "#15803d", "#a21caf", "#b91c1c", "#0e7490", "#854d0e", "#4338ca")
-_DASHES = ("-", "--", ":", "-.", (0, (12, 3)))
-_MARKERS = ("o", "s", "^", "D", "v")
-"""Dots of policies whose lines are dashed as in ``_DASHES``."""
+_MARGIN, _HEADING, _ROW = 16.0, 44.0, 20.0
+_SIZE = re.compile(r'viewBox="0 0 ([\d.]+) ([\d.]+)"')
+_VARIABLE = re.compile(r"var\(--(\w+)\)")
 
 
 def write_pictures(folder: Path, replay: Replay) -> None:
-    """Write one PNG per chart into ``folder``, which is made where it is missing.
-
-    Raises ``OutputError`` where matplotlib is not installed or nothing can be written.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise OutputError("PNGs need matplotlib: pip install 'eplb-service[report]'") from error
+    """Write one SVG per chart into ``folder``, which is made where it is missing; raises ``OutputError``."""
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
         raise OutputError(f"{folder}: cannot be made ({error.strerror})") from error
-    draw = {"par.png": _par, "moves.png": _moves, "pareto.png": _pareto, "ranks.png": _ranks}
-    for name in NAMES:
-        figure = Figure(figsize=_SIZE, layout="constrained")
-        draw[name](figure, replay)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=_DOTS_PER_INCH)
-        write_atomically(folder / name, buffer.getvalue())
+    for name, picture in zip(NAMES, _pictures(replay), strict=True):
+        write_atomically(folder / name, picture.encode())
 
 
-def _par(figure: Any, replay: Replay) -> None:
-    axes = figure.subplots()
-    for policy, (colour, dashes) in zip(replay.policies, _styles(replay), strict=True):
-        steps, values = _held(policy, [decision.par_realised for decision in policy.decisions])
-        axes.step(steps, values, where="post", label=policy.label, color=colour, linestyle=dashes)
-    first = replay.policies[0]
-    known = {"floor": replay.baseline(first.setup).floor_DL, "hindsight": replay.hindsight_DL(first.setup)}
-    for (name, par_DL), style in zip(known.items(), (":", "--"), strict=True):
-        if par_DL is not None:
-            held = _held(first, mean_par(par_DL, axis=1).tolist())
-            axes.step(*held, where="post", label=name, color="grey", linestyle=style, linewidth=1)
-    _finish(axes, "step", "realised PAR, mean over layers")
-
-
-def _moves(figure: Any, replay: Replay) -> None:
-    axes = figure.subplots()
-    for policy, (colour, dashes) in zip(replay.policies, _styles(replay), strict=True):
-        if policy.policy != "none":
-            values = [float(decision.moves) for decision in policy.decisions]
-            axes.step(
-                *_held(policy, values), where="post", label=policy.label, color=colour, linestyle=dashes
-            )
-    _finish(axes, "step", "slots that receive weights at a decision")
-
-
-def _pareto(figure: Any, replay: Replay) -> None:
-    axes = figure.subplots()
-    classes = {policy.label: policy.label for policy in replay.policies}
-    styles = dict(zip(classes, _styles(replay), strict=True))
-    points = pareto_points(replay, classes)
-    for point in points:
-        colour, dashes = styles[point.name]
-        marker = _MARKERS[_DASHES.index(dashes)]
-        axes.plot(100 * point.moves, point.par, marker, label=point.name, color=colour)
-    # Differences that nobody would feel must not fill the picture.
-    pars = [point.par for point in points]
-    axes.set(xlim=(-0.5, None), ylim=(min(pars) - _LEAST_SPAN / 2, max(pars) + _LEAST_SPAN / 2))
-    _finish(axes, "slots that receive weights at a decision, %", "realised PAR")
-
-
-def _ranks(figure: Any, replay: Replay) -> None:
+def _pictures(replay: Replay) -> list[str]:
+    colours, end = colours_of(replay), replay.first + replay.steps
     best = min(replay.policies, key=lambda policy: policy.par_realised)
-    both = {"left alone": replay.baseline(best.setup).loads_LR, best.label: best.loads_LR}
-    image = None
-    for axes, (title, loads_LR) in zip(figure.subplots(1, 2, sharey=True), both.items(), strict=True):
-        image = axes.imshow(over_mean(loads_LR), cmap="coolwarm", vmin=0, vmax=2, aspect="auto")
-        axes.set(title=title, xlabel="rank")
-        axes.tick_params(length=0)
-        axes.spines[:].set_visible(False)
-    figure.axes[0].set_ylabel("layer")
-    figure.axes[0].yaxis.get_major_locator().set_params(integer=True)
-    figure.colorbar(image, ax=figure.axes, label="tokens over the mean rank", extend="max")
+    lines, maps = par_lines(replay, colours), maps_of(replay, best)
+    hottest = charts.hottest_of(*(values for _, _, values in maps.values()))
+
+    def pair(*names: str) -> list[str]:
+        return [
+            charts.heat_map(
+                name, maps[name][0], maps[name][2], f"{maps[name][0]}: layer", maps[name][1], hottest
+            )
+            for name in names
+        ]
+
+    return [
+        _picture("Peak-to-average ratio of the steps served", [charts.par_over_time(lines, end)], lines),
+        _picture(
+            "Slots that receive weights at a decision",
+            [charts.moves_per_decision(move_lines(replay, colours), end)],
+        ),
+        _picture("Balance against moves", [charts.pareto(pareto_points(replay, colours))]),
+        _picture(
+            "Tokens of each rank over the mean rank", pair("before", "after"), bar=charts.colour_bar(hottest)
+        ),
+        _picture("PAR of each layer", pair("alone", "balanced"), bar=charts.colour_bar(hottest)),
+    ]
 
 
-def _styles(replay: Replay) -> list[tuple[str, Any]]:
-    """Colour and dashes of each policy; doing nothing is grey."""
-    others: Iterator[tuple[Any, str]] = itertools.cycle(itertools.product(_DASHES, _COLOURS))
-    styles: list[tuple[str, Any]] = []
-    for policy in replay.policies:
-        dashes, colour = ("-", "grey") if policy.policy == "none" else next(others)
-        styles.append((colour, dashes))
-    return styles
+def _picture(title: str, drawings: Sequence[str], lines: Sequence[Line] = (), bar: str = "") -> str:
+    """Drawings side by side under a title, with the names of lines or the bar of colours below."""
+    sizes = [_size(drawing) for drawing in drawings]
+    width = sum(size[0] for size in sizes) + _MARGIN * (len(sizes) + 1)
+    below = _HEADING + max(size[1] for size in sizes) + 8
+    parts = [text(title, _MARGIN, 28, "heading")]
+    left = _MARGIN
+    for drawing, size in zip(drawings, sizes, strict=True):
+        parts.append(_placed(drawing, left, _HEADING))
+        left += size[0] + _MARGIN
+    if bar:
+        parts.append(_placed(bar, _MARGIN, below))
+        below += _size(bar)[1]
+    legend, rows = _legend(lines, width, below)
+    return _standing_alone(title, width, below + rows * _ROW + _MARGIN, "".join(parts) + legend)
 
 
-def _held(policy: PolicyReplay, values: list[float]) -> tuple[list[int], list[float]]:
-    """Steps and values, the last one held to the end of its steps."""
-    steps = [decision.step for decision in policy.decisions]
-    return [*steps, steps[-1] + policy.decisions[-1].steps], [*values, values[-1]]
+def _legend(lines: Sequence[Line], width: float, top: float) -> tuple[str, int]:
+    """Each line's dashes and name, and how many rows they take."""
+    across = max(1, int((width - 2 * _MARGIN) // 300))
+    parts = []
+    for number, line in enumerate(lines):
+        x, y = _MARGIN + number % across * 300, top + (number // across + 0.5) * _ROW
+        parts.append(element("path", d=f"M{x:.0f} {y:.0f}h34", class_=f"line {line.colour}"))
+        parts.append(text(line.name, x + 42, y + 4, "name"))
+    return "".join(parts), -(-len(lines) // across)
 
 
-def _finish(axes: Any, x_label: str, y_label: str) -> None:
-    axes.set(xlabel=x_label, ylabel=y_label)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    if axes.get_legend_handles_labels()[0]:
-        axes.figure.legend(loc="outside right upper", frameon=False)
+def _standing_alone(title: str, width: float, height: float, content: str) -> str:
+    """A file: its colours written out, as programs that know no variables want them."""
+    css = files("eplb_service.report").joinpath("charts.css").read_text()
+    light = css.partition("@media")[0] + charts.theme_variables()[0]
+    colours = dict(re.findall(r"--(\w+):\s*(#\w+)", light))
+    rules = css[css.index("svg text {") :] + "svg text.heading { fill: var(--ink); font-size: 18px; }"
+    body = f"<title>{escape(title)}</title><style>{rules}</style>"
+    body += element("rect", width=width, height=height, fill="var(--ground)") + content
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="system-ui, sans-serif">'
+    )
+    return head + _VARIABLE.sub(lambda match: colours[match[1]], body) + "</svg>\n"
+
+
+def _size(drawing: str) -> tuple[float, float]:
+    found = _SIZE.search(drawing)
+    assert found is not None
+    return float(found[1]), float(found[2])
+
+
+def _placed(drawing: str, x: float, y: float) -> str:
+    """A drawing at a place within another, in its own size."""
+    width, height = _size(drawing)
+    place = f'<svg x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{height:.0f}" '
+    return place + drawing.removeprefix("<svg ")

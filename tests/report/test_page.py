@@ -159,6 +159,7 @@ def test_as_many_policies_as_have_a_name_look_different():
     acting = [colour for label, colour in colours.items() if not label.startswith("none")]
     assert len(acting) == len(set(acting)) == 2 * (len(NAMES) - 1)
     css = files("eplb_service.report").joinpath("report.css").read_text()
+    css += files("eplb_service.report").joinpath("charts.css").read_text()
     for dashes in {colour.split()[1] for colour in acting} - {"d0"}:
         assert f".line.{dashes} " in css
         assert f"i.{dashes}" in css

@@ -1,30 +1,63 @@
-"""The charts are also pictures, whole or not there."""
+"""The charts are also pictures: whole files with titles, legends and colours of their own, or not there."""
 
+import re
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
 import pytest
 
 from eplb_service.atomic_write import OutputError
-from eplb_service.report import pictures
+from eplb_service.cli import main
+from eplb_service.report import charts, pictures
 from tests.report.reports import small_replay
 
-
-def test_one_png_a_chart(tmp_path):
-    pytest.importorskip("matplotlib")
-    pictures.write_pictures(tmp_path / "charts", small_replay(("none", "flashlb")))
-    assert sorted(path.name for path in (tmp_path / "charts").iterdir()) == sorted(pictures.NAMES)
-    for path in (tmp_path / "charts").iterdir():
-        data = path.read_bytes()
-        assert data.startswith(b"\x89PNG")
-        assert data.endswith(b"IEND\xaeB`\x82")
-        assert int.from_bytes(data[16:20], "big") == 1500
+SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_what_cannot_be_written_is_told(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("pictures") / "charts"
+    pictures.write_pictures(made, small_replay())
+    return made
+
+
+@pytest.mark.parametrize("name", pictures.NAMES)
+def test_a_picture_is_whole_and_needs_nothing_else(folder, name):
+    text = (folder / name).read_text()
+    root = ElementTree.fromstring(text)
+    assert root.tag == f"{SVG}svg"
+    assert root.find(f"{SVG}title").text
+    assert float(root.get("width")) > 600
+    assert "var(" not in text
+    assert not re.search(r"url|@import|href", text)
+
+
+def test_every_chart_has_its_file(folder):
+    assert sorted(path.name for path in folder.iterdir()) == sorted(pictures.NAMES)
+
+
+def test_lines_are_named(folder):
+    words = [element.text for element in ElementTree.parse(folder / "par.svg").iter(f"{SVG}text")]
+    assert {"floor", "hindsight", "none", "deepseek", "flashlb", "step", "PAR, mean over layers"} <= set(
+        words
+    )
+
+
+def test_a_heat_map_s_scale_holds_every_value():
+    ratio_LR = np.array([[0.0, 0.5, 3.4, 1.0]])
+    assert charts.hottest_of(ratio_LR, ratio_LR / 2) == 4.0
+    assert charts.hottest_of(np.ones((2, 2))) == 2.0
+    assert charts.hottest_of(np.full((1, 1), 100.0)) == 100.0
+    drawn = charts.heat_map("a", "b", ratio_LR, "layer", "rank", 4.0)
+    assert re.findall(r"--h(\w\d+)", drawn) == ["c12", "c6", "w0", "w10"]
+    assert ">4x</text>" in charts.colour_bar(4.0)
+
+
+def test_what_cannot_be_written_is_reported(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    replayed = small_replay(("none",))
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(OutputError, match=r"pip install 'eplb-service\[report\]'"):
-        pictures.write_pictures(tmp_path / "charts", replayed)
-    monkeypatch.undo()
-    pytest.importorskip("matplotlib")
     with pytest.raises(OutputError, match="cannot be made"):
-        pictures.write_pictures(tmp_path / "file", replayed)
+        pictures.write_pictures(tmp_path / "file", small_replay(("none",)))
+    np.savez(tmp_path / "a.npz", heat=np.ones((4, 1, 4), dtype=int))
+    options = ["--heat", str(tmp_path / "a.npz"), "--ranks", "2", "--charts", str(tmp_path / "file")]
+    assert main.run(["replay", *options]) == 2
+    assert "exists and is not a folder" in capsys.readouterr().err
