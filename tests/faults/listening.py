@@ -27,13 +27,18 @@ def listening() -> list[tuple[str, int]]:
     return found
 
 
-def knock() -> int:
-    """Noise, half a handshake, and links that say nothing, at every listener; how many there are."""
-    found = listening()
+def knock() -> tuple[int, int]:
+    """Noise, half a handshake, and links that say nothing, at every listener; how many took them, and how many none."""
+    closed, found = 0, listening()
     for address in found:
         with contextlib.ExitStack() as links:
             for number in range(_LINKS):
-                with contextlib.suppress(OSError):
-                    link = links.enter_context(socket.create_connection(address, timeout=2))
+                try:
+                    link = links.enter_context(socket.create_connection(address, timeout=1))
                     link.sendall(os.urandom((0, 1, 8, 4096)[number % 4]))
-    return len(found)
+                except TimeoutError:
+                    closed += 1
+                    break
+                except OSError:
+                    continue
+    return len(found) - closed, closed

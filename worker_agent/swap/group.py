@@ -16,9 +16,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 
 from worker_agent.swap.commit_register import CommitRegister
+from worker_agent.swap.link_guard import LinkGuard
 from worker_agent.swap.peers import Address, PeerGoneError, Peers, PeerStore
 
 _OPEN_TIMEOUT = timedelta(seconds=60)
@@ -116,17 +118,38 @@ class AgentGroup:
     def process_group(self, name: str, timeout: timedelta = _OPEN_TIMEOUT) -> dist.ProcessGroup:
         """A new gloo group of these ranks; every rank asks for it by the same name, in its own time.
 
-        ``timeout`` bounds its opening, and what is under way in it where nobody waits for it with another bound.
+        ``timeout`` bounds its opening, and what is under way in it where nobody waits for it with another bound. Raises
+        ``RuntimeError`` where not all ranks come, or what has linked itself to this rank is none.
         """
         # torch's stubs do not list the options.
         library: Any = dist.ProcessGroupGloo
         options = library._Options()
         options._timeout = timeout
         options._devices = [library.create_device(hostname=self.host)]
-        store = dist.PrefixStore(f"eplb/{name}", self.store)
-        backend = library(store, self.rank, self.size, options)
+        prefix = f"eplb/{name}"
+        with LinkGuard(lambda: tuple(self.peers.hosts)) as guard, self.store.watched(prefix, guard.published):
+            backend = library(dist.PrefixStore(prefix, self.store), self.rank, self.size, options)
+            self._prove_links(backend, name, timeout)
         # A backend has a process group's methods; torch's type stubs do not list them.
         return cast("dist.ProcessGroup", backend)
+
+    def _prove_links(self, backend: Any, name: str, timeout: timedelta) -> None:
+        """Raise ``RuntimeError`` where at the other end of a link is not the rank that it is for."""
+
+        def proofs(claim: Callable[[int], str]) -> torch.Tensor:
+            proven = (self.peers.proof(claim(other).encode()) for other in range(self.size))
+            return torch.frombuffer(bytearray(b"".join(proven)), dtype=torch.uint8)
+
+        sent = proofs(lambda other: f"{name}: from {self.rank} to {other}")
+        expected = proofs(lambda other: f"{name}: from {other} to {self.rank}")
+        heard = torch.zeros_like(sent)
+        # Each rank's part comes over the link to it, and over no other.
+        backend.alltoall_base(heard, sent, [], []).wait(timeout)
+        wrong = (heard != expected).view(self.size, -1).any(dim=1).nonzero().flatten().tolist()
+        if wrong:
+            raise RuntimeError(
+                f"what has linked itself to rank {self.rank} as rank {wrong[0]} is none of its peers"
+            )
 
     def fail(self, reason: str) -> None:
         """This rank must not serve any more: the others hear of it and end as well, unless it was they who said so."""

@@ -14,7 +14,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TypeAlias
 
@@ -28,8 +28,9 @@ _LARGEST = 60_000
 """Bytes of a datagram; what libraries exchange to open their links is a few hundred."""
 _MOST_VALUES = 4096
 """Values kept in a store; a lane needs one or two per pair of ranks."""
+_MOST_HOSTS = 4096
 _RETRY_SECONDS = 0.05
-_ASKED, _ANSWERED = b"q", b"a"
+_ASKED, _ANSWERED, _CLAIMED = b"q", b"a", b"c"
 
 
 class PeerGoneError(ConnectionError):
@@ -46,7 +47,7 @@ class Peers:
     answer
         Gives the answer to a question, or ``None`` for none yet; called on this object's thread.
 
-    ``others`` are all ranks but this one.
+    ``others`` are all ranks but this one; ``hosts`` the addresses from which members of the formation have asked.
     """
 
     def __init__(self, host: str, answer: Callable[[bytes], bytes | None]) -> None:
@@ -59,6 +60,7 @@ class Peers:
         self._answer = answer
         self._addresses: Mapping[int, Address] = {}
         self.others: frozenset[int] = frozenset()
+        self.hosts: set[str] = set()
 
     def open(self, secret: bytes, rank: int, addresses: Sequence[Address]) -> None:
         """Begin to answer; ``secret`` and ``addresses``, in order of rank, are the formation's."""
@@ -105,6 +107,10 @@ class Peers:
                 except PeerGoneError:
                     waiting.discard(rank)
 
+    def proof(self, claim: bytes) -> bytes:
+        """What only a member of the formation can send along with a claim."""
+        return self._sealed(_CLAIMED, claim)[:_MAC_BYTES]
+
     def close(self) -> None:
         """Answer no more."""
         # Wakes the thread that waits here; that the socket is not connected is no news.
@@ -137,6 +143,8 @@ class Peers:
             asked = self._unsealed(_ASKED, datagram)
             if asked is None or len(asked) < _NONCE_BYTES:
                 continue
+            if len(self.hosts) < _MOST_HOSTS:
+                self.hosts.add(sender[0])
             answer = self._answer(asked[_NONCE_BYTES:])
             if answer is not None:
                 with contextlib.suppress(OSError):
@@ -166,11 +174,21 @@ class PeerStore(dist.Store):
         self._peers: Peers | None = None
         self._patience = timeout
         self._values: dict[str, bytes] = {}
+        self._watches: dict[str, Callable[[bytes], None]] = {}
         self._lock = threading.Lock()
 
     def connect(self, peers: Peers) -> None:
         """Read what these hold."""
         self._peers = peers
+
+    @contextlib.contextmanager
+    def watched(self, prefix: str, watch: Callable[[bytes], None]) -> Iterator[None]:
+        """Within it, ``watch`` sees each value that this rank sets under ``prefix``, before any other rank can."""
+        self._watches[prefix] = watch
+        try:
+            yield
+        finally:
+            del self._watches[prefix]
 
     def held(self, key: str) -> bytes | None:
         """The value that this rank has set."""
@@ -180,6 +198,9 @@ class PeerStore(dist.Store):
     def set(self, key: str, value: str | bytes | Sequence[int]) -> None:
         """Keep a value for whoever asks; the oldest goes where there are too many."""
         data = value.encode() if isinstance(value, str) else bytes(value)
+        for prefix, watch in tuple(self._watches.items()):
+            if key.startswith(prefix):
+                watch(data)
         with self._lock:
             while len(self._values) >= _MOST_VALUES:
                 self._values.pop(next(iter(self._values)))

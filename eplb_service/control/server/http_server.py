@@ -24,6 +24,7 @@ from urllib.parse import unquote, urlsplit
 import structlog
 
 from eplb_service import __version__
+from eplb_service.control.server.certificates import Certificates
 from eplb_service.control.server.page_files import PAGE_FILES, Content
 from eplb_service.control.server.web_api import PREFIX, HttpError, WebApi
 from eplb_service.telemetry.metrics import Metrics
@@ -66,26 +67,7 @@ class Served:
     metrics: Metrics | None = None
     api: WebApi | None = None
     loop: asyncio.AbstractEventLoop | None = None
-    tls: TlsFiles | None = None
-
-
-@dataclass(frozen=True)
-class TlsFiles:
-    """PEM files, read again at every connection, so that they rotate without a restart."""
-
-    certificate: str
-    key: str
-    client_ca: str | None = None
-
-    def context(self) -> ssl.SSLContext:
-        """For one connection; raises ``OSError`` where a file cannot be read or used."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.load_cert_chain(self.certificate, self.key)
-        if self.client_ca is not None:
-            context.load_verify_locations(self.client_ca)
-            context.verify_mode = ssl.CERT_REQUIRED
-        return context
+    tls: Certificates | None = None
 
 
 class HttpServer:
@@ -100,8 +82,6 @@ class HttpServer:
     """
 
     def __init__(self, host: str, port: int, served: Served) -> None:
-        if served.tls is not None:
-            served.tls.context()
         self._server = _Server(host, port, served)
         self._thread = threading.Thread(target=self._server.serve_forever, name="eplb-http", daemon=True)
         self._thread.start()

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -22,7 +22,7 @@ from eplb_service.control.server.agent_stream import AgentService
 from eplb_service.control.server.certificates import Certificates
 from eplb_service.control.server.credentials import Credentials, shared_token
 from eplb_service.control.server.gate import Gate
-from eplb_service.control.server.http_server import HttpServer, Served, TlsFiles
+from eplb_service.control.server.http_server import HttpServer, Served
 from eplb_service.control.server.operator_api import OperatorService
 from eplb_service.control.server.plane import ControlPlane, pending_steps
 from eplb_service.control.server.quotas import Quotas
@@ -107,9 +107,11 @@ async def running_service(settings: ServiceSettings) -> AsyncIterator[RunningSer
         quotas = Quotas(settings.max_streams_per_peer)
         gate = Gate(Credentials(fixed, settings.credentials), quotas, metrics, plane.log)
         operators = OperatorService(plane)
-        metrics_address, page_url = _serve_http(settings, metrics, operators, gate, stack)
+        certificates = _certificates(settings)
+        served = Served(metrics, WebApi(operators, gate), asyncio.get_running_loop(), certificates)
+        metrics_address, page_url = _serve_http(settings, served, stack)
         server = _server(settings, plane, operators, probes, gate, quotas)
-        address = _bind(server, settings)
+        address = _bind(server, settings, certificates)
         health_address = None
         if settings.health is not None:
             health_address = await _serve_health(settings.health, probes, stack)
@@ -185,15 +187,15 @@ def _server(
     return server
 
 
-def _bind(server: grpc.aio.Server, settings: ServiceSettings) -> str:
+def _bind(server: grpc.aio.Server, settings: ServiceSettings, certificates: Certificates | None) -> str:
     if settings.insecure and not is_loopback(settings.listen):
         _log.warning("serving_insecurely", address=settings.listen)
-    credentials = _credentials(settings)
     try:
-        if credentials is None:
+        if certificates is None:
             bound = server.add_insecure_port(settings.listen)
         else:
-            bound = server.add_secure_port(settings.listen, credentials)
+            asks = settings.tls_client_ca is not None
+            bound = server.add_secure_port(settings.listen, _credentials(certificates, asks))
     except RuntimeError as error:
         raise ListenError(
             f"cannot listen on {settings.listen}: {error}; choose another with --listen"
@@ -203,14 +205,17 @@ def _bind(server: grpc.aio.Server, settings: ServiceSettings) -> str:
     return f"{settings.listen.rpartition(':')[0]}:{bound}"
 
 
-def _credentials(settings: ServiceSettings) -> grpc.ServerCredentials | None:
+def _certificates(settings: ServiceSettings) -> Certificates | None:
     if settings.tls_cert is None or settings.tls_key is None:
         return None
-    certificates = Certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    return Certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+
+
+def _credentials(certificates: Certificates, asks_for_clients: bool) -> grpc.ServerCredentials:
     return grpc.dynamic_ssl_server_credentials(
         certificates.current(),
         certificates.changed,  # type: ignore[arg-type, unused-ignore]  # None means: the same as before
-        settings.tls_client_ca is not None,
+        asks_for_clients,
     )
 
 
@@ -234,24 +239,15 @@ async def _serve_health(address: str, probes: Any, stack: contextlib.AsyncExitSt
 
 
 def _serve_http(
-    settings: ServiceSettings,
-    metrics: Metrics,
-    operators: OperatorService,
-    gate: Gate,
-    stack: contextlib.AsyncExitStack,
+    settings: ServiceSettings, served: Served, stack: contextlib.AsyncExitStack
 ) -> tuple[str, str]:
-    """Metrics and the web page; the address of the first and the URL of the second."""
-    api, loop = WebApi(operators, gate), asyncio.get_running_loop()
+    """Metrics, in plain text, and the web page; the address of the first and the URL of the second."""
     if settings.page is None:
-        both = _http(settings.metrics, "metrics", Served(metrics, api, loop), stack)
+        both = _http(settings.metrics, "metrics", replace(served, tls=None), stack)
         return both, f"http://{both}/"
-    tls = None
-    if settings.tls_cert is not None and settings.tls_key is not None:
-        client_ca = str(settings.tls_client_ca) if settings.tls_client_ca else None
-        tls = TlsFiles(str(settings.tls_cert), str(settings.tls_key), client_ca)
-    page = _http(settings.page, "page", Served(None, api, loop, tls), stack)
-    scheme = "http" if tls is None else "https"
-    return _http(settings.metrics, "metrics", Served(metrics), stack), f"{scheme}://{page}/"
+    page = _http(settings.page, "page", replace(served, metrics=None), stack)
+    scheme = "http" if served.tls is None else "https"
+    return _http(settings.metrics, "metrics", Served(served.metrics), stack), f"{scheme}://{page}/"
 
 
 def _http(address: str, flag: str, served: Served, stack: contextlib.AsyncExitStack) -> str:

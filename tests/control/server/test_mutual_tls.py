@@ -13,6 +13,7 @@ import grpc
 import pytest
 
 from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.control.server.settings import SettingsError
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from eplb_service.wire.status import Heartbeat
 from tests.agent import live as agents
@@ -186,6 +187,52 @@ async def test_certificates_of_both_sides_rotate_without_a_restart(
         assert await serves(again), "the agent's own files are read at every connection"
         await closed(again)
         assert await code_of(service, authority.ca, renewed.sign("on-call")) is grpc.StatusCode.OK
+
+
+async def test_a_renewal_that_is_half_done_shows_the_pair_before(
+    tmp_path: Path, authority: Authority, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {**flags(tmp_path, authority), "page": "localhost:0"}
+    operator = authority.sign("on-call")
+    async with running_service(settings(**given)) as service:
+        listeners = service.address, service.page_url.removeprefix("https://").rstrip("/")
+
+        async def all_show() -> set[str]:
+            assert await code_of(service, authority.ca, operator) is grpc.StatusCode.OK
+            return {await asyncio.to_thread(shown, address) for address in listeners}
+
+        (before,) = await all_show()
+        renewed = Authority(tmp_path / "renewed")
+        certificate, key = renewed.sign("localhost")
+        _replace(given["tls_key"], key.read_bytes())
+        for _ in range(3):
+            assert await all_show() == {before}
+        _replace(given["tls_cert"], b"-----BEGIN CERTIFICATE-----")
+        assert await all_show() == {before}
+        given["tls_cert"].unlink()
+        assert await all_show() == {before}
+        # The authority has not changed, and would not vouch for this one.
+        _replace(given["tls_cert"], certificate.read_bytes())
+        after = {await asyncio.to_thread(shown, address) for address in listeners}
+        assert len(after) == 1
+        assert before not in after
+    log = [line for line in capsys.readouterr().err.splitlines() if "certificate_not_renewed" in line]
+    assert len(log) == 3, log
+    assert f"{given['tls_key']} is not the key of the certificate in {given['tls_cert']}" in log[0]
+
+
+async def test_a_service_does_not_start_with_another_certificates_key(
+    tmp_path: Path, authority: Authority
+) -> None:
+    given = flags(tmp_path, authority)
+    _, given["tls_key"] = authority.sign("on-call")
+    with pytest.raises(SettingsError, match="is not the key of the certificate in"):
+        async with running_service(settings(**given)):
+            pass
+    given["tls_key"].write_text("no key")
+    with pytest.raises(SettingsError, match="cannot be used: "):
+        async with running_service(settings(**given)):
+            pass
 
 
 def shown(address: str) -> str:
