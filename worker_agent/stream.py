@@ -18,6 +18,7 @@ from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
 from eplb_service.wire.heat import HeatReport, encode_heat_report
 from eplb_service.wire.hello import Welcome, decode_welcome, encode_hello
+from eplb_service.wire.parts import in_parts
 from eplb_service.wire.status import Heartbeat, PlanState, PlanStatus, encode_heartbeat, encode_plan_status
 from worker_agent.checked_plan import CheckedPlan, check_plan
 from worker_agent.identity import Identity
@@ -134,7 +135,12 @@ class ServiceStream:
             self._outbox.wake()
 
     def _requests(self, over: threading.Event) -> Iterator[agent_pb2.ConnectRequest]:
-        """What this side says; runs on a thread of gRPC's. Heartbeats go out however much else there is to say."""
+        """What this side says, in messages that the service takes; runs on a thread of gRPC's."""
+        for request in self._statements(over):
+            yield from in_parts(request)
+
+    def _statements(self, over: threading.Event) -> Iterator[agent_pb2.ConnectRequest]:
+        """Heartbeats go out however much else there is to say."""
         # The switch hears of a term at the model's next step, which may be late.
         term = max(self._highest_term(), self._welcomed_term)
         yield agent_pb2.ConnectRequest(hello=encode_hello(self._identity.hello(self._installed(), term)))

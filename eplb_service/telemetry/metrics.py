@@ -116,12 +116,18 @@ class Metrics:
             "Calls turned away, by gRPC status; the log says whose, at a bounded rate.",
             ("code",),
         )
+        self.log_lines_left_out = counter(
+            "eplb_log_lines_left_out", "Log lines that strangers caused beyond the rate that is written.", ()
+        )
         self.operator_calls = counter(
             "eplb_operator_calls",
             "Orders of operators: done or failed. The log names the caller.",
             ("call", "result"),
         )
         self.heat_bytes = gauge("eplb_heat_memory_bytes", "Memory that the deployments' heat may take.", ())
+        self.in_flight_bytes = gauge(
+            "eplb_in_flight_bytes", "Memory given to large requests of agents that are under way.", ()
+        )
         self.last_decision_age = gauge(
             "eplb_last_decision_age_seconds",
             "Time since the last decision, or since the ranks came together.",

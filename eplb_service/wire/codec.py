@@ -14,7 +14,7 @@ from eplb_service.placement import Int32
 from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import tensor_pb2
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Version of the stream; both sides refuse another."""
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024

@@ -14,6 +14,7 @@ from eplb_service.placement import Int32, Placement
 from eplb_service.wire.codec import PROTOCOL_VERSION, pack
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
 from eplb_service.wire.hello import Shape
+from eplb_service.wire.parts import in_parts
 from eplb_service.wire.plan import RankPlan, check_moves, decode_plan
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 8, 4, 3
@@ -86,7 +87,8 @@ class FakeRank:
     async def say(self, **message: Any) -> None:
         # A stream may be over before anything is sent: see refusal_of.
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            await self.call.write(agent_pb2.ConnectRequest(**message))
+            for part in in_parts(agent_pb2.ConnectRequest(**message)):
+                await self.call.write(part)
 
     async def hear(self) -> agent_pb2.ConnectResponse:
         message = await asyncio.wait_for(self.call.read(), 20)

@@ -296,7 +296,7 @@ KINDS: dict[str, Kind] = {
         encode_hello,
         decode_hello,
         {
-            "protocol_version": (0, 2, 1 << 31),
+            "protocol_version": (0, 1, 1 << 31),
             "deployment": ("", "-x", "a b", "a\x1b", "x" * 64),
             "rank": (2, 1 << 31),
             "ep_size": (0, 1, 1 << 20),
@@ -318,7 +318,7 @@ KINDS: dict[str, Kind] = {
         encode_welcome,
         decode_welcome,
         {
-            "protocol_version": (0, 2),
+            "protocol_version": (0, 1),
             "service_version": (_CONTROL, _LONG),
             "leader_term": _PAST_VERSIONS,
             "report_steps": (0, (1 << 16) + 1),

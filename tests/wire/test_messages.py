@@ -182,6 +182,7 @@ def test_every_message_that_carries_values_is_covered() -> None:
     within = {"ModelShape", "PlacementState", "LayerUpdate", "PastVerdict", "RankHeat"}
     within |= {"BalancePoint", "MadeDecision", "LayerMoves"}
     unions = {"ConnectRequest", "ConnectResponse", "WatchHeatResponse"}
+    within |= {"Part"}
     lists = {"ListDeploymentsResponse", "GetStatusResponse", "GetHistoryResponse"}
     flags = {"PauseResponse", "ResumeResponse", "ForgetResponse", "LeadResponse", "RebalanceResponse"}
     questions = {name for name in sent if name.endswith("Request")}

@@ -329,10 +329,12 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
             ),
             Panel(
                 "Memory",
-                "Resident memory, and what the heat of all deployments may take of it by their shapes (max_heat_bytes).",
+                "Resident memory, and of it what the heat of all deployments may take by their shapes (max_heat_bytes), and "
+                "large requests that are under way (max_in_flight_bytes).",
                 [
                     ('eplb_process_resident_memory_bytes{instance=~"$instance"}', "{{instance}} resident"),
                     ('eplb_heat_memory_bytes{instance=~"$instance"}', "{{instance}} heat, at most"),
+                    ('eplb_in_flight_bytes{instance=~"$instance"}', "{{instance}} requests under way"),
                 ],
                 unit="bytes",
                 least=0,

@@ -60,6 +60,7 @@ class BallotBox:
         self._lag = lag
         self._timeout = timeout
         self._patience = patience
+        self._first_wait = min(_SUSPICION, timeout)
         self._tensor = torch.zeros(BALLOT_WIDTH, dtype=torch.int64)
         self._ballot = self._tensor.numpy()
         self._options = dist.AllreduceOptions()
@@ -106,14 +107,16 @@ class BallotBox:
         if work is None:
             raise VoteError(f"vote {self.number}: this rank has left the votes")
         end = time.monotonic() + self._timeout.total_seconds()
+        wait = self._first_wait
         try:
-            while not _done(work, min(_SUSPICION, timedelta(seconds=max(0.001, end - time.monotonic())))):
+            while not _done(work, wait):
                 absent = never_coming(self._due)
                 if absent is None and time.monotonic() > end:
                     absent = f"not all ranks came within {self._timeout.total_seconds():g} s"
                 if absent is not None:
                     raise VoteError(f"vote {self.number} came to nothing: {absent}")
-            return Outcome.decode(self._tensor.tolist())
+                wait = min(_SUSPICION, timedelta(seconds=max(0.001, end - time.monotonic())))
+            return Outcome.decode(self._ballot.tolist())
         except (RuntimeError, ValueError) as error:
             if isinstance(error, VoteError):
                 raise

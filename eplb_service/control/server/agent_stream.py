@@ -13,6 +13,7 @@ from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.server.credentials import Credential
 from eplb_service.control.server.gate import current_caller
 from eplb_service.control.server.grpc_status import StatusError
+from eplb_service.control.server.inbox import Inbox
 from eplb_service.control.server.plane import ControlPlane
 from eplb_service.control.server.quotas import Quotas
 from eplb_service.control.server.streams import RankStream
@@ -39,40 +40,45 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
     async def Connect(self, request_iterator: AsyncIterator[agent_pb2.ConnectRequest], context: Any) -> None:  # noqa: ARG002
         """One rank's conversation; every way in which it can go wrong has a status that agents understand."""
         caller = current_caller()
+        inbox = Inbox(context, caller.host, self._quotas.in_flight, self._plane.settings.max_message_bytes)
         async with self._quotas.first_message(caller.host):
-            hello = await self._hear_hello(context)
+            hello = await self._hear_hello(inbox)
         _check_credential(caller.credential, hello)
         stream = RankStream()
         deployment = self._plane.admit(hello, stream)
         try:
             await context.write(agent_pb2.ConnectResponse(welcome=self._welcome(deployment)))
             await _first_of(
-                self._listen(deployment, hello, stream, context), _tell(stream, context), stream.ended()
+                self._listen(deployment, hello, stream, inbox), _tell(stream, context), stream.ended()
             )
         finally:
             self._plane.release(deployment, hello.rank, stream)
 
-    async def _hear_hello(self, context: Any) -> Hello:
-        first = await _read(context, _HELLO_SECONDS)
-        if first is None or first.WhichOneof("message") != "hello":
-            raise WireError("the first message of a stream must be a Hello")
-        return await asyncio.to_thread(decode_hello, first.hello)
+    async def _hear_hello(self, inbox: Inbox) -> Hello:
+        async with inbox.next(_HELLO_SECONDS) as first:
+            if first is None or first.WhichOneof("message") != "hello":
+                raise WireError("the first message of a stream must be a Hello")
+            return await asyncio.to_thread(decode_hello, first.hello)
 
-    async def _listen(self, deployment: Deployment, hello: Hello, stream: RankStream, context: Any) -> None:
-        while (message := await _read(context, self._silence)) is not None:
-            if stream.over:
-                return
-            kind = message.WhichOneof("message")
-            if kind == "heat_report":
-                await self._hear_heat(deployment, hello, stream, message.heat_report)
-            elif kind == "heartbeat":
-                self._plane.heartbeat(deployment, hello.rank, decode_heartbeat(message.heartbeat))
-            elif kind == "plan_status":
-                self._plane.plan_status(deployment, hello.rank, decode_plan_status(message.plan_status))
-            else:
-                raise WireError(
-                    "a stream has one Hello, its first message" if kind else "a message says nothing"
-                )
+    async def _listen(self, deployment: Deployment, hello: Hello, stream: RankStream, inbox: Inbox) -> None:
+        while True:
+            async with inbox.next(self._silence) as message:
+                if message is None or stream.over:
+                    return
+                await self._hear(deployment, hello, stream, message)
+
+    async def _hear(
+        self, deployment: Deployment, hello: Hello, stream: RankStream, message: agent_pb2.ConnectRequest
+    ) -> None:
+        kind = message.WhichOneof("message")
+        if kind == "heat_report":
+            await self._hear_heat(deployment, hello, stream, message.heat_report)
+        elif kind == "heartbeat":
+            self._plane.heartbeat(deployment, hello.rank, decode_heartbeat(message.heartbeat))
+        elif kind == "plan_status":
+            self._plane.plan_status(deployment, hello.rank, decode_plan_status(message.plan_status))
+        else:
+            raise WireError("a stream has one Hello, its first message" if kind else "a message says nothing")
 
     async def _hear_heat(
         self, deployment: Deployment, hello: Hello, stream: RankStream, report: agent_pb2.HeatReport
@@ -105,16 +111,6 @@ def _check_credential(credential: Credential, hello: Hello) -> None:
 async def _tell(stream: RankStream, context: Any) -> None:
     while True:
         await context.write(agent_pb2.ConnectResponse(plan=await stream.outbox.get()))
-
-
-async def _read(context: Any, seconds: float) -> agent_pb2.ConnectRequest | None:
-    try:
-        message: agent_pb2.ConnectRequest = await asyncio.wait_for(context.read(), seconds)
-    except asyncio.TimeoutError:
-        raise StatusError(
-            grpc.StatusCode.DEADLINE_EXCEEDED, f"nothing was heard for {seconds:g} seconds; connect again"
-        ) from None
-    return None if message == grpc.aio.EOF else message
 
 
 async def _first_of(*coroutines: Coroutine[Any, Any, None]) -> None:

@@ -15,9 +15,18 @@ _PER_SECOND = 10.0
 
 
 class BoundedLog:
-    """Logs at most 256 lines at once, and 10 per second from then on."""
+    """Logs at most 256 lines at once, and 10 per second from then on.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    Parameters
+    ----------
+    on_left_out
+        Called for each line that is left out.
+    """
+
+    def __init__(
+        self, on_left_out: Callable[[], object], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._on_left_out = on_left_out
         self._clock = clock
         self._left = float(_BURST)
         self._at = clock()
@@ -39,6 +48,7 @@ class BoundedLog:
         self._at = now
         if self._left < 1:
             self._left_out += 1
+            self._on_left_out()
             return False
         self._left -= 1
         if self._left_out:

@@ -75,7 +75,7 @@ class ControlPlane:
         )
         self.deployments: dict[str, Deployment] = {}
         self.remembered: dict[str, StoredPlacement] = {}
-        self.log = BoundedLog()
+        self.log = BoundedLog(metrics.log_lines_left_out.inc)
         self._store_failures = 0
         self._writer = writer
         self._metrics = metrics

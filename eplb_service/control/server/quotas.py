@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 
 from eplb_service.control.core.errors import ExhaustedError
+from eplb_service.control.server.in_flight import InFlight
 
 _FIRST_MESSAGES = 8
 _FIRST_MESSAGES_PER_PEER = 4
@@ -25,11 +26,16 @@ class Quotas:
 
     Parameters
     ----------
-    calls_per_peer
-        Calls and streams that one host may have open.
+    calls, calls_per_peer
+        Calls and streams that all hosts, and one, may have open.
+    in_flight
+        Has the memory of large requests.
     """
 
-    def __init__(self, calls_per_peer: int) -> None:
+    def __init__(self, calls: int, calls_per_peer: int, in_flight: InFlight) -> None:
+        self.in_flight = in_flight
+        self._most_calls = calls
+        self._open = 0
         self._calls_per_peer = calls_per_peer
         self._calls: Counter[str] = Counter()
         self._turns = asyncio.Semaphore(_FIRST_MESSAGES)
@@ -38,15 +44,19 @@ class Quotas:
 
     @contextlib.contextmanager
     def call(self, host: str) -> Iterator[None]:
-        """A call is open; raises ``ExhaustedError`` where the host has too many."""
+        """A call is open; raises ``ExhaustedError`` where there are too many, or the host has."""
+        if self._open >= self._most_calls:
+            raise ExhaustedError(f"{self._most_calls} calls are open, the most that max_streams allows")
         if self._calls[host] >= self._calls_per_peer:
             raise ExhaustedError(
                 f"{self._calls_per_peer} calls are open from this host, the most that max_streams_per_peer allows"
             )
         self._calls[host] += 1
+        self._open += 1
         try:
             yield
         finally:
+            self._open -= 1
             _less(self._calls, host)
 
     @contextlib.asynccontextmanager

@@ -23,6 +23,7 @@ from eplb_service.control.server.certificates import Certificates
 from eplb_service.control.server.credentials import Credentials, shared_token
 from eplb_service.control.server.gate import Gate
 from eplb_service.control.server.http_server import HttpServer, Served
+from eplb_service.control.server.in_flight import InFlight
 from eplb_service.control.server.operator_api import OperatorService
 from eplb_service.control.server.plane import ControlPlane, pending_steps
 from eplb_service.control.server.quotas import Quotas
@@ -35,6 +36,7 @@ from eplb_service.telemetry.metrics import Metrics
 from eplb_service.wire.address import is_loopback
 from eplb_service.wire.codec import MAX_MESSAGE_BYTES
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc, operator_pb2, operator_pb2_grpc
+from eplb_service.wire.parts import LARGEST_PART
 
 _log = structlog.get_logger(__name__)
 
@@ -47,6 +49,7 @@ _HANDSHAKE_SECONDS = 10.0
 _IDLE_SECONDS = 600.0
 _WINDOW_BYTES = 64 << 10
 _METADATA_BYTES = 8 << 10
+_REFUSED_AT_A_TIME = 256
 _HEALTH_CALLS = 32
 _HEALTH_BYTES = 1 << 10
 
@@ -104,7 +107,9 @@ async def running_service(settings: ServiceSettings) -> AsyncIterator[RunningSer
         probes = health.aio.HealthServicer()
         token = settings.auth_token
         fixed = [shared_token(token.get_secret_value())] if token else []
-        quotas = Quotas(settings.max_streams_per_peer)
+        in_flight = InFlight(settings.max_in_flight_bytes, settings.max_message_bytes)
+        metrics.in_flight_bytes.set_function(lambda: in_flight.held)
+        quotas = Quotas(settings.max_streams, settings.max_streams_per_peer, in_flight)
         gate = Gate(Credentials(fixed, settings.credentials), quotas, metrics, plane.log)
         operators = OperatorService(plane)
         certificates = _certificates(settings)
@@ -156,9 +161,10 @@ def _server(
 ) -> grpc.aio.Server:
     server = grpc.aio.server(
         interceptors=[gate],
-        maximum_concurrent_rpcs=settings.max_streams,
+        # Calls beyond max_streams are refused by the gate, which counts them, and a flood of them by the library.
+        maximum_concurrent_rpcs=settings.max_streams + _REFUSED_AT_A_TIME,
         options=[
-            ("grpc.max_receive_message_length", settings.max_message_bytes),
+            ("grpc.max_receive_message_length", LARGEST_PART),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_allowed_incoming_connections", settings.max_connections),
             ("grpc.max_concurrent_streams", settings.max_streams_per_peer),

@@ -105,7 +105,15 @@ class ServiceSettings(_PlannerFields):
         description="seconds without any rank after which a deployment is forgotten, unless it is paused; 0: never",
     )
     max_message_bytes: int = Field(
-        16 << 20, ge=1 << 16, le=MAX_MESSAGE_BYTES, description="largest gRPC message taken"
+        16 << 20,
+        ge=1 << 16,
+        le=MAX_MESSAGE_BYTES,
+        description="largest request of an agent; what is larger than 128 KiB comes in parts",
+    )
+    max_in_flight_bytes: int = Field(
+        256 << 20,
+        ge=1 << 16,
+        description="most memory that requests in parts may take while they are under way; one host may have a fourth",
     )
     max_connections: int = Field(8192, ge=1, description="most connections open at a time")
     max_streams: int = Field(8192, ge=1, description="most calls and streams open at a time")
@@ -157,6 +165,11 @@ class ServiceSettings(_PlannerFields):
             raise ValueError(
                 f"listen {self.listen} is reached from other hosts: set tls_cert and tls_key, and credentials or "
                 "auth_token; or set insecure for a network in which everybody may do everything"
+            )
+        if self.max_in_flight_bytes < self.max_message_bytes:
+            raise ValueError(
+                f"max_in_flight_bytes {self.max_in_flight_bytes} has no room for a request of max_message_bytes "
+                f"{self.max_message_bytes}"
             )
         if self.auth_token is not None and not self.auth_token.get_secret_value():
             raise ValueError("auth_token is empty; leave it unset to ask for none")
