@@ -353,12 +353,16 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
             ),
             Panel(
                 "Calls refused",
-                "By gRPC status; the service's log has the reasons.",
+                "By gRPC status; the service's log has the reasons, but for lines beyond the rate that is written.",
                 [
                     (
                         'sum by (instance, code) (increase(eplb_refusals_total{instance=~"$instance"}[$__rate_interval]))',
                         "{{instance}} {{code}}",
-                    )
+                    ),
+                    (
+                        'increase(eplb_log_lines_left_out_total{instance=~"$instance"}[$__rate_interval])',
+                        "{{instance}} not in the log",
+                    ),
                 ],
                 style=_STAIRS,
                 decimals=0,
