@@ -6,8 +6,10 @@ from eplb_service.bench.closed_loop import DEFAULT, FULL, LEFT_ALONE, Entrant
 from eplb_service.bench.contest import OURS, Contest
 from eplb_service.bench.peers.balancers import FLASHLB
 
-PRICES = (0.03, 0.1, 1.0, 3.0, 10.0)
+PRICES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Beside the planner's own: peak-to-average ratio that moving every slot of a layer must win."""
+PRICED = "ours, move_price 0.3"
+"""The price at which few moves are to win nearly all."""
 
 
 THRESHOLDS = ((0.8, 0.65), (0.7, 0.55))

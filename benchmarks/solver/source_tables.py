@@ -10,10 +10,8 @@ import numpy as np
 from benchmarks.solver.heat_kinds import KINDS, WINDOW, Shape, generate, shape_name, source_mix
 from eplb_service.bench.contest import OURS, Contest, first_scene
 from eplb_service.bench.decision import Decision, Float64, Int32, Scene
-from eplb_service.bench.scoring import peak_to_average, rule_tables, sampled_loads, summed
+from eplb_service.bench.scoring import peak_to_average, rule_tables, sampled_loads
 
-EPISODES = 64
-"""Into which the planner sums a window by default; a promise is made about them."""
 SPREADS = (0.0, 0.3, 0.5)
 
 
@@ -49,9 +47,8 @@ def source_tables(
                     "kind": kind,
                     "spread": spread,
                     "policy": label,
-                    "realised_window": float(on_window[label][0].mean()),
-                    "realised_next": float(on_next[label][0].mean()),
-                    "episodes_L": on_window[label][1].tolist(),
+                    "realised_window": float(on_window[label].mean()),
+                    "realised_next": float(on_next[label].mean()),
                     "promised_L": None if promised_L is None else promised_L.tolist(),
                 }
 
@@ -69,15 +66,10 @@ def _draws(heat_TLE: Int32, mix_RLE: Float64, seed: int) -> Iterator[np.ndarray]
         yield drawn_TER.transpose(0, 2, 1).astype(np.uint16)
 
 
-def _realised(
-    drawn: Iterable[np.ndarray], tables: dict[str, Int32], slots: int
-) -> dict[str, tuple[Float64, Float64]]:
-    """For each table, float64 ``[L]``: the ratio per step and the ratio per episode."""
-    found: dict[str, tuple[list[float], list[float]]] = {label: ([], []) for label in tables}
+def _realised(drawn: Iterable[np.ndarray], tables: dict[str, Int32], slots: int) -> dict[str, Float64]:
+    """For each table, float64 ``[L]``: the ratio per step."""
+    found: dict[str, list[float]] = {label: [] for label in tables}
     for layer, drawn_TRE in enumerate(drawn):
         for label, tables_RLE in tables.items():
-            loads_TR = sampled_loads(drawn_TRE, slots, tables_RLE[:, layer])
-            by_step, by_episode = found[label]
-            by_step.append(peak_to_average(loads_TR))
-            by_episode.append(peak_to_average(summed(loads_TR[:, None], EPISODES)[:, 0]))
-    return {label: (np.array(steps), np.array(episodes)) for label, (steps, episodes) in found.items()}
+            found[label].append(peak_to_average(sampled_loads(drawn_TRE, slots, tables_RLE[:, layer])))
+    return {label: np.array(ratios) for label, ratios in found.items()}

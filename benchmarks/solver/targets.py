@@ -13,6 +13,7 @@ from benchmarks.solver.cpu_time import COMPARED, LARGE
 from benchmarks.solver.heat_kinds import shape_name
 from benchmarks.solver.keeping import CASES
 from benchmarks.solver.known_example import BEST_8_SOURCES, BEST_16_SOURCES, BEST_EVEN, EVEN_SPLIT
+from benchmarks.solver.pareto import PRICED
 from benchmarks.solver.scaling import growth
 from eplb_service.bench.closed_loop import DEFAULT, FULL, moves_after_first, realised_mean
 from eplb_service.bench.contest import OURS, OURS_EVEN
@@ -43,6 +44,7 @@ def targets(results: Results) -> list[Target]:
         "first_plan": _first_plan,
         "tables": _tables,
         "loop": _loop,
+        "pareto": _pareto,
         "scaling": _scaling,
         "example": _example,
         "few_slots": _few_slots,
@@ -127,8 +129,8 @@ def _first_plan(rows: Rows) -> Iterator[Target]:
 
 
 def promise_error(row: Mapping[str, Any]) -> float:
-    """How far the realised ratio lies above what was promised, as a part of it, in the mean over layers."""
-    return float(np.mean(row["episodes_L"]) / np.mean(row["promised_L"]) - 1)
+    """How far the window's realised ratio lies above what was promised, as a part of it, in the mean over layers."""
+    return float(np.mean(row["realised_window"]) / np.mean(row["promised_L"]) - 1)
 
 
 def _tables(rows: Rows) -> Iterator[Target]:
@@ -146,20 +148,33 @@ def _loop(rows: Rows) -> Iterator[Target]:
             continue
         ours, full = here[DEFAULT.label], here[FULL.label]
         moves = moves_after_first(ours)
-        worse = realised_mean(ours) / realised_mean(full) - 1
-        share = moves / max(1, moves_after_first(full))
         if kind in ("static", "phased"):
             yield Target(
                 f"{kind} heat: slots moved after the first placement", "none", str(moves), moves == 0
             )
         elif kind == "drift":
-            yield Target(
-                "drift: realised ratio against a full re-solve each time",
-                "at most +3 %",
-                f"{worse:+.1%}",
-                worse <= 0.03,
-            )
-            yield Target("drift: share of its moves", "at most 10 %", f"{share:.1%}", share <= 0.1)
+            yield _beside_full("drift", ours, full)
+
+
+def _pareto(rows: Rows) -> Iterator[Target]:
+    here = {row["policy"]: row for row in rows if row["course"] == "drift"}
+    if PRICED in here and FULL.label in here:
+        ours, full = here[PRICED], here[FULL.label]
+        share = moves_after_first(ours) / max(1, moves_after_first(full))
+        yield _beside_full("drift, move_price 0.3", ours, full)
+        yield Target(
+            "drift, move_price 0.3: share of its moves", "at most 10 %", f"{share:.1%}", share <= 0.1
+        )
+
+
+def _beside_full(what: str, ours: Mapping[str, Any], full: Mapping[str, Any]) -> Target:
+    worse = realised_mean(ours) / realised_mean(full) - 1
+    return Target(
+        f"{what}: realised ratio against a full re-solve each time",
+        "at most +3 %",
+        f"{worse:+.1%}",
+        worse <= 0.03,
+    )
 
 
 def _scaling(rows: Rows) -> Iterator[Target]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.solver.beside_flashlb import compared_cells, time_ratio
+from benchmarks.solver.pareto import PRICED
 from benchmarks.solver.report.table import Table
 from benchmarks.solver.report.tables import tables
 from benchmarks.solver.scaling import growth
@@ -82,8 +83,20 @@ def test_the_first_placement_counts_neither_as_moves_nor_as_balance() -> None:
     ("realised", "moves", "met"), [(1.54, 99, [True, True]), (1.55, 101, [False, False])]
 )
 def test_drift_is_held_against_a_full_re_solve(realised: float, moves: int, met: list[bool]) -> None:
-    rows = [loop_row(DEFAULT.label, realised, moves), loop_row(FULL.label, 1.5, 1000)]
-    assert [target.met for target in targets({"loop": rows})] == met
+    rows = [loop_row(PRICED, realised, moves), loop_row(FULL.label, 1.5, 1000)]
+    assert [target.met for target in targets({"pareto": rows})] == met
+
+
+@pytest.mark.parametrize(("realised", "met"), [(1.54, True), (1.55, False)])
+def test_moves_that_pay_are_not_held_against_default_settings(realised: float, met: bool) -> None:
+    rows = [loop_row(DEFAULT.label, realised, 900), loop_row(FULL.label, 1.5, 1000)]
+    assert [target.met for target in targets({"loop": rows})] == [met]
+
+
+@pytest.mark.parametrize(("realised", "met"), [(1.109, True), (1.112, False)])
+def test_tables_are_held_to_what_the_plan_promised_of_the_same_steps(realised: float, met: bool) -> None:
+    row = {"policy": "ours", "realised_window": realised, "promised_L": [1.0, 1.2]}
+    assert [target.met for target in targets({"tables": [row, row | {"promised_L": None}]})] == [met]
 
 
 def test_a_decision_that_changes_something_does_not_count_as_keeping() -> None:
@@ -107,7 +120,7 @@ def test_every_measurement_that_was_made_has_a_table() -> None:
     rows = [loop_row(DEFAULT.label, 1.5, 30), loop_row(FULL.label, 1.5, 900)]
     cells = [cell("ours", 1, 1.1, 1.1), cell("FlashLB", 1, 1.1, 1.1)]
     titles = [table.title for table in tables({"loop": rows, "cells": cells, "scaling": []})]
-    assert titles[0] == "Targets: 3 of 3 met"
+    assert titles[0] == "Targets: 2 of 2 met"
     assert "Closed loop: drift" in titles
     assert not any("grow" in title for title in titles)
 
