@@ -76,6 +76,16 @@ def test_an_unknown_release_is_refused_with_those_that_are_known():
         compat.require("Toy", "2.0.1", {"1.12": {}, "1.4": {}})
 
 
+def test_an_engine_may_be_known_by_its_patch_releases_alone(engine):
+    engine(BODY)
+    known = {"0.5.23": {TARGET: compat.fingerprint(TARGET)}}
+    compat.require("Toy", "0.5.23+cu13", known)
+    with pytest.raises(
+        UnsupportedEngineError, match=r"Toy 0\.5\.24.*never tried; nothing.*Install Toy 0\.5\.23"
+    ):
+        compat.require("Toy", "0.5.24", known)
+
+
 def test_an_unknown_release_can_be_tried_where_nothing_has_moved_since_the_newest_known_one(engine):
     engine(BODY)
     known = {"1.9": {}, "1.10": {TARGET: compat.fingerprint(TARGET)}}

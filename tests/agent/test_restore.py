@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -17,10 +18,13 @@ from worker_agent.agent import Agent, RestoreError
 RANKS, LAYERS = 3, 2
 
 
-def _moved(**changes: Any) -> tuple[Agent, list[Any], list[Any], Placement]:
+def _moved(dealing_width: int = 1, **changes: Any) -> tuple[Agent, list[Any], list[Any], Placement]:
     """Ranks whose two layers have been switched twice: experts have left ranks and come back to other slots."""
     rank_RS = live.linear_RS(RANKS)
-    layers, still = live.layers_of(LAYERS, rank_RS), live.layers_of(LAYERS, rank_RS)
+    layers, still = (
+        live.layers_of(LAYERS, rank_RS, dealing_width=dealing_width),
+        live.layers_of(LAYERS, rank_RS, dealing_width=dealing_width),
+    )
     agent = Agent.start(layers, dist.group.WORLD, live.settings(**changes))
     first = agent.installed.placement
     for turn in (1, 2):
@@ -46,8 +50,8 @@ def _slots_changed_within_a_rank(agent: Agent, first: Placement) -> int:
     return changed
 
 
-def _restore() -> dict[str, Any]:
-    agent, layers, still, first = _moved()
+def _restore(dealing_width: int) -> dict[str, Any]:
+    agent, layers, still, first = _moved(dealing_width)
     facts: dict[str, Any] = {"within": _slots_changed_within_a_rank(agent, first)}
     # One more plan is on its way to two of the ranks.
     if agent.identity.rank:
@@ -74,8 +78,9 @@ def _restore() -> dict[str, Any]:
     return facts
 
 
-def test_every_expert_is_back_in_its_slot_and_balancing_goes_on() -> None:
-    facts = run_ranks(RANKS, _restore)
+@pytest.mark.parametrize("dealing_width", [1, 2])
+def test_every_expert_is_back_in_its_slot_and_balancing_goes_on(dealing_width: int) -> None:
+    facts = run_ranks(RANKS, _restore, dealing_width)
     assert sum(fact["within"] for fact in facts) > 0
     for fact in facts:
         assert fact["as_at_first"]

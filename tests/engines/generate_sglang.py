@@ -1,0 +1,61 @@
+"""Generates with a real SGLang engine and writes token ids and log-probabilities; run with the engine's own Python.
+
+``python generate_sglang.py MODEL OUT.json '{"requests": 8, "max_tokens": 160, "engine": {...}}'``
+"""
+
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+
+def prompts(count, seed=1):
+    """Token ids of ``count`` prompts; the domains that they draw from change along the way."""
+    draw = random.Random(seed)
+    return [
+        [draw.randrange(3 + 60 * (n % 8), 63 + 60 * (n % 8)) for _ in range(draw.randrange(4, 40))]
+        for n in range(count)
+    ]
+
+
+def generate(model, options):
+    """Run all requests of a round at once; returns one ``[ids, logprobs]`` per request."""
+    import sglang
+
+    engine = sglang.Engine(
+        model_path=model,
+        skip_tokenizer_init=True,
+        device="cpu",
+        attention_backend="torch_native",
+        dtype="float32",
+        context_length=512,
+        max_total_tokens=4096,
+        max_running_requests=8,
+        disable_radix_cache=True,
+        disable_cuda_graph=True,
+        log_level="info",
+        **options.get("engine", {}),
+    )
+    print("READY", flush=True)
+    sampling = {"temperature": 0, "max_new_tokens": options["max_tokens"], "ignore_eos": True}
+    answers = []
+    for turn in range(options.get("rounds", 1)):
+        wave = prompts(options["requests"], seed=turn + 1)
+        began = time.perf_counter()
+        outputs = engine.generate(input_ids=wave, sampling_params=sampling, return_logprob=True)
+        answers += [
+            [output["output_ids"], [one[0] for one in output["meta_info"]["output_token_logprobs"]]]
+            for output in outputs
+        ]
+        print(f"ROUND {turn} {time.perf_counter() - began:.2f} s", flush=True)
+        for call, arguments in options.get("between", []):
+            print(call, getattr(engine, call)(**arguments), flush=True)
+    engine.shutdown()
+    return answers
+
+
+if __name__ == "__main__":
+    found = generate(sys.argv[1], json.loads(sys.argv[3]))
+    with Path(sys.argv[2]).open("w") as out:
+        json.dump(found, out)

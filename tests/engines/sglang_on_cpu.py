@@ -1,0 +1,44 @@
+"""Lets real SGLang run expert parallelism with EPLB on CPU, for tests alone: an entry point ``sglang.srt.plugins``.
+
+Scheduler, runners, router, recorder, layers and sampler stay real; ``absent_on_cpu`` stands for its compiled kernels.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+
+def register() -> None:
+    """Hook this process; SGLang calls it in each of its own."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    native = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
+    HookRegistry.register(native, _experts_of_this_rank, HookType.AROUND)
+    if os.environ.get("EPLB_TEST_COMMIT_WITHOUT_WEIGHTS"):
+        _commit_without_weights()
+
+
+def _experts_of_this_rank(original, layer, x, topk_output, moe_runner_config):
+    """SGLang's plain forward knows no ranks: choices of other ranks' experts have the id -1, and weigh nothing."""
+    weights_TK, ids_TK, _ = topk_output
+    out = torch.zeros_like(x)
+    for slot in range(layer.w13_weight.shape[0]):
+        token, choice = (ids_TK == slot).nonzero(as_tuple=True)
+        gate, up = (x[token] @ layer.w13_weight[slot].T).chunk(2, dim=-1)
+        part = (torch.nn.functional.silu(gate) * up) @ layer.w2_weight[slot].T
+        out.index_add_(0, token, part * weights_TK[token, choice, None].to(x.dtype))
+    return out
+
+
+def _commit_without_weights() -> None:
+    """The defect that tests must be able to see: a layer's tables switch, its weights do not."""
+    from worker_agent.swap import driver
+
+    original = driver.install
+
+    def install(layer, staged, slots, *tables):
+        return original(layer, [buffer[:0] for buffer in staged], [], *tables)
+
+    driver.install = install

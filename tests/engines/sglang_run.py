@@ -1,0 +1,50 @@
+"""SGLang engines as users start them, with the agent as they install it and the shim that SGLang needs on CPU."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+from tests.engines.conftest import VllmRun, engine_environment, make_agent_site
+from tests.engines.environments import SGLANG_0523, python_of
+
+HERE = Path(__file__).parent
+_SHIM = """
+[sglang.srt.plugins]
+eplb_cpu_host = sglang_on_cpu:register
+"""
+ON_CPU = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "SGLANG_NCCL_SO_PATH": "/nonexistent.so",
+}
+
+
+def make_sglang_site(folder):
+    """As ``make_agent_site``, with the shim for SGLang and stand-ins for what is only built for accelerators."""
+    site = make_agent_site(folder)
+    shutil.copy(HERE / "sglang_on_cpu.py", site)
+    shutil.copy(HERE / "absent_on_cpu.py", site / "sitecustomize.py")
+    metadata = site / "eplb_sglang_on_cpu-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: eplb-sglang-on-cpu\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text(_SHIM)
+    return site
+
+
+class SglangRun(VllmRun):
+    """One engine process that generates for a number of rounds; arguments as ``VllmRun``."""
+
+    def __init__(self, site, folder, checkpoint, options, **environment):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log, self._answers = folder / "engine.log", folder / "answers.json"
+        ranks = options.get("engine", {}).get("tp_size", 1)
+        settings = engine_environment(
+            site, **ON_CPU, SGLANG_CPU_OMP_THREADS_BIND="|".join(["0", "1"][:ranks]), **environment
+        )
+        command = [python_of(SGLANG_0523), HERE / "generate_sglang.py", checkpoint, self._answers]
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(
+                [*command, json.dumps(options)], env=settings, stdout=log, stderr=log
+            )
