@@ -21,6 +21,7 @@ IMPORT_NAMES = {
     "grpcio": "grpc",
     "grpcio-health-checking": "grpc_health",
     "grpcio-reflection": "grpc_reflection",
+    "kubernetes-validate": "kubernetes_validate",
     "prometheus-client": "prometheus_client",
     "protobuf": "google",
     "pydantic-settings": "pydantic_settings",
