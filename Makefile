@@ -10,7 +10,7 @@ PARALLEL = --numprocesses $(PROCESSES) --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: attack help stack dashboard demo demo-vllm e2e-observability test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
-.PHONY: test-engines explore fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-replay bench-decide bench-engine bench-time
+.PHONY: test-engines explore fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-replay bench-decide bench-engine bench-time bench-scale
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -118,6 +118,9 @@ bench-time: warm ## planning for time beside balancing tokens (minutes); ARGS="-
 
 bench-decide: warm ## when to decide: false alarms, delays, and change against clock (minutes; ARGS="--traces DIR")
 	@$(BIN)/python -m benchmarks.decide $(ARGS)
+
+bench-scale: warm ## one service under the heat of 64, 256 and 1,024 agents (minutes); ARGS="--ranks 64 --seconds 10"
+	@$(BIN)/python -m benchmarks.scale $(ARGS)
 
 bench-replay: warm ## a long replay beside a plain loop: time, memory, part spent in the solver; ARGS="--steps 2560"
 	@$(BIN)/python -m benchmarks.replay $(ARGS)

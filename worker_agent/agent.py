@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from eplb_service.placement import Placement
 from eplb_service.wire.heat import StepPhase
+from eplb_service.wire.reporting import EVERYTHING, Reporting
 from eplb_service.wire.status import Heartbeat
 from worker_agent.adapters.live_layer import LiveLayer
 from worker_agent.forward_clock import ForwardClock
@@ -55,6 +56,7 @@ class Agent:
         self._calls = 0
         self._fatal: FatalSwitchError | None = None
         self._complaint: str | None = None
+        self._reporting = EVERYTHING
         self._heat = HeatRecorder(layers, min(settings.report_steps, ring_rows(layers)))
         self._heat_watch = HeatWatchdog(settings.heat_deadline_steps)
         self._lost_steps_reported = 0
@@ -263,9 +265,15 @@ class Agent:
     def _record(self, phase: StepPhase, tokens: int | None) -> None:
         welcome = self._stream.welcome
         if welcome is not None:
-            self._heat.adopt(welcome.report_steps)
+            self._follow(welcome.report_steps, self._stream.reporting)
             self._switch.see_term(welcome.leader_term)
         self._heat.step_done(self._step - 1, phase, self.installed.layer_epochs, tokens)
+
+    def _follow(self, report_steps: int, reporting: Reporting) -> None:
+        self._heat.adopt(report_steps, reporting)
+        if reporting != self._reporting:
+            self._reporting = reporting
+            self._outbox.thin(lambda report: self._heat.wants(report.first_step))
 
     def _take_events(self) -> None:
         self._stream.keep_alive()

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from eplb_service.wire.heat import HeatReport, StepPhase
+from eplb_service.wire.reporting import EVERYTHING, Reporting
 from worker_agent.adapters.live_layer import LiveLayer
 from worker_agent.device import Mark, host_empty
 
@@ -32,6 +33,7 @@ class _Copy:
     expected_count: int
     slots_TLS: torch.Tensor | None
     sources_TLE: torch.Tensor | None
+    source_sums_LE: torch.Tensor | None
     counters: torch.Tensor
     arrived: Mark
 
@@ -44,7 +46,8 @@ class HeatRecorder:
     layers
         The live layers; their rings must hold at least ``segment_steps`` rows.
     segment_steps
-        Steps per segment, where no switch cuts it short.
+        Steps per segment, where no switch cuts it short. Segments end before a step that it divides, so that all ranks
+        cut theirs at the same steps.
 
     ``lost_steps`` counts steps whose rows were not what they should be: a host that runs a layer twice a step, or a
     forward pass without a ``step`` of the agent. Such counts are dropped, never guessed.
@@ -65,6 +68,7 @@ class HeatRecorder:
                 "report more often or make the rings longer"
             )
         self._segment_steps = segment_steps
+        self._reporting = EVERYTHING
         self._device = layers[0].load_counter.device
         self._phases: list[StepPhase] = []
         self._tokens: list[int] = []
@@ -72,9 +76,14 @@ class HeatRecorder:
         self._count = int(layers[0].load_counter)
         self._copies: deque[_Copy] = deque()
 
-    def adopt(self, segment_steps: int) -> None:
-        """Report in segments of ``segment_steps``, or of as many steps as the rings hold."""
+    def adopt(self, segment_steps: int, reporting: Reporting = EVERYTHING) -> None:
+        """Report in segments of ``segment_steps``, or of as many steps as the rings hold, and what is asked for."""
         self._segment_steps = max(1, min(segment_steps, self._rows))
+        self._reporting = reporting
+
+    def wants(self, first_step: int) -> bool:
+        """Whether the segment that begins with this step is to be reported."""
+        return self._reporting.wants(first_step // self._segment_steps)
 
     def step_done(
         self, step: int, phase: StepPhase, layer_epochs: tuple[int, ...], tokens: int | None = None
@@ -86,14 +95,14 @@ class HeatRecorder:
         if tokens is not None and 0 <= tokens < _MOST_TOKENS:
             self._tokens.append(tokens)
         self._count += 1
-        if len(self._phases) >= self._segment_steps:
+        if (step + 1) % self._segment_steps == 0 or len(self._phases) >= self._segment_steps:
             self.cut(layer_epochs)
 
     def cut(self, layer_epochs: tuple[int, ...]) -> None:
         """End the segment here: called before a layer switches, while the counts are still of ``layer_epochs``."""
         phases, self._phases = self._phases, []
         tokens, self._tokens = self._tokens, []
-        if not phases:
+        if not phases or not self.wants(self._first_step):
             return
         step_tokens = tuple(tokens) if len(tokens) == len(phases) else ()
         try:
@@ -120,6 +129,7 @@ class HeatRecorder:
                     np.array(copy.phases, dtype=np.uint8),
                     _array(copy.sources_TLE),
                     np.array(copy.tokens, dtype=np.int64) if copy.tokens else None,
+                    source_sums_LE=_array(copy.source_sums_LE),
                 )
             )
         return segments
@@ -128,6 +138,7 @@ class HeatRecorder:
         self, phases: tuple[StepPhase, ...], tokens: tuple[int, ...], layer_epochs: tuple[int, ...]
     ) -> _Copy:
         rows = [(self._count - len(phases) + i) % self._rows for i in range(len(phases))]
+        summed = self._reporting.source_sums and self._slot_rings is not None
         return _Copy(
             first_step=self._first_step,
             layer_epochs=layer_epochs,
@@ -135,7 +146,8 @@ class HeatRecorder:
             tokens=tokens,
             expected_count=self._count,
             slots_TLS=self._copy_out(self._slot_rings, rows),
-            sources_TLE=self._copy_out(self._source_rings, rows),
+            sources_TLE=None if summed else self._copy_out(self._source_rings, rows),
+            source_sums_LE=self._sums_out(self._source_rings, rows) if summed else None,
             counters=self._to_host(torch.stack(self._counters)),
             arrived=Mark(self._device),
         )
@@ -150,14 +162,11 @@ class HeatRecorder:
 
     def _copy_out(self, rings: _Rings | None, rows: list[int]) -> torch.Tensor | None:
         """Rows of all rings, int32 ``[T, L, width]`` on the host; the copy may still be under way."""
-        if rings is None:
-            return None
-        # A segment is one or, where it wraps around the ring's end, two runs of rows.
-        wrap = next((i for i in range(1, len(rows)) if rows[i] < rows[i - 1]), len(rows))
-        counts = rings.copy_of(rows[0], rows[wrap - 1] + 1)
-        if wrap < len(rows):
-            counts = torch.cat([counts, rings.copy_of(rows[wrap], rows[-1] + 1)])
-        return self._to_host(counts)
+        return None if rings is None else self._to_host(_segment(rings, rows))
+
+    def _sums_out(self, rings: _Rings | None, rows: list[int]) -> torch.Tensor | None:
+        """The same summed over the rows, on the device, ``[L, width]``."""
+        return None if rings is None else self._to_host(_segment(rings, rows).sum(dim=0, dtype=torch.int32))
 
     def _to_host(self, counts: torch.Tensor) -> torch.Tensor:
         """One contiguous copy of what was gathered for it to the host, which may still be under way."""
@@ -165,6 +174,15 @@ class HeatRecorder:
             return counts
         out = host_empty(tuple(counts.shape), counts.dtype, self._device)
         return out.copy_(counts, non_blocking=True)
+
+
+def _segment(rings: _Rings, rows: list[int]) -> torch.Tensor:
+    """Rows of all rings, ``[T, L, width]``: one or, where they wrap around the ring's end, two runs."""
+    wrap = next((i for i in range(1, len(rows)) if rows[i] < rows[i - 1]), len(rows))
+    counts = rings.copy_of(rows[0], rows[wrap - 1] + 1)
+    if wrap < len(rows):
+        counts = torch.cat([counts, rings.copy_of(rows[wrap], rows[-1] + 1)])
+    return counts
 
 
 class _Rings:

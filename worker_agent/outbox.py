@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import TypeAlias
 
 from eplb_service.wire.heat import HeatReport
@@ -51,6 +52,11 @@ class Outbox:
                 self._heat.appendleft(item)
             else:
                 self.dropped_steps += item.steps
+
+    def thin(self, wanted: Callable[[HeatReport], bool]) -> None:
+        """Throw away heat that waits and is not asked for any more; it does not count as dropped."""
+        with self._changed:
+            self._heat = deque(report for report in self._heat if wanted(report))
 
     def count_lost(self, steps: int) -> None:
         """Count steps whose heat never got as far as here."""

@@ -19,6 +19,7 @@ from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
 from eplb_service.wire.heat import HeatReport, encode_heat_report
 from eplb_service.wire.hello import Welcome, decode_welcome, encode_hello
 from eplb_service.wire.parts import in_parts
+from eplb_service.wire.reporting import EVERYTHING, decode_reporting
 from eplb_service.wire.status import Heartbeat, PlanState, PlanStatus, encode_heartbeat, encode_plan_status
 from worker_agent.checked_plan import CheckedPlan, check_plan
 from worker_agent.identity import Identity
@@ -39,6 +40,8 @@ Beat: TypeAlias = Callable[[], Heartbeat]
 
 class ServiceStream:
     """Says Hello, sends what the outbox holds, and puts checked plans into ``plans``.
+
+    ``welcome`` and ``reporting`` are what the service has asked for last.
 
     Parameters
     ----------
@@ -61,6 +64,7 @@ class ServiceStream:
     ) -> None:
         self.plans: queue.SimpleQueue[CheckedPlan] = queue.SimpleQueue()
         self.welcome: Welcome | None = None
+        self.reporting = EVERYTHING
         self.connected = False
         self._settings = settings
         self._identity = identity
@@ -167,9 +171,12 @@ class ServiceStream:
         kind = response.WhichOneof("message")
         if kind == "welcome":
             self.welcome = decode_welcome(response.welcome)
+            self.reporting = self.welcome.reporting
             self._welcomed_term = max(self._welcomed_term, self.welcome.leader_term)
             self.connected = True
             _log.info("rank %d: connected to %s", self._identity.rank, self._settings.service)
+        elif kind == "reporting":
+            self.reporting = decode_reporting(response.reporting)
         elif kind == "plan":
             try:
                 self._keep(check_plan(response.plan, self._identity, self._installed()))

@@ -7,7 +7,8 @@ and the table that they were routed by. Memory is bounded by the shape, whatever
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from eplb_service.heat.pending import PendingSteps
 from eplb_service.heat.placement_history import PLACEMENTS_HELD, TARGETS_HELD, PlacementHistory
-from eplb_service.heat.sources import SOURCE_BUCKETS, SourceHeat
+from eplb_service.heat.sources import SOURCE_BUCKETS, SourceHeat, SourceSums
 from eplb_service.placement import Float64, Int32, mean_par, step_par
 from eplb_service.wire.heat import HeatReport
 from eplb_service.wire.hello import Shape
@@ -35,10 +36,35 @@ def memory_bytes(shape: Shape, window_steps: int, pending_steps: int) -> int:
     """What a deployment of ``shape`` costs in memory at most: its assembler, and the tables of what it serves."""
     kept_steps = window_steps + pending_steps
     heat = kept_steps * shape.layers * (4 * shape.experts + 4 * shape.ranks + 16)
+    counts = 4 * pending_steps * shape.layers * shape.ranks * shape.slots
     sources = SOURCE_BUCKETS * 4 * shape.ranks * shape.layers * shape.experts
     slots = PLACEMENTS_HELD * 4 * shape.layers * shape.ranks * shape.slots
     tables = (_TABLES_HELD * 4 + TARGETS_HELD * 2) * shape.ranks * shape.layers * shape.experts * shape.width
-    return heat + sources + slots + tables
+    return heat + counts + sources + slots + tables
+
+
+@dataclass(frozen=True)
+class RememberedHeat:
+    """Heat of the window as it was at one moment: cheap to take, and put together by whoever has the time.
+
+    Parameters
+    ----------
+    rows
+        Of each step, in order, int32 ``[L, E]``; nothing writes to them.
+    shape
+        L and E.
+    sources
+        By source rank.
+    """
+
+    rows: tuple[Int32, ...]
+    shape: tuple[int, int]
+    sources: SourceSums
+
+    def arrays(self) -> tuple[Int32, npt.NDArray[np.float64] | None]:
+        """By step, int32 ``[T, L, E]``, and by source rank, float64 ``[R, L, E]`` or ``None``."""
+        heat_TLE = np.stack(self.rows) if self.rows else np.zeros((0, *self.shape), dtype=np.int32)
+        return heat_TLE, self.sources.total()
 
 
 class HeatAssembler:
@@ -46,8 +72,8 @@ class HeatAssembler:
 
     Parameters
     ----------
-    ranks, layers, experts
-        R, L and E.
+    ranks, layers, experts, slots
+        R, L, E and S.
     window_steps
         Steps kept.
     pending_steps
@@ -56,13 +82,17 @@ class HeatAssembler:
     ``placements`` is what counts are read under; ``assembled`` counts the steps that ever entered the window.
     """
 
-    def __init__(self, ranks: int, layers: int, experts: int, window_steps: int, pending_steps: int) -> None:
+    def __init__(
+        self, ranks: int, layers: int, experts: int, slots: int, window_steps: int, pending_steps: int
+    ) -> None:
         self.assembled = 0
         self.placements = PlacementHistory(tuple({} for _ in range(layers)))
-        self._pending = PendingSteps(ranks, layers, experts, pending_steps)
-        self._sources = SourceHeat(ranks, layers, experts, window_steps)
+        self._shape = (layers, experts)
+        self._pending = PendingSteps(ranks, layers, experts, slots, pending_steps)
+        self._sources = SourceHeat(ranks, window_steps)
         self._steps_W = np.full(window_steps, -1, dtype=np.int64)
-        self._heat_WLE = np.zeros((window_steps, layers, experts), dtype=np.int32)
+        # Rows are replaced, never written to: they can be read while steps come in.
+        self._heat_W: list[Int32] = []
         self._loads_WLR = np.zeros((window_steps, layers, ranks), dtype=np.int32)
         self._par_WL = np.full((window_steps, layers), np.nan)
         self._epochs_WL = np.zeros((window_steps, layers), dtype=np.int64)
@@ -92,41 +122,47 @@ class HeatAssembler:
 
         A report under an epoch that is not known is left out, so that its steps will count as lost.
         """
-        slots_LRS = self.placements.at(report.layer_epochs)
-        if slots_LRS is None:
+        cells_RLS = self.placements.cells(report.layer_epochs, self._shape[1])
+        if cells_RLS is None:
             return StepCounts(0, 0)
         before, restarts = self.counted, self._pending.restarts
         if report.slot_counts_TLS is None:
             targets_LED = self.placements.targets(report.layer_epochs, rank)
-            complete = self._pending.add_sources(rank, report, targets_LED)
+            for position in self._pending.add_sources(rank, report, targets_LED):
+                self._append(position, *self._pending.by_source(position))
         else:
-            complete = self._pending.add(rank, report, slots_LRS[:, rank])
-        for position in complete:
-            self._append(position)
+            for position in self._pending.add(rank, report):
+                self._append(position, *self._pending.by_slot(position, cells_RLS))
         if self._pending.restarts != restarts:
             self._sources.clear()
         if report.source_counts_TLE is not None:
             self._sources.add(rank, report.first_step, report.source_counts_TLE)
+        elif report.source_sums_LE is not None:
+            self._sources.add_sums(rank, report.first_step, report.steps, report.source_sums_LE)
         return StepCounts(self.counted.received - before.received, self.counted.lost - before.lost)
 
-    def copy_heat(self) -> tuple[Int32, npt.NDArray[np.float64] | None]:
-        """Heat of the window by step, int32 ``[T, L, E]``, and by source rank, float64 ``[R, L, E]`` or ``None``.
+    def remembered(self) -> RememberedHeat:
+        """Heat of the window by now."""
+        rows = tuple(self._heat_W[row] for row in self._in_order())
+        return RememberedHeat(rows, self._shape, self._sources.sums())
 
-        Copies, cheap to take; ``Window`` checks them on whatever thread has the time.
-        """
-        return self._heat_WLE[self._in_order()], self._sources.sums()
-
-    def measured_loads(
-        self, layer_epochs: Sequence[int], newest: int | None = None
-    ) -> npt.NDArray[np.float64]:
-        """Tokens that each rank really received in the window, or its ``newest`` steps, float64 ``[T, L, R]``.
+    def measured_loads(self, layer_epochs: Sequence[int], newest: int | None = None) -> Iterator[Int32]:
+        """Tokens that each rank really received, int32 ``[L, R]`` for each step of the window, or its ``newest``.
 
         Zero where a layer was not yet as it is now.
         """
+        epochs_L = np.asarray(layer_epochs, dtype=np.int64)
         rows = self._in_order()
-        rows = rows if newest is None else rows[-newest:]
-        current_TL = self._epochs_WL[rows] == np.asarray(layer_epochs, dtype=np.int64)
-        return np.where(current_TL[:, :, None], self._loads_WLR[rows], 0).astype(np.float64)
+        for row in rows if newest is None else rows[-newest:]:
+            yield self._loads_WLR[row] * (self._epochs_WL[row] == epochs_L)[:, None]
+
+    def load_sums(self, layer_epochs: Sequence[int], newest: int) -> tuple[int, Float64]:
+        """``measured_loads`` summed: how many steps, and float64 ``[L, R]``."""
+        steps, sums_LR = 0, np.zeros(self._loads_WLR.shape[1:])
+        for loads_LR in self.measured_loads(layer_epochs, newest):
+            steps += 1
+            sums_LR += loads_LR
+        return steps, sums_LR
 
     def measured_par(self, layer_epochs: Sequence[int]) -> Float64:
         """``par`` of ``measured_loads``, float64 ``[L]``, of ratios that were taken as the steps came in."""
@@ -134,24 +170,27 @@ class HeatAssembler:
         current_TL = self._epochs_WL[: self.steps] == np.asarray(layer_epochs, dtype=np.int64)
         return mean_par(np.where(current_TL, par_TL, np.nan), axis=0)
 
-    def newest_loads(self, since: int, layer_epochs: Sequence[int]) -> npt.NDArray[np.float64]:
-        """Tokens that each rank received in the steps that entered after the first ``since``, in the order of entering.
+    def newest_par(self, since: int, layer_epochs: Sequence[int]) -> Float64:
+        """Ratios of the steps that entered after the first ``since``, float64 ``[T, L]``, in the order of entering.
 
-        Float64 ``[T, L, R]``, as for ``measured_loads``; steps that have left the window since are missing.
+        NaN where a layer was not yet as it is now, or had no tokens; steps that have left the window since are missing.
         """
         entered = np.arange(max(since, self.assembled - self.steps), self.assembled)
         rows = entered % len(self._steps_W)
         current_TL = self._epochs_WL[rows] == np.asarray(layer_epochs, dtype=np.int64)
-        return np.where(current_TL[:, :, None], self._loads_WLR[rows], 0).astype(np.float64)
+        return np.where(current_TL, self._par_WL[rows], np.nan)
 
     def _in_order(self) -> npt.NDArray[np.intp]:
         return np.argsort(self._steps_W[: self.steps], kind="stable")
 
-    def _append(self, position: int) -> None:
+    def _append(self, position: int, heat_LE: Int32, loads_LR: Int32) -> None:
         row = self.assembled % len(self._steps_W)
         self._steps_W[row] = self._pending.step_P[position]
-        self._heat_WLE[row] = self._pending.heat_PLE[position]
-        self._loads_WLR[row] = self._pending.loads_PLR[position]
-        self._par_WL[row] = step_par(self._pending.loads_PLR[position])
+        if row == len(self._heat_W):
+            self._heat_W.append(heat_LE)
+        else:
+            self._heat_W[row] = heat_LE
+        self._loads_WLR[row] = loads_LR
+        self._par_WL[row] = step_par(self._loads_WLR[row])
         self._epochs_WL[row] = self._pending.epochs_PL[position]
         self.assembled += 1

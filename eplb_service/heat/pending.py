@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,14 @@ class PendingSteps:
 
     Parameters
     ----------
-    ranks, layers, experts
-        R, L and E.
+    ranks, layers, experts, slots
+        R, L, E and S.
     capacity
         P, steps in the ring; a step that falls out of it unfinished is lost.
 
-    ``heat_PLE`` (tokens by expert), ``loads_PLR`` (tokens by rank), ``epochs_PL`` and ``step_P`` are rows of steps by
-    the positions that ``add`` returns, and hold until the next ``add``.
+    ``epochs_PL`` and ``step_P`` are rows of steps by the positions that ``add`` and ``add_sources`` return, and hold
+    until the next call, as does what ``by_slot`` and ``by_source`` give of them. What a rank's slots received is only
+    kept until its step is whole: all ranks' counts are put together at once, which is quicker than rank by rank.
 
     The newest step decides where the ring is, but no rank's claim is final: where the latest report of *every* rank is
     of steps before the ring, whatever moved it so far ahead was wrong, and the ring goes back to where they are. What
@@ -31,16 +33,16 @@ class PendingSteps:
     token.
     """
 
-    def __init__(self, ranks: int, layers: int, experts: int, capacity: int) -> None:
+    def __init__(self, ranks: int, layers: int, experts: int, slots: int, capacity: int) -> None:
+        self._shape = (ranks, layers, experts, slots)
         self.completed = 0
         self.lost = 0
         self.restarts = 0
         self.dummy_steps = self.empty_steps = 0
         self.step_P = np.zeros(capacity, dtype=np.int64)
-        self.heat_PLE = np.zeros((capacity, layers, experts), dtype=np.int32)
-        self.loads_PLR = np.zeros((capacity, layers, ranks), dtype=np.int32)
         self.epochs_PL = np.zeros((capacity, layers), dtype=np.int64)
         self._seen_PR = np.zeros((capacity, ranks), dtype=bool)
+        self._reported_P = np.zeros(capacity, dtype=np.int32)
         self._busy_P = np.zeros(capacity, dtype=bool)
         self._spoilt_P = np.zeros(capacity, dtype=bool)
         self._by_slot_P = np.zeros(capacity, dtype=bool)
@@ -54,22 +56,49 @@ class PendingSteps:
         """P."""
         return len(self.step_P)
 
-    def add(self, rank: int, report: HeatReport, slots_LS: Int32) -> npt.NDArray[np.intp]:
-        """Fill in what the slots of a rank received, which hold the experts ``slots_LS``.
+    @cached_property
+    def _slots_PRLS(self) -> Int32:
+        """Tokens by slot, where ranks count them."""
+        ranks, layers, _, slots = self._shape
+        return np.zeros((self.capacity, ranks, layers, slots), dtype=np.int32)
+
+    @cached_property
+    def _heat_PLE(self) -> Int32:
+        """Tokens by expert, where they follow from the ranks' own."""
+        _, layers, experts, _ = self._shape
+        return np.zeros((self.capacity, layers, experts), dtype=np.int32)
+
+    @cached_property
+    def _loads_PLR(self) -> Int32:
+        """Tokens by rank, where they follow from the ranks' own."""
+        ranks, layers, _, _ = self._shape
+        return np.zeros((self.capacity, layers, ranks), dtype=np.int32)
+
+    def add(self, rank: int, report: HeatReport) -> npt.NDArray[np.intp]:
+        """Fill in what the slots of a rank received.
 
         Returns the positions of steps that are now complete and carry tokens. A step that this rank has reported
         before, or that has fallen out of the ring, is left as it is. At most ``capacity`` steps at a time.
         """
         assert report.slot_counts_TLS is not None
         positions, taken = self._open(rank, report)
-        counts_TLS = report.slot_counts_TLS if len(taken) == report.steps else report.slot_counts_TLS[taken]
-        layers, experts = self.heat_PLE.shape[1:]
-        cells_C = (slots_LS + experts * np.arange(layers)[:, None]).ravel()
-        # No expert is twice on a rank, so no element is addressed twice.
-        heat_PC = self.heat_PLE.reshape(self.capacity, layers * experts)
-        heat_PC[positions[:, None], cells_C] += counts_TLS.reshape(len(taken), cells_C.size)
-        self.loads_PLR[positions, :, rank] = counts_TLS.sum(axis=2, dtype=np.int32)
+        self._slots_PRLS[positions, rank] = report.slot_counts_TLS[taken]
         return self._close(rank, report, positions, taken)
+
+    def by_slot(self, position: int, cells_RLS: npt.NDArray[np.intp]) -> tuple[Int32, Int32]:
+        """Of a whole step: tokens by expert, int32 ``[L, E]``, and by rank, int32 ``[L, R]``.
+
+        ``cells_RLS`` says where in the first, flattened, each slot's tokens go.
+        """
+        _, layers, experts, _ = self._shape
+        counts_RLS = self._slots_PRLS[position]
+        # Sums of whole numbers, exact in float64.
+        sums_C = np.bincount(cells_RLS.ravel(), counts_RLS.ravel(), minlength=layers * experts)
+        return sums_C.astype(np.int32).reshape(layers, experts), counts_RLS.sum(axis=2, dtype=np.int32).T
+
+    def by_source(self, position: int) -> tuple[Int32, Int32]:
+        """The same of a step whose counts follow from the ranks' own tokens."""
+        return self._heat_PLE[position].copy(), self._loads_PLR[position]
 
     def add_sources(
         self, rank: int, report: HeatReport, targets_LED: npt.NDArray[np.integer[Any]]
@@ -78,21 +107,21 @@ class PendingSteps:
         assert report.source_counts_TLE is not None
         positions, taken = self._open(rank, report)
         counts_TLE = report.source_counts_TLE[taken]
-        self.heat_PLE[positions] += counts_TLE
-        layers, ranks = self.loads_PLR.shape[1:]
+        self._heat_PLE[positions] += counts_TLE
+        ranks, layers, _, _ = self._shape
         cells_C = (targets_LED + ranks * np.arange(layers)[:, None, None]).ravel()
         width = targets_LED.shape[2]
         for position, counts_LE in zip(positions, counts_TLE, strict=True):
             dealt_LED = np.stack([dealt_to(counts_LE, entry, width) for entry in range(width)], axis=2)
             # Sums of whole numbers, exact in float64.
             sums_C = np.bincount(cells_C, dealt_LED.ravel(), minlength=layers * ranks)
-            self.loads_PLR[position] += sums_C.reshape(layers, ranks).astype(np.int32)
+            self._loads_PLR[position] += sums_C.reshape(layers, ranks).astype(np.int32)
         return self._close(rank, report, positions, taken)
 
     def _open(self, rank: int, report: HeatReport) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
         """Positions of the steps that this rank may still fill in, and which of the report's they are."""
         self._latest_end_R[rank] = report.first_step + report.steps
-        if self._is_contradicted():
+        if self._latest_end_R[rank] <= self._end - self.capacity and self._is_contradicted():
             self._go_back()
         self._make_room(report.first_step, report.first_step + report.steps)
         steps_T = np.arange(report.first_step, report.first_step + report.steps)
@@ -112,6 +141,7 @@ class PendingSteps:
         """The rank's part of these steps is in; positions of those that are whole now and carry tokens."""
         self._busy_P[positions] |= ~report.dummy_T[taken]
         self._seen_PR[positions, rank] = True
+        self._reported_P[positions] += 1
         done = self._done(positions)
         if done.any():
             self._look_at(positions[done])
@@ -124,14 +154,16 @@ class PendingSteps:
     def _look_at(self, complete: npt.NDArray[np.intp]) -> None:
         """How many of the newest whole steps carried nothing, and why."""
         for position in complete:
-            busy, tokens = self._busy_P[position], self.loads_PLR[position].any()
+            counts = self._slots_PRLS if self._by_slot_P[position] else self._loads_PLR
+            busy, tokens = self._busy_P[position], counts[position].any()
             self.dummy_steps = 0 if busy else self.dummy_steps + 1
             self.empty_steps = (
                 self.empty_steps + 1 if busy and not tokens else self.empty_steps if not busy else 0
             )
 
     def _done(self, positions: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
-        done: npt.NDArray[np.bool_] = self._seen_PR[positions].all(axis=1) & ~self._spoilt_P[positions]
+        whole = self._reported_P[positions] == self._shape[0]
+        done: npt.NDArray[np.bool_] = whole & ~self._spoilt_P[positions]
         return done
 
     def _agree(self, positions: npt.NDArray[np.intp], report: HeatReport) -> None:
@@ -140,7 +172,7 @@ class PendingSteps:
             np.asarray(report.layer_epochs, dtype=np.int64),
             report.slot_counts_TLS is not None,
         )
-        fresh = ~self._seen_PR[positions].any(axis=1)
+        fresh = self._reported_P[positions] == 0
         self.epochs_PL[positions[fresh]] = epochs_L
         self._by_slot_P[positions[fresh]] = by_slot
         self._spoilt_P[positions] |= (self.epochs_PL[positions] != epochs_L).any(axis=1)
@@ -171,6 +203,8 @@ class PendingSteps:
         coming = np.arange(max(self._end, kept_from), end)
         positions = coming % self.capacity
         self.step_P[positions] = coming
-        for rows in (self.heat_PLE, self.loads_PLR, self._seen_PR, self._busy_P, self._spoilt_P):
+        # Counts by slot are written whole by each rank; those by source are added up, where there are any.
+        sums = [self.__dict__[name] for name in ("_heat_PLE", "_loads_PLR") if name in self.__dict__]
+        for rows in (*sums, self._seen_PR, self._reported_P, self._busy_P, self._spoilt_P):
             rows[positions] = 0
         self._end = end

@@ -12,8 +12,8 @@ from eplb_service.placement import Int32, with_entries
 _EPOCHS_KEPT = 8
 _PLACEMENTS_KEPT = 4
 """Placements of all layers kept stacked: before and after a switch, and ranks in between."""
-PLACEMENTS_HELD = _EPOCHS_KEPT + _PLACEMENTS_KEPT
-"""Slots of all layers held at most."""
+PLACEMENTS_HELD = _EPOCHS_KEPT + 2 * _PLACEMENTS_KEPT
+"""Slots of all layers held at most, as int32; those that are stacked are twice as wide."""
 TARGETS_HELD = _EPOCHS_KEPT
 """Tables of all ranks held at most, as int16."""
 
@@ -36,7 +36,7 @@ class PlacementHistory:
 
     def __init__(self, by_layer: tuple[dict[int, PlacedLayer], ...]) -> None:
         self.by_layer = by_layer
-        self._stacked: dict[tuple[int, ...], Int32] = {}
+        self._stacked: dict[tuple[int, ...], npt.NDArray[np.intp]] = {}
 
     def copy(self) -> PlacementHistory:
         """Another of the same content."""
@@ -52,8 +52,11 @@ class PlacementHistory:
         while len(epochs) > _EPOCHS_KEPT:
             epochs.pop(next(iter(epochs)))
 
-    def at(self, layer_epochs: tuple[int, ...]) -> Int32 | None:
-        """Experts in all slots, int32 ``[L, R, S]``; ``None`` where one of the epochs is not known."""
+    def cells(self, layer_epochs: tuple[int, ...], experts: int) -> npt.NDArray[np.intp] | None:
+        """Where in heat ``[L, E]``, flattened, each slot's tokens belong, ``[R, L, S]``.
+
+        ``None`` where one of the epochs is not known.
+        """
         known = self._stacked.get(layer_epochs)
         if known is not None:
             return known
@@ -62,9 +65,12 @@ class PlacementHistory:
             return None
         if len(self._stacked) >= _PLACEMENTS_KEPT:
             self._stacked.pop(next(iter(self._stacked)))
-        stacked_LRS = np.stack([epochs[epoch].phy2log_RS for epochs, epoch in layers])
-        self._stacked[layer_epochs] = stacked_LRS
-        return stacked_LRS
+        rows = [
+            experts * layer + epochs[epoch].phy2log_RS.astype(np.intp)
+            for layer, (epochs, epoch) in enumerate(layers)
+        ]
+        self._stacked[layer_epochs] = np.stack(rows, axis=1)
+        return self._stacked[layer_epochs]
 
     def targets(self, layer_epochs: tuple[int, ...], rank: int) -> npt.NDArray[np.int16]:
         """Ranks that the tokens of source ``rank`` go to in turn, int16 ``[L, E, D]``; the epochs must be known."""

@@ -142,6 +142,10 @@ class Metrics:
         self.dropped_steps = gauge(
             "eplb_dropped_steps", "Steps that connected agents had to drop since their Hello, over all ranks."
         )
+        self.heat_one_in = gauge(
+            "eplb_heat_one_in",
+            "Of so many reports ranks send one; above 1 where the service cannot take more heat.",
+        )
         self.silent_seconds = gauge(
             "eplb_agent_silent_seconds", "Longest time in which nothing was heard of a connected rank."
         )

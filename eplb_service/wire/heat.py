@@ -27,6 +27,9 @@ class StepPhase(enum.IntEnum):
     """The rank had no tokens of its own."""
 
 
+_PHASES, _DUMMY = frozenset(map(int, StepPhase)), int(StepPhase.DUMMY)
+
+
 @dataclass(frozen=True)
 class HeatReport:
     """One rank's counts of consecutive steps, all under one placement.
@@ -49,6 +52,9 @@ class HeatReport:
         The rank's own tokens, integers ``[T]``; ``None`` where the host does not count them.
     dropped_steps
         Steps that the rank's agent has had to drop since its Hello.
+    source_sums_LE
+        ``source_counts_TLE`` summed over the steps, integers ``[L, E]``, in their place; ``None`` where they are there,
+        or the host does not count them.
     """
 
     first_step: int
@@ -58,6 +64,7 @@ class HeatReport:
     source_counts_TLE: npt.NDArray[np.integer[Any]] | None = None
     tokens_T: npt.NDArray[np.integer[Any]] | None = None
     dropped_steps: int = 0
+    source_sums_LE: npt.NDArray[np.integer[Any]] | None = None
 
     @property
     def steps(self) -> int:
@@ -67,18 +74,19 @@ class HeatReport:
     @property
     def dummy_T(self) -> npt.NDArray[np.bool_]:
         """Steps in which this rank had no tokens of its own, bool ``[T]``."""
-        dummy: npt.NDArray[np.bool_] = self.phase_T == StepPhase.DUMMY
+        dummy: npt.NDArray[np.bool_] = self.phase_T == _DUMMY
         return dummy
 
 
 def encode_heat_report(report: HeatReport) -> agent_pb2.HeatReport:
     """The message; counts are packed in the narrowest type that holds them."""
-    slots, sources = report.slot_counts_TLS, report.source_counts_TLE
+    slots, sources, sums = report.slot_counts_TLS, report.source_counts_TLE, report.source_sums_LE
     return agent_pb2.HeatReport(
         first_step=report.first_step,
         layer_epochs=report.layer_epochs,
         slot_counts=None if slots is None else pack(slots),
         source_counts=None if sources is None else pack(sources),
+        source_sums=None if sums is None else pack(sums),
         step_phases=report.phase_T.astype(np.uint8).tobytes(),
         dropped_steps=report.dropped_steps,
         step_tokens=None if report.tokens_T is None else report.tokens_T.tolist(),
@@ -93,19 +101,19 @@ def decode_heat_report(message: agent_pb2.HeatReport, shape: Shape, most_steps: 
     WireError
         A field cannot be what it is, or there are more than ``most_steps`` steps; the text names the field.
     """
-    phase_T = np.frombuffer(message.step_phases, dtype=np.uint8)
-    steps = len(phase_T)
+    steps = len(message.step_phases)
     if not 1 <= steps <= most_steps:
         raise WireError(f"heat_report.step_phases: {steps} steps; a report has 1 to {most_steps}")
-    if phase_T.min() < StepPhase.PREFILL or phase_T.max() > StepPhase.DUMMY:
+    if not _PHASES.issuperset(message.step_phases):
         raise WireError("heat_report.step_phases: a step is neither PREFILL, DECODE nor DUMMY")
+    phase_T = np.frombuffer(message.step_phases, dtype=np.uint8)
     first_step = check_count(message.first_step, "heat_report.first_step", LAST_STEP)
     layer_epochs = check_epochs(message.layer_epochs, shape.layers, "heat_report.layer_epochs")
     if len(message.step_tokens) not in (0, steps):
         raise WireError(
             f"heat_report.step_tokens: expected one for each of {steps} steps, got {len(message.step_tokens)}"
         )
-    slots_TLS = sources_TLE = None
+    slots_TLS = sources_TLE = sums_LE = None
     if message.HasField("slot_counts"):
         size = (steps, shape.layers, shape.slots)
         slots_TLS = _counts(message.slot_counts, size, shape.ranks * shape.slots, "heat_report.slot_counts")
@@ -114,6 +122,14 @@ def decode_heat_report(message: agent_pb2.HeatReport, shape: Shape, most_steps: 
         # Without slot counts the load of a rank is a sum over all ranks and experts.
         summands = shape.ranks * (shape.experts if slots_TLS is None else 1)
         sources_TLE = _counts(message.source_counts, size, summands, "heat_report.source_counts")
+    if message.HasField("source_sums"):
+        if slots_TLS is None or sources_TLE is not None:
+            raise WireError(
+                "heat_report.source_sums: they go with slot_counts, and in place of source_counts"
+            )
+        sums_LE = _counts(
+            message.source_sums, (shape.layers, shape.experts), shape.ranks, "heat_report.source_sums"
+        )
     if slots_TLS is None and sources_TLE is None:
         raise WireError("heat_report: it has neither slot_counts nor source_counts")
     return HeatReport(
@@ -124,19 +140,18 @@ def decode_heat_report(message: agent_pb2.HeatReport, shape: Shape, most_steps: 
         sources_TLE,
         np.array(message.step_tokens, dtype=np.int64) if message.step_tokens else None,
         check_count(message.dropped_steps, "heat_report.dropped_steps", LAST_STEP),
+        sums_LE,
     )
 
 
 def is_quick_to_decode(message: agent_pb2.HeatReport) -> bool:
     """Whether decoding it takes less time than another thread would to begin: small, and nothing to inflate."""
-    arrays = (message.slot_counts, message.source_counts)
+    arrays = (message.slot_counts, message.source_counts, message.source_sums)
     plain = all(array.compression == tensor_pb2.COMPRESSION_UNSPECIFIED for array in arrays)
     return plain and sum(len(array.data) for array in arrays) <= _SMALL_BYTES
 
 
-def _counts(
-    packed: tensor_pb2.PackedArray, size: tuple[int, int, int], summands: int, field: str
-) -> Integers:
+def _counts(packed: tensor_pb2.PackedArray, size: tuple[int, ...], summands: int, field: str) -> Integers:
     """Counts of which ``summands`` together still fit int32."""
     counts = unpack_as_sent(packed, size, field)
     most = _INT32_MAX // summands

@@ -25,6 +25,7 @@ from eplb_service.wire.fields import (
     check_name,
 )
 from eplb_service.wire.generated import agent_pb2
+from eplb_service.wire.reporting import EVERYTHING, Reporting, decode_reporting, encode_reporting
 
 MOST_REPORT_STEPS = 1 << 16
 """Steps that a service may ask for in one report."""
@@ -115,12 +116,15 @@ class Welcome:
         Steps per heat report.
     heartbeat_seconds
         Seconds between two heartbeats.
+    reporting
+        How much of its heat it reports, until the service asks otherwise.
     """
 
     service_version: str
     leader_term: int
     report_steps: int
     heartbeat_seconds: float
+    reporting: Reporting = EVERYTHING
 
 
 def encode_hello(hello: Hello) -> agent_pb2.Hello:
@@ -196,6 +200,7 @@ def encode_welcome(welcome: Welcome) -> agent_pb2.Welcome:
         leader_term=welcome.leader_term,
         report_steps=welcome.report_steps,
         heartbeat_seconds=welcome.heartbeat_seconds,
+        reporting=encode_reporting(welcome.reporting),
     )
 
 
@@ -213,6 +218,7 @@ def decode_welcome(message: agent_pb2.Welcome) -> Welcome:
         heartbeat_seconds=min(
             max(message.heartbeat_seconds, FEWEST_HEARTBEAT_SECONDS), MOST_HEARTBEAT_SECONDS
         ),
+        reporting=decode_reporting(message.reporting),
     )
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eplb_service.wire.heat import HeatReport, StepPhase
+from eplb_service.wire.reporting import Reporting
 from worker_agent import heat
 from worker_agent.heat import HeatRecorder
 
@@ -148,6 +149,54 @@ def test_the_service_may_ask_for_other_segments_within_the_ring() -> None:
     recorder.adopt(500)
     _run(layers, recorder, range(ROWS))
     assert [segment.steps for segment in recorder.take()] == [ROWS]
+
+
+def test_segments_end_at_the_same_steps_wherever_a_rank_began() -> None:
+    for first_step in (0, 5, 7):
+        layers = [CountingLayer()]
+        recorder = HeatRecorder(layers, segment_steps=4)
+        _run(layers, recorder, range(first_step, 16))
+        assert [(one.first_step + one.steps) % 4 for one in recorder.take()] == [0] * -(
+            -(16 - first_step) // 4
+        )
+
+
+def test_sums_are_over_the_steps_of_their_segment() -> None:
+    layers = [CountingLayer(), CountingLayer()]
+    recorder = HeatRecorder(layers, segment_steps=5)
+    recorder.adopt(5, Reporting(source_sums=True))
+    # Rings of eight rows: the second segment goes around their end.
+    _run(layers, recorder, range(10))
+    for segment in recorder.take():
+        assert segment.source_counts_TLE is None
+        assert segment.source_sums_LE is not None
+        assert (segment.source_sums_LE == 10 * segment.slot_counts_TLS[:, 0, 0].sum()).all()
+
+
+@pytest.mark.parametrize("tells_source", [False, True])
+def test_sums_are_only_made_where_slots_are_counted(tells_source: bool) -> None:
+    layer = CountingLayer(tells_source=tells_source)
+    recorder = HeatRecorder([SourcesOnly(layer) if tells_source else layer], segment_steps=2)
+    recorder.adopt(2, Reporting(source_sums=True))
+    _run([layer], recorder, range(2))
+    (segment,) = recorder.take()
+    assert segment.source_sums_LE is None
+    assert (segment.source_counts_TLE is not None) == tells_source
+
+
+def test_of_a_few_blocks_one_is_reported_the_same_by_all_ranks() -> None:
+    taken = []
+    for cut_at in (None, 5):
+        layers = [CountingLayer()]
+        recorder = HeatRecorder(layers, segment_steps=2)
+        recorder.adopt(2, Reporting(one_in=4))
+        for step in range(20):
+            _run(layers, recorder, range(step, step + 1))
+            if step == cut_at:
+                recorder.cut((0,))
+        taken.append(_steps_of(recorder.take()))
+        assert recorder.lost_steps == 0
+    assert taken == [[0, 1, 8, 9, 16, 17]] * 2
 
 
 def test_tokens_are_told_where_the_host_told_them_of_every_step() -> None:

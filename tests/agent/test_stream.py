@@ -20,6 +20,7 @@ from eplb_service.placement import Placement
 from eplb_service.wire.codec import PROTOCOL_VERSION, unpack
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
 from eplb_service.wire.plan import encode_plan
+from eplb_service.wire.reporting import EVERYTHING, Reporting
 from eplb_service.wire.status import Heartbeat
 from tests.agent import live
 from tests.swap.world import EXPERTS, LAYERS, LINEAR, RANKS, SLOTS, World
@@ -93,6 +94,12 @@ class Scene:
                 return getattr(request, kind)
         raise AssertionError(f"no {kind}")
 
+    def wait_for_reporting(self, reporting: Reporting) -> None:
+        deadline = time.monotonic() + 60
+        while self.stream.reporting != reporting:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
     def say_plan(self, plan: agent_pb2.Plan) -> None:
         self.service.to_say.put(agent_pb2.ConnectResponse(plan=plan))
 
@@ -134,6 +141,18 @@ def test_heat_goes_out_and_heartbeats_fill_the_silence() -> None:
         assert report.first_step == 8
         assert list(report.step_phases) == [2, 2, 2, 2]
         assert scene.hear("heartbeat").error == "tired"
+
+
+def test_what_the_service_asks_for_is_followed_until_it_asks_otherwise() -> None:
+    with Scene() as scene:
+        scene.hear("heartbeat")
+        assert scene.stream.reporting == EVERYTHING
+        reporting = agent_pb2.Reporting(source_sums=True, one_in=4)
+        scene.service.to_say.put(agent_pb2.ConnectResponse(reporting=reporting))
+        scene.wait_for_reporting(Reporting(source_sums=True, one_in=4))
+        # The next service is of a release that asks for nothing.
+        scene.service.to_say.put(None)
+        scene.wait_for_reporting(EVERYTHING)
 
 
 def test_heartbeats_go_out_however_much_heat_there_is() -> None:

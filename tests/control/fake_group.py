@@ -82,6 +82,7 @@ class FakeRank:
 
     def __init__(self, channel: grpc.aio.Channel, rank: int, metadata: Any = None) -> None:
         self.rank = rank
+        self.asked: list[agent_pb2.Reporting] = []
         self.call: Any = agent_pb2_grpc.AgentServiceStub(channel).Connect(metadata=metadata)
 
     async def say(self, **message: Any) -> None:
@@ -91,7 +92,11 @@ class FakeRank:
                 await self.call.write(part)
 
     async def hear(self) -> agent_pb2.ConnectResponse:
+        """The next message; what the service asks for is kept in ``asked`` and passed over."""
         message = await asyncio.wait_for(self.call.read(), 20)
+        while message != grpc.aio.EOF and message.WhichOneof("message") == "reporting":
+            self.asked.append(message.reporting)
+            message = await asyncio.wait_for(self.call.read(), 20)
         if message == grpc.aio.EOF:
             raise AssertionError(f"rank {self.rank}: {await self.call.code()}: {await self.call.details()}")
         return message

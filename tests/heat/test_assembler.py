@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ PLACEMENT_LRS = np.array([[[0, 1], [2, 0]], [[2, 1], [0, 1]]], dtype=np.int32)
 
 
 def assembler(window_steps: int = 8, pending_steps: int = 4) -> HeatAssembler:
-    made = HeatAssembler(RANKS, LAYERS, EXPERTS, window_steps, pending_steps)
+    made = HeatAssembler(RANKS, LAYERS, EXPERTS, SLOTS, window_steps, pending_steps)
     for layer in range(LAYERS):
         place(made, layer, 0, PLACEMENT_LRS[layer])
     return made
@@ -28,6 +29,11 @@ def assembler(window_steps: int = 8, pending_steps: int = 4) -> HeatAssembler:
 
 def place(heat: HeatAssembler, layer: int, epoch: int, phy2log_RS: np.ndarray) -> None:
     heat.placements.place(layer, epoch, phy2log_RS, default_log2phy(phy2log_RS, EXPERTS))
+
+
+def loads_of(heat: HeatAssembler, layer_epochs: tuple[int, ...]) -> np.ndarray:
+    """Of all steps of the window, int32 ``[T, L, R]``."""
+    return np.array(list(heat.measured_loads(layer_epochs))).reshape(-1, LAYERS, RANKS)
 
 
 def report(
@@ -45,12 +51,12 @@ def report(
 def test_a_step_counts_once_all_ranks_have_reported_it() -> None:
     heat = assembler()
     assert heat.add(0, report(10, 1, 2)).received == 0
-    assert Window(*heat.copy_heat()).steps == 0
+    assert Window(*heat.remembered().arrays()).steps == 0
     assert heat.add(1, report(10, 10, 20)).received == 2
-    window = Window(*heat.copy_heat())
+    window = Window(*heat.remembered().arrays())
     # Layer 0: expert 0 is on both ranks, 1 on rank 0, 2 on rank 1. Layer 1: 1 on both, 2 on rank 0, 0 on rank 1.
     np.testing.assert_array_equal(window.heat_TLE, [[[11, 1, 10], [10, 11, 1]], [[22, 2, 20], [20, 22, 2]]])
-    np.testing.assert_array_equal(heat.measured_loads((0, 0))[:, 0], [[2, 20], [4, 40]])
+    np.testing.assert_array_equal(loads_of(heat, (0, 0))[:, 0], [[2, 20], [4, 40]])
     assert heat.counted == (2, 0)
 
 
@@ -76,7 +82,7 @@ def test_steps_that_no_rank_reported_are_lost() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("far", [20, 1000, (1 << 48) - 4])
 def test_a_report_at_a_step_that_nobody_is_at_ends_nothing(ranks: int, far: int) -> None:
-    heat = HeatAssembler(ranks, LAYERS, EXPERTS, 8, 4)
+    heat = HeatAssembler(ranks, LAYERS, EXPERTS, SLOTS, 8, 4)
     for layer in range(LAYERS):
         slots_RS = PLACEMENT_LRS[layer, :ranks].copy()
         heat.placements.place(layer, 0, slots_RS, np.zeros((ranks, EXPERTS), dtype=np.int32))
@@ -94,7 +100,7 @@ def test_a_report_at_a_step_that_nobody_is_at_ends_nothing(ranks: int, far: int)
         for rank in range(ranks):
             heat.add(rank, report(step, 3, 3))
     assert heat.counted.received >= before + 14
-    _, sources = heat.copy_heat()
+    _, sources = heat.remembered().arrays()
     assert sources is not None
     assert heat.counted.lost < (1 << 50)
 
@@ -103,7 +109,7 @@ def test_memory_is_priced_before_it_is_taken() -> None:
     shape = Shape(64, 58, 256, 5, 1)
     priced = memory_bytes(shape, window_steps=32, pending_steps=16)
     tracemalloc.start()
-    heat = HeatAssembler(shape.ranks, shape.layers, shape.experts, 32, 16)
+    heat = HeatAssembler(shape.ranks, shape.layers, shape.experts, shape.slots, 32, 16)
     sources = np.ones((4, shape.layers, shape.experts), dtype=np.int32)
     placement = Placement.linear(shape.layers, shape.experts, shape.ranks, shape.slots)
     tables_RLE = placement.default_log2phy()
@@ -124,10 +130,10 @@ def test_a_late_or_repeated_report_changes_nothing() -> None:
     for first_step in (0, 2):
         for rank in range(RANKS):
             heat.add(rank, report(first_step, 1, 1))
-    before_TLE, _ = heat.copy_heat()
+    before_TLE, _ = heat.remembered().arrays()
     assert heat.add(0, report(0, 9, 9)).received == 0
     assert heat.add(1, report(2, 9, 9)).received == 0
-    after_TLE, _ = heat.copy_heat()
+    after_TLE, _ = heat.remembered().arrays()
     np.testing.assert_array_equal(before_TLE, after_TLE)
     assert heat.counted.lost == 0
 
@@ -139,10 +145,10 @@ def test_counts_are_read_under_the_placement_that_they_were_taken_under() -> Non
     for rank in range(RANKS):
         heat.add(rank, report(0, 1))
         heat.add(rank, report(1, 1, epochs=(1, 0)))
-    window = Window(*heat.copy_heat())
+    window = Window(*heat.remembered().arrays())
     np.testing.assert_array_equal(window.heat_TLE[:, 0], [[2, 1, 1], [1, 2, 1]])
     # Loads of the step before the switch say nothing about the layer as it is now.
-    np.testing.assert_array_equal(heat.measured_loads((1, 0)).sum(axis=2), [[0, 4], [4, 4]])
+    np.testing.assert_array_equal(loads_of(heat, (1, 0)).sum(axis=2), [[0, 4], [4, 4]])
 
 
 def test_a_step_under_two_placements_is_lost() -> None:
@@ -159,14 +165,14 @@ def test_counts_under_an_unknown_placement_are_left_out() -> None:
     heat = assembler()
     assert heat.add(0, report(0, 1, epochs=(7, 0))).received == 0
     assert heat.add(1, report(0, 1)).received == 0
-    assert Window(*heat.copy_heat()).steps == 0
+    assert Window(*heat.remembered().arrays()).steps == 0
 
 
 def test_steps_of_dummies_alone_carry_no_heat() -> None:
     heat = assembler()
     for rank in range(RANKS):
         heat.add(rank, report(0, 0, dummy=True))
-    assert Window(*heat.copy_heat()).steps == 0
+    assert Window(*heat.remembered().arrays()).steps == 0
     assert heat.counted == (1, 0)
     heat.add(0, report(1, 0, dummy=True))
     assert heat.add(1, report(1, 3)).received == 1
@@ -177,17 +183,17 @@ def test_the_window_slides() -> None:
     for step in range(7):
         for rank in range(RANKS):
             heat.add(rank, report(step, step))
-    window = Window(*heat.copy_heat())
+    window = Window(*heat.remembered().arrays())
     np.testing.assert_array_equal(window.heat_TLE[:, 0, 1], [4, 5, 6])
 
 
 def test_sources_are_summed_where_all_ranks_tell_of_the_same_steps() -> None:
     heat = assembler(window_steps=8)
     heat.add(0, report(0, 1, 1))
-    assert Window(*heat.copy_heat()).steps == 0
+    assert Window(*heat.remembered().arrays()).steps == 0
     heat.add(1, report(0, 5, 5))
     heat.add(0, report(2, 7))  # rank 1 has not reported this bucket yet
-    window = Window(*heat.copy_heat())
+    window = Window(*heat.remembered().arrays())
     assert window.source_RLE is not None
     np.testing.assert_array_equal(window.source_RLE[:, 0, 0], [2, 10])
 
@@ -204,7 +210,7 @@ def test_whatever_order_reports_come_in_no_step_is_read_twice_or_made_up(data: s
         if data.draw(st.booleans()):
             heat.add(rank, report(at[rank], *range(at[rank] + 1, at[rank] + size + 1)))
         at[rank] += size
-    window = Window(*heat.copy_heat())
+    window = Window(*heat.remembered().arrays())
     assert heat.counted.received + heat.counted.lost <= max(at)
     steps = window.heat_TLE[:, 0, 1] - 1
     assert (np.diff(steps) > 0).all()
@@ -228,7 +234,42 @@ def test_ratios_taken_as_steps_come_in_are_those_of_the_loads(seed: int, reports
             counts = rng.integers(0, 4, 2).tolist()
             heat.add(rank, report(2 * number, *counts, epochs=(epoch, 0)))
     for layer_epochs in ((epoch, 0), (0, 0)):
-        np.testing.assert_allclose(heat.measured_par(layer_epochs), par(heat.measured_loads(layer_epochs)))
+        np.testing.assert_allclose(heat.measured_par(layer_epochs), par(loads_of(heat, layer_epochs)))
+
+
+def test_sums_over_reports_are_as_good_as_counts_by_step() -> None:
+    rng = np.random.default_rng(0)
+    by_step, by_report = (
+        assembler(window_steps=16, pending_steps=8),
+        assembler(window_steps=16, pending_steps=8),
+    )
+    for first_step in range(0, 32, 4):
+        for rank in range(RANKS):
+            told = report(first_step, *rng.integers(0, 9, 4))
+            summed = replace(
+                told,
+                source_counts_TLE=None,
+                source_sums_LE=told.source_counts_TLE.sum(axis=0, dtype=np.int32),
+            )
+            by_step.add(rank, told)
+            by_report.add(rank, summed)
+    expected_RLE, found_RLE = by_step.remembered().sources.total(), by_report.remembered().sources.total()
+    assert expected_RLE.sum() > 0
+    np.testing.assert_array_equal(found_RLE, expected_RLE)
+
+
+def test_what_is_remembered_does_not_change_while_steps_come_in() -> None:
+    heat = assembler(window_steps=2, pending_steps=4)
+    for rank in range(RANKS):
+        heat.add(rank, report(0, 1, 2))
+    remembered = heat.remembered()
+    before_TLE, before_RLE = (array.copy() for array in remembered.arrays())
+    for first_step in range(2, 20, 2):
+        for rank in range(RANKS):
+            heat.add(rank, report(first_step, 7, 9))
+    np.testing.assert_array_equal(remembered.arrays()[0], before_TLE)
+    np.testing.assert_array_equal(remembered.arrays()[1], before_RLE)
+    assert (heat.remembered().arrays()[0] != before_TLE).all()
 
 
 @given(seed=st.integers(0, 2**32 - 1), steps=st.integers(1, 4), width=st.sampled_from((1, 3)))
@@ -246,9 +287,9 @@ def test_what_slots_received_follows_from_sources_and_tables(seed: int, steps: i
         heat.placements.place(layer, 0, rows, without_single_entries(tables_LRED[layer]))
     for rank in range(RANKS):
         heat.add(rank, sources_only(0, counts_RTLE[rank]))
-    heat_TLE, source_RLE = heat.copy_heat()
+    heat_TLE, source_RLE = heat.remembered().arrays()
     np.testing.assert_array_equal(heat_TLE, counts_RTLE.sum(axis=0))
-    np.testing.assert_array_equal(heat.measured_loads((0, 0)), loads_TLR)
+    np.testing.assert_array_equal(loads_of(heat, (0, 0)), loads_TLR)
     assert source_RLE is not None
 
 
@@ -260,7 +301,7 @@ def test_tokens_went_where_the_table_of_their_epoch_sent_them() -> None:
     for rank in range(RANKS):
         heat.add(rank, sources_only(0, counts_TLE, epochs=(1, 0)))
     # Rank 0 sends experts 0 and 2 away and keeps 1; rank 1 sends 0 away and keeps the others.
-    np.testing.assert_array_equal(heat.measured_loads((1, 0))[0, 0], [2, 4])
+    np.testing.assert_array_equal(loads_of(heat, (1, 0))[0, 0], [2, 4])
 
 
 def test_a_step_that_only_some_ranks_count_by_slot_is_lost() -> None:

@@ -49,6 +49,7 @@ from eplb_service.wire.hello import (
 )
 from eplb_service.wire.past_plan import OUTCOMES, PastPlan, PastVerdict, decode_past_plan, encode_past_plan
 from eplb_service.wire.plan import RankLayer, RankPlan, decode_plan, encode_plan, table_digest
+from eplb_service.wire.reporting import MOST_BLOCKS, Reporting, decode_reporting, encode_reporting
 from eplb_service.wire.status import (
     Heartbeat,
     PlanState,
@@ -164,6 +165,8 @@ def heat_reports(draw: st.DrawFn) -> HeatReport:
     counts = st.integers(0, 1 << 20)
     slots_TLS = draw(hnp.arrays(np.int32, (steps, SHAPE.layers, SHAPE.slots), elements=counts))
     sources = hnp.arrays(np.int32, (steps, SHAPE.layers, SHAPE.experts), elements=counts)
+    sums = hnp.arrays(np.int32, (SHAPE.layers, SHAPE.experts), elements=counts)
+    by_step = draw(st.none() | sources)
     tokens = hnp.arrays(np.int64, (steps,), elements=st.integers(0, (1 << 32) - 1))
     phases = st.lists(st.sampled_from(StepPhase), min_size=steps, max_size=steps)
     return HeatReport(
@@ -171,10 +174,15 @@ def heat_reports(draw: st.DrawFn) -> HeatReport:
         draw(layer_epochs()),
         slots_TLS,
         np.array(draw(phases), dtype=np.uint8),
-        draw(st.none() | sources),
+        by_step,
         draw(st.none() | tokens),
         draw(_STEPS),
+        draw(st.none() | sums) if by_step is None else None,
     )
+
+
+def reportings() -> st.SearchStrategy[Reporting]:
+    return st.builds(Reporting, st.booleans(), st.integers(1, MOST_BLOCKS))
 
 
 @st.composite
@@ -260,6 +268,7 @@ _REFUSED_SHAPE = {
     "shape.dealing_width": (65, 1 << 20),
 }
 _PAST_VERSIONS = (LAST_VERSION, (1 << 64) - 1)
+_PAST_BLOCKS = (MOST_BLOCKS + 1, (1 << 32) - 1)
 _PAST_DIGESTS = (LAST_DIGEST, (1 << 64) - 1)
 _PAST_STEPS = (LAST_STEP, (1 << 62) - 100, (1 << 64) - 1)
 _PAST_TOTALS = (LAST_VERSION + 1, (1 << 64) - 1)
@@ -314,7 +323,7 @@ KINDS: dict[str, Kind] = {
         },
     ),
     "welcome": Kind(
-        st.builds(Welcome, _TEXTS, _VERSIONS, st.integers(1, 1 << 16), st.floats(0.05, 60)),
+        st.builds(Welcome, _TEXTS, _VERSIONS, st.integers(1, 1 << 16), st.floats(0.05, 60), reportings()),
         encode_welcome,
         decode_welcome,
         {
@@ -323,7 +332,15 @@ KINDS: dict[str, Kind] = {
             "leader_term": _PAST_VERSIONS,
             "report_steps": (0, (1 << 16) + 1),
             "heartbeat_seconds": (float("nan"),),
+            "reporting.source_sums": ACCEPTED,
+            "reporting.one_in": _PAST_BLOCKS,
         },
+    ),
+    "reporting": Kind(
+        reportings(),
+        encode_reporting,
+        decode_reporting,
+        {"source_sums": ACCEPTED, "one_in": _PAST_BLOCKS},
     ),
     "heat_report": Kind(
         heat_reports(),
@@ -334,6 +351,7 @@ KINDS: dict[str, Kind] = {
             "layer_epochs": ([], [0] * 4, [LAST_VERSION] * 3, [(1 << 64) - 1] * 3),
             "slot_counts": _BAD_COUNTS,
             "source_counts": _BAD_COUNTS,
+            "source_sums": (*_BAD_COUNTS, _array(SHAPE.layers, SHAPE.experts, value=-1), _array(2, 3, 4)),
             "step_phases": (b"", b"\x00" * 4, b"\x04", b"\x01" * (MOST_STEPS + 1)),
             "dropped_steps": _PAST_STEPS,
             "step_tokens": ([1] * (MOST_STEPS + 1),),
@@ -528,6 +546,7 @@ BY_NAME: dict[str, type[Message]] = {
     "hello": agent_pb2.Hello,
     "welcome": agent_pb2.Welcome,
     "heat_report": agent_pb2.HeatReport,
+    "reporting": agent_pb2.Reporting,
     "plan": agent_pb2.Plan,
     "plan_status": agent_pb2.PlanStatus,
     "heartbeat": agent_pb2.Heartbeat,

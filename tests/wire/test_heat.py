@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from eplb_service.wire.codec import pack
+from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import agent_pb2
 from eplb_service.wire.heat import (
     HeatReport,
@@ -30,6 +32,18 @@ def test_counts_are_read_only_and_in_the_type_that_they_travelled_in() -> None:
     assert report.source_counts_TLE is not None
     assert report.source_counts_TLE.dtype == np.uint8
     assert not report.source_counts_TLE.flags.writeable
+
+
+def test_sums_go_with_counts_by_slot_and_in_place_of_those_by_step() -> None:
+    report = message(8)
+    report.source_sums.CopyFrom(pack(np.ones((SHAPE.layers, SHAPE.experts), dtype=np.int32)))
+    with pytest.raises(WireError, match="in place of source_counts"):
+        decode_heat_report(report, SHAPE, most_steps=8)
+    report.ClearField("source_counts")
+    assert decode_heat_report(report, SHAPE, most_steps=8).source_sums_LE is not None
+    report.ClearField("slot_counts")
+    with pytest.raises(WireError, match="go with slot_counts"):
+        decode_heat_report(report, SHAPE, most_steps=8)
 
 
 def test_only_small_reports_without_deflated_counts_are_quick_to_decode() -> None:

@@ -20,9 +20,9 @@ from eplb_service.control.core.membership import Group, Member, rank_list
 from eplb_service.control.core.offer import Offer
 from eplb_service.control.core.pacing import Pacing
 from eplb_service.control.core.plan_tracker import ContradictionError, Outcome, PlanTracker
+from eplb_service.control.core.shedding import Shedding
 from eplb_service.control.core.totals import Totals
 from eplb_service.heat.assembler import HeatAssembler, StepCounts
-from eplb_service.placement import step_par
 from eplb_service.planner.outlook import Outlook
 from eplb_service.planner.pace import Pace
 from eplb_service.planner.plan import LayerPlan
@@ -73,6 +73,8 @@ class Deployment:
         What is wrong with the service itself.
     watchdog
         How long no heat has come.
+    shedding
+        How much heat the ranks are asked for.
     decided_at
         Steps assembled when the last decision was made.
     pacing
@@ -101,6 +103,7 @@ class Deployment:
     losses: Losses = field(default_factory=Losses)
     service_problems: tuple[str, ...] = ()
     watchdog: HeatWatchdog = field(default_factory=HeatWatchdog)
+    shedding: Shedding = field(default_factory=Shedding)
     decided_at: int = 0
     pacing: Pacing | None = None
     found: LivePlacement | None = None
@@ -170,7 +173,7 @@ class Deployment:
             rank, step=heartbeat.step, error=heartbeat.error, epoch=heartbeat.epoch, digest=heartbeat.digest
         )
         self._follow_plan(rank, version)
-        self._give_way_to_ranks()
+        self._give_way_to_ranks(rank)
 
     def plan_status(self, rank: int, status: PlanStatus, now: float) -> None:
         """A rank reports on a plan; what it reports on one before the last is of no use any more."""
@@ -184,7 +187,7 @@ class Deployment:
                     self._advance(plan, plan.after_status(rank, status, now))
                 except ContradictionError as error:
                     self._note_problem(str(error))
-        self._give_way_to_ranks()
+        self._give_way_to_ranks(rank)
 
     def heat_report(self, rank: int, report: HeatReport) -> StepCounts:
         """A rank's counts; returns how many steps they completed, and how many are lost since."""
@@ -196,9 +199,9 @@ class Deployment:
         before = self.heat.assembled
         gained = self.heat.add(rank, report)
         if self.pacing is not None and self.live is not None and self.heat.assembled > before:
-            loads_TLR = self.heat.newest_loads(before, self.live.layer_epochs)
-            self.pacing = self.pacing.after_steps(step_par(loads_TLR))
-        self.totals = self.totals.plus(steps_received=gained.received, steps_lost=gained.lost)
+            self.pacing = self.pacing.after_steps(self.heat.newest_par(before, self.live.layer_epochs))
+        if any(gained):
+            self.totals = self.totals.plus(steps_received=gained.received, steps_lost=gained.lost)
         return gained
 
     # Decisions
@@ -271,6 +274,9 @@ class Deployment:
             self.plan = self.plan.after_time(now, self.limits.plan_timeout)
             self._close_plan()
         self._look_at_clock(now)
+        self.shedding = self.shedding.after(
+            now, {member.rank: member.dropped_steps for member in self.connected}
+        )
         if self.group is not None and self.group.live is None and not self.group.missing:
             # Nobody is still to come, so nothing would ever change: a stream that was to end has not.
             reason = "all ranks are here, but not all have reported what they serve since; say Hello again"
@@ -287,7 +293,7 @@ class Deployment:
         self.attendance = self.attendance.formed_again()
         self.plan_problems.clear()
         self.decided_at, self.pacing, self.watchdog = 0, None, HeatWatchdog()
-        self.found = None
+        self.found, self.shedding = None, Shedding()
         self.undecided, self.losses = Undecided(), Losses()
 
     def _look_at_clock(self, now: float) -> None:
@@ -304,7 +310,12 @@ class Deployment:
         shape = self.group.shape
         if self.heat is None:
             self.heat = HeatAssembler(
-                shape.ranks, shape.layers, shape.experts, self.limits.window_steps, self.limits.pending_steps
+                shape.ranks,
+                shape.layers,
+                shape.experts,
+                shape.slots,
+                self.limits.window_steps,
+                self.limits.pending_steps,
             )
             if self.limits.first_decision is not None:
                 self.pacing = Pacing(Pace(self.limits.first_decision, self.limits.window_steps))
@@ -320,10 +331,15 @@ class Deployment:
                 self._advance(plan, after)
                 return
 
-    def _give_way_to_ranks(self) -> None:
+    def _give_way_to_ranks(self, rank: int) -> None:
+        """``rank`` has reported; where the ranks agree on something else than is known, they are right."""
         if self.group is None or self.plan is not None:
             return
-        live, versions = self.live, {member.version for member in self.group.connected}
+        live = self.live
+        if live is not None and self._member(rank).version == (live.epoch, live.digest):
+            # One that serves what is known: the ranks have not all moved on.
+            return
+        versions = {member.version for member in self.group.connected}
         if live is None:
             if self.group.moved_on is not None:
                 reason = f"rank {self.group.moved_on} has switched since its Hello; say Hello again"

@@ -33,10 +33,9 @@ def rank_loads(deployment: Deployment, newest: int) -> tuple[int, npt.NDArray[np
     """
     if deployment.heat is None or deployment.live is None:
         return 0, np.zeros((0, 0))
-    loads_TLR = deployment.heat.measured_loads(deployment.live.layer_epochs, newest)
-    loads_LR: npt.NDArray[np.float64] = loads_TLR.sum(axis=0)
+    steps, loads_LR = deployment.heat.load_sums(deployment.live.layer_epochs, newest)
     mean_L1 = loads_LR.mean(axis=1, keepdims=True)
-    return len(loads_TLR), loads_LR / np.where(mean_L1 > 0, mean_L1, 1.0)
+    return steps, loads_LR / np.where(mean_L1 > 0, mean_L1, 1.0)
 
 
 def mean_par(par_L: npt.NDArray[np.float64]) -> float:
@@ -87,7 +86,12 @@ def _useless(deployment: Deployment) -> list[str]:
             f"the newest {heat.dummy_steps} steps were dummies on all ranks: "
             "nothing is served, or steps are mislabelled"
         )
-    if deployment.losses.share > _LOST_SHARE:
+    if deployment.shedding.one_in > 1:
+        found.append(
+            f"the service cannot take all heat of these ranks: of every {deployment.shedding.one_in} reports they send "
+            "one, so that a window spans longer; give it more CPU, or fewer deployments"
+        )
+    elif deployment.losses.share > _LOST_SHARE:
         found.append(
             f"{deployment.losses.share:.0%} of the last minute's steps are lost: some rank's heat came late or never"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.server.credentials import Credential
 from eplb_service.control.server.gate import current_caller
 from eplb_service.control.server.grpc_status import StatusError
-from eplb_service.control.server.inbox import Inbox
+from eplb_service.control.server.inbox import Inbox, unheard
 from eplb_service.control.server.plane import ControlPlane
 from eplb_service.control.server.quotas import Quotas
 from eplb_service.control.server.streams import RankStream
@@ -49,7 +50,10 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         try:
             await context.write(agent_pb2.ConnectResponse(welcome=self._welcome(deployment)))
             await _first_of(
-                self._listen(deployment, hello, stream, inbox), _tell(stream, context), stream.ended()
+                self._listen(deployment, hello, stream, inbox),
+                _tell(stream, context),
+                _silent(stream, self._silence),
+                stream.ended(),
             )
         finally:
             self._plane.release(deployment, hello.rank, stream)
@@ -62,9 +66,10 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
 
     async def _listen(self, deployment: Deployment, hello: Hello, stream: RankStream, inbox: Inbox) -> None:
         while True:
-            async with inbox.next(self._silence) as message:
+            async with inbox.next() as message:
                 if message is None or stream.over:
                     return
+                stream.heard_at = time.monotonic()
                 await self._hear(deployment, hello, stream, message)
 
     async def _hear(
@@ -94,7 +99,13 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
     def _welcome(self, deployment: Deployment) -> agent_pb2.Welcome:
         settings = self._plane.settings
         return encode_welcome(
-            Welcome(__version__, deployment.leader_term, settings.report_steps, settings.heartbeat_seconds)
+            Welcome(
+                __version__,
+                deployment.leader_term,
+                settings.report_steps,
+                settings.heartbeat_seconds,
+                self._plane.reporting.welcome(deployment),
+            )
         )
 
 
@@ -110,7 +121,14 @@ def _check_credential(credential: Credential, hello: Hello) -> None:
 
 async def _tell(stream: RankStream, context: Any) -> None:
     while True:
-        await context.write(agent_pb2.ConnectResponse(plan=await stream.outbox.get()))
+        await context.write(await stream.outbox.get())
+
+
+async def _silent(stream: RankStream, seconds: float) -> None:
+    """Wait until nothing was heard for so long; a clock for each message would cost more than reading it."""
+    while (left := stream.heard_at + seconds - time.monotonic()) > 0:
+        await asyncio.sleep(left)
+    raise unheard(seconds)
 
 
 async def _first_of(*coroutines: Coroutine[Any, Any, None]) -> None:

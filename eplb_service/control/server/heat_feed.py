@@ -94,6 +94,10 @@ class HeatFeed:
         self._pending_steps = pending_steps
         self._watchers: dict[str, list[Watcher]] = {}
 
+    def is_heard(self, name: str) -> bool:
+        """Whether anybody hears of what a deployment counts."""
+        return self._recording is not None or name in self._watchers
+
     @contextlib.contextmanager
     def watch(self, deployment: Deployment, host: str) -> Iterator[Watcher]:
         """Within it, the watcher hears of ``deployment``; raises ``ExhaustedError`` where too many watch already."""

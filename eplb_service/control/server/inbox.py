@@ -42,7 +42,7 @@ class Inbox:
         self._most_bytes = most_bytes
 
     @contextlib.asynccontextmanager
-    async def next(self, seconds: float) -> AsyncIterator[agent_pb2.ConnectRequest | None]:
+    async def next(self, seconds: float | None = None) -> AsyncIterator[agent_pb2.ConnectRequest | None]:
         """The next request, or ``None`` at the end of the stream.
 
         Its memory is accounted for as long as the context lasts.
@@ -50,7 +50,7 @@ class Inbox:
         Raises
         ------
         StatusError
-            Nothing comes for so many seconds, or the rest of a request does not.
+            Nothing comes for so many seconds, if there is a limit, or the rest of a request does not.
         ExhaustedError
             The request is too large, or there is no room for it.
         WireError
@@ -84,11 +84,16 @@ class Inbox:
                 raise WireError("a request in parts was broken off")
             parts.add(message.part)
 
-    async def _read(self, seconds: float) -> agent_pb2.ConnectRequest | None:
+    async def _read(self, seconds: float | None) -> agent_pb2.ConnectRequest | None:
         try:
             message: agent_pb2.ConnectRequest = await asyncio.wait_for(self._context.read(), seconds)
         except asyncio.TimeoutError:
-            raise StatusError(
-                grpc.StatusCode.DEADLINE_EXCEEDED, f"nothing was heard for {seconds:g} seconds; connect again"
-            ) from None
+            raise unheard(seconds or 0.0) from None
         return None if message == grpc.aio.EOF else message
+
+
+def unheard(seconds: float) -> StatusError:
+    """What ends a stream over which nothing has come for so long."""
+    return StatusError(
+        grpc.StatusCode.DEADLINE_EXCEEDED, f"nothing was heard for {seconds:g} seconds; connect again"
+    )

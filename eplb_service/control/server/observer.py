@@ -83,7 +83,9 @@ class Observer:
 
     def of(self, name: str) -> Observed:
         """What was seen of a deployment so far."""
-        return self._observed.setdefault(name, Observed())
+        if name not in self._observed:
+            self._observed[name] = Observed()
+        return self._observed[name]
 
     def heard(self, name: str, rank: int) -> None:
         """A rank has reported something."""

@@ -112,8 +112,9 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
 
     async def WatchHeat(self, request: operator_pb2.WatchHeatRequest, context: Any) -> None:
         """Heat as it is counted, until the caller has enough."""
-        host = current_caller().host
-        with self._plane.feed.watch(self._plane.find(request.deployment), host) as watcher:
+        host, deployment = current_caller().host, self._plane.find(request.deployment)
+        with self._plane.feed.watch(deployment, host) as watcher:
+            self._plane.reporting.follow_up(deployment)
             while True:
                 await context.write(await watcher.next())
 

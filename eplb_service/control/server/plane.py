@@ -18,6 +18,7 @@ from eplb_service.control.server.deployment_metrics import report
 from eplb_service.control.server.heat_feed import HeatFeed
 from eplb_service.control.server.observer import Observer
 from eplb_service.control.server.planning import DECISION_RESULTS, Decider
+from eplb_service.control.server.reporting import ReportingPolicy
 from eplb_service.control.server.settings import ServiceSettings
 from eplb_service.control.server.store import higher_term
 from eplb_service.control.server.store_writer import StoreWriter
@@ -57,7 +58,7 @@ class ControlPlane:
         Where heat goes, if it is recorded.
 
     ``log`` takes what strangers can cause; ``remembered`` holds what a deployment served when the last service stopped;
-    ``feed`` hands heat on; ``observer`` keeps what pictures are made of.
+    ``feed`` hands heat on; ``reporting`` says what is reported; ``observer`` keeps what pictures are made of.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class ControlPlane:
         self._writer = writer
         self._metrics = metrics
         self.feed = HeatFeed(recording, pending_steps(settings))
+        self.reporting = ReportingPolicy(self.streams, self.feed)
         self._limits = Limits(
             window_steps=settings.window_steps,
             pending_steps=pending_steps(settings),
@@ -165,7 +167,10 @@ class ControlPlane:
         name = deployment.name
         self.observer.heard(name, rank)
         gained = deployment.heat_report(rank, report)
-        self.feed.counted(name, rank, report, message)
+        if self.reporting.is_asked_for(deployment, report):
+            self.feed.counted(name, rank, report, message)
+        if not any(gained):
+            return
         self._metrics.steps_received.labels(name).inc(gained.received)
         self._metrics.steps_lost.labels(name).inc(gained.lost)
         if deployment.is_due(self.settings.decision_interval) and self.decider.may_decide(name):
@@ -230,6 +235,7 @@ class ControlPlane:
                     _log.info("deployment_expired", deployment=deployment.name)
                     self.forget(deployment.name)
                 else:
+                    self.reporting.follow_up(deployment)
                     report(deployment, self._metrics, self.observer)
                     self.observer.tick(deployment)
             except Exception:
@@ -392,5 +398,6 @@ class ControlPlane:
         self.remembered.pop(name, None)
         self._metrics.forget(name)
         self.observer.forget(name)
+        self.reporting.forget(name)
         self._writer.post(self._writer.store.forget, name)
         _log.info("deployment_forgotten", deployment=name)

@@ -1,9 +1,10 @@
-"""Makes decisions: the pure planner on a thread of its own, and the offer of what it decided."""
+"""Makes decisions: the pure planner on threads of its own, and the offer of what it decided."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +32,8 @@ from eplb_service.wire.plan import encode_plan
 
 T = TypeVar("T")
 
+_AT_ONCE = max(2, os.cpu_count() or 1)
+"""Decisions computed at a time: a slow one never delays another deployment's, and many share the cores by turns."""
 _MOST_STUCK = 4
 """Decisions that were given up and still take a thread each; beyond, no more are made."""
 
@@ -62,7 +65,7 @@ class DecisionOutcome:
 
 
 class Decider:
-    """Decides for all deployments, one decision at a time.
+    """Decides for all deployments, each on a thread of its own and one decision at a time.
 
     Parameters
     ----------
@@ -86,25 +89,24 @@ class Decider:
     ) -> None:
         self._settings = settings
         self._deadline = deadline
-        self._turn = asyncio.Lock()
+        self._turns = asyncio.Semaphore(_AT_ONCE)
         self._stuck: dict[str, Future[Any]] = {}
         self._writer = writer
         self._streams = streams
         self._metrics = metrics
         self._observer = observer
-        self._thread = _planner_thread()
-        self._last: Future[Any] | None = None
+        self._computing: set[Future[Any]] = set()
         self._warm = asyncio.Event()
         self._running: dict[str, asyncio.Task[DecisionOutcome]] = {}
 
     @property
     def computing(self) -> bool:
-        """Whether the thread is at work; kernels cannot be interrupted."""
-        return any(not one.done() for one in (self._last, *self._stuck.values()) if one is not None)
+        """Whether a thread is at work; kernels cannot be interrupted."""
+        return any(not one.done() for one in self._computing)
 
     async def warm_up(self) -> None:
         """Compile the kernels; decisions asked for before wait for it."""
-        await self._compute(warm_up, self._settings.threads)
+        await _outcome(self._compute(warm_up, self._settings.threads))
         self._warm.set()
 
     def may_decide(self, name: str) -> bool:
@@ -145,7 +147,6 @@ class Decider:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _ended(self, name: str, task: asyncio.Task[DecisionOutcome]) -> None:
         if self._running.get(name) is task:
@@ -167,15 +168,16 @@ class Decider:
         group, live, heat = deployment.group, deployment.live, deployment.heat
         if group is None or live is None or heat is None:
             return DecisionOutcome("dropped", "no decision was made: the ranks went away")
-        async with self._turn:
+        async with self._turns:
             question = Question(
-                *heat.copy_heat(), live, deployment.found, group.topology, self._settings, deployment.pacing
+                heat.remembered(), live, deployment.found, group.topology, self._settings, deployment.pacing
             )
             computing = self._compute(answer, question)
             try:
-                solved, outlook, seconds = await asyncio.wait_for(computing, self._deadline)
+                solved, outlook, seconds = await asyncio.wait_for(_outcome(computing), self._deadline)
             except asyncio.TimeoutError:
-                self._give_up(deployment.name)
+                # Its thread goes on by itself.
+                self._stuck[deployment.name] = computing
                 return DecisionOutcome("failed", f"the decision was given up after {self._deadline:g} s")
         self._report(deployment.name, solved, outlook, seconds)
         if not solved.layers:
@@ -184,7 +186,7 @@ class Decider:
             return DecisionOutcome("kept", f"every layer kept ({seen}){_won(outlook)}")
         store, term = self._writer.store, deployment.leader_term
         offer = Offer.of(store.new_plan_id(), live, solved)
-        messages = await self._compute(_messages, offer, term, group.shape.ranks)
+        messages = await _outcome(self._compute(_messages, offer, term, group.shape.ranks))
         now = deployment.group
         changed = now is None or now.forming != group.forming or deployment.live is not live
         obstacle = "the ranks changed meanwhile" if changed else deployment.obstacle()
@@ -203,17 +205,13 @@ class Decider:
         )
         return DecisionOutcome("plan", message, offer.plan_id, len(solved.layers), solved.moves)
 
-    async def _compute(self, function: Callable[..., T], *arguments: Any) -> T:
-        computing = self._thread.submit(function, *arguments)
-        self._last = computing
-        return await asyncio.shield(asyncio.wrap_future(computing))
-
-    def _give_up(self, name: str) -> None:
-        """The thread goes on by itself; the next decision gets another."""
-        assert self._last is not None
-        self._stuck[name], self._last = self._last, None
-        self._thread.shutdown(wait=False)
-        self._thread = _planner_thread()
+    def _compute(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
+        """On a thread of its own, which ends with it."""
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eplb-planner")
+        computing = thread.submit(function, *arguments)
+        thread.shutdown(wait=False)
+        self._computing = {one for one in self._computing if not one.done()} | {computing}
+        return computing
 
     def _report(self, name: str, solved: Plan, outlook: Outlook, seconds: float) -> None:
         self._metrics.solve_seconds.labels(name).observe(seconds)
@@ -230,8 +228,9 @@ class Decider:
             self._metrics.gain(name, outlook.won.mean, outlook.won.low, outlook.won.high)
 
 
-def _planner_thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="eplb-planner")
+async def _outcome(computing: Future[T]) -> T:
+    """Wait for it; who stops waiting does not stop it."""
+    return await asyncio.shield(asyncio.wrap_future(computing))
 
 
 def _won(outlook: Outlook) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.pacing import Pacing
+from eplb_service.heat.assembler import RememberedHeat
 from eplb_service.heat.window import Window
 from eplb_service.placement import Int32
 from eplb_service.planner.decide import plan
@@ -25,8 +27,8 @@ class Question:
 
     Parameters
     ----------
-    heat_TLE, source_RLE
-        Copies of what the deployment remembers; see ``Window``.
+    heat
+        What the deployment remembers.
     live, found
         What serves, and what served when the ranks first came together; ``None`` where that is not known.
     topology, settings
@@ -35,13 +37,26 @@ class Question:
         When the deployment is decided for; ``None`` where that is by the clock.
     """
 
-    heat_TLE: Int32
-    source_RLE: npt.NDArray[np.float64] | None
+    heat: RememberedHeat
     live: LivePlacement
     found: LivePlacement | None
     topology: Topology
     settings: PlannerSettings
     pacing: Pacing | None
+
+    @property
+    def heat_TLE(self) -> Int32:
+        """Heat of the steps that are remembered, int32 ``[T, L, E]``."""
+        return self._arrays[0]
+
+    @property
+    def source_RLE(self) -> npt.NDArray[np.float64] | None:
+        """Heat by source rank, float64 ``[R, L, E]``; ``None`` where it is not known."""
+        return self._arrays[1]
+
+    @cached_property
+    def _arrays(self) -> tuple[Int32, npt.NDArray[np.float64] | None]:
+        return self.heat.arrays()
 
     def newest(self, steps: int) -> Window:
         """The newest steps that are remembered."""

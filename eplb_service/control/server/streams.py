@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import grpc
 
 from eplb_service.control.server.grpc_status import StatusError
 from eplb_service.wire.generated import agent_pb2
+from eplb_service.wire.reporting import Reporting, encode_reporting
 
 
 class RankStream:
-    """The service's end of one agent's stream: what is to be sent, and whether it is to end."""
+    """The service's end of one agent's stream: what is to be sent, when it was last heard, and whether it is to end."""
 
     def __init__(self) -> None:
-        self.outbox: asyncio.Queue[agent_pb2.Plan] = asyncio.Queue()
+        self.outbox: asyncio.Queue[agent_pb2.ConnectResponse] = asyncio.Queue()
+        self.heard_at = time.monotonic()
         self._ending = asyncio.Event()
         self._status: StatusError | None = None
 
@@ -71,7 +74,14 @@ class Streams:
         for rank, plan in enumerate(plans):
             stream = self._streams.get((deployment, rank))
             if stream is not None:
-                stream.outbox.put_nowait(plan)
+                stream.outbox.put_nowait(agent_pb2.ConnectResponse(plan=plan))
+
+    def ask(self, deployment: str, reporting: Reporting) -> None:
+        """Ask all ranks that are there to report so from now on."""
+        message = agent_pb2.ConnectResponse(reporting=encode_reporting(reporting))
+        for (name, _), stream in self._streams.items():
+            if name == deployment:
+                stream.outbox.put_nowait(message)
 
     def end(self, deployment: str, reason: str) -> None:
         """End the streams of one deployment, for the agents to introduce themselves again."""

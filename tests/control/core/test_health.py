@@ -16,7 +16,7 @@ from eplb_service.wire.heat import HeatReport, StepPhase
 def deployment_of(loads_TLR: np.ndarray) -> SimpleNamespace:
     """One expert and one slot per rank, so that what a slot receives is what its rank does."""
     steps, layers, ranks = loads_TLR.shape
-    heat = HeatAssembler(ranks, layers, ranks, window_steps=max(1, steps), pending_steps=8)
+    heat = HeatAssembler(ranks, layers, ranks, 1, window_steps=max(1, steps), pending_steps=8)
     slots_R1 = np.arange(ranks, dtype=np.int32)[:, None]
     for layer in range(layers):
         heat.placements.place(layer, 0, slots_R1, default_log2phy(slots_R1, ranks))

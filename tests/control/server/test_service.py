@@ -228,7 +228,7 @@ async def test_many_reports_out_of_step_lose_nothing_that_all_ranks_sent(service
         deployment = service.plane.deployments["decode"]
         await until(lambda: deployment.totals.steps_received == 24)
         assert deployment.heat is not None
-        window = Window(*deployment.heat.copy_heat())
+        window = Window(*deployment.heat.remembered().arrays())
         np.testing.assert_array_equal(window.heat_TLE, RANKS * heat_TLE)
         assert window.source_RLE is not None
         np.testing.assert_array_equal(window.source_RLE[0], heat_TLE.sum(axis=0))

@@ -51,6 +51,32 @@ async def test_a_solver_that_hangs_blocks_no_other_deployment(monkeypatch: pytes
             assert answer.plan_id
 
 
+async def test_a_slow_decision_delays_no_other_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
+    solve, asked, goes_on = planning.answer, threading.Event(), threading.Event()
+
+    def slow(question: Any) -> Any:
+        if not asked.is_set():
+            asked.set()
+            goes_on.wait(60)
+        return solve(question)
+
+    monkeypatch.setattr(planning, "answer", slow)
+    async with running_service(settings()) as service:
+        await service.warm
+        async with FakeGroup(service.address) as first, FakeGroup(service.address) as other:
+            await first.join(deployment="first")
+            await other.join(deployment="other")
+            for _ in range(4):
+                await first.send_heat(skewed_heat(8))
+            await until(asked.is_set)
+            for _ in range(4):
+                await other.send_heat(skewed_heat(8))
+            assert await other.hear_plan()
+            assert not goes_on.is_set()
+            goes_on.set()
+            assert await first.hear_plan()
+
+
 async def test_a_disk_that_takes_nothing_is_a_problem_until_it_does_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

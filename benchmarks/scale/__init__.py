@@ -1,0 +1,1 @@
+"""How many ranks one service holds, and what they cost it."""

@@ -1,0 +1,212 @@
+"""``python -m benchmarks.scale``: one service under the heat of 64, 256 and 1,024 ranks.
+
+The service runs in a process of its own, the agents as coroutines in others. On a busy machine the service's CPU
+seconds per step are the figure that holds; rates and latencies count what else runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import grpc
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.scale.heat import Scale
+from benchmarks.scale.measured_service import MeasuredService, Reading, measured_service
+from benchmarks.scale.ranks import DEPLOYMENT, Load, RankProcesses, Tally, rank_processes
+from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
+
+_SETTLE_SECONDS = 4.0
+_PLAN_SECONDS = 300.0
+_NEVER = 1 << 30
+_ROOM = 1 << 13
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one run found; rates are per second of the clock, CPU in seconds.
+
+    Parameters
+    ----------
+    ranks
+        R.
+    steps_per_second, wanted_per_second
+        Steps of which all ranks' heat was put together, and steps that the ranks made.
+    cpu_ms_per_step, cpu_percent
+        Of the service's process: per step that the ranks made, and of one core.
+    loop_cpu_percent
+        Of these, what its event loop took.
+    lost_steps, dropped_steps
+        That the service missed; that agents dropped, over all ranks.
+    megabytes_per_second, reports_per_second
+        Heat that the agents sent.
+    resident_mb, grown_mb
+        Memory at the end, and since the beginning of the measurement.
+    hold_ms, long_holds, holds_ms
+        Longest callback by CPU, how many took over 20 ms, and the longest by name.
+    plan_ms
+        From the offer of a plan until the first rank, and the last, has it; ``None`` where none was made.
+    decide_seconds
+        That the decision before it took.
+    hold_deciding_ms
+        Longest callback meanwhile.
+    """
+
+    ranks: int
+    steps_per_second: float
+    wanted_per_second: float
+    cpu_ms_per_step: float
+    cpu_percent: float
+    loop_cpu_percent: float
+    lost_steps: int
+    dropped_steps: int
+    megabytes_per_second: float
+    reports_per_second: float
+    resident_mb: float
+    grown_mb: float
+    hold_ms: float
+    long_holds: int
+    holds_ms: dict[str, float]
+    plan_ms: tuple[float, float] | None
+    decide_seconds: float
+    hold_deciding_ms: float
+
+
+def main() -> None:
+    """Measure each number of ranks, and print one table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
+    parser.add_argument("--ranks", default="64,256,1024", help="numbers of ranks (64,256,1024)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement (20)")
+    parser.add_argument("--layers", type=int, default=58)
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--steps-per-second", type=float, default=20.0, help="of the model (20)")
+    parser.add_argument("--report-steps", type=int, default=16, help="steps in a report (16)")
+    parser.add_argument("--per-step-sources", action="store_true", help="as agents of 0.1 report")
+    parser.add_argument("--processes", type=int, default=2, help="that the agents are spread over (2)")
+    parser.add_argument("--no-plan", action="store_true", help="ask for no decision")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    options = parser.parse_args()
+    measured = []
+    for ranks in (int(word) for word in options.ranks.split(",")):
+        scale = Scale(ranks, options.layers, options.experts)
+        load = Load(scale, options.steps_per_second, options.report_steps, not options.per_step_sources)
+        measured.append(_measure(load, options.seconds, options.processes, plan=not options.no_plan))
+    Console(soft_wrap=True).print(_table(measured))
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(one) for one in measured], indent=1) + "\n")
+
+
+def _measure(load: Load, seconds: float, processes: int, *, plan: bool) -> Measured:
+    settings = {
+        "decision_interval": _NEVER,
+        "report_steps": load.report_steps,
+        "max_streams_per_peer": _ROOM,
+        "max_heat_bytes": 4 << 30,
+        "plan_timeout_seconds": _PLAN_SECONDS,
+        "solve_timeout_seconds": _PLAN_SECONDS,
+    }
+    with (
+        tempfile.TemporaryDirectory(prefix="eplb-scale-") as folder,
+        measured_service(Path(folder), **settings) as service,
+        rank_processes(service.address, load, processes) as ranks,
+    ):
+        ranks.begin()
+        time.sleep(_SETTLE_SECONDS)
+        service.read()
+        sent, before = ranks.tallies(), service.read()
+        time.sleep(seconds)
+        sent_by_then, after = ranks.tallies(), service.read()
+        decision = _decide(service, ranks) if plan else (None, 0.0)
+        deciding = service.read()
+    return _summary(load, (sent, sent_by_then), (before, after, deciding), decision)
+
+
+def _decide(service: MeasuredService, ranks: RankProcesses) -> tuple[tuple[float, float] | None, float]:
+    """Until when the first and the last rank had the plan, in milliseconds from its offer; seconds of the decision."""
+    began = time.monotonic()
+    with grpc.insecure_channel(service.address) as channel:
+        operators = operator_pb2_grpc.OperatorServiceStub(channel)
+        request = operator_pb2.RebalanceRequest(deployment=DEPLOYMENT)
+        answer = operators.Rebalance(request, timeout=_PLAN_SECONDS)
+        seconds = time.monotonic() - began
+        time.sleep(2.0)
+        if not answer.plan_id:
+            return None, seconds
+        history = operators.GetHistory(operator_pb2.GetHistoryRequest(deployment=DEPLOYMENT, limit=1))
+    arrivals = [1e3 * (at - history.plans[0].at) for tally in ranks.tallies() for at in tally.plans_at]
+    return (min(arrivals), max(arrivals)), seconds
+
+
+def _summary(
+    load: Load,
+    tallies: tuple[list[Tally], list[Tally]],
+    readings: tuple[Reading, Reading, Reading],
+    decision: tuple[tuple[float, float] | None, float],
+) -> Measured:
+    before, after, deciding = readings
+    seconds = after.at - before.at
+
+    def gained(name: str) -> int:
+        return sum(getattr(tally, name) for tally in tallies[1]) - sum(
+            getattr(tally, name) for tally in tallies[0]
+        )
+
+    made = seconds * load.steps_per_second
+    return Measured(
+        ranks=load.scale.ranks,
+        steps_per_second=(after.received - before.received) / seconds,
+        wanted_per_second=load.steps_per_second,
+        cpu_ms_per_step=1e3 * (after.cpu - before.cpu) / made,
+        cpu_percent=100 * (after.cpu - before.cpu) / seconds,
+        loop_cpu_percent=100 * (after.loop_cpu - before.loop_cpu) / seconds,
+        lost_steps=after.lost - before.lost,
+        dropped_steps=gained("dropped_steps"),
+        megabytes_per_second=gained("sent_bytes") / seconds / 1e6,
+        reports_per_second=gained("reports") / seconds,
+        resident_mb=after.resident_bytes / 1e6,
+        grown_mb=(after.resident_bytes - before.resident_bytes) / 1e6,
+        hold_ms=1e3 * after.hold,
+        long_holds=after.long_holds,
+        holds_ms={name: round(1e3 * value, 1) for name, value in after.named.items()},
+        plan_ms=decision[0],
+        decide_seconds=decision[1],
+        hold_deciding_ms=1e3 * deciding.hold,
+    )
+
+
+def _table(measured: list[Measured]) -> Table:
+    table = Table("ranks", *(f"{one.ranks:,}" for one in measured))
+    rows: list[tuple[str, Callable[[Measured], str]]] = [
+        ("steps/s put together, of", lambda one: f"{one.steps_per_second:.1f}, {one.wanted_per_second:g}"),
+        ("service's CPU, ms per step", lambda one: f"{one.cpu_ms_per_step:.2f}"),
+        ("service's CPU, % of a core", lambda one: f"{one.cpu_percent:.0f}"),
+        ("of these, its event loop", lambda one: f"{one.loop_cpu_percent:.0f}"),
+        ("heat, MB/s", lambda one: f"{one.megabytes_per_second:.1f}"),
+        ("heat, reports/s", lambda one: f"{one.reports_per_second:.0f}"),
+        ("steps lost", lambda one: f"{one.lost_steps}"),
+        ("steps that agents dropped", lambda one: f"{one.dropped_steps}"),
+        ("resident memory, MB", lambda one: f"{one.resident_mb:.0f}"),
+        ("grown meanwhile, MB", lambda one: f"{one.grown_mb:.1f}"),
+        ("longest hold of the loop, CPU ms", lambda one: f"{one.hold_ms:.1f}"),
+        ("while deciding and offering, CPU ms", lambda one: f"{one.hold_deciding_ms:.1f}"),
+        ("decision, s", lambda one: f"{one.decide_seconds:.1f}"),
+        ("plan at the first and last rank, ms", _pushed),
+    ]
+    for name, value in rows:
+        table.add_row(name, *(value(one) for one in measured))
+    return table
+
+
+def _pushed(one: Measured) -> str:
+    return "-" if one.plan_ms is None else f"{one.plan_ms[0]:.0f}, {one.plan_ms[1]:.0f}"
+
+
+if __name__ == "__main__":
+    main()

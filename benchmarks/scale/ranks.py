@@ -1,0 +1,269 @@
+"""Agents as coroutines, a share of a deployment's ranks in each process: real streams, made-up heat, no model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import resource
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import grpc
+
+from benchmarks.scale.heat import Scale, drawn_reports
+from eplb_service.placement import combine_digests, layer_digest
+from eplb_service.wire.codec import MAX_MESSAGE_BYTES
+from eplb_service.wire.generated import agent_pb2
+from eplb_service.wire.heat import encode_heat_report
+from eplb_service.wire.hello import Hello, Shape, encode_hello
+from eplb_service.wire.parts import in_parts
+from eplb_service.wire.status import Heartbeat, encode_heartbeat
+
+DEPLOYMENT = "scale"
+_CONNECT = "/eplb.v1.AgentService/Connect"
+_JOIN_SECONDS = 300.0
+_STREAMS_PER_CHANNEL = 64
+_JOINING_AT_ONCE = 2
+"""A service hears four Hellos of one host at a time."""
+_QUEUED_REPORTS = 64
+"""As an agent keeps them."""
+_HEARTBEAT_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the ranks do.
+
+    Parameters
+    ----------
+    scale
+        Of the whole deployment.
+    steps_per_second, report_steps
+        How fast the model steps, and how many steps a report has.
+    sums
+        Whether own tokens are counted as sums over each report; otherwise step by step, as agents did before.
+    """
+
+    scale: Scale
+    steps_per_second: float
+    report_steps: int
+    sums: bool
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What the agents of one process have seen.
+
+    Parameters
+    ----------
+    dropped_steps
+        That they could not send in time, over all ranks.
+    sent_bytes, reports
+        Heat that they have sent.
+    plans_at
+        When each rank got its last plan, in seconds since 1970.
+    cpu
+        Seconds of CPU that the process took.
+    """
+
+    dropped_steps: int
+    sent_bytes: int
+    reports: int
+    plans_at: tuple[float, ...]
+    cpu: float
+
+
+class RankProcesses:
+    """All ranks, once they have joined."""
+
+    def __init__(self, pipes: Sequence[Connection]) -> None:
+        self._pipes = pipes
+
+    def begin(self) -> None:
+        """The model begins to step."""
+        start = time.time() + 1.0
+        for pipe in self._pipes:
+            pipe.send(start)
+
+    def tallies(self) -> list[Tally]:
+        """What the agents have seen so far."""
+        for pipe in self._pipes:
+            pipe.send("tally")
+        return [pipe.recv() for pipe in self._pipes]
+
+
+@contextmanager
+def rank_processes(address: str, load: Load, processes: int) -> Iterator[RankProcesses]:
+    """All ranks of a deployment, joined; they leave at the end."""
+    spawn = multiprocessing.get_context("spawn")
+    shares = [range(first, load.scale.ranks, processes) for first in range(processes)]
+    pipes, started = [], []
+    try:
+        for share in shares:
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=_serve, args=(theirs, address, load, share), name="eplb-ranks")
+            process.start()
+            pipes.append(ours)
+            started.append(process)
+        for pipe in pipes:
+            if not pipe.poll(_JOIN_SECONDS):
+                raise TimeoutError(f"not all ranks joined within {_JOIN_SECONDS:g} s")
+            pipe.recv()
+        yield RankProcesses(pipes)
+    finally:
+        for process in started:
+            process.terminate()
+            process.join()
+
+
+def _serve(pipe: Connection, address: str, load: Load, share: range) -> None:
+    asyncio.run(_run(pipe, address, load, share))
+
+
+async def _run(pipe: Connection, address: str, load: Load, share: range) -> None:
+    told: asyncio.Queue[Any] = asyncio.Queue()
+    agents = _agents(load, share)
+    turns = asyncio.Semaphore(_JOINING_AT_ONCE)
+    async with contextlib.AsyncExitStack() as stack:
+        channels = [
+            await stack.enter_async_context(_channel(address, index))
+            for index in range(-(-len(agents) // _STREAMS_PER_CHANNEL))
+        ]
+        await asyncio.gather(
+            *(
+                agent.join(channels[index // _STREAMS_PER_CHANNEL], turns)
+                for index, agent in enumerate(agents)
+            )
+        )
+        asyncio.get_running_loop().add_reader(pipe.fileno(), lambda: told.put_nowait(pipe.recv()))
+        pipe.send("joined")
+        start = await told.get()
+        running = [asyncio.create_task(agent.run(start)) for agent in agents]
+        while await told.get() == "tally":
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            pipe.send(
+                Tally(
+                    sum(agent.dropped_steps for agent in agents),
+                    sum(agent.sent_bytes for agent in agents),
+                    sum(agent.reports for agent in agents),
+                    tuple(agent.plan_at for agent in agents),
+                    used.ru_utime + used.ru_stime,
+                )
+            )
+        for task in running:
+            task.cancel()
+
+
+def _channel(address: str, index: int) -> grpc.aio.Channel:
+    options = [
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("eplb.channel", index),
+    ]
+    return grpc.aio.insecure_channel(address, options=options)
+
+
+def _agents(load: Load, share: range) -> list[_Agent]:
+    scale = load.scale
+    placement = scale.placement()
+    # The tables of linear placements are made rank by rank: all of them at once are large.
+    digests = [layer_digest(layer, row_RS) for layer, row_RS in enumerate(placement.phy2log_LRS)]
+    digest = combine_digests(scale.experts, digests)
+    tables_RLE = placement.default_log2phy()
+    shape = Shape(scale.ranks, scale.layers, scale.experts, scale.slots, bytes_per_expert=1 << 20)
+    agents = []
+    for rank in share:
+        hello = Hello(
+            DEPLOYMENT,
+            rank,
+            f"node-{rank // 8}",
+            rank,
+            "forming",
+            shape,
+            0,
+            digest,
+            (0,) * scale.layers,
+            placement.phy2log_LRS[:, rank],
+            tables_RLE[rank],
+        )
+        # Sums of own tokens are large to draw and to keep: the ranks of a process share a few.
+        drawn = drawn_reports(scale, rank, load.report_steps, sums=load.sums)
+        agents.append(_Agent(load, hello, [encode_heat_report(report) for report in drawn]))
+    return agents
+
+
+class _Agent:
+    """One rank's stream."""
+
+    def __init__(self, load: Load, hello: Hello, reports: list[agent_pb2.HeatReport]) -> None:
+        self.dropped_steps = self.sent_bytes = self.reports = 0
+        self.plan_at = 0.0
+        self._load = load
+        self._rank = hello.rank
+        self._digest = hello.digest
+        self._hello = agent_pb2.ConnectRequest(hello=encode_hello(hello)).SerializeToString()
+        self._reports = [agent_pb2.ConnectRequest(heat_report=report) for report in reports]
+        self._call: Any = None
+
+    async def join(self, channel: grpc.aio.Channel, turns: asyncio.Semaphore) -> None:
+        connect = channel.stream_stream(_CONNECT, None, agent_pb2.ConnectResponse.FromString)
+        async with turns:
+            self._call = connect()
+            await self._call.write(self._hello)
+            answer = await self._call.read()
+        if answer == grpc.aio.EOF or not answer.HasField("welcome"):
+            raise RuntimeError(f"rank {self._rank}: {await self._call.details()}")
+
+    async def run(self, start: float) -> None:
+        await asyncio.gather(self._send(start), self._beat(), self._hear())
+
+    async def _send(self, start: float) -> None:
+        steps = self._load.report_steps
+        seconds = steps / self._load.steps_per_second
+        block = 0
+        while True:
+            # Ranks report at times of their own, though they step together.
+            due = start + seconds * (block + 1 + self._rank / self._load.scale.ranks)
+            await asyncio.sleep(max(0.0, due - time.time()))
+            behind = int((time.time() - due) / seconds)
+            if behind > _QUEUED_REPORTS:
+                self.dropped_steps += steps * (behind - _QUEUED_REPORTS)
+                block += behind - _QUEUED_REPORTS
+            message = self._reports[(block + self._rank) % len(self._reports)]
+            message.heat_report.first_step = block * steps
+            message.heat_report.dropped_steps = self.dropped_steps
+            for part in in_parts(message):
+                data = part.SerializeToString()
+                await self._call.write(data)
+                self.sent_bytes += len(data)
+            self.reports += 1
+            block += 1
+
+    async def _beat(self) -> None:
+        await asyncio.sleep(_HEARTBEAT_SECONDS * self._rank / self._load.scale.ranks)
+        while True:
+            beat = encode_heartbeat(Heartbeat(step=self.reports, epoch=0, digest=self._digest, error=""))
+            await self._call.write(agent_pb2.ConnectRequest(heartbeat=beat).SerializeToString())
+            await asyncio.sleep(_HEARTBEAT_SECONDS)
+
+    async def _hear(self) -> None:
+        while (answer := await self._call.read()) != grpc.aio.EOF:
+            if answer.HasField("plan"):
+                self.plan_at = time.time()
+                if self._rank == 0:
+                    await self._refuse(answer.plan.plan_id)
+        raise RuntimeError(f"rank {self._rank}: the stream ended: {await self._call.details()}")
+
+    async def _refuse(self, plan_id: int) -> None:
+        status = agent_pb2.PlanStatus(
+            plan_id=plan_id,
+            state=agent_pb2.PLAN_STATE_REFUSED,
+            reason="there is no model here",
+            digest=self._digest,
+        )
+        await self._call.write(agent_pb2.ConnectRequest(plan_status=status).SerializeToString())
