@@ -79,13 +79,17 @@ def entry_parts(tokens_X: Float64, width: int) -> Float64:
     if width == 1:
         return np.ones((*tokens_X.shape, 1))
     log_U, parts_UD = _parts_by_mean(width)
-    at_X = np.log(np.maximum(tokens_X, _FEWEST_TOKENS))
-    found_DX = np.stack([np.interp(at_X, log_U, parts_UD[:, entry]) for entry in range(width)])
+    # The grid is even, so that a place on it is found once for all entries.
+    place_X = (np.log(np.maximum(tokens_X, _FEWEST_TOKENS)) - log_U[0]) / (log_U[1] - log_U[0])
+    below_X = np.minimum(place_X.astype(np.intp), _GRID - 2)
+    ahead_X1 = np.minimum(place_X - below_X, 1.0)[..., None]
+    found_XD: Float64 = parts_UD.take(below_X, axis=0)
+    found_XD += ahead_X1 * np.diff(parts_UD, axis=0).take(below_X, axis=0)
     # Past the grid a step's last, unfinished turn is as likely to end anywhere.
     many_X = tokens_X > np.exp(log_U[-1])
     ahead_D = (width - 1) / 2 - np.arange(width)
-    found_DX[:, many_X] = (1 + ahead_D[:, None] / tokens_X[many_X]) / width
-    return np.moveaxis(found_DX, 0, -1)
+    found_XD[many_X] = (1 + ahead_D / tokens_X[many_X][:, None]) / width
+    return found_XD
 
 
 def shares_of_entries(share_GLE: Float64, tokens_LE: Float64, width: int) -> Float64:

@@ -73,13 +73,13 @@ def test_tokens_split_by_step_leave_every_byte_and_little_imbalance(dispatcher: 
 def test_every_way_through_the_experts_serves_the_same_bytes(served: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     done = _demo(
-        *("--steps", "80", "--window", "32", "--interval", "16", "--requests", "8", "--json", str(out)),
-        *served,
+        *("--steps", str(STEPS), "--window", "32", "--interval", "16", "--requests", str(REQUESTS)),
+        *("--json", str(out), *served),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(out.read_text())
     assert figures["generated_bytes_identical"] is True
-    assert figures["generated_bytes"] > 1000
+    assert figures["generated_bytes"] > STEPS * REQUESTS / 2
     grouped = "moge" in served
     assert (figures["layers_switched"] == 0) is grouped
     if grouped:
