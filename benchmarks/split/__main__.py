@@ -1,4 +1,4 @@
-"""Measures the stepwise split: ``python -m benchmarks.split [--trace PATH]``."""
+"""Measures the stepwise split, and dealing tables: ``python -m benchmarks.split [--trace PATH]``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.table import Table
 
 from benchmarks.solver.heat_kinds import generate
 from benchmarks.solver.recorded import recorded_course
+from benchmarks.split.by_source import by_source
 from benchmarks.split.cost import cost
 from benchmarks.split.quality import SPLITS, quality
 from eplb_service.bench.closed_loop import Course
@@ -33,6 +34,11 @@ def main() -> None:
         )
         for row in quality(course, options.window, options.windows):
             table.add_row(str(row["placement"]), *(f"{row[split]:.3f}" for split in SPLITS))
+        console.print(table)
+        title = f"{course.name}: next window under tables, {options.deal_width} entries where they deal"
+        table = Table("tables of each source rank", "mean over layers", "each window", title=title)
+        for name, ratios in by_source(course, options.window, options.windows, options.deal_width).items():
+            table.add_row(name, f"{np.mean(ratios):.3f}", "  ".join(f"{ratio:.3f}" for ratio in ratios))
         console.print(table)
     for tokens in (1024, 4096):
         title = f"256 experts, 32 ranks x 9, {tokens} tokens; load {os.getloadavg()[0]:.1f}"
@@ -65,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         "--window", type=int, default=64, help="steps that a placement is made on, and serves"
     )
     parser.add_argument("--windows", type=int, default=3, help="windows of each trace")
+    parser.add_argument("--deal-width", type=int, default=8, help="entries of dealing tables")
     parser.add_argument("--layers", type=int, default=4, help="of the drawn heat")
     return parser
 

@@ -28,10 +28,9 @@ def quality(course: Course, window: int, windows: int, seed: int = 0) -> Iterato
     """
     generator = np.random.default_rng(seed)
     heat_TLE = course.heat_TLE.astype(np.int64)
-    starts = [int(at) for at in np.linspace(0, heat_TLE.shape[0] - 2 * window, windows)]
     for name, options in PLACEMENTS.items():
         ratios: dict[str, list[float]] = {split: [] for split in SPLITS}
-        for start in starts:
+        for start in starts_of(course, window, windows):
             seen_TLE, next_TLE = (
                 heat_TLE[start : start + window],
                 heat_TLE[start + window : start + 2 * window],
@@ -41,6 +40,11 @@ def quality(course: Course, window: int, windows: int, seed: int = 0) -> Iterato
                 for split, loads_TR in loads(placed_RS, next_TLE[:, layer], generator).items():
                     ratios[split].append(peak_to_average(loads_TR))
         yield {"placement": name, **{split: float(np.mean(found)) for split, found in ratios.items()}}
+
+
+def starts_of(course: Course, window: int, windows: int) -> list[int]:
+    """The first steps of so many windows, spread over the course, each with another one behind it."""
+    return [int(at) for at in np.linspace(0, course.heat_TLE.shape[0] - 2 * window, windows)]
 
 
 def loads(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,6 +53,17 @@ class SimulatedGroup(RankGroup):
         return Arriving(torch.cat(arrived), rows_NX, None)
 
 
+@contextmanager
+def one_thread_each() -> Iterator[None]:
+    """Ranks are threads already: teams of torch's own within each only wait for one another on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def run_simulated(ranks: int, function: Callable[[RankGroup], Any]) -> list[Any]:
     """``function(group)`` on every rank of a simulated group; results in order of rank, or the first failure."""
     exchange = Exchange(ranks)
@@ -67,7 +79,7 @@ def run_simulated(ranks: int, function: Callable[[RankGroup], Any]) -> list[Any]
             exchange.barrier.abort()
             return None
 
-    with ThreadPoolExecutor(ranks) as pool:
+    with one_thread_each(), ThreadPoolExecutor(ranks) as pool:
         results = list(pool.map(one, range(ranks)))
     if failures:
         raise failures[0]

@@ -8,9 +8,18 @@ import torch
 
 from eplb_service.wire.heat import StepPhase
 from tests.moe.cases import Case, alone
-from worker_agent.moe import DenseMoE, LayerOptions, MoEBlock, Router, seeded_experts
+from worker_agent.moe import (
+    DenseMoE,
+    ExpertParallelMoE,
+    LayerOptions,
+    MoEBlock,
+    RoutedExperts,
+    Router,
+    seeded_experts,
+)
 from worker_agent.moe.block import FreeExpert
 from worker_agent.moe.eplb_state import HeatStage
+from worker_agent.moe.maps import initial_phy2log
 from worker_agent.moe.router import balanced_choices
 
 CASE = Case("all2allv", experts=6, slots=6, top_k=3, tokens=(12,))
@@ -76,10 +85,17 @@ def test_router_and_layer_must_know_the_same_experts(experts: int, kind: FreeExp
         MoEBlock(Router(experts, 3), alone(CASE), kind)
 
 
-def test_a_profile_run_is_balanced():
-    layer = alone(CASE)
-    MoEBlock(Router(experts=6, top_k=3), layer)(CASE.step(0)[0], torch.zeros(12, 6), profile=True)
-    assert layer.moe_load[0].tolist() == [6] * 6
+@pytest.mark.parametrize("kind", [None, FreeExpert.ZERO])
+def test_a_profile_run_is_balanced_and_is_no_heat(kind: FreeExpert | None):
+    routed = RoutedExperts(tokens=12, layers=4, top_k=3)
+    experts = seeded_experts(CASE.shape)
+    layer = ExpertParallelMoE(CASE.shape, initial_phy2log(6, 1), experts, routed_experts=routed)
+    router = Router(experts=6 if kind is None else 7, top_k=3)
+    MoEBlock(router, layer, kind)(CASE.step(0)[0], torch.zeros(12, router.experts), profile=True)
+    assert torch.bincount(routed.of_step(12)[:, 3].flatten()).tolist() == [6] * 6
+    assert int(layer.load_counter) == 1
+    for heat in (layer.moe_load, layer.source_load, layer.total_load):
+        assert not heat.any()
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])
@@ -90,6 +106,12 @@ def test_balanced_choices_are_distinct_and_even(tokens: int):
     assert counts.max() - counts.min() <= 1
     with pytest.raises(ValueError, match=r"top_k must be 1\.\.6"):
         balanced_choices(tokens, 6, 7, torch.device("cpu"))
+
+
+def test_ranks_go_on_from_one_another():
+    """Eight ranks with a token each: all 64 experts are chosen, not the same eight."""
+    chosen = [balanced_choices(1, 64, 8, torch.device("cpu"), rank=rank) for rank in range(8)]
+    assert sorted(torch.cat(chosen).flatten().tolist()) == list(range(64))
 
 
 @pytest.mark.parametrize(

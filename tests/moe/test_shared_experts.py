@@ -10,6 +10,7 @@ from tests.moe.cases import Case, build, ep_group
 from tests.ranks import Ranks
 from worker_agent.moe import ExpertParallelMoE, MoEShape, SharedExperts, seeded_experts
 from worker_agent.moe.dispatch import DISPATCHER_NAMES
+from worker_agent.moe.maps import initial_phy2log
 from worker_agent.moe.operators import reference
 from worker_agent.moe.shared_experts import dense_shared_experts
 from worker_agent.moe.weights import ExpertWeights, build_weights
@@ -87,3 +88,16 @@ def test_their_outputs_are_added_once(eight_ranks: Ranks, dispatcher: str):
     experts, top_k = (8, 4) if dispatcher == "moge" else (6, 2)
     case = Case(dispatcher, experts, 2, top_k, tokens=(3, 0, 1, 6), skew=0.2)
     assert max(eight_ranks.run(with_shared_experts, case)[:4]) <= 1e-5
+
+
+def test_a_layers_state_has_its_shared_experts():
+    shared, _ = parts_and_whole(gated=True, quantized=True)
+    shape = MoEShape(layer=4, experts=2, hidden=8, intermediate=6)
+    layer = ExpertParallelMoE(
+        shape, initial_phy2log(2, 1), seeded_experts(shape), quantized=True, shared_experts=shared
+    )
+    names = {name.removeprefix("_shared_experts.") for name in layer.state_dict() if "shared" in name}
+    assert names == {"w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale", "gate_H"}
+    assert shared in layer.modules()
+    # What balancing moves is the layer's own.
+    assert [view.shape[0] for view in layer.get_expert_weights()] == [2] * 4

@@ -17,6 +17,8 @@ def test_views_are_rows_of_the_same_memory():
         "e_score_correction_bias": torch.randn(9),
         "shared_experts.up_proj.weight": torch.randn(3, 4),
         "gate.weight": torch.randn(9, 5),
+        "_shared_experts.gate_up_proj.weight": torch.randn(3, 4),
+        "_gate.weight": torch.randn(3, 5),
     }
     views = movable_weights(0, 3, named.items())
     assert {name: list(view.shape) for name, view in views.items()} == {

@@ -91,19 +91,24 @@ class MoEBlock(torch.nn.Module):
         """Outputs in the shape of ``hidden``, which is ``[T, H]`` or ``[batch, T, H]``; logits ``[..., E]``.
 
         ``active_T`` and ``phase`` are those of ``ExpertParallelMoE.forward``, over all tokens. With ``profile`` the
-        choices are balanced instead of the router's. Raises ``ValueError`` as router and layer do.
+        choices are balanced instead of the router's, and are no heat. Raises ``ValueError`` as router and layer do.
         """
         hidden_TH, logits_TE = hidden.flatten(0, -2), logits.flatten(0, -2)
         weights_TK, ids_TK = self.router(logits_TE)
         if profile:
             tokens, top_k = ids_TK.shape
-            ids_TK = balanced_choices(tokens, self.layer.shape.experts, top_k, ids_TK.device)
+            rank = self.layer.ep_rank
+            ids_TK = balanced_choices(tokens, self.layer.shape.experts, top_k, ids_TK.device, rank=rank)
         if self._free_experts is None:
-            out_TH: torch.Tensor = self.layer(hidden_TH, ids_TK, weights_TK, active=active_T, phase=phase)
+            out_TH: torch.Tensor = self.layer(
+                hidden_TH, ids_TK, weights_TK, active=active_T, phase=phase, profile=profile
+            )
             return out_TH.view(hidden.shape)
         free = take_out(hidden_TH, ids_TK, weights_TK, self.layer.shape.experts, self._free_experts)
         active_TK = free.active_TK if active_T is None else free.active_TK & active_T.unsqueeze(1)
-        out_TH = self.layer(hidden_TH, free.topk_ids_TK, weights_TK, active=active_TK, phase=phase)
+        out_TH = self.layer(
+            hidden_TH, free.topk_ids_TK, weights_TK, active=active_TK, phase=phase, profile=profile
+        )
         if free.out_TH is not None:
             out_TH = out_TH + free.out_TH
         return masked_outputs(out_TH, active_T, phase).view(hidden.shape)

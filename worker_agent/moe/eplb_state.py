@@ -129,14 +129,18 @@ class EplbState(torch.nn.Module):
                 f"layer {self._layer}: phase must be given at each step, for heat of {stage} alone"
             )
 
-    def _record(self, received_S: torch.Tensor, ids_N: torch.Tensor, phase: StepPhase | None) -> None:
+    def _counts(self, phase: StepPhase | None, profile: bool) -> bool:
+        """Whether a step's heat counts."""
+        return not profile and (phase is None or self._heat_stage.records(phase))
+
+    def _record(self, received_S: torch.Tensor, ids_N: torch.Tensor, counts: bool) -> None:
         """Write a step's heat to its row of the rings; zeros where the step does not count.
 
         ``ids_N`` are this rank's own choices by logical expert, -1 for those that are not real.
         """
         experts = self.expert_map.shape[0]
         own_E = count_ids(ids_N % (experts + 1), experts + 1)[:-1]
-        if phase is not None and not self._heat_stage.records(phase):
+        if not counts:
             received_S, own_E = torch.zeros_like(received_S), torch.zeros_like(own_E)
         write_row(self.moe_load, received_S, self.load_counter)
         if self.source_load is not None:

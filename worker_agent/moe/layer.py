@@ -38,6 +38,7 @@ class ExpertParallelMoE(PlacedLayer):
         phase: StepPhase | None = None,
         dispatcher: str | None = None,
         length: int | None = None,
+        profile: bool = False,
         workspace_set: int = 0,
     ) -> torch.Tensor:
         """This rank's tokens through their experts on all ranks; each rank has its own T >= 0.
@@ -61,6 +62,8 @@ class ExpertParallelMoE(PlacedLayer):
             The tokens that MC2, all-gather and MoGE pad every rank's to, where the host knows it; otherwise the ranks
             exchange their numbers and wait for them. With it nothing of a step is read on the host (all-to-all
             always waits for its counts).
+        profile
+            Whether the step measures the machine and serves nobody: its heat is a row of zeros.
 
         Returns
         -------
@@ -80,7 +83,7 @@ class ExpertParallelMoE(PlacedLayer):
         result = path.kernel.run(
             request, self._weights(), self._dtype, beside=beside, workspace_set=workspace_set
         )
-        self._record(result.heat_S, own_TK[prepared.source].reshape(-1), phase)
+        self._record(result.heat_S, own_TK[prepared.source].reshape(-1), self._counts(phase, profile))
         return self._finished(path, batch, prepared, result, phase)
 
     @torch.no_grad()
@@ -92,6 +95,7 @@ class ExpertParallelMoE(PlacedLayer):
         phase: StepPhase | None = None,
         dispatcher: str | None = None,
         length: int | None = None,
+        profile: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Two micro-batches as one step: the tokens of one travel while the experts work on the other's.
 
@@ -114,7 +118,8 @@ class ExpertParallelMoE(PlacedLayer):
         sources = [
             own_TK[prepared.source].reshape(-1) for own_TK, (prepared, _) in zip(own, ready, strict=True)
         ]
-        self._record(results[0].heat_S + results[1].heat_S, torch.cat(sources), phase)
+        received_S = results[0].heat_S + results[1].heat_S
+        self._record(received_S, torch.cat(sources), self._counts(phase, profile))
         outputs = [
             self._finished(path, batch, prepared, result, phase)
             for batch, (prepared, _), result in zip(batches, ready, results, strict=True)

@@ -113,6 +113,11 @@ class PlacedLayer(EplbState, ExpertTensors):
         self._place(group, phy2log_RS, log2phy_E, dealing_width, heat_rows, self._options)
         self._fill(experts, biases, phy2log_RS)
 
+    @property
+    def ep_rank(self) -> int:
+        """This rank's number among those of its group."""
+        return self._group.rank
+
     def regroup(
         self,
         ep_group: dist.ProcessGroup | RankGroup | None,

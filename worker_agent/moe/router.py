@@ -132,15 +132,17 @@ def grouped_routing(groups: int) -> RoutingFunction:
 
 
 def balanced_choices(
-    tokens: int, experts: int, top_k: int, device: torch.device, seed: int = 0
+    tokens: int, experts: int, top_k: int, device: torch.device, seed: int = 0, rank: int = 0
 ) -> torch.Tensor:
     """int32 ``[T, K]``: random choices as even as can be, for runs that measure memory and not a model.
 
-    No token chooses an expert twice, and any two experts are chosen equally often, give or take one.
+    No token chooses an expert twice, and any two experts are chosen equally often, give or take one: on each rank, and
+    over ranks with equally many tokens, each of which begins where the one before it ends.
     """
     if not 1 <= top_k <= experts:
         raise ValueError(f"top_k must be 1..{experts}, the number of experts, got {top_k}")
     generator = torch.Generator().manual_seed(seed)
     order_E = torch.randperm(experts, generator=generator, dtype=torch.int32).to(device)
-    choice_TK = torch.arange(tokens * top_k, device=device).view(tokens, top_k)
+    first = rank * tokens * top_k
+    choice_TK = torch.arange(first, first + tokens * top_k, device=device).view(tokens, top_k)
     return order_E[choice_TK % experts]

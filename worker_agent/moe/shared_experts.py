@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 from worker_agent.moe.activation import Activation
 from worker_agent.moe.dense import plain_activation
 from worker_agent.moe.expert_batch import ExpertBatch
+from worker_agent.moe.expert_tensors import ExpertTensors
 from worker_agent.moe.experts import activated, grouped_product
 from worker_agent.moe.operators import GroupListType, Operators
 from worker_agent.moe.weights import ExpertWeights
@@ -19,7 +20,7 @@ SharedModule = Callable[[torch.Tensor], torch.Tensor]
 """A host's own shared experts as a whole: ``[T, H]`` -> ``[T, H]``."""
 
 
-class SharedExperts:
+class SharedExperts(ExpertTensors):
     """A feed-forward network over all tokens, in floating point or W8A8.
 
     Parameters
@@ -36,6 +37,8 @@ class SharedExperts:
     activation
         Between the two products.
     """
+
+    gate_H: torch.Tensor | None
 
     def __init__(
         self,
@@ -56,25 +59,26 @@ class SharedExperts:
             raise ValueError(
                 f"layer {layer}: shared experts' gate must have the shape [{hidden}], got {list(gate_H.shape)}"
             )
+        super().__init__()
+        self._hold(layer, weights, gated=activation.gated)
+        self.register_buffer("gate_H", gate_H)
         self._layer = layer
-        self._weights = weights
         self._operators = operators
         self._dtype = dtype
-        self._gate_H = gate_H
         self._activation = activation
 
     def part1(self, hidden_TH: torch.Tensor) -> torch.Tensor:
         """The first product: gate and up projection, ``[T, 2*I]``."""
-        weights = self._weights
+        weights = self._weights()
         return self._product(hidden_TH, weights.w13_SIH, weights.w13_scale_SI, weights.w13_bias_SI)
 
     def part2(self, hidden_TH: torch.Tensor, gate_up_TI: torch.Tensor) -> torch.Tensor:
         """Activation, down projection and gate, ``[T, H]``."""
-        weights, inner_TI = self._weights, activated(self._operators, self._activation, gate_up_TI)
+        weights, inner_TI = self._weights(), activated(self._operators, self._activation, gate_up_TI)
         out_TH = self._product(inner_TI, weights.w2_SHI, weights.w2_scale_SH, weights.w2_bias_SH)
-        if self._gate_H is None:
+        if self.gate_H is None:
             return out_TH
-        return out_TH * torch.sigmoid(hidden_TH @ self._gate_H).unsqueeze(1)
+        return out_TH * torch.sigmoid(hidden_TH @ self.gate_H).unsqueeze(1)
 
     def beside(self, hidden_TH: torch.Tensor) -> SharedRun:
         """The two parts of one call, for the kernel to run while tokens travel."""
@@ -87,7 +91,7 @@ class SharedExperts:
         Raises ``ValueError`` naming the layer where their relative difference is past ``tolerance``: a module that
         does more than these two parts must not be split.
         """
-        w2_1HI = self._weights.w2_SHI
+        w2_1HI = self.w2_weight
         generator = torch.Generator().manual_seed(self._layer)
         hidden_TH = torch.randn(tokens, w2_1HI.shape[1], generator=generator).to(w2_1HI.device, self._dtype)
         expected_TH = whole(hidden_TH).float()

@@ -144,8 +144,9 @@ def _quantized_matrices(
     return int8_NK.view(weight_SMK.shape), scale_N.view(weight_SMK.shape[:2])
 
 
-NOT_OF_EXPERTS = ("e_score_correction_bias", "shared_experts.", "gate.")
-"""Beginnings of names of parameters that belong to the router or the shared experts, and never move."""
+NOT_OF_EXPERTS = ("e_score_correction_bias", "shared_experts.", "_shared_experts.", "gate.", "_gate.")
+"""Beginnings of names of parameters that belong to the router or the shared experts, as engines call them; they never
+move."""
 
 
 def movable_weights(
