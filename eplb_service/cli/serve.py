@@ -16,7 +16,9 @@ from pydantic.fields import FieldInfo
 from eplb_service.cli.errors import UserError
 from eplb_service.cli.planner_options import PANEL
 from eplb_service.cli.setting_options import setting_option, takes_options
-from eplb_service.control.server.service import ListenError, RunningService, serve_until_stopped
+from eplb_service.control.server.lease.interface import LeaseError
+from eplb_service.control.server.probes import ListenError
+from eplb_service.control.server.service import RunningService, serve_until_stopped
 from eplb_service.control.server.settings import (
     ENVIRONMENT_PREFIX,
     ServiceSettings,
@@ -86,7 +88,7 @@ def serve(
         settings = load_settings(flags, config)
         configure_logs(settings.log_format, settings.log_level)
         asyncio.run(serve_until_stopped(settings, _announce))
-    except (SettingsError, StoreError, ListenError) as error:
+    except (SettingsError, StoreError, ListenError, LeaseError) as error:
         raise UserError(str(error)) from error
 
 

@@ -13,6 +13,9 @@ import pytest
 import yaml
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from eplb_service.control.server.lease.choose import checked_lease
+from eplb_service.control.server.lease.kubernetes_lease import LEADS_LABEL
+from eplb_service.control.server.probes import LIVENESS, READY
 from eplb_service.control.server.service import running_service
 from eplb_service.control.server.settings import (
     ENVIRONMENT_PREFIX,
@@ -131,11 +134,42 @@ def test_the_monitor_finds_the_service():
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="KUSTOMIZATIONS ARE NOT BUILT: no kubectl here")
-@pytest.mark.parametrize("folder", ["base", "monitoring"])
+@pytest.mark.parametrize("folder", ["base", "ha", "monitoring"])
 def test_kustomizations_build(folder):
     command = ["kubectl", "kustomize", str(DEPLOY / "kubernetes" / folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert len(list(yaml.safe_load_all(done.stdout))) >= 2
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="KUSTOMIZATIONS ARE NOT BUILT: no kubectl here")
+def test_of_two_replicas_one_is_selected_and_both_may_hold_the_lease():
+    command = ["kubectl", "kustomize", str(DEPLOY / "kubernetes/ha")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    built = {item["kind"]: item for item in yaml.safe_load_all(done.stdout)}
+    assert "PersistentVolumeClaim" not in built
+    assert built["Service"]["spec"]["selector"][LEADS_LABEL] == "true"
+    pod = built["Deployment"]["spec"]["template"]["spec"]
+    assert pod["serviceAccountName"] == built["ServiceAccount"]["metadata"]["name"]
+    assert pod["automountServiceAccountToken"]
+    [container] = pod["containers"]
+    values = {entry["name"]: entry.get("value") for entry in container["env"]}
+    kind, _, lease = checked_lease(values["EPLB_LEASE"]).partition(":")
+    assert (kind, "POD_NAME" in values) == ("kubernetes", True)
+    verbs = {
+        (resource, verb): rule.get("resourceNames")
+        for rule in built["Role"]["rules"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    assert verbs == {
+        ("leases", "get"): [lease],
+        ("leases", "update"): [lease],
+        ("leases", "create"): None,
+        ("pods", "patch"): None,
+    }
+    asked = [container[f"{probe}Probe"]["grpc"]["service"] for probe in ("startup", "readiness", "liveness")]
+    assert asked == [READY, READY, LIVENESS]
+    assert all("persistentVolumeClaim" not in volume for volume in pod["volumes"])
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS)

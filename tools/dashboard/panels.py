@@ -292,21 +292,23 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
             ),
             Panel(
                 "Steps without tokens, steps dropped",
-                "Newest steps in a row that were empty or dummies on all ranks, and steps that agents dropped because the service was slow.",
+                "Newest steps in a row that were empty or dummies on all ranks, steps that agents dropped because the service was slow, and of how many reports they send one since.",
                 [
                     (of("eplb_empty_steps"), f"{_OF} empty"),
                     (of("eplb_dummy_steps"), f"{_OF} dummy"),
                     (of("eplb_dropped_steps"), f"{_OF} dropped"),
+                    (of("eplb_heat_one_in"), f"{_OF} reports, of which one is sent"),
                 ],
                 style=_STAIRS,
                 decimals=0,
             ),
             Panel(
-                "Epoch and leader term",
-                "The epoch grows with every layer that switches, the term with every start of the service on its store.",
+                "Epoch, leader term and who leads",
+                "The epoch grows with every layer that switches, the term with every service that leads. Of services with one lease, one leads.",
                 [
                     (of("eplb_epoch"), f"{_OF} epoch"),
                     ('eplb_leader_term{instance=~"$instance"}', "{{instance}} leader term"),
+                    ('eplb_leads{instance=~"$instance"}', "{{instance}} leads"),
                 ],
                 style=_STAIRS,
                 decimals=0,

@@ -24,10 +24,21 @@ from eplb_service.control.server.credentials import Credentials, shared_token
 from eplb_service.control.server.gate import Gate
 from eplb_service.control.server.http_server import HttpServer, Served
 from eplb_service.control.server.in_flight import InFlight
+from eplb_service.control.server.lease.choose import lease_of
+from eplb_service.control.server.lease.interface import LeaseError
+from eplb_service.control.server.lease.leadership import Leadership
 from eplb_service.control.server.operator_api import OperatorService
 from eplb_service.control.server.plane import ControlPlane, pending_steps
+from eplb_service.control.server.probes import (
+    AGENT_SERVICE,
+    OPERATOR_SERVICE,
+    ListenError,
+    report_health,
+    serve_health,
+)
 from eplb_service.control.server.quotas import Quotas
 from eplb_service.control.server.settings import ServiceSettings
+from eplb_service.control.server.standby import stood_by
 from eplb_service.control.server.store import Store
 from eplb_service.control.server.store_writer import StoreWriter
 from eplb_service.control.server.web_api import WebApi
@@ -35,13 +46,10 @@ from eplb_service.io.recording import Recording
 from eplb_service.telemetry.metrics import Metrics
 from eplb_service.wire.address import is_loopback
 from eplb_service.wire.codec import MAX_MESSAGE_BYTES
-from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc, operator_pb2, operator_pb2_grpc
+from eplb_service.wire.generated import agent_pb2_grpc, operator_pb2_grpc
 from eplb_service.wire.parts import LARGEST_PART
 
 _log = structlog.get_logger(__name__)
-
-AGENT_SERVICE: str = agent_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name
-OPERATOR_SERVICE: str = operator_pb2.DESCRIPTOR.services_by_name["OperatorService"].full_name
 
 _TICK_SECONDS = 1.0
 _GRACE_SECONDS = 2.0
@@ -50,12 +58,6 @@ _IDLE_SECONDS = 600.0
 _WINDOW_BYTES = 64 << 10
 _METADATA_BYTES = 8 << 10
 _REFUSED_AT_A_TIME = 256
-_HEALTH_CALLS = 32
-_HEALTH_BYTES = 1 << 10
-
-
-class ListenError(Exception):
-    """An address that cannot be listened on; the message says which, why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,14 @@ class RunningService:
 
 
 @contextlib.asynccontextmanager
-async def running_service(settings: ServiceSettings) -> AsyncIterator[RunningService]:
+async def running_service(
+    settings: ServiceSettings, leadership: Leadership | None = None
+) -> AsyncIterator[RunningService]:
     """A service in this process and event loop, for as long as the context lasts.
 
-    Raises ``ListenError``, ``StoreError`` or ``SettingsError`` where it cannot start.
+    With a ``leadership``, which must be won, it has a higher leader term than those that led before it, and leaves its
+    own to those after it. Raises ``ListenError``, ``StoreError``, ``SettingsError`` or ``LeaseError`` where it cannot
+    start.
     """
     _check_free(settings.listen, "listen")
     _check_free(settings.metrics, "metrics")
@@ -95,8 +101,12 @@ async def running_service(settings: ServiceSettings) -> AsyncIterator[RunningSer
     async with contextlib.AsyncExitStack() as stack:
         metrics = Metrics()
         metrics.build.labels(__version__).set(1)
-        writer = StoreWriter(await asyncio.to_thread(Store, settings.store))
+        metrics.leads.set(1)
+        above = 0 if leadership is None else await leadership.highest_term()
+        writer = StoreWriter(await asyncio.to_thread(Store, settings.store, above))
         stack.callback(writer.close)
+        if leadership is not None:
+            await leadership.announce(writer.store.leader_term)
         recording = None
         if settings.record is not None:
             recording = Recording(settings.record, pending_steps(settings))
@@ -119,8 +129,8 @@ async def running_service(settings: ServiceSettings) -> AsyncIterator[RunningSer
         address = _bind(server, settings, certificates)
         health_address = None
         if settings.health is not None:
-            health_address = await _serve_health(settings.health, probes, stack)
-        await _report_health(probes, health_pb2.HealthCheckResponse.NOT_SERVING)
+            health_address = await serve_health(settings.health, probes, stack)
+        await report_health(probes, health_pb2.HealthCheckResponse.NOT_SERVING)
         await server.start()
         stack.push_async_callback(_shut_down, server, plane, probes)
         warm = asyncio.create_task(_warm_up(plane, probes))
@@ -131,24 +141,54 @@ async def running_service(settings: ServiceSettings) -> AsyncIterator[RunningSer
 
 
 async def serve_until_stopped(settings: ServiceSettings, announce: Callable[[RunningService], None]) -> None:
-    """Run until SIGTERM or SIGINT; ``announce`` is called with the ``RunningService`` once it listens."""
+    """Run until SIGTERM or SIGINT; ``announce`` is called with the ``RunningService`` once it listens.
+
+    Where a lease is named, stand by until it is held; raises ``LeaseError`` where it can be no lease, or is lost.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with running_service(settings) as service:
+    if settings.lease is None:
+        await _lead(settings, announce, stop, None)
+        return
+    leadership = Leadership(lease_of(settings.lease, settings.lease_seconds), settings.lease_seconds)
+    try:
+        if await stood_by(settings, leadership, stop):
+            await _lead(settings, announce, stop, leadership)
+    finally:
+        await leadership.close()
+    if leadership.lost.is_set():
+        raise LeaseError(
+            f"{leadership.described} is held by this service no longer; another one leads. Start it again to stand by"
+        )
+
+
+async def _lead(
+    settings: ServiceSettings,
+    announce: Callable[[RunningService], None],
+    stop: asyncio.Event,
+    leadership: Leadership | None,
+) -> None:
+    """Serve until told to stop, or until the lease is lost."""
+    async with running_service(settings, leadership) as service:
         announce(service)
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait([stopping, service.warm], return_when=asyncio.FIRST_COMPLETED)
+        over = [asyncio.create_task(stop.wait())]
+        if leadership is not None:
+            over.append(asyncio.create_task(leadership.lost.wait()))
+        await asyncio.wait([*over, service.warm], return_when=asyncio.FIRST_COMPLETED)
         if service.warm.done():
             service.warm.result()
-        await stopping
+            await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
+        await _cancel(*over)
         _log.info("stopping")
     if service.plane.decider.computing:
         # All is closed, but the interpreter would wait for the kernels that are still being compiled or run.
+        if leadership is not None:
+            await leadership.close()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(0 if stop.is_set() else 1)
 
 
 def _server(
@@ -225,25 +265,6 @@ def _credentials(certificates: Certificates, asks_for_clients: bool) -> grpc.Ser
     )
 
 
-async def _serve_health(address: str, probes: Any, stack: contextlib.AsyncExitStack) -> str:
-    server = grpc.aio.server(
-        maximum_concurrent_rpcs=_HEALTH_CALLS,
-        options=[
-            ("grpc.so_reuseport", 0),
-            ("grpc.max_receive_message_length", _HEALTH_BYTES),
-            ("grpc.max_allowed_incoming_connections", _HEALTH_CALLS),
-        ],
-    )
-    health_pb2_grpc.add_HealthServicer_to_server(probes, server)
-    try:
-        bound = server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise ListenError(f"cannot listen on {address}: {error}; choose another with --health") from error
-    await server.start()
-    stack.push_async_callback(server.stop, None)
-    return f"{address.rpartition(':')[0]}:{bound}"
-
-
 def _serve_http(
     settings: ServiceSettings, served: Served, stack: contextlib.AsyncExitStack
 ) -> tuple[str, str]:
@@ -287,7 +308,7 @@ def _check_free(address: str, flag: str) -> None:
 
 async def _warm_up(plane: ControlPlane, probes: Any) -> None:
     await plane.decider.warm_up()
-    await _report_health(probes, health_pb2.HealthCheckResponse.SERVING)
+    await report_health(probes, health_pb2.HealthCheckResponse.SERVING)
     _log.info("warm")
 
 
@@ -304,11 +325,6 @@ async def _tick(plane: ControlPlane, gate: Gate, metrics: Metrics) -> None:
         metrics.loop_delay.observe(max(0.0, loop.time() - due))
 
 
-async def _report_health(probes: Any, status: int) -> None:
-    for name in ("", AGENT_SERVICE, OPERATOR_SERVICE):
-        await probes.set(name, status)
-
-
 async def _shut_down(server: grpc.aio.Server, plane: ControlPlane, probes: Any) -> None:
     await probes.enter_graceful_shutdown()
     plane.streams.end_all("the service is stopping; connect again until it is back")
@@ -317,7 +333,7 @@ async def _shut_down(server: grpc.aio.Server, plane: ControlPlane, probes: Any) 
     plane.remember_all()
 
 
-async def _cancel(*tasks: asyncio.Task[None]) -> None:
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

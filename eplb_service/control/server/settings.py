@@ -13,6 +13,7 @@ import yaml
 from pydantic import AfterValidator, Field, SecretStr, ValidationError, create_model, model_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
+from eplb_service.control.server.lease.choose import checked_lease
 from eplb_service.planner.options import planner_options, planner_settings
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.settings import SettingsError as PlannerSettingsError
@@ -40,6 +41,9 @@ def _checked_address(address: str) -> str:
 
 
 Address = Annotated[str, AfterValidator(_checked_address)]
+
+
+LeaseName = Annotated[str, AfterValidator(checked_lease)]
 
 
 class SettingsError(ValueError):
@@ -143,6 +147,13 @@ class ServiceSettings(_PlannerFields):
     )
     insecure: bool = Field(
         False, description="listen beyond loopback without TLS or credentials, for whoever reaches the port"
+    )
+    lease: LeaseName | None = Field(
+        None,
+        description="lead only while this lease is held, and wait for it: file:PATH or kubernetes:NAME",
+    )
+    lease_seconds: float = Field(
+        15.0, ge=1, le=300, description="seconds after which an unrenewed Kubernetes lease is free"
     )
     health: Address | None = Field(
         None,

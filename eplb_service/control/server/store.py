@@ -37,16 +37,21 @@ class Store:
     path
         A file, made where there is none, or ``MEMORY``.
 
+    above
+        Leader term that this start's must be past; 0 where no other service is known of.
+
     Raises ``StoreError`` where the file is something else, or cannot be written. ``leader_term`` is this start's:
     past that of the last start on the same file, and the clock, and never equal to another service's; so is the one of
     each deployment for which it was raised. Plans that were under way are marked interrupted.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, above: int = 0) -> None:
         self._db = open_store_file(path)
         with self._db:
             # At least the clock: ranks follow a service that has lost its store, or has another, if it started last.
             fresh = term_at(time.time(), secrets.randbits(CHANCE_BITS))
+            if above >= fresh:
+                fresh = higher_term(above)
             self._db.execute("UPDATE service SET leader_term = MAX(leader_term + 1, ?)", (fresh,))
             for name, term in self._db.execute("SELECT deployment, leader_term FROM raised_terms").fetchall():
                 with contextlib.suppress(ConflictError):

@@ -1,0 +1,1 @@
+"""One of several services leads: the one that holds a lease."""

@@ -1,0 +1,246 @@
+"""One of several services holds a lease; the next has it once it is given back or expires, and knows earlier terms."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from eplb_service.control.server.lease.choose import checked_lease, lease_of
+from eplb_service.control.server.lease.file_lease import FileLease
+from eplb_service.control.server.lease.interface import Lease, LeaseError
+from eplb_service.control.server.lease.kubernetes_lease import (
+    LEADS_LABEL,
+    TERM_ANNOTATION,
+    Cluster,
+    KubernetesLease,
+)
+from eplb_service.control.server.lease.leadership import Leadership
+from eplb_service.wire.fields import LAST_VERSION
+from tests.control.fake_kubernetes import NAMESPACE, FakeKubernetes, cluster_of, fake_kubernetes
+from tests.control.server.self_signed import self_signed
+
+PATH = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/eplb"
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def api() -> Iterator[FakeKubernetes]:
+    with fake_kubernetes() as served:
+        yield served
+
+
+@pytest.fixture
+def candidate(api: FakeKubernetes, tmp_path: Path) -> Callable[..., KubernetesLease]:
+    cluster = cluster_of(api, tmp_path)
+    return lambda holder, clock=None, pod=None: KubernetesLease(
+        cluster, "eplb", holder, 15, pod, clock or Clock()
+    )
+
+
+@pytest.fixture(params=["file", "kubernetes"])
+def rivals(
+    request: pytest.FixtureRequest, tmp_path: Path, candidate: Callable[..., KubernetesLease]
+) -> tuple[Lease, Lease]:
+    if request.param == "file":
+        return FileLease(tmp_path / "lease"), FileLease(tmp_path / "lease")
+    return candidate("a"), candidate("b")
+
+
+def test_one_holds_it_and_the_next_has_it_once_it_is_given_back(rivals: tuple[Lease, Lease]) -> None:
+    first, second = rivals
+    assert [first.attempt(), second.attempt(), first.attempt(), second.attempt()] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert first.highest_term() == 0
+    first.announce(41)
+    assert not second.attempt()
+    assert first.attempt()
+    first.give_back()
+    assert second.attempt()
+    assert second.highest_term() == 41
+    second.announce(42)
+    second.give_back()
+    first.give_back()
+    assert first.attempt()
+    assert first.highest_term() == 42
+    first.give_back()
+
+
+def test_a_file_that_is_replaced_is_lost_and_one_that_is_no_lease_refused(tmp_path: Path) -> None:
+    path = tmp_path / "lease"
+    lease = FileLease(path)
+    assert lease.attempt()
+    path.rename(tmp_path / "elsewhere")
+    path.write_text("not a term")
+    assert not lease.attempt()
+    lease.give_back()
+    other = FileLease(path)
+    assert other.attempt()
+    with pytest.raises(LeaseError, match="is no lease"):
+        other.highest_term()
+    other.give_back()
+    with pytest.raises(LeaseError, match="cannot open"):
+        FileLease(tmp_path / "nowhere" / "lease").attempt()
+
+
+def test_what_a_holder_does_not_renew_expires(candidate: Callable[..., KubernetesLease]) -> None:
+    clock = Clock()
+    first, second = candidate("a"), candidate("b", clock)
+    assert first.attempt()
+    first.announce(7)
+    assert not second.attempt()
+    clock.now += 14
+    assert first.attempt()
+    assert not second.attempt()
+    clock.now += 15.1
+    assert second.attempt()
+    assert second.highest_term() == 7
+    assert not first.attempt(), "it has been taken meanwhile"
+    with pytest.raises(LeaseError, match="taken by another"):
+        first.announce(8)
+    first.give_back()
+    assert second.attempt(), "who holds it no longer cannot give it back"
+
+
+def test_of_two_that_take_it_at_once_one_does(
+    api: FakeKubernetes, candidate: Callable[..., KubernetesLease]
+) -> None:
+    first, second = candidate("a"), candidate("b")
+    api.before_put = second.attempt
+    assert not first.attempt()
+    assert api.leases[PATH]["spec"]["holderIdentity"] == "b"
+    assert second.attempt()
+
+
+def test_the_record_is_what_kubernetes_keeps(
+    api: FakeKubernetes, candidate: Callable[..., KubernetesLease]
+) -> None:
+    lease = candidate("a")
+    assert lease.attempt()
+    assert lease.attempt()
+    lease.announce(5)
+    record = api.leases[PATH]
+    assert (record["apiVersion"], record["kind"]) == ("coordination.k8s.io/v1", "Lease")
+    assert record["metadata"]["annotations"] == {TERM_ANNOTATION: "5"}
+    assert record["spec"]["leaseDurationSeconds"] == 15
+    assert record["spec"]["leaseTransitions"] == 1
+    assert record["spec"]["acquireTime"] < record["spec"]["renewTime"]
+    # Whatever somebody else has written there.
+    record["metadata"]["annotations"] = {TERM_ANNOTATION: "five", "other": "kept"}
+    assert lease.attempt()
+    assert lease.highest_term() == 0
+    assert api.leases[PATH]["metadata"]["annotations"]["other"] == "kept"
+    record = api.leases[PATH]
+    record["metadata"]["annotations"][TERM_ANNOTATION] = str(1 << 80)
+    assert lease.attempt()
+    assert lease.highest_term() == LAST_VERSION - 1
+
+
+def test_the_pod_that_leads_is_labelled_and_no_other(
+    api: FakeKubernetes, candidate: Callable[..., KubernetesLease]
+) -> None:
+    paths = {name: f"/api/v1/namespaces/{NAMESPACE}/pods/{name}" for name in ("eplb-a", "eplb-b")}
+    first, second = candidate("a", pod="eplb-a"), candidate("b", pod="eplb-b")
+    with pytest.raises(LeaseError, match="no pod 'eplb-a'"):
+        first.attempt()
+    # A container that was restarted finds the label of the one before.
+    api.pods = {path: {LEADS_LABEL: "true"} for path in paths.values()}
+    assert first.attempt()
+    assert not second.attempt()
+    assert [api.pods[path][LEADS_LABEL] for path in paths.values()] == ["true", "false"]
+    first.give_back()
+    assert second.attempt()
+    assert [api.pods[path][LEADS_LABEL] for path in paths.values()] == ["false", "true"]
+
+
+@pytest.mark.parametrize("code", [401, 403, 500])
+def test_an_api_server_that_refuses_is_told(
+    api: FakeKubernetes, candidate: Callable[..., KubernetesLease], code: int
+) -> None:
+    api.failing = code
+    with pytest.raises(LeaseError, match=f"lease {NAMESPACE}/eplb: the API server answers {code}"):
+        candidate("a").attempt()
+    candidate("a").give_back()
+
+
+def test_a_pod_finds_its_cluster_and_nobody_else_does(tmp_path: Path) -> None:
+    with pytest.raises(LeaseError, match="a Kubernetes lease needs a pod"):
+        Cluster.of_pod({})
+    environment = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "6443"}
+    with pytest.raises(LeaseError, match="automountServiceAccountToken"):
+        Cluster.of_pod(environment, tmp_path / "nowhere")
+    certificate, _ = self_signed(tmp_path)
+    certificate.rename(tmp_path / "ca.crt")
+    (tmp_path / "namespace").write_text(NAMESPACE)
+    cluster = Cluster.of_pod(environment, tmp_path)
+    assert (cluster.url, cluster.namespace) == ("https://[fd00::1]:6443", NAMESPACE)
+    assert cluster.context is not None
+    assert cluster.context.verify_mode is ssl.CERT_REQUIRED
+
+
+@pytest.mark.parametrize(
+    "text", ["eplb", "file:", "kubernetes:", "kubernetes:a/b/c", "kubernetes:Up", "etcd:a"]
+)
+def test_a_lease_of_another_form_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="a lease is file:PATH"):
+        checked_lease(text)
+
+
+def test_settings_name_a_lease(tmp_path: Path) -> None:
+    assert checked_lease("kubernetes:serving/eplb")
+    assert isinstance(lease_of(checked_lease(f"file:{tmp_path}/lease"), 15), FileLease)
+
+
+async def test_who_cannot_renew_leads_no_longer_before_another_may(
+    api: FakeKubernetes, candidate: Callable[..., KubernetesLease]
+) -> None:
+    leadership = Leadership(candidate("a"), seconds=1.2)
+    await asyncio.wait_for(leadership.won(), 20)
+    await leadership.announce(9)
+    api.failing = 500
+    await asyncio.wait_for(leadership.lost.wait(), 20)
+    api.failing = None
+    await leadership.close()
+    assert api.leases[PATH]["metadata"]["annotations"][TERM_ANNOTATION] == "9"
+
+
+async def test_who_finds_another_in_its_place_leads_no_longer(
+    api: FakeKubernetes, candidate: Callable[..., KubernetesLease]
+) -> None:
+    clock = Clock()
+    leadership, other = Leadership(candidate("a"), seconds=3), candidate("b", clock)
+    await asyncio.wait_for(leadership.won(), 20)
+    assert not other.attempt()
+    clock.now += 100
+    assert other.attempt()
+    await asyncio.wait_for(leadership.lost.wait(), 30)
+    await leadership.close()
+    assert api.leases[PATH]["spec"]["holderIdentity"] == "b"
+
+
+async def test_who_stands_by_leads_once_the_other_is_gone(tmp_path: Path) -> None:
+    first, second = (Leadership(FileLease(tmp_path / "lease"), 3) for _ in range(2))
+    await asyncio.wait_for(first.won(), 20)
+    waiting = asyncio.create_task(second.won())
+    await asyncio.sleep(0.6)
+    assert not waiting.done()
+    await first.close()
+    await asyncio.wait_for(waiting, 20)
+    assert not second.lost.is_set()
+    await second.close()
