@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,13 +79,19 @@ class OpenAiServer:
         while True:
             assert self._process.poll() is None, self.tail()
             assert time.monotonic() < deadline, f"not healthy after {START_SECONDS} s: {self.tail()}"
+            if self._is_healthy():
+                return
+            time.sleep(0.5)
+
+    def _is_healthy(self) -> bool:
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)) as connection:
             try:
-                connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
                 connection.request("GET", "/health")
-                if connection.getresponse().status == 200:
-                    return
-            except OSError:
-                time.sleep(0.5)
+                response = connection.getresponse()
+                response.read()
+            except (OSError, http.client.HTTPException):
+                return False
+            return response.status == 200
 
     def answer(self, prompt: list[int], max_tokens: int) -> Answer:
         """One greedy completion, streamed."""
@@ -98,21 +105,20 @@ class OpenAiServer:
             "return_token_ids": True,
             "stream": True,
         }
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
-        began = time.perf_counter()
         headers = {"content-type": "application/json"}
-        connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        response = connection.getresponse()
-        assert response.status == 200, response.read()
         ids, arrived = [], []
-        for line in response:
-            if not line.startswith(b"data: {"):
-                continue
-            (choice,) = json.loads(line[len(b"data: ") :])["choices"]
-            came = choice.get("token_ids") or []
-            ids += came
-            arrived += [time.perf_counter() - began] * len(came)
-        connection.close()
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)) as connection:
+            began = time.perf_counter()
+            connection.request("POST", "/v1/completions", json.dumps(body), headers)
+            response = connection.getresponse()
+            assert response.status == 200, response.read()
+            for line in response:
+                if not line.startswith(b"data: {"):
+                    continue
+                (choice,) = json.loads(line[len(b"data: ") :])["choices"]
+                came = choice.get("token_ids") or []
+                ids += came
+                arrived += [time.perf_counter() - began] * len(came)
         return Answer(ids, arrived)
 
     def answers(self, prompts: list[list[int]], max_tokens: int) -> list[Answer]:

@@ -39,14 +39,26 @@ def experts_of(layer):
     )
 
 
-def dense(layer, hidden_TH, logits_TE):
+def product(matrices_TKYX, rows_TKX):
+    """Each row through its matrix, ``[T, K, Y]``."""
+    return torch.einsum("tkyx,tkx->tky", matrices_TKYX, rows_TKX)
+
+
+def product_w8a8(matrices_TKYX, rows_TKX):
+    """The same of int8 rows and int8 output channels, each with a scale of its own; the sums are exact."""
+    rows, rows_scale_TK = torch_npu.npu_dynamic_quant(rows_TKX)
+    matrices, channel_scale_TKY = torch_npu.npu_dynamic_quant(matrices_TKYX)
+    return (product(matrices.double(), rows.double()) * channel_scale_TKY * rows_scale_TK[..., None]).float()
+
+
+def dense(layer, hidden_TH, logits_TE, multiply):
     """What the layer must answer: every expert on one machine."""
     w13_EJH, w2_EHI = experts_of(layer)
     weights_TK, ids_TK = torch.softmax(logits_TE, -1).topk(TOP_K, -1)
     weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-    wide_TKJ = torch.einsum("tkjh,th->tkj", w13_EJH[ids_TK], hidden_TH)
+    wide_TKJ = multiply(w13_EJH[ids_TK], hidden_TH[:, None].expand(-1, TOP_K, -1))
     gate, up = wide_TKJ.chunk(2, dim=-1)
-    out_TKH = torch.einsum("tkhi,tki->tkh", w2_EHI[ids_TK], torch.nn.functional.silu(gate) * up)
+    out_TKH = multiply(w2_EHI[ids_TK], torch.nn.functional.silu(gate) * up)
     return (weights_TK.unsqueeze(-1) * out_TKH).sum(1)
 
 
@@ -92,11 +104,39 @@ def build(rank, port, config_folder, options):
         init_distributed_environment(RANKS, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
         ensure_model_parallel_initialized(RANKS, 1)
         init_ascend_model_parallel(config.parallel_config)
-        model = make_model(rank)
+        model = make_model(rank, w8a8_config() if options["quant"] == "W8A8" else None)
     return config, model
 
 
-def make_model(rank):
+def w8a8_config():
+    """A quantisation config under which every MoE layer is W8A8, as one of ModelSlim's checkpoints has it."""
+    from vllm_ascend.quantization.method_adapters import AscendFusedMoEMethod
+    from vllm_ascend.quantization.methods import w8a8_dynamic
+
+    w8a8_dynamic.torch = torch_npu.TorchOfTokenDispatcher()
+
+    class Config:
+        def get_name(self):
+            return "ascend"
+
+        def get_quant_method(self, layer, _prefix, tid2eid=None):
+            scheme = w8a8_dynamic.AscendW8A8DynamicFusedMoEMethod()
+            return AscendFusedMoEMethod(scheme, layer.moe_config, tid2eid)
+
+    return Config()
+
+
+def load(layer, slot, name, weight_YX):
+    """Put one expert's weight into its slot, quantised where the layer is."""
+    parameter = getattr(layer, name)
+    if parameter.dtype == torch.int8:
+        weight_YX, scale_Y = torch_npu.npu_dynamic_quant(weight_YX)
+        getattr(layer, f"{name}_scale").data[slot] = scale_Y[:, None]
+        getattr(layer, f"{name}_offset").data[slot] = 0
+    parameter.data[slot] = weight_YX
+
+
+def make_model(rank, quant_config):
     """A model of MoE layers alone, loaded as a checkpoint would be."""
     import vllm_ascend.ops.fused_moe.experts_selector as selector
     from vllm_ascend.device import device_op
@@ -122,6 +162,7 @@ def make_model(rank):
             intermediate_size=INTERMEDIATE,
             params_dtype=torch.float32,
             renormalize=True,
+            quant_config=quant_config,
             prefix=f"model.layers.{index}.mlp.experts",
         )
         for index in range(LAYERS)
@@ -131,10 +172,11 @@ def make_model(rank):
         slot_of_E = layer.global_expert_map[rank].tolist()
         for expert, slot in enumerate(slot_of_E):
             if slot >= 0:
-                layer.w13_weight.data[slot], layer.w2_weight.data[slot] = w13_EJH[expert], w2_EHI[expert]
+                load(layer, slot, "w13_weight", w13_EJH[expert])
+                load(layer, slot, "w2_weight", w2_EHI[expert])
         layer.quant_method.process_weights_after_loading(layer)
     model = torch.nn.Module()
-    model.layers, model.quant_config = torch.nn.ModuleList(layers), None
+    model.layers, model.quant_config = torch.nn.ModuleList(layers), quant_config
     return model
 
 
@@ -168,14 +210,15 @@ def start_balancer(config, model):
     return updator
 
 
-def forward(config, model, comm, hidden_TH, logits_LTE):
+def forward(config, model, options, hidden_TH, logits_LTE):
     """One forward pass of all layers, as the runner sets it up; the largest difference to ``dense``."""
     from vllm.config import set_current_vllm_config
     from vllm.forward_context import get_forward_context, set_forward_context
     from vllm_ascend.ascend_forward_context import _EXTRA_CTX, MoECommType
     from vllm_ascend.ops.fused_moe.moe_comm_method import get_moe_comm_method
 
-    worst = 0.0
+    worst, comm = 0.0, options["comm"]
+    multiply = product_w8a8 if options["quant"] == "W8A8" else product
     with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=TOKENS):
         facts = {
             "moe_comm_type": MoECommType[comm],
@@ -199,9 +242,18 @@ def forward(config, model, comm, hidden_TH, logits_LTE):
             if comm == "ALLGATHER":
                 # The runner does this for the whole layer, shared experts included.
                 dist.all_reduce(out_TH)
-            expected_TH = dense(index, hidden_TH, logits_LTE[index])
+            expected_TH = dense(index, hidden_TH, logits_LTE[index], multiply)
             worst = max(worst, float((out_TH - expected_TH).abs().max()))
     return worst
+
+
+def kept_tensors(layer):
+    """What graphs have captured: table, counts, and each tensor of the experts."""
+    from worker_agent.adapters.vllm_ascend.weights import NAMES
+
+    kinds = [getattr(layer, name) for name in NAMES[layer.quant_type.name]]
+    experts = [tensor for kind in kinds for tensor in (kind if isinstance(kind, list) else [kind])]
+    return [layer.log2phy, layer.moe_load, *experts]
 
 
 def break_commits():
@@ -230,9 +282,7 @@ def main(rank, port, config_folder, options):
     updator = start_balancer(config, model)
     agent = updator.agent
     layers = list(model.layers)
-    tensors = [
-        t for layer in layers for t in (layer.log2phy, layer.moe_load, layer.w13_weight, layer.w2_weight)
-    ]
+    tensors = [tensor for layer in layers for tensor in kept_tensors(layer)]
     addresses = [tensor.data_ptr() for tensor in tensors]
     host_maps = [layer._expert_map.tolist() for layer in layers]
     draw = torch.Generator().manual_seed(11)
@@ -245,7 +295,7 @@ def main(rank, port, config_folder, options):
         hidden_TH = torch.randn(TOKENS, HIDDEN, generator=draw)
         logits_LTE = torch.randn(LAYERS, TOKENS, EXPERTS, generator=draw) + bias_E
         updator.forward_before()
-        worst = max(worst, forward(config, model, options["comm"], hidden_TH, logits_LTE))
+        worst = max(worst, forward(config, model, options, hidden_TH, logits_LTE))
         updator.forward_end(True)
         steps += 1
         time.sleep(0.005)
@@ -257,7 +307,8 @@ def main(rank, port, config_folder, options):
         "switched": agent.stats.layers_switched,
         "experts_received": agent.stats.experts_received,
         "halted": agent.halted,
-        "same_addresses": addresses == [tensor.data_ptr() for tensor in tensors],
+        "same_addresses": addresses
+        == [tensor.data_ptr() for layer in layers for tensor in kept_tensors(layer)],
         "host_maps_unchanged": host_maps == [layer._expert_map.tolist() for layer in layers],
         "tables": [layer.log2phy.tolist() for layer in layers],
         "children": len(multiprocessing.active_children()),

@@ -24,8 +24,11 @@ NEUTRAL = {
     "npu_moe_distribute_dispatch_v2": ("scales", "comm_alg"),
     "npu_moe_distribute_combine_v2": ("comm_quant_mode", "comm_alg"),
     "npu_moe_token_unpermute": ("restore_shape",),
+    "npu_dynamic_quant": ("dst_type",),
 }
 """Arguments that vLLM-Ascend passes and the reference operators lack, by operator; all but these are errors."""
+SAY_NOTHING_NEW = ("restore_shape", "comm_alg", "dst_type")
+"""Of those, the ones that may have a value: how the reference operators do it anyway."""
 
 
 class StandIn:
@@ -127,7 +130,11 @@ def _operator(name):
         for extra in NEUTRAL.get(name, ()):
             if extra not in known:
                 value = named.pop(extra, None)
-                assert extra in ("restore_shape", "comm_alg") or not value, f"{name}: {extra} is {value}"
+                assert extra in SAY_NOTHING_NEW or not value, f"{name}: {extra} is {value}"
+        for experts in ("weight", "scale"):
+            # A tensor per expert, which the reference operators take as one.
+            if isinstance(named.get(experts), list) and len(named[experts]) > 1:
+                named[experts] = [torch.stack(named[experts])]
         for scale in ("scale", "per_token_scale"):
             if isinstance(named.get(scale), list) and named[scale][0] is None:
                 named[scale] = None
