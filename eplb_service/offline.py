@@ -77,6 +77,7 @@ def solve(
     *,
     placement: npt.ArrayLike | None = None,
     log2phy: npt.ArrayLike | None = None,
+    prior: npt.ArrayLike | None = None,
     source_heat: npt.ArrayLike | None = None,
     policy: str = "flashlb",
     seed: int = 0,
@@ -98,6 +99,9 @@ def solve(
     log2phy
         ``[R, L, E]`` or ``[R, L, E, D]``, the deployed tables that go with ``placement``, as many entries as the host
         can deal to; by the engines' fixed rule where not given.
+    prior
+        ``[P, L, E]``, heat that resembles this, such as prefill's before a decode instance has much of its own: what is
+        deployed is taken to have been placed for it. In place of ``placement``.
     source_heat
         ``[T, R, L, E]``, tokens by the rank that they come from; uniform where it is not given.
     policy, seed, threads, options
@@ -121,6 +125,8 @@ def solve(
     window = Window(heat_TLE, _summed_source(source_heat, ranks))
     settings = PlannerSettings(policy=policy, seed=seed, threads=threads, **options)
     topology = topology or Topology.flat(ranks)
+    if prior is not None:
+        placement, log2phy = _placed_for(prior, window, placement, ranks, slots, topology, settings)
     if placement is None:
         if log2phy is not None:
             raise PlacementError("log2phy was given without the placement that it belongs to; give both")
@@ -162,6 +168,31 @@ def solve(
         decided.ms_seen,
         decided.ms_planned,
     )
+
+
+def _placed_for(
+    prior: npt.ArrayLike,
+    window: Window,
+    placement: npt.ArrayLike | None,
+    ranks: int,
+    slots: int,
+    topology: Topology,
+    settings: PlannerSettings,
+) -> tuple[Int32, Int32]:
+    """Placement and tables from scratch for ``prior``, where no placement is given and it fits the heat."""
+    if placement is not None:
+        raise PlacementError("a prior was given and a placement to start from; give one of them")
+    prior_TLE = checked_heat(prior)
+    if prior_TLE.shape[1:] != window.heat_TLE.shape[1:]:
+        raise HeatError(
+            f"the prior has {prior_TLE.shape[1]} layers x {prior_TLE.shape[2]} experts, the heat {window.layers} x "
+            f"{window.experts}; it must be of the same model"
+        )
+    first = Placement.linear(window.layers, window.experts, ranks, slots)
+    first_RLE = first_tables(first, settings.split, settings.deal_width)
+    decided = plan_afresh(Window(prior_TLE), first, topology, settings)
+    placed, placed_RLE = apply_layers(first, first_RLE, decided.changes())
+    return placed.phy2log_LRS, placed_RLE
 
 
 def _checked_tables(log2phy: npt.ArrayLike) -> Int32:

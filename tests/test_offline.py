@@ -27,6 +27,18 @@ def test_deployed_placement_is_improved_with_few_moves() -> None:
     assert then.moves < first.moves
 
 
+def test_a_prior_stands_for_what_is_deployed() -> None:
+    then = solve(HEAT[10:], ranks=4, slots=4, prior=HEAT[:10])
+    first = solve(HEAT[:10], ranks=4, slots=4)
+    again = solve(HEAT[10:], ranks=4, slots=4, placement=first.phy2log, log2phy=first.log2phy)
+    np.testing.assert_array_equal(then.phy2log, again.phy2log)
+    np.testing.assert_array_equal(then.log2phy, again.log2phy)
+    with pytest.raises(ValueError, match="a prior was given and a placement"):
+        solve(HEAT, 4, 4, prior=HEAT, placement=first.phy2log)
+    with pytest.raises(ValueError, match="must be of the same model"):
+        solve(HEAT, 4, 4, prior=HEAT[:, :2])
+
+
 def test_the_deployed_tables_are_what_a_decision_starts_from() -> None:
     first = solve(HEAT, ranks=4, slots=4)
     kept = solve(HEAT, 4, 4, placement=first.phy2log, log2phy=first.log2phy)

@@ -27,6 +27,7 @@ from worker_agent.outbox import Outbox
 from worker_agent.rendezvous import Rendezvous, meet
 from worker_agent.settings import AgentSettings
 from worker_agent.status_reporter import StatusReporter
+from worker_agent.step_timer import StepTimer
 from worker_agent.stream import ServiceStream
 from worker_agent.swap.commit_register import FatalSwitchError
 from worker_agent.swap.driver import SwitchDriver
@@ -58,6 +59,7 @@ class Agent:
         self._complaint: str | None = None
         self._reporting = EVERYTHING
         self._heat = HeatRecorder(layers, min(settings.report_steps, ring_rows(layers)))
+        self._timer = StepTimer()
         self._heat_watch = HeatWatchdog(settings.heat_deadline_steps)
         self._lost_steps_reported = 0
         self._outbox = Outbox(settings.queue_reports)
@@ -148,7 +150,8 @@ class Agent:
 
         On a device it must be called on the stream that the passes are queued on, and reads and writes the layers on
         that stream alone: heat is read after the pass that has counted it, a commit lies between two passes. It never
-        waits for the device, unless passes are counted by ``load_counter`` and a layer is to be committed.
+        waits for the device, unless passes are counted by ``load_counter`` and a layer is to be committed. The time
+        from one call to the next, by the host's clock, is reported as the step's.
 
         Never waits on the network but for the slowest rank's ballot, which the model's own collectives have nearly
         always brought in. Whatever else goes wrong here stops balancing, not the model. A call that is missed, or made
@@ -177,7 +180,7 @@ class Agent:
         before, self._step = self._step, self._clock.called(number)
         new_pass = self._step > before
         if new_pass:
-            self._guarded(self._record, phase, tokens)
+            self._guarded(self._record, phase, tokens, self._timer.lap(self._step - before))
         self._guarded(self._take_events)
         if new_pass:
             self._guarded(self._switch.vote, self._step)
@@ -200,6 +203,7 @@ class Agent:
         FatalSwitchError
             As ``step`` does.
         """
+        self._timer.pause()
         self._guarded(self._switch.drain, reason)
         self._guarded(self._publish)
 
@@ -225,6 +229,7 @@ class Agent:
         FatalSwitchError
             As ``step`` does.
         """
+        self._timer.pause()
         self._guarded(self._switch.restore, placement, reason)
         self._guarded(self._publish)
         served = self.installed.placement
@@ -262,12 +267,12 @@ class Agent:
 
     # What happens at a step boundary, in order
 
-    def _record(self, phase: StepPhase, tokens: int | None) -> None:
+    def _record(self, phase: StepPhase, tokens: int | None, micros: int) -> None:
         welcome = self._stream.welcome
         if welcome is not None:
             self._follow(welcome.report_steps, self._stream.reporting)
             self._switch.see_term(welcome.leader_term)
-        self._heat.step_done(self._step - 1, phase, self.installed.layer_epochs, tokens)
+        self._heat.step_done(self._step - 1, phase, self.installed.layer_epochs, tokens, micros)
 
     def _follow(self, report_steps: int, reporting: Reporting) -> None:
         self._heat.adopt(report_steps, reporting)

@@ -19,7 +19,8 @@ from eplb_service.wire.reporting import EVERYTHING, Reporting
 from worker_agent.adapters.live_layer import LiveLayer
 from worker_agent.device import Mark, host_empty
 
-_MOST_TOKENS = 1 << 32
+_MOST_TOKENS = _MOST_MICROS = 1 << 32
+"""Bounds of what the message holds."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class _Copy:
     layer_epochs: tuple[int, ...]
     phases: tuple[StepPhase, ...]
     tokens: tuple[int, ...]
+    micros: tuple[int, ...]
     expected_count: int
     slots_TLS: torch.Tensor | None
     sources_TLE: torch.Tensor | None
@@ -72,6 +74,7 @@ class HeatRecorder:
         self._device = layers[0].load_counter.device
         self._phases: list[StepPhase] = []
         self._tokens: list[int] = []
+        self._micros: list[int] = []
         self._first_step = 0
         self._count = int(layers[0].load_counter)
         self._copies: deque[_Copy] = deque()
@@ -86,14 +89,23 @@ class HeatRecorder:
         return self._reporting.wants(first_step // self._segment_steps)
 
     def step_done(
-        self, step: int, phase: StepPhase, layer_epochs: tuple[int, ...], tokens: int | None = None
+        self,
+        step: int,
+        phase: StepPhase,
+        layer_epochs: tuple[int, ...],
+        tokens: int | None = None,
+        micros: int = 0,
     ) -> None:
-        """Step ``step`` has run under ``layer_epochs`` with ``tokens`` of this rank's own, where they are known."""
+        """Step ``step`` has run under ``layer_epochs``.
+
+        ``tokens`` are this rank's own in it, where they are known, ``micros`` its wall time, 0 where that is not known.
+        """
         if not self._phases:
             self._first_step = step
         self._phases.append(phase)
         if tokens is not None and 0 <= tokens < _MOST_TOKENS:
             self._tokens.append(tokens)
+        self._micros.append(micros if 0 <= micros < _MOST_MICROS else 0)
         self._count += 1
         if (step + 1) % self._segment_steps == 0 or len(self._phases) >= self._segment_steps:
             self.cut(layer_epochs)
@@ -102,11 +114,12 @@ class HeatRecorder:
         """End the segment here: called before a layer switches, while the counts are still of ``layer_epochs``."""
         phases, self._phases = self._phases, []
         tokens, self._tokens = self._tokens, []
+        micros, self._micros = self._micros, []
         if not phases or not self.wants(self._first_step):
             return
         step_tokens = tuple(tokens) if len(tokens) == len(phases) else ()
         try:
-            self._copies.append(self._copy_of(tuple(phases), step_tokens, layer_epochs))
+            self._copies.append(self._copy_of(tuple(phases), step_tokens, tuple(micros), layer_epochs))
         except Exception:
             # Steps that cannot be reported are lost; they must never go with later ones, under another placement.
             self.lost_steps += len(phases)
@@ -130,12 +143,17 @@ class HeatRecorder:
                     _array(copy.sources_TLE),
                     np.array(copy.tokens, dtype=np.int64) if copy.tokens else None,
                     source_sums_LE=_array(copy.source_sums_LE),
+                    micros_T=np.array(copy.micros, dtype=np.int64),
                 )
             )
         return segments
 
     def _copy_of(
-        self, phases: tuple[StepPhase, ...], tokens: tuple[int, ...], layer_epochs: tuple[int, ...]
+        self,
+        phases: tuple[StepPhase, ...],
+        tokens: tuple[int, ...],
+        micros: tuple[int, ...],
+        layer_epochs: tuple[int, ...],
     ) -> _Copy:
         rows = [(self._count - len(phases) + i) % self._rows for i in range(len(phases))]
         summed = self._reporting.source_sums and self._slot_rings is not None
@@ -144,6 +162,7 @@ class HeatRecorder:
             layer_epochs=layer_epochs,
             phases=phases,
             tokens=tokens,
+            micros=micros,
             expected_count=self._count,
             slots_TLS=self._copy_out(self._slot_rings, rows),
             sources_TLE=None if summed else self._copy_out(self._source_rings, rows),
@@ -158,7 +177,7 @@ class HeatRecorder:
         self.lost_steps += sum(len(one.phases) for one in lost) + len(self._phases)
         self._count = counter + self._count - copy.expected_count
         self._copies.clear()
-        self._phases, self._tokens = [], []
+        self._phases, self._tokens, self._micros = [], [], []
 
     def _copy_out(self, rings: _Rings | None, rows: list[int]) -> torch.Tensor | None:
         """Rows of all rings, int32 ``[T, L, width]`` on the host; the copy may still be under way."""

@@ -3,44 +3,60 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import time
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.decide.alarms import measured
+from benchmarks.decide.beside_peers import peer_rows
 from benchmarks.decide.heat import Course, generated, recorded
-from eplb_service.io.trace import ArrayTrace
+from benchmarks.decide.served import Row, own_rows
+from eplb_service.bench.contest import Contest
+from eplb_service.bench.peers.balancers import FLASHLB
 from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.topology import Topology
-from eplb_service.replay.jobs import Scene
 from eplb_service.replay.policy import ON_CHANGE
-from eplb_service.replay.result import Setup
-from eplb_service.replay.runner import jobs_for, replay, scene_for
-from eplb_service.replay.schedule import Schedule
+from eplb_service.solver.warmup import warm_up
 
-POLICIES = ("none", "flashlb", ON_CHANGE)
+_INDEX = "https://pypi.org/simple"
+_COLUMNS = ("heat", "policy", "PAR realised", "moves per window", "decisions", "CPU ms each", "target")
 
 
 def main() -> None:
-    """Print both tables."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.decide", description=__doc__)
-    parser.add_argument("--traces", type=Path, help="folder of recorded routing, a folder for each model")
-    parser.add_argument("--seed", type=int, default=0, help="of all heat that is drawn")
-    parser.add_argument("--link-bandwidth", type=float, default=25.0, help="GB/s, which prices moves")
-    parser.add_argument("--bytes-per-expert", type=int, default=0, help="which prices moves; 0: as assumed")
-    arguments = parser.parse_args()
-    console = Console(soft_wrap=True)
-    console.print(_alarms(arguments.seed))
-    courses = list(generated(arguments.seed))
-    if arguments.traces is not None:
-        courses += recorded(arguments.traces, arguments.seed)
-    table = Table("heat", "policy", "PAR realised", "moves per window", "decisions", "CPU ms", "target")
-    for course in courses:
-        settings = PlannerSettings(threads=1, link_bandwidth=arguments.link_bandwidth)
-        _served(table, course, settings, arguments.bytes_per_expert)
+    """Print both tables, each row as soon as it is measured."""
+    options = _parser().parse_args()
+    # A log shows each line at once; and what is no terminal takes any width, as tables want it.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    began = time.monotonic()
+    with console.status("compiling the solver's kernels, once"):
+        warm_up(threads=1)
+    if not options.only:
+        console.print(_alarms(options.seed))
+    courses = list(generated(options.seed))
+    if options.traces is not None:
+        courses += recorded(options.traces, options.seed)
+    courses = [course for course in courses if options.only in course.name]
+    contest = Contest(options.peers, options.index, options.limit_seconds, console.print)
+    settings = PlannerSettings(threads=1, link_bandwidth=options.link_bandwidth)
+    table = Table(*_COLUMNS)
+    try:
+        for course in courses:
+            rows = [
+                *own_rows(course, settings, options.bytes_per_expert),
+                *peer_rows(course, contest),
+            ]
+            _add(table, course, rows)
+            console.print(f"{course.name}: {time.monotonic() - began:.0f} s since the start")
+    finally:
+        contest.close()
     console.print(table)
+    console.print(
+        f"moves priced by what they cost: {options.link_bandwidth:g} GB/s, "
+        f"{options.bytes_per_expert or 'assumed'} bytes per expert; took {time.monotonic() - began:.0f} s"
+    )
 
 
 def _alarms(seed: int) -> Table:
@@ -56,27 +72,31 @@ def _alarms(seed: int) -> Table:
     return table
 
 
-def _served(table: Table, course: Course, settings: PlannerSettings, size: int) -> None:
-    """Rows of one course; the first window after the first decision is left out, as everybody places from scratch."""
-    setup = Setup(course.slots, Schedule(course.window, course.window))
-    ranks = course.ranks
-    scene = scene_for(ranks)
-    if size:
-        scene = Scene(Topology(np.zeros(ranks), np.arange(ranks), size), scene.costs)
-    jobs = jobs_for(POLICIES, [setup], settings, hindsight=False)
-    for policy in replay(ArrayTrace(course.heat_TLE), jobs, scene).policies:
-        rows = policy.decisions[1:]
-        realised = np.average([row.par_realised for row in rows], weights=[row.steps for row in rows])
-        decisions = sum(row.decisions for row in rows)
+def _add(table: Table, course: Course, rows: list[Row]) -> None:
+    for row in rows:
         table.add_row(
             course.name,
-            policy.policy,
-            f"{realised:.4f}",
-            f"{np.mean([row.moves for row in rows]):.1f}",
-            f"{decisions}",
-            f"{1e3 * sum(row.seconds for row in rows) / max(decisions, 1):.0f}",
-            course.target if policy.policy == ON_CHANGE else "",
+            row.policy,
+            f"{row.par:.4f}",
+            f"{row.moves_per_window:.1f}",
+            f"{row.decisions}",
+            f"{1e3 * row.cpu_seconds:.0f}",
+            course.target if row.policy == ON_CHANGE else "",
         )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.decide", description=__doc__)
+    add = parser.add_argument
+    add("--traces", type=Path, help="folder of recorded routing, a folder for each model")
+    add("--only", default="", help="measure heat alone whose name holds this text")
+    add("--seed", type=int, default=0, help="of all heat that is drawn")
+    add("--link-bandwidth", type=float, default=25.0, help="GB/s, which prices moves")
+    add("--bytes-per-expert", type=int, default=0, help="which prices moves; 0: as assumed")
+    add("--peers", nargs="*", default=[FLASHLB], help="peers that take part, deciding every window")
+    add("--index", default=_INDEX, help="package index that peers are fetched from, once")
+    add("--limit-seconds", type=float, default=60.0, help="a peer's decision that takes longer is given up")
+    return parser
 
 
 if __name__ == "__main__":

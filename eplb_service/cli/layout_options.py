@@ -10,7 +10,11 @@ import typer
 
 from eplb_service.cli.errors import UserError, whole_numbers
 from eplb_service.cli.planner_options import NodesOption, TokenGroupOption, topology_of
+from eplb_service.cli.trace_options import check_tokens
 from eplb_service.cost.curve import CostCurve
+from eplb_service.heat.window import Counts
+from eplb_service.io.named_arrays import ReadAs
+from eplb_service.io.open_trace import naming, open_trace
 from eplb_service.io.placement_file import FORMATS, read_placement
 from eplb_service.io.trace import Trace
 from eplb_service.placement import Int32
@@ -70,6 +74,14 @@ class SlotOptions:
         typer.Option(help="Placement at the start (.npz, .json, .yaml, .pt); by default experts in order."),
     ] = None
 
+    prior: Annotated[
+        Path | None,
+        typer.Option(
+            help="Trace of heat that resembles this, such as prefill's before decoding: the start is placed for it, "
+            "instead of --placement."
+        ),
+    ] = None
+
     def counts(self, experts: int, ranks: int) -> list[int]:
         """Slots per rank to try; raises ``UserError`` where they do not spread evenly over the ranks."""
         if self.slots is not None and self.redundant is not None:
@@ -89,8 +101,24 @@ class SlotOptions:
             raise UserError("a placement has one number of slots; `eplb replay` compares several")
         return counts[0]
 
+    def prior_heat(self, trace: Trace, reading: ReadAs) -> Counts | None:
+        """Heat of --prior, ``[P, L, E]``; raises ``UserError`` or ``HeatError`` where it is of no use for ``trace``."""
+        if self.prior is None:
+            return None
+        prior = open_trace(self.prior, reading)
+        if (prior.layers, prior.experts) != (trace.layers, trace.experts):
+            raise UserError(
+                f"{self.prior}: has {prior.layers} layers x {prior.experts} experts, the trace {trace.layers} x "
+                f"{trace.experts}; a prior is heat of the same model"
+            )
+        with naming(self.prior):
+            check_tokens(self.prior, prior)
+            return prior.heat(0, prior.steps)
+
     def start(self, trace: Trace, ranks: int) -> Int32 | None:
-        """The starting placement ``[L, R, S]``; ``None`` for experts in order. Raises ``PlacementError``."""
+        """The placement given ``[L, R, S]``, or ``None``; raises ``UserError`` or ``PlacementError``."""
+        if self.placement is not None and self.prior is not None:
+            raise UserError("give either --placement or --prior: both are what serves at the start")
         if self.placement is None:
             return None
         numbers = trace.facts.layer_numbers

@@ -15,7 +15,7 @@ from eplb_service.cli.json_out import print_json
 from eplb_service.cli.layout_options import FirstLayerOption, FormatOption
 from eplb_service.cli.operator_client import Connection, Json, Name
 from eplb_service.cli.option_groups import option_groups
-from eplb_service.cli.status_text import par_text, size_text, state_text
+from eplb_service.cli.status_text import par_text, price_text, size_text, state_text, worth_text
 from eplb_service.cli.tables import compact_table
 from eplb_service.io.placement_file import SUFFIXES, placement_format, write_placement
 from eplb_service.placement import Placement
@@ -202,6 +202,9 @@ def _summary(status: operator_pb2.DeploymentStatus) -> Table:
         "last decision": escape(status.last_decision) or "none yet",
         "state": state_text(status),
     }
+    if status.HasField("worth"):
+        rows["worth"] = worth_text(status.worth)
+        rows["price of time"] = escape(price_text(status.worth))
     for name, text in rows.items():
         table.add_row(name, text)
     return table

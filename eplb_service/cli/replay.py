@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -28,7 +28,9 @@ from eplb_service.planner.settings import POLICIES, PlannerSettings
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from eplb_service.heat.window import Counts
     from eplb_service.io.trace import Trace
+    from eplb_service.placement import Int32
     from eplb_service.replay.assumptions import Assumption
     from eplb_service.replay.jobs import Job, Scene
     from eplb_service.replay.result import Replay
@@ -145,6 +147,12 @@ def replay(
         check_tokens(heat, trace)
     counts = slots.counts(trace.experts, group.ranks)
     start = slots.start(trace, group.ranks)
+    prior_TLE = slots.prior_heat(trace, reading.reading())
+    if prior_TLE is not None:
+        if len(counts) > 1:
+            raise UserError("--prior places experts on one number of slots; give --slots one")
+        compile_solver()
+        start = _placed_for(prior_TLE, group, counts[0], trace, settings)
     if start is not None and {start.shape[2]} != set(counts):
         raise UserError(f"--placement has {start.shape[2]} slots per rank, asked for {counts}")
     scene = Scene(group.topology(trace), costs, start)
@@ -163,6 +171,16 @@ def replay(
         work.leave()
         raise typer.Exit(130)
     work.finish()
+
+
+def _placed_for(
+    prior_TLE: Counts, group: RankOptions, slots: int, trace: Trace, settings: PlannerSettings
+) -> Int32:
+    """Where weights are at the start for a prior's heat, int32 ``[L, R, S]``."""
+    from eplb_service import offline
+
+    options = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    return offline.solve(prior_TLE, group.ranks, slots, topology=group.topology(trace), **options).phy2log
 
 
 def _check_jobs(jobs: list[Job], trace: Trace, scene: Scene) -> None:

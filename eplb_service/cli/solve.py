@@ -80,6 +80,7 @@ def solve(
         source_RLE = trace.source(0, trace.steps) if trace.facts.ranks == ranks else None
         check_tokens(heat, trace)
     topology, deployed = group.topology(trace), slot_options.start(trace, ranks)
+    prior_TLE = slot_options.prior_heat(trace, reading.reading())
     from eplb_service import offline
 
     def solved_for(settings: PlannerSettings, layers: slice = slice(None)) -> offline.Solution:
@@ -88,6 +89,7 @@ def solve(
             ranks,
             slots,
             placement=None if deployed is None else deployed[layers],
+            prior=None if prior_TLE is None else prior_TLE[:, layers],
             source_heat=None if source_RLE is None else source_RLE[None, :, layers],
             topology=topology,
             **{field.name: getattr(settings, field.name) for field in fields(settings)},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from rich.markup import escape
+
 from eplb_service.wire.generated import operator_pb2
 
 
@@ -17,6 +19,29 @@ def state_text(status: operator_pb2.DeploymentStatus) -> str:
 def par_text(value: float) -> str:
     """A peak-to-average ratio; a dash where none was measured."""
     return f"{value:.3f}" if value else "-"
+
+
+def worth_text(worth: operator_pb2.Worth) -> str:
+    """What balancing is worth, in one line: three times per step, the gain with its interval, and the verdict."""
+    colour = {"helps": "green", "costs": "red"}.get(worth.verdict, "yellow")
+    parts = [
+        f"[{colour}]{escape(worth.verdict)}[/]: {worth.gain_ms:+.3f} ms per step ({worth.gain_low_ms:+.3f} to "
+        f"{worth.gain_high_ms:+.3f})"
+    ]
+    if worth.HasField("gain_percent"):
+        parts.append(f"{worth.gain_percent:+.1f} % of a step of {worth.step_ms:.2f} ms")
+    if worth.HasField("tokens_per_second_won"):
+        parts.append(f"{worth.tokens_per_second_won:+,.0f} of {worth.tokens_per_second:,.0f} tokens/s")
+    parts.append(
+        f"experts {worth.left_alone_ms:.3f} ms left alone, {worth.serving_ms:.3f} as served, {worth.best_ms:.3f} best "
+        f"known, over {worth.steps} steps"
+    )
+    return "; ".join(parts)
+
+
+def price_text(worth: operator_pb2.Worth) -> str:
+    """What those milliseconds rest on."""
+    return f"{worth.price_kind}: {worth.price}"
 
 
 def size_text(count: float) -> str:

@@ -1,9 +1,12 @@
 """Fits a cost curve to the times of a model's own steps, while it serves: a regression, with its confidence.
 
-A step takes as long as all that has nothing to do with experts, and for each layer its slowest rank: ``step = base +
-sum over layers of max over ranks of sum over slots of g(tokens)``. Which rank is slowest depends on the curve and the
-curve on which rank is slowest, so both are found by turns, the ranks with most tokens first. Base and floor cannot be
-distinguished; the curve's floor is 0. Confidence intervals come from refits to steps drawn in blocks with replacement.
+A step takes as long as all that has nothing to do with experts, part of which grows with the batch, and for each layer
+its slowest rank: ``step = base + each * tokens + sum over layers of max over ranks of sum over slots of g(tokens)``,
+where ``tokens`` are those of the mean rank. Without that term, attention that takes longer in a larger batch would be
+put down to the slowest ranks, and balancing would seem to save it; with it, only steps that differ in balance, not in
+size alone, say what balance is worth. Which rank is slowest depends on the curve and the curve on which rank is
+slowest, so both are found by turns, the ranks with most tokens first. Base and floor cannot be distinguished; the
+curve's floor is 0. Confidence intervals come from refits to steps drawn in blocks with replacement.
 
 References
 ----------
@@ -18,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.cost.curve import CostCurve, FitQuality, Float64
-from eplb_service.cost.fit import CurveFitError, knees, nonnegative, robust_nonnegative
+from eplb_service.cost.fit import CurveFitError, knees
+from eplb_service.cost.nonnegative import nonnegative_many
 
 FEWEST_STEPS = 32
 """Steps below which nothing is said."""
@@ -26,6 +30,8 @@ _HELD_OUT_EACH = 4
 _TURNS = 5
 _DRAWS = 200
 _KNEES = 16
+_ROUNDS = 8
+_LEAST_ERROR = 0.01
 
 
 @dataclass(frozen=True)
@@ -55,12 +61,15 @@ class OnlineFit:
         With a floor of 0.
     base_us
         Microseconds of a step that do not depend on where tokens are.
+    each_us
+        Microseconds for each token of the mean rank, whichever rank it is on.
     read_us, slope_us
         The curve's, with their intervals.
     """
 
     curve: CostCurve
     base_us: Interval
+    each_us: Interval
     read_us: Interval
     slope_us: Interval
 
@@ -91,23 +100,24 @@ def fit_online(
     """
     us_T, tokens = _checked(step_us_T, tokens_TLRS)
     slowest_TL = tokens.sum(axis=3).argmax(axis=2)
-    knee, found_3 = 0.0, np.zeros(3)
+    mean_T = tokens.sum(axis=(1, 2, 3)) / tokens.shape[2]
+    knee, found_4 = 0.0, np.zeros(4)
     for _ in range(_TURNS):
         chosen_TLS = np.take_along_axis(tokens, slowest_TL[:, :, None, None], axis=2)[:, :, 0]
-        knee, found_3 = _best_knee(us_T, chosen_TLS)
-        us_TLR = found_3[1] * (tokens > 0).sum(axis=3) + found_3[2] * np.maximum(tokens - knee, 0).sum(axis=3)
+        knee, found_4 = _best_knee(us_T, chosen_TLS, mean_T)
+        us_TLR = found_4[2] * (tokens > 0).sum(axis=3) + found_4[3] * np.maximum(tokens - knee, 0).sum(axis=3)
         before_TL, slowest_TL = slowest_TL, us_TLR.argmax(axis=2)
         if np.array_equal(before_TL, slowest_TL):
             break
-    features_T3 = _features(chosen_TLS, knee)
-    low_3, high_3 = _intervals(features_T3, us_T, seed)
-    base, read, slope = (Interval(*map(float, row)) for row in zip(found_3, low_3, high_3, strict=True))
+    low_4, high_4 = _intervals(us_T, chosen_TLS, mean_T, found_4, seed)
+    base, each, read, slope = (Interval(*map(float, row)) for row in zip(found_4, low_4, high_4, strict=True))
     if read.value == slope.value == 0:
         raise CurveFitError(
-            "step times do not grow with tokens or busy slots: no cost curve can be fitted to them"
+            "step times do not grow with the slowest ranks' tokens or busy slots: no cost curve can be fitted to them"
         )
     launch = max(0.0, read.value - slope.value * knee)
-    error_T = np.abs(features_T3 @ found_3 / us_T - 1)[_held_out(us_T.size)]
+    features_T4 = _features(chosen_TLS, mean_T, np.array([knee]))[0]
+    error_T = np.abs(features_T4 @ found_4 / us_T - 1)[_held_out(us_T.size)]
     quality = FitQuality(
         samples=int(us_T.size),
         held_out=int(error_T.size),
@@ -117,7 +127,7 @@ def fit_online(
     )
     source = f"fitted online to {us_T.size} steps; read {read} us, slope {slope} us per token"
     curve = CostCurve(0.0, read.value, launch, slope.value, phase, source, quality)
-    return OnlineFit(curve, base, read, slope)
+    return OnlineFit(curve, base, each, read, slope)
 
 
 def _checked(step_us_T: npt.ArrayLike, tokens_TLRS: npt.ArrayLike) -> tuple[Float64, Float64]:
@@ -137,42 +147,71 @@ def _checked(step_us_T: npt.ArrayLike, tokens_TLRS: npt.ArrayLike) -> tuple[Floa
     return us_T, tokens
 
 
-def _best_knee(us_T: Float64, chosen_TLS: Float64) -> tuple[float, Float64]:
-    """The knee with the least error on the steps that are not held out, and base, read and slope with it."""
+def _best_knee(us_T: Float64, chosen_TLS: Float64, mean_T: Float64) -> tuple[float, Float64]:
+    """The knee with the least error on the steps that are not held out; base, each, read and slope with it."""
     kept_T = ~_held_out(us_T.size)
-    best = (np.inf, 0.0, np.zeros(3))
-    for knee in knees(chosen_TLS)[:: max(1, 64 // _KNEES)]:
-        features_T3 = _features(chosen_TLS, knee)
-        found_3 = robust_nonnegative(features_T3[kept_T], us_T[kept_T])
-        # What is computed cannot be launched in less than no time.
-        if found_3[1] < found_3[2] * knee - 1e-9:
-            continue
-        error = float(np.abs(features_T3[kept_T] @ found_3 / us_T[kept_T] - 1).mean())
-        if error < best[0]:
-            best = (error, float(knee), found_3)
-    return best[1], best[2]
+    knee_K = _knees(chosen_TLS)
+    features_KT4 = _features(chosen_TLS, mean_T, knee_K)[:, kept_T] / us_T[kept_T, None]
+    weight_KT = np.ones(features_KT4.shape[:2])
+    found_K4 = np.zeros((len(knee_K), 4))
+    for _ in range(_ROUNDS):
+        weighted_KT4 = features_KT4 * weight_KT[..., None] ** 2
+        gram_K44 = np.einsum("ktf,ktg->kfg", weighted_KT4, features_KT4)
+        found_K4, _ = nonnegative_many(gram_K44, weighted_KT4.sum(axis=1))
+        error_KT = np.abs(np.einsum("ktf,kf->kt", features_KT4, found_K4) - 1)
+        weight_KT = np.maximum(error_KT, _LEAST_ERROR) ** -0.5
+    error_K = np.where(_possible(found_K4, knee_K), error_KT.mean(axis=1), np.inf)
+    best = int(error_K.argmin())
+    return float(knee_K[best]), found_K4[best]
 
 
-def _features(chosen_TLS: Float64, knee: float) -> Float64:
-    """One, busy slots, and tokens past the knee, of the slowest ranks of all layers; float64 ``[T, 3]``."""
+def _possible(found_X4: Float64, knee_X: Float64) -> npt.NDArray[np.bool_]:
+    """Whether what is computed is launched in no less than no time."""
+    possible_X: npt.NDArray[np.bool_] = found_X4[..., 2] >= found_X4[..., 3] * knee_X - 1e-9
+    return possible_X
+
+
+def _knees(chosen_TLS: Float64) -> Float64:
+    knee_K: Float64 = knees(chosen_TLS)[:: max(1, 64 // _KNEES)]
+    return knee_K
+
+
+def _features(chosen_TLS: Float64, mean_T: Float64, knee_K: Float64) -> Float64:
+    """One, the mean rank's tokens, and of the slowest ranks busy slots and tokens past each knee, ``[K, T, 4]``.
+
+    What is the same in all steps cannot be distinguished from the base, and is 0.
+    """
     busy_T = (chosen_TLS > 0).sum(axis=(1, 2))
-    beyond_T = np.maximum(chosen_TLS - knee, 0).sum(axis=(1, 2))
-    return np.stack([np.ones(len(chosen_TLS)), busy_T, beyond_T], axis=1)
+    features_KT4 = np.ones((len(knee_K), len(mean_T), 4))
+    for features_T4, knee in zip(features_KT4, knee_K, strict=True):
+        beyond_T = np.maximum(chosen_TLS - knee, 0).sum(axis=(1, 2))
+        for column, values_T in enumerate((mean_T, busy_T, beyond_T), start=1):
+            features_T4[:, column] = values_T if np.ptp(values_T) > 0 else 0.0
+    return features_KT4
 
 
-def _intervals(features_T3: Float64, us_T: Float64, seed: int) -> tuple[Float64, Float64]:
-    """95 % intervals of base, read and slope, from refits to blocks of steps drawn with replacement."""
+def _intervals(
+    us_T: Float64, chosen_TLS: Float64, mean_T: Float64, found_4: Float64, seed: int
+) -> tuple[Float64, Float64]:
+    """95 % intervals of base, each, read and slope, from refits, knee included, to blocks of steps drawn again."""
     rng = np.random.default_rng(seed)
     steps = us_T.size
     block = max(1, round(steps**0.5))
-    found_D3 = np.empty((_DRAWS, 3))
-    for draw in range(_DRAWS):
+    drawn_DT = np.zeros((_DRAWS, steps))
+    for count_T in drawn_DT:
         first_B = rng.integers(0, steps - block + 1, -(-steps // block))
-        drawn_T = (first_B[:, None] + np.arange(block)).ravel()[:steps]
-        weight_T1 = 1.0 / us_T[drawn_T, None]
-        found_D3[draw] = nonnegative(features_T3[drawn_T] * weight_T1, np.ones(len(drawn_T)))
-    low_3, high_3 = np.quantile(found_D3, [0.025, 0.975], axis=0)
-    return low_3, high_3
+        count_T += np.bincount((first_B[:, None] + np.arange(block)).ravel()[:steps], minlength=steps)
+    knee_K = _knees(chosen_TLS)
+    features_KT4 = _features(chosen_TLS, mean_T, knee_K) / us_T[:, None]
+    pairs_KTX = np.einsum("ktf,ktg->ktfg", features_KT4, features_KT4).reshape(len(knee_K), steps, 16)
+    gram_DK = np.moveaxis(drawn_DT @ pairs_KTX, 0, 1).reshape(-1, 4, 4)
+    moment_DK = np.moveaxis(drawn_DT @ features_KT4, 0, 1).reshape(-1, 4)
+    found, lowered = nonnegative_many(gram_DK, moment_DK)
+    found_DK4, lowered_DK = found.reshape(_DRAWS, -1, 4), lowered.reshape(_DRAWS, -1)
+    lowered_DK = np.where(_possible(found_DK4, knee_K), lowered_DK, -1.0)
+    found_D4 = np.take_along_axis(found_DK4, lowered_DK.argmax(axis=1)[:, None, None], axis=1)[:, 0]
+    low_4, high_4 = np.quantile(found_D4, [0.025, 0.975], axis=0)
+    return np.minimum(low_4, found_4), np.maximum(high_4, found_4)
 
 
 def _held_out(steps: int) -> npt.NDArray[np.bool_]:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from eplb_service.heat.pending import PendingSteps
 from eplb_service.heat.placement_history import PLACEMENTS_HELD, TARGETS_HELD, PlacementHistory
 from eplb_service.heat.sources import SOURCE_BUCKETS, SourceHeat, SourceSums
+from eplb_service.heat.step_times import StepTimes, StepTimesRing
 from eplb_service.placement import Float64, Int32, mean_par, step_par
 from eplb_service.wire.heat import HeatReport
 from eplb_service.wire.hello import Shape
@@ -38,9 +39,10 @@ def memory_bytes(shape: Shape, window_steps: int, pending_steps: int) -> int:
     heat = kept_steps * shape.layers * (4 * shape.experts + 4 * shape.ranks + 16)
     counts = 4 * pending_steps * shape.layers * shape.ranks * shape.slots
     sources = SOURCE_BUCKETS * 4 * shape.ranks * shape.layers * shape.experts
+    times = kept_steps * 12 * shape.ranks
     slots = PLACEMENTS_HELD * 4 * shape.layers * shape.ranks * shape.slots
     tables = (_TABLES_HELD * 4 + TARGETS_HELD * 2) * shape.ranks * shape.layers * shape.experts * shape.width
-    return heat + counts + sources + slots + tables
+    return heat + counts + sources + times + slots + tables
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,21 @@ class HeatAssembler:
         Steps kept.
     pending_steps
         Steps that the fastest rank may be ahead of the slowest; also the most steps of one report.
+    token_groups_R
+        Ranks with the same number see the same tokens; by default each has its own.
 
     ``placements`` is what counts are read under; ``assembled`` counts the steps that ever entered the window.
     """
 
     def __init__(
-        self, ranks: int, layers: int, experts: int, slots: int, window_steps: int, pending_steps: int
+        self,
+        ranks: int,
+        layers: int,
+        experts: int,
+        slots: int,
+        window_steps: int,
+        pending_steps: int,
+        token_groups_R: Int32 | None = None,
     ) -> None:
         self.assembled = 0
         self.placements = PlacementHistory(tuple({} for _ in range(layers)))
@@ -96,6 +107,8 @@ class HeatAssembler:
         self._loads_WLR = np.zeros((window_steps, layers, ranks), dtype=np.int32)
         self._par_WL = np.full((window_steps, layers), np.nan)
         self._epochs_WL = np.zeros((window_steps, layers), dtype=np.int64)
+        groups_R = np.arange(ranks) if token_groups_R is None else token_groups_R
+        self._times = StepTimesRing(window_steps, ranks, np.unique(groups_R, return_index=True)[1])
 
     @property
     def counted(self) -> StepCounts:
@@ -146,6 +159,12 @@ class HeatAssembler:
         rows = tuple(self._heat_W[row] for row in self._in_order())
         return RememberedHeat(rows, self._shape, self._sources.sums())
 
+    def step_times(self, layer_epochs: Sequence[int]) -> StepTimes:
+        """How long the steps of ``remembered`` took, in its order; unknown where a layer was not yet as it is now."""
+        rows = self._in_order()
+        current_TL = self._epochs_WL[rows] == np.asarray(layer_epochs, dtype=np.int64)
+        return self._times.of(rows, current_TL.all(axis=1))
+
     def measured_loads(self, layer_epochs: Sequence[int], newest: int | None = None) -> Iterator[Int32]:
         """Tokens that each rank really received, int32 ``[L, R]`` for each step of the window, or its ``newest``.
 
@@ -193,4 +212,5 @@ class HeatAssembler:
         self._loads_WLR[row] = loads_LR
         self._par_WL[row] = step_par(self._loads_WLR[row])
         self._epochs_WL[row] = self._pending.epochs_PL[position]
+        self._times.put(row, self._pending.micros_PR[position], self._pending.tokens_PR[position])
         self.assembled += 1

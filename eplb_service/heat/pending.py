@@ -22,9 +22,10 @@ class PendingSteps:
     capacity
         P, steps in the ring; a step that falls out of it unfinished is lost.
 
-    ``epochs_PL`` and ``step_P`` are rows of steps by the positions that ``add`` and ``add_sources`` return, and hold
-    until the next call, as does what ``by_slot`` and ``by_source`` give of them. What a rank's slots received is only
-    kept until its step is whole: all ranks' counts are put together at once, which is quicker than rank by rank.
+    ``epochs_PL``, ``micros_PR`` (wall time by rank, 0 where not known), ``tokens_PR`` (own tokens by rank, -1 where not
+    known) and ``step_P`` are rows of steps by the positions that ``add`` and ``add_sources`` return, and hold until the
+    next call, as does what ``by_slot`` and ``by_source`` give of them. What a rank's slots received is only kept until
+    its step is whole: all ranks' counts are put together at once, which is quicker than rank by rank.
 
     The newest step decides where the ring is, but no rank's claim is final: where the latest report of *every* rank is
     of steps before the ring, whatever moved it so far ahead was wrong, and the ring goes back to where they are. What
@@ -41,6 +42,8 @@ class PendingSteps:
         self.dummy_steps = self.empty_steps = 0
         self.step_P = np.zeros(capacity, dtype=np.int64)
         self.epochs_PL = np.zeros((capacity, layers), dtype=np.int64)
+        self.micros_PR = np.zeros((capacity, ranks), dtype=np.uint32)
+        self.tokens_PR = np.full((capacity, ranks), -1, dtype=np.int64)
         self._seen_PR = np.zeros((capacity, ranks), dtype=bool)
         self._reported_P = np.zeros(capacity, dtype=np.int32)
         self._busy_P = np.zeros(capacity, dtype=bool)
@@ -139,6 +142,10 @@ class PendingSteps:
         taken: npt.NDArray[np.intp],
     ) -> npt.NDArray[np.intp]:
         """The rank's part of these steps is in; positions of those that are whole now and carry tokens."""
+        if report.micros_T is not None:
+            self.micros_PR[positions, rank] = report.micros_T[taken]
+        if report.tokens_T is not None:
+            self.tokens_PR[positions, rank] = report.tokens_T[taken]
         self._busy_P[positions] |= ~report.dummy_T[taken]
         self._seen_PR[positions, rank] = True
         self._reported_P[positions] += 1
@@ -205,6 +212,8 @@ class PendingSteps:
         self.step_P[positions] = coming
         # Counts by slot are written whole by each rank; those by source are added up, where there are any.
         sums = [self.__dict__[name] for name in ("_heat_PLE", "_loads_PLR") if name in self.__dict__]
-        for rows in (*sums, self._seen_PR, self._reported_P, self._busy_P, self._spoilt_P):
+        flags = (self._seen_PR, self._reported_P, self._busy_P, self._spoilt_P)
+        for rows in (*sums, self.micros_PR, *flags):
             rows[positions] = 0
+        self.tokens_PR[positions] = -1
         self._end = end

@@ -14,6 +14,7 @@ vLLM-Ascend pull requests 3042 and 6477, *FlashLB algorithm*, https://github.com
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -110,16 +111,18 @@ def plan(
         for layer, answer in zip(picked.tolist(), answers, strict=True)
     }
     verdicts = tuple(
-        decided[layer][1] if layer in decided else judge.not_picked(layer) for layer in range(window.layers)
+        decided[layer].verdict if layer in decided else judge.not_picked(layer)
+        for layer in range(window.layers)
     )
-    changed = [layer_plan for layer_plan, _ in decided.values() if layer_plan is not None]
+    changed = [of.changed for of in decided.values() if of.changed is not None]
+    hindsight = tuple(of.hindsight for of in decided.values() if of.hindsight is not None)
     if settings.cost_curve is not None:
         by_layer = {layer_plan.layer: layer_plan for layer_plan in changed}
         verdicts = with_times(
             verdicts, by_layer, window, placement, log2phy_RLE, settings.split, settings.cost_curve
         )
     changed.sort(key=lambda layer_plan: _gain(verdicts[layer_plan.layer]), reverse=True)
-    return Plan(tuple(changed), verdicts, price)
+    return Plan(tuple(changed), verdicts, price, hindsight)
 
 
 def plan_afresh(window: Window, placement: Placement, topology: Topology, settings: PlannerSettings) -> Plan:
@@ -213,6 +216,14 @@ def _judge(
     )
 
 
+class _Decided(NamedTuple):
+    """What an answer makes of its layer: the change, if it is one, the verdict, and its solution from scratch."""
+
+    changed: LayerPlan | None
+    verdict: LayerVerdict
+    hindsight: tuple[int, Int32, Int32] | None = None
+
+
 def _decided(
     layer: int,
     answer: Answer | SolverError,
@@ -221,29 +232,32 @@ def _decided(
     placement: Placement,
     topology: Topology,
     width: int,
-) -> tuple[LayerPlan | None, LayerVerdict]:
-    """What an answer makes of its layer: the change, if it is one, and the verdict; tables as wide as the host's."""
+) -> _Decided:
+    """What an answer makes of its layer; tables as wide as the host's."""
     if isinstance(answer, SolverError):
-        return None, judge.unanswered(layer, answer)
+        return _Decided(None, judge.unanswered(layer, answer))
     found, fresh = answer.found, answer.fresh
     for candidate in (found, fresh):
         if flaw := flaw_of(candidate.phy2log_RS, candidate.log2phy_GE, placement.experts):
-            return None, judge.unanswered(layer, flaw)
+            return _Decided(None, judge.unanswered(layer, flaw))
     _, first_G, group_R = topology.token_groups()
 
     def tables(candidate: Candidate) -> Int32:
         return tables_of_sources(candidate.log2phy_GE, first_G.size)[group_R]
 
-    hindsight = _step_par(window, layer, fresh.phy2log_RS, tables(fresh), judge.settings.split)
+    fresh_RE = tables(fresh)
+    hindsight = _step_par(window, layer, fresh.phy2log_RS, fresh_RE, judge.settings.split)
+    from_scratch = layer, fresh.phy2log_RS, as_host_deals(fresh_RE, width)
     if stays(answer):
-        return None, judge.not_worth_it(layer, answer, hindsight)
+        return _Decided(None, judge.not_worth_it(layer, answer, hindsight), from_scratch)
     log2phy_RE = tables(found)
     planned = hindsight
     if found is not fresh:
         planned = _step_par(window, layer, found.phy2log_RS, log2phy_RE, judge.settings.split)
     moves_M5 = choose_senders(placement.phy2log_LRS[layer].copy(), found.phy2log_RS, topology.nodes_R.copy())
     changed = LayerPlan(layer, found.phy2log_RS, as_host_deals(log2phy_RE, width), moves_M5)
-    return changed, judge.changed(layer, answer, len(moves_M5), planned, hindsight)
+    verdict = judge.changed(layer, answer, len(moves_M5), planned, hindsight)
+    return _Decided(changed, verdict, from_scratch)
 
 
 def _step_par(window: Window, layer: int, phy2log_RS: Int32, log2phy_RE: Int32, split: str) -> float:

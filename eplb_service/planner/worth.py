@@ -19,7 +19,7 @@ _PAID_ERRORS = 1.0
 
 @dataclass(frozen=True)
 class Gain:
-    """A mean over steps with its confidence interval, in peak-to-average ratio; NaN where nothing was measured."""
+    """A mean over steps with its confidence interval, in the unit of what was compared; NaN where nothing was."""
 
     mean: float
     low: float
@@ -45,7 +45,7 @@ def gain_of(before_TL: Float64, after_TL: Float64, confidence: float = CONFIDENC
     Parameters
     ----------
     before_TL, after_TL
-        float64 ``[T, L]``, ratios of the same steps; NaN without tokens, which say nothing.
+        float64 ``[T, L]``, ratios or times of the same steps; NaN without tokens, which say nothing.
     confidence
         Of the interval.
     """

@@ -9,6 +9,8 @@ from typing import TypeAlias
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
+from eplb_service.wire.worth import Worth
+
 Metric: TypeAlias = Gauge | Counter | Histogram
 
 _DEPLOYMENT = ("deployment",)
@@ -85,6 +87,26 @@ class Metrics:
         self.deployment_gain_low = gauge("eplb_deployment_gain_low", f"{won}: low end of its 95 % interval.")
         self.deployment_gain_high = gauge(
             "eplb_deployment_gain_high", f"{won}: high end of its 95 % interval."
+        )
+        self.experts_seconds = gauge(
+            "eplb_experts_seconds",
+            "Time of the slowest ranks of all layers in a step: left_alone as met first, serving, best_known.",
+            ("deployment", "placement"),
+        )
+        saved = "Time per step that balancing saves over what the ranks served when they first came together"
+        self.gain_seconds = gauge("eplb_gain_seconds", f"{saved}, at the price of eplb_time_price_info.")
+        self.gain_low_seconds = gauge("eplb_gain_low_seconds", f"{saved}: low end of its 95 % interval.")
+        self.gain_high_seconds = gauge("eplb_gain_high_seconds", f"{saved}: high end of its 95 % interval.")
+        self.time_price = gauge(
+            "eplb_time_price_info",
+            "Constant 1; what tokens cost in time is measured, fitted to step times, stated or assumed.",
+            ("deployment", "price"),
+        )
+        self.step_seconds = gauge(
+            "eplb_step_seconds", "Wall time of a step as the ranks' hosts measured it, waits left out."
+        )
+        self.tokens_won = gauge(
+            "eplb_gain_tokens_per_second", "Tokens per second that the time saved amounts to."
         )
         self.solve_seconds = histogram(
             "eplb_solve_seconds", "Time that one decision took to compute.", _SOLVE_BUCKETS
@@ -192,6 +214,29 @@ class Metrics:
         self.deployment_gain_low.labels(deployment).set(low)
         self.deployment_gain_high.labels(deployment).set(high)
 
+    def worth(self, deployment: str, worth: Worth) -> None:
+        """What balancing is worth; what is not known any more is removed."""
+        for placement, milliseconds in (
+            ("left_alone", worth.left_alone_ms),
+            ("serving", worth.serving_ms),
+            ("best_known", worth.best_ms),
+        ):
+            self.experts_seconds.labels(deployment, placement).set(milliseconds / 1e3)
+        self.gain_seconds.labels(deployment).set(worth.gain_ms / 1e3)
+        self.gain_low_seconds.labels(deployment).set(worth.gain_low_ms / 1e3)
+        self.gain_high_seconds.labels(deployment).set(worth.gain_high_ms / 1e3)
+        _remove(self.time_price, ("deployment", "price"), deployment)
+        self.time_price.labels(deployment, worth.price_kind).set(1)
+        step_seconds = None if worth.step_ms is None else worth.step_ms / 1e3
+        for gauge, value in (
+            (self.step_seconds, step_seconds),
+            (self.tokens_won, worth.tokens_per_second_won),
+        ):
+            if value is None:
+                _remove(gauge, _DEPLOYMENT, deployment)
+            else:
+                gauge.labels(deployment).set(value)
+
     def layer_pars(self, deployment: str, realised: Sequence[float], planned: dict[int, float]) -> None:
         """Per-layer ratios; zeros were not measured and are left out."""
         for layer, value in enumerate(realised):
@@ -210,11 +255,20 @@ class Metrics:
         for metric in (self.par_realised, self.par_planned, self.noise_floor):
             _remove(metric, _LAYER, deployment)
         _remove(self.rank_load, ("deployment", "rank"), deployment)
+        self._forget_worth(deployment)
 
     def forget_balance(self, deployment: str) -> None:
         """Remove what is measured while ranks serve; none is connected."""
         self.forget_layers(deployment)
         for metric in (self.deployment_par_realised, self.silent_seconds):
+            _remove(metric, _DEPLOYMENT, deployment)
+
+    def _forget_worth(self, deployment: str) -> None:
+        _remove(self.experts_seconds, ("deployment", "placement"), deployment)
+        _remove(self.time_price, ("deployment", "price"), deployment)
+        for metric in (self.gain_seconds, self.gain_low_seconds, self.gain_high_seconds):
+            _remove(metric, _DEPLOYMENT, deployment)
+        for metric in (self.step_seconds, self.tokens_won):
             _remove(metric, _DEPLOYMENT, deployment)
 
     def exposition(self, accept: str) -> tuple[str, bytes]:

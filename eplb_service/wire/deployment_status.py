@@ -15,6 +15,7 @@ from eplb_service.wire.fields import (
     MOST_LAYERS,
     MOST_RANKS,
     MOST_SLOTS,
+    MOST_WINDOW_STEPS,
     WireError,
     check_count,
     check_deployment,
@@ -25,9 +26,9 @@ from eplb_service.wire.fields import (
     printable,
 )
 from eplb_service.wire.generated import operator_pb2
+from eplb_service.wire.worth import Worth, decode_worth, encode_worth
 
 MOST_PROBLEMS = 2 * MOST_RANKS
-MOST_WINDOW_STEPS = 1 << 16
 _MOST_TOTAL = LAST_VERSION + 1
 
 
@@ -51,6 +52,8 @@ class DeploymentStatus:
         What is wrong, one line each.
     leader_term
         Of the service, for this deployment.
+    worth
+        What balancing is worth; ``None`` until a decision has judged its steps.
     """
 
     deployment: str
@@ -73,6 +76,7 @@ class DeploymentStatus:
     last_decision: str = ""
     problems: tuple[str, ...] = ()
     leader_term: int = 0
+    worth: Worth | None = None
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,7 @@ def encode_deployment_status(status: DeploymentStatus) -> operator_pb2.Deploymen
         **vars(status),
         "last_decision": _text(status.last_decision),
         "problems": [_text(problem) for problem in status.problems[:MOST_PROBLEMS]],
+        "worth": None if status.worth is None else encode_worth(status.worth),
     }
     return operator_pb2.DeploymentStatus(**fields)
 
@@ -153,6 +158,7 @@ def decode_deployment_status(message: operator_pb2.DeploymentStatus) -> Deployme
         last_decision=_text(message.last_decision),
         problems=tuple(map(_text, message.problems)),
         leader_term=check_count(message.leader_term, "status.leader_term", LAST_VERSION),
+        worth=decode_worth(message.worth) if message.HasField("worth") else None,
     )
 
 

@@ -18,6 +18,8 @@ MOST_TABLE_ENTRIES = 1 << 25
 """Bound on ranks x layers x experts x table entries: 320 ranks of DeepSeek-V3 have 4.8 million for one entry."""
 MOST_LAYER_ENTRIES = 1 << 18
 """Bound on layers x experts and on layers x ranks, both kept for every step of a window."""
+MOST_WINDOW_STEPS = 1 << 16
+"""Bound on the steps of a window."""
 LAST_STEP = 1 << 48
 """Bound on step numbers and counts of steps: a thousand steps per second for 8,900 years."""
 LAST_VERSION = 1 << 62
@@ -57,6 +59,13 @@ def check_seconds(value: float, field: str) -> float:
     """``value``, if it is a duration."""
     if not (math.isfinite(value) and 0 <= value <= LONGEST_SECONDS):
         raise WireError(f"{field} is {value}; it must be 0 to {LONGEST_SECONDS:g} seconds")
+    return value
+
+
+def check_finite(value: float, field: str) -> float:
+    """``value``, if it is a finite number."""
+    if not math.isfinite(value):
+        raise WireError(f"{field} is {value}; it must be a finite number")
     return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,9 @@ class HeatReport:
     source_sums_LE
         ``source_counts_TLE`` summed over the steps, integers ``[L, E]``, in their place; ``None`` where they are there,
         or the host does not count them.
+    micros_T
+        Wall time of each step by the rank's own clock in microseconds, integers ``[T]``, 0 where it is not known;
+        ``None`` from agents that do not measure it.
     """
 
     first_step: int
@@ -65,6 +69,7 @@ class HeatReport:
     tokens_T: npt.NDArray[np.integer[Any]] | None = None
     dropped_steps: int = 0
     source_sums_LE: npt.NDArray[np.integer[Any]] | None = None
+    micros_T: npt.NDArray[np.integer[Any]] | None = None
 
     @property
     def steps(self) -> int:
@@ -90,6 +95,7 @@ def encode_heat_report(report: HeatReport) -> agent_pb2.HeatReport:
         step_phases=report.phase_T.astype(np.uint8).tobytes(),
         dropped_steps=report.dropped_steps,
         step_tokens=None if report.tokens_T is None else report.tokens_T.tolist(),
+        step_micros=None if report.micros_T is None else report.micros_T.tolist(),
     )
 
 
@@ -109,10 +115,8 @@ def decode_heat_report(message: agent_pb2.HeatReport, shape: Shape, most_steps: 
     phase_T = np.frombuffer(message.step_phases, dtype=np.uint8)
     first_step = check_count(message.first_step, "heat_report.first_step", LAST_STEP)
     layer_epochs = check_epochs(message.layer_epochs, shape.layers, "heat_report.layer_epochs")
-    if len(message.step_tokens) not in (0, steps):
-        raise WireError(
-            f"heat_report.step_tokens: expected one for each of {steps} steps, got {len(message.step_tokens)}"
-        )
+    tokens_T = _of_steps(message.step_tokens, steps, "heat_report.step_tokens")
+    micros_T = _of_steps(message.step_micros, steps, "heat_report.step_micros")
     slots_TLS = sources_TLE = sums_LE = None
     if message.HasField("slot_counts"):
         size = (steps, shape.layers, shape.slots)
@@ -138,9 +142,10 @@ def decode_heat_report(message: agent_pb2.HeatReport, shape: Shape, most_steps: 
         slots_TLS,
         phase_T,
         sources_TLE,
-        np.array(message.step_tokens, dtype=np.int64) if message.step_tokens else None,
+        tokens_T,
         check_count(message.dropped_steps, "heat_report.dropped_steps", LAST_STEP),
         sums_LE,
+        micros_T,
     )
 
 
@@ -149,6 +154,13 @@ def is_quick_to_decode(message: agent_pb2.HeatReport) -> bool:
     arrays = (message.slot_counts, message.source_counts, message.source_sums)
     plain = all(array.compression == tensor_pb2.COMPRESSION_UNSPECIFIED for array in arrays)
     return plain and sum(len(array.data) for array in arrays) <= _SMALL_BYTES
+
+
+def _of_steps(values: Sequence[int], steps: int, field: str) -> npt.NDArray[np.int64] | None:
+    """One number for each step, int64 ``[T]``; ``None`` where none was sent."""
+    if len(values) not in (0, steps):
+        raise WireError(f"{field}: expected one for each of {steps} steps, got {len(values)}")
+    return np.array(values, dtype=np.int64) if values else None
 
 
 def _counts(packed: tensor_pb2.PackedArray, size: tuple[int, ...], summands: int, field: str) -> Integers:

@@ -211,6 +211,19 @@ def test_tokens_are_told_where_the_host_told_them_of_every_step() -> None:
     assert partly.tokens_T is None
 
 
+def test_wall_times_go_with_their_steps_and_what_no_message_holds_is_not_known() -> None:
+    layers = [CountingLayer()]
+    recorder = HeatRecorder(layers, 3)
+    for step, micros in enumerate([0, 800, 900, 1 << 32, -1, 700]):
+        layers[0].forward(step)
+        recorder.step_done(step, StepPhase.DECODE, (0,), micros=micros)
+    first, second = recorder.take()
+    assert first.micros_T is not None
+    assert second.micros_T is not None
+    assert first.micros_T.tolist() == [0, 800, 900]
+    assert second.micros_T.tolist() == [0, 0, 700]
+
+
 def test_a_host_that_counts_no_slots_is_reported_by_sources_alone() -> None:
     layers = [CountingLayer(), CountingLayer()]
     recorder = HeatRecorder([SourcesOnly(layer) for layer in layers], segment_steps=4)

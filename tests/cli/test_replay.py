@@ -165,3 +165,15 @@ def test_with_a_cost_curve_milliseconds_are_shown_against_the_fewest_slots(tmp_p
     reported = held("replay", capsys.readouterr().out)
     assert reported["costs"]["curve"]["read_us"] == 11.6
     assert reported["policies"]["none, 4 slots"]["moe_ms_per_step"] > 0
+
+
+def test_a_prior_places_what_policies_start_from(tmp_path, trace, capsys):
+    common = ("--heat", trace, "--ranks", RANKS, "--window", 40, "--policy", "none", "--json")
+    cold, begun = (
+        json.loads(replay(capsys, *common, "--slots", 5, *more)[1])["policies"]["none"]["par_realised"]
+        for more in ((), ("--prior", trace))
+    )
+    assert begun < cold
+    code, _, err = replay(capsys, *common, "--slots", "5,6", "--prior", trace)
+    assert code == 2
+    assert "--prior places experts on one number of slots" in err

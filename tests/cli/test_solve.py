@@ -222,3 +222,28 @@ def test_sources_that_a_trace_tells_are_used(tmp_path, capsys):
     source_RLE = source_TRLE.sum(axis=0).astype(float)
     realised_L = par(rank_loads(source_TRLE.sum(axis=1), placement, log2phy_RLE, source_RLE))
     assert json.loads(printed)["par_after"] == pytest.approx(realised_L.mean())
+
+
+def test_a_prior_is_what_the_start_was_placed_for(tmp_path, trace, capsys):
+    prior, out = tmp_path / "prefill.npz", tmp_path / "placement.npz"
+    np.savez(prior, counts=synthetic_heat("static", 64, LAYERS, EXPERTS, tokens=512, top_k=2, seed=1))
+    common = ("--heat", trace, "--ranks", RANKS, "--slots", SLOTS, "--out", out, "--json")
+    reported = {
+        name: json.loads(solve(capsys, *common, *more)[1])
+        for name, more in {"cold": (), "prior": ("--prior", prior)}.items()
+    }
+    assert reported["prior"]["par_before"] < reported["cold"]["par_before"]
+    assert reported["prior"]["moves"] < reported["cold"]["moves"]
+
+
+def test_a_prior_of_another_model_or_beside_a_placement_is_refused(tmp_path, trace, capsys):
+    prior, out = tmp_path / "other.npz", tmp_path / "placement.npz"
+    np.savez(prior, counts=np.ones((4, LAYERS, EXPERTS + 1), dtype=np.int32))
+    common = ("--heat", trace, "--ranks", RANKS, "--slots", SLOTS, "--out", out)
+    code, _, err = solve(capsys, *common, "--prior", prior)
+    assert code == 2
+    assert "a prior is heat of the same model" in err
+    code, _, err = solve(capsys, *common, "--prior", trace, "--placement", out)
+    assert code == 2
+    assert "either --placement or --prior" in err
+    assert not out.exists()

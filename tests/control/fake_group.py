@@ -19,6 +19,8 @@ from eplb_service.wire.plan import RankPlan, check_moves, decode_plan
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 8, 4, 3
 BYTES_PER_EXPERT = 1000
+STEP_MICROS = 20_000
+"""Wall time of every step."""
 
 
 def first_placement() -> Placement:
@@ -74,6 +76,7 @@ def heat_report(live: LivePlacement, rank: int, first_step: int, heat_TLE: Int32
         source_counts=pack(heat_TLE),
         step_phases=bytes([agent_pb2.STEP_PHASE_DECODE] * steps),
         step_tokens=heat_TLE[:, 0].sum(axis=1).tolist(),
+        step_micros=[STEP_MICROS] * steps,
     )
 
 

@@ -11,13 +11,17 @@ from eplb_service.cost.online import Interval, fit_online
 from tests.cost.curves import H200
 
 
-def steps(curve: CostCurve, noise: float, seed: int = 0, count: int = 160):
-    """Batches that vary, of skewed experts: what makes floor, read and slope distinguishable."""
+def steps(curve: CostCurve, noise: float, seed: int = 0, count: int = 160, each: float = 0.05):
+    """Batches that vary, of experts whose skew varies: what makes base, each, read and slope distinguishable."""
     rng = np.random.default_rng(seed)
-    popularity = rng.dirichlet(np.full(24, 0.5), 3).reshape(1, 3, 4, 6)
+    popularity = rng.dirichlet(np.full(24, 0.5), (count, 3)).reshape(count, 3, 4, 6)
     batch_T = np.exp(rng.uniform(np.log(16), np.log(8192), count))
     tokens = rng.poisson(batch_T[:, None, None, None] * popularity)
-    us_T = 900 + curve.slot_us(tokens).sum(axis=3).max(axis=2).sum(axis=1)
+    us_T = (
+        900
+        + each * tokens.sum(axis=(1, 2, 3)) / 4
+        + curve.slot_us(tokens).sum(axis=3).max(axis=2).sum(axis=1)
+    )
     return us_T * np.exp(noise * rng.standard_normal(count)), tokens
 
 
@@ -37,6 +41,24 @@ def test_intervals_hold_the_truth_under_noise_and_widen_with_it():
         assert found.known
     width = [found.slope_us.high - found.slope_us.low for found in (quiet, loud)]
     assert width[0] < width[1]
+
+
+def test_what_grows_with_the_batch_alone_is_not_put_down_to_the_slowest_ranks():
+    found = fit_online(*steps(H200, noise=0.0, each=0.2))
+    assert found.each_us.value == pytest.approx(0.2, rel=0.1)
+    assert found.curve.slope_us == pytest.approx(H200.slope_us, rel=0.1)
+    _, tokens = steps(H200, noise=0.0)
+    batch_T = tokens.sum(axis=(1, 2, 3))
+    us_T = (900 + 0.1 * batch_T) * np.exp(0.02 * np.random.default_rng(2).standard_normal(len(batch_T)))
+    with pytest.raises(CurveFitError, match="do not grow with the slowest ranks"):
+        fit_online(us_T, tokens)
+
+
+def test_slots_that_are_always_busy_cannot_be_told_from_the_base():
+    rng = np.random.default_rng(3)
+    tokens = 100 + rng.poisson(50, (64, 2, 4, 6))
+    with pytest.raises(CurveFitError, match="do not grow"):
+        fit_online(np.full(64, 2e4), tokens)
 
 
 def test_where_tokens_do_not_matter_nothing_is_known():

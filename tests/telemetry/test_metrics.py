@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from eplb_service.telemetry.metrics import Metrics
+from eplb_service.wire.worth import Worth
 
 
 @pytest.fixture
@@ -53,6 +56,34 @@ def test_what_was_not_measured_has_no_series(metrics: Metrics) -> None:
     assert (
         metrics.registry.get_sample_value("eplb_par_realised", {"deployment": "decode", "layer": "1"}) is None
     )
+
+
+def worth(**changes: Any) -> Worth:
+    facts: dict[str, Any] = {
+        **dict.fromkeys(("left_alone_ms", "serving_ms", "best_ms"), 4.0),
+        **dict.fromkeys(("gain_ms", "gain_low_ms", "gain_high_ms"), 1.0),
+        "steps": 64,
+        "best": "hindsight",
+        "price_kind": "assumed",
+        "price": "0.4 ms per layer",
+    }
+    return Worth(**facts | changes)
+
+
+def test_worth_has_the_price_of_the_last_decision_alone_and_nothing_that_is_not_known(
+    metrics: Metrics,
+) -> None:
+    metrics.worth("decode", worth(step_ms=20.0, tokens_per_second_won=5.0))
+    value_of = metrics.registry.get_sample_value
+    served = {"deployment": "decode", "placement": "serving"}
+    assert value_of("eplb_experts_seconds", served) == pytest.approx(4e-3)
+    assert value_of("eplb_step_seconds", {"deployment": "decode"}) == pytest.approx(20e-3)
+    metrics.worth("decode", worth(price_kind="fitted"))
+    assert value_of("eplb_time_price_info", {"deployment": "decode", "price": "fitted"}) == 1
+    assert value_of("eplb_time_price_info", {"deployment": "decode", "price": "assumed"}) is None
+    assert not {"eplb_step_seconds", "eplb_gain_tokens_per_second"} & series_of(metrics, "decode")
+    metrics.forget_layers("decode")
+    assert not [name for name in series_of(metrics, "decode") if "seconds" in name and "solve" not in name]
 
 
 def test_every_metric_has_the_prefix(metrics: Metrics) -> None:

@@ -67,6 +67,7 @@ from eplb_service.wire.watch import (
     encode_served,
     encode_switched,
 )
+from eplb_service.wire.worth import PRICES, Worth
 
 SHAPE = Shape(ranks=2, layers=3, experts=4, slots=3, bytes_per_expert=64)
 RANK = 1
@@ -178,6 +179,7 @@ def heat_reports(draw: st.DrawFn) -> HeatReport:
         draw(st.none() | tokens),
         draw(_STEPS),
         draw(st.none() | sums) if by_step is None else None,
+        draw(st.none() | tokens),
     )
 
 
@@ -199,6 +201,26 @@ def plans(draw: st.DrawFn) -> RankPlan:
     return RankPlan.of(draw(_VERSIONS), draw(_VERSIONS), draw(_VERSIONS), draw(_DIGESTS), tuple(layers))
 
 
+def worths() -> st.SearchStrategy[Worth]:
+    """What balancing may be worth."""
+    times, steps, number = st.floats(0, 1e9), st.integers(0, 1 << 16), st.floats(-1e9, 1e9)
+    return st.builds(
+        Worth,
+        steps,
+        times,
+        times,
+        times,
+        _TEXTS,
+        number,
+        number,
+        number,
+        st.sampled_from(PRICES),
+        _TEXTS,
+        steps,
+        *(st.none() | number for _ in range(4)),
+    )
+
+
 @st.composite
 def deployment_statuses(draw: st.DrawFn) -> DeploymentStatus:
     totals = ("steps_received", "steps_lost", "layers_switched", "experts_moved", "bytes_moved")
@@ -218,6 +240,7 @@ def deployment_statuses(draw: st.DrawFn) -> DeploymentStatus:
         last_decision=draw(_TEXTS),
         problems=tuple(draw(st.lists(_TEXTS, max_size=3))),
         leader_term=draw(_VERSIONS),
+        worth=draw(st.none() | worths()),
         **{name: draw(st.integers(0, LAST_VERSION)) for name in totals},
     )
 
@@ -273,6 +296,7 @@ _PAST_DIGESTS = (LAST_DIGEST, (1 << 64) - 1)
 _PAST_STEPS = (LAST_STEP, (1 << 62) - 100, (1 << 64) - 1)
 _PAST_TOTALS = (LAST_VERSION + 1, (1 << 64) - 1)
 _NO_RATIOS = (float("nan"), float("inf"), -1.0)
+_NOT_FINITE = (float("nan"), float("inf"), float("-inf"))
 _NOT_MEASURED = (float("inf"), -1.0, float("-inf"))
 _NO_SECONDS = (float("nan"), float("inf"), -1.0, 1e300)
 
@@ -355,6 +379,7 @@ KINDS: dict[str, Kind] = {
             "step_phases": (b"", b"\x00" * 4, b"\x04", b"\x01" * (MOST_STEPS + 1)),
             "dropped_steps": _PAST_STEPS,
             "step_tokens": ([1] * (MOST_STEPS + 1),),
+            "step_micros": ([1] * (MOST_STEPS + 1),),
         },
     ),
     "plan": Kind(
@@ -459,6 +484,22 @@ KINDS: dict[str, Kind] = {
             "last_decision": ACCEPTED,
             "problems": (["x"] * 8193,),
             "leader_term": _PAST_VERSIONS,
+            "worth.steps": ((1 << 16) + 1, 1 << 31),
+            "worth.left_alone_ms": _NO_RATIOS,
+            "worth.serving_ms": _NO_RATIOS,
+            "worth.best_ms": _NO_RATIOS,
+            "worth.best": ACCEPTED,
+            "worth.gain_ms": _NOT_FINITE,
+            "worth.gain_low_ms": _NOT_FINITE,
+            "worth.gain_high_ms": _NOT_FINITE,
+            "worth.price_kind": ("", "free", _CONTROL),
+            "worth.price": ACCEPTED,
+            "worth.timed_steps": ((1 << 16) + 1, 1 << 31),
+            "worth.step_ms": _NOT_FINITE,
+            "worth.gain_percent": _NOT_FINITE,
+            "worth.tokens_per_second": _NOT_FINITE,
+            "worth.tokens_per_second_won": _NOT_FINITE,
+            "worth.verdict": ACCEPTED,
         },
     ),
     "layer_status": Kind(

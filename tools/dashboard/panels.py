@@ -151,6 +151,45 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
                 decimals=3,
             ),
             Panel(
+                "Time of the experts in a step",
+                "The slowest ranks of all layers together, over the last decision's steps: under the layout that was met first (left_alone), as served, and under the best known. At the price of eplb_time_price_info: measured, fitted to step times, stated or assumed.",
+                [(of("eplb_experts_seconds"), f"{_OF} {{{{placement}}}}")],
+                size=(12, 8),
+                unit="s",
+            ),
+            Panel(
+                "Time saved per step",
+                "Left alone less as served, with its 95 % interval. Where the interval holds 0, balancing is not shown to help.",
+                [
+                    (of("eplb_gain_seconds"), f"{_OF} saved"),
+                    (of("eplb_gain_low_seconds"), f"{_OF} at least"),
+                    (of("eplb_gain_high_seconds"), f"{_OF} at most"),
+                ],
+                size=(12, 8),
+                unit="s",
+            ),
+            Panel(
+                "Wall time of a step",
+                "As the ranks' hosts measured it, waits for requests left out; absent where agents do not report it.",
+                [(of("eplb_step_seconds"), _OF)],
+                size=(8, 8),
+                unit="s",
+            ),
+            Panel(
+                "Tokens per second saved",
+                "What the time saved amounts to, where hosts report their tokens.",
+                [(of("eplb_gain_tokens_per_second"), _OF)],
+                size=(8, 8),
+            ),
+            Panel(
+                "Price of time",
+                "Where what tokens cost comes from: measured, fitted to this deployment's step times, stated or assumed.",
+                [(of("eplb_time_price_info"), f"{_OF} {{{{price}}}}")],
+                size=(8, 8),
+                style=_STAIRS,
+                decimals=0,
+            ),
+            Panel(
                 "Realised PAR above the floor, by layer",
                 "One row per layer, colder is better.",
                 [

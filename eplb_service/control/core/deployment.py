@@ -23,6 +23,7 @@ from eplb_service.control.core.plan_tracker import ContradictionError, Outcome, 
 from eplb_service.control.core.shedding import Shedding
 from eplb_service.control.core.totals import Totals
 from eplb_service.heat.assembler import HeatAssembler, StepCounts
+from eplb_service.planner.counterfactual import Counterfactual
 from eplb_service.planner.outlook import Outlook
 from eplb_service.planner.pace import Pace
 from eplb_service.planner.plan import LayerPlan
@@ -81,6 +82,10 @@ class Deployment:
         When the next decision is due by what is realised; ``None`` where that is by the clock, or no heat is expected.
     found
         What served when the ranks of this group first came together; what balancing has won is measured against it.
+    begun
+        Whether a decision has been made for this group, or none is to be made before it has heat of its own.
+    worth
+        What balancing is worth, as the last decision's steps tell; ``None`` until one has.
     events
         What has happened since ``take_events``.
     """
@@ -107,6 +112,8 @@ class Deployment:
     decided_at: int = 0
     pacing: Pacing | None = None
     found: LivePlacement | None = None
+    begun: bool = False
+    worth: Counterfactual | None = None
     events: list[Event] = field(default_factory=list)
 
     @property
@@ -217,8 +224,8 @@ class Deployment:
             f"{clock_of(seen)}, this one at {clock_of(self.leader_term)}, by their clocks"
         )
 
-    def obstacle(self) -> str | None:
-        """Why no decision can be made now, or ``None``."""
+    def obstacle(self, *, needs_heat: bool = True) -> str | None:
+        """Why no decision can be made now, or ``None``; one by a prior needs no heat of the ranks' own."""
         if self.group is None or self.live is None or self.heat is None:
             return "not all ranks have reported what they serve"
         if self.paused:
@@ -234,7 +241,13 @@ class Deployment:
             return f"{rank_list(halted)} no longer takes part"
         if self.group.out_of_step:
             return f"{rank_list(self.group.out_of_step)} not at epoch {self.live.epoch}"
-        return None if self.heat.steps else "no heat has been gathered yet"
+        return None if self.heat.steps or not needs_heat else "no heat has been gathered yet"
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether a first plan can be made by a prior: the ranks serve what they loaded, and nothing was decided."""
+        loaded = self.live is not None and self.live.epoch == 0
+        return loaded and not self.begun and self.obstacle(needs_heat=False) is None
 
     def is_due(self, interval: int) -> bool:
         """Whether a decision is due, and can be made.
@@ -248,8 +261,15 @@ class Deployment:
     def deciding(self) -> None:
         """A decision is being made on the window as it is now."""
         self.plan_problems.clear()
+        self.begun = True
         self.decided_at = self.heat.assembled if self.heat else 0
         self.pacing = self.pacing and self.pacing.deciding()
+
+    def beginning(self, problem: str = "") -> None:
+        """The first plan is being made by a prior, or cannot be for ``problem``; later ones are due all the same."""
+        self.begun = True
+        if problem:
+            self._note_problem(problem)
 
     def decided(self, outlook: Outlook, *, changed: bool) -> None:
         """The decision was made: it leaves all as it is, or a plan of it is about to be offered."""
@@ -294,6 +314,7 @@ class Deployment:
         self.plan_problems.clear()
         self.decided_at, self.pacing, self.watchdog = 0, None, HeatWatchdog()
         self.found, self.shedding = None, Shedding()
+        self.worth, self.begun = None, False
         self.undecided, self.losses = Undecided(), Losses()
 
     def _look_at_clock(self, now: float) -> None:
@@ -316,6 +337,7 @@ class Deployment:
                 shape.slots,
                 self.limits.window_steps,
                 self.limits.pending_steps,
+                self.group.topology.token_groups_R,
             )
             if self.limits.first_decision is not None:
                 self.pacing = Pacing(Pace(self.limits.first_decision, self.limits.window_steps))

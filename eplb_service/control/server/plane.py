@@ -18,6 +18,7 @@ from eplb_service.control.server.deployment_metrics import report
 from eplb_service.control.server.heat_feed import HeatFeed
 from eplb_service.control.server.observer import Observer
 from eplb_service.control.server.planning import DECISION_RESULTS, Decider
+from eplb_service.control.server.priors import PriorError, Priors
 from eplb_service.control.server.reporting import ReportingPolicy
 from eplb_service.control.server.settings import ServiceSettings
 from eplb_service.control.server.store import higher_term
@@ -78,6 +79,7 @@ class ControlPlane:
         self.remembered: dict[str, StoredPlacement] = {}
         self.log = BoundedLog(metrics.log_lines_left_out.inc)
         self._store_failures = 0
+        self._priors = Priors(settings.prior or "", settings.window_steps)
         self._writer = writer
         self._metrics = metrics
         self.feed = HeatFeed(recording, pending_steps(settings))
@@ -236,11 +238,26 @@ class ControlPlane:
                     self.forget(deployment.name)
                 else:
                     self.reporting.follow_up(deployment)
+                    self._begin(deployment)
                     report(deployment, self._metrics, self.observer)
                     self.observer.tick(deployment)
             except Exception:
                 # One deployment's trouble is not the others'.
                 _log.exception("tick_failed", deployment=deployment.name)
+
+    def _begin(self, deployment: Deployment) -> None:
+        """Make the first plan by the heat of a deployment's prior, as soon as its ranks are together."""
+        if not deployment.may_begin or not self.decider.may_decide(deployment.name):
+            return
+        try:
+            prior = self._priors.of(deployment, self.deployments)
+        except PriorError as error:
+            _log.warning("prior_not_used", deployment=deployment.name, reason=str(error))
+            deployment.beginning(f"no first plan was made: {error}")
+            return
+        if prior is not None:
+            _log.info("begins_by_prior", deployment=deployment.name, source=prior.source)
+            self.decider.start(deployment, prior)
 
     def _watch_store(self) -> None:
         """Say so where the disk does not take what is written, and try again until it does."""

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,11 +16,15 @@ import structlog
 
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import ConflictError
+from eplb_service.control.core.live_placement import LivePlacement
+from eplb_service.control.core.membership import Group
 from eplb_service.control.core.offer import Offer, rank_plans
 from eplb_service.control.server.observer import Observer
-from eplb_service.control.server.question import Question, answer
+from eplb_service.control.server.priors import Prior
+from eplb_service.control.server.question import Question, answer, appraise
 from eplb_service.control.server.store_writer import StoreWriter
 from eplb_service.control.server.streams import Streams
+from eplb_service.control.server.worth_figures import figures_of
 from eplb_service.placement import mean_par
 from eplb_service.planner.outlook import Outlook
 from eplb_service.planner.plan import Plan
@@ -98,6 +102,7 @@ class Decider:
         self._computing: set[Future[Any]] = set()
         self._warm = asyncio.Event()
         self._running: dict[str, asyncio.Task[DecisionOutcome]] = {}
+        self._appraising: set[asyncio.Task[None]] = set()
 
     @property
     def computing(self) -> bool:
@@ -114,23 +119,26 @@ class Decider:
         self._stuck = {stuck: computing for stuck, computing in self._stuck.items() if not computing.done()}
         return name not in self._stuck and len(self._stuck) < _MOST_STUCK
 
-    def start(self, deployment: Deployment) -> asyncio.Task[DecisionOutcome]:
-        """Decide now, or join the decision that is being made.
+    def start(self, deployment: Deployment, prior: Prior | None = None) -> asyncio.Task[DecisionOutcome]:
+        """Decide now, on the ranks' own heat or on a prior's, or join the decision that is being made.
 
         Raises ``ConflictError`` where the deployment is in no state for one.
         """
         running = self._running.get(deployment.name)
         if running is not None:
             return running
-        obstacle = deployment.obstacle()
+        obstacle = deployment.obstacle(needs_heat=prior is None)
         if obstacle is not None:
             raise ConflictError(f"no decision can be made for {deployment.name!r}: {obstacle}")
         if not self.may_decide(deployment.name):
             raise ConflictError(
                 f"no decision can be made for {deployment.name!r}: one that was given up is still being computed"
             )
-        deployment.deciding()
-        task = asyncio.create_task(self._decide(deployment))
+        if prior is None:
+            deployment.deciding()
+        else:
+            deployment.beginning()
+        task = asyncio.create_task(self._decide(deployment, prior))
         self._running[deployment.name] = task
         task.add_done_callback(lambda _: self._ended(deployment.name, task))
         return task
@@ -143,7 +151,7 @@ class Decider:
 
     async def close(self) -> None:
         """Make no more decisions; one that is being computed is thrown away."""
-        running = list(self._running.values())
+        running = [*self._running.values(), *self._appraising]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -152,10 +160,10 @@ class Decider:
         if self._running.get(name) is task:
             del self._running[name]
 
-    async def _decide(self, deployment: Deployment) -> DecisionOutcome:
+    async def _decide(self, deployment: Deployment, prior: Prior | None) -> DecisionOutcome:
         await self._warm.wait()
         try:
-            outcome = await self._decide_and_offer(deployment)
+            outcome = await self._decide_and_offer(deployment, prior)
         except Exception as error:
             _log.exception("decision_failed", deployment=deployment.name)
             outcome = DecisionOutcome("failed", f"the decision failed: {error}")
@@ -164,14 +172,14 @@ class Decider:
         _log.info("decision", deployment=deployment.name, result=outcome.result, message=outcome.message)
         return outcome
 
-    async def _decide_and_offer(self, deployment: Deployment) -> DecisionOutcome:
-        group, live, heat = deployment.group, deployment.live, deployment.heat
-        if group is None or live is None or heat is None:
+    async def _decide_and_offer(self, deployment: Deployment, prior: Prior | None) -> DecisionOutcome:
+        group, live = deployment.group, deployment.live
+        if group is None or live is None:
             return DecisionOutcome("dropped", "no decision was made: the ranks went away")
         async with self._turns:
-            question = Question(
-                heat.remembered(), live, deployment.found, group.topology, self._settings, deployment.pacing
-            )
+            question = Question.of(deployment, group, live, self._settings, prior)
+            if question is None:
+                return DecisionOutcome("dropped", "no decision was made: the ranks went away")
             computing = self._compute(answer, question)
             try:
                 solved, outlook, seconds = await asyncio.wait_for(_outcome(computing), self._deadline)
@@ -180,8 +188,28 @@ class Decider:
                 self._stuck[deployment.name] = computing
                 return DecisionOutcome("failed", f"the decision was given up after {self._deadline:g} s")
         self._report(deployment.name, solved, outlook, seconds)
+        if prior is not None:
+            outcome = await self._offered(deployment, group, live, solved, None)
+            return replace(outcome, message=f"{outcome.message}, by the heat of {prior.source}")
+        outcome = await self._offered(deployment, group, live, solved, outlook)
+        # Beside what comes next: nobody waits for it.
+        appraising = asyncio.create_task(self._appraise(deployment, group, question, solved))
+        self._appraising.add(appraising)
+        appraising.add_done_callback(self._appraising.discard)
+        return outcome
+
+    async def _offered(
+        self,
+        deployment: Deployment,
+        group: Group,
+        live: LivePlacement,
+        solved: Plan,
+        outlook: Outlook | None,
+    ) -> DecisionOutcome:
+        """Offer what was decided for a group that served ``live``; ``outlook`` is ``None`` for what a prior says."""
         if not solved.layers:
-            deployment.decided(outlook, changed=False)
+            if outlook is not None:
+                deployment.decided(outlook, changed=False)
             seen = "no tokens" if math.isnan(solved.par_seen) else f"PAR {solved.par_seen:.3f}"
             return DecisionOutcome("kept", f"every layer kept ({seen}){_won(outlook)}")
         store, term = self._writer.store, deployment.leader_term
@@ -189,10 +217,12 @@ class Decider:
         messages = await _outcome(self._compute(_messages, offer, term, group.shape.ranks))
         now = deployment.group
         changed = now is None or now.forming != group.forming or deployment.live is not live
-        obstacle = "the ranks changed meanwhile" if changed else deployment.obstacle()
+        obstacle = deployment.obstacle(needs_heat=outlook is not None)
+        obstacle = "the ranks changed meanwhile" if changed else obstacle
         if obstacle is not None:
             return DecisionOutcome("dropped", f"a plan was made but not offered: {obstacle}")
-        deployment.decided(outlook, changed=True)
+        if outlook is not None:
+            deployment.decided(outlook, changed=True)
         deployment.offer(offer, time.monotonic())
         self._observer.offered(deployment.name, offer.plan_id)
         await self._writer.write(store.begin_plan, deployment.name, offer, term)
@@ -204,6 +234,23 @@ class Decider:
             f"PAR {solved.par_seen:.3f} -> {solved.par_planned:.3f}{_won(outlook)}"
         )
         return DecisionOutcome("plan", message, offer.plan_id, len(solved.layers), solved.moves)
+
+    async def _appraise(self, deployment: Deployment, group: Group, question: Question, solved: Plan) -> None:
+        """Note what the decision's steps say of balancing's worth; nothing depends on it."""
+        async with self._turns:
+            computing = self._compute(appraise, question, solved)
+            try:
+                found = await asyncio.wait_for(_outcome(computing), self._deadline)
+            except asyncio.TimeoutError:
+                self._stuck[deployment.name] = computing
+                return
+            except Exception:
+                _log.exception("worth_unknown", deployment=deployment.name)
+                return
+        now = deployment.group
+        if found is not None and now is not None and now.forming == group.forming:
+            deployment.worth = found
+            self._metrics.worth(deployment.name, figures_of(found))
 
     def _compute(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
         """On a thread of its own, which ends with it."""
@@ -233,9 +280,9 @@ async def _outcome(computing: Future[T]) -> T:
     return await asyncio.shield(asyncio.wrap_future(computing))
 
 
-def _won(outlook: Outlook) -> str:
+def _won(outlook: Outlook | None) -> str:
     """What balancing has won so far, for operators; empty where that is not known."""
-    won = outlook.won
+    won = None if outlook is None else outlook.won
     if won is None or not won.known:
         return ""
     return f"; {won.mean:.3f} won over the first layout ({won.low:.3f} to {won.high:.3f})"

@@ -9,11 +9,15 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.live_placement import LivePlacement
+from eplb_service.control.core.membership import Group
 from eplb_service.control.core.pacing import Pacing
+from eplb_service.control.server.priors import Prior
 from eplb_service.heat.assembler import RememberedHeat
-from eplb_service.heat.window import Window
-from eplb_service.placement import Int32
+from eplb_service.heat.step_times import StepTimes
+from eplb_service.heat.window import Counts, Window
+from eplb_service.planner.counterfactual import Counterfactual, counterfactual
 from eplb_service.planner.decide import plan
 from eplb_service.planner.outlook import Outlook, gain_over, promise_for
 from eplb_service.planner.plan import Plan
@@ -28,7 +32,9 @@ class Question:
     Parameters
     ----------
     heat
-        What the deployment remembers.
+        What the deployment remembers, or a prior.
+    times
+        How long its steps took under what serves.
     live, found
         What serves, and what served when the ranks first came together; ``None`` where that is not known.
     topology, settings
@@ -37,16 +43,46 @@ class Question:
         When the deployment is decided for; ``None`` where that is by the clock.
     """
 
-    heat: RememberedHeat
+    heat: RememberedHeat | Prior
+    times: StepTimes
     live: LivePlacement
     found: LivePlacement | None
     topology: Topology
     settings: PlannerSettings
     pacing: Pacing | None
 
+    @classmethod
+    def of(
+        cls,
+        deployment: Deployment,
+        group: Group,
+        live: LivePlacement,
+        settings: PlannerSettings,
+        prior: Prior | None = None,
+    ) -> Question | None:
+        """What is to be decided on for a deployment that serves ``live``; ``None`` where nothing is remembered.
+
+        With a prior its heat stands for the ranks' own, and nothing is known of step times or of when to decide next.
+        """
+        if prior is not None:
+            nothing_T = np.full(len(prior.heat_TLE), np.nan)
+            times = StepTimes(nothing_T, nothing_T)
+            return cls(prior, times, live, None, group.topology, settings, None)
+        if deployment.heat is None:
+            return None
+        times = deployment.heat.step_times(live.layer_epochs)
+        heat = deployment.heat.remembered()
+        return cls(heat, times, live, deployment.found, group.topology, settings, deployment.pacing)
+
     @property
-    def heat_TLE(self) -> Int32:
-        """Heat of the steps that are remembered, int32 ``[T, L, E]``."""
+    def looked_at(self) -> Window:
+        """The steps to decide on."""
+        steps = len(self.heat_TLE) if self.pacing is None else self.pacing.pace.window_steps(self.heat_TLE)
+        return self.newest(steps)
+
+    @property
+    def heat_TLE(self) -> Counts:
+        """Heat of the steps that are remembered, ``[T, L, E]``."""
         return self._arrays[0]
 
     @property
@@ -55,7 +91,7 @@ class Question:
         return self._arrays[1]
 
     @cached_property
-    def _arrays(self) -> tuple[Int32, npt.NDArray[np.float64] | None]:
+    def _arrays(self) -> tuple[Counts, npt.NDArray[np.float64] | None]:
         return self.heat.arrays()
 
     def newest(self, steps: int) -> Window:
@@ -67,16 +103,28 @@ def answer(question: Question) -> tuple[Plan, Outlook, float]:
     """The plan, what is to be watched of it, and the seconds that it took."""
     started = time.perf_counter()
     live, settings, pacing = question.live, question.settings, question.pacing
-    remembered = len(question.heat_TLE)
-    steps = remembered if pacing is None else pacing.pace.window_steps(question.heat_TLE)
     serving_steps = None if pacing is None else pacing.pace.serving_steps
-    window = question.newest(steps)
+    window = question.looked_at
     made = plan(window, live.placement, live.log2phy_RLE, question.topology, settings, serving_steps)
     promise = promise_for(window, live.serving, made, settings.split)
     won = None
     if question.found is not None:
         won = gain_over(window, question.found.serving, live.serving, settings.split)
     return made, Outlook(promise, _paid(question), won), time.perf_counter() - started
+
+
+def appraise(question: Question, decided: Plan) -> Counterfactual | None:
+    """What balancing is worth on all steps that are remembered; ``None`` where that cannot be said."""
+    if question.found is None:
+        return None
+    return counterfactual(
+        question.newest(len(question.heat_TLE)),
+        question.found.serving,
+        question.live.serving,
+        decided,
+        question.settings,
+        question.times,
+    )
 
 
 def _paid(question: Question) -> bool | None:

@@ -29,6 +29,7 @@ from eplb_service.control.server.lease.interface import LeaseError
 from eplb_service.control.server.lease.leadership import Leadership
 from eplb_service.control.server.operator_api import OperatorService
 from eplb_service.control.server.plane import ControlPlane, pending_steps
+from eplb_service.control.server.priors import PriorError
 from eplb_service.control.server.probes import (
     AGENT_SERVICE,
     OPERATOR_SERVICE,
@@ -37,7 +38,7 @@ from eplb_service.control.server.probes import (
     serve_health,
 )
 from eplb_service.control.server.quotas import Quotas
-from eplb_service.control.server.settings import ServiceSettings
+from eplb_service.control.server.settings import ServiceSettings, SettingsError
 from eplb_service.control.server.standby import stood_by
 from eplb_service.control.server.store import Store
 from eplb_service.control.server.store_writer import StoreWriter
@@ -111,7 +112,10 @@ async def running_service(
         if settings.record is not None:
             recording = Recording(settings.record, pending_steps(settings))
             stack.callback(recording.close)
-        plane = ControlPlane(settings, writer, metrics, recording)
+        try:
+            plane = ControlPlane(settings, writer, metrics, recording)
+        except PriorError as error:
+            raise SettingsError(f"setting prior: {error}") from error
         stack.push_async_callback(plane.decider.close)
         await plane.resume()
         probes = health.aio.HealthServicer()

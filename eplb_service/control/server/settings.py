@@ -93,6 +93,12 @@ class ServiceSettings(_PlannerFields):
         description="when decisions are made; change: soon after what is realised departs from what was promised, and "
         "seldom where nothing can be won; interval: every decision_interval steps",
     )
+    prior: str | None = Field(
+        None,
+        description="heat by which deployments get their first plan, before they have any of their own, as "
+        "DEPLOYMENT=SOURCE with commas between: another deployment of this service, such as the prefill instance of "
+        "the same model, or a trace",
+    )
     record: Path | None = Field(
         None,
         description="folder to write each deployment's heat into, as native traces; unset: none is recorded",

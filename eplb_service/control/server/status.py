@@ -12,9 +12,11 @@ from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.health import mean_par, measured_par, problems, rank_loads
 from eplb_service.control.server.observer import Decision, Observed, Observer
 from eplb_service.control.server.stored import StoredPlacement, StoredPlan
+from eplb_service.control.server.worth_figures import figures_of
 from eplb_service.planner.plan import LayerVerdict
 from eplb_service.wire.codec import pack
 from eplb_service.wire.generated import operator_pb2
+from eplb_service.wire.worth import encode_worth
 
 _LOAD_STEPS = 64
 """Newest steps that the ranks' loads are of: what is served now, not a window ago."""
@@ -57,6 +59,8 @@ def deployment_status(
             placement.ranks,
             placement.slots,
         )
+    if deployment.worth is not None:
+        status.worth.CopyFrom(encode_worth(figures_of(deployment.worth)))
     known = deployment.live or remembered
     if known is not None:
         status.epoch, status.digest = known.epoch, known.digest

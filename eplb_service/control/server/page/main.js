@@ -1,6 +1,6 @@
 // Asks the service every two seconds and hands each part of the page what it shows.
 import { drawLoads, drawPar } from "./charts.js";
-import { showAgents, showNames, showPlans, showProblems, showSwitch, showTiles, showTitle } from "./parts.js";
+import { showAgents, showNames, showPlans, showProblems, showSwitch, showTiles, showTitle, showWorth } from "./parts.js";
 
 const EVERY_MS = 2000;
 const at = (id) => document.getElementById(id);
@@ -60,6 +60,7 @@ async function showDeployment(status) {
   showTitle(latest);
   showProblems(latest.status.problems);
   showTiles(latest);
+  showWorth(latest);
   showAgents(latest);
   showSwitch(latest);
   draw();

@@ -42,16 +42,36 @@ export function showTiles({ status, balance }) {
   const avoidable = status.par && floor ? Math.max(0, status.par - floor) : null;
   const steps = status.steps_received + status.steps_lost;
   const lost = steps ? (100 * status.steps_lost) / steps : 0;
+  const worth = status.worth;
   const tiles = [
     ["PAR now", ratio(status.par), `over ${count(status.window_steps)} steps`],
     ["planned", ratio(newest?.par_planned), since],
     ["noise floor", ratio(floor), "about what chance leaves"],
     ["avoidable", avoidable === null ? "–" : `${(100 * avoidable).toFixed(1)} %`, "of the mean rank's load"],
+    ...(worth ? [[worth.verdict, `${signed(worth.gain_ms)} ms`, worthWords(worth)]] : []),
     ["switched", count(status.layers_switched), `layers, ${count(status.experts_moved)} experts, ${bytes(status.bytes_moved)}`],
     ["steps", count(status.steps_received), lost ? `${lost.toPrecision(2)} % lost` : "none lost"],
   ];
   rebuild("tiles", tiles, () => tiles.map(([name, value, words]) =>
     element("div", { class: "tile" }, element("span", {}, name), element("b", {}, value), element("span", {}, words))));
+}
+
+function signed(value) {
+  return `${value < 0 ? "−" : "+"}${Math.abs(value).toPrecision(3)}`;
+}
+
+function worthWords(worth) {
+  const share = worth.gain_percent === null ? "" : `, ${signed(worth.gain_percent)} %`;
+  const rate = worth.tokens_per_second_won === null ? "" : `, ${signed(worth.tokens_per_second_won)} tokens/s`;
+  return `per step (${signed(worth.gain_low_ms)} to ${signed(worth.gain_high_ms)})${share}${rate}`;
+}
+
+export function showWorth({ status }) {
+  const worth = status.worth;
+  at("worth").textContent = worth
+    ? `The experts' slowest ranks take ${worth.left_alone_ms.toFixed(3)} ms of a step left alone, ${worth.serving_ms.toFixed(3)} ms as served, ` +
+      `${worth.best_ms.toFixed(3)} ms under the best known (${worth.best}), over ${count(worth.steps)} steps. Price of time, ${worth.price_kind}: ${worth.price}.`
+    : "";
 }
 
 // The last switch

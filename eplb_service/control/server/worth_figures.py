@@ -1,0 +1,28 @@
+"""What balancing is worth, as operators' messages and metrics have it."""
+
+from __future__ import annotations
+
+from eplb_service.planner.counterfactual import BEST_KNOWN, Counterfactual
+from eplb_service.wire.worth import Worth
+
+
+def figures_of(found: Counterfactual) -> Worth:
+    """The figures of one window."""
+    share = found.gain_share
+    return Worth(
+        steps=found.steps,
+        left_alone_ms=found.left_alone_ms,
+        serving_ms=found.serving_ms,
+        best_ms=found.best_ms,
+        best=BEST_KNOWN,
+        gain_ms=found.gain.mean,
+        gain_low_ms=found.gain.low,
+        gain_high_ms=found.gain.high,
+        price_kind=found.price.kind,
+        price=found.price.reason,
+        timed_steps=found.timed_steps,
+        step_ms=found.step_ms,
+        gain_percent=None if share is None else 100 * share,
+        tokens_per_second=found.tokens_per_second,
+        tokens_per_second_won=found.tokens_per_second_won,
+    )

@@ -1,0 +1,97 @@
+"""What balancing is worth is judged with every decision, reported alike everywhere, and rests on what is said."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from eplb_service.cli.main import run
+from eplb_service.control.server.service import RunningService, running_service
+from tests.control.fake_group import STEP_MICROS, FakeGroup, skewed_heat
+from tests.control.server.test_service import settings, until
+
+
+@pytest_asyncio.fixture
+async def service() -> AsyncIterator[RunningService]:
+    async with running_service(settings()) as running:
+        yield running
+
+
+async def eplb(service: RunningService, *arguments: str) -> int:
+    return await asyncio.to_thread(run, [*arguments, "--address", service.address])
+
+
+async def balanced(service: RunningService, group: FakeGroup) -> None:
+    """Have the ranks switch, and serve a whole window since."""
+    await group.send_heat(skewed_heat(32))
+    await group.carry_out(await group.hear_plan())
+    deployment = service.plane.deployments["decode"]
+    await until(lambda: deployment.ended_plan is not None)
+    await group.send_heat(skewed_heat(32, seed=1))
+    await until(lambda: deployment.worth is not None and deployment.worth.gain.mean > 0)
+
+
+async def test_status_tells_worth_and_what_it_rests_on(
+    service: RunningService, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with FakeGroup(service.address) as group:
+        await group.join()
+        assert await eplb(service, "status", "decode", "--json") == 0
+        assert json.loads(capsys.readouterr().out)["status"]["worth"] is None
+        await balanced(service, group)
+        assert await eplb(service, "status", "decode", "--json") == 0
+        worth = json.loads(capsys.readouterr().out)["status"]["worth"]
+        assert await eplb(service, "status", "decode") == 0
+        shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+        value = service.plane.deployments["decode"].worth
+    assert value is not None
+    assert worth["gain_ms"] == pytest.approx(value.gain.mean)
+    assert worth["price_kind"] == "assumed"
+    assert worth["best_ms"] <= worth["serving_ms"] < worth["left_alone_ms"]
+    assert worth["step_ms"] == pytest.approx(STEP_MICROS / 1e3)
+    assert worth["gain_percent"] == pytest.approx(
+        100 * worth["gain_ms"] / (worth["step_ms"] + worth["gain_ms"])
+    )
+    assert worth["tokens_per_second_won"] > 0
+    assert worth["verdict"] == "helps"
+    assert "helps: +" in shown
+    assert "assumed: 0.4 ms per layer and step" in shown
+
+
+async def test_the_same_is_in_the_metrics_and_gone_with_the_ranks_that_it_is_of(
+    service: RunningService,
+) -> None:
+    async with FakeGroup(service.address) as group:
+        await group.join()
+        await balanced(service, group)
+        reported = service.plane._metrics.registry.get_sample_value
+        worth = service.plane.deployments["decode"].worth
+        assert worth is not None
+        assert reported("eplb_gain_seconds", {"deployment": "decode"}) == pytest.approx(worth.gain.mean / 1e3)
+        assert reported("eplb_time_price_info", {"deployment": "decode", "price": "assumed"}) == 1
+        serving = {"deployment": "decode", "placement": "serving"}
+        assert reported("eplb_experts_seconds", serving) == pytest.approx(worth.serving_ms / 1e3)
+    await until(lambda: not service.plane.deployments["decode"].connected)
+    service.plane.tick()
+    assert reported("eplb_gain_seconds", {"deployment": "decode"}) is None
+
+
+async def test_an_appraisal_that_fails_costs_only_itself(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no figures today")
+
+    monkeypatch.setattr("eplb_service.control.server.planning.appraise", broken)
+    async with FakeGroup(service.address) as group:
+        await group.join()
+        await group.send_heat(skewed_heat(32))
+        await group.carry_out(await group.hear_plan())
+        deployment = service.plane.deployments["decode"]
+        await until(lambda: deployment.ended_plan is not None and not service.plane.decider._appraising)
+        assert deployment.worth is None
+        assert deployment.last_decision.startswith("plan 1")

@@ -1,0 +1,95 @@
+"""The best price of time that is known is used, and says what it is and why it is nothing better."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from eplb_service.cost.curve import CostCurve, FitQuality
+from eplb_service.heat.step_times import StepTimes
+from eplb_service.heat.window import Window
+from eplb_service.placement import Placement
+from eplb_service.planner.outlook import Serving
+from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.time_price import ASSUMED, FITTED, MEASURED, STATED, TimePrice, time_price
+
+SETTINGS = PlannerSettings()
+CURVE = CostCurve(5.0, 12.0, 4.0, 0.06)
+RANKS, SLOTS, EXPERTS, STEPS = 4, 6, 24, 160
+
+
+def window() -> Window:
+    """Batches and skew that vary from step to step."""
+    rng = np.random.default_rng(0)
+    popularity = rng.dirichlet(np.full(EXPERTS, 0.5), (STEPS, 2))
+    batch_T = np.exp(rng.uniform(np.log(64), np.log(8192), STEPS))
+    return Window(rng.poisson(batch_T[:, None, None] * popularity).astype(np.int32))
+
+
+WINDOW = window()
+PLACEMENT = Placement.linear(2, EXPERTS, RANKS, SLOTS)
+SERVING = Serving(PLACEMENT, PLACEMENT.default_log2phy())
+
+
+def times(noise: float, curve: CostCurve = CURVE) -> StepTimes:
+    """What steps take under a curve, slot by slot."""
+    tokens = WINDOW.heat_TLE.reshape(STEPS, 2, RANKS, SLOTS)
+    us_T = 700 + curve.slot_us(tokens).sum(axis=3).max(axis=2).sum(axis=1)
+    scatter_T = np.exp(noise * np.random.default_rng(1).standard_normal(STEPS))
+    return StepTimes(us_T * scatter_T, np.full(STEPS, np.nan))
+
+
+UNKNOWN = StepTimes(np.full(STEPS, np.nan), np.full(STEPS, np.nan))
+
+
+def priced(settings: PlannerSettings = SETTINGS, known: StepTimes = UNKNOWN) -> TimePrice:
+    return time_price(settings, WINDOW, SERVING, known)
+
+
+def test_a_curve_that_is_given_is_measured_only_where_it_was_fitted() -> None:
+    fit = FitQuality(40, 10, 0.02, 0.05, 0.08)
+    assert priced(replace(SETTINGS, cost_curve=CURVE), times(0.0)).kind == STATED
+    measured = priced(replace(SETTINGS, cost_curve=replace(CURVE, fit=fit)))
+    assert (measured.kind, measured.least, measured.most) == (MEASURED, 1.0, 1.0)
+    assert "median error 2.0%" in measured.reason
+
+
+def test_step_times_give_the_curve_where_none_is_given() -> None:
+    found = priced(known=times(0.003))
+    assert found.kind == FITTED
+    assert found.curve.slope_us == pytest.approx(CURVE.slope_us, rel=0.15)
+    assert found.least < 1 < found.most
+    assert "held-out" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("known", "why"),
+    [
+        (UNKNOWN, "no step time is known of what serves now"),
+        (times(0.6), "misses the steps held out|do not depend measurably"),
+        (StepTimes(np.full(STEPS, 900.0), np.full(STEPS, np.nan)), "do not grow|do not depend measurably"),
+        (StepTimes(np.r_[np.full(STEPS - 8, np.nan), np.full(8, 900.0)], np.full(STEPS, np.nan)), "too few"),
+    ],
+)
+def test_a_fit_that_says_nothing_is_refused_and_the_fallback_named(known: StepTimes, why: str) -> None:
+    found = priced(known=known)
+    assert found.kind == ASSUMED
+    assert found.curve.linear
+    assert "0.4 ms per layer" in found.reason
+    assert re.search(why, found.reason)
+
+
+def test_the_linear_price_makes_a_layer_take_what_is_stated() -> None:
+    found = priced(replace(SETTINGS, layer_ms=2.0))
+    assert found.kind == STATED
+    peak_TL = WINDOW.heat_TLE.reshape(STEPS, 2, RANKS, SLOTS).sum(axis=3).max(axis=2)
+    assert found.curve.slope_us * peak_TL.mean() == pytest.approx(2000)
+
+
+def test_with_split_step_nothing_is_fitted() -> None:
+    found = priced(replace(SETTINGS, split="step"), times(0.0))
+    assert found.kind == ASSUMED
+    assert "split step" in found.reason
