@@ -9,7 +9,7 @@ PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 PARALLEL = --numprocesses $(PROCESSES) --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: attack help stack dashboard demo demo-vllm e2e-observability test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
+.PHONY: attack help stack dashboard notebook demo demo-vllm e2e-observability test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
 .PHONY: test-engines explore fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-replay bench-decide bench-engine bench-time bench-scale
 
 help: ## show this list
@@ -91,6 +91,9 @@ e2e-observability: warm ## a real Prometheus: every panel has data, every alert 
 
 stack: warm ## service, Prometheus and demo ranks on this machine, on fixed ports, until Ctrl-C
 	@$(BIN)/python -m tools.stack $(ARGS)
+
+notebook: warm ## the notebook of the docs again, after editing docs/examples/decision.py
+	@$(BIN)/python -m tools.notebook
 
 dashboard: $(READY) ## the Grafana dashboard again, after editing tools/dashboard
 	@$(BIN)/python -m tools.dashboard

@@ -6,6 +6,8 @@ that are pages of the site too.
 
 from __future__ import annotations
 
+import base64
+import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ ROOT_PAGES = {
 }
 """Files of the repository's root that are pages of the site, and their paths there."""
 
+_NOTEBOOK = "examples/decision.ipynb"
 _EXAMPLE = re.compile(r"^# (docs/examples/\w+\.py)$", re.MULTILINE)
 
 
@@ -104,6 +107,7 @@ def generated_pages() -> dict[str, str]:
         "reference/settings.md": settings_page(),
         "reference/json.md": json_page(),
     }
+    pages["notebook.md"] = notebook_page()
     for name, path in ROOT_PAGES.items():
         pages[path] = site_links((ROOT / name).read_text(encoding="utf-8"))
     return pages
@@ -123,6 +127,25 @@ def site_links(text: str) -> str:
         return label
 
     return re.sub(r"\[([^\]]+)\]\(([^)\s]+)\)", link, text)
+
+
+def notebook_page() -> str:
+    """``notebook.md``: the cells of the notebook and what they printed and drew, as ``tools/notebook.py`` kept it."""
+    parts = [f"[This page as a notebook]({_NOTEBOOK})."]
+    for cell in json.loads((ROOT / "docs" / _NOTEBOOK).read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(
+            f"```python\n{source}\n```" if cell["cell_type"] == "code" else source.replace("](../", "](")
+        )
+        for output in cell.get("outputs", ()):
+            picture = "".join(output.get("data", {}).get("image/svg+xml", ()))
+            printed = "".join(output.get("text", ()))
+            # As a file of its own, so that its style stays its own.
+            image = base64.b64encode(picture.encode()).decode()
+            drawn = f'<img alt="the chart" src="data:image/svg+xml;base64,{image}">'
+            parts.append(drawn if picture else f"```text\n{printed}```")
+    heading = parts.pop(1)
+    return "\n\n".join([heading, *parts]) + "\n"
 
 
 # The command line

@@ -23,17 +23,31 @@ _SIZE = re.compile(r'viewBox="0 0 ([\d.]+) ([\d.]+)"')
 _VARIABLE = re.compile(r"var\(--(\w+)\)")
 
 
+class Picture(str):
+    """An SVG file's text, which a notebook shows as the picture."""
+
+    __slots__ = ()
+
+    def _repr_svg_(self) -> str:
+        return str(self)
+
+
 def write_pictures(folder: Path, replay: Replay) -> None:
     """Write one SVG per chart into ``folder``, which is made where it is missing; raises ``OutputError``."""
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
         raise OutputError(f"{folder}: cannot be made ({error.strerror})") from error
-    for name, picture in zip(NAMES, _pictures(replay), strict=True):
+    for name, picture in pictures_of(replay).items():
         write_atomically(folder / name, picture.encode())
 
 
-def _pictures(replay: Replay) -> list[str]:
+def pictures_of(replay: Replay) -> dict[str, Picture]:
+    """The charts of a replay by the names of their files, ``NAMES``."""
+    return dict(zip(NAMES, map(Picture, _drawn(replay)), strict=True))
+
+
+def _drawn(replay: Replay) -> list[str]:
     colours, end = colours_of(replay), replay.first + replay.steps
     best = min(replay.policies, key=lambda policy: policy.par_realised)
     lines, maps = par_lines(replay, colours), maps_of(replay, best)
