@@ -137,15 +137,18 @@ def test_loads_are_paused_each_or_all_of_a_session():
     assert hooks.load_weights(lambda _: "loaded", updater_of(None)) == "loaded"
 
 
-def test_a_load_that_fails_ends_in_balancing_as_before():
+@pytest.mark.parametrize("hook", [hooks.load_weights, hooks.begin_weight_update, hooks.end_weight_update])
+def test_a_load_that_fails_ends_in_balancing_as_before(hook):
     balancer = Balancer()
+    balancer._paused = hook is hooks.end_weight_update
 
     def fails(_):
         raise OSError("no such checkpoint")
 
     with pytest.raises(OSError, match="checkpoint"):
-        hooks.load_weights(fails, updater_of(balancer))
-    assert balancer.asked == ["pause", "go on"]
+        hook(fails, updater_of(balancer))
+    assert balancer.asked[-1] == "go on"
+    assert not balancer._paused
 
 
 def test_an_engine_that_sleeps_is_balanced_again_when_all_its_memory_is_back():

@@ -35,7 +35,9 @@ _ENGINES = (
     ("vLLM", "vllm", "vllm"),
     ("SGLang", "sglang", "sglang.version"),
 )
-"""Name, package, and the module that has its ``__version__``; the first that is installed is balanced."""
+"""Name, package, and the module that has its ``__version__``."""
+_INSIDE = {"vllm": "vllm_ascend"}
+"""Packages that are balanced by parts of another one, where that is installed."""
 _SERVICE_SECONDS = 5.0
 
 
@@ -59,8 +61,11 @@ def _versions() -> Finding:
 
 
 def _engines() -> Iterator[Finding]:
+    installed = {package for _, package, _ in _ENGINES if importlib.util.find_spec(package) is not None}
+    if not installed:
+        yield Finding.skipped("engine", "no engine with an adapter is installed in this environment")
     for engine, package, versioned in _ENGINES:
-        if importlib.util.find_spec(package) is None:
+        if package not in installed or _INSIDE.get(package) in installed:
             continue
         name = f"functions of {engine}"
         try:
@@ -73,8 +78,6 @@ def _engines() -> Iterator[Finding]:
             yield Finding.failed(name, f"{package} cannot be imported here: {type(error).__name__}: {error}")
         else:
             yield Finding.ok(name, f"release {version} is as the adapter knows it")
-        return
-    yield Finding.skipped("engine", "no engine with an adapter is installed in this environment")
 
 
 def _settings() -> AgentSettings | Finding:

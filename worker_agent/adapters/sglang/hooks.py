@@ -95,7 +95,12 @@ def begin_weight_update(original: _Call, updater: Any, *arguments: Any, **named:
     balancer = balancer_of(updater.get_model_runner())
     if balancer is not None:
         balancer.pause("SGLang loads weights")
-    return original(updater, *arguments, **named)
+    try:
+        return original(updater, *arguments, **named)
+    except BaseException:
+        if balancer is not None:
+            balancer.go_on()
+        raise
 
 
 def end_weight_update(original: _Call, updater: Any, *arguments: Any, **named: Any) -> Any:
