@@ -212,6 +212,7 @@ def _met_again(size: int) -> dict[str, Any]:
     first = (agent.installed.epoch, agent.identity.group_id)
     agent.drain()
     agent.close()
+    layers[0].rank_bound = True
     again = Agent.start(layers, dist.group.WORLD, live.settings())
     same = bool((again.installed.placement.phy2log_LRS[0] == _target()).all())
     again._stream.plans.put(
@@ -223,6 +224,7 @@ def _met_again(size: int) -> dict[str, Any]:
         "first": first,
         "second": (again.installed.epoch, again.identity.group_id),
         "same": same,
+        "bound": (agent.identity.rank_bound, again.identity.rank_bound),
     }
     again.close()
     return facts
@@ -235,6 +237,7 @@ def test_ranks_that_meet_again_start_from_what_they_hold() -> None:
         assert fact["same"]
         assert fact["first"][0] == fact["second"][0] == 1
         assert fact["first"][1] != fact["second"][1]
+        assert fact["bound"] == (False, True)
 
 
 def _fails_to_meet(what: str) -> str:
