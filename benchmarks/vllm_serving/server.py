@@ -16,7 +16,7 @@ from tests.engines.conftest import engine_environment
 from tests.engines.processes import end_engine, start_engine
 from worker_agent.model.checkpoint import EMBEDDED
 
-_START_SECONDS = 300.0
+_START_SECONDS = 900.0
 _NEVER = 10**9
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.engines.processes import end_engine, start_engine
 
-START_SECONDS = 400
+START_SECONDS = 900
 
 
 @dataclass(frozen=True)
