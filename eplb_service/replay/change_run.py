@@ -13,7 +13,7 @@ from eplb_service.planner.decide import plan
 from eplb_service.planner.outlook import Serving, gain_over, promise_for
 from eplb_service.planner.pace import Pace
 from eplb_service.planner.promise import Promise
-from eplb_service.replay.policy_run import Outcome, PolicyRun
+from eplb_service.replay.policy_run import Outcome, PolicyRun, busy_steps
 from eplb_service.replay.result import ReplayedDecision
 
 MEMORY = 512
@@ -53,7 +53,7 @@ class ChangeRun(PolicyRun):
         self._pace = pace
         loads_TLR = np.concatenate(loads)
         self.loads_LR = loads_TLR.sum(axis=0)
-        return _row(step, late, made, par(loads_TLR), end - step)
+        return _row(step, late, made, par(loads_TLR), busy_steps(heat_TLE[step - first :]), end - step)
 
     def _taken_up(self, pace: Pace, step: int) -> Pace:
         """What was decided is tested from where it serves."""
@@ -94,7 +94,9 @@ class ChangeRun(PolicyRun):
         return gain_over(window, before, self._serving, self._policy.settings.split).paid
 
 
-def _row(step: int, late: int, made: list[Outcome], realised_L: Float64, steps: int) -> ReplayedDecision:
+def _row(
+    step: int, late: int, made: list[Outcome], realised_L: Float64, busy_L: Float64, steps: int
+) -> ReplayedDecision:
     """What was decided in some steps, summed up; where nothing was, what was seen and planned is what was realised."""
     realised = float(mean_par(realised_L))
     return ReplayedDecision(
@@ -110,4 +112,5 @@ def _row(step: int, late: int, made: list[Outcome], realised_L: Float64, steps: 
         par_realised_L=realised_L,
         seconds=sum(outcome.seconds for outcome in made),
         decisions=len(made),
+        busy_L=busy_L,
     )

@@ -115,6 +115,7 @@ class PolicyRun:
             par_realised_L=realised_L,
             seconds=decided.seconds,
             us_realised_L=us_L,
+            busy_L=busy_steps(heat_TLE[step - begin :]),
         )
 
     def _arrive(self, step: int) -> None:
@@ -230,6 +231,12 @@ def _differ(one_RLE: Int32, other_RLE: Int32) -> npt.NDArray[np.bool_]:
         return np.ones(one.shape[1], dtype=np.bool_)
     differ_L: npt.NDArray[np.bool_] = (one != other).any(axis=(0, 2, 3))
     return differ_L
+
+
+def busy_steps(heat_TLE: Heat) -> Float64:
+    """Steps in which each layer had tokens, float64 ``[L]``."""
+    busy_L: Float64 = heat_TLE.any(axis=2).sum(axis=0).astype(np.float64)
+    return busy_L
 
 
 def arrivals(before: Placement, after: Placement) -> npt.NDArray[np.int64]:

@@ -53,6 +53,8 @@ class ReplayedDecision:
         without a cost curve.
     decisions
         Decisions that these steps are of: another number than one where the policy decides on change.
+    busy_L
+        float64 ``[L]``, steps served in which each layer had tokens; ``None`` where all had.
     """
 
     step: int
@@ -68,6 +70,7 @@ class ReplayedDecision:
     seconds: float
     us_realised_L: Float64 | None = None
     decisions: int = 1
+    busy_L: Float64 | None = None
 
     @property
     def par_realised(self) -> float:
@@ -286,9 +289,15 @@ class Replay:
 
 
 def weighted(rows_DL: Float64, decisions: tuple[ReplayedDecision, ...]) -> Float64:
-    """Mean of rows of decisions, each by its steps, float64 ``[L]``."""
-    steps_D = np.array([decision.steps for decision in decisions])
-    return mean_par(rows_DL, axis=0, weights=steps_D[:, None])
+    """Mean over the steps that had tokens of rows that are such means for each decision, float64 ``[L]``."""
+    layers = rows_DL.shape[1]
+    steps_DL = np.stack(
+        [
+            np.full(layers, float(decision.steps)) if decision.busy_L is None else decision.busy_L
+            for decision in decisions
+        ]
+    )
+    return mean_par(rows_DL, axis=0, weights=steps_DL)
 
 
 def summed_ms(us_DL: Float64, decisions: tuple[ReplayedDecision, ...]) -> float:

@@ -29,9 +29,9 @@ from eplb_service.replay.schedule import ReplayError
 
 SUFFIX = ".npz"
 
-_FORMAT = "eplb-replay-state-2"
+_FORMAT = "eplb-replay-state-3"
 _SAMPLED_STEPS = 8
-_NUMBERS = [field.name for field in fields(ReplayedDecision) if not field.name.endswith("_realised_L")]
+_NUMBERS = [field.name for field in fields(ReplayedDecision) if not field.name.endswith("_L")]
 _WHOLE = {field.name for field in fields(ReplayedDecision) if field.type == "int"}
 
 
@@ -158,6 +158,7 @@ def _arrays_of(reported: Sequence[JobProgress]) -> dict[str, Array]:
         [[getattr(made, name) for name in _NUMBERS] for made in decisions], dtype=float
     )
     arrays["realised"] = np.stack([made.par_realised_L for made in decisions])
+    arrays["busy"] = np.stack([made.busy_L for made in decisions if made.busy_L is not None])
     us = [made.us_realised_L for made in decisions if made.us_realised_L is not None]
     if us:
         arrays["realised_us"] = np.stack(us)
@@ -194,7 +195,10 @@ def _progress_of(
     numbers = _checked(arrays["decisions"], (count, len(_NUMBERS)))
     realised = _checked(arrays["realised"], rows)
     us = _times(arrays, "realised_us", rows)
-    reported = [JobProgress(_decision(*row), loads_LR) for row in zip(numbers, realised, us, strict=True)]
+    busy = _checked(arrays["busy"], rows)
+    reported = [
+        JobProgress(_decision(*row), loads_LR) for row in zip(numbers, realised, us, busy, strict=True)
+    ]
     coming = None
     if "coming_step" in arrays:
         coming = int(arrays["coming_step"][0]), _serving(arrays, "coming", job, trace, scene)
@@ -208,10 +212,10 @@ def _times(arrays: Mapping[str, Array], name: str, rows: tuple[int, int]) -> Seq
     return list(_checked(arrays[name], rows)) if name in arrays else [None] * rows[0]
 
 
-def _decision(numbers: Array, realised_L: Array, us_L: Array | None) -> ReplayedDecision:
+def _decision(numbers: Array, realised_L: Array, us_L: Array | None, busy_L: Array) -> ReplayedDecision:
     named = dict(zip(_NUMBERS, numbers.tolist(), strict=True))
     whole = {name: int(value) if name in _WHOLE else value for name, value in named.items()}
-    return ReplayedDecision(**whole, par_realised_L=realised_L, us_realised_L=us_L)
+    return ReplayedDecision(**whole, par_realised_L=realised_L, us_realised_L=us_L, busy_L=busy_L)
 
 
 def _serving(arrays: Mapping[str, Array], name: str, job: Job, trace: Trace, scene: Scene) -> Serving:

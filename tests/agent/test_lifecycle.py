@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from eplb_service.wire.heat import HeatReport
 from tests.agent import live
 from tests.ranks import RankFailure, run_ranks
 from worker_agent.agent import Agent
@@ -64,8 +65,13 @@ def _drain_in_the_middle() -> dict[str, Any]:
     worst = max(worst, live.drive(agent, layers, still, 60, lambda _: time.sleep(0.005), before + 1))
     facts |= {"worst": worst, "switched": agent.installed.epoch - before, "halted": agent.halted}
     reasons = []
+    untimed: list[int] = []
     while (item := agent._outbox.take(timeout=0)) is not None:
         reasons += [item.reason] if hasattr(item, "reason") else []
+        if isinstance(item, HeatReport):
+            assert item.micros_T is not None
+            untimed += (item.first_step + np.flatnonzero(item.micros_T == 0)).tolist()
+    facts["untimed"] = untimed
     facts["reasons"] = [reason for reason in reasons if reason]
     agent.close()
     return facts
@@ -77,6 +83,7 @@ def test_drain_ends_what_is_under_way_and_resume_takes_plans_again() -> None:
         assert fact["worst"] < 1e-5
         assert not fact["running"]
         assert fact["plan"] is None
+        assert fact["untimed"] == [0, 12], "the first step, and the first after the host slept, have no time"
         assert fact["drained"] < 15
         assert fact["refused"]
         assert fact["reasons"] == ["the host sleeps", "balancing is paused on this rank: the host sleeps"]
