@@ -97,13 +97,14 @@ def main() -> None:
     for ranks in (int(word) for word in options.ranks.split(",")):
         scale = Scale(ranks, options.layers, options.experts)
         load = Load(scale, options.steps_per_second, options.report_steps, not options.per_step_sources)
-        measured.append(_measure(load, options.seconds, options.processes, plan=not options.no_plan))
+        measured.append(measure(load, options.seconds, options.processes, plan=not options.no_plan))
     Console(soft_wrap=True).print(_table(measured))
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(one) for one in measured], indent=1) + "\n")
 
 
-def _measure(load: Load, seconds: float, processes: int, *, plan: bool) -> Measured:
+def measure(load: Load, seconds: float, processes: int, *, plan: bool) -> Measured:
+    """One number of ranks, for so long; with ``plan`` a decision too, and how long its plan is on its way."""
     settings = {
         "decision_interval": _NEVER,
         "report_steps": load.report_steps,
