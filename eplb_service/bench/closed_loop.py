@@ -121,8 +121,8 @@ def _decide(contest: Contest, entrant: Entrant, scene: Scene, first: bool) -> De
 
 
 def realised_mean(row: Mapping[str, Any]) -> float:
-    """Mean over the windows, without the first: it is placed from scratch by everybody."""
-    return float(np.mean(row["realised"][1:] or row["realised"]))
+    """Mean over the windows that had tokens, without the first: it is placed from scratch by everybody."""
+    return float(mean_par(np.array(row["realised"][1:] or row["realised"])))
 
 
 def moves_after_first(row: Mapping[str, Any]) -> int:

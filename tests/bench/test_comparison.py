@@ -68,6 +68,17 @@ def test_a_layer_without_tokens_has_no_ratio() -> None:
     assert found.policies[0].par == pytest.approx(4 / 3)
 
 
+def test_a_window_without_tokens_counts_for_nothing() -> None:
+    heat_TLE = np.ones((8, 1, 4), dtype=np.int64)
+    heat_TLE[2:4, 0, 0] = 4
+    heat_TLE[6:] = 0
+    found = compare(Answers(), Course("a", heat_TLE, 2, 2, 2), [LEFT_ALONE])  # type: ignore[arg-type]
+    first, second, idle = found.policies[0].par_realised
+    assert (first, second) == pytest.approx((10 / 7, 1.0))
+    assert np.isnan(idle)
+    assert found.policies[0].par == pytest.approx(1.0)
+
+
 def test_peers_are_named_with_their_engine() -> None:
     assert [peer_label(name) for name in PEERS] == [
         "FlashLB (vLLM-Ascend)",
