@@ -132,6 +132,17 @@ class Scene(RankCrew):
         goal = self.epoch + more
         return self.service.wait_until(lambda status: status.status.epoch >= goal, seconds).status.epoch
 
+    def wait_for_rest(self, still: float = 3.0, seconds: float = PATIENCE) -> int:
+        """Until the deployment's epoch has not grown for so long; the epoch then."""
+        deadline = time.monotonic() + seconds
+        epoch, since = self.epoch, time.monotonic()
+        while time.monotonic() - since < still:
+            assert time.monotonic() < deadline, "layers are switched on and on"
+            time.sleep(0.1)
+            if (now := self.epoch) != epoch:
+                epoch, since = now, time.monotonic()
+        return epoch
+
     def wait_for_problem(self, text: str, seconds: float = PATIENCE) -> None:
         """Until the operator sees something that says ``text``."""
         self.service.wait_until(lambda status: text in " ".join(status.status.problems), seconds)
