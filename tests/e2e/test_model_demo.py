@@ -62,7 +62,6 @@ def test_tokens_split_by_step_leave_every_byte_and_little_imbalance(dispatcher: 
     "served",
     [
         ["--dispatcher", "mc2", "--quant", "w8a8", "--dual-batch"],
-        ["--dispatcher", "allgather", "--quant", "w8a8"],
         ["--dispatcher", "all2allv", "--dual-batch", "--split", "deal"],
         ["--dispatcher", "mc2", "--split", "step", "--dual-batch"],
         ["--dispatcher", "moge", "--redundant", "0"],

@@ -165,3 +165,11 @@ def test_init_routing_quantizes_what_it_sorts():
     int8_NH, scale_N = reference.npu_dynamic_quant(rows_NH)
     for got, expected in zip(quantized, (int8_NH, row_of_choice, tokens_G, scale_N), strict=True):
         assert torch.equal(got, expected)
+
+
+def test_sums_of_double_precision_stay_so():
+    """Under all-gather each rank sums its own choices: coarser sums would depend on which experts share a rank."""
+    rows_NH = torch.tensor([[1.0], [2.0**-40], [-1.0]], dtype=torch.float64)
+    out_TH = reference.npu_moe_token_unpermute(rows_NH, torch.arange(3), torch.ones(1, 3))
+    assert out_TH.dtype == torch.float64
+    assert out_TH.item() == 2.0**-40

@@ -88,12 +88,13 @@ def npu_moe_token_permute(
 def npu_moe_token_unpermute(
     permuted_tokens: torch.Tensor, sorted_indices: torch.Tensor, probs: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Gather each token's rows and sum them, weighted, in float32 and in order of choice."""
+    """Gather each token's rows and sum them, weighted, in float32 or better and in order of choice."""
     rows_NH = permuted_tokens.index_select(0, sorted_indices)
     if probs is None:
         return rows_NH
-    rows_TKH = rows_NH.view(*probs.shape, rows_NH.shape[-1]).float()
-    return (rows_TKH * probs.float().unsqueeze(-1)).sum(dim=1).to(permuted_tokens.dtype)
+    wide = torch.promote_types(permuted_tokens.dtype, torch.float32)
+    rows_TKH = rows_NH.view(*probs.shape, rows_NH.shape[-1]).to(wide)
+    return (rows_TKH * probs.to(wide).unsqueeze(-1)).sum(dim=1).to(permuted_tokens.dtype)
 
 
 def npu_moe_init_routing_v2(
