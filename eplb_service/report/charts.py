@@ -73,8 +73,8 @@ def moves_per_decision(lines: Sequence[Line], end: int) -> str:
     height = top + len(lines) * row
     parts += [text(f"{tick:,.0f}", x(tick), height + 12, "tick", text_anchor="middle") for tick in x.ticks(6)]
     parts.append(text("step", (x.start + x.end) / 2, height + 32, "title", text_anchor="middle"))
-    words = "Experts received at each decision, one row of bars per policy"
-    return drawing("moves", words, WIDTH, height + 40, "".join(parts))
+    caption = "Experts received at each decision, one row of bars per policy"
+    return drawing("moves", caption, WIDTH, height + 40, "".join(parts))
 
 
 def pareto(points: Sequence[Point]) -> str:
@@ -109,7 +109,7 @@ def hottest_of(*ratios_YX: Float64) -> float:
     return next((end for end in _HOTTEST if most <= end), most)
 
 
-def heat_map(name: str, words: str, ratio_YX: Float64, y_title: str, x_title: str, hottest: float) -> str:
+def heat_map(name: str, caption: str, ratio_YX: Float64, y_title: str, x_title: str, hottest: float) -> str:
     """A map of values around 1, rows downwards: cool below it, warm above, up to ``hottest``."""
     rows, columns = ratio_YX.shape
     width, left, top = 468.0, 44.0, 22.0
@@ -140,7 +140,7 @@ def heat_map(name: str, words: str, ratio_YX: Float64, y_title: str, x_title: st
         parts.append(text(str(column), at, bottom + 14, "tick", text_anchor="middle"))
     parts.append(text(y_title, left, 12, "title"))
     parts.append(text(x_title, (left + width) / 2, bottom + 32, "title", text_anchor="middle"))
-    return drawing(name, words, width, bottom + 38, "".join(parts))
+    return drawing(name, caption, width, bottom + 38, "".join(parts))
 
 
 def colour_bar(hottest: float) -> str:
@@ -167,13 +167,13 @@ def theme_variables() -> tuple[str, str]:
 
 
 def _ramp(middle: tuple[int, int, int], cool: tuple[int, int, int], warm: tuple[int, int, int]) -> str:
-    words = []
+    rules = []
     for letter, far in (("c", cool), ("w", warm)):
         for bin_ in range(_BINS + 1):
             share = (bin_ / _BINS) ** 0.9
             mixed = [round(near + share * (end - near)) for near, end in zip(middle, far, strict=True)]
-            words.append(f"--h{letter}{bin_}:#{mixed[0]:02x}{mixed[1]:02x}{mixed[2]:02x}")
-    return ";".join(words)
+            rules.append(f"--h{letter}{bin_}:#{mixed[0]:02x}{mixed[1]:02x}{mixed[2]:02x}")
+    return ";".join(rules)
 
 
 def _front(points: Sequence[Point]) -> list[Point]:

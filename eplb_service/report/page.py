@@ -64,7 +64,7 @@ def report_page(replay: Replay, *, title: str, command: str, facts: Mapping[str,
         ),
         _section("In figures", "", _table(replay, colours)),
         _section("How this was made", "", f"<pre>{escape(command)}</pre>", _facts(facts)),
-        _section("Words", "", _facts(_WORDS)),
+        _section("Terms", "", _facts(_TERMS)),
     ]
     of_charts, css, js = (
         files("eplb_service.report").joinpath(name).read_text()
@@ -83,7 +83,7 @@ def report_page(replay: Replay, *, title: str, command: str, facts: Mapping[str,
     )
 
 
-_WORDS = {
+_TERMS = {
     "PAR": "peak-to-average ratio of the rank loads; a MoE layer takes as long as its hottest rank",
     "floor": "about what token sampling alone leaves of a perfectly balanced placement",
     "hindsight": "the best known for the very steps served: a placement fitted on them, or any policy here",
@@ -113,7 +113,7 @@ def _head(replay: Replay, best: PolicyReplay, title: str) -> str:
             (f"{score.saved_ms - score.stall_ms:.2f} ms", f"net of a step of {replay.costs.step_ms:g} ms")
         )
     boxes = "".join(
-        f'<div class="tile"><b>{value}</b><span>{escape(words)}</span></div>' for value, words in tiles
+        f'<div class="tile"><b>{value}</b><span>{escape(label)}</span></div>' for value, label in tiles
     )
     stopped = (
         '<p class="verdict stopped">The replay was stopped early: every policy is shown up to the same decision.</p>'
@@ -137,8 +137,8 @@ def _verdict(score: Score, best: PolicyReplay) -> str:
     return f"{best.label} takes PAR from {score.par_left_alone:.3f} to {score.par:.3f}{share}."
 
 
-def _section(heading: str, words: str, *content: str) -> str:
-    lead = f'<p class="soft">{escape(words)}</p>\n' if words else ""
+def _section(heading: str, note: str, *content: str) -> str:
+    lead = f'<p class="soft">{escape(note)}</p>\n' if note else ""
     return f"<section>\n<h2>{escape(heading)}</h2>\n{lead}" + "\n".join(content) + "\n</section>"
 
 
@@ -199,7 +199,7 @@ def _table(replay: Replay, colours: Mapping[str, str]) -> str:
         if replay.costs.step_ms:
             cells += [f"{score.saved_ms:.3f}", f"{score.stall_ms:.3f}"]
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    head = "".join(f"<th>{escape(words)}</th>" for words in heads)
+    head = "".join(f"<th>{escape(head)}</th>" for head in heads)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 

@@ -13,13 +13,13 @@ def element(name: str, content: str = "", **attributes: object) -> str:
     given = (
         (key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items() if value is not None
     )
-    words = "".join(f' {key}="{_value(value)}"' for key, value in given)
-    return f"<{name}{words}>{content}</{name}>" if content else f"<{name}{words}/>"
+    written = "".join(f' {key}="{_value(value)}"' for key, value in given)
+    return f"<{name}{written}>{content}</{name}>" if content else f"<{name}{written}/>"
 
 
-def text(words: str, x: float, y: float, class_: str = "label", **attributes: object) -> str:
+def text(content: str, x: float, y: float, class_: str = "label", **attributes: object) -> str:
     """A line of text."""
-    return element("text", escape(words), x=x, y=y, class_=class_, **attributes)
+    return element("text", escape(content), x=x, y=y, class_=class_, **attributes)
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ def frame(x: Scale, y: Scale, x_title: str, y_title: str, *, percent: bool = Fal
         parts.append(element("line", x1=x.start, x2=x.end, y1=at, y2=at, class_="grid"))
         parts.append(text(plain(value), x.start - 8, at + 4, "tick", text_anchor="end"))
     for value in x.ticks(6):
-        words = f"{value:.0%}" if percent else plain(value)
-        parts.append(text(words, x(value), y.start + 18, "tick", text_anchor="middle"))
+        label = f"{value:.0%}" if percent else plain(value)
+        parts.append(text(label, x(value), y.start + 18, "tick", text_anchor="middle"))
     parts.append(element("line", x1=x.start, x2=x.end, y1=y.start, y2=y.start, class_="axis"))
     parts.append(text(x_title, (x.start + x.end) / 2, y.start + 38, "title", text_anchor="middle"))
     parts.append(text(y_title, x.start, y.end - 12, "title"))
@@ -78,8 +78,8 @@ def plain(value: float) -> str:
     return f"{value:,.10g}" if value >= 1000 else f"{value:.10g}"
 
 
-def drawing(name: str, words: str, width: float, height: float, content: str) -> str:
-    """A whole SVG that scales with the page; ``words`` say what it shows to those who cannot see it."""
+def drawing(name: str, caption: str, width: float, height: float, content: str) -> str:
+    """A whole SVG that scales with the page; ``caption`` says what it shows to those who cannot see it."""
     return element(
         "svg",
         content,
@@ -87,7 +87,7 @@ def drawing(name: str, words: str, width: float, height: float, content: str) ->
         class_="chart",
         viewBox=f"0 0 {_value(width)} {_value(height)}",
         role="img",
-        aria_label=words,
+        aria_label=caption,
     )
 
 

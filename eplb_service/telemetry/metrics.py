@@ -46,7 +46,7 @@ class Metrics:
         self.build = gauge("eplb_build_info", "Constant 1; the running version.", ("version",))
         self.leader_term = gauge("eplb_leader_term", "Of this service; of two, ranks follow the higher.", ())
         self.leads = gauge(
-            "eplb_leads", "1 while this service is the one that leads, 0 while it stands by for another.", ()
+            "eplb_leads", "1 while this service is the one that leads, 0 while it waits for another.", ()
         )
         self.deployments = gauge("eplb_deployments", "Deployments known.", ())
         self.par_realised = gauge(

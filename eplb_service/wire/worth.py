@@ -31,7 +31,7 @@ class Worth:
     gain_ms, gain_low_ms, gain_high_ms
         Left alone less served, and its 95 % interval.
     price_kind, price
-        One of ``PRICES``, and the same in words.
+        One of ``PRICES``, and the same for people.
     step_ms
         Wall time of a step as served, mean of ``timed_steps``; ``None`` where no agent reports it.
     gain_percent

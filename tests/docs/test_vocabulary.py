@@ -1,6 +1,8 @@
-"""Docs, deployment files and help texts use the glossary's terms and plain English."""
+"""Docs, deployment files, help texts and the packages' own texts use the glossary's terms and plain English."""
 
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,19 @@ def found(text):
     ]
 
 
+def texts_of_sources():
+    """Docstrings, comments, messages and all other strings of both packages, by place."""
+    for package in ("eplb_service", "worker_agent"):
+        for path in (ROOT / package).rglob("*.py"):
+            if "generated" not in path.parts:
+                for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+                    if (
+                        token.type in (tokenize.STRING, tokenize.COMMENT)
+                        or "FSTRING" in tokenize.tok_name[token.type]
+                    ):
+                        yield f"{path.relative_to(ROOT)}:{token.start[0]}", token.string
+
+
 @pytest.mark.parametrize("name", texts())
 def test_a_page_uses_the_glossary_s_terms(name):
     assert found(texts()[name]) == []
@@ -45,6 +60,10 @@ def test_a_page_uses_the_glossary_s_terms(name):
 @pytest.mark.parametrize("page", [docs_reference.cli_page, docs_reference.settings_page])
 def test_help_uses_the_glossary_s_terms(page):
     assert found(page()) == []
+
+
+def test_sources_use_the_glossary_s_terms():
+    assert [(place, wrong) for place, text in texts_of_sources() for wrong in found(text)] == []
 
 
 def test_the_words_that_are_refused_are_found():

@@ -2,7 +2,7 @@
 
 gloo listens for as long as a group lives, takes every connection, and holds it: strangers could use up the process's
 file descriptors, at which gloo ends the process. Its socket cannot be closed from outside without its event loop
-running hot, so the kernel is told, by a filter on the socket, whose connections reach it. Links that are open already
+running hot, so a filter on the socket names to the kernel whose connections may reach it. Links that are open already
 go on.
 """
 
@@ -135,7 +135,7 @@ def _listeners() -> Iterator[tuple[bytes, str]]:
                 if state != _LISTENING:
                     break
                 host, port = local.split(":")
-                # The kernel prints the words of an address as numbers of this machine's.
+                # The kernel prints the parts of an address as numbers of this machine's.
                 words = (int(host[at : at + 8], 16) for at in range(0, len(host), 8))
                 packed = b"".join(struct.pack("=I", word) for word in words)
                 yield _socket_address(family, packed, int(port, 16)), f"socket:[{inode}]"

@@ -85,7 +85,7 @@ class Deployment:
     begun
         Whether a decision has been made for this group, or none is to be made before it has heat of its own.
     worth
-        What balancing is worth, as the last decision's steps tell; ``None`` until one has.
+        What balancing is worth, by the last decision's steps; ``None`` until one has.
     events
         What has happened since ``take_events``.
     """

@@ -147,7 +147,7 @@ async def running_service(
 async def serve_until_stopped(settings: ServiceSettings, announce: Callable[[RunningService], None]) -> None:
     """Run until SIGTERM or SIGINT; ``announce`` is called with the ``RunningService`` once it listens.
 
-    Where a lease is named, stand by until it is held; raises ``LeaseError`` where it can be no lease, or is lost.
+    Where a lease is named, wait until it is held; raises ``LeaseError`` where it can be no lease, or is lost.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -164,7 +164,8 @@ async def serve_until_stopped(settings: ServiceSettings, announce: Callable[[Run
         await leadership.close()
     if leadership.lost.is_set():
         raise LeaseError(
-            f"{leadership.described} is held by this service no longer; another one leads. Start it again to stand by"
+            f"{leadership.described} is held by this service no longer; another one leads. "
+            "Start it again to wait for the lease"
         )
 
 
@@ -174,7 +175,7 @@ async def _lead(
     stop: asyncio.Event,
     leadership: Leadership | None,
 ) -> None:
-    """Serve until told to stop, or until the lease is lost."""
+    """Serve until asked to stop, or until the lease is lost."""
     async with running_service(settings, leadership) as service:
         announce(service)
         over = [asyncio.create_task(stop.wait())]

@@ -1,4 +1,4 @@
-"""What stands in one rank of SGLang where its EPLB manager stood: the agent, called after every forward pass."""
+"""What replaces the EPLB manager in one rank of SGLang: the agent, called after every forward pass."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Cluster:
     url
         Such as ``https://10.96.0.1:443``.
     namespace
-        Of the lease, where its name tells none.
+        Of the lease, where its name has none.
     token
         Read before every call: it is replaced while the pod runs.
     context
