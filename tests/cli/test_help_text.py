@@ -7,7 +7,7 @@ import pytest
 
 from eplb_service.cli import main
 
-MOST_LINES = 240
+MOST_LINES = 260
 
 
 def commands():

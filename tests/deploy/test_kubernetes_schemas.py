@@ -19,14 +19,45 @@ CONFIGURATION = "eplb.yaml"
 
 
 def manifests() -> dict[str, dict[str, Any]]:
-    """Every object of every file, by file and kind."""
-    return {
-        f"{path.relative_to(KUBERNETES)} {found['kind']}": found
+    """Every object of every file, by file and kind; a patch as what it makes of the object of the base."""
+    found = {
+        f"{path.relative_to(KUBERNETES)} {one['kind']}": one
         for path in sorted(KUBERNETES.rglob("*.yaml"))
         if path.name != CONFIGURATION
-        for found in yaml.safe_load_all(path.read_text())
-        if found["kind"] not in WITHOUT_SCHEMA
+        for one in yaml.safe_load_all(path.read_text())
+        if one["kind"] not in WITHOUT_SCHEMA
     }
+    base = {named(one): one for name, one in found.items() if name.startswith("base/")}
+    return {
+        name: patched(base[named(one)], one) if name.partition(" ")[0] in PATCHES else one
+        for name, one in found.items()
+    }
+
+
+PATCHES = {
+    str((path.parent / patch["path"]).relative_to(KUBERNETES))
+    for path in KUBERNETES.rglob("kustomization.yaml")
+    for patch in yaml.safe_load(path.read_text()).get("patches", [])
+    if "path" in patch
+}
+
+
+def named(found: dict[str, Any]) -> tuple[str, str]:
+    """Kind and name of an object."""
+    return found["kind"], found["metadata"]["name"]
+
+
+def patched(found: Any, patch: Any) -> Any:
+    """What a strategic merge makes of ``found``: lists of what has names are merged by name, others are replaced."""
+    if isinstance(found, dict) and isinstance(patch, dict):
+        merged = {**found, **{key: patched(found.get(key), value) for key, value in patch.items()}}
+        return {key: value for key, value in merged.items() if value is not None}
+    if isinstance(found, list) and isinstance(patch, list) and all("name" in one for one in [*found, *patch]):
+        by_name = {one["name"]: one for one in found}
+        return list(
+            {**by_name, **{one["name"]: patched(by_name.get(one["name"]), one) for one in patch}}.values()
+        )
+    return patch
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -37,7 +68,19 @@ def test_a_manifest_is_what_kubernetes_takes(name: str, version: str) -> None:
 
 def test_there_is_a_manifest_of_every_kind() -> None:
     kinds = {name.partition(" ")[2] for name in manifests()}
-    assert kinds == {"Deployment", "NetworkPolicy", "PersistentVolumeClaim", "Service"}
+    assert kinds == {
+        "Deployment",
+        "NetworkPolicy",
+        "PersistentVolumeClaim",
+        "PodDisruptionBudget",
+        "Role",
+        "RoleBinding",
+        "Service",
+        "ServiceAccount",
+    }
+    two = manifests()["ha/two-replicas.yaml Deployment"]["spec"]
+    assert two["replicas"] == 2
+    assert two["template"]["spec"]["containers"][0]["image"]
 
 
 @pytest.mark.parametrize(

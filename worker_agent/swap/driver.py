@@ -231,10 +231,12 @@ class SwitchDriver:
             with suppress(VoteError):
                 voter.box.all_have_installed(False)
             raise
+        self._group.installed = voter.box.number
         try:
             if not voter.box.all_have_installed(True):
                 raise FatalSwitchError(self._group.failure or "another rank could not install a layer")
         except VoteError as error:
+            self._group.wait_for_installs(voter.box.number)
             self._lose_votes(voter, error)
 
     @contextmanager
@@ -260,6 +262,9 @@ class SwitchDriver:
                 self._apply(self.state.decide(outcome))
         finally:
             voter.box.leave()
+        if outcome.result is VoteResult.COMMIT:
+            self._group.installed = voter.box.number
+            self._group.wait_for_installs(voter.box.number)
         if self._group.failure is not None:
             raise FatalSwitchError(self._group.failure)
         _log.warning("rank %d: the votes are lost: %s", self._identity.rank, error)

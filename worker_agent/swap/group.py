@@ -12,6 +12,7 @@ import ipaddress
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
@@ -19,7 +20,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from worker_agent.swap.commit_register import CommitRegister
+from worker_agent.swap.commit_register import CommitRegister, FatalSwitchError
 from worker_agent.swap.link_guard import LinkGuard
 from worker_agent.swap.peers import Address, PeerGoneError, Peers, PeerStore
 
@@ -27,6 +28,7 @@ _OPEN_TIMEOUT = timedelta(seconds=60)
 _SECRET_BYTES = 32
 _ANNOUNCE_SECONDS = 1.0
 _POSITION_SECONDS = 0.5
+_INSTALL_POLL_SECONDS = 0.005
 _LONGEST_REASON = 500
 
 
@@ -44,8 +46,8 @@ class AgentGroup:
     patience
         Longest wait, in seconds, for a rank that may have committed a layer.
 
-    ``failure`` is why a rank of the formation, this one or another, must not serve any more, or ``None``; ``position``
-    gives this rank's calls and forward passes to peers that ask.
+    ``failure`` is why a rank of the formation, this one or another, must not serve any more, or ``None``; ``installed``
+    is the last vote whose layer is in place; ``position`` gives this rank's calls and forward passes to peers that ask.
     """
 
     def __init__(self, host: str, patience: float) -> None:
@@ -54,6 +56,7 @@ class AgentGroup:
         self.register = CommitRegister(patience)
         self.rank, self.size = 0, 1
         self.failure: str | None = None
+        self.installed = 0
         self.position: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._patience = patience
         self.peers = Peers(host, self._answer)
@@ -157,6 +160,38 @@ class AgentGroup:
             self.failure = reason[:_LONGEST_REASON]
             self.peers.announce(b"f" + self.failure.encode(), _ANNOUNCE_SECONDS)
 
+    def wait_for_installs(self, vote: int) -> None:
+        """Until every rank has in place what a vote committed: asks each, where links have broken before all said so.
+
+        A rank whose process has ended is not waited for: without it the model serves no other token.
+
+        Raises
+        ------
+        FatalSwitchError
+            Where one has failed, or has not said so for as long as the model would wait for it.
+        """
+        end = time.monotonic() + self._patience
+        waiting = set(self.peers.others)
+        while waiting and self.failure is None:
+            for peer in sorted(waiting):
+                try:
+                    answer = self.peers.ask([peer], b"i%d" % vote, _POSITION_SECONDS).get(peer, b"-")
+                except PeerGoneError:
+                    answer = b"+"
+                if answer[:1] == b"!":
+                    self.failure = self.failure or answer[1:].decode()
+                elif answer == b"+":
+                    waiting.discard(peer)
+            if waiting and time.monotonic() > end:
+                raise FatalSwitchError(
+                    f"vote {vote} committed a layer that ranks {sorted(waiting)} have not installed within "
+                    f"{self._patience:g} s"
+                )
+            if waiting and self.failure is None:
+                time.sleep(_INSTALL_POLL_SECONDS)
+        if self.failure is not None:
+            raise FatalSwitchError(self.failure)
+
     def positions(self) -> dict[int, tuple[int, int]]:
         """Calls and forward passes of the others, of those that answer."""
         answers = {}
@@ -193,6 +228,8 @@ class AgentGroup:
             return b"%d %d" % self.position()
         if self.failure is not None:
             return b"!" + self.failure.encode()
+        if kind == b"i":
+            return b"+" if self.installed >= int(subject) else b"-"
         value = self.store.held(subject)
         return b"-" if value is None else b"+" + value
 
