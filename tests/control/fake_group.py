@@ -83,23 +83,29 @@ def heat_report(live: LivePlacement, rank: int, first_step: int, heat_TLE: Int32
 class FakeRank:
     """One rank's stream."""
 
+    patience: float | None = 20
+    """Seconds that it waits for a message; a read that is given up ends the stream."""
+
     def __init__(self, channel: grpc.aio.Channel, rank: int, metadata: Any = None) -> None:
         self.rank = rank
         self.asked: list[agent_pb2.Reporting] = []
+        self._speaking = asyncio.Lock()
         self.call: Any = agent_pb2_grpc.AgentServiceStub(channel).Connect(metadata=metadata)
 
     async def say(self, **message: Any) -> None:
         # A stream may be over before anything is sent: see refusal_of.
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            for part in in_parts(agent_pb2.ConnectRequest(**message)):
-                await self.call.write(part)
+        # Two writes at a time would end it, and parts of two messages must not mix.
+        async with self._speaking:
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                for part in in_parts(agent_pb2.ConnectRequest(**message)):
+                    await self.call.write(part)
 
     async def hear(self) -> agent_pb2.ConnectResponse:
         """The next message; what the service asks for is kept in ``asked`` and passed over."""
-        message = await asyncio.wait_for(self.call.read(), 20)
+        message = await asyncio.wait_for(self.call.read(), self.patience)
         while message != grpc.aio.EOF and message.WhichOneof("message") == "reporting":
             self.asked.append(message.reporting)
-            message = await asyncio.wait_for(self.call.read(), 20)
+            message = await asyncio.wait_for(self.call.read(), self.patience)
         if message == grpc.aio.EOF:
             raise AssertionError(f"rank {self.rank}: {await self.call.code()}: {await self.call.details()}")
         return message
