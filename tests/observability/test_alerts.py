@@ -26,7 +26,7 @@ from tests.observability.scene import TOKEN, no_heat, other_heat, rejoin, servin
 from tools.dashboard.layout import dashboard
 from tools.prometheus_binaries import find
 
-pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+pytestmark = [pytest.mark.observability, pytest.mark.e2e]
 
 _FAILING_LAYERS = 2
 
