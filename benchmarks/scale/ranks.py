@@ -126,7 +126,7 @@ def _serve(pipe: Connection, address: str, load: Load, share: range) -> None:
 
 
 async def _run(pipe: Connection, address: str, load: Load, share: range) -> None:
-    told: asyncio.Queue[Any] = asyncio.Queue()
+    heard: asyncio.Queue[Any] = asyncio.Queue()
     agents = _agents(load, share)
     turns = asyncio.Semaphore(_JOINING_AT_ONCE)
     async with contextlib.AsyncExitStack() as stack:
@@ -140,11 +140,11 @@ async def _run(pipe: Connection, address: str, load: Load, share: range) -> None
                 for index, agent in enumerate(agents)
             )
         )
-        asyncio.get_running_loop().add_reader(pipe.fileno(), lambda: told.put_nowait(pipe.recv()))
+        asyncio.get_running_loop().add_reader(pipe.fileno(), lambda: heard.put_nowait(pipe.recv()))
         pipe.send("joined")
-        start = await told.get()
+        start = await heard.get()
         running = [asyncio.create_task(agent.run(start)) for agent in agents]
-        while await told.get() == "tally":
+        while await heard.get() == "tally":
             used = resource.getrusage(resource.RUSAGE_SELF)
             pipe.send(
                 Tally(

@@ -260,7 +260,9 @@ def test_rings_in_one_tensor_are_reported_as_rings_of_their_own(layers: int, by_
             reports += recorder.take()
     assert both[0]._slot_rings._whole_LWX is not None
     rings_LWS.zero_()
-    told = [[(report.first_step, report.slot_counts_TLS.tolist()) for report in reports] for reports in found]
-    assert told[0] == told[1]
-    assert len(told[0]) == 6
+    reported = [
+        [(report.first_step, report.slot_counts_TLS.tolist()) for report in reports] for reports in found
+    ]
+    assert reported[0] == reported[1]
+    assert len(reported[0]) == 6
     assert both[0].lost_steps == both[1].lost_steps == 0

@@ -83,6 +83,13 @@ def test_there_is_a_manifest_of_every_kind() -> None:
     assert two["template"]["spec"]["containers"][0]["image"]
 
 
+def test_of_two_replicas_one_is_selected() -> None:
+    """As the patches make it; where there is a kubectl, another test has it build the same."""
+    selector = manifests()["ha/leader-only.yaml Service"]["spec"]["selector"]
+    assert selector["eplb-service/leads"] == "true"
+    assert manifests()["base/service.yaml Service"]["spec"]["selector"].items() < selector.items()
+
+
 @pytest.mark.parametrize(
     ("path", "value"),
     [

@@ -245,13 +245,13 @@ def test_sums_over_reports_are_as_good_as_counts_by_step() -> None:
     )
     for first_step in range(0, 32, 4):
         for rank in range(RANKS):
-            told = report(first_step, *rng.integers(0, 9, 4))
+            sent = report(first_step, *rng.integers(0, 9, 4))
             summed = replace(
-                told,
+                sent,
                 source_counts_TLE=None,
-                source_sums_LE=told.source_counts_TLE.sum(axis=0, dtype=np.int32),
+                source_sums_LE=sent.source_counts_TLE.sum(axis=0, dtype=np.int32),
             )
-            by_step.add(rank, told)
+            by_step.add(rank, sent)
             by_report.add(rank, summed)
     expected_RLE, found_RLE = by_step.remembered().sources.total(), by_report.remembered().sources.total()
     assert expected_RLE.sum() > 0
