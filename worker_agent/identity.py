@@ -52,8 +52,16 @@ class Identity:
 
     @property
     def shape(self) -> Shape:
-        """Sizes that all ranks share."""
-        return Shape(self.ranks, self.layers, self.experts, self.slots, self.bytes_per_expert, self.width)
+        """Sizes, and what else all ranks share."""
+        return Shape(
+            self.ranks,
+            self.layers,
+            self.experts,
+            self.slots,
+            self.bytes_per_expert,
+            self.width,
+            self.rank_bound,
+        )
 
     def hello(self, installed: Installed, highest_term: int = 0) -> Hello:
         """How this rank introduces itself while it serves ``installed`` and follows services of this term or higher."""

@@ -67,7 +67,7 @@ def plan(
     -------
     Plan
         The same for the same arguments, whatever the number of threads. A layer whose solution turns out invalid keeps
-        what it has, and its verdict says so.
+        what it has, and its verdict says so; where experts are bound to their ranks, all layers do.
 
     Raises
     ------
@@ -85,9 +85,9 @@ def plan(
     episodes = min(settings.episodes, window.steps)
     heat_NLE = _episodes(window, episodes, settings.split)
     judge = _judge(window, heat_NLE, placement, log2phy_RLE, topology, settings, why_ungrouped)
-    if settings.policy == "none":
-        none = (judge.kept(layer, "kept: the policy is none") for layer in range(window.layers))
-        return Plan((), tuple(none))
+    if settings.policy == "none" or topology.rank_bound:
+        reason = "its experts are bound to their ranks" if topology.rank_bound else "the policy is none"
+        return Plan((), tuple(judge.kept(layer, f"kept: {reason}") for layer in range(window.layers)))
     lost_L = judge.volatility_bound_L if settings.warm and settings.volatility else np.ones(window.layers)
     if time_curve(settings) is None:
         picked = cherry_pick(judge.episode_par_L, lost_L, settings)

@@ -1,4 +1,4 @@
-"""Where the ranks are: nodes, and which ranks see the same tokens."""
+"""Where the ranks are: nodes, which ranks see the same tokens, and whether experts may leave them."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ class Topology:
         int32 ``[R]``; ranks with the same number see the same tokens (all-gather dispatch) and must get one log2phy.
     bytes_per_expert
         Weights of one expert, by which the bytes that moves send are counted.
+    rank_bound
+        Whether experts may not leave their ranks, as grouped experts (MoGE), of which every rank has a group.
 
     Raises
     ------
@@ -35,6 +37,7 @@ class Topology:
     nodes_R: Int32
     token_groups_R: Int32
     bytes_per_expert: int = 0
+    rank_bound: bool = False
 
     def __post_init__(self) -> None:
         for name in ("nodes_R", "token_groups_R"):

@@ -35,7 +35,7 @@ FEWEST_HEARTBEAT_SECONDS, MOST_HEARTBEAT_SECONDS = 0.05, 60.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes that all ranks of a deployment share.
+    """Sizes, and what else all ranks of a deployment share.
 
     Parameters
     ----------
@@ -45,6 +45,8 @@ class Shape:
         Of one expert of one layer.
     width
         D, entries for each expert of the dealing tables that the host reads; tables of one have no axis for it.
+    rank_bound
+        Whether experts may not leave their ranks.
     """
 
     ranks: int
@@ -53,6 +55,7 @@ class Shape:
     slots: int
     bytes_per_expert: int
     width: int = 1
+    rank_bound: bool = False
 
     @property
     def table(self) -> tuple[int, ...]:
@@ -231,6 +234,7 @@ def encode_shape(shape: Shape) -> agent_pb2.ModelShape:
         bytes_per_expert=shape.bytes_per_expert,
         # Peers that know no dealing tables know no other host either.
         dealing_width=0 if shape.width == 1 else shape.width,
+        rank_bound=shape.rank_bound,
     )
 
 
@@ -255,7 +259,7 @@ def decode_shape(ranks: int, message: agent_pb2.ModelShape, where: str) -> Shape
     except PlacementError as error:
         raise WireError(f"{where}.shape: {error}") from error
     size = check_count(message.bytes_per_expert, f"{where}.shape.bytes_per_expert", MOST_BYTES)
-    return Shape(ranks, layers, experts, slots, size, width)
+    return Shape(ranks, layers, experts, slots, size, width, message.rank_bound)
 
 
 def _check_protocol(version: int, peer: str) -> None:

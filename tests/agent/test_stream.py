@@ -211,6 +211,7 @@ def test_ranks_that_share_tokens_must_get_one_table() -> None:
 def test_experts_that_are_bound_to_their_rank_must_stay_there() -> None:
     with Scene() as scene:
         scene.stream._identity = replace(scene.stream._identity, rank_bound=True)
+        assert scene.stream._identity.hello(scene.installed).shape.rank_bound
         scene.say_plan(encode_plan(World().plan(1, [(0, 1)])[1]))
         status = scene.hear("plan_status")
         assert status.state == agent_pb2.PLAN_STATE_REFUSED

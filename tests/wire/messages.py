@@ -149,7 +149,7 @@ def hellos(draw: st.DrawFn) -> Hello:
         node=draw(_TEXTS),
         token_group=draw(st.integers(0, 4095)),
         group_id=draw(_TEXTS.filter(bool)),
-        shape=replace(SHAPE, width=width),
+        shape=replace(SHAPE, width=width, rank_bound=draw(st.booleans())),
         epoch=epoch,
         digest=draw(_DIGESTS),
         layer_epochs=draw(layer_epochs(epoch)),
@@ -289,6 +289,7 @@ _REFUSED_SHAPE = {
     "shape.slots": (0, 1 << 20, 5, 2),
     "shape.bytes_per_expert": (MOST_BYTES, (1 << 64) - 1),
     "shape.dealing_width": (65, 1 << 20),
+    "shape.rank_bound": ACCEPTED,
 }
 _PAST_VERSIONS = (LAST_VERSION, (1 << 64) - 1)
 _PAST_BLOCKS = (MOST_BLOCKS + 1, (1 << 32) - 1)

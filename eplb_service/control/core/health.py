@@ -76,6 +76,10 @@ def problems(deployment: Deployment) -> list[str]:
 def _useless(deployment: Deployment) -> list[str]:
     """Why balancing, though nothing fails, can do nothing."""
     found, heat, window = [], deployment.heat, deployment.limits.window_steps
+    if deployment.group is not None and deployment.group.shape.rank_bound and not deployment.paused:
+        found.append(
+            "experts are bound to their ranks (grouped experts), so that no plan can be made: heat is watched alone"
+        )
     if heat is not None and heat.empty_steps >= window:
         found.append(
             f"no rank has counted a token in the newest {heat.empty_steps} steps, though they are no dummies: "

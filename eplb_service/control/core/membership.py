@@ -125,6 +125,7 @@ class Group:
             np.array([numbers[member.node] for member in members], dtype=np.int32),
             np.array([member.token_group for member in members], dtype=np.int32),
             self.shape.bytes_per_expert,
+            self.shape.rank_bound,
         )
 
     def yields_to(self, hello: Hello, overdue: bool = False) -> bool:
@@ -265,7 +266,7 @@ def _other_version(hello: Hello, epoch: int, digest: int) -> str:
 
 
 def _difference(found: Shape, known: Shape) -> str:
-    names = ("ranks", "layers", "experts", "slots", "bytes_per_expert", "width")
+    names = ("ranks", "layers", "experts", "slots", "bytes_per_expert", "width", "rank_bound")
     parts = [
         f"{name} {getattr(found, name)} instead of {getattr(known, name)}"
         for name in names

@@ -211,7 +211,8 @@ class Decider:
             if outlook is not None:
                 deployment.decided(outlook, changed=False)
             seen = "no tokens" if math.isnan(solved.par_seen) else f"PAR {solved.par_seen:.3f}"
-            return DecisionOutcome("kept", f"every layer kept ({seen}){_won(outlook)}")
+            why = ": experts are bound to their ranks" if group.shape.rank_bound else ""
+            return DecisionOutcome("kept", f"every layer kept ({seen}){why}{_won(outlook)}")
         store, term = self._writer.store, deployment.leader_term
         offer = Offer.of(store.new_plan_id(), live, solved)
         messages = await _outcome(self._compute(_messages, offer, term, group.shape.ranks))

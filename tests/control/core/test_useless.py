@@ -9,9 +9,10 @@ import pytest
 
 from eplb_service.control.core.health import problems
 from eplb_service.wire.heat import HeatReport, StepPhase
+from eplb_service.wire.hello import decode_hello
 from eplb_service.wire.status import Heartbeat
 from tests.control.core.story import Story
-from tests.control.fake_group import LAYERS, RANKS, SLOTS
+from tests.control.fake_group import LAYERS, RANKS, SLOTS, hello_of
 
 WINDOW = 8
 
@@ -46,6 +47,18 @@ def test_nothing_but_dummies(story: Story) -> None:
     (problem,) = problems(story.deployment)
     assert "were dummies on all ranks" in problem
     report(story, 16 * WINDOW, 1, StepPhase.DECODE)
+    assert problems(story.deployment) == []
+
+
+def test_experts_that_are_bound_to_their_ranks() -> None:
+    story = Story()
+    for rank in range(RANKS):
+        hello = hello_of(story.live, rank)
+        hello.shape.rank_bound = True
+        story.deployment.hello(decode_hello(hello))
+    (problem,) = problems(story.deployment)
+    assert problem.startswith("experts are bound to their ranks")
+    story.deployment.paused = True
     assert problems(story.deployment) == []
 
 

@@ -89,6 +89,22 @@ async def test_heat_leads_to_a_plan_and_the_plan_to_an_epoch(service: RunningSer
         assert 1.0 <= answer.status.par < 1.5
 
 
+async def test_experts_that_are_bound_to_their_ranks_are_watched_alone(service: RunningService) -> None:
+    async with FakeGroup(service.address) as group:
+        await group.join(rank_bound=True)
+        for _ in range(4):
+            await group.send_heat(skewed_heat(8))
+        deployment = service.plane.deployments["decode"]
+        await until(lambda: bool(deployment.last_decision))
+        operator = operator_pb2_grpc.OperatorServiceStub(group.channel)
+        status = (await operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))).status
+        assert status.last_decision.startswith("every layer kept (PAR ")
+        assert "experts are bound to their ranks" in status.last_decision
+        assert [problem.split(" (")[0] for problem in status.problems] == ["experts are bound to their ranks"]
+        assert (status.plan_id, status.epoch) == (0, 0)
+        assert status.par > 1.5
+
+
 async def test_two_deployments_do_not_touch_each_other(service: RunningService) -> None:
     async with FakeGroup(service.address) as prefill, FakeGroup(service.address) as decode:
         await prefill.join(deployment="prefill")

@@ -1,0 +1,47 @@
+"""Experts that are bound to their ranks stay where they are, whatever the heat, the policy and the split."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eplb_service.heat.window import Window
+from eplb_service.placement import Placement
+from eplb_service.planner.dealing import first_tables
+from eplb_service.planner.decide import plan, plan_afresh
+from eplb_service.planner.settings import POLICIES, SPLITS, PlannerSettings
+from eplb_service.planner.topology import Topology
+from tests.solver.layers_of import Case, cases
+
+
+@settings(max_examples=60)
+@given(cases(), st.sampled_from(POLICIES), st.sampled_from(SPLITS), st.booleans())
+def test_no_plan_moves_them(case: Case, policy: str, split: str, warm: bool) -> None:
+    placement = Placement.linear(1, case.experts, case.ranks, case.slots)
+    topology = dataclasses.replace(Topology.flat(case.ranks), rank_bound=True)
+    wanted = PlannerSettings(policy=policy, split=split, warm=warm, threads=1)
+    window = Window(case.heat_NE[:, None])
+    tables_RLE = first_tables(placement, split, wanted.deal_width)
+    for made in (
+        plan(window, placement, tables_RLE, topology, wanted),
+        plan_afresh(window, placement, topology, wanted),
+    ):
+        assert made.layers == made.hindsight == ()
+        assert [verdict.reason for verdict in made.verdicts] == ["kept: its experts are bound to their ranks"]
+        assert made.moves == 0
+        np.testing.assert_equal(made.par_planned, made.par_seen)
+
+
+@pytest.mark.parametrize("rank_bound", [False, True])
+def test_those_of_others_move_on_the_same_heat(rank_bound: bool) -> None:
+    placement = Placement.linear(1, 8, 4, 2)
+    heat_TLE = np.random.default_rng(0).poisson([[100, 100, 5, 5, 5, 5, 5, 5]], (32, 1, 8))
+    topology = dataclasses.replace(Topology.flat(4), rank_bound=rank_bound)
+    made = plan(
+        Window(heat_TLE), placement, placement.default_log2phy(), topology, PlannerSettings(threads=1)
+    )
+    assert (made.layers == ()) is rank_bound
