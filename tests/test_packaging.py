@@ -85,7 +85,8 @@ def test_the_base_install_needs_no_torch():
     probe = (
         "import sys; sys.modules['torch'] = None\n"
         "from eplb_service import solve\n"
-        "from eplb_service.cli.main import COMMANDS, load_command\n"
+        "from eplb_service.cli.command_list import COMMANDS\n"
+        "from eplb_service.cli.main import load_command\n"
         "import eplb_service.control.server\n"
         "for name in COMMANDS.keys() - {'demo'}: load_command(name)\n"
     )

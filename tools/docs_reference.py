@@ -153,7 +153,8 @@ def notebook_page() -> str:
 
 def commands() -> Iterator[Command]:
     """Every command of ``eplb``, subcommands included, in the order of ``eplb --help``."""
-    from eplb_service.cli.main import COMMANDS, load_command
+    from eplb_service.cli.command_list import COMMANDS
+    from eplb_service.cli.main import load_command
 
     for name in COMMANDS:
         yield from _walk(f"eplb {name}", load_command(name))

@@ -8,29 +8,37 @@ from typing import Annotated, Any
 import typer
 from pydantic import BaseModel
 
-from eplb_service.cli import documents
+from eplb_service.cli.demo.documents import DemoDocument
 from eplb_service.cli.errors import UserError
+from eplb_service.cli.offline.documents import AdviceDocument, BenchDocument, ReplayDocument, SolveDocument
+from eplb_service.cli.operator.documents import (
+    ForgottenDocument,
+    LeadDocument,
+    PausedDocument,
+    PlacementDocument,
+)
+from eplb_service.cli.trace.documents import CopyDocument, TraceInfoDocument, TraceStatisticsDocument
 from eplb_service.cost.curve_file import CurveDocument
 from eplb_service.wire.document import schema_of
 from eplb_service.wire.generated import operator_pb2
 
 _OWN: dict[str, type[BaseModel]] = {
-    "solve": documents.SolveDocument,
-    "replay": documents.ReplayDocument,
-    "advise": documents.AdviceDocument,
-    "bench": documents.BenchDocument,
+    "solve": SolveDocument,
+    "replay": ReplayDocument,
+    "advise": AdviceDocument,
+    "bench": BenchDocument,
     "calibrate": CurveDocument,
-    "trace info": documents.TraceInfoDocument,
-    "trace stats": documents.TraceStatisticsDocument,
-    "trace convert": documents.CopyDocument,
-    "trace slice": documents.CopyDocument,
-    "trace synth": documents.CopyDocument,
-    "demo": documents.DemoDocument,
-    "placement": documents.PlacementDocument,
-    "pause": documents.PausedDocument,
-    "resume": documents.PausedDocument,
-    "lead": documents.LeadDocument,
-    "forget": documents.ForgottenDocument,
+    "trace info": TraceInfoDocument,
+    "trace stats": TraceStatisticsDocument,
+    "trace convert": CopyDocument,
+    "trace slice": CopyDocument,
+    "trace synth": CopyDocument,
+    "demo": DemoDocument,
+    "placement": PlacementDocument,
+    "pause": PausedDocument,
+    "resume": PausedDocument,
+    "lead": LeadDocument,
+    "forget": ForgottenDocument,
 }
 _OF_SERVICE: dict[str, Any] = {
     "deployments": operator_pb2.ListDeploymentsResponse,

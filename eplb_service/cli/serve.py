@@ -14,8 +14,8 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 from eplb_service.cli.errors import UserError
-from eplb_service.cli.planner_options import PANEL
-from eplb_service.cli.setting_options import setting_option, takes_options
+from eplb_service.cli.options.declared import setting_option, takes_options
+from eplb_service.cli.options.planner import PANEL
 from eplb_service.control.server.lease.interface import LeaseError
 from eplb_service.control.server.probes import ListenError
 from eplb_service.control.server.service import RunningService, serve_until_stopped

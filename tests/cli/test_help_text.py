@@ -6,19 +6,20 @@ import shlex
 import pytest
 
 from eplb_service.cli import main
+from eplb_service.cli.command_list import COMMANDS
 
 MOST_LINES = 260
 
 
 def commands():
-    for name in main.COMMANDS:
+    for name in COMMANDS:
         command = main.load_command(name)
         yield name, command
         for inner, child in getattr(command, "commands", {}).items():
             yield f"{name} {inner}", child
 
 
-COMMANDS = dict(commands())
+PARSERS = dict(commands())
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,7 @@ def text_of(value):
     return "".join(value.split())
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", PARSERS)
 def test_it_fits_80_columns_and_cuts_nothing(capsys, name):
     shown = help_of(capsys, name)
     assert max(map(len, shown.splitlines())) <= 80
@@ -44,10 +45,10 @@ def test_it_fits_80_columns_and_cuts_nothing(capsys, name):
     assert shown.count("\n") <= MOST_LINES
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", PARSERS)
 def test_every_option_is_there_with_its_help_as_it_was_written(capsys, name):
     shown = text_of(help_of(capsys, name))
-    command = COMMANDS[name]
+    command = PARSERS[name]
     options = [parameter for parameter in command.params if not getattr(parameter, "hidden", False)]
     for option in options:
         assert text_of(option.help or "") in shown, option.name
@@ -77,23 +78,23 @@ def test_options_are_grouped(capsys, command, headings):
 def test_the_list_of_commands_is_grouped(capsys):
     assert main.run(["--help"]) == 0
     shown = capsys.readouterr().out
-    for name, entry in main.COMMANDS.items():
+    for name, entry in COMMANDS.items():
         assert entry.summary in shown
         assert f"{entry.panel}:" in shown
         assert re.search(rf"^  {name} ", shown, flags=re.MULTILINE)
 
 
-EXAMPLES = [example for entry in main.COMMANDS.values() for example in entry.examples]
+EXAMPLES = [example for entry in COMMANDS.values() for example in entry.examples]
 
 
 def test_every_command_has_an_example():
-    assert all(entry.examples for entry in main.COMMANDS.values())
+    assert all(entry.examples for entry in COMMANDS.values())
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_examples_are_commands_that_parse(example):
     program, name, *rest = shlex.split(example)
-    command = COMMANDS[name]
+    command = PARSERS[name]
     if hasattr(command, "commands"):
         command = command.commands[rest.pop(0)]
     assert program == "eplb"

@@ -7,6 +7,7 @@ import pytest
 
 from eplb_service import PlacementError, __version__
 from eplb_service.cli import main
+from eplb_service.cli.command_list import COMMANDS
 from eplb_service.cli.errors import UserError
 
 
@@ -24,7 +25,7 @@ def test_version(capsys):
 def test_help_names_every_command(capsys, arguments):
     code, out, err = run(capsys, *arguments)
     assert (code, err) == (0, "")
-    for name in main.COMMANDS:
+    for name in COMMANDS:
         assert name in out
 
 
@@ -39,7 +40,7 @@ def test_help_imports_nothing_heavy():
     assert done.stderr == "[]\n"
 
 
-@pytest.mark.parametrize("name", main.COMMANDS)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_there_and_helps(capsys, name):
     if name == "demo":
         pytest.importorskip("torch")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from eplb_service.cli.main import COMMANDS
+from eplb_service.cli.command_list import COMMANDS
 from eplb_service.control.core import health
 from eplb_service.control.server.settings import ServiceSettings
 from tools import docs_reference

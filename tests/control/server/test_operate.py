@@ -92,7 +92,7 @@ async def test_an_unknown_deployment(group: FakeGroup, capsys: pytest.CaptureFix
 
 
 def test_no_service(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("eplb_service.cli.operator_client._CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr("eplb_service.cli.operator.client._CONNECT_SECONDS", 0.2)
     assert run(["deployments", "--address", "127.0.0.1:1"]) == 2
     assert capsys.readouterr().err.startswith("eplb: error: no service answers at 127.0.0.1:1;")
 

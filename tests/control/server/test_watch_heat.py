@@ -154,7 +154,7 @@ async def test_a_service_that_stops_leaves_what_was_recorded(
 async def test_ctrl_c_ends_with_a_whole_trace(
     service: RunningService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from eplb_service.cli import trace_record
+    from eplb_service.cli.trace import record as trace_record
 
     out, take = tmp_path / "decode.zarr", trace_record._take
 

@@ -1,0 +1,1 @@
+"""``eplb demo``: service and live ranks on one machine."""

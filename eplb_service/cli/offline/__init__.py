@@ -1,0 +1,1 @@
+"""The commands on recorded heat: no service, no ranks."""

@@ -1,0 +1,223 @@
+"""``eplb solve``: from recorded heat to a placement file, and what the placement is worth."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from eplb_service.atomic_write import check_output
+from eplb_service.cli.offline.warmup import compile_progress
+from eplb_service.cli.options.groups import option_groups
+from eplb_service.cli.options.layout import FirstLayerOption, FormatOption, RankOptions, SlotOptions
+from eplb_service.cli.options.planner import takes_planner_settings
+from eplb_service.cli.options.trace import HeatOption, ReadingOptions, check_tokens
+from eplb_service.cli.output.json_out import print_json
+from eplb_service.cli.output.tables import compact_table
+from eplb_service.io.open_trace import naming, open_trace
+from eplb_service.io.placement_file import SUFFIXES, placement_format, write_placement
+from eplb_service.placement import Placement, check_shape, mean_par, par
+from eplb_service.planner.dealing import first_tables
+from eplb_service.planner.options import planner_settings
+from eplb_service.planner.scoring import split_loads
+
+if TYPE_CHECKING:
+    from eplb_service.io.trace import Trace
+    from eplb_service.offline import Solution
+    from eplb_service.planner.settings import PlannerSettings
+
+_WORST_LAYERS = 5
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """Where the placement goes."""
+
+    SECTION: ClassVar = "Results"
+
+    out: Annotated[Path, typer.Option(help="File to write: .npz (with tables), .json, .yaml or .jsonl.")]
+    format: FormatOption = None
+    first_layer: FirstLayerOption = None
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False
+
+    def check(self) -> None:
+        """Raise ``OutputError`` or ``PlacementError`` where nothing could be written; before long work begins."""
+        check_output(self.out, SUFFIXES)
+        placement_format(self.out, self.format)
+
+    def layer_numbers(self, trace: Trace) -> Sequence[int]:
+        """The model's own numbers of the layers: those from ``--first-layer`` on, or as recorded."""
+        if self.first_layer is None:
+            return trace.facts.layer_numbers
+        return range(self.first_layer, self.first_layer + trace.layers)
+
+
+@takes_planner_settings()
+@option_groups
+def solve(
+    heat: HeatOption,
+    group: RankOptions,
+    slot_options: SlotOptions,
+    output: OutputOptions,
+    reading: ReadingOptions,
+    **planner: Any,
+) -> None:
+    """Compute a placement and its tables from recorded heat, and show what they gain."""
+    output.check()
+    settings, ranks = planner_settings(planner), group.ranks
+    trace = open_trace(heat, reading.reading())
+    slots = slot_options.count(trace.experts, ranks)
+    check_shape(trace.experts, ranks, slots)
+    with naming(heat):
+        heat_TLE = trace.heat(0, trace.steps)
+        source_RLE = trace.source(0, trace.steps) if trace.facts.ranks == ranks else None
+        check_tokens(heat, trace)
+    topology, deployed = group.topology(trace), slot_options.start(trace, ranks)
+    prior_TLE = slot_options.prior_heat(trace, reading.reading())
+    from eplb_service import offline
+
+    def solved_for(settings: PlannerSettings, layers: slice = slice(None)) -> offline.Solution:
+        return offline.solve(
+            heat_TLE[:, layers],
+            ranks,
+            slots,
+            placement=None if deployed is None else deployed[layers],
+            prior=None if prior_TLE is None else prior_TLE[:, layers],
+            source_heat=None if source_RLE is None else source_RLE[None, :, layers],
+            topology=topology,
+            **{field.name: getattr(settings, field.name) for field in fields(settings)},
+        )
+
+    even = None
+    with compile_progress():
+        # One layer first, so that the time shown is not the compiler's.
+        solved_for(replace(settings, budget_ms=None), slice(1))
+        began = time.perf_counter()
+        solution = solved_for(settings)
+        milliseconds = (time.perf_counter() - began) * 1e3
+        solved = Placement(solution.phy2log, trace.experts)
+        write_placement(output.out, solved, solution.log2phy, output.format, output.layer_numbers(trace))
+        own_RLE = first_tables(solved, settings.split, settings.deal_width)
+        fixed = split_loads(heat_TLE, solved, own_RLE, source_RLE, settings.split)
+        if settings.split == "tables":
+            even = solved_for(replace(settings, split="even", budget_ms=None))
+    found = _Found(solution, even, settings.policy, trace.steps, milliseconds, float(mean_par(par(fixed))))
+    if output.json:
+        print_json(_document(found))
+    else:
+        _print(found, output.out)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A placement and what is reported of it.
+
+    Parameters
+    ----------
+    solution
+        The placement as the settings ask for it.
+    even
+        The same for a host that splits tokens evenly over replicas; ``None`` where the settings say so already.
+    policy, steps
+        Policy, and steps of the trace.
+    milliseconds
+        Time of the search.
+    par_fixed_tables
+        PAR with the engines' own fixed tables.
+    """
+
+    solution: Solution
+    even: Solution | None
+    policy: str
+    steps: int
+    milliseconds: float
+    par_fixed_tables: float
+
+
+def _print(found: _Found, out: Path) -> None:
+    solution, even = found.solution, found.even
+    layers, ranks, slots = solution.phy2log.shape
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(
+        f"{found.policy}: {layers} layers x {solution.log2phy.shape[2]} experts on {ranks} ranks x {slots} slots"
+    )
+    console.print(_table(solution), soft_wrap=False)
+    console.print(
+        f"PAR: hottest rank over mean rank in each of {found.steps} steps, mean over steps; "
+        "hottest rank: its tokens per step."
+    )
+    if solution.ms_before is not None:
+        console.print(
+            f"Under the cost curve the slowest ranks of all layers take {solution.ms_after:.3f} ms of a step, before "
+            f"{solution.ms_before:.3f} ms."
+        )
+    if even is not None:
+        console.print(
+            "For a host that itself spreads an expert's tokens evenly over its replicas (vLLM), --split even reaches "
+            f"PAR {even.par_after:.3f}, hottest rank {even.hottest_after_L.mean():,.2f}."
+        )
+    if out.suffix != ".npz":
+        console.print(
+            f"{out.suffix[1:].upper()} holds no tables; with its host's own, PAR is {found.par_fixed_tables:.3f}."
+        )
+    console.print(f"Solved in {found.milliseconds:.0f} ms; written to {out}.")
+
+
+def _table(solution: Solution) -> Table:
+    """All layers together, then those that are worst afterwards."""
+    table = compact_table("layer", "PAR before", "after", "hottest rank before", "after", "moves")
+    table.add_row(
+        f"all {solution.par_after_L.size}",
+        f"{solution.par_before:.3f}",
+        f"{solution.par_after:.3f}",
+        f"{solution.hottest_before_L.mean():,.2f}",
+        f"{solution.hottest_after_L.mean():,.2f}",
+        str(solution.moves),
+        style="bold",
+        end_section=True,
+    )
+    for layer in np.argsort(-solution.par_after_L)[:_WORST_LAYERS]:
+        table.add_row(
+            str(layer),
+            f"{solution.par_before_L[layer]:.3f}",
+            f"{solution.par_after_L[layer]:.3f}",
+            f"{solution.hottest_before_L[layer]:,.2f}",
+            f"{solution.hottest_after_L[layer]:,.2f}",
+            str(solution.moves_L[layer]),
+        )
+    return table
+
+
+def _document(found: _Found) -> dict[str, Any]:
+    solution, even = found.solution, found.even
+    layers, ranks, slots = solution.phy2log.shape
+    return {
+        "policy": found.policy,
+        "steps": found.steps,
+        "layers": layers,
+        "experts": solution.log2phy.shape[2],
+        "ranks": ranks,
+        "slots": slots,
+        "par_before": solution.par_before,
+        "par_after": solution.par_after,
+        "par_after_fixed_tables": found.par_fixed_tables,
+        "par_after_split_even": None if even is None else even.par_after,
+        "moe_ms_before": solution.ms_before,
+        "moe_ms_after": solution.ms_after,
+        "moves": solution.moves,
+        "solve_ms": found.milliseconds,
+        "par_before_per_layer": solution.par_before_L,
+        "par_after_per_layer": solution.par_after_L,
+        "hottest_before_per_layer": solution.hottest_before_L,
+        "hottest_after_per_layer": solution.hottest_after_L,
+        "hottest_after_split_even_per_layer": None if even is None else even.hottest_after_L,
+        "moves_per_layer": solution.moves_L,
+        "verdicts": [verdict.reason for verdict in solution.verdicts],
+    }

@@ -1,0 +1,1 @@
+"""``eplb trace``: looks at traces, records, converts, cuts and makes them."""

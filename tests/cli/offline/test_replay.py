@@ -1,0 +1,179 @@
+"""``eplb replay`` scores policies over the same steps, and refuses bad input in one line."""
+
+import json
+
+import numpy as np
+import pytest
+
+from eplb_service.cli import main
+from eplb_service.cost.curve_file import write_curves
+from eplb_service.heat.synthetic import synthetic_heat
+from eplb_service.placement import Placement
+from tests.cli.published import held
+from tests.cost.curves import H200
+
+LAYERS, EXPERTS, RANKS = 2, 16, 4
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "trace.npz"
+    np.savez(path, heat=synthetic_heat("drift", 100, LAYERS, EXPERTS, tokens=256, top_k=2, seed=1))
+    return path
+
+
+def replay(capsys, *arguments):
+    code = main.run(["replay", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_json_on_stdout_and_in_the_file_agree(tmp_path, trace, capsys):
+    out = tmp_path / "replay.json"
+    schedule = ("--window", 40, "--interval", 25)
+    code, printed, _ = replay(
+        capsys, "--heat", trace, "--ranks", RANKS, "--slots", 5, *schedule, "--out", out, "--json"
+    )
+    assert code == 0
+    reported = held("replay", printed)
+    assert reported == json.loads(out.read_text())
+    assert list(reported["policies"]) == ["none", "deepseek", "flashlb"]
+    assert reported["steps_scored"] == 60
+    for policy in reported["policies"].values():
+        assert [decision["step"] for decision in policy["decisions"]] == [40, 65, 90]
+        assert [decision["steps"] for decision in policy["decisions"]] == [25, 25, 10]
+    assert reported["policies"]["flashlb"]["par_realised"] < reported["policies"]["none"]["par_realised"]
+    assert reported["policies"]["none"]["moves"] == 0
+
+
+def test_table(trace, capsys):
+    arguments = ("--ranks", RANKS, "--redundant", 4, "--policy", "flashlb,none", "--window", 40)
+    code, printed, _ = replay(capsys, "--heat", trace, *arguments)
+    assert code == 0
+    assert "on 4 ranks x 5 slots; steps scored 60, decisions 1" in printed
+    assert printed.index("flashlb") < printed.index("none")
+    assert "deepseek" not in printed
+
+
+BAD_ARGUMENTS = {
+    "trace too short": (["--window", "100"], "the trace has 100 steps, a window of 100 leaves none"),
+    "no window": (["--window", "0"], "'--window'"),
+    "no number": (["--interval", "40,few"], "'--interval'"),
+    "absent module": (["--policy", "absent:f"], "policy absent:f: cannot import 'absent'"),
+    "bandwidth": (["--bandwidth", "0"], "nothing would ever arrive"),
+    "report of another kind": (["--report", "report.pdf"], "must end in .html"),
+    "placement of other slots": (
+        ["--placement", "four.npz"],
+        "--placement has 4 slots per rank, asked for [5]",
+    ),
+    "unknown policy": (
+        ["--policy", "none,greedy"],
+        "--policy names 'greedy'; choose among none, deepseek, flashlb, flashlb-on-change, flashlb-no-tree",
+    ),
+    "no policy": (["--policy", ","], "--policy names nothing"),
+    "slots and redundant": (["--redundant", "4"], "either --slots or --redundant"),
+    "too few slots": (["--slots", "3"], "12 slots cannot hold 16 experts"),
+    "unknown suffix": (["--out", "replay.csv"], "must end in .json"),
+    "folder missing": (["--out", "absent/replay.json"], "does not exist"),
+    "trace missing": (["--heat", "absent.npz"], "No such file"),
+    "trace of another kind": (["--heat", "four.npz"], "holds no array whose name says heat"),
+    "unknown option": (["--windows", "3"], "No such option"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
+def test_bad_arguments(tmp_path, trace, capsys, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    np.savez("four.npz", phy2log=Placement.linear(LAYERS, EXPERTS, RANKS, 4).phy2log_LRS)
+    before = sorted(tmp_path.iterdir())
+    good = ["--heat", trace, "--ranks", RANKS, "--slots", "5", "--window", "40", "--out", "replay.json"]
+    code, out, err = replay(capsys, *good, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("eplb: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_redundant_experts_that_do_not_spread_evenly(trace, capsys):
+    code, out, err = replay(capsys, "--heat", trace, "--ranks", 5, "--redundant", 3)
+    assert (code, out) == (2, "")
+    assert "use --redundant 4 or that plus a multiple of 5" in err
+
+
+def test_defaults_are_those_of_the_service():
+    from eplb_service.cli.main import load_command
+    from eplb_service.control.server.settings import ServiceSettings
+
+    defaults = {option.name: option.default for option in load_command("replay").params}
+    service = ServiceSettings.model_fields
+    assert defaults["window"] == str(service["window_steps"].default)
+    assert defaults["interval"] == str(service["decision_interval"].default)
+
+
+def test_ctrl_c_tells_and_writes_what_is_done(tmp_path, trace, capsys, monkeypatch):
+    from contextlib import contextmanager
+
+    from eplb_service.cli.offline import replay as command
+
+    reported = []
+
+    def advance(label, done):
+        reported.append(label)
+        if reported.count("none") == 2:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def counted(jobs, steps, done):
+        yield advance
+
+    monkeypatch.setattr(command, "replay_progress", counted)
+    out, report = tmp_path / "replay.json", tmp_path / "report.html"
+    arguments = ("--slots", 5, "--window", 25, "--interval", 25, "--policy", "none", "--workers", 1)
+    monkeypatch.chdir(tmp_path)
+    code, printed, err = replay(
+        capsys, "--heat", trace, "--ranks", RANKS, *arguments, "--out", out, "--report", report
+    )
+    assert code == 130
+    assert "decisions are kept in eplb-" in err
+    assert "decisions 2; stopped early, all policies up to the same decision" in printed
+    assert json.loads(out.read_text())["interrupted"] is True
+    assert "stopped early" in report.read_text()
+
+
+def test_with_a_cost_curve_milliseconds_are_shown_against_the_fewest_slots(tmp_path, capsys):
+    np.savez(tmp_path / "heat.npz", heat=synthetic_heat("static", 60, 1, 16, tokens=512, top_k=2, seed=1))
+    write_curves(tmp_path / "curve.json", [H200])
+    arguments = [
+        "--heat",
+        tmp_path / "heat.npz",
+        "--ranks",
+        4,
+        "--redundant",
+        "0,4",
+        "--window",
+        20,
+        "--interval",
+        20,
+    ]
+    arguments += ["--policy", "none,flashlb", "--no-hindsight", "--cost-curve", tmp_path / "curve.json"]
+    assert main.run(["replay", *map(str, arguments)]) == 0
+    out = capsys.readouterr().out
+    assert "Left alone on 4 slots" in out
+    assert "This rests on: cost_curve 20 us" in out
+    assert main.run(["replay", *map(str, arguments), "--json"]) == 0
+    reported = held("replay", capsys.readouterr().out)
+    assert reported["costs"]["curve"]["read_us"] == 11.6
+    assert reported["policies"]["none, 4 slots"]["moe_ms_per_step"] > 0
+
+
+def test_a_prior_places_what_policies_start_from(tmp_path, trace, capsys):
+    common = ("--heat", trace, "--ranks", RANKS, "--window", 40, "--policy", "none", "--json")
+    cold, begun = (
+        json.loads(replay(capsys, *common, "--slots", 5, *more)[1])["policies"]["none"]["par_realised"]
+        for more in ((), ("--prior", trace))
+    )
+    assert begun < cold
+    code, _, err = replay(capsys, *common, "--slots", "5,6", "--prior", trace)
+    assert code == 2
+    assert "--prior places experts on one number of slots" in err
