@@ -8,6 +8,9 @@ ARGS ?=
 PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 PARALLEL = --numprocesses $(PROCESSES) --maxprocesses 8 --dist worksteal
 
+# A run of the tests starts hundreds of processes: each would compile every module again where Python may not keep them.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: attack help stack dashboard notebook demo demo-vllm e2e-observability test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
 .PHONY: test-engines explore fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-replay bench-decide bench-engine bench-time bench-scale
@@ -26,7 +29,9 @@ demo: $(READY) ## the main job: service, live ranks, drifting heat, layers switc
 demo-vllm: warm ## two real vLLM servers on CPU, one balanced, the same drifting load; vLLM is installed once per machine
 	@$(BIN)/python -m benchmarks.vllm_serving $(ARGS)
 
-test: check unit ## lint, types, layer contracts, docs and the tests: the gate of every change (minutes)
+test: $(READY) ## lint, types, layer contracts, docs and the tests: the gate of every change (minutes)
+	@$(MAKE) --no-print-directory --jobs 2 check warm
+	@$(MAKE) --no-print-directory unit
 
 test-slow: warm ## the proofs that take long, and real faults on real processes; CI runs them after `make test`
 	@$(BIN)/pytest $(PARALLEL) -m "slow or faults" $(ARGS)

@@ -16,6 +16,10 @@ class Broken(AssertionError):
     """A promise was broken."""
 
 
+TRIPPED = "trips over itself: "
+"""How a story begins in which a machine raised what it never should. A mutant that does is no defect of use."""
+
+
 def must(holds: bool, otherwise: str) -> None:
     """Raise ``Broken`` unless it holds."""
     if not holds:
@@ -29,7 +33,7 @@ def happen(what: Callable[..., None], *arguments: Any) -> None:
     except Broken:
         raise
     except (AssertionError, AttributeError, KeyError, TypeError, IndexError) as error:
-        raise Broken(f"{type(error).__name__}: {error}") from error
+        raise Broken(f"{TRIPPED}{type(error).__name__}: {error}") from error
 
 
 World = TypeVar("World", bound="Explorable")
@@ -67,6 +71,11 @@ class Walk:
     transitions: int
     seconds: float
     broken: str | None
+
+    @property
+    def caught(self) -> bool:
+        """Of a mutant: whether it broke a promise, rather than tripping over its own mistakes."""
+        return self.broken is not None and not self.broken.startswith(TRIPPED)
 
     @property
     def line(self) -> str:
@@ -127,8 +136,9 @@ def report(walks: Iterator[Walk], hunted: Iterator[tuple[str, Walk]]) -> bool:
         f"{sum(one.seconds for one in seen):.1f} s"
     )
     for name, one in hunted:
-        good &= one.broken is not None
-        reported = "SURVIVED" if one.broken is None else f"caught: {one.broken.splitlines()[0]}"
+        good &= one.caught
+        story = "" if one.broken is None else one.broken.splitlines()[0]
+        reported = f"caught: {story}" if one.caught else f"SURVIVED {story}"
         print(f"mutant {name:<34} {reported} ({one.states:,} states, {one.seconds:.1f} s)", flush=True)
     return good
 

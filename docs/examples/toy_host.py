@@ -55,8 +55,11 @@ class ToyLayer:
         return output[self.rank * TOKENS : (self.rank + 1) * TOKENS]
 
 
-def serve(service: str, steps: int) -> tuple[float, int]:
-    """Serve ``steps`` steps; the largest difference to the experts themselves, and how often the layer was switched."""
+def serve(service: str, steps: int, after_switch: int) -> tuple[float, int]:
+    """Serve ``steps`` steps, or ``after_switch`` more once the layer was switched.
+
+    The largest difference to the experts themselves, and how often the layer was switched.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     experts_EHH = torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(0))
     layer = ToyLayer(experts_EHH, Placement.linear(1, EXPERTS, ranks, SLOTS), rank, ranks)
@@ -64,13 +67,15 @@ def serve(service: str, steps: int) -> tuple[float, int]:
     draws = torch.Generator().manual_seed(1 + rank)
     popularity_E = torch.linspace(1.0, 0.05, EXPERTS) ** 3
     worst = 0.0
-    for _ in range(steps):
+    while steps > 0:
         hidden_TH = torch.randn(TOKENS, HIDDEN, generator=draws)
         chosen_T = torch.multinomial(popularity_E, TOKENS, replacement=True, generator=draws)
         output_TH = layer.forward(hidden_TH, chosen_T)
         agent.step()
         expected_TH = torch.einsum("th,thg->tg", hidden_TH, experts_EHH[chosen_T])
         worst = max(worst, float((output_TH - expected_TH).abs().max()))
+        # Every rank switches a layer at the same step, so all of them leave at the same one.
+        steps = min(steps - 1, after_switch) if agent.stats.layers_switched else steps - 1
     switched = agent.stats.layers_switched
     agent.close()
     return worst, switched

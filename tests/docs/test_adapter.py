@@ -12,15 +12,15 @@ from tests.ranks import run_ranks
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "toy_host.py"
 
 
-def serve(address, steps):
+def serve(address, steps, after_switch):
     spec = importlib.util.spec_from_file_location("toy_host", EXAMPLE)
     toy_host = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(toy_host)
-    return toy_host.serve(address, steps)
+    return toy_host.serve(address, steps, after_switch)
 
 
 async def test_the_toy_host_is_balanced_and_answers_as_before():
     async with running_service(settings()) as service:
-        results = await asyncio.to_thread(run_ranks, 2, serve, service.address, 2000)
+        results = await asyncio.to_thread(run_ranks, 2, serve, service.address, 6000, 200)
     assert max(worst for worst, _ in results) < 1e-4
     assert {switched for _, switched in results} != {0}

@@ -21,6 +21,7 @@ from worker_agent.settings import AgentSettings
 pytestmark = pytest.mark.e2e
 
 EXPERTS, SLOTS, HIDDEN, TOKENS, ROWS, RANKS = 8, 5, 16, 32, 64, 2
+AFTER_SWITCH = 200
 
 
 class ListLayer:
@@ -66,7 +67,7 @@ class ListLayer:
         return output[self._rank * TOKENS : (self._rank + 1) * TOKENS]
 
 
-def _serve(service: str, steps: int, follow: bool) -> dict[str, Any]:
+def _serve(service: str, most_steps: int, follow: bool) -> dict[str, Any]:
     rank, draws = dist.get_rank(), torch.Generator().manual_seed(1 + dist.get_rank())
     same = torch.Generator().manual_seed(0)
     experts_EHH = torch.randint(-127, 128, (EXPERTS, HIDDEN, HIDDEN), dtype=torch.int8, generator=same)
@@ -90,9 +91,10 @@ def _serve(service: str, steps: int, follow: bool) -> dict[str, Any]:
     popularity_E = torch.linspace(1.0, 0.05, EXPERTS) ** 3
     dense_EHH = experts_EHH.float() * scales_E[:, None, None]
     worst = 0.0
-    for step in range(steps):
-        if step % 400 == 0:
-            popularity_E = popularity_E.roll(3)
+    left = most_steps
+    while left > 0:
+        # Until the layer has been switched and served on; every rank switches it at the same step.
+        left = min(left - 1, AFTER_SWITCH) if agent.stats.layers_switched else left - 1
         hidden_TH = torch.randn(TOKENS, HIDDEN, generator=draws)
         chosen_T = torch.multinomial(popularity_E, TOKENS, replacement=True, generator=draws)
         output_TH = layer.forward(hidden_TH, chosen_T)
@@ -110,7 +112,7 @@ def _serve(service: str, steps: int, follow: bool) -> dict[str, Any]:
 
 async def _balanced(follow: bool) -> list[dict[str, Any]]:
     async with running_service(settings()) as service:
-        return await asyncio.to_thread(run_ranks, RANKS, _serve, service.address, 2000, follow)
+        return await asyncio.to_thread(run_ranks, RANKS, _serve, service.address, 6000, follow)
 
 
 async def test_lists_of_weights_move_and_outputs_stay() -> None:

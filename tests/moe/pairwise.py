@@ -20,51 +20,49 @@ def pairwise(
     """
     rng = random.Random(seed)
     names = list(options)
+    # A value is known by its number; values of an earlier option have lower ones, so a pair is in order by them.
+    values = [(name, value) for name in names for value in options[name]]
+    numbers: dict[str, list[int]] = {name: [] for name in names}
+    for number, (name, _) in enumerate(values):
+        numbers[name].append(number)
     missing = {
-        ((first, i), (second, j))
+        pair
         for first, second in itertools.combinations(names, 2)
-        for i, j in itertools.product(range(len(options[first])), range(len(options[second])))
+        for pair in itertools.product(numbers[first], numbers[second])
     }
 
-    def values(chosen: dict[str, int]) -> Row:
-        return {name: options[name][index] for name, index in chosen.items()}
-
-    def completed(start: dict[str, int]) -> dict[str, int] | None:
-        chosen = dict(start)
-        others = [name for name in names if name not in chosen]
+    def completed(start: tuple[int, int]) -> tuple[list[int], Row] | None:
+        chosen = list(start)
+        row = dict(values[number] for number in start)
+        others = [name for name in names if name not in row]
         rng.shuffle(others)
         for name in others:
             fitting = []
-            for index in range(len(options[name])):
-                if allowed(values({**chosen, name: index})):
-                    gain = sum(_pair(names, (name, index), pair) in missing for pair in chosen.items())
-                    fitting.append((gain, rng.random(), index))
+            for number, value in zip(numbers[name], options[name], strict=True):
+                row[name] = value
+                if allowed(row):
+                    gain = sum(((number, o) if number < o else (o, number)) in missing for o in chosen)
+                    fitting.append((gain, rng.random(), number))
             if not fitting:
                 return None
-            chosen[name] = max(fitting)[2]
-        return chosen
+            best = max(fitting)[2]
+            chosen.append(best)
+            row[name] = values[best][1]
+        return sorted(chosen), row
 
     rows = []
     for pair in sorted(missing):
         if pair not in missing:
             continue
-        start = dict(pair)
-        candidates = [completed(start) for _ in range(tries)] if allowed(values(start)) else []
-        complete = [row for row in candidates if row is not None]
+        possible = allowed(dict(values[number] for number in pair))
+        candidates = [completed(pair) for _ in range(tries)] if possible else []
+        complete = [candidate for candidate in candidates if candidate is not None]
         missing.discard(pair)
         if not complete:
             continue
-        best = max(complete, key=lambda row: sum(pair in missing for pair in _pairs(names, row)))
-        missing.difference_update(_pairs(names, best))
-        rows.append(values(best))
+        chosen, row = max(
+            complete, key=lambda found: len(missing.intersection(itertools.combinations(found[0], 2)))
+        )
+        missing.difference_update(itertools.combinations(chosen, 2))
+        rows.append({name: row[name] for name in names})
     return rows
-
-
-def _pairs(names: list[str], row: dict[str, int]) -> list[tuple[tuple[str, int], tuple[str, int]]]:
-    return list(itertools.combinations([(name, row[name]) for name in names], 2))
-
-
-def _pair(
-    names: list[str], one: tuple[str, int], other: tuple[str, int]
-) -> tuple[tuple[str, int], tuple[str, int]]:
-    return (one, other) if names.index(one[0]) < names.index(other[0]) else (other, one)

@@ -74,12 +74,12 @@ class ForgetsAPlanThatHasEnded(Deployment):
         super()._close_plan()
         self.ended_plan = None
 
-    def _give_way_to_ranks(self) -> None:
+    def _give_way_to_ranks(self, rank: int) -> None:
         pass
 
 
 class NeverAsksRanksAgain(Deployment):
-    def _give_way_to_ranks(self) -> None:
+    def _give_way_to_ranks(self, rank: int) -> None:
         pass
 
 
@@ -127,9 +127,9 @@ class KeepsWhatARankSaidBeforeItLeft(Deployment):
 
 
 class NeverAsksAGroupThatIsHalfThereAgain(Deployment):
-    def _give_way_to_ranks(self) -> None:
+    def _give_way_to_ranks(self, rank: int) -> None:
         if self.live is not None:
-            super()._give_way_to_ranks()
+            super()._give_way_to_ranks(rank)
 
 
 class WaitsForRanksThatAreThere(Deployment):

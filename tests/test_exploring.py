@@ -1,0 +1,71 @@
+"""The walk that `make explore` is made of: it finds what breaks, and takes no mutant for caught that only trips."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tests.exploring import Event, Walk, happen, must, report, walk
+
+
+@dataclass(frozen=True)
+class Stairs:
+    """A world of a number that goes up; ``trap`` breaks a promise, ``stumble`` is the machine's own mistake."""
+
+    at: int = 0
+    top: int = 3
+    trap: int | None = None
+    stumble: int | None = None
+
+    @property
+    def settled(self) -> bool:
+        return self.at == self.top
+
+    def events(self) -> Iterator[Event]:
+        if self.at < 5:
+            yield ("up",)
+
+    def needs_no_fault(self, event: Event) -> bool:
+        return self.at < self.top
+
+    def after(self, event: Event) -> Stairs:
+        happen(self._step)
+        return Stairs(self.at + 1, self.top, self.trap, self.stumble)
+
+    def _step(self) -> None:
+        must(self.at != self.trap, "stepped into the trap")
+        if self.at == self.stumble:
+            raise TypeError("one argument too many")
+
+    def key(self) -> int:
+        return self.at
+
+
+def test_a_promise_that_breaks_is_told_by_its_shortest_story() -> None:
+    seen = walk("trap", Stairs(trap=2))
+    assert seen.broken == "stepped into the trap\n    after up, up, up"
+    assert seen.caught
+
+
+def test_a_state_that_never_settles_is_found() -> None:
+    seen = walk("beyond the top", Stairs())
+    assert seen.broken is not None
+    assert seen.broken.startswith("nothing ever ends what is under way")
+
+
+def test_a_machine_that_trips_is_broken_but_no_mutant_that_was_caught() -> None:
+    seen = walk("stumble", Stairs(stumble=1))
+    assert seen.broken is not None
+    assert "one argument too many" in seen.broken
+    assert not seen.caught
+
+
+def test_only_mutants_that_break_promises_count() -> None:
+    good, trapped, tripped = (
+        Walk("a walk", 1, 1, 0.0, None),
+        walk("trap", Stairs(trap=2)),
+        walk("stumble", Stairs(stumble=1)),
+    )
+    assert report(iter([good]), iter([("Trapped", trapped)]))
+    assert not report(iter([good]), iter([("Tripped", tripped)]))
+    assert not report(iter([good]), iter([("Unharmed", good)]))
