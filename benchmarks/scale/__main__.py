@@ -10,8 +10,8 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import grpc
@@ -19,71 +19,29 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.scale.heat import Scale
+from benchmarks.scale.measured import Measured
 from benchmarks.scale.measured_service import MeasuredService, Reading, measured_service
 from benchmarks.scale.ranks import DEPLOYMENT, Load, RankProcesses, Tally, rank_processes
+from benchmarks.scale.targets import verdicts
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 
 _SETTLE_SECONDS = 4.0
 _PLAN_SECONDS = 300.0
 _NEVER = 1 << 30
 _ROOM = 1 << 13
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What one run found; rates are per second of the clock, CPU in seconds.
-
-    Parameters
-    ----------
-    ranks
-        R.
-    steps_per_second, wanted_per_second
-        Steps of which all ranks' heat was put together, and steps that the ranks made.
-    cpu_ms_per_step, cpu_percent
-        Of the service's process: per step that the ranks made, and of one core.
-    loop_cpu_percent
-        Of these, what its event loop took.
-    lost_steps, dropped_steps
-        That the service missed; that agents dropped, over all ranks.
-    megabytes_per_second, reports_per_second
-        Heat that the agents sent.
-    resident_mb, grown_mb
-        Memory at the end, and since the beginning of the measurement.
-    hold_ms, long_holds, holds_ms
-        Longest callback by CPU, how many took over 20 ms, and the longest by name.
-    plan_ms
-        From the offer of a plan until the first rank, and the last, has it; ``None`` where none was made.
-    decide_seconds
-        That the decision before it took.
-    hold_deciding_ms
-        Longest callback meanwhile.
-    """
-
-    ranks: int
-    steps_per_second: float
-    wanted_per_second: float
-    cpu_ms_per_step: float
-    cpu_percent: float
-    loop_cpu_percent: float
-    lost_steps: int
-    dropped_steps: int
-    megabytes_per_second: float
-    reports_per_second: float
-    resident_mb: float
-    grown_mb: float
-    hold_ms: float
-    long_holds: int
-    holds_ms: dict[str, float]
-    plan_ms: tuple[float, float] | None
-    decide_seconds: float
-    hold_deciding_ms: float
+_READINGS = 10
 
 
 def main() -> None:
     """Measure each number of ranks, and print one table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
     parser.add_argument("--ranks", default="64,256,1024", help="numbers of ranks (64,256,1024)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement (20)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=20.0,
+        help="of each measurement (20); 1800 shows whether memory is flat",
+    )
     parser.add_argument("--layers", type=int, default=58)
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--steps-per-second", type=float, default=20.0, help="of the model (20)")
@@ -98,7 +56,9 @@ def main() -> None:
         scale = Scale(ranks, options.layers, options.experts)
         load = Load(scale, options.steps_per_second, options.report_steps, not options.per_step_sources)
         measured.append(measure(load, options.seconds, options.processes, plan=not options.no_plan))
-    Console(soft_wrap=True).print(_table(measured))
+    console = Console(soft_wrap=True)
+    console.print(_table(measured))
+    console.print(_targets(measured))
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(one) for one in measured], indent=1) + "\n")
 
@@ -121,12 +81,14 @@ def measure(load: Load, seconds: float, processes: int, *, plan: bool) -> Measur
         ranks.begin()
         time.sleep(_SETTLE_SECONDS)
         service.read()
-        sent, before = ranks.tallies(), service.read()
-        time.sleep(seconds)
-        sent_by_then, after = ranks.tallies(), service.read()
+        sent, readings = ranks.tallies(), [service.read()]
+        for _ in range(_READINGS):
+            time.sleep(seconds / _READINGS)
+            readings.append(service.read())
+        sent_by_then = ranks.tallies()
         decision = _decide(service, ranks) if plan else (None, 0.0)
         deciding = service.read()
-    return _summary(load, (sent, sent_by_then), (before, after, deciding), decision)
+    return _summary(load, (sent, sent_by_then), readings, deciding, decision)
 
 
 def _decide(service: MeasuredService, ranks: RankProcesses) -> tuple[tuple[float, float] | None, float]:
@@ -148,10 +110,12 @@ def _decide(service: MeasuredService, ranks: RankProcesses) -> tuple[tuple[float
 def _summary(
     load: Load,
     tallies: tuple[list[Tally], list[Tally]],
-    readings: tuple[Reading, Reading, Reading],
+    readings: Sequence[Reading],
+    deciding: Reading,
     decision: tuple[tuple[float, float] | None, float],
 ) -> Measured:
-    before, after, deciding = readings
+    before, *between = readings
+    after = between[-1]
     seconds = after.at - before.at
 
     def gained(name: str) -> int:
@@ -162,6 +126,7 @@ def _summary(
     made = seconds * load.steps_per_second
     return Measured(
         ranks=load.scale.ranks,
+        seconds=seconds,
         steps_per_second=(after.received - before.received) / seconds,
         wanted_per_second=load.steps_per_second,
         cpu_ms_per_step=1e3 * (after.cpu - before.cpu) / made,
@@ -171,15 +136,22 @@ def _summary(
         dropped_steps=gained("dropped_steps"),
         megabytes_per_second=gained("sent_bytes") / seconds / 1e6,
         reports_per_second=gained("reports") / seconds,
-        resident_mb=after.resident_bytes / 1e6,
-        grown_mb=(after.resident_bytes - before.resident_bytes) / 1e6,
-        hold_ms=1e3 * after.hold,
-        long_holds=after.long_holds,
-        holds_ms={name: round(1e3 * value, 1) for name, value in after.named.items()},
+        resident_mb=tuple(round(reading.resident_bytes / 1e6, 1) for reading in readings),
+        hold_ms=1e3 * max(reading.hold for reading in between),
+        long_holds=sum(reading.long_holds for reading in between),
+        holds_ms=_longest(between),
         plan_ms=decision[0],
         decide_seconds=decision[1],
         hold_deciding_ms=1e3 * deciding.hold,
     )
+
+
+def _longest(readings: Sequence[Reading]) -> dict[str, float]:
+    longest: dict[str, float] = {}
+    for reading in readings:
+        for name, seconds in reading.named.items():
+            longest[name] = max(longest.get(name, 0.0), round(1e3 * seconds, 1))
+    return longest
 
 
 def _table(measured: list[Measured]) -> Table:
@@ -193,8 +165,7 @@ def _table(measured: list[Measured]) -> Table:
         ("heat, reports/s", lambda one: f"{one.reports_per_second:.0f}"),
         ("steps lost", lambda one: f"{one.lost_steps}"),
         ("steps that agents dropped", lambda one: f"{one.dropped_steps}"),
-        ("resident memory, MB", lambda one: f"{one.resident_mb:.0f}"),
-        ("grown meanwhile, MB", lambda one: f"{one.grown_mb:.1f}"),
+        ("memory over the run, MB", _memory),
         ("longest hold of the loop, CPU ms", lambda one: f"{one.hold_ms:.1f}"),
         ("while deciding and offering, CPU ms", lambda one: f"{one.hold_deciding_ms:.1f}"),
         ("decision, s", lambda one: f"{one.decide_seconds:.1f}"),
@@ -203,6 +174,19 @@ def _table(measured: list[Measured]) -> Table:
     for name, value in rows:
         table.add_row(name, *(value(one) for one in measured))
     return table
+
+
+def _targets(measured: list[Measured]) -> Table:
+    table = Table("ranks", "target", "found", "")
+    for ranks, name, figure, verdict in verdicts(measured):
+        table.add_row(f"{ranks:,}", name, figure, verdict)
+    return table
+
+
+def _memory(one: Measured) -> str:
+    """At the beginning, at half-time and at the end."""
+    first, half, last = (one.resident_mb[at] for at in (0, len(one.resident_mb) // 2, -1))
+    return f"{first:.0f}, {half:.0f}, {last:.0f}"
 
 
 def _pushed(one: Measured) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from eplb_service.placement import Float64, Int32, mean_par, step_par
 from eplb_service.wire.heat import HeatReport
 from eplb_service.wire.hello import Shape
 
+_MOST_IN_16_BITS = np.iinfo(np.uint16).max
 _TABLES_HELD = 2
 """log2phy of all ranks: in the Hellos that wait, and in what is served."""
 
@@ -102,9 +103,11 @@ class HeatAssembler:
         self._pending = PendingSteps(ranks, layers, experts, slots, pending_steps)
         self._sources = SourceHeat(ranks, window_steps)
         self._steps_W = np.full(window_steps, -1, dtype=np.int64)
-        # Rows are replaced, never written to: they can be read while steps come in.
+        # Rows are replaced, never written to: they can be read while steps come in. What ranks received is kept in 16
+        # bits where that holds it: the first touch of memory is most of what a step costs while the window fills.
         self._heat_W: list[Int32] = []
-        self._loads_WLR = np.zeros((window_steps, layers, ranks), dtype=np.int32)
+        self._loads_W: list[npt.NDArray[np.integer[Any]]] = []
+        self._ranks = ranks
         self._par_WL = np.full((window_steps, layers), np.nan)
         self._epochs_WL = np.zeros((window_steps, layers), dtype=np.int64)
         groups_R = np.arange(ranks) if token_groups_R is None else token_groups_R
@@ -135,8 +138,8 @@ class HeatAssembler:
 
         A report under an epoch that is not known is left out, so that its steps will count as lost.
         """
-        cells_RLS = self.placements.cells(report.layer_epochs, self._shape[1])
-        if cells_RLS is None:
+        cells_LRS = self.placements.cells(report.layer_epochs, self._shape[1])
+        if cells_LRS is None:
             return StepCounts(0, 0)
         before, restarts = self.counted, self._pending.restarts
         if report.slot_counts_TLS is None:
@@ -145,7 +148,7 @@ class HeatAssembler:
                 self._append(position, *self._pending.by_source(position))
         else:
             for position in self._pending.add(rank, report):
-                self._append(position, *self._pending.by_slot(position, cells_RLS))
+                self._append(position, *self._pending.by_slot(position, cells_LRS))
         if self._pending.restarts != restarts:
             self._sources.clear()
         if report.source_counts_TLE is not None:
@@ -173,11 +176,11 @@ class HeatAssembler:
         epochs_L = np.asarray(layer_epochs, dtype=np.int64)
         rows = self._in_order()
         for row in rows if newest is None else rows[-newest:]:
-            yield self._loads_WLR[row] * (self._epochs_WL[row] == epochs_L)[:, None]
+            yield self._loads_W[row].astype(np.int32) * (self._epochs_WL[row] == epochs_L)[:, None]
 
     def load_sums(self, layer_epochs: Sequence[int], newest: int) -> tuple[int, Float64]:
         """``measured_loads`` summed: how many steps, and float64 ``[L, R]``."""
-        steps, sums_LR = 0, np.zeros(self._loads_WLR.shape[1:])
+        steps, sums_LR = 0, np.zeros((self._shape[0], self._ranks))
         for loads_LR in self.measured_loads(layer_epochs, newest):
             steps += 1
             sums_LR += loads_LR
@@ -205,12 +208,14 @@ class HeatAssembler:
     def _append(self, position: int, heat_LE: Int32, loads_LR: Int32) -> None:
         row = self.assembled % len(self._steps_W)
         self._steps_W[row] = self._pending.step_P[position]
+        most = int(loads_LR.max(initial=0))
+        kept_LR = loads_LR.astype(np.uint16 if most <= _MOST_IN_16_BITS else np.int32)
         if row == len(self._heat_W):
             self._heat_W.append(heat_LE)
+            self._loads_W.append(kept_LR)
         else:
-            self._heat_W[row] = heat_LE
-        self._loads_WLR[row] = loads_LR
-        self._par_WL[row] = step_par(self._loads_WLR[row])
+            self._heat_W[row], self._loads_W[row] = heat_LE, kept_LR
+        self._par_WL[row] = step_par(loads_LR)
         self._epochs_WL[row] = self._pending.epochs_PL[position]
         self._times.put(row, self._pending.micros_PR[position], self._pending.tokens_PR[position])
         self.assembled += 1

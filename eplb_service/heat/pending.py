@@ -88,16 +88,18 @@ class PendingSteps:
         self._slots_PRLS[positions, rank] = report.slot_counts_TLS[taken]
         return self._close(rank, report, positions, taken)
 
-    def by_slot(self, position: int, cells_RLS: npt.NDArray[np.intp]) -> tuple[Int32, Int32]:
+    def by_slot(self, position: int, cells_LRS: npt.NDArray[np.intp]) -> tuple[Int32, Int32]:
         """Of a whole step: tokens by expert, int32 ``[L, E]``, and by rank, int32 ``[L, R]``.
 
-        ``cells_RLS`` says where in the first, flattened, each slot's tokens go.
+        ``cells_LRS`` says where in the first, flattened, each slot's tokens go.
         """
         _, layers, experts, _ = self._shape
-        counts_RLS = self._slots_PRLS[position]
+        # Layer by layer, as the sums are: ranks' rows are too far apart to be gone through in their own order.
+        counts_LRS = np.ascontiguousarray(self._slots_PRLS[position].transpose(1, 0, 2))
         # Sums of whole numbers, exact in float64.
-        sums_C = np.bincount(cells_RLS.ravel(), counts_RLS.ravel(), minlength=layers * experts)
-        return sums_C.astype(np.int32).reshape(layers, experts), counts_RLS.sum(axis=2, dtype=np.int32).T
+        sums_C = np.bincount(cells_LRS.ravel(), counts_LRS.ravel(), minlength=layers * experts)
+        loads_LR: Int32 = np.einsum("lrs->lr", counts_LRS)
+        return sums_C.astype(np.int32).reshape(layers, experts), loads_LR
 
     def by_source(self, position: int) -> tuple[Int32, Int32]:
         """The same of a step whose counts follow from the ranks' own tokens."""

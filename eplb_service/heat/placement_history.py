@@ -53,7 +53,7 @@ class PlacementHistory:
             epochs.pop(next(iter(epochs)))
 
     def cells(self, layer_epochs: tuple[int, ...], experts: int) -> npt.NDArray[np.intp] | None:
-        """Where in heat ``[L, E]``, flattened, each slot's tokens belong, ``[R, L, S]``.
+        """Where in heat ``[L, E]``, flattened, each slot's tokens belong, ``[L, R, S]``.
 
         ``None`` where one of the epochs is not known.
         """
@@ -69,7 +69,7 @@ class PlacementHistory:
             experts * layer + epochs[epoch].phy2log_RS.astype(np.intp)
             for layer, (epochs, epoch) in enumerate(layers)
         ]
-        self._stacked[layer_epochs] = np.stack(rows, axis=1)
+        self._stacked[layer_epochs] = np.stack(rows)
         return self._stacked[layer_epochs]
 
     def targets(self, layer_epochs: tuple[int, ...], rank: int) -> npt.NDArray[np.int16]:

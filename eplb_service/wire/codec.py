@@ -40,13 +40,19 @@ def pack(array: npt.NDArray[np.integer]) -> tensor_pb2.PackedArray:
 
     Arrays of 4 KiB and more are deflated where that makes them a third or less.
     """
-    low, high = (int(array.min()), int(array.max())) if array.size else (0, 0)
-    code, dtype = _narrowest(low, high)
-    data = array.astype(dtype).tobytes()
+    code, narrow = narrowed(array)
+    data = narrow.tobytes()
     packed = tensor_pb2.PackedArray(dtype=code, shape=array.shape, data=data)  # type: ignore[arg-type]
     if len(data) >= _COMPRESS_FROM_BYTES and _deflates_well(data[:_SAMPLE_BYTES]):
         packed.data, packed.compression = zlib.compress(data, level=1), tensor_pb2.COMPRESSION_ZLIB
     return packed
+
+
+def narrowed(array: npt.NDArray[np.integer]) -> tuple[int, Integers]:
+    """The array in the narrowest type that travels and holds it, and that type's code; in one piece."""
+    low, high = (int(array.min()), int(array.max())) if array.size else (0, 0)
+    code, dtype = _narrowest(low, high)
+    return code, np.ascontiguousarray(array, dtype=dtype)
 
 
 def unpack(packed: tensor_pb2.PackedArray, shape: Sequence[int | None], field: str) -> Int32:

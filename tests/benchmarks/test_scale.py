@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
+from typing import Any
 
 import pytest
 
 from benchmarks.scale.__main__ import measure
 from benchmarks.scale.heat import Scale, drawn_reports
 from benchmarks.scale.holds import LONG_SECONDS, watched
+from benchmarks.scale.measured import Measured
 from benchmarks.scale.ranks import Load
+from benchmarks.scale.targets import verdicts
 from eplb_service.wire.heat import decode_heat_report, encode_heat_report
 from eplb_service.wire.hello import Shape
 
@@ -50,12 +54,64 @@ def test_what_ranks_send_is_what_a_service_takes(sums: bool) -> None:
     assert sum(totals) / len(totals) == pytest.approx(expected, rel=0.5)
 
 
+def measured(**found: Any) -> Measured:
+    """A run of half an hour that met every target, but for what ``found`` says."""
+    good = Measured(
+        ranks=256,
+        seconds=1800.0,
+        steps_per_second=20.0,
+        wanted_per_second=20.0,
+        cpu_ms_per_step=4.0,
+        cpu_percent=8.0,
+        loop_cpu_percent=6.0,
+        lost_steps=0,
+        dropped_steps=0,
+        megabytes_per_second=1.0,
+        reports_per_second=320.0,
+        resident_mb=(200.0, 300.0, 301.0),
+        hold_ms=5.0,
+        long_holds=0,
+        holds_ms={},
+        plan_ms=(1.0, 9.0),
+        decide_seconds=1.0,
+        hold_deciding_ms=9.0,
+    )
+    return dataclasses.replace(good, **found)
+
+
+@pytest.mark.parametrize(
+    ("found", "missed"),
+    [
+        ({}, set()),
+        ({"cpu_percent": 12.0}, {"256 ranks cost"}),
+        ({"ranks": 64, "cpu_percent": 12.0}, set()),
+        ({"steps_per_second": 10.0}, {"256 ranks cost", "steps are put"}),
+        ({"lost_steps": 1}, {"steps are put"}),
+        ({"hold_deciding_ms": 21.0}, {"nothing holds"}),
+        ({"resident_mb": (200.0, 300.0, 330.0)}, {"memory grows"}),
+        ({"plan_ms": None}, {"a plan reaches"}),
+    ],
+)
+def test_targets_are_met_or_missed(found: dict[str, Any], missed: set[str]) -> None:
+    told = list(verdicts([measured(**found)]))
+    names = {name for _, name, _, word in told if word == "missed"}
+    assert len(names) == len(missed)
+    assert all(any(name.startswith(start) for name in names) for start in missed)
+    assert {word for *_, word in told} <= {"met", "missed"}
+
+
+def test_a_short_run_says_nothing_of_memory_that_stays() -> None:
+    words = {name: word for _, name, _, word in verdicts([measured(seconds=20.0)])}
+    assert [word for name, word in words.items() if name.startswith("memory")] == ["too short to say"]
+
+
 @pytest.mark.slow
 def test_a_small_deployment_is_held_with_nothing_lost() -> None:
     load = Load(Scale(ranks=8, layers=4, experts=16), steps_per_second=20, report_steps=4, sums=True)
-    measured = measure(load, seconds=4, processes=1, plan=True)
-    assert measured.lost_steps == measured.dropped_steps == 0
-    assert measured.reports_per_second > 0
-    assert measured.cpu_ms_per_step > 0
-    assert measured.plan_ms is not None
-    assert 0 <= measured.plan_ms[0] <= measured.plan_ms[1]
+    found = measure(load, seconds=4, processes=1, plan=True)
+    assert found.lost_steps == found.dropped_steps == 0
+    assert found.reports_per_second > 0
+    assert found.cpu_ms_per_step > 0
+    assert len(found.resident_mb) == 11
+    assert found.plan_ms is not None
+    assert 0 <= found.plan_ms[0] <= found.plan_ms[1]

@@ -60,6 +60,14 @@ def test_a_step_counts_once_all_ranks_have_reported_it() -> None:
     assert heat.counted == (2, 0)
 
 
+def test_loads_past_16_bits_are_kept_whole() -> None:
+    heat = assembler()
+    for rank, counts in enumerate(((1, 40_000), (1 << 20, 2))):
+        heat.add(rank, report(0, *counts))
+    np.testing.assert_array_equal(loads_of(heat, (0, 0))[:, 0], [[2, 1 << 21], [80_000, 4]])
+    assert loads_of(heat, (0, 0)).dtype == np.int32
+
+
 def test_a_step_that_a_rank_skipped_is_lost() -> None:
     heat = assembler(pending_steps=4)
     heat.add(0, report(0, 1, 1, 1, 1))

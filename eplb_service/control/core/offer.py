@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.placement import combine_digests, layer_digest
@@ -46,14 +46,15 @@ class Offer:
 
 
 def rank_plans(offer: Offer, leader_term: int, ranks: int) -> list[RankPlan]:
-    """What each rank receives, by rank; equal in all but the rank's own tables."""
+    """What each of the first ``ranks`` ranks receives; equal in all but the rank's own tables."""
     updates = [milestone.update for milestone in offer.milestones]
     digests = [tuple(table_digest(table_E) for table_E in update.log2phy_RE) for update in updates]
-    plans = []
-    for rank in range(ranks):
-        layers = tuple(
+
+    def layers(rank: int) -> tuple[RankLayer, ...]:
+        return tuple(
             RankLayer(update.layer, update.phy2log_RS, update.log2phy_RE[rank], tables, update.moves_M5)
             for update, tables in zip(updates, digests, strict=True)
         )
-        plans.append(RankPlan.of(offer.plan_id, leader_term, offer.base_epoch, offer.base_digest, layers))
-    return plans
+
+    first = RankPlan.of(offer.plan_id, leader_term, offer.base_epoch, offer.base_digest, layers(0))
+    return [first, *(replace(first, layers=layers(rank)) for rank in range(1, ranks))]

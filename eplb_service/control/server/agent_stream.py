@@ -16,12 +16,14 @@ from eplb_service.control.server.gate import current_caller
 from eplb_service.control.server.grpc_status import StatusError
 from eplb_service.control.server.inbox import Inbox, unheard
 from eplb_service.control.server.plane import ControlPlane
+from eplb_service.control.server.probes import AGENT_SERVICE
 from eplb_service.control.server.quotas import Quotas
 from eplb_service.control.server.streams import RankStream
 from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
 from eplb_service.wire.heat import decode_heat_report, is_quick_to_decode
 from eplb_service.wire.hello import Hello, Welcome, decode_hello, encode_welcome
+from eplb_service.wire.shared_plan import RankCopy
 from eplb_service.wire.status import decode_heartbeat, decode_plan_status
 
 _HELLO_SECONDS = 10.0
@@ -109,6 +111,18 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         )
 
 
+def agent_handlers(service: AgentService) -> grpc.GenericRpcHandler:
+    """What a gRPC server needs to serve it; answers that are bytes already go as they are."""
+    connect = grpc.stream_stream_rpc_method_handler(
+        service.Connect, agent_pb2.ConnectRequest.FromString, _as_bytes
+    )
+    return grpc.method_handlers_generic_handler(AGENT_SERVICE, {"Connect": connect})
+
+
+def _as_bytes(answer: agent_pb2.ConnectResponse | bytes) -> bytes:
+    return answer if isinstance(answer, bytes) else answer.SerializeToString()
+
+
 def _check_credential(credential: Credential, hello: Hello) -> None:
     if not credential.reaches(hello.deployment):
         reason = f"{credential.name!r} has no say in deployment {hello.deployment!r}"
@@ -121,7 +135,8 @@ def _check_credential(credential: Credential, hello: Hello) -> None:
 
 async def _tell(stream: RankStream, context: Any) -> None:
     while True:
-        await context.write(await stream.outbox.get())
+        message = await stream.outbox.get()
+        await context.write(message.plan.response(message.rank) if isinstance(message, RankCopy) else message)
 
 
 async def _silent(stream: RankStream, seconds: float) -> None:

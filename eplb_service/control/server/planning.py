@@ -31,8 +31,7 @@ from eplb_service.planner.plan import Plan
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.solver.warmup import warm_up
 from eplb_service.telemetry.metrics import Metrics
-from eplb_service.wire.generated import agent_pb2
-from eplb_service.wire.plan import encode_plan
+from eplb_service.wire.shared_plan import SharedPlan
 
 T = TypeVar("T")
 
@@ -215,7 +214,7 @@ class Decider:
             return DecisionOutcome("kept", f"every layer kept ({seen}){why}{_won(outlook)}")
         store, term = self._writer.store, deployment.leader_term
         offer = Offer.of(store.new_plan_id(), live, solved)
-        messages = await _outcome(self._compute(_messages, offer, term, group.shape.ranks))
+        encoded = await _outcome(self._compute(_encoded, offer, term))
         now = deployment.group
         changed = now is None or now.forming != group.forming or deployment.live is not live
         obstacle = deployment.obstacle(needs_heat=outlook is not None)
@@ -229,7 +228,7 @@ class Decider:
         await self._writer.write(store.begin_plan, deployment.name, offer, term)
         if deployment.plan is None or deployment.plan.offer is not offer:
             return DecisionOutcome("dropped", "a plan was made, but the ranks changed before it was sent")
-        self._streams.send(deployment.name, messages)
+        self._streams.send(deployment.name, encoded)
         message = (
             f"plan {offer.plan_id}: {len(solved.layers)} layers, {solved.moves} moves, "
             f"PAR {solved.par_seen:.3f} -> {solved.par_planned:.3f}{_won(outlook)}"
@@ -289,5 +288,6 @@ def _won(outlook: Outlook | None) -> str:
     return f"; {won.mean:.3f} won over the first layout ({won.low:.3f} to {won.high:.3f})"
 
 
-def _messages(offer: Offer, leader_term: int, ranks: int) -> list[agent_pb2.Plan]:
-    return [encode_plan(plan) for plan in rank_plans(offer, leader_term, ranks)]
+def _encoded(offer: Offer, leader_term: int) -> SharedPlan:
+    (plan,) = rank_plans(offer, leader_term, 1)
+    return SharedPlan.of(plan, [milestone.update.log2phy_RE for milestone in offer.milestones])

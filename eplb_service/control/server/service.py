@@ -18,7 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from eplb_service import __version__
-from eplb_service.control.server.agent_stream import AgentService
+from eplb_service.control.server.agent_stream import AgentService, agent_handlers
 from eplb_service.control.server.certificates import Certificates
 from eplb_service.control.server.credentials import Credentials, shared_token
 from eplb_service.control.server.gate import Gate
@@ -47,7 +47,7 @@ from eplb_service.io.recording import Recording
 from eplb_service.telemetry.metrics import Metrics
 from eplb_service.wire.address import is_loopback
 from eplb_service.wire.codec import MAX_MESSAGE_BYTES
-from eplb_service.wire.generated import agent_pb2_grpc, operator_pb2_grpc
+from eplb_service.wire.generated import operator_pb2_grpc
 from eplb_service.wire.parts import LARGEST_PART
 
 _log = structlog.get_logger(__name__)
@@ -230,7 +230,7 @@ def _server(
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
         ],
     )
-    agent_pb2_grpc.add_AgentServiceServicer_to_server(AgentService(plane, quotas), server)
+    server.add_generic_rpc_handlers((agent_handlers(AgentService(plane, quotas)),))
     operator_pb2_grpc.add_OperatorServiceServicer_to_server(operators, server)
     health_pb2_grpc.add_HealthServicer_to_server(probes, server)
     names = (AGENT_SERVICE, OPERATOR_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)

@@ -10,13 +10,14 @@ import grpc
 from eplb_service.control.server.grpc_status import StatusError
 from eplb_service.wire.generated import agent_pb2
 from eplb_service.wire.reporting import Reporting, encode_reporting
+from eplb_service.wire.shared_plan import RankCopy, SharedPlan
 
 
 class RankStream:
     """The service's end of one agent's stream: what is to be sent, when it was last heard, and whether it is to end."""
 
     def __init__(self) -> None:
-        self.outbox: asyncio.Queue[agent_pb2.ConnectResponse] = asyncio.Queue()
+        self.outbox: asyncio.Queue[agent_pb2.ConnectResponse | RankCopy] = asyncio.Queue()
         self.heard_at = time.monotonic()
         self._ending = asyncio.Event()
         self._status: StatusError | None = None
@@ -69,12 +70,11 @@ class Streams:
             if name == deployment:
                 self.replace(name, rank, reason)
 
-    def send(self, deployment: str, plans: list[agent_pb2.Plan]) -> None:
-        """``plans[rank]`` to each rank that is still there."""
-        for rank, plan in enumerate(plans):
-            stream = self._streams.get((deployment, rank))
-            if stream is not None:
-                stream.outbox.put_nowait(agent_pb2.ConnectResponse(plan=plan))
+    def send(self, deployment: str, plan: SharedPlan) -> None:
+        """Its own message of a plan to each rank that is still there."""
+        for (name, rank), stream in self._streams.items():
+            if name == deployment:
+                stream.outbox.put_nowait(RankCopy(plan, rank))
 
     def ask(self, deployment: str, reporting: Reporting) -> None:
         """Ask all ranks that are there to report so from now on."""

@@ -86,8 +86,8 @@ def _check_heat(state: State, service: int, deployment: Deployment) -> None:
         for switched in range(len(one.shown.path) + 1):
             counted = live_at(Version(version.forming, version.path[:switched]))
             placement = counted.placement
-            cells_RLS = heat.placements.cells(counted.layer_epochs, placement.experts)
+            cells_LRS = heat.placements.cells(counted.layer_epochs, placement.experts)
             first_L11 = placement.experts * np.arange(placement.layers)[:, None, None]
             counted_as_LRS = first_L11 + placement.phy2log_LRS
-            right = cells_RLS is None or np.array_equal(cells_RLS.swapaxes(0, 1), counted_as_LRS)
+            right = cells_LRS is None or np.array_equal(cells_LRS, counted_as_LRS)
             must(right, "reads heat under another placement than it was counted under")

@@ -1,0 +1,99 @@
+"""What one service is to hold, and whether a run shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from benchmarks.scale.holds import LONG_SECONDS
+from benchmarks.scale.measured import Measured
+
+_LONG_MS = 1e3 * LONG_SECONDS
+_MOST_PERCENT = 10.0
+_MOST_GROWN_MB = 16.0
+_KEEPS_UP = 0.98
+"""Of the steps wanted: what is under way when the clock stops has not been lost."""
+_FLAT_SECONDS = 1800.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """One figure that a run is held to.
+
+    Parameters
+    ----------
+    name
+        What is to be so.
+    ranks
+        Of the deployments that it is for; ``None`` for all.
+    figure
+        What the run found, for people.
+    is_met
+        Whether that is enough.
+    seconds
+        That a run must last at least to show it.
+    """
+
+    name: str
+    ranks: int | None
+    figure: Callable[[Measured], str]
+    is_met: Callable[[Measured], bool]
+    seconds: float = 0.0
+
+
+TARGETS = (
+    Target(
+        f"256 ranks cost {_MOST_PERCENT:g} % of a core or less",
+        256,
+        lambda one: f"{one.cpu_percent:.1f} % at {one.steps_per_second:.1f} steps/s",
+        lambda one: one.cpu_percent <= _MOST_PERCENT and _keeps_up(one),
+    ),
+    Target(
+        "steps are put together as fast as they are made, none lost",
+        None,
+        lambda one: (
+            f"{one.steps_per_second:.1f} of {one.wanted_per_second:g} steps/s, {one.lost_steps} lost, "
+            f"{one.dropped_steps} dropped"
+        ),
+        lambda one: _keeps_up(one) and one.lost_steps == one.dropped_steps == 0,
+    ),
+    Target(
+        f"nothing holds the event loop for more than {_LONG_MS:g} ms of CPU",
+        None,
+        lambda one: f"{one.longest_hold_ms:.1f} ms",
+        lambda one: one.longest_hold_ms <= _LONG_MS,
+    ),
+    Target(
+        f"memory grows by {_MOST_GROWN_MB:g} MB or less in the second half of {_FLAT_SECONDS / 60:g} minutes",
+        None,
+        lambda one: f"{one.grown_mb:+.1f} MB in {one.seconds / 2:.0f} s",
+        lambda one: one.grown_mb <= _MOST_GROWN_MB,
+        _FLAT_SECONDS,
+    ),
+    Target(
+        "a plan reaches every rank",
+        None,
+        lambda one: (
+            "no plan was asked for" if one.plan_ms is None else f"the last after {one.plan_ms[1]:.0f} ms"
+        ),
+        lambda one: one.plan_ms is not None,
+    ),
+)
+
+
+def verdicts(measured: Iterable[Measured]) -> Iterator[tuple[int, str, str, str]]:
+    """For each run and target of its size: ranks, target, figure, and ``met``, ``missed`` or ``too short to say``."""
+    for one in measured:
+        for target in TARGETS:
+            if target.ranks in (None, one.ranks):
+                yield one.ranks, target.name, target.figure(one), _verdict(target, one)
+
+
+def _verdict(target: Target, one: Measured) -> str:
+    if not target.is_met(one):
+        return "missed"
+    return "met" if one.seconds >= target.seconds else "too short to say"
+
+
+def _keeps_up(one: Measured) -> bool:
+    return one.steps_per_second >= _KEEPS_UP * one.wanted_per_second
