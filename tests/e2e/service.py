@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import signal
 import socket
 import subprocess
@@ -21,10 +23,15 @@ _START_SECONDS = 300.0
 
 
 def free_address() -> str:
-    """host:port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    """host:port that nobody listens on, and that no outgoing connection is given while a service is down."""
+    given_out = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    below = int(given_out.read_text().split()[0]) if given_out.exists() else 32768
+    # Tests in other processes must not choose alike.
+    for port in random.SystemRandom().sample(range(10_000, below), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return f"127.0.0.1:{port}"
+    raise AssertionError(f"of 100 ports from 10000 to {below} none was free")
 
 
 class Service:
@@ -57,12 +64,23 @@ class Service:
         self._process = subprocess.Popen(
             command, stdout=self._log, stderr=self._log, stdin=subprocess.DEVNULL
         )
-        health = health_pb2_grpc.HealthStub(self._channel)
-        changes = health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=_START_SECONDS)
-        for change in changes:
-            if change.status == health_pb2.HealthCheckResponse.SERVING:
-                break
-        changes.cancel()
+        deadline = time.monotonic() + _START_SECONDS
+        while not self._serves():
+            status = self._process.poll()
+            if status is not None or time.monotonic() > deadline:
+                self.kill()
+                ended = (
+                    f"ended with {status}" if status is not None else f"not ready after {_START_SECONDS:g} s"
+                )
+                raise AssertionError(f"{' '.join(command)} {ended}:\n{self.log.read_text()[-3000:]}")
+            time.sleep(0.05)
+
+    def _serves(self) -> bool:
+        # A channel of its own: one that has tried in vain waits ever longer before it tries again.
+        with grpc.insecure_channel(self.address) as channel, contextlib.suppress(grpc.RpcError):
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5.0)
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+        return False
 
     def kill(self) -> None:
         """As a crash would: no goodbye."""
