@@ -145,6 +145,9 @@ async def _run(pipe: Connection, address: str, load: Load, share: range) -> None
         start = await heard.get()
         running = [asyncio.create_task(agent.run(start)) for agent in agents]
         while await heard.get() == "tally":
+            for task in running:
+                if task.done():
+                    task.result()
             used = resource.getrusage(resource.RUSAGE_SELF)
             pipe.send(
                 Tally(
@@ -209,6 +212,7 @@ class _Agent:
         self._hello = agent_pb2.ConnectRequest(hello=encode_hello(hello)).SerializeToString()
         self._reports = [agent_pb2.ConnectRequest(heat_report=report) for report in reports]
         self._call: Any = None
+        self._writing = asyncio.Lock()
 
     async def join(self, channel: grpc.aio.Channel, turns: asyncio.Semaphore) -> None:
         connect = channel.stream_stream(_CONNECT, None, agent_pb2.ConnectResponse.FromString)
@@ -239,16 +243,21 @@ class _Agent:
             message.heat_report.dropped_steps = self.dropped_steps
             for part in in_parts(message):
                 data = part.SerializeToString()
-                await self._call.write(data)
+                await self._write(data)
                 self.sent_bytes += len(data)
             self.reports += 1
             block += 1
+
+    async def _write(self, data: bytes) -> None:
+        """One at a time: gRPC gives up a call on which two writes meet, and the service hears nothing of it."""
+        async with self._writing:
+            await self._call.write(data)
 
     async def _beat(self) -> None:
         await asyncio.sleep(_HEARTBEAT_SECONDS * self._rank / self._load.scale.ranks)
         while True:
             beat = encode_heartbeat(Heartbeat(step=self.reports, epoch=0, digest=self._digest, error=""))
-            await self._call.write(agent_pb2.ConnectRequest(heartbeat=beat).SerializeToString())
+            await self._write(agent_pb2.ConnectRequest(heartbeat=beat).SerializeToString())
             await asyncio.sleep(_HEARTBEAT_SECONDS)
 
     async def _hear(self) -> None:
@@ -266,4 +275,4 @@ class _Agent:
             reason="there is no model here",
             digest=self._digest,
         )
-        await self._call.write(agent_pb2.ConnectRequest(plan_status=status).SerializeToString())
+        await self._write(agent_pb2.ConnectRequest(plan_status=status).SerializeToString())

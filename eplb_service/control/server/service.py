@@ -14,14 +14,13 @@ from typing import Any
 
 import grpc
 import structlog
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_health.v1 import health, health_pb2
 
 from eplb_service import __version__
-from eplb_service.control.server.agent_stream import AgentService, agent_handlers
-from eplb_service.control.server.certificates import Certificates
 from eplb_service.control.server.credentials import Credentials, shared_token
+from eplb_service.control.server.garbage import leave_out_what_lives
 from eplb_service.control.server.gate import Gate
+from eplb_service.control.server.grpc_server import bound, certificates_of, grpc_server
 from eplb_service.control.server.http_server import HttpServer, Served
 from eplb_service.control.server.in_flight import InFlight
 from eplb_service.control.server.lease.choose import lease_of
@@ -31,8 +30,6 @@ from eplb_service.control.server.operator_api import OperatorService
 from eplb_service.control.server.plane import ControlPlane, pending_steps
 from eplb_service.control.server.priors import PriorError
 from eplb_service.control.server.probes import (
-    AGENT_SERVICE,
-    OPERATOR_SERVICE,
     ListenError,
     report_health,
     serve_health,
@@ -45,20 +42,11 @@ from eplb_service.control.server.store_writer import StoreWriter
 from eplb_service.control.server.web_api import WebApi
 from eplb_service.io.recording import Recording
 from eplb_service.telemetry.metrics import Metrics
-from eplb_service.wire.address import is_loopback
-from eplb_service.wire.codec import MAX_MESSAGE_BYTES
-from eplb_service.wire.generated import operator_pb2_grpc
-from eplb_service.wire.parts import LARGEST_PART
 
 _log = structlog.get_logger(__name__)
 
 _TICK_SECONDS = 1.0
 _GRACE_SECONDS = 2.0
-_HANDSHAKE_SECONDS = 10.0
-_IDLE_SECONDS = 600.0
-_WINDOW_BYTES = 64 << 10
-_METADATA_BYTES = 8 << 10
-_REFUSED_AT_A_TIME = 256
 
 
 @dataclass(frozen=True)
@@ -126,11 +114,11 @@ async def running_service(
         quotas = Quotas(settings.max_streams, settings.max_streams_per_peer, in_flight)
         gate = Gate(Credentials(fixed, settings.credentials), quotas, metrics, plane.log)
         operators = OperatorService(plane)
-        certificates = _certificates(settings)
+        certificates = certificates_of(settings)
         served = Served(metrics, WebApi(operators, gate), asyncio.get_running_loop(), certificates)
         metrics_address, page_url = _serve_http(settings, served, stack)
-        server = _server(settings, plane, operators, probes, gate, quotas)
-        address = _bind(server, settings, certificates)
+        server = grpc_server(settings, plane, operators, probes, gate, quotas)
+        address = bound(server, settings, certificates)
         health_address = None
         if settings.health is not None:
             health_address = await serve_health(settings.health, probes, stack)
@@ -184,6 +172,7 @@ async def _lead(
         await asyncio.wait([*over, service.warm], return_when=asyncio.FIRST_COMPLETED)
         if service.warm.done():
             service.warm.result()
+            _log.info("settled", objects=leave_out_what_lives())
             await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
         await _cancel(*over)
         _log.info("stopping")
@@ -194,80 +183,6 @@ async def _lead(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0 if stop.is_set() else 1)
-
-
-def _server(
-    settings: ServiceSettings,
-    plane: ControlPlane,
-    operators: OperatorService,
-    probes: Any,
-    gate: Gate,
-    quotas: Quotas,
-) -> grpc.aio.Server:
-    server = grpc.aio.server(
-        interceptors=[gate],
-        # Calls beyond max_streams are refused by the gate, which counts them, and a flood of them by the library.
-        maximum_concurrent_rpcs=settings.max_streams + _REFUSED_AT_A_TIME,
-        options=[
-            ("grpc.max_receive_message_length", LARGEST_PART),
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_allowed_incoming_connections", settings.max_connections),
-            ("grpc.max_concurrent_streams", settings.max_streams_per_peer),
-            ("grpc.max_metadata_size", _METADATA_BYTES),
-            ("grpc.absolute_max_metadata_size", 2 * _METADATA_BYTES),
-            # A connection that says nothing ends; one that is served is kept up by its streams.
-            ("grpc.server_handshake_timeout_ms", int(1000 * _HANDSHAKE_SECONDS)),
-            ("grpc.http2.settings_timeout", int(1000 * _HANDSHAKE_SECONDS)),
-            ("grpc.max_connection_idle_ms", int(1000 * _IDLE_SECONDS)),
-            # What a call sends before anybody reads it stays this small: windows do not grow by themselves.
-            ("grpc.http2.bdp_probe", 0),
-            ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
-            # Two services on one port would share its connections unseen.
-            ("grpc.so_reuseport", 0),
-            ("grpc.keepalive_time_ms", 20_000),
-            ("grpc.keepalive_timeout_ms", 10_000),
-            ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-        ],
-    )
-    server.add_generic_rpc_handlers((agent_handlers(AgentService(plane, quotas)),))
-    operator_pb2_grpc.add_OperatorServiceServicer_to_server(operators, server)
-    health_pb2_grpc.add_HealthServicer_to_server(probes, server)
-    names = (AGENT_SERVICE, OPERATOR_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server)
-    return server
-
-
-def _bind(server: grpc.aio.Server, settings: ServiceSettings, certificates: Certificates | None) -> str:
-    if settings.insecure and not is_loopback(settings.listen):
-        _log.warning("serving_insecurely", address=settings.listen)
-    try:
-        if certificates is None:
-            bound = server.add_insecure_port(settings.listen)
-        else:
-            asks = settings.tls_client_ca is not None
-            bound = server.add_secure_port(settings.listen, _credentials(certificates, asks))
-    except RuntimeError as error:
-        raise ListenError(
-            f"cannot listen on {settings.listen}: {error}; choose another with --listen"
-        ) from error
-    if not bound:
-        raise ListenError(f"cannot listen on {settings.listen}; choose another with --listen")
-    return f"{settings.listen.rpartition(':')[0]}:{bound}"
-
-
-def _certificates(settings: ServiceSettings) -> Certificates | None:
-    if settings.tls_cert is None or settings.tls_key is None:
-        return None
-    return Certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-
-
-def _credentials(certificates: Certificates, asks_for_clients: bool) -> grpc.ServerCredentials:
-    return grpc.dynamic_ssl_server_credentials(
-        certificates.current(),
-        certificates.changed,  # type: ignore[arg-type, unused-ignore]  # None means: the same as before
-        asks_for_clients,
-    )
 
 
 def _serve_http(

@@ -1,0 +1,108 @@
+"""The gRPC server: what it serves, its limits, and where it listens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from eplb_service.control.server.agent_stream import AgentService, agent_handlers
+from eplb_service.control.server.certificates import Certificates
+from eplb_service.control.server.gate import Gate
+from eplb_service.control.server.operator_api import OperatorService
+from eplb_service.control.server.plane import ControlPlane
+from eplb_service.control.server.probes import AGENT_SERVICE, OPERATOR_SERVICE, ListenError
+from eplb_service.control.server.quotas import Quotas
+from eplb_service.control.server.settings import ServiceSettings
+from eplb_service.wire.address import is_loopback
+from eplb_service.wire.codec import MAX_MESSAGE_BYTES
+from eplb_service.wire.generated import operator_pb2_grpc
+from eplb_service.wire.parts import LARGEST_PART
+
+_log = structlog.get_logger(__name__)
+
+_HANDSHAKE_SECONDS = 10.0
+_IDLE_SECONDS = 600.0
+_WINDOW_BYTES = 64 << 10
+_METADATA_BYTES = 8 << 10
+_REFUSED_AT_A_TIME = 256
+
+
+def grpc_server(
+    settings: ServiceSettings,
+    plane: ControlPlane,
+    operators: OperatorService,
+    probes: Any,
+    gate: Gate,
+    quotas: Quotas,
+) -> grpc.aio.Server:
+    """All services behind ``gate``, on no port yet."""
+    server = grpc.aio.server(
+        interceptors=[gate],
+        # Calls beyond max_streams are refused by the gate, which counts them, and a flood of them by the library.
+        maximum_concurrent_rpcs=settings.max_streams + _REFUSED_AT_A_TIME,
+        options=[
+            ("grpc.max_receive_message_length", LARGEST_PART),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_allowed_incoming_connections", settings.max_connections),
+            ("grpc.max_concurrent_streams", settings.max_streams_per_peer),
+            ("grpc.max_metadata_size", _METADATA_BYTES),
+            ("grpc.absolute_max_metadata_size", 2 * _METADATA_BYTES),
+            # A connection that says nothing ends; one that is served is kept up by its streams.
+            ("grpc.server_handshake_timeout_ms", int(1000 * _HANDSHAKE_SECONDS)),
+            ("grpc.http2.settings_timeout", int(1000 * _HANDSHAKE_SECONDS)),
+            ("grpc.max_connection_idle_ms", int(1000 * _IDLE_SECONDS)),
+            # What a call sends before anybody reads it stays this small: windows do not grow by themselves.
+            ("grpc.http2.bdp_probe", 0),
+            ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
+            # Two services on one port would share its connections unseen.
+            ("grpc.so_reuseport", 0),
+            ("grpc.keepalive_time_ms", 20_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ],
+    )
+    server.add_generic_rpc_handlers((agent_handlers(AgentService(plane, quotas)),))
+    operator_pb2_grpc.add_OperatorServiceServicer_to_server(operators, server)
+    health_pb2_grpc.add_HealthServicer_to_server(probes, server)
+    names = (AGENT_SERVICE, OPERATOR_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    return server
+
+
+def bound(server: grpc.aio.Server, settings: ServiceSettings, certificates: Certificates | None) -> str:
+    """Have the server listen; returns ``host:port`` with the real port, raises ``ListenError`` where it cannot."""
+    if settings.insecure and not is_loopback(settings.listen):
+        _log.warning("serving_insecurely", address=settings.listen)
+    try:
+        if certificates is None:
+            bound = server.add_insecure_port(settings.listen)
+        else:
+            asks = settings.tls_client_ca is not None
+            bound = server.add_secure_port(settings.listen, _credentials(certificates, asks))
+    except RuntimeError as error:
+        raise ListenError(
+            f"cannot listen on {settings.listen}: {error}; choose another with --listen"
+        ) from error
+    if not bound:
+        raise ListenError(f"cannot listen on {settings.listen}; choose another with --listen")
+    return f"{settings.listen.rpartition(':')[0]}:{bound}"
+
+
+def certificates_of(settings: ServiceSettings) -> Certificates | None:
+    """The service's own; ``None`` where it serves without TLS."""
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    return Certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+
+
+def _credentials(certificates: Certificates, asks_for_clients: bool) -> grpc.ServerCredentials:
+    return grpc.dynamic_ssl_server_credentials(
+        certificates.current(),
+        certificates.changed,  # type: ignore[arg-type, unused-ignore]  # None means: the same as before
+        asks_for_clients,
+    )
