@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.moe.cases import Case, build, ep_group
+from tests.moe.simulated import run_simulated
 from tests.ranks import Ranks
 from worker_agent.moe import ExpertParallelMoE, MoEShape, SharedExperts, seeded_experts
 from worker_agent.moe.dispatch import DISPATCHER_NAMES
 from worker_agent.moe.maps import initial_phy2log
 from worker_agent.moe.operators import reference
+from worker_agent.moe.rank_group import RankGroup
 from worker_agent.moe.shared_experts import dense_shared_experts
 from worker_agent.moe.weights import ExpertWeights, build_weights
 
@@ -41,6 +45,51 @@ def test_two_parts_equal_the_whole(gated: bool, quantized: bool, dtype: torch.dt
     run = shared.beside(hidden_TH)
     run.during_dispatch()
     assert torch.equal(run.during_combine(), shared.part2(hidden_TH, shared.part1(hidden_TH)))
+
+
+def part_of(weights: ExpertWeights, tp: RankGroup) -> ExpertWeights:
+    """This rank's rows of gate and up, and its columns of down; all of w2's bias."""
+    inner = weights.w2_SHI.shape[2]
+    own = slice(tp.rank * inner // tp.size, (tp.rank + 1) * inner // tp.size)
+
+    def gate_and_up(both_SI: torch.Tensor) -> torch.Tensor:
+        return torch.cat([half[:, own] for half in both_SI.chunk(2, dim=1)], dim=1).contiguous()
+
+    assert weights.w13_bias_SI is not None
+    return ExpertWeights(
+        gate_and_up(weights.w13_SIH),
+        weights.w2_SHI[:, :, own].contiguous(),
+        w13_bias_SI=gate_and_up(weights.w13_bias_SI),
+        w2_bias_SH=weights.w2_bias_SH,
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_parts_of_tensor_parallel_ranks_sum_up_to_the_whole(ranks: int, quantized: bool, gated: bool):
+    generator = torch.Generator().manual_seed(2)
+    weights = replace(
+        float_weights(),
+        w13_bias_SI=torch.randn(1, 20, generator=generator),
+        w2_bias_SH=torch.randn(1, 8, generator=generator),
+    )
+    gate_H = torch.randn(8, generator=generator) if gated else None
+    hidden_TH = torch.randn(7, 8, generator=generator)
+    whole = SharedExperts(4, weights, reference, torch.float32, gate_H)
+    expected_TH = whole.part2(hidden_TH, whole.part1(hidden_TH))
+
+    def own(tp: RankGroup) -> torch.Tensor:
+        part = part_of(weights, tp)
+        part = part.quantize(reference) if quantized else part
+        run = SharedExperts(4, part, reference, torch.float32, gate_H, tp=tp).beside(hidden_TH)
+        run.during_dispatch()
+        return run.during_combine()
+
+    found = run_simulated(ranks, own)
+    assert all(torch.equal(found[0], other_TH) for other_TH in found)
+    tolerance = 3e-2 if quantized else 1e-6
+    assert float((found[0] - expected_TH).norm() / expected_TH.norm()) <= tolerance
 
 
 def test_a_whole_that_does_more_than_the_parts_is_refused():

@@ -14,6 +14,7 @@ from worker_agent.moe.expert_batch import ExpertBatch
 from worker_agent.moe.expert_tensors import ExpertTensors
 from worker_agent.moe.experts import activated, grouped_product
 from worker_agent.moe.operators import GroupListType, Operators
+from worker_agent.moe.rank_group import RankGroup
 from worker_agent.moe.weights import ExpertWeights
 
 SharedModule = Callable[[torch.Tensor], torch.Tensor]
@@ -36,6 +37,10 @@ class SharedExperts(ExpertTensors):
         ``[H]``: the outputs are multiplied by the sigmoid of its product with each token; ``None`` for no gate.
     activation
         Between the two products.
+    tp
+        The tensor-parallel ranks that have the same tokens, and each a part of I: ``weights`` are this rank's, and the
+        second part ends with an all-reduce. w2's bias counts on the first of them alone, so that all may hold it. By
+        default this rank has all of I.
     """
 
     gate_H: torch.Tensor | None
@@ -48,6 +53,7 @@ class SharedExperts(ExpertTensors):
         dtype: torch.dtype,
         gate_H: torch.Tensor | None = None,
         activation: Activation = Activation.SILU,
+        tp: RankGroup | None = None,
     ) -> None:
         hidden = weights.w2_SHI.shape[1]
         if weights.w13_SIH.shape[0] != 1 or weights.w13_SIH.shape[2] != hidden:
@@ -66,6 +72,7 @@ class SharedExperts(ExpertTensors):
         self._operators = operators
         self._dtype = dtype
         self._activation = activation
+        self._tp = RankGroup(None) if tp is None else tp
 
     def part1(self, hidden_TH: torch.Tensor) -> torch.Tensor:
         """The first product: gate and up projection, ``[T, 2*I]``."""
@@ -73,9 +80,12 @@ class SharedExperts(ExpertTensors):
         return self._product(hidden_TH, weights.w13_SIH, weights.w13_scale_SI, weights.w13_bias_SI)
 
     def part2(self, hidden_TH: torch.Tensor, gate_up_TI: torch.Tensor) -> torch.Tensor:
-        """Activation, down projection and gate, ``[T, H]``."""
+        """Activation, down projection and gate, ``[T, H]``; summed over tensor-parallel ranks."""
         weights, inner_TI = self._weights(), activated(self._operators, self._activation, gate_up_TI)
-        out_TH = self._product(inner_TI, weights.w2_SHI, weights.w2_scale_SH, weights.w2_bias_SH)
+        bias_1H = weights.w2_bias_SH if self._tp.rank == 0 else None
+        out_TH = self._product(inner_TI, weights.w2_SHI, weights.w2_scale_SH, bias_1H)
+        if self._tp.size > 1:
+            out_TH = self._tp.all_reduce(out_TH)
         if self.gate_H is None:
             return out_TH
         return out_TH * torch.sigmoid(hidden_TH @ self.gate_H).unsqueeze(1)
@@ -88,8 +98,8 @@ class SharedExperts(ExpertTensors):
     def verify(self, whole: SharedModule, tokens: int = 8, tolerance: float = 1e-2) -> None:
         """Hold the two parts against a host's own module on random tokens, once, at load time.
 
-        Raises ``ValueError`` naming the layer where their relative difference is past ``tolerance``: a module that
-        does more than these two parts must not be split.
+        Tensor-parallel ranks call it together, each with the same module. Raises ``ValueError`` naming the layer where
+        their relative difference is past ``tolerance``: a module that does more than these two parts must not be split.
         """
         w2_1HI = self.w2_weight
         generator = torch.Generator().manual_seed(self._layer)
