@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: attack help stack dashboard notebook demo demo-vllm e2e-observability test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
-.PHONY: test-engines explore fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-replay bench-decide bench-engine bench-time bench-scale
+.PHONY: test-engines explore fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-replay bench-decide bench-engine bench-split bench-time bench-scale
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -120,6 +120,9 @@ bench-engine: warm ## time to first token and per token of a real vLLM server, w
 
 bench-solver: warm ## the solver beside its peers, which are fetched once (about 11 minutes; ARGS=--quick: two)
 	@$(BIN)/python -m benchmarks.solver $(ARGS)
+
+bench-split: warm ## tokens over replicas by table, dealt and by step, beside targets (minutes); ARGS="--routes routes.npz"
+	@$(BIN)/python -m benchmarks.split $(ARGS)
 
 bench-time: warm ## planning for time beside balancing tokens (minutes); ARGS="--routes routes.npz --table moe_perf.parquet"
 	@$(BIN)/python -m benchmarks.time $(ARGS)

@@ -1,76 +1,125 @@
-"""Measures the stepwise split, and dealing tables: ``python -m benchmarks.split [--trace PATH]``."""
+"""Measures the stepwise split, and dealing tables: ``python -m benchmarks.split [--routes PATH]``."""
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.solver.heat_kinds import generate
-from benchmarks.solver.recorded import recorded_course
-from benchmarks.split.by_source import by_source
-from benchmarks.split.cost import cost
+from benchmarks.solver.report.table import Table
+from benchmarks.solver.targets import Target
+from benchmarks.split import targets
+from benchmarks.split.by_source import by_source, drawn_sources
+from benchmarks.split.cost import WITHIN_A_TOKEN, cost
 from benchmarks.split.quality import SPLITS, quality
+from benchmarks.split.routed import routed_sources
 from eplb_service.bench.closed_loop import Course
+from eplb_service.planner.noise_floor import noise_floor
+
+PARTS = ("recorded", "drawn", "cost", "example")
+_CHOICES = 8 * 1024
 
 
 def main() -> None:
-    """Print one table for each trace and shape, and one for the cost."""
+    """Print a table for each part, and at the end every figure beside its target."""
     options = _parser().parse_args()
     console = Console(width=150, highlight=False)
-    courses = [
-        recorded_course(path, options.trace_ranks, options.trace_slots, options.window)
-        for path in options.trace
+    parts = {"recorded": _recorded, "drawn": _drawn, "cost": _cost, "example": _example}
+    found: list[Target] = []
+    for name in options.only or PARTS:
+        found += parts[name](options, console)
+    rows = [[one.what, one.wanted, one.found, "yes" if one.met else "NO"] for one in found]
+    missed = frozenset(number for number, one in enumerate(found) if not one.met)
+    console.print(Table("Targets", ["", "wanted", "found", "met"], rows, marked=missed).drawn())
+
+
+def _recorded(options: argparse.Namespace, console: Console) -> Iterator[Target]:
+    for path in options.routes:
+        source_TRLE = routed_sources(path, options.ranks)
+        heat_TLE = source_TRLE.sum(axis=1, dtype=np.int32)
+        course = Course(path.parent.name, heat_TLE, options.ranks, options.slots, options.window)
+        rows = _quality(course, options, console)
+        ratios = _by_source(course, source_TRLE, options, console)
+        if (course.name, course.ranks, course.slots) == ("gpt-oss-20b", 8, 5):
+            yield from targets.of_recorded(ratios, rows)
+
+
+def _drawn(options: argparse.Namespace, console: Console) -> Iterator[Target]:
+    drawn_TLE = generate("static", options.layers, 256, 4 * options.window, tokens=_CHOICES // 8)
+    course = Course("static 1,024 tokens", np.ascontiguousarray(drawn_TLE), 32, 9, options.window)
+    rows = _quality(course, options, console)
+    _by_source(course, drawn_sources(course), options, console)
+    yield from targets.of_drawn(rows, float(noise_floor(np.array([[_CHOICES]]), course.ranks)[0]))
+
+
+def _quality(course: Course, options: argparse.Namespace, console: Console) -> list[dict[str, object]]:
+    found = list(quality(course, options.window, options.windows))
+    rows = [[str(row["placement"]), *(f"{row[split]:.3f}" for split in SPLITS)] for row in found]
+    title = f"{course.name}, {course.ranks} ranks x {course.slots}: next window, {options.windows} of them"
+    console.print(Table(title, ["placement", *SPLITS], rows).drawn())
+    return found
+
+
+def _by_source(
+    course: Course, source_TRLE: np.ndarray, options: argparse.Namespace, console: Console
+) -> dict[str, list[float]]:
+    windows = min(options.table_windows, len(source_TRLE) // options.window - 1)
+    found = by_source(source_TRLE, course.slots, options.window, windows, options.deal_width)
+    rows = [
+        [name, f"{np.mean(ratios):.3f}", f"{min(ratios):.3f} to {max(ratios):.3f}"]
+        for name, ratios in found.items()
     ]
-    drawn_TLE = generate("static", options.layers, 256, 4 * options.window, tokens=1024)
-    courses.append(Course("static 1,024 tokens", np.ascontiguousarray(drawn_TLE), 32, 9, options.window))
-    for course in courses:
-        table = Table(
-            "placement", *SPLITS, title=f"{course.name}, {course.ranks} ranks x {course.slots}: next window"
-        )
-        for row in quality(course, options.window, options.windows):
-            table.add_row(str(row["placement"]), *(f"{row[split]:.3f}" for split in SPLITS))
-        console.print(table)
-        title = f"{course.name}: next window under tables, {options.deal_width} entries where they deal"
-        table = Table("tables of each source rank", "mean over layers", "each window", title=title)
-        for name, ratios in by_source(course, options.window, options.windows, options.deal_width).items():
-            table.add_row(name, f"{np.mean(ratios):.3f}", "  ".join(f"{ratio:.3f}" for ratio in ratios))
-        console.print(table)
+    title = f"{course.name}: next window, {windows} of them; {options.deal_width} entries where tables deal"
+    console.print(Table(title, ["tables of each source rank", "mean over layers", "windows"], rows).drawn())
+    return found
+
+
+def _cost(_: argparse.Namespace, console: Console) -> Iterator[Target]:
     for tokens in (1024, 4096):
-        title = f"256 experts, 32 ranks x 9, {tokens} tokens; load {os.getloadavg()[0]:.1f}"
-        table = Table(
-            "rounds",
-            "tokens above the optimum",
-            "most",
-            "within a token",
-            "us 5 % / 50 % / 95 %",
-            title=title,
-        )
-        for row in cost(256, 32, 9, tokens):
-            low, middle, high = row["us"]  # type: ignore[misc]
-            table.add_row(
+        found = list(cost(256, 32, 9, tokens))
+        rows = [
+            [
                 str(row["rounds"]),
                 f"{row['mean']:.2f}",
                 f"{row['most']:.2f}",
-                f"{row['within a token']:.1%}",
-                f"{low:.0f} / {middle:.0f} / {high:.0f}",
-            )
-        console.print(table)
+                f"{row[WITHIN_A_TOKEN]:.1%}",
+                " / ".join(f"{us:.0f}" for us in row["us"]),  # type: ignore[attr-defined]
+            ]
+            for row in found
+        ]
+        title = f"256 experts, 32 ranks x 9, {tokens} tokens; load {os.getloadavg()[0]:.1f}"
+        columns = ["rounds", "tokens above the optimum", "most", WITHIN_A_TOKEN, "us 5 % / 50 % / 95 %"]
+        console.print(Table(title, columns, rows).drawn())
+        if tokens * 8 == _CHOICES:
+            yield from targets.of_cost(found)
+
+
+def _example(_: argparse.Namespace, __: Console) -> Iterator[Target]:
+    yield from targets.of_known_example()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.split", description=__doc__)
-    parser.add_argument("--trace", type=Path, action="append", default=[], help="recorded heat or routes")
-    parser.add_argument("--trace-ranks", type=int, default=8)
-    parser.add_argument("--trace-slots", type=int, default=None)
+    parser.add_argument("--only", choices=PARTS, action="append", help="this part alone; repeatable")
+    parser.add_argument(
+        "--routes",
+        type=Path,
+        action="append",
+        default=[],
+        help="recorded routes (.npz with routes and req_ptr), decoded 64 requests side by side; repeatable",
+    )
+    parser.add_argument("--ranks", type=int, default=8, help="of the recorded routes")
+    parser.add_argument("--slots", type=int, default=5, help="of each rank")
     parser.add_argument(
         "--window", type=int, default=64, help="steps that a placement is made on, and serves"
     )
-    parser.add_argument("--windows", type=int, default=3, help="windows of each trace")
+    parser.add_argument("--windows", type=int, default=3, help="windows of each heat, spread over it")
+    parser.add_argument("--table-windows", type=int, default=24, help="of those of tables, which are quick")
     parser.add_argument("--deal-width", type=int, default=8, help="entries of dealing tables")
     parser.add_argument("--layers", type=int, default=4, help="of the drawn heat")
     return parser

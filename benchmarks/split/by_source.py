@@ -12,22 +12,28 @@ from eplb_service.bench.scoring import peak_to_average
 from eplb_service.offline import Solution, solve
 from eplb_service.placement import Placement, even_log2phy, with_entries
 
-TABLES = ("by rank % replicas", "solved", "dealt round the replicas", "dealt, solved")
+GREEDY, RULE, SOLVED, ROUND, DEALT = TABLES = (
+    "DeepSeek's EPLB, by rank % replicas",
+    "by rank % replicas",
+    "solved",
+    "dealt round the replicas",
+    "dealt, solved",
+)
 
 
-def by_source(course: Course, window: int, windows: int, width: int, seed: int = 0) -> dict[str, list[float]]:
+def by_source(
+    source_TRLE: np.ndarray, slots: int, window: int, windows: int, width: int
+) -> dict[str, list[float]]:
     """The mean ratio of each window served, over layers, under each of ``TABLES``.
 
-    Tokens come from the ranks as ``mix_RLE`` of the course says, evenly without it, drawn with ``seed``; tables
-    are made on one window's and serve the next. Those that deal have ``width`` entries.
+    ``source_TRLE`` are the tokens of each step by the rank that they come from. Tables are made on one window's and
+    serve the next. Those that deal have ``width`` entries.
     """
-    generator = np.random.default_rng(seed)
-    heat_TLE = course.heat_TLE.astype(np.int64)
     found: dict[str, list[float]] = {name: [] for name in TABLES}
-    for start in starts_of(course, window, windows):
-        source_TRLE = drawn_sources(heat_TLE[start : start + 2 * window], course, generator)
-        seen_TRLE, next_TRLE = source_TRLE[:window], source_TRLE[window:]
-        for name, (phy2log_LRS, table_RLED) in tables_made(seen_TRLE, course, width):
+    for start in starts_of(len(source_TRLE), window, windows):
+        seen_TRLE = source_TRLE[start : start + window].astype(np.int64)
+        next_TRLE = source_TRLE[start + window : start + 2 * window].astype(np.int64)
+        for name, (phy2log_LRS, table_RLED) in tables_made(seen_TRLE, slots, width):
             ratios = [
                 peak_to_average(loads_by_table(phy2log_RS, table_RLED[:, layer], next_TRLE[:, :, layer]))
                 for layer, phy2log_RS in enumerate(phy2log_LRS)
@@ -37,34 +43,31 @@ def by_source(course: Course, window: int, windows: int, width: int, seed: int =
 
 
 def tables_made(
-    seen_TRLE: np.ndarray, course: Course, width: int
+    seen_TRLE: np.ndarray, slots: int, width: int
 ) -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray]]]:
     """A placement ``[L, R, S]`` and its tables ``[R, L, E, D]`` for each of ``TABLES``, made on a window."""
+    ranks, experts = seen_TRLE.shape[1], seen_TRLE.shape[3]
 
-    def solved(split: str) -> Solution:
-        return solve(
-            seen_TRLE.sum(axis=1),
-            course.ranks,
-            course.slots,
-            source_heat=seen_TRLE,
-            split=split,
-            deal_width=width,
-        )
+    def solved(**options: str) -> Solution:
+        heat_TLE = seen_TRLE.sum(axis=1)
+        return solve(heat_TLE, ranks, slots, source_heat=seen_TRLE, deal_width=width, **options)
 
-    experts = seen_TRLE.shape[3]
-    for split, rule, entries in (("tables", TABLES[0], 1), ("deal", TABLES[2], width)):
-        solution = solved(split)
-        by_rule = even_log2phy(Placement(solution.phy2log, experts), entries)
-        yield rule, (solution.phy2log, with_entries(by_rule, 3))
-        yield TABLES[TABLES.index(rule) + 1], (solution.phy2log, with_entries(solution.log2phy, 3))
+    def by_rule(solution: Solution, entries: int) -> tuple[np.ndarray, np.ndarray]:
+        table_RLE = even_log2phy(Placement(solution.phy2log, experts), entries)
+        return solution.phy2log, with_entries(table_RLE, 3)
+
+    yield GREEDY, by_rule(solved(policy="deepseek", split="tables"), 1)
+    for split, rule, own, entries in (("tables", RULE, SOLVED, 1), ("deal", ROUND, DEALT, width)):
+        solution = solved(split=split)
+        yield rule, by_rule(solution, entries)
+        yield own, (solution.phy2log, with_entries(solution.log2phy, 3))
 
 
-def drawn_sources(heat_TLE: np.ndarray, course: Course, generator: np.random.Generator) -> np.ndarray:
-    """Each step's tokens by the rank that they come from, int64 ``[T, R, L, E]``."""
-    ranks = course.ranks
+def drawn_sources(course: Course, seed: int = 0) -> np.ndarray:
+    """Each step's tokens by the rank that they come from, int64 ``[T, R, L, E]``: each token from any rank alike."""
+    generator = np.random.default_rng(seed)
+    heat_TLE, ranks = course.heat_TLE.astype(np.int64), course.ranks
     mix_LER = np.full((*heat_TLE.shape[1:], ranks), 1 / ranks)
-    if course.mix_RLE is not None:
-        mix_LER = np.moveaxis(course.mix_RLE, 0, -1) / course.mix_RLE.sum(axis=0)[..., None]
     drawn_TLER = generator.multinomial(heat_TLE, np.broadcast_to(mix_LER, (len(heat_TLE), *mix_LER.shape)))
     return np.moveaxis(drawn_TLER, -1, 1)
 

@@ -13,12 +13,19 @@ from eplb_service.offline import solve
 from eplb_service.solver.stepwise import level, loads_by_step, search_memory, sharing_of, split_evenly
 from worker_agent.moe.stepwise import StepwiseSplit
 
+FOR_EVEN, FOR_STEPS = "made for even shares", "made for the stepwise split"
 PLACEMENTS = {
     "DeepSeek's EPLB": {"policy": "deepseek", "split": "even"},
-    "made for even shares": {"split": "even"},
-    "made for the stepwise split": {"split": "step"},
+    FOR_EVEN: {"split": "even"},
+    FOR_STEPS: {"split": "step"},
 }
-SPLITS = ("even shares", "a random replica per token", "LP shares, drawn (LPLB)", "stepwise", "optimum")
+EVEN_SHARES, RANDOM, LPLB, STEPWISE, OPTIMUM = SPLITS = (
+    "even shares",
+    "a random replica per token",
+    "LP shares, drawn (LPLB)",
+    "stepwise",
+    "optimum",
+)
 
 
 def quality(course: Course, window: int, windows: int, seed: int = 0) -> Iterator[dict[str, object]]:
@@ -30,7 +37,7 @@ def quality(course: Course, window: int, windows: int, seed: int = 0) -> Iterato
     heat_TLE = course.heat_TLE.astype(np.int64)
     for name, options in PLACEMENTS.items():
         ratios: dict[str, list[float]] = {split: [] for split in SPLITS}
-        for start in starts_of(course, window, windows):
+        for start in starts_of(len(heat_TLE), window, windows):
             seen_TLE, next_TLE = (
                 heat_TLE[start : start + window],
                 heat_TLE[start + window : start + 2 * window],
@@ -42,9 +49,9 @@ def quality(course: Course, window: int, windows: int, seed: int = 0) -> Iterato
         yield {"placement": name, **{split: float(np.mean(found)) for split, found in ratios.items()}}
 
 
-def starts_of(course: Course, window: int, windows: int) -> list[int]:
-    """The first steps of so many windows, spread over the course, each with another one behind it."""
-    return [int(at) for at in np.linspace(0, course.heat_TLE.shape[0] - 2 * window, windows)]
+def starts_of(steps: int, window: int, windows: int) -> list[int]:
+    """The first steps of so many windows, spread over all ``steps``, each with another one behind it."""
+    return [int(at) for at in np.linspace(0, steps - 2 * window, windows)]
 
 
 def loads(
@@ -60,18 +67,18 @@ def loads(
     for heat_E in heat_TE:
         even_P, best_P, load_R = np.empty(ranks * slots), np.empty(ranks * slots), np.empty(ranks)
         split_evenly(sharing, heat_E.astype(np.float64), even_P, load_R, False)
-        found["even shares"].append(load_R.copy())
-        found["a random replica per token"].append(_drawn(sharing, heat_E, even_P, ranks, generator))
+        found[EVEN_SHARES].append(load_R.copy())
+        found[RANDOM].append(_drawn(sharing, heat_E, even_P, ranks, generator))
         split_evenly(sharing, heat_E.astype(np.float64), best_P, load_R, False)
         level(sharing, best_P, load_R, memory, False)
-        found["LP shares, drawn (LPLB)"].append(_drawn(sharing, heat_E, best_P, ranks, generator))
-        found["stepwise"].append(_stepwise(split, heat_E, ranks, slots))
+        found[LPLB].append(_drawn(sharing, heat_E, best_P, ranks, generator))
+        found[STEPWISE].append(stepwise_loads(split, heat_E, ranks, slots))
     stacked = {name: np.stack(rows) for name, rows in found.items()}
-    stacked["optimum"] = loads_by_step(heat_TE[:, None], placed_RS[None], True)[:, 0]
+    stacked[OPTIMUM] = loads_by_step(heat_TE[:, None], placed_RS[None], True)[:, 0]
     return stacked
 
 
-def _stepwise(split: StepwiseSplit, heat_E: np.ndarray, ranks: int, slots: int) -> np.ndarray:
+def stepwise_loads(split: StepwiseSplit, heat_E: np.ndarray, ranks: int, slots: int) -> np.ndarray:
     """What the live layer's split gives each rank."""
     ids_N = np.repeat(np.arange(heat_E.size), heat_E)
     turn_N = np.arange(ids_N.size) - np.repeat(heat_E.cumsum() - heat_E, heat_E)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb_service.solver.candidates import from_scratch, improved, par_on, peaks_on, with_tables
+from eplb_service.solver.candidates import from_scratch, improved, peaks_on, with_tables
 from eplb_service.solver.model import (
     FRESH,
     KEEP,
@@ -104,14 +104,25 @@ def forecast_heat(heat: Heat, forecast: Forecast, ahead: float) -> Heat:
 def choose_trust(halves: Halves, phy2log_RS: Int32, deployed: Deployed, params: SearchParams) -> float:
     """How far dealt shares should go from even ones to fitted ones: what, fitted to the older half, suits the newer.
 
-    ``phy2log_RS`` int32 ``[R, S]`` is the placement that they are tried on. The farther has the benefit of the doubt.
+    ``phy2log_RS`` int32 ``[R, S]`` is the placement that they are tried on. What fitted shares win over dealing round
+    the replicas must be above zero by ``params.sureness`` standard errors: they lean on the heat that they were
+    fitted to. Of two that do as well the farther one is taken.
     """
     older, newer = Layer(halves.older, deployed), Layer(halves.newer, deployed)
-    par_by_trust = {
-        trust: par_on(with_tables(phy2log_RS, older, params._replace(trust=trust)), newer, params.tables)
-        for trust in TRUSTS
-    }
-    return min(TRUSTS, key=par_by_trust.__getitem__)
+    share_N = newer.heat.share_N
+
+    def peaks(trust: float) -> Float32:
+        dealt = with_tables(phy2log_RS, older, params._replace(trust=trust))
+        return peaks_on(dealt, newer, params.tables)
+
+    round_N = peaks(0.0)
+    chosen, lowest = 0.0, mean_peak(round_N, share_N)
+    for trust in reversed(TRUSTS[:-1]):
+        found_N = peaks(trust)
+        par = mean_peak(found_N, share_N)
+        if par <= lowest and is_sure(round_N - found_N, share_N, 0.0, params.sureness):
+            chosen, lowest = trust, par
+    return chosen
 
 
 class Recommendation(NamedTuple):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from benchmarks.split.by_source import TABLES, by_source, drawn_sources, loads_by_table
+from benchmarks.split.routed import routed_sources
+from benchmarks.split.targets import of_known_example
 from eplb_service.bench.closed_loop import Course
 from eplb_service.placement import Placement, even_log2phy, with_entries
 
@@ -28,8 +32,27 @@ def test_every_table_is_scored_on_the_windows_that_follow() -> None:
     generator = np.random.default_rng(0)
     heat_TLE = generator.multinomial(64, generator.dirichlet(np.full(6, 0.5)), (12, 1))
     course = Course("small", heat_TLE, 4, 2, 4)
-    sources_TRLE = drawn_sources(heat_TLE, course, generator)
+    sources_TRLE = drawn_sources(course)
     np.testing.assert_array_equal(sources_TRLE.sum(axis=1), heat_TLE)
-    found = by_source(course, window=4, windows=2, width=2)
+    found = by_source(sources_TRLE, slots=2, window=4, windows=2, width=2)
     assert list(found) == list(TABLES)
     assert all(len(ratios) == 2 and min(ratios) >= 1.0 for ratios in found.values())
+
+
+def test_every_recorded_choice_is_of_the_rank_that_its_request_is_on(tmp_path: Path) -> None:
+    # Requests of 2, 3, 1 and 2 tokens, two at a time: the third takes the place of the first, and so on.
+    bounds, ranks, experts = np.array([0, 2, 5, 6, 8]), 2, 4
+    routes_KLC = np.random.default_rng(0).permuted(np.tile(np.arange(experts), (8, 3, 1)), axis=2)[..., :2]
+    np.savez(tmp_path / "routes.npz", routes=routes_KLC, req_ptr=bounds)
+    expected_TRLE = np.zeros((3, ranks, 3, experts), dtype=np.int64)
+    for step, tokens in enumerate([[0, 2], [1, 3], [5, 4]]):
+        for rank, token in enumerate(tokens):
+            for layer in range(3):
+                expected_TRLE[step, rank, layer, routes_KLC[token, layer]] += 1
+    found_TRLE = routed_sources(tmp_path / "routes.npz", ranks, batch=2)
+    np.testing.assert_array_equal(found_TRLE, expected_TRLE)
+
+
+def test_the_known_example_is_met() -> None:
+    (target,) = of_known_example()
+    assert target.met, target
