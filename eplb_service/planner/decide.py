@@ -25,9 +25,15 @@ from eplb_service.planner.dealing import as_host_deals, first_tables, tables_of_
 from eplb_service.planner.move_price import move_price
 from eplb_service.planner.noise_floor import balanced_par, noise_floor, volatility_bound
 from eplb_service.planner.plan import LayerPlan, LayerVerdict, Plan
-from eplb_service.planner.scoring import loads_under, split_loads, split_shares, split_steps
-from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.solver_request import groups_on_nodes, solve_picked, time_curve
+from eplb_service.planner.scoring import split_loads, split_steps
+from eplb_service.planner.settings import STEP, PlannerSettings
+from eplb_service.planner.solver_request import (
+    episode_heat,
+    episodes_of,
+    groups_on_nodes,
+    solve_picked,
+    time_curve,
+)
 from eplb_service.planner.times import with_times
 from eplb_service.planner.topology import Topology
 from eplb_service.planner.validate import check_arguments, flaw_of
@@ -36,7 +42,6 @@ from eplb_service.solver.decision import Answer
 from eplb_service.solver.engine import SolverError
 from eplb_service.solver.model import Candidate
 from eplb_service.solver.topology import choose_senders
-from eplb_service.solver.window import sum_episodes
 
 
 def plan(
@@ -82,9 +87,7 @@ def plan(
     )
     settings = replace(settings, move_price=price.value)
     groups, why_ungrouped = groups_on_nodes(settings, placement, topology)
-    episodes = min(settings.episodes, window.steps)
-    heat_NLE = _episodes(window, episodes, settings.split)
-    judge = _judge(window, heat_NLE, placement, log2phy_RLE, topology, settings, why_ungrouped)
+    judge = _judge(window, placement, log2phy_RLE, topology, settings, why_ungrouped)
     if settings.policy == "none" or topology.rank_bound:
         reason = "its experts are bound to their ranks" if topology.rank_bound else "the policy is none"
         return Plan((), tuple(judge.kept(layer, f"kept: {reason}") for layer in range(window.layers)))
@@ -95,7 +98,6 @@ def plan(
         picked = worst_busy(judge.par_L, settings)
     answers = solve_picked(
         window,
-        heat_NLE,
         placement,
         log2phy_RLE,
         topology,
@@ -149,16 +151,6 @@ def cherry_pick(par_L: Float64, lost_L: Float64, settings: PlannerSettings) -> n
     return worst_first[worth_it_L[worst_first]][: settings.max_layers]
 
 
-def _episodes(window: Window, episodes: int, split: str) -> Float64:
-    """Heat by episode, float64 ``[N, L, E]``: steps summed, or single ones for a host that splits each for itself."""
-    if split == "step":
-        steps_NLE: Float64 = window.heat_TLE[np.arange(episodes) * window.steps // episodes].astype(
-            np.float64
-        )
-        return steps_NLE
-    return sum_episodes(window.heat_TLE, episodes)
-
-
 def worst_busy(par_L: Float64, settings: PlannerSettings) -> npt.NDArray[np.int64]:
     """Indices of the layers with tokens, worst first, at most ``max_layers``: a ratio of tokens says little of time."""
     worst_first = np.argsort(-np.nan_to_num(par_L, nan=0.0), kind="stable")
@@ -167,7 +159,6 @@ def worst_busy(par_L: Float64, settings: PlannerSettings) -> npt.NDArray[np.int6
 
 def _judge(
     window: Window,
-    heat_NLE: Float64,
     placement: Placement,
     log2phy_RLE: Int32,
     topology: Topology,
@@ -175,34 +166,27 @@ def _judge(
     why_ungrouped: str,
 ) -> Judge:
     """Ratios of all layers as they are served, per step for people and per episode for the decision."""
-    steps = split_steps(window.heat_TLE, placement, log2phy_RLE, window.source_RLE, settings.split)
-    if settings.split == "step":
+    episodes = episodes_of(window, settings)
+    steps = split_steps(
+        window.heat_TLE, placement, log2phy_RLE, window.source_RLE, settings.split, episodes=episodes
+    )
+    if settings.split == STEP:
+        heat_NLE = episode_heat(window, settings, np.arange(window.layers)).transpose(1, 0, 2)
         loads_NLR = split_loads(heat_NLE, placement, log2phy_RLE, window.source_RLE, settings.split)
         # Every step is balanced for itself, so neither token sampling nor experts' jumps set a floor.
-        even_L = np.ones(window.layers)
-        return Judge(
-            par_L=steps.par_K,
-            floor_L=np.where(np.isnan(steps.par_K), np.nan, 1.0),
-            episode_par_L=np.nan_to_num(par(loads_NLR), nan=1.0),
-            episode_floor_L=even_L,
-            volatility_bound_L=even_L,
-            episode_steps=window.steps / len(heat_NLE),
-            bytes_per_expert=topology.bytes_per_expert,
-            settings=settings,
-            why_ungrouped=why_ungrouped,
-        )
-    share_LP = split_shares(window.heat_TLE, placement, log2phy_RLE, window.source_RLE, settings.split)
-    loads_NLR = loads_under(heat_NLE, placement, share_LP)
-    episodes = len(heat_NLE)
-    floor_L = noise_floor(steps.tokens_TK, placement.ranks)
-    # For a decision a layer without tokens is balanced, since nothing can be won there.
-    drawn_L = np.nan_to_num(noise_floor(loads_NLR.sum(axis=2), placement.ranks), nan=1.0)
-    bound_L = drawn_L
-    # Real routers' choices are not independent draws: what was measured may lie below what is computed for those.
-    if window.steps > 1:
-        floor_L = np.minimum(floor_L, balanced_par(steps.variance_K, placement.ranks))
-    if episodes > 1:
-        bound_L = volatility_bound(heat_NLE, loads_NLR, placement.replicas())
+        floor_L = np.where(np.isnan(steps.par_K), np.nan, 1.0)
+        drawn_L = bound_L = np.ones(window.layers)
+    else:
+        loads_NLR = steps.loads_NKR
+        floor_L = noise_floor(steps.tokens_TK, placement.ranks)
+        # For a decision a layer without tokens is balanced, since nothing can be won there.
+        drawn_L = np.nan_to_num(noise_floor(loads_NLR.sum(axis=2), placement.ranks), nan=1.0)
+        bound_L = drawn_L
+        # Real routers' choices are not independent draws: what was measured may lie below what is computed for those.
+        if window.steps > 1:
+            floor_L = np.minimum(floor_L, balanced_par(steps.variance_K, placement.ranks))
+        if episodes > 1:
+            bound_L = volatility_bound(steps)
     return Judge(
         par_L=steps.par_K,
         floor_L=floor_L,

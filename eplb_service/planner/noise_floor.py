@@ -16,8 +16,8 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.placement import Float64, Int32, mean_par
-from eplb_service.solver.window import volatility
+from eplb_service.placement import Float64, mean_par
+from eplb_service.planner.scoring import StepLoads
 
 
 def expected_hottest(ranks: int) -> float:
@@ -52,31 +52,14 @@ def noise_floor(tokens_NL: npt.NDArray[np.floating] | npt.NDArray[np.integer], r
     return mean_par(np.where(busy_NL, np.clip(peak_NL, 1.0, ranks), np.nan), axis=0)
 
 
-def volatility_bound(heat_NLE: Float64, loads_NLR: Float64, replicas_LE: Int32) -> Float64:
-    """Peak-to-average ratio that ranks balanced in the mean have because of their experts' jumps.
+def volatility_bound(served: StepLoads) -> Float64:
+    """Peak-to-average ratio that ranks balanced in the mean have because of their experts' jumps, float64 ``[L]``.
 
     Jumps are taken between episodes in a row, so a trend or a slow change of the workload is not mistaken for them.
     Where a token's choices make room for each other (it never chooses an expert twice), ranks jump less than their
-    experts' jumps sum up to; then theirs count.
-
-    Parameters
-    ----------
-    heat_NLE
-        float64 ``[N, L, E]``, tokens of each expert in each episode.
-    loads_NLR
-        float64 ``[N, L, R]``, what the ranks receive of it.
-    replicas_LE
-        int32 ``[L, E]``, replicas of each expert.
-
-    Returns
-    -------
-    Float64
-        float64 ``[L]``; 1.0 where fewer than two episodes have tokens.
+    experts' jumps sum up to; then theirs count. 1.0 where fewer than two episodes have tokens.
     """
-    _, layers, ranks = loads_NLR.shape
-    alone_LR = np.ones((layers, ranks), dtype=np.int32)
-    variance_L = np.minimum(volatility(heat_NLE, replicas_LE), volatility(loads_NLR, alone_LR))
-    return balanced_par(variance_L, ranks)
+    return balanced_par(np.minimum(served.expert_variance_K, served.rank_variance_K), served.ranks)
 
 
 def balanced_par(variance_L: Float64, ranks: int) -> Float64:
@@ -85,7 +68,7 @@ def balanced_par(variance_L: Float64, ranks: int) -> Float64:
     Parameters
     ----------
     variance_L
-        float64 ``[L]``, as ``solver.window.volatility`` gives it.
+        float64 ``[L]``, as ``solver.window.Served`` has it.
     ranks
         R.
     """

@@ -13,7 +13,7 @@ from eplb_service.placement import Float64, Int32, Placement, dealing_width, mea
 from eplb_service.planner.dealing import entry_parts
 from eplb_service.solver.stepwise import loads_by_step
 from eplb_service.solver.time_evaluation import Curve, slowest_in_steps
-from eplb_service.solver.window import loads_of_ranks, step_loads
+from eplb_service.solver.window import loads_of_ranks, served_window
 
 
 def source_shares(source_RLE: Float64 | None, ranks: int, layers: int, experts: int) -> Float64:
@@ -151,7 +151,12 @@ class StepLoads:
     peak_TK, tokens_TK
         float64 ``[T, K]``, tokens of the rank that has most of them, and of all ranks.
     variance_K
-        float64 ``[K]``, how much the ranks' parts of the tokens jump from step to step (``solver.window.volatility``).
+        float64 ``[K]``, how much the ranks' parts of the tokens jump from step to step (``solver.window.Served``).
+    loads_NKR
+        float64 ``[N, K, R]``, tokens of each rank in each episode, as many as were asked for.
+    rank_variance_K, expert_variance_K
+        float64 ``[K]``, how much parts of the tokens jump from episode to episode: the ranks' and, split over
+        replicas, the experts'.
     ranks
         R.
     """
@@ -159,6 +164,9 @@ class StepLoads:
     peak_TK: Float64
     tokens_TK: Float64
     variance_K: Float64
+    loads_NKR: Float64
+    rank_variance_K: Float64
+    expert_variance_K: Float64
     ranks: int
 
     @property
@@ -172,6 +180,7 @@ def steps_under(
     placement: Placement,
     share_KP: Float64,
     layers: Sequence[int] | None = None,
+    episodes: int = 0,
 ) -> StepLoads:
     """What ``loads_under`` gives, in short.
 
@@ -183,9 +192,11 @@ def steps_under(
         Of the K layers asked for: their placements, and the share that each slot has.
     layers
         Which layers of the heat these are; all where it is ``None``.
+    episodes
+        N.
     """
     layer_K = np.arange(placement.layers) if layers is None else np.array(layers)
-    found = step_loads(_wide(heat_TLE), layer_K, placement.phy2log_LRS.copy(), share_KP)
+    found = served_window(_wide(heat_TLE), layer_K, placement.phy2log_LRS.copy(), share_KP, episodes)
     return StepLoads(*found, placement.ranks)
 
 
@@ -196,16 +207,26 @@ def split_steps(
     source_RKE: Float64 | None,
     split: str,
     layers: Sequence[int] | None = None,
+    episodes: int = 0,
 ) -> StepLoads:
-    """What ``split_loads`` gives, in short; ``layers`` as for ``steps_under``."""
+    """What ``split_loads`` gives, in short; ``layers`` and ``episodes`` as for ``steps_under``.
+
+    A host that splits by step has no episodes: every step is balanced for itself.
+    """
     asked_TKE = heat_TLE if layers is None else heat_TLE[:, list(layers)]
     if split != "step":
         share_KP = split_shares(asked_TKE, placement, log2phy_RKE, source_RKE, split)
-        return steps_under(heat_TLE, placement, share_KP, layers)
+        return steps_under(heat_TLE, placement, share_KP, layers, episodes)
     loads_TKR = split_loads(asked_TKE, placement, log2phy_RKE, source_RKE, split)
-    # The ranks' jumps are those of no share, and of no use: every step is balanced for itself.
+    none_K = np.zeros(placement.layers)
     return StepLoads(
-        loads_TKR.max(axis=2), loads_TKR.sum(axis=2), np.zeros(placement.layers), placement.ranks
+        loads_TKR.max(axis=2),
+        loads_TKR.sum(axis=2),
+        none_K,
+        loads_TKR[:0],
+        none_K,
+        none_K,
+        placement.ranks,
     )
 
 

@@ -11,12 +11,13 @@ from eplb_service.planner.blind_layout import blind_layers
 from eplb_service.planner.dealing import shares_of_entries, sources_of_tables, width_in_use
 from eplb_service.planner.scoring import numbers_of, source_shares
 from eplb_service.planner.search_params import search_params_of
-from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.settings import STEP, PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.solver.decision import Answer
 from eplb_service.solver.engine import SolverError, solve_many
 from eplb_service.solver.model import DEALT, SOLVED
 from eplb_service.solver.time_evaluation import Curve
+from eplb_service.solver.window import sum_episodes
 
 _MOST_STEPS = 128
 """Steps of a window that time is lowered on: as many more won less than 0.2 % in the window after."""
@@ -24,7 +25,6 @@ _MOST_STEPS = 128
 
 def solve_picked(
     window: Window,
-    heat_NLE: Float64,
     placement: Placement,
     log2phy_RLE: Int32,
     topology: Topology,
@@ -40,8 +40,6 @@ def solve_picked(
     ----------
     window, placement, log2phy_RLE, topology, settings
         As for ``decide.plan``.
-    heat_NLE
-        float64 ``[N, L, E]``, the window's episodes.
     picked
         int64 ``[P]``, indices of layers.
     par_L, floor_L
@@ -67,21 +65,22 @@ def solve_picked(
         share_GLE[:] = (np.bincount(group_R) / placement.ranks)[:, None, None]
     curve = time_curve(settings)
     width = width_in_use(settings, log2phy_RLE)
-    tokens_LE = heat_NLE[:, picked].sum(axis=0) / window.steps
     node_R, node_G = topology.nodes()
     params = search_params_of(settings, placement, width)
     if curve is not None and params.tables == DEALT:
         # Time is lowered source by source, and each entry of a dealing table is one.
         params = params._replace(tables=SOLVED)
+    heat_PNE = episode_heat(window, settings, picked)
+    tokens_PE = heat_PNE.sum(axis=1) / window.steps
     if settings.policy == "deepseek":
-        heat_NLE = heat_NLE.sum(axis=0, keepdims=True)
+        heat_PNE = heat_PNE.sum(axis=1, keepdims=True)
     return solve_many(
-        heat_NLE[:, picked].transpose(1, 0, 2),
+        heat_PNE,
         placement.phy2log_LRS[picked],
         sources_of_tables(log2phy_RLE[first_G][:, picked], width),
-        shares_of_entries(share_GLE, tokens_LE, width),
+        shares_of_entries(share_GLE, tokens_PE, width),
         params,
-        np.array(settings.half_lives) * heat_NLE.shape[0],
+        np.array(settings.half_lives) * heat_PNE.shape[1],
         settings.min_gain,
         unplaced(window, placement, settings, par_L, floor_L, picked),
         settings.threads,
@@ -92,6 +91,23 @@ def solve_picked(
         curve,
         None if curve is None else sampled_steps(window, picked).transpose(1, 0, 2),
     )
+
+
+def episodes_of(window: Window, settings: PlannerSettings) -> int:
+    """Episodes that a decision looks at: at most one per step."""
+    return min(settings.episodes, window.steps)
+
+
+def episode_heat(window: Window, settings: PlannerSettings, layer_P: npt.NDArray[np.int64]) -> Float64:
+    """Heat of some layers by episode, float64 ``[P, N, E]``.
+
+    Steps are summed; a host that splits each step for itself has single ones, evenly from the first.
+    """
+    episodes = episodes_of(window, settings)
+    if settings.split == STEP:
+        steps_N = np.arange(episodes) * window.steps // episodes
+        return np.ascontiguousarray(window.heat_TLE[steps_N][:, layer_P].transpose(1, 0, 2), dtype=np.float64)
+    return sum_episodes(window.heat_TLE, layer_P, episodes)
 
 
 def time_curve(settings: PlannerSettings) -> Curve | None:

@@ -109,7 +109,7 @@ def solve_tables(
     """
     sources, experts = share_GE.shape
     first_E1, slot_P = slots_by_expert(phy2log_RS, experts)
-    rule_GE = fixed_rule(first_E1, slot_P, sources)
+    rule_GE = fixed_rule(first_E1, slot_P, sources, 1)
     rule_par = tables_par(phy2log_RS, rule_GE, scaled_EN, share_N, share_GE)
     chosen_GE = rule_GE.copy()
     assignment = _spread(phy2log_RS, chosen_GE, first_E1, slot_P, demand, share_GE, z)

@@ -219,7 +219,7 @@ def _served(used_RE: Bool, timed: TimedLayer, params: SearchParams) -> Candidate
     full_RS = _completed(used_RE, deployed.home_ER.T, timed)
     kept_RS, moves = keep_slots(full_RS, deployed.phy2log_RS)
     if params.tables != SOLVED:
-        log2phy_GE = fixed_rule(*slots_by_expert(kept_RS, used_RE.shape[1]), deployed.share_GE.shape[0])
+        log2phy_GE = fixed_rule(*slots_by_expert(kept_RS, used_RE.shape[1]), deployed.share_GE.shape[0], 1)
         return Candidate(kept_RS, log2phy_GE, time_ratio(kept_RS, log2phy_GE, timed, params.tables), moves)
     return _cooled(kept_RS, even_tables(*used_slots(kept_RS, used_RE), deployed.share_GE), timed, moves)
 

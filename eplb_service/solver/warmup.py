@@ -11,7 +11,7 @@ from eplb_service.solver.engine import solve_many
 from eplb_service.solver.model import DEALT, EVEN, RULE, SOLVED, STEPWISE, SearchParams
 from eplb_service.solver.time_evaluation import Curve
 from eplb_service.solver.topology import choose_senders
-from eplb_service.solver.window import loads_of_ranks, step_loads, sum_episodes, volatility
+from eplb_service.solver.window import loads_of_ranks, served_window, sum_episodes
 
 _ENOUGH_MS = 1e6
 """A budget that is never spent: it is there so that what budgets buy is compiled too."""
@@ -59,8 +59,7 @@ def warm_up(threads: int | None = None) -> None:
     whole_TLE = np.ones((2, 2, 6), dtype=np.int64)
     for heat_TLE in (whole_TLE.astype(np.int32), whole_TLE, whole_TLE.astype(np.float64)):
         loads_of_ranks(heat_TLE, placement.phy2log_LRS.copy(), np.ones((2, 8)))
-        step_loads(heat_TLE, np.arange(2), placement.phy2log_LRS.copy(), np.ones((2, 8)))
-        sum_episodes(heat_TLE, 1)
+        served_window(heat_TLE, np.arange(2), placement.phy2log_LRS.copy(), np.ones((2, 8)), 2)
+        sum_episodes(heat_TLE, np.arange(2), 2)
     deployed_RS = np.array(placement.phy2log_LRS[0])
     choose_senders(deployed_RS, deployed_RS[::-1].copy(), np.zeros(4, dtype=np.int32))
-    volatility(sum_episodes(whole_TLE, 2), placement.replicas())

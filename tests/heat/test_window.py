@@ -51,4 +51,5 @@ def test_external_policies_get_whole_counts_as_int64() -> None:
 
 def test_episodes_of_int32_do_not_overflow() -> None:
     heat_TLE = np.full((4, 1, 2), 2**30, dtype=np.int32)
-    np.testing.assert_array_equal(sum_episodes(Window(heat_TLE).heat_TLE, 1), np.full((1, 1, 2), 2.0**32))
+    found_KNE = sum_episodes(Window(heat_TLE).heat_TLE, np.array([0]), 1)
+    np.testing.assert_array_equal(found_KNE, np.full((1, 1, 2), 2.0**32))

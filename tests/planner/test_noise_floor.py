@@ -15,7 +15,7 @@ from eplb_service.placement import Placement, par
 from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.noise_floor import noise_floor, volatility_bound
 from eplb_service.planner.plan import Plan
-from eplb_service.planner.scoring import rank_loads
+from eplb_service.planner.scoring import rank_loads, split_steps
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from tests.solver.layers_of import heat_of_kind
@@ -44,6 +44,14 @@ def plain_volatility_bound(
         variance_of_rank = min(variance_of_rank, np.mean(measured))
         found.append(1.0 + score * np.sqrt(variance_of_rank) * ranks)
     return found
+
+
+def bound_of(heat_NLE: np.ndarray, placement: Placement) -> np.ndarray:
+    """The bound of episodes of one step each, float64 ``[L]``."""
+    table_RLE = placement.default_log2phy()
+    return volatility_bound(
+        split_steps(heat_NLE, placement, table_RLE, None, "tables", episodes=len(heat_NLE))
+    )
 
 
 def steady(seed: int, steps: int = STEPS) -> np.ndarray:
@@ -78,7 +86,7 @@ def test_the_volatility_bound_is_that_of_the_twin(ranks: int, slots: int, kind: 
     heat_NLE = heat_of_kind(kind, int(generator.integers(1, 7)), experts, generator)[:, None, :]
     loads_NLR = rank_loads(heat_NLE, placement, placement.default_log2phy())
     np.testing.assert_allclose(
-        volatility_bound(heat_NLE, loads_NLR, placement.replicas()),
+        bound_of(heat_NLE, placement),
         plain_volatility_bound(heat_NLE, loads_NLR, placement.replicas(), ranks),
         rtol=1e-9,
     )
@@ -88,9 +96,7 @@ def test_jumps_of_mere_sampling_are_the_noise_floor() -> None:
     # No expert twice, so a rank's variance is that of its tokens.
     heat_NLE = np.random.default_rng(1).multinomial(4000, np.full(32, 1 / 32), (400, 1)).astype(float)
     placement = Placement.linear(1, 32, 8, 4)
-    bound = volatility_bound(
-        heat_NLE, rank_loads(heat_NLE, placement, placement.default_log2phy()), placement.replicas()
-    )
+    bound = bound_of(heat_NLE, placement)
     assert bound[0] == pytest.approx(noise_floor(heat_NLE.sum(axis=2), 8)[0], abs=0.01)
 
 
@@ -101,7 +107,7 @@ def test_tokens_that_choose_no_expert_twice_leave_more_to_win_than_draws_would()
     heat_NLE = choices_TKE.sum(axis=1)[:, None, :].astype(float)
     placement = Placement.linear(1, 8, 4, 2)
     loads_NLR = rank_loads(heat_NLE, placement, placement.default_log2phy())
-    bound, seen = volatility_bound(heat_NLE, loads_NLR, placement.replicas())[0], par(loads_NLR)[0]
+    bound, seen = bound_of(heat_NLE, placement)[0], par(loads_NLR)[0]
     assert bound == pytest.approx(seen, abs=0.02)
     assert bound < noise_floor(heat_NLE.sum(axis=2), 4)[0] - 0.05
     verdict = decided(heat_NLE, placement, placement.default_log2phy(), ranks=4).verdicts[0]
@@ -143,9 +149,7 @@ def test_an_alternating_workload_badly_placed_is_not_mistaken_for_jumps(period: 
     seen = par(rank_loads(heat_TLE, placement, table_RLE))[0]
     # In the mean nothing is wrong; at any time half the ranks idle.
     assert par(rank_loads(heat_TLE.sum(axis=0, keepdims=True), placement, table_RLE))[0] < 1.2
-    bound = volatility_bound(
-        heat_TLE.astype(float), rank_loads(heat_TLE, placement, table_RLE), placement.replicas()
-    )
+    bound = bound_of(heat_TLE, placement)
     assert seen - bound[0] > 0.3
     turned = decided(heat_TLE, placement, table_RLE)
     assert turned.layers

@@ -12,8 +12,8 @@ from eplb_service.planner.scoring import split_loads
 from eplb_service.solver.construction import descending, even_shares
 from eplb_service.solver.evaluation import expert_heat, mean_of_max, risk
 from eplb_service.solver.model import normalise
-from eplb_service.solver.window import loads_of_ranks, step_loads, sum_episodes, volatility
-from tests.solver.layers_of import Case, cases, heat_of_kind
+from eplb_service.solver.window import loads_of_ranks, served_window, sum_episodes
+from tests.solver.layers_of import Case, cases
 from tests.solver.placed_layer import PlacedLayer, random_placement
 from tests.solver.slow import heat
 
@@ -83,8 +83,9 @@ def test_the_objective_is_the_one_peak_to_average_ratio(case: Case, seed: int) -
 def test_episodes_are_those_of_the_window(steps: int, episodes: int, whole: bool) -> None:
     heat_TLE = np.random.default_rng(steps).integers(0, 9, (steps, 2, 3))
     heat_TLE = heat_TLE if whole else heat_TLE / 4
-    found_NLE = sum_episodes(heat_TLE, min(episodes, steps))
-    np.testing.assert_allclose(found_NLE, heat.sum_episodes(heat_TLE, min(episodes, steps)), rtol=1e-12)
+    wanted_NLE = heat.sum_episodes(heat_TLE, min(episodes, steps))
+    found_KNE = sum_episodes(heat_TLE, np.array([1]), min(episodes, steps))
+    np.testing.assert_allclose(found_KNE, wanted_NLE.transpose(1, 0, 2)[[1]], rtol=1e-12)
 
 
 @SETTINGS
@@ -113,24 +114,21 @@ def test_a_window_in_short_is_what_its_loads_are(case: Case, seed: int, steps: i
     share_KP = generator.random((2, case.ranks * case.slots))
     heat_TLE = generator.integers(0, 100, (steps, 3, case.experts)) * generator.integers(0, 2, (steps, 3, 1))
     heat_TLE = heat_TLE.astype(np.int32) if whole else heat_TLE / 4
-    peak_TK, tokens_TK, variance_K = step_loads(heat_TLE, layer_K, phy2log_KRS, share_KP)
+    episodes = int(generator.integers(0, steps + 1))
+    found = served_window(heat_TLE, layer_K, phy2log_KRS, share_KP, episodes)
     loads_TKR = heat.loads_of_ranks(heat_TLE[:, layer_K], phy2log_KRS, share_KP)
-    np.testing.assert_allclose(peak_TK, loads_TKR.max(axis=2), rtol=1e-12)
-    np.testing.assert_allclose(tokens_TK, loads_TKR.sum(axis=2), rtol=1e-12)
+    np.testing.assert_allclose(found.peak_TK, loads_TKR.max(axis=2), rtol=1e-12)
+    np.testing.assert_allclose(found.tokens_TK, loads_TKR.sum(axis=2), rtol=1e-12)
     alone_KR = np.ones((2, case.ranks), dtype=np.int32)
-    np.testing.assert_allclose(variance_K, heat.volatility(loads_TKR, alone_KR), rtol=1e-9, atol=1e-15)
-
-
-@SETTINGS
-@given(
-    st.lists(st.sampled_from(("even", "skewed", "zero", "sparse", "huge")), min_size=1, max_size=6),
-    st.integers(1, 8),
-    SEEDS,
-)
-def test_volatility_is_the_variance_of_the_jumps(kinds: list[str], experts: int, seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    heat_NLE = np.stack([heat_of_kind(kind, 2, experts, generator) for kind in kinds])
-    replicas_LE = generator.integers(1, 5, (2, experts)).astype(np.int32)
-    np.testing.assert_allclose(
-        volatility(heat_NLE, replicas_LE), heat.volatility(heat_NLE, replicas_LE), rtol=1e-9, atol=1e-15
-    )
+    np.testing.assert_allclose(found.variance_K, heat.volatility(loads_TKR, alone_KR), rtol=1e-9, atol=1e-15)
+    assert found.loads_NKR.shape == (episodes, 2, case.ranks)
+    if episodes > 0:
+        heat_NKE = heat.sum_episodes(heat_TLE, episodes)[:, layer_K]
+        np.testing.assert_allclose(
+            found.loads_NKR, heat.loads_of_ranks(heat_NKE, phy2log_KRS, share_KP), rtol=1e-12, atol=1e-9
+        )
+        wanted_K = heat.volatility(found.loads_NKR, alone_KR)
+        np.testing.assert_allclose(found.rank_variance_K, wanted_K, rtol=1e-9, atol=1e-15)
+        replicas_KE = Placement(phy2log_KRS, case.experts).replicas()
+        wanted_K = heat.volatility(heat_NKE, replicas_KE)
+        np.testing.assert_allclose(found.expert_variance_K, wanted_K, rtol=1e-9, atol=1e-15)

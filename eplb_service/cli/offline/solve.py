@@ -23,10 +23,10 @@ from eplb_service.cli.output.json_out import print_json
 from eplb_service.cli.output.tables import compact_table
 from eplb_service.io.open_trace import naming, open_trace
 from eplb_service.io.placement_file import SUFFIXES, placement_format, write_placement
-from eplb_service.placement import Placement, check_shape, mean_par, par
+from eplb_service.placement import Placement, check_shape, mean_par
 from eplb_service.planner.dealing import first_tables
 from eplb_service.planner.options import planner_settings
-from eplb_service.planner.scoring import split_loads
+from eplb_service.planner.scoring import split_steps
 
 if TYPE_CHECKING:
     from eplb_service.io.trace import Trace
@@ -105,10 +105,10 @@ def solve(
         solved = Placement(solution.phy2log, trace.experts)
         write_placement(output.out, solved, solution.log2phy, output.format, output.layer_numbers(trace))
         own_RLE = first_tables(solved, settings.split, settings.deal_width)
-        fixed = split_loads(heat_TLE, solved, own_RLE, source_RLE, settings.split)
+        fixed = split_steps(heat_TLE, solved, own_RLE, source_RLE, settings.split)
         if settings.split == "tables":
             even = solved_for(replace(settings, split="even", budget_ms=None))
-    found = _Found(solution, even, settings.policy, trace.steps, milliseconds, float(mean_par(par(fixed))))
+    found = _Found(solution, even, settings.policy, trace.steps, milliseconds, float(mean_par(fixed.par_K)))
     if output.json:
         print_json(_document(found))
     else:
