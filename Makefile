@@ -63,7 +63,7 @@ test-oldest: ## the tests on the oldest dependencies that both packages allow, i
 	@.venv-oldest/bin/pytest $(PARALLEL) $(ARGS)
 
 test-engines: warm ## real vLLM and SGLang engines on CPU, balanced; engines are installed once per machine (gigabytes, minutes)
-	@$(BIN)/pytest tests/engines -m engines -rs $(ARGS)
+	@$(BIN)/pytest tests/engines -m engines -rsP $(ARGS)
 
 format: $(READY) ## format the code and mend what ruff can
 	@$(BIN)/ruff check --fix .

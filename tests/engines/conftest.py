@@ -22,7 +22,9 @@ SHIM = """
 [vllm.general_plugins]
 eplb_cpu_host = vllm_on_cpu:register
 """
-TRITON_IN_PYTHON = {"TRITON_INTERPRET": "1", "TORCH_COMPILE_DISABLE": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+UNCOMPILED = {"TORCH_COMPILE_DISABLE": "1"}
+"""For engines that serve few tokens: to compile a handful of small functions would take longer than the tokens do."""
+TRITON_IN_PYTHON = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 """For an engine of the second model runner: slow, so that few steps must do."""
 TRACES = "traces"
 """Folder in a test's own where its service records."""
@@ -110,7 +112,8 @@ class VllmRun:
         folder.mkdir(parents=True, exist_ok=True)
         self.log, self._answers = folder / "engine.log", folder / "answers.json"
         command = [python, HERE / "generate_vllm.py", checkpoint, self._answers, json.dumps(options)]
-        self._process = start_engine(command, engine_environment(site, **environment), self.log)
+        settings = engine_environment(site, **UNCOMPILED, **environment)
+        self._process = start_engine(command, settings, self.log)
 
     def wait_for(self, line, seconds=600):
         """Until the engine has printed ``line``."""
@@ -176,7 +179,7 @@ def serve_vllm(agent_site, checkpoint, tmp_path):
     servers = []
 
     def start(engine, options, name="server", **environment):
-        settings = engine_environment(agent_site, **environment)
+        settings = engine_environment(agent_site, **UNCOMPILED, **environment)
         server = OpenAiServer(python_of(engine), tmp_path / name, checkpoint, options, settings)
         servers.append(server)
         return server

@@ -1,7 +1,8 @@
 """Virtual environments with real engines, made once per machine and kept between runs and checkouts.
 
-``EPLB_ENGINES`` names the folder that holds them; by default it is in the user's cache. An engine that cannot be
-installed is skipped with the installer's last words, loudly.
+``TEST_ENGINES`` names the folder that holds them (``eplb serve`` refuses variables ``EPLB_...`` that it does not know);
+by default it is in the user's cache. An engine that cannot be installed is skipped with the installer's last words,
+loudly.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CACHE = Path(
-    os.environ.get("EPLB_ENGINES")
+    os.environ.get("TEST_ENGINES")
     or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eplb-service" / "engines"
 )
 

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from tests.engines.conftest import VllmRun, engine_environment, make_agent_site
+from tests.engines.conftest import UNCOMPILED, VllmRun, engine_environment, make_agent_site
 from tests.engines.environments import SGLANG_0523, python_of
 
 HERE = Path(__file__).parent
@@ -40,8 +40,9 @@ class SglangRun(VllmRun):
         folder.mkdir(parents=True, exist_ok=True)
         self.log, self._answers = folder / "engine.log", folder / "answers.json"
         ranks = options.get("engine", {}).get("tp_size", 1)
+        threads = "|".join(["0", "1"][:ranks])
         settings = engine_environment(
-            site, **ON_CPU, SGLANG_CPU_OMP_THREADS_BIND="|".join(["0", "1"][:ranks]), **environment
+            site, **ON_CPU, **UNCOMPILED, SGLANG_CPU_OMP_THREADS_BIND=threads, **environment
         )
         command = [python_of(SGLANG_0523), HERE / "generate_sglang.py", checkpoint, self._answers]
         with self.log.open("w") as log:

@@ -29,6 +29,14 @@ TWO_DATA_RANKS = EXPERT_PARALLEL | {
 }
 
 
+FOUR_RANKS = TWO_DATA_RANKS | {"tensor_parallel_size": 2}
+"""Two data ranks of two tensor ranks each."""
+PARALLEL = pytest.mark.parametrize(
+    "parallel", [TWO_TENSOR_RANKS, TWO_DATA_RANKS, FOUR_RANKS], ids=["tp2", "dp2", "tp2-dp2"]
+)
+LOAD = {"requests": 8, "max_tokens": 160, "rounds": 4}
+
+
 def same_answers(balanced, alone):
     assert [ids for ids, _ in balanced] == [ids for ids, _ in alone]
     worst = max(
@@ -37,40 +45,50 @@ def same_answers(balanced, alone):
         for here, there in zip(some, others, strict=True)
     )
     assert worst < SMALLEST_DIFFERENCE_THAT_MATTERS
+    tokens = sum(len(ids) for ids, _ in alone)
+    print(f"{tokens} tokens as the engine alone answers, log-probabilities at most {worst:.2g} apart")
+
+
+def switched(service, least, log):
+    """How many layers have switched; fails with the end of the engine's log where too few have."""
+    status = service.status().status
+    print(f"{status.layers_switched} layer switches, {status.experts_moved} experts moved")
+    assert status.layers_switched >= least, log
+    return status
 
 
 @pytest.fixture(scope="module")
 def alone():
-    """Answers of the untouched engine on one rank, by engine and load; each made once."""
-    known = {}
+    """Answers of the untouched engine on one rank to the first requests of the first rounds; it runs once for all."""
+    whole = {"requests": 8, "max_tokens": 160, "rounds": 12}
+    known = []
 
-    def answers(run_vllm, engine, options):
-        key = (engine.name, options["requests"], options["rounds"])
-        if key not in known:
-            known[key] = run_vllm(engine, options, name="alone").answers()
-        return known[key]
+    def answers(run_vllm, requests=8, rounds=4):
+        if not known:
+            known.extend(run_vllm(VLLM_032, whole, name="alone").answers())
+        return [known[turn * whole["requests"] + n] for turn in range(rounds) for n in range(requests)]
 
     return answers
 
 
-@pytest.mark.parametrize("engine", [VLLM_032], ids=lambda engine: engine.name)
-@pytest.mark.parametrize(
-    ("parallel", "requests", "rounds"),
-    [(TWO_TENSOR_RANKS, 8, 4), (TWO_DATA_RANKS, 8, 4), (TWO_DATA_RANKS, 1, 12)],
-    ids=["tp2", "dp2", "dp2-one-rank-idle"],
-)
-def test_answers_are_the_same_over_many_switches(
-    engine, parallel, requests, rounds, run_vllm, alone, service, tmp_path
-):
-    load = {"requests": requests, "max_tokens": 160, "rounds": rounds}
-    expected = alone(run_vllm, engine, load)
-    agent = {"EPLB_AGENT_SERVICE": service.address, "EPLB_AGENT_DEPLOYMENT": "default"}
-    balanced = run_vllm(engine, load | {"engine": parallel}, **agent)
-    same_answers(balanced.answers(), expected)
-    status = service.status().status
-    assert status.layers_switched >= 20, balanced.tail()
-    assert status.steps_lost == 0
+@PARALLEL
+def test_answers_are_the_same_over_many_switches(parallel, run_vllm, alone, service, tmp_path):
+    switched_and_answered_the_same(parallel, LOAD, run_vllm, alone, service)
     what_was_recorded_can_be_replayed(tmp_path)
+
+
+def test_a_data_rank_that_never_has_tokens(run_vllm, alone, service, tmp_path):
+    load = LOAD | {"requests": 1, "rounds": 12}
+    switched_and_answered_the_same(TWO_DATA_RANKS, load, run_vllm, alone, service)
+    what_was_recorded_can_be_replayed(tmp_path)
+
+
+def switched_and_answered_the_same(parallel, load, run_vllm, alone, service):
+    expected = alone(run_vllm, load["requests"], load["rounds"])
+    agent = {"EPLB_AGENT_SERVICE": service.address, "EPLB_AGENT_DEPLOYMENT": "default"}
+    balanced = run_vllm(VLLM_032, load | {"engine": parallel}, **agent)
+    same_answers(balanced.answers(), expected)
+    assert switched(service, 20, balanced.tail()).steps_lost == 0
 
 
 def what_was_recorded_can_be_replayed(folder):
@@ -90,12 +108,12 @@ def what_was_recorded_can_be_replayed(folder):
     assert run(["replay", "--heat", str(path), *size, *pace]) == 0
 
 
-def test_tables_that_change_without_weights_are_seen(run_vllm, alone, service):
-    load = {"requests": 8, "max_tokens": 160, "rounds": 4}
-    expected = alone(run_vllm, VLLM_032, load)
+@PARALLEL
+def test_tables_that_change_without_weights_are_seen(parallel, run_vllm, alone, service):
+    expected = alone(run_vllm)
     broken = run_vllm(
         VLLM_032,
-        load | {"engine": TWO_TENSOR_RANKS},
+        LOAD | {"engine": parallel},
         EPLB_AGENT_SERVICE=service.address,
         EPLB_AGENT_VERIFY_TRANSFERS="false",
         EPLB_TEST_COMMIT_WITHOUT_WEIGHTS="1",
@@ -110,7 +128,7 @@ def test_weights_that_are_loaded_while_experts_have_moved_are_each_expert_s_own(
     options = load | {"engine": TWO_TENSOR_RANKS}
     balanced = run_vllm(VLLM_032, options, EPLB_AGENT_SERVICE=service.address)
     same_answers(balanced.answers(), expected)
-    assert service.status().status.layers_switched > 5, balanced.tail()
+    switched(service, 6, balanced.tail())
 
 
 EVERY_EIGHT_STEPS = (
@@ -127,58 +145,49 @@ def test_the_second_model_runner(run_vllm, service):
     balanced = run_vllm(VLLM_032_TRITON, load | {"engine": TWO_TENSOR_RANKS}, **agent)
     same_answers(balanced.answers(), expected)
     assert "Using V2 Model Runner" in balanced.log.read_text()
-    assert service.status().status.layers_switched >= 20, balanced.tail()
+    switched(service, 20, balanced.tail())
 
 
 def test_a_worker_that_is_killed_ends_the_engine_and_the_next_one_is_balanced(run_vllm, alone, service):
     agent = {"EPLB_AGENT_SERVICE": service.address}
-    endless = {"requests": 8, "max_tokens": 160, "rounds": 1000, "engine": TWO_TENSOR_RANKS}
+    endless = LOAD | {"rounds": 1000, "engine": TWO_TENSOR_RANKS}
     struck = run_vllm(VLLM_032, endless, name="struck", **agent)
     struck.wait_for("ROUND 1 ")
     workers = struck.workers()
     assert len(workers) == 2
     os.kill(workers[1], signal.SIGKILL)
     assert "EngineDeadError" in struck.failure(seconds=180)
-    load = {"requests": 8, "max_tokens": 160, "rounds": 4}
     before = service.status().status.layers_switched
-    balanced = run_vllm(VLLM_032, load | {"engine": TWO_TENSOR_RANKS}, **agent)
-    same_answers(balanced.answers(), alone(run_vllm, VLLM_032, load))
-    assert service.status().status.layers_switched > before, balanced.tail()
+    balanced = run_vllm(VLLM_032, LOAD | {"engine": TWO_TENSOR_RANKS}, **agent)
+    same_answers(balanced.answers(), alone(run_vllm))
+    switched(service, before + 1, balanced.tail())
 
 
-def test_a_server_streams_the_same_tokens(serve_vllm, service):
+def test_a_server_streams_the_same_tokens(serve_vllm, run_vllm, alone, service):
     redundancy = '{"num_redundant_experts": 4, "use_async": false}'
     options = ["-tp", "2", "--enable-expert-parallel", "--enable-eplb", "--eplb-config", redundancy]
-    untouched = serve_vllm(VLLM_032, [], name="alone")
-    balanced = serve_vllm(VLLM_032, options, name="balanced", EPLB_AGENT_SERVICE=service.address)
-    for server in (untouched, balanced):
-        server.wait_until_healthy()
-    for turn in range(6):
-        wave = prompts(8, seed=turn + 1)
-        expected, found = (
-            [answer.ids for answer in server.answers(wave, 120)] for server in (untouched, balanced)
-        )
-        assert found == expected
-        assert all(len(ids) == 120 for ids in found)
-    assert service.status().status.layers_switched >= 10, balanced.tail()
+    rounds = 6
+    expected = [ids[:120] for ids, _ in alone(run_vllm, rounds=rounds)]
+    server = serve_vllm(VLLM_032, options, EPLB_AGENT_SERVICE=service.address)
+    server.wait_until_healthy()
+    waves = [prompts(8, seed=turn + 1) for turn in range(rounds)]
+    assert [answer.ids for wave in waves for answer in server.answers(wave, 120)] == expected
+    switched(service, 10, server.tail())
 
 
 def test_a_service_killed_and_started_again(run_vllm, alone, service):
-    load = {"requests": 8, "max_tokens": 160, "rounds": 8}
-    expected = alone(run_vllm, VLLM_032, load)
+    load = LOAD | {"rounds": 8}
     balanced = run_vllm(VLLM_032, load | {"engine": TWO_TENSOR_RANKS}, EPLB_AGENT_SERVICE=service.address)
     balanced.wait_for("ROUND 1 ")
     service.kill()
     balanced.wait_for("ROUND 2 ")
     service.start()
-    same_answers(balanced.answers(), expected)
+    same_answers(balanced.answers(), alone(run_vllm, rounds=8))
 
 
 def test_no_service_at_all(run_vllm, alone):
-    load = {"requests": 8, "max_tokens": 160, "rounds": 4}
-    expected = alone(run_vllm, VLLM_032, load)
-    unheard = run_vllm(VLLM_032, load | {"engine": TWO_TENSOR_RANKS}, EPLB_AGENT_SERVICE="127.0.0.1:1")
-    same_answers(unheard.answers(), expected)
+    unheard = run_vllm(VLLM_032, LOAD | {"engine": TWO_TENSOR_RANKS}, EPLB_AGENT_SERVICE="127.0.0.1:1")
+    same_answers(unheard.answers(), alone(run_vllm))
 
 
 @pytest.mark.parametrize("engine", [VLLM_032], ids=lambda engine: engine.name)

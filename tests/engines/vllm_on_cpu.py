@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 def register() -> None:
     """Patch this process; vLLM calls it in each of its own."""
+    _fork()
     _allow_eplb()
     _experts_follow_the_expert_map()
     _routers_map_and_record()
@@ -22,6 +23,19 @@ def register() -> None:
     _communicator_gathers_uneven_parts()
     if os.environ.get("EPLB_TEST_COMMIT_WITHOUT_WEIGHTS"):
         _commit_without_weights()
+
+
+def _fork() -> None:
+    """Processes begin as copies of their parent, as on accelerators by default: on CPU each would import all anew."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls, vllm_config):
+        original(cls, vllm_config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
 def _allow_eplb() -> None:
