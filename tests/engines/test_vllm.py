@@ -73,7 +73,7 @@ def alone():
 
 @PARALLEL
 def test_answers_are_the_same_over_many_switches(parallel, run_vllm, alone, service, tmp_path):
-    switched_and_answered_the_same(parallel, LOAD, run_vllm, alone, service)
+    switched_and_answered_the_same(parallel, LOAD | {"rounds": 6}, run_vllm, alone, service)
     what_was_recorded_can_be_replayed(tmp_path)
 
 
