@@ -24,6 +24,10 @@ import torch.distributed as dist
 _GRACE_SECONDS = 1.0
 
 
+# Imported once, before ranks are forked: half a second of each rank otherwise.
+_PRELOADED = ["torch", "torch.distributed", "worker_agent.agent", "worker_agent.moe"]
+
+
 class RankFailure(AssertionError):
     """A rank raised, died or missed the deadline; the message holds each rank's story."""
 
@@ -79,7 +83,7 @@ class Ranks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        context.set_forkserver_preload(_PRELOADED)
         self._folder = tempfile.TemporaryDirectory(prefix="eplb-ranks-")
         store = Path(self._folder.name) / "store"
         for rank in range(self.world):
