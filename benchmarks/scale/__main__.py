@@ -142,6 +142,7 @@ def _summary(
         holds_ms=_longest(between),
         plan_ms=decision[0],
         decide_seconds=decision[1],
+        hold_deciding_ms=1e3 * deciding.hold,
         holds_deciding_ms=_longest([deciding]),
     )
 
@@ -166,8 +167,8 @@ def _table(measured: list[Measured]) -> Table:
         ("steps lost", lambda one: f"{one.lost_steps}"),
         ("steps that agents dropped", lambda one: f"{one.dropped_steps}"),
         ("memory over the run, MB", _memory),
-        ("longest hold of the loop, CPU ms", lambda one: _held(one.holds_ms)),
-        ("while deciding and offering", lambda one: _held(one.holds_deciding_ms)),
+        ("longest hold of the loop, CPU ms", lambda one: _held(one.hold_ms, one.holds_ms)),
+        ("while deciding and offering", lambda one: _held(one.hold_deciding_ms, one.holds_deciding_ms)),
         ("decision, s", lambda one: f"{one.decide_seconds:.1f}"),
         ("plan at the first and last rank, ms", _pushed),
     ]
@@ -183,9 +184,9 @@ def _targets(measured: list[Measured]) -> Table:
     return table
 
 
-def _held(holds_ms: dict[str, float]) -> str:
-    name = max(holds_ms, key=holds_ms.__getitem__)
-    return f"{holds_ms[name]:.1f}, {name}"
+def _held(longest_ms: float, named_ms: dict[str, float]) -> str:
+    name = max(named_ms, key=named_ms.__getitem__, default="")
+    return f"{longest_ms:.1f}, {name}" if name else f"{longest_ms:.1f}"
 
 
 def _memory(one: Measured) -> str:

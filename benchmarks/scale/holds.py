@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 LONG_SECONDS = 0.02
 """Nothing should hold the loop for longer."""
 _NAMED = 8
+_NAMED_SECONDS = 0.001
+"""Shorter ones have no name: finding it costs more than most callbacks."""
 
 
 @dataclass
@@ -24,7 +26,7 @@ class Holds:
     long
         How many took more than ``LONG_SECONDS`` of CPU.
     named
-        The longest, by what was called.
+        The longest of those that took a millisecond or more, by what was called.
     """
 
     cpu: float = 0.0
@@ -40,7 +42,7 @@ class Holds:
         self.wall = max(self.wall, wall)
         self.cpu = max(self.cpu, cpu)
         self.long += cpu > LONG_SECONDS
-        if len(self.named) < _NAMED or cpu > min(self.named.values()):
+        if cpu > _NAMED_SECONDS and (len(self.named) < _NAMED or cpu > min(self.named.values())):
             name = _name(what)
             self.named[name] = max(cpu, self.named.get(name, 0.0))
             for shortest in sorted(self.named, key=self.named.__getitem__)[:-_NAMED]:

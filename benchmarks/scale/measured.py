@@ -33,8 +33,8 @@ class Measured:
         From the offer of a plan until the first rank, and the last, has it; ``None`` where none was made.
     decide_seconds
         That the decision before it took.
-    holds_deciding_ms
-        The longest callbacks meanwhile, by name.
+    hold_deciding_ms, holds_deciding_ms
+        Longest callback meanwhile, and the longest by name.
     """
 
     ranks: int
@@ -54,6 +54,7 @@ class Measured:
     holds_ms: dict[str, float]
     plan_ms: tuple[float, float] | None
     decide_seconds: float
+    hold_deciding_ms: float
     holds_deciding_ms: dict[str, float]
 
     @property
@@ -64,4 +65,4 @@ class Measured:
     @property
     def longest_hold_ms(self) -> float:
         """Of the event loop, deciding or not, by CPU."""
-        return max(self.hold_ms, *self.holds_deciding_ms.values())
+        return max(self.hold_ms, self.hold_deciding_ms)

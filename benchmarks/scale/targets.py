@@ -90,9 +90,9 @@ def verdicts(measured: Iterable[Measured]) -> Iterator[tuple[int, str, str, str]
 
 
 def _verdict(target: Target, one: Measured) -> str:
-    if not target.is_met(one):
-        return "missed"
-    return "met" if one.seconds >= target.seconds else "too short to say"
+    if one.seconds < target.seconds:
+        return "too short to say"
+    return "met" if target.is_met(one) else "missed"
 
 
 def _keeps_up(one: Measured) -> bool:

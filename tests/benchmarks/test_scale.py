@@ -74,7 +74,8 @@ def measured(**found: Any) -> Measured:
         holds_ms={},
         plan_ms=(1.0, 9.0),
         decide_seconds=1.0,
-        holds_deciding_ms={"deciding": 9.0},
+        hold_deciding_ms=9.0,
+        holds_deciding_ms={},
     )
     return dataclasses.replace(good, **found)
 
@@ -87,7 +88,7 @@ def measured(**found: Any) -> Measured:
         ({"ranks": 64, "cpu_percent": 12.0}, set()),
         ({"steps_per_second": 10.0}, {"256 ranks cost", "steps are put"}),
         ({"lost_steps": 1}, {"steps are put"}),
-        ({"holds_deciding_ms": {"deciding": 21.0}}, {"nothing holds"}),
+        ({"hold_deciding_ms": 21.0}, {"nothing holds"}),
         ({"resident_mb": (200.0, 300.0, 330.0)}, {"memory grows"}),
         ({"plan_ms": None}, {"a plan reaches"}),
     ],

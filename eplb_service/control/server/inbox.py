@@ -85,10 +85,13 @@ class Inbox:
             parts.add(message.part)
 
     async def _read(self, seconds: float | None) -> agent_pb2.ConnectRequest | None:
-        try:
-            message: agent_pb2.ConnectRequest = await asyncio.wait_for(self._context.read(), seconds)
-        except asyncio.TimeoutError:
-            raise unheard(seconds or 0.0) from None
+        if seconds is None:
+            message: agent_pb2.ConnectRequest = await self._context.read()
+        else:
+            try:
+                message = await asyncio.wait_for(self._context.read(), seconds)
+            except asyncio.TimeoutError:
+                raise unheard(seconds) from None
         return None if message == grpc.aio.EOF else message
 
 
