@@ -20,9 +20,18 @@ from worker_agent.moe import (
     seeded_experts,
 )
 from worker_agent.moe.composition import LayerOptions
-from worker_agent.moe.dispatch import SHARED_TOKEN_DISPATCHERS
+from worker_agent.moe.dispatch import SHARED_TOKEN_DISPATCHERS, MC2Variant
 
 _groups: dict[int, dist.ProcessGroup | None] = {}
+
+MC2_VARIANTS = [
+    MC2Variant(2),
+    MC2Variant(2, a3=False),
+    MC2Variant(1),
+    MC2Variant(1, a3=False),
+    MC2Variant(2, a3=False, hierarchical=True),
+    MC2Variant(1, a3=False, hierarchical=True),
+]
 
 
 @dataclass(frozen=True)

@@ -123,3 +123,15 @@ def test_what_the_reference_cannot_do_is_refused(ranks: int, quant_mode: int):
     hidden_TH, ids_TK = tokens_and_ids()
     with pytest.raises(ValueError, match="reference operator: "):
         reference.npu_moe_distribute_dispatch_v2(hidden_TH, ids_TK, "", ranks, 0, 4, quant_mode=quant_mode)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_rows_of_double_precision_are_summed_in_it(version: int):
+    dispatch, combine = VERSIONS[version]
+    hidden_TH, ids_TK = (
+        torch.full((2, 3), 1.0 + 2.0**-40, dtype=torch.float64),
+        torch.tensor([[0, 1], [1, 0]]),
+    )
+    rows_AH, _, assist_info, _, counts = dispatch(hidden_TH, ids_TK, *ALONE, 2)[:5]
+    combined_TH = combine(rows_AH, ids_TK, assist_info, counts, torch.full((2, 2), 0.5), *ALONE, 2)
+    assert torch.equal(combined_TH, hidden_TH)
