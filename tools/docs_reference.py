@@ -209,7 +209,14 @@ def cli_page() -> str:
     parts = [
         "# Command line\n\n"
         "Generated from the commands themselves; `eplb COMMAND --help` says the same. A mistake in arguments, files or "
-        "addresses ends with one line on stderr and exit code 2."
+        "addresses ends with one line on stderr and exit code 2.\n\n"
+        "| exit code | means |\n|---|---|\n"
+        "| 0 | done |\n"
+        "| 1 | what was asked for did not hold, such as a demo whose outputs differ |\n"
+        "| 2 | something to correct: arguments, files, addresses, a full disk |\n"
+        "| 130, 141 | Ctrl-C; the reader of the output has left |\n\n"
+        "`eplb --install-completion` completes commands and options in bash, zsh and fish, from the next shell on; "
+        "`eplb --show-completion` prints the script instead. A mistyped command is answered with those that are near."
     ]
     for command in commands():
         arguments = " ".join(option.flags[0] for option in command.options if option.is_argument)

@@ -68,6 +68,8 @@ def measure(load: Load, seconds: float, processes: int, *, plan: bool) -> Measur
     settings = {
         "decision_interval": _NEVER,
         "report_steps": load.report_steps,
+        # On a busy machine agents may not be run for long; that is no reason to hear them no more.
+        "heartbeat_seconds": 20.0,
         "max_streams_per_peer": _ROOM,
         "max_heat_bytes": 4 << 30,
         "plan_timeout_seconds": _PLAN_SECONDS,

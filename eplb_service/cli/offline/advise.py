@@ -20,6 +20,7 @@ from eplb_service.cli.options.groups import option_groups
 from eplb_service.cli.options.layout import CostOptions, RankOptions, slots_of_redundant
 from eplb_service.cli.options.planner import takes_planner_settings
 from eplb_service.cli.options.trace import HeatOption, ReadingOptions, check_tokens
+from eplb_service.cli.output.console import output_console
 from eplb_service.cli.output.json_out import print_json, write_json
 from eplb_service.cli.output.tables import compact_table
 from eplb_service.io.open_trace import naming
@@ -111,7 +112,7 @@ def advise(
     if output.json:
         print_json(document)
     else:
-        _print(Console(soft_wrap=True, highlight=False), given, group.ranks, trace.experts, costs, rests_on)
+        _print(output_console(), given, group.ranks, trace.experts, costs, rests_on)
 
 
 def _round(

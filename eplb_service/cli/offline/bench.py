@@ -16,6 +16,7 @@ from eplb_service.cli.offline.warmup import compile_solver
 from eplb_service.cli.options.groups import option_groups
 from eplb_service.cli.options.layout import slots_of_redundant
 from eplb_service.cli.options.trace import HeatOption, ReadingOptions, check_tokens
+from eplb_service.cli.output.console import output_console
 from eplb_service.cli.output.json_out import print_json
 from eplb_service.cli.output.tables import compact_table
 from eplb_service.io.open_trace import naming, open_trace
@@ -137,7 +138,7 @@ def _course(path: Path, trace: Trace, ranks: int, redundant: int | None, window:
 
 def _print(found: Comparison, course: Course) -> None:
     _, layers, experts = course.heat_TLE.shape
-    console = Console(soft_wrap=True, highlight=False)
+    console = output_console()
     console.print(
         f"{layers} layers x {experts} experts on {course.ranks} ranks x {course.slots} slots; "
         f"{course.windows - 1} decisions, each on {course.window} steps for the next {course.window}"

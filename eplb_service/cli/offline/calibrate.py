@@ -17,6 +17,7 @@ from rich.console import Console
 from eplb_service.atomic_write import check_output
 from eplb_service.cli.errors import UserError, whole_numbers
 from eplb_service.cli.options.groups import option_groups
+from eplb_service.cli.output.console import output_console
 from eplb_service.cli.output.json_out import print_json
 from eplb_service.cli.output.tables import compact_table
 from eplb_service.cost.curve import PHASES, CostCurve
@@ -111,7 +112,7 @@ def calibrate(
     if output.json:
         print_json(plain_curve(curve))
     else:
-        _print(Console(soft_wrap=True, highlight=False), curve, output.out)
+        _print(output_console(), curve, output.out)
 
 
 def _kernel_of(expert: ExpertOptions, table: TableOptions) -> Kernel:

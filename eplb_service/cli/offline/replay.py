@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
-from rich.console import Console
 
 from eplb_service.atomic_write import check_output
 from eplb_service.cli.errors import UserError, whole_numbers
@@ -20,6 +19,7 @@ from eplb_service.cli.options.groups import option_groups
 from eplb_service.cli.options.layout import CostOptions, RankOptions, SlotOptions
 from eplb_service.cli.options.planner import takes_planner_settings
 from eplb_service.cli.options.trace import HeatOption, ReadingOptions, check_tokens
+from eplb_service.cli.output.console import output_console
 from eplb_service.cli.output.json_out import print_json, write_json
 from eplb_service.io.open_trace import naming
 from eplb_service.planner.options import planner_settings
@@ -112,7 +112,7 @@ class OutputOptions:
         if self.json:
             print_json(document)
         else:
-            print_replay(Console(soft_wrap=True, highlight=False), result, rests_on)
+            print_replay(output_console(), result, rests_on)
 
 
 @takes_planner_settings("policy")

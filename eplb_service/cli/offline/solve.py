@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from eplb_service.atomic_write import check_output
@@ -19,6 +18,7 @@ from eplb_service.cli.options.groups import option_groups
 from eplb_service.cli.options.layout import FirstLayerOption, FormatOption, RankOptions, SlotOptions
 from eplb_service.cli.options.planner import takes_planner_settings
 from eplb_service.cli.options.trace import HeatOption, ReadingOptions, check_tokens
+from eplb_service.cli.output.console import output_console
 from eplb_service.cli.output.json_out import print_json
 from eplb_service.cli.output.tables import compact_table
 from eplb_service.io.open_trace import naming, open_trace
@@ -144,7 +144,7 @@ class _Found:
 def _print(found: _Found, out: Path) -> None:
     solution, even = found.solution, found.even
     layers, ranks, slots = solution.phy2log.shape
-    console = Console(soft_wrap=True, highlight=False)
+    console = output_console()
     console.print(
         f"{found.policy}: {layers} layers x {solution.log2phy.shape[2]} experts on {ranks} ranks x {slots} slots"
     )

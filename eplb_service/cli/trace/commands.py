@@ -17,6 +17,7 @@ from eplb_service.cli.errors import UserError
 from eplb_service.cli.help_text import HelpCommand, HelpGroup
 from eplb_service.cli.options.groups import option_groups
 from eplb_service.cli.options.trace import ReadingOptions, TraceArgument
+from eplb_service.cli.output.console import output_console
 from eplb_service.cli.output.json_out import print_json
 from eplb_service.cli.output.tables import compact_table
 from eplb_service.cli.trace.record import record
@@ -65,7 +66,7 @@ def info(
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in document.items():
         table.add_row(name.replace("_", " "), _shown(value))
-    Console(soft_wrap=True, highlight=False).print(table)
+    output_console().print(table)
 
 
 @trace.command(cls=HelpCommand)
@@ -88,7 +89,7 @@ def stats(
     if json:
         print_json({**_facts(opened), **_statistics_document(found)})
         return
-    console = Console(soft_wrap=True, highlight=False)
+    console = output_console()
     console.print(
         f"{opened.steps} steps x {opened.layers} layers x {opened.experts} experts ({opened.facts.origin})"
     )
