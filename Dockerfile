@@ -1,14 +1,15 @@
 # syntax=docker/dockerfile:1
 # The control plane without torch: wheels are built in one stage, installed in the next. For amd64 and arm64 alike: what it
 # requires has wheels for both, so that nothing is compiled but the solver's kernels.
-ARG PYTHON_VERSION=3.12
+# A tag moves; pin it with --build-arg PYTHON_IMAGE=python:3.12-slim@sha256:...
+ARG PYTHON_IMAGE=python:3.12-slim
 
-FROM python:${PYTHON_VERSION}-slim AS build
+FROM ${PYTHON_IMAGE} AS build
 WORKDIR /src
 COPY . .
 RUN pip wheel --no-cache-dir --wheel-dir /wheels ./packaging/eplb-agent .
 
-FROM python:${PYTHON_VERSION}-slim
+FROM ${PYTHON_IMAGE}
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     pip install --no-cache-dir --no-index --find-links /wheels eplb-service
 COPY deploy/healthcheck.py /usr/local/bin/eplb-healthcheck

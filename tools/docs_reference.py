@@ -212,7 +212,7 @@ def cli_page() -> str:
         "addresses ends with one line on stderr and exit code 2.\n\n"
         "| exit code | means |\n|---|---|\n"
         "| 0 | done |\n"
-        "| 1 | what was asked for did not hold, such as a demo whose outputs differ |\n"
+        "| 1 | what was asked for did not hold: outputs of a demo that differ, a lease that was lost |\n"
         "| 2 | something to correct: arguments, files, addresses, a full disk |\n"
         "| 130, 141 | Ctrl-C; the reader of the output has left |\n\n"
         "`eplb --install-completion` completes commands and options in bash, zsh and fish, from the next shell on; "

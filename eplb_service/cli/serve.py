@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from eplb_service.cli.errors import UserError
 from eplb_service.cli.options.declared import setting_option, takes_options
 from eplb_service.cli.options.planner import PANEL
-from eplb_service.control.server.lease.interface import LeaseError
+from eplb_service.control.server.lease.interface import LeaseError, LeaseLostError
 from eplb_service.control.server.probes import ListenError
 from eplb_service.control.server.service import RunningService, serve_until_stopped
 from eplb_service.control.server.settings import (
@@ -29,6 +29,7 @@ from eplb_service.control.server.store_file import StoreError
 from eplb_service.planner.options import planner_options
 from eplb_service.telemetry.logs import configure_logs
 
+_LEASE_LOST_EXIT_CODE = 1
 _PLANNER = {option.name for option in planner_options()}
 
 
@@ -88,6 +89,10 @@ def serve(
         settings = load_settings(flags, config)
         configure_logs(settings.log_format, settings.log_level)
         asyncio.run(serve_until_stopped(settings, _announce))
+    except LeaseLostError as error:
+        # No mistake of a user's: whoever supervises the process starts it again, and it waits for the lease.
+        typer.echo(f"eplb: error: {error}", err=True)
+        raise typer.Exit(_LEASE_LOST_EXIT_CODE) from error
     except (SettingsError, StoreError, ListenError, LeaseError) as error:
         raise UserError(str(error)) from error
 

@@ -24,7 +24,7 @@ from eplb_service.control.server.grpc_server import bound, certificates_of, grpc
 from eplb_service.control.server.http_server import HttpServer, Served
 from eplb_service.control.server.in_flight import InFlight
 from eplb_service.control.server.lease.choose import lease_of
-from eplb_service.control.server.lease.interface import LeaseError
+from eplb_service.control.server.lease.interface import LeaseLostError
 from eplb_service.control.server.lease.leadership import Leadership
 from eplb_service.control.server.operator_api import OperatorService
 from eplb_service.control.server.plane import ControlPlane, pending_steps
@@ -135,7 +135,8 @@ async def running_service(
 async def serve_until_stopped(settings: ServiceSettings, announce: Callable[[RunningService], None]) -> None:
     """Run until SIGTERM or SIGINT; ``announce`` is called with the ``RunningService`` once it listens.
 
-    Where a lease is named, wait until it is held; raises ``LeaseError`` where it can be no lease, or is lost.
+    Where a lease is named, wait until it is held; raises ``LeaseError`` where it can be no lease, and
+    ``LeaseLostError`` where it is lost.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -151,7 +152,7 @@ async def serve_until_stopped(settings: ServiceSettings, announce: Callable[[Run
     finally:
         await leadership.close()
     if leadership.lost.is_set():
-        raise LeaseError(
+        raise LeaseLostError(
             f"{leadership.described} is held by this service no longer; another one leads. "
             "Start it again to wait for the lease"
         )

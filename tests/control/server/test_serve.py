@@ -92,3 +92,18 @@ def test_mistakes_are_told_in_a_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("eplb: error: ")
     assert says in line
+
+
+def test_a_lost_lease_is_no_mistake_of_the_user_s(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from eplb_service.cli import serve
+    from eplb_service.cli.main import run
+    from eplb_service.control.server.lease.interface import LeaseLostError
+
+    async def lost(*_: object) -> None:
+        raise LeaseLostError("lease eplb is held by this service no longer")
+
+    monkeypatch.setattr(serve, "serve_until_stopped", lost)
+    assert run(["serve", *ADDRESSES]) == 1
+    assert capsys.readouterr().err == "eplb: error: lease eplb is held by this service no longer\n"

@@ -9,6 +9,10 @@ class LeaseError(Exception):
     """A lease that can be neither taken nor renewed at present; the message says which and why."""
 
 
+class LeaseLostError(LeaseError):
+    """The lease was held, and is another's to take now: a service that led must end."""
+
+
 class Lease(Protocol):
     """Held by one service at a time. Calls may wait for disks or networks, and are made one at a time.
 
