@@ -14,7 +14,7 @@ from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.jobs import Scene
 from eplb_service.replay.policy import ON_CHANGE
-from eplb_service.replay.result import Setup
+from eplb_service.replay.policy_replay import Setup
 from eplb_service.replay.runner import jobs_for, replay, scene_for
 from eplb_service.replay.schedule import Schedule
 

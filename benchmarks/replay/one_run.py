@@ -13,7 +13,8 @@ from benchmarks.replay.plain_loop import plain_loop
 from eplb_service.io.named_arrays import ReadAs
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.jobs import TraceFile
-from eplb_service.replay.result import Replay, Setup
+from eplb_service.replay.policy_replay import Setup
+from eplb_service.replay.result import Replay
 from eplb_service.replay.runner import jobs_for, replay_file, scene_for
 from eplb_service.replay.schedule import Schedule
 from eplb_service.solver import engine

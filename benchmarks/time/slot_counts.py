@@ -8,7 +8,7 @@ from itertools import groupby
 
 from benchmarks.time.cells import Cell
 from eplb_service.replay.advice import Option, cheapest
-from eplb_service.replay.result import Setup
+from eplb_service.replay.policy_replay import Setup
 from eplb_service.replay.schedule import Schedule
 
 NEAR = 0.01

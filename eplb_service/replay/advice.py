@@ -10,7 +10,8 @@ from eplb_service.placement import Float64, mean_par
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.jobs import Job
 from eplb_service.replay.policy import Policy
-from eplb_service.replay.result import PolicyReplay, Replay, Setup, weighted
+from eplb_service.replay.policy_replay import PolicyReplay, Setup, weighted
+from eplb_service.replay.result import Replay
 from eplb_service.replay.runner import jobs_for
 from eplb_service.replay.schedule import ReplayError, Schedule
 

@@ -13,8 +13,8 @@ from eplb_service.planner.decide import plan
 from eplb_service.planner.outlook import Serving, gain_over, promise_for
 from eplb_service.planner.pace import Pace
 from eplb_service.planner.promise import Promise
+from eplb_service.replay.policy_replay import ReplayedDecision
 from eplb_service.replay.policy_run import Outcome, PolicyRun, busy_steps
-from eplb_service.replay.result import ReplayedDecision
 
 MEMORY = 512
 """Steps that a decision looks back at most, as in the service's default settings."""

@@ -20,8 +20,8 @@ from eplb_service.replay.baseline import Baseline, BaselineRow
 from eplb_service.replay.change_run import MEMORY, ChangeRun
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.policy import Policy
+from eplb_service.replay.policy_replay import ReplayedDecision, Setup
 from eplb_service.replay.policy_run import PolicyRun, RunState
-from eplb_service.replay.result import ReplayedDecision, Setup
 from eplb_service.replay.sliding_heat import SlidingHeat
 
 

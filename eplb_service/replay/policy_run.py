@@ -18,7 +18,7 @@ from eplb_service.planner.scoring import split_loads
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.policy import Policy
-from eplb_service.replay.result import ReplayedDecision
+from eplb_service.replay.policy_replay import ReplayedDecision
 from eplb_service.replay.schedule import ReplayError, Schedule
 from eplb_service.replay.served import served_loads, served_us
 from eplb_service.replay.sliding_heat import SlidingHeat

@@ -14,7 +14,8 @@ from eplb_service.replay.baseline import BaselineRow
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import Job, JobProgress, Ledger, Scene, TraceFile, run, run_file
 from eplb_service.replay.policy import Policy
-from eplb_service.replay.result import BaselineReplay, PolicyReplay, Replay, ReplayedDecision, Setup
+from eplb_service.replay.policy_replay import PolicyReplay, ReplayedDecision, Setup
+from eplb_service.replay.result import BaselineReplay, Replay
 from eplb_service.replay.schedule import ReplayError, Schedule
 from eplb_service.replay.workers import cores, run_in_processes, run_on_ray
 

@@ -23,8 +23,8 @@ from eplb_service.placement import Placement, PlacementError
 from eplb_service.planner.outlook import Serving
 from eplb_service.replay.baseline import BaselineRow
 from eplb_service.replay.jobs import Job, JobProgress, Ledger, Scene
+from eplb_service.replay.policy_replay import ReplayedDecision
 from eplb_service.replay.policy_run import RunState
-from eplb_service.replay.result import ReplayedDecision
 from eplb_service.replay.schedule import ReplayError
 
 SUFFIX = ".npz"

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from eplb_service.placement import Float64, mean_par
-from eplb_service.replay.result import PolicyReplay, Replay
+from eplb_service.replay.policy_replay import PolicyReplay
+from eplb_service.replay.result import Replay
 from eplb_service.report.charts import Line, Point
 
 _COLOURS = 8

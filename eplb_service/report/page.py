@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from eplb_service.placement import Float64
-from eplb_service.replay.result import PolicyReplay, Replay, Score
+from eplb_service.replay.policy_replay import PolicyReplay
+from eplb_service.replay.result import Replay, Score
 from eplb_service.report import charts
 from eplb_service.report.charts import Line
 from eplb_service.report.figures import colours_of, maps_of, move_lines, moved_share, par_lines, pareto_points

@@ -11,7 +11,7 @@ from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import Job, Ledger
 from eplb_service.replay.policy import ON_CHANGE, Policy
-from eplb_service.replay.result import PolicyReplay, Setup
+from eplb_service.replay.policy_replay import PolicyReplay, Setup
 from eplb_service.replay.runner import jobs_for, replay, scene_for
 from eplb_service.replay.schedule import Schedule
 from eplb_service.replay.state_file import SavedState, fingerprint, save_state

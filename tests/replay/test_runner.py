@@ -15,8 +15,8 @@ from eplb_service.planner.topology import Topology
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import Scene
 from eplb_service.replay.policy import ABLATIONS, NAMES, ON_CHANGE, Policy
+from eplb_service.replay.policy_replay import Setup
 from eplb_service.replay.policy_run import arrivals
-from eplb_service.replay.result import Setup
 from eplb_service.replay.runner import jobs_for, replay, scene_for
 from eplb_service.replay.schedule import ReplayError, Schedule
 

@@ -10,7 +10,7 @@ from eplb_service.io.trace_statistics import statistics
 from eplb_service.placement import Placement, even_log2phy, par
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.costs import Costs
-from eplb_service.replay.result import Setup
+from eplb_service.replay.policy_replay import Setup
 from eplb_service.replay.runner import jobs_for, replay, scene_for
 from eplb_service.replay.schedule import Schedule
 from eplb_service.replay.served import loads_from_sources, served_us

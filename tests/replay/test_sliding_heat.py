@@ -5,7 +5,7 @@ import pytest
 
 from eplb_service.io.trace import ArrayTrace
 from eplb_service.planner.settings import PlannerSettings
-from eplb_service.replay.result import Setup
+from eplb_service.replay.policy_replay import Setup
 from eplb_service.replay.runner import jobs_for, replay, scene_for
 from eplb_service.replay.schedule import Schedule
 from eplb_service.replay.sliding_heat import SlidingHeat

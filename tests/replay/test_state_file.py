@@ -10,7 +10,7 @@ from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.baseline import BaselineRow
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import Ledger, run
-from eplb_service.replay.result import ReplayedDecision, Setup
+from eplb_service.replay.policy_replay import ReplayedDecision, Setup
 from eplb_service.replay.runner import jobs_for, scene_for
 from eplb_service.replay.schedule import Schedule
 from eplb_service.replay.state_file import SavedState, fingerprint, save_state

@@ -15,7 +15,7 @@ from eplb_service.io.native_writer import TraceWriter
 from eplb_service.io.trace import TraceFacts
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.jobs import TraceFile
-from eplb_service.replay.result import Setup
+from eplb_service.replay.policy_replay import Setup
 from eplb_service.replay.runner import jobs_for, replay_file, scene_for
 from eplb_service.replay.schedule import ReplayError, Schedule
 

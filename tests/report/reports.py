@@ -6,7 +6,8 @@ from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.io.trace import ArrayTrace
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.costs import Costs
-from eplb_service.replay.result import Replay, Setup
+from eplb_service.replay.policy_replay import Setup
+from eplb_service.replay.result import Replay
 from eplb_service.replay.runner import jobs_for, replay, scene_for
 from eplb_service.replay.schedule import Schedule
 from eplb_service.report.page import report_page

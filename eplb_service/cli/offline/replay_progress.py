@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from eplb_service.replay.jobs import Job, JobProgress
-from eplb_service.replay.result import ReplayedDecision
+from eplb_service.replay.policy_replay import ReplayedDecision
 
 
 @contextmanager

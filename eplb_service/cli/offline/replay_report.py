@@ -13,7 +13,8 @@ from eplb_service.cli.output.tables import compact_table
 from eplb_service.cost.curve_file import plain_curve
 from eplb_service.replay.assumptions import Assumption
 from eplb_service.replay.costs import Costs
-from eplb_service.replay.result import PolicyReplay, Replay
+from eplb_service.replay.policy_replay import PolicyReplay
+from eplb_service.replay.result import Replay
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 12
