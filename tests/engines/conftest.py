@@ -123,6 +123,10 @@ class VllmRun:
             assert time.monotonic() < deadline, f"no {line!r} in {seconds} s: {self.tail()}"
             time.sleep(0.2)
 
+    def wait_for_another_round(self):
+        """Until it has answered one more round of requests than now."""
+        self.wait_for(f"ROUND {self.log.read_text().count('ROUND ')} ")
+
     def workers(self):
         """Process ids of the engine's workers, the deepest of its descendants that name themselves so."""
         found, parents = [], [self._process.pid]

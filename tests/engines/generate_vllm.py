@@ -1,6 +1,8 @@
 """Generates with a real vLLM engine and writes token ids and log-probabilities; run with the engine's own Python.
 
 ``python generate_vllm.py MODEL OUT.json '{"requests": 8, "max_tokens": 160, "engine": {...}}'``
+
+With ``"until": "FILE"`` no further round begins once that file is there.
 """
 
 import asyncio
@@ -9,6 +11,9 @@ import random
 import sys
 import time
 from pathlib import Path
+
+DIFFERENT_ROUNDS = 12
+"""After as many they come again."""
 
 
 def prompts(count, seed=1):
@@ -54,7 +59,9 @@ async def generate(model, options):
 
     answers = []
     for turn in range(options.get("rounds", 1)):
-        wave = prompts(options["requests"], seed=turn + 1)
+        if "until" in options and Path(options["until"]).exists():
+            break
+        wave = prompts(options["requests"], seed=turn % DIFFERENT_ROUNDS + 1)
         began = time.perf_counter()
         answers += await asyncio.gather(*[one(f"{turn}-{n}", prompt) for n, prompt in enumerate(wave)])
         print(f"ROUND {turn} {time.perf_counter() - began:.2f} s", flush=True)

@@ -11,7 +11,7 @@ from eplb_service.cli.main import run
 from eplb_service.io.open_trace import open_trace
 from tests.engines.conftest import TRACES, TRITON_IN_PYTHON
 from tests.engines.environments import VLLM_032, VLLM_032_TRITON, python_of
-from tests.engines.generate_vllm import prompts
+from tests.engines.generate_vllm import DIFFERENT_ROUNDS, prompts
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
@@ -60,13 +60,14 @@ def switched(service, least, log):
 @pytest.fixture(scope="module")
 def alone():
     """Answers of the untouched engine on one rank to the first requests of the first rounds; it runs once for all."""
-    whole = {"requests": 8, "max_tokens": 160, "rounds": 12}
+    whole = LOAD | {"rounds": DIFFERENT_ROUNDS}
     known = []
 
     def answers(run_vllm, requests=8, rounds=4):
         if not known:
             known.extend(run_vllm(VLLM_032, whole, name="alone").answers())
-        return [known[turn * whole["requests"] + n] for turn in range(rounds) for n in range(requests)]
+        turns = [turn % DIFFERENT_ROUNDS for turn in range(rounds)]
+        return [known[turn * LOAD["requests"] + n] for turn in turns for n in range(requests)]
 
     return answers
 
@@ -166,7 +167,7 @@ def test_a_worker_that_is_killed_ends_the_engine_and_the_next_one_is_balanced(ru
 def test_a_server_streams_the_same_tokens(serve_vllm, run_vllm, alone, service):
     redundancy = '{"num_redundant_experts": 4, "use_async": false}'
     options = ["-tp", "2", "--enable-expert-parallel", "--enable-eplb", "--eplb-config", redundancy]
-    rounds = 6
+    rounds = 8
     expected = [ids[:120] for ids, _ in alone(run_vllm, rounds=rounds)]
     server = serve_vllm(VLLM_032, options, EPLB_AGENT_SERVICE=service.address)
     server.wait_until_healthy()
@@ -175,14 +176,20 @@ def test_a_server_streams_the_same_tokens(serve_vllm, run_vllm, alone, service):
     switched(service, 10, server.tail())
 
 
-def test_a_service_killed_and_started_again(run_vllm, alone, service):
-    load = LOAD | {"rounds": 8}
-    balanced = run_vllm(VLLM_032, load | {"engine": TWO_TENSOR_RANKS}, EPLB_AGENT_SERVICE=service.address)
-    balanced.wait_for("ROUND 1 ")
+def test_a_service_killed_and_started_again(run_vllm, alone, service, tmp_path):
+    enough = tmp_path / "enough"
+    load = LOAD | {"rounds": 1000, "until": str(enough), "engine": TWO_TENSOR_RANKS}
+    balanced = run_vllm(VLLM_032, load, EPLB_AGENT_SERVICE=service.address)
+    service.wait_until(lambda status: status.status.layers_switched > 0, 900)
     service.kill()
-    balanced.wait_for("ROUND 2 ")
+    balanced.wait_for_another_round()
     service.start()
-    same_answers(balanced.answers(), alone(run_vllm, rounds=8))
+    before = service.wait_until(lambda _: True).status.layers_switched
+    service.wait_until(lambda status: status.status.layers_switched > before)
+    balanced.wait_for_another_round()
+    enough.touch()
+    answers = balanced.answers()
+    same_answers(answers, alone(run_vllm, rounds=len(answers) // LOAD["requests"]))
 
 
 def test_no_service_at_all(run_vllm, alone):
