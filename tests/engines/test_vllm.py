@@ -140,7 +140,7 @@ EVERY_EIGHT_STEPS = (
 @pytest.mark.parametrize("service", [EVERY_EIGHT_STEPS], indirect=True)
 def test_the_second_model_runner(run_vllm, service):
     """vLLM's default on accelerators; its Triton kernels run in Python here."""
-    load = {"requests": 4, "max_tokens": 40, "rounds": 5}
+    load = {"requests": 4, "max_tokens": 40, "rounds": 8}
     expected = run_vllm(VLLM_032_TRITON, load, name="alone", **TRITON_IN_PYTHON).answers()
     agent = TRITON_IN_PYTHON | {"EPLB_AGENT_SERVICE": service.address}
     balanced = run_vllm(VLLM_032_TRITON, load | {"engine": TWO_TENSOR_RANKS}, **agent)
