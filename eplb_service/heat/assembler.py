@@ -180,11 +180,12 @@ class HeatAssembler:
 
     def load_sums(self, layer_epochs: Sequence[int], newest: int) -> tuple[int, Float64]:
         """``measured_loads`` summed: how many steps, and float64 ``[L, R]``."""
-        steps, sums_LR = 0, np.zeros((self._shape[0], self._ranks))
-        for loads_LR in self.measured_loads(layer_epochs, newest):
-            steps += 1
-            sums_LR += loads_LR
-        return steps, sums_LR
+        epochs_L = np.asarray(layer_epochs, dtype=np.int64)
+        rows, sums_LR = self._in_order()[-newest:], np.zeros((self._shape[0], self._ranks))
+        for row in rows:
+            current_L = self._epochs_WL[row] == epochs_L
+            sums_LR += self._loads_W[row] if current_L.all() else self._loads_W[row] * current_L[:, None]
+        return len(rows), sums_LR
 
     def measured_par(self, layer_epochs: Sequence[int]) -> Float64:
         """``par`` of ``measured_loads``, float64 ``[L]``, of ratios that were taken as the steps came in."""
