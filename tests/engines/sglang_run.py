@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 from tests.engines.conftest import UNCOMPILED, VllmRun, engine_environment, make_agent_site
 from tests.engines.environments import SGLANG_0523, python_of
+from tests.engines.processes import start_engine
 
 HERE = Path(__file__).parent
 _SHIM = """
@@ -45,7 +45,4 @@ class SglangRun(VllmRun):
             site, **ON_CPU, **UNCOMPILED, SGLANG_CPU_OMP_THREADS_BIND=threads, **environment
         )
         command = [python_of(SGLANG_0523), HERE / "generate_sglang.py", checkpoint, self._answers]
-        with self.log.open("w") as log:
-            self._process = subprocess.Popen(
-                [*command, json.dumps(options)], env=settings, stdout=log, stderr=log
-            )
+        self._process = start_engine([*command, json.dumps(options)], settings, self.log)
