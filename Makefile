@@ -33,8 +33,9 @@ test: $(READY) ## lint, types, layer contracts, docs and the tests: the gate of 
 	@$(MAKE) --no-print-directory --jobs 2 check warm
 	@$(MAKE) --no-print-directory unit
 
-test-slow: warm ## the proofs that take long, and real faults on real processes; CI runs them after `make test`
+test-slow: warm ## the proofs that take long, real faults, and properties on twice the examples; CI runs them after `make test`
 	@$(BIN)/pytest $(PARALLEL) -m "slow or faults" $(ARGS)
+	@$(BIN)/python -m pytest $(PARALLEL) -m "hypothesis and not slow and not faults" -p tests.properties --examples-times 2 $(ARGS)
 
 check: lint types layers docs
 
@@ -85,7 +86,7 @@ explore: $(READY) ## every interleaving of the layer switch, and of service and 
 fuzz: $(READY) ## every decoder under coverage-guided fuzzing, in .venv-fuzz; ARGS="--seconds 60 --seed 1"
 	@$(BIN)/python -m tests.fuzz.fuzz $(ARGS)
 
-fuzz-properties: warm ## every property test on 20 times the examples, random ones; ARGS="--seed 7 --times 5 tests/solver"
+fuzz-properties: warm ## every property test on 40 times the examples, random ones; ARGS="--seed 7 --times 5 tests/solver"
 	@$(BIN)/python -m tests.properties $(ARGS)
 
 mutate: warm ## small defects put into a room's modules, and whether its tests notice; ARGS="--room planner --sample 40"

@@ -28,7 +28,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seed", type=int, default=None, help="of the examples (by default from the clock)")
-    parser.add_argument("--times", type=int, default=20, help="this many times the gate's examples (20)")
+    parser.add_argument("--times", type=int, default=40, help="this many times the gate's examples (40)")
     parser.add_argument("--processes", default="auto", help="in parallel (one per core)")
     parser.add_argument("tests", nargs="*", default=["tests"], help="files, folders or names of tests (all)")
     arguments = parser.parse_args()

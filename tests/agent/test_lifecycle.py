@@ -202,7 +202,8 @@ def _heal(fault: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("fault", ["lost link", pytest.param("missed calls", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["lost link", "missed calls"])
 def test_votes_that_are_lost_come_back_by_themselves(fault: str) -> None:
     facts = run_ranks(RANKS, _heal, fault)
     assert max(fact["worst"] for fact in facts) < 1e-5

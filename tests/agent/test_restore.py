@@ -78,7 +78,7 @@ def _restore(dealing_width: int) -> dict[str, Any]:
     return facts
 
 
-@pytest.mark.parametrize("dealing_width", [1, 2])
+@pytest.mark.parametrize("dealing_width", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_expert_is_back_in_its_slot_and_balancing_goes_on(dealing_width: int) -> None:
     facts = run_ranks(RANKS, _restore, dealing_width)
     assert sum(fact["within"] for fact in facts) > 0

@@ -21,7 +21,7 @@ from tests.solver.slow import annealing as slow
 from tests.solver.slow import heat
 from tests.solver.slow.rng import Chance, splitmix
 
-SETTINGS = settings(max_examples=100)
+SETTINGS = settings(max_examples=50)
 SEEDS = st.integers(0, 2**31)
 
 

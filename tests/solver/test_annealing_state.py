@@ -15,7 +15,7 @@ from tests.solver.placed_layer import PlacedLayer
 from tests.solver.slow import changes, heat
 from tests.solver.test_top_ranks import assert_known
 
-SETTINGS = settings(max_examples=100)
+SETTINGS = settings(max_examples=50)
 SEEDS = st.integers(0, 2**32 - 1)
 SMALL = cases(most_ranks=6, most_slots=4)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from eplb_service.solver.model import EVEN, FRESH, KEEP, RULE, SOLVED
@@ -17,7 +17,6 @@ SEEDS = st.integers(0, 2**32 - 1)
 SPLITS = st.sampled_from((EVEN, RULE, SOLVED))
 
 
-@settings(max_examples=100)
 @given(
     cases(),
     st.booleans(),

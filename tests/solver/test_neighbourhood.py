@@ -14,7 +14,7 @@ from tests.solver.placed_layer import PlacedLayer
 from tests.solver.slow import heat, steps
 from tests.solver.test_construction import assert_sums_hold
 
-SETTINGS = settings(max_examples=100)
+SETTINGS = settings(max_examples=50)
 SEEDS = st.integers(0, 2**32 - 1)
 Z = st.sampled_from((0.0, 1.0))
 BOUND = 1e-3

@@ -34,7 +34,7 @@ from tests.solver.placed_layer import PlacedLayer
 from tests.solver.slow import table_locality as slow
 from tests.solver.slow.heat import rank_series
 
-SETTINGS = settings(max_examples=100)
+SETTINGS = settings(max_examples=50)
 SEEDS = st.integers(0, 2**32 - 1)
 KINDS = st.sampled_from(("uniform", "uneven", "silent"))
 SMALLEST_GAIN = 1e-5

@@ -32,7 +32,7 @@ from tests.solver.slow import local_search as slow_search
 from tests.solver.slow import tables as slow
 from tests.solver.test_local_search import of_effort
 
-SETTINGS = settings(max_examples=100)
+SETTINGS = settings(max_examples=50)
 SEEDS = st.integers(0, 2**32 - 1)
 KINDS = st.sampled_from(("uniform", "uneven", "silent"))
 Z = st.sampled_from((0.0, 1.0))

@@ -17,7 +17,7 @@ from eplb_service.solver.top_ranks import (
 )
 from tests.solver.slow import top_ranks as slow
 
-SETTINGS = settings(max_examples=200)
+SETTINGS = settings(max_examples=100)
 
 
 class Loads:

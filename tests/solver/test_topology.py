@@ -12,7 +12,7 @@ from tests.solver.layers_of import shapes
 from tests.solver.placed_layer import random_placement
 from tests.solver.slow import relabel
 
-SETTINGS = settings(max_examples=100)
+SETTINGS = settings(max_examples=50)
 SEEDS = st.integers(0, 2**32 - 1)
 
 

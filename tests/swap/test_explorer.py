@@ -14,7 +14,7 @@ from tests.swap.mutants import hunt
     [
         (Faults(), HALFWAY),
         (Faults(), ASTRAY),
-        (Faults(losses=1), LATE),
+        pytest.param(Faults(losses=1), LATE, marks=pytest.mark.slow),
         pytest.param(Faults(transfers=1), LATE, marks=pytest.mark.slow),
         pytest.param(Faults(installs=1), LATE, marks=pytest.mark.slow),
         pytest.param(Faults(skips=1, impatience=1), LATE, marks=pytest.mark.slow),
