@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
-# Tests run in this many processes at once, each test in one of them; many wait for clocks, so there are two more than cores.
-PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
+# Tests run in this many processes at once, each test in one of them; many wait for clocks, so there is one more than cores.
+PROCESSES ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PARALLEL = --numprocesses $(PROCESSES) --maxprocesses 8 --dist worksteal
 
 # A run of the tests starts hundreds of processes: each would compile every module again where Python may not keep them.

@@ -63,7 +63,7 @@ def _switching(miscalls: dict[int, int], changes: dict[str, Any] | None = None) 
 @pytest.mark.parametrize(
     "miscalls",
     [
-        dict.fromkeys(range(20, 100, 13), 0),
+        pytest.param(dict.fromkeys(range(20, 100, 13), 0), marks=pytest.mark.slow),
         pytest.param({31: 0, 32: 0, 33: 0}, marks=pytest.mark.slow),
         pytest.param(dict.fromkeys(range(20, 100, 7), 2), marks=pytest.mark.slow),
     ],

@@ -73,7 +73,7 @@ def _switch_two_layers(dealing_width: int) -> dict[str, Any]:
     return facts
 
 
-@pytest.mark.parametrize("dealing_width", [1, 4])
+@pytest.mark.parametrize("dealing_width", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_plan_switches_its_layers_on_all_ranks_at_the_same_step(dealing_width: int) -> None:
     facts = run_ranks(RANKS, _switch_two_layers, dealing_width)
     assert max(fact["worst"] for fact in facts) < 1e-5
