@@ -94,11 +94,11 @@ def measured(**found: Any) -> Measured:
     ],
 )
 def test_targets_are_met_or_missed(found: dict[str, Any], missed: set[str]) -> None:
-    told = list(verdicts([measured(**found)]))
-    names = {name for _, name, _, word in told if word == "missed"}
+    judged = list(verdicts([measured(**found)]))
+    names = {name for _, name, _, word in judged if word == "missed"}
     assert len(names) == len(missed)
     assert all(any(name.startswith(start) for name in names) for start in missed)
-    assert {word for *_, word in told} <= {"met", "missed"}
+    assert {word for *_, word in judged} <= {"met", "missed"}
 
 
 def test_a_short_run_says_nothing_of_memory_that_stays() -> None:

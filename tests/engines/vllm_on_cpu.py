@@ -26,7 +26,7 @@ def register() -> None:
 
 
 def _fork() -> None:
-    """Processes begin as copies of their parent, as on accelerators by default: on CPU each would import all anew."""
+    """Processes begin as copies of their parent, as on accelerators by default: on CPU each would import all again."""
     from vllm.platforms.cpu import CpuPlatform
 
     original = CpuPlatform.check_and_update_config.__func__
