@@ -11,7 +11,7 @@ import torch
 from benchmarks.solver.heat_kinds import generate
 from benchmarks.split.quality import stepwise_loads
 from eplb_service.offline import solve
-from eplb_service.solver.stepwise import loads_by_step
+from eplb_service.solver.stepwise.split import loads_by_step
 from worker_agent.moe.stepwise import StepwiseSplit
 
 ROUNDS = (10, 15, 20, 40, 100)

@@ -10,7 +10,7 @@ import torch
 from eplb_service.bench.closed_loop import Course
 from eplb_service.bench.scoring import peak_to_average
 from eplb_service.offline import solve
-from eplb_service.solver.stepwise import level, loads_by_step, search_memory, sharing_of, split_evenly
+from eplb_service.solver.stepwise.split import level, loads_by_step, search_memory, sharing_of, split_evenly
 from worker_agent.moe.stepwise import StepwiseSplit
 
 FOR_EVEN, FOR_STEPS = "made for even shares", "made for the stepwise split"

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from eplb_service.cost.curve import CostCurve
 from eplb_service.placement import Float64, Int32, Placement, dealing_width, mean_par, peak_par
 from eplb_service.planner.dealing import entry_parts
-from eplb_service.solver.stepwise import loads_by_step
-from eplb_service.solver.time_evaluation import Curve, slowest_in_steps
+from eplb_service.solver.stepwise.split import loads_by_step
+from eplb_service.solver.time.evaluation import Curve, slowest_in_steps
 from eplb_service.solver.window import loads_of_ranks, served_window
 
 

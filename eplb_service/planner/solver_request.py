@@ -16,7 +16,7 @@ from eplb_service.planner.topology import Topology
 from eplb_service.solver.decision import Answer
 from eplb_service.solver.engine import SolverError, solve_many
 from eplb_service.solver.model import DEALT, SOLVED
-from eplb_service.solver.time_evaluation import Curve
+from eplb_service.solver.time.evaluation import Curve
 from eplb_service.solver.window import sum_episodes
 
 _MOST_STEPS = 128

@@ -3,7 +3,7 @@
 From scratch: replica counts by tree search, local search from its best leaves, annealing where slots are few, tables,
 and a last touch through the tables. Where few sources make the tables' shares so coarse that what is best under even
 shares is not what they serve best, kicks look for a placement that suits the tables. Where the host splits every
-step's tokens by themselves, a search for the steps' own optima (``step_search``) takes the place of all that is done
+step's tokens by themselves, a search for the steps' own optima (``stepwise``) takes the place of all that is done
 about tables.
 """
 
@@ -13,11 +13,6 @@ import random
 
 import numpy as np
 
-from eplb_service.solver.annealing import anneal
-from eplb_service.solver.construction import assignment_of, even_shares
-from eplb_service.solver.dealing import solve_dealing
-from eplb_service.solver.evaluation import SMALLEST_GAIN, mean_of_max, peaks_of_episodes
-from eplb_service.solver.local_search import local_search
 from eplb_service.solver.model import (
     CHOSEN,
     DEALT,
@@ -32,9 +27,15 @@ from eplb_service.solver.model import (
     Layer,
     SearchParams,
 )
-from eplb_service.solver.scenarios import searched_for_steps
-from eplb_service.solver.stepwise import expected_level, levels_of_episodes
-from eplb_service.solver.tables import (
+from eplb_service.solver.search.annealing import anneal
+from eplb_service.solver.search.construction import assignment_of, even_shares
+from eplb_service.solver.search.evaluation import SMALLEST_GAIN, mean_of_max, peaks_of_episodes
+from eplb_service.solver.search.local_search import local_search
+from eplb_service.solver.search.tree_search import place, tree_search
+from eplb_service.solver.stepwise.search import searched_for_steps
+from eplb_service.solver.stepwise.split import expected_level, levels_of_episodes
+from eplb_service.solver.tables.dealing import solve_dealing
+from eplb_service.solver.tables.log2phy import (
     fixed_rule,
     rehoused,
     slot_shares,
@@ -43,7 +44,6 @@ from eplb_service.solver.tables import (
     swap_through_tables,
 )
 from eplb_service.solver.topology import keep_slots, match_ranks
-from eplb_service.solver.tree_search import place, tree_search
 
 _KICKED_SLOTS = 24_000
 """Slots that all kicks of a layer look through together: enough for the known example of eight experts on 16 slots to

@@ -32,7 +32,7 @@ from eplb_service.solver.model import (
     SearchParams,
     heat_of,
 )
-from eplb_service.solver.table_locality import crossing_share, localised
+from eplb_service.solver.tables.locality import crossing_share, localised
 
 
 @dataclass(frozen=True)

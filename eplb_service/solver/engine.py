@@ -34,9 +34,9 @@ from eplb_service.solver.model import (
     heat_of,
     homes,
 )
-from eplb_service.solver.table_locality import crossing_share, localised
-from eplb_service.solver.time_decision import WindowHeat, solve_layer_for_time
-from eplb_service.solver.time_evaluation import Curve
+from eplb_service.solver.tables.locality import crossing_share, localised
+from eplb_service.solver.time.decision import WindowHeat, solve_layer_for_time
+from eplb_service.solver.time.evaluation import Curve
 
 _POLISHING_TRIES = 32_000
 """Of annealing one layer before the clock is read again: a few milliseconds."""
@@ -130,7 +130,7 @@ def solve_many(
     ``by_node.solve_by_node``; 0 for none. Layers begin in the order given. One not begun within ``budget_ms``
     comes back as ``OutOfTimeError``; one that fails as another ``SolverError``. What is left of a budget improves
     layers that were placed from scratch, but for those in groups. With ``curve``, the slowest rank's time is
-    lowered on single steps ``steps_LNE`` (float64 ``[L, N', E]``), see ``time_decision``; groups are not kept together
+    lowered on single steps ``steps_LNE`` (float64 ``[L, N', E]``), see ``time.decision``; groups are not kept together
     then, nor is a budget used up.
     """
     deadline = np.inf if budget_ms is None else time.monotonic() + budget_ms / 1e3

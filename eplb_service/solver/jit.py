@@ -26,7 +26,7 @@ from numba.core import event
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
-_IMPORTED = re.compile(rb"^from eplb_service\.solver\.(\w+) import", flags=re.MULTILINE)
+_IMPORTED = re.compile(rb"^from eplb_service\.solver\.([\w.]+) import", flags=re.MULTILINE)
 
 
 def kernel(function: Function) -> Function:
@@ -47,9 +47,8 @@ class _Listener(event.Listener):
 
     def on_start(self, event: Any) -> None:
         function = event.data["dispatcher"].py_func
-        package, _, module = function.__module__.rpartition(".")
-        if package == __package__:
-            self._report(f"{module}.{function.__name__}")
+        if function.__module__.startswith(f"{__package__}."):
+            self._report(f"{_module_of(function)}.{function.__name__}")
 
     def on_end(self, event: Any) -> None:
         pass
@@ -86,13 +85,18 @@ def _compiled(function: Function, more: dict[str, Any]) -> Function:
         # numba found no directory for its cache; see NUMBA_CACHE_DIR.
         return cast(Function, numba.njit(**options)(function))
     # A cached kernel holds the code of those that it calls, but numba stamps it with its own file alone.
-    dispatcher._cache._cache_file._source_stamp = stamp_of(Path(function.__code__.co_filename).stem)
+    dispatcher._cache._cache_file._source_stamp = stamp_of(_module_of(function))
     return cast(Function, dispatcher)
+
+
+def _module_of(function: Callable[..., Any]) -> str:
+    """Name of a function's module within this package, like ``search.construction``."""
+    return function.__module__.removeprefix(f"{__package__}.")
 
 
 @cache
 def stamp_of(module: str) -> str:
-    """Fingerprint of the sources that a module's kernels are compiled from.
+    """Fingerprint of the sources that the kernels of a module, like ``search.construction``, are compiled from.
 
     They are the module's own and those of all modules of this package that it reaches through its imports, so that an
     edit recompiles what it may change and nothing else.
@@ -116,4 +120,4 @@ def _reached_from(module: str) -> set[str]:
 
 @cache
 def _source(module: str) -> bytes:
-    return (Path(__file__).parent / f"{module}.py").read_bytes()
+    return Path(__file__).parent.joinpath(*module.split(".")).with_suffix(".py").read_bytes()

@@ -10,7 +10,7 @@ import numpy as np
 
 from eplb_service.solver.jit import kernel
 from eplb_service.solver.model import Int32, set_row
-from eplb_service.solver.tables import slots_by_expert
+from eplb_service.solver.tables.log2phy import slots_by_expert
 
 
 @kernel

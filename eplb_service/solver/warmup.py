@@ -9,7 +9,7 @@ import numpy as np
 from eplb_service.placement import Placement
 from eplb_service.solver.engine import solve_many
 from eplb_service.solver.model import DEALT, EVEN, RULE, SOLVED, STEPWISE, SearchParams
-from eplb_service.solver.time_evaluation import Curve
+from eplb_service.solver.time.evaluation import Curve
 from eplb_service.solver.topology import choose_senders
 from eplb_service.solver.window import loads_of_ranks, served_window, sum_episodes
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from eplb_service.placement import check_layer
-from eplb_service.solver.construction import Assignment, assignment_of
 from eplb_service.solver.model import demand_of, normalise
+from eplb_service.solver.search.construction import Assignment, assignment_of
 from tests.solver.layers_of import Case
 from tests.solver.slow import heat
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from eplb_service.placement import Placement, check_layer, check_log2phy
 from eplb_service.solver.by_node import nodes_of_groups, pack_groups, solve_by_node
 from eplb_service.solver.model import EVEN, FRESH, KEEP, RULE, SOLVED, Deployed, homes
-from eplb_service.solver.tables import fixed_rule, slots_by_expert
+from eplb_service.solver.tables.log2phy import fixed_rule, slots_by_expert
 from tests.solver.asked import SEARCH
 from tests.solver.layers_of import heat_of_kind, shares_of_sources
 

@@ -36,7 +36,7 @@ from eplb_service.solver.model import (
     heat_of,
     homes,
 )
-from eplb_service.solver.tables import fixed_rule, slots_by_expert
+from eplb_service.solver.tables.log2phy import fixed_rule, slots_by_expert
 from tests.solver import asked
 from tests.solver.layers_of import Case, cases, heat_of_kind, shares_of_sources
 from tests.solver.placed_layer import random_placement

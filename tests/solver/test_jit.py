@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from eplb_service.solver import jit
-from eplb_service.solver.construction import greedy_replicas
+from eplb_service.solver.search.construction import greedy_replicas
 from tests.solver.plain_kernels import from_zero_on, guarded
 
 
@@ -38,15 +39,20 @@ def test_without_a_cache_directory_kernels_still_compile(monkeypatch: pytest.Mon
 
 
 def test_a_cached_kernel_is_stamped_with_the_sources_of_its_module() -> None:
-    module = Path(greedy_replicas.py_func.__code__.co_filename).stem
-    assert greedy_replicas._cache._cache_file._source_stamp == jit.stamp_of(module)
+    assert greedy_replicas._cache._cache_file._source_stamp == jit.stamp_of("search.construction")
+
+
+IMPORTS = {"top": "room.middle", "room.middle": "room.bottom", "room.bottom": "jit", "room.apart": "jit"}
 
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Three modules in a row, ``top`` above ``middle`` above ``bottom``, and ``apart``."""
-    for name, imported in (("top", "middle"), ("middle", "bottom"), ("bottom", "jit"), ("apart", "jit")):
-        (tmp_path / f"{name}.py").write_text(f"from eplb_service.solver.{imported} import kernel\n")
+    """Three modules in a row, ``top`` above ``room.middle`` above ``room.bottom``, and ``room.apart``."""
+    (tmp_path / "room").mkdir()
+    (tmp_path / "room/__init__.py").write_text("")
+    for name, imported in IMPORTS.items():
+        path = tmp_path / f"{name.replace('.', '/')}.py"
+        path.write_text(f"import numpy\n\nfrom eplb_service.solver.{imported} import kernel\n")
     (tmp_path / "jit.py").write_text("how = 1\n")
     monkeypatch.setattr(jit, "__file__", str(tmp_path / "jit.py"))
     jit._source.cache_clear()
@@ -58,31 +64,40 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("edited", "recompiled"),
     [
         ("top", {"top"}),
-        ("middle", {"top", "middle"}),
-        ("bottom", {"top", "middle", "bottom"}),
-        ("apart", {"apart"}),
-        ("jit", {"top", "middle", "bottom", "apart"}),
+        ("room.middle", {"top", "room.middle"}),
+        ("room.bottom", {"top", "room.middle", "room.bottom"}),
+        ("room.apart", {"room.apart"}),
+        ("jit", set(IMPORTS)),
     ],
 )
 def test_an_edit_recompiles_what_depends_on_it_and_nothing_else(
     package: Path, edited: str, recompiled: set[str]
 ) -> None:
-    modules = ("top", "middle", "bottom", "apart")
-    before = {name: jit.stamp_of.__wrapped__(name) for name in modules}
-    with (package / f"{edited}.py").open("a") as file:
+    before = {name: jit.stamp_of.__wrapped__(name) for name in IMPORTS}
+    with (package / f"{edited.replace('.', '/')}.py").open("a") as file:
         file.write("# another line\n")
     jit._source.cache_clear()
-    after = {name: jit.stamp_of.__wrapped__(name) for name in modules}
-    assert {name for name in modules if before[name] != after[name]} == recompiled
+    after = {name: jit.stamp_of.__wrapped__(name) for name in IMPORTS}
+    assert {name for name in IMPORTS if before[name] != after[name]} == recompiled
 
 
 def test_modules_of_kernels_import_each_other_by_name_alone() -> None:
     """A stamp is found from lines ``from eplb_service.solver.MODULE import``: no other form may reach a kernel."""
-    for path in Path(jit.__file__).parent.glob("*.py"):
+    root = Path(jit.__file__).parent
+    for path in root.rglob("*.py"):
         for line in path.read_text().splitlines():
             if "eplb_service.solver" in line and "import" in line.split("#")[0].split():
-                assert line.lstrip().startswith("from eplb_service.solver."), f"{path.name}: {line}"
-                assert line.startswith("from") or path.stem == "warmup", f"{path.name}: {line}"
+                imported = re.match(r"from eplb_service\.solver\.([\w.]+) import ", line)
+                assert imported, f"{path.relative_to(root)}: {line}"
+                module = root.joinpath(*imported[1].split(".")).with_suffix(".py")
+                assert module.is_file(), f"{path.relative_to(root)}: {line} names a package"
+
+
+def test_an_edit_of_the_search_recompiles_the_tables_but_not_the_window() -> None:
+    reached = {name: jit._reached_from(name) for name in ("tables.log2phy", "time.tables", "window")}
+    assert {"search.construction", "search.evaluation", "model", "jit"} <= reached["tables.log2phy"]
+    assert {"time.evaluation", "tables.log2phy", "search.top_ranks"} <= reached["time.tables"]
+    assert reached["window"] == {"window", "model", "jit"}
 
 
 def run_apart(module: str, **environment: str) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from eplb_service.solver import annealing as module
-from eplb_service.solver.annealing_state import Move
+from eplb_service.solver.search import annealing as module
+from eplb_service.solver.search.annealing_state import Move
 from tests.solver.slow import changes
 from tests.solver.slow.heat import even_shares, mean_of_max, rank_series
 from tests.solver.slow.local_search import Closest

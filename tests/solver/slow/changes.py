@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from eplb_service.solver.annealing_state import Move
+from eplb_service.solver.search.annealing_state import Move
 from tests.solver.slow.heat import even_shares
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.solver.local_search import FRUITLESS, SMALLEST_RELIEF
+from eplb_service.solver.search.local_search import FRUITLESS, SMALLEST_RELIEF
 from tests.solver.slow import steps
 from tests.solver.slow.heat import even_shares, rank_risks
 

@@ -1,0 +1,256 @@
+"""Steps of the local search: swaps of two experts, and exchanges of one expert's spare replica for another's.
+
+Swaps between a hot rank and all others are judged together. One pass lays out in slot order what each slot would bring;
+then, for each expert of the hot rank, straight loops over all slots give the pressure that the swap leaves on its two
+ranks. They compile to SIMD, so a candidate costs a few cycles. An exchange gives one slot to an expert of the hot rank,
+and with it every rank that holds either expert carries another share of its tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eplb_service.solver.jit import kernel
+from eplb_service.solver.model import Bool, Demand, Float32
+from eplb_service.solver.search.construction import Assignment, replace, share_of, shift_load
+from eplb_service.solver.search.evaluation import SmoothMax, pressure, risk
+
+SCRATCH_ROWS = 8
+"""Rows of the working memory that ``best_swap`` needs, each one float32 per physical slot."""
+
+
+@kernel
+def best_swap(
+    assignment: Assignment, demand: Demand, now: SmoothMax, hot: int, z: float, bound: float, scratch: Float32
+) -> tuple[int, int, int, float]:
+    """The swap between ``hot`` and another rank that takes most pressure away, more than ``bound``.
+
+    Returns slot of ``hot``, other rank, its slot and the pressure taken away; -1 three times where none takes enough.
+    """
+    ranks, slots = assignment.phy2log_RS.shape
+    size = ranks * slots
+    zero, two, infinite = np.float32(0.0), np.float32(2.0), np.float32(np.inf)
+    z32, base, scale = np.float32(z), np.float32(now.base), np.float32(now.scale)
+    # Taken one by one, rows are known to be contiguous; unpacked, they are not.
+    here_load_P, there_load_P, here_var_P, there_var_P = scratch[0], scratch[1], scratch[2], scratch[3]
+    share_P, pressure_P, out_P, left_P = scratch[4], scratch[5], scratch[6], scratch[7]
+    expert_P = assignment.phy2log_RS.ravel()
+    _lay_out(assignment, demand, now, hot, scratch)
+    cross_E = assignment.cross_RE[hot]
+    lowest = np.float32(now.of_R[hot] - bound)
+    found_slot, found = -1, -1
+    for slot in range(slots):
+        out = assignment.phy2log_RS[hot, slot]
+        share = assignment.share_ER[out, hot]
+        mean = share * demand.mean_E[out]
+        own = share * share * demand.gram_EE[out, out]
+        leaving = own - two * share * cross_E[out]
+        gram_E = demand.gram_EE[out]
+        p = 0
+        for r in range(ranks):
+            arriving = (
+                infinite if assignment.holds_ER[out, r] else own + two * share * assignment.cross_RE[r, out]
+            )
+            for _ in range(slots):
+                out_P[p] = arriving
+                p += 1
+        for p in range(size):
+            left_P[p] = share_P[p] * gram_E[np.uint32(expert_P[p])]
+        for p in range(size):
+            both = two * share * left_P[p]
+            here = here_load_P[p] - mean + z32 * np.sqrt(max(here_var_P[p] + leaving - both, zero))
+            there = there_load_P[p] + mean + z32 * np.sqrt(max(there_var_P[p] + out_P[p] - both, zero))
+            left_P[p] = pressure(here, base, scale) + pressure(there, base, scale) - pressure_P[p]
+        least = infinite
+        for p in range(size):
+            least = min(least, left_P[p])
+        if least < lowest:
+            lowest, found_slot = least, slot
+            for p in range(size):
+                if left_P[p] == least:
+                    found = p
+                    break
+    if found < 0:
+        return -1, -1, -1, 0.0
+    return found_slot, found // slots, found % slots, now.of_R[hot] - lowest
+
+
+@kernel
+def _lay_out(assignment: Assignment, demand: Demand, now: SmoothMax, hot: int, scratch: Float32) -> None:
+    """What swapping each slot's expert in does to both ranks, whatever goes out for it; infinite where it may not."""
+    ranks, slots = assignment.phy2log_RS.shape
+    two, infinite = np.float32(2.0), np.float32(np.inf)
+    here_load_P, there_load_P, here_var_P, there_var_P = scratch[0], scratch[1], scratch[2], scratch[3]
+    share_P, pressure_P = scratch[4], scratch[5]
+    cross_E = assignment.cross_RE[hot]
+    load, variance = assignment.load_R[hot], assignment.variance_R[hot]
+    p = 0
+    for r in range(ranks):
+        other_load, other_variance, other_E = (
+            assignment.load_R[r],
+            assignment.variance_R[r],
+            assignment.cross_RE[r],
+        )
+        for s in range(slots):
+            come = np.uint32(assignment.phy2log_RS[r, s])
+            share = assignment.share_ER[come, r]
+            mean = share * demand.mean_E[come]
+            own = share * share * demand.gram_EE[come, come]
+            share_P[p] = share
+            pressure_P[p] = now.of_R[r]
+            here_load_P[p] = infinite if assignment.holds_ER[come, hot] else load + mean
+            there_load_P[p] = other_load - mean
+            here_var_P[p] = variance + own + two * share * cross_E[come]
+            there_var_P[p] = other_variance + own - two * share * other_E[come]
+            p += 1
+
+
+@kernel
+def swap(
+    assignment: Assignment, demand: Demand, home_ER: Bool, hot: int, slot: int, rank: int, other: int
+) -> int:
+    """Swap the experts of two slots, shares and all; returns by how many more slots they are away from home."""
+    out = assignment.phy2log_RS[hot, slot]
+    come = assignment.phy2log_RS[rank, other]
+    out_share, come_share = assignment.share_ER[out, hot], assignment.share_ER[come, rank]
+    replace(assignment, demand, hot, slot, come, come_share)
+    replace(assignment, demand, rank, other, out, out_share)
+    more: int = np.int64(home_ER[out, hot]) + np.int64(home_ER[come, rank])
+    more -= np.int64(home_ER[out, rank]) + np.int64(home_ER[come, hot])
+    return more
+
+
+@kernel
+def best_exchange(
+    assignment: Assignment, demand: Demand, now: SmoothMax, hot: int, z: float, bound: float
+) -> tuple[int, int, int, float]:
+    """The spare replica that, as one of an expert of ``hot``, takes most pressure away, more than ``bound``.
+
+    An expert is looked at only where sharing it out further takes more than ``bound`` by itself; that the rank which
+    gives up its replica gets cooler as well comes on top.
+
+    Returns slot of ``hot`` whose expert gains a replica, rank and slot of the replica given up, and the pressure taken
+    away; -1 three times where none takes enough.
+    """
+    ranks, slots = assignment.phy2log_RS.shape
+    found = (-1, -1, -1)
+    most = bound
+    for s in range(slots):
+        gainer = assignment.phy2log_RS[hot, s]
+        if assignment.replicas_E[gainer] == ranks:
+            continue
+        share = share_of(assignment.replicas_E[gainer] + 1)
+        relief = np.float32(0.0)
+        for r in range(ranks):
+            if assignment.holds_ER[gainer, r]:
+                relief += now.of_R[r] - _pressure_with(
+                    assignment,
+                    demand,
+                    now,
+                    r,
+                    z,
+                    gainer,
+                    share - assignment.share_ER[gainer, r],
+                    gainer,
+                    np.float32(0.0),
+                )
+        if relief <= bound:
+            continue
+        gained = share * demand.mean_E[gainer]
+        for r in range(ranks):
+            if assignment.holds_ER[gainer, r]:
+                continue
+            # No rank's risk is below its mean load, so a load past this one alone presses too hard.
+            limit = now.base + max(now.of_R[r] + relief - most, 0.0) ** 0.125 / now.scale
+            for t in range(slots):
+                loser = assignment.phy2log_RS[r, t]
+                lost = assignment.share_ER[loser, r] * demand.mean_E[loser]
+                if assignment.replicas_E[loser] == 1 or assignment.load_R[r] + gained - lost > limit:
+                    continue
+                taken = relief - _burden(assignment, demand, now, r, z, gainer, share, loser, relief - most)
+                if taken > most:
+                    most = taken
+                    found = (s, r, t)
+    return found[0], found[1], found[2], most
+
+
+@kernel
+def _burden(
+    assignment: Assignment,
+    demand: Demand,
+    now: SmoothMax,
+    rank: int,
+    z: float,
+    gainer: int,
+    gained: float,
+    loser: int,
+    enough: float,
+) -> float:
+    """Pressure added where a replica of ``loser`` becomes one of ``gainer`` on ``rank``; stops once ``enough``."""
+    burden: float = (
+        _pressure_with(
+            assignment, demand, now, rank, z, gainer, gained, loser, -assignment.share_ER[loser, rank]
+        )
+        - now.of_R[rank]
+    )
+    share = share_of(assignment.replicas_E[loser] - 1)
+    for r in range(assignment.load_R.shape[0]):
+        if burden >= enough:
+            break
+        if r == rank or not assignment.holds_ER[loser, r]:
+            continue
+        more = share - assignment.share_ER[loser, r]
+        if assignment.holds_ER[gainer, r]:
+            less = gained - assignment.share_ER[gainer, r]
+            burden += _pressure_with(assignment, demand, now, r, z, gainer, less, loser, more)
+            burden -= _pressure_with(assignment, demand, now, r, z, gainer, less, loser, np.float32(0.0))
+        else:
+            burden += (
+                _pressure_with(assignment, demand, now, r, z, loser, more, gainer, np.float32(0.0))
+                - now.of_R[r]
+            )
+    return burden
+
+
+@kernel
+def _pressure_with(
+    assignment: Assignment,
+    demand: Demand,
+    now: SmoothMax,
+    rank: int,
+    z: float,
+    a: int,
+    u: float,
+    b: int,
+    v: float,
+) -> float:
+    """Pressure of a rank once it receives ``u`` more of expert ``a``'s tokens and ``v`` more of ``b``'s."""
+    two = np.float32(2.0)
+    load = assignment.load_R[rank] + u * demand.mean_E[a] + v * demand.mean_E[b]
+    variance = assignment.variance_R[rank] + u * u * demand.gram_EE[a, a] + v * v * demand.gram_EE[b, b]
+    variance += two * (
+        u * v * demand.gram_EE[a, b] + u * assignment.cross_RE[rank, a] + v * assignment.cross_RE[rank, b]
+    )
+    return pressure(risk(load, variance, z), now.base, now.scale)
+
+
+@kernel
+def exchange(assignment: Assignment, demand: Demand, home_ER: Bool, gainer: int, rank: int, slot: int) -> int:
+    """Turn the replica in one slot into one of ``gainer``; returns by how many more slots it differs from home."""
+    loser = assignment.phy2log_RS[rank, slot]
+    assignment.replicas_E[gainer] += 1
+    assignment.replicas_E[loser] -= 1
+    replace(assignment, demand, rank, slot, gainer, np.float32(0.0))
+    _share_evenly(assignment, demand, gainer)
+    _share_evenly(assignment, demand, loser)
+    more: int = np.int64(home_ER[loser, rank]) - np.int64(home_ER[gainer, rank])
+    return more
+
+
+@kernel
+def _share_evenly(assignment: Assignment, demand: Demand, expert: int) -> None:
+    """Split an expert's tokens evenly over the ranks that hold it."""
+    share = share_of(assignment.replicas_E[expert])
+    for r in range(assignment.load_R.shape[0]):
+        if assignment.holds_ER[expert, r]:
+            shift_load(assignment, demand, expert, r, share - assignment.share_ER[expert, r])

@@ -1,0 +1,190 @@
+"""One layer's decision where a cost curve is given: what lowers the slowest rank's time, and is worth its moves.
+
+Every candidate is judged by its time: what serves now, the same with other tables, swaps from there, placements from
+scratch for time and for balanced tokens. What is placed from scratch never takes longer, on the window, than what
+serves or than balanced tokens; and it departs from balanced tokens only if, fitted to the older half of the window,
+that was faster on the newer half. From a placement that was made for heat, a change must pay there as well, as in
+``holdout``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from eplb_service.solver.candidates import from_scratch
+from eplb_service.solver.decision import Answer
+from eplb_service.solver.holdout import FEWEST_EPISODES, PRICE_LADDER
+from eplb_service.solver.model import (
+    FRESH,
+    KEEP,
+    LOCAL,
+    SOLVED,
+    TABLES,
+    Candidate,
+    Deployed,
+    Float64,
+    Layer,
+    SearchParams,
+    heat_of,
+)
+from eplb_service.solver.time.candidates import (
+    TimedLayer,
+    improved_for_time,
+    placed_for_time,
+    retabled,
+    slowest_of_steps,
+    time_ratio,
+    timed,
+)
+from eplb_service.solver.time.evaluation import Curve, steps_of
+
+_HARDLY = 0.001
+"""Part of the time by which another way must be faster than balanced tokens on heat that neither was fitted to."""
+_SURE = 2.0
+"""Standard errors of the difference, step by step, that it must be faster by."""
+_BALANCED, _RETABLED, _FOR_TIME = 0, 1, 2
+"""Ways to place from scratch: balanced tokens; the same with tables for time; a placement for time."""
+
+
+class WindowHeat(NamedTuple):
+    """One layer's heat of a window, twice."""
+
+    episodes_NE: Float64
+    """float64 ``[N, E]``, steps summed, oldest first: what tokens are balanced on."""
+    steps_NE: Float64
+    """float64 ``[N', E]``, single steps: what time is lowered on."""
+
+    def halves(self) -> tuple[WindowHeat, WindowHeat]:
+        """The older and the newer half."""
+        cut, step_cut = self.episodes_NE.shape[0] // 2, self.steps_NE.shape[0] // 2
+        return (
+            WindowHeat(self.episodes_NE[:cut], self.steps_NE[:step_cut]),
+            WindowHeat(self.episodes_NE[cut:], self.steps_NE[step_cut:]),
+        )
+
+
+def solve_layer_for_time(
+    heat: WindowHeat,
+    deployed: Deployed,
+    params: SearchParams,
+    curve: Curve,
+    min_gain: float,
+    unplaced: bool,
+) -> Answer:
+    """Decide one layer.
+
+    Parameters
+    ----------
+    heat
+        Its episodes and single steps.
+    deployed, params, min_gain, unplaced
+        As for ``decision.solve_layer``; ``move_price`` and ``min_gain`` are parts of the time of even ranks.
+    curve
+        What tokens cost.
+
+    Returns
+    -------
+    Answer
+        Its ratios are of times: the slowest rank's over that of perfectly even ranks without replicas.
+    """
+    seen = _timed(heat, deployed, curve)
+    now = Candidate(deployed.phy2log_RS, deployed.log2phy_GE, 0.0, 0)
+    now = now._replace(par=_ratio(now, seen, params))
+    tables = retabled(deployed.phy2log_RS, seen, params)
+    halves = heat.halves() if heat.episodes_NE.shape[0] >= FEWEST_EPISODES else None
+    way = _FOR_TIME if halves is None else _lasting_way(*halves, deployed, params, curve)
+    fresh = min((now, tables, placed(seen, params, way)), key=_par)
+
+    def answer(found: Candidate, taken: int) -> Answer:
+        return Answer(found, now.par, fresh, float("inf"), taken)
+
+    if unplaced:
+        return answer(fresh, KEEP if fresh is now else TABLES if fresh is tables else FRESH)
+    if now.par - fresh.par <= min_gain:
+        return answer(now, KEEP)
+    params = params._replace(move_price=params.move_price * now.par)
+    most = FRESH
+    if params.holdout and halves is not None:
+        older, newer = (_timed(half, deployed, curve) for half in halves)
+        fitted = courses(older, now, params, FRESH, way)
+        judged = [(one._replace(par=_ratio(one, newer, params)), kind) for one, kind in fitted]
+        _, most = _cheapest(judged, now, params, _ratio(now, newer, params) - min_gain)
+    found, taken = _cheapest(courses(seen, now, params, most, way), now, params, now.par - min_gain)
+    return answer(found, taken)
+
+
+def _lasting_way(
+    older: WindowHeat, newer: WindowHeat, deployed: Deployed, params: SearchParams, curve: Curve
+) -> int:
+    """The way to place from scratch that, fitted to the older half, is clearly fastest on the newer; else balanced."""
+    fitted, judge = _timed(older, deployed, curve), _timed(newer, deployed, curve)
+    if not judge.steps.weight_N.any():
+        return _FOR_TIME
+    balanced = from_scratch(fitted.layer, params)
+    ways = [(_BALANCED, balanced), (_FOR_TIME, min(placed_for_time(fitted, params), key=_par))]
+    if params.tables == SOLVED:
+        ways.insert(1, (_RETABLED, retabled(balanced.phy2log_RS, fitted, params)))
+    chosen, most = _BALANCED, 0.0
+    by_tokens_N = slowest_of_steps(balanced, judge, params.tables)
+    for way, one in ways[1:]:
+        saved_N = by_tokens_N - slowest_of_steps(one, judge, params.tables)
+        saved, error = float(saved_N.mean()), float(saved_N.std()) / len(saved_N) ** 0.5
+        if saved > max(most, _HARDLY * judge.even_us, _SURE * error):
+            chosen, most = way, saved
+    return chosen
+
+
+def placed(seen: TimedLayer, params: SearchParams, way: int) -> Candidate:
+    """A placement from scratch by one of the ways, unless balanced tokens are faster on this very heat."""
+    balanced = from_scratch(seen.layer, params)
+    found = [balanced._replace(par=_ratio(balanced, seen, params))]
+    if way == _RETABLED:
+        found.append(retabled(balanced.phy2log_RS, seen, params))
+    elif way == _FOR_TIME:
+        found += placed_for_time(seen, params)
+    return min(found, key=_par)
+
+
+def courses(
+    seen: TimedLayer, now: Candidate, params: SearchParams, most: int, way: int
+) -> list[tuple[Candidate, int]]:
+    """What can be done, up to ``most`` of ``model.TABLES``, ``LOCAL`` and ``FRESH``, and which of them it is."""
+    found: list[tuple[Candidate, int]] = []
+    if most == KEEP:
+        return found
+    tables = retabled(now.phy2log_RS, seen, params)
+    found.append((tables, TABLES))
+    if most >= LOCAL and params.local_search_steps > 0:
+        # The search does not see the floor.
+        scale = seen.even_us / max(seen.even_us - seen.curve.floor, 1e-30)
+        price_K = params.move_price * scale * (PRICE_LADDER if params.price_ladder else PRICE_LADDER[-1:])
+        found += [(one, LOCAL) for one in improved_for_time(tables, seen, params, price_K)]
+    if most == FRESH:
+        found.append((placed(seen, params, way), FRESH))
+    return found
+
+
+def _cheapest(
+    found: Sequence[tuple[Candidate, int]], now: Candidate, params: SearchParams, limit: float
+) -> tuple[Candidate, int]:
+    """The one with the lowest ratio and price of moves below ``limit``, cheaper courses first; otherwise ``now``."""
+    best, taken = now, KEEP
+    for one, kind in found:
+        cost = one.par + params.move_price * one.moves
+        if cost < limit:
+            best, taken, limit = one, kind, cost
+    return best, taken
+
+
+def _timed(heat: WindowHeat, deployed: Deployed, curve: Curve) -> TimedLayer:
+    layer = Layer(heat_of(heat.episodes_NE, deployed.phy2log_RS.shape[0]), deployed)
+    return timed(layer, steps_of(heat.steps_NE), curve)
+
+
+def _par(candidate: Candidate) -> float:
+    return candidate.par
+
+
+def _ratio(candidate: Candidate, seen: TimedLayer, params: SearchParams) -> float:
+    return time_ratio(candidate.phy2log_RS, candidate.log2phy_GE, seen, params.tables)

@@ -1,0 +1,134 @@
+"""Heat is scaled, averaged and judged as its definition says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eplb_service.placement import Placement, par
+from eplb_service.planner.scoring import split_loads
+from eplb_service.solver.model import normalise
+from eplb_service.solver.search.construction import descending, even_shares
+from eplb_service.solver.search.evaluation import expert_heat, mean_of_max, risk
+from eplb_service.solver.window import loads_of_ranks, served_window, sum_episodes
+from tests.solver.layers_of import Case, cases
+from tests.solver.placed_layer import PlacedLayer, random_placement
+from tests.solver.slow import heat
+
+SETTINGS = settings(max_examples=60)
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@SETTINGS
+@given(cases())
+def test_heat_is_normalised(case: Case) -> None:
+    weight_N = np.linspace(1, 2, len(case.heat_NE))
+    scaled_EN, share_N = normalise(case.heat_NE, weight_N, case.ranks)
+    wanted_EN, wanted_N = heat.normalise(case.heat_NE, weight_N, case.ranks)
+    np.testing.assert_allclose(scaled_EN, wanted_EN, rtol=1e-6)
+    np.testing.assert_allclose(share_N, wanted_N, rtol=1e-6)
+
+
+@SETTINGS
+@given(cases(), st.sampled_from((0.0, 0.7, 2.0)))
+def test_demand_is_mean_and_covariance(case: Case, z: float) -> None:
+    layer = PlacedLayer(case, z)
+    mean_E, gram_EE = heat.demand_of(*layer.heat)
+    np.testing.assert_allclose(layer.demand.mean_E, mean_E, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(layer.demand.gram_EE, gram_EE, rtol=1e-4, atol=1e-5 * case.ranks**2)
+    np.testing.assert_array_equal(layer.demand.gram_EE, layer.demand.gram_EE.T)
+    wanted_E = [heat.risk_of(heat_N, layer.share_N, z) for heat_N in layer.heat[0]]
+    np.testing.assert_allclose(expert_heat(layer.demand, z), wanted_E, rtol=1e-4, atol=1e-3 * case.ranks)
+
+
+def test_risk_survives_a_variance_rounded_below_zero() -> None:
+    assert risk(np.float32(2.0), np.float32(4.0), 1.5) == 5.0
+    assert risk(np.float32(2.0), np.float32(-1e-9), 1.5) == 2.0
+
+
+@SETTINGS
+@given(cases(), SEEDS)
+def test_ratio_is_the_mean_of_the_peaks(case: Case, seed: int) -> None:
+    layer = PlacedLayer(case, 1.0, seed)
+    share_RS = layer.generator.random(layer.share_RS.shape).astype(np.float32)
+    found = mean_of_max(layer.scaled_EN, layer.share_N, layer.phy2log_RS, share_RS)
+    assert found == pytest.approx(heat.mean_of_max(*layer.heat, layer.phy2log_RS, share_RS), rel=1e-5)
+
+
+@SETTINGS
+@given(st.lists(st.sampled_from((0.0, 1.0, 2.5, 9.0)) | st.floats(0, 9, width=32), max_size=40))
+def test_descending_is_a_stable_sort(values: list[float]) -> None:
+    array = np.array(values, dtype=np.float32)
+    np.testing.assert_array_equal(descending(array), np.argsort(-array, kind="stable"))
+
+
+@SETTINGS
+@given(cases(), st.integers(0, 10**6))
+def test_the_objective_is_the_one_peak_to_average_ratio(case: Case, seed: int) -> None:
+    layer = PlacedLayer(case, 1.0, seed)
+    placement = Placement(layer.phy2log_RS[None], case.experts)
+    loads_NLR = split_loads(case.heat_NE[:, None], placement, placement.default_log2phy(), None, "even")
+    expected = par(loads_NLR)[0]
+    weight_RS = even_shares(layer.phy2log_RS, case.experts)
+    found = mean_of_max(
+        *normalise(case.heat_NE, np.ones(len(case.heat_NE)), case.ranks), layer.phy2log_RS, weight_RS
+    )
+    assert found == pytest.approx(1.0 if np.isnan(expected) else expected, rel=1e-4)
+
+
+@SETTINGS
+@given(st.integers(1, 12), st.integers(1, 12), st.booleans())
+def test_episodes_are_those_of_the_window(steps: int, episodes: int, whole: bool) -> None:
+    heat_TLE = np.random.default_rng(steps).integers(0, 9, (steps, 2, 3))
+    heat_TLE = heat_TLE if whole else heat_TLE / 4
+    wanted_NLE = heat.sum_episodes(heat_TLE, min(episodes, steps))
+    found_KNE = sum_episodes(heat_TLE, np.array([1]), min(episodes, steps))
+    np.testing.assert_allclose(found_KNE, wanted_NLE.transpose(1, 0, 2)[[1]], rtol=1e-12)
+
+
+@SETTINGS
+@given(cases(), SEEDS, st.booleans())
+def test_rank_loads_are_sums_over_slots(case: Case, seed: int, whole: bool) -> None:
+    generator = np.random.default_rng(seed)
+    phy2log_LRS = np.stack(
+        [random_placement(case.ranks, case.slots, case.experts, generator) for _ in range(2)]
+    )
+    share_LP = generator.random((2, case.ranks * case.slots))
+    heat_NLE = np.stack([case.heat_NE, np.floor(case.heat_NE[::-1] / 3)], axis=1).astype(
+        int if whole else float
+    )
+    found_NLR = loads_of_ranks(heat_NLE, phy2log_LRS, share_LP)
+    np.testing.assert_allclose(found_NLR, heat.loads_of_ranks(heat_NLE, phy2log_LRS, share_LP), rtol=1e-12)
+
+
+@SETTINGS
+@given(cases(), SEEDS, st.integers(1, 20), st.booleans())
+def test_a_window_in_short_is_what_its_loads_are(case: Case, seed: int, steps: int, whole: bool) -> None:
+    generator = np.random.default_rng(seed)
+    layer_K = np.array([2, 0])
+    phy2log_KRS = np.stack(
+        [random_placement(case.ranks, case.slots, case.experts, generator) for _ in layer_K]
+    )
+    share_KP = generator.random((2, case.ranks * case.slots))
+    heat_TLE = generator.integers(0, 100, (steps, 3, case.experts)) * generator.integers(0, 2, (steps, 3, 1))
+    heat_TLE = heat_TLE.astype(np.int32) if whole else heat_TLE / 4
+    episodes = int(generator.integers(0, steps + 1))
+    found = served_window(heat_TLE, layer_K, phy2log_KRS, share_KP, episodes)
+    loads_TKR = heat.loads_of_ranks(heat_TLE[:, layer_K], phy2log_KRS, share_KP)
+    np.testing.assert_allclose(found.peak_TK, loads_TKR.max(axis=2), rtol=1e-12)
+    np.testing.assert_allclose(found.tokens_TK, loads_TKR.sum(axis=2), rtol=1e-12)
+    alone_KR = np.ones((2, case.ranks), dtype=np.int32)
+    np.testing.assert_allclose(found.variance_K, heat.volatility(loads_TKR, alone_KR), rtol=1e-9, atol=1e-15)
+    assert found.loads_NKR.shape == (episodes, 2, case.ranks)
+    if episodes > 0:
+        heat_NKE = heat.sum_episodes(heat_TLE, episodes)[:, layer_K]
+        np.testing.assert_allclose(
+            found.loads_NKR, heat.loads_of_ranks(heat_NKE, phy2log_KRS, share_KP), rtol=1e-12, atol=1e-9
+        )
+        wanted_K = heat.volatility(found.loads_NKR, alone_KR)
+        np.testing.assert_allclose(found.rank_variance_K, wanted_K, rtol=1e-9, atol=1e-15)
+        replicas_KE = Placement(phy2log_KRS, case.experts).replicas()
+        wanted_K = heat.volatility(heat_NKE, replicas_KE)
+        np.testing.assert_allclose(found.expert_variance_K, wanted_K, rtol=1e-9, atol=1e-15)
