@@ -9,6 +9,8 @@ from __future__ import annotations
 import base64
 import json
 import re
+import types
+import typing
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -344,11 +346,14 @@ def _setting(name: str, prefix: str, field: Any) -> Setting:
 
 
 def _kind(annotation: Any) -> str:
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        choices = [choice for choice in typing.get_args(annotation) if choice is not types.NoneType]
+        return " or ".join(_kind(choice) for choice in choices)
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _kind(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) is typing.Literal:
+        return " or ".join(typing.get_args(annotation))
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    text = re.sub(
-        r"typing\.Literal\[(.*?)\]", lambda match: match[1].replace("'", "").replace(", ", " or "), text
-    )
-    text = text.replace("pathlib.", "").replace("pydantic.types.", "").replace(" | None", "")
     names = {"str": "text", "int": "integer", "float": "number", "bool": "true or false"}
     names |= {"Path": "path", "SecretStr": "secret text"}
     return names.get(text, text)

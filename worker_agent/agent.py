@@ -275,7 +275,7 @@ class Agent:
         self._heat.step_done(self._step - 1, phase, self.installed.layer_epochs, tokens, micros)
 
     def _follow(self, report_steps: int, reporting: Reporting) -> None:
-        self._heat.adopt(report_steps, reporting)
+        self._heat.adopt(reporting.report_steps or report_steps, reporting)
         if reporting != self._reporting:
             self._reporting = reporting
             self._outbox.thin(lambda report: self._heat.wants(report.first_step))

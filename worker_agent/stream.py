@@ -22,6 +22,7 @@ from eplb_service.wire.parts import in_parts
 from eplb_service.wire.reporting import EVERYTHING, decode_reporting
 from eplb_service.wire.status import Heartbeat, PlanState, PlanStatus, encode_heartbeat, encode_plan_status
 from worker_agent.checked_plan import CheckedPlan, check_plan
+from worker_agent.heartbeats import Heartbeats
 from worker_agent.identity import Identity
 from worker_agent.outbox import Outbox
 from worker_agent.settings import AgentSettings
@@ -144,17 +145,19 @@ class ServiceStream:
             yield from in_parts(request)
 
     def _statements(self, over: threading.Event) -> Iterator[agent_pb2.ConnectRequest]:
-        """Heartbeats go out however much else there is to say."""
+        """Heartbeats with any news go out however much else there is to say."""
         # The switch hears of a term at the model's next step, which may be late.
         term = max(self._highest_term(), self._welcomed_term)
         yield agent_pb2.ConnectRequest(hello=encode_hello(self._identity.hello(self._installed(), term)))
-        beat_at = time.monotonic()
+        heartbeats = Heartbeats(time.monotonic())
         while not over.is_set() and not self._closing.is_set():
-            left = beat_at - time.monotonic()
+            left = heartbeats.left(time.monotonic())
             if left <= 0:
                 welcome = self.welcome
-                beat_at = time.monotonic() + (welcome.heartbeat_seconds if welcome else _FIRST_BEAT_SECONDS)
-                yield agent_pb2.ConnectRequest(heartbeat=encode_heartbeat(self._beat()))
+                interval = welcome.heartbeat_seconds if welcome else _FIRST_BEAT_SECONDS
+                beat = self._beat()
+                if heartbeats.look(time.monotonic(), beat, interval):
+                    yield agent_pb2.ConnectRequest(heartbeat=encode_heartbeat(beat))
                 continue
             item = self._outbox.take(timeout=left)
             if over.is_set():
@@ -163,6 +166,7 @@ class ServiceStream:
                 return
             if isinstance(item, HeatReport):
                 report = replace(item, dropped_steps=self._outbox.dropped_steps)
+                heartbeats.said_other()
                 yield agent_pb2.ConnectRequest(heat_report=encode_heat_report(report))
             elif item is not None:
                 yield agent_pb2.ConnectRequest(plan_status=encode_plan_status(item))

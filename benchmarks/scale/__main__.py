@@ -26,6 +26,8 @@ from benchmarks.scale.targets import verdicts
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 
 _SETTLE_SECONDS = 4.0
+_GROW_SECONDS = 30.0
+"""By then a service knows how fast the ranks step, and has asked them for reports of another length."""
 _PLAN_SECONDS = 300.0
 _NEVER = 1 << 30
 _ROOM = 1 << 13
@@ -45,7 +47,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=58)
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--steps-per-second", type=float, default=20.0, help="of the model (20)")
-    parser.add_argument("--report-steps", type=int, default=16, help="steps in a report (16)")
+    parser.add_argument(
+        "--report-steps", type=int, help="in a report; by default as many as the service asks for"
+    )
     parser.add_argument("--per-step-sources", action="store_true", help="as agents of 0.1 report")
     parser.add_argument("--processes", type=int, default=2, help="that the agents are spread over (2)")
     parser.add_argument("--no-plan", action="store_true", help="ask for no decision")
@@ -67,7 +71,7 @@ def measure(load: Load, seconds: float, processes: int, *, plan: bool) -> Measur
     """One number of ranks, for so long; with ``plan`` a decision too, and how long its plan is on its way."""
     settings = {
         "decision_interval": _NEVER,
-        "report_steps": load.report_steps,
+        "report_steps": load.report_steps or "auto",
         # On a busy machine agents may not be run for long; that is no reason to hear them no more.
         "heartbeat_seconds": 20.0,
         "max_streams_per_peer": _ROOM,
@@ -81,7 +85,7 @@ def measure(load: Load, seconds: float, processes: int, *, plan: bool) -> Measur
         rank_processes(service.address, load, processes) as ranks,
     ):
         ranks.begin()
-        time.sleep(_SETTLE_SECONDS)
+        time.sleep(_SETTLE_SECONDS if load.report_steps else _GROW_SECONDS)
         service.read()
         sent, readings = ranks.tallies(), [service.read()]
         for _ in range(_READINGS):

@@ -23,6 +23,7 @@ from eplb_service.wire.heat import encode_heat_report
 from eplb_service.wire.hello import Hello, Shape, encode_hello
 from eplb_service.wire.parts import in_parts
 from eplb_service.wire.status import Heartbeat, encode_heartbeat
+from worker_agent.heartbeats import Heartbeats
 
 DEPLOYMENT = "scale"
 _CONNECT = "/eplb.v1.AgentService/Connect"
@@ -44,14 +45,14 @@ class Load:
     scale
         Of the whole deployment.
     steps_per_second, report_steps
-        How fast the model steps, and how many steps a report has.
+        How fast the model steps, and how many steps a report has; ``None`` for as many as the service asks for.
     sums
         Whether own tokens are counted as sums over each report; otherwise step by step, as agents did before.
     """
 
     scale: Scale
     steps_per_second: float
-    report_steps: int
+    report_steps: int | None
     sums: bool
 
 
@@ -194,23 +195,22 @@ def _agents(load: Load, share: range) -> list[_Agent]:
             placement.phy2log_LRS[:, rank],
             tables_RLE[rank],
         )
-        # Sums of own tokens are large to draw and to keep: the ranks of a process share a few.
-        drawn = drawn_reports(scale, rank, load.report_steps, sums=load.sums)
-        agents.append(_Agent(load, hello, [encode_heat_report(report) for report in drawn]))
+        agents.append(_Agent(load, hello))
     return agents
 
 
 class _Agent:
     """One rank's stream."""
 
-    def __init__(self, load: Load, hello: Hello, reports: list[agent_pb2.HeatReport]) -> None:
+    def __init__(self, load: Load, hello: Hello) -> None:
         self.dropped_steps = self.sent_bytes = self.reports = 0
         self.plan_at = 0.0
         self._load = load
         self._rank = hello.rank
         self._digest = hello.digest
         self._hello = agent_pb2.ConnectRequest(hello=encode_hello(hello)).SerializeToString()
-        self._reports = [agent_pb2.ConnectRequest(heat_report=report) for report in reports]
+        self._asked_steps = self._step = 0
+        self._reports: list[agent_pb2.ConnectRequest] = []
         self._call: Any = None
         self._writing = asyncio.Lock()
 
@@ -222,31 +222,45 @@ class _Agent:
             answer = await self._call.read()
         if answer == grpc.aio.EOF or not answer.HasField("welcome"):
             raise RuntimeError(f"rank {self._rank}: {await self._call.details()}")
+        self._asked_steps = answer.welcome.report_steps
 
     async def run(self, start: float) -> None:
         await asyncio.gather(self._send(start), self._beat(), self._hear())
 
     async def _send(self, start: float) -> None:
-        steps = self._load.report_steps
-        seconds = steps / self._load.steps_per_second
-        block = 0
+        step = steps = 0
         while True:
+            self._step = step
+            asked = self._load.report_steps or self._asked_steps
+            # A longer report than the last one begins at a multiple of its steps, as agents cut theirs.
+            if asked != steps and step % asked == 0:
+                steps = asked
+                self._draw(steps)
+            seconds = steps / self._load.steps_per_second
             # Ranks report at times of their own, though they step together.
-            due = start + seconds * (block + 1 + self._rank / self._load.scale.ranks)
+            due = (
+                start
+                + step / self._load.steps_per_second
+                + seconds * (1 + self._rank / self._load.scale.ranks)
+            )
             await asyncio.sleep(max(0.0, due - time.time()))
             behind = int((time.time() - due) / seconds)
             if behind > _QUEUED_REPORTS:
                 self.dropped_steps += steps * (behind - _QUEUED_REPORTS)
-                block += behind - _QUEUED_REPORTS
-            message = self._reports[(block + self._rank) % len(self._reports)]
-            message.heat_report.first_step = block * steps
+                step += steps * (behind - _QUEUED_REPORTS)
+            message = self._reports[(step // steps + self._rank) % len(self._reports)]
+            message.heat_report.first_step = step
             message.heat_report.dropped_steps = self.dropped_steps
             for part in in_parts(message):
                 data = part.SerializeToString()
                 await self._write(data)
                 self.sent_bytes += len(data)
             self.reports += 1
-            block += 1
+            step += steps
+
+    def _draw(self, steps: int) -> None:
+        drawn = drawn_reports(self._load.scale, self._rank, steps, sums=self._load.sums)
+        self._reports = [agent_pb2.ConnectRequest(heat_report=encode_heat_report(report)) for report in drawn]
 
     async def _write(self, data: bytes) -> None:
         """One at a time: gRPC gives up a call on which two writes meet, and the service hears nothing of it."""
@@ -255,24 +269,21 @@ class _Agent:
 
     async def _beat(self) -> None:
         await asyncio.sleep(_HEARTBEAT_SECONDS * self._rank / self._load.scale.ranks)
+        heartbeats, reports = Heartbeats(time.monotonic()), 0
         while True:
-            beat = encode_heartbeat(Heartbeat(step=self.reports, epoch=0, digest=self._digest, error=""))
-            await self._write(agent_pb2.ConnectRequest(heartbeat=beat).SerializeToString())
-            await asyncio.sleep(_HEARTBEAT_SECONDS)
+            if self.reports > reports:
+                heartbeats.said_other()
+            reports = self.reports
+            beat = Heartbeat(step=self._step, epoch=0, digest=self._digest, error="")
+            if heartbeats.look(time.monotonic(), beat, _HEARTBEAT_SECONDS):
+                message = agent_pb2.ConnectRequest(heartbeat=encode_heartbeat(beat))
+                await self._write(message.SerializeToString())
+            await asyncio.sleep(heartbeats.left(time.monotonic()))
 
     async def _hear(self) -> None:
         while (answer := await self._call.read()) != grpc.aio.EOF:
             if answer.HasField("plan"):
                 self.plan_at = time.time()
-                if self._rank == 0:
-                    await self._refuse(answer.plan.plan_id)
+            elif answer.HasField("reporting"):
+                self._asked_steps = answer.reporting.report_steps or self._asked_steps
         raise RuntimeError(f"rank {self._rank}: the stream ended: {await self._call.details()}")
-
-    async def _refuse(self, plan_id: int) -> None:
-        status = agent_pb2.PlanStatus(
-            plan_id=plan_id,
-            state=agent_pb2.PLAN_STATE_REFUSED,
-            reason="there is no model here",
-            digest=self._digest,
-        )
-        await self._write(agent_pb2.ConnectRequest(plan_status=status).SerializeToString())

@@ -50,17 +50,28 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
 
 def _flag_type(annotation: Any) -> Any:
     """What the shell's text is parsed as; the settings themselves check the value."""
-    if isinstance(annotation, types.UnionType):
-        annotation = next(choice for choice in typing.get_args(annotation) if choice is not types.NoneType)
-    if annotation is SecretStr or typing.get_origin(annotation) is Literal:
+    choices = _choices(annotation)
+    if len(choices) > 1 or choices[0] is SecretStr or typing.get_origin(choices[0]) is Literal:
         return str
-    return annotation
+    return choices[0]
+
+
+def _choices(annotation: Any) -> list[Any]:
+    """What a value may be, where there is one."""
+    union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+    choices = typing.get_args(annotation) if union else (annotation,)
+    return [choice for choice in choices if choice is not types.NoneType]
 
 
 def _metavar(field: FieldInfo) -> str | None:
-    if typing.get_origin(field.annotation) is Literal:
-        return "|".join(typing.get_args(field.annotation))
-    return None
+    choices = _choices(field.annotation)
+    if not any(typing.get_origin(choice) is Literal for choice in choices):
+        return None
+    return "|".join(_named(choice) for choice in choices)
+
+
+def _named(choice: Any) -> str:
+    return "|".join(typing.get_args(choice)) if typing.get_origin(choice) is Literal else "NUMBER"
 
 
 def _flags() -> list[inspect.Parameter]:

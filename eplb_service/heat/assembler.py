@@ -7,6 +7,7 @@ and the table that they were routed by. Memory is bounded by the shape, whatever
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -44,6 +45,13 @@ def memory_bytes(shape: Shape, window_steps: int, pending_steps: int) -> int:
     slots = PLACEMENTS_HELD * 4 * shape.layers * shape.ranks * shape.slots
     tables = (_TABLES_HELD * 4 + TARGETS_HELD * 2) * shape.ranks * shape.layers * shape.experts * shape.width
     return heat + counts + sources + times + slots + tables
+
+
+class _WholeStep(NamedTuple):
+    """A step that all ranks have reported, by its position in the ring, and the cells of its counts if by slot."""
+
+    position: int
+    cells_LRS: npt.NDArray[np.intp] | None
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,8 @@ class HeatAssembler:
     token_groups_R
         Ranks with the same number see the same tokens; by default each has its own.
 
-    ``placements`` is what counts are read under; ``assembled`` counts the steps that ever entered the window.
+    ``placements`` is what counts are read under; ``assembled`` counts the steps that ever entered the window. A step
+    enters it where ``put_together`` comes to it: long reports make many steps whole at once.
     """
 
     def __init__(
@@ -100,6 +109,7 @@ class HeatAssembler:
         self.assembled = 0
         self.placements = PlacementHistory(tuple({} for _ in range(layers)))
         self._shape = (layers, experts)
+        self._whole: deque[_WholeStep] = deque()
         self._pending = PendingSteps(ranks, layers, experts, slots, pending_steps)
         self._sources = SourceHeat(ranks, window_steps)
         self._steps_W = np.full(window_steps, -1, dtype=np.int64)
@@ -133,7 +143,18 @@ class HeatAssembler:
         """Steps in the window."""
         return min(self.assembled, len(self._steps_W))
 
+    @property
+    def waiting(self) -> int:
+        """Steps that all ranks have reported and that are not in the window yet."""
+        return len(self._whole)
+
     def add(self, rank: int, report: HeatReport) -> StepCounts:
+        """Take one rank's report, and put together what is whole; returns as ``take`` does."""
+        counts = self.take(rank, report)
+        self.put_together()
+        return counts
+
+    def take(self, rank: int, report: HeatReport) -> StepCounts:
         """Take one rank's report; returns how many steps it completed, and how many are lost since.
 
         A report under an epoch that is not known is left out, so that its steps will count as lost.
@@ -141,14 +162,14 @@ class HeatAssembler:
         cells_LRS = self.placements.cells(report.layer_epochs, self._shape[1])
         if cells_LRS is None:
             return StepCounts(0, 0)
+        self._put_together_before(self._pending.kept_from(report))
         before, restarts = self.counted, self._pending.restarts
         if report.slot_counts_TLS is None:
             targets_LED = self.placements.targets(report.layer_epochs, rank)
-            for position in self._pending.add_sources(rank, report, targets_LED):
-                self._append(position, *self._pending.by_source(position))
+            whole, cells = self._pending.add_sources(rank, report, targets_LED), None
         else:
-            for position in self._pending.add(rank, report):
-                self._append(position, *self._pending.by_slot(position, cells_LRS))
+            whole, cells = self._pending.add(rank, report), cells_LRS
+        self._whole.extend(_WholeStep(int(position), cells) for position in whole)
         if self._pending.restarts != restarts:
             self._sources.clear()
         if report.source_counts_TLE is not None:
@@ -156,6 +177,15 @@ class HeatAssembler:
         elif report.source_sums_LE is not None:
             self._sources.add_sums(rank, report.first_step, report.steps, report.source_sums_LE)
         return StepCounts(self.counted.received - before.received, self.counted.lost - before.lost)
+
+    def put_together(self, most: int | None = None) -> None:
+        """Let steps that all ranks have reported enter the window: all, or at most so many, the first ones first."""
+        for _ in range(len(self._whole) if most is None else min(most, len(self._whole))):
+            position, cells_LRS = self._whole.popleft()
+            if cells_LRS is None:
+                self._append(position, *self._pending.by_source(position))
+            else:
+                self._append(position, *self._pending.by_slot(position, cells_LRS))
 
     def remembered(self) -> RememberedHeat:
         """Heat of the window by now."""
@@ -202,6 +232,11 @@ class HeatAssembler:
         rows = entered % len(self._steps_W)
         current_TL = self._epochs_WL[rows] == np.asarray(layer_epochs, dtype=np.int64)
         return np.where(current_TL, self._par_WL[rows], np.nan)
+
+    def _put_together_before(self, step: int) -> None:
+        """Those that will have left the ring by the time that it begins with ``step``."""
+        if any(self._pending.step_P[whole.position] < step for whole in self._whole):
+            self.put_together()
 
     def _in_order(self) -> npt.NDArray[np.intp]:
         return np.argsort(self._steps_W[: self.steps], kind="stable")

@@ -25,10 +25,14 @@ from eplb_service.wire.fields import (
     check_name,
 )
 from eplb_service.wire.generated import agent_pb2
-from eplb_service.wire.reporting import EVERYTHING, Reporting, decode_reporting, encode_reporting
+from eplb_service.wire.reporting import (
+    EVERYTHING,
+    MOST_REPORT_STEPS,
+    Reporting,
+    decode_reporting,
+    encode_reporting,
+)
 
-MOST_REPORT_STEPS = 1 << 16
-"""Steps that a service may ask for in one report."""
 FEWEST_HEARTBEAT_SECONDS, MOST_HEARTBEAT_SECONDS = 0.05, 60.0
 """What an agent makes of any other interval: it neither spins nor falls silent."""
 
@@ -116,7 +120,7 @@ class Welcome:
     leader_term
         Of the service for this deployment; agents refuse the plans of lower ones.
     report_steps
-        Steps per heat report.
+        Steps per heat report, until a ``Reporting`` names another number.
     heartbeat_seconds
         Seconds between two heartbeats.
     reporting

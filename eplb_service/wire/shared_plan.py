@@ -67,6 +67,12 @@ class SharedPlan:
             layers.append((_tag(agent_pb2.Plan, "layers", len(update) + narrow[0].nbytes) + update, narrow))
         return cls(head.SerializeToString(), tuple(layers))
 
+    @property
+    def size(self) -> int:
+        """Bytes of one rank's message, but for the few that say what follows."""
+        own_bytes = sum(len(before) + int(tables[0].nbytes) for before, tables in self.layers)
+        return len(self.head) + own_bytes
+
     def response(self, rank: int) -> bytes:
         """The ``ConnectResponse`` for one rank, encoded."""
         pieces = [self.head]
@@ -74,14 +80,6 @@ class SharedPlan:
             pieces += before, tables[rank].tobytes()
         length = sum(len(piece) for piece in pieces)
         return b"".join((_tag(agent_pb2.ConnectResponse, "plan", length), *pieces))
-
-
-@dataclass(frozen=True)
-class RankCopy:
-    """One rank's message of a plan, not put together yet."""
-
-    plan: SharedPlan
-    rank: int
 
 
 def _before_row(code: int, row: Integers) -> bytes:

@@ -199,6 +199,21 @@ def test_of_a_few_blocks_one_is_reported_the_same_by_all_ranks() -> None:
     assert taken == [[0, 1, 8, 9, 16, 17]] * 2
 
 
+def test_ranks_that_hear_of_longer_reports_at_different_steps_cut_alike_again() -> None:
+    cuts = []
+    for heard_at in (0, 3, 4, 6):
+        layers = [CountingLayer()]
+        recorder = HeatRecorder(layers, segment_steps=2)
+        for step in range(24):
+            if step == heard_at:
+                recorder.adopt(8)
+            _run(layers, recorder, range(step, step + 1))
+        taken = recorder.take()
+        assert _steps_of(taken) == list(range(24))
+        cuts.append([one.first_step for one in taken])
+    assert [[first for first in firsts if first >= 8] for firsts in cuts] == [[8, 16]] * 4
+
+
 def test_tokens_are_told_where_the_host_told_them_of_every_step() -> None:
     layers = [CountingLayer()]
     recorder = HeatRecorder(layers, 4)

@@ -147,9 +147,9 @@ def test_what_the_service_asks_for_is_followed_until_it_asks_otherwise() -> None
     with Scene() as scene:
         scene.hear("heartbeat")
         assert scene.stream.reporting == EVERYTHING
-        reporting = agent_pb2.Reporting(source_sums=True, one_in=4)
+        reporting = agent_pb2.Reporting(source_sums=True, one_in=4, report_steps=64)
         scene.service.to_say.put(agent_pb2.ConnectResponse(reporting=reporting))
-        scene.wait_for_reporting(Reporting(source_sums=True, one_in=4))
+        scene.wait_for_reporting(Reporting(source_sums=True, one_in=4, report_steps=64))
         # The next service is of a release that asks for nothing.
         scene.service.to_say.put(None)
         scene.wait_for_reporting(EVERYTHING)

@@ -225,6 +225,44 @@ def test_whatever_order_reports_come_in_no_step_is_read_twice_or_made_up(data: s
     np.testing.assert_array_equal(window.heat_TLE[:, 0, 0], 2 * (steps + 1))
 
 
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_steps_that_enter_the_window_little_by_little_are_those_that_do_at_once(data: st.DataObject) -> None:
+    """Whatever is reported meanwhile: leaps, steps long gone, and reports that push whole steps out of the ring."""
+    at_once, by_turns = (
+        assembler(window_steps=16, pending_steps=6),
+        assembler(window_steps=16, pending_steps=6),
+    )
+    step = 0
+    for _ in range(data.draw(st.integers(1, 20))):
+        rank = data.draw(st.integers(0, RANKS - 1))
+        first_step = max(0, step + data.draw(st.sampled_from((-9, -1, 0, 0, 0, 3, 40))))
+        sent = report(first_step, *data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=6)))
+        assert at_once.add(rank, sent) == by_turns.take(rank, sent)
+        by_turns.put_together(data.draw(st.integers(0, 2)))
+        step = max(step, first_step) if rank else step
+    assert at_once.waiting == 0
+    assert by_turns.steps + by_turns.waiting >= at_once.steps
+    while by_turns.waiting:
+        by_turns.put_together(1)
+    np.testing.assert_array_equal(by_turns.remembered().arrays()[0], at_once.remembered().arrays()[0])
+    np.testing.assert_array_equal(loads_of(by_turns, (0, 0)), loads_of(at_once, (0, 0)))
+    np.testing.assert_array_equal(by_turns.newest_par(0, (0, 0)), at_once.newest_par(0, (0, 0)))
+
+
+def test_whole_steps_are_put_together_before_the_ring_is_written_over() -> None:
+    heat = assembler(pending_steps=4)
+    for rank in range(RANKS):
+        heat.take(rank, report(0, 1, 2, 3))
+    heat.put_together(1)
+    assert (heat.steps, heat.waiting) == (1, 2)
+    heat.take(0, report(3, 4))
+    assert (heat.steps, heat.waiting) == (1, 2), "all of them are still in the ring"
+    heat.take(0, report(4, 5, 6))
+    assert (heat.steps, heat.waiting) == (3, 0)
+    np.testing.assert_array_equal(Window(*heat.remembered().arrays()).heat_TLE[:, 0, 1], [1, 2, 3])
+
+
 def sources_only(first_step: int, counts_TLE: np.ndarray, epochs: tuple[int, ...] = (0, 0)) -> HeatReport:
     phase_T = np.full(len(counts_TLE), StepPhase.DECODE, dtype=np.uint8)
     return HeatReport(first_step, epochs, None, phase_T, counts_TLE)

@@ -49,7 +49,13 @@ from eplb_service.wire.hello import (
 )
 from eplb_service.wire.past_plan import OUTCOMES, PastPlan, PastVerdict, decode_past_plan, encode_past_plan
 from eplb_service.wire.plan import RankLayer, RankPlan, decode_plan, encode_plan, table_digest
-from eplb_service.wire.reporting import MOST_BLOCKS, Reporting, decode_reporting, encode_reporting
+from eplb_service.wire.reporting import (
+    MOST_BLOCKS,
+    MOST_REPORT_STEPS,
+    Reporting,
+    decode_reporting,
+    encode_reporting,
+)
 from eplb_service.wire.status import (
     Heartbeat,
     PlanState,
@@ -184,7 +190,7 @@ def heat_reports(draw: st.DrawFn) -> HeatReport:
 
 
 def reportings() -> st.SearchStrategy[Reporting]:
-    return st.builds(Reporting, st.booleans(), st.integers(1, MOST_BLOCKS))
+    return st.builds(Reporting, st.booleans(), st.integers(1, MOST_BLOCKS), st.integers(0, MOST_REPORT_STEPS))
 
 
 @st.composite
@@ -359,13 +365,14 @@ KINDS: dict[str, Kind] = {
             "heartbeat_seconds": (float("nan"),),
             "reporting.source_sums": ACCEPTED,
             "reporting.one_in": _PAST_BLOCKS,
+            "reporting.report_steps": ((1 << 16) + 1,),
         },
     ),
     "reporting": Kind(
         reportings(),
         encode_reporting,
         decode_reporting,
-        {"source_sums": ACCEPTED, "one_in": _PAST_BLOCKS},
+        {"source_sums": ACCEPTED, "one_in": _PAST_BLOCKS, "report_steps": ((1 << 16) + 1,)},
     ),
     "heat_report": Kind(
         heat_reports(),

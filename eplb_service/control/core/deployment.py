@@ -20,6 +20,7 @@ from eplb_service.control.core.membership import Group, Member, rank_list
 from eplb_service.control.core.offer import Offer
 from eplb_service.control.core.pacing import Pacing
 from eplb_service.control.core.plan_tracker import ContradictionError, Outcome, PlanTracker
+from eplb_service.control.core.report_size import ReportSize
 from eplb_service.control.core.shedding import Shedding
 from eplb_service.control.core.totals import Totals
 from eplb_service.heat.assembler import HeatAssembler, StepCounts
@@ -76,6 +77,8 @@ class Deployment:
         How long no heat has come.
     shedding
         How much heat the ranks are asked for.
+    report_size
+        How many steps the ranks gather into one report.
     decided_at
         Steps assembled when the last decision was made.
     pacing
@@ -109,6 +112,7 @@ class Deployment:
     service_problems: tuple[str, ...] = ()
     watchdog: HeatWatchdog = field(default_factory=HeatWatchdog)
     shedding: Shedding = field(default_factory=Shedding)
+    report_size: ReportSize = field(default_factory=ReportSize)
     decided_at: int = 0
     pacing: Pacing | None = None
     found: LivePlacement | None = None
@@ -125,6 +129,10 @@ class Deployment:
     def connected(self) -> list[Member]:
         """Ranks whose stream is alive."""
         return self.group.connected if self.group else []
+
+    def __post_init__(self) -> None:
+        if self.group is None:
+            self.report_size = self.limits.report_size
 
     def take_events(self) -> list[Event]:
         """What has happened since the last time, in order."""
@@ -197,19 +205,30 @@ class Deployment:
         self._give_way_to_ranks(rank)
 
     def heat_report(self, rank: int, report: HeatReport) -> StepCounts:
-        """A rank's counts; returns how many steps they completed, and how many are lost since."""
+        """A rank's counts; returns how many steps they completed, and how many are lost since.
+
+        Steps that are whole enter the window by ``put_together``.
+        """
         if self.heat is None:
             return StepCounts(0, 0)
         member = self._member(rank)
         step = max(member.step, report.first_step + report.steps)
         self._note(rank, step=step, dropped_steps=report.dropped_steps)
-        before = self.heat.assembled
-        gained = self.heat.add(rank, report)
-        if self.pacing is not None and self.live is not None and self.heat.assembled > before:
-            self.pacing = self.pacing.after_steps(self.heat.newest_par(before, self.live.layer_epochs))
+        self.report_size = self.report_size.after_report(report)
+        gained = self.heat.take(rank, report)
         if any(gained):
             self.totals = self.totals.plus(steps_received=gained.received, steps_lost=gained.lost)
         return gained
+
+    def put_together(self, most: int | None = None) -> bool:
+        """Let at most so many whole steps enter the window, or all; whether more of them wait."""
+        if self.heat is None or not self.heat.waiting:
+            return False
+        before = self.heat.assembled
+        self.heat.put_together(most)
+        if self.pacing is not None and self.live is not None:
+            self.pacing = self.pacing.after_steps(self.heat.newest_par(before, self.live.layer_epochs))
+        return self.heat.waiting > 0
 
     # Decisions
 
@@ -287,9 +306,11 @@ class Deployment:
 
     def tick(self, now: float) -> None:
         """Time has passed."""
-        if self.heat is not None and self.connected:
-            step = max(member.step for member in self.connected)
+        connected = self.connected
+        if self.heat is not None and connected:
+            step = max(member.step for member in connected)
             self.watchdog = self.watchdog.after(now, step, self.heat.counted.received)
+            self.report_size = self.report_size.after(now, len(connected), step)
         if self.plan is not None:
             self.plan = self.plan.after_time(now, self.limits.plan_timeout)
             self._close_plan()
@@ -313,7 +334,7 @@ class Deployment:
         self.attendance = self.attendance.formed_again()
         self.plan_problems.clear()
         self.decided_at, self.pacing, self.watchdog = 0, None, HeatWatchdog()
-        self.found, self.shedding = None, Shedding()
+        self.found, self.shedding, self.report_size = None, Shedding(), self.limits.report_size
         self.worth, self.begun = None, False
         self.undecided, self.losses = Undecided(), Losses()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from eplb_service.control.core.report_size import ReportSize
 
 
 @dataclass(frozen=True)
@@ -19,9 +21,12 @@ class Limits:
         Seconds of silence that end a plan.
     first_decision
         Steps before the first decision where later ones follow what is realised; ``None`` where all fall by the clock.
+    report_size
+        How many steps the ranks' reports hold at first, and between which bounds.
     """
 
     window_steps: int
     pending_steps: int
     plan_timeout: float
     first_decision: int | None = None
+    report_size: ReportSize = field(default_factory=ReportSize)

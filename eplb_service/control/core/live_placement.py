@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from eplb_service.placement import Int32, Placement, apply_layers, combine_digests, layer_digest
 from eplb_service.planner.outlook import Serving
@@ -46,7 +47,7 @@ class LivePlacement:
         """Placement and tables, without versions."""
         return Serving(self.placement, self.log2phy_RLE)
 
-    @property
+    @cached_property
     def digest(self) -> int:
         """The placement's fingerprint, as the ranks compute it."""
         return combine_digests(self.placement.experts, self.layer_digests)

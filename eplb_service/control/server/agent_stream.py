@@ -15,6 +15,7 @@ from eplb_service.control.server.credentials import Credential
 from eplb_service.control.server.gate import current_caller
 from eplb_service.control.server.grpc_status import StatusError
 from eplb_service.control.server.inbox import Inbox, unheard
+from eplb_service.control.server.plan_sending import RankCopy
 from eplb_service.control.server.plane import ControlPlane
 from eplb_service.control.server.probes import AGENT_SERVICE
 from eplb_service.control.server.quotas import Quotas
@@ -23,7 +24,6 @@ from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
 from eplb_service.wire.heat import decode_heat_report, is_quick_to_decode
 from eplb_service.wire.hello import Hello, Welcome, decode_hello, encode_welcome
-from eplb_service.wire.shared_plan import RankCopy
 from eplb_service.wire.status import decode_heartbeat, decode_plan_status
 
 _HELLO_SECONDS = 10.0
@@ -97,17 +97,15 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             counts = await asyncio.to_thread(decode_heat_report, report, hello.shape, most_steps)
         if not stream.over:
             self._plane.heat_report(deployment, hello.rank, counts, report)
+        while self._plane.put_together(deployment):
+            # One report may make many steps whole; what else the loop has to do comes between them.
+            await asyncio.sleep(0)
 
     def _welcome(self, deployment: Deployment) -> agent_pb2.Welcome:
-        settings = self._plane.settings
+        heartbeat_seconds = self._plane.settings.heartbeat_seconds
+        asked = self._plane.reporting.welcome(deployment)
         return encode_welcome(
-            Welcome(
-                __version__,
-                deployment.leader_term,
-                settings.report_steps,
-                settings.heartbeat_seconds,
-                self._plane.reporting.welcome(deployment),
-            )
+            Welcome(__version__, deployment.leader_term, asked.report_steps, heartbeat_seconds, asked)
         )
 
 
@@ -136,7 +134,10 @@ def _check_credential(credential: Credential, hello: Hello) -> None:
 async def _tell(stream: RankStream, context: Any) -> None:
     while True:
         message = await stream.outbox.get()
-        await context.write(message.plan.response(message.rank) if isinstance(message, RankCopy) else message)
+        if isinstance(message, RankCopy):
+            await message.sending.send(message.rank, context.write)
+        else:
+            await context.write(message)
 
 
 async def _silent(stream: RankStream, seconds: float) -> None:

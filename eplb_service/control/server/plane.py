@@ -13,6 +13,7 @@ from eplb_service.control.core.events import LayerCommitted, PlacementKnown, Pla
 from eplb_service.control.core.limits import Limits
 from eplb_service.control.core.membership import rank_list
 from eplb_service.control.core.plan_tracker import Outcome
+from eplb_service.control.core.report_size import FEWEST_STEPS, MOST_STEPS, ReportSize
 from eplb_service.control.server.bounded_log import BoundedLog
 from eplb_service.control.server.deployment_metrics import report
 from eplb_service.control.server.heat_feed import HeatFeed
@@ -38,12 +39,27 @@ _log = structlog.get_logger(__name__)
 
 _FEWEST_PENDING_STEPS = 64
 _REPORTS_PENDING = 8
+_LONG_REPORTS_PENDING = 4
+_STEPS_AT_A_TIME = 4
+"""Whole steps put together before the event loop comes to something else: one of 1,024 ranks takes a millisecond."""
 _MOST_PLANS_LISTED = 100
 
 
 def pending_steps(settings: ServiceSettings) -> int:
     """Steps that a deployment's fastest rank may be ahead of its slowest before steps are lost."""
+    if settings.report_steps == "auto":
+        return max(_REPORTS_PENDING * FEWEST_STEPS, _LONG_REPORTS_PENDING * MOST_STEPS)
     return max(_FEWEST_PENDING_STEPS, _REPORTS_PENDING * settings.report_steps)
+
+
+def report_size(settings: ServiceSettings) -> ReportSize:
+    """How many steps the ranks' reports hold at first, and between which bounds."""
+    if settings.report_steps != "auto":
+        return ReportSize.fixed(settings.report_steps)
+    if settings.decide_on == "change":
+        # Changes are decided on after a few steps: long reports would make that later.
+        return ReportSize()
+    return ReportSize.up_to(min(settings.window_steps, settings.decision_interval))
 
 
 class ControlPlane:
@@ -89,6 +105,7 @@ class ControlPlane:
             pending_steps=pending_steps(settings),
             plan_timeout=settings.plan_timeout_seconds,
             first_decision=settings.decision_interval if settings.decide_on == "change" else None,
+            report_size=report_size(settings),
         )
 
     @property
@@ -165,18 +182,24 @@ class ControlPlane:
     def heat_report(
         self, deployment: Deployment, rank: int, report: HeatReport, message: agent_pb2.HeatReport
     ) -> None:
-        """Counts have come, decoded from ``message``; decides where enough of them have."""
+        """Counts have come, decoded from ``message``."""
         name = deployment.name
         self.observer.heard(name, rank)
         gained = deployment.heat_report(rank, report)
         if self.reporting.is_asked_for(deployment, report):
             self.feed.counted(name, rank, report, message)
-        if not any(gained):
-            return
-        self._metrics.steps_received.labels(name).inc(gained.received)
-        self._metrics.steps_lost.labels(name).inc(gained.lost)
-        if deployment.is_due(self.settings.decision_interval) and self.decider.may_decide(name):
+        if any(gained):
+            self._metrics.steps_received.labels(name).inc(gained.received)
+            self._metrics.steps_lost.labels(name).inc(gained.lost)
+
+    def put_together(self, deployment: Deployment) -> bool:
+        """Put a few of the steps together that are whole, and decide where enough are; whether there are more."""
+        if deployment.heat is None or not deployment.heat.waiting:
+            return False
+        more = deployment.put_together(_STEPS_AT_A_TIME)
+        if deployment.is_due(self.settings.decision_interval) and self.decider.may_decide(deployment.name):
             self.decider.start(deployment)
+        return more
 
     def heartbeat(self, deployment: Deployment, rank: int, heartbeat: Heartbeat) -> None:
         """A rank is alive."""
@@ -318,6 +341,7 @@ class ControlPlane:
         plan = event.plan
         assert plan.outcome is not None
         plan_id = plan.offer.plan_id
+        self.streams.withdraw(deployment.name)
         self._metrics.plans.labels(deployment.name, plan.outcome.value).inc()
         self._writer.post(self._writer.store.end_plan, plan_id, plan.outcome, plan.reason, plan.committed)
         self._remember(deployment)

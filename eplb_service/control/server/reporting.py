@@ -7,11 +7,13 @@ from eplb_service.control.server.heat_feed import HeatFeed
 from eplb_service.control.server.streams import Streams
 from eplb_service.io.recorder import MOST_SOURCE_COUNTS
 from eplb_service.wire.heat import HeatReport
-from eplb_service.wire.reporting import EVERYTHING, Reporting
+from eplb_service.wire.reporting import Reporting
 
 
 class ReportingPolicy:
     """Asks for own tokens summed over each report, unless somebody records them, and for less where less can be taken.
+
+    How many steps a report holds follows the ranks' number and speed, unless it is set.
 
     Parameters
     ----------
@@ -28,12 +30,12 @@ class ReportingPolicy:
 
     def of(self, deployment: Deployment) -> Reporting:
         """What its ranks are to report."""
-        if deployment.group is None:
-            return EVERYTHING
-        shape = deployment.group.shape
-        recordable = shape.ranks * shape.layers * shape.experts <= MOST_SOURCE_COUNTS
-        by_step = recordable and self._feed.is_heard(deployment.name)
-        return Reporting(source_sums=not by_step, one_in=deployment.shedding.one_in)
+        by_step = _is_recordable(deployment) and self._feed.is_heard(deployment.name)
+        return Reporting(
+            source_sums=not by_step,
+            one_in=deployment.shedding.one_in,
+            report_steps=deployment.report_size.steps,
+        )
 
     def welcome(self, deployment: Deployment) -> Reporting:
         """What a rank that is taken in is to report: what the others were asked for last."""
@@ -53,3 +55,11 @@ class ReportingPolicy:
     def forget(self, name: str) -> None:
         """The deployment is known no more."""
         self._asked.pop(name, None)
+
+
+def _is_recordable(deployment: Deployment) -> bool:
+    """Whether all ranks' own tokens of one step are few enough for a trace."""
+    if deployment.group is None:
+        return True
+    shape = deployment.group.shape
+    return shape.ranks * shape.layers * shape.experts <= MOST_SOURCE_COUNTS

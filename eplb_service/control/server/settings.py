@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, Field, SecretStr, ValidationError, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SecretStr,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from eplb_service.control.server.lease.choose import checked_lease
@@ -43,6 +51,22 @@ def _checked_address(address: str) -> str:
 Address = Annotated[str, AfterValidator(_checked_address)]
 
 
+_MOST_REPORT_STEPS = 1024
+
+
+def _checked_report_steps(value: Any) -> Any:
+    if value == "auto":
+        return value
+    try:
+        steps = int(value)
+    except (TypeError, ValueError):
+        steps = 0
+    if not 1 <= steps <= _MOST_REPORT_STEPS:
+        raise ValueError(f"a report has 1 to {_MOST_REPORT_STEPS} steps, or auto")
+    return steps
+
+
+ReportSteps = Annotated[int | Literal["auto"], BeforeValidator(_checked_report_steps)]
 LeaseName = Annotated[str, AfterValidator(checked_lease)]
 
 
@@ -103,7 +127,11 @@ class ServiceSettings(_PlannerFields):
         None,
         description="folder to write each deployment's heat into, as native traces; unset: none is recorded",
     )
-    report_steps: int = Field(16, ge=1, le=1024, description="steps that an agent gathers into one report")
+    report_steps: ReportSteps = Field(
+        "auto",
+        description="steps that an agent gathers into one report, 1 to 1024; auto: 16, and up to 64 where many ranks "
+        "step so fast that these take 5 seconds at most, and a fourth of window_steps and decision_interval at most",
+    )
     heartbeat_seconds: float = Field(2.0, ge=0.05, le=60, description="seconds between an agent's heartbeats")
     plan_timeout_seconds: float = Field(
         60.0, gt=0, description="seconds without a word from any rank after which a plan is given up"

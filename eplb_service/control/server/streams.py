@@ -8,9 +8,10 @@ import time
 import grpc
 
 from eplb_service.control.server.grpc_status import StatusError
+from eplb_service.control.server.plan_sending import PlanRoom, PlanSending, RankCopy
 from eplb_service.wire.generated import agent_pb2
 from eplb_service.wire.reporting import Reporting, encode_reporting
-from eplb_service.wire.shared_plan import RankCopy, SharedPlan
+from eplb_service.wire.shared_plan import SharedPlan
 
 
 class RankStream:
@@ -45,6 +46,8 @@ class Streams:
 
     def __init__(self) -> None:
         self._streams: dict[tuple[str, int], RankStream] = {}
+        self._room = PlanRoom()
+        self._plans: dict[str, PlanSending] = {}
 
     def add(self, deployment: str, rank: int, stream: RankStream) -> None:
         """A rank has been taken in."""
@@ -71,10 +74,19 @@ class Streams:
                 self.replace(name, rank, reason)
 
     def send(self, deployment: str, plan: SharedPlan) -> None:
-        """Its own message of a plan to each rank that is still there."""
-        for (name, rank), stream in self._streams.items():
-            if name == deployment:
-                stream.outbox.put_nowait(RankCopy(plan, rank))
+        """Its own message of a plan to each rank that is still there, by turns; none of the plan before it."""
+        self.withdraw(deployment)
+        sending = self._plans[deployment] = PlanSending(plan, self._room)
+        for rank, stream in sorted(
+            (rank, one) for (name, rank), one in self._streams.items() if name == deployment
+        ):
+            stream.outbox.put_nowait(RankCopy(sending, rank))
+
+    def withdraw(self, deployment: str) -> None:
+        """The plan that is being sent is over: ranks that do not have it yet do not get it."""
+        sending = self._plans.pop(deployment, None)
+        if sending is not None:
+            sending.over = True
 
     def ask(self, deployment: str, reporting: Reporting) -> None:
         """Ask all ranks that are there to report so from now on."""

@@ -92,6 +92,7 @@ class Story:
             self.deployment.heat_report(
                 rank, HeatReport(first_step, epochs, ones, np.full(steps, StepPhase.DECODE, dtype=np.uint8))
             )
+        self.deployment.put_together()
 
     def waits(self, seconds: float) -> list[Event]:
         self.now += seconds

@@ -30,6 +30,7 @@ def report(story: Story, first_step: int, tokens: int, phase: StepPhase, *ranks:
         epochs = (story.live.epoch,) * LAYERS
         phases = np.full(WINDOW, phase, dtype=np.uint8)
         story.deployment.heat_report(rank, HeatReport(first_step, epochs, counts, phases))
+    story.deployment.put_together()
 
 
 def test_counters_that_stay_zero(story: Story) -> None:

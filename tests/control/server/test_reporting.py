@@ -12,6 +12,7 @@ import pytest_asyncio
 
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.health import problems
+from eplb_service.control.core.report_size import ReportSize
 from eplb_service.control.core.shedding import Shedding
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.wire.codec import pack
@@ -55,6 +56,23 @@ async def test_sums_are_asked_for_and_every_step_while_somebody_watches(service:
         assert (first.heat.report.first_step, first.heat.report.HasField("source_counts")) == (8, True)
         call.cancel()
         assert await asked(group) == [(True, 1)] * len(group.ranks)
+
+
+async def test_reports_grow_where_ranks_are_asked_to_follow_their_number() -> None:
+    async with running_service(settings(report_steps="auto")) as service, FakeGroup(service.address) as group:
+        welcomes = await group.join()
+        assert {(one.report_steps, one.reporting.report_steps) for one in welcomes} == {(16, 16)}
+        deployment = deployment_of(service)
+        await until(lambda: deployment.live is not None)
+        deployment.report_size = ReportSize(64, most=64)
+        service.plane.tick()
+        messages = [await asyncio.wait_for(rank.call.read(), 20) for rank in group.ranks]
+        assert [message.reporting.report_steps for message in messages] == [64] * len(group.ranks)
+        # 64 steps at once enter the window by and by.
+        group.step = 64
+        await group.send_heat(skewed_heat(64))
+        await until(lambda: deployment.heat is not None and deployment.heat.assembled == 64)
+        assert deployment.totals.steps_received == 64
 
 
 async def test_a_service_that_records_asks_for_every_step(tmp_path: Path) -> None:

@@ -129,6 +129,7 @@ async def test_a_refused_plan_changes_nothing_and_is_told(service: RunningServic
         await group.say_all(plan.plan_id, plan.layers[0].layer, agent_pb2.PLAN_STATE_REFUSED, "not now")
         deployment = service.plane.deployments["decode"]
         await until(lambda: deployment.ended_plan is not None)
+        assert not service.plane.streams._plans, "nobody is sent it any more"
         operator = operator_pb2_grpc.OperatorServiceStub(group.channel)
         answer = await operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))
         assert answer.status.epoch == 0

@@ -27,6 +27,14 @@ def test_each_source_goes_before_the_next(config: Path, monkeypatch: pytest.Monk
     assert settings.policy == ServiceSettings.model_fields["policy"].default
 
 
+@pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("64", 64)])
+def test_reports_have_a_number_of_steps_or_follow_the_ranks(
+    text: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EPLB_REPORT_STEPS", text)
+    assert load_settings({}).report_steps == value
+
+
 def test_every_setting_says_what_it_is() -> None:
     assert all(field.description for field in ServiceSettings.model_fields.values())
 
@@ -74,6 +82,11 @@ def test_unknown_variables_are_refused_but_not_those_of_agents() -> None:
         ({"tls_cert": "cert.pem"}, "tls_cert and tls_key must be set together"),
         ({"auth_token": ""}, "auth_token is empty"),
         ({"par_threshold": float("nan")}, "par_threshold"),
+        ({"report_steps": "0"}, r"setting report_steps: a report has 1 to 1024 steps, or auto \(got '0'\)"),
+        (
+            {"report_steps": "many"},
+            r"setting report_steps: a report has 1 to 1024 steps, or auto \(got 'many'\)",
+        ),
     ],
 )
 def test_values_that_will_not_do(flags: dict[str, object], says: str) -> None:
