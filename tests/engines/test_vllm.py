@@ -74,21 +74,26 @@ def alone():
 
 @PARALLEL
 def test_answers_are_the_same_over_many_switches(parallel, run_vllm, alone, service, tmp_path):
-    switched_and_answered_the_same(parallel, LOAD | {"rounds": 6}, run_vllm, alone, service)
+    switched_and_answered_the_same(parallel, LOAD, run_vllm, alone, service, tmp_path)
     what_was_recorded_can_be_replayed(tmp_path)
 
 
 def test_a_data_rank_that_never_has_tokens(run_vllm, alone, service, tmp_path):
-    load = LOAD | {"requests": 1, "rounds": 12}
-    switched_and_answered_the_same(TWO_DATA_RANKS, load, run_vllm, alone, service)
+    load = LOAD | {"requests": 1}
+    switched_and_answered_the_same(TWO_DATA_RANKS, load, run_vllm, alone, service, tmp_path)
     what_was_recorded_can_be_replayed(tmp_path)
 
 
-def switched_and_answered_the_same(parallel, load, run_vllm, alone, service):
-    expected = alone(run_vllm, load["requests"], load["rounds"])
+def switched_and_answered_the_same(parallel, load, run_vllm, alone, service, folder):
+    """However fast the engine is, it serves on until 20 layers have switched."""
+    enough = folder / "enough"
     agent = {"EPLB_AGENT_SERVICE": service.address, "EPLB_AGENT_DEPLOYMENT": "default"}
-    balanced = run_vllm(VLLM_032, load | {"engine": parallel}, **agent)
-    same_answers(balanced.answers(), expected)
+    endless = load | {"rounds": 1000, "until": str(enough), "engine": parallel}
+    balanced = run_vllm(VLLM_032, endless, **agent)
+    service.wait_until(lambda status: status.status.layers_switched >= 20, 900)
+    enough.touch()
+    answers = balanced.answers()
+    same_answers(answers, alone(run_vllm, load["requests"], len(answers) // load["requests"]))
     assert switched(service, 20, balanced.tail()).steps_lost == 0
 
 
@@ -122,14 +127,19 @@ def test_tables_that_change_without_weights_are_seen(parallel, run_vllm, alone, 
     assert [ids for ids, _ in broken.answers()] != [ids for ids, _ in expected]
 
 
-def test_weights_that_are_loaded_while_experts_have_moved_are_each_expert_s_own(run_vllm, service):
+def test_weights_that_are_loaded_while_experts_have_moved_are_each_expert_s_own(run_vllm, service, tmp_path):
     """The untouched engine loads them as well: on CPU vLLM itself answers differently once it has."""
-    load = {"requests": 8, "max_tokens": 120, "rounds": 3, "between": [["reload_weights", {}]]}
-    expected = run_vllm(VLLM_032, load, name="alone").answers()
-    options = load | {"engine": TWO_TENSOR_RANKS}
-    balanced = run_vllm(VLLM_032, options, EPLB_AGENT_SERVICE=service.address)
-    same_answers(balanced.answers(), expected)
-    switched(service, 6, balanced.tail())
+    enough = tmp_path / "enough"
+    load = {"requests": 8, "max_tokens": 120, "between": [["reload_weights", {}]]}
+    endless = load | {"rounds": 1000, "until": str(enough), "engine": TWO_TENSOR_RANKS}
+    balanced = run_vllm(VLLM_032, endless, EPLB_AGENT_SERVICE=service.address)
+    service.wait_until(lambda status: status.status.layers_switched >= 12, 900)
+    balanced.wait_for_another_round()
+    enough.touch()
+    answers = balanced.answers()
+    rounds = len(answers) // load["requests"]
+    same_answers(answers, run_vllm(VLLM_032, load | {"rounds": rounds}, name="alone").answers())
+    switched(service, 12, balanced.tail())
 
 
 EVERY_EIGHT_STEPS = (
