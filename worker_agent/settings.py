@@ -46,7 +46,15 @@ class AgentSettings(BaseSettings):
         16, ge=1, le=1024, description="steps per heat report, until the service says otherwise"
     )
 
-    vote_interval: int = Field(4, ge=1, le=1024, description="steps from one vote to the next")
+    vote_interval: int = Field(
+        4, ge=1, le=1024, description="steps from one vote to the next while some rank holds a plan"
+    )
+    idle_vote_interval: int = Field(
+        16,
+        ge=1,
+        le=1024,
+        description="the same while no rank holds one, no less than vote_interval: a new plan waits so long at most",
+    )
     vote_lag: int = Field(2, ge=1, le=1024, description="steps from a vote's launch to its consumption")
     vote_timeout_seconds: float = Field(
         10.0,
@@ -131,6 +139,7 @@ class AgentSettings(BaseSettings):
         names = (
             "deployment",
             "vote_interval",
+            "idle_vote_interval",
             "vote_lag",
             "vote_timeout_seconds",
             "commit_timeout_seconds",

@@ -135,8 +135,8 @@ class Server:
 
 
 def _per_vote(seconds: list[float]) -> list[float]:
-    """Mean over the steps from one vote to the next."""
-    interval = AgentSettings().vote_interval
+    """Mean over the steps from one vote to the next, where no rank holds a plan."""
+    interval = AgentSettings().idle_vote_interval
     return [
         float(np.mean(seconds[at : at + interval])) for at in range(0, len(seconds) - interval + 1, interval)
     ]

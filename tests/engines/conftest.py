@@ -85,6 +85,8 @@ def engine_environment(site, **more):
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "EPLB_AGENT_DATA_HOST": "127.0.0.1",
         "EPLB_AGENT_VERIFY_TRANSFERS": "true",
+        # Many switches in few steps are wanted here: no plan waits long for its first vote.
+        "EPLB_AGENT_IDLE_VOTE_INTERVAL": "4",
     }
     return {**os.environ, **settings, **more}
 

@@ -244,10 +244,11 @@ def _break_heat_at_a_commit(agent: Agent) -> None:
 def _stall(agent: Agent) -> None:
     """Sleep past the votes' deadline where the others have cast their ballots."""
     vote = agent._switch.vote
-    settings = agent._switch.votes._settings
+    votes = agent._switch.votes
+    settings = votes._settings
 
     def stalled(step: int) -> None:
-        if step % settings.vote_interval == 0:
+        if step % settings.vote_interval == 0 and step >= votes._next:
             agent._switch.vote = vote  # type: ignore[method-assign]
             time.sleep(settings.vote_timeout_seconds + 1.0)
         vote(step)

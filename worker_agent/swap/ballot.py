@@ -104,6 +104,11 @@ class Outcome:
         """Digests that are known to be held by some rank."""
         return frozenset({self.plan_low, self.plan_high} - {0})
 
+    @property
+    def idle(self) -> bool:
+        """Whether all ranks, at one forward pass, have said that they hold no plan."""
+        return self.result is VoteResult.NOTHING and not self.plans
+
     @cached_property
     def result(self) -> VoteResult:
         """The one thing that all ranks do; see the table in ARCHITECTURE.md."""

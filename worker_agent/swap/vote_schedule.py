@@ -1,4 +1,8 @@
-"""When a rank votes, over the life of its formation: at common forward passes, lost now and then, and formed again."""
+"""When a rank votes, over the life of its formation: at common forward passes, lost now and then, and formed again.
+
+Every interval follows from the outcome of the vote before, which is the same on all ranks; so are therefore the
+passes at which they vote next.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ class VoteSchedule:
     rendezvous
         The ranks, and the votes that they have formed.
     settings
-        Interval, lag and timeouts.
+        Intervals, lag and timeouts.
     clock
         Numbers forward passes.
     history
@@ -44,6 +48,7 @@ class VoteSchedule:
     ) -> None:
         self._group = rendezvous.group
         self._settings = settings
+        self._idle_interval = max(settings.vote_interval, settings.idle_vote_interval)
         self._clock = clock
         self._history = history
         self._next = 1
@@ -83,6 +88,8 @@ class VoteSchedule:
             self._fruitless = 0
         if outcome.result is VoteResult.COMMIT:
             self._astray = 0
+        if outcome.idle:
+            self._next = outcome.forward_high + self._idle_interval
         if outcome.result is VoteResult.REALIGN:
             # A host that always counts otherwise than its peers must not hold them up at every vote.
             delay = min(self._settings.vote_interval * (2**self._astray - 1), _LONGEST_DELAY)
