@@ -198,6 +198,15 @@ class HeatAssembler:
         current_TL = self._epochs_WL[rows] == np.asarray(layer_epochs, dtype=np.int64)
         return self._times.of(rows, current_TL.all(axis=1))
 
+    def timed_steps(self) -> tuple[Float64, Float64]:
+        """Numbers of the window's steps in order, and how long each took in microseconds, float64 ``[T]`` each.
+
+        Whatever served them; NaN where no rank measured it.
+        """
+        rows = self._in_order()
+        times = self._times.of(rows, np.ones(len(rows), dtype=bool))
+        return self._steps_W[rows].astype(np.float64), times.us_T
+
     def measured_loads(self, layer_epochs: Sequence[int], newest: int | None = None) -> Iterator[Int32]:
         """Tokens that each rank really received, int32 ``[L, R]`` for each step of the window, or its ``newest``.
 

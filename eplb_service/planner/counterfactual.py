@@ -9,6 +9,7 @@ import numpy as np
 from eplb_service.heat.step_times import StepTimes
 from eplb_service.heat.window import Window
 from eplb_service.placement import Float64, apply_layers, mean_par
+from eplb_service.planner.move_price import LayerTime
 from eplb_service.planner.outlook import Serving
 from eplb_service.planner.plan import Plan
 from eplb_service.planner.scoring import slowest_us, split_shares, split_steps
@@ -58,6 +59,12 @@ class Counterfactual:
     step_ms: float | None = None
     tokens_per_step: float | None = None
     timed_steps: int = 0
+
+    def layer_time(self, layers: int) -> LayerTime | None:
+        """How long one of so many layers' experts take as they serve; ``None`` where that comes to nothing."""
+        if self.serving_ms <= 0:
+            return None
+        return LayerTime(self.serving_ms / layers, f"{self.price.kind}, as the price of time")
 
     @property
     def gain_share(self) -> float | None:

@@ -19,10 +19,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from eplb_service.cost.moving import NOTHING_MEASURED, MovingCosts
 from eplb_service.heat.window import HeatError, Window
 from eplb_service.placement import Float64, Int32, Placement, dealing_width, par
 from eplb_service.planner.dealing import as_host_deals, first_tables, tables_of_sources
-from eplb_service.planner.move_price import move_price
+from eplb_service.planner.move_price import LayerTime, move_price
 from eplb_service.planner.noise_floor import balanced_par, noise_floor, volatility_bound
 from eplb_service.planner.plan import LayerPlan, LayerVerdict, Plan
 from eplb_service.planner.scoring import split_loads, split_steps
@@ -51,6 +52,8 @@ def plan(
     topology: Topology,
     settings: PlannerSettings,
     serving_steps: float | None = None,
+    moving: MovingCosts = NOTHING_MEASURED,
+    layer_time: LayerTime | None = None,
 ) -> Plan:
     """Decide what to change, given the heat of a window and what serves now.
 
@@ -67,6 +70,8 @@ def plan(
         How to decide.
     serving_steps
         Steps that what is decided is expected to serve, over which moves must pay; by default those of the window.
+    moving, layer_time
+        What is measured of the cost of moves, and of what they may win; the settings' numbers where it is not.
 
     Returns
     -------
@@ -83,7 +88,12 @@ def plan(
     if window.steps == 0:
         raise HeatError("the window holds no steps")
     price = move_price(
-        settings, placement.slots, topology.bytes_per_expert, serving_steps or float(window.steps)
+        settings,
+        placement.slots,
+        topology.bytes_per_expert,
+        serving_steps or float(window.steps),
+        moving,
+        layer_time,
     )
     settings = replace(settings, move_price=price.value)
     groups, why_ungrouped = groups_on_nodes(settings, placement, topology)

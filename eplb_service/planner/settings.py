@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from eplb_service.cost.curve import CostCurve
@@ -61,16 +61,19 @@ class PlannerSettings:
     move_price: float | None = _setting(
         None,
         "Fraction of its peak-to-average ratio that a layer must win to have every slot moved; moving one slot costs "
-        "its share of that. By default from what moves cost: an expert's bytes, link_bandwidth, layer_ms, and the "
-        "steps that the plan is expected to serve.",
+        "its share of that. By default from what moves cost: what the ranks have measured of transfers, slowed steps "
+        "and commits, and until then an expert's bytes, link_bandwidth and layer_ms; over the steps that the plan is "
+        "expected to serve.",
     )
     link_bandwidth: float = _setting(
         25.0,
-        "GB/s at which a rank receives weights while it serves; prices moves where move_price is not set.",
+        "GB/s at which a rank receives weights while it serves; prices moves where move_price is not set, until the "
+        "ranks have measured it.",
     )
     layer_ms: float = _setting(
         0.4,
-        "Milliseconds that one layer's experts take in a step; prices moves where move_price is not set.",
+        "Milliseconds that one layer's experts take in a step; prices moves where move_price is not set, as "
+        "long as neither a cost curve nor the time of steps is known.",
     )
     episodes: int = _setting(
         64, "Most episodes that a window's steps are summed into; 1 plans on the sum of the window."
@@ -208,3 +211,9 @@ class PlannerSettings:
         value = getattr(self, name)
         if not math.isfinite(value) or value < bound:
             raise SettingsError(f"{name} is {value}; it must be a finite number, {bound} or more")
+
+
+def is_default(settings: PlannerSettings, name: str) -> bool:
+    """Whether nobody has set ``name`` to anything else than it is by default."""
+    default = next(one.default for one in fields(PlannerSettings) if one.name == name)
+    return bool(getattr(settings, name) == default)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +15,14 @@ from eplb_service.heat.window import Window
 from eplb_service.placement import Float64
 from eplb_service.planner.outlook import Serving
 from eplb_service.planner.scoring import split_shares, split_steps
-from eplb_service.planner.settings import STEP, PlannerSettings
+from eplb_service.planner.settings import STEP, PlannerSettings, is_default
 
 MEASURED, FITTED, STATED, ASSUMED = "measured", "fitted", "stated", "assumed"
 PRICES = (MEASURED, FITTED, STATED, ASSUMED)
 """Where a price comes from. ``measured``: the curve that was given fits what it was made from; ``fitted``: to this
 deployment's own step times; ``stated``: somebody wrote the number down; ``assumed``: nobody did."""
+_MOE_SHARE = 0.5
+"""Part of a step that experts are taken for where nothing better is known; what replays assume, too."""
 _MOST_STEPS = 128
 """Steps that a curve is fitted to at most."""
 
@@ -72,7 +74,7 @@ def time_price(settings: PlannerSettings, window: Window, serving: Serving, time
             min(of.low / of.value for of in sure),
             max(of.high / of.value for of in sure),
         )
-    return _linear(settings, window, serving, found)
+    return _linear(settings, window, serving, times, found)
 
 
 def _given(curve: CostCurve) -> TimePrice:
@@ -81,21 +83,33 @@ def _given(curve: CostCurve) -> TimePrice:
     return TimePrice(curve, MEASURED, f"{curve} ({curve.source}); {curve.fit}")
 
 
-def _linear(settings: PlannerSettings, window: Window, serving: Serving, why: str) -> TimePrice:
-    """Time follows the hottest rank's tokens, so that a layer takes ``layer_ms`` in the mean as it serves."""
+def _linear(
+    settings: PlannerSettings, window: Window, serving: Serving, times: StepTimes, why: str
+) -> TimePrice:
+    """Time follows the hottest rank's tokens, so that a layer takes so long in the mean as it serves."""
     peak_TL = split_steps(
         window.heat_TLE, serving.placement, serving.log2phy_RLE, window.source_RLE, settings.split
     ).peak_TK
     busy = peak_TL[peak_TL > 0]
-    slope_us = settings.layer_ms * 1e3 / float(busy.mean()) if busy.size else settings.layer_ms * 1e3
-    default = next(field.default for field in fields(PlannerSettings) if field.name == "layer_ms")
-    kind = ASSUMED if settings.layer_ms == default else STATED
+    layer_ms, kind, said = _layer_ms(settings, window.layers, times)
+    slope_us = layer_ms * 1e3 / float(busy.mean()) if busy.size else layer_ms * 1e3
     return TimePrice(
         CostCurve(0.0, 0.0, 0.0, slope_us, source=kind),
         kind,
-        f"{settings.layer_ms:g} ms per layer and step as it serves ({kind}: layer_ms), by the hottest rank's tokens; "
+        f"{layer_ms:.3g} ms per layer and step as it serves ({kind}: {said}), by the hottest rank's tokens; "
         f"no cost curve is given, and none is fitted to step times: {why}",
     )
+
+
+def _layer_ms(settings: PlannerSettings, layers: int, times: StepTimes) -> tuple[float, str, str]:
+    """Milliseconds of a layer, where they come from, and from what."""
+    if not is_default(settings, "layer_ms"):
+        return settings.layer_ms, STATED, "layer_ms"
+    if times.mean_us is None:
+        return settings.layer_ms, ASSUMED, "layer_ms"
+    step_ms = times.mean_us / 1e3
+    said = f"{_MOE_SHARE:.0%} of a measured step of {step_ms:.4g} ms, over {layers} layers"
+    return _MOE_SHARE * step_ms / layers, ASSUMED, said
 
 
 def _fitted(settings: PlannerSettings, window: Window, serving: Serving, times: StepTimes) -> OnlineFit | str:

@@ -26,6 +26,7 @@ from eplb_service.wire.fields import (
     printable,
 )
 from eplb_service.wire.generated import operator_pb2
+from eplb_service.wire.move_price import PricedMoves, decode_move_price, encode_move_price
 from eplb_service.wire.worth import Worth, decode_worth, encode_worth
 
 MOST_PROBLEMS = 2 * MOST_RANKS
@@ -54,6 +55,8 @@ class DeploymentStatus:
         Of the service, for this deployment.
     worth
         What balancing is worth; ``None`` until a decision has judged its steps.
+    move_price
+        What the last decision's moves were priced at; ``None`` until one has solved anything.
     """
 
     deployment: str
@@ -77,6 +80,7 @@ class DeploymentStatus:
     problems: tuple[str, ...] = ()
     leader_term: int = 0
     worth: Worth | None = None
+    move_price: PricedMoves | None = None
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,7 @@ def encode_deployment_status(status: DeploymentStatus) -> operator_pb2.Deploymen
         "last_decision": _text(status.last_decision),
         "problems": [_text(problem) for problem in status.problems[:MOST_PROBLEMS]],
         "worth": None if status.worth is None else encode_worth(status.worth),
+        "move_price": None if status.move_price is None else encode_move_price(status.move_price),
     }
     return operator_pb2.DeploymentStatus(**fields)
 
@@ -159,6 +164,7 @@ def decode_deployment_status(message: operator_pb2.DeploymentStatus) -> Deployme
         problems=tuple(map(_text, message.problems)),
         leader_term=check_count(message.leader_term, "status.leader_term", LAST_VERSION),
         worth=decode_worth(message.worth) if message.HasField("worth") else None,
+        move_price=decode_move_price(message.move_price) if message.HasField("move_price") else None,
     )
 
 

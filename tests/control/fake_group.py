@@ -195,7 +195,7 @@ class FakeGroup:
         assert len({plan.digest for plan in plans}) == 1
         return plans
 
-    async def say_all(self, plan_id: int, layer: int, state: int, reason: str = "") -> None:
+    async def say_all(self, plan_id: int, layer: int, state: int, reason: str = "", **facts: float) -> None:
         for rank in self.ranks:
             await rank.say(
                 plan_status=agent_pb2.PlanStatus(
@@ -206,6 +206,7 @@ class FakeGroup:
                     epoch=self.live.epoch,
                     digest=self.live.digest,
                     step=self.step,
+                    **facts,
                 )
             )
 

@@ -159,3 +159,12 @@ def test_a_host_that_splits_every_step_is_judged_by_its_own_split() -> None:
     even, tables = judged(balanced(), settings), judged(balanced())
     assert even.serving_ms == pytest.approx(tables.serving_ms), "both by layer_ms as they serve"
     assert even.price.curve.slope_us > tables.price.curve.slope_us, "its hottest rank has fewer tokens"
+
+
+def test_a_layers_time_is_its_part_of_what_serves_and_says_whose_figure_that_is() -> None:
+    found = judged(balanced(), replace(SETTINGS, cost_curve=H200))
+    layer = found.layer_time(LAYERS)
+    assert layer is not None
+    assert layer.ms == pytest.approx(found.serving_ms / LAYERS)
+    assert layer.source == "stated, as the price of time"
+    assert replace(found, serving_ms=0.0).layer_time(LAYERS) is None

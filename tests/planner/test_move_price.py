@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from eplb_service.cost.moving import MovingCosts
 from eplb_service.heat.window import Window
 from eplb_service.placement import Placement
 from eplb_service.planner.decide import plan
-from eplb_service.planner.move_price import move_price
+from eplb_service.planner.move_price import KINDS, MOST, LayerTime, move_price
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
+from eplb_service.wire.move_price import MOVE_PRICES
 
 MODEL = PlannerSettings(link_bandwidth=25.0, layer_ms=0.4)
 
@@ -48,3 +50,51 @@ def test_a_decision_says_what_its_moves_were_priced_at() -> None:
     topology = Topology(np.zeros(4), np.arange(4), bytes_per_expert=1 << 20)
     made = plan(Window(heat_TLE), placement, placement.default_log2phy(), topology, PlannerSettings())
     assert made.price == move_price(PlannerSettings(), 3, 1 << 20, 12.0)
+
+
+MEASURED = MovingCosts(0.1, 12, 0.05, 0.02, 0.08, 6, 0.003, 12)
+
+
+def test_what_ranks_have_measured_is_the_price() -> None:
+    found = move_price(MODEL, 9, 42 << 20, 128, MEASURED)
+    assert found.value == pytest.approx((9 * 100 * 0.05 + 3) / (0.4 * 128))
+    assert found.kind == "measured"
+    assert "42.0 MiB per expert, 0.44 GB/s per rank (measured, 12 layers)" in found.reason
+    assert "steps lose 5.0% of it while weights travel (measured, 2.0% to 8.0%, 6 plans)" in found.reason
+    assert "3 ms per switch (measured, 12 layers)" in found.reason
+    assert "assumed: layer_ms" in found.reason
+
+
+def test_each_part_is_measured_by_itself() -> None:
+    only_travel = MovingCosts(expert_seconds=0.1, transfers=4)
+    found = move_price(MODEL, 9, 42 << 20, 128, only_travel)
+    assert found.kind == "partly measured"
+    assert found.value == pytest.approx((9 * 100 * 0.2 + 9 * (42 << 20) / 1e12 * 1e3 + 0.5) / (0.4 * 128))
+    assert "while weights travel (assumed)" in found.reason
+
+
+def test_a_price_that_is_stated_overrides_what_is_measured() -> None:
+    assert move_price(PlannerSettings(move_price=0.3), 9, 42 << 20, 128, MEASURED).value == 0.3
+
+
+def test_the_kind_says_whether_anybody_stated_the_link() -> None:
+    assert move_price(PlannerSettings(), 9).kind == "assumed"
+    assert move_price(PlannerSettings(link_bandwidth=200.0), 9).kind == "stated"
+
+
+def test_a_layers_measured_time_takes_the_place_of_the_setting() -> None:
+    found = move_price(MODEL, 9, 42 << 20, 128, MEASURED, LayerTime(0.8, "fitted: by the cost curve"))
+    assert found.value == pytest.approx(move_price(MODEL, 9, 42 << 20, 128, MEASURED).value / 2)
+    assert "0.8 ms per layer and step (fitted: by the cost curve)" in found.reason
+
+
+def test_absurd_costs_are_bounded_and_said() -> None:
+    wild = MovingCosts(60.0, 12, 0.9, 0.85, 0.95, 6, 10.0, 12, bounded=True)
+    found = move_price(MODEL, 512, 0, 1, wild)
+    assert found.value == MOST
+    assert "bounded" in found.reason
+    assert "6e+04 ms per expert (measured, 12 layers)" in found.reason
+
+
+def test_kinds_are_those_of_the_wire() -> None:
+    assert KINDS == MOVE_PRICES

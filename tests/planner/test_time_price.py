@@ -78,7 +78,6 @@ def test_a_fit_that_says_nothing_is_refused_and_the_fallback_named(known: StepTi
     found = priced(known=known)
     assert found.kind == ASSUMED
     assert found.curve.linear
-    assert "0.4 ms per layer" in found.reason
     assert re.search(why, found.reason)
 
 
@@ -87,6 +86,16 @@ def test_the_linear_price_makes_a_layer_take_what_is_stated() -> None:
     assert found.kind == STATED
     peak_TL = WINDOW.heat_TLE.reshape(STEPS, 2, RANKS, SLOTS).sum(axis=3).max(axis=2)
     assert found.curve.slope_us * peak_TL.mean() == pytest.approx(2000)
+
+
+def test_half_of_a_step_is_assumed_to_be_experts_where_steps_are_timed_and_nothing_is_stated() -> None:
+    timed = StepTimes(np.full(STEPS, 900.0), np.full(STEPS, np.nan))
+    found = priced(known=timed)
+    peak_TL = WINDOW.heat_TLE.reshape(STEPS, 2, RANKS, SLOTS).sum(axis=3).max(axis=2)
+    assert found.curve.slope_us * peak_TL.mean() == pytest.approx(900 / 2 / 2)
+    assert "50% of a measured step of 0.9 ms, over 2 layers" in found.reason
+    assert "0.4 ms per layer" in priced().reason
+    assert "(stated: layer_ms)" in priced(replace(SETTINGS, layer_ms=2.0), timed).reason
 
 
 def test_with_split_step_nothing_is_fitted() -> None:

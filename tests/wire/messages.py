@@ -47,6 +47,7 @@ from eplb_service.wire.hello import (
     encode_hello,
     encode_welcome,
 )
+from eplb_service.wire.move_price import MOVE_PRICES, PricedMoves
 from eplb_service.wire.past_plan import OUTCOMES, PastPlan, PastVerdict, decode_past_plan, encode_past_plan
 from eplb_service.wire.plan import RankLayer, RankPlan, decode_plan, encode_plan, table_digest
 from eplb_service.wire.reporting import (
@@ -247,6 +248,7 @@ def deployment_statuses(draw: st.DrawFn) -> DeploymentStatus:
         problems=tuple(draw(st.lists(_TEXTS, max_size=3))),
         leader_term=draw(_VERSIONS),
         worth=draw(st.none() | worths()),
+        move_price=draw(st.none() | st.builds(PricedMoves, _RATIOS, st.sampled_from(MOVE_PRICES), _TEXTS)),
         **{name: draw(st.integers(0, LAST_VERSION)) for name in totals},
     )
 
@@ -508,6 +510,9 @@ KINDS: dict[str, Kind] = {
             "worth.tokens_per_second": _NOT_FINITE,
             "worth.tokens_per_second_won": _NOT_FINITE,
             "worth.verdict": ACCEPTED,
+            "move_price.price": _NO_RATIOS,
+            "move_price.kind": ("", "free", _CONTROL),
+            "move_price.reason": ACCEPTED,
         },
     ),
     "layer_status": Kind(

@@ -180,7 +180,7 @@ def test_every_message_that_carries_values_is_covered() -> None:
     """Those left out are a name, a flag, or lists of others; what is checked of them is beside each."""
     sent = {name for module in (agent_pb2, operator_pb2) for name in module.DESCRIPTOR.message_types_by_name}
     within = {"ModelShape", "PlacementState", "LayerUpdate", "PastVerdict", "RankHeat"}
-    within |= {"BalancePoint", "MadeDecision", "LayerMoves", "Worth"}
+    within |= {"BalancePoint", "MadeDecision", "LayerMoves", "Worth", "MovePrice"}
     unions = {"ConnectRequest", "ConnectResponse", "WatchHeatResponse"}
     within |= {"Part"}
     lists = {"ListDeploymentsResponse", "GetStatusResponse", "GetHistoryResponse"}

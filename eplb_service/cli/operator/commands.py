@@ -12,7 +12,14 @@ from rich.table import Table
 
 from eplb_service.atomic_write import check_output
 from eplb_service.cli.operator.client import Connection, Json, Name
-from eplb_service.cli.operator.status_text import par_text, price_text, size_text, state_text, worth_text
+from eplb_service.cli.operator.status_text import (
+    move_price_text,
+    par_text,
+    price_text,
+    size_text,
+    state_text,
+    worth_text,
+)
 from eplb_service.cli.options.groups import option_groups
 from eplb_service.cli.options.layout import FirstLayerOption, FormatOption
 from eplb_service.cli.output.json_out import print_json
@@ -205,6 +212,8 @@ def _summary(status: operator_pb2.DeploymentStatus) -> Table:
     if status.HasField("worth"):
         rows["worth"] = worth_text(status.worth)
         rows["price of time"] = escape(price_text(status.worth))
+    if status.HasField("move_price"):
+        rows["price of moves"] = escape(move_price_text(status.move_price))
     for name, text in rows.items():
         table.add_row(name, text)
     return table

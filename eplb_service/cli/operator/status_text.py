@@ -44,6 +44,11 @@ def price_text(worth: operator_pb2.Worth) -> str:
     return f"{worth.price_kind}: {worth.price}"
 
 
+def move_price_text(priced: operator_pb2.MovePrice) -> str:
+    """What moving weights was taken to cost, and what that rests on."""
+    return f"{priced.kind}: a ratio must fall by {priced.price:.2%} for every slot to move; {priced.reason}"
+
+
 def size_text(count: float) -> str:
     """Bytes with their unit."""
     for unit in ("B", "kB", "MB", "GB"):

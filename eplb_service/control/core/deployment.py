@@ -25,9 +25,11 @@ from eplb_service.control.core.shedding import Shedding
 from eplb_service.control.core.totals import Totals
 from eplb_service.heat.assembler import HeatAssembler, StepCounts
 from eplb_service.planner.counterfactual import Counterfactual
+from eplb_service.planner.move_price import MovePrice
 from eplb_service.planner.outlook import Outlook
 from eplb_service.planner.pace import Pace
 from eplb_service.planner.plan import LayerPlan
+from eplb_service.planner.switch_log import SwitchLog
 from eplb_service.wire.heat import HeatReport
 from eplb_service.wire.hello import Hello
 from eplb_service.wire.status import Heartbeat, PlanStatus
@@ -89,6 +91,10 @@ class Deployment:
         Whether a decision has been made for this group, or none is to be made before it has heat of its own.
     worth
         What balancing is worth, by the last decision's steps; ``None`` until one has.
+    switch_log
+        What this group's ranks have measured of their switches.
+    move_price
+        What the last decision's moves were priced at; ``None`` until one has solved anything.
     events
         What has happened since ``take_events``.
     """
@@ -118,6 +124,8 @@ class Deployment:
     found: LivePlacement | None = None
     begun: bool = False
     worth: Counterfactual | None = None
+    switch_log: SwitchLog = field(default_factory=SwitchLog)
+    move_price: MovePrice | None = None
     events: list[Event] = field(default_factory=list)
 
     @property
@@ -202,6 +210,7 @@ class Deployment:
                     self._advance(plan, plan.after_status(rank, status, now))
                 except ContradictionError as error:
                     self._note_problem(str(error))
+        self.switch_log.heard(rank, status, now)
         self._give_way_to_ranks(rank)
 
     def heat_report(self, rank: int, report: HeatReport) -> StepCounts:
@@ -282,6 +291,8 @@ class Deployment:
         self.plan_problems.clear()
         self.begun = True
         self.decided_at = self.heat.assembled if self.heat else 0
+        if self.heat is not None:
+            self.switch_log.looked_at(*self.heat.timed_steps())
         self.pacing = self.pacing and self.pacing.deciding()
 
     def beginning(self, problem: str = "") -> None:
@@ -303,6 +314,7 @@ class Deployment:
         """A plan is about to be sent to all ranks."""
         assert self.group is not None
         self.plan = PlanTracker.of(offer, self.group.shape.ranks, now)
+        self.switch_log.offered(offer.plan_id, offer.decision.layers, self.group.shape.ranks, now)
 
     def tick(self, now: float) -> None:
         """Time has passed."""
@@ -336,6 +348,7 @@ class Deployment:
         self.decided_at, self.pacing, self.watchdog = 0, None, HeatWatchdog()
         self.found, self.shedding, self.report_size = None, Shedding(), self.limits.report_size
         self.worth, self.begun = None, False
+        self.switch_log, self.move_price = SwitchLog(), None
         self.undecided, self.losses = Undecided(), Losses()
 
     def _look_at_clock(self, now: float) -> None:

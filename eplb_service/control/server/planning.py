@@ -187,6 +187,7 @@ class Decider:
                 self._stuck[deployment.name] = computing
                 return DecisionOutcome("failed", f"the decision was given up after {self._deadline:g} s")
         self._report(deployment.name, solved, outlook, seconds)
+        deployment.move_price = solved.price or deployment.move_price
         if prior is not None:
             outcome = await self._offered(deployment, group, live, solved, None)
             return replace(outcome, message=f"{outcome.message}, by the heat of {prior.source}")

@@ -14,11 +14,13 @@ from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.membership import Group
 from eplb_service.control.core.pacing import Pacing
 from eplb_service.control.server.priors import Prior
+from eplb_service.cost.moving import NOTHING_MEASURED, MovingCosts
 from eplb_service.heat.assembler import RememberedHeat
 from eplb_service.heat.step_times import StepTimes
 from eplb_service.heat.window import Counts, Window
 from eplb_service.planner.counterfactual import Counterfactual, counterfactual
 from eplb_service.planner.decide import plan
+from eplb_service.planner.move_price import LayerTime
 from eplb_service.planner.outlook import Outlook, gain_over, promise_for
 from eplb_service.planner.plan import Plan
 from eplb_service.planner.settings import PlannerSettings
@@ -41,6 +43,8 @@ class Question:
         Of the ranks; how to decide.
     pacing
         When the deployment is decided for; ``None`` where that is by the clock.
+    moving, layer_time
+        What its ranks have measured of the cost of moves, and of how long a layer takes.
     """
 
     heat: RememberedHeat | Prior
@@ -50,6 +54,8 @@ class Question:
     topology: Topology
     settings: PlannerSettings
     pacing: Pacing | None
+    moving: MovingCosts = NOTHING_MEASURED
+    layer_time: LayerTime | None = None
 
     @classmethod
     def of(
@@ -67,12 +73,24 @@ class Question:
         if prior is not None:
             nothing_T = np.full(len(prior.heat_TLE), np.nan)
             times = StepTimes(nothing_T, nothing_T)
-            return cls(prior, times, live, None, group.topology, settings, None)
+            return cls(
+                prior, times, live, None, group.topology, settings, None, deployment.switch_log.costs()
+            )
         if deployment.heat is None:
             return None
         times = deployment.heat.step_times(live.layer_epochs)
         heat = deployment.heat.remembered()
-        return cls(heat, times, live, deployment.found, group.topology, settings, deployment.pacing)
+        return cls(
+            heat,
+            times,
+            live,
+            deployment.found,
+            group.topology,
+            settings,
+            deployment.pacing,
+            deployment.switch_log.costs(),
+            None if deployment.worth is None else deployment.worth.layer_time(group.shape.layers),
+        )
 
     @property
     def looked_at(self) -> Window:
@@ -105,7 +123,16 @@ def answer(question: Question) -> tuple[Plan, Outlook, float]:
     live, settings, pacing = question.live, question.settings, question.pacing
     serving_steps = None if pacing is None else pacing.pace.serving_steps
     window = question.looked_at
-    made = plan(window, live.placement, live.log2phy_RLE, question.topology, settings, serving_steps)
+    made = plan(
+        window,
+        live.placement,
+        live.log2phy_RLE,
+        question.topology,
+        settings,
+        serving_steps,
+        question.moving,
+        question.layer_time,
+    )
     promise = promise_for(window, live.serving, made, settings.split)
     won = None
     if question.found is not None:

@@ -16,6 +16,7 @@ from eplb_service.control.server.worth_figures import figures_of
 from eplb_service.planner.plan import LayerVerdict
 from eplb_service.wire.codec import pack
 from eplb_service.wire.generated import operator_pb2
+from eplb_service.wire.move_price import PricedMoves, encode_move_price
 from eplb_service.wire.worth import encode_worth
 
 _LOAD_STEPS = 64
@@ -61,6 +62,9 @@ def deployment_status(
         )
     if deployment.worth is not None:
         status.worth.CopyFrom(encode_worth(figures_of(deployment.worth)))
+    if deployment.move_price is not None:
+        price = deployment.move_price
+        status.move_price.CopyFrom(encode_move_price(PricedMoves(price.value, price.kind, price.reason)))
     known = deployment.live or remembered
     if known is not None:
         status.epoch, status.digest = known.epoch, known.digest

@@ -1,0 +1,149 @@
+"""What ranks report of their switches is kept once each, checked against the clock, and estimated from."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from eplb_service.planner.plan import LayerPlan
+from eplb_service.planner.switch_log import SwitchLog
+from eplb_service.wire.status import PlanState, PlanStatus
+
+RANKS = 4
+STEP_US = 10_000.0
+
+
+def layer_plan(layer: int, *receivers: int) -> LayerPlan:
+    moves_M5 = np.array([[0, 0, rank, 0, 0] for rank in receivers], dtype=np.int32).reshape(-1, 5)
+    return LayerPlan(layer, np.zeros((RANKS, 1), np.int32), np.zeros((RANKS, 1), np.int32), moves_M5)
+
+
+class Ranks:
+    """Ranks that switch plan after plan; each layer takes 20 steps, of which its weights travel in five."""
+
+    def __init__(self) -> None:
+        self.log = SwitchLog()
+        self.now, self.step, self.plan_id = 0.0, 200, 0
+        self.us: dict[int, float] = {}
+
+    def steps(self, count: int, us: float = STEP_US) -> None:
+        for _ in range(count):
+            self.us[self.step] = us
+            self.step += 1
+            self.now += us / 1e6
+
+    def say(self, state: PlanState, layer: int = 0, ranks: range = range(RANKS), **facts: float) -> None:
+        for rank in ranks:
+            status = PlanStatus(self.plan_id, state, layer, step=self.step, **facts)
+            self.log.heard(rank, status, self.now)
+
+    def switch(self, layers: list[LayerPlan], lost: float = 0.0) -> None:
+        """With 50 ms of 10 ms steps per transfer, which take longer where some of it is lost."""
+        self.plan_id += 1
+        self.log.offered(self.plan_id, layers, RANKS, self.now)
+        self.steps(4)
+        self.say(PlanState.ACCEPTED, layers[0].layer)
+        for layer in layers:
+            self.steps(8)
+            self.steps(5, STEP_US / (1 - lost))
+            self.say(PlanState.TRANSFERRED, layer.layer, transfer_seconds=5 * STEP_US / (1 - lost) / 1e6)
+            self.steps(3)
+            self.say(PlanState.COMMITTED, layer.layer, commit_seconds=0.002)
+            self.steps(4)
+        self.steps(100)
+        self.look()
+
+    def look(self) -> None:
+        newest = sorted(self.us)[-256:]
+        self.log.looked_at(
+            np.array(newest, dtype=np.float64), np.array([self.us[step] for step in newest], dtype=np.float64)
+        )
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    return Ranks()
+
+
+def test_enough_plans_make_all_three_known(ranks: Ranks) -> None:
+    for _ in range(3):
+        ranks.switch([layer_plan(0, 1, 1, 2), layer_plan(1, 3)], lost=0.2)
+    some = ranks.log.costs()
+    assert some.lost_share is None
+    assert some.commit_seconds == pytest.approx(0.002)
+    ranks.switch([layer_plan(2, 1, 1)], lost=0.2)
+    costs = ranks.log.costs()
+    # Two of 62.5 ms for two experts, one each for one: layers count alike, whichever rank received.
+    assert costs.expert_seconds == pytest.approx(0.0625, rel=0.3)
+    assert costs.lost_share == pytest.approx(0.2, abs=0.01)
+    assert (costs.transfers, costs.commits, costs.plans) == (7, 7, 4)
+
+
+def test_a_rank_that_received_nothing_says_nothing_of_transfers(ranks: Ranks) -> None:
+    for _ in range(4):
+        ranks.switch([layer_plan(0)])
+    costs = ranks.log.costs()
+    assert (costs.transfers, costs.commits) == (0, 4)
+
+
+def test_a_report_that_is_longer_than_the_plan_is_left_out_and_counted(ranks: Ranks) -> None:
+    ranks.plan_id = 1
+    ranks.log.offered(1, [layer_plan(0, 1)], RANKS, ranks.now)
+    ranks.say(PlanState.ACCEPTED)
+    ranks.steps(10)
+    ranks.say(PlanState.TRANSFERRED, transfer_seconds=50.0)
+    ranks.say(PlanState.COMMITTED, commit_seconds=1e6)
+    assert ranks.log.left_out == 2 * RANKS
+    ranks.look()
+    assert ranks.log.costs().transfers == 0
+
+
+def test_one_rank_that_exaggerates_does_not_move_the_estimate(ranks: Ranks) -> None:
+    for plan in range(4):
+        ranks.plan_id = plan + 1
+        ranks.log.offered(ranks.plan_id, [layer_plan(0, 0, 1, 2, 3)], RANKS, ranks.now)
+        ranks.say(PlanState.ACCEPTED)
+        ranks.steps(10)
+        ranks.say(PlanState.TRANSFERRED, ranks=range(1), transfer_seconds=1.0)
+        ranks.say(PlanState.TRANSFERRED, transfer_seconds=0.05)
+        ranks.say(PlanState.COMMITTED, ranks=range(1), commit_seconds=1.0)
+        ranks.say(PlanState.COMMITTED, commit_seconds=0.002)
+        ranks.look()
+    costs = ranks.log.costs()
+    assert costs.expert_seconds == pytest.approx(0.05)
+    assert costs.commit_seconds == pytest.approx(0.002)
+
+
+def test_what_is_reported_twice_of_other_plans_or_by_strangers_counts_for_nothing(ranks: Ranks) -> None:
+    log = ranks.log
+    log.heard(0, PlanStatus(9, PlanState.TRANSFERRED, transfer_seconds=1.0), 0.0)
+    log.offered(1, [layer_plan(0, 1)], RANKS, 0.0)
+    for rank, layer in ((1 << 20, 0), (1, 77)):
+        log.heard(rank, PlanStatus(1, PlanState.ACCEPTED, layer, step=1), 0.1)
+        log.heard(rank, PlanStatus(1, PlanState.TRANSFERRED, layer, transfer_seconds=0.1, step=9), 0.1)
+    log.looked_at(np.zeros(0), np.zeros(0))
+    assert log.costs().transfers == 0
+    assert log.left_out == 0
+
+
+def test_a_plan_that_was_aborted_half_way_counts_as_far_as_it_went(ranks: Ranks) -> None:
+    ranks.plan_id = 1
+    ranks.log.offered(1, [layer_plan(layer, 1) for layer in range(6)], RANKS, ranks.now)
+    ranks.say(PlanState.ACCEPTED)
+    for layer in range(5):
+        ranks.steps(10)
+        ranks.say(PlanState.TRANSFERRED, layer, transfer_seconds=0.05)
+        if layer < 4:
+            ranks.say(PlanState.COMMITTED, layer, commit_seconds=0.001)
+    ranks.say(PlanState.ABORTED, 5)
+    ranks.look()
+    costs = ranks.log.costs()
+    assert (costs.transfers, costs.commits) == (5, 4)
+
+
+def test_what_is_kept_is_bounded_and_the_newest(ranks: Ranks) -> None:
+    for lost in [0.4] * 8 + [0.1] * 16:
+        ranks.switch([layer_plan(0, 1)], lost=lost)
+    costs = ranks.log.costs()
+    assert costs.plans == costs.transfers == 16
+    assert costs.lost_share == pytest.approx(0.1, abs=0.01)
