@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from eplb_service.cost.curve import CostCurve
 from eplb_service.heat.step_times import StepTimes
 from eplb_service.heat.window import Window
 from eplb_service.placement import Float64, apply_layers, mean_par
@@ -14,7 +15,7 @@ from eplb_service.planner.outlook import Serving
 from eplb_service.planner.plan import Plan
 from eplb_service.planner.scoring import slowest_us, split_shares, split_steps
 from eplb_service.planner.settings import STEP, PlannerSettings
-from eplb_service.planner.time_price import TimePrice, time_price
+from eplb_service.planner.time_price import FITTED, TimePrice, time_price
 from eplb_service.planner.worth import Gain, gain_of
 
 BEST_KNOWN = (
@@ -65,6 +66,11 @@ class Counterfactual:
         if self.serving_ms <= 0:
             return None
         return LayerTime(self.serving_ms / layers, f"{self.price.kind}, as the price of time")
+
+    @property
+    def fitted_curve(self) -> CostCurve | None:
+        """What was fitted to the steps' own times; ``None`` where that was refused, or a curve was given."""
+        return self.price.curve if self.price.kind == FITTED else None
 
     @property
     def gain_share(self) -> float | None:

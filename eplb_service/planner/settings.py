@@ -155,6 +155,11 @@ class PlannerSettings:
         "File of cost curves (eplb calibrate), or FILE:PHASE: lower the slowest rank's time by it, not its tokens. By "
         "default, and with a linear curve, tokens are balanced.",
     )
+    fitted_curve: bool = _setting(
+        False,
+        "While ranks serve, plan by a cost curve that is fitted to their own step times, where it fits the steps held "
+        "out of it; until then, and where cost_curve is given, as without this.",
+    )
     seed: int = _setting(0, "Seed of the solver's random choices; the same seed gives the same placement.")
     threads: int | None = _setting(
         None, "Layers solved at the same time; results do not depend on it. By default one per CPU."
@@ -198,10 +203,13 @@ class PlannerSettings:
             raise SettingsError(
                 f"budget_ms is {self.budget_ms}; give the planner some time, or None for no bound"
             )
-        if self.cost_curve is not None and self.expert_groups is not None:
-            raise SettingsError("cost_curve and expert_groups do not go together; leave one of them out")
-        if self.cost_curve is not None and self.split == "step":
-            raise SettingsError("cost_curve and split step do not go together yet; leave one of them out")
+        for name in ("cost_curve", "fitted_curve"):
+            if not getattr(self, name):
+                continue
+            if self.expert_groups is not None:
+                raise SettingsError(f"{name} and expert_groups do not go together; leave one of them out")
+            if self.split == "step":
+                raise SettingsError(f"{name} and split step do not go together yet; leave one of them out")
         if not self.half_lives or not all(half_life > 0 for half_life in self.half_lives):
             raise SettingsError(
                 f"half_lives is {self.half_lives}; name at least one, each above 0 (inf: no fading)"

@@ -12,6 +12,7 @@ from typing import Any
 from eplb_service.control.core.attendance import Attendance
 from eplb_service.control.core.errors import RefusedError
 from eplb_service.control.core.events import Event, LayerCommitted, PlacementKnown, PlanEnded, StreamsOutdated
+from eplb_service.control.core.first_layout import FirstLayout
 from eplb_service.control.core.heat_watchdog import HeatWatchdog, Losses, Undecided
 from eplb_service.control.core.leader_term import clock_of
 from eplb_service.control.core.limits import Limits
@@ -26,7 +27,7 @@ from eplb_service.control.core.totals import Totals
 from eplb_service.heat.assembler import HeatAssembler, StepCounts
 from eplb_service.planner.counterfactual import Counterfactual
 from eplb_service.planner.move_price import MovePrice
-from eplb_service.planner.outlook import Outlook
+from eplb_service.planner.outlook import Outlook, Serving
 from eplb_service.planner.pace import Pace
 from eplb_service.planner.plan import LayerPlan
 from eplb_service.planner.switch_log import SwitchLog
@@ -85,8 +86,8 @@ class Deployment:
         Steps assembled when the last decision was made.
     pacing
         When the next decision is due by what is realised; ``None`` where that is by the clock, or no heat is expected.
-    found
-        What served when the ranks of this group first came together; what balancing has won is measured against it.
+    first_layout
+        What a forming's ranks came with, this group's or an earlier one's; a restarted service may know it.
     begun
         Whether a decision has been made for this group, or none is to be made before it has heat of its own.
     worth
@@ -121,7 +122,7 @@ class Deployment:
     report_size: ReportSize = field(default_factory=ReportSize)
     decided_at: int = 0
     pacing: Pacing | None = None
-    found: LivePlacement | None = None
+    first_layout: FirstLayout | None = None
     begun: bool = False
     worth: Counterfactual | None = None
     switch_log: SwitchLog = field(default_factory=SwitchLog)
@@ -132,6 +133,12 @@ class Deployment:
     def live(self) -> LivePlacement | None:
         """What is served, once all ranks have reported it."""
         return self.group.live if self.group else None
+
+    @property
+    def found(self) -> Serving | None:
+        """What served when the ranks of this group first came together; what is won is measured against it."""
+        first = self.first_layout
+        return first.layout if first is not None and first.is_of(self.group) else None
 
     @property
     def connected(self) -> list[Member]:
@@ -165,7 +172,8 @@ class Deployment:
             self._interrupt_plan("the ranks moved on while the service could not hear them")
         elif self.group.live is not before:
             self._expect_heat_of(self.group.live)
-            self.found = self.found or self.group.live
+            if self.found is None:
+                self.first_layout = FirstLayout(hello.group_id, self.group.live.serving)
             self.known = True
             self.events.append(PlacementKnown(self.group.live))
 
@@ -346,7 +354,7 @@ class Deployment:
         self.attendance = self.attendance.formed_again()
         self.plan_problems.clear()
         self.decided_at, self.pacing, self.watchdog = 0, None, HeatWatchdog()
-        self.found, self.shedding, self.report_size = None, Shedding(), self.limits.report_size
+        self.shedding, self.report_size = Shedding(), self.limits.report_size
         self.worth, self.begun = None, False
         self.switch_log, self.move_price = SwitchLog(), None
         self.undecided, self.losses = Undecided(), Losses()

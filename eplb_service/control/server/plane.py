@@ -122,11 +122,11 @@ class ControlPlane:
             deployment.totals, deployment.known = stored.totals, True
             try:
                 placement = await self._writer.run(self._writer.store.latest_placement, stored.name)
+                if placement is not None:
+                    self.remembered[stored.name] = placement
+                deployment.first_layout = await self._writer.run(self._writer.store.first_layout, stored.name)
             except (sqlite3.DatabaseError, ValueError) as error:
                 _log.error("stored_placement_unreadable", deployment=stored.name, reason=str(error))
-                continue
-            if placement is not None:
-                self.remembered[stored.name] = placement
         self._metrics.leader_term.set(self.leader_term)
         _log.info("resumed", leader_term=self.leader_term, deployments=len(self.deployments))
 
@@ -311,6 +311,9 @@ class ControlPlane:
         for event in deployment.take_events():
             if isinstance(event, PlacementKnown):
                 self._writer.post(store.save_placement, name, event.live)
+                first = deployment.first_layout
+                if first is not None and first.is_what(event.live):
+                    self._writer.post(store.save_first_layout, name, first)
                 self.feed.placed(deployment, event.live)
                 _log.info(
                     "placement_known",

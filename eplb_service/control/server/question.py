@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -14,6 +14,7 @@ from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.membership import Group
 from eplb_service.control.core.pacing import Pacing
 from eplb_service.control.server.priors import Prior
+from eplb_service.cost.curve import CostCurve
 from eplb_service.cost.moving import NOTHING_MEASURED, MovingCosts
 from eplb_service.heat.assembler import RememberedHeat
 from eplb_service.heat.step_times import StepTimes
@@ -21,7 +22,7 @@ from eplb_service.heat.window import Counts, Window
 from eplb_service.planner.counterfactual import Counterfactual, counterfactual
 from eplb_service.planner.decide import plan
 from eplb_service.planner.move_price import LayerTime
-from eplb_service.planner.outlook import Outlook, gain_over, promise_for
+from eplb_service.planner.outlook import Outlook, Serving, gain_over, promise_for
 from eplb_service.planner.plan import Plan
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
@@ -45,17 +46,20 @@ class Question:
         When the deployment is decided for; ``None`` where that is by the clock.
     moving, layer_time
         What its ranks have measured of the cost of moves, and of how long a layer takes.
+    fitted
+        The cost curve that the last decision's steps speak for; ``None`` where none fits them.
     """
 
     heat: RememberedHeat | Prior
     times: StepTimes
     live: LivePlacement
-    found: LivePlacement | None
+    found: Serving | None
     topology: Topology
     settings: PlannerSettings
     pacing: Pacing | None
     moving: MovingCosts = NOTHING_MEASURED
     layer_time: LayerTime | None = None
+    fitted: CostCurve | None = None
 
     @classmethod
     def of(
@@ -78,6 +82,7 @@ class Question:
             )
         if deployment.heat is None:
             return None
+        worth = deployment.worth
         times = deployment.heat.step_times(live.layer_epochs)
         heat = deployment.heat.remembered()
         return cls(
@@ -89,8 +94,16 @@ class Question:
             settings,
             deployment.pacing,
             deployment.switch_log.costs(),
-            None if deployment.worth is None else deployment.worth.layer_time(group.shape.layers),
+            None if worth is None else worth.layer_time(group.shape.layers),
+            None if worth is None else worth.fitted_curve,
         )
+
+    @property
+    def planned_by(self) -> PlannerSettings:
+        """The settings, with the curve fitted to the steps' own times where they ask for it and give none."""
+        if not self.settings.fitted_curve or self.settings.cost_curve is not None:
+            return self.settings
+        return replace(self.settings, cost_curve=self.fitted)
 
     @property
     def looked_at(self) -> Window:
@@ -120,7 +133,7 @@ class Question:
 def answer(question: Question) -> tuple[Plan, Outlook, float]:
     """The plan, what is to be watched of it, and the seconds that it took."""
     started = time.perf_counter()
-    live, settings, pacing = question.live, question.settings, question.pacing
+    live, settings, pacing = question.live, question.planned_by, question.pacing
     serving_steps = None if pacing is None else pacing.pace.serving_steps
     window = question.looked_at
     made = plan(
@@ -136,7 +149,7 @@ def answer(question: Question) -> tuple[Plan, Outlook, float]:
     promise = promise_for(window, live.serving, made, settings.split)
     won = None
     if question.found is not None:
-        won = gain_over(window, question.found.serving, live.serving, settings.split)
+        won = gain_over(window, question.found, live.serving, settings.split)
     return made, Outlook(promise, _paid(question), won), time.perf_counter() - started
 
 
@@ -146,7 +159,7 @@ def appraise(question: Question, decided: Plan) -> Counterfactual | None:
         return None
     return counterfactual(
         question.newest(len(question.heat_TLE)),
-        question.found.serving,
+        question.found,
         question.live.serving,
         decided,
         question.settings,

@@ -14,11 +14,13 @@ from dataclasses import asdict
 import numpy as np
 
 from eplb_service.control.core.errors import ConflictError
+from eplb_service.control.core.first_layout import FirstLayout
 from eplb_service.control.core.leader_term import CHANCE_BITS, term_above, term_at
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.offer import Offer
 from eplb_service.control.core.plan_tracker import Outcome
 from eplb_service.control.core.totals import Totals
+from eplb_service.control.server.first_layouts import first_layout, save_first_layout
 from eplb_service.control.server.store_file import open_store_file
 from eplb_service.control.server.stored import StoredDeployment, StoredPlacement, StoredPlan
 from eplb_service.placement import Int32, Placement
@@ -113,6 +115,12 @@ class Store:
             if since >= _LAYERS_PER_SNAPSHOT:
                 self._insert_snapshot(name, live)
 
+    def save_first_layout(self, name: str, first: FirstLayout) -> None:
+        """Remember what a deployment's ranks came with."""
+        with self._db:
+            self._name(name)
+            save_first_layout(self._db, name, first)
+
     def begin_plan(self, name: str, offer: Offer, leader_term: int) -> None:
         """Remember a plan of this term before any rank hears of it."""
         verdicts = json.dumps([asdict(verdict) for verdict in offer.decision.verdicts])
@@ -180,6 +188,10 @@ class Store:
         if later:
             epoch, digest = later[-1][:2]
         return StoredPlacement(epoch, digest, Placement(phy2log_LRS, experts))
+
+    def first_layout(self, name: str) -> FirstLayout | None:
+        """What the ranks came with that a deployment was last seen with."""
+        return first_layout(self._db, name)
 
     def plans(self, name: str, limit: int = 100) -> list[StoredPlan]:
         """The newest plans of a deployment, newest first."""

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import structlog
 
+from eplb_service.control.server.first_layouts import FIRST_LAYOUTS
+
 _log = structlog.get_logger(__name__)
 
 MEMORY = ":memory:"
@@ -55,13 +57,14 @@ CREATE TABLE plans (
 );
 CREATE INDEX plans_of ON plans (deployment, id);
 """
-_ADDED = """
+_RAISED_TERMS = """
 -- Deployments whose ranks have followed a service of a higher term, until an operator had this one lead.
 CREATE TABLE IF NOT EXISTS raised_terms (
     deployment TEXT PRIMARY KEY REFERENCES deployments (name) ON DELETE CASCADE,
     leader_term INTEGER NOT NULL
 )
 """
+_ADDED = (_RAISED_TERMS, FIRST_LAYOUTS)
 """What older releases of the same schema do not know, and do not need."""
 
 
@@ -80,7 +83,8 @@ def open_store_file(path: str) -> sqlite3.Connection:
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = NORMAL")
         database.execute("PRAGMA foreign_keys = ON")
-        database.execute(_ADDED)
+        for table in _ADDED:
+            database.execute(table)
     except (sqlite3.Error, StoreError) as error:
         if database is not None:
             database.close()

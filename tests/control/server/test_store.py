@@ -5,12 +5,14 @@ from __future__ import annotations
 import sqlite3
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from eplb_service.control.core.errors import ConflictError
+from eplb_service.control.core.first_layout import FirstLayout
 from eplb_service.control.core.leader_term import clock_of, term_above, term_at
 from eplb_service.control.core.offer import Offer
 from eplb_service.control.core.plan_tracker import Outcome
@@ -20,6 +22,7 @@ from eplb_service.control.server.service import running_service
 from eplb_service.control.server.store import Store, higher_term
 from eplb_service.control.server.store_file import MEMORY, StoreError
 from eplb_service.control.server.stored import StoredDeployment
+from eplb_service.planner.outlook import Serving
 from eplb_service.wire.fields import LAST_VERSION
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from tests.control.core.story import decision_of, swap_of
@@ -123,6 +126,51 @@ def test_what_is_served_is_found_again_layer_by_layer(path: str) -> None:
     assert (found.epoch, found.digest) == (2, two.digest)
     np.testing.assert_array_equal(found.placement.phy2log_LRS, two.placement.phy2log_LRS)
     assert Store(path).latest_placement("prefill") is None
+
+
+@pytest.mark.parametrize("entries", [0, 1, 3])
+def test_what_ranks_came_with_is_found_again_with_its_tables(path: str, entries: int) -> None:
+    placement = LIVE.placement
+    log2phy_RLE = placement.default_log2phy()
+    if entries:
+        # The last replica of each expert in place of the rule's, and in turn where there are several entries.
+        for layer, row_RS in enumerate(placement.phy2log_LRS):
+            for slot, expert in enumerate(row_RS.ravel()):
+                log2phy_RLE[:, layer, expert] = slot
+        log2phy_RLE = np.repeat(log2phy_RLE[..., None], entries, axis=3)
+    store = Store(path)
+    store.save_first_layout("decode", FirstLayout("before", Serving(placement, placement.default_log2phy())))
+    store.save_first_layout("decode", FirstLayout("first", Serving(placement, log2phy_RLE)))
+    store.close()
+    store = Store(path)
+    found = store.first_layout("decode")
+    assert found is not None
+    assert found.group_id == "first"
+    np.testing.assert_array_equal(found.layout.placement.phy2log_LRS, placement.phy2log_LRS)
+    np.testing.assert_array_equal(found.layout.log2phy_RLE, log2phy_RLE)
+    assert store.first_layout("prefill") is None
+    store.forget("decode")
+    assert store.first_layout("decode") is None
+
+
+@pytest.mark.parametrize("content", [b"no zlib", zlib.compress(b"short"), zlib.compress(bytes(1 << 20))])
+def test_a_first_layout_that_is_damaged_is_said(path: str, content: bytes) -> None:
+    store = Store(path)
+    store.save_first_layout("decode", FirstLayout("first", LIVE.serving))
+    store.close()
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE first_layouts SET phy2log = ?", (content,))
+    database.close()
+    with pytest.raises(ValueError, match=r"damaged|buffer|reshape"):
+        Store(path).first_layout("decode")
+
+
+def test_a_store_of_an_older_release_knows_no_first_layouts(path: str) -> None:
+    Store(path).close()
+    with sqlite3.connect(path) as database:
+        database.execute("DROP TABLE first_layouts")
+    database.close()
+    assert Store(path).first_layout("decode") is None
 
 
 def test_history_is_bounded(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +292,15 @@ async def test_a_restarted_service_shows_the_history_and_goes_on(path: str) -> N
         assert {welcome.leader_term for welcome in welcomes} == {running.plane.leader_term}
         assert running.plane.deployments["decode"].live is not None
         assert running.plane.deployments["decode"].live.epoch == live.epoch
+        found = running.plane.deployments["decode"].found
+        assert found is not None
+        # Left alone is what the ranks came with, not what a service met that started later.
+        np.testing.assert_array_equal(found.placement.phy2log_LRS, first_placement().phy2log_LRS)
+    async with running_service(settings(store=path)) as running, FakeGroup(running.address, live) as group:
+        await group.join(group_id="another")
+        found = running.plane.deployments["decode"].found
+        assert found is not None
+        np.testing.assert_array_equal(found.placement.phy2log_LRS, live.placement.phy2log_LRS)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "middle", "magic"])
