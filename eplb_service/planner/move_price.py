@@ -96,20 +96,20 @@ def move_price(
 
 
 def _travel(settings: PlannerSettings, size: int, moving: MovingCosts) -> tuple[float, str]:
-    """Milliseconds that one expert's weights travel, and in words."""
-    known = f"{size / 2**20:.1f} MiB per expert" if size else ""
+    """Milliseconds that one expert's weights travel, and how that reads."""
+    known = f"{_size_text(size)} per expert" if size else ""
     if moving.expert_seconds is not None:
         ms = moving.expert_seconds * 1e3
         rate = f", {size / moving.expert_seconds / 1e9:.3g} GB/s per rank" if size else ""
         return ms, f"{known or f'{ms:.3g} ms per expert'}{rate} (measured, {moving.transfers} layers)"
-    known = known or f"{_ASSUMED_BYTES / 2**20:.1f} MiB per expert (assumed)"
+    known = known or f"{_size_text(_ASSUMED_BYTES)} per expert (assumed)"
     ms = (size or _ASSUMED_BYTES) / (settings.link_bandwidth * 1e9) * 1e3
     source = _source(settings, "link_bandwidth")
     return ms, f"{known}, {settings.link_bandwidth:g} GB/s per rank ({source})"
 
 
 def _lost(moving: MovingCosts) -> tuple[float, str]:
-    """Part of that time that steps lose, and in words."""
+    """Part of that time that steps lose, and how that reads."""
     if moving.lost_share is None:
         return (
             _SLOWER_WHILE_MOVING,
@@ -123,12 +123,16 @@ def _lost(moving: MovingCosts) -> tuple[float, str]:
 
 
 def _stop(slots: int, size: int, moving: MovingCosts) -> tuple[float, str]:
-    """Milliseconds that the model stands still for a layer's switch, and in words."""
+    """Milliseconds that the model waits for a layer's switch, and how that reads."""
     if moving.commit_seconds is not None:
         ms = moving.commit_seconds * 1e3
         return ms, f"{ms:.3g} ms per switch (measured, {moving.commits} layers)"
     copy_ms = slots * (size or _ASSUMED_BYTES) / _COPY_BYTES_PER_SECOND * 1e3
     return copy_ms + _SWITCH_MS, f"{_SWITCH_MS:g} ms per switch and a copy (assumed)"
+
+
+def _size_text(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size:,} bytes"
 
 
 def _kind(settings: PlannerSettings, moving: MovingCosts) -> str:

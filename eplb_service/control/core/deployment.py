@@ -24,6 +24,7 @@ from eplb_service.control.core.plan_tracker import ContradictionError, Outcome, 
 from eplb_service.control.core.report_size import ReportSize
 from eplb_service.control.core.shedding import Shedding
 from eplb_service.control.core.totals import Totals
+from eplb_service.cost.curve import CostCurve
 from eplb_service.heat.assembler import HeatAssembler, StepCounts
 from eplb_service.planner.counterfactual import Counterfactual
 from eplb_service.planner.move_price import MovePrice
@@ -92,6 +93,8 @@ class Deployment:
         Whether a decision has been made for this group, or none is to be made before it has heat of its own.
     worth
         What balancing is worth, by the last decision's steps; ``None`` until one has.
+    fitted
+        The last cost curve that this group's own step times spoke for.
     switch_log
         What this group's ranks have measured of their switches.
     move_price
@@ -125,6 +128,7 @@ class Deployment:
     first_layout: FirstLayout | None = None
     begun: bool = False
     worth: Counterfactual | None = None
+    fitted: CostCurve | None = None
     switch_log: SwitchLog = field(default_factory=SwitchLog)
     move_price: MovePrice | None = None
     events: list[Event] = field(default_factory=list)
@@ -294,6 +298,14 @@ class Deployment:
         due = gathered >= interval if self.pacing is None else gathered > 0 and self.pacing.pace.due
         return due and self.obstacle() is None
 
+    def appraised(self, worth: Counterfactual) -> None:
+        """What balancing is worth has been judged by the last decision's steps.
+
+        A curve that they speak for is kept though the next ones say nothing: it is the device's, not the placement's.
+        """
+        self.worth = worth
+        self.fitted = worth.fitted_curve or self.fitted
+
     def deciding(self) -> None:
         """A decision is being made on the window as it is now."""
         self.plan_problems.clear()
@@ -356,7 +368,7 @@ class Deployment:
         self.decided_at, self.pacing, self.watchdog = 0, None, HeatWatchdog()
         self.shedding, self.report_size = Shedding(), self.limits.report_size
         self.worth, self.begun = None, False
-        self.switch_log, self.move_price = SwitchLog(), None
+        self.fitted, self.switch_log, self.move_price = None, SwitchLog(), None
         self.undecided, self.losses = Undecided(), Losses()
 
     def _look_at_clock(self, now: float) -> None:

@@ -250,7 +250,7 @@ class Decider:
                 return
         now = deployment.group
         if found is not None and now is not None and now.forming == group.forming:
-            deployment.worth = found
+            deployment.appraised(found)
             self._metrics.worth(deployment.name, figures_of(found))
 
     def _compute(self, function: Callable[..., T], *arguments: Any) -> Future[T]:

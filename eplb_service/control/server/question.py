@@ -47,7 +47,7 @@ class Question:
     moving, layer_time
         What its ranks have measured of the cost of moves, and of how long a layer takes.
     fitted
-        The cost curve that the last decision's steps speak for; ``None`` where none fits them.
+        The last cost curve that fitted its ranks' own step times; ``None`` where none has.
     """
 
     heat: RememberedHeat | Prior
@@ -95,7 +95,7 @@ class Question:
             deployment.pacing,
             deployment.switch_log.costs(),
             None if worth is None else worth.layer_time(group.shape.layers),
-            None if worth is None else worth.fitted_curve,
+            deployment.fitted,
         )
 
     @property
