@@ -17,7 +17,7 @@ from eplb_service.cli.errors import UserError
 from eplb_service.cli.options.declared import setting_option, takes_options
 from eplb_service.cli.options.planner import PANEL
 from eplb_service.control.server.lease.interface import LeaseError, LeaseLostError
-from eplb_service.control.server.probes import ListenError
+from eplb_service.control.server.listening.probes import ListenError
 from eplb_service.control.server.service import RunningService, serve_until_stopped
 from eplb_service.control.server.settings import (
     ENVIRONMENT_PREFIX,
@@ -25,7 +25,7 @@ from eplb_service.control.server.settings import (
     SettingsError,
     load_settings,
 )
-from eplb_service.control.server.store_file import StoreError
+from eplb_service.control.server.store.store_file import StoreError
 from eplb_service.planner.options import planner_options
 from eplb_service.telemetry.logs import configure_logs
 

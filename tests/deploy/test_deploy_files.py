@@ -15,7 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from eplb_service.control.server.lease.choose import checked_lease
 from eplb_service.control.server.lease.kubernetes_lease import LEADS_LABEL
-from eplb_service.control.server.probes import LIVENESS, READY
+from eplb_service.control.server.listening.probes import LIVENESS, READY
 from eplb_service.control.server.service import running_service
 from eplb_service.control.server.settings import (
     ENVIRONMENT_PREFIX,

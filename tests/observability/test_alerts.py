@@ -15,10 +15,10 @@ import grpc
 import pytest
 import yaml
 
-from eplb_service.control.server import planning
-from eplb_service.control.server.question import Question
+from eplb_service.control.server.deciding import planning
+from eplb_service.control.server.deciding.question import Question
 from eplb_service.control.server.service import RunningService, running_service
-from eplb_service.control.server.store import Store
+from eplb_service.control.server.store.store import Store
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from tests.control.server.test_service import settings
 from tests.observability.prometheus import RATE_SECONDS, RULES, Alert, Prometheus, prometheus

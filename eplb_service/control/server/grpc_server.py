@@ -9,13 +9,13 @@ import structlog
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from eplb_service.control.server.agent_stream import AgentService, agent_handlers
-from eplb_service.control.server.certificates import Certificates
-from eplb_service.control.server.gate import Gate
-from eplb_service.control.server.operator_api import OperatorService
-from eplb_service.control.server.plane import ControlPlane
-from eplb_service.control.server.probes import AGENT_SERVICE, OPERATOR_SERVICE, ListenError
-from eplb_service.control.server.quotas import Quotas
+from eplb_service.control.server.access.gate import Gate
+from eplb_service.control.server.access.quotas import Quotas
+from eplb_service.control.server.agents.agent_stream import AgentService, agent_handlers
+from eplb_service.control.server.listening.certificates import Certificates
+from eplb_service.control.server.listening.probes import AGENT_SERVICE, OPERATOR_SERVICE, ListenError
+from eplb_service.control.server.operators.operator_api import OperatorService
+from eplb_service.control.server.plane.control_plane import ControlPlane
 from eplb_service.control.server.settings import ServiceSettings
 from eplb_service.wire.address import is_loopback
 from eplb_service.wire.codec import MAX_MESSAGE_BYTES

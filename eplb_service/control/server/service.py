@@ -17,29 +17,30 @@ import structlog
 from grpc_health.v1 import health, health_pb2
 
 from eplb_service import __version__
-from eplb_service.control.server.credentials import Credentials, shared_token
+from eplb_service.control.server.access.credentials import Credentials, shared_token
+from eplb_service.control.server.access.gate import Gate
+from eplb_service.control.server.access.in_flight import InFlight
+from eplb_service.control.server.access.quotas import Quotas
+from eplb_service.control.server.deciding.priors import PriorError
 from eplb_service.control.server.garbage import leave_out_what_lives
-from eplb_service.control.server.gate import Gate
 from eplb_service.control.server.grpc_server import bound, certificates_of, grpc_server
-from eplb_service.control.server.http_server import HttpServer, Served
-from eplb_service.control.server.in_flight import InFlight
 from eplb_service.control.server.lease.choose import lease_of
 from eplb_service.control.server.lease.interface import LeaseLostError
 from eplb_service.control.server.lease.leadership import Leadership
-from eplb_service.control.server.operator_api import OperatorService
-from eplb_service.control.server.plane import ControlPlane, pending_steps
-from eplb_service.control.server.priors import PriorError
-from eplb_service.control.server.probes import (
+from eplb_service.control.server.listening.probes import (
     ListenError,
     report_health,
     serve_health,
 )
-from eplb_service.control.server.quotas import Quotas
+from eplb_service.control.server.operators.operator_api import OperatorService
+from eplb_service.control.server.plane.bounds import pending_steps
+from eplb_service.control.server.plane.control_plane import ControlPlane
 from eplb_service.control.server.settings import ServiceSettings, SettingsError
 from eplb_service.control.server.standby import stood_by
-from eplb_service.control.server.store import Store
-from eplb_service.control.server.store_writer import StoreWriter
-from eplb_service.control.server.web_api import WebApi
+from eplb_service.control.server.store.store import Store
+from eplb_service.control.server.store.store_writer import StoreWriter
+from eplb_service.control.server.web.http_server import HttpServer, Served
+from eplb_service.control.server.web.web_api import WebApi
 from eplb_service.io.recording import Recording
 from eplb_service.telemetry.metrics import Metrics
 

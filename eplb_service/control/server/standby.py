@@ -11,10 +11,10 @@ import structlog
 from grpc_health.v1 import health, health_pb2
 
 from eplb_service import __version__
-from eplb_service.control.server.http_server import HttpServer, Served
 from eplb_service.control.server.lease.leadership import Leadership
-from eplb_service.control.server.probes import ListenError, report_health, serve_health
+from eplb_service.control.server.listening.probes import ListenError, report_health, serve_health
 from eplb_service.control.server.settings import ServiceSettings
+from eplb_service.control.server.web.http_server import HttpServer, Served
 from eplb_service.solver.warmup import warm_up
 from eplb_service.telemetry.metrics import Metrics
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from eplb_service.control.server.http_server import _HEADERS, _finite
-from eplb_service.control.server.page_files import PAGE_FILES, Content
+from eplb_service.control.server.web.http_server import _HEADERS, _finite
+from eplb_service.control.server.web.page_files import PAGE_FILES, Content
 from eplb_service.wire.codec import pack
 from eplb_service.wire.document import as_document
 from eplb_service.wire.generated import operator_pb2

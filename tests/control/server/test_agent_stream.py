@@ -7,9 +7,9 @@ import asyncio
 import grpc
 import pytest
 
-from eplb_service.control.server.agent_stream import _first_of
+from eplb_service.control.server.agents.agent_stream import _first_of
 from eplb_service.control.server.grpc_status import StatusError
-from eplb_service.control.server.streams import RankStream
+from eplb_service.control.server.outgoing.streams import RankStream
 
 
 async def _listen(heard: list[str]) -> None:

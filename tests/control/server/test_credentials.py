@@ -12,7 +12,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from eplb_service.control.server.credentials import Credentials, Role, read_credentials
+from eplb_service.control.server.access.credentials import Credentials, Role, read_credentials
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.settings import SettingsError, load_settings
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from eplb_service.control.server import http_server
-from eplb_service.control.server.probes import ListenError
+from eplb_service.control.server.listening.probes import ListenError
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.settings import SettingsError, load_settings
+from eplb_service.control.server.web import http_server
 from tests.control.fake_group import LAYERS, RANKS, FakeGroup, skewed_heat
 from tests.control.server.self_signed import self_signed
 from tests.control.server.test_service import settings, until

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from eplb_service.control.core.errors import ExhaustedError
-from eplb_service.control.server.in_flight import InFlight
+from eplb_service.control.server.access.in_flight import InFlight
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.settings import SettingsError, load_settings
 from eplb_service.wire.generated import agent_pb2
@@ -78,7 +78,7 @@ async def test_a_large_request_is_not_starved_by_small_ones() -> None:
 
 
 async def test_whoever_waits_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eplb_service.control.server.in_flight._TURN_SECONDS", 0.01)
+    monkeypatch.setattr("eplb_service.control.server.access.in_flight._TURN_SECONDS", 0.01)
     room = InFlight(10, 10)
     async with room.room("a", 10):
         with pytest.raises(ExhaustedError, match="10 bytes are under way from this host and 10 in all"):
@@ -121,7 +121,7 @@ async def test_a_request_in_parts_is_heard(service: RunningService) -> None:
 async def test_requests_that_are_no_requests(
     service: RunningService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eplb_service.control.server.inbox._WHOLE_SECONDS", 0.2)
+    monkeypatch.setattr("eplb_service.control.server.agents.inbox._WHOLE_SECONDS", 0.2)
     whole = _large(3 * PART_BYTES)
     exhausted, invalid = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT
     for said, expected, reason in (
@@ -145,8 +145,8 @@ async def test_requests_that_are_no_requests(
 async def test_a_host_that_breaks_off_many_requests_gets_its_share_and_gives_it_back(
     service: RunningService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eplb_service.control.server.inbox._WHOLE_SECONDS", 1.5)
-    monkeypatch.setattr("eplb_service.control.server.in_flight._TURN_SECONDS", 0.05)
+    monkeypatch.setattr("eplb_service.control.server.agents.inbox._WHOLE_SECONDS", 1.5)
+    monkeypatch.setattr("eplb_service.control.server.access.in_flight._TURN_SECONDS", 0.05)
     async with FakeGroup(service.address) as group:
         await group.join()
         for rank in group.ranks:

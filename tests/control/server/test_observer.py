@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from eplb_service.control.core.totals import Totals
-from eplb_service.control.server.observer import Observer
+from eplb_service.control.server.observing.observer import Observer
 from eplb_service.planner.plan import LayerPlan, LayerVerdict, Plan
 
 

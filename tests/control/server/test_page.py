@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from eplb_service.control.server.page_files import PAGE_FILES, Content
+from eplb_service.control.server.web.page_files import PAGE_FILES, Content
 from tests.control.server.pictured import HOSTILE, documents, pictured
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

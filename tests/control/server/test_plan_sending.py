@@ -7,9 +7,9 @@ from typing import cast
 
 import pytest
 
-from eplb_service.control.server import plan_sending
-from eplb_service.control.server.plan_sending import PlanRoom, PlanSending, RankCopy
-from eplb_service.control.server.streams import RankStream, Streams
+from eplb_service.control.server.outgoing import plan_sending
+from eplb_service.control.server.outgoing.plan_sending import PlanRoom, PlanSending, RankCopy
+from eplb_service.control.server.outgoing.streams import RankStream, Streams
 from eplb_service.wire.shared_plan import SharedPlan
 
 RANKS, SIZE = 6, 100

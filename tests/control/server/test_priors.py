@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eplb_service.control.server.priors import PriorError, parse_priors
+from eplb_service.control.server.deciding.priors import PriorError, parse_priors
 from eplb_service.control.server.service import running_service
 from eplb_service.control.server.settings import SettingsError
 from eplb_service.placement import mean_par, par

@@ -314,7 +314,7 @@ async def test_a_paused_deployment_gathers_heat_but_is_left_alone(service: Runni
 
 
 async def test_a_silent_agent_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eplb_service.control.server.agent_stream._SILENCE_SECONDS", 0.1)
+    monkeypatch.setattr("eplb_service.control.server.agents.agent_stream._SILENCE_SECONDS", 0.1)
     async with (
         running_service(settings(heartbeat_seconds=0.05)) as running,
         FakeGroup(running.address) as group,

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from eplb_service.control.server.probes import ListenError
+from eplb_service.control.server.listening.probes import ListenError
 from eplb_service.control.server.service import running_service
 from eplb_service.control.server.settings import SettingsError
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc

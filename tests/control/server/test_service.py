@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.settings import ServiceSettings
-from eplb_service.control.server.store import Store
+from eplb_service.control.server.store.store import Store
 from eplb_service.heat.window import Window
 from eplb_service.wire.generated import agent_pb2, operator_pb2, operator_pb2_grpc
 from tests.control.fake_group import (
@@ -162,7 +162,9 @@ async def test_a_stopping_service_ends_streams_with_a_status_to_come_back_on() -
 
 async def test_the_service_is_not_ready_until_the_solver_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = threading.Event()
-    monkeypatch.setattr("eplb_service.control.server.planning.warm_up", lambda _threads: compiled.wait(20))
+    monkeypatch.setattr(
+        "eplb_service.control.server.deciding.planning.warm_up", lambda _threads: compiled.wait(20)
+    )
     async with running_service(settings()) as running, FakeGroup(running.address) as group:
         health = health_pb2_grpc.HealthStub(group.channel)
         request = health_pb2.HealthCheckRequest()

@@ -17,11 +17,11 @@ from eplb_service.control.core.leader_term import clock_of, term_above, term_at
 from eplb_service.control.core.offer import Offer
 from eplb_service.control.core.plan_tracker import Outcome
 from eplb_service.control.core.totals import Totals
-from eplb_service.control.server import store as store_module
 from eplb_service.control.server.service import running_service
-from eplb_service.control.server.store import Store, higher_term
-from eplb_service.control.server.store_file import MEMORY, StoreError
-from eplb_service.control.server.stored import StoredDeployment
+from eplb_service.control.server.store import store as store_module
+from eplb_service.control.server.store.store import Store, higher_term
+from eplb_service.control.server.store.store_file import MEMORY, StoreError
+from eplb_service.control.server.store.stored import StoredDeployment
 from eplb_service.planner.outlook import Serving
 from eplb_service.wire.fields import LAST_VERSION
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc

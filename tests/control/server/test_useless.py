@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from eplb_service.control.core.health import problems
-from eplb_service.control.server import planning
+from eplb_service.control.server.deciding import planning
 from eplb_service.control.server.service import running_service
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from tests.control.fake_group import FakeGroup, skewed_heat

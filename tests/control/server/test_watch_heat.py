@@ -13,9 +13,9 @@ import pytest_asyncio
 
 from eplb_service.cli.main import run
 from eplb_service.control.core.live_placement import LivePlacement
-from eplb_service.control.server import heat_feed
 from eplb_service.control.server.grpc_status import StatusError
-from eplb_service.control.server.heat_feed import Watcher
+from eplb_service.control.server.outgoing import heat_feed
+from eplb_service.control.server.outgoing.heat_feed import Watcher
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.io.open_trace import open_trace
 from eplb_service.io.step_record import PHASES

@@ -88,7 +88,7 @@ async def test_an_appraisal_that_fails_costs_only_itself(
     def broken(*_: object) -> None:
         raise RuntimeError("no figures today")
 
-    monkeypatch.setattr("eplb_service.control.server.planning.appraise", broken)
+    monkeypatch.setattr("eplb_service.control.server.deciding.planning.appraise", broken)
     async with FakeGroup(service.address) as group:
         await group.join()
         await group.send_heat(skewed_heat(32))

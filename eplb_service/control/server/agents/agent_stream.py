@@ -11,15 +11,15 @@ import grpc
 
 from eplb_service import __version__
 from eplb_service.control.core.deployment import Deployment
-from eplb_service.control.server.credentials import Credential
-from eplb_service.control.server.gate import current_caller
+from eplb_service.control.server.access.credentials import Credential
+from eplb_service.control.server.access.gate import current_caller
+from eplb_service.control.server.access.quotas import Quotas
+from eplb_service.control.server.agents.inbox import Inbox, unheard
 from eplb_service.control.server.grpc_status import StatusError
-from eplb_service.control.server.inbox import Inbox, unheard
-from eplb_service.control.server.plan_sending import RankCopy
-from eplb_service.control.server.plane import ControlPlane
-from eplb_service.control.server.probes import AGENT_SERVICE
-from eplb_service.control.server.quotas import Quotas
-from eplb_service.control.server.streams import RankStream
+from eplb_service.control.server.listening.probes import AGENT_SERVICE
+from eplb_service.control.server.outgoing.plan_sending import RankCopy
+from eplb_service.control.server.outgoing.streams import RankStream
+from eplb_service.control.server.plane.control_plane import ControlPlane
 from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
 from eplb_service.wire.heat import decode_heat_report, is_quick_to_decode

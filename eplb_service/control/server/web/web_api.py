@@ -11,9 +11,9 @@ import grpc
 
 from eplb_service import __version__
 from eplb_service.control.core.errors import RefusedError
-from eplb_service.control.server.gate import Caller, Gate, acting_as, check_reach
+from eplb_service.control.server.access.gate import Caller, Gate, acting_as, check_reach
 from eplb_service.control.server.grpc_status import StatusError, code_of
-from eplb_service.control.server.operator_api import OperatorService
+from eplb_service.control.server.operators.operator_api import OperatorService
 from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import operator_pb2
 

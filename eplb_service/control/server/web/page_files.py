@@ -21,7 +21,7 @@ class Content(NamedTuple):
 
 
 def _read() -> dict[str, Content]:
-    folder = files("eplb_service.control.server").joinpath("page")
+    folder = files("eplb_service.control.server.web").joinpath("page")
     found = {
         f"/{file.name}": Content(_KINDS[file.name.rpartition(".")[2]], file.read_bytes())
         for file in folder.iterdir()

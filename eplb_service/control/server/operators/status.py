@@ -10,9 +10,9 @@ import numpy as np
 
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.health import mean_par, measured_par, problems, rank_loads
-from eplb_service.control.server.observer import Decision, Observed, Observer
-from eplb_service.control.server.stored import StoredPlacement, StoredPlan
-from eplb_service.control.server.worth_figures import figures_of
+from eplb_service.control.server.observing.observer import Decision, Observed, Observer
+from eplb_service.control.server.observing.worth_figures import figures_of
+from eplb_service.control.server.store.stored import StoredPlacement, StoredPlan
 from eplb_service.planner.plan import LayerVerdict
 from eplb_service.wire.codec import pack
 from eplb_service.wire.generated import operator_pb2

@@ -24,9 +24,9 @@ from urllib.parse import unquote, urlsplit
 import structlog
 
 from eplb_service import __version__
-from eplb_service.control.server.certificates import Certificates
-from eplb_service.control.server.page_files import PAGE_FILES, Content
-from eplb_service.control.server.web_api import PREFIX, HttpError, WebApi
+from eplb_service.control.server.listening.certificates import Certificates
+from eplb_service.control.server.web.page_files import PAGE_FILES, Content
+from eplb_service.control.server.web.web_api import PREFIX, HttpError, WebApi
 from eplb_service.telemetry.metrics import Metrics
 from eplb_service.wire.address import is_loopback
 from eplb_service.wire.document import as_document

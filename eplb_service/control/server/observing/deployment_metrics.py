@@ -6,7 +6,7 @@ import numpy as np
 
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.health import mean_par, measured_par, problems, rank_loads
-from eplb_service.control.server.observer import Observer
+from eplb_service.control.server.observing.observer import Observer
 from eplb_service.telemetry.metrics import Metrics
 
 _LOAD_STEPS = 16

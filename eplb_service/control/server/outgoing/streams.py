@@ -8,7 +8,7 @@ import time
 import grpc
 
 from eplb_service.control.server.grpc_status import StatusError
-from eplb_service.control.server.plan_sending import PlanRoom, PlanSending, RankCopy
+from eplb_service.control.server.outgoing.plan_sending import PlanRoom, PlanSending, RankCopy
 from eplb_service.wire.generated import agent_pb2
 from eplb_service.wire.reporting import Reporting, encode_reporting
 from eplb_service.wire.shared_plan import SharedPlan

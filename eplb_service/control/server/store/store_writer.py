@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from eplb_service.control.server.store import Store
+from eplb_service.control.server.store.store import Store
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.membership import Group
 from eplb_service.control.core.pacing import Pacing
-from eplb_service.control.server.priors import Prior
+from eplb_service.control.server.deciding.priors import Prior
 from eplb_service.cost.curve import CostCurve
 from eplb_service.cost.moving import NOTHING_MEASURED, MovingCosts
 from eplb_service.heat.assembler import RememberedHeat

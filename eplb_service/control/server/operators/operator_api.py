@@ -8,16 +8,16 @@ from typing import Any
 import grpc
 
 from eplb_service.control.core.errors import ConflictError
-from eplb_service.control.server.gate import current_caller
+from eplb_service.control.server.access.gate import current_caller
 from eplb_service.control.server.grpc_status import StatusError
-from eplb_service.control.server.plane import ControlPlane
-from eplb_service.control.server.status import (
+from eplb_service.control.server.operators.status import (
     agent_statuses,
     balance,
     deployment_status,
     layer_statuses,
     past_plan,
 )
+from eplb_service.control.server.plane.control_plane import ControlPlane
 from eplb_service.wire.codec import pack
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from eplb_service.control.core.deployment import Deployment
-from eplb_service.control.server.heat_feed import HeatFeed
-from eplb_service.control.server.streams import Streams
+from eplb_service.control.server.outgoing.heat_feed import HeatFeed
+from eplb_service.control.server.outgoing.streams import Streams
 from eplb_service.io.recorder import MOST_SOURCE_COUNTS
 from eplb_service.wire.heat import HeatReport
 from eplb_service.wire.reporting import Reporting

@@ -6,10 +6,7 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import replace
 
 import numpy as np
 import structlog
@@ -19,12 +16,14 @@ from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.membership import Group
 from eplb_service.control.core.offer import Offer, rank_plans
-from eplb_service.control.server.observer import Observer
-from eplb_service.control.server.priors import Prior
-from eplb_service.control.server.question import Question, answer, appraise
-from eplb_service.control.server.store_writer import StoreWriter
-from eplb_service.control.server.streams import Streams
-from eplb_service.control.server.worth_figures import figures_of
+from eplb_service.control.server.deciding.decision_outcome import DecisionOutcome
+from eplb_service.control.server.deciding.planner_threads import PlannerThreads, outcome_of
+from eplb_service.control.server.deciding.priors import Prior
+from eplb_service.control.server.deciding.question import Question, answer, appraise
+from eplb_service.control.server.observing.observer import Observer
+from eplb_service.control.server.observing.worth_figures import figures_of
+from eplb_service.control.server.outgoing.streams import Streams
+from eplb_service.control.server.store.store_writer import StoreWriter
 from eplb_service.placement import mean_par
 from eplb_service.planner.outlook import Outlook
 from eplb_service.planner.plan import Plan
@@ -33,38 +32,9 @@ from eplb_service.solver.warmup import warm_up
 from eplb_service.telemetry.metrics import Metrics
 from eplb_service.wire.shared_plan import SharedPlan
 
-T = TypeVar("T")
-
 _AT_ONCE = max(2, os.cpu_count() or 1)
 """Decisions computed at a time: a slow one never delays another deployment's, and many share the cores by turns."""
-_MOST_STUCK = 4
-"""Decisions that were given up and still take a thread each; beyond, no more are made."""
-
-DECISION_RESULTS = ("plan", "kept", "dropped", "failed")
-"""All that ``DecisionOutcome.result`` can be."""
-
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class DecisionOutcome:
-    """What came of one decision.
-
-    Parameters
-    ----------
-    result
-        ``plan`` was offered, every layer ``kept``, a plan ``dropped`` before it was offered, or ``failed``.
-    message
-        The same for operators.
-    plan_id, layers, moves
-        Of the plan that was offered; 0 where none was.
-    """
-
-    result: str
-    message: str
-    plan_id: int = 0
-    layers: int = 0
-    moves: int = 0
 
 
 class Decider:
@@ -93,12 +63,11 @@ class Decider:
         self._settings = settings
         self._deadline = deadline
         self._turns = asyncio.Semaphore(_AT_ONCE)
-        self._stuck: dict[str, Future[Any]] = {}
         self._writer = writer
         self._streams = streams
         self._metrics = metrics
         self._observer = observer
-        self._computing: set[Future[Any]] = set()
+        self._threads = PlannerThreads()
         self._warm = asyncio.Event()
         self._running: dict[str, asyncio.Task[DecisionOutcome]] = {}
         self._appraising: set[asyncio.Task[None]] = set()
@@ -106,17 +75,16 @@ class Decider:
     @property
     def computing(self) -> bool:
         """Whether a thread is at work; kernels cannot be interrupted."""
-        return any(not one.done() for one in self._computing)
+        return self._threads.busy
 
     async def warm_up(self) -> None:
         """Compile the kernels; decisions asked for before wait for it."""
-        await _outcome(self._compute(warm_up, self._settings.threads))
+        await outcome_of(self._threads.compute(warm_up, self._settings.threads))
         self._warm.set()
 
     def may_decide(self, name: str) -> bool:
         """Whether no thread is taken by decisions for this deployment, or too many others, that were given up."""
-        self._stuck = {stuck: computing for stuck, computing in self._stuck.items() if not computing.done()}
-        return name not in self._stuck and len(self._stuck) < _MOST_STUCK
+        return self._threads.may_begin(name)
 
     def start(self, deployment: Deployment, prior: Prior | None = None) -> asyncio.Task[DecisionOutcome]:
         """Decide now, on the ranks' own heat or on a prior's, or join the decision that is being made.
@@ -179,12 +147,12 @@ class Decider:
             question = Question.of(deployment, group, live, self._settings, prior)
             if question is None:
                 return DecisionOutcome("dropped", "no decision was made: the ranks went away")
-            computing = self._compute(answer, question)
+            computing = self._threads.compute(answer, question)
             try:
-                solved, outlook, seconds = await asyncio.wait_for(_outcome(computing), self._deadline)
+                solved, outlook, seconds = await asyncio.wait_for(outcome_of(computing), self._deadline)
             except asyncio.TimeoutError:
                 # Its thread goes on by itself.
-                self._stuck[deployment.name] = computing
+                self._threads.give_up(deployment.name, computing)
                 return DecisionOutcome("failed", f"the decision was given up after {self._deadline:g} s")
         self._report(deployment.name, solved, outlook, seconds)
         deployment.move_price = solved.price or deployment.move_price
@@ -215,7 +183,7 @@ class Decider:
             return DecisionOutcome("kept", f"every layer kept ({seen}){why}{_won(outlook)}")
         store, term = self._writer.store, deployment.leader_term
         offer = Offer.of(store.new_plan_id(), live, solved)
-        encoded = await _outcome(self._compute(_encoded, offer, term))
+        encoded = await outcome_of(self._threads.compute(_encoded, offer, term))
         now = deployment.group
         changed = now is None or now.forming != group.forming or deployment.live is not live
         obstacle = deployment.obstacle(needs_heat=outlook is not None)
@@ -239,11 +207,11 @@ class Decider:
     async def _appraise(self, deployment: Deployment, group: Group, question: Question, solved: Plan) -> None:
         """Note what the decision's steps say of balancing's worth; nothing depends on it."""
         async with self._turns:
-            computing = self._compute(appraise, question, solved)
+            computing = self._threads.compute(appraise, question, solved)
             try:
-                found = await asyncio.wait_for(_outcome(computing), self._deadline)
+                found = await asyncio.wait_for(outcome_of(computing), self._deadline)
             except asyncio.TimeoutError:
-                self._stuck[deployment.name] = computing
+                self._threads.give_up(deployment.name, computing)
                 return
             except Exception:
                 _log.exception("worth_unknown", deployment=deployment.name)
@@ -252,14 +220,6 @@ class Decider:
         if found is not None and now is not None and now.forming == group.forming:
             deployment.appraised(found)
             self._metrics.worth(deployment.name, figures_of(found))
-
-    def _compute(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
-        """On a thread of its own, which ends with it."""
-        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eplb-planner")
-        computing = thread.submit(function, *arguments)
-        thread.shutdown(wait=False)
-        self._computing = {one for one in self._computing if not one.done()} | {computing}
-        return computing
 
     def _report(self, name: str, solved: Plan, outlook: Outlook, seconds: float) -> None:
         self._metrics.solve_seconds.labels(name).observe(seconds)
@@ -274,11 +234,6 @@ class Decider:
             self._metrics.deployment_par_planned.labels(name).set(solved.par_planned)
         if outlook.won is not None and outlook.won.known:
             self._metrics.gain(name, outlook.won.mean, outlook.won.low, outlook.won.high)
-
-
-async def _outcome(computing: Future[T]) -> T:
-    """Wait for it; who stops waiting does not stop it."""
-    return await asyncio.shield(asyncio.wrap_future(computing))
 
 
 def _won(outlook: Outlook | None) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import structlog
 
-from eplb_service.control.server.first_layouts import FIRST_LAYOUTS
+from eplb_service.control.server.store.first_layouts import FIRST_LAYOUTS
 
 _log = structlog.get_logger(__name__)
 

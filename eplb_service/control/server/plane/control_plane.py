@@ -1,4 +1,4 @@
-"""All deployments of a service, and what follows in the world from what happens to them."""
+"""All deployments of a service: who comes and goes, what ranks report, what operators ask, and the clock."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import structlog
 
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import ConflictError, ExhaustedError, UnknownDeploymentError
-from eplb_service.control.core.events import LayerCommitted, PlacementKnown, PlanEnded
-from eplb_service.control.core.limits import Limits
 from eplb_service.control.core.membership import rank_list
 from eplb_service.control.core.plan_tracker import Outcome
-from eplb_service.control.core.report_size import FEWEST_STEPS, MOST_STEPS, ReportSize
 from eplb_service.control.server.bounded_log import BoundedLog
-from eplb_service.control.server.deployment_metrics import report
-from eplb_service.control.server.heat_feed import HeatFeed
-from eplb_service.control.server.observer import Observer
-from eplb_service.control.server.planning import DECISION_RESULTS, Decider
-from eplb_service.control.server.priors import PriorError, Priors
-from eplb_service.control.server.reporting import ReportingPolicy
+from eplb_service.control.server.deciding.decision_outcome import DECISION_RESULTS
+from eplb_service.control.server.deciding.planning import Decider
+from eplb_service.control.server.deciding.priors import PriorError, Priors
+from eplb_service.control.server.observing.deployment_metrics import report
+from eplb_service.control.server.observing.observer import Observer
+from eplb_service.control.server.outgoing.heat_feed import HeatFeed
+from eplb_service.control.server.outgoing.reporting import ReportingPolicy
+from eplb_service.control.server.outgoing.streams import RankStream, Streams
+from eplb_service.control.server.plane.bounds import limits_of, pending_steps
+from eplb_service.control.server.plane.consequences import Consequences
+from eplb_service.control.server.plane.heat_budget import HeatBudget
 from eplb_service.control.server.settings import ServiceSettings
-from eplb_service.control.server.store import higher_term
-from eplb_service.control.server.store_writer import StoreWriter
-from eplb_service.control.server.stored import StoredDeployment, StoredPlacement, StoredPlan
-from eplb_service.control.server.streams import RankStream, Streams
-from eplb_service.heat.assembler import memory_bytes
+from eplb_service.control.server.store.store import higher_term
+from eplb_service.control.server.store.store_writer import StoreWriter
+from eplb_service.control.server.store.stored import StoredPlacement, StoredPlan
 from eplb_service.io.recording import Recording
 from eplb_service.telemetry.metrics import Metrics
 from eplb_service.wire.fields import check_deployment
@@ -37,33 +37,13 @@ from eplb_service.wire.status import Heartbeat, PlanState, PlanStatus
 
 _log = structlog.get_logger(__name__)
 
-_FEWEST_PENDING_STEPS = 64
-_REPORTS_PENDING = 8
-_LONG_REPORTS_PENDING = 4
 _STEPS_AT_A_TIME = 4
 """Whole steps put together before the event loop comes to something else: one of 1,024 ranks takes a millisecond."""
 _MOST_PLANS_LISTED = 100
 
 
-def pending_steps(settings: ServiceSettings) -> int:
-    """Steps that a deployment's fastest rank may be ahead of its slowest before steps are lost."""
-    if settings.report_steps == "auto":
-        return max(_REPORTS_PENDING * FEWEST_STEPS, _LONG_REPORTS_PENDING * MOST_STEPS)
-    return max(_FEWEST_PENDING_STEPS, _REPORTS_PENDING * settings.report_steps)
-
-
-def report_size(settings: ServiceSettings) -> ReportSize:
-    """How many steps the ranks' reports hold at first, and between which bounds."""
-    if settings.report_steps != "auto":
-        return ReportSize.fixed(settings.report_steps)
-    if settings.decide_on == "change":
-        # Changes are decided on after a few steps: long reports would make that later.
-        return ReportSize()
-    return ReportSize.up_to(min(settings.window_steps, settings.decision_interval))
-
-
 class ControlPlane:
-    """Carries calls to the deployments' state machines and their events to store, metrics, logs and streams.
+    """Carries calls to the deployments' state machines, and sees to what follows.
 
     Parameters
     ----------
@@ -94,19 +74,14 @@ class ControlPlane:
         self.deployments: dict[str, Deployment] = {}
         self.remembered: dict[str, StoredPlacement] = {}
         self.log = BoundedLog(metrics.log_lines_left_out.inc)
-        self._store_failures = 0
         self._priors = Priors(settings.prior or "", settings.window_steps)
         self._writer = writer
         self._metrics = metrics
         self.feed = HeatFeed(recording, pending_steps(settings))
         self.reporting = ReportingPolicy(self.streams, self.feed)
-        self._limits = Limits(
-            window_steps=settings.window_steps,
-            pending_steps=pending_steps(settings),
-            plan_timeout=settings.plan_timeout_seconds,
-            first_decision=settings.decision_interval if settings.decide_on == "change" else None,
-            report_size=report_size(settings),
-        )
+        self._limits = limits_of(settings)
+        self._budget = HeatBudget(self._limits, settings.max_heat_bytes)
+        self._consequences = Consequences(writer, metrics, self.feed, self.streams)
 
     @property
     def leader_term(self) -> int:
@@ -145,7 +120,8 @@ class ControlPlane:
         """Take a rank in; raises ``RefusedError`` where its deployment cannot."""
         deployment = self.deployments.get(hello.deployment)
         if deployment is None or deployment.group is None or deployment.group.shape != hello.shape:
-            self._afford(hello)
+            for idle in self._budget.to_rest(hello, self.deployments.values()):
+                self._rest(idle)
         deployment = deployment or self._make_room_for(hello.deployment)
         group = deployment.group
         if deployment.renews(hello) and self._leave_seat(hello):
@@ -153,7 +129,7 @@ class ControlPlane:
         try:
             deployment.hello(hello)
         finally:
-            self._follow_up(deployment)
+            self._consequences.follow(deployment)
         if deployment.group is not None and (group is None or deployment.group.forming != group.forming):
             self._metrics.forget_layers(deployment.name)
             self.observer.regrouped(deployment.name)
@@ -205,7 +181,7 @@ class ControlPlane:
         """A rank is alive."""
         self.observer.heard(deployment.name, rank)
         deployment.heartbeat(rank, heartbeat)
-        self._follow_up(deployment)
+        self._consequences.follow(deployment)
 
     def plan_status(self, deployment: Deployment, rank: int, status: PlanStatus) -> None:
         """A rank reports what became of a plan."""
@@ -215,14 +191,14 @@ class ControlPlane:
         elif status.state is PlanState.COMMITTED:
             self._metrics.committed(deployment.name, status.commit_seconds)
         deployment.plan_status(rank, status, time.monotonic())
-        self._follow_up(deployment)
+        self._consequences.follow(deployment)
 
     # Operators
 
     def set_paused(self, deployment: Deployment, paused: bool) -> None:
         """Stop planning, or plan again."""
         deployment.paused = paused
-        self._remember(deployment)
+        self._consequences.remember(deployment)
         _log.info("paused" if paused else "resumed_planning", deployment=deployment.name)
 
     async def lead(self, deployment: Deployment) -> bool:
@@ -250,12 +226,12 @@ class ControlPlane:
     def tick(self) -> None:
         """Look after deadlines and update the metrics; called every second or so."""
         self._metrics.deployments.set(len(self.deployments))
-        self._watch_store()
-        self._metrics.heat_bytes.set(sum(map(self._price, self.deployments.values())))
+        self._consequences.watch_store(self.deployments.values())
+        self._metrics.heat_bytes.set(sum(map(self._budget.price, self.deployments.values())))
         for deployment in list(self.deployments.values()):
             try:
                 deployment.tick(time.monotonic())
-                self._follow_up(deployment)
+                self._consequences.follow(deployment)
                 if self._expired(deployment):
                     _log.info("deployment_expired", deployment=deployment.name)
                     self.forget(deployment.name)
@@ -282,86 +258,11 @@ class ControlPlane:
             _log.info("begins_by_prior", deployment=deployment.name, source=prior.source)
             self.decider.start(deployment, prior)
 
-    def _watch_store(self) -> None:
-        """Say so where the disk does not take what is written, and try again until it does."""
-        failures = self._writer.failures
-        self._metrics.store_failures.inc(failures - self._store_failures)
-        self._store_failures = failures
-        failing = self._writer.failing
-        for deployment in self.deployments.values():
-            deployment.service_problems = (
-                (f"the store cannot be written, so that a restart forgets what happens now: {failing}",)
-                if failing
-                else ()
-            )
-        known = next((one for one in self.deployments.values() if one.known), None)
-        if failing and known is not None:
-            self._remember(known)
-
     def remember_all(self) -> None:
         """Before the service stops."""
         for deployment in self.deployments.values():
             if deployment.known or deployment.paused:
-                self._remember(deployment)
-
-    # What follows from events
-
-    def _follow_up(self, deployment: Deployment) -> None:
-        store, name = self._writer.store, deployment.name
-        for event in deployment.take_events():
-            if isinstance(event, PlacementKnown):
-                self._writer.post(store.save_placement, name, event.live)
-                first = deployment.first_layout
-                if first is not None and first.is_what(event.live):
-                    self._writer.post(store.save_first_layout, name, first)
-                self.feed.placed(deployment, event.live)
-                _log.info(
-                    "placement_known",
-                    deployment=name,
-                    epoch=event.live.epoch,
-                    digest=f"{event.live.digest:#x}",
-                )
-            elif isinstance(event, LayerCommitted):
-                self._layer_committed(name, event)
-            elif isinstance(event, PlanEnded):
-                self._plan_ended(deployment, event)
-            else:
-                _log.warning("streams_outdated", deployment=name, reason=event.reason)
-                self.streams.end(name, event.reason)
-
-    def _layer_committed(self, name: str, event: LayerCommitted) -> None:
-        self.feed.switched(name, event)
-        moves = len(event.update.moves_M5)
-        self._metrics.layers_switched.labels(name).inc()
-        self._metrics.moves.labels(name).inc(moves)
-        self._metrics.moved_bytes.labels(name).inc(event.bytes_moved)
-        self._writer.post(self._writer.store.save_layer, name, event.live, event.update.layer)
-        _log.info(
-            "layer_committed", deployment=name, layer=event.update.layer, epoch=event.live.epoch, moves=moves
-        )
-
-    def _plan_ended(self, deployment: Deployment, event: PlanEnded) -> None:
-        plan = event.plan
-        assert plan.outcome is not None
-        plan_id = plan.offer.plan_id
-        self.streams.withdraw(deployment.name)
-        self._metrics.plans.labels(deployment.name, plan.outcome.value).inc()
-        self._writer.post(self._writer.store.end_plan, plan_id, plan.outcome, plan.reason, plan.committed)
-        self._remember(deployment)
-        _log.info(
-            "plan_ended",
-            deployment=deployment.name,
-            plan_id=plan_id,
-            outcome=plan.outcome.value,
-            reason=plan.reason,
-            committed=plan.committed,
-        )
-
-    def _remember(self, deployment: Deployment) -> None:
-        stored = StoredDeployment(
-            deployment.name, deployment.paused, deployment.totals, deployment.last_decision
-        )
-        self._writer.post(self._writer.store.save_deployment, stored)
+                self._consequences.remember(deployment)
 
     # Which deployments are known
 
@@ -382,35 +283,13 @@ class ControlPlane:
             self.forget(idle[0].name)
         return self._new(name)
 
-    def _price(self, deployment: Deployment) -> int:
-        if deployment.group is None:
-            return 0
-        limits = self._limits
-        return memory_bytes(deployment.group.shape, limits.window_steps, limits.pending_steps)
-
-    def _afford(self, hello: Hello) -> None:
-        """Make sure that there is memory for what ``hello`` asks for; raises ``ExhaustedError`` where there is not."""
-        needed = memory_bytes(hello.shape, self._limits.window_steps, self._limits.pending_steps)
-        others = [one for one in self.deployments.values() if one.name != hello.deployment]
-        taken = sum(map(self._price, others))
-        for idle in [one for one in others if one.group is not None and not one.connected]:
-            if taken + needed <= self.settings.max_heat_bytes:
-                break
-            taken -= self._price(idle)
-            self._rest(idle)
-        if taken + needed > self.settings.max_heat_bytes:
-            raise ExhaustedError(
-                f"heat of this shape needs {needed >> 20} MiB, and {taken >> 20} MiB of the "
-                f"{self.settings.max_heat_bytes >> 20} MiB that max_heat_bytes allows are taken"
-            )
-
     def _rest(self, deployment: Deployment) -> None:
         """Give back the memory of a deployment that nobody is connected to."""
         if deployment.live is not None:
             live = deployment.live
             self.remembered[deployment.name] = StoredPlacement(live.epoch, live.digest, live.placement)
         deployment.rest()
-        self._follow_up(deployment)
+        self._consequences.follow(deployment)
 
     def _leave_seat(self, hello: Hello) -> bool:
         reason = f"rank {hello.rank} has connected again; the newer stream of its forming is heard"

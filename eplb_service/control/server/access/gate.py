@@ -18,10 +18,10 @@ import grpc
 import structlog
 
 from eplb_service.control.core.errors import ExhaustedError, RefusedError
+from eplb_service.control.server.access.credentials import ANYONE, Credential, Credentials, Role
+from eplb_service.control.server.access.quotas import Quotas, host_of
 from eplb_service.control.server.bounded_log import BoundedLog
-from eplb_service.control.server.credentials import ANYONE, Credential, Credentials, Role
 from eplb_service.control.server.grpc_status import StatusError, code_of
-from eplb_service.control.server.quotas import Quotas, host_of
 from eplb_service.telemetry.metrics import Metrics
 from eplb_service.wire.fields import WireError, printable
 

@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 
 from eplb_service.control.core.errors import ExhaustedError
+from eplb_service.control.server.access.in_flight import InFlight
 from eplb_service.control.server.grpc_status import StatusError
-from eplb_service.control.server.in_flight import InFlight
 from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import agent_pb2
 from eplb_service.wire.parts import Parts

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 
 from eplb_service.control.core.errors import ExhaustedError
-from eplb_service.control.server.in_flight import InFlight
+from eplb_service.control.server.access.in_flight import InFlight
 
 _FIRST_MESSAGES = 8
 _FIRST_MESSAGES_PER_PEER = 4

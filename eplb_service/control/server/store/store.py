@@ -20,9 +20,9 @@ from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.offer import Offer
 from eplb_service.control.core.plan_tracker import Outcome
 from eplb_service.control.core.totals import Totals
-from eplb_service.control.server.first_layouts import first_layout, save_first_layout
-from eplb_service.control.server.store_file import open_store_file
-from eplb_service.control.server.stored import StoredDeployment, StoredPlacement, StoredPlan
+from eplb_service.control.server.store.first_layouts import first_layout, save_first_layout
+from eplb_service.control.server.store.store_file import open_store_file
+from eplb_service.control.server.store.stored import StoredDeployment, StoredPlacement, StoredPlan
 from eplb_service.placement import Int32, Placement
 from eplb_service.planner.plan import LayerVerdict
 

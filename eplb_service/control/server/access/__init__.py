@@ -1,0 +1,1 @@
+"""Who may call, and how much of the service a caller may take."""

@@ -1,0 +1,1 @@
+"""What operators ask, and what they are answered."""

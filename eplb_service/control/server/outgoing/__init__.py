@@ -1,0 +1,1 @@
+"""What goes out: plans and requests to ranks, heat to whoever listens."""

@@ -1,0 +1,1 @@
+"""Over HTTP: metrics, the web page, and what it shows as JSON."""
