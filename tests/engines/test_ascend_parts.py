@@ -1,16 +1,17 @@
 """The parts of the vLLM-Ascend adapter that need no engine: heat of all policies, sources, weights, what is refused."""
 
+import sys
 import types
 
 import pytest
 import torch
 
 from worker_agent.adapters.errors import UnsupportedEngineError
-from worker_agent.adapters.vllm_ascend import hooks, plugin
+from worker_agent.adapters.vllm_ascend import hooks, plugin, weights
 from worker_agent.adapters.vllm_ascend.balancer import AscendBalancer, LayerFinder, _slots
 from worker_agent.adapters.vllm_ascend.layer import AscendLayer, HeatRings
 from worker_agent.adapters.vllm_ascend.sources import SourceCounter
-from worker_agent.adapters.vllm_ascend.weights import expert_weights
+from worker_agent.adapters.vllm_ascend.weights import expert_weights, npu_format
 
 EXPERTS, SLOTS = 6, 4
 
@@ -154,6 +155,44 @@ def test_experts_that_would_not_move_whole_are_refused(layer, reason):
         expert_weights(layer, quantised=True, allow_unverified=True)
 
 
+ND, NZ = 2, 29
+
+
+def in_formats(monkeypatch, *formats):
+    """Tensors of an NPU count as in these formats, in turn."""
+    asked = iter(formats)
+    monkeypatch.setattr(weights, "npu_format", lambda _: next(asked))
+
+
+def test_all_experts_in_one_tensor_of_nz_are_refused(monkeypatch):
+    host = weighted("NONE", w13_weight=per_expert(2, 3), w2_weight=per_expert(3, 2))
+    in_formats(monkeypatch, ND, NZ)
+    with pytest.raises(
+        UnsupportedEngineError, match=r"w2_weight of all experts .* format 29 .*weight_nz_mode"
+    ):
+        expert_weights(host, quantised=False)
+    in_formats(monkeypatch, ND, ND)
+    assert len(expert_weights(host, quantised=False)) == 2
+
+
+def test_experts_of_their_own_may_be_nz_if_all_of_a_kind_are(monkeypatch):
+    names = ("w13_weight_list", "w2_weight_list", "w13_weight_scale_fp32_list", "w2_weight_scale_list")
+    host = weighted("W8A8", **{name: [torch.zeros(2) for _ in range(SLOTS)] for name in names})
+    in_formats(monkeypatch, *[NZ] * 2 * SLOTS, *[ND] * 2 * SLOTS)
+    assert len(expert_weights(host, quantised=True, allow_unverified=True)) == 4
+    in_formats(monkeypatch, *[NZ] * SLOTS, *[NZ] * (SLOTS - 1), ND)
+    with pytest.raises(UnsupportedEngineError, match=r"w2_weight_list with experts in .* formats 2 and 29"):
+        expert_weights(host, quantised=True, allow_unverified=True)
+
+
+def test_the_format_is_torch_npus_and_asked_of_tensors_of_an_npu_alone(monkeypatch):
+    assert npu_format(torch.zeros(2)) == ND
+    fake = types.SimpleNamespace(get_npu_format=lambda tensor: tensor.format)
+    monkeypatch.setitem(sys.modules, "torch_npu", fake)
+    assert npu_format(types.SimpleNamespace(device=torch.device("cpu"), format=NZ)) == ND
+    assert npu_format(types.SimpleNamespace(device=types.SimpleNamespace(type="npu"), format=NZ)) == NZ
+
+
 def test_quantised_experts_are_moved_only_where_that_is_asked_for():
     with pytest.raises(UnsupportedEngineError, match="not been shown on a device"):
         expert_weights(weighted("W8A8", w13_weight_list=[]), quantised=True)
@@ -163,10 +202,10 @@ def test_tensors_that_the_host_replaces_are_noticed():
     names = ("w13_weight_list", "w2_weight_list", "w13_weight_scale_fp32_list", "w2_weight_scale_list")
     lists = {name: [torch.zeros(2) for _ in range(SLOTS)] for name in names}
     host = weighted("W8A8", **lists)
-    weights = expert_weights(host, quantised=True, allow_unverified=True)
+    found = expert_weights(host, quantised=True, allow_unverified=True)
     heat = HeatRings([host], EXPERTS, rows=4)
-    layer = AscendLayer(host, torch.zeros(EXPERTS, dtype=torch.int32), weights, heat, 0, False)
-    assert layer.expert_weights() is weights
+    layer = AscendLayer(host, torch.zeros(EXPERTS, dtype=torch.int32), found, heat, 0, False)
+    assert layer.expert_weights() is found
     # As in quant_apply_mlp: the first expert's scales become those of another type.
     host.w13_weight_scale_fp32_list[0] = host.w13_weight_scale_fp32_list[0].to(torch.bfloat16)
     with pytest.raises(UnsupportedEngineError, match="custom operators"):

@@ -1,7 +1,9 @@
-"""Which of a layer's tensors make up an expert."""
+"""Which of a layer's tensors make up an expert, and whether an expert of them can be sent at all."""
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,6 +16,9 @@ _W8A8 = ("w13_weight_list", "w2_weight_list", "w13_weight_scale_fp32_list", "w2_
 _MX = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
 NAMES = {"NONE": _PLAIN, "W8A8": _W8A8, "MXFP4": _MX, "MXFP8": _MX}
 """By the host's quantisation type, without fused MC2: its table of expert weight names in 0.23."""
+
+_BASE_FORMATS = frozenset({0, 1, 2, 30})
+"""NCHW, NHWC, ND and NCDHW, as torch_npu numbers them: elements lie in order, an expert is a piece of its tensor."""
 
 _NOT_OF_AN_EXPERT = frozenset({"e_score_correction_bias"})
 
@@ -34,7 +39,8 @@ def expert_weights(layer: Any, quantised: bool, *, allow_unverified: bool = Fals
     Raises
     ------
     UnsupportedEngineError
-        For a quantisation whose experts the host itself cannot move, or tensors per expert that nobody would move.
+        For a quantisation whose experts the host itself cannot move, tensors per expert that nobody would move, and
+        tensors in formats of the NPU of which no single expert can be sent.
     """
     kind = layer.quant_type.name if quantised else "NONE"
     if kind not in NAMES:
@@ -58,8 +64,37 @@ def expert_weights(layer: Any, quantised: bool, *, allow_unverified: bool = Fals
         )
     _refuse_what_would_stay(layer, names, kind)
     found = [getattr(layer, name) for name in names]
+    for name, weight in zip(names, found, strict=True):
+        _refuse_formats(name, weight)
     # The host's own lists, not copies: it puts other tensors into them where it converts scales.
     return [weight.data if isinstance(weight, torch.Tensor) else weight for weight in found]
+
+
+def npu_format(tensor: torch.Tensor) -> int:
+    """The number of the format that a tensor's memory is in, 29 for FRACTAL_NZ; 2, ND, for those of other devices."""
+    if tensor.device.type != "npu":
+        return 2
+    return int(importlib.import_module("torch_npu").get_npu_format(tensor))
+
+
+def _refuse_formats(name: str, weight: torch.Tensor | Iterable[torch.Tensor]) -> None:
+    """Of a tensor in blocks (NZ) torch_npu sends all, padding included, and nothing that begins in the middle of it."""
+    if isinstance(weight, torch.Tensor):
+        found = npu_format(weight)
+        if found not in _BASE_FORMATS:
+            raise UnsupportedEngineError(
+                f"{name} of all experts as one tensor in the NPU's format {found} (29 is NZ)",
+                "An expert of it is no piece of memory that can be sent, or written to in place",
+                "Set weight_nz_mode (VLLM_ASCEND_ENABLE_NZ) to 0 or 1",
+            )
+        return
+    formats = sorted({npu_format(tensor) for tensor in weight})
+    if len(formats) > 1:
+        raise UnsupportedEngineError(
+            f"{name} with experts in the NPU's formats {' and '.join(map(str, formats))} (29 is NZ)",
+            "The bytes of one would be read as if they were in the other's",
+            "Report this model",
+        )
 
 
 def _refuse_what_would_stay(layer: Any, names: tuple[str, ...], kind: str) -> None:
