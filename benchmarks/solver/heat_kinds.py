@@ -16,6 +16,8 @@ from eplb_service.bench.decision import Float64
 Shape = tuple[int, int, int, int]
 """Layers, experts, ranks, slots per rank."""
 KINDS = ("static", "drift", "phased", "bursty")
+JITTER = 0.1
+"""By which an expert's log-popularity jumps from step to step, where it does not walk."""
 WINDOW = 256
 """Steps that a decision sees."""
 SHAPES: tuple[Shape, ...] = (
@@ -36,13 +38,20 @@ def shape_name(shape: Shape) -> str:
 
 @lru_cache(maxsize=1)
 def generate(
-    kind: str, layers: int, experts: int, steps: int, seed: int = 0, tokens: int = 4096, choices: int = 8
+    kind: str,
+    layers: int,
+    experts: int,
+    steps: int,
+    seed: int = 0,
+    tokens: int = 4096,
+    choices: int = 8,
+    jitter: float = JITTER,
 ) -> npt.NDArray[np.int32]:
     """Heat int32 ``[steps, layers, experts]`` of one of ``KINDS``, read-only; the last is kept: it took a second."""
     heat_TLE = np.empty((steps, layers, experts), dtype=np.int32)
     for layer in range(layers):
         generator = np.random.default_rng([seed, layer, KINDS.index(kind)])
-        log_TE = _log_popularity(kind, layer, experts, steps, generator)
+        log_TE = _log_popularity(kind, layer, experts, steps, generator, jitter)
         share_TE = np.exp(log_TE - log_TE.max(axis=1, keepdims=True))
         share_TE /= share_TE.sum(axis=1, keepdims=True)
         for _ in range(8):
@@ -62,11 +71,11 @@ def source_mix(layers: int, experts: int, ranks: int, spread: float, seed: int =
 
 
 def _log_popularity(
-    kind: str, layer: int, experts: int, steps: int, generator: np.random.Generator
+    kind: str, layer: int, experts: int, steps: int, generator: np.random.Generator, jitter: float
 ) -> Float64:
     """Unscaled log-popularity of each expert in each step, float64 ``[steps, experts]``."""
     base_E = _start(layer, experts, generator)
-    jitter_TE: Float64 = generator.normal(0, 0.1, (steps, experts))
+    jitter_TE: Float64 = generator.normal(0, jitter, (steps, experts))
     if kind == "drift":
         return _walk(base_E, steps, generator)
     if kind == "phased":

@@ -35,15 +35,16 @@ def of_recorded(by_source: Mapping[str, Sequence[float]], quality: Rows) -> Iter
         yield _most(f"gpt-oss-20b, 8 ranks x 5 slots, next window: {labels[name]}", wanted, found[name])
 
 
-def of_drawn(quality: Rows, floor: float) -> Iterator[Target]:
-    """Drawn steps; ``floor`` is what token sampling alone leaves of perfectly balanced ranks."""
+def of_drawn(heat: str, quality: Rows, floor: float) -> Iterator[Target]:
+    """Drawn steps; ``floor`` is what their noise leaves of even shares under any placement."""
     found = {
         EVEN_SHARES: _ratio(quality, FOR_EVEN, EVEN_SHARES),
         STEPWISE: _ratio(quality, FOR_STEPS, STEPWISE),
     }
-    notes = {EVEN_SHARES: f" (token noise alone: {floor:.3f})", STEPWISE: ""}
+    notes = {EVEN_SHARES: f" (noise alone: {floor:.3f})", STEPWISE: ""}
     for name, wanted in DRAWN.items():
-        yield _most(f"256 experts, 32 ranks x 9 slots, next window: {name}", wanted, found[name], notes[name])
+        what = f"256 experts, 32 ranks x 9 slots, {heat}, next window: {name}"
+        yield _most(what, wanted, found[name], notes[name])
 
 
 def of_cost(cost: Rows) -> Iterator[Target]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks.split.by_source import TABLES, by_source, drawn_sources, loads_by_table
+from benchmarks.split.floor import even_floor, least_variance
 from benchmarks.split.routed import routed_sources
 from benchmarks.split.targets import of_known_example
 from eplb_service.bench.closed_loop import Course
@@ -56,3 +58,25 @@ def test_every_recorded_choice_is_of_the_rank_that_its_request_is_on(tmp_path: P
 def test_the_known_example_is_met() -> None:
     (target,) = of_known_example()
     assert target.met, target
+
+
+def test_replicas_are_where_they_lower_the_variance_most() -> None:
+    generator = np.random.default_rng(1)
+    for _ in range(20):
+        variance_E = generator.exponential(1.0, 4)
+        best = min(
+            float((variance_E / np.array(replicas)).sum())
+            for replicas in itertools.product(range(1, 4), repeat=4)
+            if sum(replicas) == 9
+        )
+        replicas_E = least_variance(variance_E, ranks=3, slots=3)
+        assert replicas_E.sum() == 9
+        assert replicas_E.max() <= 3
+        assert (variance_E / replicas_E).sum() == pytest.approx(best)
+
+
+def test_ranks_with_an_expert_each_are_at_the_floor_of_their_noise() -> None:
+    heat_TE = np.random.default_rng(2).multinomial(4096, np.full(16, 1 / 16), 4000)
+    measured = heat_TE.max(axis=1).mean() / 256
+    assert even_floor(heat_TE, 16, 1) == pytest.approx(measured, abs=0.005)
+    assert even_floor(heat_TE, 16, 16) < even_floor(heat_TE, 16, 2) < even_floor(heat_TE, 16, 1)

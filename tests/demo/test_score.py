@@ -105,3 +105,11 @@ def test_view_and_summary_show_the_figures() -> None:
     text = console.export_text()
     for shown in ("4/4", "1 experts", "PAR balanced", "█", "serving", "while serving"):
         assert shown in text
+
+
+def test_a_split_by_step_has_an_aim_in_place_of_noise() -> None:
+    console = Console(record=True, width=140, file=io.StringIO())
+    console.print(table(summarise(_board(), replace(STAGE, split="step"))))
+    text = console.export_text()
+    assert "(aimed at: 1.06)" in text
+    assert "noise" not in text

@@ -43,23 +43,35 @@ def received(split: StepwiseSplit, phy2log_RS: np.ndarray, counts_E: np.ndarray)
 
 def tables(split: StepwiseSplit) -> dict[str, torch.Tensor]:
     """All that a placement determines."""
-    found = {name: value for name, value in vars(split).items() if isinstance(value, torch.Tensor)}
+    found = {
+        name: value
+        for name, value in vars(split).items()
+        if isinstance(value, torch.Tensor) and not name.startswith("_")
+    }
     assert len(found) == 9
     return found
 
 
 @settings(max_examples=100)
 @given(layers(), st.sampled_from((3, 40, 1000)))
-def test_the_hottest_rank_is_close_to_the_optimum_and_with_more_rounds_within_a_token(
+def test_the_hottest_rank_is_close_to_the_optimum_and_with_more_rounds_at_that_of_whole_tokens(
     layer, mean: int
 ) -> None:
     phy2log_RS, experts, generator = layer
     counts_E = generator.poisson(mean * np.exp(generator.normal(0, 1, experts)))
     best = optimum(phy2log_RS, counts_E.astype(float))
-    for rounds, most in ((ROUNDS, max(best + 1, 1.005 * best)), (200, best + 1)):
+    for rounds, most in ((ROUNDS, max(best + 1, 1.005 * best)), (200, np.ceil(best - 1e-6))):
         load_R = received(StepwiseSplit(phy2log_RS, experts, rounds=rounds), phy2log_RS, counts_E).sum(axis=1)
         assert load_R.sum() == counts_E.sum()
         assert load_R.max() <= most + 1e-6
+
+
+def test_a_cycle_of_ranks_is_rounded_the_way_that_costs_nothing() -> None:
+    # Each rank shares an expert with the next, and the last with the first. Rounded to the nearest, a rank had 14.
+    phy2log_RS = np.array([[0, 1, 4], [1, 2, 5], [2, 3, 6], [0, 3, 7]], dtype=np.int32)
+    counts_E = np.array([0, 2, 1, 4, 8, 8, 11, 11])
+    load_R = received(StepwiseSplit(phy2log_RS, 8, rounds=300), phy2log_RS, counts_E).sum(axis=1)
+    assert load_R.max() == 13 == np.ceil(optimum(phy2log_RS, counts_E.astype(float)))
 
 
 @settings(max_examples=30)

@@ -3,8 +3,9 @@
 All ranks compute the same split from the same counts, by tensor operators alone: shapes depend on the placement's shape
 only, nothing is read on the host, and a graph can capture it. The split with the least squared rank loads has the least
 peak too. It is found by the alternating direction method of multipliers: a product with a matrix that the placement
-determines, and a projection, in turn. It is then rounded along a spanning forest of the ranks that share experts, so
-that no rank of a forest is rounded up by a whole token.
+determines, and a projection, in turn. It is then rounded along a spanning forest of the ranks that share experts, where
+whole tokens cost no rank more than part of one. Replicas beside the forest close cycles; which way to round those
+nobody knows before, so several ways are tried at once, each under a cap on the ranks' loads, and the best is taken.
 
 All ranks must get the same bits, whatever their processors and in whatever order these sum: splits are computed in
 64ths of a token and matrices in 65536ths, so that every sum is exact in float64 (up to 2**26 choices in a step).
@@ -24,11 +25,11 @@ import torch
 from eplb_service.placement import Int32
 from worker_agent.moe.operators import count_ids
 from worker_agent.moe.rank_group import RankGroup
-from worker_agent.moe.stepwise_tables import UNITS, most_shared, split_tables
+from worker_agent.moe.stepwise_tables import UNITS, most_shared, split_tables, ways_to_round
 from worker_agent.moe.turns import turns
 
 ROUNDS = 20
-"""Of product and projection; ``docs/live.md`` has how far from the optimum fewer and more end."""
+"""Of product and projection; ``docs/stepwise.md`` has how far from the optimum fewer and more end."""
 
 
 def check_splittable(layer: int, dispatchers: Sequence[str], device_type: str) -> None:
@@ -81,6 +82,11 @@ class StepwiseSplit:
         self._columns = min(ranks, ranks * slots - experts + 1)
         for name, table in split_tables(phy2log_RS, experts, self._shared, self._columns).items():
             setattr(self, name, torch.from_numpy(table).to(device))
+        # One place more than replicas: padding ends there.
+        places = experts * self._columns + 1
+        self._never_N = torch.full((places,), torch.iinfo(torch.int64).max, dtype=torch.int64, device=device)
+        self._ones_M = torch.ones(self._shared, dtype=torch.float64, device=device)
+        self._dither_WX = torch.from_numpy(ways_to_round(ranks, self._shared)).to(device)
 
     def install(self, phy2log_RS: Int32) -> None:
         """Compute what another placement of the same shape determines, and write it in place, between two steps."""
@@ -97,13 +103,9 @@ class StepwiseSplit:
         counts_E = counts_E.to(torch.float64)
         sizes = (self._shared, self._shared, self._ranks)
         start_M, tokens_M, alone_R = torch.mv(self.from_counts, counts_E).split(sizes)
-        flow_M = self._flow(start_M.round(), tokens_M)
+        flow_M = self._flow(start_M, tokens_M)
         ends_M = torch.mv(self.running_MM, self._rounded(flow_M, alone_R))
-        # One place more than replicas: padding ends there.
-        ends_N = counts_E.new_full(
-            (self._experts * self._columns + 1,), torch.iinfo(torch.int64).max, dtype=torch.int64
-        )
-        ends_N.index_copy_(0, self.place_M, ends_M.to(torch.int64))
+        ends_N = self._never_N.index_copy(0, self.place_M, ends_M.to(torch.int64))
         return ends_N[:-1].view(self._experts, self._columns)
 
     def split(self, ids_TK: torch.Tensor, group: RankGroup | None) -> torch.Tensor:
@@ -144,15 +146,18 @@ class StepwiseSplit:
     def _flow(self, start_M: torch.Tensor, tokens_M: torch.Tensor) -> torch.Tensor:
         """Tokens of each shared slot in 64ths, those of an expert adding up to its tokens exactly."""
         shared = self._shared
-        state = torch.cat((start_M.abs(), start_M))
+        state = start_M.new_empty(2 * shared)
         size_M, here_M = state[:shared], state[shared:]
-        next_M = torch.empty_like(start_M)
+        torch.round(start_M, out=here_M)
+        torch.abs(here_M, out=size_M)
+        next_M = start_M.new_empty(shared)
         for _ in range(self._rounds):
             torch.addmv(start_M, self.round_M2, state, out=next_M)
             torch.round(next_M, out=here_M)
             torch.abs(here_M, out=size_M)
-        flow_M = here_M.clamp(min=0)
-        sum_M = torch.mv(self.own_MM, flow_M).clamp_(min=1)
+        flow_M = torch.relu(here_M)
+        # A 64th more, so that there is no division by zero.
+        sum_M = torch.addmv(self._ones_M, self.own_MM, flow_M)
         flow_M.mul_(tokens_M).div_(sum_M).floor_()
         # What has been cut off goes to each expert's first replica.
         left_M = torch.addmv(tokens_M, self.own_MM, flow_M, alpha=-1)
@@ -162,9 +167,13 @@ class StepwiseSplit:
         """The same in whole tokens, which may miss an expert's by a few where its slots are on a cycle.
 
         The ranks' running sums along the forest are rounded, and what each of its slots must carry follows; slots
-        beside the forest are rounded by themselves.
+        beside the forest are rounded by themselves. Each way does so by other dithers, and that wins which leaves the
+        fewest tokens of a slot below zero.
         """
-        cut_X = torch.cat((torch.addmv(alone_R, self.rank_sums_RM, flow_M), flow_M))
-        cut_X.add_(UNITS / 2).remainder_(UNITS).sub_(UNITS / 2)
-        whole_M = torch.addmv(flow_M, self.by_cut_MX, cut_X, alpha=-1)
-        return whole_M.mul_(1 / UNITS).clamp_(min=0)
+        exact_X = torch.cat((torch.addmv(alone_R, self.rank_sums_RM, flow_M), flow_M))
+        rest_M = torch.addmv(flow_M, self.by_cut_MX, exact_X, beta=1 / UNITS, alpha=-1 / UNITS)
+        whole_WX = torch.add(self._dither_WX, exact_X).mul_(1 / UNITS).floor_()
+        way_WM = torch.addmm(rest_M, whole_WX, self.by_cut_MX.t()).relu_()
+        # All ways have the same sum, but for what was below zero.
+        best_1 = way_WM.sum(dim=1).argmin(dim=0, keepdim=True)
+        return way_WM.index_select(0, best_1).view(-1)

@@ -1,7 +1,8 @@
 """What a placement determines of the stepwise split: matrices of its rounds, and the forest it is rounded along.
 
 Dimensions in names: M slots of experts that have several replicas (*shared* slots), padded to a number that only the
-placement's shape determines; R ranks, E logical experts, C columns of the table of replicas.
+placement's shape determines; R ranks, E logical experts, C columns of the table of replicas, X ranks and shared slots,
+W ways to round.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ _PENALTY = 0.3
 """Of departing from the projection, beside squared loads. Between 0.2 and 0.4 the fewest rounds were needed, on
 recorded routing of 8 ranks x 5 slots and drawn steps of 32 ranks x 9 slots."""
 _RELAXATION = 1.6
+WAYS = 16
+"""In which a split is rounded, at once."""
 
 
 def most_shared(experts: int, ranks: int, slots: int) -> int:
@@ -98,6 +101,20 @@ def split_tables(
         ),
         "running_MM": own_MM * np.less_equal.outer(column_M, column_M).T,
     }
+
+
+def ways_to_round(ranks: int, shared: int) -> Float64:
+    """What is added before rounding down, in ``UNITS``, ``[W, X]``.
+
+    The first way rounds to the nearest. In the others all running sums have one dither, and each slot one of its own:
+    by whole numbers, so that they are the same everywhere.
+    """
+    way_W1, slot_M = np.arange(WAYS)[:, None], np.arange(shared)
+    units = int(UNITS)
+    by_sum_W1 = (units // 2 + way_W1 * 3 * units // 8) % units
+    # Fibonacci hashing: far from any pattern of ways or slots.
+    by_slot_WM = (way_W1 * (2 * slot_M + 1) * 40503 + 32768) % 65536 * units // 65536
+    return np.hstack([np.repeat(by_sum_W1, ranks, axis=1), by_slot_WM]).astype(np.float64)
 
 
 def _rounds(slots: SharedSlots, phy2log_RS: Int32, experts: int) -> tuple[Float64, Float64]:
