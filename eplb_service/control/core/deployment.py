@@ -13,7 +13,6 @@ from eplb_service.control.core.attendance import Attendance
 from eplb_service.control.core.errors import RefusedError
 from eplb_service.control.core.events import Event, LayerCommitted, PlacementKnown, PlanEnded, StreamsOutdated
 from eplb_service.control.core.first_layout import FirstLayout
-from eplb_service.control.core.heat_watchdog import HeatWatchdog, Losses, Undecided
 from eplb_service.control.core.leader_term import clock_of
 from eplb_service.control.core.limits import Limits
 from eplb_service.control.core.live_placement import LivePlacement
@@ -21,9 +20,8 @@ from eplb_service.control.core.membership import Group, Member, rank_list
 from eplb_service.control.core.offer import Offer
 from eplb_service.control.core.pacing import Pacing
 from eplb_service.control.core.plan_tracker import ContradictionError, Outcome, PlanTracker
-from eplb_service.control.core.report_size import ReportSize
-from eplb_service.control.core.shedding import Shedding
 from eplb_service.control.core.totals import Totals
+from eplb_service.control.core.watches import Watches
 from eplb_service.cost.curve import CostCurve
 from eplb_service.heat.assembler import HeatAssembler, StepCounts
 from eplb_service.planner.counterfactual import Counterfactual
@@ -71,18 +69,10 @@ class Deployment:
         Whether all ranks of some forming have ever come together.
     plan_problems
         What went wrong with plans since the last decision.
-    undecided
-        How long no decision has been made.
-    losses
-        How many steps were lost lately.
+    watches
+        What is seen of heat and decisions as time passes; a value.
     service_problems
         What is wrong with the service itself.
-    watchdog
-        How long no heat has come.
-    shedding
-        How much heat the ranks are asked for.
-    report_size
-        How many steps the ranks gather into one report.
     decided_at
         Steps assembled when the last decision was made.
     pacing
@@ -117,12 +107,8 @@ class Deployment:
     attendance: Attendance = field(default_factory=Attendance)
     known: bool = False
     plan_problems: list[str] = field(default_factory=list)
-    undecided: Undecided = field(default_factory=Undecided)
-    losses: Losses = field(default_factory=Losses)
+    watches: Watches = field(default_factory=Watches)
     service_problems: tuple[str, ...] = ()
-    watchdog: HeatWatchdog = field(default_factory=HeatWatchdog)
-    shedding: Shedding = field(default_factory=Shedding)
-    report_size: ReportSize = field(default_factory=ReportSize)
     decided_at: int = 0
     pacing: Pacing | None = None
     first_layout: FirstLayout | None = None
@@ -151,7 +137,7 @@ class Deployment:
 
     def __post_init__(self) -> None:
         if self.group is None:
-            self.report_size = self.limits.report_size
+            self.watches = Watches(report_size=self.limits.report_size)
 
     def take_events(self) -> list[Event]:
         """What has happened since the last time, in order."""
@@ -235,7 +221,7 @@ class Deployment:
         member = self._member(rank)
         step = max(member.step, report.first_step + report.steps)
         self._note(rank, step=step, dropped_steps=report.dropped_steps)
-        self.report_size = self.report_size.after_report(report)
+        self.watches = self.watches.after_report(report)
         gained = self.heat.take(rank, report)
         if any(gained):
             self.totals = self.totals.plus(steps_received=gained.received, steps_lost=gained.lost)
@@ -338,18 +324,10 @@ class Deployment:
 
     def tick(self, now: float) -> None:
         """Time has passed."""
-        connected = self.connected
-        if self.heat is not None and connected:
-            step = max(member.step for member in connected)
-            self.watchdog = self.watchdog.after(now, step, self.heat.counted.received)
-            self.report_size = self.report_size.after(now, len(connected), step)
         if self.plan is not None:
             self.plan = self.plan.after_time(now, self.limits.plan_timeout)
             self._close_plan()
         self._look_at_clock(now)
-        self.shedding = self.shedding.after(
-            now, {member.rank: member.dropped_steps for member in self.connected}
-        )
         if self.group is not None and self.group.live is None and not self.group.missing:
             # Nobody is still to come, so nothing would ever change: a stream that was to end has not.
             reason = "all ranks are here, but not all have reported what they serve since; say Hello again"
@@ -365,20 +343,17 @@ class Deployment:
         self.planned_par.clear()
         self.attendance = self.attendance.formed_again()
         self.plan_problems.clear()
-        self.decided_at, self.pacing, self.watchdog = 0, None, HeatWatchdog()
-        self.shedding, self.report_size = Shedding(), self.limits.report_size
+        self.decided_at, self.pacing = 0, None
+        self.watches = Watches(report_size=self.limits.report_size)
         self.worth, self.begun = None, False
         self.fitted, self.switch_log, self.move_price = None, SwitchLog(), None
-        self.undecided, self.losses = Undecided(), Losses()
 
     def _look_at_clock(self, now: float) -> None:
-        """What only time shows: refusals that were not repeated, ranks that wait for others in vain."""
-        step = max((member.step for member in self.connected), default=0)
-        self.undecided = self.undecided.after(now, step, self.decided_at, self.live is not None)
-        if self.heat is not None:
-            self.losses = self.losses.after(now, *self.heat.counted)
-        waiting = self.group is not None and self.group.live is None and bool(self.group.connected)
-        self.attendance = self.attendance.after(now, connected=bool(self.connected), waiting=waiting)
+        """What only time shows: of heat and decisions, refusals that were not repeated, ranks that wait in vain."""
+        ranks, counted = self.connected, self.heat.counted if self.heat is not None else None
+        self.watches = self.watches.after(now, ranks, counted, self.decided_at, self.live is not None)
+        waiting = self.group is not None and self.group.live is None and bool(ranks)
+        self.attendance = self.attendance.after(now, connected=bool(ranks), waiting=waiting)
 
     def _expect_heat_of(self, live: LivePlacement) -> None:
         assert self.group is not None

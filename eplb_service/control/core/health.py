@@ -58,7 +58,7 @@ def problems(deployment: Deployment) -> list[str]:
         found.append(
             f"{deployment.outdated}; stop this service, or have it lead: `eplb lead {deployment.name}`"
         )
-    silent = deployment.watchdog.silent_seconds
+    silent = deployment.watches.heat.silent_seconds
     if silent > _SILENT_SECONDS:
         found.append(f"no step's heat has been put together for {silent:.0f} s, though the ranks make steps")
     found += [f"rank {member.rank}: {member.error}" for member in group.connected if member.error]
@@ -90,16 +90,17 @@ def _useless(deployment: Deployment) -> list[str]:
             f"the newest {heat.dummy_steps} steps were dummies on all ranks: "
             "nothing is served, or steps are mislabelled"
         )
-    if deployment.shedding.one_in > 1:
+    watches = deployment.watches
+    if watches.shedding.one_in > 1:
         found.append(
-            f"the service cannot take all heat of these ranks: of every {deployment.shedding.one_in} reports they send "
+            f"the service cannot take all heat of these ranks: of every {watches.shedding.one_in} reports they send "
             "one, so that a window spans longer; give it more CPU, or fewer deployments"
         )
-    elif deployment.losses.share > _LOST_SHARE:
+    elif watches.losses.share > _LOST_SHARE:
         found.append(
-            f"{deployment.losses.share:.0%} of the last minute's steps are lost: some rank's heat came late or never"
+            f"{watches.losses.share:.0%} of the last minute's steps are lost: some rank's heat came late or never"
         )
-    late = deployment.undecided
+    late = watches.undecided
     too_long = late.seconds > _UNDECIDED_SECONDS and late.steps > _UNDECIDED_WINDOWS * window
     if too_long and not deployment.paused:
         reason = deployment.obstacle() or "steps are put together too slowly"

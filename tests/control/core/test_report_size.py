@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from eplb_service.control.core.report_size import FEWEST_STEPS, MOST_STEPS, ReportSize
+from eplb_service.control.core.watches import Watches
 from eplb_service.wire.heat import HeatReport, StepPhase
 from tests.control.core.story import Story
 
@@ -97,7 +98,7 @@ def test_reports_that_grow_with_their_steps_stay_short() -> None:
 def test_another_forming_of_the_group_begins_with_short_reports() -> None:
     story = Story()
     story.joins()
-    story.deployment.report_size = ReportSize(64, most=64)
+    story.deployment.watches = Watches(report_size=ReportSize(64, most=64))
     story.leaves()
     story.joins(group_id="second")
-    assert story.deployment.report_size == story.deployment.limits.report_size
+    assert story.deployment.watches.report_size == story.deployment.limits.report_size

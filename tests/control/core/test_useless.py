@@ -84,7 +84,7 @@ def test_decisions_that_never_come(story: Story) -> None:
     story.deployment.paused = False
     story.deployment.decided_at += 1
     at(story, 602.0, 2001)
-    assert story.deployment.undecided.seconds == 0
+    assert story.deployment.watches.undecided.seconds == 0
 
 
 def test_steps_that_are_lost(story: Story) -> None:

@@ -14,6 +14,7 @@ from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.health import problems
 from eplb_service.control.core.report_size import ReportSize
 from eplb_service.control.core.shedding import Shedding
+from eplb_service.control.core.watches import Watches
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.wire.codec import pack
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
@@ -64,7 +65,7 @@ async def test_reports_grow_where_ranks_are_asked_to_follow_their_number() -> No
         assert {(one.report_steps, one.reporting.report_steps) for one in welcomes} == {(16, 16)}
         deployment = deployment_of(service)
         await until(lambda: deployment.live is not None)
-        deployment.report_size = ReportSize(64, most=64)
+        deployment.watches = Watches(report_size=ReportSize(64, most=64))
         service.plane.tick()
         messages = [await asyncio.wait_for(rank.call.read(), 20) for rank in group.ranks]
         assert [message.reporting.report_steps for message in messages] == [64] * len(group.ranks)
@@ -85,7 +86,7 @@ async def test_what_cannot_be_taken_is_shed_alike_by_all_ranks_and_told(service:
         await group.join()
         deployment = deployment_of(service)
         await until(lambda: deployment.live is not None)
-        deployment.shedding = replace(Shedding(), one_in=4, looked_at=float("inf"))
+        deployment.watches = Watches(shedding=replace(Shedding(), one_in=4, looked_at=float("inf")))
         service.plane.tick()
         assert await asked(group) == [(True, 4)] * len(group.ranks)
         assert ["of every 4 reports they send one" in problem for problem in problems(deployment)] == [True]
@@ -95,7 +96,7 @@ async def test_what_cannot_be_taken_is_shed_alike_by_all_ranks_and_told(service:
             group.step = 8 * block
             await group.send_heat(skewed_heat(8))
         assert len(await group.hear_plan()) == len(group.ranks)
-        deployment.shedding = Shedding()
+        deployment.watches = Watches()
         service.plane.tick()
         assert await asked(group) == [(True, 1)] * len(group.ranks)
         assert problems(deployment) == []

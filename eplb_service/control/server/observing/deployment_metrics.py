@@ -21,8 +21,8 @@ def report(deployment: Deployment, metrics: Metrics, observer: Observer) -> None
     metrics.paused.labels(name).set(deployment.paused)
     metrics.agents_halted.labels(name).set(sum(bool(member.error) for member in connected))
     metrics.dropped_steps.labels(name).set(sum(member.dropped_steps for member in connected))
-    metrics.heat_one_in.labels(name).set(deployment.shedding.one_in)
-    metrics.last_decision_age.labels(name).set(deployment.undecided.seconds)
+    metrics.heat_one_in.labels(name).set(deployment.watches.shedding.one_in)
+    metrics.last_decision_age.labels(name).set(deployment.watches.undecided.seconds)
     metrics.problems.labels(name).set(len(problems(deployment)))
     if deployment.heat is not None:
         metrics.empty_steps.labels(name).set(deployment.heat.empty_steps)

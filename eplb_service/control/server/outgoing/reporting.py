@@ -33,8 +33,8 @@ class ReportingPolicy:
         by_step = _is_recordable(deployment) and self._feed.is_heard(deployment.name)
         return Reporting(
             source_sums=not by_step,
-            one_in=deployment.shedding.one_in,
-            report_steps=deployment.report_size.steps,
+            one_in=deployment.watches.shedding.one_in,
+            report_steps=deployment.watches.report_size.steps,
         )
 
     def welcome(self, deployment: Deployment) -> Reporting:
