@@ -1,4 +1,4 @@
-"""Ours along a course, by the clock and on change: what was realised, moved and decided."""
+"""Ours along a course, by the clock, by the clock looking back, and on change: what was realised, moved and decided."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from eplb_service.io.trace import ArrayTrace
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.jobs import Scene
-from eplb_service.replay.policy import ON_CHANGE
+from eplb_service.replay.policy import LOOKING_BACK, ON_CHANGE
 from eplb_service.replay.policy_replay import Setup
 from eplb_service.replay.runner import jobs_for, replay, scene_for
 from eplb_service.replay.schedule import Schedule
 
-POLICIES = ("none", "flashlb", ON_CHANGE)
+POLICIES = ("none", "flashlb", LOOKING_BACK, ON_CHANGE)
 
 
 @dataclass(frozen=True)

@@ -42,3 +42,19 @@ def stationary_steps(heat_TLE: Counts, ahead: int) -> int:
     bound = _AS_GOOD * min(errors)
     longest = max(length for length, error in zip(lengths, errors, strict=True) if error <= bound)
     return longest + ahead
+
+
+def looked_back(heat_TLE: Counts, interval: int) -> int:
+    """How many of the newest steps a decision by the clock looks at: as far back as heat is still what it is now.
+
+    Half an interval is forecast, so that heat which changed within the last one is distinguished from what was before.
+
+    Parameters
+    ----------
+    heat_TLE
+        ``[T, L, E]``, all steps that are remembered, oldest first.
+    interval
+        Steps from one decision to the next; while no more are remembered, all are looked at.
+    """
+    steps = len(heat_TLE)
+    return steps if steps <= interval else stationary_steps(heat_TLE, min(interval // 2, steps // 4))

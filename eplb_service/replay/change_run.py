@@ -15,9 +15,8 @@ from eplb_service.planner.pace import Pace
 from eplb_service.planner.promise import Promise
 from eplb_service.replay.policy_replay import ReplayedDecision
 from eplb_service.replay.policy_run import Outcome, PolicyRun, busy_steps
+from eplb_service.replay.schedule import MEMORY
 
-MEMORY = 512
-"""Steps that a decision looks back at most, as in the service's default settings."""
 _SERVED_AT_ONCE = 64
 
 

@@ -17,11 +17,12 @@ from eplb_service.placement import Float64, Placement
 from eplb_service.planner.settings import TABLES, PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.baseline import Baseline, BaselineRow
-from eplb_service.replay.change_run import MEMORY, ChangeRun
+from eplb_service.replay.change_run import ChangeRun
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.policy import Policy
 from eplb_service.replay.policy_replay import ReplayedDecision, Setup
 from eplb_service.replay.policy_run import PolicyRun, RunState
+from eplb_service.replay.schedule import MEMORY
 from eplb_service.replay.sliding_heat import SlidingHeat
 
 
@@ -92,7 +93,7 @@ class ResumePoint:
 
 
 class Ledger:
-    """JobWhat the jobs of a replay have found so far: all that results are made of, and all that is needed to go on.
+    """What the jobs of a replay have found so far: all that results are made of, and all that is needed to go on.
 
     Parameters
     ----------
@@ -159,8 +160,8 @@ def run_file(
 
 
 def _steps_looked_back(job: Job) -> int:
-    on_change = job.policy is not None and job.policy.on_change
-    return max(job.setup.schedule.window, MEMORY if on_change else 0)
+    remembers = job.policy is not None and (job.policy.on_change or job.policy.looks_back)
+    return max(job.setup.schedule.window, MEMORY if remembers else 0)
 
 
 def _steps_left(job: Job, trace: Trace, done: ResumePoint) -> range:

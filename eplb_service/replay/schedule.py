@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MEMORY = 512
+"""Steps that a decision looks back at most where its policy may look at more than its window, as in the service's
+default settings."""
+
 
 class ReplayError(ValueError):
     """A replay that cannot be run as asked; the message says what was found and what to do."""

@@ -12,7 +12,7 @@ from eplb_service.replay.result import Replay
 from eplb_service.report.charts import Line, Point
 
 _COLOURS = 8
-_DASHES = 5
+_DASHES = 6
 """Patterns of ``report.css`` that distinguish lines of the same colour."""
 _MOST_MAPPED = 64
 """Decisions that a map over time shows; more are averaged."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb_service.planner.stationary import stationary_steps
+from eplb_service.planner.stationary import looked_back, stationary_steps
 
 
 def drawn(steps: int, seed: int) -> np.ndarray:
@@ -33,3 +33,21 @@ def test_layers_without_tokens_do_not_matter() -> None:
     heat_TLE = np.concatenate([drawn(100, 0), drawn(40, 1)])
     heat_TLE[:, 1] = 0
     assert stationary_steps(heat_TLE, 16) <= 40
+
+
+@pytest.mark.parametrize("steps", [1, 40, 48])
+def test_by_the_clock_all_is_looked_at_while_no_more_than_an_interval_is_remembered(steps: int) -> None:
+    assert looked_back(np.concatenate([drawn(steps // 2, 0), drawn(steps - steps // 2, 1)]), 48) == steps
+
+
+def test_by_the_clock_more_than_an_interval_is_looked_at_of_still_heat() -> None:
+    assert all(looked_back(drawn(300, seed), 48) >= 96 for seed in range(5))
+    assert looked_back(drawn(50, 0), 48) == 50
+
+
+def test_by_the_clock_nothing_is_looked_at_from_before_a_change_at_the_last_decision() -> None:
+    assert looked_back(np.concatenate([drawn(300, 0), drawn(48, 1)]), 48) <= 48
+
+
+def test_an_interval_of_one_step_looks_at_all() -> None:
+    assert looked_back(drawn(20, 0), 1) == 20

@@ -21,6 +21,8 @@ class Limits:
         Seconds of silence that end a plan.
     first_decision
         Steps before the first decision where later ones follow what is realised; ``None`` where all fall by the clock.
+    interval
+        Steps between decisions where they fall by the clock; ``None`` where that is not known.
     report_size
         How many steps the ranks' reports hold at first, and between which bounds.
     """
@@ -29,4 +31,5 @@ class Limits:
     pending_steps: int
     plan_timeout: float
     first_decision: int | None = None
+    interval: int | None = None
     report_size: ReportSize = field(default_factory=ReportSize)

@@ -106,7 +106,13 @@ class ServiceSettings(_PlannerFields):
         min_length=1,
         description="SQLite file with terms, placements and plans, resumed from at a restart; ':memory:' keeps none",
     )
-    window_steps: int = Field(256, ge=1, le=65536, description="steps that a decision looks at, at most")
+    window_steps: int = Field(
+        256,
+        ge=1,
+        le=65536,
+        description="steps that are remembered, and that a decision looks at, at most; beyond decision_interval only "
+        "as far back as heat is still what it is now",
+    )
     decision_interval: int = Field(
         256,
         ge=1,

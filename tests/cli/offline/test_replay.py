@@ -68,7 +68,7 @@ BAD_ARGUMENTS = {
     ),
     "unknown policy": (
         ["--policy", "none,greedy"],
-        "--policy names 'greedy'; choose among none, deepseek, flashlb, flashlb-on-change, flashlb-no-tree",
+        "--policy names 'greedy'; choose among none, deepseek, flashlb, flashlb-on-change, flashlb-looking-back,",
     ),
     "no policy": (["--policy", ","], "--policy names nothing"),
     "slots and redundant": (["--redundant", "4"], "either --slots or --redundant"),

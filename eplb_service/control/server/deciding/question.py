@@ -25,6 +25,7 @@ from eplb_service.planner.move_price import LayerTime
 from eplb_service.planner.outlook import Outlook, Serving, gain_over, promise_for
 from eplb_service.planner.plan import Plan
 from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.stationary import looked_back
 from eplb_service.planner.topology import Topology
 
 
@@ -48,6 +49,8 @@ class Question:
         What its ranks have measured of the cost of moves, and of how long a layer takes.
     fitted
         The last cost curve that fitted its ranks' own step times; ``None`` where none has.
+    interval
+        Steps between decisions by the clock; ``None`` for a prior.
     """
 
     heat: RememberedHeat | Prior
@@ -60,6 +63,7 @@ class Question:
     moving: MovingCosts = NOTHING_MEASURED
     layer_time: LayerTime | None = None
     fitted: CostCurve | None = None
+    interval: int | None = None
 
     @classmethod
     def of(
@@ -96,6 +100,7 @@ class Question:
             deployment.switch_log.costs(),
             None if worth is None else worth.layer_time(group.shape.layers),
             deployment.fitted,
+            deployment.limits.interval,
         )
 
     @property
@@ -108,8 +113,19 @@ class Question:
     @property
     def looked_at(self) -> Window:
         """The steps to decide on."""
-        steps = len(self.heat_TLE) if self.pacing is None else self.pacing.pace.window_steps(self.heat_TLE)
-        return self.newest(steps)
+        if self.pacing is not None:
+            return self.newest(self.pacing.pace.window_steps(self.heat_TLE))
+        steps = len(self.heat_TLE)
+        return self.newest(steps if self.interval is None else looked_back(self.heat_TLE, self.interval))
+
+    @property
+    def serving_steps(self) -> float | None:
+        """Steps that what is decided is expected to serve; ``None`` where that is as many as are looked at."""
+        if self.pacing is not None:
+            return self.pacing.pace.serving_steps
+        # A longer look back is no longer time for moves to pay.
+        longer = self.interval is not None and len(self.heat_TLE) > self.interval
+        return float(self.interval) if longer and self.interval is not None else None
 
     @property
     def heat_TLE(self) -> Counts:
@@ -133,8 +149,7 @@ class Question:
 def answer(question: Question) -> tuple[Plan, Outlook, float]:
     """The plan, what is to be watched of it, and the seconds that it took."""
     started = time.perf_counter()
-    live, settings, pacing = question.live, question.planned_by, question.pacing
-    serving_steps = None if pacing is None else pacing.pace.serving_steps
+    live, settings = question.live, question.planned_by
     window = question.looked_at
     made = plan(
         window,
@@ -142,7 +157,7 @@ def answer(question: Question) -> tuple[Plan, Outlook, float]:
         live.log2phy_RLE,
         question.topology,
         settings,
-        serving_steps,
+        question.serving_steps,
         question.moving,
         question.layer_time,
     )

@@ -18,6 +18,7 @@ def limits_of(settings: ServiceSettings) -> Limits:
         pending_steps=pending_steps(settings),
         plan_timeout=settings.plan_timeout_seconds,
         first_decision=settings.decision_interval if settings.decide_on == "change" else None,
+        interval=settings.decision_interval,
         report_size=report_size(settings),
     )
 
