@@ -46,7 +46,13 @@ def test_news_are_said_at_once() -> None:
     assert rank.looks(2, heat=True, epoch=1) == [True, False]
 
 
-def test_a_rank_whose_heat_stops_is_heard_at_the_next_look() -> None:
+def test_a_rank_whose_heat_stops_is_heard_at_the_next_look_but_one() -> None:
     rank = Rank()
     assert rank.looks(3, heat=True) == [True, False, False]
-    assert rank.looks(3, heat=False) == [True] * 3
+    assert rank.looks(4, heat=False) == [False, True, True, True]
+
+
+def test_reports_that_take_longer_than_an_interval_are_heat_too() -> None:
+    rank = Rank()
+    said = [rank.looks(heat=bool(number % 2))[0] for number in range(12)]
+    assert said == [True, *([False] * 4 + [True]) * 2, False]
