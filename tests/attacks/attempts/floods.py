@@ -1,0 +1,155 @@
+"""Bytes, connections, streams and requests beyond what is borne."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+
+import grpc
+import numpy as np
+
+from eplb_service.wire.generated import agent_pb2, operator_pb2
+from eplb_service.wire.parts import in_parts
+from tests.attacks import target as to
+from tests.attacks.attempts.registry import attempt, refused
+from tests.attacks.attempts.requests import (
+    MIB,
+    TOO_LARGE,
+    Code,
+    hello_with,
+    refused_after_hello,
+)
+from tests.attacks.target import Target
+from tests.control.fake_group import FakeRank
+
+
+@attempt("noise on 64 connections")
+async def _noise(target: Target) -> str:
+    host, _, port = target.service.address.rpartition(":")
+    rng = np.random.default_rng(0)
+    async with target.honest():
+        for _ in range(64):
+            with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=5) as link:
+                link.sendall(rng.bytes(4096))
+    return "refused: connections end"
+
+
+@attempt(f"{2 * to.CONNECTIONS} connections that say nothing")
+async def _mute(target: Target) -> str:
+    host, _, port = target.service.address.rpartition(":")
+    before, links = target.resident_bytes, []
+    async with target.honest():
+        for _ in range(2 * to.CONNECTIONS):
+            with contextlib.suppress(OSError):
+                links.append(socket.create_connection((host, int(port)), timeout=5))
+        await asyncio.sleep(0.5)
+        grown = target.resident_bytes - before
+        for link in links:
+            link.close()
+    assert grown < 64 * MIB
+    return f"bounded: {max(0, grown) >> 20} MiB more"
+
+
+refused(
+    "a message past the limit",
+    Code.RESOURCE_EXHAUSTED,
+    False,
+    lambda t: refused_after_hello(t, TOO_LARGE),
+)
+refused(
+    "a request in parts past the limit",
+    Code.RESOURCE_EXHAUSTED,
+    False,
+    lambda t: refused_after_hello(t, *in_parts(TOO_LARGE)),
+)
+refused(
+    "a request in parts that promises an exabyte",
+    Code.INVALID_ARGUMENT,
+    False,
+    lambda t: refused_after_hello(
+        t, agent_pb2.ConnectRequest(part=agent_pb2.Part(data=b"x", bytes_left=1 << 60))
+    ),
+)
+
+
+@attempt("60 requests in parts that are broken off one part before their end")
+async def _broken_off(target: Target) -> str:
+    *parts, _ = in_parts(agent_pb2.ConnectRequest(hello=hello_with(node="x" * (to.MESSAGE_BYTES - 4096))))
+    before = target.resident_bytes
+    async with target.honest():
+        tried = [target.rank() for _ in range(60)]
+        writing = [asyncio.ensure_future(_write_all(rank, parts)) for rank in tried]
+        await asyncio.wait(writing, timeout=3)
+        for task in writing:
+            task.cancel()
+        await asyncio.gather(*writing, return_exceptions=True)
+        grown = target.resident_bytes - before
+        for rank in tried:
+            rank.call.cancel()
+    # Of one host eight at most are read at a time; what is on its way to the others is a window each.
+    assert grown < 128 * MIB, f"{grown >> 20} MiB more"
+    return f"bounded: {max(0, grown) >> 20} MiB more"
+
+
+async def _write_all(rank: FakeRank, parts: list[agent_pb2.ConnectRequest]) -> None:
+    for part in parts:
+        await rank.call.write(part)
+
+
+@attempt("30 Hellos of the largest size at once, three times")
+async def _fat_hellos(target: Target) -> str:
+    hello = hello_with(node="x" * (to.MESSAGE_BYTES - 4096))
+    grown, before = [], target.resident_bytes
+    for _ in range(3):
+        codes = await asyncio.gather(*(target.refusal(hello) for _ in range(30)))
+        assert set(codes) <= {Code.INVALID_ARGUMENT, Code.RESOURCE_EXHAUSTED}
+        grown.append(target.resident_bytes - before)
+    # What the allocator keeps of the first is used again by the others.
+    assert grown[0] < 128 * MIB, grown
+    assert grown[2] - grown[0] < 64 * MIB, grown
+    return f"bounded: {', '.join(str(max(0, more) >> 20) for more in grown)} MiB more after each of three"
+
+
+@attempt("a host with more streams than it may have")
+async def _streams(target: Target) -> str:
+    # Each on a connection of its own: one connection's streams are bounded before that.
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    channels = [grpc.aio.insecure_channel(target.service.address, options=options) for _ in range(100)]
+    ranks = [FakeRank(channel, 0) for channel in channels]
+    done, open_still = await asyncio.wait(
+        [asyncio.ensure_future(rank.call.code()) for rank in ranks], timeout=5
+    )
+    codes = [task.result() for task in done]
+    for task in open_still:
+        task.cancel()
+    for channel in channels:
+        await channel.close()
+    assert len(codes) >= 100 - to.STREAMS_PER_PEER
+    assert set(codes) == {Code.RESOURCE_EXHAUSTED}
+    return f"bounded: {len(codes)} of 100 refused"
+
+
+@attempt("500 refused Hellos and what they leave in the log")
+async def _log_flood(target: Target) -> str:
+    before = target.log_lines
+    for _ in range(10):
+        await asyncio.gather(*(target.refusal(hello_with(group_id="")) for _ in range(50)))
+    lines = target.log_lines - before
+    assert lines < 450
+    return f"bounded: {lines} lines"
+
+
+@attempt("30 watchers of one host")
+async def _watchers(target: Target) -> str:
+    async with target.honest():
+        request = operator_pb2.WatchHeatRequest(deployment="decode")
+        calls = [target.stub.WatchHeat(request) for _ in range(30)]
+        first = await asyncio.gather(
+            *(asyncio.wait_for(call.read(), 20) for call in calls), return_exceptions=True
+        )
+        let_in = sum(isinstance(message, operator_pb2.WatchHeatResponse) for message in first)
+        for call in calls:
+            call.cancel()
+    assert let_in <= 8
+    return f"bounded: {let_in} let in"

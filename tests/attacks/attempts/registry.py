@@ -1,0 +1,49 @@
+"""The list of what strangers try, and how an attempt gets into it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from tests.attacks.target import Target
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One thing to try; ``run`` fails where it does harm, and returns what came of it.
+
+    ``locked``: against a service that asks for credentials.
+    """
+
+    name: str
+    locked: bool
+    run: Callable[[Target], Awaitable[str]]
+
+
+ATTEMPTS: list[Attempt] = []
+
+
+def attempt(name: str, locked: bool = False) -> Callable[[Any], Any]:
+    """Lists what it decorates."""
+
+    def listed(run: Callable[[Target], Awaitable[str]]) -> Callable[[Target], Awaitable[str]]:
+        ATTEMPTS.append(Attempt(name, locked, run))
+        return run
+
+    return listed
+
+
+def refused(
+    name: str, expected: grpc.StatusCode, locked: bool, call: Callable[[Target], Awaitable[Any]]
+) -> None:
+    """List an attempt that must end with a status."""
+
+    async def run(target: Target) -> str:
+        code = await call(target)
+        assert code is expected, f"{code}, not {expected}"
+        return f"refused: {code.name}"
+
+    ATTEMPTS.append(Attempt(name, locked, run))

@@ -1,0 +1,82 @@
+"""What strangers send: requests that are spoilt, huge or another's."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import grpc
+import numpy as np
+
+from eplb_service.wire.codec import pack
+from eplb_service.wire.generated import agent_pb2, operator_pb2, tensor_pb2
+from tests.attacks import target as to
+from tests.attacks.target import LIVE, Target
+from tests.control.fake_group import FakeGroup, heat_report, hello_of, refusal_of, skewed_heat
+
+Code = grpc.StatusCode
+PAUSE = operator_pb2.PauseRequest(deployment="decode")
+LIST = operator_pb2.ListDeploymentsRequest()
+MIB = 1 << 20
+
+
+def spoilt_heat(first_step: int = 0, **changes: Any) -> agent_pb2.HeatReport:
+    report = heat_report(LIVE, 0, 0, skewed_heat(8))
+    report.first_step = first_step
+    for field, value in changes.items():
+        getattr(report, field).CopyFrom(value)
+    return report
+
+
+async def refused_with(target: Target, **message: Any) -> grpc.StatusCode:
+    """What a whole group's rank 0 is refused with for a message."""
+    async with FakeGroup(target.service.address) as group:
+        await group.join()
+        await group.ranks[0].say(**message)
+        code, _ = await group.ranks[0].refusal()
+        return code
+
+
+TOO_LARGE = agent_pb2.ConnectRequest(heartbeat=agent_pb2.Heartbeat(error="x" * (to.MESSAGE_BYTES + 1)))
+
+
+async def refused_after_hello(target: Target, *requests: agent_pb2.ConnectRequest) -> grpc.StatusCode:
+    """What a rank is refused with, while it is still speaking."""
+    hello = agent_pb2.ConnectRequest(hello=hello_with())
+    code, _ = await refusal_of(target.service.address, hello, *requests)
+    return code
+
+
+def hello_with(rank: int = 0, **changes: Any) -> agent_pb2.Hello:
+    hello = hello_of(LIVE, 0, **changes)
+    hello.rank = rank
+    return hello
+
+
+def shaped_hello(layers: int, experts: int, slots: int) -> agent_pb2.Hello:
+    hello = hello_with(deployment="fat", ep_size=1)
+    hello.shape.layers, hello.shape.experts, hello.shape.slots = layers, experts, slots
+    hello.placement.ClearField("layer_epochs")
+    hello.placement.layer_epochs.extend([0] * layers)
+    hello.placement.local_physical_to_logical.CopyFrom(
+        pack(np.tile(np.arange(slots, dtype=np.int32), (layers, 1)))
+    )
+    hello.placement.log2phy.CopyFrom(pack(np.tile(np.arange(experts, dtype=np.int32), (layers, 1))))
+    return hello
+
+
+def inflating_hello() -> agent_pb2.Hello:
+    hello = hello_with()
+    hello.placement.log2phy.CopyFrom(
+        tensor_pb2.PackedArray(
+            dtype=tensor_pb2.DATA_TYPE_INT32,
+            shape=(3, 8),
+            compression=tensor_pb2.COMPRESSION_ZLIB,
+            data=zlib.compress(bytes(256 * MIB)),
+        )
+    )
+    return hello
+
+
+def raw_call(target: Target, method: str, body: bytes, metadata: Any = None) -> Any:
+    return target.channel.unary_unary(method)(body, metadata=metadata, timeout=60)

@@ -1,0 +1,87 @@
+"""Values that no honest rank or operator sends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+from eplb_service.wire.codec import pack
+from eplb_service.wire.generated import agent_pb2, operator_pb2
+from tests.attacks.attempts.registry import attempt, refused
+from tests.attacks.attempts.requests import (
+    LIST,
+    MIB,
+    Code,
+    hello_with,
+    refused_with,
+    spoilt_heat,
+)
+from tests.attacks.target import LIVE, Target
+from tests.control.fake_group import FakeGroup
+
+refused(
+    "heat at step 2^62",
+    Code.INVALID_ARGUMENT,
+    False,
+    lambda t: refused_with(t, heat_report=spoilt_heat((1 << 62) - 100)),
+)
+refused(
+    "counts below zero",
+    Code.INVALID_ARGUMENT,
+    False,
+    lambda t: refused_with(t, heat_report=spoilt_heat(slot_counts=pack(np.full((8, 3, 3), -1, np.int32)))),
+)
+refused(
+    "counts whose sum overflows",
+    Code.INVALID_ARGUMENT,
+    False,
+    lambda t: refused_with(
+        t, heat_report=spoilt_heat(slot_counts=pack(np.full((8, 3, 3), 2**31 - 1, np.int32)))
+    ),
+)
+refused("a node name with ESC", Code.INVALID_ARGUMENT, False, lambda t: t.refusal(hello_with(node="\x1b[2J")))
+refused(
+    "a deployment name that is a path",
+    Code.INVALID_ARGUMENT,
+    False,
+    lambda t: t.refusal(hello_with(deployment="../x")),
+)
+refused(
+    "a question about a name of a megabyte",
+    Code.RESOURCE_EXHAUSTED,
+    False,
+    lambda t: t.code_of("GetStatus", operator_pb2.GetStatusRequest(deployment="x" * MIB)),
+)
+refused(
+    "a question about a name of 100 kB",
+    Code.INVALID_ARGUMENT,
+    False,
+    lambda t: t.code_of("GetStatus", operator_pb2.GetStatusRequest(deployment="x" * 100_000)),
+)
+
+
+@attempt("heat at a step that nobody is at, six times")
+async def _far(target: Target) -> str:
+    async with target.honest() as group:
+        for number in range(6):
+            report = spoilt_heat((1 << 47) + 4096 * number)
+            await group.ranks[0].say(heat_report=report)
+    assert await target.code_of("ListDeployments", LIST) is Code.OK
+    return "bounded: honest heat goes on"
+
+
+@attempt("an error with ESC in a heartbeat")
+async def _escape(target: Target) -> str:
+    async with FakeGroup(target.service.address) as group:
+        await group.join()
+        await group.ranks[0].say(
+            heartbeat=agent_pb2.Heartbeat(epoch=LIVE.epoch, digest=LIVE.digest, error="\x1b]0;owned\x07")
+        )
+        for _ in range(100):
+            if problems := (await target.status()).problems:
+                break
+            await asyncio.sleep(0.05)
+        assert problems
+        assert all(problem.isprintable() for problem in problems)
+    return "bounded: shown without it"

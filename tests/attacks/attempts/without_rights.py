@@ -1,0 +1,91 @@
+"""Callers without credentials, or with another's."""
+
+from __future__ import annotations
+
+import asyncio
+
+from grpc_health.v1 import health_pb2
+
+from eplb_service.wire.generated import operator_pb2
+from tests.attacks import target as to
+from tests.attacks.attempts.registry import attempt, refused
+from tests.attacks.attempts.requests import (
+    LIST,
+    MIB,
+    PAUSE,
+    Code,
+    hello_with,
+    raw_call,
+)
+from tests.attacks.target import Target, bearer
+
+refused("read without a token", Code.UNAUTHENTICATED, True, lambda t: t.code_of("ListDeployments", LIST))
+refused("pause without a token", Code.UNAUTHENTICATED, True, lambda t: t.code_of("Pause", PAUSE))
+refused(
+    "pause with a wrong token",
+    Code.UNAUTHENTICATED,
+    True,
+    lambda t: t.code_of("Pause", PAUSE, bearer("x" * 21)),
+)
+refused(
+    "the right token in another scheme",
+    Code.UNAUTHENTICATED,
+    True,
+    lambda t: t.code_of("Pause", PAUSE, (("authorization", f"Basic {to.OPERATOR}"),)),
+)
+refused("a stream without a token", Code.UNAUTHENTICATED, True, lambda t: t.turned_away())
+refused(
+    "a reader pauses", Code.PERMISSION_DENIED, True, lambda t: t.code_of("Pause", PAUSE, bearer(to.READER))
+)
+refused(
+    "an agent pauses", Code.PERMISSION_DENIED, True, lambda t: t.code_of("Pause", PAUSE, bearer(to.AGENT))
+)
+refused("an operator poses as a rank", Code.PERMISSION_DENIED, True, lambda t: t.turned_away(to.OPERATOR))
+refused(
+    "an agent of another deployment",
+    Code.PERMISSION_DENIED,
+    True,
+    lambda t: t.refusal(hello_with(deployment="prefill"), to.AGENT),
+)
+refused(
+    "an agent of another rank",
+    Code.PERMISSION_DENIED,
+    True,
+    lambda t: t.refusal(hello_with(rank=5, ep_size=8), to.AGENT),
+)
+refused(
+    "a reader looks at another deployment",
+    Code.PERMISSION_DENIED,
+    True,
+    lambda t: t.code_of("GetStatus", operator_pb2.GetStatusRequest(deployment="prefill"), bearer(to.READER)),
+)
+
+
+@attempt("120 MB of bodies without a token, 30 at once", locked=True)
+async def _bodies(target: Target) -> str:
+    return await _flood(target, "/eplb.v1.OperatorService/Pause", 96 * MIB)
+
+
+@attempt("120 MB of bodies to the health check, 30 at once", locked=True)
+async def _health_bodies(target: Target) -> str:
+    return await _flood(
+        target, f"/{health_pb2.DESCRIPTOR.services_by_name['Health'].full_name}/Check", 256 * MIB
+    )
+
+
+async def _flood(target: Target, method: str, most: int) -> str:
+    before = target.resident_bytes
+    calls = [raw_call(target, method, bytes(to.MESSAGE_BYTES - 100)) for _ in range(30)]
+    await asyncio.gather(*(asyncio.wait_for(call, 60) for call in calls), return_exceptions=True)
+    grown = target.resident_bytes - before
+    assert grown < most, f"{grown >> 20} MiB more"
+    return f"bounded: {max(0, grown) >> 20} MiB more"
+
+
+@attempt("a megabyte of metadata", locked=True)
+async def _metadata(target: Target) -> str:
+    many = tuple((f"key-{number}", "x" * 1000) for number in range(1000))
+    code = await target.code_of("ListDeployments", LIST, many)
+    assert code is not Code.OK
+    assert await target.code_of("ListDeployments", LIST, bearer(to.READER)) is Code.OK
+    return f"refused: {code.name}"
