@@ -18,6 +18,7 @@ from worker_agent.moe import ExpertParallelMoE, MoEShape, seeded_experts
 from worker_agent.settings import AgentSettings
 
 EXPERTS, SLOTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 5, 16, 8, 2
+RANKS = 3
 # Nobody listens on the discard port: an agent without a service.
 NOWHERE = "127.0.0.1:9"
 _MOST_STEPS_MORE = 10_000
@@ -64,6 +65,23 @@ def settings(**changes: Any) -> AgentSettings:
         "transfer_timeout_seconds": 60,
     }
     return AgentSettings(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def start(layer_count: int, **changes: Any) -> tuple[Agent, list[Any], list[Any]]:
+    """An agent over linear layers, these layers, and the same ones that no agent touches."""
+    rank_RS = linear_RS(dist.get_world_size())
+    layers, still = layers_of(layer_count, rank_RS), layers_of(layer_count, rank_RS)
+    return Agent.start(layers, dist.group.WORLD, settings(**changes)), layers, still
+
+
+def target(seed: int = 1) -> Any:
+    """A layout that ``RANKS`` linear ranks can switch to, int32 ``[R, S]``."""
+    return keep_staying_slots(linear_RS(RANKS), shuffled_RS(RANKS, seed))
+
+
+def from_here(agent: Agent, seed: int) -> Any:
+    """One that they can switch to from where they are."""
+    return keep_staying_slots(agent.installed.placement.phy2log_LRS[0], shuffled_RS(RANKS, seed))
 
 
 def plan_for(agent: Agent, changes: dict[int, Int32], plan_id: int = 1, term: int = 1) -> CheckedPlan:

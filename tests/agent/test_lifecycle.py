@@ -1,4 +1,4 @@
-"""Ranks drain, close, meet again and fail to meet: always together, never waiting without a deadline."""
+"""Ranks drain, close and lose votes or links: always together, never waiting without a deadline."""
 
 from __future__ import annotations
 
@@ -10,41 +10,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 
 from eplb_service.wire.heat import HeatReport
 from tests.agent import live
+from tests.agent.live import RANKS
 from tests.ranks import RankFailure, run_ranks
-from worker_agent.agent import Agent
 from worker_agent.swap.ballot import Ballot, Progress
-from worker_agent.swap.group import AgentGroup, RendezvousError
+from worker_agent.swap.group import AgentGroup
 from worker_agent.swap.vote import BallotBox, VoteError
-
-RANKS = 3
-
-
-def _start(layer_count: int, **changes: Any) -> tuple[Agent, list[Any], list[Any]]:
-    rank_RS = live.linear_RS(dist.get_world_size())
-    layers, still = live.layers_of(layer_count, rank_RS), live.layers_of(layer_count, rank_RS)
-    return Agent.start(layers, dist.group.WORLD, live.settings(**changes)), layers, still
-
-
-def _target(seed: int = 1) -> Any:
-    return live.keep_staying_slots(live.linear_RS(RANKS), live.shuffled_RS(RANKS, seed=seed))
-
-
-def _from_here(agent: Agent, seed: int) -> Any:
-    return live.keep_staying_slots(agent.installed.placement.phy2log_LRS[0], live.shuffled_RS(RANKS, seed))
 
 
 def _drain_in_the_middle() -> dict[str, Any]:
     """A plan is being transferred, slowly, when the host wants to sleep."""
-    agent, layers, still = _start(2, bytes_per_step=2000, transfer_timeout_seconds=10)
+    agent, layers, still = live.start(2, bytes_per_step=2000, transfer_timeout_seconds=10)
 
     def between(step: int) -> None:
         if step == 1:
-            agent._stream.plans.put(live.plan_for(agent, {0: _target(1), 1: _target(2)}))
+            agent._stream.plans.put(live.plan_for(agent, {0: live.target(1), 1: live.target(2)}))
         time.sleep(0.002)
 
     worst = live.drive(agent, layers, still, 12, between)
@@ -56,12 +39,12 @@ def _drain_in_the_middle() -> dict[str, Any]:
         "plan": agent._switch.state.plan_under_way,
         "drained": drained,
     }
-    agent._stream.plans.put(live.plan_for(agent, {0: _from_here(agent, 3)}, plan_id=2))
+    agent._stream.plans.put(live.plan_for(agent, {0: live.from_here(agent, 3)}, plan_id=2))
     worst = max(worst, live.drive(agent, layers, still, 12))
     facts["refused"] = agent._switch.state.plan_under_way is None
     agent.resume()
     before = agent.installed.epoch
-    agent._stream.plans.put(live.plan_for(agent, {0: _from_here(agent, 4)}, plan_id=3))
+    agent._stream.plans.put(live.plan_for(agent, {0: live.from_here(agent, 4)}, plan_id=3))
     worst = max(worst, live.drive(agent, layers, still, 60, lambda _: time.sleep(0.005), before + 1))
     facts |= {"worst": worst, "switched": agent.installed.epoch - before, "halted": agent.halted}
     reasons = []
@@ -92,11 +75,11 @@ def test_drain_ends_what_is_under_way_and_resume_takes_plans_again() -> None:
 
 
 def _close_at_a_time_of_its_own(early_rank: int, early_step: int) -> dict[str, Any]:
-    agent, layers, still = _start(1, vote_interval=4, vote_lag=3)
+    agent, layers, still = live.start(1, vote_interval=4, vote_lag=3)
 
     def between(step: int) -> None:
         if step == 1:
-            agent._stream.plans.put(live.plan_for(agent, {0: _target()}))
+            agent._stream.plans.put(live.plan_for(agent, {0: live.target()}))
         if step == early_step and agent.identity.rank == early_rank:
             agent.close()
         time.sleep(0.02)
@@ -119,8 +102,8 @@ def test_a_rank_may_close_while_the_vote_that_commits_is_under_way(early_step: i
 
 def _all_close_one_after_the_other(order: list[int]) -> None:
     """Each rank ends its process as soon as it has closed; a vote that is to commit a layer is under way."""
-    agent, layers, still = _start(1, vote_interval=4, vote_lag=4)
-    agent._stream.plans.put(live.plan_for(agent, {0: _target()}))
+    agent, layers, still = live.start(1, vote_interval=4, vote_lag=4)
+    agent._stream.plans.put(live.plan_for(agent, {0: live.target()}))
     live.drive(agent, layers, still, 8 + 1, lambda _: time.sleep(0.05))
     time.sleep(0.5 * order.index(agent.identity.rank))
     agent.close()
@@ -136,11 +119,11 @@ def test_ranks_that_leave_one_after_the_other_leave_quietly(order: list[int]) ->
 
 
 def _lose_the_votes(lost_step: int) -> dict[str, Any]:
-    agent, layers, still = _start(1, vote_interval=4, vote_lag=3)
+    agent, layers, still = live.start(1, vote_interval=4, vote_lag=3)
 
     def between(step: int) -> None:
         if step == 1:
-            agent._stream.plans.put(live.plan_for(agent, {0: _target()}))
+            agent._stream.plans.put(live.plan_for(agent, {0: live.target()}))
         if step == lost_step and agent.identity.rank == 1:
             assert agent._switch.votes.voter is not None
             agent._switch.votes.voter.box.leave()
@@ -165,7 +148,7 @@ def test_a_rank_that_never_hears_the_vote_that_commits_does_as_the_others(lost_s
 
 def _heal(fault: str) -> dict[str, Any]:
     """Rank 1 breaks the votes of all where its ballot is due, twice; plans come later."""
-    agent, layers, still = _start(1, vote_timeout_seconds=1.0)
+    agent, layers, still = live.start(1, vote_timeout_seconds=1.0)
     call, passed = agent.step, 0
     unheard: set[str] = set()
 
@@ -187,7 +170,7 @@ def _heal(fault: str) -> dict[str, Any]:
 
     def between(step: int) -> None:
         if step > 300 and agent._switch.votes.voter is not None and agent._switch.state.plan is None:
-            agent._stream.plans.put(live.plan_for(agent, {0: _from_here(agent, 3)}))
+            agent._stream.plans.put(live.plan_for(agent, {0: live.from_here(agent, 3)}))
         time.sleep(0.01)
 
     agent.step = step  # type: ignore[method-assign]
@@ -210,77 +193,6 @@ def test_votes_that_are_lost_come_back_by_themselves(fault: str) -> None:
     assert all(fact["unheard"] for fact in facts)
     assert [fact["halted"] for fact in facts] == [None] * RANKS
     assert len({(fact["epoch"], fact["digest"]) for fact in facts}) == 1
-
-
-def _met_again(size: int) -> dict[str, Any]:
-    """Another group of ranks, another placement: nothing of the first remains."""
-    agent, layers, still = _start(1)
-    agent._stream.plans.put(live.plan_for(agent, {0: _target()}))
-    worst = live.drive(agent, layers, still, 40, lambda _: time.sleep(0.005), epoch=1)
-    first = (agent.installed.epoch, agent.identity.group_id)
-    agent.drain()
-    agent.close()
-    layers[0].rank_bound = True
-    again = Agent.start(layers, dist.group.WORLD, live.settings())
-    same = bool((again.installed.placement.phy2log_LRS[0] == _target()).all())
-    again._stream.plans.put(
-        live.plan_for(again, {0: live.keep_staying_slots(_target(), live.shuffled_RS(RANKS, 5))})
-    )
-    worst = max(worst, live.drive(again, layers, still, 40, lambda _: time.sleep(0.005), epoch=1))
-    facts = {
-        "worst": worst,
-        "first": first,
-        "second": (again.installed.epoch, again.identity.group_id),
-        "same": same,
-        "bound": (agent.identity.rank_bound, again.identity.rank_bound),
-    }
-    again.close()
-    return facts
-
-
-def test_ranks_that_meet_again_start_from_what_they_hold() -> None:
-    facts = run_ranks(RANKS, _met_again, RANKS)
-    for fact in facts:
-        assert fact["worst"] < 1e-5
-        assert fact["same"]
-        assert fact["first"][0] == fact["second"][0] == 1
-        assert fact["first"][1] != fact["second"][1]
-        assert fact["bound"] == (False, True)
-
-
-def _fails_to_meet(what: str) -> str:
-    layers: list[Any] = live.layers_of(1, live.linear_RS(RANKS))
-    if dist.get_rank() == 1:
-        if what == "weights":
-            layers[0].w2_weight = layers[0].w2_weight[:, :, :4].contiguous()
-            layers[0].w13_weight = torch.cat([layers[0].w13_weight, layers[0].w13_weight[:, :4]], dim=1)
-        elif what == "table":
-            layers[0].log2phy[0] = layers[0].log2phy[1]
-        elif what == "dealing":
-            layers[0].log2phy = layers[0].log2phy.unsqueeze(1).repeat(1, 4)
-        elif what == "entries":
-            layers[0].log2phy = layers[0].log2phy.unsqueeze(1).repeat(1, 65)
-        else:
-            layers[0].expert_weights = None
-    with pytest.raises(RendezvousError) as caught:
-        Agent.start(layers, dist.group.WORLD, live.settings())
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("weights", "expert weights of layer 0 differ"),
-        ("table", "rank 1: layer 0: log2phy of rank 1: expert 0 points to slot"),
-        ("dealing", "width differ: rank 0 has 1, rank 1 has 4"),
-        ("entries", "rank 1: log2phy has the shape [8], or [8, entries] with at most 64; got [8, 65]"),
-        ("host", "rank 1: 'NoneType' object is not callable"),
-    ],
-)
-def test_one_rank_that_does_not_fit_is_told_to_all(what: str, said: str) -> None:
-    reported = run_ranks(RANKS, _fails_to_meet, what)
-    assert len(set(reported)) == 1
-    assert said in reported[0]
 
 
 def _whole_vote(votes: BallotBox, ballot: Ballot) -> None:
@@ -315,7 +227,7 @@ def test_a_rank_that_leaves_the_votes_is_noticed_at_once() -> None:
 
 
 def _corrupted() -> dict[str, Any]:
-    agent, layers, still = _start(1, verify_transfers=True, transfer_timeout_seconds=20)
+    agent, layers, still = live.start(1, verify_transfers=True, transfer_timeout_seconds=20)
     from tests.faults.serving import FAULTS
 
     if agent.identity.rank == 0:
@@ -326,7 +238,7 @@ def _corrupted() -> dict[str, Any]:
         # The second plan comes when the first is over.
         if step == 2 or (step > 2 and agent.stats.plans_aborted == 1):
             for plan_id in itertools.islice(plans, 1):
-                agent._stream.plans.put(live.plan_for(agent, {0: _target()}, plan_id))
+                agent._stream.plans.put(live.plan_for(agent, {0: live.target()}, plan_id))
         time.sleep(0.005)
 
     worst = live.drive(agent, layers, still, 60, between, epoch=1)
@@ -345,7 +257,7 @@ def test_an_expert_that_arrives_damaged_is_never_installed() -> None:
 
 
 def _not_counting() -> str:
-    agent, layers, still = _start(1, heat_deadline_steps=20)
+    agent, layers, still = live.start(1, heat_deadline_steps=20)
     for layer in layers:
         layer._record = lambda *_: None
     live.drive(agent, layers, still, 60)
@@ -360,4 +272,4 @@ def test_a_host_that_stops_counting_is_reported() -> None:
 
 
 def test_targets_are_real_switches() -> None:
-    assert not np.array_equal(_target(), live.linear_RS(RANKS))
+    assert not np.array_equal(live.target(), live.linear_RS(RANKS))
