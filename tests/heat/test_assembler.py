@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,40 +11,20 @@ from hypothesis import strategies as st
 
 from eplb_service.heat.assembler import HeatAssembler, memory_bytes
 from eplb_service.heat.window import Window
-from eplb_service.placement import Placement, dealt_log2phy, default_log2phy, par, without_single_entries
+from eplb_service.placement import Placement, par
 from eplb_service.wire.heat import HeatReport, StepPhase
 from eplb_service.wire.hello import Shape
-
-RANKS, LAYERS, EXPERTS, SLOTS = 2, 2, 3, 2
-PLACEMENT_LRS = np.array([[[0, 1], [2, 0]], [[2, 1], [0, 1]]], dtype=np.int32)
-
-
-def assembler(window_steps: int = 8, pending_steps: int = 4) -> HeatAssembler:
-    made = HeatAssembler(RANKS, LAYERS, EXPERTS, SLOTS, window_steps, pending_steps)
-    for layer in range(LAYERS):
-        place(made, layer, 0, PLACEMENT_LRS[layer])
-    return made
-
-
-def place(heat: HeatAssembler, layer: int, epoch: int, phy2log_RS: np.ndarray) -> None:
-    heat.placements.place(layer, epoch, phy2log_RS, default_log2phy(phy2log_RS, EXPERTS))
-
-
-def loads_of(heat: HeatAssembler, layer_epochs: tuple[int, ...]) -> np.ndarray:
-    """Of all steps of the window, int32 ``[T, L, R]``."""
-    return np.array(list(heat.measured_loads(layer_epochs))).reshape(-1, LAYERS, RANKS)
-
-
-def report(
-    first_step: int, *counts: int, epochs: tuple[int, ...] = (0, 0), dummy: bool = False
-) -> HeatReport:
-    """``counts[t]`` tokens in each slot of each layer in step ``t``."""
-    slot_counts = np.broadcast_to(
-        np.array(counts, dtype=np.int32)[:, None, None], (len(counts), LAYERS, SLOTS)
-    )
-    sources = np.broadcast_to(np.array(counts, dtype=np.int32)[:, None, None], (len(counts), LAYERS, EXPERTS))
-    phase_T = np.full(len(counts), StepPhase.DUMMY if dummy else StepPhase.DECODE, dtype=np.uint8)
-    return HeatReport(first_step, epochs, slot_counts, phase_T, sources)
+from tests.heat.reports import (
+    EXPERTS,
+    LAYERS,
+    PLACEMENT_LRS,
+    RANKS,
+    SLOTS,
+    assembler,
+    loads_of,
+    place,
+    report,
+)
 
 
 def test_a_step_counts_once_all_ranks_have_reported_it() -> None:
@@ -195,17 +174,6 @@ def test_the_window_slides() -> None:
     np.testing.assert_array_equal(window.heat_TLE[:, 0, 1], [4, 5, 6])
 
 
-def test_sources_are_summed_where_all_ranks_tell_of_the_same_steps() -> None:
-    heat = assembler(window_steps=8)
-    heat.add(0, report(0, 1, 1))
-    assert Window(*heat.remembered().arrays()).steps == 0
-    heat.add(1, report(0, 5, 5))
-    heat.add(0, report(2, 7))  # rank 1 has not reported this bucket yet
-    window = Window(*heat.remembered().arrays())
-    assert window.source_RLE is not None
-    np.testing.assert_array_equal(window.source_RLE[:, 0, 0], [2, 10])
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_whatever_order_reports_come_in_no_step_is_read_twice_or_made_up(data: st.DataObject) -> None:
@@ -263,11 +231,6 @@ def test_whole_steps_are_put_together_before_the_ring_is_written_over() -> None:
     np.testing.assert_array_equal(Window(*heat.remembered().arrays()).heat_TLE[:, 0, 1], [1, 2, 3])
 
 
-def sources_only(first_step: int, counts_TLE: np.ndarray, epochs: tuple[int, ...] = (0, 0)) -> HeatReport:
-    phase_T = np.full(len(counts_TLE), StepPhase.DECODE, dtype=np.uint8)
-    return HeatReport(first_step, epochs, None, phase_T, counts_TLE)
-
-
 @given(seed=st.integers(0, 2**32 - 1), reports=st.integers(0, 12))
 def test_ratios_taken_as_steps_come_in_are_those_of_the_loads(seed: int, reports: int) -> None:
     rng = np.random.default_rng(seed)
@@ -283,27 +246,6 @@ def test_ratios_taken_as_steps_come_in_are_those_of_the_loads(seed: int, reports
         np.testing.assert_allclose(heat.measured_par(layer_epochs), par(loads_of(heat, layer_epochs)))
 
 
-def test_sums_over_reports_are_as_good_as_counts_by_step() -> None:
-    rng = np.random.default_rng(0)
-    by_step, by_report = (
-        assembler(window_steps=16, pending_steps=8),
-        assembler(window_steps=16, pending_steps=8),
-    )
-    for first_step in range(0, 32, 4):
-        for rank in range(RANKS):
-            sent = report(first_step, *rng.integers(0, 9, 4))
-            summed = replace(
-                sent,
-                source_counts_TLE=None,
-                source_sums_LE=sent.source_counts_TLE.sum(axis=0, dtype=np.int32),
-            )
-            by_step.add(rank, sent)
-            by_report.add(rank, summed)
-    expected_RLE, found_RLE = by_step.remembered().sources.total(), by_report.remembered().sources.total()
-    assert expected_RLE.sum() > 0
-    np.testing.assert_array_equal(found_RLE, expected_RLE)
-
-
 def test_what_is_remembered_does_not_change_while_steps_come_in() -> None:
     heat = assembler(window_steps=2, pending_steps=4)
     for rank in range(RANKS):
@@ -316,44 +258,3 @@ def test_what_is_remembered_does_not_change_while_steps_come_in() -> None:
     np.testing.assert_array_equal(remembered.arrays()[0], before_TLE)
     np.testing.assert_array_equal(remembered.arrays()[1], before_RLE)
     assert (heat.remembered().arrays()[0] != before_TLE).all()
-
-
-@given(seed=st.integers(0, 2**32 - 1), steps=st.integers(1, 4), width=st.sampled_from((1, 3)))
-def test_what_slots_received_follows_from_sources_and_tables(seed: int, steps: int, width: int) -> None:
-    rng = np.random.default_rng(seed)
-    heat = assembler()
-    counts_RTLE = rng.integers(0, 50, (RANKS, steps, LAYERS, EXPERTS)).astype(np.uint8)
-    tables_LRED = np.stack([dealt_log2phy(rows, EXPERTS, width) for rows in PLACEMENT_LRS])
-    loads_TLR = np.zeros((steps, LAYERS, RANKS))
-    for rank, step, layer, expert in np.ndindex(*counts_RTLE.shape):
-        for token in range(counts_RTLE[rank, step, layer, expert]):
-            target = tables_LRED[layer, rank, expert, token % width] // SLOTS
-            loads_TLR[step, layer, target] += 1
-    for layer, rows in enumerate(PLACEMENT_LRS):
-        heat.placements.place(layer, 0, rows, without_single_entries(tables_LRED[layer]))
-    for rank in range(RANKS):
-        heat.add(rank, sources_only(0, counts_RTLE[rank]))
-    heat_TLE, source_RLE = heat.remembered().arrays()
-    np.testing.assert_array_equal(heat_TLE, counts_RTLE.sum(axis=0))
-    np.testing.assert_array_equal(loads_of(heat, (0, 0)), loads_TLR)
-    assert source_RLE is not None
-
-
-def test_tokens_went_where_the_table_of_their_epoch_sent_them() -> None:
-    heat = assembler()
-    elsewhere_RE = np.array([[2, 1, 3], [0, 3, 2]], dtype=np.int32)
-    heat.placements.place(0, 1, np.array([[0, 1], [2, 1]], dtype=np.int32), elsewhere_RE)
-    counts_TLE = np.ones((1, LAYERS, EXPERTS), dtype=np.int32)
-    for rank in range(RANKS):
-        heat.add(rank, sources_only(0, counts_TLE, epochs=(1, 0)))
-    # Rank 0 sends experts 0 and 2 away and keeps 1; rank 1 sends 0 away and keeps the others.
-    np.testing.assert_array_equal(loads_of(heat, (1, 0))[0, 0], [2, 4])
-
-
-def test_a_step_that_only_some_ranks_count_by_slot_is_lost() -> None:
-    heat = assembler(pending_steps=2)
-    heat.add(0, report(0, 1))
-    assert heat.add(1, sources_only(0, np.ones((1, LAYERS, EXPERTS), dtype=np.int32))).received == 0
-    for rank in range(RANKS):
-        heat.add(rank, report(1, 1, 1))
-    assert heat.counted == (2, 1)

@@ -1,0 +1,32 @@
+"""Heat that traces of every format are written from, and how they are refused."""
+
+import numpy as np
+import pytest
+
+from eplb_service.heat.window import HeatError
+from eplb_service.io.open_trace import read_heat
+
+HEAT_TLE = np.arange(24, dtype=np.uint16).reshape(2, 3, 4)
+PHY2LOG_LP = np.array([[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 3, 2], [0, 0, 1, 2, 3, 3]])
+
+
+def slots_of(heat_TLE, phy2log_LP):
+    """Tokens by slot whose sums by expert are ``heat_TLE``: a replica gets the rest, those before it one token."""
+    slots_TLP = np.zeros((len(heat_TLE), *phy2log_LP.shape), dtype=np.int32)
+    for layer, phy2log_P in enumerate(phy2log_LP):
+        for expert in range(heat_TLE.shape[2]):
+            *others, last = np.flatnonzero(phy2log_P == expert)
+            for slot in others:
+                slots_TLP[:, layer, slot] = heat_TLE[:, layer, expert] // 3
+            rest_T = heat_TLE[:, layer, expert] - slots_TLP[:, layer, others].sum(axis=1)
+            slots_TLP[:, layer, last] = rest_T
+    return slots_TLP
+
+
+def refusal(path, read_as=None):
+    with pytest.raises(HeatError) as caught:
+        read_heat(path, read_as)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert "\n" not in message
+    return message
