@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tools.dashboard.panels import ROWS, Panel
+from tools.dashboard.panel import Panel
+from tools.dashboard.rows import ROWS
 
 PATH = Path(__file__).parents[2] / "deploy/grafana/dashboards/eplb.json"
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
