@@ -9,7 +9,8 @@ import pytest
 from eplb_service.cli import main
 from eplb_service.cli.schema import COMMANDS, schema_document
 from tests.cli.published import held
-from tools import docs_reference
+from tools.docs_reference.command_line import commands
+from tools.docs_reference.json_output import json_page, schema_files
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -25,7 +26,7 @@ def test_every_schema_is_one_and_says_what_it_is_of(name, capsys):
 def test_every_command_with_json_has_a_schema(capsys):
     with_json = {
         command.name.removeprefix("eplb ")
-        for command in docs_reference.commands()
+        for command in commands()
         if any("--json" in option.flags for option in command.options)
     }
     assert set(COMMANDS) == with_json
@@ -64,7 +65,7 @@ def test_a_document_that_is_not_as_published_is_found(capsys):
 
 
 def test_the_page_lists_every_field_and_links_every_schema():
-    page, files = docs_reference.json_page(), docs_reference.schema_files()
+    page, files = json_page(), schema_files()
     for name in COMMANDS:
         link = f"schemas/{name.replace(' ', '-')}.json"
         assert f"]({link})" in page

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tools import docs_reference
+from tools.docs_reference.command_line import commands
+from tools.docs_reference.settings import settings_page
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
 COMMANDS = {
-    command.name: {flag for option in command.options for flag in option.flags}
-    for command in docs_reference.commands()
+    command.name: {flag for option in command.options for flag in option.flags} for command in commands()
 }
 
 
@@ -47,7 +47,7 @@ def test_there_are_commands_to_check():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_variables_exist(page):
-    settings = docs_reference.settings_page()
+    settings = settings_page()
     for variable in re.findall(r"\bEPLB_[A-Z_]*[A-Z]\b", page.read_text()):
         assert f"`{variable}`" in settings, variable
 

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from tools import docs_reference, notebook
+from tools import notebook
+from tools.docs_reference.site_pages import generated_pages
 
 KEPT = notebook.read(json.loads(notebook.NOTEBOOK.read_text()))
 NUMBER = re.compile(r"\d+\.\d+")
@@ -41,7 +42,7 @@ def test_the_decision_is_made_and_written(run):
 
 
 def test_the_site_has_its_page():
-    page = docs_reference.generated_pages()["notebook.md"]
+    page = generated_pages()["notebook.md"]
     assert page.startswith("# From a trace to a decision, in Python")
     assert page.count("```python") == sum(not cell.is_text for cell in KEPT)
     assert page.count("data:image/svg+xml") == 2

@@ -11,11 +11,14 @@ import yaml
 from eplb_service.cli.command_list import COMMANDS
 from eplb_service.control.core import health
 from eplb_service.control.server.settings import ServiceSettings
-from tools import docs_reference
+from tools.docs_reference.command_line import cli_page, commands
+from tools.docs_reference.hook import on_page_markdown
+from tools.docs_reference.settings import settings_page
+from tools.docs_reference.site_pages import site_links
 from worker_agent.settings import AgentSettings
 
 ROOT = Path(__file__).parents[2]
-CLI, SETTINGS = docs_reference.cli_page(), docs_reference.settings_page()
+CLI, SETTINGS = cli_page(), settings_page()
 
 
 def section(page, heading):
@@ -23,21 +26,21 @@ def section(page, heading):
 
 
 def test_every_command_has_a_section():
-    names = [command.name for command in docs_reference.commands()]
+    names = [command.name for command in commands()]
     assert {name.split()[1] for name in names} == set(COMMANDS)
     assert "eplb trace stats" in names
     assert re.findall(r"^## (.*)$", CLI, re.MULTILINE) == names
 
 
 def test_every_option_is_in_its_command_s_section_with_its_help():
-    commands = list(docs_reference.commands())
-    for command in commands:
+    listed = list(commands())
+    for command in listed:
         text = section(CLI, command.name)
         for option in command.options:
             assert option.help, (command.name, option.flags)
             for flag in option.flags:
                 assert f"`{flag}`" in text, (command.name, flag)
-    assert sum(len(command.options) for command in commands) > 100
+    assert sum(len(command.options) for command in listed) > 100
 
 
 @pytest.mark.parametrize(("settings", "prefix"), [(ServiceSettings, "EPLB_"), (AgentSettings, "EPLB_AGENT_")])
@@ -82,9 +85,9 @@ def test_every_problem_is_in_the_runbook():
 
 def test_links_of_root_pages_are_those_of_the_site():
     text = "[a](docs/faults.md) [b](CHANGELOG.md) [c](deploy/) [d](https://x.org)"
-    assert docs_reference.site_links(text) == "[a](faults.md) [b](changelog.md) c [d](https://x.org)"
+    assert site_links(text) == "[a](faults.md) [b](changelog.md) c [d](https://x.org)"
 
 
 def test_the_adapter_page_shows_the_example_that_is_tested():
-    page = docs_reference.on_page_markdown((ROOT / "docs/adapter.md").read_text())
+    page = on_page_markdown((ROOT / "docs/adapter.md").read_text())
     assert (ROOT / "docs/examples/toy_host.py").read_text() in page

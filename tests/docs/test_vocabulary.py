@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import docs_reference
+from tools.docs_reference.command_line import cli_page
+from tools.docs_reference.settings import settings_page
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,7 +58,7 @@ def test_a_page_uses_the_glossary_s_terms(name):
     assert found(texts()[name]) == []
 
 
-@pytest.mark.parametrize("page", [docs_reference.cli_page, docs_reference.settings_page])
+@pytest.mark.parametrize("page", [cli_page, settings_page])
 def test_help_uses_the_glossary_s_terms(page):
     assert found(page()) == []
 

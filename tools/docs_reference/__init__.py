@@ -1,0 +1,1 @@
+"""References of the docs site, generated from the commands and settings classes themselves."""
