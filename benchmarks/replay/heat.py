@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from eplb_service.io.native_writer import TraceWriter
+from eplb_service.io.native.writer import TraceWriter
 from eplb_service.io.trace import TraceFacts
 
 LAYERS, EXPERTS = 58, 256

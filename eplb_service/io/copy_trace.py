@@ -14,11 +14,11 @@ import numpy as np
 
 from eplb_service.atomic_write import OutputError, write_atomically
 from eplb_service.heat.window import HeatError
-from eplb_service.io import native_layout
-from eplb_service.io.native_reader import StoredTrace
-from eplb_service.io.native_writer import BATCH_STEPS, TraceWriter
-from eplb_service.io.parquet_file import MISSING, write_parquet_rows
-from eplb_service.io.text_file import csv_text, rows_of
+from eplb_service.io.formats.csv_file import csv_text, rows_of
+from eplb_service.io.formats.parquet_file import MISSING, write_parquet_rows
+from eplb_service.io.native import layout as native_layout
+from eplb_service.io.native.reader import StoredTrace
+from eplb_service.io.native.writer import BATCH_STEPS, TraceWriter
 from eplb_service.io.trace import Trace
 from eplb_service.placement import Float64
 

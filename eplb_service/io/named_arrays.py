@@ -10,7 +10,7 @@ import numpy as np
 
 from eplb_service.heat.window import HeatError
 from eplb_service.io import routes
-from eplb_service.io.numpy_file import Array
+from eplb_service.io.containers.numpy_file import Array
 from eplb_service.io.slot_heat import heat_of_slots
 from eplb_service.io.trace import ArrayTrace, TraceFacts
 

@@ -7,20 +7,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from eplb_service.heat.window import HeatError
-from eplb_service.io import megatron, native_layout
-from eplb_service.io.documents import trace_of_document, trace_of_lines
-from eplb_service.io.json_lines import holds_lines, read_lines
+from eplb_service.io.containers.json_file import read_json
+from eplb_service.io.containers.json_lines import holds_lines, read_lines
+from eplb_service.io.containers.numpy_file import read_npy, read_npz
+from eplb_service.io.containers.torch_file import read_torch
+from eplb_service.io.containers.zarr_array import METADATA
+from eplb_service.io.formats import megatron
+from eplb_service.io.formats.csv_file import read_csv_trace
+from eplb_service.io.formats.documents import trace_of_document, trace_of_lines
+from eplb_service.io.formats.parquet_file import MAGIC as PARQUET
+from eplb_service.io.formats.parquet_file import read_parquet_trace
+from eplb_service.io.formats.sglang import is_dump, trace_of_dumps
+from eplb_service.io.formats.tensorrt_llm import is_statistics, trace_of_statistics
 from eplb_service.io.named_arrays import ReadAs, trace_of_arrays
-from eplb_service.io.native_reader import StoredTrace
-from eplb_service.io.numpy_file import read_npy, read_npz
-from eplb_service.io.parquet_file import MAGIC as PARQUET
-from eplb_service.io.parquet_file import read_parquet_trace
-from eplb_service.io.sglang import is_dump, trace_of_dumps
-from eplb_service.io.tensorrt_llm import is_statistics, trace_of_statistics
-from eplb_service.io.text_file import read_csv_trace, read_json
-from eplb_service.io.torch_file import read_torch
+from eplb_service.io.native import layout as native_layout
+from eplb_service.io.native.reader import StoredTrace
 from eplb_service.io.trace import Heat, Trace
-from eplb_service.io.zarr_array import METADATA
 
 KNOWN = f"{native_layout.SUFFIX} folder, .npz, .npy, .pt, a folder of ranks' files, .json, .jsonl, .csv or .parquet"
 """What can be opened, for messages and help."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from eplb_service.io.numpy_file import Array
+from eplb_service.io.containers.numpy_file import Array
 from eplb_service.placement import Placement, PlacementError
 
 VLLM_RECORD = "eplb_initial_mapping"

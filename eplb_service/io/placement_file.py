@@ -13,8 +13,9 @@ import yaml
 
 from eplb_service.atomic_write import write_atomically
 from eplb_service.heat.window import HeatError
-from eplb_service.io.json_lines import read_lines
-from eplb_service.io.numpy_file import Array, read_npy, read_npz
+from eplb_service.io.containers.json_lines import read_lines
+from eplb_service.io.containers.numpy_file import Array, read_npy, read_npz
+from eplb_service.io.containers.torch_file import read_torch
 from eplb_service.io.placement_documents import (
     NAMES,
     VLLM_RECORD,
@@ -24,7 +25,6 @@ from eplb_service.io.placement_documents import (
     tensorrt_llm_document,
     vllm_document,
 )
-from eplb_service.io.torch_file import read_torch
 from eplb_service.placement import Int32, Placement, PlacementError
 
 SUFFIXES = (".npz", ".json", ".yaml", ".jsonl")

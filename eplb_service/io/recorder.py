@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.heat.window import HeatError
-from eplb_service.io.native_writer import BATCH_STEPS, TraceWriter
+from eplb_service.io.native.writer import BATCH_STEPS, TraceWriter
 from eplb_service.io.routing_tables import LayerTables, RoutingTables, slots_of_sources
 from eplb_service.io.step_record import PHASES, StepRecord
 from eplb_service.io.trace import TraceFacts

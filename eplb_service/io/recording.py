@@ -8,7 +8,7 @@ import structlog
 
 from eplb_service.atomic_write import OutputError
 from eplb_service.heat.window import HeatError
-from eplb_service.io.native_layout import SUFFIX
+from eplb_service.io.native.layout import SUFFIX
 from eplb_service.io.recorder import Recorder
 from eplb_service.io.trace import TraceFacts
 from eplb_service.placement import Int32, Placement

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.heat.window import HeatError
-from eplb_service.io.numpy_file import Array
+from eplb_service.io.containers.numpy_file import Array
 from eplb_service.io.trace import Int64
 from eplb_service.placement import Int32
 

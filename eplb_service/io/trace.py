@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.heat.window import Counts, HeatError, checked_heat
-from eplb_service.io.numpy_file import Array
+from eplb_service.io.containers.numpy_file import Array
 from eplb_service.placement import Float64
 
 Heat = Counts

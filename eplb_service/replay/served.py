@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.cost.curve import CostCurve
-from eplb_service.io.numpy_file import Array
+from eplb_service.io.containers.numpy_file import Array
 from eplb_service.io.trace import Heat, Trace
 from eplb_service.placement import Float64, Int32, Placement, dealt_to, with_entries
 from eplb_service.planner.scoring import slowest_us, split_loads, split_shares

@@ -17,7 +17,7 @@ import numpy as np
 
 from eplb_service.atomic_write import write_atomically
 from eplb_service.heat.window import HeatError
-from eplb_service.io.numpy_file import Array, read_npz
+from eplb_service.io.containers.numpy_file import Array, read_npz
 from eplb_service.io.trace import Trace
 from eplb_service.placement import Placement, PlacementError
 from eplb_service.planner.outlook import Serving

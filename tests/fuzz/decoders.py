@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from eplb_service.control.core.errors import RefusedError
 from eplb_service.heat.window import HeatError
 from eplb_service.io.named_arrays import ReadAs
-from eplb_service.io.native_writer import TraceWriter
+from eplb_service.io.native.writer import TraceWriter
 from eplb_service.io.open_trace import open_trace, read_heat
 from eplb_service.io.placement_file import read_placement, write_placement
 from eplb_service.io.trace import TraceFacts

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eplb_service.heat.window import HeatError
-from eplb_service.io.native_writer import TraceWriter
+from eplb_service.io.native.writer import TraceWriter
 from eplb_service.io.open_trace import open_trace
 from eplb_service.io.placement_file import read_placement
 from eplb_service.io.trace import TraceFacts

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eplb_service.io.native_writer import TraceWriter
+from eplb_service.io.native.writer import TraceWriter
 from eplb_service.io.open_trace import open_trace
 from eplb_service.io.trace import TraceFacts
 from eplb_service.io.trace_statistics import statistics

@@ -11,7 +11,7 @@ import pytest
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.heat.window import HeatError
 from eplb_service.io.named_arrays import ReadAs
-from eplb_service.io.native_writer import TraceWriter
+from eplb_service.io.native.writer import TraceWriter
 from eplb_service.io.trace import TraceFacts
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.jobs import TraceFile

@@ -22,8 +22,8 @@ from eplb_service.cli.output.json_out import print_json
 from eplb_service.cli.output.tables import compact_table
 from eplb_service.cli.trace.record import record
 from eplb_service.heat.synthetic import KINDS, synthetic_heat
+from eplb_service.io.containers.numpy_file import check_fits_memory
 from eplb_service.io.copy_trace import Cut, check_trace_output, copy_trace
-from eplb_service.io.numpy_file import check_fits_memory
 from eplb_service.io.open_trace import naming, open_trace
 from eplb_service.io.trace import ArrayTrace, Trace, TraceFacts
 from eplb_service.io.trace_statistics import TraceStatistics, statistics

@@ -18,8 +18,8 @@ from eplb_service.cli.errors import UserError
 from eplb_service.cli.operator.client import Connection, Name, OperatorCalls
 from eplb_service.cli.options.groups import option_groups
 from eplb_service.cli.trace.watched import WatchedTrace
-from eplb_service.io import native_layout
 from eplb_service.io.copy_trace import check_trace_output
+from eplb_service.io.native import layout as native_layout
 from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import operator_pb2
 from eplb_service.wire.heat import decode_heat_report

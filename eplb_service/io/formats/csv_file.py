@@ -1,9 +1,8 @@
-"""Heat in text: JSON documents, and CSV as a table of weights or one row per count."""
+"""Heat in CSV: a table of weights, or one row per count."""
 
 from __future__ import annotations
 
 import csv
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,26 +10,14 @@ from typing import Any
 import numpy as np
 
 from eplb_service.heat.window import HeatError
+from eplb_service.io.containers.json_file import check_size
+from eplb_service.io.containers.numpy_file import check_fits_memory
 from eplb_service.io.named_arrays import ReadAs, trace_of_arrays
-from eplb_service.io.numpy_file import check_fits_memory
 from eplb_service.io.trace import ArrayTrace, Heat, TraceFacts
 from eplb_service.placement import Float64
 
 COLUMNS = ("step", "layer", "expert", "tokens")
 """Columns of the CSV with one row per count; what no row names is 0."""
-
-_MOST_TEXT_BYTES = 4 << 30
-
-
-def read_json(path: Path) -> object:
-    """The document of a ``.json``; raises ``HeatError`` (without the path) where it is none."""
-    check_size(path)
-    try:
-        return json.loads(path.read_bytes())
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise HeatError(f"is not JSON, or truncated ({error})") from error
-    except ValueError as error:
-        raise HeatError(f"holds a number that cannot be read ({error})") from error
 
 
 def read_csv_trace(path: Path, read_as: ReadAs) -> ArrayTrace:
@@ -119,12 +106,6 @@ def _numbers(path: Path, **which: Any) -> Float64:
         # That there are none is for the caller to say.
         warnings.filterwarnings("ignore", message=".*input contained no data", category=UserWarning)
         return np.loadtxt(path, delimiter=",", ndmin=2, encoding="utf-8-sig", **which)
-
-
-def check_size(path: Path) -> None:
-    """Raise ``HeatError`` where a text file is too large to be read."""
-    if path.stat().st_size > _MOST_TEXT_BYTES:
-        raise HeatError(f"is {path.stat().st_size / 2**30:.0f} GiB of text; convert it to .npy first")
 
 
 def _line(error: Exception) -> str:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eplb_service.heat.window import HeatError
-from eplb_service.io import megatron, responses, vllm_load
-from eplb_service.io.json_lines import Record, records_of
-from eplb_service.io.load_history import trace_of_history
+from eplb_service.io.containers.json_lines import Record, records_of
+from eplb_service.io.formats import megatron, responses, vllm_load
+from eplb_service.io.formats.load_history import trace_of_history
+from eplb_service.io.formats.sglang import check_alone, is_dump, trace_of_dumps, trace_of_ring_buffer
 from eplb_service.io.named_arrays import ReadAs, as_array, trace_of_arrays
-from eplb_service.io.sglang import check_alone, is_dump, trace_of_dumps, trace_of_ring_buffer
 from eplb_service.io.trace import ArrayTrace
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from eplb_service.atomic_write import write_atomically
 from eplb_service.heat.window import HeatError
-from eplb_service.io.numpy_file import Array, check_fits_memory
+from eplb_service.io.containers.numpy_file import Array, check_fits_memory
 
 METADATA = "zarr.json"
 _CHUNK_BYTES = 4 << 20

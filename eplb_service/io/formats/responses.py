@@ -21,9 +21,9 @@ import numpy as np
 
 from eplb_service.heat.window import HeatError
 from eplb_service.io import routes
-from eplb_service.io.json_lines import Record
+from eplb_service.io.containers.json_lines import Record
+from eplb_service.io.containers.numpy_file import Array, read_npy_bytes
 from eplb_service.io.named_arrays import ReadAs, as_array
-from eplb_service.io.numpy_file import Array, read_npy_bytes
 from eplb_service.io.trace import ArrayTrace, TraceFacts
 
 _FIELD = "routed_experts"

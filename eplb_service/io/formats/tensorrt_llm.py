@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from eplb_service.heat.window import HeatError
-from eplb_service.io.numpy_file import Array, check_fits_memory
-from eplb_service.io.safetensors_file import read_safetensors
-from eplb_service.io.text_file import read_json
+from eplb_service.io.containers.json_file import read_json
+from eplb_service.io.containers.numpy_file import Array, check_fits_memory
+from eplb_service.io.containers.safetensors_file import read_safetensors
 from eplb_service.io.trace import ArrayTrace, Int64, TraceFacts
 
 _META = "meta_info.json"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from eplb_service.heat.window import HeatError
-from eplb_service.io.numpy_file import Array, check_fits_memory
+from eplb_service.io.containers.numpy_file import Array, check_fits_memory
 
 _DTYPES = {
     "U8": "u1",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from eplb_service.atomic_write import OutputError
 from eplb_service.heat.window import HeatError
 from eplb_service.io.copy_trace import Cut, check_trace_output, copy_trace
-from eplb_service.io.native_writer import BATCH_STEPS, TraceWriter
+from eplb_service.io.native.writer import BATCH_STEPS, TraceWriter
 from eplb_service.io.open_trace import open_trace, read_heat
 from eplb_service.io.trace import ArrayTrace, TraceFacts
 
@@ -116,7 +116,7 @@ def test_a_crash_loses_at_most_the_last_batch(tmp_path):
 @pytest.mark.parametrize("nth", range(1, 9))
 def test_a_crash_at_any_write_of_a_batch_leaves_what_was_there(tmp_path, monkeypatch, nth):
     path = record(tmp_path / "a.zarr", steps=100)
-    from eplb_service.io import zarr_array
+    from eplb_service.io.containers import zarr_array
 
     calls, write = iter(range(1, 100)), zarr_array.write_atomically
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from eplb_service.heat.window import HeatError
+from eplb_service.io.containers.numpy_file import Array
 from eplb_service.io.named_arrays import as_array
-from eplb_service.io.numpy_file import Array
 from eplb_service.io.trace import ArrayTrace, TraceFacts
 
 _LOAD = "logical_expert_load"

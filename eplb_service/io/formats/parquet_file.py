@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from eplb_service.heat.window import HeatError
-from eplb_service.io.numpy_file import check_fits_memory
-from eplb_service.io.text_file import COLUMNS, trace_of_rows
+from eplb_service.io.containers.numpy_file import check_fits_memory
+from eplb_service.io.formats.csv_file import COLUMNS, trace_of_rows
 from eplb_service.io.trace import ArrayTrace
 from eplb_service.placement import Float64
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eplb_service.heat.window import HeatError
-from eplb_service.io.torch_file import read_torch
+from eplb_service.io.containers.torch_file import read_torch
 
 torch = pytest.importorskip("torch")
 

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from eplb_service.heat.window import HeatError
+from eplb_service.io.containers.numpy_file import Array
 from eplb_service.io.named_arrays import ReadAs, as_array
-from eplb_service.io.numpy_file import Array
 from eplb_service.io.slot_heat import heat_of_slots
 from eplb_service.io.trace import ArrayTrace, Int64, TraceFacts
 

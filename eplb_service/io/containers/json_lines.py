@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eplb_service.heat.window import HeatError
-from eplb_service.io.text_file import check_size
+from eplb_service.io.containers.json_file import check_size
 
 
 class Record(NamedTuple):

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from eplb_service.heat.window import HeatError
+from eplb_service.io.containers.zarr_array import ZarrArray, read_metadata, write_metadata
 from eplb_service.io.trace import TraceFacts
-from eplb_service.io.zarr_array import ZarrArray, read_metadata, write_metadata
 
 SUFFIX = ".zarr"
 FORMAT = "eplb-trace"

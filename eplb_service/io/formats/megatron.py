@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from eplb_service.heat.window import HeatError
-from eplb_service.io.json_lines import Record, read_lines
+from eplb_service.io.containers.json_lines import Record, read_lines
+from eplb_service.io.containers.numpy_file import check_fits_memory
 from eplb_service.io.named_arrays import ReadAs, as_array
-from eplb_service.io.numpy_file import check_fits_memory
 from eplb_service.io.trace import ArrayTrace, Int64, TraceFacts
 
 _RANK_FILE = re.compile(r"router_trace_rank(\d+)\.jsonl")

@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from eplb_service.atomic_write import OutputError
 from eplb_service.heat.window import HeatError, checked_heat
-from eplb_service.io import native_layout
-from eplb_service.io.numpy_file import Array
+from eplb_service.io.containers.numpy_file import Array
+from eplb_service.io.containers.zarr_array import ZarrArray
+from eplb_service.io.native import layout as native_layout
 from eplb_service.io.trace import TraceFacts
-from eplb_service.io.zarr_array import ZarrArray
 from eplb_service.placement import Int32
 
 BATCH_STEPS = 64

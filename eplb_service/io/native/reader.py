@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from eplb_service.heat.window import HeatError
-from eplb_service.io import native_layout
-from eplb_service.io.numpy_file import Array
+from eplb_service.io.containers.numpy_file import Array
+from eplb_service.io.containers.zarr_array import ZarrArray
+from eplb_service.io.native import layout as native_layout
 from eplb_service.io.trace import Heat, Int64, Trace, checked_slice
-from eplb_service.io.zarr_array import ZarrArray
 from eplb_service.placement import Float64, Int32, PlacementError, check_layer
 
 

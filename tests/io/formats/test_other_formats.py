@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from eplb_service.atomic_write import OutputError
 from eplb_service.heat.window import HeatError
 from eplb_service.io import copy_trace as copying
+from eplb_service.io.containers.safetensors_file import read_safetensors
 from eplb_service.io.copy_trace import Cut, check_trace_output, copy_trace
 from eplb_service.io.open_trace import open_trace, read_heat
-from eplb_service.io.safetensors_file import read_safetensors
 from eplb_service.io.trace import ArrayTrace
 
 

@@ -1,0 +1,1 @@
+"""The native trace: a Zarr v3 folder that is written while serving, and read in slices."""
