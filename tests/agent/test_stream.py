@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from concurrent import futures
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -277,27 +276,3 @@ def test_a_service_that_is_not_there_costs_the_model_nothing() -> None:
     assert outbox.dropped_steps == 999
     assert not stream.connected
     stream.close(5)
-
-
-def test_a_token_is_not_sent_in_plain_text_to_another_host(tmp_path: Path) -> None:
-    for given in ({"auth_token": "sesame"}, {"auth_token_file": tmp_path / "token"}):
-        with pytest.raises(ValueError, match="would be sent in plain text"):
-            live.settings(service="eplb:50551", **given)
-        live.settings(service="eplb:50551", tls_ca=tmp_path / "ca.pem", **given)
-        live.settings(service="eplb:50551", plaintext_token=True, **given)
-        live.settings(service="[::1]:50551", **given)
-
-
-def test_a_token_in_a_file_is_read_at_every_connection(tmp_path: Path) -> None:
-    path = tmp_path / "token"
-    settings = live.settings(auth_token_file=path)
-    for token in ("first", "second"):
-        path.write_text(token + "\n")
-        assert settings.token() == token
-    with pytest.raises(ValueError, match="not both"):
-        live.settings(auth_token_file=path, auth_token="third")
-
-
-def test_settings_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ValueError, match="vote_lag 5 is past vote_interval 4"):
-        live.settings(vote_lag=5)

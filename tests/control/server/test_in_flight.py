@@ -10,13 +10,13 @@ import grpc
 import pytest
 
 from eplb_service.control.core.errors import ExhaustedError
+from eplb_service.control.core.health import problems
 from eplb_service.control.server.access.in_flight import InFlight
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.settings import SettingsError, load_settings
 from eplb_service.wire.generated import agent_pb2
 from eplb_service.wire.parts import PART_BYTES, in_parts
 from tests.control.fake_group import FakeGroup, first_placement, hello_of, live_of, refusal_of
-from tests.control.server.test_refusals import problems
 from tests.control.server.test_service import settings, until
 
 LIVE = live_of(first_placement())

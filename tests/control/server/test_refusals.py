@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 import pytest_asyncio
 
-from eplb_service.control.core.health import problems
 from eplb_service.control.server.service import RunningService, running_service
-from eplb_service.wire.codec import pack
 from eplb_service.wire.generated import agent_pb2, operator_pb2, operator_pb2_grpc
 from tests.control.fake_group import (
     EXPERTS,
@@ -30,12 +26,11 @@ from tests.control.fake_group import (
     refusal_of,
     skewed_heat,
 )
+from tests.control.server.spoilt import Spoil, counts, epochs, field, phases, shape, slots
 from tests.control.server.test_service import settings, until
 
 LIVE = live_of(first_placement())
 INVALID, CONTRADICTS = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
-
-Spoil = Callable[[agent_pb2.Hello], None]
 
 
 @pytest_asyncio.fixture
@@ -48,26 +43,6 @@ async def service() -> AsyncIterator[RunningService]:
 async def channel(service: RunningService) -> AsyncIterator[grpc.aio.Channel]:
     async with grpc.aio.insecure_channel(service.address) as opened:
         yield opened
-
-
-def shape(field: str, value: int) -> Spoil:
-    return lambda hello: setattr(hello.shape, field, value)
-
-
-def field(name: str, value: Any) -> Spoil:
-    return lambda hello: setattr(hello, name, value)
-
-
-def slots(array: Any) -> Spoil:
-    return lambda hello: hello.placement.local_physical_to_logical.CopyFrom(pack(np.asarray(array)))
-
-
-def epochs(*values: int) -> Spoil:
-    def spoil(hello: agent_pb2.Hello) -> None:
-        del hello.placement.layer_epochs[:]
-        hello.placement.layer_epochs.extend(values)
-
-    return spoil
 
 
 @pytest.mark.parametrize(
@@ -113,27 +88,6 @@ async def test_a_table_past_memory_is_refused_before_it_is_opened(channel: grpc.
     assert "past what is taken" in text
 
 
-OTHER = live_of(first_placement().with_layer(1, first_placement().phy2log_LRS[1][::-1]))
-
-
-@pytest.mark.parametrize(
-    ("spoil", "says"),
-    [
-        (shape("bytes_per_expert", 7), "bytes_per_expert 7 instead of 1000"),
-        (lambda hello: hello.CopyFrom(hello_of(OTHER, 1)), "rank 1 serves epoch 0 digest"),
-        (field("group_id", "second"), "another forming of the group than rank 0"),
-    ],
-)
-async def test_a_rank_that_contradicts_the_others(channel: grpc.aio.Channel, spoil: Spoil, says: str) -> None:
-    first, second = FakeRank(channel, 0), FakeRank(channel, 1)
-    await first.greet(hello_of(LIVE, 0))
-    hello = hello_of(LIVE, 1)
-    spoil(hello)
-    await second.say(hello=hello)
-    code, text = await second.refusal()
-    assert (code, says in text) == (CONTRADICTS, True), text
-
-
 async def test_slots_that_do_not_make_the_digest_they_say(channel: grpc.aio.Channel) -> None:
     ranks = [FakeRank(channel, rank) for rank in range(RANKS)]
     for rank in ranks[:-1]:
@@ -144,67 +98,6 @@ async def test_slots_that_do_not_make_the_digest_they_say(channel: grpc.aio.Chan
     code, text = await ranks[-1].refusal()
     assert code == CONTRADICTS
     assert "do not make a placement" in text or "digest" in text
-
-
-async def test_a_second_agent_with_the_same_rank_of_another_forming(service: RunningService) -> None:
-    async with FakeGroup(service.address) as group:
-        await group.join()
-        second = FakeRank(group.channel, 2)
-        await second.say(hello=hello_of(LIVE, 2, group_id="second"))
-        code, text = await second.refusal()
-        assert code == grpc.StatusCode.ALREADY_EXISTS
-        assert "rank 2 is connected already" in text
-        deployment = service.plane.deployments["decode"]
-        assert len(deployment.connected) == RANKS
-
-
-async def test_a_rank_that_connects_again_is_heard_and_its_old_stream_is_not(service: RunningService) -> None:
-    async with FakeGroup(service.address) as group:
-        await group.join()
-        old, group.ranks[2] = group.ranks[2], FakeRank(group.channel, 2)
-        await group.ranks[2].greet(hello_of(LIVE, 2))
-        code, text = await old.refusal()
-        assert code == grpc.StatusCode.ABORTED
-        assert "connected again" in text
-        deployment = service.plane.deployments["decode"]
-        await until(lambda: len(deployment.connected) == RANKS)
-        group.step = 5
-        await group.heartbeat()
-        await until(lambda: deployment.group is not None and deployment.group.members[2].step == 5)
-
-
-async def test_ranks_that_wait_in_vain_give_way_to_another_forming(service: RunningService) -> None:
-    async with FakeGroup(service.address) as group:
-        squatter = FakeRank(group.channel, 0)
-        await squatter.greet(hello_of(LIVE, 0, group_id="of nobody else"))
-        deployment = service.plane.deployments["decode"]
-        tick, deployment.tick = deployment.tick, lambda now: None  # the service's own clock stands still
-        for now in (1e6, 1e6 + 59):
-            tick(now)
-            rank = FakeRank(group.channel, 1)
-            await rank.say(hello=hello_of(LIVE, 1))
-            assert (await rank.refusal())[0] == CONTRADICTS
-        tick(1e6 + 61)
-        await group.join()
-        assert (await squatter.refusal())[0] == grpc.StatusCode.ABORTED
-        assert len(deployment.connected) == RANKS
-        assert deployment.live is not None
-
-
-async def test_a_refused_hello_leaves_no_lasting_problem(service: RunningService) -> None:
-    async with FakeGroup(service.address) as group:
-        await group.join()
-        stranger = FakeRank(group.channel, 7)
-        hello = hello_of(LIVE, 0, ep_size=8)
-        hello.rank = 7
-        await stranger.say(hello=hello)
-        assert (await stranger.refusal())[0] == CONTRADICTS
-        deployment = service.plane.deployments["decode"]
-        assert any("rank 7 was turned away" in problem for problem in problems(deployment))
-        now = time.monotonic()
-        deployment.tick(now)
-        deployment.tick(now + 61)
-        assert not deployment.attendance.refused
 
 
 async def test_a_first_message_that_is_no_hello(channel: grpc.aio.Channel) -> None:
@@ -231,14 +124,6 @@ async def test_more_deployments_than_allowed(channel: grpc.aio.Channel) -> None:
     code, text = await three.refusal()
     assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "max_deployments" in text
-
-
-def counts(name: str, array: Any) -> Callable[[agent_pb2.HeatReport], None]:
-    return lambda report: getattr(report, name).CopyFrom(pack(np.asarray(array)))
-
-
-def phases(value: bytes) -> Callable[[agent_pb2.HeatReport], None]:
-    return lambda report: setattr(report, "step_phases", value)
 
 
 @pytest.mark.parametrize(
@@ -311,19 +196,6 @@ async def test_a_paused_deployment_gathers_heat_but_is_left_alone(service: Runni
         assert (await group.hear_plan())[0].plan_id == answer.plan_id
         placement = await operator.GetPlacement(operator_pb2.GetPlacementRequest(deployment="decode"))
         assert (placement.epoch, placement.digest) == (0, group.live.digest)
-
-
-async def test_a_silent_agent_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eplb_service.control.server.agents.agent_stream._SILENCE_SECONDS", 0.1)
-    async with (
-        running_service(settings(heartbeat_seconds=0.05)) as running,
-        FakeGroup(running.address) as group,
-    ):
-        await group.join()
-        code, text = await group.ranks[0].refusal()
-        assert code == grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "nothing was heard" in text
-        await until(lambda: not running.plane.deployments["decode"].connected)
 
 
 async def test_two_operators_that_rebalance_at_once_share_one_decision(service: RunningService) -> None:

@@ -1,0 +1,104 @@
+"""The dashboard and the rules speak of metrics and labels that there are, and lie where they are looked for."""
+
+import re
+
+import pytest
+import yaml
+
+from eplb_service.telemetry.metrics import Metrics
+from tests.deploy.files import (
+    DEPLOY,
+    load,
+)
+from tools.dashboard import layout
+from tools.dashboard.operator_rules import operator_rules
+
+
+def metric_series():
+    """Every series name that a scrape can bring, with its labels."""
+    suffixes = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
+    metrics = Metrics()
+    known = {}
+    for family in metrics.process.collect():
+        known[family.name + ("_total" if family.type == "counter" else "")] = set()
+    for metric in vars(metrics).values():
+        for family in getattr(metric, "describe", list)() if metric is not metrics.process else ():
+            for suffix in suffixes[family.type]:
+                extra = {"le"} if suffix == "_bucket" else set()
+                known[family.name + suffix] = set(metric._labelnames) | extra
+    return known
+
+
+def expressions():
+    dashboard = layout.dashboard()
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", []):
+            yield pytest.param(target["expr"], target["legendFormat"], id=panel["title"])
+    for variable in dashboard["templating"]["list"]:
+        if variable["type"] == "query":
+            yield pytest.param(variable["definition"], "", id=variable["name"])
+    for group in load("prometheus/rules.yml")["groups"]:
+        for rule in group["rules"]:
+            texts = " ".join(rule["annotations"].values()).replace("$labels.", "")
+            yield pytest.param(rule["expr"], texts, id=rule["alert"])
+
+
+@pytest.mark.parametrize(("expression", "shown"), list(expressions()))
+def test_expressions_name_metrics_and_labels_that_exist(expression, shown):
+    known = metric_series()
+    named = set(re.findall(r"\beplb_\w+", expression))
+    assert named <= set(known)
+    labels = set(re.findall(r"\{\{\s*(\w+)\s*\}\}", shown))
+    labels |= set(re.findall(r"(\w+)(?:=~|!~|!=|=)\"", expression))
+    for grouping in re.findall(r"\b(?:by|on) \(([^)]*)\)", expression):
+        labels |= set(re.findall(r"\w+", grouping))
+    from_prometheus = {"job", "instance", "le"}
+    assert labels <= from_prometheus.union(*(known[name] for name in named))
+
+
+def test_the_dashboard_shows_every_balance_metric():
+    text = (DEPLOY / "grafana/dashboards/eplb.json").read_text()
+    own = [
+        name for name in metric_series() if not name.endswith(("_sum", "_count")) and "_process_" not in name
+    ]
+    missing = [name for name in own if name not in text]
+    assert missing == ["eplb_deployments"]
+
+
+def test_the_dashboard_is_what_its_code_makes():
+    text = (DEPLOY / "grafana/dashboards/eplb.json").read_text()
+    assert text == layout.text(), "run `.venv/bin/python -m tools.dashboard`"
+
+
+def test_the_operator_s_rules_are_those_of_prometheus():
+    text = (DEPLOY / "kubernetes/monitoring/rules.yaml").read_text()
+    assert text == operator_rules(), "run `.venv/bin/python -m tools.dashboard`"
+    assert yaml.safe_load(text)["spec"] == load("prometheus/rules.yml")
+
+
+def test_panels_do_not_overlap_and_have_a_sentence_each():
+    taken = set()
+    for panel in layout.dashboard()["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, panel["title"]
+        taken |= cells
+        assert panel["type"] == "row" or panel["description"].endswith("."), panel["title"]
+
+
+def test_the_dashboard_lies_where_grafana_looks():
+    compose = load("compose.yaml")
+    mounts = dict(
+        volume.split(":")[:2]
+        for volume in compose["services"]["grafana"]["volumes"]
+        if volume.startswith(".")
+    )
+    [provider] = load("grafana/provisioning/dashboards/eplb.yaml")["providers"]
+    assert mounts["./grafana/dashboards"] == provider["options"]["path"]
+    for source in mounts:
+        assert (DEPLOY / source).is_dir()

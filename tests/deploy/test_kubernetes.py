@@ -1,0 +1,155 @@
+"""Manifests for Kubernetes agree with the service's settings and ports, with the image, and with each other."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+import yaml
+
+from eplb_service.control.server.lease.choose import checked_lease
+from eplb_service.control.server.lease.kubernetes_lease import LEADS_LABEL
+from eplb_service.control.server.listening.probes import LIVENESS, READY
+from eplb_service.control.server.settings import (
+    ENVIRONMENT_PREFIX,
+    load_settings,
+)
+from tests.deploy.files import (
+    DEPLOY,
+    DEPLOYMENTS,
+    DOCKERFILE,
+    GRPC_PORT,
+    HEALTH_PORT,
+    METRICS_PORT,
+    load,
+    settings_from,
+)
+from worker_agent.settings import AgentSettings
+
+
+def test_the_monitor_finds_the_service():
+    monitor, service = load("kubernetes/monitoring/monitor.yaml"), load("kubernetes/base/service.yaml")
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    ports = {port["name"] for port in service["spec"]["ports"]}
+    assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= ports
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="KUSTOMIZATIONS ARE NOT BUILT: no kubectl here")
+@pytest.mark.parametrize("folder", ["base", "ha", "monitoring"])
+def test_kustomizations_build(folder):
+    command = ["kubectl", "kustomize", str(DEPLOY / "kubernetes" / folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert len(list(yaml.safe_load_all(done.stdout))) >= 2
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="KUSTOMIZATIONS ARE NOT BUILT: no kubectl here")
+def test_of_two_replicas_one_is_selected_and_both_may_hold_the_lease():
+    command = ["kubectl", "kustomize", str(DEPLOY / "kubernetes/ha")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    built = {item["kind"]: item for item in yaml.safe_load_all(done.stdout)}
+    assert "PersistentVolumeClaim" not in built
+    assert built["Service"]["spec"]["selector"][LEADS_LABEL] == "true"
+    pod = built["Deployment"]["spec"]["template"]["spec"]
+    assert pod["serviceAccountName"] == built["ServiceAccount"]["metadata"]["name"]
+    assert pod["automountServiceAccountToken"]
+    [container] = pod["containers"]
+    values = {entry["name"]: entry.get("value") for entry in container["env"]}
+    kind, _, lease = checked_lease(values["EPLB_LEASE"]).partition(":")
+    assert (kind, "POD_NAME" in values) == ("kubernetes", True)
+    verbs = {
+        (resource, verb): rule.get("resourceNames")
+        for rule in built["Role"]["rules"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    assert verbs == {
+        ("leases", "get"): [lease],
+        ("leases", "update"): [lease],
+        ("leases", "create"): None,
+        ("pods", "patch"): None,
+    }
+    asked = [container[f"{probe}Probe"]["grpc"]["service"] for probe in ("startup", "readiness", "liveness")]
+    assert asked == [READY, READY, LIVENESS]
+    assert all("persistentVolumeClaim" not in volume for volume in pod["volumes"])
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS)
+def test_compiled_kernels_of_the_image_are_not_hidden_by_the_volume_over_them(deployment):
+    pod = deployment["spec"]["template"]["spec"]
+    [cache] = re.findall(r"NUMBA_CACHE_DIR=(\S+)", DOCKERFILE)
+    [service] = [container for container in pod["containers"] if container["name"] == "eplb"]
+    [hiding] = [mount for mount in service["volumeMounts"] if mount["mountPath"] == cache]
+    [copying] = [one for one in pod["initContainers"] if one["name"] == "kernels"]
+    assert copying["image"] == service["image"]
+    [mount] = copying["volumeMounts"]
+    assert mount["name"] == hiding["name"]
+    # Into a folder of its own: the root of a volume is not the service's, so that its times cannot be set.
+    assert copying["command"] == ["cp", "--archive", cache, f"{mount['mountPath']}/"]
+    assert hiding["subPath"] == cache.rpartition("/")[2]
+    assert service["startupProbe"]["periodSeconds"] * service["startupProbe"]["failureThreshold"] >= 300
+
+
+def test_the_config_of_the_base_is_valid():
+    settings = load_settings({}, config=DEPLOY / "kubernetes/base/eplb.yaml", environment={})
+    assert settings.listen == f"0.0.0.0:{GRPC_PORT}"
+    assert settings.metrics == f"0.0.0.0:{METRICS_PORT}"
+    assert settings.health == f"0.0.0.0:{HEALTH_PORT}"
+    assert not settings.insecure
+    mounted = {
+        mount["mountPath"]
+        for mount in load("kubernetes/base/deployment.yaml")["spec"]["template"]["spec"]["containers"][0][
+            "volumeMounts"
+        ]
+    }
+    for path in (settings.tls_cert, settings.tls_key, settings.credentials):
+        assert path is not None
+        assert str(path.parent) in mounted
+
+
+def test_kustomization_names_files_that_exist():
+    base = DEPLOY / "kubernetes/base"
+    kustomization = load("kubernetes/base/kustomization.yaml")
+    [config] = kustomization["configMapGenerator"]
+    named = set(kustomization["resources"]) | set(config["files"])
+    assert named | {"kustomization.yaml"} == {path.name for path in base.iterdir()}
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS)
+def test_deployments_are_consistent(deployment):
+    template = deployment["spec"]["template"]
+    pod = template["spec"]
+    assert deployment["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    assert template["metadata"]["annotations"]["prometheus.io/port"] == str(METRICS_PORT)
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    for container in pod["containers"]:
+        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            checked = container.get(probe, {})
+            assert checked.get("grpc", {"port": HEALTH_PORT})["port"] == HEALTH_PORT
+            assert checked.get("httpGet", {"port": next(iter(ports))})["port"] in ports
+    [service] = [container for container in pod["containers"] if container["name"] == "eplb"]
+    assert METRICS_PORT in {port["containerPort"] for port in service["ports"]}
+    written = {mount["mountPath"] for mount in service["volumeMounts"]}
+    assert {"/var/lib/eplb", re.search(r"NUMBA_CACHE_DIR=(\S+)", DOCKERFILE)[1]} <= written
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS)
+def test_environment_variables_are_known(deployment, monkeypatch):
+    for container in deployment["spec"]["template"]["spec"]["containers"]:
+        values = {entry["name"]: entry.get("value", "any") for entry in container.get("env", [])}
+        of_agent = {name for name in values if name.startswith("EPLB_AGENT_")}
+        known = {f"EPLB_AGENT_{name.upper()}" for name in AgentSettings.model_fields}
+        assert of_agent <= known
+        settings_from({name: value for name, value in values.items() if name not in of_agent}, monkeypatch)
+        assert all(name.startswith(ENVIRONMENT_PREFIX) for name in values)
+
+
+def test_service_and_deployment_of_the_base_meet():
+    service, deployment = load("kubernetes/base/service.yaml"), load("kubernetes/base/deployment.yaml")
+    template = deployment["spec"]["template"]
+    assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+    ports = {port["name"]: port["containerPort"] for port in template["spec"]["containers"][0]["ports"]}
+    assert ports == {"grpc": GRPC_PORT, "metrics": METRICS_PORT, "health": HEALTH_PORT}
+    del ports["health"]
+    assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == ports
