@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -67,10 +69,10 @@ def settings(**changes: Any) -> AgentSettings:
     return AgentSettings(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def start(layer_count: int, **changes: Any) -> tuple[Agent, list[Any], list[Any]]:
+def start(layer_count: int, dealing_width: int = 1, **changes: Any) -> tuple[Agent, list[Any], list[Any]]:
     """An agent over linear layers, these layers, and the same ones that no agent touches."""
     rank_RS = linear_RS(dist.get_world_size())
-    layers, still = layers_of(layer_count, rank_RS), layers_of(layer_count, rank_RS)
+    layers, still = (layers_of(layer_count, rank_RS, dealing_width=dealing_width) for _ in range(2))
     return Agent.start(layers, dist.group.WORLD, settings(**changes)), layers, still
 
 
@@ -156,6 +158,31 @@ def drive(
             worst = max(worst, float(difference.max()) if tokens else 0.0)
         agent.step()
     return worst
+
+
+def fail_once_to_stage(agent: Agent) -> None:
+    """The first time that an expert is to be staged there is no room."""
+    staging = agent._switch.transfers.staging
+    reserve = staging.reserve
+
+    def fail_once(*_: Any) -> Any:
+        staging.reserve = reserve  # type: ignore[method-assign]
+        raise MemoryError("no room to stage")
+
+    staging.reserve = fail_once  # type: ignore[method-assign]
+
+
+def planned_again(agent: Agent, target_RS: Int32) -> Callable[[int], None]:
+    """What happens between steps, for ``drive``: a plan comes, and another once the first has been aborted."""
+    plans = iter((1, 2))
+
+    def between(step: int) -> None:
+        if step == 2 or (step > 2 and agent.stats.plans_aborted == 1):
+            for plan_id in itertools.islice(plans, 1):
+                agent._stream.plans.put(plan_for(agent, {0: target_RS}, plan_id))
+        time.sleep(0.005)
+
+    return between
 
 
 def segment(first_step: int, steps: int) -> HeatReport:

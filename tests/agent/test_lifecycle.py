@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from datetime import timedelta
@@ -232,16 +231,7 @@ def _corrupted() -> dict[str, Any]:
 
     if agent.identity.rank == 0:
         FAULTS["corrupt-next-transfer"](agent)
-    plans = iter((1, 2))
-
-    def between(step: int) -> None:
-        # The second plan comes when the first is over.
-        if step == 2 or (step > 2 and agent.stats.plans_aborted == 1):
-            for plan_id in itertools.islice(plans, 1):
-                agent._stream.plans.put(live.plan_for(agent, {0: live.target()}, plan_id))
-        time.sleep(0.005)
-
-    worst = live.drive(agent, layers, still, 60, between, epoch=1)
+    worst = live.drive(agent, layers, still, 60, live.planned_again(agent, live.target()), epoch=1)
     reasons = []
     while (item := agent._outbox.take(timeout=0)) is not None:
         reasons += [item.reason] if hasattr(item, "reason") else []

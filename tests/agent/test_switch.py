@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from functools import partial
 from typing import Any
@@ -14,16 +13,9 @@ import torch.distributed as dist
 from eplb_service.placement import dealt_log2phy, without_single_entries
 from eplb_service.wire.heat import HeatReport
 from tests.agent import live
+from tests.agent.live import RANKS
 from tests.ranks import run_ranks
 from worker_agent.agent import Agent
-
-RANKS = 3
-
-
-def _start(layer_count: int, dealing_width: int = 1, **changes: Any) -> tuple[Agent, list[Any], list[Any]]:
-    rank_RS = live.linear_RS(dist.get_world_size())
-    layers, still = (live.layers_of(layer_count, rank_RS, dealing_width=dealing_width) for _ in range(2))
-    return Agent.start(layers, dist.group.WORLD, live.settings(**changes)), layers, still
 
 
 def _addresses(layers: list[Any]) -> list[int]:
@@ -32,15 +24,12 @@ def _addresses(layers: list[Any]) -> list[int]:
 
 
 def _switch_two_layers(dealing_width: int) -> dict[str, Any]:
-    agent, layers, still = _start(3, dealing_width)
+    agent, layers, still = live.start(3, dealing_width)
     before = _addresses(layers)
     noted: dict[int, Any] = {}
     for index, layer in enumerate(layers):
         layer.install_placement = partial(noted.__setitem__, index)
-    targets = {
-        layer: live.keep_staying_slots(live.linear_RS(RANKS), live.shuffled_RS(RANKS, seed=layer))
-        for layer in (2, 0)
-    }
+    targets = {layer: live.target(layer) for layer in (2, 0)}
     seen: list[int] = []
 
     def between(step: int) -> None:
@@ -96,8 +85,8 @@ def test_a_plan_switches_its_layers_on_all_ranks_at_the_same_step(dealing_width:
 
 
 def _plan_reaches_some_ranks_only() -> dict[str, Any]:
-    agent, layers, still = _start(1, offer_deadline_steps=6)
-    target = live.keep_staying_slots(live.linear_RS(RANKS), live.shuffled_RS(RANKS, seed=1))
+    agent, layers, still = live.start(1, offer_deadline_steps=6)
+    target = live.target()
 
     def between(step: int) -> None:
         if step == 2 and agent.identity.rank != 1:
@@ -125,27 +114,11 @@ def test_a_plan_that_not_all_ranks_hold_is_dropped_and_the_next_one_goes_through
 
 
 def _one_ranks_transfer_fails() -> dict[str, Any]:
-    agent, layers, still = _start(1, transfer_timeout_seconds=10)
-    target = live.keep_staying_slots(live.linear_RS(RANKS), live.shuffled_RS(RANKS, seed=1))
+    agent, layers, still = live.start(1, transfer_timeout_seconds=10)
+    target = live.target()
     if agent.identity.rank == 2:
-        reserve = agent._switch.transfers.staging.reserve
-
-        def fail_once(*arguments: Any) -> Any:
-            agent._switch.transfers.staging.reserve = reserve  # type: ignore[method-assign]
-            raise MemoryError("no room to stage")
-
-        agent._switch.transfers.staging.reserve = fail_once  # type: ignore[method-assign]
-
-    plans = iter((1, 2))
-
-    def between(step: int) -> None:
-        # The second plan comes when the first is over.
-        if step == 2 or (step > 2 and agent.stats.plans_aborted == 1):
-            for plan_id in itertools.islice(plans, 1):
-                agent._stream.plans.put(live.plan_for(agent, {0: target}, plan_id))
-        time.sleep(0.01)
-
-    worst = live.drive(agent, layers, still, 60, between, epoch=1)
+        live.fail_once_to_stage(agent)
+    worst = live.drive(agent, layers, still, 60, live.planned_again(agent, target), epoch=1)
     agent.close()
     return {
         "worst": worst,
@@ -164,8 +137,8 @@ def test_a_failed_transfer_aborts_on_all_ranks_and_a_later_plan_uses_a_fresh_lan
 
 
 def _agent_breaks_on_one_rank() -> dict[str, Any]:
-    agent, layers, still = _start(1, offer_deadline_steps=6)
-    target = live.keep_staying_slots(live.linear_RS(RANKS), live.shuffled_RS(RANKS, seed=1))
+    agent, layers, still = live.start(1, offer_deadline_steps=6)
+    target = live.target()
 
     def between(step: int) -> None:
         if step == 4 and agent.identity.rank == 1:
@@ -188,8 +161,8 @@ def test_an_agent_that_breaks_stops_balancing_but_not_the_model() -> None:
 
 
 def _count_heat() -> dict[str, Any]:
-    agent, layers, still = _start(2, report_steps=4)
-    target = live.keep_staying_slots(live.linear_RS(RANKS), live.shuffled_RS(RANKS, seed=1))
+    agent, layers, still = live.start(2, report_steps=4)
+    target = live.target()
 
     def between(step: int) -> None:
         if step == 5:

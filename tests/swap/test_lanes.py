@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -123,26 +122,10 @@ def _switch_over_a_device() -> dict[str, Any]:
     agent = Agent.start(
         layers, dist.group.WORLD, live.settings(transfer_timeout_seconds=20, verify_transfers=True)
     )
-    target = live.keep_staying_slots(live.linear_RS(RANKS), live.shuffled_RS(RANKS, seed=1))
+    target = live.target()
     if agent.identity.rank == 2:
-        reserve = agent._switch.transfers.staging.reserve
-
-        def fail_once(*_: Any) -> Any:
-            agent._switch.transfers.staging.reserve = reserve  # type: ignore[method-assign]
-            raise MemoryError("no room to stage")
-
-        agent._switch.transfers.staging.reserve = fail_once  # type: ignore[method-assign]
-
-    plans = iter((1, 2))
-
-    def between(step: int) -> None:
-        # The second plan comes when the first is over.
-        if step == 2 or (step > 2 and agent.stats.plans_aborted == 1):
-            for plan_id in itertools.islice(plans, 1):
-                agent._stream.plans.put(live.plan_for(agent, {0: target}, plan_id))
-        time.sleep(0.005)
-
-    worst = live.drive(agent, layers, still, 60, between, epoch=1)
+        live.fail_once_to_stage(agent)
+    worst = live.drive(agent, layers, still, 60, live.planned_again(agent, target), epoch=1)
     facts = {"worst": worst, "aborted": agent.stats.plans_aborted, "epoch": agent.installed.epoch}
     agent.close()
     return {**facts, "halted": agent.halted, "seconds": agent.stats.transfer_seconds}
