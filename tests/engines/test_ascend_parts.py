@@ -11,7 +11,7 @@ from worker_agent.adapters.vllm_ascend import hooks, plugin, weights
 from worker_agent.adapters.vllm_ascend.balancer import AscendBalancer, LayerFinder, _slots
 from worker_agent.adapters.vllm_ascend.layer import AscendLayer, HeatRings
 from worker_agent.adapters.vllm_ascend.sources import SourceCounter
-from worker_agent.adapters.vllm_ascend.weights import expert_weights, npu_format
+from worker_agent.adapters.vllm_ascend.weights import check_same_formats, expert_weights, npu_format
 
 EXPERTS, SLOTS = 6, 4
 
@@ -183,6 +183,22 @@ def test_experts_of_their_own_may_be_nz_if_all_of_a_kind_are(monkeypatch):
     in_formats(monkeypatch, *[NZ] * SLOTS, *[NZ] * (SLOTS - 1), ND)
     with pytest.raises(UnsupportedEngineError, match=r"w2_weight_list with experts in .* formats 2 and 29"):
         expert_weights(host, quantised=True, allow_unverified=True)
+
+
+@pytest.mark.parametrize(("theirs", "differ"), [(ND, True), (NZ, False)])
+def test_ranks_whose_formats_differ_refuse_alike(monkeypatch, theirs, differ):
+    def of_two_ranks(everyone, own, group):
+        everyone[:] = [own, [[theirs, ND]]]
+
+    monkeypatch.setattr(weights.dist, "get_world_size", lambda _: 2)
+    monkeypatch.setattr(weights.dist, "all_gather_object", of_two_ranks)
+    in_formats(monkeypatch, NZ, 0)
+    layer = [[torch.zeros(2)] * SLOTS, [torch.zeros(2)] * SLOTS]
+    if not differ:
+        check_same_formats([layer], None)
+        return
+    with pytest.raises(UnsupportedEngineError, match=r"rank 1 keeps .* other formats .* same weight_nz_mode"):
+        check_same_formats([layer], None)
 
 
 def test_the_format_is_torch_npus_and_asked_of_tensors_of_an_npu_alone(monkeypatch):

@@ -15,7 +15,7 @@ from eplb_service.wire.heat import StepPhase
 from worker_agent.adapters.errors import UnsupportedEngineError
 from worker_agent.adapters.vllm_ascend.layer import AscendLayer, HeatRings
 from worker_agent.adapters.vllm_ascend.sources import SourceCounter
-from worker_agent.adapters.vllm_ascend.weights import expert_weights
+from worker_agent.adapters.vllm_ascend.weights import check_same_formats, expert_weights
 from worker_agent.agent import Agent
 from worker_agent.settings import AgentSettings
 
@@ -137,6 +137,7 @@ class AscendBalancer:
             )
             for index, layer in enumerate(layers)
         ]
+        check_same_formats([layer.expert_weights() for layer in seen], group.cpu_group)
         self.sources = SourceCounter(
             layers,
             self._heat.chosen_LE,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from worker_agent.adapters.errors import UnsupportedEngineError
 from worker_agent.adapters.live_layer import ExpertWeights
@@ -68,6 +69,30 @@ def expert_weights(layer: Any, quantised: bool, *, allow_unverified: bool = Fals
         _refuse_formats(name, weight)
     # The host's own lists, not copies: it puts other tensors into them where it converts scales.
     return [weight.data if isinstance(weight, torch.Tensor) else weight for weight in found]
+
+
+def check_same_formats(weights: Sequence[Sequence[ExpertWeights]], group: dist.ProcessGroup | None) -> None:
+    """Compare the formats of all layers' weights with those of the other ranks; a collective over ``group``.
+
+    Raises
+    ------
+    UnsupportedEngineError
+        On all ranks alike, where they differ.
+    """
+    own = [[_comparable(npu_format(kind[0])) for kind in of_layer] for of_layer in weights]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    others = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+    if others:
+        raise UnsupportedEngineError(
+            f"rank {others[0]} keeps its experts in other formats of the NPU than rank 0",
+            "The bytes of one would be read as if they were in the other's",
+            "Start all ranks with the same weight_nz_mode",
+        )
+
+
+def _comparable(found: int) -> int:
+    return 2 if found in _BASE_FORMATS else found
 
 
 def npu_format(tensor: torch.Tensor) -> int:
