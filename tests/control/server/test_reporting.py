@@ -69,6 +69,15 @@ async def test_reports_grow_where_ranks_are_asked_to_follow_their_number() -> No
         service.plane.tick()
         messages = [await asyncio.wait_for(rank.call.read(), 20) for rank in group.ranks]
         assert [message.reporting.report_steps for message in messages] == [64] * len(group.ranks)
+        # Whoever watches receives own tokens step by step, in short reports.
+        operator = operator_pb2_grpc.OperatorServiceStub(group.channel)
+        call = operator.WatchHeat(operator_pb2.WatchHeatRequest(deployment="decode"))
+        await call.read()
+        messages = [await asyncio.wait_for(rank.call.read(), 20) for rank in group.ranks]
+        assert [message.reporting.report_steps for message in messages] == [16] * len(group.ranks)
+        call.cancel()
+        messages = [await asyncio.wait_for(rank.call.read(), 20) for rank in group.ranks]
+        assert [message.reporting.report_steps for message in messages] == [64] * len(group.ranks)
         # 64 steps at once enter the window by and by.
         group.step = 64
         await group.send_heat(skewed_heat(64))

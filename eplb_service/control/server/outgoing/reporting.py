@@ -31,11 +31,10 @@ class ReportingPolicy:
     def of(self, deployment: Deployment) -> Reporting:
         """What its ranks are to report."""
         by_step = _is_recordable(deployment) and self._feed.is_heard(deployment.name)
-        return Reporting(
-            source_sums=not by_step,
-            one_in=deployment.watches.shedding.one_in,
-            report_steps=deployment.watches.report_size.steps,
-        )
+        watches = deployment.watches
+        # Step by step own tokens are many: at once, not only when the next look at the ranks finds it so.
+        steps = watches.report_size.fewest if by_step else watches.report_size.steps
+        return Reporting(source_sums=not by_step, one_in=watches.shedding.one_in, report_steps=steps)
 
     def welcome(self, deployment: Deployment) -> Reporting:
         """What a rank that is taken in is to report: what the others were asked for last."""
