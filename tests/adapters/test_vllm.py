@@ -1,20 +1,34 @@
 """What the vLLM adapter derives from vLLM's own objects; real engines are in tests/engines."""
 
-from types import SimpleNamespace
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from worker_agent.adapters.errors import UnsupportedEngineError
 from worker_agent.adapters.vllm import hooks, plugin
-from worker_agent.adapters.vllm.host import TokenGroup, token_group
+from worker_agent.adapters.vllm.dispatch import Dispatch, TokenGroup, dispatch_of, token_group
 from worker_agent.adapters.vllm.layer import HeatRings
 from worker_agent.agent import RestoreError
 
 
-def layer(naive=False, sequence_parallel=False):
+def layer(naive=False, sequence_parallel=False, monolithic=False):
     return SimpleNamespace(
-        do_naive_dispatch_combine=naive, moe_config=SimpleNamespace(is_sequence_parallel=sequence_parallel)
+        do_naive_dispatch_combine=naive,
+        is_monolithic=monolithic,
+        moe_config=SimpleNamespace(is_sequence_parallel=sequence_parallel),
+    )
+
+
+def layer_of_023(**dispatch):
+    """Release 0.23 keeps what later runners know in three objects."""
+    known = layer(**dispatch)
+    return SimpleNamespace(
+        runner=SimpleNamespace(do_naive_dispatch_combine=known.do_naive_dispatch_combine),
+        quant_method=SimpleNamespace(is_monolithic=known.is_monolithic),
+        moe_config=known.moe_config,
     )
 
 
@@ -42,9 +56,21 @@ def test_ranks_that_share_tokens_are_found(layers, data_parallel, rank, group):
     assert token_group(layers, config(data_parallel), rank, 4) == group
 
 
+@pytest.mark.parametrize("make", [layer, layer_of_023])
+@pytest.mark.parametrize("fact", ["naive", "sequence_parallel", "monolithic"])
+def test_a_layer_s_way_of_dispatching_is_read_wherever_its_release_keeps_it(make, fact):
+    nothing = Dispatch(naive=False, sequence_parallel=False, monolithic=False)
+    assert dispatch_of(make()) == nothing
+    assert dispatch_of(make(**{fact: True})) == replace(nothing, **{fact: True})
+
+
 @pytest.mark.parametrize(
     ("layers", "parallel"),
-    [([layer()], config(prefill_context=2)), ([layer(), layer(naive=True)], config(2))],
+    [
+        ([layer()], config(prefill_context=2)),
+        ([layer(), layer(naive=True)], config(2)),
+        ([layer(monolithic=True)], config()),
+    ],
 )
 def test_what_cannot_be_derived_is_refused(layers, parallel):
     with pytest.raises(UnsupportedEngineError, match="unset EPLB_AGENT_SERVICE"):
@@ -70,6 +96,27 @@ def test_without_a_service_the_plugin_touches_nothing(monkeypatch):
     monkeypatch.delenv("EPLB_AGENT_SERVICE", raising=False)
     plugin.register()
     assert not plugin._installed
+
+
+@pytest.mark.parametrize(
+    ("release", "second_runner", "elastic", "reason"),
+    [
+        ("0.23.0", True, False, "second model runner of vLLM 0.23"),
+        ("0.32.0", False, True, "elastic expert parallelism"),
+        ("0.23.0", False, False, None),
+        ("0.32.0", True, False, None),
+    ],
+)
+def test_what_no_model_can_be_balanced_with_is_refused(release, second_runner, elastic, reason, monkeypatch):
+    vllm = ModuleType("vllm")
+    vllm.__version__, vllm.envs = release, SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=second_runner)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    parallel = SimpleNamespace(enable_elastic_ep=elastic)
+    if reason is None:
+        hooks._refuse(parallel)
+        return
+    with pytest.raises(UnsupportedEngineError, match=reason):
+        hooks._refuse(parallel)
 
 
 class Host:

@@ -88,6 +88,23 @@ def test_vllm_s_tables_maps_and_weights_follow_a_switch():
         assert set(facts.values()) == {True}, (rank, facts)
 
 
+def kernels_change():
+    state, host = started()
+    host.confirm_dispatch()
+    state.model.moe_layers[0].moe_config.is_sequence_parallel = True
+    try:
+        host.step(is_dummy=False)
+    except UnsupportedEngineError as error:
+        return str(error)
+    finally:
+        host.close()
+
+
+def test_kernels_that_dispatch_otherwise_than_at_the_start_are_refused():
+    for said in run_ranks(RANKS, kernels_change):
+        assert "changed after the model was loaded" in said
+
+
 def test_a_kernel_that_routes_inside_is_refused():
     group = SimpleNamespace(rank_in_group=0, world_size=RANKS, cpu_group=None)
     with pytest.raises(UnsupportedEngineError, match="monolithic kernel"):

@@ -10,6 +10,7 @@ from worker_agent.adapters.errors import UnsupportedEngineError
 from worker_agent.adapters.vllm_ascend import hooks, plugin, weights
 from worker_agent.adapters.vllm_ascend.balancer import AscendBalancer, LayerFinder, _slots
 from worker_agent.adapters.vllm_ascend.layer import AscendLayer, HeatRings
+from worker_agent.adapters.vllm_ascend.refusals import refuse_lists_that_the_host_misreads
 from worker_agent.adapters.vllm_ascend.sources import SourceCounter
 from worker_agent.adapters.vllm_ascend.weights import check_same_formats, expert_weights, npu_format
 
@@ -226,6 +227,30 @@ def test_tensors_that_the_host_replaces_are_noticed():
     host.w13_weight_scale_fp32_list[0] = host.w13_weight_scale_fp32_list[0].to(torch.bfloat16)
     with pytest.raises(UnsupportedEngineError, match="custom operators"):
         layer.expert_weights()
+
+
+SCALES = [torch.ones(2) for _ in range(SLOTS)]
+OTHER_SCALES = [scale.to(torch.bfloat16) for scale in SCALES]
+
+
+@pytest.mark.parametrize(
+    ("scales", "mc2", "reason"),
+    [((SCALES, SCALES), True, "first expert's scales"), ((SCALES, OTHER_SCALES), False, "new tensor")],
+    ids=["mc2", "all2allv"],
+)
+def test_lists_of_experts_need_the_host_s_kernel_for_them(scales, mc2, reason):
+    refuse_lists_that_the_host_misreads(*scales, mc2=mc2, kernel_for_lists=True)
+    with pytest.raises(UnsupportedEngineError, match=reason):
+        refuse_lists_that_the_host_misreads(*scales, mc2=mc2, kernel_for_lists=False)
+
+
+@pytest.mark.parametrize(
+    ("scales", "mc2"),
+    [((None, None), True), (([SCALES[0]], [SCALES[0]]), True), ((SCALES, SCALES), False)],
+    ids=["float", "one-tensor", "all2allv-of-one-type"],
+)
+def test_what_the_host_reads_rightly_without_that_kernel_is_let_through(scales, mc2):
+    refuse_lists_that_the_host_misreads(*scales, mc2=mc2, kernel_for_lists=False)
 
 
 def test_layers_that_the_host_does_not_balance_are_left_alone():

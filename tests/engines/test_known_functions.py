@@ -16,7 +16,13 @@ KNOWN = {
 
 @pytest.mark.parametrize(
     ("package", "version"),
-    [("vllm", "0.32.0"), ("vllm", "0.33.0"), ("vllm_ascend", VLLM_ASCEND_023), ("sglang", "0.5.23")],
+    [
+        ("vllm", "0.23.0"),
+        ("vllm", "0.32.0"),
+        ("vllm", "0.33.0"),
+        ("vllm_ascend", VLLM_ASCEND_023),
+        ("sglang", "0.5.23"),
+    ],
 )
 def test_every_known_function_is_in_its_release(package, version):
     release = compat.release_of(version, KNOWN[package])
@@ -24,7 +30,7 @@ def test_every_known_function_is_in_its_release(package, version):
 
 
 def test_every_known_release_is_compared():
-    assert set(KNOWN["vllm"]) == {"0.32", "0.33"}
+    assert set(KNOWN["vllm"]) == {"0.23", "0.32", "0.33"}
     assert set(KNOWN["vllm_ascend"]) == {"0.23"}
     assert set(KNOWN["sglang"]) == {"0.5.23"}
 

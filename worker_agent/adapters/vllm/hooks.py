@@ -50,8 +50,8 @@ def _replace_balancer() -> None:
 
     def step(self: Any, is_dummy: bool = False, is_profile: bool = False, log_stats: bool = False) -> None:  # noqa: ARG001
         host = getattr(self, "eplb_agent_host", None)
-        if host is not None and not is_profile:
-            host.step(is_dummy)
+        if host is not None:
+            host.confirm_dispatch() if is_profile else host.step(is_dummy)
         for model_state in self.model_states.values():
             model_state.expert_load_pass.zero_()
         if self.should_record_tensor is not None:
@@ -132,4 +132,13 @@ def _refuse(parallel_config: Any) -> None:
             "elastic expert parallelism (--enable-elastic-ep)",
             "Ranks come and go under the agents' votes",
             "Start without it",
+        )
+    import vllm
+    from vllm import envs
+
+    if compat.release_of(vllm.__version__, KNOWN) == "0.23" and envs.VLLM_USE_V2_MODEL_RUNNER:
+        raise UnsupportedEngineError(
+            "the second model runner of vLLM 0.23 (VLLM_USE_V2_MODEL_RUNNER)",
+            "It has not been run with the agent, and is not what this release chooses for MoE models",
+            "Unset VLLM_USE_V2_MODEL_RUNNER or use a later vLLM",
         )

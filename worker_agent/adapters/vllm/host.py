@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from eplb_service.placement import Placement
 from eplb_service.wire.heat import StepPhase
 from worker_agent.adapters.errors import UnsupportedEngineError
+from worker_agent.adapters.vllm.dispatch import TokenGroup, token_group
 from worker_agent.adapters.vllm.layer import HeatRings, VllmLayer
 from worker_agent.agent import Agent
 from worker_agent.device import on_host
@@ -21,57 +21,6 @@ _log = logging.getLogger("eplb.agent")
 
 RING_ROWS = 64
 """Steps of heat kept on the device; reports are cut long before."""
-
-
-@dataclass(frozen=True)
-class TokenGroup:
-    """Which ranks of the EP group run their experts on the same tokens as this one.
-
-    Parameters
-    ----------
-    number
-        Equal on all ranks of the group; ``None`` where this rank's tokens are its own.
-    first
-        Lowest EP rank of the group: the one that counts the tokens.
-    """
-
-    number: int | None
-    first: int
-
-
-def token_group(layers: list[Any], parallel_config: Any, rank: int, ranks: int) -> TokenGroup:
-    """Derive it from how vLLM's layers dispatch.
-
-    Tokens are replicated over the tensor-parallel ranks of one data-parallel rank, unless the layer is sequence
-    parallel; the naive dispatcher gathers the tokens of all ranks before the router runs, so that every rank routes
-    all of them and needs the same table.
-
-    Raises
-    ------
-    UnsupportedEngineError
-        Under prefill context parallelism, or where layers differ.
-    """
-    if getattr(parallel_config, "prefill_context_parallel_size", 1) > 1:
-        raise UnsupportedEngineError(
-            "prefill context parallelism with EPLB",
-            "Which ranks share tokens then changes within a step",
-            "Start without --prefill-context-parallel-size",
-        )
-    naive = {bool(layer.do_naive_dispatch_combine) for layer in layers}
-    sequence_parallel = {bool(layer.moe_config.is_sequence_parallel) for layer in layers}
-    if len(naive) > 1 or len(sequence_parallel) > 1:
-        raise UnsupportedEngineError(
-            "MoE layers that dispatch differently in one model",
-            "Ranks would share tokens in some layers only",
-            "Use one MoE backend for all layers",
-        )
-    if naive == {True}:
-        return TokenGroup(0, 0)
-    tensor_parallel = ranks // parallel_config.data_parallel_size
-    if sequence_parallel == {True} or tensor_parallel == 1:
-        return TokenGroup(None, rank)
-    first = rank - rank % tensor_parallel
-    return TokenGroup(first, first)
 
 
 class VllmHost:
@@ -90,9 +39,8 @@ class VllmHost:
     def __init__(self, model_state: Any, parallel_config: Any, group: Any) -> None:
         self._model = model_state
         self._rank: int = group.rank_in_group
-        model = model_state.model
-        self._check_model(model)
-        self._tokens = token_group(list(model.moe_layers), parallel_config, self._rank, group.world_size)
+        self._parallel, self._ranks = parallel_config, group.world_size
+        self._tokens = self._token_group()
         self._first = _first_placement(model_state, group.world_size)
         self._passes = 0
         self._layers: list[VllmLayer] = []
@@ -110,14 +58,8 @@ class VllmHost:
         """This rank's agent."""
         return self._agent
 
-    def _check_model(self, model: Any) -> None:
-        for index, layer in enumerate(model.moe_layers):
-            if layer.is_monolithic:
-                raise UnsupportedEngineError(
-                    f"MoE layer {index} runs a monolithic kernel",
-                    "It routes inside the kernel and follows no table",
-                    "Choose another MoE backend",
-                )
+    def _token_group(self) -> TokenGroup:
+        return token_group(self._model.model.moe_layers, self._parallel, self._rank, self._ranks)
 
     def _start_tables(self) -> HeatRings:
         """One replica per expert and source in vLLM's tables, from the placement that vLLM starts with."""
@@ -144,12 +86,29 @@ class VllmHost:
 
     # After every forward pass
 
+    def confirm_dispatch(self) -> None:
+        """The model has run: its layers must dispatch as they did when the agent was started.
+
+        Raises
+        ------
+        UnsupportedEngineError
+            Where vLLM has put other kernels in since, as 0.23 does with quantisation methods of its older kind.
+        """
+        if self._token_group() != self._tokens:
+            raise UnsupportedEngineError(
+                "MoE layers whose way of dispatching changed after the model was loaded",
+                "Which ranks share tokens was derived from the way before",
+                "Choose another MoE backend or quantisation",
+            )
+
     def step(self, is_dummy: bool) -> None:
         """A forward pass is over; ``is_dummy`` where this rank had no tokens in it.
 
         Called on the thread and stream on which vLLM queues its passes: what is queued here comes after this pass and
         before the next one.
         """
+        if self._passes == 0:
+            self.confirm_dispatch()
         model = self._model
         counts = not is_dummy and self._rank == self._tokens.first
         self._heat.record(model.expert_load_pass if counts else None, model.physical_to_logical_map)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -14,6 +13,7 @@ from eplb_service.placement import Int32, Placement
 from eplb_service.wire.heat import StepPhase
 from worker_agent.adapters.errors import UnsupportedEngineError
 from worker_agent.adapters.vllm_ascend.layer import AscendLayer, HeatRings
+from worker_agent.adapters.vllm_ascend.refusals import refuse_settings
 from worker_agent.adapters.vllm_ascend.sources import SourceCounter
 from worker_agent.adapters.vllm_ascend.weights import check_same_formats, expert_weights
 from worker_agent.agent import Agent
@@ -88,7 +88,7 @@ class AscendBalancer:
     adaptor: LayerFinder
 
     def __init__(self, eplb_config: Any, loader: Any, eplb_process: Any, process: Any) -> None:  # noqa: ARG002
-        _refuse_settings(eplb_config)
+        refuse_settings(eplb_config)
         self.sources: SourceCounter | None = None
         self._heat: HeatRings | None = None
         self._agent: Agent | None = None
@@ -203,49 +203,3 @@ def _may_gather() -> bool:
     from vllm_ascend.utils import get_ascend_device_type
 
     return get_ascend_device_type().name in _GATHERING_DEVICES
-
-
-def _refuse_settings(eplb_config: Any) -> None:
-    from vllm.config import get_current_vllm_config
-    from vllm_ascend import envs
-    from vllm_ascend.ascend_config import get_ascend_config
-    from vllm_ascend.utils import get_ascend_device_type
-
-    config, vllm_config = get_ascend_config(), get_current_vllm_config()
-    fused = getattr(config, "enable_fused_mc2", getattr(envs, "VLLM_ASCEND_ENABLE_FUSED_MC2", 0))
-    recording = eplb_config.expert_map_record_path or os.environ.get("EXPERT_MAP_RECORD", "false") == "true"
-    refusals = (
-        (
-            bool(recording),
-            "recording of expert maps (EXPERT_MAP_RECORD)",
-            "The host then never installs what it plans",
-            "Record with `eplb trace record`",
-        ),
-        (
-            bool(fused),
-            "fused MC2",
-            "It dispatches inside a kernel, with weights in a layout of its own",
-            "Unset enable_fused_mc2 and VLLM_ASCEND_ENABLE_FUSED_MC2",
-        ),
-        (
-            bool(getattr(config, "mix_placement", False)),
-            "mix_placement",
-            "Shared experts are then placed among the routed ones",
-            "Turn it off",
-        ),
-        (
-            get_ascend_device_type().name == "_310P",
-            "Atlas 300I (310P)",
-            "It dispatches grouped experts (MoGE), whose replicas must stay in their group",
-            "Use A2, A3 or A5",
-        ),
-        (
-            bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)),
-            "sleep mode",
-            "Weights may leave the device, or come back in their first layout, while experts move",
-            "Start without --enable-sleep-mode",
-        ),
-    )
-    for found, what, why, remedy in refusals:
-        if found:
-            raise UnsupportedEngineError(what, why, remedy)

@@ -10,6 +10,7 @@ from typing import Any
 from worker_agent.adapters import compat
 from worker_agent.adapters.vllm_ascend.balancer import AscendBalancer, LayerFinder, NoManager, NoProcess
 from worker_agent.adapters.vllm_ascend.known import KNOWN
+from worker_agent.adapters.vllm_ascend.refusals import refuse_lists_that_the_host_misreads
 
 
 def install() -> None:
@@ -49,13 +50,21 @@ def replace_balancer(runner: ModuleType) -> None:
 
 def count_sources() -> None:
     """Count choices before dispatch, in every communication method but the fused one, which is refused."""
-    from vllm_ascend.ops.fused_moe.moe_comm_method import AllGatherCommImpl, MoECommMethod
+    from vllm_ascend.ops.fused_moe import moe_mlp
+    from vllm_ascend.ops.fused_moe.moe_comm_method import AllGatherCommImpl, MC2CommImpl, MoECommMethod
 
     fused_experts = MoECommMethod.fused_experts
 
     def fused_experts_counted(self: Any, fused_experts_input: Any) -> Any:
         balancer = AscendBalancer.of_this_process
         if balancer is not None and balancer.sources is not None:
+            weights = fused_experts_input.weights
+            refuse_lists_that_the_host_misreads(
+                weights.w1_scale,
+                weights.w2_scale,
+                mc2=isinstance(self, MC2CommImpl),
+                kernel_for_lists=moe_mlp._custom_gmm_swiglu_enabled(self.use_fusion_ops, dynamic_eplb=True),
+            )
             balancer.sources.count(fused_experts_input, isinstance(self, AllGatherCommImpl))
         return fused_experts(self, fused_experts_input)
 

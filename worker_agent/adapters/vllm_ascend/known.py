@@ -36,6 +36,8 @@ TARGETS = (
     f"{_FUSED_MOE}.fused_moe:AscendFusedMoE.forward_impl",
     f"{_FUSED_MOE}.fused_moe_0_23_0:AscendFusedMoE.clear_moe_load",
     f"{_FUSED_MOE}.fused_moe_0_23_0:AscendFusedMoE.forward_impl",
+    f"{_FUSED_MOE}.moe_mlp:quant_apply_mlp",
+    f"{_FUSED_MOE}.moe_mlp:_custom_gmm_swiglu_enabled",
     f"{_FUSED_MOE}.token_dispatcher:TokenDispatcherWithMC2.token_dispatch",
     f"{_FUSED_MOE}.token_dispatcher:TokenDispatcherWithAll2AllV.token_dispatch",
     f"{_FUSED_MOE}.token_dispatcher:TokenDispatcherWithAllGather.token_dispatch",
