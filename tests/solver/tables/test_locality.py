@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from eplb_service.placement import check_log2phy
@@ -120,6 +120,7 @@ def test_tokens_come_home_and_no_peak_rises(
 
 @SETTINGS
 @given(cases(most_ranks=6, most_slots=4), st.integers(1, 6), KINDS, st.sampled_from((0.0, 0.05)), SEEDS)
+@example(Case(3, 1, np.array([[85.0]])), 3, "uniform", 0.0, 155)
 def test_a_part_gets_home_the_best_of_all_ways(
     case: Case, sources: int, kind: str, room: float, seed: int
 ) -> None:
@@ -131,8 +132,10 @@ def test_a_part_gets_home_the_best_of_all_ways(
         parts = given_.parts(expert)
         for source in range(sources):
             to, back, found = best_way_home(parts, source, peak, limit)
-            ways = slow.ways_home(
-                given_.phy2log_RS, given_.rule_GE, share_GE, source, expert, given_.node_G, given_.node_R
+            ways = list(
+                slow.ways_home(
+                    given_.phy2log_RS, given_.rule_GE, share_GE, source, expert, given_.node_G, given_.node_R
+                )
             )
             peaks = {
                 (target, other): given_.peak(tried_GE)
@@ -142,7 +145,9 @@ def test_a_part_gets_home_the_best_of_all_ways(
             lowest = min(peaks.values(), default=np.inf)
             if to < 0:
                 assert lowest > limit - rounding
-            elif peaks:
+                continue
+            assert (to, back) in [(target, other) for _, target, other, _ in ways]
+            if peaks:
                 assert found <= limit + rounding
                 assert found == pytest.approx(lowest, abs=rounding)
                 assert peaks.get((to, back), lowest) == pytest.approx(lowest, abs=rounding)
