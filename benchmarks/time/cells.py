@@ -29,8 +29,6 @@ class Cell:
         On the window that was planned on: experts in order, tokens balanced, time lowered.
     off_next, balanced_next, timed_next
         The same on the next window.
-    last
-        The fastest of the three on the window after that.
     noise_next
         Standard error of ``timed_next`` less the better of the others, over the steps of the next window.
     """
@@ -46,7 +44,6 @@ class Cell:
     off_next: float
     balanced_next: float
     timed_next: float
-    last: float
     noise_next: float
 
     @property
@@ -62,7 +59,7 @@ class Cell:
 
 def cells(heat: CellHeat, ranks: Sequence[int], curve: CostCurve) -> Iterator[Cell]:
     """Every cell of one heat that its experts fit."""
-    window_TLE, next_TLE, last_TLE = np.array_split(heat.heat_TLE, 3)
+    window_TLE, next_TLE, _ = np.array_split(heat.heat_TLE, 3)
     _, layers, experts = heat.heat_TLE.shape
     for count in ranks:
         fewest = -(-experts // count)
@@ -83,5 +80,4 @@ def cells(heat: CellHeat, ranks: Sequence[int], curve: CostCurve) -> Iterator[Ce
             others = min(steps_next[:2], key=lambda us_T: float(us_T.mean()))
             noise = float((steps_next[2] - others).std() / np.sqrt(len(others)))
             later = [us_T.mean() for us_T in steps_next]
-            last = min(slowest_us(last_TLE, *way, curve).mean() for way in ways)
-            yield Cell(heat.name, heat.tokens, count, slots, more, *map(float, [*seen, *later, last]), noise)
+            yield Cell(heat.name, heat.tokens, count, slots, more, *map(float, [*seen, *later]), noise)

@@ -16,7 +16,7 @@ Int32 = npt.NDArray[np.int32]
 EXPERTS, TOP_K = 256, 8
 """Of made-up heat: DeepSeek-V3's."""
 STEPS = 384
-"""Steps of each heat: a window to plan on, the next window, and one more."""
+"""Steps of each heat by default: a window to plan on, the next one, and one more."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class CellHeat:
     heat_TLE: Int32
 
 
-def made_up(tokens: int, layers: int, seed: int) -> Iterator[CellHeat]:
+def made_up(tokens: int, layers: int, seed: int, steps: int = STEPS) -> Iterator[CellHeat]:
     """Heat of every kind, so many tokens a step."""
     for kind in KINDS:
-        yield CellHeat(kind, tokens, synthetic_heat(kind, STEPS, layers, EXPERTS, tokens, TOP_K, seed))
+        yield CellHeat(kind, tokens, synthetic_heat(kind, steps, layers, EXPERTS, tokens, TOP_K, seed))
 
 
-def recorded(path: Path, tokens: int, layers: int, seed: int) -> CellHeat:
+def recorded(path: Path, tokens: int, layers: int, seed: int, steps: int = STEPS) -> CellHeat:
     """Steps of so many recorded tokens each, drawn at random from the whole recording, of its first layers.
 
     Routing is real, batching is not. ``path`` is an ``.npz`` with ``routes`` ``[K, L, C]`` and ``num_experts``.
@@ -52,17 +52,19 @@ def recorded(path: Path, tokens: int, layers: int, seed: int) -> CellHeat:
     with np.load(path) as arrays:
         routes_KLC, experts = arrays["routes"][:, :layers], int(arrays["num_experts"])
     rng = np.random.default_rng(seed)
-    heat_TLE = np.zeros((STEPS, routes_KLC.shape[1], experts), dtype=np.int32)
-    for step in range(STEPS):
+    heat_TLE = np.zeros((steps, routes_KLC.shape[1], experts), dtype=np.int32)
+    for step in range(steps):
         chosen_KLC = routes_KLC[rng.integers(0, len(routes_KLC), tokens)]
         for layer in range(heat_TLE.shape[1]):
             heat_TLE[step, layer] = np.bincount(chosen_KLC[:, layer].ravel(), minlength=experts)
     return CellHeat(path.parent.name, tokens, heat_TLE)
 
 
-def heats(paths: Sequence[Path], tokens: Sequence[int], layers: int, seed: int) -> Iterator[CellHeat]:
+def heats(
+    paths: Sequence[Path], tokens: Sequence[int], layers: int, seed: int, steps: int = STEPS
+) -> Iterator[CellHeat]:
     """All heats, batch size by batch size."""
     for batch in tokens:
-        yield from made_up(batch, layers, seed)
+        yield from made_up(batch, layers, seed, steps)
         for path in paths:
-            yield recorded(path, batch, layers, seed)
+            yield recorded(path, batch, layers, seed, steps)

@@ -18,7 +18,7 @@ from eplb_service.replay.schedule import ReplayError, Schedule
 MOVE_PRICES = (0.0, 0.1, 0.3, 1.0, 3.0)
 """Prices of moves that the curve of balance against moves is drawn with."""
 
-_SAME_TIME = 0.005
+SAME_TIME = 0.005
 """Part of the time by which a setting must be faster to be worth more slots or moves."""
 _SAME_PAR = 0.01
 """Peak-to-average ratios this near are taken for equal: the cheaper setting wins."""
@@ -187,7 +187,7 @@ class _LeftAlone(NamedTuple):
 
 def _judged_in_time(left_alone_ms: float, chosen: Option, stall_ms: float) -> tuple[bool, str]:
     assert chosen.moe_ms is not None
-    pays = chosen.net_ms > _SAME_TIME * left_alone_ms
+    pays = chosen.net_ms > SAME_TIME * left_alone_ms
     return pays, (
         f"The slowest ranks of all layers take {chosen.moe_ms:.3f} ms of a step, left alone {left_alone_ms:.3f} ms; "
         f"switching costs {stall_ms:.3f} ms of it: {chosen.net_ms:+.3f} ms ({chosen.net_ms / left_alone_ms:+.1%}), net."
@@ -232,7 +232,7 @@ def _calmest(options: Sequence[Option]) -> Option:
 def _near_best(options: Sequence[Option]) -> list[Option]:
     times = [option.moe_ms for option in options if option.moe_ms is not None]
     if len(times) == len(options):
-        limit = min(times) * (1 + _SAME_TIME)
+        limit = min(times) * (1 + SAME_TIME)
         return [option for option in options if option.moe_ms is not None and option.moe_ms <= limit]
     best = min(option.par for option in options)
     return [option for option in options if option.par <= best + _SAME_PAR]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
-from benchmarks.time.cells import Cell, cells
+from benchmarks.time.cells import cells
 from benchmarks.time.heats import CellHeat, recorded
 from benchmarks.time.scoring import slowest_us
-from benchmarks.time.slot_counts import named
+from benchmarks.time.slot_counts import WINDOW, judged, named
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.placement import Placement
 from tests.cost.curves import H200, plain_rank_us
@@ -37,19 +35,38 @@ def test_every_cell_is_measured_and_on_its_window_none_is_slower_than_the_others
     assert all(cell.timed <= cell.better * (1 + 1e-6) for cell in found)
 
 
-CELL = Cell("static", 64, 8, 4, 0, 9.0, 9.0, 8.0, 9.0, 9.0, 8.0, 8.0, 0.1)
+HEAT = CellHeat("static", 64, np.zeros((1, 1, 8), dtype=np.int32))
+SAME_W = np.array([8.0, 8.1, 8.0, 8.0, 8.1, 8.0])
 
 
-@pytest.mark.parametrize(("next_us", "slots", "right"), [(8.0, 4, True), (7.0, 4, False), (7.95, 4, True)])
-def test_the_fewest_slots_are_right_unless_more_are_clearly_faster_afterwards(next_us, slots, right):
-    more = replace(CELL, slots=5, more=1, last=next_us)
-    (found,) = named([CELL, more])
-    assert (found.slots, found.right) == (slots, right)
+@pytest.mark.parametrize(
+    ("later_W", "right"),
+    [
+        ([8.0, 8.1, 8.0], True),
+        ([7.0, 7.1, 7.0], False),
+        ([7.95, 8.05, 7.95], True),
+        # Faster by 4 % in the mean, but one window in three is all of it.
+        ([8.0, 8.1, 7.0], True),
+    ],
+)
+def test_the_fewest_slots_are_right_unless_more_are_shown_to_be_faster_afterwards(later_W, right):
+    found = judged(HEAT, 8, {4: SAME_W, 5: np.array([8.0, 8.1, 8.0, *later_W])})
+    assert (found.slots, found.right) == (4, right)
 
 
-def test_slots_that_win_nothing_afterwards_were_wrong():
-    (found,) = named([CELL, replace(CELL, slots=5, more=1, timed_next=7.0)])
-    assert (found.slots, found.wasted, found.right) == (5, 1, False)
+@pytest.mark.parametrize(("later_W", "right"), [([8.0, 8.1, 8.0], False), ([8.4, 8.5, 8.4], True)])
+def test_slots_that_win_nothing_afterwards_were_wrong(later_W, right):
+    found = judged(
+        HEAT, 8, {4: np.array([8.0, 8.1, 8.0, *later_W]), 5: np.array([7.0, 7.1, 7.0, 8.0, 8.1, 8.0])}
+    )
+    assert (found.slots, found.right) == (5, right)
+
+
+def test_every_window_is_decided_on_from_what_the_one_before_left():
+    heat_TLE = synthetic_heat("static", 5 * WINDOW, 1, 32, tokens=256, top_k=4)
+    found = list(named(CellHeat("static", 256, heat_TLE), (8, 64), H200))
+    assert [(one.ranks, one.heat, one.tokens) for one in found] == [(8, "static", 256)]
+    assert 4 <= found[0].slots <= 6
 
 
 def test_recorded_routing_is_drawn_into_steps(tmp_path):
