@@ -1,1 +1,1 @@
-"""What a rank's tokens cost in microseconds: cost curves, where they come from, and whether they fit."""
+"""What a rank's tokens cost in microseconds, and what moves cost: where the figures come from, and whether they fit."""
