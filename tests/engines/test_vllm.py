@@ -10,7 +10,7 @@ import pytest
 from eplb_service.cli.main import run
 from eplb_service.io.open_trace import open_trace
 from tests.engines.conftest import TRACES, TRITON_IN_PYTHON
-from tests.engines.environments import VLLM_032, VLLM_032_TRITON, python_of
+from tests.engines.environments import VLLM_023_SERVED, VLLM_032, VLLM_032_TRITON, python_of
 from tests.engines.generate_vllm import DIFFERENT_ROUNDS, prompts
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
@@ -61,13 +61,13 @@ def switched(service, least, log):
 def alone():
     """Answers of the untouched engine on one rank to the first requests of the first rounds; it runs once for all."""
     whole = LOAD | {"rounds": DIFFERENT_ROUNDS}
-    known = []
+    known = {}
 
-    def answers(run_vllm, requests=8, rounds=4):
-        if not known:
-            known.extend(run_vllm(VLLM_032, whole, name="alone").answers())
+    def answers(run_vllm, requests=8, rounds=4, engine=VLLM_032):
+        if engine not in known:
+            known[engine] = run_vllm(engine, whole, name="alone").answers()
         turns = [turn % DIFFERENT_ROUNDS for turn in range(rounds)]
-        return [known[turn * LOAD["requests"] + n] for turn in turns for n in range(requests)]
+        return [known[engine][turn * LOAD["requests"] + n] for turn in turns for n in range(requests)]
 
     return answers
 
@@ -202,12 +202,13 @@ def test_a_service_killed_and_started_again(run_vllm, alone, service, tmp_path):
     same_answers(answers, alone(run_vllm, rounds=len(answers) // LOAD["requests"]))
 
 
-def test_no_service_at_all(run_vllm, alone):
-    unheard = run_vllm(VLLM_032, LOAD | {"engine": TWO_TENSOR_RANKS}, EPLB_AGENT_SERVICE="127.0.0.1:1")
-    same_answers(unheard.answers(), alone(run_vllm))
+@pytest.mark.parametrize("engine", [VLLM_032, VLLM_023_SERVED], ids=["0.32", "0.23"])
+def test_no_service_at_all(engine, run_vllm, alone):
+    unheard = run_vllm(engine, LOAD | {"engine": TWO_TENSOR_RANKS}, EPLB_AGENT_SERVICE="127.0.0.1:1")
+    same_answers(unheard.answers(), alone(run_vllm, engine=engine))
 
 
-@pytest.mark.parametrize("engine", [VLLM_032], ids=lambda engine: engine.name)
+@pytest.mark.parametrize("engine", [VLLM_032, VLLM_023_SERVED], ids=lambda engine: engine.name)
 def test_every_function_that_the_adapter_relies_on_is_the_known_one(engine, agent_site):
     check = (
         "import vllm; from worker_agent.adapters import compat; from worker_agent.adapters.vllm.known import KNOWN\n"

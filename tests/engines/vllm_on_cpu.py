@@ -58,6 +58,9 @@ def _experts_follow_the_expert_map() -> None:
     """The CPU kernel knows no ranks: physical ids become local slots, choices of other ranks weigh nothing."""
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
+    if not hasattr(cpu_moe, "CPUUnquantizedExperts"):
+        _experts_of_023_follow_the_router()
+        return
     original = cpu_moe.CPUUnquantizedExperts.apply
 
     parameters = inspect.signature(original)
@@ -66,16 +69,49 @@ def _experts_follow_the_expert_map() -> None:
         call = parameters.bind(self, *arguments, **named)
         expert_map = call.arguments["expert_map"]
         if expert_map is not None:
-            ids, weights = call.arguments["topk_ids"], call.arguments["topk_weights"]
-            local = expert_map.to(ids.device)[ids.long()]
-            call.arguments["topk_weights"] = torch.where(
-                local >= 0, weights, torch.zeros_like(weights)
-            ).contiguous()
-            call.arguments["topk_ids"] = local.clamp(min=0).to(torch.int32).contiguous()
+            call.arguments["topk_weights"], call.arguments["topk_ids"] = _local(
+                expert_map, call.arguments["topk_weights"], call.arguments["topk_ids"]
+            )
             call.arguments["expert_map"] = None
         return original(*call.args, **call.kwargs)
 
     cpu_moe.CPUUnquantizedExperts.apply = apply
+
+
+def _local(expert_map, weights, ids):
+    """Weights and ids for a kernel that knows only this rank's slots."""
+    local = expert_map.to(ids.device)[ids.long()]
+    return (
+        torch.where(local >= 0, weights, torch.zeros_like(weights)).contiguous(),
+        local.clamp(min=0).to(torch.int32).contiguous(),
+    )
+
+
+def _experts_of_023_follow_the_router() -> None:
+    """On CPU 0.23 routes inside its kernel; under expert parallelism its own steps are taken one by one instead."""
+    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+    from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    def compute_routing(self, hidden_states, router_logits, indices_type, *, input_ids=None):
+        return cpu_fused_moe.select_experts(
+            hidden_states,
+            router_logits,
+            self.top_k,
+            use_grouped_topk=False,
+            renormalize=self.renormalize,
+            scoring_func=self.scoring_func,
+        )
+
+    def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input):
+        weights, ids = _local(layer.expert_map, topk_weights, topk_ids)
+        return self.cpu_fused_moe.forward_method(
+            layer, x, weights, ids, layer.activation, layer.global_num_experts, False
+        )
+
+    UnquantizedFusedMoEMethod.is_monolithic = property(lambda self: not self.moe.moe_parallel_config.use_ep)
+    UnquantizedFusedMoEMethod.apply = apply
+    FusedTopKRouter._compute_routing = compute_routing
 
 
 def _routers_map_and_record() -> None:
@@ -106,7 +142,7 @@ def _routers_map_and_record() -> None:
 def _runner_builds_eplb_state() -> None:
     """``CPUModelRunner.load_model`` leaves out what ``GPUModelRunner.load_model`` does for EPLB."""
     from vllm.distributed.eplb.eplb_state import EplbState
-    from vllm.model_executor.models.interfaces import get_mixture_of_experts_model
+    from vllm.model_executor.models import interfaces
     from vllm.v1.worker import cpu_model_runner
 
     original = cpu_model_runner.CPUModelRunner.load_model
@@ -117,7 +153,9 @@ def _runner_builds_eplb_state() -> None:
             return
         with getattr(cpu_model_runner, "_torch_cuda_wrapper", contextlib.nullcontext)():
             self.eplb_state = EplbState(self.parallel_config, self.device)
-        self._moe_model = get_mixture_of_experts_model(self.model)
+        # Release 0.23 finds the experts of models with images inline, and has no function for it.
+        find = getattr(interfaces, "get_mixture_of_experts_model", lambda model: model)
+        self._moe_model = find(self.model)
         self.eplb_state.add_model(self._moe_model, self.model_config)
 
     cpu_model_runner.CPUModelRunner.load_model = load_model
