@@ -45,11 +45,12 @@ def _serve(service: str, most_steps: int) -> int:
     return agent.stats.layers_switched
 
 
+@pytest.mark.slow
 async def test_live_ranks_transfers_and_commits_come_to_price_moves() -> None:
     async with running_service(settings()) as service:
         switched = await asyncio.to_thread(run_ranks, RANKS, _serve, service.address, 8000)
         deployment = service.plane.deployments["lists"]
-        costs, price = deployment.switch_log.costs(), deployment.move_price
+        costs, price = deployment.switch_log.costs(), deployment.decisions.move_price
     assert min(switched) >= SWITCHES
     assert deployment.switch_log.left_out == 0
     assert costs.expert_seconds is not None

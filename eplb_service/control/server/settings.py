@@ -110,8 +110,7 @@ class ServiceSettings(_PlannerFields):
         256,
         ge=1,
         le=65536,
-        description="steps that are remembered, and that a decision looks at, at most; beyond decision_interval only "
-        "as far back as heat is still what it is now",
+        description="steps that a decision looks at, at most; beyond decision_interval only those with the heat of now",
     )
     decision_interval: int = Field(
         256,
@@ -136,7 +135,7 @@ class ServiceSettings(_PlannerFields):
     report_steps: ReportSteps = Field(
         "auto",
         description="steps that an agent gathers into one report, 1 to 1024; auto: 16, and up to 64 where many ranks "
-        "step so fast that these take 5 seconds at most, and a fourth of window_steps and decision_interval at most",
+        "step fast",
     )
     heartbeat_seconds: float = Field(2.0, ge=0.05, le=60, description="seconds between an agent's heartbeats")
     plan_timeout_seconds: float = Field(
