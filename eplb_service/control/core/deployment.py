@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eplb_service.control.core.attendance import Attendance
+from eplb_service.control.core.decisions import Decisions
 from eplb_service.control.core.errors import RefusedError
 from eplb_service.control.core.events import Event, LayerCommitted, PlacementKnown, PlanEnded, StreamsOutdated
 from eplb_service.control.core.first_layout import FirstLayout
@@ -22,7 +23,6 @@ from eplb_service.control.core.pacing import Pacing
 from eplb_service.control.core.plan_tracker import ContradictionError, Outcome, PlanTracker
 from eplb_service.control.core.totals import Totals
 from eplb_service.control.core.watches import Watches
-from eplb_service.cost.curve import CostCurve
 from eplb_service.heat.assembler import HeatAssembler, StepCounts
 from eplb_service.planner.counterfactual import Counterfactual
 from eplb_service.planner.move_price import MovePrice
@@ -73,22 +73,12 @@ class Deployment:
         What is seen of heat and decisions as time passes; a value.
     service_problems
         What is wrong with the service itself.
-    decided_at
-        Steps assembled when the last decision was made.
-    pacing
-        When the next decision is due by what is realised; ``None`` where that is by the clock, or no heat is expected.
+    decisions
+        What was decided for this group, and when the next decision is due; a value.
     first_layout
         What a forming's ranks came with, this group's or an earlier one's; a restarted service may know it.
-    begun
-        Whether a decision has been made for this group, or none is to be made before it has heat of its own.
-    worth
-        What balancing is worth, by the last decision's steps; ``None`` until one has.
-    fitted
-        The last cost curve that this group's own step times spoke for.
     switch_log
         What this group's ranks have measured of their switches.
-    move_price
-        What the last decision's moves were priced at; ``None`` until one has solved anything.
     events
         What has happened since ``take_events``.
     """
@@ -109,14 +99,9 @@ class Deployment:
     plan_problems: list[str] = field(default_factory=list)
     watches: Watches = field(default_factory=Watches)
     service_problems: tuple[str, ...] = ()
-    decided_at: int = 0
-    pacing: Pacing | None = None
+    decisions: Decisions = field(default_factory=Decisions)
     first_layout: FirstLayout | None = None
-    begun: bool = False
-    worth: Counterfactual | None = None
-    fitted: CostCurve | None = None
     switch_log: SwitchLog = field(default_factory=SwitchLog)
-    move_price: MovePrice | None = None
     events: list[Event] = field(default_factory=list)
 
     @property
@@ -129,6 +114,11 @@ class Deployment:
         """What served when the ranks of this group first came together; what is won is measured against it."""
         first = self.first_layout
         return first.layout if first is not None and first.is_of(self.group) else None
+
+    @property
+    def _assembled(self) -> int:
+        """Steps of heat that have entered the window so far."""
+        return self.heat.assembled if self.heat is not None else 0
 
     @property
     def connected(self) -> list[Member]:
@@ -183,7 +173,8 @@ class Deployment:
         """Nobody is connected: give back the memory; the ranks bring what they serve when they return."""
         assert not self.connected
         self._interrupt_plan("the ranks went away")
-        self.group = self.heat = self.ended_plan = self.pacing = None
+        self.group = self.heat = self.ended_plan = None
+        self.decisions = replace(self.decisions, pacing=None)
 
     # What ranks report
 
@@ -233,8 +224,9 @@ class Deployment:
             return False
         before = self.heat.assembled
         self.heat.put_together(most)
-        if self.pacing is not None and self.live is not None:
-            self.pacing = self.pacing.after_steps(self.heat.newest_par(before, self.live.layer_epochs))
+        if self.decisions.pacing is not None and self.live is not None:
+            par_TL = self.heat.newest_par(before, self.live.layer_epochs)
+            self.decisions = self.decisions.after_steps(par_TL)
         return self.heat.waiting > 0
 
     # Decisions
@@ -273,48 +265,37 @@ class Deployment:
     def may_begin(self) -> bool:
         """Whether a first plan can be made by a prior: the ranks serve what they loaded, and nothing was decided."""
         loaded = self.live is not None and self.live.epoch == 0
-        return loaded and not self.begun and self.obstacle(needs_heat=False) is None
+        return loaded and not self.decisions.begun and self.obstacle(needs_heat=False) is None
 
     def is_due(self, interval: int) -> bool:
-        """Whether a decision is due, and can be made.
+        """Whether a decision is due, and can be made; those by the clock are ``interval`` steps apart."""
+        return self.decisions.is_due(self._assembled, interval) and self.obstacle() is None
 
-        It is due by what is realised or, where decisions fall by the clock, ``interval`` steps after the last.
-        """
-        gathered = self.heat.assembled - self.decided_at if self.heat else 0
-        due = gathered >= interval if self.pacing is None else gathered > 0 and self.pacing.pace.due
-        return due and self.obstacle() is None
-
-    def appraised(self, worth: Counterfactual) -> None:
-        """What balancing is worth has been judged by the last decision's steps.
-
-        A curve that they speak for is kept though the next ones say nothing: it is the device's, not the placement's.
-        """
-        self.worth = worth
-        self.fitted = worth.fitted_curve or self.fitted
+    def beginning(self, problem: str = "") -> None:
+        """The first plan is being made by a prior, or cannot be for ``problem``; later ones are due all the same."""
+        self.decisions = self.decisions.beginning()
+        if problem:
+            self._note_problem(problem)
 
     def deciding(self) -> None:
         """A decision is being made on the window as it is now."""
         self.plan_problems.clear()
-        self.begun = True
-        self.decided_at = self.heat.assembled if self.heat else 0
+        self.decisions = self.decisions.deciding(self._assembled)
         if self.heat is not None:
             self.switch_log.looked_at(*self.heat.timed_steps())
-        self.pacing = self.pacing and self.pacing.deciding()
 
-    def beginning(self, problem: str = "") -> None:
-        """The first plan is being made by a prior, or cannot be for ``problem``; later ones are due all the same."""
-        self.begun = True
-        if problem:
-            self._note_problem(problem)
+    def priced(self, price: MovePrice | None) -> None:
+        """The decision's moves were priced; ``None`` where it solved nothing."""
+        self.decisions = self.decisions.priced(price)
 
     def decided(self, outlook: Outlook, *, changed: bool) -> None:
         """The decision was made: it leaves all as it is, or a plan of it is about to be offered."""
-        if self.pacing is None or self.live is None:
-            return
-        if changed:
-            self.pacing = self.pacing.offered(outlook.promise, outlook.paid, self.live)
-        else:
-            self.pacing = self.pacing.kept(outlook.promise, outlook.paid)
+        if self.live is not None:
+            self.decisions = self.decisions.decided(outlook, self.live, changed=changed)
+
+    def appraised(self, worth: Counterfactual) -> None:
+        """What balancing is worth has been judged by the last decision's steps."""
+        self.decisions = self.decisions.appraised(worth)
 
     def offer(self, offer: Offer, now: float) -> None:
         """A plan is about to be sent to all ranks."""
@@ -343,15 +324,14 @@ class Deployment:
         self.planned_par.clear()
         self.attendance = self.attendance.formed_again()
         self.plan_problems.clear()
-        self.decided_at, self.pacing = 0, None
         self.watches = Watches(report_size=self.limits.report_size)
-        self.worth, self.begun = None, False
-        self.fitted, self.switch_log, self.move_price = None, SwitchLog(), None
+        self.decisions, self.switch_log = Decisions(), SwitchLog()
 
     def _look_at_clock(self, now: float) -> None:
         """What only time shows: of heat and decisions, refusals that were not repeated, ranks that wait in vain."""
         ranks, counted = self.connected, self.heat.counted if self.heat is not None else None
-        self.watches = self.watches.after(now, ranks, counted, self.decided_at, self.live is not None)
+        decided_at = self.decisions.decided_at
+        self.watches = self.watches.after(now, ranks, counted, decided_at, self.live is not None)
         waiting = self.group is not None and self.group.live is None and bool(ranks)
         self.attendance = self.attendance.after(now, connected=bool(ranks), waiting=waiting)
 
@@ -369,7 +349,8 @@ class Deployment:
                 self.group.topology.token_groups_R,
             )
             if self.limits.first_decision is not None:
-                self.pacing = Pacing(Pace(self.limits.first_decision, self.limits.window_steps))
+                pacing = Pacing(Pace(self.limits.first_decision, self.limits.window_steps))
+                self.decisions = replace(self.decisions, pacing=pacing)
         for layer, epoch in enumerate(live.layer_epochs):
             self.heat.placements.place(
                 layer, epoch, live.placement.phy2log_LRS[layer], live.log2phy_RLE[:, layer]
@@ -434,7 +415,7 @@ class Deployment:
         if self.plan is not None and self.plan.outcome is not None:
             self.ended_plan, self.plan = self.plan, None
             done = self.ended_plan.outcome is Outcome.DONE
-            self.pacing = self.pacing and self.pacing.plan_ended(done)
+            self.decisions = self.decisions.plan_ended(done)
             self.events.append(PlanEnded(self.ended_plan))
             if not done:
                 self._note_problem(self.ended_plan.summary)

@@ -82,7 +82,8 @@ def test_decisions_that_never_come(story: Story) -> None:
     story.deployment.paused = True
     assert not any("no decision" in problem for problem in problems(story.deployment))
     story.deployment.paused = False
-    story.deployment.decided_at += 1
+    decisions = story.deployment.decisions
+    story.deployment.decisions = replace(decisions, decided_at=decisions.decided_at + 1)
     at(story, 602.0, 2001)
     assert story.deployment.watches.undecided.seconds == 0
 

@@ -57,11 +57,11 @@ async def test_steps_that_fit_a_curve_are_planned_for_by_it_where_that_is_asked(
             await group.serve(heat_TLE[first : first + 32])
         await until(lambda: deployment.heat is not None and deployment.heat.assembled == group.step)
         outcome = await service.plane.decider.start(deployment)
-        await until(lambda: deployment.worth is not None)
-        assert deployment.worth is not None
-        assert deployment.worth.price.kind == "fitted", deployment.worth.price.reason
-        assert deployment.fitted is not None
-        assert deployment.fitted.slope_us == pytest.approx(CURVE.slope_us, rel=0.2)
+        await until(lambda: deployment.decisions.worth is not None)
+        assert deployment.decisions.worth is not None
+        assert deployment.decisions.worth.price.kind == "fitted", deployment.decisions.worth.price.reason
+        assert deployment.decisions.fitted is not None
+        assert deployment.decisions.fitted.slope_us == pytest.approx(CURVE.slope_us, rel=0.2)
         if outcome.result == "plan":
             await group.carry_out(await group.hear_plan())
             await until(lambda: deployment.plan is None)

@@ -74,7 +74,7 @@ async def test_status_shows_a_measured_price(capsys: pytest.CaptureFixture[str])
         await plans_carried_out(service, group, 6)
         deployment = service.plane.deployments["decode"]
         costs = deployment.switch_log.costs()
-        price = deployment.move_price
+        price = deployment.decisions.move_price
         arguments = ["status", "decode", "--address", service.address]
         assert await asyncio.to_thread(run, [*arguments, "--json"]) == 0
         shown = json.loads(capsys.readouterr().out)["status"]["move_price"]

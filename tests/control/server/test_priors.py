@@ -42,7 +42,7 @@ async def test_decoding_begins_by_the_heat_of_prefill_and_goes_on_by_its_own() -
         assert deployment.last_decision.endswith("by the heat of prefill")
         assert not deployment.may_begin
         await decode.send_heat(skewed_heat(64, seed=1))
-        await until(lambda: deployment.worth is not None)
+        await until(lambda: deployment.decisions.worth is not None)
         assert deployment.last_decision.startswith("every layer kept")
 
 
@@ -83,7 +83,7 @@ async def test_heat_of_another_model_is_a_problem_and_no_plan(tmp_path: Path) ->
     ):
         await decode.join()
         deployment = service.plane.deployments["decode"]
-        await until(lambda: deployment.begun)
+        await until(lambda: deployment.decisions.begun)
         (problem,) = deployment.plan_problems
         assert "heat of another model" in problem
         assert deployment.plan is None

@@ -32,7 +32,7 @@ async def balanced(service: RunningService, group: FakeGroup) -> None:
     deployment = service.plane.deployments["decode"]
     await until(lambda: deployment.ended_plan is not None)
     await group.send_heat(skewed_heat(32, seed=1))
-    await until(lambda: deployment.worth is not None and deployment.worth.gain.mean > 0)
+    await until(lambda: deployment.decisions.worth is not None and deployment.decisions.worth.gain.mean > 0)
 
 
 async def test_status_tells_worth_and_what_it_rests_on(
@@ -47,7 +47,7 @@ async def test_status_tells_worth_and_what_it_rests_on(
         worth = json.loads(capsys.readouterr().out)["status"]["worth"]
         assert await eplb(service, "status", "decode") == 0
         shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-        value = service.plane.deployments["decode"].worth
+        value = service.plane.deployments["decode"].decisions.worth
     assert value is not None
     assert worth["gain_ms"] == pytest.approx(value.gain.mean)
     assert worth["price_kind"] == "assumed"
@@ -71,7 +71,7 @@ async def test_the_same_is_in_the_metrics_and_gone_with_the_ranks_that_it_is_of(
         await group.join()
         await balanced(service, group)
         reported = service.plane._metrics.registry.get_sample_value
-        worth = service.plane.deployments["decode"].worth
+        worth = service.plane.deployments["decode"].decisions.worth
         assert worth is not None
         assert reported("eplb_gain_seconds", {"deployment": "decode"}) == pytest.approx(worth.gain.mean / 1e3)
         assert reported("eplb_time_price_info", {"deployment": "decode", "price": "assumed"}) == 1
@@ -95,5 +95,5 @@ async def test_an_appraisal_that_fails_costs_only_itself(
         await group.carry_out(await group.hear_plan())
         deployment = service.plane.deployments["decode"]
         await until(lambda: deployment.ended_plan is not None and not service.plane.decider._appraising)
-        assert deployment.worth is None
+        assert deployment.decisions.worth is None
         assert deployment.last_decision.startswith("plan 1")

@@ -155,7 +155,7 @@ class Decider:
                 self._threads.give_up(deployment.name, computing)
                 return DecisionOutcome("failed", f"the decision was given up after {self._deadline:g} s")
         self._report(deployment.name, solved, outlook, seconds)
-        deployment.move_price = solved.price or deployment.move_price
+        deployment.priced(solved.price)
         if prior is not None:
             outcome = await self._offered(deployment, group, live, solved, None)
             return replace(outcome, message=f"{outcome.message}, by the heat of {prior.source}")

@@ -86,7 +86,7 @@ class Question:
             )
         if deployment.heat is None:
             return None
-        worth = deployment.worth
+        worth = deployment.decisions.worth
         times = deployment.heat.step_times(live.layer_epochs)
         heat = deployment.heat.remembered()
         return cls(
@@ -96,10 +96,10 @@ class Question:
             deployment.found,
             group.topology,
             settings,
-            deployment.pacing,
+            deployment.decisions.pacing,
             deployment.switch_log.costs(),
             None if worth is None else worth.layer_time(group.shape.layers),
-            deployment.fitted,
+            deployment.decisions.fitted,
             deployment.limits.interval,
         )
 

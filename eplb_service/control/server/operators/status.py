@@ -60,10 +60,10 @@ def deployment_status(
             placement.ranks,
             placement.slots,
         )
-    if deployment.worth is not None:
-        status.worth.CopyFrom(encode_worth(figures_of(deployment.worth)))
-    if deployment.move_price is not None:
-        price = deployment.move_price
+    if deployment.decisions.worth is not None:
+        status.worth.CopyFrom(encode_worth(figures_of(deployment.decisions.worth)))
+    if deployment.decisions.move_price is not None:
+        price = deployment.decisions.move_price
         status.move_price.CopyFrom(encode_move_price(PricedMoves(price.value, price.kind, price.reason)))
     known = deployment.live or remembered
     if known is not None:
