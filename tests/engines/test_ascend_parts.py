@@ -210,6 +210,14 @@ def test_the_format_is_torch_npus_and_asked_of_tensors_of_an_npu_alone(monkeypat
     assert npu_format(types.SimpleNamespace(device=types.SimpleNamespace(type="npu"), format=NZ)) == NZ
 
 
+def test_what_the_older_balancer_does_not_move_is_refused():
+    names = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
+    layer = weighted("MXFP8", **{name: per_expert(1) for name in names})
+    assert len(expert_weights(layer, quantised=True, allow_unverified=True)) == len(names)
+    with pytest.raises(UnsupportedEngineError, match=r"vLLM-Ascend 0\.18 moves experts of NONE, W8A8 alone"):
+        expert_weights(layer, quantised=True, release="0.18", allow_unverified=True)
+
+
 def test_quantised_experts_are_moved_only_where_that_is_asked_for():
     with pytest.raises(UnsupportedEngineError, match="not been shown on a device"):
         expert_weights(weighted("W8A8", w13_weight_list=[]), quantised=True)

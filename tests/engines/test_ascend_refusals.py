@@ -9,14 +9,18 @@ from worker_agent.adapters.errors import UnsupportedEngineError
 from worker_agent.adapters.vllm_ascend.refusals import refuse_settings
 
 
-def ascend(monkeypatch, device="A3", settings=None, runner="generate", sleeps=False):
+def ascend(
+    monkeypatch, release="0.23.0", device="A3", settings=None, stages=1, runner="generate", sleeps=False
+):
     """The modules that are asked, with one engine's settings."""
     model = types.SimpleNamespace(enable_sleep_mode=sleeps, runner_type=runner)
-    config = types.SimpleNamespace(model_config=model)
+    parallel = types.SimpleNamespace(pipeline_parallel_size=stages)
+    config = types.SimpleNamespace(model_config=model, parallel_config=parallel)
     names = {
         "vllm": {},
         "vllm.config": {"get_current_vllm_config": lambda: config},
         "vllm_ascend": {"envs": types.SimpleNamespace(VLLM_ASCEND_ENABLE_FUSED_MC2=0)},
+        "vllm_ascend._version": {"__version__": release},
         "vllm_ascend.ascend_config": {"get_ascend_config": lambda: types.SimpleNamespace(**(settings or {}))},
         "vllm_ascend.utils": {"get_ascend_device_type": lambda: types.SimpleNamespace(name=device)},
     }
@@ -32,7 +36,12 @@ PLAIN = types.SimpleNamespace(expert_map_record_path=None)
 
 @pytest.mark.parametrize(
     "engine",
-    [{}, {"device": "A2"}, {"device": "A5"}],
+    [
+        {},
+        {"release": "0.18.0"},
+        {"stages": 2},
+        {"device": "A2", "release": "0.23.0.post1"},
+    ],
     ids=str,
 )
 def test_what_goes_with_the_agent_is_let_through(engine, monkeypatch):
@@ -47,6 +56,7 @@ def test_what_goes_with_the_agent_is_let_through(engine, monkeypatch):
         ({"settings": {"mix_placement": True}}, "mix_placement"),
         ({"device": "_310P"}, "MoGE"),
         ({"sleeps": True}, "sleep mode"),
+        ({"release": "0.18.0", "stages": 2}, "pipeline parallelism in vLLM-Ascend 0.18"),
         ({"runner": "pooling"}, "a pooling model"),
     ],
     ids=str,

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.engine_source import VLLM_ASCEND_023, source_of
-from tests.engines.environments import ROOT, VLLM_023, python_of
+from tests.engines.engine_source import VLLM_ASCEND_018, VLLM_ASCEND_023, source_of
+from tests.engines.environments import ROOT, VLLM_018, VLLM_023, python_of
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
+
+RELEASES = {"0.18": (VLLM_018, VLLM_ASCEND_018), "0.23": (VLLM_023, VLLM_ASCEND_023)}
+"""By the name under which the adapter knows it: the vLLM that it builds on, and its version."""
 
 ROUNDING = {"NONE": 1e-4, "W8A8": 5e-2}
 """Outputs are near 1. Float32 sums run in another order where an expert has moved; an int8 row may round otherwise."""
@@ -56,7 +59,8 @@ def environment(source, **more):
 
 def serve(tmp_path, service, **options):
     """Two ranks until they have switched often enough; what each found, compared functions of the host included."""
-    python, source = python_of(VLLM_023), source_of("vllm_ascend", VLLM_ASCEND_023)
+    vllm, version = RELEASES[options.setdefault("release", "0.23")]
+    python, source = python_of(vllm), source_of("vllm_ascend", version)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     # With checksums the agent itself would end on a layer that does not hold what it should.
     verify = "false" if options.get("broken") else "true"
@@ -64,6 +68,7 @@ def serve(tmp_path, service, **options):
         "redundant": 2,
         "policy": 1,
         "quant": "NONE",
+        "custom_ops": False,
         "switches": 20,
         "most_steps": 3000,
         **options,
@@ -98,17 +103,22 @@ def serve(tmp_path, service, **options):
 
 
 @pytest.mark.parametrize(
-    ("comm", "redundant", "policy", "quant"),
+    ("release", "options"),
     [
-        ("MC2", 2, 1, "NONE"),
-        ("ALLTOALL", 2, 3, "NONE"),
-        ("ALLTOALL", 2, 1, "W8A8"),
-        ("ALLGATHER", 0, 1, "NONE"),
+        pytest.param("0.23", {"comm": "MC2"}, id="0.23-mc2"),
+        pytest.param("0.23", {"comm": "MC2", "quant": "W8A8", "custom_ops": True}, id="0.23-mc2-w8a8"),
+        pytest.param("0.23", {"comm": "ALLTOALL", "policy": 3}, id="0.23-all2allv-policy-3"),
+        pytest.param("0.23", {"comm": "ALLTOALL", "quant": "W8A8"}, id="0.23-all2allv-w8a8"),
+        pytest.param("0.23", {"comm": "ALLGATHER", "redundant": 0}, id="0.23-all-gather"),
+        pytest.param("0.18", {"comm": "MC2"}, id="0.18-mc2"),
+        pytest.param("0.18", {"comm": "MC2", "quant": "W8A8", "custom_ops": True}, id="0.18-mc2-w8a8"),
+        pytest.param("0.18", {"comm": "ALLTOALL", "policy": 3}, id="0.18-all2allv-policy-3"),
+        pytest.param("0.18", {"comm": "ALLTOALL", "quant": "W8A8"}, id="0.18-all2allv-w8a8"),
+        pytest.param("0.18", {"comm": "ALLGATHER", "redundant": 0}, id="0.18-all-gather"),
     ],
-    ids=["mc2", "all2allv-policy-3", "all2allv-w8a8", "all-gather"],
 )
-def test_layers_answer_the_same_over_many_switches(comm, redundant, policy, quant, tmp_path, service):
-    found = serve(tmp_path, service, comm=comm, redundant=redundant, policy=policy, quant=quant)
+def test_layers_answer_the_same_over_many_switches(release, options, tmp_path, service):
+    found = serve(tmp_path, service, release=release, **options)
     for rank in found:
         print(
             f"{rank['switched']} layer switches in {rank['steps']} steps, outputs {rank['worst']:.2g} apart at most"
@@ -116,23 +126,41 @@ def test_layers_answer_the_same_over_many_switches(comm, redundant, policy, quan
         assert rank["mismatches"] == []
         assert rank["halted"] is None
         assert rank["switched"] >= 20
-        assert rank["worst"] < ROUNDING[quant]
+        assert rank["worst"] < ROUNDING[options.get("quant", "NONE")]
         assert rank["same_addresses"]
         assert rank["host_maps_unchanged"]
         assert rank["children"] == 0
     assert sum(rank["experts_received"] for rank in found) > 0
-    if comm == "ALLGATHER":
+    if options["comm"] == "ALLGATHER":
         assert found[0]["tables"] == found[1]["tables"]
 
 
-@pytest.mark.parametrize(("comm", "quant"), [("MC2", "NONE"), ("ALLTOALL", "W8A8")], ids=["float", "w8a8"])
-def test_tables_that_change_without_weights_are_seen(comm, quant, tmp_path, service):
-    found = serve(tmp_path, service, comm=comm, quant=quant, broken=True)
+@pytest.mark.parametrize(
+    ("release", "comm", "quant"),
+    [
+        ("0.23", "MC2", "NONE"),
+        ("0.23", "ALLTOALL", "W8A8"),
+        ("0.18", "MC2", "NONE"),
+        ("0.18", "MC2", "W8A8"),
+    ],
+    ids=["0.23-mc2", "0.23-all2allv-w8a8", "0.18-mc2", "0.18-mc2-w8a8"],
+)
+def test_tables_that_change_without_weights_are_seen(release, comm, quant, tmp_path, service):
+    options = {"comm": comm, "quant": quant, "custom_ops": comm == "MC2"}
+    found = serve(tmp_path, service, release=release, broken=True, **options)
     worst = max(rank["worst"] for rank in found)
     print(f"outputs {worst:.2g} apart")
     assert worst > 10 * ROUNDING[quant]
 
 
-def test_all_gather_with_replicas_is_refused_with_words(tmp_path, service):
-    with pytest.raises(AssertionError, match="all-gather dispatch with redundant experts"):
-        serve(tmp_path, service, comm="ALLGATHER", redundant=2)
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"comm": "ALLGATHER"}, "all-gather dispatch with redundant experts"),
+        ({"comm": "MC2", "quant": "W8A8"}, "the first expert's scales for all"),
+    ],
+    ids=["all-gather-replicas", "mc2-w8a8-without-its-kernel"],
+)
+def test_what_the_host_would_answer_wrongly_is_refused_with_words(options, reason, tmp_path, service):
+    with pytest.raises(AssertionError, match=reason):
+        serve(tmp_path, service, **options)

@@ -6,6 +6,7 @@ What ``NPUModelRunner`` does for EPLB is repeated here call by call: the runner 
 that it prints is what it found, as JSON.
 """
 
+import inspect
 import json
 import multiprocessing
 import os
@@ -92,18 +93,23 @@ def build(rank, port, config_folder, options):
         distributed_executor_backend="mp",
         additional_config={"eplb_config": eplb},
     ).create_engine_config()
-    from vllm_ascend.ascend_config import init_ascend_config
+    from vllm_ascend.ascend_config import get_ascend_config, init_ascend_config
 
     with set_current_vllm_config(config):
         init_ascend_config(config)
         from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
         from vllm_ascend.ascend_forward_context import set_mc2_tokens_capacity
         from vllm_ascend.distributed.parallel_state import init_ascend_model_parallel
+        from vllm_ascend.utils import set_weight_prefetch_method
 
+        # The runner's constructor does this; release 0.18 asks it before every choice of experts.
+        set_weight_prefetch_method(get_ascend_config().weight_prefetch_config)
         set_mc2_tokens_capacity(config, 8, 1)
         init_distributed_environment(RANKS, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
         ensure_model_parallel_initialized(RANKS, 1)
         init_ascend_model_parallel(config.parallel_config)
+        if options["custom_ops"]:
+            install_kernel_for_lists()
         model = make_model(rank, w8a8_config() if options["quant"] == "W8A8" else None)
     return config, model
 
@@ -119,11 +125,35 @@ def w8a8_config():
         def get_name(self):
             return "ascend"
 
+        def is_mxfp4_quant(self, _prefix, _layer):
+            return False
+
         def get_quant_method(self, layer, _prefix, tid2eid=None):
             scheme = w8a8_dynamic.AscendW8A8DynamicFusedMoEMethod()
-            return AscendFusedMoEMethod(scheme, layer.moe_config, tid2eid)
+            # Release 0.18 has no table from tokens to experts.
+            tables = (tid2eid,) if "tid2eid" in inspect.signature(AscendFusedMoEMethod).parameters else ()
+            return AscendFusedMoEMethod(scheme, layer.moe_config, *tables)
 
     return Config()
+
+
+def install_kernel_for_lists():
+    """The host's kernel for lists of int8 experts: each row by its expert's matrix and scales, SwiGLU, int8 again."""
+    from vllm_ascend.ops.fused_moe import moe_mlp
+
+    def kernel(*, x, weight, weight_scale, x_scale, group_list, **_):
+        gated = x.new_zeros(len(x), weight[0].shape[1] // 2, dtype=torch.float32)
+        begin = 0
+        for matrix_HJ, scale_J, end in zip(weight, weight_scale, group_list.tolist(), strict=True):
+            rows = slice(begin, end)
+            wide = x[rows].double() @ matrix_HJ.double() * scale_J * x_scale[rows, None]
+            gate, up = wide.float().chunk(2, dim=-1)
+            gated[rows] = torch.nn.functional.silu(gate) * up
+            begin = end
+        return *torch_npu.npu_dynamic_quant(gated), None
+
+    torch.ops._C_ascend.grouped_matmul_swiglu_quant_weight_nz_tensor_list = kernel
+    moe_mlp.enable_custom_op = lambda: True
 
 
 def load(layer, slot, name, weight_YX):
@@ -274,7 +304,9 @@ def main(rank, port, config_folder, options):
 
     # Worker and runner need a device to be imported; ``test_known_functions.py`` reads their source.
     known = {
-        target: one for target, one in KNOWN["0.23"].items() if not target.startswith("vllm_ascend.worker")
+        target: one
+        for target, one in KNOWN[options["release"]].items()
+        if not target.startswith("vllm_ascend.worker")
     }
     mismatches = [str(mismatch) for mismatch in compat.mismatches(known)]
     if options.get("broken"):

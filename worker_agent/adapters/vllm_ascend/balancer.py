@@ -11,7 +11,9 @@ import torch
 
 from eplb_service.placement import Int32, Placement
 from eplb_service.wire.heat import StepPhase
+from worker_agent.adapters.compat import release_of
 from worker_agent.adapters.errors import UnsupportedEngineError
+from worker_agent.adapters.vllm_ascend.known import KNOWN
 from worker_agent.adapters.vllm_ascend.layer import AscendLayer, HeatRings
 from worker_agent.adapters.vllm_ascend.refusals import refuse_settings
 from worker_agent.adapters.vllm_ascend.sources import SourceCounter
@@ -108,6 +110,7 @@ class AscendBalancer:
     def warm_up_eplb(self) -> None:
         """Meet the other ranks' agents; a collective over the EP group."""
         from vllm.distributed.parallel_state import get_ep_group
+        from vllm_ascend._version import __version__
 
         layers, group = self.adaptor.layers, get_ep_group()
         if not layers:
@@ -125,12 +128,12 @@ class AscendBalancer:
         self._heat = HeatRings(layers, placement.experts, RING_ROWS)
         self._heat.clear()
         maps_LE = torch.from_numpy(placement.expert_map(rank)).to(layers[0].log2phy.device)
-        allowed = AgentSettings().allow_unverified_engine
+        allowed, release = AgentSettings().allow_unverified_engine, release_of(__version__, KNOWN)
         seen = [
             AscendLayer(
                 layer,
                 maps_LE[index],
-                expert_weights(layer, self.adaptor.quantised, allow_unverified=allowed),
+                expert_weights(layer, self.adaptor.quantised, release=release, allow_unverified=allowed),
                 self._heat,
                 index,
                 shares_tokens,

@@ -30,7 +30,9 @@ def install() -> None:
     replace_balancer(runner)
     _mark_dummy_runs(runner.NPUModelRunner)
     count_sources()
-    refuse_other_weights(NPUWorker, "start_weight_update", "update_weights")
+    # Release 0.18 has none of the two; that 0.23 has both was checked above.
+    updates = [name for name in ("start_weight_update", "update_weights") if hasattr(NPUWorker, name)]
+    refuse_other_weights(NPUWorker, *updates)
     refuse_other_weights(runner.NPUModelRunner, "reload_weights")
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from worker_agent.adapters.compat import release_of
 from worker_agent.adapters.errors import UnsupportedEngineError
+from worker_agent.adapters.vllm_ascend.known import KNOWN
 
 
 def refuse_lists_that_the_host_misreads(
@@ -60,10 +62,12 @@ def refuse_settings(eplb_config: Any) -> None:
     """
     from vllm.config import get_current_vllm_config
     from vllm_ascend import envs
+    from vllm_ascend._version import __version__
     from vllm_ascend.ascend_config import get_ascend_config
     from vllm_ascend.utils import get_ascend_device_type
 
     config, vllm_config = get_ascend_config(), get_current_vllm_config()
+    stages = vllm_config.parallel_config.pipeline_parallel_size
     fused = getattr(config, "enable_fused_mc2", getattr(envs, "VLLM_ASCEND_ENABLE_FUSED_MC2", 0))
     recording = eplb_config.expert_map_record_path or os.environ.get("EXPERT_MAP_RECORD", "false") == "true"
     refusals = (
@@ -96,6 +100,12 @@ def refuse_settings(eplb_config: Any) -> None:
             "sleep mode",
             "Weights may leave the device, or come back in their first layout, while experts move",
             "Start without --enable-sleep-mode",
+        ),
+        (
+            release_of(__version__, KNOWN) == "0.18" and stages > 1,
+            "pipeline parallelism in vLLM-Ascend 0.18",
+            "It calls its balancer after a forward pass in the last stage alone",
+            "Use vLLM-Ascend 0.23, or start without --pipeline-parallel-size",
         ),
         (
             vllm_config.model_config.runner_type == "pooling",

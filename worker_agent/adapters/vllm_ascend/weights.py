@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ _W8A8 = ("w13_weight_list", "w2_weight_list", "w13_weight_scale_fp32_list", "w2_
 _MX = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
 NAMES = {"NONE": _PLAIN, "W8A8": _W8A8, "MXFP4": _MX, "MXFP8": _MX}
 """By the host's quantisation type, without fused MC2: its table of expert weight names in 0.23."""
+_NAMES_018 = {"NONE": _PLAIN, "W8A8": _W8A8}
 
 _BASE_FORMATS = frozenset({0, 1, 2, 30})
 """NCHW, NHWC, ND and NCDHW, as torch_npu numbers them: elements lie in order, an expert is a piece of its tensor."""
@@ -24,7 +25,14 @@ _BASE_FORMATS = frozenset({0, 1, 2, 30})
 _NOT_OF_AN_EXPERT = frozenset({"e_score_correction_bias"})
 
 
-def expert_weights(layer: Any, quantised: bool, *, allow_unverified: bool = False) -> list[ExpertWeights]:
+def names_in(release: str) -> Mapping[str, tuple[str, ...]]:
+    """What the balancer of a release moves, by quantisation type."""
+    return _NAMES_018 if release == "0.18" else NAMES
+
+
+def expert_weights(
+    layer: Any, quantised: bool, *, release: str = "0.23", allow_unverified: bool = False
+) -> list[ExpertWeights]:
     """The weights that the host's kernels read, by kind; of each, local slot ``s`` is at index ``s``.
 
     Parameters
@@ -33,6 +41,8 @@ def expert_weights(layer: Any, quantised: bool, *, allow_unverified: bool = Fals
         An ``AscendFusedMoE`` whose weights have been processed after loading.
     quantised
         Whether the model has a quantisation config; without one the layer's type does not count.
+    release
+        Of vLLM-Ascend, as the adapter knows it.
     allow_unverified
         Whether to move quantised experts, which has not been shown on a device: their tensors are in formats of the
         NPU, and a transfer that reads one wrongly gives wrong tokens.
@@ -44,10 +54,11 @@ def expert_weights(layer: Any, quantised: bool, *, allow_unverified: bool = Fals
         tensors in formats of the NPU of which no single expert can be sent.
     """
     kind = layer.quant_type.name if quantised else "NONE"
-    if kind not in NAMES:
+    known = names_in(release)
+    if kind not in known:
         raise UnsupportedEngineError(
             f"quantisation {kind} of MoE layers",
-            f"vLLM-Ascend moves experts of {', '.join(sorted(NAMES))} alone",
+            f"vLLM-Ascend {release} moves experts of {', '.join(sorted(known))} alone",
             "Choose another quantisation",
         )
     if kind != "NONE" and not allow_unverified:
@@ -56,7 +67,7 @@ def expert_weights(layer: Any, quantised: bool, *, allow_unverified: bool = Fals
             "That they arrive whole in the NPU's own formats has not been shown on a device",
             "Try EPLB_AGENT_ALLOW_UNVERIFIED_ENGINE=1 with EPLB_AGENT_VERIFY_TRANSFERS=true, and compare outputs",
         )
-    names = NAMES[kind]
+    names = known[kind]
     if missing := [name for name in names if getattr(layer, name, None) is None]:
         raise UnsupportedEngineError(
             f"MoE layers of {kind} without {', '.join(missing)}",
