@@ -147,7 +147,7 @@ def test_a_rank_that_never_hears_the_vote_that_commits_does_as_the_others(lost_s
 
 def _heal(fault: str) -> dict[str, Any]:
     """Rank 1 breaks the votes of all where its ballot is due, twice; plans come later."""
-    agent, layers, still = live.start(1, vote_timeout_seconds=1.0)
+    agent, layers, still = live.start(1, vote_timeout_seconds=1.0, idle_vote_interval=4)
     call, passed = agent.step, 0
     unheard: set[str] = set()
 
