@@ -171,17 +171,6 @@ def _sleep(agent: Agent) -> None:
     time.sleep(2.0)
 
 
-def _fail_next_transfer(agent: Agent) -> None:
-    staging = agent._switch.transfers.staging
-    reserve = staging.reserve
-
-    def fail_once(*_: Any) -> Any:
-        staging.reserve = reserve  # type: ignore[method-assign]
-        raise MemoryError("no room to stage")
-
-    staging.reserve = fail_once  # type: ignore[method-assign]
-
-
 def _stall_next_transfer(agent: Agent) -> None:
     staging = agent._switch.transfers.staging
     reserve = staging.reserve
@@ -263,7 +252,7 @@ def _lose_votes(agent: Agent) -> None:
 
 FAULTS: dict[str, Callable[[Agent], None]] = {
     "sleep": _sleep,
-    "fail-next-transfer": _fail_next_transfer,
+    "fail-next-transfer": live.fail_once_to_stage,
     "stall-next-transfer": _stall_next_transfer,
     "corrupt-next-transfer": _corrupt_next_transfer,
     "kill-transfer-thread": _kill_transfer_thread,

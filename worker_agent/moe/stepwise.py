@@ -5,7 +5,7 @@ only, nothing is read on the host, and a graph can capture it. The split with th
 peak too. It is found by the alternating direction method of multipliers: a product with a matrix that the placement
 determines, and a projection, in turn. It is then rounded along a spanning forest of the ranks that share experts, where
 whole tokens cost no rank more than part of one. Replicas beside the forest close cycles; which way to round those
-nobody knows before, so several ways are tried at once, each under a cap on the ranks' loads, and the best is taken.
+nobody knows before, so several ways are tried at once, and the one that cuts off the fewest tokens is taken.
 
 All ranks must get the same bits, whatever their processors and in whatever order these sum: splits are computed in
 64ths of a token and matrices in 65536ths, so that every sum is exact in float64 (up to 2**26 choices in a step).

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.solver.jit import kernel
+from eplb_service.solver.jit import kernel, part
 from eplb_service.solver.model import Bool, Demand, Float32
 from eplb_service.solver.search.construction import Assignment, replace, share_of, shift_load
 from eplb_service.solver.search.evaluation import SmoothMax, pressure, risk
@@ -225,13 +225,21 @@ def _pressure_with(
     v: float,
 ) -> float:
     """Pressure of a rank once it receives ``u`` more of expert ``a``'s tokens and ``v`` more of ``b``'s."""
+    return pressure(risk_of_both(assignment, demand, rank, a, u, b, v, z), now.base, now.scale)
+
+
+@part
+def risk_of_both(
+    assignment: Assignment, demand: Demand, rank: int, a: int, u: float, b: int, v: float, z: float
+) -> float:
+    """Risk of a rank once it receives ``u`` more of expert ``a``'s tokens and ``v`` more of ``b``'s."""
     two = np.float32(2.0)
     load = assignment.load_R[rank] + u * demand.mean_E[a] + v * demand.mean_E[b]
     variance = assignment.variance_R[rank] + u * u * demand.gram_EE[a, a] + v * v * demand.gram_EE[b, b]
     variance += two * (
         u * v * demand.gram_EE[a, b] + u * assignment.cross_RE[rank, a] + v * assignment.cross_RE[rank, b]
     )
-    return pressure(risk(load, variance, z), now.base, now.scale)
+    return risk(load, variance, z)
 
 
 @kernel

@@ -33,6 +33,7 @@ from eplb_service.solver.search.construction import (
     shift_load,
 )
 from eplb_service.solver.search.evaluation import SMALLEST_GAIN, hottest_of, risk, smooth_max_of
+from eplb_service.solver.search.neighbourhood import risk_of_both
 from eplb_service.solver.tables.log2phy import (
     cool,
     fixed_rule,
@@ -281,17 +282,3 @@ def best_two(
                                 one = EntryMove(v, np.int64(a), np.int64(slot_P[place]))
                                 two = EntryMove(w, np.int64(b), np.int64(slot_P[other]))
     return one, two
-
-
-@kernel
-def risk_of_both(
-    assignment: Assignment, demand: Demand, rank: int, a: int, u: float, b: int, v: float, z: float
-) -> float:
-    """Risk of a rank once it receives ``u`` more of expert ``a``'s tokens and ``v`` more of ``b``'s."""
-    two = np.float32(2.0)
-    load = assignment.load_R[rank] + u * demand.mean_E[a] + v * demand.mean_E[b]
-    variance = assignment.variance_R[rank] + u * u * demand.gram_EE[a, a] + v * v * demand.gram_EE[b, b]
-    variance += two * (
-        u * v * demand.gram_EE[a, b] + u * assignment.cross_RE[rank, a] + v * assignment.cross_RE[rank, b]
-    )
-    return risk(load, variance, z)

@@ -50,8 +50,10 @@ def _replace_balancer() -> None:
 
     def step(self: Any, is_dummy: bool = False, is_profile: bool = False, log_stats: bool = False) -> None:  # noqa: ARG001
         host = getattr(self, "eplb_agent_host", None)
-        if host is not None:
-            host.confirm_dispatch() if is_profile else host.step(is_dummy)
+        if host is not None and is_profile:
+            host.confirm_dispatch()
+        elif host is not None:
+            host.step(is_dummy)
         for model_state in self.model_states.values():
             model_state.expert_load_pass.zero_()
         if self.should_record_tensor is not None:
