@@ -1,13 +1,15 @@
 """``python -m benchmarks.scale``: one service under the heat of 64, 256 and 1,024 ranks.
 
 The service runs in a process of its own, the agents as coroutines in others. On a busy machine the service's CPU
-seconds per step are the figure that holds; rates and latencies count what else runs.
+seconds per step are the figure that holds; rates and latencies count what else runs. Exits with 1 where a target is
+missed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +24,7 @@ from benchmarks.scale.heat import Scale
 from benchmarks.scale.measured import Measured
 from benchmarks.scale.measured_service import MeasuredService, Reading, measured_service
 from benchmarks.scale.ranks import DEPLOYMENT, Load, RankProcesses, Tally, rank_processes
-from benchmarks.scale.targets import verdicts
+from benchmarks.scale.targets import MISSED, verdicts
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 
 _SETTLE_SECONDS = 4.0
@@ -34,15 +36,15 @@ _ROOM = 1 << 13
 _READINGS = 10
 
 
-def main() -> None:
-    """Measure each number of ranks, and print one table."""
+def main() -> int:
+    """Measure each number of ranks, and print one table; 1 where a target is missed, otherwise 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
     parser.add_argument("--ranks", default="64,256,1024", help="numbers of ranks (64,256,1024)")
     parser.add_argument(
         "--seconds",
         type=float,
         default=20.0,
-        help="of each measurement (20); 1800 shows whether memory is flat",
+        help="of each measurement (20); 300 and more show whether memory is flat",
     )
     parser.add_argument("--layers", type=int, default=58)
     parser.add_argument("--experts", type=int, default=256)
@@ -62,9 +64,11 @@ def main() -> None:
         measured.append(measure(load, options.seconds, options.processes, plan=not options.no_plan))
     console = Console(soft_wrap=True)
     console.print(_table(measured))
-    console.print(_targets(measured))
+    judged = list(verdicts(measured))
+    console.print(_targets(judged))
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(one) for one in measured], indent=1) + "\n")
+    return int(any(verdict == MISSED for *_, verdict in judged))
 
 
 def measure(load: Load, seconds: float, processes: int, *, plan: bool) -> Measured:
@@ -91,10 +95,21 @@ def measure(load: Load, seconds: float, processes: int, *, plan: bool) -> Measur
         for _ in range(_READINGS):
             time.sleep(seconds / _READINGS)
             readings.append(service.read())
+            _say(load, readings)
         sent_by_then = ranks.tallies()
         decision = _decide(service, ranks) if plan else (None, 0.0)
         deciding = service.read()
     return _summary(load, (sent, sent_by_then), readings, deciding, decision)
+
+
+def _say(load: Load, readings: Sequence[Reading]) -> None:
+    """Where a run is, for whoever waits for it; half an hour is long."""
+    first, now = readings[0], readings[-1]
+    print(
+        f"{load.scale.ranks} ranks, {now.at - first.at:.0f} s: {now.resident_bytes / 1e6:.0f} MB, "
+        f"{now.lost - first.lost} steps lost",
+        file=sys.stderr,
+    )
 
 
 def _decide(service: MeasuredService, ranks: RankProcesses) -> tuple[tuple[float, float] | None, float]:
@@ -172,7 +187,7 @@ def _table(measured: list[Measured]) -> Table:
         ("heat, reports/s", lambda one: f"{one.reports_per_second:.0f}"),
         ("steps lost", lambda one: f"{one.lost_steps}"),
         ("steps that agents dropped", lambda one: f"{one.dropped_steps}"),
-        ("memory over the run, MB", _memory),
+        ("memory over the run, MB; by halves", _memory),
         ("longest hold of the loop, CPU ms", lambda one: _held(one.hold_ms, one.holds_ms)),
         ("while deciding and offering", lambda one: _held(one.hold_deciding_ms, one.holds_deciding_ms)),
         ("decision, s", lambda one: f"{one.decide_seconds:.1f}"),
@@ -183,9 +198,9 @@ def _table(measured: list[Measured]) -> Table:
     return table
 
 
-def _targets(measured: list[Measured]) -> Table:
+def _targets(judged: list[tuple[int, str, str, str]]) -> Table:
     table = Table("ranks", "target", "found", "")
-    for ranks, name, figure, verdict in verdicts(measured):
+    for ranks, name, figure, verdict in judged:
         table.add_row(f"{ranks:,}", name, figure, verdict)
     return table
 
@@ -196,9 +211,9 @@ def _held(longest_ms: float, named_ms: dict[str, float]) -> str:
 
 
 def _memory(one: Measured) -> str:
-    """At the beginning, at half-time and at the end."""
+    """At the beginning, at half-time and at the end, and what each half has added."""
     first, half, last = (one.resident_mb[at] for at in (0, len(one.resident_mb) // 2, -1))
-    return f"{first:.0f}, {half:.0f}, {last:.0f}"
+    return f"{first:.0f}, {half:.0f}, {last:.0f}; {half - first:+.1f}, {one.grown_mb:+.1f}"
 
 
 def _pushed(one: Measured) -> str:
@@ -206,4 +221,4 @@ def _pushed(one: Measured) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -13,7 +13,9 @@ _MOST_PERCENT = 10.0
 _MOST_GROWN_MB = 16.0
 _KEEPS_UP = 0.98
 """Of the steps wanted: what is under way when the clock stops has not been lost."""
-_FLAT_SECONDS = 1800.0
+_FLAT_SECONDS = 300.0
+"""Windows and caches have filled by half of that; half an hour says more of the same."""
+MISSED = "missed"
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,9 @@ TARGETS = (
         lambda one: one.longest_hold_ms <= _LONG_MS,
     ),
     Target(
-        f"memory grows by {_MOST_GROWN_MB:g} MB or less in the second half of {_FLAT_SECONDS / 60:g} minutes",
+        f"memory grows by {_MOST_GROWN_MB:g} MB or less in the second half of {_FLAT_SECONDS / 60:g} minutes or more",
         None,
-        lambda one: f"{one.grown_mb:+.1f} MB in {one.seconds / 2:.0f} s",
+        lambda one: f"{one.grown_mb:+.1f} MB in the last {one.seconds / 2:.0f} s",
         lambda one: one.grown_mb <= _MOST_GROWN_MB,
         _FLAT_SECONDS,
     ),
@@ -92,7 +94,7 @@ def verdicts(measured: Iterable[Measured]) -> Iterator[tuple[int, str, str, str]
 def _verdict(target: Target, one: Measured) -> str:
     if one.seconds < target.seconds:
         return "too short to say"
-    return "met" if target.is_met(one) else "missed"
+    return "met" if target.is_met(one) else MISSED
 
 
 def _keeps_up(one: Measured) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.scale import __main__ as scale_run
 from benchmarks.scale.__main__ import measure
 from benchmarks.scale.heat import Scale, drawn_reports
 from benchmarks.scale.holds import LONG_SECONDS, watched
@@ -104,6 +105,19 @@ def test_targets_are_met_or_missed(found: dict[str, Any], missed: set[str]) -> N
 def test_a_short_run_says_nothing_of_memory_that_stays() -> None:
     words = {name: word for _, name, _, word in verdicts([measured(seconds=20.0)])}
     assert [word for name, word in words.items() if name.startswith("memory")] == ["too short to say"]
+
+
+@pytest.mark.parametrize(("last_mb", "status"), [(301.0, 0), (330.0, 1)])
+def test_a_run_that_misses_a_target_exits_with_1(
+    last_mb: float, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = measured(ranks=64, seconds=300.0, resident_mb=(200.0, 300.0, last_mb))
+    monkeypatch.setattr(scale_run, "measure", lambda *_, **__: found)
+    monkeypatch.setattr("sys.argv", ["scale", "--ranks", "64"])
+    assert scale_run.main() == status
+    printed = capsys.readouterr().out
+    assert ("missed" in printed) == bool(status)
+    assert f"+100.0, {last_mb - 300:+.1f}" in printed
 
 
 @pytest.mark.slow
