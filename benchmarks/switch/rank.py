@@ -259,7 +259,10 @@ def main() -> None:
     size = (options["hidden"], options["intermediate"])
     os.environ.setdefault("EPLB_AGENT_SERVICE", "127.0.0.1:9")
     ratios, figures = serving(64, 32, ranks, options["pairs"])
-    beside, more = overhead(options["pairs"])
+    device = torch.device(options["device"])
+    if device.type != "cpu" and torch.get_device_module(device).device_count() < ranks:
+        os.environ["EPLB_AGENT_TRANSFER_BACKEND"] = "gloo"  # collectives of devices take one rank on each
+    beside, more = overhead(options["pairs"], device)
     ratios.append(beside)
     figures |= more
     ratios.append(commit(*size, experts=4, rounds=options["rounds"]))

@@ -3,6 +3,7 @@
 import json
 import sys
 import types
+from typing import ClassVar
 
 import pytest
 import torch
@@ -119,3 +120,50 @@ def test_a_rank_that_ends_without_findings_is_named():
     (finding,) = doctor._of_rank(1, "", "Segmentation fault")
     assert finding.verdict is Verdict.FAILED
     assert "rank 1 ended: Segmentation fault" in finding.text
+
+
+class FakeProcess:
+    """A rank that answers that all is well, and keeps how it was started."""
+
+    started: ClassVar[list] = []
+
+    def __init__(self, command, env, **_):
+        self.started.append((command, env))
+
+    def communicate(self, timeout):
+        return json.dumps([{"name": "ranks meet", "verdict": "ok", "text": ""}]), ""
+
+    def kill(self):
+        pass
+
+
+def devices(count, monkeypatch):
+    """The round trip of two ranks on so many devices: its findings, each rank's device and its backend."""
+    monkeypatch.setattr(FakeProcess, "started", [])
+    monkeypatch.setattr(doctor.subprocess, "Popen", FakeProcess)
+    monkeypatch.delenv("EPLB_AGENT_TRANSFER_BACKEND", raising=False)
+    module = types.SimpleNamespace(device_count=lambda: count)
+    monkeypatch.setattr(doctor.torch, "get_device_module", lambda _: module)
+    findings = list(doctor._round_trip(2, "cuda", 4096))
+    return (
+        findings,
+        [(command[-2], env.get("EPLB_AGENT_TRANSFER_BACKEND")) for command, env in FakeProcess.started],
+    )
+
+
+def test_each_rank_has_a_device_of_its_own(monkeypatch):
+    findings, ranks = devices(2, monkeypatch)
+    assert [finding.name for finding in findings] == ["ranks meet"]
+    assert ranks == [("cuda:0", None), ("cuda:1", None)]
+
+
+def test_ranks_that_share_a_device_go_by_way_of_the_host(monkeypatch):
+    findings, ranks = devices(1, monkeypatch)
+    assert "2 ranks on 1 cuda" in of("devices", findings).text
+    assert ranks == [("cuda:0", "gloo"), ("cuda:0", "gloo")]
+
+
+def test_a_kind_of_device_that_is_not_there_is_named(monkeypatch):
+    findings, ranks = devices(0, monkeypatch)
+    assert of("devices", findings).verdict is Verdict.FAILED
+    assert ranks == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -64,11 +65,23 @@ def _accelerator() -> str:
 
 def _round_trip(ranks: int, device: str, expert_bytes: int) -> Iterator[Finding]:
     """Findings of all ranks, each once: what fails on any rank, else what the first one says."""
+    devices = ranks if device == "cpu" else torch.get_device_module(device).device_count()
+    variables = os.environ.copy()
+    if devices == 0:
+        yield Finding.failed("devices", f"torch sees no {device} here; --device names another kind")
+        return
+    if devices < ranks:
+        variables.setdefault("EPLB_AGENT_TRANSFER_BACKEND", "gloo")
+        yield Finding.ok(
+            "devices",
+            f"{ranks} ranks on {devices} {device}: experts go by way of the host, not by its own links",
+        )
     with tempfile.TemporaryDirectory(prefix="eplb-doctor-") as folder:
         command = [sys.executable, "-m", "worker_agent.doctor.round_trip", f"file://{folder}/meet"]
         processes = [
             subprocess.Popen(
-                [*command, str(rank), str(ranks), _device(device, rank), str(expert_bytes)],
+                [*command, str(rank), str(ranks), _device(device, rank % devices), str(expert_bytes)],
+                env=variables,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

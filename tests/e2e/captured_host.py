@@ -1,0 +1,222 @@
+"""A host whose forward pass is one captured graph on a GPU, and the same pass step by step on a CPU.
+
+All ranks see the same tokens, route them by their tables, compute what their slots serve, and add up. Heat, tables and
+weights are read and written inside the graph, by address: nothing of a pass but its inputs comes from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from eplb_service.placement import Placement
+from worker_agent.adapters.live_layer import ExpertWeights
+from worker_agent.agent import Agent
+from worker_agent.settings import AgentSettings
+
+LAYERS, EXPERTS, SLOTS, HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 4, 16, 10, 32, 48, 2, 64
+HEAT_ROWS, STEPS_PER_WORKLOAD = 64, 192
+
+
+class CapturedLayer:
+    """One layer of the host, a ``LiveLayer``."""
+
+    shares_tokens = True
+
+    def __init__(
+        self,
+        experts: Sequence[torch.Tensor],
+        placement: Placement,
+        layer: int,
+        rank: int,
+        rings: Sequence[torch.Tensor],
+        counter: torch.Tensor,
+    ) -> None:
+        device = counter.device
+        self.rank = rank
+        here_S = torch.tensor(placement.phy2log_LRS[layer, rank], dtype=torch.int64)
+        self._weights: list[ExpertWeights] = [weight[here_S].to(device) for weight in experts]
+        self.expert_map = torch.tensor(placement.expert_map(rank)[layer], device=device)
+        self.log2phy = torch.tensor(placement.default_log2phy()[0, layer], device=device)
+        self.moe_load: torch.Tensor | None = rings[0][:, layer]
+        self.source_load: torch.Tensor | None = rings[1][:, layer]
+        self.load_counter = counter
+        self.leaves_weights = False
+
+    def expert_weights(self) -> list[ExpertWeights]:
+        """What the pass reads; copies of it where a control leaves the weights behind."""
+        if self.leaves_weights:
+            return [weight.clone() for weight in self._weights if isinstance(weight, torch.Tensor)]
+        return self._weights
+
+    def forward(self, hidden_TH: torch.Tensor, chosen_TK: torch.Tensor) -> torch.Tensor:
+        """This rank's part ``[T, H]`` of the layer's output; no shape depends on a value."""
+        up_SHI, down_SIH = self._weights
+        slots_N = self.log2phy[chosen_TK].long().reshape(-1) - self.rank * SLOTS
+        mine_N = (slots_N >= 0) & (slots_N < SLOTS)
+        slots_N = slots_N.clamp(0, SLOTS - 1)
+        row = (self.load_counter % HEAT_ROWS).reshape(1)
+        assert self.moe_load is not None
+        assert self.source_load is not None
+        _count(self.moe_load, row, slots_N, mine_N)
+        if self.rank == 0:  # ranks see the same tokens: one of them counts
+            _count(self.source_load, row, chosen_TK.reshape(-1), torch.ones_like(mine_N))
+        choices_NH = hidden_TH.repeat_interleave(TOP_K, dim=0)
+        within_NI = torch.relu(torch.einsum("nh,nhi->ni", choices_NH, up_SHI[slots_N]))
+        outputs_NH = torch.einsum("ni,nih->nh", within_NI, down_SIH[slots_N])
+        masked_NH = outputs_NH * mine_N.unsqueeze(1)
+        return masked_NH.reshape(TOKENS, TOP_K, HIDDEN).sum(dim=1)
+
+
+def _count(ring: torch.Tensor, row: torch.Tensor, index_N: torch.Tensor, counts_N: torch.Tensor) -> None:
+    counts = torch.zeros_like(ring[:1]).scatter_add_(1, index_N.unsqueeze(0), counts_N.int().unsqueeze(0))
+    ring.index_copy_(0, row, counts)
+
+
+class CapturedHost:
+    """All layers of one rank, and their pass over inputs that are written in place.
+
+    Parameters
+    ----------
+    device
+        A CPU runs the pass as it is written; a GPU captures it once and replays it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank, ranks = dist.get_rank(), dist.get_world_size()
+        draws = torch.Generator().manual_seed(0)
+        self.up_LEHI = torch.randn(LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, generator=draws) / HIDDEN**0.5
+        self.down_LEIH = (
+            torch.randn(LAYERS, EXPERTS, INTERMEDIATE, HIDDEN, generator=draws) / INTERMEDIATE**0.5
+        )
+        placement = Placement.linear(LAYERS, EXPERTS, ranks, SLOTS)
+        rings = [
+            torch.zeros(HEAT_ROWS, LAYERS, width, dtype=torch.int32, device=device)
+            for width in (SLOTS, EXPERTS)
+        ]
+        self.counter = torch.zeros((), dtype=torch.int64, device=device)
+        self.layers = [
+            CapturedLayer(
+                (self.up_LEHI[layer], self.down_LEIH[layer]), placement, layer, self.rank, rings, self.counter
+            )
+            for layer in range(LAYERS)
+        ]
+        self.hidden_LTH = torch.zeros(LAYERS, TOKENS, HIDDEN, device=device)
+        self.chosen_LTK = torch.zeros(LAYERS, TOKENS, TOP_K, dtype=torch.int64, device=device)
+        self.part_LTH = torch.zeros(LAYERS, TOKENS, HIDDEN, device=device)
+        self.run = self._pass if device.type == "cpu" else self._captured()
+        self.counter.zero_()
+
+    def _pass(self) -> None:
+        for number, layer in enumerate(self.layers):
+            self.part_LTH[number] = layer.forward(self.hidden_LTH[number], self.chosen_LTK[number])
+        self.counter.add_(1)
+
+    def _captured(self) -> Callable[[], None]:
+        module: Any = torch.get_device_module(self.counter.device)
+        self._pass()  # libraries allocate what they need before a capture
+        module.synchronize()
+        graph = module.CUDAGraph()
+        with module.graph(graph):
+            self._pass()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    def forward(self, hidden_LTH: torch.Tensor, chosen_LTK: torch.Tensor) -> torch.Tensor:
+        """Every layer's output ``[L, T, H]`` on the host; a collective."""
+        self.hidden_LTH.copy_(hidden_LTH)
+        self.chosen_LTK.copy_(chosen_LTK)
+        self.run()
+        output_LTH = self.part_LTH.cpu()
+        dist.all_reduce(output_LTH)
+        return output_LTH
+
+    def expected(self, hidden_LTH: torch.Tensor, chosen_LTK: torch.Tensor) -> torch.Tensor:
+        """The same from every expert where it was made, ``[L, T, H]``."""
+        outputs = []
+        for layer in range(LAYERS):
+            choices_NH = hidden_LTH[layer].repeat_interleave(TOP_K, dim=0)
+            chosen_N = chosen_LTK[layer].reshape(-1)
+            within_NI = torch.relu(torch.einsum("nh,nhi->ni", choices_NH, self.up_LEHI[layer][chosen_N]))
+            outputs_NH = torch.einsum("ni,nih->nh", within_NI, self.down_LEIH[layer][chosen_N])
+            outputs.append(outputs_NH.reshape(TOKENS, TOP_K, HIDDEN).sum(dim=1))
+        return torch.stack(outputs)
+
+
+def step_without_waiting(passes: int) -> str | None:
+    """Passes on a GPU of a rank with no service, in which torch raises where a call waits for the device.
+
+    Why balancing stopped, or ``None``.
+    """
+    host = CapturedHost(torch.device("cuda", 0))
+    settings = AgentSettings(service="127.0.0.1:9", transfer_backend="gloo", report_steps=8)
+    agent = Agent.start(host.layers, dist.group.WORLD, settings, token_group=0)
+    for number in range(1, passes + 1):
+        host.run()
+        torch.cuda.set_sync_debug_mode("error")
+        agent.step(number=number)
+        torch.cuda.set_sync_debug_mode("default")
+    halted = agent.halted
+    agent.close()
+    return halted
+
+
+def _popularity(workload: int) -> torch.Tensor:
+    """How popular experts are in a workload, ``[L, E]``; each layer has favourites of its own."""
+    draws = torch.Generator().manual_seed(100 + workload)
+    skew_E = torch.linspace(1.0, 0.1, EXPERTS) ** 3
+    return torch.stack([skew_E[torch.randperm(EXPERTS, generator=draws)] for _ in range(LAYERS)])
+
+
+def serve(
+    service: str, device_name: str, switches: int, most_steps: int, leaves_weights: bool = False
+) -> tuple[float, int, str | None]:
+    """Serve changing workloads until ``switches`` layer switches, or for ``most_steps``.
+
+    A control, whose layers leave their weights behind, stops at its first difference.
+
+    Returns
+    -------
+    tuple
+        The largest difference from every expert where it was made, the layer switches, and why balancing stopped.
+    """
+    device = torch.device(device_name)
+    host = CapturedHost(device)
+    for layer in host.layers:
+        layer.leaves_weights = leaves_weights
+    shared = device.type != "cpu" and torch.get_device_module(device).device_count() < dist.get_world_size()
+    agent = Agent.start(
+        host.layers,
+        dist.group.WORLD,
+        AgentSettings(
+            service=service,
+            deployment="captured",
+            report_steps=8,
+            transfer_backend="gloo" if shared else "auto",
+            vote_timeout_seconds=60,
+            commit_timeout_seconds=60,
+        ),
+        token_group=0,
+    )
+    draws, worst = torch.Generator().manual_seed(7), 0.0
+    for step in range(most_steps):
+        popularity_LE = _popularity(step // STEPS_PER_WORKLOAD)
+        hidden_LTH = torch.randn(LAYERS, TOKENS, HIDDEN, generator=draws)
+        chosen_LTK = torch.stack(
+            [
+                torch.multinomial(row_E.expand(TOKENS, -1), TOP_K, replacement=False, generator=draws)
+                for row_E in popularity_LE
+            ]
+        )
+        output_LTH = host.forward(hidden_LTH, chosen_LTK)
+        agent.step(number=step + 1)
+        worst = max(worst, float((output_LTH - host.expected(hidden_LTH, chosen_LTK)).abs().max()))
+        # Ranks switch at the same pass, and add up the same parts: all leave at the same one.
+        if agent.stats.layers_switched >= switches or (leaves_weights and worst > 1e-2):
+            break
+    switched, halted = agent.stats.layers_switched, agent.halted
+    agent.close()
+    return worst, switched, halted
