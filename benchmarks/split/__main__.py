@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import torch
 from rich.console import Console
 
 from benchmarks.solver.heat_kinds import JITTER, generate
@@ -17,6 +18,7 @@ from benchmarks.split import targets
 from benchmarks.split.by_source import by_source, drawn_sources
 from benchmarks.split.cost import AT_BEST, WITHIN_A_TOKEN, cost
 from benchmarks.split.floor import even_floor
+from benchmarks.split.on_device import check_device, device_cost
 from benchmarks.split.quality import SPLITS, quality
 from benchmarks.split.routed import routed_sources
 from eplb_service.bench.closed_loop import Course
@@ -27,7 +29,13 @@ _CHOICES = 8 * 1024
 
 def main() -> None:
     """Print a table for each part, and at the end every figure beside its target."""
-    options = _parser().parse_args()
+    parser = _parser()
+    options = parser.parse_args()
+    if options.device != "cpu":
+        try:
+            check_device(options.device)
+        except (ValueError, RuntimeError) as error:
+            parser.error(str(error))
     console = Console(width=150, highlight=False)
     parts = {"recorded": _recorded, "drawn": _drawn, "cost": _cost, "example": _example}
     found: list[Target] = []
@@ -84,8 +92,11 @@ def _by_source(
     return found
 
 
-def _cost(_: argparse.Namespace, console: Console) -> Iterator[Target]:
+def _cost(options: argparse.Namespace, console: Console) -> Iterator[Target]:
     for tokens in (1024, 4096):
+        if options.device != "cpu":
+            _cost_on_device(tokens, options.device, console)
+            continue
         found = list(cost(256, 32, 9, tokens))
         rows = [
             [
@@ -105,6 +116,24 @@ def _cost(_: argparse.Namespace, console: Console) -> Iterator[Target]:
         console.print(Table(title, columns, rows).drawn())
         if tokens * 8 == _CHOICES:
             yield from targets.of_cost(found)
+
+
+def _cost_on_device(tokens: int, device: str, console: Console) -> None:
+    rows = [
+        [
+            str(row.rounds),
+            *(
+                " / ".join(f"{us:.0f}" for us in times)
+                for times in (row.ends_eager, row.ends_graph, row.choices_eager, row.choices_graph)
+            ),
+            f"{row.same} of {row.steps}",
+        ]
+        for row in device_cost(256, 32, 9, tokens, device)
+    ]
+    columns = ["rounds", "eager", "in a graph", "with choices, eager", "in a graph", "steps alike"]
+    where = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    title = f"256 experts, 32 ranks x 9, {tokens} tokens x 8; us at 5 % / 50 % / 95 %; {where}"
+    console.print(Table(title, columns, rows).drawn())
 
 
 def _example(_: argparse.Namespace, __: Console) -> Iterator[Target]:
@@ -129,6 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--windows", type=int, default=3, help="windows of each heat, spread over it")
     parser.add_argument("--table-windows", type=int, default=24, help="of those of tables, which are quick")
     parser.add_argument("--deal-width", type=int, default=8, help="entries of dealing tables")
+    parser.add_argument("--device", default="cpu", help="where the cost is taken: cpu, or cuda for a GPU")
     parser.add_argument("--layers", type=int, default=4, help="of the drawn heat")
     return parser
 

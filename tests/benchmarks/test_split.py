@@ -10,10 +10,11 @@ import pytest
 
 from benchmarks.split.by_source import TABLES, by_source, drawn_sources, loads_by_table
 from benchmarks.split.floor import even_floor, least_variance
+from benchmarks.split.on_device import check_device, ring_placement
 from benchmarks.split.routed import routed_sources
 from benchmarks.split.targets import of_known_example
 from eplb_service.bench.closed_loop import Course
-from eplb_service.placement import Placement, even_log2phy, with_entries
+from eplb_service.placement import Placement, check_layer, even_log2phy, with_entries
 
 
 @pytest.mark.parametrize("width", [1, 3])
@@ -80,3 +81,24 @@ def test_ranks_with_an_expert_each_are_at_the_floor_of_their_noise() -> None:
     measured = heat_TE.max(axis=1).mean() / 256
     assert even_floor(heat_TE, 16, 1) == pytest.approx(measured, abs=0.005)
     assert even_floor(heat_TE, 16, 16) < even_floor(heat_TE, 16, 2) < even_floor(heat_TE, 16, 1)
+
+
+def test_what_is_timed_on_a_gpu_shares_the_hottest_experts() -> None:
+    heat_E = np.random.default_rng(3).poisson(9, 12)
+    placed_RS = ring_placement(heat_E, 4, 4)
+    check_layer(placed_RS, 12)
+    assert set(placed_RS[:, 3]) == {
+        3 * rank + int(heat_E[3 * rank : 3 * rank + 3].argmax()) for rank in range(4)
+    }
+    with pytest.raises(ValueError, match="12 experts leave no single spare slot on 4 ranks x 5"):
+        ring_placement(heat_E, 4, 5)
+
+
+def test_no_other_device_than_cuda_is_timed_and_only_one_that_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ValueError, match="--device is npu; the split is timed on cpu or on a CUDA device"):
+        check_device("npu")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"--device is cuda:1, and torch .* sees no CUDA device here"):
+        check_device("cuda:1")

@@ -121,7 +121,7 @@ def npu_moe_init_routing_v2(
     require(0 <= first < end <= expert_num, f"no expert range within 0..{expert_num}: {active_expert_range}")
     expert_N = expert_idx.reshape(-1)
     inactive_N = (expert_N < first) | (expert_N >= end)
-    group_N = torch.where(inactive_N, end, expert_N) - first
+    group_N = expert_N.masked_fill(inactive_N, end) - first
     choice_of_row = torch.argsort(group_N, stable=True)
     row_of_choice = _inverse(choice_of_row).masked_fill_(inactive_N, -1)
     counts_G = torch.zeros(end - first + 1, dtype=torch.int64, device=x.device)

@@ -1,0 +1,270 @@
+"""On a GPU a captured step gives what a CPU does, by all that was written in place since, and no host waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.moe.captured import captured, no_waiting
+from tests.ranks import run_ranks
+from tests.solver.placed_layer import random_placement
+from worker_agent.moe import ExpertParallelMoE, LayerOptions, MoEShape, SharedExperts, seeded_experts
+from worker_agent.moe.dispatch.interface import DispatchRequest
+from worker_agent.moe.operators import reference
+from worker_agent.moe.rank_group import RankGroup
+from worker_agent.moe.stepwise import StepwiseSplit
+from worker_agent.moe.weights import ExpertWeights
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no GPU here")
+
+GPU = "cuda"
+RANKS, SLOTS, EXPERTS, TOKENS, TOP_K = 8, 5, 32, 40, 4
+HIDDEN = 16
+SHAPE = MoEShape(0, EXPERTS, HIDDEN, 12)
+STEPS = 6
+HEAT_ROWS = 4
+"""Fewer than steps: the rings wrap."""
+
+
+def ids_of(step: int, masked: bool = True) -> torch.Tensor:
+    """int32 ``[T, K]``, distinct in each token, -1 where a choice is not real."""
+    generator = torch.Generator().manual_seed(step)
+    skew_E = -0.15 * torch.arange(EXPERTS).roll(step)
+    ids_TK = (torch.randn(TOKENS, EXPERTS, generator=generator) + skew_E).topk(TOP_K).indices.int()
+    absent_TK = torch.rand(TOKENS, TOP_K, generator=generator) < 0.2
+    return ids_TK.masked_fill(absent_TK, -1) if masked else ids_TK
+
+
+class OneOfEight(RankGroup):
+    """A rank whose exchange of counts brings what is in a tensor, but for its own."""
+
+    def __init__(self, rank: int, counts_RE: torch.Tensor) -> None:
+        super().__init__(None)
+        self.rank, self.size = rank, RANKS
+        self.counts_RE = counts_RE
+
+    def all_gather(self, rows_TX: torch.Tensor) -> torch.Tensor:
+        self.counts_RE[self.rank].copy_(rows_TX[0])
+        return self.counts_RE
+
+
+@pytest.mark.parametrize("rank", [None, 0, 5])
+def test_a_captured_split_follows_counts_and_placements(rank: int | None) -> None:
+    generator = np.random.default_rng(0)
+    placements = [random_placement(RANKS, SLOTS, EXPERTS, generator) for _ in range(STEPS)]
+    splits = {where: StepwiseSplit(placements[0], EXPERTS, where) for where in ("cpu", GPU)}
+    counts = {where: torch.zeros(RANKS, EXPERTS, dtype=torch.int32, device=where) for where in ("cpu", GPU)}
+    group = {where: None if rank is None else OneOfEight(rank, counts[where]) for where in ("cpu", GPU)}
+    ids_TK = ids_of(0).to(GPU)
+    replay, found_TK = captured(lambda: splits[GPU].split(ids_TK, group[GPU]))
+    chosen = set()
+    for step, placed_RS in enumerate(placements):
+        others_RE = torch.from_numpy(generator.poisson(9, (RANKS, EXPERTS)).astype(np.int32))
+        ids_TK.copy_(ids_of(step))
+        for where, split in splits.items():
+            split.install(placed_RS)
+            counts[where].copy_(others_RE)
+        replay()
+        expected_TK = splits["cpu"].split(ids_of(step), group["cpu"])
+        real_TK = ids_of(step) >= 0
+        assert torch.equal(found_TK.cpu()[real_TK], expected_TK[real_TK])
+        logical = torch.from_numpy(placed_RS.ravel())[expected_TK[real_TK].long()]
+        assert torch.equal(logical, ids_of(step)[real_TK])
+        chosen.add(tuple(expected_TK[real_TK].tolist()))
+    assert len(chosen) == STEPS
+
+
+def test_the_split_has_the_same_bits_on_a_gpu() -> None:
+    generator = np.random.default_rng(1)
+    placed_RS = random_placement(32, 9, 256, generator)
+    here, there = (StepwiseSplit(placed_RS, 256, where) for where in ("cpu", GPU))
+    for mean in (0.5, 4, 32, 1000):
+        counts_E = torch.from_numpy(generator.poisson(mean * np.exp(generator.normal(0, 1, 256))))
+        assert torch.equal(there.ends(counts_E.to(GPU)).cpu(), here.ends(counts_E))
+
+
+@pytest.mark.parametrize("entries", [1, 3])
+@pytest.mark.parametrize("begun", [False, True])
+def test_captured_dealing_follows_choices_and_tables(entries: int, begun: bool) -> None:
+    def request(where: str) -> DispatchRequest:
+        table = torch.zeros((EXPERTS, entries) if entries > 1 else EXPERTS, dtype=torch.int32, device=where)
+        return DispatchRequest(
+            torch.zeros(TOKENS, HIDDEN, device=where),
+            torch.full((TOKENS, TOP_K), -1, dtype=torch.int32, device=where),
+            torch.ones(TOKENS, TOP_K, device=where),
+            table,
+            masked=True,
+        )
+
+    live, twin = request(GPU), request("cpu")
+    first_TK = {where: ids_of(99).to(where) for where in ("cpu", GPU)}
+
+    def physical(of: DispatchRequest, where: str) -> torch.Tensor:
+        before = DispatchRequest(of.hidden_TH, first_TK[where], of.topk_weights_TK, of.log2phy_E, masked=True)
+        return (of.after(before) if begun else of).physical(RANKS * SLOTS)
+
+    replay, found_TK = captured(lambda: physical(live, GPU))
+    generator = np.random.default_rng(2)
+    for step in range(STEPS):
+        table = torch.from_numpy(generator.integers(0, RANKS * SLOTS, live.log2phy_E.shape))
+        for of in (live, twin):
+            of.topk_ids_TK.copy_(ids_of(step))
+            of.log2phy_E.copy_(table)
+        replay()
+        expected_TK = physical(twin, "cpu")
+        assert torch.equal(found_TK.cpu(), expected_TK)
+        assert (expected_TK == RANKS * SLOTS).sum() == (ids_of(step) < 0).sum()
+
+
+@dataclass(frozen=True)
+class Way:
+    """One of the ways through a layer that read nothing on the host."""
+
+    dispatcher: str
+    split: str = "tables"
+    entries: int = 1
+    shared: bool = False
+
+
+WAYS = [
+    Way("allgather"),
+    Way("allgather", entries=3),
+    Way("allgather", split="step", shared=True),
+    Way("moge", shared=True),
+    Way("moge", entries=3),
+]
+LENGTH = TOKENS + 3
+
+
+def layer_of(way: Way, where: str, group: RankGroup | None = None) -> ExpertParallelMoE:
+    """All experts on one rank, the batched format; shared experts run on a stream of their own."""
+    shared = None
+    if way.shared:
+        w13_IH, w2_HI = seeded_experts(MoEShape(99, 1, HIDDEN, 12))(0)
+        weights = ExpertWeights(w13_IH.unsqueeze(0).to(where), w2_HI.unsqueeze(0).to(where))
+        shared = SharedExperts(0, weights, reference, torch.float32)
+    return ExpertParallelMoE(
+        SHAPE,
+        np.arange(EXPERTS, dtype=np.int32)[None],
+        seeded_experts(SHAPE),
+        dealing_width=way.entries,
+        dispatcher=way.dispatcher,
+        ep_group=group,
+        heat_rows=HEAT_ROWS,
+        device=where,
+        shared_experts=shared,
+        options=LayerOptions(
+            max_rank_tokens=LENGTH, split=way.split, multistream=way.shared and where != "cpu"
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a step reads beside the layer."""
+
+    hidden_TH: torch.Tensor
+    ids_TK: torch.Tensor
+    weights_TK: torch.Tensor
+    active_TK: torch.Tensor
+
+    @classmethod
+    def of(cls, step: int, where: str) -> Inputs:
+        generator = torch.Generator().manual_seed(step)
+        return cls(
+            torch.randn(TOKENS, HIDDEN, generator=generator).to(where),
+            ids_of(step, masked=False).to(where),
+            torch.rand(TOKENS, TOP_K, generator=generator).to(where),
+            (torch.rand(TOKENS, TOP_K, generator=generator) < 0.7).to(where),
+        )
+
+    def overwrite(self, other: Inputs) -> None:
+        for name, tensor in vars(self).items():
+            tensor.copy_(getattr(other, name))
+
+
+def step_of(layer: ExpertParallelMoE, inputs: Inputs) -> Callable[[], torch.Tensor]:
+    return lambda: layer(
+        inputs.hidden_TH, inputs.ids_TK, inputs.weights_TK, active=inputs.active_TK, length=LENGTH
+    )
+
+
+def move_experts(layer: ExpertParallelMoE, step: int) -> None:
+    """Put the experts into other slots, in place: weights and tables, as an agent does between two steps."""
+    placed_S = np.random.default_rng(step).permutation(EXPERTS).astype(np.int32)
+    slot_E = torch.from_numpy(placed_S.argsort().astype(np.int32))
+    experts = seeded_experts(SHAPE)
+    for slot, expert in enumerate(placed_S.tolist()):
+        w13_IH, w2_HI = experts(expert)
+        layer.w13_weight[slot].copy_(w13_IH)
+        layer.w2_weight[slot].copy_(w2_HI)
+    layer.expert_map.copy_(slot_E)
+    layer.log2phy.copy_(slot_E if layer.log2phy.ndim == 1 else slot_E[:, None].expand_as(layer.log2phy))
+    layer.install_placement(placed_S[None])
+
+
+def check_captured(way: Way, group: RankGroup | None = None) -> None:
+    """Replays of one captured step, each beside the step of a layer on the CPU."""
+    live, twin = layer_of(way, GPU, group), layer_of(way, "cpu")
+    inputs = Inputs.of(0, GPU)
+    replay, out_TH = captured(step_of(live, inputs))
+    live.clear_moe_load()
+    live.load_counter.zero_()
+    for step in range(STEPS):
+        if step % 2:
+            for layer in (live, twin):
+                move_experts(layer, step)
+        own = Inputs.of(step, "cpu")
+        inputs.overwrite(own)
+        replay()
+        expected_TH = step_of(twin, own)()
+        torch.testing.assert_close(out_TH.cpu(), expected_TH, rtol=2e-5, atol=2e-5)
+        assert torch.equal(expected_TH.any(dim=1), own.active_TK.any(dim=1) | way.shared)
+    for name in ("moe_load", "source_load", "total_load", "load_counter"):
+        assert torch.equal(getattr(live, name).cpu(), getattr(twin, name)), name
+    assert int(live.load_counter) == STEPS
+    assert live.moe_load.any(dim=1).all()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_captured_step_follows_tokens_weights_and_tables_and_counts_their_heat(way: Way) -> None:
+    check_captured(way)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_the_host_waits_for_nothing_in_a_step_of_known_length(way: Way) -> None:
+    layer, inputs = layer_of(way, GPU), Inputs.of(0, GPU)
+    step = step_of(layer, inputs)
+    step()
+    with no_waiting():
+        for _ in range(3):
+            step()
+    assert int(layer.load_counter) == 4
+
+
+def test_the_watch_sees_a_wait() -> None:
+    one = torch.ones(1, device=GPU)
+    with no_waiting(), pytest.raises(RuntimeError, match="synchroniz"):
+        one.item()
+
+
+def _over_nccl() -> None:
+    torch.cuda.set_device(0)
+    group = dist.new_group([0], backend="nccl")
+    ranks = RankGroup(group)
+    for way in (WAYS[1], WAYS[2], WAYS[3]):
+        check_captured(way, ranks)
+        step = step_of(layer_of(way, GPU, ranks), Inputs.of(0, GPU))
+        step()
+        with no_waiting():
+            step()
+    dist.destroy_process_group(group)
+
+
+def test_exchanges_over_nccl_are_captured_too() -> None:
+    run_ranks(1, _over_nccl, deadline=120)
