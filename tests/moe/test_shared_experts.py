@@ -32,7 +32,7 @@ def parts_and_whole(gated: bool, quantized: bool, dtype: torch.dtype = torch.flo
     whole = dense_shared_experts(weights.w13_SIH[0], weights.w2_SHI[0], gate_H)
     if quantized:
         weights = weights.quantize(reference)
-    return SharedExperts(4, weights, reference, dtype, gate_H), whole
+    return SharedExperts(4, weights, reference, dtype, gate_H, whole=whole), whole
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -92,8 +92,12 @@ def test_parts_of_tensor_parallel_ranks_sum_up_to_the_whole(ranks: int, quantize
     assert float((found[0] - expected_TH).norm() / expected_TH.norm()) <= tolerance
 
 
-def test_a_whole_that_does_more_than_the_parts_is_refused():
+def test_a_whole_that_does_more_than_the_parts_is_refused_where_the_parts_are_made_and_later():
     shared, whole = parts_and_whole(gated=False, quantized=False)
+    with pytest.raises(ValueError, match="layer 4: shared experts in two parts differ from the whole"):
+        SharedExperts(
+            4, float_weights(), reference, torch.float32, whole=lambda hidden_TH: whole(hidden_TH) + 1
+        )
     with pytest.raises(
         ValueError, match=r"layer 4: shared experts in two parts differ from the whole by 0\.5"
     ):

@@ -41,6 +41,11 @@ class SharedExperts(ExpertTensors):
         The tensor-parallel ranks that have the same tokens, and each a part of I: ``weights`` are this rank's, and the
         second part ends with an all-reduce. w2's bias counts on the first of them alone, so that all may hold it. By
         default this rank has all of I.
+    whole
+        A host's own module, whose place the two parts take: ``verify`` holds them against it before they are used, on
+        all tensor-parallel ranks together. ``None`` where there is none.
+
+    Raises ``ValueError`` naming the layer where shapes do not fit, or the two parts are not the whole.
     """
 
     gate_H: torch.Tensor | None
@@ -54,6 +59,7 @@ class SharedExperts(ExpertTensors):
         gate_H: torch.Tensor | None = None,
         activation: Activation = Activation.SILU,
         tp: RankGroup | None = None,
+        whole: SharedModule | None = None,
     ) -> None:
         hidden = weights.w2_SHI.shape[1]
         if weights.w13_SIH.shape[0] != 1 or weights.w13_SIH.shape[2] != hidden:
@@ -73,6 +79,8 @@ class SharedExperts(ExpertTensors):
         self._dtype = dtype
         self._activation = activation
         self._tp = RankGroup(None) if tp is None else tp
+        if whole is not None:
+            self.verify(whole)
 
     def part1(self, hidden_TH: torch.Tensor) -> torch.Tensor:
         """The first product: gate and up projection, ``[T, 2*I]``."""
@@ -95,13 +103,16 @@ class SharedExperts(ExpertTensors):
         return SharedRun(self, hidden_TH)
 
     @torch.no_grad()
-    def verify(self, whole: SharedModule, tokens: int = 8, tolerance: float = 1e-2) -> None:
-        """Hold the two parts against a host's own module on random tokens, once, at load time.
+    def verify(self, whole: SharedModule, tokens: int = 8, tolerance: float | None = None) -> None:
+        """Hold the two parts against a host's own module on random tokens; again where other weights were loaded.
 
         Tensor-parallel ranks call it together, each with the same module. Raises ``ValueError`` naming the layer where
-        their relative difference is past ``tolerance``: a module that does more than these two parts must not be split.
+        their relative difference is past ``tolerance``, by default 1 %, and 5 % in W8A8: a module that does more than
+        these two parts must not be split.
         """
         w2_1HI = self.w2_weight
+        if tolerance is None:
+            tolerance = 5e-2 if self._weights().quantized else 1e-2
         generator = torch.Generator().manual_seed(self._layer)
         hidden_TH = torch.randn(tokens, w2_1HI.shape[1], generator=generator).to(w2_1HI.device, self._dtype)
         expected_TH = whole(hidden_TH).float()
