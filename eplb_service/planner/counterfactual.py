@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,8 +14,9 @@ from eplb_service.placement import Float64, apply_layers, mean_par
 from eplb_service.planner.move_price import LayerTime
 from eplb_service.planner.outlook import Serving
 from eplb_service.planner.plan import Plan
-from eplb_service.planner.scoring import slowest_us, split_shares, split_steps
-from eplb_service.planner.settings import STEP, PlannerSettings
+from eplb_service.planner.scoring import split_steps, split_us
+from eplb_service.planner.settings import EVEN, PlannerSettings
+from eplb_service.planner.split_cost import SplitCost
 from eplb_service.planner.time_price import FITTED, TimePrice, time_price
 from eplb_service.planner.worth import Gain, gain_of
 
@@ -124,19 +126,20 @@ def counterfactual(
     if np.isnan(serving_TL).all():
         return None
     found_TL = step_us(window, found, settings.split, price)
-    best_TL = serving_TL
     hindsight = Serving(*apply_layers(serving.placement, serving.log2phy_RLE, decided.hindsight))
-    for other_TL in (
-        found_TL,
-        step_us(window, serving.changed_by(decided), settings.split, price),
-        step_us(window, hindsight, settings.split, price),
-    ):
-        faster_L = mean_par(other_TL, axis=0) < mean_par(best_TL, axis=0)
-        best_TL = np.where(faster_L, other_TL, best_TL)
+    others = serving.changed_by(decided), hindsight
+    best_TL = _fastest(
+        [serving_TL, found_TL, *(step_us(window, way, settings.split, price) for way in others)]
+    )
     left_T1, serving_T1, best_T1 = (_ms_of_steps(us_TL) for us_TL in (found_TL, serving_TL, best_TL))
     gain = _widened(gain_of(left_T1, serving_T1), price)
     if not gain.known:
         return None
+    cost = SplitCost.of(settings, serving.placement.ranks, window.experts)
+    if cost is not None:
+        ways = serving, found, *others
+        unsplit_TL = _fastest([step_us(window, way, EVEN, price) for way in ways])
+        price = replace(price, reason=f"{price.reason}; {_of_split(cost, serving_TL, unsplit_TL)}")
     mean_us = times.mean_us
     return Counterfactual(
         steps=window.steps,
@@ -154,13 +157,32 @@ def counterfactual(
 def step_us(window: Window, way: Serving, split: str, price: TimePrice) -> Float64:
     """Microseconds of each layer's slowest rank in each step, float64 ``[T, L]``; NaN where a layer has no tokens."""
     placement, tables_RLE = way.placement, way.log2phy_RLE
-    if split != STEP and not price.curve.linear:
-        share_LP = split_shares(window.heat_TLE, placement, tables_RLE, window.source_RLE, split)
-        return slowest_us(window.heat_TLE, placement, share_LP, price.curve)
+    if not price.curve.linear:
+        return split_us(window.heat_TLE, placement, tables_RLE, window.source_RLE, split, price.curve)
     # Where time follows tokens, the hottest rank is the slowest one.
     peak_TL = split_steps(window.heat_TLE, placement, tables_RLE, window.source_RLE, split).peak_TK
     us_TL = price.curve.floor_us + price.curve.slope_us * peak_TL
     return np.where(peak_TL > 0, us_TL, np.nan)
+
+
+def _fastest(ways: Sequence[Float64]) -> Float64:
+    """Of each layer the times of the way that is fastest in the mean, the first of equals, float64 ``[T, L]``."""
+    best_TL = ways[0]
+    for other_TL in ways[1:]:
+        faster_L = mean_par(other_TL, axis=0) < mean_par(best_TL, axis=0)
+        best_TL = np.where(faster_L, other_TL, best_TL)
+    return best_TL
+
+
+def _of_split(cost: SplitCost, serving_TL: Float64, unsplit_TL: Float64) -> str:
+    """What the stepwise split costs and wins, over the same placements under even shares and without it."""
+    split_ms = cost.ms_of_step(serving_TL.shape[1])
+    with_it, without = (float(mean_par(_ms_of_steps(us_TL))) for us_TL in (serving_TL, unsplit_TL))
+    return (
+        f"the stepwise split itself takes {split_ms:.3g} ms of a step more, {cost}: net of it and of the replicas "
+        f"that it wakes {without - with_it - split_ms:+.3f} ms per step over the best of these placements under even "
+        "shares, without it"
+    )
 
 
 def _ms_of_steps(us_TL: Float64) -> Float64:

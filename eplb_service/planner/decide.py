@@ -35,7 +35,7 @@ from eplb_service.planner.solver_request import (
     solve_picked,
     time_curve,
 )
-from eplb_service.planner.times import with_times
+from eplb_service.planner.times import with_times, without_slower
 from eplb_service.planner.topology import Topology
 from eplb_service.planner.validate import check_arguments, flaw_of
 from eplb_service.planner.verdict import Judge, stays
@@ -133,6 +133,9 @@ def plan(
         verdicts = with_times(
             verdicts, by_layer, window, placement, log2phy_RLE, settings.split, settings.cost_curve
         )
+        if settings.split == STEP and not settings.cost_curve.linear:
+            # Searched by tokens: whether that is worth the replicas that it wakes, only the curve says.
+            verdicts, changed = without_slower(verdicts, changed, settings)
     changed.sort(key=lambda layer_plan: _gain(verdicts[layer_plan.layer]), reverse=True)
     return Plan(tuple(changed), verdicts, price, hindsight)
 

@@ -11,9 +11,14 @@ import numpy.typing as npt
 from eplb_service.cost.curve import CostCurve
 from eplb_service.placement import Float64, Int32, Placement, dealing_width, mean_par, peak_par
 from eplb_service.planner.dealing import entry_parts
+from eplb_service.planner.settings import EVEN, STEP
+from eplb_service.solver.stepwise.slots import slots_by_step
 from eplb_service.solver.stepwise.split import loads_by_step
 from eplb_service.solver.time.evaluation import Curve, slowest_in_steps
 from eplb_service.solver.window import loads_of_ranks, served_window
+
+_STEPS_AT_A_TIME = 32
+"""Steps whose tokens are held by slot."""
 
 
 def source_shares(source_RLE: Float64 | None, ranks: int, layers: int, experts: int) -> Float64:
@@ -71,7 +76,7 @@ def split_shares(
     Float64
         float64 ``[L, R*S]``.
     """
-    if split == "even":
+    if split == EVEN:
         expert_LP = placement.phy2log_LRS.reshape(placement.layers, -1)
         share_LP: Float64 = 1.0 / np.take_along_axis(placement.replicas(), expert_LP, axis=1)
         return share_LP
@@ -110,7 +115,7 @@ def split_loads(
 
     A host that splits by step has the best split of each row's tokens, whole where heat is of an integer type.
     """
-    if split == "step":
+    if split == STEP:
         whole = heat_NLE.dtype.kind in "iu"
         return loads_by_step(_wide(heat_NLE), placement.phy2log_LRS.copy(), whole)
     return loads_under(heat_NLE, placement, split_shares(heat_NLE, placement, log2phy_RLE, source_RLE, split))
@@ -135,6 +140,60 @@ def slowest_us(
     """
     wide_NLE = np.ascontiguousarray(heat_NLE, dtype=np.float64)
     return slowest_in_steps(wide_NLE, placement.phy2log_LRS.copy(), share_LP, numbers_of(curve))
+
+
+def split_us(
+    heat_NLE: npt.NDArray[np.floating] | npt.NDArray[np.integer],
+    placement: Placement,
+    log2phy_RLE: Int32,
+    source_RLE: Float64 | None,
+    split: str,
+    curve: CostCurve,
+) -> Float64:
+    """As ``slowest_us``, by how the host splits tokens; arguments as for ``split_shares``.
+
+    What a stepwise split itself takes is left out (``split_cost``).
+    """
+    if split != STEP:
+        share_LP = split_shares(heat_NLE, placement, log2phy_RLE, source_RLE, split)
+        return slowest_us(heat_NLE, placement, share_LP, curve)
+    us_NL = np.full((len(heat_NLE), placement.layers), np.nan)
+    for begin in range(0, len(heat_NLE), _STEPS_AT_A_TIME):
+        part = slice(begin, begin + _STEPS_AT_A_TIME)
+        tokens_NLRS = stepwise_tokens(heat_NLE[part], placement)
+        busy_NL = tokens_NLRS.any(axis=(2, 3))
+        us_NL[part][busy_NL] = curve.rank_us(tokens_NLRS).max(axis=2)[busy_NL]
+    return us_NL
+
+
+def stepwise_tokens(
+    heat_NLE: npt.NDArray[np.floating] | npt.NDArray[np.integer], placement: Placement
+) -> Float64:
+    """Tokens of each slot where every row is split as well as can be, float64 ``[N, L, R, S]``.
+
+    Whole where heat is of an integer type. There are many best splits; ``slots_by_step`` says which this is.
+    """
+    phy2log_LRS = placement.phy2log_LRS.copy()
+    tokens_NLP = slots_by_step(_wide(heat_NLE), phy2log_LRS, heat_NLE.dtype.kind in "iu")
+    return tokens_NLP.reshape(len(heat_NLE), *phy2log_LRS.shape)
+
+
+def replicas_woken(
+    heat_TLE: npt.NDArray[np.floating] | npt.NDArray[np.integer], placement: Placement
+) -> float:
+    """Slots of a rank that a stepwise split has read another replica of an expert: mean over steps, layers and ranks.
+
+    Steps without tokens are left out; 0 where no step has any.
+    """
+    needed_TL = (heat_TLE > 0).sum(axis=2)
+    busy_TL = np.concatenate(
+        [
+            (stepwise_tokens(heat_TLE[begin : begin + _STEPS_AT_A_TIME], placement) > 0).sum(axis=(2, 3))
+            for begin in range(0, len(heat_TLE), _STEPS_AT_A_TIME)
+        ]
+    )
+    woken_N = (busy_TL - needed_TL)[needed_TL > 0]
+    return float(woken_N.mean()) / placement.ranks if woken_N.size else 0.0
 
 
 def numbers_of(curve: CostCurve) -> Curve:
@@ -214,7 +273,7 @@ def split_steps(
     A host that splits by step has no episodes: every step is balanced for itself.
     """
     asked_TKE = heat_TLE if layers is None else heat_TLE[:, list(layers)]
-    if split != "step":
+    if split != STEP:
         share_KP = split_shares(asked_TKE, placement, log2phy_RKE, source_RKE, split)
         return steps_under(heat_TLE, placement, share_KP, layers, episodes)
     loads_TKR = split_loads(asked_TKE, placement, log2phy_RKE, source_RKE, split)

@@ -140,6 +140,11 @@ class PlannerSettings:
         "Most entries that a dealing table has for each expert where split is deal; shares are multiples of one entry. "
         "A host that can do fewer gets fewer.",
     )
+    split_overhead_us: float | None = _setting(
+        None,
+        "Microseconds per layer that a stepwise split takes itself; gains under cost_curve are net of it. Assumed by "
+        "default.",
+    )
     warm: bool = _setting(
         True,
         "Start from the deployed placement and weigh every change against it. "
@@ -196,6 +201,7 @@ class PlannerSettings:
             ("expert_groups", 1),
             ("threads", 1),
             ("z", 0.0),
+            ("split_overhead_us", 0.0),
         ):
             if getattr(self, name) is not None:
                 self._at_least(name, bound)
@@ -208,8 +214,10 @@ class PlannerSettings:
                 continue
             if self.expert_groups is not None:
                 raise SettingsError(f"{name} and expert_groups do not go together; leave one of them out")
-            if self.split == "step":
-                raise SettingsError(f"{name} and split step do not go together yet; leave one of them out")
+        if self.fitted_curve and self.split == STEP:
+            raise SettingsError(
+                "fitted_curve and split step do not go together: slots' tokens are not known; leave one of them out"
+            )
         if not self.half_lives or not all(half_life > 0 for half_life in self.half_lives):
             raise SettingsError(
                 f"half_lives is {self.half_lives}; name at least one, each above 0 (inf: no fading)"

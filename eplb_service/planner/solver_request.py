@@ -111,9 +111,12 @@ def episode_heat(window: Window, settings: PlannerSettings, layer_P: npt.NDArray
 
 
 def time_curve(settings: PlannerSettings) -> Curve | None:
-    """What the solver lowers time by; ``None`` where it balances tokens: no curve is given, or a linear one."""
+    """What the solver lowers time by; ``None`` where it balances tokens: no curve is given, or a linear one.
+
+    A host that splits by step balances tokens whatever they cost: placements are made for that, and judged by time.
+    """
     curve = settings.cost_curve
-    if curve is None or curve.linear or settings.policy != "flashlb":
+    if curve is None or curve.linear or settings.policy != "flashlb" or settings.split == STEP:
         return None
     return numbers_of(curve)
 

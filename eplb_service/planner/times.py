@@ -11,7 +11,8 @@ from eplb_service.cost.curve import CostCurve
 from eplb_service.heat.window import Window
 from eplb_service.placement import Int32, Placement, mean_par
 from eplb_service.planner.plan import LayerPlan, LayerVerdict
-from eplb_service.planner.scoring import slowest_us, split_shares
+from eplb_service.planner.scoring import split_us
+from eplb_service.planner.settings import PlannerSettings
 
 
 def with_times(
@@ -34,8 +35,8 @@ def with_times(
     split, curve
         How the host splits tokens over replicas, and what they cost.
     """
-    share_LP = split_shares(window.heat_TLE, placement, log2phy_RLE, window.source_RLE, split)
-    seen_L = mean_par(slowest_us(window.heat_TLE, placement, share_LP, curve), axis=0)
+    us_TL = split_us(window.heat_TLE, placement, log2phy_RLE, window.source_RLE, split, curve)
+    seen_L = mean_par(us_TL, axis=0)
     timed = []
     for verdict, seen in zip(verdicts, seen_L.tolist(), strict=True):
         if np.isnan(seen):
@@ -54,5 +55,42 @@ def _planned_us(plan: LayerPlan, window: Window, experts: int, split: str, curve
     after = Placement(plan.phy2log_RS[None], experts)
     source_R1E = None if window.source_RLE is None else window.source_RLE[:, plan.layer, None]
     heat_T1E = window.heat_TLE[:, plan.layer, None]
-    share_1P = split_shares(heat_T1E, after, plan.log2phy_RE[:, None], source_R1E, split)
-    return float(mean_par(slowest_us(heat_T1E, after, share_1P, curve)))
+    return float(mean_par(split_us(heat_T1E, after, plan.log2phy_RE[:, None], source_R1E, split, curve)))
+
+
+def without_slower(
+    verdicts: Sequence[LayerVerdict], changed: Sequence[LayerPlan], settings: PlannerSettings
+) -> tuple[tuple[LayerVerdict, ...], list[LayerPlan]]:
+    """Verdicts and changes without those that were found by tokens and win too little time for their moves.
+
+    Parameters
+    ----------
+    verdicts
+        Of all layers in order, with times.
+    changed
+        The layers that are to change.
+    settings
+        With ``min_gain`` and ``move_price``, parts of the time here.
+    """
+    kept, paying = list(verdicts), []
+    for plan in changed:
+        verdict = verdicts[plan.layer]
+        seen, planned = verdict.us_seen, verdict.us_planned
+        assert seen is not None, "a layer without tokens does not change"
+        assert planned is not None
+        price = (settings.move_price or 0.0) * verdict.moves / plan.phy2log_RS.size
+        if seen - planned > (settings.min_gain + price) * seen:
+            paying.append(plan)
+            continue
+        kept[plan.layer] = replace(
+            verdict,
+            par_planned=verdict.par_seen,
+            us_planned=seen,
+            moves=0,
+            bytes=0,
+            changed=False,
+            optimism=0.0,
+            reason=f"kept: what was found, from {verdict.par_seen:.3f} to {verdict.par_planned:.3f}, takes its slowest "
+            f"rank {planned:.1f} us in place of {seen:.1f}: too little for {verdict.moves} moves",
+        )
+    return tuple(kept), paying

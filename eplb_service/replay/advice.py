@@ -12,7 +12,7 @@ from eplb_service.replay.jobs import Job
 from eplb_service.replay.policy import Policy
 from eplb_service.replay.policy_replay import PolicyReplay, Setup, weighted
 from eplb_service.replay.result import Replay
-from eplb_service.replay.runner import jobs_for
+from eplb_service.replay.runner import UNSPLIT, jobs_for
 from eplb_service.replay.schedule import ReplayError, Schedule
 
 MOVE_PRICES = (0.0, 0.1, 0.3, 1.0, 3.0)
@@ -87,7 +87,8 @@ class Advice:
 
 def first_jobs(slots: Sequence[int], schedule: Schedule, settings: PlannerSettings) -> list[Job]:
     """The first round: flashlb with each number of slots."""
-    return jobs_for(["flashlb"], [Setup(count, schedule) for count in slots], settings, hindsight=False)
+    jobs = jobs_for(["flashlb"], [Setup(count, schedule) for count in slots], settings, hindsight=False)
+    return [job for job in jobs if not job.label.startswith(UNSPLIT)]
 
 
 def second_jobs(first: Replay, steps: int, settings: PlannerSettings) -> list[Job]:
@@ -128,7 +129,7 @@ def advise(first: Replay, second: Replay, settings: PlannerSettings, choices_per
     pays, reasons = _judged(second, left_alone.par, score.par, score.floor, chosen, choices_per_step)
     if left_alone.moe_ms is not None and chosen.moe_ms is not None:
         pays, in_time = _judged_in_time(left_alone.moe_ms, chosen, score.stall_ms)
-        reasons = [in_time, *reasons[:1]]
+        reasons = [in_time, *reasons[:1], *_of_split(second, chosen)]
     return Advice(
         pays=pays,
         reasons=tuple(reasons),
@@ -194,8 +195,29 @@ def _judged_in_time(left_alone_ms: float, chosen: Option, stall_ms: float) -> tu
     )
 
 
+def _of_split(replay: Replay, chosen: Option) -> list[str]:
+    """Whether the stepwise split pays in the setting advised; nothing where steps are not split."""
+    cost = replay.costs.split
+    unsplit = [
+        policy
+        for policy in replay.policies
+        if policy.label.startswith(UNSPLIT) and policy.setup == chosen.setup
+    ]
+    if cost is None or not unsplit or unsplit[0].moe_ms is None or chosen.moe_ms is None:
+        return []
+    won = unsplit[0].moe_ms - chosen.moe_ms
+    return [
+        f"Of that the stepwise split itself takes {cost.ms_of_step(replay.layers):.3f} ms. By tables, without it, "
+        f"{unsplit[0].moe_ms:.3f} ms: the split {'pays' if won > 0 else 'does not pay'} ({won:+.3f} ms)."
+    ]
+
+
 def _options(replay: Replay, prices: dict[str, float], left_alone: _LeftAlone) -> list[Option]:
-    return [_option(replay, policy, prices.get(policy.label, 0.0), left_alone) for policy in replay.policies]
+    return [
+        _option(replay, policy, prices.get(policy.label, 0.0), left_alone)
+        for policy in replay.policies
+        if not policy.label.startswith(UNSPLIT)
+    ]
 
 
 def _option(replay: Replay, policy: PolicyReplay, price: float, left_alone: _LeftAlone) -> Option:

@@ -50,6 +50,9 @@ def assumptions(costs: Costs, given: Collection[str]) -> tuple[Assumption, ...]:
         add("bandwidth", f"{costs.bandwidth / 1e9:g} GB/s")
     if costs.step_ms or costs.curve is not None:
         add("commit_ms", f"{costs.commit_ms:g} ms")
+    if costs.split is not None and costs.curve is not None:
+        source = GIVEN if costs.split.stated else ASSUMED
+        found.append(Assumption("split_overhead_us", str(costs.split), source))
     if costs.step_ms or costs.bytes_per_expert:
         add("bytes_per_expert", f"{costs.bytes_per_expert}")
     return tuple(found)

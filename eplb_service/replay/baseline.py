@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb_service.cost.curve import CostCurve
 from eplb_service.heat.window import Window
 from eplb_service.io.trace import Trace
 from eplb_service.placement import Float64, Placement, apply_layers, mean_par, par
@@ -15,6 +14,7 @@ from eplb_service.planner.decide import plan_afresh
 from eplb_service.planner.noise_floor import noise_floor
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
+from eplb_service.replay.costs import Costs
 from eplb_service.replay.schedule import Schedule
 from eplb_service.replay.served import served_loads, served_us
 from eplb_service.replay.sliding_heat import SlidingHeat
@@ -34,7 +34,7 @@ class Baseline:
 
     ``heat`` is the trace's, which others may read along with this. ``settings`` are those of flashlb, which hindsight
     places with; ``None`` to leave hindsight out. ``split`` is how the host splits tokens over replicas, ``deal_width``
-    how many entries its tables have where it deals, and ``curve`` what tokens cost.
+    how many entries its tables have where it deals, and ``costs`` what tokens and a stepwise split cost.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Baseline:
         settings: PlannerSettings | None,
         split: str,
         deal_width: int,
-        curve: CostCurve | None = None,
+        costs: Costs,
     ) -> None:
         self.loads_LR: Float64 = np.zeros((placement.layers, placement.ranks))
         self._trace = trace
@@ -58,7 +58,7 @@ class Baseline:
         self._schedule = schedule
         self._settings = settings
         self._split = split
-        self._curve = curve
+        self._costs = costs
 
     def measure(self, step: int) -> BaselineRow:
         """The steps from ``step`` to the next decision."""
@@ -71,7 +71,7 @@ class Baseline:
         self.loads_LR = loads_TLR.sum(axis=0)
         floor_L = noise_floor(window.heat_TLE.sum(axis=2), self._placement.ranks)
         us_L = None
-        if self._curve is not None:
+        if self._costs.curve is not None:
             us_TL = served_us(
                 self._trace,
                 window.heat_TLE,
@@ -79,7 +79,8 @@ class Baseline:
                 self._placement,
                 self._tables_RLE,
                 self._split,
-                self._curve,
+                self._costs.curve,
+                self._costs.split_overhead_us,
             )
             us_L = mean_par(us_TL, axis=0)
         return BaselineRow(par(loads_TLR), floor_L, self._hindsight(window, step), us_L)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from eplb_service.cost.curve import CostCurve
+from eplb_service.planner.split_cost import SplitCost
 from eplb_service.replay.schedule import ReplayError
 
 
@@ -29,6 +30,8 @@ class Costs:
         Standstill of all ranks per switched layer.
     curve
         What tokens cost; ``None`` where the hottest rank's part of a step is taken as in proportion to its tokens.
+    split
+        What a stepwise split itself takes, under a curve; ``None`` where the host splits otherwise.
 
     Raises ``ReplayError`` on a value out of bounds.
     """
@@ -40,6 +43,7 @@ class Costs:
     solve_ms: float = 200.0
     commit_ms: float = 1.0
     curve: CostCurve | None = None
+    split: SplitCost | None = None
 
     def __post_init__(self) -> None:
         for name in ("step_ms", "moe_share", "bytes_per_expert", "bandwidth", "solve_ms", "commit_ms"):
@@ -50,6 +54,11 @@ class Costs:
             raise ReplayError(f"moe_share is {self.moe_share}; it is a part of the step, at most 1")
         if self.bandwidth == 0:
             raise ReplayError("bandwidth is 0; nothing would ever arrive")
+
+    @property
+    def split_overhead_us(self) -> float:
+        """Microseconds that a stepwise split itself takes in each layer of a step; 0 where there is none."""
+        return 0.0 if self.split is None else self.split.us
 
     def delay_steps(self, experts_received: int) -> int:
         """Steps from the end of a window until its decision serves; the busiest rank receives so many experts."""

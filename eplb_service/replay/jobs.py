@@ -184,7 +184,7 @@ def _decisions(
             job.hindsight,
             job.split,
             job.deal_width,
-            scene.costs.curve,
+            scene.costs,
         )
         for step in _steps_left(job, trace, done):
             mark = baseline.measure(step)

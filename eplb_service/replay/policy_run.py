@@ -169,7 +169,8 @@ class PolicyRun:
             return []
         placement, tables_RLE = self._serving.placement, self._serving.log2phy_RLE
         split = self._policy.settings.split
-        return [served_us(self._trace, heat_TLE, first, placement, tables_RLE, split, curve)]
+        overhead_us = self._costs.split_overhead_us
+        return [served_us(self._trace, heat_TLE, first, placement, tables_RLE, split, curve, overhead_us)]
 
     def _seen(self, window: Window, way: Serving) -> Float64:
         split = self._policy.settings.split

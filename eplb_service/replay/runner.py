@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from eplb_service.io.trace import Trace
-from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.settings import STEP, TABLES, PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.baseline import BaselineRow
 from eplb_service.replay.costs import Costs
@@ -22,6 +22,9 @@ from eplb_service.replay.workers import cores, run_in_processes, run_on_ray
 _FEW_EXPERTS = 100_000
 """Experts placed, over all layers and decisions, that one process is through with in a second or two."""
 
+UNSPLIT = "flashlb by tables"
+"""What a stepwise split is compared with."""
+
 OnProgress = Callable[[str, JobProgress], object]
 """Called with a job's label and what it has just done."""
 
@@ -31,6 +34,7 @@ def jobs_for(
 ) -> list[Job]:
     """A baseline for each setup, and every policy with each; all score the same steps.
 
+    Where steps are split under a cost curve, flashlb without the split is among them: by tables and planned for time.
     Raises ``ReplayError`` on an unknown policy, or nothing to do.
     """
     if not policies or not setups:
@@ -52,7 +56,14 @@ def jobs_for(
             )
             for name in policies
         ]
+        if settings.split == STEP and settings.cost_curve is not None:
+            jobs.append(unsplit_job(f"{UNSPLIT}{label}", setup, settings))
     return jobs
+
+
+def unsplit_job(label: str, setup: Setup, settings: PlannerSettings) -> Job:
+    """flashlb on a host that sends tokens by tables, otherwise as the settings say."""
+    return Job(label, setup, Policy.of("flashlb", replace(settings, split=TABLES)))
 
 
 def replay(

@@ -9,7 +9,7 @@ from eplb_service.cost.curve import CostCurve
 from eplb_service.io.containers.numpy_file import Array
 from eplb_service.io.trace import Heat, Trace
 from eplb_service.placement import Float64, Int32, Placement, dealt_to, with_entries
-from eplb_service.planner.scoring import slowest_us, split_loads, split_shares
+from eplb_service.planner.scoring import split_loads, split_us
 from eplb_service.planner.settings import EVEN, STEP
 
 _STEPS_READ = 8
@@ -46,14 +46,16 @@ def served_us(
     log2phy_RLE: Int32,
     split: str,
     curve: CostCurve,
+    split_overhead_us: float = 0.0,
 ) -> Float64:
     """Microseconds of each layer's slowest rank in the steps from ``first`` on, float64 ``[t, L]``.
 
-    Arguments as for ``served_loads``. NaN where a layer has no tokens.
+    Arguments as for ``served_loads``. NaN where a layer has no tokens. What a stepwise split itself takes is in it.
     """
+    if split == STEP:
+        return split_us(heat_TLE, placement, log2phy_RLE, None, split, curve) + split_overhead_us
     if split == EVEN or not knows_sources(trace, placement.ranks):
-        share_LP = split_shares(heat_TLE, placement, log2phy_RLE, None, split)
-        return slowest_us(heat_TLE, placement, share_LP, curve)
+        return split_us(heat_TLE, placement, log2phy_RLE, None, split, curve)
     slot_RLED = with_entries(log2phy_RLE, 3)
     us_TL = np.full((len(heat_TLE), placement.layers), np.nan)
     for begin in range(0, len(heat_TLE), _STEPS_READ):

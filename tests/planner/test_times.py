@@ -84,5 +84,3 @@ def test_a_curve_is_named_by_its_file(tmp_path):
         planner_settings({"cost_curve": str(tmp_path / "none.json")})
     with pytest.raises(SettingsError, match="do not go together"):
         PlannerSettings(cost_curve=H200, expert_groups=2)
-    with pytest.raises(SettingsError, match="do not go together"):
-        PlannerSettings(cost_curve=H200, split="step")

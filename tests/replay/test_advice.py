@@ -7,6 +7,7 @@ from eplb_service.cost.curve import CostCurve
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.io.trace import ArrayTrace
 from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.split_cost import SplitCost
 from eplb_service.replay.advice import MOVE_PRICES, advise, first_jobs, second_jobs
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.runner import replay, scene_for
@@ -87,11 +88,14 @@ def test_a_round_that_was_stopped_advises_nothing(skewed):
         advise(first, replace(second, interrupted=True), SETTINGS, 1.0)
 
 
-def in_time(tokens, slots=(4, 5, 6)):
-    curve = CostCurve(20.0, 11.6, 5.0, 0.0615)
-    settings = PlannerSettings(cost_curve=curve)
+CURVE = CostCurve(20.0, 11.6, 5.0, 0.0615)
+
+
+def in_time(tokens, slots=(4, 5, 6), settings=None):
+    settings = settings or PlannerSettings(cost_curve=CURVE)
+    costs = Costs(curve=CURVE, bytes_per_expert=1 << 20, split=SplitCost.of(settings, 8, 32))
     heat_TLE = synthetic_heat("static", 130, layers=1, experts=32, tokens=tokens, top_k=4, seed=2)
-    trace, scene = ArrayTrace(heat_TLE), scene_for(8, Costs(curve=curve, bytes_per_expert=1 << 20))
+    trace, scene = ArrayTrace(heat_TLE), scene_for(8, costs)
     first = replay(trace, first_jobs(slots, Schedule(40, 40), settings), scene)
     second = replay(trace, second_jobs(first, trace.steps, settings), scene)
     return advise(first, second, settings, float(heat_TLE.sum(axis=2).mean()))
@@ -113,3 +117,16 @@ def test_where_computing_takes_the_time_the_slots_that_are_fastest_are_advised_a
     assert given.chosen.setup.slots == 5
     assert given.pays
     assert given.chosen.moe_ms < given.moe_ms_left_alone
+
+
+def test_whether_the_stepwise_split_pays_is_said_and_it_takes_no_part_in_the_choice_of_slots():
+    free, dear = (
+        in_time(8192, (4, 5), PlannerSettings(split="step", split_overhead_us=us, cost_curve=CURVE))
+        for us in (0.0, 500.0)
+    )
+    for given in (free, dear):
+        assert [option.setup.slots for option in given.by_redundancy] == [4, 5]
+        assert not any("tables" in option.label for option in (*given.by_schedule, *given.by_moves))
+    assert any("itself takes 0.000 ms" in reason and "the split pays" in reason for reason in free.reasons)
+    assert any("the split does not pay" in reason for reason in dear.reasons)
+    assert dear.chosen.moe_ms > free.chosen.moe_ms + 0.4

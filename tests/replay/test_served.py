@@ -1,5 +1,7 @@
 """A replay of heat that was recorded by source scores what ranks really received, step by step."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -8,10 +10,12 @@ from eplb_service.io.open_trace import open_trace
 from eplb_service.io.trace import TraceFacts
 from eplb_service.io.trace_statistics import statistics
 from eplb_service.placement import Placement, even_log2phy, par
+from eplb_service.planner.scoring import split_us
 from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.split_cost import SplitCost
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.policy_replay import Setup
-from eplb_service.replay.runner import jobs_for, replay, scene_for
+from eplb_service.replay.runner import UNSPLIT, jobs_for, replay, scene_for, unsplit_job
 from eplb_service.replay.schedule import Schedule
 from eplb_service.replay.served import loads_from_sources, served_us
 from tests.cost.curves import H200, plain_rank_us
@@ -125,3 +129,27 @@ def test_a_replay_deals_each_steps_tokens_one_by_one(recorded):
     assert found.baselines[0].left_alone_DL.mean(axis=0) == pytest.approx(par(loads_TLR[20:]))
     both = replay(trace, jobs_for(["flashlb"], [Setup(SLOTS, Schedule(20, 20))], settings), scene_for(RANKS))
     assert both.policies[0].par_realised < par(loads_TLR[20:]).mean()
+
+
+def test_a_stepwise_split_is_timed_with_what_it_takes_itself_beside_tables_without_it(recorded):
+    trace, _ = recorded
+    settings = PlannerSettings(cost_curve=H200, split="step", split_overhead_us=40.0)
+    costs = Costs(curve=H200, split=SplitCost.of(settings, RANKS, EXPERTS))
+    setup = Setup(SLOTS, Schedule(20, 20))
+    jobs = jobs_for(["none"], [setup], settings, hindsight=False)
+    assert [job.label for job in jobs] == ["baseline", "none", UNSPLIT]
+    found = replay(trace, jobs, scene_for(RANKS, costs))
+    heat_TLE = SOURCE_TRLE.sum(axis=1)[20:]
+    us_TL = split_us(heat_TLE, PLACEMENT, PLACEMENT.default_log2phy(), None, "step", H200)
+    by_step, by_tables = found.policies
+    assert by_step.moe_ms == pytest.approx((us_TL + 40).mean(axis=0).sum() / 1e3)
+    assert found.moe_ms_left_alone(by_step) == pytest.approx(by_step.moe_ms)
+    (alone,) = replay(
+        trace,
+        [unsplit_job("alone", replace(setup, schedule=Schedule(20, 20, start=20)), settings)]
+        + [job for job in jobs if job.policy is None],
+        scene_for(RANKS, Costs(curve=H200)),
+    ).policies
+    assert by_tables.moe_ms == pytest.approx(alone.moe_ms)
+    plain = PlannerSettings(split="step")
+    assert len(jobs_for(["none"], [setup], plain, hindsight=False)) == 2, "nothing to compare without a curve"

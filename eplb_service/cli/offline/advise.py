@@ -81,13 +81,13 @@ def advise(
     if output.out is not None:
         check_output(output.out, (".json",))
     settings = planner_settings(planner)
-    costs = cost.costs(settings.cost_curve)
     from eplb_service.replay import advice
     from eplb_service.replay.jobs import Scene, TraceFile
     from eplb_service.replay.schedule import Schedule
 
     file = TraceFile(heat, reading.reading())
     trace = file.open()
+    costs = cost.costs(settings, group.ranks, trace.experts)
     with naming(heat):
         check_tokens(heat, trace)
         choices = _choices_per_step(trace)

@@ -17,6 +17,16 @@ class AssumptionDocument(Document):
     """``given``, ``assumed``, or where it was measured."""
 
 
+class SplitCostDocument(Document):
+    """What a stepwise split itself takes in one layer of a step."""
+
+    us: float
+    bytes: int
+    """Counts that each rank receives from all others."""
+    stated: bool
+    """Whether ``split_overhead_us`` was set; otherwise it is assumed."""
+
+
 class SolveDocument(Document):
     """What a placement is worth; the placement itself is in the file."""
 
@@ -37,6 +47,13 @@ class SolveDocument(Document):
     moe_ms_before: float | None
     """Slowest ranks of all layers in a step; ``null`` without a cost curve."""
     moe_ms_after: float | None
+    moe_ms_by_tables: float | None
+    """Of a placement made for tables, which needs no split; ``null`` but with a cost curve and ``split`` step."""
+    split_ms: float | None
+    """What the stepwise split itself takes of a step; not in the figures above."""
+    split: SplitCostDocument | None
+    replicas_woken_per_rank: float | None
+    """Slots of a rank and layer that the stepwise split has read another replica of an expert, mean over steps."""
     moves: int
     """Slots that must receive other weights."""
     solve_ms: float
@@ -106,6 +123,7 @@ class CostsDocument(Document):
     solve_ms: float
     commit_ms: float
     curve: CurveDocument | None
+    split: SplitCostDocument | None
 
 
 class ReplayDocument(Document):

@@ -137,12 +137,12 @@ def replay(
     """
     output.check()
     settings = planner_settings(planner)
-    costs = cost.costs(settings.cost_curve)
     from eplb_service.replay.jobs import Scene, TraceFile
     from eplb_service.replay.runner import replay_file
 
     file = TraceFile(heat, reading.reading())
     trace = file.open()
+    costs = cost.costs(settings, group.ranks, trace.experts)
     with naming(heat):
         check_tokens(heat, trace)
     counts = slots.counts(trace.experts, group.ranks)

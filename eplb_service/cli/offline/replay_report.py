@@ -104,7 +104,7 @@ def _footnotes(result: Replay, low: float, high: float) -> list[str]:
         fewest = min(result.policies, key=lambda policy: policy.setup.slots)
         left_alone, moe_ms = result.moe_ms_left_alone(fewest) or 0.0, best.moe_ms or 0.0
         lines.append(
-            "MoE ms: the slowest ranks of all layers in a step. "
+            f"MoE ms: the slowest ranks of all layers in a step{_with_split(result)}. "
             f"Left alone on {fewest.setup.slots} slots {left_alone:.3f}; {best.label} saves "
             f"{left_alone - moe_ms:.3f} ms, and its switches cost {result.score(best).stall_ms:.3f} ms."
         )
@@ -116,6 +116,13 @@ def _footnotes(result: Replay, low: float, high: float) -> list[str]:
             f"cost {won.stall_ms:.3f} ms of it."
         )
     return lines
+
+
+def _with_split(result: Replay) -> str:
+    split = result.costs.split
+    if split is None:
+        return ""
+    return f", and where it is split {split.ms_of_step(result.layers):.3f} ms for the split itself"
 
 
 def _block(value: float, low: float, high: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -13,6 +13,7 @@ import typer
 from rich.table import Table
 
 from eplb_service.atomic_write import check_output
+from eplb_service.cli.offline.split_worth import SplitWorth
 from eplb_service.cli.offline.warmup import compile_progress
 from eplb_service.cli.options.groups import option_groups
 from eplb_service.cli.options.layout import FirstLayerOption, FormatOption, RankOptions, SlotOptions
@@ -27,6 +28,7 @@ from eplb_service.placement import Placement, check_shape, mean_par
 from eplb_service.planner.dealing import first_tables
 from eplb_service.planner.options import planner_settings
 from eplb_service.planner.scoring import split_steps
+from eplb_service.planner.settings import EVEN, STEP, TABLES
 
 if TYPE_CHECKING:
     from eplb_service.io.trace import Trace
@@ -106,9 +108,21 @@ def solve(
         write_placement(output.out, solved, solution.log2phy, output.format, output.layer_numbers(trace))
         own_RLE = first_tables(solved, settings.split, settings.deal_width)
         fixed = split_steps(heat_TLE, solved, own_RLE, source_RLE, settings.split)
-        if settings.split == "tables":
-            even = solved_for(replace(settings, split="even", budget_ms=None))
-    found = _Found(solution, even, settings.policy, trace.steps, milliseconds, float(mean_par(fixed.par_K)))
+        if settings.split == TABLES:
+            even = solved_for(replace(settings, split=EVEN, budget_ms=None))
+        split_worth = None
+        if settings.split == STEP and settings.cost_curve is not None:
+            by_tables = solved_for(replace(settings, split=TABLES, budget_ms=None))
+            split_worth = SplitWorth.of(settings, heat_TLE, solved, solution, by_tables)
+    found = _Found(
+        solution,
+        even,
+        settings.policy,
+        trace.steps,
+        milliseconds,
+        float(mean_par(fixed.par_K)),
+        split_worth,
+    )
     if output.json:
         print_json(_document(found))
     else:
@@ -131,6 +145,8 @@ class _Found:
         Time of the search.
     par_fixed_tables
         PAR with the engines' own fixed tables.
+    split_worth
+        What a stepwise split costs and wins; ``None`` without one, or without a cost curve.
     """
 
     solution: Solution
@@ -139,6 +155,7 @@ class _Found:
     steps: int
     milliseconds: float
     par_fixed_tables: float
+    split_worth: SplitWorth | None = None
 
 
 def _print(found: _Found, out: Path) -> None:
@@ -158,6 +175,8 @@ def _print(found: _Found, out: Path) -> None:
             f"Under the cost curve the slowest ranks of all layers take {solution.ms_after:.3f} ms of a step, before "
             f"{solution.ms_before:.3f} ms."
         )
+    if found.split_worth is not None:
+        console.print(str(found.split_worth), markup=False)
     if even is not None:
         console.print(
             "For a host that itself spreads an expert's tokens evenly over its replicas (vLLM), --split even reaches "
@@ -196,7 +215,7 @@ def _table(solution: Solution) -> Table:
 
 
 def _document(found: _Found) -> dict[str, Any]:
-    solution, even = found.solution, found.even
+    solution, even, split = found.solution, found.even, found.split_worth
     layers, ranks, slots = solution.phy2log.shape
     return {
         "policy": found.policy,
@@ -211,6 +230,10 @@ def _document(found: _Found) -> dict[str, Any]:
         "par_after_split_even": None if even is None else even.par_after,
         "moe_ms_before": solution.ms_before,
         "moe_ms_after": solution.ms_after,
+        "moe_ms_by_tables": None if split is None else split.ms_by_tables,
+        "split_ms": None if split is None else split.ms,
+        "split": None if split is None else asdict(split.cost),
+        "replicas_woken_per_rank": None if split is None else split.woken,
         "moves": solution.moves,
         "solve_ms": found.milliseconds,
         "par_before_per_layer": solution.par_before_L,

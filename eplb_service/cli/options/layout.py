@@ -11,13 +11,14 @@ import typer
 from eplb_service.cli.errors import UserError, whole_numbers
 from eplb_service.cli.options.planner import NodesOption, TokenGroupOption, topology_of
 from eplb_service.cli.options.trace import check_tokens
-from eplb_service.cost.curve import CostCurve
 from eplb_service.heat.window import Counts
 from eplb_service.io.named_arrays import ReadAs
 from eplb_service.io.open_trace import naming, open_trace
 from eplb_service.io.placement_file import FORMATS, read_placement
 from eplb_service.io.trace import Trace
 from eplb_service.placement import Int32
+from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.split_cost import SplitCost
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.assumptions import Assumption, assumptions
 from eplb_service.replay.costs import Costs
@@ -173,9 +174,13 @@ class CostOptions:
         }
         return {name: value for name, value in stated.items() if value is not None}
 
-    def costs(self, curve: CostCurve | None = None) -> Costs:
-        """The same for a replay, with what tokens cost; raises ``ReplayError`` on a value out of bounds."""
-        return replace(Costs(curve=curve), **self.given())  # type: ignore[arg-type]
+    def costs(self, settings: PlannerSettings, ranks: int, experts: int) -> Costs:
+        """The same for a replay, with what tokens and a stepwise split cost.
+
+        Raises ``ReplayError`` on a value out of bounds.
+        """
+        split = SplitCost.of(settings, ranks, experts)
+        return replace(Costs(curve=settings.cost_curve, split=split), **self.given())  # type: ignore[arg-type]
 
     def assumptions(self, costs: Costs) -> tuple[Assumption, ...]:
         """What results with these costs rest on."""

@@ -9,11 +9,13 @@ import pytest
 
 from eplb_service import Placement
 from eplb_service.cli import main
+from eplb_service.cost.curve_file import write_curves
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.io.placement_file import read_placement
 from eplb_service.placement import check_log2phy, par
-from eplb_service.planner.scoring import rank_loads
+from eplb_service.planner.scoring import rank_loads, replicas_woken, split_us
 from tests.cli.published import held
+from tests.cost.curves import H200
 from tests.solver.layers_of import KNOWN_EXAMPLE
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 16, 4, 5
@@ -247,3 +249,24 @@ def test_a_prior_of_another_model_or_beside_a_placement_is_refused(tmp_path, tra
     assert code == 2
     assert "either --placement or --prior" in err
     assert not out.exists()
+
+
+def test_under_a_curve_a_stepwise_split_is_set_against_tables_net_of_what_it_takes(tmp_path, trace, capsys):
+    write_curves(tmp_path / "curve.json", [H200])
+    arguments = ["--heat", trace, "--ranks", RANKS, "--slots", SLOTS, "--split", "step"]
+    arguments += ["--cost-curve", tmp_path / "curve.json", "--out", tmp_path / "a.npz"]
+    code, printed, _ = solve(capsys, *arguments, "--split-overhead-us", 4)
+    assert code == 0
+    assert "The split itself takes 0.012 ms of a step more" in " ".join(printed.split())
+    code, printed, _ = solve(capsys, *arguments, "--json")
+    assert code == 0
+    reported = held("solve", printed)
+    assert reported["split"]["bytes"] == (RANKS - 1) * EXPERTS * 4
+    assert not reported["split"]["stated"]
+    assert reported["split_ms"] == pytest.approx(LAYERS * reported["split"]["us"] / 1e3)
+    with np.load(trace) as file, np.load(tmp_path / "a.npz") as made:
+        placement = Placement(made["phy2log"], EXPERTS)
+        us_TL = split_us(file["counts"], placement, made["log2phy"], None, "step", H200)
+        assert reported["replicas_woken_per_rank"] == pytest.approx(replicas_woken(file["counts"], placement))
+    assert reported["moe_ms_after"] == pytest.approx(us_TL.mean(axis=0).sum() / 1e3)
+    assert reported["moe_ms_by_tables"] > 0

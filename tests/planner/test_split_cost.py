@@ -1,0 +1,158 @@
+"""Under a cost curve a stepwise split is judged by time: slot by slot, net of what it takes itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from eplb_service.cost.curve import CostCurve
+from eplb_service.heat.step_times import StepTimes
+from eplb_service.heat.synthetic import synthetic_heat
+from eplb_service.heat.window import Window
+from eplb_service.offline import solve
+from eplb_service.placement import Placement
+from eplb_service.planner.counterfactual import counterfactual
+from eplb_service.planner.decide import plan
+from eplb_service.planner.outlook import Serving
+from eplb_service.planner.plan import Plan
+from eplb_service.planner.scoring import replicas_woken, split_us, stepwise_tokens
+from eplb_service.planner.settings import PlannerSettings, SettingsError
+from eplb_service.planner.solver_request import time_curve
+from eplb_service.planner.split_cost import SplitCost
+from eplb_service.planner.topology import Topology
+from tests.cost.curves import H200, plain_rank_us
+from tests.solver.slow import stepwise as slow
+
+RANKS, SLOTS, EXPERTS, LAYERS, STEPS = 4, 5, 16, 2, 40
+HEAT = synthetic_heat("static", STEPS, LAYERS, EXPERTS, tokens=2048, top_k=4, seed=5)
+SMALL = synthetic_heat("static", STEPS, LAYERS, EXPERTS, tokens=8, top_k=4, seed=5)
+FIRST = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
+STEP = PlannerSettings(split="step", cost_curve=H200, threads=1)
+
+
+def plain_us(heat_TLE: np.ndarray, placement: Placement, curve: CostCurve) -> list[list[float]]:
+    """By the definition, of the slots' tokens; which are a best split of each step by an oracle."""
+    tokens_TLRS = stepwise_tokens(heat_TLE, placement)
+    found = []
+    for heat_LE, tokens_LRS in zip(heat_TLE, tokens_TLRS, strict=True):
+        row = []
+        for heat_E, phy2log_RS, tokens_RS in zip(heat_LE, placement.phy2log_LRS, tokens_LRS, strict=True):
+            best = slow.optimum(phy2log_RS, heat_E.astype(float))
+            assert tokens_RS.sum(axis=1).max() == np.ceil(best - 1e-6)
+            row.append(max(plain_rank_us(curve, tokens) for tokens in tokens_RS.tolist()))
+        found.append(row)
+    return found
+
+
+@pytest.mark.parametrize("heat_TLE", [HEAT, SMALL])
+def test_time_is_that_of_the_slots_under_each_steps_best_split(heat_TLE: np.ndarray) -> None:
+    found_TL = split_us(heat_TLE, FIRST, FIRST.default_log2phy(), None, "step", H200)
+    np.testing.assert_allclose(found_TL, plain_us(heat_TLE, FIRST, H200))
+
+
+def test_a_layer_without_tokens_takes_no_time_and_steps_are_not_mixed_up() -> None:
+    heat_TLE = np.concatenate([HEAT, SMALL])
+    heat_TLE[7, 1] = 0
+    found_TL = split_us(heat_TLE, FIRST, FIRST.default_log2phy(), None, "step", H200)
+    assert np.argwhere(np.isnan(found_TL)).tolist() == [[7, 1]]
+    for step in (0, 31, 32, 33, 79):
+        alone = split_us(heat_TLE[step, None], FIRST, FIRST.default_log2phy(), None, "step", H200)
+        np.testing.assert_array_equal(found_TL[step], alone[0])
+
+
+def test_other_splits_are_timed_as_they_were() -> None:
+    tables = FIRST.default_log2phy()
+    by_tables, even = (split_us(HEAT, FIRST, tables, None, split, H200) for split in ("tables", "even"))
+    assert by_tables.mean() >= even.mean() > 0
+
+
+def test_replicas_woken_are_counted_by_hand() -> None:
+    placement = Placement(np.array([[[0, 1, 2], [0, 3, 1]]], dtype=np.int32), 4)
+    heat_TLE = np.array([[[4, 0, 1, 1]], [[1, 1, 1, 1]], [[0, 0, 0, 0]]])
+    # First 2 of the 4 tokens of expert 0 go to each rank: one slot more than experts with tokens. Then none.
+    assert replicas_woken(heat_TLE, placement) == pytest.approx((1 + 0) / 2 / 2)
+    assert replicas_woken(heat_TLE[2:], placement) == 0
+
+
+def test_the_split_itself_takes_what_was_set_or_what_is_assumed_of_its_bytes() -> None:
+    assert SplitCost.of(PlannerSettings(), 8, 64) is None
+    stated = SplitCost.of(replace(STEP, split_overhead_us=7.5), 8, 64)
+    assert stated == SplitCost(7.5, 7 * 64 * 4, True)
+    assert str(stated) == "7.5 us per layer (stated), 1,792 bytes of counts to each rank"
+    slow_link, assumed = (SplitCost.of(replace(STEP, link_bandwidth=gb), 8, 64) for gb in (0.001, 25.0))
+    assert slow_link.us - assumed.us == pytest.approx(1792 / 1e6 * 1e6 * (1 - 0.001 / 25))
+    assert "assumed" in str(assumed)
+    assert assumed.ms_of_step(10) == pytest.approx(assumed.us / 100)
+    with pytest.raises(SettingsError, match="split_overhead_us is -1"):
+        PlannerSettings(split_overhead_us=-1)
+
+
+def test_a_curve_changes_no_placement_that_it_does_not_refuse() -> None:
+    plain = solve(HEAT, RANKS, SLOTS, split="step", threads=1)
+    timed = solve(HEAT, RANKS, SLOTS, split="step", cost_curve=H200, threads=1)
+    assert time_curve(STEP) is None
+    changed = [verdict.layer for verdict in timed.verdicts if verdict.changed]
+    assert changed
+    for layer in changed:
+        np.testing.assert_array_equal(timed.phy2log[layer], plain.phy2log[layer])
+    assert timed.ms_after < timed.ms_before
+    us_TL = split_us(HEAT, Placement(timed.phy2log, EXPERTS), timed.log2phy, None, "step", H200)
+    assert timed.ms_after == pytest.approx(us_TL.mean(axis=0).sum() / 1e3)
+
+
+def test_what_evens_tokens_out_and_saves_no_time_is_not_done() -> None:
+    # Below the knee all that counts is how many slots have tokens.
+    reading = CostCurve(0.0, 50.0, 0.0, 1e-6)
+    settings = replace(STEP, cost_curve=reading, par_threshold=1.0, min_gain=0.0, move_price=0.0)
+    by_tokens = plan(
+        Window(HEAT), FIRST, FIRST.default_log2phy(), Topology.flat(RANKS), replace(settings, cost_curve=None)
+    )
+    assert by_tokens.layers
+    by_time = plan(Window(HEAT), FIRST, FIRST.default_log2phy(), Topology.flat(RANKS), settings)
+    for layer_plan in by_tokens.layers:
+        verdict = by_time.verdicts[layer_plan.layer]
+        assert not verdict.changed
+        assert verdict.reason.startswith("kept: what was found, from ")
+        assert (verdict.moves, verdict.par_planned, verdict.us_planned) == (
+            0,
+            verdict.par_seen,
+            verdict.us_seen,
+        )
+    assert by_time.layers == ()
+
+
+def test_moves_must_be_worth_their_part_of_the_time() -> None:
+    settings = replace(STEP, par_threshold=1.0, min_gain=0.0, move_price=0.0)
+    free = plan(Window(HEAT), FIRST, FIRST.default_log2phy(), Topology.flat(RANKS), settings)
+    (worst, *_) = free.layers
+    verdict = free.verdicts[worst.layer]
+    won = 1 - verdict.us_planned / verdict.us_seen
+    for min_gain, changes in ((0.9 * won, True), (1.1 * won, False)):
+        tried = replace(settings, min_gain=min_gain, holdout=False)
+        found = plan(Window(HEAT), FIRST, FIRST.default_log2phy(), Topology.flat(RANKS), tried)
+        assert found.verdicts[worst.layer].changed is changes
+
+
+def test_the_service_says_what_the_split_takes_and_what_it_wins_net() -> None:
+    found = Serving(FIRST, FIRST.default_log2phy())
+    unknown = StepTimes(np.full(STEPS, np.nan), np.full(STEPS, np.nan))
+    settings = replace(STEP, split_overhead_us=3.0)
+    worth = counterfactual(Window(HEAT), found, found, Plan((), ()), settings, unknown)
+    assert worth is not None
+    with_it = split_us(HEAT, FIRST, found.log2phy_RLE, None, "step", H200).sum(axis=1).mean() / 1e3
+    even = split_us(HEAT, FIRST, found.log2phy_RLE, None, "even", H200).sum(axis=1).mean() / 1e3
+    assert worth.serving_ms == pytest.approx(with_it)
+    assert (
+        "the stepwise split itself takes 0.006 ms of a step more, 3 us per layer (stated)"
+        in worth.price.reason
+    )
+    assert f"{even - with_it - 0.006:+.3f} ms per step" in worth.price.reason
+
+
+def test_what_cannot_go_together_is_refused() -> None:
+    with pytest.raises(SettingsError, match="fitted_curve and split step do not go together"):
+        PlannerSettings(fitted_curve=True, split="step")
+    with pytest.raises(SettingsError, match="cost_curve and expert_groups"):
+        PlannerSettings(cost_curve=H200, split="step", expert_groups=2)
