@@ -138,11 +138,11 @@ class HeatRecorder:
                 HeatReport(
                     copy.first_step,
                     copy.layer_epochs,
-                    self._counts_of(copy.slots_TLS),
+                    _array(copy.slots_TLS),
                     np.array(copy.phases, dtype=np.uint8),
-                    self._counts_of(copy.sources_TLE),
+                    _array(copy.sources_TLE),
                     np.array(copy.tokens, dtype=np.int64) if copy.tokens else None,
-                    source_sums_LE=self._counts_of(copy.source_sums_LE),
+                    source_sums_LE=_array(copy.source_sums_LE),
                     micros_T=np.array(copy.micros, dtype=np.int64),
                 )
             )
@@ -186,17 +186,6 @@ class HeatRecorder:
     def _sums_out(self, rings: _Rings | None, rows: list[int]) -> torch.Tensor | None:
         """The same summed over the rows, on the device, ``[L, width]``."""
         return None if rings is None else self._to_host(_segment(rings, rows).sum(dim=0, dtype=torch.int32))
-
-    def _counts_of(self, copied: torch.Tensor | None) -> npt.NDArray[np.int32] | None:
-        """What has arrived, in memory of its own.
-
-        Memory that a device copies into is dear to get, and must not wait in a queue: given back here, it serves the
-        next segment.
-        """
-        if copied is None:
-            return None
-        counts: npt.NDArray[np.int32] = copied.numpy()
-        return counts if self._device.type == "cpu" else counts.copy()
 
     def _to_host(self, counts: torch.Tensor) -> torch.Tensor:
         """One contiguous copy of what was gathered for it to the host, which may still be under way."""
@@ -259,3 +248,7 @@ def _rings(rings: Iterable[torch.Tensor | None]) -> _Rings | None:
     found = list(rings)
     there = [ring for ring in found if ring is not None]
     return _Rings(there) if len(there) == len(found) else None
+
+
+def _array(counts_TLX: torch.Tensor | None) -> npt.NDArray[np.int32] | None:
+    return None if counts_TLX is None else counts_TLX.numpy()
