@@ -31,6 +31,7 @@ _SETTLE_SECONDS = 4.0
 _GROW_SECONDS = 30.0
 """By then a service knows how fast the ranks step, and has asked them for reports of another length."""
 _PLAN_SECONDS = 300.0
+_ARRIVE_SECONDS = 30.0
 _NEVER = 1 << 30
 _ROOM = 1 << 13
 _READINGS = 10
@@ -120,12 +121,25 @@ def _decide(service: MeasuredService, ranks: RankProcesses) -> tuple[tuple[float
         request = operator_pb2.RebalanceRequest(deployment=DEPLOYMENT)
         answer = operators.Rebalance(request, timeout=_PLAN_SECONDS)
         seconds = time.monotonic() - began
-        time.sleep(2.0)
         if not answer.plan_id:
             return None, seconds
+        everywhere = _everywhere(ranks)
         history = operators.GetHistory(operator_pb2.GetHistoryRequest(deployment=DEPLOYMENT, limit=1))
-    arrivals = [1e3 * (at - history.plans[0].at) for tally in ranks.tallies() for at in tally.plans_at]
+    if not everywhere:
+        return None, seconds
+    arrivals = [1e3 * (at - history.plans[0].at) for at in everywhere]
     return (min(arrivals), max(arrivals)), seconds
+
+
+def _everywhere(ranks: RankProcesses) -> list[float]:
+    """When each rank got its plan, once all have it; nothing where one does not in time."""
+    end = time.monotonic() + _ARRIVE_SECONDS
+    while time.monotonic() < end:
+        time.sleep(1.0)
+        arrived = [at for tally in ranks.tallies() for at in tally.plans_at]
+        if all(arrived):
+            return arrived
+    return []
 
 
 def _summary(

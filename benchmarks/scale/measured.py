@@ -30,7 +30,8 @@ class Measured:
     hold_ms, long_holds, holds_ms
         Longest callback by CPU, how many took over 20 ms, and the longest by name.
     plan_ms
-        From the offer of a plan until the first rank, and the last, has it; ``None`` where none was made.
+        From the offer of a plan until the first rank, and the last, has it; ``None`` where none was made, or a rank
+        never got it.
     decide_seconds
         That the decision before it took.
     hold_deciding_ms, holds_deciding_ms
@@ -56,6 +57,13 @@ class Measured:
     decide_seconds: float
     hold_deciding_ms: float
     holds_deciding_ms: dict[str, float]
+
+    @property
+    def report_steps(self) -> float:
+        """Steps in a report; 0 where there was none."""
+        if not self.reports_per_second:
+            return 0.0
+        return self.ranks * self.wanted_per_second / self.reports_per_second
 
     @property
     def grown_mb(self) -> float:

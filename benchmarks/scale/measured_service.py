@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.scale.holds import Holds, watched
-from eplb_service.control.server.garbage import leave_out_what_lives
+from eplb_service.control.server.garbage import keep_collections_short, leave_out_what_lives
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.settings import load_settings
 from eplb_service.telemetry.logs import configure_logs
@@ -101,12 +101,14 @@ async def _run(pipe: Connection, flags: dict[str, Any], holds: Holds) -> None:
     async with running_service(load_settings(flags, environment={})) as service:
         await service.warm
         leave_out_what_lives()
+        short = asyncio.create_task(keep_collections_short())
         asyncio.get_running_loop().add_reader(pipe.fileno(), lambda: asked.put_nowait(pipe.recv()))
         pipe.send(service.address)
         while await asked.get() == "read":
             pipe.send(_reading(service, holds))
             holds.clear()
         asyncio.get_running_loop().remove_reader(pipe.fileno())
+        short.cancel()
 
 
 def _reading(service: RunningService, holds: Holds) -> Reading:

@@ -22,7 +22,7 @@ from eplb_service.control.server.access.gate import Gate
 from eplb_service.control.server.access.in_flight import InFlight
 from eplb_service.control.server.access.quotas import Quotas
 from eplb_service.control.server.deciding.priors import PriorError
-from eplb_service.control.server.garbage import leave_out_what_lives
+from eplb_service.control.server.garbage import keep_collections_short, leave_out_what_lives
 from eplb_service.control.server.grpc_server import bound, certificates_of, grpc_server
 from eplb_service.control.server.lease.choose import lease_of
 from eplb_service.control.server.lease.interface import LeaseLostError
@@ -175,7 +175,9 @@ async def _lead(
         if service.warm.done():
             service.warm.result()
             _log.info("settled", objects=leave_out_what_lives())
+            short = asyncio.create_task(keep_collections_short())
             await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
+            await _cancel(short)
         await _cancel(*over)
         _log.info("stopping")
     if service.plane.decider.computing:

@@ -1,0 +1,49 @@
+"""Collections see what was made in the last second alone; garbage of it goes at once, the rest later."""
+
+import gc
+import weakref
+
+import pytest
+
+from eplb_service.control.server.garbage import leave_out_what_is_young, leave_out_what_lives
+
+
+class Knot:
+    """What only a collection can free."""
+
+    def __init__(self):
+        self.itself = self
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    gc.disable()
+    yield
+    gc.unfreeze()
+    gc.enable()
+    gc.collect()
+
+
+def test_what_lives_is_gone_through_no_more():
+    leave_out_what_lives()
+    kept = Knot()
+    assert any(one is kept for one in gc.get_objects())
+    leave_out_what_is_young()
+    assert not any(one is kept for one in gc.get_objects())
+
+
+def test_young_garbage_is_freed_before_what_lives_is_set_aside():
+    seen = weakref.ref(Knot())
+    leave_out_what_is_young()
+    assert seen() is None
+
+
+def test_what_becomes_garbage_later_waits_for_a_full_collection():
+    knot = Knot()
+    seen = weakref.ref(knot)
+    leave_out_what_is_young()
+    del knot
+    leave_out_what_is_young()
+    assert seen() is not None
+    leave_out_what_lives()
+    assert seen() is None
