@@ -182,36 +182,55 @@ def serving(hidden: int, intermediate: int, ranks: int, pairs: int) -> tuple[lis
     return ratios, figures
 
 
-def commit(hidden: int, intermediate: int, experts: int, rounds: int) -> Ratio:
-    """Installing experts in place against one plain copy of as many bytes."""
+def commit(hidden: int, intermediate: int, experts: int, rounds: int, device: torch.device) -> Ratio:
+    """Installing experts in place, until the device is done, against one plain copy of as many bytes."""
     shape = MoEShape(0, EXPERTS, hidden, intermediate)
     first_RS = np.arange(EXPERTS, dtype=np.int32)[None]
-    layer = ExpertParallelMoE(shape, first_RS, seeded_experts(shape))
+    layer = ExpertParallelMoE(shape, first_RS, seeded_experts(shape), device=device)
     staged = [torch.randn_like(weight[:experts]) for weight in layer.expert_weights()]
     size = sum(buffer.nbytes for buffer in staged)
-    source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
     slots = list(range(0, EXPERTS, EXPERTS // experts))[:experts]
-    tables = (layer.expert_map.clone(), layer.log2phy.clone())
-    for _ in range(3):
+    tables = (layer.expert_map.cpu().clone(), layer.log2phy.cpu().clone())
+
+    def installed() -> None:
         install(layer, staged, slots, *tables)
+        _finish(device)
+
+    def copied() -> None:
         target.copy_(source)
-    ones, others = by_turns(
-        lambda: install(layer, staged, slots, *tables), lambda: target.copy_(source), rounds
-    )
+        _finish(device)
+
+    for _ in range(3):
+        installed()
+        copied()
+    ones, others = by_turns(installed, copied, rounds)
     return Ratio.of(f"commit of {experts} experts / memcpy of their {size / 1e6:.0f} MB", ones, others, 1.5)
 
 
-def transfer(hidden: int, intermediate: int, experts: int, rounds: int) -> tuple[Ratio, float]:
-    """Moving experts from rank 0 to rank 1 against the link's own speed; also megabytes a second."""
+def _finish(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+
+
+def transfer(
+    hidden: int, intermediate: int, experts: int, rounds: int, device: torch.device
+) -> tuple[Ratio, float]:
+    """Moving experts from rank 0 to rank 1 against the host's link; also megabytes a second.
+
+    Those of a device go by way of the host: what two ranks on one device can do.
+    """
     group, _ = AgentGroup.join(dist.group.WORLD, "here", "127.0.0.1", None)
     shape = MoEShape(0, EXPERTS, hidden, intermediate)
-    layer = ExpertParallelMoE(shape, np.arange(EXPERTS, dtype=np.int32)[None], seeded_experts(shape))
+    first_RS = np.arange(EXPERTS, dtype=np.int32)[None]
+    layer = ExpertParallelMoE(shape, first_RS, seeded_experts(shape), device=device)
     moves_M5 = np.array([(0, slot, 1, slot, slot) for slot in range(experts)], dtype=np.int32)
     update = RankLayer(
         0, np.zeros((2, EXPERTS), dtype=np.int32), np.zeros(EXPERTS, np.int32), (0, 0), moves_M5
     )
     limits = TransferLimits(timedelta(seconds=60), AgentSettings().chunk_bytes)
-    lanes = Lanes(group, Backend.GLOO, torch.device("cpu"), limits.timeout)
+    lanes = Lanes(group, Backend.GLOO, device, limits.timeout)
     worker = TransferWorker(lanes, limits, ByteBudget(None))
     link = group.process_group("raw", timedelta(seconds=60))
     size = experts * sum(weight[0].nbytes for weight in layer.expert_weights())
@@ -267,9 +286,9 @@ def main() -> None:
     beside, more = overhead(options["pairs"], device)
     ratios.append(beside)
     figures |= more
-    ratios.append(commit(*size, experts=4, rounds=options["rounds"]))
+    ratios.append(commit(*size, experts=4, rounds=options["rounds"], device=device))
     dist.barrier()
-    moved, megabytes = transfer(*size, experts=4, rounds=options["rounds"])
+    moved, megabytes = transfer(*size, experts=4, rounds=options["rounds"], device=device)
     ratios.append(moved)
     figures["transfer_megabytes_per_second"] = megabytes
     if rank == 0:

@@ -26,9 +26,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40, help="commits and transfers timed (40)")
     parser.add_argument("--hidden", type=int, default=2048, help="H of the experts that are moved (2048)")
     parser.add_argument("--intermediate", type=int, default=768, help="I of the experts that are moved (768)")
-    parser.add_argument(
-        "--device", default="cpu", help="where the 58-layer host's tensors are, as torch names it (cpu)"
-    )
+    parser.add_argument("--device", default="cpu", help="where the 58-layer host and moved experts are (cpu)")
     parser.add_argument("--json", type=Path, default=None, help="write all figures here")
     arguments = parser.parse_args()
     options = {
