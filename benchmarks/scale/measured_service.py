@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.scale.holds import Holds, watched
 from eplb_service.control.server.garbage import keep_collections_short, leave_out_what_lives
 from eplb_service.control.server.service import RunningService, running_service
-from eplb_service.control.server.settings import load_settings
+from eplb_service.control.server.settings_sources import load_settings
 from eplb_service.telemetry.logs import configure_logs
 
 _START_SECONDS = 120.0

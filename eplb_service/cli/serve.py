@@ -19,12 +19,8 @@ from eplb_service.cli.options.planner import PANEL
 from eplb_service.control.server.lease.interface import LeaseError, LeaseLostError
 from eplb_service.control.server.listening.probes import ListenError
 from eplb_service.control.server.service import RunningService, serve_until_stopped
-from eplb_service.control.server.settings import (
-    ENVIRONMENT_PREFIX,
-    ServiceSettings,
-    SettingsError,
-    load_settings,
-)
+from eplb_service.control.server.settings import ENVIRONMENT_PREFIX, ServiceSettings, SettingsError
+from eplb_service.control.server.settings_sources import load_settings
 from eplb_service.control.server.store.store_file import StoreError
 from eplb_service.planner.options import planner_options
 from eplb_service.telemetry.logs import configure_logs

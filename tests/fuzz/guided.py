@@ -11,14 +11,15 @@ import warnings
 import atheris
 
 with atheris.instrument_imports(include=["eplb_service", "worker_agent"]):
-    from tests.fuzz.decoders import DECODERS, told_clearly
+    from tests.fuzz.decoder import outcome_of
+    from tests.fuzz.decoders import DECODERS
 
 
 def main() -> None:
     """Never returns: libFuzzer ends the process."""
     decoder = DECODERS[sys.argv[1]]
     warnings.simplefilter("error")
-    atheris.Setup([sys.argv[0], *sys.argv[2:]], lambda data: told_clearly(decoder, data) and None)
+    atheris.Setup([sys.argv[0], *sys.argv[2:]], lambda data: outcome_of(decoder, data) and None)
     atheris.Fuzz()
 
 

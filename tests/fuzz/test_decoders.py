@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from eplb_service.wire.codec import MAX_MESSAGE_BYTES, pack, unpack
 from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import tensor_pb2
-from tests.fuzz.decoders import DECODERS, Decoder, told_clearly
+from tests.fuzz.decoder import Decoder, outcome_of
+from tests.fuzz.decoders import DECODERS
 
 EDITS = st.lists(
     st.tuples(
@@ -55,14 +56,14 @@ def test_damaged_bytes_end_in_one_clear_error(
     name: str, which: int, edits: list[tuple[str, int, bytes]]
 ) -> None:
     seeds = DECODERS[name].seeds()
-    told_clearly(DECODERS[name], edited(seeds[which % len(seeds)], edits))
+    outcome_of(DECODERS[name], edited(seeds[which % len(seeds)], edits))
 
 
 @pytest.mark.parametrize("name", DECODERS)
 @given(data=st.binary(max_size=200))
 @settings(max_examples=100, deadline=None)
 def test_noise_ends_in_one_clear_error(name: str, data: bytes) -> None:
-    told_clearly(DECODERS[name], data)
+    outcome_of(DECODERS[name], data)
 
 
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
@@ -79,7 +80,7 @@ def test_an_array_that_lies_about_itself_is_refused(fields: dict[str, Any]) -> N
     read: list[Any] = []
     packed = tensor_pb2.PackedArray(**fields)
     decoder = Decoder(list, lambda _: read.append(unpack(packed, (None, 5), "field")), (WireError,))
-    reported = told_clearly(decoder, b"")
+    reported = outcome_of(decoder, b"")
     assert reported.startswith("field: ") or (read[0].dtype, read[0].shape[1]) == (np.int32, 5)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from eplb_service.control.core.limits import Limits
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.pacing import Pacing
 from eplb_service.cost.curve import CostCurve
@@ -11,6 +12,7 @@ from eplb_service.placement import Float64
 from eplb_service.planner.counterfactual import Counterfactual
 from eplb_service.planner.move_price import MovePrice
 from eplb_service.planner.outlook import Outlook
+from eplb_service.planner.pace import Pace
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,12 @@ class Decisions:
         """Whether one is due after so many steps: by what is realised or, by the clock, ``interval`` steps later."""
         gathered = assembled - self.decided_at
         return gathered >= interval if self.pacing is None else gathered > 0 and self.pacing.pace.due
+
+    def expecting_heat(self, limits: Limits) -> Decisions:
+        """All ranks have come, and their heat follows; ``limits`` say whether its changes are decided on."""
+        if limits.first_decision is None:
+            return self
+        return replace(self, pacing=Pacing(Pace(limits.first_decision, limits.window_steps)))
 
     def after_steps(self, par_TL: Float64) -> Decisions:
         """Steps were served with these ratios, float64 ``[T, L]``; NaN where a layer has switched since."""

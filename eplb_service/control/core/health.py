@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.control.core.deployment import Deployment
+from eplb_service.control.core.deployment_state import DeploymentState
 from eplb_service.control.core.membership import rank_list
 
 _SILENT_SECONDS = 30.0
@@ -15,7 +15,7 @@ _UNDECIDED_WINDOWS = 16
 _LOST_SHARE = 0.1
 
 
-def measured_par(deployment: Deployment) -> npt.NDArray[np.float64]:
+def measured_par(deployment: DeploymentState) -> npt.NDArray[np.float64]:
     """Realised peak-to-average ratio of each layer as it is now, float64 ``[L]``.
 
     From the loads that the ranks measured, not from a prediction: per step, averaged over the steps of the window with
@@ -26,7 +26,7 @@ def measured_par(deployment: Deployment) -> npt.NDArray[np.float64]:
     return np.nan_to_num(deployment.heat.measured_par(deployment.live.layer_epochs), nan=0.0)
 
 
-def rank_loads(deployment: Deployment, newest: int) -> tuple[int, npt.NDArray[np.float64]]:
+def rank_loads(deployment: DeploymentState, newest: int) -> tuple[int, npt.NDArray[np.float64]]:
     """Load of each rank over its layer's mean, float64 ``[L, R]``, and the newest steps, at most ``newest``, it is of.
 
     Zero in a layer that has served no token since it is as it is now. Empty while nothing was measured.
@@ -44,7 +44,7 @@ def mean_par(par_L: npt.NDArray[np.float64]) -> float:
     return float(measured.mean()) if measured.size else 0.0
 
 
-def problems(deployment: Deployment) -> list[str]:
+def problems(deployment: DeploymentState) -> list[str]:
     """What an operator should look at, one line each; empty while all is well."""
     group = deployment.group
     if group is None:
@@ -73,7 +73,7 @@ def problems(deployment: Deployment) -> list[str]:
     return found + _useless(deployment) + deployment.plan_problems + list(deployment.service_problems)
 
 
-def _useless(deployment: Deployment) -> list[str]:
+def _useless(deployment: DeploymentState) -> list[str]:
     """Why balancing, though nothing fails, can do nothing."""
     found, heat, window = [], deployment.heat, deployment.limits.window_steps
     if deployment.group is not None and deployment.group.shape.rank_bound and not deployment.paused:

@@ -12,7 +12,8 @@ import pytest
 
 from eplb_service.cli import main
 from eplb_service.cli.main import load_command
-from eplb_service.control.server.settings import ServiceSettings, load_settings
+from eplb_service.control.server.settings import ServiceSettings
+from eplb_service.control.server.settings_sources import load_settings
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.planner.options import planner_options, planner_settings
 from eplb_service.planner.settings import POLICIES, PlannerSettings, SettingsError

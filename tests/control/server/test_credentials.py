@@ -14,7 +14,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from eplb_service.control.server.access.credentials import Credentials, Role, read_credentials
 from eplb_service.control.server.service import RunningService, running_service
-from eplb_service.control.server.settings import SettingsError, load_settings
+from eplb_service.control.server.settings import SettingsError
+from eplb_service.control.server.settings_sources import load_settings
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from tests.control.fake_group import FakeRank, first_placement, hello_of, live_of
 from tests.control.server.test_service import settings, until
@@ -131,7 +132,7 @@ async def test_tokens_rotate_without_a_restart(path: Path) -> None:
             tried.call.cancel()
             return True
 
-        for _ in range(50):
+        for _ in range(200):
             if await may_connect("the-next-agent-token"):
                 break
             await asyncio.sleep(0.1)

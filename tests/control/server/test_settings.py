@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from eplb_service.control.server.settings import ServiceSettings, SettingsError, load_settings
+from eplb_service.control.server.settings import ServiceSettings, SettingsError
+from eplb_service.control.server.settings_sources import load_settings
 from eplb_service.cost.curve_file import write_curves
 from tests.cost.curves import H200
 

@@ -91,7 +91,7 @@ async def test_a_disk_that_takes_nothing_is_a_problem_until_it_does_again(
             raise sqlite3.OperationalError("database or disk is full")
 
         monkeypatch.setattr(store, "save_deployment", full)
-        service.plane.set_paused(deployment, True)
+        service.plane.orders.set_paused(deployment, True)
         await until(lambda: any("disk is full" in problem for problem in problems(deployment)))
         monkeypatch.setattr(store, "save_deployment", save)
         await until(lambda: problems(deployment) == [])

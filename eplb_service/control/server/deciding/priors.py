@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from eplb_service.control.core.deployment import Deployment
+from eplb_service.control.core.deployment_state import DeploymentState
 from eplb_service.heat.window import Counts, HeatError
 from eplb_service.io.open_trace import open_trace
 from eplb_service.wire.fields import WireError, check_deployment
@@ -71,7 +71,7 @@ class Priors:
             if Path(source).exists()
         }
 
-    def of(self, deployment: Deployment, deployments: Mapping[str, Deployment]) -> Prior | None:
+    def of(self, deployment: DeploymentState, deployments: Mapping[str, DeploymentState]) -> Prior | None:
         """What to place a deployment for now; ``None`` where it has no prior, or that has no heat yet.
 
         Raises ``PriorError`` where the prior is heat of another model.

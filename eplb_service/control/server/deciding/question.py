@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.control.core.deployment import Deployment
+from eplb_service.control.core.deployment_state import DeploymentState
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.membership import Group
 from eplb_service.control.core.pacing import Pacing
@@ -68,7 +68,7 @@ class Question:
     @classmethod
     def of(
         cls,
-        deployment: Deployment,
+        deployment: DeploymentState,
         group: Group,
         live: LivePlacement,
         settings: PlannerSettings,

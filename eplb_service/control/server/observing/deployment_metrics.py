@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.control.core.deployment import Deployment
+from eplb_service.control.core.deployment_state import DeploymentState
 from eplb_service.control.core.health import mean_par, measured_par, problems, rank_loads
 from eplb_service.control.server.observing.observer import Observer
 from eplb_service.telemetry.metrics import Metrics
@@ -13,7 +13,7 @@ _LOAD_STEPS = 16
 """Newest steps of a rank's load: few, because this is done every second on the event loop."""
 
 
-def report(deployment: Deployment, metrics: Metrics, observer: Observer) -> None:
+def report(deployment: DeploymentState, metrics: Metrics, observer: Observer) -> None:
     """Set the gauges of ``deployment`` to what is known now; what needs ranks is removed while none is connected."""
     name, connected = deployment.name, deployment.connected
     metrics.agents_connected.labels(name).set(len(connected))
@@ -38,7 +38,7 @@ def report(deployment: Deployment, metrics: Metrics, observer: Observer) -> None
         _report_balance(deployment, metrics)
 
 
-def _report_balance(deployment: Deployment, metrics: Metrics) -> None:
+def _report_balance(deployment: DeploymentState, metrics: Metrics) -> None:
     name = deployment.name
     par_L = measured_par(deployment)
     metrics.layer_pars(name, par_L.tolist(), deployment.planned_par)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from eplb_service.control.core.balance_series import BalancePoint, BalanceSeries
-from eplb_service.control.core.deployment import Deployment
+from eplb_service.control.core.deployment_state import DeploymentState
 from eplb_service.control.core.health import mean_par as mean_measured
 from eplb_service.control.core.health import measured_par
 from eplb_service.placement import Int32, mean_par
@@ -108,7 +108,7 @@ class Observer:
             observed.last_decision = replace(observed.last_decision, plan_id=plan_id)
             observed.last_plan = observed.last_decision
 
-    def tick(self, deployment: Deployment) -> None:
+    def tick(self, deployment: DeploymentState) -> None:
         """Balance as it is now, where anything is measured."""
         observed = self.of(deployment.name)
         par = mean_measured(measured_par(deployment))

@@ -65,18 +65,18 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
 
     async def Pause(self, request: operator_pb2.PauseRequest, _context: Any) -> operator_pb2.PauseResponse:
         """Stop planning."""
-        self._plane.set_paused(self._plane.find(request.deployment), True)
+        self._plane.orders.set_paused(self._plane.find(request.deployment), True)
         return operator_pb2.PauseResponse()
 
     async def Resume(self, request: operator_pb2.ResumeRequest, _context: Any) -> operator_pb2.ResumeResponse:
         """Plan again."""
-        self._plane.set_paused(self._plane.find(request.deployment), False)
+        self._plane.orders.set_paused(self._plane.find(request.deployment), False)
         return operator_pb2.ResumeResponse()
 
     async def Lead(self, request: operator_pb2.LeadRequest, _context: Any) -> operator_pb2.LeadResponse:
         """Have the ranks follow this service."""
         deployment = self._plane.find(request.deployment)
-        raised = await self._plane.lead(deployment)
+        raised = await self._plane.orders.lead(deployment)
         return operator_pb2.LeadResponse(leader_term=deployment.leader_term, raised=raised)
 
     async def Forget(self, request: operator_pb2.ForgetRequest, _context: Any) -> operator_pb2.ForgetResponse:
@@ -100,7 +100,7 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
     ) -> operator_pb2.GetHistoryResponse:
         """Plans of the past, newest first."""
         self._plane.find(request.deployment)
-        plans = await self._plane.history(request.deployment, request.limit)
+        plans = await self._plane.orders.history(request.deployment, request.limit)
         return operator_pb2.GetHistoryResponse(plans=map(past_plan, plans))
 
     async def GetBalance(

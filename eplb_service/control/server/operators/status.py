@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from eplb_service.control.core.deployment import Deployment
+from eplb_service.control.core.deployment_state import DeploymentState
 from eplb_service.control.core.health import mean_par, measured_par, problems, rank_loads
 from eplb_service.control.server.observing.observer import Decision, Observed, Observer
 from eplb_service.control.server.observing.worth_figures import figures_of
@@ -24,7 +24,7 @@ _LOAD_STEPS = 64
 
 
 def deployment_status(
-    deployment: Deployment, remembered: StoredPlacement | None
+    deployment: DeploymentState, remembered: StoredPlacement | None
 ) -> operator_pb2.DeploymentStatus:
     """The whole in one message; shape and version are those remembered while no agent has reported others."""
     totals = deployment.totals
@@ -71,7 +71,7 @@ def deployment_status(
     return status
 
 
-def layer_statuses(deployment: Deployment) -> list[operator_pb2.LayerStatus]:
+def layer_statuses(deployment: DeploymentState) -> list[operator_pb2.LayerStatus]:
     """One per layer, once the placement is known."""
     if deployment.live is None:
         return []
@@ -84,7 +84,7 @@ def layer_statuses(deployment: Deployment) -> list[operator_pb2.LayerStatus]:
     ]
 
 
-def agent_statuses(deployment: Deployment, observer: Observer) -> list[operator_pb2.AgentStatus]:
+def agent_statuses(deployment: DeploymentState, observer: Observer) -> list[operator_pb2.AgentStatus]:
     """One per rank that has ever come, by rank."""
     members = deployment.group.members if deployment.group else {}
     return [
@@ -117,7 +117,7 @@ def past_plan(plan: StoredPlan) -> operator_pb2.PastPlan:
     )
 
 
-def balance(deployment: Deployment, observed: Observed) -> operator_pb2.GetBalanceResponse:
+def balance(deployment: DeploymentState, observed: Observed) -> operator_pb2.GetBalanceResponse:
     """Balance over time, loads of the ranks, and the last decisions."""
     steps, loads_LR = rank_loads(deployment, _LOAD_STEPS)
     response = operator_pb2.GetBalanceResponse(
@@ -133,7 +133,7 @@ def balance(deployment: Deployment, observed: Observed) -> operator_pb2.GetBalan
     return response
 
 
-def _made(decision: Decision, deployment: Deployment) -> operator_pb2.MadeDecision:
+def _made(decision: Decision, deployment: DeploymentState) -> operator_pb2.MadeDecision:
     made = operator_pb2.MadeDecision(
         at=decision.at,
         solve_seconds=decision.solve_seconds,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import grpc
 
-from eplb_service.control.core.deployment import Deployment
+from eplb_service.control.core.deployment_state import DeploymentState
 from eplb_service.control.core.errors import ExhaustedError
 from eplb_service.control.core.events import LayerCommitted
 from eplb_service.control.core.live_placement import LivePlacement
@@ -99,7 +99,7 @@ class HeatFeed:
         return self._recording is not None or name in self._watchers
 
     @contextlib.contextmanager
-    def watch(self, deployment: Deployment, host: str) -> Iterator[Watcher]:
+    def watch(self, deployment: DeploymentState, host: str) -> Iterator[Watcher]:
         """Within it, the watcher hears of ``deployment``; raises ``ExhaustedError`` where too many watch already."""
         hosts = [watcher.host for watchers in self._watchers.values() for watcher in watchers]
         if len(hosts) >= MOST_WATCHERS:
@@ -122,7 +122,7 @@ class HeatFeed:
             if not same:
                 self._watchers.pop(deployment.name, None)
 
-    def placed(self, deployment: Deployment, live: LivePlacement) -> None:
+    def placed(self, deployment: DeploymentState, live: LivePlacement) -> None:
         """All ranks agree on what they serve."""
         for watcher in self._watchers.get(deployment.name, ()):
             watcher.put(self._served(deployment, live))
@@ -161,7 +161,7 @@ class HeatFeed:
             for watcher in watchers:
                 watcher.end(reason)
 
-    def _served(self, deployment: Deployment, live: LivePlacement) -> operator_pb2.WatchHeatResponse:
+    def _served(self, deployment: DeploymentState, live: LivePlacement) -> operator_pb2.WatchHeatResponse:
         assert deployment.group is not None
         group = deployment.group
         served = ServedModel(

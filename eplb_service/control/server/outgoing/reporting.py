@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eplb_service.control.core.deployment import Deployment
+from eplb_service.control.core.deployment_state import DeploymentState
 from eplb_service.control.server.outgoing.heat_feed import HeatFeed
 from eplb_service.control.server.outgoing.streams import Streams
 from eplb_service.io.recorder import MOST_SOURCE_COUNTS
@@ -28,7 +28,7 @@ class ReportingPolicy:
         self._feed = feed
         self._asked: dict[str, Reporting] = {}
 
-    def of(self, deployment: Deployment) -> Reporting:
+    def of(self, deployment: DeploymentState) -> Reporting:
         """What its ranks are to report."""
         by_step = _is_recordable(deployment) and self._feed.is_heard(deployment.name)
         watches = deployment.watches
@@ -36,15 +36,15 @@ class ReportingPolicy:
         steps = watches.report_size.fewest if by_step else watches.report_size.steps
         return Reporting(source_sums=not by_step, one_in=watches.shedding.one_in, report_steps=steps)
 
-    def welcome(self, deployment: Deployment) -> Reporting:
+    def welcome(self, deployment: DeploymentState) -> Reporting:
         """What a rank that is taken in is to report: what the others were asked for last."""
         return self._asked.setdefault(deployment.name, self.of(deployment))
 
-    def is_asked_for(self, deployment: Deployment, report: HeatReport) -> bool:
+    def is_asked_for(self, deployment: DeploymentState, report: HeatReport) -> bool:
         """Whether those who hear of heat want the report: not one that was on its way when they began to listen."""
         return report.source_sums_LE is None or self.of(deployment).source_sums
 
-    def follow_up(self, deployment: Deployment) -> None:
+    def follow_up(self, deployment: DeploymentState) -> None:
         """Ask the ranks that are there, where it is something else than before."""
         reporting = self.of(deployment)
         if self._asked.setdefault(deployment.name, reporting) != reporting:
@@ -56,7 +56,7 @@ class ReportingPolicy:
         self._asked.pop(name, None)
 
 
-def _is_recordable(deployment: Deployment) -> bool:
+def _is_recordable(deployment: DeploymentState) -> bool:
     """Whether all ranks' own tokens of one step are few enough for a trace."""
     if deployment.group is None:
         return True

@@ -1,4 +1,4 @@
-"""All deployments of a service: who comes and goes, what ranks report, what operators ask, and the clock."""
+"""All deployments of a service: who comes and goes, what ranks report, and the clock."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from eplb_service.control.server.outgoing.streams import RankStream, Streams
 from eplb_service.control.server.plane.bounds import limits_of, pending_steps
 from eplb_service.control.server.plane.consequences import Consequences
 from eplb_service.control.server.plane.heat_budget import HeatBudget
+from eplb_service.control.server.plane.orders import Orders
 from eplb_service.control.server.settings import ServiceSettings
-from eplb_service.control.server.store.store import higher_term
 from eplb_service.control.server.store.store_writer import StoreWriter
-from eplb_service.control.server.store.stored import StoredPlacement, StoredPlan
+from eplb_service.control.server.store.stored import StoredPlacement
 from eplb_service.io.recording import Recording
 from eplb_service.telemetry.metrics import Metrics
 from eplb_service.wire.fields import check_deployment
@@ -39,7 +39,6 @@ _log = structlog.get_logger(__name__)
 
 _STEPS_AT_A_TIME = 4
 """Whole steps put together before the event loop comes to something else: one of 1,024 ranks takes a millisecond."""
-_MOST_PLANS_LISTED = 100
 
 
 class ControlPlane:
@@ -55,7 +54,8 @@ class ControlPlane:
         Where heat goes, if it is recorded.
 
     ``log`` takes what strangers can cause; ``remembered`` holds what a deployment served when the last service stopped;
-    ``feed`` hands heat on; ``reporting`` says what is reported; ``observer`` keeps what pictures are made of.
+    ``feed`` hands heat on; ``reporting`` says what is reported; ``observer`` keeps what pictures are made of;
+    ``orders`` carries out what operators order.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class ControlPlane:
         self._limits = limits_of(settings)
         self._budget = HeatBudget(self._limits, settings.max_heat_bytes)
         self._consequences = Consequences(writer, metrics, self.feed, self.streams)
+        self.orders = Orders(writer, self.streams, self._consequences)
 
     @property
     def leader_term(self) -> int:
@@ -192,34 +193,6 @@ class ControlPlane:
             self._metrics.committed(deployment.name, status.commit_seconds)
         deployment.plan_status(rank, status, time.monotonic())
         self._consequences.follow(deployment)
-
-    # Operators
-
-    def set_paused(self, deployment: Deployment, paused: bool) -> None:
-        """Stop planning, or plan again."""
-        deployment.paused = paused
-        self._consequences.remember(deployment)
-        _log.info("paused" if paused else "resumed_planning", deployment=deployment.name)
-
-    async def lead(self, deployment: Deployment) -> bool:
-        """Have the ranks follow this service, whatever term they have followed; whether its term had to be raised.
-
-        Raises ``ConflictError`` where there is no higher one.
-        """
-        if deployment.group is None or deployment.outdated is None:
-            return False
-        before, term = deployment.leader_term, higher_term(deployment.group.highest_term)
-        # First on disk: after a restart the ranks would refuse a lower one.
-        await self._writer.write(self._writer.store.raise_term, deployment.name, term)
-        deployment.leader_term = max(deployment.leader_term, term)
-        _log.warning("leads", deployment=deployment.name, leader_term=term, before=before)
-        self.streams.end(deployment.name, "this service leads from now on; say Hello again")
-        return True
-
-    async def history(self, name: str, limit: int) -> list[StoredPlan]:
-        """The newest plans of a deployment, newest first, at most ``limit`` of them; 0 for as many as are listed."""
-        most = min(limit or _MOST_PLANS_LISTED, _MOST_PLANS_LISTED)
-        return await self._writer.run(self._writer.store.plans, name, most)
 
     # Time
 

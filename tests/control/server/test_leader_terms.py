@@ -1,0 +1,92 @@
+"""A service that starts later has the higher term, whatever its clock says and whatever became of its store."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from eplb_service.control.core.errors import ConflictError
+from eplb_service.control.core.leader_term import clock_of, term_above, term_at
+from eplb_service.control.core.totals import Totals
+from eplb_service.control.server.store.store import Store, higher_term
+from eplb_service.control.server.store.store_file import MEMORY
+from eplb_service.control.server.store.stored import StoredDeployment
+from eplb_service.wire.fields import LAST_VERSION
+
+_IN_2106 = 1 << 32
+"""What a clock may say that was never set, in seconds."""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "state.sqlite3")
+
+
+def test_the_term_grows_with_every_start(path: str) -> None:
+    terms = []
+    for _ in range(3):
+        store = Store(path)
+        terms.append(store.leader_term)
+        store.close()
+    assert terms == sorted(set(terms))
+
+
+def test_a_service_that_lost_its_store_is_not_taken_for_an_older_one(path: str) -> None:
+    store = Store(path)
+    lost = store.leader_term
+    store.close()
+    Path(path).unlink()
+    store = Store(path)
+    # The clock in seconds comes first; within one of them the order is by chance.
+    assert store.leader_term >> 20 >= lost >> 20
+    store.close()
+
+
+def test_a_term_that_was_raised_for_a_deployment_is_kept_and_grows_with_every_start(path: str) -> None:
+    store = Store(path)
+    raised = higher_term(term_at(_IN_2106, 0))
+    store.raise_term("decode", raised)
+    store.save_deployment(StoredDeployment("prefill", False, Totals(), ""))
+    store.close()
+    store = Store(path)
+    decode, prefill = store.deployments()
+    assert decode.leader_term > raised > store.leader_term
+    assert prefill.leader_term == 0, "a wrong clock is no other deployment's"
+    store.forget("decode")
+    store.save_deployment(StoredDeployment("decode", False, Totals(), ""))
+    assert [stored.leader_term for stored in store.deployments()] == [0, 0]
+    store.close()
+
+
+def test_a_store_of_an_older_release_knows_no_raised_terms(path: str) -> None:
+    Store(path).close()
+    with sqlite3.connect(path) as database:
+        database.execute("DROP TABLE raised_terms")
+    database.close()
+    store = Store(path)
+    assert store.deployments() == []
+    store.raise_term("decode", LAST_VERSION - 1)
+    store.close()
+    # There is no higher one: the service starts all the same.
+    (decode,) = Store(path).deployments()
+    assert decode.leader_term == LAST_VERSION - 1
+
+
+def test_terms_are_the_clock_and_chance_and_have_an_end() -> None:
+    term = term_at(_IN_2106, 7)
+    assert clock_of(term) == "2106-02-07 06:28:16 UTC"
+    above = [term_above(term, chance) for chance in (0, 7, (1 << 20) - 1)]
+    assert min(above) > term | ((1 << 20) - 1)
+    assert term_at(1e300, 0) == term_at(1 << 36, 0) < LAST_VERSION
+    assert "4147" in clock_of(LAST_VERSION - 1)
+    with pytest.raises(ConflictError, match="start the engines again"):
+        term_above(LAST_VERSION - 1, 0)
+
+
+def test_two_services_never_have_the_same_term(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: 1.8e9)
+    terms = [Store(MEMORY).leader_term for _ in range(8)]
+    assert len(set(terms)) == len(terms)
+    assert all(term >> 20 == 1_800_000_000 for term in terms)
