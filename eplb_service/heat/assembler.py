@@ -148,6 +148,10 @@ class HeatAssembler:
         """Steps that all ranks have reported and that are not in the window yet."""
         return len(self._whole)
 
+    def outruns(self, rank: int, report: HeatReport) -> bool:
+        """Whether to take a rank's report would lose steps that slower ranks may be about to report."""
+        return self._pending.outruns(rank, report)
+
     def add(self, rank: int, report: HeatReport) -> StepCounts:
         """Take one rank's report, and put together what is whole; returns as ``take`` does."""
         counts = self.take(rank, report)

@@ -100,6 +100,13 @@ class PendingSteps:
         self._note_counted(rows, counts_TLS)
         return self._close(rank, report, rows, taken)
 
+    def outruns(self, rank: int, report: HeatReport) -> bool:
+        """Whether to fill in a rank's ``report`` would push out steps that a slower rank may be about to report."""
+        if self._first is None:
+            return False
+        slowest = int(np.delete(self._latest_end_R, rank).min(initial=LAST_STEP))
+        return report.first_step + report.steps - self.capacity > max(slowest, self._first)
+
     def kept_from(self, report: HeatReport) -> int:
         """The first step that is certainly still in the ring once ``report`` has been filled in."""
         end = report.first_step + report.steps

@@ -57,6 +57,20 @@ def test_a_step_that_a_rank_skipped_is_lost() -> None:
     assert heat.counted == (3, 1)
 
 
+def test_a_report_outruns_ranks_that_it_would_leave_behind() -> None:
+    heat = assembler(pending_steps=4)
+    assert not heat.outruns(0, report(100, 1))
+    heat.add(0, report(100, 1, 1))
+    assert not heat.outruns(0, report(102, 1, 1))
+    # Rank 1 has not reported step 100, which a fifth step would push out.
+    assert heat.outruns(0, report(104, 1))
+    heat.add(1, report(100, 1))
+    assert not heat.outruns(0, report(104, 1))
+    assert heat.outruns(0, report(104, 1, 1))
+    # A rank whose own steps were dropped on the way waits for nobody.
+    assert not heat.outruns(1, report(105, 1))
+
+
 def test_steps_that_no_rank_reported_are_lost() -> None:
     heat = assembler(pending_steps=4)
     for first_step in (0, 1000):

@@ -105,6 +105,10 @@ class Deployment(DeploymentState):
         self.switch_log.heard(rank, status, now)
         self._give_way_to_ranks(rank)
 
+    def outruns(self, rank: int, report: HeatReport) -> bool:
+        """Whether a rank's counts come so far ahead of slower ranks' that steps of these would be lost."""
+        return self.heat is not None and self.heat.outruns(rank, report)
+
     def heat_report(self, rank: int, report: HeatReport) -> StepCounts:
         """A rank's counts; returns how many steps they completed, and how many are lost since.
 

@@ -22,7 +22,7 @@ from eplb_service.control.server.outgoing.streams import RankStream
 from eplb_service.control.server.plane.control_plane import ControlPlane
 from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
-from eplb_service.wire.heat import decode_heat_report, is_quick_to_decode
+from eplb_service.wire.heat import HeatReport, decode_heat_report, is_quick_to_decode
 from eplb_service.wire.hello import Hello, Welcome, decode_hello, encode_welcome
 from eplb_service.wire.status import decode_heartbeat, decode_plan_status
 
@@ -30,6 +30,8 @@ _HELLO_SECONDS = 10.0
 _HEARTBEATS_MISSED = 5
 _SILENCE_SECONDS = 5.0
 _INSIST_SECONDS = 0.1
+_FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 0.002, 0.128
+"""Between two looks at whether slower ranks have caught up: many ranks may wait at once."""
 
 
 class AgentService(agent_pb2_grpc.AgentServiceServicer):
@@ -95,6 +97,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             counts = decode_heat_report(report, hello.shape, most_steps)
         else:
             counts = await asyncio.to_thread(decode_heat_report, report, hello.shape, most_steps)
+        await _let_others_catch_up(deployment, hello.rank, stream, counts)
         if not stream.over:
             self._plane.heat_report(deployment, hello.rank, counts, report)
         while self._plane.put_together(deployment):
@@ -129,6 +132,20 @@ def _check_credential(credential: Credential, hello: Hello) -> None:
     else:
         return
     raise StatusError(grpc.StatusCode.PERMISSION_DENIED, reason)
+
+
+async def _let_others_catch_up(
+    deployment: Deployment, rank: int, stream: RankStream, report: HeatReport
+) -> None:
+    """Wait where a report is ahead of other ranks', as long as there is patience with it."""
+    pause = _FIRST_PAUSE_SECONDS
+    while not stream.over:
+        now = time.monotonic()
+        stream.patience = stream.patience.after(now, ahead=deployment.outruns(rank, report))
+        if not stream.patience.holds(now):
+            return
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, _LAST_PAUSE_SECONDS)
 
 
 async def _tell(stream: RankStream, context: Any) -> None:

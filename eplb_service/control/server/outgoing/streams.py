@@ -7,6 +7,7 @@ import time
 
 import grpc
 
+from eplb_service.control.core.patience import Patience
 from eplb_service.control.server.grpc_status import StatusError
 from eplb_service.control.server.outgoing.plan_sending import PlanRoom, PlanSending, RankCopy
 from eplb_service.wire.generated import agent_pb2
@@ -15,11 +16,15 @@ from eplb_service.wire.shared_plan import SharedPlan
 
 
 class RankStream:
-    """The service's end of one agent's stream: what is to be sent, when it was last heard, and whether it is to end."""
+    """The service's end of one agent's stream: what is to be sent, when it was last heard, and whether it is to end.
+
+    ``patience`` is how long its heat still waits for that of slower ranks.
+    """
 
     def __init__(self) -> None:
         self.outbox: asyncio.Queue[agent_pb2.ConnectResponse | RankCopy] = asyncio.Queue()
         self.heard_at = time.monotonic()
+        self.patience = Patience()
         self._ending = asyncio.Event()
         self._status: StatusError | None = None
 
