@@ -19,6 +19,24 @@ from worker_agent.settings import AgentSettings
 
 LAYERS, EXPERTS, SLOTS, HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 4, 16, 10, 32, 48, 2, 64
 HEAT_ROWS, STEPS_PER_WORKLOAD = 64, 192
+FLOAT8 = torch.float8_e4m3fn
+
+
+def in_float8(weight_EXY: torch.Tensor) -> list[torch.Tensor]:
+    """The weights of E experts with a scale ``[E, 1, 1]`` for each."""
+    scale_E11 = weight_EXY.abs().amax(dim=(1, 2), keepdim=True) / 448
+    return [(weight_EXY / scale_E11).to(FLOAT8), scale_E11]
+
+
+def read(weights: Sequence[ExpertWeights], rows_N: torch.Tensor) -> torch.Tensor:
+    """Rows of one kind of weights in float32, ``[N, ...]``; with their scales where these come along."""
+    first = weights[0]
+    assert isinstance(first, torch.Tensor)
+    if first.dtype != FLOAT8:
+        return first[rows_N]
+    scales = weights[1]
+    assert isinstance(scales, torch.Tensor)
+    return first.view(torch.uint8)[rows_N].view(FLOAT8).float() * scales[rows_N]
 
 
 class CapturedLayer:
@@ -37,8 +55,10 @@ class CapturedLayer:
     ) -> None:
         device = counter.device
         self.rank = rank
-        here_S = torch.tensor(placement.phy2log_LRS[layer, rank], dtype=torch.int64)
-        self._weights: list[ExpertWeights] = [weight[here_S].to(device) for weight in experts]
+        here = placement.phy2log_LRS[layer, rank].tolist()
+        self._weights: list[ExpertWeights] = [
+            torch.stack([weight[expert] for expert in here]).to(device) for weight in experts
+        ]
         self.expert_map = torch.tensor(placement.expert_map(rank)[layer], device=device)
         self.log2phy = torch.tensor(placement.default_log2phy()[0, layer], device=device)
         self.moe_load: torch.Tensor | None = rings[0][:, layer]
@@ -54,7 +74,7 @@ class CapturedLayer:
 
     def forward(self, hidden_TH: torch.Tensor, chosen_TK: torch.Tensor) -> torch.Tensor:
         """This rank's part ``[T, H]`` of the layer's output; no shape depends on a value."""
-        up_SHI, down_SIH = self._weights
+        kinds = len(self._weights) // 2
         slots_N = self.log2phy[chosen_TK].long().reshape(-1) - self.rank * SLOTS
         mine_N = (slots_N >= 0) & (slots_N < SLOTS)
         slots_N = slots_N.clamp(0, SLOTS - 1)
@@ -64,9 +84,10 @@ class CapturedLayer:
         _count(self.moe_load, row, slots_N, mine_N)
         if self.rank == 0:  # ranks see the same tokens: one of them counts
             _count(self.source_load, row, chosen_TK.reshape(-1), torch.ones_like(mine_N))
+        up_NHI, down_NIH = read(self._weights[:kinds], slots_N), read(self._weights[kinds:], slots_N)
         choices_NH = hidden_TH.repeat_interleave(TOP_K, dim=0)
-        within_NI = torch.relu(torch.einsum("nh,nhi->ni", choices_NH, up_SHI[slots_N]))
-        outputs_NH = torch.einsum("ni,nih->nh", within_NI, down_SIH[slots_N])
+        within_NI = torch.relu(torch.einsum("nh,nhi->ni", choices_NH, up_NHI))
+        outputs_NH = torch.einsum("ni,nih->nh", within_NI, down_NIH)
         masked_NH = outputs_NH * mine_N.unsqueeze(1)
         return masked_NH.reshape(TOKENS, TOP_K, HIDDEN).sum(dim=1)
 
@@ -83,15 +104,19 @@ class CapturedHost:
     ----------
     device
         A CPU runs the pass as it is written; a GPU captures it once and replays it.
+    quantised
+        Whether experts are in eight bits, with a scale each.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, quantised: bool) -> None:
         self.rank, ranks = dist.get_rank(), dist.get_world_size()
         draws = torch.Generator().manual_seed(0)
-        self.up_LEHI = torch.randn(LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, generator=draws) / HIDDEN**0.5
-        self.down_LEIH = (
-            torch.randn(LAYERS, EXPERTS, INTERMEDIATE, HIDDEN, generator=draws) / INTERMEDIATE**0.5
-        )
+        self.experts_L = []
+        for _ in range(LAYERS):
+            up_EHI = torch.randn(EXPERTS, HIDDEN, INTERMEDIATE, generator=draws) / HIDDEN**0.5
+            down_EIH = torch.randn(EXPERTS, INTERMEDIATE, HIDDEN, generator=draws) / INTERMEDIATE**0.5
+            whole = [up_EHI, down_EIH]
+            self.experts_L.append([*in_float8(up_EHI), *in_float8(down_EIH)] if quantised else whole)
         placement = Placement.linear(LAYERS, EXPERTS, ranks, SLOTS)
         rings = [
             torch.zeros(HEAT_ROWS, LAYERS, width, dtype=torch.int32, device=device)
@@ -99,9 +124,7 @@ class CapturedHost:
         ]
         self.counter = torch.zeros((), dtype=torch.int64, device=device)
         self.layers = [
-            CapturedLayer(
-                (self.up_LEHI[layer], self.down_LEIH[layer]), placement, layer, self.rank, rings, self.counter
-            )
+            CapturedLayer(self.experts_L[layer], placement, layer, self.rank, rings, self.counter)
             for layer in range(LAYERS)
         ]
         self.hidden_LTH = torch.zeros(LAYERS, TOKENS, HIDDEN, device=device)
@@ -140,8 +163,11 @@ class CapturedHost:
         for layer in range(LAYERS):
             choices_NH = hidden_LTH[layer].repeat_interleave(TOP_K, dim=0)
             chosen_N = chosen_LTK[layer].reshape(-1)
-            within_NI = torch.relu(torch.einsum("nh,nhi->ni", choices_NH, self.up_LEHI[layer][chosen_N]))
-            outputs_NH = torch.einsum("ni,nih->nh", within_NI, self.down_LEIH[layer][chosen_N])
+            experts = self.experts_L[layer]
+            kinds = len(experts) // 2
+            up_NHI, down_NIH = read(experts[:kinds], chosen_N), read(experts[kinds:], chosen_N)
+            within_NI = torch.relu(torch.einsum("nh,nhi->ni", choices_NH, up_NHI))
+            outputs_NH = torch.einsum("ni,nih->nh", within_NI, down_NIH)
             outputs.append(outputs_NH.reshape(TOKENS, TOP_K, HIDDEN).sum(dim=1))
         return torch.stack(outputs)
 
@@ -151,7 +177,7 @@ def step_without_waiting(passes: int) -> str | None:
 
     Why balancing stopped, or ``None``.
     """
-    host = CapturedHost(torch.device("cuda", 0))
+    host = CapturedHost(torch.device("cuda", 0), quantised=False)
     settings = AgentSettings(service="127.0.0.1:9", transfer_backend="gloo", report_steps=8)
     agent = Agent.start(host.layers, dist.group.WORLD, settings, token_group=0)
     for number in range(1, passes + 1):
@@ -172,7 +198,7 @@ def _popularity(workload: int) -> torch.Tensor:
 
 
 def serve(
-    service: str, device_name: str, switches: int, most_steps: int, leaves_weights: bool = False
+    service: str, device_name: str, quantised: bool, switches: int, most_steps: int, leaves_weights: bool
 ) -> tuple[float, int, str | None]:
     """Serve changing workloads until ``switches`` layer switches, or for ``most_steps``.
 
@@ -184,7 +210,7 @@ def serve(
         The largest difference from every expert where it was made, the layer switches, and why balancing stopped.
     """
     device = torch.device(device_name)
-    host = CapturedHost(device)
+    host = CapturedHost(device, quantised)
     for layer in host.layers:
         layer.leaves_weights = leaves_weights
     shared = device.type != "cpu" and torch.get_device_module(device).device_count() < dist.get_world_size()
