@@ -166,21 +166,24 @@ class HeatAssembler:
         cells_LRS = self.placements.cells(report.layer_epochs, self._shape[1])
         if cells_LRS is None:
             return StepCounts(0, 0)
-        self._put_together_before(self._pending.kept_from(report))
-        before, restarts = self.counted, self._pending.restarts
+        pending = self._pending
+        if self._whole:
+            self._put_together_before(pending.kept_from(report))
+        received, lost, restarts = pending.completed, pending.lost, pending.restarts
         if report.slot_counts_TLS is None:
             targets_LED = self.placements.targets(report.layer_epochs, rank)
-            whole, cells = self._pending.add_sources(rank, report, targets_LED), None
+            whole, cells = pending.add_sources(rank, report, targets_LED), None
         else:
-            whole, cells = self._pending.add(rank, report), cells_LRS
-        self._whole.extend(_WholeStep(int(position), cells) for position in whole)
-        if self._pending.restarts != restarts:
+            whole, cells = pending.add(rank, report), cells_LRS
+        if whole.size:
+            self._whole.extend(_WholeStep(position, cells) for position in whole.tolist())
+        if pending.restarts != restarts:
             self._sources.clear()
         if report.source_counts_TLE is not None:
             self._sources.add(rank, report.first_step, report.source_counts_TLE)
         elif report.source_sums_LE is not None:
             self._sources.add_sums(rank, report.first_step, report.steps, report.source_sums_LE)
-        return StepCounts(self.counted.received - before.received, self.counted.lost - before.lost)
+        return StepCounts(pending.completed - received, pending.lost - lost)
 
     def put_together(self, most: int | None = None) -> None:
         """Let steps that all ranks have reported enter the window: all, or at most so many, the first ones first."""

@@ -43,6 +43,7 @@ class PendingSteps:
 
     def __init__(self, ranks: int, layers: int, experts: int, slots: int, capacity: int) -> None:
         self._shape = (ranks, layers, experts, slots)
+        self.capacity = capacity
         self.completed = 0
         self.lost = 0
         self.restarts = 0
@@ -64,11 +65,6 @@ class PendingSteps:
         self._leapt = 0
         self._first: int | None = None
         self._end = 0
-
-    @property
-    def capacity(self) -> int:
-        """P."""
-        return len(self.step_P)
 
     @cached_property
     def _heat_PLE(self) -> Int32:
@@ -102,10 +98,11 @@ class PendingSteps:
 
     def outruns(self, rank: int, report: HeatReport) -> bool:
         """Whether to fill in a rank's ``report`` would push out steps that a slower rank may be about to report."""
-        if self._first is None:
+        begin = report.first_step + report.steps - self.capacity
+        if self._first is None or begin <= max(self._first, int(self._latest_end_R.min())):
             return False
         slowest = int(np.delete(self._latest_end_R, rank).min(initial=LAST_STEP))
-        return report.first_step + report.steps - self.capacity > max(slowest, self._first)
+        return begin > max(slowest, self._first)
 
     def kept_from(self, report: HeatReport) -> int:
         """The first step that is certainly still in the ring once ``report`` has been filled in."""
@@ -154,14 +151,17 @@ class PendingSteps:
 
     def _open(self, rank: int, report: HeatReport) -> tuple[_Rows, _Rows]:
         """Positions of the steps that this rank may still fill in, and which of the report's they are."""
-        self._latest_end_R[rank] = report.first_step + report.steps
-        if self._latest_end_R[rank] <= self._end - self.capacity and self._is_contradicted():
+        start, steps = report.first_step, report.steps
+        end = start + steps
+        self._latest_end_R[rank] = end
+        if end <= self._end - self.capacity and self._is_contradicted():
             self._go_back()
-        self._make_room(report.first_step, report.first_step + report.steps)
-        steps_T = np.arange(report.first_step, report.first_step + report.steps)
-        begin = report.first_step % self.capacity
-        one_piece = begin + report.steps <= self.capacity
-        rows_T: _Rows = slice(begin, begin + report.steps) if one_piece else steps_T % self.capacity
+        if self._first is None or end > self._end:
+            self._make_room(start, end)
+        steps_T = np.arange(start, end)
+        begin = start % self.capacity
+        one_piece = begin + steps <= self.capacity
+        rows_T: _Rows = slice(begin, begin + steps) if one_piece else steps_T % self.capacity
         open_T = (self.step_P[rows_T] == steps_T) & ~self._seen_PR[rows_T, rank]
         rows: _Rows = rows_T
         taken: _Rows = slice(None)
@@ -219,8 +219,10 @@ class PendingSteps:
             positions = _numbers(rows)[fresh]
             self.epochs_PL[positions] = epochs_L
             self._by_slot_P[positions] = by_slot
-        self._spoilt_P[rows] |= (self.epochs_PL[rows] != epochs_L).any(axis=1)
-        self._spoilt_P[rows] |= self._by_slot_P[rows] != by_slot
+        other_TL, other_T = self.epochs_PL[rows] != epochs_L, self._by_slot_P[rows] != by_slot
+        # Hardly ever: one look at all of them is quicker than one at each.
+        if other_TL.any() or other_T.any():
+            self._spoilt_P[rows] |= other_TL.any(axis=1) | other_T
 
     def _is_contradicted(self) -> bool:
         """Whether no rank is where the ring is."""
@@ -234,10 +236,9 @@ class PendingSteps:
         self.restarts += 1
 
     def _make_room(self, start: int, end: int) -> None:
+        """Begin steps up to ``end``, past those that the ring has; as many leave it."""
         if self._first is None:
             self._first = self._end = start
-        if end <= self._end:
-            return
         kept_from = end - self.capacity
         leaving = (
             np.arange(max(self._first, self._end - self.capacity), min(self._end, kept_from)) % self.capacity

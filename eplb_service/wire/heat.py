@@ -167,8 +167,7 @@ def _counts(packed: tensor_pb2.PackedArray, size: tuple[int, ...], summands: int
     """Counts of which ``summands`` together still fit int32."""
     counts = unpack_as_sent(packed, size, field)
     most = _INT32_MAX // summands
-    bounds = np.iinfo(counts.dtype)
-    if bounds.min == 0 and bounds.max <= most:
+    if counts.dtype.kind == "u" and (1 << 8 * counts.dtype.itemsize) - 1 <= most:
         return counts
     if counts.min() < 0 or counts.max() > most:
         raise WireError(

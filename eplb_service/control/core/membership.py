@@ -189,7 +189,9 @@ class Group:
 
     def with_member(self, rank: int, **changes: Any) -> Group:
         """The group with some fields of one member changed."""
-        return replace(self, members={**self.members, rank: replace(self.members[rank], **changes)})
+        # As `replace`, in half its time: this is done for every report.
+        member = Member(**{**vars(self.members[rank]), **changes})
+        return Group(**{**vars(self), "members": {**self.members, rank: member}})
 
     def without_live(self) -> Group:
         """What was known no longer holds; every rank has to say Hello again."""

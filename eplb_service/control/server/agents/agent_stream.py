@@ -14,6 +14,7 @@ from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.server.access.credentials import Credential
 from eplb_service.control.server.access.gate import current_caller
 from eplb_service.control.server.access.quotas import Quotas
+from eplb_service.control.server.agents.batches import Batches
 from eplb_service.control.server.agents.inbox import Inbox, unheard
 from eplb_service.control.server.grpc_status import StatusError
 from eplb_service.control.server.listening.probes import AGENT_SERVICE
@@ -32,6 +33,8 @@ _SILENCE_SECONDS = 5.0
 _INSIST_SECONDS = 0.1
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 0.002, 0.128
 """Between two looks at whether slower ranks have caught up: many ranks may wait at once."""
+_SELDOM_SECONDS = 1.0
+"""A rank whose report comes so long after its last one is kept back by nothing if it waits for other ranks' reports."""
 
 
 class AgentService(agent_pb2_grpc.AgentServiceServicer):
@@ -40,6 +43,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
     def __init__(self, plane: ControlPlane, quotas: Quotas) -> None:
         self._plane = plane
         self._quotas = quotas
+        self._batches = Batches()
         self._silence = _HEARTBEATS_MISSED * plane.settings.heartbeat_seconds + _SILENCE_SECONDS
 
     async def Connect(self, request_iterator: AsyncIterator[agent_pb2.ConnectRequest], context: Any) -> None:  # noqa: ARG002
@@ -93,6 +97,9 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         self, deployment: Deployment, hello: Hello, stream: RankStream, report: agent_pb2.HeatReport
     ) -> None:
         most_steps = deployment.limits.pending_steps
+        before, stream.heat_at = stream.heat_at, stream.heard_at
+        if stream.heat_at - before > _SELDOM_SECONDS:
+            await self._batches.turn()
         if is_quick_to_decode(report):
             counts = decode_heat_report(report, hello.shape, most_steps)
         else:

@@ -16,14 +16,14 @@ from eplb_service.wire.shared_plan import SharedPlan
 
 
 class RankStream:
-    """The service's end of one agent's stream: what is to be sent, when it was last heard, and whether it is to end.
+    """The service's end of one agent's stream: what is to be sent, when it and its heat were last heard, if it ends.
 
     ``patience`` is how long its heat still waits for that of slower ranks.
     """
 
     def __init__(self) -> None:
         self.outbox: asyncio.Queue[agent_pb2.ConnectResponse | RankCopy] = asyncio.Queue()
-        self.heard_at = time.monotonic()
+        self.heard_at = self.heat_at = time.monotonic()
         self.patience = Patience()
         self._ending = asyncio.Event()
         self._status: StatusError | None = None
