@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -33,8 +34,11 @@ def captured(step: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
 def no_waiting() -> Iterator[None]:
     """Raises ``RuntimeError`` where the host waits for the device."""
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            # That it is a prototype, once in each process; the mode is set all the same.
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -145,6 +145,22 @@ def test_without_a_length_the_ranks_wait_for_one_exchange(dispatcher: str):
         run(row, length=False)
 
 
+def test_all_to_all_waits_once_for_all_of_its_counts(monkeypatch: pytest.MonkeyPatch):
+    read: list[int] = []
+    refused = torch.Tensor.tolist
+
+    def counted(tensor: torch.Tensor) -> Any:
+        if getattr(_here, "watched", False):
+            read.append(tensor.numel())
+        return unwatched(refused)(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", counted)
+    row = next(row for row in ROWS if row["dispatcher"] == "all2allv" and row["kind"] == "grouped")
+    run(row | {"check_ids": False, "ranks": 3, "tokens": "different", "weigh_on_input": False}, length=False)
+    # On each of three ranks: what it sends to every rank, and what it receives.
+    assert read == [6, 6, 6]
+
+
 @pytest.mark.parametrize(
     "reading",
     [

@@ -79,7 +79,8 @@ class RankGroup:
 
     def gather_numbers(self, *numbers: int, device: torch.device) -> list[list[int]]:
         """Each rank's ``numbers``, in order of rank."""
-        own = torch.tensor(numbers, dtype=torch.int64, device=device)
+        # Filled in on the device: a copy from the host would wait for it once more.
+        own = torch.stack([torch.full((), number, dtype=torch.int64, device=device) for number in numbers])
         numbers_R: list[list[int]] = self.exchange(own.repeat(self.size, 1)).tolist()
         return numbers_R
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker_agent.moe.operators import GroupListType, QuantMode, operators_for, reference, token_counts
+from worker_agent.moe.operators.reference import local
 
 shapes = st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(1, 6), st.integers(0, 99))
 
@@ -173,3 +174,34 @@ def test_sums_of_double_precision_stay_so():
     out_TH = reference.npu_moe_token_unpermute(rows_NH, torch.arange(3), torch.ones(1, 3))
     assert out_TH.dtype == torch.float64
     assert out_TH.item() == 2.0**-40
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("counts", [[3, 0, 4, 1], [0, 0, 0, 0], [9, 0, 0, 0]])
+def test_the_kernel_for_all_groups_equals_the_products_group_by_group(counts: list[int], biased: bool):
+    generator = torch.Generator().manual_seed(0)
+    rows_NK = torch.randn(9, 16, generator=generator).bfloat16()
+    weight_GKM = torch.randn(4, 24, 16, generator=generator).bfloat16().transpose(1, 2)
+    bias_GM = torch.randn(4, 24, generator=generator) if biased else None
+    assert local.fused_product_takes(rows_NK, weight_GKM)
+    counts_G = torch.tensor(counts)
+    fused_NM = local.fused_product(rows_NK, weight_GKM, counts_G, bias_GM)
+    (found_NM,) = reference.npu_grouped_matmul(
+        [rows_NK],
+        [weight_GKM],
+        bias=None if bias_GM is None else [bias_GM],
+        split_item=2,
+        group_type=0,
+        group_list=counts_G,
+        group_list_type=GroupListType.COUNTS,
+    )
+    used = sum(counts)
+    assert fused_NM.dtype == torch.bfloat16
+    torch.testing.assert_close(fused_NM[:used], found_NM[:used], rtol=2e-2, atol=2e-2)
+
+
+def test_other_matrices_are_multiplied_group_by_group():
+    weight_GKM = torch.zeros(4, 16, 24, dtype=torch.bfloat16)
+    assert not local.fused_product_takes(torch.zeros(9, 16), weight_GKM)
+    assert not local.fused_product_takes(torch.zeros(9, 12).bfloat16(), weight_GKM[:, :12])
+    assert not local.fused_product_takes(torch.zeros(9, 16).bfloat16(), weight_GKM[:, :, :20])

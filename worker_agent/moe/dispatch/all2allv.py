@@ -59,8 +59,6 @@ class All2AllVDispatcher:
         physical_TK = request.physical(nowhere)
         outgoing_RS = count_ids(physical_TK, nowhere + 1)[:-1].view(ranks, slots)
         arriving_RS = self._group.exchange(outgoing_RS)
-        sent, received = outgoing_RS.sum(dim=1).tolist(), arriving_RS.sum(dim=1).tolist()
-
         weights = Weights.of(request)
         outgoing = sorted_rows(
             operators,
@@ -71,6 +69,8 @@ class All2AllVDispatcher:
             weights_TK=weights.by_experts_TK,
             quantize=request.quantized and request.scale_T is None,
         )
+        # The one wait for the device, with the sort queued before it.
+        sent, received = torch.stack((outgoing_RS, arriving_RS)).sum(dim=2).tolist()
         columns = _columns(outgoing)
         forms = [column[:0].clone() for column in columns]
         packed_NB = pack_rows([column[: sum(sent)] for column in columns])

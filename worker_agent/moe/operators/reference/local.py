@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import silu
+from torch.nn import functional
 
 from worker_agent.moe.operators.contract import GroupListType, QuantMode, token_counts
 
@@ -36,11 +36,14 @@ def npu_grouped_matmul(
         "int8 rows, and only they, need scales",
     )
     require(not quantized or bias is None, "biases of int8 rows are not supported")
+    counts_G = token_counts(group_list, group_list_type)
+    if rows_NK.is_cuda and fused_product_takes(rows_NK, weight_GKM):
+        return [fused_product(rows_NK, weight_GKM, counts_G, None if bias is None else bias[0])]
     out_NM = torch.zeros(
         (rows_NK.shape[0], weight_GKM.shape[2]), dtype=output_dtype or rows_NK.dtype, device=rows_NK.device
     )
     end = 0
-    for group, count in enumerate(token_counts(group_list, group_list_type).tolist()):
+    for group, count in enumerate(counts_G.tolist()):
         start, end = end, end + count
         if not count:
             continue
@@ -56,6 +59,25 @@ def npu_grouped_matmul(
     return [out_NM]
 
 
+def fused_product_takes(rows_NK: torch.Tensor, weight_GKM: torch.Tensor) -> bool:
+    """Whether torch has one kernel for all groups: of bfloat16 matrices whose rows are multiples of 16 bytes."""
+    aligned = all(size * rows_NK.element_size() % 16 == 0 for size in weight_GKM.shape[1:])
+    return hasattr(functional, "grouped_mm") and rows_NK.dtype == torch.bfloat16 and aligned
+
+
+def fused_product(
+    rows_NK: torch.Tensor, weight_GKM: torch.Tensor, counts_G: torch.Tensor, bias_GM: torch.Tensor | None
+) -> torch.Tensor:
+    """The same without reading the counts on the host; rows behind the groups may become anything."""
+    ends_G = counts_G.cumsum(0).to(torch.int32)
+    out_NM: torch.Tensor = functional.grouped_mm(rows_NK, weight_GKM, offs=ends_G)
+    if bias_GM is not None:
+        row_N = torch.arange(rows_NK.shape[0], dtype=torch.int32, device=rows_NK.device)
+        group_N = torch.searchsorted(ends_G, row_N, right=True).clamp_(max=weight_GKM.shape[0] - 1)
+        out_NM += bias_GM.index_select(0, group_N)
+    return out_NM
+
+
 def npu_dynamic_quant(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize each row to -127..127 by its largest magnitude; a row of zeros stays one."""
     wide_NH = input.float()
@@ -67,7 +89,7 @@ def npu_dynamic_quant(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def npu_swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """SiLU of the first half of ``dim`` times the second half."""
     gate, up = input.chunk(2, dim=dim)
-    return silu(gate) * up
+    return functional.silu(gate) * up
 
 
 def _exact_product(rows_NK: torch.Tensor, matrix_KM: torch.Tensor) -> torch.Tensor:
