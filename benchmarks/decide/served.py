@@ -13,12 +13,13 @@ from eplb_service.io.trace import ArrayTrace
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.jobs import Scene
-from eplb_service.replay.policy import LOOKING_BACK, ON_CHANGE
+from eplb_service.replay.policy import ON_CHANGE
 from eplb_service.replay.policy_replay import Setup
 from eplb_service.replay.runner import jobs_for, replay, scene_for
 from eplb_service.replay.schedule import Schedule
 
-POLICIES = ("none", "flashlb", LOOKING_BACK, ON_CHANGE)
+LOOKED_BACK = 512
+"""Steps that a decision by the clock looks at, at most, where it looks at more than an interval: the default."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,21 @@ class Row:
 
 def own_rows(course: Course, settings: PlannerSettings, bytes_per_expert: int) -> Iterator[Row]:
     """A row for each policy, on one thread; its CPU is what the replay took beyond one that leaves all alone."""
-    setup = Setup(course.slots, Schedule(course.window, course.window))
+    by_window, looking_back = (
+        Setup(course.slots, Schedule(steps, course.window)) for steps in (course.window, LOOKED_BACK)
+    )
+    ways = (
+        ("none", "none", by_window),
+        ("flashlb", "flashlb", by_window),
+        (f"flashlb, window {LOOKED_BACK}", "flashlb", looking_back),
+        (ON_CHANGE, ON_CHANGE, by_window),
+    )
     scene = scene_for(course.ranks)
     if bytes_per_expert:
         ranks_R = np.arange(course.ranks)
         scene = Scene(Topology(np.zeros_like(ranks_R), ranks_R, bytes_per_expert), scene.costs)
     trace, idle = ArrayTrace(course.heat_TLE), 0.0
-    for name in POLICIES:
+    for label, name, setup in ways:
         jobs = jobs_for([name], [setup], settings, hindsight=False)
         began = time.process_time()
         (policy,) = replay(trace, jobs, scene).policies
@@ -62,7 +71,7 @@ def own_rows(course: Course, settings: PlannerSettings, bytes_per_expert: int) -
         decisions = sum(row.decisions for row in rows)
         made = decisions + policy.decisions[0].decisions
         yield Row(
-            policy.policy,
+            label,
             float(np.average([row.par_realised for row in rows], weights=[row.steps for row in rows])),
             float(np.mean([row.moves for row in rows])),
             0 if name == "none" else decisions,

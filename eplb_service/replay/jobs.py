@@ -160,7 +160,7 @@ def run_file(
 
 
 def _steps_looked_back(job: Job) -> int:
-    remembers = job.policy is not None and (job.policy.on_change or job.policy.looks_back)
+    remembers = job.policy is not None and job.policy.on_change
     return max(job.setup.schedule.window, MEMORY if remembers else 0)
 
 

@@ -45,11 +45,8 @@ ABLATIONS: Mapping[str, tuple[Mapping[str, Any], str]] = {
 
 ON_CHANGE = "flashlb-on-change"
 """flashlb, deciding when ``planner.pace`` says and not every interval: the service with ``decide_on: change``."""
-LOOKING_BACK = "flashlb-looking-back"
-"""flashlb every interval, on older steps than its window's, too, as far as heat is still what it is now: the service
-with 512 ``window_steps``."""
 
-NAMES = (*POLICIES, ON_CHANGE, LOOKING_BACK, *ABLATIONS)
+NAMES = (*POLICIES, ON_CHANGE, *ABLATIONS)
 """All policies that have a name; any other is ``module:function``."""
 
 
@@ -67,15 +64,12 @@ class Policy:
         ``module:function`` of an external policy; empty for the planner's own.
     on_change
         Whether it decides when what is realised departs from what was promised, and not every interval.
-    looks_back
-        Whether a decision looks at older steps than its window's, too.
     """
 
     name: str
     settings: PlannerSettings
     target: str = ""
     on_change: bool = False
-    looks_back: bool = False
 
     @classmethod
     def of(cls, name: str, settings: PlannerSettings) -> Policy:
@@ -84,8 +78,6 @@ class Policy:
             return cls(name, replace(settings, policy=name))
         if name == ON_CHANGE:
             return cls(name, replace(settings, policy="flashlb"), on_change=True)
-        if name == LOOKING_BACK:
-            return cls(name, replace(settings, policy="flashlb"), looks_back=True)
         if name in ABLATIONS:
             return cls(name, replace(settings, policy="flashlb", **ABLATIONS[name][0]))
         if ":" in name:

@@ -15,12 +15,12 @@ from eplb_service.planner.dealing import first_tables
 from eplb_service.planner.decide import plan
 from eplb_service.planner.outlook import Serving
 from eplb_service.planner.scoring import split_loads
-from eplb_service.planner.stationary import looked_back
+from eplb_service.planner.stationary import looked_back, paying_steps
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.policy import Policy
 from eplb_service.replay.policy_replay import ReplayedDecision
-from eplb_service.replay.schedule import MEMORY, ReplayError, Schedule
+from eplb_service.replay.schedule import ReplayError, Schedule
 from eplb_service.replay.served import served_loads, served_us
 from eplb_service.replay.sliding_heat import SlidingHeat
 
@@ -95,12 +95,13 @@ class PolicyRun:
         """Decide on the window that ends before ``step``, and serve until the next decision."""
         end = min(step + self._schedule.interval, self._trace.steps)
         self._arrive(step)
-        first = self._remembered_from(step)
+        first = max(0, step - self._schedule.window)
         remembered_TLE = self._heat.heat(first, end)
-        begin = step - self._steps_looked_at(remembered_TLE[: step - first])
+        begin = step - looked_back(remembered_TLE[: step - first], self._schedule.interval)
         heat_TLE = remembered_TLE[begin - first :]
         window = Window(heat_TLE[: step - begin], self._source(begin, step))
-        decided = self._no_decision(window) if self._coming else self._decided(window)
+        serves = paying_steps(step - first, self._schedule.interval)
+        decided = self._no_decision(window) if self._coming else self._decided(window, serves)
         if self._coming is None and decided.layers_changed:
             self._coming = (step + self._costs.delay_steps(decided.moves_busiest), decided.serving)
         late = 0 if self._coming is None else min(max(self._coming[0] - step, 0), end - step)
@@ -120,15 +121,6 @@ class PolicyRun:
             us_realised_L=us_L,
             busy_L=busy_steps(heat_TLE[step - begin :]),
         )
-
-    def _remembered_from(self, step: int) -> int:
-        """The first step that a decision may look at."""
-        window = self._schedule.window
-        return max(0, step - max(window, MEMORY)) if self._policy.looks_back else step - window
-
-    def _steps_looked_at(self, heat_TLE: Heat) -> int:
-        """How many of the newest of these a decision does look at."""
-        return looked_back(heat_TLE, self._schedule.interval) if self._policy.looks_back else len(heat_TLE)
 
     def _arrive(self, step: int) -> None:
         if self._coming is not None and self._coming[0] <= step:
@@ -186,7 +178,7 @@ class PolicyRun:
         seen = float(mean_par(par(self._seen(window, self._serving))))
         return Outcome(self._serving, 0, 0, 0, 0, seen, seen, 0.0)
 
-    def _decided(self, window: Window) -> Outcome:
+    def _decided(self, window: Window, serves: float | None) -> Outcome:
         serving = self._serving
         began = time.perf_counter()
         if self._external is not None:
@@ -194,8 +186,6 @@ class PolicyRun:
             seconds = time.perf_counter() - began
             seen_L, planned_L = (par(self._seen(window, way)) for way in (serving, changed))
             return self._outcome(changed, float(mean_par(seen_L)), float(mean_par(planned_L)), seconds)
-        # A longer look back is no longer time for moves to pay.
-        serves = float(self._schedule.interval) if self._policy.looks_back else None
         made = plan(
             window, serving.placement, serving.log2phy_RLE, self._topology, self._policy.settings, serves
         )

@@ -39,7 +39,7 @@ def jobs_for(
     """
     if not policies or not setups:
         raise ReplayError("a replay needs at least one policy and one setup")
-    start = max(setup.schedule.window for setup in setups)
+    start = max(setup.schedule.first for setup in setups)
     shifted = [replace(setup, schedule=replace(setup.schedule, start=start)) for setup in setups]
     fitting = replace(settings, policy="flashlb") if hindsight else None
     jobs = []

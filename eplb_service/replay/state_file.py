@@ -136,8 +136,7 @@ def _identity(job: Job) -> str:
             job.split,
             job.deal_width,
             job.setup,
-            policy
-            and (policy.name, policy.target, policy.on_change, policy.looks_back, asdict(policy.settings)),
+            policy and (policy.name, policy.target, policy.on_change, asdict(policy.settings)),
             hindsight,
         )
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb_service.planner.stationary import looked_back, stationary_steps
+from eplb_service.planner.stationary import looked_back, paying_steps, stationary_steps
 
 
 def drawn(steps: int, seed: int) -> np.ndarray:
@@ -22,6 +22,60 @@ def test_all_of_still_heat_is_used() -> None:
 def test_heat_from_before_a_jump_is_not_used(since: int) -> None:
     heat_TLE = np.concatenate([drawn(300, 0), drawn(since, 1)])
     assert since / 3 <= stationary_steps(heat_TLE, 16) <= since
+
+
+def plain_stationary_steps(heat_TLE: np.ndarray, ahead: int) -> int:
+    """Each stretch by its own mean."""
+    part_TLE = heat_TLE / np.maximum(heat_TLE.sum(axis=2, keepdims=True), 1.0)
+    before, came_LE = len(part_TLE) - ahead, part_TLE[-ahead:].mean(axis=0)
+    lengths = [length for length in (16, 32, 64, 128, 256) if length < before] + [before]
+    errors = []
+    for length in lengths:
+        forecast_LE = part_TLE[before - length : before].mean(axis=0)
+        missed_L = ((forecast_LE - came_LE) ** 2).sum(axis=1)
+        errors.append((missed_L / np.maximum((came_LE**2).sum(axis=1), 1e-30)).mean())
+    as_good = [length for length, error in zip(lengths, errors, strict=True) if error <= 1.1 * min(errors)]
+    return max(as_good) + ahead
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_stretch_is_the_one_that_each_stretch_by_itself_would_name(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    heat_TLE = np.concatenate([drawn(int(steps), seed + 10) for steps in generator.integers(20, 200, 3)])
+    ahead = int(generator.integers(4, 40))
+    assert stationary_steps(heat_TLE, ahead) == plain_stationary_steps(heat_TLE, ahead)
+
+
+@pytest.mark.parametrize(("remembered", "steps"), [(1, None), (48, None), (49, 48.0), (512, 48.0)])
+def test_moves_pay_within_an_interval_however_far_a_decision_looks_back(
+    remembered: int, steps: float | None
+) -> None:
+    assert paying_steps(remembered, 48) == steps
+
+
+@pytest.mark.parametrize("since", [24, 32])
+def test_by_the_clock_heat_that_changed_a_moment_ago_is_looked_at_alone(since: int) -> None:
+    heat_TLE = np.concatenate([drawn(300, 0), drawn(since, 1)])
+    assert stationary_steps(heat_TLE, 32) == len(heat_TLE)
+    assert looked_back(heat_TLE, 64) <= 48
+
+
+def test_by_the_clock_heat_that_never_lasts_an_interval_is_not_looked_at_alone() -> None:
+    heat_TLE = np.concatenate([drawn(48, seed) for seed in range(6)] + [drawn(32, 6)])
+    assert looked_back(heat_TLE, 64) > 64
+
+
+def test_by_the_clock_bursts_are_seldom_taken_for_a_change() -> None:
+    shortened = []
+    for seed in range(5):
+        generator = np.random.default_rng(seed)
+        on_TG = np.repeat(generator.random((64, 4)) < 0.25, 8, axis=0)
+        popularity_TE = 1.0 + 6.0 * np.repeat(on_TG, 4, axis=1)
+        popularity_TE /= popularity_TE.sum(axis=1, keepdims=True)
+        heat_TLE = np.stack([generator.multinomial(4000, row_E) for row_E in popularity_TE])[:, None]
+        for steps in range(128, 513, 32):
+            shortened.append(looked_back(heat_TLE[:steps], 64) < stationary_steps(heat_TLE[:steps], 32))
+    assert np.mean(shortened) < 0.25
 
 
 def test_few_steps_are_all_used() -> None:

@@ -1,4 +1,4 @@
-"""A policy by the clock that looks back knows more where heat stays what it is, and forgets what it is no more."""
+"""A window longer than the interval knows more where heat stays what it is, and forgets what it is no more."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from eplb_service.io.trace import ArrayTrace
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.jobs import Job, Ledger
 from eplb_service.replay.jobs import run as run_jobs
-from eplb_service.replay.policy import LOOKING_BACK, Policy
+from eplb_service.replay.policy import Policy
 from eplb_service.replay.policy_replay import Setup
-from eplb_service.replay.policy_run import PolicyRun
 from eplb_service.replay.runner import jobs_for, replay, scene_for
-from eplb_service.replay.schedule import MEMORY, Schedule
-from eplb_service.replay.sliding_heat import SlidingHeat
+from eplb_service.replay.schedule import Schedule
 from tests.replay.test_change_run import workloads
 
 
@@ -28,12 +26,13 @@ def bursts(steps: int, seed: int) -> np.ndarray:
     return np.stack([generator.multinomial(4000, row_E[order_E]) for row_E in popularity_TE])[:, None]
 
 
-def realised(heat_TLE: np.ndarray, window: int) -> tuple[float, float]:
-    setup = Setup(slots=5, schedule=Schedule(window, window))
-    jobs = jobs_for([LOOKING_BACK, "flashlb"], [setup], PlannerSettings(), hindsight=False)
-    looking_back, by_clock = replay(ArrayTrace(heat_TLE), jobs, scene_for(4)).policies
-    assert looking_back.steps == by_clock.steps == len(heat_TLE) - window
-    return looking_back.par_realised, by_clock.par_realised
+def realised(heat_TLE: np.ndarray, interval: int) -> tuple[float, float]:
+    """By windows of 512 steps, and by windows of one interval, decided at the same steps."""
+    setups = [Setup(slots=5, schedule=Schedule(window, interval)) for window in (512, interval)]
+    jobs = jobs_for(["flashlb"], setups, PlannerSettings(), hindsight=False)
+    looking_back, by_interval = replay(ArrayTrace(heat_TLE), jobs, scene_for(4)).policies
+    assert looking_back.steps == by_interval.steps == len(heat_TLE) - interval
+    return looking_back.par_realised, by_interval.par_realised
 
 
 def test_bursts_ask_for_a_longer_memory_than_an_interval() -> None:
@@ -42,30 +41,38 @@ def test_bursts_ask_for_a_longer_memory_than_an_interval() -> None:
 
 
 def test_what_was_before_a_change_does_not_spoil_decisions_after_it() -> None:
-    looking_back, by_clock = realised(workloads(1, 2, 3), 48)
-    assert looking_back <= by_clock + 0.01
+    looking_back, by_interval = realised(workloads(1, 2, 3), 48)
+    assert looking_back <= by_interval + 0.01
 
 
-@pytest.mark.parametrize(("step", "first"), [(50, 0), (MEMORY, 0), (MEMORY + 100, 100)])
-def test_no_step_farther_back_than_the_memory_is_looked_at(step: int, first: int) -> None:
-    trace, setup = ArrayTrace(workloads(1, steps=MEMORY + 200)), Setup(5, Schedule(50, 50))
-    scene, policy = scene_for(4), Policy.of(LOOKING_BACK, PlannerSettings())
-    heat, placement = SlidingHeat(trace, slack=MEMORY), scene.placement(trace, setup)
-    run = PolicyRun(trace, heat, placement, scene.topology, policy, setup.schedule, scene.costs)
-    assert run._remembered_from(step) == first
+@pytest.mark.parametrize(("window", "looked_at"), [(30, [30, 30, 30, 30]), (80, [40, 80, 80, 80])])
+def test_a_decision_looks_at_no_more_than_a_window_and_no_more_than_there_is(
+    window: int, looked_at: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def remembering(heat_TLE: np.ndarray, interval: int) -> int:
+        seen.append(len(heat_TLE))
+        assert interval == 40
+        return len(heat_TLE)
+
+    monkeypatch.setattr("eplb_service.replay.policy_run.looked_back", remembering)
+    setup = Setup(5, Schedule(window, 40))
+    heat_TLE = workloads(1, steps=160 + window)[: 160 + min(window, 40)]
+    replay(
+        ArrayTrace(heat_TLE),
+        jobs_for(["none"], [setup], PlannerSettings(), hindsight=False),
+        scene_for(4),
+    )
+    assert seen == looked_at
 
 
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been() -> None:
-    trace, setup = ArrayTrace(workloads(1, 2, 3)), Setup(5, Schedule(48, 48))
-    job = Job("back", setup, Policy.of(LOOKING_BACK, PlannerSettings()))
+    trace, setup = ArrayTrace(workloads(1, 2, 3)), Setup(5, Schedule(512, 48))
+    job = Job("back", setup, Policy.of("flashlb", PlannerSettings()))
     whole = [progress for _, progress in run_jobs([job], trace, scene_for(4))]
     ledger = Ledger([job])
     for progress in whole[:2]:
         ledger.add(0, progress)
     rest = [progress for _, progress in run_jobs([job], trace, scene_for(4), ledger.done())]
     assert [one.made.par_realised for one in whole[2:]] == [one.made.par_realised for one in rest]
-
-
-@pytest.mark.parametrize("name", ["flashlb", LOOKING_BACK])
-def test_only_the_one_that_says_so_looks_back(name: str) -> None:
-    assert Policy.of(name, PlannerSettings()).looks_back == (name == LOOKING_BACK)

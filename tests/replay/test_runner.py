@@ -11,10 +11,11 @@ from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.noise_floor import noise_floor
 from eplb_service.planner.scoring import rank_loads
 from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.stationary import looked_back
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import Scene
-from eplb_service.replay.policy import ABLATIONS, LOOKING_BACK, NAMES, ON_CHANGE, Policy
+from eplb_service.replay.policy import ABLATIONS, NAMES, ON_CHANGE, Policy
 from eplb_service.replay.policy_replay import Setup
 from eplb_service.replay.policy_run import arrivals
 from eplb_service.replay.runner import jobs_for, replay, scene_for
@@ -22,7 +23,7 @@ from eplb_service.replay.schedule import ReplayError, Schedule
 
 HEAT_TLE = checked_heat(synthetic_heat("phased", 130, layers=3, experts=16, tokens=256, top_k=2, seed=5))
 LINEAR = Placement.linear(layers=3, experts=16, ranks=4, slots=5)
-SCHEDULE = Schedule(window=40, interval=30)
+SCHEDULE = Schedule(window=40, interval=30, start=40)
 SETUP = Setup(slots=5, schedule=SCHEDULE)
 
 
@@ -47,8 +48,9 @@ def test_each_decision_is_the_planner_on_its_window():
     result = run(["flashlb"], settings=PlannerSettings(seed=2))
     placement, log2phy_RLE = LINEAR, LINEAR.default_log2phy()
     for decision, step in zip(result.policies[0].decisions, (40, 70, 100), strict=True):
-        window = Window(HEAT_TLE[step - 40 : step])
-        decided = plan(window, placement, log2phy_RLE, Topology.flat(4), PlannerSettings(seed=2))
+        looked_at = looked_back(HEAT_TLE[step - 40 : step], 30)
+        window = Window(HEAT_TLE[step - looked_at : step])
+        decided = plan(window, placement, log2phy_RLE, Topology.flat(4), PlannerSettings(seed=2), 30.0)
         placement, log2phy_RLE = apply_layers(placement, log2phy_RLE, decided.changes())
         assert (decision.step, decision.steps, decision.late) == (step, 30, 0)
         assert (decision.moves, decision.layers_changed) == (decided.moves, len(decided.layers))
@@ -130,8 +132,8 @@ def test_sweeps_score_the_same_steps():
         for window in (20, 60)
         for name in ("none", "flashlb")
     ]
-    assert {policy.decisions[0].step for policy in result.policies} == {60}
-    assert {policy.steps for policy in result.policies} == {70}
+    assert {policy.decisions[0].step for policy in result.policies} == {20}
+    assert {policy.steps for policy in result.policies} == {110}
 
 
 def rotated(heat_TLE, phy2log_LRS):
@@ -184,7 +186,7 @@ def test_policies_that_fail_are_told_in_one_line(name, message):
 
 
 def test_every_ablation_is_a_setting_that_differs():
-    of_clock = [name for name in NAMES if name not in (ON_CHANGE, LOOKING_BACK)]
+    of_clock = [name for name in NAMES if name != ON_CHANGE]
     settings = [Policy.of(name, PlannerSettings(max_layers=2)).settings for name in of_clock]
     assert len(set(settings)) == len(of_clock) == 3 + len(ABLATIONS)
 
@@ -256,13 +258,18 @@ def test_schedule(steps, first_steps):
     assert list(SCHEDULE.decisions(steps)) == first_steps
 
 
+@pytest.mark.parametrize(("window", "interval", "first"), [(40, 40, 40), (30, 40, 30), (80, 40, 40)])
+def test_the_first_decision_falls_after_a_window_or_an_interval_whichever_is_shorter(window, interval, first):
+    assert Schedule(window, interval).decisions(100)[0] == first
+
+
 def test_refusals():
     with pytest.raises(ReplayError, match="has 40 steps, a window of 40 leaves none"):
         SCHEDULE.decisions(40)
     with pytest.raises(ReplayError, match="interval is 0"):
         Schedule(window=1, interval=0)
     with pytest.raises(ReplayError, match="the first window of 9 steps ends later"):
-        Schedule(window=9, interval=1, start=8)
+        Schedule(window=9, interval=9, start=8)
     with pytest.raises(ReplayError, match="at least one policy"):
         run([])
     for values, message in [

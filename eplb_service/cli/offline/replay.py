@@ -49,7 +49,13 @@ class ComparisonOptions:
             "('all' names them), or your module:function."
         ),
     ] = ",".join(POLICIES)
-    window: Annotated[str, typer.Option(help="Steps that a decision looks at; several with commas.")] = "256"
+    window: Annotated[
+        str,
+        typer.Option(
+            help="Steps that a decision looks at, at most; beyond the interval only those with the heat of now. "
+            "Several with commas."
+        ),
+    ] = "512"
     interval: Annotated[str, typer.Option(help="Steps between decisions; several with commas.")] = "256"
     hindsight: Annotated[
         bool, typer.Option(help="Also fit a placement on the very steps served, and show the regret.")
@@ -131,7 +137,7 @@ def replay(
     """Run the planner along a trace and score what each decision realises in the steps after it.
 
     Each decision sees a window of steps and serves the next ones. All policies start from the same placement and are
-    scored over the same steps, those after the first window. Windows, intervals and slots with several values are run
+    scored over the same steps, those after the first decision. Windows, intervals and slots with several values are run
     in all combinations. Ctrl-C ends the work, still prints, writes and draws what all policies have done by then, and
     leaves a state file that --resume continues from.
     """

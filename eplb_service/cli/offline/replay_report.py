@@ -93,9 +93,10 @@ def _headline(result: Replay) -> str:
 def _footnotes(result: Replay, low: float, high: float) -> list[str]:
     first = result.policies[0]
     score, schedule = result.score(first), first.setup.schedule
+    looks_back = schedule.window > schedule.interval
     lines = [
         f"PAR: hottest rank over mean rank in each step; curves from {low:.2f} to {high:.2f}. "
-        f"Each decision sees {schedule.window} steps and serves {schedule.interval}.",
+        f"Each decision sees {'up to ' * looks_back}{schedule.window} steps and serves {schedule.interval}.",
         f"Left alone it is {score.par_left_alone:.3f}; token sampling alone leaves about {score.floor:.3f}. "
         "Regret: above the best that hindsight knows.",
     ]

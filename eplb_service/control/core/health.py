@@ -75,7 +75,7 @@ def problems(deployment: DeploymentState) -> list[str]:
 
 def _useless(deployment: DeploymentState) -> list[str]:
     """Why balancing, though nothing fails, can do nothing."""
-    found, heat, window = [], deployment.heat, deployment.limits.window_steps
+    found, heat, window = [], deployment.heat, deployment.limits.decision_steps
     if deployment.group is not None and deployment.group.shape.rank_bound and not deployment.paused:
         found.append(
             "experts are bound to their ranks (grouped experts), so that no plan can be made: heat is watched alone"

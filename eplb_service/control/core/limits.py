@@ -33,3 +33,8 @@ class Limits:
     first_decision: int | None = None
     interval: int | None = None
     report_size: ReportSize = field(default_factory=ReportSize)
+
+    @property
+    def decision_steps(self) -> int:
+        """Steps after which something should have come of them: the window, or the interval where that is shorter."""
+        return self.window_steps if self.interval is None else min(self.window_steps, self.interval)

@@ -100,7 +100,7 @@ class ServiceSettings(_PlannerFields):
         description="steps that a decision looks at, at most; beyond decision_interval only those with the heat of now",
     )
     decision_interval: int = Field(
-        256,
+        512,
         ge=1,
         description="steps before the first decision and, where decide_on is interval, between decisions",
     )

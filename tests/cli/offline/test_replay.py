@@ -38,10 +38,10 @@ def test_json_on_stdout_and_in_the_file_agree(tmp_path, trace, capsys):
     reported = held("replay", printed)
     assert reported == json.loads(out.read_text())
     assert list(reported["policies"]) == ["none", "deepseek", "flashlb"]
-    assert reported["steps_scored"] == 60
+    assert reported["steps_scored"] == 75
     for policy in reported["policies"].values():
-        assert [decision["step"] for decision in policy["decisions"]] == [40, 65, 90]
-        assert [decision["steps"] for decision in policy["decisions"]] == [25, 25, 10]
+        assert [decision["step"] for decision in policy["decisions"]] == [25, 50, 75]
+        assert [decision["steps"] for decision in policy["decisions"]] == [25, 25, 25]
     assert reported["policies"]["flashlb"]["par_realised"] < reported["policies"]["none"]["par_realised"]
     assert reported["policies"]["none"]["moves"] == 0
 
@@ -68,7 +68,7 @@ BAD_ARGUMENTS = {
     ),
     "unknown policy": (
         ["--policy", "none,greedy"],
-        "--policy names 'greedy'; choose among none, deepseek, flashlb, flashlb-on-change, flashlb-looking-back,",
+        "--policy names 'greedy'; choose among none, deepseek, flashlb, flashlb-on-change,",
     ),
     "no policy": (["--policy", ","], "--policy names nothing"),
     "slots and redundant": (["--redundant", "4"], "either --slots or --redundant"),

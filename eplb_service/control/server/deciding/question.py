@@ -25,7 +25,7 @@ from eplb_service.planner.move_price import LayerTime
 from eplb_service.planner.outlook import Outlook, Serving, gain_over, promise_for
 from eplb_service.planner.plan import Plan
 from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.stationary import looked_back
+from eplb_service.planner.stationary import looked_back, paying_steps
 from eplb_service.planner.topology import Topology
 
 
@@ -123,9 +123,7 @@ class Question:
         """Steps that what is decided is expected to serve; ``None`` where that is as many as are looked at."""
         if self.pacing is not None:
             return self.pacing.pace.serving_steps
-        # A longer look back is no longer time for moves to pay.
-        longer = self.interval is not None and len(self.heat_TLE) > self.interval
-        return float(self.interval) if longer and self.interval is not None else None
+        return None if self.interval is None else paying_steps(len(self.heat_TLE), self.interval)
 
     @property
     def heat_TLE(self) -> Counts:
