@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import types
-import typing
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 from eplb_service.cli.errors import UserError
-from eplb_service.cli.options.declared import setting_option, takes_options
+from eplb_service.cli.options.declared import flag_metavar, flag_type, setting_option, takes_options
 from eplb_service.cli.options.planner import PANEL
 from eplb_service.control.server.lease.interface import LeaseError, LeaseLostError
 from eplb_service.control.server.listening.probes import ListenError
@@ -35,39 +33,19 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
     default = "" if field.default is None else f", default {field.default}"
     return setting_option(
         name,
-        _flag_type(field.annotation),
+        _kind(field.annotation),
         None,
         f"{field.description} ({variable}{default})",
         panel=PANEL if name in _PLANNER else None,
-        metavar=_metavar(field),
+        metavar=flag_metavar(field.annotation),
         show_default=False,
     )
 
 
-def _flag_type(annotation: Any) -> Any:
+def _kind(annotation: Any) -> Any:
     """What the shell's text is parsed as; the settings themselves check the value."""
-    choices = _choices(annotation)
-    if len(choices) > 1 or choices[0] is SecretStr or typing.get_origin(choices[0]) is Literal:
-        return str
-    return choices[0]
-
-
-def _choices(annotation: Any) -> list[Any]:
-    """What a value may be, where there is one."""
-    union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
-    choices = typing.get_args(annotation) if union else (annotation,)
-    return [choice for choice in choices if choice is not types.NoneType]
-
-
-def _metavar(field: FieldInfo) -> str | None:
-    choices = _choices(field.annotation)
-    if not any(typing.get_origin(choice) is Literal for choice in choices):
-        return None
-    return "|".join(_named(choice) for choice in choices)
-
-
-def _named(choice: Any) -> str:
-    return "|".join(typing.get_args(choice)) if typing.get_origin(choice) is Literal else "NUMBER"
+    kind = flag_type(annotation)
+    return str if kind is SecretStr else kind
 
 
 def _flags() -> list[inspect.Parameter]:

@@ -48,7 +48,7 @@ class Interval:
         return self.low > 0
 
     def __str__(self) -> str:
-        return f"{self.value:.4g} ({self.low:.4g} to {self.high:.4g})"
+        return f"{self.value:.4g} (95 %: {self.low:.4g} to {self.high:.4g})"
 
 
 @dataclass(frozen=True)

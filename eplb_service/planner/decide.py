@@ -135,7 +135,7 @@ def plan(
         )
         if settings.split == STEP and not settings.cost_curve.linear:
             # Searched by tokens: whether that is worth the replicas that it wakes, only the curve says.
-            verdicts, changed = without_slower(verdicts, changed, settings)
+            verdicts, changed = without_slower(verdicts, changed, settings.min_gain, price.value)
     changed.sort(key=lambda layer_plan: _gain(verdicts[layer_plan.layer]), reverse=True)
     return Plan(tuple(changed), verdicts, price, hindsight)
 

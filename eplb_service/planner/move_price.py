@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from eplb_service.cost.moving import NOTHING_MEASURED, MovingCosts
-from eplb_service.planner.settings import PlannerSettings, is_default
+from eplb_service.planner.settings import AUTO, PlannerSettings, is_default
 
 MEASURED, PARTLY, STATED, ASSUMED = "measured", "partly measured", "stated", "assumed"
 KINDS = (MEASURED, PARTLY, STATED, ASSUMED)
@@ -40,11 +40,28 @@ class MovePrice:
         For operators: what it was computed from, and where each part comes from.
     kind
         One of ``KINDS``.
+    move_ms
+        Milliseconds of steps that are lost for each expert that a rank receives; ``None`` where the price itself is
+        stated.
+    switch_ms
+        Milliseconds for which the model waits for a layer's switch; ``None`` as before.
+    bytes_per_expert
+        Weights of one expert in one layer; 0 where not known.
     """
 
     value: float
     reason: str
     kind: str = STATED
+    move_ms: float | None = None
+    switch_ms: float | None = None
+    bytes_per_expert: int = 0
+
+    @property
+    def ms_per_megabyte(self) -> float | None:
+        """Milliseconds of steps lost for each megabyte moved; ``None`` where that or an expert's size is not known."""
+        if self.move_ms is None or not self.bytes_per_expert:
+            return None
+        return self.move_ms / (self.bytes_per_expert / 1e6)
 
 
 @dataclass(frozen=True)
@@ -80,8 +97,8 @@ def move_price(
     layer
         How long a layer's experts take; by default ``layer_ms``.
     """
-    if settings.move_price is not None:
-        return MovePrice(settings.move_price, "stated")
+    if settings.move_price != AUTO:
+        return MovePrice(settings.move_price, "stated", bytes_per_expert=bytes_per_expert)
     layer = layer or LayerTime(settings.layer_ms, _source(settings, "layer_ms"))
     steps = serving_steps or ASSUMED_SERVING_STEPS
     travel_ms, travel = _travel(settings, bytes_per_expert, moving)
@@ -92,7 +109,9 @@ def move_price(
     reason = f"{travel}, {slowed}, {stop}, {layer.ms:.3g} ms per layer and step ({layer.source}), {served}"
     if moving.bounded:
         reason += "; what ranks report is beyond what is believed, and was bounded"
-    return MovePrice(min(value, MOST), reason, _kind(settings, moving))
+    return MovePrice(
+        min(value, MOST), reason, _kind(settings, moving), travel_ms * lost, stop_ms, bytes_per_expert
+    )
 
 
 def _travel(settings: PlannerSettings, size: int, moving: MovingCosts) -> tuple[float, str]:
@@ -115,7 +134,7 @@ def _lost(moving: MovingCosts) -> tuple[float, str]:
             _SLOWER_WHILE_MOVING,
             f"steps lose {_SLOWER_WHILE_MOVING:.0%} of it while weights travel (assumed)",
         )
-    interval = f"{moving.lost_low:.1%} to {moving.lost_high:.1%}, {moving.plans} plans"
+    interval = f"95 %: {moving.lost_low:.1%} to {moving.lost_high:.1%}, {moving.plans} plans"
     return (
         moving.lost_share,
         f"steps lose {moving.lost_share:.1%} of it while weights travel (measured, {interval})",

@@ -14,7 +14,7 @@ from typing import Any
 
 from eplb_service.cost.curve import CostCurve, CurveError
 from eplb_service.cost.curve_file import read_curve
-from eplb_service.planner.settings import PlannerSettings, SettingsError
+from eplb_service.planner.settings import AUTO, NumberOrAuto, PlannerSettings, SettingsError
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class PlannerOption:
     name
         That of its field.
     kind
-        What its text is parsed as: ``str``, ``int``, ``float`` or ``bool``. Several numbers are text with commas.
+        What its text is parsed as: ``str``, ``int``, ``float`` or ``bool``, or the union of a number and ``"auto"``.
+        Several numbers are text with commas.
     default
         Of that kind, or ``None``. A cost curve is the text that names its file.
     help
@@ -34,7 +35,7 @@ class PlannerOption:
     """
 
     name: str
-    kind: type
+    kind: Any
     default: Any
     help: str
 
@@ -61,7 +62,19 @@ def planner_settings(values: Mapping[str, Any]) -> PlannerSettings:
     return PlannerSettings(**{name: _parsed(name, value, types_of[name]) for name, value in values.items()})
 
 
-def _kind(annotation: Any) -> type:
+def number_or_auto(value: Any) -> NumberOrAuto:
+    """What stands for such a setting in text or a file; raises ``ValueError`` where it is neither."""
+    if value == AUTO:
+        return AUTO
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError("expected a number, or auto") from None
+
+
+def _kind(annotation: Any) -> Any:
+    if annotation == NumberOrAuto:
+        return annotation
     if isinstance(annotation, types.UnionType):
         annotation = next(kind for kind in typing.get_args(annotation) if kind is not types.NoneType)
     return str if typing.get_origin(annotation) is tuple or annotation is CostCurve else annotation
@@ -72,6 +85,11 @@ def _plain(value: Any) -> Any:
 
 
 def _parsed(name: str, value: Any, annotation: Any) -> Any:
+    if annotation == NumberOrAuto:
+        try:
+            return number_or_auto(value)
+        except ValueError as error:
+            raise SettingsError(f"{name} is {value!r}; {error}") from error
     if isinstance(value, str) and CostCurve in typing.get_args(annotation):
         try:
             return read_curve(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from eplb_service.cost.curve import CostCurve
 from eplb_service.placement import MOST_ENTRIES
@@ -22,6 +22,10 @@ its log2phy names (vLLM-Ascend); ``even``: the host spreads them over the replic
 ``deal``: each source rank sends them in turn to the entries of its dealing table; ``step``: all ranks split each step's
 tokens alike, so that the hottest rank is as cool as the placement allows (the live layer's stepwise split; SGLang's
 LPLB)."""
+
+AUTO: Literal["auto"] = "auto"
+"""The ``move_price`` that is computed from what moves cost."""
+NumberOrAuto = float | Literal["auto"]
 
 
 class SettingsError(ValueError):
@@ -58,21 +62,21 @@ class PlannerSettings:
     max_layers: int | None = _setting(
         None, "Most layers that change in one decision, worst first. By default all that are worth it."
     )
-    move_price: float | None = _setting(
-        None,
+    move_price: float | Literal["auto"] = _setting(
+        AUTO,
         "Fraction of its peak-to-average ratio that a layer must win to have every slot moved; moving one slot costs "
-        "its share of that. By default from what moves cost: what the ranks have measured of transfers, slowed steps "
-        "and commits, and until then an expert's bytes, link_bandwidth and layer_ms; over the steps that the plan is "
-        "expected to serve.",
+        "its share of that. auto: from what moves cost, which is what the ranks have measured of transfers, slowed "
+        "steps and commits, and until then an expert's bytes, link_bandwidth and layer_ms; over the steps that the "
+        "plan is expected to serve.",
     )
     link_bandwidth: float = _setting(
         25.0,
-        "GB/s at which a rank receives weights while it serves; prices moves where move_price is not set, until the "
+        "GB/s at which a rank receives weights while it serves; prices moves where move_price is auto, until the "
         "ranks have measured it.",
     )
     layer_ms: float = _setting(
         0.4,
-        "Milliseconds that one layer's experts take in a step; prices moves where move_price is not set, as "
+        "Milliseconds that one layer's experts take in a step; prices moves where move_price is auto, as "
         "long as neither a cost curve nor the time of steps is known.",
     )
     episodes: int = _setting(
@@ -195,8 +199,12 @@ class PlannerSettings:
             raise SettingsError(
                 f"deal_width is {self.deal_width}; a dealing table has at most {MOST_ENTRIES} entries"
             )
+        price: Any = self.move_price
+        if price is None or (isinstance(price, str) and price != AUTO):
+            raise SettingsError(f"move_price is {price!r}; it must be a number, 0.0 or more, or auto")
+        if price != AUTO:
+            self._at_least("move_price", 0.0)
         for name, bound in (
-            ("move_price", 0.0),
             ("max_layers", 1),
             ("expert_groups", 1),
             ("threads", 1),

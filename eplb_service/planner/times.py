@@ -12,7 +12,6 @@ from eplb_service.heat.window import Window
 from eplb_service.placement import Int32, Placement, mean_par
 from eplb_service.planner.plan import LayerPlan, LayerVerdict
 from eplb_service.planner.scoring import split_us
-from eplb_service.planner.settings import PlannerSettings
 
 
 def with_times(
@@ -59,7 +58,7 @@ def _planned_us(plan: LayerPlan, window: Window, experts: int, split: str, curve
 
 
 def without_slower(
-    verdicts: Sequence[LayerVerdict], changed: Sequence[LayerPlan], settings: PlannerSettings
+    verdicts: Sequence[LayerVerdict], changed: Sequence[LayerPlan], min_gain: float, move_price: float
 ) -> tuple[tuple[LayerVerdict, ...], list[LayerPlan]]:
     """Verdicts and changes without those that were found by tokens and win too little time for their moves.
 
@@ -69,8 +68,8 @@ def without_slower(
         Of all layers in order, with times.
     changed
         The layers that are to change.
-    settings
-        With ``min_gain`` and ``move_price``, parts of the time here.
+    min_gain, move_price
+        Parts of the time that a layer must win, by itself and to have every slot moved.
     """
     kept, paying = list(verdicts), []
     for plan in changed:
@@ -78,8 +77,8 @@ def without_slower(
         seen, planned = verdict.us_seen, verdict.us_planned
         assert seen is not None, "a layer without tokens does not change"
         assert planned is not None
-        price = (settings.move_price or 0.0) * verdict.moves / plan.phy2log_RS.size
-        if seen - planned > (settings.min_gain + price) * seen:
+        price = move_price * verdict.moves / plan.phy2log_RS.size
+        if seen - planned > (min_gain + price) * seen:
             paying.append(plan)
             continue
         kept[plan.layer] = replace(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from eplb_service.placement import Float64, mean_par
-from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.settings import NumberOrAuto, PlannerSettings
 from eplb_service.replay.jobs import Job
 from eplb_service.replay.policy import Policy
 from eplb_service.replay.policy_replay import PolicyReplay, Setup, weighted
@@ -38,7 +38,7 @@ class Option:
 
     label: str
     setup: Setup
-    move_price: float | None
+    move_price: NumberOrAuto
     par: float
     moves_per_decision: float
     moved_share: float

@@ -9,6 +9,7 @@ from typing import TypeAlias
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
+from eplb_service.wire.move_price import PricedMoves
 from eplb_service.wire.worth import Worth
 
 Metric: TypeAlias = Gauge | Counter | Histogram
@@ -107,6 +108,25 @@ class Metrics:
         )
         self.tokens_won = gauge(
             "eplb_gain_tokens_per_second", "Tokens per second that the time saved amounts to."
+        )
+        priced = "as the last decision priced its moves"
+        self.move_price_ratio = gauge(
+            "eplb_move_price", f"Part of its ratio that a layer must win to have every slot moved, {priced}."
+        )
+        self.move_cost = gauge(
+            "eplb_move_cost_seconds",
+            f"Time that steps lose for each expert that a rank receives, {priced}.",
+        )
+        self.byte_cost = gauge(
+            "eplb_move_cost_seconds_per_byte", "The same for each byte of weights, where their size is known."
+        )
+        self.switch_cost = gauge(
+            "eplb_switch_cost_seconds", f"Time for which the model waits for a layer's switch, {priced}."
+        )
+        self.move_price_source = gauge(
+            "eplb_move_price_info",
+            "Constant 1; the price of moves is measured, partly measured, stated or assumed.",
+            ("deployment", "price"),
         )
         self.solve_seconds = histogram(
             "eplb_solve_seconds", "Time that one decision took to compute.", _SOLVE_BUCKETS
@@ -227,15 +247,17 @@ class Metrics:
         self.gain_high_seconds.labels(deployment).set(worth.gain_high_ms / 1e3)
         _remove(self.time_price, ("deployment", "price"), deployment)
         self.time_price.labels(deployment, worth.price_kind).set(1)
-        step_seconds = None if worth.step_ms is None else worth.step_ms / 1e3
-        for gauge, value in (
-            (self.step_seconds, step_seconds),
-            (self.tokens_won, worth.tokens_per_second_won),
-        ):
-            if value is None:
-                _remove(gauge, _DEPLOYMENT, deployment)
-            else:
-                gauge.labels(deployment).set(value)
+        _set_or_remove(self.step_seconds, deployment, worth.step_ms, 1e-3)
+        _set_or_remove(self.tokens_won, deployment, worth.tokens_per_second_won)
+
+    def move_price(self, deployment: str, priced: PricedMoves) -> None:
+        """What moves were priced at; what is not known any more is removed."""
+        self.move_price_ratio.labels(deployment).set(priced.price)
+        _remove(self.move_price_source, ("deployment", "price"), deployment)
+        self.move_price_source.labels(deployment, priced.kind).set(1)
+        _set_or_remove(self.move_cost, deployment, priced.ms_per_move, 1e-3)
+        _set_or_remove(self.byte_cost, deployment, priced.ms_per_megabyte, 1e-9)
+        _set_or_remove(self.switch_cost, deployment, priced.ms_per_switch, 1e-3)
 
     def layer_pars(self, deployment: str, realised: Sequence[float], planned: dict[int, float]) -> None:
         """Per-layer ratios; zeros were not measured and are left out."""
@@ -265,16 +287,26 @@ class Metrics:
 
     def _forget_worth(self, deployment: str) -> None:
         _remove(self.experts_seconds, ("deployment", "placement"), deployment)
-        _remove(self.time_price, ("deployment", "price"), deployment)
+        for source in (self.time_price, self.move_price_source):
+            _remove(source, ("deployment", "price"), deployment)
         for metric in (self.gain_seconds, self.gain_low_seconds, self.gain_high_seconds):
             _remove(metric, _DEPLOYMENT, deployment)
-        for metric in (self.step_seconds, self.tokens_won):
+        for metric in (self.step_seconds, self.tokens_won, self.move_price_ratio):
+            _remove(metric, _DEPLOYMENT, deployment)
+        for metric in (self.move_cost, self.byte_cost, self.switch_cost):
             _remove(metric, _DEPLOYMENT, deployment)
 
     def exposition(self, accept: str) -> tuple[str, bytes]:
         """All metrics in the newest format that ``accept``, a header of HTTP, names; its media type, and the text."""
         encode, kind = choose_encoder(accept)
         return kind, encode(self.registry)
+
+
+def _set_or_remove(gauge: Gauge, deployment: str, value: float | None, scale: float = 1.0) -> None:
+    if value is None:
+        _remove(gauge, _DEPLOYMENT, deployment)
+    else:
+        gauge.labels(deployment).set(value * scale)
 
 
 def _remove(metric: Metric, names: Sequence[str], deployment: str) -> None:

@@ -84,4 +84,4 @@ def test_what_cannot_be_fitted_is_refused():
 def test_an_interval_says_whether_it_leaves_zero_out():
     assert Interval(2.0, 1.0, 3.0).above_zero
     assert not Interval(2.0, 0.0, 3.0).above_zero
-    assert str(Interval(2.0, 1.0, 3.0)) == "2 (1 to 3)"
+    assert str(Interval(2.0, 1.0, 3.0)) == "2 (95 %: 1 to 3)"

@@ -30,6 +30,18 @@ def test_the_price_is_time_lost_over_time_that_can_be_won() -> None:
     assert "128 steps served" in found.reason
 
 
+def test_what_a_move_and_a_switch_cost_is_said_in_time() -> None:
+    size = 42 << 20
+    found = move_price(MODEL, 9, size, 128)
+    assert found.move_ms == pytest.approx(size / 25e9 * 1e3 * 0.2)
+    assert found.switch_ms == pytest.approx(9 * size / 1e12 * 1e3 + 0.5)
+    assert found.ms_per_megabyte == pytest.approx(0.2 / 25)
+    assert found.value == pytest.approx((9 * found.move_ms + found.switch_ms) / (0.4 * 128))
+    assert move_price(MODEL, 9).ms_per_megabyte is None
+    stated = move_price(PlannerSettings(move_price=0.3), 9, size)
+    assert (stated.move_ms, stated.switch_ms, stated.ms_per_megabyte) == (None, None, None)
+
+
 def test_moves_are_cheaper_on_fast_links_and_where_plans_serve_for_long() -> None:
     slow, fast = (move_price(PlannerSettings(link_bandwidth=rate), 5, 13 << 20, 64) for rate in (10.0, 200.0))
     assert fast.value < slow.value
@@ -60,7 +72,9 @@ def test_what_ranks_have_measured_is_the_price() -> None:
     assert found.value == pytest.approx((9 * 100 * 0.05 + 3) / (0.4 * 128))
     assert found.kind == "measured"
     assert "42.0 MiB per expert, 0.44 GB/s per rank (measured, 12 layers)" in found.reason
-    assert "steps lose 5.0% of it while weights travel (measured, 2.0% to 8.0%, 6 plans)" in found.reason
+    assert (
+        "steps lose 5.0% of it while weights travel (measured, 95 %: 2.0% to 8.0%, 6 plans)" in found.reason
+    )
     assert "3 ms per switch (measured, 12 layers)" in found.reason
     assert "assumed: layer_ms" in found.reason
 

@@ -19,6 +19,8 @@ from eplb_service.planner.settings import PlannerSettings, SettingsError
         ("min_gain", math.nan, "min_gain is nan; it must be a finite number, 0.0 or more"),
         ("min_gain", -0.1, "min_gain is -0.1; it must be a finite number, 0.0 or more"),
         ("move_price", -1.0, "move_price is -1.0"),
+        ("move_price", "dear", "move_price is 'dear'; it must be a number, 0.0 or more, or auto"),
+        ("move_price", None, "move_price is None; it must be a number, 0.0 or more, or auto"),
         ("episodes", 0, "episodes is 0; it must be a finite number, 1 or more"),
         ("deal_width", 0, "deal_width is 0; it must be a finite number, 1 or more"),
         ("deal_width", 65, "deal_width is 65; a dealing table has at most 64 entries"),

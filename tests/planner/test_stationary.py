@@ -66,15 +66,17 @@ def test_by_the_clock_heat_that_never_lasts_an_interval_is_not_looked_at_alone()
 
 
 def test_by_the_clock_bursts_are_seldom_taken_for_a_change() -> None:
-    shortened = []
+    shortened: list[bool] = []
     for seed in range(5):
         generator = np.random.default_rng(seed)
         on_TG = np.repeat(generator.random((64, 4)) < 0.25, 8, axis=0)
         popularity_TE = 1.0 + 6.0 * np.repeat(on_TG, 4, axis=1)
         popularity_TE /= popularity_TE.sum(axis=1, keepdims=True)
         heat_TLE = np.stack([generator.multinomial(4000, row_E) for row_E in popularity_TE])[:, None]
-        for steps in range(128, 513, 32):
-            shortened.append(looked_back(heat_TLE[:steps], 64) < stationary_steps(heat_TLE[:steps], 32))
+        shortened += [
+            looked_back(heat_TLE[:steps], 64) < stationary_steps(heat_TLE[:steps], 32)
+            for steps in range(128, 513, 32)
+        ]
     assert np.mean(shortened) < 0.25
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from eplb_service.telemetry.metrics import Metrics
+from eplb_service.wire.move_price import PricedMoves
 from eplb_service.wire.worth import Worth
 
 
@@ -84,6 +85,25 @@ def test_worth_has_the_price_of_the_last_decision_alone_and_nothing_that_is_not_
     assert not {"eplb_step_seconds", "eplb_gain_tokens_per_second"} & series_of(metrics, "decode")
     metrics.forget_layers("decode")
     assert not [name for name in series_of(metrics, "decode") if "seconds" in name and "solve" not in name]
+
+
+def test_the_price_of_moves_is_that_of_the_last_decision_and_has_nothing_that_is_not_known(
+    metrics: Metrics,
+) -> None:
+    metrics.move_price("decode", PricedMoves(0.12, "assumed", "", 2.0, 0.05, 0.5))
+    value_of = metrics.registry.get_sample_value
+    of = {"deployment": "decode"}
+    assert value_of("eplb_move_price", of) == 0.12
+    assert value_of("eplb_move_cost_seconds", of) == pytest.approx(2e-3)
+    assert value_of("eplb_move_cost_seconds_per_byte", of) == pytest.approx(5e-11)
+    assert value_of("eplb_switch_cost_seconds", of) == pytest.approx(5e-4)
+    metrics.move_price("decode", PricedMoves(0.3, "stated", ""))
+    assert value_of("eplb_move_price", of) == 0.3
+    assert value_of("eplb_move_price_info", {**of, "price": "stated"}) == 1
+    assert value_of("eplb_move_price_info", {**of, "price": "assumed"}) is None
+    assert not [name for name in series_of(metrics, "decode") if "cost" in name]
+    metrics.forget_layers("decode")
+    assert not [name for name in series_of(metrics, "decode") if "move_price" in name]
 
 
 def test_every_metric_has_the_prefix(metrics: Metrics) -> None:

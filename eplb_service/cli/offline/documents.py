@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from eplb_service.cli.output.document import Document, Ratio
 from eplb_service.cost.curve_file import CurveDocument
 
@@ -153,7 +155,7 @@ class AdvisedOptionDocument(Document):
     slots: int
     window_steps: int
     interval_steps: int
-    move_price: float | None
+    move_price: float | Literal["auto"]
     par: Ratio
     moves_per_decision: float
     moved_share: float

@@ -25,7 +25,7 @@ def worth_text(worth: operator_pb2.Worth) -> str:
     """What balancing is worth, in one line: three times per step, the gain with its interval, and the verdict."""
     colour = {"helps": "green", "costs": "red"}.get(worth.verdict, "yellow")
     parts = [
-        f"[{colour}]{escape(worth.verdict)}[/]: {worth.gain_ms:+.3f} ms per step ({worth.gain_low_ms:+.3f} to "
+        f"[{colour}]{escape(worth.verdict)}[/]: {worth.gain_ms:+.3f} ms per step (95 %: {worth.gain_low_ms:+.3f} to "
         f"{worth.gain_high_ms:+.3f})"
     ]
     if worth.HasField("gain_percent"):
@@ -46,7 +46,14 @@ def price_text(worth: operator_pb2.Worth) -> str:
 
 def move_price_text(priced: operator_pb2.MovePrice) -> str:
     """What moving weights was taken to cost, and what that rests on."""
-    return f"{priced.kind}: a ratio must fall by {priced.price:.2%} for every slot to move; {priced.reason}"
+    parts = [f"{priced.kind}: a ratio must fall by {priced.price:.2%} for every slot to move"]
+    if priced.HasField("ms_per_move"):
+        by_size = f" ({priced.ms_per_megabyte:.3g} per MB)" if priced.HasField("ms_per_megabyte") else ""
+        parts.append(
+            f"{priced.ms_per_move:.3g} ms of steps per expert moved{by_size}, {priced.ms_per_switch:.3g} ms per layer "
+            "switched"
+        )
+    return "; ".join([*parts, priced.reason])
 
 
 def size_text(count: float) -> str:

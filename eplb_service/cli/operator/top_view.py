@@ -15,7 +15,13 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from eplb_service.cli.operator.status_text import par_text, size_text, state_text
+from eplb_service.cli.operator.status_text import (
+    move_price_text,
+    par_text,
+    size_text,
+    state_text,
+    worth_text,
+)
 from eplb_service.cli.output.tables import compact_table
 from eplb_service.placement import Float64
 from eplb_service.wire.codec import unpack
@@ -49,15 +55,16 @@ def render(picture: Picture, width: int, height: int | None) -> RenderableType:
     if picture.whole is None or picture.balance is None:
         return Text("no deployments yet: no agent has connected")
     status, balance = picture.whole.status, picture.balance
-    rows = (
-        None if height is None else max(_FEWEST_MAP_ROWS, height - _LINES_BESIDE_MAP - len(status.problems))
-    )
+    priced = _worth_and_price(status)
+    beside = _LINES_BESIDE_MAP + len(status.problems) + len(priced)
+    rows = None if height is None else max(_FEWEST_MAP_ROWS, height - beside)
     parts: list[RenderableType] = []
     if len(picture.known) > 1:
         parts.append(_deployments(picture.known, status.deployment))
     parts += [
         _headline(status),
         *(Text.from_markup(f"[red]problem:[/] {escape(problem)}") for problem in status.problems),
+        *priced,
         _over_time(balance.points, width),
         _map(balance, picture.whole.layers, width, rows),
         _last_switch(balance, width),
@@ -83,6 +90,19 @@ def _headline(status: operator_pb2.DeploymentStatus) -> Text:
         f"[bold]{status.deployment}[/]  {state_text(status)}  {shape}, {status.layers_switched} layers switched, "
         f"{status.experts_moved} experts ({size_text(status.bytes_moved)}) moved, {status.steps_lost} steps lost"
     )
+
+
+def _worth_and_price(status: operator_pb2.DeploymentStatus) -> list[Text]:
+    """What balancing is worth and what moves cost, a line each where it is known, cut off where it is too long."""
+    known = []
+    if status.HasField("worth"):
+        known.append(f"worth: {worth_text(status.worth)}")
+    if status.HasField("move_price"):
+        known.append(f"price of moves, {escape(move_price_text(status.move_price))}")
+    lines = [Text.from_markup(line) for line in known]
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ellipsis"
+    return lines
 
 
 def _over_time(points: Sequence[operator_pb2.BalancePoint], width: int) -> RenderableType:

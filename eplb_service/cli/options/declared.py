@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import types
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import typer
 
@@ -46,6 +47,30 @@ def setting_option(
     )
     annotation = kind | None if default is None else kind
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)
+
+
+def flag_type(annotation: Any) -> Any:
+    """What the shell's text is parsed as for a setting of this type; what may be several things is text."""
+    choices = _choices(annotation)
+    return str if len(choices) > 1 or typing.get_origin(choices[0]) is Literal else choices[0]
+
+
+def flag_metavar(annotation: Any) -> str | None:
+    """What help shows for the value of a setting that may be one of several literals; ``None`` for any other."""
+    choices = _choices(annotation)
+    if not any(typing.get_origin(choice) is Literal for choice in choices):
+        return None
+    return "|".join(
+        "|".join(typing.get_args(choice)) if typing.get_origin(choice) is Literal else "NUMBER"
+        for choice in choices
+    )
+
+
+def _choices(annotation: Any) -> list[Any]:
+    """What a value may be, where there is one."""
+    union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+    choices = typing.get_args(annotation) if union else (annotation,)
+    return [choice for choice in choices if choice is not types.NoneType]
 
 
 def takes_options(made: Sequence[inspect.Parameter]) -> Callable[[Command], Command]:

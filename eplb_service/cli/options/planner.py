@@ -9,7 +9,13 @@ import numpy as np
 import typer
 
 from eplb_service.cli.errors import UserError, whole_numbers
-from eplb_service.cli.options.declared import Command, setting_option, takes_options
+from eplb_service.cli.options.declared import (
+    Command,
+    flag_metavar,
+    flag_type,
+    setting_option,
+    takes_options,
+)
 from eplb_service.io.trace import Trace
 from eplb_service.planner.options import planner_options
 from eplb_service.planner.topology import Topology
@@ -38,7 +44,14 @@ TokenGroupOption = Annotated[
 def takes_planner_settings(*without: str) -> Callable[[Command], Command]:
     """Replace a command's ``**planner`` by one option per setting, but for those that it names itself."""
     made = [
-        setting_option(option.name, option.kind, option.default, option.help, panel=PANEL)
+        setting_option(
+            option.name,
+            flag_type(option.kind),
+            option.default,
+            option.help,
+            panel=PANEL,
+            metavar=flag_metavar(option.kind),
+        )
         for option in planner_options()
         if option.name not in without
     ]

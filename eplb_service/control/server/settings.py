@@ -17,8 +17,8 @@ from pydantic import (
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from eplb_service.control.server.lease.choose import checked_lease
-from eplb_service.planner.options import planner_options, planner_settings
-from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.options import number_or_auto, planner_options, planner_settings
+from eplb_service.planner.settings import NumberOrAuto, PlannerSettings
 from eplb_service.planner.settings import SettingsError as PlannerSettingsError
 from eplb_service.wire.address import is_loopback
 from eplb_service.wire.codec import MAX_MESSAGE_BYTES
@@ -61,9 +61,15 @@ class SettingsError(ValueError):
     """Settings that no service could run with; the message names the key, its source and what to do."""
 
 
+def _field_type(kind: Any, default: Any) -> Any:
+    if kind == NumberOrAuto:
+        return Annotated[kind, BeforeValidator(number_or_auto)]
+    return kind if default is not None else kind | None
+
+
 _PLANNER_FIELDS: dict[str, Any] = {
     option.name: (
-        option.kind if option.default is not None else option.kind | None,
+        _field_type(option.kind, option.default),
         Field(option.default, description=option.help),
     )
     for option in planner_options()
@@ -94,13 +100,13 @@ class ServiceSettings(_PlannerFields):
         description="SQLite file with terms, placements and plans, resumed from at a restart; ':memory:' keeps none",
     )
     window_steps: int = Field(
-        256,
+        512,
         ge=1,
         le=65536,
         description="steps that a decision looks at, at most; beyond decision_interval only those with the heat of now",
     )
     decision_interval: int = Field(
-        512,
+        256,
         ge=1,
         description="steps before the first decision and, where decide_on is interval, between decisions",
     )

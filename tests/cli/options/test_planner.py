@@ -92,6 +92,29 @@ def test_the_service_takes_each_from_flag_environment_and_file(tmp_path, monkeyp
     assert ServiceSettings.model_fields["z"].default is None
 
 
+@pytest.mark.parametrize(("text", "price"), [("auto", "auto"), ("0.3", 0.3), (0.3, 0.3), (0, 0.0)])
+def test_the_price_of_moves_is_auto_or_a_number(text, price, tmp_path):
+    assert planner_settings({"move_price": text}).move_price == price
+    assert load_settings({"move_price": text}, environment={}).planner().move_price == price
+    (tmp_path / "eplb.yaml").write_text(f"move_price: {text}\n")
+    assert load_settings({}, tmp_path / "eplb.yaml", {}).planner().move_price == price
+
+
+@pytest.mark.parametrize("text", ["dear", "", "-1", "nan"])
+def test_other_prices_of_moves_are_refused(text):
+    with pytest.raises(SettingsError, match="move_price is"):
+        planner_settings({"move_price": text})
+    with pytest.raises(ValueError, match="move_price"):
+        load_settings({"move_price": text}, environment={})
+
+
+@pytest.mark.parametrize("command", ["serve", "solve", "replay"])
+def test_help_names_auto(command):
+    (option,) = (one for one in load_command(command).params if one.name == "move_price")
+    assert option.metavar == "NUMBER|auto"
+    assert "auto" in (option.default or option.help.rpartition("default ")[2])
+
+
 @pytest.mark.parametrize("text", ["", "inf,", "fast", "0"])
 def test_half_lives_that_are_none_are_refused(text):
     with pytest.raises(SettingsError, match="half_lives"):

@@ -95,6 +95,27 @@ def messages(
         experts_moved=4_031,
         bytes_moved=4_031 * 44_040_192,
         problems=list(problems),
+        worth=operator_pb2.Worth(
+            steps=512,
+            left_alone_ms=3.115,
+            serving_ms=2.703,
+            best_ms=2.611,
+            best="hindsight",
+            gain_ms=0.412,
+            gain_low_ms=0.38,
+            gain_high_ms=0.444,
+            price_kind="fitted",
+            price="20 us",
+            verdict="helps",
+        ),
+        move_price=operator_pb2.MovePrice(
+            price=0.126,
+            kind="partly measured",
+            reason="42.0 MiB per expert",
+            ms_per_move=0.35,
+            ms_per_megabyte=0.008,
+            ms_per_switch=0.51,
+        ),
     )
     agents = [
         operator_pb2.AgentStatus(

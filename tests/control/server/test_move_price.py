@@ -80,6 +80,9 @@ async def test_status_shows_a_measured_price(capsys: pytest.CaptureFixture[str])
         shown = json.loads(capsys.readouterr().out)["status"]["move_price"]
         assert await asyncio.to_thread(run, arguments) == 0
         text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+        reported = service.plane._metrics.registry.get_sample_value
+        assert reported("eplb_move_price_info", {"deployment": "decode", "price": "measured"}) == 1
+        assert reported("eplb_switch_cost_seconds", {"deployment": "decode"}) == pytest.approx(0.004)
     assert price is not None
     assert costs.commit_seconds == pytest.approx(0.004)
     assert costs.lost_share == pytest.approx(1 - CALM_US / MOVING_US, abs=0.02)
@@ -88,4 +91,7 @@ async def test_status_shows_a_measured_price(capsys: pytest.CaptureFixture[str])
     assert price.kind == "measured"
     assert shown["kind"] == "measured"
     assert shown["price"] == pytest.approx(price.value)
+    assert shown["ms_per_move"] == pytest.approx(price.move_ms)
+    assert shown["ms_per_switch"] == pytest.approx(4.0)
     assert "price of moves measured: a ratio must fall by" in text
+    assert "ms of steps per expert moved" in text

@@ -96,6 +96,11 @@ def worths() -> st.SearchStrategy[Worth]:
     )
 
 
+_PRICED = st.builds(
+    PricedMoves, RATIOS, st.sampled_from(MOVE_PRICES), TEXTS, *(st.none() | RATIOS for _ in range(3))
+)
+
+
 @st.composite
 def deployment_statuses(draw: st.DrawFn) -> DeploymentStatus:
     totals = ("steps_received", "steps_lost", "layers_switched", "experts_moved", "bytes_moved")
@@ -116,7 +121,7 @@ def deployment_statuses(draw: st.DrawFn) -> DeploymentStatus:
         problems=tuple(draw(st.lists(TEXTS, max_size=3))),
         leader_term=draw(VERSIONS),
         worth=draw(st.none() | worths()),
-        move_price=draw(st.none() | st.builds(PricedMoves, RATIOS, st.sampled_from(MOVE_PRICES), TEXTS)),
+        move_price=draw(st.none() | _PRICED),
         **{name: draw(st.integers(0, LAST_VERSION)) for name in totals},
     )
 
@@ -194,6 +199,9 @@ KINDS: dict[str, Kind] = {
             "move_price.price": _NO_RATIOS,
             "move_price.kind": ("", "free", CONTROL),
             "move_price.reason": ACCEPTED,
+            "move_price.ms_per_move": _NO_RATIOS,
+            "move_price.ms_per_megabyte": _NO_RATIOS,
+            "move_price.ms_per_switch": _NO_RATIOS,
         },
     ),
     "layer_status": Kind(

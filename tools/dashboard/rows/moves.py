@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.dashboard.panel import BARS, LEGEND, Panel, Row, per, quantiles
+from tools.dashboard.panel import BARS, LEGEND, STAIRS, Panel, Row, of, per, quantiles
 
 ROW: Row = (
     "Decisions and moves",
@@ -65,6 +65,38 @@ ROW: Row = (
             quantiles("eplb_commit_seconds"),
             size=(12, 8),
             unit="s",
+        ),
+        Panel(
+            "Cost of a move",
+            "What the last decision took moves to cost: the time that steps lose for each expert that a rank receives, and the wait for each layer's switch. Absent where move_price is a number.",
+            [
+                (of("eplb_move_cost_seconds"), f"{LEGEND} per expert"),
+                (of("eplb_switch_cost_seconds"), f"{LEGEND} per layer switched"),
+            ],
+            size=(6, 8),
+            unit="s",
+        ),
+        Panel(
+            "Cost of a gigabyte moved",
+            "The same time that steps lose, for each gigabyte of weights that a rank receives, where an expert's size is known.",
+            [(f"1e9 * {of('eplb_move_cost_seconds_per_byte')}", LEGEND)],
+            size=(6, 8),
+            unit="s",
+        ),
+        Panel(
+            "Price of moves",
+            "Part of its ratio that a layer must win to have every slot moved: those costs over the layer's time in the steps that a plan is expected to serve.",
+            [(of("eplb_move_price"), LEGEND)],
+            size=(6, 8),
+            unit="percentunit",
+        ),
+        Panel(
+            "Source of the price of moves",
+            "Measured: transfers, slowed steps and commits are the ranks' own. Partly measured: some of them. Stated: a setting is. Assumed: nothing is known.",
+            [(of("eplb_move_price_info"), f"{LEGEND} {{{{price}}}}")],
+            size=(6, 8),
+            style=STAIRS,
+            decimals=0,
         ),
     ),
 )

@@ -21,7 +21,7 @@ from eplb_service.control.server.deciding.planner_threads import PlannerThreads,
 from eplb_service.control.server.deciding.priors import Prior
 from eplb_service.control.server.deciding.question import Question, answer, appraise
 from eplb_service.control.server.observing.observer import Observer
-from eplb_service.control.server.observing.worth_figures import figures_of
+from eplb_service.control.server.observing.worth_figures import figures_of, priced_moves
 from eplb_service.control.server.outgoing.streams import Streams
 from eplb_service.control.server.store.store_writer import StoreWriter
 from eplb_service.placement import mean_par
@@ -156,6 +156,8 @@ class Decider:
                 return DecisionOutcome("failed", f"the decision was given up after {self._deadline:g} s")
         self._report(deployment.name, solved, outlook, seconds)
         deployment.priced(solved.price)
+        if solved.price is not None:
+            self._metrics.move_price(deployment.name, priced_moves(solved.price))
         if prior is not None:
             outcome = await self._offered(deployment, group, live, solved, None)
             return replace(outcome, message=f"{outcome.message}, by the heat of {prior.source}")
@@ -241,7 +243,7 @@ def _won(outlook: Outlook | None) -> str:
     won = None if outlook is None else outlook.won
     if won is None or not won.known:
         return ""
-    return f"; {won.mean:.3f} won over the first layout ({won.low:.3f} to {won.high:.3f})"
+    return f"; {won.mean:.3f} won over the first layout (95 %: {won.low:.3f} to {won.high:.3f})"
 
 
 def _encoded(offer: Offer, leader_term: int) -> SharedPlan:

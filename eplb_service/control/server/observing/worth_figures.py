@@ -1,8 +1,10 @@
-"""What balancing is worth, as operators' messages and metrics have it."""
+"""What balancing is worth and what moves cost, as operators' messages and metrics have it."""
 
 from __future__ import annotations
 
 from eplb_service.planner.counterfactual import BEST_KNOWN, Counterfactual
+from eplb_service.planner.move_price import MovePrice
+from eplb_service.wire.move_price import PricedMoves
 from eplb_service.wire.worth import Worth
 
 
@@ -25,4 +27,16 @@ def figures_of(found: Counterfactual) -> Worth:
         gain_percent=None if share is None else 100 * share,
         tokens_per_second=found.tokens_per_second,
         tokens_per_second_won=found.tokens_per_second_won,
+    )
+
+
+def priced_moves(price: MovePrice) -> PricedMoves:
+    """What a decision's moves were priced at."""
+    return PricedMoves(
+        price.value,
+        price.kind,
+        price.reason,
+        ms_per_move=price.move_ms,
+        ms_per_megabyte=price.ms_per_megabyte,
+        ms_per_switch=price.switch_ms,
     )

@@ -11,12 +11,12 @@ import numpy as np
 from eplb_service.control.core.deployment_state import DeploymentState
 from eplb_service.control.core.health import mean_par, measured_par, problems, rank_loads
 from eplb_service.control.server.observing.observer import Decision, Observed, Observer
-from eplb_service.control.server.observing.worth_figures import figures_of
+from eplb_service.control.server.observing.worth_figures import figures_of, priced_moves
 from eplb_service.control.server.store.stored import StoredPlacement, StoredPlan
 from eplb_service.planner.plan import LayerVerdict
 from eplb_service.wire.codec import pack
 from eplb_service.wire.generated import operator_pb2
-from eplb_service.wire.move_price import PricedMoves, encode_move_price
+from eplb_service.wire.move_price import encode_move_price
 from eplb_service.wire.worth import encode_worth
 
 _LOAD_STEPS = 64
@@ -63,8 +63,7 @@ def deployment_status(
     if deployment.decisions.worth is not None:
         status.worth.CopyFrom(encode_worth(figures_of(deployment.decisions.worth)))
     if deployment.decisions.move_price is not None:
-        price = deployment.decisions.move_price
-        status.move_price.CopyFrom(encode_move_price(PricedMoves(price.value, price.kind, price.reason)))
+        status.move_price.CopyFrom(encode_move_price(priced_moves(deployment.decisions.move_price)))
     known = deployment.live or remembered
     if known is not None:
         status.epoch, status.digest = known.epoch, known.digest

@@ -43,12 +43,14 @@ export function showTiles({ status, balance }) {
   const steps = status.steps_received + status.steps_lost;
   const lost = steps ? (100 * status.steps_lost) / steps : 0;
   const worth = status.worth;
+  const price = status.move_price;
   const tiles = [
     ["PAR now", ratio(status.par), `over ${count(status.window_steps)} steps`],
     ["planned", ratio(newest?.par_planned), since],
     ["noise floor", ratio(floor), "about what chance leaves"],
     ["avoidable", avoidable === null ? "–" : `${(100 * avoidable).toFixed(1)} %`, "of the mean rank's load"],
     ...(worth ? [[worth.verdict, `${signed(worth.gain_ms)} ms`, worthWords(worth)]] : []),
+    ...(price ? [["price of moves", priceFigure(price), priceWords(price)]] : []),
     ["switched", count(status.layers_switched), `layers, ${count(status.experts_moved)} experts, ${bytes(status.bytes_moved)}`],
     ["steps", count(status.steps_received), lost ? `${lost.toPrecision(2)} % lost` : "none lost"],
   ];
@@ -63,15 +65,30 @@ function signed(value) {
 function worthWords(worth) {
   const share = worth.gain_percent === null ? "" : `, ${signed(worth.gain_percent)} %`;
   const rate = worth.tokens_per_second_won === null ? "" : `, ${signed(worth.tokens_per_second_won)} tokens/s`;
-  return `per step (${signed(worth.gain_low_ms)} to ${signed(worth.gain_high_ms)})${share}${rate}`;
+  return `per step (95 %: ${signed(worth.gain_low_ms)} to ${signed(worth.gain_high_ms)})${share}${rate}`;
+}
+
+function priceFigure(price) {
+  return price.ms_per_move === null ? `${(100 * price.price).toPrecision(3)} %` : `${price.ms_per_move.toPrecision(3)} ms`;
+}
+
+function priceWords(price) {
+  if (price.ms_per_move === null) return `of the ratio for every slot, ${price.kind}`;
+  const bySize = price.ms_per_megabyte === null ? "" : ` (${price.ms_per_megabyte.toPrecision(3)} per MB)`;
+  return `per expert${bySize}, ${price.ms_per_switch.toPrecision(3)} ms per switch; ${price.kind}`;
+}
+
+function priceSentence(price) {
+  return `Price of moves, ${price.kind}: a ratio must fall by ${(100 * price.price).toPrecision(3)} % for every slot to move; ${price.reason}.`;
 }
 
 export function showWorth({ status }) {
   const worth = status.worth;
-  at("worth").textContent = worth
+  const words = worth
     ? `The experts' slowest ranks take ${worth.left_alone_ms.toFixed(3)} ms of a step left alone, ${worth.serving_ms.toFixed(3)} ms as served, ` +
       `${worth.best_ms.toFixed(3)} ms under the best known (${worth.best}), over ${count(worth.steps)} steps. Price of time, ${worth.price_kind}: ${worth.price}.`
     : "";
+  at("worth").textContent = status.move_price ? `${words} ${priceSentence(status.move_price)}`.trim() : words;
 }
 
 // The last switch
