@@ -71,7 +71,9 @@ class HeatRecorder:
             )
         self._segment_steps = segment_steps
         self._reporting = EVERYTHING
-        self._device = layers[0].load_counter.device
+        self._device = next(
+            ring.device for ring in (layers[0].moe_load, layers[0].source_load) if ring is not None
+        )
         self._phases: list[StepPhase] = []
         self._tokens: list[int] = []
         self._micros: list[int] = []
@@ -189,7 +191,7 @@ class HeatRecorder:
 
     def _to_host(self, counts: torch.Tensor) -> torch.Tensor:
         """One contiguous copy of what was gathered for it to the host, which may still be under way."""
-        if self._device.type == "cpu":
+        if counts.device.type == "cpu":
             return counts
         out = host_empty(tuple(counts.shape), counts.dtype, self._device)
         return out.copy_(counts, non_blocking=True)

@@ -281,20 +281,3 @@ def test_rings_in_one_tensor_are_reported_as_rings_of_their_own(layers: int, by_
     assert reported[0] == reported[1]
     assert len(reported[0]) == 6
     assert both[0].lost_steps == both[1].lost_steps == 0
-
-
-@pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no GPU here")
-def test_what_a_gpu_counted_waits_in_ordinary_memory() -> None:
-    layer = CountingLayer()
-    for name in ("moe_load", "source_load", "load_counter"):
-        setattr(layer, name, getattr(layer, name).cuda())
-    recorder = HeatRecorder([layer], 4)
-    for step in range(4):
-        layer.forward(step)
-        recorder.step_done(step, StepPhase.DECODE, (0,))
-    torch.cuda.synchronize()
-    (segment,) = recorder.take()
-    for counts, factor in ((segment.slot_counts_TLS, 1), (segment.source_counts_TLE, 10)):
-        assert counts is not None
-        assert not torch.from_numpy(counts).is_pinned()
-        assert (counts == factor * torch.arange(4).reshape(4, 1, 1).numpy()).all()

@@ -53,7 +53,10 @@ class LiveLayer(Protocol):
         ...
 
     load_counter: torch.Tensor
-    """int64 scalar on the device: forward passes so far, also those without tokens; each adds one on every rank."""
+    """int64 scalar: forward passes so far, also those without tokens; each adds one on every rank.
+
+    On the device, where it is counted in a captured graph, or on the host, where the adapter counts calls.
+    """
 
     shares_tokens: bool
     """Whether ranks see the same tokens before they route them (all-gather dispatch): their tables must be one."""

@@ -71,8 +71,9 @@ class HeatRings:
         # Step by step in memory: a pass writes one piece, and a report copies one.
         sources_WLE = torch.zeros((rows, layers, experts), dtype=torch.int32, device=device)
         self.sources_LWE = sources_WLE.transpose(0, 1)
-        self.counter = torch.zeros((), dtype=torch.int64, device=device)
-        self._rows = rows
+        self._row_LE_W = sources_WLE.unbind()
+        # Passes are counted by calls, on the host: on a device this would be one operation more in each of them.
+        self.counter = torch.zeros((), dtype=torch.int64)
         self._steps = 0
 
     def record(self, chosen_LP: torch.Tensor | None, phy2log_LP: torch.Tensor) -> None:
@@ -86,7 +87,7 @@ class HeatRings:
         phy2log_LP
             Logical expert of each slot during the pass, int64 ``[L, R*S]``.
         """
-        sources_LE = self.sources_LWE[:, self._steps % self._rows]
+        sources_LE = self._row_LE_W[self._steps % len(self._row_LE_W)]
         sources_LE.zero_()
         if chosen_LP is not None:
             sources_LE.scatter_add_(1, phy2log_LP, chosen_LP)
