@@ -83,7 +83,7 @@ def heat_report(live: LivePlacement, rank: int, first_step: int, heat_TLE: Int32
 class FakeRank:
     """One rank's stream."""
 
-    patience: float | None = 20
+    patience: float | None = 60
     """Seconds that it waits for a message; a read that is given up ends the stream."""
 
     def __init__(self, channel: grpc.aio.Channel, rank: int, metadata: Any = None) -> None:
@@ -117,7 +117,7 @@ class FakeRank:
     async def refusal(self) -> tuple[grpc.StatusCode, str]:
         """The status that the service ends the stream with."""
         with contextlib.suppress(grpc.aio.AioRpcError):
-            while await asyncio.wait_for(self.call.read(), 20) != grpc.aio.EOF:
+            while await asyncio.wait_for(self.call.read(), 60) != grpc.aio.EOF:
                 pass
         return await self.call.code(), await self.call.details()
 

@@ -46,12 +46,12 @@ def test_a_rank_that_cannot_ask_must_not_serve_on() -> None:
 
 
 def test_a_rank_whose_process_has_ended_binds_nobody() -> None:
-    one, other, third = joined(RANKS)
+    one, other, third = joined(RANKS, patience=60)
     other.peers.close()
     began = time.monotonic()
     assert not one.register.may_commit(3, heard=False)
     assert not third.register.may_commit(3, heard=True)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 30
 
 
 def test_ranks_that_ask_each_other_at_once_agree() -> None:

@@ -11,6 +11,7 @@ from datetime import timedelta
 import pytest
 
 from tests.swap.peered import joined
+from worker_agent.swap import group as group_module
 from worker_agent.swap.group import AgentGroup, _reachable
 from worker_agent.swap.peers import Peers
 
@@ -18,7 +19,7 @@ from worker_agent.swap.peers import Peers
 def test_what_one_rank_sets_the_others_read() -> None:
     one, other = joined(2)
     one.store.set("key", b"value")
-    other.store.wait(["key"], timedelta(seconds=2))
+    other.store.wait(["key"], timedelta(seconds=20))
     assert other.store.get("key") == b"value"
     assert other.store.check(["key"])
     assert not other.store.check(["no key"])
@@ -60,16 +61,17 @@ def test_opening_links_asks_each_peer_a_few_times(monkeypatch: pytest.MonkeyPatc
     assert len(asked) < 4 * ranks**2
 
 
-def test_what_one_rank_announces_reaches_those_that_live() -> None:
+def test_what_one_rank_announces_reaches_those_that_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "_ANNOUNCE_SECONDS", 60.0)
     one, other, gone, third = joined(4)
     gone.peers.close()
     began = time.monotonic()
     one.fail("rank 0: no memory")
-    assert time.monotonic() - began < 0.9
+    assert time.monotonic() - began < 30, "nobody waits for the one that has ended"
     assert [group.failure for group in (one, other, third)] == ["rank 0: no memory"] * 3
     # Whoever has not heard it then learns it when it next asks.
     third.failure = None
-    assert third.peers.ask([0], b"vkey", 1.0) == {0: b"!rank 0: no memory"}
+    assert third.peers.ask([0], b"vkey", 20.0) == {0: b"!rank 0: no memory"}
 
 
 def test_a_store_is_bounded() -> None:

@@ -51,7 +51,7 @@ async def service() -> AsyncIterator[RunningService]:
         yield running
 
 
-async def until(true: Callable[[], bool], seconds: float = 10.0) -> None:
+async def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
     async def poll() -> None:
         while not true():
             await asyncio.sleep(0.01)

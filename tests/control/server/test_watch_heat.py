@@ -134,16 +134,23 @@ async def test_time_ends_a_recording_and_nothing_recorded_is_told(
 
 
 async def test_a_service_that_stops_leaves_what_was_recorded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "decode.zarr"
+    from eplb_service.cli.trace import record as trace_record
+
+    out, take, taken = tmp_path / "decode.zarr", trace_record._take, list[str | None]()
+
+    def counted(trace: object, message: operator_pb2.WatchHeatResponse) -> None:
+        take(trace, message)  # type: ignore[arg-type]
+        taken.append(message.WhichOneof("message"))
+
+    monkeypatch.setattr(trace_record, "_take", counted)
     async with running_service(settings()) as service, FakeGroup(service.address) as group:
         await group.join()
         task = await recording(service, "decode", "--out", str(out))
         await group.send_heat(skewed_heat(8))
-        await until(lambda: service.plane.deployments["decode"].totals.steps_received == 8)
+        await until(lambda: taken.count("heat") == RANKS)
         await group.leave()
-        await asyncio.sleep(0.2)
     assert await task == 2
     reported = capsys.readouterr().err
     assert "8 steps recorded before the service went away" in reported
