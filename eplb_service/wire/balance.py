@@ -28,7 +28,21 @@ _MOST_LOAD = 1000 * MOST_RANKS
 
 @dataclass(frozen=True)
 class BalancePoint:
-    """One point in time, in seconds since 1970: ratios are means over the layers that had tokens, NaN for none."""
+    """Balance around one moment; a ratio that is not known is NaN.
+
+    Parameters
+    ----------
+    at
+        Seconds since 1970.
+    par
+        Realised peak-to-average ratio, mean over the layers that had tokens.
+    par_planned
+        What the last decision expected, in the same mean.
+    noise_floor
+        What it took for the noise floor.
+    layers_switched
+        Total since the deployment is known.
+    """
 
     at: float
     par: float

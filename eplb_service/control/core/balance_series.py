@@ -3,39 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from eplb_service.placement import mean_par
+from eplb_service.wire.balance import BalancePoint
 
 MOST_POINTS = 512
 """Points of one deployment; where there are more, neighbours become one."""
-
-
-@dataclass(frozen=True)
-class BalancePoint:
-    """Balance around one moment; a ratio that is not known is NaN.
-
-    Parameters
-    ----------
-    at
-        Seconds since 1970.
-    par
-        Realised peak-to-average ratio, mean over the layers that had tokens.
-    par_planned
-        What the last decision expected, in the same mean.
-    noise_floor
-        What it took for the noise floor.
-    layers_switched
-        Total since the deployment is known.
-    """
-
-    at: float
-    par: float
-    par_planned: float
-    noise_floor: float
-    layers_switched: int
 
 
 class BalanceSeries:

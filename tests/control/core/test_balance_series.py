@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from eplb_service.control.core.balance_series import MOST_POINTS, BalancePoint, BalanceSeries
+from eplb_service.control.core.balance_series import MOST_POINTS, BalanceSeries
+from eplb_service.wire.balance import BalancePoint
 
 
 def series(seconds: int) -> BalanceSeries:

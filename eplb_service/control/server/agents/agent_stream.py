@@ -59,7 +59,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             await context.write(agent_pb2.ConnectResponse(welcome=self._welcome(deployment)))
             await _first_of(
                 self._listen(deployment, hello, stream, inbox),
-                _tell(stream, context),
+                _send_on(stream, context),
                 _silent(stream, self._silence),
                 stream.ended(),
             )
@@ -155,7 +155,8 @@ async def _let_others_catch_up(
         pause = min(2 * pause, _LAST_PAUSE_SECONDS)
 
 
-async def _tell(stream: RankStream, context: Any) -> None:
+async def _send_on(stream: RankStream, context: Any) -> None:
+    """What waits in the stream's outbox goes to the rank, for as long as the stream lasts."""
     while True:
         message = await stream.outbox.get()
         if isinstance(message, RankCopy):

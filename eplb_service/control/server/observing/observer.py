@@ -12,16 +12,17 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from eplb_service.control.core.balance_series import BalancePoint, BalanceSeries
+from eplb_service.control.core.balance_series import BalanceSeries
 from eplb_service.control.core.deployment_state import DeploymentState
 from eplb_service.control.core.health import mean_par as mean_measured
 from eplb_service.control.core.health import measured_par
 from eplb_service.placement import Int32, mean_par
 from eplb_service.planner.plan import LayerVerdict, Plan
+from eplb_service.wire.balance import BalancePoint
 
 
 @dataclass(frozen=True)
-class Decision:
+class ObservedDecision:
     """What was decided, and when.
 
     Parameters
@@ -60,8 +61,8 @@ class Observed:
     """What was seen of one deployment: its balance over time, and its last decision and plan, if there was one."""
 
     series: BalanceSeries = field(default_factory=BalanceSeries)
-    last_decision: Decision | None = None
-    last_plan: Decision | None = None
+    last_decision: ObservedDecision | None = None
+    last_plan: ObservedDecision | None = None
     heard_R: dict[int, float] = field(default_factory=dict)
 
 
@@ -99,7 +100,7 @@ class Observer:
     def decided(self, name: str, plan: Plan, seconds: float) -> None:
         """A decision was made."""
         moves = {layer.layer: layer.moves_M5 for layer in plan.layers}
-        self.of(name).last_decision = Decision(self._wall_clock(), seconds, plan.verdicts, moves)
+        self.of(name).last_decision = ObservedDecision(self._wall_clock(), seconds, plan.verdicts, moves)
 
     def offered(self, name: str, plan_id: int) -> None:
         """The last decision is offered as a plan."""

@@ -18,8 +18,17 @@ from eplb_service.control.server.operators.status import (
     past_plan,
 )
 from eplb_service.control.server.plane.control_plane import ControlPlane
-from eplb_service.wire.codec import pack
+from eplb_service.wire.balance import encode_balance
+from eplb_service.wire.deployment_status import (
+    DeploymentReport,
+    DeploymentStatus,
+    PlacementInForce,
+    encode_deployment_status,
+    encode_placement,
+    encode_report,
+)
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
+from eplb_service.wire.past_plan import encode_past_plan
 
 
 class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
@@ -33,18 +42,17 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
     ) -> operator_pb2.ListDeploymentsResponse:
         """All that are known, by name."""
         names = filter(current_caller().credential.reaches, sorted(self._plane.deployments))
-        return operator_pb2.ListDeploymentsResponse(deployments=[self._status(name) for name in names])
+        return operator_pb2.ListDeploymentsResponse(
+            deployments=[encode_deployment_status(self._status(name)) for name in names]
+        )
 
     async def GetStatus(
         self, request: operator_pb2.GetStatusRequest, _context: Any
     ) -> operator_pb2.GetStatusResponse:
         """One deployment with its layers and agents."""
         deployment = self._plane.find(request.deployment)
-        return operator_pb2.GetStatusResponse(
-            status=self._status(request.deployment),
-            layers=layer_statuses(deployment),
-            agents=agent_statuses(deployment, self._plane.observer),
-        )
+        layers, agents = layer_statuses(deployment), agent_statuses(deployment, self._plane.observer)
+        return encode_report(DeploymentReport(self._status(request.deployment), layers, agents))
 
     async def GetPlacement(
         self, request: operator_pb2.GetPlacementRequest, _context: Any
@@ -55,13 +63,7 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
             raise ConflictError(
                 f"the placement of {request.deployment!r} is not known: not all ranks have reported theirs"
             )
-        return operator_pb2.GetPlacementResponse(
-            epoch=live.epoch,
-            digest=live.digest,
-            experts=live.placement.experts,
-            physical_to_logical=pack(live.placement.phy2log_LRS),
-            log2phy=pack(live.log2phy_RLE),
-        )
+        return encode_placement(PlacementInForce(live.epoch, live.digest, live.placement, live.log2phy_RLE))
 
     async def Pause(self, request: operator_pb2.PauseRequest, _context: Any) -> operator_pb2.PauseResponse:
         """Stop planning."""
@@ -101,14 +103,14 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
         """Plans of the past, newest first."""
         self._plane.find(request.deployment)
         plans = await self._plane.orders.history(request.deployment, request.limit)
-        return operator_pb2.GetHistoryResponse(plans=map(past_plan, plans))
+        return operator_pb2.GetHistoryResponse(plans=[encode_past_plan(past_plan(plan)) for plan in plans])
 
     async def GetBalance(
         self, request: operator_pb2.GetBalanceRequest, _context: Any
     ) -> operator_pb2.GetBalanceResponse:
         """Balance over time, loads of the ranks, and the last decisions."""
         deployment = self._plane.find(request.deployment)
-        return balance(deployment, self._plane.observer.of(deployment.name))
+        return encode_balance(balance(deployment, self._plane.observer.of(deployment.name)))
 
     async def WatchHeat(self, request: operator_pb2.WatchHeatRequest, context: Any) -> None:
         """Heat as it is counted, until the caller has enough."""
@@ -118,5 +120,5 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
             while True:
                 await context.write(await watcher.next())
 
-    def _status(self, name: str) -> operator_pb2.DeploymentStatus:
+    def _status(self, name: str) -> DeploymentStatus:
         return deployment_status(self._plane.deployments[name], self._plane.remembered.get(name))
