@@ -1,4 +1,4 @@
-"""Holds the tests' extract of torch_npu against the real wheel, or makes it anew: ``--refresh``.
+"""Holds the tests' extract of torch_npu against the real wheel, or makes it again: ``--refresh``.
 
 Downloads the wheel (torch_npu is never imported: it needs Ascend's libraries), reads the schemas of the operators that
 ``worker_agent.moe`` uses out of its YAML files, and runs its own shape functions on the ``meta`` device to learn what

@@ -1,8 +1,8 @@
 """Replays a long trace by a plain single-threaded loop and by `eplb replay`, side by side: ``make bench-replay``.
 
-Each run is a process of its own, and the ways take turns. Told are the time of each, the ratio of the plain loop's to
-that of two processes pair by pair, the part of the time spent in the solver, and the most memory held, summed over
-processes. All ways must find the same.
+Each run is a process of its own, and the ways take turns. Reported are the time of each, the ratio of the plain
+loop's to that of two processes pair by pair, the part of the time spent in the solver, and the most memory held,
+summed over processes. All ways must find the same.
 """
 
 from __future__ import annotations

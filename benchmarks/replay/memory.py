@@ -10,7 +10,7 @@ _KIB = 1024
 
 
 class PeakMemory:
-    """Watches process ``pid`` from now until ``stop``; Linux alone tells."""
+    """Watches process ``pid`` from now until ``stop``; Linux alone shows it."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

@@ -47,7 +47,7 @@ class Screen:
         )
 
     def finished(self, part: Round) -> None:
-        """Tell of a round where nobody sees the table."""
+        """Report a round where nobody sees the table."""
         if not self.console.is_terminal:
             line = "; ".join(f"{kind} {_milliseconds(part, kind)}" for kind in KINDS)
             line = f"{part.phase}: {_identical(part)} identical; {line}"

@@ -25,8 +25,11 @@ _HELD_OUT_EACH = 4
 _FEWEST = 8
 """Measurements below which nothing can be fitted and judged."""
 _KNEES = 64
+"""Places of a curve's knee that are tried, spaced geometrically; chosen by hand."""
 _ROUNDS = 8
+"""Of reweighting by least absolute error; chosen by hand."""
 _LEAST_ERROR = 0.01
+"""Relative error below which a measurement weighs no more."""
 
 
 class CurveFitError(CurveError):

@@ -27,14 +27,19 @@ FEWEST_PLANS = 4
 WIDEST = 0.1
 """Half of the widest 95 % interval with which the part that steps are slowed by counts as measured."""
 MOST_LOST = 0.9
+"""Part that steps may seem to lose while weights travel; more is taken for something else."""
 _EXPERT_SECONDS = (1e-6, 60.0)
+"""Bounds of what an expert may seem to take: what lies beyond is a clock's fault."""
 _MOST_COMMIT_SECONDS = 10.0
+"""Bound of what a commit may seem to take."""
 _CONFIDENCE = 0.95
+"""Of the intervals."""
 _PAUSE = 8.0
 """Medians from which on a step's time is taken for a wait for requests, as in ``heat.step_times``."""
 _NEAR = 64
 """Steps beside a plan's that its own are compared with, at most."""
 _FEWEST_CALM = 8
+"""Steps beside a plan's below which its own are compared with none."""
 
 
 @dataclass(frozen=True)

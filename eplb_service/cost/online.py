@@ -27,11 +27,17 @@ from eplb_service.cost.nonnegative import nonnegative_many
 FEWEST_STEPS = 32
 """Steps below which nothing is said."""
 _HELD_OUT_EACH = 4
+"""Of so many steps one is held out."""
 _TURNS = 5
+"""Of fitting a curve to the ranks that the last one takes for the slowest, at most; chosen by hand."""
 _DRAWS = 200
+"""Bootstrap samples of blocks of steps that the intervals are taken from."""
 _KNEES = 16
+"""Places of the knee that are tried: fewer than offline, since each bootstrap sample tries all."""
 _ROUNDS = 8
+"""Of reweighting by least absolute error; as in ``cost.fit``."""
 _LEAST_ERROR = 0.01
+"""Relative error below which a step weighs no more; as in ``cost.fit``."""
 
 
 @dataclass(frozen=True)

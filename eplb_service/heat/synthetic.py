@@ -17,15 +17,23 @@ Kind = Literal["static", "drift", "phased", "bursty"]
 """How popularity moves: it jitters, walks, alternates between two domains, or jumps in groups of experts."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
+# Made up, not fitted to any router: each kind is to be hard in its own way.
 _JITTER_LOG_SD = 0.1
+"""Of a log-popularity from step to step where it does not move."""
 _DRIFT_LOG_SD = 0.04
+"""Of the jumps of a log-popularity that walks."""
 _DRIFT_PULL = 0.999
+"""Part of where it is that stays from step to step: it wanders by less than one, however long the trace."""
 _PHASE_STEPS = 50
+"""Mean length of a phase; phases are up to a fifth longer or shorter."""
 _PHASE_SHARE = 0.9
+"""Of a phase's tokens, those of its own domain."""
 _BURST_GROUP = 8
+"""Experts that are hot together."""
 _BURST_LOG_GAIN = 1.3
-_BURST_STEPS_ON = 10
-_BURST_STEPS_OFF = 50
+"""Log-popularity that a burst adds: 3.7 times the tokens."""
+_BURST_STEPS_ON, _BURST_STEPS_OFF = 10, 50
+"""Mean steps of a burst, and between two of a group."""
 
 
 def synthetic_heat(

@@ -23,6 +23,7 @@ _FEWEST_STEPS = 16
 _SHUFFLES = 4
 """Layouts made for no heat that a deployment is compared with."""
 _STEPS_COMPARED = 32
+"""Newest steps that it is compared on, at most."""
 
 
 def blind_layers(

@@ -24,6 +24,7 @@ from eplb_service.placement import (
 from eplb_service.planner.settings import DEAL, PlannerSettings
 
 _FEWEST_TOKENS = 1e-3
+"""Mean tokens of a step at which the grid of means begins."""
 _GRID = 96
 """Means between which the parts of entries are interpolated."""
 

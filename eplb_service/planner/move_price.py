@@ -21,11 +21,17 @@ measured``: some of them; ``stated``: somebody wrote the price, or the link's ba
 did."""
 MOST = 10.0
 """A price at which nothing moves; no higher one is meant."""
+# Assumed where neither the ranks nor the settings say; the price then says so.
 _ASSUMED_BYTES = 16 << 20
+"""Of an expert."""
 _SLOWER_WHILE_MOVING = 0.2
+"""Part of their time that steps lose while weights travel."""
 _COPY_BYTES_PER_SECOND = 1e12
+"""Of a commit's copy within a device."""
 _SWITCH_MS = 0.5
+"""Of a commit, besides that copy."""
 ASSUMED_SERVING_STEPS = 256
+"""Steps that a change serves."""
 
 
 @dataclass(frozen=True)

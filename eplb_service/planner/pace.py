@@ -21,10 +21,13 @@ FIRST_AFTER_CHANGE = 4
 """Steps after which a change is decided on first: an older and a newer half of two each."""
 _SHORTEST_INTERVAL = SHORTEST
 _LONGEST_INTERVAL = 512
+"""Steps between decisions that change nothing, at most; ``make bench-decide`` was run with these."""
 _LEAST_AHEAD = 8
+"""Steps that heat is forecast over at least, where the window has four times as many."""
 _FIRST_STRETCH = 256
 """Steps that a stretch is taken to last until any has ended."""
 _STRETCHES_KEPT = 4
+"""Newest stretches between changes that say how long the next will last."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from eplb_service.planner.plan import LayerPlan
 from eplb_service.wire.status import PlanState, PlanStatus
 
 _PLANS_KEPT = 16
+"""Newest plans that say what moves cost."""
 _SLACK_SECONDS = 1.0
 """By which a rank's clock may seem to run ahead of the service's: its report and the offer travel as well."""
 

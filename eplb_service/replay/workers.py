@@ -101,6 +101,7 @@ _EFFORT = {"none": 1, "deepseek": 8, "flashlb": 24}
 """About how long a decision takes beside one that does nothing, for sharing out jobs alike; any other policy as long as
 flashlb, and hindsight longer, because it places every layer from scratch."""
 _HINDSIGHT = 32
+"""As ``_EFFORT``, where hindsight is wanted as well."""
 
 
 def _shares(jobs: Sequence[Job], done: Sequence[ResumePoint], workers: int) -> list[_Share]:

@@ -31,9 +31,9 @@ _HOTTEST, _COLDEST = 1e-3, 1e-5
 _REFRESH = 512
 """Steps taken after which rank loads are summed afresh, so that rounding does not pile up."""
 _LOOK = 8
-"""Tries at the same episode's hottest rank, one after the other."""
+"""Tries at the same episode's hottest rank, one after the other; chosen by hand."""
 _GUIDED = 95
-"""Of 100 tries those that must relieve that rank; the others may be anything."""
+"""Of 100 tries those that must relieve that rank; the others may be anything. Chosen by hand, as are ``_SWAPS``."""
 _SWAPS = 68
 """Of 100 tries those that swap; the others pass a replica on."""
 _HOPELESS = 12
@@ -88,8 +88,8 @@ def anneal(
     if share_N.sum() <= 0:
         return phy2log_RS.copy(), 1.0
     state = start(phy2log_RS, scaled_EN)
-    here_RS, replicas_E, holds_ER, holder_EK, peaks, rank_K, changed_R1, changed_RN = state
-    load_RN, load_NR, rank_KN, peak_KN = peaks
+    here_RS, replicas_E, holds_ER, holder_EK, top, rank_K, changed_R1, changed_RN = state
+    load_RN, load_NR, rank_KN, peak_KN = top
     now = mean_peak(peak_KN, share_N)
     best_RS, best = phy2log_RS.copy(), now
     state_1 = np.full(1, np.uint64(seed), dtype=np.uint64)

@@ -24,7 +24,7 @@ class AnnealingState(NamedTuple):
     """bool ``[E, R]``, whether a rank holds an expert."""
     holder_EK: Int32
     """int32 ``[E, K]``, the ranks that hold each expert, ``replicas_E`` of them, in no order."""
-    peaks: TopRanks
+    top_ranks: TopRanks
     """Rank loads under even shares."""
     rank_K: Int32
     """int32 ``[R]``, ranks that a change being judged would touch."""
@@ -88,7 +88,7 @@ def resum(state: AnnealingState, scaled_EN: Float32) -> None:
         set_row(state.changed_RN[r], load_RN[r])
         state.rank_K[r] = r
         state.changed_R1[r] = True
-    update_loads(state.peaks, state.rank_K, ranks, state.changed_R1, state.changed_RN)
+    update_loads(state.top_ranks, state.rank_K, ranks, state.changed_R1, state.changed_RN)
     for r in range(ranks):
         state.changed_R1[r] = False
 
@@ -202,7 +202,7 @@ def apply_move(state: AnnealingState, attempt: Move, count: int) -> None:
         last = state.holder_EK[theirs, state.replicas_E[theirs]]
         state.holder_EK[theirs, _at(state.holder_EK, theirs, other)] = last
         state.holds_ER[theirs, other] = False
-    update_loads(state.peaks, state.rank_K, count, state.changed_R1, state.changed_RN)
+    update_loads(state.top_ranks, state.rank_K, count, state.changed_R1, state.changed_RN)
 
 
 @kernel

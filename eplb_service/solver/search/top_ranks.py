@@ -17,6 +17,7 @@ from eplb_service.solver.jit import kernel, part
 from eplb_service.solver.model import Bool, Float32, Int32
 
 _TOP = 3
+"""Ranks kept of each episode: a move changes two, so that the third is the hottest of all others."""
 
 
 class TopRanks(NamedTuple):
@@ -143,9 +144,9 @@ def peak_of_changed(
 
 
 @kernel
-def update_loads(peaks: TopRanks, rank_K: Int32, count: int, changed_R1: Bool, changed_RN: Float32) -> None:
+def update_loads(top: TopRanks, rank_K: Int32, count: int, changed_R1: Bool, changed_RN: Float32) -> None:
     """Make the changed loads, given as for ``peak_of_changed``, those that count."""
-    load_RN, load_NR, rank_KN, peak_KN = peaks
+    load_RN, load_NR, rank_KN, peak_KN = top
     for n in range(peak_KN.shape[1]):
         stale = changed_R1[rank_KN[0, n]] or changed_R1[rank_KN[1, n]] or changed_R1[rank_KN[2, n]]
         for k in range(count):

@@ -58,7 +58,7 @@ class BelievesWhatItOffered(Deployment):
         self._advance(self.plan, replace(self.plan, committed=1))
 
 
-class BelievesEachWordAnew(Deployment):
+class BelievesEachWordAgain(Deployment):
     def _advance(self, before: PlanTracker, after: PlanTracker) -> None:
         known = before.committed if after.committed > before.committed else 0
         for milestone in after.offer.milestones[known : after.committed]:
@@ -180,7 +180,7 @@ MUTANTS: dict[type[Deployment], _Trial] = {
     ReadsHeatUnderWhatItOffered: _Trial(Faults()),
     ReadsHeatUnderTheOldLayer: _Trial(Faults()),
     BelievesWhatItOffered: _Trial(Faults()),
-    BelievesEachWordAnew: _Trial(Faults()),
+    BelievesEachWordAgain: _Trial(Faults()),
     ForgetsAPlanThatHasEnded: _Trial(Faults(losses=1), plans=((0,),)),
     NeverAsksRanksAgain: _Trial(Faults(restarts=1), plans=((0,),)),
     KeepsThePlanOfAGroupThatIsGone: _Trial(Faults(reforms=1), plans=((0,),)),

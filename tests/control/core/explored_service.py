@@ -1,7 +1,7 @@
 """Everything that can happen to a service and three ranks, walked through: ``make explore`` prints what was seen.
 
 The services' side is the real ``Deployment`` with its registration, plan life and heat; the ranks' is
-``explored_crew.py``. Streams end unnoticed, words are lost, come twice or in another order, services start anew or
+``explored_crew.py``. Streams end unnoticed, words are lost, come twice or in another order, services start again or
 beside one another, and the group of ranks dies and is formed again with another size.
 """
 
@@ -206,9 +206,9 @@ def scenarios() -> list[Scenario]:
         Scenario("words come twice and out of order", Faults(repeats=1, swaps=1), plans=((0, 1),)),
         Scenario("two plans, words come twice and out of order", Faults(repeats=1, swaps=1)),
         Scenario("two plans, and a word is lost", Faults(losses=1)),
-        Scenario("the service starts anew", Faults(restarts=1)),
+        Scenario("the service starts again", Faults(restarts=1)),
         Scenario(
-            "the service starts anew, and a stream does not end", Faults(restarts=1, deaf=1), plans=((0,),)
+            "the service starts again, and a stream does not end", Faults(restarts=1, deaf=1), plans=((0,),)
         ),
         Scenario("two services", Faults(cuts=1, strays=1), plans=((0,),), services=2, forming=1),
         Scenario(

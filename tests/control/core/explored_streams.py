@@ -14,7 +14,7 @@ from tests.exploring import Event, must
 
 
 class StreamsWorld(State):
-    """A state in which ranks connect and go, services start anew, and groups are formed."""
+    """A state in which ranks connect and go, services start again, and groups are formed."""
 
     def stream_events(self) -> Iterator[Event]:
         """Those that this state admits."""

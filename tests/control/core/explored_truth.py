@@ -16,7 +16,7 @@ from eplb_service.wire.hello import Hello, Shape
 
 LAYERS, EXPERTS, SLOTS = 2, 4, 2
 RANKS_BY_FORMING = (3, 2)
-"""The group is formed with three ranks, and anew with two."""
+"""The group is formed with three ranks, and again with two."""
 
 
 class Given(NamedTuple):

@@ -12,8 +12,10 @@ SMALL = [
     Scenario("ranks join in any order, and go again", Faults(cuts=1), plans=((0,),), joined=False),
     Scenario("a word is lost", Faults(losses=1), plans=((0,),)),
     Scenario("words come twice and out of order", Faults(repeats=1, swaps=1), plans=((0, 1),)),
-    Scenario("the service starts anew", Faults(restarts=1), plans=((0,),)),
-    Scenario("the service starts anew, and a stream does not end", Faults(restarts=1, deaf=1), plans=((0,),)),
+    Scenario("the service starts again", Faults(restarts=1), plans=((0,),)),
+    Scenario(
+        "the service starts again, and a stream does not end", Faults(restarts=1, deaf=1), plans=((0,),)
+    ),
     Scenario("the group is formed again", Faults(reforms=1), plans=((0,),)),
     Scenario("a stranger holds a seat", Faults(cuts=1, squats=1), plans=((0,),), joined=False),
 ]

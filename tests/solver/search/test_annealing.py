@@ -19,7 +19,7 @@ from tests.solver.layers_of import Case, cases, heat_of_kind
 from tests.solver.placed_layer import PlacedLayer
 from tests.solver.slow import annealing as slow
 from tests.solver.slow import heat
-from tests.solver.slow.rng import Chance, splitmix
+from tests.solver.slow.rng import Draws, splitmix
 
 SETTINGS = settings(max_examples=50)
 SEEDS = st.integers(0, 2**31)
@@ -113,12 +113,12 @@ def test_each_try_is_judged_by_what_it_would_make() -> None:
 
 def tries_of(layer: PlacedLayer, seed: int, count: int) -> Iterator[tuple[int, Move, np.ndarray]]:
     """Tries drawn where the layer is: episode looked at, change, and the ranks' loads in that episode."""
-    peaks = start(layer.phy2log_RS, layer.scaled_EN).peaks
+    top = start(layer.phy2log_RS, layer.scaled_EN).top_ranks
     state_1 = np.array([seed], dtype=np.uint64)
     for k in range(count):
         episode = k % layer.scaled_EN.shape[1]
-        attempt = module._drawn(layer.phy2log_RS, peaks.load_NR, peaks.rank_KN, episode, state_1)
-        yield episode, attempt, peaks.load_NR[episode]
+        attempt = module._drawn(layer.phy2log_RS, top.load_NR, top.rank_KN, episode, state_1)
+        yield episode, attempt, top.load_NR[episode]
 
 
 def test_most_tries_relieve_the_hottest_rank_and_burden_the_cooler_of_two() -> None:
@@ -187,7 +187,7 @@ def test_what_piles_up_is_summed_away(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def lossy_step(state: AnnealingState, attempt: Move, count: int) -> None:
         apply_move(state, attempt, count)
-        for load in (state.peaks.load_RN, state.peaks.load_NR, state.peaks.peak_KN):
+        for load in (state.top_ranks.load_RN, state.top_ranks.load_NR, state.top_ranks.peak_KN):
             load *= np.float32(0.99)
 
     monkeypatch.setattr(module, "apply_move", lossy_step)
@@ -204,16 +204,16 @@ BOUNDS = st.one_of(st.integers(1, 100), st.integers(1, 2**32 - 1))
 
 @SETTINGS
 @given(st.integers(0, 2**64 - 1), st.lists(BOUNDS, min_size=1, max_size=5))
-def test_chance_is_the_published_generator(seed: int, bounds: list[int]) -> None:
-    state_1, chance = np.array([seed], dtype=np.uint64), Chance(seed)
+def test_draws_is_the_published_generator(seed: int, bounds: list[int]) -> None:
+    state_1, draws = np.array([seed], dtype=np.uint64), Draws(seed)
     for below in bounds:
         found = draw(state_1, below)
         assert 0 <= found < below
-        assert found == chance.draw(below)
-        assert int(state_1[0]) == chance.state
+        assert found == draws.draw(below)
+        assert int(state_1[0]) == draws.state
 
 
-def test_chance_gives_the_known_first_number() -> None:
+def test_draws_gives_the_known_first_number() -> None:
     assert splitmix(0)[1] == 0xE220A8397B1DCDAF
     assert draw(np.zeros(1, dtype=np.uint64), 2**32 - 1) == 0xE220A839 - 1
     assert draw(np.zeros(1, dtype=np.uint64), 100) == 0xE2 * 100 // 256

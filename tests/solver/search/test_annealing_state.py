@@ -39,13 +39,13 @@ def assert_agrees(state: AnnealingState, layer: PlacedLayer) -> None:
         assert sorted(state.holder_EK[expert, : state.replicas_E[expert]]) == sorted(holders[expert])
         assert set(np.flatnonzero(state.holds_ER[expert])) == holders[expert]
     wanted_RN = loads_of(layer, state.phy2log_RS)
-    np.testing.assert_allclose(state.peaks.load_RN, wanted_RN, rtol=1e-5, atol=1e-5 * layer.case.ranks)
-    assert_known(state.peaks, state.peaks.load_RN.copy())
+    np.testing.assert_allclose(state.top_ranks.load_RN, wanted_RN, rtol=1e-5, atol=1e-5 * layer.case.ranks)
+    assert_known(state.top_ranks, state.top_ranks.load_RN.copy())
     assert not state.changed_R1.any()
 
 
 def note(state: AnnealingState, scaled_EN: np.ndarray, attempt: Move) -> int:
-    load_RN, marks = state.peaks.load_RN, state[5:]
+    load_RN, marks = state.top_ranks.load_RN, state[5:]
     if attempt.swaps:
         return module.swapped_loads(load_RN, scaled_EN, state.replicas_E, attempt, *marks)
     return module.passed_loads(load_RN, scaled_EN, *state[1:4], attempt, *marks)
@@ -59,8 +59,8 @@ def go(state: AnnealingState, layer: PlacedLayer, attempt: Move) -> None:
 
 def may(state: AnnealingState, scaled_EN: np.ndarray, attempt: Move) -> bool:
     if attempt.swaps:
-        return module.may_swap(state.peaks.load_NR, scaled_EN, *state[1:3], attempt)
-    return module.may_pass(state.peaks.load_NR, scaled_EN, *state[1:4], attempt)
+        return module.may_swap(state.top_ranks.load_NR, scaled_EN, *state[1:3], attempt)
+    return module.may_pass(state.top_ranks.load_NR, scaled_EN, *state[1:4], attempt)
 
 
 def some_tries(layer: PlacedLayer, phy2log_RS: np.ndarray, most: int, episode: int = -1) -> list[Move]:
@@ -119,7 +119,7 @@ HOT_RANK = np.array([[0, 1], [2, 3], [2, 4], [5, 6]], dtype=np.int32)
 def may_with(heat_E: list[float], attempt: Move) -> bool:
     scaled_EN = np.array([heat_E], dtype=np.float32).T.copy()
     state = module.start(HOT_RANK, scaled_EN)
-    assert state.peaks.load_RN[0] == 2
+    assert state.top_ranks.load_RN[0] == 2
     return may(state, scaled_EN, attempt)
 
 
@@ -151,7 +151,7 @@ def test_a_copy_given_up_must_leave_those_that_remain_below_what_the_hot_rank_ha
 @given(SMALL, SEEDS)
 def test_a_change_is_judged_by_the_loads_that_it_would_make(case: Case, seed: int) -> None:
     layer, state = set_out(case, seed)
-    before_RN = state.peaks.load_RN.copy()
+    before_RN = state.top_ranks.load_RN.copy()
     for attempt in legal_tries(layer, layer.phy2log_RS, 12):
         state.changed_RN[:] = np.nan
         count = note(state, layer.scaled_EN, attempt)
@@ -163,7 +163,7 @@ def test_a_change_is_judged_by_the_loads_that_it_would_make(case: Case, seed: in
         assert state.changed_R1.tolist() == [*concerned_R.tolist(), False]
         found_RN = np.where(concerned_R[:, None], state.changed_RN, before_RN)
         np.testing.assert_allclose(found_RN, loads_of(layer, after_RS), rtol=1e-5, atol=1e-6 * case.ranks)
-        np.testing.assert_array_equal(state.peaks.load_RN, before_RN)
+        np.testing.assert_array_equal(state.top_ranks.load_RN, before_RN)
         state.changed_R1[:] = False
 
 
@@ -184,12 +184,12 @@ def test_after_any_steps_everything_agrees_with_the_placement(case: Case, seed: 
 def test_summing_anew_takes_away_what_piled_up(case: Case, seed: int) -> None:
     layer, state = set_out(case, seed)
     state.changed_RN[:] = layer.generator.gamma(1, 1, state.changed_RN.shape)
-    state.peaks.load_RN[:] += 1
-    state.peaks.load_NR[:] += 1
-    state.peaks.peak_KN[:] += 2
+    state.top_ranks.load_RN[:] += 1
+    state.top_ranks.load_NR[:] += 1
+    state.top_ranks.peak_KN[:] += 2
     module.resum(state, layer.scaled_EN)
     assert_agrees(state, layer)
-    assert np.abs(state.peaks.load_RN - loads_of(layer, state.phy2log_RS)).max() <= 1e-6 * case.ranks
+    assert np.abs(state.top_ranks.load_RN - loads_of(layer, state.phy2log_RS)).max() <= 1e-6 * case.ranks
 
 
 @pytest.mark.parametrize("gainer", range(5))

@@ -9,12 +9,12 @@ from eplb_service.solver.search.annealing_state import Move
 from tests.solver.slow import changes
 from tests.solver.slow.heat import even_shares, mean_of_max, rank_series
 from tests.solver.slow.local_search import Closest
-from tests.solver.slow.rng import Chance
+from tests.solver.slow.rng import Draws
 
 
 def anneal(phy2log_RS, scaled_EN, share_N, tries, seed):
     """The best placement found, and by how little the closest choice was made."""
-    chance, close = Chance(seed), Closest()
+    draws, close = Draws(seed), Closest()
 
     def ratio(placed_RS):
         return mean_of_max(scaled_EN, share_N, placed_RS, even_shares(placed_RS))
@@ -23,17 +23,17 @@ def anneal(phy2log_RS, scaled_EN, share_N, tries, seed):
     best = now
     for k in range(tries):
         if k % module._LOOK == 0:
-            episode = chance.draw(len(share_N))
+            episode = draws.draw(len(share_N))
             cooled = math.log(module._COLDEST / module._HOTTEST) * k / tries
             temperature = module._HOTTEST * math.exp(cooled)
-        attempt = _drawn(phy2log_RS, scaled_EN, episode, chance, close)
+        attempt = _drawn(phy2log_RS, scaled_EN, episode, draws, close)
         if not changes.is_legal(phy2log_RS, attempt):
             continue
         if attempt.episode >= 0 and not close.less(0, changes.room(phy2log_RS, attempt, scaled_EN)):
             continue
         found = ratio(changes.after(phy2log_RS, attempt))
         if close.less(now, found):
-            loss = -math.log((1 + chance.draw(module._FINE)) / module._FINE)
+            loss = -math.log((1 + draws.draw(module._FINE)) / module._FINE)
             if close.less(now + min(loss, module._HOPELESS) * temperature, found):
                 continue
         phy2log_RS, now = changes.after(phy2log_RS, attempt), found
@@ -42,14 +42,14 @@ def anneal(phy2log_RS, scaled_EN, share_N, tries, seed):
     return best_RS, close.margin
 
 
-def _drawn(phy2log_RS, scaled_EN, episode, chance, close):
+def _drawn(phy2log_RS, scaled_EN, episode, draws, close):
     ranks, slots = phy2log_RS.shape
     load_R = rank_series(phy2log_RS, even_shares(phy2log_RS), scaled_EN)[:, episode]
-    guided, swaps = chance.draw(100) < module._GUIDED, chance.draw(100) < module._SWAPS
-    rank = close.best(dict(enumerate(load_R)), -1.0) if guided else chance.draw(ranks)
-    other, another = chance.draw(ranks), chance.draw(ranks)
+    guided, swaps = draws.draw(100) < module._GUIDED, draws.draw(100) < module._SWAPS
+    rank = close.best(dict(enumerate(load_R)), -1.0) if guided else draws.draw(ranks)
+    other, another = draws.draw(ranks), draws.draw(ranks)
     if other != another and close.less(load_R[another], load_R[other]):
         other = another
-    slot, place = chance.draw(slots), chance.draw(slots)
+    slot, place = draws.draw(slots), draws.draw(slots)
     mine, theirs = int(phy2log_RS[rank, slot]), int(phy2log_RS[other, place])
     return Move(rank, slot, other, place, mine, theirs, swaps, episode if guided else -1)
