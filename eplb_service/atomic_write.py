@@ -30,7 +30,10 @@ def check_output(path: Path, suffixes: tuple[str, ...]) -> None:
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace ``path`` by ``data`` in one step: readers see the old file or the new one, never a part.
 
-    Raises ``OutputError`` where the disk refuses; nothing is left behind then.
+    Raises
+    ------
+    OutputError
+        Where the disk refuses; nothing is left behind then.
     """
     target = path.resolve()
     mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()

@@ -10,7 +10,10 @@ class UserError(Exception):
 def whole_numbers(name: str, text: str, least: int = 1) -> list[int]:
     """Each whole number of ``text``, separated by commas, once and in order.
 
-    Raises ``UserError`` naming the option where one is none, or less than ``least``.
+    Raises
+    ------
+    UserError
+        Naming the option where one is none, or less than ``least``.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and len(part) < 10 and int(part) >= least for part in parts):

@@ -48,7 +48,10 @@ class RankProcesses:
     def take(self, timeout: float) -> dict[str, Any] | None:
         """The next progress line of any rank, or ``None`` after ``timeout`` seconds.
 
-        Raises ``RankDiedError`` once a rank has failed.
+        Raises
+        ------
+        RankDiedError
+            Once a rank has failed.
         """
         self._check_alive()
         try:

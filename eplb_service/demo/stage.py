@@ -89,7 +89,12 @@ class Stage:
 def perform(stage: Stage, program: str, orders: Mapping[str, object], watch: Watch) -> Scoreboard:
     """Run rank processes of the module ``program``, which get ``orders`` beside those of the stage.
 
-    Raises ``RankDiedError`` where a rank fails and ``DemoError`` where they end early.
+    Raises
+    ------
+    RankDiedError
+        Where a rank fails.
+    DemoError
+        Where they end early.
     """
     board = Scoreboard(stage.ranks, stage.layers)
     with TemporaryDirectory(prefix="eplb-demo-", ignore_cleanup_errors=True) as scratch:

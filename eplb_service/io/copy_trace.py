@@ -30,7 +30,10 @@ SUFFIXES = (native_layout.SUFFIX, ".npz", ".npy", ".csv", ".parquet")
 class Cut:
     """The steps and layers to copy; an end of ``None`` is that of the trace.
 
-    Raises ``HeatError`` when it is fitted to a trace that has none of them.
+    Raises
+    ------
+    HeatError
+        When it is fitted to a trace that has none of them.
     """
 
     first_step: int = 0

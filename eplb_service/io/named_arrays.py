@@ -84,7 +84,10 @@ def trace_of_arrays(
     file_name
         Without its suffix; it names a lone array that has no name of its own.
 
-    Raises ``HeatError`` where they are no trace, or could be two things.
+    Raises
+    ------
+    HeatError
+        Where they are no trace, or could be two things.
     """
     meaning, name = _meaning(arrays, read_as, file_name)
     array = arrays[name]

@@ -78,7 +78,10 @@ def vllm_document(placement: Placement) -> dict[str, Any]:
 def phy2log_of(document: object) -> Array:
     """Slots of any of these documents, or of what DeepSeek's EPLB returns; ``[L, R, S]`` or, without ranks, ``[L, P]``.
 
-    Raises ``PlacementError`` where it is none of them.
+    Raises
+    ------
+    PlacementError
+        Where it is none of them.
     """
     if isinstance(document, np.ndarray):
         return document

@@ -104,7 +104,10 @@ def read_phy2log(path: Path) -> Array:
 def placement_format(path: Path, wanted: str | None = None) -> Format:
     """The format to write ``path`` in: ``wanted``, or what its suffix says (``.json`` is vLLM-Ascend's).
 
-    Raises ``PlacementError`` where the two contradict each other.
+    Raises
+    ------
+    PlacementError
+        Where the two contradict each other.
     """
     if wanted is None:
         by_suffix = {suffix: name for name, suffix in reversed(_SUFFIX.items())}

@@ -27,7 +27,10 @@ class Recording:
     pending_steps
         Steps that a deployment's fastest rank may be ahead of its slowest.
 
-    Raises ``OutputError`` where ``folder`` is none.
+    Raises
+    ------
+    OutputError
+        Where ``folder`` is none.
     """
 
     def __init__(self, folder: Path, pending_steps: int) -> None:

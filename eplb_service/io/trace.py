@@ -45,7 +45,10 @@ class TraceFacts:
     layer_numbers
         The model's own number of each MoE layer, where it also has layers without experts; empty where unknown.
 
-    Raises ``HeatError`` on a negative number.
+    Raises
+    ------
+    HeatError
+        On a negative number.
     """
 
     origin: str = "memory"
@@ -143,7 +146,10 @@ class ArrayTrace(Trace):
     phase_T
         Index into ``facts.phases`` of each step, integers ``[T]``; ``None`` where unknown.
 
-    Raises ``HeatError`` on a wrong shape or no steps.
+    Raises
+    ------
+    HeatError
+        On a wrong shape or no steps.
     """
 
     heat_TLE: Array

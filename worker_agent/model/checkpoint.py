@@ -25,8 +25,10 @@ class CheckpointError(ValueError):
 class Checkpoint:
     """A model on disk, of which each rank reads what it needs.
 
-    Raises ``CheckpointError`` where a file is missing, the model is of another architecture, or tensors are missing,
-    extra or misshaped.
+    Raises
+    ------
+    CheckpointError
+        Where a file is missing, the model is of another architecture, or tensors are missing, extra or misshaped.
     """
 
     def __init__(self, folder: Path = EMBEDDED) -> None:

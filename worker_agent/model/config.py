@@ -59,7 +59,10 @@ class ModelConfig:
     context
         Most tokens that a request can have.
 
-    Raises ``ValueError`` where they do not fit together.
+    Raises
+    ------
+    ValueError
+        Where they do not fit together.
     """
 
     layers: int = 4

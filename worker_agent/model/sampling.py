@@ -15,7 +15,10 @@ class Sampler:
     seed
         Of the draws.
 
-    Raises ``ValueError`` for a negative temperature.
+    Raises
+    ------
+    ValueError
+        For a negative temperature.
     """
 
     def __init__(self, temperature: float, seed: int) -> None:

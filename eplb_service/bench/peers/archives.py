@@ -83,7 +83,10 @@ SGLANG = Package(
 def fetch(package: Package, index: str) -> None:
     """Unpack a package's balancers unless they are there.
 
-    Raises ``PeerError`` where the index does not give them, or they are not there and ``index`` is empty.
+    Raises
+    ------
+    PeerError
+        Where the index does not give them, or they are not there and ``index`` is empty.
     """
     if package.root.exists():
         return

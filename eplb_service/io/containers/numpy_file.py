@@ -26,7 +26,10 @@ _REFUSALS = (ValueError, EOFError, OverflowError, SyntaxError, TokenError)
 def read_npy(path: Path) -> Array:
     """The array of an ``.npy``, mapped: slices are read when they are asked for.
 
-    Raises ``HeatError`` (without the path, which callers put in front) where it is damaged or holds no numbers.
+    Raises
+    ------
+    HeatError
+        Without the path, which callers put in front: where it is damaged or holds no numbers.
     """
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]

@@ -46,8 +46,11 @@ _PUTS = frozenset(("PUT", "BINPUT", "LONG_BINPUT"))
 def read_torch(path: Path) -> Any:
     """What ``torch.save`` wrote: dicts, lists, numbers and text, each tensor as a numpy array.
 
-    Raises ``HeatError`` (without the path, which callers put in front) where the file is damaged, older than torch 1.6,
-    or asks for anything but tensors and plain containers.
+    Raises
+    ------
+    HeatError
+        Without the path, which callers put in front: where the file is damaged, older than torch 1.6, or asks
+        for anything but tensors and plain containers.
     """
     try:
         with zipfile.ZipFile(path) as archive:

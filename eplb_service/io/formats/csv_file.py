@@ -49,7 +49,10 @@ def read_csv_trace(path: Path, read_as: ReadAs) -> ArrayTrace:
 def trace_of_rows(rows: Float64, origin: str, first_line: int = 2) -> ArrayTrace:
     """The trace in rows of ``COLUMNS``, ``[rows, 4]``; what no row names is 0.
 
-    Raises ``HeatError`` (without the path) naming the first row, counted from ``first_line``, that is no count.
+    Raises
+    ------
+    HeatError
+        Without the path: naming the first row, counted from ``first_line``, that is no count.
     """
     if not len(rows):
         raise HeatError("holds a header and no rows")

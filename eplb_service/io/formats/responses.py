@@ -39,7 +39,10 @@ def is_record(content: Mapping[str, Any]) -> bool:
 def trace_of_records(records: Iterable[Record], read_as: ReadAs) -> ArrayTrace:
     """The trace of all responses, decoded side by side in their order.
 
-    Raises ``HeatError`` (without the path) naming the response that is damaged, or asking for what it leaves open.
+    Raises
+    ------
+    HeatError
+        Without the path: naming the response that is damaged, or asking for what it leaves open.
     """
     requests: list[Array] = []
     prompts_left_out = False

@@ -35,7 +35,10 @@ def is_statistics(folder: Path) -> bool:
 def trace_of_statistics(folder: Path) -> ArrayTrace:
     """The trace in a folder of statistics, a step per iteration.
 
-    Raises ``HeatError`` (without the path) where ranks are missing, or layers in some iteration.
+    Raises
+    ------
+    HeatError
+        Without the path: where ranks are missing, or layers in some iteration.
     """
     meta = read_json(folder / _META)
     experts = meta.get("num_experts") if isinstance(meta, Mapping) else None

@@ -34,7 +34,10 @@ def is_record(content: Mapping[str, Any]) -> bool:
 def trace_of_records(records: Iterable[Record], read_as: ReadAs) -> ArrayTrace:
     """The trace in such a file, a step per record that has tokens.
 
-    Raises ``HeatError`` (without the path) where a record has no map, or not the shape of those before it.
+    Raises
+    ------
+    HeatError
+        Without the path: where a record has no map, or not the shape of those before it.
     """
     meta: Mapping[str, Any] = {}
     runs: list[tuple[Array, list[Array]]] = []

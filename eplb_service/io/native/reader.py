@@ -17,7 +17,10 @@ from eplb_service.placement import Float64, Int32, PlacementError, check_layer
 class StoredTrace(Trace):
     """A trace that ``TraceWriter`` wrote, or is still writing: as long as it was when it was opened.
 
-    Raises ``HeatError`` (without the path, which callers put in front) where the folder holds no whole trace.
+    Raises
+    ------
+    HeatError
+        Without the path, which callers put in front: where the folder holds no whole trace.
     """
 
     def __init__(self, folder: Path) -> None:

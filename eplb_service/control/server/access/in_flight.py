@@ -46,7 +46,10 @@ class InFlight:
     async def room(self, host: str, size: int) -> AsyncIterator[None]:
         """``size`` bytes for a request from ``host``, for as long as the context lasts; waits for them.
 
-        Raises ``ExhaustedError`` where there are none within 30 seconds.
+        Raises
+        ------
+        ExhaustedError
+            Where there are none within 30 seconds.
         """
         waiting = _Waiting(host, size, asyncio.get_running_loop().create_future())
         self._waiting[waiting] = None

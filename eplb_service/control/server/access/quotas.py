@@ -63,7 +63,10 @@ class Quotas:
     async def first_message(self, host: str) -> AsyncIterator[None]:
         """A call's first message is read, at most 8 at a time, 4 from one host: nothing else bounds what they hold.
 
-        Raises ``ExhaustedError`` where the turn does not come within 30 seconds.
+        Raises
+        ------
+        ExhaustedError
+            Where the turn does not come within 30 seconds.
         """
         own = self._turns_of.setdefault(host, asyncio.Semaphore(_FIRST_MESSAGES_PER_PEER))
         self._waiting[host] += 1

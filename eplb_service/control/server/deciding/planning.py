@@ -89,7 +89,10 @@ class Decider:
     def start(self, deployment: Deployment, prior: Prior | None = None) -> asyncio.Task[DecisionOutcome]:
         """Decide now, on the ranks' own heat or on a prior's, or join the decision that is being made.
 
-        Raises ``ConflictError`` where the deployment is in no state for one.
+        Raises
+        ------
+        ConflictError
+            Where the deployment is in no state for one.
         """
         running = self._running.get(deployment.name)
         if running is not None:

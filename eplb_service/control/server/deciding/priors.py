@@ -74,7 +74,10 @@ class Priors:
     def of(self, deployment: DeploymentState, deployments: Mapping[str, DeploymentState]) -> Prior | None:
         """What to place a deployment for now; ``None`` where it has no prior, or that has no heat yet.
 
-        Raises ``PriorError`` where the prior is heat of another model.
+        Raises
+        ------
+        PriorError
+            Where the prior is heat of another model.
         """
         source = self._sources.get(deployment.name)
         if source is None or deployment.group is None:

@@ -36,7 +36,10 @@ class HeatBudget:
     def to_rest(self, hello: Hello, deployments: Collection[Deployment]) -> list[Deployment]:
         """Those to which nobody is connected and whose memory is needed for what ``hello`` asks for.
 
-        Raises ``ExhaustedError`` where even all of them are too few.
+        Raises
+        ------
+        ExhaustedError
+            Where even all of them are too few.
         """
         needed = memory_bytes(hello.shape, self._limits.window_steps, self._limits.pending_steps)
         others = [one for one in deployments if one.name != hello.deployment]
