@@ -14,8 +14,8 @@ import numpy.typing as npt
 from eplb_service.heat.window import HeatError
 from eplb_service.io.native.writer import BATCH_STEPS, TraceWriter
 from eplb_service.io.routing_tables import LayerTables, RoutingTables, slots_of_sources
-from eplb_service.io.step_record import PHASES, StepRecord
-from eplb_service.io.trace import TraceFacts
+from eplb_service.io.step_record import StepRecord
+from eplb_service.io.trace import PHASES, TraceFacts
 from eplb_service.placement import Int32
 from eplb_service.wire.heat import HeatReport
 

@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from eplb_service.io.trace import PHASES
 from eplb_service.wire.heat import HeatReport, StepPhase
-
-PHASES = ("unknown", "prefill", "decode", "mixed")
-"""Names of the phases that recorded steps have; mixed: some ranks with tokens prefilled, others decoded."""
 
 _MIXED = PHASES.index("mixed")
 _PHASE_OF = {

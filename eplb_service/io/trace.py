@@ -18,6 +18,8 @@ Int64 = npt.NDArray[np.int64]
 """An int64 array; its dimensions are in the variable's name."""
 
 _SOURCE_STEPS = 8
+PHASES = ("unknown", "prefill", "decode", "mixed")
+"""Names of the phases that recorded steps have; mixed: some ranks with tokens prefilled, others decoded."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from eplb_service.io.open_trace import open_trace
 from eplb_service.io.recorder import Recorder
 from eplb_service.io.recording import Recording
 from eplb_service.io.routing_tables import RoutingTables
-from eplb_service.io.step_record import PHASES
-from eplb_service.io.trace import TraceFacts
+from eplb_service.io.trace import PHASES, TraceFacts
 from eplb_service.placement import Placement, dealt_log2phy
 from eplb_service.wire.heat import HeatReport, StepPhase
 

@@ -25,13 +25,12 @@ from eplb_service.heat.window import HeatError
 from eplb_service.io.containers.numpy_file import Array
 from eplb_service.io.named_arrays import ReadAs, as_array
 from eplb_service.io.slot_heat import heat_of_slots
-from eplb_service.io.trace import ArrayTrace, Int64, TraceFacts
+from eplb_service.io.trace import PHASES, ArrayTrace, Int64, TraceFacts
 
 _MAP = "last_physical_to_logical_map"
 _LAST_PASS = 1 << 62
-_PHASES = ("unknown", "prefill", "decode", "mixed")
-_MIXED = _PHASES.index("mixed")
-_MODES = {1: _PHASES.index("prefill"), 2: _PHASES.index("decode"), 3: _MIXED}
+_MIXED = PHASES.index("mixed")
+_MODES = {1: PHASES.index("prefill"), 2: PHASES.index("decode"), 3: _MIXED}
 """What SGLang's numbers of forward modes stand for; others, such as idle, leave a step's phase unknown."""
 
 
@@ -49,7 +48,7 @@ class _Pass:
 
     @property
     def phase(self) -> int:
-        """Index into ``_PHASES``."""
+        """Index into ``PHASES``."""
         return _MIXED if len(self.modes) > 1 else next(iter(self.modes), 0)
 
 
@@ -90,7 +89,7 @@ def trace_of_dumps(dumps: Sequence[tuple[str, Mapping[Any, Any]]], read_as: Read
     phase_T = np.array([one.phase for one in kept], dtype=np.int64)[busy]
     return ArrayTrace(
         heat_TLE[np.ix_(busy, moe)],
-        replace(facts, phases=_PHASES),
+        replace(facts, phases=PHASES),
         tokens_T if tokens_T.all() else None,
         phase_T=phase_T,
     )

@@ -18,7 +18,7 @@ from eplb_service.control.server.outgoing import heat_feed
 from eplb_service.control.server.outgoing.heat_feed import Watcher
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.io.open_trace import open_trace
-from eplb_service.io.step_record import PHASES
+from eplb_service.io.trace import PHASES
 from eplb_service.placement import Int32
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from tests.control.fake_group import (

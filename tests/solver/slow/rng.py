@@ -13,7 +13,7 @@ def splitmix(state):
     return state, mixed ^ mixed >> 31
 
 
-class Chance:
+class Draws:
     """One sequence of draws."""
 
     def __init__(self, seed: int) -> None:
