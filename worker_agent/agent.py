@@ -19,6 +19,7 @@ from eplb_service.wire.heat import StepPhase
 from eplb_service.wire.reporting import EVERYTHING, Reporting
 from eplb_service.wire.status import Heartbeat
 from worker_agent.adapters.live_layer import LiveLayer
+from worker_agent.call_costs import CallCosts
 from worker_agent.forward_clock import ForwardClock
 from worker_agent.heat import HeatRecorder, ring_rows
 from worker_agent.heat_watchdog import HeatWatchdog
@@ -59,7 +60,7 @@ class Agent:
         self._complaint: str | None = None
         self._reporting = EVERYTHING
         self._heat = HeatRecorder(layers, min(settings.report_steps, ring_rows(layers)))
-        self._timer = StepTimer()
+        self._timer, self._costs = StepTimer(), CallCosts()
         self._heat_watch = HeatWatchdog(settings.heat_deadline_steps)
         self._lost_steps_reported = 0
         self._outbox = Outbox(settings.queue_reports)
@@ -175,16 +176,8 @@ class Agent:
         """
         if self._fatal is not None:
             raise self._fatal
-        self._calls += 1
-        self._switch.budget.refill()
-        before, self._step = self._step, self._clock.called(number)
-        new_pass = self._step > before
-        if new_pass:
-            self._guarded(self._record, phase, tokens, self._timer.lap(self._step - before))
-        self._guarded(self._take_events)
-        if new_pass:
-            self._guarded(self._switch.vote, self._step)
-        self._guarded(self._publish)
+        with self._costs.call():
+            self._boundary(phase, tokens, number)
 
     def drain(self, reason: str = "the host asked for it") -> None:
         """Complete or abort the switch under way, and take no plans until ``resume``.
@@ -267,6 +260,19 @@ class Agent:
 
     # What happens at a step boundary, in order
 
+    def _boundary(self, phase: StepPhase, tokens: int | None, number: int | None) -> None:
+        self._calls += 1
+        self._switch.budget.refill()
+        before, self._step = self._step, self._clock.called(number)
+        new_pass = self._step > before
+        if new_pass:
+            self._guarded(self._record, phase, tokens, self._timer.lap(self._step - before))
+        self._guarded(self._take_events)
+        if new_pass:
+            with self._costs.vote():
+                self._guarded(self._switch.vote, self._step)
+        self._guarded(self._publish)
+
     def _record(self, phase: StepPhase, tokens: int | None, micros: int) -> None:
         welcome = self._stream.welcome
         if welcome is not None:
@@ -309,6 +315,9 @@ class Agent:
             or self._clock.complaint
             or self._complaint
             or "",
+            calls=self._costs.calls,
+            call_micros=self._costs.nanoseconds // 1000,
+            vote_micros=self._costs.vote_nanoseconds // 1000,
         )
 
     def _guarded(self, part: Callable[..., None], *arguments: Any) -> None:

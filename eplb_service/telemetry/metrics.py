@@ -191,6 +191,16 @@ class Metrics:
             "eplb_heat_one_in",
             "Of so many reports ranks send one; above 1 where the service cannot take more heat.",
         )
+        self.agent_calls = counter(
+            "eplb_agent_calls", "Calls of the agents by their hosts between forward passes, over all ranks."
+        )
+        self.agent_call_seconds = counter(
+            "eplb_agent_call_seconds", "Time that these calls took of the models', over all ranks."
+        )
+        self.agent_vote_seconds = counter(
+            "eplb_agent_vote_seconds",
+            "Of that, time in votes: waits for the slowest rank, and commits.",
+        )
         self.silent_seconds = gauge(
             "eplb_agent_silent_seconds", "Longest time in which nothing was heard of a connected rank."
         )
@@ -215,6 +225,9 @@ class Metrics:
             self.layers_switched,
             self.moves,
             self.moved_bytes,
+            self.agent_calls,
+            self.agent_call_seconds,
+            self.agent_vote_seconds,
         ):
             metric.labels(deployment)
 
@@ -227,6 +240,12 @@ class Metrics:
         """A rank has switched a layer, in what it says were ``seconds``."""
         if math.isfinite(seconds) and seconds >= 0:
             self.commit_seconds.labels(deployment).observe(seconds)
+
+    def called(self, deployment: str, calls: int, call_micros: int, vote_micros: int) -> None:
+        """A rank's host has called its agent so often since it was last heard, in so many microseconds."""
+        self.agent_calls.labels(deployment).inc(calls)
+        self.agent_call_seconds.labels(deployment).inc(call_micros / 1e6)
+        self.agent_vote_seconds.labels(deployment).inc(vote_micros / 1e6)
 
     def gain(self, deployment: str, mean: float, low: float, high: float) -> None:
         """What balancing has won, and the interval that it lies in."""

@@ -28,6 +28,8 @@ LAST_DIGEST = 1 << 63
 """Bound on digests: ranks compare them as signed 64-bit integers."""
 MOST_BYTES = 1 << 50
 """Bound on counts of bytes: a petabyte."""
+LAST_MICROS = 1 << 48
+"""Bound on sums of microseconds: nine years."""
 LONGEST_SECONDS = 1e7
 """Bound on durations: four months."""
 LONGEST_TEXT = 256

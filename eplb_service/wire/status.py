@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from eplb_service.wire.fields import (
     LAST_DIGEST,
+    LAST_MICROS,
     LAST_STEP,
     LAST_VERSION,
     MOST_BYTES,
@@ -61,12 +62,27 @@ class PlanStatus:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A rank is alive, at ``step``, and serves ``epoch`` and ``digest``; ``error`` says why it no longer takes part."""
+    """A rank is alive.
+
+    Parameters
+    ----------
+    step
+        That it is at.
+    epoch, digest
+        Version that it serves.
+    error
+        Why it no longer takes part; empty while all is well.
+    calls, call_micros, vote_micros
+        Calls of the agent by its host since its start, microseconds that they took, and those of them in votes.
+    """
 
     step: int = 0
     epoch: int = 0
     digest: int = 0
     error: str = ""
+    calls: int = 0
+    call_micros: int = 0
+    vote_micros: int = 0
 
 
 def encode_plan_status(status: PlanStatus) -> agent_pb2.PlanStatus:
@@ -112,6 +128,9 @@ def encode_heartbeat(heartbeat: Heartbeat) -> agent_pb2.Heartbeat:
         epoch=heartbeat.epoch,
         digest=heartbeat.digest,
         error=printable(heartbeat.error),
+        calls=heartbeat.calls,
+        call_micros=heartbeat.call_micros,
+        vote_micros=heartbeat.vote_micros,
     )
 
 
@@ -122,4 +141,7 @@ def decode_heartbeat(message: agent_pb2.Heartbeat) -> Heartbeat:
         epoch=check_count(message.epoch, "heartbeat.epoch", LAST_VERSION),
         digest=check_count(message.digest, "heartbeat.digest", LAST_DIGEST),
         error=printable(message.error),
+        calls=check_count(message.calls, "heartbeat.calls", LAST_STEP),
+        call_micros=check_count(message.call_micros, "heartbeat.call_micros", LAST_MICROS),
+        vote_micros=check_count(message.vote_micros, "heartbeat.vote_micros", LAST_MICROS),
     )

@@ -55,6 +55,7 @@ def _drain_in_the_middle() -> dict[str, Any]:
             untimed += (item.first_step + np.flatnonzero(item.micros_T == 0)).tolist()
     facts["untimed"] = untimed
     facts["reasons"] = [reason for reason in reasons if reason]
+    facts["beat"], facts["calls"] = agent._beat(), agent._calls
     agent.close()
     return facts
 
@@ -71,6 +72,8 @@ def test_drain_ends_what_is_under_way_and_resume_takes_plans_again() -> None:
         assert fact["reasons"] == ["the host sleeps", "balancing is paused on this rank: the host sleeps"]
         assert fact["halted"] is None
         assert fact["switched"] == 1
+        assert fact["beat"].calls == fact["calls"] >= 24
+        assert 0 < fact["beat"].vote_micros < fact["beat"].call_micros
 
 
 def _close_at_a_time_of_its_own(early_rank: int, early_step: int) -> dict[str, Any]:

@@ -96,7 +96,13 @@ async def _step(group: FakeGroup, faults: Faults, layers: int) -> None:
                 report.step_phases = bytes([agent_pb2.STEP_PHASE_DUMMY] * len(heat_TLE))
             await rank.say(heat_report=report)
             beat = agent_pb2.Heartbeat(
-                step=group.step, epoch=live.epoch, digest=live.digest, error=faults.halted
+                step=group.step,
+                epoch=live.epoch,
+                digest=live.digest,
+                error=faults.halted,
+                calls=group.step,
+                call_micros=200 * group.step,
+                vote_micros=50 * group.step,
             )
             await rank.say(heartbeat=beat)
         group.step += len(heat_TLE)

@@ -11,6 +11,7 @@ import numpy as np
 from eplb_service.control.core.totals import Totals
 from eplb_service.control.server.observing.observer import Observer
 from eplb_service.planner.plan import LayerPlan, LayerVerdict, Plan
+from eplb_service.wire.status import Heartbeat
 
 
 def verdict(layer: int, planned: float, floor: float) -> LayerVerdict:
@@ -61,3 +62,18 @@ def test_silence_is_counted_from_the_last_report() -> None:
     observer.heard("decode", 3)
     now[0] = 14.5
     assert observer.silent_seconds("decode", 3) == 4.5
+
+
+def test_what_agents_take_is_counted_from_one_heartbeat_to_the_next() -> None:
+    observer = Observer()
+
+    def beat(calls: int, micros: int, votes: int) -> Any:
+        return observer.took("decode", 3, Heartbeat(calls=calls, call_micros=micros, vote_micros=votes))
+
+    assert beat(100, 5000, 900) is None, "what was before the service knew the rank is not of its time"
+    assert beat(120, 6000, 1000) == (20, 1000, 100)
+    assert beat(120, 6000, 1000) == (0, 0, 0)
+    assert beat(5, 300, 30) is None, "the agent has started again"
+    assert beat(7, 500, 40) == (2, 200, 10)
+    observer.regrouped("decode")
+    assert beat(9, 600, 50) is None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import urllib.request
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from eplb_service.control.server.service import running_service
+from eplb_service.wire.generated import agent_pb2
 from tests.control.fake_group import BYTES_PER_EXPERT, LAYERS, FakeGroup, skewed_heat
 from tests.control.server.test_service import settings, until
 
@@ -34,6 +36,18 @@ async def test_a_scrape_tells_what_happened() -> None:
         await group.send_heat(skewed_heat(8, seed=1))
         deployment = service.plane.deployments["decode"]
         await until(lambda: deployment.ended_plan is not None and deployment.totals.steps_received == 40)
+        for calls in (100, 120):
+            beat = agent_pb2.Heartbeat(
+                step=group.step,
+                epoch=group.live.epoch,
+                digest=group.live.digest,
+                calls=calls,
+                call_micros=300 * calls,
+                vote_micros=100 * calls,
+            )
+            await group.ranks[1].say(heartbeat=beat)
+        beats_R = service.plane.observer.of("decode").beats_R
+        await until(lambda: 1 in beats_R and beats_R[1].calls == 120)
         service.plane.tick()
         samples = await asyncio.to_thread(scrape, service.metrics_address)
 
@@ -50,6 +64,9 @@ async def test_a_scrape_tells_what_happened() -> None:
     assert samples["eplb_decisions_total", ("decode", "plan")] == 1
     assert samples["eplb_solve_seconds_count", decode] == 1
     assert samples["eplb_problems", decode] == 0
+    assert samples["eplb_agent_calls_total", decode] == 20
+    assert math.isclose(samples["eplb_agent_call_seconds_total", decode], 0.006)
+    assert math.isclose(samples["eplb_agent_vote_seconds_total", decode], 0.002)
     seen, planned = (
         samples["eplb_deployment_par_seen", decode],
         samples["eplb_deployment_par_planned", decode],

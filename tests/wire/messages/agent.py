@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from eplb_service.placement import default_log2phy, even_log2phy
-from eplb_service.wire.fields import LAST_DIGEST, LAST_VERSION, MOST_BYTES
+from eplb_service.wire.fields import LAST_DIGEST, LAST_MICROS, LAST_VERSION, MOST_BYTES
 from eplb_service.wire.generated import agent_pb2, tensor_pb2
 from eplb_service.wire.heat import HeatReport, StepPhase, decode_heat_report, encode_heat_report
 from eplb_service.wire.hello import (
@@ -62,6 +62,8 @@ from tests.wire.messages.kind import (
 
 RANK = 1
 MOST_STEPS = 8
+MICROS = st.integers(0, LAST_MICROS - 1)
+PAST_MICROS = (LAST_MICROS, (1 << 64) - 1)
 
 
 @st.composite
@@ -235,10 +237,18 @@ KINDS: dict[str, Kind] = {
         },
     ),
     "heartbeat": Kind(
-        st.builds(Heartbeat, STEPS, VERSIONS, DIGESTS, TEXTS),
+        st.builds(Heartbeat, STEPS, VERSIONS, DIGESTS, TEXTS, STEPS, MICROS, MICROS),
         encode_heartbeat,
         decode_heartbeat,
-        {"step": PAST_STEPS, "epoch": PAST_VERSIONS, "digest": PAST_DIGESTS, "error": ACCEPTED},
+        {
+            "step": PAST_STEPS,
+            "epoch": PAST_VERSIONS,
+            "digest": PAST_DIGESTS,
+            "error": ACCEPTED,
+            "calls": PAST_STEPS,
+            "call_micros": PAST_MICROS,
+            "vote_micros": PAST_MICROS,
+        },
     ),
 }
 

@@ -30,6 +30,21 @@ ROW: Row = (
             least=0,
         ),
         Panel(
+            "What the agent takes of a step",
+            "Of each call between two forward passes, mean over ranks; of that in votes, which wait for the slowest rank and commit layers. Absent where agents do not measure it.",
+            [
+                (
+                    f"{per('eplb_agent_call_seconds_total', 'rate')} / {per('eplb_agent_calls_total', 'rate')}",
+                    f"{LEGEND} all",
+                ),
+                (
+                    f"{per('eplb_agent_vote_seconds_total', 'rate')} / {per('eplb_agent_calls_total', 'rate')}",
+                    f"{LEGEND} in votes",
+                ),
+            ],
+            unit="s",
+        ),
+        Panel(
             "Longest silence of a rank",
             "Since the service last heard a connected rank; heartbeats come every `heartbeat_seconds`.",
             [(of("eplb_agent_silent_seconds"), LEGEND)],

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from eplb_service.control.core.health import measured_par
 from eplb_service.placement import Int32, mean_par
 from eplb_service.planner.plan import LayerVerdict, Plan
 from eplb_service.wire.balance import BalancePoint
+from eplb_service.wire.status import Heartbeat
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,21 @@ class ObservedDecision:
 
 @dataclass
 class Observed:
-    """What was seen of one deployment: its balance over time, and its last decision and plan, if there was one."""
+    """What was seen of one deployment: its balance over time, and its last decision and plan, its ranks' heartbeats."""
 
     series: BalanceSeries = field(default_factory=BalanceSeries)
     last_decision: ObservedDecision | None = None
     last_plan: ObservedDecision | None = None
     heard_R: dict[int, float] = field(default_factory=dict)
+    beats_R: dict[int, Heartbeat] = field(default_factory=dict)
+
+
+class CallsTook(NamedTuple):
+    """Calls of an agent by its host, microseconds that they took, and those of them in votes."""
+
+    calls: int
+    micros: int
+    vote_micros: int
 
 
 class Observer:
@@ -91,6 +102,18 @@ class Observer:
     def heard(self, name: str, rank: int) -> None:
         """A rank has reported something."""
         self.of(name).heard_R[rank] = self._clock()
+
+    def took(self, name: str, rank: int, beat: Heartbeat) -> CallsTook | None:
+        """What a rank's agent took since the heartbeat before; ``None`` where that was another start's, or none."""
+        beats_R = self.of(name).beats_R
+        before, beats_R[rank] = beats_R.get(rank), beat
+        if before is None:
+            return None
+        calls, micros = beat.calls - before.calls, beat.call_micros - before.call_micros
+        votes = beat.vote_micros - before.vote_micros
+        if min(calls, micros, votes) < 0:
+            return None
+        return CallsTook(calls, micros, votes)
 
     def silent_seconds(self, name: str, rank: int) -> float | None:
         """How long nothing was heard of a rank; ``None`` where nothing ever was."""

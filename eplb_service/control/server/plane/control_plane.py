@@ -181,6 +181,9 @@ class ControlPlane:
     def heartbeat(self, deployment: Deployment, rank: int, heartbeat: Heartbeat) -> None:
         """A rank is alive."""
         self.observer.heard(deployment.name, rank)
+        took = self.observer.took(deployment.name, rank, heartbeat)
+        if took is not None:
+            self._metrics.called(deployment.name, *took)
         deployment.heartbeat(rank, heartbeat)
         self._consequences.follow(deployment)
 
