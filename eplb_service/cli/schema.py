@@ -17,7 +17,12 @@ from eplb_service.cli.operator.documents import (
     PausedDocument,
     PlacementDocument,
 )
-from eplb_service.cli.trace.documents import CopyDocument, TraceInfoDocument, TraceStatisticsDocument
+from eplb_service.cli.trace.documents import (
+    CopyDocument,
+    RecordedDocument,
+    TraceInfoDocument,
+    TraceStatisticsDocument,
+)
 from eplb_service.cost.curve_file import CurveDocument
 from eplb_service.wire.document import schema_of
 from eplb_service.wire.generated import operator_pb2
@@ -28,6 +33,7 @@ _OWN: dict[str, type[BaseModel]] = {
     "advise": AdviceDocument,
     "bench": BenchDocument,
     "calibrate": CurveDocument,
+    "trace record": RecordedDocument,
     "trace info": TraceInfoDocument,
     "trace stats": TraceStatisticsDocument,
     "trace convert": CopyDocument,

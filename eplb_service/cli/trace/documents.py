@@ -59,3 +59,15 @@ class CopyDocument(Document):
     steps: int
     layers: int
     experts: int
+
+
+class RecordedDocument(Document):
+    """A trace that was recorded of a running service."""
+
+    out: str
+    steps: int
+    """Recorded this time; those that were there before are not counted."""
+    lost_steps: int
+    """Of which some rank's heat never came, or not in time."""
+    dropped_reports: int
+    """That the service dropped, as the link was too slow."""

@@ -17,6 +17,7 @@ from eplb_service.atomic_write import OutputError
 from eplb_service.cli.errors import UserError
 from eplb_service.cli.operator.client import Connection, Name, OperatorCalls
 from eplb_service.cli.options.groups import option_groups
+from eplb_service.cli.output.json_out import print_json
 from eplb_service.cli.trace.watched import WatchedTrace
 from eplb_service.io.copy_trace import check_trace_output
 from eplb_service.io.native import layout as native_layout
@@ -36,6 +37,7 @@ def record(
     append: Annotated[
         bool, typer.Option("--append", help="Append to the trace at --out, where it fits.")
     ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Record the heat of a deployment that is being served, from now on, until Ctrl-C or as long as asked for.
 
@@ -54,6 +56,16 @@ def record(
         raise UserError(f"{out}: recording failed after {trace.steps} steps: {trace.error}")
     if not trace.steps:
         raise UserError(f"no step of {deployment!r} was recorded; is its model serving? see `eplb status`")
+    if json:
+        print_json(
+            {
+                "out": str(out),
+                "steps": trace.steps,
+                "lost_steps": trace.lost,
+                "dropped_reports": trace.dropped,
+            }
+        )
+        return
     lost = f"; {trace.lost} steps lost" if trace.lost else ""
     dropped = f"; the service dropped {trace.dropped} reports, the link was too slow" if trace.dropped else ""
     typer.echo(f"{out}: {trace.steps} steps recorded{lost}{dropped}")

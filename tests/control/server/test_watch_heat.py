@@ -21,6 +21,7 @@ from eplb_service.io.open_trace import open_trace
 from eplb_service.io.trace import PHASES
 from eplb_service.placement import Int32
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
+from tests.cli.published import held
 from tests.control.fake_group import (
     EXPERTS,
     LAYERS,
@@ -100,10 +101,13 @@ async def test_a_trace_is_gone_on_with_only_where_it_fits(
     arguments = ("decode", "--out", str(out), "--steps", "8")
     async with FakeGroup(service.address) as group:
         await group.join()
-        for again in ((), ("--append",)):
+        for again in ((), ("--append", "--json")):
             task = await recording(service, *arguments, *again)
             await group.send_heat(skewed_heat(8))
             assert await task == 0
+    _, printed = capsys.readouterr().out.split("\n", 1)
+    recorded = held("trace record", printed)
+    assert recorded == {"out": str(out), "steps": 8, "lost_steps": 0, "dropped_reports": 0}
     assert open_trace(out).steps == 16
     assert await (await recording(service, *arguments, watched=False)) == 2
     assert "exists; choose another name, or remove it first; --append goes on" in capsys.readouterr().err
