@@ -41,6 +41,8 @@ def main() -> None:
     found: list[Target] = []
     for name in options.only or PARTS:
         found += parts[name](options, console)
+    if not found:
+        return
     rows = [[one.what, one.wanted, one.found, "yes" if one.met else "NO"] for one in found]
     missed = frozenset(number for number, one in enumerate(found) if not one.met)
     console.print(Table("Targets", ["", "wanted", "found", "met"], rows, marked=missed).drawn())
