@@ -12,7 +12,7 @@ PARALLEL = --numprocesses $(PROCESSES) --maxprocesses 8 --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: attack help stack dashboard notebook demo demo-vllm e2e-observability test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
+.PHONY: attack help stack dashboard notebook demo demo-vllm e2e-observability test test-image test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
 .PHONY: test-engines explore fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-replay bench-decide bench-engine bench-split bench-time bench-scale
 
 help: ## show this list
@@ -94,6 +94,9 @@ mutate: warm ## small defects put into a room's modules, and whether its tests n
 
 e2e-observability: warm ## a real Prometheus: every panel has data, every alert fires and ends (three minutes)
 	@$(BIN)/pytest tests/observability -m "" -rs $(ARGS)
+
+test-image: $(READY) ## the Dockerfile's steps and a container's life by chroot, as root; the network (minutes)
+	@$(BIN)/python -m tools.image_steps
 
 stack: warm ## service, Prometheus and demo ranks on this machine, on fixed ports, until Ctrl-C
 	@$(BIN)/python -m tools.stack $(ARGS)
