@@ -16,6 +16,10 @@ def register() -> None:
 
     native = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
     HookRegistry.register(native, _experts_of_this_rank, HookType.AROUND)
+    pad = "sglang.srt.model_executor.forward_batch_info.ForwardBatch._pad_inputs_to_size"
+    HookRegistry.register(pad, _pad_for_plain_attention, HookType.AROUND)
+    scatter = "sglang.srt.distributed.parallel_state.GroupCoordinator.reduce_scatterv"
+    HookRegistry.register(scatter, _scatter_without_nccl, HookType.AROUND)
     if os.environ.get("EPLB_TEST_COMMIT_WITHOUT_WEIGHTS"):
         _commit_without_weights()
 
@@ -30,6 +34,19 @@ def _experts_of_this_rank(original, layer, x, topk_output, moe_runner_config):
         part = (torch.nn.functional.silu(gate) * up) @ layer.w2_weight[slot].T
         out.index_add_(0, token, part * weights_TK[token, choice, None].to(x.dtype))
     return out
+
+
+def _pad_for_plain_attention(original, batch, model_runner, *sizes):
+    """Ranks of attention data parallelism pad alike; SGLang's plain attention names its filling for CUDA alone."""
+    backend = type(model_runner.attn_backend)
+    if not hasattr(backend, "get_cpu_graph_seq_len_fill_value"):
+        backend.get_cpu_graph_seq_len_fill_value = lambda _: 1
+    return original(batch, model_runner, *sizes)
+
+
+def _scatter_without_nccl(_, group, whole, output=None, sizes=None):
+    """SGLang's own way by an all-reduce, which it takes where answers are to be the same in every run."""
+    return group._deterministic_reduce_scatterv(whole, output, sizes)
 
 
 def _commit_without_weights() -> None:
