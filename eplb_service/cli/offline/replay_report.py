@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from eplb_service.cli.output.tables import compact_table
 from eplb_service.cost.curve_file import plain_curve
+from eplb_service.placement import mean_par
 from eplb_service.replay.assumptions import Assumption
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.policy_replay import PolicyReplay
@@ -23,7 +25,9 @@ _CURVE_WIDTH = 12
 def print_replay(console: Console, result: Replay, rests_on: Sequence[Assumption] = ()) -> None:
     """A table with one row per policy; the curves of all policies share one scale."""
     curves = [curve(policy) for policy in result.policies]
-    low, high = min(map(min, curves)), max(map(max, curves))
+    # Parts of a trace without tokens have no ratio.
+    known = [value for values in curves for value in values if not math.isnan(value)]
+    low, high = min(known, default=math.nan), max(known, default=math.nan)
     with_regret = result.score(result.policies[0]).regret is not None
     regret = ["regret"] if with_regret else []
     timed = ["MoE ms"] if result.costs.curve is not None else []
@@ -73,10 +77,10 @@ def _costs(costs: Costs) -> dict[str, Any]:
 
 
 def curve(policy: PolicyReplay) -> list[float]:
-    """Realised PAR along the trace in at most ``_CURVE_WIDTH`` stretches of decisions."""
+    """Realised PAR along the trace in at most ``_CURVE_WIDTH`` stretches of decisions; NaN of those without tokens."""
     values = [decision.par_realised for decision in policy.decisions]
     stretches = np.array_split(values, min(_CURVE_WIDTH, len(values)))
-    return [float(stretch.mean()) for stretch in stretches]
+    return [float(mean_par(stretch)) for stretch in stretches]
 
 
 def _headline(result: Replay) -> str:
@@ -127,6 +131,8 @@ def _with_split(result: Replay) -> str:
 
 
 def _block(value: float, low: float, high: float) -> str:
+    if math.isnan(value):
+        return " "
     height = (value - low) / (high - low) if high > low else 0.0
     return _BLOCKS[round(height * (len(_BLOCKS) - 1))]
 

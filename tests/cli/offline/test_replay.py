@@ -55,6 +55,20 @@ def test_table(trace, capsys):
     assert "deepseek" not in printed
 
 
+def test_stretches_without_tokens_are_left_out_of_the_curves(trace, tmp_path, capsys):
+    heat_TLE = np.load(trace)["heat"]
+    heat_TLE[40:70] = 0
+    np.savez(trace, heat=heat_TLE)
+    schedule = ("--window", 10, "--interval", 5, "--policy", "none,flashlb")
+    report = ("--report", tmp_path / "report.html")
+    code, printed, err = replay(capsys, "--heat", trace, "--ranks", RANKS, "--slots", 5, *schedule, *report)
+    assert (code, err) == (0, "")
+    assert "nan" not in printed
+    left_alone = next(line for line in printed.splitlines() if line.startswith(" none"))
+    assert set(left_alone[-13:-1]) & set("▁▂▃▄▅▆▇█")
+    assert " " in left_alone[-13:-1].strip()
+
+
 BAD_ARGUMENTS = {
     "trace too short": (["--window", "100"], "the trace has 100 steps, a window of 100 leaves none"),
     "no window": (["--window", "0"], "'--window'"),
