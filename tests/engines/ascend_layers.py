@@ -1,0 +1,30 @@
+"""A layer that counts as vLLM-Ascend's do."""
+
+import torch
+
+EXPERTS, SLOTS = 6, 4
+
+
+class HostLayer(torch.nn.Module):
+    """The counters of a real layer, and how it adds to them."""
+
+    def __init__(self, policy):
+        super().__init__()
+        self.local_num_experts, self.dynamic_eplb = SLOTS, True
+        self.log2phy = torch.arange(EXPERTS, dtype=torch.int32)
+        if policy == 3:
+            self.moe_load = torch.zeros(5, SLOTS, dtype=torch.int32)
+            self.load_counter = torch.tensor(0, dtype=torch.int32)
+        else:
+            self.moe_load = torch.zeros(SLOTS, dtype=torch.int64)
+
+    def receive(self, counts):
+        if self.moe_load.dim() == 1:
+            self.moe_load.add_(torch.tensor(counts))
+            return
+        row = torch.remainder(self.load_counter, len(self.moe_load)).reshape(1)
+        self.moe_load.index_add_(0, row, torch.tensor([counts], dtype=torch.int32))
+        self.load_counter.add_(1)
+
+    def clear_moe_load(self):
+        self.moe_load.zero_()
