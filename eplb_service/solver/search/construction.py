@@ -215,7 +215,7 @@ def place_in_order(assignment: Assignment, demand: Demand, order_E: Int32, z: fl
             put(assignment, demand, expert, rank, share_of(assignment.replicas_E[expert]))
 
 
-@kernel
+@part
 def _coolest_rank(assignment: Assignment, demand: Demand, expert: int, z: float) -> int:
     """Rank with a free slot, without the expert, and with the lowest risk once it holds it; -1 where none is.
 
@@ -252,7 +252,7 @@ def _coolest_rank(assignment: Assignment, demand: Demand, expert: int, z: float)
     return chosen
 
 
-@kernel
+@part
 def _risk_with(
     assignment: Assignment, rank: int, expert: int, share: float, mean: float, own: float, z: float
 ) -> float:
@@ -261,7 +261,7 @@ def _risk_with(
     return risk(assignment.load_R[rank] + mean, variance, z)
 
 
-@kernel
+@part
 def _make_room(assignment: Assignment, demand: Demand, expert: int) -> int:
     """Free a slot for ``expert`` where every rank with room holds it already; returns the rank.
 

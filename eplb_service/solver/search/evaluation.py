@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb_service.solver.jit import kernel
+from eplb_service.solver.jit import kernel, part
 from eplb_service.solver.model import Bool, Demand, Float32, Int32
 
 SMALLEST_GAIN = 1e-5
@@ -175,7 +175,7 @@ def hottest_of(now: SmoothMax, stuck_R: Bool) -> int:
     return hot
 
 
-@kernel
+@part
 def smooth_peak(now: SmoothMax) -> float:
     """The smooth maximum, on the scale of risks: base + 8-norm of what lies above it."""
     total = np.float32(0.0)

@@ -112,7 +112,7 @@ def _keep(best_RS: Int32, phy2log_RS: Int32) -> None:
         set_row(best_RS[r], phy2log_RS[r])
 
 
-@kernel
+@part
 def slots_away(phy2log_RS: Int32, home_ER: Bool) -> int:
     """Slots whose expert is not at home on their rank."""
     ranks, slots = phy2log_RS.shape

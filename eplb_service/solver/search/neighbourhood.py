@@ -75,7 +75,7 @@ def best_swap(
     return found_slot, found // slots, found % slots, now.of_R[hot] - lowest
 
 
-@kernel
+@part
 def _lay_out(assignment: Assignment, demand: Demand, now: SmoothMax, hot: int, scratch: Float32) -> None:
     """What swapping each slot's expert in does to both ranks, whatever goes out for it; infinite where it may not."""
     ranks, slots = assignment.phy2log_RS.shape
@@ -174,7 +174,7 @@ def best_exchange(
     return found[0], found[1], found[2], most
 
 
-@kernel
+@part
 def _burden(
     assignment: Assignment,
     demand: Demand,
@@ -255,7 +255,7 @@ def exchange(assignment: Assignment, demand: Demand, home_ER: Bool, gainer: int,
     return more
 
 
-@kernel
+@part
 def _share_evenly(assignment: Assignment, demand: Demand, expert: int) -> None:
     """Split an expert's tokens evenly over the ranks that hold it."""
     share = share_of(assignment.replicas_E[expert])

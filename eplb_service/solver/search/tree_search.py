@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.solver.jit import kernel
+from eplb_service.solver.jit import kernel, part
 from eplb_service.solver.model import Demand, Float32, Float64, Int32, Int64, SearchParams, set_row
 from eplb_service.solver.search.construction import (
     Assignment,
@@ -108,7 +108,7 @@ def place(replicas_E: Int32, demand: Demand, ranks: int, slots: int, z: float) -
     return assignment
 
 
-@kernel
+@part
 def heat_per_replica(demand: Demand, replicas_E: Int32, z: float) -> Float32:
     """Mean + z*std of each expert over its replicas, float32 ``[E]``."""
     heat_E = expert_heat(demand, z)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.solver.jit import kernel
+from eplb_service.solver.jit import kernel, part
 from eplb_service.solver.model import Demand, Float32, Int32, SearchParams
 from eplb_service.solver.search.construction import (
     Assignment,
@@ -287,7 +287,7 @@ def rehoused(log2phy_GE: Int32, phy2log_RS: Int32) -> Int32:
     return found_GE
 
 
-@kernel
+@part
 def _readdress(log2phy_GE: Int32, expert: int, was: int, becomes: int) -> None:
     """Send an expert's tokens that went to one physical slot to another."""
     for g in range(log2phy_GE.shape[0]):
