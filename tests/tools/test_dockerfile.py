@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.image_steps.__main__ import main
 from tools.image_steps.dockerfile import DockerfileError, stages_of
 
 ROOT = Path(__file__).parents[2]
@@ -59,3 +60,12 @@ def test_our_own_has_all_that_a_container_is_started_by() -> None:
     assert all(
         last.last(word) is not None for word in ("ENTRYPOINT", "CMD", "HEALTHCHECK", "STOPSIGNAL", "USER")
     )
+
+
+def test_who_is_not_root_is_told_that_nothing_was_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    monkeypatch.setattr("sys.argv", ["image_steps"])
+    assert main() == 0
+    assert capsys.readouterr().out.startswith("image steps SKIPPED: it needs root")
