@@ -241,7 +241,8 @@ async def _tick(plane: ControlPlane, gate: Gate, metrics: Metrics) -> None:
     while True:
         try:
             gate.refresh()
-            plane.tick()
+            for _ in plane.ticking():
+                await asyncio.sleep(0)
         except Exception:
             _log.exception("tick_failed")
         due = loop.time() + _TICK_SECONDS

@@ -45,6 +45,20 @@ async def test_an_order_removes_history_metrics_and_pause(capsys: pytest.Capture
         assert service.plane.deployments["decode"].totals.steps_received == 0
 
 
+async def test_who_is_forgotten_between_two_parts_of_a_tick_is_shown_no_more() -> None:
+    async with running_service(settings()) as service, FakeGroup(service.address) as group:
+        await group.join()
+        await group.leave()
+        plane = service.plane
+        await until(lambda: not plane.deployments["decode"].connected)
+        ticking = plane.ticking()
+        next(ticking)
+        next(ticking)
+        plane.forget("decode")
+        assert list(ticking) == []
+        assert 'deployment="decode"' not in await metrics(service)
+
+
 @pytest.mark.parametrize("paused", [False, True])
 async def test_whoever_does_not_come_back_is_forgotten_unless_paused(paused: bool) -> None:
     async with (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
+from collections.abc import Iterator
 
 import structlog
 
@@ -201,24 +202,39 @@ class ControlPlane:
 
     def tick(self) -> None:
         """Look after deadlines and update the metrics; called every second or so."""
+        for _ in self.ticking():
+            pass
+
+    def ticking(self) -> Iterator[None]:
+        """What ``tick`` does, a part at a time: with many ranks the whole would hold the event loop for long."""
         self._metrics.deployments.set(len(self.deployments))
         self._consequences.watch_store(self.deployments.values())
         self._metrics.heat_bytes.set(sum(map(self._budget.price, self.deployments.values())))
         for deployment in list(self.deployments.values()):
-            try:
-                deployment.tick(time.monotonic())
-                self._consequences.follow(deployment)
-                if self._expired(deployment):
-                    _log.info("deployment_expired", deployment=deployment.name)
-                    self.forget(deployment.name)
-                else:
-                    self.reporting.follow_up(deployment)
-                    self._begin(deployment)
-                    report(deployment, self._metrics, self.observer)
-                    self.observer.tick(deployment)
-            except Exception:
-                # One deployment's trouble is not the others'.
-                _log.exception("tick_failed", deployment=deployment.name)
+            for part in (self._look_after, self._show):
+                yield
+                # It may have been forgotten meanwhile.
+                if self.deployments.get(deployment.name) is not deployment:
+                    continue
+                try:
+                    part(deployment)
+                except Exception:
+                    # One deployment's trouble is not the others'.
+                    _log.exception("tick_failed", deployment=deployment.name)
+
+    def _look_after(self, deployment: Deployment) -> None:
+        deployment.tick(time.monotonic())
+        self._consequences.follow(deployment)
+        if self._expired(deployment):
+            _log.info("deployment_expired", deployment=deployment.name)
+            self.forget(deployment.name)
+        else:
+            self.reporting.follow_up(deployment)
+            self._begin(deployment)
+
+    def _show(self, deployment: Deployment) -> None:
+        report(deployment, self._metrics, self.observer)
+        self.observer.tick(deployment)
 
     def _begin(self, deployment: Deployment) -> None:
         """Make the first plan by the heat of a deployment's prior, as soon as its ranks are together."""
