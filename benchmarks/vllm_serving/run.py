@@ -38,6 +38,7 @@ _SERVICE_FLAGS = (
 )
 _SECONDS_BETWEEN_QUESTIONS = 0.3
 _LAST_REPORT_SECONDS = 3.0
+_SEEN_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,9 @@ def serve_both(setting: Setting, plan: Plan, folder: Path, console: Console) -> 
                 screen.doing(f"vLLM starts, {kind}: {setting.ranks} ranks on CPU; about a minute")
                 server.wait_until_ready()
             screen.doing("both compile what their first requests need")
-            for server in servers.values():
-                send_all(server.port, plan.warm_up(), plan.clients, lambda _: None)
+            with watched.left_alone():
+                for server in servers.values():
+                    send_all(server.port, plan.warm_up(), plan.clients, lambda _: None)
             _take_turns(rounds, servers, plan.clients, screen)
             time.sleep(_LAST_REPORT_SECONDS)
             switches, printed = watched.switches(), watched.printed()
@@ -121,6 +123,23 @@ class Watched:
         self._before = math.nan
         self._after: list[float] = []
         self._steps = 0
+
+    @contextlib.contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """Within it nothing is planned, and it ends once balance without a switch has been seen.
+
+        On a busy machine the first layers would otherwise have switched before anybody asked.
+        """
+        with contextlib.suppress(grpc.RpcError):
+            self._service.pause(DEPLOYMENT)
+        try:
+            yield
+            end = time.monotonic() + _SEEN_SECONDS
+            while math.isnan(self._before) and not self._after and time.monotonic() < end:
+                time.sleep(_SECONDS_BETWEEN_QUESTIONS)
+        finally:
+            with contextlib.suppress(grpc.RpcError):
+                self._service.resume(DEPLOYMENT)
 
     def line(self) -> str:
         """The newest status in one line."""

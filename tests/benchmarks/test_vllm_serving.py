@@ -229,6 +229,31 @@ def test_ratios_are_those_before_the_first_switch_and_since_each_window_once() -
     assert "PAR 1.100" in watched.line()
 
 
+class Paused:
+    """A service that notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def pause(self, deployment: str) -> None:
+        self.asked.append(f"pause {deployment}")
+
+    def resume(self, deployment: str) -> None:
+        self.asked.append(f"resume {deployment}")
+
+
+def test_nothing_is_planned_until_balance_without_a_switch_was_seen() -> None:
+    service = Paused()
+    watched = Watched(service)  # type: ignore[arg-type]
+    with watched.left_alone():
+        assert service.asked == ["pause byte-moe"]
+        watched.take(_status(8, 1.5, 0))
+    assert service.asked == ["pause byte-moe", "resume byte-moe"]
+    with pytest.raises(KeyError), watched.left_alone():
+        raise KeyError
+    assert service.asked[-1] == "resume byte-moe"
+
+
 def _setting(folder: Path, script: str) -> Setting:
     """A server whose interpreter is a shell script."""
     python = folder / "python"

@@ -113,6 +113,14 @@ class Service:
         )
         return response
 
+    def pause(self, deployment: str) -> None:
+        """Make no plans for it; raises ``grpc.RpcError`` where no agent has come yet."""
+        self._operator.Pause(operator_pb2.PauseRequest(deployment=deployment), timeout=20)
+
+    def resume(self, deployment: str) -> None:
+        """Plan again."""
+        self._operator.Resume(operator_pb2.ResumeRequest(deployment=deployment), timeout=20)
+
     def _signal(self, number: signal.Signals) -> None:
         assert self._process is not None
         self._process.send_signal(number)
