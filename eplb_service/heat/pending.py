@@ -97,7 +97,14 @@ class PendingSteps:
         return self._close(rank, report, rows, taken)
 
     def outruns(self, rank: int, report: HeatReport) -> bool:
-        """Whether to fill in a rank's ``report`` would push out steps that a slower rank may be about to report."""
+        """Whether to fill in a rank's ``report`` would push out steps that a slower rank may be about to report.
+
+        Only of one that goes on where the rank's last one ended, as a backlog does: nobody catches up with a leap, and
+        who lies about its steps is not to hold up what it reports next.
+        """
+        before = int(self._latest_end_R[rank])
+        if before < 0 or report.first_step - before > self.capacity:
+            return False
         begin = report.first_step + report.steps - self.capacity
         if self._first is None or begin <= max(self._first, int(self._latest_end_R.min())):
             return False

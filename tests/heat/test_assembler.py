@@ -67,6 +67,8 @@ def test_a_report_outruns_ranks_that_it_would_leave_behind() -> None:
     heat.add(1, report(100, 1))
     assert not heat.outruns(0, report(104, 1))
     assert heat.outruns(0, report(104, 1, 1))
+    # Nobody catches up with a leap.
+    assert not heat.outruns(0, report(107, 1))
     # A rank whose own steps were dropped on the way waits for nobody.
     assert not heat.outruns(1, report(105, 1))
 
