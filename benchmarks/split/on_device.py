@@ -10,14 +10,13 @@ import torch
 
 from benchmarks.solver.heat_kinds import generate
 from eplb_service.placement import Int32
+from tests.moe.captured import captured
 from worker_agent.moe.stepwise import StepwiseSplit
 
 ROUNDS = (10, 20, 40)
 CALLS = 200
 _WARM = 10
 _STEPS = 16
-
-Call = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -102,20 +101,6 @@ def ring_placement(heat_E: Int32, ranks: int, slots: int) -> Int32:
     # Far enough away that neighbours, whose heat is alike, do not share.
     other_R = np.roll(hottest_R, -(ranks // 3 + 1))
     return np.ascontiguousarray(np.hstack([own_RS, other_R[:, None]]))
-
-
-def captured(call: Call) -> tuple[Callable[[], None], torch.Tensor]:
-    """What replays the call, and the tensor that every replay writes."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
-    return graph.replay, result
 
 
 def microseconds(call: Callable[[], object]) -> tuple[float, ...]:
