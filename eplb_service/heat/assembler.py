@@ -148,9 +148,17 @@ class HeatAssembler:
         """Steps that all ranks have reported and that are not in the window yet."""
         return len(self._whole)
 
-    def outruns(self, rank: int, report: HeatReport) -> bool:
-        """Whether to take a rank's report would lose steps that slower ranks may be about to report."""
-        return self._pending.outruns(rank, report)
+    @property
+    def slowest(self) -> tuple[int, int]:
+        """The rank that has reported least far, and the step that its latest report ended before; -1 for none yet."""
+        return self._pending.slowest
+
+    def outrun_by(self, rank: int, report: HeatReport) -> int | None:
+        """How far the slowest other rank has reported, where a rank's report would lose steps that it may yet report.
+
+        ``None`` where it would lose none.
+        """
+        return self._pending.outrun_by(rank, report)
 
     def add(self, rank: int, report: HeatReport) -> StepCounts:
         """Take one rank's report, and put together what is whole; returns as ``take`` does."""

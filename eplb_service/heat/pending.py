@@ -96,20 +96,26 @@ class PendingSteps:
         self._note_counted(rows, counts_TLS)
         return self._close(rank, report, rows, taken)
 
-    def outruns(self, rank: int, report: HeatReport) -> bool:
-        """Whether to fill in a rank's ``report`` would push out steps that a slower rank may be about to report.
+    @property
+    def slowest(self) -> tuple[int, int]:
+        """The rank that has reported least far, and the step that its latest report ended before; -1 for none yet."""
+        rank = int(self._latest_end_R.argmin())
+        return rank, int(self._latest_end_R[rank])
 
-        Only of one that goes on where the rank's last one ended, as a backlog does: nobody catches up with a leap, and
-        who lies about its steps is not to hold up what it reports next.
+    def outrun_by(self, rank: int, report: HeatReport) -> int | None:
+        """How far the slowest other rank has reported, where ``report`` would push out steps that it may yet report.
+
+        Only by one that goes on where the rank's last one ended, as a backlog does: nobody catches up with a leap, and
+        who lies about its steps is not to hold up what it reports next. ``None`` where nothing would be lost.
         """
         before = int(self._latest_end_R[rank])
         if before < 0 or report.first_step - before > self.capacity:
-            return False
+            return None
         begin = report.first_step + report.steps - self.capacity
-        if self._first is None or begin <= max(self._first, int(self._latest_end_R.min())):
-            return False
-        slowest = int(np.delete(self._latest_end_R, rank).min(initial=LAST_STEP))
-        return begin > max(slowest, self._first)
+        if self._first is None or begin <= max(self._first, self.slowest[1]):
+            return None
+        behind = int(np.delete(self._latest_end_R, rank).min(initial=LAST_STEP))
+        return behind if begin > max(behind, self._first) else None
 
     def kept_from(self, report: HeatReport) -> int:
         """The first step that is certainly still in the ring once ``report`` has been filled in."""

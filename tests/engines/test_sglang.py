@@ -62,7 +62,7 @@ def test_answers_are_the_same_over_many_switches(parallel, run_sglang, alone, se
     agent = {"EPLB_AGENT_SERVICE": service.address, "EPLB_AGENT_DEPLOYMENT": "default"}
     balanced = run_sglang(LOAD | {"engine": parallel}, **agent)
     same_answers(balanced.answers(), expected)
-    heat_arrived(switched(service, 20, balanced.tail()))
+    heat_arrived(switched(service, 20, balanced.tail()), service)
 
 
 @PARALLEL

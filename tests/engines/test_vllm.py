@@ -66,10 +66,11 @@ def switched(service, least, log):
     return status
 
 
-def heat_arrived(status):
+def heat_arrived(status, service):
     """Beside much other work a few steps may be lost, which is counted; hardly any are."""
     print(f"{status.steps_received} steps arrived whole, {status.steps_lost} did not")
-    assert status.steps_lost <= MOST_LOST * status.steps_received
+    why = [line for line in service.log.read_text().splitlines() if "heat_lost" in line or "agent_" in line]
+    assert status.steps_lost <= MOST_LOST * status.steps_received, "\n".join(why)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,7 @@ def switched_and_answered_the_same(engine, parallel, load, run_vllm, alone, serv
     enough.touch()
     answers = balanced.answers()
     same_answers(answers, alone(run_vllm, load["requests"], len(answers) // load["requests"], engine))
-    heat_arrived(switched(service, 20, balanced.tail()))
+    heat_arrived(switched(service, 20, balanced.tail()), service)
 
 
 def what_was_recorded_can_be_replayed(folder, case):

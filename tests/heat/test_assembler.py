@@ -59,18 +59,18 @@ def test_a_step_that_a_rank_skipped_is_lost() -> None:
 
 def test_a_report_outruns_ranks_that_it_would_leave_behind() -> None:
     heat = assembler(pending_steps=4)
-    assert not heat.outruns(0, report(100, 1))
+    assert heat.outrun_by(0, report(100, 1)) is None
     heat.add(0, report(100, 1, 1))
-    assert not heat.outruns(0, report(102, 1, 1))
+    assert heat.outrun_by(0, report(102, 1, 1)) is None
     # Rank 1 has not reported step 100, which a fifth step would push out.
-    assert heat.outruns(0, report(104, 1))
+    assert heat.outrun_by(0, report(104, 1)) == -1
     heat.add(1, report(100, 1))
-    assert not heat.outruns(0, report(104, 1))
-    assert heat.outruns(0, report(104, 1, 1))
+    assert heat.outrun_by(0, report(104, 1)) is None
+    assert heat.outrun_by(0, report(104, 1, 1)) == 101
     # Nobody catches up with a leap.
-    assert not heat.outruns(0, report(107, 1))
+    assert heat.outrun_by(0, report(107, 1)) is None
     # A rank whose own steps were dropped on the way waits for nobody.
-    assert not heat.outruns(1, report(105, 1))
+    assert heat.outrun_by(1, report(105, 1)) is None
 
 
 def test_steps_that_no_rank_reported_are_lost() -> None:

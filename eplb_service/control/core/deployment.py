@@ -17,6 +17,7 @@ from eplb_service.control.core.first_layout import FirstLayout
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.membership import Group, Member
 from eplb_service.control.core.offer import Offer
+from eplb_service.control.core.patience import NOWHERE
 from eplb_service.control.core.plan_tracker import ContradictionError, Outcome, PlanTracker
 from eplb_service.control.core.watches import Watches
 from eplb_service.heat.assembler import HeatAssembler, StepCounts
@@ -105,9 +106,12 @@ class Deployment(DeploymentState):
         self.switch_log.heard(rank, status, now)
         self._give_way_to_ranks(rank)
 
-    def outruns(self, rank: int, report: HeatReport) -> bool:
-        """Whether a rank's counts come so far ahead of slower ranks' that steps of these would be lost."""
-        return self.heat is not None and self.heat.outruns(rank, report)
+    def outrun_by(self, rank: int, report: HeatReport) -> int | None:
+        """How far slower ranks are, where a rank's counts come so far ahead of them that steps would be lost.
+
+        Before all ranks have come none has got anywhere. ``None`` where no step would be lost.
+        """
+        return NOWHERE if self.heat is None else self.heat.outrun_by(rank, report)
 
     def heat_report(self, rank: int, report: HeatReport) -> StepCounts:
         """A rank's counts; returns how many steps they completed, and how many are lost since.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from eplb_service.control.core.patience import HELD_SECONDS
 from eplb_service.control.server.service import running_service
-from tests.control.fake_group import RANKS, FakeGroup, heat_report, skewed_heat
+from tests.control.fake_group import RANKS, FakeGroup, FakeRank, heat_report, hello_of, skewed_heat
 from tests.control.server.test_service import settings, until
 
 REPORTS, STEPS = 24, 8
@@ -28,6 +29,25 @@ async def test_a_backlog_that_is_read_rank_after_rank_is_whole() -> None:
         await group.join()
         for rank in range(RANKS):
             await send(group, rank)
+        decode = service.plane.deployments["decode"]
+        await until(lambda: decode.totals.steps_received == REPORTS * STEPS, 60)
+        assert decode.totals.steps_lost == 0
+
+
+async def test_heat_of_ranks_that_come_before_the_last_one_is_not_lost() -> None:
+    async with (
+        running_service(settings(decision_interval=4096)) as service,
+        FakeGroup(service.address) as group,
+    ):
+        group.ranks = [FakeRank(group.channel, rank) for rank in range(RANKS)]
+        *early, last = group.ranks
+        for rank in early:
+            await rank.greet(hello_of(group.live, rank.rank))
+            await send(group, rank.rank)
+        # As long as agents take to try again; the heat of the others is on its way meanwhile.
+        await asyncio.sleep(HELD_SECONDS / 10)
+        await last.greet(hello_of(group.live, last.rank))
+        await send(group, last.rank)
         decode = service.plane.deployments["decode"]
         await until(lambda: decode.totals.steps_received == REPORTS * STEPS, 60)
         assert decode.totals.steps_lost == 0

@@ -148,9 +148,11 @@ async def _let_others_catch_up(
     pause = _FIRST_PAUSE_SECONDS
     while not stream.over:
         now = time.monotonic()
-        stream.patience = stream.patience.after(now, ahead=deployment.outruns(rank, report))
+        stream.patience = stream.patience.after(now, deployment.outrun_by(rank, report))
         if not stream.patience.holds(now):
             return
+        # What it says meanwhile is not read: it is not silent.
+        stream.heard_at = now
         await asyncio.sleep(pause)
         pause = min(2 * pause, _LAST_PAUSE_SECONDS)
 

@@ -169,6 +169,11 @@ class ControlPlane:
         if any(gained):
             self._metrics.steps_received.labels(name).inc(gained.received)
             self._metrics.steps_lost.labels(name).inc(gained.lost)
+        if gained.lost and deployment.heat is not None:
+            behind, step = deployment.heat.slowest
+            self.log.info(
+                "heat_lost", deployment=name, steps=gained.lost, slowest_rank=behind, reported_to=step
+            )
 
     def put_together(self, deployment: Deployment) -> bool:
         """Put a few of the steps together that are whole, and decide where enough are; whether there are more."""
