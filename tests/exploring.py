@@ -63,7 +63,7 @@ class Explorable(Protocol):
 class Walk:
     """What a walk has seen, and the processor's seconds that it took.
 
-    ``broken`` tells the shortest story that breaks a promise, or is ``None``.
+    ``broken`` is the shortest story that breaks a promise, or ``None``.
     """
 
     scenario: str

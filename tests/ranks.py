@@ -36,7 +36,7 @@ class Ranks:
     """``world`` processes with a gloo default process group, kept alive between calls of ``run``.
 
     Functions must be importable (module level), arguments and results picklable. A rank has one thread and
-    ``torch.distributed`` initialised: ``dist.get_rank()`` tells a function where it is. After a failure all
+    ``torch.distributed`` initialised: ``dist.get_rank()`` says where a function is. After a failure all
     processes are killed and the next ``run`` starts fresh ones, so that hypothesis can shrink a failing case.
     """
 

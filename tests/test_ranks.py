@@ -1,4 +1,4 @@
-"""The rank runner must bring back results in order, and tell every way in which a rank can fail."""
+"""The rank runner must bring back results in order, and report every way in which a rank can fail."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_results_come_in_order_of_rank():
     assert run_ranks(2, sum_of_ranks, 10) == [(0, torch.tensor([21])), (1, torch.tensor([21]))]
 
 
-def test_failures_are_told_and_the_group_recovers():
+def test_failures_are_reported_and_the_group_recovers():
     with Ranks(2) as ranks:
         with pytest.raises(RankFailure, match=r"rank 1: Traceback[\s\S]*this rank fails"):
             ranks.run(fail_on_rank, 1)

@@ -51,17 +51,17 @@ def main() -> None:
 
 def _runs(trace: Path, rounds: int) -> Iterator[dict[str, Any]]:
     for number in range(rounds):
-        for way, words in WAYS.items():
+        for way, title in WAYS.items():
             command = [sys.executable, "-m", "benchmarks.replay.one_run", way, str(trace)]
             process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             memory = PeakMemory(process.pid)
             reported, _ = process.communicate(timeout=3600)
             peak = memory.stop()
             if process.returncode:
-                sys.exit(f"{words} failed")
+                sys.exit(f"{title} failed")
             run = {"round": number, "way": way, "peak_mib": peak / 2**20, **json.loads(reported)}
             print(
-                f"round {number + 1}: {words:<28}{run['seconds']:8.1f} s {run['peak_mib']:8.0f} MiB",
+                f"round {number + 1}: {title:<28}{run['seconds']:8.1f} s {run['peak_mib']:8.0f} MiB",
                 flush=True,
             )
             yield run

@@ -1,7 +1,7 @@
 """A long search for one layer's best placement, to know how far from it a quick one ends.
 
 Simulated annealing on the ratio itself, even shares: experts trade places between two ranks, or a slot goes from an
-expert with several copies to another expert. It knows nothing of the solver's code.
+expert with several replicas to another expert. It knows nothing of the solver's code.
 
 References
 ----------
@@ -34,21 +34,21 @@ def anneal(heat_NE: Float64, placed_RS: Int32, seconds: float, seed: int) -> Int
     began = time.monotonic()
     while (spent := (time.monotonic() - began) / seconds) < 1:
         temperature = _HOTTEST * (_COLDEST / _HOTTEST) ** spent
-        copies_E = replica_counts(now_RS, heat_NE.shape[1])
+        replicas_E = replica_counts(now_RS, heat_NE.shape[1])
         seed += 1
-        _burst(now_RS, best_RS, scaled_EN, copies_E, temperature, _STEPS_A_BURST, seed)
+        _burst(now_RS, best_RS, scaled_EN, replicas_E, temperature, _STEPS_A_BURST, seed)
     return best_RS
 
 
 @numba.njit(fastmath=True, cache=True)
-def _burst(now_RS, best_RS, scaled_EN, copies_E, temperature, steps, seed):  # type: ignore[no-untyped-def]
-    """So many tries at one temperature; changes ``now_RS``, ``copies_E`` and ``best_RS`` in place."""
+def _burst(now_RS, best_RS, scaled_EN, replicas_E, temperature, steps, seed):  # type: ignore[no-untyped-def]
+    """So many tries at one temperature; changes ``now_RS``, ``replicas_E`` and ``best_RS`` in place."""
     np.random.seed(seed)
     ranks, slots = now_RS.shape
     experts, episodes = scaled_EN.shape
-    load_RN = _loads(now_RS, scaled_EN, copies_E)
+    load_RN = _loads(now_RS, scaled_EN, replicas_E)
     now = _ratio(load_RN)
-    best = _ratio(_loads(best_RS, scaled_EN, _copies(best_RS, experts)))
+    best = _ratio(_loads(best_RS, scaled_EN, _replica_counts(best_RS, experts)))
     kept_RN = load_RN.copy()
     for _ in range(steps):
         hot = np.argmax(load_RN[:, np.random.randint(episodes)])
@@ -62,7 +62,7 @@ def _burst(now_RS, best_RS, scaled_EN, copies_E, temperature, steps, seed):  # t
                 continue
             now_RS[rank, slot], now_RS[other, place] = theirs, mine
             for n in range(episodes):
-                more = scaled_EN[theirs, n] / copies_E[theirs] - scaled_EN[mine, n] / copies_E[mine]
+                more = scaled_EN[theirs, n] / replicas_E[theirs] - scaled_EN[mine, n] / replicas_E[mine]
                 load_RN[rank, n] += more
                 load_RN[other, n] -= more
         else:
@@ -73,12 +73,12 @@ def _burst(now_RS, best_RS, scaled_EN, copies_E, temperature, steps, seed):  # t
                 rank, slot = loser // slots, loser % slots
                 mine = now_RS[rank, slot]
                 theirs = now_RS[hot, np.random.randint(slots)]
-            if copies_E[mine] == 1 or theirs == mine or _holds(now_RS[rank], theirs):
+            if replicas_E[mine] == 1 or theirs == mine or _holds(now_RS[rank], theirs):
                 continue
             now_RS[rank, slot] = theirs
-            copies_E[mine] -= 1
-            copies_E[theirs] += 1
-            _reload(load_RN, now_RS, scaled_EN, copies_E, mine, theirs, rank)
+            replicas_E[mine] -= 1
+            replicas_E[theirs] += 1
+            _reload(load_RN, now_RS, scaled_EN, replicas_E, mine, theirs, rank)
         found = _ratio(load_RN)
         if found <= now or np.random.random() < np.exp((now - found) / temperature):
             now = found
@@ -91,20 +91,20 @@ def _burst(now_RS, best_RS, scaled_EN, copies_E, temperature, steps, seed):  # t
         if other >= 0:
             now_RS[other, place] = theirs
         else:
-            copies_E[mine] += 1
-            copies_E[theirs] -= 1
+            replicas_E[mine] += 1
+            replicas_E[theirs] -= 1
         _copy_ranks(load_RN, kept_RN, now_RS, mine, theirs, rank, other)
 
 
 @numba.njit(fastmath=True, cache=True)
-def _reload(load_RN, now_RS, scaled_EN, copies_E, mine, theirs, changed):  # type: ignore[no-untyped-def]
+def _reload(load_RN, now_RS, scaled_EN, replicas_E, mine, theirs, changed):  # type: ignore[no-untyped-def]
     """Loads afresh of the ranks that hold either expert, and of the one that changed."""
     for rank in range(now_RS.shape[0]):
         if rank != changed and not _holds(now_RS[rank], mine) and not _holds(now_RS[rank], theirs):
             continue
         load_RN[rank] = 0
         for expert in now_RS[rank]:
-            load_RN[rank] += scaled_EN[expert] / copies_E[expert]
+            load_RN[rank] += scaled_EN[expert] / replicas_E[expert]
 
 
 @numba.njit(fastmath=True, cache=True)
@@ -120,11 +120,11 @@ def _copy_ranks(to_RN, from_RN, now_RS, mine, theirs, rank, other):  # type: ign
 
 
 @numba.njit(fastmath=True, cache=True)
-def _loads(placed_RS, scaled_EN, copies_E):  # type: ignore[no-untyped-def]
+def _loads(placed_RS, scaled_EN, replicas_E):  # type: ignore[no-untyped-def]
     load_RN = np.zeros((placed_RS.shape[0], scaled_EN.shape[1]), dtype=np.float32)
     for rank in range(placed_RS.shape[0]):
         for expert in placed_RS[rank]:
-            load_RN[rank] += scaled_EN[expert] / copies_E[expert]
+            load_RN[rank] += scaled_EN[expert] / replicas_E[expert]
     return load_RN
 
 
@@ -139,11 +139,11 @@ def _ratio(load_RN):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(cache=True)
-def _copies(placed_RS, experts):  # type: ignore[no-untyped-def]
-    copies_E = np.zeros(experts, dtype=np.int32)
+def _replica_counts(placed_RS, experts):  # type: ignore[no-untyped-def]
+    replicas_E = np.zeros(experts, dtype=np.int32)
     for expert in placed_RS.ravel():
-        copies_E[expert] += 1
-    return copies_E
+        replicas_E[expert] += 1
+    return replicas_E
 
 
 @numba.njit(cache=True)

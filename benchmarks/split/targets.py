@@ -23,7 +23,7 @@ _MOST_MICROSECONDS = 200.0
 RECORDED = {SOLVED: 1.225, DEALT: 1.20, STEPWISE: 1.03}
 """Of gpt-oss-20b decoding 64 requests on 8 ranks x 5 slots: ratio on the next window."""
 DRAWN = {EVEN_SHARES: 1.11, STEPWISE: 1.04}
-"""Of 256 experts on 32 ranks x 9 slots, 1,024 tokens x 8 choices a step: the same."""
+"""Of 256 experts on 32 ranks x 9 slots, 1,024 tokens x 8 choices per step: the same."""
 
 
 def of_recorded(by_source: Mapping[str, Sequence[float]], quality: Rows) -> Iterator[Target]:

@@ -39,7 +39,7 @@ class CellHeat:
 
 
 def made_up(tokens: int, layers: int, seed: int, steps: int = STEPS) -> Iterator[CellHeat]:
-    """Heat of every kind, so many tokens a step."""
+    """Heat of every kind, so many tokens per step."""
     for kind in KINDS:
         yield CellHeat(kind, tokens, synthetic_heat(kind, steps, layers, EXPERTS, tokens, TOP_K, seed))
 

@@ -60,8 +60,8 @@ class Setting:
             "--eplb-config": json.dumps(eplb),
         }
         flags = ["--enforce-eager", "--enable-expert-parallel", "--enable-eplb", "--no-enable-prefix-caching"]
-        words = [word for option in options.items() for word in option]
-        return [str(self.python), "-m", "vllm.entrypoints.openai.api_server", *words, *flags]
+        arguments = [part for option in options.items() for part in option]
+        return [str(self.python), "-m", "vllm.entrypoints.openai.api_server", *arguments, *flags]
 
     def environment(self, agent: dict[str, str]) -> dict[str, str]:
         """Of the process; ``agent`` holds the agent's variables, none to leave it alone."""
@@ -105,12 +105,12 @@ class Server:
         deadline = time.monotonic() + _START_SECONDS
         while not self._healthy():
             if self._process.poll() is not None:
-                raise ServerError(f"vLLM ended while it started, see {self._log}: {self.last_words()}")
+                raise ServerError(f"vLLM ended while it started, see {self._log}: {self.last_output()}")
             if time.monotonic() > deadline:
-                raise ServerError(f"vLLM did not start in {_START_SECONDS:.0f} s: {self.last_words()}")
+                raise ServerError(f"vLLM did not start in {_START_SECONDS:.0f} s: {self.last_output()}")
             time.sleep(0.5)
 
-    def last_words(self, characters: int = 2000) -> str:
+    def last_output(self, characters: int = 2000) -> str:
         """The end of its log."""
         return self._log.read_text(errors="replace")[-characters:].strip()
 

@@ -41,7 +41,7 @@ class Decision:
     placement_LRS
         int32 ``[L, R, S]``; peers may put an expert twice on a rank.
     tables_RLE
-        int32 ``[R, L, E]``; ``None`` for the engines' rule, replica ``rank % copies``.
+        int32 ``[R, L, E]``; ``None`` for the engines' rule, replica ``rank % replicas``.
     promised_L
         float64 ``[L]``, peak-to-average ratio that it expects of the window; ``None`` where it does not say.
     changed_layers

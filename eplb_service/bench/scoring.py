@@ -15,18 +15,18 @@ from eplb_service.placement import default_log2phy, replica_counts
 
 
 def even_par(heat_TLE: npt.NDArray[np.generic], placement_LRS: Int32) -> Float64:
-    """Peak-to-average ratio per step, experts split evenly over their copies, float64 ``[L]``."""
+    """Peak-to-average ratio per step, experts split evenly over their replicas, float64 ``[L]``."""
     layers = []
     for layer, placed_RS in enumerate(placement_LRS):
-        copies_E = replica_counts(placed_RS, heat_TLE.shape[2])
+        replicas_E = replica_counts(placed_RS, heat_TLE.shape[2])
         part_ER = np.zeros((heat_TLE.shape[2], placed_RS.shape[0]))
-        np.add.at(part_ER, (placed_RS, np.arange(placed_RS.shape[0])[:, None]), 1.0 / copies_E[placed_RS])
+        np.add.at(part_ER, (placed_RS, np.arange(placed_RS.shape[0])[:, None]), 1.0 / replicas_E[placed_RS])
         layers.append(peak_to_average(heat_TLE[:, layer].astype(np.float64) @ part_ER))
     return np.array(layers)
 
 
 def rule_tables(placement_LRS: Int32, experts: int) -> Int32:
-    """The engines' tables, replica ``rank % copies`` in order of slot, int32 ``[R, L, E]``."""
+    """The engines' tables, replica ``rank % replicas`` in order of slot, int32 ``[R, L, E]``."""
     return np.stack([default_log2phy(placed_RS, experts) for placed_RS in placement_LRS], axis=1)
 
 

@@ -90,7 +90,9 @@ def read_table(path: Path) -> dict[str, Any]:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
-        raise CurveError("measured tables need pyarrow: pip install 'eplb-service[tables]'") from error
+        raise CurveError(
+            f"measured tables need pyarrow: pip install 'eplb-service[tables]' ({error})"
+        ) from error
     try:
         table = parquet.read_table(path)
     except (OSError, pyarrow.ArrowException) as error:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 Counts = npt.NDArray[np.int32] | npt.NDArray[np.int64] | npt.NDArray[np.float64]
-"""Tokens, whole or fractional; the variable's name carries their dimensions."""
+"""Tokens, whole or fractional: int32, int64 or float64; the variable's name carries their dimensions."""
 
 _MOST_TOKENS = 2.0**53
 """Sums up to here are exact in float64."""

@@ -7,7 +7,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from eplb_service.atomic_write import OutputError, write_atomically
 from eplb_service.heat.window import HeatError
 from eplb_service.io.formats.csv_file import csv_text, rows_of
-from eplb_service.io.formats.parquet_file import MISSING, write_parquet_rows
+from eplb_service.io.formats.parquet_file import check_pyarrow, write_parquet_rows
 from eplb_service.io.native import layout as native_layout
 from eplb_service.io.native.reader import StoredTrace
 from eplb_service.io.native.writer import BATCH_STEPS, TraceWriter
@@ -65,8 +64,11 @@ def check_trace_output(path: Path) -> None:
         raise OutputError(f"{path}: the name must end in {' or '.join(SUFFIXES)}, which says the format")
     if path.exists() and (path.suffix == native_layout.SUFFIX or not path.is_file()):
         raise OutputError(f"{path}: exists; choose another name, or remove it first")
-    if path.suffix == ".parquet" and find_spec("pyarrow") is None:
-        raise OutputError(f"{path}: {MISSING}")
+    if path.suffix == ".parquet":
+        try:
+            check_pyarrow()
+        except HeatError as error:
+            raise OutputError(f"{path}: {error}") from error
     if not path.resolve().parent.is_dir():
         raise OutputError(f"{path}: the folder {path.resolve().parent} does not exist; create it first")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from eplb_service.heat.window import HeatError
+from eplb_service.heat.window import Counts, HeatError
 from eplb_service.io.containers.json_file import read_json
 from eplb_service.io.containers.json_lines import holds_lines, read_lines
 from eplb_service.io.containers.numpy_file import read_npy, read_npz
@@ -22,7 +22,7 @@ from eplb_service.io.formats.tensorrt_llm import is_statistics, trace_of_statist
 from eplb_service.io.named_arrays import ReadAs, trace_of_arrays
 from eplb_service.io.native import layout as native_layout
 from eplb_service.io.native.reader import StoredTrace
-from eplb_service.io.trace import Heat, Trace
+from eplb_service.io.trace import Trace
 
 KNOWN = f"{native_layout.SUFFIX} folder, .npz, .npy, .pt, a folder of ranks' files, .json, .jsonl, .csv or .parquet"
 """What can be opened, for messages and help."""
@@ -67,7 +67,7 @@ def naming(path: Path) -> Iterator[None]:
         raise HeatError(f"{path}: {error}") from error
 
 
-def read_heat(path: Path, read_as: ReadAs | None = None) -> Heat:
+def read_heat(path: Path, read_as: ReadAs | None = None) -> Counts:
     """All heat of a trace at once, int64 (float64 where fractional) ``[T, L, E]``; raises as ``open_trace`` does."""
     trace = open_trace(path, read_as)
     with naming(path):

@@ -12,8 +12,6 @@ from eplb_service.heat.window import Counts, HeatError, checked_heat
 from eplb_service.io.containers.numpy_file import Array
 from eplb_service.placement import Float64
 
-Heat = Counts
-"""int32, int64 or float64 heat; its dimensions are in the variable's name."""
 Int64 = npt.NDArray[np.int64]
 """An int64 array; its dimensions are in the variable's name."""
 
@@ -81,7 +79,7 @@ class Trace(ABC):
         """T, L and E."""
 
     @abstractmethod
-    def heat(self, first: int, last: int) -> Heat:
+    def heat(self, first: int, last: int) -> Counts:
         """Tokens by logical expert of the steps ``first`` to ``last`` (not included), ``[t, L, E]``, checked."""
 
     def source_rows(self, first: int, last: int) -> Array | None:  # noqa: ARG002
@@ -184,7 +182,7 @@ class ArrayTrace(Trace):
         steps, layers, experts = self.heat_TLE.shape
         return steps, layers, experts
 
-    def heat(self, first: int, last: int) -> Heat:
+    def heat(self, first: int, last: int) -> Counts:
         """Tokens by logical expert, ``[t, L, E]``; raises ``HeatError`` naming the step that cannot be heat."""
         return checked_slice(self.heat_TLE[first:last], first)
 
@@ -208,7 +206,7 @@ class ArrayTrace(Trace):
         return self.phase_T[first:last].astype(np.int64)
 
 
-def checked_slice(heat_TLE: Array, first: int) -> Heat:
+def checked_slice(heat_TLE: Array, first: int) -> Counts:
     """``checked_heat`` of a slice that begins at step ``first`` of its trace, which a refusal then names."""
     try:
         return checked_heat(heat_TLE)

@@ -6,8 +6,7 @@ import time
 
 import numpy as np
 
-from eplb_service.heat.window import Window
-from eplb_service.io.trace import Heat
+from eplb_service.heat.window import Counts, Window
 from eplb_service.placement import Float64, mean_par, par, step_par
 from eplb_service.planner.decide import plan
 from eplb_service.planner.outlook import Serving, gain_over, promise_for
@@ -64,7 +63,7 @@ class ChangeRun(PolicyRun):
         promise, self._promise = self._promise, None
         return pace.serving(promise)
 
-    def _decision(self, pace: Pace, step: int, heat_TLE: Heat) -> tuple[Pace, Outcome]:
+    def _decision(self, pace: Pace, step: int, heat_TLE: Counts) -> tuple[Pace, Outcome]:
         """Decide on the newest of the steps remembered, which end before ``step``."""
         serving, settings = self._serving, self._policy.settings
         paid = self._paid(step, heat_TLE)
@@ -83,7 +82,7 @@ class ChangeRun(PolicyRun):
             self._coming = step + self._costs.delay_steps(outcome.moves_busiest), changed
         return pace.after_decision(bool(made.layers), paid), outcome
 
-    def _paid(self, step: int, heat_TLE: Heat) -> bool | None:
+    def _paid(self, step: int, heat_TLE: Counts) -> bool | None:
         """Whether the last decision's change has won anything on the steps since, as far as they are remembered."""
         if self._replaced is None:
             return None

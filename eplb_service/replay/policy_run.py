@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.heat.window import Window, widened
-from eplb_service.io.trace import Heat, Trace
+from eplb_service.heat.window import Counts, Window, widened
+from eplb_service.io.trace import Trace
 from eplb_service.placement import Float64, Int32, Placement, mean_par, par, with_entries
 from eplb_service.planner.dealing import first_tables
 from eplb_service.planner.decide import plan
@@ -126,7 +126,7 @@ class PolicyRun:
         if self._coming is not None and self._coming[0] <= step:
             self._serving, self._coming = self._coming[1], None
 
-    def _serve(self, heat_TLE: Heat, first: int, switch: int) -> tuple[Float64, Float64 | None]:
+    def _serve(self, heat_TLE: Counts, first: int, switch: int) -> tuple[Float64, Float64 | None]:
         """Score the steps from ``first`` on, those from ``switch`` on under what is coming.
 
         Returns PAR and, where there is a cost curve, the slowest rank's microseconds, float64 ``[L]`` each.
@@ -148,13 +148,13 @@ class PolicyRun:
         settings = self._policy.settings
         return first_tables(placement, settings.split, settings.deal_width)
 
-    def _served(self, heat_TLE: Heat, first: int) -> Float64:
+    def _served(self, heat_TLE: Counts, first: int) -> Float64:
         serving = self._serving
         return served_loads(
             self._trace, heat_TLE, first, serving.placement, serving.log2phy_RLE, self._policy.settings.split
         )
 
-    def _served_us(self, heat_TLE: Heat, first: int) -> list[Float64]:
+    def _served_us(self, heat_TLE: Counts, first: int) -> list[Float64]:
         """The steps' microseconds ``[t, L]`` as the only entry; empty without a cost curve."""
         curve = self._costs.curve
         if curve is None:
@@ -240,7 +240,7 @@ def _differ(one_RLE: Int32, other_RLE: Int32) -> npt.NDArray[np.bool_]:
     return differ_L
 
 
-def busy_steps(heat_TLE: Heat) -> Float64:
+def busy_steps(heat_TLE: Counts) -> Float64:
     """Steps in which each layer had tokens, float64 ``[L]``."""
     busy_L: Float64 = heat_TLE.any(axis=2).sum(axis=0).astype(np.float64)
     return busy_L

@@ -6,8 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.cost.curve import CostCurve
+from eplb_service.heat.window import Counts
 from eplb_service.io.containers.numpy_file import Array
-from eplb_service.io.trace import Heat, Trace
+from eplb_service.io.trace import Trace
 from eplb_service.placement import Float64, Int32, Placement, dealt_to, with_entries
 from eplb_service.planner.scoring import split_loads, split_us
 from eplb_service.planner.settings import EVEN, STEP
@@ -17,7 +18,7 @@ _STEPS_READ = 8
 
 
 def served_loads(
-    trace: Trace, heat_TLE: Heat, first: int, placement: Placement, log2phy_RLE: Int32, split: str
+    trace: Trace, heat_TLE: Counts, first: int, placement: Placement, log2phy_RLE: Int32, split: str
 ) -> Float64:
     """Tokens that each rank receives in the steps from ``first`` on, whose heat is ``heat_TLE``, float64 ``[t, L, R]``.
 
@@ -40,7 +41,7 @@ def served_loads(
 
 def served_us(
     trace: Trace,
-    heat_TLE: Heat,
+    heat_TLE: Counts,
     first: int,
     placement: Placement,
     log2phy_RLE: Int32,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.io.trace import Heat, Trace
+from eplb_service.heat.window import Counts
+from eplb_service.io.trace import Trace
 
 
 class SlidingHeat:
@@ -23,9 +24,9 @@ class SlidingHeat:
         self._slack = slack
         self._latest = 0
         self._first = 0
-        self._kept: Heat | None = None
+        self._kept: Counts | None = None
 
-    def heat(self, first: int, last: int) -> Heat:
+    def heat(self, first: int, last: int) -> Counts:
         """Steps ``first`` to ``last`` (not included), ``[t, L, E]``."""
         last = min(last, self._trace.steps)
         assert first >= self._first, "steps are forgotten once a later stretch has been read"

@@ -21,7 +21,7 @@ ROWS, SLOTS, EXPERTS = 8, 3, 4
 class CountingLayer:
     """A layer that counts its step's number in every bin."""
 
-    tells_source: bool = True
+    counts_source: bool = True
     expert_map: torch.Tensor = field(default_factory=lambda: torch.zeros(EXPERTS, dtype=torch.int32))
     log2phy: torch.Tensor = field(default_factory=lambda: torch.zeros(EXPERTS, dtype=torch.int32))
     moe_load: torch.Tensor = field(default_factory=lambda: torch.zeros(ROWS, SLOTS, dtype=torch.int32))
@@ -30,7 +30,7 @@ class CountingLayer:
     shares_tokens: bool = False
 
     def __post_init__(self) -> None:
-        if self.tells_source:
+        if self.counts_source:
             self.source_load = torch.zeros(ROWS, EXPERTS, dtype=torch.int32)
 
     def expert_weights(self) -> list[torch.Tensor]:
@@ -92,7 +92,7 @@ def test_every_step_is_in_one_segment_in_order_wherever_it_is_cut(
     assert recorder.lost_steps == 0
 
 
-def test_a_forward_pass_that_the_agent_was_not_told_of_loses_heat_but_misplaces_none() -> None:
+def test_a_forward_pass_unknown_to_the_agent_loses_heat_but_misplaces_none() -> None:
     layers = [CountingLayer(), CountingLayer()]
     recorder = HeatRecorder(layers, segment_steps=4)
     _run(layers, recorder, range(0, 6))
@@ -114,7 +114,7 @@ def out_of_memory(*_: object) -> None:
     raise MemoryError
 
 
-def test_steps_that_cannot_be_copied_are_lost_and_never_told_with_later_ones(
+def test_steps_that_cannot_be_copied_are_lost_and_never_reported_with_later_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layers = [CountingLayer()]
@@ -131,8 +131,8 @@ def test_steps_that_cannot_be_copied_are_lost_and_never_told_with_later_ones(
     assert recorder.lost_steps == 3
 
 
-def test_a_host_that_cannot_tell_sources_is_reported_without() -> None:
-    layers = [CountingLayer(tells_source=False)]
+def test_a_host_that_counts_no_sources_is_reported_without() -> None:
+    layers = [CountingLayer(counts_source=False)]
     recorder = HeatRecorder(layers, segment_steps=2)
     _run(layers, recorder, range(2))
     assert recorder.take()[0].source_counts_TLE is None
@@ -173,15 +173,15 @@ def test_sums_are_over_the_steps_of_their_segment() -> None:
         assert (segment.source_sums_LE == 10 * segment.slot_counts_TLS[:, 0, 0].sum()).all()
 
 
-@pytest.mark.parametrize("tells_source", [False, True])
-def test_sums_are_only_made_where_slots_are_counted(tells_source: bool) -> None:
-    layer = CountingLayer(tells_source=tells_source)
-    recorder = HeatRecorder([SourcesOnly(layer) if tells_source else layer], segment_steps=2)
+@pytest.mark.parametrize("counts_source", [False, True])
+def test_sums_are_only_made_where_slots_are_counted(counts_source: bool) -> None:
+    layer = CountingLayer(counts_source=counts_source)
+    recorder = HeatRecorder([SourcesOnly(layer) if counts_source else layer], segment_steps=2)
     recorder.adopt(2, Reporting(source_sums=True))
     _run([layer], recorder, range(2))
     (segment,) = recorder.take()
     assert segment.source_sums_LE is None
-    assert (segment.source_counts_TLE is not None) == tells_source
+    assert (segment.source_counts_TLE is not None) == counts_source
 
 
 def test_of_a_few_blocks_one_is_reported_the_same_by_all_ranks() -> None:
@@ -214,7 +214,7 @@ def test_ranks_that_hear_of_longer_reports_at_different_steps_cut_alike_again() 
     assert [[first for first in firsts if first >= 8] for firsts in cuts] == [[8, 16]] * 4
 
 
-def test_tokens_are_told_where_the_host_told_them_of_every_step() -> None:
+def test_tokens_are_reported_where_the_host_gave_them_for_every_step() -> None:
     layers = [CountingLayer()]
     recorder = HeatRecorder(layers, 4)
     for step, tokens in enumerate([5, 6, 7, 8, 9, None, 2, 3]):
@@ -257,8 +257,8 @@ def test_rings_in_one_tensor_are_reported_as_rings_of_their_own(layers: int, by_
     if by_step:
         rings_LWS = torch.zeros(8, layers, 2, dtype=torch.int32).transpose(0, 1)
     counter = torch.zeros((), dtype=torch.int64)
-    whole = [CountingLayer(tells_source=False) for _ in range(layers)]
-    apart = [CountingLayer(tells_source=False) for _ in range(layers)]
+    whole = [CountingLayer(counts_source=False) for _ in range(layers)]
+    apart = [CountingLayer(counts_source=False) for _ in range(layers)]
     for index, layer in enumerate(whole):
         layer.moe_load, layer.load_counter = rings_LWS[index], counter
     for layer in apart:

@@ -81,7 +81,7 @@ def _fails_to_meet(what: str) -> str:
         ("host", "rank 1: 'NoneType' object is not callable"),
     ],
 )
-def test_one_rank_that_does_not_fit_is_told_to_all(what: str, said: str) -> None:
+def test_one_rank_that_does_not_fit_is_reported_to_all(what: str, said: str) -> None:
     reported = run_ranks(RANKS, _fails_to_meet, what)
     assert len(set(reported)) == 1
     assert said in reported[0]

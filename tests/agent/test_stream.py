@@ -1,4 +1,4 @@
-"""The control stream tells the truth, refuses what is malformed, and comes back for as long as it takes."""
+"""The control stream reports the truth, refuses what is malformed, and comes back for as long as it takes."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_hello_says_who_is_there_and_what_is_installed() -> None:
         assert scene.service.metadata["authorization"] == "Bearer sesame"
 
 
-def test_hello_tells_the_highest_leader_term_that_the_rank_has_heard_of() -> None:
+def test_hello_has_the_highest_leader_term_that_the_rank_has_seen() -> None:
     with Scene() as scene:
         assert scene.hear("hello").highest_term == 0
         scene.service.leader_term = 7

@@ -202,6 +202,6 @@ def _unequal_layers() -> str:
     return str(caught.value)
 
 
-def test_ranks_that_do_not_fit_together_are_all_told_why() -> None:
+def test_ranks_that_do_not_fit_together_all_get_the_reason() -> None:
     reported = run_ranks(RANKS, _unequal_layers)
     assert reported == ["[layers, slots] differ: rank 0 has [1, 5], rank 1 has [2, 5]"] * RANKS

@@ -28,7 +28,7 @@ FILES = {"maker/policy/greedy.py": b"answer = 42\n", "maker/engine.py": b"import
 
 class Silent(SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
-        """Tests tell nothing."""
+        """Tests report nothing."""
 
 
 class Stays:
@@ -114,7 +114,7 @@ def test_an_archive_that_is_not_what_the_index_says_is_refused(index: tuple[Path
     assert not PACKAGE.root.exists()
 
 
-def test_a_version_that_the_index_lacks_is_told(index: tuple[Path, str]) -> None:
+def test_a_version_that_the_index_lacks_is_reported(index: tuple[Path, str]) -> None:
     served, address = index
     publish(served, "maker-2.0.tar.gz", source_archive())
     with pytest.raises(PeerError, match=r"lists no maker-1\.0"):
@@ -129,7 +129,7 @@ def test_a_peer_that_cannot_be_fetched_leaves_the_others(index: tuple[Path, str]
     assert contest.failures[0]["policy"] == "FlashLB"
 
 
-def test_a_policy_remembers_unless_it_is_made_anew(scene: Scene) -> None:
+def test_a_policy_remembers_unless_it_is_made_again(scene: Scene) -> None:
     process = PolicyProcess(limit_seconds=60)
     try:
         asked = [process.decide(Stays, scene, fresh=fresh).changed_layers for fresh in (True, False, True)]

@@ -11,7 +11,7 @@ from eplb_service.planner.scoring import rank_loads
 
 
 def random_placement(generator, layers, experts, ranks, slots):
-    """Every expert placed at least once; some stand twice on a rank."""
+    """Every expert placed at least once; some are twice on a rank."""
     rows = []
     for _ in range(layers):
         more = generator.integers(0, experts, ranks * slots - experts)
@@ -88,7 +88,7 @@ def test_tokens_known_by_source_arrive_where_their_rank_sends_them() -> None:
     np.testing.assert_array_equal(sampled_loads(source_TRE, 3, table_RE), expected)
 
 
-def test_the_rule_takes_copies_in_turn() -> None:
+def test_the_rule_takes_replicas_in_turn() -> None:
     placed_LRS = np.array([[[0, 1], [2, 0], [1, 0]]], dtype=np.int32)
     tables_RLE = rule_tables(placed_LRS, 3)
     assert tables_RLE[:, 0].tolist() == [[0, 1, 2], [3, 4, 2], [5, 1, 2]]

@@ -105,13 +105,13 @@ def test_targets_are_met_or_missed(found: dict[str, Any], missed: set[str]) -> N
 @pytest.mark.parametrize(("reports_per_second", "word"), [(80.0, "met"), (1280.0, "missed")])
 def test_steps_of_one_report_may_be_under_way(reports_per_second: float, word: str) -> None:
     found = measured(seconds=20.0, steps_per_second=19.2, reports_per_second=reports_per_second)
-    words = {name: said for _, name, _, said in verdicts([found])}
-    assert next(said for name, said in words.items() if name.startswith("steps are put")) == word
+    outcomes = {name: said for _, name, _, said in verdicts([found])}
+    assert next(said for name, said in outcomes.items() if name.startswith("steps are put")) == word
 
 
 def test_a_short_run_says_nothing_of_memory_that_stays() -> None:
-    words = {name: word for _, name, _, word in verdicts([measured(seconds=20.0)])}
-    assert [word for name, word in words.items() if name.startswith("memory")] == ["too short to say"]
+    outcomes = {name: word for _, name, _, word in verdicts([measured(seconds=20.0)])}
+    assert [word for name, word in outcomes.items() if name.startswith("memory")] == ["too short to say"]
 
 
 @pytest.mark.parametrize(("last_mb", "status"), [(301.0, 0), (330.0, 1)])

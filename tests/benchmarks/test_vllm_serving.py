@@ -93,17 +93,17 @@ def test_a_stream_is_read_token_by_token_with_its_times() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "words"),
+    ("prompt", "message"),
     [
         ("refuse", "status 500: no room"),
         ("break", "the server reports {'message': 'engine died'}"),
         ("abc", "3 of 4 tokens came"),
     ],
 )
-def test_what_fails_is_told_in_the_answer(prompt: str, words: str) -> None:
+def test_what_fails_is_in_the_answer(prompt: str, message: str) -> None:
     with _server() as (port, _):
         answer = send(port, Request(0, "data", "sql", prompt, 4))
-    assert answer.error == words
+    assert answer.error == message
 
 
 def test_a_server_that_is_gone_fails_the_request_alone() -> None:
@@ -130,7 +130,7 @@ def test_the_load_drifts_and_is_the_same_for_a_seed() -> None:
     assert all(len(request.prompt.encode()) + request.tokens <= 192 for request in requests)
 
 
-def test_a_draw_that_rounding_decided_is_told_from_a_wrong_answer() -> None:
+def test_a_draw_that_rounding_decided_is_distinguished_from_a_wrong_answer() -> None:
     pairs = [
         (_answer("same"), _answer("same", 1e-6)),
         (_answer("same"), _answer("sane", 1e-6)),
@@ -181,7 +181,7 @@ def test_a_run_without_fault_has_nothing_to_complain_of() -> None:
 
 
 @pytest.mark.parametrize(
-    ("of_balanced", "switches", "words"),
+    ("of_balanced", "switches", "message"),
     [
         ({"text": "more", "error": "lost"}, SWITCHES, "1 requests failed"),
         ({"text": "more", "shift": 0.5}, SWITCHES, "1 of 4 answers differ"),
@@ -189,12 +189,12 @@ def test_a_run_without_fault_has_nothing_to_complain_of() -> None:
     ],
 )
 def test_what_a_run_does_not_show_is_named(
-    of_balanced: dict[str, object], switches: Switches, words: str
+    of_balanced: dict[str, object], switches: Switches, message: str
 ) -> None:
-    assert words in str(complaint(figures(_served(**of_balanced), switches, BALANCE)))
+    assert message in str(complaint(figures(_served(**of_balanced), switches, BALANCE)))
 
 
-def test_rounds_and_summary_are_shown_on_a_terminal_and_told_elsewhere() -> None:
+def test_rounds_and_summary_are_shown_on_a_terminal_and_logged_elsewhere() -> None:
     rounds = _served()
     painted = Console(force_terminal=True, width=140, record=True)
     with live(painted, rounds, lambda: "PAR 1.1") as screen:
@@ -262,7 +262,7 @@ def _setting(folder: Path, script: str) -> Setting:
     return Setting(python, folder, ranks=2, redundant=8, sequences=4)
 
 
-def test_a_server_that_ends_while_it_starts_is_told_with_its_last_words(tmp_path: Path) -> None:
+def test_a_server_that_ends_while_it_starts_is_reported_with_its_last_output(tmp_path: Path) -> None:
     setting = _setting(tmp_path, "echo no such kernel; exit 3")
     with (
         Server(setting, tmp_path / "log", {}) as server,

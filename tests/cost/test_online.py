@@ -54,7 +54,7 @@ def test_what_grows_with_the_batch_alone_is_not_put_down_to_the_slowest_ranks():
         fit_online(us_T, tokens)
 
 
-def test_slots_that_are_always_busy_cannot_be_told_from_the_base():
+def test_slots_that_are_always_busy_cannot_be_separated_from_the_base():
     rng = np.random.default_rng(3)
     tokens = 100 + rng.poisson(50, (64, 2, 4, 6))
     with pytest.raises(CurveFitError, match="do not grow"):

@@ -76,15 +76,15 @@ def test_both_pars_are_scored_over_the_steps_after_the_first_switch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"worst_difference": 0.5}, "outputs differ by 0.5"),
         ({"halted": "link down"}, "a rank stopped balancing: link down"),
         ({"layers_switched": 0}, "no layer was switched"),
     ],
 )
-def test_a_run_that_does_not_prove_its_point_says_so(changes: dict[str, Any], words: str) -> None:
-    assert words in str(complaint(_board(**changes), STAGE))
+def test_a_run_that_does_not_prove_its_point_says_so(changes: dict[str, Any], message: str) -> None:
+    assert message in str(complaint(_board(**changes), STAGE))
 
 
 def test_grouped_experts_have_nothing_to_switch() -> None:

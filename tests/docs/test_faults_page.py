@@ -54,5 +54,5 @@ def test_a_fault_is_shown_by_tests_that_exist(fault: str, shown: str) -> None:
 
 
 def stems(text: str) -> set[str]:
-    """Words of a text that say something, without their endings."""
+    """Terms of a text that say something, without their endings."""
     return {word[:5] for word in re.findall(r"[a-z]{4,}", text.lower())}

@@ -1,4 +1,4 @@
-"""Every command of the tutorial runs as it stands there, in its order, and leaves the files that the text names."""
+"""Every command of the tutorial runs as it is written, in its order, and leaves the files that the text names."""
 
 import asyncio
 import contextlib

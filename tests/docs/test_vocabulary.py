@@ -23,6 +23,10 @@ BETTER = {
     r"\bcop(?:y|ies) of (?:an|each|the|hot|its) experts?\b": "replica",
 }
 
+OTHERS_NAMES = "worker_agent/swap/link_guard.py"
+"""Its words have 32 bits."""
+ANY = re.compile("|".join(BETTER), re.IGNORECASE)
+
 
 def texts():
     files = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md")]
@@ -32,6 +36,9 @@ def texts():
 
 
 def found(text):
+    """What is to be said otherwise; a long text without any is passed over by one search."""
+    if not ANY.search(text):
+        return []
     return [
         f"line {number}: {match[0]!r} -> {better}"
         for number, line in enumerate(text.splitlines(), 1)
@@ -40,17 +47,33 @@ def found(text):
     ]
 
 
+def tokens_of_sources():
+    """Tokens of the packages, their tests and benchmarks, by place; of files in which nothing is found, none."""
+    for folder in ("eplb_service", "worker_agent", "tests", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            place, text = path.relative_to(ROOT), path.read_text()
+            about_texts = place.parts[:2] in (("tests", "docs"), ("tests", "tools"), ("tests", "engines"))
+            if "generated" not in path.parts and not about_texts and found(text.replace("_", " ")):
+                for token in tokenize.generate_tokens(io.StringIO(text).readline):
+                    yield f"{place}:{token.start[0]}", token
+
+
 def texts_of_sources():
-    """Docstrings, comments, messages and all other strings of both packages, by place."""
-    for package in ("eplb_service", "worker_agent"):
-        for path in (ROOT / package).rglob("*.py"):
-            if "generated" not in path.parts:
-                for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-                    if (
-                        token.type in (tokenize.STRING, tokenize.COMMENT)
-                        or "FSTRING" in tokenize.tok_name[token.type]
-                    ):
-                        yield f"{path.relative_to(ROOT)}:{token.start[0]}", token.string
+    """Docstrings, comments, messages and all other strings, by place."""
+    for place, token in tokens_of_sources():
+        if token.type in (tokenize.STRING, tokenize.COMMENT) or "FSTRING" in tokenize.tok_name[token.type]:
+            yield place, token.string
+
+
+def names_of_sources():
+    """All names, as text, by place."""
+    for place, token in tokens_of_sources():
+        if (
+            token.type == tokenize.NAME
+            and "stand_in" not in token.string
+            and not place.startswith(OTHERS_NAMES)
+        ):
+            yield place, token.string.replace("_", " ")
 
 
 @pytest.mark.parametrize("name", texts())
@@ -67,6 +90,11 @@ def test_sources_use_the_glossary_s_terms():
     assert [(place, wrong) for place, text in texts_of_sources() for wrong in found(text)] == []
 
 
-def test_the_words_that_are_refused_are_found():
+def test_names_use_the_glossary_s_terms():
+    names = {name: place for place, name in names_of_sources()}
+    assert [(place, wrong) for name, place in names.items() for wrong in found(name)] == []
+
+
+def test_the_terms_that_are_refused_are_found():
     text = "It can not tell.\nTwo slots a rank stand in place of a copy of an expert, anew; one each CPU; in words."
     assert {line.rpartition("-> ")[2] for line in found(text)} == set(BETTER.values())

@@ -90,7 +90,7 @@ class Service:
             self._process = None
 
     def freeze(self) -> None:
-        """It hears nothing and says nothing, but its connections stand."""
+        """It hears nothing and says nothing, but its connections stay open."""
         self._signal(signal.SIGSTOP)
 
     def thaw(self) -> None:

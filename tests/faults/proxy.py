@@ -1,4 +1,4 @@
-"""A TCP proxy that stands between agents and their service, and cuts, delays or swallows what passes."""
+"""A TCP proxy between agents and their service that cuts, delays or swallows what passes."""
 
 from __future__ import annotations
 

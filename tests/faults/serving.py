@@ -221,7 +221,7 @@ def _break_heat_at_a_commit(agent: Agent) -> None:
     before_commit = listener.before_commit
 
     def fail(*_: Any) -> Any:
-        raise OSError("the heat can not be cut")
+        raise OSError("the heat cannot be cut")
 
     def break_it(layer_epochs: tuple[int, ...]) -> None:
         agent._heat._copy_out = fail  # type: ignore[method-assign]

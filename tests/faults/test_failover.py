@@ -49,9 +49,9 @@ def serving(folder: Path, name: str, address: str) -> Iterator[subprocess.Popen[
         process.wait()
 
 
-def wait_for(log: Path, words: str) -> None:
+def wait_for(log: Path, text: str) -> None:
     deadline = time.monotonic() + _LONG
-    while words not in log.read_text():
+    while text not in log.read_text():
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.05)
 

@@ -37,7 +37,7 @@ def _serve(fault: str, steps: int) -> dict[str, Any]:
             number = passed + rank
         elif fault == "numbers far apart":
             number = passed + 100_000 * rank
-        elif fault == "numbers that stand still":
+        elif fault == "numbers that do not move":
             number = passed if rank == 0 else 7
         began = time.monotonic()
         call(number=number)
@@ -77,7 +77,7 @@ def _serve(fault: str, steps: int) -> dict[str, Any]:
             },
         ),
         pytest.param(
-            "numbers that stand still",
+            "numbers that do not move",
             {1: "the host's number of the step has not grown in"},
             marks=pytest.mark.slow,
         ),

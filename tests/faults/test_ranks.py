@@ -80,10 +80,10 @@ def test_an_agent_that_fails_in_a_commit_installs_it_first(tmp_path: Path) -> No
     with Scene(tmp_path) as scene:
         scene.wait_for_switches()
         scene.ask("break-heat-at-a-commit", 0)
-        scene.wait_for_problem("the heat can not be cut")
+        scene.wait_for_problem("the heat cannot be cut")
         facts = scene.stop()
     check_served(facts, tmp_path)
-    assert facts[0].halted == "OSError: the heat can not be cut"
+    assert facts[0].halted == "OSError: the heat cannot be cut"
 
 
 @pytest.mark.faults

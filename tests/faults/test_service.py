@@ -164,7 +164,7 @@ def test_a_clock_that_was_once_wrong_is_overcome_by_an_order(tmp_path: Path) -> 
 
 
 @pytest.mark.faults
-def test_a_group_formed_anew_with_another_size_is_balanced_from_what_it_holds(tmp_path: Path) -> None:
+def test_a_group_formed_again_with_another_size_is_balanced_from_what_it_holds(tmp_path: Path) -> None:
     with Scene(tmp_path) as scene:
         scene.wait_for_switches()
         first = scene.stop()

@@ -89,7 +89,7 @@ def placements() -> list[bytes]:
 
 
 def read_placement_bytes(data: bytes) -> object:
-    """The first eight bytes name the file: what it is called tells its format."""
+    """The first eight bytes name the file: its name says its format."""
     suffix = {b"j": ".json", b"y": ".yaml", b"p": ".pt", b"l": ".jsonl"}.get(data[4:5], ".npz")
     return read_placement(_file(f"placement{suffix}", data[8:]), EXPERTS, RANKS)
 

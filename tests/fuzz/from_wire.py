@@ -79,5 +79,5 @@ def ballot_seeds() -> list[bytes]:
 
 
 def read_ballot(data: bytes) -> object:
-    words = [struct.unpack_from("<q", data, at)[0] for at in range(0, len(data) - 7, 8)]
-    return Outcome.decode(words).result
+    fields = [struct.unpack_from("<q", data, at)[0] for at in range(0, len(data) - 7, 8)]
+    return Outcome.decode(fields).result

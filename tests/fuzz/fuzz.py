@@ -1,6 +1,6 @@
 """Fuzzes every decoder, guided by coverage: ``make fuzz`` or ``python -m tests.fuzz.fuzz [--seconds 60] [--seed N]``.
 
-atheris stands in a virtual environment of its own, ``.venv-fuzz``, made here at the first call. Time and memory are
+atheris is in a virtual environment of its own, ``.venv-fuzz``, made here at the first call. Time and memory are
 bounded; the seed is printed. What breaks a decoder is kept in ``fuzz-findings/`` with the command that shows it again.
 """
 

@@ -84,7 +84,7 @@ def test_an_array_that_lies_about_itself_is_refused(fields: dict[str, Any]) -> N
     assert reported.startswith("field: ") or (read[0].dtype, read[0].shape[1]) == (np.int32, 5)
 
 
-def test_a_small_message_can_not_take_much_memory() -> None:
+def test_a_small_message_cannot_take_much_memory() -> None:
     """Zeros deflate a thousandfold: what a bomb inflates to is bounded by the shape that was asked for."""
     bomb = pack(np.zeros((1 << 20, 5), dtype=np.int32))
     bomb.shape[0] = 3

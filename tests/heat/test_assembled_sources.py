@@ -23,7 +23,7 @@ from tests.heat.reports import (
 )
 
 
-def test_sources_are_summed_where_all_ranks_tell_of_the_same_steps() -> None:
+def test_sources_are_summed_where_all_ranks_report_the_same_steps() -> None:
     heat = assembler(window_steps=8)
     heat.add(0, report(0, 1, 1))
     assert Window(*heat.remembered().arrays()).steps == 0

@@ -193,7 +193,7 @@ def test_the_window_slides() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_whatever_order_reports_come_in_no_step_is_read_twice_or_made_up(data: st.DataObject) -> None:
-    """Every rank reports step ``t`` with ``t + 1`` tokens a slot, in batches cut, lost and delayed at random."""
+    """Every rank reports step ``t`` with ``t + 1`` tokens per slot, in batches cut, lost and delayed at random."""
     heat = assembler(window_steps=64, pending_steps=6)
     at = [0] * RANKS
     for _ in range(data.draw(st.integers(1, 40))):

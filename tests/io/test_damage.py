@@ -57,12 +57,12 @@ def damaged(data, rng):
 def read_all(path):
     """Read a trace and a placement out of ``path``; refusals must be one line."""
     for read in (read_trace, lambda path: read_placement(path, 4, 2)):
-        words = ""
+        message = ""
         try:
             read(path)
         except (HeatError, PlacementError) as error:
-            words = str(error)
-        assert "\n" not in words
+            message = str(error)
+        assert "\n" not in message
 
 
 def read_trace(path):

@@ -76,7 +76,7 @@ def test_steps_come_out_as_the_ranks_reported_them(tmp_path, recording):
     assert trace.step_numbers(0, 300).tolist() == list(range(300))
 
 
-def test_a_switch_is_recorded_whenever_it_is_told(tmp_path, recording):
+def test_a_switch_is_recorded_whenever_it_is_reported(tmp_path, recording):
     for rank in range(RANKS):
         recording.heat("decode", rank, report(rank, 0, 10))
         recording.heat("decode", rank, report(rank, 10, 20, epochs=(0, 1)))
@@ -156,7 +156,7 @@ def test_ranks_that_start_over_are_recorded_from_their_first_step(tmp_path, reco
     assert open_trace(tmp_path / "decode-1.zarr").step_numbers(0, 400).tolist() == [*range(200), *range(200)]
 
 
-def test_steps_under_a_placement_that_is_never_told_are_lost(tmp_path, recording):
+def test_steps_under_a_placement_that_is_never_reported_are_lost(tmp_path, recording):
     for rank in range(RANKS):
         recording.heat("decode", rank, report(rank, 0, 10))
         recording.heat("decode", rank, report(rank, 10, 20, epochs=(0, 1)))

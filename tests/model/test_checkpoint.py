@@ -54,7 +54,7 @@ def test_what_was_saved_is_read_to_the_precision_it_is_stored_in(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({GATE: None}, rf"tensor {GATE} \[6, 16\] is missing"),
         ({"surprise": torch.ones(2)}, r"tensor surprise \[2\] is not of this model"),
@@ -63,14 +63,14 @@ def test_what_was_saved_is_read_to_the_precision_it_is_stored_in(tmp_path: Path)
     ],
 )
 def test_tensors_that_are_not_the_models_are_named(
-    changes: dict[str, torch.Tensor | None], words: str, tmp_path: Path
+    changes: dict[str, torch.Tensor | None], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=message):
         Checkpoint(_with_tensors(tmp_path, **changes))
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"model_type": "mixtral"}, r"config.json: model_type must be 'qwen3_moe', got 'mixtral'"),
         ({"norm_topk_prob": False}, "norm_topk_prob must be True, got False"),
@@ -82,9 +82,9 @@ def test_tensors_that_are_not_the_models_are_named(
     ],
 )
 def test_models_that_are_computed_otherwise_are_refused(
-    changes: dict[str, object], words: str, tmp_path: Path
+    changes: dict[str, object], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=message):
         Checkpoint(_with_config(tmp_path, **changes))
 
 

@@ -134,7 +134,7 @@ def test_the_dense_baseline_has_the_same_active_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "words"),
+    ("sizes", "message"),
     [
         ({"experts": 4, "top_k": 5}, "top_k must be 1..4"),
         ({"hidden": 12, "heads": 4}, "even multiple of heads"),
@@ -142,8 +142,8 @@ def test_the_dense_baseline_has_the_same_active_size() -> None:
         ({"layers": 0}, "must be positive"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, int], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         ModelConfig(**sizes)
 
 

@@ -77,7 +77,7 @@ def test_a_call_that_does_not_fit(layer: ExpertParallelMoE, name: str, value: to
     layer(*good_input().values())
 
 
-def test_ids_are_not_looked_at_when_told_not_to():
+def test_ids_are_not_read_when_they_need_not_be():
     layer = ExpertParallelMoE(SHAPE, ALONE_RS, seeded_experts(SHAPE), check_ids=False)
     with pytest.raises(IndexError):
         layer(*(good_input() | {"topk_ids": torch.full((3, 2), 9)}).values())

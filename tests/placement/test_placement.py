@@ -61,7 +61,7 @@ def test_the_default_table_is_rank_modulo_k(placement: Placement) -> None:
 
 
 @given(placements(), st.data())
-def test_the_digest_tells_placements_apart(placement: Placement, data: st.DataObject) -> None:
+def test_the_digest_distinguishes_placements(placement: Placement, data: st.DataObject) -> None:
     same = Placement(placement.phy2log_LRS.astype(np.int64), placement.experts)
     assert same.digest() == placement.digest()
     assert 0 <= placement.digest() < 2**63

@@ -43,7 +43,7 @@ def test_heat_that_is_no_number_of_tokens_is_refused(value: float) -> None:
         decided(heat_TLE)
 
 
-def test_sums_that_float64_cannot_tell_apart_are_refused() -> None:
+def test_sums_that_float64_cannot_distinguish_are_refused() -> None:
     most = 2**53 // (5 * 8)
     assert decided(np.full((5, 3, 8), most)).par_seen >= 1.0
     with pytest.raises(HeatError, match=r"past 2\*\*53"):
@@ -80,7 +80,7 @@ def test_shapes_that_cannot_be_placed_are_refused(experts: int, ranks: int, slot
         Placement.linear(1, experts, ranks, slots)
 
 
-def test_ranks_that_are_told_twice_over_are_refused() -> None:
+def test_ranks_that_are_given_twice_are_refused() -> None:
     with pytest.raises(TopologyError, match="nodes of 4 ranks but token groups of 3"):
         Topology(np.zeros(4), np.zeros(3))
     with pytest.raises(TopologyError, match="bytes_per_expert is -1"):

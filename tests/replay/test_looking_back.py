@@ -17,7 +17,7 @@ from tests.replay.test_change_run import workloads
 
 
 def bursts(steps: int, seed: int) -> np.ndarray:
-    """Groups of experts that are hot for a few steps in many: a short window cannot tell which belong together."""
+    """Groups of experts that are hot for a few steps in many: a short window cannot show which belong together."""
     generator = np.random.default_rng(seed)
     on_TG = np.repeat(generator.random((steps // 8, 4)) < 0.25, 8, axis=0)
     popularity_TE = 1.0 + 6.0 * np.repeat(on_TG, 4, axis=1)

@@ -179,7 +179,7 @@ def test_external_policies():
         (f"{__name__}:wrong_tables", "answered no placement .*does not hold it"),
     ],
 )
-def test_policies_that_fail_are_told_in_one_line(name, message):
+def test_policies_that_fail_are_reported_in_one_line(name, message):
     with pytest.raises(ReplayError, match=message) as caught:
         run([name])
     assert "\n" not in str(caught.value)
@@ -208,7 +208,7 @@ def test_starts_from_a_placement_that_is_given():
     )
 
 
-def test_tells_every_decision_as_it_is_made():
+def test_reports_every_decision_as_it_is_made():
     reported = []
     jobs = jobs_for(["none", "flashlb"], [SETUP], PlannerSettings())
     result = replay(
@@ -238,7 +238,7 @@ def test_a_replay_that_is_stopped_keeps_what_all_policies_share():
             assert np.array_equal(one.par_realised_L, other.par_realised_L)
 
 
-def test_a_replay_that_is_stopped_at_once_has_nothing_to_tell():
+def test_a_replay_that_is_stopped_at_once_has_nothing_to_report():
     def stop(label, done):
         raise KeyboardInterrupt
 

@@ -23,7 +23,7 @@ from tests.cost.curves import H200, plain_rank_us
 STEPS, LAYERS, RANKS, EXPERTS, SLOTS = 60, 2, 4, 8, 3
 PLACEMENT = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
 RNG = np.random.default_rng(3)
-# Which rank an expert's tokens come from changes from step to step: no mean over steps tells it.
+# Which rank an expert's tokens come from changes from step to step: no mean over steps shows it.
 SOURCE_TRLE = RNG.poisson(20 * RNG.dirichlet(np.ones(RANKS), (STEPS, LAYERS, EXPERTS)).transpose(0, 3, 1, 2))
 
 
@@ -68,7 +68,7 @@ def test_a_replay_that_changes_nothing_realises_what_the_ranks_measured(recorded
     assert found.policies[1].par_realised < measured_L.mean()
 
 
-def test_statistics_tell_the_balance_that_was_served(recorded):
+def test_statistics_show_the_balance_that_was_served(recorded):
     trace, loads_TLR = recorded
     assert statistics(trace, window=16).par_served_L == pytest.approx(par(loads_TLR.astype(float)))
 
@@ -77,9 +77,9 @@ def test_a_host_that_spreads_tokens_itself_is_scored_without_tables(recorded):
     trace, _ = recorded
     settings = PlannerSettings(split="even")
     found = replay(trace, jobs_for(["none"], [Setup(SLOTS, Schedule(20, 20))], settings), scene_for(RANKS))
-    copies_E = np.bincount(PLACEMENT.phy2log_LRS[0].ravel(), minlength=EXPERTS)
+    replicas_E = np.bincount(PLACEMENT.phy2log_LRS[0].ravel(), minlength=EXPERTS)
     heat_TLE = SOURCE_TRLE.sum(axis=1)[20:]
-    loads_TLR = (heat_TLE / copies_E)[:, :, PLACEMENT.phy2log_LRS[0]].sum(axis=3)
+    loads_TLR = (heat_TLE / replicas_E)[:, :, PLACEMENT.phy2log_LRS[0]].sum(axis=3)
     assert found.policies[0].par_realised_L == pytest.approx(par(loads_TLR))
     assert found.baselines[0].left_alone_DL.mean(axis=0) == pytest.approx(par(loads_TLR))
 

@@ -70,7 +70,7 @@ def test_without_ray_its_option_says_how_to_get_it(file, monkeypatch):
         replay_file(file, jobs_for(["none"], SETUPS, PlannerSettings()), scene_for(4), ray="local")
 
 
-def test_a_worker_that_is_killed_is_told(file):
+def test_a_worker_that_is_killed_is_reported(file):
     jobs = jobs_for([f"{__name__}:dies", "none"], SETUPS[:1], PlannerSettings(), hindsight=False)
     with pytest.raises(ReplayError, match=r"ended unexpectedly \(exit code -9"):
         replay_file(file, jobs, scene_for(4), workers=2)
@@ -98,7 +98,7 @@ def test_a_trace_damaged_further_on_is_named(file):
         replay_file(file, jobs, scene_for(4), workers=2)
 
 
-def test_a_cluster_that_is_not_there_is_told_at_once(file, monkeypatch):
+def test_a_missing_cluster_is_reported_at_once(file, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
     jobs = jobs_for(["none"], SETUPS, PlannerSettings())
     for address in ("127.0.0.1:1", "ray://127.0.0.1:1", "127.0.0.1:many"):

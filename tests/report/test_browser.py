@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium here (Debia
 EARLY = """<script>
 window.problems = [];
 window.addEventListener("error", (event) => window.problems.push(String(event.message)));
-for (const kind of ["error", "warn"]) console[kind] = (...words) => window.problems.push(words.join(" "));
+for (const kind of ["error", "warn"]) console[kind] = (...parts) => window.problems.push(parts.join(" "));
 </script>"""
 LATE = """<script>
 window.addEventListener("load", () => {

@@ -20,7 +20,7 @@ CHARTS = {"par", "colours", "before", "after", "alone", "balanced", "moves", "pa
 
 
 class Page(HTMLParser):
-    """Tags, whether they are closed, and what stands in them."""
+    """Tags, whether they are closed, and what is in them."""
 
     def __init__(self, html):
         super().__init__()
@@ -75,7 +75,7 @@ def test_names_cannot_break_out(html):
     assert "made up <b>here</b>" in page.texts["dd"]
 
 
-def test_tells_what_was_found(html, replayed):
+def test_shows_what_was_found(html, replayed):
     page = Page(html)
     for policy in replayed.policies:
         assert f"{policy.par_realised:.3f}" in page.texts["td"]

@@ -37,10 +37,8 @@ def test_every_chart_has_its_file(folder):
 
 
 def test_lines_are_named(folder):
-    words = [element.text for element in ElementTree.parse(folder / "par.svg").iter(f"{SVG}text")]
-    assert {"floor", "hindsight", "none", "deepseek", "flashlb", "step", "PAR, mean over layers"} <= set(
-        words
-    )
+    text = [element.text for element in ElementTree.parse(folder / "par.svg").iter(f"{SVG}text")]
+    assert {"floor", "hindsight", "none", "deepseek", "flashlb", "step", "PAR, mean over layers"} <= set(text)
 
 
 def test_a_heat_map_s_scale_holds_every_value():

@@ -2,7 +2,7 @@
 
 In a compiled kernel a negative index means the far end of an array, bounds checking or not, so one that is negative
 by mistake goes unseen. Here every subscript of the solver is rewritten to refuse negative numbers, but for those
-that stand in the source; and memory that numpy leaves as it was holds numbers that no index can be.
+that the source names; and memory that numpy leaves as it was holds numbers that no index can be.
 """
 
 from __future__ import annotations

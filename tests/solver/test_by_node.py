@@ -65,7 +65,7 @@ def homes_of_groups(deployed: Deployed, groups: int) -> list[set[int]]:
 @given(
     grouped(), st.sampled_from((EVEN, RULE, SOLVED)), st.sampled_from(("even", "skewed", "zero", "one hot"))
 )
-def test_placed_anew_each_group_is_on_one_node(given_, tables: int, kind: str) -> None:
+def test_placed_from_scratch_each_group_is_on_one_node(given_, tables: int, kind: str) -> None:
     deployed, groups, generator = given_
     experts = deployed.share_GE.shape[1]
     answer = solve(deployed, heat_of_kind(kind, 5, experts, generator), groups, unplaced=True, tables=tables)
@@ -107,7 +107,7 @@ def test_once_placed_groups_stay_on_their_nodes(given_, tables: int, price: floa
         np.testing.assert_array_equal(after.log2phy_GE, placed.log2phy_GE)
 
 
-def test_groups_that_are_apart_are_placed_anew() -> None:
+def test_groups_that_are_apart_are_placed_from_scratch() -> None:
     deployed = serving(8, np.array([0, 0, 1, 1], dtype=np.int32), 3)
     assert nodes_of_groups(deployed, 4) is None
     heat_NE = heat_of_kind("skewed", 6, 8, np.random.default_rng(1))

@@ -121,7 +121,7 @@ def test_one_failing_layer_spoils_no_other(monkeypatch: pytest.MonkeyPatch) -> N
         assert_same(whole[layer], broken[layer])
 
 
-def test_layers_past_the_budget_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_past_the_budget_have_it_as_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     now = itertools.chain([0.0, 0.0, 0.001], itertools.repeat(0.003))
     monkeypatch.setattr(engine.time, "monotonic", lambda: next(now))
     answers = solved(HEAT_LNE, budget_ms=2.5)

@@ -65,7 +65,7 @@ NEWER = SimpleNamespace(share_N=np.full(2, 0.5))
 
 
 class Script:
-    """Stands in for the candidates: what each course makes, and what it costs on either half, is written down."""
+    """Takes the place of the candidates: what each course makes, and what it costs on either half, is written down."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pars: dict, moves: dict) -> None:
         self.pars, self.moves = pars, moves

@@ -1,4 +1,4 @@
-"""A device lane on CPUs: gloo stands in for the device's library, and keeps to what HCCL asks for."""
+"""A device lane on CPUs: gloo takes the place of the device's library, and keeps to what HCCL asks for."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_nccl_leaves_errors_and_deadlines_to_the_agent(
     assert library.options.config.max_ctas <= 8
 
 
-def test_a_torch_without_nccl_is_told_what_to_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_nccl_gets_a_message_with_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     with pytest.raises(RuntimeError, match="built without NCCL; ask for the transfer backend gloo"):
         NcclGroup(dist.HashStore(), 1, 3, HERE)

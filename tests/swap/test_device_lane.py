@@ -170,7 +170,7 @@ class LoggedStream(SideStream):
         return super().current()
 
 
-def test_staging_is_written_only_after_what_the_model_had_queued_and_told_of_only_when_whole(
+def test_staging_is_written_only_after_what_the_model_had_queued_and_reported_only_when_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So a commit that has just been queued reads the old staging, and the next one finds all of the new."""

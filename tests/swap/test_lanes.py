@@ -63,7 +63,7 @@ def _ask_for_nccl() -> str:
     return str(caught.value)
 
 
-def test_all_ranks_are_told_that_a_backend_does_not_fit() -> None:
+def test_all_ranks_learn_that_a_backend_does_not_fit() -> None:
     reported = run_ranks(2, _ask_for_nccl)
     assert reported[0] == reported[1]
     assert reported[0].startswith("rank 0: transfer_backend nccl moves experts between cuda devices")

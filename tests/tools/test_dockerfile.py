@@ -62,7 +62,7 @@ def test_our_own_has_all_that_a_container_is_started_by() -> None:
     )
 
 
-def test_who_is_not_root_is_told_that_nothing_was_shown(
+def test_without_root_it_says_that_nothing_was_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)

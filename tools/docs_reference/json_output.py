@@ -44,7 +44,7 @@ def _fields(schema: dict[str, Any], named: dict[str, Any], prefix: str) -> Itera
 
 
 def _json_kind(schema: dict[str, Any], named: dict[str, Any]) -> tuple[str, dict[str, Any] | None]:
-    """A type in words, and the object whose fields it has, if any."""
+    """A type as text, and the object whose fields it has, if any."""
     if "$ref" in schema:
         schema = named[schema["$ref"].rpartition("/")[2]]
     if "anyOf" in schema:

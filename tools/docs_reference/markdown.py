@@ -15,7 +15,7 @@ def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def code(text: str) -> str:
-    """A value as code; words for its absence as they are."""
+    """A value as code; text for its absence as it is."""
     return f"`{text}`" if text and text not in {"required", "unset"} else text
 
 

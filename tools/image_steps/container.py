@@ -37,9 +37,9 @@ class Container:
         stop = stage.last("STOPSIGNAL")
         self._stop = signal.Signals[stop.rest] if stop is not None else signal.SIGTERM
 
-    def says(self, *words: str) -> str:
-        """What the entry point prints with ``words`` in place of the command; raises ``StepError`` where it fails."""
-        return self._root.run([*self._entrypoint, *words], self._environment)
+    def says(self, *arguments: str) -> str:
+        """What the entry point prints with ``arguments`` for its command; raises ``StepError`` where it fails."""
+        return self._root.run([*self._entrypoint, *arguments], self._environment)
 
     @contextmanager
     def serving(self) -> Iterator[subprocess.Popen[bytes]]:

@@ -88,17 +88,17 @@ class Root:
         """End what ``bind`` began."""
         _run("umount", self.folder / target.lstrip("/"))
 
-    def command(self, words: Sequence[str]) -> list[str]:
-        """What runs ``words`` inside, as its user, with that user's group and home, and in its folder."""
+    def command(self, command: Sequence[str]) -> list[str]:
+        """What runs ``command`` inside, as its user, with that user's group and home, and in its folder."""
         rows = [line.split(":") for line in (self.folder / "etc/passwd").read_text().splitlines()]
         group, home = next(((row[3], row[5]) for row in rows if row[2] == self.user), ("0", "/"))
         enter = ["chroot", f"--userspec={self.user}:{group}", "--groups=", str(self.folder), "/usr/bin/env"]
-        return [*enter, f"--chdir={self.folder_inside}", f"HOME={home}", *words]
+        return [*enter, f"--chdir={self.folder_inside}", f"HOME={home}", *command]
 
-    def run(self, words: Sequence[str], extra: Mapping[str, str] | None = None) -> str:
-        """Run ``words`` inside and return what they print; raises ``StepError`` where they fail."""
+    def run(self, command: Sequence[str], extra: Mapping[str, str] | None = None) -> str:
+        """Run ``command`` inside and return what they print; raises ``StepError`` where they fail."""
         done = subprocess.run(
-            self.command(words),
+            self.command(command),
             env={**self.environment, **(extra or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -112,9 +112,9 @@ class Root:
         return done.stdout
 
 
-def _mount(*words: str | Path) -> None:
-    _run("mount", *words)
+def _mount(*command: str | Path) -> None:
+    _run("mount", *command)
 
 
-def _run(*words: str | Path) -> None:
-    subprocess.run(words, check=True)
+def _run(*command: str | Path) -> None:
+    subprocess.run(command, check=True)

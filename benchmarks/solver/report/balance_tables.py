@@ -75,7 +75,7 @@ def source_tables_table(rows: Rows) -> Table:
             for row in rows
         ],
         f"{rows[0]['shape']}; each token draws its source rank from a persistent lognormal mix of this log-sd. Window "
-        "and next window per step; a promise is about the window. Peers by replica `rank % copies`.",
+        "and next window per step; a promise is about the window. Peers by replica `rank % replicas`.",
     )
 
 

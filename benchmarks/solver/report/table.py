@@ -11,7 +11,7 @@ import rich.table
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under columns; the first column is left-aligned, and ``marked`` rows stand out."""
+    """Rows under columns; the first column is left-aligned, and ``marked`` rows are set off."""
 
     title: str
     columns: Sequence[str]

@@ -136,8 +136,8 @@ def _by_slot(scene: Scene) -> np.ndarray:
     steps, _, experts = scene.heat_TLE.shape
     by_slot = np.empty((steps, *scene.placement_LRS.shape))
     for layer, placed_RS in enumerate(scene.placement_LRS):
-        copies_E = replica_counts(placed_RS, experts)
-        by_slot[:, layer] = scene.heat_TLE[:, layer][:, placed_RS] / copies_E[placed_RS]
+        replicas_E = replica_counts(placed_RS, experts)
+        by_slot[:, layer] = scene.heat_TLE[:, layer][:, placed_RS] / replicas_E[placed_RS]
     return by_slot
 
 

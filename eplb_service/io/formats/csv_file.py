@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from eplb_service.heat.window import HeatError
+from eplb_service.heat.window import Counts, HeatError
 from eplb_service.io.containers.json_file import check_size
 from eplb_service.io.containers.numpy_file import check_fits_memory
 from eplb_service.io.named_arrays import ReadAs, trace_of_arrays
-from eplb_service.io.trace import ArrayTrace, Heat, TraceFacts
+from eplb_service.io.trace import ArrayTrace, TraceFacts
 from eplb_service.placement import Float64
 
 COLUMNS = ("step", "layer", "expert", "tokens")
@@ -79,7 +79,7 @@ def trace_of_rows(rows: Float64, origin: str, first_line: int = 2) -> ArrayTrace
     return ArrayTrace(heat_TLE.astype(np.int64) if whole else heat_TLE, TraceFacts(origin=origin))
 
 
-def rows_of(heat_TLE: Heat, first: int, steps: int) -> Float64:
+def rows_of(heat_TLE: Counts, first: int, steps: int) -> Float64:
     """Rows of ``COLUMNS`` for the counts of the steps from ``first`` on, of ``steps`` in all, float64 ``[rows, 4]``.
 
     Counts of 0 have none, but for the first and the last of a trace: by them its shape can be read back.

@@ -16,7 +16,14 @@ from eplb_service.placement import Float64
 MAGIC = b"PAR1"
 
 
-MISSING = "is parquet, for which pyarrow is needed: pip install 'eplb-service[tables]'"
+def check_pyarrow() -> None:
+    """Raise ``HeatError`` (without a path) where pyarrow is missing, or too new for the numpy that is installed."""
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError as error:
+        raise HeatError(
+            f"is parquet, for which pyarrow is needed: pip install 'eplb-service[tables]' ({error})"
+        ) from error
 
 
 def write_parquet_rows(path: Path, parts: Iterable[Float64], *, whole: bool) -> None:
@@ -37,10 +44,9 @@ def write_parquet_rows(path: Path, parts: Iterable[Float64], *, whole: bool) -> 
 
 def read_parquet_trace(path: Path) -> ArrayTrace:
     """The trace of a ``.parquet``; raises ``HeatError`` (without the path)."""
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise HeatError(MISSING) from error
+    check_pyarrow()
+    from pyarrow import ArrowException, parquet
+
     try:
         file = parquet.ParquetFile(path)
         missing = [name for name in COLUMNS if name not in file.schema_arrow.names]

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from eplb_service.heat.window import HeatError
+from eplb_service.heat.window import Counts, HeatError
 from eplb_service.io.containers.numpy_file import Array
 from eplb_service.io.containers.zarr_array import ZarrArray
 from eplb_service.io.native import layout as native_layout
-from eplb_service.io.trace import Heat, Int64, Trace, checked_slice
+from eplb_service.io.trace import Int64, Trace, checked_slice
 from eplb_service.placement import Float64, Int32, PlacementError, check_layer
 
 
@@ -44,7 +44,7 @@ class StoredTrace(Trace):
         """Whether tokens were counted by slot."""
         return "slot_heat" in self._arrays
 
-    def heat(self, first: int, last: int) -> Heat:
+    def heat(self, first: int, last: int) -> Counts:
         """Tokens by logical expert, ``[t, L, E]``, put together from the slots where those were counted."""
         if not self.by_slot:
             return checked_slice(self._arrays["heat"].read(first, last), first)

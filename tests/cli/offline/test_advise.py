@@ -1,4 +1,4 @@
-"""``eplb advise`` says what to set and what it wins, in words and as JSON, and refuses bad input in one line."""
+"""``eplb advise`` says what to set and what it wins, as text and as JSON, and refuses bad input in one line."""
 
 import json
 
@@ -25,17 +25,17 @@ def advise(capsys, *arguments):
     return code, out, err
 
 
-def test_words(trace, capsys):
+def test_text(trace, capsys):
     code, out, _ = advise(capsys, "--heat", trace, "--ranks", 4, "--step-ms", 30)
     assert code == 0
     assert out.startswith("Balance, with ")
-    for words in (
+    for phrase in (
         "PAR against redundancy",
         "against window and interval",
         "against moves",
         "Layers that win most",
     ):
-        assert words in out
+        assert phrase in out
 
 
 def test_json_on_stdout_and_in_the_file_agree(tmp_path, trace, capsys):
@@ -78,7 +78,7 @@ def test_with_a_cost_curve_slots_are_set_against_time_and_memory(tmp_path, trace
     code, out, _ = advise(capsys, *arguments)
     assert code == 0
     assert "PAR against redundancy" not in out
-    for words in (
+    for phrase in (
         "time against slots",
         "MoE ms, ",
         "GiB of experts per rank",
@@ -86,7 +86,7 @@ def test_with_a_cost_curve_slots_are_set_against_time_and_memory(tmp_path, trace
         "This rests on:",
         "H200",
     ):
-        assert words in out
+        assert phrase in out
     code, out, _ = advise(capsys, *arguments, "--json")
     reported = held("advise", out)
     assert {"name": "commit_ms", "value": "1 ms", "source": "assumed"} in reported["assumptions"]

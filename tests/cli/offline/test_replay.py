@@ -125,7 +125,7 @@ def test_defaults_are_those_of_the_service():
     assert defaults["interval"] == str(service["decision_interval"].default)
 
 
-def test_ctrl_c_tells_and_writes_what_is_done(tmp_path, trace, capsys, monkeypatch):
+def test_ctrl_c_prints_and_writes_what_is_done(tmp_path, trace, capsys, monkeypatch):
     from contextlib import contextmanager
 
     from eplb_service.cli.offline import replay as command

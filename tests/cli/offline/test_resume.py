@@ -24,8 +24,8 @@ def trace(tmp_path, monkeypatch):
     return path
 
 
-def eplb(*words):
-    return main.run([str(word) for word in words])
+def eplb(*arguments):
+    return main.run([str(argument) for argument in arguments])
 
 
 @contextmanager
@@ -97,8 +97,8 @@ def test_a_state_of_other_work_or_none_at_all_is_refused(tmp_path, trace, monkey
     left = state.read_bytes()
     capsys.readouterr()
 
-    def refusal(*words):
-        assert eplb(*alone, "--resume", state, *words) == 2
+    def refusal(*arguments):
+        assert eplb(*alone, "--resume", state, *arguments) == 2
         reported = capsys.readouterr().err
         assert reported.count("\n") == 1
         return reported

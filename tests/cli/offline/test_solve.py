@@ -150,7 +150,7 @@ BAD_ARGUMENTS = {
         "does not fit heat of 3 layers",
     ),
     "trace missing": (["--heat", "absent.npz"], "No such file"),
-    "trace of another kind": (["--heat", "words.csv"], "words.csv: is no CSV"),
+    "trace of another kind": (["--heat", "prose.csv"], "prose.csv: is no CSV"),
     "placement missing": (["--placement", "absent.json"], "No such file"),
     "placement of other ranks": (["--placement", "other_ranks.npz"], "places on 8 ranks, expected 4"),
     "placement of other slots": (["--placement", "other_slots.npz"], "4 slots"),
@@ -163,7 +163,7 @@ def test_bad_arguments(tmp_path, trace, capsys, monkeypatch, arguments, message)
     monkeypatch.chdir(tmp_path)
     for name, shape in (("ranks", (3, 16, 8, 5)), ("slots", (3, 16, 4, 4)), ("layers", (2, 16, 4, 5))):
         np.savez(f"other_{name}.npz", phy2log=Placement.linear(*shape).phy2log_LRS)
-    (tmp_path / "words.csv").write_text("hello")
+    (tmp_path / "prose.csv").write_text("hello")
     before = sorted(tmp_path.iterdir())
     good = ["--heat", trace, "--ranks", RANKS, "--slots", SLOTS, "--out", "out.npz"]
     code, out, err = solve(capsys, *good, *arguments)
@@ -210,7 +210,7 @@ def test_truncated_trace_in_a_process_of_its_own(tmp_path, trace):
     assert list(tmp_path.iterdir()) == [trace]
 
 
-def test_sources_that_a_trace_tells_are_used(tmp_path, capsys):
+def test_sources_in_a_trace_are_used(tmp_path, capsys):
     source_TRLE = np.random.default_rng(0).poisson(20, (40, RANKS, LAYERS, EXPERTS))
     source_TRLE[:, 0] *= 5
     path, out = tmp_path / "trace.npz", tmp_path / "out.npz"

@@ -128,12 +128,12 @@ def trace(tmp_path):
     return path
 
 
-def eplb(capsys, *words):
-    code = main.run([str(word) for word in words])
+def eplb(capsys, *arguments):
+    code = main.run([str(argument) for argument in arguments])
     return code, *capsys.readouterr()
 
 
-def test_a_replay_decides_as_it_is_told(trace, capsys):
+def test_a_replay_decides_by_its_options(trace, capsys):
     alone = (
         "replay",
         "--heat",
@@ -168,7 +168,7 @@ def test_ranks_that_share_tokens_get_one_table(trace, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "says"),
     [
         (["--nodes", "3"], "4 ranks do not spread evenly"),
         (["--nodes", "0,0,1"], "the number of each of 4 ranks' node"),
@@ -180,9 +180,9 @@ def test_ranks_that_share_tokens_get_one_table(trace, tmp_path, capsys):
         (["--half-lives", "soon"], "half_lives is 'soon'; expected numbers separated by commas"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(trace, capsys, words, says):
+def test_what_cannot_be_is_refused_in_one_line(trace, capsys, arguments, says):
     code, out, err = eplb(
-        capsys, "replay", "--heat", trace, "--ranks", 4, "--slots", 5, "--window", 20, *words
+        capsys, "replay", "--heat", trace, "--ranks", 4, "--slots", 5, "--window", 20, *arguments
     )
     assert (code, out) == (2, "")
     assert says in err

@@ -1,4 +1,4 @@
-"""``eplb trace`` tells what a trace is, copies it or a part, makes some up, and refuses bad input in one line."""
+"""``eplb trace`` shows what a trace is, copies it or a part, makes some up, and refuses bad input in one line."""
 
 import json
 
@@ -97,7 +97,7 @@ def test_synth_is_the_librarys_and_says_so(tmp_path, capsys, kind):
     ("arguments", "message"),
     [
         (["info", "absent.zarr"], "No such file"),
-        (["info", "words.csv"], "words.csv: is no CSV"),
+        (["info", "prose.csv"], "prose.csv: is no CSV"),
         (["info", "trace.npz", "--as", "heats"], "choose one of heat, slots, routes, weights"),
         (["stats", "trace.npz", "--ranks", "0"], "'--ranks'"),
         (["convert", "trace.npz", "--out", "b.txt"], "must end in .zarr or .npz or .npy"),
@@ -112,7 +112,7 @@ def test_synth_is_the_librarys_and_says_so(tmp_path, capsys, kind):
 )
 def test_bad_arguments(tmp_path, path, capsys, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "words.csv").write_text("hello")
+    (tmp_path / "prose.csv").write_text("hello")
     before = sorted(tmp_path.iterdir())
     code, out, err = trace(capsys, *arguments)
     assert (code, out) == (2, "")

@@ -1,7 +1,7 @@
 """The ranks' side of an explored service: what they hold, what they have yet to say, and what they serve.
 
 How ranks switch together is explored by itself, with the real machine (``tests/swap``). What of it matters to a service
-stands here: all ranks commit a layer at once, if all hold the plan; they drop a plan together, at any moment; what each
+is here: all ranks commit a layer at once, if all hold the plan; they drop a plan together, at any moment; what each
 says of it waits in its outbox, statuses before heat, and may be lost on its way.
 """
 
@@ -13,8 +13,8 @@ from eplb_service.wire.status import PlanState
 from tests.control.core.explored_truth import RANKS_BY_FORMING, Given, Version, live_at, offer_of
 
 
-class Word(NamedTuple):
-    """A status: of which plan, what, and the version that was served when it was said."""
+class Status(NamedTuple):
+    """What a rank reports of a plan: which plan, what, and the version that was served when it was said."""
 
     given: Given
     state: int
@@ -32,9 +32,9 @@ class Rank(NamedTuple):
     held: Given | None = None
     coming: Given | None = None
     """A plan on its way here, on the present stream."""
-    words: tuple[Word, ...] = ()
-    said: Word | None = None
-    """The last word that was heard, for one that is heard twice."""
+    statuses: tuple[Status, ...] = ()
+    said: Status | None = None
+    """The last status that was received, for one that comes twice."""
     shown: Version | None = None
     """The newest version that the present stream has reported."""
 
@@ -57,7 +57,7 @@ class Crew(NamedTuple):
         )
 
     def hears(self, rank: int) -> Crew:
-        """The plan on its way arrives: it is taken, or refused with a word."""
+        """The plan on its way arrives: it is taken, or refused with a status."""
         one = self.ranks[rank]
         given = one.coming
         assert given is not None
@@ -103,6 +103,6 @@ class Crew(NamedTuple):
         return crew
 
     def says(self, rank: int, given: Given, state: int, layer: int = 0) -> Crew:
-        """A word goes into the rank's outbox."""
-        word = Word(given, state, layer, self.version)
-        return self.with_rank(rank, words=(*self.ranks[rank].words, word))
+        """A status goes into the rank's outbox."""
+        status = Status(given, state, layer, self.version)
+        return self.with_rank(rank, statuses=(*self.ranks[rank].statuses, status))

@@ -78,7 +78,7 @@ def _check_formings(state: State, service: int, deployment: Deployment) -> None:
 
 
 def _check_heat(state: State, service: int, deployment: Deployment) -> None:
-    """What a rank may have counted by now, and can tell on its present stream, is read as it was counted, or not."""
+    """What a rank may have counted by now, and can report on its present stream, is read as it was counted, or not."""
     heat, version = deployment.heat, state.crew.version
     for one in state.crew.ranks:
         if heat is None or one.service != service or one.shown is None:

@@ -1,7 +1,7 @@
 """Everything that can happen to a service and three ranks, walked through: ``make explore`` prints what was seen.
 
-The services' side is the real ``Deployment`` with its registration, plan life and heat; the ranks' is
-``explored_crew.py``. Streams end unnoticed, words are lost, come twice or in another order, services start again or
+The services' side is the real ``Deployment`` with its registration, plan tracker and heat; the ranks' is
+``explored_crew.py``. Streams end unnoticed, statuses are lost, come twice or in another order, services start again or
 beside one another, and the group of ranks dies and is formed again with another size.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.events import PlanEnded, StreamsOutdated
 from eplb_service.wire.status import Heartbeat, PlanStatus
-from tests.control.core.explored_crew import Word
+from tests.control.core.explored_crew import Status
 from tests.control.core.explored_promises import check_offer, check_state
 from tests.control.core.explored_state import PLAN_TIMEOUT, Faults, Scenario
 from tests.control.core.explored_streams import StreamsWorld
@@ -36,7 +36,7 @@ class World(StreamsWorld):
     def events(self) -> Iterator[Event]:
         """Every event that this state admits."""
         yield from self.stream_events()
-        yield from self._of_words()
+        yield from self._of_statuses()
         for service, deployment in enumerate(self.services):
             if deployment.plan is not None or self._is_stuck(deployment):
                 yield ("tick", service)
@@ -67,7 +67,7 @@ class World(StreamsWorld):
         believed = deployment.live
         return (
             all(
-                (rank.service, rank.held, rank.coming, rank.words) == (first.service, None, None, ())
+                (rank.service, rank.held, rank.coming, rank.statuses) == (first.service, None, None, ())
                 for rank in self.crew.ranks
             )
             and not self.dead_streams
@@ -90,33 +90,33 @@ class World(StreamsWorld):
         half_known = group is not None and group.live is None and not group.missing
         return half_known and not (self.ending or self.dead_streams)
 
-    def _of_words(self) -> Iterator[Event]:
+    def _of_statuses(self) -> Iterator[Event]:
         for rank, one in enumerate(self.crew.ranks):
             if one.service is None:
                 continue
             yield ("beat", rank)
             if one.coming is not None:
                 yield ("deliver", rank)
-            if one.words:
+            if one.statuses:
                 yield ("say", rank)
                 if self.faults.losses:
                     yield ("lose", rank)
-            if len(one.words) > 1 and self.faults.swaps:
+            if len(one.statuses) > 1 and self.faults.swaps:
                 yield ("swap", rank)
             if one.said is not None and self.faults.repeats:
                 yield ("repeat", rank)
 
-    # Words
+    # Statuses
 
     def _say(self, rank: int) -> None:
-        first, *rest = self.crew.ranks[rank].words
-        self.crew = self.crew.with_rank(rank, words=tuple(rest), said=first)
+        first, *rest = self.crew.ranks[rank].statuses
+        self.crew = self.crew.with_rank(rank, statuses=tuple(rest), said=first)
         self._hear(rank, first)
 
     def _swap(self, rank: int) -> None:
         self.faults = self.faults._replace(swaps=self.faults.swaps - 1)
-        first, second, *rest = self.crew.ranks[rank].words
-        self.crew = self.crew.with_rank(rank, words=(first, *rest), said=second)
+        first, second, *rest = self.crew.ranks[rank].statuses
+        self.crew = self.crew.with_rank(rank, statuses=(first, *rest), said=second)
         self._hear(rank, second)
 
     def _repeat(self, rank: int) -> None:
@@ -127,19 +127,19 @@ class World(StreamsWorld):
 
     def _lose(self, rank: int) -> None:
         self.faults = self.faults._replace(losses=self.faults.losses - 1)
-        self.crew = self.crew.with_rank(rank, words=self.crew.ranks[rank].words[1:])
+        self.crew = self.crew.with_rank(rank, statuses=self.crew.ranks[rank].statuses[1:])
         self.end_stream(rank)
 
-    def _hear(self, rank: int, word: Word) -> None:
-        one, live = self.crew.ranks[rank], live_at(word.version)
+    def _hear(self, rank: int, reported: Status) -> None:
+        one, live = self.crew.ranks[rank], live_at(reported.version)
         assert one.service is not None
         assert one.shown is not None
-        if len(word.version.path) > len(one.shown.path):
-            self.crew = self.crew.with_rank(rank, shown=word.version)
+        if len(reported.version.path) > len(one.shown.path):
+            self.crew = self.crew.with_rank(rank, shown=reported.version)
         status = PlanStatus(
-            plan_id=offer_of(word.given).plan_id,
-            layer=word.layer,
-            state=word.state,  # type: ignore[arg-type]
+            plan_id=offer_of(reported.given).plan_id,
+            layer=reported.layer,
+            state=reported.state,  # type: ignore[arg-type]
             epoch=live.epoch,
             digest=live.digest,
         )
@@ -202,10 +202,10 @@ def scenarios() -> list[Scenario]:
     return [
         Scenario("ranks join in any order, and go again", Faults(cuts=2), plans=((0,),), joined=False),
         Scenario("a plan of two layers, and one after it", Faults(), plans=((0, 1), (0,))),
-        Scenario("streams end, words are lost", Faults(cuts=1, losses=1), plans=((0, 1),)),
-        Scenario("words come twice and out of order", Faults(repeats=1, swaps=1), plans=((0, 1),)),
-        Scenario("two plans, words come twice and out of order", Faults(repeats=1, swaps=1)),
-        Scenario("two plans, and a word is lost", Faults(losses=1)),
+        Scenario("streams end, statuses are lost", Faults(cuts=1, losses=1), plans=((0, 1),)),
+        Scenario("statuses come twice and out of order", Faults(repeats=1, swaps=1), plans=((0, 1),)),
+        Scenario("two plans, statuses come twice and out of order", Faults(repeats=1, swaps=1)),
+        Scenario("two plans, and a status is lost", Faults(losses=1)),
         Scenario("the service starts again", Faults(restarts=1)),
         Scenario(
             "the service starts again, and a stream does not end", Faults(restarts=1, deaf=1), plans=((0,),)

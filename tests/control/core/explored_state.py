@@ -23,11 +23,11 @@ class Faults(NamedTuple):
     cuts: int = 0
     """A stream ends; the service notices later."""
     losses: int = 0
-    """The same, and the word that was on its way is lost."""
+    """The same, and the status that was on its way is lost."""
     repeats: int = 0
-    """A word is heard twice."""
+    """A status is received twice."""
     swaps: int = 0
-    """A word is heard before the one that was said first."""
+    """A status is received before the one that was sent first."""
     deaf: int = 0
     """A stream that was asked to end goes on."""
     strays: int = 0

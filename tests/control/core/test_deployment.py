@@ -147,7 +147,7 @@ def test_nothing_is_due_while_paused_or_while_a_plan_is_under_way(story: Story) 
     assert story.deployment.is_due(8)
 
 
-def test_heat_of_a_switch_is_understood_once_a_rank_has_told_of_it(story: Story) -> None:
+def test_heat_of_a_switch_is_understood_once_a_rank_has_reported_it(story: Story) -> None:
     story.joins()
     offer = story.offers(0)
     story.counts(0, 4, epochs=(1, 0, 0))

@@ -10,8 +10,8 @@ from tests.control.core.explored_state import Faults, Scenario
 
 SMALL = [
     Scenario("ranks join in any order, and go again", Faults(cuts=1), plans=((0,),), joined=False),
-    Scenario("a word is lost", Faults(losses=1), plans=((0,),)),
-    Scenario("words come twice and out of order", Faults(repeats=1, swaps=1), plans=((0, 1),)),
+    Scenario("a status is lost", Faults(losses=1), plans=((0,),)),
+    Scenario("statuses come twice and out of order", Faults(repeats=1, swaps=1), plans=((0, 1),)),
     Scenario("the service starts again", Faults(restarts=1), plans=((0,),)),
     Scenario(
         "the service starts again, and a stream does not end", Faults(restarts=1, deaf=1), plans=((0,),)

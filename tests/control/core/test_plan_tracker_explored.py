@@ -1,9 +1,9 @@
-"""Whatever part of the ranks' words reaches the service, in whatever order: it never believes more than is true."""
+"""Whatever part of the ranks' statuses reaches the service, in whatever order: it never believes more than is true."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 
@@ -15,21 +15,20 @@ from tests.control.core.story import decision_of
 from tests.control.fake_group import first_placement, live_of
 
 RANKS, LIMIT = 3, 10.0
-Word: TypeAlias = PlanStatus
 
 
 def _offer(base: LivePlacement) -> Offer:
     return Offer.of(7, base, decision_of(base, 0, 1))
 
 
-def _words(offer: Offer, committed: int, refuses: bool) -> list[Word]:
+def _statuses(offer: Offer, committed: int, refuses: bool) -> list[PlanStatus]:
     """What one rank says of a plan of which ``committed`` layers were switched."""
     if refuses:
         return [PlanStatus(plan_id=7, state=PlanState.REFUSED, reason="not now")]
-    words = [PlanStatus(plan_id=7, state=PlanState.ACCEPTED)]
+    statuses = [PlanStatus(plan_id=7, state=PlanState.ACCEPTED)]
     for milestone in offer.milestones[:committed]:
         state = PlanState.COMMITTED
-        words.append(
+        statuses.append(
             PlanStatus(
                 plan_id=7,
                 state=state,
@@ -39,8 +38,8 @@ def _words(offer: Offer, committed: int, refuses: bool) -> list[Word]:
             )
         )
     if committed < len(offer.milestones):
-        words.append(PlanStatus(plan_id=7, state=PlanState.ABORTED, reason="link"))
-    return words
+        statuses.append(PlanStatus(plan_id=7, state=PlanState.ABORTED, reason="link"))
+    return statuses
 
 
 def _key(plan: PlanTracker, said: tuple[int, ...]) -> tuple[Any, ...]:
@@ -55,23 +54,23 @@ def _key(plan: PlanTracker, said: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def _after(
-    plan: PlanTracker, event: str, rank: int, words: list[list[Word]], said: tuple[int, ...]
+    plan: PlanTracker, event: str, rank: int, statuses: list[list[PlanStatus]], said: tuple[int, ...]
 ) -> PlanTracker:
     if event == "hear":
-        return plan.after_status(rank, words[rank][said[rank]], 0.0)
+        return plan.after_status(rank, statuses[rank][said[rank]], 0.0)
     if event == "hear again":
-        return plan.after_status(rank, words[rank][said[rank] - 1], 0.0)
+        return plan.after_status(rank, statuses[rank][said[rank] - 1], 0.0)
     if event == "heartbeat":
-        past = [word for word in words[rank][: said[rank]] if word.state is PlanState.COMMITTED]
+        past = [status for status in statuses[rank][: said[rank]] if status.state is PlanState.COMMITTED]
         after = plan.after_version(rank, (past[-1].epoch, past[-1].digest)) if past else None
         return after or plan
     return plan.after_time(2 * LIMIT, LIMIT)
 
 
 def _walk(committed: int, refusing: int | None) -> tuple[int, set[Outcome | None]]:
-    """Every state that words delivered, lost, said twice, heartbeats and the deadline lead to."""
+    """Every state that statuses delivered, lost, sent twice, heartbeats and the deadline lead to."""
     offer = _offer(live_of(first_placement()))
-    words = [_words(offer, committed, rank == refusing) for rank in range(RANKS)]
+    statuses = [_statuses(offer, committed, rank == refusing) for rank in range(RANKS)]
     first = PlanTracker.of(offer, RANKS, 0.0)
     start = (first, (0,) * RANKS)
     seen = {_key(*start)}
@@ -81,11 +80,11 @@ def _walk(committed: int, refusing: int | None) -> tuple[int, set[Outcome | None
         plan, said = waiting.popleft()
         events = [("deadline", 0)]
         for rank in range(RANKS):
-            events += [("hear", rank), ("lose", rank)] if said[rank] < len(words[rank]) else []
+            events += [("hear", rank), ("lose", rank)] if said[rank] < len(statuses[rank]) else []
             events += [("hear again", rank)] if said[rank] else []
             events += [("heartbeat", rank)]
         for event, rank in events:
-            after = plan if event == "lose" else _after(plan, event, rank, words, said)
+            after = plan if event == "lose" else _after(plan, event, rank, statuses, said)
             moved = list(said)
             if event in ("hear", "lose"):
                 moved[rank] += 1
@@ -97,7 +96,7 @@ def _walk(committed: int, refusing: int | None) -> tuple[int, set[Outcome | None
             if event == "deadline":
                 assert after.outcome is not None, "a plan outlived its deadline"
             reached = (after, tuple(moved))
-            if all(place == len(reported) for place, reported in zip(reached[1], words, strict=True)):
+            if all(place == len(reported) for place, reported in zip(reached[1], statuses, strict=True)):
                 ends.add(after.outcome)
             if _key(*reached) not in seen:
                 seen.add(_key(*reached))

@@ -1,4 +1,4 @@
-"""A plan ends as its ranks say it does, whatever words of theirs are lost, late or wrong."""
+"""A plan ends as its ranks say it does, whatever statuses of theirs are lost, late or wrong."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_a_word_about_an_unknown_plan_is_of_no_use(story: Story) -> None:
     assert problems(story.deployment) == []
 
 
-def test_a_group_formed_anew_interrupts_the_plan_of_the_old(story: Story) -> None:
+def test_a_group_formed_again_interrupts_the_plan_of_the_old(story: Story) -> None:
     story.joins()
     story.offers(0)
     story.leaves()

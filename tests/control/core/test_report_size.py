@@ -64,7 +64,7 @@ def test_a_model_that_slows_down_reports_as_often_again_and_one_at_rest_keeps_it
     assert model.steps(20) == 64
 
 
-def test_ranks_that_begin_anew_are_looked_at_anew() -> None:
+def test_ranks_that_start_again_are_looked_at_from_scratch() -> None:
     model = Model(256)
     model.steps(20)
     model.step = 5

@@ -29,7 +29,7 @@ async def test_a_stream_ends_though_a_message_comes_in_as_it_is_cancelled() -> N
     assert heard == ["a message"]
 
 
-async def test_what_ends_a_stream_is_told_and_the_others_are_over() -> None:
+async def test_what_ends_a_stream_is_reported_and_the_others_are_over() -> None:
     ended = []
 
     async def fails() -> None:

@@ -91,7 +91,7 @@ async def test_ranks_that_wait_in_vain_give_way_to_another_forming(service: Runn
         squatter = FakeRank(group.channel, 0)
         await squatter.greet(hello_of(LIVE, 0, group_id="of nobody else"))
         deployment = service.plane.deployments["decode"]
-        tick, deployment.tick = deployment.tick, lambda now: None  # the service's own clock stands still
+        tick, deployment.tick = deployment.tick, lambda now: None  # the service's own clock does not move
         for now in (1e6, 1e6 + 59):
             tick(now)
             rank = FakeRank(group.channel, 1)

@@ -224,7 +224,7 @@ def test_a_changed_file_is_noticed_whatever_its_time(path: Path) -> None:
         {"listen": "127.example.com:50551"},
     ],
 )
-def test_beyond_loopback_a_service_asks_who_calls_over_tls_unless_told_otherwise(
+def test_beyond_loopback_a_service_requires_credentials_and_tls_unless_set_otherwise(
     flags: dict[str, Any],
 ) -> None:
     with pytest.raises(SettingsError, match="is reached from other hosts"):

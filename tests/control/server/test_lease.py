@@ -170,7 +170,7 @@ def test_the_pod_that_leads_is_labelled_and_no_other(
 
 
 @pytest.mark.parametrize("code", [401, 403, 500])
-def test_an_api_server_that_refuses_is_told(
+def test_an_api_server_that_refuses_is_reported(
     api: FakeKubernetes, candidate: Callable[..., KubernetesLease], code: int
 ) -> None:
     api.failing = code
@@ -234,7 +234,7 @@ async def test_who_finds_another_in_its_place_leads_no_longer(
     assert api.leases[PATH]["spec"]["holderIdentity"] == "b"
 
 
-async def test_who_stands_by_leads_once_the_other_is_gone(tmp_path: Path) -> None:
+async def test_a_standby_leads_once_the_other_is_gone(tmp_path: Path) -> None:
     first, second = (Leadership(FileLease(tmp_path / "lease"), 3) for _ in range(2))
     await asyncio.wait_for(first.won(), 20)
     waiting = asyncio.create_task(second.won())

@@ -1,4 +1,4 @@
-"""The operators' commands must show what the service knows, and tell in a line what it refuses."""
+"""The operators' commands must show what the service knows, and give its reason for a refusal in a line."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_no_service(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err.startswith("eplb: error: no service answers at 127.0.0.1:1;")
 
 
-async def test_history_tells_what_plans_promised_and_what_became_of_them(
+async def test_history_shows_what_plans_promised_and_what_became_of_them(
     group: FakeGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert await eplb(group, "history", "decode") == 0
@@ -134,7 +134,7 @@ async def test_history_tells_what_plans_promised_and_what_became_of_them(
     assert await eplb(group, "history", "nope") == 2
 
 
-async def test_status_tells_of_agents_releases_and_dropped_steps(
+async def test_status_shows_agents_releases_and_dropped_steps(
     group: FakeGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = heat_report(group.live, 0, group.step, skewed_heat(8))

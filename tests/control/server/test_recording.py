@@ -38,7 +38,7 @@ async def test_recorded_heat_is_what_the_ranks_counted_before_and_after_a_plan(t
     assert facts.nodes_R == (0, 0, 1, 1)
 
 
-async def test_a_folder_that_is_not_there_is_told_at_the_start(tmp_path: Path) -> None:
+async def test_a_missing_folder_is_reported_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="is no folder that traces can be written into"):
         async with running_service(settings(record=tmp_path / "absent")):
             pass

@@ -158,7 +158,7 @@ async def test_heat_that_is_malformed(
     assert (code, says in text) == (INVALID, True), text
 
 
-async def test_operators_are_told_what_cannot_be_done(
+async def test_operators_get_the_reason_for_what_cannot_be_done(
     service: RunningService, channel: grpc.aio.Channel
 ) -> None:
     operator = operator_pb2_grpc.OperatorServiceStub(channel)

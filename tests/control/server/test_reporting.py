@@ -90,7 +90,7 @@ async def test_a_service_that_records_asks_for_every_step(tmp_path: Path) -> Non
         assert not any(welcome.reporting.source_sums for welcome in await group.join())
 
 
-async def test_what_cannot_be_taken_is_shed_alike_by_all_ranks_and_told(service: RunningService) -> None:
+async def test_what_cannot_be_taken_is_shed_alike_by_all_ranks_and_reported(service: RunningService) -> None:
     async with FakeGroup(service.address) as group:
         await group.join()
         deployment = deployment_of(service)

@@ -1,4 +1,4 @@
-"""A scrape over HTTP tells what happened to a deployment."""
+"""A scrape over HTTP shows what happened to a deployment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def scrape(address: str) -> Samples:
     }
 
 
-async def test_a_scrape_tells_what_happened() -> None:
+async def test_a_scrape_shows_what_happened() -> None:
     async with running_service(settings()) as service, FakeGroup(service.address) as group:
         await group.join()
         for _ in range(4):

@@ -34,7 +34,7 @@ def served(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_says_where_it_listens_and_stops_when_told(
+def test_it_logs_where_it_listens_and_stops_on_a_signal(
     served: subprocess.Popen[str], number: signal.Signals
 ) -> None:
     assert served.stdout is not None
@@ -58,7 +58,7 @@ def test_once_it_can_decide_collections_leave_out_what_it_loaded(served: subproc
     assert int(re.search(r'"objects": (\d+)', settled)[1]) > 10_000  # type: ignore[index]
 
 
-def test_help_tells_every_setting(
+def test_help_shows_every_setting(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from eplb_service.cli.main import run
@@ -83,7 +83,7 @@ def test_help_tells_every_setting(
         ),
     ],
 )
-def test_mistakes_are_told_in_a_line(
+def test_mistakes_are_reported_in_a_line(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from eplb_service.cli.main import run

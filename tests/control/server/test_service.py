@@ -120,7 +120,7 @@ async def test_two_deployments_do_not_touch_each_other(service: RunningService) 
         assert known["decode"].live.epoch == decode.live.epoch > 0
 
 
-async def test_a_refused_plan_changes_nothing_and_is_told(service: RunningService) -> None:
+async def test_a_refused_plan_changes_nothing_and_is_reported(service: RunningService) -> None:
     async with FakeGroup(service.address) as group:
         await group.join()
         for _ in range(4):

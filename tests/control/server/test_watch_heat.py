@@ -120,7 +120,7 @@ async def test_a_trace_is_gone_on_with_only_where_it_fits(
     assert open_trace(out).steps == 16
 
 
-async def test_time_ends_a_recording_and_nothing_recorded_is_told(
+async def test_time_ends_a_recording_and_nothing_recorded_is_reported(
     service: RunningService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "decode.zarr"
@@ -184,7 +184,7 @@ async def test_ctrl_c_ends_with_a_whole_trace(
     assert open_trace(out).steps == 16
 
 
-async def test_a_slow_watcher_loses_reports_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_watcher_loses_reports_and_is_notified(monkeypatch: pytest.MonkeyPatch) -> None:
     report = heat_report(live_of(first_placement()), 0, 0, skewed_heat(8))
     monkeypatch.setattr(heat_feed, "MOST_WAITING_BYTES", 2 * report.ByteSize())
     watcher = Watcher("here")

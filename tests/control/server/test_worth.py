@@ -35,7 +35,7 @@ async def balanced(service: RunningService, group: FakeGroup) -> None:
     await until(lambda: deployment.decisions.worth is not None and deployment.decisions.worth.gain.mean > 0)
 
 
-async def test_status_tells_worth_and_what_it_rests_on(
+async def test_status_shows_worth_and_what_it_rests_on(
     service: RunningService, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with FakeGroup(service.address) as group:

@@ -65,7 +65,7 @@ def test_any_batches_and_any_slice(tmp_path_factory, batches, data):
 
 
 def placements(epoch):
-    """Two experts a rank of their own, and one that the next rank has too."""
+    """Each rank has two experts of its own, and one that the next has too."""
     rows = np.random.default_rng(epoch).permutation(EXPERTS)
     return np.stack([np.roll(rows, -2 * rank)[:SLOTS] for rank in range(RANKS)]).astype(np.int32)
 

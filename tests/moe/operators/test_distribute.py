@@ -50,7 +50,7 @@ def test_choices_may_be_masked_one_by_one():
     assert dispatched[3].tolist() == [0, 0, 2, 1]
 
 
-def test_version_1_tells_the_place_of_each_choice_within_its_expert():
+def test_version_1_gives_the_place_of_each_choice_within_its_expert():
     ids_TK = torch.tensor([[2, 0], [1, 2], [2, 0]])
     dispatched = reference.npu_moe_distribute_dispatch(torch.zeros(3, 5), ids_TK, *ALONE, 4)
     assert dispatched[2].tolist() == [0, 0, 0, 1, 2, 1]
@@ -77,7 +77,7 @@ def rows_by_source(experts: int) -> tuple[list[list[float]], list[int]]:
     return dispatched[0].tolist(), dispatched[4].tolist()
 
 
-def test_rows_stand_in_order_of_expert_and_then_source(eight_ranks: Ranks):
+def test_rows_are_in_order_of_expert_and_then_source(eight_ranks: Ranks):
     results = eight_ranks.run(rows_by_source, 16)
     rows, counts = results[0]
     # Expert 0: token 1 of every rank and token 0 of rank 0, which chose it by rank. Expert 1: token 0 of rank 1.

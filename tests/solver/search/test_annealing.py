@@ -48,7 +48,7 @@ def bursty_layer(seed: int, ranks: int = 16, slots: int = 2, experts: int = 24) 
 
 @SETTINGS
 @given(cases(), SEEDS, st.sampled_from((0, 1, 50, 2000)))
-def test_never_worse_and_told_truly(case: Case, seed: int, tries: int) -> None:
+def test_never_worse_and_reported_truly(case: Case, seed: int, tries: int) -> None:
     layer = PlacedLayer(case, 1.0, seed)
     found_RS, ratio = annealed(layer, tries, seed)
     again_RS, again = annealed(layer, tries, seed)
@@ -169,7 +169,7 @@ def test_it_finds_what_search_alone_does_not() -> None:
     assert many < true_ratio(layer, layer.phy2log_RS) - 0.02
 
 
-def test_a_longer_walk_ends_lower_on_average() -> None:
+def test_a_longer_search_ends_lower_on_average() -> None:
     layer = bursty_layer(5)
     means = [
         np.mean([annealed(layer, tries, seed)[1] for seed in range(8)]) for tries in (300, 3_000, 30_000)
@@ -178,7 +178,7 @@ def test_a_longer_walk_ends_lower_on_average() -> None:
     assert means[1] > means[2] + 0.001
 
 
-def test_a_long_walk_tells_its_ratio_as_truly() -> None:
+def test_a_long_search_reports_its_ratio_as_truly() -> None:
     annealed(bursty_layer(6, 8, 3, 16), 1_000_000, 2)
 
 

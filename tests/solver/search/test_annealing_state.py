@@ -76,7 +76,7 @@ def legal_tries(layer: PlacedLayer, phy2log_RS: np.ndarray, most: int) -> list[M
 
 @SETTINGS
 @given(SMALL, SEEDS)
-def test_a_walk_sets_out_from_a_copy_of_what_it_is_given(case: Case, seed: int) -> None:
+def test_a_search_starts_from_a_copy_of_what_it_is_given(case: Case, seed: int) -> None:
     layer, state = set_out(case, seed)
     np.testing.assert_array_equal(state.phy2log_RS, layer.phy2log_RS)
     assert not np.shares_memory(state.phy2log_RS, layer.phy2log_RS)
@@ -181,7 +181,7 @@ def test_after_any_steps_everything_agrees_with_the_placement(case: Case, seed: 
 
 @SETTINGS
 @given(SMALL, SEEDS)
-def test_summing_anew_takes_away_what_piled_up(case: Case, seed: int) -> None:
+def test_summing_again_takes_away_what_piled_up(case: Case, seed: int) -> None:
     layer, state = set_out(case, seed)
     state.changed_RN[:] = layer.generator.gamma(1, 1, state.changed_RN.shape)
     state.top_ranks.load_RN[:] += 1
@@ -193,7 +193,7 @@ def test_summing_anew_takes_away_what_piled_up(case: Case, seed: int) -> None:
 
 
 @pytest.mark.parametrize("gainer", range(5))
-def test_all_spare_copies_can_come_to_one_expert(gainer: int) -> None:
+def test_all_spare_replicas_can_come_to_one_expert(gainer: int) -> None:
     layer, state = set_out(Case(4, 2, np.ones((1, 5))), 3)
     while state.replicas_E[gainer] < 4:
         attempts = [one for one in legal_tries(layer, state.phy2log_RS, 200) if gainer != one.theirs]

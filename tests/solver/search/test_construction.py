@@ -160,7 +160,7 @@ HEAT = st.integers(0, 50) | st.floats(0, 2.0**100, width=32)
 
 @SETTINGS
 @given(st.lists(HEAT, min_size=1, max_size=12), st.integers(0, 20), st.integers(1, 6), st.data())
-def test_copies_are_handed_to_the_hottest(
+def test_replicas_are_handed_to_the_hottest(
     heat: list[float], budget: int, ranks: int, data: st.DataObject
 ) -> None:
     heat_E = np.array(heat, dtype=np.float32)
@@ -172,7 +172,7 @@ def test_copies_are_handed_to_the_hottest(
 
 @SETTINGS
 @given(shapes(6, 5), st.data())
-def test_greedy_copies_fill_every_slot(shape: tuple[int, int, int], data: st.DataObject) -> None:
+def test_greedy_replicas_fill_every_slot(shape: tuple[int, int, int], data: st.DataObject) -> None:
     ranks, slots, experts = shape
     heat_E = np.array(data.draw(st.lists(HEAT, min_size=experts, max_size=experts)), dtype=np.float32)
     replicas_E = greedy_replicas(heat_E, ranks, slots)

@@ -43,7 +43,9 @@ def cost(phy2log_RS: np.ndarray, layer: PlacedLayer, home_ER: np.ndarray, price:
     st.booleans(),
     st.sampled_from((0, 3, 400)),
 )
-def test_no_walk_ends_dearer_than_it_began(case: Case, z: float, seed: int, priced: bool, most: int) -> None:
+def test_no_search_ends_dearer_than_it_began(
+    case: Case, z: float, seed: int, priced: bool, most: int
+) -> None:
     layer = PlacedLayer(case, z, seed)
     elsewhere_RS = random_placement(case.ranks, case.slots, case.experts, layer.generator)
     home_ER = homes(layer.phy2log_RS if seed % 2 else elsewhere_RS, case.experts)
@@ -99,7 +101,7 @@ def test_a_found_way_out_frees_the_ranks_that_were_stuck() -> None:
 
 @settings(max_examples=60)
 @given(cases(most_ranks=5, most_slots=3), SEEDS)
-def test_a_patient_walk_ends_where_no_step_helps(case: Case, seed: int) -> None:
+def test_a_patient_search_ends_where_no_step_helps(case: Case, seed: int) -> None:
     layer = PlacedLayer(case, 0.0, seed)
     assignment = layer.assignment()
     nowhere_ER = np.zeros((case.experts, case.ranks), dtype=bool)
@@ -129,7 +131,7 @@ def test_a_price_that_nothing_pays_moves_nothing(case: Case, seed: int) -> None:
     np.testing.assert_array_equal(found_KRS[0], layer.phy2log_RS)
 
 
-def test_one_walk_serves_all_prices_as_single_walks_would() -> None:
+def test_one_search_serves_all_prices_as_single_searches_would() -> None:
     generator = np.random.default_rng(1)
     layer = PlacedLayer(Case(6, 4, generator.gamma(0.5, 100, (4, 18))), 1.0)
     home_ER = homes(layer.phy2log_RS, 18)

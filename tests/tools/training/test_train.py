@@ -69,7 +69,7 @@ def test_a_domain_ends_at_its_size() -> None:
     assert _capped(["один", "два"]) == "один\nдва\n".encode()
 
 
-def test_random_sentences_stand_between_messages_and_words_only_where_there_are_some() -> None:
+def test_random_sentences_are_put_between_messages_and_words_only_where_there_are_some() -> None:
     messages = [f"message {number}" for number in range(50)]
     assert list(_language("hindi", messages, [])) == messages
     mixed = list(_language("chinese", messages, ["字"]))

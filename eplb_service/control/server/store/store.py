@@ -15,7 +15,7 @@ import numpy as np
 
 from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.first_layout import FirstLayout
-from eplb_service.control.core.leader_term import CHANCE_BITS, term_above, term_at
+from eplb_service.control.core.leader_term import RANDOM_BITS, term_above, term_at
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.offer import Offer
 from eplb_service.control.core.plan_tracker import Outcome
@@ -51,7 +51,7 @@ class Store:
         self._db = open_store_file(path)
         with self._db:
             # At least the clock: ranks follow a service that has lost its store, or has another, if it started last.
-            fresh = term_at(time.time(), secrets.randbits(CHANCE_BITS))
+            fresh = term_at(time.time(), secrets.randbits(RANDOM_BITS))
             if above >= fresh:
                 fresh = higher_term(above)
             self._db.execute("UPDATE service SET leader_term = MAX(leader_term + 1, ?)", (fresh,))
@@ -253,7 +253,7 @@ class Store:
 
 def higher_term(term: int) -> int:
     """A term above ``term`` that no other service has; raises ``ConflictError`` where there is none."""
-    return term_above(term, secrets.randbits(CHANCE_BITS))
+    return term_above(term, secrets.randbits(RANDOM_BITS))
 
 
 def _from_blob(blob: bytes) -> Int32:
