@@ -318,6 +318,8 @@ class Agent:
             calls=self._costs.calls,
             call_micros=self._costs.nanoseconds // 1000,
             vote_micros=self._costs.vote_nanoseconds // 1000,
+            staging_bytes=self._switch.transfers.staging.nbytes,
+            ring_bytes=self._heat.ring_bytes,
         )
 
     def _guarded(self, part: Callable[..., None], *arguments: Any) -> None:

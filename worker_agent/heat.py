@@ -52,7 +52,8 @@ class HeatRecorder:
         cut theirs at the same steps.
 
     ``lost_steps`` counts steps whose rows were not what they should be: a host that runs a layer twice a step, or a
-    forward pass without a ``step`` of the agent. Such counts are dropped, never guessed.
+    forward pass without a ``step`` of the agent. Such counts are dropped, never guessed. ``ring_bytes`` is what the
+    layers count in.
     """
 
     def __init__(self, layers: Sequence[LiveLayer], segment_steps: int) -> None:
@@ -64,6 +65,7 @@ class HeatRecorder:
             {layer.load_counter.data_ptr(): layer.load_counter for layer in layers}.values()
         )
         self._rows = ring_rows(layers)
+        self.ring_bytes = sum(ring.nbytes for ring in _all_rings(layers))
         if segment_steps > self._rows:
             raise ValueError(
                 f"segments of {segment_steps} steps do not fit heat rings of {self._rows} rows; "
@@ -241,8 +243,11 @@ def _in_one_tensor(rings: list[torch.Tensor]) -> torch.Tensor | None:
 
 def ring_rows(layers: Sequence[LiveLayer]) -> int:
     """Steps that the layers' heat rings hold."""
-    rings = [ring for layer in layers for ring in (layer.moe_load, layer.source_load) if ring is not None]
-    return min(ring.shape[0] for ring in rings)
+    return min(ring.shape[0] for ring in _all_rings(layers))
+
+
+def _all_rings(layers: Sequence[LiveLayer]) -> list[torch.Tensor]:
+    return [ring for layer in layers for ring in (layer.moe_load, layer.source_load) if ring is not None]
 
 
 def _rings(rings: Iterable[torch.Tensor | None]) -> _Rings | None:

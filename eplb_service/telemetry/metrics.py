@@ -204,6 +204,14 @@ class Metrics:
         self.silent_seconds = gauge(
             "eplb_agent_silent_seconds", "Longest time in which nothing was heard of a connected rank."
         )
+        self.staging_bytes = gauge(
+            "eplb_agent_staging_bytes",
+            "Most that a connected rank holds for experts that wait for their commit; absent where none reports it.",
+        )
+        self.ring_bytes = gauge(
+            "eplb_agent_heat_ring_bytes",
+            "Most that a connected rank's layers count heat in; absent where none reports it.",
+        )
         self.loop_delay = Histogram(
             "eplb_loop_delay_seconds",
             "How late the service's event loop was: what every stream waits for.",
@@ -246,6 +254,11 @@ class Metrics:
         self.agent_calls.labels(deployment).inc(calls)
         self.agent_call_seconds.labels(deployment).inc(call_micros / 1e6)
         self.agent_vote_seconds.labels(deployment).inc(vote_micros / 1e6)
+
+    def agent_memory(self, deployment: str, staging_bytes: int | None, ring_bytes: int | None) -> None:
+        """Most that a rank holds; what none reports any more is removed."""
+        _set_or_remove(self.staging_bytes, deployment, staging_bytes)
+        _set_or_remove(self.ring_bytes, deployment, ring_bytes)
 
     def gain(self, deployment: str, mean: float, low: float, high: float) -> None:
         """What balancing has won, and the interval that it lies in."""
@@ -301,7 +314,12 @@ class Metrics:
     def forget_balance(self, deployment: str) -> None:
         """Remove what is measured while ranks serve; none is connected."""
         self.forget_layers(deployment)
-        for metric in (self.deployment_par_realised, self.silent_seconds):
+        for metric in (
+            self.deployment_par_realised,
+            self.silent_seconds,
+            self.staging_bytes,
+            self.ring_bytes,
+        ):
             _remove(metric, _DEPLOYMENT, deployment)
 
     def _forget_worth(self, deployment: str) -> None:

@@ -22,6 +22,7 @@ from eplb_service.wire.fields import (
     check_measured,
     check_name,
     check_ratio,
+    check_stated_bytes,
     check_time,
     printable,
 )
@@ -95,7 +96,11 @@ class LayerStatus:
 
 @dataclass(frozen=True)
 class AgentStatus:
-    """One rank's agent as it last reported, and for how many seconds it has been silent, or ``None``."""
+    """One rank's agent as it last reported, and for how many seconds it has been silent, or ``None``.
+
+    ``staging_bytes`` and ``ring_bytes`` are held for experts that wait for their commit, and in which the layers count
+    heat; ``None`` where the agent does not report them.
+    """
 
     rank: int
     node: str
@@ -106,6 +111,8 @@ class AgentStatus:
     agent_version: str
     dropped_steps: int
     silent_seconds: float | None = None
+    staging_bytes: int | None = None
+    ring_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -201,6 +208,8 @@ def decode_agent_status(message: operator_pb2.AgentStatus) -> AgentStatus:
         agent_version=check_name(message.agent_version, "agent_status.agent_version"),
         dropped_steps=check_count(message.dropped_steps, "agent_status.dropped_steps", LAST_STEP),
         silent_seconds=None if silent is None else check_time(silent, "agent_status.silent_seconds"),
+        staging_bytes=check_stated_bytes(message, "staging_bytes", "agent_status"),
+        ring_bytes=check_stated_bytes(message, "ring_bytes", "agent_status"),
     )
 
 

@@ -10,6 +10,8 @@ import math
 import re
 from collections.abc import Sequence
 
+from google.protobuf.message import Message
+
 MOST_LAYERS = 512
 MOST_EXPERTS = 4096
 MOST_RANKS = 4096
@@ -55,6 +57,13 @@ def check_count(value: int, field: str, limit: int, least: int = 0) -> int:
     if not least <= value < limit:
         raise WireError(f"{field} is {value}; it must be {least} to {limit - 1}")
     return value
+
+
+def check_stated_bytes(message: Message, field: str, of: str) -> int | None:
+    """Bytes that a message, called ``of``, may state; ``None`` where it does not."""
+    if not message.HasField(field):
+        return None
+    return check_count(getattr(message, field), f"{of}.{field}", MOST_BYTES)
 
 
 def check_seconds(value: float, field: str) -> float:

@@ -15,6 +15,7 @@ from eplb_service.wire.fields import (
     WireError,
     check_count,
     check_seconds,
+    check_stated_bytes,
     printable,
 )
 from eplb_service.wire.generated import agent_pb2
@@ -74,6 +75,9 @@ class Heartbeat:
         Why it no longer takes part; empty while all is well.
     calls, call_micros, vote_micros
         Calls of the agent by its host since its start, microseconds that they took, and those of them in votes.
+    staging_bytes, ring_bytes
+        Held for experts that wait for their commit, and in which the layers count heat; ``None`` from agents that do
+        not report them.
     """
 
     step: int = 0
@@ -83,6 +87,8 @@ class Heartbeat:
     calls: int = 0
     call_micros: int = 0
     vote_micros: int = 0
+    staging_bytes: int | None = None
+    ring_bytes: int | None = None
 
 
 def encode_plan_status(status: PlanStatus) -> agent_pb2.PlanStatus:
@@ -131,6 +137,8 @@ def encode_heartbeat(heartbeat: Heartbeat) -> agent_pb2.Heartbeat:
         calls=heartbeat.calls,
         call_micros=heartbeat.call_micros,
         vote_micros=heartbeat.vote_micros,
+        staging_bytes=heartbeat.staging_bytes,
+        ring_bytes=heartbeat.ring_bytes,
     )
 
 
@@ -144,4 +152,6 @@ def decode_heartbeat(message: agent_pb2.Heartbeat) -> Heartbeat:
         calls=check_count(message.calls, "heartbeat.calls", LAST_STEP),
         call_micros=check_count(message.call_micros, "heartbeat.call_micros", LAST_MICROS),
         vote_micros=check_count(message.vote_micros, "heartbeat.vote_micros", LAST_MICROS),
+        staging_bytes=check_stated_bytes(message, "staging_bytes", "heartbeat"),
+        ring_bytes=check_stated_bytes(message, "ring_bytes", "heartbeat"),
     )

@@ -56,6 +56,9 @@ def _drain_in_the_middle() -> dict[str, Any]:
     facts["untimed"] = untimed
     facts["reasons"] = [reason for reason in reasons if reason]
     facts["beat"], facts["calls"] = agent._beat(), agent._calls
+    facts["staged"] = agent._switch.transfers.staging.nbytes
+    rings = [ring for layer in layers for ring in (layer.moe_load, layer.source_load) if ring is not None]
+    facts["rings"] = sum(ring.numel() * ring.element_size() for ring in rings)
     agent.close()
     return facts
 
@@ -74,6 +77,8 @@ def test_drain_ends_what_is_under_way_and_resume_takes_plans_again() -> None:
         assert fact["switched"] == 1
         assert fact["beat"].calls == fact["calls"] >= 24
         assert 0 < fact["beat"].vote_micros < fact["beat"].call_micros
+        assert fact["staged"] > 0, "experts have been received"
+        assert (fact["beat"].staging_bytes, fact["beat"].ring_bytes) == (fact["staged"], fact["rings"])
 
 
 def _close_at_a_time_of_its_own(early_rank: int, early_step: int) -> dict[str, Any]:

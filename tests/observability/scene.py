@@ -13,6 +13,7 @@ import numpy as np
 from eplb_service.placement import Int32, Placement
 from eplb_service.wire.generated import agent_pb2
 from tests.control.fake_group import (
+    BYTES_PER_EXPERT,
     EXPERTS,
     RANKS,
     SLOTS,
@@ -103,6 +104,8 @@ async def _step(group: FakeGroup, faults: Faults, layers: int) -> None:
                 calls=group.step,
                 call_micros=200 * group.step,
                 vote_micros=50 * group.step,
+                staging_bytes=BYTES_PER_EXPERT,
+                ring_bytes=1 << 16,
             )
             await rank.say(heartbeat=beat)
         group.step += len(heat_TLE)

@@ -16,6 +16,14 @@ class Staging:
     def __init__(self) -> None:
         self._buffers: list[ExpertWeights] = []
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held, whether or not a transfer uses them; may be asked for on any thread."""
+        return sum(
+            buffer.nbytes if isinstance(buffer, torch.Tensor) else sum(row.nbytes for row in buffer)
+            for buffer in self._buffers
+        )
+
     def reserve(self, weights: Sequence[ExpertWeights], rows: int) -> list[ExpertWeights]:
         """For each of ``weights`` a buffer of ``rows`` experts, in its form, dtype and device.
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from eplb_service.atomic_write import check_output
 from eplb_service.cli.operator.client import Connection, Json, Name
 from eplb_service.cli.operator.status_text import (
+    agent_memory_text,
     move_price_text,
     par_text,
     price_text,
@@ -67,7 +68,7 @@ def status(
         print_json(as_document(answer))
         return
     console = Console()
-    console.print(_summary(answer.status))
+    console.print(_summary(answer))
     for problem in answer.status.problems:
         console.print(f"[red]problem:[/] {escape(problem)}", highlight=False)
     layer_table = compact_table("layer", "PAR", "planned", "epoch")
@@ -197,7 +198,8 @@ def _print_placement(epoch: int, placement: Placement) -> None:
     Console().print(table)
 
 
-def _summary(status: operator_pb2.DeploymentStatus) -> Table:
+def _summary(answer: operator_pb2.GetStatusResponse) -> Table:
+    status = answer.status
     table = Table(show_header=False, title=status.deployment)
     rows = {
         "shape": _shape(status),
@@ -214,6 +216,8 @@ def _summary(status: operator_pb2.DeploymentStatus) -> Table:
         rows["price of time"] = escape(price_text(status.worth))
     if status.HasField("move_price"):
         rows["price of moves"] = escape(move_price_text(status.move_price))
+    if memory := agent_memory_text(answer.agents):
+        rows["memory of agents"] = memory
     for name, text in rows.items():
         table.add_row(name, text)
     return table

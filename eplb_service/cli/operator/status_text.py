@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich.markup import escape
 
 from eplb_service.wire.generated import operator_pb2
@@ -54,6 +56,17 @@ def move_price_text(priced: operator_pb2.MovePrice) -> str:
             "switched"
         )
     return "; ".join([*parts, priced.reason])
+
+
+def agent_memory_text(agents: Iterable[operator_pb2.AgentStatus]) -> str:
+    """Most that a connected rank's agent holds; empty where none reports it."""
+    here = [agent for agent in agents if agent.connected]
+    parts = []
+    for field, purpose in (("staging_bytes", "for staging"), ("ring_bytes", "for heat")):
+        held = [getattr(agent, field) for agent in here if agent.HasField(field)]
+        if held:
+            parts.append(f"{size_text(max(held))} {purpose}")
+    return f"per rank at most {', '.join(parts)}" if parts else ""
 
 
 def size_text(count: float) -> str:

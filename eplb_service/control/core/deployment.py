@@ -85,9 +85,8 @@ class Deployment(DeploymentState):
     def heartbeat(self, rank: int, heartbeat: Heartbeat) -> None:
         """A rank is alive and serves what it reports."""
         version = heartbeat.epoch, heartbeat.digest
-        self._note(
-            rank, step=heartbeat.step, error=heartbeat.error, epoch=heartbeat.epoch, digest=heartbeat.digest
-        )
+        reported = ("step", "error", "epoch", "digest", "staging_bytes", "ring_bytes")
+        self._note(rank, **{name: getattr(heartbeat, name) for name in reported})
         self._follow_plan(rank, version)
         self._give_way_to_ranks(rank)
 

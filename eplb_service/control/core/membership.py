@@ -35,6 +35,9 @@ class Member:
         Steps that its agent had to drop since its Hello.
     highest_term
         Highest leader term of which it had heard when it said Hello.
+    staging_bytes, ring_bytes
+        That it holds for experts that wait for their commit, and in which its layers count heat; ``None`` where it has
+        not reported them.
     """
 
     rank: int
@@ -48,6 +51,8 @@ class Member:
     agent_version: str = ""
     dropped_steps: int = 0
     highest_term: int = 0
+    staging_bytes: int | None = None
+    ring_bytes: int | None = None
 
     @property
     def version(self) -> tuple[int, int]:

@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from eplb_service.cli.main import run
 from eplb_service.control.server.service import running_service
+from eplb_service.wire.generated import agent_pb2
 from tests.cli.published import held
 from tests.control.fake_group import EXPERTS, LAYERS, RANKS, SLOTS, FakeGroup, heat_report, skewed_heat
 from tests.control.server.test_service import settings, until
@@ -132,6 +133,26 @@ async def test_history_shows_what_plans_promised_and_what_became_of_them(
     assert await eplb(group, "history", "decode", "--plan", "1") == 2
     assert "decode has no plan 1 among its newest" in capsys.readouterr().err
     assert await eplb(group, "history", "nope") == 2
+
+
+async def test_status_shows_the_memory_that_agents_hold(
+    group: FakeGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await eplb(group, "status", "decode", "--json") == 0
+    agents = held("status", capsys.readouterr().out)["agents"]
+    assert [agent["staging_bytes"] for agent in agents] == [None] * RANKS, "agents before this field"
+    assert await eplb(group, "status", "decode") == 0
+    assert "memory" not in capsys.readouterr().out
+    for rank, staged in ((0, 10), (2, 84_000_000)):
+        beat = agent_pb2.Heartbeat(digest=group.live.digest, staging_bytes=staged, ring_bytes=1_500_000)
+        await group.ranks[rank].say(heartbeat=beat)
+    while not all(agents[rank]["staging_bytes"] for rank in (0, 2)):
+        assert await eplb(group, "status", "decode", "--json") == 0
+        agents = held("status", capsys.readouterr().out)["agents"]
+    assert [agent["staging_bytes"] for agent in agents] == [10, None, 84_000_000, None]
+    assert await eplb(group, "status", "decode") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "per rank at most 84 MB for staging, 1.5 MB for heat" in shown
 
 
 async def test_status_shows_agents_releases_and_dropped_steps(

@@ -44,10 +44,14 @@ async def test_a_scrape_shows_what_happened() -> None:
                 calls=calls,
                 call_micros=300 * calls,
                 vote_micros=100 * calls,
+                staging_bytes=50 * calls,
+                ring_bytes=4096,
             )
             await group.ranks[1].say(heartbeat=beat)
+            beat.staging_bytes = 7
+            await group.ranks[2].say(heartbeat=beat)
         beats_R = service.plane.observer.of("decode").beats_R
-        await until(lambda: 1 in beats_R and beats_R[1].calls == 120)
+        await until(lambda: {1, 2} <= set(beats_R) and all(beats_R[rank].calls == 120 for rank in (1, 2)))
         service.plane.tick()
         samples = await asyncio.to_thread(scrape, service.metrics_address)
 
@@ -64,9 +68,11 @@ async def test_a_scrape_shows_what_happened() -> None:
     assert samples["eplb_decisions_total", ("decode", "plan")] == 1
     assert samples["eplb_solve_seconds_count", decode] == 1
     assert samples["eplb_problems", decode] == 0
-    assert samples["eplb_agent_calls_total", decode] == 20
-    assert math.isclose(samples["eplb_agent_call_seconds_total", decode], 0.006)
-    assert math.isclose(samples["eplb_agent_vote_seconds_total", decode], 0.002)
+    assert samples["eplb_agent_calls_total", decode] == 40
+    assert math.isclose(samples["eplb_agent_call_seconds_total", decode], 0.012)
+    assert math.isclose(samples["eplb_agent_vote_seconds_total", decode], 0.004)
+    assert samples["eplb_agent_staging_bytes", decode] == 50 * 120, "of the rank that holds most"
+    assert samples["eplb_agent_heat_ring_bytes", decode] == 4096
     seen, planned = (
         samples["eplb_deployment_par_seen", decode],
         samples["eplb_deployment_par_planned", decode],

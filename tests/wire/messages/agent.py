@@ -44,12 +44,14 @@ from tests.wire.messages.kind import (
     DIGESTS,
     LONG,
     NO_SECONDS,
+    PAST_BYTES,
     PAST_DIGESTS,
     PAST_STEPS,
     PAST_VERSIONS,
     REFUSED_SHAPE,
     SECONDS,
     SHAPE,
+    STATED_BYTES,
     STEPS,
     TEXTS,
     VERSIONS,
@@ -230,14 +232,16 @@ KINDS: dict[str, Kind] = {
             "reason": ACCEPTED,
             "epoch": PAST_VERSIONS,
             "digest": PAST_DIGESTS,
-            "bytes_received": (MOST_BYTES, (1 << 64) - 1),
+            "bytes_received": PAST_BYTES,
             "transfer_seconds": NO_SECONDS,
             "commit_seconds": NO_SECONDS,
             "step": PAST_STEPS,
         },
     ),
     "heartbeat": Kind(
-        st.builds(Heartbeat, STEPS, VERSIONS, DIGESTS, TEXTS, STEPS, MICROS, MICROS),
+        st.builds(
+            Heartbeat, STEPS, VERSIONS, DIGESTS, TEXTS, STEPS, MICROS, MICROS, STATED_BYTES, STATED_BYTES
+        ),
         encode_heartbeat,
         decode_heartbeat,
         {
@@ -248,6 +252,8 @@ KINDS: dict[str, Kind] = {
             "calls": PAST_STEPS,
             "call_micros": PAST_MICROS,
             "vote_micros": PAST_MICROS,
+            "staging_bytes": PAST_BYTES,
+            "ring_bytes": PAST_BYTES,
         },
     ),
 }

@@ -45,6 +45,16 @@ ROW: Row = (
             unit="s",
         ),
         Panel(
+            "Memory that the agents hold",
+            "The rank that holds most: for experts that wait for their commit, and in the rings that layers count heat in. Staging is kept from layer to layer. Absent where agents do not report it.",
+            [
+                (of("eplb_agent_staging_bytes"), f"{LEGEND} staged experts"),
+                (of("eplb_agent_heat_ring_bytes"), f"{LEGEND} heat rings"),
+            ],
+            unit="bytes",
+            least=0,
+        ),
+        Panel(
             "Longest silence of a rank",
             "Since the service last heard a connected rank; heartbeats come every `heartbeat_seconds`.",
             [(of("eplb_agent_silent_seconds"), LEGEND)],

@@ -34,6 +34,9 @@ def report(deployment: DeploymentState, metrics: Metrics, observer: Observer) ->
         return
     silent = [observer.silent_seconds(name, member.rank) or 0.0 for member in connected]
     metrics.silent_seconds.labels(name).set(max(silent))
+    staging = [member.staging_bytes for member in connected if member.staging_bytes is not None]
+    rings = [member.ring_bytes for member in connected if member.ring_bytes is not None]
+    metrics.agent_memory(name, max(staging, default=None), max(rings, default=None))
     if deployment.live is not None:
         _report_balance(deployment, metrics)
 

@@ -81,6 +81,8 @@ def agent_statuses(deployment: DeploymentState, observer: Observer) -> tuple[Age
             agent_version=member.agent_version,
             dropped_steps=member.dropped_steps,
             silent_seconds=observer.silent_seconds(deployment.name, rank),
+            staging_bytes=member.staging_bytes,
+            ring_bytes=member.ring_bytes,
         )
         for rank, member in sorted(members.items())
     )
