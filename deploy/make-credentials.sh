@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# An authority, the service's certificate, and one token per role, for a trial or a small site:
+# An authority, the service's certificate, one token per role, and a password for Grafana, for a trial or a small site:
 #   deploy/make-credentials.sh FOLDER HOST...
 # HOST are the names by which agents and operators reach the service. What exists in FOLDER is kept, so that a second run
 # renews nothing; remove a file to have it made again. Larger sites bring their own authority and credentials.
@@ -30,5 +30,8 @@ if [ ! -e credentials.yaml ]; then
     done >credentials.yaml.new
     mv credentials.yaml.new credentials.yaml
 fi
+if [ ! -e grafana.password ]; then
+    openssl rand -hex 16 | tr -d '\n' >grafana.password
+fi
 # The folder is the owner's alone; a container's user reads the files that are mounted into it one by one.
-chmod 0444 ca.pem tls.crt tls.key credentials.yaml ./*.token
+chmod 0444 ca.pem tls.crt tls.key credentials.yaml grafana.password ./*.token

@@ -102,3 +102,18 @@ def test_the_dashboard_lies_where_grafana_looks():
     assert mounts["./grafana/dashboards"] == provider["options"]["path"]
     for source in mounts:
         assert (DEPLOY / source).is_dir()
+
+
+def test_the_dashboard_is_a_configmap_that_a_cluster_s_grafana_takes_up():
+    kustomization = load("grafana/kustomization.yaml")
+    [made] = kustomization["configMapGenerator"]
+    assert [DEPLOY / "grafana" / name for name in made["files"]] == [layout.PATH]
+    assert kustomization["generatorOptions"]["labels"] == {"grafana_dashboard": "1"}
+    monitoring = DEPLOY / "kubernetes/monitoring"
+    named = [
+        (monitoring / name).resolve()
+        for name in load("kubernetes/monitoring/kustomization.yaml")["resources"]
+    ]
+    assert DEPLOY / "grafana" in named
+    # What `kubectl apply` keeps of an object in an annotation has this bound.
+    assert layout.PATH.stat().st_size < 200_000

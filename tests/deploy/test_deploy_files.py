@@ -58,6 +58,13 @@ def test_compose_ports_and_scrape_target():
     assert datasource["url"] == "http://prometheus:9090"
 
 
+def test_grafana_has_no_password_that_everybody_knows():
+    grafana = load("compose.yaml")["services"]["grafana"]
+    [secret] = grafana["secrets"]
+    assert grafana["environment"]["GF_SECURITY_ADMIN_PASSWORD__FILE"] == f"/run/secrets/{secret}"
+    assert [mapping for mapping in grafana["ports"] if not mapping.startswith("127.0.0.1:")] == []
+
+
 def test_the_image_listens_where_it_says(monkeypatch):
     environment = dict(re.findall(r"^\s*(?:ENV )?(EPLB_\w+)=(\S+)", DOCKERFILE, flags=re.MULTILINE))
     with pytest.raises(SettingsError, match="is reached from other hosts"):
@@ -97,7 +104,12 @@ async def test_the_credentials_that_are_made_admit_each_role(tmp_path):
         "tls_key": made / "tls.key",
         "credentials": made / "credentials.yaml",
     }
-    assert {path.name for path in files.values()} == set(load("compose.yaml")["secrets"])
+    compose = load("compose.yaml")
+    assert {path.name for path in files.values()} == set(compose["services"]["eplb"]["secrets"])
+    for name, secret in compose["secrets"].items():
+        assert secret["file"] == f"./secrets/{name}"
+        assert (made / name).stat().st_mode & 0o777 == 0o444
+    assert len((made / "grafana.password").read_text()) == 32
     assert made.stat().st_mode & 0o077 == 0
     flags = {"listen": "127.0.0.1:0", "metrics": "127.0.0.1:0", "store": ":memory:", "threads": 1}
     async with running_service(load_settings({**flags, **files})) as service:

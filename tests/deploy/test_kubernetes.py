@@ -1,5 +1,6 @@
 """Manifests for Kubernetes agree with the service's settings and ports, with the image, and with each other."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -25,11 +26,19 @@ from tests.deploy.files import (
 from worker_agent.settings import AgentSettings
 
 
-def test_the_monitor_finds_the_service():
-    monitor, service = load("kubernetes/monitoring/monitor.yaml"), load("kubernetes/base/service.yaml")
-    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
-    ports = {port["name"] for port in service["spec"]["ports"]}
-    assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= ports
+def test_the_monitor_finds_every_pod_whether_or_not_it_leads():
+    monitor, metrics = load("kubernetes/monitoring/monitor.yaml"), load("kubernetes/base/metrics.yaml")
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= metrics["metadata"]["labels"].items()
+    ports = {port["name"] for port in metrics["spec"]["ports"]}
+    [endpoint] = monitor["spec"]["endpoints"]
+    assert endpoint["port"] in ports
+    assert endpoint["port"] not in {
+        port["name"] for port in load("kubernetes/base/service.yaml")["spec"]["ports"]
+    }
+    assert metrics["spec"]["publishNotReadyAddresses"]
+    assert LEADS_LABEL not in metrics["spec"]["selector"]
+    patched = yaml.safe_load((DEPLOY / "kubernetes/ha/leader-only.yaml").read_text())
+    assert patched["metadata"]["name"] != metrics["metadata"]["name"]
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="KUSTOMIZATIONS ARE NOT BUILT: no kubectl here")
@@ -44,9 +53,14 @@ def test_kustomizations_build(folder):
 def test_of_two_replicas_one_is_selected_and_both_may_hold_the_lease():
     command = ["kubectl", "kustomize", str(DEPLOY / "kubernetes/ha")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    built = {item["kind"]: item for item in yaml.safe_load_all(done.stdout)}
+    objects = list(yaml.safe_load_all(done.stdout))
+    built = {item["kind"]: item for item in objects}
     assert "PersistentVolumeClaim" not in built
-    assert built["Service"]["spec"]["selector"][LEADS_LABEL] == "true"
+    selected = {
+        item["metadata"]["name"]: item["spec"]["selector"] for item in objects if item["kind"] == "Service"
+    }
+    assert selected["eplb"][LEADS_LABEL] == "true"
+    assert LEADS_LABEL not in selected["eplb-metrics"]
     pod = built["Deployment"]["spec"]["template"]["spec"]
     assert pod["serviceAccountName"] == built["ServiceAccount"]["metadata"]["name"]
     assert pod["automountServiceAccountToken"]
@@ -139,8 +153,27 @@ def test_environment_variables_are_known(deployment, monkeypatch):
         of_agent = {name for name in values if name.startswith("EPLB_AGENT_")}
         known = {f"EPLB_AGENT_{name.upper()}" for name in AgentSettings.model_fields}
         assert of_agent <= known
-        settings_from({name: value for name, value in values.items() if name not in of_agent}, monkeypatch)
-        assert all(name.startswith(ENVIRONMENT_PREFIX) for name in values)
+        of_engine = {name for name in values if not name.startswith(ENVIRONMENT_PREFIX)}
+        assert of_engine <= ({"DYNAMIC_EPLB"} if container["name"] == "model" else set())
+        others = set(values) - of_agent - of_engine
+        settings_from({name: values[name] for name in others}, monkeypatch)
+
+
+def test_the_engine_beside_the_service_has_its_agent_switched_on():
+    """As docs/vllm_ascend.md says: the host's own switch, and the service's name."""
+    pod = load("kubernetes/examples/sidecar.yaml")["spec"]["template"]["spec"]
+    [model] = [container for container in pod["containers"] if container["name"] == "model"]
+    [service] = [container for container in pod["containers"] if container["name"] == "eplb"]
+    arguments, values = model["args"], {entry["name"]: entry.get("value") for entry in model["env"]}
+    config = json.loads(arguments[arguments.index("--additional-config") + 1])["eplb_config"]
+    assert config["dynamic_eplb"] is True
+    ranks = int(arguments[arguments.index("--data-parallel-size") + 1])
+    assert config["num_redundant_experts"] % ranks == 0
+    assert values["DYNAMIC_EPLB"] == "true"
+    assert {"name": "EPLB_LISTEN", "value": values["EPLB_AGENT_SERVICE"]} in service["env"]
+    documented = (DEPLOY.parent / "docs/vllm_ascend.md").read_text()
+    for named in ("DYNAMIC_EPLB=true", "--additional-config", '"dynamic_eplb": true'):
+        assert named in documented
 
 
 def test_service_and_deployment_of_the_base_meet():
@@ -150,4 +183,7 @@ def test_service_and_deployment_of_the_base_meet():
     ports = {port["name"]: port["containerPort"] for port in template["spec"]["containers"][0]["ports"]}
     assert ports == {"grpc": GRPC_PORT, "metrics": METRICS_PORT, "health": HEALTH_PORT}
     del ports["health"]
-    assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == ports
+    metrics = load("kubernetes/base/metrics.yaml")
+    assert metrics["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+    offered = service["spec"]["ports"] + metrics["spec"]["ports"]
+    assert {port["targetPort"]: port["port"] for port in offered} == ports

@@ -58,7 +58,7 @@ def test_processes_find_what_one_process_finds(file):
 
 
 def test_ray_finds_what_one_process_finds(file):
-    pytest.importorskip("ray")
+    pytest.importorskip("ray", reason="SWEEPS ON RAY ARE NOT TESTED: no ray here")
     jobs = jobs_for(["none", "flashlb"], SETUPS[:1], PlannerSettings())
     alone = replay_file(file, jobs, scene_for(4), workers=1)
     assert reported(alone) == reported(replay_file(file, jobs, scene_for(4), ray="local"))
