@@ -6,7 +6,7 @@ import pytest
 
 from tests.engines.environments import SGLANG_0523, python_of
 from tests.engines.sglang_run import ON_CPU, SglangRun, make_sglang_site
-from tests.engines.test_vllm import heat_arrived, same_answers, switched
+from tests.engines.test_vllm import WITHOUT_WEIGHTS, heat_arrived, same_answers, switched
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
@@ -72,8 +72,7 @@ def test_tables_that_change_without_weights_are_seen(parallel, run_sglang, alone
     broken = run_sglang(
         LOAD | {"engine": parallel},
         EPLB_AGENT_SERVICE=service.address,
-        EPLB_AGENT_VERIFY_TRANSFERS="false",
-        EPLB_TEST_COMMIT_WITHOUT_WEIGHTS="1",
+        **WITHOUT_WEIGHTS,
     )
     assert [ids for ids, _ in broken.answers()] != [ids for ids, _ in expected]
 

@@ -41,6 +41,8 @@ CASES = {
 """Engine, its parallelism, and the ranks that count tokens: of ranks that route the same ones the first."""
 GATHERS = "0.23-dp2"
 """On CPU its ranks gather all tokens before they route; of such ranks the first counts, where it has tokens itself."""
+WITHOUT_WEIGHTS = {"EPLB_AGENT_VERIFY_TRANSFERS": "false", "EPLB_TEST_COMMIT_WITHOUT_WEIGHTS": "1"}
+"""The defect that every comparison of answers must be able to see; checksums would end the agent before."""
 LOAD = {"requests": 8, "max_tokens": 160, "rounds": 4}
 MOST_LOST = 0.1
 """Steps of heat, of those that arrived."""
@@ -139,17 +141,15 @@ def what_was_recorded_can_be_replayed(folder, case):
     assert run(["replay", "--heat", str(path), *size, *pace]) == 0
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_tables_that_change_without_weights_are_seen(case, run_vllm, alone, service):
+@pytest.mark.parametrize(
+    ("case", "requests"), [*((case, 8) for case in CASES), ("0.32-dp2", 1), ("0.23-dp2", 1)]
+)
+def test_tables_that_change_without_weights_are_seen(case, requests, run_vllm, alone, service):
     engine, parallel, _ = CASES[case]
-    expected = alone(run_vllm, engine=engine)
-    broken = run_vllm(
-        engine,
-        LOAD | {"engine": parallel},
-        EPLB_AGENT_SERVICE=service.address,
-        EPLB_AGENT_VERIFY_TRANSFERS="false",
-        EPLB_TEST_COMMIT_WITHOUT_WEIGHTS="1",
-    )
+    rounds = LOAD["rounds"] * LOAD["requests"] // requests
+    expected = alone(run_vllm, requests, rounds, engine)
+    load = LOAD | {"requests": requests, "rounds": rounds, "engine": parallel}
+    broken = run_vllm(engine, load, EPLB_AGENT_SERVICE=service.address, **WITHOUT_WEIGHTS)
     assert [ids for ids, _ in broken.answers()] != [ids for ids, _ in expected]
 
 
@@ -195,6 +195,10 @@ def test_the_second_model_runner(run_vllm, service):
     same_answers(balanced.answers(), expected)
     assert "Using V2 Model Runner" in balanced.log.read_text()
     switched(service, 20, balanced.tail())
+    broken = run_vllm(
+        VLLM_032_TRITON, load | {"engine": TWO_TENSOR_RANKS}, name="broken", **agent, **WITHOUT_WEIGHTS
+    )
+    assert [ids for ids, _ in broken.answers()] != [ids for ids, _ in expected]
 
 
 def test_a_worker_that_is_killed_ends_the_engine_and_the_next_one_is_balanced(run_vllm, alone, service):
@@ -212,15 +216,18 @@ def test_a_worker_that_is_killed_ends_the_engine_and_the_next_one_is_balanced(ru
     switched(service, before + 1, balanced.tail())
 
 
-def test_a_server_streams_the_same_tokens(serve_vllm, run_vllm, alone, service):
+@pytest.mark.parametrize("broken", [False, True], ids=["", "tables-without-weights"])
+def test_a_server_streams_the_same_tokens(broken, serve_vllm, run_vllm, alone, service):
     redundancy = '{"num_redundant_experts": 4, "use_async": false}'
     options = ["-tp", "2", "--enable-expert-parallel", "--enable-eplb", "--eplb-config", redundancy]
     rounds = 8
     expected = [ids[:120] for ids, _ in alone(run_vllm, rounds=rounds)]
-    server = serve_vllm(VLLM_032, options, EPLB_AGENT_SERVICE=service.address)
+    defect = WITHOUT_WEIGHTS if broken else {}
+    server = serve_vllm(VLLM_032, options, EPLB_AGENT_SERVICE=service.address, **defect)
     server.wait_until_healthy()
     waves = [prompts(8, seed=turn + 1) for turn in range(rounds)]
-    assert [answer.ids for wave in waves for answer in server.answers(wave, 120)] == expected
+    streamed = [answer.ids for wave in waves for answer in server.answers(wave, 120)]
+    assert (streamed != expected) if broken else (streamed == expected)
     switched(service, 10, server.tail())
 
 

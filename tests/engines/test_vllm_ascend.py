@@ -140,13 +140,17 @@ def test_layers_answer_the_same_over_many_switches(release, options, tmp_path, s
     [
         ("0.23", "MC2", "NONE"),
         ("0.23", "ALLTOALL", "W8A8"),
+        ("0.23", "ALLGATHER", "NONE"),
         ("0.18", "MC2", "NONE"),
         ("0.18", "MC2", "W8A8"),
+        ("0.18", "ALLGATHER", "NONE"),
     ],
-    ids=["0.23-mc2", "0.23-all2allv-w8a8", "0.18-mc2", "0.18-mc2-w8a8"],
+    ids=["0.23-mc2", "0.23-all2allv-w8a8", "0.23-all-gather", "0.18-mc2", "0.18-mc2-w8a8", "0.18-all-gather"],
 )
 def test_tables_that_change_without_weights_are_seen(release, comm, quant, tmp_path, service):
     options = {"comm": comm, "quant": quant, "custom_ops": comm == "MC2"}
+    if comm == "ALLGATHER":
+        options["redundant"] = 0
     found = serve(tmp_path, service, release=release, broken=True, **options)
     worst = max(rank["worst"] for rank in found)
     print(f"outputs {worst:.2g} apart")
