@@ -19,10 +19,12 @@ def metric_series():
     suffixes = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
     metrics = Metrics()
     known = {}
-    for family in metrics.process.collect():
+    for family in metrics.service.process.collect():
         known[family.name + ("_total" if family.type == "counter" else "")] = set()
-    for metric in vars(metrics).values():
-        for family in getattr(metric, "describe", list)() if metric is not metrics.process else ():
+    groups = (metrics.service, metrics.balance, metrics.worth, metrics.plans, metrics.agents)
+    made = [metric for group in groups for metric in vars(group).values()]
+    for metric in made:
+        for family in getattr(metric, "describe", list)() if metric is not metrics.service.process else ():
             for suffix in suffixes[family.type]:
                 extra = {"le"} if suffix == "_bucket" else set()
                 known[family.name + suffix] = set(metric._labelnames) | extra

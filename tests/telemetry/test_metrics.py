@@ -15,9 +15,9 @@ from eplb_service.wire.worth import Worth
 def metrics() -> Metrics:
     reported = Metrics()
     for name in ("decode", "prefill"):
-        reported.layer_pars(name, [1.5, 0.0], {1: 1.1})
-        reported.solve_seconds.labels(name).observe(0.1)
-        reported.plans.labels(name, "done").inc()
+        reported.balance.layer_pars(name, [1.5, 0.0], {1: 1.1})
+        reported.plans.solve_seconds.labels(name).observe(0.1)
+        reported.plans.offered.labels(name, "done").inc()
     return reported
 
 
@@ -48,8 +48,8 @@ def test_layers_of_another_group_can_be_forgotten_alone(metrics: Metrics) -> Non
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
 def test_seconds_that_cannot_be_are_left_out(metrics: Metrics, seconds: float) -> None:
-    metrics.transferred("decode", seconds)
-    metrics.committed("decode", seconds)
+    metrics.plans.transferred("decode", seconds)
+    metrics.plans.committed("decode", seconds)
     assert not {"eplb_transfer_seconds_count", "eplb_commit_seconds_count"} & series_of(metrics, "decode")
 
 
@@ -74,12 +74,12 @@ def worth(**changes: Any) -> Worth:
 def test_worth_has_the_price_of_the_last_decision_alone_and_nothing_that_is_not_known(
     metrics: Metrics,
 ) -> None:
-    metrics.worth("decode", worth(step_ms=20.0, tokens_per_second_won=5.0))
+    metrics.worth.report("decode", worth(step_ms=20.0, tokens_per_second_won=5.0))
     value_of = metrics.registry.get_sample_value
     served = {"deployment": "decode", "placement": "serving"}
     assert value_of("eplb_experts_seconds", served) == pytest.approx(4e-3)
     assert value_of("eplb_step_seconds", {"deployment": "decode"}) == pytest.approx(20e-3)
-    metrics.worth("decode", worth(price_kind="fitted"))
+    metrics.worth.report("decode", worth(price_kind="fitted"))
     assert value_of("eplb_time_price_info", {"deployment": "decode", "price": "fitted"}) == 1
     assert value_of("eplb_time_price_info", {"deployment": "decode", "price": "assumed"}) is None
     assert not {"eplb_step_seconds", "eplb_gain_tokens_per_second"} & series_of(metrics, "decode")
@@ -90,14 +90,14 @@ def test_worth_has_the_price_of_the_last_decision_alone_and_nothing_that_is_not_
 def test_the_price_of_moves_is_that_of_the_last_decision_and_has_nothing_that_is_not_known(
     metrics: Metrics,
 ) -> None:
-    metrics.move_price("decode", PricedMoves(0.12, "assumed", "", 2.0, 0.05, 0.5))
+    metrics.worth.report_price("decode", PricedMoves(0.12, "assumed", "", 2.0, 0.05, 0.5))
     value_of = metrics.registry.get_sample_value
     of = {"deployment": "decode"}
     assert value_of("eplb_move_price", of) == 0.12
     assert value_of("eplb_move_cost_seconds", of) == pytest.approx(2e-3)
     assert value_of("eplb_move_cost_seconds_per_byte", of) == pytest.approx(5e-11)
     assert value_of("eplb_switch_cost_seconds", of) == pytest.approx(5e-4)
-    metrics.move_price("decode", PricedMoves(0.3, "stated", ""))
+    metrics.worth.report_price("decode", PricedMoves(0.3, "stated", ""))
     assert value_of("eplb_move_price", of) == 0.3
     assert value_of("eplb_move_price_info", {**of, "price": "stated"}) == 1
     assert value_of("eplb_move_price_info", {**of, "price": "assumed"}) is None

@@ -90,8 +90,8 @@ async def running_service(
         _check_free(settings.page, "page")
     async with contextlib.AsyncExitStack() as stack:
         metrics = Metrics()
-        metrics.build.labels(__version__).set(1)
-        metrics.leads.set(1)
+        metrics.service.build.labels(__version__).set(1)
+        metrics.service.leads.set(1)
         above = 0 if leadership is None else await leadership.highest_term()
         writer = StoreWriter(await asyncio.to_thread(Store, settings.store, above))
         stack.callback(writer.close)
@@ -111,7 +111,7 @@ async def running_service(
         token = settings.auth_token
         fixed = [shared_token(token.get_secret_value())] if token else []
         in_flight = InFlight(settings.max_in_flight_bytes, settings.max_message_bytes)
-        metrics.in_flight_bytes.set_function(lambda: in_flight.held)
+        metrics.service.in_flight_bytes.set_function(lambda: in_flight.held)
         quotas = Quotas(settings.max_streams, settings.max_streams_per_peer, in_flight)
         gate = Gate(Credentials(fixed, settings.credentials), quotas, metrics, plane.log)
         operators = OperatorService(plane)
@@ -247,7 +247,7 @@ async def _tick(plane: ControlPlane, gate: Gate, metrics: Metrics) -> None:
             _log.exception("tick_failed")
         due = loop.time() + _TICK_SECONDS
         await asyncio.sleep(_TICK_SECONDS)
-        metrics.loop_delay.observe(max(0.0, loop.time() - due))
+        metrics.service.loop_delay.observe(max(0.0, loop.time() - due))
 
 
 async def _shut_down(server: grpc.aio.Server, plane: ControlPlane, probes: Any) -> None:

@@ -50,8 +50,8 @@ async def _won(settings: ServiceSettings, leadership: Leadership, probes: Any) -
 async def _seen(settings: ServiceSettings, probes: Any) -> AsyncIterator[None]:
     """Answer probes and scrapes where the ports are free: on one host they may be the leader's."""
     metrics = Metrics()
-    metrics.build.labels(__version__).set(1)
-    metrics.leads.set(0)
+    metrics.service.build.labels(__version__).set(1)
+    metrics.service.leads.set(0)
     async with contextlib.AsyncExitStack() as stack:
         host, _, port = settings.metrics.rpartition(":")
         try:

@@ -159,7 +159,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         return credential
 
     def _note_refused(self, method: str, host: str, code: grpc.StatusCode, reason: str) -> None:
-        self._metrics.refusals.labels(code.name.lower()).inc()
+        self._metrics.service.refusals.labels(code.name.lower()).inc()
         self._log.warning("call_refused", method=method, peer=host, code=code.name, reason=reason)
 
     async def _served(self, handler: Any, method: str, caller: Caller, requests: Any, context: Any) -> Any:
@@ -192,7 +192,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
             result = "done"
             return answered
         finally:
-            self._metrics.operator_calls.labels(name, result).inc()
+            self._metrics.service.operator_calls.labels(name, result).inc()
             _log.info(
                 "operator_call",
                 call=name,

@@ -137,7 +137,7 @@ class Decider:
         except Exception as error:
             _log.exception("decision_failed", deployment=deployment.name)
             outcome = DecisionOutcome("failed", f"the decision failed: {error}")
-        self._metrics.decisions.labels(deployment.name, outcome.result).inc()
+        self._metrics.plans.decisions.labels(deployment.name, outcome.result).inc()
         deployment.last_decision = outcome.message
         _log.info("decision", deployment=deployment.name, result=outcome.result, message=outcome.message)
         return outcome
@@ -160,7 +160,7 @@ class Decider:
         self._report(deployment.name, solved, outlook, seconds)
         deployment.priced(solved.price)
         if solved.price is not None:
-            self._metrics.move_price(deployment.name, priced_moves(solved.price))
+            self._metrics.worth.report_price(deployment.name, priced_moves(solved.price))
         if prior is not None:
             outcome = await self._offered(deployment, group, live, solved, None)
             return replace(outcome, message=f"{outcome.message}, by the heat of {prior.source}")
@@ -224,21 +224,21 @@ class Decider:
         now = deployment.group
         if found is not None and now is not None and now.forming == group.forming:
             deployment.appraised(found)
-            self._metrics.worth(deployment.name, figures_of(found))
+            self._metrics.worth.report(deployment.name, figures_of(found))
 
     def _report(self, name: str, solved: Plan, outlook: Outlook, seconds: float) -> None:
-        self._metrics.solve_seconds.labels(name).observe(seconds)
+        self._metrics.plans.solve_seconds.labels(name).observe(seconds)
         self._observer.decided(name, solved, seconds)
         for verdict in solved.verdicts:
             if not math.isnan(verdict.noise_floor):
-                self._metrics.noise_floor.labels(name, str(verdict.layer)).set(verdict.noise_floor)
+                self._metrics.balance.noise_floor.labels(name, str(verdict.layer)).set(verdict.noise_floor)
         if not math.isnan(solved.par_seen):
             floor_L = np.array([verdict.noise_floor for verdict in solved.verdicts])
-            self._metrics.deployment_noise_floor.labels(name).set(float(mean_par(floor_L)))
-            self._metrics.deployment_par_seen.labels(name).set(solved.par_seen)
-            self._metrics.deployment_par_planned.labels(name).set(solved.par_planned)
+            self._metrics.balance.deployment_noise_floor.labels(name).set(float(mean_par(floor_L)))
+            self._metrics.balance.deployment_par_seen.labels(name).set(solved.par_seen)
+            self._metrics.balance.deployment_par_planned.labels(name).set(solved.par_planned)
         if outlook.won is not None and outlook.won.known:
-            self._metrics.gain(name, outlook.won.mean, outlook.won.low, outlook.won.high)
+            self._metrics.balance.won(name, outlook.won.mean, outlook.won.low, outlook.won.high)
 
 
 def _won(outlook: Outlook | None) -> str:

@@ -16,27 +16,27 @@ _LOAD_STEPS = 16
 def report(deployment: DeploymentState, metrics: Metrics, observer: Observer) -> None:
     """Set the gauges of ``deployment`` to what is known now; what needs ranks is removed while none is connected."""
     name, connected = deployment.name, deployment.connected
-    metrics.agents_connected.labels(name).set(len(connected))
-    metrics.agents_expected.labels(name).set(deployment.group.shape.ranks if deployment.group else 0)
-    metrics.paused.labels(name).set(deployment.paused)
-    metrics.agents_halted.labels(name).set(sum(bool(member.error) for member in connected))
-    metrics.dropped_steps.labels(name).set(sum(member.dropped_steps for member in connected))
-    metrics.heat_one_in.labels(name).set(deployment.watches.shedding.one_in)
-    metrics.last_decision_age.labels(name).set(deployment.watches.undecided.seconds)
-    metrics.problems.labels(name).set(len(problems(deployment)))
+    metrics.agents.connected.labels(name).set(len(connected))
+    metrics.agents.expected.labels(name).set(deployment.group.shape.ranks if deployment.group else 0)
+    metrics.plans.paused.labels(name).set(deployment.paused)
+    metrics.agents.halted.labels(name).set(sum(bool(member.error) for member in connected))
+    metrics.agents.dropped_steps.labels(name).set(sum(member.dropped_steps for member in connected))
+    metrics.agents.heat_one_in.labels(name).set(deployment.watches.shedding.one_in)
+    metrics.plans.last_decision_age.labels(name).set(deployment.watches.undecided.seconds)
+    metrics.service.problems.labels(name).set(len(problems(deployment)))
     if deployment.heat is not None:
-        metrics.empty_steps.labels(name).set(deployment.heat.empty_steps)
-        metrics.dummy_steps.labels(name).set(deployment.heat.dummy_steps)
+        metrics.agents.empty_steps.labels(name).set(deployment.heat.empty_steps)
+        metrics.agents.dummy_steps.labels(name).set(deployment.heat.dummy_steps)
     if deployment.live is not None:
-        metrics.epoch.labels(name).set(deployment.live.epoch)
+        metrics.plans.epoch.labels(name).set(deployment.live.epoch)
     if not connected:
         metrics.forget_balance(name)
         return
     silent = [observer.silent_seconds(name, member.rank) or 0.0 for member in connected]
-    metrics.silent_seconds.labels(name).set(max(silent))
+    metrics.agents.silent_seconds.labels(name).set(max(silent))
     staging = [member.staging_bytes for member in connected if member.staging_bytes is not None]
     rings = [member.ring_bytes for member in connected if member.ring_bytes is not None]
-    metrics.agent_memory(name, max(staging, default=None), max(rings, default=None))
+    metrics.agents.memory(name, max(staging, default=None), max(rings, default=None))
     if deployment.live is not None:
         _report_balance(deployment, metrics)
 
@@ -44,11 +44,11 @@ def report(deployment: DeploymentState, metrics: Metrics, observer: Observer) ->
 def _report_balance(deployment: DeploymentState, metrics: Metrics) -> None:
     name = deployment.name
     par_L = measured_par(deployment)
-    metrics.layer_pars(name, par_L.tolist(), deployment.planned_par)
+    metrics.balance.layer_pars(name, par_L.tolist(), deployment.planned_par)
     if mean_par(par_L):
-        metrics.deployment_par_realised.labels(name).set(mean_par(par_L))
+        metrics.balance.deployment_par_realised.labels(name).set(mean_par(par_L))
     steps, loads_LR = rank_loads(deployment, _LOAD_STEPS)
     measured_L = loads_LR.any(axis=1) if steps else np.zeros(0, dtype=bool)
     if measured_L.any():
         for rank, load in enumerate(loads_LR[measured_L].mean(axis=0).tolist()):
-            metrics.rank_load.labels(name, str(rank)).set(load)
+            metrics.balance.rank_load.labels(name, str(rank)).set(load)

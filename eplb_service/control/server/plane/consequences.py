@@ -60,9 +60,9 @@ class Consequences:
     def _layer_committed(self, name: str, event: LayerCommitted) -> None:
         self._feed.switched(name, event)
         moves = len(event.update.moves_M5)
-        self._metrics.layers_switched.labels(name).inc()
-        self._metrics.moves.labels(name).inc(moves)
-        self._metrics.moved_bytes.labels(name).inc(event.bytes_moved)
+        self._metrics.plans.layers_switched.labels(name).inc()
+        self._metrics.plans.moves.labels(name).inc(moves)
+        self._metrics.plans.moved_bytes.labels(name).inc(event.bytes_moved)
         self._writer.post(self._writer.store.save_layer, name, event.live, event.update.layer)
         _log.info(
             "layer_committed", deployment=name, layer=event.update.layer, epoch=event.live.epoch, moves=moves
@@ -73,7 +73,7 @@ class Consequences:
         assert plan.outcome is not None
         plan_id = plan.offer.plan_id
         self._streams.withdraw(deployment.name)
-        self._metrics.plans.labels(deployment.name, plan.outcome.value).inc()
+        self._metrics.plans.offered.labels(deployment.name, plan.outcome.value).inc()
         self._writer.post(self._writer.store.end_plan, plan_id, plan.outcome, plan.reason, plan.committed)
         self.remember(deployment)
         _log.info(
@@ -95,7 +95,7 @@ class Consequences:
     def watch_store(self, deployments: Collection[Deployment]) -> None:
         """Say so where the disk does not take what is written, and try again until it does."""
         failures = self._writer.failures
-        self._metrics.store_failures.inc(failures - self._store_failures)
+        self._metrics.service.store_failures.inc(failures - self._store_failures)
         self._store_failures = failures
         failing = self._writer.failing
         for deployment in deployments:

@@ -74,7 +74,7 @@ class ControlPlane:
         )
         self.deployments: dict[str, Deployment] = {}
         self.remembered: dict[str, StoredPlacement] = {}
-        self.log = BoundedLog(metrics.log_lines_left_out.inc)
+        self.log = BoundedLog(metrics.service.log_lines_left_out.inc)
         self._priors = Priors(settings.prior or "", settings.window_steps)
         self._writer = writer
         self._metrics = metrics
@@ -104,7 +104,7 @@ class ControlPlane:
                 deployment.first_layout = await self._writer.run(self._writer.store.first_layout, stored.name)
             except (sqlite3.DatabaseError, ValueError) as error:
                 _log.error("stored_placement_unreadable", deployment=stored.name, reason=str(error))
-        self._metrics.leader_term.set(self.leader_term)
+        self._metrics.service.leader_term.set(self.leader_term)
         _log.info("resumed", leader_term=self.leader_term, deployments=len(self.deployments))
 
     def find(self, name: str) -> Deployment:
@@ -167,8 +167,8 @@ class ControlPlane:
         if self.reporting.is_asked_for(deployment, report):
             self.feed.counted(name, rank, report, message)
         if any(gained):
-            self._metrics.steps_received.labels(name).inc(gained.received)
-            self._metrics.steps_lost.labels(name).inc(gained.lost)
+            self._metrics.agents.steps_received.labels(name).inc(gained.received)
+            self._metrics.agents.steps_lost.labels(name).inc(gained.lost)
         if gained.lost and deployment.heat is not None:
             behind, step = deployment.heat.slowest
             self.log.info(
@@ -189,7 +189,7 @@ class ControlPlane:
         self.observer.heard(deployment.name, rank)
         took = self.observer.took(deployment.name, rank, heartbeat)
         if took is not None:
-            self._metrics.called(deployment.name, *took)
+            self._metrics.agents.called(deployment.name, *took)
         deployment.heartbeat(rank, heartbeat)
         self._consequences.follow(deployment)
 
@@ -197,9 +197,9 @@ class ControlPlane:
         """A rank reports what became of a plan."""
         self.observer.heard(deployment.name, rank)
         if status.state is PlanState.TRANSFERRED:
-            self._metrics.transferred(deployment.name, status.transfer_seconds)
+            self._metrics.plans.transferred(deployment.name, status.transfer_seconds)
         elif status.state is PlanState.COMMITTED:
-            self._metrics.committed(deployment.name, status.commit_seconds)
+            self._metrics.plans.committed(deployment.name, status.commit_seconds)
         deployment.plan_status(rank, status, time.monotonic())
         self._consequences.follow(deployment)
 
@@ -212,9 +212,9 @@ class ControlPlane:
 
     def ticking(self) -> Iterator[None]:
         """What ``tick`` does, a part at a time: with many ranks the whole would hold the event loop for long."""
-        self._metrics.deployments.set(len(self.deployments))
+        self._metrics.service.deployments.set(len(self.deployments))
         self._consequences.watch_store(self.deployments.values())
-        self._metrics.heat_bytes.set(sum(map(self._budget.price, self.deployments.values())))
+        self._metrics.service.heat_bytes.set(sum(map(self._budget.price, self.deployments.values())))
         for deployment in list(self.deployments.values()):
             for part in (self._look_after, self._show):
                 yield
