@@ -209,7 +209,7 @@ async def test_only_so_many_watch_and_only_with_the_token() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.WatchHeat(request).read()
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        service.plane._new("decode")
+        service.plane._known.add("decode")
         metadata = (("authorization", "Bearer secret"),)
         calls = [stub.WatchHeat(request, metadata=metadata) for _ in range(heat_feed.MOST_WATCHERS_OF_A_HOST)]
         feed = service.plane.feed

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import structlog
 
 from eplb_service.control.core.deployment import Deployment
-from eplb_service.control.core.errors import ConflictError, ExhaustedError, UnknownDeploymentError
+from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.membership import rank_list
-from eplb_service.control.core.plan_tracker import Outcome
 from eplb_service.control.server.bounded_log import BoundedLog
-from eplb_service.control.server.deciding.decision_outcome import DECISION_RESULTS
 from eplb_service.control.server.deciding.planning import Decider
 from eplb_service.control.server.deciding.priors import PriorError, Priors
 from eplb_service.control.server.observing.deployment_metrics import report
@@ -24,13 +21,13 @@ from eplb_service.control.server.outgoing.streams import RankStream, Streams
 from eplb_service.control.server.plane.bounds import limits_of, pending_steps
 from eplb_service.control.server.plane.consequences import Consequences
 from eplb_service.control.server.plane.heat_budget import HeatBudget
+from eplb_service.control.server.plane.known_deployments import KnownDeployments
 from eplb_service.control.server.plane.orders import Orders
 from eplb_service.control.server.settings import ServiceSettings
 from eplb_service.control.server.store.store_writer import StoreWriter
 from eplb_service.control.server.store.stored import StoredPlacement
 from eplb_service.io.recording import Recording
 from eplb_service.telemetry.metrics import Metrics
-from eplb_service.wire.fields import check_deployment
 from eplb_service.wire.generated import agent_pb2
 from eplb_service.wire.heat import HeatReport
 from eplb_service.wire.hello import Hello
@@ -54,9 +51,8 @@ class ControlPlane:
     recording
         Where heat goes, if it is recorded.
 
-    ``log`` takes what strangers can cause; ``remembered`` holds what a deployment served when the last service stopped;
-    ``feed`` hands heat on; ``reporting`` says what is reported; ``observer`` keeps what pictures are made of;
-    ``orders`` carries out what operators order.
+    ``log`` takes what strangers can cause; ``feed`` hands heat on; ``reporting`` says what is reported; ``observer``
+    keeps what pictures are made of; ``orders`` carries out what operators order.
     """
 
     def __init__(
@@ -72,16 +68,15 @@ class ControlPlane:
         self.decider = Decider(
             settings.planner(), settings.solve_timeout_seconds, writer, self.streams, metrics, self.observer
         )
-        self.deployments: dict[str, Deployment] = {}
-        self.remembered: dict[str, StoredPlacement] = {}
         self.log = BoundedLog(metrics.service.log_lines_left_out.inc)
         self._priors = Priors(settings.prior or "", settings.window_steps)
         self._writer = writer
         self._metrics = metrics
         self.feed = HeatFeed(recording, pending_steps(settings))
         self.reporting = ReportingPolicy(self.streams, self.feed)
-        self._limits = limits_of(settings)
-        self._budget = HeatBudget(self._limits, settings.max_heat_bytes)
+        limits = limits_of(settings)
+        self._known = KnownDeployments(settings, limits, writer, metrics)
+        self._budget = HeatBudget(limits, settings.max_heat_bytes)
         self._consequences = Consequences(writer, metrics, self.feed, self.streams)
         self.orders = Orders(writer, self.streams, self._consequences)
 
@@ -90,31 +85,25 @@ class ControlPlane:
         """Of this start."""
         return self._writer.store.leader_term
 
+    @property
+    def deployments(self) -> Mapping[str, Deployment]:
+        """All that are known, by name."""
+        return self._known.by_name
+
+    @property
+    def remembered(self) -> Mapping[str, StoredPlacement]:
+        """What deployments served when their last service, or the last of their ranks, stopped."""
+        return self._known.remembered
+
     async def resume(self) -> None:
         """Take up what the store remembers."""
-        for stored in await self._writer.run(self._writer.store.deployments):
-            deployment = self._new(stored.name)
-            deployment.leader_term = max(self.leader_term, stored.leader_term)
-            deployment.paused, deployment.last_decision = stored.paused, stored.last_decision
-            deployment.totals, deployment.known = stored.totals, True
-            try:
-                placement = await self._writer.run(self._writer.store.latest_placement, stored.name)
-                if placement is not None:
-                    self.remembered[stored.name] = placement
-                deployment.first_layout = await self._writer.run(self._writer.store.first_layout, stored.name)
-            except (sqlite3.DatabaseError, ValueError) as error:
-                _log.error("stored_placement_unreadable", deployment=stored.name, reason=str(error))
+        await self._known.resume()
         self._metrics.service.leader_term.set(self.leader_term)
         _log.info("resumed", leader_term=self.leader_term, deployments=len(self.deployments))
 
     def find(self, name: str) -> Deployment:
         """A known deployment; raises ``UnknownDeploymentError``."""
-        check_deployment(name, "deployment")
-        if name not in self.deployments:
-            raise UnknownDeploymentError(
-                f"no deployment {name!r}; `eplb deployments` lists those that are known"
-            )
-        return self.deployments[name]
+        return self._known.find(name)
 
     # Agents
 
@@ -123,7 +112,8 @@ class ControlPlane:
         deployment = self.deployments.get(hello.deployment)
         if deployment is None or deployment.group is None or deployment.group.shape != hello.shape:
             for idle in self._budget.to_rest(hello, self.deployments.values()):
-                self._rest(idle)
+                self._known.rest(idle)
+                self._consequences.follow(idle)
         deployment = deployment or self._make_room_for(hello.deployment)
         group = deployment.group
         if deployment.renews(hello) and self._leave_seat(hello):
@@ -152,9 +142,8 @@ class ControlPlane:
         if not self.streams.remove(deployment.name, rank, stream):
             return
         deployment.leave(rank)
-        if not deployment.connected and self.deployments.get(deployment.name) is deployment:
-            # Deployments are kept in the order in which they were last heard of.
-            self.deployments[deployment.name] = self.deployments.pop(deployment.name)
+        if not deployment.connected:
+            self._known.heard_last(deployment)
         self.log.info("agent_disconnected", deployment=deployment.name, rank=rank)
 
     def heat_report(
@@ -230,7 +219,7 @@ class ControlPlane:
     def _look_after(self, deployment: Deployment) -> None:
         deployment.tick(time.monotonic())
         self._consequences.follow(deployment)
-        if self._expired(deployment):
+        if self._known.has_expired(deployment):
             _log.info("deployment_expired", deployment=deployment.name)
             self.forget(deployment.name)
         else:
@@ -263,43 +252,16 @@ class ControlPlane:
 
     # Which deployments are known
 
-    def _new(self, name: str) -> Deployment:
-        self.deployments[name] = Deployment(name, self._limits, leader_term=self.leader_term)
-        self._metrics.expect(name, DECISION_RESULTS, [outcome.value for outcome in Outcome])
-        return self.deployments[name]
-
     def _make_room_for(self, name: str) -> Deployment:
-        """A new deployment; only names behind which no whole group has ever been make room for it."""
-        if len(self.deployments) >= self.settings.max_deployments:
-            unknown = [one for one in self.deployments.values() if not (one.known or one.paused)]
-            idle = [one for one in unknown if not one.connected or one.attendance.forming_overdue]
-            if not idle:
-                raise ExhaustedError(
-                    f"{len(self.deployments)} deployments are known, the most that max_deployments allows"
-                )
-            self.forget(idle[0].name)
-        return self._new(name)
-
-    def _rest(self, deployment: Deployment) -> None:
-        """Give back the memory of a deployment that nobody is connected to."""
-        if deployment.live is not None:
-            live = deployment.live
-            self.remembered[deployment.name] = StoredPlacement(live.epoch, live.digest, live.placement)
-        deployment.rest()
-        self._consequences.follow(deployment)
+        """A new deployment; raises ``ExhaustedError`` where there are as many as there may be."""
+        other = self._known.in_the_way()
+        if other is not None:
+            self.forget(other)
+        return self._known.add(name)
 
     def _leave_seat(self, hello: Hello) -> bool:
         reason = f"rank {hello.rank} has connected again; the newer stream of its forming is heard"
         return self.streams.replace(hello.deployment, hello.rank, reason)
-
-    def _expired(self, deployment: Deployment) -> bool:
-        """Whether all ranks left so long ago that none is expected back; one that is paused waits for its operator."""
-        departed, limit = deployment.attendance.departed_since, self.settings.forget_after_seconds
-        return (
-            bool(limit)
-            and not (departed is None or deployment.paused)
-            and time.monotonic() - departed > limit
-        )
 
     def forget_departed(self, deployment: Deployment) -> None:
         """Remove a deployment for an operator; raises ``ConflictError`` where ranks would bring it back at once."""
@@ -314,10 +276,8 @@ class ControlPlane:
         """Remove a deployment, and all that is known of it."""
         self.decider.drop(name)
         self.streams.replace_all(name, "the deployment was removed; say Hello again")
-        del self.deployments[name]
-        self.remembered.pop(name, None)
+        self._known.forget(name)
         self._metrics.forget(name)
         self.observer.forget(name)
         self.reporting.forget(name)
-        self._writer.post(self._writer.store.forget, name)
         _log.info("deployment_forgotten", deployment=name)
