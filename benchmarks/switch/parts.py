@@ -1,0 +1,103 @@
+"""The parts of a layer's switch by themselves: installing experts, and moving them from rank to rank."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.switch.ratios import Ratio, by_turns
+from eplb_service.wire.plan import RankLayer
+from worker_agent.moe import ExpertParallelMoE, MoEShape, seeded_experts
+from worker_agent.settings import AgentSettings
+from worker_agent.swap.carrier import ByteBudget
+from worker_agent.swap.group import AgentGroup
+from worker_agent.swap.lane.backend import Backend
+from worker_agent.swap.lane.lanes import Lanes
+from worker_agent.swap.machine import StartTransfer
+from worker_agent.swap.staging import install
+from worker_agent.swap.transfer import TransferLimits, TransferWorker
+
+EXPERTS = 16
+
+
+def commit(hidden: int, intermediate: int, experts: int, rounds: int, device: torch.device) -> Ratio:
+    """Installing experts in place, until the device is done, against one plain copy of as many bytes."""
+    shape = MoEShape(0, EXPERTS, hidden, intermediate)
+    first_RS = np.arange(EXPERTS, dtype=np.int32)[None]
+    layer = ExpertParallelMoE(shape, first_RS, seeded_experts(shape), device=device)
+    staged = [torch.randn_like(weight[:experts]) for weight in layer.expert_weights()]
+    size = sum(buffer.nbytes for buffer in staged)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    slots = list(range(0, EXPERTS, EXPERTS // experts))[:experts]
+    tables = (layer.expert_map.cpu().clone(), layer.log2phy.cpu().clone())
+
+    def installed() -> None:
+        install(layer, staged, slots, *tables)
+        _finish(device)
+
+    def copied() -> None:
+        target.copy_(source)
+        _finish(device)
+
+    for _ in range(3):
+        installed()
+        copied()
+    ones, others = by_turns(installed, copied, rounds)
+    return Ratio.of(f"commit of {experts} experts / memcpy of their {size / 1e6:.0f} MB", ones, others, 1.5)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+
+
+def transfer(
+    hidden: int, intermediate: int, experts: int, rounds: int, device: torch.device
+) -> tuple[Ratio, float]:
+    """Moving experts from rank 0 to rank 1 against the host's link; also megabytes a second.
+
+    Those of a device go by way of the host: what two ranks on one device can do.
+    """
+    group, _ = AgentGroup.join(dist.group.WORLD, "here", "127.0.0.1", None)
+    shape = MoEShape(0, EXPERTS, hidden, intermediate)
+    first_RS = np.arange(EXPERTS, dtype=np.int32)[None]
+    layer = ExpertParallelMoE(shape, first_RS, seeded_experts(shape), device=device)
+    moves_M5 = np.array([(0, slot, 1, slot, slot) for slot in range(experts)], dtype=np.int32)
+    update = RankLayer(
+        0, np.zeros((2, EXPERTS), dtype=np.int32), np.zeros(EXPERTS, np.int32), (0, 0), moves_M5
+    )
+    limits = TransferLimits(timedelta(seconds=60), AgentSettings().chunk_bytes)
+    lanes = Lanes(group, Backend.GLOO, device, limits.timeout)
+    worker = TransferWorker(lanes, limits, ByteBudget(None))
+    link = group.process_group("raw", timedelta(seconds=60))
+    size = experts * sum(weight[0].nbytes for weight in layer.expert_weights())
+    raw = torch.zeros(size, dtype=torch.uint8)
+    generation = 0
+
+    def move() -> None:
+        nonlocal generation
+        generation += 1
+        worker.start(StartTransfer(update, generation, 0), layer)
+        while (result := worker.poll()) is None:
+            time.sleep(0.0005)
+        assert result.error is None, result.error
+        dist.barrier()
+
+    def plain() -> None:
+        if group.rank == 0:
+            link.send([raw], 1, 0).wait()
+        elif group.rank == 1:
+            link.recv([raw], 0, 0).wait()
+        dist.barrier()
+
+    move()
+    plain()
+    ones, others = by_turns(move, plain, rounds)
+    worker.close()
+    name = f"transfer of {experts} experts / one send of their {size / 1e6:.0f} MB"
+    return Ratio.of(name, ones, others, 1.5), size / 1e6 / float(np.median(ones))
