@@ -80,9 +80,7 @@ def loads(
 
 def stepwise_loads(split: StepwiseSplit, heat_E: np.ndarray, ranks: int, slots: int) -> np.ndarray:
     """What the live layer's split gives each rank."""
-    ids_N = np.repeat(np.arange(heat_E.size), heat_E)
-    turn_N = np.arange(ids_N.size) - np.repeat(heat_E.cumsum() - heat_E, heat_E)
-    physical_N = split.physical(*map(torch.from_numpy, (ids_N, turn_N, heat_E))).numpy()
+    physical_N = split.physical(torch.arange(int(heat_E.sum())), torch.from_numpy(heat_E)).numpy()
     return np.bincount(physical_N // slots, minlength=ranks)
 
 

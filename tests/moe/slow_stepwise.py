@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import accumulate
 from math import floor
 
 import torch
 
 from worker_agent.moe.stepwise import StepwiseSplit
-from worker_agent.moe.stepwise_tables import UNITS, ways_to_round
+from worker_agent.moe.stepwise_tables import ways_to_round
 
 
 def product(matrix: torch.Tensor, vector: list[Fraction]) -> list[Fraction]:
@@ -19,34 +20,31 @@ def product(matrix: torch.Tensor, vector: list[Fraction]) -> list[Fraction]:
     ]
 
 
-def ends(split: StepwiseSplit, counts: list[int], rounds: int) -> list[Fraction]:
-    """Where the tokens of each shared slot end."""
-    shared, ranks = split.own_MM.shape[0], split.rank_sums_RM.shape[0]
+def ends(split: StepwiseSplit, counts: list[int], rounds: int) -> list[int]:
+    """Where the tokens of each slot end."""
+    shared = split.round_M2.shape[0]
     known = product(split.from_counts, [Fraction(count) for count in counts])
-    start, tokens, alone = known[:shared], known[shared : 2 * shared], known[2 * shared :]
+    start, known = known[:shared], known[shared:]
     state = [Fraction(round(x)) for x in start]
     for _ in range(rounds):
         moved = product(split.round_M2, [abs(x) for x in state] + state)
         # Python and torch both round halves to even.
         state = [Fraction(round(x + y)) for x, y in zip(moved, start, strict=True)]
-    positive = [max(x, Fraction(0)) for x in state]
-    sums = [x + 1 for x in product(split.own_MM, positive)]
-    flow = [Fraction(floor(x * t / s)) for x, t, s in zip(positive, tokens, sums, strict=True)]
-    left = [t - x for t, x in zip(tokens, product(split.own_MM, flow), strict=True)]
-    flow = [x + y * Fraction(f) for x, y, f in zip(flow, left, split.first_M.tolist(), strict=True)]
-    running = [x + y for x, y in zip(alone, product(split.rank_sums_RM, flow), strict=True)]
-    assert len(running) == ranks
-    ways = [_rounded(split, running, flow, dithers) for dithers in ways_to_round(ranks, shared).tolist()]
+    flow = [max(x, Fraction(0)) for x in state]
+    exact = [x + y for x, y in zip(known, product(split.exact_XM, flow), strict=True)]
+    ranks = len(exact) - shared
+    ways = [_rounded(split, exact, dithers, ranks) for dithers in ways_to_round(ranks, shared).tolist()]
     # The first of those that leave the fewest tokens below zero.
-    best = min(ways, key=sum)
-    return product(split.running_MM, best)
+    later = product(split.later_MM, min(ways, key=sum))
+    totals = list(accumulate(counts))
+    found = [totals[expert] for expert in split.expert_P.tolist()]
+    for place, expert, tokens in zip(split.place_M.tolist(), split.expert_M.tolist(), later, strict=True):
+        found[place] -= min(int(tokens), counts[expert])
+    return found
 
 
-def _rounded(
-    split: StepwiseSplit, running: list[Fraction], flow: list[Fraction], dithers: list[float]
-) -> list[Fraction]:
-    """Whole tokens of each slot where so much is added before rounding down, in units; none below zero."""
-    units = int(UNITS)
-    cut = [x - units * floor((x + int(d)) / units) for x, d in zip(running + flow, dithers, strict=True)]
-    whole = [x - y for x, y in zip(flow, product(split.by_cut_MX, cut), strict=True)]
-    return [max(x / units, Fraction(0)) for x in whole]
+def _rounded(split: StepwiseSplit, exact: list[Fraction], dithers: list[float], ranks: int) -> list[Fraction]:
+    """Whole tokens of each slot where so much is added before rounding down; none below zero."""
+    cut = [floor(x + Fraction(d)) - x for x, d in zip(exact, dithers, strict=True)]
+    whole = [x + y for x, y in zip(exact[ranks:], product(split.by_cut_XM.t(), cut), strict=True)]
+    return [max(x, Fraction(0)) for x in whole]

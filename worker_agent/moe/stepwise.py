@@ -25,8 +25,8 @@ import torch
 from eplb_service.placement import Int32
 from worker_agent.moe.operators import count_ids
 from worker_agent.moe.rank_group import RankGroup
-from worker_agent.moe.stepwise_tables import UNITS, most_shared, split_tables, ways_to_round
-from worker_agent.moe.turns import turns
+from worker_agent.moe.stepwise_tables import most_shared, split_tables, ways_to_round
+from worker_agent.moe.turns import places
 
 ROUNDS = 20
 """Of product and projection; ``docs/stepwise.md`` has how far from the optimum fewer and more end."""
@@ -61,17 +61,19 @@ class StepwiseSplit:
         How often product and projection take turns.
     """
 
-    replicas_EC: torch.Tensor
-    """int32 ``[E, C]``: the physical ids of each expert's replicas in order, the last one repeated."""
+    physical_P1: torch.Tensor
+    """int32: the slots' physical ids by expert; 0 after them, for choices that are not real."""
 
+    expert_P: torch.Tensor
+    expert_M: torch.Tensor
     place_M: torch.Tensor
+    """Which of the P slots each shared one is."""
+
     from_counts: torch.Tensor
     round_M2: torch.Tensor
-    own_MM: torch.Tensor
-    first_M: torch.Tensor
-    rank_sums_RM: torch.Tensor
-    by_cut_MX: torch.Tensor
-    running_MM: torch.Tensor
+    exact_XM: torch.Tensor
+    by_cut_XM: torch.Tensor
+    later_MM: torch.Tensor
 
     def __init__(
         self, phy2log_RS: Int32, experts: int, device: torch.device | str = "cpu", rounds: int = ROUNDS
@@ -79,34 +81,30 @@ class StepwiseSplit:
         ranks, slots = phy2log_RS.shape
         self._experts, self._ranks, self._rounds = experts, ranks, rounds
         self._shared = max(most_shared(experts, ranks, slots), 1)
-        self._columns = min(ranks, ranks * slots - experts + 1)
-        for name, table in split_tables(phy2log_RS, experts, self._shared, self._columns).items():
+        for name, table in split_tables(phy2log_RS, experts, self._shared).items():
             setattr(self, name, torch.from_numpy(table).to(device))
-        # One place more than replicas: padding ends there.
-        places = experts * self._columns + 1
-        self._never_N = torch.full((places,), torch.iinfo(torch.int64).max, dtype=torch.int64, device=device)
-        self._ones_M = torch.ones(self._shared, dtype=torch.float64, device=device)
         self._dither_WX = torch.from_numpy(ways_to_round(ranks, self._shared)).to(device)
 
     def install(self, phy2log_RS: Int32) -> None:
         """Compute what another placement of the same shape determines, and write it in place, between two steps."""
-        tables = split_tables(phy2log_RS, self._experts, self._shared, self._columns)
+        tables = split_tables(phy2log_RS, self._experts, self._shared)
         for name, table in tables.items():
             getattr(self, name).copy_(torch.from_numpy(table))
 
     def ends(self, counts_E: torch.Tensor) -> torch.Tensor:
-        """Where the tokens of each replica end, int64 ``[E, C]``.
+        """Where the tokens of each slot end, int64 ``[P]``, never below the slot before.
 
-        Token ``i`` of an expert, counted over all ranks, goes to the first replica whose end is above ``i``, or else to
-        the last one. ``counts_E`` are the experts' tokens of all ranks, of any integer dtype.
+        Slots are by expert and physical id, and so are tokens counted, those of all ranks together: the ``n``-th is
+        for the first slot whose end is above ``n``. ``counts_E`` are the experts' tokens of all ranks, of any integer
+        dtype.
         """
-        counts_E = counts_E.to(torch.float64)
-        sizes = (self._shared, self._shared, self._ranks)
-        start_M, tokens_M, alone_R = torch.mv(self.from_counts, counts_E).split(sizes)
-        flow_M = self._flow(start_M, tokens_M)
-        ends_M = torch.mv(self.running_MM, self._rounded(flow_M, alone_R))
-        ends_N = self._never_N.index_copy(0, self.place_M, ends_M.to(torch.int64))
-        return ends_N[:-1].view(self._experts, self._columns)
+        known = torch.mv(self.from_counts, counts_E.to(torch.float64))
+        exact_X = torch.addmv(known[self._shared :], self.exact_XM, self._flow(known[: self._shared]))
+        later_M = torch.mv(self.later_MM, self._rounded(exact_X)).to(torch.int64)
+        # Rounded splits need not add up where slots are on a cycle: an expert's first slot has the rest.
+        later_M = torch.minimum(later_M, counts_E.index_select(0, self.expert_M))
+        ends_P = counts_E.cumsum(0).index_select(0, self.expert_P)
+        return ends_P.index_add_(0, self.place_M, later_M, alpha=-1)
 
     def split(self, ids_TK: torch.Tensor, group: RankGroup | None) -> torch.Tensor:
         """The physical expert of each of this rank's choices, int32 ``[T, K]``; anything for those that are -1.
@@ -117,34 +115,31 @@ class StepwiseSplit:
         ids_N = ids_TK.reshape(-1)
         # Choices that are not real are counted as an expert behind the others.
         bucket_N = ids_N.long() % (self._experts + 1)
-        own_E1 = count_ids(bucket_N, self._experts + 1)
-        turn_N = turns(bucket_N, own_E1)
-        counts_E = own_E1[:-1]
+        counts_E = count_ids(bucket_N, self._experts + 1)[:-1]
+        place_N = places(bucket_N)
         if group is not None:
-            counts_RE = group.all_gather(counts_E.to(torch.int32).unsqueeze(0)).long()
+            own_E = counts_E
+            counts_RE = group.all_gather(own_E.to(torch.int32).unsqueeze(0)).long()
             counts_E, before_E = counts_RE.sum(dim=0), counts_RE[: group.rank].sum(dim=0)
-            turn_N = turn_N + before_E.index_select(0, ids_N.clamp(min=0))
-        return self.physical(ids_N.clamp(min=0), turn_N, counts_E).view_as(ids_TK)
+            others_E = (counts_E - own_E).cumsum(0) - (counts_E - own_E) + before_E
+            place_N = place_N + others_E.index_select(0, ids_N.clamp(min=0))
+        return self.physical(place_N, counts_E).view_as(ids_TK)
 
-    def physical(self, ids_N: torch.Tensor, turn_N: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    def physical(self, place_N: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """The physical expert of each choice, int32 ``[N]``.
 
         Parameters
         ----------
-        ids_N
-            int ``[N]``, logical experts.
-        turn_N
-            int64 ``[N]``, which of its expert's tokens each is, counted from 0 over all ranks.
+        place_N
+            int64 ``[N]``, which of all ranks' choices each is, counted expert by expert.
         counts_E
             As for ``ends``.
         """
-        ends_NC = self.ends(counts_E).index_select(0, ids_N)
-        column_N = (turn_N.unsqueeze(1) >= ends_NC).sum(dim=1).clamp_(max=self._columns - 1)
-        place_N = column_N.add_(ids_N, alpha=self._columns)
-        return self.replicas_EC.view(-1).index_select(0, place_N)
+        slot_N = torch.searchsorted(self.ends(counts_E), place_N, right=True)
+        return self.physical_P1.index_select(0, slot_N)
 
-    def _flow(self, start_M: torch.Tensor, tokens_M: torch.Tensor) -> torch.Tensor:
-        """Tokens of each shared slot in 64ths, those of an expert adding up to its tokens exactly."""
+    def _flow(self, start_M: torch.Tensor) -> torch.Tensor:
+        """Tokens of each shared slot in 64ths, close to the best; those of an expert need not quite add up."""
         shared = self._shared
         state = start_M.new_empty(2 * shared)
         size_M, here_M = state[:shared], state[shared:]
@@ -155,25 +150,17 @@ class StepwiseSplit:
             torch.addmv(start_M, self.round_M2, state, out=next_M)
             torch.round(next_M, out=here_M)
             torch.abs(here_M, out=size_M)
-        flow_M = torch.relu(here_M)
-        # A 64th more, so that there is no division by zero.
-        sum_M = torch.addmv(self._ones_M, self.own_MM, flow_M)
-        flow_M.mul_(tokens_M).div_(sum_M).floor_()
-        # What has been cut off goes to each expert's first replica.
-        left_M = torch.addmv(tokens_M, self.own_MM, flow_M, alpha=-1)
-        return flow_M.addcmul_(left_M, self.first_M)
+        return torch.relu(here_M)
 
-    def _rounded(self, flow_M: torch.Tensor, alone_R: torch.Tensor) -> torch.Tensor:
-        """The same in whole tokens, which may miss an expert's by a few where its slots are on a cycle.
+    def _rounded(self, exact_X: torch.Tensor) -> torch.Tensor:
+        """A split of 64ths in whole tokens, float64 ``[M]``, which may miss an expert's by a few.
 
         The ranks' running sums along the forest are rounded, and what each of its slots must carry follows; slots
         beside the forest are rounded by themselves. Each way does so by other dithers, and that wins which leaves the
         fewest tokens of a slot below zero.
         """
-        exact_X = torch.cat((torch.addmv(alone_R, self.rank_sums_RM, flow_M), flow_M))
-        rest_M = torch.addmv(flow_M, self.by_cut_MX, exact_X, beta=1 / UNITS, alpha=-1 / UNITS)
-        whole_WX = torch.add(self._dither_WX, exact_X).mul_(1 / UNITS).floor_()
-        way_WM = torch.addmm(rest_M, whole_WX, self.by_cut_MX.t()).relu_()
+        cut_WX = torch.add(self._dither_WX, exact_X).floor_().sub_(exact_X)
+        way_WM = torch.addmm(exact_X[self._ranks :], cut_WX, self.by_cut_XM).relu_()
         # All ways have the same sum, but for what was below zero.
         best_1 = way_WM.sum(dim=1).argmin(dim=0, keepdim=True)
         return way_WM.index_select(0, best_1).view(-1)

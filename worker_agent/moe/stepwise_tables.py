@@ -1,8 +1,8 @@
 """What a placement determines of the stepwise split: matrices of its rounds, and the forest it is rounded along.
 
 Dimensions in names: M slots of experts that have several replicas (*shared* slots), padded to a number that only the
-placement's shape determines; R ranks, E logical experts, C columns of the table of replicas, X ranks and shared slots,
-W ways to round.
+placement's shape determines; P all slots, by expert and physical id; R ranks, E logical experts, X ranks and shared
+slots, W ways to round.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.placement import Int32
-from worker_agent.moe.maps import replica_table
+from eplb_service.placement import Int32, check_layer
 
 Float64: TypeAlias = npt.NDArray[np.float64]
 
@@ -43,93 +42,94 @@ class SharedSlots:
     rank_M: list[int]
     column_M: list[int]
     """Which of its expert's replicas each is."""
+    physical_M: list[int]
+
+    @property
+    def same_MM(self) -> Float64:
+        """1 where two are of one expert."""
+        return np.equal.outer(self.expert_M, self.expert_M).astype(np.float64)
 
     @classmethod
     def of(cls, phy2log_RS: Int32) -> SharedSlots:
         """Those of a placement ``[R, S]``."""
         slots = phy2log_RS.shape[1]
-        ranks_of: dict[int, list[int]] = {}
+        replicas_of: dict[int, list[int]] = {}
         for physical, expert in enumerate(phy2log_RS.ravel().tolist()):
-            ranks_of.setdefault(expert, []).append(physical // slots)
+            replicas_of.setdefault(expert, []).append(physical)
         found = [
-            (expert, rank, column)
-            for expert, ranks in sorted(ranks_of.items())
-            if len(ranks) > 1
-            for column, rank in enumerate(ranks)
+            (expert, physical // slots, column, physical)
+            for expert, replicas in sorted(replicas_of.items())
+            if len(replicas) > 1
+            for column, physical in enumerate(replicas)
         ]
-        return cls([e for e, _, _ in found], [r for _, r, _ in found], [c for _, _, c in found])
+        return cls(*([row[field] for row in found] for field in range(4)))
 
 
-def split_tables(
-    phy2log_RS: Int32, experts: int, shared: int, columns: int
-) -> dict[str, npt.NDArray[np.generic]]:
-    """Every buffer of ``StepwiseSplit`` by name, for a placement int32 ``[R, S]``; ``shared`` is M, ``columns`` C."""
-    slots = SharedSlots.of(phy2log_RS)
-    used, ranks = len(slots.rank_M), phy2log_RS.shape[0]
-    forest = Forest.of(slots, ranks)
-    table = replica_table(phy2log_RS, experts, columns)
-    last_E = table.counts_E - 1
-    column_EC = np.minimum(np.arange(columns)[None], last_E[:, None])
-    own_MM = np.zeros((shared, shared))
-    own_MM[:used, :used] = np.equal.outer(slots.expert_M, slots.expert_M)
-    column_M = np.full(shared, -1)
-    column_M[:used] = slots.column_M
-    place_M = np.full(shared, experts * columns)
-    place_M[:used] = np.array(slots.expert_M, dtype=np.int64) * columns + slots.column_M
-    start_ME, round_MM = _rounds(slots, phy2log_RS, experts)
-    tokens_ME = np.zeros((used, experts))
-    tokens_ME[np.arange(used), slots.expert_M] = 1.0
-    # Loads of the ranks by experts that they hold alone, and by shared slots, summed up in the forest's order.
-    alone_RE = np.zeros((ranks, experts))
-    on_rank_RM = np.zeros((ranks, used))
-    on_rank_RM[slots.rank_M, np.arange(used)] = 1.0
-    np.add.at(alone_RE, (np.arange(ranks)[:, None], phy2log_RS), (table.counts_E == 1)[phy2log_RS])
+def split_tables(phy2log_RS: Int32, experts: int, shared: int) -> dict[str, npt.NDArray[np.generic]]:
+    """Every buffer of ``StepwiseSplit`` by name, for a placement int32 ``[R, S]``; ``shared`` is M.
+
+    Raises ``PlacementError`` where the placement is not valid.
+    """
+    check_layer(phy2log_RS, experts)
+    slots, ranks = SharedSlots.of(phy2log_RS), phy2log_RS.shape[0]
+    used, forest = len(slots.rank_M), Forest.of(slots, ranks)
+    alone_RE, on_rank_RM = _of_ranks(slots, phy2log_RS, experts)
+    start_ME, round_MM = _rounds(slots, alone_RE, on_rank_RM)
+    known_XE, exact_XM = _exact(slots, alone_RE[forest.order_R], on_rank_RM[forest.order_R])
     from_counts = np.zeros((2 * shared + ranks, experts))
     from_counts[:used] = _fine(_RELAXATION * UNITS * start_ME)
-    from_counts[shared : shared + used] = UNITS * tokens_ME
-    from_counts[2 * shared :] = UNITS * alone_RE[forest.order_R].cumsum(axis=0)
+    from_counts[shared : shared + ranks + used] = known_XE
+    by_cut_MX = np.hstack(
+        [_padded(forest.by_rank_MR, shared, ranks), _padded(forest.by_slot_MM, shared, shared)]
+    )
+    physical_P = np.argsort(phy2log_RS, axis=None, kind="stable")
+    place_M = np.argsort(physical_P)[slots.physical_M]
     return {
-        "replicas_EC": np.take_along_axis(table.log2phys_EC, column_EC, axis=1),
-        "place_M": place_M,
+        "physical_P1": np.append(physical_P, 0).astype(np.int32),
+        "expert_P": phy2log_RS.ravel()[physical_P].astype(np.int64),
+        "expert_M": np.pad(np.array(slots.expert_M, dtype=np.int64), (0, shared - used)),
+        "place_M": np.pad(place_M, (0, shared - used)),
         "from_counts": from_counts,
         "round_M2": _relaxed(round_MM, shared),
-        "own_MM": own_MM,
-        "first_M": (column_M == 0).astype(np.float64),
-        "rank_sums_RM": _padded(on_rank_RM[forest.order_R].cumsum(axis=0), ranks, shared),
-        "by_cut_MX": np.hstack(
-            [_padded(forest.by_rank_MR, shared, ranks), _padded(forest.by_slot_MM, shared, shared)]
-        ),
-        "running_MM": own_MM * np.less_equal.outer(column_M, column_M).T,
+        "exact_XM": _padded(exact_XM / UNITS, ranks + shared, shared),
+        "by_cut_XM": np.ascontiguousarray(by_cut_MX.T),
+        "later_MM": _padded(slots.same_MM * np.less.outer(slots.column_M, slots.column_M), shared, shared),
     }
 
 
 def ways_to_round(ranks: int, shared: int) -> Float64:
-    """What is added before rounding down, in ``UNITS``, ``[W, X]``.
+    """What is added before rounding down, in tokens, ``[W, X]``.
 
     The first way rounds to the nearest. In the others all running sums have one dither, and each slot one of its own:
-    by whole numbers, so that they are the same everywhere.
+    in whole numbers of ``UNITS``, so that they are the same everywhere.
     """
     way_W1, slot_M = np.arange(WAYS)[:, None], np.arange(shared)
     units = int(UNITS)
     by_sum_W1 = (units // 2 + way_W1 * 3 * units // 8) % units
     # Fibonacci hashing: far from any pattern of ways or slots.
     by_slot_WM = (way_W1 * (2 * slot_M + 1) * 40503 + 32768) % 65536 * units // 65536
-    return np.hstack([np.repeat(by_sum_W1, ranks, axis=1), by_slot_WM]).astype(np.float64)
+    return np.hstack([np.repeat(by_sum_W1, ranks, axis=1), by_slot_WM]) / UNITS
 
 
-def _rounds(slots: SharedSlots, phy2log_RS: Int32, experts: int) -> tuple[Float64, Float64]:
-    """The split without bounds: start ``[M, E]`` of the counts, plus ``[M, M]`` of what the projection asks for.
-
-    Least squared rank loads and ``_PENALTY`` times the squared distance from the projection, where each expert's slots
-    add up to its tokens: linear equations (Karush, Kuhn, Tucker) with one matrix for all counts.
-    """
+def _of_ranks(slots: SharedSlots, phy2log_RS: Int32, experts: int) -> tuple[Float64, Float64]:
+    """Which experts each rank holds alone, ``[R, E]``, and which shared slots it has, ``[R, M]``."""
     used, ranks = len(slots.rank_M), phy2log_RS.shape[0]
-    held, expert_M = np.unique(np.array(slots.expert_M, dtype=np.int64), return_inverse=True)
     count_E = np.bincount(phy2log_RS.ravel(), minlength=experts)
     alone_RE = np.zeros((ranks, experts))
     np.add.at(alone_RE, (np.arange(ranks)[:, None], phy2log_RS), (count_E == 1)[phy2log_RS])
     on_rank_RM = np.zeros((ranks, used))
     on_rank_RM[slots.rank_M, np.arange(used)] = 1.0
+    return alone_RE, on_rank_RM
+
+
+def _rounds(slots: SharedSlots, alone_RE: Float64, on_rank_RM: Float64) -> tuple[Float64, Float64]:
+    """The split without bounds: start ``[M, E]`` of the counts, plus ``[M, M]`` of what the projection asks for.
+
+    Least squared rank loads and ``_PENALTY`` times the squared distance from the projection, where each expert's slots
+    add up to its tokens: linear equations (Karush, Kuhn, Tucker) with one matrix for all counts.
+    """
+    used, experts = len(slots.rank_M), alone_RE.shape[1]
+    held, expert_M = np.unique(np.array(slots.expert_M, dtype=np.int64), return_inverse=True)
     adds_up_HM = np.zeros((held.size, used))
     adds_up_HM[expert_M, np.arange(used)] = 1.0
     system = np.zeros((used + held.size, used + held.size))
@@ -141,6 +141,23 @@ def _rounds(slots: SharedSlots, phy2log_RS: Int32, experts: int) -> tuple[Float6
     held_HE[np.arange(held.size), held] = 1.0
     start_ME: Float64 = solved[:used, used:] @ held_HE - solved[:used, :used] @ on_rank_RM.T @ alone_RE
     return start_ME, _PENALTY * solved[:used, :used]
+
+
+def _exact(slots: SharedSlots, alone_RE: Float64, on_rank_RM: Float64) -> tuple[Float64, Float64]:
+    """From counts, ``[X, E]``, and from a split that need not add up, ``[X, M]``: one that does, as it is rounded.
+
+    Ranks, in the forest's order, have the running sums of their loads; slots their tokens. What an expert's slots lack
+    the first one is given.
+    """
+    used = len(slots.rank_M)
+    first_M = np.equal(slots.column_M, 0).astype(np.float64)
+    tokens_ME = np.zeros((used, alone_RE.shape[1]))
+    tokens_ME[np.arange(used), slots.expert_M] = first_M
+    adds_up_MM = np.eye(used) - first_M[:, None] * slots.same_MM
+    sums_RM = on_rank_RM.cumsum(axis=0)
+    known_XE: Float64 = np.vstack([alone_RE.cumsum(axis=0) + sums_RM @ tokens_ME, tokens_ME])
+    exact_XM: Float64 = np.vstack([sums_RM @ adds_up_MM, adds_up_MM])
+    return known_XE, exact_XM
 
 
 def _relaxed(round_MM: Float64, shared: int) -> Float64:
