@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,10 +109,13 @@ def test_archives_are_known_by_their_digests(tmp_path: Path, monkeypatch: pytest
     assert all(len(known.sha256) == 64 for known, _ in PEERS.values())
 
 
+HEAT_TLE = synthetic_heat("static", 60, 2, 16, tokens=512, top_k=2, seed=1)
+
+
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.npz"
-    np.savez(path, heat=synthetic_heat("static", 60, 2, 16, tokens=512, top_k=2, seed=1))
+    np.savez(path, heat=HEAT_TLE)
     return path
 
 
@@ -138,6 +142,27 @@ def test_our_own_policies_on_a_trace(trace: Path, capsys: pytest.CaptureFixture[
     assert (reported["decisions"], reported["slots"], reported["failures"]) == (2, 5, [])
     assert flashlb["source"] == "eplb-service"
     assert min(flashlb["cpu_ms_mean"], flashlb["solve_ms_mean"]) > 0
+
+
+def test_openevolve_s_file_is_compared_on_the_loads_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``expert-load.json``: one entry per step, with more keys than the load."""
+    entries = [
+        {"step": step, "timestamp": 0.5 * step, "logical_expert_load": heat_LE.tolist()}
+        for step, heat_LE in enumerate(HEAT_TLE)
+    ]
+    path = tmp_path / "expert-load.json"
+    path.write_text(json.dumps({"load_history": entries, "model": "any"}))
+    arguments = ["--ranks", "4", "--redundant", "4", "--window", "20", "--peers", "none", "--json"]
+    assert main.run(["bench", "--heat", str(path), *arguments]) == 0
+    reported = held("bench", capsys.readouterr().out)
+    assert [reported[name] for name in ("layers", "experts", "decisions")] == [2, 16, 2]
+    tables = Placement.linear(2, 16, 4, 5).default_log2phy()
+    served = [float(mean_par(realised_par(HEAT_TLE[at : at + 20], 5, tables))) for at in (20, 40)]
+    alone, flashlb, _ = reported["policies"].values()
+    assert alone["par_realised_per_window"] == pytest.approx(served)
+    assert flashlb["par_realised"] < alone["par_realised"]
 
 
 def test_a_peer_that_is_not_there_is_said_and_the_others_are_compared(
