@@ -53,6 +53,7 @@ COMMANDS = {
         _OFFLINE,
         "Compute a placement from recorded heat.",
         (
+            "eplb solve --heat heat.zarr --ranks 8 --redundant 16",
             "eplb solve --heat heat.zarr --ranks 8 --redundant 16 --out placement.npz",
             "eplb solve --heat heat.npz --ranks 8 --slots 9 --out map.json --format sglang",
         ),

@@ -13,6 +13,7 @@ import typer
 from rich.table import Table
 
 from eplb_service.atomic_write import check_output
+from eplb_service.cli.errors import UserError
 from eplb_service.cli.offline.split_worth import SplitWorth
 from eplb_service.cli.offline.warmup import compile_progress
 from eplb_service.cli.options.groups import option_groups
@@ -44,15 +45,30 @@ class OutputOptions:
 
     SECTION: ClassVar = "Results"
 
-    out: Annotated[Path, typer.Option(help="File to write: .npz (with tables), .json, .yaml or .jsonl.")]
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="File to write: .npz (with tables), .json, .yaml or .jsonl; without it nothing is written."
+        ),
+    ] = None
     format: FormatOption = None
     first_layer: FirstLayerOption = None
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False
 
     def check(self) -> None:
-        """Raise ``OutputError`` or ``PlacementError`` where nothing could be written; before long work begins."""
+        """Raise ``UserError``, ``OutputError`` or ``PlacementError`` where it could not be written; at once."""
+        if self.out is None:
+            if self.format is not None or self.first_layer is not None:
+                raise UserError("--format and --first-layer say how a file is written; give it with --out")
+            return
         check_output(self.out, SUFFIXES)
         placement_format(self.out, self.format)
+
+    def write(self, solution: Solution, trace: Trace) -> None:
+        """Write the placement and its tables, where a file is asked for."""
+        if self.out is not None:
+            solved = Placement(solution.phy2log, trace.experts)
+            write_placement(self.out, solved, solution.log2phy, self.format, self.layer_numbers(trace))
 
     def layer_numbers(self, trace: Trace) -> Sequence[int]:
         """The model's own numbers of the layers: those from ``--first-layer`` on, or as recorded."""
@@ -105,7 +121,7 @@ def solve(
         solution = solved_for(settings)
         milliseconds = (time.perf_counter() - began) * 1e3
         solved = Placement(solution.phy2log, trace.experts)
-        write_placement(output.out, solved, solution.log2phy, output.format, output.layer_numbers(trace))
+        output.write(solution, trace)
         own_RLE = first_tables(solved, settings.split, settings.deal_width)
         fixed = split_steps(heat_TLE, solved, own_RLE, source_RLE, settings.split)
         if settings.split == TABLES:
@@ -158,7 +174,7 @@ class _Found:
     split_worth: SplitWorth | None = None
 
 
-def _print(found: _Found, out: Path) -> None:
+def _print(found: _Found, out: Path | None) -> None:
     solution, even = found.solution, found.even
     layers, ranks, slots = solution.phy2log.shape
     console = output_console()
@@ -182,11 +198,12 @@ def _print(found: _Found, out: Path) -> None:
             "For a host that itself spreads an expert's tokens evenly over its replicas (vLLM), --split even reaches "
             f"PAR {even.par_after:.3f}, hottest rank {even.hottest_after_L.mean():,.2f}."
         )
-    if out.suffix != ".npz":
+    if out is not None and out.suffix != ".npz":
         console.print(
             f"{out.suffix[1:].upper()} holds no tables; with its host's own, PAR is {found.par_fixed_tables:.3f}."
         )
-    console.print(f"Solved in {found.milliseconds:.0f} ms; written to {out}.")
+    written = "nothing is written without --out" if out is None else f"written to {out}"
+    console.print(f"Solved in {found.milliseconds:.0f} ms; {written}.")
 
 
 def _table(solution: Solution) -> Table:

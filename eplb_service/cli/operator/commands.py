@@ -8,19 +8,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from eplb_service.atomic_write import check_output
 from eplb_service.cli.operator.client import Connection, Json, Name
-from eplb_service.cli.operator.status_text import (
-    agent_memory_text,
-    move_price_text,
-    par_text,
-    price_text,
-    size_text,
-    state_text,
-    worth_text,
+from eplb_service.cli.operator.status_tables import (
+    agent_table,
+    layer_table,
+    placement_table,
+    summary_table,
 )
+from eplb_service.cli.operator.status_text import par_text, size_text, state_text
 from eplb_service.cli.options.groups import option_groups
 from eplb_service.cli.options.layout import FirstLayerOption, FormatOption
 from eplb_service.cli.output.json_out import print_json
@@ -68,28 +65,10 @@ def status(
         print_json(as_document(answer))
         return
     console = Console()
-    console.print(_summary(answer))
+    console.print(summary_table(answer))
     for problem in answer.status.problems:
         console.print(f"[red]problem:[/] {escape(problem)}", highlight=False)
-    layer_table = compact_table("layer", "PAR", "planned", "epoch")
-    for layer in answer.layers:
-        layer_table.add_row(
-            str(layer.layer), par_text(layer.par), par_text(layer.planned_par), str(layer.epoch)
-        )
-    agent_table = Table("rank", "node", "agent", "connected", "step", "epoch", "dropped", "error")
-    for agent in answer.agents:
-        connected = "yes" if agent.connected else "[red]no[/]"
-        agent_table.add_row(
-            str(agent.rank),
-            escape(agent.node),
-            escape(agent.agent_version),
-            connected,
-            str(agent.step),
-            str(agent.epoch),
-            str(agent.dropped_steps),
-            escape(agent.error),
-        )
-    console.print(layer_table, agent_table)
+    console.print(layer_table(answer.layers), agent_table(answer.agents))
 
 
 @option_groups
@@ -120,7 +99,7 @@ def placement(
     elif json:
         print_json({"epoch": answer.epoch, "phy2log": found.phy2log_LRS, "log2phy": tables_RLE})
     else:
-        _print_placement(answer.epoch, found)
+        Console().print(placement_table(answer.epoch, found))
 
 
 @option_groups
@@ -189,39 +168,3 @@ def _report_paused(deployment: str, paused: bool, json: bool) -> None:
         print_json({"deployment": deployment, "paused": paused})
     else:
         typer.echo(f"eplb: planning for {deployment} {'is paused' if paused else 'continues'}")
-
-
-def _print_placement(epoch: int, placement: Placement) -> None:
-    table = Table("layer", *(f"rank {rank}" for rank in range(placement.ranks)), title=f"epoch {epoch}")
-    for layer, row_RS in enumerate(placement.phy2log_LRS):
-        table.add_row(str(layer), *(" ".join(map(str, slots_S)) for slots_S in row_RS))
-    Console().print(table)
-
-
-def _summary(answer: operator_pb2.GetStatusResponse) -> Table:
-    status = answer.status
-    table = Table(show_header=False, title=status.deployment)
-    rows = {
-        "shape": _shape(status),
-        "agents": f"{status.agents_connected} of {status.ranks} connected",
-        "placement": f"epoch {status.epoch}, digest {status.digest:#018x}",
-        "PAR": f"{par_text(status.par)} over {status.window_steps} steps",
-        "steps": f"{status.steps_received} received, {status.steps_lost} lost",
-        "switched": f"{status.layers_switched} layers, {status.experts_moved} experts, {size_text(status.bytes_moved)}",
-        "last decision": escape(status.last_decision) or "none yet",
-        "state": state_text(status),
-    }
-    if status.HasField("worth"):
-        rows["worth"] = worth_text(status.worth)
-        rows["price of time"] = escape(price_text(status.worth))
-    if status.HasField("move_price"):
-        rows["price of moves"] = escape(move_price_text(status.move_price))
-    if memory := agent_memory_text(answer.agents):
-        rows["memory of agents"] = memory
-    for name, text in rows.items():
-        table.add_row(name, text)
-    return table
-
-
-def _shape(status: operator_pb2.DeploymentStatus) -> str:
-    return f"{status.layers} layers x {status.experts} experts on {status.ranks} ranks x {status.slots} slots"

@@ -55,7 +55,7 @@ def render(picture: Picture, width: int, height: int | None) -> RenderableType:
     if picture.whole is None or picture.balance is None:
         return Text("no deployments yet: no agent has connected")
     status, balance = picture.whole.status, picture.balance
-    priced = _worth_and_price(status)
+    priced = _worth_and_price(status, cut=height is not None)
     beside = _LINES_BESIDE_MAP + len(status.problems) + len(priced)
     rows = None if height is None else max(_FEWEST_MAP_ROWS, height - beside)
     parts: list[RenderableType] = []
@@ -92,15 +92,15 @@ def _headline(status: operator_pb2.DeploymentStatus) -> Text:
     )
 
 
-def _worth_and_price(status: operator_pb2.DeploymentStatus) -> list[Text]:
-    """What balancing is worth and what moves cost, a line each where it is known, cut off where it is too long."""
+def _worth_and_price(status: operator_pb2.DeploymentStatus, cut: bool) -> list[Text]:
+    """What balancing is worth and what moves cost where it is known: a line each if ``cut``, whole if not."""
     known = []
     if status.HasField("worth"):
         known.append(f"worth: {worth_text(status.worth)}")
     if status.HasField("move_price"):
         known.append(f"price of moves, {escape(move_price_text(status.move_price))}")
     lines = [Text.from_markup(line) for line in known]
-    for line in lines:
+    for line in lines if cut else ():
         line.no_wrap, line.overflow = True, "ellipsis"
     return lines
 

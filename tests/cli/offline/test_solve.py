@@ -71,6 +71,21 @@ def test_table_names_the_result_and_the_file(tmp_path, trace, capsys):
     assert read_placement(out, EXPERTS, RANKS).slots == SLOTS
 
 
+def test_without_a_file_the_gain_is_shown_and_nothing_written(tmp_path, trace, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    code, printed, _ = solve(capsys, "--heat", trace, "--ranks", RANKS, "--slots", SLOTS)
+    assert code == 0
+    assert "PAR before" in printed
+    assert printed.endswith("nothing is written without --out.\n")
+    assert sorted(tmp_path.iterdir()) == before
+    code, printed, err = solve(
+        capsys, "--heat", trace, "--ranks", RANKS, "--slots", SLOTS, "--format", "sglang"
+    )
+    assert (code, printed) == (2, "")
+    assert "--format and --first-layer say how a file is written; give it with --out" in err
+
+
 def test_the_known_example_is_solved_for_tables_and_for_an_even_split(tmp_path, capsys):
     heat = tmp_path / "heat.npz"
     np.savez(heat, heat=KNOWN_EXAMPLE[None, None, :])

@@ -50,12 +50,13 @@ def test_every_layer_has_its_line_where_there_is_room() -> None:
     assert "rank 5: 96 steps dropped" in text
 
 
-def test_worth_and_the_price_of_moves_have_a_line_each_that_is_cut_off() -> None:
-    lines = drawn(picture(8, 4), 80)
+def test_worth_and_the_price_of_moves_have_a_line_each_that_is_cut_off_on_a_screen() -> None:
+    lines = drawn(picture(8, 4), 80, 24)
     (worth,) = (line for line in lines if line.startswith("worth:"))
     (price,) = (line for line in lines if line.startswith("price of moves,"))
     assert worth.startswith("worth: helps: +0.412 ms per step (95 %: +0.380 to +0.444)")
     assert price.endswith("…")
+    assert "…" not in "".join(drawn(picture(8, 4), 80)), "what is printed once has room"
     whole = next(line for line in drawn(picture(8, 4), 300) if line.startswith("price of moves,"))
     assert (
         "partly measured: a ratio must fall by 12.60% for every slot to move; 0.35 ms of steps per" in whole
