@@ -224,7 +224,8 @@ class PlannerSettings:
                 raise SettingsError(f"{name} and expert_groups do not go together; leave one of them out")
         if self.fitted_curve and self.split == STEP:
             raise SettingsError(
-                "fitted_curve and split step do not go together: slots' tokens are not known; leave one of them out"
+                "fitted_curve and split step do not go together: ranks whose tokens are even in every step do not show "
+                "what uneven ones would cost; measure a curve (eplb calibrate) and give it as cost_curve"
             )
         if not self.half_lives or not all(half_life > 0 for half_life in self.half_lives):
             raise SettingsError(

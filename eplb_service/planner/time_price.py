@@ -115,7 +115,11 @@ def _layer_ms(settings: PlannerSettings, layers: int, times: StepTimes) -> tuple
 def _fitted(settings: PlannerSettings, window: Window, serving: Serving, times: StepTimes) -> OnlineFit | str:
     """A curve that the steps' own times speak for, or why there is none."""
     if settings.split == STEP:
-        return "with split step, slots' tokens are not known"
+        # Slots' tokens could be reckoned; but the slowest rank's are the mean rank's, and two terms are one.
+        return (
+            "with split step ranks have even tokens in every step, so their times do not show what uneven ones cost; "
+            "eplb calibrate measures it"
+        )
     served_T = np.flatnonzero(times.served_T)[-_MOST_STEPS:]
     if not served_T.size:
         return "no step time is known of what serves now"
