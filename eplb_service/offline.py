@@ -13,7 +13,7 @@ from eplb_service.heat.window import HeatError, Window, checked_heat
 from eplb_service.placement import Float64, Int32, Placement, PlacementError, apply_layers, mean_par
 from eplb_service.planner.dealing import first_tables
 from eplb_service.planner.decide import plan, plan_afresh
-from eplb_service.planner.plan import LayerVerdict
+from eplb_service.planner.plan import LayerVerdict, Plan
 from eplb_service.planner.scoring import split_steps
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
@@ -134,17 +134,20 @@ def solve(
         deployed_RLE = first_tables(deployed, settings.split, settings.deal_width)
         decided = plan_afresh(window, deployed, topology, settings)
     else:
-        deployed = Placement(np.asarray(placement), experts)
-        if (deployed.ranks, deployed.slots) != (ranks, slots):
-            raise PlacementError(
-                f"the placement has {deployed.ranks} ranks x {deployed.slots} slots, asked for {ranks} x {slots}"
-            )
+        deployed = _checked_placement(placement, experts, ranks, slots)
         deployed_RLE = (
             first_tables(deployed, settings.split, settings.deal_width)
             if log2phy is None
             else _checked_tables(log2phy)
         )
         decided = plan(window, deployed, deployed_RLE, topology, settings)
+    return _solution(window, deployed, deployed_RLE, decided, settings)
+
+
+def _solution(
+    window: Window, deployed: Placement, deployed_RLE: Int32, decided: Plan, settings: PlannerSettings
+) -> Solution:
+    """The plan carried out, and both placements scored on the window."""
     after, after_RLE = apply_layers(deployed, deployed_RLE, decided.changes())
 
     def scored(placement: Placement, log2phy_RLE: Int32) -> tuple[Float64, Float64]:
@@ -168,6 +171,16 @@ def solve(
         decided.ms_seen,
         decided.ms_planned,
     )
+
+
+def _checked_placement(placement: npt.ArrayLike, experts: int, ranks: int, slots: int) -> Placement:
+    """The placement, if it is one of this shape."""
+    deployed = Placement(np.asarray(placement), experts)
+    if (deployed.ranks, deployed.slots) != (ranks, slots):
+        raise PlacementError(
+            f"the placement has {deployed.ranks} ranks x {deployed.slots} slots, asked for {ranks} x {slots}"
+        )
+    return deployed
 
 
 def _placed_for(

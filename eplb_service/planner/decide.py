@@ -87,36 +87,17 @@ def plan(
     check_arguments(window, placement, log2phy_RLE, topology)
     if window.steps == 0:
         raise HeatError("the window holds no steps")
-    price = move_price(
-        settings,
-        placement.slots,
-        topology.bytes_per_expert,
-        serving_steps or float(window.steps),
-        moving,
-        layer_time,
-    )
+    steps, expert = serving_steps or float(window.steps), topology.bytes_per_expert
+    price = move_price(settings, placement.slots, expert, steps, moving, layer_time)
     settings = replace(settings, move_price=price.value)
     groups, why_ungrouped = groups_on_nodes(settings, placement, topology)
     judge = _judge(window, placement, log2phy_RLE, topology, settings, why_ungrouped)
     if settings.policy == "none" or topology.rank_bound:
         reason = "its experts are bound to their ranks" if topology.rank_bound else "the policy is none"
         return Plan((), tuple(judge.kept(layer, f"kept: {reason}") for layer in range(window.layers)))
-    lost_L = judge.volatility_bound_L if settings.warm and settings.volatility else np.ones(window.layers)
-    if time_curve(settings) is None:
-        picked = cherry_pick(judge.episode_par_L, lost_L, settings)
-    else:
-        picked = worst_busy(judge.par_L, settings)
-    answers = solve_picked(
-        window,
-        placement,
-        log2phy_RLE,
-        topology,
-        settings,
-        picked,
-        judge.par_L,
-        judge.floor_L,
-        groups,
-    )
+    picked = _picked(judge, settings)
+    seen = judge.par_L, judge.floor_L
+    answers = solve_picked(window, placement, log2phy_RLE, topology, settings, picked, *seen, groups)
     width = dealing_width(log2phy_RLE, 3)
     decided = {
         layer: _decided(layer, answer, judge, window, placement, topology, width)
@@ -129,10 +110,9 @@ def plan(
     changed = [of.changed for of in decided.values() if of.changed is not None]
     hindsight = tuple(of.hindsight for of in decided.values() if of.hindsight is not None)
     if settings.cost_curve is not None:
-        by_layer = {layer_plan.layer: layer_plan for layer_plan in changed}
-        verdicts = with_times(
-            verdicts, by_layer, window, placement, log2phy_RLE, settings.split, settings.cost_curve
-        )
+        by_layer = {of.layer: of for of in changed}
+        served = window, placement, log2phy_RLE
+        verdicts = with_times(verdicts, by_layer, *served, settings.split, settings.cost_curve)
         if settings.split == STEP and not settings.cost_curve.linear:
             # Searched by tokens: whether that is worth the replicas that it wakes, only the curve says.
             verdicts, changed = without_slower(verdicts, changed, settings.min_gain, price.value)
@@ -145,6 +125,14 @@ def plan_afresh(window: Window, placement: Placement, topology: Topology, settin
     settings = replace(settings, par_threshold=1.0, min_gain=0.0, move_price=0.0, max_layers=None, warm=False)
     deployed_RLE = first_tables(placement, settings.split, settings.deal_width)
     return plan(window, placement, deployed_RLE, topology, settings)
+
+
+def _picked(judge: Judge, settings: PlannerSettings) -> npt.NDArray[np.int64]:
+    """Indices of the layers to solve, worst first."""
+    if time_curve(settings) is not None:
+        return worst_busy(judge.par_L, settings)
+    lost_L = judge.volatility_bound_L if settings.warm and settings.volatility else np.ones(judge.par_L.size)
+    return cherry_pick(judge.episode_par_L, lost_L, settings)
 
 
 def cherry_pick(par_L: Float64, lost_L: Float64, settings: PlannerSettings) -> npt.NDArray[np.int64]:

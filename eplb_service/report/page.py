@@ -28,41 +28,10 @@ def report_page(replay: Replay, *, title: str, command: str, facts: Mapping[str,
     best = min(replay.policies, key=lambda policy: policy.par_realised)
     lines, maps = par_lines(replay, colours), maps_of(replay, best)
     light, dark = charts.theme_variables()
-    hottest = charts.hottest_of(*(values for _, _, values in maps.values()))
     data = {"par": _par_data(lines, _end(replay)), "maps": _map_data(maps)}
     body = [
         _head(replay, best, title),
-        _section(
-            "Balance along the trace",
-            "Peak-to-average ratio of the steps that each decision served: the hottest rank over the mean rank in each "
-            "step, mean over steps and layers. 1 is perfect. The floor is about what chance leaves; real routers vary "
-            "a little less than chance, so that a good placement may lie below it.",
-            _legend(lines),
-            _wide(charts.par_over_time(lines, _end(replay))),
-        ),
-        _section(
-            "Ranks before and after",
-            "Tokens of each rank over the mean rank, layer by layer, in the steps of the last decision: experts as "
-            f"they stood at the start, and as {best.label} has them.",
-            charts.colour_bar(hottest),
-            _pair(maps, ("before", "after"), hottest),
-        ),
-        _section(
-            "Layers over time",
-            f"Each layer's PAR after each decision, in the same colours: left alone, and under {best.label}.",
-            _pair(maps, ("alone", "balanced"), hottest),
-        ),
-        _section(
-            "What balance costs",
-            "Slots that had to receive another expert's weights at each decision, all policies on one scale.",
-            _wide(charts.moves_per_decision(move_lines(replay, colours), _end(replay))),
-        ),
-        _section(
-            "Balance against moves",
-            "Lower and further left is better; the line joins the policies that none beats in both. "
-            f"Left alone, PAR is {replay.score(best).par_left_alone:.3f} and nothing moves.",
-            _wide(charts.pareto(pareto_points(replay, colours))),
-        ),
+        *_pictures(replay, best, lines, maps, colours),
         _section("In figures", "", _table(replay, colours)),
         _section("How this was made", "", f"<pre>{escape(command)}</pre>", _facts(facts)),
         _section("Terms", "", _facts(_TERMS)),
@@ -82,6 +51,50 @@ def report_page(replay: Replay, *, title: str, command: str, facts: Mapping[str,
         + f'<script type="application/json" id="data">{_safe_json(data)}</script>\n'
         + f"<script>\n{js}</script>\n</body>\n</html>\n"
     )
+
+
+def _pictures(
+    replay: Replay,
+    best: PolicyReplay,
+    lines: Sequence[Line],
+    maps: Mapping[str, tuple[str, str, Float64]],
+    colours: Mapping[str, str],
+) -> list[str]:
+    """A section for each chart; ``maps`` and ``lines`` are those of the report's data."""
+    hottest = charts.hottest_of(*(values for _, _, values in maps.values()))
+    return [
+        _section(
+            "Balance along the trace",
+            "Peak-to-average ratio of the steps that each decision served: the hottest rank over the mean rank in each "
+            "step, mean over steps and layers. 1 is perfect. The floor is about what chance leaves; real routers vary "
+            "a little less than chance, so that a good placement may lie below it.",
+            _legend(lines),
+            _wide(charts.par_over_time(lines, _end(replay))),
+        ),
+        _section(
+            "Ranks before and after",
+            "Tokens of each rank over the mean rank, layer by layer, in the steps of the last decision: experts as "
+            f"they were at the start, and as {best.label} has them.",
+            charts.colour_bar(hottest),
+            _pair(maps, ("before", "after"), hottest),
+        ),
+        _section(
+            "Layers over time",
+            f"Each layer's PAR after each decision, in the same colours: left alone, and under {best.label}.",
+            _pair(maps, ("alone", "balanced"), hottest),
+        ),
+        _section(
+            "What balance costs",
+            "Slots that had to receive another expert's weights at each decision, all policies on one scale.",
+            _wide(charts.moves_per_decision(move_lines(replay, colours), _end(replay))),
+        ),
+        _section(
+            "Balance against moves",
+            "Lower and further left is better; the line joins the policies that none beats in both. "
+            f"Left alone, PAR is {replay.score(best).par_left_alone:.3f} and nothing moves.",
+            _wide(charts.pareto(pareto_points(replay, colours))),
+        ),
+    ]
 
 
 _TERMS = {

@@ -124,36 +124,45 @@ def solve_many(
 ) -> list[Answer | SolverError]:
     """Solve all layers; without a budget the answers do not depend on ``threads`` (``None``: one per CPU).
 
-    ``heat_LNE`` float64 ``[L, N, E]``, ``deployed_LRS`` int32, ``deployed_LGE`` int32, ``share_LGE`` float,
-    ``unplaced_L`` bool; see ``decision.solve_layer``. ``node_R`` and ``node_G`` as in ``model.Deployed``; one node
-    where they are not given. ``expert_groups``: so many groups of experts each stay on one node, see
-    ``by_node.solve_by_node``; 0 for none. Layers begin in the order given. One not begun within ``budget_ms``
-    comes back as ``OutOfTimeError``; one that fails as another ``SolverError``. What is left of a budget improves
-    layers that were placed from scratch, but for those in groups. With ``curve``, the slowest rank's time is
-    lowered on single steps ``steps_LNE`` (float64 ``[L, N', E]``), see ``time.decision``; groups are not kept together
-    then, nor is a budget used up.
+    Parameters
+    ----------
+    heat_LNE
+        float64 ``[L, N, E]``, tokens of each expert by episode.
+    deployed_LRS, deployed_LGE, share_LGE
+        What serves now: int32 ``[L, R, S]`` placements, int32 ``[L, G, E]`` tables and float ``[L, G, E]`` the part of
+        each expert's tokens that each source group has.
+    params, half_life_H, min_gain
+        As for ``decision.solve_layer``, with one seed for all layers.
+    unplaced_L
+        bool ``[L]``, which layers are placed from scratch whatever it moves.
+    threads
+        Layers solved at a time.
+    budget_ms
+        Layers begin in the order given until it is spent; what is left of it improves layers that were placed from
+        scratch, but for those in groups.
+    node_R, node_G
+        int32, as in ``model.Deployed``; one node where they are not given.
+    expert_groups
+        So many groups of experts each stay on one node, see ``by_node.solve_by_node``; 0 for none.
+    curve, steps_LNE
+        With both, the slowest rank's time is lowered on single steps, float64 ``[L, N', E]``, see ``time.decision``;
+        groups are not kept together then, nor is a budget used up.
+
+    Returns
+    -------
+    list of Answer or SolverError
+        One for each layer: ``OutOfTimeError`` where the budget was spent, another ``SolverError`` where it failed.
     """
     deadline = np.inf if budget_ms is None else time.monotonic() + budget_ms / 1e3
     heat_LNE = np.ascontiguousarray(heat_LNE, dtype=np.float64)
-    deployed_LRS = np.array(deployed_LRS, dtype=np.int32, order="C")
-    deployed_LGE = np.array(deployed_LGE, dtype=np.int32, order="C")
-    share32_LGE = np.ascontiguousarray(share_LGE, dtype=np.float32)
-    nodes = (
-        np.zeros(deployed_LRS.shape[1], dtype=np.int32) if node_R is None else node_R,
-        np.zeros(deployed_LGE.shape[1], dtype=np.int32) if node_G is None else node_G,
-    )
-
-    def deployed(layer: int) -> Deployed:
-        home_ER = homes(deployed_LRS[layer], heat_LNE.shape[2])
-        return Deployed(deployed_LRS[layer], deployed_LGE[layer], share32_LGE[layer], home_ER, *nodes)
+    deployed = _deployed_by_layer(deployed_LRS, deployed_LGE, share_LGE, heat_LNE.shape[2], node_R, node_G)
 
     def solve(layer: int) -> Answer | SolverError:
         if time.monotonic() >= deadline:
             return OutOfTimeError(f"the budget of {budget_ms:g} ms was spent")
         # No two layers draw alike, and what one draws does not depend on which others are looked into.
         mine = params._replace(seed=params.seed + crc32(heat_LNE[layer]))
-        place = deployed(layer)
-        unplaced = bool(unplaced_L[layer])
+        place, unplaced = deployed(layer), bool(unplaced_L[layer])
         asked = heat_LNE[layer], place, mine, half_life_H, min_gain, unplaced
         try:
             if curve is not None and steps_LNE is not None:
@@ -171,6 +180,30 @@ def solve_many(
             better = polish(solved, heat_LNE.__getitem__, deployed, params, deadline, run)
             answers = [better.get(layer, answer) for layer, answer in enumerate(answers)]
     return answers
+
+
+def _deployed_by_layer(
+    deployed_LRS: Int32,
+    deployed_LGE: Int32,
+    share_LGE: npt.NDArray[np.floating],
+    experts: int,
+    node_R: Int32 | None,
+    node_G: Int32 | None,
+) -> Callable[[int], Deployed]:
+    """What is deployed in each layer, as kernels take it."""
+    deployed_LRS = np.array(deployed_LRS, dtype=np.int32, order="C")
+    deployed_LGE = np.array(deployed_LGE, dtype=np.int32, order="C")
+    share32_LGE = np.ascontiguousarray(share_LGE, dtype=np.float32)
+    nodes = (
+        np.zeros(deployed_LRS.shape[1], dtype=np.int32) if node_R is None else node_R,
+        np.zeros(deployed_LGE.shape[1], dtype=np.int32) if node_G is None else node_G,
+    )
+
+    def deployed(layer: int) -> Deployed:
+        home_ER = homes(deployed_LRS[layer], experts)
+        return Deployed(deployed_LRS[layer], deployed_LGE[layer], share32_LGE[layer], home_ER, *nodes)
+
+    return deployed
 
 
 @contextmanager

@@ -32,9 +32,12 @@ from eplb_service.planner.scoring import split_steps
 from eplb_service.planner.settings import EVEN, STEP, TABLES
 
 if TYPE_CHECKING:
+    from eplb_service.heat.window import Counts
     from eplb_service.io.trace import Trace
     from eplb_service.offline import Solution
+    from eplb_service.placement import Float64, Int32
     from eplb_service.planner.settings import PlannerSettings
+    from eplb_service.planner.topology import Topology
 
 _WORST_LAYERS = 5
 
@@ -89,60 +92,63 @@ def solve(
 ) -> None:
     """Compute a placement and its tables from recorded heat, and show what they gain."""
     output.check()
-    settings, ranks = planner_settings(planner), group.ranks
+    settings = planner_settings(planner)
     trace = open_trace(heat, reading.reading())
-    slots = slot_options.count(trace.experts, ranks)
-    check_shape(trace.experts, ranks, slots)
+    slots = slot_options.count(trace.experts, group.ranks)
+    check_shape(trace.experts, group.ranks, slots)
     with naming(heat):
         heat_TLE = trace.heat(0, trace.steps)
-        source_RLE = trace.source(0, trace.steps) if trace.facts.ranks == ranks else None
+        source_RLE = trace.source(0, trace.steps) if trace.facts.ranks == group.ranks else None
         check_tokens(heat, trace)
-    topology, deployed = group.topology(trace), slot_options.start(trace, ranks)
-    prior_TLE = slot_options.prior_heat(trace, reading.reading())
-    from eplb_service import offline
-
-    def solved_for(settings: PlannerSettings, layers: slice = slice(None)) -> offline.Solution:
-        return offline.solve(
-            heat_TLE[:, layers],
-            ranks,
-            slots,
-            placement=None if deployed is None else deployed[layers],
-            prior=None if prior_TLE is None else prior_TLE[:, layers],
-            source_heat=None if source_RLE is None else source_RLE[None, :, layers],
-            topology=topology,
-            **{field.name: getattr(settings, field.name) for field in fields(settings)},
-        )
-
-    even = None
+    asked = _Problem(
+        heat_TLE,
+        group.ranks,
+        slots,
+        source_RLE,
+        topology=group.topology(trace),
+        deployed_LRS=slot_options.start(trace, group.ranks),
+        prior_TLE=slot_options.prior_heat(trace, reading.reading()),
+    )
     with compile_progress():
         # One layer first, so that the time shown is not the compiler's.
-        solved_for(replace(settings, budget_ms=None), slice(1))
+        asked.solved(replace(settings, budget_ms=None), slice(1))
         began = time.perf_counter()
-        solution = solved_for(settings)
+        solution = asked.solved(settings)
         milliseconds = (time.perf_counter() - began) * 1e3
-        solved = Placement(solution.phy2log, trace.experts)
         output.write(solution, trace)
-        own_RLE = first_tables(solved, settings.split, settings.deal_width)
-        fixed = split_steps(heat_TLE, solved, own_RLE, source_RLE, settings.split)
-        if settings.split == TABLES:
-            even = solved_for(replace(settings, split=EVEN, budget_ms=None))
-        split_worth = None
-        if settings.split == STEP and settings.cost_curve is not None:
-            by_tables = solved_for(replace(settings, split=TABLES, budget_ms=None))
-            split_worth = SplitWorth.of(settings, heat_TLE, solved, solution, by_tables)
-    found = _Found(
-        solution,
-        even,
-        settings.policy,
-        trace.steps,
-        milliseconds,
-        float(mean_par(fixed.par_K)),
-        split_worth,
-    )
+        found = _found(asked, settings, solution, milliseconds)
     if output.json:
         print_json(_document(found))
     else:
         _print(found, output.out)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """What is solved, by as many settings as are compared; arguments as for ``offline.solve``."""
+
+    heat_TLE: Counts
+    ranks: int
+    slots: int
+    source_RLE: Float64 | None
+    topology: Topology
+    deployed_LRS: Int32 | None
+    prior_TLE: Counts | None
+
+    def solved(self, settings: PlannerSettings, layers: slice = slice(None)) -> Solution:
+        """By these settings, for some layers alone where ``layers`` says so."""
+        from eplb_service import offline
+
+        return offline.solve(
+            self.heat_TLE[:, layers],
+            self.ranks,
+            self.slots,
+            placement=None if self.deployed_LRS is None else self.deployed_LRS[layers],
+            prior=None if self.prior_TLE is None else self.prior_TLE[:, layers],
+            source_heat=None if self.source_RLE is None else self.source_RLE[None, :, layers],
+            topology=self.topology,
+            **{field.name: getattr(settings, field.name) for field in fields(settings)},
+        )
 
 
 @dataclass(frozen=True)
@@ -172,6 +178,23 @@ class _Found:
     milliseconds: float
     par_fixed_tables: float
     split_worth: SplitWorth | None = None
+
+
+def _found(asked: _Problem, settings: PlannerSettings, solution: Solution, milliseconds: float) -> _Found:
+    """The solution beside what other hosts would make of the same heat."""
+    solved = Placement(solution.phy2log, asked.heat_TLE.shape[2])
+    own_RLE = first_tables(solved, settings.split, settings.deal_width)
+    fixed = split_steps(asked.heat_TLE, solved, own_RLE, asked.source_RLE, settings.split)
+    even = split_worth = None
+    if settings.split == TABLES:
+        even = asked.solved(replace(settings, split=EVEN, budget_ms=None))
+    if settings.split == STEP and settings.cost_curve is not None:
+        by_tables = asked.solved(replace(settings, split=TABLES, budget_ms=None))
+        split_worth = SplitWorth.of(settings, asked.heat_TLE, solved, solution, by_tables)
+    fixed_par = float(mean_par(fixed.par_K))
+    return _Found(
+        solution, even, settings.policy, asked.heat_TLE.shape[0], milliseconds, fixed_par, split_worth
+    )
 
 
 def _print(found: _Found, out: Path | None) -> None:
