@@ -110,14 +110,7 @@ def serve(address: str, folder: str, changes: dict[str, Any], manners: Manners =
         for one, twin in zip(layers, still, strict=True):
             difference = one(hidden_TH, ids_TK, weights_TK) - twin(hidden_TH, ids_TK, weights_TK)
             worst = max(worst, float(difference.abs().max()) if tokens else 0.0)
-        calls = 1
-        for asked in Path(folder).glob(f"{rank}.*"):
-            fault = asked.suffix[1:]
-            asked.unlink()
-            if fault in CALLS:
-                calls = CALLS[fault]
-            else:
-                FAULTS[fault](agent)
+        calls = _calls_of_this_pass(folder, rank, agent)
         before = time.monotonic()
         for _ in range(calls):
             agent.step()
@@ -147,6 +140,19 @@ def serve(address: str, folder: str, changes: dict[str, Any], manners: Manners =
     if manners.exits is None:
         agent.close()
     return facts
+
+
+def _calls_of_this_pass(folder: str, rank: int, agent: Agent) -> int:
+    """How often the agent is called now, once its rank has done to itself what it is asked to."""
+    calls = 1
+    for asked in Path(folder).glob(f"{rank}.*"):
+        fault = asked.suffix[1:]
+        asked.unlink()
+        if fault in CALLS:
+            calls = CALLS[fault]
+        else:
+            FAULTS[fault](agent)
+    return calls
 
 
 def check_served(facts: list[Facts], folder: Path, longest_step: float = LONGEST_STEP) -> None:

@@ -78,7 +78,34 @@ def messages(
         last_decision=decision,
         last_plan=decision,
     )
-    state = operator_pb2.DeploymentStatus(
+    state = status(ranks, layers, slots, float(par_L.mean()), problems, missing)
+    whole = operator_pb2.GetStatusResponse(
+        status=state,
+        layers=[
+            operator_pb2.LayerStatus(
+                layer=layer,
+                par=par_L[layer],
+                planned_par=verdicts[layer].par_planned if layer in changed else 0,
+                epoch=600,
+            )
+            for layer in range(layers)
+        ],
+        agents=agents(ranks, missing),
+    )
+    others = [
+        operator_pb2.DeploymentStatus(
+            deployment=name, ranks=16, agents_connected=here, par=1.07, paused=paused
+        )
+        for name, here, paused in (("prefill", 16, False), ("draft", 8, True))
+    ]
+    return Pictured([state, *others], whole, balance, history(verdicts, now))
+
+
+def status(
+    ranks: int, layers: int, slots: int, par: float, problems: tuple[str, ...], missing: tuple[int, ...]
+) -> operator_pb2.DeploymentStatus:
+    """Of the large deployment."""
+    return operator_pb2.DeploymentStatus(
         deployment="decode",
         layers=layers,
         experts=max(8, ranks - ranks // 5),
@@ -87,7 +114,7 @@ def messages(
         agents_connected=ranks - len(missing),
         epoch=612,
         digest=0x1D2C,
-        par=float(par_L.mean()),
+        par=par,
         window_steps=256,
         steps_received=48_211,
         steps_lost=12,
@@ -95,19 +122,7 @@ def messages(
         experts_moved=4_031,
         bytes_moved=4_031 * 44_040_192,
         problems=list(problems),
-        worth=operator_pb2.Worth(
-            steps=512,
-            left_alone_ms=3.115,
-            serving_ms=2.703,
-            best_ms=2.611,
-            best="hindsight",
-            gain_ms=0.412,
-            gain_low_ms=0.38,
-            gain_high_ms=0.444,
-            price_kind="fitted",
-            price="20 us",
-            verdict="helps",
-        ),
+        worth=worth(),
         move_price=operator_pb2.MovePrice(
             price=0.126,
             kind="partly measured",
@@ -117,7 +132,28 @@ def messages(
             ms_per_switch=0.51,
         ),
     )
-    agents = [
+
+
+def worth() -> operator_pb2.Worth:
+    """What balancing has won there."""
+    return operator_pb2.Worth(
+        steps=512,
+        left_alone_ms=3.115,
+        serving_ms=2.703,
+        best_ms=2.611,
+        best="hindsight",
+        gain_ms=0.412,
+        gain_low_ms=0.38,
+        gain_high_ms=0.444,
+        price_kind="fitted",
+        price="20 us",
+        verdict="helps",
+    )
+
+
+def agents(ranks: int, missing: tuple[int, ...]) -> list[operator_pb2.AgentStatus]:
+    """Eight of a node; rank 5 had to drop steps."""
+    return [
         operator_pb2.AgentStatus(
             rank=rank,
             node=f"node-{rank // 8:02d}",
@@ -130,26 +166,6 @@ def messages(
         )
         for rank in range(ranks)
     ]
-    whole = operator_pb2.GetStatusResponse(
-        status=state,
-        layers=[
-            operator_pb2.LayerStatus(
-                layer=layer,
-                par=par_L[layer],
-                planned_par=verdicts[layer].par_planned if layer in changed else 0,
-                epoch=600,
-            )
-            for layer in range(layers)
-        ],
-        agents=agents,
-    )
-    others = [
-        operator_pb2.DeploymentStatus(
-            deployment=name, ranks=16, agents_connected=here, par=1.07, paused=paused
-        )
-        for name, here, paused in (("prefill", 16, False), ("draft", 8, True))
-    ]
-    return Pictured([state, *others], whole, balance, history(verdicts, now))
 
 
 def verdict(layer: int, par_L: Any, floor_L: Any, changed: bool) -> operator_pb2.PastVerdict:

@@ -23,18 +23,29 @@ class Call:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
+class _Arguments:
+    """Tensors of a device."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self.ids_TK = (torch.arange(T * K, dtype=torch.int32) % E).view(T, K).to(device)
+        self.counts_E = torch.tensor([3, 3, 2, 2], device=device)
+
+    def floats(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.ones(shape, dtype=dtype, device=self._device)
+
+    def ints(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self._device)
+
+
 def calls(device: str) -> dict[str, Call]:
     """The calls by what they show."""
+    given = _Arguments(device)
+    return {**_permuting(given), **_multiplying(given), **_travelling(given)}
 
-    def floats(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.ones(shape, dtype=dtype, device=device)
 
-    def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    ids_TK = (torch.arange(T * K, dtype=torch.int32) % E).view(T, K).to(device)
-    counts_E = torch.tensor([3, 3, 2, 2], device=device)
-    rows = T * min(K, E)
+def _permuting(given: _Arguments) -> dict[str, Call]:
+    floats, ints, ids_TK = given.floats, given.ints, given.ids_TK
     routing = {
         "active_num": T * K,
         "expert_num": E,
@@ -42,9 +53,7 @@ def calls(device: str) -> dict[str, Call]:
         "expert_tokens_num_flag": True,
         "active_expert_range": [0, E],
     }
-    product = {"split_item": 2, "group_type": 0, "group_list": counts_E, "group_list_type": 1}
-    a3 = {"group_tp": "", "tp_world_size": 1, "tp_rank_id": 0}
-    found = {
+    return {
         "permute": Call("npu_moe_token_permute", (floats(T, H), ids_TK)),
         "permute, one choice": Call("npu_moe_token_permute", (floats(T, H), ids_TK[:, 0])),
         "permute, fewer rows": Call("npu_moe_token_permute", (floats(T, H), ids_TK, 7)),
@@ -64,6 +73,13 @@ def calls(device: str) -> dict[str, Call]:
             (ints(T, H, dtype=torch.int8), ids_TK),
             routing | {"scale": floats(T, dtype=torch.float32)},
         ),
+    }
+
+
+def _multiplying(given: _Arguments) -> dict[str, Call]:
+    floats, ints = given.floats, given.ints
+    product = {"split_item": 2, "group_type": 0, "group_list": given.counts_E, "group_list_type": 1}
+    return {
         "grouped matmul": Call(
             "npu_grouped_matmul", ([floats(T * K, H)], [floats(E, 2 * INNER, H).transpose(1, 2)]), product
         ),
@@ -85,6 +101,13 @@ def calls(device: str) -> dict[str, Call]:
         "dynamic quant": Call("npu_dynamic_quant", (floats(T, H),)),
         "swiglu": Call("npu_swiglu", (floats(T, 2 * INNER),)),
     }
+
+
+def _travelling(given: _Arguments) -> dict[str, Call]:
+    floats, ints, ids_TK = given.floats, given.ints, given.ids_TK
+    rows = T * min(K, E)
+    a3 = {"group_tp": "", "tp_world_size": 1, "tp_rank_id": 0}
+    found = {}
     for version in ("", "_v2"):
         dispatch, combine = f"npu_moe_distribute_dispatch{version}", f"npu_moe_distribute_combine{version}"
         sent = (floats(T, H), ids_TK, *ALONE, E)
@@ -94,7 +117,7 @@ def calls(device: str) -> dict[str, Call]:
             floats(rows, H),
             ids_TK,
             assist,
-            counts_E.cumsum(0).to(torch.int32),
+            given.counts_E.cumsum(0).to(torch.int32),
             weights_TK,
             *ALONE,
             E,
