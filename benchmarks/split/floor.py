@@ -1,12 +1,57 @@
-"""What the noise of steps leaves of even shares under any placement: an estimate from the steps themselves."""
+"""What the noise of steps leaves of even shares: an estimate for any placement, and one that knows all means."""
 
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass
 
 import numpy as np
 
+from eplb_service.bench.scoring import peak_to_average
+from eplb_service.offline import solve
 from eplb_service.planner.noise_floor import balanced_par
+
+
+@dataclass(frozen=True)
+class EvenFloor:
+    """Peak-to-average ratios, means over layers, below which even shares are not expected to come.
+
+    Parameters
+    ----------
+    estimate
+        ``even_floor``, for any placement.
+    known
+        What a placement comes to that was made on so many steps that means are all but known.
+    noise
+        What it would come to were its ranks' means the same: the part that no search for balance can take away.
+    """
+
+    estimate: float
+    known: float
+    noise: float
+
+    @classmethod
+    def of(cls, heat_TLE: np.ndarray, ranks: int, slots: int) -> EvenFloor:
+        """Of steps of one popularity: placed on the first half of them, measured on the second."""
+        half = len(heat_TLE) // 2
+        placed_LRS = solve(heat_TLE[:half].astype(np.int64), ranks, slots, split="even").phy2log
+        found = [
+            (even_floor(heat_TE, ranks, slots), *ratio_and_noise(placed_RS, heat_TE))
+            for placed_RS, heat_TE in zip(placed_LRS, heat_TLE[half:].transpose(1, 0, 2), strict=True)
+        ]
+        return cls(*map(float, np.mean(found, axis=0)))
+
+    def __str__(self) -> str:
+        known = f"with means known {self.known:.3f}, of it noise {self.noise:.3f}"
+        return f"noise leaves {self.estimate:.3f} by estimate; {known}"
+
+
+def ratio_and_noise(phy2log_RS: np.ndarray, heat_TE: np.ndarray) -> tuple[float, float]:
+    """The ratio of a placement under even shares, and what it would be were its ranks' mean loads the same."""
+    share_RS = 1.0 / np.bincount(phy2log_RS.ravel(), minlength=heat_TE.shape[1])[phy2log_RS]
+    load_TR = (heat_TE[:, phy2log_RS] * share_RS).sum(axis=2)
+    mean_R = load_TR.mean(axis=0)
+    return float(peak_to_average(load_TR)), float(peak_to_average(load_TR - mean_R + mean_R.mean()))
 
 
 def even_floor(heat_TE: np.ndarray, ranks: int, slots: int) -> float:

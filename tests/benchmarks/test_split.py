@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from benchmarks.split.by_source import TABLES, by_source, drawn_sources, loads_by_table
-from benchmarks.split.floor import even_floor, least_variance
+from benchmarks.split.floor import EvenFloor, even_floor, least_variance, ratio_and_noise
 from benchmarks.split.on_device import check_device, ring_placement
+from benchmarks.split.quality import EVEN_SHARES, FOR_EVEN, FOR_STEPS, STEPWISE
 from benchmarks.split.routed import routed_sources
-from benchmarks.split.targets import of_known_example
+from benchmarks.split.targets import DRAWN, of_drawn, of_known_example
 from eplb_service.bench.closed_loop import Course
 from eplb_service.placement import Placement, check_layer, even_log2phy, with_entries
 
@@ -81,6 +82,25 @@ def test_ranks_with_an_expert_each_are_at_the_floor_of_their_noise() -> None:
     measured = heat_TE.max(axis=1).mean() / 256
     assert even_floor(heat_TE, 16, 1) == pytest.approx(measured, abs=0.005)
     assert even_floor(heat_TE, 16, 16) < even_floor(heat_TE, 16, 2) < even_floor(heat_TE, 16, 1)
+
+
+def test_noise_is_what_is_left_of_a_ratio_where_means_are_the_same() -> None:
+    placed_RS = np.array([[0, 1], [0, 2]], dtype=np.int32)
+    heat_TE = np.array([[4, 6, 0], [4, 6, 4]])
+    # Loads of 8 and 2, then 8 and 6; of means 8 and 4 made 6 and 6: 6 and 4, then 6 and 8.
+    assert ratio_and_noise(placed_RS, heat_TE) == pytest.approx(((8 / 5 + 8 / 7) / 2, (6 / 5 + 8 / 7) / 2))
+
+
+@pytest.mark.parametrize(("estimate", "said"), [(1.2, "below the floor"), (1.05, "above the floor")])
+def test_a_target_says_whether_noise_lets_it_be_reached(estimate: float, said: str) -> None:
+    rows = [{"placement": name, EVEN_SHARES: 1.12, STEPWISE: 1.01} for name in (FOR_EVEN, FOR_STEPS)]
+    even, stepwise = of_drawn("steps", rows, EvenFloor(estimate, 1.13, 1.125))
+    assert (even.met, stepwise.met) == (False, True)
+    assert (
+        f"{said}: noise leaves {estimate:.3f} by estimate; with means known 1.130, of it noise 1.125"
+        in even.what
+    )
+    assert even.wanted == f"at most {DRAWN[EVEN_SHARES]:g}"
 
 
 def test_what_is_timed_on_a_gpu_shares_the_hottest_experts() -> None:
