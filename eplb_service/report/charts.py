@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from html import escape
 from typing import NamedTuple
 
 import numpy as np
 
 from eplb_service.placement import Float64
+from eplb_service.report.names import Box, Dot, name_places
 from eplb_service.report.svg import Scale, drawing, element, frame, steps_path, text
 
 WIDTH = 960.0
@@ -42,7 +44,7 @@ def par_over_time(lines: Sequence[Line], end: int) -> str:
     values = np.concatenate([line.values for line in lines])
     low, high = min(1.0, float(values.min())), float(np.max(values))
     x = Scale(min(line.steps[0] for line in lines), end, _LEFT, WIDTH - _RIGHT)
-    y = Scale(low, max(high, low + 0.05), bottom, top)
+    y = Scale(low, max(high, low + 0.05), bottom, top).whole()
     parts = [frame(x, y, "step", "PAR, mean over layers")]
     for line in lines:
         path = steps_path([x(step) for step in line.steps], [y(value) for value in line.values], x(end))
@@ -81,25 +83,28 @@ def pareto(points: Sequence[Point]) -> str:
     """PAR against moves: what each policy pays for its balance, and the front that none beats in both."""
     height, top, bottom = 380.0, 34.0, 320.0
     pars = [point.par for point in points]
-    x = Scale(0, max(0.02, 1.15 * max(point.moves for point in points)), _LEFT, WIDTH - _RIGHT)
+    most = min(1.0, max(0.02, 1.15 * max(point.moves for point in points)))
+    x = Scale(0, most, _LEFT, WIDTH - _RIGHT).whole(6)
     margin = max(0.08 * (max(pars) - min(pars)), 0.025 - 0.5 * (max(pars) - min(pars)), 0.01)
-    y = Scale(min(pars) - margin, max(pars) + margin, bottom, top)
+    y = Scale(min(pars) - margin, max(pars) + margin, bottom, top).whole()
     parts = [frame(x, y, "slots that receive weights at a decision", "PAR", percent=True)]
     best = _front(points)
     if len(best) > 1:
         path = "M" + "L".join(f"{x(point.moves):.1f} {y(point.par):.1f}" for point in best)
         parts.append(element("path", d=path, class_="front"))
-    taken: list[tuple[float, float]] = []
-    for point in sorted(points, key=lambda point: point.par):
-        left, at = x(point.moves), y(point.par)
+    ordered = [*best, *sorted((point for point in points if point not in best), key=lambda point: point.par)]
+    dots = [Dot(point.name, x(point.moves), y(point.par)) for point in ordered]
+    places = name_places(dots, Box(_LEFT, top - 8, WIDTH, bottom))
+    for point, dot, place in zip(ordered, dots, places, strict=True):
+        tip = element("title", escape(f"{point.name}: PAR {point.par:.3f}, {point.moves:.1%} of the slots"))
         parts.append(
-            element("circle", cx=left, cy=at, r=6, class_=f"dot {point.colour}", data_series=point.name)
+            element(
+                "circle", tip, cx=dot.x, cy=dot.y, r=6, class_=f"dot {point.colour}", data_series=point.name
+            )
         )
-        to_the_left = left > WIDTH - 240
-        low = _free_height(taken, left, at + 4)
-        taken.append((left, low))
-        anchor = "end" if to_the_left else "start"
-        parts.append(text(point.name, left + (-10 if to_the_left else 10), low, "name", text_anchor=anchor))
+        if place is not None:
+            placed = {"text_anchor": place.anchor, "data_series": point.name}
+            parts.append(text(point.name, place.x, place.y, "name", **placed))
     return drawing("pareto", "Realised PAR against moves, one dot per policy", WIDTH, height, "".join(parts))
 
 
@@ -183,13 +188,6 @@ def _front(points: Sequence[Point]) -> list[Point]:
         if not best or point.par < best[-1].par:
             best.append(point)
     return best
-
-
-def _free_height(taken: Sequence[tuple[float, float]], left: float, at: float) -> float:
-    """Where a name can be without covering another."""
-    while any(abs(left - other) < 180 and abs(at - height) < 17 for other, height in taken):
-        at -= 17
-    return at
 
 
 def _spread(count: int, most: int) -> list[int]:

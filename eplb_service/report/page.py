@@ -91,7 +91,8 @@ def _pictures(
         _section(
             "Balance against moves",
             "Lower and further left is better; the line joins the policies that none beats in both. "
-            f"Left alone, PAR is {replay.score(best).par_left_alone:.3f} and nothing moves.",
+            f"Left alone, PAR is {replay.score(best).par_left_alone:.3f} and nothing moves. Each dot has its name and "
+            "figures under the mouse.",
             _wide(charts.pareto(pareto_points(replay, colours))),
         ),
     ]

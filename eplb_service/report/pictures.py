@@ -11,7 +11,7 @@ from pathlib import Path
 from eplb_service.atomic_write import OutputError, write_atomically
 from eplb_service.replay.result import Replay
 from eplb_service.report import charts
-from eplb_service.report.charts import Line
+from eplb_service.report.charts import Line, Point
 from eplb_service.report.figures import colours_of, maps_of, move_lines, par_lines, pareto_points
 from eplb_service.report.svg import element, text
 
@@ -51,6 +51,7 @@ def _drawn(replay: Replay) -> list[str]:
     colours, end = colours_of(replay), replay.first + replay.steps
     best = min(replay.policies, key=lambda policy: policy.par_realised)
     lines, maps = par_lines(replay, colours), maps_of(replay, best)
+    points = pareto_points(replay, colours)
     hottest = charts.hottest_of(*(values for _, _, values in maps.values()))
 
     def pair(*names: str) -> list[str]:
@@ -67,7 +68,7 @@ def _drawn(replay: Replay) -> list[str]:
             "Slots that receive weights at a decision",
             [charts.moves_per_decision(move_lines(replay, colours), end)],
         ),
-        _picture("Balance against moves", [charts.pareto(pareto_points(replay, colours))]),
+        _picture("Balance against moves", [charts.pareto(points)], points),
         _picture(
             "Tokens of each rank over the mean rank", pair("before", "after"), bar=charts.colour_bar(hottest)
         ),
@@ -75,8 +76,8 @@ def _drawn(replay: Replay) -> list[str]:
     ]
 
 
-def _picture(title: str, drawings: Sequence[str], lines: Sequence[Line] = (), bar: str = "") -> str:
-    """Drawings side by side under a title, with the names of lines or the bar of colours below."""
+def _picture(title: str, drawings: Sequence[str], named: Sequence[Line | Point] = (), bar: str = "") -> str:
+    """Drawings side by side under a title, with the names of lines or dots, or the bar of colours below."""
     sizes = [_size(drawing) for drawing in drawings]
     width = sum(size[0] for size in sizes) + _MARGIN * (len(sizes) + 1)
     below = _HEADING + max(size[1] for size in sizes) + 8
@@ -88,19 +89,22 @@ def _picture(title: str, drawings: Sequence[str], lines: Sequence[Line] = (), ba
     if bar:
         parts.append(_placed(bar, _MARGIN, below))
         below += _size(bar)[1]
-    legend, rows = _legend(lines, width, below)
+    legend, rows = _legend(named, width, below)
     return _standing_alone(title, width, below + rows * _ROW + _MARGIN, "".join(parts) + legend)
 
 
-def _legend(lines: Sequence[Line], width: float, top: float) -> tuple[str, int]:
-    """Each line's dashes and name, and how many rows they take."""
+def _legend(named: Sequence[Line | Point], width: float, top: float) -> tuple[str, int]:
+    """Each line's dashes, or dot, and name, and how many rows they take."""
     across = max(1, int((width - 2 * _MARGIN) // 300))
     parts = []
-    for number, line in enumerate(lines):
+    for number, one in enumerate(named):
         x, y = _MARGIN + number % across * 300, top + (number // across + 0.5) * _ROW
-        parts.append(element("path", d=f"M{x:.0f} {y:.0f}h34", class_=f"line {line.colour}"))
-        parts.append(text(line.name, x + 42, y + 4, "name"))
-    return "".join(parts), -(-len(lines) // across)
+        if isinstance(one, Point):
+            parts.append(element("circle", cx=x + 17, cy=y, r=6, class_=f"dot {one.colour}"))
+        else:
+            parts.append(element("path", d=f"M{x:.0f} {y:.0f}h34", class_=f"line {one.colour}"))
+        parts.append(text(one.name, x + 42, y + 4, "name"))
+    return "".join(parts), -(-len(named) // across)
 
 
 def _standing_alone(title: str, width: float, height: float, content: str) -> str:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
+
+_ROUND = 1e-9
+"""Part of a step within which a value is at a tick."""
 
 
 def element(name: str, content: str = "", **attributes: object) -> str:
@@ -38,15 +41,29 @@ class Scale:
 
     def ticks(self, about: int = 5) -> list[float]:
         """Round values within the scale, about so many."""
-        span = self.high - self.low
-        if span <= 0:
+        if self.high <= self.low:
             return [self.low]
-        raw = span / about
-        base = 10 ** math.floor(math.log10(raw))
-        step = next(base * factor for factor in (1, 2, 2.5, 5, 10) if base * factor >= raw * 0.999)
-        first = math.ceil(self.low / step - 1e-9)
-        last = math.floor(self.high / step + 1e-9)
+        step = self._tick(about)
+        first = math.ceil(self.low / step - _ROUND)
+        last = math.floor(self.high / step + _ROUND)
         return [round(number * step, 10) for number in range(first, last + 1)]
+
+    def whole(self, about: int = 5) -> Scale:
+        """The scale widened until both of its ends are ticks."""
+        scale, widened = self, None
+        # A wider scale may have fewer, wider steps.
+        while widened != scale and scale.high > scale.low:
+            step = scale._tick(about)
+            low = round(math.floor(scale.low / step + _ROUND) * step, 10)
+            high = round(math.ceil(scale.high / step - _ROUND) * step, 10)
+            scale, widened = replace(scale, low=low, high=high), scale
+        return scale
+
+    def _tick(self, about: int) -> float:
+        """A round step of which about so many fit the scale."""
+        raw = (self.high - self.low) / about
+        base = 10.0 ** math.floor(math.log10(raw))
+        return next(base * factor for factor in (1, 2, 2.5, 5, 10) if base * factor >= raw * 0.999)
 
 
 def frame(x: Scale, y: Scale, x_title: str, y_title: str, *, percent: bool = False) -> str:

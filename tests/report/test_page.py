@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from eplb_service.replay.policy import NAMES
 from eplb_service.report import charts
@@ -141,6 +143,27 @@ def test_ticks_are_round_and_within(low, high, ticks):
     assert Scale(low, high, 0, 100).ticks() == pytest.approx(ticks)
 
 
+@given(low=st.floats(-100, 100), span=st.floats(1e-3, 1e4), about=st.integers(2, 8))
+def test_a_whole_scale_has_a_tick_at_both_ends_and_no_value_outside(low, span, about):
+    narrow = Scale(low, low + span, 0, 100)
+    whole = narrow.whole(about)
+    ticks = whole.ticks(about)
+    assert [whole.low, whole.high] == pytest.approx([ticks[0], ticks[-1]], abs=1e-9)
+    assert whole.low <= narrow.low + 1e-6 * span
+    assert whole.high >= narrow.high - 1e-6 * span
+    assert whole.high - whole.low <= 4 * span
+
+
+def test_of_many_dots_those_that_none_beats_are_named_and_all_have_a_tip():
+    points = [charts.Point(f"policy {number:02}", "s0 d1", 0.5, 1.3 + number / 1e4) for number in range(30)]
+    drawn = charts.pareto([*points, charts.Point("best", "s1 d0", 0.4, 1.1)])
+    assert drawn.count("<circle") == drawn.count("<title>") == 31
+    assert "<title>policy 07: PAR 1.301, 50.0% of the slots</title>" in drawn
+    named = re.findall(r">([^<>]+)</text>", drawn)
+    assert "best" in named
+    assert 1 <= sum(name.startswith("policy") for name in named) < 30
+
+
 def test_elements():
     assert (
         element("a", class_="x", stroke_width=1.5, y=2.0, none=None)
@@ -162,4 +185,5 @@ def test_as_many_policies_as_have_a_name_look_different():
     css += files("eplb_service.report").joinpath("charts.css").read_text()
     for dashes in {colour.split()[1] for colour in acting} - {"d0"}:
         assert f".line.{dashes} " in css
+        assert f".dot.{dashes}" in css
         assert f"i.{dashes}" in css
