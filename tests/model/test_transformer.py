@@ -100,8 +100,16 @@ def test_every_way_through_the_experts_gives_the_same_bytes(
     dispatcher: str, quantized: bool, dual_batch: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RankGroup, "named", SimulatedGroup.named)
+    asked = []
+    ask = SimulatedGroup.gather_numbers
+    monkeypatch.setattr(
+        SimulatedGroup,
+        "gather_numbers",
+        lambda group, *of, **where: asked.append(of) or ask(group, *of, **where),
+    )
     weights = Checkpoint(write_small_model(tmp_path / "small"))
-    tokens_BT = _tokens(ROWS, 6)
+    # One more on the first rank.
+    tokens_BT = _tokens(ROWS + 1, 6)
     # Grouped experts have no replicas, and a group on each rank.
     slots, groups = (4, 2) if dispatcher == "moge" else (5, 1)
     alone, _ = expert_parallel(
@@ -118,6 +126,7 @@ def test_every_way_through_the_experts_gives_the_same_bytes(
             quantized=quantized,
             dual_batch=dual_batch,
             expert_groups=groups,
+            most_rows=ROWS // 2 + 1,
         )
         logits_BTV = _decoded(model, tokens_BT[group.rank :: 2])
         assert [int(layer.load_counter) for layer in layers] == [6, 6]
@@ -125,6 +134,7 @@ def test_every_way_through_the_experts_gives_the_same_bytes(
 
     for rank, part_BTV in enumerate(run_simulated(2, serve)):
         torch.testing.assert_close(part_BTV, expected_BTV[rank::2], rtol=0, atol=1e-6)
+    assert not asked
 
 
 def test_the_dense_baseline_has_the_same_active_size() -> None:

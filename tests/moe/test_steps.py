@@ -11,6 +11,7 @@ import torch
 from eplb_service.wire.heat import StepPhase
 from tests.moe.cases import Case, dealt_by_hand
 from tests.moe.simulated import SimulatedGroup, run_simulated
+from tests.solver.slow.stepwise import optimum
 from worker_agent.moe import (
     DenseMoE,
     ExpertParallelMoE,
@@ -135,6 +136,28 @@ def test_two_micro_batches_are_dealt_as_one_step(dispatcher: str):
         ]
     by_hand_P = np.bincount(dealt_by_hand(case, chosen), minlength=CASE.ranks * CASE.slots)
     assert np.ravel(received).tolist() == by_hand_P.tolist()
+
+
+@pytest.mark.parametrize("dispatcher", ["all2allv", "allgather", "mc2"])
+def test_each_micro_batch_is_split_by_its_own_counts(dispatcher: str):
+    def step(group: RankGroup) -> int:
+        layer = layer_of(group, dispatcher, options=LayerOptions(split="step"))
+        tokens = [CASE.step(group.rank, step) for step in range(2)]
+        outputs = layer.forward_two(*(MicroBatch(*each) for each in tokens))
+        for step, out_TH in enumerate(outputs):
+            torch.testing.assert_close(out_TH, expected(group.rank, step))
+        return int(layer.moe_load[0].sum())
+
+    # The experts work on one micro-batch after the other, so each is to be level.
+    most = 0.0
+    for batch in range(2):
+        counts_E = np.sum(
+            [source_counts(CASE.step(rank, batch)) for rank in range(CASE.ranks)], axis=0, dtype=np.float64
+        )
+        most += np.floor(optimum(CASE.placement(), counts_E) + 1 + 1e-6)
+    received_R = run_simulated(CASE.ranks, step)
+    assert sum(received_R) == 2 * CASE.top_k * sum(CASE.tokens)
+    assert max(received_R) <= most
 
 
 def test_a_micro_batch_may_be_masked_or_idle():

@@ -75,6 +75,7 @@ class ModelRank:
             split=split,
             dealing_width=task.dealing_width,
             expert_groups=task.ranks if task.dispatcher == "moge" else 1,
+            most_rows=task.rows,
         )
         sampler = Sampler(_TEMPERATURE, task.seed * task.ranks + self.rank)
         return Server(Decoder(model, task.rows), sampler, self.traffic, task.rows, task.length), layers

@@ -31,14 +31,17 @@ def expert_parallel(
     split: str = "tables",
     dealing_width: int = 1,
     expert_groups: int = 1,
+    most_rows: int | None = None,
 ) -> tuple[ByteTransformer, list[ExpertParallelMoE]]:
     """The model of a checkpoint with its experts placed over the ranks of ``ep_group``, and its MoE layers.
 
     With ``quantized`` the experts are W8A8; with ``dual_batch`` every step's tokens go through each MoE layer in two
     micro-batches; ``split`` is the layers' (``LayerOptions``), and ``dealing_width`` are the entries of their dealing
     tables. With ``expert_groups`` each token chooses equally many experts of every group, as MoGE needs with a group
-    for each rank: the model was not trained for it, and writes worse. Raises ``ValueError`` where the placement is not
-    of the model's shape, or groups do not divide its experts and choices.
+    for each rank: the model was not trained for it, and writes worse. ``most_rows`` are the tokens that no rank has
+    more of in any step; without it the ranks ask each other in every layer and step, and wait for the answers, where
+    the dispatcher pads. Raises ``ValueError`` where the placement is not of the model's shape, or groups do not divide
+    its experts and choices.
     """
     config = checkpoint.config
     if config.experts % expert_groups or config.top_k % expert_groups:
@@ -64,7 +67,7 @@ def expert_parallel(
         )
         for layer in range(config.layers)
     ]
-    experts = [InTwoBatches(layer) for layer in layers] if dual_batch else layers
+    experts = [(InTwoBatches if dual_batch else InOneBatch)(layer, most_rows) for layer in layers]
     model = ByteTransformer(config, experts).to(SERVING_DTYPE)
     if expert_groups > 1:
         model.route_by(Router(config.experts, config.top_k, custom=grouped_routing(expert_groups)))
@@ -72,11 +75,26 @@ def expert_parallel(
     return model.eval(), layers
 
 
-class InTwoBatches:
-    """A layer whose tokens come in two halves of a step, which overlap."""
+class InOneBatch:
+    """A layer in steps of at most so many tokens on any rank."""
 
-    def __init__(self, layer: ExpertParallelMoE) -> None:
+    def __init__(self, layer: ExpertParallelMoE, most_rows: int | None) -> None:
         self._layer = layer
+        self._length = most_rows
+
+    def __call__(
+        self, hidden_TH: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
+    ) -> torch.Tensor:
+        """All tokens' outputs, ``[T, H]``."""
+        return self._layer(hidden_TH, topk_ids_TK, topk_weights_TK, length=self._length)  # type: ignore[no-any-return]
+
+
+class InTwoBatches:
+    """The same, whose tokens come in two halves of a step, which overlap."""
+
+    def __init__(self, layer: ExpertParallelMoE, most_rows: int | None) -> None:
+        self._layer = layer
+        self._length = None if most_rows is None else (most_rows + 1) // 2
 
     def __call__(
         self, hidden_TH: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
@@ -87,4 +105,4 @@ class InTwoBatches:
         first, second = (
             MicroBatch(*(tensor[part] for tensor in tensors)) for part in (slice(half), slice(half, None))
         )
-        return torch.cat(self._layer.forward_two(first, second))
+        return torch.cat(self._layer.forward_two(first, second, length=self._length))
