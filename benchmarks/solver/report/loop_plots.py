@@ -105,9 +105,9 @@ def draw_ablation(rows: Rows) -> Figure:
     ideas = [policy for policy in dict.fromkeys(row["policy"] for row in rows) if policy != DEFAULT.label]
     kind_colours = dict(zip(KINDS, ("#64748b", "#1d4ed8", "#15803d", "#ea580c"), strict=True))
     measures: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
-        "realised ratio, against everything on": realised_mean,
-        "slots moved a decision": lambda row: moves_after_first(row) / max(1, len(row["moves"]) - 1),
-        "CPU seconds a decision": cpu_after_first,
+        "change of the realised ratio": realised_mean,
+        "slots moved per decision": lambda row: moves_after_first(row) / max(1, len(row["moves"]) - 1),
+        "CPU seconds per decision": cpu_after_first,
     }
     figure = Figure(figsize=(10, 0.9 + 0.5 * len(ideas)), layout="constrained")
     for axes, (title, measure) in zip(figure.subplots(1, 3, sharey=True), measures.items(), strict=True):

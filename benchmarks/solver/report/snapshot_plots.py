@@ -104,8 +104,8 @@ def draw_scaling(rows: Rows) -> Figure:
         sizes = sorted({row["size"] for row in rows if row["grows"] == grows})
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.set_title(f"{grows} grow; dotted: linear from ours")
-        axes.set_xlabel(grows)
+        axes.set_title(f"{grows} grow")
+        axes.set_xlabel(f"{grows}; dotted: linear from ours")
     figure.axes[0].set_ylabel("CPU seconds of one decision")
     legend_above(figure, policies)
     return figure
