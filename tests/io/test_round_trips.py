@@ -1,0 +1,77 @@
+"""Whatever is written is read back as the same numbers: traces and placements, in every format that can be written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from eplb_service.heat.window import HeatError
+from eplb_service.io.copy_trace import SUFFIXES as TRACE_SUFFIXES
+from eplb_service.io.copy_trace import copy_trace
+from eplb_service.io.open_trace import open_trace
+from eplb_service.io.placement_file import _SUFFIX as PLACEMENT_SUFFIX
+from eplb_service.io.placement_file import FORMATS, read_placement, write_placement
+from eplb_service.io.trace import ArrayTrace
+from eplb_service.placement import Placement
+
+SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 4), st.integers(1, 9))
+COUNTS = st.sampled_from((0, 0, 1, 7, 4095, 2**31 - 1)) | st.integers(0, 300)
+FRACTIONS = st.sampled_from((0.0, 0.1, 1 / 3, 1e-9, 12345.678))
+HEATS = SHAPES.flatmap(
+    lambda shape: (
+        hnp.arrays(np.int64, shape, elements=COUNTS) | hnp.arrays(np.float64, shape, elements=FRACTIONS)
+    )
+)
+
+
+@pytest.mark.parametrize("suffix", TRACE_SUFFIXES)
+@settings(max_examples=25)
+@given(heat_TLE=HEATS)
+def test_heat(suffix: str, heat_TLE: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow", reason="PARQUET IS NOT TESTED: no pyarrow here")
+    path = tmp_path_factory.mktemp("trace") / f"heat{suffix}"
+    if suffix == ".zarr" and (heat_TLE != np.floor(heat_TLE)).any():
+        with pytest.raises(HeatError, match="records whole tokens, got fractions"):
+            copy_trace(ArrayTrace(heat_TLE), path)
+        assert list(path.parent.iterdir()) == []
+        return
+    assert copy_trace(ArrayTrace(heat_TLE), path) == heat_TLE.shape
+    read = open_trace(path)
+    assert read.shape == heat_TLE.shape
+    np.testing.assert_array_equal(read.heat(0, read.steps), heat_TLE)
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> Placement:
+    """Experts in any order on ranks that hold none twice."""
+    ranks, layers = draw(st.integers(1, 5)), draw(st.integers(1, 12))
+    experts = draw(st.integers(1, 12))
+    slots = draw(st.integers(-(-experts // ranks), experts))
+    linear = Placement.linear(layers, experts, ranks, slots).phy2log_LRS
+    orders = [draw(st.permutations(range(experts))) for _ in range(layers)]
+    renamed = [np.array(order)[layer_RS] for order, layer_RS in zip(orders, linear, strict=True)]
+    return Placement(np.stack(renamed)[:, draw(st.permutations(range(ranks)))], experts)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@settings(max_examples=25)
+@given(placement=placements(), data=st.data())
+def test_placement(
+    format: Any, placement: Placement, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder: Path = tmp_path_factory.mktemp("placement")
+    path = folder / f"placement{PLACEMENT_SUFFIX[format]}"
+    layers = placement.layers
+    of_model = st.lists(st.integers(0, 20), min_size=layers, max_size=layers, unique=True).map(sorted)
+    numbers = data.draw(st.none() | of_model)
+    write_placement(path, placement, placement.default_log2phy(), format, numbers)
+    read = read_placement(path, placement.experts, placement.ranks, numbers)
+    np.testing.assert_array_equal(read.phy2log_LRS, placement.phy2log_LRS)
+    assert read.experts == placement.experts
