@@ -95,14 +95,10 @@ def _headline(result: Replay) -> str:
 
 
 def _footnotes(result: Replay, low: float, high: float) -> list[str]:
-    first = result.policies[0]
-    score, schedule = result.score(first), first.setup.schedule
-    looks_back = schedule.window > schedule.interval
     lines = [
         f"PAR: hottest rank over mean rank in each step; curves from {low:.2f} to {high:.2f}. "
-        f"Each decision sees {'up to ' * looks_back}{schedule.window} steps and serves {schedule.interval}.",
-        f"Left alone it is {score.par_left_alone:.3f}; token sampling alone leaves about {score.floor:.3f}. "
-        "Regret: above the best that hindsight knows.",
+        + _seen_and_served(result),
+        f"{_left_alone(result)} Regret: above the best that hindsight knows.",
     ]
     if result.costs.curve is not None:
         best = min(result.policies, key=lambda policy: policy.moe_ms or 0.0)
@@ -121,6 +117,24 @@ def _footnotes(result: Replay, low: float, high: float) -> list[str]:
             f"cost {won.stall_ms:.3f} ms of it."
         )
     return lines
+
+
+def _seen_and_served(result: Replay) -> str:
+    schedules = {policy.setup.schedule for policy in result.policies}
+    windows = sorted({(schedule.window, schedule.window > schedule.interval) for schedule in schedules})
+    seen = " or ".join(f"{'up to ' * looks_back}{window}" for window, looks_back in windows)
+    served = " or ".join(map(str, sorted({schedule.interval for schedule in schedules})))
+    return f"Each decision sees {seen} steps and serves {served}."
+
+
+def _left_alone(result: Replay) -> str:
+    """By number of slots, which the placement at the start hangs on."""
+    scores = {policy.setup.slots: result.score(policy) for policy in reversed(result.policies)}
+    alone = [f"{score.par_left_alone:.3f} on {slots} slots" for slots, score in sorted(scores.items())]
+    floors = [f"{score.floor:.3f}" for score in scores.values()]
+    floor = min(floors) if min(floors) == max(floors) else f"{min(floors)} to {max(floors)}"
+    text = alone[0].partition(" on ")[0] if len(alone) == 1 else ", ".join(alone)
+    return f"Left alone it is {text}; token sampling alone leaves about {floor}."
 
 
 def _with_split(result: Replay) -> str:

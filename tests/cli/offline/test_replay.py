@@ -1,6 +1,7 @@
 """``eplb replay`` scores policies over the same steps, and refuses bad input in one line."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -53,6 +54,17 @@ def test_table(trace, capsys):
     assert "on 4 ranks x 5 slots; steps scored 60, decisions 1" in printed
     assert printed.index("flashlb") < printed.index("none")
     assert "deepseek" not in printed
+
+
+def test_a_sweep_names_every_window_interval_and_number_of_slots(trace, capsys):
+    swept = ("--redundant", "0,4", "--window", "20,40", "--interval", "20,30", "--policy", "none")
+    code, printed, _ = replay(capsys, "--heat", trace, "--ranks", RANKS, *swept, "--no-hindsight")
+    assert code == 0
+    text = " ".join(printed.split())
+    assert "Each decision sees 20 or up to 40 steps and serves 20 or 30." in text
+    found = re.search(r"Left alone it is (\d\.\d{3}) on 4 slots, (\d\.\d{3}) on 5 slots; token", text)
+    assert found
+    assert found[1] != found[2]
 
 
 def test_stretches_without_tokens_are_left_out_of_the_curves(trace, tmp_path, capsys):
