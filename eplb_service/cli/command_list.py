@@ -17,7 +17,7 @@ class CommandEntry(NamedTuple):
     summary
         One sentence for that list.
     examples
-        Lines of the shell that its help ends with.
+        Lines of the shell that its help ends with, and of a group's those of a command that of the command.
     """
 
     module: str
@@ -100,6 +100,8 @@ COMMANDS = {
             "eplb trace stats heat.zarr --ranks 8",
             "eplb trace record my-deployment --out heat.zarr --steps 2000",
             "eplb trace convert dump.pt --out heat.zarr",
+            "eplb trace slice heat.zarr --steps 1000:3000 --layers 0:8 --out part.zarr",
+            "eplb trace synth --kind bursty --layers 4 --experts 32 --out made-up.zarr",
         ),
     ),
     "schema": CommandEntry(

@@ -58,6 +58,8 @@ def load_command(name: str) -> Any:
         single.command(name, cls=HelpCommand)(command)
         parser = typer.main.get_command(single)
     parser.examples = COMMANDS[name].examples
+    for child in getattr(parser, "commands", {}).values():
+        child.examples = [line for line in parser.examples if line.startswith(f"eplb {name} {child.name} ")]
     return parser
 
 

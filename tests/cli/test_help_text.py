@@ -87,8 +87,11 @@ def test_the_list_of_commands_is_grouped(capsys):
 EXAMPLES = [example for entry in COMMANDS.values() for example in entry.examples]
 
 
-def test_every_command_has_an_example():
-    assert all(entry.examples for entry in COMMANDS.values())
+@pytest.mark.parametrize("name", PARSERS)
+def test_every_command_has_an_example(capsys, name):
+    shown = help_of(capsys, name).partition("Examples:\n")[2].splitlines()
+    assert shown
+    assert all(line.startswith(f"  eplb {name}") for line in shown)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

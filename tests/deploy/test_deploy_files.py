@@ -79,6 +79,14 @@ def test_the_image_listens_where_it_says(monkeypatch):
     assert settings.store.startswith("/var/lib/eplb/")
 
 
+def test_the_health_check_waits_for_kernels_as_long_as_the_probes_do():
+    [seconds] = re.findall(r"^HEALTHCHECK .*--start-period=(\d+)s", DOCKERFILE, flags=re.MULTILINE)
+    probe = load("kubernetes/base/deployment.yaml")["spec"]["template"]["spec"]["containers"][0][
+        "startupProbe"
+    ]
+    assert int(seconds) >= probe["periodSeconds"] * probe["failureThreshold"]
+
+
 def test_everything_the_image_copies_is_sent_to_the_builder():
     sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert "deploy/healthcheck.py" in sent
