@@ -11,8 +11,10 @@ import yaml
 from eplb_service.cli.command_list import COMMANDS
 from eplb_service.control.core import health
 from eplb_service.control.server.settings import ServiceSettings
+from eplb_service.telemetry.metrics import Metrics
 from tools.docs_reference.command_line import cli_page, commands
 from tools.docs_reference.hook import on_page_markdown
+from tools.docs_reference.metrics import metrics, metrics_page
 from tools.docs_reference.settings import settings_page
 from tools.docs_reference.site_pages import site_links
 from worker_agent.settings import AgentSettings
@@ -59,6 +61,19 @@ def test_every_variable_that_the_code_names_is_in_the_reference():
     } - {"EPLB_AGENT"}
     assert {"EPLB_ADDRESS", "EPLB_CONFIG", "EPLB_LISTEN"} <= named
     assert {variable for variable in named if f"`{variable}`" not in SETTINGS} == set()
+
+
+def test_every_metric_of_a_scrape_is_there_with_its_labels_and_meaning():
+    page = metrics_page()
+    made = Metrics()
+    for family in made.registry.collect():
+        if "_process_" not in family.name:
+            name = family.name + ("_total" if family.type == "counter" else "")
+            assert f"| `{name}` | {family.type} | " in page
+    assert "| `eplb_par_realised` | gauge | `deployment`, `layer` | Peak-to-average ratio of a layer" in page
+    entries = [one for group in metrics().values() for one in group]
+    assert page.count("\n| `eplb_") == len(entries) > 50
+    assert {one.name for one in entries if not one.help} == set()
 
 
 def test_every_alert_is_in_the_runbook():

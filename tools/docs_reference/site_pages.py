@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tools.docs_reference.command_line import cli_page
 from tools.docs_reference.json_output import json_page
+from tools.docs_reference.metrics import metrics_page
 from tools.docs_reference.settings import settings_page
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +30,7 @@ def generated_pages() -> dict[str, str]:
         "reference/cli.md": cli_page(),
         "reference/settings.md": settings_page(),
         "reference/json.md": json_page(),
+        "reference/metrics.md": metrics_page(),
     }
     pages["notebook.md"] = notebook_page()
     for name, path in ROOT_PAGES.items():
