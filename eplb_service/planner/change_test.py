@@ -106,6 +106,10 @@ class ChangeTest:
                 return test, step + 1, alarm
         return test, len(par_TL), None
 
+    def calmed(self) -> ChangeTest:
+        """The same without what it has summed up: that was no change."""
+        return replace(self, sum_C=np.zeros_like(self.sum_C), since_C=np.zeros_like(self.since_C))
+
     def _after_step(self, par_C: Float64) -> ChangeTest:
         # A layer that had no tokens when the promise was made begins with its first step.
         mean_C = np.where(np.isnan(self.mean_C), par_C, self.mean_C)

@@ -42,11 +42,14 @@ class Outlook:
         Whether the change before it won more than its error; ``None`` where there was none, or that is not known.
     won
         What serves now wins over what served at first, on the decision's window; ``None`` where that is not known.
+    burst
+        Whether the departure that asked for the decision was no change of heat.
     """
 
     promise: Promise
     paid: bool | None = None
     won: Gain | None = None
+    burst: bool = False
 
 
 def promise_for(window: Window, now: Serving, plan: Plan, split: str) -> Promise:

@@ -1,10 +1,11 @@
 """When to decide next, on how many steps, and for how many: soon after a change, seldom where nothing can be won.
 
 A departure of what is realised from what was promised (``change_test``) begins a new stretch: decisions fall when it is
-4, 8 and 16 steps long, and look at its steps alone. Later the interval is doubled where a decision changed nothing, or
-what the one before changed did not win beyond its error, and halved where it did; each decision looks back as far as
-heat is still what it is now (``stationary``). What moves cost is spread over the steps until the next decision; after
-a departure, over as many as such stretches have lasted.
+4, 8 and 16 steps long, and look at its steps alone. Where its heat turns out to be no other than before, that was a
+burst: nothing begins, and heat is looked at again soon. Later the interval is doubled where a decision changed nothing,
+or what the one before changed did not win beyond its error, and halved where it did; each decision looks back as far
+as heat is still what it is now (``stationary``). What moves cost is spread over the steps until the next decision;
+after a departure, over as many as such stretches have lasted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from eplb_service.heat.window import Counts
 from eplb_service.placement import Float64
 from eplb_service.planner.change_test import Alarm, ChangeTest
 from eplb_service.planner.promise import Promise
-from eplb_service.planner.stationary import SHORTEST, stationary_steps
+from eplb_service.planner.stationary import SHORTEST, has_changed, stationary_steps
 
 FIRST_AFTER_CHANGE = 4
 """Steps after which a change is decided on first: an older and a newer half of two each."""
@@ -56,6 +57,8 @@ class Pace:
         float64 ``[L + 1]``, how much neighbouring steps have been found to resemble each other (``Promise``).
     alarm
         The departure that began the present stretch; ``None`` for the first.
+    calm
+        What this was before that departure.
     """
 
     first: int
@@ -68,6 +71,7 @@ class Pace:
     test: ChangeTest | None = None
     inflation_C: Float64 | None = None
     alarm: Alarm | None = None
+    calm: Pace | None = None
 
     @property
     def due(self) -> bool:
@@ -99,6 +103,27 @@ class Pace:
             return max(longest, 1)
         ahead = min(max(self.interval, _LEAST_AHEAD), longest // 4)
         return stationary_steps(heat_TLE[len(heat_TLE) - longest :], ahead)
+
+    def weighed(self, heat_TLE: Counts) -> Pace:
+        """What to decide by, given all heat that is remembered, ``[T, L, E]``: a burst does not count as a change."""
+        if not self.settling or has_changed(heat_TLE, self.stretch):
+            return self
+        return self.dismissed()
+
+    def dismissed(self) -> Pace:
+        """The latest departure was a burst: what was known before still holds, and is looked at again soon."""
+        if self.calm is None:
+            return self
+        test = self.test and self.test.calmed()
+        # The next interval is at least the shortest, since it doubles where the decision changes nothing.
+        return replace(
+            self.calm,
+            seen=self.seen,
+            due_at=self.due_at,
+            interval=_SHORTEST_INTERVAL // 2,
+            test=test,
+            inflation_C=self.inflation_C,
+        )
 
     def after_steps(self, par_TL: Float64) -> tuple[Pace, int]:
         """Steps were served, with these ratios; up to the first at which a decision is due, and how many those are.
@@ -161,4 +186,5 @@ class Pace:
             interval=_SHORTEST_INTERVAL,
             stretches=(*self.stretches, changed_at - self.changed_at)[-_STRETCHES_KEPT:],
             alarm=alarm,
+            calm=replace(self, calm=None),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,10 @@ _AS_GOOD = 1.1
 """Part of the least squared error of a forecast up to which a longer stretch is as good."""
 _FAR_WORSE = 2.0
 """Part of it from which on a longer stretch is of other heat: bursts alone do not make as much of a difference."""
+_OTHER_HEAT = 4.0
+"""How many times the error of a stretch of a few steps the error of all steps before must be for that stretch to be of
+other heat. Chosen between 2.6, the most at any departure of bursty heat (seeds 0 to 2) and of gpt-oss-20b decoding, and
+11 and 27, the least where heat drifted and where workloads took turns (``make bench-decide``)."""
 
 
 class _Forecast(NamedTuple):
@@ -81,6 +85,41 @@ def looked_back(heat_TLE: Counts, interval: int) -> int:
     return since_change
 
 
+def has_changed(heat_TLE: Counts, since: int) -> bool:
+    """Whether the newest ``since`` steps are of other heat than those before: no burst, which resembles itself as well.
+
+    Their newer half is forecast by their older half, and by all steps before. What drawing tokens alone makes of either
+    error is taken off, and of the latter as much must be left. True where there is nothing to compare.
+
+    Parameters
+    ----------
+    heat_TLE
+        ``[T, L, E]``, all steps that are remembered, oldest first.
+    since
+        Newest steps that may be of other heat.
+    """
+    steps, ahead = len(heat_TLE), since // 2
+    if ahead < 1 or since >= steps:
+        return True
+    newest_LE = _summed_parts(heat_TLE, (ahead, since, steps))
+    lengths = since - ahead, steps - ahead
+    by_stretch, by_all = _forecast(newest_LE, ahead, lengths).errors
+    drawn_stretch, drawn_all = (
+        _drawn(heat_TLE, newest_LE[ahead] / ahead, ahead, length) for length in lengths
+    )
+    left = by_all - drawn_all
+    return left >= max(_OTHER_HEAT * (by_stretch - drawn_stretch), drawn_all)
+
+
+def _drawn(heat_TLE: Counts, part_LE: Float64, ahead: int, length: int) -> float:
+    """The error that a stretch has where only the tokens drawn differ, each expert's part being ``part_LE``."""
+    tokens_TL = heat_TLE[len(heat_TLE) - 2 * ahead :].sum(axis=2, dtype=np.float64)
+    inverse_L = (1.0 / np.maximum(tokens_TL, 1.0)).mean(axis=0)
+    size_L = (part_LE**2).sum(axis=1)
+    scatter_L = (1.0 - size_L) * inverse_L * (1.0 / ahead + 1.0 / length)
+    return float((scatter_L / np.maximum(size_L, 1e-30)).mean())
+
+
 def paying_steps(remembered: int, interval: int) -> float | None:
     """Steps within which moves of a decision by the clock must pay; ``None`` for as many as it looks at.
 
@@ -108,16 +147,18 @@ def _forecasts(heat_TLE: Counts, aheads: Sequence[int]) -> list[_Forecast]:
     lengths_A = [_stretches(steps - ahead) for ahead in aheads]
     ends = {ahead + length for ahead, lengths in zip(aheads, lengths_A, strict=True) for length in lengths}
     newest_LE = _summed_parts(heat_TLE, sorted({*aheads, *ends}))
-    found = []
-    for ahead, lengths in zip(aheads, lengths_A, strict=True):
-        came_LE = newest_LE[ahead] / ahead
-        size_L = np.maximum((came_LE**2).sum(axis=1), 1e-30)
-        errors = []
-        for length in lengths:
-            missed_LE = (newest_LE[ahead + length] - newest_LE[ahead]) / length - came_LE
-            errors.append(float(((missed_LE**2).sum(axis=1) / size_L).mean()))
-        found.append(_Forecast(ahead, lengths, errors))
-    return found
+    return [_forecast(newest_LE, ahead, lengths) for ahead, lengths in zip(aheads, lengths_A, strict=True)]
+
+
+def _forecast(newest_LE: Mapping[int, Float64], ahead: int, lengths: Sequence[int]) -> _Forecast:
+    """How well stretches forecast the newest steps, given the sums over all steps from either's beginning on."""
+    came_LE = newest_LE[ahead] / ahead
+    size_L = np.maximum((came_LE**2).sum(axis=1), 1e-30)
+    errors = []
+    for length in lengths:
+        missed_LE = (newest_LE[ahead + length] - newest_LE[ahead]) / length - came_LE
+        errors.append(float(((missed_LE**2).sum(axis=1) / size_L).mean()))
+    return _Forecast(ahead, lengths, errors)
 
 
 def _stretches(before: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 
@@ -35,6 +36,7 @@ class ChangeRun(PolicyRun):
         pace = self._pace or Pace(first=step, memory=MEMORY, seen=step)
         made: list[Outcome] = []
         loads: list[Float64] = []
+        us: list[Float64] = []
         at, late = step, 0
         while at < end:
             pace = self._taken_up(pace, at)
@@ -47,11 +49,13 @@ class ChangeRun(PolicyRun):
             pace, taken = pace.after_steps(step_par(loads_TLR))
             late += taken if self._coming is not None else 0
             loads.append(loads_TLR[:taken])
+            us += self._served_us(heat_TLE[at - first : at - first + taken], at)
             at += taken
         self._pace = pace
         loads_TLR = np.concatenate(loads)
         self.loads_LR = loads_TLR.sum(axis=0)
-        return _row(step, late, made, par(loads_TLR), busy_steps(heat_TLE[step - first :]), end - step)
+        row = _row(step, late, made, par(loads_TLR), busy_steps(heat_TLE[step - first :]), end - step)
+        return replace(row, us_realised_L=mean_par(np.concatenate(us), axis=0) if us else None)
 
     def _taken_up(self, pace: Pace, step: int) -> Pace:
         """What was decided is tested from where it serves."""
@@ -68,6 +72,7 @@ class ChangeRun(PolicyRun):
         serving, settings = self._serving, self._policy.settings
         paid = self._paid(step, heat_TLE)
         began = time.perf_counter()
+        pace = pace.weighed(heat_TLE)
         steps = pace.window_steps(heat_TLE)
         window = Window(heat_TLE[len(heat_TLE) - steps :], self._source(step - steps, step))
         made = plan(

@@ -79,6 +79,27 @@ def test_after_a_departure_decisions_fall_at_4_8_and_16_steps_of_it(calm: Pace) 
     assert pace.due_at == pace.seen + 16
 
 
+def test_a_burst_begins_nothing_and_is_looked_at_again_soon(calm: Pace) -> None:
+    calm, _ = calm.after_steps(steps(20))
+    pace, _ = calm.after_steps(steps(1, WORSE))
+    assert pace.settling
+    pace = served(pace, 3, WORSE)
+    still, other = heat(100), np.concatenate([heat(96), heat(4, seed=1)])
+    assert pace.weighed(other) is pace
+    weighed = pace.weighed(still)
+    assert (weighed.alarm, weighed.changed_at, weighed.seen) == (None, 0, pace.seen)
+    assert weighed.window_steps(still[:88]) == 88
+    decided = weighed.after_decision(changed=False, paid=None)
+    assert decided.due_at == pace.seen + 16
+    # What it summed up is forgotten: as many steps as before are an alarm again.
+    assert decided.after_steps(steps(1))[0].alarm is None
+
+
+def test_where_nothing_departed_nothing_is_dismissed(calm: Pace) -> None:
+    assert calm.weighed(heat(84)) is calm
+    assert calm.dismissed() is calm
+
+
 def test_what_serves_while_a_change_is_being_decided_on_raises_no_alarm(calm: Pace) -> None:
     pace, _ = calm.after_steps(steps(12, WORSE))
     alarm = pace.alarm

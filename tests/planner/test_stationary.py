@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb_service.planner.stationary import looked_back, paying_steps, stationary_steps
+from benchmarks.solver.heat_kinds import generate
+from eplb_service.planner.stationary import has_changed, looked_back, paying_steps, stationary_steps
 
 
 def drawn(steps: int, seed: int) -> np.ndarray:
@@ -78,6 +79,39 @@ def test_by_the_clock_bursts_are_seldom_taken_for_a_change() -> None:
             for steps in range(128, 513, 32)
         ]
     assert np.mean(shortened) < 0.25
+
+
+@pytest.mark.parametrize("since", [4, 9, 16])
+def test_heat_that_jumped_has_changed_and_still_heat_has_not(since: int) -> None:
+    assert has_changed(np.concatenate([drawn(100, 0), drawn(since, 1)]), since)
+    assert not has_changed(drawn(100 + since, 0), since)
+
+
+@pytest.mark.parametrize("since", [10, 16])
+def test_bursts_are_seldom_a_change(since: int) -> None:
+    heat_TLE = generate("bursty", 4, 256, 1024, 0)
+    ends = range(256, 1024, 16)
+    assert sum(has_changed(heat_TLE[:end], since) for end in ends) <= len(ends) // 10
+
+
+@pytest.mark.parametrize("tokens", [64, 8192])
+def test_a_change_is_seen_in_few_tokens_too(tokens: int) -> None:
+    generator = np.random.default_rng(0)
+    before_LE, after_LE = (generator.dirichlet(np.ones(16), 3) for _ in range(2))
+    parts = ((before_LE, 100), (after_LE, 16))
+    heat_TLE = np.concatenate(
+        [
+            np.stack([generator.multinomial(tokens, row_E, size=count) for row_E in popularity_LE], axis=1)
+            for popularity_LE, count in parts
+        ]
+    )
+    assert has_changed(heat_TLE, 16)
+    assert not has_changed(heat_TLE[:100], 16)
+
+
+def test_where_there_is_nothing_to_compare_heat_counts_as_changed() -> None:
+    assert has_changed(drawn(8, 0), 8)
+    assert has_changed(drawn(8, 0), 1)
 
 
 def test_few_steps_are_all_used() -> None:

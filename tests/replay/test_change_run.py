@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from eplb_service.cost.curve import CostCurve
 from eplb_service.heat.window import checked_heat
 from eplb_service.io.trace import ArrayTrace
 from eplb_service.planner.settings import PlannerSettings
@@ -69,6 +70,16 @@ def test_what_is_late_serves_late() -> None:
     assert late.steps == prompt.steps
     assert late.decisions[0].late == 11
     assert late.par_realised > prompt.par_realised
+
+
+def test_under_a_cost_curve_every_step_served_is_timed() -> None:
+    on_change, by_clock, alone = run(
+        [ON_CHANGE, "flashlb", "none"], workloads(1, steps=300), Costs(curve=CostCurve(20.0, 1.0, 0.5, 0.06))
+    )
+    times = [policy.moe_ms for policy in (on_change, by_clock, alone)]
+    assert None not in times
+    assert times[0] == pytest.approx(times[1], rel=0.02)
+    assert times[0] < times[2]
 
 
 def test_it_is_the_same_every_time() -> None:

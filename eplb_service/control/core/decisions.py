@@ -74,9 +74,10 @@ class Decisions:
         """The decision was made: it leaves ``live`` as it is, or a plan of it is about to be offered."""
         if self.pacing is None:
             return self
+        pacing = self.pacing.dismissed() if outlook.burst else self.pacing
         if changed:
-            return replace(self, pacing=self.pacing.offered(outlook.promise, outlook.paid, live))
-        return replace(self, pacing=self.pacing.kept(outlook.promise, outlook.paid))
+            return replace(self, pacing=pacing.offered(outlook.promise, outlook.paid, live))
+        return replace(self, pacing=pacing.kept(outlook.promise, outlook.paid))
 
     def appraised(self, worth: Counterfactual) -> Decisions:
         """What balancing is worth has been judged by the last decision's steps.

@@ -49,6 +49,10 @@ class Pacing:
         """A decision is being made."""
         return replace(self, pace=self.pace.deferred())
 
+    def dismissed(self) -> Pacing:
+        """The departure that asked for the decision was a burst."""
+        return replace(self, pace=self.pace.dismissed())
+
     def kept(self, promise: Promise, paid: bool | None) -> Pacing:
         """A decision left everything as it is; ``promise`` is what that does."""
         pace = self.pace.after_decision(changed=False, paid=paid).serving(promise)

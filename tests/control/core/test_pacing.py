@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from eplb_service.control.core.decisions import Decisions
 from eplb_service.control.core.pacing import Pacing
+from eplb_service.planner.outlook import Outlook
 from eplb_service.planner.pace import Pace
 from eplb_service.planner.promise import Promise
 from tests.control.core.story import Story
@@ -46,6 +48,17 @@ def test_of_a_plan_that_failed_nothing_is_taken_as_promised() -> None:
     pacing = decided_once().offered(PROMISE, None, Story().live).plan_ended(done=False)
     assert pacing.replaced is None
     assert pacing.after_steps(np.full((10, 2), 1.8)).pace.alarm is None
+
+
+def test_a_departure_that_was_a_burst_is_dismissed_with_the_decision() -> None:
+    pacing = decided_once().kept(PROMISE, None).after_steps(np.full((4, 2), 1.8))
+    live = Story().live
+    alarmed = Decisions(pacing=pacing.deciding())
+    for burst in (False, True):
+        decided = alarmed.decided(Outlook(PROMISE, burst=burst), live, changed=False)
+        assert decided.pacing is not None
+        assert (decided.pacing.pace.alarm is None) is burst
+        assert decided.pacing.pace.seen == 12
 
 
 def test_the_end_of_a_plan_that_this_service_did_not_make_changes_nothing() -> None:

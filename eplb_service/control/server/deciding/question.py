@@ -23,6 +23,7 @@ from eplb_service.planner.counterfactual import Counterfactual, counterfactual
 from eplb_service.planner.decide import plan
 from eplb_service.planner.move_price import LayerTime
 from eplb_service.planner.outlook import Outlook, Serving, gain_over, promise_for
+from eplb_service.planner.pace import Pace
 from eplb_service.planner.plan import Plan
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.stationary import looked_back, paying_steps
@@ -110,19 +111,24 @@ class Question:
             return self.settings
         return replace(self.settings, cost_curve=self.fitted)
 
+    @cached_property
+    def pace(self) -> Pace | None:
+        """When to decide, once heat has said whether it changed; ``None`` where decisions go by the clock."""
+        return None if self.pacing is None else self.pacing.pace.weighed(self.heat_TLE)
+
     @property
     def looked_at(self) -> Window:
         """The steps to decide on."""
-        if self.pacing is not None:
-            return self.newest(self.pacing.pace.window_steps(self.heat_TLE))
+        if self.pace is not None:
+            return self.newest(self.pace.window_steps(self.heat_TLE))
         steps = len(self.heat_TLE)
         return self.newest(steps if self.interval is None else looked_back(self.heat_TLE, self.interval))
 
     @property
     def serving_steps(self) -> float | None:
         """Steps that what is decided is expected to serve; ``None`` where that is as many as are looked at."""
-        if self.pacing is not None:
-            return self.pacing.pace.serving_steps
+        if self.pace is not None:
+            return self.pace.serving_steps
         return None if self.interval is None else paying_steps(len(self.heat_TLE), self.interval)
 
     @property
@@ -163,7 +169,8 @@ def answer(question: Question) -> tuple[Plan, Outlook, float]:
     won = None
     if question.found is not None:
         won = gain_over(window, question.found, live.serving, settings.split)
-    return made, Outlook(promise, _paid(question), won), time.perf_counter() - started
+    burst = question.pacing is not None and question.pace is not question.pacing.pace
+    return made, Outlook(promise, _paid(question), won, burst), time.perf_counter() - started
 
 
 def appraise(question: Question, decided: Plan) -> Counterfactual | None:
