@@ -1,0 +1,240 @@
+"""What ``NPUModelRunner`` does for EPLB, call by call: the runner itself needs a device.
+
+Imported by ``vllm_ascend_rank.py`` with the engine's own Python.
+"""
+
+import inspect
+import multiprocessing
+import sys
+import types
+
+import torch
+import torch.distributed as dist
+import torch_npu
+from vllm_ascend_dense import (
+    EXPERTS,
+    HIDDEN,
+    INTERMEDIATE,
+    LAYERS,
+    RANKS,
+    TOKENS,
+    TOP_K,
+    dense,
+    experts_of,
+    product,
+    product_w8a8,
+)
+
+
+def build(rank, port, config_folder, options):
+    """vLLM's configuration and groups, and the host's layers with their weights."""
+    built = types.ModuleType("vllm_ascend._build_info")
+    built.__device_type__ = "A2" if options["comm"] == "ALLGATHER" else "A3"
+    sys.modules[built.__name__] = built
+    # The host's solver, which nobody starts, needs scipy.
+    solver = types.ModuleType("vllm_ascend.eplb.core.policy.policy_flashlb")
+    solver.FlashLB, solver.warm_up = object, None
+    sys.modules[solver.__name__] = solver
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+
+    eplb = {
+        "dynamic_eplb": True,
+        "num_redundant_experts": options["redundant"],
+        "expert_heat_collection_interval": 4,
+        "algorithm_execution_interval": 2,
+        "eplb_policy_type": options["policy"],
+    }
+    config = EngineArgs(
+        model=config_folder,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=128,
+        enforce_eager=True,
+        tensor_parallel_size=RANKS,
+        enable_expert_parallel=True,
+        distributed_executor_backend="mp",
+        additional_config={"eplb_config": eplb},
+    ).create_engine_config()
+    from vllm_ascend.ascend_config import get_ascend_config, init_ascend_config
+
+    with set_current_vllm_config(config):
+        init_ascend_config(config)
+        from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+        from vllm_ascend.ascend_forward_context import set_mc2_tokens_capacity
+        from vllm_ascend.distributed.parallel_state import init_ascend_model_parallel
+        from vllm_ascend.utils import set_weight_prefetch_method
+
+        # The runner's constructor does this; release 0.18 asks it before every choice of experts.
+        set_weight_prefetch_method(get_ascend_config().weight_prefetch_config)
+        set_mc2_tokens_capacity(config, 8, 1)
+        init_distributed_environment(RANKS, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
+        ensure_model_parallel_initialized(RANKS, 1)
+        init_ascend_model_parallel(config.parallel_config)
+        if options["custom_ops"]:
+            install_kernel_for_lists()
+        model = make_model(rank, w8a8_config() if options["quant"] == "W8A8" else None)
+    return config, model
+
+
+def w8a8_config():
+    """A quantisation config under which every MoE layer is W8A8, as one of ModelSlim's checkpoints has it."""
+    from vllm_ascend.quantization.method_adapters import AscendFusedMoEMethod
+    from vllm_ascend.quantization.methods import w8a8_dynamic
+
+    w8a8_dynamic.torch = torch_npu.TorchOfTokenDispatcher()
+
+    class Config:
+        def get_name(self):
+            return "ascend"
+
+        def is_mxfp4_quant(self, _prefix, _layer):
+            return False
+
+        def get_quant_method(self, layer, _prefix, tid2eid=None):
+            scheme = w8a8_dynamic.AscendW8A8DynamicFusedMoEMethod()
+            # Release 0.18 has no table from tokens to experts.
+            tables = (tid2eid,) if "tid2eid" in inspect.signature(AscendFusedMoEMethod).parameters else ()
+            return AscendFusedMoEMethod(scheme, layer.moe_config, *tables)
+
+    return Config()
+
+
+def install_kernel_for_lists():
+    """The host's kernel for lists of int8 experts: each row by its expert's matrix and scales, SwiGLU, int8 again."""
+    from vllm_ascend.ops.fused_moe import moe_mlp
+
+    def kernel(*, x, weight, weight_scale, x_scale, group_list, **_):
+        gated = x.new_zeros(len(x), weight[0].shape[1] // 2, dtype=torch.float32)
+        begin = 0
+        for matrix_HJ, scale_J, end in zip(weight, weight_scale, group_list.tolist(), strict=True):
+            rows = slice(begin, end)
+            wide = x[rows].double() @ matrix_HJ.double() * scale_J * x_scale[rows, None]
+            gate, up = wide.float().chunk(2, dim=-1)
+            gated[rows] = torch.nn.functional.silu(gate) * up
+            begin = end
+        return *torch_npu.npu_dynamic_quant(gated), None
+
+    torch.ops._C_ascend.grouped_matmul_swiglu_quant_weight_nz_tensor_list = kernel
+    moe_mlp.enable_custom_op = lambda: True
+
+
+def load(layer, slot, name, weight_YX):
+    """Put one expert's weight into its slot, quantised where the layer is."""
+    parameter = getattr(layer, name)
+    if parameter.dtype == torch.int8:
+        weight_YX, scale_Y = torch_npu.npu_dynamic_quant(weight_YX)
+        getattr(layer, f"{name}_scale").data[slot] = scale_Y[:, None]
+        getattr(layer, f"{name}_offset").data[slot] = 0
+    parameter.data[slot] = weight_YX
+
+
+def make_model(rank, quant_config):
+    """A model of MoE layers alone, loaded as a checkpoint would be."""
+    import vllm_ascend.ops.fused_moe.experts_selector as selector
+    from vllm_ascend.device import device_op
+    from vllm_ascend.ops.fused_moe import token_dispatcher
+    from vllm_ascend.ops.fused_moe.fused_moe import AscendFusedMoE
+
+    from worker_agent.moe.operators import reference
+
+    token_dispatcher.torch = torch_npu.TorchOfTokenDispatcher()
+    selector.check_npu_moe_gating_top_k = lambda **_: False
+
+    def init_routing(hidden, ids, *, act_quant_type=None, **named):
+        return reference.npu_moe_init_routing_v2(hidden, ids, **named)
+
+    for operators in vars(device_op).values():
+        if isinstance(operators, type) and hasattr(operators, "npu_moe_init_routing"):
+            operators.npu_moe_init_routing = staticmethod(init_routing)
+    layers = [
+        AscendFusedMoE(
+            num_experts=EXPERTS,
+            top_k=TOP_K,
+            hidden_size=HIDDEN,
+            intermediate_size=INTERMEDIATE,
+            params_dtype=torch.float32,
+            renormalize=True,
+            quant_config=quant_config,
+            prefix=f"model.layers.{index}.mlp.experts",
+        )
+        for index in range(LAYERS)
+    ]
+    for index, layer in enumerate(layers):
+        w13_EJH, w2_EHI = experts_of(index)
+        slot_of_E = layer.global_expert_map[rank].tolist()
+        for expert, slot in enumerate(slot_of_E):
+            if slot >= 0:
+                load(layer, slot, "w13_weight", w13_EJH[expert])
+                load(layer, slot, "w2_weight", w2_EHI[expert])
+        layer.quant_method.process_weights_after_loading(layer)
+    model = torch.nn.Module()
+    model.layers, model.quant_config = torch.nn.ModuleList(layers), quant_config
+    return model
+
+
+def start_balancer(config, model):
+    """The parts that ``NPUModelRunner.__init__`` and ``eplb_warmup`` make and call, under the adapter's names."""
+    from vllm.config import set_current_vllm_config
+    from vllm_ascend.ascend_config import get_ascend_config
+    from vllm_ascend.eplb.adaptor.vllm_adaptor import VllmEplbAdaptor
+    from vllm_ascend.eplb.core.eplb_device_transfer_loader import D2DExpertWeightLoader
+    from vllm_ascend.eplb.core.eplb_worker import EplbProcess
+    from vllm_ascend.eplb.eplb_updator import EplbUpdator
+
+    from worker_agent.adapters.vllm_ascend import hooks
+
+    runner = types.ModuleType("vllm_ascend.worker.model_runner_v1")
+    runner.Manager, runner.EplbProcess = multiprocessing.Manager, EplbProcess
+    runner.EplbUpdator, runner.VllmEplbAdaptor = EplbUpdator, VllmEplbAdaptor
+    hooks.replace_balancer(runner)
+    hooks.count_sources()
+    with set_current_vllm_config(config):
+        loader, manager = D2DExpertWeightLoader(), runner.Manager()
+        shared = manager.dict({"expert_map": None, "moe_load": None, "expert_maps": None})
+        process = runner.EplbProcess(shared_dict=shared, policy_type=1, enable_d2d=True)
+        updator = runner.EplbUpdator(
+            get_ascend_config().eplb_config, loader, process, process._launch_process()
+        )
+        adaptor = runner.VllmEplbAdaptor(model=model)
+        loader.set_adator(adaptor)
+        updator.set_adaptor(adaptor)
+        updator.warm_up_eplb()
+    return updator
+
+
+def forward(config, model, options, hidden_TH, logits_LTE):
+    """One forward pass of all layers, as the runner sets it up; the largest difference to ``dense``."""
+    from vllm.config import set_current_vllm_config
+    from vllm.forward_context import get_forward_context, set_forward_context
+    from vllm_ascend.ascend_forward_context import _EXTRA_CTX, MoECommType
+    from vllm_ascend.ops.fused_moe.moe_comm_method import get_moe_comm_method
+
+    worst, comm = 0.0, options["comm"]
+    multiply = product_w8a8 if options["quant"] == "W8A8" else product
+    with set_current_vllm_config(config), set_forward_context(None, config, num_tokens=TOKENS):
+        facts = {
+            "moe_comm_type": MoECommType[comm],
+            "moe_comm_method": get_moe_comm_method(MoECommType[comm]),
+            "in_profile_run": False,
+            "flash_comm_v1_enabled": False,
+            "eplb_heat_collection_status": True,
+            "mc2_mask": torch.ones(TOKENS, dtype=torch.bool),
+            "padded_num_tokens": TOKENS,
+            "num_tokens": TOKENS,
+            "pad_size": 0,
+            "max_tokens_across_dp": TOKENS,
+        }
+        for name, value in facts.items():
+            try:
+                setattr(_EXTRA_CTX, name, value)
+            except AttributeError:
+                setattr(get_forward_context(), name, value)
+        for index, layer in enumerate(model.layers):
+            out_TH = layer.forward_impl(hidden_TH.clone(), logits_LTE[index].clone())
+            if comm == "ALLGATHER":
+                # The runner does this for the whole layer, shared experts included.
+                dist.all_reduce(out_TH)
+            expected_TH = dense(index, hidden_TH, logits_LTE[index], multiply)
+            worst = max(worst, float((out_TH - expected_TH).abs().max()))
+    return worst
