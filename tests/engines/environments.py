@@ -1,7 +1,7 @@
 """Virtual environments with real engines, made once per machine and kept between runs and checkouts.
 
 ``TEST_ENGINES`` names the folder that holds them (``eplb serve`` refuses variables ``EPLB_...`` that it does not know);
-by default it is in the user's cache. An engine that cannot be installed is skipped with the installer's last words,
+by default it is in the user's cache. An engine that cannot be installed is skipped with the installer's last output,
 loudly.
 """
 
@@ -113,5 +113,5 @@ def _run(engine: Engine, folder: Path, *command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         shutil.rmtree(folder, ignore_errors=True)
-        last_words = (done.stderr.strip() or done.stdout.strip())[-800:]
-        pytest.skip(f"{engine.name} CANNOT BE INSTALLED HERE, so it is not tested: {last_words}")
+        last_output = (done.stderr.strip() or done.stdout.strip())[-800:]
+        pytest.skip(f"{engine.name} CANNOT BE INSTALLED HERE, so it is not tested: {last_output}")

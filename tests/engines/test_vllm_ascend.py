@@ -165,6 +165,6 @@ def test_tables_that_change_without_weights_are_seen(release, comm, quant, tmp_p
     ],
     ids=["all-gather-replicas", "mc2-w8a8-without-its-kernel"],
 )
-def test_what_the_host_would_answer_wrongly_is_refused_with_words(options, reason, tmp_path, service):
+def test_what_the_host_would_answer_wrongly_is_refused_with_a_reason(options, reason, tmp_path, service):
     with pytest.raises(AssertionError, match=reason):
         serve(tmp_path, service, **options)
