@@ -136,7 +136,17 @@ def unplaced(
     floor_L: Float64,
     picked: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.bool_]:
-    """Which of the picked layers to place from scratch whatever it moves: those made for no heat; bool ``[P]``."""
+    """Which of the picked layers to place from scratch whatever it moves: those made for no heat; bool ``[P]``.
+
+    Parameters
+    ----------
+    window, placement, settings
+        As for ``decide.plan``.
+    par_L, floor_L
+        float64 ``[L]``, each layer's ratio in the window and its noise floor.
+    picked
+        int64 ``[P]``, the layers to solve.
+    """
     if settings.policy == "deepseek" or not settings.warm:
         return np.ones(picked.size, dtype=np.bool_)
     if not picked.size:

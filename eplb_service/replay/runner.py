@@ -92,9 +92,26 @@ def replay_file(
 ) -> Replay:
     """``replay`` on ``workers`` processes (all cores by default), or on a Ray cluster; the results are the same.
 
-    What ``ledger`` holds of an interrupted run is not done again, and it holds all that was found in the end. Ctrl-C
+    Ctrl-C
     ends the work, and what all jobs have done by then comes back as an interrupted ``Replay``; where that is nothing,
     ``KeyboardInterrupt`` passes through.
+
+    Parameters
+    ----------
+    file
+        The trace.
+    jobs
+        What is to be replayed: policies and baselines.
+    scene
+        What all jobs share.
+    workers
+        Processes; as many as are worth it where not given.
+    ray
+        Address of a Ray cluster in place of processes.
+    on_progress
+        Called with what each job has done so far.
+    ledger
+        What was found by an interrupted run is not done again; it holds all that was found in the end.
     """
     trace = file.open()
     workers = min(workers or _worthwhile(jobs, trace), len(jobs))

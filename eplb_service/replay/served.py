@@ -26,6 +26,17 @@ def served_loads(
     rank says, entry after entry where it deals. Otherwise nobody knows where tokens come from, and each expert's are
     taken to come evenly from all. A host that splits as ``even`` or ``step`` asks no tables (see
     ``PlannerSettings.split``).
+
+    Parameters
+    ----------
+    trace
+        What was recorded, source ranks among it.
+    heat_TLE, first
+        Its heat by logical expert, ``[t, L, E]``, from step ``first`` on.
+    placement, log2phy_RLE
+        What serves: placement and tables, int32 ``[R, L, E]``, or ``[R, L, E, D]`` where they deal.
+    split
+        How the host splits tokens over replicas.
     """
     if split in (EVEN, STEP) or not knows_sources(trace, placement.ranks):
         return split_loads(heat_TLE, placement, log2phy_RLE, None, split)

@@ -115,7 +115,21 @@ def hottest_of(*ratios_YX: Float64) -> float:
 
 
 def heat_map(name: str, caption: str, ratio_YX: Float64, y_title: str, x_title: str, hottest: float) -> str:
-    """A map of values around 1, rows downwards: cool below it, warm above, up to ``hottest``."""
+    """A map of values around 1, rows downwards: cool below it, warm above, up to ``hottest``.
+
+    Parameters
+    ----------
+    name
+        Of the picture, for the page's script.
+    caption
+        What it shows, for those who cannot see it.
+    ratio_YX
+        float64, what is drawn; 1 is the mean.
+    y_title, x_title
+        Titles of the axes.
+    hottest
+        The value that has the warmest colour.
+    """
     rows, columns = ratio_YX.shape
     width, left, top = 468.0, 44.0, 22.0
     cell_width = (width - left - 6) / columns

@@ -56,9 +56,21 @@ def polish(
 ) -> dict[int, Answer]:
     """Better answers for the layers that were placed from scratch; the others are not touched.
 
-    ``answers`` by layer; ``heat_of_layer`` and ``deployed`` say what a layer was solved for; ``deadline`` on
-    ``time.monotonic``; ``run`` is ``map`` or a thread pool's. What is found depends on the machine, but never becomes
+    What is found depends on the machine, but never becomes
     worse with time.
+
+    Parameters
+    ----------
+    answers
+        By layer.
+    heat_of_layer, deployed
+        What a layer was solved for.
+    params
+        Those of the search; its seed is the first of all turns'.
+    deadline
+        On ``time.monotonic``.
+    run
+        ``map``, or a thread pool's.
     """
     best = {layer: answer for layer, answer in answers.items() if answer.taken == FRESH}
     fruitless = 0
@@ -86,7 +98,17 @@ def polish(
 def annealed_on(
     answer: Answer, heat_NE: Float64, deployed: Deployed, params: SearchParams, seed: int
 ) -> Answer | None:
-    """A better answer for a layer after annealing on; ``None`` where they win nothing."""
+    """A better answer for a layer after annealing on; ``None`` where they win nothing.
+
+    Parameters
+    ----------
+    answer
+        What was found so far.
+    heat_NE, deployed
+        float64 ``[N, E]`` the layer's heat by episode, and what serves now.
+    params, seed
+        Those of the search, and the seed of this turn in place of theirs.
+    """
     layer = Layer(heat_of(heat_NE, deployed.phy2log_RS.shape[0]), deployed)
     found = annealed(answer.found, layer, params, _POLISHING_TRIES, seed)
     if found.par >= answer.found.par:

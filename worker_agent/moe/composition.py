@@ -127,7 +127,23 @@ def compose(
     options: LayerOptions,
     activation: Activation = Activation.SILU,
 ) -> dict[str, LayerPath]:
-    """The path of each dispatcher by name; ``ValueError`` where there is none, or parts do not fit together."""
+    """The path of each dispatcher by name; ``ValueError`` where there is none, or parts do not fit together.
+
+    Parameters
+    ----------
+    dispatchers
+        Their names.
+    group, slots
+        The ranks, and the local experts of each.
+    operators, device
+        What computes, and where.
+    quantized
+        Whether experts are W8A8.
+    options
+        Of the layer.
+    activation
+        Between the experts' two matrices.
+    """
     if not dispatchers:
         raise ValueError("a layer needs at least one dispatcher")
     mc2 = MC2Variant.of(operators, device) if options.mc2 is None else options.mc2

@@ -103,7 +103,23 @@ def grouped_product(
     bias_SM: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Each row times the matrix of its slot, plus its bias, ``[N, M]``: rows in the order of ``batch``'s."""
+    """Each row times the matrix of its slot, plus its bias, ``[N, M]``: rows in the order of ``batch``'s.
+
+    Parameters
+    ----------
+    operators
+        What multiplies.
+    batch
+        Which rows belong to which slot.
+    rows_NK, scale_N
+        Rows, and their scales where they are int8, float32 ``[N]``.
+    weight_SMK, weight_scale_SM
+        Matrices of the slots, and their scales where they are int8.
+    bias_SM
+        Biases of the slots; ``None`` without.
+    dtype
+        Of the product.
+    """
     more: dict[str, Any] = {}
     if scale_N is not None and weight_scale_SM is not None:
         more = {"scale": [weight_scale_SM], "per_token_scale": [scale_N], "output_dtype": dtype}

@@ -94,7 +94,21 @@ class ModularKernel:
         beside: WorkBeside | None = None,
         workspace_set: int = 0,
     ) -> KernelResult:
-        """This rank's tokens through all ranks' experts; every rank calls it at every step, with or without tokens."""
+        """This rank's tokens through all ranks' experts; every rank calls it at every step, with or without tokens.
+
+        Parameters
+        ----------
+        request
+            This rank's tokens and their choices.
+        weights
+            Of its experts.
+        dtype
+            Of the outputs.
+        beside
+            What is computed while tokens travel.
+        workspace_set
+            Which of the workspaces is used.
+        """
         travelling = self.start_dispatch(request)
         if beside is not None:
             beside.during_dispatch()

@@ -99,7 +99,14 @@ class ExpertParallelMoE(PlacedLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Two micro-batches as one step: the tokens of one travel while the experts work on the other's.
 
-        Their heat is one row of the rings. Outputs, arguments and errors are ``forward``'s, of each micro-batch.
+        Their heat is one row of the rings. Outputs and errors are ``forward``'s, of each micro-batch.
+
+        Parameters
+        ----------
+        first, second
+            The micro-batches.
+        phase, dispatcher, length, profile
+            As for ``forward``.
         """
         path = self._path(dispatcher)
         batches = (first, second)

@@ -164,6 +164,23 @@ def rank_placement(
     Without ``log2phy_E`` the rank gets its default table of ``dealing_width`` entries, or rank 0's where all ranks see
     the same tokens and must agree. Raises ``PlacementError`` where placement, table and number of ranks do not fit
     together.
+
+    Parameters
+    ----------
+    layer
+        Its number, for messages.
+    experts, ranks
+        E and R.
+    phy2log_RS
+        int32 ``[R, S]``, the layer's placement.
+    rank
+        Whose view it is.
+    log2phy_E
+        Its table, int32 ``[E]`` or ``[E, D]``.
+    shared_tokens
+        Whether all ranks see the same tokens, and must agree.
+    dealing_width
+        Entries of a default table.
     """
     where = f"layer {layer}"
     if phy2log_RS.ndim != 2 or phy2log_RS.shape[0] != ranks:

@@ -135,6 +135,19 @@ class PlacedLayer(EplbState, ExpertTensors):
         call it between the same two steps, with the arguments of the constructor. Raises ``ValueError`` as that does,
         and where the layer has preparations of its own (``LayerOptions``), which belong to the old group, and none are
         given for the new one.
+
+        Parameters
+        ----------
+        ep_group
+            The new group of ranks.
+        phy2log_RS
+            int32 ``[R, S]``, its placement.
+        experts, biases
+            Where weights come from, and biases, if there are any.
+        log2phy_E
+            This rank's table; by default as for a new layer.
+        preparations
+            Those of the new group, where the layer has some of its own.
         """
         if preparations is None and self._options.preparations:
             raise ValueError(

@@ -138,6 +138,17 @@ def balanced_choices(
 
     No token chooses an expert twice, and any two experts are chosen equally often, give or take one: on each rank, and
     over ranks with equally many tokens, each of which begins where the one before it ends.
+
+    Parameters
+    ----------
+    tokens, experts, top_k
+        T, E and K.
+    device
+        Where the choices are to be.
+    seed
+        Of the order of experts, the same on all ranks.
+    rank
+        Of this rank.
     """
     if not 1 <= top_k <= experts:
         raise ValueError(f"top_k must be 1..{experts}, the number of experts, got {top_k}")

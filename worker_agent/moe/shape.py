@@ -74,8 +74,14 @@ class MoEShape:
     ) -> None:
         """Raise ``ValueError`` naming layer, tensor and what was expected, unless a call's tensors fit.
 
-        ``dtype`` is that of the layer's tokens, ``device`` that of all its tensors. Only ``check_ids`` looks at
-        values, which on an accelerator waits for the device.
+        Parameters
+        ----------
+        hidden_TH, topk_ids_TK, topk_weights_TK
+            A call's tensors.
+        dtype, device
+            Type of the layer's tokens, and where all its tensors are.
+        check_ids
+            Whether values are looked at too, which on an accelerator waits for the device.
         """
         if hidden_TH.ndim != 2 or hidden_TH.shape[1] != self.hidden:
             self._refuse("hidden", f"the shape [T, {self.hidden}]", list(hidden_TH.shape))

@@ -106,7 +106,19 @@ def build_weights(
     device: torch.device | str,
     biases: ExpertSource | None = None,
 ) -> ExpertWeights:
-    """The weights of the expert in each slot; raises ``ValueError`` where a source gives another shape."""
+    """The weights of the expert in each slot; raises ``ValueError`` where a source gives another shape.
+
+    Parameters
+    ----------
+    shape
+        Of the layer.
+    experts, biases
+        Where weights come from, and biases, if there are any.
+    logical_S
+        The expert in each slot of this rank.
+    dtype, device
+        Type of the weights, and where they are.
+    """
     slots, rows, hidden = len(logical_S), shape.first_rows, shape.hidden
     w13_SIH = torch.empty(slots, rows, hidden, dtype=dtype, device=device)
     w2_SHI = torch.empty(slots, hidden, shape.intermediate, dtype=dtype, device=device)

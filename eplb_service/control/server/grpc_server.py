@@ -39,7 +39,19 @@ def grpc_server(
     gate: Gate,
     quotas: Quotas,
 ) -> grpc.aio.Server:
-    """All services behind ``gate``, on no port yet."""
+    """All services behind ``gate``, on no port yet.
+
+    Parameters
+    ----------
+    settings
+        Of the service: bounds of messages, connections and streams among them.
+    plane, operators, probes
+        What answers agents, operators and health checks.
+    gate
+        Decides who may call.
+    quotas
+        What each host may take.
+    """
     server = grpc.aio.server(
         interceptors=[gate],
         # Calls beyond max_streams are refused by the gate, which counts them, and a flood of them by the library.

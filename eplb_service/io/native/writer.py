@@ -80,7 +80,19 @@ class TraceWriter:
         phase_T: npt.ArrayLike | None = None,
         source_TRLE: npt.ArrayLike | None = None,
     ) -> None:
-        """Add steps by logical expert, ``[t, L, E]`` counts, with what is known of them (``[t]`` each)."""
+        """Add steps by logical expert, ``[t, L, E]`` counts, with what is known of them (``[t]`` each).
+
+        Parameters
+        ----------
+        heat_TLE
+            ``[t, L, E]``, counts by logical expert.
+        step_T
+            The model's own number of each step; counted on where not given.
+        tokens_T, phase_T
+            Tokens of each step, and index of its phase; unknown where not given.
+        source_TRLE
+            Tokens by source rank, ``[t, R, L, E]``, before dispatch.
+        """
         rows = self._step_rows(np.asarray(heat_TLE).shape[0], step_T, tokens_T, phase_T, source_TRLE)
         self._add({"heat": _counts(heat_TLE), **rows})
 
@@ -94,7 +106,21 @@ class TraceWriter:
         phase_T: npt.ArrayLike | None = None,
         source_TRLE: npt.ArrayLike | None = None,
     ) -> None:
-        """Add steps by slot, ``[t, L, R*S]``, each layer under the epoch that ``place`` named, ``[t, L]``."""
+        """Add steps by slot, ``[t, L, R*S]``, each layer under the epoch that ``place`` named, ``[t, L]``.
+
+        Parameters
+        ----------
+        slot_heat_TLP
+            ``[t, L, R*S]``, counts by physical slot.
+        epoch_TL
+            ``[t, L]``, the epoch of each layer, one that ``place`` named.
+        step_T
+            The model's own number of each step; counted on where not given.
+        tokens_T, phase_T
+            Tokens of each step, and index of its phase; unknown where not given.
+        source_TRLE
+            Tokens by source rank, ``[t, R, L, E]``, before dispatch.
+        """
         rows = self._step_rows(np.asarray(slot_heat_TLP).shape[0], step_T, tokens_T, phase_T, source_TRLE)
         self._add(
             {"slot_heat": _counts(slot_heat_TLP), "epoch": np.asarray(epoch_TL, dtype=np.int64), **rows}

@@ -202,6 +202,21 @@ def sorted_rows(
     Floating-point rows are sorted by permuting, and quantized after it where ``quantize`` says so; the permutation
     takes no int8, so that rows which have scales already are sorted by the routing operator. Operators are not called
     for no rows at all.
+
+    Parameters
+    ----------
+    operators
+        What sorts and quantizes.
+    hidden_TH, order_TK
+        Tokens ``[T, H]``, and the group of each of their choices, int ``[T, K]``, ``0..groups-1``.
+    groups
+        How many there are.
+    scale_T
+        Scales of int8 tokens, float32 ``[T]``.
+    weights_TK
+        Weights of the choices, which go along with their rows.
+    quantize
+        Whether rows are quantized once they are sorted.
     """
     if not order_TK.numel():
         rows_NH = hidden_TH.new_empty(
