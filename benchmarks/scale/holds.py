@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,12 +40,12 @@ class Holds:
         self.cpu, self.wall, self.long = 0.0, 0.0, 0
         self.named.clear()
 
-    def took(self, what: asyncio.Handle, cpu: float, wall: float) -> None:
+    def took(self, what: asyncio.Handle, cpu: float, wall: float, collecting: float = 0.0) -> None:
         self.wall = max(self.wall, wall)
         self.cpu = max(self.cpu, cpu)
         self.long += cpu > LONG_SECONDS
         if cpu > _NAMED_SECONDS and (len(self.named) < _NAMED or cpu > min(self.named.values())):
-            name = _name(what)
+            name = f"garbage, {_name(what)}" if collecting > cpu / 2 else _name(what)
             self.named[name] = max(cpu, self.named.get(name, 0.0))
             for shortest in sorted(self.named, key=self.named.__getitem__)[:-_NAMED]:
                 del self.named[shortest]
@@ -54,16 +56,40 @@ def watched() -> Iterator[Holds]:
     """Within it every callback of this process's event loops is timed."""
     holds, run = Holds(), asyncio.Handle._run
 
+    collections = _Collections()
+
     def timed(handle: asyncio.Handle) -> None:
         cpu, wall = time.thread_time(), time.perf_counter()
+        collected = collections.seconds
         run(handle)
-        holds.took(handle, time.thread_time() - cpu, time.perf_counter() - wall)
+        holds.took(
+            handle, time.thread_time() - cpu, time.perf_counter() - wall, collections.seconds - collected
+        )
 
     asyncio.Handle._run = timed  # type: ignore[method-assign]
+    gc.callbacks.append(collections.heard)
     try:
         yield holds
     finally:
+        gc.callbacks.remove(collections.heard)
         asyncio.Handle._run = run  # type: ignore[method-assign]
+
+
+class _Collections:
+    """Seconds of CPU that garbage collections took on the thread that this was made on."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._thread = threading.get_ident()
+        self._began = 0.0
+
+    def heard(self, phase: str, _: dict[str, int]) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if phase == "start":
+            self._began = time.thread_time()
+        else:
+            self.seconds += time.thread_time() - self._began
 
 
 def _name(handle: asyncio.Handle) -> str:
