@@ -101,6 +101,36 @@ def test_compiled_kernels_of_the_image_are_not_hidden_by_the_volume_over_them(de
     assert service["startupProbe"]["periodSeconds"] * service["startupProbe"]["failureThreshold"] >= 300
 
 
+def test_only_labelled_clients_reach_the_service_and_it_reaches_nobody():
+    policy, deployment = load("kubernetes/base/network.yaml"), load("kubernetes/base/deployment.yaml")
+    template = deployment["spec"]["template"]
+    assert policy["spec"]["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    assert policy["spec"]["egress"] == []
+    known = {port["name"] for port in template["spec"]["containers"][0]["ports"]}
+    admitted = {
+        port["port"]: [list(origin) for origin in rule["from"]]
+        for rule in policy["spec"]["ingress"]
+        for port in rule["ports"]
+    }
+    assert admitted == {
+        "grpc": [["podSelector"]],
+        "metrics": [["namespaceSelector"]],
+        "health": [["namespaceSelector"]],
+    }
+    assert set(admitted) == known
+
+
+def test_the_secrets_that_are_mounted_are_those_that_the_base_says_how_to_make():
+    pod = load("kubernetes/base/deployment.yaml")["spec"]["template"]["spec"]
+    [secret] = [volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume]
+    text = (DEPLOY / "kubernetes/base/kustomization.yaml").read_text()
+    made = re.search(rf"create secret generic {secret} ((?:.|\n)*?)#   kubectl", text)
+    settings = load_settings({}, config=DEPLOY / "kubernetes/base/eplb.yaml", environment={})
+    for path in (settings.tls_cert, settings.tls_key, settings.credentials):
+        assert f"--from-file=deploy/secrets/{path.name}" in made[1]
+
+
 def test_the_config_of_the_base_is_valid():
     settings = load_settings({}, config=DEPLOY / "kubernetes/base/eplb.yaml", environment={})
     assert settings.listen == f"0.0.0.0:{GRPC_PORT}"
