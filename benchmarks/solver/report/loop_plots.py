@@ -89,7 +89,7 @@ def draw_pareto(rows: Rows) -> Figure:
         axes.set_xlim(left=-0.1)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} %"))
         axes.set_title(f"{kind}: numbers are move_price")
-        axes.set_xlabel("slots moved a decision, part of all")
+        axes.set_xlabel("slots moved per decision, part of all")
     figure.axes[0].set_ylabel("realised peak-to-average ratio")
     legend_above(figure, families)
     return figure
