@@ -38,7 +38,7 @@ def rank_loads(deployment: DeploymentState, newest: int) -> tuple[int, npt.NDArr
     return steps, loads_LR / np.where(mean_L1 > 0, mean_L1, 1.0)
 
 
-def mean_par(par_L: npt.NDArray[np.float64]) -> float:
+def mean_measured_par(par_L: npt.NDArray[np.float64]) -> float:
     """Mean over the layers that were measured; 0 where none was."""
     measured = par_L[par_L > 0]
     return float(measured.mean()) if measured.size else 0.0

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from eplb_service.control.core.health import mean_par, measured_par, rank_loads
+from eplb_service.control.core.health import mean_measured_par, measured_par, rank_loads
 from eplb_service.heat.assembler import HeatAssembler
 from eplb_service.placement import default_log2phy
 from eplb_service.wire.heat import HeatReport, StepPhase
@@ -38,13 +38,13 @@ def test_steps_and_layers_without_tokens_are_in_no_mean() -> None:
     loads_TLR[1, 0] = (30, 10)
     par_L = measured_par(deployment_of(loads_TLR))
     assert par_L.tolist() == [1.5, 0.0]
-    assert mean_par(par_L) == 1.5
+    assert mean_measured_par(par_L) == 1.5
 
 
 def test_nothing_is_measured_before_the_first_step() -> None:
     assert measured_par(deployment_of(np.zeros((0, 2, 4)))).tolist() == [0.0, 0.0]
     assert measured_par(SimpleNamespace(heat=None, live=None)).size == 0
-    assert mean_par(np.zeros(2)) == 0.0
+    assert mean_measured_par(np.zeros(2)) == 0.0
 
 
 def test_loads_of_ranks_are_over_the_mean_of_their_layer_and_of_the_newest_steps() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from eplb_service.control.core.deployment_state import DeploymentState
-from eplb_service.control.core.health import mean_par, measured_par, problems, rank_loads
+from eplb_service.control.core.health import mean_measured_par, measured_par, problems, rank_loads
 from eplb_service.control.server.observing.observer import Observer
 from eplb_service.telemetry.metrics import Metrics
 
@@ -45,8 +45,8 @@ def _report_balance(deployment: DeploymentState, metrics: Metrics) -> None:
     name = deployment.name
     par_L = measured_par(deployment)
     metrics.balance.layer_pars(name, par_L.tolist(), deployment.planned_par)
-    if mean_par(par_L):
-        metrics.balance.deployment_par_realised.labels(name).set(mean_par(par_L))
+    if mean_measured_par(par_L):
+        metrics.balance.deployment_par_realised.labels(name).set(mean_measured_par(par_L))
     steps, loads_LR = rank_loads(deployment, _LOAD_STEPS)
     measured_L = loads_LR.any(axis=1) if steps else np.zeros(0, dtype=bool)
     if measured_L.any():

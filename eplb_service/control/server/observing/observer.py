@@ -15,8 +15,7 @@ import numpy as np
 
 from eplb_service.control.core.balance_series import BalanceSeries
 from eplb_service.control.core.deployment_state import DeploymentState
-from eplb_service.control.core.health import mean_par as mean_measured
-from eplb_service.control.core.health import measured_par
+from eplb_service.control.core.health import mean_measured_par, measured_par
 from eplb_service.placement import Int32, mean_par
 from eplb_service.planner.plan import LayerVerdict, Plan
 from eplb_service.wire.balance import BalancePoint
@@ -135,7 +134,7 @@ class Observer:
     def tick(self, deployment: DeploymentState) -> None:
         """Balance as it is now, where anything is measured."""
         observed = self.of(deployment.name)
-        par = mean_measured(measured_par(deployment))
+        par = mean_measured_par(measured_par(deployment))
         if not par:
             return
         decision = observed.last_decision

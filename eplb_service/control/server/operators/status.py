@@ -8,7 +8,7 @@ from dataclasses import fields
 import numpy as np
 
 from eplb_service.control.core.deployment_state import DeploymentState
-from eplb_service.control.core.health import mean_par, measured_par, problems, rank_loads
+from eplb_service.control.core.health import mean_measured_par, measured_par, problems, rank_loads
 from eplb_service.control.server.observing.observer import Observed, ObservedDecision, Observer
 from eplb_service.control.server.observing.worth_figures import figures_of, priced_moves
 from eplb_service.control.server.store.stored import StoredPlacement, StoredPlan
@@ -39,7 +39,7 @@ def deployment_status(deployment: DeploymentState, remembered: StoredPlacement |
         agents_connected=len(deployment.connected),
         epoch=known.epoch if known is not None else 0,
         digest=known.digest if known is not None else 0,
-        par=mean_par(measured_par(deployment)),
+        par=mean_measured_par(measured_par(deployment)),
         window_steps=deployment.heat.steps if deployment.heat else 0,
         steps_received=totals.steps_received,
         steps_lost=totals.steps_lost,
