@@ -16,9 +16,11 @@ from rich.progress import track
 
 from benchmarks.solver.report.table import Table
 from benchmarks.time.cells import Cell, cells
+from benchmarks.time.confidence import CONFIDENCE
 from benchmarks.time.fits import Fitted, fits
 from benchmarks.time.heats import heats
-from benchmarks.time.slot_counts import ERRORS, NEAR, Named, named
+from benchmarks.time.later import compared
+from benchmarks.time.slot_counts import NEAR, Named, named
 from benchmarks.time.slot_counts import STEPS as LOOP_STEPS
 from eplb_service.cost.curve import CostCurve, CurveError
 from eplb_service.cost.curve_file import read_curve
@@ -27,8 +29,8 @@ from eplb_service.solver.warmup import warm_up
 H200 = CostCurve(20.0, 11.6, 5.0, 0.0615, "decode", "fit to DeepSeek-V3's experts on H200, uniform rows")
 TOKENS = (64, 256, 1024, 4096, 16384)
 RANKS = (8, 32, 64)
-_SIGNIFICANT = 2.0
-"""Standard errors that a cell must be above the better of the others on the next window to be named."""
+_PARTS = ("cells", "slots")
+_SURE = f"{CONFIDENCE:.0%} over all cells"
 
 
 def main() -> int:
@@ -43,20 +45,16 @@ def main() -> int:
     with console.status("compiling the solver's kernels, once"):
         warm_up(threads=1)
     began = time.monotonic()
-    total = len(options.tokens) * (4 + len(options.routes))
+    drawn = (options.routes, options.tokens, options.layers, options.seeds)
+    total = len(options.seeds) * len(options.tokens) * (4 + len(options.routes))
     found: list[Cell] = []
-    for heat in track(
-        heats(options.routes, options.tokens, options.layers, options.seed), "cells", total, console=console
-    ):
-        found += cells(heat, options.ranks, curve)
+    if "cells" in options.parts:
+        for heat in track(heats(*drawn), "cells", total, console=console):
+            found += cells(heat, options.ranks, curve)
     counts: list[Named] = []
-    for heat in track(
-        heats(options.routes, options.tokens, options.layers, options.seed, LOOP_STEPS),
-        "numbers of slots",
-        total,
-        console=console,
-    ):
-        counts += named(heat, options.ranks, curve)
+    if "slots" in options.parts:
+        for heat in track(heats(*drawn, LOOP_STEPS), "numbers of slots", total, console=console):
+            counts += named(heat, options.ranks, curve)
     fitted = list(fits(options.table))
     console.print(f"{curve} ({curve.source})", markup=False)
     for table in (*_cell_tables(found), _fit_table(fitted), _targets(found, counts, fitted)):
@@ -111,54 +109,59 @@ def _fit_table(fitted: Sequence[Fitted]) -> Table:
 
 
 def _targets(found: Sequence[Cell], counts: Sequence[Named], fitted: Sequence[Fitted]) -> Table:
+    rows: list[list[str]] = []
+    notes: list[str] = []
+    for more_rows, more_notes in (_of_cells(found), _of_slots(counts)):
+        rows += more_rows
+        notes += more_notes
+    errors = [one.median_error for one in fitted if one.median_error is not None]
+    if errors:
+        worst = f"{max(errors):.1%} at most, {len(errors)} tables"
+        rows.append(["median error of fits on held-out rows", "<= 10 %", worst])
+    return Table("targets", ["what", "target", "found"], rows, note="; ".join(notes))
+
+
+def _of_cells(found: Sequence[Cell]) -> tuple[list[list[str]], list[str]]:
+    """Rows of targets, and what to note of cells that miss them; none without cells."""
+    if not found:
+        return [], []
     above = [cell for cell in found if cell.timed > cell.better * (1 + 1e-6)]
-    later = [
-        cell
-        for cell in found
-        if cell.timed_next - cell.better_next > _SIGNIFICANT * cell.noise_next + 1e-6 * cell.timed
-    ]
-    worst = max((cell.timed_next / cell.better_next - 1 for cell in found), default=0.0)
+    later = compared(found)
+    slower = [one for one in later if one.is_shown(len(later))]
+    worst = max(one.slower for one in later)
     gains = [1 - cell.timed / cell.balanced for cell in found]
     gains_next = [1 - cell.timed_next / cell.balanced_next for cell in found]
-    wrong = [one for one in counts if not one.right]
     rows = [
         ["cells above the better of off and balanced, on the window", "0", f"{len(above)} of {len(found)}"],
         [
-            f"the same on the next window, by more than {_SIGNIFICANT:g} standard errors",
+            f"the same on the next window, shown at {_SURE}",
             "0",
-            f"{len(later)} of {len(found)}; worst cell {worst:+.2%}",
+            f"{len(slower)} of {len(later)}; worst cell {worst:+.2%}",
         ],
         [
             "mean gain over balanced, window and next",
             "stated",
             f"{np.mean(gains):.1%}, {np.mean(gains_next):.1%}",
         ],
-        [
-            f"slots named wrong by what came after: by more than {NEAR:.0%} and {ERRORS:g} standard errors",
-            "0",
-            f"{len(wrong)} of {len(counts)}",
-        ],
     ]
-    errors = [one.median_error for one in fitted if one.median_error is not None]
-    if errors:
-        rows.append(
-            [
-                "median error of fits on held-out rows",
-                "<= 10 %",
-                f"{max(errors):.1%} at most, {len(errors)} tables",
-            ]
-        )
-    notes = [
-        f"{one.heat} EP{one.ranks} {one.tokens} tokens: {one.slots} named, {one.fastest} fastest, "
+    return rows, [
+        f"{one.heat} EP{one.ranks} {one.tokens} tokens +{one.more}: {one.slower:+.2%} on the next window "
+        f"(standard error {one.error:.2%})"
+        for one in slower
+    ]
+
+
+def _of_slots(counts: Sequence[Named]) -> tuple[list[list[str]], list[str]]:
+    """The same of numbers of slots."""
+    if not counts:
+        return [], []
+    wrong = [one for one in counts if not one.is_right(len(counts))]
+    what = f"slots named wrong by what came after: by more than {NEAR:.0%}, shown at {_SURE}"
+    return [[what, "0", f"{len(wrong)} of {len(counts)}"]], [
+        f"{one.heat} EP{one.ranks} {one.tokens} tokens, seed {one.seed}: {one.slots} named, {one.fastest} fastest, "
         f"{one.slower:+.2%} (standard error {one.error:.2%})"
         for one in wrong
     ]
-    notes += [
-        f"{cell.heat} EP{cell.ranks} {cell.tokens} tokens +{cell.more}: "
-        f"{cell.timed_next / cell.better_next - 1:+.2%} on the next window"
-        for cell in later
-    ]
-    return Table("targets", ["what", "target", "found"], rows, note="; ".join(notes))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -175,8 +178,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--table", type=Path, action="append", default=[], help="measured table to fit as well (parquet)")
     add("--tokens", type=int, nargs="+", default=list(TOKENS), help="tokens of a step")
     add("--ranks", type=int, nargs="+", default=list(RANKS), help="expert-parallel sizes")
+    add(
+        "--parts",
+        nargs="+",
+        choices=_PARTS,
+        default=list(_PARTS),
+        help="cells; numbers of slots, which take most of the time",
+    )
     add("--layers", type=int, default=2, help="layers of each heat")
-    add("--seed", type=int, default=1)
+    add("--seeds", type=int, nargs="+", default=[1], help="of heat; several show what one draw cannot")
     add("--json", type=Path, help="write every cell here")
     return parser
 

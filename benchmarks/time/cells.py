@@ -12,6 +12,7 @@ from benchmarks.time.scoring import slowest_us
 from eplb_service.cost.curve import CostCurve
 from eplb_service.offline import solve
 from eplb_service.placement import Placement
+from eplb_service.solver.significance import standard_error
 
 MORE_SLOTS = (0, 1, 2)
 """Slots per rank beyond the fewest that hold all experts."""
@@ -30,7 +31,10 @@ class Cell:
     off_next, balanced_next, timed_next
         The same on the next window.
     noise_next
-        Standard error of ``timed_next`` less the better of the others, over the steps of the next window.
+        Standard error of ``timed_next`` less the better of the others, over the steps of the next window, of which
+        neighbours resemble each other.
+    seed
+        Of the heat.
     """
 
     heat: str
@@ -45,6 +49,7 @@ class Cell:
     balanced_next: float
     timed_next: float
     noise_next: float
+    seed: int = 0
 
     @property
     def better(self) -> float:
@@ -78,6 +83,7 @@ def cells(heat: CellHeat, ranks: Sequence[int], curve: CostCurve) -> Iterator[Ce
             seen = [slowest_us(window_TLE, *way, curve).mean() for way in ways]
             steps_next = [slowest_us(next_TLE, *way, curve).mean(axis=1) for way in ways]
             others = min(steps_next[:2], key=lambda us_T: float(us_T.mean()))
-            noise = float((steps_next[2] - others).std() / np.sqrt(len(others)))
+            noise = standard_error(steps_next[2] - others)
             later = [us_T.mean() for us_T in steps_next]
-            yield Cell(heat.name, heat.tokens, count, slots, more, *map(float, [*seen, *later]), noise)
+            times = map(float, [*seen, *later])
+            yield Cell(heat.name, heat.tokens, count, slots, more, *times, noise, heat.seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -31,17 +32,20 @@ class CellHeat:
         Tokens of a step.
     heat_TLE
         int32 ``[T, L, E]``.
+    seed
+        That it was drawn with.
     """
 
     name: str
     tokens: int
     heat_TLE: Int32
+    seed: int = 0
 
 
 def made_up(tokens: int, layers: int, seed: int, steps: int = STEPS) -> Iterator[CellHeat]:
     """Heat of every kind, so many tokens per step."""
     for kind in KINDS:
-        yield CellHeat(kind, tokens, synthetic_heat(kind, steps, layers, EXPERTS, tokens, TOP_K, seed))
+        yield CellHeat(kind, tokens, synthetic_heat(kind, steps, layers, EXPERTS, tokens, TOP_K, seed), seed)
 
 
 def recorded(path: Path, tokens: int, layers: int, seed: int, steps: int = STEPS) -> CellHeat:
@@ -57,14 +61,14 @@ def recorded(path: Path, tokens: int, layers: int, seed: int, steps: int = STEPS
         chosen_KLC = routes_KLC[rng.integers(0, len(routes_KLC), tokens)]
         for layer in range(heat_TLE.shape[1]):
             heat_TLE[step, layer] = np.bincount(chosen_KLC[:, layer].ravel(), minlength=experts)
-    return CellHeat(path.parent.name, tokens, heat_TLE)
+    return CellHeat(path.parent.name, tokens, heat_TLE, seed)
 
 
 def heats(
-    paths: Sequence[Path], tokens: Sequence[int], layers: int, seed: int, steps: int = STEPS
+    paths: Sequence[Path], tokens: Sequence[int], layers: int, seeds: Sequence[int], steps: int = STEPS
 ) -> Iterator[CellHeat]:
-    """All heats, batch size by batch size."""
-    for batch in tokens:
+    """All heats, seed by seed and batch size by batch size."""
+    for seed, batch in product(seeds, tokens):
         yield from made_up(batch, layers, seed, steps)
         for path in paths:
             yield recorded(path, batch, layers, seed, steps)

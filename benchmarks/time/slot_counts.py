@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.time.cells import MORE_SLOTS
+from benchmarks.time.confidence import errors_allowed
 from benchmarks.time.heats import CellHeat
 from benchmarks.time.scoring import slowest_us
 from eplb_service.cost.curve import CostCurve
@@ -23,8 +24,6 @@ from eplb_service.replay.schedule import Schedule
 
 NEAR = 0.01
 """Part of the time by which a number of slots must be slower afterwards to have been wrong."""
-ERRORS = 2.0
-"""Standard errors over the windows by which it must be slower besides."""
 WINDOW, NAMING, JUDGING = 128, 6, 6
 """Steps of a window, and windows that name a number of slots and that judge it, after one to place by."""
 STEPS = WINDOW * (1 + NAMING + JUDGING)
@@ -32,25 +31,59 @@ STEPS = WINDOW * (1 + NAMING + JUDGING)
 
 @dataclass(frozen=True)
 class Named:
-    """The slots named, by `eplb advise`'s rule on the first windows served, and those fastest on the later ones."""
+    """The slots named, by `eplb advise`'s rule on the first windows served, and what all took in the later ones.
+
+    Parameters
+    ----------
+    heat, tokens, ranks
+        Where.
+    slots
+        The number named.
+    later_us
+        Of each number of slots, microseconds of the slowest rank in each of the later windows.
+    seed
+        Of the heat.
+    """
 
     heat: str
     tokens: int
     ranks: int
     slots: int
-    fastest: int
-    slower: float
-    """Part of the time that the slots named take more than the fastest, on the later windows."""
-    error: float
-    """Standard error of that, over the windows."""
-    wasted: int
-    """Slots named beyond the fewest that are shown to be as fast there, up to what advice takes for the same time."""
+    later_us: Mapping[int, tuple[float, ...]]
+    seed: int = 0
 
     @property
-    def right(self) -> bool:
-        """Not shown to be slower than the fastest, nor to have more slots than that takes; noise counts for neither."""
-        is_slower = self.slower > NEAR and self.slower > ERRORS * self.error
-        return not is_slower and self.wasted <= 0
+    def fastest(self) -> int:
+        """The slots that were fastest later."""
+        return min(self.later_us, key=lambda slots: sum(self.later_us[slots]))
+
+    @property
+    def slower(self) -> float:
+        """Part of the time that the slots named took more than the fastest."""
+        return self._more(self.slots, self.fastest)[0]
+
+    @property
+    def error(self) -> float:
+        """Standard error of that, over the windows."""
+        return self._more(self.slots, self.fastest)[1]
+
+    def is_right(self, comparisons: int) -> bool:
+        """Whether, as one of so many, it is shown neither to be slower than the fastest nor to have slots for nothing.
+
+        Slots are for nothing where fewer are shown to be as fast, up to what advice takes for the same time.
+        """
+        errors = errors_allowed(len(self.later_us[self.slots]), comparisons)
+        if self.slower > NEAR and self.slower > errors * self.error:
+            return False
+        pairs = [self._more(slots, self.slots) for slots in self.later_us if slots < self.slots]
+        return not any(slower + errors * error <= SAME_TIME for slower, error in pairs)
+
+    def _more(self, slots: int, others: int) -> tuple[float, float]:
+        """Part of the time that some slots took more than others, and its standard error over the windows."""
+        others_W = np.array(self.later_us[others])
+        difference_W, mean = np.array(self.later_us[slots]) - others_W, float(others_W.mean())
+        error = float(difference_W.std(ddof=1)) / len(difference_W) ** 0.5
+        return float(difference_W.mean()) / mean, error / mean
 
 
 def named(heat: CellHeat, ranks: Sequence[int], curve: CostCurve) -> Iterator[Named]:
@@ -67,20 +100,9 @@ def named(heat: CellHeat, ranks: Sequence[int], curve: CostCurve) -> Iterator[Na
 def judged(heat: CellHeat, ranks: int, served: Mapping[int, npt.NDArray[np.float64]]) -> Named:
     """What is named by the first half of ``served``, float64 microseconds of each window by slots, and how it did."""
     before = {slots: us_W[: len(us_W) // 2] for slots, us_W in served.items()}
-    after = {slots: us_W[len(us_W) // 2 :] for slots, us_W in served.items()}
+    after = {slots: tuple(us_W[len(us_W) // 2 :].tolist()) for slots, us_W in served.items()}
     choice = cheapest([_option(slots, us_W) for slots, us_W in before.items()]).setup.slots
-    fastest = min(after, key=lambda slots: float(after[slots].mean()))
-    slower, error = _more(after[choice], after[fastest])
-    return Named(
-        heat.name,
-        heat.tokens,
-        ranks,
-        choice,
-        fastest,
-        slower,
-        error,
-        choice - _fewest_as_fast(after, choice),
-    )
+    return Named(heat.name, heat.tokens, ranks, choice, after, heat.seed)
 
 
 def _served(
@@ -95,19 +117,6 @@ def _served(
         serving = solve(seen_TLE, ranks, slots, **started, cost_curve=curve, threads=1)
         us.append(float(slowest_us(coming_TLE, serving.phy2log, serving.log2phy, curve).mean()))
     return np.array(us)
-
-
-def _fewest_as_fast(us_of_slots: Mapping[int, npt.NDArray[np.float64]], choice: int) -> int:
-    """The fewest slots that are shown to be as fast as those chosen."""
-    pairs = ((slots, *_more(us_W, us_of_slots[choice])) for slots, us_W in us_of_slots.items())
-    return min(slots for slots, slower, error in pairs if slower + ERRORS * error <= SAME_TIME)
-
-
-def _more(us_W: npt.NDArray[np.float64], others_W: npt.NDArray[np.float64]) -> tuple[float, float]:
-    """Part of the time that windows take more than others do, and its standard error over the windows."""
-    difference_W, mean = us_W - others_W, float(others_W.mean())
-    error = float(difference_W.std(ddof=1)) / len(difference_W) ** 0.5
-    return float(difference_W.mean()) / mean, error / mean
 
 
 def _option(slots: int, us_W: npt.NDArray[np.float64]) -> Option:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.time.cells import cells
+from benchmarks.time.cells import Cell, cells
+from benchmarks.time.confidence import errors_allowed
 from benchmarks.time.heats import CellHeat, recorded
+from benchmarks.time.later import compared
 from benchmarks.time.scoring import slowest_us
 from benchmarks.time.slot_counts import WINDOW, judged, named
 from eplb_service.heat.synthetic import synthetic_heat
@@ -51,7 +53,7 @@ SAME_W = np.array([8.0, 8.1, 8.0, 8.0, 8.1, 8.0])
 )
 def test_the_fewest_slots_are_right_unless_more_are_shown_to_be_faster_afterwards(later_W, right):
     found = judged(HEAT, 8, {4: SAME_W, 5: np.array([8.0, 8.1, 8.0, *later_W])})
-    assert (found.slots, found.right) == (4, right)
+    assert (found.slots, found.is_right(1)) == (4, right)
 
 
 @pytest.mark.parametrize(("later_W", "right"), [([8.0, 8.1, 8.0], False), ([8.4, 8.5, 8.4], True)])
@@ -59,7 +61,39 @@ def test_slots_that_win_nothing_afterwards_were_wrong(later_W, right):
     found = judged(
         HEAT, 8, {4: np.array([8.0, 8.1, 8.0, *later_W]), 5: np.array([7.0, 7.1, 7.0, 8.0, 8.1, 8.0])}
     )
-    assert (found.slots, found.right) == (5, right)
+    assert (found.slots, found.is_right(1)) == (5, right)
+
+
+def cell_of(timed_next: float, balanced_next: float, seed: int, noise_next: float = 0.1) -> Cell:
+    return Cell("drift", 64, 8, 4, 0, 30.0, 20.0, 20.0, 30.0, balanced_next, timed_next, noise_next, seed)
+
+
+def test_one_seed_is_judged_by_its_steps():
+    (found,) = compared([cell_of(20.5, 20.0, 0)])
+    assert (found.slower, found.error, found.replicates) == pytest.approx((0.025, 0.005, 128))
+    # Five standard errors are no chance in one cell of a hundred, but are in one of a hundred million.
+    assert found.is_shown(100)
+    assert not found.is_shown(10**8)
+
+
+def test_several_seeds_are_judged_by_how_they_differ():
+    either_way = [cell_of(20.5, 20.0, 0), cell_of(19.5, 20.0, 1), cell_of(20.5, 20.0, 2)]
+    (found,) = compared(either_way)
+    assert found.slower == pytest.approx(0.025 / 3)
+    assert not found.is_shown(1)
+    (found,) = compared([cell_of(20.5 + 0.001 * seed, 20.0, seed) for seed in range(3)])
+    assert found.is_shown(1)
+
+
+def test_what_takes_the_same_is_never_shown_to_be_slower():
+    (found,) = compared([cell_of(20.0, 20.0, seed, 0.0) for seed in range(3)])
+    assert not found.is_shown(1)
+    assert not compared([cell_of(20.0, 20.0, 0, 0.0)])[0].is_shown(1)
+
+
+def test_more_comparisons_allow_for_more_chance():
+    assert errors_allowed(10**6, 1) == pytest.approx(1.645, abs=0.01)
+    assert errors_allowed(8, 1) < errors_allowed(8, 210) < errors_allowed(4, 210)
 
 
 def test_every_window_is_decided_on_from_what_the_one_before_left():

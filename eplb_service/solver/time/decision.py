@@ -2,9 +2,9 @@
 
 Every candidate is judged by its time: what serves now, the same with other tables, swaps from there, placements from
 scratch for time and for balanced tokens. What is placed from scratch never takes longer, on the window, than what
-serves or than balanced tokens; and it departs from balanced tokens only if, fitted to the older half of the window,
-that was faster on the newer half. From a placement that was made for heat, a change must pay there as well, as in
-``holdout``.
+serves or than balanced tokens; and it departs from balanced tokens only if, fitted to either half of the window, that
+was faster on the other half. From a placement that was made for heat, a change must pay on the newer half as well, as
+in ``holdout``.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from eplb_service.solver.candidates import from_scratch
 from eplb_service.solver.decision import Answer
-from eplb_service.solver.holdout import FEWEST_EPISODES, PRICE_LADDER
+from eplb_service.solver.holdout import FEWEST_EPISODES, PRICE_LADDER, is_sure
 from eplb_service.solver.model import (
     FRESH,
     KEEP,
@@ -28,6 +30,7 @@ from eplb_service.solver.model import (
     SearchParams,
     heat_of,
 )
+from eplb_service.solver.significance import standard_error
 from eplb_service.solver.time.candidates import (
     TimedLayer,
     improved_for_time,
@@ -108,7 +111,11 @@ def solve_layer_for_time(
     if params.holdout and halves is not None:
         older, newer = (_timed(half, deployed, curve) for half in halves)
         fitted = courses(older, now, params, FRESH, way)
-        judged = [(one._replace(par=_ratio(one, newer, params)), kind) for one, kind in fitted]
+        judged = [
+            (one._replace(par=_ratio(one, newer, params)), kind)
+            for one, kind in fitted
+            if _surely_pays(one, now, newer, params)
+        ]
         _, most = _cheapest(judged, now, params, _ratio(now, newer, params) - min_gain)
     found, taken = _cheapest(courses(seen, now, params, most, way), now, params, now.par - min_gain)
     return answer(found, taken)
@@ -117,22 +124,41 @@ def solve_layer_for_time(
 def _lasting_way(
     older: WindowHeat, newer: WindowHeat, deployed: Deployed, params: SearchParams, curve: Curve
 ) -> int:
-    """The way to place from scratch that, fitted to the older half, is clearly fastest on the newer; else balanced."""
-    fitted, judge = _timed(older, deployed, curve), _timed(newer, deployed, curve)
-    if not judge.steps.weight_N.any():
+    """The way to place from scratch that, fitted to either half, is clearly faster on the other; else balanced.
+
+    Not to the older one alone: where heat moves, placements that are alike on one stretch of steps differ on another
+    by more than those steps scatter.
+    """
+    halves = _timed(older, deployed, curve), _timed(newer, deployed, curve)
+    if not all(half.steps.weight_N.any() for half in halves):
         return _FOR_TIME
-    balanced = from_scratch(fitted.layer, params)
-    ways = [(_BALANCED, balanced), (_FOR_TIME, min(placed_for_time(fitted, params), key=_par))]
-    if params.tables == SOLVED:
-        ways.insert(1, (_RETABLED, retabled(balanced.phy2log_RS, fitted, params)))
-    chosen, most = _BALANCED, 0.0
-    by_tokens_N = slowest_of_steps(balanced, judge, params.tables)
-    for way, one in ways[1:]:
-        saved_N = by_tokens_N - slowest_of_steps(one, judge, params.tables)
-        saved, error = float(saved_N.mean()), float(saved_N.std()) / len(saved_N) ** 0.5
-        if saved > max(most, _HARDLY * judge.even_us, _SURE * error):
-            chosen, most = way, saved
-    return chosen
+    ways: Sequence[int] = (_RETABLED, _FOR_TIME) if params.tables == SOLVED else (_FOR_TIME,)
+    saved_of = dict.fromkeys(ways, 0.0)
+    for fit, held_out in (halves, halves[::-1]):
+        here = _clearly_saved(fit, held_out, params, tuple(saved_of))
+        saved_of = {way: saved_of[way] + us for way, us in here.items()}
+    return max(saved_of, key=saved_of.__getitem__, default=_BALANCED)
+
+
+def _clearly_saved(
+    fit: TimedLayer, held_out: TimedLayer, params: SearchParams, ways: Sequence[int]
+) -> dict[int, float]:
+    """Microseconds that the ways, fitted to some steps, save on others; of those alone of which that is clear."""
+    if not ways:
+        return {}
+    balanced = from_scratch(fit.layer, params)
+    by_tokens_N = slowest_of_steps(balanced, held_out, params.tables)
+    saved_of = {}
+    for way in ways:
+        if way == _RETABLED:
+            found = retabled(balanced.phy2log_RS, fit, params)
+        else:
+            found = min(placed_for_time(fit, params), key=_par)
+        saved_N = by_tokens_N - slowest_of_steps(found, held_out, params.tables)
+        saved, error = float(saved_N.mean()), standard_error(saved_N.astype(np.float64))
+        if saved > max(_HARDLY * held_out.even_us, _SURE * error):
+            saved_of[way] = saved
+    return saved_of
 
 
 def placed(seen: TimedLayer, params: SearchParams, way: int) -> Candidate:
@@ -163,6 +189,13 @@ def courses(
     if most == FRESH:
         found.append((placed(seen, params, way), FRESH))
     return found
+
+
+def _surely_pays(one: Candidate, now: Candidate, newer: TimedLayer, params: SearchParams) -> bool:
+    """Whether what it wins on steps that it was not fitted to is above its moves' price, by the errors asked for."""
+    weight_N = newer.steps.weight_N[newer.steps.weight_N > 0]
+    saved_N = slowest_of_steps(now, newer, params.tables) - slowest_of_steps(one, newer, params.tables)
+    return is_sure(saved_N / newer.even_us, weight_N, params.move_price * one.moves, params.sureness)
 
 
 def _cheapest(

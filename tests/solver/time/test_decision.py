@@ -12,7 +12,7 @@ from eplb_service.placement import Placement
 from eplb_service.solver.candidates import from_scratch
 from eplb_service.solver.decision import Answer
 from eplb_service.solver.model import EVEN, KEEP, RULE, SOLVED, Deployed, Layer, SearchParams, heat_of, homes
-from eplb_service.solver.time.decision import WindowHeat, solve_layer_for_time
+from eplb_service.solver.time.decision import WindowHeat, _lasting_way, solve_layer_for_time
 from eplb_service.solver.time.evaluation import Curve, even_us, steps_of
 from eplb_service.solver.time.replicas import filled, stages
 from tests.solver.asked import SEARCH, assert_servable
@@ -127,3 +127,28 @@ def test_where_reading_takes_the_time_no_replica_is_worth_having():
     hot = steps_of(np.array([[5000.0, *[5] * 7]]))
     assert stages(hot, CURVE, 4, 3, 1.0)[-1][0] == 4
     assert stages(hot, Curve(0.0, 9.0, 9.0, 0.0), 4, 3, 1.0)[-1].sum() == 8
+
+
+def drifting(seed: int) -> np.ndarray:
+    return synthetic_heat("drift", 64, 1, 64, tokens=4096, top_k=4, seed=seed)[:, 0].astype(np.float64)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_way_must_be_clearly_faster_on_either_half(seed):
+    older, newer = WindowHeat(*[drifting(seed)] * 2).halves()
+    params = SearchParams(z=1.4, local_search_steps=500, tables=SOLVED)
+    ways = [
+        _lasting_way(*halves, deployed_of(64, 8, 10), params, CURVE)
+        for halves in ((older, newer), (newer, older))
+    ]
+    assert ways[0] == ways[1]
+
+
+@pytest.mark.parametrize(("sureness", "kept"), [(0.0, False), (1e6, True)])
+def test_what_is_not_sure_to_pay_is_left_alone(sureness, kept):
+    heat_NE = drifting(0)
+    params = SearchParams(z=1.4, local_search_steps=500, tables=SOLVED, sureness=sureness)
+    answer = solve_layer_for_time(
+        WindowHeat(heat_NE, heat_NE), deployed_of(64, 8, 9), params, CURVE, 0.0, False
+    )
+    assert (answer.taken == KEEP) is kept
