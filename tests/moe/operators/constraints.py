@@ -1,6 +1,7 @@
-"""What torch_npu 2.13 documents of its operators beyond their schemas, as checks of each call; for bfloat16 layers.
+"""What torch_npu 2.13 documents of its operators beyond their schemas, as checks of each call of a 16-bit layer.
 
-``docs/operators.md`` lists them. A checked operator behaves as the reference, after an assertion about its arguments.
+``docs/operators.md`` lists them, and that (un)permute is called in float16 where bfloat16 alone is documented. A
+checked operator behaves as the reference, after an assertion about its arguments.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import torch
 
 from worker_agent.moe.operators import GroupListType, QuantMode, reference
 
-BF16 = torch.bfloat16
+BF16, FP16 = torch.bfloat16, torch.float16
+SCALES = {BF16: BF16, FP16: torch.float32}
+BIASES = {BF16: torch.float32, FP16: FP16}
 INDICES = (torch.int32, torch.int64)
 
 
 def permute(tokens: torch.Tensor, indices: torch.Tensor, *_: Any, **__: Any) -> None:
-    assert tokens.dtype == BF16, f"tokens are bfloat16 alone, got {tokens.dtype}"
+    assert tokens.dtype in (BF16, FP16), f"tokens are bfloat16, got {tokens.dtype}"
     assert tokens.numel(), "tokens are not empty"
     assert indices.ndim == 2, "indices are [T, K]"
     assert indices.dtype == torch.int64, f"indices are int64, got {indices.dtype}"
@@ -27,15 +30,15 @@ def permute(tokens: torch.Tensor, indices: torch.Tensor, *_: Any, **__: Any) -> 
 def unpermute(
     permuted_tokens: torch.Tensor, sorted_indices: torch.Tensor, probs: torch.Tensor | None = None
 ) -> None:
-    assert permuted_tokens.dtype == BF16, f"rows are bfloat16 alone, got {permuted_tokens.dtype}"
+    assert permuted_tokens.dtype in (BF16, FP16), f"rows are bfloat16, got {permuted_tokens.dtype}"
     assert permuted_tokens.numel(), "rows are not empty"
     assert sorted_indices.dtype in INDICES
     assert sorted_indices.ndim == 1
-    assert probs is None or probs.dtype == BF16, f"probs are bfloat16, got {probs}"
+    assert probs is None or probs.dtype == permuted_tokens.dtype, f"probs are of the rows' dtype, got {probs}"
 
 
 def init_routing(x: torch.Tensor, expert_idx: torch.Tensor, **more: Any) -> None:
-    assert x.dtype in (torch.float16, BF16, torch.float32, torch.int8)
+    assert x.dtype in (FP16, BF16, torch.float32, torch.int8)
     assert x.numel(), "tokens are not empty"
     assert expert_idx.ndim == 2
     assert expert_idx.dtype == torch.int32, f"expert_idx is int32, got {expert_idx.dtype}"
@@ -55,26 +58,27 @@ def grouped_matmul(x: list[torch.Tensor], weight: list[torch.Tensor], **more: An
         assert more["group_list"].shape[0] > 1, "a list of counts is longer than one"
     if x[0].dtype == torch.int8:
         assert weight[0].dtype == torch.int8
-        assert more["output_dtype"] == BF16
-        assert more["scale"][0].dtype == BF16, "a bfloat16 output has bfloat16 scales"
+        assert more["output_dtype"] in SCALES
+        assert more["scale"][0].dtype == SCALES[more["output_dtype"]], "scales fit the output"
         assert more["per_token_scale"][0].dtype == torch.float32
         assert "bias" not in more, "biases of int8 rows are int32, before scaling"
     else:
-        assert x[0].dtype == weight[0].dtype == BF16
+        assert x[0].dtype == weight[0].dtype
+        assert x[0].dtype in BIASES
     if "bias" in more:
         groups, columns = weight[0].shape[0], weight[0].shape[2]
         assert more["bias"][0].shape == (groups, columns), "a bias for each column of each group"
-        assert more["bias"][0].dtype == torch.float32, "a bfloat16 output has float32 biases"
+        assert more["bias"][0].dtype == BIASES[x[0].dtype], "biases fit the rows"
 
 
 def dynamic_quant(input: torch.Tensor) -> None:
-    assert input.dtype in (torch.float16, BF16), f"the input is float16 or bfloat16, got {input.dtype}"
+    assert input.dtype in (FP16, BF16), f"the input is float16 or bfloat16, got {input.dtype}"
     assert input.ndim > 1
     assert input.numel(), "the input is not empty"
 
 
 def distribute(x: torch.Tensor, expert_ids: torch.Tensor, *_: Any, **more: Any) -> None:
-    assert x.dtype in (torch.float16, BF16), f"rows are float16 or bfloat16, got {x.dtype}"
+    assert x.dtype in (FP16, BF16), f"rows are float16 or bfloat16, got {x.dtype}"
     assert expert_ids.dtype == torch.int32
     assert expert_ids.shape[0] >= 1, "every rank has a token"
     mask = more.get("x_active_mask")

@@ -16,9 +16,10 @@ from worker_agent.moe import placed_layer as layer_module
 from worker_agent.moe.operators import check_dtype, reference
 from worker_agent.moe.rank_group import RankGroup
 
-BF16_ROWS = [
-    row | {"dtype": torch.bfloat16, "kind": "W8A8" if row["kind"] == "W8A8" else "grouped"} for row in ROWS
-]
+BF16_ROWS, FP16_ROWS = (
+    [row | {"dtype": dtype, "kind": "W8A8" if row["kind"] == "W8A8" else "grouped"} for row in ROWS]
+    for dtype in (torch.bfloat16, torch.float16)
+)
 
 
 def run_checked(row: Row, monkeypatch: pytest.MonkeyPatch) -> set[str]:
@@ -39,9 +40,12 @@ def run_checked(row: Row, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return called
 
 
-def test_every_operator_is_called_within_its_documented_constraints(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("rows", [BF16_ROWS, FP16_ROWS[::2]], ids=["bfloat16", "float16"])
+def test_every_operator_is_called_within_its_documented_constraints(
+    rows: list[Row], monkeypatch: pytest.MonkeyPatch
+):
     called: set[str] = set()
-    for row in BF16_ROWS:
+    for row in rows:
         try:
             called |= run_checked(row, monkeypatch)
         except AssertionError as broken:
