@@ -21,10 +21,12 @@ from benchmarks.split.floor import EvenFloor
 from benchmarks.split.on_device import check_device, device_cost
 from benchmarks.split.quality import SPLITS, quality
 from benchmarks.split.routed import routed_sources
+from benchmarks.split.waterfill import WAYS, Drawn, shared_and_routed
 from eplb_service.bench.closed_loop import Course
 
-PARTS = ("recorded", "drawn", "cost", "example")
+PARTS = ("recorded", "drawn", "shared", "cost", "example")
 _CHOICES = 8 * 1024
+_SHARED_TOKENS = 4096
 _KNOWN_STEPS = 4096
 """Of one popularity: half of them say what its means are."""
 
@@ -39,7 +41,13 @@ def main() -> None:
         except (ValueError, RuntimeError) as error:
             parser.error(str(error))
     console = Console(width=150, highlight=False)
-    parts = {"recorded": _recorded, "drawn": _drawn, "cost": _cost, "example": _example}
+    parts = {
+        "recorded": _recorded,
+        "drawn": _drawn,
+        "shared": _shared,
+        "cost": _cost,
+        "example": _example,
+    }
     found: list[Target] = []
     for name in options.only or PARTS:
         found += parts[name](options, console)
@@ -70,6 +78,24 @@ def _drawn(options: argparse.Namespace, console: Console) -> Iterator[Target]:
         _by_source(course, drawn_sources(course), options, console)
         more_TLE = generate("static", options.layers, 256, _KNOWN_STEPS, tokens=tokens, jitter=jitter)
         yield from targets.of_drawn(name, rows, EvenFloor.of(more_TLE, course.ranks, course.slots))
+
+
+def _shared(options: argparse.Namespace, console: Console) -> Iterator[Target]:
+    """No target: what is aimed at is routed experts, and here shared ones are evened out with them."""
+    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for layer in range(options.layers):
+        drawn = Drawn(256, _SHARED_TOKENS, 8, layer)
+        for placement, split, ratios in shared_and_routed(drawn, 32, 9, options.window, options.window):
+            found.setdefault((placement, split), []).append(ratios)
+    rows = [
+        [placement, split, *(f"{np.mean([ratios[way] for ratios in layers]):.3f}" for way in WAYS)]
+        for (placement, split), layers in found.items()
+    ]
+    title = (
+        f"{_SHARED_TOKENS} tokens x 8 of 256 experts and a shared one, 32 ranks x 9: routed and shared tokens"
+    )
+    console.print(Table(title, ["placement", "routed experts", *WAYS], rows).drawn())
+    yield from ()
 
 
 def _quality(course: Course, options: argparse.Namespace, console: Console) -> list[dict[str, object]]:
