@@ -58,9 +58,16 @@ def solve_by_node(
 ) -> Answer:
     """Decide one layer whose ``groups`` of neighbouring experts each stay on one node.
 
-    Other arguments as for ``decision.solve_layer``. The nodes have equally many ranks, and their number divides
+    The nodes have equally many ranks, and their number divides
     ``groups``, which divides the experts. A layer whose groups are placed so already keeps them there: weights
     move within nodes only. Any other is placed from scratch.
+
+    Parameters
+    ----------
+    heat_NE, deployed, params, half_life_H, min_gain, unplaced
+        As for ``decision.solve_layer``.
+    groups
+        Groups of neighbouring experts.
     """
     seen = Layer(heat_of(heat_NE, deployed.phy2log_RS.shape[0]), deployed)
     now = Candidate(deployed.phy2log_RS, deployed.log2phy_GE, 0.0, 0)

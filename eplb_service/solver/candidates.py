@@ -37,12 +37,11 @@ from eplb_service.solver.stepwise.split import expected_level, levels_of_episode
 from eplb_service.solver.tables.dealing import solve_dealing
 from eplb_service.solver.tables.log2phy import (
     fixed_rule,
-    rehoused,
     slot_shares,
     slots_by_expert,
     solve_tables,
-    swap_through_tables,
 )
+from eplb_service.solver.tables.table_swaps import rehoused, swap_through_tables
 from eplb_service.solver.topology import keep_slots, match_ranks
 
 _KICKED_SLOTS = 24_000

@@ -148,10 +148,23 @@ def holdout(
 
     What it wins over keeping must be above its moves' price by ``params.sureness`` standard errors besides.
 
-    ``fresh_may_pay``: whether placing from scratch is worth trying at all.
-
     Where gains do not last, a local search that asks more than the true price for a move stops at those that do; so
     several prices are tried and all judged at the true one.
+
+    Parameters
+    ----------
+    halves
+        The window's older and newer half.
+    forecast
+        How the older half's heat is carried on to the newer one.
+    deployed
+        What serves now.
+    params
+        Those of the search.
+    min_gain
+        Part of its ratio that a dearer course must win more.
+    fresh_may_pay
+        Whether placing from scratch is worth trying at all.
     """
     now = Candidate(deployed.phy2log_RS, deployed.log2phy_GE, 0.0, 0)
     older = Layer(forecast_heat(halves.older, forecast, 1.0), deployed)

@@ -35,13 +35,33 @@ def expert_parallel(
 ) -> tuple[ByteTransformer, list[ExpertParallelMoE]]:
     """The model of a checkpoint with its experts placed over the ranks of ``ep_group``, and its MoE layers.
 
-    With ``quantized`` the experts are W8A8; with ``dual_batch`` every step's tokens go through each MoE layer in two
-    micro-batches; ``split`` is the layers' (``LayerOptions``), and ``dealing_width`` are the entries of their dealing
-    tables. With ``expert_groups`` each token chooses equally many experts of every group, as MoGE needs with a group
-    for each rank: the model was not trained for it, and writes worse. ``most_rows`` are the tokens that no rank has
-    more of in any step; without it the ranks ask each other in every layer and step, and wait for the answers, where
-    the dispatcher pads. Raises ``ValueError`` where the placement is not of the model's shape, or groups do not divide
-    its experts and choices.
+    Parameters
+    ----------
+    checkpoint
+        The model.
+    placement
+        Of its experts, in every layer.
+    ep_group
+        The ranks.
+    dispatcher
+        By which tokens travel.
+    quantized
+        Whether the experts are W8A8.
+    dual_batch
+        Whether every step's tokens go through each MoE layer in two micro-batches.
+    split, dealing_width
+        How tokens are split over replicas (``LayerOptions``), and the entries of dealing tables.
+    expert_groups
+        Each token chooses equally many experts of every group, as MoGE needs with a group for each rank: the model was
+        not trained for it, and writes worse.
+    most_rows
+        The tokens that no rank has more of in any step; without it the ranks ask each other in every layer and step,
+        and wait for the answers, where the dispatcher pads.
+
+    Raises
+    ------
+    ValueError
+        Where the placement is not of the model's shape, or groups do not divide its experts and choices.
     """
     config = checkpoint.config
     if config.experts % expert_groups or config.top_k % expert_groups:

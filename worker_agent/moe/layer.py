@@ -64,6 +64,8 @@ class ExpertParallelMoE(PlacedLayer):
             always waits for its counts).
         profile
             Whether the step measures the machine and serves nobody: its heat is a row of zeros.
+        workspace_set
+            Which of the layer's workspaces is used: steps that overlap need one each.
 
         Returns
         -------

@@ -95,7 +95,21 @@ def resum(state: AnnealingState, scaled_EN: Float32) -> None:
 
 @part
 def may_swap(load_NR: Float32, scaled_EN: Float32, replicas_E: Int32, holds_ER: Bool, attempt: Move) -> bool:
-    """Whether a swap is legal, and cools ``rank`` in its episode without making ``other`` as hot."""
+    """Whether a swap is legal, and cools ``rank`` in its episode without making ``other`` as hot.
+
+    Parameters
+    ----------
+    load_NR
+        float32 ``[N, R]``, loads of the ranks.
+    scaled_EN
+        float32 ``[E, N]``, the experts' heat.
+    replicas_E
+        int32 ``[E]``, replicas of each expert.
+    holds_ER
+        bool ``[E, R]``, whether each rank holds each expert.
+    attempt
+        The move that is tried.
+    """
     rank, other, mine, theirs, n = attempt.rank, attempt.other, attempt.mine, attempt.theirs, attempt.episode
     legal = rank != other and not holds_ER[mine, other] and not holds_ER[theirs, rank]
     if legal and n >= 0:
@@ -111,6 +125,19 @@ def may_pass(
     """Whether a replica may be passed on, and leaves those that pay for it below ``rank`` in its episode.
 
     These are ``other`` and all that hold ``theirs``; a thinner share of ``mine`` is not set against what they get.
+
+    Parameters
+    ----------
+    load_NR
+        float32 ``[N, R]``, loads of the ranks.
+    scaled_EN
+        float32 ``[E, N]``, the experts' heat.
+    replicas_E
+        int32 ``[E]``, replicas of each expert.
+    holds_ER, holder_EK
+        Which ranks hold each expert, bool ``[E, R]``, and as a list, int32 ``[E, K]``.
+    attempt
+        The move that is tried.
     """
     rank, other, mine, theirs, n = attempt.rank, attempt.other, attempt.mine, attempt.theirs, attempt.episode
     legal = rank != other and not holds_ER[mine, other] and replicas_E[theirs] > 1
@@ -135,7 +162,21 @@ def swapped_loads(
     changed_R1: Bool,
     changed_RN: Float32,
 ) -> int:
-    """Note both ranks' loads after a swap; returns 2."""
+    """Note both ranks' loads after a swap; returns 2.
+
+    Parameters
+    ----------
+    load_RN
+        float32 ``[R, N]``, loads of the ranks.
+    scaled_EN
+        float32 ``[E, N]``, the experts' heat.
+    replicas_E
+        int32 ``[E]``, replicas of each expert.
+    attempt
+        The move that is tried.
+    rank_K, changed_R1, changed_RN
+        Where the ranks, their marks and their loads are put, as ``peak_of_changed`` takes them.
+    """
     rank, other, mine, theirs = attempt.rank, attempt.other, attempt.mine, attempt.theirs
     mine_share, their_share = share_of(replicas_E[mine]), share_of(replicas_E[theirs])
     for n in range(scaled_EN.shape[1]):
@@ -159,7 +200,23 @@ def passed_loads(
     changed_R1: Bool,
     changed_RN: Float32,
 ) -> int:
-    """Note the loads of all ranks that hold either expert once the replica has passed; returns how many these are."""
+    """Note the loads of all ranks that hold either expert once the replica has passed; returns how many these are.
+
+    Parameters
+    ----------
+    load_RN
+        float32 ``[R, N]``, loads of the ranks.
+    scaled_EN
+        float32 ``[E, N]``, the experts' heat.
+    replicas_E
+        int32 ``[E]``, replicas of each expert.
+    holds_ER, holder_EK
+        Which ranks hold each expert, bool ``[E, R]``, and as a list, int32 ``[E, K]``.
+    attempt
+        The move that is tried.
+    rank_K, changed_R1, changed_RN
+        Where the ranks, their marks and their loads are put, as ``peak_of_changed`` takes them.
+    """
     gainer, loser = attempt.mine, attempt.theirs
     gained = share_of(replicas_E[gainer] + 1)
     less = gained - share_of(replicas_E[gainer])

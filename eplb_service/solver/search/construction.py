@@ -185,7 +185,17 @@ def clear(assignment: Assignment, demand: Demand, rank: int, slot: int) -> None:
 
 @kernel
 def replace(assignment: Assignment, demand: Demand, rank: int, slot: int, expert: int, share: float) -> None:
-    """Let ``slot`` hold ``expert`` instead, at ``share`` of its tokens."""
+    """Let ``slot`` hold ``expert`` instead, at ``share`` of its tokens.
+
+    Parameters
+    ----------
+    assignment, demand
+        A complete placement and its layer's heat; the placement changes in place.
+    rank, slot
+        Where.
+    expert, share
+        Which expert is to be there, and the part of its tokens that it receives there.
+    """
     clear(assignment, demand, rank, slot)
     assignment.phy2log_RS[rank, slot] = expert
     assignment.holds_ER[expert, rank] = True

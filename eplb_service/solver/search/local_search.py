@@ -16,7 +16,8 @@ from eplb_service.solver.jit import kernel, part
 from eplb_service.solver.model import Bool, Demand, Float64, Int32, SearchParams, set_row
 from eplb_service.solver.search.construction import Assignment
 from eplb_service.solver.search.evaluation import hottest_of, smooth_max_of, smooth_peak
-from eplb_service.solver.search.neighbourhood import SCRATCH_ROWS, best_exchange, best_swap, exchange, swap
+from eplb_service.solver.search.exchanges import best_exchange, exchange
+from eplb_service.solver.search.neighbourhood import SCRATCH_ROWS, best_swap, swap
 
 SMALLEST_RELIEF = 1e-3
 """Pressure below which a step is rounding, not progress; the hottest rank's is 1. Chosen by hand."""

@@ -1,9 +1,8 @@
-"""Steps of the local search: swaps of two experts, and exchanges of one expert's spare replica for another's.
+"""Swaps of two experts, judged together with all others of a rank.
 
 Swaps between a hot rank and all others are judged together. One pass lays out in slot order what each slot would bring;
 then, for each expert of the hot rank, straight loops over all slots give the pressure that the swap leaves on its two
-ranks. They compile to SIMD, so a candidate costs a few cycles. An exchange gives one slot to an expert of the hot rank,
-and with it every rank that holds either expert carries another share of its tokens.
+ranks. They compile to SIMD, so a candidate costs a few cycles.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import numpy as np
 
 from eplb_service.solver.jit import kernel, part
 from eplb_service.solver.model import Bool, Demand, Float32
-from eplb_service.solver.search.construction import Assignment, replace, share_of, shift_load
+from eplb_service.solver.search.construction import Assignment, replace
 from eplb_service.solver.search.evaluation import SmoothMax, pressure, risk
 
 SCRATCH_ROWS = 8
@@ -25,7 +24,26 @@ def best_swap(
 ) -> tuple[int, int, int, float]:
     """The swap between ``hot`` and another rank that takes most pressure away, more than ``bound``.
 
-    Returns slot of ``hot``, other rank, its slot and the pressure taken away; -1 three times where none takes enough.
+    Parameters
+    ----------
+    assignment, demand
+        A complete placement and its layer's heat.
+    now
+        The ranks' pressures, on the scale of their risks now.
+    hot
+        The rank that is to be cooled.
+    z
+        Weight of the standard deviation.
+    bound
+        Pressure, in parts of the hottest rank's, that a swap must take away at least.
+    scratch
+        float32 ``[SCRATCH_ROWS, R*S]``, working memory.
+
+    Returns
+    -------
+    slot, rank, other, taken
+        Slot of ``hot``, the other rank, its slot, and the pressure taken away; -1 three times where none takes
+        enough.
     """
     ranks, slots = assignment.phy2log_RS.shape
     size = ranks * slots
@@ -109,7 +127,19 @@ def _lay_out(assignment: Assignment, demand: Demand, now: SmoothMax, hot: int, s
 def swap(
     assignment: Assignment, demand: Demand, home_ER: Bool, hot: int, slot: int, rank: int, other: int
 ) -> int:
-    """Swap the experts of two slots, shares and all; returns by how many more slots they are away from home."""
+    """Swap the experts of two slots, shares and all; returns by how many more slots they are away from home.
+
+    Parameters
+    ----------
+    assignment, demand
+        A complete placement and its layer's heat; the placement changes in place.
+    home_ER
+        bool ``[E, R]``, ranks that hold each expert in the deployed placement.
+    hot, slot
+        One rank, and its slot.
+    rank, other
+        The other rank, and its slot.
+    """
     out = assignment.phy2log_RS[hot, slot]
     come = assignment.phy2log_RS[rank, other]
     out_share, come_share = assignment.share_ER[out, hot], assignment.share_ER[come, rank]
@@ -120,119 +150,25 @@ def swap(
     return more
 
 
-@kernel
-def best_exchange(
-    assignment: Assignment, demand: Demand, now: SmoothMax, hot: int, z: float, bound: float
-) -> tuple[int, int, int, float]:
-    """The spare replica that, as one of an expert of ``hot``, takes most pressure away, more than ``bound``.
-
-    An expert is looked at only where sharing it out further takes more than ``bound`` by itself; that the rank which
-    gives up its replica gets cooler as well comes on top.
-
-    Returns slot of ``hot`` whose expert gains a replica, rank and slot of the replica given up, and the pressure taken
-    away; -1 three times where none takes enough.
-    """
-    ranks, slots = assignment.phy2log_RS.shape
-    found = (-1, -1, -1)
-    most = bound
-    for s in range(slots):
-        gainer = assignment.phy2log_RS[hot, s]
-        if assignment.replicas_E[gainer] == ranks:
-            continue
-        share = share_of(assignment.replicas_E[gainer] + 1)
-        relief = np.float32(0.0)
-        for r in range(ranks):
-            if assignment.holds_ER[gainer, r]:
-                relief += now.of_R[r] - _pressure_with(
-                    assignment,
-                    demand,
-                    now,
-                    r,
-                    z,
-                    gainer,
-                    share - assignment.share_ER[gainer, r],
-                    gainer,
-                    np.float32(0.0),
-                )
-        if relief <= bound:
-            continue
-        gained = share * demand.mean_E[gainer]
-        for r in range(ranks):
-            if assignment.holds_ER[gainer, r]:
-                continue
-            # No rank's risk is below its mean load, so a load past this one alone presses too hard.
-            limit = now.base + max(now.of_R[r] + relief - most, 0.0) ** 0.125 / now.scale
-            for t in range(slots):
-                loser = assignment.phy2log_RS[r, t]
-                lost = assignment.share_ER[loser, r] * demand.mean_E[loser]
-                if assignment.replicas_E[loser] == 1 or assignment.load_R[r] + gained - lost > limit:
-                    continue
-                taken = relief - _burden(assignment, demand, now, r, z, gainer, share, loser, relief - most)
-                if taken > most:
-                    most = taken
-                    found = (s, r, t)
-    return found[0], found[1], found[2], most
-
-
-@part
-def _burden(
-    assignment: Assignment,
-    demand: Demand,
-    now: SmoothMax,
-    rank: int,
-    z: float,
-    gainer: int,
-    gained: float,
-    loser: int,
-    enough: float,
-) -> float:
-    """Pressure added where a replica of ``loser`` becomes one of ``gainer`` on ``rank``; stops once ``enough``."""
-    burden: float = (
-        _pressure_with(
-            assignment, demand, now, rank, z, gainer, gained, loser, -assignment.share_ER[loser, rank]
-        )
-        - now.of_R[rank]
-    )
-    share = share_of(assignment.replicas_E[loser] - 1)
-    for r in range(assignment.load_R.shape[0]):
-        if burden >= enough:
-            break
-        if r == rank or not assignment.holds_ER[loser, r]:
-            continue
-        more = share - assignment.share_ER[loser, r]
-        if assignment.holds_ER[gainer, r]:
-            less = gained - assignment.share_ER[gainer, r]
-            burden += _pressure_with(assignment, demand, now, r, z, gainer, less, loser, more)
-            burden -= _pressure_with(assignment, demand, now, r, z, gainer, less, loser, np.float32(0.0))
-        else:
-            burden += (
-                _pressure_with(assignment, demand, now, r, z, loser, more, gainer, np.float32(0.0))
-                - now.of_R[r]
-            )
-    return burden
-
-
-@kernel
-def _pressure_with(
-    assignment: Assignment,
-    demand: Demand,
-    now: SmoothMax,
-    rank: int,
-    z: float,
-    a: int,
-    u: float,
-    b: int,
-    v: float,
-) -> float:
-    """Pressure of a rank once it receives ``u`` more of expert ``a``'s tokens and ``v`` more of ``b``'s."""
-    return pressure(risk_of_both(assignment, demand, rank, a, u, b, v, z), now.base, now.scale)
-
-
 @part
 def risk_of_both(
     assignment: Assignment, demand: Demand, rank: int, a: int, u: float, b: int, v: float, z: float
 ) -> float:
-    """Risk of a rank once it receives ``u`` more of expert ``a``'s tokens and ``v`` more of ``b``'s."""
+    """Risk of a rank once it receives ``u`` more of expert ``a``'s tokens and ``v`` more of ``b``'s.
+
+    Parameters
+    ----------
+    assignment, demand
+        A complete placement and its layer's heat.
+    rank
+        Whose risk it is.
+    a, u
+        An expert, and the part of its tokens that comes; negative where it goes.
+    b, v
+        The other one, and its part.
+    z
+        Weight of the standard deviation.
+    """
     two = np.float32(2.0)
     load = assignment.load_R[rank] + u * demand.mean_E[a] + v * demand.mean_E[b]
     variance = assignment.variance_R[rank] + u * u * demand.gram_EE[a, a] + v * v * demand.gram_EE[b, b]
@@ -240,25 +176,3 @@ def risk_of_both(
         u * v * demand.gram_EE[a, b] + u * assignment.cross_RE[rank, a] + v * assignment.cross_RE[rank, b]
     )
     return risk(load, variance, z)
-
-
-@kernel
-def exchange(assignment: Assignment, demand: Demand, home_ER: Bool, gainer: int, rank: int, slot: int) -> int:
-    """Turn the replica in one slot into one of ``gainer``; returns by how many more slots it differs from home."""
-    loser = assignment.phy2log_RS[rank, slot]
-    assignment.replicas_E[gainer] += 1
-    assignment.replicas_E[loser] -= 1
-    replace(assignment, demand, rank, slot, gainer, np.float32(0.0))
-    _share_evenly(assignment, demand, gainer)
-    _share_evenly(assignment, demand, loser)
-    more: int = np.int64(home_ER[loser, rank]) - np.int64(home_ER[gainer, rank])
-    return more
-
-
-@part
-def _share_evenly(assignment: Assignment, demand: Demand, expert: int) -> None:
-    """Split an expert's tokens evenly over the ranks that hold it."""
-    share = share_of(assignment.replicas_E[expert])
-    for r in range(assignment.load_R.shape[0]):
-        if assignment.holds_ER[expert, r]:
-            shift_load(assignment, demand, expert, r, share - assignment.share_ER[expert, r])

@@ -91,7 +91,23 @@ def peak_of_two(
     come_share: float,
     come_N: Float32,
 ) -> float:
-    """The ratio once ``one`` gives ``out_share`` of heat ``out_N`` for ``come_share`` of ``come_N`` of ``other``."""
+    """The ratio once ``one`` gives ``out_share`` of heat ``out_N`` for ``come_share`` of ``come_N`` of ``other``.
+
+    Parameters
+    ----------
+    load_RN
+        float32 ``[R, N]``, loads of the ranks.
+    rank_KN, peak_KN
+        The hottest ranks of each episode and their loads, see ``TopRanks``.
+    share_N
+        float32 ``[N]``, the episodes' weights.
+    one, other
+        The two ranks.
+    out_share, out_N
+        Part of an expert's tokens that leaves ``one``, and its heat, float32 ``[N]``.
+    come_share, come_N
+        The same of the expert that leaves ``other``.
+    """
     total = np.float32(0.0)
     for n in range(share_N.shape[0]):
         shift = come_share * come_N[n] - out_share * out_N[n]
@@ -117,7 +133,20 @@ def peak_of_changed(
 ) -> float:
     """The ratio once the first ``count`` ranks of ``rank_K`` have their rows of ``changed_RN`` as loads.
 
-    ``changed_R1`` bool ``[R + 1]`` marks the same ranks; its last is for ranks that there are not, and never set.
+    Parameters
+    ----------
+    load_NR
+        float32 ``[N, R]``, loads of the ranks.
+    rank_KN, peak_KN
+        The hottest ranks of each episode and their loads, see ``TopRanks``.
+    share_N
+        float32 ``[N]``, the episodes' weights.
+    rank_K, count
+        int32 ``[K]``, of which so many are ranks that change.
+    changed_R1
+        bool ``[R + 1]``, marks the same ranks; its last is for ranks that there are not, and never set.
+    changed_RN
+        float32 ``[R, N]``, the new loads of those ranks.
     """
     peak_N = np.empty(share_N.shape[0], dtype=np.float32)
     for n in range(peak_N.shape[0]):

@@ -102,7 +102,19 @@ def _searched(
 
 @kernel
 def place(replicas_E: Int32, demand: Demand, ranks: int, slots: int, z: float) -> Assignment:
-    """Place these replicas greedily, hottest first."""
+    """Place these replicas greedily, hottest first.
+
+    Parameters
+    ----------
+    replicas_E
+        int32 ``[E]``, replicas of each expert, summing to ``ranks * slots``.
+    demand
+        The layer's heat.
+    ranks, slots
+        R and S.
+    z
+        Weight of the standard deviation.
+    """
     assignment = empty_assignment(replicas_E, ranks, slots)
     place_in_order(assignment, demand, descending(heat_per_replica(demand, replicas_E, z)), z)
     return assignment

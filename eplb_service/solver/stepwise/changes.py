@@ -20,7 +20,19 @@ def drawn(
 ) -> bool:
     """A random change that takes an expert out of a random tight set, into ``change``; whether there is one.
 
-    ``change``: 0 and the two slots that swap, or 1, the spare slot, and the expert that it is to hold.
+    Parameters
+    ----------
+    here_RS
+        int32 ``[R, S]``, a complete placement.
+    sharing, now
+        Its replicas, and the optimum of each scenario under it.
+    share_N
+        float32 ``[N]``, the scenarios' weights.
+    state_1
+        State of the random numbers.
+    change
+        int64 ``[3]``, where the change is put: 0 and the two slots that swap, or 1, the spare slot, and the
+        expert that it is to hold.
     """
     ranks, slots = here_RS.shape
     n = draw(state_1, share_N.shape[0])
@@ -71,7 +83,19 @@ def affected(here_RS: Int32, change: Int64, slots: int) -> tuple[int, int, int, 
 
 @kernel
 def more_away(home_ER: Bool, mine: int, rank: int, theirs: int, other: int, passes: bool) -> int:
-    """Slots that the change takes away from home, less those that it brings back."""
+    """Slots that the change takes away from home, less those that it brings back.
+
+    Parameters
+    ----------
+    home_ER
+        bool ``[E, R]``, ranks that hold each expert in the deployed placement.
+    mine, rank
+        The expert that comes to ``other``, and the rank that it leaves, as ``affected`` gives them.
+    theirs, other
+        The expert that goes from there, and its rank.
+    passes
+        Whether a spare replica is turned into another expert's: then no expert comes to ``rank``.
+    """
     more: int = np.int64(not home_ER[mine, other]) - np.int64(not home_ER[theirs, other])
     if not passes:
         more += np.int64(not home_ER[theirs, rank]) - np.int64(not home_ER[mine, rank])
@@ -90,7 +114,19 @@ def may_pay(
     other: int,
     bound: float,
 ) -> bool:
-    """Whether the tight sets as they are leave room for a ratio of ``bound`` after the change."""
+    """Whether the tight sets as they are leave room for a ratio of ``bound`` after the change.
+
+    Parameters
+    ----------
+    sharing, now
+        The placement's replicas, and the optimum of each scenario under it.
+    scaled_EN, share_N
+        float32 ``[E, N]`` the experts' heat in each scenario, and ``[N]`` their weights.
+    mine, rank, theirs, other
+        The change, as ``affected`` gives it.
+    bound
+        Peak-to-average ratio.
+    """
     least = 0.0
     for n in range(share_N.shape[0]):
         level_of = 1.0

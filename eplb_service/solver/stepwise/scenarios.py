@@ -58,7 +58,19 @@ class Scenarios(NamedTuple):
 def scenarios_under(
     sharing: Sharing, scaled_EN: Float32, share_N: Float32, memory: Search, ranks: int
 ) -> Scenarios:
-    """The optimum of each scenario, found from even shares."""
+    """The optimum of each scenario, found from even shares.
+
+    Parameters
+    ----------
+    sharing
+        The placement's replicas.
+    scaled_EN, share_N
+        float32 ``[E, N]`` the experts' heat in each scenario, and ``[N]`` their weights.
+    memory
+        Working memory of the search.
+    ranks
+        R.
+    """
     experts, episodes = scaled_EN.shape
     found = Scenarios(
         np.zeros((episodes, sharing.rank_P.shape[0])),

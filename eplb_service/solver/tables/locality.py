@@ -209,8 +209,21 @@ def crossing(
 ) -> float:
     """Part of all tokens that tables send to another node than their source's.
 
-    ``mean_E`` float32 ``[E]`` is each expert's heat. Sources whose ranks are on several nodes count as at home
+    Sources whose ranks are on several nodes count as at home
     everywhere: each of their nodes has the tokens.
+
+    Parameters
+    ----------
+    log2phy_GE
+        int32 ``[G, E]``, the physical id that each source's tokens of each expert go to.
+    share_GE
+        float32 ``[G, E]``, part of each expert's tokens that comes from each source.
+    mean_E
+        float32 ``[E]``, each expert's heat.
+    node_G, node_R
+        int32, the node of each source, -1 where it has several, and of each rank.
+    slots
+        S.
     """
     leaving, total = 0.0, 0.0
     for g in range(log2phy_GE.shape[0]):

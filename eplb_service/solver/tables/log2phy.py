@@ -3,9 +3,9 @@
 Engines let source ``g`` use replica ``g % replicas``. An expert's tokens arrive unevenly from the source ranks, so this
 fixed rule splits them unevenly. Here each part (one source, one expert) goes to the replica whose rank stays coolest,
 largest parts first (Graham's LPT again), and is moved on while that cools the hottest rank. Last, experts are swapped
-between ranks, each with its sources: 32 sources cannot split an expert evenly over ten replicas, and the placement's
-last touch is at the shares that the tables really give. G sources: ranks that see the same tokens are one, and share
-one table.
+between ranks, each with its sources (``table_swaps``): 32 sources cannot split an expert evenly over ten replicas, and
+the placement's last touch is at the shares that the tables really give. G sources: ranks that see the same tokens are
+one, and share one table.
 
 References
 ----------
@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.solver.jit import kernel, part
-from eplb_service.solver.model import Demand, Float32, Int32, SearchParams
+from eplb_service.solver.jit import kernel
+from eplb_service.solver.model import Demand, Float32, Int32
 from eplb_service.solver.search.construction import (
     Assignment,
     assignment_of,
@@ -28,13 +28,9 @@ from eplb_service.solver.search.construction import (
 from eplb_service.solver.search.evaluation import (
     SMALLEST_GAIN,
     expert_heat,
-    hottest_of,
     mean_of_max,
     risk,
-    smooth_max_of,
 )
-from eplb_service.solver.search.local_search import SMALLEST_RELIEF
-from eplb_service.solver.search.neighbourhood import SCRATCH_ROWS, best_swap, swap
 
 
 @kernel
@@ -90,7 +86,19 @@ def slot_shares(phy2log_RS: Int32, chosen_GE: Int32, share_GE: Float32) -> Float
 def tables_par(
     phy2log_RS: Int32, chosen_GE: Int32, scaled_EN: Float32, share_N: Float32, share_GE: Float32
 ) -> float:
-    """Peak-to-average ratio that tables realise."""
+    """Peak-to-average ratio that tables realise.
+
+    Parameters
+    ----------
+    phy2log_RS
+        int32 ``[R, S]``, a complete placement.
+    chosen_GE
+        int32 ``[G, E]``, the physical id that each source's tokens of each expert go to.
+    scaled_EN, share_N
+        float32 ``[E, N]`` the experts' heat, and ``[N]`` the episodes' weights.
+    share_GE
+        float32 ``[G, E]``, part of each expert's tokens that comes from each source.
+    """
     return mean_of_max(scaled_EN, share_N, phy2log_RS, slot_shares(phy2log_RS, chosen_GE, share_GE))
 
 
@@ -178,7 +186,19 @@ def _spread(
 def risk_with(
     assignment: Assignment, demand: Demand, expert: int, rank: int, share: float, z: float
 ) -> float:
-    """Risk of a rank once it carries ``share`` more of an expert's tokens."""
+    """Risk of a rank once it carries ``share`` more of an expert's tokens.
+
+    Parameters
+    ----------
+    assignment, demand
+        A complete placement and its layer's heat.
+    expert, rank
+        The expert, and the rank that carries more of it.
+    share
+        Part of the expert's tokens; negative where it carries less.
+    z
+        Weight of the standard deviation.
+    """
     load = assignment.load_R[rank] + share * demand.mean_E[expert]
     variance = assignment.variance_R[rank] + share * (
         np.float32(2.0) * assignment.cross_RE[rank, expert] + share * demand.gram_EE[expert, expert]
@@ -196,7 +216,21 @@ def cool(
     share_GE: Float32,
     z: float,
 ) -> None:
-    """Move parts off the hottest rank while that leaves both ranks touched cooler than it was."""
+    """Move parts off the hottest rank while that leaves both ranks touched cooler than it was.
+
+    Parameters
+    ----------
+    assignment, demand
+        A complete placement and its layer's heat; the placement changes in place.
+    chosen_GE
+        int32 ``[G, E]``, the physical id that each source's tokens of each expert go to; changes in place.
+    first_E1, slot_P
+        Where each expert's replicas are, see ``slots_by_expert``.
+    share_GE
+        float32 ``[G, E]``, part of each expert's tokens that comes from each source.
+    z
+        Weight of the standard deviation.
+    """
     ranks, slots = assignment.phy2log_RS.shape
     for _ in range(4 * ranks * slots):
         hot, hottest = hottest_rank(assignment, z)
@@ -226,70 +260,3 @@ def cool(
         shift_load(assignment, demand, e, hot, -share)
         chosen_GE[found_g, e] = slot_P[found_place]
         shift_load(assignment, demand, e, slot_P[found_place] // slots, share)
-
-
-@kernel
-def swap_through_tables(
-    phy2log_RS: Int32,
-    log2phy_GE: Int32,
-    demand: Demand,
-    share_GE: Float32,
-    params: SearchParams,
-) -> Int32:
-    """Swap the experts of the hottest rank while that takes pressure away; returns the placement, int32 ``[R, S]``.
-
-    Each swap takes pressure away on the scale of the risks before it, so a single one may lift the smooth peak: whoever
-    calls judges where it ends by the realised ratio. ``log2phy_GE`` (int32 ``[G, E]``) is changed in place: a source
-    stays with its replica wherever that goes. Of ``params`` it takes ``z``, ``local_search_steps`` and
-    ``local_search_patience``.
-    """
-    ranks, slots = phy2log_RS.shape
-    z = params.z
-    assignment = assignment_of(phy2log_RS, slot_shares(phy2log_RS, log2phy_GE, share_GE), demand)
-    scratch = np.empty((SCRATCH_ROWS, ranks * slots), dtype=np.float32)
-    nowhere_ER = np.zeros_like(assignment.holds_ER)
-    stuck_R = np.zeros(ranks, dtype=np.bool_)
-    stuck = 0
-    now = smooth_max_of(assignment.load_R, assignment.variance_R, z)
-    for _ in range(params.local_search_steps):
-        hot = hottest_of(now, stuck_R)
-        slot, rank, other, _ = best_swap(assignment, demand, now, hot, z, SMALLEST_RELIEF, scratch)
-        if slot < 0:
-            stuck_R[hot] = True
-            stuck += 1
-            if stuck == min(params.local_search_patience, ranks):
-                break
-            continue
-        one, two = assignment.phy2log_RS[hot, slot], assignment.phy2log_RS[rank, other]
-        _readdress(log2phy_GE, one, hot * slots + slot, rank * slots + other)
-        _readdress(log2phy_GE, two, rank * slots + other, hot * slots + slot)
-        swap(assignment, demand, nowhere_ER, hot, slot, rank, other)
-        stuck_R[:] = False
-        stuck = 0
-        now = smooth_max_of(assignment.load_R, assignment.variance_R, z)
-    return assignment.phy2log_RS
-
-
-@kernel
-def rehoused(log2phy_GE: Int32, phy2log_RS: Int32) -> Int32:
-    """Tables whose replicas stayed on their ranks, but not in their slots; int32 ``[G, E]``."""
-    ranks, slots = phy2log_RS.shape
-    sources, experts = log2phy_GE.shape
-    slot_RE = np.full((ranks, experts), -1, dtype=np.int32)
-    for r in range(ranks):
-        for s in range(slots):
-            slot_RE[r, phy2log_RS[r, s]] = s
-    found_GE = np.empty_like(log2phy_GE)
-    for g in range(sources):
-        for e in range(experts):
-            rank = log2phy_GE[g, e] // slots
-            found_GE[g, e] = rank * slots + slot_RE[rank, e]
-    return found_GE
-
-
-@part
-def _readdress(log2phy_GE: Int32, expert: int, was: int, becomes: int) -> None:
-    """Send an expert's tokens that went to one physical slot to another."""
-    for g in range(log2phy_GE.shape[0]):
-        if log2phy_GE[g, expert] == was:
-            log2phy_GE[g, expert] = becomes

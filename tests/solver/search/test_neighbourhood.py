@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_service.solver.search.evaluation import hottest_of, pressure, smooth_max_of, smooth_peak
-from eplb_service.solver.search.neighbourhood import SCRATCH_ROWS, best_exchange, best_swap, exchange, swap
+from eplb_service.solver.search.exchanges import best_exchange, exchange
+from eplb_service.solver.search.neighbourhood import SCRATCH_ROWS, best_swap, swap
 from tests.solver.layers_of import Case, cases
 from tests.solver.placed_layer import PlacedLayer
 from tests.solver.search.test_construction import assert_sums_hold

@@ -14,7 +14,7 @@ from eplb_service.placement import check_log2phy
 from eplb_service.solver.holdout import TRUSTS, choose_trust, halves_of
 from eplb_service.solver.model import DEALT, Deployed, Heat, Layer, SearchParams, homes
 from eplb_service.solver.search.construction import assignment_of, hottest_rank
-from eplb_service.solver.tables import dealing
+from eplb_service.solver.tables import dealing, entry_moves
 from eplb_service.solver.tables.log2phy import slot_shares, slots_by_expert
 from tests.solver.layers_of import Case, cases, shares_of_sources
 from tests.solver.placed_layer import PlacedLayer
@@ -149,10 +149,10 @@ def test_two_moves_are_the_best_of_all_that_follow_each_other(case: Case, width:
     assignment = assignment_of(given_.phy2log_RS, shares_RS, layer.demand)
     hot, hottest = hottest_rank(assignment, 0.0)
     arrays = chosen_VE, given_.first_E1, given_.slot_P, layer.demand, share_VE, 0.0
-    moves = dealing.best_two(assignment, *arrays, hot, hottest)
+    moves = entry_moves.best_two(assignment, *arrays, hot, hottest)
     lowest = lowest_by_two(given_, chosen_VE, hot)
     if moves[0].entry < 0:
-        assert lowest >= hottest - dealing.SMALLEST_GAIN - layer.rounding
+        assert lowest >= hottest - entry_moves.SMALLEST_GAIN - layer.rounding
         return
     after_VE = chosen_VE.copy()
     ranks = {hot}
@@ -160,7 +160,7 @@ def test_two_moves_are_the_best_of_all_that_follow_each_other(case: Case, width:
         after_VE[move.entry, move.expert] = move.to
         ranks.add(move.to // case.slots)
     assert given_.risks(after_VE)[sorted(ranks)].max() == pytest.approx(lowest, abs=layer.rounding)
-    dealing.cool_by_two(assignment, *arrays)
+    entry_moves.cool_by_two(assignment, *arrays)
     assert given_.risks(chosen_VE).max() < hottest + layer.rounding
     check_log2phy(chosen_VE, given_.phy2log_RS)
 

@@ -17,13 +17,12 @@ from eplb_service.solver.search.local_search import SMALLEST_RELIEF
 from eplb_service.solver.tables import log2phy as tables
 from eplb_service.solver.tables.log2phy import (
     fixed_rule,
-    rehoused,
     slot_shares,
     slots_by_expert,
     solve_tables,
-    swap_through_tables,
     tables_par,
 )
+from eplb_service.solver.tables.table_swaps import rehoused, swap_through_tables
 from eplb_service.solver.topology import keep_slots
 from tests.solver.layers_of import Case, cases, shares_of_sources
 from tests.solver.placed_layer import PlacedLayer, random_placement
