@@ -163,6 +163,8 @@ def agents(ranks: int, missing: tuple[int, ...]) -> list[operator_pb2.AgentStatu
             agent_version="0.1.0",
             silent_seconds=0.4,
             dropped_steps=96 if rank == 5 else 0,
+            staging_bytes=84_000_000 - rank,
+            ring_bytes=1_500_000,
         )
         for rank in range(ranks)
     ]

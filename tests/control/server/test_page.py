@@ -116,6 +116,7 @@ def test_a_large_deployment_is_legible(tmp_path: Path, size: str, scheme: int, g
     par = answers["deployments/decode"]["status"]["par"]
     assert f"PAR now\n{par:.3f}" in seen["tiles"]
     assert (seen["squares"], seen["troubled"]) == (320, 2)
+    assert seen["agents-lead"].endswith("; per rank at most 84.0 MB for staging, 1.50 MB for heat.")
     assert re.match(
         r"rank \d+ on node-\d\d: \d\.\d\d × the mean\nlayer \d+: PAR \d\.\d{3}", seen["tips"]["loads"]
     )

@@ -163,6 +163,13 @@ function troubleOf(agent) {
   return null;
 }
 
+// Of the rank that holds most; nothing where no agent reports it.
+function memoryOf(agents) {
+  const most = (field) => Math.max(-1, ...agents.filter((agent) => agent.connected).map((agent) => agent[field] ?? -1));
+  const parts = [[most("staging_bytes"), "for staging"], [most("ring_bytes"), "for heat"]].filter(([held]) => held >= 0);
+  return parts.length ? `; per rank at most ${parts.map(([held, use]) => `${bytes(held)} ${use}`).join(", ")}` : "";
+}
+
 export function showAgents({ status, agents }) {
   const seen = new Map(agents.map((agent) => [agent.rank, agent]));
   const all = Array.from({ length: status.ranks }, (_, rank) => seen.get(rank) ?? { rank, node: "never came", connected: false, error: "", epoch: 0, step: 0 });
@@ -171,7 +178,7 @@ export function showAgents({ status, agents }) {
   const steps = agents.filter((agent) => agent.connected).map((agent) => agent.step);
   const versions = [...new Set(agents.map((agent) => agent.agent_version))].join(", ");
   at("agents-lead").textContent = `${status.agents_connected} of ${status.ranks} ranks connected, on ${nodes.size} ` +
-    `node${nodes.size === 1 ? "" : "s"}${versions ? `; agent ${versions}` : ""}${steps.length ? `; at step ${count(Math.max(...steps))}` : ""}.`;
+    `node${nodes.size === 1 ? "" : "s"}${versions ? `; agent ${versions}` : ""}${steps.length ? `; at step ${count(Math.max(...steps))}` : ""}${memoryOf(agents)}.`;
   rebuild("agents", all.map((agent) => [agent.node, troubleOf(agent)]), () => [...nodes].map(([node, ranks]) =>
     element("div", { class: "node" }, element("small", { title: node }, node), element("div", { class: "ranks" }, ...ranks.map(square)))));
   const troubled = all.map((agent) => [agent, troubleOf(agent)]).filter(([, trouble]) => trouble);
