@@ -98,8 +98,9 @@ async def _step(group: FakeGroup, faults: Faults, layers: int) -> None:
             await rank.say(heat_report=report)
             beat = agent_pb2.Heartbeat(
                 step=group.step,
-                epoch=live.epoch,
-                digest=live.digest,
+                # What it serves by now: layers may have switched since the step began.
+                epoch=group.live.epoch,
+                digest=group.live.digest,
                 error=faults.halted,
                 calls=group.step,
                 call_micros=200 * group.step,
