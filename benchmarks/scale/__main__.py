@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.scale.heat import Scale
-from benchmarks.scale.measured import Measured
+from benchmarks.scale.measured import Held, Measured
 from benchmarks.scale.measured_service import MeasuredService, Reading, measured_service
 from benchmarks.scale.ranks import DEPLOYMENT, Load, RankProcesses, Tally, rank_processes
 from benchmarks.scale.targets import MISSED, verdicts
@@ -91,7 +91,7 @@ def measure(load: Load, seconds: float, processes: int, *, plan: bool) -> Measur
     ):
         ranks.begin()
         time.sleep(_SETTLE_SECONDS if load.report_steps else _GROW_SECONDS)
-        service.read()
+        joining = service.read()
         sent, readings = ranks.tallies(), [service.read()]
         for _ in range(_READINGS):
             time.sleep(seconds / _READINGS)
@@ -100,7 +100,7 @@ def measure(load: Load, seconds: float, processes: int, *, plan: bool) -> Measur
         sent_by_then = ranks.tallies()
         decision = _decide(service, ranks) if plan else (None, 0.0)
         deciding = service.read()
-    return _summary(load, (sent, sent_by_then), readings, deciding, decision)
+    return _summary(load, (sent, sent_by_then), readings, (joining, deciding), decision)
 
 
 def _say(load: Load, readings: Sequence[Reading]) -> None:
@@ -146,7 +146,7 @@ def _summary(
     load: Load,
     tallies: tuple[list[Tally], list[Tally]],
     readings: Sequence[Reading],
-    deciding: Reading,
+    joining_and_deciding: tuple[Reading, Reading],
     decision: tuple[tuple[float, float] | None, float],
 ) -> Measured:
     before, *between = readings
@@ -172,22 +172,22 @@ def _summary(
         megabytes_per_second=gained("sent_bytes") / seconds / 1e6,
         reports_per_second=gained("reports") / seconds,
         resident_mb=tuple(round(reading.resident_bytes / 1e6, 1) for reading in readings),
-        hold_ms=1e3 * max(reading.hold for reading in between),
+        joining=_held(joining_and_deciding[:1]),
+        holding=_held(between),
+        deciding=_held(joining_and_deciding[1:]),
         long_holds=sum(reading.long_holds for reading in between),
-        holds_ms=_longest(between),
         plan_ms=decision[0],
         decide_seconds=decision[1],
-        hold_deciding_ms=1e3 * deciding.hold,
-        holds_deciding_ms=_longest([deciding]),
     )
 
 
-def _longest(readings: Sequence[Reading]) -> dict[str, float]:
-    longest: dict[str, float] = {}
+def _held(readings: Sequence[Reading]) -> Held:
+    named: dict[str, float] = {}
     for reading in readings:
         for name, seconds in reading.named.items():
-            longest[name] = max(longest.get(name, 0.0), round(1e3 * seconds, 1))
-    return longest
+            named[name] = max(named.get(name, 0.0), round(1e3 * seconds, 1))
+    longest, longest_wall = (max(getattr(one, name) for one in readings) for name in ("hold", "hold_wall"))
+    return Held(1e3 * longest, 1e3 * longest_wall, named)
 
 
 def _table(measured: list[Measured]) -> Table:
@@ -202,8 +202,9 @@ def _table(measured: list[Measured]) -> Table:
         ("steps lost", lambda one: f"{one.lost_steps}"),
         ("steps that agents dropped", lambda one: f"{one.dropped_steps}"),
         ("memory over the run, MB; by halves", _memory),
-        ("longest hold of the loop, CPU ms", lambda one: _held(one.hold_ms, one.holds_ms)),
-        ("while deciding and offering", lambda one: _held(one.hold_deciding_ms, one.holds_deciding_ms)),
+        ("longest hold of the loop, ms of CPU (of the clock)", lambda one: _said(one.holding)),
+        ("while the ranks join", lambda one: _said(one.joining)),
+        ("while deciding and offering", lambda one: _said(one.deciding)),
         ("decision, s", lambda one: f"{one.decide_seconds:.1f}"),
         ("plan at the first and last rank, ms", _pushed),
     ]
@@ -219,9 +220,9 @@ def _targets(judged: list[tuple[int, str, str, str]]) -> Table:
     return table
 
 
-def _held(longest_ms: float, named_ms: dict[str, float]) -> str:
-    name = max(named_ms, key=named_ms.__getitem__, default="")
-    return f"{longest_ms:.1f}, {name}" if name else f"{longest_ms:.1f}"
+def _said(held: Held) -> str:
+    name = max(held.named, key=held.named.__getitem__, default="")
+    return f"{held.cpu_ms:.1f} ({held.wall_ms:.1f})" + (f", {name}" if name else "")
 
 
 def _memory(one: Measured) -> str:

@@ -6,6 +6,24 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Held:
+    """How long single callbacks have held the event loop in one part of a run.
+
+    Parameters
+    ----------
+    cpu_ms, wall_ms
+        The longest, in milliseconds of its thread's CPU, and by the clock: that also counts its waits for a core, on a
+        machine that has more to do than this.
+    named
+        The longest by CPU, by what was called.
+    """
+
+    cpu_ms: float
+    wall_ms: float
+    named: dict[str, float]
+
+
+@dataclass(frozen=True)
 class Measured:
     """What one run found; rates are per second of the clock, CPU in seconds.
 
@@ -27,15 +45,16 @@ class Measured:
         Heat that the agents sent.
     resident_mb
         Memory, from the beginning of the measurement to its end at equal times.
-    hold_ms, long_holds, holds_ms
-        Longest callback by CPU, how many took over 20 ms, and the longest by name.
+    joining, holding, deciding
+        How long the event loop was held: while the ranks joined and reports grew to their length, over the measurement,
+        and while a plan was made and sent.
+    long_holds
+        Callbacks that took over 20 ms of CPU over the measurement.
     plan_ms
         From the offer of a plan until the first rank, and the last, has it; ``None`` where none was made, or a rank
         never got it.
     decide_seconds
         That the decision before it took.
-    hold_deciding_ms, holds_deciding_ms
-        Longest callback meanwhile, and the longest by name.
     """
 
     ranks: int
@@ -50,13 +69,12 @@ class Measured:
     megabytes_per_second: float
     reports_per_second: float
     resident_mb: tuple[float, ...]
-    hold_ms: float
+    joining: Held
+    holding: Held
+    deciding: Held
     long_holds: int
-    holds_ms: dict[str, float]
     plan_ms: tuple[float, float] | None
     decide_seconds: float
-    hold_deciding_ms: float
-    holds_deciding_ms: dict[str, float]
 
     @property
     def report_steps(self) -> float:
@@ -72,5 +90,5 @@ class Measured:
 
     @property
     def longest_hold_ms(self) -> float:
-        """Of the event loop, deciding or not, by CPU."""
-        return max(self.hold_ms, self.hold_deciding_ms)
+        """Of the event loop from the first rank to the last plan, by CPU."""
+        return max(part.cpu_ms for part in (self.joining, self.holding, self.deciding))

@@ -101,6 +101,8 @@ async def _run(pipe: Connection, flags: dict[str, Any], holds: Holds) -> None:
     async with running_service(load_settings(flags, environment={})) as service:
         await service.warm
         leave_out_what_lives()
+        # That is done once, before there is a rank.
+        holds.clear()
         short = asyncio.create_task(keep_collections_short())
         asyncio.get_running_loop().add_reader(pipe.fileno(), lambda: asked.put_nowait(pipe.recv()))
         pipe.send(service.address)

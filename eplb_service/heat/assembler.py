@@ -24,8 +24,8 @@ from eplb_service.wire.heat import HeatReport
 from eplb_service.wire.hello import Shape
 
 _MOST_IN_16_BITS = np.iinfo(np.uint16).max
-_TABLES_HELD = 2
-"""log2phy of all ranks: in the Hellos that wait, and in what is served."""
+_TABLES_HELD = 3
+"""log2phy of all ranks: in the Hellos that wait, in what is served, and of its layers that have switched."""
 
 
 class StepCounts(NamedTuple):
@@ -41,7 +41,7 @@ def memory_bytes(shape: Shape, window_steps: int, pending_steps: int) -> int:
     heat = kept_steps * shape.layers * (4 * shape.experts + 4 * shape.ranks + 16)
     counts = 4 * pending_steps * shape.layers * shape.ranks * shape.slots
     sources = SOURCE_BUCKETS * 4 * shape.ranks * shape.layers * shape.experts
-    times = kept_steps * 12 * shape.ranks
+    times = pending_steps * 12 * shape.ranks + window_steps * 16
     slots = PLACEMENTS_HELD * 4 * shape.layers * shape.ranks * shape.slots
     tables = (_TABLES_HELD * 4 + TARGETS_HELD * 2) * shape.ranks * shape.layers * shape.experts * shape.width
     return heat + counts + sources + times + slots + tables
@@ -121,7 +121,7 @@ class HeatAssembler:
         self._par_WL = np.full((window_steps, layers), np.nan)
         self._epochs_WL = np.zeros((window_steps, layers), dtype=np.int64)
         groups_R = np.arange(ranks) if token_groups_R is None else token_groups_R
-        self._times = StepTimesRing(window_steps, ranks, np.unique(groups_R, return_index=True)[1])
+        self._times = StepTimesRing(window_steps, np.unique(groups_R, return_index=True)[1])
 
     @property
     def counted(self) -> StepCounts:

@@ -24,6 +24,11 @@ class PlacedLayer(NamedTuple):
     phy2log_RS: Int32
     target_RED: npt.NDArray[np.int16]
 
+    @classmethod
+    def of(cls, phy2log_RS: Int32, log2phy_RE: Int32) -> PlacedLayer:
+        """By its slots and tables."""
+        return cls(phy2log_RS, with_entries(log2phy_RE // phy2log_RS.shape[1], 2).astype(np.int16))
+
 
 class PlacementHistory:
     """The newest epochs of every layer; bounded.
@@ -44,11 +49,14 @@ class PlacementHistory:
 
     def place(self, layer: int, epoch: int, phy2log_RS: Int32, log2phy_RE: Int32) -> None:
         """Counts of ``layer`` at ``epoch`` are of these slots and tables; replaces what was known of that epoch."""
+        self.put(layer, epoch, PlacedLayer.of(phy2log_RS, log2phy_RE))
+
+    def put(self, layer: int, epoch: int, placed: PlacedLayer) -> None:
+        """``place`` for who has put it together already."""
         self._stacked.clear()
         epochs = self.by_layer[layer]
         epochs.pop(epoch, None)
-        target_RED = with_entries(log2phy_RE // phy2log_RS.shape[1], 2).astype(np.int16)
-        epochs[epoch] = PlacedLayer(phy2log_RS, target_RED)
+        epochs[epoch] = placed
         while len(epochs) > _EPOCHS_KEPT:
             epochs.pop(next(iter(epochs)))
 

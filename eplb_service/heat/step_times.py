@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,41 +60,37 @@ class StepTimes:
 
 
 class StepTimesRing:
-    """What the ranks measured of the steps in the rows of a window.
+    """What the ranks measured of the steps in the rows of a window, put together as they come in.
+
+    A decision asks for all rows at once, on the event loop: medians over many ranks are not left for then.
 
     Parameters
     ----------
-    rows, ranks
-        W and R.
+    rows
+        W.
     counted_G
         Indices of the ranks whose tokens make up a step's: one of each that see the same tokens.
     """
 
-    def __init__(self, rows: int, ranks: int, counted_G: npt.NDArray[np.integer[Any]]) -> None:
+    def __init__(self, rows: int, counted_G: npt.NDArray[np.integer[Any]]) -> None:
         self._counted_G = counted_G
-        self._micros_WR = np.zeros((rows, ranks), dtype=np.uint32)
-        self._tokens_WR = np.full((rows, ranks), -1, dtype=np.int64)
+        self._us_W = np.full(rows, np.nan)
+        self._tokens_W = np.full(rows, np.nan)
 
     def put(
         self, row: int, micros_R: npt.NDArray[np.integer[Any]], tokens_R: npt.NDArray[np.integer[Any]]
     ) -> None:
         """A step's microseconds on each rank, 0 where not known, and its tokens, -1 where not known."""
-        self._micros_WR[row] = micros_R
-        self._tokens_WR[row] = tokens_R
+        tokens_G = tokens_R[self._counted_G]
+        self._us_W[row] = _median_of_known(micros_R)
+        self._tokens_W[row] = tokens_G.sum() if (tokens_G >= 0).all() else np.nan
 
     def of(self, rows: npt.NDArray[np.intp], asked_T: npt.NDArray[np.bool_]) -> StepTimes:
         """Those of these rows, in their order; times that are not asked for are left unknown."""
-        us_T = np.where(asked_T, _median_of_known(self._micros_WR[rows]), np.nan)
-        tokens_TG = self._tokens_WR[rows][:, self._counted_G]
-        known_T = (tokens_TG >= 0).all(axis=1)
-        return StepTimes(us_T, np.where(known_T, tokens_TG.sum(axis=1), np.nan))
+        return StepTimes(np.where(asked_T, self._us_W[rows], np.nan), self._tokens_W[rows])
 
 
-def _median_of_known(micros_TR: npt.NDArray[np.uint32]) -> Float64:
-    """Median of each row's values above 0, float64 ``[T]``; NaN where there is none."""
-    sorted_TR = np.sort(np.where(micros_TR > 0, micros_TR, np.inf), axis=1)
-    known_T = (micros_TR > 0).sum(axis=1)
-    row_T = np.arange(len(sorted_TR))
-    lower_T = sorted_TR[row_T, np.maximum(known_T - 1, 0) // 2]
-    upper_T = sorted_TR[row_T, np.minimum(known_T // 2, micros_TR.shape[1] - 1)]
-    return np.where(known_T > 0, (lower_T + upper_T) / 2, np.nan)
+def _median_of_known(micros_R: npt.NDArray[np.integer[Any]]) -> float:
+    """Median of the values above 0; NaN where there is none."""
+    known = micros_R[micros_R > 0]
+    return float(np.median(known)) if known.size else math.nan

@@ -1,6 +1,6 @@
 """Which expert is in which slot, whether that can be served, and how evenly it shares the tokens; numpy alone."""
 
-from eplb_service.placement.apply import apply_layers
+from eplb_service.placement.apply import apply_layers, check_tables_follow
 from eplb_service.placement.dealing import (
     MOST_ENTRIES,
     dealing_width,
@@ -27,6 +27,7 @@ __all__ = [
     "check_layer",
     "check_log2phy",
     "check_shape",
+    "check_tables_follow",
     "combine_digests",
     "dealing_width",
     "dealt_log2phy",

@@ -32,11 +32,25 @@ def apply_layers(
     switched = placement.with_layers((layer, phy2log_RS) for layer, phy2log_RS, _ in changed)
     tables = np.array(log2phy, dtype=np.int32, order="C")
     for layer, phy2log_RS, table in changed:
-        expected = tables[:, layer].shape
-        if table.shape != expected:
-            raise PlacementError(
-                f"log2phy of layer {layer} has the shape {list(expected)}, got {list(table.shape)}"
-            )
-        check_log2phy(table, phy2log_RS, f"log2phy of layer {layer}", deals=table.ndim == 3)
+        check_tables_follow(tables[:, layer], table, phy2log_RS, layer)
         tables[:, layer] = table
     return switched, tables
+
+
+def check_tables_follow(before: Int32, table: Int32, phy2log_RS: Int32, layer: int) -> None:
+    """Raise ``PlacementError`` unless a layer's tables can take the place of those that it has.
+
+    Parameters
+    ----------
+    before, table
+        int32 ``[R, E]`` or ``[R, E, D]``.
+    phy2log_RS
+        The layer's new slots.
+    layer
+        Its index, for the message.
+    """
+    if table.shape != before.shape:
+        raise PlacementError(
+            f"log2phy of layer {layer} has the shape {list(before.shape)}, got {list(table.shape)}"
+        )
+    check_log2phy(table, phy2log_RS, f"log2phy of layer {layer}", deals=table.ndim == 3)

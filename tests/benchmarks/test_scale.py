@@ -13,7 +13,7 @@ from benchmarks.scale import __main__ as scale_run
 from benchmarks.scale.__main__ import measure
 from benchmarks.scale.heat import Scale, drawn_reports
 from benchmarks.scale.holds import LONG_SECONDS, watched
-from benchmarks.scale.measured import Measured
+from benchmarks.scale.measured import Held, Measured
 from benchmarks.scale.ranks import Load
 from benchmarks.scale.targets import verdicts
 from eplb_service.wire.heat import decode_heat_report, encode_heat_report
@@ -70,13 +70,12 @@ def measured(**found: Any) -> Measured:
         megabytes_per_second=1.0,
         reports_per_second=320.0,
         resident_mb=(200.0, 300.0, 301.0),
-        hold_ms=5.0,
+        joining=Held(9.0, 30.0, {}),
+        holding=Held(5.0, 6.0, {}),
+        deciding=Held(9.0, 90.0, {}),
         long_holds=0,
-        holds_ms={},
         plan_ms=(1.0, 9.0),
         decide_seconds=1.0,
-        hold_deciding_ms=9.0,
-        holds_deciding_ms={},
     )
     return dataclasses.replace(good, **found)
 
@@ -89,7 +88,8 @@ def measured(**found: Any) -> Measured:
         ({"ranks": 64, "cpu_percent": 12.0}, set()),
         ({"steps_per_second": 10.0}, {"256 ranks cost", "steps are put"}),
         ({"lost_steps": 1}, {"steps are put"}),
-        ({"hold_deciding_ms": 21.0}, {"nothing holds"}),
+        ({"joining": Held(21.0, 21.0, {})}, {"nothing holds"}),
+        ({"deciding": Held(21.0, 21.0, {})}, {"nothing holds"}),
         ({"resident_mb": (200.0, 300.0, 330.0)}, {"memory grows"}),
         ({"plan_ms": None}, {"a plan reaches"}),
     ],

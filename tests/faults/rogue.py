@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 import numpy as np
 
+from eplb_service.control.core.assembly import assemble
 from eplb_service.control.core.live_placement import LivePlacement
-from eplb_service.control.core.membership import assemble
 from eplb_service.control.core.offer import Offer, rank_plans
 from eplb_service.placement import default_log2phy
 from eplb_service.planner.plan import LayerPlan, LayerVerdict, Plan

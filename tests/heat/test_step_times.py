@@ -16,7 +16,7 @@ from eplb_service.wire.heat import HeatReport, StepPhase
 def test_the_median_is_of_those_ranks_that_measured() -> None:
     rng = np.random.default_rng(0)
     micros_TR = rng.integers(1, 1000, (50, 5)) * (rng.random((50, 5)) < 0.6)
-    ring = StepTimesRing(64, 5, np.arange(5))
+    ring = StepTimesRing(64, np.arange(5))
     for row, micros_R in enumerate(micros_TR):
         ring.put(row, micros_R, np.full(5, -1))
     found = ring.of(np.arange(50), np.ones(50, dtype=bool))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from eplb_service.control.core.assembly import Assembly
 from eplb_service.control.core.decisions import Decisions
 from eplb_service.control.core.deployment_state import DeploymentState
 from eplb_service.control.core.errors import RefusedError
@@ -47,14 +48,17 @@ class Deployment(DeploymentState):
 
     # Ranks come and go
 
-    def hello(self, hello: Hello) -> None:
-        """A rank introduces itself; raises ``RefusedError`` where it cannot be taken in."""
+    def hello(self, hello: Hello, assembly: Assembly | None = None) -> None:
+        """A rank introduces itself; raises ``RefusedError`` where it cannot be taken in.
+
+        An ``assembly`` is used where it is of the ranks that are here by now; otherwise it is made here.
+        """
         self._make_way_for(hello)
         assert self.group is not None
         self._follow_plan(hello.rank, hello.version)
         before = self.group.live
         try:
-            self.group = self.group.joined(hello)
+            self.group = self.group.joined(hello, assembly)
         except RefusedError as error:
             self.attendance = self.attendance.turned_away(hello.rank, str(error))
             raise
@@ -219,10 +223,8 @@ class Deployment(DeploymentState):
                 self.group.topology.token_groups_R,
             )
             self.decisions = self.decisions.expecting_heat(self.limits)
-        for layer, epoch in enumerate(live.layer_epochs):
-            self.heat.placements.place(
-                layer, epoch, live.placement.phy2log_LRS[layer], live.log2phy_RLE[:, layer]
-            )
+        for layer, (epoch, placed) in enumerate(zip(live.layer_epochs, live.placed_L, strict=True)):
+            self.heat.placements.put(layer, epoch, placed)
 
     def _follow_plan(self, rank: int, version: tuple[int, int]) -> None:
         for plan in (self.plan, self.ended_plan):

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from eplb_service.control.core.assembly import Assembly
 from eplb_service.control.core.errors import AlreadyConnectedError, ConflictError
 from eplb_service.control.core.live_placement import LivePlacement
-from eplb_service.placement import Placement, PlacementError, with_entries
+from eplb_service.placement import PlacementError
 from eplb_service.planner.topology import Topology
 from eplb_service.wire.hello import Hello, Shape
 
@@ -157,8 +158,21 @@ class Group:
             )
         return not self.connected
 
-    def joined(self, hello: Hello) -> Group:
+    def completed_by(self, hello: Hello) -> Mapping[int, Hello] | None:
+        """All ranks' Hellos, where ``hello`` is the last that is missing; ``None`` where it is not."""
+        if (
+            self.live is not None
+            or (hello.group_id, hello.shape) != self.forming
+            or hello.rank in self.waiting
+        ):
+            return None
+        hellos = {**self.waiting, hello.rank: hello}
+        return hellos if len(hellos) == self.shape.ranks else None
+
+    def joined(self, hello: Hello, assembly: Assembly | None = None) -> Group:
         """The group with this rank in it.
+
+        Where it is the last, what all serve is taken from ``assembly`` if that is of the same Hellos.
 
         Raises
         ------
@@ -173,7 +187,11 @@ class Group:
                 raise ConflictError(_other_version(hello, self.live.epoch, self.live.digest))
             # Nobody is left who served what was known: the ranks hold the truth, so start over from theirs.
             group = self.without_live()
-        group = group._assembled_with(hello) if group.live is None else group._rejoined(hello, group.live)
+        group = (
+            group._assembled_with(hello, assembly)
+            if group.live is None
+            else group._rejoined(hello, group.live)
+        )
         known = self.members.get(hello.rank)
         member = Member(
             hello.rank,
@@ -202,13 +220,15 @@ class Group:
         """What was known no longer holds; every rank has to say Hello again."""
         return replace(self, live=None)
 
-    def _assembled_with(self, hello: Hello) -> Group:
+    def _assembled_with(self, hello: Hello, assembly: Assembly | None) -> Group:
         other = next(iter(self.waiting.values()), None)
         if other is not None:
             _check_same_version(hello, other)
         waiting = {**self.waiting, hello.rank: hello}
         if len(waiting) == self.shape.ranks:
-            return replace(self, live=assemble(waiting), waiting={})
+            if assembly is None or not assembly.is_of(waiting):
+                assembly = Assembly.of(waiting)
+            return replace(self, live=assembly.result(), waiting={})
         return replace(self, waiting=waiting)
 
     def _rejoined(self, hello: Hello, live: LivePlacement) -> Group:
@@ -218,44 +238,12 @@ class Group:
             raise ConflictError(
                 f"rank {hello.rank} holds other experts in layer {differs[0]} than its digest says"
             )
-        if np.array_equal(live.log2phy_RLE[hello.rank], hello.log2phy_LE):
+        if np.array_equal(live.log2phy_of(hello.rank), hello.log2phy_LE):
             return self
         try:
             return replace(self, live=live.with_table(hello.rank, hello.log2phy_LE))
         except PlacementError as error:
             raise ConflictError(str(error)) from error
-
-
-def assemble(hellos: dict[int, Hello]) -> LivePlacement:
-    """What all ranks together serve; raises ``ConflictError`` where that is not one placement."""
-    in_order = [hellos[rank] for rank in range(len(hellos))]
-    first = in_order[0]
-    phy2log_LRS = np.stack([hello.slots_LS for hello in in_order], axis=1)
-    tables_RLE = np.stack([hello.log2phy_LE for hello in in_order])
-    try:
-        live = LivePlacement.of(
-            Placement(phy2log_LRS, first.shape.experts), tables_RLE, first.epoch, first.layer_epochs
-        )
-    except PlacementError as error:
-        raise ConflictError(f"the ranks' slots do not make a placement: {error}") from error
-    if live.digest != first.digest:
-        raise ConflictError(
-            f"the ranks' slots together have the digest {live.digest:#x}, the ranks say {first.digest:#x}"
-        )
-    _check_token_groups(in_order)
-    return live
-
-
-def _check_token_groups(hellos: list[Hello]) -> None:
-    first_of: dict[int, Hello] = {}
-    for hello in hellos:
-        first = first_of.setdefault(hello.token_group, hello)
-        differs = np.flatnonzero(with_entries(first.log2phy_LE != hello.log2phy_LE, 1).any(axis=1))
-        if differs.size:
-            raise ConflictError(
-                f"ranks {first.rank} and {hello.rank} see the same tokens (token group {hello.token_group}) but their "
-                f"log2phy differ in layer {differs[0]}"
-            )
 
 
 def _check_same_version(hello: Hello, other: Hello) -> None:

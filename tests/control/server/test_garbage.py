@@ -1,11 +1,15 @@
-"""Collections see what was made in the last second alone; garbage of it goes at once, the rest later."""
+"""Collections see what was made in the last moment alone; garbage of it goes at once, the rest later."""
 
 import gc
 import weakref
 
 import pytest
 
-from eplb_service.control.server.garbage import leave_out_what_is_young, leave_out_what_lives
+from eplb_service.control.server.garbage import (
+    full_collection_is_due,
+    leave_out_what_is_young,
+    leave_out_what_lives,
+)
 
 
 class Knot:
@@ -47,3 +51,12 @@ def test_what_becomes_garbage_later_waits_for_a_full_collection():
     assert seen() is not None
     leave_out_what_lives()
     assert seen() is None
+
+
+def test_a_full_collection_is_due_where_what_was_set_aside_has_grown_by_half():
+    set_aside = leave_out_what_lives()
+    assert not full_collection_is_due(set_aside)
+    kept = [Knot() for _ in range(set_aside)]
+    leave_out_what_is_young()
+    assert full_collection_is_due(set_aside)
+    assert not full_collection_is_due(set_aside + 2 * len(kept))

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from eplb_service import __version__
+from eplb_service.control.core.assembly import Assembly
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.server.access.credentials import Credential
 from eplb_service.control.server.access.gate import current_caller
@@ -54,7 +55,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             hello = await self._hear_hello(inbox)
         _check_credential(caller.credential, hello)
         stream = RankStream()
-        deployment = self._plane.admit(hello, stream)
+        deployment = self._plane.admit(hello, stream, await _assembled(self._plane, hello))
         try:
             await context.write(agent_pb2.ConnectResponse(welcome=self._welcome(deployment)))
             await _first_of(
@@ -105,10 +106,15 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         else:
             counts = await asyncio.to_thread(decode_heat_report, report, hello.shape, most_steps)
         await _let_others_catch_up(deployment, hello.rank, stream, counts)
+        # Whole steps that the report would push out would all have to be put together at once.
+        await self._put_together(deployment)
         if not stream.over:
             self._plane.heat_report(deployment, hello.rank, counts, report)
+        await self._put_together(deployment)
+
+    async def _put_together(self, deployment: Deployment) -> None:
+        """One report may make many steps whole; what else the loop has to do comes between them."""
         while self._plane.put_together(deployment):
-            # One report may make many steps whole; what else the loop has to do comes between them.
             await asyncio.sleep(0)
 
     def _welcome(self, deployment: Deployment) -> agent_pb2.Welcome:
@@ -139,6 +145,14 @@ def _check_credential(credential: Credential, hello: Hello) -> None:
     else:
         return
     raise StatusError(grpc.StatusCode.PERMISSION_DENIED, reason)
+
+
+async def _assembled(plane: ControlPlane, hello: Hello) -> Assembly | None:
+    """What all ranks serve together where this one is the last, put together off the event loop."""
+    deployment = plane.deployments.get(hello.deployment)
+    group = None if deployment is None else deployment.group
+    hellos = None if group is None else group.completed_by(hello)
+    return None if hellos is None else await asyncio.to_thread(Assembly.of, hellos)
 
 
 async def _let_others_catch_up(

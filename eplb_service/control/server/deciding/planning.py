@@ -187,8 +187,8 @@ class Decider:
             why = ": experts are bound to their ranks" if group.shape.rank_bound else ""
             return DecisionOutcome("kept", f"every layer kept ({seen}){why}{_won(outlook)}")
         store, term = self._writer.store, deployment.leader_term
-        offer = Offer.of(store.new_plan_id(), live, solved)
-        encoded = await outcome_of(self._threads.compute(_encoded, offer, term))
+        computing = self._threads.compute(_encoded, store.new_plan_id(), live, solved, term)
+        offer, encoded = await outcome_of(computing)
         now = deployment.group
         changed = now is None or now.forming != group.forming or deployment.live is not live
         obstacle = deployment.obstacle(needs_heat=outlook is not None)
@@ -249,6 +249,7 @@ def _won(outlook: Outlook | None) -> str:
     return f"; {won.mean:.3f} won over the first layout (95 %: {won.low:.3f} to {won.high:.3f})"
 
 
-def _encoded(offer: Offer, leader_term: int) -> SharedPlan:
+def _encoded(plan_id: int, live: LivePlacement, solved: Plan, leader_term: int) -> tuple[Offer, SharedPlan]:
+    offer = Offer.of(plan_id, live, solved)
     (plan,) = rank_plans(offer, leader_term, 1)
-    return SharedPlan.of(plan, [milestone.update.log2phy_RE for milestone in offer.milestones])
+    return offer, SharedPlan.of(plan, [milestone.update.log2phy_RE for milestone in offer.milestones])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from eplb_service.control.core.deployment_state import DeploymentState
@@ -11,10 +13,14 @@ from eplb_service.telemetry.metrics import Metrics
 
 _LOAD_STEPS = 16
 """Newest steps of a rank's load: few, because this is done every second on the event loop."""
+_RANKS_AT_A_TIME = 256
 
 
-def report(deployment: DeploymentState, metrics: Metrics, observer: Observer) -> None:
-    """Set the gauges of ``deployment`` to what is known now; what needs ranks is removed while none is connected."""
+def reporting(deployment: DeploymentState, metrics: Metrics, observer: Observer) -> Iterator[None]:
+    """Set the gauges of ``deployment`` to what is known now; what needs ranks is removed while none is connected.
+
+    A part at a time, so that many ranks do not hold the event loop.
+    """
     name, connected = deployment.name, deployment.connected
     metrics.agents.connected.labels(name).set(len(connected))
     metrics.agents.expected.labels(name).set(deployment.group.shape.ranks if deployment.group else 0)
@@ -38,17 +44,25 @@ def report(deployment: DeploymentState, metrics: Metrics, observer: Observer) ->
     rings = [member.ring_bytes for member in connected if member.ring_bytes is not None]
     metrics.agents.memory(name, max(staging, default=None), max(rings, default=None))
     if deployment.live is not None:
-        _report_balance(deployment, metrics)
+        yield
+        _report_par(deployment, metrics)
+        yield
+        yield from _reporting_loads(deployment, metrics)
 
 
-def _report_balance(deployment: DeploymentState, metrics: Metrics) -> None:
-    name = deployment.name
+def _report_par(deployment: DeploymentState, metrics: Metrics) -> None:
     par_L = measured_par(deployment)
-    metrics.balance.layer_pars(name, par_L.tolist(), deployment.planned_par)
+    metrics.balance.layer_pars(deployment.name, par_L.tolist(), deployment.planned_par)
     if mean_measured_par(par_L):
-        metrics.balance.deployment_par_realised.labels(name).set(mean_measured_par(par_L))
+        metrics.balance.deployment_par_realised.labels(deployment.name).set(mean_measured_par(par_L))
+
+
+def _reporting_loads(deployment: DeploymentState, metrics: Metrics) -> Iterator[None]:
     steps, loads_LR = rank_loads(deployment, _LOAD_STEPS)
     measured_L = loads_LR.any(axis=1) if steps else np.zeros(0, dtype=bool)
-    if measured_L.any():
-        for rank, load in enumerate(loads_LR[measured_L].mean(axis=0).tolist()):
-            metrics.balance.rank_load.labels(name, str(rank)).set(load)
+    if not measured_L.any():
+        return
+    for rank, load in enumerate(loads_LR[measured_L].mean(axis=0).tolist()):
+        if rank % _RANKS_AT_A_TIME == 0:
+            yield
+        metrics.balance.rank_load.labels(deployment.name, str(rank)).set(load)

@@ -1,7 +1,7 @@
 """Sends a plan to all ranks by turns: together their copies of it are large, and the event loop has more to do.
 
-Copies go out in the order of ranks, a few megabytes at a time. What has not gone out by the time that the plan is over
-is not sent: ranks drop a plan that not all of them hold.
+Copies go out in the order of ranks, a megabyte at a time: what the kernel takes over at once, it takes on this thread.
+What has not gone out by the time that the plan is over is not sent: ranks drop a plan that not all of them hold.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from eplb_service.control.core.turns import Turns
 from eplb_service.wire.shared_plan import SharedPlan
 
-MOST_BYTES = 4 << 20
+MOST_BYTES = 1 << 20
 """Of plans that may be on their way at a time."""
 _LONGEST_TURN_SECONDS = 1.0
 """Who takes longer goes on beside those whose turn comes next: one frozen rank must not keep a plan from the others."""

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping
 
 import structlog
 
+from eplb_service.control.core.assembly import Assembly
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.membership import rank_list
 from eplb_service.control.server.bounded_log import BoundedLog
 from eplb_service.control.server.deciding.planning import Decider
 from eplb_service.control.server.deciding.priors import PriorError, Priors
-from eplb_service.control.server.observing.deployment_metrics import report
+from eplb_service.control.server.observing.deployment_metrics import reporting
 from eplb_service.control.server.observing.observer import Observer
 from eplb_service.control.server.outgoing.heat_feed import HeatFeed
 from eplb_service.control.server.outgoing.reporting import ReportingPolicy
@@ -35,6 +36,7 @@ from eplb_service.wire.status import Heartbeat, PlanState, PlanStatus
 
 _log = structlog.get_logger(__name__)
 
+_END = object()
 _STEPS_AT_A_TIME = 4
 """Whole steps put together before the event loop comes to something else: one of 1,024 ranks takes a millisecond."""
 
@@ -107,8 +109,8 @@ class ControlPlane:
 
     # Agents
 
-    def admit(self, hello: Hello, stream: RankStream) -> Deployment:
-        """Take a rank in; raises ``RefusedError`` where its deployment cannot."""
+    def admit(self, hello: Hello, stream: RankStream, assembly: Assembly | None = None) -> Deployment:
+        """Take a rank in, the last one with what all serve; raises ``RefusedError`` where its deployment cannot."""
         deployment = self.deployments.get(hello.deployment)
         if deployment is None or deployment.group is None or deployment.group.shape != hello.shape:
             for idle in self._budget.to_rest(hello, self.deployments.values()):
@@ -119,7 +121,7 @@ class ControlPlane:
         if deployment.renews(hello) and self._leave_seat(hello):
             deployment.leave(hello.rank)
         try:
-            deployment.hello(hello)
+            deployment.hello(hello, assembly)
         finally:
             self._consequences.follow(deployment)
         if deployment.group is not None and (group is None or deployment.group.forming != group.forming):
@@ -205,20 +207,27 @@ class ControlPlane:
         self._consequences.watch_store(self.deployments.values())
         self._metrics.service.heat_bytes.set(sum(map(self._budget.price, self.deployments.values())))
         for deployment in list(self.deployments.values()):
-            for part in (self._look_after, self._show):
-                yield
-                # It may have been forgotten meanwhile.
-                if self.deployments.get(deployment.name) is not deployment:
-                    continue
-                try:
-                    part(deployment)
-                except Exception:
-                    # One deployment's trouble is not the others'.
-                    _log.exception("tick_failed", deployment=deployment.name)
+            for parts in (self._looking_after(deployment), self._showing(deployment)):
+                yield from self._while_known(deployment, parts)
 
-    def _look_after(self, deployment: Deployment) -> None:
+    def _while_known(self, deployment: Deployment, parts: Iterator[None]) -> Iterator[None]:
+        """The parts of one deployment's tick; it may be forgotten between them."""
+        begun = True
+        while begun:
+            yield
+            if self.deployments.get(deployment.name) is not deployment:
+                return
+            try:
+                begun = next(parts, _END) is not _END
+            except Exception:
+                # One deployment's trouble is not the others'.
+                _log.exception("tick_failed", deployment=deployment.name)
+                return
+
+    def _looking_after(self, deployment: Deployment) -> Iterator[None]:
         deployment.tick(time.monotonic())
         self._consequences.follow(deployment)
+        yield
         if self._known.has_expired(deployment):
             _log.info("deployment_expired", deployment=deployment.name)
             self.forget(deployment.name)
@@ -226,8 +235,9 @@ class ControlPlane:
             self.reporting.follow_up(deployment)
             self._begin(deployment)
 
-    def _show(self, deployment: Deployment) -> None:
-        report(deployment, self._metrics, self.observer)
+    def _showing(self, deployment: Deployment) -> Iterator[None]:
+        yield from reporting(deployment, self._metrics, self.observer)
+        yield
         self.observer.tick(deployment)
 
     def _begin(self, deployment: Deployment) -> None:
