@@ -56,6 +56,7 @@ def search_params_of(settings: PlannerSettings, placement: Placement, width: int
         table_kicks=settings.table_kicks,
         holdout=settings.holdout,
         sureness=settings.sureness,
+        trimmed_mean=settings.trimmed_mean,
         price_ladder=settings.price_ladder,
         seed=settings.seed,
     )

@@ -92,6 +92,10 @@ class PlannerSettings:
         "Half-lives of heat to choose from, as fractions of the window, separated by commas; the one that forecasts a "
         "layer best is taken, and the first where the window is too short for that.",
     )
+    trimmed_mean: bool = _setting(
+        True,
+        "Place for what experts have between bursts, where that forecasts better.",
+    )
     tree_search: bool = _setting(
         True,
         "Search replica counts together with the placement by tree search, in small layers. Without it, replica counts "
@@ -117,7 +121,7 @@ class PlannerSettings:
         "Make only changes that, fitted to the older half of the window, pay for themselves on the newer half.",
     )
     sureness: float = _setting(
-        1.0,
+        1.96,
         "Standard errors by which what a change won on the newer half of the window must be above the price of its "
         "moves; 0 takes the mean as it is.",
     )

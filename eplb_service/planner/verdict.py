@@ -106,6 +106,8 @@ class Judge:
         if math.isfinite(answer.half_life):
             steps = answer.half_life * self.episode_steps
             reason += f" on this window; aimed at where heat drifts (half-life {steps:.0f} steps)"
+        elif answer.trimmed:
+            reason += " on this window; aimed at what its experts have between bursts"
         if answer.crossed > 0 or answer.crosses > 0:
             reason += f"; {answer.crosses:.0%} of its tokens leave their node, {answer.crossed:.0%} before"
         if self.why_ungrouped:

@@ -37,6 +37,7 @@ ABLATIONS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "flashlb-no-tables": ({"solve_tables": False}, "the engines' fixed log2phy"),
     "flashlb-one-episode": ({"episodes": 1}, "plans on the plain sum of the window"),
     "flashlb-no-fading": ({"half_lives": (math.inf,)}, "old steps count as much as new ones"),
+    "flashlb-no-trimmed-mean": ({"trimmed_mean": False}, "bursts in the window count as lasting heat"),
     "flashlb-cold": ({"warm": False}, "every picked layer is placed from scratch"),
     "flashlb-all-layers": ({"par_threshold": 1.0, "min_gain": 0.0, "max_layers": None}, "no cherry-picking"),
     "flashlb-free-moves": ({"move_price": 0.0}, "moves cost nothing"),

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from eplb_service.solver.candidates import from_scratch, improved, par_on, with_tables
+from eplb_service.solver.forecast import Forecast, Halves, choose_forecast, forecast_heat, halves_of
 from eplb_service.solver.holdout import (
     FEWEST_EPISODES,
     PRICE_LADDER,
-    Forecast,
     Recommendation,
-    choose_forecast,
     choose_trust,
-    forecast_heat,
-    halves_of,
     holdout,
 )
 from eplb_service.solver.model import (
@@ -55,6 +52,8 @@ class Answer:
         Part of the tokens that leave their source's node, before and after; see ``table_locality.crossing_share``.
     optimism
         See ``holdout.Recommendation``; ``None`` where nothing was held out.
+    trimmed
+        Whether experts counted as their trimmed means say: they have bursts.
     """
 
     found: Candidate
@@ -65,6 +64,7 @@ class Answer:
     crossed: float = 0.0
     crosses: float = 0.0
     optimism: float | None = None
+    trimmed: bool = False
 
     @property
     def hindsight(self) -> float:
@@ -98,14 +98,10 @@ def solve_layer(
     seen = Layer(heat_of(heat_NE, deployed.phy2log_RS.shape[0]), deployed)
     now = Candidate(deployed.phy2log_RS, deployed.log2phy_GE, 0.0, 0)
     now = now._replace(par=par_on(now, seen, params.tables))
-    fresh = from_scratch(seen, params)
     halves = None
     if heat_NE.shape[0] >= FEWEST_EPISODES:
         halves = halves_of(heat_NE, deployed.phy2log_RS.shape[0])
-    if params.tables == DEALT and params.holdout and halves is not None:
-        params = params._replace(trust=choose_trust(halves, fresh.phy2log_RS, deployed, params))
-        if params.trust < 1:
-            fresh = with_tables(fresh.phy2log_RS, seen, params)
+    fresh, params = _placed_afresh(seen, halves, params)
     forecast = Forecast(float(half_life_H[0]), 0.0)
     optimism: float | None = None
 
@@ -114,25 +110,41 @@ def solve_layer(
         if taken != KEEP:
             found = localised(found, seen, params)
         crosses = crossing_share(found, seen, params.tables)
-        return Answer(found, now.par, fresh, forecast.half_life, taken, crossed, crosses, optimism)
+        return Answer(
+            found, now.par, fresh, forecast.half_life, taken, crossed, crosses, optimism, forecast.trimmed
+        )
 
-    if unplaced:
-        return answer(fresh, FRESH)
-    if now.par - fresh.par <= min_gain:
+    if not unplaced and now.par - fresh.par <= min_gain:
         # Not even hindsight would have won enough.
         return answer(now, KEEP)
+    if halves is not None:
+        # What is placed for the first time is placed for all heat that is known: one start of many half-lives.
+        forecast = choose_forecast(halves, half_life_H[:1] if unplaced else half_life_H, params.trimmed_mean)
+    expected = Layer(forecast_heat(seen.heat, forecast, 2.0), deployed)
+    if unplaced:
+        found = fresh if expected.heat is seen.heat else from_scratch(expected, params)
+        return answer(found._replace(par=par_on(found, seen, params.tables)), FRESH)
     # A step takes as long as the hottest rank, so a move's price is a part of the ratio now.
     params = params._replace(move_price=params.move_price * now.par)
     course = Recommendation(FRESH, params.move_price, 0.0)
-    if halves is not None:
-        forecast = choose_forecast(halves, half_life_H)
+    if params.holdout and halves is not None:
         fresh_may_pay = now.par - fresh.par > params.move_price * fresh.moves / 2
-        if params.holdout:
-            course = holdout(halves, forecast, deployed, params, min_gain, fresh_may_pay)
-            optimism = course.optimism
-    expected = Layer(forecast_heat(seen.heat, forecast, 2.0), deployed)
+        course = holdout(halves, forecast, deployed, params, min_gain, fresh_may_pay)
+        optimism = course.optimism
     found, taken = _best(course, expected, now, params, min_gain)
     return answer(found._replace(par=par_on(found, seen, params.tables)), taken)
+
+
+def _placed_afresh(
+    seen: Layer, halves: Halves | None, params: SearchParams
+) -> tuple[Candidate, SearchParams]:
+    """The layer placed from scratch for its window, and how far dealt shares are trusted from now on."""
+    fresh = from_scratch(seen, params)
+    if params.tables == DEALT and params.holdout and halves is not None:
+        params = params._replace(trust=choose_trust(halves, fresh.phy2log_RS, seen.deployed, params))
+        if params.trust < 1:
+            fresh = with_tables(fresh.phy2log_RS, seen, params)
+    return fresh, params
 
 
 def _improved(course: Recommendation, layer: Layer, params: SearchParams) -> Int32:

@@ -72,6 +72,8 @@ class SearchParams(NamedTuple):
     """Whether experts are swapped at the shares that solved tables give."""
     table_kicks: bool = True
     """Whether replicas are exchanged at random where few slots and coarse tables do worse than even shares."""
+    trimmed_mean: bool = True
+    """Whether experts may count as their trimmed means say (``forecast``)."""
     holdout: bool = True
     """Whether a change fitted to the older half of the window must pay on the newer half."""
     sureness: float = 0.0

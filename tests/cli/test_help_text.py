@@ -8,7 +8,7 @@ import pytest
 from eplb_service.cli import main
 from eplb_service.cli.command_list import COMMANDS
 
-MOST_LINES = 264
+MOST_LINES = 270
 
 
 def commands():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -109,6 +110,11 @@ def test_layers_that_change(taken: int, moves: int, half_life: float, reason: st
     assert (verdict.par_seen, verdict.par_planned, verdict.noise_floor) == (1.5, 1.25, 1.1)
     assert verdict.bytes == 1000 * moves
     assert verdict.regret == pytest.approx(0.35)
+
+
+def test_a_layer_that_has_bursts_says_what_it_is_placed_for() -> None:
+    verdict = judge().changed(0, replace(answer(LOCAL), trimmed=True), 3, 1.25, 1.15)
+    assert verdict.reason.endswith(" on this window; aimed at what its experts have between bursts")
 
 
 def test_only_what_was_kept_stays() -> None:

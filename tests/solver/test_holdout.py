@@ -1,27 +1,17 @@
-"""Old heat fades only where that forecasts better, and the cheapest course on the newer half is recommended."""
+"""The cheapest course on the newer half is recommended, and only what surely pays."""
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from eplb_service.solver import holdout as module
-from eplb_service.solver.holdout import (
-    CLEARLY_BETTER,
-    PRICE_LADDER,
-    Forecast,
-    choose_forecast,
-    fading,
-    forecast_heat,
-    halves_of,
-    holdout,
-    is_sure,
-)
+from eplb_service.solver.forecast import Forecast, choose_forecast, halves_of
+from eplb_service.solver.holdout import PRICE_LADDER, holdout, is_sure
 from eplb_service.solver.model import (
     EVEN,
     FRESH,
@@ -33,19 +23,16 @@ from eplb_service.solver.model import (
     Candidate,
     Deployed,
     Layer,
-    heat_of,
     homes,
 )
 from eplb_service.solver.tables.log2phy import fixed_rule, slots_by_expert
 from tests.solver import asked
-from tests.solver.layers_of import Case, cases, heat_of_kind, shares_of_sources
+from tests.solver.layers_of import Case, cases, shares_of_sources
 from tests.solver.placed_layer import random_placement
 from tests.solver.slow import forecast as slow
 from tests.solver.slow import heat
 from tests.solver.slow import tables as slow_tables
 
-SETTINGS = settings(max_examples=60)
-SEEDS = st.integers(0, 2**32 - 1)
 SEARCH = asked.SEARCH._replace(
     move_price=0.004, tree_groups=2, tree_beam=1, tree_leaves=1, local_search_steps=200
 )
@@ -178,93 +165,6 @@ def test_fresh_is_tried_only_where_it_may_pay() -> None:
         for fresh in (True, False)
     }
     assert kinds == {True: FRESH, False: TABLES}
-
-
-HALF_LIVES = st.lists(st.sampled_from((math.inf, 16.0, 4.0, 1.0, 0.3)), min_size=1, max_size=4, unique=True)
-RANKS = 4
-
-
-def drifting(episodes: int, experts: int, seed: int) -> np.ndarray:
-    """Heat that walks, jumps or stays, with some episodes empty."""
-    generator = np.random.default_rng(seed)
-    heat_NE = heat_of_kind("skewed", episodes, experts, generator)
-    if seed % 3 == 0:
-        heat_NE[episodes // 3 :] = heat_of_kind("skewed", episodes - episodes // 3, experts, generator)
-    if seed % 3 == 1:
-        heat_NE *= np.exp(np.cumsum(generator.normal(0, 0.5, heat_NE.shape), axis=0))
-    heat_NE[generator.random(episodes) < 0.2] = 0
-    return heat_NE
-
-
-def as_floats(of_heat) -> tuple[np.ndarray, np.ndarray]:
-    return of_heat.scaled_EN.astype(float), of_heat.share_N.astype(float)
-
-
-@SETTINGS
-@given(st.integers(1, 40), st.sampled_from((math.inf, 16.0, 1.0, 0.3)))
-def test_weights_halve_every_half_life(episodes: int, half_life: float) -> None:
-    np.testing.assert_allclose(fading(episodes, half_life), slow.fading(episodes, half_life), rtol=1e-12)
-
-
-@SETTINGS
-@example(4, 4, 5804429, [1.0, math.inf])
-@given(st.integers(4, 12), st.integers(1, 6), SEEDS, HALF_LIVES)
-def test_the_half_life_is_the_one_that_forecast_best(
-    episodes: int, experts: int, seed: int, half_lives: list[float]
-) -> None:
-    heat_NE = drifting(episodes, experts, seed)
-    halves = halves_of(heat_NE, RANKS)
-    for half, part_NE in zip(halves, (heat_NE[: episodes // 2], heat_NE[episodes // 2 :]), strict=True):
-        wanted = heat.normalise(part_NE, np.ones(len(part_NE)), RANKS)
-        for one, other in zip(as_floats(half), wanted, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-6)
-    found = choose_forecast(halves, np.array(half_lives))
-    errors = slow.squared_errors(*map(as_floats, halves), half_lives)
-    if found.half_life == half_lives[0]:
-        assert found.wander == 0
-        silent = not halves.newer.demand.mean_E.any()
-        assert silent or min(errors) >= 0.999 * CLEARLY_BETTER * errors[0] - 1e-9
-        return
-    chosen = half_lives.index(found.half_life)
-    assert errors[chosen] <= 1.001 * min(errors) + 1e-9
-    assert errors[chosen] <= 1.001 * CLEARLY_BETTER * errors[0] + 1e-9
-    newer_E = halves.newer.scaled_EN @ halves.newer.share_N
-    assert found.wander * (newer_E**2).sum() == pytest.approx(errors[chosen], rel=1e-3, abs=1e-6)
-
-
-@SETTINGS
-@given(
-    st.integers(1, 8),
-    st.integers(1, 5),
-    SEEDS,
-    st.sampled_from((math.inf, 4.0, 0.5)),
-    st.sampled_from((0.5, 2.0)),
-)
-def test_leaning_heat_follows_its_newest_episodes(
-    episodes: int, experts: int, seed: int, half_life: float, ahead: float
-) -> None:
-    seen = heat_of(drifting(episodes, experts, seed), RANKS)
-    found = forecast_heat(seen, Forecast(half_life, 0.3), ahead)
-    scaled_EN, share_N = as_floats(seen)
-    np.testing.assert_array_equal(found.scaled_EN, seen.scaled_EN)
-    if math.isinf(half_life) or share_N.sum() == 0:
-        assert found is seen
-        return
-    mean_E = slow.faded_mean(scaled_EN, share_N, half_life)
-    np.testing.assert_allclose(found.demand.mean_E, mean_E, rtol=1e-5, atol=1e-6)
-    assert found.share_N.sum() == pytest.approx(1.0, rel=1e-5)
-    wanted_EE = seen.demand.gram_EE + np.diag(ahead * 0.3 * mean_E**2)
-    np.testing.assert_allclose(found.demand.gram_EE, wanted_EE, rtol=1e-4, atol=1e-5)
-
-
-def test_stationary_heat_does_not_fade_and_a_jump_does() -> None:
-    generator = np.random.default_rng(0)
-    steady_NE = generator.multinomial(4000, generator.dirichlet(np.ones(12)), 16).astype(float)
-    half_life_H = np.array([math.inf, 4.0, 1.0])
-    assert choose_forecast(halves_of(steady_NE, RANKS), half_life_H).half_life == math.inf
-    jumping_NE = steady_NE.copy()
-    jumping_NE[:6] = steady_NE[:6, ::-1]
-    assert choose_forecast(halves_of(jumping_NE, RANKS), half_life_H).half_life == 1.0
 
 
 def test_what_a_change_won_must_be_above_its_price_by_its_error() -> None:

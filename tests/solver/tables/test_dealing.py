@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from eplb_service.placement import check_log2phy
-from eplb_service.solver.holdout import TRUSTS, choose_trust, halves_of
+from eplb_service.solver.forecast import halves_of
+from eplb_service.solver.holdout import TRUSTS, choose_trust
 from eplb_service.solver.model import DEALT, Deployed, Heat, Layer, SearchParams, homes
 from eplb_service.solver.search.construction import assignment_of, hottest_rank
 from eplb_service.solver.tables import dealing, entry_moves

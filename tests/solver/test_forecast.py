@@ -1,0 +1,162 @@
+"""Old heat fades, and bursts are left out, only where that forecasts better."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from eplb_service.solver.forecast import (
+    CLEARLY_BETTER,
+    FEWEST_TO_TRIM,
+    Forecast,
+    choose_forecast,
+    fading,
+    forecast_heat,
+    halves_of,
+    trimmed_mean,
+)
+from eplb_service.solver.model import heat_of
+from tests.solver.layers_of import heat_of_kind
+from tests.solver.slow import forecast as slow
+from tests.solver.slow import heat
+
+SETTINGS = settings(max_examples=60)
+SEEDS = st.integers(0, 2**32 - 1)
+
+HALF_LIVES = st.lists(st.sampled_from((math.inf, 16.0, 4.0, 1.0, 0.3)), min_size=1, max_size=4, unique=True)
+RANKS = 4
+
+
+def drifting(episodes: int, experts: int, seed: int) -> np.ndarray:
+    """Heat that walks, jumps or stays, with some episodes empty."""
+    generator = np.random.default_rng(seed)
+    heat_NE = heat_of_kind("skewed", episodes, experts, generator)
+    if seed % 3 == 0:
+        heat_NE[episodes // 3 :] = heat_of_kind("skewed", episodes - episodes // 3, experts, generator)
+    if seed % 3 == 1:
+        heat_NE *= np.exp(np.cumsum(generator.normal(0, 0.5, heat_NE.shape), axis=0))
+    heat_NE[generator.random(episodes) < 0.2] = 0
+    return heat_NE
+
+
+def as_floats(of_heat) -> tuple[np.ndarray, np.ndarray]:
+    return of_heat.scaled_EN.astype(float), of_heat.share_N.astype(float)
+
+
+@SETTINGS
+@given(st.integers(1, 40), st.sampled_from((math.inf, 16.0, 1.0, 0.3)))
+def test_weights_halve_every_half_life(episodes: int, half_life: float) -> None:
+    np.testing.assert_allclose(fading(episodes, half_life), slow.fading(episodes, half_life), rtol=1e-12)
+
+
+@SETTINGS
+@example(4, 4, 5804429, [1.0, math.inf])
+@given(st.integers(4, 12), st.integers(1, 6), SEEDS, HALF_LIVES)
+def test_the_half_life_is_the_one_that_forecast_best(
+    episodes: int, experts: int, seed: int, half_lives: list[float]
+) -> None:
+    heat_NE = drifting(episodes, experts, seed)
+    halves = halves_of(heat_NE, RANKS)
+    for half, part_NE in zip(halves, (heat_NE[: episodes // 2], heat_NE[episodes // 2 :]), strict=True):
+        wanted = heat.normalise(part_NE, np.ones(len(part_NE)), RANKS)
+        for one, other in zip(as_floats(half), wanted, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+    found = choose_forecast(halves, np.array(half_lives))
+    errors = slow.squared_errors(*map(as_floats, halves), half_lives)
+    if found.half_life == half_lives[0]:
+        assert found.wander == 0
+        silent = not halves.newer.demand.mean_E.any()
+        assert silent or min(errors) >= 0.999 * CLEARLY_BETTER * errors[0] - 1e-9
+        return
+    chosen = half_lives.index(found.half_life)
+    assert errors[chosen] <= 1.001 * min(errors) + 1e-9
+    assert errors[chosen] <= 1.001 * CLEARLY_BETTER * errors[0] + 1e-9
+    newer_E = halves.newer.scaled_EN @ halves.newer.share_N
+    assert found.wander * (newer_E**2).sum() == pytest.approx(errors[chosen], rel=1e-3, abs=1e-6)
+
+
+@SETTINGS
+@given(
+    st.integers(1, 8),
+    st.integers(1, 5),
+    SEEDS,
+    st.sampled_from((math.inf, 4.0, 0.5)),
+    st.sampled_from((0.5, 2.0)),
+)
+def test_leaning_heat_follows_its_newest_episodes(
+    episodes: int, experts: int, seed: int, half_life: float, ahead: float
+) -> None:
+    seen = heat_of(drifting(episodes, experts, seed), RANKS)
+    found = forecast_heat(seen, Forecast(half_life, 0.3), ahead)
+    scaled_EN, share_N = as_floats(seen)
+    np.testing.assert_array_equal(found.scaled_EN, seen.scaled_EN)
+    if math.isinf(half_life) or share_N.sum() == 0:
+        assert found is seen
+        return
+    mean_E = slow.faded_mean(scaled_EN, share_N, half_life)
+    np.testing.assert_allclose(found.demand.mean_E, mean_E, rtol=1e-5, atol=1e-6)
+    assert found.share_N.sum() == pytest.approx(1.0, rel=1e-5)
+    wanted_EE = seen.demand.gram_EE + np.diag(ahead * 0.3 * mean_E**2)
+    np.testing.assert_allclose(found.demand.gram_EE, wanted_EE, rtol=1e-4, atol=1e-5)
+
+
+def test_stationary_heat_does_not_fade_and_a_jump_does() -> None:
+    generator = np.random.default_rng(0)
+    steady_NE = generator.multinomial(4000, generator.dirichlet(np.ones(12)), 16).astype(float)
+    half_life_H = np.array([math.inf, 4.0, 1.0])
+    assert choose_forecast(halves_of(steady_NE, RANKS), half_life_H).half_life == math.inf
+    jumping_NE = steady_NE.copy()
+    jumping_NE[:6] = steady_NE[:6, ::-1]
+    assert choose_forecast(halves_of(jumping_NE, RANKS), half_life_H).half_life == 1.0
+
+
+def bursty(episodes: int, experts: int, seed: int) -> np.ndarray:
+    """Heat that stays, but for each expert's bursts: four times as much for eight episodes now and then."""
+    generator = np.random.default_rng(seed)
+    base_E = generator.gamma(2.0, 100.0, experts)
+    start_NE = generator.random((episodes + 8, experts)) < 0.02
+    on_NE = np.stack([start_NE[n : n + 8].any(axis=0) for n in range(episodes)])
+    return generator.poisson(base_E * np.where(on_NE, 4.0, 1.0)).astype(float)
+
+
+@SETTINGS
+@given(st.integers(1, 40), st.integers(1, 6), SEEDS, st.booleans())
+def test_the_trimmed_mean_is_of_the_half_with_least(
+    episodes: int, experts: int, seed: int, with_bursts: bool
+) -> None:
+    seen = heat_of((bursty if with_bursts else drifting)(episodes, experts, seed), RANKS)
+    scaled_EN, share_N = as_floats(seen)
+    wanted_E = slow.trimmed_mean(scaled_EN, share_N)
+    np.testing.assert_allclose(trimmed_mean(seen), wanted_E, rtol=1e-4, atol=1e-6)
+    found = forecast_heat(seen, Forecast(math.inf, 0.0, trimmed=True), 2.0)
+    wanted_EN = slow.trimmed_heat(scaled_EN, share_N, RANKS)
+    np.testing.assert_allclose(found.scaled_EN, wanted_EN, rtol=1e-3, atol=1e-5)
+    left_N = share_N * wanted_EN.any(axis=0)
+    np.testing.assert_allclose(found.share_N, left_N / max(left_N.sum(), 1e-30), rtol=1e-5)
+
+
+def test_bursts_are_left_out_of_what_is_expected_and_drift_is_not() -> None:
+    half_life_H = np.array([math.inf, 16.0, 4.0])
+    chosen = [choose_forecast(halves_of(bursty(64, 64, seed), RANKS), half_life_H) for seed in range(8)]
+    assert sum(forecast.trimmed for forecast in chosen) >= 7
+    base_NE, walking_NE = np.full((64, 64), 5.0), drifting(64, 64, 1)
+    for heat_NE in (base_NE, walking_NE):
+        assert not choose_forecast(halves_of(heat_NE, RANKS), half_life_H).trimmed
+
+
+def test_means_are_not_trimmed_of_few_episodes_or_where_that_is_switched_off() -> None:
+    half_life_H = np.array([math.inf])
+    heat_NE = bursty(2 * FEWEST_TO_TRIM, 64, 5)
+    assert choose_forecast(halves_of(heat_NE, RANKS), half_life_H).trimmed
+    assert not choose_forecast(halves_of(heat_NE, RANKS), half_life_H, trim=False).trimmed
+    few = halves_of(heat_NE[:-1], RANKS)._replace(newer=halves_of(heat_NE, RANKS).newer)
+    assert not choose_forecast(few, half_life_H).trimmed
+
+
+def test_experts_that_are_mostly_silent_keep_their_mean() -> None:
+    seen = heat_of(np.eye(6)[:, :4] * 12, RANKS)
+    np.testing.assert_array_equal(trimmed_mean(seen), seen.demand.mean_E)
