@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.decide.alarms import measured
 from benchmarks.decide.beside_peers import peer_rows
 from benchmarks.decide.heat import Course, generated, recorded
-from benchmarks.decide.served import Row, own_rows
+from benchmarks.decide.served import Row, mean_rows, own_rows
 from eplb_service.bench.contest import Contest
 from eplb_service.bench.peers.balancers import FLASHLB
 from eplb_service.planner.settings import PlannerSettings
@@ -21,7 +23,16 @@ from eplb_service.replay.policy import ON_CHANGE
 from eplb_service.solver.warmup import warm_up
 
 _INDEX = "https://pypi.org/simple"
-_COLUMNS = ("heat", "policy", "PAR realised", "moves per window", "decisions", "CPU ms each", "target")
+_COLUMNS = (
+    "heat",
+    "policy",
+    "PAR realised",
+    "moves per window",
+    "decisions",
+    "CPU ms each",
+    "below off",
+    "target",
+)
 
 
 def main() -> None:
@@ -34,29 +45,43 @@ def main() -> None:
     with console.status("compiling the solver's kernels, once"):
         warm_up(threads=1)
     if not options.only:
-        console.print(_alarms(options.seed))
-    courses = list(generated(options.seed))
-    if options.traces is not None:
-        courses += recorded(options.traces, options.seed)
-    courses = [course for course in courses if options.only in course.name]
+        console.print(_alarms(options.seeds[0]))
     contest = Contest(options.peers, options.index, options.limit_seconds, console.print)
     settings = PlannerSettings(threads=1, link_bandwidth=options.link_bandwidth)
     table = Table(*_COLUMNS)
     try:
-        for course in courses:
+        for courses in zip(*(_courses(options, seed) for seed in options.seeds), strict=True):
             rows = [
-                *own_rows(course, settings, options.bytes_per_expert),
-                *peer_rows(course, contest),
+                [*own_rows(course, settings, options.bytes_per_expert), *peer_rows(course, contest)]
+                for course in _drawn(courses)
             ]
-            _add(table, course, rows)
-            console.print(f"{course.name}: {time.monotonic() - began:.0f} s since the start")
+            _add(table, courses[0], mean_rows(rows))
+            console.print(f"{courses[0].name}: {time.monotonic() - began:.0f} s since the start")
     finally:
         contest.close()
     console.print(table)
     console.print(
+        "below off: windows in which balance won less than moves and switches cost, beside leaving all alone (0 asked)"
+    )
+    console.print(
         f"moves priced by what they cost: {options.link_bandwidth:g} GB/s, "
         f"{options.bytes_per_expert or 'assumed'} bytes per expert; took {time.monotonic() - began:.0f} s"
     )
+
+
+def _courses(options: argparse.Namespace, seed: int) -> list[Course]:
+    """What is decided on, drawn from one seed."""
+    courses = list(generated(seed))
+    if options.traces is not None:
+        courses += recorded(options.traces, seed)
+    return [course for course in courses if options.only in course.name]
+
+
+def _drawn(courses: Sequence[Course]) -> Sequence[Course]:
+    """The same heat from all seeds; once, where nothing of it is drawn."""
+    if all(np.array_equal(course.heat_TLE, courses[0].heat_TLE) for course in courses[1:]):
+        return courses[:1]
+    return courses
 
 
 def _alarms(seed: int) -> Table:
@@ -72,16 +97,17 @@ def _alarms(seed: int) -> Table:
     return table
 
 
-def _add(table: Table, course: Course, rows: list[Row]) -> None:
-    for row in rows:
+def _add(table: Table, course: Course, rows: list[tuple[Row, float]]) -> None:
+    for row, error in rows:
         table.add_row(
             course.name,
             row.policy,
-            f"{row.par:.4f}",
+            f"{row.par:.4f}" + (f" ± {error:.4f}" if error else ""),
             f"{row.moves_per_window:.1f}",
             f"{row.decisions}",
             f"{1e3 * row.cpu_seconds:.0f}",
-            course.target if row.policy == ON_CHANGE else "",
+            f"{row.below_off} of {row.windows}" if row.decisions and row.windows else "",
+            course.target if row.policy.startswith(ON_CHANGE) else "",
         )
 
 
@@ -90,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--traces", type=Path, help="folder of recorded routing, a folder for each model")
     add("--only", default="", help="measure heat alone whose name holds this text")
-    add("--seed", type=int, default=0, help="of all heat that is drawn")
+    add("--seeds", type=int, nargs="+", default=[0], help="of all heat that is drawn; means over them")
     add("--link-bandwidth", type=float, default=25.0, help="GB/s, which prices moves")
     add("--bytes-per-expert", type=int, default=0, help="which prices moves; 0: as assumed")
     add("--peers", nargs="*", default=[FLASHLB], help="peers that take part, deciding every window")

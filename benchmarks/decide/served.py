@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from benchmarks.decide.heat import Course
 from eplb_service.io.trace import ArrayTrace
+from eplb_service.placement import Float64
+from eplb_service.planner.move_price import move_price
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.replay.jobs import Scene
 from eplb_service.replay.policy import ON_CHANGE
-from eplb_service.replay.policy_replay import Setup
+from eplb_service.replay.policy_replay import ReplayedDecision, Setup
 from eplb_service.replay.runner import jobs_for, replay, scene_for
 from eplb_service.replay.schedule import Schedule
 
 LOOKED_BACK = 512
 """Steps that a decision by the clock looks at, at most, where it looks at more than an interval: the default."""
+
+
+SLOW_LINK = 5.0
+"""GB/s of a link on which moves are dear: what they win must then pay for five times as much."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,9 @@ class Row:
         Slots moved in a window, and decisions in all.
     cpu_seconds
         Of a decision.
+    below_off, windows
+        Windows in which what balance won, beside leaving all alone, was less than what moves and switches cost; and how
+        many there were.
     """
 
     policy: str
@@ -43,6 +52,8 @@ class Row:
     moves_per_window: float
     decisions: int
     cpu_seconds: float
+    below_off: int = 0
+    windows: int = 0
 
 
 def own_rows(course: Course, settings: PlannerSettings, bytes_per_expert: int) -> Iterator[Row]:
@@ -50,23 +61,29 @@ def own_rows(course: Course, settings: PlannerSettings, bytes_per_expert: int) -
     by_window, looking_back = (
         Setup(course.slots, Schedule(steps, course.window)) for steps in (course.window, LOOKED_BACK)
     )
+    slow = replace(settings, link_bandwidth=SLOW_LINK)
     ways = (
-        ("none", "none", by_window),
-        ("flashlb", "flashlb", by_window),
-        (f"flashlb, window {LOOKED_BACK}", "flashlb", looking_back),
-        (ON_CHANGE, ON_CHANGE, by_window),
+        ("none", "none", by_window, settings),
+        ("flashlb", "flashlb", by_window, settings),
+        (f"flashlb, window {LOOKED_BACK}", "flashlb", looking_back, settings),
+        (ON_CHANGE, ON_CHANGE, by_window, settings),
+        (f"{ON_CHANGE}, {SLOW_LINK:g} GB/s", ON_CHANGE, by_window, slow),
     )
     scene = scene_for(course.ranks)
     if bytes_per_expert:
         ranks_R = np.arange(course.ranks)
         scene = Scene(Topology(np.zeros_like(ranks_R), ranks_R, bytes_per_expert), scene.costs)
-    trace, idle = ArrayTrace(course.heat_TLE), 0.0
-    for label, name, setup in ways:
-        jobs = jobs_for([name], [setup], settings, hindsight=False)
+    trace, idle, off_par_W = ArrayTrace(course.heat_TLE), 0.0, np.zeros(0)
+    for label, name, setup, asked in ways:
+        jobs = jobs_for([name], [setup], asked, hindsight=False)
         began = time.process_time()
         (policy,) = replay(trace, jobs, scene).policies
         took = time.process_time() - began
         idle = idle or took
+        par_W = np.array([row.par_realised for row in policy.decisions])
+        if name == "none":
+            off_par_W = par_W
+        won_W = off_par_W - par_W - _cost_of(policy.decisions, course, asked, bytes_per_expert)
         rows = policy.decisions[1:]
         decisions = sum(row.decisions for row in rows)
         made = decisions + policy.decisions[0].decisions
@@ -76,4 +93,40 @@ def own_rows(course: Course, settings: PlannerSettings, bytes_per_expert: int) -
             float(np.mean([row.moves for row in rows])),
             0 if name == "none" else decisions,
             0.0 if name == "none" else max(took - idle, 0.0) / max(made, 1),
+            int(np.count_nonzero(won_W < 0)),
+            won_W.size,
         )
+
+
+def _cost_of(
+    rows: Sequence[ReplayedDecision], course: Course, settings: PlannerSettings, bytes_per_expert: int
+) -> Float64:
+    """What each window's moves and switches cost, as a part of the time of even ranks, float64 ``[W]``."""
+    price = move_price(settings, course.slots, bytes_per_expert)
+    layers = course.heat_TLE.shape[1]
+    return np.array(
+        [
+            (row.moves_busiest * (price.move_ms or 0.0) + row.layers_changed * (price.switch_ms or 0.0))
+            / (settings.layer_ms * row.steps * layers)
+            for row in rows
+        ]
+    )
+
+
+def mean_rows(rows_of_seeds: list[list[Row]]) -> list[tuple[Row, float]]:
+    """The mean over the seeds of each policy's rows, and the standard error of its ratio; 0 for one seed."""
+    means = []
+    for rows in zip(*rows_of_seeds, strict=True):
+        par_N = np.array([row.par for row in rows])
+        error = float(par_N.std(ddof=1) / np.sqrt(par_N.size)) if par_N.size > 1 else 0.0
+        mean = Row(
+            rows[0].policy,
+            float(par_N.mean()),
+            float(np.mean([row.moves_per_window for row in rows])),
+            round(np.mean([row.decisions for row in rows])),
+            float(np.mean([row.cpu_seconds for row in rows])),
+            sum(row.below_off for row in rows),
+            sum(row.windows for row in rows),
+        )
+        means.append((mean, error))
+    return means

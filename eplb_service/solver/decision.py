@@ -118,8 +118,9 @@ def solve_layer(
         # Not even hindsight would have won enough.
         return answer(now, KEEP)
     if halves is not None:
-        # What is placed for the first time is placed for all heat that is known: one start of many half-lives.
-        forecast = choose_forecast(halves, half_life_H[:1] if unplaced else half_life_H, params.trimmed_mean)
+        chosen = choose_forecast(halves, half_life_H, params.trimmed_mean)
+        # What is placed for the first time is placed for all heat that is known, but for bursts.
+        forecast = chosen if chosen.trimmed or not unplaced else forecast
     expected = Layer(forecast_heat(seen.heat, forecast, 2.0), deployed)
     if unplaced:
         found = fresh if expected.heat is seen.heat else from_scratch(expected, params)
