@@ -17,6 +17,7 @@ from benchmarks.solver.targets import Target
 from benchmarks.split import targets
 from benchmarks.split.by_source import by_source, drawn_sources
 from benchmarks.split.cost import AT_BEST, WITHIN_A_TOKEN, cost
+from benchmarks.split.exactness import exactness
 from benchmarks.split.floor import EvenFloor
 from benchmarks.split.on_device import check_device, device_cost
 from benchmarks.split.quality import SPLITS, quality
@@ -24,7 +25,7 @@ from benchmarks.split.routed import routed_sources
 from benchmarks.split.waterfill import WAYS, Drawn, shared_and_routed
 from eplb_service.bench.closed_loop import Course
 
-PARTS = ("recorded", "drawn", "shared", "cost", "example")
+PARTS = ("recorded", "drawn", "shared", "cost", "exact", "example")
 _CHOICES = 8 * 1024
 _SHARED_TOKENS = 4096
 _KNOWN_STEPS = 4096
@@ -46,6 +47,7 @@ def main() -> None:
         "drawn": _drawn,
         "shared": _shared,
         "cost": _cost,
+        "exact": _exact,
         "example": _example,
     }
     found: list[Target] = []
@@ -144,6 +146,28 @@ def _cost(options: argparse.Namespace, console: Console) -> Iterator[Target]:
         console.print(Table(title, columns, rows).drawn())
         if tokens * 8 == _CHOICES:
             yield from targets.of_cost(found)
+
+
+def _exact(_: argparse.Namespace, console: Console) -> Iterator[Target]:
+    found = list(exactness())
+    rows = [
+        [
+            f"{one.ranks} x {one.slots}",
+            f"{one.tokens:,}",
+            one.popularity,
+            str(one.rounds),
+            f"{max(one.above.mean(), 0.0):.2f}",
+            f"{max(one.above.max(), 0.0):.2f}",
+            f"{one.within:.1%}",
+            f"{np.mean(one.over == 0):.1%}",
+            f"{one.over.max():.0f} ({one.share.max():.2%})",
+        ]
+        for one in found
+    ]
+    columns = ["ranks", "tokens", "popularity", "rounds", "tokens above the optimum", "most", WITHIN_A_TOKEN]
+    columns += [AT_BEST, "most above it"]
+    console.print(Table("256 experts, 8 choices, default rounds", columns, rows).drawn())
+    yield from targets.of_exactness(found)
 
 
 def _cost_on_device(tokens: int, device: str, console: Console) -> None:

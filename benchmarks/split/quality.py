@@ -80,8 +80,10 @@ def loads(
 
 def stepwise_loads(split: StepwiseSplit, heat_E: np.ndarray, ranks: int, slots: int) -> np.ndarray:
     """What the live layer's split gives each rank."""
-    physical_N = split.physical(torch.arange(int(heat_E.sum())), torch.from_numpy(heat_E)).numpy()
-    return np.bincount(physical_N // slots, minlength=ranks)
+    choices = int(heat_E.sum())
+    ends_P = split.ends(torch.from_numpy(np.ascontiguousarray(heat_E)), choices).numpy()
+    rank_P = split.physical_P1[:-1].numpy() // slots
+    return np.bincount(rank_P, np.diff(ends_P, prepend=0), minlength=ranks)
 
 
 def _drawn(

@@ -11,6 +11,7 @@ from benchmarks.solver.known_example import HEAT, MEAN, RANKS, SLOTS
 from benchmarks.solver.targets import Target
 from benchmarks.split.by_source import DEALT, SOLVED
 from benchmarks.split.cost import WITHIN_A_TOKEN
+from benchmarks.split.exactness import Exactness
 from benchmarks.split.floor import EvenFloor
 from benchmarks.split.quality import EVEN_SHARES, FOR_EVEN, FOR_STEPS, STEPWISE
 from eplb_service.offline import solve
@@ -68,6 +69,26 @@ def of_cost(cost: Rows) -> Iterator[Target]:
         f"{row['mean']:.2f}, at most {most:.1f}; {row[WITHIN_A_TOKEN]:.1%} of steps within one",
         most <= 1 + 1e-6,
     )
+
+
+def of_exactness(found: Sequence[Exactness]) -> Iterator[Target]:
+    """Steps of every size at their default rounds, by ranks and popularity."""
+    kinds = dict.fromkeys((one.ranks, one.slots, one.popularity) for one in found)
+    for ranks, slots, popularity in kinds:
+        above_N = np.concatenate(
+            [
+                one.above
+                for one in found
+                if (one.ranks, one.slots, one.popularity) == (ranks, slots, popularity)
+            ]
+        )
+        within = float(np.mean(above_N <= 1 + 1e-6))
+        yield Target(
+            f"stepwise split, {ranks} ranks x {slots}, steps of all sizes, {popularity}: tokens above the optimum",
+            "within one",
+            f"{above_N.mean():.2f}, at most {above_N.max():.1f}; {within:.1%} of steps within one",
+            within == 1.0,
+        )
 
 
 def of_known_example() -> Iterator[Target]:

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from benchmarks.split.by_source import TABLES, by_source, drawn_sources, loads_by_table
+from benchmarks.split.exactness import Exactness
 from benchmarks.split.floor import EvenFloor, even_floor, least_variance, ratio_and_noise
 from benchmarks.split.on_device import check_device, ring_placement
 from benchmarks.split.quality import EVEN_SHARES, FOR_EVEN, FOR_STEPS, STEPWISE
 from benchmarks.split.routed import routed_sources
-from benchmarks.split.targets import DRAWN, of_drawn, of_known_example
+from benchmarks.split.targets import DRAWN, of_drawn, of_exactness, of_known_example
 from eplb_service.bench.closed_loop import Course
 from eplb_service.placement import Placement, check_layer, even_log2phy, with_entries
 
@@ -101,6 +102,18 @@ def test_a_target_says_whether_noise_lets_it_be_reached(estimate: float, said: s
         in even.what
     )
     assert even.wanted == f"at most {DRAWN[EVEN_SHARES]:g}"
+
+
+def test_one_step_that_ends_further_than_a_token_above_misses_the_target_of_its_kind() -> None:
+    def steps(ranks: int, tokens: int, *above: float) -> Exactness:
+        none_N = np.zeros(len(above))
+        return Exactness(ranks, 2, tokens, "drawn", 20, np.array(above), none_N, none_N)
+
+    found = [steps(4, 256, 0.5, 1.0), steps(4, 1024, 0.0, 1.5), steps(8, 256, 0.0, 1.0)]
+    assert [one.within for one in found] == [1.0, 0.5, 1.0]
+    four, eight = of_exactness(found)
+    assert (four.met, eight.met) == (False, True)
+    assert four.found == "0.75, at most 1.5; 75.0% of steps within one"
 
 
 def test_what_is_timed_on_a_gpu_shares_the_hottest_experts() -> None:

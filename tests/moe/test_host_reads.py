@@ -145,7 +145,11 @@ def test_without_a_length_the_ranks_wait_for_one_exchange(dispatcher: str):
         run(row, length=False)
 
 
-def test_all_to_all_waits_once_for_all_of_its_counts(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("length", [False, True])
+@pytest.mark.parametrize("split", ["tables", "step"])
+def test_all_to_all_waits_once_for_all_of_its_counts(
+    split: str, length: bool, monkeypatch: pytest.MonkeyPatch
+):
     read: list[int] = []
     refused = torch.Tensor.tolist
 
@@ -155,8 +159,9 @@ def test_all_to_all_waits_once_for_all_of_its_counts(monkeypatch: pytest.MonkeyP
         return unwatched(refused)(tensor)
 
     monkeypatch.setattr(torch.Tensor, "tolist", counted)
-    row = next(row for row in ROWS if row["dispatcher"] == "all2allv" and row["kind"] == "grouped")
-    run(row | {"check_ids": False, "ranks": 3, "tokens": "different", "weigh_on_input": False}, length=False)
+    row = next(row for row in ROWS if (row["dispatcher"], row["kind"]) == ("all2allv", "grouped"))
+    same = {"check_ids": False, "ranks": 3, "tokens": "different", "weigh_on_input": False}
+    run(row | same | {"split": split}, length=length)
     # On each of three ranks: what it sends to every rank, and what it receives.
     assert read == [6, 6, 6]
 

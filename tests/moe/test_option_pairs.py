@@ -64,8 +64,6 @@ def allowed(row: Row) -> bool:
     mc2 = row.get("dispatcher") == "mc2"
     if row.get("mc2", OPTIONS["mc2"][0]) != OPTIONS["mc2"][0] and row.get("dispatcher", "mc2") != "mc2":
         return False
-    if row.get("length") in OPTIONS["length"][1:] and row.get("dispatcher") == "all2allv":
-        return False
     if row.get("dispatcher") == "moge" and (row.get("redundant") or row.get("split") == "step"):
         return False
     if row.get("quantize_before_gather") and (

@@ -15,9 +15,15 @@ from tests.moe.simulated import SimulatedGroup, run_simulated
 from tests.solver.placed_layer import random_placement
 from tests.solver.slow.stepwise import optimum
 from worker_agent.adapters.live_layer import PlacementAware
-from worker_agent.moe import ExpertParallelMoE, LayerOptions, MoEShape, seeded_experts
+from worker_agent.moe import ExpertParallelMoE, LayerOptions, MoEShape, seeded_experts, stepwise
 from worker_agent.moe.rank_group import RankGroup
-from worker_agent.moe.stepwise import ROUNDS, StepwiseSplit, check_splittable
+from worker_agent.moe.stepwise import (
+    ROUNDS,
+    UNKNOWN_CHOICES,
+    StepwiseSplit,
+    check_splittable,
+    rounds_for,
+)
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -47,7 +53,7 @@ def tables(split: StepwiseSplit) -> dict[str, torch.Tensor]:
         for name, value in vars(split).items()
         if isinstance(value, torch.Tensor) and not name.startswith("_")
     }
-    assert len(found) == 9
+    assert len(found) == 10
     return found
 
 
@@ -63,6 +69,66 @@ def test_the_hottest_rank_is_close_to_the_optimum_and_with_more_rounds_at_that_o
         load_R = received(StepwiseSplit(phy2log_RS, experts, rounds=rounds), phy2log_RS, counts_E).sum(axis=1)
         assert load_R.sum() == counts_E.sum()
         assert load_R.max() <= most + 1e-6
+
+
+@pytest.mark.parametrize(("ranks", "slots"), [(8, 33), (32, 9), (64, 5)])
+@pytest.mark.parametrize("tokens", [256, 1024, 4096, 16384, 65536])
+def test_whatever_its_size_a_step_comes_within_a_token_of_the_optimum(
+    ranks: int, slots: int, tokens: int
+) -> None:
+    generator = np.random.default_rng([ranks, tokens])
+    for spread in (0.7, 2.0):
+        phy2log_RS = random_placement(ranks, slots, 256, generator)
+        share_E = np.exp(generator.normal(0, spread, 256))
+        counts_E = generator.multinomial(8 * tokens, share_E / share_E.sum())
+        split = StepwiseSplit(phy2log_RS, 256)
+        ends_P = split.ends(torch.from_numpy(counts_E), 8 * tokens).numpy()
+        rank_P = split.physical_P1[:-1].numpy() // slots
+        load_R = np.bincount(rank_P, np.diff(ends_P, prepend=0), minlength=ranks)
+        above = load_R.max() - optimum(phy2log_RS, counts_E.astype(float))
+        assert above <= 1 + 1e-6, spread
+
+
+def test_larger_steps_take_more_rounds() -> None:
+    of_tokens = [rounds_for(8 * tokens) for tokens in (0, 256, 1024, 4096, 65536)]
+    assert of_tokens == [ROUNDS, ROUNDS, ROUNDS, 48, 216]
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "length"),
+    [("all2allv", None), ("all2allv", 9), ("allgather", None), ("mc2", None), ("mc2", 9)],
+)
+@pytest.mark.parametrize("tokens", [(3, 0, 7), (1, 1, 1)])
+def test_all_ranks_take_a_step_for_as_large(
+    dispatcher: str, length: int | None, tokens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+
+    def recorded(choices: int) -> int:
+        taken.append(choices)
+        return rounds_for(choices)
+
+    monkeypatch.setattr(stepwise, "rounds_for", recorded)
+    monkeypatch.setattr(RankGroup, "named", SimulatedGroup.named)
+    shape, top_k = MoEShape(0, 6, 8, 6), 2
+
+    def step(group: SimulatedGroup) -> None:
+        layer = ExpertParallelMoE(
+            shape,
+            random_placement(3, 3, 6, np.random.default_rng(0)),
+            seeded_experts(shape),
+            dispatcher=dispatcher,
+            ep_group=group,
+            options=LayerOptions(split="step"),
+        )
+        own = tokens[group.rank]
+        ids_TK = torch.arange(top_k).repeat(own, 1)
+        layer(torch.zeros(own, 8), ids_TK, torch.ones(own, top_k), length=length)
+
+    run_simulated(3, step)
+    common = max(tokens) if length is None else length
+    unknown = dispatcher == "all2allv" and length is None
+    assert taken == [UNKNOWN_CHOICES if unknown else 3 * common * top_k] * 3
 
 
 @settings(max_examples=40)

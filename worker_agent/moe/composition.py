@@ -22,7 +22,6 @@ from worker_agent.moe.prepare import (
     SequenceParallelPreparation,
 )
 from worker_agent.moe.rank_group import RankGroup
-from worker_agent.moe.stepwise import ROUNDS
 
 SPLITS = ("tables", "step")
 """What ``LayerOptions.split`` can be."""
@@ -66,11 +65,13 @@ class LayerOptions:
     """How an expert's tokens are split over its replicas: ``"tables"``, by ``log2phy``, or ``"step"``, in each step so
     that the hottest rank is as cool as can be (``stepwise``)."""
 
-    split_rounds: int = ROUNDS
-    """Where tokens are split by step, the rounds that look for the split; more cost time, and matter in large steps."""
+    split_rounds: int | None = None
+    """Where tokens are split by step, the rounds that look for the split; more cost time. By default as many as a step
+    of its size takes to come within a token of the best; where ranks do not know each other's numbers of tokens
+    (all-to-all without ``length``), as many as one of 4,096 tokens with 8 choices."""
 
     def __post_init__(self) -> None:
-        if self.split_rounds < 1:
+        if self.split_rounds is not None and self.split_rounds < 1:
             raise ValueError(f"split_rounds is {self.split_rounds}; a split takes at least one round")
         if self.split not in SPLITS:
             raise ValueError(f"split is {self.split!r}; use one of {', '.join(SPLITS)}")

@@ -61,7 +61,7 @@ class ExpertParallelMoE(PlacedLayer):
         length
             The tokens that MC2, all-gather and MoGE pad every rank's to, where the host knows it; otherwise the ranks
             exchange their numbers and wait for them. With it nothing of a step is read on the host (all-to-all
-            always waits for its counts).
+            always waits for its counts). All-to-all pads nothing; a split by step goes by it there, too.
         profile
             Whether the step measures the machine and serves nobody: its heat is a row of zeros.
         workspace_set
@@ -186,17 +186,19 @@ class ExpertParallelMoE(PlacedLayer):
             weights_TK,
             self.log2phy,
             masked=masked,
-            physical_TK=self._physical(path, ids_TK),
+            physical_TK=self._physical(path, ids_TK, prepared.common_tokens),
             scale_T=prepared.scale_T,
             check_values=self._check_ids,
         )
         return prepared, request.weighed_on_input() if self._options.weigh_on_input else request
 
-    def _physical(self, path: LayerPath, ids_TK: torch.Tensor) -> torch.Tensor | None:
+    def _physical(
+        self, path: LayerPath, ids_TK: torch.Tensor, common_tokens: int | None
+    ) -> torch.Tensor | None:
         """The physical expert of each choice, where they are split by step."""
         if self._split is None:
             return None
-        return self._split.split(ids_TK, None if path.shares_tokens else self._group)
+        return self._split.split(ids_TK, None if path.shares_tokens else self._group, common_tokens)
 
     def _beside(self, batch: MicroBatch) -> WorkBeside | None:
         if self._shared_experts is None:

@@ -5,7 +5,10 @@ only, nothing is read on the host, and a graph can capture it. The split with th
 peak too. It is found by the alternating direction method of multipliers: a product with a matrix that the placement
 determines, and a projection, in turn. It is then rounded along a spanning forest of the ranks that share experts, where
 whole tokens cost no rank more than part of one. Replicas beside the forest close cycles; which way to round those
-nobody knows before, so several ways are tried at once, and the one that cuts off the fewest tokens is taken.
+nobody knows before, so several ways are tried at once, and the one with the coolest hottest rank is taken.
+
+How far from the best a split may end is a part of a rank's tokens that shrinks with every round, and a larger step has
+more tokens: so it takes more rounds. Their number must be the same on all ranks, and known on the host.
 
 All ranks must get the same bits, whatever their processors and in whatever order these sum: splits are computed in
 64ths of a token and matrices in 65536ths, so that every sum is exact in float64 (up to 2**26 choices in a step).
@@ -19,6 +22,7 @@ Alternating Direction Method of Multipliers*, 2011 (section 5.2, and over-relaxa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil, sqrt
 
 import torch
 
@@ -29,7 +33,18 @@ from worker_agent.moe.stepwise_tables import most_shared, split_tables, ways_to_
 from worker_agent.moe.turns import places
 
 ROUNDS = 20
-"""Of product and projection; ``docs/stepwise.md`` has how far from the optimum fewer and more end."""
+"""Of product and projection, in steps of up to ``_FEW_CHOICES``; ``docs/stepwise.md`` has how far from the optimum
+fewer and more end."""
+_MORE_ROUNDS = 28
+"""For a step of four times as many choices."""
+_FEW_CHOICES = 8192
+UNKNOWN_CHOICES = 4 * _FEW_CHOICES
+"""What a step is taken for where the ranks do not know how many choices it has."""
+
+
+def rounds_for(choices: int) -> int:
+    """The rounds that a step takes with so many choices of all ranks together; they grow with the square root."""
+    return ROUNDS + ceil(_MORE_ROUNDS * (sqrt(max(choices / _FEW_CHOICES, 1.0)) - 1.0))
 
 
 def check_splittable(layer: int, dispatchers: Sequence[str], device_type: str) -> None:
@@ -58,7 +73,7 @@ class StepwiseSplit:
     device
         Of the counts, and of all that is computed.
     rounds
-        How often product and projection take turns.
+        How often product and projection take turns; ``None`` for as often as a step of its size needs.
     """
 
     physical_P1: torch.Tensor
@@ -73,10 +88,11 @@ class StepwiseSplit:
     round_M2: torch.Tensor
     exact_XM: torch.Tensor
     by_cut_XM: torch.Tensor
+    bound_MR: torch.Tensor
     later_MM: torch.Tensor
 
     def __init__(
-        self, phy2log_RS: Int32, experts: int, device: torch.device | str = "cpu", rounds: int = ROUNDS
+        self, phy2log_RS: Int32, experts: int, device: torch.device | str = "cpu", rounds: int | None = None
     ) -> None:
         ranks, slots = phy2log_RS.shape
         self._experts, self._ranks, self._rounds = experts, ranks, rounds
@@ -91,27 +107,50 @@ class StepwiseSplit:
         for name, table in tables.items():
             getattr(self, name).copy_(torch.from_numpy(table))
 
-    def ends(self, counts_E: torch.Tensor) -> torch.Tensor:
+    def ends(self, counts_E: torch.Tensor, choices: int = UNKNOWN_CHOICES) -> torch.Tensor:
         """Where the tokens of each slot end, int64 ``[P]``, never below the slot before.
 
         Slots are by expert and physical id, and so are tokens counted, those of all ranks together: the ``n``-th is
-        for the first slot whose end is above ``n``. ``counts_E`` are the experts' tokens of all ranks, of any integer
-        dtype.
+        for the first slot whose end is above ``n``.
+
+        Parameters
+        ----------
+        counts_E
+            The experts' tokens of all ranks, of any integer dtype.
+        choices
+            The most that they can add up to, as every rank's host knows it.
         """
         known = torch.mv(self.from_counts, counts_E.to(torch.float64))
-        exact_X = torch.addmv(known[self._shared :], self.exact_XM, self._flow(known[: self._shared]))
-        later_M = torch.mv(self.later_MM, self._rounded(exact_X)).to(torch.int64)
+        start_M, known_X, first_R = known.split([self._shared, self._ranks + self._shared, self._ranks])
+        rounds = rounds_for(choices) if self._rounds is None else self._rounds
+        exact_X = torch.addmv(known_X, self.exact_XM, self._flow(start_M, rounds))
+        later_M = torch.mv(self.later_MM, self._rounded(exact_X, first_R)).to(torch.int64)
         # Rounded splits need not add up where slots are on a cycle: an expert's first slot has the rest.
         later_M = torch.minimum(later_M, counts_E.index_select(0, self.expert_M))
         ends_P = counts_E.cumsum(0).index_select(0, self.expert_P)
         return ends_P.index_add_(0, self.place_M, later_M, alpha=-1)
 
-    def split(self, ids_TK: torch.Tensor, group: RankGroup | None) -> torch.Tensor:
+    def split(
+        self, ids_TK: torch.Tensor, group: RankGroup | None, common_tokens: int | None = None
+    ) -> torch.Tensor:
         """The physical expert of each of this rank's choices, int32 ``[T, K]``; anything for those that are -1.
 
-        ``group`` are the ranks that have tokens of their own: each sends its counts to every other, E int32 numbers.
-        ``None`` where all ranks see the same tokens, and nobody need ask.
+        Parameters
+        ----------
+        ids_TK
+            Logical experts, -1 for a choice that is not real.
+        group
+            The ranks that have tokens of their own: each sends its counts to every other, E int32 numbers. ``None``
+            where all ranks see the same tokens, and nobody need ask.
+        common_tokens
+            The most tokens of any of these ranks, as every one of them knows it; ``None`` where they do not.
         """
+        if group is None:
+            choices = ids_TK.numel()
+        elif common_tokens is None:
+            choices = UNKNOWN_CHOICES
+        else:
+            choices = common_tokens * group.size * ids_TK.shape[1]
         ids_N = ids_TK.reshape(-1)
         # Choices that are not real are counted as an expert behind the others.
         bucket_N = ids_N.long() % (self._experts + 1)
@@ -123,22 +162,24 @@ class StepwiseSplit:
             counts_E, before_E = counts_RE.sum(dim=0), counts_RE[: group.rank].sum(dim=0)
             others_E = (counts_E - own_E).cumsum(0) - (counts_E - own_E) + before_E
             place_N = place_N + others_E.index_select(0, ids_N.clamp(min=0))
-        return self.physical(place_N, counts_E).view_as(ids_TK)
+        return self.physical(place_N, counts_E, choices).view_as(ids_TK)
 
-    def physical(self, place_N: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    def physical(
+        self, place_N: torch.Tensor, counts_E: torch.Tensor, choices: int = UNKNOWN_CHOICES
+    ) -> torch.Tensor:
         """The physical expert of each choice, int32 ``[N]``.
 
         Parameters
         ----------
         place_N
             int64 ``[N]``, which of all ranks' choices each is, counted expert by expert.
-        counts_E
+        counts_E, choices
             As for ``ends``.
         """
-        slot_N = torch.searchsorted(self.ends(counts_E), place_N, right=True)
+        slot_N = torch.searchsorted(self.ends(counts_E, choices), place_N, right=True)
         return self.physical_P1.index_select(0, slot_N)
 
-    def _flow(self, start_M: torch.Tensor) -> torch.Tensor:
+    def _flow(self, start_M: torch.Tensor, rounds: int) -> torch.Tensor:
         """Tokens of each shared slot in 64ths, close to the best; those of an expert need not quite add up."""
         shared = self._shared
         state = start_M.new_empty(2 * shared)
@@ -146,21 +187,22 @@ class StepwiseSplit:
         torch.round(start_M, out=here_M)
         torch.abs(here_M, out=size_M)
         next_M = start_M.new_empty(shared)
-        for _ in range(self._rounds):
+        for _ in range(rounds):
             torch.addmv(start_M, self.round_M2, state, out=next_M)
             torch.round(next_M, out=here_M)
             torch.abs(here_M, out=size_M)
         return torch.relu(here_M)
 
-    def _rounded(self, exact_X: torch.Tensor) -> torch.Tensor:
+    def _rounded(self, exact_X: torch.Tensor, first_R: torch.Tensor) -> torch.Tensor:
         """A split of 64ths in whole tokens, float64 ``[M]``, which may miss an expert's by a few.
 
         The ranks' running sums along the forest are rounded, and what each of its slots must carry follows; slots
-        beside the forest are rounded by themselves. Each way does so by other dithers, and that wins which leaves the
-        fewest tokens of a slot below zero.
+        beside the forest are rounded by themselves. Each way does so by other dithers, and that wins whose hottest rank
+        is the coolest, by a bound that counts what slots have too much as well. ``first_R`` are the ranks' loads where
+        experts' first slots have all of their tokens.
         """
         cut_WX = torch.add(self._dither_WX, exact_X).floor_().sub_(exact_X)
         way_WM = torch.addmm(exact_X[self._ranks :], cut_WX, self.by_cut_XM).relu_()
-        # All ways have the same sum, but for what was below zero.
-        best_1 = way_WM.sum(dim=1).argmin(dim=0, keepdim=True)
+        bound_WR = torch.addmm(first_R, way_WM, self.bound_MR)
+        best_1 = bound_WR.amax(dim=1).argmin(dim=0, keepdim=True)
         return way_WM.index_select(0, best_1).view(-1)

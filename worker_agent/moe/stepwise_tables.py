@@ -76,9 +76,11 @@ def split_tables(phy2log_RS: Int32, experts: int, shared: int) -> dict[str, npt.
     alone_RE, on_rank_RM = _of_ranks(slots, phy2log_RS, experts)
     start_ME, round_MM = _rounds(slots, alone_RE, on_rank_RM)
     known_XE, exact_XM = _exact(slots, alone_RE[forest.order_R], on_rank_RM[forest.order_R])
-    from_counts = np.zeros((2 * shared + ranks, experts))
+    first_RE, bound_MR = _bound(slots, alone_RE, on_rank_RM)
+    from_counts = np.zeros((2 * (shared + ranks), experts))
     from_counts[:used] = _fine(_RELAXATION * UNITS * start_ME)
     from_counts[shared : shared + ranks + used] = known_XE
+    from_counts[2 * shared + ranks :] = first_RE
     by_cut_MX = np.hstack(
         [_padded(forest.by_rank_MR, shared, ranks), _padded(forest.by_slot_MM, shared, shared)]
     )
@@ -93,6 +95,7 @@ def split_tables(phy2log_RS: Int32, experts: int, shared: int) -> dict[str, npt.
         "round_M2": _relaxed(round_MM, shared),
         "exact_XM": _padded(exact_XM / UNITS, ranks + shared, shared),
         "by_cut_XM": np.ascontiguousarray(by_cut_MX.T),
+        "bound_MR": _padded(bound_MR, shared, ranks),
         "later_MM": _padded(slots.same_MM * np.less.outer(slots.column_M, slots.column_M), shared, shared),
     }
 
@@ -158,6 +161,23 @@ def _exact(slots: SharedSlots, alone_RE: Float64, on_rank_RM: Float64) -> tuple[
     known_XE: Float64 = np.vstack([alone_RE.cumsum(axis=0) + sums_RM @ tokens_ME, tokens_ME])
     exact_XM: Float64 = np.vstack([sums_RM @ adds_up_MM, adds_up_MM])
     return known_XE, exact_XM
+
+
+def _bound(slots: SharedSlots, alone_RE: Float64, on_rank_RM: Float64) -> tuple[Float64, Float64]:
+    """What bounds the ranks' loads once slots add up: of counts, ``[R, E]``, and of slots' tokens, ``[M, R]``.
+
+    An expert's first slot has what the others leave. Where these have too much it would be below zero: that is taken
+    from one of them, and makes no rank hotter than by all that slots have too much. The bound leaves out what is the
+    same for all splits of the same counts, the sum of the shared experts' tokens.
+    """
+    first_M = np.equal(slots.column_M, 0)
+    first_RE = alone_RE.copy()
+    first_RE[
+        np.array(slots.rank_M, dtype=np.int64)[first_M], np.array(slots.expert_M, dtype=np.int64)[first_M]
+    ] = 1.0
+    first_of_MM = slots.same_MM * first_M
+    moved_MR: Float64 = (np.eye(len(first_M)) - first_of_MM) @ on_rank_RM.T
+    return first_RE, moved_MR + 1.0
 
 
 def _relaxed(round_MM: Float64, shared: int) -> Float64:

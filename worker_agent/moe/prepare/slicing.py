@@ -44,6 +44,9 @@ class Prepared(Generic[Metadata]):
     scale_T: torch.Tensor | None = None
     """float32: what each int8 token is scaled back by."""
 
+    common_tokens: int | None = None
+    """The most tokens that any rank dispatches, where all ranks know the same number without asking."""
+
     source: slice = field(default_factory=lambda: slice(None))
     """Which of its own tokens this rank is the source of: where ranks share tokens, each has one source."""
 
@@ -119,11 +122,11 @@ class All2AllPreparation:
         self._tp = tp
         self._slices = tp.size > 1 and not whole
 
-    def prepare(self, tokens: Tokens, length: int | None = None) -> Prepared[Sliced]:  # noqa: ARG002 # it does not pad to it
-        """This rank's slice."""
+    def prepare(self, tokens: Tokens, length: int | None = None) -> Prepared[Sliced]:
+        """This rank's slice; ``length``, the most tokens of any rank, is passed on and not padded to."""
         own = tokens.hidden_TH.shape[0]
         if not self._slices:
-            return Prepared(tokens.hidden_TH, tokens.routing, Sliced(own, sliced=False))
+            return Prepared(tokens.hidden_TH, tokens.routing, Sliced(own, sliced=False), common_tokens=length)
         padded = padded_tokens(tokens, own + -own % self._tp.size)
         source = own_part(self._tp, own)
         part = sliced(padded, source)
@@ -137,6 +140,7 @@ class All2AllPreparation:
             Sliced(own, sliced=True),
             active_T,
             padded.hidden_TH.shape,
+            common_tokens=None if length is None else -(-length // self._tp.size),
             source=source,
         )
 
@@ -170,8 +174,14 @@ class MC2Preparation:
         padded = padded_tokens(tokens, length)
         active_T = torch.arange(length, device=device) < own
         if not self._slices:
-            metadata = Sliced(own, sliced=False)
-            return Prepared(padded.hidden_TH, padded.routing, metadata, active_T, padded.hidden_TH.shape)
+            return Prepared(
+                padded.hidden_TH,
+                padded.routing,
+                Sliced(own, sliced=False),
+                active_T,
+                padded.hidden_TH.shape,
+                common_tokens=length,
+            )
         source = own_part(self._tp, length)
         part = sliced(padded, source)
         return Prepared(
@@ -180,6 +190,7 @@ class MC2Preparation:
             Sliced(own, sliced=True),
             active_T[source],
             padded.hidden_TH.shape,
+            common_tokens=part.hidden_TH.shape[0],
             source=source,
         )
 
