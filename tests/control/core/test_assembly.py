@@ -67,7 +67,7 @@ def test_it_does_not_make_up_for_a_rank_that_has_left() -> None:
     assert story.deployment.live is None
 
 
-def test_a_contradiction_is_told_as_ever() -> None:
+def test_a_contradiction_is_reported_as_before() -> None:
     story, said = all_but_the_last()
     wrong = replace(said[-1], slots_LS=said[0].slots_LS)
     assembly = Assembly.of({**dict(enumerate(said)), wrong.rank: wrong})
