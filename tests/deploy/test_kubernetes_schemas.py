@@ -12,7 +12,7 @@ import yaml
 
 KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 WITHOUT_SCHEMA = {"Kustomization", "ServiceMonitor", "PrometheusRule"}
-"""Kinds that are not Kubernetes' own; other tests look at them."""
+"""Kinds that are not Kubernetes' own; the Prometheus operator's have a test of their own."""
 VERSIONS = ("1.28", kubernetes_validate.latest_version())
 """A startup probe by gRPC is stable since 1.27."""
 CONFIGURATION = "eplb.yaml"
