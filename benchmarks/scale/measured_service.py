@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.scale.holds import Holds, watched
+from eplb_service.control.server.allocator import keep_freed_memory
 from eplb_service.control.server.garbage import keep_collections_short, leave_out_what_lives
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.settings_sources import load_settings
@@ -92,6 +93,7 @@ def measured_service(folder: Path, **settings: Any) -> Iterator[MeasuredService]
 
 def _serve(pipe: Connection, flags: dict[str, Any]) -> None:
     configure_logs("json", "error")
+    keep_freed_memory()
     with watched() as holds:
         asyncio.run(_run(pipe, flags, holds))
 
@@ -102,6 +104,7 @@ async def _run(pipe: Connection, flags: dict[str, Any], holds: Holds) -> None:
         await service.warm
         leave_out_what_lives()
         # That is done once, before there is a rank.
+        await asyncio.sleep(0)
         holds.clear()
         short = asyncio.create_task(keep_collections_short())
         asyncio.get_running_loop().add_reader(pipe.fileno(), lambda: asked.put_nowait(pipe.recv()))

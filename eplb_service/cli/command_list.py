@@ -67,6 +67,15 @@ COMMANDS = {
             "eplb replay --heat heat.zarr --ranks 8 --policy all --report report.html",
         ),
     ),
+    "sweep": CommandEntry(
+        "offline.sweep",
+        _OFFLINE,
+        "Replay many traces under many settings, in one table.",
+        (
+            "eplb sweep mon.zarr tue.zarr --ranks 8 --redundant 8,16 --interval 128,256",
+            "eplb sweep *.zarr --ranks 8 --set par_threshold=1.02,1.1 --ray local",
+        ),
+    ),
     "advise": CommandEntry(
         "offline.advise",
         _OFFLINE,

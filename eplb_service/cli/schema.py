@@ -10,7 +10,13 @@ from pydantic import BaseModel
 
 from eplb_service.cli.demo.documents import DemoDocument
 from eplb_service.cli.errors import UserError
-from eplb_service.cli.offline.documents import AdviceDocument, BenchDocument, ReplayDocument, SolveDocument
+from eplb_service.cli.offline.documents import (
+    AdviceDocument,
+    BenchDocument,
+    ReplayDocument,
+    SolveDocument,
+    SweepDocument,
+)
 from eplb_service.cli.operator.documents import (
     ForgottenDocument,
     LeadDocument,
@@ -30,6 +36,7 @@ from eplb_service.wire.generated import operator_pb2
 _OWN: dict[str, type[BaseModel]] = {
     "solve": SolveDocument,
     "replay": ReplayDocument,
+    "sweep": SweepDocument,
     "advise": AdviceDocument,
     "bench": BenchDocument,
     "calibrate": CurveDocument,

@@ -116,7 +116,7 @@ def replay_file(
     trace = file.open()
     workers = min(workers or _worthwhile(jobs, trace), len(jobs))
     threads = max(1, cores() // workers)
-    jobs = [_with_threads(job, threads) for job in jobs]
+    jobs = [with_threads(job, threads) for job in jobs]
     ledger = ledger or Ledger(jobs)
     if ray is not None:
         steps = run_on_ray(jobs, file, scene, ledger.done(), ray)
@@ -213,7 +213,8 @@ def _worthwhile(jobs: Sequence[Job], trace: Trace) -> int:
     return cores() if decisions * trace.layers * trace.experts > _FEW_EXPERTS else 1
 
 
-def _with_threads(job: Job, threads: int) -> Job:
+def with_threads(job: Job, threads: int) -> Job:
+    """The job with so many threads to solve on, where its settings name no number."""
     policy = job.policy
     if policy is not None:
         settings = policy.settings

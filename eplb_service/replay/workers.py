@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -33,7 +33,17 @@ def run_in_processes(
     A process runs its share side by side and so reads the trace once. Raises what a job raises, and ``ReplayError``
     where a process dies. Closing the iterator ends the processes.
     """
-    crew = [_Worker(file, scene, share) for share in _shares(jobs, done, workers)]
+    yield from in_processes(_share_done, [(file, scene, share) for share in _shares(jobs, done, workers)])
+
+
+def in_processes(
+    function: Callable[..., Iterable[tuple[int, Any]]], shares: Sequence[tuple[Any, ...]]
+) -> Iterator[tuple[int, Any]]:
+    """What ``function`` yields of each share of the work, which has a process of its own, as it comes.
+
+    Raises what it raises, and ``ReplayError`` where a process dies. Closing the iterator ends the processes.
+    """
+    crew = [_Worker(function, share) for share in shares]
     busy: dict[Connection, _Worker] = {worker.pipe: worker for worker in crew}
     try:
         while busy:
@@ -54,8 +64,20 @@ def run_on_ray(
 ) -> Iterator[tuple[int, JobProgress]]:
     """What is left of all jobs, on the Ray cluster at ``address`` (``local``: one on this machine).
 
-    Each node must see the trace. JobProgress comes job by job. Raises ``ReplayError`` where Ray is not installed or not
-    there, or where a node fails.
+    Each node must see the trace. JobProgress comes job by job. Raises as ``on_ray``.
+    """
+    work = [(job, file, scene, done[number]) for number, job in enumerate(jobs)]
+    for number, reported in on_ray(_whole, work, address):
+        for progress in reported:
+            yield number, progress
+
+
+def on_ray(
+    function: Callable[..., Any], work: Sequence[tuple[Any, ...]], address: str
+) -> Iterator[tuple[int, Any]]:
+    """What ``function`` returns of each piece of the work, by its number, as it is done on the Ray cluster.
+
+    Raises what it raises, and ``ReplayError`` where Ray is not installed or not there, or where a node fails.
     """
     try:
         import ray
@@ -67,18 +89,18 @@ def run_on_ray(
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ReplayError(f"no Ray cluster at {address} ({' '.join(str(error).split())})") from error
     try:
-        task = ray.remote(max_retries=1)(_whole)
-        numbers = {task.remote(job, file, scene, done[number]): number for number, job in enumerate(jobs)}
+        task = ray.remote(max_retries=1)(function)
+        numbers = {task.remote(*piece): number for number, piece in enumerate(work)}
         while numbers:
             ended, _ = ray.wait(list(numbers), num_returns=1)
             number = numbers.pop(ended[0])
             try:
-                for progress in ray.get(ended[0]):
-                    yield number, progress
+                found = ray.get(ended[0])
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from error
             except ray.exceptions.RayError as error:
                 raise ReplayError(f"a Ray node failed ({' '.join(str(error).split())})") from error
+            yield number, found
     finally:
         ray.shutdown()
 
@@ -125,11 +147,11 @@ def _effort(job: Job) -> float:
 
 
 class _Worker:
-    """One process with its share of the jobs, and the pipe from it."""
+    """One process with its share of the work, and the pipe from it."""
 
-    def __init__(self, file: TraceFile, scene: Scene, share: _Share) -> None:
+    def __init__(self, function: Callable[..., Iterable[tuple[int, Any]]], share: tuple[Any, ...]) -> None:
         self.pipe, theirs = _CONTEXT.Pipe(duplex=False)
-        arguments = (theirs, file, scene, share)
+        arguments = (theirs, function, share)
         self._process: SpawnProcess = _CONTEXT.Process(target=_work, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
@@ -154,20 +176,27 @@ class _Worker:
         self._process.join(timeout=5)
 
 
-def _work(pipe: Connection, file: TraceFile, scene: Scene, share: _Share) -> None:
-    """A worker process: progress out, until its share is done or nobody hears."""
+def _work(
+    pipe: Connection, function: Callable[..., Iterable[tuple[int, Any]]], share: tuple[Any, ...]
+) -> None:
+    """A worker process: what comes of its share, until that is done or nobody hears."""
     # Ctrl-C is for the process that shared out the work.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    numbers, jobs, done = zip(*share, strict=True)
     with contextlib.suppress(BrokenPipeError):
         try:
-            for number, progress in run_file(jobs, file, scene, done):
-                pipe.send((numbers[number], progress))
+            for message in function(*share):
+                pipe.send(message)
             pipe.send(None)
         except BrokenPipeError:
             raise
         except Exception as error:
             pipe.send(error)
+
+
+def _share_done(file: TraceFile, scene: Scene, share: _Share) -> Iterator[tuple[int, JobProgress]]:
+    numbers, jobs, done = zip(*share, strict=True)
+    for number, progress in run_file(jobs, file, scene, done):
+        yield numbers[number], progress
 
 
 def _whole(job: Job, file: TraceFile, scene: Scene, done: ResumePoint) -> list[JobProgress]:

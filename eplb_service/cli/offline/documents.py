@@ -85,8 +85,8 @@ class ReplayedDecisionDocument(Document):
     solve_ms: float
 
 
-class ReplayedPolicyDocument(Document):
-    """One policy along a trace."""
+class ReplayedFiguresDocument(Document):
+    """One policy along a trace, without its decisions."""
 
     policy: str
     slots: int
@@ -94,7 +94,6 @@ class ReplayedPolicyDocument(Document):
     interval_steps: int
     par_realised: Ratio
     """Mean over all steps served and layers: the figure that counts."""
-    par_realised_per_layer: list[Ratio]
     par_left_alone: Ratio
     """Under the placement at the start, over the same steps."""
     noise_floor: Ratio
@@ -111,6 +110,12 @@ class ReplayedPolicyDocument(Document):
     stall_ms_per_step: float
     solve_ms_mean: float
     solve_ms_max: float
+
+
+class ReplayedPolicyDocument(ReplayedFiguresDocument):
+    """One policy along a trace."""
+
+    par_realised_per_layer: list[Ratio]
     decisions: list[ReplayedDecisionDocument]
 
 
@@ -145,6 +150,31 @@ class ReplayDocument(Document):
     assumptions: list[AssumptionDocument]
     policies: dict[str, ReplayedPolicyDocument]
     """By name; in a sweep the name says the setup."""
+
+
+class SweepRowDocument(ReplayedFiguresDocument):
+    """One policy along one trace, by one choice of settings."""
+
+    trace: str
+    """Path, as it was given."""
+    settings: dict[str, str | float | bool]
+    """Those of ``--set`` that it was run with."""
+    layers: int
+    experts: int
+    ranks: int
+    first_step_scored: int
+    steps_scored: int
+    decisions_made: int
+
+
+class SweepDocument(Document):
+    """Everything that a sweep found."""
+
+    interrupted: bool
+    """Whether it was stopped before all traces and settings were done."""
+    assumptions: list[AssumptionDocument]
+    rows: list[SweepRowDocument]
+    """In the order of traces, settings, slots, windows, intervals and policies."""
 
 
 class AdvisedOptionDocument(Document):

@@ -151,7 +151,8 @@ def _block(value: float, low: float, high: float) -> str:
     return _BLOCKS[round(height * (len(_BLOCKS) - 1))]
 
 
-def _policy_document(result: Replay, policy: PolicyReplay) -> dict[str, Any]:
+def policy_figures(result: Replay, policy: PolicyReplay) -> dict[str, Any]:
+    """One policy's figures over all of its decisions."""
     score = result.score(policy)
     return {
         "policy": policy.policy,
@@ -159,7 +160,6 @@ def _policy_document(result: Replay, policy: PolicyReplay) -> dict[str, Any]:
         "window_steps": policy.setup.schedule.window,
         "interval_steps": policy.setup.schedule.interval,
         "par_realised": policy.par_realised,
-        "par_realised_per_layer": policy.par_realised_L,
         "par_left_alone": score.par_left_alone,
         "noise_floor": score.floor,
         "par_hindsight": score.hindsight,
@@ -173,6 +173,13 @@ def _policy_document(result: Replay, policy: PolicyReplay) -> dict[str, Any]:
         "stall_ms_per_step": score.stall_ms,
         "solve_ms_mean": policy.seconds_mean * 1e3,
         "solve_ms_max": policy.seconds_max * 1e3,
+    }
+
+
+def _policy_document(result: Replay, policy: PolicyReplay) -> dict[str, Any]:
+    return {
+        **policy_figures(result, policy),
+        "par_realised_per_layer": policy.par_realised_L,
         "decisions": [
             {
                 "step": decision.step,
