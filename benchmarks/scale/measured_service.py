@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.scale.holds import Holds, watched
-from eplb_service.control.server.allocator import keep_freed_memory
+from eplb_service.control.server.allocator import bound_trimming
 from eplb_service.control.server.garbage import keep_collections_short, leave_out_what_lives
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.settings_sources import load_settings
@@ -93,7 +93,7 @@ def measured_service(folder: Path, **settings: Any) -> Iterator[MeasuredService]
 
 def _serve(pipe: Connection, flags: dict[str, Any]) -> None:
     configure_logs("json", "error")
-    keep_freed_memory()
+    bound_trimming()
     with watched() as holds:
         asyncio.run(_run(pipe, flags, holds))
 
@@ -107,13 +107,21 @@ async def _run(pipe: Connection, flags: dict[str, Any], holds: Holds) -> None:
         await asyncio.sleep(0)
         holds.clear()
         short = asyncio.create_task(keep_collections_short())
-        asyncio.get_running_loop().add_reader(pipe.fileno(), lambda: asked.put_nowait(pipe.recv()))
+        asyncio.get_running_loop().add_reader(pipe.fileno(), lambda: asked.put_nowait(asked_by(pipe)))
         pipe.send(service.address)
         while await asked.get() == "read":
             pipe.send(_reading(service, holds))
             holds.clear()
         asyncio.get_running_loop().remove_reader(pipe.fileno())
         short.cancel()
+
+
+def asked_by(pipe: Connection) -> Any:
+    """What the measuring process asks for; ``None`` where it is gone."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
 
 
 def _reading(service: RunningService, holds: Holds) -> Reading:

@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 
 from benchmarks.scale.heat import Scale, drawn_reports
+from benchmarks.scale.measured_service import asked_by
 from eplb_service.placement import combine_digests, layer_digest
 from eplb_service.wire.codec import MAX_MESSAGE_BYTES
 from eplb_service.wire.generated import agent_pb2
@@ -141,7 +142,7 @@ async def _run(pipe: Connection, address: str, load: Load, share: range) -> None
                 for index, agent in enumerate(agents)
             )
         )
-        asyncio.get_running_loop().add_reader(pipe.fileno(), lambda: heard.put_nowait(pipe.recv()))
+        asyncio.get_running_loop().add_reader(pipe.fileno(), lambda: heard.put_nowait(asked_by(pipe)))
         pipe.send("joined")
         start = await heard.get()
         running = [asyncio.create_task(agent.run(start)) for agent in agents]

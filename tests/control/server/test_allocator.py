@@ -1,4 +1,4 @@
-"""Memory that is freed stays with the process, so that whoever frees it goes on at once."""
+"""Little that is free waits to be given back to the system at once; small pieces that are freed are used again."""
 
 from __future__ import annotations
 
@@ -9,41 +9,52 @@ import sys
 
 import pytest
 
-from eplb_service.control.server.allocator import keep_freed_memory
+from eplb_service.control.server.allocator import bound_trimming
 
 _FREES = """
 import ctypes, resource, sys
-from eplb_service.control.server.allocator import keep_freed_memory
-if sys.argv[1] == "keeps":
-    assert keep_freed_memory()
+from eplb_service.control.server.allocator import bound_trimming
+if sys.argv[1] == "bounds":
+    assert bound_trimming()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-def round():
-    pieces = [libc.malloc(1 << 16) for _ in range(512)]
-    for piece in pieces:
-        ctypes.memset(piece, 1, 1 << 16)
-    for piece in reversed(pieces):
+def round(pieces, size):
+    taken = [libc.malloc(size) for _ in range(pieces)]
+    for piece in taken:
+        ctypes.memset(piece, 1, size)
+    for piece in reversed(taken):
         libc.free(piece)
-round()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-round()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+def resident():
+    return int(open("/proc/self/statm").read().split()[1])
+round(4, 24 << 20)
+before = resident()
+round(4, 8 << 20)
+left = resident() - before
+round(128, 1 << 16)
+faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+round(128, 1 << 16)
+print(left, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
 """
 
 
-def faults(how: str) -> int:
-    """Pages that a second round of as much memory has to take from the system again."""
+def pages(how: str) -> tuple[int, int]:
+    """Pages that are left free by 32 MB of large pieces, and that as many small ones as before take from the system."""
     ran = subprocess.run(
         [sys.executable, "-c", _FREES, how], check=True, capture_output=True, text=True, timeout=120
     )
-    return int(ran.stdout)
+    left, faults = map(int, ran.stdout.split())
+    return left, faults
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have settings of their own")
-def test_what_was_freed_is_used_again() -> None:
-    assert faults("keeps") < 1000 < 6000 < faults("gives back")
+def test_large_pieces_leave_nothing_and_small_ones_are_used_again() -> None:
+    left, faults = pages("bounds")
+    assert left < 100
+    assert faults < 200
+    left, _ = pages("does not")
+    assert left > 1000
 
 
 def test_a_c_library_without_such_settings_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
-    assert not keep_freed_memory()
+    assert not bound_trimming()
