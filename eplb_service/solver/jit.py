@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeVar, cast
 
 import numba
@@ -46,12 +47,16 @@ class _Listener(event.Listener):
     """Passes on each kernel of this package whose compilation begins; numba compiles parts of its own besides."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
-        self._report = report
+        self._report, self._lock = report, Lock()
+
+    def report(self, kernel: str) -> None:
+        with self._lock:
+            self._report(kernel)
 
     def on_start(self, event: Any) -> None:
         function = event.data["dispatcher"].py_func
         if function.__module__.startswith(f"{__package__}."):
-            self._report(f"{_module_of(function)}.{function.__name__}")
+            self.report(f"{_module_of(function)}.{function.__name__}")
 
     def on_end(self, event: Any) -> None:
         pass
@@ -65,10 +70,35 @@ def compilations(report: Callable[[str], None]) -> Iterator[None]:
     """
     listener = _Listener(report)
     event.register("numba:compile", listener)  # type: ignore[no-untyped-call]
+    _listening.append(listener)
     try:
         yield
     finally:
+        _listening.remove(listener)
         event.unregister("numba:compile", listener)  # type: ignore[no-untyped-call]
+
+
+_listening: list[_Listener] = []
+
+
+def compiled_elsewhere(kernel: str) -> None:
+    """Report a kernel whose compilation has begun in another process, to whoever asked for ``compilations``."""
+    for listener in tuple(_listening):
+        listener.report(kernel)
+
+
+def is_cached(dispatcher: Any, types: tuple[Any, ...]) -> bool | None:
+    """Whether a kernel is compiled for arguments of these types, here or on disk; ``None`` where nothing is cached.
+
+    That is without a folder for numba's cache, and where kernels are not compiled at all.
+    """
+    cache: Any = getattr(dispatcher, "_cache", None)
+    if not hasattr(cache, "_cache_file"):
+        return None
+    if types in dispatcher.overloads:
+        return True
+    key = cache._index_key(types, dispatcher.targetctx.codegen())
+    return key in cache._cache_file._load_index()
 
 
 def _compiled(function: Function, more: dict[str, Any]) -> Function:

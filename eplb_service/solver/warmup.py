@@ -8,7 +8,9 @@ import numpy as np
 
 from eplb_service.placement import Placement
 from eplb_service.solver.engine import solve_many
+from eplb_service.solver.kernel_list import all_kernels
 from eplb_service.solver.model import DEALT, EVEN, RULE, SOLVED, STEPWISE, SearchParams
+from eplb_service.solver.precompile import precompile
 from eplb_service.solver.time.evaluation import Curve
 from eplb_service.solver.topology import choose_senders
 from eplb_service.solver.window import loads_of_ranks, served_window, sum_episodes
@@ -20,6 +22,7 @@ _ENOUGH_MS = 1e6
 @cache
 def warm_up(threads: int | None = None) -> None:
     """Solve a tiny problem by every path that the planner takes, once in a process; ``threads`` as for a decision."""
+    precompile(all_kernels())
     placement = Placement.linear(layers=2, experts=6, ranks=4, slots=2)
     tables_LGE = np.ascontiguousarray(placement.default_log2phy().transpose(1, 0, 2))
     heat_LNE = np.arange(2 * 4 * 6, dtype=np.float64).reshape(2, 4, 6)

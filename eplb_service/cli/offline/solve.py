@@ -15,7 +15,7 @@ from rich.table import Table
 from eplb_service.atomic_write import check_output
 from eplb_service.cli.errors import UserError
 from eplb_service.cli.offline.split_worth import SplitWorth
-from eplb_service.cli.offline.warmup import compile_progress
+from eplb_service.cli.offline.warmup import compile_progress, compile_search
 from eplb_service.cli.options.groups import option_groups
 from eplb_service.cli.options.layout import FirstLayerOption, FormatOption, RankOptions, SlotOptions
 from eplb_service.cli.options.planner import takes_planner_settings
@@ -110,6 +110,7 @@ def solve(
         prior_TLE=slot_options.prior_heat(trace, reading.reading()),
     )
     with compile_progress():
+        compile_search(heat_TLE, Placement.linear(trace.layers, trace.experts, group.ranks, slots), settings)
         # One layer first, so that the time shown is not the compiler's.
         asked.solved(replace(settings, budget_ms=None), slice(1))
         began = time.perf_counter()

@@ -49,14 +49,22 @@ def tree_search(demand: Demand, ranks: int, slots: int, params: SearchParams) ->
     replicas_E = greedy_replicas(heat_E, ranks, slots)
     if params.tree_groups == 0 or ranks * slots == replicas_E.size:
         return replicas_E[None, :], np.array([np.inf])
-    return _searched(replicas_E, heat_E, demand, ranks, slots, params)
+    return search_counts(replicas_E, heat_E, demand, ranks, slots, params)
 
 
 @kernel
-def _searched(
+def search_counts(
     replicas_E: Int32, heat_E: Float32, demand: Demand, ranks: int, slots: int, params: SearchParams
 ) -> tuple[Int32, Float64]:
-    """``tree_search`` where there is a choice; ``replicas_E`` are the greedy counts."""
+    """``tree_search`` where there is a choice.
+
+    Parameters
+    ----------
+    replicas_E, heat_E
+        The greedy counts, and what they were made for.
+    demand, ranks, slots, params
+        As for ``tree_search``.
+    """
     z, groups, spread, leaves = params.z, params.tree_groups, params.tree_spread, params.tree_leaves
     experts = heat_E.shape[0]
     best_KE = np.empty((leaves, experts), dtype=np.int32)

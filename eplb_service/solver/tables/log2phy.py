@@ -126,7 +126,7 @@ def solve_tables(
     rule_GE = fixed_rule(first_E1, slot_P, sources, 1)
     rule_par = tables_par(phy2log_RS, rule_GE, scaled_EN, share_N, share_GE)
     chosen_GE = rule_GE.copy()
-    assignment = _spread(phy2log_RS, chosen_GE, first_E1, slot_P, demand, share_GE, z)
+    assignment = spread_parts(phy2log_RS, chosen_GE, first_E1, slot_P, demand, share_GE, z)
     cool(assignment, chosen_GE, first_E1, slot_P, demand, share_GE, z)
     chosen_par = tables_par(phy2log_RS, chosen_GE, scaled_EN, share_N, share_GE)
     if chosen_par < rule_par:
@@ -135,7 +135,7 @@ def solve_tables(
 
 
 @kernel
-def _spread(
+def spread_parts(
     phy2log_RS: Int32,
     chosen_GE: Int32,
     first_E1: Int32,
@@ -148,6 +148,19 @@ def _spread(
 
     Parts without tokens stay where they are. One expert at a time: its parts change the loads of the few ranks that
     hold it only in one direction, so a part costs a few operations whatever the number of experts.
+
+    Parameters
+    ----------
+    phy2log_RS, demand
+        A complete placement and its layer's heat.
+    chosen_GE
+        int32 ``[G, E]``, the physical id that each source's tokens of each expert go to; changes in place.
+    first_E1, slot_P
+        Where each expert's replicas are, see ``slots_by_expert``.
+    share_GE
+        float32 ``[G, E]``, part of each expert's tokens that comes from each source.
+    z
+        Weight of the standard deviation.
     """
     slots = phy2log_RS.shape[1]
     experts = share_GE.shape[1]

@@ -92,7 +92,7 @@ def test_parts_are_spread_to_where_it_stays_coolest(
     given_ = Sources(case, z, sources, kind, seed)
     layer = given_.layer
     chosen_GE = given_.rule_GE.copy()
-    assignment = tables._spread(
+    assignment = tables.spread_parts(
         given_.phy2log_RS, chosen_GE, given_.first_E1, given_.slot_P, layer.demand, given_.share_GE, z
     )
     share_RS = slow.slot_shares(given_.phy2log_RS, chosen_GE, given_.share_GE.astype(float))
@@ -114,7 +114,7 @@ def test_parts_leave_the_hottest_rank_while_that_cools_it(
     layer = given_.layer
     arrays = given_.first_E1, given_.slot_P, layer.demand, given_.share_GE, z
     chosen_GE = given_.rule_GE.copy()
-    assignment = tables._spread(given_.phy2log_RS, chosen_GE, *arrays)
+    assignment = tables.spread_parts(given_.phy2log_RS, chosen_GE, *arrays)
     before_GE = chosen_GE.copy()
     tables.cool(assignment, chosen_GE, *arrays)
     wanted_GE, margin = slow.cool(given_.phy2log_RS, before_GE, *layer.heat, given_.share_GE.astype(float), z)

@@ -1,0 +1,21 @@
+"""Compiles all listed kernels into an empty folder, warms up, and prints how many were compiled only then."""
+
+from __future__ import annotations
+
+from eplb_service.solver.jit import compilations
+from eplb_service.solver.kernel_list import all_kernels
+from eplb_service.solver.precompile import precompile
+from eplb_service.solver.warmup import warm_up
+
+
+def main() -> None:
+    precompile(all_kernels())
+    late: list[str] = []
+    with compilations(late.append):
+        warm_up(1)
+    print(*late)
+    print(len(late))
+
+
+if __name__ == "__main__":
+    main()
