@@ -150,15 +150,27 @@ def _solution(
     """The plan carried out, and both placements scored on the window."""
     after, after_RLE = apply_layers(deployed, deployed_RLE, decided.changes())
 
-    def scored(placement: Placement, log2phy_RLE: Int32) -> tuple[Float64, Float64]:
-        steps = split_steps(window.heat_TLE, placement, log2phy_RLE, window.source_RLE, settings.split)
+    changed = sorted(layer.layer for layer in decided.layers)
+
+    def scored_before() -> tuple[Float64, Float64]:
+        steps = split_steps(window.heat_TLE, deployed, deployed_RLE, window.source_RLE, settings.split)
+        return steps.par_K, steps.peak_TK.mean(axis=0)
+
+    def scored_after() -> tuple[Float64, Float64]:
+        placement = Placement(after.phy2log_LRS[changed], after.experts)
+        source_RKE = None if window.source_RLE is None else window.source_RLE[:, changed]
+        tables_RKE = after_RLE[:, changed]
+        steps = split_steps(window.heat_TLE, placement, tables_RKE, source_RKE, settings.split, changed)
         return steps.par_K, steps.peak_TK.mean(axis=0)
 
     # Every step of the heat is scored twice, which takes as long as the decision itself: at the same time.
     with ThreadPoolExecutor(2, thread_name_prefix="eplb-score") as pool:
-        before = pool.submit(scored, deployed, deployed_RLE)
-        par_after_L, hottest_after_L = scored(after, after_RLE)
+        before = pool.submit(scored_before)
+        of_changed = scored_after() if changed else None
         par_before_L, hottest_before_L = before.result()
+    par_after_L, hottest_after_L = par_before_L.copy(), hottest_before_L.copy()
+    if of_changed is not None:
+        par_after_L[changed], hottest_after_L[changed] = of_changed
     return Solution(
         after.phy2log_LRS.copy(),
         after_RLE,
