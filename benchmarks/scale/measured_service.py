@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.scale.holds import Holds, watched
-from eplb_service.control.server.allocator import bound_trimming
+from eplb_service.control.server.allocator import keep_trims_short
 from eplb_service.control.server.garbage import keep_collections_short, leave_out_what_lives
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.settings_sources import load_settings
 from eplb_service.telemetry.logs import configure_logs
 
-_START_SECONDS = 120.0
+_START_SECONDS = 300.0
+"""Kernels may have to be compiled, on a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,6 @@ def measured_service(folder: Path, **settings: Any) -> Iterator[MeasuredService]
 
 def _serve(pipe: Connection, flags: dict[str, Any]) -> None:
     configure_logs("json", "error")
-    bound_trimming()
     with watched() as holds:
         asyncio.run(_run(pipe, flags, holds))
 
@@ -106,14 +106,15 @@ async def _run(pipe: Connection, flags: dict[str, Any], holds: Holds) -> None:
         # That is done once, before there is a rank.
         await asyncio.sleep(0)
         holds.clear()
-        short = asyncio.create_task(keep_collections_short())
+        short = [asyncio.create_task(keep()) for keep in (keep_collections_short, keep_trims_short)]
         asyncio.get_running_loop().add_reader(pipe.fileno(), lambda: asked.put_nowait(asked_by(pipe)))
         pipe.send(service.address)
         while await asked.get() == "read":
             pipe.send(_reading(service, holds))
             holds.clear()
         asyncio.get_running_loop().remove_reader(pipe.fileno())
-        short.cancel()
+        for task in short:
+            task.cancel()
 
 
 def asked_by(pipe: Connection) -> Any:

@@ -1,31 +1,34 @@
-"""Bounds how long the C library holds whoever frees memory by giving it back to the system.
+"""Keeps short what gives memory back to the system: it holds whoever frees something at that moment.
 
-protobuf calls ``malloc_trim`` now and then as messages are freed, which is on the event loop: all pages that are free
-in the memory of any thread go back to the system before the loop goes on, the planner's among them. With glibc's
-defaults that was 10 to 70 ms of CPU at a thousand ranks. So pieces of a megabyte and more, such as the arrays of a
-decision, are taken from the system and given back one by one, and what else is freed stays for what comes next until
-then.
+With every 10,000th piece of memory of messages that protobuf frees it has glibc give back all that is free in the
+process (``malloc_trim``), and messages are freed on the event loop: at a thousand ranks every 20 seconds or so, for 10
+to 70 ms of CPU while a plan is made. So the same is done every second beside the loop, and leaves little of it.
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import ctypes
 import sys
+from collections.abc import Callable
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""As in glibc's ``malloc.h``."""
-_KEPT_BYTES = 16 << 20
-"""Free at the end of one thread's memory before it is given back without being asked for."""
-_MAPPED_BYTES = 1 << 20
-"""From which on memory is taken from the system piece by piece; by default glibc raises that to 32 MB as it goes."""
+_SECONDS = 1.0
 
 
-def bound_trimming() -> bool:
-    """Leave little that is free for ``malloc_trim`` to give back, on Linux with glibc; whether that could be done."""
+def trimming() -> Callable[[int], int] | None:
+    """glibc's ``malloc_trim``, which other threads need not wait for; ``None`` where there is none."""
     if sys.platform != "linux":
-        return False
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        return bool(mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES) and mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES))
-    return False
+        return None
+    try:
+        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):
+        return None
+    return trim
+
+
+async def keep_trims_short() -> None:
+    """Give back what is free every second, on a thread of its own, for as long as this runs."""
+    trim = trimming()
+    while trim is not None:
+        await asyncio.sleep(_SECONDS)
+        await asyncio.to_thread(trim, 0)

@@ -21,7 +21,7 @@ from eplb_service.control.server.access.credentials import Credentials, shared_t
 from eplb_service.control.server.access.gate import Gate
 from eplb_service.control.server.access.in_flight import InFlight
 from eplb_service.control.server.access.quotas import Quotas
-from eplb_service.control.server.allocator import bound_trimming
+from eplb_service.control.server.allocator import keep_trims_short
 from eplb_service.control.server.deciding.priors import PriorError
 from eplb_service.control.server.garbage import keep_collections_short, leave_out_what_lives
 from eplb_service.control.server.grpc_server import bound, certificates_of, grpc_server
@@ -140,7 +140,6 @@ async def serve_until_stopped(settings: ServiceSettings, announce: Callable[[Run
     Where a lease is named, wait until it is held; raises ``LeaseError`` where it can be no lease, and
     ``LeaseLostError`` where it is lost.
     """
-    bound_trimming()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -177,9 +176,9 @@ async def _lead(
         if service.warm.done():
             service.warm.result()
             _log.info("settled", objects=leave_out_what_lives())
-            short = asyncio.create_task(keep_collections_short())
+            short = [asyncio.create_task(keep()) for keep in (keep_collections_short, keep_trims_short)]
             await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
-            await _cancel(short)
+            await _cancel(*short)
         await _cancel(*over)
         _log.info("stopping")
     if service.plane.decider.computing:
