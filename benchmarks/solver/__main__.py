@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -51,6 +52,7 @@ def main() -> int:
     with console.status("compiling the solver's kernels, once"):
         warm_up(threads=1)
     began = time.monotonic()
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         results = _measured(chosen, console)
     finally:
@@ -71,8 +73,15 @@ def main() -> int:
     return 0
 
 
+def _interrupt(number: int, _frame: object) -> None:
+    """A time limit set from outside ends it as Ctrl-C does: with what was measured until then."""
+    # Some send the signal twice.
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def _measured(chosen: Sequence[Section], console: Console) -> dict[str, Any]:
-    """The rows of each section; after Ctrl-C those that there are."""
+    """The rows of each section; after Ctrl-C or SIGTERM those that there are."""
     results: dict[str, Any] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[row]}"), console=console) as progress:
@@ -113,7 +122,7 @@ def _effort(options: argparse.Namespace) -> Effort:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.solver", description=__doc__)
     add = parser.add_argument
-    add("--quick", action="store_true", help="about a minute: one shape, one seed, short loops")
+    add("--quick", action="store_true", help="about two minutes: one shape, one seed, short loops")
     add("--only", nargs="+", choices=GROUPS, default=list(GROUPS), help="measure these alone")
     add("--peers", nargs="*", choices=list(PEERS), default=list(PEERS), help="peers that take part")
     add("--index", default=INDEX, help="package index that peers are fetched from, once")

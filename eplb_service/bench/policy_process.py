@@ -6,6 +6,7 @@ Ours and the peers run in the same kind of process, one thread each, and are ask
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -73,6 +74,8 @@ class PolicyProcess:
 
 def _serve(connection: Connection) -> None:
     """What the process does: decide until nobody asks any more."""
+    # Ctrl-C reaches both processes; the one that started this one ends it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     policy: Policy | None = None
     while True:
         try:
