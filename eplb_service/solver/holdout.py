@@ -2,6 +2,11 @@
 
 The gap between the window seen and the next one is larger than the gap between solvers, and moves that chase bursts
 win nothing. So the window itself says, per layer, whether to keep, retune or move, and how much a move must win.
+FlashLB takes what fits its window best.
+
+References
+----------
+L. J. Tashman, *Out-of-Sample Tests of Forecasting Accuracy: An Analysis and Review*, 2000.
 """
 
 from __future__ import annotations
