@@ -135,7 +135,8 @@ def counterfactual(
     gain = _widened(gain_of(left_T1, serving_T1), price)
     if not gain.known:
         return None
-    cost = SplitCost.of(settings, serving.placement.ranks, window.experts)
+    choices = float(window.heat_TLE.sum(axis=2).mean())
+    cost = SplitCost.of(settings, serving.placement.ranks, window.experts, choices)
     if cost is not None:
         ways = serving, found, *others
         unsplit_TL = _fastest([step_us(window, way, EVEN, price) for way in ways])

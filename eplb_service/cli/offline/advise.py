@@ -19,7 +19,7 @@ from eplb_service.cli.offline.warmup import compile_solver
 from eplb_service.cli.options.groups import option_groups
 from eplb_service.cli.options.layout import CostOptions, RankOptions, slots_of_redundant
 from eplb_service.cli.options.planner import takes_planner_settings
-from eplb_service.cli.options.trace import HeatOption, ReadingOptions, check_tokens
+from eplb_service.cli.options.trace import HeatOption, ReadingOptions, check_tokens, choices_per_step
 from eplb_service.cli.output.console import output_console
 from eplb_service.cli.output.json_out import print_json, write_json
 from eplb_service.cli.output.tables import compact_table
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from eplb_service.replay.result import Replay
 
 _BAR = 18
-_SAMPLED_STEPS = 64
 
 
 @dataclass(frozen=True)
@@ -87,10 +86,10 @@ def advise(
 
     file = TraceFile(heat, reading.reading())
     trace = file.open()
-    costs = cost.costs(settings, group.ranks, trace.experts)
     with naming(heat):
         check_tokens(heat, trace)
-        choices = _choices_per_step(trace)
+        choices = choices_per_step(trace)
+    costs = cost.costs(settings, group.ranks, trace.experts, choices)
     scene = Scene(group.topology(trace), costs)
     width = trial.window or max(1, min(256, trace.steps // 4))
     slots = _slots(trace.experts, group.ranks, trial.redundant)
@@ -135,12 +134,6 @@ def _slots(experts: int, ranks: int, redundant: str | None) -> list[int]:
     if redundant is None:
         return [count for count in (least, least + 1, least + 2, least + 4) if count <= experts]
     return slots_of_redundant(experts, ranks, redundant)
-
-
-def _choices_per_step(trace: Trace) -> float:
-    """Tokens over all experts of a layer in a step, mean over a few steps."""
-    heat_TLE = trace.heat(0, min(trace.steps, _SAMPLED_STEPS))
-    return float(heat_TLE.sum(axis=2).mean())
 
 
 def _print(

@@ -27,6 +27,8 @@ class SplitCostDocument(Document):
     """Counts that each rank receives from all others."""
     stated: bool
     """Whether ``split_overhead_us`` was set; otherwise it is assumed."""
+    rounds: int
+    """Those that the layer takes in a step as large, of which the assumed microseconds grow."""
 
 
 class SolveDocument(Document):

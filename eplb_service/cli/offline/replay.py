@@ -18,7 +18,7 @@ from eplb_service.cli.offline.warmup import compile_solver
 from eplb_service.cli.options.groups import option_groups
 from eplb_service.cli.options.layout import CostOptions, RankOptions, SlotOptions
 from eplb_service.cli.options.planner import takes_planner_settings
-from eplb_service.cli.options.trace import HeatOption, ReadingOptions, check_tokens
+from eplb_service.cli.options.trace import HeatOption, ReadingOptions, check_tokens, choices_per_step
 from eplb_service.cli.output.console import output_console
 from eplb_service.cli.output.json_out import print_json, write_json
 from eplb_service.io.open_trace import naming
@@ -148,9 +148,10 @@ def replay(
 
     file = TraceFile(heat, reading.reading())
     trace = file.open()
-    costs = cost.costs(settings, group.ranks, trace.experts)
     with naming(heat):
         check_tokens(heat, trace)
+        choices = choices_per_step(trace)
+    costs = cost.costs(settings, group.ranks, trace.experts, choices)
     counts = slots.counts(trace.experts, group.ranks)
     start = slots.start(trace, group.ranks)
     prior_TLE = slots.prior_heat(trace, reading.reading())

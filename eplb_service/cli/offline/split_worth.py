@@ -47,7 +47,8 @@ class SplitWorth:
         by_tables: Solution,
     ) -> SplitWorth | None:
         """``None`` where no layer has tokens."""
-        cost = SplitCost.of(settings, solved.ranks, solved.experts)
+        choices = float(heat_TLE.sum(axis=2).mean())
+        cost = SplitCost.of(settings, solved.ranks, solved.experts, choices)
         if cost is None or solution.ms_after is None or by_tables.ms_after is None:
             return None
         ms = cost.ms_of_step(solved.layers)

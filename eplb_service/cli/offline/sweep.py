@@ -17,7 +17,7 @@ from eplb_service.cli.offline.warmup import compile_solver
 from eplb_service.cli.options.groups import option_groups
 from eplb_service.cli.options.layout import CostOptions, RankOptions, SlotOptions
 from eplb_service.cli.options.planner import takes_planner_settings
-from eplb_service.cli.options.trace import ReadingOptions, check_tokens
+from eplb_service.cli.options.trace import ReadingOptions, check_tokens, choices_per_step
 from eplb_service.cli.output.console import output_console
 from eplb_service.cli.output.json_out import print_json, write_json
 from eplb_service.io.open_trace import KNOWN, naming
@@ -159,6 +159,7 @@ def _cells(
     trace = file.open()
     with naming(path):
         check_tokens(path, trace)
+        choices = choices_per_step(trace)
     try:
         counts = SlotOptions(varied.slots, varied.redundant).counts(trace.experts, group.ranks)
         windows = whole_numbers("--window", varied.window)
@@ -166,7 +167,8 @@ def _cells(
         # All setups score the same steps: those after the latest first decision.
         start = max(setup.schedule.first for setup in setups)
         for choice, chosen in settings:
-            scene = Scene(group.topology(trace), cost.costs(chosen, group.ranks, trace.experts))
+            costs = cost.costs(chosen, group.ranks, trace.experts, choices)
+            scene = Scene(group.topology(trace), costs)
             for setup in setups:
                 shifted = replace(setup, schedule=replace(setup.schedule, start=start))
                 jobs = jobs_for(policies_of(varied.policy), [shifted], chosen, hindsight=varied.hindsight)

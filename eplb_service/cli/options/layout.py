@@ -174,12 +174,12 @@ class CostOptions:
         }
         return {name: value for name, value in stated.items() if value is not None}
 
-    def costs(self, settings: PlannerSettings, ranks: int, experts: int) -> Costs:
-        """The same for a replay, with what tokens and a stepwise split cost.
+    def costs(self, settings: PlannerSettings, ranks: int, experts: int, choices: float) -> Costs:
+        """The same for a replay, with what tokens and a stepwise split cost in steps of so many choices.
 
         Raises ``ReplayError`` on a value out of bounds.
         """
-        split = SplitCost.of(settings, ranks, experts)
+        split = SplitCost.of(settings, ranks, experts, choices)
         return replace(Costs(curve=settings.cost_curve, split=split), **self.given())  # type: ignore[arg-type]
 
     def assumptions(self, costs: Costs) -> tuple[Assumption, ...]:

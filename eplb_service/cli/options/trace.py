@@ -69,3 +69,9 @@ def check_tokens(path: Path, trace: Trace) -> None:
         if trace.heat(first, min(trace.steps, first + _STEPS_READ)).any():
             return
     raise UserError(f"{path}: all of its {trace.steps} steps hold zero tokens; record while the model serves")
+
+
+def choices_per_step(trace: Trace) -> float:
+    """Tokens over all experts of a layer in a step, mean over a few steps."""
+    heat_TLE = trace.heat(0, min(trace.steps, _STEPS_READ))
+    return float(heat_TLE.sum(axis=2).mean())
