@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.scale.asking import asked_by
 from benchmarks.scale.holds import Holds, watched
 from eplb_service.control.server.allocator import keep_trims_short
 from eplb_service.control.server.garbage import keep_collections_short, leave_out_what_lives
@@ -115,14 +116,6 @@ async def _run(pipe: Connection, flags: dict[str, Any], holds: Holds) -> None:
         asyncio.get_running_loop().remove_reader(pipe.fileno())
         for task in short:
             task.cancel()
-
-
-def asked_by(pipe: Connection) -> Any:
-    """What the measuring process asks for; ``None`` where it is gone."""
-    try:
-        return pipe.recv()
-    except EOFError:
-        return None
 
 
 def _reading(service: RunningService, holds: Holds) -> Reading:

@@ -15,8 +15,8 @@ from typing import Any
 
 import grpc
 
+from benchmarks.scale.asking import asked_by
 from benchmarks.scale.heat import Scale, drawn_reports
-from benchmarks.scale.measured_service import asked_by
 from eplb_service.placement import combine_digests, layer_digest
 from eplb_service.wire.codec import MAX_MESSAGE_BYTES
 from eplb_service.wire.generated import agent_pb2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import multiprocessing
 import time
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from benchmarks.scale import __main__ as scale_run
 from benchmarks.scale.__main__ import measure
+from benchmarks.scale.asking import asked_by
 from benchmarks.scale.heat import Scale, drawn_reports
 from benchmarks.scale.holds import LONG_SECONDS, watched
 from benchmarks.scale.measured import Held, Measured
@@ -137,3 +139,10 @@ def test_a_small_deployment_is_held_with_nothing_lost() -> None:
     assert len(found.resident_mb) == 11
     assert found.plan_ms is not None
     assert 0 <= found.plan_ms[0] <= found.plan_ms[1]
+
+
+def test_whoever_was_started_hears_that_the_measuring_process_is_gone() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    ours.send("tally")
+    ours.close()
+    assert [asked_by(theirs), asked_by(theirs)] == ["tally", None]
