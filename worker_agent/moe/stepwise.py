@@ -32,10 +32,10 @@ from worker_agent.moe.rank_group import RankGroup
 from worker_agent.moe.stepwise_tables import most_shared, split_tables, ways_to_round
 from worker_agent.moe.turns import places
 
-ROUNDS = 20
+ROUNDS = 22
 """Of product and projection, in steps of up to ``_FEW_CHOICES``; ``docs/stepwise.md`` has how far from the optimum
 fewer and more end."""
-_MORE_ROUNDS = 28
+_MORE_ROUNDS = 26
 """For a step of four times as many choices."""
 _FEW_CHOICES = 8192
 UNKNOWN_CHOICES = 4 * _FEW_CHOICES
