@@ -189,7 +189,7 @@ def solve_many(
         try:
             if curve is not None and steps_LNE is not None:
                 both = WindowHeat(heat_LNE[layer], np.ascontiguousarray(steps_LNE[layer], dtype=np.float64))
-                return solve_layer_for_time(both, place, mine, curve, min_gain, unplaced)
+                return solve_layer_for_time(both, place, mine, curve, min_gain, unplaced, half_life_H)
             return solve_by_node(*asked, expert_groups) if expert_groups else solve_layer(*asked)
         except Exception as error:  # one layer's failure must not spoil the others
             return SolverError(f"{type(error).__name__}: {error}")

@@ -84,3 +84,12 @@ def shares_of_sources(sources: int, experts: int, kind: str, seed: int) -> np.nd
         share_GE[generator.integers(0, sources, experts), np.arange(experts)] = 0
         share_GE /= share_GE.sum(axis=0)
     return np.ascontiguousarray(share_GE, dtype=np.float32)
+
+
+def with_bursts_of(episodes: int, experts: int, seed: int) -> np.ndarray:
+    """Heat ``[N, E]`` that stays, but for each expert's bursts: four times as much for eight episodes now and then."""
+    generator = np.random.default_rng(seed)
+    base_E = generator.gamma(2.0, 100.0, experts)
+    start_NE = generator.random((episodes + 8, experts)) < 0.02
+    on_NE = np.stack([start_NE[n : n + 8].any(axis=0) for n in range(episodes)])
+    return generator.poisson(base_E * np.where(on_NE, 4.0, 1.0)).astype(float)

@@ -20,7 +20,7 @@ from eplb_service.solver.forecast import (
     trimmed_mean,
 )
 from eplb_service.solver.model import heat_of
-from tests.solver.layers_of import heat_of_kind
+from tests.solver.layers_of import heat_of_kind, with_bursts_of
 from tests.solver.slow import forecast as slow
 from tests.solver.slow import heat
 
@@ -114,21 +114,12 @@ def test_stationary_heat_does_not_fade_and_a_jump_does() -> None:
     assert choose_forecast(halves_of(jumping_NE, RANKS), half_life_H).half_life == 1.0
 
 
-def bursty(episodes: int, experts: int, seed: int) -> np.ndarray:
-    """Heat that stays, but for each expert's bursts: four times as much for eight episodes now and then."""
-    generator = np.random.default_rng(seed)
-    base_E = generator.gamma(2.0, 100.0, experts)
-    start_NE = generator.random((episodes + 8, experts)) < 0.02
-    on_NE = np.stack([start_NE[n : n + 8].any(axis=0) for n in range(episodes)])
-    return generator.poisson(base_E * np.where(on_NE, 4.0, 1.0)).astype(float)
-
-
 @SETTINGS
 @given(st.integers(1, 40), st.integers(1, 6), SEEDS, st.booleans())
 def test_the_trimmed_mean_is_of_the_half_with_least(
     episodes: int, experts: int, seed: int, with_bursts: bool
 ) -> None:
-    seen = heat_of((bursty if with_bursts else drifting)(episodes, experts, seed), RANKS)
+    seen = heat_of((with_bursts_of if with_bursts else drifting)(episodes, experts, seed), RANKS)
     scaled_EN, share_N = as_floats(seen)
     wanted_E = slow.trimmed_mean(scaled_EN, share_N)
     np.testing.assert_allclose(trimmed_mean(seen), wanted_E, rtol=1e-4, atol=1e-6)
@@ -141,7 +132,9 @@ def test_the_trimmed_mean_is_of_the_half_with_least(
 
 def test_bursts_are_left_out_of_what_is_expected_and_drift_is_not() -> None:
     half_life_H = np.array([math.inf, 16.0, 4.0])
-    chosen = [choose_forecast(halves_of(bursty(64, 64, seed), RANKS), half_life_H) for seed in range(8)]
+    chosen = [
+        choose_forecast(halves_of(with_bursts_of(64, 64, seed), RANKS), half_life_H) for seed in range(8)
+    ]
     assert sum(forecast.trimmed for forecast in chosen) >= 7
     base_NE, walking_NE = np.full((64, 64), 5.0), drifting(64, 64, 1)
     for heat_NE in (base_NE, walking_NE):
@@ -150,7 +143,7 @@ def test_bursts_are_left_out_of_what_is_expected_and_drift_is_not() -> None:
 
 def test_means_are_not_trimmed_of_few_episodes_or_where_that_is_switched_off() -> None:
     half_life_H = np.array([math.inf])
-    heat_NE = bursty(2 * FEWEST_TO_TRIM, 64, 5)
+    heat_NE = with_bursts_of(2 * FEWEST_TO_TRIM, 64, 5)
     assert choose_forecast(halves_of(heat_NE, RANKS), half_life_H).trimmed
     assert not choose_forecast(halves_of(heat_NE, RANKS), half_life_H, trim=False).trimmed
     few = halves_of(heat_NE[:-1], RANKS)._replace(newer=halves_of(heat_NE, RANKS).newer)

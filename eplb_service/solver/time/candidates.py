@@ -35,7 +35,7 @@ from eplb_service.solver.time.replicas import filled, stages
 from eplb_service.solver.time.tables import cool_tables, even_tables, one_replica_each, used_slots
 from eplb_service.solver.topology import keep_slots, match_ranks
 
-_SEARCHED = 2
+_SEARCHED = 3
 """Replica counts whose greedy placement is searched further."""
 _TABLE_MOVES = 256
 """Moves of sources after which tables are left as they are."""

@@ -3,8 +3,9 @@
 Every candidate is judged by its time: what serves now, the same with other tables, swaps from there, placements from
 scratch for time and for balanced tokens. What is placed from scratch never takes longer, on the window, than what
 serves or than balanced tokens; and it departs from balanced tokens only if, fitted to either half of the window, that
-was faster on the other half. From a placement that was made for heat, a change must pay on the newer half as well, as
-in ``holdout``.
+was faster on the other half. Tokens are balanced as without a curve: for what experts have between bursts, where that
+forecasts better (``forecast``). From a placement that was made for heat, a change must pay on the newer half as well,
+as in ``holdout``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 
 from eplb_service.solver.candidates import from_scratch
 from eplb_service.solver.decision import Answer
+from eplb_service.solver.forecast import Forecast, choose_forecast, forecast_heat, halves_of
 from eplb_service.solver.holdout import FEWEST_EPISODES, PRICE_LADDER, is_sure
 from eplb_service.solver.model import (
     FRESH,
@@ -42,6 +44,7 @@ from eplb_service.solver.time.candidates import (
 )
 from eplb_service.solver.time.evaluation import Curve, steps_of
 
+_NO_FADING = np.array([np.inf])
 _HARDLY = 0.001
 """Part of the time by which another way must be faster than balanced tokens on heat that neither was fitted to."""
 _SURE = 2.0
@@ -74,6 +77,7 @@ def solve_layer_for_time(
     curve: Curve,
     min_gain: float,
     unplaced: bool,
+    half_life_H: Float64 = _NO_FADING,
 ) -> Answer:
     """Decide one layer.
 
@@ -81,7 +85,7 @@ def solve_layer_for_time(
     ----------
     heat
         Its episodes and single steps.
-    deployed, params, min_gain, unplaced
+    deployed, params, min_gain, unplaced, half_life_H
         As for ``decision.solve_layer``; ``move_price`` and ``min_gain`` are parts of the time of even ranks.
     curve
         What tokens cost.
@@ -91,16 +95,18 @@ def solve_layer_for_time(
     Answer
         Its ratios are of times: the slowest rank's over that of perfectly even ranks without replicas.
     """
-    seen = _timed(heat, deployed, curve)
+    forecast = _between_bursts(heat, deployed, params, half_life_H)
+    seen = _timed(heat, deployed, curve, forecast)
     now = Candidate(deployed.phy2log_RS, deployed.log2phy_GE, 0.0, 0)
     now = now._replace(par=_ratio(now, seen, params))
     tables = retabled(deployed.phy2log_RS, seen, params)
-    halves = heat.halves() if heat.episodes_NE.shape[0] >= FEWEST_EPISODES else None
-    way = _FOR_TIME if halves is None else _lasting_way(*halves, deployed, params, curve)
+    parts = heat.halves() if heat.episodes_NE.shape[0] >= FEWEST_EPISODES else ()
+    halves = [_timed(half, deployed, curve, forecast) for half in parts]
+    way = _lasting_way(halves[0], halves[1], params) if halves else _FOR_TIME
     fresh = min((now, tables, placed(seen, params, way)), key=_par)
 
     def answer(found: Candidate, taken: int) -> Answer:
-        return Answer(found, now.par, fresh, float("inf"), taken)
+        return Answer(found, now.par, fresh, float("inf"), taken, trimmed=forecast.trimmed)
 
     if unplaced:
         return answer(fresh, KEEP if fresh is now else TABLES if fresh is tables else FRESH)
@@ -108,8 +114,8 @@ def solve_layer_for_time(
         return answer(now, KEEP)
     params = params._replace(move_price=params.move_price * now.par)
     most = FRESH
-    if params.holdout and halves is not None:
-        older, newer = (_timed(half, deployed, curve) for half in halves)
+    if params.holdout and halves:
+        older, newer = halves[0], halves[1]
         fitted = courses(older, now, params, FRESH, way)
         judged = [
             (one._replace(par=_ratio(one, newer, params)), kind)
@@ -121,15 +127,13 @@ def solve_layer_for_time(
     return answer(found, taken)
 
 
-def _lasting_way(
-    older: WindowHeat, newer: WindowHeat, deployed: Deployed, params: SearchParams, curve: Curve
-) -> int:
+def _lasting_way(older: TimedLayer, newer: TimedLayer, params: SearchParams) -> int:
     """The way to place from scratch that, fitted to either half, is clearly faster on the other; else balanced.
 
     Not to the older one alone: where heat moves, placements that are alike on one stretch of steps differ on another
     by more than those steps scatter.
     """
-    halves = _timed(older, deployed, curve), _timed(newer, deployed, curve)
+    halves = (older, newer)
     if not all(half.steps.weight_N.any() for half in halves):
         return _FOR_TIME
     ways: Sequence[int] = (_RETABLED, _FOR_TIME) if params.tables == SOLVED else (_FOR_TIME,)
@@ -210,9 +214,21 @@ def _cheapest(
     return best, taken
 
 
-def _timed(heat: WindowHeat, deployed: Deployed, curve: Curve) -> TimedLayer:
-    layer = Layer(heat_of(heat.episodes_NE, deployed.phy2log_RS.shape[0]), deployed)
-    return timed(layer, steps_of(heat.steps_NE), curve)
+def _between_bursts(
+    heat: WindowHeat, deployed: Deployed, params: SearchParams, half_life_H: Float64
+) -> Forecast:
+    """What tokens are balanced for: all heat that is known, but for bursts."""
+    if heat.episodes_NE.shape[0] >= FEWEST_EPISODES:
+        halves = halves_of(heat.episodes_NE, deployed.phy2log_RS.shape[0])
+        chosen = choose_forecast(halves, half_life_H, params.trimmed_mean)
+        if chosen.trimmed:
+            return chosen
+    return Forecast(float("inf"), 0.0)
+
+
+def _timed(heat: WindowHeat, deployed: Deployed, curve: Curve, forecast: Forecast) -> TimedLayer:
+    seen = heat_of(heat.episodes_NE, deployed.phy2log_RS.shape[0])
+    return timed(Layer(forecast_heat(seen, forecast, 0.0), deployed), steps_of(heat.steps_NE), curve)
 
 
 def _par(candidate: Candidate) -> float:

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.placement import Placement
 from eplb_service.solver.candidates import from_scratch
-from eplb_service.solver.decision import Answer
+from eplb_service.solver.decision import Answer, solve_layer
 from eplb_service.solver.model import EVEN, KEEP, RULE, SOLVED, Deployed, Layer, SearchParams, heat_of, homes
+from eplb_service.solver.time.candidates import timed
 from eplb_service.solver.time.decision import WindowHeat, _lasting_way, solve_layer_for_time
 from eplb_service.solver.time.evaluation import Curve, even_us, steps_of
 from eplb_service.solver.time.replicas import filled, stages
 from tests.solver.asked import SEARCH, assert_servable
-from tests.solver.layers_of import cases
+from tests.solver.layers_of import cases, with_bursts_of
 from tests.solver.slow import time as plain_time
 from tests.solver.time.test_evaluation import CURVE, CURVES, TIMED_KINDS
 
@@ -57,6 +58,20 @@ def test_answers_are_servable_and_never_slower(case, curve, tables, unplaced, ho
         balanced = from_scratch(layer, params)
         by_tokens = realised(case.heat_NE, balanced.phy2log_RS, balanced.log2phy_GE, deployed, tables, curve)
         assert after <= by_tokens * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_where_experts_have_bursts_tokens_are_balanced_as_without_a_curve(seed):
+    heat_NE, deployed = with_bursts_of(64, 64, seed), deployed_of(64, 8, 10)
+    params = SearchParams(z=1.4, local_search_steps=500, tables=SOLVED)
+    by_tokens = solve_layer(heat_NE, deployed, params, np.array([np.inf]), 0.0, True)
+    answer = solve_layer_for_time(WindowHeat(heat_NE, heat_NE), deployed, params, CURVE, 0.0, True)
+    assert by_tokens.trimmed == answer.trimmed
+    us = [
+        realised(heat_NE, one.found.phy2log_RS, one.found.log2phy_GE, deployed, SOLVED, CURVE)
+        for one in (by_tokens, answer)
+    ]
+    assert us[1] <= us[0] * (1 + 1e-4)
 
 
 def answered(
@@ -135,12 +150,13 @@ def drifting(seed: int) -> np.ndarray:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_way_must_be_clearly_faster_on_either_half(seed):
-    older, newer = WindowHeat(*[drifting(seed)] * 2).halves()
+    heat_NE, deployed = drifting(seed), deployed_of(64, 8, 10)
+    older, newer = (
+        timed(Layer(heat_of(part_NE, 8), deployed), steps_of(part_NE), CURVE)
+        for part_NE in (heat_NE[:32], heat_NE[32:])
+    )
     params = SearchParams(z=1.4, local_search_steps=500, tables=SOLVED)
-    ways = [
-        _lasting_way(*halves, deployed_of(64, 8, 10), params, CURVE)
-        for halves in ((older, newer), (newer, older))
-    ]
+    ways = [_lasting_way(*halves, params) for halves in ((older, newer), (newer, older))]
     assert ways[0] == ways[1]
 
 
