@@ -7,8 +7,8 @@ them over: so the local search lowers a smooth maximum, in which a rank's risk x
 where it lies above the base (its *pressure*).
 
 Ours departs from FlashLB in that z is no fixed number but where the hottest of so many ranks is expected (Blom's
-formula, ``planner``), and in that the mean may lean to the newest episodes (``holdout``). What is reported is the
-realised ratio, the mean over the episodes of the hottest rank's load, not the objective.
+formula, ``planner``), and in that the mean may lean to the newest episodes, or leave bursts out (``forecast``). What is
+reported is the realised ratio, the mean over the episodes of the hottest rank's load, not the objective.
 
 References
 ----------

@@ -1,7 +1,7 @@
 """Exchanges of one expert's spare replica for another's.
 
 An exchange gives one slot to an expert of the hot rank, and with it every rank that holds either expert carries another
-share of its tokens.
+share of its tokens. This project's own: replica counts need not be right before experts are placed.
 """
 
 from __future__ import annotations

@@ -6,6 +6,12 @@ on the scale of the risks as they are. That scale follows the risks, so a single
 going on from there pays: with such steps undone, placements of 256 experts on 32 ranks x 9 slots were up to 1.1 %
 hotter (phased and bursty heat, seeds 1 and 2). What is returned is the lowest point of the whole search, so it is never
 above the start.
+
+The search is this project's own, of a well-known kind.
+
+References
+----------
+E. Aarts, J. K. Lenstra (editors), *Local Search in Combinatorial Optimization*, 1997.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Tokens that leave their node cross the slower network, and which replica a source uses is free where balance stays. So
 each part (one source, one expert) that leaves its node although a replica is there is brought home, alone or in
-exchange for another source's part, as long as the peak-to-average ratio stays at or below what it was.
+exchange for another source's part, as long as the peak-to-average ratio stays at or below what it was. This
+project's own: a source that always takes the nearest replica, as SGLang's static dispatch does, may spoil the balance.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Swaps of experts at the shares that their tables really give, each with its sources."""
+"""Swaps of experts at the shares that their tables really give, each with its sources; this project's own.
+
+The local search takes shares as even. A few sources cannot split an expert's tokens evenly over many replicas, so what
+it found is improved once more at the shares that the solved tables give.
+"""
 
 from __future__ import annotations
 
