@@ -7,17 +7,26 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
+from eplb_service.cli.repeated import check_repeated
+
 ARGUMENTS, OPTIONS = "Arguments", "Options"
 """Headings of what belongs to no section of its own; they come first."""
 
 
 class HelpCommand(TyperCommand):
-    """A command whose help lists its options by section.
+    """A command whose help lists its options by section, and that refuses an option given twice.
 
     ``examples`` are lines of the shell that show it in use.
     """
 
     examples: Sequence[str] = ()
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments, once none of them repeats an option."""
+        if not ctx.resilient_parsing:
+            check_repeated(self, ctx, args)
+        parsed: list[str] = super().parse_args(ctx, args)
+        return parsed
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options, each section under its heading, in the order in which the command declares them."""

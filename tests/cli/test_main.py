@@ -75,6 +75,41 @@ def test_wrong_arguments_end_in_one_line(capsys, arguments, message):
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["replay", "--heat", "x.npz", "--ranks", "4", "--policy", "none", "--policy=deepseek"],
+            "--policy is given twice; write its values with commas between them (see 'eplb replay --help')",
+        ),
+        (["sweep", "x", "--ranks", "4", "--interval", "8", "--interval", "16"], "with commas between them"),
+        (
+            ["solve", "--heat", "x", "--ranks", "4", "--ranks", "8", "--ranks=2"],
+            "given 3 times; give it once",
+        ),
+        (
+            ["replay", "--heat", "x", "--hindsight", "--no-hindsight"],
+            "--hindsight/--no-hindsight is given twice",
+        ),
+        (["trace", "slice", "x", "--steps", "0:1", "--steps", "3:4"], "--steps is given twice; give it once"),
+        (["serve", "--listen", "a:1", "--listen", "b:1"], "--listen is given twice; give it once"),
+    ],
+)
+def test_an_option_given_twice_never_keeps_just_the_last(capsys, arguments, message):
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_what_may_be_repeated_is_not_refused(capsys):
+    code, _, err = run(
+        capsys, "sweep", "x", "--ranks", "4", "--set", "gain=1", "--set", "horizon=2", "--json", "--json"
+    )
+    assert code == 2
+    assert "twice" not in err
+
+
 def command_that_raises(monkeypatch, error):
     def load(name):
         raise error

@@ -23,6 +23,7 @@ from eplb_service.cli.options.trace import HeatOption, ReadingOptions, check_tok
 from eplb_service.cli.output.console import output_console
 from eplb_service.cli.output.json_out import print_json, write_json
 from eplb_service.cli.output.tables import compact_table
+from eplb_service.cli.repeated import SEVERAL
 from eplb_service.io.open_trace import naming
 from eplb_service.io.trace import Trace
 from eplb_service.planner.options import planner_settings
@@ -45,7 +46,9 @@ class TrialOptions:
 
     redundant: Annotated[
         str | None,
-        typer.Option(help="Redundant experts per layer to try, with commas; a few by default."),
+        typer.Option(
+            metavar=SEVERAL, help="Redundant experts per layer to try, with commas; a few by default."
+        ),
     ] = None
     window: Annotated[
         int | None,

@@ -19,6 +19,7 @@ from eplb_service.cli.options.trace import HeatOption, ReadingOptions, check_tok
 from eplb_service.cli.output.console import output_console
 from eplb_service.cli.output.json_out import print_json
 from eplb_service.cli.output.tables import compact_table
+from eplb_service.cli.repeated import SEVERAL
 from eplb_service.io.open_trace import naming, open_trace
 from eplb_service.placement import check_shape
 
@@ -42,7 +43,8 @@ class PeerOptions:
     peers: Annotated[
         str,
         typer.Option(
-            help="Packages whose balancers take part: vllm, vllm-ascend, sglang, with commas; or none."
+            metavar=SEVERAL,
+            help="Packages whose balancers take part: vllm, vllm-ascend, sglang, with commas; or none.",
         ),
     ] = "vllm,vllm-ascend,sglang"
     fetch: Annotated[

@@ -20,6 +20,7 @@ from eplb_service.cli.options.groups import option_groups
 from eplb_service.cli.output.console import output_console
 from eplb_service.cli.output.json_out import print_json
 from eplb_service.cli.output.tables import compact_table
+from eplb_service.cli.repeated import SEVERAL
 from eplb_service.cost.curve import PHASES, CostCurve
 from eplb_service.cost.curve_file import plain_curve, write_curves
 from eplb_service.cost.fit import Measurements, fit_curve
@@ -51,9 +52,9 @@ class KernelOptions:
     SECTION: ClassVar = "Timing this machine's kernel"
 
     slots: Annotated[int, typer.Option(min=1, help="Experts of one rank.")] = 8
-    tokens: Annotated[str, typer.Option(help="Tokens in a busy slot to try, with commas.")] = (
-        "1,4,16,32,64,128,256"
-    )
+    tokens: Annotated[
+        str, typer.Option(metavar=SEVERAL, help="Tokens in a busy slot to try, with commas.")
+    ] = "1,4,16,32,64,128,256"
     device: Annotated[str, typer.Option(help="As torch names it: cpu, cuda:0, npu:0.")] = "cpu"
     repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each cell; the least time counts.")] = 7
     threads: Annotated[

@@ -21,6 +21,7 @@ from eplb_service.cli.options.planner import takes_planner_settings
 from eplb_service.cli.options.trace import HeatOption, ReadingOptions, check_tokens, choices_per_step
 from eplb_service.cli.output.console import output_console
 from eplb_service.cli.output.json_out import print_json, write_json
+from eplb_service.cli.repeated import SEVERAL
 from eplb_service.io.open_trace import naming
 from eplb_service.planner.options import planner_settings
 from eplb_service.planner.settings import POLICIES, PlannerSettings
@@ -45,18 +46,22 @@ class ComparisonOptions:
     policy: Annotated[
         str,
         typer.Option(
+            metavar=SEVERAL,
             help="Policies to score, with commas between: none, deepseek, flashlb, flashlb-no-tree and other ablations "
-            "('all' names them), or your module:function."
+            "('all' names them), or your module:function.",
         ),
     ] = ",".join(POLICIES)
     window: Annotated[
         str,
         typer.Option(
+            metavar=SEVERAL,
             help="Steps that a decision looks at, at most; beyond the interval only those with the heat of now. "
-            "Several with commas."
+            "Several with commas.",
         ),
     ] = "512"
-    interval: Annotated[str, typer.Option(help="Steps between decisions; several with commas.")] = "256"
+    interval: Annotated[
+        str, typer.Option(metavar=SEVERAL, help="Steps between decisions; several with commas.")
+    ] = "256"
     hindsight: Annotated[
         bool, typer.Option(help="Also fit a placement on the very steps served, and show the regret.")
     ] = True

@@ -20,6 +20,7 @@ from eplb_service.cli.options.planner import takes_planner_settings
 from eplb_service.cli.options.trace import ReadingOptions, check_tokens, choices_per_step
 from eplb_service.cli.output.console import output_console
 from eplb_service.cli.output.json_out import print_json, write_json
+from eplb_service.cli.repeated import SEVERAL
 from eplb_service.io.open_trace import KNOWN, naming
 from eplb_service.placement import PlacementError
 from eplb_service.planner.options import PlannerOption, number_or_auto, planner_options, planner_settings
@@ -38,19 +39,29 @@ class GridOptions:
     SECTION: ClassVar = "What is varied"
 
     policy: Annotated[
-        str, typer.Option(help="Policies, with commas between, as for `eplb replay`; 'all' names them.")
+        str,
+        typer.Option(
+            metavar=SEVERAL, help="Policies, with commas between, as for `eplb replay`; 'all' names them."
+        ),
     ] = "deepseek,flashlb"
     slots: Annotated[
-        str | None, typer.Option(help="Expert slots per rank and layer; several with commas.")
+        str | None,
+        typer.Option(metavar=SEVERAL, help="Expert slots per rank and layer; several with commas."),
     ] = None
     redundant: Annotated[
         str | None,
-        typer.Option(help="Slots per layer beyond one per expert, instead of --slots; several with commas."),
+        typer.Option(
+            metavar=SEVERAL,
+            help="Slots per layer beyond one per expert, instead of --slots; several with commas.",
+        ),
     ] = None
     window: Annotated[
-        str, typer.Option(help="Steps that a decision looks at, at most; several with commas.")
+        str,
+        typer.Option(metavar=SEVERAL, help="Steps that a decision looks at, at most; several with commas."),
     ] = "512"
-    interval: Annotated[str, typer.Option(help="Steps between decisions; several with commas.")] = "256"
+    interval: Annotated[
+        str, typer.Option(metavar=SEVERAL, help="Steps between decisions; several with commas.")
+    ] = "256"
     vary: Annotated[
         list[str] | None,
         typer.Option(

@@ -11,6 +11,7 @@ import typer
 from eplb_service.cli.errors import UserError, whole_numbers
 from eplb_service.cli.options.planner import NodesOption, TokenGroupOption, topology_of
 from eplb_service.cli.options.trace import check_tokens
+from eplb_service.cli.repeated import SEVERAL
 from eplb_service.heat.window import Counts
 from eplb_service.io.named_arrays import ReadAs
 from eplb_service.io.open_trace import naming, open_trace
@@ -64,11 +65,17 @@ class SlotOptions:
 
     slots: Annotated[
         str | None,
-        typer.Option(help="Expert slots per rank and layer, redundant ones included; replay takes several."),
+        typer.Option(
+            metavar=SEVERAL,
+            help="Expert slots per rank and layer, redundant ones included; replay takes several.",
+        ),
     ] = None
     redundant: Annotated[
         str | None,
-        typer.Option(help="Slots per layer beyond one per expert, instead of --slots; replay takes several."),
+        typer.Option(
+            metavar=SEVERAL,
+            help="Slots per layer beyond one per expert, instead of --slots; replay takes several.",
+        ),
     ] = None
     placement: Annotated[
         Path | None,
