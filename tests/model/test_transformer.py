@@ -21,7 +21,7 @@ from worker_agent.model.config import ModelConfig
 from worker_agent.model.decode import Decoder
 from worker_agent.model.expert_parallel import expert_parallel
 from worker_agent.model.transformer import ByteTransformer, attend_to_the_past
-from worker_agent.moe import DenseMoE, MoEShape
+from worker_agent.moe import DenseMoE, MoEShape, stepwise
 from worker_agent.moe.rank_group import RankGroup
 
 ROWS = 4
@@ -135,6 +135,28 @@ def test_every_way_through_the_experts_gives_the_same_bytes(
     for rank, part_BTV in enumerate(run_simulated(2, serve)):
         torch.testing.assert_close(part_BTV, expected_BTV[rank::2], rtol=0, atol=1e-6)
     assert not asked
+
+
+@pytest.mark.parametrize("dual_batch", [False, True])
+def test_a_split_by_step_takes_the_rounds_of_steps_so_large(
+    dual_batch: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By all-to-all ranks do not ask each other, and without the length they would take rounds for thousands."""
+    sizes: set[int] = set()
+    rounds_for = stepwise.rounds_for
+    monkeypatch.setattr(stepwise, "rounds_for", lambda choices: sizes.add(choices) or rounds_for(choices))
+    weights = Checkpoint(write_small_model(tmp_path / "small"))
+
+    def serve(group: RankGroup) -> None:
+        placement = Placement.linear(2, 8, 2, 5)
+        model, _ = expert_parallel(
+            weights, placement, group, dual_batch=dual_batch, split="step", most_rows=4
+        )
+        _decoded(model, _tokens(3 + group.rank, 2))
+
+    run_simulated(2, serve)
+    # Two ranks of four rows, or of two in each half, with two choices each.
+    assert sizes == {2 * 2 * 2 if dual_batch else 2 * 4 * 2}
 
 
 def test_the_dense_baseline_has_the_same_active_size() -> None:

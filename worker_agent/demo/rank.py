@@ -18,7 +18,7 @@ from eplb_service.placement import Placement
 from worker_agent.agent import Agent
 from worker_agent.demo.joining import await_service, joined
 from worker_agent.demo.progress import Progress
-from worker_agent.demo.routing import choices_per_token, deal, own_part
+from worker_agent.demo.routing import choices_per_token, deal, longest_part, own_part
 from worker_agent.demo.task import DemoTask
 from worker_agent.moe import ExpertParallelMoE, LayerOptions, MoEShape, seeded_experts
 from worker_agent.settings import AgentSettings
@@ -66,12 +66,16 @@ class DemoRank:
 
     def _one_step(self, step: int) -> None:
         routed = [self._routed(step, layer) for layer in range(len(self.live))]
+        lengths = [longest_part(counts_E, self.top_k, self.task.ranks) for counts_E in self.counts_TLE[step]]
         # By turns, so that neither set always finds warm caches.
         first, second = (self.live, self.still) if step % 2 else (self.still, self.live)
         outputs, seconds = {}, {}
         for layers in (first, second):
             began = time.perf_counter()
-            outputs[id(layers)] = [layer(*tokens) for layer, tokens in zip(layers, routed, strict=True)]
+            outputs[id(layers)] = [
+                layer(*tokens, length=length)
+                for layer, tokens, length in zip(layers, routed, lengths, strict=True)
+            ]
             if layers is self.live:
                 self.agent.step(tokens=len(routed[0][1]))
             seconds[id(layers)] = time.perf_counter() - began

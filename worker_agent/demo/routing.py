@@ -37,3 +37,8 @@ def own_part(choices_TK: Int64, rank: int, ranks: int) -> Int64:
     """The tokens that start on ``rank``: a nearly equal, contiguous part."""
     bounds = np.arange(ranks + 1) * choices_TK.shape[0] // ranks
     return choices_TK[bounds[rank] : bounds[rank + 1]]
+
+
+def longest_part(counts_E: npt.NDArray[np.integer], top_k: int, ranks: int) -> int:
+    """The most tokens that start on any of ``ranks``, where ``deal`` has dealt ``counts_E``."""
+    return -(-int(counts_E.sum()) // (top_k * ranks))

@@ -10,7 +10,7 @@ import torch
 from eplb_service.wire.heat import StepPhase
 from worker_agent.moe.layer import ExpertParallelMoE
 from worker_agent.moe.router import Router, balanced_choices
-from worker_agent.moe.shape import masked_outputs
+from worker_agent.moe.shape import MicroBatch, masked_outputs
 
 
 class FreeExpert(str, Enum):
@@ -50,6 +50,15 @@ def take_out(
     return FreeChoices(ids_TK, active_TK, (hidden_TH * weight_T1).to(hidden_TH.dtype))
 
 
+@dataclass(frozen=True)
+class BlockBatch:
+    """One rank's tokens of a step, or of one of a step's two parts; ``MoEBlock.forward`` describes them."""
+
+    hidden: torch.Tensor
+    logits: torch.Tensor
+    active_T: torch.Tensor | None = None
+
+
 class MoEBlock(torch.nn.Module):
     """What a model calls: hidden states and router logits in, the block's output out.
 
@@ -86,29 +95,99 @@ class MoEBlock(torch.nn.Module):
         *,
         active_T: torch.Tensor | None = None,
         phase: StepPhase | None = None,
+        dispatcher: str | None = None,
+        length: int | None = None,
         profile: bool = False,
     ) -> torch.Tensor:
-        """Outputs in the shape of ``hidden``, which is ``[T, H]`` or ``[batch, T, H]``; logits ``[..., E]``.
+        """Outputs in the shape of ``hidden``; raises ``ValueError`` as router and layer do.
 
-        ``active_T`` and ``phase`` are those of ``ExpertParallelMoE.forward``, over all tokens. With ``profile`` the
-        choices are balanced instead of the router's, and are no heat. Raises ``ValueError`` as router and layer do.
+        Parameters
+        ----------
+        hidden, logits
+            ``[T, H]`` or ``[batch, T, H]``, and ``[..., E]`` with the free experts behind the others.
+        active_T
+            bool, over all tokens: which are real.
+        phase, dispatcher, length
+            As for ``ExpertParallelMoE.forward``.
+        profile
+            Choices are balanced instead of the router's, and are no heat.
         """
-        hidden_TH, logits_TE = hidden.flatten(0, -2), logits.flatten(0, -2)
+        batch = BlockBatch(hidden, logits, active_T)
+        routed, free_TH = self._routed(batch, profile)
+        out_TH: torch.Tensor = self.layer(
+            routed.hidden_TH,
+            routed.topk_ids_TK,
+            routed.topk_weights_TK,
+            active=routed.active,
+            phase=phase,
+            dispatcher=dispatcher,
+            length=length,
+            profile=profile,
+        )
+        return _finished(batch, out_TH, free_TH, phase)
+
+    @torch.no_grad()
+    def forward_two(
+        self,
+        first: BlockBatch,
+        second: BlockBatch,
+        *,
+        phase: StepPhase | None = None,
+        dispatcher: str | None = None,
+        length: int | None = None,
+        profile: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two micro-batches as one step, as ``ExpertParallelMoE.forward_two`` takes them.
+
+        Parameters
+        ----------
+        first, second
+            The micro-batches.
+        phase, dispatcher, length, profile
+            As for ``forward``; ``length`` is that of either micro-batch.
+        """
+        batches = (first, second)
+        routed, free = zip(*(self._routed(batch, profile) for batch in batches), strict=True)
+        outputs = self.layer.forward_two(
+            routed[0], routed[1], phase=phase, dispatcher=dispatcher, length=length, profile=profile
+        )
+        one, two = (
+            _finished(batch, out_TH, free_TH, phase)
+            for batch, out_TH, free_TH in zip(batches, outputs, free, strict=True)
+        )
+        return one, two
+
+    def _routed(self, batch: BlockBatch, profile: bool) -> tuple[MicroBatch, torch.Tensor | None]:
+        """What the layer is to work on, and what free experts add to it; ``None`` where that is nothing."""
+        hidden_TH, logits_TE = batch.hidden.flatten(0, -2), batch.logits.flatten(0, -2)
         weights_TK, ids_TK = self.router(logits_TE)
         if profile:
-            tokens, top_k = ids_TK.shape
-            rank = self.layer.ep_rank
-            ids_TK = balanced_choices(tokens, self.layer.shape.experts, top_k, ids_TK.device, rank=rank)
+            ids_TK = self._balanced(*ids_TK.shape)
         if self._free_experts is None:
-            out_TH: torch.Tensor = self.layer(
-                hidden_TH, ids_TK, weights_TK, active=active_T, phase=phase, profile=profile
-            )
-            return out_TH.view(hidden.shape)
+            return MicroBatch(hidden_TH, ids_TK, weights_TK, batch.active_T), None
         free = take_out(hidden_TH, ids_TK, weights_TK, self.layer.shape.experts, self._free_experts)
-        active_TK = free.active_TK if active_T is None else free.active_TK & active_T.unsqueeze(1)
-        out_TH = self.layer(
-            hidden_TH, free.topk_ids_TK, weights_TK, active=active_TK, phase=phase, profile=profile
+        active_TK = free.active_TK
+        if batch.active_T is not None:
+            active_TK = active_TK & batch.active_T.unsqueeze(1)
+        return MicroBatch(hidden_TH, free.topk_ids_TK, weights_TK, active_TK), free.out_TH
+
+    def _balanced(self, tokens: int, top_k: int) -> torch.Tensor:
+        """Choices of the layer's own experts, of each rank's group alike where experts are grouped."""
+        layer = self.layer
+        return balanced_choices(
+            tokens,
+            layer.shape.experts,
+            top_k,
+            layer.w13_weight.device,
+            rank=layer.ep_rank,
+            groups=layer.ep_size if layer.rank_bound else 1,
         )
-        if free.out_TH is not None:
-            out_TH = out_TH + free.out_TH
-        return masked_outputs(out_TH, active_T, phase).view(hidden.shape)
+
+
+def _finished(
+    batch: BlockBatch, out_TH: torch.Tensor, free_TH: torch.Tensor | None, phase: StepPhase | None
+) -> torch.Tensor:
+    """A batch's outputs in the shape of its tokens, with what free experts add; zeros for padding."""
+    if free_TH is not None:
+        out_TH = out_TH + free_TH
+    return masked_outputs(out_TH, batch.active_T, phase).view(batch.hidden.shape)

@@ -118,6 +118,11 @@ class PlacedLayer(EplbState, ExpertTensors):
         """This rank's number among those of its group."""
         return self._group.rank
 
+    @property
+    def ep_size(self) -> int:
+        """How many ranks its group has."""
+        return self._group.size
+
     def regroup(
         self,
         ep_group: dist.ProcessGroup | RankGroup | None,

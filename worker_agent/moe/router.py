@@ -132,7 +132,14 @@ def grouped_routing(groups: int) -> RoutingFunction:
 
 
 def balanced_choices(
-    tokens: int, experts: int, top_k: int, device: torch.device, seed: int = 0, rank: int = 0
+    tokens: int,
+    experts: int,
+    top_k: int,
+    device: torch.device,
+    *,
+    seed: int = 0,
+    rank: int = 0,
+    groups: int = 1,
 ) -> torch.Tensor:
     """int32 ``[T, K]``: random choices as even as can be, for runs that measure memory and not a model.
 
@@ -149,11 +156,19 @@ def balanced_choices(
         Of the order of experts, the same on all ranks.
     rank
         Of this rank.
+    groups
+        Of consecutive experts: each token chooses equally many of every one, as MoGE wants of the ranks' groups.
+        Raises ``ValueError`` where experts or choices do not divide into so many.
     """
     if not 1 <= top_k <= experts:
         raise ValueError(f"top_k must be 1..{experts}, the number of experts, got {top_k}")
+    if experts % groups or top_k % groups:
+        raise ValueError(f"{experts} experts and {top_k} choices do not divide into {groups} groups")
+    size, share = experts // groups, top_k // groups
     generator = torch.Generator().manual_seed(seed)
-    order_E = torch.randperm(experts, generator=generator, dtype=torch.int32).to(device)
-    first = rank * tokens * top_k
-    choice_TK = torch.arange(first, first + tokens * top_k, device=device).view(tokens, top_k)
-    return order_E[choice_TK % experts]
+    orders = [torch.randperm(size, generator=generator, dtype=torch.int32) for _ in range(groups)]
+    order_GS = torch.stack(orders).to(device)
+    order_GS += torch.arange(0, experts, size, dtype=torch.int32, device=device).unsqueeze(1)
+    first = rank * tokens * share
+    place_TC = torch.arange(first, first + tokens * share, device=device).view(tokens, share) % size
+    return order_GS[:, place_TC].transpose(0, 1).flatten(1)
