@@ -21,6 +21,19 @@ class Exchange:
     def __init__(self, ranks: int) -> None:
         self.barrier = threading.Barrier(ranks, timeout=20.0)
         self.parts: list[list[torch.Tensor]] = [[] for _ in range(ranks)]
+        self._within: dict[tuple[str, int], Exchange] = {}
+        self._lock = threading.Lock()
+
+    def within(self, kind: str, number: int, ranks: int) -> Exchange:
+        """The exchange of some of the ranks, the same for each of them."""
+        with self._lock:
+            return self._within.setdefault((kind, number), Exchange(ranks))
+
+    def abort(self) -> None:
+        """Let whoever waits here fail."""
+        self.barrier.abort()
+        for exchange in self._within.values():
+            exchange.abort()
 
 
 class SimulatedGroup(RankGroup):
@@ -41,6 +54,16 @@ class SimulatedGroup(RankGroup):
         """Of ``RankGroup.named``, for the operators that find their group by name."""
         group: RankGroup = _here.group if name == "simulated" else RankGroup(None)
         return group
+
+    def grid(self, tp: int) -> tuple[SimulatedGroup, SimulatedGroup]:
+        """This rank's data-parallel and tensor-parallel group, where ``tp`` ranks after one another share tokens."""
+        exchange, rank = self._exchange, self.rank
+        groups = (
+            SimulatedGroup(exchange.within("dp", rank % tp, self.size // tp), rank // tp),
+            SimulatedGroup(exchange.within("tp", rank // tp, tp), rank % tp),
+        )
+        _here.group = self
+        return groups
 
     def start_all_to_all(self, rows_NX: torch.Tensor, sent: list[int], received: list[int]) -> Arriving:
         assert sum(sent) == rows_NX.shape[0]
@@ -64,7 +87,7 @@ def one_thread_each() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def run_simulated(ranks: int, function: Callable[[RankGroup], Any]) -> list[Any]:
+def run_simulated(ranks: int, function: Callable[[SimulatedGroup], Any]) -> list[Any]:
     """``function(group)`` on every rank of a simulated group; results in order of rank, or the first failure."""
     exchange = Exchange(ranks)
     failures: list[BaseException] = []
@@ -76,7 +99,7 @@ def run_simulated(ranks: int, function: Callable[[RankGroup], Any]) -> list[Any]
             return None
         except BaseException as error:
             failures.append(error)
-            exchange.barrier.abort()
+            exchange.abort()
             return None
 
     with one_thread_each(), ThreadPoolExecutor(ranks) as pool:

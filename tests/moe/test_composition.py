@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,10 +13,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.moe.cases import MC2_VARIANTS, Case, alone, build, hand_counts
-from tests.moe.simulated import run_simulated
+from tests.moe.simulated import SimulatedGroup, run_simulated
 from tests.ranks import Ranks
 from worker_agent.moe import DenseMoE, ExpertParallelMoE, LayerOptions, seeded_experts
-from worker_agent.moe.dispatch import DISPATCHER_NAMES, MC2Variant
+from worker_agent.moe.composition import compose
+from worker_agent.moe.dispatch import DISPATCHER_NAMES, SHARED_TOKEN_DISPATCHERS, MC2Variant
+from worker_agent.moe.operators import reference
+from worker_agent.moe.prepare import SequenceParallelPreparation
 from worker_agent.moe.rank_group import RankGroup
 
 
@@ -43,7 +49,9 @@ def composed(draw: st.DrawFn) -> tuple[Case, LayerOptions, float]:
         max_rank_tokens=6 if kind == "batched" else None,
         experts_weigh=dispatcher != "mc2" and draw(st.booleans()),
         weigh_on_input=top_k == 1 and kind != "W8A8" and draw(st.booleans()),
-        quantize_before_gather=draw(st.booleans()),
+        quantize_before_gather=kind == "W8A8"
+        and dispatcher in SHARED_TOKEN_DISPATCHERS
+        and draw(st.booleans()),
         chunk_rows=draw(st.sampled_from([None, 1, 3])),
         mc2=draw(st.sampled_from(MC2_VARIANTS)),
     )
@@ -120,6 +128,24 @@ def test_mc2_variants_on_eight_ranks(eight_ranks: Ranks, variant: MC2Variant):
             LayerOptions(max_rank_tokens=0),
             "room for one token per rank, got 0",
         ),
+        (
+            Case("allgather", 4, 4, 2, (3,)),
+            LayerOptions(quantize_before_gather=True),
+            "quantize_before_gather is for W8A8 layers; this one's weights are floating-point",
+        ),
+        (
+            Case("mc2", 4, 4, 2, (3,), quantized=True),
+            LayerOptions(quantize_before_gather=True),
+            "quantize_before_gather needs a dispatcher that gathers by a default preparation, got mc2$",
+        ),
+        (
+            Case("allgather", 4, 4, 2, (3,), quantized=True),
+            LayerOptions(
+                quantize_before_gather=True,
+                preparations={"allgather": SequenceParallelPreparation(RankGroup(None))},
+            ),
+            "got allgather with preparations of their own",
+        ),
     ],
 )
 def test_parts_that_do_not_fit_together(case: Case, options: LayerOptions, message: str):
@@ -144,6 +170,36 @@ def test_tokens_that_do_not_fit_the_parts(options: LayerOptions, message: str):
     case = Case("all2allv", experts=4, slots=4, top_k=2, tokens=(3,))
     with pytest.raises(ValueError, match=message):
         alone(case, options)(*case.step(0))
+
+
+def test_mc2_takes_no_expert_twice_and_no_more_tokens_than_its_operators(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(RankGroup, "named", SimulatedGroup.named)
+    case = Case("mc2", experts=4, slots=2, top_k=3, tokens=(3, 3))
+
+    def one_step(group: RankGroup) -> None:
+        layer = ExpertParallelMoE(
+            case.shape,
+            case.placement(),
+            seeded_experts(case.shape),
+            dispatcher=("mc2", "all2allv"),
+            ep_group=group,
+        )
+        hidden_TH, ids_TK, weights_TK = case.step(group.rank)
+        ids_TK[1] = torch.tensor([3, 0, 3])
+        with pytest.raises(
+            ValueError, match=r"layer 3: topk_ids must have distinct.*for MC2, got \[3, 0, 3\] at token 1"
+        ):
+            layer(hidden_TH, ids_TK, weights_TK)
+        expected_TH = DenseMoE(case.shape, seeded_experts(case.shape))(hidden_TH, ids_TK, weights_TK)
+        torch.testing.assert_close(layer(hidden_TH, ids_TK, weights_TK, dispatcher="all2allv"), expected_TH)
+
+    run_simulated(2, one_step)
+    npu: Any = SimpleNamespace(type="npu")
+    options = LayerOptions(mc2=MC2Variant())
+    path = compose(["mc2"], RankGroup(None), 4, reference, npu, quantized=False, options=options)["mc2"]
+    path.check_room(3, 512)
+    with pytest.raises(ValueError, match="layer 3: 513 tokens, padding among them, are more than the 512"):
+        path.check_room(3, 513)
 
 
 @pytest.mark.parametrize("experts_weigh", [False, True])

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.moe.option_rows import ROWS, call, case_of, expected, layer_of, step_of
 from tests.moe.pairwise import Row
 from tests.moe.simulated import SimulatedGroup, run_simulated
-from tests.moe.test_option_pairs import ROWS, case_of, expected, layer_of, step_of
 from worker_agent.moe import placed_layer as layer_module
 from worker_agent.moe.operators import reference
 from worker_agent.moe.rank_group import Arriving, RankGroup
@@ -78,7 +78,7 @@ def device_like(monkeypatch: pytest.MonkeyPatch) -> None:
     operators = SimpleNamespace(**{name: unwatched(getattr(reference, name)) for name in reference.__all__})
     monkeypatch.setattr(RankGroup, "named", SimulatedGroup.named)
     monkeypatch.setattr(layer_module, "operators_for", lambda device: operators)
-    monkeypatch.setattr("tests.moe.test_option_pairs.reference", operators)
+    monkeypatch.setattr("tests.moe.option_rows.reference", operators)
     monkeypatch.setattr(SimulatedGroup, "start_all_to_all", unwatched(SimulatedGroup.start_all_to_all))
     monkeypatch.setattr(Arriving, "wait", unwatched(Arriving.wait))
     for name in ("tolist", "numpy"):
@@ -99,15 +99,10 @@ def run(row: Row, *, length: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """A watched step of every rank, with the common length given or not; outputs, and what they must be."""
     case = case_of(row, seed=0)
 
-    def one_step(group: RankGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    def one_step(group: SimulatedGroup) -> tuple[torch.Tensor, torch.Tensor]:
         layer, step = layer_of(case, row, group), step_of(case, row, group.rank)
         with no_host_reads():
-            out_TH = layer(
-                *step.tokens,
-                active=step.active,
-                phase=step.phase,
-                length=max(*case.tokens, 1) if length else None,
-            )
+            out_TH = call(layer, row, step, max(*case.tokens, 1) if length else None)
         return out_TH, expected(case, row, step)
 
     return run_simulated(case.ranks, one_step)
@@ -120,7 +115,7 @@ def captured() -> list[Row]:
         way = row["dispatcher"], row["kind"], row["split"], row["mc2"]
         # All-to-all waits for its counts, and slot by slot the experts read theirs.
         if row["dispatcher"] != "all2allv" and row["kind"] != "slotwise":
-            same = {"check_ids": False, "ranks": 3, "tokens": "different", "dtype": torch.float32}
+            same = {"check_ids": False, "ranks": 4, "tokens": "different", "dtype": torch.float32}
             chosen.setdefault(way, row | same | {"weigh_on_input": False})
     return list(chosen.values())
 
@@ -135,7 +130,9 @@ def test_nothing_is_read_where_the_length_is_known():
             tolerance = 3e-2 if row["kind"] == "W8A8" else 2e-6
             assert (out_TH - expected_TH).norm() <= tolerance * expected_TH.norm(), row
         seen |= {row["dispatcher"], row["kind"], row["split"], row["entries"], row["mask"]}
+        seen |= {f"{row['batches']} batches", f"{row['tensor_parallel']} share tokens"}
     assert {"mc2", "allgather", "moge", "grouped", "batched", "W8A8", "step", 5, "choices"} <= seen
+    assert {"2 batches", "2 share tokens"} <= seen
 
 
 @pytest.mark.parametrize("dispatcher", ["mc2", "allgather", "moge"])
@@ -160,7 +157,8 @@ def test_all_to_all_waits_once_for_all_of_its_counts(
 
     monkeypatch.setattr(torch.Tensor, "tolist", counted)
     row = next(row for row in ROWS if (row["dispatcher"], row["kind"]) == ("all2allv", "grouped"))
-    same = {"check_ids": False, "ranks": 3, "tokens": "different", "weigh_on_input": False}
+    same = {"check_ids": False, "ranks": 3, "tokens": "different", "weigh_on_input": False, "batches": 1}
+    same["tensor_parallel"] = 1
     run(row | same | {"split": split}, length=length)
     # On each of three ranks: what it sends to every rank, and what it receives.
     assert read == [6, 6, 6]

@@ -26,6 +26,9 @@ from worker_agent.moe.rank_group import RankGroup
 SPLITS = ("tables", "step")
 """What ``LayerOptions.split`` can be."""
 
+MOST_MC2_TOKENS = 512
+"""What MC2's operators take of a rank on an NPU, as vLLM-Ascend has it; another dispatcher is for larger steps."""
+
 
 @dataclass(frozen=True)
 class LayerOptions:
@@ -47,7 +50,8 @@ class LayerOptions:
     """Tokens are multiplied by their weight before the experts instead of after; only for K = 1."""
 
     quantize_before_gather: bool = False
-    """W8A8 layers whose dispatcher gathers tokens quantize them before, so that less travels."""
+    """W8A8 layers quantize tokens before their dispatcher gathers them, so that less travels; with preparations of its
+    own a layer says it there."""
 
     chunk_rows: int | None = None
     """At most so many rows go through the experts at a time."""
@@ -76,25 +80,12 @@ class LayerOptions:
         if self.split not in SPLITS:
             raise ValueError(f"split is {self.split!r}; use one of {', '.join(SPLITS)}")
 
-    def check_choices(self, layer: int, topk_ids_TK: torch.Tensor, check_values: bool) -> None:
-        """Raise ``ValueError`` naming the layer where the options do not allow a call's choices, -1 if not real.
-
-        Only ``check_values`` looks at ids, of which no token may have one twice in the batched format.
-        """
+    def check_choices(self, layer: int, topk_ids_TK: torch.Tensor) -> None:
+        """Raise ``ValueError`` naming the layer where the options do not allow so many choices of a token."""
         choices = topk_ids_TK.shape[1]
         if self.weigh_on_input and choices != 1:
             raise ValueError(
                 f"layer {layer}: weights can be applied to the input of one choice per token alone, got {choices}"
-            )
-        if self.max_rank_tokens is None or not check_values:
-            return
-        sorted_TK = topk_ids_TK.sort(dim=1).values
-        twice_T = ((sorted_TK.diff(dim=1) == 0) & (sorted_TK[:, 1:] >= 0)).any(dim=1)
-        if twice_T.any():
-            token = int(twice_T.nonzero()[0])
-            raise ValueError(
-                f"layer {layer}: topk_ids must have distinct experts for each token in the batched format, "
-                f"got {topk_ids_TK[token].tolist()} at token {token}"
             )
 
 
@@ -104,17 +95,33 @@ class LayerPath:
 
     preparation: Preparation[Any]
     kernel: ModularKernel
-    room: int | None
-    """The tokens of one dispatch that the batched format has room for; ``None`` for any number."""
+    rooms: Mapping[str, int]
+    """The tokens of one dispatch that there is room for, by what has no more."""
     shares_tokens: bool
     """Whether all ranks dispatch the same tokens."""
+    distinct_for: str | None = None
+    """What needs the real choices of a token to be distinct experts, if anything does."""
 
     def check_room(self, layer: int, tokens: int) -> None:
         """Raise ``ValueError`` naming the layer where a rank dispatches more ``tokens``, padding among them."""
-        if self.room is not None and tokens > self.room:
+        for owner, room in self.rooms.items():
+            if tokens > room:
+                raise ValueError(
+                    f"layer {layer}: {tokens} tokens, padding among them, are more than the {room} of a rank's "
+                    f"dispatch that {owner} has room for"
+                )
+
+    def check_distinct(self, layer: int, topk_ids_TK: torch.Tensor) -> None:
+        """Raise ``ValueError`` naming the layer where a token has an expert twice and must not; -1 is none."""
+        if self.distinct_for is None:
+            return
+        sorted_TK = topk_ids_TK.sort(dim=1).values
+        twice_T = ((sorted_TK.diff(dim=1) == 0) & (sorted_TK[:, 1:] >= 0)).any(dim=1)
+        if twice_T.any():
+            token = int(twice_T.nonzero()[0])
             raise ValueError(
-                f"layer {layer}: {tokens} tokens, padding among them, are more than the {self.room} of a rank's "
-                "dispatch that the batched format has room for"
+                f"layer {layer}: topk_ids must have distinct experts for each token {self.distinct_for}, "
+                f"got {topk_ids_TK[token].tolist()} at token {token}"
             )
 
 
@@ -149,15 +156,13 @@ def compose(
         raise ValueError("a layer needs at least one dispatcher")
     mc2 = MC2Variant.of(operators, device) if options.mc2 is None else options.mc2
     workspaces = Workspaces(sets=2) if options.workspaces is None else options.workspaces
-    quantize_with = operators if quantized and options.quantize_before_gather else None
+    _check_quantized_gather(dispatchers, quantized, options)
+    quantize_with = operators if options.quantize_before_gather else None
     paths = {}
     for name in dispatchers:
         sender: TokenDispatcher[Any] = build_dispatcher(name, group, slots, operators, mc2)
-        room = options.max_rank_tokens
-        if room is not None:
-            sender = batched(sender, group.size, slots, room)
-            # A gathered dispatch has the tokens of all ranks.
-            room = room * group.size if name in SHARED_TOKEN_DISPATCHERS else room
+        if options.max_rank_tokens is not None:
+            sender = batched(sender, group.size, slots, options.max_rank_tokens)
         kernel = ModularKernel(
             sender,
             _experts(operators, options, activation),
@@ -166,8 +171,46 @@ def compose(
             chunk_rows=options.chunk_rows,
         )
         preparation = options.preparations.get(name) or default_preparation(name, group, quantize_with)
-        paths[name] = LayerPath(preparation, kernel, room, name in SHARED_TOKEN_DISPATCHERS)
+        paths[name] = LayerPath(
+            preparation,
+            kernel,
+            _rooms(name, group, device, options),
+            name in SHARED_TOKEN_DISPATCHERS,
+            _distinct_for(name, options),
+        )
     return paths
+
+
+def _rooms(name: str, group: RankGroup, device: torch.device, options: LayerOptions) -> dict[str, int]:
+    """The tokens that one dispatch has room for, by what has no more."""
+    rooms = {}
+    if name == "mc2" and device.type == "npu":
+        rooms["MC2"] = MOST_MC2_TOKENS
+    if options.max_rank_tokens is not None:
+        # A gathered dispatch has the tokens of all ranks.
+        gathered = group.size if name in SHARED_TOKEN_DISPATCHERS else 1
+        rooms["the batched format"] = options.max_rank_tokens * gathered
+    return rooms
+
+
+def _distinct_for(name: str, options: LayerOptions) -> str | None:
+    if options.max_rank_tokens is not None:
+        return "in the batched format"
+    return "for MC2" if name == "mc2" else None
+
+
+def _check_quantized_gather(dispatchers: Sequence[str], quantized: bool, options: LayerOptions) -> None:
+    """Raise ``ValueError`` where tokens are to be quantized before a gather, and nothing would do so."""
+    if not options.quantize_before_gather:
+        return
+    if not quantized:
+        raise ValueError("quantize_before_gather is for W8A8 layers; this one's weights are floating-point")
+    gathering = [name for name in dispatchers if name in SHARED_TOKEN_DISPATCHERS]
+    if not any(name not in options.preparations for name in gathering):
+        raise ValueError(
+            "quantize_before_gather needs a dispatcher that gathers by a default preparation, "
+            f"got {' and '.join(dispatchers)}" + (" with preparations of their own" if gathering else "")
+        )
 
 
 def _experts(operators: Operators, options: LayerOptions, activation: Activation) -> ExpertsPart:

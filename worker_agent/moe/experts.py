@@ -86,8 +86,8 @@ class GroupedExperts:
 
 
 def activated(operators: Operators, activation: Activation, first_NI: torch.Tensor) -> torch.Tensor:
-    """The activation of a first product, ``[N, I]``; by the fused operator where there is one."""
-    if activation is Activation.SILU:
+    """The activation of a first product, ``[N, I]``; by the fused operator where there is one, and rows for it."""
+    if activation is Activation.SILU and first_NI.shape[0]:
         return operators.npu_swiglu(first_NI)
     inner = first_NI.shape[1] // 2 if activation.gated else first_NI.shape[1]
     return activation.into(first_NI, first_NI.new_empty(first_NI.shape[0], inner))

@@ -79,7 +79,8 @@ class ExpertParallelMoE(PlacedLayer):
             ``worker_agent.moe.shape`` says how that ends on the other ranks.
         """
         batch = MicroBatch(hidden_TH, topk_ids_TK, topk_weights_TK, active)
-        path, (own_TK,) = self._path(dispatcher), self._checked((batch,), phase)
+        path = self._path(dispatcher)
+        (own_TK,) = self._checked(path, (batch,), phase)
         beside = self._beside(batch)
         prepared, request = self._prepared(path, batch, own_TK, length)
         result = path.kernel.run(
@@ -112,7 +113,7 @@ class ExpertParallelMoE(PlacedLayer):
         """
         path = self._path(dispatcher)
         batches = (first, second)
-        own = self._checked(batches, phase)
+        own = self._checked(path, batches, phase)
         beside = self._beside(first), self._beside(second)
         ready = [
             self._prepared(path, batch, own_TK, length) for batch, own_TK in zip(batches, own, strict=True)
@@ -145,7 +146,9 @@ class ExpertParallelMoE(PlacedLayer):
             )
         return self._paths[dispatcher]
 
-    def _checked(self, batches: Sequence[MicroBatch], phase: StepPhase | None) -> list[torch.Tensor]:
+    def _checked(
+        self, path: LayerPath, batches: Sequence[MicroBatch], phase: StepPhase | None
+    ) -> list[torch.Tensor]:
         """Each batch's ids ``[T, K]``, -1 where a choice is not real; raises as ``forward`` does."""
         shape, device, tokens = self.shape, self.w13_weight.device, 0
         found = []
@@ -160,7 +163,9 @@ class ExpertParallelMoE(PlacedLayer):
             )
             self._check_phase(phase)
             ids_TK = real_ids(shape, batch.topk_ids_TK, batch.active, phase)
-            self._options.check_choices(shape.layer, ids_TK, self._check_ids)
+            self._options.check_choices(shape.layer, ids_TK)
+            if self._check_ids:
+                path.check_distinct(shape.layer, ids_TK)
             tokens += ids_TK.shape[0]
             if self._routed_experts is not None:
                 self._routed_experts.check(shape.layer, tokens, ids_TK.shape[1])

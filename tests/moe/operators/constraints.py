@@ -12,84 +12,132 @@ from typing import Any
 
 import torch
 
+from worker_agent.moe.composition import MOST_MC2_TOKENS
 from worker_agent.moe.operators import GroupListType, QuantMode, reference
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SCALES = {BF16: BF16, FP16: torch.float32}
 BIASES = {BF16: torch.float32, FP16: FP16}
 INDICES = (torch.int32, torch.int64)
+MOST_INDEX = 16777215
 
 
 def permute(tokens: torch.Tensor, indices: torch.Tensor, *_: Any, **__: Any) -> None:
     assert tokens.dtype in (BF16, FP16), f"tokens are bfloat16, got {tokens.dtype}"
+    assert tokens.ndim == 2, "tokens are [T, H]"
     assert tokens.numel(), "tokens are not empty"
     assert indices.ndim == 2, "indices are [T, K]"
     assert indices.dtype == torch.int64, f"indices are int64, got {indices.dtype}"
+    assert 0 <= int(indices.min()) <= int(indices.max()) < MOST_INDEX, "indices fit 24 bits"
+    assert indices.numel() < MOST_INDEX, "there are fewer indices than 24 bits count"
+    assert indices.shape[1] <= 512, "a token has up to 512 choices"
 
 
 def unpermute(
     permuted_tokens: torch.Tensor, sorted_indices: torch.Tensor, probs: torch.Tensor | None = None
 ) -> None:
     assert permuted_tokens.dtype in (BF16, FP16), f"rows are bfloat16, got {permuted_tokens.dtype}"
+    assert permuted_tokens.ndim == 2, "rows are [N, H]"
     assert permuted_tokens.numel(), "rows are not empty"
-    assert sorted_indices.dtype in INDICES
-    assert sorted_indices.ndim == 1
+    assert sorted_indices.dtype in INDICES, "indices are integers"
+    assert sorted_indices.ndim == 1, "indices are [T * K]"
     assert probs is None or probs.dtype == permuted_tokens.dtype, f"probs are of the rows' dtype, got {probs}"
 
 
 def init_routing(x: torch.Tensor, expert_idx: torch.Tensor, **more: Any) -> None:
-    assert x.dtype in (FP16, BF16, torch.float32, torch.int8)
+    assert x.dtype in (FP16, BF16, torch.float32, torch.int8), f"tokens of a known dtype, got {x.dtype}"
+    assert x.ndim == 2, "tokens are [T, H]"
     assert x.numel(), "tokens are not empty"
-    assert expert_idx.ndim == 2
+    assert expert_idx.ndim == 2, "expert_idx is [T, K]"
     assert expert_idx.dtype == torch.int32, f"expert_idx is int32, got {expert_idx.dtype}"
+    assert 0 < more["expert_num"] <= 10240, "expert_num is 1 to 10240"
     assert int(expert_idx.max()) < more["expert_num"], "ids are below expert_num"
-    assert more["active_expert_range"][1] <= more["expert_num"]
-    assert x.dtype != torch.int8 or more["quant_mode"] == QuantMode.NONE, "int8 is not quantized again"
-    assert more["scale"] is None or more["scale"].dtype == torch.float32
+    first, end = more["active_expert_range"]
+    assert 0 <= first <= end <= more["expert_num"], "the active range is within expert_num"
+    assert more["expert_tokens_num_type"] == GroupListType.COUNTS, "counts or pairs alone, no cumulative ones"
+    assert more["expert_tokens_num_flag"], "counts are always returned"
+    assert more["quant_mode"] in (QuantMode.NONE, QuantMode.DYNAMIC), "dynamic quantization or none"
+    assert more["active_num"] >= -1, "active_num is at least -1"
+    quantizes = more["quant_mode"] == QuantMode.DYNAMIC
+    assert x.dtype != torch.int8 or not quantizes, "int8 is not quantized again"
+    scale = more.get("scale")
+    if scale is not None:
+        assert scale.dtype == torch.float32, f"scales are float32, got {scale.dtype}"
+        width = (end - first, x.shape[1]) if quantizes else (x.shape[0],)
+        assert tuple(scale.shape) == width, "a scale for each token, or for each value of the active experts"
 
 
 def grouped_matmul(x: list[torch.Tensor], weight: list[torch.Tensor], **more: Any) -> None:
-    assert x[0].numel(), "rows are not empty"
-    assert x[0].is_contiguous(), "x is not transposed"
-    assert weight[0].ndim == 3
-    assert more["split_item"] in (2, 3)
-    assert more["group_list"].dtype == torch.int64
-    if more["group_list_type"] == GroupListType.COUNTS:
-        assert more["group_list"].shape[0] > 1, "a list of counts is longer than one"
-    if x[0].dtype == torch.int8:
-        assert weight[0].dtype == torch.int8
-        assert more["output_dtype"] in SCALES
+    rows_NK, weight_GKM = x[0], weight[0]
+    assert rows_NK.numel(), "rows are not empty"
+    assert rows_NK.is_contiguous(), "x is not transposed"
+    assert rows_NK.ndim == 2, "x is [N, K]"
+    assert weight_GKM.ndim == 3, "weights are [G, K, M]"
+    # Of a transposed weight the axis that is last in memory counts.
+    inner = weight_GKM.shape[2] if weight_GKM.is_contiguous() else weight_GKM.shape[1]
+    assert max(rows_NK.shape[1], inner) < 65536, "inner axes are below 65536"
+    assert more["split_item"] in (2, 3), "one result"
+    assert more["group_type"] == 0, "rows are grouped"
+    _group_list(more["group_list"], more["group_list_type"], rows_NK.shape[0], weight_GKM.shape[0])
+    if rows_NK.dtype == torch.int8:
+        assert weight_GKM.dtype == torch.int8, "weights of int8 rows are int8"
+        assert more["output_dtype"] in SCALES, "the output has 16 bits"
         assert more["scale"][0].dtype == SCALES[more["output_dtype"]], "scales fit the output"
-        assert more["per_token_scale"][0].dtype == torch.float32
+        assert more["per_token_scale"][0].dtype == torch.float32, "scales of rows are float32"
+        assert more["per_token_scale"][0].shape == rows_NK.shape[:1], "each row has a scale"
         assert "bias" not in more, "biases of int8 rows are int32, before scaling"
     else:
-        assert x[0].dtype == weight[0].dtype
-        assert x[0].dtype in BIASES
+        assert rows_NK.dtype == weight_GKM.dtype, "rows and weights are of one dtype"
+        assert rows_NK.dtype in BIASES, f"rows have 16 bits, got {rows_NK.dtype}"
     if "bias" in more:
-        groups, columns = weight[0].shape[0], weight[0].shape[2]
+        groups, columns = weight_GKM.shape[0], weight_GKM.shape[2]
         assert more["bias"][0].shape == (groups, columns), "a bias for each column of each group"
-        assert more["bias"][0].dtype == BIASES[x[0].dtype], "biases fit the rows"
+        assert more["bias"][0].dtype == BIASES[rows_NK.dtype], "biases fit the rows"
+
+
+def _group_list(group_list_G: torch.Tensor, kind: int, rows: int, groups: int) -> None:
+    assert group_list_G.dtype == torch.int64, "a group list is int64"
+    assert group_list_G.shape == (groups,), "a group list has a number for each group"
+    counts_G = group_list_G
+    if kind == GroupListType.COUNTS:
+        assert groups > 1, "a list of counts is longer than one"
+    else:
+        counts_G = group_list_G.diff(prepend=group_list_G.new_zeros(1))
+    assert int(counts_G.min()) >= 0, "no group has less than no rows"
+    assert int(counts_G.sum()) <= rows, "groups have no more rows than there are"
 
 
 def dynamic_quant(input: torch.Tensor) -> None:
     assert input.dtype in (FP16, BF16), f"the input is float16 or bfloat16, got {input.dtype}"
-    assert input.ndim > 1
+    assert input.ndim > 1, "the input is 2-D at least"
     assert input.numel(), "the input is not empty"
 
 
-def distribute(x: torch.Tensor, expert_ids: torch.Tensor, *_: Any, **more: Any) -> None:
+def swiglu(input: torch.Tensor, dim: int = -1) -> None:
+    assert input.dtype in (FP16, BF16, torch.float32), f"the input is floating-point, got {input.dtype}"
+    assert 1 <= input.ndim <= 8, "the input has 1 to 8 dimensions"
+    assert input.numel(), "the input is not empty"
+    assert input.shape[dim] % 2 == 0, "the input has two halves"
+
+
+def distribute(x: torch.Tensor, expert_ids: torch.Tensor, *place: Any, **more: Any) -> None:
     assert x.dtype in (FP16, BF16), f"rows are float16 or bfloat16, got {x.dtype}"
-    assert expert_ids.dtype == torch.int32
-    assert expert_ids.shape[0] >= 1, "every rank has a token"
+    assert expert_ids.dtype == torch.int32, f"expert_ids is int32, got {expert_ids.dtype}"
+    assert 1 <= expert_ids.shape[0] <= MOST_MC2_TOKENS, "every rank has a token, and up to 512"
+    experts = place[-1]
+    assert 0 <= int(expert_ids.min()) <= int(expert_ids.max()) < experts, "ids are those of experts"
+    assert expert_ids.shape[1] <= experts, "a token has no more choices than there are experts"
     mask = more.get("x_active_mask")
     if mask is not None:
+        assert mask.dtype == torch.bool, "a mask is bool"
+        assert mask.shape in (expert_ids.shape, expert_ids.shape[:1]), "a mask is of tokens or of choices"
         # What is masked is not sent, whatever its id.
         active_TK = mask if mask.ndim == 2 else mask.unsqueeze(1)
         expert_ids = torch.where(active_TK, expert_ids, -1 - torch.arange(expert_ids.shape[1]))
     sorted_TK = expert_ids.sort(dim=1).values
     assert (sorted_TK.diff(dim=1) > 0).all(), "the experts of a token are distinct"
     scales = more.get("expert_scales")
-    assert scales is None or scales.dtype == torch.float32
+    assert scales is None or scales.dtype == torch.float32, "weights are float32"
 
 
 CHECKS: dict[str, Callable[..., None]] = {
@@ -98,7 +146,7 @@ CHECKS: dict[str, Callable[..., None]] = {
     "npu_moe_init_routing_v2": init_routing,
     "npu_grouped_matmul": grouped_matmul,
     "npu_dynamic_quant": dynamic_quant,
-    "npu_swiglu": lambda input, dim=-1: None,
+    "npu_swiglu": swiglu,
     "npu_moe_distribute_dispatch": distribute,
     "npu_moe_distribute_dispatch_v2": distribute,
     "npu_moe_distribute_combine": distribute,

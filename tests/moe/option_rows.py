@@ -1,0 +1,287 @@
+"""A layer's options, a table in which any two of them meet, and the layer, the step and the answer of each row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from eplb_service.wire.heat import StepPhase
+from tests.moe.cases import Case
+from tests.moe.pairwise import Row, pairwise
+from tests.moe.simulated import SimulatedGroup
+from worker_agent.moe import (
+    Activation,
+    DenseMoE,
+    ExpertParallelMoE,
+    LayerOptions,
+    MicroBatch,
+    SharedExperts,
+    seeded_experts,
+)
+from worker_agent.moe.dispatch import DISPATCHER_NAMES, SHARED_TOKEN_DISPATCHERS, MC2Variant
+from worker_agent.moe.operators import reference
+from worker_agent.moe.prepare import All2AllPreparation, AllGatherPreparation, MC2Preparation, Preparation
+from worker_agent.moe.shape import MoEShape
+from worker_agent.moe.shared_experts import dense_shared_experts
+from worker_agent.moe.weights import ExpertWeights, bias_dtype
+
+OPTIONS: dict[str, list[Any]] = {
+    "dispatcher": list(DISPATCHER_NAMES),
+    "ranks": [1, 2, 3, 4, 5, 6, 7, 8],
+    "kind": ["grouped", "W8A8", "slotwise", "batched"],
+    "dtype": [torch.float32, torch.float16, torch.bfloat16],
+    "top_k": ["least", "some", "all"],
+    "redundant": [False, True],
+    "mask": ["none", "tokens", "choices", "one rank idle", "all idle"],
+    "tokens": ["different", "one rank", "none"],
+    "experts_weigh": [False, True],
+    "weigh_on_input": [False, True],
+    "quantize_before_gather": [False, True],
+    "chunk_rows": [None, 2],
+    "mc2": [
+        MC2Variant(2),
+        MC2Variant(2, a3=False),
+        MC2Variant(1),
+        MC2Variant(1, a3=False, hierarchical=True),
+    ],
+    "length": ["asked for", "longest", "longer"],
+    "shared": ["none", "plain", "gated"],
+    "check_ids": [True, False],
+    "split": ["tables", "step"],
+    "entries": [1, 2, 5],
+    "activation": list(Activation),
+    "biased": [False, True],
+    "batches": [1, 2],
+    "tensor_parallel": [1, 2],
+}
+MOST_TOKENS = 5
+
+
+def allowed(row: Row) -> bool:
+    """Whether options, of which some may be missing, are meant to go together."""
+    mc2 = row.get("dispatcher") == "mc2"
+    if row.get("mc2", OPTIONS["mc2"][0]) != OPTIONS["mc2"][0] and row.get("dispatcher", "mc2") != "mc2":
+        return False
+    if row.get("dispatcher") == "moge" and (row.get("redundant") or row.get("split") == "step"):
+        return False
+    if row.get("quantize_before_gather") and (
+        row.get("kind", "W8A8") != "W8A8"
+        or row.get("dispatcher", "moge") not in SHARED_TOKEN_DISPATCHERS
+        or row.get("tensor_parallel", 1) > 1
+    ):
+        return False
+    if row.get("tensor_parallel", 1) > 1 and row.get("ranks", 2) % 2:
+        return False
+    if row.get("weigh_on_input"):
+        if row.get("top_k") not in (None, "least"):
+            return False
+        if row.get("dispatcher") == "moge" and row.get("ranks") not in (None, 1):
+            return False
+    # MC2's operators weigh in their combine; a batched layer has no room for longer padding.
+    return not (mc2 and row.get("experts_weigh")) and not (
+        row.get("length") == "longer" and row.get("kind") == "batched"
+    )
+
+
+@dataclass(frozen=True)
+class Step:
+    """One rank's call and what it must give; ranks that share tokens have the same."""
+
+    tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    active: torch.Tensor | None
+    phase: StepPhase | None
+
+    @property
+    def real_TK(self) -> torch.Tensor:
+        ids_TK = self.tokens[1]
+        if self.phase is StepPhase.DUMMY:
+            return torch.zeros_like(ids_TK, dtype=torch.bool)
+        if self.active is None:
+            return torch.ones_like(ids_TK, dtype=torch.bool)
+        return self.active if self.active.ndim == 2 else self.active.unsqueeze(1).expand_as(ids_TK)
+
+    @property
+    def real_T(self) -> torch.Tensor:
+        """Tokens whose outputs are not zeros by definition: a mask by choice leaves every token its shared experts."""
+        if self.phase is StepPhase.DUMMY or (self.active is not None and self.active.ndim == 1):
+            return self.real_TK.any(dim=1)
+        return torch.ones(self.tokens[0].shape[0], dtype=torch.bool)
+
+    def parts(self, batches: int) -> list[slice]:
+        """The tokens of each micro-batch: all, or two halves, of which the first has one more of an odd number."""
+        tokens = self.tokens[0].shape[0]
+        half = -(-tokens // batches)
+        return [slice(half * batch, min(half * (batch + 1), tokens)) for batch in range(batches)]
+
+    def batch(self, part: slice) -> MicroBatch:
+        active = None if self.active is None else self.active[part]
+        return MicroBatch(*(tensor[part] for tensor in self.tokens), active)
+
+
+def case_of(row: Row, seed: int) -> Case:
+    ranks = row["ranks"]
+    slots = 3
+    experts = ranks * slots - (1 if row["redundant"] and ranks > 1 else 0)
+    grouped = row["dispatcher"] == "moge"
+    least = ranks if grouped else 1
+    top_k = {"least": least, "some": min(2 * least, experts), "all": experts}[row["top_k"]]
+    shared = row["tensor_parallel"]
+    groups = ranks // shared
+    counts = {
+        "different": [(3 * group + 2) % (MOST_TOKENS + 1) for group in range(groups)],
+        "one rank": [MOST_TOKENS if group == groups - 1 else 0 for group in range(groups)],
+        "none": [0] * groups,
+    }[row["tokens"]]
+    return Case(
+        row["dispatcher"],
+        experts,
+        slots,
+        top_k,
+        tuple(count for count in counts for _ in range(shared)),
+        skew=0.2,
+        seed=seed,
+        hidden=16,
+        intermediate=12,
+        dtype=row["dtype"],
+        quantized=row["kind"] == "W8A8",
+        entries=row["entries"],
+        activation=row["activation"],
+        biased=row["biased"],
+    )
+
+
+def step_of(case: Case, row: Row, rank: int) -> Step:
+    rank -= rank % row["tensor_parallel"]
+    tokens = case.step(rank)
+    generator = torch.Generator().manual_seed(case.seed + rank)
+    shape = {"tokens": (case.tokens[rank],), "choices": tuple(tokens[1].shape)}.get(row["mask"])
+    active = None if shape is None else torch.rand(shape, generator=generator) < 0.5
+    idle = row["mask"] == "all idle" or (row["mask"] == "one rank idle" and rank == 0)
+    return Step(tokens, active, StepPhase.DUMMY if idle else None)
+
+
+def shared_weights(case: Case, gated: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    shape = MoEShape(99, 1, case.hidden, case.intermediate, case.activation)
+    w13_IH, w2_HI = seeded_experts(shape)(0)
+    return (
+        w13_IH.to(case.dtype),
+        w2_HI.to(case.dtype),
+        torch.linspace(-1, 1, case.hidden).to(case.dtype) if gated else None,
+    )
+
+
+def layer_of(case: Case, row: Row, group: SimulatedGroup) -> ExpertParallelMoE:
+    shared = None
+    if row["shared"] != "none":
+        w13_IH, w2_HI, gate_H = shared_weights(case, row["shared"] == "gated")
+        weights = ExpertWeights(w13_IH.unsqueeze(0), w2_HI.unsqueeze(0))
+        shared = SharedExperts(3, weights, reference, case.dtype, gate_H, case.activation)
+    return ExpertParallelMoE(
+        case.shape,
+        case.placement(),
+        seeded_experts(case.shape, case.seed),
+        biases=case.biases,
+        log2phy_E=case.tables()[group.rank],
+        dispatcher=case.dispatcher,
+        ep_group=group,
+        heat_rows=2,
+        quantized=case.quantized,
+        dtype=case.dtype,
+        check_ids=row["check_ids"],
+        shared_experts=shared,
+        options=LayerOptions(
+            preparations=_preparations(row, group),
+            slotwise=row["kind"] == "slotwise",
+            max_rank_tokens=MOST_TOKENS if row["kind"] == "batched" else None,
+            experts_weigh=row["experts_weigh"],
+            weigh_on_input=row["weigh_on_input"],
+            quantize_before_gather=row["quantize_before_gather"],
+            chunk_rows=row["chunk_rows"],
+            mc2=row["mc2"],
+            split=row["split"],
+        ),
+    )
+
+
+def _preparations(row: Row, group: SimulatedGroup) -> dict[str, Preparation[Any]]:
+    """Those of tensor-parallel ranks; none where each rank has tokens of its own."""
+    if row["tensor_parallel"] == 1:
+        return {}
+    dp, tp = group.grid(row["tensor_parallel"])
+    preparation: Preparation[Any] = AllGatherPreparation([dp], tp)
+    if row["dispatcher"] not in SHARED_TOKEN_DISPATCHERS:
+        sliced = row["dispatcher"] == "mc2"
+        preparation = MC2Preparation(group, tp) if sliced else All2AllPreparation(tp)
+    return {row["dispatcher"]: preparation}
+
+
+def length_of(case: Case, row: Row) -> int | None:
+    """What the host says that every rank's micro-batches are padded to."""
+    longest = -(-max(case.tokens) // row["batches"])
+    return {"asked for": None, "longest": longest, "longer": MOST_TOKENS + 3}[row["length"]]
+
+
+def call(layer: ExpertParallelMoE, row: Row, step: Step, length: int | None) -> torch.Tensor:
+    """The layer's outputs of all tokens of a step, in one micro-batch or in two."""
+    if row["batches"] == 1:
+        out_TH: torch.Tensor = layer(*step.tokens, active=step.active, phase=step.phase, length=length)
+        return out_TH
+    first, second = (step.batch(part) for part in step.parts(2))
+    return torch.cat(layer.forward_two(first, second, phase=step.phase, length=length))
+
+
+def sources(case: Case, row: Row, steps: Sequence[Step]) -> list[list[list[torch.Tensor]]]:
+    """Each rank's real choices by micro-batch, those alone that it is the source of: ``[R][batches]``."""
+    tp = row["tensor_parallel"]
+    found: list[list[list[torch.Tensor]]] = []
+    for rank, step in enumerate(steps):
+        own = []
+        for number, part in enumerate(step.parts(row["batches"])):
+            ids_TK, real_TK = step.tokens[1][part], step.real_TK[part]
+            whole = ids_TK.shape[0]
+            if row["dispatcher"] == "mc2":
+                given = length_of(case, row)
+                parts = [other.parts(row["batches"])[number] for other in steps]
+                whole = max(each.stop - each.start for each in parts) if given is None else given
+            width = -(-max(whole, 1) // tp)
+            mine = slice(rank % tp * width, (rank % tp + 1) * width)
+            own.append(ids_TK[mine][real_TK[mine]].long())
+        found.append(own)
+    return found
+
+
+def expected(case: Case, row: Row, step: Step) -> torch.Tensor:
+    """The dense twin in float32; only real choices, with the shared experts of real tokens."""
+    hidden_TH, ids_TK, weights_TK = step.tokens
+    weights_TK = weights_TK * step.real_TK
+    if row["weigh_on_input"]:
+        hidden_TH, weights_TK = hidden_TH * weights_TK.to(hidden_TH.dtype), step.real_TK.float()
+    experts = seeded_experts(case.shape, case.seed)
+    biases = case.biases
+    dense = DenseMoE(
+        case.shape,
+        lambda e: _rounded(experts(e), case.dtype),
+        biases=None if biases is None else lambda e: _rounded(biases(e), bias_dtype(case.dtype)),
+    )
+    out_TH = dense(hidden_TH.float(), ids_TK, weights_TK)
+    if row["shared"] != "none":
+        w13_IH, w2_HI, gate_H = (
+            None if part is None else part.float() for part in shared_weights(case, row["shared"] == "gated")
+        )
+        assert w13_IH is not None
+        assert w2_HI is not None
+        whole = dense_shared_experts(w13_IH, w2_HI, gate_H, case.activation)
+        out_TH = out_TH + whole(step.tokens[0].float())
+    return out_TH.masked_fill(~step.real_T.unsqueeze(1), 0.0)
+
+
+def _rounded(
+    weights: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return weights[0].to(dtype).float(), weights[1].to(dtype).float()
+
+
+ROWS = pairwise(OPTIONS, allowed)
