@@ -16,13 +16,12 @@ import torch.distributed as dist
 
 from eplb_service.placement import Placement
 from eplb_service.wire.heat import StepPhase
-from eplb_service.wire.reporting import EVERYTHING, Reporting
 from eplb_service.wire.status import Heartbeat
 from worker_agent.adapters.live_layer import LiveLayer
 from worker_agent.call_costs import CallCosts
 from worker_agent.forward_clock import ForwardClock
 from worker_agent.heat import HeatRecorder, ring_rows
-from worker_agent.heat_watchdog import HeatWatchdog
+from worker_agent.heat_reports import HeatReports
 from worker_agent.history.record import History
 from worker_agent.outbox import Outbox
 from worker_agent.rendezvous import Rendezvous, meet
@@ -57,14 +56,11 @@ class Agent:
         self._step = 0
         self._calls = 0
         self._fatal: FatalSwitchError | None = None
-        self._complaint: str | None = None
-        self._reporting = EVERYTHING
         self._heat = HeatRecorder(layers, min(settings.report_steps, ring_rows(layers)))
         self._timer, self._costs = StepTimer(), CallCosts()
-        self._heat_watch = HeatWatchdog(settings.heat_deadline_steps)
-        self._lost_steps_reported = 0
         self._outbox = Outbox(settings.queue_reports)
         self._history = History(settings.history, rendezvous.identity, rendezvous.installed)
+        self._reports = HeatReports(self._heat, self._outbox, self._history, settings.heat_deadline_steps)
         listener = StatusReporter(self._outbox, self._heat, lambda: (self._step, self.installed))
         self._switch = SwitchDriver(
             layers, settings, rendezvous, self._clock, listener, self._history, on_commit
@@ -198,7 +194,7 @@ class Agent:
         """
         self._timer.pause()
         self._guarded(self._switch.drain, reason)
-        self._guarded(self._publish)
+        self._guarded(self._reports.publish, self._calls)
 
     def restore(self, placement: Placement, reason: str = "the host loads weights") -> None:
         """Drain, then bring every expert to its slot of ``placement``; take no plans until ``resume``.
@@ -224,7 +220,7 @@ class Agent:
         """
         self._timer.pause()
         self._guarded(self._switch.restore, placement, reason)
-        self._guarded(self._publish)
+        self._guarded(self._reports.publish, self._calls)
         served = self.installed.placement
         apart = np.flatnonzero((served.phy2log_LRS != placement.phy2log_LRS).any(axis=(1, 2)))
         if apart.size:
@@ -271,20 +267,14 @@ class Agent:
         if new_pass:
             with self._costs.vote():
                 self._guarded(self._switch.vote, self._step)
-        self._guarded(self._publish)
+        self._guarded(self._reports.publish, self._calls)
 
     def _record(self, phase: StepPhase, tokens: int | None, micros: int) -> None:
         welcome = self._stream.welcome
         if welcome is not None:
-            self._follow(welcome.report_steps, self._stream.reporting)
+            self._reports.follow(welcome.report_steps, self._stream.reporting)
             self._switch.see_term(welcome.leader_term)
         self._heat.step_done(self._step - 1, phase, self.installed.layer_epochs, tokens, micros)
-
-    def _follow(self, report_steps: int, reporting: Reporting) -> None:
-        self._heat.adopt(reporting.report_steps or report_steps, reporting)
-        if reporting != self._reporting:
-            self._reporting = reporting
-            self._outbox.thin(lambda report: self._heat.wants(report.first_step))
 
     def _take_events(self) -> None:
         self._stream.keep_alive()
@@ -292,16 +282,6 @@ class Agent:
         while not self._stream.plans.empty():
             heard.append(self._stream.plans.get_nowait())
         self._switch.take_events(self._step, heard)
-
-    def _publish(self) -> None:
-        for segment in self._heat.take():
-            self._heat_watch.seen(self._calls)
-            self._history.heat(segment)
-            self._outbox.put(segment)
-        self._complaint = self._heat_watch.complaint(self._calls)
-        if self._heat.lost_steps > self._lost_steps_reported:
-            self._outbox.count_lost(self._heat.lost_steps - self._lost_steps_reported)
-            self._lost_steps_reported = self._heat.lost_steps
 
     def _beat(self) -> Heartbeat:
         installed = self.installed
@@ -313,7 +293,7 @@ class Agent:
             or self.unheard
             or self._switch.votes.complaint
             or self._clock.complaint
-            or self._complaint
+            or self._reports.complaint
             or "",
             calls=self._costs.calls,
             call_micros=self._costs.nanoseconds // 1000,

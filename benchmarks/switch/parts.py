@@ -13,11 +13,11 @@ from benchmarks.switch.ratios import Ratio, by_turns
 from eplb_service.wire.plan import RankLayer
 from worker_agent.moe import ExpertParallelMoE, MoEShape, seeded_experts
 from worker_agent.settings import AgentSettings
+from worker_agent.swap.actions import StartTransfer
 from worker_agent.swap.carrier import ByteBudget
 from worker_agent.swap.group import AgentGroup
 from worker_agent.swap.lane.backend import Backend
 from worker_agent.swap.lane.lanes import Lanes
-from worker_agent.swap.machine import StartTransfer
 from worker_agent.swap.staging import install
 from worker_agent.swap.transfer import TransferLimits, TransferWorker
 

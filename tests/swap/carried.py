@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from eplb_service.wire.plan import RankLayer
-from worker_agent.swap.machine import StartTransfer
+from worker_agent.swap.actions import StartTransfer
 
 RANKS, SLOTS = 3, 4
 HERE = torch.device("cpu")

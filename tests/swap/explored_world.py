@@ -12,9 +12,10 @@ from tests.exploring import Event, happen, must
 from tests.swap.explored_state import OFFER_DEADLINE, RANKS, Running, State, Vote
 from tests.swap.promises import check_accepted, check_commit, check_start, check_state
 from tests.swap.tags import FIRST
+from worker_agent.swap.actions import Accepted, Commit, Diverged, DropStaging, StartTransfer
 from worker_agent.swap.ballot import Outcome, Progress, VoteResult
 from worker_agent.swap.commit_register import Settlement, Verdict
-from worker_agent.swap.machine import Accepted, Commit, Diverged, DropStaging, StartTransfer, Transition
+from worker_agent.swap.machine import Transition
 
 
 class World(State):

@@ -9,17 +9,10 @@ from typing import Any
 from tests.exploring import Walk
 from tests.swap.explored_state import Faults, Scenario
 from tests.swap.explorer import ASTRAY, HALFWAY, LATE, RIVALS, in_parallel, scenarios, walk
+from worker_agent.swap.actions import Accepted, Commit, DropStaging, Halted, StartTransfer
 from worker_agent.swap.ballot import Ballot, Outcome, Progress, VoteResult
 from worker_agent.swap.commit_register import Settlement, Verdict
-from worker_agent.swap.machine import (
-    Accepted,
-    Commit,
-    DropStaging,
-    Halted,
-    StartTransfer,
-    SwitchState,
-    Transition,
-)
+from worker_agent.swap.machine import SwitchState, Transition
 
 
 class _Decided(SwitchState):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from eplb_service.placement import default_log2phy
 from tests.swap.world import LINEAR, OFFER_DEADLINE, RANKS, World, layer_RS
+from worker_agent.swap.actions import Aborted, Diverged, Refused
 from worker_agent.swap.ballot import Progress
-from worker_agent.swap.machine import Aborted, Diverged, Refused
 
 
 def test_a_plan_that_all_hold_is_transferred_and_committed_layer_by_layer() -> None:

@@ -8,9 +8,10 @@ import numpy as np
 
 from eplb_service.placement import Int32, Placement, default_log2phy
 from eplb_service.wire.plan import RankLayer, RankPlan, table_digest
+from worker_agent.swap.actions import Action, Commit, StartTransfer
 from worker_agent.swap.ballot import Outcome, Progress
 from worker_agent.swap.installed import Installed
-from worker_agent.swap.machine import Action, Commit, StartTransfer, SwitchState, Transition
+from worker_agent.swap.machine import SwitchState, Transition
 
 RANKS, LAYERS, EXPERTS, SLOTS = 3, 2, 4, 2
 OFFER_DEADLINE = 8
@@ -88,17 +89,17 @@ class World:
         transitions = [machine.decide(outcome) for machine in self.ranks]
         for rank, transition in enumerate(transitions):
             self._note(rank, transition)
-        actions = [acts for _, acts in transitions]
+        actions = [asked_for for _, asked_for in transitions]
         started = {
             (a.generation, a.lane, a.layer.layer)
-            for acts in actions
-            for a in acts
+            for asked_for in actions
+            for a in asked_for
             if isinstance(a, StartTransfer)
         }
-        starters = sum(any(isinstance(a, StartTransfer) for a in acts) for acts in actions)
+        starters = sum(any(isinstance(a, StartTransfer) for a in asked_for) for asked_for in actions)
         assert len(started) <= 1
         assert starters in (0, RANKS)
-        if any(isinstance(a, Commit) for acts in actions for a in acts):
+        if any(isinstance(a, Commit) for asked_for in actions for a in asked_for):
             assert all(ready)
         self.check()
 

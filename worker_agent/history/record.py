@@ -12,9 +12,9 @@ from typing import Any, TextIO
 
 from eplb_service.wire.heat import HeatReport
 from worker_agent.identity import Identity
+from worker_agent.swap.actions import Aborted, Commit, StartTransfer
 from worker_agent.swap.ballot import Ballot, Outcome
 from worker_agent.swap.installed import Installed
-from worker_agent.swap.machine import Aborted, Commit, StartTransfer
 
 _log = logging.getLogger("eplb.agent")
 

@@ -9,22 +9,20 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 
-import torch
-
-from eplb_service.placement import Placement, expert_map
-from worker_agent.adapters.live_layer import LiveLayer, PlacementAware
+from eplb_service.placement import Placement
+from worker_agent.adapters.live_layer import LiveLayer
 from worker_agent.checked_plan import CheckedPlan
 from worker_agent.forward_clock import ForwardClock
 from worker_agent.history.record import History
 from worker_agent.rendezvous import Rendezvous
 from worker_agent.settings import AgentSettings
-from worker_agent.swap import machine as switch
+from worker_agent.swap import actions, machine
 from worker_agent.swap.ballot import Outcome, Progress, VoteResult
 from worker_agent.swap.carrier import ByteBudget
 from worker_agent.swap.commit_register import FatalSwitchError
+from worker_agent.swap.layer_commit import LayerCommit
 from worker_agent.swap.listener import Committed, Listener, SwitchStats
 from worker_agent.swap.restoration import restoring_plan
-from worker_agent.swap.staging import check_installed, install
 from worker_agent.swap.transfer import TransferLimits, TransferResult, TransferWorker
 from worker_agent.swap.vote import VoteError, Voter
 from worker_agent.swap.vote_schedule import VoteSchedule
@@ -64,19 +62,19 @@ class SwitchDriver:
         on_commit: Callable[[int], None] | None = None,
     ) -> None:
         self.stats = SwitchStats()
-        self.state = switch.SwitchState(rendezvous.installed, settings.offer_deadline_steps)
+        self.state = machine.SwitchState(rendezvous.installed, settings.offer_deadline_steps)
         self.budget = ByteBudget(settings.bytes_per_step)
         self._layers = layers
         self._identity = rendezvous.identity
         self._listener = listener
         self._history = history
-        self._on_commit = on_commit
-        self._verify = settings.verify_transfers
+        self._layer_commit = LayerCommit(
+            layers, self._identity.rank, self._identity.experts, settings.verify_transfers, on_commit
+        )
         self._clock = clock
         self._step = 0
         self._group = rendezvous.group
         self.votes = VoteSchedule(rendezvous, settings, clock, history)
-        self._transfer_timeout = settings.transfer_timeout_seconds
         limits = TransferLimits(
             timedelta(seconds=settings.transfer_timeout_seconds),
             settings.chunk_bytes,
@@ -275,28 +273,28 @@ class SwitchDriver:
 
     # What the machine asks for
 
-    def _apply(self, transition: switch.Transition) -> None:
-        self.state, actions = transition
-        for action in actions:
+    def _apply(self, transition: machine.Transition) -> None:
+        self.state, asked_for = transition
+        for action in asked_for:
             match action:
-                case switch.StartTransfer():
+                case actions.StartTransfer():
                     self._history.transfer(self._step, action)
                     self.transfers.start(action, self._layers[action.layer.layer])
-                case switch.Commit():
+                case actions.Commit():
                     self._commit(action)
-                case switch.DropStaging():
+                case actions.DropStaging():
                     self._staged = None
-                case switch.Accepted():
+                case actions.Accepted():
                     self._report(self._listener.accepted, action.plan_id, action.layer)
-                case switch.Refused():
+                case actions.Refused():
                     self._report(self._listener.refused, action.plan_id, action.reason)
-                case switch.Aborted():
+                case actions.Aborted():
                     self.stats.plans_aborted += 1
                     self._history.aborted(self._step, action)
                     self._report(self._listener.aborted, action.plan_id, action.layer, action.reason)
-                case switch.Diverged():
+                case actions.Diverged():
                     raise FatalSwitchError(f"rank {self._identity.rank}: {action.reason}")
-                case switch.Halted():
+                case actions.Halted():
                     self._history.halted(self._step, action.reason)
                     _log.error("rank %d: balancing has stopped: %s", self._identity.rank, action.reason)
 
@@ -315,40 +313,17 @@ class SwitchDriver:
             assert plan is not None
             self._report(self._listener.transferred, *plan, result.bytes_received, result.seconds)
 
-    def _commit(self, commit: switch.Commit) -> None:
+    def _commit(self, commit: actions.Commit) -> None:
         """Switch one layer, in place, between two steps; whatever fails before it is in place is fatal."""
         staged, self._staged = self._staged, None
         layer = commit.layer.layer
         if staged is None or staged.generation != commit.generation:
             raise FatalSwitchError(f"layer {layer} was voted in, but its weights are not staged on this rank")
         self._report(self._listener.before_commit, commit.before.layer_epochs)
-        began = time.perf_counter()
-        try:
-            local_E = expert_map(commit.layer.phy2log_RS[self._identity.rank], self._identity.experts)
-            written = install(
-                self._layers[layer],
-                staged.staged,
-                staged.slots,
-                torch.from_numpy(local_E),
-                torch.from_numpy(commit.layer.log2phy_E),
-            )
-            live = self._layers[layer]
-            if isinstance(live, PlacementAware):
-                live.install_placement(commit.layer.phy2log_RS)
-            if self._verify:
-                check_installed(self._layers[layer], staged.staged, staged.slots)
-            if self._on_commit is not None:
-                self._on_commit(layer)
-        except Exception as error:
-            raise FatalSwitchError(f"layer {layer} could not be installed: {error}") from error
-        seconds = time.perf_counter() - began
-        self.stats.layers_switched += 1
-        self.stats.experts_received += len(staged.slots)
-        self.stats.bytes_received += written
-        self.stats.commit_seconds += seconds
-        self.stats.transfer_seconds += staged.seconds
-        self._history.committed(self._step, commit)
+        written, seconds = self._layer_commit.install(commit.layer, staged)
         done = Committed(commit.plan_id, layer, commit.after, written, staged.seconds, seconds)
+        self.stats.count(done, len(staged.slots))
+        self._history.committed(self._step, commit)
         self._report(self._listener.committed, done)
 
     def _report(self, report: Callable[..., None], *facts: object) -> None:

@@ -19,6 +19,14 @@ class SwitchStats:
     commit_seconds: float = 0.0
     transfer_seconds: float = 0.0
 
+    def count(self, done: Committed, experts_received: int) -> None:
+        """One more layer has been switched in, for which this rank received so many experts."""
+        self.layers_switched += 1
+        self.experts_received += experts_received
+        self.bytes_received += done.bytes_received
+        self.commit_seconds += done.commit_seconds
+        self.transfer_seconds += done.transfer_seconds
+
 
 @dataclass(frozen=True)
 class Committed:

@@ -11,10 +11,10 @@ from datetime import timedelta
 
 from worker_agent.adapters.live_layer import ExpertWeights, LiveLayer
 from worker_agent.device import Mark, SideStream
+from worker_agent.swap.actions import StartTransfer
 from worker_agent.swap.carrier import ByteBudget, Carrier
 from worker_agent.swap.lane.lane import Deadline
 from worker_agent.swap.lane.lanes import Lanes
-from worker_agent.swap.machine import StartTransfer
 from worker_agent.swap.staging import Staging
 from worker_agent.swap.transfer_schedule import Leg, incoming_slots, legs
 
