@@ -54,31 +54,21 @@ def _burst(now_RS, best_RS, scaled_EN, replicas_E, temperature, steps, seed):  #
         hot = np.argmax(load_RN[:, np.random.randint(episodes)])
         rank = hot if np.random.random() < 0.7 else np.random.randint(ranks)
         slot = np.random.randint(slots)
-        mine = now_RS[rank, slot]
         if np.random.random() < 0.5:
             other, place = np.random.randint(ranks), np.random.randint(slots)
-            theirs = now_RS[other, place]
-            if other == rank or _holds(now_RS[rank], theirs) or _holds(now_RS[other], mine):
+            mine, theirs = now_RS[rank, slot], now_RS[other, place]
+            if not _trade(load_RN, now_RS, scaled_EN, replicas_E, rank, slot, other, place):
                 continue
-            now_RS[rank, slot], now_RS[other, place] = theirs, mine
-            for n in range(episodes):
-                more = scaled_EN[theirs, n] / replicas_E[theirs] - scaled_EN[mine, n] / replicas_E[mine]
-                load_RN[rank, n] += more
-                load_RN[other, n] -= more
         else:
             other, place = -1, -1
             theirs = np.random.randint(experts)
             if np.random.random() < 0.7:
                 loser = np.random.randint(ranks * slots)
                 rank, slot = loser // slots, loser % slots
-                mine = now_RS[rank, slot]
                 theirs = now_RS[hot, np.random.randint(slots)]
-            if replicas_E[mine] == 1 or theirs == mine or _holds(now_RS[rank], theirs):
+            mine = now_RS[rank, slot]
+            if not _replicate(load_RN, now_RS, scaled_EN, replicas_E, rank, slot, theirs):
                 continue
-            now_RS[rank, slot] = theirs
-            replicas_E[mine] -= 1
-            replicas_E[theirs] += 1
-            _reload(load_RN, now_RS, scaled_EN, replicas_E, mine, theirs, rank)
         found = _ratio(load_RN)
         if found <= now or np.random.random() < np.exp((now - found) / temperature):
             now = found
@@ -94,6 +84,33 @@ def _burst(now_RS, best_RS, scaled_EN, replicas_E, temperature, steps, seed):  #
             replicas_E[mine] += 1
             replicas_E[theirs] -= 1
         _copy_ranks(load_RN, kept_RN, now_RS, mine, theirs, rank, other)
+
+
+@numba.njit(fastmath=True, cache=True)
+def _trade(load_RN, now_RS, scaled_EN, replicas_E, rank, slot, other, place):  # type: ignore[no-untyped-def]
+    """Two experts trade places; whether they may."""
+    mine, theirs = now_RS[rank, slot], now_RS[other, place]
+    if other == rank or _holds(now_RS[rank], theirs) or _holds(now_RS[other], mine):
+        return False
+    now_RS[rank, slot], now_RS[other, place] = theirs, mine
+    for n in range(scaled_EN.shape[1]):
+        more = scaled_EN[theirs, n] / replicas_E[theirs] - scaled_EN[mine, n] / replicas_E[mine]
+        load_RN[rank, n] += more
+        load_RN[other, n] -= more
+    return True
+
+
+@numba.njit(fastmath=True, cache=True)
+def _replicate(load_RN, now_RS, scaled_EN, replicas_E, rank, slot, theirs):  # type: ignore[no-untyped-def]
+    """A slot goes from an expert with several replicas to another; whether it may."""
+    mine = now_RS[rank, slot]
+    if replicas_E[mine] == 1 or theirs == mine or _holds(now_RS[rank], theirs):
+        return False
+    now_RS[rank, slot] = theirs
+    replicas_E[mine] -= 1
+    replicas_E[theirs] += 1
+    _reload(load_RN, now_RS, scaled_EN, replicas_E, mine, theirs, rank)
+    return True
 
 
 @numba.njit(fastmath=True, cache=True)

@@ -8,6 +8,7 @@ tables. ``Candidate.par`` here is the slowest rank's mean time over that of perf
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -104,7 +105,9 @@ def retabled(phy2log_RS: Int32, timed: TimedLayer, params: SearchParams) -> Cand
         even_tables(*used_slots(kept_RS, alone_RE), deployed.share_GE),
         solve_tables(kept_RS, heat.demand, heat.scaled_EN, heat.share_N, deployed.share_GE, params.z)[0],
     ]
-    return min((_cooled(kept_RS, log2phy_GE, timed, moves) for log2phy_GE in beginnings), key=_par)
+    return min(
+        (_cooled(kept_RS, log2phy_GE, timed, moves) for log2phy_GE in beginnings), key=attrgetter("par")
+    )
 
 
 def placed_for_time(timed: TimedLayer, params: SearchParams) -> list[Candidate]:
@@ -161,10 +164,6 @@ def improved_for_time(
         found_RS.tobytes(): found_RS for found_RS in found_KRS if not np.array_equal(found_RS, begin_RS)
     }
     return [_served(_used(found_RS, experts), timed, params) for found_RS in distinct.values()]
-
-
-def _par(candidate: Candidate) -> float:
-    return candidate.par
 
 
 def _cooled(phy2log_RS: Int32, log2phy_GE: Int32, timed: TimedLayer, moves: int) -> Candidate:

@@ -11,6 +11,7 @@ as in ``holdout``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -103,7 +104,7 @@ def solve_layer_for_time(
     parts = heat.halves() if heat.episodes_NE.shape[0] >= FEWEST_EPISODES else ()
     halves = [_timed(half, deployed, curve, forecast) for half in parts]
     way = _lasting_way(halves[0], halves[1], params) if halves else _FOR_TIME
-    fresh = min((now, tables, placed(seen, params, way)), key=_par)
+    fresh = min((now, tables, placed(seen, params, way)), key=attrgetter("par"))
 
     def answer(found: Candidate, taken: int) -> Answer:
         return Answer(found, now.par, fresh, float("inf"), taken, trimmed=forecast.trimmed)
@@ -157,7 +158,7 @@ def _clearly_saved(
         if way == _RETABLED:
             found = retabled(balanced.phy2log_RS, fit, params)
         else:
-            found = min(placed_for_time(fit, params), key=_par)
+            found = min(placed_for_time(fit, params), key=attrgetter("par"))
         saved_N = by_tokens_N - slowest_of_steps(found, held_out, params.tables)
         saved, error = float(saved_N.mean()), standard_error(saved_N.astype(np.float64))
         if saved > max(_HARDLY * held_out.even_us, _SURE * error):
@@ -173,7 +174,7 @@ def placed(seen: TimedLayer, params: SearchParams, way: int) -> Candidate:
         found.append(retabled(balanced.phy2log_RS, seen, params))
     elif way == _FOR_TIME:
         found += placed_for_time(seen, params)
-    return min(found, key=_par)
+    return min(found, key=attrgetter("par"))
 
 
 def courses(
@@ -229,10 +230,6 @@ def _between_bursts(
 def _timed(heat: WindowHeat, deployed: Deployed, curve: Curve, forecast: Forecast) -> TimedLayer:
     seen = heat_of(heat.episodes_NE, deployed.phy2log_RS.shape[0])
     return timed(Layer(forecast_heat(seen, forecast, 0.0), deployed), steps_of(heat.steps_NE), curve)
-
-
-def _par(candidate: Candidate) -> float:
-    return candidate.par
 
 
 def _ratio(candidate: Candidate, seen: TimedLayer, params: SearchParams) -> float:

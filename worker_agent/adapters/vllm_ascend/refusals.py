@@ -9,6 +9,45 @@ from worker_agent.adapters.compat import release_of
 from worker_agent.adapters.errors import UnsupportedEngineError
 from worker_agent.adapters.vllm_ascend.known import KNOWN
 
+_REFUSED = {
+    "recording": (
+        "recording of expert maps (EXPERT_MAP_RECORD)",
+        "The host then never installs what it plans",
+        "Record with `eplb trace record`",
+    ),
+    "fused_mc2": (
+        "fused MC2",
+        "It dispatches inside a kernel, with weights in a layout of its own",
+        "Unset enable_fused_mc2 and VLLM_ASCEND_ENABLE_FUSED_MC2",
+    ),
+    "mix_placement": (
+        "mix_placement",
+        "Shared experts are then placed among the routed ones",
+        "Turn it off",
+    ),
+    "310p": (
+        "Atlas 300I (310P)",
+        "It dispatches grouped experts (MoGE), whose replicas must stay in their group",
+        "Use A2, A3 or A5",
+    ),
+    "sleep_mode": (
+        "sleep mode",
+        "Weights may leave the device, or come back in their first layout, while experts move",
+        "Start without --enable-sleep-mode",
+    ),
+    "stages": (
+        "pipeline parallelism in vLLM-Ascend 0.18",
+        "It calls its balancer after a forward pass in the last stage alone",
+        "Use vLLM-Ascend 0.23, or start without --pipeline-parallel-size",
+    ),
+    "pooling": (
+        "a pooling model",
+        "vLLM-Ascend does not call its balancer after a forward pass of one",
+        "Serve it without dynamic_eplb",
+    ),
+}
+"""What is refused, why, and what to do instead."""
+
 
 def refuse_lists_that_the_host_misreads(
     w1_scale: Any, w2_scale: Any, mc2: bool, kernel_for_lists: bool
@@ -70,50 +109,15 @@ def refuse_settings(eplb_config: Any) -> None:
     stages = vllm_config.parallel_config.pipeline_parallel_size
     fused = getattr(config, "enable_fused_mc2", getattr(envs, "VLLM_ASCEND_ENABLE_FUSED_MC2", 0))
     recording = eplb_config.expert_map_record_path or os.environ.get("EXPERT_MAP_RECORD", "false") == "true"
-    refusals = (
-        (
-            bool(recording),
-            "recording of expert maps (EXPERT_MAP_RECORD)",
-            "The host then never installs what it plans",
-            "Record with `eplb trace record`",
-        ),
-        (
-            bool(fused),
-            "fused MC2",
-            "It dispatches inside a kernel, with weights in a layout of its own",
-            "Unset enable_fused_mc2 and VLLM_ASCEND_ENABLE_FUSED_MC2",
-        ),
-        (
-            bool(getattr(config, "mix_placement", False)),
-            "mix_placement",
-            "Shared experts are then placed among the routed ones",
-            "Turn it off",
-        ),
-        (
-            get_ascend_device_type().name == "_310P",
-            "Atlas 300I (310P)",
-            "It dispatches grouped experts (MoGE), whose replicas must stay in their group",
-            "Use A2, A3 or A5",
-        ),
-        (
-            bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)),
-            "sleep mode",
-            "Weights may leave the device, or come back in their first layout, while experts move",
-            "Start without --enable-sleep-mode",
-        ),
-        (
-            release_of(__version__, KNOWN) == "0.18" and stages > 1,
-            "pipeline parallelism in vLLM-Ascend 0.18",
-            "It calls its balancer after a forward pass in the last stage alone",
-            "Use vLLM-Ascend 0.23, or start without --pipeline-parallel-size",
-        ),
-        (
-            vllm_config.model_config.runner_type == "pooling",
-            "a pooling model",
-            "vLLM-Ascend does not call its balancer after a forward pass of one",
-            "Serve it without dynamic_eplb",
-        ),
-    )
-    for found, what, why, remedy in refusals:
-        if found:
-            raise UnsupportedEngineError(what, why, remedy)
+    found = {
+        "recording": bool(recording),
+        "fused_mc2": bool(fused),
+        "mix_placement": bool(getattr(config, "mix_placement", False)),
+        "310p": get_ascend_device_type().name == "_310P",
+        "sleep_mode": bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)),
+        "stages": release_of(__version__, KNOWN) == "0.18" and stages > 1,
+        "pooling": vllm_config.model_config.runner_type == "pooling",
+    }
+    for setting, refused in found.items():
+        if refused:
+            raise UnsupportedEngineError(*_REFUSED[setting])
