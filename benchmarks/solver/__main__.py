@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.solver.about import about
-from benchmarks.solver.effort import FULL, QUICK, Effort
+from benchmarks.solver.extent import FULL, QUICK, Extent
 from benchmarks.solver.recorded import recorded_course
 from benchmarks.solver.report.files import write_folder, write_json
 from benchmarks.solver.report.tables import tables
@@ -42,11 +42,11 @@ def main() -> int:
     except HeatError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    effort = _effort(options)
+    extent = _extent(options)
     contest = Contest(options.peers, options.index, options.limit_seconds, console.print)
     chosen = [
         section
-        for section in sections(contest, effort, courses)
+        for section in sections(contest, extent, courses)
         if section.group in options.only and (section.name != "traces" or courses)
     ]
     with console.status("compiling the solver's kernels, once"):
@@ -58,7 +58,7 @@ def main() -> int:
     finally:
         contest.close()
     took = f"{(time.monotonic() - began) / 60:.1f} minutes"
-    results = {"about": {**about(effort.seeds), "took": took}, "failures": contest.failures, **results}
+    results = {"about": {**about(extent.seeds), "took": took}, "failures": contest.failures, **results}
     for table in reversed(tables(results)):
         console.print(table.drawn())
     console.print(f"{results['about']['machine']}; took {took}")
@@ -107,8 +107,8 @@ def _where(row: dict[str, Any]) -> str:
     return " ".join(str(row[name]) for name in names if name in row)
 
 
-def _effort(options: argparse.Namespace) -> Effort:
-    effort = QUICK if options.quick else FULL
+def _extent(options: argparse.Namespace) -> Extent:
+    extent = QUICK if options.quick else FULL
     changes: dict[str, Any] = {}
     if options.seeds:
         changes["seeds"] = tuple(options.seeds)
@@ -116,7 +116,7 @@ def _effort(options: argparse.Namespace) -> Effort:
         changes["repeats"] = options.repeats
     if options.long_seconds:
         changes["long_seconds"] = options.long_seconds
-    return replace(effort, **changes)
+    return replace(extent, **changes)
 
 
 def _parser() -> argparse.ArgumentParser:

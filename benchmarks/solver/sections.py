@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.solver.ablation import ablation
 from benchmarks.solver.cells import cells
 from benchmarks.solver.cpu_time import cpu_times
-from benchmarks.solver.effort import Effort
+from benchmarks.solver.extent import Extent
 from benchmarks.solver.few_slots import few_slots
 from benchmarks.solver.first_plan import first_plans
 from benchmarks.solver.generated import generated_courses
@@ -38,24 +38,24 @@ class Section:
     rows: Callable[[], Rows]
 
 
-def sections(contest: Contest, effort: Effort, traces: Sequence[Course]) -> list[Section]:
+def sections(contest: Contest, extent: Extent, traces: Sequence[Course]) -> list[Section]:
     """All measurements; ``traces`` are recorded heat to serve beside the generated."""
-    seed = effort.seeds[0]
+    seed = extent.seeds[0]
 
     def loop(kinds: Sequence[str]) -> list[Course]:
-        return generated_courses(kinds, effort.loop_shape, effort.loop_windows, seed)
+        return generated_courses(kinds, extent.loop_shape, extent.loop_windows, seed)
 
     return [
-        Section("cells", "cells", "balance", lambda: cells(contest, effort.shapes, effort.seeds)),
+        Section("cells", "cells", "balance", lambda: cells(contest, extent.shapes, extent.seeds)),
         Section(
             "cells",
             "tables",
             "tables",
-            lambda: source_tables(contest, effort.table_shape, seed, effort.spreads),
+            lambda: source_tables(contest, extent.table_shape, seed, extent.spreads),
         ),
-        Section("time", "time", "CPU time", lambda: cpu_times(contest, effort.timed, effort.repeats, seed)),
-        Section("time", "keeping", "keeping everything", lambda: keeping(contest, effort.repeats, seed)),
-        Section("time", "first_plan", "first plans", lambda: first_plans(contest, effort.processes, seed)),
+        Section("time", "time", "CPU time", lambda: cpu_times(contest, extent.timed, extent.repeats, seed)),
+        Section("time", "keeping", "keeping everything", lambda: keeping(contest, extent.repeats, seed)),
+        Section("time", "first_plan", "first plans", lambda: first_plans(contest, extent.processes, seed)),
         Section("loop", "loop", "closed loop", lambda: loops(contest, loop(KINDS), entrants(contest))),
         Section(
             "loop",
@@ -68,19 +68,19 @@ def sections(contest: Contest, effort: Effort, traces: Sequence[Course]) -> list
             "scaling",
             "scaling",
             "scaling",
-            lambda: scaling(contest, min(effort.repeats, 2), seed, effort.growing),
+            lambda: scaling(contest, min(extent.repeats, 2), seed, extent.growing),
         ),
         Section(
             "ablation",
             "ablation",
             "ablation",
-            lambda: ablation(contest, effort.loop_shape, effort.ablation_windows, effort.seeds, traces),
+            lambda: ablation(contest, extent.loop_shape, extent.ablation_windows, extent.seeds, traces),
         ),
         Section("example", "example", "known example", lambda: known_example(contest)),
         Section(
             "example",
             "few_slots",
             "few slots, long search",
-            lambda: few_slots(contest, effort.long_seconds, seed),
+            lambda: few_slots(contest, extent.long_seconds, seed),
         ),
     ]

@@ -21,6 +21,7 @@ BETTER = {
     r"\bone each CPU\b": "one per CPU",
     r"\b(?:slots|experts|tokens|steps|counts|choices|row|file|line) a (?:layer|rank|step|slot|CPU)\b": "per",
     r"\bcop(?:y|ies) of (?:an|each|the|hot|its) experts?\b": "replica",
+    r"\b(?:near (?:tables|candidates)|unrest|telling|arbiter|plan[_ ]?life|yardman|set out)\b": "the glossary's term",
 }
 
 OTHERS_NAMES = "worker_agent/swap/link_guard.py"
@@ -29,7 +30,12 @@ ANY = re.compile("|".join(BETTER), re.IGNORECASE)
 
 
 def texts():
-    files = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+    files = [
+        *ROOT.glob("*.md"),
+        ROOT / "pyproject.toml",
+        ROOT / "Makefile",
+        *(ROOT / "proto").rglob("*.proto"),
+    ]
     pages = (ROOT / "docs").rglob("*.md")
     files += [*pages, *(ROOT / "deploy").rglob("*.y*ml"), *(ROOT / "deploy").rglob("*.json")]
     return {str(path.relative_to(ROOT)): path.read_text() for path in files}
@@ -96,5 +102,8 @@ def test_names_use_the_glossary_s_terms():
 
 
 def test_the_terms_that_are_refused_are_found():
-    text = "It can not tell.\nTwo slots a rank stand in place of a copy of an expert, anew; one each CPU; in words."
+    text = (
+        "It can not tell.\nTwo slots a rank stand in place of a copy of an expert, anew;\n"
+        "one each CPU; in words; unrest."
+    )
     assert {line.rpartition("-> ")[2] for line in found(text)} == set(BETTER.values())

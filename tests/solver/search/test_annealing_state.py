@@ -20,7 +20,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 SMALL = cases(most_ranks=6, most_slots=4)
 
 
-def set_out(case: Case, seed: int) -> tuple[PlacedLayer, AnnealingState]:
+def started(case: Case, seed: int) -> tuple[PlacedLayer, AnnealingState]:
     layer = PlacedLayer(case, 1.0, seed)
     return layer, module.start(layer.phy2log_RS, layer.scaled_EN)
 
@@ -77,7 +77,7 @@ def legal_tries(layer: PlacedLayer, phy2log_RS: np.ndarray, most: int) -> list[M
 @SETTINGS
 @given(SMALL, SEEDS)
 def test_a_search_starts_from_a_copy_of_what_it_is_given(case: Case, seed: int) -> None:
-    layer, state = set_out(case, seed)
+    layer, state = started(case, seed)
     np.testing.assert_array_equal(state.phy2log_RS, layer.phy2log_RS)
     assert not np.shares_memory(state.phy2log_RS, layer.phy2log_RS)
     assert_agrees(state, layer)
@@ -86,7 +86,7 @@ def test_a_search_starts_from_a_copy_of_what_it_is_given(case: Case, seed: int) 
 @SETTINGS
 @given(SMALL, SEEDS)
 def test_changes_that_leave_a_placement_to_be_served_are_legal(case: Case, seed: int) -> None:
-    layer, state = set_out(case, seed)
+    layer, state = started(case, seed)
     for attempt in some_tries(layer, layer.phy2log_RS, 60):
         assert may(state, layer.scaled_EN, attempt) == changes.is_legal(layer.phy2log_RS, attempt), attempt
 
@@ -94,7 +94,7 @@ def test_changes_that_leave_a_placement_to_be_served_are_legal(case: Case, seed:
 @SETTINGS
 @given(SMALL, SEEDS)
 def test_guided_changes_keep_who_is_burdened_below_the_rank_relieved(case: Case, seed: int) -> None:
-    layer, state = set_out(case, seed)
+    layer, state = started(case, seed)
     episode = int(layer.generator.integers(layer.scaled_EN.shape[1]))
     rounding = 1e-5 * case.ranks
     before_R = loads_of(layer, layer.phy2log_RS)[:, episode]
@@ -150,7 +150,7 @@ def test_a_copy_given_up_must_leave_those_that_remain_below_what_the_hot_rank_ha
 @SETTINGS
 @given(SMALL, SEEDS)
 def test_a_change_is_judged_by_the_loads_that_it_would_make(case: Case, seed: int) -> None:
-    layer, state = set_out(case, seed)
+    layer, state = started(case, seed)
     before_RN = state.top_ranks.load_RN.copy()
     for attempt in legal_tries(layer, layer.phy2log_RS, 12):
         state.changed_RN[:] = np.nan
@@ -170,7 +170,7 @@ def test_a_change_is_judged_by_the_loads_that_it_would_make(case: Case, seed: in
 @SETTINGS
 @given(SMALL, SEEDS, st.integers(1, 25))
 def test_after_any_steps_everything_agrees_with_the_placement(case: Case, seed: int, steps: int) -> None:
-    layer, state = set_out(case, seed)
+    layer, state = started(case, seed)
     for _ in range(steps):
         before_RS = state.phy2log_RS.copy()
         for attempt in legal_tries(layer, before_RS, 1):
@@ -182,7 +182,7 @@ def test_after_any_steps_everything_agrees_with_the_placement(case: Case, seed: 
 @SETTINGS
 @given(SMALL, SEEDS)
 def test_summing_again_takes_away_what_piled_up(case: Case, seed: int) -> None:
-    layer, state = set_out(case, seed)
+    layer, state = started(case, seed)
     state.changed_RN[:] = layer.generator.gamma(1, 1, state.changed_RN.shape)
     state.top_ranks.load_RN[:] += 1
     state.top_ranks.load_NR[:] += 1
@@ -194,7 +194,7 @@ def test_summing_again_takes_away_what_piled_up(case: Case, seed: int) -> None:
 
 @pytest.mark.parametrize("gainer", range(5))
 def test_all_spare_replicas_can_come_to_one_expert(gainer: int) -> None:
-    layer, state = set_out(Case(4, 2, np.ones((1, 5))), 3)
+    layer, state = started(Case(4, 2, np.ones((1, 5))), 3)
     while state.replicas_E[gainer] < 4:
         attempts = [one for one in legal_tries(layer, state.phy2log_RS, 200) if gainer != one.theirs]
         passing = [one for one in attempts if gainer == one.mine and not one.swaps]

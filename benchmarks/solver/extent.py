@@ -1,4 +1,4 @@
-"""How much is measured: everything, or what a minute allows."""
+"""How much is measured: everything, or what two minutes allow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.solver.source_tables import SPREADS
 
 
 @dataclass(frozen=True)
-class Effort:
+class Extent:
     """How many shapes, seeds, windows, repeats and seconds go into each measurement."""
 
     shapes: tuple[Shape, ...] = SHAPES
@@ -33,8 +33,8 @@ class Effort:
         return scaling.CURVES if self.curves is None else self.curves
 
 
-FULL = Effort()
-QUICK = Effort(
+FULL = Extent()
+QUICK = Extent(
     shapes=((16, 256, 32, 9),),
     seeds=(1,),
     timed=(SHAPES[1],),

@@ -1,0 +1,70 @@
+"""Every module is there for somebody: an entry point, a command, or the documented API reaches it."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from eplb_service.cli.command_list import COMMANDS
+
+tomllib = pytest.importorskip("tomllib", reason="part of Python from 3.11 on")
+
+ROOT = Path(__file__).parents[1]
+PROJECTS = ("pyproject.toml", "packaging/eplb-agent/pyproject.toml")
+FOR_HOSTS = {"worker_agent.moe.checkpoint"}
+"""Hosts of the live layer load their own checkpoints by it; the embedded model is not sharded."""
+
+
+def modules() -> dict[str, ast.Module]:
+    """The packages' modules that have code, by name."""
+    found = {}
+    for package in ("eplb_service", "worker_agent"):
+        for path in (ROOT / package).rglob("*.py"):
+            tree = ast.parse(path.read_text())
+            if "generated" not in path.parts and len(tree.body) > 1:
+                name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+                found[name.removesuffix(".__init__")] = tree
+    return found
+
+
+def names_in(tree: ast.Module) -> set[str]:
+    """What a module imports, and names of modules that it starts or imports when asked."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names |= {node.value, node.value.partition(":")[0]}
+    return names
+
+
+def entries(sources: dict[str, ast.Module]) -> set[str]:
+    declared = [tomllib.loads((ROOT / name).read_text())["project"] for name in PROJECTS]
+    tables = [one.get("scripts", {}) for one in declared]
+    tables += [table for one in declared for table in one.get("entry-points", {}).values()]
+    targets = [target for table in tables for target in table.values()]
+    run = {
+        name
+        for name, tree in sources.items()
+        if name.endswith("__main__") or "'__main__'" in ast.unparse(tree)
+    }
+    documented = re.findall(
+        r"^::: ([\w.]+)\.\w+$", (ROOT / "docs/reference/api.md").read_text(), flags=re.MULTILINE
+    )
+    commands = {f"eplb_service.cli.{entry.module}" for entry in COMMANDS.values()}
+    return {target.partition(":")[0] for target in targets} | run | set(documented) | commands
+
+
+def test_every_module_is_reached() -> None:
+    sources = modules()
+    reached, ahead = set(), entries(sources)
+    while ahead:
+        name = ahead.pop()
+        if name not in reached:
+            reached.add(name)
+            ahead |= {name.rpartition(".")[0]} | (names_in(sources[name]) if name in sources else set())
+    assert len(sources) > 300
+    assert sources.keys() - reached == FOR_HOSTS
