@@ -18,7 +18,7 @@ from benchmarks.time.heats import CellHeat
 from benchmarks.time.scoring import slowest_us
 from eplb_service.cost.curve import CostCurve
 from eplb_service.offline import Solution, solve
-from eplb_service.replay.advice import SAME_TIME, Option, cheapest
+from eplb_service.replay.advice_options import SAME_TIME, Option, cheapest
 from eplb_service.replay.policy_replay import Setup
 from eplb_service.replay.schedule import Schedule
 

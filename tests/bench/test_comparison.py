@@ -21,6 +21,7 @@ from eplb_service.bench.scoring import arrivals, even_par, realised_par
 from eplb_service.cli import main
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.placement import Placement, mean_par
+from tests.cli.arguments import changed
 from tests.cli.published import held
 
 
@@ -190,8 +191,8 @@ def test_a_peer_that_is_not_there_is_said_and_the_others_are_compared(
 def test_refusals(
     trace: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["bench", "--heat", str(trace), "--ranks", "4", "--peers", "none", *arguments]
-    assert main.run(given) == 2
+    given = ["bench", "--heat", str(trace), "--ranks", "4", "--peers", "none"]
+    assert main.run(changed(given, *arguments)) == 2
     assert message in capsys.readouterr().err
 
 

@@ -29,7 +29,8 @@ from eplb_service.io.trace import Trace
 from eplb_service.planner.options import planner_settings
 
 if TYPE_CHECKING:
-    from eplb_service.replay.advice import Advice, Option
+    from eplb_service.replay.advice import Advice
+    from eplb_service.replay.advice_options import Option
     from eplb_service.replay.assumptions import Assumption
     from eplb_service.replay.costs import Costs
     from eplb_service.replay.jobs import Job, Scene, TraceFile
@@ -105,7 +106,9 @@ def advise(
     by_redundancy = _round(work, file, first, trace, scene, trial.workers)
     second = advice.second_jobs(by_redundancy, trace.steps, settings)
     by_schedule = _round(work, file, second, trace, scene, trial.workers)
-    given = advice.advise(by_redundancy, by_schedule, settings, choices)
+    third = advice.third_jobs(by_redundancy, by_schedule, slots, settings)
+    under_schedule = _round(work, file, third, trace, scene, trial.workers)
+    given = advice.advise(by_redundancy, by_schedule, under_schedule, settings, choices)
     rests_on = cost.assumptions(costs)
     document = _document(given, group.ranks, trace.experts, rests_on)
     if output.out is not None:
@@ -158,13 +161,7 @@ def _print(
     for reason in given.reasons:
         console.print(f"  {reason}")
     timed = bool(costs.step_ms) or costs.curve is not None
-    if costs.curve is not None:
-        console.print(_slot_table(given, ranks, experts), soft_wrap=False)
-    else:
-        rows = [
-            (f"{option.setup.slots * ranks - experts} redundant", option) for option in given.by_redundancy
-        ]
-        console.print(_curve("PAR against redundancy", rows, timed), soft_wrap=False)
+    console.print(_slot_table(given, ranks, experts, timed=timed), soft_wrap=False)
     rows = [
         (f"window {o.setup.schedule.window}, every {o.setup.schedule.interval}", o) for o in given.by_schedule
     ]
@@ -182,19 +179,33 @@ def _print(
         console.print(f"  {assumption}", markup=False)
 
 
-def _slot_table(given: Advice, ranks: int, experts: int) -> Table:
-    """Slots against milliseconds and memory: what each number of redundant experts costs and wins."""
+def _slot_table(given: Advice, ranks: int, experts: int, *, timed: bool) -> Table:
+    """Slots against balance, milliseconds and memory: what each number of redundant experts costs and wins."""
     known = any(option.bytes_per_rank for option in given.by_redundancy)
-    memory = ["GiB of experts per rank"] if known else []
-    table = compact_table("slots per rank", "redundant", "MoE ms", *memory, "PAR", title="time against slots")
+    in_ms = all(option.moe_ms is not None for option in given.by_redundancy)
+    columns = {
+        "MoE ms": in_ms,
+        "PAR": True,
+        "net ms": timed and not in_ms,
+        "memory": True,
+        "GiB per rank": known,
+    }
+    shown = [name for name, wanted in columns.items() if wanted]
+    title = f"{'time' if in_ms else 'PAR'} against slots"
+    table = compact_table("slots per rank", "redundant", *shown, title=title)
     for option in given.by_redundancy:
         slots = option.setup.slots
+        cells = {
+            "MoE ms": f"{option.moe_ms or 0.0:.3f}",
+            "PAR": f"{option.par:.3f}",
+            "net ms": f"{option.net_ms:.2f}",
+            "memory": f"{slots * ranks / experts - 1:+.0%}",
+            "GiB per rank": f"{option.bytes_per_rank / 2**30:.2f}",
+        }
         table.add_row(
             f"{slots}{' (advised)' if slots == given.chosen.setup.slots else ''}",
             str(slots * ranks - experts),
-            f"{option.moe_ms:.3f}",
-            *([f"{option.bytes_per_rank / 2**30:.2f}"] if known else []),
-            f"{option.par:.3f}",
+            *(cells[name] for name in shown),
         )
     return table
 

@@ -30,7 +30,8 @@ def test_text(trace, capsys):
     assert code == 0
     assert out.startswith("Balance, with ")
     for phrase in (
-        "PAR against redundancy",
+        "PAR against slots",
+        "memory",
         "against window and interval",
         "against moves",
         "Layers that win most",
@@ -55,7 +56,6 @@ def test_json_on_stdout_and_in_the_file_agree(tmp_path, trace, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--heat", "absent.npz"], "No such file"),
         (["--redundant", "3"], "use --redundant 0 or that plus a multiple of 4"),
         (["--redundant", "few"], "'--redundant'"),
         (["--window", "120"], "has 120 steps, a window of 120 leaves none"),
@@ -71,17 +71,23 @@ def test_bad_arguments(trace, capsys, arguments, message):
     assert err.count("\n") == 1
 
 
+def test_a_trace_that_is_not_there(capsys):
+    code, out, err = advise(capsys, "--heat", "absent.npz", "--ranks", 4)
+    assert (code, out) == (2, "")
+    assert "No such file" in err
+
+
 def test_with_a_cost_curve_slots_are_set_against_time_and_memory(tmp_path, trace, capsys):
     curve = tmp_path / "curve.json"
     write_curves(curve, [H200])
     arguments = ("--heat", trace, "--ranks", 4, "--cost-curve", curve, "--bytes-per-expert", 1 << 30)
     code, out, _ = advise(capsys, *arguments)
     assert code == 0
-    assert "PAR against redundancy" not in out
+    assert "PAR against slots" not in out
     for phrase in (
         "time against slots",
         "MoE ms, ",
-        "GiB of experts per rank",
+        "GiB per rank",
         "(advised)",
         "This rests on:",
         "H200",

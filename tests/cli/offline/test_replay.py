@@ -10,6 +10,7 @@ from eplb_service.cli import main
 from eplb_service.cost.curve_file import write_curves
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.placement import Placement
+from tests.cli.arguments import changed
 from tests.cli.published import held
 from tests.cost.curves import H200
 
@@ -113,7 +114,7 @@ def test_bad_arguments(tmp_path, trace, capsys, monkeypatch, arguments, message)
     np.savez("four.npz", phy2log=Placement.linear(LAYERS, EXPERTS, RANKS, 4).phy2log_LRS)
     before = sorted(tmp_path.iterdir())
     good = ["--heat", trace, "--ranks", RANKS, "--slots", "5", "--window", "40", "--out", "replay.json"]
-    code, out, err = replay(capsys, *good, *arguments)
+    code, out, err = replay(capsys, *changed(good, *arguments))
     assert (code, out) == (2, "")
     assert err.startswith("eplb: error: ")
     assert message in err

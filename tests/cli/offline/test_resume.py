@@ -10,6 +10,7 @@ from eplb_service.cli import main
 from eplb_service.cli.offline import advise as advise_command
 from eplb_service.cli.offline import replay as replay_command
 from eplb_service.heat.synthetic import synthetic_heat
+from tests.cli.arguments import changed
 
 RANKS = 4
 REPLAY = ["--ranks", str(RANKS), "--slots", "5", "--window", "25,30", "--interval", "20", "--step-ms", "10"]
@@ -70,7 +71,7 @@ def test_a_replay_goes_on_to_the_same_results(tmp_path, trace, monkeypatch, caps
     with stopped_after(3, monkeypatch):
         assert eplb(*alone, "--out", resumed, "--resume", state) == 130
     assert f"{decisions + 3} decisions are kept" in capsys.readouterr().err
-    assert eplb(*alone, "--out", resumed, "--resume", state, "--workers", 2) == 0
+    assert eplb(*changed(alone, "--out", resumed, "--resume", state, "--workers", 2)) == 0
     assert outcome(resumed) == outcome(whole)
     assert not state.exists()
 
@@ -98,7 +99,7 @@ def test_a_state_of_other_work_or_none_at_all_is_refused(tmp_path, trace, monkey
     capsys.readouterr()
 
     def refusal(*arguments):
-        assert eplb(*alone, "--resume", state, *arguments) == 2
+        assert eplb(*changed([*alone, "--resume", state], *arguments)) == 2
         reported = capsys.readouterr().err
         assert reported.count("\n") == 1
         return reported

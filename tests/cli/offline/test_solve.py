@@ -14,6 +14,7 @@ from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.io.placement_file import read_placement
 from eplb_service.placement import check_log2phy, par
 from eplb_service.planner.scoring import rank_loads, replicas_woken, split_us
+from tests.cli.arguments import changed
 from tests.cli.published import held
 from tests.cost.curves import H200
 from tests.solver.layers_of import KNOWN_EXAMPLE
@@ -181,7 +182,7 @@ def test_bad_arguments(tmp_path, trace, capsys, monkeypatch, arguments, message)
     (tmp_path / "prose.csv").write_text("hello")
     before = sorted(tmp_path.iterdir())
     good = ["--heat", trace, "--ranks", RANKS, "--slots", SLOTS, "--out", "out.npz"]
-    code, out, err = solve(capsys, *good, *arguments)
+    code, out, err = solve(capsys, *changed(good, *arguments))
     assert (code, out) == (2, "")
     assert err.startswith("eplb: error: ")
     assert message in err

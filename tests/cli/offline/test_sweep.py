@@ -10,6 +10,7 @@ import pytest
 
 from eplb_service.cli import main
 from eplb_service.cli.offline import sweep as command
+from tests.cli.arguments import changed
 from tests.cli.published import held
 
 GRID = ("--redundant", "4,8", "--window", "32", "--interval", "16,32", "--policy", "flashlb")
@@ -93,7 +94,7 @@ def test_what_cannot_be_run_is_said_in_one_line_before_anything_is(
 ) -> None:
     monkeypatch.setattr(command, "compile_solver", lambda: pytest.fail("the work was begun"))
     before = sorted(Path().iterdir())
-    code, printed, err = run(capsys, "--interval", "16", *arguments)
+    code, printed, err = run(capsys, *changed(["--interval", "16"], *arguments))
     assert (code, printed) == (2, "")
     assert message in err
     assert err.count("\n") == 1
