@@ -118,8 +118,13 @@ def _decide(service: MeasuredService, ranks: RankProcesses) -> tuple[tuple[float
     began = time.monotonic()
     with grpc.insecure_channel(service.address) as channel:
         operators = operator_pb2_grpc.OperatorServiceStub(channel)
-        request = operator_pb2.RebalanceRequest(deployment=DEPLOYMENT)
-        answer = operators.Rebalance(request, timeout=_PLAN_SECONDS)
+        try:
+            answer = operators.Rebalance(
+                operator_pb2.RebalanceRequest(deployment=DEPLOYMENT), timeout=_PLAN_SECONDS
+            )
+        except grpc.RpcError as error:
+            print(f"no decision: {error.details()}", file=sys.stderr)
+            return None, time.monotonic() - began
         seconds = time.monotonic() - began
         if not answer.plan_id:
             return None, seconds

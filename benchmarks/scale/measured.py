@@ -84,6 +84,11 @@ class Measured:
         return self.ranks * self.wanted_per_second / self.reports_per_second
 
     @property
+    def made_steps(self) -> float:
+        """Steps that the ranks made over the measurement."""
+        return self.wanted_per_second * self.seconds
+
+    @property
     def grown_mb(self) -> float:
         """Memory at the end beside that at half-time: until then the window fills."""
         return self.resident_mb[-1] - self.resident_mb[len(self.resident_mb) // 2]

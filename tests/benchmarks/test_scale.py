@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import multiprocessing
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,7 +90,8 @@ def measured(**found: Any) -> Measured:
         ({"cpu_percent": 12.0}, {"256 ranks cost"}),
         ({"ranks": 64, "cpu_percent": 12.0}, set()),
         ({"steps_per_second": 10.0}, {"256 ranks cost", "steps are put"}),
-        ({"lost_steps": 1}, {"steps are put"}),
+        ({"lost_steps": 1}, {"no step is lost"}),
+        ({"dropped_steps": 1}, {"no step is lost"}),
         ({"joining": Held(21.0, 21.0, {})}, {"nothing holds"}),
         ({"deciding": Held(21.0, 21.0, {})}, {"nothing holds"}),
         ({"resident_mb": (200.0, 300.0, 330.0)}, {"memory grows"}),
@@ -109,6 +111,27 @@ def test_steps_of_one_report_may_be_under_way(reports_per_second: float, word: s
     found = measured(seconds=20.0, steps_per_second=19.2, reports_per_second=reports_per_second)
     outcomes = {name: said for _, name, _, said in verdicts([found])}
     assert next(said for name, said in outcomes.items() if name.startswith("steps are put")) == word
+
+
+def test_a_run_of_few_reports_says_nothing_of_the_rate_but_tells_of_losses() -> None:
+    found = measured(seconds=10.0, steps_per_second=13.0, reports_per_second=80.0, lost_steps=3)
+    outcomes = {name: verdict for _, name, _, verdict in verdicts([found])}
+    assert (
+        next(verdict for name, verdict in outcomes.items() if name.startswith("steps are put"))
+        == "too short to say"
+    )
+    assert (
+        next(verdict for name, verdict in outcomes.items() if name.startswith("no step is lost")) == "missed"
+    )
+
+
+def test_a_decision_that_never_comes_is_a_missed_plan_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(scale_run, "_PLAN_SECONDS", 0.2)
+    found = scale_run._decide(SimpleNamespace(address="127.0.0.1:1"), None)  # type: ignore[arg-type]
+    assert found[0] is None
+    assert "no decision" in capsys.readouterr().err
 
 
 def test_a_short_run_says_nothing_of_memory_that_stays() -> None:
