@@ -15,10 +15,9 @@ from typing import Any
 
 from benchmarks.scale.asking import asked_by
 from benchmarks.scale.holds import Holds, watched
-from eplb_service.control.server.allocator import keep_trims_short
-from eplb_service.control.server.garbage import keep_collections_short, leave_out_what_lives
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.settings_sources import load_settings
+from eplb_service.control.server.short_pauses import short_pauses
 from eplb_service.telemetry.logs import configure_logs
 
 _START_SECONDS = 300.0
@@ -103,19 +102,16 @@ async def _run(pipe: Connection, flags: dict[str, Any], holds: Holds) -> None:
     asked: asyncio.Queue[str] = asyncio.Queue()
     async with running_service(load_settings(flags, environment={})) as service:
         await service.warm
-        leave_out_what_lives()
-        # That is done once, before there is a rank.
-        await asyncio.sleep(0)
-        holds.clear()
-        short = [asyncio.create_task(keep()) for keep in (keep_collections_short, keep_trims_short)]
-        asyncio.get_running_loop().add_reader(pipe.fileno(), lambda: asked.put_nowait(asked_by(pipe)))
-        pipe.send(service.address)
-        while await asked.get() == "read":
-            pipe.send(_reading(service, holds))
+        async with short_pauses():
+            # Beginning it holds the loop once, before there is a rank.
+            await asyncio.sleep(0)
             holds.clear()
-        asyncio.get_running_loop().remove_reader(pipe.fileno())
-        for task in short:
-            task.cancel()
+            asyncio.get_running_loop().add_reader(pipe.fileno(), lambda: asked.put_nowait(asked_by(pipe)))
+            pipe.send(service.address)
+            while await asked.get() == "read":
+                pipe.send(_reading(service, holds))
+                holds.clear()
+            asyncio.get_running_loop().remove_reader(pipe.fileno())
 
 
 def _reading(service: RunningService, holds: Holds) -> Reading:

@@ -37,9 +37,14 @@ def full_collection_is_due(set_aside: int) -> bool:
     return gc.get_freeze_count() > _MOST_GROWTH * set_aside
 
 
-async def keep_collections_short() -> None:
-    """Set aside what lives for as long as this runs."""
-    set_aside = gc.get_freeze_count()
+async def keep_collections_short(set_aside: int) -> None:
+    """Set aside what lives for as long as this runs.
+
+    Parameters
+    ----------
+    set_aside
+        Objects, from ``leave_out_what_lives``: counting them goes through all of them.
+    """
     while True:
         for _ in range(_ROUNDS_PER_LOOK):
             await asyncio.sleep(_SECONDS)

@@ -21,9 +21,7 @@ from eplb_service.control.server.access.credentials import Credentials, shared_t
 from eplb_service.control.server.access.gate import Gate
 from eplb_service.control.server.access.in_flight import InFlight
 from eplb_service.control.server.access.quotas import Quotas
-from eplb_service.control.server.allocator import keep_trims_short
 from eplb_service.control.server.deciding.priors import PriorError
-from eplb_service.control.server.garbage import keep_collections_short, leave_out_what_lives
 from eplb_service.control.server.grpc_server import bound, certificates_of, grpc_server
 from eplb_service.control.server.lease.choose import lease_of
 from eplb_service.control.server.lease.interface import LeaseLostError
@@ -37,6 +35,7 @@ from eplb_service.control.server.operators.operator_api import OperatorService
 from eplb_service.control.server.plane.bounds import pending_steps
 from eplb_service.control.server.plane.control_plane import ControlPlane
 from eplb_service.control.server.settings import ServiceSettings, SettingsError
+from eplb_service.control.server.short_pauses import short_pauses
 from eplb_service.control.server.standby import stood_by
 from eplb_service.control.server.store.store import Store
 from eplb_service.control.server.store.store_writer import StoreWriter
@@ -175,10 +174,9 @@ async def _lead(
         await asyncio.wait([*over, service.warm], return_when=asyncio.FIRST_COMPLETED)
         if service.warm.done():
             service.warm.result()
-            _log.info("settled", objects=leave_out_what_lives())
-            short = [asyncio.create_task(keep()) for keep in (keep_collections_short, keep_trims_short)]
-            await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
-            await _cancel(*short)
+            async with short_pauses() as set_aside:
+                _log.info("settled", objects=set_aside)
+                await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
         await _cancel(*over)
         _log.info("stopping")
     if service.plane.decider.computing:

@@ -1,5 +1,7 @@
 """Collections see what was made in the last moment alone; garbage of it goes at once, the rest later."""
 
+import asyncio
+import contextlib
 import gc
 import weakref
 
@@ -7,6 +9,7 @@ import pytest
 
 from eplb_service.control.server.garbage import (
     full_collection_is_due,
+    keep_collections_short,
     leave_out_what_is_young,
     leave_out_what_lives,
 )
@@ -60,3 +63,13 @@ def test_a_full_collection_is_due_where_what_was_set_aside_has_grown_by_half():
     leave_out_what_is_young()
     assert full_collection_is_due(set_aside)
     assert not full_collection_is_due(set_aside + 2 * len(kept))
+
+
+async def test_keeping_collections_short_never_counts_what_was_set_aside(monkeypatch):
+    set_aside, counted = leave_out_what_lives(), []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counted.append(1))
+    kept = Knot()
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(keep_collections_short(set_aside), 0.3)
+    assert not any(one is kept for one in gc.get_objects())
+    assert not counted
