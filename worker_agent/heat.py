@@ -100,9 +100,20 @@ class HeatRecorder:
         tokens: int | None = None,
         micros: int = 0,
     ) -> None:
-        """Step ``step`` has run under ``layer_epochs``.
+        """A step has run.
 
-        ``tokens`` are this rank's own in it, where they are known, ``micros`` its wall time, 0 where that is not known.
+        Parameters
+        ----------
+        step
+            Its number.
+        phase
+            Prefill, decode or dummy.
+        layer_epochs
+            Epoch of each layer that served it.
+        tokens
+            This rank's own in it, where they are known.
+        micros
+            Its wall time; 0 where that is not known.
         """
         if not self._phases:
             self._first_step = step

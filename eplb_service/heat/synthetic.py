@@ -81,6 +81,15 @@ def source_shares(ranks: int, layers: int, experts: int, log_sd: float = 0.3, se
     """Share of each expert's tokens that each source rank sends, float64 ``[R, L, E]``, summing to 1 over R.
 
     A lognormal mix that persists: ``log_sd`` 0 is even, 0.5 strongly skewed.
+
+    Parameters
+    ----------
+    ranks, layers, experts
+        How many source ranks, layers, and logical experts per layer.
+    log_sd
+        Standard deviation of a share's logarithm.
+    seed
+        Of the draw.
     """
     weights_RLE = np.exp(log_sd * np.random.default_rng(seed).standard_normal((ranks, layers, experts)))
     shares_RLE: Float64 = weights_RLE / weights_RLE.sum(axis=0)

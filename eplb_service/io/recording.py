@@ -48,7 +48,19 @@ class Recording:
         log2phy_RLE: Int32,
         layer_epochs: tuple[int, ...],
     ) -> None:
-        """All ranks of deployment ``name`` agree on what they serve; begins a trace where the last one does not fit."""
+        """All ranks of deployment ``name`` agree on what they serve; begins a trace where the last one does not fit.
+
+        Parameters
+        ----------
+        name
+            The deployment's.
+        facts
+            What a trace says of the deployment that it is of.
+        placement, log2phy_RLE
+            What the ranks serve: slots, and int32 ``[R, L, E]``, or ``[R, L, E, D]`` where they deal.
+        layer_epochs
+            Epoch at which each layer last changed.
+        """
         rows = list(zip(range(placement.layers), layer_epochs, placement.phy2log_LRS, strict=True))
         recorder = self._recorders.get(name)
         if recorder is not None and any(recorder.contradicts(*row) for row in rows):
@@ -63,7 +75,17 @@ class Recording:
                 recorder.place(layer, epoch, phy2log_RS, log2phy_RLE[:, layer])
 
     def switched(self, name: str, layer: int, epoch: int, phy2log_RS: Int32, log2phy_RE: Int32) -> None:
-        """A layer of deployment ``name`` has switched."""
+        """A layer of deployment ``name`` has switched.
+
+        Parameters
+        ----------
+        name, layer
+            The deployment's name, and the layer.
+        epoch
+            The layer's from here on.
+        phy2log_RS, log2phy_RE
+            What it serves: int32 ``[R, S]`` and ``[R, E]``, or ``[R, E, D]`` where ranks deal.
+        """
         if name in self._recorders:
             self._recorders[name].place(layer, epoch, phy2log_RS, log2phy_RE)
 

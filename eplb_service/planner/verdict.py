@@ -94,7 +94,19 @@ class Judge:
     def changed(
         self, layer: int, answer: Answer, moves: int, planned: float, hindsight: float
     ) -> LayerVerdict:
-        """A layer that switches; ``planned`` and ``hindsight`` as in the verdict."""
+        """A layer that switches.
+
+        Parameters
+        ----------
+        layer
+            Its index.
+        answer
+            What the solver found for it.
+        moves
+            Slots that receive weights.
+        planned, hindsight
+            Peak-to-average ratios, as ``par_planned`` and ``hindsight`` in the verdict.
+        """
         seen = float(self.par_L[layer])
         if answer.taken == TABLES or moves == 0:
             how = "tables retuned, no weights move"

@@ -95,7 +95,22 @@ class SavedState:
             raise ReplayError(f"{path}: was left by another release of eplb; begin again without it")
 
     def ledger(self, number: int, name: str, jobs: Sequence[Job], trace: Trace, scene: Scene) -> Ledger:
-        """What was found in round ``number``, whose fingerprint must be ``name``; empty where it was not begun."""
+        """What was found in round ``number``, whose fingerprint must be ``name``; empty where it was not begun.
+
+        Parameters
+        ----------
+        number, name
+            The round, and its fingerprint.
+        jobs
+            Of that round, in their order.
+        trace, scene
+            What they replay, and on which ranks and slots.
+
+        Raises
+        ------
+        ReplayError
+            Where the file was left by a replay of another trace or with other options.
+        """
         if number >= len(self._rounds):
             return Ledger(jobs)
         found, counts = self._rounds[number]

@@ -28,10 +28,25 @@ def cores() -> int:
 def run_in_processes(
     jobs: Sequence[Job], file: TraceFile, scene: Scene, done: Sequence[ResumePoint], workers: int
 ) -> Iterator[tuple[int, JobProgress]]:
-    """What is left of all jobs, shared out to ``workers`` processes; yields each job's number and progress.
+    """What is left of all jobs, shared out to processes; yields each job's number and progress.
 
-    A process runs its share side by side and so reads the trace once. Raises what a job raises, and ``ReplayError``
-    where a process dies. Closing the iterator ends the processes.
+    A process runs its share side by side and so reads the trace once. Closing the iterator ends the processes.
+
+    Parameters
+    ----------
+    jobs
+        All, also those that are done.
+    file, scene
+        The trace, and on which ranks and slots it is replayed.
+    done
+        How far each job has got.
+    workers
+        How many processes.
+
+    Raises
+    ------
+    ReplayError
+        Where a process dies; and whatever a job raises.
     """
     yield from in_processes(_share_done, [(file, scene, share) for share in _shares(jobs, done, workers)])
 
@@ -62,9 +77,19 @@ def in_processes(
 def run_on_ray(
     jobs: Sequence[Job], file: TraceFile, scene: Scene, done: Sequence[ResumePoint], address: str
 ) -> Iterator[tuple[int, JobProgress]]:
-    """What is left of all jobs, on the Ray cluster at ``address`` (``local``: one on this machine).
+    """What is left of all jobs, on a Ray cluster; progress comes job by job.
 
-    Each node must see the trace. JobProgress comes job by job. Raises as ``on_ray``.
+    Parameters
+    ----------
+    jobs, file, scene, done
+        As for ``run_in_processes``; each node must see the trace.
+    address
+        The cluster's; ``local``: one on this machine.
+
+    Raises
+    ------
+    ReplayError
+        As ``on_ray``.
     """
     work = [(job, file, scene, done[number]) for number, job in enumerate(jobs)]
     for number, reported in on_ray(_whole, work, address):

@@ -67,7 +67,17 @@ class Scale:
 
 
 def frame(x: Scale, y: Scale, x_title: str, y_title: str, *, percent: bool = False) -> str:
-    """Grid, ticks and titles of a chart whose axes are ``x`` (to the right) and ``y`` (upwards)."""
+    """Grid, ticks and titles of a chart.
+
+    Parameters
+    ----------
+    x, y
+        Its axes: to the right, and upwards.
+    x_title, y_title
+        What they show, with units.
+    percent
+        Whether values along ``x`` are parts of 1, to be shown in percent.
+    """
     parts = []
     for value in y.ticks():
         at = y(value)
@@ -96,7 +106,19 @@ def plain(value: float) -> str:
 
 
 def drawing(name: str, caption: str, width: float, height: float, content: str) -> str:
-    """A whole SVG that scales with the page; ``caption`` says what it shows to those who cannot see it."""
+    """A whole SVG that scales with the page.
+
+    Parameters
+    ----------
+    name
+        The element's id.
+    caption
+        What it shows, for those who cannot see it.
+    width, height
+        Of the coordinates that ``content`` is drawn in.
+    content
+        Its elements.
+    """
     return element(
         "svg",
         content,

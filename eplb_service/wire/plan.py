@@ -60,7 +60,17 @@ class RankPlan:
     def of(
         cls, plan_id: int, leader_term: int, base_epoch: int, base_digest: int, layers: tuple[RankLayer, ...]
     ) -> RankPlan:
-        """The plan with its digest computed."""
+        """The plan with its digest computed.
+
+        Parameters
+        ----------
+        plan_id, leader_term
+            Of the service that made it.
+        base_epoch, base_digest
+            Version and fingerprint of the placement that it starts from.
+        layers
+            What changes, in the order of the switches.
+        """
         digest = plan_digest(plan_id, base_epoch, base_digest, layers)
         return cls(plan_id, leader_term, base_epoch, base_digest, layers, digest)
 

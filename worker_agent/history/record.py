@@ -48,7 +48,19 @@ class History:
     def vote(
         self, step: int, number: int, cast: Ballot | None, outcome: Outcome, *, heard: bool = True
     ) -> None:
-        """A vote was counted, or decided by its register where it was not ``heard``."""
+        """A vote was counted, or decided by its register.
+
+        Parameters
+        ----------
+        step, number
+            Step boundary at which it was counted, and the vote's number.
+        cast
+            This rank's ballot; without one nothing is recorded.
+        outcome
+            What follows on all ranks.
+        heard
+            Whether this rank has counted it; otherwise its register said what became of it.
+        """
         if self._file is None or cast is None:
             return
         self._write(

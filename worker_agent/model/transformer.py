@@ -95,7 +95,19 @@ class Block(nn.Module):
     def forward(
         self, layer: int, x_BTH: torch.Tensor, rotation: torch.Tensor, attend: Attend, experts: Experts
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual stream after this block, and the router's logits ``[B*T, E]``."""
+        """The residual stream after this block, and the router's logits ``[B*T, E]``.
+
+        Parameters
+        ----------
+        layer
+            The block's index.
+        x_BTH
+            The residual stream before it.
+        rotation
+            Rotary embedding of the tokens' positions.
+        attend, experts
+            How attention and experts are carried out.
+        """
         x_BTH = x_BTH + self.self_attn(layer, self.input_layernorm(x_BTH), rotation, attend)
         chosen_BTH, logits_NE = self.mlp(self.post_attention_layernorm(x_BTH), experts)
         return x_BTH + chosen_BTH, logits_NE

@@ -41,7 +41,19 @@ def take_out(
     experts: int,
     kind: FreeExpert,
 ) -> FreeChoices:
-    """Split off the choices of ids from ``experts`` on, which are of free experts."""
+    """Split off the choices of free experts.
+
+    Parameters
+    ----------
+    hidden_TH
+        The tokens.
+    topk_ids_TK, topk_weights_TK
+        Their choices; ids from ``experts`` on are of free experts.
+    experts
+        How many logical experts have weights.
+    kind
+        What a free expert gives back.
+    """
     active_TK = topk_ids_TK < experts
     ids_TK = topk_ids_TK.masked_fill(~active_TK, 0)
     if kind is FreeExpert.ZERO:

@@ -260,9 +260,21 @@ class Workspaces:
     def take(
         self, index: int, purpose: Purpose, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Uninitialised memory of set ``index``, valid until it is taken again for the same purpose.
+        """Uninitialised memory, valid until it is taken again for the same purpose.
 
-        Raises ``ValueError`` where there is no such set.
+        Parameters
+        ----------
+        index
+            Of the set.
+        purpose
+            What it is for.
+        shape, dtype, device
+            Of the tensor.
+
+        Raises
+        ------
+        ValueError
+            Where there is no such set.
         """
         if not 0 <= index < self.sets:
             raise ValueError(f"there is no set {index} among {self.sets} of workspaces")

@@ -171,8 +171,19 @@ def run_two(
 ) -> tuple[KernelResult, KernelResult]:
     """Two requests through one kernel: while the tokens of one travel, the experts work on the other's.
 
-    Each result is as ``run`` would give it. The kernel's workspaces must have two sets. The order of exchanges is the
-    same on all ranks: dispatch, dispatch, combine, combine.
+    Each result is as ``run`` would give it. The order of exchanges is the same on all ranks: dispatch, dispatch,
+    combine, combine.
+
+    Parameters
+    ----------
+    kernel
+        Its workspaces must have two sets.
+    requests
+        The two.
+    weights, dtype
+        Of the local experts, and what they compute in.
+    beside
+        What each request has done while its tokens travel.
     """
     travelling = deque(kernel.start_dispatch(request) for request in requests)
     for work in beside:

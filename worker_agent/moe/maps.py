@@ -118,8 +118,21 @@ def initial_phy2log(
 ) -> Int32:
     """The placement that a layer starts with, int32 ``[R, S]``.
 
-    Redundant experts come last: after all logical experts in order, replicas of experts 0, 1, and so on. Raises
-    ``PlacementError`` where logical and redundant experts together do not divide evenly over the ranks.
+    Redundant experts come last: after all logical experts in order, replicas of experts 0, 1, and so on.
+
+    Parameters
+    ----------
+    experts, ranks, redundant
+        Logical experts, EP ranks, and slots beyond one per logical expert.
+    strategy
+        How experts are spread over the ranks where none is redundant.
+    expert_groups
+        Groups that a router chooses among, as far as they bear on the strategy.
+
+    Raises
+    ------
+    PlacementError
+        Where logical and redundant experts together do not divide evenly over the ranks.
     """
     if redundant < 0:
         raise PlacementError(f"redundant experts must be zero or more, got {redundant}")

@@ -66,10 +66,24 @@ def install(
     expert_map_E: torch.Tensor,
     log2phy_E: torch.Tensor,
 ) -> int:
-    """Copy staged experts and the new tables into the live layer, in place; returns the bytes of weights written.
+    """Copy staged experts and the new tables into the live layer, in place.
 
-    ``staged[i][n]`` goes to slot ``slots[n]`` of the layer's weight ``i``. Weights first, then the tables that route
-    to them, all on the caller's stream, between two forward passes. On a device this only queues the copies.
+    Weights first, then the tables that route to them, all on the caller's stream, between two forward passes. On a
+    device this only queues the copies.
+
+    Parameters
+    ----------
+    layer
+        The live layer.
+    staged, slots
+        ``staged[i][n]`` goes to slot ``slots[n]`` of the layer's weight ``i``.
+    expert_map_E, log2phy_E
+        int32 ``[E]``, the new tables; ``log2phy_E`` is ``[E, D]`` where the rank deals.
+
+    Returns
+    -------
+    int
+        Bytes of weights written.
     """
     written = 0
     for weight, buffer in zip(layer.expert_weights(), staged, strict=True):

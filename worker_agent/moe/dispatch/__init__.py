@@ -47,9 +47,25 @@ SHARED_TOKEN_DISPATCHERS = ("allgather", "moge")
 def build_dispatcher(
     name: str, group: RankGroup, slots: int, operators: Operators, mc2: MC2Variant | None = None
 ) -> TokenDispatcher[Any]:
-    """The dispatcher of that name, for ``slots`` local experts per rank; ``ValueError`` where there is none.
+    """The dispatcher of that name.
 
-    ``mc2`` is the variant of MC2's operators, where it is MC2.
+    Parameters
+    ----------
+    name
+        One of ``DISPATCHER_NAMES``.
+    group
+        The EP ranks.
+    slots
+        Local experts per rank.
+    operators
+        The device's.
+    mc2
+        Variant of MC2's operators, where it is MC2.
+
+    Raises
+    ------
+    ValueError
+        Where there is no dispatcher of that name.
     """
     if name not in _DISPATCHERS:
         raise ValueError(f"unknown dispatcher {name!r}; use one of {', '.join(DISPATCHER_NAMES)}")

@@ -78,6 +78,17 @@ class Question:
         """What is to be decided on for a deployment that serves ``live``; ``None`` where nothing is remembered.
 
         With a prior its heat stands for the ranks' own, and nothing is known of step times or of when to decide next.
+
+        Parameters
+        ----------
+        deployment
+            What is known of it.
+        group, live
+            Its ranks, and what they serve.
+        settings
+            How to decide.
+        prior
+            Heat to make the first plan by.
         """
         if prior is not None:
             nothing_T = np.full(len(prior.heat_TLE), np.nan)
