@@ -76,6 +76,8 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=ROOT, help="tree to look at (this one)")
     parser.add_argument("--json", type=Path, default=None, help="write all verdicts here")
     arguments = parser.parse_args()
+    # Ended from outside, as by a time limit, it leaves neither copies nor tests that run on.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     verdicts: list[Verdict] = []
     for name in arguments.room or ROOMS:
         verdicts += judge_room(name, arguments.root.resolve(), arguments.sample, arguments.seed)
