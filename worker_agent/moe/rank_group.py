@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.nn.functional import pad
 
 
 @dataclass
@@ -30,8 +31,8 @@ class RankGroup:
     """R ranks as one of them sees them.
 
     ``group=None`` is a rank alone: every exchange is then the identity, and ``torch.distributed`` is not
-    needed. All exchanges are all-to-alls, whose cost on gloo does not grow with the ring as that of its
-    all-gather does.
+    needed. On a CPU all exchanges are all-to-alls, whose cost on gloo does not grow with the ring as that of its
+    all-gather does; on a device gathers are the backend's own, which sends one copy of the rows and not R.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -86,22 +87,29 @@ class RankGroup:
 
     def all_gather(self, rows_TX: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks, in order of rank; every rank gives equally many."""
+        if self._gathers(rows_TX.device):
+            rows_NX = rows_TX.new_empty((self.size * rows_TX.shape[0], *rows_TX.shape[1:]))
+            dist.all_gather_into_tensor(rows_NX, rows_TX.contiguous(), group=self._group)
+            return rows_NX
         repeats = (self.size, *[1] * (rows_TX.ndim - 1))
         sizes = [rows_TX.shape[0]] * self.size
         return self.all_to_all(rows_TX.repeat(repeats), sizes, sizes)
 
     def reduce_scatter(self, rows_NX: torch.Tensor) -> torch.Tensor:
-        """Sum all ranks' ``[N, ...]`` and return this rank's N/R rows of it.
-
-        Ranks are summed in order, so that a result does not depend on who asks.
-        """
+        """Sum all ranks' ``[N, ...]`` and return this rank's N/R rows of it."""
         own = rows_NX.shape[0] // self.size
         parts_NX = self.all_to_all(rows_NX, [own] * self.size, [own] * self.size)
         return parts_NX.view(self.size, own, *rows_NX.shape[1:]).sum(dim=0)
 
     def all_reduce(self, rows_NX: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' ``[N, ...]``, ranks in order."""
-        return self.all_gather(rows_NX).view(self.size, *rows_NX.shape).sum(dim=0)
+        """The sum of all ranks' ``[N, ...]``, the same bits on all ranks: each row is summed on one of them."""
+        rows = rows_NX.shape[0]
+        padding = (0, 0) * (rows_NX.ndim - 1) + (0, -rows % self.size)
+        return self.all_gather(self.reduce_scatter(pad(rows_NX, padding)))[:rows]
+
+    def _gathers(self, device: torch.device) -> bool:
+        """Whether the backend's own gather is used for rows of a device."""
+        return self._group is not None and device.type != "cpu"
 
 
 def pack_rows(columns: Sequence[torch.Tensor]) -> torch.Tensor:

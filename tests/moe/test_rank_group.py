@@ -1,0 +1,76 @@
+"""What a layer asks of its ranks must come alike whichever exchange it is made of, in order of rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.moe.cases import ep_group
+from tests.moe.simulated import run_simulated
+from tests.ranks import Ranks
+from worker_agent.moe.rank_group import RankGroup
+
+DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.bool]
+
+
+def rows_of(rank: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return (torch.randn(rows, 3, 2, generator=generator) * 9).to(dtype)
+
+
+def gathered(ranks: int, rows: int, own: bool) -> list[torch.Tensor] | None:
+    """Over gloo; ``own`` says whether by its own gather, as on a device."""
+    process_group = ep_group(ranks)
+    if process_group is None or dist.get_rank() >= ranks:
+        return None
+    group, exchanges = RankGroup(process_group), []
+    all_to_all = group.all_to_all
+    group.all_to_all = lambda *args: exchanges.append(args) or all_to_all(*args)  # type: ignore[method-assign]
+    group._gathers = lambda device: own  # type: ignore[method-assign]
+    found = [group.all_gather(rows_of(group.rank, rows, dtype).transpose(1, 2)) for dtype in DTYPES]
+    assert len(exchanges) == (0 if own else len(DTYPES))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("rows", [0, 1, 4])
+def test_a_backends_own_gather_gives_what_exchanges_give(eight_ranks: Ranks, ranks: int, rows: int):
+    for own in (False, True):
+        for found in eight_ranks.run(gathered, ranks, rows, own)[:ranks]:
+            assert found is not None
+            for rows_NX, dtype in zip(found, DTYPES, strict=True):
+                wanted_NX = torch.cat([rows_of(rank, rows, dtype).transpose(1, 2) for rank in range(ranks)])
+                assert torch.equal(rows_NX, wanted_NX)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("rows", [0, 1, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_has_the_same_bits_on_all_ranks_and_receives_two_copies_at_most(
+    ranks: int, rows: int, dtype: torch.dtype
+):
+    def summed(group: RankGroup) -> tuple[torch.Tensor, int]:
+        received = []
+        start = group.start_all_to_all
+
+        def counted(rows_NX: torch.Tensor, sent: list[int], arriving: list[int]) -> object:
+            received.append(sum(arriving))
+            return start(rows_NX, sent, arriving)
+
+        group.start_all_to_all = counted  # type: ignore[assignment, method-assign]
+        return group.all_reduce(rows_of(group.rank, rows, dtype)), sum(received)
+
+    wanted_NX = torch.stack([rows_of(rank, rows, dtype) for rank in range(ranks)]).sum(dim=0)
+    results = run_simulated(ranks, summed)
+    torch.testing.assert_close(results[0][0], wanted_NX)
+    for found_NX, received in results:
+        assert torch.equal(found_NX, results[0][0])
+        assert received <= 2 * (rows + ranks - 1)
+
+
+def test_rows_of_a_device_are_gathered_by_its_backend():
+    alone, several = RankGroup(None), RankGroup.__new__(RankGroup)
+    several._group = object()  # type: ignore[assignment]
+    cpu, device = torch.device("cpu"), torch.device("cuda")
+    assert [several._gathers(cpu), several._gathers(device), alone._gathers(device)] == [False, True, False]
