@@ -21,7 +21,7 @@ from tests.moe.torch_npu.calls import OPERATORS, calls, results
 from worker_agent.moe import DenseMoE, seeded_experts
 from worker_agent.moe import placed_layer as layer_module
 from worker_agent.moe.composition import LayerOptions
-from worker_agent.moe.dispatch import DISPATCHER_NAMES, MC2Variant
+from worker_agent.moe.dispatch import DISPATCHER_NAMES, SHARED_TOKEN_DISPATCHERS, MC2Variant
 from worker_agent.moe.operators import Operators, reference
 
 EXTRACT = Path(__file__).parent.parent / "torch_npu"
@@ -107,7 +107,8 @@ def test_the_layer_calls_operators_as_declared(
     declared: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, dispatcher: str, quantized: bool
 ):
     case = Case(dispatcher, experts=8, slots=8, top_k=3, tokens=(6,), quantized=quantized)
-    run_declared(case, LayerOptions(quantize_before_gather=True), declared, monkeypatch)
+    options = LayerOptions(quantize_before_gather=quantized and dispatcher in SHARED_TOKEN_DISPATCHERS)
+    run_declared(case, options, declared, monkeypatch)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
