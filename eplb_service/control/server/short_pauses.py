@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from eplb_service.control.server.allocator import keep_large_pieces_apart, keep_trims_short
+from eplb_service.control.server.allocator import keep_trims_short
 from eplb_service.control.server.garbage import keep_collections_short, leave_out_what_lives
 
 
 @contextlib.asynccontextmanager
 async def short_pauses() -> AsyncIterator[int]:
     """Within it collections and the allocator hold the loop only briefly; yields how many objects were set aside."""
-    keep_large_pieces_apart()
     set_aside = leave_out_what_lives()
     kept = [asyncio.create_task(keep_collections_short(set_aside)), asyncio.create_task(keep_trims_short())]
     try:
