@@ -97,7 +97,22 @@ def third_jobs(first: Replay, second: Replay, slots: Sequence[int], settings: Pl
 def advise(
     first: Replay, second: Replay, third: Replay, settings: PlannerSettings, choices_per_step: float
 ) -> Advice:
-    """Put all rounds together; raises ``ReplayError`` where one was stopped."""
+    """Put all rounds together.
+
+    Parameters
+    ----------
+    first, second, third
+        The rounds' replays, in their order.
+    settings
+        What they had in common.
+    choices_per_step
+        Mean choices of experts in a step and layer.
+
+    Raises
+    ------
+    ReplayError
+        Where a round was stopped.
+    """
     if first.interrupted or second.interrupted or third.interrupted:
         raise ReplayError("stopped before enough was known to advise anything")
     left_alone, left_alone_L = left_alone_of(third)

@@ -113,7 +113,7 @@ def test_steps_of_one_report_may_be_under_way(reports_per_second: float, word: s
     assert next(said for name, said in outcomes.items() if name.startswith("steps are put")) == word
 
 
-def test_a_run_of_few_reports_says_nothing_of_the_rate_but_tells_of_losses() -> None:
+def test_a_run_of_few_reports_says_nothing_of_the_rate_but_names_losses() -> None:
     found = measured(seconds=10.0, steps_per_second=13.0, reports_per_second=80.0, lost_steps=3)
     outcomes = {name: verdict for _, name, _, verdict in verdicts([found])}
     assert (
