@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tests.moe.torch_npu.calls import form_of
 from worker_agent.moe.composition import MOST_MC2_TOKENS
 from worker_agent.moe.operators import GroupListType, QuantMode, reference
 
@@ -154,15 +155,15 @@ CHECKS: dict[str, Callable[..., None]] = {
 }
 
 
-def checked(behind: Any = reference) -> tuple[SimpleNamespace, set[str]]:
-    """The operators ``behind``, each call checked first, and the names of those that were called."""
-    called: set[str] = set()
+def checked(behind: Any = reference) -> tuple[SimpleNamespace, set[tuple[Any, ...]]]:
+    """The operators ``behind``, each call checked first, and the forms in which they were called."""
+    called: set[tuple[Any, ...]] = set()
 
     def watch(name: str) -> Callable[..., Any]:
         operator = getattr(behind, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            called.add(name)
+            called.add(form_of(name, args, kwargs))
             CHECKS[name](*args, **kwargs)
             return operator(*args, **kwargs)
 

@@ -37,7 +37,7 @@ VARIANTS = [
 
 def grouped_matmul_of_codes(*args: Any, output_dtype: int | None = None, **kwargs: Any) -> list[torch.Tensor]:
     """torch_npu declares types as integers, which is how they arrive behind a schema."""
-    types = {6: torch.float32, 15: torch.bfloat16}
+    types = {5: torch.float16, 6: torch.float32, 15: torch.bfloat16}
     return reference.npu_grouped_matmul(*args, output_dtype=types.get(output_dtype), **kwargs)
 
 
