@@ -161,7 +161,7 @@ def _copy_to_store(
     by_slot = isinstance(trace, StoredTrace) and trace.by_slot
     sources = trace.source_rows(0, 1) is not None
     width = layers.stop - layers.start
-    facts = replace(trace.facts, layer_numbers=trace.facts.layer_numbers[layers])
+    facts = replace(trace.facts, layer_numbers=_numbers(trace, layers))
     with TraceWriter(out, facts, width, trace.experts, by_slot=by_slot, sources=sources) as writer:
         if isinstance(trace, StoredTrace):
             for (layer, epoch), phy2log_RS in trace.placements().items():
@@ -172,6 +172,12 @@ def _copy_to_store(
             _copy_batch(trace, writer, first, last, layers)
             if on_steps is not None:
                 on_steps(last - steps.start)
+
+
+def _numbers(trace: Trace, layers: slice) -> tuple[int, ...]:
+    """The model's numbers of the layers that are kept; none where they are 0, 1, 2 and so on."""
+    numbers = (trace.facts.layer_numbers or tuple(range(trace.layers)))[layers]
+    return () if numbers == tuple(range(len(numbers))) else numbers
 
 
 def _copy_batch(trace: Trace, writer: TraceWriter, first: int, last: int, layers: slice) -> None:

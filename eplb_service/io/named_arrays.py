@@ -4,42 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 
 from eplb_service.heat.window import HeatError
 from eplb_service.io import routes
+from eplb_service.io.array_meaning import MAP_NAMES, Meaning, meaning_of
 from eplb_service.io.containers.numpy_file import Array
 from eplb_service.io.slot_heat import heat_of_slots
 from eplb_service.io.trace import ArrayTrace, TraceFacts
 
-Meaning = Literal["heat", "slots", "routes", "weights"]
-"""Tokens by logical expert, tokens by physical slot, experts of each token, or the plain sum that solvers take."""
-MEANINGS: tuple[Meaning, ...] = get_args(Meaning)
-
-_NAMES: dict[Meaning, tuple[str, ...]] = {
-    "heat": ("heat", "counts", "logical_count", "expert_load"),
-    "slots": (
-        "expert_load_view",
-        "expert_load_window",
-        "expert_load_pass",
-        "slot_heat",
-        "physical_count",
-        "global_physical_count",
-        "moe_load",
-    ),
-    "routes": ("routes", "routed_experts", "topk_ids", "topk_ids_of_layer"),
-    "weights": ("weight", "weights"),
-}
-_MAP_NAMES = ("physical_to_logical_map", "phy2log", "last_physical_to_logical_map")
 _SOURCE_NAMES = ("source_heat", "source")
 _BOUND_NAMES = ("req_ptr", "request_bounds")
 _EXPERT_NAMES = ("num_experts", "experts")
-_SHAPES = (
-    "[steps, layers, experts] heat, [layers, experts] weights, [tokens, layers, choices] routes, "
-    "or [steps, layers, ranks, slots] tokens by slot"
-)
 
 
 @dataclass(frozen=True)
@@ -75,8 +52,8 @@ def trace_of_arrays(
     Parameters
     ----------
     arrays
-        By name; a lone array without a name is called ``""``. Counts by slot are ``[T, L, P]``, as vLLM's
-        ``expert_load_view`` has them, or ``[T, L, R, S]``, as vLLM-Ascend gathers them from the ranks.
+        By name; a lone array without a name is called ``""``. Counts by slot are ``[L, P]`` of one step, as vLLM's
+        ``expert_load_pass`` has them, ``[T, L, P]``, or ``[T, L, R, S]``, as vLLM-Ascend gathers them from the ranks.
     origin
         The format that they were read from.
     read_as
@@ -89,19 +66,22 @@ def trace_of_arrays(
     HeatError
         Where they are no trace, or could be two things.
     """
-    meaning, name = _meaning(arrays, read_as, file_name)
+    meaning, name = meaning_of(arrays, read_as.meaning, file_name, mapped=read_as.phy2log is not None)
     array = arrays[name]
     if meaning == "routes" and array.ndim == 3 and array.dtype.kind == "f":
         raise HeatError(f"routes hold expert numbers, got {array.dtype}")
     if meaning == "routes":
         return _from_routes(array, arrays, origin, read_as)
     if meaning == "slots":
-        phy2log = read_as.phy2log if read_as.phy2log is not None else _first(arrays, _MAP_NAMES)
+        phy2log = read_as.phy2log if read_as.phy2log is not None else _first(arrays, MAP_NAMES)
         if phy2log is None:
+            otherwise = "weights" if array.ndim == 2 else "heat"
             raise HeatError(
                 f"holds tokens by physical slot {list(array.shape)} without their placement: give the expert in each "
-                "slot with --map, or say --as heat if they are tokens by logical expert"
+                f"slot with --map, or say --as {otherwise} if they are tokens by logical expert"
             )
+        if array.ndim == 2:
+            array = array[None]
         ranks, slots = array.shape[2:] if array.ndim == 4 else (0, 0)
         facts = TraceFacts(origin=f"{origin}, tokens by slot", ranks=ranks, slots=slots)
         flat_TLP = array.reshape(*array.shape[:2], -1) if array.ndim == 4 and array.size else array
@@ -111,6 +91,8 @@ def trace_of_arrays(
             raise HeatError(f"weights have the shape [layers, experts], got {list(array.shape)}")
         facts = TraceFacts(origin=f"{origin}, weights [layers, experts]", batching="one sum, without steps")
         return ArrayTrace(array[None], facts)
+    if array.ndim == 2:
+        array = array[:, None]
     if read_as.experts is not None and array.ndim == 3 and array.shape[2] != read_as.experts:
         raise HeatError(
             f"counts {array.shape[2]} experts, and there are {read_as.experts}: if these are physical slots, give the "
@@ -131,53 +113,18 @@ def _from_heat(array: Array, arrays: Mapping[str, Array], origin: str) -> ArrayT
 def _from_routes(array: Array, arrays: Mapping[str, Array], origin: str, read_as: ReadAs) -> ArrayTrace:
     bounds = _first(arrays, _BOUND_NAMES)
     experts = _experts(arrays, read_as)
+    origin += ", experts of each token"
     if experts is None:
         experts = int(array.max()) + 1 if array.size else 1
+        origin += f", {experts} experts by the largest that was chosen"
     heat_TLE, tokens_T = routes.heat_of_routes(array, bounds, experts, read_as.batch)
     requests = 1 if bounds is None else len(bounds) - 1
     facts = TraceFacts(
-        origin=f"{origin}, experts of each token",
+        origin=origin,
         top_k=int(array.shape[2]),
         batching=routes.rule(read_as.batch, requests),
     )
     return ArrayTrace(heat_TLE, facts, tokens_T)
-
-
-def _meaning(arrays: Mapping[str, Array], read_as: ReadAs, file_name: str) -> tuple[Meaning, str]:
-    named = [(meaning, name) for meaning, names in _NAMES.items() for name in names if name in arrays]
-    if read_as.meaning is not None:
-        fitting = [name for meaning, name in named if meaning == read_as.meaning]
-        others = [name for name, array in arrays.items() if array.ndim >= 2]
-        if not (fitting or others):
-            raise HeatError(f"holds no array that could be {read_as.meaning}; found {_inventory(arrays)}")
-        return read_as.meaning, (fitting or others)[0]
-    if named:
-        meaning, name = named[0]
-        return ("weights" if meaning == "heat" and arrays[name].ndim == 2 and name == "" else meaning), name
-    if len(arrays) == 1:
-        [(name, array)] = arrays.items()
-        if name == "" or read_as.phy2log is not None:
-            return _meaning_of_bare(array, read_as, file_name), name
-    raise HeatError(
-        f"holds no array whose name says heat ({', '.join(name for names in _NAMES.values() for name in names)}); "
-        f"found {_inventory(arrays)}"
-    )
-
-
-def _meaning_of_bare(array: Array, read_as: ReadAs, file_name: str) -> Meaning:
-    counts_slots = array.ndim == 4 or (array.ndim == 3 and any(name in file_name for name in _NAMES["slots"]))
-    if read_as.phy2log is not None or counts_slots:
-        return "slots"
-    if array.ndim == 2:
-        return "weights"
-    if array.ndim != 3:
-        raise HeatError(f"holds an array of shape {list(array.shape)}; expected {_SHAPES}")
-    if routes.look_like_routes(array):
-        raise HeatError(
-            f"holds an array of shape {list(array.shape)} whose rows are distinct small numbers: "
-            "say --as routes if they are the experts of each token, or --as heat"
-        )
-    return "heat"
 
 
 def _experts(arrays: Mapping[str, Array], read_as: ReadAs) -> int | None:
@@ -193,13 +140,6 @@ def _experts(arrays: Mapping[str, Array], read_as: ReadAs) -> int | None:
 
 def _first(arrays: Mapping[str, Array], names: tuple[str, ...]) -> Array | None:
     return next((arrays[name] for name in names if name in arrays), None)
-
-
-def _inventory(arrays: Mapping[str, Array]) -> str:
-    return (
-        ", ".join(f"{name or 'an unnamed array'} {list(array.shape)}" for name, array in arrays.items())
-        or "nothing"
-    )
 
 
 def as_array(value: object) -> Array | None:

@@ -77,8 +77,8 @@ def look_like_routes(array: Array) -> bool:
     """Whether a bare array can only be routes: small distinct integers in every row of its last axis."""
     if array.ndim != 3 or array.dtype.kind not in "iu" or 0 in array.shape:
         return False
-    tokens, _, choices = array.shape
-    if not 2 <= choices <= 32 or tokens < 64:
+    tokens, layers, choices = array.shape
+    if not 2 <= choices <= 32 or tokens * layers < 64:
         return False
     head = np.sort(array[:1024], axis=2)
     return bool((head[..., 1:] != head[..., :-1]).all() and head.max() < 4096)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from eplb_service import PlacementError, __version__
@@ -162,3 +163,12 @@ def test_a_full_disk_under_the_output_is_one_line():
     done = shell("{eplb} --help > /dev/full")
     assert done.returncode == 2
     assert done.stderr == "eplb: error: the output cannot be written (No space left on device)\n"
+
+
+def test_a_full_disk_under_the_output_is_not_taken_for_a_trace_that_cannot_be_read(tmp_path):
+    trace, out = tmp_path / "trace.npy", tmp_path / "trace.npz"
+    np.save(trace, np.ones((4, 2, 8), dtype=int))
+    done = shell(f"{{eplb}} trace convert {trace} --out {out} > /dev/full")
+    assert done.returncode == 2
+    assert done.stderr == "eplb: error: the output cannot be written (No space left on device)\n"
+    assert out.exists()

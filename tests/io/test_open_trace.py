@@ -124,7 +124,7 @@ def test_csv_of_counts_in_any_order_and_of_weights(tmp_path):
     path.write_text("tokens,step,layer,expert\n" + "\n".join(rows[::-1]) + "\n")
     assert np.array_equal(read_heat(path), HEAT_TLE)
     path.write_text("\n".join(",".join(map(str, row)) for row in HEAT_TLE[0]))
-    assert np.array_equal(read_heat(path), HEAT_TLE[:1])
+    assert np.array_equal(read_heat(path, ReadAs(meaning="weights")), HEAT_TLE[:1])
 
 
 def test_routes_are_batched_by_the_stated_rule(tmp_path):

@@ -10,7 +10,8 @@ import typer
 
 from eplb_service.cli.errors import UserError
 from eplb_service.heat.window import HeatError
-from eplb_service.io.named_arrays import MEANINGS, ReadAs
+from eplb_service.io.array_meaning import MEANINGS
+from eplb_service.io.named_arrays import ReadAs
 from eplb_service.io.open_trace import KNOWN
 from eplb_service.io.placement_file import read_phy2log
 from eplb_service.io.routes import DEFAULT_BATCH

@@ -123,8 +123,7 @@ def convert(
 ) -> None:
     """Copy a trace into another format, in memory bounded by a batch of steps where the format allows."""
     opened = open_trace(path, reading.reading())
-    with naming(path):
-        _copy(opened, out, Cut(), json)
+    _copy(opened, path, out, Cut(), json)
 
 
 @trace.command(cls=HelpCommand)
@@ -142,8 +141,7 @@ def slice(
     """Copy some steps and layers of a trace."""
     cut = Cut(*_bounds("--steps", steps), *_bounds("--layers", layers))
     opened = open_trace(path, reading.reading())
-    with naming(path):
-        _copy(opened, out, cut, json)
+    _copy(opened, path, out, cut, json)
 
 
 @trace.command(cls=HelpCommand)
@@ -166,13 +164,13 @@ def synth(
     check_fits_memory(steps * layers * experts * _SYNTHESIS_BYTES)
     heat_TLE = synthetic_heat(kind, steps, layers, experts, tokens, top_k, seed)
     facts = TraceFacts(origin=f"synthetic, {kind}, seed {seed}", top_k=top_k)
-    _copy(ArrayTrace(heat_TLE, facts, np.full(steps, tokens, dtype=np.int64)), out, Cut(), json)
+    _copy(ArrayTrace(heat_TLE, facts, np.full(steps, tokens, dtype=np.int64)), out, out, Cut(), json)
 
 
-def _copy(opened: Trace, out: Path, cut: Cut, json: bool) -> None:
+def _copy(opened: Trace, path: Path, out: Path, cut: Cut, json: bool) -> None:
     check_trace_output(out)
     last = opened.steps if cut.last_step is None else min(cut.last_step, opened.steps)
-    with _progress(last - cut.first_step) as advance:
+    with naming(path), _progress(last - cut.first_step) as advance:
         steps, layers, experts = copy_trace(opened, out, cut, advance)
     if json:
         print_json({"out": str(out), "steps": steps, "layers": layers, "experts": experts})

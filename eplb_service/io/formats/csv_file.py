@@ -43,6 +43,11 @@ def read_csv_trace(path: Path, read_as: ReadAs) -> ArrayTrace:
         if isinstance(error, HeatError):
             raise
         raise HeatError(f"is no CSV of {','.join(COLUMNS)} or of plain numbers ({_line(error)})") from error
+    if table.shape[1] == len(COLUMNS) and len(table) > 1 and read_as.meaning is None:
+        raise HeatError(
+            f"has {len(COLUMNS)} columns and no header: put {','.join(COLUMNS)} above them if its rows are counts, or "
+            "say --as weights if its rows are layers"
+        )
     return trace_of_arrays({"": table}, "CSV", read_as)
 
 

@@ -62,6 +62,11 @@ def trace_of_document(document: object, origin: str, read_as: ReadAs, path: Path
         return trace_of_lines(records_of(document), read_as)
     if isinstance(document, list):
         raise HeatError("holds a list whose rows differ in length or are no numbers; expected a full array")
+    if isinstance(document, tuple) and document and as_array(document[0]) is not None:
+        raise HeatError(
+            "holds several arrays without names, as a placement of DeepSeek's EPLB: --map and --placement take "
+            "that; heat is one array"
+        )
     if not isinstance(document, Mapping):
         raise HeatError(f"holds a {type(document).__name__}; expected an array, or a dictionary with one")
     if "load_history" in document:

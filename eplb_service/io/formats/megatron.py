@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,10 @@ def trace_of_records(records: Iterable[Record], read_as: ReadAs) -> ArrayTrace:
             counts_E = steps.counts[step, layer]
             heat_TLE[at, row, : counts_E.size] = counts_E
     tokens_T = np.array([steps.tokens[step, layers[0]] for step in whole], dtype=np.int64)
-    return ArrayTrace(heat_TLE, _facts(steps, everybody, len(whole), layers), tokens_T)
+    facts = _facts(steps, everybody, len(whole), layers)
+    if not read_as.experts:
+        facts = replace(facts, origin=f"{facts.origin}, {experts} experts by the largest that was chosen")
+    return ArrayTrace(heat_TLE, facts, tokens_T)
 
 
 def _of_all(files: Mapping[int, Path]) -> Iterator[Record]:

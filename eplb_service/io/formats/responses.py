@@ -79,6 +79,7 @@ def _trace(requests: list[Array], read_as: ReadAs, prompts_left_out: bool) -> Ar
     origin = "experts of each token in an engine's responses"
     origin += ", prompts left out" if prompts_left_out else ", prompts included"
     origin += f", {dense} dense layers left out" if dense else ""
+    origin += "" if read_as.experts else f", {experts} experts by the largest that was chosen"
     facts = TraceFacts(
         origin=origin,
         top_k=chosen_KLC.shape[2],

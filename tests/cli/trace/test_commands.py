@@ -83,6 +83,16 @@ def test_convert_and_slice(tmp_path, path, capsys):
     assert np.array_equal(read_heat(part), HEAT_TLE[20:, 1:2])
 
 
+def test_layers_that_were_cut_out_keep_the_numbers_that_the_model_has_for_them(tmp_path, path, capsys):
+    first, second = tmp_path / "a.zarr", tmp_path / "b.zarr"
+    assert trace(capsys, "slice", path, "--layers", "1:3", "--out", first)[0] == 0
+    assert open_trace(first).facts.layer_numbers == (1, 2)
+    assert trace(capsys, "slice", first, "--layers", "1:", "--out", second)[0] == 0
+    assert open_trace(second).facts.layer_numbers == (2,)
+    assert trace(capsys, "slice", path, "--layers", ":2", "--out", tmp_path / "c.zarr")[0] == 0
+    assert open_trace(tmp_path / "c.zarr").facts.layer_numbers == ()
+
+
 @pytest.mark.parametrize("kind", ["static", "drift", "phased", "bursty"])
 def test_synth_is_the_librarys_and_says_so(tmp_path, capsys, kind):
     shape = ("--steps", 30, "--layers", 2, "--experts", 16, "--tokens", 64, "--top-k", 2, "--seed", 7)

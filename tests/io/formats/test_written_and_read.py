@@ -1,0 +1,205 @@
+"""What engines write is read back as the numbers that were written, whatever they are, in each format of tensors."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eplb_service.io.named_arrays import ReadAs
+from eplb_service.io.open_trace import open_trace
+from eplb_service.io.placement_file import read_placement
+from eplb_service.placement import Placement
+
+SEEDS = st.integers(0, 2**32 - 1)
+FEW = settings(max_examples=25)
+
+
+@pytest.fixture(scope="module")
+def torch() -> Any:
+    return pytest.importorskip("torch", reason="ENGINES' TENSORS ARE NOT TESTED: no torch here")
+
+
+def placed(rng: np.random.Generator, layers: int, experts: int, ranks: int, slots: int) -> np.ndarray:
+    """Any expert in any slot, but each in one at least, ``[L, R*S]``."""
+    more = ranks * slots - experts
+    rows = [
+        rng.permutation(np.concatenate([np.arange(experts), rng.integers(0, experts, more)]))
+        for _ in range(layers)
+    ]
+    return np.stack(rows)
+
+
+def by_expert(slots_TLP: np.ndarray, phy2log_LP: np.ndarray, experts: int) -> np.ndarray:
+    """Tokens by expert, the plain way."""
+    heat_TLE = np.zeros((*slots_TLP.shape[:2], experts), dtype=np.int64)
+    for (step, layer, slot), tokens in np.ndenumerate(slots_TLP):
+        heat_TLE[step, layer, phy2log_LP[layer, slot]] += tokens
+    return heat_TLE
+
+
+def read(path: Path, **how: Any) -> np.ndarray:
+    trace = open_trace(path, ReadAs(**how))
+    return trace.heat(0, trace.steps)
+
+
+@FEW
+@given(seed=SEEDS, size=st.integers(1, 12), steps=st.integers(1, 30), dense=st.integers(0, 3))
+def test_sglang_s_ring_buffer(
+    torch: Any, seed: int, size: int, steps: int, dense: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    rng = np.random.default_rng(seed)
+    heat_TLE = rng.integers(0, 2**20, (steps, 2, 5))
+    heat_TLE[:, :, 0] += 1
+    places = np.sort(rng.permutation(2 + dense)[:2])
+    buffer = np.zeros((size, 2 + dense, 5), dtype=np.int32)
+    for step in range(steps):
+        buffer[step % size, places] = heat_TLE[step]
+    path = tmp_path_factory.mktemp("sglang") / "recorder.pt"
+    torch.save({"rank": 0, "logical_count": torch.from_numpy(buffer)}, path)
+    trace = open_trace(path)
+    kept = heat_TLE[max(0, steps - size) :]
+    np.testing.assert_array_equal(
+        trace.heat(0, trace.steps), np.roll(kept, steps % size if steps > size else 0, axis=0)
+    )
+    assert trace.facts.layer_numbers == (tuple(places) if dense else ())
+    assert ("ring buffer full" in trace.facts.origin) == (steps >= size > 1)
+
+
+@FEW
+@given(seed=SEEDS, ranks=st.integers(1, 3), passes=st.integers(1, 5))
+def test_sglang_s_passes_of_all_ranks(
+    torch: Any, seed: int, ranks: int, passes: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    rng = np.random.default_rng(seed)
+    phy2log_LP = placed(rng, 2, 5, 2, 4)
+    counts_RTLP = rng.integers(0, 2**20, (ranks, passes, 2, 8)) + 1
+    folder = tmp_path_factory.mktemp("sglang")
+    for rank in range(ranks):
+        records = [
+            {
+                "forward_pass_id": number,
+                "rank": rank,
+                "gatherer_key": "primary",
+                "global_physical_count": torch.from_numpy(counts_RTLP[rank, number].astype(np.int32)),
+            }
+            for number in rng.permutation(passes).tolist()
+        ]
+        document = {"records": records, "last_physical_to_logical_map": torch.from_numpy(phy2log_LP)}
+        torch.save(document, folder / f"recorder_1.5_{rank}.pt")
+    np.testing.assert_array_equal(read(folder), by_expert(counts_RTLP.sum(axis=0), phy2log_LP, 5))
+
+
+@FEW
+@given(
+    seed=SEEDS,
+    steps=st.integers(1, 6),
+    form=st.sampled_from(["pass", "window", "gathered"]),
+    suffix=st.sampled_from([".npy", ".npz", ".pt"]),
+)
+def test_tokens_by_slot_of_vllm_and_vllm_ascend(
+    torch: Any, seed: int, steps: int, form: str, suffix: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    rng = np.random.default_rng(seed)
+    phy2log_LP = placed(rng, 3, 6, 2, 5)
+    slots_TLP = rng.integers(0, 2**20, (1 if form == "pass" else steps, 3, 10))
+    written = {"pass": slots_TLP[0], "window": slots_TLP, "gathered": slots_TLP.reshape(-1, 3, 2, 5)}[form]
+    name = {"pass": "expert_load_pass", "window": "expert_load_window", "gathered": "moe_load"}[form]
+    path = tmp_path_factory.mktemp("slots") / f"{name}{suffix}"
+    if suffix == ".npz":
+        np.savez(path, **{name: written, "physical_to_logical_map": phy2log_LP})
+        heat_TLE = read(path)
+    elif suffix == ".npy":
+        np.save(path, written)
+        heat_TLE = read(path, phy2log=phy2log_LP)
+    else:
+        torch.save({name: torch.from_numpy(written), "phy2log": torch.from_numpy(phy2log_LP)}, path)
+        heat_TLE = read(path)
+    np.testing.assert_array_equal(heat_TLE, by_expert(slots_TLP, phy2log_LP, 6))
+
+
+@FEW
+@given(
+    seed=SEEDS,
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    engine=st.sampled_from(["vllm", "sglang"]),
+)
+def test_experts_of_each_token_in_responses(
+    seed: int, lengths: list[int], engine: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    rng = np.random.default_rng(seed)
+    responses, expected_LE = [], np.zeros((3, 16), dtype=np.int64)
+    for generated in lengths:
+        prompt = int(rng.integers(1, 5))
+        chosen_KLC = np.argsort(rng.random((prompt + generated, 3, 16)), axis=2)[:, :, :4]
+        for layer in range(3):
+            expected_LE[layer] += np.bincount(chosen_KLC[prompt:, layer].ravel(), minlength=16)
+        usage = {"prompt_tokens": prompt, "completion_tokens": generated + 1}
+        if engine == "vllm":
+            file = io.BytesIO()
+            np.save(file, chosen_KLC.astype(np.uint8))
+            returned = base64.b64encode(file.getvalue()).decode()
+            responses.append({"choices": [{"routed_experts": returned}], "usage": usage})
+        else:
+            returned = base64.b64encode(chosen_KLC.astype("<i4").tobytes()).decode()
+            responses.append({"meta_info": {"routed_experts": returned, **usage}})
+    path = tmp_path_factory.mktemp("responses") / "responses.jsonl"
+    path.write_text("".join(f"{json.dumps(response)}\n" for response in responses))
+    heat_TLE = read(path, batch=1, experts=16, top_k=4)
+    assert len(heat_TLE) == sum(lengths)
+    np.testing.assert_array_equal(heat_TLE.sum(axis=0), expected_LE)
+
+
+@FEW
+@given(seed=SEEDS, steps=st.integers(1, 6))
+def test_histories_of_loads(seed: int, steps: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    heat_TLE = np.random.default_rng(seed).integers(0, 2**40, (steps, 3, 7))
+    path = tmp_path_factory.mktemp("history") / "expert-load.json"
+    history = [{"logical_expert_load": heat_LE.tolist()} for heat_LE in heat_TLE]
+    path.write_text(json.dumps({"load_history": history}))
+    np.testing.assert_array_equal(read(path), heat_TLE)
+
+
+@FEW
+@given(
+    seed=SEEDS,
+    layers=st.integers(1, 9),
+    experts=st.integers(2, 9),
+    suffix=st.sampled_from([".npy", ".pt", ".csv", ".json"]),
+)
+def test_weights_that_deepseek_s_eplb_takes(
+    torch: Any, seed: int, layers: int, experts: int, suffix: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    weight_LE = np.random.default_rng(seed).integers(1, 2**40, (layers, experts))
+    path = tmp_path_factory.mktemp("deepseek") / f"weight{suffix}"
+    write = {
+        ".npy": lambda: np.save(path, weight_LE),
+        ".pt": lambda: torch.save(torch.from_numpy(weight_LE), path),
+        ".csv": lambda: np.savetxt(path, weight_LE, fmt="%d", delimiter=","),
+        ".json": lambda: path.write_text(json.dumps(weight_LE.tolist())),
+    }
+    write[suffix]()
+    np.testing.assert_array_equal(read(path, meaning="weights"), weight_LE[None])
+
+
+@FEW
+@given(seed=SEEDS, layers=st.integers(1, 4), form=st.sampled_from(["tensor", "answer", "named"]))
+def test_placements_that_deepseek_s_eplb_returns(
+    torch: Any, seed: int, layers: int, form: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    rng = np.random.default_rng(seed)
+    linear_LRS = Placement.linear(layers, 6, 4, 2).phy2log_LRS
+    phy2log_LRS = np.stack([rng.permutation(6)[layer_RS] for layer_RS in linear_LRS])
+    phy2log_LP = torch.from_numpy(phy2log_LRS.reshape(layers, 8).astype(np.int64))
+    answer = phy2log_LP, torch.zeros(layers, 6, 2), torch.ones(layers, 6)
+    named = dict(zip(("phy2log", "log2phy", "logcnt"), answer, strict=True))
+    path = tmp_path_factory.mktemp("deepseek") / "placement.pt"
+    torch.save({"tensor": phy2log_LP, "answer": answer, "named": named}[form], path)
+    np.testing.assert_array_equal(read_placement(path, experts=6, ranks=4).phy2log_LRS, phy2log_LRS)
