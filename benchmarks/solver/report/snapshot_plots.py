@@ -33,7 +33,9 @@ def draw_balance(rows: Rows) -> Figure:
         axes.grid(axis="y", visible=False)
         axes.set_yticks(range(len(shapes)), shapes)
     figure.axes[0].invert_yaxis()
-    figure.supxlabel("peak-to-average ratio per step, even shares: filled on its window, hollow on the next")
+    figure.supxlabel(
+        "peak-to-average ratio per step, ours through its tables: filled on its window, hollow on the next"
+    )
     legend_above(figure, policies)
     return figure
 
