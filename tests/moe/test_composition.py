@@ -19,7 +19,7 @@ from worker_agent.moe import DenseMoE, ExpertParallelMoE, LayerOptions, seeded_e
 from worker_agent.moe.composition import compose
 from worker_agent.moe.dispatch import DISPATCHER_NAMES, SHARED_TOKEN_DISPATCHERS, MC2Variant
 from worker_agent.moe.operators import reference
-from worker_agent.moe.prepare import SequenceParallelPreparation
+from worker_agent.moe.prepare import All2AllPreparation, SequenceParallelPreparation
 from worker_agent.moe.rank_group import RankGroup
 
 
@@ -146,6 +146,11 @@ def test_mc2_variants_on_eight_ranks(eight_ranks: Ranks, variant: MC2Variant):
             ),
             "got allgather with preparations of their own",
         ),
+        (
+            Case("mc2", 4, 4, 2, (3,)),
+            LayerOptions(preparations={"all2all": All2AllPreparation(RankGroup(None))}),
+            "preparations are given for all2all, dispatchers are mc2",
+        ),
     ],
 )
 def test_parts_that_do_not_fit_together(case: Case, options: LayerOptions, message: str):
@@ -244,6 +249,11 @@ def test_weighing_on_the_input_changes_what_an_expert_sees():
     dense = DenseMoE(case.shape, seeded_experts(case.shape))
     found_TH = alone(case, LayerOptions(weigh_on_input=True))(hidden_TH, ids_TK, weights_TK)
     torch.testing.assert_close(found_TH, dense(hidden_TH * 0.5, ids_TK, torch.ones(3, 1)))
+
+
+def test_experts_are_of_one_kind():
+    with pytest.raises(ValueError, match="either slotwise or batched"):
+        LayerOptions(slotwise=True, max_rank_tokens=3)
 
 
 def test_mc2_has_two_versions():

@@ -79,6 +79,8 @@ class LayerOptions:
             raise ValueError(f"split_rounds is {self.split_rounds}; a split takes at least one round")
         if self.split not in SPLITS:
             raise ValueError(f"split is {self.split!r}; use one of {', '.join(SPLITS)}")
+        if self.slotwise and self.max_rank_tokens is not None:
+            raise ValueError("experts are either slotwise or batched (max_rank_tokens), not both")
 
     def check_choices(self, layer: int, topk_ids_TK: torch.Tensor) -> None:
         """Raise ``ValueError`` naming the layer where the options do not allow so many choices of a token."""
@@ -154,6 +156,11 @@ def compose(
     """
     if not dispatchers:
         raise ValueError("a layer needs at least one dispatcher")
+    unused = [name for name in options.preparations if name not in dispatchers]
+    if unused:
+        raise ValueError(
+            f"preparations are given for {' and '.join(unused)}, dispatchers are {' and '.join(dispatchers)}"
+        )
     mc2 = MC2Variant.of(operators, device) if options.mc2 is None else options.mc2
     workspaces = Workspaces(sets=2) if options.workspaces is None else options.workspaces
     _check_quantized_gather(dispatchers, quantized, options)
