@@ -191,8 +191,10 @@ def _held(readings: Sequence[Reading]) -> Held:
     for reading in readings:
         for name, seconds in reading.named.items():
             named[name] = max(named.get(name, 0.0), round(1e3 * seconds, 1))
-    longest, longest_wall = (max(getattr(one, name) for one in readings) for name in ("hold", "hold_wall"))
-    return Held(1e3 * longest, 1e3 * longest_wall, named)
+    cpu, wall, still = (
+        1e3 * max(getattr(one, name) for one in readings) for name in ("hold", "hold_wall", "still")
+    )
+    return Held(cpu, wall, named, still)
 
 
 def _table(measured: list[Measured]) -> Table:
@@ -210,6 +212,7 @@ def _table(measured: list[Measured]) -> Table:
         ("longest hold of the loop, ms of CPU (of the clock)", lambda one: _said(one.holding)),
         ("while the ranks join", lambda one: _said(one.joining)),
         ("while deciding and offering", lambda one: _said(one.deciding)),
+        ("the processor stood still within a hold, ms", lambda one: f"{one.stood_still_ms:.1f}"),
         ("decision, s", lambda one: f"{one.decide_seconds:.1f}"),
         ("plan at the first and last rank, ms", _pushed),
     ]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 LONG_SECONDS = 0.02
@@ -15,6 +17,7 @@ LONG_SECONDS = 0.02
 _NAMED = 8
 _NAMED_SECONDS = 0.001
 """Shorter ones have no name: finding it costs more than most callbacks."""
+_TICK_SECONDS = 0.004
 
 
 @dataclass
@@ -27,6 +30,9 @@ class Holds:
         Longest of them, in seconds of this thread's CPU and of the clock, which counts others' work on a busy machine.
     long
         How many took more than ``LONG_SECONDS`` of CPU.
+    still
+        Longest that the processor did not run within one of them, though the system counts it as the thread's CPU: on
+        virtual machines only. It counts neither in ``cpu`` nor in ``long``.
     named
         The longest of those that took a millisecond or more, by what was called.
     """
@@ -34,13 +40,18 @@ class Holds:
     cpu: float = 0.0
     wall: float = 0.0
     long: int = 0
+    still: float = 0.0
     named: dict[str, float] = field(default_factory=dict)
 
     def clear(self) -> None:
-        self.cpu, self.wall, self.long = 0.0, 0.0, 0
+        self.cpu, self.wall, self.long, self.still = 0.0, 0.0, 0, 0.0
         self.named.clear()
 
-    def took(self, what: asyncio.Handle, cpu: float, wall: float, collecting: float = 0.0) -> None:
+    def took(
+        self, what: asyncio.Handle, cpu: float, wall: float, still: float = 0.0, collecting: float = 0.0
+    ) -> None:
+        cpu -= still
+        self.still = max(self.still, still)
         self.wall = max(self.wall, wall)
         self.cpu = max(self.cpu, cpu)
         self.long += cpu > LONG_SECONDS
@@ -55,24 +66,65 @@ class Holds:
 def watched() -> Iterator[Holds]:
     """Within it every callback of this process's event loops is timed."""
     holds, run = Holds(), asyncio.Handle._run
-
     collections = _Collections()
 
     def timed(handle: asyncio.Handle) -> None:
         cpu, wall = time.thread_time(), time.perf_counter()
-        collected = collections.seconds
+        collected, ticked = collections.seconds, ticks.taken
         run(handle)
-        holds.took(
-            handle, time.thread_time() - cpu, time.perf_counter() - wall, collections.seconds - collected
-        )
+        cpu, wall = time.thread_time() - cpu, time.perf_counter() - wall
+        still = cpu - ticks.most_since(ticked) if cpu > LONG_SECONDS else 0.0
+        holds.took(handle, cpu, wall, max(still, 0.0), collections.seconds - collected)
 
-    asyncio.Handle._run = timed  # type: ignore[method-assign]
-    gc.callbacks.append(collections.heard)
+    with _ticking() as ticks:
+        asyncio.Handle._run = timed  # type: ignore[method-assign]
+        gc.callbacks.append(collections.heard)
+        try:
+            yield holds
+        finally:
+            gc.callbacks.remove(collections.heard)
+            asyncio.Handle._run = run  # type: ignore[method-assign]
+
+
+class _Ticks:
+    """Ticks of a timer that the main thread took, whatever it was doing.
+
+    A processor that runs takes each of them, a virtual one that its host does not run takes all that are due as one.
+    """
+
+    def __init__(self, pipe: int) -> None:
+        self.taken = 0
+        self._pipe = pipe
+
+    def take(self, *_: object) -> None:
+        """Count those that are noted in the pipe."""
+        with suppress(BlockingIOError):
+            self.taken += len(os.read(self._pipe, 1 << 16))
+
+    def most_since(self, taken: int) -> float:
+        """Seconds that the processor can have run at most since so many had been taken."""
+        self.take()
+        return (self.taken - taken + 1) * _TICK_SECONDS
+
+
+@contextmanager
+def _ticking() -> Iterator[_Ticks]:
+    """Within it a timer ticks, by signals that note themselves in a pipe even while no Python code can run."""
+    read, write = os.pipe()
+    for end in (read, write):
+        os.set_blocking(end, False)
+    ticks = _Ticks(read)
+    handler = signal.signal(signal.SIGALRM, ticks.take)
+    noted = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    signal.setitimer(signal.ITIMER_REAL, _TICK_SECONDS, _TICK_SECONDS)
     try:
-        yield holds
+        yield ticks
     finally:
-        gc.callbacks.remove(collections.heard)
-        asyncio.Handle._run = run  # type: ignore[method-assign]
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.set_wakeup_fd(noted)
+        signal.signal(signal.SIGALRM, handler)
+        os.close(read)
+        os.close(write)
 
 
 class _Collections:

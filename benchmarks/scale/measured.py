@@ -16,11 +16,15 @@ class Held:
         machine that has more to do than this.
     named
         The longest by CPU, by what was called.
+    still_ms
+        Longest that a virtual processor was not run within one, which the system takes for the thread's CPU, and
+        ``cpu_ms`` leaves out.
     """
 
     cpu_ms: float
     wall_ms: float
     named: dict[str, float]
+    still_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -97,3 +101,8 @@ class Measured:
     def longest_hold_ms(self) -> float:
         """Of the event loop from the first rank to the last plan, by CPU."""
         return max(part.cpu_ms for part in (self.joining, self.holding, self.deciding))
+
+    @property
+    def stood_still_ms(self) -> float:
+        """The longest that a virtual processor was not run while something held the loop."""
+        return max(part.still_ms for part in (self.joining, self.holding, self.deciding))

@@ -38,7 +38,7 @@ class Reading:
         Memory at present.
     received, lost
         Steps since its start, over all deployments.
-    hold, hold_wall, long_holds, named
+    hold, hold_wall, long_holds, still, named
         As in ``Holds``, since the reading before.
     """
 
@@ -51,6 +51,7 @@ class Reading:
     hold: float
     hold_wall: float
     long_holds: int
+    still: float
     named: dict[str, float]
 
 
@@ -127,6 +128,7 @@ def _reading(service: RunningService, holds: Holds) -> Reading:
         hold=holds.cpu,
         hold_wall=holds.wall,
         long_holds=holds.long,
+        still=holds.still,
         named=dict(holds.named),
     )
 

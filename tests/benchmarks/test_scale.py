@@ -24,7 +24,7 @@ from eplb_service.wire.hello import Shape
 
 
 def _burn() -> None:
-    until = time.thread_time() + 1.5 * LONG_SECONDS
+    until = time.thread_time() + 5 * LONG_SECONDS
     while time.thread_time() < until:
         pass
 
@@ -34,14 +34,35 @@ def test_holds_are_counted_by_cpu_and_named() -> None:
         loop = asyncio.get_running_loop()
         loop.call_soon(_burn)
         # Waiting is no hold, whatever else the machine does.
-        loop.call_soon(time.sleep, 3 * LONG_SECONDS)
+        loop.call_soon(time.sleep, 10 * LONG_SECONDS)
         await asyncio.sleep(0.1)
 
     with watched() as holds:
         asyncio.run(run())
     assert holds.long == 1
     assert max(holds.named, key=holds.named.__getitem__) == "_burn"
-    assert holds.wall >= 3 * LONG_SECONDS > holds.cpu
+    assert holds.wall >= 10 * LONG_SECONDS > holds.cpu
+
+
+def test_a_processor_that_stands_still_is_no_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that jumps while the thread does nothing is what Linux shows of a virtual processor that is not run."""
+    jumped = 0.0
+    thread_time = time.thread_time
+    monkeypatch.setattr(time, "thread_time", lambda: thread_time() + jumped)
+
+    def stand_still() -> None:
+        nonlocal jumped
+        jumped += 10 * LONG_SECONDS
+
+    async def run() -> None:
+        asyncio.get_running_loop().call_soon(stand_still)
+        await asyncio.sleep(0.01)
+
+    with watched() as holds:
+        asyncio.run(run())
+    assert holds.long == 0
+    assert holds.still >= 9 * LONG_SECONDS
+    assert holds.cpu < LONG_SECONDS
 
 
 @pytest.mark.parametrize("sums", [False, True])
