@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from tests.ranks import Ranks
 from worker_agent.moe import DenseMoE, seeded_experts
 from worker_agent.moe.dispatch import AsyncTokenDispatcher, DispatchRequest, build_dispatcher
 from worker_agent.moe.dispatch.batched import batched
+from worker_agent.moe.expert_batch import ExpertBatch
 from worker_agent.moe.experts import (
     BatchedExperts,
     ExpertsPart,
@@ -158,6 +161,42 @@ def test_other_work_runs_while_tokens_travel():
     assert events == [
         "dispatch sent", "part 1", "dispatch received", "combine sent", "part 2", "combine received",
     ]  # fmt: skip
+
+
+class Watching(Recorded):
+    """Work beside the kernel that records which rows are still there while outputs return."""
+
+    def __init__(self, rows: list[weakref.ref[torch.Tensor]]) -> None:
+        super().__init__([])
+        self.rows = rows
+        self.alive: list[int] = []
+
+    def during_combine(self) -> torch.Tensor:
+        self.alive.append(sum(each() is not None for each in self.rows))
+        return super().during_combine()
+
+
+@pytest.mark.parametrize("two", [False, True])
+def test_rows_and_outputs_are_released_before_outputs_return(two: bool, monkeypatch: pytest.MonkeyPatch):
+    kernel = kernel_of(CASE, "grouped", workspaces=Workspaces(sets=2))
+    weights = weights_of(CASE, CASE.placement()[0].tolist())
+    rows: list[weakref.ref[torch.Tensor]] = []
+    compute = kernel.compute
+
+    def watched(batch: ExpertBatch, *args: Any) -> torch.Tensor:
+        out_NH = compute(batch, *args)
+        rows.extend([weakref.ref(batch.rows), weakref.ref(out_NH)])
+        return out_NH
+
+    monkeypatch.setattr(kernel, "compute", watched)
+    beside = Watching(rows)
+    if two:
+        requests = request_of(CASE, 0), request_of(CASE, 0, 1)
+        run_two(kernel, requests, weights, torch.float32, beside=(beside, None))
+    else:
+        kernel.run(request_of(CASE, 0), weights, torch.float32, beside=beside)
+    assert len(rows) == (4 if two else 2)
+    assert beside.alive == [0]
 
 
 def two_batches(case: Case, part: str) -> list[float] | None:

@@ -115,10 +115,14 @@ class ModularKernel:
         dispatched = travelling.receive()
         # What was sent, and the form in which it came, is not needed while the experts run.
         del travelling
+        heat_S, metadata = dispatched.batch.heat_S, dispatched.metadata
         rows = self.compute(dispatched.batch, weights, dtype, workspace_set)
-        returning = self.start_combine(rows, dispatched)
+        # What has been worked on is not needed while the outputs return, nor are they once they are on their way.
+        del dispatched
+        returning = self.start_combine(rows, metadata)
+        del rows
         beside_TH = None if beside is None else beside.during_combine()
-        return KernelResult(returning.receive(), dispatched.batch.heat_S, beside_TH)
+        return KernelResult(returning.receive(), heat_S, beside_TH)
 
     def start_dispatch(self, request: DispatchRequest) -> InFlight[Dispatched[Any]]:
         """Send the tokens, without waiting for them where the dispatcher can."""
@@ -143,9 +147,9 @@ class ModularKernel:
             )
         return out
 
-    def start_combine(self, rows: torch.Tensor, dispatched: Dispatched[Any]) -> InFlight[torch.Tensor]:
-        """Send the outputs back, without waiting for them where the dispatcher can."""
-        return started_combine(self._dispatcher, rows, dispatched.metadata)
+    def start_combine(self, rows: torch.Tensor, metadata: Any) -> InFlight[torch.Tensor]:
+        """Send the outputs back, without waiting for them where the dispatcher can; ``metadata`` is its own."""
+        return started_combine(self._dispatcher, rows, metadata)
 
     def _scratch(
         self, batch: ExpertBatch, weights: ExpertWeights, dtype: torch.dtype, workspace_set: int
@@ -193,9 +197,11 @@ def run_two(
     heat: list[torch.Tensor] = []
     for workspace_set in range(len(requests)):
         here = travelling.popleft().receive()
-        rows = kernel.compute(here.batch, weights, dtype, workspace_set)
-        returning.append(kernel.start_combine(rows, here))
         heat.append(here.batch.heat_S)
+        rows, metadata = kernel.compute(here.batch, weights, dtype, workspace_set), here.metadata
+        del here
+        returning.append(kernel.start_combine(rows, metadata))
+        del rows
     beside_TH = [None if work is None else work.during_combine() for work in beside]
     first, second = (
         KernelResult(flight.receive(), heat_S, extra_TH)
