@@ -17,7 +17,7 @@ BETTER = {
     r"\bwords\b": "message, reason",
     r"\b(?:anew|from nothing)\b": "from scratch",
     r"\bcan not\b": "cannot",
-    r"\bstands?\b(?!-| for\b)": "is, resides",
+    r"\bstands?\b(?!-| for\b| still\b)": "is, resides",
     r"\bone each CPU\b": "one per CPU",
     r"\b(?:slots|experts|tokens|steps|counts|choices|row|file|line) a (?:layer|rank|step|slot|CPU)\b": "per",
     r"\bcop(?:y|ies) of (?:an|each|the|hot|its) experts?\b": "replica",
