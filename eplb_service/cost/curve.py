@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Float64 = npt.NDArray[np.float64]
+from eplb_service.placement import Float64
 
 PHASES = ("any", "decode", "prefill")
 """What a curve was measured for: kernels often differ between decode and prefill."""

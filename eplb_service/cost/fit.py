@@ -14,7 +14,8 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.cost.curve import CostCurve, CurveError, FitQuality, Float64, Residual
+from eplb_service.cost.curve import CostCurve, CurveError, FitQuality, Residual
+from eplb_service.placement import Float64
 
 MOST_MEDIAN_ERROR = 0.10
 """Median error, on held-out measurements, above which a curve does not fit and is refused."""

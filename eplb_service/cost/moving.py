@@ -16,7 +16,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.cost.curve import Float64
+from eplb_service.placement import Float64
 
 Bools = npt.NDArray[np.bool_]
 

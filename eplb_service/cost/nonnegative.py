@@ -6,7 +6,7 @@ from itertools import combinations
 
 import numpy as np
 
-from eplb_service.cost.curve import Float64
+from eplb_service.placement import Float64
 
 _RIDGE = 1e-10
 """Part of a feature's own square that is added to it, so that features that are one and the same can be solved for."""

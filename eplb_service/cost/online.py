@@ -20,9 +20,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.cost.curve import CostCurve, FitQuality, Float64
+from eplb_service.cost.curve import CostCurve, FitQuality
 from eplb_service.cost.fit import CurveFitError, knees
 from eplb_service.cost.nonnegative import nonnegative_many
+from eplb_service.placement import Float64
 
 FEWEST_STEPS = 32
 """Steps below which nothing is said."""

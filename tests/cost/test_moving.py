@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from scipy.stats import t as student
 
 from eplb_service.cost import moving
-from eplb_service.cost.curve import Float64
 from eplb_service.cost.moving import (
     MOST_LOST,
     NOTHING_MEASURED,
@@ -24,6 +23,7 @@ from eplb_service.cost.moving import (
     moving_costs,
     slowdown_of,
 )
+from eplb_service.placement import Float64
 
 
 def switch(seconds: float = 0.02, commit: float = 0.001, after: int = 10, by: int = 15) -> Switch:
