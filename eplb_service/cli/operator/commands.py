@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from eplb_service.atomic_write import check_output
+from eplb_service.cli.errors import UserError
 from eplb_service.cli.operator.client import Connection, Json, Name
 from eplb_service.cli.operator.status_tables import (
     agent_table,
@@ -86,6 +87,8 @@ def placement(
     if out is not None:
         check_output(out, SUFFIXES)
         placement_format(out, format)
+    elif format is not None or first_layer is not None:
+        raise UserError("--format and --first-layer say how a file is written; give it with --out")
     with service.open() as call:
         answer = call("GetPlacement", operator_pb2.GetPlacementRequest(deployment=deployment))
     found = Placement(unpack(answer.physical_to_logical, (None, None, None), "placement"), answer.experts)
@@ -95,10 +98,10 @@ def placement(
     if out is not None:
         numbers = range(first_layer or 0, (first_layer or 0) + found.layers)
         write_placement(out, found, tables_RLE, format, numbers)
-        typer.echo(f"eplb: wrote epoch {answer.epoch} to {out}")
-    elif json:
+        typer.echo(f"eplb: wrote epoch {answer.epoch} to {out}", err=json)
+    if json:
         print_json({"epoch": answer.epoch, "phy2log": found.phy2log_LRS, "log2phy": tables_RLE})
-    else:
+    elif out is None:
         Console().print(placement_table(answer.epoch, found))
 
 

@@ -71,6 +71,19 @@ async def test_placement(group: FakeGroup, tmp_path: Path, capsys: pytest.Captur
     capsys.readouterr()
     assert await eplb(group, "placement", "decode", "--json") == 0
     assert np.array(held("placement", capsys.readouterr().out)["phy2log"]).shape == (LAYERS, RANKS, SLOTS)
+    assert await eplb(group, "placement", "decode", "--json", "--out", str(tmp_path / "both.json")) == 0
+    shown = capsys.readouterr()
+    assert np.array(held("placement", shown.out)["phy2log"]).shape == (LAYERS, RANKS, SLOTS)
+    assert "wrote epoch 0 to" in shown.err
+    assert (tmp_path / "both.json").exists()
+
+
+@pytest.mark.parametrize("options", [("--format", "sglang"), ("--first-layer", "3")])
+async def test_options_of_a_placement_s_file_go_with_a_file(
+    group: FakeGroup, options: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await eplb(group, "placement", "decode", *options) == 2
+    assert "say how a file is written; give it with --out" in capsys.readouterr().err
 
 
 async def test_pause_resume_and_rebalance(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,13 @@ ROW: Row = (
             least=1,
         ),
         Panel(
+            "Balancedness",
+            "One over the realised PAR: the same in the figure that vLLM and SGLang name, mean rank over hottest rank. Theirs is averaged over layers in other ways, so the last digits differ.",
+            [(f"1 / {of('eplb_deployment_par_realised')}", LEGEND)],
+            size=(24, 6),
+            unit="percentunit",
+        ),
+        Panel(
             "PAR won",
             "Realised PAR of the placement that the deployment started with less that of the one that serves, by the last decision's window, with the bounds of its 95 % interval. Where the interval holds 0, balancing is not shown to help.",
             [
