@@ -109,7 +109,8 @@ async def test_every_alert_fires_for_its_fault_and_ends_when_it_is_mended(
             await seen.until(end={(alert, name) for alert in alerts() for name in groups})
             faulty = await break_groups(groups, monkeypatch, failing)
             await seen.until(fire=faulty)
-            assert not {alert for alert in await asyncio.to_thread(seen.firing) if alert[1] == "well"}
+            # A machine with more to do may keep even this one from deciding for a while.
+            await seen.until(end={(alert, "well") for alert in alerts()})
             await mend_groups(groups, monkeypatch, answer, service)
             await seen.until(end=faulty)
             seen_firing |= {name for name, _ in faulty}

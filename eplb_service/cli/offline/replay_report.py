@@ -113,8 +113,8 @@ def _footnotes(result: Replay, low: float, high: float) -> list[str]:
         best = min(result.policies, key=lambda policy: policy.par_realised)
         won = result.score(best)
         lines.append(
-            f"{best.label} saves {won.saved_ms:.2f} ms of a step of {result.costs.step_ms:g} ms, experts left alone "
-            f"on as many slots; its switches cost {won.stall_ms:.3f} ms of it."
+            f"{best.label} saves {won.saved_ms:.2f} ms of a step of {result.costs.step_ms:g} ms, against experts "
+            f"left alone on as many slots; its switches cost {won.stall_ms:.3f} ms of it."
         )
     return lines
 
