@@ -129,7 +129,19 @@ def peaks_on(candidate: Candidate, layer: Layer, tables: int) -> Float32:
 
 
 def realised(phy2log_RS: Int32, log2phy_GE: Int32, heat: Heat, share_GE: Float32, tables: int) -> float:
-    """Peak-to-average ratio, split by step, evenly or through tables."""
+    """Peak-to-average ratio, split by step, evenly or through tables.
+
+    Parameters
+    ----------
+    phy2log_RS, log2phy_GE
+        int32 ``[R, S]`` and ``[G, E]``, a placement and its tables.
+    heat
+        Of the layer.
+    share_GE
+        float32 ``[G, E]``, part of each expert's tokens that comes from each source.
+    tables
+        One of ``model.EVEN``, ``RULE``, ``SOLVED``, ``DEALT`` and ``STEPWISE``.
+    """
     if tables == STEPWISE:
         return expected_level(phy2log_RS, heat.scaled_EN, heat.share_N)
     weight_RS = _weights(phy2log_RS, log2phy_GE, share_GE, tables)
@@ -226,7 +238,17 @@ def kicked(phy2log_RS: Int32, experts: int, rng: random.Random) -> Int32:
 
 
 def annealed(candidate: Candidate, layer: Layer, params: SearchParams, tries: int, seed: int) -> Candidate:
-    """The candidate after so many tries of annealing, where they win."""
+    """The candidate after so many tries of annealing, where they win.
+
+    Parameters
+    ----------
+    candidate, layer
+        What is improved, and on which heat.
+    params
+        How tokens are split, and the price of a move.
+    tries, seed
+        How long, and of which random numbers.
+    """
     if params.tables == STEPWISE:
         nowhere_ER = np.zeros_like(layer.deployed.home_ER)
         params = params._replace(seed=seed)

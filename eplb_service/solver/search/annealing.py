@@ -27,15 +27,21 @@ from eplb_service.solver.search.construction import share_of
 from eplb_service.solver.search.top_ranks import mean_peak, peak_of_changed, peak_of_two
 
 _HOTTEST, _COLDEST = 1e-3, 1e-5
-"""Temperatures at the first and the last try, in peak-to-average ratio."""
+"""Temperatures at the first and the last try, in peak-to-average ratio.
+
+Placed from scratch, 2 layers x 256 experts on 256 ranks x 2 slots (the four kinds of heat of ``make bench-solver``,
+seeds 1 to 3, mean ratio on the window) come out 1.1 % worse with a first one of 3e-3 and 0.2 % with 3e-4; a last one of
+1e-4 or 1e-6 is within 0.2 %.
+"""
 _REFRESH = 512
 """Steps taken after which rank loads are summed afresh, so that rounding does not pile up."""
 _LOOK = 8
-"""Tries at the same episode's hottest rank, one after the other; chosen by hand."""
+"""Tries at the same episode's hottest rank, one after the other; 1, 4 and 16 are within 0.2 % on that heat."""
 _GUIDED = 95
-"""Of 100 tries those that must relieve that rank; the others may be anything. Chosen by hand, as are ``_SWAPS``."""
+"""Of 100 tries those that must relieve that rank; the others may be anything. With 0 that heat is 1.6 % worse,
+with 80 and 99 within 0.1 %."""
 _SWAPS = 68
-"""Of 100 tries those that swap; the others pass a replica on."""
+"""Of 100 tries those that swap; the others pass a replica on; 50 and 85 are within 0.2 %."""
 _HOPELESS = 12
 """Temperatures of loss that are never taken."""
 _FINE = 1 << 24

@@ -155,7 +155,17 @@ def share_of(replicas: int) -> float:
 
 @kernel
 def shift_load(assignment: Assignment, demand: Demand, expert: int, rank: int, share: float) -> None:
-    """Add ``share`` (may be negative) of an expert's tokens to what a rank's replica receives, its slots untouched."""
+    """Add to what a rank's replica receives, its slots untouched.
+
+    Parameters
+    ----------
+    assignment, demand
+        A placement, changed in place, and its layer's heat.
+    expert, rank
+        Whose replica, and where.
+    share
+        Part of the expert's tokens; may be negative.
+    """
     cross_E = assignment.cross_RE[rank]
     gram_E = demand.gram_EE[expert]
     assignment.share_ER[expert, rank] += share
@@ -167,7 +177,17 @@ def shift_load(assignment: Assignment, demand: Demand, expert: int, rank: int, s
 
 @kernel
 def put(assignment: Assignment, demand: Demand, expert: int, rank: int, share: float) -> None:
-    """Fill the next free slot of ``rank`` with a replica of ``expert``."""
+    """Fill the next free slot of a rank with a replica.
+
+    Parameters
+    ----------
+    assignment, demand
+        A placement, changed in place, and its layer's heat.
+    expert, rank
+        Of which expert, and where.
+    share
+        Part of the expert's tokens that it receives.
+    """
     assignment.phy2log_RS[rank, assignment.filled_R[rank]] = expert
     assignment.filled_R[rank] += 1
     assignment.holds_ER[expert, rank] = True

@@ -26,9 +26,14 @@ from eplb_service.solver.search.exchanges import best_exchange, exchange
 from eplb_service.solver.search.neighbourhood import SCRATCH_ROWS, best_swap, swap
 
 SMALLEST_RELIEF = 1e-3
-"""Pressure below which a step is rounding, not progress; the hottest rank's is 1. Chosen by hand."""
+"""Pressure below which a step is rounding, not progress; the hottest rank's is 1.
+
+In closed loops of 3 layers x 256 experts on 32 ranks x 9 slots (the four kinds of heat of ``make bench-solver``, seeds
+1 and 2, two decisions after the first placement) 1e-4 and 1e-2 decide alike; 0.1 realises up to 0.8 % more.
+"""
 FRUITLESS = 24
-"""Steps without a new cheapest placement after which a search that pays for moves ends; chosen by hand for time."""
+"""Steps without a new cheapest placement after which a search that pays for moves ends. In the same loops 12
+and 48 decide alike; 3 realises 1.9 % more on drift."""
 
 
 @kernel

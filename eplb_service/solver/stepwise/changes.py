@@ -178,7 +178,19 @@ def take_back(here_RS: Int32, change: Int64, slots: int, theirs: int) -> None:
 
 @kernel
 def carry_over(before: Sharing, flow_P: Float64, load_R: Float64, change: Int64, slots: int) -> None:
-    """A split that the changed placement allows, close to the one before."""
+    """A split that the changed placement allows, close to the one before.
+
+    Parameters
+    ----------
+    before
+        The replicas of the placement before.
+    flow_P, load_R
+        float64 ``[R*S]`` and ``[R]``, tokens of each slot and rank; changed in place.
+    change
+        int64 ``[3]``, as from ``drawn``.
+    slots
+        Per rank.
+    """
     one = change[1]
     if change[0] == 1:
         # The tokens of the slot that gives way go to the first other replica.

@@ -62,7 +62,19 @@ def sharing_of(phy2log_RS: Int32, experts: int) -> Sharing:
 
 @kernel
 def split_evenly(sharing: Sharing, heat_E: Float64, flow_P: Float64, load_R: Float64, whole: bool) -> None:
-    """Fill ``flow_P`` and ``load_R`` with each expert's tokens spread evenly, whole tokens where asked for."""
+    """Spread each expert's tokens evenly over its replicas.
+
+    Parameters
+    ----------
+    sharing
+        The replicas.
+    heat_E
+        float64 ``[E]``, tokens of each expert.
+    flow_P, load_R
+        float64 ``[R*S]`` and ``[R]``, where tokens of each slot and rank are put.
+    whole
+        Whether in whole tokens.
+    """
     for r in range(load_R.shape[0]):
         load_R[r] = 0.0
     for e in range(heat_E.shape[0]):

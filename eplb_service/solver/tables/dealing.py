@@ -177,10 +177,25 @@ def trusted_shares(assignment: Assignment, even_RS: Float32, trust: float) -> Fl
 
 @kernel
 def deal_out(share_P: Float32, share_VE: Float32, first_E1: Int32, slot_P: Int32, width: int) -> Int32:
-    """Entries such that replicas get ``share_P`` (float32 ``[R*S]``) of their expert's tokens; int32 ``[V, E]``.
+    """Entries such that replicas get given shares of their expert's tokens.
 
-    ``share_VE`` float32 ``[V, E]`` is each entry's part of its expert's tokens. All first entries are dealt before all
-    second ones, and among the sources each time another begins.
+    All first entries are dealt before all second ones, and among the sources each time another begins.
+
+    Parameters
+    ----------
+    share_P
+        float32 ``[R*S]``, part of its expert's tokens that each slot is to get.
+    share_VE
+        float32 ``[V, E]``, each entry's part of its expert's tokens.
+    first_E1, slot_P
+        Slots by expert, as from ``slots_by_expert``.
+    width
+        Entries of each source and expert.
+
+    Returns
+    -------
+    chosen_VE
+        int32 ``[V, E]``, physical ids.
     """
     entries, experts = share_VE.shape
     sources = entries // width

@@ -28,9 +28,18 @@ def swap_through_tables(
     """Swap the experts of the hottest rank while that takes pressure away; returns the placement, int32 ``[R, S]``.
 
     Each swap takes pressure away on the scale of the risks before it, so a single one may lift the smooth peak: whoever
-    calls judges where it ends by the realised ratio. ``log2phy_GE`` (int32 ``[G, E]``) is changed in place: a source
-    stays with its replica wherever that goes. Of ``params`` it takes ``z``, ``local_search_steps`` and
-    ``local_search_patience``.
+    calls judges where it ends by the realised ratio.
+
+    Parameters
+    ----------
+    phy2log_RS
+        int32 ``[R, S]``, a complete placement.
+    log2phy_GE
+        int32 ``[G, E]``, its tables, changed in place: a source stays with its replica wherever that goes.
+    demand, share_GE
+        The layer's heat, and float32 ``[G, E]``, part of each expert's tokens that comes from each source.
+    params
+        Of these it takes ``z``, ``local_search_steps`` and ``local_search_patience``.
     """
     ranks, slots = phy2log_RS.shape
     z = params.z

@@ -180,7 +180,19 @@ def placed(seen: TimedLayer, params: SearchParams, way: int) -> Candidate:
 def courses(
     seen: TimedLayer, now: Candidate, params: SearchParams, most: int, way: int
 ) -> list[tuple[Candidate, int]]:
-    """What can be done, up to ``most`` of ``model.TABLES``, ``LOCAL`` and ``FRESH``, and which of them it is."""
+    """What can be done, and which of ``model.TABLES``, ``LOCAL`` and ``FRESH`` it is.
+
+    Parameters
+    ----------
+    seen, now
+        The window, and what serves.
+    params
+        How to search.
+    most
+        The last of those to look at.
+    way
+        How to place from scratch.
+    """
     found: list[tuple[Candidate, int]] = []
     if most == KEEP:
         return found

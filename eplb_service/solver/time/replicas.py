@@ -20,7 +20,17 @@ _STAGES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)
 
 
 def stages(steps: Steps, curve: Curve, ranks: int, slots: int, z: float) -> list[Int32]:
-    """Replica counts int32 ``[E]`` worth trying, fewest first; slots that are left over get no tokens."""
+    """Replica counts int32 ``[E]`` worth trying, fewest first; slots that are left over get no tokens.
+
+    Parameters
+    ----------
+    steps, curve
+        The experts' tokens, and what they cost.
+    ranks, slots
+        How many ranks, and slots of each.
+    z
+        Weight of the standard deviation over the steps.
+    """
     experts = steps.tokens_EN.shape[0]
     taker_B = takers(steps, curve, ranks, ranks * slots - experts, z)
     counts = sorted({round(part * taker_B.size) for part in _STAGES})
@@ -28,7 +38,17 @@ def stages(steps: Steps, curve: Curve, ranks: int, slots: int, z: float) -> list
 
 
 def filled(steps: Steps, curve: Curve, replicas_E: Int32, ranks: int, slots: int) -> Int32:
-    """The counts with all slots in use, what is left over where it adds least: for a host that uses every replica."""
+    """The counts with all slots in use, what is left over where it adds least: for a host that uses every replica.
+
+    Parameters
+    ----------
+    steps, curve
+        The experts' tokens, and what they cost.
+    replicas_E
+        int32 ``[E]``, replicas in use.
+    ranks, slots
+        How many ranks, and slots of each.
+    """
     replicas_E = replicas_E.copy()
     fill_cheaply(steps, curve, replicas_E, ranks, ranks * slots - int(replicas_E.sum()))
     return replicas_E
@@ -36,7 +56,19 @@ def filled(steps: Steps, curve: Curve, replicas_E: Int32, ranks: int, slots: int
 
 @kernel
 def takers(steps: Steps, curve: Curve, ranks: int, budget: int, z: float) -> Int32:
-    """The experts that get one replica more each, in order, int32 ``[B]``; fewer than ``budget`` where no more help."""
+    """The experts that get one replica more each, in order, int32 ``[B]``.
+
+    Parameters
+    ----------
+    steps, curve
+        The experts' tokens, and what they cost.
+    ranks
+        Most replicas of an expert.
+    budget
+        Replicas to hand out; fewer are where no more help.
+    z
+        Weight of the standard deviation over the steps.
+    """
     experts = steps.tokens_EN.shape[0]
     replicas_E = np.ones(experts, dtype=np.int32)
     us_E = np.empty(experts, dtype=np.float32)
@@ -63,7 +95,19 @@ def takers(steps: Steps, curve: Curve, ranks: int, budget: int, z: float) -> Int
 
 @kernel
 def fill_cheaply(steps: Steps, curve: Curve, replicas_E: Int32, ranks: int, budget: int) -> None:
-    """Hand out ``budget`` replicas more, each to the expert whose slots together take least longer for it."""
+    """Hand out further replicas, each to the expert whose slots together take least longer for it.
+
+    Parameters
+    ----------
+    steps, curve
+        The experts' tokens, and what they cost.
+    replicas_E
+        int32 ``[E]``, replicas in use; changed in place.
+    ranks
+        Most replicas of an expert.
+    budget
+        Replicas to hand out.
+    """
     experts = replicas_E.shape[0]
     added_E = np.empty(experts, dtype=np.float32)
     for e in range(experts):
