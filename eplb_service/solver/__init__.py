@@ -1,1 +1,1 @@
-"""FlashLB and its peers as numba kernels: arrays in, arrays out, no I/O and no clock."""
+"""Placements of the policies ``flashlb`` and ``deepseek`` by numba kernels: arrays in, arrays out, no I/O, no clock."""
