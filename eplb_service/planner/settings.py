@@ -221,19 +221,20 @@ class PlannerSettings:
             raise SettingsError(
                 f"budget_ms is {self.budget_ms}; give the planner some time, or None for no bound"
             )
+        if not self.half_lives or not all(half_life > 0 for half_life in self.half_lives):
+            raise SettingsError(
+                f"half_lives is {self.half_lives}; name at least one, each above 0 (inf: no fading)"
+            )
+        self._refuse_what_does_not_go_together()
+
+    def _refuse_what_does_not_go_together(self) -> None:
         for name in ("cost_curve", "fitted_curve"):
-            if not getattr(self, name):
-                continue
-            if self.expert_groups is not None:
+            if getattr(self, name) and self.expert_groups is not None:
                 raise SettingsError(f"{name} and expert_groups do not go together; leave one of them out")
         if self.fitted_curve and self.split == STEP:
             raise SettingsError(
                 "fitted_curve and split step do not go together: ranks whose tokens are even in every step do not show "
                 "what uneven ones would cost; measure a curve (eplb calibrate) and give it as cost_curve"
-            )
-        if not self.half_lives or not all(half_life > 0 for half_life in self.half_lives):
-            raise SettingsError(
-                f"half_lives is {self.half_lives}; name at least one, each above 0 (inf: no fading)"
             )
 
     def _at_least(self, name: str, bound: float) -> None:
