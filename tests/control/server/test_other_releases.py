@@ -44,11 +44,11 @@ def of_the_release_to_come(_kind: str, message: Message) -> Message:
 async def test_ranks_of_another_release_are_balanced(spoken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     say = FakeRank.say
 
-    async def in_its_words(self: FakeRank, **message: Any) -> None:
+    async def in_its_form(self: FakeRank, **message: Any) -> None:
         [(kind, content)] = message.items()
         await say(self, **{kind: spoken(kind, content)})
 
-    monkeypatch.setattr(FakeRank, "say", in_its_words)
+    monkeypatch.setattr(FakeRank, "say", in_its_form)
     async with running_service(settings()) as service, FakeGroup(service.address) as group:
         # They pass over what they are asked for, and report every step in full.
         await group.join()
