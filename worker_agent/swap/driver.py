@@ -20,7 +20,7 @@ from worker_agent.swap import actions, machine
 from worker_agent.swap.ballot import Outcome, Progress, VoteResult
 from worker_agent.swap.carrier import ByteBudget
 from worker_agent.swap.commit_register import FatalSwitchError
-from worker_agent.swap.layer_commit import LayerCommit
+from worker_agent.swap.layer_commit import LayerCommit, staged_for
 from worker_agent.swap.listener import Committed, Listener, SwitchStats
 from worker_agent.swap.restoration import restoring_plan
 from worker_agent.swap.transfer import TransferLimits, TransferResult, TransferWorker
@@ -315,13 +315,11 @@ class SwitchDriver:
 
     def _commit(self, commit: actions.Commit) -> None:
         """Switch one layer, in place, between two steps; whatever fails before it is in place is fatal."""
-        staged, self._staged = self._staged, None
-        layer = commit.layer.layer
-        if staged is None or staged.generation != commit.generation:
-            raise FatalSwitchError(f"layer {layer} was voted in, but its weights are not staged on this rank")
+        held, self._staged = self._staged, None
+        staged = staged_for(commit, held)
         self._report(self._listener.before_commit, commit.before.layer_epochs)
         written, seconds = self._layer_commit.install(commit.layer, staged)
-        done = Committed(commit.plan_id, layer, commit.after, written, staged.seconds, seconds)
+        done = Committed(commit.plan_id, commit.layer.layer, commit.after, written, staged.seconds, seconds)
         self.stats.count(done, len(staged.slots))
         self._history.committed(self._step, commit)
         self._report(self._listener.committed, done)

@@ -10,9 +10,19 @@ import torch
 from eplb_service.placement import expert_map
 from eplb_service.wire.plan import RankLayer
 from worker_agent.adapters.live_layer import LiveLayer, PlacementAware
+from worker_agent.swap.actions import Commit
 from worker_agent.swap.commit_register import FatalSwitchError
 from worker_agent.swap.staging import check_installed, install
 from worker_agent.swap.transfer import TransferResult
+
+
+def staged_for(commit: Commit, held: TransferResult | None) -> TransferResult:
+    """What is held, if it is what a commit switches to; raises ``FatalSwitchError`` where it is not."""
+    if held is None or held.generation != commit.generation:
+        raise FatalSwitchError(
+            f"layer {commit.layer.layer} was voted in, but its weights are not staged on this rank"
+        )
+    return held
 
 
 class LayerCommit:
