@@ -14,7 +14,7 @@ from eplb_service.offline import solve
 from eplb_service.solver.stepwise.split import loads_by_step
 from worker_agent.moe.stepwise import StepwiseSplit
 
-ROUNDS = (10, 16, 22, 30, 48, 100)
+ROUNDS = (10, 16, 22, 30, 42, 100)
 CALLS = 200
 WITHIN_A_TOKEN = "within a token"
 AT_BEST = "best in whole tokens"

@@ -17,7 +17,7 @@ Measured on an H100: 112, 170 and 285 with 10, 20 and 40 rounds."""
 
 def rounds_for(choices: float) -> int:
     """The rounds that the layer takes in a step with so many choices of all ranks; ``docs/stepwise.md``."""
-    return 22 + ceil(26 * (sqrt(max(choices / 8192, 1.0)) - 1.0))
+    return 22 + ceil(20 * (sqrt(max(choices / 8192, 1.0)) - 1.0))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from math import floor
 import torch
 
 from worker_agent.moe.stepwise import StepwiseSplit
-from worker_agent.moe.stepwise_tables import ways_to_round
+from worker_agent.moe.stepwise_tables import PENALTIES, ways_to_round
 
 
 def product(matrix: torch.Tensor, vector: list[Fraction]) -> list[Fraction]:
@@ -22,18 +22,22 @@ def product(matrix: torch.Tensor, vector: list[Fraction]) -> list[Fraction]:
 
 def ends(split: StepwiseSplit, counts: list[int], rounds: int) -> list[int]:
     """Where the tokens of each slot end."""
-    shared = split.round_M2.shape[0]
-    known = product(split.from_counts, [Fraction(count) for count in counts])
-    ranks = split.bound_MR.shape[1]
-    start, known, first = known[:shared], known[shared:-ranks], known[-ranks:]
-    state = [Fraction(round(x)) for x in start]
-    for _ in range(rounds):
-        moved = product(split.round_M2, [abs(x) for x in state] + state)
+    shared, ranks = split.bound_MR.shape
+    known = product(split.from_parts, product(split.parts_YE, [Fraction(count) for count in counts]))
+    *starts, known, uncut, first = _cut(known, [shared] * len(PENALTIES) + [ranks + shared, shared, ranks])
+    state = [Fraction(round(x)) for x in starts[0]]
+    before = 0
+    for number in range(1, rounds + 1):
+        level = number * len(PENALTIES) // (rounds + 1)
+        kind = 2 * level - (1 if level > before else 0)
+        moved = product(split.rounds_CM2[kind], [abs(x) for x in state] + state)
         # Python and torch both round halves to even.
-        state = [Fraction(round(x + y)) for x, y in zip(moved, start, strict=True)]
-    flow = [max(x, Fraction(0)) for x in state]
-    exact = [x + y for x, y in zip(known, product(split.exact_XM, flow), strict=True)]
-    ways = [_rounded(split, exact, dithers, ranks) for dithers in ways_to_round(ranks, shared).tolist()]
+        state = [Fraction(round(x + y)) for x, y in zip(moved, starts[level], strict=True)]
+        before = level
+    # The positive part of a state is half of it and its size.
+    slots = product(split.exact_X2[:, :shared], [2 * max(x, Fraction(0)) for x in state])
+    exact = [x + y for x, y in zip(known, slots, strict=True)]
+    ways = [_rounded(split, exact, uncut, dithers) for dithers in ways_to_round(ranks, shared).tolist()]
     # The first of those whose hottest rank is the coolest.
     later = product(split.later_MM, min(ways, key=lambda way: _hottest(split, way, first)))
     totals = list(accumulate(counts))
@@ -43,11 +47,20 @@ def ends(split: StepwiseSplit, counts: list[int], rounds: int) -> list[int]:
     return found
 
 
-def _rounded(split: StepwiseSplit, exact: list[Fraction], dithers: list[float], ranks: int) -> list[Fraction]:
+def _cut(values: list[Fraction], lengths: list[int]) -> list[list[Fraction]]:
+    """One after another, of these lengths."""
+    ends = list(accumulate(lengths))
+    assert ends[-1] == len(values)
+    return [values[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
+def _rounded(
+    split: StepwiseSplit, exact: list[Fraction], uncut: list[Fraction], dithers: list[float]
+) -> list[Fraction]:
     """Whole tokens of each slot where so much is added before rounding down; none below zero."""
-    cut = [floor(x + Fraction(d)) - x for x, d in zip(exact, dithers, strict=True)]
-    whole = [x + y for x, y in zip(exact[ranks:], product(split.by_cut_XM.t(), cut), strict=True)]
-    return [max(x, Fraction(0)) for x in whole]
+    whole = [Fraction(floor(x + Fraction(d))) for x, d in zip(exact, dithers, strict=True)]
+    slots = [x + y for x, y in zip(uncut, product(split.by_sum_XM.t(), whole), strict=True)]
+    return [max(x, Fraction(0)) for x in slots]
 
 
 def _hottest(split: StepwiseSplit, way: list[Fraction], first: list[Fraction]) -> Fraction:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -23,7 +25,9 @@ from worker_agent.moe.stepwise import (
     StepwiseSplit,
     check_splittable,
     rounds_for,
+    schedule,
 )
+from worker_agent.moe.stepwise_tables import PENALTIES
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -53,7 +57,7 @@ def tables(split: StepwiseSplit) -> dict[str, torch.Tensor]:
         for name, value in vars(split).items()
         if isinstance(value, torch.Tensor) and not name.startswith("_")
     }
-    assert len(found) == 10
+    assert len(found) == 11
     return found
 
 
@@ -91,7 +95,42 @@ def test_whatever_its_size_a_step_comes_within_a_token_of_the_optimum(
 
 def test_larger_steps_take_more_rounds() -> None:
     of_tokens = [rounds_for(8 * tokens) for tokens in (0, 256, 1024, 4096, 65536)]
-    assert of_tokens == [ROUNDS, ROUNDS, ROUNDS, 48, 204]
+    assert of_tokens == [ROUNDS, ROUNDS, ROUNDS, 42, 162]
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3, 22, 42])
+def test_penalties_take_equal_parts_of_the_rounds_and_one_follows_another(rounds: int) -> None:
+    levels, kinds = zip(*schedule(rounds), strict=True)
+    assert levels[-1] == min(rounds, len(PENALTIES) - 1)
+    assert {after - before for before, after in pairwise((0, *levels))} <= {0, 1}
+    assert np.ptp(np.bincount((0, *levels))) <= 1
+    # Between two penalties once, and then by the second's own.
+    changes = [
+        kind for before, kind, level in zip((0, *levels), kinds, levels, strict=False) if level > before
+    ]
+    assert changes == [2 * level - 1 for level in range(1, levels[-1] + 1)]
+    assert all(kind in (2 * level, 2 * level - 1) for level, kind in zip(levels, kinds, strict=True))
+
+
+def test_the_best_split_is_left_by_no_kind_of_round() -> None:
+    # Under every penalty one state is a fixed point, with prices in units of it: the optimum, and no other.
+    generator = np.random.default_rng(5)
+    split = StepwiseSplit(random_placement(8, 5, 32, generator), 32)
+    counts_E = torch.from_numpy(generator.poisson(40 * np.exp(generator.normal(0, 1, 32)))).double()
+    shared = split.bound_MR.shape[0]
+    starts = (split.from_parts @ (split.parts_YE @ counts_E))[: len(PENALTIES) * shared].view(-1, shared)
+    state = starts[0]
+    for _ in range(1000):
+        state = starts[0] + split.rounds_CM2[0] @ torch.cat((state.abs(), state))
+    assert (state < -64).any(), "no slot has a price"
+    for level, penalty in enumerate(PENALTIES):
+        rescaled = torch.where(state > 0, state, state * PENALTIES[0] / penalty)
+        same = starts[level] + split.rounds_CM2[2 * level] @ torch.cat((rescaled.abs(), rescaled))
+        torch.testing.assert_close(same, rescaled, atol=0.5, rtol=0)
+        if level:
+            before = torch.where(state > 0, state, state * PENALTIES[0] / PENALTIES[level - 1])
+            changed = starts[level] + split.rounds_CM2[2 * level - 1] @ torch.cat((before.abs(), before))
+            torch.testing.assert_close(changed, rescaled, atol=0.5, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -178,11 +217,13 @@ def test_every_sum_is_exact_so_that_all_ranks_get_the_same_bits(layer, mean: int
 def test_sums_stay_exact_at_the_largest_deployments() -> None:
     generator = np.random.default_rng(0)
     split = StepwiseSplit(random_placement(64, 5, 256, generator), 256)
-    state = torch.from_numpy(np.rint(generator.normal(0, 2.0**31, split.round_M2.shape[1])))
-    forwards, backwards = split.round_M2 @ state, split.round_M2.flip(1) @ state.flip(0)
-    assert torch.equal(forwards, backwards)
-    exact = slow.product(split.round_M2[:3], list(map(int, state.tolist())))
-    assert forwards[:3].tolist() == [float(x) for x in exact]
+    # A quarter of 2**22 choices on every slot, in 64ths.
+    state = torch.from_numpy(np.rint(generator.normal(0, 2.0**26, split.rounds_CM2.shape[2])))
+    for round_M2 in split.rounds_CM2:
+        forwards, backwards = round_M2 @ state, round_M2.flip(1) @ state.flip(0)
+        assert torch.equal(forwards, backwards)
+        exact = slow.product(round_M2[:3], list(map(int, state.tolist())))
+        assert forwards[:3].tolist() == [float(x) for x in exact]
 
 
 def test_a_split_is_captured_whole_and_depends_on_no_value() -> None:

@@ -3,15 +3,17 @@
 All ranks compute the same split from the same counts, by tensor operators alone: shapes depend on the placement's shape
 only, nothing is read on the host, and a graph can capture it. The split with the least squared rank loads has the least
 peak too. It is found by the alternating direction method of multipliers: a product with a matrix that the placement
-determines, and a projection, in turn. It is then rounded along a spanning forest of the ranks that share experts, where
-whole tokens cost no rank more than part of one. Replicas beside the forest close cycles; which way to round those
-nobody knows before, so several ways are tried at once, and the one with the coolest hottest rank is taken.
+determines, and a projection, in turn. Departing from the projection costs little at first, so that all ranks are evened
+out, and much in the end, so that slots that get no tokens are found. The split is then rounded along a spanning forest
+of the ranks that share experts, where whole tokens cost no rank more than part of one. Replicas beside the forest close
+cycles; which way to round those nobody knows before, so several ways are tried at once, and the one with the coolest
+hottest rank is taken.
 
 How far from the best a split may end is a part of a rank's tokens that shrinks with every round, and a larger step has
 more tokens: so it takes more rounds. Their number must be the same on all ranks, and known on the host.
 
 All ranks must get the same bits, whatever their processors and in whatever order these sum: splits are computed in
-64ths of a token and matrices in 65536ths, so that every sum is exact in float64 (up to 2**26 choices in a step).
+64ths of a token and matrices in 2**-20, so that every sum is exact in float64 (up to 2**22 choices in a step).
 
 References
 ----------
@@ -22,6 +24,8 @@ Alternating Direction Method of Multipliers*, 2011 (section 5.2, and over-relaxa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
 from math import ceil, sqrt
 
 import torch
@@ -29,13 +33,13 @@ import torch
 from eplb_service.placement import Int32
 from worker_agent.moe.operators import count_ids
 from worker_agent.moe.rank_group import RankGroup
-from worker_agent.moe.stepwise_tables import most_shared, split_tables, ways_to_round
+from worker_agent.moe.stepwise_tables import PENALTIES, most_shared, split_tables, ways_to_round
 from worker_agent.moe.turns import places
 
 ROUNDS = 22
 """Of product and projection, in steps of up to ``_FEW_CHOICES``; ``docs/stepwise.md`` has how far from the optimum
 fewer and more end."""
-_MORE_ROUNDS = 26
+_MORE_ROUNDS = 20
 """For a step of four times as many choices."""
 _FEW_CHOICES = 8192
 UNKNOWN_CHOICES = 4 * _FEW_CHOICES
@@ -45,6 +49,14 @@ UNKNOWN_CHOICES = 4 * _FEW_CHOICES
 def rounds_for(choices: int) -> int:
     """The rounds that a step takes with so many choices of all ranks together; they grow with the square root."""
     return ROUNDS + ceil(_MORE_ROUNDS * (sqrt(max(choices / _FEW_CHOICES, 1.0)) - 1.0))
+
+
+@lru_cache(maxsize=64)
+def schedule(rounds: int) -> tuple[tuple[int, int], ...]:
+    """Which of ``PENALTIES`` each round has, and which of ``StepwiseSplit.rounds_CM2``."""
+    levels = [number * len(PENALTIES) // (rounds + 1) for number in range(rounds + 1)]
+    # A level's first round has the matrix before its others'.
+    return tuple((level, 2 * level - (level > before)) for before, level in pairwise(levels))
 
 
 def check_splittable(layer: int, dispatchers: Sequence[str], device_type: str) -> None:
@@ -84,10 +96,13 @@ class StepwiseSplit:
     place_M: torch.Tensor
     """Which of the P slots each shared one is."""
 
-    from_counts: torch.Tensor
-    round_M2: torch.Tensor
-    exact_XM: torch.Tensor
-    by_cut_XM: torch.Tensor
+    parts_YE: torch.Tensor
+    from_parts: torch.Tensor
+    rounds_CM2: torch.Tensor
+    """C kinds of rounds: ``schedule`` has their order."""
+
+    exact_X2: torch.Tensor
+    by_sum_XM: torch.Tensor
     bound_MR: torch.Tensor
     later_MM: torch.Tensor
 
@@ -99,6 +114,7 @@ class StepwiseSplit:
         self._shared = max(most_shared(experts, ranks, slots), 1)
         for name, table in split_tables(phy2log_RS, experts, self._shared).items():
             setattr(self, name, torch.from_numpy(table).to(device))
+        self._matrices = self.rounds_CM2.unbind()
         self._dither_WX = torch.from_numpy(ways_to_round(ranks, self._shared)).to(device)
 
     def install(self, phy2log_RS: Int32) -> None:
@@ -120,11 +136,13 @@ class StepwiseSplit:
         choices
             The most that they can add up to, as every rank's host knows it.
         """
-        known = torch.mv(self.from_counts, counts_E.to(torch.float64))
-        start_M, known_X, first_R = known.split([self._shared, self._ranks + self._shared, self._ranks])
+        known = torch.mv(self.from_parts, torch.mv(self.parts_YE, counts_E.to(torch.float64)))
+        shared = self._shared
+        kept = [self._ranks + shared, shared, self._ranks]
+        *starts, known_X, uncut_M, first_R = known.split([shared] * len(PENALTIES) + kept)
         rounds = rounds_for(choices) if self._rounds is None else self._rounds
-        exact_X = torch.addmv(known_X, self.exact_XM, self._flow(start_M, rounds))
-        later_M = torch.mv(self.later_MM, self._rounded(exact_X, first_R)).to(torch.int64)
+        exact_X = torch.addmv(known_X, self.exact_X2, self._state(starts, rounds))
+        later_M = torch.mv(self.later_MM, self._rounded(exact_X, uncut_M, first_R)).to(torch.int64)
         # Rounded splits need not add up where slots are on a cycle: an expert's first slot has the rest.
         later_M = torch.minimum(later_M, counts_E.index_select(0, self.expert_M))
         ends_P = counts_E.cumsum(0).index_select(0, self.expert_P)
@@ -179,30 +197,32 @@ class StepwiseSplit:
         slot_N = torch.searchsorted(self.ends(counts_E, choices), place_N, right=True)
         return self.physical_P1.index_select(0, slot_N)
 
-    def _flow(self, start_M: torch.Tensor, rounds: int) -> torch.Tensor:
-        """Tokens of each shared slot in 64ths, close to the best; those of an expert need not quite add up."""
-        shared = self._shared
-        state = start_M.new_empty(2 * shared)
-        size_M, here_M = state[:shared], state[shared:]
-        torch.round(start_M, out=here_M)
+    def _state(self, starts: Sequence[torch.Tensor], rounds: int) -> torch.Tensor:
+        """What the rounds end with, float64 ``[2 * M]`` in 64ths: sizes, and the states that they are of.
+
+        Where these are positive, they are tokens of shared slots, close to the best; an expert's need not quite add up.
+        """
+        state_M2 = starts[0].new_empty(2 * self._shared)
+        size_M, here_M = state_M2.split(self._shared)
+        torch.round(starts[0], out=here_M)
         torch.abs(here_M, out=size_M)
-        next_M = start_M.new_empty(shared)
-        for _ in range(rounds):
-            torch.addmv(start_M, self.round_M2, state, out=next_M)
+        next_M = torch.empty_like(here_M)
+        for level, kind in schedule(rounds):
+            torch.addmv(starts[level], self._matrices[kind], state_M2, out=next_M)
             torch.round(next_M, out=here_M)
             torch.abs(here_M, out=size_M)
-        return torch.relu(here_M)
+        return state_M2
 
-    def _rounded(self, exact_X: torch.Tensor, first_R: torch.Tensor) -> torch.Tensor:
+    def _rounded(self, exact_X: torch.Tensor, uncut_M: torch.Tensor, first_R: torch.Tensor) -> torch.Tensor:
         """A split of 64ths in whole tokens, float64 ``[M]``, which may miss an expert's by a few.
 
         The ranks' running sums along the forest are rounded, and what each of its slots must carry follows; slots
         beside the forest are rounded by themselves. Each way does so by other dithers, and that wins whose hottest rank
-        is the coolest, by a bound that counts what slots have too much as well. ``first_R`` are the ranks' loads where
-        experts' first slots have all of their tokens.
+        is the coolest, by a bound that counts what slots have too much as well. ``uncut_M`` is what slots would carry
+        were all of ``exact_X`` zero, ``first_R`` the ranks' loads where experts' first slots have all of their tokens.
         """
-        cut_WX = torch.add(self._dither_WX, exact_X).floor_().sub_(exact_X)
-        way_WM = torch.addmm(exact_X[self._ranks :], cut_WX, self.by_cut_XM).relu_()
+        whole_WX = torch.add(self._dither_WX, exact_X).floor_()
+        way_WM = torch.addmm(uncut_M, whole_WX, self.by_sum_XM).relu_()
         bound_WR = torch.addmm(first_R, way_WM, self.bound_MR)
         best_1 = bound_WR.amax(dim=1).argmin(dim=0, keepdim=True)
         return way_WM.index_select(0, best_1).view(-1)
