@@ -199,7 +199,10 @@ def heat_with(value):
 BAD_HEAT = {
     "negative": (heat_with(-1), "heat is -1.0 at step 2, layer 1, expert 7"),
     "not a number": (heat_with(np.nan), "heat is nan at step 2, layer 1, expert 7"),
-    "wrong shape": (np.ones((LAYERS, EXPERTS)), "got [3, 16]"),
+    "wrong shape": (
+        np.ones((LAYERS, EXPERTS)),
+        "holds heat [3, 16]: say --as weights if its rows are layers",
+    ),
     "no steps": (np.ones((0, LAYERS, EXPERTS)), "holds no steps"),
 }
 
