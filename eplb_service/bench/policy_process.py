@@ -67,8 +67,9 @@ class PolicyProcess:
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
         self._connection = here
-        self._process = context.Process(target=_serve, args=(there,), daemon=True)
-        self._process.start()
+        process = context.Process(target=_serve, args=(there,), daemon=True)
+        process.start()
+        self._process = process
         there.close()
 
 

@@ -276,7 +276,7 @@ class ControlPlane:
     def forget_departed(self, deployment: Deployment) -> None:
         """Remove a deployment for an operator; raises ``ConflictError`` where ranks would bring it back at once."""
         if deployment.connected:
-            here = rank_list([member.rank for member in deployment.connected])
+            here = rank_list(sorted(member.rank for member in deployment.connected))
             raise ConflictError(
                 f"{here} of {deployment.name!r} still connected; stop the engines, or the agents, first"
             )
