@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 from worker_agent.doctor import __main__ as doctor
 from worker_agent.doctor import environment, round_trip
 from worker_agent.doctor.finding import Finding, Verdict
-from worker_agent.swap import driver
+from worker_agent.swap import layer_commit
 
 CPU = torch.device("cpu")
 
@@ -33,14 +33,14 @@ def test_experts_go_there_and_come_back():
 
 
 def examined_with_wrong_bytes():
-    install = driver.install
+    install = layer_commit.install
 
     def install_wrongly(layer, staged, *rest):
         written = install(layer, staged, *rest)
         layer.expert_weights()[1][0, -1] += 1
         return written
 
-    driver.install, driver.check_installed = install_wrongly, lambda *_: None
+    layer_commit.install, layer_commit.check_installed = install_wrongly, lambda *_: None
     return examined()
 
 

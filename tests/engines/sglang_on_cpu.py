@@ -51,11 +51,11 @@ def _scatter_without_nccl(_, group, whole, output=None, sizes=None):
 
 def _commit_without_weights() -> None:
     """The defect that tests must be able to see: a layer's tables switch, its weights do not."""
-    from worker_agent.swap import driver
+    from worker_agent.swap import layer_commit
 
-    original = driver.install
+    original = layer_commit.install
 
     def install(layer, staged, slots, *tables):
         return original(layer, [buffer[:0] for buffer in staged], [], *tables)
 
-    driver.install = install
+    layer_commit.install = install

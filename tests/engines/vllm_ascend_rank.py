@@ -38,10 +38,10 @@ def kept_tensors(layer):
 
 def break_commits():
     """The defect that tests must be able to see: a layer's tables switch, its weights do not."""
-    from worker_agent.swap import driver
+    from worker_agent.swap import layer_commit
 
-    install = driver.install
-    driver.install = lambda layer, staged, _slots, *tables: install(
+    install = layer_commit.install
+    layer_commit.install = lambda layer, staged, _slots, *tables: install(
         layer, [buffer[:0] for buffer in staged], [], *tables
     )
 

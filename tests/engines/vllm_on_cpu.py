@@ -190,11 +190,11 @@ def _communicator_gathers_uneven_parts() -> None:
 
 def _commit_without_weights() -> None:
     """The defect that tests must be able to see: a layer's tables switch, its weights do not."""
-    from worker_agent.swap import driver
+    from worker_agent.swap import layer_commit
 
-    original = driver.install
+    original = layer_commit.install
 
     def install(layer, staged, slots, *tables):
         return original(layer, [buffer[:0] for buffer in staged], [], *tables)
 
-    driver.install = install
+    layer_commit.install = install

@@ -21,7 +21,7 @@ from tests.agent import live
 from tests.faults.listening import knock, listening
 from tests.faults.serving import FAULTS, Sample
 from worker_agent.agent import Agent
-from worker_agent.swap import driver, vote_schedule
+from worker_agent.swap import layer_commit, vote_schedule
 from worker_agent.swap.vote import BallotBox
 
 VOTE_TIMEOUT, COMMIT_TIMEOUT = 2.0, 0.5
@@ -165,14 +165,14 @@ def _in_the_install(do: Callable[[Host], None]) -> Callable[[Host], None]:
     """Once, when the rank is about to install a layer."""
 
     def arrange(host: Host) -> None:
-        install = driver.install
+        install = layer_commit.install
 
         def once(*arguments: object) -> int:
-            driver.install = install
+            layer_commit.install = install
             do(host)
             return install(*arguments)  # type: ignore[arg-type]
 
-        driver.install = once  # type: ignore[assignment]
+        layer_commit.install = once  # type: ignore[assignment]
 
     return arrange
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.agent import live
 from tests.ranks import run_ranks
 from worker_agent.agent import Agent
-from worker_agent.swap import driver
+from worker_agent.swap import layer_commit
 from worker_agent.swap.commit_register import FatalSwitchError
 from worker_agent.swap.group import AgentGroup
 
@@ -32,7 +32,7 @@ def _serve(how: str) -> tuple[str, int, float]:
         raise MemoryError("no memory on the device")
 
     if dist.get_rank() == 1:
-        driver.install = fail  # type: ignore[assignment]
+        layer_commit.install = fail  # type: ignore[assignment]
     if "nobody" in how:
         AgentGroup.fail = lambda self, reason: setattr(self, "failure", self.failure or reason)  # type: ignore[method-assign]
 
