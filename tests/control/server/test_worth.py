@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import threading
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 
 from eplb_service.cli.main import run
+from eplb_service.control.server.deciding import appraisals
+from eplb_service.control.server.deciding.question import Question
 from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.planner.counterfactual import Counterfactual
+from eplb_service.planner.plan import Plan
 from tests.control.fake_group import STEP_MICROS, FakeGroup, skewed_heat
 from tests.control.server.test_service import settings, until
 
@@ -88,12 +94,41 @@ async def test_an_appraisal_that_fails_costs_only_itself(
     def broken(*_: object) -> None:
         raise RuntimeError("no figures today")
 
-    monkeypatch.setattr("eplb_service.control.server.deciding.planning.appraise", broken)
+    monkeypatch.setattr("eplb_service.control.server.deciding.appraisals.appraise", broken)
     async with FakeGroup(service.address) as group:
         await group.join()
         await group.send_heat(skewed_heat(32))
         await group.carry_out(await group.hear_plan())
         deployment = service.plane.deployments["decode"]
-        await until(lambda: deployment.ended_plan is not None and not service.plane.decider._appraising)
+        await until(
+            lambda: deployment.ended_plan is not None and not service.plane.decider.appraisals.under_way
+        )
         assert deployment.decisions.worth is None
         assert deployment.last_decision.startswith("plan 1")
+
+
+async def test_what_an_older_decision_found_does_not_replace_what_a_newer_one_did(
+    service: RunningService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newer_is_known, asked = threading.Event(), itertools.count()
+    finished: list[int] = []
+    appraise = appraisals.appraise
+
+    def oldest_last(question: Question, decided: Plan) -> Counterfactual | None:
+        number = next(asked)
+        if number == 0:
+            assert newer_is_known.wait(60)
+        found = appraise(question, decided)
+        finished.append(number)
+        return found
+
+    monkeypatch.setattr(appraisals, "appraise", oldest_last)
+    async with FakeGroup(service.address) as group:
+        await group.join()
+        await balanced(service, group)
+        newer_is_known.set()
+        await until(lambda: 0 in finished and not service.plane.decider.appraisals.under_way)
+        worth = service.plane.deployments["decode"].decisions.worth
+    assert finished[-1] == 0
+    assert worth is not None
+    assert worth.gain.mean > 0

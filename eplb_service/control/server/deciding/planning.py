@@ -16,12 +16,13 @@ from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.membership import Group
 from eplb_service.control.core.offer import Offer, rank_plans
+from eplb_service.control.server.deciding.appraisals import Appraisals
 from eplb_service.control.server.deciding.decision_outcome import DecisionOutcome
 from eplb_service.control.server.deciding.planner_threads import PlannerThreads, outcome_of
 from eplb_service.control.server.deciding.priors import Prior
-from eplb_service.control.server.deciding.question import Question, answer, appraise
+from eplb_service.control.server.deciding.question import Question, answer
 from eplb_service.control.server.observing.observer import Observer
-from eplb_service.control.server.observing.worth_figures import figures_of, priced_moves
+from eplb_service.control.server.observing.worth_figures import priced_moves
 from eplb_service.control.server.outgoing.streams import Streams
 from eplb_service.control.server.store.store_writer import StoreWriter
 from eplb_service.placement import mean_par
@@ -49,6 +50,8 @@ class Decider:
         ended, while others are decided for on a new one.
     writer, streams, metrics, observer
         Where plans are remembered, sent, counted and kept to be looked at.
+
+    ``appraisals`` judge what each decision's steps say of balancing's worth.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class Decider:
         self._threads = PlannerThreads()
         self._warm = asyncio.Event()
         self._running: dict[str, asyncio.Task[DecisionOutcome]] = {}
-        self._appraising: set[asyncio.Task[None]] = set()
+        self.appraisals = Appraisals(self._threads, self._turns, deadline, metrics)
 
     @property
     def computing(self) -> bool:
@@ -115,16 +118,18 @@ class Decider:
 
     def drop(self, name: str) -> None:
         """A deployment is gone: nobody waits for the decision that is being made for it."""
+        self.appraisals.drop(name)
         running = self._running.pop(name, None)
         if running is not None:
             running.cancel()
 
     async def close(self) -> None:
         """Make no more decisions; one that is being computed is thrown away."""
-        running = [*self._running.values(), *self._appraising]
+        running = list(self._running.values())
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        await self.appraisals.close()
 
     def _ended(self, name: str, task: asyncio.Task[DecisionOutcome]) -> None:
         if self._running.get(name) is task:
@@ -165,10 +170,7 @@ class Decider:
             outcome = await self._offered(deployment, group, live, solved, None)
             return replace(outcome, message=f"{outcome.message}, by the heat of {prior.source}")
         outcome = await self._offered(deployment, group, live, solved, outlook)
-        # Beside what comes next: nobody waits for it.
-        appraising = asyncio.create_task(self._appraise(deployment, group, question, solved))
-        self._appraising.add(appraising)
-        appraising.add_done_callback(self._appraising.discard)
+        self.appraisals.begin(deployment, group, question, solved)
         return outcome
 
     async def _offered(
@@ -208,23 +210,6 @@ class Decider:
             f"PAR {solved.par_seen:.3f} -> {solved.par_planned:.3f}{_won(outlook)}"
         )
         return DecisionOutcome("plan", message, offer.plan_id, len(solved.layers), solved.moves)
-
-    async def _appraise(self, deployment: Deployment, group: Group, question: Question, solved: Plan) -> None:
-        """Note what the decision's steps say of balancing's worth; nothing depends on it."""
-        async with self._turns:
-            computing = self._threads.compute(appraise, question, solved)
-            try:
-                found = await asyncio.wait_for(outcome_of(computing), self._deadline)
-            except asyncio.TimeoutError:
-                self._threads.give_up(deployment.name, computing)
-                return
-            except Exception:
-                _log.exception("worth_unknown", deployment=deployment.name)
-                return
-        now = deployment.group
-        if found is not None and now is not None and now.forming == group.forming:
-            deployment.appraised(found)
-            self._metrics.worth.report(deployment.name, figures_of(found))
 
     def _report(self, name: str, solved: Plan, outlook: Outlook, seconds: float) -> None:
         self._metrics.plans.solve_seconds.labels(name).observe(seconds)
