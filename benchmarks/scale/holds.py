@@ -17,7 +17,7 @@ LONG_SECONDS = 0.02
 _NAMED = 8
 _NAMED_SECONDS = 0.001
 """Shorter ones have no name: finding it costs more than most callbacks."""
-_TICK_SECONDS = 0.004
+_TICK_SECONDS = 0.008
 
 
 @dataclass
