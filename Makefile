@@ -12,7 +12,7 @@ PARALLEL = --numprocesses $(PROCESSES) --maxprocesses 8 --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: attack help stack dashboard notebook demo demo-vllm e2e-observability test test-image test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
+.PHONY: attack help size stack dashboard notebook demo demo-vllm e2e-observability test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
 .PHONY: test-engines explore fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-replay bench-decide bench-engine bench-split bench-time bench-scale
 
 help: ## show this list
@@ -37,7 +37,7 @@ test-slow: warm ## the proofs that take long, real faults, and properties on twi
 	@$(BIN)/pytest $(PARALLEL) -m "slow or faults" $(ARGS)
 	@$(BIN)/python -m pytest $(PARALLEL) -m "hypothesis and not slow and not faults" -p tests.properties --examples-times 2 $(ARGS)
 
-check: lint types layers docs
+check: lint types layers docs size
 
 lint: $(READY)
 	@$(BIN)/ruff check .
@@ -48,6 +48,9 @@ types: $(READY)
 
 layers: $(READY)
 	@$(BIN)/lint-imports
+
+size: $(READY) ## how large each room is, beside the ceilings that no change may pass
+	@$(BIN)/python -m tools.size $(ARGS)
 
 docs: $(READY) ## the docs site, into site/; warnings are errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -89,14 +92,12 @@ fuzz: $(READY) ## every decoder under coverage-guided fuzzing, in .venv-fuzz; AR
 fuzz-properties: warm ## every property test on 40 times the examples, random ones; ARGS="--seed 7 --times 5 tests/solver"
 	@$(BIN)/python -m tests.properties $(ARGS)
 
-mutate: warm ## small defects put into a room's modules, and whether its tests notice; ARGS="--room planner --sample 40"
-	@$(BIN)/python -m tools.mutation $(ARGS)
+mutate: warm ## small defects put into a room's modules by cosmic-ray, and whether its tests notice; ARGS="--room planner --sample 40"
+	@$(BIN)/pip install --quiet cosmic-ray
+	@$(BIN)/python -m tools.mutate $(ARGS)
 
 e2e-observability: warm ## a real Prometheus: every panel has data, every alert fires and ends (three minutes)
 	@$(BIN)/pytest tests/observability -m "" -rs $(ARGS)
-
-test-image: $(READY) ## the Dockerfile's steps and a container's life by chroot, as root; the network (minutes)
-	@$(BIN)/python -m tools.image_steps
 
 stack: warm ## service, Prometheus and demo ranks on this machine, on fixed ports, until Ctrl-C
 	@$(BIN)/python -m tools.stack $(ARGS)

@@ -13,10 +13,11 @@ from eplb_service.heat.window import HeatError, Window, checked_heat
 from eplb_service.placement import Float64, Int32, Placement, PlacementError, apply_layers, mean_par
 from eplb_service.planner.dealing import first_tables
 from eplb_service.planner.decide import plan, plan_afresh
-from eplb_service.planner.plan import LayerVerdict, Plan
-from eplb_service.planner.scoring import split_steps
+from eplb_service.planner.plan import Plan
+from eplb_service.planner.score import par_of_steps, split_steps
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
+from eplb_service.wire.operator import LayerVerdict
 
 
 @dataclass(frozen=True)
@@ -154,14 +155,14 @@ def _solution(
 
     def scored_before() -> tuple[Float64, Float64]:
         steps = split_steps(window.heat_TLE, deployed, deployed_RLE, window.source_RLE, settings.split)
-        return steps.par_K, steps.peak_TK.mean(axis=0)
+        return par_of_steps(steps), steps.peak_TK.mean(axis=0)
 
     def scored_after() -> tuple[Float64, Float64]:
         placement = Placement(after.phy2log_LRS[changed], after.experts)
         source_RKE = None if window.source_RLE is None else window.source_RLE[:, changed]
         tables_RKE = after_RLE[:, changed]
         steps = split_steps(window.heat_TLE, placement, tables_RKE, source_RKE, settings.split, changed)
-        return steps.par_K, steps.peak_TK.mean(axis=0)
+        return par_of_steps(steps), steps.peak_TK.mean(axis=0)
 
     # Every step of the heat is scored twice, which takes as long as the decision itself: at the same time.
     with ThreadPoolExecutor(2, thread_name_prefix="eplb-score") as pool:

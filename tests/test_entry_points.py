@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from eplb_service.cli.command_list import COMMANDS
+from eplb_service.cli.main import COMMANDS
 
 tomllib = pytest.importorskip("tomllib", reason="part of Python from 3.11 on")
 
 ROOT = Path(__file__).parents[1]
 PROJECTS = ("pyproject.toml", "packaging/eplb-agent/pyproject.toml")
-FOR_HOSTS = {"worker_agent.moe.checkpoint"}
-"""Hosts of the live layer load their own checkpoints by it; the embedded model is not sharded."""
 
 
 def modules() -> dict[str, ast.Module]:
@@ -66,5 +64,5 @@ def test_every_module_is_reached() -> None:
         if name not in reached:
             reached.add(name)
             ahead |= {name.rpartition(".")[0]} | (names_in(sources[name]) if name in sources else set())
-    assert len(sources) > 300
-    assert sources.keys() - reached == FOR_HOSTS
+    assert len(sources) > 100
+    assert sources.keys() - reached == set()

@@ -65,7 +65,7 @@ def test_packages_are_typed(package):
 def test_the_service_declares_what_it_imports_and_no_more():
     extras = SERVICE["optional-dependencies"]
     declares = declared(SERVICE["dependencies"])
-    for name in ("ray", "tables", "peers"):
+    for name in ("kubernetes", "ray", "safetensors", "tables", "zarr", "peers"):
         declares |= declared(extras[name])
     assert imported("eplb_service") == declares
 
@@ -85,7 +85,7 @@ def test_the_base_install_needs_no_torch():
     probe = (
         "import sys; sys.modules['torch'] = None\n"
         "from eplb_service import solve\n"
-        "from eplb_service.cli.command_list import COMMANDS\n"
+        "from eplb_service.cli.main import COMMANDS\n"
         "from eplb_service.cli.main import load_command\n"
         "import eplb_service.control.server\n"
         "for name in COMMANDS.keys() - {'demo'}: load_command(name)\n"

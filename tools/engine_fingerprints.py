@@ -1,17 +1,18 @@
 """How the functions that an adapter relies on look in an engine's source, which needs not be installed for it.
 
-``python -m tools.engine_fingerprints vllm 0.32 FOLDER`` records a release in the adapter's ``known.json``; FOLDER holds
-the engine's package. What it finds is what ``worker_agent.adapters.compat.fingerprint`` finds in the installed engine.
+``python -m tools.engine_fingerprints vllm 0.32 FOLDER [TARGET ...]`` records a release in the adapter's ``known.json``,
+once ``tests/engines`` pass on it: the functions that the file has of other releases, and further targets. FOLDER holds
+the engine's package. It finds the same as ``worker_agent.adapters.compat.fingerprint`` does in the installed engine.
 """
 
 from __future__ import annotations
 
 import ast
-import importlib
 import json
 import sys
 from pathlib import Path
 
+from worker_agent.adapters import compat
 from worker_agent.adapters.compat import Function, fingerprint_of_tree
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -69,13 +70,13 @@ def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, 
     return tuple(names)
 
 
-def main(engine: str, release: str, folder: str) -> None:
+def main(engine: str, release: str, folder: str, *targets: str) -> None:
     """Write the release's entry; a function that it does not have is left out and named."""
-    package = importlib.import_module(f"worker_agent.adapters.{engine}.known")
-    path = Path(package.__file__ or "").with_name("known.json")
-    known = json.loads(path.read_text()) if path.exists() else {}
+    path = Path(compat.__file__).parent / engine / "known.json"
+    known = json.loads(path.read_text())
+    targets = tuple(sorted({*targets, *(target for functions in known.values() for target in functions)}))
     known[release] = {}
-    for target in package.TARGETS:
+    for target in targets:
         found = find(Path(folder), target)
         if found is None:
             print(f"{release} does not have {target}", file=sys.stderr)

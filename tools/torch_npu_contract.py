@@ -54,7 +54,7 @@ def main() -> None:
             f"{VERSION}.results.json": results_file(schemas, Path(folder) / META_FILE),
         }
     for operator in OPERATORS:
-        arguments = list(inspect.signature(getattr(Operators, operator)).parameters)[1:]
+        arguments = list(inspect.signature(getattr(Operators, operator)).parameters)
         print(f"{operator}: {', '.join(arguments)}")
     differing = [name for name, text in found.items() if not is_same(EXTRACT / name, text)]
     if options.refresh:

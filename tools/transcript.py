@@ -28,7 +28,6 @@ COMMANDS = (
     "eplb trace synth --out burst.npz --kind bursts",
     "eplb trace synth --out burst.npz --kind bursty --steps 512 --layers 2",
     "eplb slove",
-    "eplb schema pause",
 )
 """In this order; mistakes are part of it."""
 

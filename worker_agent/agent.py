@@ -15,26 +15,23 @@ import numpy as np
 import torch.distributed as dist
 
 from eplb_service.placement import Placement
+from eplb_service.wire.agent import Heartbeat, Reporting
 from eplb_service.wire.heat import StepPhase
-from eplb_service.wire.status import Heartbeat
-from worker_agent.adapters.live_layer import LiveLayer
-from worker_agent.call_costs import CallCosts
-from worker_agent.forward_clock import ForwardClock
-from worker_agent.heat import HeatRecorder, ring_rows
-from worker_agent.heat_reports import HeatReports
-from worker_agent.history.record import History
-from worker_agent.outbox import Outbox
-from worker_agent.rendezvous import Rendezvous, meet
+from worker_agent.forward_clock import ForwardClock, StepTimer, Stopwatch
+from worker_agent.heat import HeatRecorder
+from worker_agent.live_layer import LiveLayer
 from worker_agent.settings import AgentSettings
-from worker_agent.status_reporter import StatusReporter
-from worker_agent.step_timer import StepTimer
-from worker_agent.stream import ServiceStream
+from worker_agent.stream import Outbox, ServiceStream
 from worker_agent.swap.commit_register import FatalSwitchError
-from worker_agent.swap.driver import SwitchDriver
+from worker_agent.swap.driver import SwitchDriver, SwitchStats
 from worker_agent.swap.installed import Installed
-from worker_agent.swap.listener import SwitchStats
+from worker_agent.swap.record import History
+from worker_agent.swap.rendezvous import Rendezvous, meet
 
 _log = logging.getLogger("eplb.agent")
+
+_FIRST_REPORT_STEPS = 16
+"""Steps per heat report until the service says otherwise."""
 
 
 class RestoreError(RuntimeError):
@@ -54,16 +51,20 @@ class Agent:
         self.identity = rendezvous.identity
         self._clock = ForwardClock(list(layers))
         self._step = 0
-        self._calls = 0
         self._fatal: FatalSwitchError | None = None
-        self._heat = HeatRecorder(layers, min(settings.report_steps, ring_rows(layers)))
-        self._timer, self._costs = StepTimer(), CallCosts()
-        self._outbox = Outbox(settings.queue_reports)
+        self._heat = HeatRecorder(layers, _FIRST_REPORT_STEPS)
+        self._timer, self._in_calls, self._in_votes = StepTimer(), Stopwatch(), Stopwatch()
+        self._outbox = Outbox()
         self._history = History(settings.history, rendezvous.identity, rendezvous.installed)
-        self._reports = HeatReports(self._heat, self._outbox, self._history, settings.heat_deadline_steps)
-        listener = StatusReporter(self._outbox, self._heat, lambda: (self._step, self.installed))
         self._switch = SwitchDriver(
-            layers, settings, rendezvous, self._clock, listener, self._history, on_commit
+            layers,
+            settings,
+            rendezvous,
+            self._clock,
+            self._history,
+            self._outbox.put,
+            self._heat.cut,
+            on_commit,
         )
         self._stream = ServiceStream(
             settings,
@@ -116,28 +117,28 @@ class Agent:
 
     @property
     def installed(self) -> Installed:
-        """What this rank serves; an immutable snapshot."""
+        """Snapshot of what this rank serves; immutable."""
         return self._switch.state.installed
 
     @property
     def stats(self) -> SwitchStats:
-        """What this rank has switched since its start."""
+        """Switches of this rank since its start."""
         return self._switch.stats
 
     @property
     def halted(self) -> str | None:
-        """Why this rank no longer takes part in balancing, or ``None``."""
+        """Reason for which this rank no longer takes part in balancing, or ``None``."""
         return self._switch.state.halted
 
     @property
     def unheard(self) -> str | None:
-        """Why the ranks do not vote at present, or ``None``; they form their votes again by themselves."""
+        """Reason for which the ranks do not vote at present, or ``None``; they form their votes again by themselves."""
         unheard = self._switch.state.unheard
         return None if unheard is None else "; ".join(filter(None, (unheard, self._switch.votes.complaint)))
 
     @property
     def connected(self) -> bool:
-        """Whether the service is there."""
+        """True while the service is there."""
         return self._stream.connected
 
     def step(
@@ -172,7 +173,7 @@ class Agent:
         """
         if self._fatal is not None:
             raise self._fatal
-        with self._costs.call():
+        with self._in_calls:
             self._boundary(phase, tokens, number)
 
     def drain(self, reason: str = "the host asked for it") -> None:
@@ -194,7 +195,7 @@ class Agent:
         """
         self._timer.pause()
         self._guarded(self._switch.drain, reason)
-        self._guarded(self._reports.publish, self._calls)
+        self._guarded(self._publish_heat)
 
     def restore(self, placement: Placement, reason: str = "the host loads weights") -> None:
         """Drain, then bring every expert to its slot of ``placement``; take no plans until ``resume``.
@@ -220,7 +221,7 @@ class Agent:
         """
         self._timer.pause()
         self._guarded(self._switch.restore, placement, reason)
-        self._guarded(self._reports.publish, self._calls)
+        self._guarded(self._publish_heat)
         served = self.installed.placement
         apart = np.flatnonzero((served.phy2log_LRS != placement.phy2log_LRS).any(axis=(1, 2)))
         if apart.size:
@@ -257,7 +258,6 @@ class Agent:
     # What happens at a step boundary, in order
 
     def _boundary(self, phase: StepPhase, tokens: int | None, number: int | None) -> None:
-        self._calls += 1
         self._switch.budget.refill()
         before, self._step = self._step, self._clock.called(number)
         new_pass = self._step > before
@@ -265,23 +265,36 @@ class Agent:
             self._guarded(self._record, phase, tokens, self._timer.lap(self._step - before))
         self._guarded(self._take_events)
         if new_pass:
-            with self._costs.vote():
+            with self._in_votes:
                 self._guarded(self._switch.vote, self._step)
-        self._guarded(self._reports.publish, self._calls)
+        self._guarded(self._publish_heat)
 
     def _record(self, phase: StepPhase, tokens: int | None, micros: int) -> None:
         welcome = self._stream.welcome
         if welcome is not None:
-            self._reports.follow(welcome.report_steps, self._stream.reporting)
+            self._adopt(welcome.report_steps, self._stream.reporting)
             self._switch.see_term(welcome.leader_term)
         self._heat.step_done(self._step - 1, phase, self.installed.layer_epochs, tokens, micros)
 
+    def _adopt(self, report_steps: int, reporting: Reporting) -> None:
+        """Report as the service asks; heat that waits and is not asked for any more is removed."""
+        changed = reporting != self._heat.reporting
+        self._heat.adopt(reporting.report_steps or report_steps, reporting)
+        if changed:
+            self._outbox.thin(lambda report: self._heat.wants(report.first_step))
+
+    def _publish_heat(self) -> None:
+        for report in self._heat.take():
+            self._history.heat(report)
+            self._outbox.put(report)
+        self._outbox.lost_steps = self._heat.lost_steps
+
     def _take_events(self) -> None:
         self._stream.keep_alive()
-        heard = []
+        plans = []
         while not self._stream.plans.empty():
-            heard.append(self._stream.plans.get_nowait())
-        self._switch.take_events(self._step, heard)
+            plans.append(self._stream.plans.get_nowait())
+        self._switch.take_events(self._step, plans)
 
     def _beat(self) -> Heartbeat:
         installed = self.installed
@@ -293,11 +306,11 @@ class Agent:
             or self.unheard
             or self._switch.votes.complaint
             or self._clock.complaint
-            or self._reports.complaint
+            or self._heat.complaint
             or "",
-            calls=self._costs.calls,
-            call_micros=self._costs.nanoseconds // 1000,
-            vote_micros=self._costs.vote_nanoseconds // 1000,
+            calls=self._clock.calls,
+            call_micros=self._in_calls.micros,
+            vote_micros=self._in_votes.micros,
             staging_bytes=self._switch.transfers.staging.nbytes,
             ring_bytes=self._heat.ring_bytes,
         )

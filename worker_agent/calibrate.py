@@ -10,45 +10,26 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
-from worker_agent.moe.expert_batch import ExpertBatch
-from worker_agent.moe.experts import Scratch, SlotwiseExperts
+from worker_agent.moe.experts import ExpertBatch, SlotwiseExperts
 from worker_agent.moe.operators import GroupListType
 from worker_agent.moe.weights import ExpertWeights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class CalibrationError(ValueError):
+class _CalibrationError(ValueError):
     """A task that cannot be measured here; the message says why."""
 
 
 @dataclass(frozen=True)
-class CalibrationTask:
-    """What to time.
+class _Task:
+    """Measurement of an expert kernel: H, the width between its products, S, and tokens in each busy slot to try.
 
-    Parameters
-    ----------
-    hidden, inter
-        Width of a token, and of an expert between its two products.
-    slots
-        S, experts of one rank.
-    tokens
-        Tokens in each busy slot to try.
-    dtype, device
-        As torch names them.
-    repeats
-        Timed calls of each cell of the grid.
-    threads
-        Of the CPU; ``None`` for torch's own choice.
-
-    Raises
-    ------
-    CalibrationError
-        On a size below one, an unknown dtype, or a device that torch does not have.
+    ``repeats`` are timed calls of each cell of the grid, ``threads`` those of the CPU; ``None`` for torch's own choice.
     """
 
     hidden: int
@@ -63,40 +44,31 @@ class CalibrationTask:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", tuple(self.tokens))
         sizes = {"hidden": self.hidden, "inter": self.inter, "slots": self.slots, "repeats": self.repeats}
-        for name, size in {
-            **sizes,
+        sizes |= {
             "tokens": min(self.tokens, default=0),
             "threads": 1 if self.threads is None else self.threads,
-        }.items():
+        }
+        for name, size in sizes.items():
             if size < 1:
-                raise CalibrationError(f"{name} is {size}; it must be at least 1")
+                raise _CalibrationError(f"{name} is {size}; it must be at least 1")
         if self.dtype not in _DTYPES:
-            raise CalibrationError(f"dtype is {self.dtype!r}; choose one of {', '.join(_DTYPES)}")
+            raise _CalibrationError(f"dtype is {self.dtype!r}; choose one of {', '.join(_DTYPES)}")
         try:
             torch.empty(1, device=self.device)
         except (RuntimeError, AssertionError) as error:
-            raise CalibrationError(
+            raise _CalibrationError(
                 f"torch has no device {self.device!r} here ({' '.join(str(error).split())[:200]})"
             ) from error
 
 
-@dataclass(frozen=True)
-class CalibrationCell:
-    """One measurement: so many busy slots with so many tokens each, and the least time of a call."""
-
-    busy: int
-    tokens: int
-    us: float
-
-
-def measure(task: CalibrationTask) -> Iterator[CalibrationCell]:
+def _measure(task: _Task) -> Iterator[dict[str, float]]:
     """Time the experts on the grid; all slots hold weights of their own, so none is read from a cache by chance.
 
     Calls of the whole grid take turns, so that what slows the machine for a while slows all cells alike.
     """
     if task.threads is not None:
         torch.set_num_threads(task.threads)
-    cells = [(busy, tokens) for busy in busy_slots(task.slots) for tokens in task.tokens]
+    cells = [(busy, tokens) for busy in _busy_slots(task.slots) for tokens in task.tokens]
     with torch.inference_mode():
         weights = _weights(task)
         calls = [_Call(task, weights, *cell) for cell in cells]
@@ -109,10 +81,10 @@ def measure(task: CalibrationTask) -> Iterator[CalibrationCell]:
                     found.append(taken)
     for (busy, tokens), found in zip(cells, us, strict=True):
         # Whatever else runs on the machine only adds to a call.
-        yield CalibrationCell(busy, tokens, min(found))
+        yield {"busy": busy, "tokens": tokens, "us": min(found)}
 
 
-def busy_slots(slots: int) -> tuple[int, ...]:
+def _busy_slots(slots: int) -> tuple[int, ...]:
     """Numbers of busy slots to try: one, all, and a quarter and a half of them."""
     return tuple(sorted({max(1, slots * part // 4) for part in (0, 1, 2, 4)}))
 
@@ -120,14 +92,14 @@ def busy_slots(slots: int) -> tuple[int, ...]:
 class _Call:
     """One call of the kernel; its slots are the last ones of the rank, its rows the same each time."""
 
-    def __init__(self, task: CalibrationTask, weights: ExpertWeights, busy: int, tokens: int) -> None:
+    def __init__(self, task: _Task, weights: ExpertWeights, busy: int, tokens: int) -> None:
         dtype, rows = _DTYPES[task.dtype], busy * tokens
         counts_S = torch.zeros(task.slots, dtype=torch.int64, device=task.device)
         counts_S[task.slots - busy :] = tokens
         rows_NH = torch.randn(rows, task.hidden, device=task.device).to(dtype)
         self._batch = ExpertBatch(rows_NH, counts_S, GroupListType.COUNTS)
         wide = torch.empty(rows * max(2 * task.inter, task.hidden), dtype=dtype, device=task.device)
-        self._scratch = Scratch(wide, torch.empty(rows * task.inter, dtype=dtype, device=task.device))
+        self._workspaces = wide, torch.empty(rows * task.inter, dtype=dtype, device=task.device)
         self._weights = weights
         self._experts = SlotwiseExperts()
         self._device = torch.device(task.device)
@@ -139,7 +111,7 @@ class _Call:
         """Microseconds of one call."""
         self._wait()
         began = self._clock()
-        self._experts.run(self._batch, self._weights, self._scratch)
+        self._experts.run(self._batch, self._weights, *self._workspaces)
         self._wait()
         return (self._clock() - began) * 1e6
 
@@ -149,7 +121,7 @@ class _Call:
             getattr(torch, self._device.type).synchronize(self._device)
 
 
-def _weights(task: CalibrationTask) -> ExpertWeights:
+def _weights(task: _Task) -> ExpertWeights:
     dtype = _DTYPES[task.dtype]
     w13_SIH = torch.empty(task.slots, 2 * task.inter, task.hidden, dtype=dtype, device=task.device)
     w2_SHI = torch.empty(task.slots, task.hidden, task.inter, dtype=dtype, device=task.device)
@@ -159,10 +131,10 @@ def _weights(task: CalibrationTask) -> ExpertWeights:
 def main() -> int:
     """Measure the task given as the only argument; returns the exit code."""
     try:
-        task = CalibrationTask(**json.loads(sys.argv[1]))
-        for cell in measure(task):
-            print(json.dumps(asdict(cell)), flush=True)
-    except (CalibrationError, MemoryError, torch.OutOfMemoryError) as error:
+        task = _Task(**json.loads(sys.argv[1]))
+        for cell in _measure(task):
+            print(json.dumps(cell), flush=True)
+    except (_CalibrationError, MemoryError, torch.OutOfMemoryError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0

@@ -25,7 +25,7 @@ class Mark:
             self._event.record(module.current_stream(device))
 
     def passed(self) -> bool:
-        """Whether the device has got there; never waits."""
+        """Return whether the device has got there; never waits."""
         return self._event is None or bool(self._event.query())
 
     def hold_current_stream(self) -> None:

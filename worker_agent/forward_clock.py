@@ -1,4 +1,4 @@
-"""Numbers step boundaries by the model's own forward passes, not by how often the agent was called.
+"""Numbers step boundaries by the model's own forward passes, not by how often the agent was called, and times them.
 
 A host that misses a call after a forward pass, or makes two, would otherwise have its rank switch layers one pass away
 from the others, and tokens routed to weights that are not there.
@@ -6,33 +6,24 @@ from the others, and tokens routed to weights that are not there.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from types import TracebackType
 
 import torch
 
-from worker_agent.adapters.live_layer import LiveLayer
 from worker_agent.device import Mark, host_empty
+from worker_agent.live_layer import LiveLayer
 
 _COPIES_UNDER_WAY = 8
 """More copies of the counter than this are not begun; a device that far behind gives the same answer later."""
-
-
 _STILL_CALLS = 64
 """A pass that counts late, or calls beyond one in a pass, are no reason to complain."""
 
 
-@dataclass(frozen=True)
-class _CounterCopy:
-    """The counter on its way from the device, begun at call number ``call``."""
-
-    call: int
-    counter: torch.Tensor
-    arrived: Mark
-
-
 class ForwardClock:
-    """Which forward pass a step boundary comes after, equal on all ranks of a healthy group.
+    """Number of the forward pass that a step boundary comes after, equal on all ranks of a healthy group.
 
     Where the host numbers its steps, that number counts. Else the layers' counter does: read at once on a CPU; on a
     device copied in the background, so that ``boundary`` follows a missed call some calls later, and only ``exact``,
@@ -51,19 +42,19 @@ class ForwardClock:
         self._first = int(self._counter)
         self._calls = 0
         self._missed_calls = 0
-        self._copies: deque[_CounterCopy] = deque()
+        self._copies: deque[tuple[int, torch.Tensor, Mark]] = deque()
         self._host_step: int | None = None
         self._highest = 0
         self._moved_at = 0
 
     @property
     def calls(self) -> int:
-        """How often the host has called."""
+        """Number of calls by the host."""
         return self._calls
 
     @property
     def complaint(self) -> str | None:
-        """What is wrong with the host's count, or ``None``."""
+        """Problem with the host's count, or ``None``."""
         still = self._calls - self._moved_at
         if still < _STILL_CALLS:
             return None
@@ -80,7 +71,7 @@ class ForwardClock:
         return self._calls + self._missed_calls
 
     def called(self, host_step: int | None) -> int:
-        """The host has called once more, with its own number of the step where it has one; the pass it comes after."""
+        """Count a call of the host, with its number of the step if it has one; return the pass it comes after."""
         self._calls += 1
         self._host_step = host_step
         if self._device.type != "cpu" and host_step is None:
@@ -95,10 +86,67 @@ class ForwardClock:
         return self._host_step if self._host_step is not None else int(self._counter) - self._first
 
     def _follow_counter(self) -> None:
-        while self._copies and self._copies[0].arrived.passed():
-            done = self._copies.popleft()
-            self._missed_calls = int(done.counter) - self._first - done.call
+        while self._copies and self._copies[0][2].passed():
+            call, counter, _ = self._copies.popleft()
+            self._missed_calls = int(counter) - self._first - call
         if len(self._copies) < _COPIES_UNDER_WAY:
             counter = host_empty((), torch.int64, self._device)
             counter.copy_(self._counter, non_blocking=True)
-            self._copies.append(_CounterCopy(self._calls, counter, Mark(self._device)))
+            self._copies.append((self._calls, counter, Mark(self._device)))
+
+
+class StepTimer:
+    """Microseconds from one step boundary to the next, by this host's clock; never waits for a device.
+
+    A step's time is that from one call of the agent to the next: the forward pass as the host sees it, what the host
+    does between two passes, and the agent's own call. Where the host queues passes ahead of the device a single step's
+    time may be another's, but not their sum. It is wall time: a host that waits for requests waits in it.
+
+    Parameters
+    ----------
+    clock
+        Nanoseconds that never go back.
+    """
+
+    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        self._clock = clock
+        self._began: int | None = None
+
+    def lap(self, passes: int = 1) -> int:
+        """Microseconds since the boundary before, at least 1; 0 where there was none, or other than one pass since."""
+        now, began = self._clock(), self._began
+        self._began = now
+        if began is None or passes != 1:
+            return 0
+        return max(1, (now - began) // 1000)
+
+    def pause(self) -> None:
+        """Leave out the time until the next boundary: the model rests."""
+        self._began = None
+
+
+class Stopwatch:
+    """Sums the time spent within its context, also where that ends badly; another thread may read it.
+
+    Parameters
+    ----------
+    clock
+        Nanoseconds that never go back.
+    """
+
+    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        self._clock = clock
+        self._began = self._nanoseconds = 0
+
+    @property
+    def micros(self) -> int:
+        """Microseconds so far."""
+        return self._nanoseconds // 1000
+
+    def __enter__(self) -> None:
+        self._began = self._clock()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._nanoseconds += self._clock() - self._began

@@ -1,7 +1,7 @@
-"""Records per-step expert heat without holding up the device: counted there, copied out in the background.
+"""Records expert heat per step without holding up the device: counted there, copied out in the background.
 
-The layers write each step's counts into rings on the device. Here rows are gathered into segments, copied to the host
-asynchronously, and become reports once the copy has arrived. A segment never spans a layer switch.
+The layers write each step's counts into rings on the device. Here rows are gathered into segments and copied to the
+host asynchronously; they are reported once the copy has arrived. A segment never spans a layer switch.
 """
 
 from __future__ import annotations
@@ -14,46 +14,47 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from eplb_service.wire.agent import EVERYTHING, Reporting
 from eplb_service.wire.heat import HeatReport, StepPhase
-from eplb_service.wire.reporting import EVERYTHING, Reporting
-from worker_agent.adapters.live_layer import LiveLayer
 from worker_agent.device import Mark, host_empty
+from worker_agent.live_layer import LiveLayer
 
 _MOST_TOKENS = _MOST_MICROS = 1 << 32
 """Bounds of what the message holds."""
+_DEADLINE_CALLS = 4096
+"""Step boundaries without a valid count after which a problem is reported: the host no longer counts."""
 
 
 @dataclass(frozen=True)
 class _Copy:
-    """A segment on its way from the device."""
+    """A report whose counts are on their way from the device."""
 
-    first_step: int
-    layer_epochs: tuple[int, ...]
-    phases: tuple[StepPhase, ...]
-    tokens: tuple[int, ...]
-    micros: tuple[int, ...]
+    report: HeatReport
     expected_count: int
-    slots_TLS: torch.Tensor | None
-    sources_TLE: torch.Tensor | None
-    source_sums_LE: torch.Tensor | None
     counters: torch.Tensor
     arrived: Mark
 
 
 class HeatRecorder:
-    """Turns the layers' rings into segments.
+    """Turns the layers' rings into reports, a segment of steps each.
 
     Parameters
     ----------
     layers
-        The live layers; their rings must hold at least ``segment_steps`` rows.
+        The live layers.
     segment_steps
-        Steps per segment, where no switch cuts it short. Segments end before a step that it divides, so that all ranks
-        cut theirs at the same steps.
+        Steps per segment, no more than the rings hold, where no switch cuts it short. Segments end before a step that
+        it divides, so that all ranks cut theirs at the same steps.
 
-    ``lost_steps`` counts steps whose rows were not what they should be: a host that runs a layer twice a step, or a
-    forward pass without a ``step`` of the agent. Such counts are dropped, never guessed. ``ring_bytes`` is what the
-    layers count in.
+    Attributes
+    ----------
+    lost_steps : int
+        Steps whose rows were not what they should be: a host that runs a layer twice a step, or a forward pass without
+        a ``step`` of the agent. Such counts are dropped, never guessed.
+    ring_bytes : int
+        Size of the rings that the layers count in.
+    reporting : Reporting
+        Part of the heat that the service asks for.
     """
 
     def __init__(self, layers: Sequence[LiveLayer], segment_steps: int) -> None:
@@ -64,18 +65,12 @@ class HeatRecorder:
         self._counters = list(
             {layer.load_counter.data_ptr(): layer.load_counter for layer in layers}.values()
         )
-        self._rows = ring_rows(layers)
-        self.ring_bytes = sum(ring.nbytes for ring in _all_rings(layers))
-        if segment_steps > self._rows:
-            raise ValueError(
-                f"segments of {segment_steps} steps do not fit heat rings of {self._rows} rows; "
-                "report more often or make the rings longer"
-            )
-        self._segment_steps = segment_steps
-        self._reporting = EVERYTHING
-        self._device = next(
-            ring.device for ring in (layers[0].moe_load, layers[0].source_load) if ring is not None
-        )
+        rings = [ring for layer in layers for ring in (layer.moe_load, layer.source_load) if ring is not None]
+        self._rows = min(ring.shape[0] for ring in rings)
+        self.ring_bytes = sum(ring.nbytes for ring in rings)
+        self.adopt(segment_steps)
+        self._silent_calls = 0
+        self._device = rings[0].device
         self._phases: list[StepPhase] = []
         self._tokens: list[int] = []
         self._micros: list[int] = []
@@ -83,14 +78,22 @@ class HeatRecorder:
         self._count = int(layers[0].load_counter)
         self._copies: deque[_Copy] = deque()
 
+    @property
+    def complaint(self) -> str | None:
+        """Problem to report to the service where no counts come; may be read on any thread."""
+        if self._silent_calls <= _DEADLINE_CALLS:
+            return None
+        silent = f"no valid count of heat for {self._silent_calls} steps"
+        return f"{silent}: the layers count other steps than the agent sees"
+
     def adopt(self, segment_steps: int, reporting: Reporting = EVERYTHING) -> None:
         """Report in segments of ``segment_steps``, or of as many steps as the rings hold, and what is asked for."""
         self._segment_steps = max(1, min(segment_steps, self._rows))
-        self._reporting = reporting
+        self.reporting = reporting
 
     def wants(self, first_step: int) -> bool:
-        """Whether the segment that begins with this step is to be reported."""
-        return self._reporting.wants(first_step // self._segment_steps)
+        """Return whether the segment that begins with this step is to be reported."""
+        return self.reporting.wants(first_step // self._segment_steps)
 
     def step_done(
         self,
@@ -100,14 +103,12 @@ class HeatRecorder:
         tokens: int | None = None,
         micros: int = 0,
     ) -> None:
-        """A step has run.
+        """Take a step that has run.
 
         Parameters
         ----------
-        step
-            Its number.
-        phase
-            Prefill, decode or dummy.
+        step, phase
+            Its number, and whether it was prefill, decode or dummy.
         layer_epochs
             Epoch of each layer that served it.
         tokens
@@ -132,91 +133,70 @@ class HeatRecorder:
         micros, self._micros = self._micros, []
         if not phases or not self.wants(self._first_step):
             return
-        step_tokens = tuple(tokens) if len(tokens) == len(phases) else ()
         try:
-            self._copies.append(self._copy_of(tuple(phases), step_tokens, tuple(micros), layer_epochs))
+            self._copies.append(self._copy_of(phases, tokens, micros, layer_epochs))
         except Exception:
             # Steps that cannot be reported are lost; they must never go with later ones, under another placement.
             self.lost_steps += len(phases)
             raise
 
     def take(self) -> list[HeatReport]:
-        """Segments whose copies have arrived since the last call; never waits."""
-        segments = []
+        """Return the reports whose counts have arrived; called at each step boundary, never waits."""
+        reports: list[HeatReport] = []
         while self._copies and self._copies[0].arrived.passed():
             copy = self._copies.popleft()
             counters = copy.counters.tolist()
             if any(counter != copy.expected_count for counter in counters):
                 self._resynchronise(copy, max(counters))
                 break
-            segments.append(
-                HeatReport(
-                    copy.first_step,
-                    copy.layer_epochs,
-                    _array(copy.slots_TLS),
-                    np.array(copy.phases, dtype=np.uint8),
-                    _array(copy.sources_TLE),
-                    np.array(copy.tokens, dtype=np.int64) if copy.tokens else None,
-                    source_sums_LE=_array(copy.source_sums_LE),
-                    micros_T=np.array(copy.micros, dtype=np.int64),
-                )
-            )
-        return segments
+            reports.append(copy.report)
+        self._silent_calls = 0 if reports else self._silent_calls + 1
+        return reports
 
     def _copy_of(
-        self,
-        phases: tuple[StepPhase, ...],
-        tokens: tuple[int, ...],
-        micros: tuple[int, ...],
-        layer_epochs: tuple[int, ...],
+        self, phases: list[StepPhase], tokens: list[int], micros: list[int], layer_epochs: tuple[int, ...]
     ) -> _Copy:
+        """Begin to copy the counts of these steps; the report's arrays are filled once ``arrived`` has passed."""
         rows = [(self._count - len(phases) + i) % self._rows for i in range(len(phases))]
-        summed = self._reporting.source_sums and self._slot_rings is not None
-        return _Copy(
-            first_step=self._first_step,
-            layer_epochs=layer_epochs,
-            phases=phases,
-            tokens=tokens,
-            micros=micros,
-            expected_count=self._count,
-            slots_TLS=self._copy_out(self._slot_rings, rows),
-            sources_TLE=None if summed else self._copy_out(self._source_rings, rows),
-            source_sums_LE=self._sums_out(self._source_rings, rows) if summed else None,
-            counters=self._to_host(torch.stack(self._counters)),
-            arrived=Mark(self._device),
+        summed = self.reporting.source_sums and self._slot_rings is not None
+        report = HeatReport(
+            self._first_step,
+            layer_epochs,
+            self._copy_out(self._slot_rings, rows),
+            np.array(phases, dtype=np.uint8),
+            None if summed else self._copy_out(self._source_rings, rows),
+            np.array(tokens, dtype=np.int64) if len(tokens) == len(phases) else None,
+            source_sums_LE=self._copy_out(self._source_rings, rows, summed=True) if summed else None,
+            micros_T=np.array(micros, dtype=np.int64),
         )
+        counters = self._to_host(torch.stack(self._counters))
+        return _Copy(report, self._count, counters, Mark(self._device))
 
     def _resynchronise(self, copy: _Copy, counter: int) -> None:
         """Drop all that was counted from a wrong row on, and take the layers' own count as the truth."""
         lost = [copy, *self._copies]
-        self.lost_steps += sum(len(one.phases) for one in lost) + len(self._phases)
+        self.lost_steps += sum(one.report.steps for one in lost) + len(self._phases)
         self._count = counter + self._count - copy.expected_count
         self._copies.clear()
         self._phases, self._tokens, self._micros = [], [], []
 
-    def _copy_out(self, rings: _Rings | None, rows: list[int]) -> torch.Tensor | None:
-        """Rows of all rings, int32 ``[T, L, width]`` on the host; the copy may still be under way."""
-        return None if rings is None else self._to_host(_segment(rings, rows))
-
-    def _sums_out(self, rings: _Rings | None, rows: list[int]) -> torch.Tensor | None:
-        """The same summed over the rows, on the device, ``[L, width]``."""
-        return None if rings is None else self._to_host(_segment(rings, rows).sum(dim=0, dtype=torch.int32))
+    def _copy_out(
+        self, rings: _Rings | None, rows: list[int], *, summed: bool = False
+    ) -> npt.NDArray[np.int32] | None:
+        """Copy rows of all rings to the host, ``[T, L, width]``, or their sum, ``[L, width]``, made on the device."""
+        if rings is None:
+            return None
+        counts_TLX = rings.segment(rows)
+        counts = counts_TLX.sum(dim=0, dtype=torch.int32) if summed else counts_TLX
+        out: npt.NDArray[np.int32] = self._to_host(counts).numpy()
+        return out
 
     def _to_host(self, counts: torch.Tensor) -> torch.Tensor:
-        """One contiguous copy of what was gathered for it to the host, which may still be under way."""
+        """Copy to the host; the copy may still be under way."""
         if counts.device.type == "cpu":
             return counts
         out = host_empty(tuple(counts.shape), counts.dtype, self._device)
         return out.copy_(counts, non_blocking=True)
-
-
-def _segment(rings: _Rings, rows: list[int]) -> torch.Tensor:
-    """Rows of all rings, ``[T, L, width]``: one or, where they wrap around the ring's end, two runs."""
-    wrap = next((i for i in range(1, len(rows)) if rows[i] < rows[i - 1]), len(rows))
-    counts = rings.copy_of(rows[0], rows[wrap - 1] + 1)
-    if wrap < len(rows):
-        counts = torch.cat([counts, rings.copy_of(rows[wrap], rows[-1] + 1)])
-    return counts
 
 
 class _Rings:
@@ -228,6 +208,14 @@ class _Rings:
     def __init__(self, rings: list[torch.Tensor]) -> None:
         self._rings = rings
         self._whole_LWX = _in_one_tensor(rings)
+
+    def segment(self, rows: list[int]) -> torch.Tensor:
+        """A copy of consecutive rows, ``[T, L, width]``: one or, where they wrap around the ring's end, two runs."""
+        wrap = next((i for i in range(1, len(rows)) if rows[i] < rows[i - 1]), len(rows))
+        counts = self.copy_of(rows[0], rows[wrap - 1] + 1)
+        if wrap < len(rows):
+            counts = torch.cat([counts, self.copy_of(rows[wrap], rows[-1] + 1)])
+        return counts
 
     def copy_of(self, start: int, end: int) -> torch.Tensor:
         """A copy of the rows ``start`` to ``end - 1``, contiguous ``[T, L, width]``."""
@@ -252,21 +240,8 @@ def _in_one_tensor(rings: list[torch.Tensor]) -> torch.Tensor | None:
     return first.as_strided((len(rings), *first.shape), (step, *first.stride())) if step > 0 else None
 
 
-def ring_rows(layers: Sequence[LiveLayer]) -> int:
-    """Steps that the layers' heat rings hold."""
-    return min(ring.shape[0] for ring in _all_rings(layers))
-
-
-def _all_rings(layers: Sequence[LiveLayer]) -> list[torch.Tensor]:
-    return [ring for layer in layers for ring in (layer.moe_load, layer.source_load) if ring is not None]
-
-
 def _rings(rings: Iterable[torch.Tensor | None]) -> _Rings | None:
-    """Those of all layers, or ``None`` where one has none."""
+    """Gather the rings of all layers, or ``None`` where one has none."""
     found = list(rings)
     there = [ring for ring in found if ring is not None]
     return _Rings(there) if len(there) == len(found) else None
-
-
-def _array(counts_TLX: torch.Tensor | None) -> npt.NDArray[np.int32] | None:
-    return None if counts_TLX is None else counts_TLX.numpy()

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from eplb_service.wire.channel import Security
-from worker_agent.swap.lane.backend import TransferBackend
+
+TransferBackend: TypeAlias = Literal["auto", "gloo", "nccl", "hccl"]
+"""Library to carry experts with; ``auto`` for that of their device."""
 
 
 class AgentSettings(BaseSettings):
-    """How one agent reaches the service, and how its ranks vote and transfer.
+    """Settings of one agent: how it reaches the service, and how its ranks vote and transfer.
 
     All ranks of a group must have the same values from ``vote_interval`` on; they compare them when they meet.
     """
@@ -41,21 +44,14 @@ class AgentSettings(BaseSettings):
     plaintext_token: bool = Field(
         False, description="send the token in plain text to another host, where the network is trusted"
     )
-    queue_reports: int = Field(64, ge=1, le=4096, description="heat reports kept while the service is away")
-    report_steps: int = Field(
-        16, ge=1, le=1024, description="steps per heat report, until the service says otherwise"
-    )
 
     vote_interval: int = Field(
-        4, ge=1, le=1024, description="steps from one vote to the next while some rank holds a plan"
-    )
-    idle_vote_interval: int = Field(
-        16,
+        4,
         ge=1,
         le=1024,
-        description="the same while no rank holds one, no less than vote_interval: a new plan waits so long at most",
+        description="steps from one vote to the next while some rank holds a plan, and four times as many while "
+        "none does",
     )
-    vote_lag: int = Field(2, ge=1, le=1024, description="steps from a vote's launch to its consumption")
     vote_timeout_seconds: float = Field(
         10.0,
         gt=0,
@@ -75,14 +71,10 @@ class AgentSettings(BaseSettings):
         le=86_400,
         description="longest wait for a rank that may have committed a layer: no less than the model waits for it",
     )
-    offer_deadline_steps: int = Field(
-        512, ge=1, description="steps after which a plan that not all hold is dropped"
-    )
     transfer_timeout_seconds: float = Field(60.0, gt=0, le=3600, description="bound on one layer's transfer")
     bytes_per_step: int | None = Field(
         None, ge=1, description="bytes that a rank may send, and receive, per step; none: no limit"
     )
-    chunk_bytes: int = Field(4 * 1024 * 1024, ge=4096, description="largest single transfer message")
     transfer_backend: TransferBackend = Field(
         "auto",
         description="what carries experts: auto (nccl between GPUs, hccl between NPUs, else gloo), gloo (through the "
@@ -99,20 +91,6 @@ class AgentSettings(BaseSettings):
     history: Path | None = Field(
         None, description="folder in which each rank records votes, switches and heat, as JSON lines"
     )
-    heat_deadline_steps: int = Field(
-        4096,
-        ge=1,
-        description="steps without a valid count of heat after which a problem is reported to the service",
-    )
-
-    @model_validator(mode="after")
-    def _one_vote_at_a_time(self) -> AgentSettings:
-        if self.vote_lag > self.vote_interval:
-            raise ValueError(
-                f"vote_lag {self.vote_lag} is past vote_interval {self.vote_interval}: a vote must be consumed before "
-                "the next is launched"
-            )
-        return self
 
     @model_validator(mode="after")
     def _keeps_its_token(self) -> AgentSettings:
@@ -125,29 +103,25 @@ class AgentSettings(BaseSettings):
 
     @property
     def security(self) -> Security:
-        """Of the channel to the service."""
+        """Security of the channel to the service."""
         return Security(self.tls_ca, self.tls_cert, self.tls_key, self.plaintext_token)
 
     def token(self) -> str | None:
-        """What the service asks for, as it is now; raises ``OSError`` where its file cannot be read."""
+        """Return the token as it is now; raises ``OSError`` where its file cannot be read."""
         if self.auth_token_file is not None:
             return self.auth_token_file.read_text(encoding="utf-8").strip()
         return None if self.auth_token is None else self.auth_token.get_secret_value()
 
     def shared(self) -> dict[str, object]:
-        """What must be the same on all ranks."""
+        """Settings that must be the same on all ranks."""
         names = (
             "deployment",
             "vote_interval",
-            "idle_vote_interval",
-            "vote_lag",
             "vote_timeout_seconds",
             "commit_timeout_seconds",
             "peer_timeout_seconds",
-            "offer_deadline_steps",
             "transfer_timeout_seconds",
             "bytes_per_step",
-            "chunk_bytes",
             "verify_transfers",
         )
         return {name: getattr(self, name) for name in names}

@@ -8,25 +8,29 @@ import queue
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TypeAlias
 
 import grpc
 
+from eplb_service.wire.agent import (
+    EVERYTHING,
+    Heartbeat,
+    PlanState,
+    PlanStatus,
+    Reporting,
+    Welcome,
+    decode_welcome,
+)
+from eplb_service.wire.codec import decode, encode, in_parts
 from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
-from eplb_service.wire.heat import HeatReport, encode_heat_report
-from eplb_service.wire.hello import Welcome, decode_welcome, encode_hello
-from eplb_service.wire.parts import in_parts
-from eplb_service.wire.reporting import EVERYTHING, decode_reporting
-from eplb_service.wire.status import Heartbeat, PlanState, PlanStatus, encode_heartbeat, encode_plan_status
-from worker_agent.checked_plan import CheckedPlan, check_plan
-from worker_agent.heartbeats import Heartbeats
-from worker_agent.identity import Identity
-from worker_agent.outbox import Outbox
+from eplb_service.wire.heat import HeatReport
+from eplb_service.wire.plan import RankPlan
 from worker_agent.settings import AgentSettings
-from worker_agent.swap.installed import Installed
+from worker_agent.swap.installed import Identity, Installed, check_plan
 
 _log = logging.getLogger("eplb.agent")
 
@@ -36,13 +40,120 @@ _WELCOME_SECONDS = 10.0
 _FIRST_BEAT_SECONDS = 1.0
 _PLANS_KEPT = 16
 
-Beat: TypeAlias = Callable[[], Heartbeat]
+_MOST_STATUSES = 4096
+"""A group makes a handful of statuses per layer and plan; the bound only guards against a service gone for good."""
+_MOST_LEFT_OUT = 4
+"""Of five heartbeats in a row with nothing new at least one is sent."""
+
+_Outgoing: TypeAlias = HeatReport | PlanStatus
+
+
+class Outbox:
+    """Queue between the model's thread, which never waits here, and the stream's: statuses first, never dropped.
+
+    Parameters
+    ----------
+    heat_reports
+        Reports kept; the oldest is dropped when one more comes.
+
+    ``lost_steps`` are those whose heat never got as far as here.
+    """
+
+    def __init__(self, heat_reports: int = 64) -> None:
+        self.lost_steps = 0
+        self._dropped_steps = 0
+        self._heat: deque[HeatReport] = deque()
+        self._most_heat = heat_reports
+        self._statuses: deque[PlanStatus] = deque(maxlen=_MOST_STATUSES)
+        self._changed = threading.Condition()
+
+    @property
+    def dropped_steps(self) -> int:
+        """Steps that will not be reported."""
+        return self._dropped_steps + self.lost_steps
+
+    def put(self, item: _Outgoing) -> None:
+        """Add, dropping the oldest heat where there is no room."""
+        with self._changed:
+            if isinstance(item, HeatReport):
+                self._heat.append(item)
+                if len(self._heat) > self._most_heat:
+                    self._dropped_steps += self._heat.popleft().steps
+            else:
+                self._statuses.append(item)
+            self._changed.notify()
+
+    def restore(self, item: _Outgoing) -> None:
+        """Put back, at the front, what could not be sent."""
+        with self._changed:
+            if not isinstance(item, HeatReport):
+                self._statuses.appendleft(item)
+            elif len(self._heat) < self._most_heat:
+                self._heat.appendleft(item)
+            else:
+                self._dropped_steps += item.steps
+
+    def thin(self, wanted: Callable[[HeatReport], bool]) -> None:
+        """Remove heat that is no longer asked for; it does not count as dropped."""
+        with self._changed:
+            self._heat = deque(report for report in self._heat if wanted(report))
+
+    def take(self, timeout: float) -> _Outgoing | None:
+        """Return the next item to send; ``None`` after ``timeout`` seconds without any, or on ``wake``."""
+        with self._changed:
+            if not self._heat and not self._statuses:
+                self._changed.wait(timeout)
+            if self._statuses:
+                return self._statuses.popleft()
+            return self._heat.popleft() if self._heat else None
+
+    def wake(self) -> None:
+        """Let a waiting ``take`` return."""
+        with self._changed:
+            self._changed.notify_all()
+
+
+class HeartbeatSchedule:
+    """Decides when a rank sends a heartbeat; pure, times are seconds by any clock that never jumps.
+
+    A service hears of a rank by its heat too, and many ranks' heartbeats cost it more than their heat. So a heartbeat
+    with nothing new is left out where heat has gone out since the time before the last; but not for ever, lest a
+    service that has missed something never learns it. No rank is silent for more than three intervals.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._next_at = now
+        self._sent: tuple[int, int, str] | None = None
+        self._heat_since = self._heat_before = False
+        self._left_out = 0
+
+    def seconds_left(self, now: float) -> float:
+        """Seconds until ``is_due`` is to be asked."""
+        return self._next_at - now
+
+    def note_heat(self) -> None:
+        """Note that heat was sent, which shows the service that the rank is alive, and at which step."""
+        self._heat_since = True
+
+    def is_due(self, now: float, beat: Heartbeat, interval: float) -> bool:
+        """Return whether to send ``beat``; to be asked again ``interval`` seconds later."""
+        self._next_at = now + interval
+        heat = self._heat_since or self._heat_before
+        self._heat_since, self._heat_before = False, self._heat_since
+        content = (beat.epoch, beat.digest, beat.error)
+        if content == self._sent and heat and self._left_out < _MOST_LEFT_OUT:
+            self._left_out += 1
+            return False
+        self._sent, self._left_out = content, 0
+        return True
 
 
 class ServiceStream:
-    """Says Hello, sends what the outbox holds, and puts checked plans into ``plans``.
+    """Introduces the rank, sends what the outbox holds, and puts checked plans into ``plans``.
 
-    ``welcome`` and ``reporting`` are what the service has asked for last.
+    Beside each plan is the digest of the placement that its moves were checked against.
+
+    ``welcome`` and ``reporting`` are the last that the service has sent.
 
     Parameters
     ----------
@@ -61,9 +172,9 @@ class ServiceStream:
         outbox: Outbox,
         installed: Callable[[], Installed],
         highest_term: Callable[[], int],
-        beat: Beat,
+        beat: Callable[[], Heartbeat],
     ) -> None:
-        self.plans: queue.SimpleQueue[CheckedPlan] = queue.SimpleQueue()
+        self.plans: queue.SimpleQueue[tuple[RankPlan, int]] = queue.SimpleQueue()
         self.welcome: Welcome | None = None
         self.reporting = EVERYTHING
         self.connected = False
@@ -140,24 +251,24 @@ class ServiceStream:
             self._outbox.wake()
 
     def _requests(self, over: threading.Event) -> Iterator[agent_pb2.ConnectRequest]:
-        """What this side says, in messages that the service takes; runs on a thread of gRPC's."""
-        for request in self._statements(over):
+        """Messages of this side, in parts that the service takes; runs on a thread of gRPC's."""
+        for request in self._whole_requests(over):
             yield from in_parts(request)
 
-    def _statements(self, over: threading.Event) -> Iterator[agent_pb2.ConnectRequest]:
-        """Heartbeats with any news go out however much else there is to say."""
+    def _whole_requests(self, over: threading.Event) -> Iterator[agent_pb2.ConnectRequest]:
+        """Heartbeats with any news go out however much else there is to send."""
         # The switch hears of a term at the model's next step, which may be late.
         term = max(self._highest_term(), self._welcomed_term)
-        yield agent_pb2.ConnectRequest(hello=encode_hello(self._identity.hello(self._installed(), term)))
-        heartbeats = Heartbeats(time.monotonic())
+        yield agent_pb2.ConnectRequest(hello=encode(self._identity.hello(self._installed(), term)))
+        heartbeats = HeartbeatSchedule(time.monotonic())
         while not over.is_set() and not self._closing.is_set():
-            left = heartbeats.left(time.monotonic())
+            left = heartbeats.seconds_left(time.monotonic())
             if left <= 0:
                 welcome = self.welcome
                 interval = welcome.heartbeat_seconds if welcome else _FIRST_BEAT_SECONDS
                 beat = self._beat()
-                if heartbeats.look(time.monotonic(), beat, interval):
-                    yield agent_pb2.ConnectRequest(heartbeat=encode_heartbeat(beat))
+                if heartbeats.is_due(time.monotonic(), beat, interval):
+                    yield agent_pb2.ConnectRequest(heartbeat=encode(beat))
                 continue
             item = self._outbox.take(timeout=left)
             if over.is_set():
@@ -166,10 +277,10 @@ class ServiceStream:
                 return
             if isinstance(item, HeatReport):
                 report = replace(item, dropped_steps=self._outbox.dropped_steps)
-                heartbeats.said_other()
-                yield agent_pb2.ConnectRequest(heat_report=encode_heat_report(report))
+                heartbeats.note_heat()
+                yield agent_pb2.ConnectRequest(heat_report=encode(report))
             elif item is not None:
-                yield agent_pb2.ConnectRequest(plan_status=encode_plan_status(item))
+                yield agent_pb2.ConnectRequest(plan_status=encode(item))
 
     def _hear(self, response: agent_pb2.ConnectResponse) -> None:
         kind = response.WhichOneof("message")
@@ -180,19 +291,20 @@ class ServiceStream:
             self.connected = True
             _log.info("rank %d: connected to %s", self._identity.rank, self._settings.service)
         elif kind == "reporting":
-            self.reporting = decode_reporting(response.reporting)
+            self.reporting = decode(Reporting, response.reporting)
         elif kind == "plan":
+            installed = self._installed()
             try:
-                self._keep(check_plan(response.plan, self._identity, self._installed()))
+                self._keep(check_plan(response.plan, self._identity, installed), installed.digest)
             except WireError as error:
                 self._outbox.put(PlanStatus(response.plan.plan_id, PlanState.REFUSED, reason=str(error)))
 
-    def _keep(self, plan: CheckedPlan) -> None:
-        """For the model's next step; the oldest goes where a model at rest takes none."""
+    def _keep(self, plan: RankPlan, checked_for: int) -> None:
+        """Queue the plan for the model's next step; drop the oldest where a model at rest takes none."""
         while self.plans.qsize() >= _PLANS_KEPT:
             with contextlib.suppress(queue.Empty):
                 self.plans.get_nowait()
-        self.plans.put(plan)
+        self.plans.put((plan, checked_for))
 
     def _log_lost(self, reason: str) -> None:
         if self._closing.is_set():

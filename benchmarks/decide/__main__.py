@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.decide.alarms import measured
-from benchmarks.decide.beside_peers import peer_rows
 from benchmarks.decide.heat import Course, generated, recorded
-from benchmarks.decide.served import Row, mean_rows, own_rows
+from benchmarks.decide.served import Row, mean_rows, own_rows, peer_rows
 from eplb_service.bench.contest import Contest
 from eplb_service.bench.peers.balancers import FLASHLB
 from eplb_service.planner.settings import PlannerSettings

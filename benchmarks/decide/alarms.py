@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from eplb_service.placement import Float64
-from eplb_service.planner.change_test import ChangeTest
-from eplb_service.planner.promise import promise_of
+from eplb_service.planner.pace import Pace
+from eplb_service.planner.plan import promise_of
 
 _SEEN = 64
 _STRETCH = 1000
@@ -28,26 +28,24 @@ def measured(ranks: int, choices: int, seed: int, stretches: int = 60, changes: 
     generator = np.random.default_rng(seed)
     false = 0
     for _ in range(stretches):
-        par_TL = _served(generator, _SEEN + _STRETCH, ranks, choices)
-        test, left_TL = _promised(par_TL), par_TL[_SEEN:]
-        while len(left_TL):
-            test, taken, alarm = test.after(left_TL)
-            left_TL = left_TL[taken:]
-            false += alarm is not None
+        par_TL = served(generator, _SEEN + _STRETCH, ranks, choices)
+        false += _promised(par_TL).after_steps(par_TL[_SEEN:])[0].alarm is not None
     delays = []
     for _ in range(changes):
-        par_TL = _served(generator, _SEEN + 64, ranks, choices)
+        par_TL = served(generator, _SEEN + 64, ranks, choices)
         par_TL[_SEEN:, 5] *= 1.2
-        _, taken, alarm = _promised(par_TL).after(par_TL[_SEEN:])
-        delays.append(float(taken) if alarm is not None else np.inf)
+        pace, taken = _promised(par_TL).after_steps(par_TL[_SEEN:])
+        delays.append(float(taken) if pace.alarm is not None else np.inf)
     return Alarms(false, stretches * _STRETCH, delays)
 
 
-def _promised(par_TL: Float64) -> ChangeTest:
-    return ChangeTest.of(promise_of(par_TL[:_SEEN], np.zeros(par_TL.shape[1]), held_out=True))
+def _promised(par_TL: Float64) -> Pace:
+    promise = promise_of(par_TL[:_SEEN], np.zeros(par_TL.shape[1]), held_out=True)
+    return Pace(first=0, memory=_SEEN, due_at=1 << 40).serving(promise)
 
 
-def _served(generator: np.random.Generator, steps: int, ranks: int, choices: int) -> Float64:
+def served(generator: np.random.Generator, steps: int, ranks: int, choices: int) -> Float64:
+    """Ratios of ranks that are balanced in the mean, each with a share of its own, and tokens drawn."""
     shares_LR = 1.0 + 0.1 * generator.random((_LAYERS, ranks))
     shares_LR /= shares_LR.sum(axis=1, keepdims=True)
     loads_TLR = np.stack([generator.multinomial(choices, row_R, size=steps) for row_R in shares_LR], axis=1)

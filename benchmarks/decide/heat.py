@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.solver.heat_kinds import generate
+from benchmarks.solver.heats import generate
 from eplb_service.placement import Int32
 
 PHASE = 96

@@ -1,29 +1,25 @@
-"""Ours along a course, by the clock, by the clock looking back, and on change: what was realised, moved and decided."""
+"""Ours along a course, by the clock and on change, and others: what each realised, moved and decided."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from benchmarks.decide.heat import Course
+from eplb_service.bench.closed_loop import Course as Loop
+from eplb_service.bench.closed_loop import Entrant, cpu_after_first, loops, realised_mean
+from eplb_service.bench.contest import Contest
 from eplb_service.io.trace import ArrayTrace
-from eplb_service.placement import Float64
-from eplb_service.planner.move_price import move_price
 from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.topology import Topology
-from eplb_service.replay.jobs import Scene
-from eplb_service.replay.policy import ON_CHANGE
-from eplb_service.replay.policy_replay import ReplayedDecision, Setup
-from eplb_service.replay.runner import jobs_for, replay, scene_for
-from eplb_service.replay.schedule import Schedule
+from eplb_service.replay.costs import Costs
+from eplb_service.replay.jobs import jobs_for, replay, scene_for
+from eplb_service.replay.policy import ON_CHANGE, Setup
 
 LOOKED_BACK = 512
 """Steps that a decision by the clock looks at, at most, where it looks at more than an interval: the default."""
-
-
 SLOW_LINK = 5.0
 """GB/s of a link on which moves are dear: what they win must then pay for five times as much."""
 
@@ -59,31 +55,31 @@ class Row:
 def own_rows(course: Course, settings: PlannerSettings, bytes_per_expert: int) -> Iterator[Row]:
     """A row for each policy, on one thread; its CPU is what the replay took beyond one that leaves all alone."""
     by_window, looking_back = (
-        Setup(course.slots, Schedule(steps, course.window)) for steps in (course.window, LOOKED_BACK)
+        Setup(course.slots, steps, course.window) for steps in (course.window, LOOKED_BACK)
     )
     slow = replace(settings, link_bandwidth=SLOW_LINK)
-    ways = (
+    trace, idle, off_par_W, layers = ArrayTrace(course.heat_TLE), 0.0, np.zeros(0), course.heat_TLE.shape[1]
+    for label, name, setup, asked in (
         ("none", "none", by_window, settings),
         ("flashlb", "flashlb", by_window, settings),
         (f"flashlb, window {LOOKED_BACK}", "flashlb", looking_back, settings),
         (ON_CHANGE, ON_CHANGE, by_window, settings),
         (f"{ON_CHANGE}, {SLOW_LINK:g} GB/s", ON_CHANGE, by_window, slow),
-    )
-    scene = scene_for(course.ranks)
-    if bytes_per_expert:
-        ranks_R = np.arange(course.ranks)
-        scene = Scene(Topology(np.zeros_like(ranks_R), ranks_R, bytes_per_expert), scene.costs)
-    trace, idle, off_par_W = ArrayTrace(course.heat_TLE), 0.0, np.zeros(0)
-    for label, name, setup, asked in ways:
+    ):
+        costs = Costs.of(asked, layers, bytes_per_expert=bytes_per_expert)
         jobs = jobs_for([name], [setup], asked, hindsight=False)
         began = time.process_time()
-        (policy,) = replay(trace, jobs, scene).policies
+        (policy,) = replay(trace, jobs, scene_for(course.ranks, costs)).policies
         took = time.process_time() - began
         idle = idle or took
         par_W = np.array([row.par_realised for row in policy.decisions])
-        if name == "none":
-            off_par_W = par_W
-        won_W = off_par_W - par_W - _cost_of(policy.decisions, course, asked, bytes_per_expert)
+        off_par_W = par_W if name == "none" else off_par_W
+        # What each window's moves and switches cost, as a part of the time of even ranks.
+        cost_W = [
+            costs.stall_ms(course.slots, row.moves_busiest, row.layers_changed)
+            / (costs.layer_ms * row.steps * layers)
+            for row in policy.decisions
+        ]
         rows = policy.decisions[1:]
         decisions = sum(row.decisions for row in rows)
         made = decisions + policy.decisions[0].decisions
@@ -93,24 +89,17 @@ def own_rows(course: Course, settings: PlannerSettings, bytes_per_expert: int) -
             float(np.mean([row.moves for row in rows])),
             0 if name == "none" else decisions,
             0.0 if name == "none" else max(took - idle, 0.0) / max(made, 1),
-            int(np.count_nonzero(won_W < 0)),
-            won_W.size,
+            int(np.count_nonzero(off_par_W - par_W - cost_W < 0)),
+            par_W.size,
         )
 
 
-def _cost_of(
-    rows: Sequence[ReplayedDecision], course: Course, settings: PlannerSettings, bytes_per_expert: int
-) -> Float64:
-    """What each window's moves and switches cost, as a part of the time of even ranks, float64 ``[W]``."""
-    price = move_price(settings, course.slots, bytes_per_expert)
-    layers = course.heat_TLE.shape[1]
-    return np.array(
-        [
-            (row.moves_busiest * (price.move_ms or 0.0) + row.layers_changed * (price.switch_ms or 0.0))
-            / (settings.layer_ms * row.steps * layers)
-            for row in rows
-        ]
-    )
+def peer_rows(course: Course, contest: Contest) -> Iterator[Row]:
+    """A row for each peer, over the windows that ours are scored on; one that fails is left out."""
+    loop = Loop(course.name, course.heat_TLE, course.ranks, course.slots, course.window)
+    for row in loops(contest, [loop], [Entrant(name, name) for name in contest.peers]):
+        moves = row["moves"][1:]
+        yield Row(row["policy"], realised_mean(row), float(np.mean(moves)), len(moves), cpu_after_first(row))
 
 
 def mean_rows(rows_of_seeds: list[list[Row]]) -> list[tuple[Row, float]]:
@@ -119,14 +108,14 @@ def mean_rows(rows_of_seeds: list[list[Row]]) -> list[tuple[Row, float]]:
     for rows in zip(*rows_of_seeds, strict=True):
         par_N = np.array([row.par for row in rows])
         error = float(par_N.std(ddof=1) / np.sqrt(par_N.size)) if par_N.size > 1 else 0.0
-        mean = Row(
-            rows[0].policy,
-            float(par_N.mean()),
-            float(np.mean([row.moves_per_window for row in rows])),
-            round(np.mean([row.decisions for row in rows])),
-            float(np.mean([row.cpu_seconds for row in rows])),
-            sum(row.below_off for row in rows),
-            sum(row.windows for row in rows),
+        mean = replace(
+            rows[0],
+            par=float(par_N.mean()),
+            moves_per_window=float(np.mean([row.moves_per_window for row in rows])),
+            decisions=round(np.mean([row.decisions for row in rows])),
+            cpu_seconds=float(np.mean([row.cpu_seconds for row in rows])),
+            below_off=sum(row.below_off for row in rows),
+            windows=sum(row.windows for row in rows),
         )
         means.append((mean, error))
     return means

@@ -21,10 +21,10 @@ from tests.e2e.service import Service
 from tests.engines.conftest import DECIDE_OFTEN, engine_environment, make_agent_site
 from tests.engines.environments import VLLM_032, python_of
 from tests.engines.generate_vllm import prompts
-from tests.engines.openai_server import Answer, OpenAiServer
+from tests.engines.openai_server import TOKEN_IDS_ALONE, OpenAiServer, TimedTokens
 
 _ENGINES = Path(__file__).parents[2] / "tests" / "engines"
-_RANKS = ["-tp", "2", "--enable-expert-parallel"]
+_RANKS = ["-tp", "2", "--enable-expert-parallel", *TOKEN_IDS_ALONE]
 _EPLB = ["--enable-eplb", "--eplb-config", '{"num_redundant_experts": 4, "use_async": false}']
 _TARGET = 1.1
 
@@ -67,8 +67,8 @@ def _servers(folder: Path, service: Service) -> list[OpenAiServer]:
         site, EPLB_AGENT_SERVICE=service.address, EPLB_AGENT_VERIFY_TRANSFERS="false"
     )
     servers = [
-        OpenAiServer(python, folder / "balanced", checkpoint, [*_RANKS, *_EPLB], balanced),
-        OpenAiServer(python, folder / "alone", checkpoint, _RANKS, engine_environment(site)),
+        OpenAiServer(python, folder / "balanced.log", checkpoint, [*_RANKS, *_EPLB], balanced),
+        OpenAiServer(python, folder / "alone.log", checkpoint, _RANKS, engine_environment(site)),
     ]
     for server in servers:
         server.wait_until_healthy()
@@ -77,8 +77,8 @@ def _servers(folder: Path, service: Service) -> list[OpenAiServer]:
 
 def _by_turns(
     servers: list[OpenAiServer], waves: int, requests: int, tokens: int
-) -> tuple[list[Answer], list[Answer]]:
-    found: tuple[list[Answer], list[Answer]] = ([], [])
+) -> tuple[list[TimedTokens], list[TimedTokens]]:
+    found: tuple[list[TimedTokens], list[TimedTokens]] = ([], [])
     for wave in range(-2, waves):
         asked = prompts(requests, seed=100 + wave)
         for place in (0, 1) if wave % 2 else (1, 0):
@@ -89,7 +89,7 @@ def _by_turns(
     return found
 
 
-def _report(found: tuple[list[Answer], list[Answer]]) -> dict[str, object]:
+def _report(found: tuple[list[TimedTokens], list[TimedTokens]]) -> dict[str, object]:
     first = [[answer.first_token for answer in answers] for answers in found]
     each = [[float(np.mean(answer.per_token)) for answer in answers] for answers in found]
     ratios = [

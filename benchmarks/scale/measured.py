@@ -1,64 +1,43 @@
-"""What one run of the load generator found."""
+"""Findings of one run of the load generator, and the targets that they are held to."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from benchmarks.scale.measured_service import LONG_SECONDS, Holds
 
-@dataclass(frozen=True)
-class Held:
-    """How long single callbacks have held the event loop in one part of a run.
-
-    Parameters
-    ----------
-    cpu_ms, wall_ms
-        The longest, in milliseconds of its thread's CPU, and by the clock: that also counts its waits for a core, on a
-        machine that has more to do than this.
-    named
-        The longest by CPU, by what was called.
-    still_ms
-        Longest that a virtual processor was not run within one, which the system takes for the thread's CPU, and
-        ``cpu_ms`` leaves out.
-    """
-
-    cpu_ms: float
-    wall_ms: float
-    named: dict[str, float]
-    still_ms: float = 0.0
+_MOST_PERCENT = 10.0
+_MOST_GROWN_MB = 16.0
+_KEEPS_UP = 0.98
+"""Of the steps wanted, less those of one report: what is under way when the clock stops has not been lost."""
+_FLAT_SECONDS = 300.0
+"""Windows and caches have filled by half of that; half an hour says more of the same."""
+_SAYING_REPORTS = 4
+"""A rate is read off whole reports: over fewer of each rank it says where the clock stopped."""
+MISSED = "missed"
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one run found; rates are per second of the clock, CPU in seconds.
+    """Findings of one run; rates are per second of the clock, CPU is the service's.
 
     Parameters
     ----------
-    ranks
-        R.
-    seconds
-        That it was measured for.
     steps_per_second, wanted_per_second
         Steps of which all ranks' heat was put together, and steps that the ranks made.
-    cpu_ms_per_step, cpu_percent
-        Of the service's process: per step that the ranks made, and of one core.
-    loop_cpu_percent
-        Of these, what its event loop took.
+    cpu_ms_per_step, cpu_percent, loop_cpu_percent
+        Of its process per step that the ranks made, and of one core; of these its event loop's.
     lost_steps, dropped_steps
-        That the service missed; that agents dropped, over all ranks.
+        Missed by the service; dropped by agents, over all ranks.
     megabytes_per_second, reports_per_second
         Heat that the agents sent.
     resident_mb
         Memory, from the beginning of the measurement to its end at equal times.
     joining, holding, deciding
-        How long the event loop was held: while the ranks joined and reports grew to their length, over the measurement,
-        and while a plan was made and sent.
-    long_holds
-        Callbacks that took over 20 ms of CPU over the measurement.
-    plan_ms
-        From the offer of a plan until the first rank, and the last, has it; ``None`` where none was made, or a rank
-        never got it.
-    decide_seconds
-        That the decision before it took.
+        Holds of the event loop: until reports have grown to their length, over the measurement, and while deciding.
+    plan_ms, decide_seconds
+        From a plan's offer until the first and the last rank has it, ``None`` where one never did; the decision before.
     """
 
     ranks: int
@@ -73,19 +52,17 @@ class Measured:
     megabytes_per_second: float
     reports_per_second: float
     resident_mb: tuple[float, ...]
-    joining: Held
-    holding: Held
-    deciding: Held
-    long_holds: int
+    joining: Holds
+    holding: Holds
+    deciding: Holds
     plan_ms: tuple[float, float] | None
     decide_seconds: float
 
     @property
     def report_steps(self) -> float:
         """Steps in a report; 0 where there was none."""
-        if not self.reports_per_second:
-            return 0.0
-        return self.ranks * self.wanted_per_second / self.reports_per_second
+        reports = self.reports_per_second
+        return self.ranks * self.wanted_per_second / reports if reports else 0.0
 
     @property
     def made_steps(self) -> float:
@@ -93,16 +70,80 @@ class Measured:
         return self.wanted_per_second * self.seconds
 
     @property
+    def keeps_up(self) -> bool:
+        """Whether steps were put together as fast as they were made."""
+        return self.steps_per_second * self.seconds + self.report_steps >= _KEEPS_UP * self.made_steps
+
+    @property
     def grown_mb(self) -> float:
         """Memory at the end beside that at half-time: until then the window fills."""
         return self.resident_mb[-1] - self.resident_mb[len(self.resident_mb) // 2]
 
     @property
-    def longest_hold_ms(self) -> float:
-        """Of the event loop from the first rank to the last plan, by CPU."""
-        return max(part.cpu_ms for part in (self.joining, self.holding, self.deciding))
+    def all_holds(self) -> Holds:
+        """Holds of the event loop from the first rank to the last plan."""
+        return Holds.merged((self.joining, self.holding, self.deciding))
 
-    @property
-    def stood_still_ms(self) -> float:
-        """The longest that a virtual processor was not run while something held the loop."""
-        return max(part.still_ms for part in (self.joining, self.holding, self.deciding))
+
+@dataclass(frozen=True)
+class _Target:
+    """A figure that a run is held to, where it is of so many ranks, and long enough to show it."""
+
+    name: str
+    figure: Callable[[Measured], str]
+    is_met: Callable[[Measured], bool]
+    ranks: int | None = None
+    seconds: float = 0.0
+    reports: float = 0.0
+
+
+_TARGETS = (
+    _Target(
+        f"256 ranks cost {_MOST_PERCENT:g} % of a core or less",
+        lambda one: f"{one.cpu_percent:.1f} % at {one.steps_per_second:.1f} steps/s",
+        lambda one: one.cpu_percent <= _MOST_PERCENT and one.keeps_up,
+        ranks=256,
+        reports=_SAYING_REPORTS,
+    ),
+    _Target(
+        "steps are put together as fast as they are made",
+        lambda one: f"{one.steps_per_second:.1f} of {one.wanted_per_second:g} steps/s",
+        lambda one: one.keeps_up,
+        reports=_SAYING_REPORTS,
+    ),
+    _Target(
+        "no step is lost or dropped",
+        lambda one: f"{one.lost_steps} lost, {one.dropped_steps} dropped",
+        lambda one: one.lost_steps == one.dropped_steps == 0,
+    ),
+    _Target(
+        f"nothing holds the event loop for more than {1e3 * LONG_SECONDS:g} ms of CPU",
+        lambda one: f"{1e3 * one.all_holds.cpu:.1f} ms",
+        lambda one: one.all_holds.cpu <= LONG_SECONDS,
+    ),
+    _Target(
+        f"memory grows by {_MOST_GROWN_MB:g} MB or less in the second half of {_FLAT_SECONDS / 60:g} minutes or more",
+        lambda one: f"{one.grown_mb:+.1f} MB in the last {one.seconds / 2:.0f} s",
+        lambda one: one.grown_mb <= _MOST_GROWN_MB,
+        seconds=_FLAT_SECONDS,
+    ),
+    _Target(
+        "a plan reaches every rank",
+        lambda one: (
+            "no plan was asked for, or a rank did not get it"
+            if one.plan_ms is None
+            else f"the last after {one.plan_ms[1]:.0f} ms"
+        ),
+        lambda one: one.plan_ms is not None,
+    ),
+)
+
+
+def verdicts(measured: Iterable[Measured]) -> Iterator[tuple[int, str, str, str]]:
+    """For each run and target of its size: ranks, target, figure, and ``met``, ``missed`` or ``too short to say``."""
+    for one in measured:
+        for target in _TARGETS:
+            if target.ranks in (None, one.ranks):
+                too_short = one.seconds < target.seconds or one.made_steps < target.reports * one.report_steps
+                verdict = "too short to say" if too_short else "met" if target.is_met(one) else MISSED
+                yield one.ranks, target.name, target.figure(one), verdict

@@ -1,24 +1,150 @@
-"""A service in a process of its own that says what it has cost so far."""
+"""A service in a process of its own that says what it has cost, and for how long callbacks held its event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import multiprocessing
+import os
 import resource
+import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.scale.asking import asked_by
-from benchmarks.scale.holds import Holds, watched
+from eplb_service.control.server.memory import short_pauses
 from eplb_service.control.server.service import RunningService, running_service
-from eplb_service.control.server.settings_sources import load_settings
-from eplb_service.control.server.short_pauses import short_pauses
+from eplb_service.control.server.settings import load_settings
 from eplb_service.telemetry.logs import configure_logs
+
+LONG_SECONDS = 0.02
+"""Nothing should hold the loop for longer."""
+_NAMED = 8
+_NAMED_SECONDS = 0.001
+"""Shorter ones have no name: finding it costs more than most callbacks."""
+_TICK_SECONDS = 0.008
+
+
+@dataclass
+class Holds:
+    """Callbacks' costs since the last ``clear``.
+
+    Parameters
+    ----------
+    cpu, wall
+        Longest of them, in seconds of this thread's CPU and of the clock, which counts others' work on a busy machine.
+    long
+        Number that took more than ``LONG_SECONDS`` of CPU.
+    still
+        Longest that the processor did not run within one of them, though the system counts it as the thread's CPU: on
+        virtual machines only. It counts neither in ``cpu`` nor in ``long``.
+    named
+        The longest of those that took a millisecond or more, by what was called.
+    """
+
+    cpu: float = 0.0
+    wall: float = 0.0
+    long: int = 0
+    still: float = 0.0
+    named: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def merged(cls, parts: Iterable[Holds]) -> Holds:
+        """Return those of all parts of a run."""
+        whole = cls()
+        for part in parts:
+            whole.cpu, whole.wall = max(whole.cpu, part.cpu), max(whole.wall, part.wall)
+            whole.still, whole.long = max(whole.still, part.still), whole.long + part.long
+            for name, seconds in part.named.items():
+                whole.named[name] = max(seconds, whole.named.get(name, 0.0))
+        return whole
+
+    def clear(self) -> None:
+        self.cpu, self.wall, self.long, self.still, self.named = 0.0, 0.0, 0, 0.0, {}
+
+    def took(self, what: asyncio.Handle, cpu: float, wall: float, still: float) -> None:
+        cpu -= still
+        self.cpu, self.wall, self.still = max(self.cpu, cpu), max(self.wall, wall), max(self.still, still)
+        self.long += cpu > LONG_SECONDS
+        if cpu > _NAMED_SECONDS and (len(self.named) < _NAMED or cpu > min(self.named.values())):
+            name = _name(what)
+            self.named[name] = max(cpu, self.named.get(name, 0.0))
+            for shortest in sorted(self.named, key=self.named.__getitem__)[:-_NAMED]:
+                del self.named[shortest]
+
+
+@contextmanager
+def watched() -> Iterator[Holds]:
+    """Within it every callback of this process's event loops is timed."""
+    holds, run = Holds(), asyncio.Handle._run
+
+    def timed(handle: asyncio.Handle) -> None:
+        cpu, wall, ticked = time.thread_time(), time.perf_counter(), ticks.taken
+        run(handle)
+        cpu, wall = time.thread_time() - cpu, time.perf_counter() - wall
+        still = cpu - ticks.most_since(ticked) if cpu > LONG_SECONDS else 0.0
+        holds.took(handle, cpu, wall, max(still, 0.0))
+
+    with _ticking() as ticks:
+        asyncio.Handle._run = timed  # type: ignore[method-assign]
+        try:
+            yield holds
+        finally:
+            asyncio.Handle._run = run  # type: ignore[method-assign]
+
+
+class _Ticks:
+    """Ticks of a timer that the main thread took, whatever it was doing.
+
+    A processor that runs takes each of them, a virtual one that its host does not run takes all that are due as one.
+    """
+
+    def __init__(self, pipe: int) -> None:
+        self.taken = 0
+        self._pipe = pipe
+
+    def take(self, *_: object) -> None:
+        """Count those that are noted in the pipe."""
+        with suppress(BlockingIOError):
+            self.taken += len(os.read(self._pipe, 1 << 16))
+
+    def most_since(self, taken: int) -> float:
+        """Seconds that the processor can have run at most since so many had been taken."""
+        self.take()
+        return (self.taken - taken + 1) * _TICK_SECONDS
+
+
+@contextmanager
+def _ticking() -> Iterator[_Ticks]:
+    """Within it a timer ticks, by signals that note themselves in a pipe even while no Python code can run."""
+    read, write = os.pipe()
+    for end in (read, write):
+        os.set_blocking(end, False)
+    ticks = _Ticks(read)
+    handler = signal.signal(signal.SIGALRM, ticks.take)
+    noted = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    signal.setitimer(signal.ITIMER_REAL, _TICK_SECONDS, _TICK_SECONDS)
+    try:
+        yield ticks
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.set_wakeup_fd(noted)
+        signal.signal(signal.SIGALRM, handler)
+        os.close(read)
+        os.close(write)
+
+
+def _name(handle: asyncio.Handle) -> str:
+    callback = handle._callback  # type: ignore[attr-defined]
+    task = getattr(callback, "__self__", None)
+    coroutine = task.get_coro() if isinstance(task, asyncio.Task) else None
+    named = coroutine if coroutine is not None else callback
+    return str(getattr(named, "__qualname__", named))
+
 
 _START_SECONDS = 300.0
 """Kernels may have to be compiled, on a busy machine."""
@@ -26,7 +152,7 @@ _START_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Reading:
-    """What a service has done and cost.
+    """A service's work and cost.
 
     Parameters
     ----------
@@ -38,8 +164,8 @@ class Reading:
         Memory at present.
     received, lost
         Steps since its start, over all deployments.
-    hold, hold_wall, long_holds, still, named
-        As in ``Holds``, since the reading before.
+    holds
+        Since the reading before.
     """
 
     at: float
@@ -48,11 +174,7 @@ class Reading:
     resident_bytes: int
     received: int
     lost: int
-    hold: float
-    hold_wall: float
-    long_holds: int
-    still: float
-    named: dict[str, float]
+    holds: Holds
 
 
 class MeasuredService:
@@ -63,7 +185,7 @@ class MeasuredService:
         self.address = address
 
     def read(self) -> Reading:
-        """What it has cost by now."""
+        """Return what it has cost by now."""
         self._pipe.send("read")
         reading: Reading = self._pipe.recv()
         return reading
@@ -74,12 +196,8 @@ def measured_service(folder: Path, **settings: Any) -> Iterator[MeasuredService]
     """A service with these settings beside the defaults, for as long as the context lasts; its kernels are warm."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    flags = {
-        "listen": "127.0.0.1:0",
-        "metrics": "127.0.0.1:0",
-        "store": f"{folder}/store.sqlite3",
-        **settings,
-    }
+    store = f"{folder}/store.sqlite3"
+    flags = {"listen": "127.0.0.1:0", "metrics": "127.0.0.1:0", "store": store, **settings}
     process = spawn.Process(target=_serve, args=(theirs, flags), name="eplb-service")
     process.start()
     try:
@@ -93,8 +211,16 @@ def measured_service(folder: Path, **settings: Any) -> Iterator[MeasuredService]
         process.join()
 
 
+def asked_by(pipe: Connection) -> Any:
+    """Return what the measuring process asks for; ``None`` where it is gone."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
+
+
 def _serve(pipe: Connection, flags: dict[str, Any]) -> None:
-    configure_logs("json", "error")
+    configure_logs("error")
     with watched() as holds:
         asyncio.run(_run(pipe, flags, holds))
 
@@ -117,23 +243,15 @@ async def _run(pipe: Connection, flags: dict[str, Any], holds: Holds) -> None:
 
 def _reading(service: RunningService, holds: Holds) -> Reading:
     used = resource.getrusage(resource.RUSAGE_SELF)
+    status = Path("/proc/self/status").read_text().splitlines()
+    resident = next(line for line in status if line.startswith("VmRSS:"))
     totals = [deployment.totals for deployment in service.plane.deployments.values()]
     return Reading(
         at=time.monotonic(),
         cpu=used.ru_utime + used.ru_stime,
         loop_cpu=time.thread_time(),
-        resident_bytes=_resident_bytes(),
+        resident_bytes=1024 * int(resident.split()[1]),
         received=sum(total.steps_received for total in totals),
         lost=sum(total.steps_lost for total in totals),
-        hold=holds.cpu,
-        hold_wall=holds.wall,
-        long_holds=holds.long,
-        still=holds.still,
-        named=dict(holds.named),
+        holds=copy.copy(holds),
     )
-
-
-def _resident_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    line = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
-    return 1024 * int(line.split()[1])

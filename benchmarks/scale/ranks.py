@@ -5,31 +5,79 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import multiprocessing
-import resource
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from multiprocessing.connection import Connection
 from typing import Any
 
 import grpc
+import numpy as np
 
-from benchmarks.scale.asking import asked_by
-from benchmarks.scale.heat import Scale, drawn_reports
-from eplb_service.placement import combine_digests, layer_digest
-from eplb_service.wire.codec import MAX_MESSAGE_BYTES
+from benchmarks.scale.measured_service import asked_by
+from eplb_service.placement import Placement, combine_digests, layer_digest
+from eplb_service.wire.agent import Heartbeat, Hello, Shape
+from eplb_service.wire.codec import MAX_MESSAGE_BYTES, encode, in_parts
 from eplb_service.wire.generated import agent_pb2
-from eplb_service.wire.heat import encode_heat_report
-from eplb_service.wire.hello import Hello, Shape, encode_hello
-from eplb_service.wire.parts import in_parts
-from eplb_service.wire.status import Heartbeat, encode_heartbeat
-from worker_agent.heartbeats import Heartbeats
+from eplb_service.wire.heat import HeatReport, StepPhase
+from worker_agent.stream import HeartbeatSchedule
+
+_VARIANTS = 4
+_TOKENS, _TOP_K = 64, 8
+_SLOTS_OVER_EXPERTS = 1.125
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A deployment's size: R, L and E."""
+
+    ranks: int
+    layers: int
+    experts: int
+
+    @property
+    def shape(self) -> Shape:
+        """With an eighth more slots than experts, in whole slots per rank."""
+        slots = -(-int(_SLOTS_OVER_EXPERTS * self.experts) // self.ranks)
+        return Shape(self.ranks, self.layers, self.experts, slots, bytes_per_expert=1 << 20)
+
+    def placement(self) -> Placement:
+        """The placement that it starts with."""
+        return Placement.linear(self.layers, self.experts, self.ranks, self.shape.slots)
+
+
+def drawn_reports(scale: Scale, rank: int, steps: int) -> list[HeatReport]:
+    """A few reports of ``steps`` steps of a rank that decodes 64 sequences with 8 choices each; epoch 0, from step 0.
+
+    Own tokens are summed over a report's steps. Popularity is skewed, in each layer for other experts, and the same for
+    all ranks.
+    """
+    weights_LE = np.exp(0.9 * np.random.default_rng(7).standard_normal((scale.layers, scale.experts)))
+    popularity_LE = weights_LE / weights_LE.sum(axis=1, keepdims=True)
+    choices, slots = _TOKENS * _TOP_K, scale.shape.slots
+    experts_S = np.arange(rank * slots, (rank + 1) * slots) % scale.experts
+    replicas = scale.ranks * slots / scale.experts
+    expected_LS = choices * scale.ranks * popularity_LE[:, experts_S] / replicas
+    rng = np.random.default_rng(rank)
+    return [
+        HeatReport(
+            first_step=0,
+            layer_epochs=(0,) * scale.layers,
+            slot_counts_TLS=rng.poisson(expected_LS, (steps, *expected_LS.shape)),
+            phase_T=np.full(steps, StepPhase.DECODE, dtype=np.uint8),
+            tokens_T=np.full(steps, _TOKENS),
+            source_sums_LE=rng.poisson(steps * choices * popularity_LE),
+        )
+        for _ in range(_VARIANTS)
+    ]
+
 
 DEPLOYMENT = "scale"
 _CONNECT = "/eplb.v1.AgentService/Connect"
 _JOIN_SECONDS = 300.0
 _STREAMS_PER_CHANNEL = 64
+_OPTIONS = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.use_local_subchannel_pool", 1)]
 _JOINING_AT_ONCE = 2
 """A service hears four Hellos of one host at a time."""
 _QUEUED_REPORTS = 64
@@ -39,45 +87,24 @@ _HEARTBEAT_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Load:
-    """What the ranks do.
-
-    Parameters
-    ----------
-    scale
-        Of the whole deployment.
-    steps_per_second, report_steps
-        How fast the model steps, and how many steps a report has; ``None`` for as many as the service asks for.
-    sums
-        Whether own tokens are counted as sums over each report; otherwise step by step, as agents did before.
-    """
+    """A deployment's size, steps per second, and steps of a report; ``None`` for as many as the service asks for."""
 
     scale: Scale
     steps_per_second: float
     report_steps: int | None
-    sums: bool
 
 
 @dataclass(frozen=True)
 class Tally:
-    """What the agents of one process have seen.
+    """Steps that agents could not send in time, heat that they sent, and when each got its last plan, since 1970."""
 
-    Parameters
-    ----------
-    dropped_steps
-        That they could not send in time, over all ranks.
-    sent_bytes, reports
-        Heat that they have sent.
-    plans_at
-        When each rank got its last plan, in seconds since 1970.
-    cpu
-        Seconds of CPU that the process took.
-    """
+    dropped_steps: int = 0
+    sent_bytes: int = 0
+    reports: int = 0
+    plans_at: tuple[float, ...] = ()
 
-    dropped_steps: int
-    sent_bytes: int
-    reports: int
-    plans_at: tuple[float, ...]
-    cpu: float
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
 
 class RankProcesses:
@@ -92,11 +119,11 @@ class RankProcesses:
         for pipe in self._pipes:
             pipe.send(start)
 
-    def tallies(self) -> list[Tally]:
-        """What the agents have seen so far."""
+    def tally(self) -> Tally:
+        """Return what all agents have seen so far."""
         for pipe in self._pipes:
             pipe.send("tally")
-        return [pipe.recv() for pipe in self._pipes]
+        return sum((pipe.recv() for pipe in self._pipes), Tally())
 
 
 @contextmanager
@@ -108,8 +135,11 @@ def rank_processes(address: str, load: Load, processes: int) -> Iterator[RankPro
     try:
         for share in shares:
             ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=_serve, args=(theirs, address, load, share), name="eplb-ranks")
+            process = spawn.Process(
+                target=_run_agents, args=(theirs, address, load, share), name="eplb-ranks"
+            )
             process.start()
+            theirs.close()
             pipes.append(ours)
             started.append(process)
         for pipe in pipes:
@@ -123,17 +153,19 @@ def rank_processes(address: str, load: Load, processes: int) -> Iterator[RankPro
             process.join()
 
 
-def _serve(pipe: Connection, address: str, load: Load, share: range) -> None:
-    asyncio.run(_run(pipe, address, load, share))
+def _run_agents(pipe: Connection, address: str, load: Load, share: range) -> None:
+    asyncio.run(_serve(pipe, address, load, share))
 
 
-async def _run(pipe: Connection, address: str, load: Load, share: range) -> None:
+async def _serve(pipe: Connection, address: str, load: Load, share: range) -> None:
     heard: asyncio.Queue[Any] = asyncio.Queue()
     agents = _agents(load, share)
     turns = asyncio.Semaphore(_JOINING_AT_ONCE)
     async with contextlib.AsyncExitStack() as stack:
         channels = [
-            await stack.enter_async_context(_channel(address, index))
+            await stack.enter_async_context(
+                grpc.aio.insecure_channel(address, options=[*_OPTIONS, ("eplb.channel", index)])
+            )
             for index in range(-(-len(agents) // _STREAMS_PER_CHANNEL))
         ]
         await asyncio.gather(
@@ -150,27 +182,9 @@ async def _run(pipe: Connection, address: str, load: Load, share: range) -> None
             for task in running:
                 if task.done():
                     task.result()
-            used = resource.getrusage(resource.RUSAGE_SELF)
-            pipe.send(
-                Tally(
-                    sum(agent.dropped_steps for agent in agents),
-                    sum(agent.sent_bytes for agent in agents),
-                    sum(agent.reports for agent in agents),
-                    tuple(agent.plan_at for agent in agents),
-                    used.ru_utime + used.ru_stime,
-                )
-            )
+            pipe.send(sum((agent.tally for agent in agents), Tally()))
         for task in running:
             task.cancel()
-
-
-def _channel(address: str, index: int) -> grpc.aio.Channel:
-    options = [
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.use_local_subchannel_pool", 1),
-        ("eplb.channel", index),
-    ]
-    return grpc.aio.insecure_channel(address, options=options)
 
 
 def _agents(load: Load, share: range) -> list[_Agent]:
@@ -180,7 +194,6 @@ def _agents(load: Load, share: range) -> list[_Agent]:
     digests = [layer_digest(layer, row_RS) for layer, row_RS in enumerate(placement.phy2log_LRS)]
     digest = combine_digests(scale.experts, digests)
     tables_RLE = placement.default_log2phy()
-    shape = Shape(scale.ranks, scale.layers, scale.experts, scale.slots, bytes_per_expert=1 << 20)
     agents = []
     for rank in share:
         hello = Hello(
@@ -189,7 +202,7 @@ def _agents(load: Load, share: range) -> list[_Agent]:
             f"node-{rank // 8}",
             rank,
             "forming",
-            shape,
+            scale.shape,
             0,
             digest,
             (0,) * scale.layers,
@@ -209,11 +222,16 @@ class _Agent:
         self._load = load
         self._rank = hello.rank
         self._digest = hello.digest
-        self._hello = agent_pb2.ConnectRequest(hello=encode_hello(hello)).SerializeToString()
+        self._hello = agent_pb2.ConnectRequest(hello=encode(hello)).SerializeToString()
         self._asked_steps = self._step = 0
         self._reports: list[agent_pb2.ConnectRequest] = []
         self._call: Any = None
         self._writing = asyncio.Lock()
+
+    @property
+    def tally(self) -> Tally:
+        """All that it has sent and received."""
+        return Tally(self.dropped_steps, self.sent_bytes, self.reports, (self.plan_at,))
 
     async def join(self, channel: grpc.aio.Channel, turns: asyncio.Semaphore) -> None:
         connect = channel.stream_stream(_CONNECT, None, agent_pb2.ConnectResponse.FromString)
@@ -236,7 +254,8 @@ class _Agent:
             # A longer report than the last one begins at a multiple of its steps, as agents cut theirs.
             if asked != steps and step % asked == 0:
                 steps = asked
-                self._draw(steps)
+                drawn = drawn_reports(self._load.scale, self._rank, steps)
+                self._reports = [agent_pb2.ConnectRequest(heat_report=encode(report)) for report in drawn]
             seconds = steps / self._load.steps_per_second
             # Ranks report at times of their own, though they step together.
             due = (
@@ -259,10 +278,6 @@ class _Agent:
             self.reports += 1
             step += steps
 
-    def _draw(self, steps: int) -> None:
-        drawn = drawn_reports(self._load.scale, self._rank, steps, sums=self._load.sums)
-        self._reports = [agent_pb2.ConnectRequest(heat_report=encode_heat_report(report)) for report in drawn]
-
     async def _write(self, data: bytes) -> None:
         """One at a time: gRPC gives up a call on which two writes meet, and the service hears nothing of it."""
         async with self._writing:
@@ -270,16 +285,16 @@ class _Agent:
 
     async def _beat(self) -> None:
         await asyncio.sleep(_HEARTBEAT_SECONDS * self._rank / self._load.scale.ranks)
-        heartbeats, reports = Heartbeats(time.monotonic()), 0
+        heartbeats, reports = HeartbeatSchedule(time.monotonic()), 0
         while True:
             if self.reports > reports:
-                heartbeats.said_other()
+                heartbeats.note_heat()
             reports = self.reports
             beat = Heartbeat(step=self._step, epoch=0, digest=self._digest, error="")
-            if heartbeats.look(time.monotonic(), beat, _HEARTBEAT_SECONDS):
-                message = agent_pb2.ConnectRequest(heartbeat=encode_heartbeat(beat))
+            if heartbeats.is_due(time.monotonic(), beat, _HEARTBEAT_SECONDS):
+                message = agent_pb2.ConnectRequest(heartbeat=encode(beat))
                 await self._write(message.SerializeToString())
-            await asyncio.sleep(heartbeats.left(time.monotonic()))
+            await asyncio.sleep(heartbeats.seconds_left(time.monotonic()))
 
     async def _hear(self) -> None:
         while (answer := await self._call.read()) != grpc.aio.EOF:

@@ -3,36 +3,101 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import platform
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.solver.about import about
-from benchmarks.solver.extent import FULL, QUICK, Extent
-from benchmarks.solver.recorded import recorded_course
-from benchmarks.solver.report.files import write_folder, write_json
-from benchmarks.solver.report.tables import tables
-from benchmarks.solver.sections import GROUPS, Section, sections
-from eplb_service.atomic_write import OutputError
+from benchmarks.solver import measures
+from benchmarks.solver.heats import KINDS, SHAPES, Shape, generated_courses, recorded_course
+from benchmarks.solver.tables import tables
+from eplb_service.atomic_write import OutputError, write_atomically
+from eplb_service.bench.closed_loop import Course, entrants, loops
 from eplb_service.bench.contest import Contest
 from eplb_service.bench.peers.archives import INDEX
 from eplb_service.bench.peers.balancers import PEERS
 from eplb_service.heat.window import HeatError
 from eplb_service.solver.warmup import warm_up
 
+GROUPS = ("cells", "time", "loop", "scaling", "ablation", "example")
+"""Choices of ``--only``."""
+Rows = Iterator[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How many shapes, seeds, windows, repeats and seconds go into each measurement."""
+
+    shapes: tuple[Shape, ...] = SHAPES
+    seeds: tuple[int, ...] = (1, 2, 3)
+    timed: tuple[Shape, ...] = (*measures.COMPARED, measures.LARGE)
+    repeats: int = 5
+    processes: int = 3
+    spreads: tuple[float, ...] = measures.SPREADS
+    table_shape: Shape = (8, 256, 32, 9)
+    loop_shape: Shape = (16, 256, 32, 9)
+    loop_windows: int = 9
+    ablation_windows: int = 6
+    curves: Mapping[str, Mapping[int, Shape]] | None = None
+    long_seconds: float = 10.0
+
+
+QUICK = Extent(
+    shapes=((16, 256, 32, 9),),
+    seeds=(1,),
+    timed=(SHAPES[1],),
+    repeats=2,
+    processes=1,
+    spreads=(0.3,),
+    table_shape=(2, 256, 32, 9),
+    loop_shape=(4, 256, 32, 9),
+    loop_windows=4,
+    ablation_windows=3,
+    curves={"layers": {size: measures.CURVES["layers"][size] for size in (4, 8, 16)}},
+    long_seconds=0.5,
+)
+
+
+def measured(
+    contest: Contest, extent: Extent, traces: Sequence[Course], only: Sequence[str]
+) -> Iterator[tuple[str, Rows]]:
+    """Measurements by name, in the order in which they run; ``traces`` are recorded heat to serve as well."""
+    seed, served = extent.seeds[0], (extent.loop_shape, extent.loop_windows, extent.seeds[0])
+    if "cells" in only:
+        yield "cells", measures.cells(contest, extent.shapes, extent.seeds)
+        yield "tables", measures.source_tables(contest, extent.table_shape, seed, extent.spreads)
+    if "time" in only:
+        yield "time", measures.cpu_times(contest, extent.timed, extent.repeats, seed)
+        yield "keeping", measures.keeping(contest, extent.repeats, seed)
+        yield "first_plan", measures.first_plans(contest, extent.processes, seed)
+    if "loop" in only:
+        yield "loop", loops(contest, generated_courses(KINDS, *served), entrants(contest))
+        moving = generated_courses(("drift", "bursty"), *served)
+        yield "pareto", loops(contest, moving, measures.priced(contest))
+        yield "traces", loops(contest, traces, entrants(contest))
+    if "scaling" in only:
+        curves = measures.CURVES if extent.curves is None else extent.curves
+        yield "scaling", measures.scaling(contest, min(extent.repeats, 2), seed, curves)
+    if "ablation" in only:
+        asked = extent.loop_shape, extent.ablation_windows, extent.seeds, traces
+        yield "ablation", measures.ablation(contest, *asked)
+    if "example" in only:
+        yield "example", measures.known_example(contest)
+        yield "few_slots", measures.few_slots(contest, extent.long_seconds, seed)
+
 
 def main() -> int:
-    """Parse options, measure, and say what was found; returns the exit code."""
+    """Parse options, measure, and print the tables; returns the exit code."""
     options = _parser().parse_args()
-    # A log shows each line at once; and what is no terminal takes any width, as tables want it.
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     console = Console(width=None if sys.stdout.isatty() else 150)
     try:
         courses = [
@@ -42,31 +107,34 @@ def main() -> int:
     except HeatError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    extent = _extent(options)
+    seeds = tuple(options.seeds or ())
+    stated = {"seeds": seeds, "repeats": options.repeats, "long_seconds": options.long_seconds}
+    extent = replace(
+        QUICK if options.quick else Extent(), **{name: value for name, value in stated.items() if value}
+    )
     contest = Contest(options.peers, options.index, options.limit_seconds, console.print)
-    chosen = [
-        section
-        for section in sections(contest, extent, courses)
-        if section.group in options.only and (section.name != "traces" or courses)
-    ]
     with console.status("compiling the solver's kernels, once"):
         warm_up(threads=1)
-    began = time.monotonic()
     signal.signal(signal.SIGTERM, _interrupt)
+    began = time.monotonic()
+    results: dict[str, Any] = {"about": _about(extent.seeds), "failures": contest.failures}
     try:
-        results = _measured(chosen, console)
+        for name, rows in measured(contest, extent, courses, options.only):
+            with console.status(name):
+                found = results.setdefault(name, [])
+                for row in rows:
+                    found.append(row)
+            console.print(f"{name}: {len(found)} rows, {time.monotonic() - began:.0f} s so far")
+    except KeyboardInterrupt:
+        console.print("interrupted: what follows is what was measured until then")
     finally:
         contest.close()
-    took = f"{(time.monotonic() - began) / 60:.1f} minutes"
-    results = {"about": {**about(extent.seeds), "took": took}, "failures": contest.failures, **results}
     for table in reversed(tables(results)):
         console.print(table.drawn())
-    console.print(f"{results['about']['machine']}; took {took}")
+    console.print(*results["about"].values(), sep="; ")
     try:
         if options.json is not None:
-            write_json(options.json, results)
-        if options.out is not None:
-            write_folder(options.out, results)
+            write_atomically(options.json, json.dumps(results, indent=1).encode())
     except OutputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -74,49 +142,25 @@ def main() -> int:
 
 
 def _interrupt(number: int, _frame: object) -> None:
-    """A time limit set from outside ends it as Ctrl-C does: with what was measured until then."""
-    # Some send the signal twice.
+    """End as Ctrl-C does, with what was measured until then; some send the signal twice."""
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
-def _measured(chosen: Sequence[Section], console: Console) -> dict[str, Any]:
-    """The rows of each section; after Ctrl-C or SIGTERM those that there are."""
-    results: dict[str, Any] = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[row]}"), console=console) as progress:
-        whole = progress.add_task("measurements", total=len(chosen), row="")
-        try:
-            for section in chosen:
-                rows = results.setdefault(section.name, [])
-                progress.update(whole, description=section.title)
-                began = time.monotonic()
-                for row in section.rows():
-                    rows.append(row)
-                    progress.update(whole, row=_where(row))
-                progress.advance(whole)
-                console.print(f"{section.title}: {len(rows)} rows in {time.monotonic() - began:.0f} s")
-        except KeyboardInterrupt:
-            console.print("interrupted: what follows is what was measured until then")
-    return results
-
-
-def _where(row: dict[str, Any]) -> str:
-    """What was just measured, in short."""
-    names = ("shape", "course", "kind", "seed", "size", "policy")
-    return " ".join(str(row[name]) for name in names if name in row)
-
-
-def _extent(options: argparse.Namespace) -> Extent:
-    extent = QUICK if options.quick else FULL
-    changes: dict[str, Any] = {}
-    if options.seeds:
-        changes["seeds"] = tuple(options.seeds)
-    if options.repeats:
-        changes["repeats"] = options.repeats
-    if options.long_seconds:
-        changes["long_seconds"] = options.long_seconds
-    return replace(extent, **changes)
+def _about(seeds: tuple[int, ...]) -> dict[str, str]:
+    """Command, machine and versions, without which a figure means nothing."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        processor = platform.machine()
+    versions = [f"{name} {version(name)}" for name in ("numpy", "numba")]
+    return {
+        "command": " ".join(["python -m benchmarks.solver", *sys.argv[1:]]),
+        "machine": f"{processor}, {os.cpu_count()} cores, {platform.system()}",
+        "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
+        "seeds": ", ".join(map(str, seeds)),
+    }
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -135,7 +179,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--trace-slots", type=int, help="default: one a rank more than the experts need")
     add("--trace-window", type=int, default=256, help="steps a decision sees; fewer where a trace is short")
     add("--json", type=Path, help="write every row here")
-    add("--out", type=Path, help="write tables and plots into this folder")
     return parser
 
 

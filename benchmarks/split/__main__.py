@@ -4,48 +4,53 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 
-from benchmarks.solver.heat_kinds import JITTER, generate
-from benchmarks.solver.report.table import Table
-from benchmarks.solver.targets import Target
-from benchmarks.split import targets
-from benchmarks.split.by_source import by_source, drawn_sources
-from benchmarks.split.cost import AT_BEST, WITHIN_A_TOKEN, cost
-from benchmarks.split.exactness import exactness
-from benchmarks.split.floor import EvenFloor
-from benchmarks.split.on_device import check_device, device_cost
-from benchmarks.split.quality import SPLITS, quality
-from benchmarks.split.routed import routed_sources
-from benchmarks.split.waterfill import WAYS, Drawn, shared_and_routed
+from benchmarks.solver.heats import JITTER, generate
+from benchmarks.solver.judged import Target
+from benchmarks.solver.measures import HEAT, MEAN, RANKS, SLOTS
+from benchmarks.solver.tables import Table, target_table
+from benchmarks.split.measures import (
+    AT_BEST,
+    DEALT,
+    EVEN_SHARES,
+    FOR_EVEN,
+    FOR_STEPS,
+    SOLVED,
+    SPLITS,
+    STEPWISE,
+    WITHIN_A_TOKEN,
+    EvenFloor,
+    Exactness,
+    by_source,
+    cost,
+    drawn_sources,
+    exactness,
+    quality,
+    routed_sources,
+)
 from eplb_service.bench.closed_loop import Course
+from eplb_service.offline import solve
+from worker_agent.moe.stepwise import ROUNDS
 
-PARTS = ("recorded", "drawn", "shared", "cost", "exact", "example")
+PARTS = ("recorded", "drawn", "cost", "exact", "example")
 _CHOICES = 8 * 1024
-_SHARED_TOKENS = 4096
 _KNOWN_STEPS = 4096
 """Of one popularity: half of them say what its means are."""
 
 
 def main() -> None:
     """Print a table for each part, and at the end every figure beside its target."""
-    parser = _parser()
-    options = parser.parse_args()
-    if options.device != "cpu":
-        try:
-            check_device(options.device)
-        except (ValueError, RuntimeError) as error:
-            parser.error(str(error))
+    options = _parser().parse_args()
     console = Console(width=150, highlight=False)
     parts = {
         "recorded": _recorded,
         "drawn": _drawn,
-        "shared": _shared,
         "cost": _cost,
         "exact": _exact,
         "example": _example,
@@ -53,11 +58,8 @@ def main() -> None:
     found: list[Target] = []
     for name in options.only or PARTS:
         found += parts[name](options, console)
-    if not found:
-        return
-    rows = [[one.what, one.wanted, one.found, "yes" if one.met else "NO"] for one in found]
-    missed = frozenset(number for number, one in enumerate(found) if not one.met)
-    console.print(Table("Targets", ["", "wanted", "found", "met"], rows, marked=missed).drawn())
+    if found:
+        console.print(target_table(found).drawn())
 
 
 def _recorded(options: argparse.Namespace, console: Console) -> Iterator[Target]:
@@ -68,7 +70,7 @@ def _recorded(options: argparse.Namespace, console: Console) -> Iterator[Target]
         rows = _quality(course, options, console)
         ratios = _by_source(course, source_TRLE, options, console)
         if (course.name, course.ranks, course.slots) == ("gpt-oss-20b", 8, 5):
-            yield from targets.of_recorded(ratios, rows)
+            yield from of_recorded(ratios, rows)
 
 
 def _drawn(options: argparse.Namespace, console: Console) -> Iterator[Target]:
@@ -79,25 +81,7 @@ def _drawn(options: argparse.Namespace, console: Console) -> Iterator[Target]:
         rows = _quality(course, options, console)
         _by_source(course, drawn_sources(course), options, console)
         more_TLE = generate("static", options.layers, 256, _KNOWN_STEPS, tokens=tokens, jitter=jitter)
-        yield from targets.of_drawn(name, rows, EvenFloor.of(more_TLE, course.ranks, course.slots))
-
-
-def _shared(options: argparse.Namespace, console: Console) -> Iterator[Target]:
-    """No target: what is aimed at is routed experts, and here shared ones are evened out with them."""
-    found: dict[tuple[str, str], list[dict[str, float]]] = {}
-    for layer in range(options.layers):
-        drawn = Drawn(256, _SHARED_TOKENS, 8, layer)
-        for placement, split, ratios in shared_and_routed(drawn, 32, 9, options.window, options.window):
-            found.setdefault((placement, split), []).append(ratios)
-    rows = [
-        [placement, split, *(f"{np.mean([ratios[way] for ratios in layers]):.3f}" for way in WAYS)]
-        for (placement, split), layers in found.items()
-    ]
-    title = (
-        f"{_SHARED_TOKENS} tokens x 8 of 256 experts and a shared one, 32 ranks x 9: routed and shared tokens"
-    )
-    console.print(Table(title, ["placement", "routed experts", *WAYS], rows).drawn())
-    yield from ()
+        yield from of_drawn(name, rows, EvenFloor.of(more_TLE, course.ranks, course.slots))
 
 
 def _quality(course: Course, options: argparse.Namespace, console: Console) -> list[dict[str, object]]:
@@ -122,11 +106,8 @@ def _by_source(
     return found
 
 
-def _cost(options: argparse.Namespace, console: Console) -> Iterator[Target]:
+def _cost(_: argparse.Namespace, console: Console) -> Iterator[Target]:
     for tokens in (1024, 4096):
-        if options.device != "cpu":
-            _cost_on_device(tokens, options.device, console)
-            continue
         found = list(cost(256, 32, 9, tokens))
         rows = [
             [
@@ -145,7 +126,7 @@ def _cost(options: argparse.Namespace, console: Console) -> Iterator[Target]:
         columns.append("us 5 % / 50 % / 95 %")
         console.print(Table(title, columns, rows).drawn())
         if tokens * 8 == _CHOICES:
-            yield from targets.of_cost(found)
+            yield from of_cost(found)
 
 
 def _exact(_: argparse.Namespace, console: Console) -> Iterator[Target]:
@@ -167,29 +148,11 @@ def _exact(_: argparse.Namespace, console: Console) -> Iterator[Target]:
     columns = ["ranks", "tokens", "popularity", "rounds", "tokens above the optimum", "most", WITHIN_A_TOKEN]
     columns += [AT_BEST, "most above it"]
     console.print(Table("256 experts, 8 choices, default rounds", columns, rows).drawn())
-    yield from targets.of_exactness(found)
-
-
-def _cost_on_device(tokens: int, device: str, console: Console) -> None:
-    rows = [
-        [
-            str(row.rounds),
-            *(
-                " / ".join(f"{us:.0f}" for us in times)
-                for times in (row.ends_eager, row.ends_graph, row.choices_eager, row.choices_graph)
-            ),
-            f"{row.same} of {row.steps}",
-        ]
-        for row in device_cost(256, 32, 9, tokens, device)
-    ]
-    columns = ["rounds", "eager", "in a graph", "with choices, eager", "in a graph", "steps alike"]
-    where = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
-    title = f"256 experts, 32 ranks x 9, {tokens} tokens x 8; us at 5 % / 50 % / 95 %; {where}"
-    console.print(Table(title, columns, rows).drawn())
+    yield from of_exactness(found)
 
 
 def _example(_: argparse.Namespace, __: Console) -> Iterator[Target]:
-    yield from targets.of_known_example()
+    yield from of_known_example()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -210,9 +173,104 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--windows", type=int, default=3, help="windows of each heat, spread over it")
     parser.add_argument("--table-windows", type=int, default=24, help="of those of tables, which are quick")
     parser.add_argument("--deal-width", type=int, default=8, help="entries of dealing tables")
-    parser.add_argument("--device", default="cpu", help="where the cost is taken: cpu, or cuda for a GPU")
     parser.add_argument("--layers", type=int, default=4, help="of the drawn heat")
     return parser
+
+
+Rows = Sequence[Mapping[str, Any]]
+
+_KNOWN_ENTRIES = 16
+_MOST_OF_KNOWN = 193.5
+"""Tokens of the hottest rank; 182 is possible, but only a random search of placements finds it."""
+_MOST_MICROSECONDS = 200.0
+RECORDED = {SOLVED: 1.225, DEALT: 1.20, STEPWISE: 1.03}
+"""Of gpt-oss-20b decoding 64 requests on 8 ranks x 5 slots: ratio on the next window."""
+DRAWN = {EVEN_SHARES: 1.11, STEPWISE: 1.04}
+"""Of 256 experts on 32 ranks x 9 slots, 1,024 tokens x 8 choices per step: the same."""
+
+
+def of_recorded(by_source: Mapping[str, Sequence[float]], quality: Rows) -> Iterator[Target]:
+    """Recorded decoding under one replica per source, dealt, and split by step."""
+    found = {name: float(np.mean(by_source[name])) for name in (SOLVED, DEALT)}
+    found[STEPWISE] = _ratio(quality, FOR_STEPS, STEPWISE)
+    labels = {SOLVED: "one replica per source rank", DEALT: "dealt", STEPWISE: "stepwise"}
+    for name, wanted in RECORDED.items():
+        yield _most(f"gpt-oss-20b, 8 ranks x 5 slots, next window: {labels[name]}", wanted, found[name])
+
+
+def of_drawn(heat: str, quality: Rows, floor: EvenFloor) -> Iterator[Target]:
+    """Drawn steps; ``floor`` is what their noise leaves of even shares."""
+    found = {
+        EVEN_SHARES: _ratio(quality, FOR_EVEN, EVEN_SHARES),
+        STEPWISE: _ratio(quality, FOR_STEPS, STEPWISE),
+    }
+    for name, wanted in DRAWN.items():
+        what = f"256 experts, 32 ranks x 9 slots, {heat}, next window: {name}"
+        if name == EVEN_SHARES:
+            reach = "below the floor" if wanted < floor.estimate else "above the floor"
+            what += f" (aimed at is {reach}: {floor})"
+        yield _most(what, wanted, found[name])
+
+
+def of_cost(cost: Rows) -> Iterator[Target]:
+    """The stepwise split at its default rounds."""
+    row = next(row for row in cost if row["rounds"] == ROUNDS)
+    quiet, median, slow = row["us"]
+    what = f"stepwise split of a layer, one core, {ROUNDS} rounds"
+    yield Target(
+        f"{what}: microseconds of CPU, half of the calls",
+        f"at most {_MOST_MICROSECONDS:g}",
+        f"{median:.0f} (5 %: {quiet:.0f}, 95 %: {slow:.0f})",
+        median <= _MOST_MICROSECONDS,
+    )
+    most = row["most"]
+    yield Target(
+        f"{what}: tokens above the optimum",
+        "within one",
+        f"{row['mean']:.2f}, at most {most:.1f}; {row[WITHIN_A_TOKEN]:.1%} of steps within one",
+        most <= 1 + 1e-6,
+    )
+
+
+def of_exactness(found: Sequence[Exactness]) -> Iterator[Target]:
+    """Steps of every size at their default rounds, by ranks and popularity."""
+    kinds = dict.fromkeys((one.ranks, one.slots, one.popularity) for one in found)
+    for ranks, slots, popularity in kinds:
+        above_N = np.concatenate(
+            [
+                one.above
+                for one in found
+                if (one.ranks, one.slots, one.popularity) == (ranks, slots, popularity)
+            ]
+        )
+        within = float(np.mean(above_N <= 1 + 1e-6))
+        yield Target(
+            f"stepwise split, {ranks} ranks x {slots}, steps of all sizes, {popularity}: tokens above the optimum",
+            "within one",
+            f"{above_N.mean():.2f}, at most {above_N.max():.1f}; {within:.1%} of steps within one",
+            within == 1.0,
+        )
+
+
+def of_known_example() -> Iterator[Target]:
+    """Eight experts on 8 ranks x 2 slots, dealt from 8 source ranks."""
+    heat_TLE = HEAT[None, None]
+    solved = solve(heat_TLE, RANKS, SLOTS, split="deal", deal_width=_KNOWN_ENTRIES, threads=1)
+    hottest = float(solved.hottest_after_L[0])
+    yield Target(
+        f"known example, {_KNOWN_ENTRIES} entries: hottest rank (mean {MEAN:g})",
+        f"at most {_MOST_OF_KNOWN:g}",
+        f"{hottest:.2f}",
+        hottest <= _MOST_OF_KNOWN,
+    )
+
+
+def _ratio(quality: Rows, placement: str, split: str) -> float:
+    return float(next(row[split] for row in quality if row["placement"] == placement))
+
+
+def _most(what: str, wanted: float, found: float) -> Target:
+    return Target(what, f"at most {wanted:g}", f"{found:.3f}", round(found, 3) <= wanted)
 
 
 if __name__ == "__main__":

@@ -6,16 +6,16 @@ The host is what the vLLM adapter sees of vLLM: its tensors, at the size of a la
 from __future__ import annotations
 
 import time
-from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.switch.ratios import Ratio
-from worker_agent.adapters.vllm.host import RING_ROWS, VllmHost
+from benchmarks.switch.ratios import Ratio, means_of
+from worker_agent.adapters.engine_host import RING_ROWS
+from worker_agent.adapters.vllm.host import VllmHost
+from worker_agent.stream import Outbox
 
 LAYERS, EXPERTS, SLOTS, LONGEST_MICROSECONDS = 58, 256, 144, 100
 STEPS_OF_REPORT = 16
@@ -59,42 +59,40 @@ def device_copies(
 def overhead(steps: int, device: torch.device) -> tuple[Ratio, dict[str, object]]:
     """CPU time of a call after each pass, less that of the device copies in it, against ``LONGEST_MICROSECONDS``.
 
-    CPU time of the model's thread, which a busy machine does not lengthen; what a call takes by the clock is a figure,
-    and so is what it queues on an accelerator, by the device's clock.
+    CPU time of the model's thread, which a busy machine does not lengthen; what a call takes by the clock is a figure.
     """
     ranks = dist.get_world_size()
     state = model_state(ranks, device)
     group = SimpleNamespace(rank_in_group=dist.get_rank(), world_size=ranks, cpu_group=dist.group.WORLD)
     parallel = SimpleNamespace(data_parallel_size=ranks, prefill_context_parallel_size=1)
     host = VllmHost(state, parallel, group)
+    # As beside a service that keeps up: memory of reports that are gone serves the next ones.
+    host.agent._outbox = Outbox(heat_reports=1)
     ring_LWE = torch.zeros((LAYERS, RING_ROWS, EXPERTS), dtype=torch.int32, device=device)
     chosen_LP = torch.zeros_like(state.expert_load_pass)
-    calls, copies, clock, queued = [], [], [], []
+    calls, copies, clock = [], [], []
     for step in range(steps):
         # A model's pass lies between two calls; the ranks wait for each other in it.
         dist.barrier()
         state.expert_load_pass.fill_(3)
         chosen_LP.fill_(3)
         time.sleep(0.001)
-        timer = DeviceTimer(device)
         began, at = time.thread_time(), time.perf_counter()
         host.step(is_dummy=False)
         state.expert_load_pass.zero_()
         middle = time.thread_time()
         clock.append(time.perf_counter() - at)
-        timer.lap()
         began_copies = time.thread_time()
         device_copies(chosen_LP, state.physical_to_logical_map, ring_LWE, step)
         calls.append(middle - began)
         copies.append(time.thread_time() - began_copies)
-        timer.lap()
-        queued.append(timer)
     dist.barrier()
     halted = host.agent.halted
     host.close()
     if halted is not None:
         raise RuntimeError(f"the agent halted: {halted}")
-    beyond = _per_report(calls) - _per_report(copies)
+    # Steps that share a heat report and four votes.
+    beyond = np.subtract(means_of(calls, STEPS_OF_REPORT), means_of(copies, STEPS_OF_REPORT))
     ratio = Ratio.of(
         f"{LAYERS}-layer host: agent and adapter beyond device copies / {LONGEST_MICROSECONDS} us",
         beyond.tolist(),
@@ -106,36 +104,4 @@ def overhead(steps: int, device: torch.device) -> tuple[Ratio, dict[str, object]
         "host58_device_copies_cpu_us_mean": 1e6 * float(np.mean(copies)),
         "host58_call_clock_us_median": 1e6 * float(np.median(clock)),
     }
-    if device.type != "cpu":
-        ours, bare = np.array([timer.microseconds for timer in queued]).T
-        figures["host58_call_on_device_us_median"] = float(np.median(ours))
-        figures["host58_device_copies_on_device_us_median"] = float(np.median(bare))
     return ratio, figures
-
-
-class DeviceTimer:
-    """Times by an accelerator's own clock between its making and each lap; nothing on a CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-        self._events: list[Any] = []
-        self.lap()
-
-    def lap(self) -> None:
-        """Queue one more point in time."""
-        if self._module is not None:
-            event = self._module.Event(enable_timing=True)
-            event.record()
-            self._events.append(event)
-
-    @property
-    def microseconds(self) -> list[float]:
-        """Between one point and the next; waits for the device."""
-        self._module.synchronize()
-        return [1e3 * one.elapsed_time(next_) for one, next_ in pairwise(self._events)]
-
-
-def _per_report(seconds: list[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Means over the steps that share a heat report and four votes: what is dear now and then is spread over them."""
-    whole = len(seconds) - len(seconds) % STEPS_OF_REPORT
-    return np.array(seconds[:whole]).reshape(-1, STEPS_OF_REPORT).mean(axis=1)

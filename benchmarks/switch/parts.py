@@ -13,13 +13,11 @@ from benchmarks.switch.ratios import Ratio, by_turns
 from eplb_service.wire.plan import RankLayer
 from worker_agent.moe import ExpertParallelMoE, MoEShape, seeded_experts
 from worker_agent.settings import AgentSettings
-from worker_agent.swap.actions import StartTransfer
-from worker_agent.swap.carrier import ByteBudget
 from worker_agent.swap.group import AgentGroup
-from worker_agent.swap.lane.backend import Backend
-from worker_agent.swap.lane.lanes import Lanes
-from worker_agent.swap.staging import install
-from worker_agent.swap.transfer import TransferLimits, TransferWorker
+from worker_agent.swap.lane import Lanes
+from worker_agent.swap.machine import StartTransfer
+from worker_agent.swap.staging import copy_into
+from worker_agent.swap.transfer import ByteBudget, TransferWorker
 
 EXPERTS = 16
 
@@ -37,7 +35,7 @@ def commit(hidden: int, intermediate: int, experts: int, rounds: int, device: to
     tables = (layer.expert_map.cpu().clone(), layer.log2phy.cpu().clone())
 
     def installed() -> None:
-        install(layer, staged, slots, *tables)
+        copy_into(layer, staged, slots, *tables)
         _finish(device)
 
     def copied() -> None:
@@ -71,9 +69,8 @@ def transfer(
     update = RankLayer(
         0, np.zeros((2, EXPERTS), dtype=np.int32), np.zeros(EXPERTS, np.int32), (0, 0), moves_M5
     )
-    limits = TransferLimits(timedelta(seconds=60), AgentSettings().chunk_bytes)
-    lanes = Lanes(group, Backend.GLOO, device, limits.timeout)
-    worker = TransferWorker(lanes, limits, ByteBudget(None))
+    lanes = Lanes(group, "gloo", device, timedelta(seconds=60))
+    worker = TransferWorker(lanes, AgentSettings(), ByteBudget(None))
     link = group.process_group("raw", timedelta(seconds=60))
     size = experts * sum(weight[0].nbytes for weight in layer.expert_weights())
     raw = torch.zeros(size, dtype=torch.uint8)

@@ -25,16 +25,8 @@ class Ratio:
     def of(cls, name: str, ones: list[float], others: list[float], target: float) -> Ratio:
         """From paired timings."""
         paired = np.array(ones) / np.array(others)
-        low, middle, high = np.percentile(paired, [10, 50, 90])
-        return cls(
-            name,
-            float(np.median(ones)),
-            float(np.median(others)),
-            float(middle),
-            float(low),
-            float(high),
-            target,
-        )
+        low, middle, high = np.percentile(paired, [10, 50, 90]).tolist()
+        return cls(name, float(np.median(ones)), float(np.median(others)), middle, low, high, target)
 
     @property
     def line(self) -> str:
@@ -58,3 +50,10 @@ def by_turns(
             call()
             seconds[place].append(time.perf_counter() - began)
     return seconds
+
+
+def means_of(seconds: list[float], steps: int) -> list[float]:
+    """Means over as many steps each: what is dear now and then is spread over them."""
+    whole = len(seconds) - len(seconds) % steps
+    means: list[float] = np.reshape(seconds[:whole], (-1, steps)).mean(axis=1).tolist()
+    return means

@@ -7,13 +7,24 @@ commit against a plain copy of as many bytes, and a transfer against one plain s
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
-import subprocess
+import logging
+import os
 import sys
 import tempfile
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+
+from benchmarks.switch.host import overhead
+from benchmarks.switch.parts import commit, transfer
 from benchmarks.switch.ratios import Ratio
+from benchmarks.switch.serving import serving
 
 
 def main() -> None:
@@ -28,32 +39,43 @@ def main() -> None:
     parser.add_argument("--intermediate", type=int, default=768, help="I of the experts that are moved (768)")
     parser.add_argument("--device", default="cpu", help="where the 58-layer host and moved experts are (cpu)")
     parser.add_argument("--json", type=Path, default=None, help="write all figures here")
-    arguments = parser.parse_args()
-    options = {
-        name: getattr(arguments, name) for name in ("pairs", "rounds", "hidden", "intermediate", "device")
-    }
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="eplb-bench-") as folder:
-        command = [sys.executable, "-m", "benchmarks.switch.rank", f"{folder}/meet"]
-        ranks = [
-            subprocess.Popen(
-                [*command, str(rank), str(arguments.ranks), json.dumps(options)],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(arguments.ranks)
-        ]
-        reported = [process.communicate(timeout=900)[0] for process in ranks]
-        if any(process.returncode for process in ranks):
-            sys.exit("a rank failed")
-    found = json.loads(reported[0])
+        processes.spawn(_measure, (Path(folder), options), nprocs=options.ranks)
+        found = json.loads((Path(folder) / "found.json").read_text())
     ratios = [Ratio(**ratio) for ratio in found["ratios"]]
     for ratio in ratios:
         print(ratio.line)
     for name, value in found["figures"].items():
         print(f"{name:<58}{value:>12.3f}")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
     sys.exit(any(ratio.ratio > ratio.target for ratio in ratios))
+
+
+def _measure(rank: int, folder: Path, options: Any) -> None:
+    """One rank: all parts by turns; the first writes what it has measured."""
+    logging.basicConfig(level=logging.CRITICAL)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("EPLB_AGENT_SERVICE", "127.0.0.1:9")
+    torch.set_num_threads(1)
+    meet: dict[str, Any] = {"init_method": f"file://{folder}/meet", "rank": rank, "world_size": options.ranks}
+    dist.init_process_group("gloo", **meet, timeout=timedelta(minutes=5))
+    device = torch.device(options.device)
+    if device.type != "cpu" and torch.get_device_module(device).device_count() < options.ranks:
+        os.environ["EPLB_AGENT_TRANSFER_BACKEND"] = "gloo"  # collectives of devices take one rank on each
+    moved = {"hidden": options.hidden, "intermediate": options.intermediate, "experts": 4}
+    ratios, figures = serving(64, 32, options.ranks, options.pairs)
+    beside, more = overhead(options.pairs, device)
+    ratios += [beside, commit(**moved, rounds=options.rounds, device=device)]
+    dist.barrier()
+    ratio, megabytes = transfer(**moved, rounds=options.rounds, device=device)
+    figures |= {**more, "transfer_megabytes_per_second": megabytes}
+    if rank == 0:
+        found = {"ratios": [dataclasses.asdict(one) for one in (*ratios, ratio)], "figures": figures}
+        (folder / "found.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

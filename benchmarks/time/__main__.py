@@ -14,16 +14,12 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.solver.report.table import Table
-from benchmarks.time.cells import Cell, cells
-from benchmarks.time.confidence import CONFIDENCE
-from benchmarks.time.fits import Fitted, fits
+from benchmarks.solver.tables import Table
+from benchmarks.time.cells import CONFIDENCE, Cell, cells, compared
 from benchmarks.time.heats import heats
-from benchmarks.time.later import compared
 from benchmarks.time.slot_counts import NEAR, Named, named
 from benchmarks.time.slot_counts import STEPS as LOOP_STEPS
-from eplb_service.cost.curve import CostCurve, CurveError
-from eplb_service.cost.curve_file import read_curve
+from eplb_service.cost.curve import CostCurve, CurveError, read_curve
 from eplb_service.solver.warmup import warm_up
 
 H200 = CostCurve(20.0, 11.6, 5.0, 0.0615, "decode", "fit to DeepSeek-V3's experts on H200, uniform rows")
@@ -55,14 +51,13 @@ def main() -> int:
     if "slots" in options.parts:
         for heat in track(heats(*drawn, LOOP_STEPS), "numbers of slots", total, console=console):
             counts += named(heat, options.ranks, curve)
-    fitted = list(fits(options.table))
     console.print(f"{curve} ({curve.source})", markup=False)
-    for table in (*_cell_tables(found), _fit_table(fitted), _targets(found, counts, fitted)):
+    for table in (*_cell_tables(found), _targets(found, counts)):
         if table.rows:
             console.print(table.drawn())
     console.print(f"{len(found)} cells in {time.monotonic() - began:.0f} s")
     if options.json is not None:
-        rows = {"cells": found, "slots": counts, "fits": fitted}
+        rows = {"cells": found, "slots": counts}
         options.json.write_text(
             json.dumps({name: [asdict(row) for row in of] for name, of in rows.items()}, indent=1)
         )
@@ -96,28 +91,12 @@ def _cell_tables(found: Sequence[Cell]) -> list[Table]:
     return [Table("slowest rank on the next window", columns, rows)]
 
 
-def _fit_table(fitted: Sequence[Fitted]) -> Table:
-    rows = [
-        [
-            one.table,
-            one.curve,
-            *("-" if error is None else f"{error:.1%}" for error in (one.median_error, one.p90_error)),
-        ]
-        for one in fitted
-    ]
-    return Table("curves of measured tables", ["table", "curve", "median error", "90th percentile"], rows)
-
-
-def _targets(found: Sequence[Cell], counts: Sequence[Named], fitted: Sequence[Fitted]) -> Table:
+def _targets(found: Sequence[Cell], counts: Sequence[Named]) -> Table:
     rows: list[list[str]] = []
     notes: list[str] = []
     for more_rows, more_notes in (_of_cells(found), _of_slots(counts)):
         rows += more_rows
         notes += more_notes
-    errors = [one.median_error for one in fitted if one.median_error is not None]
-    if errors:
-        worst = f"{max(errors):.1%} at most, {len(errors)} tables"
-        rows.append(["median error of fits on held-out rows", "<= 10 %", worst])
     return Table("targets", ["what", "target", "found"], rows, note="; ".join(notes))
 
 
@@ -167,7 +146,7 @@ def _of_slots(counts: Sequence[Named]) -> tuple[list[list[str]], list[str]]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.time", description=__doc__)
     add = parser.add_argument
-    add("--curve", help="cost curve, FILE or FILE:PHASE; by default that of H200 in docs/time.md")
+    add("--curve", help="cost curve, FILE or FILE:PHASE; by default that of H200 in docs/research/time.md")
     add(
         "--routes",
         type=Path,
@@ -175,7 +154,6 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="recorded routes.npz to draw heat from as well",
     )
-    add("--table", type=Path, action="append", default=[], help="measured table to fit as well (parquet)")
     add("--tokens", type=int, nargs="+", default=list(TOKENS), help="tokens of a step")
     add("--ranks", type=int, nargs="+", default=list(RANKS), help="expert-parallel sizes")
     add(

@@ -12,15 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.time.cells import MORE_SLOTS
-from benchmarks.time.confidence import errors_allowed
+from benchmarks.time.cells import MORE_SLOTS, errors_allowed, slowest_us
 from benchmarks.time.heats import CellHeat
-from benchmarks.time.scoring import slowest_us
 from eplb_service.cost.curve import CostCurve
 from eplb_service.offline import Solution, solve
-from eplb_service.replay.advice_options import SAME_TIME, Option, cheapest
-from eplb_service.replay.policy_replay import Setup
-from eplb_service.replay.schedule import Schedule
+from eplb_service.replay.advise import SAME_TIME, Option, cheapest
+from eplb_service.replay.policy import Setup
 
 NEAR = 0.01
 """Part of the time by which a number of slots must be slower afterwards to have been wrong."""
@@ -120,5 +117,5 @@ def _served(
 
 
 def _option(slots: int, us_W: npt.NDArray[np.float64]) -> Option:
-    setup = Setup(slots, Schedule(1, 1))
+    setup = Setup(slots, 1, 1)
     return Option("", setup, 0.0, 1.0, 0.0, 0.0, 0.0, moe_ms=float(us_W.mean()) / 1e3)

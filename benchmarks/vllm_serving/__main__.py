@@ -14,19 +14,17 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 from rich.console import Console
 from rich.text import Text
 
-from benchmarks.vllm_serving.run import DEPLOYMENT, Plan, serve_both
-from benchmarks.vllm_serving.score import complaint
-from benchmarks.vllm_serving.screen import summary
-from benchmarks.vllm_serving.server import ServerError, Setting
+from benchmarks.vllm_serving.run import DEPLOYMENT, serve_both
+from benchmarks.vllm_serving.score import complaint, summary
 from tests.engines.conftest import make_agent_site
 from tests.engines.environments import VLLM_032, python_of
+from tests.engines.openai_server import ServerError
 
 
 def main() -> int:
@@ -40,10 +38,8 @@ def main() -> int:
             site = make_agent_site(folder)
         except (pytest.skip.Exception, subprocess.CalledProcessError) as reason:
             return _fail(console, f"vLLM with the agent cannot be had: {reason}", 2)
-        setting = Setting(python, site, arguments.ranks, arguments.redundant, arguments.clients)
-        plan = Plan(arguments.requests, arguments.rounds, arguments.clients, arguments.seed)
         try:
-            found, status = serve_both(setting, plan, folder, console)
+            found, status = serve_both(python, site, arguments, folder, console)
         except (ServerError, grpc.RpcError) as error:
             return _fail(console, str(error), 1)
     console.print(f"\n$ eplb status {DEPLOYMENT}\n{status}", markup=False, highlight=False)
@@ -54,7 +50,7 @@ def main() -> int:
     return 0 if reason is None else _fail(console, reason, 1)
 
 
-def _arguments() -> Any:
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make demo-vllm", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="tensor-parallel ranks of each server (2)")
     parser.add_argument("--redundant", type=int, default=8, help="redundant expert slots per layer (8)")

@@ -1,32 +1,35 @@
-"""The run itself: a service, both servers, and the rounds of requests that they get by turns."""
+"""The run itself: a service, both servers, and the rounds of requests that they get in turns."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import math
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 from rich.console import Console
+from rich.progress import Progress
 
-from benchmarks.vllm_serving.load import Request, drifting_requests, send_all
-from benchmarks.vllm_serving.score import ALONE, BALANCED, KINDS, Balance, Round, Switches, figures
-from benchmarks.vllm_serving.screen import Screen, live
-from benchmarks.vllm_serving.server import Server, Setting
+from benchmarks.vllm_serving.load import drifting_requests, send_all
+from benchmarks.vllm_serving.score import ALONE, BALANCED, KINDS, Round, figures
 from eplb_service.wire.generated.operator_pb2 import DeploymentStatus
 from tests.e2e.service import Service
+from tests.engines.conftest import engine_environment
+from tests.engines.openai_server import OpenAiServer
+from worker_agent.model.checkpoint import EMBEDDED
 
 DEPLOYMENT = "byte-moe"
-_SERVICE_FLAGS = (
+_SERVICE_FLAGS = [
     "--store",
     ":memory:",
     "--window-steps",
@@ -35,98 +38,111 @@ _SERVICE_FLAGS = (
     "32",
     "--report-steps",
     "8",
-)
+]
 _SECONDS_BETWEEN_QUESTIONS = 0.3
 _LAST_REPORT_SECONDS = 3.0
 _SEEN_SECONDS = 60.0
+_NEVER = 10**9
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is sent.
+def serve_both(
+    python: Path, site: Path, options: Namespace, folder: Path, console: Console
+) -> tuple[dict[str, Any], str]:
+    """Run all rounds; returns the figures, and the text of ``eplb status`` at the end.
 
     Parameters
     ----------
-    requests, rounds
-        To each server, and turns in which they are sent.
-    clients
-        Requests at a time.
-    seed
-        Of what is asked.
-    """
-
-    requests: int
-    rounds: int
-    clients: int
-    seed: int
-
-    def parts(self) -> list[Round]:
-        """The rounds, nothing answered yet."""
-        everything = drifting_requests(self.requests, self.seed)
-        edges = [self.requests * turn // self.rounds for turn in range(self.rounds + 1)]
-        return [Round(everything[first:last]) for first, last in itertools.pairwise(edges)]
-
-    def warm_up(self) -> list[Request]:
-        """Requests that nobody scores."""
-        return drifting_requests(self.clients, self.seed + 1)
-
-
-def serve_both(setting: Setting, plan: Plan, folder: Path, console: Console) -> tuple[dict[str, Any], str]:
-    """Run all rounds; returns the figures, and what `eplb status` prints at the end.
+    python, site
+        Interpreter of vLLM's environment, and the folder with the agent for its ``PYTHONPATH``.
+    options
+        The command line.
+    folder
+        Where logs go.
+    console
+        Where progress is shown.
 
     Raises ``ServerError`` where a server does not start.
     """
-    rounds = plan.parts()
-    console.print("starting the service", highlight=False)
+    rounds = rounds_of(options.requests, options.rounds, options.seed)
     with Service(folder, *_SERVICE_FLAGS) as service, watching(service) as watched:
         agent = {
             "EPLB_AGENT_SERVICE": service.address,
             "EPLB_AGENT_DEPLOYMENT": DEPLOYMENT,
             "EPLB_AGENT_DATA_HOST": "127.0.0.1",
         }
-        with (
-            Server(setting, folder / "alone.log", {}) as alone,
-            Server(setting, folder / "balanced.log", agent) as balanced,
-            live(console, rounds, watched.line) as screen,
-        ):
-            servers = {ALONE: alone, BALANCED: balanced}
+        command = server_options(options.ranks, options.redundant, options.clients)
+        with contextlib.ExitStack() as running:
+            servers = {
+                kind: running.enter_context(
+                    OpenAiServer(python, folder / f"{kind}.log", EMBEDDED, command, environment(site, found))
+                )
+                for kind, found in ((ALONE, {}), (BALANCED, agent))
+            }
             for kind, server in servers.items():
-                screen.doing(f"vLLM starts, {kind}: {setting.ranks} ranks on CPU; about a minute")
-                server.wait_until_ready()
-            screen.doing("both compile what their first requests need")
+                console.print(f"vLLM starts, {kind}: {options.ranks} ranks on CPU; about a minute")
+                server.wait_until_healthy()
+            console.print("both compile what their first requests need")
             with watched.left_alone():
                 for server in servers.values():
-                    send_all(server.port, plan.warm_up(), plan.clients, lambda _: None)
-            _take_turns(rounds, servers, plan.clients, screen)
+                    send_all(
+                        server.port, drifting_requests(options.clients, options.seed + 1), options.clients
+                    )
+            _take_turns(rounds, servers, options.clients, watched, console)
             time.sleep(_LAST_REPORT_SECONDS)
-            switches, printed = watched.switches(), watched.printed()
-    return figures(rounds, switches, watched.balance()), printed
+            switched, printed = watched.switched(), watched.printed()
+    return figures(rounds, switched, watched.par()), printed
 
 
-def _take_turns(rounds: Sequence[Round], servers: dict[str, Server], clients: int, screen: Screen) -> None:
-    """Send each round to both servers, first to the one and then to the other, by turns."""
-    for number, part in enumerate(rounds):
-        for kind in KINDS if number % 2 else reversed(KINDS):
-            screen.doing(f"round {number + 1} of {len(rounds)}: {part.phase}, {kind}")
-            coming = part.answers[kind]
-            part.answers[kind] = send_all(servers[kind].port, part.requests, clients, coming.append)
-            part.complete.add(kind)
-        screen.finished(part)
+def rounds_of(requests: int, rounds: int, seed: int) -> list[Round]:
+    """The load cut into rounds, nothing answered yet."""
+    everything = drifting_requests(requests, seed)
+    edges = [requests * turn // rounds for turn in range(rounds + 1)]
+    return [Round(everything[first:last]) for first, last in itertools.pairwise(edges)]
+
+
+def server_options(ranks: int, redundant: int, sequences: int) -> list[str]:
+    """Command line of an expert-parallel server whose own balancer never comes to act."""
+    eplb = {"num_redundant_experts": redundant, "use_async": False, "step_interval": _NEVER}
+    flags = ["--enable-expert-parallel", "--enable-eplb", "--no-enable-prefix-caching"]
+    return [
+        *("--served-model-name", DEPLOYMENT, "--max-num-seqs", str(sequences)),
+        *("--tensor-parallel-size", str(ranks), "--eplb-config", json.dumps(eplb), *flags),
+    ]
+
+
+def environment(site: Path, agent: dict[str, str]) -> dict[str, str]:
+    """Environment of a server; ``agent`` holds the agent's variables, none to leave it alone."""
+    on_cpu = engine_environment(site, VLLM_NO_USAGE_STATS="1")
+    return {name: value for name, value in on_cpu.items() if not name.startswith("EPLB_")} | agent
+
+
+def _take_turns(
+    rounds: list[Round], servers: dict[str, OpenAiServer], clients: int, watched: Watched, console: Console
+) -> None:
+    """Send each round to both servers, first to the one and then to the other, in turns."""
+    with Progress(console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("rounds", total=len(rounds) * len(KINDS))
+        for number, part in enumerate(rounds):
+            for kind in KINDS if number % 2 else reversed(KINDS):
+                progress.update(task, description=f"{part.phase}, {kind}")
+                part.answers[kind] = send_all(servers[kind].port, part.requests, clients)
+                progress.advance(task)
+            console.print(f"{part.line()}\n{watched.line}", highlight=False, soft_wrap=True)
 
 
 class Watched:
-    """What the service says of the balanced deployment, asked for a few times a second."""
+    """The service's view of the balanced deployment, asked for a few times per second."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._line = ""
         self._before = math.nan
         self._after: list[float] = []
         self._steps = 0
+        self.line = ""
 
     @contextlib.contextmanager
     def left_alone(self) -> Iterator[None]:
-        """Within it nothing is planned, and it ends once balance without a switch has been seen.
+        """Plan nothing within it, and end once balance without a switch has been seen.
 
         On a busy machine the first layers would otherwise have switched before anybody asked.
         """
@@ -141,13 +157,10 @@ class Watched:
             with contextlib.suppress(grpc.RpcError):
                 self._service.resume(DEPLOYMENT)
 
-    def line(self) -> str:
-        """The newest status in one line."""
-        return self._line
-
-    def balance(self) -> Balance:
-        """The service's peak-to-average ratios so far."""
-        return Balance(self._before, float(np.mean(self._after)) if self._after else math.nan, self._steps)
+    def par(self) -> dict[str, float]:
+        """PAR of the last window before a layer switched, the mean since, and the steps counted in all."""
+        after = float(np.mean(self._after)) if self._after else math.nan
+        return {"before": self._before, "after": after, "steps": self._steps}
 
     def ask(self) -> None:
         """Take the newest status; none where no agent has come yet."""
@@ -155,8 +168,8 @@ class Watched:
             self.take(self._service.status(DEPLOYMENT).status)
 
     def take(self, status: DeploymentStatus) -> None:
-        """Take a status; one without new steps says nothing new of balance."""
-        self._line = (
+        """Take a status; one without new steps adds nothing to balance."""
+        self.line = (
             f"service: PAR {status.par:.3f} of the last {status.window_steps} steps, "
             f"{status.layers_switched} layers switched, {status.experts_moved} experts moved "
             f"({status.bytes_moved / 1e6:.1f} MB); {status.last_decision}"
@@ -169,16 +182,16 @@ class Watched:
         else:
             self._after.append(status.par)
 
-    def switches(self) -> Switches:
-        """What was switched so far; none where no agent has come."""
-        try:
+    def switched(self) -> dict[str, int]:
+        """Figures of the switches so far; zeros where no agent has come."""
+        status = DeploymentStatus()
+        with contextlib.suppress(grpc.RpcError):
             status = self._service.status(DEPLOYMENT).status
-        except grpc.RpcError:
-            return Switches(0, 0, 0, 0)
-        return Switches(status.layers_switched, status.experts_moved, status.bytes_moved, status.steps_lost)
+        names = ("layers_switched", "experts_moved", "bytes_moved", "steps_lost")
+        return {name: getattr(status, name) for name in names}
 
     def printed(self) -> str:
-        """What ``eplb status`` prints."""
+        """Text of ``eplb status``."""
         command = [sys.executable, "-m", "eplb_service.cli.main", "status", DEPLOYMENT]
         done = subprocess.run(
             [*command, "--address", self._service.address], capture_output=True, text=True, check=False

@@ -1,105 +1,121 @@
-"""What has come back so far from both servers, phase by phase, and the figures that a run ends with."""
+"""Two servers' answers to the same requests: whether they are the same, how long tokens took, and what a run shows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from rich.table import Table
 
-from benchmarks.vllm_serving.comparison import Latency, Sameness, compare, latency
 from benchmarks.vllm_serving.load import Answer, Request
 
 ALONE, BALANCED = "alone", "balanced"
 KINDS = (ALONE, BALANCED)
 MOST_SPLIT_DRAWS = 0.02
 """Part of the requests of which float32 may decide a draw; it is far rarer than that."""
+MOST_ROUNDING = 1e-3
+"""Largest difference of two log-probabilities that float32 explains; a wrong expert changes them by tenths and more."""
 
 
 @dataclass
 class Round:
-    """Requests that both servers get one after the other, and their answers by kind of server, as they come."""
+    """Requests that both servers get one after the other, and their answers by kind of server."""
 
     requests: Sequence[Request]
-    answers: dict[str, list[Answer]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
-    complete: set[str] = field(default_factory=set)
-    """Servers whose answers are all here, in order of the requests."""
+    answers: dict[str, list[Answer]] = field(default_factory=dict)
 
     @property
     def phase(self) -> str:
         """What most of them ask about."""
         return self.requests[len(self.requests) // 2].phase
 
-    def failed(self, kind: str) -> int:
-        """Answers that failed."""
-        return sum(answer.error is not None for answer in self.answers[kind])
-
-    def latency(self, kind: str) -> Latency:
-        """Of the answers so far."""
-        return latency(list(self.answers[kind]))
-
-    @property
-    def sameness(self) -> Sameness | None:
-        """Of both servers' answers, once all are here."""
-        if len(self.complete) < len(KINDS):
-            return None
-        return compare(self.answers[ALONE], self.answers[BALANCED])
+    def line(self) -> str:
+        """The round in one line."""
+        times = {kind: latency(self.answers[kind]) for kind in KINDS}
+        same = compare(self.answers[ALONE], self.answers[BALANCED])
+        shown = (
+            f"{kind} p50 {times[kind]['first_p50']:.1f} ms to the first token, "
+            f"{times[kind]['token_p50']:.1f} ms per token"
+            for kind in KINDS
+        )
+        return f"{self.phase}: {same['identical']}/{same['requests']} identical; {'; '.join(shown)}"
 
 
-@dataclass(frozen=True)
-class Switches:
-    """What the service says of the balanced deployment at the end."""
+def compare(some: Sequence[Answer], others: Sequence[Answer]) -> dict[str, Any]:
+    """Compare answers to the same requests.
 
-    layers_switched: int
-    experts_moved: int
-    bytes_moved: int
-    steps_lost: int
-
-
-@dataclass(frozen=True)
-class Balance:
-    """Peak-to-average ratios, as the service measures them per step over its window.
-
-    Parameters
-    ----------
-    before
-        Of the last window before a layer switched; NaN where none was seen.
-    after
-        Mean over the windows since.
-    steps
-        How many were counted in all.
+    Returns ``requests``; those answered ``identical`` to the last byte; ``split_draws``, which part where both servers
+    give the candidates the same log-probabilities within ``MOST_ROUNDING``, so that float32 decided the draw; those
+    that are otherwise ``different`` or failed; and the ``worst_difference`` of log-probabilities.
     """
+    gaps = [_largest_gap(one, other) for one, other in zip(some, others, strict=True)]
+    found = {"requests": len(some), "identical": 0, "split_draws": 0, "different": 0}
+    for one, other, gap in zip(some, others, gaps, strict=True):
+        if one.error or other.error or gap > MOST_ROUNDING:
+            found["different"] += 1
+        elif one.token_ids == other.token_ids:
+            found["identical"] += 1
+        else:
+            found["split_draws"] += 1
+    return found | {"worst_difference": max(gaps, default=0.0)}
 
-    before: float
-    after: float
-    steps: int
+
+def _largest_gap(one: Answer, other: Answer) -> float:
+    """Largest difference of two log-probabilities, up to the token at which the answers part, that one included."""
+    largest = 0.0
+    for place, (here, there) in enumerate(zip(one.candidates, other.candidates, strict=False)):
+        shared = here.keys() & there.keys()
+        # Candidates of nearly the same probability may change places; most of them are the same all the same.
+        if len(shared) < len(here) // 2:
+            return float("inf")
+        largest = max(largest, *(abs(here[token] - there[token]) for token in shared))
+        if one.token_ids[place] != other.token_ids[place]:
+            break
+    return largest
 
 
-def figures(rounds: Sequence[Round], switches: Switches, balance: Balance) -> dict[str, Any]:
-    """Everything that ``--json`` writes."""
-    everything = {kind: [answer for part in rounds for answer in part.answers[kind]] for kind in KINDS}
-    pairs = [(part.latency(ALONE), part.latency(BALANCED)) for part in rounds]
+def latency(answers: Iterable[Answer]) -> dict[str, float]:
+    """Milliseconds to the first token and per token, median and 99th percentile; NaN without a good answer."""
+    good = [answer.times for answer in answers if answer.error is None]
+    seconds = {
+        "first": [times[0] for times in good if times],
+        "token": [later - earlier for times in good for earlier, later in itertools.pairwise(times)],
+    }
     return {
-        **asdict(compare(everything[ALONE], everything[BALANCED])),
-        "failed": {kind: sum(part.failed(kind) for part in rounds) for kind in KINDS},
+        f"{name}_p{percent}": 1e3 * float(np.percentile(values, percent)) if values else float("nan")
+        for name, values in seconds.items()
+        for percent in (50, 99)
+    }
+
+
+def figures(rounds: Sequence[Round], switched: dict[str, int], par: dict[str, float]) -> dict[str, Any]:
+    """Everything that ``--json`` writes: ``switched`` and ``par`` are the service's."""
+    everything = {kind: [answer for part in rounds for answer in part.answers[kind]] for kind in KINDS}
+    pairs = [(latency(part.answers[ALONE]), latency(part.answers[BALANCED])) for part in rounds]
+    ratios = {
+        name: np.quantile([balanced[name] / alone[name] for alone, balanced in pairs], [0.0, 0.5, 1.0])
+        for name in ("first_p50", "token_p50")
+    }
+    return {
+        **compare(everything[ALONE], everything[BALANCED]),
+        "failed": {kind: sum(answer.error is not None for answer in everything[kind]) for kind in KINDS},
         "tokens": {kind: sum(len(answer.token_ids) for answer in everything[kind]) for kind in KINDS},
-        **asdict(switches),
-        "par": asdict(balance),
-        "latency_ms": {kind: asdict(latency(everything[kind])) for kind in KINDS},
+        **switched,
+        "par": par,
+        "latency_ms": {kind: latency(everything[kind]) for kind in KINDS},
         "latency_ratio_by_round": {
-            name: _spread(
-                [getattr(with_agent, name) / getattr(without, name) for without, with_agent in pairs]
-            )
-            for name in ("first_p50", "token_p50")
+            name: dict(zip(("min", "median", "max"), spread.tolist(), strict=True))
+            for name, spread in ratios.items()
         },
     }
 
 
 def complaint(found: dict[str, Any]) -> str | None:
     """Why a run does not show what it should, or ``None``."""
-    failed = sum(found["failed"].values())
-    if failed:
+    if failed := sum(found["failed"].values()):
         return f"{failed} requests failed"
     if found["different"]:
         return f"{found['different']} of {found['requests']} answers differ from vLLM's own"
@@ -110,6 +126,29 @@ def complaint(found: dict[str, Any]) -> str | None:
     return None
 
 
-def _spread(ratios: Sequence[float]) -> dict[str, float]:
-    low, middle, high = np.quantile(ratios, [0.0, 0.5, 1.0])
-    return {"min": float(low), "median": float(middle), "max": float(high)}
+def summary(found: dict[str, Any]) -> Table:
+    """The figures as a table."""
+    same = f"{found['identical']} of {found['requests']} requests, {found['tokens'][BALANCED]} tokens"
+    if found["split_draws"]:
+        same += f"; {found['split_draws']} more part at a draw that float32 decided"
+    rows = {
+        "identical text": same,
+        "largest log-probability difference": f"{found['worst_difference']:.2g}",
+        "failed requests": f"{found['failed'][BALANCED]} balanced, {found['failed'][ALONE]} left alone",
+        "layers switched": f"{found['layers_switched']} times, while serving",
+        "moved": f"{found['experts_moved']} experts, {found['bytes_moved'] / 1e6:.1f} MB",
+        "PAR before the first switch": f"{found['par']['before']:.3f}",
+        "PAR since": f"{found['par']['after']:.3f}, while domains drift",
+    }
+    for name, key in (("ms to the first token", "first"), ("ms per token", "token")):
+        for kind, label in ((BALANCED, "with agent"), (ALONE, "without")):
+            times = found["latency_ms"][kind]
+            rows[f"{name}, {label}"] = f"p50 {times[f'{key}_p50']:.1f}, p99 {times[f'{key}_p99']:.1f}"
+        spread = found["latency_ratio_by_round"][f"{key}_p50"]
+        rows[f"{name}, with / without"] = (
+            f"{spread['median']:.2f} by round ({spread['min']:.2f} to {spread['max']:.2f})"
+        )
+    table = Table(title="Summary", show_header=False, title_justify="left", title_style="bold")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table

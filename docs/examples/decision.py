@@ -34,9 +34,9 @@ print(f"drift {found.drift_L.mean():.2f}, of which sampling {found.drift_noise_L
 
 # %%
 from eplb_service.planner.settings import PlannerSettings
-from eplb_service.replay.runner import jobs_for, replay, scene_for, schedules
+from eplb_service.replay.jobs import jobs_for, replay, scene_for, setups_of
 
-setups = schedules(windows=[128], intervals=[128], slots=[4, 5])
+setups = setups_of(windows=[128], intervals=[128], slots=[4, 5])
 jobs = jobs_for(["none", "deepseek", "flashlb"], setups, PlannerSettings())
 replayed = replay(trace, jobs, scene_for(ranks=8))
 for policy in replayed.policies:

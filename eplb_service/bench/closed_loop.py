@@ -1,32 +1,25 @@
-"""Window after window: what each policy's placement and tables realise on the next one, and what it moves."""
+"""Policies window after window along one trace: what each realises on the next window, what it moves and costs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from eplb_service.bench.contest import NONE, OURS, Contest, first_scene
 from eplb_service.bench.decision import Decision, Float64, Scene
+from eplb_service.bench.peers.balancers import PEERS
 from eplb_service.bench.scoring import arrivals, realised_par, rule_tables
 from eplb_service.placement import mean_par
+from eplb_service.planner.score import noise_floor
 
 
 @dataclass(frozen=True)
 class Entrant:
-    """One policy in a loop.
-
-    Parameters
-    ----------
-    label
-        As tables and plots name it.
-    policy
-        ``ours``, a peer's name, or ``none``.
-    options
-        What its maker takes.
-    """
+    """One policy in a loop: its label, ``ours``, a peer's name or ``none``, and the options that its maker takes."""
 
     label: str
     policy: str
@@ -64,11 +57,73 @@ class Course:
 FULL = Entrant("ours, full re-solve", OURS, {"afresh": True})
 DEFAULT = Entrant("ours", OURS)
 LEFT_ALONE = Entrant("left alone", NONE)
+OWN = (
+    Entrant("flashlb (ours)", OURS),
+    Entrant("deepseek (ours)", OURS, {"options": {"policy": "deepseek"}}),
+)
+"""This project's policies with default settings, as ``compare`` names them."""
 
 
 def entrants(contest: Contest) -> list[Entrant]:
-    """Everybody in default settings."""
+    """All policies with default settings."""
     return [LEFT_ALONE, DEFAULT, FULL, *(Entrant(name, name) for name in contest.peers)]
+
+
+def entrants_of(contest: Contest) -> list[Entrant]:
+    """Doing nothing, this project's policies, and the peers that take part, each named with its engine."""
+    return [LEFT_ALONE, *OWN, *(Entrant(_peer_label(name), name) for name in contest.peers)]
+
+
+def _peer_label(name: str) -> str:
+    """A peer's name with its engine behind it."""
+    engine = {"vllm-ascend": "vLLM-Ascend", "vllm": "vLLM", "sglang": "SGLang"}[PEERS[name][0].name]
+    own = name.removeprefix(engine).removeprefix("Ascend").strip()
+    return f"{own} ({engine})"
+
+
+def compare(contest: Contest, course: Course, taking_part: Sequence[Entrant]) -> dict[str, Any]:
+    """Run all entrants along the course, one after another, and return the document of ``eplb bench --json``.
+
+    One that fails is left out, which ``contest`` has reported. Means are without the first window where there are
+    others: all place it from scratch. Lists have an entry for each decision.
+    """
+    contest.warm_up(
+        [entrant.policy for entrant in taking_part if entrant is not LEFT_ALONE],
+        first_scene(course.heat(0), course.ranks, course.slots),
+    )
+    served_TLE = course.heat_TLE[course.window : course.windows * course.window]
+    floor_L = noise_floor(served_TLE.sum(axis=2, dtype=np.int64), course.ranks)
+    sources = {entrant.label: _source(entrant) for entrant in taking_part}
+    return {
+        "layers": course.heat_TLE.shape[1],
+        "experts": course.heat_TLE.shape[2],
+        "ranks": course.ranks,
+        "slots": course.slots,
+        "window_steps": course.window,
+        "decisions": course.windows - 1,
+        "noise_floor": float(mean_par(floor_L)),
+        "policies": {
+            row["policy"]: {
+                "source": sources[row["policy"]],
+                "par_realised": realised_mean(row),
+                "par_realised_per_window": row["realised"],
+                "moves_per_decision": fmean(row["moves"][1:] or row["moves"]),
+                "moves": row["moves"],
+                "layers_changed": row["changed_layers"],
+                "solve_ms_mean": fmean(row["wall_seconds"][1:] or row["wall_seconds"]) * 1e3,
+                "cpu_ms_mean": cpu_after_first(row) * 1e3,
+            }
+            for row in loops(contest, [course], taking_part)
+        },
+        "failures": contest.failures,
+    }
+
+
+def _source(entrant: Entrant) -> str:
+    if entrant.policy not in PEERS:
+        return "eplb-service"
+    package = PEERS[entrant.policy][0]
+    return f"{package.name} {package.version}"
 
 
 def loops(
@@ -121,7 +176,7 @@ def _decide(contest: Contest, entrant: Entrant, scene: Scene, first: bool) -> De
 
 
 def realised_mean(row: Mapping[str, Any]) -> float:
-    """Mean over the windows that had tokens, without the first: it is placed from scratch by everybody."""
+    """Mean over the windows that had tokens, without the first: all policies place it from scratch."""
     return float(mean_par(np.array(row["realised"][1:] or row["realised"])))
 
 

@@ -1,4 +1,4 @@
-"""What every policy is asked and what it answers, whoever wrote it."""
+"""Question and answer of every policy, whoever wrote it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,10 @@ Float64 = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Scene:
-    """What a policy sees when it decides.
+    """Window and placement that a policy decides on.
 
-    Parameters
-    ----------
-    heat_TLE
-        int32 ``[T, L, E]``, tokens of each logical expert in each step of the window.
-    placement_LRS, tables_RLE
-        int32 ``[L, R, S]`` and ``[R, L, E]``, what serves now.
-    source_RLE
-        float64 ``[R, L, E]``, tokens by the rank that they come from, over the window; ``None``: evenly.
+    ``heat_TLE`` int32 are tokens per step, layer and logical expert, ``placement_LRS`` and ``tables_RLE`` int32 what
+    serves now. ``source_RLE`` float64 are tokens by the rank that they come from, over the window; ``None``: evenly.
     """
 
     heat_TLE: Int32
@@ -34,20 +28,11 @@ class Scene:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a policy wants to serve, and what deciding cost.
+    """Placement and tables that a policy wants to serve, and the cost of deciding.
 
-    Parameters
-    ----------
-    placement_LRS
-        int32 ``[L, R, S]``; peers may put an expert twice on a rank.
-    tables_RLE
-        int32 ``[R, L, E]``; ``None`` for the engines' rule, replica ``rank % replicas``.
-    promised_L
-        float64 ``[L]``, peak-to-average ratio that it expects of the window; ``None`` where it does not say.
-    changed_layers
-        Layers whose placement or tables it changes.
-    cpu_seconds, wall_seconds
-        Of the decision alone: heat is in the policy's own form when the clock starts.
+    Peers may put an expert twice on a rank of ``placement_LRS``; ``tables_RLE`` is ``None`` for the engines' rule,
+    replica ``rank % replicas``. ``promised_L`` is the PAR that it expects of the window, where it says so. Seconds are
+    of the decision alone: heat is in the policy's own form when the clock starts.
     """
 
     placement_LRS: Int32

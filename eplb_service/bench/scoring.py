@@ -1,4 +1,4 @@
-"""How well placements and tables share heat, for placements of any origin: peers may put an expert twice on a rank.
+"""Balance of placements of any origin: peers may put an expert twice on a rank.
 
 Written apart from the planner's own scoring, so that neither is judged by itself.
 """
@@ -11,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.bench.decision import Float64, Int32
-from eplb_service.placement import default_log2phy, replica_counts
+from eplb_service.placement import default_log2phy
 
 
 def even_par(heat_TLE: npt.NDArray[np.generic], placement_LRS: Int32) -> Float64:
     """Peak-to-average ratio per step, experts split evenly over their replicas, float64 ``[L]``."""
     layers = []
     for layer, placed_RS in enumerate(placement_LRS):
-        replicas_E = replica_counts(placed_RS, heat_TLE.shape[2])
+        replicas_E = np.bincount(placed_RS.ravel(), minlength=heat_TLE.shape[2])
         part_ER = np.zeros((heat_TLE.shape[2], placed_RS.shape[0]))
         np.add.at(part_ER, (placed_RS, np.arange(placed_RS.shape[0])[:, None]), 1.0 / replicas_E[placed_RS])
         layers.append(peak_to_average(heat_TLE[:, layer].astype(np.float64) @ part_ER))

@@ -8,31 +8,109 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import typer
 
 import eplb_service
-from eplb_service.cli.command_list import COMMANDS
-from eplb_service.cli.errors import UserError
 from eplb_service.cli.help_text import HelpCommand, HelpGroup
+from eplb_service.cli.options import UserError
 
 # typer brings a click of its own or uses the installed one; either way its usage errors have this base.
 _UsageError = cast("type[Exception]", typer.BadParameter.__base__)
 
-USAGE_EXIT_CODE = 2
+_USAGE_EXIT_CODE = 2
 """Exit code of everything that the user can correct: arguments, files, addresses."""
-INTERRUPT_EXIT_CODE = 130
+_INTERRUPT_EXIT_CODE = 130
 """Exit code after Ctrl-C, as shells have it."""
 
-
-BROKEN_PIPE_EXIT_CODE = 141
+_BROKEN_PIPE_EXIT_CODE = 141
 """Exit code where the reader of the output has left, as shells have it for SIGPIPE."""
+
+
+class _CommandEntry(NamedTuple):
+    """A command's module in ``eplb_service.cli``, and its heading and sentence in the list of commands.
+
+    The function, or the group of commands, has the command's name.
+    """
+
+    module: str
+    panel: str
+    summary: str
+
+
+_OFFLINE, _SERVICE, _OPERATE = "On recorded heat", "The service", "Ask a running service"
+COMMANDS = {
+    "demo": _CommandEntry("demo", _SERVICE, "Run service and live ranks here and watch them balance."),
+    "serve": _CommandEntry("serve", _SERVICE, "Run the control plane that agents connect to."),
+    "solve": _CommandEntry("solve", _OFFLINE, "Compute a placement from recorded heat."),
+    "replay": _CommandEntry("replay", _OFFLINE, "Run the planner along a trace and score each policy."),
+    "sweep": _CommandEntry("sweep", _OFFLINE, "Replay many traces under many settings, in one table."),
+    "advise": _CommandEntry("advise", _OFFLINE, "Advise what to set, and whether balancing pays."),
+    "bench": _CommandEntry("bench", _OFFLINE, "Compare with vLLM's, vLLM-Ascend's and SGLang's balancers."),
+    "calibrate": _CommandEntry("calibrate", _OFFLINE, "Fit how long a rank's experts take for their tokens."),
+    "trace": _CommandEntry("trace", _OFFLINE, "Look at heat traces, record, convert, or cut them."),
+    "warmup": _CommandEntry("warmup", _OFFLINE, "Compile the solver once, so that later starts need not."),
+    "deployments": _CommandEntry("operator", _OPERATE, "List the deployments."),
+    "status": _CommandEntry("operator", _OPERATE, "Show one deployment: balance, agents, last decision."),
+    "top": _CommandEntry("top", _OPERATE, "Watch a service live: balance, ranks, layers, switches."),
+    "history": _CommandEntry(
+        "operator", _OPERATE, "Show past plans: what they promised and what became of them."
+    ),
+    "placement": _CommandEntry("operator", _OPERATE, "Show or save the placement in force."),
+    "pause": _CommandEntry("operator", _OPERATE, "Stop planning for a deployment."),
+    "resume": _CommandEntry("operator", _OPERATE, "Plan for a paused deployment again."),
+    "rebalance": _CommandEntry("operator", _OPERATE, "Decide now instead of at the next interval."),
+    "lead": _CommandEntry("operator", _OPERATE, "Have a deployment's ranks follow this service again."),
+    "forget": _CommandEntry("operator", _OPERATE, "Remove a deployment whose ranks are gone."),
+}
+"""All commands; nothing of a command is imported for their list."""
+EXAMPLES = """\
+eplb demo
+eplb demo --ranks 8 --redundant 16 --json summary.json
+eplb demo --trace heat.zarr
+eplb demo --address 127.0.0.1:50551 --steps 20000
+eplb serve
+eplb serve --listen 0.0.0.0:50551 --config eplb.yaml
+eplb solve --heat heat.zarr --ranks 8 --redundant 16
+eplb solve --heat heat.zarr --ranks 8 --redundant 16 --out placement.npz
+eplb solve --heat heat.npz --ranks 8 --slots 9 --out map.json --format sglang
+eplb replay --heat heat.zarr --ranks 8 --redundant 0,8,16 --step-ms 30
+eplb replay --heat heat.zarr --ranks 8 --policy all --report report.html
+eplb sweep mon.zarr tue.zarr --ranks 8 --redundant 8,16 --interval 128,256
+eplb sweep *.zarr --ranks 8 --set par_threshold=1.02,1.1 --ray local
+eplb advise --heat heat.zarr --ranks 8 --step-ms 30 --bytes-per-expert 4000000
+eplb bench --heat heat.zarr --ranks 8
+eplb bench --heat heat.zarr --ranks 8 --redundant 16 --peers vllm --json
+eplb calibrate --hidden 2048 --inter 1024 --out curve.json
+eplb calibrate --table h200_moe_perf.parquet --phase decode --out h200.json
+eplb trace info heat.zarr
+eplb trace stats heat.zarr --ranks 8
+eplb trace record my-deployment --out heat.zarr --steps 2000
+eplb trace convert dump.pt --out heat.zarr
+eplb trace slice heat.zarr --steps 1000:3000 --layers 0:8 --out part.zarr
+eplb trace synth --kind bursty --layers 4 --experts 32 --out made-up.zarr
+eplb warmup
+eplb deployments --address balancer:50551
+eplb status my-deployment
+eplb status my-deployment --json
+eplb top
+eplb top my-deployment --once
+eplb history my-deployment
+eplb history my-deployment --plan 7
+eplb placement my-deployment --out map.json --format sglang --first-layer 3
+eplb pause my-deployment
+eplb resume my-deployment
+eplb rebalance my-deployment
+eplb lead my-deployment
+eplb forget my-deployment
+""".splitlines()
+"""Lines of the shell that the help of each command ends with."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class LazyGroup(HelpGroup):
+class _LazyGroup(HelpGroup):
     """Lists commands from ``COMMANDS`` alone and imports a command's module only when it is called."""
 
     def __init__(self, **settings: Any) -> None:
@@ -57,13 +135,17 @@ def load_command(name: str) -> Any:
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
         single.command(name, cls=HelpCommand)(command)
         parser = typer.main.get_command(single)
-    parser.examples = COMMANDS[name].examples
+    parser.examples = _examples(name)
     for child in getattr(parser, "commands", {}).values():
-        child.examples = [line for line in parser.examples if line.startswith(f"eplb {name} {child.name} ")]
+        child.examples = _examples(f"{name} {child.name}")
     return parser
 
 
-app = typer.Typer(name="eplb", cls=LazyGroup, rich_markup_mode=None)
+def _examples(name: str) -> list[str]:
+    return [line for line in EXAMPLES if f"{line} ".startswith(f"eplb {name} ")]
+
+
+app = typer.Typer(name="eplb", cls=_LazyGroup, rich_markup_mode=None)
 
 
 def _print_version(wanted: bool) -> None:
@@ -93,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run ``eplb`` and return its exit code.
 
-    What the user can correct ends in one line on stderr and ``USAGE_EXIT_CODE``; any other exception is a bug
+    What the user can correct ends in one line on stderr and ``_USAGE_EXIT_CODE``; any other exception is a bug
     and passes through.
     """
     command = typer.main.get_command(app)
@@ -101,13 +183,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
         code = command.main(args=arguments, prog_name="eplb", standalone_mode=False)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        return INTERRUPT_EXIT_CODE
+        return _INTERRUPT_EXIT_CODE
     except (BrokenPipeError, SystemExit) as error:
         # Where the reader has left while a command prints, typer turns that into an exit.
         if not isinstance(error.__context__ if isinstance(error, SystemExit) else error, BrokenPipeError):
             raise
         _discard_output()
-        return BROKEN_PIPE_EXIT_CODE
+        return _BROKEN_PIPE_EXIT_CODE
     except typer.Abort:
         return _refuse("aborted")
     except _UsageError as error:
@@ -116,14 +198,14 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, OSError) and error.filename is None and error.errno in _FULL:
             _discard_output()
             return _refuse(f"the output cannot be written ({error.strerror})")
-        if not is_users_mistake(error):
+        if not _is_users_mistake(error):
             raise
         return _refuse(str(error))
     return code if isinstance(code, int) else 0
 
 
-def is_users_mistake(error: Exception) -> bool:
-    """Whether ``error`` is a user's to correct: our own ``UserError`` and ``ValueError`` kinds, or a file.
+def _is_users_mistake(error: Exception) -> bool:
+    """Return whether a user can correct ``error``: our own ``UserError`` and ``ValueError`` kinds, or a file.
 
     A bare ``ValueError`` is not: it was not raised for a user to read.
     """
@@ -147,7 +229,7 @@ def _usage_message(error: Exception) -> str:
 
 def _refuse(message: str) -> int:
     typer.echo(f"eplb: error: {' '.join(message.split())}", err=True)
-    return USAGE_EXIT_CODE
+    return _USAGE_EXIT_CODE
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What a rank's tokens cost in microseconds, and what moves cost: where the figures come from, and whether they fit."""
+"""Cost of a rank's tokens in microseconds, and of moves: fitted, measured, and read from files."""

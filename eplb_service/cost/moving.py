@@ -1,4 +1,4 @@
-"""What moving weights costs a model while it serves, estimated from what its ranks measured of their switches.
+"""Cost of moving weights while a model serves, estimated from what its ranks measured of their switches.
 
 While a layer's weights travel, steps take longer, and its commit stops the model for a moment. So a switch loses the
 time of the transfer, times the part of it by which steps were slowed, and the time of the commit. Each of the three is
@@ -12,13 +12,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from eplb_service.placement import Float64
-
-Bools = npt.NDArray[np.bool_]
 
 FEWEST_SWITCHES = 4
 """Layers' switches below which neither transfers nor commits count as measured."""
@@ -49,7 +48,7 @@ class Switch:
     Parameters
     ----------
     expert_seconds
-        For each expert that a rank received, of the ranks that received any.
+        Seconds for each expert that a rank received, of the ranks that received any.
     transfer_seconds
         From the first byte to the last, of the same.
     commit_seconds
@@ -75,30 +74,19 @@ class SwitchedPlan:
     switches: tuple[Switch, ...]
 
 
-@dataclass(frozen=True)
-class StepSample:
-    """Mean wall time of some steps, in microseconds, and how many those are."""
+class Slowdown(NamedTuple):
+    """Part of the time while one plan's weights travelled that steps lost, and how many steps those are.
 
-    us: float
+    Negative where they happened to be faster than those before and after it.
+    """
+
+    lost_share: float
     steps: int
 
 
 @dataclass(frozen=True)
-class Slowdown:
-    """How long steps took while one plan's weights travelled, and how long those before and after it took."""
-
-    moving: StepSample
-    calm_us: float
-
-    @property
-    def lost_share(self) -> float:
-        """Part of the time while weights travelled that was lost; negative where steps happened to be faster."""
-        return 1.0 - self.calm_us / self.moving.us
-
-
-@dataclass(frozen=True)
 class MovingCosts:
-    """What is known of the cost of moves; ``None`` for what has not been measured often enough.
+    """Measured costs of moves; ``None`` for what has not been measured often enough.
 
     Parameters
     ----------
@@ -110,6 +98,8 @@ class MovingCosts:
         Of a layer's switch, and of how many that is the median.
     bounded
         Whether any of these is where it is only because nothing beyond is believed.
+    layer_ms, layer_source
+        Milliseconds that one layer's experts take in a step, which is what moves may win a part of, and its origin.
     """
 
     expert_seconds: float | None = None
@@ -121,67 +111,57 @@ class MovingCosts:
     commit_seconds: float | None = None
     commits: int = 0
     bounded: bool = False
+    layer_ms: float | None = None
+    layer_source: str = ""
 
 
 NOTHING_MEASURED = MovingCosts()
 
 
 def moving_costs(switches: Sequence[Switch], slowdowns: Sequence[Slowdown]) -> MovingCosts:
-    """The costs that these switches, and the steps beside them, speak for."""
+    """Costs that these switches, and the steps beside them, speak for."""
     seconds, commits = (
-        [value for value in values if math.isfinite(value)]
-        for values in (
-            [switch.expert_seconds for switch in switches],
-            [switch.commit_seconds for switch in switches],
-        )
+        [value for switch in switches if math.isfinite(value := getattr(switch, name))]
+        for name in ("expert_seconds", "commit_seconds")
     )
     share = _lost_share(slowdowns)
-    found = {
-        "expert_seconds": _median(seconds),
-        "lost_share": None if share is None else share[0],
-        "commit_seconds": _median(commits),
-    }
-    bounds = {
-        "expert_seconds": _EXPERT_SECONDS,
-        "lost_share": (0.0, MOST_LOST),
-        "commit_seconds": (0.0, _MOST_COMMIT_SECONDS),
-    }
-    bounded = {
-        name: None if value is None else min(max(value, bounds[name][0]), bounds[name][1])
-        for name, value in found.items()
-    }
-    # That steps seem a little faster while weights travel is what noise makes of no cost, no report to be doubted.
-    doubted = any(bounded[name] != found[name] for name in ("expert_seconds", "commit_seconds"))
-    low, high = (math.nan, math.nan) if share is None else share[1:]
+    lost, low, high = (None, math.nan, math.nan) if share is None else share
+    found = _median(seconds), lost, _median(commits)
+    bounds = _EXPERT_SECONDS, (0.0, MOST_LOST), (0.0, _MOST_COMMIT_SECONDS)
+    expert, lost, commit = (
+        None if value is None else min(max(value, least), most)
+        for value, (least, most) in zip(found, bounds, strict=True)
+    )
     return MovingCosts(
-        expert_seconds=bounded["expert_seconds"],
+        expert_seconds=expert,
         transfers=len(seconds),
-        lost_share=bounded["lost_share"],
+        lost_share=lost,
         lost_low=low,
         lost_high=high,
         plans=len(slowdowns),
-        commit_seconds=bounded["commit_seconds"],
+        commit_seconds=commit,
         commits=len(commits),
-        bounded=doubted or (share is not None and share[0] > MOST_LOST),
+        # That steps seem a little faster while weights travel is what noise makes of no cost, no report to be doubted.
+        bounded=(expert, commit) != (found[0], found[2]) or (share is not None and share[0] > MOST_LOST),
     )
 
 
-def calm_steps(step_T: Float64, us_T: Float64, plans: Sequence[SwitchedPlan]) -> StepSample | None:
-    """The newest steps of known time in which no plan was under way; ``None`` where they are too few."""
+def calm_steps(step_T: Float64, us_T: Float64, plans: Sequence[SwitchedPlan]) -> float | None:
+    """Mean time of the newest steps of known time in which no plan was under way; ``None`` where they are too few."""
     kept_T = _served(us_T)
     for plan in plans:
         kept_T &= (step_T < plan.first_step) | (step_T >= plan.end_step)
-    return _sample(us_T[kept_T][-_NEAR:], _FEWEST_CALM)
+    return _mean(us_T[kept_T][-_NEAR:])
 
 
 def slowdown_of(
     plan: SwitchedPlan,
     others: Sequence[SwitchedPlan],
-    before: StepSample | None,
+    before_us: float | None,
     step_T: Float64,
     us_T: Float64,
 ) -> Slowdown | None:
-    """How much longer steps took while a plan's weights travelled than just before and just after it.
+    """Part of the time that steps lost while a plan's weights travelled, beside just before and just after it.
 
     A plan makes steps faster, as a rule, so those on both sides count alike; where one side is not known the other has
     to do.
@@ -190,8 +170,8 @@ def slowdown_of(
     ----------
     plan, others
         The plan, and those whose steps are no measure of anything.
-    before
-        Steps before it.
+    before_us
+        Time of the steps before it.
     step_T, us_T
         float64 ``[T]``, numbers of steps in order, and their wall time in microseconds; NaN where not known.
 
@@ -204,37 +184,39 @@ def slowdown_of(
     moving_T = np.zeros(len(step_T), dtype=bool)
     for switch in plan.switches:
         moving_T |= _travelled(switch, step_T, us_T)
-    moving = _sample(us_T[moving_T & served_T], 1)
+    moving_K = us_T[moving_T & served_T]
     end = min([other.first_step for other in others if other.first_step >= plan.end_step], default=math.inf)
-    after = _sample(us_T[served_T & (step_T >= plan.end_step) & (step_T < end)][:_NEAR], _FEWEST_CALM)
-    calm = [sample.us for sample in (before, after) if sample is not None]
-    if moving is None or not calm:
+    after_us = _mean(us_T[served_T & (step_T >= plan.end_step) & (step_T < end)][:_NEAR])
+    calm = [us for us in (before_us, after_us) if us is not None]
+    if not moving_K.size or not calm:
         return None
-    return Slowdown(moving, sum(calm) / len(calm))
+    return Slowdown(1.0 - sum(calm) / len(calm) / float(moving_K.mean()), moving_K.size)
 
 
-def _travelled(switch: Switch, step_T: Float64, us_T: Float64) -> Bools:
+def _travelled(switch: Switch, step_T: Float64, us_T: Float64) -> npt.NDArray[np.bool_]:
     """Steps in which a layer's weights travelled, bool ``[T]``: the last ones that take as long as the transfer did."""
     between_T = (step_T > switch.after_step) & (step_T < switch.by_step)
     if not math.isfinite(switch.transfer_seconds) or not between_T.any():
         return np.zeros(len(step_T), dtype=bool)
     us_between_T = np.where(between_T, np.nan_to_num(us_T), 0.0)
     later_T = us_between_T[::-1].cumsum()[::-1] - us_between_T
-    travelled_T: Bools = between_T & (later_T < switch.transfer_seconds * 1e6)
+    travelled_T: npt.NDArray[np.bool_] = between_T & (later_T < switch.transfer_seconds * 1e6)
     return travelled_T
 
 
-def _served(us_T: Float64) -> Bools:
+def _served(us_T: Float64) -> npt.NDArray[np.bool_]:
     """Steps whose time is known and no wait for requests, bool ``[T]``."""
     known_T = np.isfinite(us_T)
     if not known_T.any():
         return known_T
-    served_T: Bools = known_T & (np.nan_to_num(us_T, nan=np.inf) <= _PAUSE * np.median(us_T[known_T]))
+    served_T: npt.NDArray[np.bool_] = known_T & (
+        np.nan_to_num(us_T, nan=np.inf) <= _PAUSE * np.median(us_T[known_T])
+    )
     return served_T
 
 
-def _sample(us_K: Float64, fewest: int) -> StepSample | None:
-    return StepSample(float(us_K.mean()), len(us_K)) if len(us_K) >= fewest else None
+def _mean(us_K: Float64) -> float | None:
+    return float(us_K.mean()) if len(us_K) >= _FEWEST_CALM else None
 
 
 def _median(values: Sequence[float]) -> float | None:
@@ -245,9 +227,8 @@ def _lost_share(slowdowns: Sequence[Slowdown]) -> tuple[float, float, float] | N
     """Mean over the plans by their steps, with its interval by Student's t; ``None`` where that is too wide to say."""
     if len(slowdowns) < FEWEST_PLANS:
         return None
-    share_P = np.array([slowdown.lost_share for slowdown in slowdowns])
-    weight_P = np.array([float(slowdown.moving.steps) for slowdown in slowdowns])
-    weight_P /= weight_P.sum()
+    share_P, weight_P = np.array(slowdowns, dtype=np.float64).T
+    weight_P = weight_P / weight_P.sum()
     mean = float(weight_P @ share_P)
     plans = len(share_P)
     error = math.sqrt(float((weight_P**2) @ (share_P - mean) ** 2) * plans / (plans - 1))

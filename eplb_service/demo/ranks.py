@@ -1,4 +1,4 @@
-"""Starts the demo's rank processes and reads what they report."""
+"""Rank processes of the demo, and the lines in which they report."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 _STOP_SECONDS = 5.0
-_KEPT_STDERR_LINES = 12
+_KEPT_STDERR_LINES = 3
 
 
 class RankDiedError(RuntimeError):
     """A rank process ended with an error; the message holds its last lines of stderr."""
 
 
-class RankProcesses:
-    """R processes, their progress lines, and their ends."""
+class _RankProcesses:
+    """R processes of one program, their progress lines, and their ends."""
 
     def __init__(self, program: str, task: Path, ranks: int) -> None:
-        command = [sys.executable, "-m", program, str(task)]
         self._lines: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._errors: list[list[str]] = [[] for _ in range(ranks)]
+        self._errors = [deque[str](maxlen=_KEPT_STDERR_LINES) for _ in range(ranks)]
         self._processes = [
             subprocess.Popen(
-                [*command, str(rank)],
+                [sys.executable, "-m", program, str(task), str(rank)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 stdin=subprocess.DEVNULL,
@@ -46,14 +46,14 @@ class RankProcesses:
             thread.start()
 
     def take(self, timeout: float) -> dict[str, Any] | None:
-        """The next progress line of any rank, or ``None`` after ``timeout`` seconds.
+        """Return the next progress line of any rank, or ``None`` after ``timeout`` seconds.
 
-        Raises
-        ------
-        RankDiedError
-            Once a rank has failed.
+        Raises ``RankDiedError`` once a rank has failed.
         """
-        self._check_alive()
+        for rank, process in enumerate(self._processes):
+            if process.poll() not in (None, 0):
+                last_lines = " | ".join(self._errors[rank]) or "nothing on stderr"
+                raise RankDiedError(f"rank {rank} ended with exit code {process.returncode}: {last_lines}")
         try:
             return self._lines.get(timeout=timeout)
         except queue.Empty:
@@ -61,15 +61,14 @@ class RankProcesses:
 
     @property
     def running(self) -> bool:
-        """Whether a rank still runs or has lines that were not taken."""
+        """A rank still runs, or has lines that were not taken."""
         alive = any(process.poll() is None for process in self._processes)
         return alive or any(thread.is_alive() for thread in self._readers) or not self._lines.empty()
 
     def stop(self) -> None:
         """End what still runs."""
         for process in self._processes:
-            if process.poll() is None:
-                process.terminate()
+            process.terminate()
         for process in self._processes:
             try:
                 process.wait(_STOP_SECONDS)
@@ -83,29 +82,19 @@ class RankProcesses:
                 if pipe is not None:
                     pipe.close()
 
-    def _check_alive(self) -> None:
-        for rank, process in enumerate(self._processes):
-            if process.poll() not in (None, 0):
-                last_lines = " | ".join(self._errors[rank][-3:]) or "nothing on stderr"
-                raise RankDiedError(f"rank {rank} ended with exit code {process.returncode}: {last_lines}")
-
     def _read_progress(self, rank: int) -> None:
-        for line in _lines_of(self._processes[rank].stdout):
+        for line in self._processes[rank].stdout or ():
             self._lines.put(json.loads(line))
 
     def _read_errors(self, rank: int) -> None:
-        for line in _lines_of(self._processes[rank].stderr):
-            self._errors[rank] = [*self._errors[rank][1 - _KEPT_STDERR_LINES :], line]
-
-
-def _lines_of(pipe: Any) -> Sequence[str] | Iterator[str]:
-    return (line.strip() for line in pipe)
+        for line in self._processes[rank].stderr or ():
+            self._errors[rank].append(line.strip())
 
 
 @contextmanager
-def rank_processes(program: str, task: Path, ranks: int) -> Iterator[RankProcesses]:
+def rank_processes(program: str, task: Path, ranks: int) -> Iterator[_RankProcesses]:
     """Processes of the module ``program``, with the orders in ``task``, ended when the context is left."""
-    processes = RankProcesses(program, task, ranks)
+    processes = _RankProcesses(program, task, ranks)
     try:
         yield processes
     finally:

@@ -1,16 +1,19 @@
-"""What the ranks of a demo have reported, put together step by step."""
+"""Reports of a demo's ranks, put together step by step, and written as a trace."""
 
 from __future__ import annotations
 
+import io
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from eplb_service.atomic_write import write_atomically
 from eplb_service.placement import Float64, mean_par, par
 
-Int64 = npt.NDArray[np.int64]
+_Int64 = npt.NDArray[np.int64]
 
 _ROUNDING_STEPS = 64
 """Roundings of float32 that two orders of the same sums may be apart, relative to the largest output."""
@@ -36,32 +39,29 @@ class Scoreboard:
         """Steps that all ranks have reported."""
         return min(len(rows) for rows in self._rows)
 
-    def loads(self, kind: str, last: int | None = None) -> Float64:
-        """Tokens of each rank, ``[T, L, R]``, of all steps or the ``last`` ones; ``kind`` is ``live`` or ``still``."""
-        first = 0 if last is None else max(0, self.steps - last)
-        rows = [[row[f"{kind}_load"] for row in of_rank[first : self.steps]] for of_rank in self._rows]
-        loads_RTL: Float64 = np.asarray(rows, dtype=np.float64).reshape(self.ranks, -1, self.layers)
-        return np.ascontiguousarray(loads_RTL.transpose(1, 2, 0))
-
-    def source(self, last: int | None = None) -> Int64:
-        """Tokens of each source rank by logical expert, ``[T, R, L, E]``, of all steps or the ``last`` ones."""
-        first = 0 if last is None else max(0, self.steps - last)
-        rows_RTLE = [self.column(rank, "source", first) for rank in range(self.ranks)]
-        return np.ascontiguousarray(np.asarray(rows_RTLE, dtype=np.int64).swapaxes(0, 1))
-
-    def counts(self, last: int | None = None) -> Int64:
-        """Tokens by logical expert from all ranks, ``[T, L, E]``, of all steps or the ``last`` ones."""
-        summed_TLE: Int64 = self.source(last).sum(axis=1)
-        return summed_TLE
-
-    def column(self, rank: int, name: str, first: int = 0) -> list[Any]:
-        """What one rank has reported under a name, step by step from ``first`` on."""
-        return [row[name] for row in self._rows[rank][first : self.steps]]
-
     @property
     def facts(self) -> dict[str, Any]:
-        """The newest line of rank 0, for what all ranks say alike."""
+        """The newest line of rank 0, for what all ranks report alike."""
         return self._last[0]
+
+    def column(self, name: str, last: int | None = None) -> list[list[Any]]:
+        """Values under a name by rank and step, of all steps or the ``last`` ones."""
+        first = 0 if last is None else max(0, self.steps - last)
+        return [[row[name] for row in rows[first : self.steps]] for rows in self._rows]
+
+    def loads(self, kind: str, last: int | None = None) -> Float64:
+        """Tokens of each rank, ``[T, L, R]``, of all steps or the ``last`` ones; ``kind`` is ``live`` or ``still``."""
+        loads_RTL = np.asarray(self.column(f"{kind}_load", last), dtype=np.float64)
+        return np.ascontiguousarray(loads_RTL.reshape(self.ranks, -1, self.layers).transpose(1, 2, 0))
+
+    def source(self) -> _Int64:
+        """Tokens of each source rank by logical expert, ``[T, R, L, E]``."""
+        return np.ascontiguousarray(np.asarray(self.column("source"), dtype=np.int64).swapaxes(0, 1))
+
+    def counts(self, last: int | None = None) -> _Int64:
+        """Tokens by logical expert from all ranks, ``[T, L, E]``, of all steps or the ``last`` ones."""
+        summed_TLE: _Int64 = np.asarray(self.column("source", last), dtype=np.int64).sum(axis=0)
+        return summed_TLE
 
     def par(self, kind: str, first: int = 0, last: int | None = None) -> float:
         """Peak-to-average ratio of steps ``first`` to ``last``, mean over layers; NaN where there are no tokens."""
@@ -69,32 +69,23 @@ class Scoreboard:
 
     def milliseconds(self, kind: str) -> Float64:
         """Time of each step on its slowest rank, ``[T]``."""
-        times = np.asarray([[row[f"{kind}_ms"] for row in rows[: self.steps]] for rows in self._rows])
-        slowest: Float64 = times.max(axis=0)
+        slowest: Float64 = np.asarray(self.column(f"{kind}_ms"), dtype=np.float64).max(axis=0)
         return slowest
 
     @property
     def first_switched_step(self) -> int | None:
         """First step that was served after a switch, or ``None``."""
-        for step, row in enumerate(self._rows[0][: self.steps]):
-            if row["epoch"] > 0:
-                return step + 1
-        return None
+        epochs = self.column("epoch")[0]
+        return next((step + 1 for step, epoch in enumerate(epochs) if epoch > 0), None)
 
     @property
     def layers_switched(self) -> int:
         """Layer updates committed, as every rank has made them."""
         return min(int(line.get("layers_switched", 0)) for line in self._last)
 
-    @property
-    def experts_moved(self) -> int:
-        """Experts received, over all ranks."""
-        return sum(int(line.get("experts_received", 0)) for line in self._last)
-
-    @property
-    def bytes_moved(self) -> int:
-        """Bytes of weights received, over all ranks."""
-        return sum(int(line.get("bytes_received", 0)) for line in self._last)
+    def total(self, name: str) -> int:
+        """Sum of a counter over all ranks."""
+        return sum(int(line.get(name, 0)) for line in self._last)
 
     @property
     def worst_difference(self) -> float:
@@ -102,27 +93,34 @@ class Scoreboard:
         return max(float(line.get("worst_difference", 0.0)) for line in self._last)
 
     @property
-    def generated_bytes(self) -> int | None:
-        """Bytes generated by the model, over all ranks; ``None`` where no model was served."""
-        return self._sum_of("bytes_generated")
-
-    @property
-    def different_bytes(self) -> int | None:
-        """Generated bytes in which the balanced model and the one left alone differ; ``None`` without a model."""
-        return self._sum_of("bytes_different")
-
-    @property
     def rounding_bound(self) -> float:
-        """What float32 rounding alone may make of ``worst_difference``."""
+        """Most that float32 rounding alone makes of ``worst_difference``."""
         largest = max(float(line.get("largest_output", 0.0)) for line in self._last)
         return _ROUNDING_STEPS * float(np.finfo(np.float32).eps) * max(largest, 1.0)
 
     @property
     def halted(self) -> str | None:
-        """Why a rank has stopped balancing, or ``None``."""
+        """Reason why a rank has stopped balancing, or ``None``."""
         return next((str(line["halted"]) for line in self._last if line.get("halted")), None)
 
-    def _sum_of(self, name: str) -> int | None:
-        if any(name not in line for line in self._last):
-            return None
-        return sum(int(line[name]) for line in self._last)
+    def write_recording(self, path: Path) -> None:
+        """Write an ``.npz`` with all steps; raises ``OutputError``.
+
+        It holds ``counts`` ``[T, L, E]`` and ``source`` ``[T, R, L, E]``. Of the model's demo it also holds ``phase``
+        ``[T]``, the phase of new requests among ``phase_names``, and ``requests`` ``[T, R, D]``, those in flight by
+        ``domain_names``.
+        """
+        arrays: dict[str, Any] = {"counts": _smallest(self.counts()), "source": _smallest(self.source())}
+        if self.facts.get("domains"):
+            arrays["phase"] = np.asarray(self.column("phase")[0], dtype=np.uint8)
+            arrays["phase_names"] = np.asarray(self.facts["phases"])
+            arrays["requests"] = _smallest(np.asarray(self.column("requests")).transpose(1, 0, 2))
+            arrays["domain_names"] = np.asarray(self.facts["domains"])
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, **arrays)
+        write_atomically(path, buffer.getvalue())
+
+
+def _smallest(counts: _Int64) -> npt.NDArray[Any]:
+    """The same numbers in the smallest unsigned type that holds them."""
+    return counts.astype(np.min_scalar_type(int(counts.max(initial=0))))

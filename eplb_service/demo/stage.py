@@ -1,59 +1,58 @@
-"""What every demo does: a service, rank processes beside it, and the score, with a callback for whoever watches."""
+"""A demo's run: a service, rank processes beside it that serve the embedded model or a trace, and the score."""
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+
+from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.settings import ServiceSettings
 from eplb_service.demo.ranks import rank_processes
 from eplb_service.demo.scoreboard import Scoreboard
-from eplb_service.demo.service_thread import service_thread
 from eplb_service.placement import check_shape
 from eplb_service.planner.settings import DEAL, STEP, TABLES, PlannerSettings
 from eplb_service.telemetry.logs import configure_logs
 
-REPORT_EVERY_STEPS = 4
+_REPORT_EVERY_STEPS = 4
+_CONFIG = Path("model", "byte-moe", "config.json")
 
 Watch = Callable[[Scoreboard, str], None]
 """Called with the score and a line of status whenever there is news."""
 
 
-class DemoError(ValueError):
+class _DemoError(ValueError):
     """A demo that cannot be set up; the message says what to change."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What is served, and how it is balanced.
+    """Sizes of a run, and how it is balanced.
+
+    Raises ``PlacementError`` or ``DemoError`` where no such layers could be laid out.
 
     Parameters
     ----------
-    steps, layers, experts
-        T, L and E of what is balanced.
-    ranks, redundant
-        R, and slots per layer beyond one per expert.
-    dispatcher
-        ``"all2allv"``, ``"allgather"``, ``"mc2"``, or ``"moge"``, under which experts stay on their ranks.
-    split
-        ``"tables"``, ``"deal"`` or ``"step"``: how the balanced layers split tokens over replicas.
+    steps, layers, experts, ranks, redundant
+        T, L, E and R, and slots per layer beyond one per expert.
+    dispatcher, split, policy, seed
+        As the options of ``eplb demo``.
     window, interval
         Steps that a decision looks at, and steps from one to the next.
-    policy, seed
-        As in the service's settings.
-    service
-        Where the service is; ``None`` for one of the demo's own.
+    service, deployment
+        Address of the service, ``None`` for one of the demo's own, and the name that the ranks give.
     metrics
         ``host:port`` of its own service's metrics and web page.
-    deployment
-        Name that the ranks give.
-
-    Raises ``PlacementError`` or ``DemoError`` where no such layers could be laid out.
     """
 
     steps: int
@@ -75,7 +74,7 @@ class Stage:
         check_shape(self.experts, self.ranks, self.slots)
         missing = -(self.experts + self.redundant) % self.ranks
         if missing:
-            raise DemoError(
+            raise _DemoError(
                 f"{self.experts} experts and {self.redundant} redundant ones do not fill {self.ranks} ranks evenly; "
                 f"use --redundant {self.redundant + missing}"
             )
@@ -86,15 +85,25 @@ class Stage:
         return (self.experts + self.redundant) // self.ranks
 
 
+def embedded_model() -> dict[str, int]:
+    """Sizes of the embedded model by their names in its checkpoint's config, read without torch.
+
+    Raises ``FileNotFoundError`` where the agent's package is not installed.
+    """
+    agent = importlib.util.find_spec("worker_agent")
+    if agent is None or agent.origin is None:
+        raise FileNotFoundError(
+            "the embedded model comes with the worker_agent package, which is not installed"
+        )
+    config = json.loads((Path(agent.origin).parent / _CONFIG).read_text(encoding="utf-8"))
+    return {name: size for name, size in config.items() if isinstance(size, int)}
+
+
 def perform(stage: Stage, program: str, orders: Mapping[str, object], watch: Watch) -> Scoreboard:
     """Run rank processes of the module ``program``, which get ``orders`` beside those of the stage.
 
-    Raises
-    ------
-    RankDiedError
-        Where a rank fails.
-    DemoError
-        Where they end early.
+    Arrays among the orders travel as files. Raises ``RankDiedError`` where a rank fails, ``DemoError`` where they end
+    early.
     """
     board = Scoreboard(stage.ranks, stage.layers)
     with TemporaryDirectory(prefix="eplb-demo-", ignore_cleanup_errors=True) as scratch:
@@ -108,7 +117,7 @@ def perform(stage: Stage, program: str, orders: Mapping[str, object], watch: Wat
                         board.add(line)
                         watch(board, status)
         if board.steps < stage.steps:
-            raise DemoError(f"the ranks ended after {board.steps} of {stage.steps} steps")
+            raise _DemoError(f"the ranks ended after {board.steps} of {stage.steps} steps")
     return board
 
 
@@ -119,15 +128,8 @@ def _service(stage: Stage, announce: Callable[[str], None]) -> Iterator[tuple[st
         yield stage.service, f"service at {stage.service}"
         return
     announce("starting the service; the solver is compiled the first time, which takes a while")
-    settings = _service_settings(stage)
-    configure_logs(level=settings.log_level)
-    with service_thread(settings) as service:
-        yield service.address, f"service at {service.address}, web page at {service.page_url}"
-
-
-def _service_settings(stage: Stage) -> ServiceSettings:
     planner: dict[str, Any] = {"policy": stage.policy, "seed": stage.seed, "split": stage.split}
-    return ServiceSettings(
+    settings = ServiceSettings(
         listen="127.0.0.1:0",
         metrics=stage.metrics,
         store=":memory:",
@@ -137,13 +139,52 @@ def _service_settings(stage: Stage) -> ServiceSettings:
         log_level="error",
         **planner,
     )
+    configure_logs(settings.log_level)
+    with _service_thread(settings) as service:
+        yield service.address, f"service at {service.address}, web page at {service.page_url}"
+
+
+@contextmanager
+def _service_thread(settings: ServiceSettings) -> Iterator[RunningService]:
+    """A service on a thread of this process, its solver compiled; whatever keeps it from starting is raised here."""
+    started: Future[RunningService] = Future()
+    loop, stop = asyncio.new_event_loop(), asyncio.Event()
+
+    async def serve() -> None:
+        async with running_service(settings) as service:
+            await service.warm
+            started.set_result(service)
+            await stop.wait()
+
+    def run() -> None:
+        try:
+            loop.run_until_complete(serve())
+        except BaseException as error:
+            if started.done():
+                raise
+            started.set_exception(error)
+        finally:
+            loop.close()
+
+    thread = threading.Thread(target=run, name="eplb-demo-service", daemon=True)
+    thread.start()
+    try:
+        service = started.result()
+    except BaseException:
+        thread.join()
+        raise
+    try:
+        yield service
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
 
 
 def _write_task(stage: Stage, orders: Mapping[str, object], service: str, scratch: Path) -> Path:
     """The ranks' orders, in a file."""
     # The ranks are another package's, which this one does not import: they meet in this file's keys.
     task = scratch / "task.json"
-    shared = {
+    shared: dict[str, object] = {
         "service": service,
         "deployment": stage.deployment,
         "rendezvous": str(scratch / "rendezvous"),
@@ -153,7 +194,12 @@ def _write_task(stage: Stage, orders: Mapping[str, object], service: str, scratc
         "split": STEP if stage.split == STEP else TABLES,
         "dealing_width": PlannerSettings.deal_width if stage.split == DEAL else 1,
         "seed": stage.seed,
-        "report_every": REPORT_EVERY_STEPS,
+        "report_every": _REPORT_EVERY_STEPS,
     }
-    task.write_text(json.dumps({**shared, **orders}))
+    for name, order in orders.items():
+        if isinstance(order, np.ndarray):
+            np.save(scratch / f"{name}.npy", order)
+            order = str(scratch / f"{name}.npy")
+        shared[name] = order
+    task.write_text(json.dumps(shared))
     return task

@@ -1,12 +1,21 @@
-"""The demo's live view: each layer's ranks, left alone and balanced, side by side."""
+"""The demo as it runs: a live view on a terminal, a line now and then elsewhere, and the last view as a picture."""
 
 from __future__ import annotations
 
+import io
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import numpy as np
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from eplb_service.atomic_write import write_atomically
 from eplb_service.demo.scoreboard import Scoreboard
 from eplb_service.placement import Float64, mean_par, par
 
@@ -14,16 +23,76 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _RECENT_STEPS = 24
 _HOT, _WARM = 1.25, 1.1
 _MOST_EXPERT_BARS = 48
+_SECONDS_BETWEEN_LINES = 2.0
+_PICTURE_WIDTH = 132
+_WEB_FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 
-def render(board: Scoreboard, total_steps: int, heat_LE: Float64 | None, status: str) -> RenderableType:
-    """The view as it is now; ``heat_LE`` is the recent heat by expert, ``status`` one line of what goes on."""
-    if board.steps == 0:
-        return Text(status, style="dim")
-    return Group(_figures(board, total_steps), _layers(board, heat_LE), Text(status, style="dim"))
+class Screen:
+    """Shows the score as it comes in: a live view on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, console: Console, live: Live | None, steps: int) -> None:
+        self._console = console
+        self._live = live
+        self._steps = steps
+        self._last_line = 0.0
+        self._last_status = ""
+
+    def update(self, board: Scoreboard, status: str) -> None:
+        """Show the score as it is."""
+        if self._live is not None:
+            self._live.update(self.view(board, status))
+        elif board.steps == 0 and status != self._last_status:
+            self._console.print(status, highlight=False)
+        elif board.steps and time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES:
+            self._last_line = time.monotonic()
+            recent = max(0, board.steps - _RECENT_STEPS)
+            self._console.print(
+                f"step {board.steps}/{self._steps}: PAR {board.par('still', recent):.3f} left alone, "
+                f"{board.par('live', recent):.3f} balanced; {board.layers_switched} layers switched, "
+                f"{board.total('bytes_received') / 1e6:.1f} MB moved",
+                highlight=False,
+                soft_wrap=True,
+            )
+        self._last_status = status
+
+    def finish(self, summary: RenderableType) -> None:
+        """Show the end result."""
+        self._console.print(summary)
+
+    def fail(self, reason: str) -> None:
+        """Report an error."""
+        self._console.print(Text(f"eplb demo failed: {reason}", style="bold red"))
+
+    def view(self, board: Scoreboard, status: str = "") -> RenderableType:
+        """The view as it is now: each layer's ranks, left alone and balanced, side by side."""
+        if board.steps == 0:
+            return Text(status, style="dim")
+        return Group(_figures_table(board, self._steps), _layers_table(board), Text(status, style="dim"))
 
 
-def _figures(board: Scoreboard, total_steps: int) -> Table:
+@contextmanager
+def screen(steps: int) -> Iterator[Screen]:
+    """Open a screen on standard output, for a demo of so many steps."""
+    console = Console()
+    if not console.is_terminal:
+        yield Screen(console, None, steps)
+        return
+    with Live(console=console, refresh_per_second=8) as live:
+        yield Screen(console, live, steps)
+
+
+def save_picture(path: Path, view: RenderableType, summary: RenderableType) -> None:
+    """Write the last view and the summary to ``path`` as an SVG picture; raises ``OutputError``."""
+    console = Console(record=True, width=_PICTURE_WIDTH, file=io.StringIO(), force_terminal=True)
+    console.print(view)
+    console.print()
+    console.print(summary)
+    # The fonts that rich names are fetched from elsewhere; a picture is to be whole by itself.
+    write_atomically(path, _WEB_FONT.sub("", console.export_svg(title="eplb demo")).encode())
+
+
+def _figures_table(board: Scoreboard, total_steps: int) -> Table:
     live_ms = board.milliseconds("live")[-_RECENT_STEPS:]
     still_ms = board.milliseconds("still")[-_RECENT_STEPS:]
     recent = max(0, board.steps - _RECENT_STEPS)
@@ -34,7 +103,7 @@ def _figures(board: Scoreboard, total_steps: int) -> Table:
         "PAR left alone": f"{board.par('still', recent):.3f}",
         "PAR balanced": f"{board.par('live', recent):.3f}",
         "layers switched": str(board.layers_switched),
-        "moved": f"{board.experts_moved} experts, {board.bytes_moved / 1e6:.1f} MB",
+        "moved": f"{board.total('experts_received')} experts, {board.total('bytes_received') / 1e6:.1f} MB",
         "step ms with/without": f"{np.median(live_ms):.1f} / {np.median(still_ms):.1f}",
     }
     table.add_row(*(Text(name, style="dim") for name in cells))
@@ -42,19 +111,18 @@ def _figures(board: Scoreboard, total_steps: int) -> Table:
     return table
 
 
-def _layers(board: Scoreboard, heat_LE: Float64 | None) -> Table:
+def _layers_table(board: Scoreboard) -> Table:
     table = Table(box=None, padding=(0, 2), header_style="dim")
     for heading in ("layer", "ranks left alone", "PAR", "ranks balanced", "PAR", "heat of experts"):
         table.add_column(heading, justify="right" if heading in ("layer", "PAR") else "left")
+    heat_LE = board.counts(_RECENT_STEPS).mean(axis=0)
     loads = {kind: board.loads(kind, _RECENT_STEPS) for kind in ("still", "live")}
     for layer in range(board.layers):
         cells: list[RenderableType] = [str(layer)]
         for kind in ("still", "live"):
             loads_TR = loads[kind][:, layer]
             cells += [_bars(loads_TR.mean(axis=0)), f"{mean_par(par(loads_TR[:, None])):.2f}"]
-        cells.append(
-            Text("") if heat_LE is None else _bars(heat_LE[layer][:_MOST_EXPERT_BARS], coloured=False)
-        )
+        cells.append(_bars(heat_LE[layer][:_MOST_EXPERT_BARS], coloured=False))
         table.add_row(*cells)
     return table
 

@@ -1,14 +1,19 @@
-"""Which source ranks each expert's tokens come from, summed over about a window, in bounded memory."""
+"""Sources and times of a window's steps: tokens by source rank, wall time and tokens by step; in bounded memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from eplb_service.placement import Float64
+from eplb_service.wire.heat import HeatReport
+
+_PAUSE = 8.0
+"""Medians from which on a step's time is taken for a wait for requests."""
 _BUCKETS_PER_WINDOW = 4
 SOURCE_BUCKETS = _BUCKETS_PER_WINDOW + 1
 """Buckets kept: a window, and the one that fills."""
@@ -18,48 +23,69 @@ RankSums: TypeAlias = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class SourceSums:
-    """Source heat as it was at one moment: cheap to take, and put together by whoever has the time.
+class StepTimes:
+    """Times and tokens of T steps in order, float64 ``[T]``.
 
-    Parameters
-    ----------
-    buckets
-        The sums of all ranks, in order of rank, for each stretch of steps.
+    ``us_T`` are microseconds of wall time, the median over the ranks that measured it, NaN where none did; ``tokens_T``
+    tokens of all ranks, each counted once, NaN where a rank did not report its own.
     """
 
-    buckets: tuple[tuple[RankSums, ...], ...]
+    us_T: Float64
+    tokens_T: Float64
 
-    def total(self) -> npt.NDArray[np.float64] | None:
-        """Float64 ``[R, L, E]``; ``None`` where not all ranks report theirs."""
-        if not self.buckets:
-            return None
-        first = self.buckets[0]
-        total_RLE = np.zeros((len(first), *first[0].shape))
-        for bucket in self.buckets:
-            for total_LE, sums_LE in zip(total_RLE, bucket, strict=True):
-                total_LE += sums_LE
-        return total_RLE
+    @property
+    def served_T(self) -> npt.NDArray[np.bool_]:
+        """Steps whose time is known and no wait for requests, bool ``[T]``: at most eight times the median."""
+        known_T = np.isfinite(self.us_T)
+        if not known_T.any():
+            return known_T
+        served_T: npt.NDArray[np.bool_] = known_T & (
+            np.nan_to_num(self.us_T, nan=np.inf) <= _PAUSE * np.median(self.us_T[known_T])
+        )
+        return served_T
+
+    @property
+    def mean_us(self) -> float | None:
+        """Mean over those steps, in microseconds; ``None`` where there is none."""
+        served_T = self.served_T
+        return float(self.us_T[served_T].mean()) if served_T.any() else None
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Mean tokens of those steps; ``None`` where not all are known."""
+        tokens = self.tokens_T[self.served_T]
+        return float(tokens.mean()) if tokens.size and np.isfinite(tokens).all() else None
+
+    def newest(self, steps: int) -> StepTimes:
+        """Return the newest steps' own."""
+        first = len(self.us_T) - steps
+        return StepTimes(self.us_T[first:], self.tokens_T[first:])
 
 
-class _Bucket:
-    """Sums over a fixed stretch of steps."""
+class StepTimesRing:
+    """Times and tokens of the steps in the ``rows`` of a window, put together as they come in.
 
-    def __init__(self, ranks: int) -> None:
-        self.sums_R: list[RankSums | None] = [None] * ranks
-        self.steps_R = np.zeros(ranks, dtype=np.int64)
+    A decision asks for all rows at once, on the event loop: medians over many ranks are not left for then.
+    ``counted_G`` are the ranks whose tokens make up a step's: one of each that see the same tokens.
+    """
 
-    def add(self, rank: int, steps: int, sums_LE: npt.NDArray[np.integer[Any]]) -> None:
-        known_LE = self.sums_R[rank]
-        added_LE: RankSums = np.empty(sums_LE.shape, dtype=np.float32)
-        np.add(sums_LE, 0 if known_LE is None else known_LE, out=added_LE, casting="unsafe")
-        self.sums_R[rank] = added_LE
-        self.steps_R[rank] += steps
+    def __init__(self, rows: int, counted_G: npt.NDArray[np.integer[Any]]) -> None:
+        self._counted_G = counted_G
+        self._us_W = np.full(rows, np.nan)
+        self._tokens_W = np.full(rows, np.nan)
 
-    def fair(self) -> tuple[RankSums, ...]:
-        """All ranks' sums where they are of equally many steps, so that shares can be compared; otherwise none."""
-        known = tuple(sums_LE for sums_LE in self.sums_R if sums_LE is not None)
-        alike = len(known) == len(self.sums_R) and bool((self.steps_R == self.steps_R[0]).all())
-        return known if alike else ()
+    def put(
+        self, row: int, micros_R: npt.NDArray[np.integer[Any]], tokens_R: npt.NDArray[np.integer[Any]]
+    ) -> None:
+        """Take a step's microseconds on each rank, 0 where not known, and its tokens, -1 where not known."""
+        tokens_G = tokens_R[self._counted_G]
+        known = micros_R[micros_R > 0]
+        self._us_W[row] = float(np.median(known)) if known.size else math.nan
+        self._tokens_W[row] = tokens_G.sum() if (tokens_G >= 0).all() else np.nan
+
+    def of(self, rows: npt.NDArray[np.intp], asked_T: npt.NDArray[np.bool_]) -> StepTimes:
+        """Return these rows' own, in their order; times that are not asked for are left unknown."""
+        return StepTimes(np.where(asked_T, self._us_W[rows], np.nan), self._tokens_W[rows])
 
 
 class SourceHeat:
@@ -74,40 +100,57 @@ class SourceHeat:
         self._bucket_steps = -(-window_steps // _BUCKETS_PER_WINDOW)
         self._buckets: dict[int, _Bucket] = {}
 
-    def add(self, rank: int, first_step: int, counts_TLE: npt.NDArray[np.integer[Any]]) -> None:
-        """Add one rank's counts of the steps from ``first_step`` on."""
-        taken = 0
-        while taken < len(counts_TLE):
-            number, offset = divmod(first_step + taken, self._bucket_steps)
-            part_TLE = counts_TLE[taken : taken + self._bucket_steps - offset]
-            bucket = self._bucket(number)
-            if bucket is not None:
-                bucket.add(rank, len(part_TLE), part_TLE.sum(axis=0, dtype=np.int64))
-            taken += len(part_TLE)
+    def add(self, rank: int, report: HeatReport) -> None:
+        """Add what one rank's own tokens chose, where it reports that.
 
-    def add_sums(self, rank: int, first_step: int, steps: int, sums_LE: npt.NDArray[np.integer[Any]]) -> None:
-        """Add one rank's counts summed over ``steps`` steps; all are of the bucket of the first.
-
-        Ranks cut their reports at the same steps, so that this is the same for all of them.
+        Sums over a report are all of the bucket of its first step: ranks cut their reports at the same steps, so that
+        this is the same for all of them.
         """
-        bucket = self._bucket(first_step // self._bucket_steps)
-        if bucket is not None:
-            bucket.add(rank, steps, sums_LE)
+        if report.source_sums_LE is not None:
+            number = report.first_step // self._bucket_steps
+            self._add(rank, number, report.steps, report.source_sums_LE)
+        counts_TLE, taken = report.source_counts_TLE, 0
+        while counts_TLE is not None and taken < len(counts_TLE):
+            number, offset = divmod(report.first_step + taken, self._bucket_steps)
+            part_TLE = counts_TLE[taken : taken + self._bucket_steps - offset]
+            self._add(rank, number, len(part_TLE), part_TLE.sum(axis=0, dtype=np.int64))
+            taken += len(part_TLE)
 
     def clear(self) -> None:
         """Forget everything: the steps that it was counted for were none."""
         self._buckets.clear()
 
-    def sums(self) -> SourceSums:
-        """What is known by now of stretches that all ranks have reported alike."""
-        fair: Sequence[tuple[RankSums, ...]] = [bucket.fair() for bucket in self._buckets.values()]
-        return SourceSums(tuple(bucket for bucket in fair if bucket))
+    def buckets(self) -> tuple[tuple[RankSums, ...], ...]:
+        """Sums of all ranks, in order of rank, for each stretch of steps that they have reported alike."""
+        return tuple(sums for bucket in self._buckets.values() if (sums := bucket.fair()))
 
-    def _bucket(self, number: int) -> _Bucket | None:
+    def _add(self, rank: int, number: int, steps: int, sums_LE: npt.NDArray[np.integer[Any]]) -> None:
         if number not in self._buckets:
             if self._buckets and number < min(self._buckets):
-                return None
+                return
             self._buckets[number] = _Bucket(self._ranks)
             while len(self._buckets) > SOURCE_BUCKETS:
                 del self._buckets[min(self._buckets)]
-        return self._buckets.get(number)
+        if number in self._buckets:
+            self._buckets[number].add(rank, steps, sums_LE)
+
+
+class _Bucket:
+    """Sums over a fixed stretch of steps."""
+
+    def __init__(self, ranks: int) -> None:
+        self._sums_R: list[RankSums | None] = [None] * ranks
+        self._steps_R = np.zeros(ranks, dtype=np.int64)
+
+    def add(self, rank: int, steps: int, sums_LE: npt.NDArray[np.integer[Any]]) -> None:
+        known_LE = self._sums_R[rank]
+        added_LE: RankSums = np.empty(sums_LE.shape, dtype=np.float32)
+        np.add(sums_LE, 0 if known_LE is None else known_LE, out=added_LE, casting="unsafe")
+        self._sums_R[rank] = added_LE
+        self._steps_R[rank] += steps
+
+    def fair(self) -> tuple[RankSums, ...]:
+        """Return all ranks' sums where they are of equally many steps, so that shares can be compared; else none."""
+        known = tuple(sums_LE for sums_LE in self._sums_R if sums_LE is not None)
+        alike = len(known) == len(self._sums_R) and bool((self._steps_R == self._steps_R[0]).all())
+        return known if alike else ()

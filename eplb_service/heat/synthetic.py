@@ -14,20 +14,20 @@ from eplb_service.heat.window import HeatError
 from eplb_service.placement import Float64, Int32
 
 Kind = Literal["static", "drift", "phased", "bursty"]
-"""How popularity moves: it jitters, walks, alternates between two domains, or jumps in groups of experts."""
+"""Movements of popularity: it jitters, walks, alternates between two domains, or jumps in groups of experts."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 # Made up, not fitted to any router: each kind is to be hard in its own way.
 _JITTER_LOG_SD = 0.1
-"""Of a log-popularity from step to step where it does not move."""
+"""Jitter of a log-popularity from step to step where it does not move."""
 _DRIFT_LOG_SD = 0.04
-"""Of the jumps of a log-popularity that walks."""
+"""Jumps of a log-popularity that walks."""
 _DRIFT_PULL = 0.999
 """Part of where it is that stays from step to step: it wanders by less than one, however long the trace."""
 _PHASE_STEPS = 50
 """Mean length of a phase; phases are up to a fifth longer or shorter."""
 _PHASE_SHARE = 0.9
-"""Of a phase's tokens, those of its own domain."""
+"""Part of a phase's tokens that are of its own domain."""
 _BURST_GROUP = 8
 """Experts that are hot together."""
 _BURST_LOG_GAIN = 1.3
@@ -39,28 +39,11 @@ _BURST_STEPS_ON, _BURST_STEPS_OFF = 10, 50
 def synthetic_heat(
     kind: Kind, steps: int, layers: int, experts: int, tokens: int = 4096, top_k: int = 8, seed: int = 0
 ) -> Int32:
-    """Heat of a made-up workload; the same arguments give the same heat.
+    """Heat of a made-up workload, int32 ``[T, L, E]``; the same arguments give the same heat.
 
-    Parameters
-    ----------
-    kind
-        How popularity moves, one of ``KINDS``.
-    steps, layers, experts
-        T, L and E.
-    tokens, top_k
-        Tokens per step, and the distinct experts that each chooses.
-    seed
-        Of all that is drawn.
-
-    Returns
-    -------
-    Int32
-        int32 ``[T, L, E]``; every step and layer sums to ``tokens * top_k``, and no count is past ``tokens``.
-
-    Raises
-    ------
-    HeatError
-        On an unknown kind, or sizes that no router could have.
+    Popularity moves as ``kind`` says, over ``steps``, ``layers`` and ``experts``. In each step ``tokens`` choose
+    ``top_k`` distinct experts each: every step and layer sums to ``tokens * top_k``, and no count is past ``tokens``.
+    All is drawn from ``seed``. Raises ``HeatError`` on an unknown kind, or sizes that no router could have.
     """
     if kind not in KINDS:
         raise HeatError(f"unknown kind of heat {kind!r}; choose one of {', '.join(KINDS)}")
@@ -80,16 +63,8 @@ def synthetic_heat(
 def source_shares(ranks: int, layers: int, experts: int, log_sd: float = 0.3, seed: int = 0) -> Float64:
     """Share of each expert's tokens that each source rank sends, float64 ``[R, L, E]``, summing to 1 over R.
 
-    A lognormal mix that persists: ``log_sd`` 0 is even, 0.5 strongly skewed.
-
-    Parameters
-    ----------
-    ranks, layers, experts
-        How many source ranks, layers, and logical experts per layer.
-    log_sd
-        Standard deviation of a share's logarithm.
-    seed
-        Of the draw.
+    A lognormal mix of ``ranks``, ``layers`` and ``experts`` that persists, drawn from ``seed``: ``log_sd``, the
+    standard deviation of a share's logarithm, is even at 0 and strongly skewed at 0.5.
     """
     weights_RLE = np.exp(log_sd * np.random.default_rng(seed).standard_normal((ranks, layers, experts)))
     shares_RLE: Float64 = weights_RLE / weights_RLE.sum(axis=0)

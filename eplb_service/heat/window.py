@@ -23,19 +23,10 @@ class HeatError(ValueError):
 class Window:
     """Heat of consecutive steps, ready to be planned on.
 
-    Parameters
-    ----------
-    heat_TLE
-        Tokens that each logical expert received in each step, ``[T, L, E]``, any integer or float type; kept as it
-        is where it is int32, int64 or float64, so it must not change while the window is in use.
-    source_RLE
-        Tokens of each source rank by logical expert, before dispatch, summed over the window, float64 ``[R, L, E]``;
-        ``None`` where the host does not report it. Only each expert's split over the ranks is used.
-
-    Raises
-    ------
-    HeatError
-        On a wrong shape, on negative or non-finite values, and on sums past 2**53.
+    ``heat_TLE`` is of any integer or float type; kept as it is where it is int32, int64 or float64, so it must not
+    change while the window is in use. ``source_RLE`` are tokens by source rank, before dispatch, summed over the
+    window, or ``None``; only each expert's split over the ranks is used. Raises ``HeatError`` on a wrong shape, on
+    negative or non-finite values, and on sums past 2**53.
     """
 
     heat_TLE: Counts
@@ -73,22 +64,9 @@ class Window:
 
 
 def checked_heat(heat_TLE: npt.ArrayLike) -> Counts:
-    """Heat as kernels read it.
+    """Heat ``[T, L, E]`` as kernels read it: int32, int64 or float64, copied only where they could not read it so.
 
-    Parameters
-    ----------
-    heat_TLE
-        ``[T, L, E]``, tokens, of any integer or float type.
-
-    Returns
-    -------
-    Counts
-        int32, int64 or float64; copied only where kernels could not read it as it is.
-
-    Raises
-    ------
-    HeatError
-        Naming the first value that cannot be heat.
+    Raises ``HeatError`` naming the first value that cannot be heat.
     """
     heat = np.asarray(heat_TLE)
     if heat.ndim != 3 or 0 in heat.shape[1:]:

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from eplb_service.heat.window import Counts, HeatError
-from eplb_service.io.containers.json_file import read_json
-from eplb_service.io.containers.json_lines import holds_lines, read_lines
-from eplb_service.io.containers.numpy_file import read_npy, read_npz
-from eplb_service.io.containers.torch_file import read_torch
-from eplb_service.io.containers.zarr_array import METADATA
-from eplb_service.io.formats import megatron
-from eplb_service.io.formats.csv_file import read_csv_trace
-from eplb_service.io.formats.documents import trace_of_document, trace_of_lines
-from eplb_service.io.formats.parquet_file import MAGIC as PARQUET
-from eplb_service.io.formats.parquet_file import read_parquet_trace
-from eplb_service.io.formats.sglang import is_dump, trace_of_dumps
-from eplb_service.io.formats.tensorrt_llm import is_statistics, trace_of_statistics
-from eplb_service.io.named_arrays import ReadAs, trace_of_arrays
-from eplb_service.io.native import layout as native_layout
-from eplb_service.io.native.reader import StoredTrace
-from eplb_service.io.trace import Trace
+from eplb_service.io import native
+from eplb_service.io.containers import (
+    Record,
+    holds_lines,
+    read_json,
+    read_lines,
+    read_npy,
+    read_npz,
+    read_torch,
+)
+from eplb_service.io.formats import expert_counts, routed_experts, sglang, tables
+from eplb_service.io.named_arrays import ReadAs, as_array, trace_of_arrays
+from eplb_service.io.trace import ArrayTrace, Trace
 
-KNOWN = f"{native_layout.SUFFIX} folder, .npz, .npy, .pt, a folder of ranks' files, .json, .jsonl, .csv or .parquet"
-"""What can be opened, for messages and help."""
+KNOWN = f"{native.SUFFIX} folder, .npz, .npy, .pt, a folder of ranks' files, .json, .jsonl, .csv or .parquet"
+"""Names of all that can be opened, for messages and help."""
 
 _LEGACY_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+_RECORDS = (expert_counts.RECORDS, routed_experts.RECORDS, routed_experts.RESPONSES)
+"""Forms of records: how one is recognised, and how many are read."""
 
 
 def open_trace(path: Path, read_as: ReadAs | None = None) -> Trace:
@@ -38,7 +39,7 @@ def open_trace(path: Path, read_as: ReadAs | None = None) -> Trace:
     path
         File or folder; its format is recognised by its content.
     read_as
-        What the content leaves open: model shape, placement, batching. By default nothing.
+        Facts that the content leaves open: model shape, placement, batching. By default nothing.
 
     Returns
     -------
@@ -76,21 +77,15 @@ def read_heat(path: Path, read_as: ReadAs | None = None) -> Counts:
 
 def _open(path: Path, read_as: ReadAs) -> Trace:
     if path.is_dir():
-        if (path / METADATA).exists():
-            return StoredTrace(path)
-        if is_statistics(path):
-            return trace_of_statistics(path)
-        if megatron.is_folder(path):
-            return megatron.trace_of_folder(path, read_as)
-        return _open_dumps(path, read_as)
+        return _open_folder(path, read_as)
     with path.open("rb") as file:
         head = file.read(16)
     if not head:
         raise HeatError("is empty")
     if head.startswith(b"\x93NUMPY"):
         return trace_of_arrays({"": read_npy(path)}, "numpy .npy", read_as, path.stem)
-    if head.startswith(PARQUET):
-        return read_parquet_trace(path)
+    if head.startswith(tables.PARQUET_MAGIC):
+        return tables.read_parquet_trace(path)
     if head.startswith(b"PK"):
         return _open_zip(path, read_as)
     if head.startswith(_LEGACY_TORCH):
@@ -98,43 +93,96 @@ def _open(path: Path, read_as: ReadAs) -> Trace:
     if head.startswith(b"\x80"):
         raise HeatError("is a pickle, which could run code; save it as .npz, or with torch.save")
     if head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"["):
-        return _open_json(path, read_as)
+        routed_experts.check_all_ranks(path)
+        if holds_lines(path):
+            return _trace_of_records(read_lines(path), read_as)
+        return _trace_of_document(read_json(path), "JSON", read_as, path)
     if b"\x00" in head:
         raise HeatError(f"is none of the formats that are known: {KNOWN}")
-    return read_csv_trace(path, read_as)
+    return tables.read_csv_trace(path, read_as)
 
 
-def _open_json(path: Path, read_as: ReadAs) -> Trace:
-    """One document, or one record on each line."""
-    megatron.check_alone(path)
-    if holds_lines(path):
-        return trace_of_lines(read_lines(path), read_as)
-    return trace_of_document(read_json(path), "JSON", read_as, path)
-
-
-def _open_dumps(folder: Path, read_as: ReadAs) -> Trace:
-    """A folder of the files that SGLang's recorder wrote on each rank of one run, or of its one file for all."""
+def _open_folder(folder: Path, read_as: ReadAs) -> Trace:
+    """A native trace, or the files that the ranks of one run wrote."""
+    if (folder / native.METADATA).exists():
+        return native.StoredTrace(folder)
+    for is_folder, read in (expert_counts.FOLDER, routed_experts.FOLDER):
+        if is_folder(folder):
+            return read(folder, read_as)
     files = sorted(folder.glob("*.pt"))
-    if len(files) == 1:
-        with naming(Path(files[0].name)):
-            document = read_torch(files[0])
-            return trace_of_document(document, "torch .pt", read_as, files[0])
     if not files:
-        raise HeatError(f"is a folder without {METADATA} and without .pt files; a trace is one of: {KNOWN}")
+        raise HeatError(
+            f"is a folder without {native.METADATA} and without .pt files; a trace is one of: {KNOWN}"
+        )
     dumps = []
     for file in files:
         with naming(Path(file.name)):
             document = read_torch(file)
-        if not is_dump(document):
+            if len(files) == 1:
+                return _trace_of_document(document, "torch .pt", read_as, file)
+        if not sglang.is_dump(document):
             raise HeatError(f"{file.name}: holds no records of forward passes; open it by itself")
         dumps.append((file.name, document))
-    return trace_of_dumps(dumps, read_as)
+    return sglang.trace_of_dumps(dumps, read_as)
 
 
 def _open_zip(path: Path, read_as: ReadAs) -> Trace:
-    if path.suffix in (".pt", ".pth"):
-        return trace_of_document(read_torch(path), "torch .pt", read_as, path)
-    arrays = read_npz(path)
+    arrays = {} if path.suffix in (".pt", ".pth") else read_npz(path)
     if arrays:
         return trace_of_arrays(arrays, "numpy .npz", read_as)
-    return trace_of_document(read_torch(path), "torch .pt", read_as, path)
+    return _trace_of_document(read_torch(path), "torch .pt", read_as, path)
+
+
+def _trace_of_records(records: Iterable[Record], read_as: ReadAs) -> ArrayTrace:
+    """The trace in records of one of the known forms, as the first one shows."""
+    remaining = iter(records)
+    first = next(remaining, None)
+    if first is None:
+        raise HeatError("holds no records")
+    place, content = first
+    for is_record, read in _RECORDS:
+        if is_record(content):
+            return read(itertools.chain([first], remaining), read_as)
+    found = ", ".join(map(str, list(content)[:8])) or "nothing"
+    raise HeatError(f"{place} is no record that is known; found {found}")
+
+
+def _trace_of_document(document: Any, origin: str, read_as: ReadAs, path: Path) -> ArrayTrace:
+    """The trace in a whole document.
+
+    Known are SGLang's recorder dumps (``logical_count``, or ``records`` of forward passes), records of the known forms,
+    one or a list of them, dictionaries of arrays named as in ``trace_of_arrays``, and a bare array.
+    """
+    bare = as_array(document)
+    if bare is not None:
+        return trace_of_arrays({"": bare}, origin, read_as, path.stem)
+    if isinstance(document, list):
+        return _trace_of_records(_records_of(document), read_as)
+    if isinstance(document, tuple) and document and as_array(document[0]) is not None:
+        raise HeatError(
+            "holds several arrays without names, as a placement of DeepSeek's EPLB: --map and --placement take "
+            "that; heat is one array"
+        )
+    if not isinstance(document, Mapping):
+        raise HeatError(f"holds a {type(document).__name__}; expected an array, or a dictionary with one")
+    if sglang.is_dump(document):
+        sglang.check_all_ranks(path)
+        return sglang.trace_of_dumps([(origin, document)], read_as)
+    if any(is_record(document) for is_record, _ in _RECORDS):
+        return _trace_of_records([("entry 0", document)], read_as)
+    counts_TLE = as_array(document["logical_count"]) if "logical_count" in document else None
+    if counts_TLE is not None and counts_TLE.ndim == 3 and read_as.meaning in (None, "heat"):
+        return sglang.trace_of_ring_buffer(counts_TLE, origin)
+    arrays = {str(name): array for name, value in document.items() if (array := as_array(value)) is not None}
+    if not arrays:
+        raise HeatError(f"holds no array; found {', '.join(map(str, list(document)[:8])) or 'nothing'}")
+    return trace_of_arrays(arrays, origin, read_as)
+
+
+def _records_of(entries: list[Any]) -> Iterator[Record]:
+    if not any(isinstance(entry, Mapping) for entry in entries):
+        raise HeatError("holds a list whose rows differ in length or are no numbers; expected a full array")
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, Mapping):
+            raise HeatError(f"entry {number} holds a {type(entry).__name__}; expected an object")
+        yield f"entry {number}", entry

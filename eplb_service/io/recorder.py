@@ -1,4 +1,4 @@
-"""Records a deployment's heat while it is served: the ranks' reports, step by step, into a native trace."""
+"""Records deployments' heat while they are served: the ranks' reports, step by step, into native traces."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import bisect
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 
+from eplb_service.atomic_write import OutputError
 from eplb_service.heat.window import HeatError
-from eplb_service.io.native.writer import BATCH_STEPS, TraceWriter
-from eplb_service.io.routing_tables import LayerTables, RoutingTables, slots_of_sources
-from eplb_service.io.step_record import StepRecord
+from eplb_service.io.native import BATCH_STEPS, SUFFIX, TraceWriter, check_zarr
 from eplb_service.io.trace import PHASES, TraceFacts
-from eplb_service.placement import Int32
-from eplb_service.wire.heat import HeatReport
+from eplb_service.placement import Int32, Placement, dealt_to, with_entries
+from eplb_service.wire.heat import HeatReport, StepPhase
 
 MOST_SOURCE_COUNTS = 1 << 21
 """Most ranks x layers x experts for which tokens by source rank are recorded: beyond, a step takes 8 MB and more."""
@@ -26,6 +28,60 @@ _BATCHES_WAITING = 8
 """Batches that may wait for the disk; what comes beyond is lost and counted."""
 _BATCH_COUNTS = 1 << 24
 """Counts in a batch; with them its steps become fewer than ``BATCH_STEPS`` where steps are large."""
+_EPOCHS_KEPT = 16
+"""Tables of a layer that are kept; what waits for the disk was counted under far fewer."""
+_PHASE_OF = {
+    StepPhase.PREFILL: PHASES.index("prefill"),
+    StepPhase.DECODE: PHASES.index("decode"),
+}
+_UNKNOWN_TOKENS = -1
+
+_Epochs: TypeAlias = tuple[int, ...]
+_Tables: TypeAlias = tuple[Int32, ...]
+"""The tables of all source ranks, int32 ``[R, E]`` or ``[R, E, D]``, layer by layer."""
+
+_log = structlog.get_logger(__name__)
+
+
+class _Step:
+    """One step as each rank reported it; the arrays are those of the reports, not copies.
+
+    ``layer_epochs`` is what the first rank counted under and ``by_slot`` whether it counted what its slots received,
+    ``spoilt`` whether another rank said otherwise, ``busy`` whether any rank had tokens.
+    """
+
+    def __init__(self, number: int, first: HeatReport) -> None:
+        self.number = number
+        self.layer_epochs = first.layer_epochs
+        self.by_slot = first.slot_counts_TLS is not None
+        self.spoilt = self.busy = False
+        self.reports: dict[int, HeatReport] = {}
+
+    def add(self, rank: int, report: HeatReport) -> None:
+        """Take the step of a rank's report."""
+        self.reports[rank] = report
+        self.spoilt |= report.layer_epochs != self.layer_epochs
+        self.spoilt |= (report.slot_counts_TLS is not None) != self.by_slot
+        self.busy |= int(report.phase_T[self.number - report.first_step]) != StepPhase.DUMMY
+
+    def by_rank(self, name: str) -> list[npt.NDArray[np.integer]] | None:
+        """Rows of the ranks' arrays of that name, in order of rank; ``None`` where one has none."""
+        arrays = [(getattr(self.reports[rank], name), self.reports[rank]) for rank in sorted(self.reports)]
+        if any(array is None for array, _ in arrays):
+            return None
+        return [array[self.number - report.first_step] for array, report in arrays]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all ranks, -1 where one did not report them."""
+        known = self.by_rank("tokens_T")
+        return _UNKNOWN_TOKENS if known is None else int(sum(known))
+
+    @property
+    def phase(self) -> int:
+        """Index into ``PHASES``, of the ranks that had tokens."""
+        found = set(map(int, self.by_rank("phase_T") or ())) - {int(StepPhase.DUMMY)}
+        return _PHASE_OF[StepPhase(found.pop())] if len(found) == 1 else PHASES.index("mixed")
 
 
 class Recorder:
@@ -36,7 +92,7 @@ class Recorder:
     path
         Folder to make, or to go on with where it holds a trace of the same deployment.
     facts
-        Of the deployment; ``ranks`` and ``slots`` must be set. The recorder names the phases itself.
+        Facts of the deployment; ``ranks`` and ``slots`` must be set. The recorder names the phases itself.
     layers, experts
         L and E.
     pending_steps
@@ -61,8 +117,7 @@ class Recorder:
         most_steps: int | None = None,
     ) -> None:
         self.error: Exception | None = None
-        self._lost = 0
-        self._lost_late = 0
+        self._lost = self._lost_late = self._handed_over = 0
         self._facts = replace(facts, phases=PHASES)
         source_counts = facts.ranks * layers * experts
         sources = None if source_counts <= MOST_SOURCE_COUNTS else False
@@ -71,15 +126,13 @@ class Recorder:
         self._batch_steps = max(1, min(BATCH_STEPS, _BATCH_COUNTS // counts))
         self._pending_steps = pending_steps
         self._room = most_steps
-        self._pending: dict[int, StepRecord] = {}
+        self._pending: dict[int, _Step] = {}
         self._newest_gone = -1
         self._first_whole: int | None = None
-        self._complete: list[tuple[int, StepRecord]] = []
+        self._complete: list[_Step] = []
         self._placements = {key: row.tobytes() for key, row in self._writer.placements().items()}
-        self._tables = RoutingTables(layers)
+        self._tables_L: list[dict[int, Int32]] = [{} for _ in range(layers)]
         self._has_tables = True
-        self._known: set[tuple[int, ...]] = set()
-        self._handed_over = 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eplb-recorder")
         self._waiting: list[Future[None]] = []
 
@@ -95,7 +148,7 @@ class Recorder:
 
     @property
     def full(self) -> bool:
-        """Whether all steps asked for have been recorded."""
+        """True once all steps asked for have been recorded."""
         return self._room is not None and self.steps >= self._room
 
     def place(self, layer: int, epoch: int, phy2log_RS: Int32, log2phy_RE: Int32 | None) -> None:
@@ -105,86 +158,86 @@ class Recorder:
         """
         self._has_tables = log2phy_RE is not None
         if log2phy_RE is not None:
-            self._tables.place(layer, epoch, log2phy_RE)
+            epochs = self._tables_L[layer]
+            epochs.pop(epoch, None)
+            epochs[epoch] = np.array(log2phy_RE, dtype=np.int32)
+            while len(epochs) > _EPOCHS_KEPT:
+                epochs.pop(next(iter(epochs)))
         data = np.ascontiguousarray(phy2log_RS, dtype=np.int32)
         if self._placements.get((layer, epoch)) != data.tobytes():
             self._placements[layer, epoch] = data.tobytes()
             self._write(self._writer.place, layer, epoch, data.copy())
 
     def contradicts(self, layer: int, epoch: int, phy2log_RS: Int32) -> bool:
-        """Whether another placement of ``layer`` is already recorded under ``epoch``."""
+        """Return whether another placement of ``layer`` is already recorded under ``epoch``."""
         known = self._placements.get((layer, epoch))
         return known is not None and known != np.ascontiguousarray(phy2log_RS, dtype=np.int32).tobytes()
 
     def begin_again(self) -> None:
-        """The ranks have come together again: they may count steps from the beginning again."""
+        """Take note that the ranks have come together again: they may count steps from the beginning again."""
         self._hand_over()
         self._lost += len(self._pending)
         self._pending.clear()
         self._newest_gone, self._first_whole = -1, None
 
-    def add(self, rank: int, batch: HeatReport) -> None:
+    def add(self, rank: int, report: HeatReport) -> None:
         """Take one rank's report, whose arrays must not change any more."""
-        if batch.slot_counts_TLS is None and not self._has_tables:
+        if report.slot_counts_TLS is None and not self._has_tables:
             self.error = self.error or HeatError(
                 f"rank {rank} does not count tokens by slot, and the tables that they would follow from are not known: "
                 "the service is of an older release, or they are too large to be sent; record with eplb serve --record"
             )
             return
-        for offset in range(batch.steps):
-            number = batch.first_step + offset
-            if number <= self._newest_gone:
-                continue
-            step = self._pending.get(number)
-            if step is None:
-                step = self._pending[number] = StepRecord(
-                    batch.layer_epochs, batch.slot_counts_TLS is not None, self._facts.ranks
-                )
-            step.add(rank, batch, offset)
-            if step.whole:
-                self._finish(number)
-        self._newest_gone = max(self._newest_gone, batch.first_step + batch.steps - 1 - self._pending_steps)
+        end = report.first_step + report.steps
+        for number in range(max(report.first_step, self._newest_gone + 1), end):
+            step = self._pending.setdefault(number, _Step(number, report))
+            step.add(rank, report)
+            if len(step.reports) == self._facts.ranks:
+                self._finish(self._pending.pop(number))
+        self._newest_gone = max(self._newest_gone, end - 1 - self._pending_steps)
         for number in [number for number in self._pending if number <= self._newest_gone]:
             del self._pending[number]
             # Where a recording begins in the midst of the ranks' reports, the first of them are none of its steps.
             self._lost += self._first_whole is not None and number > self._first_whole
         if len(self._complete) >= self._batch_steps:
-            self._hand_over(before=min(self._pending, default=self._complete[-1][0] + 1))
+            self._hand_over(before=min(self._pending, default=self._complete[-1].number + 1))
 
     def close(self) -> None:
         """Write what waits; whatever was not reported by all ranks is lost."""
         self._hand_over()
         self._thread.shutdown(wait=True)
 
-    def _finish(self, number: int) -> None:
-        step = self._pending.pop(number)
+    def _finish(self, step: _Step) -> None:
         if self._first_whole is None:
-            self._first_whole = number
+            self._first_whole = step.number
         if step.spoilt:
             self._lost += 1
         elif step.busy and not self.full:
-            bisect.insort(self._complete, (number, step), key=lambda entry: entry[0])
+            bisect.insort(self._complete, step, key=lambda other: other.number)
 
     def _hand_over(self, before: int | None = None) -> None:
         """Give what is complete to the disk, up to the step ``before``: those from it on may still come in between.
 
         Steps that were counted under a placement that is not yet known wait for it; at the end they are lost.
         """
-        ready: list[tuple[int, StepRecord]] = []
-        kept: list[tuple[int, StepRecord]] = []
-        tables: dict[tuple[int, ...], LayerTables | None] = {}
-        for number, step in self._complete:
-            in_time = before is None or number < before
-            if step.layer_epochs not in tables:
-                tables[step.layer_epochs] = self._tables.at(step.layer_epochs)
-            is_known = self._is_known(step.layer_epochs) and (
-                step.by_slot or tables[step.layer_epochs] is not None
+        tables = {
+            epochs: self._tables_at(epochs) for epochs in {step.layer_epochs for step in self._complete}
+        }
+        placed = {epochs for epochs in tables if all(key in self._placements for key in enumerate(epochs))}
+        ready = list(
+            takewhile(
+                lambda step: (
+                    (before is None or step.number < before)
+                    and step.layer_epochs in placed
+                    and (step.by_slot or tables[step.layer_epochs] is not None)
+                ),
+                self._complete,
             )
-            (ready if in_time and not kept and is_known else kept).append((number, step))
-        if before is None or len(kept) > _BATCHES_WAITING * self._batch_steps:
-            self._lost += len(kept)
-            kept = []
-        self._complete = kept
+        )
+        self._complete = self._complete[len(ready) :]
+        if before is None or len(self._complete) > _BATCHES_WAITING * self._batch_steps:
+            self._lost += len(self._complete)
+            self._complete = []
         self._waiting = [write for write in self._waiting if not write.done()]
         if not ready:
             return
@@ -194,51 +247,149 @@ class Recorder:
         self._handed_over += len(ready)
         self._write(self._append, ready, tables)
 
-    def _is_known(self, layer_epochs: tuple[int, ...]) -> bool:
-        if layer_epochs not in self._known:
-            if not all(key in self._placements for key in enumerate(layer_epochs)):
-                return False
-            self._known.add(layer_epochs)
-        return True
+    def _tables_at(self, layer_epochs: _Epochs) -> _Tables | None:
+        """Tables of all layers, not copied; ``None`` where those of one of the epochs are not known."""
+        layers = list(zip(self._tables_L, layer_epochs, strict=True))
+        if not all(epoch in epochs for epochs, epoch in layers):
+            return None
+        return tuple(epochs[epoch] for epochs, epoch in layers)
 
-    def _append(
-        self, steps: list[tuple[int, StepRecord]], tables: dict[tuple[int, ...], LayerTables | None]
-    ) -> None:
-        """On the thread: put the ranks' counts together and write them."""
+    def _append(self, steps: list[_Step], tables: dict[_Epochs, _Tables | None]) -> None:
+        """Put the ranks' counts together and write them; on the thread."""
+        sources = [step.by_rank("source_counts_TLE") for step in steps]
         wanted = self._writer.sources
         if wanted is None:
-            wanted = any(step.has_sources for _, step in steps)
-        if wanted:
-            whole = [(number, step) for number, step in steps if step.has_sources]
-            self._lost_late += len(steps) - len(whole)
-            steps = whole
-        if not steps:
+            wanted = any(rows is not None for rows in sources)
+        whole = [
+            (step, rows) for step, rows in zip(steps, sources, strict=True) if rows is not None or not wanted
+        ]
+        self._lost_late += len(steps) - len(whole)
+        if not whole:
             return
-        records = [step for _, step in steps]
-        self._writer.append_slots(
-            np.stack([self._slot_counts(step, tables[step.layer_epochs]) for step in records]),
-            np.array([step.layer_epochs for step in records], dtype=np.int64),
-            step_T=[number for number, _ in steps],
-            tokens_T=[step.tokens() for step in records],
-            phase_T=[step.phase() for step in records],
-            source_TRLE=np.stack([step.source_counts() for step in records]) if wanted else None,
+        steps = [step for step, _ in whole]
+        self._writer.append(
+            np.stack([self._slot_counts(step, tables[step.layer_epochs]) for step in steps]),
+            np.array([step.layer_epochs for step in steps], dtype=np.int64),
+            step_T=[step.number for step in steps],
+            tokens_T=[step.tokens for step in steps],
+            phase_T=[step.phase for step in steps],
+            source_TRLE=np.array([rows for _, rows in whole], dtype=np.uint32) if wanted else None,
         )
         self._writer.flush()
 
-    def _slot_counts(self, step: StepRecord, tables: LayerTables | None) -> npt.NDArray[np.uint32]:
+    def _slot_counts(self, step: _Step, tables: _Tables | None) -> npt.NDArray[np.uint32]:
+        """Tokens by slot, uint32 ``[L, R*S]``; where ranks do not count them, by what their own tokens were sent by."""
         if step.by_slot:
-            return step.slot_counts()
+            counts_LRS = np.stack(step.by_rank("slot_counts_TLS") or (), axis=1).astype(np.uint32)
+            return counts_LRS.reshape(len(counts_LRS), -1)
         assert tables is not None
-        return slots_of_sources(step.source_counts(), tables, self._facts.ranks * self._facts.slots)
+        source_RLE, slots = np.array(step.by_rank("source_counts_TLE")), self._facts.ranks * self._facts.slots
+        counts_LP = np.zeros((len(tables), slots), dtype=np.uint32)
+        for layer, table in enumerate(tables):
+            log2phy_RED = with_entries(table, 2)
+            width = log2phy_RED.shape[2]
+            for entry in range(width):
+                dealt_RE = dealt_to(source_RLE[:, layer], entry, width)
+                # Sums of whole numbers, exact in float64.
+                sums_P = np.bincount(log2phy_RED[:, :, entry].ravel(), dealt_RE.ravel(), minlength=slots)
+                counts_LP[layer] += sums_P.astype(np.uint32)
+        return counts_LP
 
     def _write(self, call: Callable[..., None], *arguments: object) -> None:
         self._waiting.append(self._thread.submit(self._guarded, call, *arguments))
 
     def _guarded(self, call: Callable[..., None], *arguments: object) -> None:
-        """On the thread: once a write has failed no other is tried, so that the trace has no holes."""
+        """Write, on the thread; once a write has failed no other is tried, so that the trace has no holes."""
         if self.error is not None:
             return
         try:
             call(*arguments)
         except Exception as error:
             self.error = error
+
+
+class Recording:
+    """Receives what deployments serve and count; what it cannot record is logged and never stops the service.
+
+    A trace is written each time that a deployment's ranks come together, into ``folder``, which must exist, as
+    ``NAME-1.zarr``, ``NAME-2.zarr`` …; ``pending_steps`` bounds how far a deployment's fastest rank may be ahead.
+    Raises ``OutputError`` where nothing can be written there.
+    """
+
+    def __init__(self, folder: Path, pending_steps: int) -> None:
+        if not folder.is_dir():
+            raise OutputError(f"{folder}: is no folder that traces can be written into; create it first")
+        try:
+            check_zarr()
+        except HeatError as error:
+            raise OutputError(f"a recording {error}") from error
+        self._folder = folder
+        self._pending_steps = pending_steps
+        self._recorders: dict[str, Recorder] = {}
+
+    def placed(
+        self,
+        name: str,
+        facts: TraceFacts,
+        placement: Placement,
+        log2phy_RLE: Int32,
+        layer_epochs: tuple[int, ...],
+    ) -> None:
+        """Record what all ranks of deployment ``name`` agree that they serve: ``placement`` and ``log2phy_RLE``.
+
+        Begins a trace, which says ``facts`` of itself, where the last one does not fit; ``layer_epochs`` are those at
+        which each layer last changed.
+        """
+        rows = list(zip(range(placement.layers), layer_epochs, placement.phy2log_LRS, strict=True))
+        recorder = self._recorders.get(name)
+        if recorder is not None and any(recorder.contradicts(*row) for row in rows):
+            self._end(name)
+            recorder = None
+        if recorder is None:
+            recorder = self._begin(name, facts, placement)
+        else:
+            recorder.begin_again()
+        if recorder is not None:
+            for layer, epoch, phy2log_RS in rows:
+                recorder.place(layer, epoch, phy2log_RS, log2phy_RLE[:, layer])
+
+    def switched(self, name: str, layer: int, epoch: int, phy2log_RS: Int32, log2phy_RE: Int32) -> None:
+        """Record that ``layer`` of deployment ``name`` serves ``phy2log_RS`` and ``log2phy_RE`` from ``epoch`` on."""
+        if name in self._recorders:
+            self._recorders[name].place(layer, epoch, phy2log_RS, log2phy_RE)
+
+    def heat(self, name: str, rank: int, report: HeatReport) -> None:
+        """Record what one rank of deployment ``name`` has reported."""
+        recorder = self._recorders.get(name)
+        if recorder is None:
+            return
+        recorder.add(rank, report)
+        if recorder.error is not None:
+            self._end(name)
+
+    def close(self) -> None:
+        """Write what waits and end all traces."""
+        for name in list(self._recorders):
+            self._end(name)
+
+    def _begin(self, name: str, facts: TraceFacts, placement: Placement) -> Recorder | None:
+        paths = (self._folder / f"{name}-{number}{SUFFIX}" for number in range(1, 1 << 20))
+        path = next(path for path in paths if not path.exists())
+        try:
+            recorder = Recorder(path, facts, placement.layers, placement.experts, self._pending_steps)
+        except (OutputError, HeatError) as error:
+            _log.warning("recording_failed", deployment=name, reason=str(error))
+            return None
+        _log.info("recording", deployment=name, path=str(path))
+        self._recorders[name] = recorder
+        return recorder
+
+    def _end(self, name: str) -> None:
+        recorder = self._recorders.pop(name)
+        recorder.close()
+        if recorder.error is None:
+            _log.info("recorded", deployment=name, lost_steps=recorder.lost)
+            return
+        _log.warning(
+            "recording_failed", deployment=name, reason=str(recorder.error), lost_steps=recorder.lost
+        )

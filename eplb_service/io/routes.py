@@ -1,4 +1,4 @@
-"""From the experts that each token chose to heat: tokens are put into steps by a stated rule."""
+"""Heat from other counts: experts of each token, put into steps by a stated rule, or tokens by physical slot."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.heat.window import HeatError
-from eplb_service.io.containers.numpy_file import Array
+from eplb_service.io.containers import Array
 from eplb_service.io.trace import Int64
 from eplb_service.placement import Int32
 
@@ -17,7 +17,7 @@ _SLAB_BYTES = 256 << 20
 
 
 def rule(batch: int, requests: int) -> str:
-    """The rule as text, for whoever reads the trace later."""
+    """Return the rule as text, for whoever reads the trace later."""
     if requests == 1:
         return f"routes without request bounds: {batch} consecutive tokens per step, an unfilled last step left out"
     return (
@@ -42,15 +42,13 @@ def heat_of_routes(
     routes_KLC
         Experts of each token, ``[tokens, L, choices]``, integers below ``experts``; a request's tokens in order.
     request_bounds
-        First token of each request and the end of the last, ``[requests + 1]``; without it ``batch`` consecutive
-        tokens make a step.
-    experts
-        E.
-    batch
-        Requests in flight: a place gives one token a step, and takes the next request when its own is done. Steps at
-        the end in which fewer are left are dropped.
+        First token of each request and the end of the last, ``[requests + 1]``; without it ``batch`` consecutive tokens
+        make a step.
+    experts, batch
+        E, and the requests in flight: a place gives one token a step, and takes the next request when its own is done.
+        Steps at the end in which fewer are left are dropped.
     padded
-        Whether -1 stands for no choice; otherwise it is refused.
+        True where -1 stands for no choice; otherwise it is refused.
 
     Returns int32 ``[T, L, E]`` and int64 ``[T]``. Raises ``HeatError`` where routes or bounds contradict themselves.
     """
@@ -74,7 +72,7 @@ def heat_of_routes(
 
 
 def look_like_routes(array: Array) -> bool:
-    """Whether a bare array can only be routes: small distinct integers in every row of its last axis."""
+    """Return whether a bare array can only be routes: small distinct integers in every row of its last axis."""
     if array.ndim != 3 or array.dtype.kind not in "iu" or 0 in array.shape:
         return False
     tokens, layers, choices = array.shape
@@ -107,11 +105,11 @@ def _checked_bounds(request_bounds: npt.ArrayLike | None, tokens: int, batch: in
     bounds = np.asarray(request_bounds)
     if bounds.ndim != 1 or bounds.size < 2 or bounds.dtype.kind not in "iu":
         raise HeatError(
-            f"request bounds are integers [requests + 1], got {bounds.dtype} {list(bounds.shape)}"
+            f"request bounds are integers [requests + 1], not {bounds.dtype} {list(bounds.shape)}"
         )
     if bounds[0] != 0 or bounds[-1] != tokens or (np.diff(bounds.astype(np.int64)) < 0).any():
         raise HeatError(
-            f"request bounds run from 0 to {tokens} and never fall; got {bounds[0]} to {bounds[-1]}"
+            f"request bounds run from 0 to {tokens} and never fall, not {bounds[0]} to {bounds[-1]}"
         )
     if batch > bounds.size - 1:
         raise HeatError(f"a batch of {batch} needs as many requests; there are {bounds.size - 1}")
@@ -130,3 +128,48 @@ def _steps(bounds: Int64, batch: int, tokens: int) -> Int64:
         step_K[first:last] = np.arange(start, start + last - first)
         free_from[place] = start + last - first
     return step_K
+
+
+def heat_of_slots(slot_heat_TLP: Array, phy2log: npt.ArrayLike, experts: int | None = None) -> Array:
+    """Heat by logical expert ``[T, L, E]`` from tokens by slot ``[T, L, P]``.
+
+    ``phy2log`` is the expert in each slot: ``[L, P]``, ``[L, R, S]``, or ``[P]`` where all layers agree. ``experts`` is
+    E where the map alone does not show it (the largest expert named, plus one). Raises ``HeatError`` where map and heat
+    do not go together.
+    """
+    if slot_heat_TLP.ndim != 3 or 0 in slot_heat_TLP.shape:
+        raise HeatError(f"heat by slot has the shape [steps, layers, slots], got {list(slot_heat_TLP.shape)}")
+    if slot_heat_TLP.dtype.kind not in "iuf":
+        raise HeatError(f"heat holds numbers, got {slot_heat_TLP.dtype}")
+    steps, layers, slots = slot_heat_TLP.shape
+    map_LP = _checked_map(np.asarray(phy2log), layers, slots)
+    found = int(map_LP.max()) + 1
+    if experts is not None and experts < found:
+        raise HeatError(f"the map names expert {found - 1}; there are {experts}")
+    kind = np.float64 if slot_heat_TLP.dtype.kind == "f" else np.int64
+    heat_TLE = np.zeros((steps, layers, experts or found), dtype=kind)
+    for layer, phy2log_P in enumerate(map_LP):
+        by_expert_P = np.argsort(phy2log_P, kind="stable")
+        first = np.flatnonzero(np.diff(phy2log_P[by_expert_P], prepend=-1))
+        named = phy2log_P[by_expert_P][first]
+        heat_TLE[:, layer, named] = np.add.reduceat(
+            slot_heat_TLP[:, layer, by_expert_P].astype(kind), first, axis=1
+        )
+    return heat_TLE
+
+
+def _checked_map(phy2log: Array, layers: int, slots: int) -> Int64:
+    if phy2log.dtype.kind not in "iu":
+        raise HeatError(f"a map holds expert numbers, got {phy2log.dtype}")
+    flat = phy2log.reshape(phy2log.shape[0], -1) if phy2log.ndim == 3 else phy2log
+    if flat.ndim == 1:
+        flat = np.broadcast_to(flat, (layers, flat.size))
+    if flat.shape != (layers, slots):
+        raise HeatError(
+            f"a map of shape {list(phy2log.shape)} does not fit heat of {layers} layers x {slots} slots; "
+            "expected one expert for each"
+        )
+    if flat.min() < 0:
+        layer, slot = np.argwhere(flat < 0)[0]
+        raise HeatError(f"the map names expert {flat[layer, slot]} in layer {layer}, slot {slot}")
+    return flat.astype(np.int64)

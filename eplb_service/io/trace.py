@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from eplb_service.heat.window import Counts, HeatError, checked_heat
-from eplb_service.io.containers.numpy_file import Array
+from eplb_service.io.containers import Array
 from eplb_service.placement import Float64
 
 Int64 = npt.NDArray[np.int64]
@@ -22,33 +23,13 @@ PHASES = ("unknown", "prefill", "decode", "mixed")
 
 @dataclass(frozen=True)
 class TraceFacts:
-    """What a trace says of itself beside its heat.
+    """Facts that a trace states beside its heat; 0 or empty where unknown.
 
-    Parameters
-    ----------
-    origin
-        The format that it was read from, and what is to be known of it, for people.
-    model
-        Name of the model; empty where unknown.
-    ranks, slots
-        Of the deployment that was recorded; 0 where unknown.
-    top_k
-        Experts that a token chooses; 0 where unknown.
-    bytes_per_expert
-        Weights of one expert in one layer; 0 where unknown.
-    nodes_R
-        Node of each rank; empty where unknown.
-    phases
-        Names that the phase numbers of steps stand for.
-    batching
-        The rule by which tokens became steps; empty where the steps are those that were served.
-    layer_numbers
-        The model's own number of each MoE layer, where it also has layers without experts; empty where unknown.
-
-    Raises
-    ------
-    HeatError
-        On a negative number.
+    ``origin`` is the format that it was read from, and what is to be known of it, for people; ``ranks`` and ``slots``
+    are of the deployment that was recorded, ``top_k`` the experts that a token chooses, ``nodes_R`` the node of each
+    rank. ``phases`` are names that the phase numbers of steps stand for; ``batching`` is the rule by which tokens
+    became steps, where these are not those that were served; ``layer_numbers`` are the model's own of each MoE layer,
+    where it also has layers without experts. Raises ``HeatError`` on a negative number.
     """
 
     origin: str = "memory"
@@ -66,6 +47,12 @@ class TraceFacts:
         for name in ("ranks", "slots", "top_k", "bytes_per_expert"):
             if getattr(self, name) < 0:
                 raise HeatError(f"{name} is {getattr(self, name)}; it cannot be negative")
+
+
+def numbered(layers: Iterable[int]) -> tuple[int, ...]:
+    """Return ``layer_numbers`` of such layers; none where they are 0, 1, 2 and so on."""
+    numbers = tuple(layers)
+    return () if numbers == tuple(range(len(numbers))) else numbers
 
 
 class Trace(ABC):
@@ -133,23 +120,9 @@ class Trace(ABC):
 class ArrayTrace(Trace):
     """A trace whose heat is one array, in memory or mapped from a file; each slice is checked when it is read.
 
-    Parameters
-    ----------
-    heat_TLE
-        Tokens by logical expert, ``[T, L, E]``, any integer or float type.
-    facts
-        What is known of it.
-    tokens_T
-        Tokens of each step, int64 ``[T]``; ``None`` where unknown.
-    source_TRLE
-        Tokens by source rank, integers ``[T, R, L, E]``; ``None`` where unknown.
-    phase_T
-        Index into ``facts.phases`` of each step, integers ``[T]``; ``None`` where unknown.
-
-    Raises
-    ------
-    HeatError
-        On a wrong shape or no steps.
+    ``heat_TLE`` are tokens by logical expert, ``tokens_T`` those of each step, ``source_TRLE`` by source rank,
+    ``phase_T`` the index into ``facts.phases`` of each step; ``None`` where unknown. Raises ``HeatError`` on a wrong
+    shape or no steps.
     """
 
     heat_TLE: Array
@@ -168,9 +141,7 @@ class ArrayTrace(Trace):
         if self.source_TRLE is not None:
             wanted = (steps, self.facts.ranks, layers, experts)
             if self.source_TRLE.shape != wanted or self.source_TRLE.dtype.kind not in "iu":
-                raise HeatError(
-                    f"source heat is {list(self.source_TRLE.shape)}, expected counts {list(wanted)}"
-                )
+                raise HeatError(f"source heat is {list(self.source_TRLE.shape)}, not counts {list(wanted)}")
         if self.phase_T is not None:
             known = self.phase_T.shape == (steps,) and self.phase_T.dtype.kind in "iu"
             if not known or self.phase_T.max() >= len(self.facts.phases) or self.phase_T.min() < 0:

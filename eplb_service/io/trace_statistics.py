@@ -1,4 +1,4 @@
-"""What a trace is like: how skewed, how fast it moves, and what experts in order would make of it."""
+"""Figures of a trace: how skewed it is, how fast it moves, and what experts in order would make of it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import numpy.typing as npt
 
 from eplb_service.io.trace import Trace
 from eplb_service.placement import Float64, Placement, par
-from eplb_service.planner.noise_floor import noise_floor
-from eplb_service.planner.scoring import rank_loads
+from eplb_service.planner.score import noise_floor, rank_loads
 
 
 @dataclass(frozen=True)
 class TraceStatistics:
-    """Figures of a trace, each layer's float64 ``[L]``.
+    """Figures of a trace, each layer's float64 ``[L]``; ``None`` where they cannot be known.
 
     Parameters
     ----------
@@ -23,20 +22,15 @@ class TraceStatistics:
         Steps of the windows that drift is measured between.
     choices_L
         Tokens over all experts (choices of experts) in a step, mean.
-    hottest_L
-        Share of the hottest expert, times E: 1 where all are equally hot.
-    top_tenth_L
-        Share of all tokens that the hottest tenth of the experts gets.
-    drift_L
-        Total variation between the popularities of one window and the next, 0 to 1, mean; ``None`` where the trace has
-        no two whole windows.
-    drift_noise_L
-        What token sampling alone would make of it; ``None`` as well.
+    hottest_L, top_tenth_L
+        Share of the hottest expert, times E (1 where all are equally hot), and of the hottest tenth of the experts.
+    drift_L, drift_noise_L
+        Total variation between the popularities of one window and the next, 0 to 1, mean, and what token sampling alone
+        would make of it.
     par_L, floor_L
-        Peak-to-average ratio of each step with experts in order on ``ranks`` ranks, and what sampling alone leaves;
-        both ``None`` where the ranks are not known.
+        Peak-to-average ratio of each step with experts in order on ``ranks`` ranks, and what sampling alone leaves.
     par_served_L
-        Peak-to-average ratio of each step as it was served while recorded; ``None`` where that was not recorded.
+        Peak-to-average ratio of each step as it was served while recorded.
     """
 
     window: int
@@ -62,7 +56,8 @@ def statistics(trace: Trace, window: int, ranks: int | None = None) -> TraceStat
         placement = Placement.linear(trace.layers, trace.experts, ranks, slots)
     total_LE = np.zeros((trace.layers, trace.experts))
     apart, noise, pairs = np.zeros(trace.layers), np.zeros(trace.layers), 0
-    pars, floors, served = _BusyMean(), _BusyMean(), _BusyMean()
+    pars: list[tuple[Float64, npt.NDArray[np.int64]]] = []
+    floors, served = pars.copy(), pars.copy()
     before_LE: Float64 | None = None
     for first in range(0, trace.steps, window):
         heat_TLE = trace.heat(first, min(trace.steps, first + window))
@@ -77,11 +72,11 @@ def statistics(trace: Trace, window: int, ranks: int | None = None) -> TraceStat
         busy_L = heat_TLE.any(axis=2).sum(axis=0)
         if placement is not None:
             loads_TLR = rank_loads(heat_TLE, placement, placement.default_log2phy())
-            pars.add(par(loads_TLR), busy_L)
-            floors.add(noise_floor(heat_TLE.sum(axis=2), placement.ranks), busy_L)
+            pars.append((par(loads_TLR), busy_L))
+            floors.append((noise_floor(heat_TLE.sum(axis=2), placement.ranks), busy_L))
         served_TLR = trace.served_loads(first, first + len(heat_TLE))
         if served_TLR is not None:
-            served.add(par(served_TLR), busy_L)
+            served.append((par(served_TLR), busy_L))
     share_LE = _shares(total_LE)
     tenth = max(1, round(trace.experts / 10))
     return TraceStatistics(
@@ -91,32 +86,21 @@ def statistics(trace: Trace, window: int, ranks: int | None = None) -> TraceStat
         top_tenth_L=np.sort(share_LE, axis=1)[:, -tenth:].sum(axis=1),
         drift_L=apart / pairs if pairs else None,
         drift_noise_L=noise / pairs if pairs else None,
-        par_L=pars.mean_L(),
-        floor_L=floors.mean_L(),
-        par_served_L=served.mean_L(),
+        par_L=_busy_mean(pars),
+        floor_L=_busy_mean(floors),
+        par_served_L=_busy_mean(served),
     )
 
 
-class _BusyMean:
-    """Mean over the steps in which a layer has tokens, of means of stretches of steps."""
-
-    def __init__(self) -> None:
-        self._total_L: Float64 | None = None
-        self._steps_L: npt.NDArray[np.int64] | None = None
-
-    def add(self, mean_L: Float64, steps_L: npt.NDArray[np.int64]) -> None:
-        """Take the mean over ``steps_L`` steps with tokens; without any it counts for nothing."""
-        total_L: Float64 = np.where(steps_L > 0, mean_L, 0.0) * steps_L
-        self._total_L = total_L if self._total_L is None else self._total_L + total_L
-        self._steps_L = steps_L if self._steps_L is None else self._steps_L + steps_L
-
-    def mean_L(self) -> Float64 | None:
-        """Float64 ``[L]``, NaN of a layer that never had tokens; ``None`` where nothing was added."""
-        if self._total_L is None or self._steps_L is None:
-            return None
-        mean_L: Float64 = np.full(self._total_L.shape, np.nan)
-        np.divide(self._total_L, self._steps_L, out=mean_L, where=self._steps_L > 0)
-        return mean_L
+def _busy_mean(parts: list[tuple[Float64, npt.NDArray[np.int64]]]) -> Float64 | None:
+    """Mean over the steps in which a layer has tokens, of means of so many such steps; NaN where it never had any."""
+    if not parts:
+        return None
+    mean_WL, steps_WL = np.array([mean_L for mean_L, _ in parts]), np.array([steps_L for _, steps_L in parts])
+    total_L, steps_L = (np.where(steps_WL > 0, mean_WL, 0.0) * steps_WL).sum(axis=0), steps_WL.sum(axis=0)
+    busy_L: Float64 = np.full(total_L.shape, np.nan)
+    np.divide(total_L, steps_L, out=busy_L, where=steps_L > 0)
+    return busy_L
 
 
 def _shares(sum_LE: Float64) -> Float64:

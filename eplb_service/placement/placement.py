@@ -1,4 +1,4 @@
-"""Which expert is in which slot: the one truth, and everything that is derived from it.
+"""Placement of logical experts in slots: the one truth, and everything that is derived from it.
 
 ``phy2log_LRS`` is the placement. ``expert_map`` and the default ``log2phy`` follow from it here and nowhere else, for
 the service, the agents and the tests alike. Dimensions in names: L layers, R ranks, S slots per
@@ -7,13 +7,25 @@ rank, E logical experts.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from eplb_service.placement.digests import combine_digests, layer_digest
-from eplb_service.placement.validity import Int32, PlacementError, check_layer, check_log2phy, check_shape
+from eplb_service.placement.tables import (
+    Int32,
+    PlacementError,
+    check_layer,
+    check_log2phy,
+    check_shape,
+    check_tables_follow,
+    dealt_log2phy,
+    default_log2phy,
+    expert_map,
+    without_single_entries,
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +85,7 @@ class Placement:
 
     @classmethod
     def linear(cls, layers: int, experts: int, ranks: int, slots: int) -> Placement:
-        """The layout that vLLM starts from: all logical experts in order, then replicas from expert 0 on.
+        """Return the layout that vLLM starts from: all logical experts in order, then replicas from expert 0 on.
 
         Parameters
         ----------
@@ -96,10 +108,11 @@ class Placement:
 
     def replicas(self) -> Int32:
         """Replicas of each expert, int32 ``[L, E]``."""
-        return np.stack([replica_counts(layer_RS, self.experts) for layer_RS in self.phy2log_LRS])
+        counts = [np.bincount(layer_RS.ravel(), minlength=self.experts) for layer_RS in self.phy2log_LRS]
+        return np.stack(counts).astype(np.int32)
 
     def expert_map(self, rank: int) -> Int32:
-        """What ``rank`` has where.
+        """Local slots of experts on one rank.
 
         Parameters
         ----------
@@ -109,39 +122,31 @@ class Placement:
         Returns
         -------
         Int32
-            Int32 ``[L, E]``, local slot of each expert, -1 where the rank has none.
+            Int32 ``[L, E]``, -1 where the rank has none.
         """
         return np.stack([expert_map(layer_RS[rank], self.experts) for layer_RS in self.phy2log_LRS])
 
-    def default_log2phy(self) -> Int32:
-        """Tables by the engines' fixed rule (see ``default_log2phy``), int32 ``[R, L, E]``."""
-        tables = [default_log2phy(layer_RS, self.experts) for layer_RS in self.phy2log_LRS]
-        return np.ascontiguousarray(np.stack(tables, axis=1))
-
-    def with_layer(self, layer: int, phy2log_RS: Int32) -> Placement:
-        """This placement with one layer replaced; only that one is checked, for ranks switch between two steps.
+    def default_log2phy(self, width: int = 1) -> Int32:
+        """Tables by the engines' fixed rule, or that deal round the replicas.
 
         Parameters
         ----------
-        layer
-            ``0..L-1``.
-        phy2log_RS
-            Int32 ``[R, S]``, the expert in each slot of that layer.
+        width
+            D, entries of a table for each expert.
 
         Returns
         -------
-        Placement
-            A new one; this one stays as it is.
-
-        Raises
-        ------
-        PlacementError
-            Where the new layer cannot be served.
+        Int32
+            Int32 ``[R, L, E]``, or ``[R, L, E, D]`` of more than one entry.
         """
-        return self.with_layers([(layer, phy2log_RS)])
+        if width == 1:
+            tables = [default_log2phy(layer_RS, self.experts) for layer_RS in self.phy2log_LRS]
+            return np.ascontiguousarray(np.stack(tables, axis=1))
+        tables = [dealt_log2phy(layer_RS, self.experts, width) for layer_RS in self.phy2log_LRS]
+        return np.ascontiguousarray(without_single_entries(np.stack(tables, axis=1)))
 
     def with_layers(self, changes: Iterable[tuple[int, Int32]]) -> Placement:
-        """This placement with some layers replaced; the others are not checked again.
+        """Replace some layers; the others are not checked again, for ranks switch between two steps.
 
         Parameters
         ----------
@@ -207,31 +212,45 @@ class Placement:
         )
 
 
-def replica_counts(phy2log_RS: Int32, experts: int) -> Int32:
-    """Replicas of each expert in one layer, int32 ``[E]``."""
-    return np.bincount(phy2log_RS.ravel(), minlength=experts).astype(np.int32)
+def apply_layers(
+    placement: Placement, log2phy: Int32, changes: Iterable[tuple[int, Int32, Int32]]
+) -> tuple[Placement, Int32]:
+    """Placement and tables after ``changes``; what was given stays as it was.
 
+    Parameters
+    ----------
+    placement, log2phy
+        What serves: the placement, and int32 ``[R, L, E]`` the tables of all source ranks, or of some; ``[R, L, E, D]``
+        where they deal.
+    changes
+        Per layer its index, int32 ``[R, S]`` its new placement, and int32 ``[R, E]`` or ``[R, E, D]`` its new tables.
 
-def expert_map(phy2log_S: Int32, experts: int) -> Int32:
-    """Local slot of each expert on one rank of one layer, -1 where it has none, int32 ``[E]``."""
-    local_E = np.full(experts, -1, dtype=np.int32)
-    local_E[phy2log_S] = np.arange(phy2log_S.shape[0], dtype=np.int32)
-    return local_E
-
-
-def default_log2phy(phy2log_RS: Int32, experts: int) -> Int32:
-    """The engines' fixed rule: source rank ``r`` uses replica ``r % k`` of an expert with ``k`` replicas.
-
-    Returns int32 ``[R, E]``, one layer's table for every source rank; replicas count in order of physical id.
+    Raises
+    ------
+    PlacementError
+        Where a new layer, or one of its tables, cannot be served.
     """
-    ranks = phy2log_RS.shape[0]
-    flat = phy2log_RS.ravel()
-    by_expert = np.argsort(flat, kind="stable").astype(np.int32)
-    counts_E = replica_counts(phy2log_RS, experts)
-    first_E = np.concatenate(([0], np.cumsum(counts_E)[:-1]))
-    chosen_RE = np.tile(by_expert[first_E], (ranks, 1))
-    # Divisions are dear, and most experts have one replica.
-    several = np.flatnonzero(counts_E > 1)
-    rank_R1 = np.arange(ranks, dtype=np.int32)[:, None]
-    chosen_RE[:, several] = by_expert[first_E[several] + rank_R1 % counts_E[several]]
-    return chosen_RE
+    changed = list(changes)
+    switched = placement.with_layers((layer, phy2log_RS) for layer, phy2log_RS, _ in changed)
+    tables = np.array(log2phy, dtype=np.int32, order="C")
+    for layer, phy2log_RS, table in changed:
+        check_tables_follow(tables[:, layer], table, phy2log_RS, layer)
+        tables[:, layer] = table
+    return switched, tables
+
+
+def layer_digest(layer: int, phy2log_RS: Int32) -> int:
+    """63-bit fingerprint of one layer's slots, by which ranks find out whether they have the same installed."""
+    return array_digest(np.ascontiguousarray(phy2log_RS, dtype="<i4"), salt=f"layer {layer}")
+
+
+def combine_digests(experts: int, layer_digests: Iterable[int]) -> int:
+    """Placement fingerprint from its layers' fingerprints, so that one switched layer costs one layer's hashing."""
+    return array_digest(np.fromiter(layer_digests, dtype="<i8"), salt=f"placement of {experts}")
+
+
+def array_digest(array: npt.NDArray[np.generic], salt: str = "") -> int:
+    """63-bit fingerprint of an array's shape, type and bytes."""
+    data = f"{salt} {array.dtype.str} {array.shape} ".encode() + array.tobytes()
+    # It fits a signed 64-bit integer, so that ranks can compare fingerprints by an integer all-reduce.
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") & ((1 << 63) - 1)

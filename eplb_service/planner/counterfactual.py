@@ -1,4 +1,4 @@
-"""What steps take as they are served, would have taken had nothing been done, and under the best that is known."""
+"""Worth of balancing: a window's steps left alone, as served, and under the best known placement, in milliseconds."""
 
 from __future__ import annotations
 
@@ -6,91 +6,141 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from eplb_service.cost.curve import CostCurve
-from eplb_service.heat.step_times import StepTimes
+from eplb_service.cost.fit import CurveFitError, OnlineFit, fit_online
+from eplb_service.cost.moving import MovingCosts
+from eplb_service.heat.sources import StepTimes
 from eplb_service.heat.window import Window
 from eplb_service.placement import Float64, apply_layers, mean_par
-from eplb_service.planner.move_price import LayerTime
-from eplb_service.planner.outlook import Serving
-from eplb_service.planner.plan import Plan
-from eplb_service.planner.scoring import split_steps, split_us
-from eplb_service.planner.settings import EVEN, PlannerSettings
-from eplb_service.planner.split_cost import SplitCost
-from eplb_service.planner.time_price import FITTED, TimePrice, time_price
-from eplb_service.planner.worth import Gain, gain_of
+from eplb_service.planner.plan import Plan, Serving
+from eplb_service.planner.price import SplitCost
+from eplb_service.planner.score import gain_of, split_shares, split_steps, split_us
+from eplb_service.planner.settings import EVEN, STEP, PlannerSettings
+from eplb_service.wire.operator import TIME_PRICES, Worth
 
-BEST_KNOWN = (
+MEASURED, FITTED, STATED, ASSUMED = TIME_PRICES
+"""Origin of a price of time. ``measured``: the curve that was given fits what it was made from; ``fitted``: to this
+deployment's own step times; ``stated``: somebody wrote the number down; ``assumed``: nobody did."""
+_MOE_SHARE = 0.5
+"""Part of a step that experts are taken for where nothing better is known; what replays assume, too."""
+_BEST_KNOWN = (
     "of each layer the fastest, on these very steps, of what serves, what was met, what was decided and what was "
     "solved from scratch for them"
 )
-"""What is taken for the best placement: a bound by hindsight, which no placement for later steps need reach."""
+"""The placement taken for the best: a bound by hindsight, which no placement for later steps need reach."""
+_MOST_STEPS = 128
+"""Steps that a curve is fitted to at most."""
 
 
 @dataclass(frozen=True)
-class Counterfactual:
-    """One window's steps under three placements; the slowest ranks of all layers together, milliseconds per step.
+class _TimePrice:
+    """Time of one layer's tokens, its origin, and the least and most that the true one may be as parts of it."""
 
-    Parameters
-    ----------
-    steps
-        Steps of the window.
-    left_alone_ms
-        Under the layout that was met when the ranks first came together.
-    serving_ms
-        As they are served now.
-    best_ms
-        Under the best known (``BEST_KNOWN``).
-    gain
-        What serves over what was met, per step, with a 95 % interval over the steps and the price's.
-    price
-        What tokens cost.
-    step_ms
-        Wall time of a step as it is served, mean of ``timed_steps``; ``None`` where no agent reports it.
-    tokens_per_step
-        Mean tokens of those; ``None`` where hosts do not report them.
-    timed_steps
-        Steps of known time that are no wait for requests.
-    """
+    curve: CostCurve
+    kind: str
+    reason: str
+    least: float = 1.0
+    most: float = 1.0
 
-    steps: int
-    left_alone_ms: float
-    serving_ms: float
-    best_ms: float
-    gain: Gain
-    price: TimePrice
-    step_ms: float | None = None
-    tokens_per_step: float | None = None
-    timed_steps: int = 0
 
-    def layer_time(self, layers: int) -> LayerTime | None:
-        """How long one of so many layers' experts take as they serve; ``None`` where that comes to nothing."""
-        if self.serving_ms <= 0:
-            return None
-        return LayerTime(self.serving_ms / layers, f"{self.price.kind}, as the price of time")
+def _time_price(settings: PlannerSettings, window: Window, serving: Serving, times: StepTimes) -> _TimePrice:
+    """The curve given; else one fitted to the steps' own times, if that says anything; else time follows tokens."""
+    if settings.cost_curve is not None:
+        return _given(settings.cost_curve)
+    found = _fitted(settings, window, serving, times)
+    if isinstance(found, OnlineFit):
+        sure = [number for number in (found.read_us, found.slope_us) if number.above_zero]
+        return _TimePrice(
+            found.curve,
+            FITTED,
+            f"{found.curve.source}; {found.curve.fit}",
+            min(number.low / number.value for number in sure),
+            max(number.high / number.value for number in sure),
+        )
+    return _linear(settings, window, serving, times, found)
 
-    @property
-    def fitted_curve(self) -> CostCurve | None:
-        """What was fitted to the steps' own times; ``None`` where that was refused, or a curve was given."""
-        return self.price.curve if self.price.kind == FITTED else None
 
-    @property
-    def gain_share(self) -> float | None:
-        """The gain as a part of a step as it would be, left alone; ``None`` where step times are not known."""
-        return None if self.step_ms is None else self.gain.mean / (self.step_ms + self.gain.mean)
+def _given(curve: CostCurve) -> _TimePrice:
+    if curve.fit is None:
+        return _TimePrice(curve, STATED, f"{curve} ({curve.source}); no fit is known")
+    return _TimePrice(curve, MEASURED, f"{curve} ({curve.source}); {curve.fit}")
 
-    @property
-    def tokens_per_second(self) -> float | None:
-        """As it serves; ``None`` where step times or tokens are not known."""
-        if self.step_ms is None or self.tokens_per_step is None:
-            return None
-        return self.tokens_per_step / self.step_ms * 1e3
 
-    @property
-    def tokens_per_second_won(self) -> float | None:
-        """What the gain is of that; ``None`` as before."""
-        rate, share = self.tokens_per_second, self.gain_share
-        return None if rate is None or share is None else rate * share
+def _linear(
+    settings: PlannerSettings, window: Window, serving: Serving, times: StepTimes, why: str
+) -> _TimePrice:
+    """Time follows the hottest rank's tokens, so that a layer takes so long in the mean as it serves."""
+    peak_TL = split_steps(
+        window.heat_TLE, serving.placement, serving.log2phy_RLE, window.source_RLE, settings.split
+    ).peak_TK
+    busy = peak_TL[peak_TL > 0]
+    layer_ms, kind, said = _layer_ms(settings, window.layers, times)
+    slope_us = layer_ms * 1e3 / float(busy.mean()) if busy.size else layer_ms * 1e3
+    return _TimePrice(
+        CostCurve(0.0, 0.0, 0.0, slope_us, source=kind),
+        kind,
+        f"{layer_ms:.3g} ms per layer and step as it serves ({kind}: {said}), by the hottest rank's tokens; "
+        f"no cost curve is given, and none is fitted to step times: {why}",
+    )
+
+
+def _layer_ms(settings: PlannerSettings, layers: int, times: StepTimes) -> tuple[float, str, str]:
+    """Milliseconds of a layer, where they come from, and from what."""
+    if not settings.is_default("layer_ms"):
+        return settings.layer_ms, STATED, "layer_ms"
+    if times.mean_us is None:
+        return settings.layer_ms, ASSUMED, "layer_ms"
+    step_ms = times.mean_us / 1e3
+    said = f"{_MOE_SHARE:.0%} of a measured step of {step_ms:.4g} ms, over {layers} layers"
+    return _MOE_SHARE * step_ms / layers, ASSUMED, said
+
+
+def _fitted(settings: PlannerSettings, window: Window, serving: Serving, times: StepTimes) -> OnlineFit | str:
+    """A curve that the steps' own times speak for, or why there is none."""
+    if settings.split == STEP:
+        # Slots' tokens could be reckoned; but the slowest rank's are the mean rank's, and two terms are one.
+        return (
+            "with split step ranks have even tokens in every step, so their times do not show what uneven ones cost; "
+            "eplb calibrate measures it"
+        )
+    served_T = np.flatnonzero(times.served_T)[-_MOST_STEPS:]
+    if not served_T.size:
+        return "no step time is known of what serves now"
+    try:
+        found = fit_online(times.us_T[served_T], _slot_tokens(window, serving, settings.split, served_T))
+    except CurveFitError as error:
+        return str(error)
+    quality = found.curve.fit
+    assert quality is not None
+    if not found.known:
+        return (
+            f"the times of {served_T.size} steps do not depend measurably on where tokens are (read "
+            f"{found.read_us} us, slope {found.slope_us} us per token)"
+        )
+    if not quality.fits:
+        return f"what was fitted misses the steps held out ({quality})"
+    return found
+
+
+def _slot_tokens(window: Window, serving: Serving, split: str, chosen_C: npt.NDArray[np.intp]) -> Float64:
+    """Tokens of each slot in the steps chosen, float64 ``[C, L, R, S]``."""
+    placement = serving.placement
+    layers, ranks, slots = placement.phy2log_LRS.shape
+    share_LP = split_shares(window.heat_TLE, placement, serving.log2phy_RLE, window.source_RLE, split)
+    expert_LP = placement.phy2log_LRS.reshape(1, layers, ranks * slots)
+    heat_CLE = window.heat_TLE[chosen_C].astype(np.float64)
+    tokens_CLP: Float64 = np.take_along_axis(heat_CLE, expert_LP, axis=2) * share_LP
+    return tokens_CLP.reshape(len(chosen_C), layers, ranks, slots)
+
+
+def priced(moving: MovingCosts, worth: Worth | None, layers: int) -> MovingCosts:
+    """Costs of moves with the time of one of so many layers' experts as they serve, where ``worth`` knows it."""
+    if worth is None or worth.serving_ms <= 0:
+        return moving
+    source = f"{worth.price_kind}, as the price of time"
+    return replace(moving, layer_ms=worth.serving_ms / layers, layer_source=source)
 
 
 def counterfactual(
@@ -100,8 +150,8 @@ def counterfactual(
     decided: Plan,
     settings: PlannerSettings,
     times: StepTimes,
-) -> Counterfactual | None:
-    """Judge a window's steps.
+) -> tuple[Worth, CostCurve | None] | None:
+    """Judge a window's steps under three placements: as met, as served, and the best known.
 
     Parameters
     ----------
@@ -118,44 +168,54 @@ def counterfactual(
 
     Returns
     -------
-    Counterfactual | None
-        ``None`` where fewer than two steps have tokens.
+    tuple[Worth, CostCurve | None] | None
+        Times and gain, and the curve that was fitted to the steps' own times, where it was; ``None`` where fewer than
+        two steps have tokens.
     """
-    price = time_price(settings, window, serving, times)
-    serving_TL = step_us(window, serving, settings.split, price)
+    price, split = _time_price(settings, window, serving, times), settings.split
+    serving_TL = _step_us(window, serving, split, price)
     if np.isnan(serving_TL).all():
         return None
-    found_TL = step_us(window, found, settings.split, price)
     hindsight = Serving(*apply_layers(serving.placement, serving.log2phy_RLE, decided.hindsight))
-    others = serving.changed_by(decided), hindsight
-    best_TL = _fastest(
-        [serving_TL, found_TL, *(step_us(window, way, settings.split, price) for way in others)]
-    )
-    left_T1, serving_T1, best_T1 = (_ms_of_steps(us_TL) for us_TL in (found_TL, serving_TL, best_TL))
-    gain = _widened(gain_of(left_T1, serving_T1), price)
+    ways = serving, found, serving.changed_by(decided), hindsight
+    us = [serving_TL, *(_step_us(window, way, split, price) for way in ways[1:])]
+    left_T1, serving_T1, best_T1 = (_ms_of_steps(us_TL) for us_TL in (us[1], serving_TL, _fastest(us)))
+    gain = gain_of(left_T1, serving_T1)
     if not gain.known:
         return None
+    reason = price.reason
     choices = float(window.heat_TLE.sum(axis=2).mean())
     cost = SplitCost.of(settings, serving.placement.ranks, window.experts, choices)
     if cost is not None:
-        ways = serving, found, *others
-        unsplit_TL = _fastest([step_us(window, way, EVEN, price) for way in ways])
-        price = replace(price, reason=f"{price.reason}; {_of_split(cost, serving_TL, unsplit_TL)}")
-    mean_us = times.mean_us
-    return Counterfactual(
+        unsplit_TL = _fastest([_step_us(window, way, EVEN, price) for way in ways])
+        reason = f"{reason}; {_of_split(cost, serving_TL, unsplit_TL)}"
+    step_ms = None if times.mean_us is None else times.mean_us / 1e3
+    share = None if step_ms is None else gain.mean / (step_ms + gain.mean)
+    known = step_ms is not None and times.tokens_per_step is not None
+    rate = times.tokens_per_step / step_ms * 1e3 if known else None  # type: ignore[operator]
+    # What is not known of the price scales both ends of the interval.
+    ends = [(gain.low * scale, gain.high * scale) for scale in (price.least, price.most)]
+    worth = Worth(
         steps=window.steps,
         left_alone_ms=float(mean_par(left_T1)),
         serving_ms=float(mean_par(serving_T1)),
         best_ms=float(mean_par(best_T1)),
-        gain=gain,
-        price=price,
-        step_ms=None if mean_us is None else mean_us / 1e3,
-        tokens_per_step=times.tokens_per_step,
+        best=_BEST_KNOWN,
+        gain_ms=gain.mean,
+        gain_low_ms=min(low for low, _ in ends),
+        gain_high_ms=max(high for _, high in ends),
+        price_kind=price.kind,
+        price=reason,
         timed_steps=int(times.served_T.sum()),
+        step_ms=step_ms,
+        gain_percent=None if share is None else 100 * share,
+        tokens_per_second=rate,
+        tokens_per_second_won=None if rate is None or share is None else rate * share,
     )
+    return worth, price.curve if price.kind == FITTED else None
 
 
-def step_us(window: Window, way: Serving, split: str, price: TimePrice) -> Float64:
+def _step_us(window: Window, way: Serving, split: str, price: _TimePrice) -> Float64:
     """Microseconds of each layer's slowest rank in each step, float64 ``[T, L]``; NaN where a layer has no tokens."""
     placement, tables_RLE = way.placement, way.log2phy_RLE
     if not price.curve.linear:
@@ -167,7 +227,7 @@ def step_us(window: Window, way: Serving, split: str, price: TimePrice) -> Float
 
 
 def _fastest(ways: Sequence[Float64]) -> Float64:
-    """Of each layer the times of the way that is fastest in the mean, the first of equals, float64 ``[T, L]``."""
+    """Times of the way that is, for each layer, the fastest in the mean, the first of equals, float64 ``[T, L]``."""
     best_TL = ways[0]
     for other_TL in ways[1:]:
         faster_L = mean_par(other_TL, axis=0) < mean_par(best_TL, axis=0)
@@ -176,7 +236,7 @@ def _fastest(ways: Sequence[Float64]) -> Float64:
 
 
 def _of_split(cost: SplitCost, serving_TL: Float64, unsplit_TL: Float64) -> str:
-    """What the stepwise split costs and wins, over the same placements under even shares and without it."""
+    """Cost and gain of the stepwise split, over the same placements under even shares and without it."""
     split_ms = cost.ms_of_step(serving_TL.shape[1])
     with_it, without = (float(mean_par(_ms_of_steps(us_TL))) for us_TL in (serving_TL, unsplit_TL))
     return (
@@ -191,14 +251,3 @@ def _ms_of_steps(us_TL: Float64) -> Float64:
     busy_T = ~np.isnan(us_TL).all(axis=1)
     ms_T = np.where(busy_T, np.nan_to_num(us_TL, nan=0.0).sum(axis=1) / 1e3, np.nan)
     return ms_T[:, None]
-
-
-def _widened(gain: Gain, price: TimePrice) -> Gain:
-    """The interval with what is not known of the price: it scales both ends."""
-    scales = (price.least, price.most)
-    return Gain(
-        gain.mean,
-        min(gain.low * scale for scale in scales),
-        max(gain.high * scale for scale in scales),
-        gain.error,
-    )

@@ -15,9 +15,8 @@ from eplb_service.placement import (
     Float64,
     Int32,
     Placement,
+    PlacementError,
     dealing_width,
-    even_log2phy,
-    repeated_entries,
     with_entries,
     without_single_entries,
 )
@@ -38,16 +37,20 @@ def width_in_use(settings: PlannerSettings, log2phy_RLE: Int32) -> int:
 
 
 def first_tables(placement: Placement, split: str, deal_width: int) -> Int32:
-    """What a host that splits as ``split`` serves a placement by before anybody gave it tables, int32 ``[R, L, E]``.
+    """Tables of a placement on a host that splits as ``split`` before anybody gave it any, int32 ``[R, L, E]``.
 
     ``[R, L, E, D]`` where it deals.
     """
-    return even_log2phy(placement, deal_width if split == DEAL else 1)
+    return placement.default_log2phy(deal_width if split == DEAL else 1)
 
 
 def as_host_deals(log2phy_RE: Int32, width: int) -> Int32:
     """A layer's tables with as many entries as the host has, a multiple of theirs."""
-    return repeated_entries(log2phy_RE, log2phy_RE.ndim if width == 1 else 2, width)
+    axes = log2phy_RE.ndim if width == 1 else 2
+    table = with_entries(log2phy_RE, axes)
+    if width % table.shape[-1]:
+        raise PlacementError(f"log2phy of {table.shape[-1]} entries cannot be repeated to {width}")
+    return without_single_entries(np.tile(table, (1,) * axes + (width // table.shape[-1],)))
 
 
 def sources_of_tables(log2phy_GLE: Int32, width: int) -> Int32:

@@ -1,28 +1,27 @@
-"""When to decide next, on how many steps, and for how many: soon after a change, seldom where nothing can be won.
+"""Pace of decisions: when to decide next, on how many steps, and for how many.
 
-A departure of what is realised from what was promised (``change_test``) begins a new stretch: decisions fall when it is
-4, 8 and 16 steps long, and look at its steps alone. Where its heat turns out to be no other than before, that was a
-burst: nothing begins, and heat is looked at again soon. Later the interval is doubled where a decision changed nothing,
-or what the one before changed did not win beyond its error, and halved where it did; each decision looks back as far
-as heat is still what it is now (``stationary``). What moves cost is spread over the steps until the next decision;
-after a departure, over as many as such stretches have lasted.
+By the clock a decision looks back as far as heat is still what it is now (``looked_back``). On change decisions fall
+soon after a departure and seldom where nothing can be won (``Pace``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
 
 from eplb_service.heat.window import Counts
 from eplb_service.placement import Float64
-from eplb_service.planner.change_test import Alarm, ChangeTest
-from eplb_service.planner.promise import Promise
-from eplb_service.planner.stationary import SHORTEST, has_changed, stationary_steps
+from eplb_service.planner.plan import Promise, channels_of
 
-FIRST_AFTER_CHANGE = 4
-"""Steps after which a change is decided on first: an older and a newer half of two each."""
-_SHORTEST_INTERVAL = SHORTEST
+_SHORTEST = 16
+"""Steps below which no stretch is looked at, and least steps between decisions."""
 _LONGEST_INTERVAL = 512
 """Steps between decisions that change nothing, at most; ``make bench-decide`` was run with these."""
+_FIRST_AFTER_CHANGE = 4
+"""Steps after which a change is decided on first: an older and a newer half of two each."""
 _LEAST_AHEAD = 8
 """Steps that heat is forecast over at least, where the window has four times as many."""
 _FIRST_STRETCH = 256
@@ -30,17 +29,51 @@ _FIRST_STRETCH = 256
 _STRETCHES_KEPT = 4
 """Newest stretches between changes that say how long the next will last."""
 
+_AS_GOOD = 1.1
+"""Part of the least squared error of a forecast up to which a longer stretch is as good."""
+_FAR_WORSE = 2.0
+"""Part of it from which on a longer stretch is of other heat: bursts alone do not make as much of a difference."""
+_OTHER_HEAT = 4.0
+"""How many times the error of a stretch of a few steps the error of all steps before must be for that stretch to be of
+other heat. Chosen between 2.6, the most at any departure of bursty heat (seeds 0 to 2) and of gpt-oss-20b decoding, and
+11 and 27, the least where heat drifted and where workloads took turns (``make bench-decide``)."""
+
+_ALLOWANCE = 1.0
+"""Standard deviations of a step that are no excess: half the smallest change that is looked for."""
+_THRESHOLD = 11.0
+"""Standard deviations that a sum must pass; chosen by hand for less than one false alarm in 10,000 steps."""
+_LINGERING = 3.0
+"""Sum past which a layer's steps teach nothing: what may be a departure must not become what is expected."""
+_LEAST_DEVIATION = 0.01
+"""Part of its ratio by which any layer scatters at least."""
+_MOST_WEIGHT = 32
+"""Steps that a promise counts for at most beside those served since."""
+_CLIP = 3.0
+"""Standard deviations of a step beyond which it teaches no more."""
+_LEARNING_STEPS = 16
+"""Steps that a promise is learned from where what it was fitted to says nothing of others."""
+
 
 @dataclass(frozen=True)
 class Pace:
-    """Where a deployment is between two decisions; a value.
+    """State of a deployment that is decided for on change (immutable).
+
+    A departure of what is realised from what was promised begins a new stretch: decisions fall when it is 4, 8 and 16
+    steps long, and look at its steps alone. Where its heat turns out to be no other than before, that was a burst:
+    nothing begins, and heat is looked at again soon. Later the interval is doubled where a decision changed nothing, or
+    what the one before changed did not win beyond its error, and halved where it did. What moves cost is spread over
+    the steps until the next decision; after a departure, over as many as such stretches have lasted.
+
+    Departures are found by a sequential test on every layer, and on their mean. Each step's excess of the realised
+    ratio over what is expected of it is summed while the sum is positive (CUSUM), less an allowance of one standard
+    deviation; a sum past the threshold is an alarm, and the change began where the sum was last zero. What is expected
+    begins as the promise and is then learned from the steps served (self-starting), so that a promise a little too good
+    raises no alarm. The deviation of a step is widened where neighbouring steps resemble each other.
 
     Parameters
     ----------
-    first
-        Steps before the first decision.
-    memory
-        Steps that a decision looks back at most.
+    first, memory
+        Steps before the first decision, and steps that a decision looks back at most.
     seen
         Steps so far.
     due_at
@@ -50,15 +83,25 @@ class Pace:
     interval
         Steps from one decision to the next, while nothing departs.
     stretches
-        How long the newest stretches have lasted, in steps.
-    test
-        What looks for a departure; ``None`` while nothing has been promised.
+        Lengths of the newest stretches, in steps.
+    expected
+        Ratios expected of a step, and the steps that they count for; ``None`` while nothing has been promised.
+    sum_C, since_C
+        float64 ``[L + 1]`` the excess summed, in standard deviations, and int64 steps since each sum was last zero.
+    learning
+        Steps still to be learned from before anything can be an alarm.
     inflation_C
         float64 ``[L + 1]``, how much neighbouring steps have been found to resemble each other (``Promise``).
     alarm
-        The departure that began the present stretch; ``None`` for the first.
+        The departure that began the present stretch: its layer, ``None`` for the mean of all, and for how many steps it
+        had lasted already; ``None`` for the first stretch.
     calm
-        What this was before that departure.
+        State before that departure.
+
+    References
+    ----------
+    E. Page, *Continuous Inspection Schemes*, 1954.
+    D. Hawkins, *Self-Starting Cusum Charts for Location and Scale*, 1987.
     """
 
     first: int
@@ -66,16 +109,19 @@ class Pace:
     seen: int = 0
     due_at: int | None = None
     changed_at: int = 0
-    interval: int = _SHORTEST_INTERVAL
+    interval: int = _SHORTEST
     stretches: tuple[int, ...] = ()
-    test: ChangeTest | None = None
+    expected: Promise | None = None
+    sum_C: Float64 | None = None
+    since_C: npt.NDArray[np.int64] | None = None
+    learning: int = 0
     inflation_C: Float64 | None = None
-    alarm: Alarm | None = None
+    alarm: tuple[int | None, int] | None = None
     calm: Pace | None = None
 
     @property
     def due(self) -> bool:
-        """Whether it is time to decide."""
+        """True when it is time to decide."""
         return self.seen >= (self.first if self.due_at is None else self.due_at)
 
     @property
@@ -85,8 +131,8 @@ class Pace:
 
     @property
     def settling(self) -> bool:
-        """Whether a departure is too recent for anything but deciding on the steps since."""
-        return self.alarm is not None and self.stretch <= _SHORTEST_INTERVAL
+        """True while a departure is too recent for anything but deciding on the steps since."""
+        return self.alarm is not None and self.stretch <= _SHORTEST
 
     @property
     def serving_steps(self) -> float:
@@ -97,16 +143,16 @@ class Pace:
         return max(sum(lasted) / len(lasted), float(self.stretch))
 
     def window_steps(self, heat_TLE: Counts) -> int:
-        """How many of the newest steps to decide on; ``heat_TLE`` holds those that are remembered, ``[T, L, E]``."""
+        """Number of newest steps to decide on; ``heat_TLE`` holds those that are remembered, ``[T, L, E]``."""
         longest = min(self.stretch, self.memory, len(heat_TLE))
-        if self.due_at is None or longest < 2 * SHORTEST:
+        if self.due_at is None or longest < 2 * _SHORTEST:
             return max(longest, 1)
         ahead = min(max(self.interval, _LEAST_AHEAD), longest // 4)
-        return stationary_steps(heat_TLE[len(heat_TLE) - longest :], ahead)
+        return _stationary_steps(heat_TLE[len(heat_TLE) - longest :], ahead)
 
     def weighed(self, heat_TLE: Counts) -> Pace:
-        """What to decide by, given all heat that is remembered, ``[T, L, E]``: a burst does not count as a change."""
-        if not self.settling or has_changed(heat_TLE, self.stretch):
+        """State to decide by, given all heat that is remembered, ``[T, L, E]``: a burst does not count as a change."""
+        if not self.settling or _has_changed(heat_TLE, self.stretch):
             return self
         return self.dismissed()
 
@@ -114,16 +160,10 @@ class Pace:
         """The latest departure was a burst: what was known before still holds, and is looked at again soon."""
         if self.calm is None:
             return self
-        test = self.test and self.test.calmed()
         # The next interval is at least the shortest, since it doubles where the decision changes nothing.
-        return replace(
-            self.calm,
-            seen=self.seen,
-            due_at=self.due_at,
-            interval=_SHORTEST_INTERVAL // 2,
-            test=test,
-            inflation_C=self.inflation_C,
-        )
+        after = replace(self.calm, seen=self.seen, due_at=self.due_at, interval=_SHORTEST // 2)
+        after = replace(after, expected=self.expected, learning=self.learning, inflation_C=self.inflation_C)
+        return after._reset()
 
     def after_steps(self, par_TL: Float64) -> tuple[Pace, int]:
         """Steps were served, with these ratios; up to the first at which a decision is due, and how many those are.
@@ -135,15 +175,15 @@ class Pace:
         """
         left = None if self.due_at is None else max(self.due_at - self.seen, 1)
         part_TL = par_TL[:left]
-        test, taken, alarm = self.test, len(part_TL), None
-        if test is not None:
-            before = test
-            test, taken, alarm = test.after(part_TL)
-            if self.settling:
-                # Its steps are decided on anyway; what they teach is of a placement that will not last.
-                test, taken, alarm = before, len(part_TL), None
-        after = replace(self, seen=self.seen + taken, test=test)
-        return (after if alarm is None else after._departed(alarm)), taken
+        # Steps of a recent departure are decided on anyway; what they teach is of a placement that will not last.
+        if self.expected is None or self.settling:
+            return replace(self, seen=self.seen + len(part_TL)), len(part_TL)
+        after = self
+        for taken, par_C in enumerate(channels_of(part_TL), start=1):
+            after = after._after_step(par_C)
+            if alarm := after._alarm():
+                return replace(after, seen=self.seen + taken)._departed(alarm), taken
+        return replace(after, seen=self.seen + len(part_TL)), len(part_TL)
 
     def deferred(self) -> Pace:
         """A decision is being made: none is due before its result, or the next interval where it has none."""
@@ -159,32 +199,214 @@ class Pace:
         paid
             Whether what the change before it won, on the steps since, is above its error; ``None`` where none was.
         """
-        if self.alarm is not None and self.stretch < _SHORTEST_INTERVAL:
-            return replace(
-                self, due_at=self.changed_at + 2 * max(self.stretch, 1), test=None if changed else self.test
-            )
+        after = replace(self, expected=None) if changed else self
+        if self.alarm is not None and self.stretch < _SHORTEST:
+            return replace(after, due_at=self.changed_at + 2 * max(self.stretch, 1))
         interval = self.interval
         if not changed or paid is False:
             interval = min(2 * interval, _LONGEST_INTERVAL)
         elif paid:
-            interval = max(interval // 2, _SHORTEST_INTERVAL)
-        return replace(
-            self, due_at=self.seen + interval, interval=interval, test=None if changed else self.test
-        )
+            interval = max(interval // 2, _SHORTEST)
+        return replace(after, due_at=self.seen + interval, interval=interval)
 
     def serving(self, promise: Promise) -> Pace:
-        """What was promised serves from now on."""
-        test = ChangeTest.of(promise, self.inflation_C)
-        return replace(self, test=test, inflation_C=test.inflation_C)
+        """Start testing against this promise; of what is known of steps before it some is kept."""
+        inflation_C = promise.inflation_C
+        if self.inflation_C is not None:
+            inflation_C = np.maximum(inflation_C, 1.0 + 0.9 * (self.inflation_C - 1.0))
+        expected = replace(promise, inflation_C=inflation_C, steps=min(promise.steps, _MOST_WEIGHT))
+        learning = 0 if promise.held_out else _LEARNING_STEPS
+        return replace(self, expected=expected, learning=learning, inflation_C=inflation_C)._reset()
 
-    def _departed(self, alarm: Alarm) -> Pace:
-        changed_at = self.seen - alarm.steps
+    def _reset(self) -> Pace:
+        """State with nothing summed up."""
+        if self.expected is None:
+            return self
+        channels = self.expected.mean_C.size
+        return replace(self, sum_C=np.zeros(channels), since_C=np.zeros(channels, dtype=np.int64))
+
+    def _after_step(self, par_C: Float64) -> Pace:
+        expected = self.expected
+        assert expected is not None
+        # A layer that had no tokens when the promise was made begins with its first step.
+        mean_C = np.where(np.isnan(expected.mean_C), par_C, expected.mean_C)
+        known_C = ~np.isnan(par_C)
+        excess_C = np.where(known_C, par_C - mean_C, 0.0)
+        step_variance_C = np.maximum(
+            expected.variance_C, (_LEAST_DEVIATION * np.nan_to_num(mean_C, nan=1.0)) ** 2
+        )
+        deviation_C = np.sqrt(step_variance_C * expected.inflation_C * (1.0 + 1.0 / max(expected.steps, 1)))
+        sum_C, since_C = self.sum_C, self.since_C
+        assert sum_C is not None
+        assert since_C is not None
+        # While learning, the steps served take the place of the promise; later, none teaches more than a clipped one.
+        taught_C, weight = excess_C, _LEARNING_STEPS - self.learning + 1
+        if self.learning == 0:
+            sum_C = np.maximum(0.0, sum_C + np.where(known_C, excess_C / deviation_C - _ALLOWANCE, 0.0))
+            since_C = np.where(sum_C > 0, since_C + 1, 0)
+            taught_C = np.clip(excess_C, -_CLIP * deviation_C, _CLIP * deviation_C)
+            weight = expected.steps + 1
+        rate_C = np.where(known_C & (sum_C <= _LINGERING), 1.0 / weight, 0.0)
+        learned = replace(
+            expected,
+            mean_C=mean_C + rate_C * taught_C,
+            variance_C=expected.variance_C + rate_C * (taught_C**2 * (1.0 - rate_C) - expected.variance_C),
+            steps=weight,
+        )
+        learning = max(0, self.learning - 1)
+        return replace(self, expected=learned, sum_C=sum_C, since_C=since_C, learning=learning)
+
+    def _alarm(self) -> tuple[int | None, int] | None:
+        assert self.sum_C is not None
+        assert self.since_C is not None
+        worst = int(self.sum_C.argmax())
+        if self.sum_C[worst] <= _THRESHOLD:
+            return None
+        # A single sum may have lingered above zero before; where several have passed, the middle one says when.
+        since = int(np.median(self.since_C[self.sum_C > _THRESHOLD]))
+        return (worst if worst < self.sum_C.size - 1 else None), since
+
+    def _departed(self, alarm: tuple[int | None, int]) -> Pace:
+        changed_at = self.seen - alarm[1]
         return replace(
             self,
             changed_at=changed_at,
-            due_at=max(self.seen, changed_at + FIRST_AFTER_CHANGE),
-            interval=_SHORTEST_INTERVAL,
+            due_at=max(self.seen, changed_at + _FIRST_AFTER_CHANGE),
+            interval=_SHORTEST,
             stretches=(*self.stretches, changed_at - self.changed_at)[-_STRETCHES_KEPT:],
             alarm=alarm,
             calm=replace(self, calm=None),
         )
+
+
+def looked_back(heat_TLE: Counts, interval: int) -> int:
+    """Number of newest steps that a decision by the clock looks at: as far back as heat is still what it is now.
+
+    Half an interval is forecast, so that heat which changed within the last one is distinguished from what was before.
+    Where it changed within the newest half, no stretch forecasts that well, and ever fewer steps are forecast: where
+    stretches then differ by far, only the steps since the change are looked at. But not where the heat before it has
+    not lasted for an interval either: the next change comes before the next decision, and steps of several kinds of
+    heat say more of what will be served.
+
+    Parameters
+    ----------
+    heat_TLE
+        ``[T, L, E]``, all steps that are remembered, oldest first.
+    interval
+        Steps from one decision to the next; while no more are remembered, all are looked at.
+    """
+    steps = len(heat_TLE)
+    ahead = min(interval // 2, steps // 4)
+    if steps <= interval or ahead < 1 or steps - ahead < _SHORTEST:
+        return steps
+    aheads = [ahead]
+    while aheads[-1] // 2 >= _SHORTEST:
+        aheads.append(aheads[-1] // 2)
+    stretches = [_stretches(steps - one) for one in aheads]
+    ends = {one + length for one, lengths in zip(aheads, stretches, strict=True) for length in lengths}
+    newest_LE = _summed_parts(heat_TLE, sorted({*aheads, *ends}))
+    errors = [_errors(newest_LE, one, lengths) for one, lengths in zip(aheads, stretches, strict=True)]
+    longest = _longest(ahead, stretches[0], errors[0], _AS_GOOD)
+    finer = [
+        _longest(one, lengths, missed, _FAR_WORSE)
+        for one, lengths, missed in zip(aheads[1:], stretches[1:], errors[1:], strict=True)
+    ]
+    since_change = min([longest, *finer])
+    before_TLE = heat_TLE[: steps - since_change]
+    # The heat before must have been what it is for an interval, or as long as is remembered.
+    ahead = max(min(interval // 4, len(before_TLE) // 8), _SHORTEST // 2)
+    if since_change < longest and _stationary_steps(before_TLE, ahead) >= min(interval, len(before_TLE)):
+        return since_change
+    return longest
+
+
+def paying_steps(remembered: int, interval: int) -> float | None:
+    """Steps within which moves of a decision by the clock must pay; ``None`` for as many as it looks at.
+
+    A longer look back is no longer time for moves to pay.
+
+    Parameters
+    ----------
+    remembered
+        Steps that the decision may look at.
+    interval
+        Steps from one decision to the next.
+    """
+    return float(interval) if remembered > interval else None
+
+
+def _stationary_steps(heat_TLE: Counts, ahead: int) -> int:
+    """The longest stretch of newest steps that forecasts as well as any: its length, at most T.
+
+    Of the newest ``ahead`` steps each expert's part of the tokens is forecast by its mean over stretches before them,
+    each twice as long as the one before. Longer stretches are preferred: they know more of how experts move together.
+    """
+    if ahead < 1 or len(heat_TLE) - ahead < _SHORTEST:
+        return len(heat_TLE)
+    lengths = _stretches(len(heat_TLE) - ahead)
+    newest_LE = _summed_parts(heat_TLE, sorted({ahead, *(ahead + length for length in lengths)}))
+    return _longest(ahead, lengths, _errors(newest_LE, ahead, lengths), _AS_GOOD)
+
+
+def _has_changed(heat_TLE: Counts, since: int) -> bool:
+    """Return whether the newest ``since`` steps are of other heat than those before: no burst, which resembles itself.
+
+    Their newer half is forecast by their older half, and by all steps before. What drawing tokens alone makes of either
+    error is taken off, and of the latter as much must be left. True where there is nothing to compare.
+    """
+    steps, ahead = len(heat_TLE), since // 2
+    if ahead < 1 or since >= steps:
+        return True
+    newest_LE = _summed_parts(heat_TLE, (ahead, since, steps))
+    lengths = since - ahead, steps - ahead
+    by_stretch, by_all = _errors(newest_LE, ahead, lengths)
+    drawn_stretch, drawn_all = (
+        _drawn(heat_TLE, newest_LE[ahead] / ahead, ahead, length) for length in lengths
+    )
+    left = by_all - drawn_all
+    return left >= max(_OTHER_HEAT * (by_stretch - drawn_stretch), drawn_all)
+
+
+def _drawn(heat_TLE: Counts, part_LE: Float64, ahead: int, length: int) -> float:
+    """The error that a stretch has where only the tokens drawn differ, each expert's part being ``part_LE``."""
+    tokens_TL = heat_TLE[len(heat_TLE) - 2 * ahead :].sum(axis=2, dtype=np.float64)
+    inverse_L = (1.0 / np.maximum(tokens_TL, 1.0)).mean(axis=0)
+    size_L = (part_LE**2).sum(axis=1)
+    scatter_L = (1.0 - size_L) * inverse_L * (1.0 / ahead + 1.0 / length)
+    return float((scatter_L / np.maximum(size_L, 1e-30)).mean())
+
+
+def _errors(newest_LE: Mapping[int, Float64], ahead: int, lengths: Sequence[int]) -> list[float]:
+    """Squared errors of stretches that forecast the newest steps, given the sums from either's beginning on."""
+    came_LE = newest_LE[ahead] / ahead
+    size_L = np.maximum((came_LE**2).sum(axis=1), 1e-30)
+    errors = []
+    for length in lengths:
+        missed_LE = (newest_LE[ahead + length] - newest_LE[ahead]) / length - came_LE
+        errors.append(float(((missed_LE**2).sum(axis=1) / size_L).mean()))
+    return errors
+
+
+def _longest(ahead: int, lengths: Sequence[int], errors: Sequence[float], bound: float) -> int:
+    """Steps of the longest stretch whose error is at most ``bound`` times the least, with those ahead."""
+    most = bound * min(errors)
+    return ahead + max(length for length, error in zip(lengths, errors, strict=True) if error <= most)
+
+
+def _stretches(before: int) -> list[int]:
+    """Lengths of the stretches that are tried where there are so many steps: each twice the one before, then all."""
+    doubled = [_SHORTEST << power for power in range(before.bit_length())]
+    return [length for length in doubled if length < before] + [before]
+
+
+def _summed_parts(heat_TLE: Counts, lengths: Sequence[int]) -> dict[int, Float64]:
+    """Each expert's part of the tokens, summed over so many newest steps, float64 ``[L, E]``; lengths ascend."""
+    steps, newest = len(heat_TLE), 0
+    inverse_TL = 1.0 / np.maximum(heat_TLE.sum(axis=2, dtype=np.float64), 1.0)
+    sums: dict[int, Float64] = {}
+    total_LE = np.zeros(heat_TLE.shape[1:])
+    for length in lengths:
+        part = slice(steps - length, steps - newest)
+        total_LE = total_LE + np.einsum("tle,tl->le", heat_TLE[part], inverse_TL[part])
+        sums[length], newest = total_LE, length
+    return sums

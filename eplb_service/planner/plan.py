@@ -1,4 +1,4 @@
-"""The result of one decision: the layers that change, and why each layer changes or stays."""
+"""Result of one decision: the layers that change, why each layer changes or stays, and what is promised of it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eplb_service.placement import Float64, Int32, mean_par
-from eplb_service.planner.move_price import MovePrice
+from eplb_service.heat.window import Window
+from eplb_service.placement import Float64, Int32, Placement, apply_layers, mean_par, step_par
+from eplb_service.planner.score import Gain, gain_of, split_loads
+from eplb_service.solver.window import inflation, inflation_error
+from eplb_service.wire.operator import LayerVerdict, MovePrice
+
+_FEWEST_STEPS = 32
+"""Steps below which nothing is learned of how neighbouring steps resemble each other."""
 
 
 @dataclass(frozen=True)
@@ -35,61 +41,6 @@ class LayerPlan:
 
 
 @dataclass(frozen=True)
-class LayerVerdict:
-    """What was decided about one layer, and why.
-
-    All ratios are peak-to-average ratios per step, averaged over the window's steps with tokens.
-
-    Parameters
-    ----------
-    layer
-        Its index.
-    par_seen
-        Ratio under the placement and tables that serve now; NaN for a layer without tokens.
-    par_planned
-        The same under what was decided; equal to ``par_seen`` where nothing changes.
-    noise_floor
-        What token sampling alone gives a perfectly balanced layer: computed for independent draws, or less where
-        ranks measurably jump less than that. No placement can win below it. NaN for a layer without tokens.
-    moves
-        Slots that must receive weights.
-    changed
-        Whether the layer is in the plan.
-    reason
-        For operators, one line. Where it names a ratio of episodes it says so: the search sees episodes, not steps.
-    hindsight
-        What a placement made for this very window would have had, whatever it moved; ``None`` where the decision did
-        not look into the layer.
-    bytes
-        Weights that the moves send; 0 where the host does not report an expert's size.
-    us_seen, us_planned
-        Microseconds of the slowest rank, mean over the window's steps with tokens, as it serves now and as decided;
-        ``None`` without a cost curve or tokens.
-    optimism
-        How much worse than on the heat that they were fitted to such changes did on other heat (hold-out); 0 for a
-        layer that stays, ``None`` where it was not held out.
-    """
-
-    layer: int
-    par_seen: float
-    par_planned: float
-    noise_floor: float
-    moves: int
-    changed: bool
-    reason: str
-    hindsight: float | None = None
-    bytes: int = 0
-    us_seen: float | None = None
-    us_planned: float | None = None
-    optimism: float | None = 0.0
-
-    @property
-    def regret(self) -> float | None:
-        """What the last decision left to win on this window: the ratio seen less that of hindsight, at least 0."""
-        return None if self.hindsight is None else max(0.0, self.par_seen - self.hindsight)
-
-
-@dataclass(frozen=True)
 class Plan:
     """One decision: ``layers`` holds those that change, largest gain first; ``verdicts`` all, in order.
 
@@ -109,12 +60,12 @@ class Plan:
 
     @property
     def optimism_L(self) -> Float64:
-        """How much worse than planned each layer is expected to do on other steps, float64 ``[L]``; 0 where unknown."""
+        """Ratio that each layer is expected to lose on other steps, float64 ``[L]``; 0 where unknown."""
         return np.array([verdict.optimism or 0.0 for verdict in self.verdicts])
 
     @property
     def held_out(self) -> bool:
-        """Whether that is known of every layer that changes."""
+        """True where ``optimism_L`` is known of every layer that changes."""
         return all(verdict.optimism is not None for verdict in self.verdicts)
 
     @property
@@ -134,7 +85,7 @@ class Plan:
 
     @property
     def ms_planned(self) -> float | None:
-        """The same after the decision."""
+        """Milliseconds as in ``ms_seen``, after the decision."""
         return _ms([verdict.us_planned for verdict in self.verdicts])
 
     @property
@@ -151,3 +102,120 @@ class Plan:
 def _ms(us_of_layers: list[float | None]) -> float | None:
     known = [us for us in us_of_layers if us is not None]
     return sum(known) / 1e3 if known else None
+
+
+@dataclass(frozen=True)
+class Promise:
+    """The ratio per step that is expected of each layer, and of the mean over the layers, its last entry.
+
+    Parameters
+    ----------
+    mean_C, variance_C
+        float64 ``[L + 1]``, of one step; NaN for a layer without tokens.
+    inflation_C
+        float64 ``[L + 1]``, how much more a mean over steps in a row scatters than one over independent steps; 1 where
+        too few were seen.
+    steps
+        Steps that it was made from.
+    held_out
+        Whether the mean allows for what a placement does worse on steps that it was not fitted to.
+    """
+
+    mean_C: Float64
+    variance_C: Float64
+    inflation_C: Float64
+    steps: int
+    held_out: bool = True
+
+
+def promise_of(par_TL: Float64, optimism_L: Float64, *, held_out: bool) -> Promise:
+    """The promise of what serves these steps so.
+
+    Parameters
+    ----------
+    par_TL
+        float64 ``[T, L]``, the ratio of each step of the window under what will serve; NaN without tokens.
+    optimism_L
+        float64 ``[L]``, how much worse fitted placements do on steps that they were not fitted to.
+    held_out
+        Whether that is known.
+    """
+    par_TC = channels_of(par_TL + optimism_L)
+    known_TC = ~np.isnan(par_TC)
+    count_C = known_TC.sum(axis=0)
+    filled_TC = np.where(known_TC, par_TC, 0.0)
+    mean_C = np.full(par_TC.shape[1], np.nan)
+    np.divide(filled_TC.sum(axis=0), count_C, out=mean_C, where=count_C > 0)
+    centred_TC = np.where(known_TC, par_TC - mean_C, 0.0)
+    variance_C = (centred_TC**2).sum(axis=0) / np.maximum(count_C - 1, 1)
+    inflation_C = np.ones_like(mean_C)
+    if len(par_TC) >= _FEWEST_STEPS:
+        # What independent steps would show by themselves is taken off, or a change would be looked for too bluntly.
+        inflation_C = np.maximum(1.0, inflation(centred_TC) - inflation_error(len(par_TC)))
+    return Promise(mean_C, variance_C, inflation_C, len(par_TC), held_out)
+
+
+def no_promise(layers: int) -> Promise:
+    """Nothing is known of what serves: all must be learned from its steps."""
+    return Promise(np.full(layers + 1, np.nan), np.zeros(layers + 1), np.ones(layers + 1), 0, held_out=False)
+
+
+def channels_of(par_TL: Float64) -> Float64:
+    """Ratios of the layers and, last, of their mean, float64 ``[T, L + 1]``; NaN where there are no tokens."""
+    known_TL = ~np.isnan(par_TL)
+    count_T = known_TL.sum(axis=1)
+    mean_T = np.full(len(par_TL), np.nan)
+    np.divide(np.where(known_TL, par_TL, 0.0).sum(axis=1), count_T, out=mean_T, where=count_T > 0)
+    channels_TC: Float64 = np.column_stack([par_TL, mean_T])
+    return channels_TC
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Placement that ranks serve by, and int32 ``[R, L, E]`` the table of each source rank."""
+
+    placement: Placement
+    log2phy_RLE: Int32
+
+    def par_of_steps(self, window: Window, split: str) -> Float64:
+        """Ratio of each step of a window under it, float64 ``[T, L]``; NaN without tokens."""
+        return step_par(
+            split_loads(window.heat_TLE, self.placement, self.log2phy_RLE, window.source_RLE, split)
+        )
+
+    def changed_by(self, plan: Plan) -> Serving:
+        """Placement and tables once all of a plan has switched."""
+        return Serving(*apply_layers(self.placement, self.log2phy_RLE, plan.changes()))
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Watch list that one decision leaves.
+
+    Parameters
+    ----------
+    promise
+        What is expected of the steps that its result serves.
+    paid
+        Whether the change before it won more than its error; ``None`` where there was none, or that is not known.
+    won
+        What serves now wins over what served at first, on the decision's window; ``None`` where that is not known.
+    burst
+        Whether the departure that asked for the decision was no change of heat.
+    """
+
+    promise: Promise
+    paid: bool | None = None
+    won: Gain | None = None
+    burst: bool = False
+
+
+def promise_for(window: Window, now: Serving, plan: Plan, split: str) -> Promise:
+    """Promise of a plan for steps like those of its window."""
+    par_TL = now.changed_by(plan).par_of_steps(window, split)
+    return promise_of(par_TL, plan.optimism_L, held_out=plan.held_out)
+
+
+def gain_over(window: Window, before: Serving, now: Serving, split: str) -> Gain:
+    """Gain of ``now`` over ``before`` on a window's steps."""
+    return gain_of(before.par_of_steps(window, split), now.par_of_steps(window, split))

@@ -1,59 +1,126 @@
-"""What a decision costs and what balance is worth, in milliseconds and bytes that the user states."""
+"""Costs of a replay: by the same numbers decisions are made and charged, and each is listed with its origin."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from eplb_service.cost.curve import CostCurve
-from eplb_service.planner.split_cost import SplitCost
-from eplb_service.replay.schedule import ReplayError
+from eplb_service.cost.curve import CostCurve, plain_curve
+from eplb_service.cost.moving import MovingCosts
+from eplb_service.planner.price import ASSUMED_BYTES, SplitCost, move_price
+from eplb_service.planner.settings import AUTO, NumberOrAuto, PlannerSettings
+from eplb_service.replay.policy import ReplayError
+
+_MOE_SHARE = 0.5
+"""Part of a step that experts are taken for where ``layer_ms`` is not stated, as in the service."""
+_DEFAULTS = PlannerSettings()
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """One number that results rest on: the name of its option, its value with its unit, and its origin."""
+
+    name: str
+    value: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.value} ({self.source})"
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Stated costs; nothing here is measured on the machine that replays, so results are the same everywhere.
+    """Costs that decisions are made by and charged with; nothing is measured on the machine that replays.
 
     Parameters
     ----------
     step_ms
         Time of a step of the model as recorded; 0 where not stated, and then nothing is late and no time is reported.
-    moe_share
-        Part of a step that the hottest rank decides: expert computation and dispatch.
-    bytes_per_expert
-        Weights of one expert in one layer.
-    bandwidth
-        Bytes per second that a rank receives while it serves.
     solve_ms
         From the end of a window to the plan at the ranks.
+    link_bandwidth
+        GB/s that a rank receives while it serves.
+    bytes_per_expert
+        Weights of one expert in one layer; 0 where not known, and then the planner's assumption is taken.
     commit_ms
-        Standstill of all ranks per switched layer.
+        Standstill of all ranks per switched layer; ``None`` for what the planner assumes.
+    layer_ms
+        Time of one layer's experts in a step, which balance wins a part of; where there is a curve, as long as nothing
+        has been served.
+    move_price
+        Price of moves that decisions go by; ``auto`` for the one that follows from these costs.
     curve
-        What tokens cost; ``None`` where the hottest rank's part of a step is taken as in proportion to its tokens.
+        What tokens cost; ``None`` where time follows the hottest rank's tokens.
     split
-        What a stepwise split itself takes, under a curve; ``None`` where the host splits otherwise.
+        Cost of a stepwise split itself, under a curve; ``None`` where the host splits otherwise.
 
     Raises ``ReplayError`` on a value out of bounds.
     """
 
     step_ms: float = 0.0
-    moe_share: float = 0.5
-    bytes_per_expert: int = 0
-    bandwidth: float = 10e9
     solve_ms: float = 200.0
-    commit_ms: float = 1.0
+    link_bandwidth: float = _DEFAULTS.link_bandwidth
+    bytes_per_expert: int = 0
+    commit_ms: float | None = None
+    layer_ms: float = _DEFAULTS.layer_ms
+    move_price: NumberOrAuto = AUTO
     curve: CostCurve | None = None
     split: SplitCost | None = None
 
+    @classmethod
+    def of(cls, settings: PlannerSettings, layers: int, **stated: Any) -> Costs:
+        """Costs that ``settings`` state for a model of so many layers, and those that only a replay has.
+
+        A layer's time that is not stated is its share of half the step, where that is stated.
+        """
+        layer_ms, step_ms = settings.layer_ms, stated.get("step_ms", 0.0)
+        if settings.is_default("layer_ms") and step_ms:
+            layer_ms = _MOE_SHARE * step_ms / layers
+        return cls(
+            link_bandwidth=settings.link_bandwidth,
+            layer_ms=layer_ms,
+            move_price=settings.move_price,
+            curve=settings.cost_curve,
+            **stated,
+        )
+
     def __post_init__(self) -> None:
-        for name in ("step_ms", "moe_share", "bytes_per_expert", "bandwidth", "solve_ms", "commit_ms"):
+        for name in ("step_ms", "solve_ms", "link_bandwidth", "bytes_per_expert", "commit_ms", "layer_ms"):
             value = getattr(self, name)
-            if not math.isfinite(value) or value < 0:
+            if value is not None and (not math.isfinite(value) or value < 0):
                 raise ReplayError(f"{name} is {value}; it must be a finite number, zero or more")
-        if self.moe_share > 1:
-            raise ReplayError(f"moe_share is {self.moe_share}; it is a part of the step, at most 1")
-        if self.bandwidth == 0:
-            raise ReplayError("bandwidth is 0; nothing would ever arrive")
+        for name in ("link_bandwidth", "layer_ms"):
+            if getattr(self, name) == 0:
+                raise ReplayError(f"{name} is 0; it must be more")
+
+    @property
+    def moving(self) -> MovingCosts:
+        """Costs of moves as the planner takes them."""
+        return MovingCosts(
+            expert_seconds=(self.bytes_per_expert or ASSUMED_BYTES) / (self.link_bandwidth * 1e9),
+            commit_seconds=None if self.commit_ms is None else self.commit_ms / 1e3,
+            layer_ms=self.layer_ms,
+            layer_source="as charged",
+        )
+
+    def stall_ms(self, slots: int, received: int, layers: int) -> float:
+        """Milliseconds of steps lost to moves and switches, as the planner prices them.
+
+        Parameters
+        ----------
+        slots
+            Slots of a rank.
+        received
+            Experts that the busiest rank receives.
+        layers
+            Layers that switch.
+        """
+        price = move_price(PlannerSettings(), slots, self.bytes_per_expert, moving=self.moving)
+        assert price.ms_per_move is not None
+        assert price.ms_per_switch is not None
+        return received * price.ms_per_move + layers * price.ms_per_switch
 
     @property
     def split_overhead_us(self) -> float:
@@ -64,9 +131,48 @@ class Costs:
         """Steps from the end of a window until its decision serves; the busiest rank receives so many experts."""
         if self.step_ms == 0:
             return 0
-        transfer_ms = experts_received * self.bytes_per_expert / self.bandwidth * 1e3
-        return math.ceil((self.solve_ms + transfer_ms) / self.step_ms)
+        seconds = self.moving.expert_seconds
+        assert seconds is not None
+        return math.ceil((self.solve_ms + experts_received * seconds * 1e3) / self.step_ms)
 
-    def saved_ms(self, par: float, par_left_alone: float) -> float:
-        """Time of a step that a smaller peak-to-average ratio saves; the MoE part is in proportion to it."""
-        return self.step_ms * self.moe_share * (1 - par / par_left_alone)
+    def saved_ms(self, layers: int, par: float, par_left_alone: float) -> float:
+        """Time of a step that a smaller ratio saves; a layer's experts take time in proportion to it."""
+        return layers * self.layer_ms * (1 - par / par_left_alone) if self.step_ms else 0.0
+
+    def assumptions(self, given: Collection[str]) -> tuple[Assumption, ...]:
+        """Numbers that results rest on; ``given`` names those that a user stated.
+
+        Those that enter nowhere are left out: without the time of a step nothing is late and nothing waits, and moves
+        of a stated price that are not charged cost nothing else.
+        """
+        found = [_curve(self.curve)]
+        texts = {"move_price": f"{self.move_price}"}
+        timed = self.step_ms > 0 or self.curve is not None
+        if self.step_ms:
+            texts |= {"step_ms": f"{self.step_ms:g} ms", "solve_ms": f"{self.solve_ms:g} ms"}
+        if self.move_price == AUTO or timed:
+            texts["link_bandwidth"] = f"{self.link_bandwidth:g} GB/s"
+            texts["bytes_per_expert"] = f"{self.bytes_per_expert or ASSUMED_BYTES}"
+            commit = "0.5 ms and a copy" if self.commit_ms is None else f"{self.commit_ms:g} ms"
+            texts["commit_ms"] = commit
+            texts["layer_ms"] = f"{self.layer_ms:.3g} ms" + (" at first" if self.curve is not None else "")
+        sources = {"bytes_per_expert": "recorded" if self.bytes_per_expert else "assumed"}
+        found += [
+            Assumption(name, text, "given" if name in given else sources.get(name, "assumed"))
+            for name, text in texts.items()
+        ]
+        if self.split is not None and self.curve is not None:
+            found.append(Assumption("split_overhead_us", str(self.split), "assumed"))
+        return tuple(found)
+
+    def plain(self) -> dict[str, Any]:
+        """Costs as JSON has them."""
+        curve = None if self.curve is None else plain_curve(self.curve)
+        return {**asdict(replace(self, curve=None)), "curve": curve}
+
+
+def _curve(curve: CostCurve | None) -> Assumption:
+    if curve is None:
+        return Assumption("cost_curve", "linear: time follows the tokens of the hottest rank", "assumed")
+    fit = "no fit is known" if curve.fit is None else str(curve.fit)
+    return Assumption("cost_curve", str(curve), f"{curve.source}; {fit}")

@@ -1,4 +1,4 @@
-"""Policies by name: the planner's own, flashlb with one idea switched off, and any function of yours."""
+"""Policies by name, when they decide, and on what: flashlb with one idea switched off, and any function of yours."""
 
 from __future__ import annotations
 
@@ -6,43 +6,34 @@ import importlib
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from eplb_service.planner.request import with_options
 from eplb_service.planner.settings import POLICIES, PlannerSettings
-from eplb_service.replay.schedule import ReplayError
+from eplb_service.solver.model import SearchOptions
 
-External = Callable[..., Any]
-"""``function(heat_TLE, phy2log_LRS)`` returns ``phy2log_LRS``, or that and ``log2phy_RLE``."""
-
-ABLATIONS: Mapping[str, tuple[Mapping[str, Any], str]] = {
-    "flashlb-no-tree": ({"tree_search": False}, "greedy replica counts"),
-    "flashlb-no-annealing": ({"annealing": False}, "no annealing where ranks have few slots"),
-    "flashlb-no-local": (
-        {"local_search": False},
-        "no swaps, exchanges or annealing after the placement is built",
-    ),
-    "flashlb-no-swaps": ({"swaps": False}, "the local search exchanges replicas only"),
-    "flashlb-no-exchanges": ({"exchanges": False}, "the local search swaps experts only"),
-    "flashlb-no-table-swaps": ({"table_swaps": False}, "no swaps once the tables are solved"),
-    "flashlb-no-table-kicks": ({"table_kicks": False}, "no random exchanges where tables are coarse"),
-    "flashlb-no-holdout": ({"holdout": False}, "changes need not pay on the newer half of the window"),
-    "flashlb-no-price-ladder": ({"price_ladder": False}, "only the true price of a move is tried"),
-    "flashlb-no-sureness": ({"sureness": 0.0}, "what a change won is taken as it is, whatever its error"),
-    "flashlb-no-volatility": (
-        {"volatility": False},
-        "layers are searched whatever their experts' jumps explain",
-    ),
-    "flashlb-no-tables": ({"solve_tables": False}, "the engines' fixed log2phy"),
-    "flashlb-one-episode": ({"episodes": 1}, "plans on the plain sum of the window"),
-    "flashlb-no-fading": ({"half_lives": (math.inf,)}, "old steps count as much as new ones"),
-    "flashlb-no-trimmed-mean": ({"trimmed_mean": False}, "bursts in the window count as lasting heat"),
-    "flashlb-cold": ({"warm": False}, "every picked layer is placed from scratch"),
-    "flashlb-all-layers": ({"par_threshold": 1.0, "min_gain": 0.0, "max_layers": None}, "no cherry-picking"),
-    "flashlb-free-moves": ({"move_price": 0.0}, "moves cost nothing"),
+ABLATIONS: Mapping[str, Mapping[str, Any]] = {
+    "flashlb-no-tree": {"tree_search": False},
+    "flashlb-no-annealing": {"annealing": False},
+    "flashlb-no-local": {"local_search": False},
+    "flashlb-no-swaps": {"swaps": False},
+    "flashlb-no-exchanges": {"exchanges": False},
+    "flashlb-no-table-swaps": {"table_swaps": False},
+    "flashlb-no-holdout": {"holdout": False},
+    "flashlb-no-price-ladder": {"price_ladder": False},
+    "flashlb-no-sureness": {"sureness": 0.0},
+    "flashlb-no-volatility": {"volatility": False},
+    "flashlb-no-tables": {"solve_tables": False},
+    "flashlb-one-episode": {"episodes": 1},
+    "flashlb-no-fading": {"half_lives": (math.inf,)},
+    "flashlb-no-trimmed-mean": {"trimmed_mean": False},
+    "flashlb-cold": {"warm": False},
+    "flashlb-all-layers": {"par_threshold": 1.0, "min_gain": 0.0, "max_layers": None},
+    "flashlb-free-moves": {"move_price": 0.0},
 }
-"""flashlb with one idea switched off: the settings that do it, and what that means."""
+"""flashlb with one idea switched off: the ``SearchOptions`` or ``PlannerSettings`` that do it."""
 
 ON_CHANGE = "flashlb-on-change"
 """flashlb, deciding when ``planner.pace`` says and not every interval: the service with ``decide_on: change``."""
@@ -51,59 +42,120 @@ NAMES = (*POLICIES, ON_CHANGE, *ABLATIONS)
 """All policies that have a name; any other is ``module:function``."""
 
 
+class ReplayError(ValueError):
+    """A replay that cannot be run as asked; the message says what was found and what to do."""
+
+
 @dataclass(frozen=True)
-class Policy:
-    """One policy.
+class Setup:
+    """Slots on each rank and the schedule of decisions, which all policies of one comparison share.
 
     Parameters
     ----------
-    name
-        As the user gave it.
-    settings
-        The planner's, switched as the name says.
-    target
-        ``module:function`` of an external policy; empty for the planner's own.
-    on_change
-        Whether it decides when what is realised departs from what was promised, and not every interval.
+    slots
+        S.
+    window
+        Steps that a decision looks at, at most; beyond the interval those alone whose heat is still what it is now.
+    interval
+        Steps from one decision to the next.
+    start
+        Step of the first decision; ``None`` for the end of the first window or interval, whichever is shorter.
+
+    Raises ``ReplayError`` unless window and interval are positive and the start is no earlier than that.
     """
 
-    name: str
+    slots: int
+    window: int
+    interval: int
+    start: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("window", "interval"):
+            if getattr(self, name) < 1:
+                raise ReplayError(f"{name} is {getattr(self, name)}; it must be at least one step")
+        if self.start is not None and self.start < self._earliest:
+            raise ReplayError(f"start is {self.start}; the first window of {self._earliest} steps ends later")
+
+    @property
+    def first(self) -> int:
+        """Step of the first decision."""
+        return self._earliest if self.start is None else self.start
+
+    @property
+    def _earliest(self) -> int:
+        return min(self.window, self.interval)
+
+    def decisions(self, steps: int) -> range:
+        """Steps before which a decision falls; raises ``ReplayError`` where a trace of ``steps`` has none."""
+        if steps <= self.first:
+            raise ReplayError(
+                f"the trace has {steps} steps, a window of {self.first} leaves none to score; "
+                "use a shorter window or interval"
+            )
+        return range(self.first, steps, self.interval)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One policy along the trace, or, without a policy, the baseline of a setup.
+
+    Parameters
+    ----------
+    label
+        Name of its own among a replay's jobs.
+    setup
+        Slots and schedule.
+    policy
+        Name as the user gave it; empty for the baseline.
+    settings, search
+        The planner's settings, and the parts of the solver's method, switched as the name says.
+    hindsight
+        For a baseline: also fit placements on the very steps that they serve.
+    """
+
+    label: str
+    setup: Setup
+    policy: str
     settings: PlannerSettings
-    target: str = ""
-    on_change: bool = False
+    search: SearchOptions = field(default_factory=SearchOptions)
+    hindsight: bool = False
 
     @classmethod
-    def of(cls, name: str, settings: PlannerSettings) -> Policy:
-        """The policy called ``name``, otherwise as ``settings`` say; raises ``ReplayError`` where there is none."""
-        if name in POLICIES:
-            return cls(name, replace(settings, policy=name))
-        if name == ON_CHANGE:
-            return cls(name, replace(settings, policy="flashlb"), on_change=True)
-        if name in ABLATIONS:
-            return cls(name, replace(settings, policy="flashlb", **ABLATIONS[name][0]))
-        if ":" in name:
-            return cls(name, settings, target=name)
+    def of(cls, label: str, setup: Setup, policy: str, settings: PlannerSettings) -> Job:
+        """Policy called ``policy``, otherwise as ``settings`` say; raises ``ReplayError`` where there is none."""
+        if policy in POLICIES:
+            return cls(label, setup, policy, *with_options(settings, {"policy": policy}))
+        if policy == ON_CHANGE or policy in ABLATIONS:
+            options = {"policy": "flashlb", **ABLATIONS.get(policy, {})}
+            return cls(label, setup, policy, *with_options(settings, options))
+        if ":" in policy:
+            return cls(label, setup, policy, settings)
         raise ReplayError(
-            f"unknown policy {name!r}; choose among {', '.join(NAMES)}, or give module:function"
+            f"unknown policy {policy!r}; choose among {', '.join(NAMES)}, or give module:function"
         )
 
-    def external(self) -> External:
-        """The function of an external policy; raises ``ReplayError`` where it cannot be imported."""
-        module_name, _, attribute = self.target.partition(":")
+    @property
+    def on_change(self) -> bool:
+        """Decides when what is realised departs from what was promised, and not every interval."""
+        return self.policy == ON_CHANGE
+
+    def external(self) -> Callable[..., Any] | None:
+        """Function of an external policy; raises ``ReplayError`` where it cannot be imported.
+
+        ``function(heat_TLE, phy2log_LRS)`` returns ``phy2log_LRS``, or that and ``log2phy_RLE``.
+        """
+        module_name, colon, attribute = self.policy.partition(":")
+        if not colon:
+            return None
         # An installed command does not look for modules where it is called, as python -m does.
         if (here := str(Path.cwd())) not in sys.path:
             sys.path.append(here)
         try:
             module = importlib.import_module(module_name)
         except Exception as error:
-            raise ReplayError(
-                f"policy {self.name}: cannot import {module_name!r} ({_message(error)})"
-            ) from error
+            message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise ReplayError(f"policy {self.policy}: cannot import {module_name!r} ({message})") from error
         function = getattr(module, attribute, None)
         if not callable(function):
-            raise ReplayError(f"policy {self.name}: {module_name} has no function {attribute!r}")
+            raise ReplayError(f"policy {self.policy}: {module_name} has no function {attribute!r}")
         return function  # type: ignore[no-any-return]
-
-
-def _message(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

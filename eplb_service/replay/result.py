@@ -1,42 +1,162 @@
-"""What a replay found: every policy beside its baseline, scored on the same steps, and what hindsight would have."""
+"""Results of a replay: each policy's decisions beside its baseline, scored on the same steps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import numpy as np
 
 from eplb_service.placement import Float64, mean_par
 from eplb_service.replay.costs import Costs
-from eplb_service.replay.policy_replay import PolicyReplay, Setup, summed_ms, weighted
+from eplb_service.replay.policy import Setup
+
+_NOTHING_L: Float64 = np.zeros(0)
 
 
 @dataclass(frozen=True)
-class BaselineReplay:
-    """What the policies of one setup are measured against, a row per decision, float64 ``[D, L]`` each.
+class ReplayedDecision:
+    """One decision and the steps served until the next.
 
     Parameters
     ----------
-    setup
-        Of those policies.
-    left_alone_DL
-        PAR of the steps served under the starting placement.
-    floor_DL
-        What token sampling alone leaves of it.
-    hindsight_DL
-        PAR of a placement fitted on the very steps that it serves; ``None`` where not asked for.
+    step, steps
+        First step after the decision's window, and steps served until the next decision.
+    late
+        Steps of those that were served before the decision took effect.
+    layers_changed, layers_moved
+        Layers that got other slots or tables, and those of them that had to receive weights.
+    moves, moves_busiest
+        Slots that had to receive weights, and those on the rank that received most.
+    par_seen, par_planned
+        PAR of the window before the decision and as promised, means over layers.
+    seconds
+        Time that the decision took here.
+    decisions
+        Decisions that these steps are of: another number than one where the policy decides on change.
+    par_realised_L
+        float64 ``[L]``, PAR of the steps served, each step an episode.
+    us_realised_L
+        float64 ``[L]``, microseconds of each layer's slowest rank, mean over the steps served that had tokens; ``None``
+        without a cost curve.
+    busy_L
+        float64 ``[L]``, steps served in which each layer had tokens; ``None`` where all had.
     loads_LR
-        Tokens of each rank under the starting placement over the steps of the last decision, float64 ``[L, R]``.
-    left_alone_us_DL
-        Microseconds of each layer's slowest rank under the starting placement; ``None`` without a cost curve.
+        Tokens of each rank over the steps served, float64 ``[L, R]``; only the last decision's is kept.
+    floor_L, hindsight_L
+        float64 ``[L]`` of a baseline: PAR that token sampling alone leaves, and of a placement fitted on the very steps
+        that it serves; ``None`` for a policy, or where not asked for.
     """
 
+    step: int = 0
+    steps: int = 0
+    late: int = 0
+    layers_changed: int = 0
+    layers_moved: int = 0
+    moves: int = 0
+    moves_busiest: int = 0
+    par_seen: float = 1.0
+    par_planned: float = 1.0
+    seconds: float = 0.0
+    decisions: int = 1
+    par_realised_L: Float64 = field(default_factory=lambda: _NOTHING_L)
+    us_realised_L: Float64 | None = None
+    busy_L: Float64 | None = None
+    loads_LR: Float64 | None = None
+    floor_L: Float64 | None = None
+    hindsight_L: Float64 | None = None
+
+    @property
+    def par_realised(self) -> float:
+        """Mean over the layers that had tokens; NaN where none had."""
+        return float(mean_par(self.par_realised_L))
+
+
+@dataclass(frozen=True)
+class PolicyReplay:
+    """One policy's way along the trace, or that of a baseline; ``decisions`` is never empty.
+
+    ``label`` names it uniquely in a sweep.
+    """
+
+    policy: str
+    label: str
     setup: Setup
-    left_alone_DL: Float64
-    floor_DL: Float64
-    hindsight_DL: Float64 | None
-    loads_LR: Float64
-    left_alone_us_DL: Float64 | None = None
+    decisions: tuple[ReplayedDecision, ...]
+
+    def rows(self, name: str) -> Float64 | None:
+        """Array of this name of all decisions, float64 ``[D, L]``; ``None`` where they have none."""
+        found = [getattr(decision, name) for decision in self.decisions]
+        return None if found[0] is None else np.stack(found)
+
+    @property
+    def par_DL(self) -> Float64:
+        """PAR of each decision's steps, float64 ``[D, L]``."""
+        return np.stack([decision.par_realised_L for decision in self.decisions])
+
+    @property
+    def floor_DL(self) -> Float64:
+        """PAR that token sampling alone leaves of a baseline's steps, float64 ``[D, L]``."""
+        floor_DL = self.rows("floor_L")
+        assert floor_DL is not None
+        return floor_DL
+
+    @property
+    def loads_LR(self) -> Float64:
+        """Tokens of each rank over the steps of the last decision, float64 ``[L, R]``."""
+        loads_LR = self.decisions[-1].loads_LR
+        assert loads_LR is not None
+        return loads_LR
+
+    @property
+    def par_realised_L(self) -> Float64:
+        """PAR of all steps served, each step an episode, float64 ``[L]``."""
+        return weighted(self.par_DL, self.decisions)
+
+    @property
+    def par_realised(self) -> float:
+        """Mean over layers and steps that had tokens: the figure that counts."""
+        return float(mean_par(self.par_realised_L))
+
+    @property
+    def moe_ms(self) -> float | None:
+        """Milliseconds of the slowest ranks of all layers in a step, mean; ``None`` without a cost curve."""
+        us_DL = self.rows("us_realised_L")
+        return None if us_DL is None else float(np.nansum(weighted(us_DL, self.decisions))) / 1e3
+
+    @property
+    def par_planned(self) -> float:
+        """Mean over decisions of what they promised for the window that they saw; NaN where no window had tokens."""
+        return float(mean_par(np.array([decision.par_planned for decision in self.decisions])))
+
+    def total(self, name: str) -> int:
+        """Sum of a count over all decisions, such as ``steps``, ``moves`` or ``layers_moved``."""
+        return sum(getattr(decision, name) for decision in self.decisions)
+
+    @property
+    def steps(self) -> int:
+        """Steps served."""
+        return self.total("steps")
+
+    @property
+    def moves(self) -> int:
+        """Slots that had to receive weights, over all decisions."""
+        return self.total("moves")
+
+    @property
+    def moves_per_decision(self) -> float:
+        """Slots that had to receive weights, mean over decisions."""
+        return self.moves / len(self.decisions)
+
+    @property
+    def seconds_mean(self) -> float:
+        """Time of a decision, mean."""
+        return fmean(decision.seconds for decision in self.decisions)
+
+    @property
+    def seconds_max(self) -> float:
+        """Time of the slowest decision."""
+        return max(decision.seconds for decision in self.decisions)
 
 
 @dataclass(frozen=True)
@@ -54,7 +174,7 @@ class Score:
     bytes_moved
         Weights received by all ranks.
     saved_ms, stall_ms
-        Of a step: what balance saves, and what switching costs.
+        Of a step: what balance saves, and what moves and switches cost.
     moe_ms, moe_ms_left_alone
         Of a step: the slowest ranks of all layers, as realised and under the starting placement; ``None`` without a
         cost curve.
@@ -86,11 +206,11 @@ class Replay:
     policies
         In the order asked for.
     baselines
-        One for each setup.
+        One for each setup: the starting placement, left alone.
     costs
-        As stated.
+        Costs that decisions were made by and are charged with.
     interrupted
-        Whether it was stopped early: then it holds the decisions that all policies had made.
+        True where it was stopped early: then it holds the decisions that all policies had made.
     """
 
     first: int
@@ -99,41 +219,39 @@ class Replay:
     layers: int
     experts: int
     policies: tuple[PolicyReplay, ...]
-    baselines: tuple[BaselineReplay, ...]
+    baselines: tuple[PolicyReplay, ...]
     costs: Costs = field(default_factory=Costs)
     interrupted: bool = False
 
-    def baseline(self, setup: Setup) -> BaselineReplay:
-        """Of the policies with ``setup``."""
+    def baseline(self, setup: Setup) -> PolicyReplay:
+        """Baseline of the policies with ``setup``."""
         return next(baseline for baseline in self.baselines if baseline.setup == setup)
 
     def hindsight_DL(self, setup: Setup) -> Float64 | None:
         """The best PAR known with hindsight for each decision and layer: of fitted placements and of all policies."""
         baseline = self.baseline(setup)
-        if baseline.hindsight_DL is None:
+        fitted_DL = baseline.rows("hindsight_L")
+        if fitted_DL is None:
             return None
-        known = [
-            np.stack([decision.par_realised_L for decision in policy.decisions])
-            for policy in self.policies
-            if policy.setup == setup
-        ]
-        best_DL: Float64 = np.minimum.reduce([baseline.hindsight_DL, baseline.left_alone_DL, *known])
+        known = [policy.par_DL for policy in self.policies if policy.setup == setup]
+        best_DL: Float64 = np.minimum.reduce([fitted_DL, baseline.par_DL, *known])
         return best_DL
 
     def score(self, policy: PolicyReplay) -> Score:
         """One policy against its baseline."""
         baseline = self.baseline(policy.setup)
-        left_alone = float(mean_par(weighted(baseline.left_alone_DL, policy.decisions)))
-        floor = float(mean_par(weighted(baseline.floor_DL, policy.decisions)))
+
+        def mean(rows_DL: Float64) -> float:
+            return float(mean_par(weighted(rows_DL, policy.decisions)))
+
+        left_alone, floor = mean(baseline.par_DL), mean(baseline.floor_DL)
         hindsight_DL = self.hindsight_DL(policy.setup)
-        hindsight = (
-            None if hindsight_DL is None else float(mean_par(weighted(hindsight_DL, policy.decisions)))
-        )
-        par = policy.par_realised
-        moe_ms, left_alone_ms = policy.moe_ms, self.moe_ms_left_alone(policy)
-        saved_ms = self.costs.saved_ms(par, left_alone)
+        hindsight = None if hindsight_DL is None else mean(hindsight_DL)
+        par, moe_ms, left_alone_ms = policy.par_realised, policy.moe_ms, self.moe_ms_left_alone(policy)
+        saved_ms = self.costs.saved_ms(self.layers, par, left_alone)
         if moe_ms is not None and left_alone_ms is not None:
             saved_ms = left_alone_ms - moe_ms
+        received, layers_moved = policy.total("moves_busiest"), policy.total("layers_moved")
         return Score(
             par=par,
             par_left_alone=left_alone,
@@ -143,12 +261,23 @@ class Replay:
             regret=None if hindsight is None else par - hindsight,
             bytes_moved=policy.moves * self.costs.bytes_per_expert,
             saved_ms=saved_ms,
-            stall_ms=self.costs.commit_ms * policy.layers_moved / policy.steps,
+            stall_ms=self.costs.stall_ms(policy.setup.slots, received, layers_moved) / policy.steps,
             moe_ms=moe_ms,
             moe_ms_left_alone=left_alone_ms,
         )
 
     def moe_ms_left_alone(self, policy: PolicyReplay) -> float | None:
         """Milliseconds of the slowest ranks of all layers, left alone; ``None`` without a cost curve."""
-        us_DL = self.baseline(policy.setup).left_alone_us_DL
-        return None if us_DL is None else summed_ms(us_DL, policy.decisions)
+        us_DL = self.baseline(policy.setup).rows("us_realised_L")
+        return None if us_DL is None else float(np.nansum(weighted(us_DL, policy.decisions))) / 1e3
+
+
+def weighted(rows_DL: Float64, decisions: tuple[ReplayedDecision, ...]) -> Float64:
+    """Mean over the steps that had tokens of rows that are such means for each decision, float64 ``[L]``."""
+    steps_DL = np.stack(
+        [
+            np.full(rows_DL.shape[1], float(decision.steps)) if decision.busy_L is None else decision.busy_L
+            for decision in decisions
+        ]
+    )
+    return mean_par(rows_DL, axis=0, weights=steps_DL)

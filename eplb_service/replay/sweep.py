@@ -8,10 +8,18 @@ from itertools import product
 from typing import Any
 
 from eplb_service.io.open_trace import naming
-from eplb_service.replay.jobs import Job, Scene, TraceFile
+from eplb_service.replay.jobs import (
+    TraceFile,
+    cores,
+    in_processes,
+    on_ray,
+    replay,
+    shared_out,
+    with_threads,
+)
+from eplb_service.replay.loop import Scene
+from eplb_service.replay.policy import Job
 from eplb_service.replay.result import Replay
-from eplb_service.replay.runner import replay, with_threads
-from eplb_service.replay.workers import cores, in_processes, on_ray
 
 
 @dataclass(frozen=True)
@@ -53,36 +61,25 @@ def sweep(
     ``ReplayError`` where a process or node dies. Closing the iterator ends the work.
     """
     if ray is not None:
-        yield from on_ray(run_cell, [(cell,) for cell in cells], ray)
+        yield from on_ray(_run_cell, [(cell,) for cell in cells], ray)
         return
     workers = min(workers or cores(), len(cells))
     threads = max(1, cores() // workers)
     sparing = [replace(cell, jobs=tuple(with_threads(job, threads) for job in cell.jobs)) for cell in cells]
     if workers == 1:
-        yield from run_cells(list(enumerate(sparing)))
+        yield from _run_cells(list(enumerate(sparing)))
         return
-    yield from in_processes(run_cells, [(share,) for share in _shares(sparing, workers)])
+    shares = shared_out(enumerate(sparing), workers, lambda entry: entry[1].effort)
+    yield from in_processes(_run_cells, [(share,) for share in shares])
 
 
-def run_cell(cell: SweepCell) -> Replay:
+def _run_cell(cell: SweepCell) -> Replay:
     """Open the trace and replay it; errors name it."""
     trace = cell.file.open()
     with naming(cell.file.path):
         return replay(trace, cell.jobs, cell.scene)
 
 
-def run_cells(numbered: Sequence[tuple[int, SweepCell]]) -> Iterator[tuple[int, Replay]]:
-    """One after another."""
+def _run_cells(numbered: Sequence[tuple[int, SweepCell]]) -> Iterator[tuple[int, Replay]]:
     for number, cell in numbered:
-        yield number, run_cell(cell)
-
-
-def _shares(cells: Sequence[SweepCell], workers: int) -> list[list[tuple[int, SweepCell]]]:
-    """All cells in shares of about the same effort: the longest first, each to who has least."""
-    shares: list[list[tuple[int, SweepCell]]] = [[] for _ in range(workers)]
-    efforts = [0.0] * workers
-    for number, cell in sorted(enumerate(cells), key=lambda one: -one[1].effort):
-        least = efforts.index(min(efforts))
-        shares[least].append((number, cell))
-        efforts[least] += cell.effort
-    return shares
+        yield number, _run_cell(cell)

@@ -1,4 +1,4 @@
-"""The charts of a replay, each a function from figures to SVG."""
+"""The charts of a replay as SVG, and the figures that they show."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb_service.placement import Float64
-from eplb_service.report.names import Box, Dot, name_places
-from eplb_service.report.svg import Scale, drawing, element, frame, steps_path, text
+from eplb_service.placement import Float64, mean_par
+from eplb_service.replay.result import PolicyReplay, Replay
+from eplb_service.report.svg import Scale, drawing, element, frame, name_places, steps_path, text
 
-WIDTH = 960.0
+_WIDTH = 960.0
 _LEFT, _RIGHT = 56.0, 16.0
 _HOTTEST = (2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0)
 """Loads over mean at which the colours of heat maps may end."""
 _BINS = 12
+_COLOURS = 8
+_DASHES = 6
+"""Patterns of ``report.css`` that distinguish lines of the same colour."""
+_MOST_MAPPED = 64
+"""Decisions that a map over time shows; more are averaged."""
 
 
 class Line(NamedTuple):
@@ -38,12 +43,99 @@ class Point(NamedTuple):
     par: float
 
 
-def par_over_time(lines: Sequence[Line], end: int) -> str:
+class Charts:
+    """The charts of one replay; all heat maps share a scale on which no value lies outside.
+
+    ``par``, ``moves``, ``pareto`` and ``colour_bar`` are pictures. ``best`` is the policy of least realised PAR,
+    ``lines`` PAR along the trace, ``points`` PAR against moves. ``maps`` has each heat map's heading, what its columns
+    are, and its values by layer.
+    """
+
+    def __init__(self, replay: Replay) -> None:
+        self._replay = replay
+        self.colours = colours_of(replay)
+        self.best = min(replay.policies, key=lambda policy: policy.par_realised)
+        self.span = replay.first, replay.first + replay.steps
+        self.lines = self._par_lines()
+        acting = [policy for policy in replay.policies if policy.policy != "none"]
+        # Doing nothing is shown only where there is hardly anything else to see.
+        self.points = [
+            Point(policy.label, self.colours[policy.label], self.moved_share(policy), policy.par_realised)
+            for policy in (acting if len(acting) > 1 else replay.policies)
+        ]
+        move_lines = [
+            Line(
+                policy.label,
+                self.colours[policy.label],
+                [decision.step for decision in policy.decisions],
+                [decision.moves for decision in policy.decisions],
+            )
+            for policy in acting or replay.policies
+        ]
+        baseline = replay.baseline(self.best.setup)
+        balanced_DL = np.stack([decision.par_realised_L for decision in self.best.decisions])
+        self.maps = {
+            "before": ("Left alone", "rank", _over_mean(baseline.loads_LR)),
+            "after": (self.best.label, "rank", _over_mean(self.best.loads_LR)),
+            "alone": ("Left alone", "decision", _drawn(_few_columns(baseline.par_DL.T))),
+            "balanced": (self.best.label, "decision", _drawn(_few_columns(balanced_DL.T))),
+        }
+        self._hottest = _hottest_of(*(values for _, _, values in self.maps.values()))
+        self.par = _par_over_time(self.lines, self.span[1])
+        self.moves = _moves_per_decision(move_lines, self.span[1])
+        self.pareto = _pareto(self.points)
+        self.colour_bar = _colour_bar(self._hottest)
+
+    def heat_map(self, name: str, caption: str, y_title: str) -> str:
+        """One of ``maps``."""
+        _, column, values = self.maps[name]
+        return _heat_map(name, caption, values, y_title, column, self._hottest)
+
+    def moved_share(self, policy: PolicyReplay) -> float:
+        """Slots that receive weights at a decision, as a share of all slots."""
+        return policy.moves_per_decision / (self._replay.layers * self._replay.ranks * policy.setup.slots)
+
+    def _par_lines(self) -> list[Line]:
+        """Realised PAR of each policy along the trace, after what it is measured against."""
+        replay, lines = self._replay, []
+        for baseline in replay.baselines:
+            same = [policy for policy in replay.policies if policy.setup == baseline.setup]
+            steps = [decision.step for decision in same[0].decisions]
+            also = "" if len(replay.baselines) == 1 else same[0].label.removeprefix(same[0].policy)
+            measured = {"floor": ("floor", baseline.floor_DL)}
+            hindsight_DL = replay.hindsight_DL(baseline.setup)
+            if hindsight_DL is not None:
+                measured["hindsight"] = ("hindsight", hindsight_DL)
+            if not any(policy.policy == "none" for policy in same):
+                measured["left alone"] = ("none", baseline.par_DL)
+            for name, (colour, par_DL) in measured.items():
+                values = _drawn(mean_par(par_DL, axis=1)).tolist()
+                lines.append(Line(f"{name}{also}", colour, steps, values))
+        for policy in replay.policies:
+            steps = [decision.step for decision in policy.decisions]
+            values = _drawn(np.array([decision.par_realised for decision in policy.decisions])).tolist()
+            lines.append(Line(policy.label, self.colours[policy.label], steps, values))
+        return lines
+
+
+def colours_of(replay: Replay) -> dict[str, str]:
+    """The classes of each policy's colour and dashes, by its label; doing nothing is grey.
+
+    Up to ``_COLOURS * _DASHES`` policies look different from each other.
+    """
+    acting = [policy.label for policy in replay.policies if policy.policy != "none"]
+    colours = {policy.label: "none" for policy in replay.policies}
+    return colours | {
+        label: f"s{number % _COLOURS} d{number // _COLOURS % _DASHES}" for number, label in enumerate(acting)
+    }
+
+
+def _par_over_time(lines: Sequence[Line], end: int) -> str:
     """Realised PAR along the trace, a line per policy, held from each decision to the next."""
     height, top, bottom = 360.0, 34.0, 300.0
     values = np.concatenate([line.values for line in lines])
     low, high = min(1.0, float(values.min())), float(np.max(values))
-    x = Scale(min(line.steps[0] for line in lines), end, _LEFT, WIDTH - _RIGHT)
+    x = Scale(min(line.steps[0] for line in lines), end, _LEFT, _WIDTH - _RIGHT)
     y = Scale(low, max(high, low + 0.05), bottom, top).whole()
     parts = [frame(x, y, "step", "PAR, mean over layers")]
     for line in lines:
@@ -51,15 +143,19 @@ def par_over_time(lines: Sequence[Line], end: int) -> str:
         parts.append(element("path", d=path, class_=f"line {line.colour}", data_series=line.name))
     parts.append(element("line", class_="cross", x1=0, x2=0, y1=top, y2=bottom))
     return drawing(
-        "par", "Realised peak-to-average ratio over steps, one line per policy", WIDTH, height, "".join(parts)
+        "par",
+        "Realised peak-to-average ratio over steps, one line per policy",
+        _WIDTH,
+        height,
+        "".join(parts),
     )
 
 
-def moves_per_decision(lines: Sequence[Line], end: int) -> str:
+def _moves_per_decision(lines: Sequence[Line], end: int) -> str:
     """Slots that had to receive weights at each decision, a row of bars per policy, all on one scale."""
     row, top = 74.0, 4.0
     most = max(1.0, *(float(np.max(line.values)) for line in lines))
-    x = Scale(min(line.steps[0] for line in lines), end, _LEFT, WIDTH - _RIGHT)
+    x = Scale(min(line.steps[0] for line in lines), end, _LEFT, _WIDTH - _RIGHT)
     parts = []
     for number, line in enumerate(lines):
         floor = top + (number + 1) * row - 8
@@ -76,15 +172,15 @@ def moves_per_decision(lines: Sequence[Line], end: int) -> str:
     parts += [text(f"{tick:,.0f}", x(tick), height + 12, "tick", text_anchor="middle") for tick in x.ticks(6)]
     parts.append(text("step", (x.start + x.end) / 2, height + 32, "title", text_anchor="middle"))
     caption = "Experts received at each decision, one row of bars per policy"
-    return drawing("moves", caption, WIDTH, height + 40, "".join(parts))
+    return drawing("moves", caption, _WIDTH, height + 40, "".join(parts))
 
 
-def pareto(points: Sequence[Point]) -> str:
+def _pareto(points: Sequence[Point]) -> str:
     """PAR against moves: what each policy pays for its balance, and the front that none beats in both."""
     height, top, bottom = 380.0, 34.0, 320.0
     pars = [point.par for point in points]
     most = min(1.0, max(0.02, 1.15 * max(point.moves for point in points)))
-    x = Scale(0, most, _LEFT, WIDTH - _RIGHT).whole(6)
+    x = Scale(0, most, _LEFT, _WIDTH - _RIGHT).whole(6)
     margin = max(0.08 * (max(pars) - min(pars)), 0.025 - 0.5 * (max(pars) - min(pars)), 0.01)
     y = Scale(min(pars) - margin, max(pars) + margin, bottom, top).whole()
     parts = [frame(x, y, "slots that receive weights at a decision", "PAR", percent=True)]
@@ -93,43 +189,26 @@ def pareto(points: Sequence[Point]) -> str:
         path = "M" + "L".join(f"{x(point.moves):.1f} {y(point.par):.1f}" for point in best)
         parts.append(element("path", d=path, class_="front"))
     ordered = [*best, *sorted((point for point in points if point not in best), key=lambda point: point.par)]
-    dots = [Dot(point.name, x(point.moves), y(point.par)) for point in ordered]
-    places = name_places(dots, Box(_LEFT, top - 8, WIDTH, bottom))
-    for point, dot, place in zip(ordered, dots, places, strict=True):
+    dots = [(point.name, x(point.moves), y(point.par)) for point in ordered]
+    places = name_places(dots, (_LEFT, top - 8, _WIDTH, bottom))
+    for point, (_, at, up), place in zip(ordered, dots, places, strict=True):
         tip = element("title", escape(f"{point.name}: PAR {point.par:.3f}, {point.moves:.1%} of the slots"))
-        parts.append(
-            element(
-                "circle", tip, cx=dot.x, cy=dot.y, r=6, class_=f"dot {point.colour}", data_series=point.name
-            )
-        )
+        circle = {"cx": at, "cy": up, "r": 6, "class_": f"dot {point.colour}", "data_series": point.name}
+        parts.append(element("circle", tip, **circle))
         if place is not None:
-            placed = {"text_anchor": place.anchor, "data_series": point.name}
-            parts.append(text(point.name, place.x, place.y, "name", **placed))
-    return drawing("pareto", "Realised PAR against moves, one dot per policy", WIDTH, height, "".join(parts))
+            left, base, anchor = place
+            parts.append(text(point.name, left, base, "name", text_anchor=anchor, data_series=point.name))
+    return drawing("pareto", "Realised PAR against moves, one dot per policy", _WIDTH, height, "".join(parts))
 
 
-def hottest_of(*ratios_YX: Float64) -> float:
+def _hottest_of(*ratios_YX: Float64) -> float:
     """Where the colours of maps end, so that all of them share a scale on which no value lies outside."""
     most = max((float(ratio_YX.max()) for ratio_YX in ratios_YX if ratio_YX.size), default=1.0)
     return next((end for end in _HOTTEST if most <= end), most)
 
 
-def heat_map(name: str, caption: str, ratio_YX: Float64, y_title: str, x_title: str, hottest: float) -> str:
-    """A map of values around 1, rows downwards: cool below it, warm above, up to ``hottest``.
-
-    Parameters
-    ----------
-    name
-        Of the picture, for the page's script.
-    caption
-        What it shows, for those who cannot see it.
-    ratio_YX
-        float64, what is drawn; 1 is the mean.
-    y_title, x_title
-        Titles of the axes.
-    hottest
-        The value that has the warmest colour.
-    """
+def _heat_map(name: str, caption: str, ratio_YX: Float64, y_title: str, x_title: str, hottest: float) -> str:
+    """Draw values around 1, rows downwards: cool below it, warm above, warmest at ``hottest``."""
     rows, columns = ratio_YX.shape
     width, left, top = 468.0, 44.0, 22.0
     cell_width = (width - left - 6) / columns
@@ -162,8 +241,8 @@ def heat_map(name: str, caption: str, ratio_YX: Float64, y_title: str, x_title: 
     return drawing(name, caption, width, bottom + 38, "".join(parts))
 
 
-def colour_bar(hottest: float) -> str:
-    """What the colours of the heat maps stand for."""
+def _colour_bar(hottest: float) -> str:
+    """Legend of the heat maps' colours."""
     cell = 12.0
     parts = []
     for number, bin_ in enumerate(range(-_BINS, _BINS + 1)):
@@ -208,3 +287,24 @@ def _spread(count: int, most: int) -> list[int]:
     """Numbers from 0 to ``count`` - 1 in round steps, at most about ``most``."""
     step = next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, count) if count / step <= most)
     return list(range(0, count, step))
+
+
+def _drawn(par: Float64) -> Float64:
+    """Ratios as pictures show them: where nothing was served there is none, and nothing sticks out at 1."""
+    return np.nan_to_num(par, nan=1.0)
+
+
+def _over_mean(loads_LR: Float64) -> Float64:
+    """Tokens of each rank over its layer's mean rank, float64 ``[L, R]``."""
+    mean_L1 = loads_LR.mean(axis=1, keepdims=True)
+    ratio_LR: Float64 = loads_LR / np.where(mean_L1 > 0, mean_L1, 1.0)
+    return ratio_LR
+
+
+def _few_columns(values_LD: Float64) -> Float64:
+    """The same with at most ``_MOST_MAPPED`` columns, each the mean of neighbours."""
+    if values_LD.shape[1] <= _MOST_MAPPED:
+        return values_LD
+    return np.stack(
+        [mean_par(part, axis=1) for part in np.array_split(values_LD, _MOST_MAPPED, axis=1)], axis=1
+    )

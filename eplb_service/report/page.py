@@ -6,16 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
-from typing import Any
 
 import numpy as np
 
-from eplb_service.placement import Float64
-from eplb_service.replay.policy_replay import PolicyReplay
-from eplb_service.replay.result import Replay, Score
-from eplb_service.report import charts
-from eplb_service.report.charts import Line
-from eplb_service.report.figures import colours_of, maps_of, move_lines, moved_share, par_lines, pareto_points
+from eplb_service.replay.result import PolicyReplay, Replay, Score
+from eplb_service.report.charts import Charts, Line, theme_variables
 
 
 def report_page(replay: Replay, *, title: str, command: str, facts: Mapping[str, str]) -> str:
@@ -24,15 +19,12 @@ def report_page(replay: Replay, *, title: str, command: str, facts: Mapping[str,
     ``title`` names the trace, ``command`` is what makes the same report again, and ``facts`` are settings and what is
     known of the trace, for the report to list.
     """
-    colours = colours_of(replay)
-    best = min(replay.policies, key=lambda policy: policy.par_realised)
-    lines, maps = par_lines(replay, colours), maps_of(replay, best)
-    light, dark = charts.theme_variables()
-    data = {"par": _par_data(lines, _end(replay)), "maps": _map_data(maps)}
+    charts = Charts(replay)
+    light, dark = theme_variables()
     body = [
-        _head(replay, best, title),
-        *_pictures(replay, best, lines, maps, colours),
-        _section("In figures", "", _table(replay, colours)),
+        _head(replay, charts.best, title),
+        *_pictures(replay, charts),
+        _section("In figures", "", _table(replay, charts)),
         _section("How this was made", "", f"<pre>{escape(command)}</pre>", _facts(facts)),
         _section("Terms", "", _facts(_TERMS)),
     ]
@@ -48,52 +40,45 @@ def report_page(replay: Replay, *, title: str, command: str, facts: Mapping[str,
         f"@media (prefers-color-scheme: dark){{:root{{{dark}}}}}\n</style>\n</head>\n<body>\n"
         + "\n".join(body)
         + '\n<div id="tip" role="status"></div>\n'
-        + f'<script type="application/json" id="data">{_safe_json(data)}</script>\n'
+        + f'<script type="application/json" id="data">{_data(charts)}</script>\n'
         + f"<script>\n{js}</script>\n</body>\n</html>\n"
     )
 
 
-def _pictures(
-    replay: Replay,
-    best: PolicyReplay,
-    lines: Sequence[Line],
-    maps: Mapping[str, tuple[str, str, Float64]],
-    colours: Mapping[str, str],
-) -> list[str]:
-    """A section for each chart; ``maps`` and ``lines`` are those of the report's data."""
-    hottest = charts.hottest_of(*(values for _, _, values in maps.values()))
+def _pictures(replay: Replay, charts: Charts) -> list[str]:
+    """A section for each chart."""
     return [
         _section(
             "Balance along the trace",
             "Peak-to-average ratio of the steps that each decision served: the hottest rank over the mean rank in each "
             "step, mean over steps and layers. 1 is perfect. The floor is about what chance leaves; real routers vary "
             "a little less than chance, so that a good placement may lie below it.",
-            _legend(lines),
-            _wide(charts.par_over_time(lines, _end(replay))),
+            _legend(charts.lines),
+            _wide(charts.par),
         ),
         _section(
             "Ranks before and after",
             "Tokens of each rank over the mean rank, layer by layer, in the steps of the last decision: experts as "
-            f"they were at the start, and as {best.label} has them.",
-            charts.colour_bar(hottest),
-            _pair(maps, ("before", "after"), hottest),
+            f"they were at the start, and as {charts.best.label} has them.",
+            charts.colour_bar,
+            _pair(charts, "before", "after"),
         ),
         _section(
             "Layers over time",
-            f"Each layer's PAR after each decision, in the same colours: left alone, and under {best.label}.",
-            _pair(maps, ("alone", "balanced"), hottest),
+            f"Each layer's PAR after each decision, in the same colours: left alone, and under {charts.best.label}.",
+            _pair(charts, "alone", "balanced"),
         ),
         _section(
             "What balance costs",
             "Slots that had to receive another expert's weights at each decision, all policies on one scale.",
-            _wide(charts.moves_per_decision(move_lines(replay, colours), _end(replay))),
+            _wide(charts.moves),
         ),
         _section(
             "Balance against moves",
             "Lower and further left is better; the line joins the policies that none beats in both. "
-            f"Left alone, PAR is {replay.score(best).par_left_alone:.3f} and nothing moves. Each dot has its name and "
-            "figures under the mouse.",
-            _wide(charts.pareto(pareto_points(replay, colours))),
+            f"Left alone, PAR is {replay.score(charts.best).par_left_alone:.3f} and nothing moves. Each dot has its "
+            "name and figures under the mouse.",
+            _wide(charts.pareto),
         ),
     ]
 
@@ -162,11 +147,11 @@ def _wide(chart: str) -> str:
     return f'<div class="scroll wide">{chart}</div>'
 
 
-def _pair(maps: Mapping[str, tuple[str, str, Float64]], names: Sequence[str], hottest: float) -> str:
+def _pair(charts: Charts, *names: str) -> str:
     boxes = []
     for name in names:
-        heading, column, values = maps[name]
-        drawn = charts.heat_map(name, f"{heading}: each layer by {column}", values, "layer", column, hottest)
+        heading, column, _ = charts.maps[name]
+        drawn = charts.heat_map(name, f"{heading}: each layer by {column}", "layer")
         boxes.append(f"<div><h3>{escape(heading)}</h3>{drawn}</div>")
     return f'<div class="pair">{"".join(boxes)}</div>'
 
@@ -180,33 +165,23 @@ def _legend(lines: Sequence[Line]) -> str:
     return f'<div class="legend">{buttons}</div>'
 
 
-def _table(replay: Replay, colours: Mapping[str, str]) -> str:
+def _table(replay: Replay, charts: Charts) -> str:
     gigabytes = ["GB"] if replay.costs.bytes_per_expert else []
-    heads = [
-        "policy",
-        "PAR",
-        "worst layer",
-        "avoidable",
-        "regret",
-        "moves",
-        "of slots",
-        *gigabytes,
-        "late",
-        "solve ms",
-    ]
+    heads = ["policy", "PAR", "worst layer", "avoidable", "regret", "moves", "of slots"]
+    heads += [*gigabytes, "late", "solve ms"]
     if replay.costs.step_ms:
         heads += ["saved ms", "stall ms"]
     rows = []
     for policy in replay.policies:
         score = replay.score(policy)
         cells = [
-            f'<i class="{colours[policy.label]}"></i>{escape(policy.label)}',
+            f'<i class="{charts.colours[policy.label]}"></i>{escape(policy.label)}',
             f"{score.par:.3f}",
             f"{policy.par_realised_L.max():.3f}",
             f"{score.avoidable:.3f}",
             "" if score.regret is None else f"{score.regret:.3f}",
             f"{policy.moves_per_decision:,.1f}",
-            f"{moved_share(replay, policy):.1%}",
+            f"{charts.moved_share(policy):.1%}",
             *(f"{score.bytes_moved / 1e9:,.2f}" for _ in gigabytes),
             f"{sum(decision.late for decision in policy.decisions):,}",
             f"{policy.seconds_mean * 1e3:.1f}",
@@ -223,34 +198,21 @@ def _facts(facts: Mapping[str, str]) -> str:
     return f"<dl>{''.join(rows)}</dl>"
 
 
-def _end(replay: Replay) -> int:
-    return replay.first + replay.steps
-
-
-def _par_data(lines: Sequence[Line], end: int) -> dict[str, Any]:
-    return {
-        "left": 56,
-        "right": charts.WIDTH - 16,
-        "first": min(line.steps[0] for line in lines),
-        "last": end,
-        "lines": [
-            {
-                "name": line.name,
-                "steps": list(line.steps),
-                "values": [round(value, 4) for value in line.values],
-            }
-            for line in lines
-        ],
-    }
-
-
-def _map_data(maps: Mapping[str, tuple[str, str, Float64]]) -> dict[str, Any]:
-    return {
+def _data(charts: Charts) -> str:
+    """The charts' figures for the page's script."""
+    first, last = min(line.steps[0] for line in charts.lines), charts.span[1]
+    lines = [
+        {
+            "name": line.name,
+            "steps": list(line.steps),
+            "values": [round(value, 4) for value in line.values],
+        }
+        for line in charts.lines
+    ]
+    maps = {
         name: {"column": column, "values": np.round(values, 3).tolist()}
-        for name, (_, column, values) in maps.items()
+        for name, (_, column, values) in charts.maps.items()
     }
-
-
-def _safe_json(data: Mapping[str, Any]) -> str:
+    data = {"par": {"left": 56, "right": 944, "first": first, "last": last, "lines": lines}, "maps": maps}
     # A "</script>" in a policy's name must not end the script.
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -10,9 +10,7 @@ from pathlib import Path
 
 from eplb_service.atomic_write import OutputError, write_atomically
 from eplb_service.replay.result import Replay
-from eplb_service.report import charts
-from eplb_service.report.charts import Line, Point
-from eplb_service.report.figures import colours_of, maps_of, move_lines, par_lines, pareto_points
+from eplb_service.report.charts import Charts, Line, Point, theme_variables
 from eplb_service.report.svg import element, text
 
 NAMES = ("par.svg", "moves.svg", "pareto.svg", "ranks.svg", "layers.svg")
@@ -23,7 +21,7 @@ _SIZE = re.compile(r'viewBox="0 0 ([\d.]+) ([\d.]+)"')
 _VARIABLE = re.compile(r"var\(--(\w+)\)")
 
 
-class Picture(str):
+class _Picture(str):
     """An SVG file's text, which a notebook shows as the picture."""
 
     __slots__ = ()
@@ -42,37 +40,28 @@ def write_pictures(folder: Path, replay: Replay) -> None:
         write_atomically(folder / name, picture.encode())
 
 
-def pictures_of(replay: Replay) -> dict[str, Picture]:
+def pictures_of(replay: Replay) -> dict[str, str]:
     """The charts of a replay by the names of their files, ``NAMES``."""
-    return dict(zip(NAMES, map(Picture, _drawn(replay)), strict=True))
+    return dict(zip(NAMES, map(_Picture, _drawn(replay)), strict=True))
 
 
 def _drawn(replay: Replay) -> list[str]:
-    colours, end = colours_of(replay), replay.first + replay.steps
-    best = min(replay.policies, key=lambda policy: policy.par_realised)
-    lines, maps = par_lines(replay, colours), maps_of(replay, best)
-    points = pareto_points(replay, colours)
-    hottest = charts.hottest_of(*(values for _, _, values in maps.values()))
+    charts = Charts(replay)
+    bar = charts.colour_bar
 
     def pair(*names: str) -> list[str]:
+        headings = [charts.maps[name][0] for name in names]
         return [
-            charts.heat_map(
-                name, maps[name][0], maps[name][2], f"{maps[name][0]}: layer", maps[name][1], hottest
-            )
-            for name in names
+            charts.heat_map(name, heading, f"{heading}: layer")
+            for name, heading in zip(names, headings, strict=True)
         ]
 
     return [
-        _picture("Peak-to-average ratio of the steps served", [charts.par_over_time(lines, end)], lines),
-        _picture(
-            "Slots that receive weights at a decision",
-            [charts.moves_per_decision(move_lines(replay, colours), end)],
-        ),
-        _picture("Balance against moves", [charts.pareto(points)], points),
-        _picture(
-            "Tokens of each rank over the mean rank", pair("before", "after"), bar=charts.colour_bar(hottest)
-        ),
-        _picture("PAR of each layer", pair("alone", "balanced"), bar=charts.colour_bar(hottest)),
+        _picture("Peak-to-average ratio of the steps served", [charts.par], charts.lines),
+        _picture("Slots that receive weights at a decision", [charts.moves]),
+        _picture("Balance against moves", [charts.pareto], charts.points),
+        _picture("Tokens of each rank over the mean rank", pair("before", "after"), bar=bar),
+        _picture("PAR of each layer", pair("alone", "balanced"), bar=bar),
     ]
 
 
@@ -110,7 +99,7 @@ def _legend(named: Sequence[Line | Point], width: float, top: float) -> tuple[st
 def _standing_alone(title: str, width: float, height: float, content: str) -> str:
     """A file: its colours written out, as programs that know no variables want them."""
     css = files("eplb_service.report").joinpath("charts.css").read_text()
-    light = css.partition("@media")[0] + charts.theme_variables()[0]
+    light = css.partition("@media")[0] + theme_variables()[0]
     colours = dict(re.findall(r"--(\w+):\s*(#\w+)", light))
     rules = css[css.index("svg text {") :] + "svg text.heading { fill: var(--ink); font-size: 18px; }"
     body = f"<title>{escape(title)}</title><style>{rules}</style>"

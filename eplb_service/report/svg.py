@@ -1,4 +1,4 @@
-"""Small SVG drawings by hand: elements, scales with round ticks, and axes."""
+"""Small SVG drawings by hand: elements, scales with round ticks, axes, and places for the names of dots."""
 
 from __future__ import annotations
 
@@ -9,6 +9,19 @@ from html import escape
 
 _ROUND = 1e-9
 """Part of a step within which a value is at a tick."""
+_RADIUS = 7.0
+_CHARACTER = 6.8
+"""Width of an average character of 12 pixels; a little more than most fonts take."""
+_RISE, _FALL = 10.0, 3.0
+_BESIDE = (
+    *((10.0, 4.0, "start"), (-10.0, 4.0, "end"), (0.0, -12.0, "middle"), (0.0, 20.0, "middle")),
+    *((8.0, -9.0, "start"), (8.0, 18.0, "start"), (-8.0, -9.0, "end"), (-8.0, 18.0, "end")),
+)
+"""Places by a dot in the order in which they are tried: the text's offset, and which part of it is there."""
+
+Box = tuple[float, float, float, float]
+"""Left, top, right and bottom in pixels, downwards."""
+NamePlace = tuple[float, float, str]
 
 
 def element(name: str, content: str = "", **attributes: object) -> str:
@@ -67,24 +80,17 @@ class Scale:
 
 
 def frame(x: Scale, y: Scale, x_title: str, y_title: str, *, percent: bool = False) -> str:
-    """Grid, ticks and titles of a chart.
+    """Grid, ticks and titles of the axes ``x``, to the right, and ``y``, upwards.
 
-    Parameters
-    ----------
-    x, y
-        Its axes: to the right, and upwards.
-    x_title, y_title
-        What they show, with units.
-    percent
-        Whether values along ``x`` are parts of 1, to be shown in percent.
+    ``x_title`` and ``y_title`` say what they show; with ``percent`` values along ``x`` are parts of 1.
     """
     parts = []
     for value in y.ticks():
         at = y(value)
         parts.append(element("line", x1=x.start, x2=x.end, y1=at, y2=at, class_="grid"))
-        parts.append(text(plain(value), x.start - 8, at + 4, "tick", text_anchor="end"))
+        parts.append(text(_plain(value), x.start - 8, at + 4, "tick", text_anchor="end"))
     for value in x.ticks(6):
-        label = f"{value:.0%}" if percent else plain(value)
+        label = f"{value:.0%}" if percent else _plain(value)
         parts.append(text(label, x(value), y.start + 18, "tick", text_anchor="middle"))
     parts.append(element("line", x1=x.start, x2=x.end, y1=y.start, y2=y.start, class_="axis"))
     parts.append(text(x_title, (x.start + x.end) / 2, y.start + 38, "title", text_anchor="middle"))
@@ -100,33 +106,59 @@ def steps_path(xs: Sequence[float], ys: Sequence[float], last: float) -> str:
     return path
 
 
-def plain(value: float) -> str:
+def _plain(value: float) -> str:
     """A tick's number, without zeros that say nothing."""
     return f"{value:,.10g}" if value >= 1000 else f"{value:.10g}"
 
 
 def drawing(name: str, caption: str, width: float, height: float, content: str) -> str:
-    """A whole SVG that scales with the page.
+    """A whole SVG that scales with the page: ``content``, drawn in coordinates of ``width`` and ``height``.
+
+    ``name`` is its id, ``caption`` what it shows, for those who cannot see it.
+    """
+    box = f"0 0 {_value(width)} {_value(height)}"
+    return element("svg", content, id=name, class_="chart", viewBox=box, role="img", aria_label=caption)
+
+
+def name_places(dots: Sequence[tuple[str, float, float]], room: Box) -> list[NamePlace | None]:
+    """A place for each dot's name, which covers neither a dot nor another name; ``None`` where none is left.
 
     Parameters
     ----------
-    name
-        The element's id.
-    caption
-        What it shows, for those who cannot see it.
-    width, height
-        Of the coordinates that ``content`` is drawn in.
-    content
-        Its elements.
+    dots
+        Each one's name and pixel; those that come first choose first.
+    room
+        The chart, which no name leaves.
+
+    Returns
+    -------
+    list
+        The text's ``x`` and base line, and its anchor, ``start``, ``middle`` or ``end``.
     """
-    return element(
-        "svg",
-        content,
-        id=name,
-        class_="chart",
-        viewBox=f"0 0 {_value(width)} {_value(height)}",
-        role="img",
-        aria_label=caption,
+    taken = [(x - _RADIUS, y - _RADIUS, x + _RADIUS, y + _RADIUS) for _, x, y in dots]
+    places: list[NamePlace | None] = []
+    for name, x, y in dots:
+        beside = ((x + right, y + down, anchor) for right, down, anchor in _BESIDE)
+        place = next((place for place in beside if _is_free(name_box(name, place), taken, room)), None)
+        if place is not None:
+            taken.append(name_box(name, place))
+        places.append(place)
+    return places
+
+
+def name_box(name: str, place: NamePlace) -> Box:
+    """The rectangle of a name at its place."""
+    x, y, anchor = place
+    width = _CHARACTER * len(name)
+    left = x - {"start": 0.0, "middle": width / 2, "end": width}[anchor]
+    return left, y - _RISE, left + width, y + _FALL
+
+
+def _is_free(box: Box, taken: Sequence[Box], room: Box) -> bool:
+    left, top, right, bottom = box
+    inside = room[0] <= left and right <= room[2] and room[1] <= top and bottom <= room[3]
+    return inside and not any(
+        left < other[2] and other[0] < right and top < other[3] and other[1] < bottom for other in taken
     )
 
 

@@ -1,15 +1,24 @@
-"""Runs the layer solver over many layers, several at a time.
+"""Runs the layer solver over many layers, several at a time, and where experts come in groups node by node.
 
 Layers are handed to threads, not to a parallel loop inside a kernel: kernels hold no lock, a layer that fails
 spoils no other, the clock can be read between layers, and a process may fork or plan for several deployments at
 once without harm.
+
+With groups, placement is hierarchical: groups of experts stay together on a node, and each node is then a layer of
+its own. Tokens that a router sends to few groups then cross to few nodes. Groups are packed onto nodes in equal
+numbers, hottest first, each onto the coolest node with room; replicas are handed out, placed and improved within the
+node.
+
+References
+----------
+The hierarchical policy of DeepSeek's EPLB, as its README describes it, https://github.com/deepseek-ai/EPLB.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,13 +29,14 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.solver.by_node import solve_by_node
-from eplb_service.solver.candidates import annealed
-from eplb_service.solver.decision import Answer, solve_layer
+from eplb_service.solver.layer import Answer, annealed, as_deployed, from_scratch, par_on, solve_layer
 from eplb_service.solver.model import (
     FRESH,
+    KEEP,
     Bool,
+    Candidate,
     Deployed,
+    Float32,
     Float64,
     Int32,
     Layer,
@@ -34,93 +44,22 @@ from eplb_service.solver.model import (
     heat_of,
     homes,
 )
-from eplb_service.solver.tables.locality import crossing_share, localised
-from eplb_service.solver.time.decision import WindowHeat, solve_layer_for_time
-from eplb_service.solver.time.evaluation import Curve
+from eplb_service.solver.time_layer import solve_layer_for_time
+from eplb_service.solver.topology import crossing_share, localised, match_ranks
 
+_Node = tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], Deployed]
+"""One node as a layer of its own: the numbers of its experts and of its ranks in the whole layer, ascending, and what
+serves now in the node's numbers."""
 _POLISHING_TRIES = 32_000
-"""Of annealing one layer before the clock is read again: a few milliseconds."""
+"""Tries of annealing one layer before the clock is read again: a few milliseconds."""
 _FRUITLESS_TURNS = 8
 """Turns over all layers that win nothing after which polishing ends; chosen by hand."""
 _SEED_STRIDE = 1_000_003
-"""Between the seeds of two turns; more than a model has layers."""
-
-
-def polish(
-    answers: dict[int, Answer],
-    heat_of_layer: Callable[[int], Float64],
-    deployed: Callable[[int], Deployed],
-    params: SearchParams,
-    deadline: float,
-    run: Callable[..., Iterable[Answer | None]],
-) -> dict[int, Answer]:
-    """Better answers for the layers that were placed from scratch; the others are not touched.
-
-    What is found depends on the machine, but never becomes
-    worse with time.
-
-    Parameters
-    ----------
-    answers
-        By layer.
-    heat_of_layer, deployed
-        What a layer was solved for.
-    params
-        Those of the search; its seed is the first of all turns'.
-    deadline
-        On ``time.monotonic``.
-    run
-        ``map``, or a thread pool's.
-    """
-    best = {layer: answer for layer, answer in answers.items() if answer.taken == FRESH}
-    fruitless = 0
-
-    def go_on(layer: int, seed: int) -> Answer | None:
-        if time.monotonic() >= deadline:
-            return None
-        try:
-            return annealed_on(best[layer], heat_of_layer(layer), deployed(layer), params, seed)
-        except Exception:  # what a layer has is good already; another try must cost nobody anything
-            return None
-
-    for turn in count(1):
-        if not best or fruitless == _FRUITLESS_TURNS or time.monotonic() >= deadline:
-            return best
-        worst_first = sorted(best, key=lambda layer: -best[layer].found.par)
-        seeds = [params.seed + turn * _SEED_STRIDE + layer for layer in worst_first]
-        better = zip(worst_first, run(go_on, worst_first, seeds), strict=True)
-        gained = {layer: answer for layer, answer in better if answer is not None}
-        best |= gained
-        fruitless = 0 if gained else fruitless + 1
-    raise AssertionError("turns have no end")
-
-
-def annealed_on(
-    answer: Answer, heat_NE: Float64, deployed: Deployed, params: SearchParams, seed: int
-) -> Answer | None:
-    """A better answer for a layer after annealing on; ``None`` where they win nothing.
-
-    Parameters
-    ----------
-    answer
-        What was found so far.
-    heat_NE, deployed
-        float64 ``[N, E]`` the layer's heat by episode, and what serves now.
-    params, seed
-        Those of the search, and the seed of this turn in place of theirs.
-    """
-    layer = Layer(heat_of(heat_NE, deployed.phy2log_RS.shape[0]), deployed)
-    found = annealed(answer.found, layer, params, _POLISHING_TRIES, seed)
-    if found.par >= answer.found.par:
-        return None
-    found = localised(found, layer, params)
-    crosses = crossing_share(found, layer, params.tables)
-    fresh = min(answer.fresh, found, key=lambda candidate: candidate.par)
-    return replace(answer, found=found, fresh=fresh, crosses=crosses)
+"""Distance between the seeds of two turns; more than a model has layers."""
 
 
 class SolverError(RuntimeError):
-    """What went wrong in one layer; the message is what the solver said."""
+    """Failure of one layer; the message is what the solver reported."""
 
 
 class OutOfTimeError(SolverError):
@@ -141,7 +80,7 @@ def solve_many(
     node_R: Int32 | None = None,
     node_G: Int32 | None = None,
     expert_groups: int = 0,
-    curve: Curve | None = None,
+    curve_4: Float64 | None = None,
     steps_LNE: Float64 | None = None,
 ) -> list[Answer | SolverError]:
     """Solve all layers; without a budget the answers do not depend on ``threads`` (``None``: one per CPU).
@@ -151,10 +90,10 @@ def solve_many(
     heat_LNE
         float64 ``[L, N, E]``, tokens of each expert by episode.
     deployed_LRS, deployed_LGE, share_LGE
-        What serves now: int32 ``[L, R, S]`` placements, int32 ``[L, G, E]`` tables and float ``[L, G, E]`` the part of
+        Deployed int32 ``[L, R, S]`` placements, int32 ``[L, G, E]`` tables and float ``[L, G, E]`` the part of
         each expert's tokens that each source group has.
     params, half_life_H, min_gain
-        As for ``decision.solve_layer``, with one seed for all layers.
+        As for ``layer.solve_layer``, with one seed for all layers.
     unplaced_L
         bool ``[L]``, which layers are placed from scratch whatever it moves.
     threads
@@ -165,10 +104,11 @@ def solve_many(
     node_R, node_G
         int32, as in ``model.Deployed``; one node where they are not given.
     expert_groups
-        So many groups of experts each stay on one node, see ``by_node.solve_by_node``; 0 for none.
-    curve, steps_LNE
-        With both, the slowest rank's time is lowered on single steps, float64 ``[L, N', E]``, see ``time.decision``;
-        groups are not kept together then, nor is a budget used up.
+        So many groups of neighbouring experts each stay on one node; 0 for none. The nodes have equally many ranks, and
+        their number divides the groups, which divide the experts.
+    curve_4, steps_LNE
+        With both, the slowest rank's time by a cost curve (see ``time_costs``) is lowered on single steps, float64
+        ``[L, N', E]``; groups are not kept together then, nor is a budget used up.
 
     Returns
     -------
@@ -187,19 +127,21 @@ def solve_many(
         place, unplaced = deployed(layer), bool(unplaced_L[layer])
         asked = heat_LNE[layer], place, mine, half_life_H, min_gain, unplaced
         try:
-            if curve is not None and steps_LNE is not None:
-                both = WindowHeat(heat_LNE[layer], np.ascontiguousarray(steps_LNE[layer], dtype=np.float64))
-                return solve_layer_for_time(both, place, mine, curve, min_gain, unplaced, half_life_H)
-            return solve_by_node(*asked, expert_groups) if expert_groups else solve_layer(*asked)
+            if curve_4 is not None and steps_LNE is not None:
+                steps_NE = np.ascontiguousarray(steps_LNE[layer], dtype=np.float64)
+                return solve_layer_for_time(
+                    heat_LNE[layer], steps_NE, place, mine, curve_4, min_gain, unplaced, half_life_H
+                )
+            return _solve_by_node(*asked, expert_groups) if expert_groups else solve_layer(*asked)
         except Exception as error:  # one layer's failure must not spoil the others
             return SolverError(f"{type(error).__name__}: {error}")
 
     layers = range(heat_LNE.shape[0])
     with _several(threads, len(layers)) as run:
         answers = list(run(solve, layers))
-        if budget_ms is not None and not expert_groups and curve is None:
+        if budget_ms is not None and not expert_groups and curve_4 is None:
             solved = {layer: answer for layer, answer in enumerate(answers) if isinstance(answer, Answer)}
-            better = polish(solved, heat_LNE.__getitem__, deployed, params, deadline, run)
+            better = _polish(solved, heat_LNE, deployed, params, deadline, run)
             answers = [better.get(layer, answer) for layer, answer in enumerate(answers)]
     return answers
 
@@ -212,7 +154,7 @@ def _deployed_by_layer(
     node_R: Int32 | None,
     node_G: Int32 | None,
 ) -> Callable[[int], Deployed]:
-    """What is deployed in each layer, as kernels take it."""
+    """Deployed placement and tables of each layer, as kernels take them."""
     deployed_LRS = np.array(deployed_LRS, dtype=np.int32, order="C")
     deployed_LGE = np.array(deployed_LGE, dtype=np.int32, order="C")
     share32_LGE = np.ascontiguousarray(share_LGE, dtype=np.float32)
@@ -238,3 +180,195 @@ def _several(threads: int | None, layers: int) -> Iterator[Callable[..., Iterabl
         return
     with ThreadPoolExecutor(wanted, thread_name_prefix="eplb-solver") as pool:
         yield pool.map
+
+
+def _polish(
+    answers: dict[int, Answer],
+    heat_LNE: Float64,
+    deployed: Callable[[int], Deployed],
+    params: SearchParams,
+    deadline: float,
+    run: Callable[..., Iterable[Answer | None]],
+) -> dict[int, Answer]:
+    """Improve the layers that were placed from scratch until the ``deadline`` on ``time.monotonic``.
+
+    The answers depend on the machine, but never become worse with time. ``run`` is ``map``, or a thread pool's.
+    """
+    best = {layer: answer for layer, answer in answers.items() if answer.taken == FRESH}
+    fruitless = 0
+
+    def go_on(layer: int, seed: int) -> Answer | None:
+        if time.monotonic() >= deadline:
+            return None
+        try:
+            return _annealed_on(best[layer], heat_LNE[layer], deployed(layer), params._replace(seed=seed))
+        except Exception:  # what a layer has is good already; another try must cost nobody anything
+            return None
+
+    for turn in count(1):
+        if not best or fruitless == _FRUITLESS_TURNS or time.monotonic() >= deadline:
+            break
+        worst_first = sorted(best, key=lambda layer: -best[layer].found.par)
+        seeds = [params.seed + turn * _SEED_STRIDE + layer for layer in worst_first]
+        better = zip(worst_first, run(go_on, worst_first, seeds), strict=True)
+        gained = {layer: answer for layer, answer in better if answer is not None}
+        best |= gained
+        fruitless = 0 if gained else fruitless + 1
+    return best
+
+
+def _annealed_on(answer: Answer, heat_NE: Float64, deployed: Deployed, params: SearchParams) -> Answer | None:
+    """Anneal an answer once more; ``None`` where that wins nothing."""
+    layer = Layer(heat_of(heat_NE, deployed.phy2log_RS.shape[0]), deployed)
+    found = annealed(answer.found, layer, params, _POLISHING_TRIES)
+    if found.par >= answer.found.par:
+        return None
+    found = localised(found, layer, params)
+    crosses = crossing_share(found, layer, params.tables)
+    fresh = min(answer.fresh, found, key=lambda candidate: candidate.par)
+    return replace(answer, found=found, fresh=fresh, crosses=crosses)
+
+
+def _solve_by_node(
+    heat_NE: Float64,
+    deployed: Deployed,
+    params: SearchParams,
+    half_life_H: Float64,
+    min_gain: float,
+    unplaced: bool,
+    groups: int,
+) -> Answer:
+    """Decide one layer whose ``groups`` of neighbouring experts each stay on one node.
+
+    A layer whose groups are placed so already keeps them there: weights move within nodes only. Any other is placed
+    from scratch.
+    """
+    seen = Layer(heat_of(heat_NE, deployed.phy2log_RS.shape[0]), deployed)
+    now = as_deployed(seen, params.tables)
+    slot_price = params.slot_price(deployed.phy2log_RS)
+    packed = _node_layers(_pack_groups(seen.heat.mean_E, deployed, groups), deployed)
+    made = [
+        (
+            node,
+            from_scratch(Layer(heat_of(_heat_on(heat_NE, node), len(node[1])), node[2]), params, slot_price),
+        )
+        for node in packed
+    ]
+    fresh = _put_together(made, seen, params)
+    node_E = _nodes_of_groups(deployed, groups)
+    if unplaced or node_E is None:
+        return Answer(fresh, now.par, fresh, float(half_life_H[0]), FRESH)
+    nodes = _node_layers(node_E, deployed)
+    # A slot costs the same, whichever node it is on.
+    in_node = params._replace(move_price=params.move_price / len(nodes))
+    decided = [
+        (node, solve_layer(_heat_on(heat_NE, node), node[2], in_node, half_life_H, min_gain, False))
+        for node in nodes
+    ]
+    price = params.slot_price(deployed.phy2log_RS, now.par)
+    changed = [(node, answer) for node, answer in decided if answer.taken != KEEP]
+    best, taken = _without_vain_changes(changed, seen, params, price)
+    half_life = min((answer.half_life for _, answer in taken), default=float(half_life_H[0]))
+    if best.par + price * best.moves >= now.par - min_gain:
+        return Answer(now, now.par, fresh, half_life, KEEP)
+    return Answer(best, now.par, fresh, half_life, max(answer.taken for _, answer in taken))
+
+
+def _pack_groups(mean_E: Float32, deployed: Deployed, groups: int) -> Int32:
+    """Node of each expert, int32 ``[E]``: equally many groups on each node, each node as hot as the next.
+
+    ``mean_E`` is each expert's heat. Which node gets which groups is free; those that hold most of them get them.
+    """
+    nodes = int(deployed.node_R.max()) + 1
+    heat_Q = mean_E.reshape(groups, -1).sum(axis=1)
+    held: list[list[int]] = [[] for _ in range(nodes)]
+    for group in np.argsort(-heat_Q, kind="stable").tolist():
+        roomy = [node for node in held if len(node) < groups // nodes]
+        min(roomy, key=lambda node: heat_Q[node].sum()).append(group)
+    expert_QX = np.arange(mean_E.size, dtype=np.int32).reshape(groups, -1)
+    packed_KX = np.stack([expert_QX[sorted(node)].ravel() for node in held])
+    there_KP = np.stack([deployed.phy2log_RS[deployed.node_R == node].ravel() for node in range(nodes)])
+    dealt_KX = match_ranks(packed_KX, there_KP, mean_E.size, np.zeros(nodes, dtype=np.int32))
+    node_E = np.empty(mean_E.size, dtype=np.int32)
+    node_E[dealt_KX] = np.arange(nodes, dtype=np.int32)[:, None]
+    return node_E
+
+
+def _nodes_of_groups(deployed: Deployed, groups: int) -> Int32 | None:
+    """Node of each expert, int32 ``[E]``, where each group is on one node and each node has as many; else none."""
+    experts = deployed.share_GE.shape[1]
+    nodes = int(deployed.node_R.max()) + 1
+    on_KE = np.zeros((nodes, experts), dtype=np.bool_)
+    on_KE[deployed.node_R[:, None], deployed.phy2log_RS] = True
+    node_E = on_KE.argmax(axis=0).astype(np.int32)
+    node_QX = node_E.reshape(groups, -1)
+    together = (on_KE.sum(axis=0) == 1).all() and (node_QX == node_QX[:, :1]).all()
+    alike = (np.bincount(node_QX[:, 0], minlength=nodes) == groups // nodes).all()
+    return node_E if together and alike else None
+
+
+def _node_layers(node_E: Int32, deployed: Deployed) -> list[_Node]:
+    """Nodes as layers of their own, where expert ``e`` belongs to the node ``node_E[e]``.
+
+    A slot that holds another node's expert now counts as holding one of its own that its rank lacks; a table entry
+    that leads to another node leads to slot 0. Neither matters to a placement from scratch, all that can be asked then.
+    """
+    slots = deployed.phy2log_RS.shape[1]
+    layers = []
+    for node in range(int(node_E.max()) + 1):
+        expert_X, rank_Y = np.flatnonzero(node_E == node), np.flatnonzero(deployed.node_R == node)
+        local_E = np.full(node_E.size, -1, dtype=np.int32)
+        local_E[expert_X] = np.arange(expert_X.size)
+        phy2log_YS = local_E[deployed.phy2log_RS[rank_Y]]
+        for row_S in phy2log_YS:
+            lacking = np.setdiff1d(np.arange(expert_X.size), row_S)
+            row_S[row_S < 0] = lacking[: (row_S < 0).sum()]
+        local_R = np.full(deployed.node_R.size, -1, dtype=np.int32)
+        local_R[rank_Y] = np.arange(rank_Y.size)
+        slot_GX = deployed.log2phy_GE[:, expert_X]
+        log2phy_GX = local_R[slot_GX // slots] * slots + slot_GX % slots
+        alone = Deployed(
+            phy2log_YS,
+            np.ascontiguousarray(np.maximum(log2phy_GX, 0), dtype=np.int32),
+            np.ascontiguousarray(deployed.share_GE[:, expert_X]),
+            homes(phy2log_YS, expert_X.size),
+            np.zeros(rank_Y.size, dtype=np.int32),
+            np.zeros_like(deployed.node_G),
+        )
+        layers.append((expert_X, rank_Y, alone))
+    return layers
+
+
+def _heat_on(heat_NE: Float64, node: _Node) -> Float64:
+    return np.ascontiguousarray(heat_NE[:, node[0]])
+
+
+def _without_vain_changes(
+    changed: list[tuple[_Node, Answer]], layer: Layer, params: SearchParams, price: float
+) -> tuple[Candidate, list[tuple[_Node, Answer]]]:
+    """Put the changed nodes together, less those that are cooled in vain because another node is the hottest."""
+
+    def together(chosen: list[tuple[_Node, Answer]]) -> Candidate:
+        return _put_together([(node, answer.found) for node, answer in chosen], layer, params)
+
+    best = together(changed)
+    for one in list(changed):
+        others = [other for other in changed if other is not one]
+        without = together(others)
+        if without.par + price * without.moves <= best.par + price * best.moves:
+            best, changed = without, others
+    return best, changed
+
+
+def _put_together(nodes: Sequence[tuple[_Node, Candidate]], layer: Layer, params: SearchParams) -> Candidate:
+    """Return what is deployed with some nodes' placement and tables in place of their own."""
+    deployed = layer.deployed
+    slots = deployed.phy2log_RS.shape[1]
+    phy2log_RS, log2phy_GE = deployed.phy2log_RS.copy(), deployed.log2phy_GE.copy()
+    for (expert_X, rank_Y, _), found in nodes:
+        phy2log_RS[rank_Y] = expert_X[found.phy2log_RS]
+        rank_GX = rank_Y[found.log2phy_GE // slots]
+        log2phy_GE[:, expert_X] = rank_GX * slots + found.log2phy_GE % slots
+    moves = int(np.count_nonzero(phy2log_RS != deployed.phy2log_RS))
+    whole = Candidate(phy2log_RS, log2phy_GE, 0.0, moves)
+    return whole._replace(par=par_on(whole, layer, params.tables))

@@ -27,7 +27,7 @@ from numba.core import event
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
-_IMPORTED = re.compile(rb"^from eplb_service\.solver\.([\w.]+) import", flags=re.MULTILINE)
+_IMPORTED = re.compile(rb"^from eplb_service\.solver\.(\w+) import", flags=re.MULTILINE)
 
 
 def kernel(function: Function) -> Function:
@@ -88,7 +88,7 @@ def compiled_elsewhere(kernel: str) -> None:
 
 
 def is_cached(dispatcher: Any, types: tuple[Any, ...]) -> bool | None:
-    """Whether a kernel is compiled for arguments of these types, here or on disk; ``None`` where nothing is cached.
+    """Return whether a kernel is compiled for these types, here or on disk; ``None`` where nothing is cached.
 
     That is without a folder for numba's cache, and where kernels are not compiled at all.
     """
@@ -117,19 +117,31 @@ def _compiled(function: Function, more: dict[str, Any]) -> Function:
     except RuntimeError:
         # numba found no directory for its cache; see NUMBA_CACHE_DIR.
         return cast(Function, numba.njit(**options)(function))
+    cache_file: Any = dispatcher._cache._cache_file
     # A cached kernel holds the code of those that it calls, but numba stamps it with its own file alone.
-    dispatcher._cache._cache_file._source_stamp = stamp_of(_module_of(function))
+    cache_file._source_stamp = _stamp_of(_module_of(function))
+    load_index = cache_file._load_index
+
+    def load_index_of_today() -> dict[Any, str]:
+        try:
+            found: dict[Any, str] = load_index()
+        except (AttributeError, ImportError):
+            # Written by another version, whose types are no more.
+            return {}
+        return found
+
+    cache_file._load_index = load_index_of_today
     return cast(Function, dispatcher)
 
 
 def _module_of(function: Callable[..., Any]) -> str:
-    """Name of a function's module within this package, like ``search.construction``."""
+    """Name of a function's module within this package, like ``construction``."""
     return function.__module__.removeprefix(f"{__package__}.")
 
 
 @cache
-def stamp_of(module: str) -> str:
-    """Fingerprint of the sources that the kernels of a module, like ``search.construction``, are compiled from.
+def _stamp_of(module: str) -> str:
+    """Fingerprint of the sources that the kernels of a module, like ``construction``, are compiled from.
 
     They are the module's own and those of all modules of this package that it reaches through its imports, so that an
     edit recompiles what it may change and nothing else.
@@ -153,4 +165,4 @@ def _reached_from(module: str) -> set[str]:
 
 @cache
 def _source(module: str) -> bytes:
-    return Path(__file__).parent.joinpath(*module.split(".")).with_suffix(".py").read_bytes()
+    return Path(__file__).with_name(f"{module}.py").read_bytes()

@@ -1,12 +1,24 @@
-"""What the solver is given and what it makes: array types, search parameters, one layer, a candidate for it.
+"""Array types, search parameters, one layer and a candidate for it: the solver's input and output.
 
-Dimensions are part of the variables' names:
+Dimensions are part of the variables' names: L layers, N episodes, E experts, R ranks, S slots per rank, P physical
+slots, G sources (token groups), V sources of which each is an entry of a dealing table.
 
-L layers, N episodes, E experts, R ranks, S slots per rank, P physical slots, G sources (token groups).
+Arguments that many functions share:
+
+- ``phy2log_RS``, a complete placement; ``assignment``, one with running sums, changed in place where something moves;
+- ``heat``, the layer's; ``z``, the weight of the standard deviation in a rank's risk;
+- ``share_GE``, each source's part of each expert's tokens; ``chosen_GE``, the physical id that it sends them to;
+- ``first_E1``, ``slot_P``, where each expert's replicas are (``tables.slots_by_expert``);
+- ``home_ER``, ranks that hold each expert in the deployed placement; ``price_K``, ratio per slot away from home;
+- ``expert``, ``rank``, ``slot``, ``share``: whose replica, where, and with which part of the expert's tokens; ``hot``,
+  the rank that is to be cooled; ``bound``, what a change must win at least;
+- ``tokens_EN``, ``weight_N``, tokens of each expert in single steps and the steps' weights; ``curve_4``, a cost curve.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -32,32 +44,58 @@ KEEP, TABLES, LOCAL, FRESH = 0, 1, 2, 3
 """Leave the layer as it is, give it new tables, improve its placement, or place it from scratch."""
 
 
-class SearchParams(NamedTuple):
-    """How a layer is searched; as it comes, greedy counts and greedy placement alone.
+@dataclass(frozen=True)
+class SearchOptions:
+    """Parts of the method, each of which can be left out or set by itself to measure what it is worth.
 
-    Fields are named after the planner's settings that they follow from.
+    Planning uses the defaults; users have no settings for them.
     """
+
+    episodes: int = 64
+    """Most episodes that a window's steps are summed into; 1 plans on the sum of the window."""
+    z: float | None = None
+    """Standard deviations above the mean at which a rank's load is taken; ``None``: where the hottest is expected."""
+    half_lives: tuple[float, ...] = (math.inf, 0.5, 0.25, 0.1, 0.05, 0.025)
+    """Half-lives of heat to choose from, as fractions of the window; the first where the window is too short."""
+    warm: bool = True
+    """Start from the deployed placement and weigh every change against it; else place picked layers from scratch."""
+    volatility: bool = True
+    """Leave a layer alone whose ratio is no more than the jumps of its experts' heat make of balanced ranks."""
+    tree_search: bool = True
+    """Search replica counts together with the placement in small layers; else replica counts are greedy."""
+    annealing: bool = True
+    """Anneal placements made from scratch where ranks have few slots."""
+    local_search: bool = True
+    """Improve placements by swapping experts and exchanging replicas."""
+    swaps: bool = True
+    """Let the local search swap two experts between ranks."""
+    exchanges: bool = True
+    """Let the local search turn a spare replica of one expert into a replica of another."""
+    solve_tables: bool = True
+    """Choose dealing tables from the measured source heat; else by the engines' fixed rule."""
+    table_swaps: bool = True
+    """Swap experts once more at the shares of tokens that solved tables really give."""
+    trimmed_mean: bool = True
+    """Place for what experts have between bursts, where that forecasts better (``forecast``)."""
+    holdout: bool = True
+    """Make only changes that, fitted to the older half of the window, pay for themselves on the newer half."""
+    sureness: float = 1.96
+    """Standard errors by which a change must have won on the newer half; 0 takes the mean as it is."""
+    price_ladder: bool = True
+    """Try dearer moves than the true price on the older half, so that only lasting gains are bought."""
+
+
+class SearchParams(NamedTuple):
+    """Effort and weights for one layer's search; by default greedy counts and greedy placement alone."""
 
     z: float = 0.0
     """Weight of the standard deviation in a rank's risk."""
     move_price: float = 0.0
-    """Peak-to-average ratio that one moved slot must win."""
-    tree_groups: int = 0
-    """Expert groups of the tree search; 0 for greedy replica counts."""
-    tree_spread: int = 0
-    """Replicas that a group may get beside its greedy number."""
-    tree_beam: int = 0
-    """Nodes that go on from each level of the tree."""
-    tree_leaves: int = 1
-    """Leaves of the tree that are searched further."""
+    """Fraction of its peak-to-average ratio that the layer must win to have every slot moved."""
+    tree_leaves: int = 0
+    """Leaves of the tree search that are searched further; 0 for greedy replica counts."""
     local_search_steps: int = 0
     """Bound on a local search; 0 for none."""
-    local_search_patience: int = 1
-    """Hot ranks in a row that nothing helps before a local search ends."""
-    swaps: bool = True
-    """Whether a local search swaps experts between ranks."""
-    exchanges: bool = True
-    """Whether a local search turns spare replicas into replicas of other experts."""
     annealing_tries: int = 0
     """Tries of annealing a placement made from scratch; 0 for none."""
     tables: int = RULE
@@ -68,24 +106,18 @@ class SearchParams(NamedTuple):
     """How far dealt shares go from even ones to those fitted to the heat."""
     step_tries: int = 0
     """Tries of searching a placement for stepwise splits; 0 for none."""
-    table_swaps: bool = True
-    """Whether experts are swapped at the shares that solved tables give."""
-    table_kicks: bool = True
-    """Whether replicas are exchanged at random where few slots and coarse tables do worse than even shares."""
-    trimmed_mean: bool = True
-    """Whether experts may count as their trimmed means say (``forecast``)."""
-    holdout: bool = True
-    """Whether a change fitted to the older half of the window must pay on the newer half."""
-    sureness: float = 0.0
-    """Standard errors by which a change must have won on the newer half."""
-    price_ladder: bool = True
-    """Whether dearer moves than the true price are tried on the older half."""
     seed: int = 0
-    """Of all that is random."""
+    """Seed of all random choices."""
+    options: SearchOptions = SearchOptions()
+    """Parts of the method that are left out."""
+
+    def slot_price(self, phy2log_RS: Int32, par: float = 1.0) -> float:
+        """Peak-to-average ratio that one moved slot must win in a layer of this shape whose ratio now is ``par``."""
+        return self.move_price / phy2log_RS.size * par
 
 
 class Deployed(NamedTuple):
-    """What serves now, and from where tokens come."""
+    """Placement and tables that serve now, and from where tokens come."""
 
     phy2log_RS: Int32
     """int32 ``[R, S]``."""
@@ -101,9 +133,13 @@ class Deployed(NamedTuple):
     """int32 ``[G]``, node of each source, -1 where its ranks are on several."""
 
 
-class Demand(NamedTuple):
-    """One layer's heat as the search sees it; mean rank load 1."""
+class Heat(NamedTuple):
+    """A stretch of one layer's heat, normalised to a mean rank load of 1 in each episode."""
 
+    scaled_EN: Float32
+    """float32 ``[E, N]``."""
+    share_N: Float32
+    """float32 ``[N]``, the episodes' weights, summing to 1."""
     mean_E: Float32
     """float32 ``[E]``, weighted mean over episodes."""
     gram_EE: Float32
@@ -111,7 +147,7 @@ class Demand(NamedTuple):
 
 
 @kernel
-def normalise(heat_NE: Float64, weight_N: Float64, ranks: int) -> tuple[Float32, Float32]:
+def _normalise(heat_NE: Float64, weight_N: Float64, ranks: int) -> tuple[Float32, Float32]:
     """Scale each episode to a mean rank load of 1 and the weights to a sum of 1.
 
     Returns float32 ``[E, N]`` and float32 ``[N]``; episodes without tokens get no weight. All zero where there are
@@ -135,8 +171,8 @@ def normalise(heat_NE: Float64, weight_N: Float64, ranks: int) -> tuple[Float32,
 
 
 @kernel
-def demand_of(scaled_EN: Float32, share_N: Float32) -> Demand:
-    """Mean and covariance of normalised heat, as a ``Demand``."""
+def with_covariance(scaled_EN: Float32, share_N: Float32) -> Heat:
+    """Normalised heat with its mean and covariance."""
     experts, episodes = scaled_EN.shape
     mean_E = np.zeros(experts, dtype=np.float32)
     centred_EN = np.empty((experts, episodes), dtype=np.float32)
@@ -156,35 +192,12 @@ def demand_of(scaled_EN: Float32, share_N: Float32) -> Demand:
                 dot += centred_EN[a, n] * centred_EN[b, n]
             gram_EE[a, b] = dot
             gram_EE[b, a] = dot
-    return Demand(mean_E, gram_EE)
-
-
-class Heat(NamedTuple):
-    """A stretch of one layer's heat, normalised."""
-
-    scaled_EN: Float32
-    """float32 ``[E, N]``, mean rank load 1 in each episode."""
-    share_N: Float32
-    """float32 ``[N]``, the episodes' weights, summing to 1."""
-    demand: Demand
-    """Its mean and covariance."""
+    return Heat(scaled_EN, share_N, mean_E, gram_EE)
 
 
 def heat_of(heat_NE: Float64, ranks: int) -> Heat:
     """Normalise episodes ``[N, E]``, all of the same weight."""
-    scaled_EN, share_N = normalise(heat_NE, np.ones(heat_NE.shape[0]), ranks)
-    return Heat(scaled_EN, share_N, demand_of(scaled_EN, share_N))
-
-
-def reweighted(heat: Heat, weight_N: Float32, wander: float) -> Heat:
-    """The same heat with its episodes weighed afresh, and experts that wander by ``wander * mean**2`` more variance.
-
-    The covariance stays that of all episodes: a few newest ones say where the heat is, but not how it moves.
-    """
-    mean_E = heat.scaled_EN @ weight_N
-    gram_EE = heat.demand.gram_EE.copy()
-    gram_EE[np.diag_indices_from(gram_EE)] += np.float32(wander) * mean_E * mean_E
-    return Heat(heat.scaled_EN, weight_N, Demand(mean_E, gram_EE))
+    return with_covariance(*_normalise(heat_NE, np.ones(heat_NE.shape[0]), ranks))
 
 
 @part
@@ -194,9 +207,16 @@ def set_row(row: Int32 | Float32, values: Int32 | Float32) -> None:
         row[at] = values[at]
 
 
+@part
+def set_placement(kept_RS: Int32, phy2log_RS: Int32) -> None:
+    """Copy a placement into another."""
+    for r in range(kept_RS.shape[0]):
+        set_row(kept_RS[r], phy2log_RS[r])
+
+
 @kernel
 def homes(phy2log_RS: Int32, experts: int) -> Bool:
-    """Whether each rank holds each expert, bool ``[E, R]``."""
+    """Ranks that hold each expert, bool ``[E, R]``."""
     ranks, slots = phy2log_RS.shape
     home_ER = np.zeros((experts, ranks), dtype=np.bool_)
     for r in range(ranks):

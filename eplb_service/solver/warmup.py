@@ -1,20 +1,88 @@
-"""Compiles every kernel (or loads it from numba's cache), so that no decision waits for a compiler."""
+"""Compiles every kernel (or loads it from numba's cache), so that no decision waits for a compiler.
+
+numba compiles on one core, whatever threads ask. So helper processes, one for each further core and two at most, take
+kernels from one end of a list while this process takes them from the other; what they compile reaches this process
+through numba's cache. What a helper leaves undone, because it could not be started or was killed, is compiled here.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
 from functools import cache
+from importlib import import_module
+from typing import Any, get_args, get_origin, get_type_hints
 
+import numba
 import numpy as np
 
 from eplb_service.placement import Placement
 from eplb_service.solver.engine import solve_many
-from eplb_service.solver.kernel_list import all_kernels
+from eplb_service.solver.jit import compilations, compiled_elsewhere, is_cached
 from eplb_service.solver.model import DEALT, EVEN, RULE, SOLVED, STEPWISE, SearchParams
-from eplb_service.solver.precompile import precompile
-from eplb_service.solver.time.evaluation import Curve
 from eplb_service.solver.topology import choose_senders
 from eplb_service.solver.window import loads_of_ranks, served_window, sum_episodes
 
+_WINDOW = ("window.served_window", "window.sum_episodes")
+_HEAT_TYPES = ("int32", "int64", "float64")
+"""Types of a window's heat, as the planner hands it over."""
+_SCRATCH = (
+    "construction.place",
+    "evaluation.expert_heat",
+    "construction._greedy_replicas",
+    "model._normalise",
+    "model.with_covariance",
+    "model.homes",
+    "evaluation.mean_of_max",
+)
+_PLACED = (
+    "construction.even_shares",
+    "topology.match_ranks",
+    "topology.choose_senders",
+    "topology.keep_slots",
+    "tables.slots_by_expert",
+    "tables.fixed_rule",
+    "tables.slot_shares",
+)
+_SOLVED = (
+    "tables.tables_par",
+    "tables.rehoused",
+    "tables.cool",
+    "tables._spread_parts",
+    "tables.swap_through_tables",
+)
+_DEALT = (
+    "tables.rehoused",
+    "dealing._trusted_shares",
+    "dealing._deal_out",
+    "dealing._cool_shares",
+    "dealing._cool_by_two",
+    "tables.swap_through_tables",
+)
+_STEPWISE = ("stepwise.expected_level", "step_search._step_search")
+_TIME = (
+    "time_costs.split_us",
+    "time_costs.mean_slowest",
+    "time_costs._replica_receivers",
+    "time_costs._fill_cheaply",
+    "time_costs.one_replica_each",
+    "time_costs.even_tables",
+    "time_costs.cool_tables",
+)
+_NODES = ("topology._crossing", "topology._localise_tables")
+_TREE, _ANNEALING = ("construction._search_counts",), ("annealing.anneal",)
+_SEARCH = ("construction.assignment_of", "local_search.local_search")
+_FEWEST = 4
+"""Kernels to compile for which a helper is started: it takes a second to be there."""
+_MOST_HELPERS = 2
+_DONE = "done"
 _ENOUGH_MS = 1e6
 """A budget that is never spent: it is there so that what budgets buy is compiled too."""
 
@@ -22,24 +90,22 @@ _ENOUGH_MS = 1e6
 @cache
 def warm_up(threads: int | None = None) -> None:
     """Solve a tiny problem by every path that the planner takes, once in a process; ``threads`` as for a decision."""
-    precompile(all_kernels())
+    precompile(_all_kernels())
     placement = Placement.linear(layers=2, experts=6, ranks=4, slots=2)
     tables_LGE = np.ascontiguousarray(placement.default_log2phy().transpose(1, 0, 2))
     heat_LNE = np.arange(2 * 4 * 6, dtype=np.float64).reshape(2, 4, 6)
     params = SearchParams(
         z=1.0,
-        move_price=0.01,
-        tree_groups=2,
-        tree_spread=1,
-        tree_beam=1,
+        move_price=0.08,
+        tree_leaves=1,
         local_search_steps=10,
         annealing_tries=10,
         step_tries=10,
     )
     two_nodes = np.array([0, 0, 1, 1], dtype=np.int32)
-    curve = Curve(1.0, 2.0, 1.0, 0.1)
+    curve_4 = np.array([1.0, 2.0, 1.0, 0.1])
     ways = [(tables, 1, None) for tables in (EVEN, RULE, SOLVED, STEPWISE)]
-    for tables, width, time in (*ways, (DEALT, 2, None), (EVEN, 1, curve), (SOLVED, 1, curve)):
+    for tables, width, time in (*ways, (DEALT, 2, None), (EVEN, 1, curve_4), (SOLVED, 1, curve_4)):
         answers = solve_many(
             heat_LNE,
             placement.phy2log_LRS,
@@ -53,7 +119,7 @@ def warm_up(threads: int | None = None) -> None:
             budget_ms=_ENOUGH_MS,
             node_R=two_nodes,
             node_G=np.repeat(two_nodes, width),
-            curve=time,
+            curve_4=time,
             steps_LNE=heat_LNE,
         )
         for answer in answers:
@@ -66,3 +132,170 @@ def warm_up(threads: int | None = None) -> None:
         sum_episodes(heat_TLE, np.arange(2), 2)
     deployed_RS = np.array(placement.phy2log_LRS[0])
     choose_senders(deployed_RS, deployed_RS[::-1].copy(), np.zeros(4, dtype=np.int32))
+
+
+def kernels_of(params: SearchParams, heat_type: str, *, fitted: bool = False) -> list[str]:
+    """Names of the kernels that placing layers from scratch runs, in the order in which they should be compiled.
+
+    Long ones are at both ends, so that two processes that begin there have about as much to do. Kernels that only
+    kernels call come with those; what is missing is compiled when it is first called.
+
+    Parameters
+    ----------
+    params
+        How the layers are searched.
+    heat_type
+        Type of the window's heat: int32, int64 or float64.
+    fitted
+        Whether a cost curve is planned for.
+    """
+    by_split = {SOLVED: _SOLVED, DEALT: _DEALT, STEPWISE: _STEPWISE}
+    return [
+        *(f"{name}:{heat_type}" for name in _WINDOW),
+        *(_TREE if params.tree_leaves else ()),
+        *_SCRATCH,
+        *_PLACED,
+        *(_TIME if fitted else ()),
+        *by_split.get(params.tables, ()),
+        *(_ANNEALING if params.annealing_tries else ()),
+        *(_SEARCH if params.local_search_steps else ()),
+    ]
+
+
+def _all_kernels() -> list[str]:
+    window = [f"{name}:{heat}" for heat in _HEAT_TYPES for name in (*_WINDOW, "window.loads_of_ranks")]
+    search = (_TREE, _SCRATCH, _PLACED, _SOLVED, _NODES, _ANNEALING, _STEPWISE, _TIME, _DEALT, _SEARCH)
+    return window + list(dict.fromkeys(name for names in search for name in names))
+
+
+def precompile(names: Sequence[str]) -> None:
+    """Compile kernels by name unless they are cached, in several processes.
+
+    Where there is one core, no folder to cache in, or little to compile, nothing is done: kernels are compiled as they
+    are called. Whatever fails here shows there.
+    """
+    helpers = min(_cores() - 1, _MOST_HELPERS)
+    missing = [name for name in names if is_cached(*_kernel_and_types(name)) is False]
+    if helpers < 1 or len(missing) < _FEWEST or not sys.executable:
+        return
+    left = deque(missing)
+    with _helped(left, helpers):
+        while left:
+            with contextlib.suppress(IndexError):
+                _compile(left.popleft())
+
+
+@cache
+def _kernel_and_types(name: str) -> tuple[Any, tuple[Any, ...]]:
+    """A kernel, named like ``window.sum_episodes:int32``, and the numba types that it is compiled for.
+
+    Types are those of its annotations, with as many dimensions as an argument's name has letters.
+    """
+    path, _, heat_type = name.partition(":")
+    module, _, function = path.partition(".")
+    kernel = getattr(import_module(f"{__package__}.{module}"), function)
+    hints = get_type_hints(getattr(kernel, "py_func", kernel))
+    hints.pop("return", None)
+    given = (_example(argument, hint, heat_type) for argument, hint in hints.items())
+    return kernel, tuple(map(numba.typeof, given))
+
+
+def _example(argument: str, hint: Any, heat_type: str) -> Any:
+    """Return a value of an argument's type: empty arrays are as good as any."""
+    if hint in (int, float, bool):
+        return hint()
+    if hasattr(hint, "_fields"):
+        return hint(*(_example(field, kind, heat_type) for field, kind in get_type_hints(hint).items()))
+    if get_origin(hint) is np.ndarray:
+        (item,) = get_args(get_args(hint)[1])
+    else:
+        item = np.dtype(heat_type)
+    found = re.search(r"_([A-Z0-9]+)$", argument)
+    dimensions = sum(letter.isalpha() for letter in found[1]) or 1 if found else 1
+    return np.empty((0,) * dimensions, dtype=item)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def _helped(left: deque[str], helpers: int) -> Iterator[None]:
+    """Within it, helpers take names from the end of ``left``; it ends once they are done, or at once in an error."""
+    started: list[subprocess.Popen[str]] = []
+    feeders: list[threading.Thread] = []
+    try:
+        for _ in range(helpers):
+            # Without a helper, this process compiles all.
+            with contextlib.suppress(OSError):
+                started.append(_start())
+        for helper in started:
+            feeders.append(threading.Thread(target=_feed, args=(helper, left), daemon=True))
+            feeders[-1].start()
+        yield
+        for feeder in feeders:
+            feeder.join()
+    finally:
+        for helper in started:
+            helper.kill()
+            helper.wait()
+        for feeder in feeders:
+            feeder.join()
+        for helper in started:
+            for pipe in (helper.stdin, helper.stdout):
+                with contextlib.suppress(OSError):
+                    pipe.close()  # type: ignore[union-attr]
+
+
+def _start() -> subprocess.Popen[str]:
+    # Imports what this process does, and nothing from the folder that it happens to run in.
+    program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import _serve; _serve()"
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def _feed(helper: subprocess.Popen[str], left: deque[str]) -> None:
+    """Have a helper compile one kernel after another, until none is left or the helper is gone."""
+    assert helper.stdin is not None
+    assert helper.stdout is not None
+    while left:
+        try:
+            name = left.pop()
+        except IndexError:
+            return
+        try:
+            helper.stdin.write(f"{name}\n")
+            helper.stdin.flush()
+        except OSError:
+            left.append(name)
+            return
+        for line in helper.stdout:
+            if line.rstrip("\n") == _DONE:
+                break
+            compiled_elsewhere(line.rstrip("\n"))
+        else:
+            left.append(name)
+            return
+
+
+def _serve() -> None:
+    """Compile the kernels named on stdin and name those that are begun on stdout: a helper's work."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # numba or a library of its may print: only what is meant for the parent gets there.
+    answers, sys.stdout = sys.stdout, sys.stderr
+    with compilations(lambda kernel: print(kernel, file=answers, flush=True)):
+        for line in sys.stdin:
+            _compile(line.rstrip("\n"))
+            print(_DONE, file=answers, flush=True)
+
+
+def _compile(name: str) -> None:
+    # Whoever calls the kernel sees the error.
+    with contextlib.suppress(Exception):
+        kernel, types = _kernel_and_types(name)
+        kernel.compile(types)

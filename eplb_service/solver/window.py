@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from eplb_service.solver.jit import kernel, part
-from eplb_service.solver.model import Float64, Int32, Int64
+from eplb_service.solver.model import Float32, Float64, Heat, Int32, Int64, heat_of
 
 _BLOCK = 8
 """Steps whose loads are summed side by side: one SIMD register, or two."""
@@ -90,8 +90,8 @@ def loads_of_ranks(heat_NLE: Float64 | Int64 | Int32, phy2log_LRS: Int32, share_
     return loads_NLR
 
 
-class Served(NamedTuple):
-    """What ``loads_of_ranks`` gives, in short: a window has millions of loads, and deciding needs these of them alone.
+class ServedWindow(NamedTuple):
+    """Summary of a window's rank loads: it has millions of them, and deciding needs these alone.
 
     Variances are those of jumps: half the mean square of the differences between the parts of the tokens in two steps
     or episodes in a row, which is the variance of what changes without memory; those without tokens are passed over,
@@ -119,7 +119,7 @@ class Served(NamedTuple):
 @kernel
 def served_window(
     heat_TLE: Float64 | Int64 | Int32, layer_K: Int64, phy2log_KRS: Int32, share_KP: Float64, episodes: int
-) -> Served:
+) -> ServedWindow:
     """Go through a window once.
 
     Parameters
@@ -170,7 +170,7 @@ def served_window(
                 busy += _add_jumps(loads_NKR[n, k], loads_NKR[n, k].sum(), before_R, jump_R)
             variance_3K[1, k] = jump_R.sum() / (2.0 * max(busy - 1, 1))
             variance_3K[2, k] = _variance_of_experts(heat_TLE, layer_K[k], phy2log_KRS[k], episodes)
-    return Served(peak_TK, tokens_TK, variance_3K[0], loads_NKR, variance_3K[1], variance_3K[2])
+    return ServedWindow(peak_TK, tokens_TK, variance_3K[0], loads_NKR, variance_3K[1], variance_3K[2])
 
 
 @part
@@ -222,3 +222,145 @@ def _variance_of_experts(
     for e in range(experts):
         variance += jump_E[e] / replicas_E[e]
     return variance / (2.0 * max(busy - 1, 1))
+
+
+CLEARLY_BETTER = 0.9
+"""Part of the squared error without fading that another forecast must stay below to be chosen; chosen by hand so that
+static and alternating heat fades in no layer of 256 experts."""
+FEWEST_TO_TRIM = 16
+"""Episodes of a half below which no mean is trimmed: so few may all lie within one burst."""
+
+
+class Forecast(NamedTuple):
+    """Continuation of a window."""
+
+    half_life: float
+    """Episodes after which heat counts half; infinite for no fading."""
+    wander: float
+    """Squared error of the forecast half a window ahead, as a part of the squared heat; 0 without fading."""
+    trimmed: bool = False
+    """Experts count as their trimmed means say; then nothing fades."""
+
+
+def halves_of(heat_NE: Float64, ranks: int) -> tuple[Heat, Heat]:
+    """Cut episodes ``[N, E]``, oldest first, into an older and a newer half."""
+    half = heat_NE.shape[0] // 2
+    return heat_of(heat_NE[:half], ranks), heat_of(heat_NE[half:], ranks)
+
+
+def _fading(episodes: int, half_life: float) -> Float64:
+    """Weights that halve every ``half_life`` episodes back from the newest, float64 ``[N]``, summing to 1."""
+    weight_N: Float64 = 0.5 ** (np.arange(episodes - 1, -1, -1) / half_life)
+    weight_N /= weight_N.sum()
+    return weight_N
+
+
+def _trimmed_mean(heat: Heat) -> Float32:
+    """Each expert's mean over the half of the episodes in which it has least, float32 ``[E]``.
+
+    They are scaled to add up to what the plain means do. Episodes without tokens are left out. The plain mean where
+    every expert is silent in half of the others.
+    """
+    seen_EN = heat.scaled_EN[:, heat.share_N > 0]
+    least = (seen_EN.shape[1] + 1) // 2
+    if not least:
+        return heat.mean_E
+    mean_E: Float32 = np.partition(seen_EN, least - 1, axis=1)[:, :least].mean(axis=1)
+    total = mean_E.sum()
+    return mean_E * (heat.mean_E.sum() / total) if total > 0 else heat.mean_E
+
+
+def choose_forecast(older: Heat, newer: Heat, half_life_H: Float64, trim: bool = True) -> Forecast:
+    """Choose the forecast made of the older half that is closest to the newer half's mean.
+
+    The first half-life listed stays unless another's squared error, or that of the trimmed mean, is clearly below its
+    own. A newer half without tokens says nothing, so the first stays then, too.
+    """
+    newer_E = newer.mean_E
+    if not newer_E.any():
+        return Forecast(float(half_life_H[0]), 0.0)
+    episodes = older.share_N.shape[0]
+    weight_NH = np.stack([older.share_N * _fading(episodes, h) for h in half_life_H], axis=1)
+    weight_NH /= np.maximum(weight_NH.sum(axis=0), 1e-30)
+    error_H = ((older.scaled_EN @ weight_NH - newer_E[:, None]) ** 2).sum(axis=0)
+    best = int(error_H.argmin())
+    bound = CLEARLY_BETTER * error_H[0]
+    if trim and episodes >= FEWEST_TO_TRIM:
+        error = ((_trimmed_mean(older) - newer_E) ** 2).sum()
+        if error < min(bound, error_H[best]):
+            return Forecast(float("inf"), 0.0, trimmed=True)
+    if error_H[best] >= bound:
+        return Forecast(float(half_life_H[0]), 0.0)
+    return Forecast(float(half_life_H[best]), float(error_H[best] / (newer_E**2).sum()))
+
+
+def forecast_heat(heat: Heat, forecast: Forecast, ahead: float) -> Heat:
+    """Heat as a forecast says, trimmed or leaning to its newest episodes, for ``ahead`` halves of a window later."""
+    if forecast.trimmed:
+        return _trimmed_heat(heat)
+    if not np.isfinite(forecast.half_life):
+        return heat
+    # The covariance stays that of all episodes: a few newest ones say where the heat is, but not how it moves.
+    weight_N = heat.share_N * _fading(heat.share_N.shape[0], forecast.half_life)
+    total = weight_N.sum()
+    if total == 0:
+        return heat
+    share_N = (weight_N / total).astype(np.float32)
+    mean_E = heat.scaled_EN @ share_N
+    gram_EE = heat.gram_EE.copy()
+    gram_EE[np.diag_indices_from(gram_EE)] += np.float32(ahead * forecast.wander) * mean_E * mean_E
+    return Heat(heat.scaled_EN, share_N, mean_E, gram_EE)
+
+
+def _trimmed_heat(heat: Heat) -> Heat:
+    """The same heat with each expert's episodes scaled so that its mean is its trimmed mean, and normalised again."""
+    mean_E, ranks = heat.mean_E, round(float(heat.mean_E.sum()))
+    factor_E = np.divide(_trimmed_mean(heat), mean_E, out=np.zeros_like(mean_E), where=mean_E > 0)
+    scaled_NE = np.where(heat.share_N > 0, heat.scaled_EN * factor_E[:, None], 0.0).T
+    return heat_of(np.ascontiguousarray(scaled_NE, dtype=np.float64), ranks)
+
+
+MOST_LAGS = 16
+"""Steps or episodes over which neighbours are taken to resemble each other at most."""
+
+
+def inflation(values_NK: Float64) -> Float64:
+    """Variance of a mean over that of the mean of independent values with the same spread, float64 ``[K]``.
+
+    The lag window is Bartlett's, over a quarter of the values and at most ``MOST_LAGS`` of them. Never below 1: what
+    seems to alternate is not trusted. 1 where fewer than two values are given or all are alike.
+
+    References
+    ----------
+    W. Newey, K. West, *A Simple, Positive Semi-Definite, Heteroskedasticity and Autocorrelation Consistent Covariance
+    Matrix*, 1987.
+    """
+    count = values_NK.shape[0]
+    centred_NK = values_NK - values_NK.mean(axis=0) if count else values_NK
+    spread_K = (centred_NK**2).sum(axis=0)
+    total_K = spread_K.copy()
+    lags = min(MOST_LAGS, count // 4)
+    for lag in range(1, lags + 1):
+        weight = 2.0 * (1.0 - lag / (lags + 1))
+        total_K += weight * (centred_NK[lag:] * centred_NK[:-lag]).sum(axis=0)
+    ratio_K: Float64 = np.ones_like(spread_K)
+    np.divide(total_K, spread_K, out=ratio_K, where=spread_K > 0)
+    return np.maximum(ratio_K, 1.0)
+
+
+def inflation_error(count: int) -> float:
+    """Standard deviation of ``inflation`` of so many independent values: that of Bartlett's window, 4/3 of lags/values.
+
+    References
+    ----------
+    T. Anderson, *The Statistical Analysis of Time Series*, 1971, section 9.4.
+    """
+    lags = min(MOST_LAGS, count // 4)
+    return float(np.sqrt(4.0 * lags / (3.0 * count))) if count else 0.0
+
+
+def standard_error(values_N: Float64) -> float:
+    """Standard error of the mean of values in order, float64 ``[N]``; infinite for fewer than two."""
+    if values_N.size < 2:
+        return np.inf
+    return float(np.sqrt(values_N.var(ddof=1) * inflation(values_N[:, None])[0] / values_N.size))

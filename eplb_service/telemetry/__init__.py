@@ -1,1 +1,1 @@
-"""What the service reports about itself: metrics and logs."""
+"""Metrics and logs of the service."""

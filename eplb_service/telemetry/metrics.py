@@ -1,63 +1,232 @@
-"""Prometheus metrics of the service; they are given what happens and never ask."""
+"""Prometheus series of the service, declared in one table; they are given what happens and never ask."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
+from typing import Any
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
-from eplb_service.telemetry.series.agents import AgentSeries
-from eplb_service.telemetry.series.balance import BalanceSeries
-from eplb_service.telemetry.series.plans import PlanSeries
-from eplb_service.telemetry.series.registry import SeriesRegistry
-from eplb_service.telemetry.series.service import ServiceSeries
-from eplb_service.telemetry.series.worth import WorthSeries
+from eplb_service.wire.operator import MovePrice, Worth
+
+TABLE = """
+Balance:
+  gauge eplb_par_realised{deployment,layer} Peak-to-average ratio of a layer, from loads that the ranks measured.
+  gauge eplb_par_planned{deployment,layer} Peak-to-average ratio that the last plan switched in promised for a layer.
+  gauge eplb_deployment_par_realised{deployment} Mean of eplb_par_realised over layers.
+  gauge eplb_deployment_par_planned{deployment} Mean over layers that the last decision expects to serve from then on.
+  gauge eplb_deployment_par_seen{deployment} Mean over layers that the last decision found in its window.
+  gauge eplb_noise_floor{deployment,layer} Ratio that chance alone leaves a balanced layer, by the last decision.
+  gauge eplb_deployment_noise_floor{deployment} Mean of eplb_noise_floor over layers.
+  gauge eplb_rank_load{deployment,rank} Tokens of a rank over the mean rank, mean over layers, in the newest steps.
+  gauge eplb_deployment_gain{deployment} Peak-to-average ratio won over the ranks' first placement, in the last window.
+  gauge eplb_deployment_gain_low{deployment} Low end of the 95 % interval of eplb_deployment_gain.
+  gauge eplb_deployment_gain_high{deployment} High end of the 95 % interval of eplb_deployment_gain.
+What balancing is worth:
+  gauge eplb_experts_seconds{deployment,placement} Time of the slowest ranks of all layers in a step: left_alone as met
+    first, serving, best_known.
+  gauge eplb_gain_seconds{deployment} Time per step that balancing saves over the ranks' first placement, at the price
+    of eplb_time_price_info.
+  gauge eplb_gain_low_seconds{deployment} Low end of the 95 % interval of eplb_gain_seconds.
+  gauge eplb_gain_high_seconds{deployment} High end of the 95 % interval of eplb_gain_seconds.
+  gauge eplb_time_price_info{deployment,price} Constant 1; the time that tokens take is measured, fitted to step times,
+    stated or assumed.
+  gauge eplb_step_seconds{deployment} Wall time of a step as the ranks' hosts measured it, waits left out.
+  gauge eplb_gain_tokens_per_second{deployment} Tokens per second that the time saved amounts to.
+  gauge eplb_move_price{deployment} Part of its ratio that a layer must win to have every slot moved, in the last
+    decision.
+  gauge eplb_move_cost_seconds{deployment} Time that steps lose for each expert that a rank receives, in the last
+    decision.
+  gauge eplb_move_cost_seconds_per_byte{deployment} The same for each byte of weights, where their size is known.
+  gauge eplb_switch_cost_seconds{deployment} Time for which the model waits for a layer's switch, in the last decision.
+  gauge eplb_move_price_info{deployment,price} Constant 1; the price of moves is measured, partly measured, stated or
+    assumed.
+Decisions and plans:
+  counter eplb_decisions{deployment,result} Decisions by what they led to: plan, kept, dropped or failed.
+  counter eplb_plans{deployment,outcome} Plans offered, by outcome.
+  histogram eplb_solve_seconds{deployment} Time that one decision took to compute.
+  histogram eplb_transfer_seconds{deployment} Time in which a rank staged the experts of one layer.
+  histogram eplb_commit_seconds{deployment} Time for which a rank's step waited for one layer's commit.
+  counter eplb_layers_switched{deployment} Layers whose switch was committed.
+  counter eplb_moves{deployment} Experts moved by committed switches.
+  counter eplb_moved_bytes{deployment} Weights moved by committed switches.
+  gauge eplb_epoch{deployment} Version of the placement in force.
+  gauge eplb_paused{deployment} 1 while planning is paused.
+  gauge eplb_last_decision_age_seconds{deployment} Time since the last decision, or since the ranks came together.
+Agents and heat:
+  gauge eplb_agents_connected{deployment} Ranks whose stream is alive.
+  gauge eplb_agents_expected{deployment} Ranks of the group.
+  gauge eplb_agents_halted{deployment} Ranks that no longer take part in balancing.
+  gauge eplb_agent_silent_seconds{deployment} Longest time in which nothing was heard of a connected rank.
+  gauge eplb_agent_staging_bytes{deployment} Most that a connected rank holds for experts that wait for their commit;
+    absent where none reports it.
+  gauge eplb_agent_heat_ring_bytes{deployment} Most that a connected rank's layers count heat in; absent where none
+    reports it.
+  counter eplb_steps_received{deployment} Steps of which every rank's heat arrived.
+  counter eplb_steps_lost{deployment} Steps of which some rank's heat never arrived.
+  gauge eplb_empty_steps{deployment} Newest steps in a row in which no rank counted a token, though it was no dummy.
+  gauge eplb_dummy_steps{deployment} Newest steps in a row that were dummies on all ranks.
+  gauge eplb_dropped_steps{deployment} Steps that connected agents had to drop since their Hello, over all ranks.
+  gauge eplb_heat_one_in{deployment} Ranks send one of so many reports; above 1 where the service cannot take more heat.
+  counter eplb_agent_calls{deployment} Calls of the agents by their hosts between forward passes, over all ranks.
+  counter eplb_agent_call_seconds{deployment} Time that these calls took of the models', over all ranks.
+  counter eplb_agent_vote_seconds{deployment} Of that, time in votes: waits for the slowest rank, and commits.
+The service:
+  gauge eplb_build_info{version} Constant 1; the running version.
+  gauge eplb_leader_term{} Of this service; of two, ranks follow the higher.
+  gauge eplb_leads{} 1 while this service is the one that leads, 0 while it waits for another.
+  gauge eplb_deployments{} Deployments known.
+  gauge eplb_problems{deployment} Number of problems; `eplb status` lists them.
+  counter eplb_refusals{code} Calls turned away, by gRPC status; the log names the callers, at a bounded rate.
+  counter eplb_log_lines_left_out{} Log lines about callers that were left out, beyond the rate that is written.
+  counter eplb_operator_calls{call,result} Orders of operators: done or failed. The log names the caller.
+  gauge eplb_heat_memory_bytes{} Memory that the deployments' heat may take.
+  gauge eplb_in_flight_bytes{} Memory given to large requests of agents that are under way.
+  counter eplb_store_failures{} Writes to the store that failed.
+  histogram eplb_loop_delay_seconds{} Delay of the service's event loop, which every stream waits for.
+"""
+"""Kind, name, labels and help of each series by heading; Prometheus adds ``_total`` to counters."""
+
+_BUCKETS = {
+    "eplb_solve_seconds": (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
+    "eplb_transfer_seconds": (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0),
+    "eplb_commit_seconds": (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0),
+    "eplb_loop_delay_seconds": (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0),
+}
+_OF_LAYERS = ("eplb_par_realised", "eplb_par_planned", "eplb_noise_floor", "eplb_rank_load")
+_OF_RANKS = (
+    "eplb_deployment_par_realised",
+    "eplb_agent_silent_seconds",
+    "eplb_agent_staging_bytes",
+    "eplb_agent_heat_ring_bytes",
+)
+
+Row = tuple[str, str, tuple[str, ...], str]
+
+
+def declared_series() -> dict[str, list[Row]]:
+    """Return kind, name, labels and help of every series by its heading in ``TABLE``."""
+    parts = re.split(r"^(\w.*):$", TABLE, flags=re.MULTILINE)[1:]
+    return {
+        heading: [
+            (kind, name, tuple(filter(None, labels.split(","))), " ".join(text.split()))
+            for kind, name, labels, text in re.findall(
+                r"^  (\w+) (\w+)\{(.*?)\} (.*?)$(?!\n    )", rows, flags=re.MULTILINE | re.DOTALL
+            )
+        ]
+        for heading, rows in zip(parts[::2], parts[1::2], strict=True)
+    }
 
 
 class Metrics:
-    """All metrics, in a registry of their own; every label is bounded by the deployments and layers that exist."""
+    """All series, in a registry of their own; every label is bounded by the deployments and layers that exist.
+
+    Series are named as in ``TABLE``, and their labels given in its order; ``deployment`` is the first.
+    """
 
     def __init__(self) -> None:
-        self._series = SeriesRegistry()
-        self.service = ServiceSeries(self._series)
-        self.balance = BalanceSeries(self._series)
-        self.worth = WorthSeries(self._series)
-        self.plans = PlanSeries(self._series)
-        self.agents = AgentSeries(self._series)
+        self.registry = CollectorRegistry()
+        series = declared_series()
+        self._metrics = {row[1]: self._made(*row) for rows in series.values() for row in rows}
+        self._counters = [
+            name
+            for rows in series.values()
+            for kind, name, labels, _ in rows
+            if kind == "counter" and labels == ("deployment",)
+        ]
+        self._of_worth = [name for _, name, _, _ in series["What balancing is worth"]]
+        ProcessCollector(namespace="eplb", registry=self.registry)
 
-    @property
-    def registry(self) -> CollectorRegistry:
-        """What a scrape collects."""
-        return self._series.collectors
+    def set(self, name: str, value: float | None, *labels: str) -> None:
+        """Set a gauge; where there is no value its series of the deployment are removed."""
+        if value is None:
+            self._remove(name, labels[0])
+        else:
+            self._labelled(name, labels).set(value)
+
+    def set_info(self, name: str, deployment: str, value: str) -> None:
+        """Set a gauge to 1 for this value of its second label alone."""
+        self._remove(name, deployment)
+        self.set(name, 1, deployment, value)
+
+    def count(self, name: str, *labels: str, by: float = 1) -> None:
+        """Increase a counter."""
+        self._labelled(name, labels).inc(by)
+
+    def observe(self, name: str, seconds: float, *labels: str) -> None:
+        """Add to a histogram; reported durations that cannot be are left out."""
+        if math.isfinite(seconds) and seconds >= 0:
+            self._labelled(name, labels).observe(seconds)
 
     def expect(self, deployment: str, results: Sequence[str], outcomes: Sequence[str]) -> None:
         """Begin the counters of a deployment at 0, so that the first failure is an increase like any other."""
-        self.plans.expect(deployment, results, outcomes)
-        self.agents.expect(deployment)
+        for name in self._counters:
+            self.count(name, deployment, by=0)
+        for result in results:
+            self.count("eplb_decisions", deployment, result, by=0)
+        for outcome in outcomes:
+            self.count("eplb_plans", deployment, outcome, by=0)
 
     def forget(self, deployment: str) -> None:
         """Remove every series of a deployment that is known no more."""
-        self._series.forget(deployment)
+        for name in self._metrics:
+            self._remove(name, deployment)
 
     def forget_layers(self, deployment: str) -> None:
-        """Remove what was reported of a deployment's layers and ranks; another group may have others."""
-        self.balance.forget_layers(deployment)
-        self.worth.forget(deployment)
+        """Remove the series of a deployment's layers and ranks; another group may have others."""
+        for name in (*_OF_LAYERS, *self._of_worth):
+            self._remove(name, deployment)
 
     def forget_balance(self, deployment: str) -> None:
-        """Remove what is measured while ranks serve; none is connected."""
+        """Remove the series that are measured while ranks serve; none is connected."""
         self.forget_layers(deployment)
-        agents = self.agents
-        for metric in (
-            self.balance.deployment_par_realised,
-            agents.silent_seconds,
-            agents.staging_bytes,
-            agents.ring_bytes,
-        ):
-            self._series.remove(metric, deployment)
+        for name in _OF_RANKS:
+            self._remove(name, deployment)
+
+    def report_worth(self, deployment: str, worth: Worth) -> None:
+        """Set the series of the time that balancing saves; remove those that are not known any more."""
+        for placement in ("left_alone", "serving", "best"):
+            shown = "best_known" if placement == "best" else placement
+            self.set("eplb_experts_seconds", getattr(worth, f"{placement}_ms") / 1e3, deployment, shown)
+        for end in ("", "_low", "_high"):
+            self.set(f"eplb_gain{end}_seconds", getattr(worth, f"gain{end}_ms") / 1e3, deployment)
+        self.set_info("eplb_time_price_info", deployment, worth.price_kind)
+        self.set("eplb_step_seconds", _scaled(worth.step_ms, 1e-3), deployment)
+        self.set("eplb_gain_tokens_per_second", worth.tokens_per_second_won, deployment)
+
+    def report_move_price(self, deployment: str, priced: MovePrice) -> None:
+        """Set the series of the price of moves; remove those that are not known any more."""
+        self.set("eplb_move_price", priced.price, deployment)
+        self.set_info("eplb_move_price_info", deployment, priced.kind)
+        self.set("eplb_move_cost_seconds", _scaled(priced.ms_per_move, 1e-3), deployment)
+        self.set("eplb_move_cost_seconds_per_byte", _scaled(priced.ms_per_megabyte, 1e-9), deployment)
+        self.set("eplb_switch_cost_seconds", _scaled(priced.ms_per_switch, 1e-3), deployment)
 
     def exposition(self, accept: str) -> tuple[str, bytes]:
-        """All metrics in the newest format that ``accept``, a header of HTTP, names; its media type, and the text."""
+        """Media type and text of all series, in the newest format that ``accept``, a header of HTTP, names."""
         encode, kind = choose_encoder(accept)
         return kind, encode(self.registry)
+
+    def _made(self, kind: str, name: str, labels: Sequence[str], text: str) -> Any:
+        if kind == "histogram":
+            return Histogram(name, text, labels, buckets=_BUCKETS[name], registry=self.registry)
+        return (Gauge if kind == "gauge" else Counter)(name, text, labels, registry=self.registry)
+
+    def _labelled(self, name: str, labels: Sequence[str]) -> Any:
+        return self._metrics[name].labels(*labels) if labels else self._metrics[name]
+
+    def _remove(self, name: str, deployment: str) -> None:
+        metric = self._metrics[name]
+        names = metric._labelnames
+        samples = (sample.labels for family in metric.collect() for sample in family.samples)
+        for labels in {
+            tuple(of[label] for label in names) for of in samples if of.get("deployment") == deployment
+        }:
+            metric.remove(*labels)
+
+
+def _scaled(value: float | None, scale: float) -> float | None:
+    return None if value is None else value * scale

@@ -1,13 +1,13 @@
-"""How agents and operators reach a service: in plain text or TLS, with or without a certificate of their own."""
+"""Channels of agents and operators to a service: in plain text or TLS, with or without a certificate of their own."""
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
-from eplb_service.wire.address import is_loopback
 from eplb_service.wire.codec import MAX_MESSAGE_BYTES
 
 _OPTIONS = [
@@ -19,23 +19,21 @@ _OPTIONS = [
 ]
 
 
+def is_loopback(address: str) -> bool:
+    """Return whether ``host:port`` is reached from this host alone; no name but ``localhost`` is."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 @dataclass(frozen=True)
 class Security:
-    """Of a channel to a service.
+    """Encryption of a channel to a service, by PEM files; raises ``ValueError`` where they do not fit together.
 
-    Parameters
-    ----------
-    tls_ca
-        PEM file of the authority that signed the service's certificate; plain text where ``None``.
-    tls_cert, tls_key
-        PEM files of the caller's own certificate, where the service asks for one.
-    plaintext_token
-        Whether a token may be sent in plain text to another host.
-
-    Raises
-    ------
-    ValueError
-        These do not fit together.
+    ``tls_ca`` is the authority that signed the service's certificate, plain text where ``None``; ``tls_cert`` and
+    ``tls_key`` the caller's own. With ``plaintext_token`` a token may be sent in plain text to another host.
     """
 
     tls_ca: Path | None = None
@@ -58,7 +56,7 @@ class Security:
             )
 
     def open(self, address: str) -> grpc.Channel:
-        """A channel to ``address``; its files are read now. Raises ``OSError`` where one cannot be."""
+        """Open a channel to ``address``; its files are read now. Raises ``OSError`` where one cannot be."""
         if self.tls_ca is None:
             return grpc.insecure_channel(address, options=_OPTIONS)
         key = None if self.tls_key is None else self.tls_key.read_bytes()

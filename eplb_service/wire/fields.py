@@ -1,16 +1,16 @@
-"""What a field of a message may hold: the bounds, and the checks that refuse everything else by the field's name.
+"""Bounds of the messages' fields, stated as annotations of the dataclass fields that hold them.
 
-Each check returns what it was given, so that a decoder reads as a list of its fields. Names are refused where they
-are not printable; free text, such as a reason, is cleaned instead, for nothing depends on what it says.
+An annotation is a check: it takes a value, the field's name and the sizes of the deployment, and returns the value or
+raises ``WireError`` naming the field. Names are refused where they are not printable; free text, such as a reason, is
+cleaned instead, for nothing depends on what it says.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-
-from google.protobuf.message import Message
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeAlias
 
 MOST_LAYERS = 512
 MOST_EXPERTS = 4096
@@ -36,10 +36,15 @@ LONGEST_SECONDS = 1e7
 """Bound on durations: four months."""
 LONGEST_TEXT = 256
 """Characters in one text."""
-LONGEST_MESSAGE = 4096
+LONGEST_LINE = 4096
 """Characters in one line that a service writes for operators."""
 LAST_TIME = float(1 << 36)
 """Bound on points in time, in seconds since 1970: the year 4147."""
+
+Sizes: TypeAlias = Mapping[str, int]
+"""Sizes of the deployment by name, that other fields must agree with."""
+Check: TypeAlias = Callable[[Any, str, Sizes], Any]
+"""Checks a value by its field's name."""
 
 _DEPLOYMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
@@ -53,63 +58,14 @@ class ProtocolVersionError(WireError):
 
 
 def check_count(value: int, field: str, limit: int, least: int = 0) -> int:
-    """``value``, if it is ``least`` to ``limit - 1``."""
+    """Return ``value`` if it is ``least`` to ``limit - 1``."""
     if not least <= value < limit:
         raise WireError(f"{field} is {value}; it must be {least} to {limit - 1}")
     return value
 
 
-def check_stated_bytes(message: Message, field: str, of: str) -> int | None:
-    """Bytes that a message, called ``of``, may state; ``None`` where it does not."""
-    if not message.HasField(field):
-        return None
-    return check_count(getattr(message, field), f"{of}.{field}", MOST_BYTES)
-
-
-def check_seconds(value: float, field: str) -> float:
-    """``value``, if it is a duration."""
-    if not (math.isfinite(value) and 0 <= value <= LONGEST_SECONDS):
-        raise WireError(f"{field} is {value}; it must be 0 to {LONGEST_SECONDS:g} seconds")
-    return value
-
-
-def check_finite(value: float, field: str) -> float:
-    """``value``, if it is a finite number."""
-    if not math.isfinite(value):
-        raise WireError(f"{field} is {value}; it must be a finite number")
-    return value
-
-
-def check_ratio(value: float, field: str) -> float:
-    """``value``, if it is finite and not negative."""
-    if not (math.isfinite(value) and value >= 0):
-        raise WireError(f"{field} is {value}; it must be a finite number, zero or more")
-    return value
-
-
-def check_measured(value: float, field: str) -> float:
-    """``value``, if it is a ratio, or NaN where there was nothing to measure."""
-    return value if math.isnan(value) else check_ratio(value, field)
-
-
-def check_time(value: float, field: str) -> float:
-    """``value``, if it is a point in time."""
-    if not 0 <= value <= LAST_TIME:
-        raise WireError(f"{field} is {value}; it must be 0 to {LAST_TIME:g} seconds since 1970")
-    return value
-
-
-def check_epochs(values: Sequence[int], layers: int, field: str) -> tuple[int, ...]:
-    """``values``, if there is one epoch for each of ``layers`` layers."""
-    if len(values) != layers:
-        raise WireError(f"{field}: expected one for each of {layers} layers, got {len(values)}")
-    if layers and max(values) >= LAST_VERSION:
-        raise WireError(f"{field}: epoch {max(values)} is past {LAST_VERSION}")
-    return tuple(values)
-
-
-def check_deployment(name: str, field: str) -> str:
-    """``name``, if a deployment can be called so."""
+def check_deployment(name: str, field: str, _sizes: Sizes | None = None) -> str:
+    """Return ``name`` if a deployment can be called so."""
     if not _DEPLOYMENT.fullmatch(name):
         raise WireError(
             f"{field} is {name[:LONGEST_TEXT]!r}; a name has 1 to 63 letters, digits, '.', '_' or '-' and starts with "
@@ -118,8 +74,8 @@ def check_deployment(name: str, field: str) -> str:
     return name
 
 
-def check_name(name: str, field: str) -> str:
-    """``name``, if it is printable and not too long; may be empty."""
+def check_name(name: str, field: str, _sizes: Sizes | None = None) -> str:
+    """Return ``name`` if it is printable and not too long; may be empty."""
     if len(name) > LONGEST_TEXT:
         raise WireError(f"{field} has {len(name)} characters; at most {LONGEST_TEXT} are taken")
     if not name.isprintable():
@@ -128,5 +84,99 @@ def check_name(name: str, field: str) -> str:
 
 
 def printable(text: str, longest: int = LONGEST_TEXT) -> str:
-    """Free text cut to ``longest`` characters, with a space for whatever a terminal could act on."""
+    """Cut free text to ``longest`` characters, with a space for whatever a terminal could act on."""
     return "".join(character if character.isprintable() else " " for character in text[:longest])
+
+
+def below(limit: int | str, least: int = 0) -> Check:
+    """Whole numbers from ``least`` on, below a limit or the size of that name."""
+    return lambda value, field, sizes: check_count(
+        value, field, sizes[limit] if isinstance(limit, str) else limit, least
+    )
+
+
+def number(least: float = -math.inf, most: float = math.inf, *, or_nan: bool = False) -> Check:
+    """Finite numbers within bounds, and NaN where it stands for a ratio that there is not."""
+
+    def check(value: float, field: str, _sizes: Sizes) -> float:
+        if not (math.isfinite(value) and least <= value <= most) and not (or_nan and math.isnan(value)):
+            raise WireError(f"{field} is {value}; it must be a finite number, {least:g} to {most:g}")
+        return value
+
+    return check
+
+
+def one_of(choices: Sequence[str]) -> Check:
+    """One of some known texts."""
+
+    def check(value: str, field: str, _sizes: Sizes) -> str:
+        if value not in choices:
+            raise WireError(f"{field} is {printable(value)!r}, none that is known")
+        return value
+
+    return check
+
+
+def each(size: str, limit: int) -> Check:
+    """One whole number below ``limit`` for each of the layers, ranks or steps that there are."""
+
+    def check(values: Sequence[int], field: str, sizes: Sizes) -> Sequence[int]:
+        if len(values) != sizes[size]:
+            raise WireError(f"{field}: expected one for each of {sizes[size]} {size}, got {len(values)}")
+        if values:
+            check_count(max(values), field, limit)
+        return values
+
+    return check
+
+
+class UpTo:
+    """A bound on the length of a list, which is cut to it when it is sent."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def __call__(self, values: Sequence[Any], field: str, _sizes: Sizes) -> Sequence[Any]:
+        """Return the list if it is within the bound."""
+        check_count(len(values), f"the length of {field}", self._most + 1)
+        return values
+
+    def sent(self, values: Sequence[Any]) -> Sequence[Any]:
+        """Return the list as it travels."""
+        return values[: self._most]
+
+
+class _Clean:
+    """Free text, cleaned by ``printable`` on both sides."""
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+
+    def __call__(self, text: str, _field: str, _sizes: Sizes) -> str:
+        """Return the text, cleaned."""
+        return printable(text, self._longest)
+
+    def sent(self, text: str) -> str:
+        """Return the text as it travels."""
+        return printable(text, self._longest)
+
+
+Step = Annotated[int, below(LAST_STEP)]
+Version = Annotated[int, below(LAST_VERSION)]
+Digest = Annotated[int, below(LAST_DIGEST)]
+Bytes = Annotated[int, below(MOST_BYTES)]
+Micros = Annotated[int, below(LAST_MICROS)]
+Total = Annotated[int, below(LAST_VERSION + 1)]
+WindowSteps = Annotated[int, below(MOST_WINDOW_STEPS + 1)]
+Layer = Annotated[int, below(MOST_LAYERS)]
+Layers = Annotated[int, below(MOST_LAYERS + 1)]
+LayerEpochs = Annotated[tuple[int, ...], each("layers", LAST_VERSION)]
+Seconds = Annotated[float, number(0, LONGEST_SECONDS)]
+Time = Annotated[float, number(0, LAST_TIME)]
+Finite = Annotated[float, number()]
+Ratio = Annotated[float, number(0)]
+Measured = Annotated[float, number(0, or_nan=True)]
+Deployment = Annotated[str, check_deployment]
+Name = Annotated[str, check_name]
+Text = Annotated[str, _Clean(LONGEST_TEXT)]
+Line = Annotated[str, _Clean(LONGEST_LINE)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 import numpy as np
 
@@ -14,64 +16,53 @@ from eplb_service.placement import (
     check_log2phy,
     layer_digest,
 )
-from eplb_service.wire.codec import pack, unpack
-from eplb_service.wire.fields import LAST_DIGEST, LAST_VERSION, WireError, check_count
-from eplb_service.wire.generated import agent_pb2
-from eplb_service.wire.hello import Shape
+from eplb_service.wire.agent import Shape
+from eplb_service.wire.codec import Integers, decode, encode, narrowed, packed
+from eplb_service.wire.fields import LAST_DIGEST, Digest, Version, WireError, below, each
+from eplb_service.wire.generated import agent_pb2, tensor_pb2
 
 
 @dataclass(frozen=True)
 class RankLayer:
     """One layer of a plan as one rank receives it.
 
-    Parameters
-    ----------
-    layer
-        Index of the layer.
-    phy2log_RS
-        The whole layer after the switch, int32 ``[R, S]``.
-    log2phy_E
-        The receiving rank's table after the switch, int32 ``[E]``, or ``[E, D]`` where it deals.
-    log2phy_digests
-        ``table_digest`` of every rank's table, R integers.
-    moves_M5
-        int32 ``[M, 5]``: source rank, source slot, destination rank, destination slot, logical expert.
+    ``phy2log_RS`` is the whole layer after the switch, ``log2phy_E`` the receiving rank's table, ``[E]``, or ``[E, D]``
+    where it deals, ``log2phy_digests`` the ``table_digest`` of every rank's; ``moves_M5`` are source rank, source slot,
+    destination rank, destination slot, logical expert.
     """
 
-    layer: int
-    phy2log_RS: Int32
-    log2phy_E: Int32
-    log2phy_digests: tuple[int, ...]
-    moves_M5: Int32
+    MESSAGE: ClassVar = agent_pb2.LayerUpdate
+
+    layer: Annotated[int, below("layers")]
+    phy2log_RS: Annotated[Int32, "physical_to_logical", packed("ranks", "slots")]
+    log2phy_E: Annotated[Int32, packed("experts", "entries")]
+    log2phy_digests: Annotated[tuple[int, ...], each("ranks", LAST_DIGEST)]
+    moves_M5: Annotated[Int32, packed(None, 5)]
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """Layers to switch, in order; equal on all ranks but for tables. ``digest`` is by ``plan_digest``."""
+    """Layers to switch, in order; equal on all ranks but for tables. ``digest`` is a fingerprint of the rest."""
 
-    plan_id: int
-    leader_term: int
-    base_epoch: int
-    base_digest: int
+    MESSAGE: ClassVar = agent_pb2.Plan
+
+    plan_id: Version
+    leader_term: Version
+    base_epoch: Version
+    base_digest: Digest
     layers: tuple[RankLayer, ...]
-    digest: int
+    digest: Digest
 
     @classmethod
     def of(
         cls, plan_id: int, leader_term: int, base_epoch: int, base_digest: int, layers: tuple[RankLayer, ...]
     ) -> RankPlan:
-        """The plan with its digest computed.
+        """Compute the digest.
 
-        Parameters
-        ----------
-        plan_id, leader_term
-            Of the service that made it.
-        base_epoch, base_digest
-            Version and fingerprint of the placement that it starts from.
-        layers
-            What changes, in the order of the switches.
+        ``plan_id`` and ``leader_term`` are the service's, ``base_epoch`` and ``base_digest`` version and fingerprint of
+        the placement that it starts from, ``layers`` what changes, in the order of the switches.
         """
-        digest = plan_digest(plan_id, base_epoch, base_digest, layers)
+        digest = _plan_digest(plan_id, base_epoch, base_digest, layers)
         return cls(plan_id, leader_term, base_epoch, base_digest, layers, digest)
 
 
@@ -80,7 +71,7 @@ def table_digest(log2phy_E: Int32) -> int:
     return array_digest(np.ascontiguousarray(log2phy_E, dtype="<i4"), salt="log2phy")
 
 
-def plan_digest(plan_id: int, base_epoch: int, base_digest: int, layers: tuple[RankLayer, ...]) -> int:
+def _plan_digest(plan_id: int, base_epoch: int, base_digest: int, layers: tuple[RankLayer, ...]) -> int:
     """63-bit fingerprint of all that the ranks must agree on: everything but each rank's own table."""
     facts = [plan_id, base_epoch, base_digest]
     for layer in layers:
@@ -91,22 +82,60 @@ def plan_digest(plan_id: int, base_epoch: int, base_digest: int, layers: tuple[R
     return array_digest(np.array(facts, dtype="<u8"), salt="plan")
 
 
-def encode_plan(plan: RankPlan) -> agent_pb2.Plan:
-    """The message for the rank whose tables ``plan`` carries."""
-    return agent_pb2.Plan(
-        plan_id=plan.plan_id,
-        leader_term=plan.leader_term,
-        base_epoch=plan.base_epoch,
-        base_digest=plan.base_digest,
-        layers=[_encode_layer(layer) for layer in plan.layers],
-        digest=plan.digest,
-    )
+class SharedPlan:
+    """One plan for all ranks, whose messages differ in nothing but their own tables.
+
+    A plan names all ranks' slots, so that all ranks' messages together grow with the square of the ranks. Protobuf
+    messages concatenate: what ranks share is encoded once, and joined with a rank's own tables when it is sent.
+
+    Parameters
+    ----------
+    plan
+        As any one rank receives it.
+    tables
+        All ranks' tables of each of its layers, int32 ``[R, E]``, or ``[R, E, D]`` where they deal.
+
+    ``size`` is that of one rank's message, in bytes.
+    """
+
+    def __init__(self, plan: RankPlan, tables: Sequence[Int32]) -> None:
+        message = encode(plan)
+        self._layers = [
+            _shared_layer(update, table) for update, table in zip(message.layers, tables, strict=True)
+        ]
+        plan_bytes = message.ByteSize()
+        response = agent_pb2.ConnectResponse(plan=message).SerializeToString()
+        self._begin = response[: len(response) - plan_bytes]
+        del message.layers[:]
+        self._begin += message.SerializeToString()
+        self.size = len(self._begin) + sum(len(shared) + own[0].nbytes for shared, own in self._layers)
+
+    def response(self, rank: int) -> bytes:
+        """Return the ``ConnectResponse`` for one rank, encoded."""
+        pieces = [self._begin]
+        for shared, own in self._layers:
+            pieces += shared, own[rank].tobytes()
+        return b"".join(pieces)
+
+
+def _shared_layer(update: agent_pb2.LayerUpdate, tables: Int32) -> tuple[bytes, Integers]:
+    """Encode a layer up to the ranks' own tables, which it ends with; they are as they travel, ``[R, ...]``."""
+    code, narrow = narrowed(tables)
+    own = tensor_pb2.PackedArray(dtype=code, shape=narrow.shape[1:], data=narrow[0].tobytes())  # type: ignore[arg-type]
+    update.log2phy.CopyFrom(own)
+    whole = agent_pb2.Plan(layers=[update]).SerializeToString()
+    before = len(whole) - update.ByteSize()
+    last = agent_pb2.LayerUpdate(log2phy=own).SerializeToString()
+    shared = agent_pb2.LayerUpdate()
+    shared.CopyFrom(update)
+    shared.ClearField("log2phy")
+    return whole[:before] + shared.SerializeToString() + last[: len(last) - narrow[0].nbytes], narrow
 
 
 def decode_plan(message: agent_pb2.Plan, shape: Shape, rank: int) -> RankPlan:
-    """The plan that ``rank`` received, for a deployment of ``shape``.
+    """Return the plan that ``rank`` received, for a deployment of ``shape``.
 
-    Whether the moves start from what is installed is for ``check_moves``, which needs the placement that is.
+    Moves are compared with what is installed by ``check_moves``, which needs the placement that is.
 
     Raises
     ------
@@ -114,19 +143,17 @@ def decode_plan(message: agent_pb2.Plan, shape: Shape, rank: int) -> RankPlan:
         A layer is no valid placement, the table does not fit it or is not the one listed for ``rank``, the moves do not
         lead to it, or the digest is not the one recomputed here; the text names the field.
     """
-    plan_id = check_count(message.plan_id, "plan.plan_id", LAST_VERSION)
-    leader_term = check_count(message.leader_term, "plan.leader_term", LAST_VERSION)
-    base_epoch = check_count(message.base_epoch, "plan.base_epoch", LAST_VERSION)
-    base_digest = check_count(message.base_digest, "plan.base_digest", LAST_DIGEST)
-    if not message.layers:
+    plan = decode(RankPlan, message, shape.sizes)
+    if not plan.layers:
         raise WireError("plan.layers: names no layers")
-    decoded = tuple(_decode_layer(update, shape, rank) for update in message.layers)
-    indices = [update.layer for update in decoded]
+    indices = [layer.layer for layer in plan.layers]
     if len(set(indices)) != len(indices):
         raise WireError(f"plan.layers: a layer is named twice, among {indices}")
-    plan = RankPlan.of(plan_id, leader_term, base_epoch, base_digest, decoded)
-    if plan.digest != message.digest:
-        raise WireError(f"plan.digest is {message.digest:#x}, its content says {plan.digest:#x}")
+    for layer in plan.layers:
+        _check_layer(layer, shape, rank)
+    digest = _plan_digest(plan.plan_id, plan.base_epoch, plan.base_digest, plan.layers)
+    if plan.digest != digest:
+        raise WireError(f"plan.digest is {plan.digest:#x}, its content says {digest:#x}")
     return plan
 
 
@@ -149,39 +176,16 @@ def check_moves(old_RS: Int32, new_RS: Int32, moves_M5: Int32) -> None:
         raise WireError(f"moves: rank {at[0]} slot {at[1]} {fault} expert {new_RS[at]}")
 
 
-def _encode_layer(layer: RankLayer) -> agent_pb2.LayerUpdate:
-    return agent_pb2.LayerUpdate(
-        layer=layer.layer,
-        physical_to_logical=pack(layer.phy2log_RS),
-        log2phy=pack(layer.log2phy_E),
-        log2phy_digests=layer.log2phy_digests,
-        moves=pack(layer.moves_M5),
-    )
-
-
-def _decode_layer(update: agent_pb2.LayerUpdate, shape: Shape, rank: int) -> RankLayer:
-    if update.layer >= shape.layers:
-        raise WireError(f"plan.layers: names layer {update.layer}, the model has {shape.layers}")
-    where = f"layer {update.layer}"
-    phy2log_RS = unpack(
-        update.physical_to_logical, (shape.ranks, shape.slots), f"{where} physical_to_logical"
-    )
-    log2phy_E = unpack(update.log2phy, shape.table, f"{where} log2phy")
+def _check_layer(layer: RankLayer, shape: Shape, rank: int) -> None:
+    where = f"layer {layer.layer}"
     try:
-        check_layer(phy2log_RS, shape.experts, f"{where} physical_to_logical")
-        check_log2phy(log2phy_E, phy2log_RS, f"{where} log2phy", deals=shape.width > 1)
+        check_layer(layer.phy2log_RS, shape.experts, f"{where} physical_to_logical")
+        check_log2phy(layer.log2phy_E, layer.phy2log_RS, f"{where} log2phy", deals=shape.width > 1)
     except PlacementError as error:
         raise WireError(str(error)) from error
-    digests = tuple(update.log2phy_digests)
-    if len(digests) != shape.ranks or max(digests) >= LAST_DIGEST:
-        raise WireError(
-            f"{where} log2phy_digests: expected one below 2**63 for each of {shape.ranks} ranks, got {len(digests)}"
-        )
-    if digests[rank] != table_digest(log2phy_E):
+    if layer.log2phy_digests[rank] != table_digest(layer.log2phy_E):
         raise WireError(f"{where} log2phy: is not the table that log2phy_digests lists for rank {rank}")
-    moves_M5 = unpack(update.moves, (None, 5), f"{where} moves")
-    _check_destinations(phy2log_RS, moves_M5, f"{where} moves")
-    return RankLayer(update.layer, phy2log_RS, log2phy_E, digests, moves_M5)
+    _check_destinations(layer.phy2log_RS, layer.moves_M5, f"{where} moves")
 
 
 def _check_destinations(new_RS: Int32, moves_M5: Int32, field: str) -> None:

@@ -1,14 +1,14 @@
 """An engine whose functions are not the known ones is refused with their names, before anything is patched."""
 
+import linecache
 import sys
 import types
 
 import pytest
 
 from tools import engine_fingerprints
-from worker_agent.adapters import compat
-from worker_agent.adapters.activation import is_requested
-from worker_agent.adapters.errors import UnsupportedEngineError
+from worker_agent.adapters import compat, plugins
+from worker_agent.adapters.compat import UnsupportedEngineError
 
 BODY = "class State:\n    def step(self, is_dummy=False):\n        return is_dummy\n"
 
@@ -24,8 +24,6 @@ def engine(tmp_path, monkeypatch):
         module = types.ModuleType("toy_engine")
         module.__file__ = str(tmp_path / "toy_engine.py")
         exec(compile(source, module.__file__, "exec"), module.__dict__)
-        import linecache
-
         linecache.checkcache()
         monkeypatch.setitem(sys.modules, "toy_engine", module)
 
@@ -35,9 +33,14 @@ def engine(tmp_path, monkeypatch):
 TARGET = "toy_engine:State.step"
 
 
-def test_the_known_function_passes_whatever_its_comments(engine):
+def known_as(engine, release):
+    """The fingerprints of an engine of ``BODY``."""
     engine(BODY)
-    known = {"1.2": {TARGET: compat.fingerprint(TARGET)}}
+    return {release: {TARGET: compat.fingerprint(TARGET)}}
+
+
+def test_the_known_function_passes_whatever_its_comments(engine):
+    known = known_as(engine, "1.2")
     engine(BODY.replace("        return", '        """A docstring."""\n        # a comment\n        return'))
     compat.require("Toy", "1.2.3+cpu", known)
 
@@ -52,8 +55,7 @@ def test_the_known_function_passes_whatever_its_comments(engine):
     ],
 )
 def test_a_function_that_moved_is_named(engine, changed, said):
-    engine(BODY)
-    known = {"1.2": {TARGET: compat.fingerprint(TARGET)}}
+    known = known_as(engine, "1.2")
     engine(changed)
     with pytest.raises(UnsupportedEngineError, match=r"toy_engine:State\.step") as refusal:
         compat.require("Toy", "1.2.3", known)
@@ -62,8 +64,7 @@ def test_a_function_that_moved_is_named(engine, changed, said):
 
 
 def test_only_another_body_can_be_allowed(engine):
-    engine(BODY)
-    known = {"1.2": {TARGET: compat.fingerprint(TARGET)}}
+    known = known_as(engine, "1.2")
     engine(BODY.replace("return is_dummy", "return not is_dummy"))
     compat.require("Toy", "1.2.3", known, allow_unverified=True)
     engine(BODY.replace("is_dummy=False", "dummy=False"))
@@ -77,8 +78,7 @@ def test_an_unknown_release_is_refused_with_those_that_are_known():
 
 
 def test_an_engine_may_be_known_by_its_patch_releases_alone(engine):
-    engine(BODY)
-    known = {"0.5.23": {TARGET: compat.fingerprint(TARGET)}}
+    known = known_as(engine, "0.5.23")
     compat.require("Toy", "0.5.23+cu13", known)
     with pytest.raises(
         UnsupportedEngineError, match=r"Toy 0\.5\.24.*never tried; nothing.*Install Toy 0\.5\.23"
@@ -87,8 +87,7 @@ def test_an_engine_may_be_known_by_its_patch_releases_alone(engine):
 
 
 def test_an_unknown_release_can_be_tried_where_nothing_has_moved_since_the_newest_known_one(engine):
-    engine(BODY)
-    known = {"1.9": {}, "1.10": {TARGET: compat.fingerprint(TARGET)}}
+    known = {"1.9": {}} | known_as(engine, "1.10")
     with pytest.raises(UnsupportedEngineError, match=r"nothing it relies on changed.*ALLOW_UNVERIFIED"):
         compat.require("Toy", "1.11", known)
     compat.require("Toy", "1.11", known, allow_unverified=True)
@@ -124,9 +123,9 @@ def test_a_source_that_is_not_installed_is_read_as_an_installed_one(engine, tmp_
     }
 
 
-@pytest.mark.parametrize(
-    ("environment", "requested"),
-    [({}, False), ({"EPLB_AGENT_SERVICE": " "}, False), ({"EPLB_AGENT_SERVICE": "eplb:50551"}, True)],
-)
-def test_only_a_named_service_asks_for_the_agent(environment, requested):
-    assert is_requested(environment) is requested
+@pytest.mark.parametrize(("service", "requested"), [(None, False), (" ", False), ("eplb:50551", True)])
+def test_only_a_named_service_asks_for_the_agent(service, requested, monkeypatch):
+    monkeypatch.delenv("EPLB_AGENT_SERVICE", raising=False)
+    if service is not None:
+        monkeypatch.setenv("EPLB_AGENT_SERVICE", service)
+    assert plugins._is_requested() is requested

@@ -1,16 +1,23 @@
-"""What the vLLM adapter derives from vLLM's own objects; real engines are in tests/engines."""
+"""The vLLM adapter on vLLM's objects alone: what it derives and patches, and what follows a switch."""
+
+from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from worker_agent.adapters.errors import UnsupportedEngineError
-from worker_agent.adapters.vllm import hooks, plugin
-from worker_agent.adapters.vllm.dispatch import Dispatch, TokenGroup, dispatch_of, token_group
-from worker_agent.adapters.vllm.layer import HeatRings
+from eplb_service.placement import Placement
+from tests.agent import live
+from tests.ranks import run_ranks
+from worker_agent.adapters import engine_host, plugins
+from worker_agent.adapters.compat import UnsupportedEngineError
+from worker_agent.adapters.engine_host import HeatRings
+from worker_agent.adapters.vllm import hooks
+from worker_agent.adapters.vllm.host import VllmHost, _dispatch_of, _TokenGroup, token_group
 from worker_agent.agent import RestoreError
 
 
@@ -36,66 +43,79 @@ def config(data_parallel=1, prefill_context=1):
     return SimpleNamespace(data_parallel_size=data_parallel, prefill_context_parallel_size=prefill_context)
 
 
-@pytest.mark.parametrize(
-    ("layers", "data_parallel", "rank", "group"),
-    [
-        ([layer()], 1, 3, TokenGroup(0, 0)),  # tensor parallel alone
-        ([layer()], 2, 1, TokenGroup(0, 0)),  # 2 x 2: ranks 0, 1 and 2, 3 share
-        ([layer()], 2, 3, TokenGroup(2, 2)),
-        ([layer()], 4, 3, TokenGroup(None, 3)),  # data parallel alone
-        ([layer(sequence_parallel=True)], 2, 3, TokenGroup(None, 3)),
-        (
-            [layer(naive=True)],
-            4,
-            3,
-            TokenGroup(0, 0),
-        ),  # all tokens are gathered before routing
-    ],
-)
-def test_ranks_that_share_tokens_are_found(layers, data_parallel, rank, group):
-    assert token_group(layers, config(data_parallel), rank, 4) == group
-
-
-@pytest.mark.parametrize("make", [layer, layer_of_023])
-@pytest.mark.parametrize("fact", ["naive", "sequence_parallel", "monolithic"])
-def test_a_layer_s_way_of_dispatching_is_read_wherever_its_release_keeps_it(make, fact):
-    nothing = Dispatch(naive=False, sequence_parallel=False, monolithic=False)
-    assert dispatch_of(make()) == nothing
-    assert dispatch_of(make(**{fact: True})) == replace(nothing, **{fact: True})
+ALONE, PARALLEL, NAIVE = layer(), layer(sequence_parallel=True), layer(naive=True)
 
 
 @pytest.mark.parametrize(
-    ("layers", "parallel"),
+    ("one", "data_parallel", "rank", "group"),
     [
-        ([layer()], config(prefill_context=2)),
-        ([layer(), layer(naive=True)], config(2)),
-        ([layer(monolithic=True)], config()),
+        (ALONE, 1, 3, _TokenGroup(0, 0)),  # tensor parallel alone
+        (ALONE, 2, 1, _TokenGroup(0, 0)),  # 2 x 2: ranks 0, 1 and 2, 3 share
+        (ALONE, 2, 3, _TokenGroup(2, 2)),
+        (ALONE, 4, 3, _TokenGroup(None, 3)),  # data parallel alone
+        (PARALLEL, 2, 3, _TokenGroup(None, 3)),
+        (NAIVE, 4, 3, _TokenGroup(0, 0)),  # all tokens are gathered before routing
     ],
 )
-def test_what_cannot_be_derived_is_refused(layers, parallel):
-    with pytest.raises(UnsupportedEngineError, match="unset EPLB_AGENT_SERVICE"):
+def test_ranks_that_share_tokens_are_found(one, data_parallel, rank, group):
+    assert token_group([one], config(data_parallel), rank, 4) == group
+
+
+@pytest.mark.parametrize(
+    ("layers", "parallel", "said"),
+    [
+        ([ALONE], config(prefill_context=2), "prefill context"),
+        ([ALONE, NAIVE], config(2), "dispatch differently"),
+        ([layer(monolithic=True)], config(), "monolithic kernel"),
+    ],
+)
+def test_what_cannot_be_derived_is_refused(layers, parallel, said):
+    with pytest.raises(UnsupportedEngineError, match=f"{said}.*unset EPLB_AGENT_SERVICE"):
         token_group(layers, parallel, 0, 4)
 
 
+@pytest.mark.parametrize("make", [layer, layer_of_023])
+@pytest.mark.parametrize("fact", [None, "naive", "sequence_parallel", "monolithic"])
+def test_a_layer_s_way_of_dispatching_is_read_wherever_its_release_keeps_it(make, fact):
+    flags = {"naive": False, "sequence_parallel": False, "monolithic": False}
+    if fact is not None:
+        flags[fact] = True
+    assert _dispatch_of(make(**flags)) == tuple(flags.values())
+
+
 def test_heat_of_a_pass_lands_in_its_row_by_logical_expert():
-    rings = HeatRings(layers=2, experts=3, rows=2, device=torch.device("cpu"))
+    rings = HeatRings(2, torch.device("cpu"), experts=3, rows=2)
     phy2log_LP = torch.tensor([[0, 1, 2, 0], [2, 1, 0, 1]])
     chosen_LP = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]], dtype=torch.int32)
-    rings.record(None, phy2log_LP)
-    rings.record(chosen_LP, phy2log_LP)
+    rings.record(None, None, phy2log_LP)
+    rings.record(None, chosen_LP, phy2log_LP)
     assert rings.sources_LWE[:, 0].sum() == 0
     assert rings.sources_LWE[:, 1].tolist() == [[5, 2, 3], [7, 14, 5]]
-    rings.record(chosen_LP, phy2log_LP)
-    rings.record(None, phy2log_LP)
+    rings.record(None, chosen_LP, phy2log_LP)
+    rings.record(None, None, phy2log_LP)
     assert rings.sources_LWE[:, 0].tolist() == [[5, 2, 3], [7, 14, 5]]
     assert rings.sources_LWE[:, 1].sum() == 0
     assert int(rings.counter) == 4
 
 
-def test_without_a_service_the_plugin_touches_nothing(monkeypatch):
+@pytest.mark.parametrize("package", ["vllm", "vllm_ascend", "sglang"])
+def test_without_a_service_no_plugin_touches_anything(package, monkeypatch):
     monkeypatch.delenv("EPLB_AGENT_SERVICE", raising=False)
-    plugin.register()
-    assert not plugin._installed
+    monkeypatch.setattr(plugins, "_installed", set())
+    getattr(plugins, f"register_{package}")()
+    assert not plugins._installed
+
+
+def modules(monkeypatch, **named):
+    """``vllm``, and modules of it by their full names, with what is in each."""
+    found = {
+        "vllm": {"__version__": "0.32.0", "envs": SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=False)},
+        **named,
+    }
+    for name, known in found.items():
+        module = ModuleType(name)
+        vars(module).update(known)
+        monkeypatch.setitem(sys.modules, name, module)
 
 
 @pytest.mark.parametrize(
@@ -108,56 +128,236 @@ def test_without_a_service_the_plugin_touches_nothing(monkeypatch):
     ],
 )
 def test_what_no_model_can_be_balanced_with_is_refused(release, second_runner, elastic, reason, monkeypatch):
-    vllm = ModuleType("vllm")
-    vllm.__version__, vllm.envs = release, SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=second_runner)
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
-    parallel = SimpleNamespace(enable_elastic_ep=elastic)
-    if reason is None:
-        hooks._refuse(parallel)
-        return
-    with pytest.raises(UnsupportedEngineError, match=reason):
-        hooks._refuse(parallel)
+    envs = SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=second_runner)
+    modules(monkeypatch, vllm={"__version__": release, "envs": envs})
+    refused = nullcontext() if reason is None else pytest.raises(UnsupportedEngineError, match=reason)
+    with refused:
+        hooks.refuse_settings(SimpleNamespace(enable_elastic_ep=elastic))
 
 
 class Host:
-    """Records what a worker's call asks of it."""
+    """Records what is asked of the agent's host."""
 
-    def __init__(self, refuses=False):
-        self.asked, self._refuses = [], refuses
+    def __init__(self, *_):
+        self.asked = []
 
-    def restore(self):
-        self.asked.append("restore")
-        if self._refuses:
-            raise RestoreError("not now")
+    def __getattr__(self, name):
+        def ask(*arguments):
+            self.asked.append((name, *arguments))
 
-    def resume(self):
-        self.asked.append("resume")
+        return ask
 
 
-def worker_with(host, loads=lambda: "loaded"):
+def state_class():
+    """As vLLM's ``EplbState``, whose own methods must not be reached but for ``add_model``."""
+
+    class EplbState:
+        def __init__(self):
+            self.parallel_config = SimpleNamespace(enable_elastic_ep=False)
+            self.model_states, self.is_async = {}, True
+            self.should_record_tensor = torch.zeros((), dtype=torch.bool)
+
+        def add_model(self, model, model_config, model_name=None):
+            counts = torch.ones((2, 4), dtype=torch.int32)
+            self.model_states[model_config.compute_hash()] = SimpleNamespace(
+                expert_load_pass=counts, model=model
+            )
+
+        def step(self, *_, **__):
+            raise AssertionError("vLLM's own balancer steps")
+
+        rearrange = start_async_loop = step
+
+    return EplbState
+
+
+def model_config(runner):
+    return SimpleNamespace(runner_type=runner, compute_hash=lambda: runner)
+
+
+@pytest.fixture
+def state(monkeypatch):
+    """One that the agent has taken over, with a draft model added before the model itself, as vLLM does."""
+    found = state_class()
+    modules(
+        monkeypatch,
+        **{
+            "vllm.distributed.eplb.eplb_state": {"EplbState": found},
+            "vllm.distributed.parallel_state": {"get_ep_group": lambda: "the ranks"},
+        },
+    )
+    monkeypatch.setattr(hooks, "VllmHost", Host)
+    hooks._replace_balancer()
+    made = found()
+    made.add_model("draft", model_config("draft"), model_name="draft")
+    assert not hasattr(made, "eplb_agent_host")
+    made.add_model("target", model_config("generate"))
+    return made
+
+
+def test_every_pass_is_a_step_but_those_of_profiling_and_counts_begin_again(state):
+    # A draft model keeps its placement, the model is balanced.
+    assert set(state.model_states) == {"draft", "generate"}
+    assert state.is_async is False
+    state.step(is_profile=True)
+    state.step(is_dummy=True)
+    state.step(log_stats=True)
+    assert state.eplb_agent_host.asked == [("confirm_dispatch",), ("step", True), ("step", False)]
+    assert all(not one.expert_load_pass.any() for one in state.model_states.values())
+    assert bool(state.should_record_tensor)
+
+
+def test_vllm_s_own_rearranging_is_off_and_nobody_may_ask_for_it(state):
+    state.start_async_loop()
+    with pytest.raises(RuntimeError, match="elastic expert parallelism is not supported"):
+        state.rearrange()
+
+
+CALLS = {
+    "sleep": (["drain"], ["drain", "resume"]),
+    "wake_up": (["resume"], []),
+    "reload_weights": (["restore", "resume"], ["restore", "resume"]),
+    "start_weight_update": (["restore"], ["restore", "resume"]),
+    "update_weights": ([], ["resume"]),
+    "finish_weight_update": (["resume"], ["resume"]),
+}
+"""Calls of vLLM's worker, and what is asked of the host around each: where it returns, and where it raises."""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+def test_nothing_is_under_way_while_an_engine_sleeps_or_loads_weights(call, fails, monkeypatch):
+    host = Host()
+
     class Worker:
         model_runner = SimpleNamespace(eplb_state=SimpleNamespace(eplb_agent_host=host))
-        reload_weights = hooks._between(
-            lambda _self: loads(), before=Host.restore, after=Host.resume, failed=Host.resume
-        )
 
-    return Worker()
+    def done(_self):
+        host.asked.append(("vLLM",))
+        if fails:
+            raise OSError("no room")
+        return "done"
+
+    for name in CALLS:
+        setattr(Worker, name, done)
+    modules(monkeypatch, **{"vllm.v1.worker.gpu_worker": {"Worker": Worker}})
+    monkeypatch.setattr(hooks, "VllmHost", Host)
+    for name in ("restore", "resume"):
+        monkeypatch.setattr(Host, name, lambda self, name=name: self.asked.append((name,)), raising=False)
+    hooks._guard_weights()
+    if fails:
+        with pytest.raises(OSError, match="no room"):
+            getattr(Worker(), call)()
+    else:
+        assert getattr(Worker(), call)() == "done"
+    asked = [name for name, *_ in host.asked]
+    assert [name for name in asked if name != "vLLM"] == CALLS[call][fails]
+    before = {"drain", "restore"}
+    assert set(asked[: asked.index("vLLM")]) <= before
+    assert not before & set(asked[asked.index("vLLM") :])
 
 
-def fails():
-    raise OSError("no such checkpoint")
-
-
-def test_weights_are_loaded_between_restoring_and_resuming():
+def test_a_refusal_to_restore_ends_in_balancing_as_before():
     host = Host()
-    assert worker_with(host).reload_weights() == "loaded"
-    assert host.asked == ["restore", "resume"]
-    assert worker_with(None).reload_weights() == "loaded"
+
+    def refuses():
+        raise RestoreError("not now")
+
+    host.restore = refuses
+    worker = SimpleNamespace(model_runner=SimpleNamespace(eplb_state=SimpleNamespace(eplb_agent_host=host)))
+    load = hooks._between(
+        lambda _: pytest.fail("it loads"),
+        before=lambda host: host.restore(),
+        failed=lambda host: host.resume(),
+    )
+    with pytest.raises(RestoreError):
+        load(worker)
+    assert host.asked == [("resume",)]
+    unbalanced = SimpleNamespace(model_runner=SimpleNamespace())
+    assert hooks._between(lambda _: "loaded")(unbalanced) == "loaded"
 
 
-@pytest.mark.parametrize(("refuses", "loads", "error"), [(True, None, RestoreError), (False, fails, OSError)])
-def test_weights_that_cannot_be_loaded_end_in_balancing_as_before(refuses, loads, error):
-    host = Host(refuses)
-    with pytest.raises(error):
-        worker_with(host, loads).reload_weights()
-    assert host.asked == ["restore", "resume"]
+LAYERS, EXPERTS, SLOTS, RANKS = 2, 6, 4, 2
+
+
+def model_state(rank):
+    """What ``EplbState.add_model`` makes of a model whose experts are filled with their number."""
+    first = torch.arange(RANKS * SLOTS) % EXPERTS
+    mine = first[rank * SLOTS : (rank + 1) * SLOTS].float()
+    weights = [[mine[:, None].repeat(1, 8) + 100 * index] for index in range(LAYERS)]
+    tables = torch.full((LAYERS, EXPERTS, 4), -1)
+    return SimpleNamespace(
+        model=SimpleNamespace(moe_layers=[layer()] * LAYERS, expert_weights=weights),
+        physical_to_logical_map=first.repeat(LAYERS, 1),
+        logical_to_physical_map=tables,
+        logical_replica_count=torch.full((LAYERS, EXPERTS), 2),
+        expert_load_pass=torch.zeros((LAYERS, RANKS * SLOTS), dtype=torch.int32),
+    )
+
+
+def started():
+    rank = dist.get_rank()
+    state = model_state(rank)
+    engine_host.AgentSettings = live.settings
+    group = SimpleNamespace(rank_in_group=rank, world_size=RANKS, cpu_group=dist.group.WORLD)
+    return state, VllmHost(state, config(), group)
+
+
+def consistent(state, rank):
+    """Whether tables lead to slots that hold the expert, by vLLM's own map, and weights are that expert's."""
+    for layer in range(LAYERS):
+        phy2log_P = state.physical_to_logical_map[layer]
+        if not torch.equal(phy2log_P[state.logical_to_physical_map[layer, :, 0]], torch.arange(EXPERTS)):
+            return False
+        mine = phy2log_P[rank * SLOTS : (rank + 1) * SLOTS].float() + 100 * layer
+        if not torch.equal(state.model.expert_weights[layer][0], mine[:, None].repeat(1, 8)):
+            return False
+    return True
+
+
+def switched_and_restored():
+    rank = dist.get_rank()
+    state, host = started()
+    tensors = (state.physical_to_logical_map, state.logical_to_physical_map, state.model.expert_weights[0][0])
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    first = state.physical_to_logical_map.clone()
+    found = {"counts": state.logical_replica_count.unique().tolist(), "at first": consistent(state, rank)}
+    state.expert_load_pass[:, 3] = 5
+    for _ in range(3):
+        host.step(is_dummy=False)
+    other = Placement(host.agent.installed.placement.phy2log_LRS[:, :, ::-1].copy(), EXPERTS)
+    host.agent.restore(other, "the test wants it so")
+    host.resume()
+    found["switched"] = not torch.equal(first, state.physical_to_logical_map) and consistent(state, rank)
+    host.step(is_dummy=True)
+    host.restore()
+    found["restored"] = torch.equal(first, state.physical_to_logical_map) and consistent(state, rank)
+    found["same tensors"] = addresses == [tensor.data_ptr() for tensor in tensors]
+    # Expert 3 was chosen five times a pass; of ranks that share their tokens the first counts them, dummies count not.
+    found["heat"] = host._heat.sources_LWE[0, :4, 3].tolist()
+    host.close()
+    return found
+
+
+def test_vllm_s_tables_maps_and_weights_follow_a_switch():
+    for rank, facts in enumerate(run_ranks(RANKS, switched_and_restored)):
+        assert facts.pop("heat") == ([5, 5, 5, 0] if rank == 0 else [0] * 4)
+        assert facts.pop("counts") == [1]
+        assert set(facts.values()) == {True}, (rank, facts)
+
+
+def kernels_change():
+    state, host = started()
+    host.confirm_dispatch()
+    state.model.moe_layers[0].moe_config.is_sequence_parallel = True
+    try:
+        host.step(is_dummy=False)
+    except UnsupportedEngineError as error:
+        return str(error)
+    finally:
+        host.close()
+
+
+def test_kernels_that_dispatch_otherwise_than_at_the_start_are_refused():
+    for said in run_ranks(RANKS, kernels_change):
+        assert "changed after the model was loaded" in said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,19 +10,31 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from eplb_service.placement import Int32, Placement, dealt_log2phy, without_single_entries
+from eplb_service.placement import Int32, Placement
+from eplb_service.wire.agent import PlanStatus
 from eplb_service.wire.heat import HeatReport, StepPhase
-from eplb_service.wire.plan import RankLayer, RankPlan, table_digest
+from eplb_service.wire.plan import RankPlan
+from worker_agent import agent as agent_module
+from worker_agent import heat as heat_module
 from worker_agent.agent import Agent
-from worker_agent.checked_plan import CheckedPlan
 from worker_agent.moe import ExpertParallelMoE, MoEShape, seeded_experts
 from worker_agent.settings import AgentSettings
+from worker_agent.swap import driver as driver_module
+from worker_agent.swap import vote as vote_module
+from worker_agent.swap.installed import restoring_plan
 
 EXPERTS, SLOTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 5, 16, 8, 2
 RANKS = 3
 # Nobody listens on the discard port: an agent without a service.
 NOWHERE = "127.0.0.1:9"
 _MOST_STEPS_MORE = 10_000
+_CONSTANTS = {
+    "heat_deadline_calls": (heat_module, "_DEADLINE_CALLS"),
+    "offer_deadline_steps": (driver_module, "_OFFER_DEADLINE_STEPS"),
+    "report_steps": (agent_module, "_FIRST_REPORT_STEPS"),
+    "vote_lag": (vote_module, "_VOTE_LAG"),
+}
+"""What no host sets, but a test's rank does, in its own process."""
 
 
 def layers_of(
@@ -58,7 +69,12 @@ def shuffled_RS(ranks: int, seed: int) -> Int32:
 
 
 def settings(**changes: Any) -> AgentSettings:
-    """One node, no service, and deadlines that a busy machine meets; a test of a deadline sets its own."""
+    """One node, no service, and deadlines that a busy machine meets; a test of a deadline sets its own.
+
+    Constants of the agent that are named too are set in this process.
+    """
+    for name in changes.keys() & _CONSTANTS.keys():
+        setattr(*_CONSTANTS[name], changes.pop(name))
     values = {
         "service": NOWHERE,
         "node": "here",
@@ -81,40 +97,23 @@ def target(seed: int = 1) -> Any:
     return keep_staying_slots(linear_RS(RANKS), shuffled_RS(RANKS, seed))
 
 
-def from_here(agent: Agent, seed: int) -> Any:
-    """One that they can switch to from where they are."""
-    return keep_staying_slots(agent.installed.placement.phy2log_LRS[0], shuffled_RS(RANKS, seed))
+def from_here(agent: Agent, seed: int, layer: int = 0) -> Any:
+    """One that a layer can switch to from where it is."""
+    here_RS = agent.installed.placement.phy2log_LRS[layer]
+    return keep_staying_slots(here_RS, shuffled_RS(len(here_RS), seed))
 
 
-def plan_for(agent: Agent, changes: dict[int, Int32], plan_id: int = 1, term: int = 1) -> CheckedPlan:
-    """What a service would send this agent to bring the layers of ``changes`` there; slots that keep stay."""
-    rank, installed = agent.identity.rank, agent.installed
-    layers = []
+def offer(agent: Agent, changes: dict[int, Int32], plan_id: int = 1) -> None:
+    """A plan comes from the service that brings the layers of ``changes`` there, in their order."""
+    identity, installed = agent.identity, agent.installed
+    phy2log_LRS = installed.placement.phy2log_LRS.copy()
     for layer, new_RS in changes.items():
-        old_RS = installed.placement.phy2log_LRS[layer]
-        moves = [
-            (
-                int(np.argwhere(old_RS == expert)[0][0]),
-                int(np.argwhere(old_RS == expert)[0][1]),
-                r,
-                s,
-                int(expert),
-            )
-            for (r, s), expert in np.ndenumerate(new_RS)
-            if old_RS[r, s] != expert
-        ]
-        tables_RE = without_single_entries(dealt_log2phy(new_RS, EXPERTS, agent.identity.width))
-        layers.append(
-            RankLayer(
-                layer=layer,
-                phy2log_RS=new_RS,
-                log2phy_E=tables_RE[rank],
-                log2phy_digests=tuple(table_digest(row) for row in tables_RE),
-                moves_M5=np.array(moves, dtype=np.int32).reshape(-1, 5),
-            )
-        )
-    plan = RankPlan.of(plan_id, term, installed.epoch, installed.digest, tuple(layers))
-    return CheckedPlan(plan, installed.digest)
+        phy2log_LRS[layer] = new_RS
+    made = restoring_plan(installed, Placement(phy2log_LRS, EXPERTS), identity.token_groups, 1)
+    assert made is not None
+    layers = sorted(made.layers, key=lambda layer: list(changes).index(layer.layer))
+    plan = RankPlan.of(plan_id, 1, installed.epoch, installed.digest, tuple(layers))
+    agent._stream.plans.put((plan, installed.digest))
 
 
 def keep_staying_slots(old_RS: Int32, new_RS: Int32) -> Int32:
@@ -150,36 +149,84 @@ def drive(
         between(step)
         tokens = 0 if rank == 0 and step % 3 == 0 else 3 + rank
         hidden_TH = torch.randn(tokens, HIDDEN, generator=generator)
-        for one, other in zip(live, still, strict=True):
-            order_TE = torch.rand(tokens, EXPERTS, generator=generator).argsort(dim=1)
-            weights_TK = torch.full((tokens, TOP_K), 1 / TOP_K)
-            expected_TH = other(hidden_TH, order_TE[:, :TOP_K], weights_TK)
-            difference = (one(hidden_TH, order_TE[:, :TOP_K], weights_TK) - expected_TH).abs()
-            worst = max(worst, float(difference.max()) if tokens else 0.0)
+        ids_TK = torch.rand(tokens, EXPERTS, generator=generator).argsort(dim=1)[:, :TOP_K]
+        worst = max(worst, difference(live, still, hidden_TH, ids_TK))
         agent.step()
     return worst
 
 
+def difference(
+    live: list[ExpertParallelMoE],
+    still: list[ExpertParallelMoE],
+    hidden_TH: torch.Tensor,
+    ids_TK: torch.Tensor,
+) -> float:
+    """The largest difference between outputs of layers and of those that no agent touches."""
+    weights_TK = torch.full(ids_TK.shape, 1 / TOP_K)
+    pairs = zip(live, still, strict=True)
+    found = [
+        one(hidden_TH, ids_TK, weights_TK) - other(hidden_TH, ids_TK, weights_TK) for one, other in pairs
+    ]
+    return max(float(part_TH.abs().max()) for part_TH in found) if len(hidden_TH) else 0.0
+
+
 def fail_once_to_stage(agent: Agent) -> None:
     """The first time that an expert is to be staged there is no room."""
-    staging = agent._switch.transfers.staging
-    reserve = staging.reserve
 
-    def fail_once(*_: Any) -> Any:
-        staging.reserve = reserve  # type: ignore[method-assign]
+    def fail() -> None:
         raise MemoryError("no room to stage")
 
-    staging.reserve = fail_once  # type: ignore[method-assign]
+    before_next_call(agent._switch.transfers.staging, "reserve", fail)
+
+
+def before_next_call(owner: object, name: str, do: Callable[[], object]) -> None:
+    """``do`` comes before the next call of this function of a module, class or object, and only before that."""
+    function = getattr(owner, name)
+
+    def once(*arguments: Any) -> Any:
+        setattr(owner, name, function)
+        do()
+        return function(*arguments)
+
+    setattr(owner, name, once)
+
+
+def facts(agent: Agent, worst: float, **more: Any) -> dict[str, Any]:
+    """What a rank has seen by its end: the largest difference of outputs, what is installed, what was dropped."""
+    agent.close()
+    return {
+        "worst": worst,
+        "epoch": agent.installed.epoch,
+        "digest": agent.installed.digest,
+        "halted": agent.halted,
+        "aborted": agent.stats.plans_aborted,
+        **more,
+    }
+
+
+def check_together(ranks: list[dict[str, Any]], epoch: int | None = None) -> None:
+    """No output differed, and all ranks balance on, with one placement, of this epoch where it is given."""
+    assert max(fact["worst"] for fact in ranks) < 1e-5
+    assert len({(fact["epoch"], fact["digest"]) for fact in ranks}) == 1
+    assert [fact["halted"] for fact in ranks] == [None] * len(ranks)
+    assert epoch is None or ranks[0]["epoch"] == epoch
+
+
+def reasons(agent: Agent) -> list[str]:
+    """Reasons that the agent was about to report, by plan."""
+    taken = iter(lambda: agent._outbox.take(timeout=0), None)
+    return [item.reason for item in taken if isinstance(item, PlanStatus) and item.reason]
 
 
 def planned_again(agent: Agent, target_RS: Int32) -> Callable[[int], None]:
     """What happens between steps, for ``drive``: a plan comes, and another once the first has been aborted."""
-    plans = iter((1, 2))
+    offered = 0
 
     def between(step: int) -> None:
-        if step == 2 or (step > 2 and agent.stats.plans_aborted == 1):
-            for plan_id in itertools.islice(plans, 1):
-                agent._stream.plans.put(plan_for(agent, {0: target_RS}, plan_id))
+        nonlocal offered
+        if step >= 2 and offered <= min(agent.stats.plans_aborted, 1):
+            offered += 1
+            offer(agent, {0: target_RS}, offered)
         time.sleep(0.005)
 
     return between
@@ -189,3 +236,14 @@ def segment(first_step: int, steps: int) -> HeatReport:
     """A segment of empty counts."""
     counts_TLS = np.zeros((steps, 1, SLOTS), dtype=np.int32)
     return HeatReport(first_step, (0,), counts_TLS, np.full(steps, StepPhase.DECODE, dtype=np.uint8))
+
+
+def offering(agent: Agent, plans: dict[int, dict[int, Int32]], pause: float = 0.002) -> Callable[[int], None]:
+    """What happens between steps, for ``drive``: at these steps plans come, of one number within twenty steps."""
+
+    def between(step: int) -> None:
+        if step in plans:
+            offer(agent, plans[step], plan_id=1 + step // 20)
+        time.sleep(pause)
+
+    return between

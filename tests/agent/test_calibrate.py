@@ -7,18 +7,14 @@ import json
 import pytest
 
 from worker_agent import calibrate
-from worker_agent.calibrate import CalibrationError, CalibrationTask, busy_slots, measure
+from worker_agent.calibrate import _busy_slots, _CalibrationError, _measure, _Task
 
 
 def test_every_cell_of_the_grid_is_timed():
-    cells = list(measure(CalibrationTask(hidden=16, inter=8, slots=4, tokens=(1, 8), repeats=2)))
-    assert [(cell.busy, cell.tokens) for cell in cells] == [(b, n) for b in (1, 2, 4) for n in (1, 8)]
-    assert all(cell.us > 0 for cell in cells)
-
-
-def test_one_slot_to_all_are_kept_busy():
-    assert busy_slots(1) == (1,)
-    assert busy_slots(9) == (1, 2, 4, 9)
+    cells = list(_measure(_Task(hidden=16, inter=8, slots=4, tokens=(1, 8), repeats=2)))
+    assert [(cell["busy"], cell["tokens"]) for cell in cells] == [(b, n) for b in (1, 2, 4) for n in (1, 8)]
+    assert all(cell["us"] > 0 for cell in cells)
+    assert _busy_slots(9) == (1, 2, 4, 9)
 
 
 @pytest.mark.parametrize(
@@ -26,8 +22,8 @@ def test_one_slot_to_all_are_kept_busy():
     [{"hidden": 0}, {"tokens": ()}, {"threads": 0}, {"repeats": -1}, {"dtype": "int4"}, {"device": "moon"}],
 )
 def test_a_task_that_cannot_be_measured_is_refused(wrong):
-    with pytest.raises(CalibrationError):
-        CalibrationTask(**{"hidden": 8, "inter": 8, "slots": 2, "tokens": (1,), **wrong})
+    with pytest.raises(_CalibrationError):
+        _Task(**{"hidden": 8, "inter": 8, "slots": 2, "tokens": (1,), **wrong})
 
 
 def test_the_program_prints_a_line_for_each_cell(monkeypatch, capsys):

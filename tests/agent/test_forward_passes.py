@@ -1,7 +1,8 @@
-"""Hosts that miss a call, or make one twice: layers switch by forward passes, so no output changes."""
+"""Layers are switched at forward passes of the model, whatever the host calls: a missed call changes no output."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -10,70 +11,37 @@ import torch
 import torch.distributed as dist
 
 from tests.agent import live
+from tests.agent.test_heat import CountingLayer
 from tests.ranks import RankFailure, run_ranks
 from worker_agent.agent import Agent
-from worker_agent.rendezvous import RendezvousError
+from worker_agent.forward_clock import ForwardClock, StepTimer, Stopwatch
 from worker_agent.swap.commit_register import FatalSwitchError
+from worker_agent.swap.rendezvous import RendezvousError
 
 RANKS = 2
 
 
-def _switching(miscalls: dict[int, int], changes: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Switch layers all the time; rank 1 makes ``miscalls[pass]`` calls after that forward pass instead of one."""
-    base_RS = live.linear_RS(RANKS)
-    layers, still = live.layers_of(2, base_RS), live.layers_of(2, base_RS)
-    agent = Agent.start(
-        layers, dist.group.WORLD, live.settings(**{"commit_timeout_seconds": 1.0, **(changes or {})})
-    )
-    call = agent.step
-    passed = 0
+def _switching(missed: int) -> dict[str, Any]:
+    """Switch layers all the time; rank 1 makes no call after the forward pass ``missed``."""
+    agent, layers, still = live.start(2, commit_timeout_seconds=0.5)
+    call, passes = agent.step, itertools.count(1)
 
-    def miscall() -> None:
-        nonlocal passed
-        passed += 1
-        for _ in range(miscalls.get(passed, 1) if dist.get_rank() == 1 else 1):
+    def step() -> None:
+        if next(passes) != missed or dist.get_rank() != 1:
             call()
 
-    agent.step = miscall  # type: ignore[method-assign]
+    agent.step = step  # type: ignore[method-assign]
 
     def between(step: int) -> None:
         installed = agent.installed
         if agent._switch.state.plan is None and step % 4 == 1:
             changed = {
-                layer: live.keep_staying_slots(
-                    installed.placement.phy2log_LRS[layer],
-                    live.shuffled_RS(RANKS, 10 * installed.epoch + layer),
-                )
-                for layer in range(2)
+                layer: live.from_here(agent, 10 * installed.epoch + layer, layer) for layer in range(2)
             }
-            agent._stream.plans.put(live.plan_for(agent, changed, plan_id=installed.epoch + 1))
+            live.offer(agent, changed, plan_id=installed.epoch + 1)
         time.sleep(0.003)
 
-    worst = live.drive(agent, layers, still, 120, between)
-    facts = {
-        "worst": worst,
-        "epoch": agent.installed.epoch,
-        "digest": agent.installed.digest,
-        "halted": agent.halted,
-    }
-    agent.close()
-    return facts
-
-
-@pytest.mark.parametrize(
-    "miscalls",
-    [
-        pytest.param(dict.fromkeys(range(20, 100, 13), 0), marks=pytest.mark.slow),
-        pytest.param({31: 0, 32: 0, 33: 0}, marks=pytest.mark.slow),
-        pytest.param(dict.fromkeys(range(20, 100, 7), 2), marks=pytest.mark.slow),
-    ],
-    ids=["missed", "three missed in a row", "doubled"],
-)
-def test_calls_that_are_missed_or_doubled_change_no_output(miscalls: dict[int, int]) -> None:
-    facts = run_ranks(RANKS, _switching, miscalls)
-    assert max(fact["worst"] for fact in facts) < 1e-5
-    assert len({(fact["epoch"], fact["digest"]) for fact in facts}) == 1
-    assert facts[0]["epoch"] > 2
+    return live.facts(agent, live.drive(agent, layers, still, 120, between))
 
 
 @pytest.mark.parametrize(
@@ -81,27 +49,21 @@ def test_calls_that_are_missed_or_doubled_change_no_output(miscalls: dict[int, i
 )
 def test_a_boundary_missed_at_any_place_of_a_vote_changes_no_output(missed: int) -> None:
     """One of these is the boundary at which the others are about to commit: they wait, and commit nothing."""
-    facts = run_ranks(RANKS, _switching, {missed: 0}, {"commit_timeout_seconds": 0.5})
-    assert max(fact["worst"] for fact in facts) < 1e-5
-    assert len({(fact["epoch"], fact["digest"]) for fact in facts}) == 1
+    live.check_together(run_ranks(RANKS, _switching, missed))
 
 
-def _no_memory_to_decide() -> tuple[float, bool]:
+def _no_memory_to_decide() -> None:
     """Rank 1 has no memory for the placement that a vote has just decided on."""
-    base_RS = live.linear_RS(RANKS)
-    layers, still = live.layers_of(1, base_RS), live.layers_of(1, base_RS)
-    agent = Agent.start(layers, dist.group.WORLD, live.settings())
-    target = live.keep_staying_slots(base_RS, live.shuffled_RS(RANKS, 1))
+    agent, layers, still = live.start(2)
+    offered = live.offering(agent, {1: {0: live.from_here(agent, 1)}}, pause=0.005)
 
     def fail(*_: Any) -> Any:
         raise MemoryError("no memory for a placement")
 
     def between(step: int) -> None:
-        if step == 1:
-            agent._stream.plans.put(live.plan_for(agent, {0: target}))
+        offered(step)
         if step == 3 and dist.get_rank() == 1:
             type(agent.installed).with_layer = fail  # type: ignore[method-assign]
-        time.sleep(0.005)
 
     with pytest.raises(FatalSwitchError) as fatal:
         live.drive(agent, layers, still, 40, between)
@@ -116,9 +78,7 @@ def test_an_agent_that_cannot_follow_a_vote_serves_no_further_token() -> None:
 
 
 def _diverged() -> str:
-    base_RS = live.linear_RS(RANKS)
-    layers, still = live.layers_of(1, base_RS), live.layers_of(1, base_RS)
-    agent = Agent.start(layers, dist.group.WORLD, live.settings())
+    agent, layers, still = live.start(2)
     if dist.get_rank() == 1:
         installed = agent.installed
         astray = installed.with_layer(0, installed.placement.phy2log_LRS[0], installed.log2phy_LE[0])
@@ -148,10 +108,7 @@ def test_layers_that_share_tokens_need_a_token_group() -> None:
 
 
 def test_the_layers_own_counter_numbers_the_passes() -> None:
-    from tests.agent.test_heat import CountingLayer
-    from worker_agent.forward_clock import ForwardClock
-
-    layer = CountingLayer()
+    layer: Any = CountingLayer()
     layer.load_counter += 5
     clock = ForwardClock([layer])
     layer.forward(0)
@@ -162,3 +119,38 @@ def test_the_layers_own_counter_numbers_the_passes() -> None:
     assert clock.called(None) == 3
     assert clock.called(17) == clock.exact() == 17
     assert torch.equal(layer.load_counter, torch.tensor(8))
+
+
+class Clock:
+    """Nanoseconds that the test sets."""
+
+    now = 0
+
+    def __call__(self) -> int:
+        return self.now
+
+
+def test_the_time_between_two_boundaries_is_the_steps_between_them() -> None:
+    """Unless there was a pause, or there were several steps: 0 says that it is not known, no step takes no time."""
+    clock = Clock()
+    timer = StepTimer(clock)
+    laps = [timer.lap()]
+    for clock.now in (2_500_000, 3_000_000, 3_000_100):
+        laps.append(timer.lap())
+    clock.now = 4_000_000
+    laps.append(timer.lap(passes=2))
+    clock.now = 4_700_000
+    laps.append(timer.lap())
+    timer.pause()
+    for clock.now in (60_000_000_000, 60_000_900_000):
+        laps.append(timer.lap())
+    assert laps == [0, 2500, 500, 1, 0, 700, 0, 900]
+
+
+def test_the_time_in_calls_is_summed_also_where_one_fails() -> None:
+    watch = Stopwatch(iter([0, 40_000, 100_000, 167_000]).__next__)
+    with watch:
+        pass
+    with pytest.raises(RuntimeError, match="fatal"), watch:
+        raise RuntimeError("fatal")
+    assert watch.micros == 107

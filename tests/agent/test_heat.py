@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eplb_service.wire.agent import Reporting
 from eplb_service.wire.heat import HeatReport, StepPhase
-from eplb_service.wire.reporting import Reporting
 from worker_agent import heat
 from worker_agent.heat import HeatRecorder
 
@@ -22,6 +22,7 @@ class CountingLayer:
     """A layer that counts its step's number in every bin."""
 
     counts_source: bool = True
+    first: int = 0
     expert_map: torch.Tensor = field(default_factory=lambda: torch.zeros(EXPERTS, dtype=torch.int32))
     log2phy: torch.Tensor = field(default_factory=lambda: torch.zeros(EXPERTS, dtype=torch.int32))
     moe_load: torch.Tensor = field(default_factory=lambda: torch.zeros(ROWS, SLOTS, dtype=torch.int32))
@@ -131,153 +132,102 @@ def test_steps_that_cannot_be_copied_are_lost_and_never_reported_with_later_ones
     assert recorder.lost_steps == 3
 
 
-def test_a_host_that_counts_no_sources_is_reported_without() -> None:
-    layers = [CountingLayer(counts_source=False)]
-    recorder = HeatRecorder(layers, segment_steps=2)
-    _run(layers, recorder, range(2))
-    assert recorder.take()[0].source_counts_TLE is None
-
-
-def test_segments_longer_than_the_ring_are_refused() -> None:
-    with pytest.raises(ValueError, match="segments of 9 steps do not fit heat rings of 8 rows"):
-        HeatRecorder([CountingLayer()], segment_steps=9)
-
-
-def test_the_service_may_ask_for_other_segments_within_the_ring() -> None:
-    layers = [CountingLayer()]
-    recorder = HeatRecorder(layers, segment_steps=2)
-    recorder.adopt(500)
-    _run(layers, recorder, range(ROWS))
-    assert [segment.steps for segment in recorder.take()] == [ROWS]
-
-
-def test_segments_end_at_the_same_steps_wherever_a_rank_began() -> None:
-    for first_step in (0, 5, 7):
-        layers = [CountingLayer()]
-        recorder = HeatRecorder(layers, segment_steps=4)
-        _run(layers, recorder, range(first_step, 16))
-        assert [(one.first_step + one.steps) % 4 for one in recorder.take()] == [0] * -(
-            -(16 - first_step) // 4
-        )
-
-
-def test_sums_are_over_the_steps_of_their_segment() -> None:
-    layers = [CountingLayer(), CountingLayer()]
-    recorder = HeatRecorder(layers, segment_steps=5)
-    recorder.adopt(5, Reporting(source_sums=True))
+@pytest.mark.parametrize("asked", [Reporting(), Reporting(source_sums=True)], ids=["steps", "sums"])
+@pytest.mark.parametrize(("slots", "sources"), [(True, True), (True, False), (False, True)])
+def test_what_a_host_does_not_count_is_left_out(asked: Reporting, slots: bool, sources: bool) -> None:
+    """Sums are over the steps of their report, and made only where slots are counted."""
+    layers = [CountingLayer(counts_source=sources), CountingLayer(counts_source=sources)]
+    recorder = HeatRecorder(layers if slots else [SourcesOnly(layer) for layer in layers], segment_steps=5)
+    recorder.adopt(5, asked)
     # Rings of eight rows: the second segment goes around their end.
     _run(layers, recorder, range(10))
-    for segment in recorder.take():
-        assert segment.source_counts_TLE is None
-        assert segment.source_sums_LE is not None
-        assert (segment.source_sums_LE == 10 * segment.slot_counts_TLS[:, 0, 0].sum()).all()
+    for first, report in zip((0, 5), recorder.take(), strict=True):
+        steps = range(first, first + 5)
+        summed = asked.source_sums and slots
+        assert (report.slot_counts_TLS is not None) == slots
+        assert (report.source_counts_TLE is not None) == (sources and not summed)
+        assert (report.source_sums_LE is not None) == (sources and summed)
+        if report.slot_counts_TLS is not None:
+            assert report.slot_counts_TLS[:, 1, 2].tolist() == list(steps)
+        if report.source_counts_TLE is not None:
+            assert report.source_counts_TLE[:, 1, 3].tolist() == [10 * step for step in steps]
+        if report.source_sums_LE is not None:
+            assert (report.source_sums_LE == 10 * sum(steps)).all()
 
 
-@pytest.mark.parametrize("counts_source", [False, True])
-def test_sums_are_only_made_where_slots_are_counted(counts_source: bool) -> None:
-    layer = CountingLayer(counts_source=counts_source)
-    recorder = HeatRecorder([SourcesOnly(layer) if counts_source else layer], segment_steps=2)
-    recorder.adopt(2, Reporting(source_sums=True))
-    _run([layer], recorder, range(2))
-    (segment,) = recorder.take()
-    assert segment.source_sums_LE is None
-    assert (segment.source_counts_TLE is not None) == counts_source
-
-
-def test_of_a_few_blocks_one_is_reported_the_same_by_all_ranks() -> None:
-    taken = []
-    for cut_at in (None, 5):
-        layers = [CountingLayer()]
-        recorder = HeatRecorder(layers, segment_steps=2)
-        recorder.adopt(2, Reporting(one_in=4))
-        for step in range(20):
-            _run(layers, recorder, range(step, step + 1))
-            if step == cut_at:
-                recorder.cut((0,))
-        taken.append(_steps_of(recorder.take()))
-        assert recorder.lost_steps == 0
-    assert taken == [[0, 1, 8, 9, 16, 17]] * 2
-
-
-def test_ranks_that_hear_of_longer_reports_at_different_steps_cut_alike_again() -> None:
-    cuts = []
-    for heard_at in (0, 3, 4, 6):
-        layers = [CountingLayer()]
-        recorder = HeatRecorder(layers, segment_steps=2)
-        for step in range(24):
-            if step == heard_at:
-                recorder.adopt(8)
-            _run(layers, recorder, range(step, step + 1))
-        taken = recorder.take()
-        assert _steps_of(taken) == list(range(24))
-        cuts.append([one.first_step for one in taken])
-    assert [[first for first in firsts if first >= 8] for firsts in cuts] == [[8, 16]] * 4
-
-
-def test_tokens_are_reported_where_the_host_gave_them_for_every_step() -> None:
+@pytest.mark.parametrize("first_step", [0, 5, 7])
+def test_segments_end_at_the_same_steps_wherever_a_rank_began(first_step: int) -> None:
     layers = [CountingLayer()]
-    recorder = HeatRecorder(layers, 4)
-    for step, tokens in enumerate([5, 6, 7, 8, 9, None, 2, 3]):
-        layers[0].forward(step)
-        recorder.step_done(step, StepPhase.DECODE, (0,), tokens)
-    whole, partly = recorder.take()
-    assert whole.tokens_T is not None
-    assert whole.tokens_T.tolist() == [5, 6, 7, 8]
-    assert partly.tokens_T is None
+    recorder = HeatRecorder(layers, segment_steps=4)
+    _run(layers, recorder, range(first_step, 16))
+    ends = [one.first_step + one.steps for one in recorder.take()]
+    assert ends == [step for step in (4, 8, 12, 16) if step > first_step]
 
 
-def test_wall_times_go_with_their_steps_and_what_no_message_holds_is_not_known() -> None:
+@pytest.mark.parametrize("cut_at", [None, 5])
+def test_of_a_few_blocks_one_is_reported_the_same_by_all_ranks(cut_at: int | None) -> None:
+    layers = [CountingLayer()]
+    recorder = HeatRecorder(layers, segment_steps=2)
+    recorder.adopt(2, Reporting(one_in=4))
+    for step in range(20):
+        _run(layers, recorder, range(step, step + 1))
+        if step == cut_at:
+            recorder.cut((0,))
+    assert _steps_of(recorder.take()) == [0, 1, 8, 9, 16, 17]
+    assert recorder.lost_steps == 0
+
+
+@pytest.mark.parametrize("heard_at", [0, 3, 4, 6])
+def test_ranks_that_hear_of_longer_reports_at_different_steps_cut_alike_again(heard_at: int) -> None:
+    layers = [CountingLayer()]
+    recorder = HeatRecorder(layers, segment_steps=2)
+    for step in range(24):
+        if step == heard_at:
+            recorder.adopt(500)  # Rings hold eight.
+        _run(layers, recorder, range(step, step + 1))
+    taken = recorder.take()
+    assert _steps_of(taken) == list(range(24))
+    assert [one.first_step for one in taken if one.first_step >= 8] == [8, 16]
+
+
+def test_tokens_and_wall_times_go_with_their_steps_where_they_are_known() -> None:
+    """Tokens only where the host gave them for every step, and no time that the message does not hold."""
     layers = [CountingLayer()]
     recorder = HeatRecorder(layers, 3)
-    for step, micros in enumerate([0, 800, 900, 1 << 32, -1, 700]):
+    for step, (tokens, micros) in enumerate([(5, 0), (6, 800), (7, 900), (9, 1 << 32), (None, -1), (2, 700)]):
         layers[0].forward(step)
-        recorder.step_done(step, StepPhase.DECODE, (0,), micros=micros)
-    first, second = recorder.take()
-    assert first.micros_T is not None
-    assert second.micros_T is not None
-    assert first.micros_T.tolist() == [0, 800, 900]
-    assert second.micros_T.tolist() == [0, 0, 700]
-
-
-def test_a_host_that_counts_no_slots_is_reported_by_sources_alone() -> None:
-    layers = [CountingLayer(), CountingLayer()]
-    recorder = HeatRecorder([SourcesOnly(layer) for layer in layers], segment_steps=4)
-    _run(layers, recorder, range(4))
-    (segment,) = recorder.take()
-    assert segment.slot_counts_TLS is None
-    assert segment.source_counts_TLE is not None
-    assert segment.source_counts_TLE[:, 0, 0].tolist() == [0, 10, 20, 30]
+        recorder.step_done(step, StepPhase.DECODE, (0,), tokens, micros)
+    whole, partly = recorder.take()
+    assert whole.tokens_T is not None
+    assert whole.micros_T is not None
+    assert partly.micros_T is not None
+    assert (whole.tokens_T.tolist(), whole.micros_T.tolist()) == ([5, 6, 7], [0, 800, 900])
+    assert (partly.tokens_T, partly.micros_T.tolist()) == (None, [0, 0, 700])
 
 
 @pytest.mark.parametrize("by_step", [False, True], ids=["layer-by-layer", "step-by-step"])
 @pytest.mark.parametrize("layers", [1, 3])
 def test_rings_in_one_tensor_are_reported_as_rings_of_their_own(layers: int, by_step: bool) -> None:
     """Read by one operation; the counts, also those around the ring's end, are the same, and copies."""
-    rings_LWS = torch.zeros(layers, 8, 2, dtype=torch.int32)
+    rings_LWS = torch.zeros(layers, ROWS, SLOTS, dtype=torch.int32)
     if by_step:
-        rings_LWS = torch.zeros(8, layers, 2, dtype=torch.int32).transpose(0, 1)
-    counter = torch.zeros((), dtype=torch.int64)
-    whole = [CountingLayer(counts_source=False) for _ in range(layers)]
-    apart = [CountingLayer(counts_source=False) for _ in range(layers)]
-    for index, layer in enumerate(whole):
-        layer.moe_load, layer.load_counter = rings_LWS[index], counter
-    for layer in apart:
-        layer.moe_load = torch.zeros(8, 2, dtype=torch.int32)
-    both = [HeatRecorder(some, segment_steps=3) for some in (whole, apart)]
-    found: list[list[HeatReport]] = [[], []]
-    for step in range(20):
-        for index, layer in enumerate(apart):
-            layer.moe_load[step % 8] = rings_LWS[index, step % 8] = torch.tensor([step, index])
-            layer.load_counter += 1
-        counter += 1
-        for recorder, reports in zip(both, found, strict=True):
+        rings_LWS = torch.zeros(ROWS, layers, SLOTS, dtype=torch.int32).transpose(0, 1)
+    whole, apart = ([CountingLayer(False, 100 * index) for index in range(layers)] for _ in range(2))
+    for ring_WS, layer in zip(rings_LWS, whole, strict=True):
+        layer.moe_load, layer.load_counter = ring_WS, whole[0].load_counter
+    reported = []
+    for some in (whole, apart):
+        recorder = HeatRecorder(some, segment_steps=3)
+        for step in range(20):
+            for layer in some:
+                layer.moe_load[step % ROWS] = step + layer.first
+            for counter in {id(layer.load_counter): layer.load_counter for layer in some}.values():
+                counter += 1
             recorder.step_done(step, StepPhase.DECODE, (0,) * layers)
-            reports += recorder.take()
-    assert both[0]._slot_rings._whole_LWX is not None
+        assert (recorder._slot_rings._whole_LWX is not None) == (some is whole or layers == 1)
+        reported.append(recorder.take())
+        assert recorder.lost_steps == 0
     rings_LWS.zero_()
-    reported = [
-        [(report.first_step, report.slot_counts_TLS.tolist()) for report in reports] for reports in found
-    ]
-    assert reported[0] == reported[1]
-    assert len(reported[0]) == 6
-    assert both[0].lost_steps == both[1].lost_steps == 0
+    found = [[(one.first_step, one.slot_counts_TLS.tolist()) for one in reports] for reports in reported]
+    assert found[0] == found[1]
+    assert len(found[0]) == 6

@@ -9,30 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from tests.agent import live
 from tests.ranks import run_ranks
-from worker_agent.agent import Agent
 from worker_agent.history.check import HistoryError, read_histories, violations
 
 RANKS = 3
 
 
 def _record(folder: str) -> int:
-    layers, still = (live.layers_of(2, live.linear_RS(RANKS)) for _ in range(2))
-    settings = live.settings(history=Path(folder), report_steps=4)
-    agent = Agent.start(layers, dist.group.WORLD, settings)
-
-    def between(step: int) -> None:
-        if step in (2, 40):
-            targets = {}
-            for layer in (0, 1):
-                here_RS = agent.installed.placement.phy2log_LRS[layer]
-                targets[layer] = live.keep_staying_slots(here_RS, live.shuffled_RS(RANKS, seed=step + layer))
-            agent._stream.plans.put(live.plan_for(agent, targets, plan_id=step))
-
-    live.drive(agent, layers, still, 100, between)
+    agent, layers, still = live.start(2, history=Path(folder), report_steps=4)
+    for turn in range(2):
+        targets = {layer: live.from_here(agent, 2 * turn + layer, layer) for layer in (0, 1)}
+        offered = live.offering(agent, {2: targets}, pause=0.0)
+        live.drive(agent, layers, still, 50, offered, epoch=2 * (turn + 1))
     agent.drain()
     agent.close()
     return agent.installed.epoch
@@ -66,12 +56,8 @@ def test_a_true_history_breaks_nothing(recorded: Path) -> None:
     assert _check(recorded) == []
     (ranks,) = read_histories(recorded).values()
     assert [len(history.of("commit")) for history in ranks] == [4] * RANKS
-    shown = subprocess.run(
-        [sys.executable, "-m", "worker_agent.history.check", str(recorded)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "worker_agent.history.check", str(recorded)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False)
     assert shown.returncode == 0
     assert "every promise was kept" in shown.stdout
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker_agent.demo.routing import choices_per_token, deal, longest_part, own_part
+from worker_agent.demo.rank import choices_per_token, deal, own_part
 
 
 @given(
@@ -29,7 +29,6 @@ def test_a_dealt_step_counts_up_to_its_heat(
     parts = [own_part(choices_TK, rank, ranks) for rank in range(ranks)]
     assert np.array_equal(np.concatenate(parts), choices_TK)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    assert max(map(len, parts)) == longest_part(counts_E, top_k, ranks)
 
 
 def test_top_k_is_the_largest_that_every_step_allows() -> None:

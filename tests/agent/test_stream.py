@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import queue
-import re
 import threading
 import time
 from collections.abc import Iterator
 from concurrent import futures
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 
-from eplb_service.placement import Placement
-from eplb_service.wire.codec import PROTOCOL_VERSION, unpack
+from eplb_service.wire.agent import EVERYTHING, Heartbeat, Reporting, Shape
+from eplb_service.wire.codec import PROTOCOL_VERSION, encode, unpack
+from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
-from eplb_service.wire.plan import encode_plan
-from eplb_service.wire.reporting import EVERYTHING, Reporting
-from eplb_service.wire.status import Heartbeat
 from tests.agent import live
-from tests.swap.world import EXPERTS, LAYERS, LINEAR, RANKS, SLOTS, World
-from worker_agent.identity import Identity
-from worker_agent.outbox import Outbox
-from worker_agent.stream import ServiceStream
-from worker_agent.swap.installed import Installed
+from tests.swap.placed import EXPERTS, INSTALLED, LAYERS, LINEAR, RANKS, SLOTS, plan_of
+from worker_agent.stream import HeartbeatSchedule, Outbox, ServiceStream
+from worker_agent.swap.installed import Identity, check_plan
+
+SHAPE = Shape(RANKS, LAYERS, EXPERTS, SLOTS, 64)
+IDENTITY = Identity("default", "group", 1, "here", (0, 1, 2), SHAPE)
 
 
 class FakeService(agent_pb2_grpc.AgentServiceServicer):
@@ -41,12 +40,8 @@ class FakeService(agent_pb2_grpc.AgentServiceServicer):
     def Connect(self, requests: Iterator[agent_pb2.ConnectRequest], context: grpc.ServicerContext) -> Any:
         self.metadata = dict(context.invocation_metadata())
         self.heard.put(next(requests))
-        welcome = agent_pb2.Welcome(
-            protocol_version=PROTOCOL_VERSION,
-            leader_term=self.leader_term,
-            report_steps=4,
-            heartbeat_seconds=0.1,
-        )
+        welcome = agent_pb2.Welcome(protocol_version=PROTOCOL_VERSION, leader_term=self.leader_term)
+        welcome.report_steps, welcome.heartbeat_seconds = 4, 0.1
         yield agent_pb2.ConnectResponse(welcome=welcome)
         listening = futures.ThreadPoolExecutor(1)
         listening.submit(lambda: [self.heard.put(request) for request in requests])
@@ -64,18 +59,12 @@ class Scene:
         agent_pb2_grpc.add_AgentServiceServicer_to_server(self.service, self.server)
         port = self.server.add_insecure_port("127.0.0.1:0")
         self.server.start()
-        self.outbox = Outbox(heat_segments=2)
-        self.installed = Installed.first(1, LINEAR, LINEAR.default_log2phy()[1])
+        self.outbox = Outbox(heat_reports=2)
+        self.installed = INSTALLED
         self.highest_term = 0
-        self.identity = Identity("default", "group", 1, RANKS, "here", (0, 1, 2), LAYERS, EXPERTS, SLOTS, 64)
-        self.stream = ServiceStream(
-            live.settings(service=f"127.0.0.1:{port}", **settings),
-            self.identity,
-            self.outbox,
-            lambda: self.installed,
-            lambda: self.highest_term,
-            lambda: Heartbeat(step=5, error="tired"),
-        )
+        settings["service"] = f"127.0.0.1:{port}"
+        states = (lambda: self.installed, lambda: self.highest_term, lambda: Heartbeat(step=5, error="tired"))
+        self.stream = ServiceStream(live.settings(**settings), IDENTITY, self.outbox, *states)
 
     def __enter__(self) -> Scene:
         return self
@@ -86,12 +75,9 @@ class Scene:
         self.server.stop(0).wait()
 
     def hear(self, kind: str) -> Any:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            request = self.service.heard.get(timeout=60)
-            if request.WhichOneof("message") == kind:
-                return getattr(request, kind)
-        raise AssertionError(f"no {kind}")
+        while (request := self.service.heard.get(timeout=60)).WhichOneof("message") != kind:
+            pass
+        return getattr(request, kind)
 
     def wait_for_reporting(self, reporting: Reporting) -> None:
         deadline = time.monotonic() + 60
@@ -101,11 +87,6 @@ class Scene:
 
     def say_plan(self, plan: agent_pb2.Plan) -> None:
         self.service.to_say.put(agent_pb2.ConnectResponse(plan=plan))
-
-
-def _plan(rank: int = 1) -> agent_pb2.Plan:
-    """A plan of the world that changes one layer's tables only: it needs no moves."""
-    return encode_plan(World().plan(1, [(0, 0)])[rank])
 
 
 def test_hello_says_who_is_there_and_what_is_installed() -> None:
@@ -161,26 +142,23 @@ def test_heartbeats_go_out_however_much_heat_there_is() -> None:
         stop = threading.Event()
 
         def flood() -> None:
-            step = 0
             while not stop.wait(0.005):
-                scene.outbox.put(live.segment(first_step=step, steps=1))
-                step += 1
+                scene.outbox.put(live.segment(first_step=0, steps=1))
 
         flooding = threading.Thread(target=flood)
         flooding.start()
         try:
-            beats = [scene.hear("heartbeat").error for _ in range(3)]
+            assert [scene.hear("heartbeat").error for _ in range(3)] == ["tired"] * 3
         finally:
             stop.set()
             flooding.join()
-        assert beats == ["tired"] * 3
 
 
 def test_a_valid_plan_arrives_and_a_malformed_one_is_refused_by_name() -> None:
     with Scene() as scene:
-        scene.say_plan(_plan())
-        assert scene.stream.plans.get(timeout=60).plan.plan_id == 1
-        broken = _plan()
+        scene.say_plan(encode(plan_of(0)))
+        assert scene.stream.plans.get(timeout=60)[0].plan_id == 1
+        broken = encode(plan_of(0))
         broken.plan_id = 2
         scene.say_plan(broken)
         status = scene.hear("plan_status")
@@ -189,34 +167,21 @@ def test_a_valid_plan_arrives_and_a_malformed_one_is_refused_by_name() -> None:
         assert scene.stream.plans.empty()
 
 
-def test_moves_that_do_not_start_from_what_is_installed_are_refused() -> None:
-    with Scene() as scene:
-        scene.say_plan(encode_plan(World().plan(1, [(0, 1)])[1]))
-        status = scene.hear("plan_status")
-        assert status.state == agent_pb2.PLAN_STATE_REFUSED
-        assert "has no move to change" in status.reason
-
-
-def test_ranks_that_share_tokens_must_get_one_table() -> None:
-    with Scene() as scene:
-        scene.stream._identity = Identity(
-            "default", "group", 1, RANKS, "here", (0, 0, 0), LAYERS, EXPERTS, SLOTS, 64
-        )
-        scene.say_plan(_plan())
-        status = scene.hear("plan_status")
-        assert "ranks 0 and 1 see the same tokens but would get different tables" in status.reason
-
-
-def test_experts_that_are_bound_to_their_rank_must_stay_there() -> None:
-    with Scene() as scene:
-        scene.stream._identity = replace(scene.stream._identity, rank_bound=True)
-        assert scene.stream._identity.hello(scene.installed).shape.rank_bound
-        scene.say_plan(encode_plan(World().plan(1, [(0, 1)])[1]))
-        status = scene.hear("plan_status")
-        assert status.state == agent_pb2.PLAN_STATE_REFUSED
-        assert re.search(
-            r"rank \d would get expert \d, but grouped experts stay on their ranks", status.reason
-        )
+@pytest.mark.parametrize(
+    ("turn", "token_groups", "rank_bound", "said"),
+    [
+        (1, (0, 1, 2), False, "has no move to change"),
+        (0, (0, 0, 0), False, "ranks 0 and 1 see the same tokens but would get different tables"),
+        (1, (0, 1, 2), True, r"rank \d would get expert \d, but grouped experts stay on their ranks"),
+    ],
+)
+def test_a_plan_that_this_rank_cannot_carry_out_is_refused(
+    turn: int, token_groups: tuple[int, ...], rank_bound: bool, said: str
+) -> None:
+    """It does not start from what is installed; or gives ranks that share tokens two tables; or moves bound experts."""
+    identity = replace(IDENTITY, token_groups=token_groups, shape=replace(SHAPE, rank_bound=rank_bound))
+    with pytest.raises(WireError, match=said):
+        check_plan(encode(plan_of(turn)), identity, INSTALLED)
 
 
 def test_the_agent_comes_back_when_the_stream_is_cut() -> None:
@@ -243,14 +208,12 @@ def test_the_reason_of_a_refusal_is_reported_however_it_crosses_the_hello(
     agent_pb2_grpc.add_AgentServiceServicer_to_server(Refusing(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    placement = Placement.linear(1, 4, 1, 4)
-    installed = Installed.first(0, placement, placement.default_log2phy()[0])
     # A large one is on its way for longer.
-    identity = Identity("default", "x" * 200_000, 0, 1, "here", (0,), 1, 4, 4, 64)
+    identity = replace(IDENTITY, group_id="x" * 200_000)
     service = f"127.0.0.1:{port}"
     with caplog.at_level("WARNING", logger="eplb.agent"):
         stream = ServiceStream(
-            live.settings(service=service), identity, Outbox(1), lambda: installed, int, Heartbeat
+            live.settings(service=service), identity, Outbox(1), lambda: INSTALLED, int, Heartbeat
         )
         deadline = time.monotonic() + 60
         while len(caplog.records) < 40 and time.monotonic() < deadline:
@@ -258,16 +221,13 @@ def test_the_reason_of_a_refusal_is_reported_however_it_crosses_the_hello(
         stream.close(5)
     server.stop(0).wait()
     said = {record.getMessage() for record in caplog.records}
-    assert said == {f"rank 0: no stream to {service}: the token is wrong"}
+    assert said == {f"rank 1: no stream to {service}: the token is wrong"}
     assert len(caplog.records) >= 40
 
 
 def test_a_service_that_is_not_there_costs_the_model_nothing() -> None:
-    outbox = Outbox(heat_segments=1)
-    placement = Placement.linear(1, 4, 1, 4)
-    installed = Installed.first(0, placement, placement.default_log2phy()[0])
-    identity = Identity("default", "group", 0, 1, "here", (0,), 1, 4, 4, 64)
-    stream = ServiceStream(live.settings(), identity, outbox, lambda: installed, int, Heartbeat)
+    outbox = Outbox(heat_reports=1)
+    stream = ServiceStream(live.settings(), IDENTITY, outbox, lambda: INSTALLED, int, Heartbeat)
     began = time.monotonic()
     for step in range(1000):
         outbox.put(live.segment(first_step=step, steps=1))
@@ -276,3 +236,94 @@ def test_a_service_that_is_not_there_costs_the_model_nothing() -> None:
     assert outbox.dropped_steps == 999
     assert not stream.connected
     stream.close(5)
+
+
+# What waits to be sent
+
+
+def test_a_full_outbox_drops_the_oldest_heat_and_counts_its_steps() -> None:
+    outbox = Outbox(heat_reports=2)
+    segments = [live.segment(first_step=step, steps=4) for step in (0, 4, 8)]
+    for segment in segments:
+        outbox.put(segment)
+    assert outbox.dropped_steps == 4
+    assert outbox.take(timeout=0) is segments[1]
+    outbox.restore(segments[1])
+    assert [outbox.take(timeout=0) for _ in range(3)] == [*segments[1:], None]
+
+
+def test_heat_that_is_no_more_asked_for_goes_without_being_counted_as_dropped() -> None:
+    outbox = Outbox(heat_reports=8)
+    segments = [live.segment(first_step=step, steps=4) for step in (0, 4, 8)]
+    for segment in segments:
+        outbox.put(segment)
+    outbox.thin(lambda report: report.first_step != 4)
+    assert [outbox.take(timeout=0) for _ in range(3)] == [segments[0], segments[2], None]
+    assert outbox.dropped_steps == 0
+
+
+# When a heartbeat is sent
+
+INTERVAL = 2.0
+
+
+HEAT, SILENCE = {"heat": True}, {"heat": False}
+ONE_IN_FIVE = [True, *([False] * 4 + [True]) * 2, False]
+
+
+@pytest.mark.parametrize(
+    ("looks", "said"),
+    [
+        ([SILENCE] * 6, [True] * 6),
+        ([HEAT] * 12, ONE_IN_FIVE),
+        # Reports that take longer than an interval are heat too.
+        ([SILENCE, HEAT] * 6, ONE_IN_FIVE),
+        # News are said at once, also that it is well again.
+        (
+            [*[HEAT] * 2, *[HEAT | {"error": "out of memory"}] * 2, *[HEAT] * 2, *[HEAT | {"epoch": 1}] * 2],
+            [True, False] * 4,
+        ),
+        # Heat stops: heard at the next look but one.
+        ([*[HEAT] * 3, *[SILENCE] * 4], [True, False, False, False, True, True, True]),
+    ],
+)
+def test_a_silent_rank_beats_always_and_one_with_heat_now_and_then(
+    looks: list[dict[str, Any]], said: list[bool]
+) -> None:
+    """Looks every two seconds whether to say a heartbeat."""
+    now, step = 100.0, 0
+    schedule = HeartbeatSchedule(now)
+    found = []
+    for look in looks:
+        assert schedule.seconds_left(now) == 0
+        step += 40
+        if look["heat"]:
+            schedule.note_heat()
+        epoch = look.get("epoch", 0)
+        beat = Heartbeat(step=step, epoch=epoch, digest=epoch, error=look.get("error", ""))
+        found.append(schedule.is_due(now, beat, INTERVAL))
+        assert schedule.seconds_left(now) == INTERVAL
+        now += INTERVAL
+    assert found == said
+
+
+# Settings of an agent that would give its token away
+
+
+def test_a_token_is_not_sent_in_plain_text_to_another_host(tmp_path: Path) -> None:
+    for given in ({"auth_token": "sesame"}, {"auth_token_file": tmp_path / "token"}):
+        with pytest.raises(ValueError, match="would be sent in plain text"):
+            live.settings(service="eplb:50551", **given)
+        live.settings(service="eplb:50551", tls_ca=tmp_path / "ca.pem", **given)
+        live.settings(service="eplb:50551", plaintext_token=True, **given)
+        live.settings(service="[::1]:50551", **given)
+
+
+def test_a_token_in_a_file_is_read_at_every_connection(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    settings = live.settings(auth_token_file=path)
+    for token in ("first", "second"):
+        path.write_text(token + "\n")
+        assert settings.token() == token
+    with pytest.raises(ValueError, match="not both"):
+        live.settings(auth_token_file=path, auth_token="third")

@@ -21,7 +21,6 @@ LIVE = live_of(first_placement())
 MESSAGE_BYTES = 4 << 20
 STREAMS_PER_PEER = 64
 CONNECTIONS = 256
-DEPLOYMENTS = 4
 HEAT_BYTES = 128 << 20
 AGENT, OPERATOR, READER = "agent-token-of-decode", "operator-token-of-all", "reader-token-of-decode"
 CREDENTIALS = f"""
@@ -34,10 +33,8 @@ FLAGS = {
     "--threads": 1,
     "--max-message-bytes": MESSAGE_BYTES,
     "--max-streams-per-peer": STREAMS_PER_PEER,
-    "--max-connections": CONNECTIONS,
-    "--max-deployments": DEPLOYMENTS,
+    "--max-streams": CONNECTIONS,
     "--max-heat-bytes": HEAT_BYTES,
-    "--log-format": "json",
 }
 
 

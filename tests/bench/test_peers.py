@@ -9,6 +9,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,11 +17,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eplb_service.bench.contest import Contest, first_scene
+from eplb_service.bench.contest import Contest, _PolicyFailedError, _PolicyProcess, first_scene
 from eplb_service.bench.decision import Decision, Scene
 from eplb_service.bench.peers import archives
 from eplb_service.bench.peers.archives import Package, PeerError, fetch
-from eplb_service.bench.policy_process import PolicyFailedError, PolicyProcess
+from eplb_service.bench.peers.balancers import PEERS
 
 PACKAGE = Package("maker", "1.0", "maker-1.0", "maker/policy/")
 FILES = {"maker/policy/greedy.py": b"answer = 42\n", "maker/engine.py": b"import heavy\n"}
@@ -114,6 +115,19 @@ def test_an_archive_that_is_not_what_the_index_says_is_refused(index: tuple[Path
     assert not PACKAGE.root.exists()
 
 
+def test_an_archive_is_known_by_its_digest(index: tuple[Path, str], tmp_path: Path) -> None:
+    served, address = index
+    publish(served, "maker-1.0.tar.gz", source_archive())
+    known = replace(PACKAGE, sha256="0" * 64)
+    with pytest.raises(PeerError, match="is not the archive that is known: its digest differs"):
+        fetch(known, address)
+    with pytest.raises(PeerError, match=r"is not in .*, and nothing may be fetched"):
+        fetch(known, "")
+    with pytest.raises(PeerError, match="is no http address"):
+        fetch(known, f"file://{tmp_path}")
+    assert all(len(package.sha256) == 64 for package, _ in PEERS.values())
+
+
 def test_a_version_that_the_index_lacks_is_reported(index: tuple[Path, str]) -> None:
     served, address = index
     publish(served, "maker-2.0.tar.gz", source_archive())
@@ -130,7 +144,7 @@ def test_a_peer_that_cannot_be_fetched_leaves_the_others(index: tuple[Path, str]
 
 
 def test_a_policy_remembers_unless_it_is_made_again(scene: Scene) -> None:
-    process = PolicyProcess(limit_seconds=60)
+    process = _PolicyProcess(limit_seconds=60)
     try:
         asked = [process.decide(Stays, scene, fresh=fresh).changed_layers for fresh in (True, False, True)]
     finally:
@@ -139,9 +153,9 @@ def test_a_policy_remembers_unless_it_is_made_again(scene: Scene) -> None:
 
 
 def test_a_policy_that_fails_says_why_and_the_next_one_runs(scene: Scene) -> None:
-    process = PolicyProcess(limit_seconds=60)
+    process = _PolicyProcess(limit_seconds=60)
     try:
-        with pytest.raises(PolicyFailedError, match="no room for the redundant experts"):
+        with pytest.raises(_PolicyFailedError, match="no room for the redundant experts"):
             process.decide(Crashes, scene)
         assert process.decide(Stays, scene).changed_layers == 1
     finally:
@@ -149,11 +163,11 @@ def test_a_policy_that_fails_says_why_and_the_next_one_runs(scene: Scene) -> Non
 
 
 def test_a_policy_that_never_answers_is_given_up(scene: Scene) -> None:
-    process = PolicyProcess(limit_seconds=60)
+    process = _PolicyProcess(limit_seconds=60)
     try:
         process.decide(Stays, scene)
         process.limit_seconds = 0.2
-        with pytest.raises(PolicyFailedError, match=r"more than 0\.2 s"):
+        with pytest.raises(_PolicyFailedError, match=r"more than 0\.2 s"):
             process.decide(Sleeps, scene)
     finally:
         process.close()

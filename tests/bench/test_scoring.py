@@ -7,7 +7,7 @@ import pytest
 
 from eplb_service.bench.scoring import arrivals, even_par, realised_par, rule_tables, sampled_loads, summed
 from eplb_service.placement import Placement, par
-from eplb_service.planner.scoring import rank_loads
+from eplb_service.planner.score import rank_loads
 
 
 def random_placement(generator, layers, experts, ranks, slots):

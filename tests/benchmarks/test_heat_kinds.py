@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.solver.heat_kinds import KINDS, generate, source_mix
+from benchmarks.solver.heats import KINDS, generate, source_mix
 
 
 @pytest.mark.parametrize("kind", KINDS)

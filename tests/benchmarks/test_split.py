@@ -8,22 +8,32 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.split.by_source import TABLES, by_source, drawn_sources, loads_by_table
-from benchmarks.split.exactness import Exactness
-from benchmarks.split.floor import EvenFloor, even_floor, least_variance, ratio_and_noise
-from benchmarks.split.on_device import check_device, ring_placement
-from benchmarks.split.quality import EVEN_SHARES, FOR_EVEN, FOR_STEPS, STEPWISE
-from benchmarks.split.routed import routed_sources
-from benchmarks.split.targets import DRAWN, of_drawn, of_exactness, of_known_example
+from benchmarks.split.__main__ import DRAWN, of_drawn, of_exactness, of_known_example
+from benchmarks.split.measures import (
+    EVEN_SHARES,
+    FOR_EVEN,
+    FOR_STEPS,
+    STEPWISE,
+    TABLES,
+    EvenFloor,
+    Exactness,
+    by_source,
+    drawn_sources,
+    even_floor,
+    least_variance,
+    loads_by_table,
+    ratio_and_noise,
+    routed_sources,
+)
 from eplb_service.bench.closed_loop import Course
-from eplb_service.placement import Placement, check_layer, even_log2phy, with_entries
+from eplb_service.placement import Placement, with_entries
 
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_loads_are_those_of_dealing_token_by_token(width: int) -> None:
     generator = np.random.default_rng(width)
     placement = Placement.linear(1, 4, 3, 2)
-    table_RED = with_entries(even_log2phy(placement, width), 3)[:, 0]
+    table_RED = with_entries(placement.default_log2phy(width), 3)[:, 0]
     source_TRE = generator.poisson(3, (5, 3, 4))
     expected_TR = np.zeros((5, 3))
     for (step, source, expert), tokens in np.ndenumerate(source_TRE):
@@ -114,24 +124,3 @@ def test_one_step_that_ends_further_than_a_token_above_misses_the_target_of_its_
     four, eight = of_exactness(found)
     assert (four.met, eight.met) == (False, True)
     assert four.found == "0.75, at most 1.5; 75.0% of steps within one"
-
-
-def test_what_is_timed_on_a_gpu_shares_the_hottest_experts() -> None:
-    heat_E = np.random.default_rng(3).poisson(9, 12)
-    placed_RS = ring_placement(heat_E, 4, 4)
-    check_layer(placed_RS, 12)
-    assert set(placed_RS[:, 3]) == {
-        3 * rank + int(heat_E[3 * rank : 3 * rank + 3].argmax()) for rank in range(4)
-    }
-    with pytest.raises(ValueError, match="12 experts leave no single spare slot on 4 ranks x 5"):
-        ring_placement(heat_E, 4, 5)
-
-
-def test_no_other_device_than_cuda_is_timed_and_only_one_that_is_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with pytest.raises(ValueError, match="--device is npu; the split is timed on cpu or on a CUDA device"):
-        check_device("npu")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ValueError, match=r"--device is cuda:1, and torch .* sees no CUDA device here"):
-        check_device("cuda:1")

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.solver.beside_flashlb import compared_cells, time_ratio
-from benchmarks.solver.pareto import PRICED
-from benchmarks.solver.report.table import Table
-from benchmarks.solver.report.tables import tables
-from benchmarks.solver.scaling import growth
-from benchmarks.solver.targets import targets
+from benchmarks.solver.judged import compared_cells, targets, time_ratio
+from benchmarks.solver.measures import PRICED, growth
+from benchmarks.solver.tables import tables
 from eplb_service.bench.closed_loop import DEFAULT, FULL, moves_after_first, realised_mean
 
 SHAPE = "58x256x32x9"
@@ -123,8 +120,3 @@ def test_every_measurement_that_was_made_has_a_table() -> None:
     assert titles[0] == "Targets: 2 of 2 met"
     assert "Closed loop: drift" in titles
     assert not any("grow" in title for title in titles)
-
-
-def test_markdown_keeps_bars_out_of_its_columns() -> None:
-    table = Table("A title", ("what", "found"), [("a|b", "1")], "A note.")
-    assert table.markdown() == "## A title\n\nA note.\n\n| what | found |\n| --- | ---: |\n| a\\|b | 1 |\n"

@@ -5,11 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.time.cells import Cell, cells
-from benchmarks.time.confidence import errors_allowed
+from benchmarks.time.cells import Cell, cells, compared, errors_allowed, slowest_us
 from benchmarks.time.heats import CellHeat, recorded
-from benchmarks.time.later import compared
-from benchmarks.time.scoring import slowest_us
 from benchmarks.time.slot_counts import WINDOW, judged, named
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.placement import Placement

@@ -11,10 +11,9 @@ import numpy as np
 
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.placement import Int32, Placement
-from eplb_service.wire.codec import PROTOCOL_VERSION, pack
+from eplb_service.wire.agent import Shape
+from eplb_service.wire.codec import PROTOCOL_VERSION, in_parts, pack
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
-from eplb_service.wire.hello import Shape
-from eplb_service.wire.parts import in_parts
 from eplb_service.wire.plan import RankPlan, check_moves, decode_plan
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 8, 4, 3
@@ -180,6 +179,11 @@ class FakeGroup:
                 report.ClearField("slot_counts")
             await rank.say(heat_report=report)
         self.step += len(heat_TLE)
+
+    async def fill_window(self) -> None:
+        """Send as much heat as a decision is made after."""
+        for _ in range(4):
+            await self.send_heat(skewed_heat(8))
 
     async def hear_plan(self) -> list[RankPlan]:
         """Each rank's copy, checked as an agent checks it."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from eplb_service.cost.curve import CostCurve
-from eplb_service.cost.fit import CurveFitError, Measurements, fit_curve, nonnegative
+from eplb_service.cost.fit import CurveFitError, Measurements, _nonnegative, fit_curve
 from tests.cost.curves import H200, plain_rank_us
 
 
@@ -78,5 +78,17 @@ def test_least_squares_without_negative_coefficients_is_that_of_scipy(seed):
     from scipy.optimize import nnls
 
     rng = np.random.default_rng(seed)
-    features, target = rng.standard_normal((12, 3)), rng.standard_normal(12)
-    np.testing.assert_allclose(nonnegative(features, target), nnls(features, target)[0], atol=1e-9)
+    features_BTF, target_BT = rng.standard_normal((8, 12, 3)), rng.standard_normal((8, 12))
+    gram_BFF = np.einsum("btf,btg->bfg", features_BTF, features_BTF)
+    found_BF, lowered_B = _nonnegative(gram_BFF, np.einsum("btf,bt->bf", features_BTF, target_BT))
+    for features, target, found_F, lowered in zip(features_BTF, target_BT, found_BF, lowered_B, strict=True):
+        truth_F, residual = nnls(features, target)
+        np.testing.assert_allclose(found_F, truth_F, atol=1e-7)
+        assert lowered == pytest.approx((target**2).sum() - residual**2)
+
+
+def test_features_that_are_one_and_the_same_or_nothing_are_solved_for() -> None:
+    features_TF = np.array([[1.0, 1.0, 0.0], [2.0, 2.0, 0.0]])
+    found_BF, _ = _nonnegative((features_TF.T @ features_TF)[None], (features_TF.T @ [3.0, 6.0])[None])
+    assert features_TF @ found_BF[0] == pytest.approx([3.0, 6.0])
+    assert (found_BF >= 0).all()

@@ -8,7 +8,7 @@ import pytest
 from pyarrow import parquet
 
 from eplb_service.cost.curve import CostCurve, CurveError
-from eplb_service.cost.measured_table import Kernel, curve_from_table
+from eplb_service.cost.fit import curve_from_table
 from tests.cost.curves import H200, plain_rank_us
 
 
@@ -41,7 +41,7 @@ def table(path, *parts):
 
 def test_rows_of_even_tokens_give_the_kernels_curve(tmp_path):
     skewed = rows(H200, distribution="power_law_1.2", scale=9)
-    curve = curve_from_table(table(tmp_path / "moe.parquet", rows(H200), skewed), Kernel(), "decode")
+    curve = curve_from_table(table(tmp_path / "moe.parquet", rows(H200), skewed), "decode")
     assert curve.rank_us([1] * 8) == pytest.approx(H200.rank_us([1] * 8), rel=0.02)
     assert curve.slope_us == pytest.approx(H200.slope_us, rel=0.05)
     assert curve.phase == "decode"
@@ -53,21 +53,21 @@ def test_of_several_kernels_one_must_be_named(tmp_path):
     slower = CostCurve(40, 30, 12, 0.2)
     path = table(tmp_path / "moe.parquet", rows(H200), rows(slower, "bfloat16"))
     with pytest.raises(CurveError, match=r"has 2 such kernels, name one: .*bfloat16.*; .*fp8_block"):
-        curve_from_table(path, Kernel())
-    curve = curve_from_table(path, Kernel(moe_dtype="bfloat16"))
+        curve_from_table(path)
+    curve = curve_from_table(path, moe_dtype="bfloat16")
     assert curve.read_us == pytest.approx(30, rel=0.1)
     with pytest.raises(CurveError, match="no rows of evenly spread tokens for hidden_size 4096"):
-        curve_from_table(path, Kernel(hidden_size=4096))
+        curve_from_table(path, hidden_size=4096)
 
 
 def test_what_is_no_such_table_is_refused(tmp_path):
     path = tmp_path / "other.parquet"
     parquet.write_table(pyarrow.table({"latency": np.ones(3)}), path)
     with pytest.raises(CurveError, match="lacks the columns num_tokens"):
-        curve_from_table(path, Kernel())
+        curve_from_table(path)
     path.write_bytes(b"PAR1")
     with pytest.raises(CurveError, match="no table in parquet"):
-        curve_from_table(path, Kernel())
+        curve_from_table(path)
     broken = [row | {"latency": None} for row in rows(H200)]
     with pytest.raises(CurveError, match="values missing"):
-        curve_from_table(table(tmp_path / "gaps.parquet", broken, rows(H200)), Kernel())
+        curve_from_table(table(tmp_path / "gaps.parquet", broken, rows(H200)))

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from eplb_service.cost.curve import CostCurve
-from eplb_service.cost.fit import CurveFitError
-from eplb_service.cost.online import Interval, fit_online
+from eplb_service.cost.fit import CurveFitError, Interval, fit_online
 from tests.cost.curves import H200
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from eplb_service.demo.scoreboard import Scoreboard
 from eplb_service.demo.stage import Stage
 from eplb_service.demo.summary import complaint, summarise, table
-from eplb_service.demo.view import render
+from eplb_service.demo.view import Screen
 
 RANKS, LAYERS, STEPS = 2, 1, 4
 # Rank 0 alone gets all tokens until the layer switches after step 1; then both get half, at twice the pace.
@@ -100,7 +100,7 @@ def test_steps_without_tokens_have_no_par() -> None:
 
 def test_view_and_summary_show_the_figures() -> None:
     console = Console(record=True, width=140, file=io.StringIO())
-    console.print(render(_board(), STEPS, _board().counts().mean(axis=0), "serving"))
+    console.print(Screen(console, None, STEPS).view(_board(), "serving"))
     console.print(table(summarise(_board(), STAGE)))
     text = console.export_text()
     for shown in ("4/4", "1 experts", "PAR balanced", "█", "serving", "while serving"):

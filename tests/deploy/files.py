@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from eplb_service.control.server.settings import ServiceSettings
-from eplb_service.control.server.settings_sources import load_settings
+from eplb_service.control.server.settings import ServiceSettings, load_settings
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

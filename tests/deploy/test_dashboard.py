@@ -5,7 +5,7 @@ import re
 import pytest
 import yaml
 
-from eplb_service.telemetry.metrics import Metrics
+from eplb_service.telemetry.metrics import Metrics, declared_series
 from tests.deploy.files import (
     DEPLOY,
     load,
@@ -17,17 +17,13 @@ from tools.dashboard.operator_rules import operator_rules
 def metric_series():
     """Every series name that a scrape can bring, with its labels."""
     suffixes = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
-    metrics = Metrics()
     known = {}
-    for family in metrics.service.process.collect():
-        known[family.name + ("_total" if family.type == "counter" else "")] = set()
-    groups = (metrics.service, metrics.balance, metrics.worth, metrics.plans, metrics.agents)
-    made = [metric for group in groups for metric in vars(group).values()]
-    for metric in made:
-        for family in getattr(metric, "describe", list)() if metric is not metrics.service.process else ():
-            for suffix in suffixes[family.type]:
-                extra = {"le"} if suffix == "_bucket" else set()
-                known[family.name + suffix] = set(metric._labelnames) | extra
+    for family in Metrics().registry.collect():
+        if "_process_" in family.name:
+            known[family.name + ("_total" if family.type == "counter" else "")] = set()
+    for kind, name, labels, _ in (row for rows in declared_series().values() for row in rows):
+        for suffix in suffixes[kind]:
+            known[name + suffix] = {*labels} | ({"le"} if suffix == "_bucket" else set())
     return known
 
 

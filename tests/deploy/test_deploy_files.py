@@ -13,8 +13,7 @@ import yaml
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from eplb_service.control.server.service import running_service
-from eplb_service.control.server.settings import SettingsError
-from eplb_service.control.server.settings_sources import load_settings
+from eplb_service.control.server.settings import SettingsError, load_settings
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from tests.deploy.files import (
     DEPLOY,

@@ -8,11 +8,10 @@ import subprocess
 import pytest
 import yaml
 
-from eplb_service.control.server.lease.choose import checked_lease
 from eplb_service.control.server.lease.kubernetes_lease import LEADS_LABEL
-from eplb_service.control.server.listening.probes import LIVENESS, READY
-from eplb_service.control.server.settings import ENVIRONMENT_PREFIX
-from eplb_service.control.server.settings_sources import load_settings
+from eplb_service.control.server.lease.leadership import checked_lease
+from eplb_service.control.server.listening import LIVENESS, READY
+from eplb_service.control.server.settings import ENVIRONMENT_PREFIX, load_settings
 from tests.deploy.files import (
     DEPLOY,
     DEPLOYMENTS,

@@ -9,7 +9,7 @@ from tools.docs_reference.command_line import commands
 from tools.docs_reference.settings import settings_page
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
 COMMANDS = {
     command.name: {flag for option in command.options for flag in option.flags} for command in commands()
 }

@@ -1,4 +1,4 @@
-"""Every row of docs/faults.md names a test, and every test that it names exists."""
+"""Every row of docs/research/faults.md names a test, and every test that it names exists."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/faults.md").read_text()
+PAGE = (ROOT / "docs/research/faults.md").read_text()
 MISBEHAVING = (ROOT / "tests/faults/misbehaving.py").read_text()
 
 

@@ -10,7 +10,7 @@ from worker_agent.moe.operators import reference
 ROOT = Path(__file__).parents[2]
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
-    for line in (ROOT / "docs/operators.md").read_text().splitlines()
+    for line in (ROOT / "docs/research/operators.md").read_text().splitlines()
     if line.startswith("| ") and not line.startswith("| operator ")
 ]
 

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -48,7 +50,7 @@ def test_contributing_has_every_make_target():
 
 
 def test_the_tests_that_the_fault_page_names_exist():
-    text = page("docs/faults.md")
+    text = page("docs/research/faults.md")
     files = set(re.findall(r"`((?:tests/)?\w+(?:/\w+)*\.py)`", text))
     assert len(files) > 8
     assert {name for name in files if not (ROOT / "tests" / name.removeprefix("tests/")).is_file()} == set()
@@ -66,7 +68,7 @@ def test_files_that_contributing_and_architecture_name_exist():
 
 
 def test_the_modules_that_pages_name_exist():
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     folders = ("", "eplb_service", "worker_agent", "worker_agent/moe", "tests")
     named = {
         (path.name, module)
@@ -74,7 +76,17 @@ def test_the_modules_that_pages_name_exist():
         if path.name != "CHANGELOG.md"  # which speaks of what there was
         for module in re.findall(r"`(\w+(?:/\w+)+\.py)`", path.read_text())
     }
-    assert len(named) > 30
+    assert len(named) > 8
     assert {
         name for name in named if not any((ROOT / folder / name[1]).is_file() for folder in folders)
     } == set()
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_a_page_for_users_is_short(page):
+    """At most 900 words, the marks of tables apart."""
+    assert len(re.findall(r"\S*\w\S*", page.read_text())) <= 900
+
+
+def test_the_architecture_is_short():
+    assert len(re.findall(r"\S*\w\S*", page("ARCHITECTURE.md"))) <= 2000

@@ -11,53 +11,44 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from worker_agent.doctor import __main__ as doctor
-from worker_agent.doctor import environment, round_trip
-from worker_agent.doctor.finding import Finding, Verdict
-from worker_agent.swap import layer_commit
-
-CPU = torch.device("cpu")
+from worker_agent.doctor import round_trip
+from worker_agent.doctor.round_trip import FAILED, OK, SKIPPED, Finding
+from worker_agent.swap import staging
 
 
-def examined():
-    return round_trip.examine(dist.group.WORLD, CPU, 4096)
+def wrong_bytes():
+    copy_into = staging.copy_into
 
-
-def test_experts_go_there_and_come_back():
-    for findings in run_ranks(2, examined):
-        assert [(finding.name, finding.verdict) for finding in findings] == [
-            ("memory for staging", Verdict.SKIPPED),
-            ("ranks meet", Verdict.OK),
-            ("experts there and back", Verdict.OK),
-            ("captured graph", Verdict.SKIPPED),
-        ]
-
-
-def examined_with_wrong_bytes():
-    install = layer_commit.install
-
-    def install_wrongly(layer, staged, *rest):
-        written = install(layer, staged, *rest)
+    def copy_wrongly(layer, staged, *rest):
+        written = copy_into(layer, staged, *rest)
         layer.expert_weights()[1][0, -1] += 1
         return written
 
-    layer_commit.install, layer_commit.check_installed = install_wrongly, lambda *_: None
-    return examined()
+    staging.copy_into, staging._check_installed = copy_wrongly, lambda *_: None
 
 
-def test_a_byte_that_is_wrong_is_found():
-    for findings in run_ranks(2, examined_with_wrong_bytes):
-        assert findings[-1].verdict is Verdict.FAILED
-        assert findings[-1].name == "experts arrive"
+def graph_that_reads_old_memory():
+    round_trip._captured_table = lambda layer: lambda: [0] * len(layer.log2phy)
 
 
-def examined_with_a_graph_that_reads_old_memory():
-    round_trip.captured_table = lambda layer: lambda: [0] * len(layer.log2phy)
-    return examined()
+def examined(fault):
+    fault()
+    return round_trip.examine(dist.group.WORLD, torch.device("cpu"), 4096)
 
 
-def test_a_graph_that_does_not_see_the_table_is_found():
-    for findings in run_ranks(2, examined_with_a_graph_that_reads_old_memory):
-        assert (findings[-1].name, findings[-1].verdict) == ("captured graph", Verdict.FAILED)
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [
+        (dict, [("experts there and back", OK), ("captured graph", SKIPPED)]),
+        (wrong_bytes, [("experts arrive", FAILED)]),
+        (graph_that_reads_old_memory, [("captured graph", FAILED)]),
+    ],
+    ids=["healthy", "a wrong byte", "a graph that does not see the table"],
+)
+def test_experts_go_there_and_come_back_or_the_fault_is_found(fault, found):
+    met = [("memory for staging", SKIPPED), ("ranks meet", OK)]
+    for findings in run_ranks(2, examined, fault):
+        assert [(finding.name, finding.verdict) for finding in findings] == met + found
 
 
 def of(name, findings):
@@ -73,9 +64,9 @@ def engine(monkeypatch):
         module.__version__ = version
         module.__spec__ = types.SimpleNamespace(name="toy_engine")
         monkeypatch.setitem(sys.modules, "toy_engine", module)
-        monkeypatch.setattr(environment, "_ENGINES", (("Toy", "toy_engine", "toy_engine"),))
-        monkeypatch.setattr(environment.compat, "read_known", lambda _: {"1.2": {}})
-        monkeypatch.setattr(environment, "_SERVICE_SECONDS", 0.2)
+        monkeypatch.setattr(doctor, "_ENGINES", (("Toy", "toy_engine", "toy_engine"),))
+        monkeypatch.setattr(doctor.compat, "read_known", lambda _: {"1.2": {}})
+        monkeypatch.setattr(doctor, "_SERVICE_SECONDS", 0.2)
 
     return install
 
@@ -83,30 +74,30 @@ def engine(monkeypatch):
 def test_an_engine_that_the_adapter_knows_is_fine(engine, monkeypatch):
     engine("1.2.3")
     monkeypatch.setenv("EPLB_AGENT_SERVICE", "127.0.0.1:9")
-    findings = list(environment.environment())
-    assert of("functions of Toy", findings).verdict is Verdict.OK
+    findings = list(doctor.environment())
+    assert of("functions of Toy", findings).verdict == OK
     assert "numpy" in of("versions", findings).text
     assert "127.0.0.1:9 does not answer" in of("service", findings).text
 
 
 def test_an_engine_of_another_release_is_named(engine):
     engine("2.0")
-    finding = of("functions of Toy", environment.environment())
-    assert finding.verdict is Verdict.FAILED
+    finding = of("functions of Toy", doctor.environment())
+    assert finding.verdict == FAILED
     assert "Toy 2.0" in finding.text
 
 
 def test_settings_that_do_not_fit_are_named(engine, monkeypatch):
     engine("1.2")
-    monkeypatch.setenv("EPLB_AGENT_VOTE_LAG", "9")
-    finding = of("settings", environment.environment())
-    assert finding.verdict is Verdict.FAILED
-    assert "vote_lag 9" in finding.text
+    monkeypatch.setenv("EPLB_AGENT_VOTE_INTERVAL", "0")
+    finding = of("settings", doctor.environment())
+    assert finding.verdict == FAILED
+    assert "vote_interval" in finding.text
 
 
 @pytest.mark.parametrize(
     ("found", "code"),
-    [([Finding.ok("a", "x"), Finding.skipped("b", "y")], 0), ([Finding.failed("a", "x")], 1)],
+    [([Finding("a", OK, "x"), Finding("b", SKIPPED, "y")], 0), ([Finding("a", FAILED, "x")], 1)],
 )
 def test_the_exit_code_says_whether_something_failed(found, code, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "_findings", lambda _: iter(found))
@@ -118,7 +109,7 @@ def test_the_exit_code_says_whether_something_failed(found, code, monkeypatch, c
 
 def test_a_rank_that_ends_without_findings_is_named():
     (finding,) = doctor._of_rank(1, "", "Segmentation fault")
-    assert finding.verdict is Verdict.FAILED
+    assert finding.verdict == FAILED
     assert "rank 1 ended: Segmentation fault" in finding.text
 
 
@@ -137,33 +128,23 @@ class FakeProcess:
         pass
 
 
-def devices(count, monkeypatch):
-    """The round trip of two ranks on so many devices: its findings, each rank's device and its backend."""
+@pytest.mark.parametrize(
+    ("count", "found", "started"),
+    [
+        (2, ("ranks meet", OK, ""), [("cuda:0", None), ("cuda:1", None)]),
+        (1, ("devices", OK, "2 ranks on 1 cuda"), [("cuda:0", "gloo"), ("cuda:0", "gloo")]),
+        (0, ("devices", FAILED, "torch sees no cuda"), []),
+    ],
+    ids=["one each", "shared, by way of the host", "none"],
+)
+def test_ranks_take_the_devices_that_there_are(count, found, started, monkeypatch):
     monkeypatch.setattr(FakeProcess, "started", [])
     monkeypatch.setattr(doctor.subprocess, "Popen", FakeProcess)
     monkeypatch.delenv("EPLB_AGENT_TRANSFER_BACKEND", raising=False)
     module = types.SimpleNamespace(device_count=lambda: count)
     monkeypatch.setattr(doctor.torch, "get_device_module", lambda _: module)
-    findings = list(doctor._round_trip(2, "cuda", 4096))
-    return (
-        findings,
-        [(command[-2], env.get("EPLB_AGENT_TRANSFER_BACKEND")) for command, env in FakeProcess.started],
-    )
-
-
-def test_each_rank_has_a_device_of_its_own(monkeypatch):
-    findings, ranks = devices(2, monkeypatch)
-    assert [finding.name for finding in findings] == ["ranks meet"]
-    assert ranks == [("cuda:0", None), ("cuda:1", None)]
-
-
-def test_ranks_that_share_a_device_go_by_way_of_the_host(monkeypatch):
-    findings, ranks = devices(1, monkeypatch)
-    assert "2 ranks on 1 cuda" in of("devices", findings).text
-    assert ranks == [("cuda:0", "gloo"), ("cuda:0", "gloo")]
-
-
-def test_a_kind_of_device_that_is_not_there_is_named(monkeypatch):
-    findings, ranks = devices(0, monkeypatch)
-    assert of("devices", findings).verdict is Verdict.FAILED
-    assert ranks == []
+    first, *_ = doctor._round_trip(2, "cuda", 4096)
+    assert (first.name, first.verdict) == found[:2]
+    assert first.text.startswith(found[2])
+    ranks = [(command[-2], env.get("EPLB_AGENT_TRANSFER_BACKEND")) for command, env in FakeProcess.started]
+    assert ranks == started

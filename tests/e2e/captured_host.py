@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from eplb_service.placement import Placement
-from worker_agent.adapters.live_layer import ExpertWeights
 from worker_agent.agent import Agent
+from worker_agent.live_layer import ExpertWeights
 from worker_agent.settings import AgentSettings
 
 LAYERS, EXPERTS, SLOTS, HIDDEN, INTERMEDIATE, TOP_K, TOKENS = 4, 16, 10, 32, 48, 2, 64
@@ -178,7 +178,7 @@ def step_without_waiting(passes: int) -> str | None:
     Why balancing stopped, or ``None``.
     """
     host = CapturedHost(torch.device("cuda", 0), quantised=False)
-    settings = AgentSettings(service="127.0.0.1:9", transfer_backend="gloo", report_steps=8)
+    settings = AgentSettings(service="127.0.0.1:9", transfer_backend="gloo")
     agent = Agent.start(host.layers, dist.group.WORLD, settings, token_group=0)
     for number in range(1, passes + 1):
         host.run()
@@ -220,7 +220,6 @@ def serve(
         AgentSettings(
             service=service,
             deployment="captured",
-            report_steps=8,
             transfer_backend="gloo" if shared else "auto",
             vote_timeout_seconds=60,
             commit_timeout_seconds=60,

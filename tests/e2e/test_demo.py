@@ -1,19 +1,27 @@
-"""`eplb demo` runs the whole main job on real processes and proves that balancing changes no output."""
+"""`eplb demo` runs the main job on real processes: balancing changes no output, and its recording is a trace."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from eplb_service.cli import main
+from eplb_service.io.open_trace import open_trace
 from tests.cli.published import held
 from tests.e2e.service import Service
+from tests.moe.pairwise import Row, pairwise
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+STEPS, RANKS, LAYERS, EXPERTS, REQUESTS, TOP_K = 160, 4, 4, 32, 16, 4
+MOST_PAR_BY_STEP = 1.06
 
 
 def _demo(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -76,6 +84,90 @@ def test_a_demo_that_switches_nothing_fails_and_says_so() -> None:
     assert "no layer was switched" in done.stdout
 
 
+@pytest.mark.slow
+def test_the_balanced_model_says_what_the_model_left_alone_says(tmp_path: Path) -> None:
+    out, recording = tmp_path / "out.json", tmp_path / "served.npz"
+    done = _demo(
+        *("--steps", str(STEPS), "--window", "32", "--interval", "16", "--requests", str(REQUESTS)),
+        *("--json", str(out), "--record", str(recording)),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = held("demo", out.read_text())
+    assert figures["generated_bytes_identical"] is True
+    assert figures["generated_bytes"] > STEPS * RANKS * REQUESTS / 2
+    assert figures["layers_switched"] >= 4
+    assert figures["par_hindsight"] <= figures["par_balanced"] < figures["par_static"] - 0.1
+    assert figures["max_abs_output_diff"] <= figures["float32_rounding_bound"]
+    assert "all identical to the model left alone" in " ".join(done.stdout.replace("│", " ").split())
+    _check_recording(recording)
+
+
+OPTIONS: dict[str, list[Any]] = {
+    "--dispatcher": ["all2allv", "allgather", "mc2", "moge"],
+    "--quant": ["none", "w8a8"],
+    "--split": ["tables", "deal", "step"],
+    "--dual-batch": [False, True],
+}
+
+
+def _allowed(row: Row) -> bool:
+    """Grouped experts have no replicas to split tokens over."""
+    return row.get("--dispatcher") != "moge" or row.get("--split", "tables") == "tables"
+
+
+def _arguments(row: Row) -> list[str]:
+    dual_batch = ["--dual-batch"] if row["--dual-batch"] else []
+    redundant = ["--redundant", "0"] if row["--dispatcher"] == "moge" else []
+    named = [text for name in ("--dispatcher", "--quant", "--split") for text in (name, row[name])]
+    return [*named, *dual_batch, *redundant]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", pairwise(OPTIONS, _allowed), ids=lambda row: " ".join(_arguments(row)))
+def test_every_way_through_the_experts_serves_the_same_bytes(row: Row, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    done = _demo(
+        *("--steps", str(STEPS), "--window", "32", "--interval", "16", "--requests", str(REQUESTS)),
+        *("--json", str(out), *_arguments(row)),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(out.read_text())
+    assert figures["generated_bytes_identical"] is True
+    assert figures["generated_bytes"] > STEPS * RANKS * REQUESTS / 2
+    if row["--dispatcher"] == "moge":
+        # Every token has equally many choices on each rank, and no expert may leave its rank.
+        assert figures["layers_switched"] == 0
+        assert figures["par_balanced"] == figures["par_static"] == 1.0
+        return
+    assert figures["layers_switched"] >= 1
+    most = MOST_PAR_BY_STEP if row["--split"] == "step" else figures["par_static"] - 0.1
+    assert figures["par_balanced"] < most
+
+
+@pytest.mark.parametrize("split", ["deal", "step"])
+@pytest.mark.parametrize("redundant", ["0", "8"])
+@pytest.mark.parametrize("quant", OPTIONS["--quant"])
+def test_grouped_experts_are_refused_where_tokens_would_be_split(
+    split: str, redundant: str, quant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not _allowed({"--dispatcher": "moge", "--split": split})
+    arguments = ["--dispatcher", "moge", "--split", split, "--redundant", redundant, "--quant", quant]
+    assert main.run(["demo", *arguments]) == 2
+    assert "serves the model with --redundant 0 and --split tables" in capsys.readouterr().err
+
+
+def _check_recording(path: Path) -> None:
+    assert open_trace(path).heat(0, STEPS).shape == (STEPS, LAYERS, EXPERTS)
+    with np.load(path) as held:
+        counts_TLE, source_TRLE = held["counts"], held["source"]
+        assert source_TRLE.shape == (STEPS, RANKS, LAYERS, EXPERTS)
+        np.testing.assert_array_equal(source_TRLE.sum(axis=1), counts_TLE)
+        assert (source_TRLE.sum(axis=3) == REQUESTS * TOP_K).all()
+        assert sorted(set(held["phase"].tolist())) == list(range(len(held["phase_names"])))
+        assert (held["requests"].sum(axis=2) == REQUESTS).all()
+        assert held["requests"].shape == (STEPS, RANKS, len(held["domain_names"]))
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -88,9 +180,20 @@ def test_a_demo_that_switches_nothing_fails_and_says_so() -> None:
         (["--ranks", "1"], "--ranks"),
         (["--deployment", "a b"], "--deployment is 'a b'"),
         (["--address", "127.0.0.1:1", "--window", "8"], "--window goes with a service of the demo's own"),
+        (["--hidden", "64"], "--hidden goes with --trace alone"),
+        (["--layers", "9"], "the model has 4 MoE layers, --layers asks for 9"),
+        (["--trace", "any.npz", "--requests", "8"], "--requests goes with the model alone"),
+        (["--record", "served.csv"], "must end in .npz"),
+        (["--redundant", "6"], "use --redundant 8"),
+        (["--split", "even"], "unknown split 'even'; choose one of tables, deal, step"),
+        (
+            ["--dispatcher", "moge"],
+            "--dispatcher moge serves the model with --redundant 0 and --split tables",
+        ),
+        (["--dispatcher", "moge", "--redundant", "0", "--ranks", "8"], "use --ranks 2 or 4"),
     ],
 )
-def test_what_a_user_got_wrong_is_one_line_and_exit_code_2(
+def test_a_mistake_is_one_line_and_exit_code_2(
     arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.run(["demo", *arguments]) == 2

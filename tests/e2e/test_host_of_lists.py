@@ -9,19 +9,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.server.service import running_service
 from eplb_service.placement import Placement
 from tests.control.server.conftest import logs_on_stderr, warm_kernels  # noqa: F401
 from tests.control.server.test_service import settings
 from tests.ranks import run_ranks
-from worker_agent.adapters.live_layer import ExpertWeights
 from worker_agent.agent import Agent
+from worker_agent.live_layer import ExpertWeights
 from worker_agent.settings import AgentSettings
 
 pytestmark = pytest.mark.e2e
 
 EXPERTS, SLOTS, HIDDEN, TOKENS, ROWS, RANKS = 8, 5, 16, 32, 64, 2
-AFTER_SWITCH = 200
+AFTER_SWITCH, NEVER = 200, 10**9
 
 
 class ListLayer:
@@ -67,7 +68,8 @@ class ListLayer:
         return output[self._rank * TOKENS : (self._rank + 1) * TOKENS]
 
 
-def _serve(service: str, most_steps: int, follow: bool) -> dict[str, Any]:
+def _serve(service: str, most_steps: int, follow: bool, switches: int, hot_steps: int) -> dict[str, Any]:
+    """Serve until the layer has switched so often, and on for a while; other experts are hot every ``hot_steps``."""
     rank, draws = dist.get_rank(), torch.Generator().manual_seed(1 + dist.get_rank())
     same = torch.Generator().manual_seed(0)
     experts_EHH = torch.randint(-127, 128, (EXPERTS, HIDDEN, HIDDEN), dtype=torch.int8, generator=same)
@@ -82,25 +84,22 @@ def _serve(service: str, most_steps: int, follow: bool) -> dict[str, Any]:
         if follow:
             layer.refresh()
 
-    agent = Agent.start(
-        [layer],
-        dist.group.WORLD,
-        AgentSettings(service=service, deployment="lists", verify_transfers=True),
-        on_commit=on_commit,
-    )
+    settings = AgentSettings(service=service, deployment="lists", verify_transfers=True)
+    agent = Agent.start([layer], dist.group.WORLD, settings, on_commit=on_commit)
     popularity_E = torch.linspace(1.0, 0.05, EXPERTS) ** 3
     dense_EHH = experts_EHH.float() * scales_E[:, None, None]
-    worst = 0.0
-    left = most_steps
+    worst, step, left = 0.0, 0, most_steps
     while left > 0:
-        # Until the layer has been switched and served on; every rank switches it at the same step.
-        left = min(left - 1, AFTER_SWITCH) if agent.stats.layers_switched else left - 1
+        # Every rank switches the layer at the same step.
+        left = min(left - 1, AFTER_SWITCH) if agent.stats.layers_switched >= switches else left - 1
         hidden_TH = torch.randn(TOKENS, HIDDEN, generator=draws)
-        chosen_T = torch.multinomial(popularity_E, TOKENS, replacement=True, generator=draws)
+        hot_E = popularity_E.roll(3 * (step // hot_steps))
+        chosen_T = torch.multinomial(hot_E, TOKENS, replacement=True, generator=draws)
         output_TH = layer.forward(hidden_TH, chosen_T)
         agent.step()
         expected_TH = torch.einsum("th,thg->tg", hidden_TH, dense_EHH[chosen_T])
         worst = max(worst, float((output_TH - expected_TH).abs().max()))
+        step += 1
     agent.close()
     return {
         "worst": worst,
@@ -110,13 +109,18 @@ def _serve(service: str, most_steps: int, follow: bool) -> dict[str, Any]:
     }
 
 
-async def _balanced(follow: bool) -> list[dict[str, Any]]:
+async def _balanced(
+    follow: bool, switches: int = 1, hot_steps: int = NEVER
+) -> tuple[list[dict[str, Any]], Deployment]:
+    """Facts of the ranks, and the service's deployment in the end."""
     async with running_service(settings()) as service:
-        return await asyncio.to_thread(run_ranks, RANKS, _serve, service.address, 6000, follow)
+        arguments = (RANKS, _serve, service.address, 8000, follow, switches, hot_steps)
+        facts = await asyncio.to_thread(run_ranks, *arguments)
+        return facts, service.plane.deployments["lists"]
 
 
 async def test_lists_of_weights_move_and_outputs_stay() -> None:
-    facts = await _balanced(follow=True)
+    facts, _ = await _balanced(follow=True)
     assert max(fact["worst"] for fact in facts) < 1e-3
     for fact in facts:
         assert fact["switched"] >= 1
@@ -126,6 +130,23 @@ async def test_lists_of_weights_move_and_outputs_stay() -> None:
 
 @pytest.mark.slow
 async def test_what_is_derived_from_weights_must_follow_the_commit() -> None:
-    facts = await _balanced(follow=False)
+    facts, _ = await _balanced(follow=False)
     assert {fact["switched"] for fact in facts} != {0}
     assert max(fact["worst"] for fact in facts) > 1e-3
+
+
+@pytest.mark.slow
+async def test_live_ranks_transfers_and_commits_come_to_price_moves() -> None:
+    facts, deployment = await _balanced(follow=True, switches=6, hot_steps=96)
+    costs, price = deployment.switch_log.costs(), deployment.decisions.move_price
+    assert min(fact["switched"] for fact in facts) >= 6
+    assert deployment.switch_log.left_out == 0
+    assert costs.expert_seconds is not None
+    assert costs.commit_seconds is not None
+    # A few hundred bytes over loopback, however busy the machine is.
+    assert 1e-6 < costs.expert_seconds < 10
+    assert 0 < costs.commit_seconds < 1
+    assert not costs.bounded
+    assert price is not None
+    assert price.kind in ("partly measured", "measured")
+    assert "GB/s per rank (measured, " in price.reason

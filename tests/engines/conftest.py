@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.service import Service
 from tests.engines.environments import ROOT, VLLM_032, python_of
-from tests.engines.openai_server import OpenAiServer
+from tests.engines.openai_server import TOKEN_IDS_ALONE, OpenAiServer
 from tests.engines.processes import end_engine, start_engine
 
 HERE = Path(__file__).parent
@@ -39,13 +39,19 @@ def make_agent_site(folder):
     subprocess.run([*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(wheels), agent], check=True)
     (wheel,) = wheels.glob("eplb_agent-*.whl")
     subprocess.run([*pip, "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)], check=True)
-    shutil.copy(HERE / "vllm_on_cpu.py", site)
+    for module in ("vllm_on_cpu.py", "commit_without_weights.py"):
+        shutil.copy(HERE / module, site)
     shutil.copy(HERE / "interpreted_triton.py", site / "sitecustomize.py")
-    metadata = site / "eplb_cpu_host-0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: eplb-cpu-host\nVersion: 0\n")
-    (metadata / "entry_points.txt").write_text(SHIM)
+    add_shim(site, "eplb_cpu_host", SHIM)
     return site
+
+
+def add_shim(site, name, entry_points):
+    """Have an engine find a shim of the tests as it finds installed plugins."""
+    metadata = site / f"{name}-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text(entry_points)
 
 
 @pytest.fixture(scope="session")
@@ -86,7 +92,7 @@ def engine_environment(site, **more):
         "EPLB_AGENT_DATA_HOST": "127.0.0.1",
         "EPLB_AGENT_VERIFY_TRANSFERS": "true",
         # Many switches in few steps are wanted here: no plan waits long for its first vote.
-        "EPLB_AGENT_IDLE_VOTE_INTERVAL": "4",
+        "EPLB_AGENT_VOTE_INTERVAL": "1",
     }
     return {**os.environ, **settings, **more}
 
@@ -186,7 +192,9 @@ def serve_vllm(agent_site, checkpoint, tmp_path):
 
     def start(engine, options, name="server", **environment):
         settings = engine_environment(agent_site, **UNCOMPILED, **environment)
-        server = OpenAiServer(python_of(engine), tmp_path / name, checkpoint, options, settings)
+        command = [*TOKEN_IDS_ALONE, *options]
+        log = tmp_path / name / "server.log"
+        server = OpenAiServer(python_of(engine), log, checkpoint, command, settings)
         servers.append(server)
         return server
 

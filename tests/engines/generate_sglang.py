@@ -4,19 +4,11 @@
 """
 
 import json
-import random
 import sys
 import time
 from pathlib import Path
 
-
-def prompts(count, seed=1):
-    """Token ids of ``count`` prompts; the domains that they draw from change along the way."""
-    draw = random.Random(seed)
-    return [
-        [draw.randrange(3 + 60 * (n % 8), 63 + 60 * (n % 8)) for _ in range(draw.randrange(4, 40))]
-        for n in range(count)
-    ]
+from generate_vllm import prompts
 
 
 def generate(model, options):

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-import http.client
 import json
-import socket
 import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
+from typing import Any
 
+from tests.e2e.service import free_address
 from tests.engines.processes import end_engine, start_engine
 
-START_SECONDS = 900
+START_SECONDS = 900.0
+TOKEN_IDS_ALONE = ("--skip-tokenizer-init", "--max-model-len", "512", "--max-num-seqs", "8")
+"""Options of a server without a tokenizer: prompts and answers are token ids."""
+
+
+class ServerError(RuntimeError):
+    """A server that does not start, or refuses a request; the message has its reason or the end of its log."""
 
 
 @dataclass(frozen=True)
-class Answer:
+class TimedTokens:
     """One streamed completion: token ids, and when each came, in seconds since the request."""
 
     ids: list[int]
@@ -30,21 +40,21 @@ class Answer:
 
     @property
     def per_token(self) -> list[float]:
-        """Seconds between tokens that came one after another."""
+        """Seconds between neighbouring tokens."""
         return [late - early for early, late in zip(self.arrived, self.arrived[1:], strict=False)]
 
 
 class OpenAiServer:
-    """``python -m vllm.entrypoints.openai.api_server`` in a process of its own.
+    """``python -m vllm.entrypoints.openai.api_server`` in a process of its own; a context that ends it.
 
     Parameters
     ----------
     python
         The engine's interpreter.
-    folder
-        Where its log goes.
-    checkpoint
-        The model, without a tokenizer: prompts and answers are token ids.
+    log
+        File that takes what it prints.
+    model
+        Checkpoint to serve.
     options
         Further command line.
     environment
@@ -52,84 +62,90 @@ class OpenAiServer:
     """
 
     def __init__(
-        self, python: Path, folder: Path, checkpoint: Path, options: list[str], environment: dict[str, str]
+        self, python: Path, log: Path, model: Path, options: Sequence[str], environment: dict[str, str]
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.log = folder / "server.log"
-        self.model = str(checkpoint)
-        module = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
-        command = [
-            *module,
-            "--port",
-            str(self.port),
-            "--model",
-            self.model,
-            "--skip-tokenizer-init",
-            *options,
-        ]
-        command += ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8", "--enforce-eager"]
-        self._process = start_engine(command, environment, self.log)
+        self.port = int(free_address().rpartition(":")[2])
+        self._model, self._log = str(model), log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", self._model]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", "--enforce-eager"]
+        self._process = start_engine([*command, *options], environment, log)
+
+    def __enter__(self) -> OpenAiServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End it, with its workers."""
+        end_engine(self._process)
 
     def wait_until_healthy(self) -> None:
-        """Until it takes requests; raises ``AssertionError`` with the end of its log where it does not come to that."""
+        """Wait until it takes requests; raises ``ServerError`` where it ends before, or takes too long."""
         deadline = time.monotonic() + START_SECONDS
-        while True:
-            assert self._process.poll() is None, self.tail()
-            assert time.monotonic() < deadline, f"not healthy after {START_SECONDS} s: {self.tail()}"
-            if self._is_healthy():
-                return
+        while not self._is_healthy():
+            if self._process.poll() is not None:
+                raise ServerError(f"vLLM ended while it started, see {self._log}: {self.tail()}")
+            if time.monotonic() > deadline:
+                raise ServerError(f"vLLM did not start in {START_SECONDS:.0f} s: {self.tail()}")
             time.sleep(0.5)
 
     def _is_healthy(self) -> bool:
-        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)) as connection:
-            try:
-                connection.request("GET", "/health")
-                response = connection.getresponse()
-                response.read()
-            except (OSError, http.client.HTTPException):
-                return False
-            return response.status == 200
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=10):
+                return True
+        except (urllib.error.URLError, OSError):
+            return False
 
-    def answer(self, prompt: list[int], max_tokens: int) -> Answer:
-        """One greedy completion, streamed."""
+    def answers(self, prompts: list[list[int]], max_tokens: int) -> list[TimedTokens]:
+        """Greedy completions of prompts of token ids, all at once."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(lambda prompt: self._answer(prompt, max_tokens), prompts))
+
+    def _answer(self, prompt: list[int], max_tokens: int) -> TimedTokens:
         body = {
-            "model": self.model,
+            "model": self._model,
             "prompt": prompt,
             "max_tokens": max_tokens,
             "temperature": 0,
             "ignore_eos": True,
             "detokenize": False,
-            "return_token_ids": True,
-            "stream": True,
         }
-        headers = {"content-type": "application/json"}
-        ids, arrived = [], []
-        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)) as connection:
-            began = time.perf_counter()
-            connection.request("POST", "/v1/completions", json.dumps(body), headers)
-            response = connection.getresponse()
-            assert response.status == 200, response.read()
-            for line in response:
-                if not line.startswith(b"data: {"):
-                    continue
-                (choice,) = json.loads(line[len(b"data: ") :])["choices"]
-                came = choice.get("token_ids") or []
-                ids += came
-                arrived += [time.perf_counter() - began] * len(came)
-        return Answer(ids, arrived)
-
-    def answers(self, prompts: list[list[int]], max_tokens: int) -> list[Answer]:
-        """All prompts at once."""
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            return list(pool.map(lambda prompt: self.answer(prompt, max_tokens), prompts))
+        ids: list[int] = []
+        arrived: list[float] = []
+        for choice, seconds in streamed_choices(self.port, body, timeout=300.0):
+            came = choice.get("token_ids") or []
+            ids += came
+            arrived += [seconds] * len(came)
+        return TimedTokens(ids, arrived)
 
     def tail(self) -> str:
         """The end of its log."""
-        return self.log.read_text()[-6000:]
+        return self._log.read_text(errors="replace")[-6000:].strip()
 
-    def stop(self) -> None:
-        """End it, with its workers."""
-        end_engine(self._process)
+
+def streamed_choices(
+    port: int, body: dict[str, Any], timeout: float
+) -> Iterator[tuple[dict[str, Any], float]]:
+    """Yield each part of a streamed completion, with its seconds since the request.
+
+    Raises ``ServerError`` where the server refuses, breaks off or cannot be reached.
+    """
+    asked = json.dumps(body | {"return_token_ids": True, "stream": True})
+    with closing(HTTPConnection("127.0.0.1", port, timeout=timeout)) as connection:
+        began = time.perf_counter()
+        try:
+            connection.request("POST", "/v1/completions", asked, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            if response.status != 200:
+                raise ServerError(f"status {response.status}: {response.read(500).decode(errors='replace')}")
+            for line in response:
+                if line.startswith(b"data: {"):
+                    event = json.loads(line[len(b"data: ") :])
+                    if "error" in event:
+                        raise ServerError(f"the server reports {event['error']}")
+                    for choice in event["choices"]:
+                        yield choice, time.perf_counter() - began
+        except (OSError, HTTPException, ValueError, KeyError) as error:
+            raise ServerError(f"{type(error).__name__}: {error}") from error

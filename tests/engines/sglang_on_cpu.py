@@ -21,7 +21,9 @@ def register() -> None:
     scatter = "sglang.srt.distributed.parallel_state.GroupCoordinator.reduce_scatterv"
     HookRegistry.register(scatter, _scatter_without_nccl, HookType.AROUND)
     if os.environ.get("EPLB_TEST_COMMIT_WITHOUT_WEIGHTS"):
-        _commit_without_weights()
+        from commit_without_weights import commit_without_weights
+
+        commit_without_weights()
 
 
 def _experts_of_this_rank(original, layer, x, topk_output, moe_runner_config):
@@ -47,15 +49,3 @@ def _pad_for_plain_attention(original, batch, model_runner, *sizes):
 def _scatter_without_nccl(_, group, whole, output=None, sizes=None):
     """SGLang's own way by an all-reduce, which it takes where answers are to be the same in every run."""
     return group._deterministic_reduce_scatterv(whole, output, sizes)
-
-
-def _commit_without_weights() -> None:
-    """The defect that tests must be able to see: a layer's tables switch, its weights do not."""
-    from worker_agent.swap import layer_commit
-
-    original = layer_commit.install
-
-    def install(layer, staged, slots, *tables):
-        return original(layer, [buffer[:0] for buffer in staged], [], *tables)
-
-    layer_commit.install = install

@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from tests.engines.conftest import UNCOMPILED, VllmRun, engine_environment, make_agent_site
+from tests.engines.conftest import UNCOMPILED, VllmRun, add_shim, engine_environment, make_agent_site
 from tests.engines.environments import SGLANG_0523, python_of
 from tests.engines.processes import start_engine
 
@@ -26,10 +26,7 @@ def make_sglang_site(folder):
     site = make_agent_site(folder)
     shutil.copy(HERE / "sglang_on_cpu.py", site)
     shutil.copy(HERE / "absent_on_cpu.py", site / "sitecustomize.py")
-    metadata = site / "eplb_sglang_on_cpu-0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: eplb-sglang-on-cpu\nVersion: 0\n")
-    (metadata / "entry_points.txt").write_text(_SHIM)
+    add_shim(site, "eplb_sglang_on_cpu", _SHIM)
     return site
 
 

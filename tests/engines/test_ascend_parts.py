@@ -6,33 +6,31 @@ import pytest
 import torch
 
 from tests.engines.ascend_layers import EXPERTS, SLOTS, HostLayer
-from worker_agent.adapters.errors import UnsupportedEngineError
-from worker_agent.adapters.vllm_ascend import hooks, plugin
-from worker_agent.adapters.vllm_ascend.balancer import AscendBalancer, LayerFinder, _slots
-from worker_agent.adapters.vllm_ascend.layer import HeatRings
-from worker_agent.adapters.vllm_ascend.sources import SourceCounter
+from worker_agent.adapters.compat import UnsupportedEngineError
+from worker_agent.adapters.vllm_ascend import hooks
+from worker_agent.adapters.vllm_ascend.host import AscendHost, LayerFinder, _HostHeat, _slots
 
 
 @pytest.mark.parametrize("policy", [0, 1, 2, 3])
 def test_each_pass_has_its_own_row_under_every_heat_policy(policy):
     layers = [HostLayer(policy), HostLayer(policy)]
     addresses = [layer.moe_load.data_ptr() for layer in layers]
-    heat = HeatRings(layers, EXPERTS, rows=4)
+    heat = _HostHeat(layers, EXPERTS, rows=4)
     for step in range(7):
         for index, layer in enumerate(layers):
             layer.receive([step, index, 1, 0])
             heat.chosen_LE[index, step % EXPERTS] += 2
         heat.record(counts=step != 5, own_tokens=step != 6)
-    assert int(heat.counter) == 7
+    assert int(heat.rings.counter) == 7
     # Steps 4, 5 and 6 are in rows 0 to 2, step 3 in row 3.
     for index in range(2):
-        assert heat.slots_LWS[index].tolist() == [
+        assert heat.rings.slots_LWS[index].tolist() == [
             [4, index, 1, 0],
             [0] * SLOTS,
             [6, index, 1, 0],
             [3, index, 1, 0],
         ]
-        assert heat.sources_LWE[index].sum(dim=1).tolist() == [2, 0, 0, 2]
+        assert heat.rings.sources_LWE[index].sum(dim=1).tolist() == [2, 0, 0, 2]
     assert addresses == [layer.moe_load.data_ptr() for layer in layers]
 
 
@@ -41,26 +39,21 @@ def dispatch(layer, ids, mask=None):
     return types.SimpleNamespace(topk_ids=torch.tensor(ids), routing=routing)
 
 
-def counter(layers, chosen_LE, **facts):
-    known = {"first_rank": True, "shares_tokens": False, "redundant": True} | facts
-    return SourceCounter(layers, chosen_LE, **known)
-
-
 def test_choices_are_counted_in_their_layer_without_padding():
-    layers, chosen_LE = [HostLayer(1), HostLayer(1)], torch.zeros(2, EXPERTS, dtype=torch.int32)
-    sources = counter(layers, chosen_LE)
-    sources.count(dispatch(layers[1], [[0, 1], [1, 5]], torch.tensor([True, False])), gathers=False)
-    sources.count(dispatch(layers[1], [[0, 2]]), gathers=False)
-    sources.count(dispatch(HostLayer(1), [[3, 3]]), gathers=False)  # a draft model's layer
-    assert chosen_LE.tolist() == [[0] * EXPERTS, [2, 1, 1, 0, 0, 0]]
+    layers = [HostLayer(1), HostLayer(1)]
+    heat = _HostHeat(layers, EXPERTS, redundant=True)
+    heat.count_choices(dispatch(layers[1], [[0, 1], [1, 5]], torch.tensor([True, False])), gathers=False)
+    heat.count_choices(dispatch(layers[1], [[0, 2]]), gathers=False)
+    heat.count_choices(dispatch(HostLayer(1), [[3, 3]]), gathers=False)  # a draft model's layer
+    assert heat.chosen_LE.tolist() == [[0] * EXPERTS, [2, 1, 1, 0, 0, 0]]
 
 
 @pytest.mark.parametrize(("first", "counted"), [(True, 2), (False, 0)])
 def test_one_rank_counts_tokens_that_all_ranks_see(first, counted):
-    layer, chosen_LE = HostLayer(1), torch.zeros(1, EXPERTS, dtype=torch.int32)
-    sources = counter([layer], chosen_LE, first_rank=first, shares_tokens=True, redundant=False)
-    sources.count(dispatch(layer, [[0, 1]]), gathers=True)
-    assert int(chosen_LE.sum()) == counted
+    layer = HostLayer(1)
+    heat = _HostHeat([layer], EXPERTS, first_rank=first, shares_tokens=True)
+    heat.count_choices(dispatch(layer, [[0, 1]]), gathers=True)
+    assert int(heat.chosen_LE.sum()) == counted
 
 
 @pytest.mark.parametrize(
@@ -72,9 +65,9 @@ def test_one_rank_counts_tokens_that_all_ranks_see(first, counted):
 )
 def test_all_gather_that_would_answer_wrongly_is_refused(facts, reason):
     layer = HostLayer(1)
-    sources = counter([layer], torch.zeros(1, EXPERTS, dtype=torch.int32), **facts)
+    heat = _HostHeat([layer], EXPERTS, **facts)
     with pytest.raises(UnsupportedEngineError, match=reason):
-        sources.count(dispatch(layer, [[0, 1]]), gathers=True)
+        heat.count_choices(dispatch(layer, [[0, 1]]), gathers=True)
 
 
 def test_slots_are_read_from_the_maps_of_all_ranks():
@@ -95,8 +88,8 @@ def test_the_runner_gets_all_parts_or_none():
     whole = types.ModuleType("runner")
     for name in names:
         setattr(whole, name, object)
-    hooks.replace_balancer(whole)
-    assert whole.EplbUpdator is AscendBalancer
+    hooks._replace_balancer(whole)
+    assert whole.EplbUpdator is AscendHost
     shared = whole.Manager().dict({"moe_load": None})
     process = whole.EplbProcess(shared_dict=shared, policy_type=1, enable_d2d=True)
     assert process._launch_process().shared_dict is shared
@@ -104,7 +97,7 @@ def test_the_runner_gets_all_parts_or_none():
     for name in names[:3]:
         setattr(moved, name, object)
     with pytest.raises(AttributeError, match="VllmEplbAdaptor"):
-        hooks.replace_balancer(moved)
+        hooks._replace_balancer(moved)
     assert moved.EplbUpdator is object
 
 
@@ -113,16 +106,10 @@ def test_other_weights_are_refused_while_experts_are_balanced(monkeypatch):
         def update_weights(self, info):
             return info
 
-    hooks.refuse_other_weights(Worker, "update_weights")
+    hooks._refuse_other_weights(Worker, "update_weights")
     assert Worker().update_weights("new") == "new"
-    monkeypatch.setattr(AscendBalancer, "of_this_process", object())
+    monkeypatch.setattr(AscendHost, "of_this_process", object())
     with pytest.raises(RuntimeError, match="update_weights: vLLM-Ascend loads weights into new tensors"):
         Worker().update_weights("new")
     with pytest.raises(AttributeError, match="start_weight_update"):
-        hooks.refuse_other_weights(Worker, "start_weight_update")
-
-
-def test_the_plugin_does_nothing_unless_a_service_is_named(monkeypatch):
-    monkeypatch.delenv("EPLB_AGENT_SERVICE", raising=False)
-    monkeypatch.setattr(hooks, "install", lambda: pytest.fail("it patched"))
-    plugin.register()
+        hooks._refuse_other_weights(Worker, "start_weight_update")

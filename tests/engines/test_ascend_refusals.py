@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from worker_agent.adapters.errors import UnsupportedEngineError
+from worker_agent.adapters.compat import UnsupportedEngineError
 from worker_agent.adapters.vllm_ascend.refusals import refuse_settings
 
 
@@ -35,14 +35,7 @@ PLAIN = types.SimpleNamespace(expert_map_record_path=None)
 
 
 @pytest.mark.parametrize(
-    "engine",
-    [
-        {},
-        {"release": "0.18.0"},
-        {"stages": 2},
-        {"device": "A2", "release": "0.23.0.post1"},
-    ],
-    ids=str,
+    "engine", [{}, {"release": "0.18.0"}, {"stages": 2}, {"device": "A2", "release": "0.23.0.post1"}], ids=str
 )
 def test_what_goes_with_the_agent_is_let_through(engine, monkeypatch):
     ascend(monkeypatch, **engine)

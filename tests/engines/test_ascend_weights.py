@@ -7,11 +7,16 @@ import pytest
 import torch
 
 from tests.engines.ascend_layers import EXPERTS, SLOTS, HostLayer
-from worker_agent.adapters.errors import UnsupportedEngineError
+from worker_agent.adapters.compat import UnsupportedEngineError
+from worker_agent.adapters.engine_host import HeatRings
 from worker_agent.adapters.vllm_ascend import weights
-from worker_agent.adapters.vllm_ascend.layer import AscendLayer, HeatRings
-from worker_agent.adapters.vllm_ascend.refusals import refuse_lists_that_the_host_misreads
-from worker_agent.adapters.vllm_ascend.weights import check_same_formats, expert_weights, npu_format
+from worker_agent.adapters.vllm_ascend.refusals import refuse_misread_lists
+from worker_agent.adapters.vllm_ascend.weights import (
+    AscendLayer,
+    _npu_format,
+    check_same_formats,
+    expert_weights,
+)
 
 
 def weighted(kind, **tensors):
@@ -20,6 +25,14 @@ def weighted(kind, **tensors):
     for name, tensor in tensors.items():
         setattr(layer, name, tensor)
     return layer
+
+
+LISTS = ("w13_weight_list", "w2_weight_list", "w13_weight_scale_fp32_list", "w2_weight_scale_list")
+
+
+def in_lists():
+    """A quantised layer that has a tensor for each expert."""
+    return weighted("W8A8", **{name: [torch.zeros(2) for _ in range(SLOTS)] for name in LISTS})
 
 
 def per_expert(*shape):
@@ -33,12 +46,11 @@ def test_weights_are_what_the_kernels_of_each_quantisation_read():
         plain.w13_weight.data_ptr(),
         plain.w2_weight.data_ptr(),
     ]
-    names = ("w13_weight_list", "w2_weight_list", "w13_weight_scale_fp32_list", "w2_weight_scale_list")
-    lists = {name: [torch.zeros(2) for _ in range(SLOTS)] for name in names}
-    found = expert_weights(weighted("W8A8", **lists), quantised=True, allow_unverified=True)
+    layer = in_lists()
+    found = expert_weights(layer, quantised=True, allow_unverified=True)
     assert all(
-        kind[slot] is lists[name][slot]
-        for kind, name in zip(found, names, strict=True)
+        kind[slot] is getattr(layer, name)[slot]
+        for kind, name in zip(found, LISTS, strict=True)
         for slot in range(SLOTS)
     )
 
@@ -65,7 +77,7 @@ ND, NZ = 2, 29
 def in_formats(monkeypatch, *formats):
     """Tensors of an NPU count as in these formats, in turn."""
     asked = iter(formats)
-    monkeypatch.setattr(weights, "npu_format", lambda _: next(asked))
+    monkeypatch.setattr(weights, "_npu_format", lambda _: next(asked))
 
 
 def test_all_experts_in_one_tensor_of_nz_are_refused(monkeypatch):
@@ -80,8 +92,7 @@ def test_all_experts_in_one_tensor_of_nz_are_refused(monkeypatch):
 
 
 def test_experts_of_their_own_may_be_nz_if_all_of_a_kind_are(monkeypatch):
-    names = ("w13_weight_list", "w2_weight_list", "w13_weight_scale_fp32_list", "w2_weight_scale_list")
-    host = weighted("W8A8", **{name: [torch.zeros(2) for _ in range(SLOTS)] for name in names})
+    host = in_lists()
     in_formats(monkeypatch, *[NZ] * 2 * SLOTS, *[ND] * 2 * SLOTS)
     assert len(expert_weights(host, quantised=True, allow_unverified=True)) == 4
     in_formats(monkeypatch, *[NZ] * SLOTS, *[NZ] * (SLOTS - 1), ND)
@@ -106,11 +117,11 @@ def test_ranks_whose_formats_differ_refuse_alike(monkeypatch, theirs, differ):
 
 
 def test_the_format_is_torch_npus_and_asked_of_tensors_of_an_npu_alone(monkeypatch):
-    assert npu_format(torch.zeros(2)) == ND
+    assert _npu_format(torch.zeros(2)) == ND
     fake = types.SimpleNamespace(get_npu_format=lambda tensor: tensor.format)
     monkeypatch.setitem(sys.modules, "torch_npu", fake)
-    assert npu_format(types.SimpleNamespace(device=torch.device("cpu"), format=NZ)) == ND
-    assert npu_format(types.SimpleNamespace(device=types.SimpleNamespace(type="npu"), format=NZ)) == NZ
+    assert _npu_format(types.SimpleNamespace(device=torch.device("cpu"), format=NZ)) == ND
+    assert _npu_format(types.SimpleNamespace(device=types.SimpleNamespace(type="npu"), format=NZ)) == NZ
 
 
 def test_what_the_older_balancer_does_not_move_is_refused():
@@ -127,12 +138,10 @@ def test_quantised_experts_are_moved_only_where_that_is_asked_for():
 
 
 def test_tensors_that_the_host_replaces_are_noticed():
-    names = ("w13_weight_list", "w2_weight_list", "w13_weight_scale_fp32_list", "w2_weight_scale_list")
-    lists = {name: [torch.zeros(2) for _ in range(SLOTS)] for name in names}
-    host = weighted("W8A8", **lists)
+    host = in_lists()
     found = expert_weights(host, quantised=True, allow_unverified=True)
-    heat = HeatRings([host], EXPERTS, rows=4)
-    layer = AscendLayer(host, torch.zeros(EXPERTS, dtype=torch.int32), found, heat, 0, False)
+    heat = HeatRings(1, torch.device("cpu"), slots=SLOTS, experts=EXPERTS)
+    layer = AscendLayer(host.log2phy, torch.zeros(EXPERTS, dtype=torch.int32), found, heat, 0, False)
     assert layer.expert_weights() is found
     # As in quant_apply_mlp: the first expert's scales become those of another type.
     host.w13_weight_scale_fp32_list[0] = host.w13_weight_scale_fp32_list[0].to(torch.bfloat16)
@@ -150,9 +159,9 @@ OTHER_SCALES = [scale.to(torch.bfloat16) for scale in SCALES]
     ids=["mc2", "all2allv"],
 )
 def test_lists_of_experts_need_the_host_s_kernel_for_them(scales, mc2, reason):
-    refuse_lists_that_the_host_misreads(*scales, mc2=mc2, kernel_for_lists=True)
+    refuse_misread_lists(*scales, mc2=mc2, kernel_for_lists=True)
     with pytest.raises(UnsupportedEngineError, match=reason):
-        refuse_lists_that_the_host_misreads(*scales, mc2=mc2, kernel_for_lists=False)
+        refuse_misread_lists(*scales, mc2=mc2, kernel_for_lists=False)
 
 
 @pytest.mark.parametrize(
@@ -161,4 +170,4 @@ def test_lists_of_experts_need_the_host_s_kernel_for_them(scales, mc2, reason):
     ids=["float", "one-tensor", "all2allv-of-one-type"],
 )
 def test_what_the_host_reads_rightly_without_that_kernel_is_let_through(scales, mc2):
-    refuse_lists_that_the_host_misreads(*scales, mc2=mc2, kernel_for_lists=False)
+    refuse_misread_lists(*scales, mc2=mc2, kernel_for_lists=False)

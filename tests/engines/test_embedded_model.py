@@ -14,8 +14,8 @@ from eplb_service.placement import Placement
 from tests.engines.environments import ROOT, VLLM_032, python_of
 from tests.engines.test_vllm import MOST_LOST
 from worker_agent.model.checkpoint import EMBEDDED, Checkpoint
-from worker_agent.model.decode import Decoder
 from worker_agent.model.expert_parallel import expert_parallel
+from worker_agent.model.serving import Decoder
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 

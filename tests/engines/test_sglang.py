@@ -1,12 +1,10 @@
 """Real SGLang, balanced by the agent, answers what SGLang answers alone; its layers switch while it does."""
 
-import subprocess
-
 import pytest
 
-from tests.engines.environments import SGLANG_0523, python_of
+from tests.engines.environments import SGLANG_0523
 from tests.engines.sglang_run import ON_CPU, SglangRun, make_sglang_site
-from tests.engines.test_vllm import WITHOUT_WEIGHTS, heat_arrived, same_answers, switched
+from tests.engines.test_vllm import WITHOUT_WEIGHTS, heat_arrived, in_engine, same_answers, switched
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
@@ -43,14 +41,12 @@ def run_sglang(sglang_site, checkpoint, tmp_path):
 
 @pytest.fixture(scope="module")
 def alone():
-    """Answers of the untouched engine on one rank, by load; each made once."""
-    known = {}
+    """Answers of the untouched engine on one rank; made once."""
+    made = []
 
-    def answers(run_sglang, load):
-        key = (load["requests"], load["max_tokens"], load["rounds"])
-        if key not in known:
-            known[key] = run_sglang(load, name="alone").answers()
-        return known[key]
+    def answers(run_sglang):
+        made[:] = made or run_sglang(LOAD, name="alone").answers()
+        return made
 
     return answers
 
@@ -58,7 +54,7 @@ def alone():
 @PARALLEL
 @pytest.mark.parametrize("service", [DEALING], indirect=True)
 def test_answers_are_the_same_over_many_switches(parallel, run_sglang, alone, service):
-    expected = alone(run_sglang, LOAD)
+    expected = alone(run_sglang)
     agent = {"EPLB_AGENT_SERVICE": service.address, "EPLB_AGENT_DEPLOYMENT": "default"}
     balanced = run_sglang(LOAD | {"engine": parallel}, **agent)
     same_answers(balanced.answers(), expected)
@@ -68,17 +64,14 @@ def test_answers_are_the_same_over_many_switches(parallel, run_sglang, alone, se
 @PARALLEL
 @pytest.mark.parametrize("service", [DEALING], indirect=True)
 def test_tables_that_change_without_weights_are_seen(parallel, run_sglang, alone, service):
-    expected = alone(run_sglang, LOAD)
-    broken = run_sglang(
-        LOAD | {"engine": parallel},
-        EPLB_AGENT_SERVICE=service.address,
-        **WITHOUT_WEIGHTS,
-    )
+    expected = alone(run_sglang)
+    agent = WITHOUT_WEIGHTS | {"EPLB_AGENT_SERVICE": service.address}
+    broken = run_sglang(LOAD | {"engine": parallel}, **agent)
     assert [ids for ids, _ in broken.answers()] != [ids for ids, _ in expected]
 
 
 def test_with_eplb_off_there_is_nothing_to_balance(run_sglang, alone, service):
-    expected = alone(run_sglang, LOAD)
+    expected = alone(run_sglang)
     answers = run_sglang(LOAD, EPLB_AGENT_SERVICE=service.address).answers()
     assert answers == expected
 
@@ -91,19 +84,6 @@ def test_a_combination_that_cannot_be_balanced_ends_the_engine_with_the_reason(r
     assert "unset EPLB_AGENT_SERVICE" in said
 
 
-def in_engine(site, code, **environment):
-    """Run ``code`` with the engine's interpreter and the agent on its path."""
-    settings = {"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin", **ON_CPU, **environment}
-    return subprocess.run(
-        [python_of(SGLANG_0523), "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=settings,
-        timeout=600,
-    )
-
-
 def test_an_unknown_release_ends_the_engine_and_leaves_it_as_it_is(sglang_site):
     check = (
         "import sglang.version; sglang.version.__version__ = '0.6.0'\n"
@@ -112,7 +92,7 @@ def test_an_unknown_release_ends_the_engine_and_leaves_it_as_it_is(sglang_site):
         "try: load_plugins()\n"
         "finally: print('hooks of the agent', [one for one in HookRegistry._hooks if 'ModelRunner' in one])"
     )
-    done = in_engine(sglang_site, check, EPLB_AGENT_SERVICE="127.0.0.1:1")
+    done = in_engine(SGLANG_0523, sglang_site, check, EPLB_AGENT_SERVICE="127.0.0.1:1", **ON_CPU)
     assert done.returncode == 1, done.stderr
     assert "hooks of the agent []" in done.stdout
     assert "SGLang 0.6.0" in done.stderr

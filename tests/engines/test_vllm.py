@@ -256,8 +256,8 @@ def test_no_service_at_all(engine, run_vllm, alone):
 @pytest.mark.parametrize("engine", [VLLM_032, VLLM_023_SERVED], ids=lambda engine: engine.name)
 def test_every_function_that_the_adapter_relies_on_is_the_known_one(engine, agent_site):
     check = (
-        "import vllm; from worker_agent.adapters import compat; from worker_agent.adapters.vllm.known import KNOWN\n"
-        "compat.require('vLLM', vllm.__version__, KNOWN)"
+        "import vllm; from worker_agent.adapters import compat\n"
+        "compat.require('vLLM', vllm.__version__, compat.read_known('worker_agent.adapters.vllm'))"
     )
     done = in_engine(engine, agent_site, check)
     assert done.returncode == 0, done.stderr
@@ -268,8 +268,8 @@ def test_an_unknown_release_is_refused_and_left_as_it_is(agent_site):
         "import vllm; vllm.__version__ = '9.9.0'\n"
         "from vllm.distributed.eplb.eplb_state import EplbState\n"
         "step = EplbState.step\n"
-        "from worker_agent.adapters.vllm import plugin\n"
-        "try: plugin.register()\n"
+        "from worker_agent.adapters import plugins\n"
+        "try: plugins.register_vllm()\n"
         "except Exception as error: print(type(error).__name__, error)\n"
         "assert EplbState.step is step"
     )

@@ -187,8 +187,8 @@ def start_balancer(config, model):
     runner = types.ModuleType("vllm_ascend.worker.model_runner_v1")
     runner.Manager, runner.EplbProcess = multiprocessing.Manager, EplbProcess
     runner.EplbUpdator, runner.VllmEplbAdaptor = EplbUpdator, VllmEplbAdaptor
-    hooks.replace_balancer(runner)
-    hooks.count_sources()
+    hooks._replace_balancer(runner)
+    hooks._count_sources()
     with set_current_vllm_config(config):
         loader, manager = D2DExpertWeightLoader(), runner.Manager()
         shared = manager.dict({"expert_map": None, "moe_load": None, "expert_maps": None})

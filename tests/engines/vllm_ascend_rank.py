@@ -23,6 +23,7 @@ os.environ.update(
 )
 import torch
 import torch.distributed as dist
+from commit_without_weights import commit_without_weights
 from vllm_ascend_dense import EXPERTS, HIDDEN, LAYERS, TOKENS
 from vllm_ascend_host import build, forward, start_balancer
 
@@ -36,21 +37,11 @@ def kept_tensors(layer):
     return [layer.log2phy, layer.moe_load, *experts]
 
 
-def break_commits():
-    """The defect that tests must be able to see: a layer's tables switch, its weights do not."""
-    from worker_agent.swap import layer_commit
-
-    install = layer_commit.install
-    layer_commit.install = lambda layer, staged, _slots, *tables: install(
-        layer, [buffer[:0] for buffer in staged], [], *tables
-    )
-
-
 def main(rank, port, config_folder, options):
     """Serve until enough layers have switched."""
     config, model = build(rank, port, config_folder, options)
     from worker_agent.adapters import compat
-    from worker_agent.adapters.vllm_ascend.known import KNOWN
+    from worker_agent.adapters.vllm_ascend.refusals import KNOWN
 
     # Worker and runner need a device to be imported; ``test_known_functions.py`` reads their source.
     known = {
@@ -60,7 +51,7 @@ def main(rank, port, config_folder, options):
     }
     mismatches = [str(mismatch) for mismatch in compat.mismatches(known)]
     if options.get("broken"):
-        break_commits()
+        commit_without_weights()
     updator = start_balancer(config, model)
     agent = updator.agent
     layers = list(model.layers)

@@ -22,7 +22,9 @@ def register() -> None:
     _runner_builds_eplb_state()
     _communicator_gathers_uneven_parts()
     if os.environ.get("EPLB_TEST_COMMIT_WITHOUT_WEIGHTS"):
-        _commit_without_weights()
+        from commit_without_weights import commit_without_weights
+
+        commit_without_weights()
 
 
 def _fork() -> None:
@@ -186,15 +188,3 @@ def _communicator_gathers_uneven_parts() -> None:
 
     CpuCommunicator.all_gatherv = all_gatherv
     CpuCommunicator.reduce_scatterv = reduce_scatterv
-
-
-def _commit_without_weights() -> None:
-    """The defect that tests must be able to see: a layer's tables switch, its weights do not."""
-    from worker_agent.swap import layer_commit
-
-    original = layer_commit.install
-
-    def install(layer, staged, slots, *tables):
-        return original(layer, [buffer[:0] for buffer in staged], [], *tables)
-
-    layer_commit.install = install

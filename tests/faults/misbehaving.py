@@ -20,9 +20,8 @@ import torch.distributed as dist
 from tests.agent import live
 from tests.faults.listening import knock, listening
 from tests.faults.serving import FAULTS, Sample
-from worker_agent.agent import Agent
-from worker_agent.swap import layer_commit, vote_schedule
-from worker_agent.swap.vote import BallotBox
+from worker_agent.swap import staging, vote
+from worker_agent.swap.vote import Voter
 
 VOTE_TIMEOUT, COMMIT_TIMEOUT = 2.0, 0.5
 _MOST_SECONDS = 150.0
@@ -50,12 +49,11 @@ class Host:
     """
 
     def __init__(self, history: Path) -> None:
-        vote_schedule._PROVEN_VOTES = 4
+        vote._PROVEN_VOTES = 4
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        first_RS = live.linear_RS(self.ranks)
-        self.layers, self.still = live.layers_of(1, first_RS), live.layers_of(1, first_RS)
         self.misses = self.doubles = 0
-        settings = live.settings(
+        self.agent, self.layers, self.still = live.start(
+            1,
             vote_timeout_seconds=VOTE_TIMEOUT,
             commit_timeout_seconds=COMMIT_TIMEOUT,
             transfer_timeout_seconds=3.0,
@@ -63,7 +61,6 @@ class Host:
             verify_transfers=True,
             history=history,
         )
-        self.agent = Agent.start(self.layers, dist.group.WORLD, settings)
         self._generator = torch.Generator().manual_seed(self.rank)
         self._longest = 0.0
 
@@ -97,21 +94,15 @@ class Host:
         )
 
     def _forward(self) -> float:
-        tokens = 3 + self.rank
-        hidden_TH = torch.randn(tokens, live.HIDDEN, generator=self._generator)
-        order_TE = torch.rand(tokens, live.EXPERTS, generator=self._generator).argsort(dim=1)
-        weights_TK = torch.full((tokens, live.TOP_K), 1 / live.TOP_K)
-        outputs = [
-            layer[0](hidden_TH, order_TE[:, : live.TOP_K], weights_TK) for layer in (self.layers, self.still)
-        ]
-        return float((outputs[0] - outputs[1]).abs().max())
+        hidden_TH = torch.randn(3 + self.rank, live.HIDDEN, generator=self._generator)
+        order_TE = torch.rand(3 + self.rank, live.EXPERTS, generator=self._generator).argsort(dim=1)
+        return live.difference(self.layers, self.still, hidden_TH, order_TE[:, : live.TOP_K])
 
     def _offer(self) -> None:
         installed = self.agent.installed
         if self.agent._switch.state.plan is None and self.agent.unheard is None:
-            here_RS = installed.placement.phy2log_LRS[0]
-            target_RS = live.keep_staying_slots(here_RS, live.shuffled_RS(self.ranks, installed.epoch))
-            self.agent._stream.plans.put(live.plan_for(self.agent, {0: target_RS}, installed.epoch + 1))
+            target_RS = live.from_here(self.agent, installed.epoch)
+            live.offer(self.agent, {0: target_RS}, installed.epoch + 1)
 
     def _call(self) -> None:
         if self.misses:
@@ -133,12 +124,8 @@ def _on(rank: int, fault: Callable[[Host], None]) -> Callable[[Host], None]:
     return lambda host: fault(host) if host.rank == rank else None
 
 
-def _misses(calls: int) -> Callable[[Host], None]:
-    return lambda host: setattr(host, "misses", calls)
-
-
-def _doubles(calls: int) -> Callable[[Host], None]:
-    return lambda host: setattr(host, "doubles", calls)
+def _calls(*, missed: int = 0, doubled: int = 0) -> Callable[[Host], None]:
+    return lambda host: host.__dict__.update(misses=missed, doubles=doubled)
 
 
 def _own(fault: str) -> Callable[[Host], None]:
@@ -147,34 +134,12 @@ def _own(fault: str) -> Callable[[Host], None]:
 
 def _before_the_confirmation(do: Callable[[Host], None]) -> Callable[[Host], None]:
     """Once, when the ranks are about to confirm that they are all at the boundary of a commit."""
-
-    def arrange(host: Host) -> None:
-        all_are_at = BallotBox.all_are_at
-
-        def once(box: BallotBox, forward: int) -> bool | None:
-            BallotBox.all_are_at = all_are_at  # type: ignore[method-assign]
-            do(host)
-            return all_are_at(box, forward)
-
-        BallotBox.all_are_at = once  # type: ignore[method-assign]
-
-    return arrange
+    return lambda host: live.before_next_call(Voter, "_all_are_at", lambda: do(host))
 
 
 def _in_the_install(do: Callable[[Host], None]) -> Callable[[Host], None]:
     """Once, when the rank is about to install a layer."""
-
-    def arrange(host: Host) -> None:
-        install = layer_commit.install
-
-        def once(*arguments: object) -> int:
-            layer_commit.install = install
-            do(host)
-            return install(*arguments)  # type: ignore[arg-type]
-
-        layer_commit.install = once  # type: ignore[assignment]
-
-    return arrange
+    return lambda host: live.before_next_call(staging, "copy_into", lambda: do(host))
 
 
 def _sleeps(seconds: float) -> Callable[[Host], None]:
@@ -183,20 +148,13 @@ def _sleeps(seconds: float) -> Callable[[Host], None]:
 
 def _freezes(seconds: float) -> Callable[[Host], None]:
     """All threads of the process stop, those that answer its peers as well."""
+    command = "kill -STOP {0}; sleep {1}; kill -CONT {0}"
 
     def freeze(_: Host) -> None:
-        me = os.getpid()
-        command = f"kill -STOP {me}; sleep {seconds}; kill -CONT {me}"
-        subprocess.Popen(["/bin/sh", "-c", command])
+        subprocess.Popen(["/bin/sh", "-c", command.format(os.getpid(), seconds)])
         time.sleep(0.2)
 
     return freeze
-
-
-def _leaves_the_votes(host: Host) -> None:
-    voter = host.agent._switch.votes.voter
-    if voter is not None:
-        voter.box.leave()
 
 
 def _a_stranger_knocks(host: Host) -> None:
@@ -224,37 +182,35 @@ def _drains_and_resumes(host: Host) -> None:
 
 
 def _offers_another_plan(host: Host) -> None:
-    here_RS = host.agent.installed.placement.phy2log_LRS[0]
-    target_RS = live.keep_staying_slots(here_RS, live.shuffled_RS(host.ranks, 77))
-    host.agent._stream.plans.put(live.plan_for(host.agent, {0: target_RS}, 9_000_000))
+    live.offer(host.agent, {0: live.from_here(host.agent, 77)}, 9_000_000)
 
 
 EXPERIMENTS: dict[str, Callable[[Host], None]] = {
     "no fault": _nothing,
-    "a missed call": _on(1, _misses(1)),
-    "five calls missed in a row": _on(1, _misses(5)),
-    "rank 0 misses a call": _on(0, _misses(1)),
-    "a doubled call": _on(1, _doubles(1)),
-    "ten doubled calls": _on(2, _doubles(10)),
-    "one misses calls, another doubles them": lambda host: (_nothing, _misses(3), _doubles(3))[host.rank](
-        host
-    ),
-    "all miss different numbers of calls": lambda host: _misses(host.rank)(host),
+    "a missed call": _on(1, _calls(missed=1)),
+    "five calls missed in a row": _on(1, _calls(missed=5)),
+    "rank 0 misses a call": _on(0, _calls(missed=1)),
+    "a doubled call": _on(1, _calls(doubled=1)),
+    "ten doubled calls": _on(2, _calls(doubled=10)),
+    "one misses calls, another doubles them": lambda host: (_nothing, _calls(missed=3), _calls(doubled=3))[
+        host.rank
+    ](host),
+    "all miss different numbers of calls": lambda host: _calls(missed=host.rank)(host),
     "seconds late at the boundary of a commit": _on(1, _before_the_confirmation(_sleeps(2.0))),
     "rank 0 seconds late at the boundary of a commit": _on(0, _before_the_confirmation(_sleeps(2.0))),
     "an install that takes seconds": _on(1, _in_the_install(_sleeps(1.5))),
     "a stall past the votes' deadline": _on(1, _own("stall")),
     "rank 0 stalls past the votes' deadline": _on(0, _own("stall")),
-    "a lost link": _on(1, _leaves_the_votes),
-    "rank 0 loses its links": _on(0, _leaves_the_votes),
-    "all lose their links": _leaves_the_votes,
-    "links lost at the boundary of a commit": _on(2, _before_the_confirmation(_leaves_the_votes)),
-    "links lost in an install": _on(1, _in_the_install(_leaves_the_votes)),
+    "a lost link": _on(1, _own("lose-votes")),
+    "rank 0 loses its links": _on(0, _own("lose-votes")),
+    "all lose their links": _own("lose-votes"),
+    "links lost at the boundary of a commit": _on(2, _before_the_confirmation(_own("lose-votes"))),
+    "links lost in an install": _on(1, _in_the_install(_own("lose-votes"))),
     "a frozen rank": _on(1, _freezes(3.0)),
     "rank 0 frozen": _on(0, _freezes(3.0)),
     "rank 0 frozen at the boundary of a commit": _on(0, _before_the_confirmation(_freezes(3.0))),
     "rank 0 frozen in an install": _on(0, _in_the_install(_freezes(3.0))),
-    "a frozen rank, and links lost": lambda host: (_freezes(3.0), _leaves_the_votes, _nothing)[host.rank](
+    "a frozen rank, and links lost": lambda host: (_freezes(3.0), _own("lose-votes"), _nothing)[host.rank](
         host
     ),
     "a stranger at the agents' port": _on(0, _a_stranger_knocks),

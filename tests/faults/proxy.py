@@ -6,7 +6,6 @@ import contextlib
 import socket
 import threading
 import time
-from types import TracebackType
 
 _CHUNK = 65536
 
@@ -28,12 +27,8 @@ class Proxy:
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def __enter__(self) -> Proxy:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Take no more connections, and break those that there are."""
         self._listener.close()
         self.cut()
 

@@ -6,21 +6,20 @@ import queue
 import time
 from collections.abc import Iterator
 from concurrent import futures
-from types import TracebackType
 from typing import Any
 
 import grpc
 import numpy as np
 
-from eplb_service.control.core.assembly import assemble
 from eplb_service.control.core.live_placement import LivePlacement
-from eplb_service.control.core.offer import Offer, rank_plans
+from eplb_service.control.core.plan_tracker import PlanTracker
 from eplb_service.placement import default_log2phy
-from eplb_service.planner.plan import LayerPlan, LayerVerdict, Plan
-from eplb_service.wire.codec import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
+from eplb_service.planner.plan import LayerPlan, Plan
+from eplb_service.wire.agent import Hello, decode_hello
+from eplb_service.wire.codec import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, encode
 from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
-from eplb_service.wire.hello import Hello, decode_hello
-from eplb_service.wire.plan import encode_plan
+from eplb_service.wire.operator import LayerVerdict
+from tests.agent.live import keep_staying_slots
 
 
 class RogueService(agent_pb2_grpc.AgentServiceServicer):
@@ -30,7 +29,6 @@ class RogueService(agent_pb2_grpc.AgentServiceServicer):
         self.ranks = ranks
         self.term = term
         self.statuses: queue.SimpleQueue[tuple[int, agent_pb2.PlanStatus]] = queue.SimpleQueue()
-        self.errors: dict[int, str] = {}
         self._hellos: dict[int, Hello] = {}
         self._say: dict[int, queue.SimpleQueue[agent_pb2.ConnectResponse | None]] = {}
         self._plan_id = 0
@@ -44,9 +42,7 @@ class RogueService(agent_pb2_grpc.AgentServiceServicer):
         self._server.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for said in self._say.values():
             said.put(None)
         self._server.stop(0).wait()
@@ -75,7 +71,7 @@ class RogueService(agent_pb2_grpc.AgentServiceServicer):
         while len(self._hellos) < self.ranks:
             assert time.monotonic() < deadline, f"only ranks {sorted(self._hellos)} came"
             time.sleep(0.02)
-        return assemble(dict(self._hellos))
+        return LivePlacement.assembled(dict(self._hellos))
 
     def plans(self, base: LivePlacement, *layers: int, seed: int = 0) -> list[agent_pb2.Plan]:
         """For each rank a plan that shuffles ``layers``, as a true service would make it."""
@@ -85,8 +81,8 @@ class RogueService(agent_pb2_grpc.AgentServiceServicer):
             LayerVerdict(layer, 1.5, 1.1, 1.01, 2, layer in layers, "test")
             for layer in range(base.placement.layers)
         )
-        offer = Offer.of(self._plan_id, base, Plan(updates, verdicts))
-        return [encode_plan(plan) for plan in rank_plans(offer, self.term, self.ranks)]
+        plan = PlanTracker.of(self._plan_id, base, Plan(updates, verdicts))
+        return [encode(plan.rank_plan(self.term, rank)) for rank in range(self.ranks)]
 
     def send(self, plans: list[agent_pb2.Plan], *ranks: int) -> None:
         """Each of ``ranks`` hears its own, or all where none is named."""
@@ -113,11 +109,8 @@ class RogueService(agent_pb2_grpc.AgentServiceServicer):
     ) -> None:
         try:
             for request in requests:
-                kind = request.WhichOneof("message")
-                if kind == "plan_status":
+                if request.WhichOneof("message") == "plan_status":
                     self.statuses.put((rank, request.plan_status))
-                elif kind == "heartbeat":
-                    self.errors[rank] = request.heartbeat.error
         except grpc.RpcError:
             pass
         said.put(None)
@@ -127,16 +120,11 @@ def _shuffled(base: LivePlacement, layer: int, seed: int) -> LayerPlan:
     """Experts dealt again; those that stay on a rank keep their slot there."""
     old_RS = base.placement.phy2log_LRS[layer]
     order = np.random.default_rng(seed).permutation(base.placement.experts)
-    dealt_RS = order[old_RS].astype(np.int32)
-    new_RS = np.full_like(old_RS, -1)
-    for rank, experts in enumerate(dealt_RS):
-        stays = np.isin(old_RS[rank], experts)
-        new_RS[rank, stays] = old_RS[rank, stays]
-        new_RS[rank, ~stays] = [expert for expert in experts if expert not in old_RS[rank]]
-    moves = []
-    for (rank, slot), expert in np.ndenumerate(new_RS):
-        if old_RS[rank, slot] != expert:
-            source = np.argwhere(old_RS == expert)[0]
-            moves.append((*source, rank, slot, expert))
+    new_RS = keep_staying_slots(old_RS, order[old_RS].astype(np.int32))
+    moves = [
+        (*np.argwhere(old_RS == expert)[0], *place, expert)
+        for place, expert in np.ndenumerate(new_RS)
+        if old_RS[place] != expert
+    ]
     moves_M5 = np.array(moves, dtype=np.int32).reshape(-1, 5)
     return LayerPlan(layer, new_RS, default_log2phy(new_RS, base.placement.experts), moves_M5)

@@ -7,18 +7,17 @@ import signal
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tests.e2e.service import Service
 from tests.faults.proxy import Proxy
-from tests.faults.serving import WELL_BEHAVED, Facts, Manners, serve
+from tests.faults.serving import WELL_BEHAVED, Facts, Manners, check_served, serve
 from tests.ranks import run_ranks
 
 RANKS = 3
 PATIENCE = 180.0
 """Longest wait for what must come: a busy machine is slow, and a wait ends as soon as it has come."""
-FLAGS = (
+FLAGS = [
     "--window-steps",
     "64",
     "--decision-interval",
@@ -27,7 +26,7 @@ FLAGS = (
     "8",
     "--heartbeat-seconds",
     "0.2",
-)
+]
 
 
 class RankCrew:
@@ -45,11 +44,8 @@ class RankCrew:
         self.folder = folder
         self._facts: list[Facts] = []
         self._failure: BaseException | None = None
-        self._address = address
-        self._ranks = ranks
-        self._deadline = deadline
-        self._manners = manners
-        self._changes = changes
+        self._ranks, self._deadline = ranks, deadline
+        self._served = (address, str(folder), changes, manners)
         self._thread = threading.Thread(target=self._run)
 
     def __enter__(self) -> RankCrew:
@@ -57,9 +53,7 @@ class RankCrew:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         (self.folder / "stop").touch()
         self._thread.join()
 
@@ -85,17 +79,16 @@ class RankCrew:
             raise self._failure
         return self._facts
 
+    def end_well(self) -> list[Facts]:
+        """End them; what each saw, which must be a served model and balancing that still goes on."""
+        facts = self.stop()
+        check_served(facts, self.folder)
+        assert [fact.halted for fact in facts] == [None] * self._ranks
+        return facts
+
     def _run(self) -> None:
         try:
-            self._facts = run_ranks(
-                self._ranks,
-                serve,
-                self._address,
-                str(self.folder),
-                self._changes,
-                self._manners,
-                deadline=self._deadline,
-            )
+            self._facts = run_ranks(self._ranks, serve, *self._served, deadline=self._deadline)
         except BaseException as failure:
             self._failure = failure
 
@@ -110,12 +103,10 @@ class Scene(RankCrew):
         self.proxy = Proxy(self.service.address)
         super().__init__(folder, self.proxy.address, ranks, **changes)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
-        self.proxy.__exit__(kind, error, trace)
-        self.service.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        super().__exit__()
+        self.proxy.close()
+        self.service.__exit__(None, None, None)
 
     def __enter__(self) -> Scene:
         super().__enter__()
@@ -147,25 +138,16 @@ class Scene(RankCrew):
         """Until the operator sees something that says ``text``."""
         self.service.wait_until(lambda status: text in " ".join(status.status.problems), seconds)
 
-    def wait_for_word(self, *texts: str, seconds: float = PATIENCE) -> None:
+    def wait_for_word(self, *texts: str) -> None:
         """Until the service's log says one of these: a later plan soon hides a problem in its status."""
-        deadline = time.monotonic() + seconds
-        while not any(text in self.service.log.read_text() for text in texts):
-            assert time.monotonic() < deadline, f"the service never said {texts}"
-            time.sleep(0.2)
+        self.service.wait_until(
+            lambda _: any(text in self.service.log.read_text() for text in texts), PATIENCE
+        )
 
-    def wait_for_metric(self, name: str, least: float, seconds: float = PATIENCE, **labels: str) -> None:
+    def wait_for_metric(self, name: str, least: float, **labels: str) -> None:
         """Until /metrics shows at least this much: it follows what happens, a moment later."""
-        deadline = time.monotonic() + seconds
-        while (shown := self.service.metric(name, **labels)) < least:
-            assert time.monotonic() < deadline, f"{name} is {shown}, not yet {least}"
-            time.sleep(0.1)
+        self.service.wait_until(lambda _: self.service.metric(name, **labels) >= least, PATIENCE)
 
     def wait_for_ranks(self, seconds: float = PATIENCE) -> None:
         """Until every rank's stream is alive."""
         self.service.wait_until(lambda status: status.status.agents_connected == self._ranks, seconds)
-
-
-def pause(seconds: float) -> None:
-    """Let the world go on for a while."""
-    time.sleep(seconds)

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from tests.agent import live
 from worker_agent.agent import Agent
 from worker_agent.history.check import read_histories, violations
-from worker_agent.swap.carrier import Carrier
-from worker_agent.swap.transfer_schedule import Leg
+from worker_agent.swap.lane import Parcel
+from worker_agent.swap.transfer import _Carrier
 
 LAYERS = 2
 STEP_SECONDS = 0.003
@@ -40,12 +40,8 @@ CALLS = {"miss-call": 0, "double-call": 2}
 class Manners:
     """How hosts start and end.
 
-    Parameters
-    ----------
-    late
-        Seconds by which each rank's first forward pass comes after the agents have met.
-    exits
-        ``None``: all drain, then close. Else seconds after which each rank closes, whatever is under way.
+    Each rank's first forward pass comes ``late`` seconds after the agents have met. All drain, then close; or each
+    closes after its seconds of ``exits``, whatever is under way.
     """
 
     late: Sequence[float] = ()
@@ -87,13 +83,13 @@ class Facts:
 
 def serve(address: str, folder: str, changes: dict[str, Any], manners: Manners = WELL_BEHAVED) -> Facts:
     """Serve until the file ``stop`` appears; ranks agree on the end by a collective."""
-    (Path(folder) / f"pid-{dist.get_rank()}").write_text(str(os.getpid()))
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    (Path(folder) / f"pid-{rank}").write_text(str(os.getpid()))
     group = dist.new_group(backend="gloo")
     layers, still = (live.layers_of(LAYERS, live.linear_RS(ranks)) for _ in range(2))
     settings = live.settings(service=address, history=Path(folder) / "history", **changes)
     agent = Agent.start(layers, group, settings)
-    addresses = _addresses(layers)
+    addresses = tensor_addresses(layers)
     samples: list[Sample] = []
     time.sleep(manners.late[rank] if manners.late else 0.0)
     generator = np.random.default_rng(rank)
@@ -106,10 +102,7 @@ def serve(address: str, folder: str, changes: dict[str, Any], manners: Manners =
         other_T = generator.integers(1, live.EXPERTS, size=tokens)
         ids_TK = torch.from_numpy(np.stack([np.full(tokens, hot), (hot + other_T) % live.EXPERTS], axis=1))
         hidden_TH = torch.from_numpy(generator.standard_normal((tokens, live.HIDDEN), dtype=np.float32))
-        weights_TK = torch.full((tokens, live.TOP_K), 0.5)
-        for one, twin in zip(layers, still, strict=True):
-            difference = one(hidden_TH, ids_TK, weights_TK) - twin(hidden_TH, ids_TK, weights_TK)
-            worst = max(worst, float(difference.abs().max()) if tokens else 0.0)
+        worst = max(worst, live.difference(layers, still, hidden_TH, ids_TK))
         calls = _calls_of_this_pass(folder, rank, agent)
         before = time.monotonic()
         for _ in range(calls):
@@ -134,7 +127,7 @@ def serve(address: str, folder: str, changes: dict[str, Any], manners: Manners =
         agent.installed.digest,
         agent.halted,
         agent.stats.plans_aborted,
-        addresses == _addresses(layers),
+        addresses == tensor_addresses(layers),
         tuple(samples),
     )
     if manners.exits is None:
@@ -165,7 +158,7 @@ def check_served(facts: list[Facts], folder: Path, longest_step: float = LONGEST
         assert list(violations(ranks)) == []
 
 
-def _addresses(layers: list[Any]) -> list[int]:
+def tensor_addresses(layers: list[Any]) -> list[int]:
     tensors = [t for layer in layers for t in (*layer.expert_weights(), layer.expert_map, layer.log2phy)]
     return [tensor.data_ptr() for tensor in tensors]
 
@@ -173,32 +166,21 @@ def _addresses(layers: list[Any]) -> list[int]:
 # Faults that a rank does to itself
 
 
-def _sleep(agent: Agent) -> None:
-    time.sleep(2.0)
-
-
 def _stall_next_transfer(agent: Agent) -> None:
-    staging = agent._switch.transfers.staging
-    reserve = staging.reserve
-
-    def wait_once(*arguments: Any) -> Any:
-        staging.reserve = reserve  # type: ignore[method-assign]
-        time.sleep(agent._switch._transfer_timeout + 0.5)
-        return reserve(*arguments)
-
-    staging.reserve = wait_once  # type: ignore[method-assign]
+    transfers = agent._switch.transfers
+    live.before_next_call(transfers.staging, "reserve", lambda: time.sleep(transfers._timeout + 0.5))
 
 
 def _corrupt_next_transfer(agent: Agent) -> None:
-    carry = Carrier.carry
+    carry = _Carrier.carry
 
-    def flip_once(carrier: Carrier, outgoing: Leg | None, incoming: Leg | None) -> None:
+    def flip_once(carrier: _Carrier, outgoing: Sequence[Parcel], incoming: Sequence[Parcel]) -> None:
         carry(carrier, outgoing, incoming)
-        if incoming is not None:
-            Carrier.carry = carry  # type: ignore[method-assign]
-            incoming.parts[0].view(-1)[0] += 1.0
+        if incoming:
+            _Carrier.carry = carry  # type: ignore[method-assign]
+            incoming[0].data.view(-1)[0] += 1.0
 
-    Carrier.carry = flip_once  # type: ignore[method-assign]
+    _Carrier.carry = flip_once  # type: ignore[method-assign]
 
 
 def _die(thread: threading.Thread) -> None:
@@ -223,17 +205,11 @@ def _kill_stream_thread(agent: Agent) -> None:
 
 def _break_heat_at_a_commit(agent: Agent) -> None:
     """From the next commit on this rank cannot copy its heat."""
-    listener = agent._switch._listener
-    before_commit = listener.before_commit
 
     def fail(*_: Any) -> Any:
         raise OSError("the heat cannot be cut")
 
-    def break_it(layer_epochs: tuple[int, ...]) -> None:
-        agent._heat._copy_out = fail  # type: ignore[method-assign]
-        before_commit(layer_epochs)
-
-    listener.before_commit = break_it  # type: ignore[method-assign]
+    live.before_next_call(agent._switch, "_before_commit", lambda: setattr(agent._heat, "_copy_out", fail))
 
 
 def _stall(agent: Agent) -> None:
@@ -253,11 +229,11 @@ def _stall(agent: Agent) -> None:
 
 def _lose_votes(agent: Agent) -> None:
     if agent._switch.votes.voter is not None:
-        agent._switch.votes.voter.box.leave()
+        agent._switch.votes.voter.leave()
 
 
 FAULTS: dict[str, Callable[[Agent], None]] = {
-    "sleep": _sleep,
+    "sleep": lambda _: time.sleep(2.0),
     "fail-next-transfer": live.fail_once_to_stage,
     "stall-next-transfer": _stall_next_transfer,
     "corrupt-next-transfer": _corrupt_next_transfer,

@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from tests.agent import live
 from tests.ranks import run_ranks
-from worker_agent.agent import Agent
-from worker_agent.swap import layer_commit
+from worker_agent.swap import staging
 from worker_agent.swap.commit_register import FatalSwitchError
 from worker_agent.swap.group import AgentGroup
 
@@ -19,29 +18,25 @@ RANKS = 3
 
 def _serve(how: str) -> tuple[str, int, float]:
     """Rank 1 cannot install; each rank's error, the passes that it has made by then, and how long the last took."""
-    base_RS = live.linear_RS(RANKS)
-    layers, still = live.layers_of(1, base_RS), live.layers_of(1, base_RS)
-    agent = Agent.start(layers, dist.group.WORLD, live.settings())
-    target = live.keep_staying_slots(base_RS, live.shuffled_RS(RANKS, 1))
+    agent, layers, still = live.start(1)
+    offered = live.offering(agent, {1: {0: live.target()}}, pause=0.005)
     passes, began = 0, 0.0
 
     def fail(*_: object) -> int:
         if "links break" in how:
             assert agent._switch.votes.voter is not None
-            agent._switch.votes.voter.box.leave()
+            agent._switch.votes.voter.leave()
         raise MemoryError("no memory on the device")
 
     if dist.get_rank() == 1:
-        layer_commit.install = fail  # type: ignore[assignment]
+        staging.copy_into = fail  # type: ignore[assignment]
     if "nobody" in how:
         AgentGroup.fail = lambda self, reason: setattr(self, "failure", self.failure or reason)  # type: ignore[method-assign]
 
     def between(step: int) -> None:
         nonlocal passes, began
         passes, began = step, time.monotonic()
-        if step == 1:
-            agent._stream.plans.put(live.plan_for(agent, {0: target}))
-        time.sleep(0.005)
+        offered(step)
 
     with pytest.raises(FatalSwitchError) as fatal:
         live.drive(agent, layers, still, 200, between)

@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from eplb_service.control.core.leader_term import term_at
+from eplb_service.control.core.leader import term_at
 from eplb_service.wire.generated import agent_pb2, operator_pb2, operator_pb2_grpc
 from tests.control.fake_group import FakeGroup, skewed_heat
 from tests.e2e.service import free_address
@@ -39,7 +39,7 @@ def serving(folder: Path, name: str, address: str) -> Iterator[subprocess.Popen[
         "--lease",
         f"file:{folder}/lease",
     ]
-    command += ["--decision-interval", "32", "--window-steps", "32", "--threads", "1", "--log-format", "json"]
+    command += ["--decision-interval", "32", "--window-steps", "32", "--threads", "1"]
     with log.open("ab") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
     try:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sqlite3
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from eplb_service.cli.main import run
 from tests.e2e.service import Service
-from tests.faults.scene import FLAGS, RANKS, RankCrew, Scene, pause
+from tests.faults.scene import FLAGS, RANKS, RankCrew, Scene
 from tests.faults.serving import check_served
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -18,67 +20,45 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 SLOWLY = {"bytes_per_step": 3000}
 
 
-@pytest.mark.slow
-def test_one_fault_after_another_changes_no_output_and_stops_no_step(tmp_path: Path) -> None:
-    with Scene(tmp_path, store=False) as scene:
+def _disturbed(folder: Path, moment: str, disturb: Callable[[Scene], None], *, store: bool = True) -> None:
+    """The service is disturbed while idle or while a plan is under way, and is back with what the ranks serve."""
+    with Scene(folder, store=store, **SLOWLY) as scene:
         scene.wait_for_switches()
+        under_way = moment != "idle"
+        scene.service.wait_until(lambda status: bool(status.status.plan_id) == under_way)
         before = scene.epoch
-        scene.service.kill()
-        pause(0.5)
-        # It comes back with an empty memory: what is served it learns from the ranks.
-        scene.service.start()
+        disturb(scene)
         scene.wait_for_ranks()
         assert scene.epoch >= before
-        scene.wait_for_switches()
-        scene.ask("fail-next-transfer", 1)
-        scene.wait_for_word("no room to stage")
-        scene.wait_for_metric("eplb_plans_total", 1, outcome="aborted")
-        scene.proxy.cut()
-        scene.wait_for_ranks()
-        scene.wait_for_switches()
-        scene.wait_for_metric("eplb_plans_total", 2)
+        scene.wait_for_switches(2)
+        scene.wait_for_metric("eplb_plans_total", 1)
         scene.wait_for_metric("eplb_agents_connected", RANKS)
-        facts = scene.stop()
-    check_served(facts, tmp_path)
-    assert [fact.halted for fact in facts] == [None] * RANKS
-    assert all(fact.aborted >= 1 for fact in facts)
+        scene.end_well()
+
+
+def _killed(scene: Scene) -> None:
+    scene.service.kill()
+    time.sleep(1.5)
+    scene.service.start()
+
+
+def _frozen(scene: Scene) -> None:
+    scene.service.freeze()
+    time.sleep(4)
+    scene.service.thaw()
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("store", [True, False], ids=["with its store", "empty"])
 @pytest.mark.parametrize("moment", ["idle", "a plan is under way"])
 def test_killed_and_restarted(moment: str, store: bool, tmp_path: Path) -> None:
-    with Scene(tmp_path, store=store, **SLOWLY) as scene:
-        scene.wait_for_switches()
-        under_way = moment != "idle"
-        scene.service.wait_until(lambda status: bool(status.status.plan_id) == under_way)
-        before = scene.epoch
-        scene.service.kill()
-        pause(1.5)
-        scene.service.start()
-        scene.wait_for_ranks()
-        assert scene.epoch >= before
-        scene.wait_for_switches(2)
-        facts = scene.stop()
-    check_served(facts, tmp_path)
-    assert [fact.halted for fact in facts] == [None] * RANKS
+    _disturbed(tmp_path, moment, _killed, store=store)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("moment", ["idle", "a plan is under way"])
 def test_frozen_for_seconds(moment: str, tmp_path: Path) -> None:
-    with Scene(tmp_path, **SLOWLY) as scene:
-        scene.wait_for_switches()
-        under_way = moment != "idle"
-        scene.service.wait_until(lambda status: bool(status.status.plan_id) == under_way)
-        scene.service.freeze()
-        pause(4)
-        scene.service.thaw()
-        scene.wait_for_ranks()
-        scene.wait_for_switches(2)
-        facts = scene.stop()
-    check_served(facts, tmp_path)
-    assert [fact.halted for fact in facts] == [None] * RANKS
+    _disturbed(tmp_path, moment, _frozen)
 
 
 @pytest.mark.faults
@@ -87,7 +67,7 @@ def test_streams_that_are_cut_delayed_and_swallowed(tmp_path: Path) -> None:
         scene.wait_for_switches()
         for _ in range(5):
             scene.proxy.cut()
-            pause(0.7)
+            time.sleep(0.7)
         scene.wait_for_ranks()
         scene.proxy.delay = 0.3
         scene.wait_for_switches()
@@ -100,9 +80,7 @@ def test_streams_that_are_cut_delayed_and_swallowed(tmp_path: Path) -> None:
         scene.proxy.cut()
         scene.wait_for_ranks()
         scene.wait_for_switches()
-        facts = scene.stop()
-    check_served(facts, tmp_path)
-    assert [fact.halted for fact in facts] == [None] * RANKS
+        scene.end_well()
 
 
 @pytest.mark.faults
@@ -120,14 +98,12 @@ def test_of_two_services_the_ranks_follow_the_one_that_started_last(tmp_path: Pa
         scene.wait_for_problem("is older than")
         # What was under way before is still completed.
         before = scene.wait_for_rest()
-        pause(2)
+        time.sleep(2)
         assert scene.epoch == before
         scene.proxy.target = newer.address
         scene.proxy.cut()
         newer.wait_until(lambda status: status.status.epoch > before)
-        facts = scene.stop()
-    check_served(facts, tmp_path)
-    assert [fact.halted for fact in facts] == [None] * RANKS
+        scene.end_well()
 
 
 @pytest.mark.faults
@@ -150,7 +126,7 @@ def test_a_clock_that_was_once_wrong_is_overcome_by_an_order(tmp_path: Path) -> 
         scene.wait_for_problem("is older than")
         # What was under way before is still completed.
         before = scene.wait_for_rest()
-        pause(2)
+        time.sleep(2)
         assert scene.epoch == before
         assert run(["lead", "default", "--address", scene.service.address]) == 0
         scene.wait_for_switches()
@@ -158,9 +134,7 @@ def test_a_clock_that_was_once_wrong_is_overcome_by_an_order(tmp_path: Path) -> 
         scene.service.start()
         scene.wait_for_ranks()
         scene.wait_for_switches()
-        facts = scene.stop()
-    check_served(facts, tmp_path)
-    assert [fact.halted for fact in facts] == [None] * RANKS
+        scene.end_well()
 
 
 @pytest.mark.faults

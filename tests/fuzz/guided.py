@@ -11,8 +11,7 @@ import warnings
 import atheris
 
 with atheris.instrument_imports(include=["eplb_service", "worker_agent"]):
-    from tests.fuzz.decoder import outcome_of
-    from tests.fuzz.decoders import DECODERS
+    from tests.fuzz.decoders import DECODERS, outcome_of
 
 
 def main() -> None:

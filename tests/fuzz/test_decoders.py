@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from eplb_service.wire.codec import MAX_MESSAGE_BYTES, pack, unpack
 from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import tensor_pb2
-from tests.fuzz.decoder import Decoder, outcome_of
-from tests.fuzz.decoders import DECODERS
+from tests.fuzz.decoders import DECODERS, Decoder, outcome_of
 
 EDITS = st.lists(
     st.tuples(

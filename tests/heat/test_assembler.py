@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
+from statistics import median
 
 import numpy as np
 import pytest
@@ -10,21 +12,48 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_service.heat.assembler import HeatAssembler, memory_bytes
+from eplb_service.heat.sources import StepTimes, StepTimesRing
 from eplb_service.heat.window import Window
-from eplb_service.placement import Placement, par
+from eplb_service.placement import Placement, dealt_log2phy, default_log2phy, par, without_single_entries
+from eplb_service.wire.agent import Shape
 from eplb_service.wire.heat import HeatReport, StepPhase
-from eplb_service.wire.hello import Shape
-from tests.heat.reports import (
-    EXPERTS,
-    LAYERS,
-    PLACEMENT_LRS,
-    RANKS,
-    SLOTS,
-    assembler,
-    loads_of,
-    place,
-    report,
-)
+
+RANKS, LAYERS, EXPERTS, SLOTS = 2, 2, 3, 2
+PLACEMENT_LRS = np.array([[[0, 1], [2, 0]], [[2, 1], [0, 1]]], dtype=np.int32)
+
+
+def assembler(window_steps: int = 8, pending_steps: int = 4) -> HeatAssembler:
+    made = HeatAssembler(Shape(RANKS, LAYERS, EXPERTS, SLOTS, 0), window_steps, pending_steps)
+    for layer in range(LAYERS):
+        place(made, layer, 0, PLACEMENT_LRS[layer])
+    return made
+
+
+def place(heat: HeatAssembler, layer: int, epoch: int, phy2log_RS: np.ndarray) -> None:
+    heat.placements.place(layer, epoch, phy2log_RS, default_log2phy(phy2log_RS, EXPERTS))
+
+
+def loads_of(heat: HeatAssembler, layer_epochs: tuple[int, ...]) -> np.ndarray:
+    """Of all steps of the window, ``[T, L, R]``: differences of the sums over ever more of the newest."""
+    sums = [heat.load_sums(layer_epochs, newest)[1] for newest in range(1, heat.steps + 1)]
+    return np.diff([np.zeros((LAYERS, RANKS)), *sums], axis=0)[::-1]
+
+
+def report(
+    first_step: int, *counts: int, epochs: tuple[int, ...] = (0, 0), dummy: bool = False
+) -> HeatReport:
+    """``counts[t]`` tokens in each slot of each layer in step ``t``."""
+    slot_counts = np.broadcast_to(
+        np.array(counts, dtype=np.int32)[:, None, None], (len(counts), LAYERS, SLOTS)
+    )
+    sources = np.broadcast_to(np.array(counts, dtype=np.int32)[:, None, None], (len(counts), LAYERS, EXPERTS))
+    phase_T = np.full(len(counts), StepPhase.DUMMY if dummy else StepPhase.DECODE, dtype=np.uint8)
+    return HeatReport(first_step, epochs, slot_counts, phase_T, sources)
+
+
+def sources_only(first_step: int, counts_TLE: np.ndarray, epochs: tuple[int, ...] = (0, 0)) -> HeatReport:
+    phase_T = np.full(len(counts_TLE), StepPhase.DECODE, dtype=np.uint8)
+    return HeatReport(first_step, epochs, None, phase_T, counts_TLE)
 
 
 def test_a_step_counts_once_all_ranks_have_reported_it() -> None:
@@ -44,7 +73,6 @@ def test_loads_past_16_bits_are_kept_whole() -> None:
     for rank, counts in enumerate(((1, 40_000), (1 << 20, 2))):
         heat.add(rank, report(0, *counts))
     np.testing.assert_array_equal(loads_of(heat, (0, 0))[:, 0], [[2, 1 << 21], [80_000, 4]])
-    assert loads_of(heat, (0, 0)).dtype == np.int32
 
 
 def test_a_step_that_a_rank_skipped_is_lost() -> None:
@@ -85,7 +113,7 @@ def test_steps_that_no_rank_reported_are_lost() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("far", [20, 1000, (1 << 48) - 4])
 def test_a_report_at_a_step_that_nobody_is_at_ends_nothing(ranks: int, far: int) -> None:
-    heat = HeatAssembler(ranks, LAYERS, EXPERTS, SLOTS, 8, 4)
+    heat = HeatAssembler(Shape(ranks, LAYERS, EXPERTS, SLOTS, 0), 8, 4)
     for layer in range(LAYERS):
         slots_RS = PLACEMENT_LRS[layer, :ranks].copy()
         heat.placements.place(layer, 0, slots_RS, np.zeros((ranks, EXPERTS), dtype=np.int32))
@@ -112,7 +140,7 @@ def test_memory_is_priced_before_it_is_taken() -> None:
     shape = Shape(64, 58, 256, 5, 1)
     priced = memory_bytes(shape, window_steps=32, pending_steps=16)
     tracemalloc.start()
-    heat = HeatAssembler(shape.ranks, shape.layers, shape.experts, shape.slots, 32, 16)
+    heat = HeatAssembler(shape, 32, 16)
     sources = np.ones((4, shape.layers, shape.experts), dtype=np.int32)
     placement = Placement.linear(shape.layers, shape.experts, shape.ranks, shape.slots)
     tables_RLE = placement.default_log2phy()
@@ -274,3 +302,124 @@ def test_what_is_remembered_does_not_change_while_steps_come_in() -> None:
     np.testing.assert_array_equal(remembered.arrays()[0], before_TLE)
     np.testing.assert_array_equal(remembered.arrays()[1], before_RLE)
     assert (heat.remembered().arrays()[0] != before_TLE).all()
+
+
+def test_sources_are_summed_where_all_ranks_report_the_same_steps() -> None:
+    heat = assembler(window_steps=8)
+    heat.add(0, report(0, 1, 1))
+    assert Window(*heat.remembered().arrays()).steps == 0
+    heat.add(1, report(0, 5, 5))
+    heat.add(0, report(2, 7))  # rank 1 has not reported this bucket yet
+    window = Window(*heat.remembered().arrays())
+    assert window.source_RLE is not None
+    np.testing.assert_array_equal(window.source_RLE[:, 0, 0], [2, 10])
+
+
+def test_sums_over_reports_are_as_good_as_counts_by_step() -> None:
+    rng = np.random.default_rng(0)
+    by_step, by_report = (
+        assembler(window_steps=16, pending_steps=8),
+        assembler(window_steps=16, pending_steps=8),
+    )
+    for first_step in range(0, 32, 4):
+        for rank in range(RANKS):
+            sent = report(first_step, *rng.integers(0, 9, 4))
+            summed = replace(
+                sent,
+                source_counts_TLE=None,
+                source_sums_LE=sent.source_counts_TLE.sum(axis=0, dtype=np.int32),
+            )
+            by_step.add(rank, sent)
+            by_report.add(rank, summed)
+    expected_RLE, found_RLE = by_step.remembered().arrays()[1], by_report.remembered().arrays()[1]
+    assert expected_RLE.sum() > 0
+    np.testing.assert_array_equal(found_RLE, expected_RLE)
+
+
+@given(seed=st.integers(0, 2**32 - 1), steps=st.integers(1, 4), width=st.sampled_from((1, 3)))
+def test_what_slots_received_follows_from_sources_and_tables(seed: int, steps: int, width: int) -> None:
+    rng = np.random.default_rng(seed)
+    heat = assembler()
+    counts_RTLE = rng.integers(0, 50, (RANKS, steps, LAYERS, EXPERTS)).astype(np.uint8)
+    tables_LRED = np.stack([dealt_log2phy(rows, EXPERTS, width) for rows in PLACEMENT_LRS])
+    loads_TLR = np.zeros((steps, LAYERS, RANKS))
+    for rank, step, layer, expert in np.ndindex(*counts_RTLE.shape):
+        for token in range(counts_RTLE[rank, step, layer, expert]):
+            target = tables_LRED[layer, rank, expert, token % width] // SLOTS
+            loads_TLR[step, layer, target] += 1
+    for layer, rows in enumerate(PLACEMENT_LRS):
+        heat.placements.place(layer, 0, rows, without_single_entries(tables_LRED[layer]))
+    for rank in range(RANKS):
+        heat.add(rank, sources_only(0, counts_RTLE[rank]))
+    heat_TLE, source_RLE = heat.remembered().arrays()
+    np.testing.assert_array_equal(heat_TLE, counts_RTLE.sum(axis=0))
+    np.testing.assert_array_equal(loads_of(heat, (0, 0)), loads_TLR)
+    assert source_RLE is not None
+
+
+def test_tokens_went_where_the_table_of_their_epoch_sent_them() -> None:
+    heat = assembler()
+    elsewhere_RE = np.array([[2, 1, 3], [0, 3, 2]], dtype=np.int32)
+    heat.placements.place(0, 1, np.array([[0, 1], [2, 1]], dtype=np.int32), elsewhere_RE)
+    counts_TLE = np.ones((1, LAYERS, EXPERTS), dtype=np.int32)
+    for rank in range(RANKS):
+        heat.add(rank, sources_only(0, counts_TLE, epochs=(1, 0)))
+    # Rank 0 sends experts 0 and 2 away and keeps 1; rank 1 sends 0 away and keeps the others.
+    np.testing.assert_array_equal(loads_of(heat, (1, 0))[0, 0], [2, 4])
+
+
+def test_a_step_that_only_some_ranks_count_by_slot_is_lost() -> None:
+    heat = assembler(pending_steps=2)
+    heat.add(0, report(0, 1))
+    assert heat.add(1, sources_only(0, np.ones((1, LAYERS, EXPERTS), dtype=np.int32))).received == 0
+    for rank in range(RANKS):
+        heat.add(rank, report(1, 1, 1))
+    assert heat.counted == (2, 1)
+
+
+def test_the_median_is_of_those_ranks_that_measured() -> None:
+    rng = np.random.default_rng(0)
+    micros_TR = rng.integers(1, 1000, (50, 5)) * (rng.random((50, 5)) < 0.6)
+    ring = StepTimesRing(64, np.arange(5))
+    for row, micros_R in enumerate(micros_TR):
+        ring.put(row, micros_R, np.full(5, -1))
+    found = ring.of(np.arange(50), np.ones(50, dtype=bool))
+    for micros_R, us in zip(micros_TR, found.us_T, strict=True):
+        known = [micros for micros in micros_R if micros > 0]
+        assert us == median(known) if known else np.isnan(us)
+    assert np.isnan(found.tokens_T).all()
+
+
+def test_a_wait_for_requests_is_no_step() -> None:
+    times = StepTimes(np.array([1000.0, np.nan, 1100.0, 900_000.0, 1200.0]), np.array([8.0, 8, 10, 2, 12]))
+    assert times.served_T.tolist() == [True, False, True, False, True]
+    assert times.mean_us == pytest.approx(1100)
+    assert times.tokens_per_step == pytest.approx(10)
+    assert times.newest(1).mean_us == 1200
+
+
+def test_nothing_is_known_where_nothing_was_measured() -> None:
+    times = StepTimes(np.full(3, np.nan), np.full(3, np.nan))
+    assert times.mean_us is None
+    assert times.tokens_per_step is None
+
+
+def test_ranks_that_see_the_same_tokens_count_them_once_and_old_agents_leave_them_unknown() -> None:
+    ranks, layers, experts, slots = 4, 1, 8, 2
+    placement = Placement.linear(layers, experts, ranks, slots)
+    groups_R = np.array([0, 0, 1, 1], dtype=np.int32)
+    heat = HeatAssembler(Shape(ranks, layers, experts, slots, 0), 8, 4, groups_R)
+    heat.placements.place(0, 0, placement.phy2log_LRS[0], placement.default_log2phy()[:, 0])
+    counts_TLS = np.ones((2, layers, slots), dtype=np.int32)
+    phase_T = np.full(2, StepPhase.DECODE, dtype=np.uint8)
+    for rank in range(ranks):
+        tokens_T, micros_T = np.array([5 + rank // 2] * 2), np.array([0, 1000 + rank])
+        heat.add(rank, HeatReport(0, (0,), counts_TLS, phase_T, tokens_T=tokens_T, micros_T=micros_T))
+    for rank in range(ranks):
+        heat.add(rank, HeatReport(2, (0,), counts_TLS, phase_T))
+    times = heat.step_times((0,))
+    np.testing.assert_array_equal(times.us_T, [np.nan, 1001.5, np.nan, np.nan])
+    np.testing.assert_array_equal(times.tokens_T, [11, 11, np.nan, np.nan])
+    assert np.isnan(heat.step_times((1,)).us_T).all(), (
+        "what was served under another placement says nothing of this"
+    )

@@ -36,20 +36,6 @@ def test_the_name_does_not_matter(tmp_path):
     assert np.array_equal(read_heat(path), HEAT_TLE)
 
 
-def test_vllm_window_with_its_map(tmp_path):
-    path, map_path = tmp_path / "window.npz", tmp_path / "map.npy"
-    slots_TLP = slots_of(HEAT_TLE, PHY2LOG_LP)
-    np.savez(path, expert_load_window=slots_TLP, physical_to_logical_map=PHY2LOG_LP)
-    assert np.array_equal(read_heat(path), HEAT_TLE)
-    np.savez(path, expert_load_window=slots_TLP)
-    with pytest.raises(HeatError, match="without their placement: give the expert in each slot with --map"):
-        read_heat(path)
-    np.save(map_path, PHY2LOG_LP)
-    assert np.array_equal(read_heat(path, ReadAs(phy2log=np.load(map_path))), HEAT_TLE)
-    np.save(path.with_suffix(".npy"), slots_TLP)
-    assert np.array_equal(read_heat(path.with_suffix(".npy"), ReadAs(phy2log=PHY2LOG_LP)), HEAT_TLE)
-
-
 @pytest.mark.parametrize("suffix", [".npy", ".json"])
 def test_vllms_view_is_never_taken_for_logical_experts(tmp_path, suffix):
     path, slots_TLP = tmp_path / f"expert_load_view_rank0{suffix}", slots_of(HEAT_TLE, PHY2LOG_LP)
@@ -86,31 +72,8 @@ def test_deepseek_weights_are_one_step(tmp_path):
         HEAT_TLE.tolist(),
         {"heat": HEAT_TLE.tolist(), "model": "x"},
         {"rank": 0, "logical_count": HEAT_TLE.tolist()},
-        {
-            "records": [
-                {
-                    "forward_pass_id": 8,
-                    "rank": 0,
-                    "global_physical_count": slots_of(HEAT_TLE, PHY2LOG_LP)[1].tolist(),
-                },
-                {
-                    "forward_pass_id": 7,
-                    "rank": 0,
-                    "global_physical_count": slots_of(HEAT_TLE, PHY2LOG_LP)[0].tolist(),
-                },
-                *(
-                    {
-                        "forward_pass_id": number,
-                        "rank": 1,
-                        "global_physical_count": np.zeros((3, 6), dtype=int).tolist(),
-                    }
-                    for number in (7, 8)
-                ),
-            ],
-            "last_physical_to_logical_map": PHY2LOG_LP.tolist(),
-        },
     ],
-    ids=["array", "named", "SGLang", "SGLang per pass"],
+    ids=["array", "named", "SGLang"],
 )
 def test_json(tmp_path, document):
     path = tmp_path / "trace.json"
@@ -145,18 +108,6 @@ def test_routes_are_batched_by_the_stated_rule(tmp_path):
     assert open_trace(path, ReadAs(batch=3)).steps == 1
 
 
-def test_bare_routes_are_not_taken_for_heat(tmp_path):
-    path = tmp_path / "routes.npy"
-    routes_KLC = np.argsort(np.random.default_rng(0).random((200, 3, 16)), axis=2)[:, :, :4]
-    np.save(path, routes_KLC)
-    with pytest.raises(HeatError, match="say --as routes"):
-        open_trace(path)
-    trace = open_trace(path, ReadAs(meaning="routes", experts=16, batch=50))
-    assert trace.shape == (4, 3, 16)
-    assert (trace.heat(0, 4).sum(axis=2) == 50 * 4).all()
-    assert open_trace(path, ReadAs(meaning="heat")).shape == (200, 3, 4)
-
-
 def test_sources_and_phases_come_with_the_heat(tmp_path):
     path = tmp_path / "demo.npz"
     source_TRLE = np.random.default_rng(0).integers(0, 9, (20, 4, 3, 8))
@@ -169,7 +120,7 @@ def test_sources_and_phases_come_with_the_heat(tmp_path):
     assert np.array_equal(trace.source(3, 17), source_TRLE[3:17].sum(axis=0))
     assert trace.phase_numbers(4, 8).tolist() == [0, 1, 0, 1]
     np.savez(path, **{**arrays, "source": source_TRLE[:-1]})
-    assert "source heat is [19, 4, 3, 8], expected counts [20, 4, 3, 8]" in refusal(path)
+    assert "source heat is [19, 4, 3, 8], not counts [20, 4, 3, 8]" in refusal(path)
     np.savez(path, **arrays, phase_names=np.array(["chat"]))
     assert "phases are numbers below 1" in refusal(path)
 

@@ -8,9 +8,7 @@ import pytest
 from eplb_service.atomic_write import OutputError
 from eplb_service.io import recorder as recorder_module
 from eplb_service.io.open_trace import open_trace
-from eplb_service.io.recorder import Recorder
-from eplb_service.io.recording import Recording
-from eplb_service.io.routing_tables import RoutingTables
+from eplb_service.io.recorder import Recorder, Recording
 from eplb_service.io.trace import PHASES, TraceFacts
 from eplb_service.placement import Placement, dealt_log2phy
 from eplb_service.wire.heat import HeatReport, StepPhase
@@ -277,13 +275,14 @@ def test_slots_that_nobody_counts_are_refused_where_tables_are_unknown(tmp_path)
     recorder.close()
 
 
-def test_tables_of_the_newest_epochs_are_kept():
-    tables = RoutingTables(layers=2)
+def test_tables_of_the_newest_epochs_are_kept(tmp_path):
+    recorder = Recorder(tmp_path / "a.zarr", FACTS, LAYERS, EXPERTS, 32)
     for epoch in range(40):
-        tables.place(0, epoch, np.full((RANKS, EXPERTS), epoch))
-    tables.place(1, 0, np.zeros((RANKS, EXPERTS)))
-    found = tables.at((39, 0))
+        recorder.place(0, epoch, LINEAR.phy2log_LRS[0], np.full((RANKS, EXPERTS), epoch))
+    recorder.place(1, 0, LINEAR.phy2log_LRS[1], np.zeros((RANKS, EXPERTS)))
+    found = recorder._tables_at((39, 0))
     assert found is not None
     assert [int(table[0, 0]) for table in found] == [39, 0]
-    assert tables.at((0, 0)) is None
-    assert tables.at((39, 1)) is None
+    assert recorder._tables_at((0, 0)) is None
+    assert recorder._tables_at((39, 1)) is None
+    recorder.close()

@@ -26,17 +26,6 @@ def test_a_file_cut_at_any_point_is_refused(tmp_path, suffix):
         refusal(cut)
 
 
-def test_damage_inside_an_npz_is_refused(tmp_path):
-    path = tmp_path / "trace.npz"
-    np.savez_compressed(path, heat=np.random.default_rng(0).integers(0, 1000, (20, 3, 8)))
-    data = bytearray(path.read_bytes())
-    for place in range(60, len(data) - 200, 37):
-        damaged = data.copy()
-        damaged[place] ^= 0xFF
-        path.write_bytes(damaged)
-        refusal(path)
-
-
 @pytest.mark.parametrize(
     ("array", "message"),
     [

@@ -34,6 +34,7 @@ HEATS = SHAPES.flatmap(
 @pytest.mark.parametrize("suffix", TRACE_SUFFIXES)
 @settings(max_examples=25)
 @example(heat_TLE=np.array([[[1, 0]]]))
+@example(heat_TLE=np.arange(300).reshape(150, 2, 1))
 @given(heat_TLE=HEATS)
 def test_heat(suffix: str, heat_TLE: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     if suffix == ".parquet":

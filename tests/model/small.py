@@ -6,10 +6,8 @@ from pathlib import Path
 
 import torch
 
-from tools.training.train import build, save
-from tools.training.trainable_moe import TrainableMoE
-from worker_agent.model.config import ModelConfig
-from worker_agent.model.transformer import ByteTransformer
+from tools.train_model import TrainableMoE, build, save
+from worker_agent.model.transformer import ByteTransformer, ModelConfig
 
 CONFIG = ModelConfig(layers=2, hidden=16, heads=4, kv_heads=2, experts=8, top_k=2, intermediate=6, context=24)
 

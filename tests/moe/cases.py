@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +20,9 @@ from worker_agent.moe import (
     seeded_biases,
     seeded_experts,
 )
-from worker_agent.moe.composition import LayerOptions
+from worker_agent.moe.compose import LayerOptions
 from worker_agent.moe.dispatch import SHARED_TOKEN_DISPATCHERS, MC2Variant
+from worker_agent.moe.rank_group import RankGroup
 
 _groups: dict[int, dist.ProcessGroup | None] = {}
 
@@ -125,40 +127,46 @@ def ep_group(ranks: int) -> dist.ProcessGroup | None:
     return _groups[ranks]
 
 
-def build(
-    case: Case, heat_rows: int = 4, options: LayerOptions | None = None
-) -> tuple[ExpertParallelMoE, DenseMoE | ExpertParallelMoE] | None:
-    """The case's layer and what it must equal; ``None`` on a rank that has no part in the case.
-
-    That is the dense twin, or where weights are quantized the same layer on a rank alone.
-    """
+def build(case: Case, heat_rows: int = 4) -> tuple[ExpertParallelMoE, DenseMoE | ExpertParallelMoE] | None:
+    """As ``build_on``, of the first ranks of this process's group; ``None`` on a rank that has no part in the case."""
     group = ep_group(case.ranks)
-    rank = dist.get_rank()
-    if rank >= case.ranks:
-        return None
+    return build_on(case, RankGroup(group), heat_rows) if dist.get_rank() < case.ranks else None
+
+
+def build_on(
+    case: Case, group: RankGroup, heat_rows: int = 4
+) -> tuple[ExpertParallelMoE, DenseMoE | ExpertParallelMoE]:
+    """The case's layer and what it must equal: the dense twin, or where weights are quantized itself on one rank."""
+    layer = layer_on(case, group, heat_rows=heat_rows)
+    if case.quantized:
+        return layer, alone(case)
+    return layer, DenseMoE(case.shape, seeded_experts(case.shape, case.seed), dtype=case.dtype)
+
+
+def layer_on(case: Case, group: RankGroup, **more: Any) -> ExpertParallelMoE:
+    """The case's layer on a rank of a group, with other arguments than the case's where they are given."""
+    arguments = {
+        "log2phy_E": case.tables()[group.rank],
+        "dispatcher": case.dispatcher,
+        "quantized": case.quantized,
+        "dtype": case.dtype,
+        "ep_group": group,
+    }
     experts = seeded_experts(case.shape, case.seed)
-    layer = ExpertParallelMoE(
-        case.shape,
-        case.placement(),
-        experts,
-        log2phy_E=case.tables()[rank],
-        dispatcher=case.dispatcher,
-        ep_group=group,
-        heat_rows=heat_rows,
-        quantized=case.quantized,
-        dtype=case.dtype,
-        options=options,
-    )
-    return layer, alone(case) if case.quantized else DenseMoE(case.shape, experts, dtype=case.dtype)
+    return ExpertParallelMoE(case.shape, case.placement(), experts, **(arguments | more))
+
+
+def in_order(experts: int) -> Int32:
+    """All experts on one rank, ``[1, E]``."""
+    return Placement.linear(1, experts, 1, experts).phy2log_LRS[0]
 
 
 def alone(case: Case, options: LayerOptions | None = None) -> ExpertParallelMoE:
     """The case's layer on one rank, which holds expert ``e`` in slot ``e``."""
     experts = seeded_experts(case.shape, case.seed)
-    phy2log_RS = Placement.linear(1, case.experts, 1, case.experts).phy2log_LRS[0]
     return ExpertParallelMoE(
         case.shape,
-        phy2log_RS,
+        in_order(case.experts),
         experts,
         dispatcher=case.dispatcher,
         quantized=case.quantized,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from eplb_service.wire.heat import StepPhase
-from tests.moe.cases import Case
+from tests.moe.cases import MC2_VARIANTS, Case
 from tests.moe.pairwise import Row, pairwise
 from tests.moe.simulated import SimulatedGroup
 from worker_agent.moe import (
@@ -21,12 +21,12 @@ from worker_agent.moe import (
     SharedExperts,
     seeded_experts,
 )
-from worker_agent.moe.dispatch import DISPATCHER_NAMES, SHARED_TOKEN_DISPATCHERS, MC2Variant
+from worker_agent.moe.dense import dense_shared_experts
+from worker_agent.moe.dispatch import DISPATCHER_NAMES, SHARED_TOKEN_DISPATCHERS
 from worker_agent.moe.operators import reference
 from worker_agent.moe.prepare import All2AllPreparation, AllGatherPreparation, MC2Preparation, Preparation
 from worker_agent.moe.shape import MoEShape
-from worker_agent.moe.shared_experts import dense_shared_experts
-from worker_agent.moe.weights import ExpertWeights, bias_dtype
+from worker_agent.moe.weights import ExpertWeights
 
 OPTIONS: dict[str, list[Any]] = {
     "dispatcher": list(DISPATCHER_NAMES),
@@ -41,12 +41,7 @@ OPTIONS: dict[str, list[Any]] = {
     "weigh_on_input": [False, True],
     "quantize_before_gather": [False, True],
     "chunk_rows": [None, 2],
-    "mc2": [
-        MC2Variant(2),
-        MC2Variant(2, a3=False),
-        MC2Variant(1),
-        MC2Variant(1, a3=False, hierarchical=True),
-    ],
+    "mc2": MC2_VARIANTS,
     "length": ["asked for", "longest", "longer"],
     "shared": ["none", "plain", "gated"],
     "check_ids": [True, False],
@@ -206,12 +201,12 @@ def layer_of(case: Case, row: Row, group: SimulatedGroup) -> ExpertParallelMoE:
     )
 
 
-def _preparations(row: Row, group: SimulatedGroup) -> dict[str, Preparation[Any]]:
+def _preparations(row: Row, group: SimulatedGroup) -> dict[str, Preparation]:
     """Those of tensor-parallel ranks; none where each rank has tokens of its own."""
     if row["tensor_parallel"] == 1:
         return {}
     dp, tp = group.grid(row["tensor_parallel"])
-    preparation: Preparation[Any] = AllGatherPreparation([dp], tp)
+    preparation: Preparation = AllGatherPreparation([dp], tp)
     if row["dispatcher"] not in SHARED_TOKEN_DISPATCHERS:
         sliced = row["dispatcher"] == "mc2"
         preparation = MC2Preparation(group, tp) if sliced else All2AllPreparation(tp)
@@ -264,7 +259,9 @@ def expected(case: Case, row: Row, step: Step) -> torch.Tensor:
     dense = DenseMoE(
         case.shape,
         lambda e: _rounded(experts(e), case.dtype),
-        biases=None if biases is None else lambda e: _rounded(biases(e), bias_dtype(case.dtype)),
+        biases=None
+        if biases is None
+        else lambda e: _rounded(biases(e), ExpertWeights.bias_dtype(case.dtype)),
     )
     out_TH = dense(hidden_TH.float(), ids_TK, weights_TK)
     if row["shared"] != "none":

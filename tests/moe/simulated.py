@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from worker_agent.moe.rank_group import Arriving, RankGroup
+from worker_agent.moe.rank_group import RankGroup
 
 _here = threading.local()
 
@@ -52,7 +52,8 @@ class SimulatedGroup(RankGroup):
     @classmethod
     def named(cls, name: str) -> RankGroup:
         """Of ``RankGroup.named``, for the operators that find their group by name."""
-        group: RankGroup = _here.group if name == "simulated" else RankGroup(None)
+        assert name in ("simulated", "")
+        group: RankGroup = _here.group if name else RankGroup(None)
         return group
 
     def grid(self, tp: int) -> tuple[SimulatedGroup, SimulatedGroup]:
@@ -65,7 +66,9 @@ class SimulatedGroup(RankGroup):
         _here.group = self
         return groups
 
-    def start_all_to_all(self, rows_NX: torch.Tensor, sent: list[int], received: list[int]) -> Arriving:
+    def start_all_to_all(
+        self, rows_NX: torch.Tensor, sent: list[int], received: list[int]
+    ) -> Callable[[], torch.Tensor]:
         assert sum(sent) == rows_NX.shape[0]
         exchange = self._exchange
         exchange.parts[self.rank] = list(rows_NX.clone().split(sent))
@@ -73,18 +76,26 @@ class SimulatedGroup(RankGroup):
         arrived = [exchange.parts[source][self.rank] for source in range(self.size)]
         exchange.barrier.wait()
         assert [part.shape[0] for part in arrived] == received
-        return Arriving(torch.cat(arrived), rows_NX, None)
+        arrived_NX, sending = torch.cat(arrived), [rows_NX]
+
+        def wait() -> torch.Tensor:
+            sending.clear()
+            return arrived_NX
+
+        return wait
 
 
 @contextmanager
 def one_thread_each() -> Iterator[None]:
-    """Ranks are threads already: teams of torch's own within each only wait for one another on a busy machine."""
-    before = torch.get_num_threads()
+    """Operators find simulated groups by name; ranks are threads already, with teams of torch's own they only wait."""
+    threads, named = torch.get_num_threads(), RankGroup.named
     torch.set_num_threads(1)
+    RankGroup.named = SimulatedGroup.named  # type: ignore[method-assign]
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        RankGroup.named = named  # type: ignore[method-assign]
+        torch.set_num_threads(threads)
 
 
 def run_simulated(ranks: int, function: Callable[[SimulatedGroup], Any]) -> list[Any]:

@@ -7,22 +7,17 @@ import pytest
 import torch
 
 from eplb_service.wire.heat import StepPhase
-from tests.moe.cases import Case, alone
-from tests.moe.simulated import SimulatedGroup, run_simulated
+from tests.moe.cases import Case, alone, layer_on
+from tests.moe.simulated import run_simulated
 from worker_agent.moe import (
     DenseMoE,
-    ExpertParallelMoE,
-    LayerOptions,
     MoEBlock,
     MoEShape,
-    RoutedExperts,
     Router,
     SharedExperts,
     seeded_experts,
 )
-from worker_agent.moe.block import BlockBatch, FreeExpert
-from worker_agent.moe.eplb_state import HeatStage
-from worker_agent.moe.maps import initial_phy2log
+from worker_agent.moe.block import FreeExpert
 from worker_agent.moe.operators import reference
 from worker_agent.moe.rank_group import RankGroup
 from worker_agent.moe.router import balanced_choices, grouped_routing
@@ -76,13 +71,6 @@ def test_a_dummy_step_gives_zeros(kind: FreeExpert):
     assert not block(CASE.step(0)[0], logits(9), phase=StepPhase.DUMMY).any()
 
 
-def test_free_experts_go_with_the_batched_format():
-    layer = alone(CASE, LayerOptions(max_rank_tokens=12))
-    out_TH = MoEBlock(Router(experts=9, top_k=3), layer, FreeExpert.ZERO)(CASE.step(0)[0], logits(9))
-    plain = MoEBlock(Router(experts=9, top_k=3), alone(CASE), FreeExpert.ZERO)
-    torch.testing.assert_close(out_TH, plain(CASE.step(0)[0], logits(9)))
-
-
 @pytest.mark.parametrize(("experts", "kind"), [(9, None), (6, FreeExpert.ZERO), (5, None)])
 def test_router_and_layer_must_know_the_same_experts(experts: int, kind: FreeExpert | None):
     with pytest.raises(
@@ -93,15 +81,14 @@ def test_router_and_layer_must_know_the_same_experts(experts: int, kind: FreeExp
 
 @pytest.mark.parametrize("kind", [None, FreeExpert.ZERO])
 def test_a_profile_run_is_balanced_and_is_no_heat(kind: FreeExpert | None):
-    routed = RoutedExperts(tokens=12, layers=4, top_k=3)
-    experts = seeded_experts(CASE.shape)
-    layer = ExpertParallelMoE(CASE.shape, initial_phy2log(6, 1), experts, routed_experts=routed)
+    layer, chosen = alone(CASE), []
+    layer.register_forward_pre_hook(lambda _, tokens: chosen.append(tokens[1]))
     router = Router(experts=6 if kind is None else 7, top_k=3)
     MoEBlock(router, layer, kind)(CASE.step(0)[0], torch.zeros(12, router.experts), profile=True)
-    assert torch.bincount(routed.of_step(12)[:, 3].flatten()).tolist() == [6] * 6
+    assert torch.bincount(chosen[0].flatten()).tolist() == [6] * 6
     assert int(layer.load_counter) == 1
-    for heat in (layer.moe_load, layer.source_load, layer.total_load):
-        assert not heat.any()
+    assert not layer.moe_load.any()
+    assert not layer.source_load.any()
 
 
 @pytest.mark.parametrize("tokens", [1, 6])
@@ -109,7 +96,7 @@ def test_a_profile_run_of_grouped_experts_is_balanced_within_every_group(tokens:
     case = Case("moge", experts=9, slots=3, top_k=3, tokens=(tokens,) * 3)
 
     def profile(group: RankGroup) -> list[int]:
-        layer = layer_on(case, group, "moge")
+        layer = layer_on(case, group)
         router = Router(9, 3, custom=grouped_routing(3))
         out_TH = MoEBlock(router, layer)(case.step(group.rank)[0], torch.zeros(tokens, 9), profile=True)
         assert not out_TH.isnan().any()
@@ -125,23 +112,11 @@ def test_balanced_choices_that_do_not_divide_into_groups():
         balanced_choices(1, 9, 4, torch.device("cpu"), groups=3)
 
 
-def layer_on(case: Case, group: RankGroup, *dispatchers: str, **more: object) -> ExpertParallelMoE:
-    return ExpertParallelMoE(
-        case.shape,
-        case.placement(),
-        seeded_experts(case.shape),
-        dispatcher=dispatchers,
-        ep_group=group,
-        **more,  # type: ignore[arg-type]
-    )
-
-
-def test_a_blocks_step_chooses_its_dispatcher_and_length(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(RankGroup, "named", SimulatedGroup.named)
+def test_a_blocks_step_chooses_its_dispatcher_and_length():
     case = Case("mc2", experts=6, slots=3, top_k=3, tokens=(5, 2, 4), skew=0.2)
 
     def steps(group: RankGroup) -> None:
-        layer = layer_on(case, group, "all2allv", "mc2")
+        layer = layer_on(case, group, dispatcher=("all2allv", "mc2"))
         block = MoEBlock(Router(6, 3), layer)
         hidden_TH = case.step(group.rank)[0]
         logits_TE = torch.randn(hidden_TH.shape[0], 6, generator=torch.Generator().manual_seed(group.rank))
@@ -169,17 +144,18 @@ def test_a_block_takes_two_micro_batches_as_one_step(kind: FreeExpert | None):
         experts = 6 if kind is None else 8
         generator = torch.Generator().manual_seed(group.rank)
         batches = [
-            BlockBatch(
+            (
                 case.step(group.rank, number)[0],
                 torch.randn(case.tokens[group.rank], experts, generator=generator),
                 torch.arange(case.tokens[group.rank]) != number,
             )
             for number in range(2)
         ]
-        block = MoEBlock(Router(experts, 3), layer_on(case, group, "all2allv"), kind)
-        together = block.forward_two(*batches, phase=StepPhase.DECODE, length=5)
-        twin = MoEBlock(Router(experts, 3), layer_on(case, group, "all2allv"), kind)
-        apart = [twin(each.hidden, each.logits, active_T=each.active_T) for each in batches]
+        block = MoEBlock(Router(experts, 3), layer_on(case, group), kind)
+        hidden, logits, active_T = zip(*batches, strict=True)
+        together = block.forward_two(hidden, logits, active_T=active_T, phase=StepPhase.DECODE, length=5)
+        twin = MoEBlock(Router(experts, 3), layer_on(case, group), kind)
+        apart = [twin(hidden, logits, active_T=active_T) for hidden, logits, active_T in batches]
         assert int(block.layer.load_counter) == 1
         assert torch.equal(block.layer.moe_load[0], twin.layer.moe_load[:2].sum(dim=0))
         return list(together), apart, int(block.layer.moe_load.sum())
@@ -194,7 +170,7 @@ def test_padding_has_no_shared_experts_where_there_are_free_ones(kind: FreeExper
     w13_IH, w2_HI = seeded_experts(MoEShape(9, 1, CASE.hidden, CASE.intermediate))(0)
     weights = ExpertWeights(w13_IH.unsqueeze(0), w2_HI.unsqueeze(0))
     shared = SharedExperts(3, weights, reference, torch.float32)
-    layer = layer_on(CASE, RankGroup(None), "all2allv", shared_experts=shared)
+    layer = layer_on(CASE, RankGroup(None), shared_experts=shared)
     active_T = torch.arange(12) % 3 != 0
     out_TH = MoEBlock(Router(9, 3), layer, kind)(CASE.step(0)[0], logits(9), active_T=active_T)
     assert out_TH.any(dim=1).tolist() == active_T.tolist()
@@ -214,50 +190,3 @@ def test_ranks_go_on_from_one_another():
     """Eight ranks with a token each: all 64 experts are chosen, not the same eight."""
     chosen = [balanced_choices(1, 64, 8, torch.device("cpu"), rank=rank) for rank in range(8)]
     assert sorted(torch.cat(chosen).flatten().tolist()) == list(range(64))
-
-
-@pytest.mark.parametrize(
-    ("stage", "counted"),
-    [
-        (HeatStage.ALL, [True, True, True]),
-        (HeatStage.PREFILL, [True, False, False]),
-        (HeatStage.DECODE, [False, True, False]),
-    ],
-)
-def test_heat_of_one_stage_alone(stage: HeatStage, counted: list[bool]):
-    layer = alone(CASE)
-    layer._heat_stage = stage
-    tokens = CASE.step(0)
-    phases = [StepPhase.PREFILL, StepPhase.DECODE, StepPhase.DUMMY]
-    for phase in phases:
-        layer(*tokens, phase=phase)
-    assert int(layer.load_counter) == 3
-    for step, counts in enumerate(counted):
-        real = 36 if counts and phases[step] is not StepPhase.DUMMY else 0
-        assert int(layer.moe_load[step].sum()) == real
-        assert int(layer.source_load[step].sum()) == real
-    if stage is not HeatStage.ALL:
-        with pytest.raises(
-            ValueError, match=f"layer 3: phase must be given at each step, for heat of {stage.value}"
-        ):
-            layer(*tokens)
-
-
-def test_heat_can_be_cleared_and_maps_written_in_place():
-    layer = alone(CASE)
-    tokens = CASE.step(0)
-    for _ in range(2):
-        layer(*tokens)
-    assert layer.total_load.tolist() == (2 * layer.moe_load[0]).tolist()
-    layer.clear_moe_load()
-    assert not layer.moe_load.any()
-    assert not layer.source_load.any()
-    assert not layer.total_load.any()
-    assert int(layer.load_counter) == 2
-    address = layer.expert_map.data_ptr()
-    layer.update_expert_map(torch.arange(6).flip(0))
-    assert layer.expert_map.tolist() == [5, 4, 3, 2, 1, 0]
-    assert layer.expert_map.data_ptr() == address
-    assert layer.get_log2phy_map() is layer.log2phy
-    with pytest.raises(ValueError, match=r"layer 3: expert_map must have the shape \[6\], got \[5\]"):
-        layer.update_expert_map(torch.arange(5))

@@ -15,9 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.moe.option_rows import ROWS, call, case_of, expected, layer_of, step_of
 from tests.moe.pairwise import Row
 from tests.moe.simulated import SimulatedGroup, run_simulated
-from worker_agent.moe import placed_layer as layer_module
+from worker_agent.moe import layer as layer_module
 from worker_agent.moe.operators import reference
-from worker_agent.moe.rank_group import Arriving, RankGroup
 
 aten = torch.ops.aten
 READING = {
@@ -76,11 +75,9 @@ def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.fixture(autouse=True)
 def device_like(monkeypatch: pytest.MonkeyPatch) -> None:
     operators = SimpleNamespace(**{name: unwatched(getattr(reference, name)) for name in reference.__all__})
-    monkeypatch.setattr(RankGroup, "named", SimulatedGroup.named)
     monkeypatch.setattr(layer_module, "operators_for", lambda device: operators)
     monkeypatch.setattr("tests.moe.option_rows.reference", operators)
     monkeypatch.setattr(SimulatedGroup, "start_all_to_all", unwatched(SimulatedGroup.start_all_to_all))
-    monkeypatch.setattr(Arriving, "wait", unwatched(Arriving.wait))
     for name in ("tolist", "numpy"):
         reading = getattr(torch.Tensor, name)
         monkeypatch.setattr(torch.Tensor, name, _refused(name, reading))

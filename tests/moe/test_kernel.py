@@ -9,30 +9,29 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.moe.cases import Case, ep_group
-from tests.ranks import Ranks
+from tests.moe.cases import Case
 from worker_agent.moe import DenseMoE, seeded_experts
-from worker_agent.moe.dispatch import AsyncTokenDispatcher, DispatchRequest, build_dispatcher
-from worker_agent.moe.dispatch.batched import batched
-from worker_agent.moe.expert_batch import ExpertBatch
+from worker_agent.moe.compose import ModularKernel
+from worker_agent.moe.dispatch import BatchedDispatcher, DispatchRequest, build_dispatcher
 from worker_agent.moe.experts import (
+    ActivationFormat,
     BatchedExperts,
-    ExpertsPart,
+    ExpertBatch,
+    Experts,
     GroupedExperts,
-    Purpose,
     SlotwiseExperts,
     Workspaces,
 )
-from worker_agent.moe.kernel import ModularKernel, run_two
-from worker_agent.moe.operators import reference
+from worker_agent.moe.operators import GroupListType, reference
 from worker_agent.moe.rank_group import RankGroup
 from worker_agent.moe.weights import ExpertWeights, build_weights
 
 ALONE = RankGroup(None)
 CASE = Case("all2allv", experts=6, slots=6, top_k=3, tokens=(7,))
-PARTS: dict[str, Callable[[bool], ExpertsPart]] = {
+PARTS: dict[str, Callable[[bool], Experts]] = {
     "grouped": lambda weighs: GroupedExperts(reference, weighs=weighs),
     "slotwise": lambda weighs: SlotwiseExperts(weighs=weighs),
     "batched": lambda weighs: BatchedExperts(weighs=weighs),
@@ -53,7 +52,7 @@ def kernel_of(
 ) -> ModularKernel:
     sender = build_dispatcher(case.dispatcher, group, case.slots, reference)
     if part == "batched":
-        sender = batched(sender, group.size, case.slots, max(case.tokens) + 1)
+        sender = BatchedDispatcher(sender, group.size, case.slots, max(case.tokens) + 1)
     return ModularKernel(sender, PARTS[part](weighs), **options)  # type: ignore[arg-type]
 
 
@@ -61,20 +60,6 @@ def expected(case: Case, rank: int, step: int = 0) -> torch.Tensor:
     dense = DenseMoE(case.shape, seeded_experts(case.shape, case.seed))
     out_TH: torch.Tensor = dense(*case.step(rank, step))
     return out_TH
-
-
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("weighs", [False, True])
-@pytest.mark.parametrize("chunk_rows", [None, 1, 4, 100])
-@pytest.mark.parametrize("tokens", [0, 1, 7])
-def test_all_parts_agree(part: str, weighs: bool, chunk_rows: int | None, tokens: int):
-    case = dataclasses.replace(CASE, tokens=(tokens,))
-    kernel = kernel_of(case, part, weighs, chunk_rows=chunk_rows)
-    weights = weights_of(case, case.placement()[0].tolist())
-    result = kernel.run(request_of(case, 0), weights, torch.float32)
-    torch.testing.assert_close(result.out_TH, expected(case, 0))
-    assert int(result.heat_S.sum()) == 3 * tokens
-    assert result.beside_TH is None
 
 
 def test_formats_must_agree():
@@ -87,7 +72,7 @@ def test_formats_must_agree():
     with pytest.raises(
         ValueError, match="BatchedDispatcher gives the batched activation format, GroupedExperts"
     ):
-        ModularKernel(batched(sender, 1, 4, 8), GroupedExperts(reference))
+        ModularKernel(BatchedDispatcher(sender, 1, 4, 8), GroupedExperts(reference))
 
 
 @pytest.mark.parametrize("part", ["slotwise", "batched"])
@@ -97,7 +82,7 @@ def test_layers_share_their_workspaces(part: str):
     sizes = []
     for _ in range(3):
         kernel = kernel_of(CASE, part, workspaces=workspaces)
-        kernel.run(request_of(CASE, 0), weights, torch.float32)
+        kernel.run([request_of(CASE, 0)], weights, torch.float32)
         sizes.append(workspaces.bytes)
     assert sizes[0] == sizes[1] == sizes[2] > 0
 
@@ -105,9 +90,9 @@ def test_layers_share_their_workspaces(part: str):
 def test_both_products_are_written_to_one_place():
     workspaces = Workspaces()
     kernel = kernel_of(CASE, "slotwise", workspaces=workspaces)
-    dispatched = kernel.start_dispatch(request_of(CASE, 0)).receive()
+    dispatched = kernel.start_dispatch(request_of(CASE, 0))()
     rows = kernel.compute(dispatched.batch, weights_of(CASE, list(range(6))), torch.float32, 0)
-    wide = workspaces.take(0, Purpose.WIDE, [1], torch.float32, rows.device)
+    wide = workspaces.take(0, "wide", [1], torch.float32, rows.device)
     assert rows.data_ptr() == wide.data_ptr()
 
 
@@ -127,27 +112,27 @@ class Recorded:
 
 def watched(kernel: ModularKernel, events: list[str]) -> ModularKernel:
     """The kernel, recording when it sends and when it has received."""
-    dispatcher = kernel._dispatcher
-    assert isinstance(dispatcher, AsyncTokenDispatcher)
+    send = kernel.start_dispatch
 
-    def recording(name: str) -> None:
-        start = getattr(dispatcher, f"start_{name}")
+    def recorded(name: str, receive: Callable[[], Any]) -> Callable[[], Any]:
+        events.append(f"{name} sent")
 
-        def recorded(*args: object) -> object:
-            events.append(f"{name} sent")
-            flight = start(*args)
+        def received() -> Any:
+            events.append(f"{name} received")
+            return receive()
 
-            def receive() -> object:
-                flight.hook()
-                events.append(f"{name} received")
-                return flight.receive()
+        return received
 
-            return dataclasses.replace(flight, receive=receive)
+    def start_dispatch(request: DispatchRequest) -> Callable[[], Any]:
+        receive = recorded("dispatch", send(request))
 
-        setattr(dispatcher, f"start_{name}", recorded)
+        def received() -> Any:
+            here = receive()
+            return dataclasses.replace(here, combine=lambda rows: recorded("combine", here.combine(rows)))
 
-    recording("dispatch")
-    recording("combine")
+        return received
+
+    kernel.start_dispatch = start_dispatch  # type: ignore[method-assign]
     return kernel
 
 
@@ -155,7 +140,7 @@ def test_other_work_runs_while_tokens_travel():
     events: list[str] = []
     kernel = watched(kernel_of(CASE, "grouped"), events)
     weights = weights_of(CASE, CASE.placement()[0].tolist())
-    result = kernel.run(request_of(CASE, 0), weights, torch.float32, beside=Recorded(events))
+    (result,) = kernel.run([request_of(CASE, 0)], weights, torch.float32, beside=[Recorded(events)])
     torch.testing.assert_close(result.out_TH, expected(CASE, 0))
     assert result.beside_TH is not None
     assert events == [
@@ -190,32 +175,54 @@ def test_rows_and_outputs_are_released_before_outputs_return(two: bool, monkeypa
 
     monkeypatch.setattr(kernel, "compute", watched)
     beside = Watching(rows)
-    if two:
-        requests = request_of(CASE, 0), request_of(CASE, 0, 1)
-        run_two(kernel, requests, weights, torch.float32, beside=(beside, None))
-    else:
-        kernel.run(request_of(CASE, 0), weights, torch.float32, beside=beside)
+    requests = [request_of(CASE, 0, step) for step in range(1 + two)]
+    kernel.run(requests, weights, torch.float32, beside=[beside, None][: len(requests)])
     assert len(rows) == (4 if two else 2)
     assert beside.alive == [0]
 
 
-def two_batches(case: Case, part: str) -> list[float] | None:
-    """Two overlapping batches against each alone."""
-    group, rank = ep_group(case.ranks), dist.get_rank()
-    if rank >= case.ranks:
-        return None
-    kernel = kernel_of(case, part, group=RankGroup(group), workspaces=Workspaces(sets=2))
-    weights = weights_of(case, case.placement()[rank].tolist())
-    requests = [request_of(case, rank, step) for step in range(2)]
-    results = run_two(kernel, (requests[0], requests[1]), weights, torch.float32)
-    return [
-        float((result.out_TH - expected(case, rank, step)).abs().max()) for step, result in enumerate(results)
-    ]
+def test_workspaces_grow_and_stay():
+    workspaces, cpu = Workspaces(sets=2), torch.device("cpu")
+    first = workspaces.take(0, "wide", [4, 2], torch.float32, cpu)
+    assert workspaces.take(0, "wide", [3], torch.float64, cpu).data_ptr() == first.data_ptr()
+    assert workspaces.take(1, "wide", [8], torch.float32, cpu).data_ptr() != first.data_ptr()
+    assert workspaces.take(0, "narrow", [8], torch.float32, cpu).data_ptr() != first.data_ptr()
+    assert workspaces.bytes == 96
+    workspaces.take(0, "wide", [16], torch.float32, cpu)
+    assert workspaces.bytes == 128
+    with pytest.raises(ValueError, match="no set 2 among 2 of workspaces"):
+        workspaces.take(2, "wide", [1], torch.float32, cpu)
+    with pytest.raises(ValueError, match="at least one set of workspaces, got 0"):
+        Workspaces(sets=0)
 
 
-@pytest.mark.parametrize("dispatcher", ["all2allv", "mc2"])
-@pytest.mark.parametrize("part", PARTS)
-def test_two_batches_overlap(eight_ranks: Ranks, dispatcher: str, part: str):
-    case = Case(dispatcher, experts=6, slots=3, top_k=2, tokens=(5, 5, 5, 5), skew=0.2)
-    results = eight_ranks.run(two_batches, case, part)[: case.ranks]
-    assert max(max(differences) for differences in results) <= 1e-5
+@given(
+    counts=st.lists(st.integers(0, 5), min_size=1, max_size=5),
+    spare=st.integers(0, 3),
+    rows=st.integers(1, 7),
+    form=st.sampled_from(ActivationFormat),
+)
+@settings(deadline=None)
+def test_chunks_count_their_own_rows(counts: list[int], spare: int, rows: int, form: ActivationFormat):
+    """Every row is marked with its slot, rows of no slot with -1."""
+    counts_S = torch.tensor(counts)
+    slots_S = torch.arange(len(counts))
+    if form is ActivationFormat.STANDARD:
+        marks = torch.cat([slots_S.repeat_interleave(counts_S), torch.full((spare,), -1)]).unsqueeze(1)
+    else:
+        length = max(counts) + spare
+        real_SM = torch.arange(length) < counts_S.unsqueeze(1)
+        marks = torch.where(real_SM, slots_S.unsqueeze(1), -1).unsqueeze(2)
+    batch = ExpertBatch(marks, counts_S.cumsum(0), GroupListType.CUMULATIVE, weights=marks.squeeze(-1))
+    axis = 0 if form is ActivationFormat.STANDARD else 1
+    seen_S, end = torch.zeros_like(counts_S), 0
+    for part, chunk in batch.chunks(rows):
+        assert part.start == end
+        end = part.stop
+        assert chunk.rows.shape[axis] == part.stop - part.start <= rows
+        assert chunk.counts_S.tolist() == [int((chunk.rows == slot).sum()) for slot in slots_S]
+        assert chunk.weights is not None
+        assert torch.equal(chunk.weights, chunk.rows.squeeze(-1))
+        seen_S += chunk.counts_S
+    assert end == marks.shape[axis]
+    assert torch.equal(seen_S, counts_S)

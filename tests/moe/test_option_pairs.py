@@ -21,21 +21,15 @@ from tests.moe.option_rows import (
     sources,
     step_of,
 )
-from tests.moe.pairwise import Row, pairwise
+from tests.moe.pairwise import Row
 from tests.moe.simulated import SimulatedGroup, run_simulated
 from tests.solver.slow.stepwise import optimum
 from worker_agent.moe.dispatch import SHARED_TOKEN_DISPATCHERS
-from worker_agent.moe.rank_group import RankGroup
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Of the norm of a step's outputs; quantized ones are held to ``QUANTIZED`` besides."""
 
 QUANTIZED = 3e-2
-
-
-@pytest.fixture(autouse=True)
-def operators_find_simulated_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RankGroup, "named", SimulatedGroup.named)
 
 
 def described(row: Row) -> str:
@@ -154,20 +148,3 @@ def test_the_table_has_every_pair_of_options_but_those_that_exclude_each_other()
         for first, second in itertools.combinations(names, 2)
     }
     assert every - met == NEVER_TOGETHER
-
-
-def test_every_allowed_pair_is_in_the_table():
-    small = {"a": [1, 2, 3], "b": [1, 2], "c": [1, 2], "d": [1, 2]}
-    rows = pairwise(small, lambda row: not (row.get("a") == 1 and row.get("b") == 2))
-    names = list(small)
-    met = {(x, row[x], y, row[y]) for row in rows for x in names for y in names if x < y}
-    assert met == {
-        (x, i, y, j)
-        for x in names
-        for y in names
-        if x < y
-        for i in small[x]
-        for j in small[y]
-        if (x, i, y, j) != ("a", 1, "b", 2)
-    }
-    assert len(rows) < 9

@@ -14,27 +14,6 @@ from worker_agent.moe import Router, Scoring
 from worker_agent.moe.router import grouped_routing
 
 
-def test_weights_are_the_renormalised_probabilities():
-    logits_TE = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
-    weights_TK, ids_TK = Router(5, 3)(logits_TE)
-    probabilities_TK = logits_TE.softmax(-1).gather(1, ids_TK.long())
-    torch.testing.assert_close(weights_TK, probabilities_TK / probabilities_TK.sum(-1, keepdim=True))
-    assert torch.equal(ids_TK.long(), logits_TE.argsort(dim=-1, descending=True)[:, :3])
-    assert ids_TK.dtype == torch.int32
-    assert weights_TK.dtype == torch.float32
-
-
-def test_no_tokens():
-    weights_TK, ids_TK = Router(5, 2)(torch.empty(0, 5))
-    assert weights_TK.shape == ids_TK.shape == (0, 2)
-
-
-@pytest.mark.parametrize("top_k", [0, 6])
-def test_a_top_k_that_cannot_be(top_k: int):
-    with pytest.raises(ValueError, match=r"top_k must be 1\.\.5"):
-        Router(5, top_k)
-
-
 @st.composite
 def routers(draw: st.DrawFn) -> Router:
     groups, size = draw(st.integers(1, 4)), draw(st.integers(1, 4))
@@ -75,11 +54,12 @@ def twin(router: Router, logits: list[float]) -> dict[int, float]:
     return {expert: scores[expert] / total * router.scaling_factor for expert in chosen}
 
 
-@given(router=routers(), seed=st.integers(0, 99))
+@given(router=routers(), seed=st.integers(0, 99), tokens=st.integers(0, 4))
 @settings(deadline=None)
-def test_every_setting_equals_the_twin(router: Router, seed: int):
-    logits_TE = torch.randn(4, router.experts, generator=torch.Generator().manual_seed(seed))
+def test_every_setting_equals_the_twin(router: Router, seed: int, tokens: int):
+    logits_TE = torch.randn(tokens, router.experts, generator=torch.Generator().manual_seed(seed))
     weights_TK, ids_TK = router(logits_TE)
+    assert weights_TK.shape == ids_TK.shape == (tokens, router.top_k)
     assert weights_TK.dtype == torch.float32
     assert ids_TK.dtype == torch.int32
     for logits, weights, ids in zip(logits_TE.tolist(), weights_TK.tolist(), ids_TK.tolist(), strict=True):
@@ -102,7 +82,13 @@ def test_a_model_may_bring_its_own_function():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
+        ({"top_k": 0}, r"top_k must be 1\.\.6"),
         ({"top_k": 7}, r"top_k must be 1\.\.6, the number of experts, got 7"),
+        ({"experts": 5}, r"router logits must have the shape \[T, 5\], got \[3, 6\]"),
+        (
+            {"top_k": 3, "custom": grouped_routing(2)},
+            "6 experts and 3 choices do not divide into 2 groups",
+        ),
         ({"groups": 4}, "6 experts do not divide into 4 groups"),
         ({"groups": 3, "top_groups": 4}, r"top_groups must be 1\.\.3, the number of groups, got 4"),
         ({"groups": 3, "top_k": 3}, r"top_k must be 1\.\.2, the experts of 1 groups, got 3"),
@@ -111,12 +97,7 @@ def test_a_model_may_bring_its_own_function():
 )
 def test_settings_that_do_not_fit(changed: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):
-        Router(**({"experts": 6, "top_k": 2} | changed))  # type: ignore[arg-type]
-
-
-def test_logits_that_do_not_fit():
-    with pytest.raises(ValueError, match=r"router logits must have the shape \[T, 6\], got \[3, 5\]"):
-        Router(6, 2)(torch.zeros(3, 5))
+        Router(**({"experts": 6, "top_k": 2} | changed))(torch.zeros(3, 6))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("groups", "share"), [(1, 3), (2, 1), (3, 2), (4, 3)])
@@ -135,8 +116,3 @@ def test_grouped_routing_takes_the_best_of_every_group(groups: int, share: int):
         assert ids_K == wanted
         total = sum(math.exp(logits_E[e]) for e in wanted)
         assert weights_K == pytest.approx([math.exp(logits_E[e]) / total for e in wanted], rel=1e-5)
-
-
-def test_groups_that_do_not_divide_experts_or_choices():
-    with pytest.raises(ValueError, match="6 experts and 3 choices do not divide into 2 groups"):
-        grouped_routing(2)(torch.zeros(1, 6), 3)

@@ -9,16 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from eplb_service.placement import Placement, PlacementError
-from tests.moe.cases import Case, build
+from eplb_service.placement import PlacementError
+from tests.moe.cases import Case, build_on, in_order, layer_on
+from tests.moe.simulated import run_simulated
 from tests.ranks import Ranks
-from worker_agent.adapters.live_layer import LiveLayer
+from worker_agent.live_layer import LiveLayer
 from worker_agent.moe import ExpertParallelMoE, MoEShape, seeded_experts
 from worker_agent.moe.dispatch import DISPATCHER_NAMES
-from worker_agent.moe.maps import check_grouped
+from worker_agent.moe.rank_group import RankGroup
+from worker_agent.moe.state import check_grouped
 
 SHAPE = MoEShape(layer=5, experts=4, hidden=8, intermediate=6)
-ALONE_RS = Placement.linear(1, experts=4, ranks=1, slots=4).phy2log_LRS[0]
+ALONE_RS = in_order(4)
 
 
 @pytest.fixture
@@ -38,34 +40,14 @@ def good_input() -> dict[str, torch.Tensor]:
     ("name", "value", "message"),
     [
         ("hidden", torch.randn(3, 7), r"layer 5: hidden must have the shape \[T, 8\], got \[3, 7\]"),
-        ("hidden", torch.randn(8), r"layer 5: hidden must have the shape \[T, 8\], got \[8\]"),
-        ("hidden", torch.randn(3, 8).double(), "layer 5: hidden must have the layer's dtype torch.float32"),
-        (
-            "hidden",
-            torch.empty(3, 8, device="meta"),
-            "layer 5: hidden must have the layer's device cpu, got meta",
-        ),
-        (
-            "topk_ids",
-            torch.zeros(2, 2, dtype=torch.int64),
-            r"topk_ids must have the shape \[3, K\] with K >= 1",
-        ),
-        (
-            "topk_ids",
-            torch.zeros(3, 0, dtype=torch.int64),
-            r"topk_ids must have the shape \[3, K\] with K >= 1",
-        ),
+        ("hidden", torch.randn(8), r"the shape \[T, 8\], got \[8\]"),
+        ("hidden", torch.randn(3, 8).double(), "hidden must have the layer's dtype torch.float32"),
+        ("hidden", torch.empty(3, 8, device="meta"), "hidden must have the layer's device cpu, got meta"),
+        ("topk_ids", torch.zeros(2, 2).long(), r"topk_ids must have the shape \[3, K\] with K >= 1"),
+        ("topk_ids", torch.zeros(3, 0).long(), r"the shape \[3, K\] with K >= 1"),
         ("topk_ids", torch.zeros(3, 2), "topk_ids must have int32 or int64, got torch.float32"),
-        (
-            "topk_ids",
-            torch.tensor([[0, 1], [2, 4], [0, 1]]),
-            r"expert ids 0\.\.3, got 4 at token 1, choice 1",
-        ),
-        (
-            "topk_ids",
-            torch.tensor([[0, 1], [2, 3], [-1, 1]]),
-            r"expert ids 0\.\.3, got -1 at token 2, choice 0",
-        ),
+        ("topk_ids", torch.tensor([[0, 1], [2, 4], [0, 1]]), r"ids 0\.\.3, got 4 at token 1, choice 1"),
+        ("topk_ids", torch.tensor([[0, 1], [2, 3], [-1, 1]]), r"ids 0\.\.3, got -1 at token 2, choice 0"),
         ("topk_weights", torch.ones(3, 1), r"topk_weights must have the shape \[3, 2\], got \[3, 1\]"),
         ("topk_weights", torch.ones(3, 2).int(), "topk_weights must have a floating-point dtype"),
     ],
@@ -87,22 +69,16 @@ def test_ids_are_not_read_when_they_need_not_be():
     ("changed", "message"),
     [
         ({"phy2log_RS": ALONE_RS.reshape(2, 2)}, r"layer 5: phy2log must have the shape \[1 ranks, slots\]"),
-        ({"phy2log_RS": ALONE_RS[0]}, r"layer 5: phy2log must have the shape \[1 ranks, slots\], got \[4\]"),
+        ({"phy2log_RS": ALONE_RS[0]}, r"phy2log must have the shape \[1 ranks, slots\], got \[4\]"),
         ({"phy2log_RS": np.zeros((1, 4), dtype=np.int32)}, "layer 5: expert 1 is in no slot"),
-        (
-            {"log2phy_E": np.zeros(3, dtype=np.int32)},
-            r"layer 5: log2phy must have the shape \[4\], got \[3\]",
-        ),
+        ({"log2phy_E": np.zeros(3, dtype=np.int32)}, r"log2phy must have the shape \[4\], got \[3\]"),
         ({"log2phy_E": np.zeros(4, dtype=np.int32)}, "layer 5: log2phy: expert 1 points to slot 0"),
         ({"dispatcher": "pigeon"}, "unknown dispatcher 'pigeon'; use one of all2allv, allgather, mc2, moge"),
+        ({"phy2log_RS": ALONE_RS[:, :3]}, "1 ranks x 3 slots = 3 slots cannot hold 4 experts"),
+        ({"heat_rows": 0}, "a heat ring has at least one row"),
         (
-            {"phy2log_RS": ALONE_RS[:, :3]},
-            "layer 5: 1 ranks x 3 slots = 3 slots cannot hold 4 experts; use at least 4 slots per rank",
-        ),
-        ({"heat_rows": 0}, "layer 5: a heat ring has at least one row, got 0"),
-        (
-            {"experts": lambda expert: (torch.zeros(12, 8), torch.zeros(6, 8))},
-            r"layer 5: w2 of expert 0 must have the shape \[8, 6\], got \[6, 8\]",
+            {"experts": lambda _: (torch.zeros(12, 8), torch.zeros(6, 8))},
+            r"w2 of expert 0 must have the shape",
         ),
     ],
 )
@@ -145,23 +121,20 @@ def refusal(layer: ExpertParallelMoE, *tokens: torch.Tensor) -> str:
     return str(refused.value)
 
 
-def refuse_then_serve(case: Case) -> list[str] | None:
+def refuse_then_serve(case: Case, group: RankGroup) -> list[str]:
     """Every rank gets input that it must refuse; the step after it must find the collectives in order."""
-    built = build(case)
-    if built is None:
-        return None
-    layer, dense = built
-    hidden, ids, weights = case.step(dist.get_rank())
-    wrong = [ids + case.experts, ids[: dist.get_rank()]]
+    layer, dense = build_on(case, group)
+    hidden, ids, weights = case.step(group.rank)
+    wrong = [ids + case.experts, ids[: group.rank]]
     messages = [refusal(layer, hidden, wrong_ids, weights) for wrong_ids in wrong]
     torch.testing.assert_close(layer(hidden, ids, weights), dense(hidden, ids, weights))
     return messages
 
 
 @pytest.mark.parametrize("dispatcher", DISPATCHER_NAMES)
-def test_refused_input_leaves_the_collectives_in_order(eight_ranks: Ranks, dispatcher: str):
+def test_refused_input_leaves_the_collectives_in_order(dispatcher: str):
     case = Case(dispatcher, experts=4, slots=2, top_k=2, tokens=(3, 4))
-    for messages in eight_ranks.run(refuse_then_serve, case)[: case.ranks]:
+    for messages in run_simulated(2, lambda group: refuse_then_serve(case, group)):
         assert len(messages) == 2
         assert all(message.startswith("layer 3: topk_ids must have") for message in messages)
 
@@ -172,14 +145,7 @@ def refuse_alone(case: Case) -> str | None:
     rank = dist.get_rank()
     if rank >= case.ranks:
         return None
-    layer = ExpertParallelMoE(
-        case.shape,
-        case.placement(),
-        seeded_experts(case.shape),
-        log2phy_E=case.tables()[rank],
-        dispatcher=case.dispatcher,
-        ep_group=group,
-    )
+    layer = layer_on(case, RankGroup(group))
     hidden, ids, weights = case.step(rank)
     if rank == 0:
         return refusal(layer, hidden, ids + case.experts, weights)
@@ -196,44 +162,33 @@ def test_a_refusal_on_one_rank_ends_on_the_others_by_the_groups_timeout(eight_ra
     assert "imed out" in ended
 
 
-def gather_unequal_widths(case: Case) -> str | None:
-    built = build(case)
-    if built is None:
-        return None
-    layer, _ = built
-    hidden, ids, weights = case.step(dist.get_rank())
-    choices = 1 + dist.get_rank()
-    with pytest.raises(ValueError, match="ranks disagree about bytes per token") as refused:
-        layer(hidden, ids[:, :choices], weights[:, :choices])
-    return str(refused.value)
-
-
-def test_all_gather_refuses_ranks_that_disagree_on_every_rank(eight_ranks: Ranks):
+def test_all_gather_refuses_ranks_that_disagree_on_every_rank():
     case = Case("allgather", experts=4, slots=2, top_k=2, tokens=(3, 4))
-    messages = eight_ranks.run(gather_unequal_widths, case)[: case.ranks]
-    assert len(set(messages)) == 1
+
+    def unequal_widths(group: RankGroup) -> str:
+        hidden, ids, weights = case.step(group.rank)
+        choices = 1 + group.rank
+        with pytest.raises(ValueError, match="ranks disagree about bytes per token") as refused:
+            build_on(case, group)[0](hidden, ids[:, :choices], weights[:, :choices])
+        return str(refused.value)
+
+    assert len(set(run_simulated(2, unequal_widths))) == 1
 
 
-def choose_unequally(case: Case) -> list[str] | None:
-    built = build(case)
-    if built is None:
-        return None
-    layer, dense = built
-    hidden, ids, weights = case.step(dist.get_rank())
-    wrong = [(ids[:, :1], weights[:, :1]), (torch.zeros_like(ids), weights)]
-    messages = []
-    for wrong_ids, wrong_weights in wrong:
-        with pytest.raises(ValueError, match="grouped experts: ") as refused:
-            layer(hidden, wrong_ids, wrong_weights)
-        messages.append(str(refused.value))
-    torch.testing.assert_close(layer(hidden, ids, weights), dense(hidden, ids, weights))
-    return messages
-
-
-def test_grouped_experts_are_chosen_equally(eight_ranks: Ranks):
+def test_grouped_experts_are_chosen_equally():
     case = Case("moge", experts=4, slots=2, top_k=2, tokens=(3, 4))
-    for few, one_sided in eight_ranks.run(choose_unequally, case)[: case.ranks]:
-        assert few.endswith("topk_ids must have a multiple of 2 choices, got 1")
-        assert (
-            "token 0 must choose at most 1 experts on each of 2 ranks; its choices are on ranks" in one_sided
-        )
+
+    def choose_unequally(group: RankGroup) -> None:
+        layer, dense = build_on(case, group)
+        hidden, ids, weights = case.step(group.rank)
+        with pytest.raises(
+            ValueError, match="grouped experts: topk_ids must have a multiple of 2 choices, got 1"
+        ):
+            layer(hidden, ids[:, :1], weights[:, :1])
+        with pytest.raises(
+            ValueError, match="token 0 must choose at most 1 experts on each of 2 ranks; its choices"
+        ):
+            layer(hidden, torch.zeros_like(ids), weights)
+        torch.testing.assert_close(layer(hidden, ids, weights), dense(hidden, ids, weights))
+
+    run_simulated(2, choose_unequally)

@@ -15,8 +15,9 @@ import grpc
 import pytest
 import yaml
 
-from eplb_service.control.server.deciding import planning
-from eplb_service.control.server.deciding.question import Question
+from eplb_service.control.server.deciding import decider
+from eplb_service.control.server.deciding.computing import DecisionInputs
+from eplb_service.control.server.plane import deployments
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.store.store import Store
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
@@ -87,18 +88,17 @@ def without_data(seen: Prometheus) -> list[str]:
 async def test_every_alert_fires_for_its_fault_and_ends_when_it_is_mended(
     program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer = planning.answer
+    answer = decider.decide
 
-    def failing(question: Question) -> Any:
-        if question.live.placement.layers == _FAILING_LAYERS:
+    def failing(inputs: DecisionInputs) -> Any:
+        if inputs.live.placement.layers == _FAILING_LAYERS:
             raise RuntimeError("the fault of this test")
-        return answer(question)
+        return answer(inputs)
 
+    monkeypatch.setattr(deployments, "_PLAN_SECONDS", 5)
     seen_firing: set[str] = set()
     async with contextlib.AsyncExitStack() as stack:
-        service = await stack.enter_async_context(
-            running_service(settings(plan_timeout_seconds=5, auth_token=TOKEN))
-        )
+        service = await stack.enter_async_context(running_service(settings(auth_token=TOKEN)))
         with prometheus(program, tmp_path, [service.metrics_address]) as seen:
             names = ("missing", "gone", "lost", "aborting", "halted", "empty", "dummies", "well")
             scenes = {name: serving(service.address, name) for name in names}
@@ -139,7 +139,7 @@ async def break_groups(groups: Any, monkeypatch: pytest.MonkeyPatch, failing: An
     groups["halted"][1].halted = "the fault of this test"
     groups["empty"][1].heat = no_heat
     groups["dummies"][1].dummies = True
-    monkeypatch.setattr(planning, "answer", failing)
+    monkeypatch.setattr(decider, "decide", failing)
     return {
         ("EplbAgentsMissing", "missing"),
         ("EplbProblems", "missing"),
@@ -164,7 +164,7 @@ async def mend_groups(
         faults = groups[name][1]
         faults.half_silent_ranks, faults.abort_plans, faults.halted, faults.dummies = (), False, "", False
         faults.heat = groups["well"][1].heat
-    monkeypatch.setattr(planning, "answer", answer)
+    monkeypatch.setattr(decider, "decide", answer)
     await order(service, "Forget", operator_pb2.ForgetRequest(deployment="gone"))
 
 

@@ -10,12 +10,9 @@ from eplb_service.placement import (
     PlacementError,
     apply_layers,
     check_log2phy,
-    dealing_width,
     dealt_log2phy,
     dealt_to,
     default_log2phy,
-    even_log2phy,
-    repeated_entries,
     with_entries,
     without_single_entries,
 )
@@ -40,8 +37,7 @@ def test_the_first_entry_is_the_engines_rule(seed: int) -> None:
     phy2log_RS[0], phy2log_RS[1] = [0, 1, 2, 3], [2, 3, 4, 5]
     np.testing.assert_array_equal(dealt_log2phy(phy2log_RS, 6, 5)[..., 0], default_log2phy(phy2log_RS, 6))
     placement = Placement(phy2log_RS[None], 6)
-    np.testing.assert_array_equal(even_log2phy(placement, 1), placement.default_log2phy())
-    placement.check_log2phy(even_log2phy(placement, 3))
+    placement.check_log2phy(placement.default_log2phy(3))
 
 
 @pytest.mark.parametrize("width", [1, 2, 5, 16])
@@ -52,29 +48,16 @@ def test_tokens_dealt_are_those_that_come_by_one_by_one(width: int) -> None:
         assert found_D == by_hand_D.tolist()
 
 
-def test_a_table_repeated_deals_the_same() -> None:
-    tables_RLED = even_log2phy(PLACEMENT, 2)
-    wide_RLED = repeated_entries(tables_RLED, 3, 6)
-    assert dealing_width(wide_RLED, 3) == 6
-    for token in range(12):
-        np.testing.assert_array_equal(wide_RLED[..., token % 6], tables_RLED[..., token % 2])
-    narrow_RLE = PLACEMENT.default_log2phy()
-    np.testing.assert_array_equal(repeated_entries(narrow_RLE, 3, 1), narrow_RLE)
-    np.testing.assert_array_equal(repeated_entries(narrow_RLE, 3, 2)[..., 1], narrow_RLE)
-    with pytest.raises(PlacementError, match="log2phy of 2 entries cannot be repeated to 3"):
-        repeated_entries(tables_RLED, 3, 3)
-
-
 def test_an_axis_of_entries_comes_and_goes() -> None:
     narrow_RLE = PLACEMENT.default_log2phy()
     assert with_entries(narrow_RLE, 3).shape == (4, 3, 6, 1)
     assert without_single_entries(with_entries(narrow_RLE, 3)).shape == narrow_RLE.shape
-    wide_RLED = even_log2phy(PLACEMENT, 4)
+    wide_RLED = PLACEMENT.default_log2phy(4)
     assert with_entries(wide_RLED, 3).shape == without_single_entries(wide_RLED).shape == (4, 3, 6, 4)
 
 
 def test_every_entry_is_checked() -> None:
-    tables_RLED = even_log2phy(PLACEMENT, 3)
+    tables_RLED = PLACEMENT.default_log2phy(3)
     tables_RLED[2, 1, 4, 2] = 3
     with pytest.raises(
         PlacementError, match="layer 1, rank 2: expert 4 points to slot 3, which does not hold"
@@ -87,7 +70,7 @@ def test_every_entry_is_checked() -> None:
 
 
 def test_layers_switch_with_their_entries() -> None:
-    tables_RLED, new_RED = even_log2phy(PLACEMENT, 3), dealt_log2phy(NEW_RS, 6, 3)
+    tables_RLED, new_RED = PLACEMENT.default_log2phy(3), dealt_log2phy(NEW_RS, 6, 3)
     placement, after_RLED = apply_layers(PLACEMENT, tables_RLED, [(1, NEW_RS, new_RED)])
     placement.check_log2phy(after_RLED)
     np.testing.assert_array_equal(after_RLED[:, 1], new_RED)

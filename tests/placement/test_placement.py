@@ -67,7 +67,7 @@ def test_the_digest_distinguishes_placements(placement: Placement, data: st.Data
     assert 0 <= placement.digest() < 2**63
     layer = data.draw(st.integers(0, placement.layers - 1))
     rolled_RS = np.roll(placement.phy2log_LRS[layer], 1, axis=0)
-    changed = placement.with_layer(layer, rolled_RS)
+    changed = placement.with_layers([(layer, rolled_RS)])
     equal = np.array_equal(rolled_RS, placement.phy2log_LRS[layer])
     assert (changed.digest() == placement.digest()) == equal
 
@@ -127,10 +127,10 @@ def test_a_table_that_points_elsewhere_is_refused() -> None:
 def test_a_replaced_layer_is_checked_like_any_other() -> None:
     placement = Placement.linear(3, 4, 3, 2)
     turned_RS = (placement.phy2log_LRS[0] + 1) % 4
-    changed = placement.with_layer(1, turned_RS)
+    changed = placement.with_layers([(1, turned_RS)])
     assert changed.digest() == Placement(changed.phy2log_LRS, 4).digest() != placement.digest()
     assert not changed.phy2log_LRS.flags.writeable
     with pytest.raises(PlacementError, match="layer 2: expert 3 is in no slot"):
-        placement.with_layer(2, np.array([[0, 1], [2, 0], [1, 2]], dtype=np.int32))
+        placement.with_layers([(2, np.array([[0, 1], [2, 0], [1, 2]], dtype=np.int32))])
     with pytest.raises(PlacementError, match=r"layer 2: expected the shape \[3, 2\], got \[2, 2\]"):
-        placement.with_layer(2, turned_RS[:2])
+        placement.with_layers([(2, turned_RS[:2])])

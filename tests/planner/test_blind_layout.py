@@ -7,10 +7,9 @@ import pytest
 
 from eplb_service.heat.window import Window
 from eplb_service.placement import Placement, apply_layers, par
-from eplb_service.planner.blind_layout import blind_layers
 from eplb_service.planner.decide import plan, plan_afresh
-from eplb_service.planner.noise_floor import noise_floor
-from eplb_service.planner.scoring import rank_loads
+from eplb_service.planner.request import _blind_layers
+from eplb_service.planner.score import noise_floor, rank_loads
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 
@@ -45,7 +44,7 @@ def par_of(placement: Placement, window: Window = WINDOW, log2phy_RLE=None) -> n
 @pytest.mark.parametrize("seed", range(4))
 def test_any_layout_made_for_no_heat_is_recognised_and_left(seed: int) -> None:
     start = shuffled(seed)
-    assert blind_layers(
+    assert _blind_layers(
         WINDOW, start, par_of(start), noise_floor(WINDOW.heat_TLE.sum(axis=2), RANKS), "tables"
     ).all()
     topology, settings = Topology.flat(RANKS), PlannerSettings()
@@ -58,7 +57,7 @@ def test_a_layout_made_for_the_heat_is_kept_as_a_start() -> None:
     start = shuffled(0)
     made = plan_afresh(WINDOW, start, Topology.flat(RANKS), PlannerSettings())
     placed, tables_RLE = apply_layers(start, start.default_log2phy(), made.changes())
-    assert not blind_layers(
+    assert not _blind_layers(
         WINDOW,
         placed,
         par_of(placed, WINDOW, tables_RLE),
@@ -72,7 +71,7 @@ def test_a_layer_still_in_order_is_recognised_among_placed_ones() -> None:
     made = plan_afresh(WINDOW, start, Topology.flat(RANKS), PlannerSettings())
     changes = [change for change in made.changes() if change[0] != 2]
     placed, tables_RLE = apply_layers(start, start.default_log2phy(), changes)
-    found_L = blind_layers(
+    found_L = _blind_layers(
         WINDOW,
         placed,
         par_of(placed, WINDOW, tables_RLE),
@@ -85,7 +84,7 @@ def test_a_layer_still_in_order_is_recognised_among_placed_ones() -> None:
 def test_a_few_steps_say_nothing_of_a_deployment() -> None:
     few = Window(heat(8))
     start = shuffled(1)
-    assert not blind_layers(
+    assert not _blind_layers(
         few, start, par_of(start, few), noise_floor(few.heat_TLE.sum(axis=2), RANKS), "tables"
     ).any()
 
@@ -93,4 +92,4 @@ def test_a_few_steps_say_nothing_of_a_deployment() -> None:
 def test_where_nothing_can_be_won_no_layout_is_blind() -> None:
     even = Window(np.full((48, LAYERS, EXPERTS), 250))
     start = Placement.linear(LAYERS, EXPERTS, RANKS, EXPERTS // RANKS)
-    assert not blind_layers(even, start, par_of(start, even) + 0.01, np.ones(LAYERS), "tables").any()
+    assert not _blind_layers(even, start, par_of(start, even) + 0.01, np.ones(LAYERS), "tables").any()

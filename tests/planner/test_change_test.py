@@ -1,4 +1,4 @@
-"""A departure that lasts is found within 16 steps, and still heat hardly ever raises an alarm."""
+"""A departure from a promise that lasts is found within 16 steps, and still heat hardly ever raises an alarm."""
 
 from __future__ import annotations
 
@@ -9,8 +9,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_service.planner.change_test import Alarm, ChangeTest
-from eplb_service.planner.promise import Promise, no_promise, promise_of
+from benchmarks.decide.alarms import served
+from eplb_service.planner.pace import Pace
+from eplb_service.planner.plan import Promise, channels_of, no_promise, promise_of
+
+
+def test_the_last_channel_is_the_mean_of_the_layers_that_had_tokens() -> None:
+    par_TL = np.array([[1.0, 2.0], [np.nan, 3.0], [np.nan, np.nan]])
+    np.testing.assert_array_equal(channels_of(par_TL)[:, 2], [1.5, 3.0, np.nan])
+
+
+def test_a_promise_allows_for_what_was_fitted_to_its_own_steps() -> None:
+    par_TL = 1.2 + 0.1 * np.random.default_rng(0).normal(size=(400, 2))
+    made = promise_of(par_TL, np.array([0.0, 0.3]), held_out=True)
+    np.testing.assert_allclose(made.mean_C, [1.2, 1.5, 1.35], atol=0.02)
+    np.testing.assert_allclose(made.variance_C, [0.01, 0.01, 0.005], rtol=0.2)
+    np.testing.assert_allclose(made.inflation_C, 1.0, atol=0.6)
+    assert made.steps == 400
+
+
+def test_steps_without_tokens_count_nowhere() -> None:
+    par_TL = np.array([[1.0, np.nan], [np.nan, np.nan], [2.0, np.nan]])
+    made = promise_of(par_TL, np.zeros(2), held_out=False)
+    np.testing.assert_array_equal(made.mean_C, [1.5, np.nan, 1.5])
+    np.testing.assert_array_equal(made.variance_C, [0.5, 0.0, 0.5])
+
+
+def paced(promise: Promise) -> Pace:
+    """A pace that no decision is due for."""
+    return Pace(first=0, memory=512, due_at=1 << 40).serving(promise)
 
 
 class PlainTest:
@@ -42,34 +69,20 @@ def test_each_layer_is_tested_as_by_plain_arithmetic(seed: int, rise: float, ste
     promise = Promise(np.full(2, 1.3), np.full(2, 0.0025), np.full(2, 1.2), 10)
     plain = PlainTest(1.3, 0.0025, 1.2, 10)
     expected = next((n + 1 for n, par in enumerate(par_TL[:, 0].tolist()) if plain.after(par)), None)
-    test, taken, alarm = ChangeTest.of(promise).after(par_TL)
-    assert (alarm is None) == (expected is None)
+    pace, taken = paced(promise).after_steps(par_TL)
+    assert pace.alarm == (None if expected is None else (0, plain.since))
     assert taken == (expected or steps)
-    assert test.sum_C[0] == pytest.approx(plain.sum)
-    assert test.mean_C[0] == pytest.approx(plain.mean)
-    if alarm is not None:
-        assert alarm == Alarm(0, plain.since)
-
-
-def served(generator: np.random.Generator, steps: int, ranks: int, choices: int, layers: int) -> np.ndarray:
-    """Ratios of ranks that are balanced in the mean, each with a share of its own, and tokens drawn."""
-    shares_LR = 1.0 + 0.1 * generator.random((layers, ranks))
-    shares_LR /= shares_LR.sum(axis=1, keepdims=True)
-    loads = np.stack([generator.multinomial(choices, row_R, size=steps) for row_R in shares_LR], axis=1)
-    return loads.max(axis=2) / (choices / ranks)
+    assert pace.sum_C[0] == pytest.approx(plain.sum)
+    assert pace.expected.mean_C[0] == pytest.approx(plain.mean)
 
 
 @pytest.mark.parametrize(("ranks", "choices"), [(8, 256), (32, 32_768)])
 def test_still_heat_raises_fewer_alarms_than_one_in_ten_thousand_steps(ranks: int, choices: int) -> None:
-    par_TL = served(np.random.default_rng(7), 24_000, ranks, choices, layers=12)
+    par_TL = served(np.random.default_rng(7), 24_000, ranks, choices)
     alarms = 0
     for first in range(0, len(par_TL), 1000):
-        test = ChangeTest.of(promise_of(par_TL[first : first + 64], np.zeros(12), held_out=True))
-        left_TL = par_TL[first + 64 : first + 1000]
-        while len(left_TL):
-            test, taken, alarm = test.after(left_TL)
-            left_TL = left_TL[taken:]
-            alarms += alarm is not None
+        pace = paced(promise_of(par_TL[first : first + 64], np.zeros(24), held_out=True))
+        alarms += pace.after_steps(par_TL[first + 64 : first + 1000])[0].alarm is not None
     assert alarms <= 2
 
 
@@ -77,46 +90,42 @@ def test_still_heat_raises_fewer_alarms_than_one_in_ten_thousand_steps(ranks: in
 def test_a_fifth_more_in_one_layer_is_found_within_16_steps(ranks: int, choices: int) -> None:
     found = []
     for seed in range(20):
-        par_TL = served(np.random.default_rng(seed), 164, ranks, choices, layers=12)
+        par_TL = served(np.random.default_rng(seed), 164, ranks, choices)
         par_TL[100:, 5] *= 1.2
-        test = ChangeTest.of(promise_of(par_TL[:64], np.zeros(12), held_out=True))
-        test, taken, alarm = test.after(par_TL[64:])
-        assert alarm is not None
-        assert alarm.layer == 5
+        pace, taken = paced(promise_of(par_TL[:64], np.zeros(24), held_out=True)).after_steps(par_TL[64:])
+        layer, lasted = pace.alarm
+        assert layer == 5
         found.append(64 + taken - 100)
-        assert alarm.steps >= found[-1] - 4
+        assert lasted >= found[-1] - 4
     assert np.quantile(found, 0.9) <= 16
     assert min(found) > 0
 
 
 def test_a_promise_a_little_too_good_is_no_change() -> None:
-    par_TL = served(np.random.default_rng(0), 400, 8, 256, layers=12)
+    par_TL = served(np.random.default_rng(0), 400, 8, 256)[:, :12]
     promise = promise_of(par_TL[:16] - 0.04, np.zeros(12), held_out=True)
-    _, _, alarm = ChangeTest.of(promise).after(par_TL[16:])
-    assert alarm is None
+    assert paced(promise).after_steps(par_TL[16:])[0].alarm is None
 
 
 def test_what_is_not_known_is_learned_before_anything_is_an_alarm() -> None:
-    par_TL = served(np.random.default_rng(3), 300, 8, 256, layers=2)
-    test, _, alarm = ChangeTest.of(no_promise(2)).after(par_TL[:200])
-    assert alarm is None
-    np.testing.assert_allclose(test.mean_C[:2], par_TL[:200].mean(axis=0), rtol=0.02)
-    _, _, alarm = test.after(par_TL[200:] + 0.6)
-    assert alarm is not None
+    par_TL = served(np.random.default_rng(3), 300, 8, 256)[:, :2]
+    pace, _ = paced(no_promise(2)).after_steps(par_TL[:200])
+    assert pace.alarm is None
+    np.testing.assert_allclose(pace.expected.mean_C[:2], par_TL[:200].mean(axis=0), rtol=0.02)
+    assert pace.after_steps(par_TL[200:] + 0.6)[0].alarm is not None
 
 
 def test_a_layer_without_tokens_says_nothing() -> None:
     par_TL = np.full((50, 2), 1.2) + 0.02 * np.random.default_rng(0).normal(size=(50, 2))
     par_TL[:, 1] = np.nan
-    test = ChangeTest.of(promise_of(par_TL[:20], np.zeros(2), held_out=True))
-    test, _, alarm = test.after(par_TL[20:])
-    assert alarm is None
-    assert np.isnan(test.mean_C[1])
+    pace, _ = paced(promise_of(par_TL[:20], np.zeros(2), held_out=True)).after_steps(par_TL[20:])
+    assert pace.alarm is None
+    assert np.isnan(pace.expected.mean_C[1])
     par_TL[:, 1] = 2.0
-    test, _, alarm = test.after(par_TL[:1])
-    assert test.mean_C[1] == 2.0
+    assert pace.after_steps(par_TL[:1])[0].expected.mean_C[1] == 2.0
 
 
 def test_what_was_known_of_neighbouring_steps_is_kept_for_a_while() -> None:
     promise = Promise(np.full(2, 1.2), np.full(2, 0.01), np.ones(2), 4)
-    assert ChangeTest.of(promise, np.full(2, 5.0)).inflation_C.tolist() == [4.6, 4.6]
+    pace = Pace(first=0, memory=512, inflation_C=np.full(2, 5.0)).serving(promise)
+    assert pace.inflation_C.tolist() == pace.expected.inflation_C.tolist() == [4.6, 4.6]

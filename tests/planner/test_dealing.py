@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eplb_service.heat.window import Window
-from eplb_service.placement import Placement, apply_layers, even_log2phy, par
+from eplb_service.placement import Placement, apply_layers, par
 from eplb_service.planner.dealing import (
     _parts_by_mean,
     as_host_deals,
@@ -19,10 +19,9 @@ from eplb_service.planner.dealing import (
     width_in_use,
 )
 from eplb_service.planner.decide import plan, plan_afresh
-from eplb_service.planner.scoring import rank_loads
+from eplb_service.planner.score import rank_loads
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
-from tests.solver.layers_of import KNOWN_EXAMPLE
 
 RANKS, SLOTS, EXPERTS, LAYERS, STEPS = 4, 3, 8, 2, 48
 LINEAR = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
@@ -81,7 +80,7 @@ def test_parts_are_interpolated_between_means(width: int) -> None:
 
 
 def test_entries_are_sources_of_their_own_and_back() -> None:
-    tables_RLED = even_log2phy(LINEAR, 4)
+    tables_RLED = LINEAR.default_log2phy(4)
     sources_LVE = sources_of_tables(tables_RLED, 4)
     assert sources_LVE.shape == (LAYERS, RANKS * 4, EXPERTS)
     np.testing.assert_array_equal(sources_LVE[1, 2 * 4 + 3], tables_RLED[2, 1, :, 3])
@@ -100,17 +99,17 @@ def test_entries_are_sources_of_their_own_and_back() -> None:
     ("host", "most", "width"), [(16, 16, 16), (16, 64, 16), (16, 5, 4), (6, 4, 3), (1, 16, 1), (7, 4, 1)]
 )
 def test_tables_have_as_many_entries_as_host_and_setting_allow(host: int, most: int, width: int) -> None:
-    tables_RLE = even_log2phy(LINEAR, host)
+    tables_RLE = LINEAR.default_log2phy(host)
     assert width_in_use(PlannerSettings(split="deal", deal_width=most), tables_RLE) == width
     assert width_in_use(PlannerSettings(split="tables", deal_width=most), tables_RLE) == 1
-    dealt = as_host_deals(even_log2phy(LINEAR, width)[:, 0], host)
+    dealt = as_host_deals(LINEAR.default_log2phy(width)[:, 0], host)
     assert dealt.shape == tables_RLE[:, 0].shape
 
 
 @pytest.mark.parametrize("tokens", [3.0, 60.0])
 def test_loads_are_expected_as_dealing_token_by_token_realises_them(tokens: float) -> None:
     source_TRLE = drawn_sources(tokens, seed=1)
-    tables_RLED = even_log2phy(LINEAR, 4)
+    tables_RLED = LINEAR.default_log2phy(4)
     realised_LR = slow_loads(source_TRLE, tables_RLED).mean(axis=0)
     heat_TLE, source_RLE = source_TRLE.sum(axis=1), source_TRLE.sum(axis=0).astype(float)
     expected_LR = rank_loads(heat_TLE, LINEAR, tables_RLED, source_RLE).mean(axis=0)
@@ -124,7 +123,7 @@ def test_plans_deal_with_as_many_entries_as_the_host_has(policy: str, host: int,
     source_TRLE = drawn_sources(40.0, seed=2)
     window = Window(source_TRLE.sum(axis=1), source_TRLE.sum(axis=0).astype(float))
     settings = PlannerSettings(policy=policy, split="deal", deal_width=most, threads=1)
-    deployed = even_log2phy(LINEAR, host)
+    deployed = LINEAR.default_log2phy(host)
     found = plan(window, LINEAR, deployed, Topology.flat(RANKS), settings)
     after, tables_RLED = apply_layers(LINEAR, deployed, found.changes())
     assert found.layers
@@ -158,11 +157,3 @@ def test_a_host_of_two_nodes_is_dealt_to_at_home_where_that_costs_nothing() -> N
         return float((nodes_R[tables // SLOTS] != nodes_R[None, :, None, None]).mean())
 
     assert leaving(near) < leaving(anywhere)
-
-
-@pytest.mark.parametrize(("width", "most"), [(1, 200.01), (4, 182.0)])
-def test_the_known_example_is_dealt_out_nearly_evenly(width: int, most: float) -> None:
-    window = Window(KNOWN_EXAMPLE[None, None, :])
-    settings = PlannerSettings(split="deal", deal_width=width)
-    found = plan_afresh(window, Placement.linear(1, 8, 8, 2), Topology.flat(8), settings)
-    assert found.par_planned * KNOWN_EXAMPLE.sum() / 8 <= most

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from eplb_service.heat.window import Window
 from eplb_service.placement import Placement, par
 from eplb_service.planner.decide import plan, plan_afresh
-from eplb_service.planner.noise_floor import noise_floor, volatility_bound
 from eplb_service.planner.plan import Plan
-from eplb_service.planner.scoring import rank_loads, split_steps
+from eplb_service.planner.score import noise_floor, rank_loads, split_steps, volatility_bound
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from tests.solver.layers_of import heat_of_kind
@@ -65,7 +64,7 @@ def placed_on(heat_TLE: np.ndarray) -> tuple[Placement, np.ndarray]:
     first = Placement.linear(1, EXPERTS, RANKS, SLOTS)
     result = plan_afresh(Window(heat_TLE), first, Topology.flat(RANKS), PlannerSettings())
     (changed,) = result.layers
-    return first.with_layer(0, changed.phy2log_RS), changed.log2phy_RE[:, None, :]
+    return first.with_layers([(0, changed.phy2log_RS)]), changed.log2phy_RE[:, None, :]
 
 
 def decided(heat_TLE: np.ndarray, placement: Placement, table_RLE: np.ndarray, ranks: int = RANKS) -> Plan:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from eplb_service.planner.pace import Pace
-from eplb_service.planner.promise import Promise
+from eplb_service.planner.plan import Promise
 
 PROMISE = Promise(np.full(3, 1.2), np.full(3, 1e-4), np.ones(3), 64)
 CALM, WORSE = 1.2, 1.6
@@ -110,7 +110,7 @@ def test_what_serves_while_a_change_is_being_decided_on_raises_no_alarm(calm: Pa
 def test_nothing_is_tested_between_a_decision_and_what_it_changed(calm: Pace) -> None:
     pace = calm.after_decision(changed=True, paid=None)
     pace, taken = pace.after_steps(steps(20, WORSE))
-    assert (pace.test, pace.alarm, taken) == (None, None, 20)
+    assert (pace.expected, pace.alarm, taken) == (None, None, 20)
     pace, _ = pace.serving(PROMISE).after_steps(steps(5, WORSE))
     assert pace.alarm is not None
 

@@ -15,6 +15,7 @@ from eplb_service.planner.dealing import first_tables
 from eplb_service.planner.decide import plan, plan_afresh
 from eplb_service.planner.settings import POLICIES, SPLITS, PlannerSettings
 from eplb_service.planner.topology import Topology
+from eplb_service.solver.model import SearchOptions
 from tests.solver.layers_of import Case, cases
 
 
@@ -23,11 +24,11 @@ from tests.solver.layers_of import Case, cases
 def test_no_plan_moves_them(case: Case, policy: str, split: str, warm: bool) -> None:
     placement = Placement.linear(1, case.experts, case.ranks, case.slots)
     topology = dataclasses.replace(Topology.flat(case.ranks), rank_bound=True)
-    wanted = PlannerSettings(policy=policy, split=split, warm=warm, threads=1)
+    wanted = PlannerSettings(policy=policy, split=split, threads=1)
     window = Window(case.heat_NE[:, None])
     tables_RLE = first_tables(placement, split, wanted.deal_width)
     for made in (
-        plan(window, placement, tables_RLE, topology, wanted),
+        plan(window, placement, tables_RLE, topology, wanted, search=SearchOptions(warm=warm)),
         plan_afresh(window, placement, topology, wanted),
     ):
         assert made.layers == made.hindsight == ()

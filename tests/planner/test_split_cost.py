@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 
 from eplb_service.cost.curve import CostCurve
-from eplb_service.heat.step_times import StepTimes
+from eplb_service.heat.sources import StepTimes
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.heat.window import Window
 from eplb_service.offline import solve
 from eplb_service.placement import Placement
 from eplb_service.planner.counterfactual import counterfactual
 from eplb_service.planner.decide import plan
-from eplb_service.planner.outlook import Serving
-from eplb_service.planner.plan import Plan
-from eplb_service.planner.scoring import replicas_woken, split_us, stepwise_tokens
+from eplb_service.planner.plan import Plan, Serving
+from eplb_service.planner.price import SplitCost
+from eplb_service.planner.request import time_curve
+from eplb_service.planner.score import _stepwise_tokens, replicas_woken, split_us
 from eplb_service.planner.settings import PlannerSettings, SettingsError
-from eplb_service.planner.solver_request import time_curve
-from eplb_service.planner.split_cost import SplitCost
 from eplb_service.planner.topology import Topology
+from eplb_service.solver.model import SearchOptions
 from tests.cost.curves import H200, plain_rank_us
 from tests.solver.slow import stepwise as slow
 from worker_agent.moe.stepwise import rounds_for
@@ -35,7 +35,7 @@ STEP = PlannerSettings(split="step", cost_curve=H200, threads=1)
 
 def plain_us(heat_TLE: np.ndarray, placement: Placement, curve: CostCurve) -> list[list[float]]:
     """By the definition, of the slots' tokens; which are a best split of each step by an oracle."""
-    tokens_TLRS = stepwise_tokens(heat_TLE, placement)
+    tokens_TLRS = _stepwise_tokens(heat_TLE, placement)
     found = []
     for heat_LE, tokens_LRS in zip(heat_TLE, tokens_TLRS, strict=True):
         row = []
@@ -77,11 +77,9 @@ def test_replicas_woken_are_counted_by_hand() -> None:
     assert replicas_woken(heat_TLE[2:], placement) == 0
 
 
-def test_the_split_itself_takes_what_was_set_or_what_is_assumed_of_its_bytes() -> None:
+def test_the_split_itself_takes_what_is_assumed_of_its_bytes_and_rounds() -> None:
     assert SplitCost.of(PlannerSettings(), 8, 64) is None
-    stated = SplitCost.of(replace(STEP, split_overhead_us=7.5), 8, 64)
-    assert stated == SplitCost(7.5, 7 * 64 * 4, True)
-    assert str(stated) == "7.5 us per layer (stated), 1,792 bytes of counts to each rank"
+    assert SplitCost.of(STEP, 8, 64).bytes == 7 * 64 * 4
     slow_link, assumed = (SplitCost.of(replace(STEP, link_bandwidth=gb), 8, 64) for gb in (0.001, 25.0))
     assert slow_link.us - assumed.us == pytest.approx(1792 / 1e6 * 1e6 * (1 - 0.001 / 25))
     assert "assumed" in str(assumed)
@@ -91,8 +89,6 @@ def test_the_split_itself_takes_what_was_set_or_what_is_assumed_of_its_bytes() -
         assert large.rounds == rounds_for(choices)
         assert large.us - SplitCost.of(STEP, 8, 64).us == pytest.approx(5.75 * (large.rounds - 22))
     assert assumed.ms_of_step(10) == pytest.approx(assumed.us / 100)
-    with pytest.raises(SettingsError, match="split_overhead_us is -1"):
-        PlannerSettings(split_overhead_us=-1)
 
 
 def test_a_curve_changes_no_placement_that_it_does_not_refuse() -> None:
@@ -136,25 +132,29 @@ def test_moves_must_be_worth_their_part_of_the_time() -> None:
     verdict = free.verdicts[worst.layer]
     won = 1 - verdict.us_planned / verdict.us_seen
     for min_gain, changes in ((0.9 * won, True), (1.1 * won, False)):
-        tried = replace(settings, min_gain=min_gain, holdout=False)
-        found = plan(Window(HEAT), FIRST, FIRST.default_log2phy(), Topology.flat(RANKS), tried)
+        tried = replace(settings, min_gain=min_gain)
+        found = plan(
+            Window(HEAT),
+            FIRST,
+            FIRST.default_log2phy(),
+            Topology.flat(RANKS),
+            tried,
+            search=SearchOptions(holdout=False),
+        )
         assert found.verdicts[worst.layer].changed is changes
 
 
 def test_the_service_says_what_the_split_takes_and_what_it_wins_net() -> None:
     found = Serving(FIRST, FIRST.default_log2phy())
     unknown = StepTimes(np.full(STEPS, np.nan), np.full(STEPS, np.nan))
-    settings = replace(STEP, split_overhead_us=3.0)
-    worth = counterfactual(Window(HEAT), found, found, Plan((), ()), settings, unknown)
-    assert worth is not None
+    worth, _ = counterfactual(Window(HEAT), found, found, Plan((), ()), STEP, unknown)
     with_it = split_us(HEAT, FIRST, found.log2phy_RLE, None, "step", H200).sum(axis=1).mean() / 1e3
     even = split_us(HEAT, FIRST, found.log2phy_RLE, None, "even", H200).sum(axis=1).mean() / 1e3
     assert worth.serving_ms == pytest.approx(with_it)
-    assert (
-        "the stepwise split itself takes 0.006 ms of a step more, 3 us per layer (stated)"
-        in worth.price.reason
-    )
-    assert f"{even - with_it - 0.006:+.3f} ms per step" in worth.price.reason
+    split = SplitCost.of(STEP, RANKS, EXPERTS, float(HEAT.sum(axis=2).mean()))
+    split_ms = split.ms_of_step(LAYERS)
+    assert f"the stepwise split itself takes {split_ms:.3g} ms of a step more, {split}" in worth.price
+    assert f"{even - with_it - split_ms:+.3f} ms per step" in worth.price
 
 
 def test_what_cannot_go_together_is_refused() -> None:

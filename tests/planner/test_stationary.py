@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.solver.heat_kinds import generate
-from eplb_service.planner.stationary import has_changed, looked_back, paying_steps, stationary_steps
+from benchmarks.solver.heats import generate
+from eplb_service.planner.pace import _has_changed, _stationary_steps, looked_back, paying_steps
 
 
 def drawn(steps: int, seed: int) -> np.ndarray:
@@ -16,13 +16,13 @@ def drawn(steps: int, seed: int) -> np.ndarray:
 
 
 def test_all_of_still_heat_is_used() -> None:
-    assert stationary_steps(drawn(300, 0), 16) == 300
+    assert _stationary_steps(drawn(300, 0), 16) == 300
 
 
 @pytest.mark.parametrize("since", [40, 60, 100])
 def test_heat_from_before_a_jump_is_not_used(since: int) -> None:
     heat_TLE = np.concatenate([drawn(300, 0), drawn(since, 1)])
-    assert since / 3 <= stationary_steps(heat_TLE, 16) <= since
+    assert since / 3 <= _stationary_steps(heat_TLE, 16) <= since
 
 
 def plain_stationary_steps(heat_TLE: np.ndarray, ahead: int) -> int:
@@ -44,7 +44,7 @@ def test_the_stretch_is_the_one_that_each_stretch_by_itself_would_name(seed: int
     generator = np.random.default_rng(seed)
     heat_TLE = np.concatenate([drawn(int(steps), seed + 10) for steps in generator.integers(20, 200, 3)])
     ahead = int(generator.integers(4, 40))
-    assert stationary_steps(heat_TLE, ahead) == plain_stationary_steps(heat_TLE, ahead)
+    assert _stationary_steps(heat_TLE, ahead) == plain_stationary_steps(heat_TLE, ahead)
 
 
 @pytest.mark.parametrize(("remembered", "steps"), [(1, None), (48, None), (49, 48.0), (512, 48.0)])
@@ -57,7 +57,7 @@ def test_moves_pay_within_an_interval_however_far_a_decision_looks_back(
 @pytest.mark.parametrize("since", [24, 32])
 def test_by_the_clock_heat_that_changed_a_moment_ago_is_looked_at_alone(since: int) -> None:
     heat_TLE = np.concatenate([drawn(300, 0), drawn(since, 1)])
-    assert stationary_steps(heat_TLE, 32) == len(heat_TLE)
+    assert _stationary_steps(heat_TLE, 32) == len(heat_TLE)
     assert looked_back(heat_TLE, 64) <= 48
 
 
@@ -75,7 +75,7 @@ def test_by_the_clock_bursts_are_seldom_taken_for_a_change() -> None:
         popularity_TE /= popularity_TE.sum(axis=1, keepdims=True)
         heat_TLE = np.stack([generator.multinomial(4000, row_E) for row_E in popularity_TE])[:, None]
         shortened += [
-            looked_back(heat_TLE[:steps], 64) < stationary_steps(heat_TLE[:steps], 32)
+            looked_back(heat_TLE[:steps], 64) < _stationary_steps(heat_TLE[:steps], 32)
             for steps in range(128, 513, 32)
         ]
     assert np.mean(shortened) < 0.25
@@ -83,15 +83,15 @@ def test_by_the_clock_bursts_are_seldom_taken_for_a_change() -> None:
 
 @pytest.mark.parametrize("since", [4, 9, 16])
 def test_heat_that_jumped_has_changed_and_still_heat_has_not(since: int) -> None:
-    assert has_changed(np.concatenate([drawn(100, 0), drawn(since, 1)]), since)
-    assert not has_changed(drawn(100 + since, 0), since)
+    assert _has_changed(np.concatenate([drawn(100, 0), drawn(since, 1)]), since)
+    assert not _has_changed(drawn(100 + since, 0), since)
 
 
 @pytest.mark.parametrize("since", [10, 16])
 def test_bursts_are_seldom_a_change(since: int) -> None:
     heat_TLE = generate("bursty", 4, 256, 1024, 0)
     ends = range(256, 1024, 16)
-    assert sum(has_changed(heat_TLE[:end], since) for end in ends) <= len(ends) // 10
+    assert sum(_has_changed(heat_TLE[:end], since) for end in ends) <= len(ends) // 10
 
 
 @pytest.mark.parametrize("tokens", [64, 8192])
@@ -105,24 +105,24 @@ def test_a_change_is_seen_in_few_tokens_too(tokens: int) -> None:
             for popularity_LE, count in parts
         ]
     )
-    assert has_changed(heat_TLE, 16)
-    assert not has_changed(heat_TLE[:100], 16)
+    assert _has_changed(heat_TLE, 16)
+    assert not _has_changed(heat_TLE[:100], 16)
 
 
 def test_where_there_is_nothing_to_compare_heat_counts_as_changed() -> None:
-    assert has_changed(drawn(8, 0), 8)
-    assert has_changed(drawn(8, 0), 1)
+    assert _has_changed(drawn(8, 0), 8)
+    assert _has_changed(drawn(8, 0), 1)
 
 
 def test_few_steps_are_all_used() -> None:
-    assert stationary_steps(drawn(20, 0), 8) == 20
-    assert stationary_steps(drawn(20, 0), 0) == 20
+    assert _stationary_steps(drawn(20, 0), 8) == 20
+    assert _stationary_steps(drawn(20, 0), 0) == 20
 
 
 def test_layers_without_tokens_do_not_matter() -> None:
     heat_TLE = np.concatenate([drawn(100, 0), drawn(40, 1)])
     heat_TLE[:, 1] = 0
-    assert stationary_steps(heat_TLE, 16) <= 40
+    assert _stationary_steps(heat_TLE, 16) <= 40
 
 
 @pytest.mark.parametrize("steps", [1, 40, 48])

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from eplb_service.planner.plan import LayerPlan
-from eplb_service.planner.switch_log import SwitchLog
-from eplb_service.wire.status import PlanState, PlanStatus
+from eplb_service.planner.price import SwitchLog
+from eplb_service.wire.agent import PlanState, PlanStatus
 
 RANKS = 4
 STEP_US = 10_000.0

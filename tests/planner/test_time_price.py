@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from eplb_service.cost.curve import CostCurve, FitQuality
-from eplb_service.heat.step_times import StepTimes
+from eplb_service.heat.sources import StepTimes
 from eplb_service.heat.window import Window
 from eplb_service.placement import Placement
-from eplb_service.planner.outlook import Serving
+from eplb_service.planner.counterfactual import ASSUMED, FITTED, MEASURED, STATED, _time_price, _TimePrice
+from eplb_service.planner.plan import Serving
 from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.time_price import ASSUMED, FITTED, MEASURED, STATED, TimePrice, time_price
 
 SETTINGS = PlannerSettings()
 CURVE = CostCurve(5.0, 12.0, 4.0, 0.06)
@@ -45,8 +45,8 @@ def times(noise: float, curve: CostCurve = CURVE) -> StepTimes:
 UNKNOWN = StepTimes(np.full(STEPS, np.nan), np.full(STEPS, np.nan))
 
 
-def priced(settings: PlannerSettings = SETTINGS, known: StepTimes = UNKNOWN) -> TimePrice:
-    return time_price(settings, WINDOW, SERVING, known)
+def priced(settings: PlannerSettings = SETTINGS, known: StepTimes = UNKNOWN) -> _TimePrice:
+    return _time_price(settings, WINDOW, SERVING, known)
 
 
 def test_a_curve_that_is_given_is_measured_only_where_it_was_fitted() -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb_service.cost.curve import CostCurve
-from eplb_service.cost.curve_file import write_curves
+from eplb_service.cost.curve import CostCurve, write_curves
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.heat.window import Window
 from eplb_service.offline import solve
-from eplb_service.planner.options import planner_settings
-from eplb_service.planner.settings import PlannerSettings, SettingsError
-from eplb_service.planner.solver_request import sampled_steps, time_curve
+from eplb_service.planner.request import _sampled_steps, time_curve
+from eplb_service.planner.settings import PlannerSettings, SettingsError, planner_settings
 from tests.cost.curves import H200
 
 SMALL = synthetic_heat("static", 64, 2, 64, tokens=64, top_k=4, seed=1)
@@ -64,8 +62,8 @@ def test_layers_without_tokens_are_left_out():
 def test_steps_are_taken_evenly_and_never_summed():
     heat_TLE = np.arange(10)[:, None, None] + np.zeros((10, 1, 2))
     picked = np.array([0])
-    assert sampled_steps(Window(heat_TLE), picked, 5)[:, 0, 0].tolist() == [1, 3, 5, 7, 9]
-    assert sampled_steps(Window(heat_TLE), picked)[:, 0, 0].tolist() == list(range(10))
+    assert _sampled_steps(Window(heat_TLE), picked, 5)[:, 0, 0].tolist() == [1, 3, 5, 7, 9]
+    assert _sampled_steps(Window(heat_TLE), picked)[:, 0, 0].tolist() == list(range(10))
 
 
 def test_other_policies_and_linear_curves_balance_tokens():

@@ -9,10 +9,11 @@ from eplb_service.heat.window import Window
 from eplb_service.placement import Placement, check_log2phy, par
 from eplb_service.planner.decide import plan
 from eplb_service.planner.plan import Plan
-from eplb_service.planner.scoring import rank_loads
+from eplb_service.planner.request import with_options
+from eplb_service.planner.score import rank_loads
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
-from eplb_service.solver import decision as decision_module
+from eplb_service.solver import layer as decision_module
 from tests.solver.slow.table_locality import crossing
 
 LAYERS, EXPERTS, RANKS, SLOTS, GROUPS = 3, 32, 8, 5, 8
@@ -39,10 +40,11 @@ def decided(
 ) -> tuple[Plan, tuple[Placement, np.ndarray]]:
     """The plan, and what serves once it is switched."""
     after, table_RLE = start or (LINEAR, LINEAR.default_log2phy())
-    made = plan(window or window_of(5), after, table_RLE, topology, PlannerSettings(**settings))
+    switched, search = with_options(PlannerSettings(), settings)
+    made = plan(window or window_of(5), after, table_RLE, topology, switched, search=search)
     table_RLE = table_RLE.copy()
     for changed in made.layers:
-        after = after.with_layer(changed.layer, changed.phy2log_RS)
+        after = after.with_layers([(changed.layer, changed.phy2log_RS)])
         table_RLE[:, changed.layer] = changed.log2phy_RE
         for table_E in changed.log2phy_RE:
             check_log2phy(table_E, changed.phy2log_RS)

@@ -1,31 +1,43 @@
 """Advice follows from what was replayed: balance where it wins, and plainly not where it cannot."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from eplb_service.cost.curve import CostCurve
 from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.io.trace import ArrayTrace
+from eplb_service.planner.price import SplitCost
 from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.split_cost import SplitCost
-from eplb_service.replay.advice import MOVE_PRICES, advise, first_jobs, second_jobs, third_jobs
-from eplb_service.replay.advice_options import Option, cheapest
-from eplb_service.replay.advice_reasons import reasons_of_memory
+from eplb_service.replay.advise import (
+    MOVE_PRICES,
+    Option,
+    _reasons_of_memory,
+    advise,
+    cheapest,
+)
 from eplb_service.replay.costs import Costs
-from eplb_service.replay.policy_replay import Setup
-from eplb_service.replay.runner import replay, scene_for
-from eplb_service.replay.schedule import ReplayError, Schedule
+from eplb_service.replay.jobs import replay, scene_for
+from eplb_service.replay.policy import ReplayError, Setup
 
 SETTINGS = PlannerSettings()
 
 
 def advised(heat_TLE, ranks, slots, costs=None):
-    trace, scene = ArrayTrace(heat_TLE), scene_for(ranks, costs)
-    first = replay(trace, first_jobs(slots, Schedule(40, 40), SETTINGS), scene)
-    second = replay(trace, second_jobs(first, trace.steps, SETTINGS), scene)
-    third = replay(trace, third_jobs(first, second, slots, SETTINGS), scene)
-    given = advise(first, second, third, SETTINGS, float(heat_TLE.sum(axis=2).mean()))
-    return given, (first, second, third)
+    return rounds(heat_TLE, slots, SETTINGS, scene_for(ranks, costs))
+
+
+def rounds(heat_TLE, slots, settings, scene):
+    """The advice, and the replays that it is made of."""
+    trace, done = ArrayTrace(heat_TLE), []
+
+    def run(jobs):
+        done.append(replay(trace, jobs, scene))
+        return done[-1]
+
+    choices = float(heat_TLE.sum(axis=2).mean())
+    return advise(run, slots, 40, trace.steps, settings, choices), done
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +50,7 @@ def test_skewed_heat_is_worth_balancing(skewed):
     given, (first, *_) = skewed
     assert given.pays
     assert given.par < given.par_left_alone
-    assert given.par_left_alone == pytest.approx(first.baselines[0].left_alone_DL[:-1].mean(), rel=0.05)
+    assert given.par_left_alone == pytest.approx(first.baselines[0].par_DL[:-1].mean(), rel=0.05)
     assert given.chosen.net_ms > 0
     assert given.gain_L.mean() == pytest.approx(given.par_left_alone - given.par, abs=0.05)
     assert any("net of switching" in reason for reason in given.reasons)
@@ -55,21 +67,22 @@ def test_the_fewest_slots_are_advised_that_win_nine_tenths_of_what_can_be_won(sk
 
 def test_slots_are_compared_under_the_schedule_that_is_advised(skewed):
     given, _ = skewed
-    schedule = given.chosen.setup.schedule
-    assert {option.setup.schedule for option in given.by_redundancy} == {schedule}
+    schedule = given.chosen.setup
+    assert {(o.setup.window, o.setup.interval) for o in given.by_redundancy} == {
+        (schedule.window, schedule.interval)
+    }
     assert [option.setup.slots for option in given.by_redundancy] == [4, 5, 6]
     best = min(option.par for option in given.by_schedule)
     [same] = [
         option
         for option in given.by_schedule
-        if (option.setup.schedule.window, option.setup.schedule.interval)
-        == (schedule.window, schedule.interval)
+        if (option.setup.window, option.setup.interval) == (schedule.window, schedule.interval)
     ]
     assert same.par <= best + 0.01
 
 
 def option_of(slots, par, *, net_ms=0.0, bytes_per_rank=0):
-    setup = Setup(slots, Schedule(40, 40))
+    setup = Setup(slots, 40, 40)
     return Option(str(slots), setup, 0.0, par, 1.0, 0.1, net_ms, None, bytes_per_rank)
 
 
@@ -88,20 +101,18 @@ def test_memory_is_said_of_what_is_advised_and_of_what_would_win_most(skewed):
         option_of(8, 1.161, net_ms=6.6, bytes_per_rank=8 << 30),
     ]
     more = "more memory for experts than without any"
-    assert reasons_of_memory(third, options, options[0]) == [
+    assert _reasons_of_memory(third, options, options[0]) == [
         f"8 redundant experts take 25% {more} (5.00 GiB per rank).",
         f"32 would win another 0.088, 0.60 ms, and take 100% {more} (8.00 GiB per rank).",
     ]
-    assert reasons_of_memory(third, [option_of(4, 1.2)], option_of(4, 1.2)) == []
+    assert _reasons_of_memory(third, [option_of(4, 1.2)], option_of(4, 1.2)) == []
 
 
 def test_the_curves_are_there(skewed):
     given, _ = skewed
     assert [option.setup.slots for option in given.by_redundancy] == [4, 5, 6]
     assert [option.move_price for option in given.by_moves] == list(MOVE_PRICES)
-    assert len({(o.setup.schedule.window, o.setup.schedule.interval) for o in given.by_schedule}) == len(
-        given.by_schedule
-    )
+    assert len({(o.setup.window, o.setup.interval) for o in given.by_schedule}) == len(given.by_schedule)
     assert given.by_moves[0].moves_per_decision >= given.by_moves[-1].moves_per_decision
 
 
@@ -128,25 +139,19 @@ def test_switching_that_costs_more_than_it_wins_does_not_pay():
 
 
 def test_a_round_that_was_stopped_advises_nothing(skewed):
-    from dataclasses import replace
-
-    _, (first, second, third) = skewed
+    _, (first, *_) = skewed
     with pytest.raises(ReplayError, match="before enough was known"):
-        advise(first, second, replace(third, interrupted=True), SETTINGS, 1.0)
+        advise(lambda jobs: replace(first, interrupted=True), [4], 40, 250, SETTINGS, 1.0)
 
 
 CURVE = CostCurve(20.0, 11.6, 5.0, 0.0615)
 
 
-def in_time(tokens, slots=(4, 5, 6), settings=None):
+def in_time(tokens, slots=(4, 5, 6), settings=None, split=None):
     settings = settings or PlannerSettings(cost_curve=CURVE)
-    costs = Costs(curve=CURVE, bytes_per_expert=1 << 20, split=SplitCost.of(settings, 8, 32))
+    costs = Costs(curve=CURVE, bytes_per_expert=1 << 20, split=split)
     heat_TLE = synthetic_heat("static", 130, layers=1, experts=32, tokens=tokens, top_k=4, seed=2)
-    trace, scene = ArrayTrace(heat_TLE), scene_for(8, costs)
-    first = replay(trace, first_jobs(slots, Schedule(40, 40), settings), scene)
-    second = replay(trace, second_jobs(first, trace.steps, settings), scene)
-    third = replay(trace, third_jobs(first, second, slots, settings), scene)
-    return advise(first, second, third, settings, float(heat_TLE.sum(axis=2).mean()))
+    return rounds(heat_TLE, slots, settings, scene_for(8, costs))[0]
 
 
 def test_where_reading_takes_the_time_no_redundancy_is_advised_whatever_it_does_to_the_ratio():
@@ -169,7 +174,7 @@ def test_where_computing_takes_the_time_the_slots_that_are_fastest_are_advised_a
 
 def test_whether_the_stepwise_split_pays_is_said_and_it_takes_no_part_in_the_choice_of_slots():
     free, dear = (
-        in_time(8192, (4, 5), PlannerSettings(split="step", split_overhead_us=us, cost_curve=CURVE))
+        in_time(8192, (4, 5), PlannerSettings(split="step", cost_curve=CURVE), SplitCost(us, 0, 22))
         for us in (0.0, 500.0)
     )
     for given in (free, dear):

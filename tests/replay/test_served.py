@@ -5,19 +5,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from eplb_service.io.native.writer import TraceWriter
+from eplb_service.io.native import TraceWriter
 from eplb_service.io.open_trace import open_trace
 from eplb_service.io.trace import TraceFacts
 from eplb_service.io.trace_statistics import statistics
-from eplb_service.placement import Placement, even_log2phy, par
-from eplb_service.planner.scoring import split_us
+from eplb_service.placement import Placement, par
+from eplb_service.planner.plan import Serving
+from eplb_service.planner.price import SplitCost
+from eplb_service.planner.score import split_us
 from eplb_service.planner.settings import PlannerSettings
-from eplb_service.planner.split_cost import SplitCost
 from eplb_service.replay.costs import Costs
-from eplb_service.replay.policy_replay import Setup
-from eplb_service.replay.runner import UNSPLIT, jobs_for, replay, scene_for, unsplit_job
-from eplb_service.replay.schedule import Schedule
-from eplb_service.replay.served import loads_from_sources, served_us
+from eplb_service.replay.jobs import UNSPLIT, jobs_for, replay, scene_for, unsplit_job
+from eplb_service.replay.policy import Setup
+from eplb_service.replay.served import _loads_from_sources, served_us
 from tests.cost.curves import H200, plain_rank_us
 
 STEPS, LAYERS, RANKS, EXPERTS, SLOTS = 60, 2, 4, 8, 3
@@ -46,25 +46,25 @@ def recorded(tmp_path):
     with TraceWriter(tmp_path / "a.zarr", facts, LAYERS, EXPERTS, by_slot=True, sources=None) as writer:
         for layer in range(LAYERS):
             writer.place(layer, 0, PLACEMENT.phy2log_LRS[layer])
-        writer.append_slots(slots_TLP, np.zeros((STEPS, LAYERS)), source_TRLE=SOURCE_TRLE)
+        writer.append(slots_TLP, np.zeros((STEPS, LAYERS)), source_TRLE=SOURCE_TRLE)
     return open_trace(tmp_path / "a.zarr"), slots_TLP.reshape(STEPS, LAYERS, RANKS, SLOTS).sum(axis=3)
 
 
 def test_tokens_go_where_their_own_sources_table_says():
     destination_RLE = RNG.integers(0, RANKS, (RANKS, LAYERS, EXPERTS))
     destination_RLE[destination_RLE == 2] = 0
-    loads_TLR = loads_from_sources(SOURCE_TRLE, destination_RLE, RANKS)
+    loads_TLR = _loads_from_sources(SOURCE_TRLE, destination_RLE, RANKS)
     assert np.array_equal(loads_TLR, slow_loads(SOURCE_TRLE, destination_RLE))
     assert not loads_TLR[:, :, 2].any()
 
 
 def test_a_replay_that_changes_nothing_realises_what_the_ranks_measured(recorded):
     trace, loads_TLR = recorded
-    jobs = jobs_for(["none", "flashlb"], [Setup(SLOTS, Schedule(20, 20))], PlannerSettings())
+    jobs = jobs_for(["none", "flashlb"], [Setup(SLOTS, 20, 20)], PlannerSettings())
     found = replay(trace, jobs, scene_for(RANKS))
     measured_L = par(loads_TLR[20:].astype(float))
     assert found.policies[0].par_realised_L == pytest.approx(measured_L)
-    assert found.baselines[0].left_alone_DL.mean(axis=0) == pytest.approx(measured_L)
+    assert found.baselines[0].par_DL.mean(axis=0) == pytest.approx(measured_L)
     assert found.policies[1].par_realised < measured_L.mean()
 
 
@@ -76,19 +76,19 @@ def test_statistics_show_the_balance_that_was_served(recorded):
 def test_a_host_that_spreads_tokens_itself_is_scored_without_tables(recorded):
     trace, _ = recorded
     settings = PlannerSettings(split="even")
-    found = replay(trace, jobs_for(["none"], [Setup(SLOTS, Schedule(20, 20))], settings), scene_for(RANKS))
+    found = replay(trace, jobs_for(["none"], [Setup(SLOTS, 20, 20)], settings), scene_for(RANKS))
     replicas_E = np.bincount(PLACEMENT.phy2log_LRS[0].ravel(), minlength=EXPERTS)
     heat_TLE = SOURCE_TRLE.sum(axis=1)[20:]
     loads_TLR = (heat_TLE / replicas_E)[:, :, PLACEMENT.phy2log_LRS[0]].sum(axis=3)
     assert found.policies[0].par_realised_L == pytest.approx(par(loads_TLR))
-    assert found.baselines[0].left_alone_DL.mean(axis=0) == pytest.approx(par(loads_TLR))
+    assert found.baselines[0].par_DL.mean(axis=0) == pytest.approx(par(loads_TLR))
 
 
 def test_slowest_ranks_are_timed_by_what_their_slots_really_received(recorded):
     trace, _ = recorded
     tables_RLE = PLACEMENT.default_log2phy()
     slots_TLP = slow_slots(SOURCE_TRLE, tables_RLE)
-    found_TL = served_us(trace, trace.heat(0, STEPS), 0, PLACEMENT, tables_RLE, "tables", H200)
+    found_TL = served_us(trace, trace.heat(0, STEPS), 0, Serving(PLACEMENT, tables_RLE), "tables", H200)
     for step, layer in ((0, 0), (17, 1), (59, 0)):
         of_ranks = slots_TLP[step, layer].reshape(RANKS, SLOTS).tolist()
         assert found_TL[step, layer] == pytest.approx(max(plain_rank_us(H200, tokens) for tokens in of_ranks))
@@ -104,10 +104,10 @@ def slow_slots(source_TRLE, tables_RLE):
 def test_a_replay_with_a_curve_realises_milliseconds(recorded):
     trace, _ = recorded
     settings = PlannerSettings(cost_curve=H200)
-    jobs = jobs_for(["none", "flashlb"], [Setup(SLOTS, Schedule(20, 20))], settings, hindsight=False)
+    jobs = jobs_for(["none", "flashlb"], [Setup(SLOTS, 20, 20)], settings, hindsight=False)
     found = replay(trace, jobs, scene_for(RANKS, Costs(curve=H200)))
     left_alone = served_us(
-        trace, trace.heat(20, STEPS), 20, PLACEMENT, PLACEMENT.default_log2phy(), "tables", H200
+        trace, trace.heat(20, STEPS), 20, Serving(PLACEMENT, PLACEMENT.default_log2phy()), "tables", H200
     )
     none, flashlb = (found.score(policy) for policy in found.policies)
     assert none.moe_ms == pytest.approx(left_alone.mean(axis=0).sum() / 1e3)
@@ -119,35 +119,34 @@ def test_a_replay_with_a_curve_realises_milliseconds(recorded):
 def test_a_replay_deals_each_steps_tokens_one_by_one(recorded):
     trace, _ = recorded
     settings = PlannerSettings(split="deal", deal_width=4)
-    found = replay(trace, jobs_for(["none"], [Setup(SLOTS, Schedule(20, 20))], settings), scene_for(RANKS))
-    tables_RLED = even_log2phy(PLACEMENT, 4)
+    found = replay(trace, jobs_for(["none"], [Setup(SLOTS, 20, 20)], settings), scene_for(RANKS))
+    tables_RLED = PLACEMENT.default_log2phy(4)
     loads_TLR = np.zeros((STEPS, LAYERS, RANKS))
     for (step, rank, layer, expert), tokens in np.ndenumerate(SOURCE_TRLE):
         for token in range(tokens):
             loads_TLR[step, layer, tables_RLED[rank, layer, expert, token % 4] // SLOTS] += 1
     assert found.policies[0].par_realised_L == pytest.approx(par(loads_TLR[20:]))
-    assert found.baselines[0].left_alone_DL.mean(axis=0) == pytest.approx(par(loads_TLR[20:]))
-    both = replay(trace, jobs_for(["flashlb"], [Setup(SLOTS, Schedule(20, 20))], settings), scene_for(RANKS))
+    assert found.baselines[0].par_DL.mean(axis=0) == pytest.approx(par(loads_TLR[20:]))
+    both = replay(trace, jobs_for(["flashlb"], [Setup(SLOTS, 20, 20)], settings), scene_for(RANKS))
     assert both.policies[0].par_realised < par(loads_TLR[20:]).mean()
 
 
 def test_a_stepwise_split_is_timed_with_what_it_takes_itself_beside_tables_without_it(recorded):
     trace, _ = recorded
-    settings = PlannerSettings(cost_curve=H200, split="step", split_overhead_us=40.0)
+    settings = PlannerSettings(cost_curve=H200, split="step")
     costs = Costs(curve=H200, split=SplitCost.of(settings, RANKS, EXPERTS))
-    setup = Setup(SLOTS, Schedule(20, 20))
+    setup = Setup(SLOTS, 20, 20)
     jobs = jobs_for(["none"], [setup], settings, hindsight=False)
     assert [job.label for job in jobs] == ["baseline", "none", UNSPLIT]
     found = replay(trace, jobs, scene_for(RANKS, costs))
     heat_TLE = SOURCE_TRLE.sum(axis=1)[20:]
     us_TL = split_us(heat_TLE, PLACEMENT, PLACEMENT.default_log2phy(), None, "step", H200)
     by_step, by_tables = found.policies
-    assert by_step.moe_ms == pytest.approx((us_TL + 40).mean(axis=0).sum() / 1e3)
+    assert by_step.moe_ms == pytest.approx((us_TL + costs.split.us).mean(axis=0).sum() / 1e3)
     assert found.moe_ms_left_alone(by_step) == pytest.approx(by_step.moe_ms)
     (alone,) = replay(
         trace,
-        [unsplit_job("alone", replace(setup, schedule=Schedule(20, 20, start=20)), settings)]
-        + [job for job in jobs if job.policy is None],
+        [unsplit_job("alone", replace(setup, start=20), settings)] + [job for job in jobs if not job.policy],
         scene_for(RANKS, Costs(curve=H200)),
     ).policies
     assert by_tables.moe_ms == pytest.approx(alone.moe_ms)

@@ -6,10 +6,9 @@ from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.io.trace import ArrayTrace
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.replay.costs import Costs
-from eplb_service.replay.policy_replay import Setup
+from eplb_service.replay.jobs import jobs_for, replay, scene_for
+from eplb_service.replay.policy import Setup
 from eplb_service.replay.result import Replay
-from eplb_service.replay.runner import jobs_for, replay, scene_for
-from eplb_service.replay.schedule import Schedule
 from eplb_service.report.page import report_page
 
 TITLE = "Replay of </script><script>alert(1)</script>"
@@ -21,7 +20,7 @@ def small_replay(
 ) -> Replay:
     """Three layers of 16 experts on 4 ranks, four decisions."""
     heat_TLE = synthetic_heat("drift", 150, layers=3, experts=16, tokens=256, top_k=2, seed=5)
-    setups = [Setup(count, Schedule(30, 30)) for count in slots]
+    setups = [Setup(count, 30, 30) for count in slots]
     jobs = jobs_for(policies, setups, PlannerSettings())
     costs = Costs(step_ms=20, bytes_per_expert=10_000_000, solve_ms=50)
     return replay(ArrayTrace(heat_TLE), jobs, scene_for(4, costs))

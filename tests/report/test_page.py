@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from eplb_service.replay.policy import NAMES
 from eplb_service.report import charts
-from eplb_service.report.figures import colours_of
-from eplb_service.report.svg import Scale, element, plain
+from eplb_service.report.svg import Scale, _plain, element
 from tests.report.reports import COMMAND, TITLE, small_replay, small_report
 
 CHARTS = {"par", "colours", "before", "after", "alone", "balanced", "moves", "pareto"}
@@ -42,9 +41,8 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        self.texts[self.open[-1] if self.open else ""] = (
-            self.texts.get(self.open[-1] if self.open else "", "") + data
-        )
+        tag = self.open[-1] if self.open else ""
+        self.texts[tag] = self.texts.get(tag, "") + data
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +85,8 @@ def test_shows_what_was_found(html, replayed):
         round(decision.par_realised, 4) for decision in replayed.policies[-1].decisions
     ]
     before = replayed.baselines[0].loads_LR
-    assert (
-        data["maps"]["before"]["values"] == np.round(before / before.mean(axis=1, keepdims=True), 3).tolist()
-    )
+    shares = np.round(before / before.mean(axis=1, keepdims=True), 3)
+    assert data["maps"]["before"]["values"] == shares.tolist()
 
 
 def test_a_stopped_replay_says_so(replayed):
@@ -108,17 +105,10 @@ def test_when_nothing_helps_the_report_says_so():
 
 
 def test_one_line_a_policy_and_one_bar_a_decision(html, replayed):
-    lines = [
-        attributes
-        for tag, attributes in Page(html).tags
-        if tag == "path" and "line" in attributes.get("class", "")
-    ]
+    page = Page(html)
+    lines = [named for tag, named in page.tags if tag == "path" and "line" in named.get("class", "")]
     assert [line["data-series"] for line in lines] == ["floor", "hindsight", "none", "deepseek", "flashlb"]
-    bars = [
-        attributes
-        for tag, attributes in Page(html).tags
-        if tag == "rect" and "bar" in attributes.get("class", "")
-    ]
+    bars = [named for tag, named in page.tags if tag == "rect" and "bar" in named.get("class", "")]
     assert len(bars) == sum(len(policy.decisions) for policy in replayed.policies if policy.policy != "none")
 
 
@@ -156,7 +146,7 @@ def test_a_whole_scale_has_a_tick_at_both_ends_and_no_value_outside(low, span, a
 
 def test_of_many_dots_those_that_none_beats_are_named_and_all_have_a_tip():
     points = [charts.Point(f"policy {number:02}", "s0 d1", 0.5, 1.3 + number / 1e4) for number in range(30)]
-    drawn = charts.pareto([*points, charts.Point("best", "s1 d0", 0.4, 1.1)])
+    drawn = charts._pareto([*points, charts.Point("best", "s1 d0", 0.4, 1.1)])
     assert drawn.count("<circle") == drawn.count("<title>") == 31
     assert "<title>policy 07: PAR 1.301, 50.0% of the slots</title>" in drawn
     named = re.findall(r">([^<>]+)</text>", drawn)
@@ -165,11 +155,9 @@ def test_of_many_dots_those_that_none_beats_are_named_and_all_have_a_tip():
 
 
 def test_elements():
-    assert (
-        element("a", class_="x", stroke_width=1.5, y=2.0, none=None)
-        == '<a class="x" stroke-width="1.5" y="2"/>'
-    )
-    assert (plain(1.5), plain(2000.0), plain(0.05)) == ("1.5", "2,000", "0.05")
+    made = element("a", class_="x", stroke_width=1.5, y=2.0, none=None)
+    assert made == '<a class="x" stroke-width="1.5" y="2"/>'
+    assert (_plain(1.5), _plain(2000.0), _plain(0.05)) == ("1.5", "2,000", "0.05")
 
 
 def test_as_many_policies_as_have_a_name_look_different():
@@ -178,7 +166,7 @@ def test_as_many_policies_as_have_a_name_look_different():
             SimpleNamespace(label=f"{name}, {slots} slots", policy=name) for name in NAMES for slots in (8, 9)
         ]
     )
-    colours = colours_of(replayed)
+    colours = charts.colours_of(replayed)
     acting = [colour for label, colour in colours.items() if not label.startswith("none")]
     assert len(acting) == len(set(acting)) == 2 * (len(NAMES) - 1)
     css = files("eplb_service.report").joinpath("report.css").read_text()

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from eplb_service.atomic_write import OutputError
-from eplb_service.cli import main
 from eplb_service.report import charts, pictures
 from tests.report.reports import small_replay
 
@@ -43,19 +42,15 @@ def test_lines_are_named(folder):
 
 def test_a_heat_map_s_scale_holds_every_value():
     ratio_LR = np.array([[0.0, 0.5, 3.4, 1.0]])
-    assert charts.hottest_of(ratio_LR, ratio_LR / 2) == 4.0
-    assert charts.hottest_of(np.ones((2, 2))) == 2.0
-    assert charts.hottest_of(np.full((1, 1), 100.0)) == 100.0
-    drawn = charts.heat_map("a", "b", ratio_LR, "layer", "rank", 4.0)
+    assert charts._hottest_of(ratio_LR, ratio_LR / 2) == 4.0
+    assert charts._hottest_of(np.ones((2, 2))) == 2.0
+    assert charts._hottest_of(np.full((1, 1), 100.0)) == 100.0
+    drawn = charts._heat_map("a", "b", ratio_LR, "layer", "rank", 4.0)
     assert re.findall(r"--h(\w\d+)", drawn) == ["c12", "c6", "w0", "w10"]
-    assert ">4x</text>" in charts.colour_bar(4.0)
+    assert ">4x</text>" in charts._colour_bar(4.0)
 
 
-def test_what_cannot_be_written_is_reported(tmp_path, capsys):
+def test_what_cannot_be_written_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot be made"):
         pictures.write_pictures(tmp_path / "file", small_replay(("none",)))
-    np.savez(tmp_path / "a.npz", heat=np.ones((4, 1, 4), dtype=int))
-    options = ["--heat", str(tmp_path / "a.npz"), "--ranks", "2", "--charts", str(tmp_path / "file")]
-    assert main.run(["replay", *options]) == 2
-    assert "exists and is not a folder" in capsys.readouterr().err

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from eplb_service.placement import Placement, check_layer, check_log2phy
-from eplb_service.solver.decision import Answer
 from eplb_service.solver.engine import SolverError, solve_many
-from eplb_service.solver.model import KEEP, SOLVED, SearchParams
+from eplb_service.solver.layer import Answer
+from eplb_service.solver.model import KEEP, SOLVED, SearchOptions, SearchParams
 from tests.solver.layers_of import Case
 
 SEARCH = SearchParams(
-    z=1.0, tree_groups=4, tree_spread=1, tree_beam=2, tree_leaves=2, local_search_steps=500, tables=SOLVED
+    z=1.0, tree_leaves=2, local_search_steps=500, tables=SOLVED, options=SearchOptions(sureness=0.0)
 )
 
 

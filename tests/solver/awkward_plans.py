@@ -10,6 +10,7 @@ from eplb_service.planner.decide import plan
 from eplb_service.planner.plan import Plan
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
+from eplb_service.solver.model import SearchOptions
 from tests.solver.layers_of import KINDS, heat_of_kind
 from tests.solver.placed_layer import random_placement
 
@@ -29,12 +30,17 @@ SHAPES = (
 STEPS = (1, 2, 3, 4, 7)
 SETTINGS = (
     PlannerSettings(par_threshold=1.0, min_gain=0.0),
-    PlannerSettings(par_threshold=1.0, min_gain=0.0, move_price=0.0, warm=False),
+    PlannerSettings(par_threshold=1.0, min_gain=0.0, move_price=0.0),
     PlannerSettings(par_threshold=1.0, min_gain=0.0, move_price=0.0, split="even"),
     PlannerSettings(par_threshold=1.0, min_gain=0.0, move_price=0.0, split="step"),
     PlannerSettings(par_threshold=1.0, min_gain=0.0, policy="deepseek"),
-    PlannerSettings(par_threshold=1.0, min_gain=0.0, solve_tables=False, tree_search=False),
+    PlannerSettings(par_threshold=1.0, min_gain=0.0),
 )
+SWITCHED = {
+    1: SearchOptions(warm=False),
+    5: SearchOptions(solve_tables=False, tree_search=False),
+}
+"""Parts of the method left out, by the number of the settings."""
 
 
 def run(steps: tuple[int, ...] = STEPS, seed: int = 0) -> int:
@@ -58,6 +64,7 @@ def run(steps: tuple[int, ...] = STEPS, seed: int = 0) -> int:
                 shared_tables(placement, topology),
                 topology,
                 SETTINGS[turn % len(SETTINGS)],
+                search=SWITCHED.get(turn % len(SETTINGS)),
             )
             assert_served(found, experts)
             changed += len(found.layers)

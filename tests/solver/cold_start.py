@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from eplb_service.solver.jit import compilations
-from eplb_service.solver.kernel_list import all_kernels
-from eplb_service.solver.precompile import precompile
-from eplb_service.solver.warmup import warm_up
+from eplb_service.solver.warmup import _all_kernels, precompile, warm_up
 
 
 def main() -> None:
-    precompile(all_kernels())
+    precompile(_all_kernels())
     late: list[str] = []
     with compilations(late.append):
         warm_up(1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from eplb_service.placement import check_layer
-from eplb_service.solver.model import demand_of, normalise
-from eplb_service.solver.search.construction import Assignment, assignment_of
+from eplb_service.solver.construction import Assignment, assignment_of
+from eplb_service.solver.model import _normalise, with_covariance
 from tests.solver.layers_of import Case
 from tests.solver.slow import heat
 
@@ -18,14 +18,14 @@ class PlacedLayer:
         self.case, self.z = case, z
         self.generator = np.random.default_rng(seed)
         self.weight_N = np.linspace(1, 2, len(case.heat_NE))
-        self.scaled_EN, self.share_N = normalise(case.heat_NE, self.weight_N, case.ranks)
-        self.demand = demand_of(self.scaled_EN, self.share_N)
+        self.scaled_EN, self.share_N = _normalise(case.heat_NE, self.weight_N, case.ranks)
+        self.heat32 = with_covariance(self.scaled_EN, self.share_N)
         self.heat = self.scaled_EN.astype(float), self.share_N.astype(float)
         self.phy2log_RS = random_placement(case.ranks, case.slots, case.experts, self.generator)
         self.share_RS = heat.even_shares(self.phy2log_RS)
 
     def assignment(self) -> Assignment:
-        return assignment_of(self.phy2log_RS, self.share_RS.astype(np.float32), self.demand)
+        return assignment_of(self.phy2log_RS, self.share_RS.astype(np.float32), self.heat32)
 
     def risks(self) -> np.ndarray:
         return heat.rank_risks(self.phy2log_RS, self.share_RS, *self.heat, self.z)

@@ -21,17 +21,17 @@ SPLITS = st.sampled_from((EVEN, RULE, SOLVED))
     cases(),
     st.booleans(),
     SPLITS,
-    st.sampled_from((0, 2, 4)),
+    st.sampled_from((0, 1, 3)),
     st.sampled_from((0, 300)),
     st.sampled_from((0, 200)),
     SEEDS,
 )
 def test_answers_can_be_served(
-    case: Case, warm: bool, tables: int, groups: int, steps: int, tries: int, seed: int
+    case: Case, warm: bool, tables: int, leaves: int, steps: int, tries: int, seed: int
 ) -> None:
     share_GE = shares_of_sources(case.ranks, case.experts, ("uniform", "uneven", "silent")[seed % 3], seed)
     search = SEARCH._replace(
-        tables=tables, tree_groups=groups, local_search_steps=steps, annealing_tries=tries
+        tables=tables, tree_leaves=leaves, local_search_steps=steps, annealing_tries=tries
     )
     deployed, (answer,) = solve(case, search, unplaced=not warm, share_GE=share_GE)
     assert_servable(answer, deployed.phy2log_LRS[0], case.experts)
@@ -85,7 +85,7 @@ def test_all_zero_heat_moves_nothing() -> None:
 
 def test_known_example_reaches_its_proven_optimum() -> None:
     case = Case(8, 2, KNOWN_EXAMPLE[None, :])
-    search = SEARCH._replace(tables=EVEN, tree_spread=2, tree_beam=4, tree_leaves=8, local_search_patience=4)
+    search = SEARCH._replace(tables=EVEN, tree_leaves=8)
     _, (answer,) = solve(case, search)
     assert answer.found.par * KNOWN_EXAMPLE.sum() / 8 == pytest.approx(196.667, abs=0.01)
 
@@ -103,7 +103,7 @@ def test_a_growing_window_is_solved_at_every_length() -> None:
 def test_price_holds_moves_back() -> None:
     heat_NE = np.random.default_rng(5).gamma(0.5, 100, 32) * np.linspace(1, 1.1, 6)[:, None]
     moves = [
-        solve(Case(8, 5, heat_NE), SEARCH._replace(move_price=price), unplaced=False)[1][0].found.moves
+        solve(Case(8, 5, heat_NE), SEARCH._replace(move_price=40 * price), unplaced=False)[1][0].found.moves
         for price in (0.0, 0.01, 1.0)
     ]
     assert moves[0] >= moves[1] >= moves[2] == 0

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from eplb_service.solver import holdout as module
-from eplb_service.solver.forecast import Forecast, choose_forecast, halves_of
-from eplb_service.solver.holdout import PRICE_LADDER, holdout, is_sure
+from eplb_service.solver import layer as module
+from eplb_service.solver.layer import _PRICE_LADDER, _holdout, is_sure
 from eplb_service.solver.model import (
     EVEN,
     FRESH,
@@ -23,9 +22,12 @@ from eplb_service.solver.model import (
     Candidate,
     Deployed,
     Layer,
+    SearchOptions,
+    SearchParams,
     homes,
 )
-from eplb_service.solver.tables.log2phy import fixed_rule, slots_by_expert
+from eplb_service.solver.tables import fixed_rule, slots_by_expert
+from eplb_service.solver.window import Forecast, choose_forecast, halves_of
 from tests.solver import asked
 from tests.solver.layers_of import Case, cases, shares_of_sources
 from tests.solver.placed_layer import random_placement
@@ -33,9 +35,9 @@ from tests.solver.slow import forecast as slow
 from tests.solver.slow import heat
 from tests.solver.slow import tables as slow_tables
 
-SEARCH = asked.SEARCH._replace(
-    move_price=0.004, tree_groups=2, tree_beam=1, tree_leaves=1, local_search_steps=200
-)
+SEARCH = asked.SEARCH._replace(tree_leaves=1, local_search_steps=200)
+PRICE = 0.004
+"""Peak-to-average ratio that one moved slot must win."""
 SPLITS = st.sampled_from((EVEN, RULE, SOLVED))
 
 
@@ -48,6 +50,10 @@ def deployment(case: Case, sources: int, seed: int) -> Deployed:
     return Deployed(phy2log_RS, table_GE, share_GE, home_ER, one_node_R, one_node_G)
 
 
+def surely(sureness: float) -> SearchParams:
+    return SEARCH._replace(local_search_steps=50, options=SearchOptions(sureness=sureness))
+
+
 NEWER = SimpleNamespace(share_N=np.full(2, 0.5))
 
 
@@ -57,15 +63,16 @@ class Script:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pars: dict, moves: dict) -> None:
         self.pars, self.moves = pars, moves
         self.asked: list[tuple[str, int]] = []
-        for name in ("improved", "from_scratch", "with_tables", "peaks_on"):
-            monkeypatch.setattr(module, name, getattr(self, name))
+        for name in ("_improved", "from_scratch", "_with_tables", "_peaks_on"):
+            monkeypatch.setattr(module, name, getattr(self, name.lstrip("_")))
 
     def improved(self, layer, search, price_K):
         assert layer.heat == "older, leaning"
-        np.testing.assert_allclose(price_K, search.move_price * PRICE_LADDER)
+        np.testing.assert_allclose(price_K, PRICE * _PRICE_LADDER)
         return np.array([[[LOCAL, rung]] for rung in range(len(price_K))])
 
-    def from_scratch(self, layer, search):
+    def from_scratch(self, layer, search, slot_price):
+        assert slot_price == PRICE
         assert layer.heat == "older, leaning"
         return Candidate(np.array([[FRESH, 0]]), None, 0.0, 0)
 
@@ -88,7 +95,7 @@ def test_the_course_is_the_cheapest_of_all(
 ) -> None:
     courses = (
         [(TABLES, 0)]
-        + ([(LOCAL, rung) for rung in range(len(PRICE_LADDER))] if steps else [])
+        + ([(LOCAL, rung) for rung in range(len(_PRICE_LADDER))] if steps else [])
         + ([(FRESH, 0)] if fresh else [])
     )
     par = st.integers(100, 140).map(lambda hundredths: hundredths / 100)
@@ -103,18 +110,18 @@ def test_the_course_is_the_cheapest_of_all(
             "forecast_heat",
             lambda heat, forecast, ahead: f"{heat}, leaning" if ahead == 1.0 else None,
         )
-        halves = type("Halves", (), {"older": "older", "newer": NEWER})
-        found = holdout(halves, Forecast(4.0, 0.1), deployed, search, min_gain, fresh)
+        halves = "older", NEWER
+        found = _holdout(*halves, Forecast(4.0, 0.1), deployed, search, PRICE, min_gain, fresh)
     assert script.asked == courses
-    costs = [pars[course] + search.move_price * moves[course] for course in courses]
+    costs = [pars[course] + PRICE * moves[course] for course in courses]
     chosen = slow.recommended(pars[KEEP], costs, min_gain)
     if chosen < 0:
-        assert found == (KEEP, search.move_price, 0.0)
+        assert found == (KEEP, PRICE, 0.0)
     else:
         kind, rung = courses[chosen]
-        price = search.move_price * PRICE_LADDER[rung] if kind == LOCAL else search.move_price
-        assert found.kind == kind
-        assert found.price == pytest.approx(price)
+        price = PRICE * _PRICE_LADDER[rung] if kind == LOCAL else PRICE
+        assert found[0] == kind
+        assert found[1] == pytest.approx(price)
 
 
 @settings(max_examples=60)
@@ -123,31 +130,31 @@ def test_what_is_recommended_would_have_paid(case: Case, tables: int, seed: int,
     assume(len(case.heat_NE) >= 4)
     deployed = deployment(case, case.ranks, seed)
     halves = halves_of(case.heat_NE, case.ranks)
-    forecast = choose_forecast(halves, np.array([np.inf, 1.0]))
+    forecast = choose_forecast(*halves, np.array([np.inf, 1.0]))
     search = SEARCH._replace(tables=tables)
-    course = holdout(halves, forecast, deployed, search, min_gain, True)
-    again = holdout(halves, forecast, deployed, search, min_gain, True)
+    course = _holdout(*halves, forecast, deployed, search, PRICE, min_gain, True)
+    again = _holdout(*halves, forecast, deployed, search, PRICE, min_gain, True)
     assert course == again
-    if course.kind == KEEP:
+    if course[0] == KEEP:
         return
     # Whatever was fitted to the older half is priced on the newer one, by every episode and source.
-    older = Layer(module.forecast_heat(halves.older, forecast, 1.0), deployed)
-    if course.kind == TABLES:
+    older = Layer(module.forecast_heat(halves[0], forecast, 1.0), deployed)
+    if course[0] == TABLES:
         found_RS = deployed.phy2log_RS
-    elif course.kind == LOCAL:
-        found_RS = module.improved(older, search, np.array([course.price]))[0]
+    elif course[0] == LOCAL:
+        found_RS = module._improved(older, search, np.array([course[1]]))[0]
     else:
-        found_RS = module.from_scratch(older, search).phy2log_RS
-    found = module.with_tables(found_RS, older, search)
-    newer = halves.newer.scaled_EN.astype(float), halves.newer.share_N.astype(float)
+        found_RS = module.from_scratch(older, search, PRICE).phy2log_RS
+    found = module._with_tables(found_RS, older, search)
+    newer = halves[1].scaled_EN.astype(float), halves[1].share_N.astype(float)
 
     def par(phy2log_RS: np.ndarray, table_GE: np.ndarray) -> float:
         if tables == EVEN:
             return heat.mean_of_max(*newer, phy2log_RS, heat.even_shares(phy2log_RS))
         return slow_tables.tables_par(phy2log_RS, table_GE, *newer, deployed.share_GE.astype(float))
 
-    cost = par(found.phy2log_RS, found.log2phy_GE) + search.move_price * found.moves
-    if course.kind != LOCAL:
+    cost = par(found.phy2log_RS, found.log2phy_GE) + PRICE * found.moves
+    if course[0] != LOCAL:
         # A walk for one price may part from a walk for all three.
         assert cost < par(deployed.phy2log_RS, deployed.log2phy_GE) - min_gain + 1e-5
     assert found.moves == np.count_nonzero(found.phy2log_RS != deployed.phy2log_RS)
@@ -157,11 +164,10 @@ def test_fresh_is_tried_only_where_it_may_pay() -> None:
     case = Case(4, 3, np.random.default_rng(3).gamma(0.3, 100, 9) * np.ones((6, 1)))
     deployed = deployment(case, 4, 3)
     halves = halves_of(case.heat_NE, 4)
-    free = SEARCH._replace(move_price=0.0)
     kinds = {
-        fresh: holdout(
-            halves, Forecast(np.inf, 0.0), deployed, free._replace(local_search_steps=0), 0.0, fresh
-        ).kind
+        fresh: _holdout(
+            *halves, Forecast(np.inf, 0.0), deployed, SEARCH._replace(local_search_steps=0), 0.0, 0.0, fresh
+        )[0]
         for fresh in (True, False)
     }
     assert kinds == {True: FRESH, False: TABLES}
@@ -182,9 +188,10 @@ def test_a_gain_within_its_error_moves_nothing() -> None:
     case = Case(4, 3, generator.gamma(0.3, 100, (8, 9)))
     deployed = deployment(case, 4, 3)
     halves = halves_of(case.heat_NE, 4)
-    free = SEARCH._replace(move_price=0.0, local_search_steps=50)
-    sure = holdout(halves, Forecast(np.inf, 0.0), deployed, free._replace(sureness=50.0), 0.0, True)
-    taken = holdout(halves, Forecast(np.inf, 0.0), deployed, free._replace(sureness=0.0), 0.0, True)
-    assert sure.kind == KEEP
-    assert taken.kind != KEEP
-    assert taken.optimism >= 0.0
+    sure, taken = (
+        _holdout(*halves, Forecast(np.inf, 0.0), deployed, surely(sureness), 0.0, 0.0, True)
+        for sureness in (50.0, 0.0)
+    )
+    assert sure[0] == KEEP
+    assert taken[0] != KEEP
+    assert taken[2] >= 0.0

@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import numba
 import numpy as np
 import pytest
+from numba.core.caching import IndexDataCacheFile
 
 from eplb_service.solver import jit
-from eplb_service.solver.search.construction import greedy_replicas
+from eplb_service.solver.construction import _greedy_replicas
 from tests.solver.plain_kernels import from_zero_on, guarded
 
 
@@ -39,19 +40,31 @@ def test_without_a_cache_directory_kernels_still_compile(monkeypatch: pytest.Mon
 
 
 def test_a_cached_kernel_is_stamped_with_the_sources_of_its_module() -> None:
-    assert greedy_replicas._cache._cache_file._source_stamp == jit.stamp_of("search.construction")
+    assert _greedy_replicas._cache._cache_file._source_stamp == jit._stamp_of("construction")
 
 
-IMPORTS = {"top": "room.middle", "room.middle": "room.bottom", "room.bottom": "jit", "room.apart": "jit"}
+def test_a_cache_of_another_version_is_taken_for_an_empty_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def of_another_version(_file: object) -> object:
+        raise AttributeError("Can't get attribute 'Demand' on module 'eplb_service.solver.model'")
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(IndexDataCacheFile, "_load_index", of_another_version)
+    monkeypatch.setattr(add, "__module__", "eplb_service.solver.model")
+    kernel = jit.kernel(add)
+    assert jit.is_cached(kernel, (numba.int64, numba.int64)) is False
+    assert kernel(2, 3) == 5
+
+
+IMPORTS = {"top": "middle", "middle": "bottom", "bottom": "jit", "apart": "jit"}
 
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Three modules in a row, ``top`` above ``room.middle`` above ``room.bottom``, and ``room.apart``."""
-    (tmp_path / "room").mkdir()
-    (tmp_path / "room/__init__.py").write_text("")
+    """Three modules in a row, ``top`` above ``middle`` above ``bottom``, and ``apart``."""
     for name, imported in IMPORTS.items():
-        path = tmp_path / f"{name.replace('.', '/')}.py"
+        path = tmp_path / f"{name}.py"
         path.write_text(f"import numpy\n\nfrom eplb_service.solver.{imported} import kernel\n")
     (tmp_path / "jit.py").write_text("how = 1\n")
     monkeypatch.setattr(jit, "__file__", str(tmp_path / "jit.py"))
@@ -64,20 +77,20 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("edited", "recompiled"),
     [
         ("top", {"top"}),
-        ("room.middle", {"top", "room.middle"}),
-        ("room.bottom", {"top", "room.middle", "room.bottom"}),
-        ("room.apart", {"room.apart"}),
+        ("middle", {"top", "middle"}),
+        ("bottom", {"top", "middle", "bottom"}),
+        ("apart", {"apart"}),
         ("jit", set(IMPORTS)),
     ],
 )
 def test_an_edit_recompiles_what_depends_on_it_and_nothing_else(
     package: Path, edited: str, recompiled: set[str]
 ) -> None:
-    before = {name: jit.stamp_of.__wrapped__(name) for name in IMPORTS}
-    with (package / f"{edited.replace('.', '/')}.py").open("a") as file:
+    before = {name: jit._stamp_of.__wrapped__(name) for name in IMPORTS}
+    with (package / f"{edited}.py").open("a") as file:
         file.write("# another line\n")
     jit._source.cache_clear()
-    after = {name: jit.stamp_of.__wrapped__(name) for name in IMPORTS}
+    after = {name: jit._stamp_of.__wrapped__(name) for name in IMPORTS}
     assert {name for name in IMPORTS if before[name] != after[name]} == recompiled
 
 
@@ -94,9 +107,9 @@ def test_modules_of_kernels_import_each_other_by_name_alone() -> None:
 
 
 def test_an_edit_of_the_search_recompiles_the_tables_but_not_the_window() -> None:
-    reached = {name: jit._reached_from(name) for name in ("tables.log2phy", "time.tables", "window")}
-    assert {"search.construction", "search.evaluation", "model", "jit"} <= reached["tables.log2phy"]
-    assert {"time.evaluation", "tables.log2phy", "search.top_ranks"} <= reached["time.tables"]
+    reached = {name: jit._reached_from(name) for name in ("tables", "time_costs", "window")}
+    assert {"construction", "evaluation", "model", "jit"} <= reached["tables"]
+    assert {"tables", "evaluation"} <= reached["time_costs"]
     assert reached["window"] == {"window", "model", "jit"}
 
 

@@ -12,29 +12,28 @@ from types import SimpleNamespace
 import pytest
 
 from eplb_service.placement import Placement
-from eplb_service.planner.search_params import search_params_of
+from eplb_service.planner.request import search_params_of
 from eplb_service.planner.settings import PlannerSettings
-from eplb_service.solver import precompile as module
+from eplb_service.solver import warmup as module
 from eplb_service.solver.jit import compilations, is_cached
-from eplb_service.solver.kernel_list import HEAT_TYPES, all_kernels, entry, kernels_of
 from eplb_service.solver.model import SearchParams
-from eplb_service.solver.warmup import warm_up
+from eplb_service.solver.warmup import _HEAT_TYPES, _all_kernels, _kernel_and_types, kernels_of, warm_up
 from tests.solver.test_jit import run_apart
 
 IDLE = [sys.executable, "-c", "import sys; sys.stdin.read()"]
 KERNELS = [
     "model.homes",
-    "tables.log2phy.fixed_rule",
-    "search.construction.even_shares",
+    "tables.fixed_rule",
+    "construction.even_shares",
     "topology.keep_slots",
 ]
 
 
 def test_kernels_are_listed_with_the_types_that_they_are_called_with() -> None:
     warm_up(1)
-    assert len(all_kernels()) > 40
-    for name in all_kernels():
-        kernel, types = entry(name)
+    assert len(_all_kernels()) > 40
+    for name in _all_kernels():
+        kernel, types = _kernel_and_types(name)
         if name.endswith(("place", "assignment_of")):
             continue  # warming up takes paths on which other kernels call them
         assert types in kernel.overloads, name
@@ -46,21 +45,21 @@ def test_a_search_is_listed_by_what_its_settings_run(split: str) -> None:
     width = settings.deal_width if split == "deal" else 1
     params = search_params_of(settings, Placement.linear(1, 32, 8, 5), width)
     names = kernels_of(params, "int64")
-    assert set(names) <= set(all_kernels())
+    assert set(names) <= set(_all_kernels())
     assert len(names) == len(set(names))
-    assert ("tables.log2phy.cool" in names) == (split == "tables")
-    assert ("tables.dealing.deal_out" in names) == (split == "deal")
-    assert ("stepwise.search.step_search" in names) == (split == "step")
-    assert not any(name.startswith("time.") for name in names)
+    assert ("tables.cool" in names) == (split == "tables")
+    assert ("dealing._deal_out" in names) == (split == "deal")
+    assert ("step_search._step_search" in names) == (split == "step")
+    assert not any(name.startswith("time_") for name in names)
 
 
 def test_what_is_not_searched_is_not_compiled() -> None:
-    greedy = kernels_of(SearchParams(), HEAT_TYPES[0], fitted=True)
-    assert not {"search.tree_search.search_counts", "search.annealing.anneal"} & set(greedy)
-    assert "search.local_search.local_search" not in greedy
-    assert "time.tables.cool_tables" in greedy
-    annealed = kernels_of(SearchParams(annealing_tries=1, tree_groups=2), HEAT_TYPES[0])
-    assert {"search.tree_search.search_counts", "search.annealing.anneal"} <= set(annealed)
+    greedy = kernels_of(SearchParams(), _HEAT_TYPES[0], fitted=True)
+    assert not {"construction._search_counts", "annealing.anneal"} & set(greedy)
+    assert "local_search.local_search" not in greedy
+    assert "time_costs.cool_tables" in greedy
+    annealed = kernels_of(SearchParams(annealing_tries=1, tree_leaves=2), _HEAT_TYPES[0])
+    assert {"construction._search_counts", "annealing.anneal"} <= set(annealed)
 
 
 @pytest.fixture
@@ -144,13 +143,13 @@ def test_no_helper_is_started_where_it_could_not_help(
 
 
 def test_a_helper_gets_kernels_from_the_end_and_what_it_compiles_is_reported() -> None:
-    said = "model.homes\nsearch.construction.put\ndone\ndone\n"
+    said = "model.homes\nconstruction.put\ndone\ndone\n"
     helper = SimpleNamespace(stdin=io.StringIO(), stdout=io.StringIO(said))
     left, seen = deque(["first", "second"]), []
     with compilations(seen.append):
         module._feed(helper, left)
     assert helper.stdin.getvalue() == "second\nfirst\n"
-    assert seen == ["model.homes", "search.construction.put"]
+    assert seen == ["model.homes", "construction.put"]
     assert not left
 
 
@@ -159,16 +158,16 @@ def test_a_helper_compiles_what_it_is_given_and_survives_what_it_cannot(
 ) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     helper = module._start()
-    answers, _ = helper.communicate("no.such.kernel\ntables.log2phy.fixed_rule\n", timeout=100)
-    assert answers.splitlines() == ["done", "tables.log2phy.fixed_rule", "done"]
+    answers, _ = helper.communicate("no.such.kernel\ntables.fixed_rule\n", timeout=100)
+    assert answers.splitlines() == ["done", "tables.fixed_rule", "done"]
     assert helper.returncode == 0
-    assert [path.name.split("-")[0] for path in tmp_path.rglob("*.nbi")] == ["log2phy.fixed_rule"]
+    assert [path.name.split("-")[0] for path in tmp_path.rglob("*.nbi")] == ["tables.fixed_rule"]
 
 
 def test_cached_kernels_are_known_without_loading_them() -> None:
     warm_up(1)
-    assert is_cached(*entry("model.homes")) is True
-    assert is_cached(entry("model.homes")[0], ()) is False
+    assert is_cached(*_kernel_and_types("model.homes")) is True
+    assert is_cached(_kernel_and_types("model.homes")[0], ()) is False
     assert is_cached(lambda: None, ()) is None
 
 

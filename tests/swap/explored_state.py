@@ -7,9 +7,8 @@ from itertools import permutations
 from typing import Any, NamedTuple
 
 from tests.swap.tags import FIRST, TagInstalled, TagPlan
-from worker_agent.swap.ballot import Ballot
 from worker_agent.swap.commit_register import Settlement
-from worker_agent.swap.machine import SwitchState
+from worker_agent.swap.machine import Ballot, SwitchState
 
 RANKS = 3
 OFFER_DEADLINE = 8

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from eplb_service.wire.agent import PlanState, PlanStatus
 from tests.exploring import Event, happen, must
 from tests.swap.explored_state import OFFER_DEADLINE, RANKS, Running, State, Vote
 from tests.swap.promises import check_accepted, check_commit, check_start, check_state
 from tests.swap.tags import FIRST
-from worker_agent.swap.actions import Accepted, Commit, Diverged, DropStaging, StartTransfer
-from worker_agent.swap.ballot import Outcome, Progress, VoteResult
 from worker_agent.swap.commit_register import Settlement, Verdict
-from worker_agent.swap.machine import Transition
+from worker_agent.swap.machine import (
+    Commit,
+    Halted,
+    Progress,
+    StartTransfer,
+    Transition,
+    VoteOutcome,
+    VoteResult,
+)
 
 
 class World(State):
@@ -86,7 +93,7 @@ class World(State):
     def _deliver(self, rank: int, number: int, checked_for: int) -> None:
         plan, machine = self.scenario.plans[number], self.machines[rank]
         accepted, actions = machine.offer(plan, 0, checked_for)  # type: ignore[arg-type]
-        if any(isinstance(action, Accepted) for action in actions):
+        if any(isinstance(action, PlanStatus) and action.state is PlanState.ACCEPTED for action in actions):
             check_accepted(self, rank, plan, checked_for)
             self.terms[rank] = plan.leader_term
         self.machines[rank] = accepted
@@ -137,22 +144,18 @@ class World(State):
     def _impatient(self, rank: int) -> None:
         """Not all have come to confirm in time: the rank gives the commit up, unless another has made it."""
         self.faults = self.faults._replace(impatience=self.faults.impatience - 1)
-        verdict = self._settlement(rank, self.vote.settlements[rank].doubted())
-        if verdict is Verdict.IN_DOUBT:
-            self._settles(rank)
-        else:
-            self._settled(rank, verdict)
+        self._doubts(rank)
 
     def _broken(self, rank: int) -> None:
         """The rank will not be able to install the next layer."""
         self.faults = self.faults._replace(installs=self.faults.installs - 1)
         self.broken |= {rank}
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> VoteOutcome:
         if None in self.vote.ballots:
-            return Outcome.nobody()
+            return VoteOutcome.nobody()
         reduced = [min(column) for column in zip(*(b.encode() for b in self.vote.ballots), strict=True)]
-        return Outcome.decode(reduced)
+        return VoteOutcome.decode(reduced)
 
     def _unheard(self, rank: int) -> None:
         if None not in self.vote.ballots:
@@ -160,14 +163,17 @@ class World(State):
         cast = self.vote.ballots[rank]
         self.lost |= {rank}
         if cast.progress == Progress.READY and not cast.abort:
-            verdict = self._settlement(rank, self.vote.settlements[rank].doubted())
-            if verdict is Verdict.IN_DOUBT:
-                self._settles(rank)
-            else:
-                self._settled(rank, verdict)
+            self._doubts(rank)
         else:
             self._act(rank, self.machines[rank].lose_votes("votes lost"))
             self._counted(rank)
+
+    def _doubts(self, rank: int) -> None:
+        verdict = self._settlement(rank, self.vote.settlements[rank].doubted())
+        if verdict is Verdict.IN_DOUBT:
+            self._settles(rank)
+        else:
+            self._settled(rank, verdict)
 
     def _ask(self, rank: int, peer: int) -> None:
         """A rank in doubt has the answer of a peer, given the moment before."""
@@ -186,7 +192,7 @@ class World(State):
 
     def _settled(self, rank: int, verdict: Verdict) -> None:
         cast = self.vote.ballots[rank]
-        outcome = Outcome(Progress.READY, cast.plan, cast.plan, installed_agree=True, abort=False)
+        outcome = VoteOutcome.unanimous(cast.plan)
         if verdict is not Verdict.COMMITTED:
             outcome = outcome.with_abort()
         self._act(rank, self.machines[rank].decide(outcome))
@@ -237,9 +243,9 @@ class World(State):
                 self._start(rank, action)
             elif isinstance(action, Commit):
                 self._commit(rank, action)
-            elif isinstance(action, DropStaging):
+            elif isinstance(action, PlanStatus) and action.state is PlanState.ABORTED:
                 self.staged[rank] = None
-            elif isinstance(action, Diverged):
+            elif isinstance(action, Halted) and action.diverged:
                 self.fatal |= {rank}
 
     def _start(self, rank: int, action: StartTransfer) -> None:

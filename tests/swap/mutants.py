@@ -6,28 +6,37 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from eplb_service.wire.agent import PlanState, PlanStatus
 from tests.exploring import Walk
 from tests.swap.explored_state import Faults, Scenario
 from tests.swap.explorer import ASTRAY, HALFWAY, LATE, RIVALS, in_parallel, scenarios, walk
-from worker_agent.swap.actions import Accepted, Commit, DropStaging, Halted, StartTransfer
-from worker_agent.swap.ballot import Ballot, Outcome, Progress, VoteResult
 from worker_agent.swap.commit_register import Settlement, Verdict
-from worker_agent.swap.machine import SwitchState, Transition
+from worker_agent.swap.machine import (
+    Ballot,
+    Commit,
+    Halted,
+    Progress,
+    StartTransfer,
+    SwitchState,
+    Transition,
+    VoteOutcome,
+    VoteResult,
+)
 
 
 class _Decided(SwitchState):
     """A machine for which the outcome of a vote means something else."""
 
-    def meaning(self, outcome: Outcome) -> VoteResult:
+    def meaning(self, outcome: VoteOutcome) -> VoteResult:
         return outcome.result
 
-    def decide(self, outcome: Outcome) -> Transition:
+    def decide(self, outcome: VoteOutcome) -> Transition:
         return super().decide(_Reinterpreted(outcome, self.meaning(outcome)))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class _Reinterpreted:
-    outcome: Outcome
+    outcome: VoteOutcome
     result: VoteResult
 
     @property
@@ -36,35 +45,35 @@ class _Reinterpreted:
 
 
 class CommitsWhileTransferring(_Decided):
-    def meaning(self, outcome: Outcome) -> VoteResult:
+    def meaning(self, outcome: VoteOutcome) -> VoteResult:
         early = outcome.slowest == Progress.TRANSFERRING and outcome.result is VoteResult.NOTHING
         return VoteResult.COMMIT if early else outcome.result
 
 
 class StartsBeforeAllHold(_Decided):
-    def meaning(self, outcome: Outcome) -> VoteResult:
+    def meaning(self, outcome: VoteOutcome) -> VoteResult:
         early = outcome.plan_low == 0 and outcome.plan_high != 0 and not outcome.abort
         return VoteResult.START if early else outcome.result
 
 
 class IgnoresAbortVotes(_Decided):
-    def meaning(self, outcome: Outcome) -> VoteResult:
+    def meaning(self, outcome: VoteOutcome) -> VoteResult:
         return replace(outcome, abort=False).result
 
 
 class IgnoresOtherPlans(_Decided):
-    def meaning(self, outcome: Outcome) -> VoteResult:
+    def meaning(self, outcome: VoteOutcome) -> VoteResult:
         rivals = outcome.plan_low not in (0, outcome.plan_high)
         return VoteResult.START if rivals and outcome.slowest == Progress.OFFERED else outcome.result
 
 
 class IgnoresOtherPlacements(_Decided):
-    def meaning(self, outcome: Outcome) -> VoteResult:
+    def meaning(self, outcome: VoteOutcome) -> VoteResult:
         return replace(outcome, installed_agree=True).result
 
 
 class AbortsForItselfOnly(SwitchState):
-    def decide(self, outcome: Outcome) -> Transition:
+    def decide(self, outcome: VoteOutcome) -> Transition:
         if outcome.result is VoteResult.ABORT and self.abort_wish is None:
             return self, ()
         return super().decide(outcome)
@@ -132,7 +141,7 @@ class GivesUpAtOnce(SwitchState):
 class KeepsStagingAfterAborts(SwitchState):
     def _drop(self, reason: str) -> Transition:
         dropped, actions = super()._drop(reason)
-        return dropped, tuple(action for action in actions if not isinstance(action, DropStaging))
+        return dropped, actions[:0]
 
 
 class TakesAnyBase(SwitchState):
@@ -159,7 +168,7 @@ class TakesPlansThoughHalted(SwitchState):
 class LetsAPlanReplaceAnother(SwitchState):
     def offer(self, plan: Any, step: int, checked_for: int) -> Transition:
         if self.plan is not None and plan.digest != self.plan.digest:
-            return replace(self, plan=plan, index=0), (Accepted(plan.plan_id, 0),)
+            return replace(self, plan=plan, index=0), (PlanStatus(plan.plan_id, PlanState.ACCEPTED),)
         return super().offer(plan, step, checked_for)
 
 
@@ -208,7 +217,7 @@ class ForgetsFailedTransfers(SwitchState):
 
 
 class NeverEndsAnAbortedPlan(SwitchState):
-    def decide(self, outcome: Outcome) -> Transition:
+    def decide(self, outcome: VoteOutcome) -> Transition:
         if outcome.result is VoteResult.ABORT and self.progress == Progress.OFFERED:
             return self, ()
         return super().decide(outcome)
@@ -271,14 +280,11 @@ def broken_scenarios() -> dict[str, Scenario]:
         machine.__name__: replace(scenarios(faults)[place], machine=machine)
         for machine, (place, faults) in MUTANTS.items()
     }
-    for settlement in (AbortsUnasked, AbortsAfterOneAnswer, AnswersAndCommitsAllTheSame):
-        found[settlement.__name__] = replace(scenarios(Faults(losses=2))[LATE], settlement=settlement)
-    found["CommitsUnconfirmed"] = replace(scenarios(Faults(losses=1, skips=1))[LATE], confirms=False)
-    hasty = Faults(skips=1, impatience=2)
-    for settlement in (AbortsUnasked, AbortsAfterOneAnswer, AnswersAndCommitsAllTheSame):
-        name = f"{settlement.__name__}, out of patience"
-        found[name] = replace(scenarios(hasty._replace(skips=0))[LATE], settlement=settlement)
-    found["CommitsUnconfirmed, out of patience"] = replace(scenarios(hasty)[LATE], confirms=False)
+    for late, faults in (("", Faults(losses=2)), (", out of patience", Faults(impatience=2))):
+        for settlement in (AbortsUnasked, AbortsAfterOneAnswer, AnswersAndCommitsAllTheSame):
+            found[settlement.__name__ + late] = replace(scenarios(faults)[LATE], settlement=settlement)
+        skipping = faults._replace(skips=1, losses=min(faults.losses, 1))
+        found[f"CommitsUnconfirmed{late}"] = replace(scenarios(skipping)[LATE], confirms=False)
     failing = scenarios(Faults(installs=1))[LATE]
     found["KeepsItsFailureToItself"] = replace(failing, reports_failures=False)
     return found

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from worker_agent.swap.group import AgentGroup
+from worker_agent.swap.peers import Peers
 
 SECRET = b"of this formation"
 
 
 def joined(ranks: int, patience: float = 5.0) -> list[AgentGroup]:
     """``ranks`` groups that know each other."""
-    groups = [AgentGroup("127.0.0.1", patience) for _ in range(ranks)]
-    addresses = [group.peers.address for group in groups]
-    for rank, group in enumerate(groups):
-        group.open(SECRET, rank, addresses)
-    return groups
+    sockets = [Peers("127.0.0.1") for _ in range(ranks)]
+    addresses = [peers.address for peers in sockets]
+    return [AgentGroup(peers, SECRET, rank, addresses, patience) for rank, peers in enumerate(sockets)]

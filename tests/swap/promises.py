@@ -5,8 +5,7 @@ from __future__ import annotations
 from tests.exploring import must
 from tests.swap.explored_state import RANKS, Running, State
 from tests.swap.tags import TagPlan
-from worker_agent.swap.actions import Commit, StartTransfer
-from worker_agent.swap.ballot import Progress
+from worker_agent.swap.machine import Commit, Progress, StartTransfer
 
 
 def check_accepted(state: State, rank: int, plan: TagPlan, checked_for: int) -> None:

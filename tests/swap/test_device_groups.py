@@ -11,9 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from worker_agent.swap.lane.hccl import HcclGroup
-from worker_agent.swap.lane.lane import Parcel
-from worker_agent.swap.lane.nccl import NcclGroup
+from worker_agent.swap.lane import Parcel, _HcclGroup, _NcclGroup
 
 HERE = torch.device("cpu")
 OUT, IN = Parcel(2, torch.zeros(3, dtype=torch.uint8)), Parcel(1, torch.zeros(3, dtype=torch.uint8))
@@ -90,7 +88,7 @@ def test_nccl_leaves_errors_and_deadlines_to_the_agent(
 ) -> None:
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
-    NcclGroup(dist.HashStore(), 1, 3, HERE)
+    _NcclGroup(dist.HashStore(), 1, 3, HERE)
     assert set(library.environment.values()) == {"0"}
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
     assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
@@ -101,11 +99,11 @@ def test_nccl_leaves_errors_and_deadlines_to_the_agent(
 def test_a_torch_without_nccl_gets_a_message_with_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     with pytest.raises(RuntimeError, match="built without NCCL; ask for the transfer backend gloo"):
-        NcclGroup(dist.HashStore(), 1, 3, HERE)
+        _NcclGroup(dist.HashStore(), 1, 3, HERE)
 
 
 def test_nccl_has_all_ranks_connected_before_some_exchange_in_one_group(library: type[FakeLibrary]) -> None:
-    group = NcclGroup(dist.HashStore(), 1, 3, HERE)
+    group = _NcclGroup(dist.HashStore(), 1, 3, HERE)
     assert library.log == ["rank 1 of 3", "allreduce", "wait for allreduce", "stream done"]
     library.log.clear()
     group.exchange(OUT, IN)
@@ -115,7 +113,7 @@ def test_nccl_has_all_ranks_connected_before_some_exchange_in_one_group(library:
 
 
 def test_hccl_exchanges_in_one_batch_and_is_never_called_back(library: type[FakeLibrary]) -> None:
-    group = HcclGroup(dist.HashStore(), 1, 3, HERE)
+    group = _HcclGroup(dist.HashStore(), 1, 3, HERE)
     assert library.log == ["rank 1 of 3", "allreduce", "wait for allreduce", "stream done"]
     assert library.options._timeout.days > 100
     library.log.clear()

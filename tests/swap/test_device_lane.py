@@ -5,21 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
+from tests.agent import live
 from tests.swap.carried import HERE, PlainLayer, order
 from worker_agent.device import Mark, SideStream
+from worker_agent.swap import lane as lane_module
 from worker_agent.swap import transfer
-from worker_agent.swap.carrier import ByteBudget
-from worker_agent.swap.lane import device
-from worker_agent.swap.lane.device import DeviceLane
-from worker_agent.swap.lane.lane import Deadline, Parcel
-from worker_agent.swap.staging import install
-from worker_agent.swap.transfer import TransferLimits, TransferWorker
+from worker_agent.swap.lane import Deadline, Parcel, _DeviceLane
+from worker_agent.swap.staging import copy_into
+from worker_agent.swap.transfer import ByteBudget, TransferResult, TransferWorker
 
 
 class FakeGroup:
@@ -74,20 +72,22 @@ class FakeMark(Mark):
         self._log.append("hold")
 
 
-def _lane(log: list[str], reached: Callable[[], bool] = lambda: True, **changes: Any) -> DeviceLane:
+def _parcel(peer: int) -> Parcel:
+    return Parcel(peer, torch.zeros(4, dtype=torch.uint8))
+
+
+def _lane(log: list[str], reached: Callable[[], bool] = lambda: True, **changes: Any) -> _DeviceLane:
     absent = changes.pop("absent", False)
-    return DeviceLane(FakeGroup(log, **changes), FakeHost(log, absent=absent), lambda: FakeMark(log, reached))  # type: ignore[arg-type]
+    return _DeviceLane(
+        FakeGroup(log, **changes), FakeHost(log, absent=absent), lambda: FakeMark(log, reached)
+    )  # type: ignore[arg-type]
 
 
 def test_a_device_exchange_is_done_only_when_the_device_is() -> None:
     log: list[str] = []
     looks = iter([False, False, True])
     lane = _lane(log, lambda: next(looks))
-    lane.exchange(
-        Parcel(2, torch.zeros(4, dtype=torch.uint8)),
-        Parcel(1, torch.zeros(4, dtype=torch.uint8)),
-        Deadline(5),
-    )
+    lane.exchange(_parcel(2), _parcel(1), Deadline(5))
     assert log == ["meet 1", "meet 2", "exchange", "mark", "passed"]
     lane.retire()
     assert log[-2:] == ["leave", "release"]
@@ -105,7 +105,7 @@ def test_nothing_is_queued_on_the_device_for_a_peer_that_does_not_come() -> None
     log: list[str] = []
     lane = _lane(log, absent=True)
     with pytest.raises(TimeoutError):
-        lane.exchange(Parcel(1, torch.zeros(4, dtype=torch.uint8)), None, Deadline(5))
+        lane.exchange(_parcel(1), None, Deadline(5))
     lane.retire()
     assert log == ["leave", "release"]
 
@@ -114,12 +114,12 @@ def test_nothing_is_queued_on_the_device_for_a_peer_that_does_not_come() -> None
 def test_memory_that_a_device_may_still_write_to_is_never_given_back(
     aborts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept: list[DeviceLane] = []
-    monkeypatch.setattr(device, "_STILL_WRITTEN", kept)
+    kept: list[_DeviceLane] = []
+    monkeypatch.setattr(lane_module, "_STILL_WRITTEN", kept)
     log: list[str] = []
     lane = _lane(log, lambda: False, aborts=aborts)
     with pytest.raises(TimeoutError, match=r"not done within 0\.3 s"):
-        lane.exchange(None, Parcel(1, torch.zeros(4, dtype=torch.uint8)), Deadline(0.3))
+        lane.exchange(None, _parcel(1), Deadline(0.3))
     lane.retire()
     assert log == ["meet 1", "exchange", "mark", "leave", "abort"]
     assert kept == ([] if aborts else [lane])
@@ -130,29 +130,41 @@ class OneLane:
 
     rank, device = 0, HERE
 
-    def __init__(self, log: list[str], lane: DeviceLane) -> None:
+    def __init__(self, log: list[str], lane: _DeviceLane) -> None:
         self._log, self._lane = log, lane
 
-    def lane(self, number: int) -> DeviceLane:
+    def lane(self, number: int) -> _DeviceLane:
         return self._lane
 
     def retire(self) -> None:
         self._log.append("retire")
 
 
+def _worker(log: list[str], lane: _DeviceLane, **settings: Any) -> TransferWorker:
+    return TransferWorker(OneLane(log, lane), live.settings(**settings), ByteBudget(None))  # type: ignore[arg-type]
+
+
+def _start(worker: TransferWorker, generation: int, *move: int) -> None:
+    worker.start(order(generation, move), PlainLayer(0))  # type: ignore[arg-type]
+
+
+def _ended(worker: TransferWorker) -> TransferResult:
+    while (result := worker.poll()) is None:
+        time.sleep(0.001)
+    return result
+
+
 def test_a_thread_that_hangs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     hung = threading.Event()
-    limits = TransferLimits(timedelta(seconds=0.02), 4096)
-    worker = TransferWorker(OneLane([], _lane([])), limits, ByteBudget(None))  # type: ignore[arg-type]
+    worker = _worker([], _lane([]), transfer_timeout_seconds=0.02)
     monkeypatch.setattr(worker.staging, "reserve", lambda *_: hung.wait(20) or [])
-    worker.start(order(1, (1, 0, 0, 2, 5)), PlainLayer(0))  # type: ignore[arg-type]
+    _start(worker, 1, 1, 0, 0, 2, 5)
     assert worker.failing is None
     hung.set()
-    while worker.poll() is None:
-        time.sleep(0.001)
+    _ended(worker)
     hung.clear()
     monkeypatch.setattr(transfer, "_LATE_SECONDS", 0.0)
-    worker.start(order(2, (1, 0, 0, 2, 5)), PlainLayer(0))  # type: ignore[arg-type]
+    _start(worker, 2, 1, 0, 0, 2, 5)
     time.sleep(0.1)
     assert worker.failing == "the transfer thread has missed its deadline and does not answer"
     hung.set()
@@ -178,17 +190,14 @@ def test_staging_is_written_only_after_what_the_model_had_queued_and_reported_on
     arrived = [False]
     monkeypatch.setattr(transfer, "Mark", lambda where: FakeMark(log, lambda: True))
     monkeypatch.setattr(transfer, "SideStream", LoggedStream)
-
-    lanes = OneLane(log, _lane(log, lambda: arrived[0]))
-    worker = TransferWorker(lanes, TransferLimits(timedelta(seconds=20), 4096), ByteBudget(None))  # type: ignore[arg-type]
-    worker.start(order(1, (1, 0, 0, 2, 5)), PlainLayer(0))  # type: ignore[arg-type]
+    worker = _worker(log, _lane(log, lambda: arrived[0]))
+    _start(worker, 1, 1, 0, 0, 2, 5)
     while len(log) < 6:
         time.sleep(0.001)
     assert worker.poll() is None
     assert log == ["mark", "side stream", "hold", "meet 1", "exchange", "mark"]
     arrived[0] = True
-    while (result := worker.poll()) is None:
-        time.sleep(0.001)
+    result = _ended(worker)
     worker.close()
     assert (result.error, result.slots) == (None, [2])
     assert all(bool((staged.view(torch.uint8) == 7).all()) for staged in result.staged)
@@ -199,12 +208,10 @@ def test_a_transfer_that_is_late_fails_on_a_rank_that_had_nothing_to_carry_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log: list[str] = []
-    limits = TransferLimits(timedelta(seconds=0.05), 4096)
-    worker = TransferWorker(OneLane(log, _lane(log)), limits, ByteBudget(None))  # type: ignore[arg-type]
+    worker = _worker(log, _lane(log), transfer_timeout_seconds=0.05)
     monkeypatch.setattr(worker.staging, "reserve", lambda *_: time.sleep(0.1) or [])
-    worker.start(order(1, (1, 0, 2, 2, 5)), PlainLayer(0))  # type: ignore[arg-type]
-    while (result := worker.poll()) is None:
-        time.sleep(0.001)
+    _start(worker, 1, 1, 0, 2, 2, 5)
+    result = _ended(worker)
     worker.close()
     assert result.error == "transfer of layer 0 failed: not done within 0.05 s"
     assert log == ["retire", "retire"]
@@ -224,6 +231,6 @@ def test_weights_that_were_loaded_in_inference_mode_can_be_replaced() -> None:
     assert layer.expert_weights()[0].is_inference()
     staged = [torch.ones_like(weight[:1]) for weight in layer.expert_weights()]
     table = torch.ones(2, dtype=torch.int32)
-    install(layer, staged, [3], table, table)  # type: ignore[arg-type]
+    copy_into(layer, staged, [3], table, table)  # type: ignore[arg-type]
     assert all(bool((weight[3] == 1).all()) for weight in layer.expert_weights())
     assert layer.log2phy.tolist() == [1, 1]

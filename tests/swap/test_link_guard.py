@@ -15,9 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.faults.listening import listening
 from tests.swap.peered import joined
 from worker_agent.swap.group import AgentGroup
-from worker_agent.swap.link_guard import _DROP, LinkGuard, _attach, _listeners, _taking
+from worker_agent.swap.link_guard import _DROP, LinkGuard, _attach, _taking
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -46,12 +47,7 @@ def _opened(groups: list[AgentGroup], name: str) -> list[dist.ProcessGroup]:
 
 
 def _own_ports() -> set[int]:
-    """Ports on which this process listens."""
-    links = set()
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            links.add(str(entry.readlink()))
-    return {struct.unpack("!H", address[2:4])[0] for address, inode in _listeners() if inode in links}
+    return {port for _, port in listening()}
 
 
 def _descriptors() -> int:
@@ -59,25 +55,25 @@ def _descriptors() -> int:
 
 
 def test_a_filter_takes_the_hosts_it_names_and_this_one() -> None:
-    with _listening() as listening:
-        _attach(listening, [_DROP])
-        assert not _takes(listening, "127.0.0.1")
-        _attach(listening, _taking(socket.AF_INET, ["10.0.0.7", "fe80::7%eth0", "10.0.0.8"]))
-        assert _takes(listening, "127.0.0.1")
-        assert _takes(listening, "127.8.9.10")
+    with _listening() as opened:
+        _attach(opened, [_DROP])
+        assert not _takes(opened, "127.0.0.1")
+        _attach(opened, _taking(socket.AF_INET, ["10.0.0.7", "fe80::7%eth0", "10.0.0.8"]))
+        assert _takes(opened, "127.0.0.1")
+        assert _takes(opened, "127.8.9.10")
         # Without the clause for this host, hosts are taken by their whole address.
         for taken in ("127.0.0.2", "127.0.0.3"):
             program = _taking(socket.AF_INET, ["10.0.0.7", "127.0.0.2", "127.0.0.3"])[4:]
-            _attach(listening, program)
-            assert _takes(listening, taken)
-        assert not _takes(listening, "127.0.0.4")
-    with _listening("::1") as listening:
+            _attach(opened, program)
+            assert _takes(opened, taken)
+        assert not _takes(opened, "127.0.0.4")
+    with _listening("::1") as opened:
         program = _taking(socket.AF_INET6, ["10.0.0.7", "fe80::7%eth0"])
-        _attach(listening, program)
-        assert _takes(listening, "::1")
+        _attach(opened, program)
+        assert _takes(opened, "::1")
         # Of its two hosts ::1 is the first.
-        _attach(listening, program[len(program) // 2 :])
-        assert not _takes(listening, "::1")
+        _attach(opened, program[len(program) // 2 :])
+        assert not _takes(opened, "::1")
 
 
 def test_after_links_are_open_nobody_gets_another_and_votes_go_on() -> None:
@@ -109,7 +105,8 @@ def test_a_stranger_that_takes_a_ranks_place_is_found_out(monkeypatch: pytest.Mo
     def robbed(guard: LinkGuard, value: bytes) -> None:
         """Before the other rank can, link to this one as every rank that it could wait for, and say something."""
         published(guard, value)
-        (port,) = {struct.unpack("!H", address[2:4])[0] for address, _ in _listeners() if address in value}
+        named = [struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) for port in _own_ports()]
+        (port,) = {struct.unpack("!H", address[2:])[0] for address in named if address in value}
         for sequence in range(8):
             link = socket.create_connection(("127.0.0.1", port), timeout=5)
             link.sendall(struct.pack("=q", sequence))

@@ -1,9 +1,10 @@
-"""Only members of a formation ask and answer; what strangers send is dropped, whatever it is."""
+"""Only members of a formation ask and answer, and learn where each is and what each has in place."""
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -12,6 +13,7 @@ import pytest
 
 from tests.swap.peered import joined
 from worker_agent.swap import group as group_module
+from worker_agent.swap.commit_register import FatalSwitchError
 from worker_agent.swap.group import AgentGroup, _reachable
 from worker_agent.swap.peers import Peers
 
@@ -23,6 +25,7 @@ def test_what_one_rank_sets_the_others_read() -> None:
     assert other.store.get("key") == b"value"
     assert other.store.check(["key"])
     assert not other.store.check(["no key"])
+    assert one.peers.address[0] == "127.0.0.1", "bound to the address that it was given"
     with pytest.raises(TimeoutError, match="no rank has set no key within"):
         other.store.wait(["no key"], timedelta(seconds=0.1))
 
@@ -37,17 +40,11 @@ def test_a_stranger_gets_no_answer_and_changes_nothing() -> None:
         with pytest.raises(TimeoutError):
             stranger.recv(100)
     assert other.store.get("key") == b"value"
-    forger = AgentGroup("127.0.0.1", 1.0)
-    forger.open(b"a guess", 1, [one.peers.address, other.peers.address])
+    forger = AgentGroup(Peers("127.0.0.1"), b"a guess", 1, [one.peers.address, other.peers.address], 1.0)
     assert forger.peers.ask([0], b"d7", 0.3) == {}
     # The guess has put nobody in doubt.
     assert one.register.may_commit(7, heard=True)
     assert other.register.may_commit(7, heard=True)
-
-
-def test_sockets_are_bound_to_the_address_they_are_given() -> None:
-    (group,) = joined(1)
-    assert group.peers.address[0] == "127.0.0.1"
 
 
 def test_opening_links_asks_each_peer_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,3 +83,26 @@ def test_an_address_that_no_other_host_reaches_is_refused() -> None:
     with pytest.raises(OSError, match="set data_host to an address"):
         _reachable("localhost")
     assert _reachable("192.0.2.7") == "192.0.2.7"
+
+
+def test_ranks_say_how_many_calls_and_forward_passes_they_have_made() -> None:
+    one, two, three = joined(3)
+    two.position, three.position = lambda: (7, 5), lambda: (9, 0)
+    assert one.positions() == {1: (7, 5), 2: (9, 0)}
+
+
+def test_an_install_that_takes_others_a_while_is_waited_for() -> None:
+    one, two, three = joined(3, patience=60.0)
+    two.installed = 4
+    late = threading.Timer(0.3, setattr, (three, "installed", 4))
+    late.start()
+    one.wait_for_installs(4)
+    assert three.installed == 4
+    late.join()
+
+
+def test_an_install_that_never_comes_is_fatal_and_names_the_rank() -> None:
+    one, two, _ = joined(3, patience=0.2)
+    two.installed = 4
+    with pytest.raises(FatalSwitchError, match=r"ranks \[2\] have not installed within 0.2 s"):
+        one.wait_for_installs(4)

@@ -1,16 +1,88 @@
-"""A vote that this rank has not heard counts as what the ranks settle on, and only where it could commit a layer."""
+"""All ranks vote at the same passes, settle what they have not heard, and form lost votes again at one attempt."""
 
 from __future__ import annotations
 
+import time
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from worker_agent.swap.ballot import Ballot, Progress, VoteResult
-from worker_agent.swap.vote import Voter
+from worker_agent.settings import AgentSettings
+from worker_agent.swap import reformation as module
+from worker_agent.swap.machine import Ballot, Progress, VoteOutcome, VoteResult
+from worker_agent.swap.reformation import Reformation
+from worker_agent.swap.vote import Voter, VoteSchedule
 
-PLAN, VOTE = 7, 3
+PLAN = 7
+
+
+def _schedule(vote_interval: int) -> VoteSchedule:
+    links = SimpleNamespace(group=SimpleNamespace(register=None), votes=None)
+    clock = SimpleNamespace(calls=0, now=0)
+    return VoteSchedule(
+        cast(Any, links), AgentSettings(vote_interval=vote_interval), cast(Any, clock), cast(Any, None)
+    )
+
+
+def _outcome(forwards: list[int], plan: int) -> VoteOutcome:
+    progress = Progress.OFFERED if plan else Progress.IDLE
+    ballots = [Ballot(progress, plan, 1, False, forward).encode() for forward in forwards]
+    return VoteOutcome.decode([min(column) for column in zip(*ballots, strict=True)])
+
+
+def _passes(schedule: VoteSchedule, steps: range, plan_from: int, lag: int) -> list[int]:
+    """Forward passes of this rank's ballots, where plans are held from one pass on and every vote is heard."""
+    votes: list[int] = []
+    due = None
+    for step in steps:
+        if due is not None and step >= due:
+            schedule.counted(_outcome([votes[-1]] * 3, PLAN if votes[-1] >= plan_from else 0))
+            due = None
+        ballot = schedule.to_cast(step)
+        if ballot is not None:
+            votes.append(ballot[1])
+            due = ballot[1] + lag
+    return votes
+
+
+def test_ranks_without_a_plan_vote_seldom_and_with_one_often() -> None:
+    votes = _passes(_schedule(4), range(1, 80), 36, 2)
+    assert votes == [4, 20, 36, 40, 44, 48, 52, 56, 60, 64, 68, 72, 76]
+
+
+@given(
+    interval=st.integers(1, 6),
+    lag=st.integers(1, 6),
+    plan_from=st.integers(0, 90),
+    missed=st.sets(st.integers(1, 100)),
+)
+def test_a_rank_whose_host_misses_calls_votes_at_the_same_passes(
+    interval: int, lag: int, plan_from: int, missed: set[int]
+) -> None:
+    """As long as no call of one whole interval is missed: then the ballots show it, and the ranks meet again."""
+    lag = min(lag, interval)
+    kept = [step for step in range(1, 101) if step not in missed or step % interval == interval - 1]
+    punctual = _passes(_schedule(interval), range(1, 101), plan_from, lag)
+    other = _passes(_schedule(interval), cast(range, kept), plan_from, lag)
+    assert other == punctual[: len(other)]
+    assert len(punctual) - len(other) <= 1
+    assert all(later - earlier < 5 * interval for earlier, later in pairwise(punctual))
+
+
+@pytest.mark.parametrize("forwards", [[16, 16, 16], [16, 20, 16]])
+def test_a_vote_at_different_passes_is_followed_by_one_soon(forwards: list[int]) -> None:
+    schedule = _schedule(4)
+    outcome = _outcome(forwards, 0)
+    schedule.counted(outcome)
+    first = next(step for step in range(20, 100) if schedule.to_cast(step) is not None)
+    assert (first, outcome.idle) == ((32, True) if len(set(forwards)) == 1 else (24, False))
+
+
+VOTE = 3
 
 
 def voter(*, committed: bool) -> tuple[Voter, list[tuple[int, bool]]]:
@@ -21,9 +93,10 @@ def voter(*, committed: bool) -> tuple[Voter, list[tuple[int, bool]]]:
         asked.append((vote, heard))
         return committed
 
-    box = SimpleNamespace(number=VOTE, launch=lambda _ballot: None)
-    history = SimpleNamespace(vote=lambda *_, **__: None)
-    return Voter(cast(Any, box), cast(Any, SimpleNamespace(may_commit=may_commit)), cast(Any, history)), asked
+    group: Any = SimpleNamespace(allreduce=lambda *_: None)
+    register: Any = SimpleNamespace(may_commit=may_commit)
+    history: Any = SimpleNamespace(vote=lambda *_, **__: None)
+    return Voter(group, AgentSettings(), register, history, VOTE - 1), asked
 
 
 @pytest.mark.parametrize(
@@ -46,3 +119,34 @@ def test_a_ballot_that_could_not_commit_asks_nobody(ballot: Ballot) -> None:
     rank.cast(ballot)
     assert rank.settle(21).result is VoteResult.NOTHING
     assert asked == []
+
+
+def test_a_rank_that_is_behind_takes_the_number_of_the_one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_FIRST_BACKOFF_SECONDS", 0.0)
+    store: dict[str, str] = {}
+    ahead = {1: b"+5", 2: b"+9"}
+
+    def ask(ranks: list[int], _question: bytes, _seconds: float) -> dict[int, bytes]:
+        # Once this rank has said that it is at the ninth attempt, the other comes to it too.
+        mine = store["attempt/0"]
+        return {rank: b"+9" if mine == "9" else ahead[rank] for rank in ranks}
+
+    named: list[str] = []
+
+    def refuse(name: str) -> None:
+        named.append(name)
+        raise OSError("no links in this test")
+
+    group = SimpleNamespace(
+        rank=0,
+        peers=SimpleNamespace(others={1: None, 2: None}, ask=ask),
+        store=SimpleNamespace(set=store.__setitem__),
+        process_group=refuse,
+    )
+    state = SimpleNamespace(generation=0, lane=0, installed=SimpleNamespace(version_digest=0))
+    tried = Reformation(cast(Any, group), cast(Any, state), 0, attempts=0, fruitless=0, now=lambda: 0)
+    end = time.monotonic() + 60
+    while not named and time.monotonic() < end:
+        time.sleep(0.005)
+    tried.close()
+    assert named[0] == "vote/9"

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from eplb_service.wire.answers import checked_answer
 from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import operator_pb2
+from eplb_service.wire.operator import checked_answer
 
 HOSTILE = "\x1b[2J"
 STATUS = operator_pb2.DeploymentStatus(deployment="decode", problems=[HOSTILE], last_decision=HOSTILE)
@@ -35,13 +35,13 @@ def test_texts_are_cleaned() -> None:
             operator_pb2.ListDeploymentsResponse(
                 deployments=[operator_pb2.DeploymentStatus(deployment=HOSTILE)]
             ),
-            "status.deployment",
+            "deployment is",
         ),
         (
             operator_pb2.GetStatusResponse(status=STATUS, agents=[operator_pb2.AgentStatus(node=HOSTILE)]),
-            "agent_status.node",
+            "agents.0..node",
         ),
-        (operator_pb2.GetHistoryResponse(plans=[operator_pb2.PastPlan()] * 101), "history.plans"),
+        (operator_pb2.GetHistoryResponse(plans=[operator_pb2.PastPlan()] * 101), "length of plans"),
         (operator_pb2.GetPlacementResponse(), "placement.experts"),
         (operator_pb2.GetBalanceResponse(load_steps=1 << 31), "balance.load_steps"),
         (operator_pb2.RebalanceResponse(plan_id=1 << 63), "rebalance.plan_id"),

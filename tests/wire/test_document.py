@@ -7,8 +7,8 @@ import json
 import numpy as np
 
 from eplb_service.wire.codec import pack
-from eplb_service.wire.document import as_document
 from eplb_service.wire.generated import operator_pb2
+from eplb_service.wire.operator import as_document
 
 
 def test_every_field_is_there_and_what_is_absent_is_none() -> None:

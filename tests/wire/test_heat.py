@@ -5,17 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eplb_service.wire.codec import pack
+from eplb_service.wire.agent import Shape
+from eplb_service.wire.codec import encode, pack
 from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import agent_pb2
-from eplb_service.wire.heat import (
-    HeatReport,
-    StepPhase,
-    decode_heat_report,
-    encode_heat_report,
-    is_quick_to_decode,
-)
-from eplb_service.wire.hello import Shape
+from eplb_service.wire.heat import HeatReport, StepPhase, decode_heat_report, is_quick_to_decode
 
 SHAPE = Shape(ranks=4, layers=3, experts=8, slots=3, bytes_per_expert=0)
 
@@ -24,7 +18,7 @@ def message(steps: int) -> agent_pb2.HeatReport:
     slots_TLS = np.ones((steps, SHAPE.layers, SHAPE.slots), dtype=np.int32)
     sources_TLE = np.full((steps, SHAPE.layers, SHAPE.experts), 200, dtype=np.int32)
     phase_T = np.full(steps, StepPhase.DECODE, dtype=np.uint8)
-    return encode_heat_report(HeatReport(16, (0,) * SHAPE.layers, slots_TLS, phase_T, sources_TLE))
+    return encode(HeatReport(16, (0,) * SHAPE.layers, slots_TLS, phase_T, sources_TLE))
 
 
 def test_counts_are_read_only_and_in_the_type_that_they_travelled_in() -> None:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eplb_service.wire.codec import LARGEST_PART, PART_BYTES, Parts, in_parts
 from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import agent_pb2
-from eplb_service.wire.parts import LARGEST_PART, PART_BYTES, Parts, in_parts
 
 
 def _request(size: int) -> agent_pb2.ConnectRequest:

@@ -10,19 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_service.placement import Placement, array_digest, dealt_log2phy, without_single_entries
-from eplb_service.wire.codec import pack
+from eplb_service.placement import (
+    Placement,
+    array_digest,
+    dealt_log2phy,
+    default_log2phy,
+    without_single_entries,
+)
+from eplb_service.wire.agent import Shape
+from eplb_service.wire.codec import encode, pack
 from eplb_service.wire.fields import WireError
 from eplb_service.wire.generated import agent_pb2
-from eplb_service.wire.hello import Shape
-from eplb_service.wire.plan import (
-    RankLayer,
-    RankPlan,
-    check_moves,
-    decode_plan,
-    encode_plan,
-    table_digest,
-)
+from eplb_service.wire.plan import RankLayer, RankPlan, SharedPlan, check_moves, decode_plan, table_digest
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 4, 2, 3
 OLD_RS = Placement.linear(1, EXPERTS, RANKS, SLOTS).phy2log_LRS[0]  # [[0, 1, 2], [3, 0, 1]]
@@ -45,7 +44,7 @@ def decode(message: agent_pb2.Plan, rank: int = 0, width: int = 1) -> RankPlan:
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_a_plan_arrives_as_it_was_sent(rank: int, width: int) -> None:
     sent = plan_for(rank, layers=(2, 0), width=width)
-    received = decode(agent_pb2.Plan.FromString(encode_plan(sent).SerializeToString()), rank, width)
+    received = decode(agent_pb2.Plan.FromString(encode(sent).SerializeToString()), rank, width)
     assert dataclasses.replace(received, layers=()) == dataclasses.replace(sent, layers=())
     for got, want in zip(received.layers, sent.layers, strict=True):
         assert (got.layer, got.log2phy_digests) == (want.layer, want.log2phy_digests)
@@ -55,9 +54,9 @@ def test_a_plan_arrives_as_it_was_sent(rank: int, width: int) -> None:
 
 
 def test_a_dealing_table_of_another_width_or_with_a_wrong_entry_is_refused() -> None:
-    message = encode_plan(plan_for(0, width=4))
+    message = encode(plan_for(0, width=4))
     for width in (1, 2):
-        with pytest.raises(WireError, match=r"layer 1 log2phy: expected the shape \[4.*\], got \[4, 4\]"):
+        with pytest.raises(WireError, match=r"layers\[0\].log2phy: expected the shape \[4.*\], got \[4, 4\]"):
             decode(message, width=width)
     table_ED = plan_for(0, width=4).layers[0].log2phy_E.copy()
     table_ED[3, 2] = 0
@@ -97,7 +96,10 @@ def set_field(field: str, value: int) -> Callable[[agent_pb2.Plan], None]:
     ("spoil", "says"),
     [
         (lambda message: message.ClearField("layers"), "names no layers"),
-        (lambda message: setattr(message.layers[0], "layer", LAYERS), "names layer 3, the model has 3"),
+        (
+            lambda message: setattr(message.layers[0], "layer", LAYERS),
+            r"layers\[0\].layer is 3; it must be 0 to 2",
+        ),
         (twice, "twice"),
         (set_field("digest", 1), "digest is 0x1"),
         (set_field("base_epoch", 6), "digest"),
@@ -120,7 +122,7 @@ def set_field(field: str, value: int) -> Callable[[agent_pb2.Plan], None]:
 def test_a_plan_that_cannot_be_carried_out_is_refused(
     spoil: Callable[[agent_pb2.Plan], None], says: str
 ) -> None:
-    message = encode_plan(plan_for(0))
+    message = encode(plan_for(0))
     spoil(message)
     with pytest.raises(WireError, match=says):
         decode(message)
@@ -128,7 +130,7 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(
 
 def test_a_table_meant_for_another_rank_is_refused() -> None:
     with pytest.raises(WireError, match="lists for rank 1"):
-        decode(encode_plan(plan_for(0)), rank=1)
+        decode(encode(plan_for(0)), rank=1)
 
 
 def test_moves_that_lead_from_the_old_layer_to_the_new_pass() -> None:
@@ -151,8 +153,60 @@ def test_moves_from_another_placement_are_refused(new_RS: np.ndarray, moves_M5: 
 
 @given(data=st.binary(max_size=200))
 def test_noise_is_refused_or_never_was_a_plan(data: bytes) -> None:
-    message = encode_plan(plan_for(0))
+    message = encode(plan_for(0))
     message.layers[0].moves.data = data
     message.layers[0].moves.compression = len(data) % 2
     with pytest.raises(WireError):
         decode(message)
+
+
+def rank_plans(
+    ranks: int, slots: int, experts: int, layers: int, width: int
+) -> tuple[list[RankPlan], list[np.ndarray]]:
+    """Of every rank, and the tables of each layer; the placement is linear, its tables are dealt ``width`` wide."""
+    phy2log_RS = Placement.linear(1, experts, ranks, slots).phy2log_LRS[0]
+    tables_RE = default_log2phy(phy2log_RS, experts)
+    table = np.repeat(tables_RE[..., None], width, axis=2) if width > 1 else tables_RE
+    digests = tuple(table_digest(own) for own in table)
+    moves_M5 = np.zeros((0, 5), dtype=np.int32)
+    made = [
+        RankPlan.of(
+            7,
+            2,
+            300,
+            99,
+            tuple(
+                RankLayer(layer, phy2log_RS, table[rank], digests, moves_M5)
+                for layer in reversed(range(layers))
+            ),
+        )
+        for rank in range(ranks)
+    ]
+    return made, [table] * layers
+
+
+@given(
+    ranks=st.integers(1, 5),
+    slots=st.integers(1, 40),
+    spare=st.integers(0, 3),
+    layers=st.integers(1, 4),
+    width=st.integers(1, 3),
+)
+def test_each_rank_gets_its_own_plan(ranks: int, slots: int, spare: int, layers: int, width: int) -> None:
+    experts = max(slots, ranks * slots - spare)
+    own, tables = rank_plans(ranks, slots, experts, layers, width)
+    shared = SharedPlan(own[0], tables)
+    for rank, plan in enumerate(own):
+        sent = shared.response(rank)
+        assert len(sent) == shared.size
+        received = agent_pb2.ConnectResponse.FromString(sent)
+        shape = Shape(ranks, layers, experts, slots, 64, width)
+        decoded = decode_plan(received.plan, shape, rank)
+        assert decoded.digest == plan.digest
+        for got, want in zip(received.plan.layers, encode(plan).layers, strict=True):
+            assert got.layer == want.layer
+            assert got.physical_to_logical == want.physical_to_logical
+            assert got.log2phy_digests == want.log2phy_digests
+            assert got.moves == want.moves
+        for got_layer, want_layer in zip(decoded.layers, plan.layers, strict=True):
+            np.testing.assert_array_equal(got_layer.log2phy_E, want_layer.log2phy_E)

@@ -1,21 +1,63 @@
-"""Lays the panels out as Grafana reads a dashboard."""
+"""Lays the panels of rows.yaml out as Grafana reads a dashboard."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
-from tools.dashboard.panel import Panel
-from tools.dashboard.rows import ROWS
+import yaml
 
 PATH = Path(__file__).parents[2] / "deploy/grafana/dashboards/eplb.json"
+_ROWS = Path(__file__).parent / "rows.yaml"
+_WORDS = {
+    "WHO": "{{deployment}} @ {{instance}}",
+    "CHOSEN": 'deployment=~"$deployment", instance=~"$instance"',
+    "INSTANCE": 'instance=~"$instance"',
+    "INTERVAL": "$__rate_interval",
+}
+"""Stand-ins in the queries and legends of rows.yaml."""
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
-_ROW_HEIGHT, _WIDTH = 1, 24
+_WIDTH = 24
+_LINE = {"drawStyle": "line", "lineWidth": 2, "fillOpacity": 0, "showPoints": "never", "spanNulls": False}
+_BARS = {"drawStyle": "bars", "lineWidth": 1, "fillOpacity": 60, "showPoints": "never"}
+_STYLES = {
+    "line": _LINE,
+    "stairs": {**_LINE, "lineInterpolation": "stepAfter"},
+    "bars": {**_BARS, "stacking": {"mode": "normal"}},
+}
+_LEGEND = {"displayMode": "list", "placement": "bottom"}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "stat": {
+        "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+        "colorMode": "value",
+        "graphMode": "area",
+        "textMode": "auto",
+        "orientation": "auto",
+    },
+    "timeseries": {
+        "legend": {**_LEGEND, "showLegend": True},
+        "tooltip": {"mode": "multi", "sort": "desc"},
+    },
+    "status-history": {
+        "legend": {**_LEGEND, "showLegend": False},
+        "showValue": "never",
+        "rowHeight": 0.9,
+        "colWidth": 1,
+        "tooltip": {"mode": "single"},
+    },
+}
 
 
 def dashboard() -> dict[str, Any]:
-    """The whole dashboard as Grafana reads it."""
+    """Return the whole dashboard."""
+    datasource = {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
+    variables = [
+        {**datasource, "current": {}, "hide": 0},
+        _variable("instance", "Service", "eplb_build_info"),
+        _variable("deployment", "Deployment", f"eplb_agents_connected{{{_WORDS['INSTANCE']}}}"),
+    ]
     return {
         "uid": "eplb",
         "title": "Expert-parallel load balance",
@@ -30,26 +72,17 @@ def dashboard() -> dict[str, Any]:
         "timezone": "browser",
         "annotations": {"list": []},
         "links": [],
-        "templating": {
-            "list": [_datasource(), _variable("instance", "Service"), _variable("deployment", "Deployment")]
-        },
+        "templating": {"list": variables},
         "panels": _panels(),
     }
 
 
-def _datasource() -> dict[str, Any]:
-    return {
-        "name": "datasource",
-        "label": "Data source",
-        "type": "datasource",
-        "query": "prometheus",
-        "current": {},
-        "hide": 0,
-    }
+def text() -> str:
+    """Return the file's content."""
+    return json.dumps(dashboard(), indent=2) + "\n"
 
 
-def _variable(label: str, title: str) -> dict[str, Any]:
-    metric = "eplb_build_info" if label == "instance" else 'eplb_agents_connected{instance=~"$instance"}'
+def _variable(label: str, title: str, metric: str) -> dict[str, Any]:
     query = f"label_values({metric}, {label})"
     return {
         "name": label,
@@ -68,24 +101,15 @@ def _variable(label: str, title: str) -> dict[str, Any]:
 
 
 def _panels() -> list[dict[str, Any]]:
-    """All panels in reading order, from left to right and row by row."""
+    """Return all panels in reading order, from left to right and row by row."""
     panels: list[dict[str, Any]] = []
     y = 0
-    for title, row in ROWS:
-        place = {"x": 0, "y": y, "w": _WIDTH, "h": _ROW_HEIGHT}
-        panels.append(
-            {
-                "id": len(panels) + 1,
-                "type": "row",
-                "title": title,
-                "collapsed": False,
-                "gridPos": place,
-                "panels": [],
-            }
-        )
-        x, y, tallest = 0, y + _ROW_HEIGHT, 0
+    for title, row in yaml.safe_load(_ROWS.read_text()).items():
+        head = {"id": len(panels) + 1, "type": "row", "title": title, "collapsed": False}
+        panels.append({**head, "gridPos": {"x": 0, "y": y, "w": _WIDTH, "h": 1}, "panels": []})
+        x, y, tallest = 0, y + 1, 0
         for panel in row:
-            width, height = panel.size
+            width, height = panel["size"]
             if x + width > _WIDTH:
                 x, y, tallest = 0, y + tallest, 0
             panels.append(_panel(panel, len(panels) + 1, {"x": x, "y": y, "w": width, "h": height}))
@@ -94,70 +118,51 @@ def _panels() -> list[dict[str, Any]]:
     return panels
 
 
-def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
-    defaults: dict[str, Any] = {"unit": panel.unit}
-    if panel.decimals is not None:
-        defaults["decimals"] = panel.decimals
-    if panel.least is not None:
-        defaults["min"] = panel.least
-    if panel.thresholds:
-        steps = [{"color": colour, "value": value} for value, colour in panel.thresholds]
-        defaults["thresholds"] = {"mode": "absolute", "steps": steps}
-        defaults["color"] = {"mode": "thresholds"}
-    if panel.names:
-        options = {
-            value: {"text": text, "index": index} for index, (value, text) in enumerate(panel.names.items())
-        }
-        defaults["mappings"] = [{"type": "value", "options": options}]
-    if panel.kind == "timeseries":
-        defaults["custom"] = panel.style
-    if panel.kind == "status-history":
-        defaults["custom"] = {"fillOpacity": 90, "lineWidth": 0}
+def _panel(panel: dict[str, Any], number: int, place: dict[str, int]) -> dict[str, Any]:
+    kind = panel.get("kind", "timeseries")
     return {
         "id": number,
-        "type": panel.kind,
-        "title": panel.title,
-        "description": panel.text,
+        "type": kind,
+        "title": panel["title"],
+        "description": panel["text"],
         "datasource": _DATASOURCE,
         "gridPos": place,
-        "fieldConfig": {"defaults": defaults, "overrides": []},
-        "options": _OPTIONS[panel.kind],
+        "fieldConfig": {"defaults": _defaults(panel, kind), "overrides": []},
+        "options": _OPTIONS[kind],
         "targets": [
             {
                 "refId": chr(ord("A") + index),
                 "datasource": _DATASOURCE,
-                "expr": query,
-                "legendFormat": legend,
-                "instant": panel.kind == "stat",
-                "range": panel.kind != "stat",
+                "expr": _written_out(query),
+                "legendFormat": _written_out(legend),
+                "instant": kind == "stat",
+                "range": kind != "stat",
             }
-            for index, (query, legend) in enumerate(panel.queries)
+            for index, (legend, query) in enumerate(panel["queries"].items())
         ],
     }
 
 
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "stat": {
-        "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
-        "colorMode": "value",
-        "graphMode": "area",
-        "textMode": "auto",
-        "orientation": "auto",
-    },
-    "timeseries": {
-        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
-        "tooltip": {"mode": "multi", "sort": "desc"},
-    },
-    "status-history": {
-        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": False},
-        "showValue": "never",
-        "rowHeight": 0.9,
-        "colWidth": 1,
-        "tooltip": {"mode": "single"},
-    },
-}
+def _defaults(panel: dict[str, Any], kind: str) -> dict[str, Any]:
+    defaults: dict[str, Any] = {"unit": panel.get("unit", "short")}
+    if "decimals" in panel:
+        defaults["decimals"] = panel["decimals"]
+    if "least" in panel:
+        defaults["min"] = panel["least"]
+    if "thresholds" in panel:
+        steps = [{"color": colour, "value": value} for value, colour in panel["thresholds"]]
+        defaults["thresholds"] = {"mode": "absolute", "steps": steps}
+        defaults["color"] = {"mode": "thresholds"}
+    if "names" in panel:
+        names = enumerate(panel["names"].items())
+        options = {value: {"text": text, "index": index} for index, (value, text) in names}
+        defaults["mappings"] = [{"type": "value", "options": options}]
+    if kind == "timeseries":
+        defaults["custom"] = _STYLES[panel.get("style", "line")]
+    if kind == "status-history":
+        defaults["custom"] = {"fillOpacity": 90, "lineWidth": 0}
+    return defaults
 
 
-def text() -> str:
-    """The file's content."""
-    return json.dumps(dashboard(), indent=2) + "\n"
+def _written_out(template: str) -> str:
+    return re.sub("|".join(_WORDS), lambda word: _WORDS[word[0]], template)

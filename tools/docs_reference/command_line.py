@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tools.docs_reference.markdown import code, escaped, plain, table
 
 
-@dataclass(frozen=True)
-class Option:
-    """One option or argument of a command.
+class Option(NamedTuple):
+    """One option or argument of a command, each text empty where there is none.
 
-    Parameters
-    ----------
-    flags
-        As written in a shell: ``--warm``, ``--no-warm``; of an argument its name in capitals.
-    value
-        What follows the flag, such as ``PATH``; empty where nothing does.
-    default
-        As text; empty where there is none.
-    variable
-        Environment variable that sets it too; empty where there is none.
-    help
-        Its sentence in ``--help``.
-    section
-        Heading under which ``--help`` lists it; empty where it has none.
+    ``flags`` are as written in a shell, of an argument its name in capitals; ``value`` is what follows the flag, as
+    ``PATH``; ``variable`` the environment variable that sets it too; ``section`` its heading in ``--help``.
     """
 
     flags: tuple[str, ...]
@@ -38,13 +24,12 @@ class Option:
 
     @property
     def is_argument(self) -> bool:
-        """Whether it is given by its place."""
+        """It is given by its place."""
         return not self.flags[0].startswith("-")
 
 
-@dataclass(frozen=True)
-class Command:
-    """One command: its full name such as ``eplb trace stats``, its help, examples, and its options in order."""
+class Command(NamedTuple):
+    """One command: its full name such as ``eplb trace stats``, its help, its options in order, and examples."""
 
     name: str
     help: str
@@ -54,8 +39,7 @@ class Command:
 
 def commands() -> Iterator[Command]:
     """Every command of ``eplb``, subcommands included, in the order of ``eplb --help``."""
-    from eplb_service.cli.command_list import COMMANDS
-    from eplb_service.cli.main import load_command
+    from eplb_service.cli.main import COMMANDS, load_command
 
     for name in COMMANDS:
         yield from _walk(f"eplb {name}", load_command(name))
@@ -78,21 +62,12 @@ def _option(parameter: Any) -> Option:
     variable = parameter.envvar or ""
     return Option(
         flags=tuple(flags),
-        value="" if is_argument or getattr(parameter, "is_flag", False) else _value(parameter),
+        value="" if is_argument or getattr(parameter, "is_flag", False) else str(parameter.metavar),
         default=_default(parameter),
         variable=variable if isinstance(variable, str) else ", ".join(variable),
         help=plain(parameter.help or ""),
         section=getattr(parameter, "rich_help_panel", None) or "",
     )
-
-
-def _value(parameter: Any) -> str:
-    if parameter.metavar:
-        return str(parameter.metavar)
-    descriptor = getattr(parameter, "type_descriptor", None)
-    kind = getattr(descriptor, "annotation", None) or getattr(parameter, "type", None)
-    name = str(getattr(kind, "__name__", None) or getattr(kind, "name", "value"))
-    return {"str": "TEXT", "int": "INTEGER", "float": "FLOAT"}.get(name, name.upper())
 
 
 def _default(parameter: Any) -> str:
@@ -125,7 +100,7 @@ def cli_page() -> str:
         usage = " ".join(f"{command.name}{options} {arguments}".split())
         parts.append(f"## {command.name}\n\n{escaped(command.help)}\n")
         parts.append("\n".join(["```", *(command.examples or (usage,)), "```\n"]))
-        for section in dict.fromkeys(option.section for option in command.options):
+        for section in sorted(dict.fromkeys(option.section for option in command.options), key=bool):
             parts.append(f"**{section}**\n" if section else "")
             rows = [_row(option) for option in command.options if option.section == section]
             parts.append(table(("option", "default", "meaning"), rows))

@@ -13,7 +13,6 @@ from typing import Any
 # MkDocs loads this file by its path, from wherever it was started.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tools.docs_reference.json_output import schema_files
 from tools.docs_reference.site_pages import ROOT, ROOT_PAGES, generated_pages
 
 _EXAMPLE = re.compile(r"^# (docs/examples/\w+\.py)$", re.MULTILINE)
@@ -23,7 +22,7 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the generated pages to the site (called by MkDocs)."""
     from mkdocs.structure.files import File
 
-    for path, text in (generated_pages() | schema_files()).items():
+    for path, text in generated_pages().items():
         files.append(File.generated(config, path, content=text))
     return files
 

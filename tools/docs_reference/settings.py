@@ -5,15 +5,13 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tools.docs_reference.command_line import commands
 from tools.docs_reference.markdown import code, escaped, plain, table
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """One setting of the service or of an agent, with the constraints that its value is checked against."""
 
     name: str
@@ -109,16 +107,8 @@ def settings_page() -> str:
 
 
 def _settings_table(settings: Iterable[Setting]) -> str:
-    return table(
-        ("setting", "variable", "value", "default", "meaning"),
-        [
-            (
-                f"`{setting.name}`",
-                f"`{setting.variable}`",
-                escaped(setting.kind),
-                code(setting.default),
-                escaped(setting.description),
-            )
-            for setting in settings
-        ],
-    )
+    rows = [
+        (f"`{one.name}`", f"`{one.variable}`", escaped(one.kind), code(one.default), escaped(one.description))
+        for one in settings
+    ]
+    return table(("setting", "variable", "value", "default", "meaning"), rows)

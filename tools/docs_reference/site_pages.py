@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 
 from tools.docs_reference.command_line import cli_page
-from tools.docs_reference.json_output import json_page
 from tools.docs_reference.metrics import metrics_page
 from tools.docs_reference.settings import settings_page
 
@@ -29,7 +28,6 @@ def generated_pages() -> dict[str, str]:
     pages = {
         "reference/cli.md": cli_page(),
         "reference/settings.md": settings_page(),
-        "reference/json.md": json_page(),
         "reference/metrics.md": metrics_page(),
     }
     pages["notebook.md"] = notebook_page()

@@ -1,1 +1,1 @@
-"""How an agent reaches a host's live MoE layers."""
+"""Adapters: engines' live MoE layers as the agent takes them, and the hooks that make its steps."""

@@ -1,4 +1,4 @@
-"""Holds an engine's functions against the versions that an adapter was written for, before anything is patched.
+"""Engines that can be balanced: as far as an adapter knows their functions, and their options allow it.
 
 An adapter replaces or relies on private functions of its engine. Of each it is known, by release, where it is, what
 arguments it takes and what its body was when the adapter was tested. A release that moves one is refused with that
@@ -13,17 +13,35 @@ import importlib
 import inspect
 import json
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, TypeAlias, cast
 
-from worker_agent.adapters.errors import UnsupportedEngineError
+
+class UnsupportedEngineError(RuntimeError):
+    """An engine, version or combination of options that the agent cannot balance; says what, why and what to do.
+
+    Raised while the engine starts, before anything of it is patched.
+    """
+
+    def __init__(self, what: str, why: str, remedy: str) -> None:
+        super().__init__(
+            f"eplb-agent cannot balance this engine: {what}. {why}. {remedy}, "
+            "or unset EPLB_AGENT_SERVICE to serve without it."
+        )
+
+
+def refuse(cases: Iterable[tuple[bool, str, str, str]]) -> None:
+    """Raise ``UnsupportedEngineError`` for the first case that applies: condition, what, why and remedy of each."""
+    for applies, what, why, remedy in cases:
+        if applies:
+            raise UnsupportedEngineError(what, why, remedy)
 
 
 @dataclass(frozen=True)
 class Function:
-    """A function as one release has it: its parameters' names in order, and the ``source_fingerprint`` of its body."""
+    """A function as one release has it: its parameters' names in order, and the fingerprint of its body."""
 
     parameters: tuple[str, ...]
     source: str
@@ -34,8 +52,8 @@ KnownReleases: TypeAlias = Mapping[str, Mapping[str, Function]]
 
 
 @dataclass(frozen=True)
-class Mismatch:
-    """A hook that is not as an adapter knows it; ``fatal`` where its place or its arguments changed."""
+class _Mismatch:
+    """A function that is not as an adapter knows it; ``fatal`` where its place or its arguments changed."""
 
     target: str
     reason: str
@@ -43,21 +61,18 @@ class Mismatch:
 
 
 def read_known(package: str) -> KnownReleases:
-    """The releases that ``known.json`` of an adapter's package lists; none where there is no such file."""
-    path = resources.files(package) / "known.json"
-    if not path.is_file():
-        return {}
+    """Return the releases that ``known.json`` of an adapter's package lists."""
+    releases = json.loads((resources.files(package) / "known.json").read_text())
     return {
         release: {
             target: Function(tuple(entry["parameters"]), entry["source"])
             for target, entry in functions.items()
         }
-        for release, functions in json.loads(path.read_text()).items()
+        for release, functions in releases.items()
     }
 
 
-def resolve(target: str) -> Callable[..., Any]:
-    """The function at ``module:qualified.name``; raises ``ImportError`` or ``AttributeError`` where it is not."""
+def _resolve(target: str) -> Callable[..., Any]:
     module, _, name = target.partition(":")
     found: Any = importlib.import_module(module)
     for part in name.split("."):
@@ -69,13 +84,11 @@ def resolve(target: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], found)
 
 
-def source_fingerprint(function: Callable[..., Any]) -> str:
-    """16 hexadecimal digits of a function: comments, layout and docstrings do not count."""
-    return fingerprint_of_tree(ast.parse(textwrap.dedent(inspect.getsource(function))))
-
-
 def fingerprint_of_tree(tree: ast.Module) -> str:
-    """As ``source_fingerprint``, of a module that holds the function alone; its docstrings are taken out in place."""
+    """Return 16 hexadecimal digits of the function that a module holds alone; its docstrings are removed in place.
+
+    Comments, layout and docstrings do not count.
+    """
     for node in ast.walk(tree):
         if (
             isinstance(node, (ast.FunctionDef, ast.ClassDef))
@@ -86,40 +99,44 @@ def fingerprint_of_tree(tree: ast.Module) -> str:
 
 
 def fingerprint(target: str) -> Function:
-    """The function at ``target`` as the engine that is installed here has it."""
-    function = resolve(target)
-    return Function(tuple(inspect.signature(function).parameters), source_fingerprint(function))
+    """Return the function at ``target`` as the engine that is installed here has it.
+
+    Raises ``ImportError`` or ``AttributeError`` where it is not there.
+    """
+    function = _resolve(target)
+    source = fingerprint_of_tree(ast.parse(textwrap.dedent(inspect.getsource(function))))
+    return Function(tuple(inspect.signature(function).parameters), source)
 
 
-def mismatches(functions: Mapping[str, Function]) -> list[Mismatch]:
-    """What of ``functions`` is not the same in the engine that is installed here; empty where all is."""
+def mismatches(functions: Mapping[str, Function]) -> list[_Mismatch]:
+    """Return those of ``functions`` that the engine installed here does not have as they are known."""
     found = (_mismatch(target, expected) for target, expected in functions.items())
     return [mismatch for mismatch in found if mismatch is not None]
 
 
-def _mismatch(target: str, expected: Function) -> Mismatch | None:
+def _mismatch(target: str, expected: Function) -> _Mismatch | None:
     try:
         found = fingerprint(target)
     except (ImportError, AttributeError) as error:
-        return Mismatch(target, f"is not there ({error})", fatal=True)
+        return _Mismatch(target, f"is not there ({error})", fatal=True)
     if found.parameters != expected.parameters:
         took, takes = ", ".join(expected.parameters), ", ".join(found.parameters)
-        return Mismatch(target, f"takes ({takes}), known is ({took})", fatal=True)
+        return _Mismatch(target, f"takes ({takes}), known is ({took})", fatal=True)
     if found.source != expected.source:
-        return Mismatch(target, f"has another body ({found.source}, known is {expected.source})", fatal=False)
+        return _Mismatch(
+            target, f"has another body ({found.source}, known is {expected.source})", fatal=False
+        )
     return None
 
 
 def require(engine: str, version: str, known: KnownReleases, *, allow_unverified: bool = False) -> None:
-    """Check ``engine`` of ``version`` against what is ``known`` of its release.
+    """Check ``engine`` of ``version`` against its ``known`` release.
 
     With ``allow_unverified`` other bodies are let through, and so is an unknown release, held against the newest known
     one.
 
-    Raises
-    ------
-    UnsupportedEngineError
-        Where the release is unknown, or a function is missing, takes other arguments or has another body.
+    Raises ``UnsupportedEngineError`` where the release is unknown, or a function is missing, takes other arguments or
+    has another body.
     """
     release = release_of(version, known)
     compared = release if release in known else newest(known)
@@ -144,13 +161,13 @@ def require(engine: str, version: str, known: KnownReleases, *, allow_unverified
 
 
 def release_of(version: str, known: KnownReleases) -> str:
-    """The name under which a version is known: its own, or else its first two numbers."""
+    """Return the name under which a version is known: its own, or else its first two numbers."""
     public = version.split("+", maxsplit=1)[0]
     return public if public in known else ".".join(public.split(".")[:2])
 
 
 def newest(known: KnownReleases) -> str:
-    """The highest of the releases that are known."""
+    """Return the highest of the known releases."""
     return max(known, key=_order)
 
 
@@ -158,5 +175,5 @@ def _order(release: str) -> tuple[int, ...]:
     return tuple(int(part) for part in release.split("."))
 
 
-def _listed(found: Sequence[Mismatch]) -> str:
+def _listed(found: Sequence[_Mismatch]) -> str:
     return "; ".join(f"{mismatch.target} {mismatch.reason}" for mismatch in found)

@@ -1,1 +1,1 @@
-"""What each rank did, step by step, on disk; and the proof from it that no rank ever stood apart."""
+"""Proof from the ranks' records, step by step, that they always served one placement."""

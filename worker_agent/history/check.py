@@ -48,7 +48,7 @@ class HistoryError(ValueError):
 
 
 @dataclass(frozen=True)
-class RankHistory:
+class _RankHistory:
     """One rank's lines, in order; ``last_step`` is the newest that it recorded anything of."""
 
     rank: int
@@ -65,9 +65,9 @@ class RankHistory:
         return [line for line in self.lines if line["kind"] == kind]
 
 
-def read_histories(folder: Path) -> dict[str, list[RankHistory]]:
+def read_histories(folder: Path) -> dict[str, list[_RankHistory]]:
     """All groups of ``folder``, each with its ranks in order; raises ``HistoryError`` where a rank is missing."""
-    groups: dict[str, list[RankHistory]] = {}
+    groups: dict[str, list[_RankHistory]] = {}
     for path in sorted(folder.glob("rank-*.jsonl")):
         text = path.read_text(encoding="utf-8", errors="replace")
         # A rank that was killed may have left half a line.
@@ -79,7 +79,7 @@ def read_histories(folder: Path) -> dict[str, list[RankHistory]]:
         if not lines:
             raise HistoryError(f"{path} is empty")
         start = lines[0]
-        history = RankHistory(start["rank"], start["ranks"], lines)
+        history = _RankHistory(start["rank"], start["ranks"], lines)
         groups.setdefault(start["group"], []).append(history)
     if not groups:
         raise HistoryError(f"{folder} holds no history; set EPLB_AGENT_HISTORY to a folder to record one")
@@ -106,8 +106,8 @@ def _line(number: int, text: str) -> Line:
     return dict(line)
 
 
-def violations(ranks: Sequence[RankHistory]) -> Iterator[str]:
-    """What the histories of one group contradict, a sentence each; nothing where every promise was kept."""
+def violations(ranks: Sequence[_RankHistory]) -> Iterator[str]:
+    """Yield a sentence for each promise that the histories of one group contradict."""
     yield from _different_starts(ranks)
     yield from _different_votes(ranks)
     yield from _different_transfers(ranks)
@@ -117,13 +117,13 @@ def violations(ranks: Sequence[RankHistory]) -> Iterator[str]:
         yield from _misplaced_heat(history)
 
 
-def _different_starts(ranks: Sequence[RankHistory]) -> Iterator[str]:
+def _different_starts(ranks: Sequence[_RankHistory]) -> Iterator[str]:
     starts = {(h.lines[0]["epoch"], h.lines[0]["digest"]) for h in ranks}
     if len(starts) > 1:
         yield f"the ranks started from different placements: {sorted(starts)}"
 
 
-def _different_votes(ranks: Sequence[RankHistory]) -> Iterator[str]:
+def _different_votes(ranks: Sequence[_RankHistory]) -> Iterator[str]:
     seen: dict[int, tuple[int, tuple[int, str]]] = {}
     for history in ranks:
         for vote in history.of("vote"):
@@ -140,7 +140,7 @@ def _different_votes(ranks: Sequence[RankHistory]) -> Iterator[str]:
                 )
 
 
-def _different_transfers(ranks: Sequence[RankHistory]) -> Iterator[str]:
+def _different_transfers(ranks: Sequence[_RankHistory]) -> Iterator[str]:
     seen: dict[int, tuple[int, tuple[int, int]]] = {}
     for history in ranks:
         for started in history.of("transfer"):
@@ -153,7 +153,7 @@ def _different_transfers(ranks: Sequence[RankHistory]) -> Iterator[str]:
                 )
 
 
-def _different_commits(ranks: Sequence[RankHistory]) -> Iterator[str]:
+def _different_commits(ranks: Sequence[_RankHistory]) -> Iterator[str]:
     """All commit the same layers at the same steps; a rank that had gone by then is excused."""
     longest = max(ranks, key=lambda history: len(history.of("commit")))
     expected = longest.of("commit")
@@ -167,7 +167,7 @@ def _different_commits(ranks: Sequence[RankHistory]) -> Iterator[str]:
             yield f"rank {history.rank} never committed {missed[0]}, as rank {longest.rank} did"
 
 
-def _unfounded_commits(history: RankHistory, ranks: Sequence[RankHistory]) -> Iterator[str]:
+def _unfounded_commits(history: _RankHistory, ranks: Sequence[_RankHistory]) -> Iterator[str]:
     ballots = {(h.rank, vote["number"]): vote for h in ranks for vote in h.of("vote")}
     start = history.lines[0]
     served = [start["epoch"], start["digest"]]
@@ -194,7 +194,7 @@ def _unfounded_commits(history: RankHistory, ranks: Sequence[RankHistory]) -> It
                 yield f"{where}: committed transfer {line['generation']} after transfer {staged} had begun"
 
 
-def _misplaced_heat(history: RankHistory) -> Iterator[str]:
+def _misplaced_heat(history: _RankHistory) -> Iterator[str]:
     """Commit lines at step ``s`` lie between the forward passes ``s - 1`` and ``s``, both counted from 0."""
     changes = [(0, history.lines[0]["layer_epochs"])]
     changes += [(commit["step"], commit["layer_epochs"]) for commit in history.of("commit")]

@@ -8,12 +8,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from worker_agent.model.config import ModelConfig
-from worker_agent.model.transformer import ByteTransformer
+from worker_agent.model.transformer import ByteTransformer, ModelConfig
 from worker_agent.moe import ExpertSource
 
 EMBEDDED = Path(__file__).parent / "byte-moe"
-"""The embedded model, trained by ``tools.training.train``. transformers and vLLM load it as well."""
+"""The embedded model, trained by ``tools.train_model``. transformers and vLLM load it as well."""
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
@@ -25,10 +24,8 @@ class CheckpointError(ValueError):
 class Checkpoint:
     """A model on disk, of which each rank reads what it needs.
 
-    Raises
-    ------
-    CheckpointError
-        Where a file is missing, the model is of another architecture, or tensors are missing, extra or misshaped.
+    Raises ``CheckpointError`` where a file is missing, the model is of another architecture, or tensors are missing,
+    extra or misshaped.
     """
 
     def __init__(self, folder: Path = EMBEDDED) -> None:
@@ -42,7 +39,7 @@ class Checkpoint:
         self._check(found)
 
     def experts(self, layer: int, dtype: torch.dtype = torch.float32) -> ExpertSource:
-        """The experts of a block."""
+        """Return the experts of a block."""
 
         def read(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
             with safe_open(self._path, framework="pt") as file:
@@ -61,19 +58,20 @@ class Checkpoint:
 
     def _check(self, found: dict[str, tuple[int, ...]]) -> None:
         expected = _replicated(self.config) | _expert_shapes(self.config)
-        for name in expected.keys() - found.keys():
-            raise CheckpointError(f"{self._path}: tensor {name} {list(expected[name])} is missing")
-        for name in found.keys() - expected.keys():
-            raise CheckpointError(f"{self._path}: tensor {name} {list(found[name])} is not of this model")
-        for name, shape in expected.items():
-            if found[name] != shape:
-                raise CheckpointError(
-                    f"{self._path}: tensor {name} must have the shape {list(shape)}, got {list(found[name])}"
-                )
+        for name in expected.keys() | found.keys():
+            shape, wanted = found.get(name), expected.get(name)
+            if shape is None:
+                problem = f"{list(wanted or ())} is missing"
+            elif wanted is None:
+                problem = f"{list(shape)} is not of this model"
+            else:
+                problem = f"must have the shape {list(wanted)}, got {list(shape)}"
+            if shape != wanted:
+                raise CheckpointError(f"{self._path}: tensor {name} {problem}")
 
 
 def expert_tensor_name(layer: int, expert: int, part: str) -> str:
-    """The name of one tensor of an expert; ``part`` is ``gate_proj``, ``up_proj`` or ``down_proj``."""
+    """Return the name of one tensor of an expert; ``part`` is ``gate_proj``, ``up_proj`` or ``down_proj``."""
     return f"model.layers.{layer}.mlp.experts.{expert}.{part}.weight"
 
 
@@ -82,8 +80,6 @@ def _read_config(path: Path) -> ModelConfig:
         contents = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: no readable JSON file: {error}") from error
-    if not isinstance(contents, dict):
-        raise CheckpointError(f"{path}: must hold an object, got {type(contents).__name__}")
     try:
         return ModelConfig.from_hugging_face(contents)
     except ValueError as error:
@@ -101,11 +97,7 @@ def _expert_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _replicated(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors that every rank holds."""
+    """Return names and shapes of the tensors that every rank holds."""
     with torch.device("meta"):
-        model = ByteTransformer(config, [_no_experts] * config.layers)
+        model = ByteTransformer(config, [lambda hidden_TH, *_: hidden_TH] * config.layers)
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-def _no_experts(hidden_TH: torch.Tensor, _ids: torch.Tensor, _weights: torch.Tensor) -> torch.Tensor:
-    return hidden_TH

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
@@ -33,35 +35,17 @@ def expert_parallel(
     expert_groups: int = 1,
     most_rows: int | None = None,
 ) -> tuple[ByteTransformer, list[ExpertParallelMoE]]:
-    """The model of a checkpoint with its experts placed over the ranks of ``ep_group``, and its MoE layers.
+    """Make the model of a checkpoint with its experts placed over the ranks of ``ep_group``, and its MoE layers.
 
-    Parameters
-    ----------
-    checkpoint
-        The model.
-    placement
-        Of its experts, in every layer.
-    ep_group
-        The ranks.
-    dispatcher
-        By which tokens travel.
-    quantized
-        Whether the experts are W8A8.
-    dual_batch
-        Whether every step's tokens go through each MoE layer in two micro-batches.
-    split, dealing_width
-        How tokens are split over replicas (``LayerOptions``), and the entries of dealing tables.
-    expert_groups
-        Each token chooses equally many experts of every group, as MoGE needs with a group for each rank: the model was
-        not trained for it, and writes worse.
-    most_rows
-        The tokens that no rank has more of in any step; without it the ranks ask each other in every layer and step,
-        and wait for the answers, where the dispatcher pads.
+    Tokens travel by ``dispatcher`` among the ranks of ``ep_group``. ``quantized`` experts are W8A8; with ``dual_batch``
+    every step's tokens go through each MoE layer in two micro-batches. ``split`` (``LayerOptions``) and
+    ``dealing_width`` say how tokens are split over replicas. Of ``expert_groups`` each token chooses equally many
+    experts of every one, as MoGE needs with a group for each rank: the model was not trained for it, and writes worse.
+    No rank has more tokens than ``most_rows`` in any step; without it the ranks ask each other in every layer and step,
+    and wait for the answers, where the dispatcher pads.
 
-    Raises
-    ------
-    ValueError
-        Where the placement is not of the model's shape, or groups do not divide its experts and choices.
+    Raises ``ValueError`` where the ``placement`` is not of the shape of the ``checkpoint``'s model, or groups do not
+    divide its experts and choices.
     """
     config = checkpoint.config
     if config.experts % expert_groups or config.top_k % expert_groups:
@@ -87,7 +71,9 @@ def expert_parallel(
         )
         for layer in range(config.layers)
     ]
-    experts = [(InTwoBatches if dual_batch else InOneBatch)(layer, most_rows) for layer in layers]
+    experts = [
+        partial(_in_two_batches if dual_batch else _in_one_batch, layer, most_rows) for layer in layers
+    ]
     model = ByteTransformer(config, experts).to(SERVING_DTYPE)
     if expert_groups > 1:
         model.route_by(Router(config.experts, config.top_k, custom=grouped_routing(expert_groups)))
@@ -95,34 +81,16 @@ def expert_parallel(
     return model.eval(), layers
 
 
-class InOneBatch:
-    """A layer in steps of at most so many tokens on any rank."""
-
-    def __init__(self, layer: ExpertParallelMoE, most_rows: int | None) -> None:
-        self._layer = layer
-        self._length = most_rows
-
-    def __call__(
-        self, hidden_TH: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
-    ) -> torch.Tensor:
-        """All tokens' outputs, ``[T, H]``."""
-        return self._layer(hidden_TH, topk_ids_TK, topk_weights_TK, length=self._length)  # type: ignore[no-any-return]
+def _in_one_batch(layer: ExpertParallelMoE, most_rows: int | None, *tokens: torch.Tensor) -> torch.Tensor:
+    out_TH: torch.Tensor = layer(*tokens, length=most_rows)
+    return out_TH
 
 
-class InTwoBatches:
-    """The same, whose tokens come in two halves of a step, which overlap."""
-
-    def __init__(self, layer: ExpertParallelMoE, most_rows: int | None) -> None:
-        self._layer = layer
-        self._length = None if most_rows is None else (most_rows + 1) // 2
-
-    def __call__(
-        self, hidden_TH: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
-    ) -> torch.Tensor:
-        """All tokens' outputs, ``[T, H]``."""
-        half = (hidden_TH.shape[0] + 1) // 2
-        tensors = (hidden_TH, topk_ids_TK, topk_weights_TK)
-        first, second = (
-            MicroBatch(*(tensor[part] for tensor in tensors)) for part in (slice(half), slice(half, None))
-        )
-        return torch.cat(self._layer.forward_two(first, second, length=self._length))
+def _in_two_batches(layer: ExpertParallelMoE, most_rows: int | None, *tokens: torch.Tensor) -> torch.Tensor:
+    """Run a step in two halves, which overlap."""
+    half = (tokens[0].shape[0] + 1) // 2
+    first, second = (
+        MicroBatch(*(tensor[part] for tensor in tokens)) for part in (slice(half), slice(half, None))
+    )
+    length = None if most_rows is None else (most_rows + 1) // 2
+    return torch.cat(layer.forward_two(first, second, length=length))

@@ -1,13 +1,11 @@
 """The reference expert-parallel Mixture-of-Experts layer: a real live layer for agents to serve."""
 
-from worker_agent.moe.activation import Activation
 from worker_agent.moe.block import MoEBlock
-from worker_agent.moe.composition import LayerOptions
+from worker_agent.moe.compose import LayerOptions
 from worker_agent.moe.dense import DenseMoE
 from worker_agent.moe.layer import ExpertParallelMoE
-from worker_agent.moe.routed_experts import RoutedExperts
 from worker_agent.moe.router import Router, Scoring
-from worker_agent.moe.shape import MicroBatch, MoEShape
+from worker_agent.moe.shape import Activation, MicroBatch, MoEShape
 from worker_agent.moe.shared_experts import SharedExperts
 from worker_agent.moe.weights import ExpertSource, seeded_biases, seeded_experts
 
@@ -20,7 +18,6 @@ __all__ = [
     "MicroBatch",
     "MoEBlock",
     "MoEShape",
-    "RoutedExperts",
     "Router",
     "Scoring",
     "SharedExperts",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -14,75 +13,18 @@ from worker_agent.moe.shape import MicroBatch, masked_outputs
 
 
 class FreeExpert(str, Enum):
-    """What an expert without weights gives back."""
+    """The output of an expert without weights."""
 
     ZERO = "zero"
     IDENTITY = "identity"
 
 
-@dataclass(frozen=True)
-class FreeChoices:
-    """A router's choices with those of free experts taken out."""
-
-    topk_ids_TK: torch.Tensor
-    """Ids below E; 0 in the places of free experts."""
-
-    active_TK: torch.Tensor
-    """bool: the choices of real experts."""
-
-    out_TH: torch.Tensor | None
-    """What the free experts add to each token's output; ``None`` where they are zeros."""
-
-
-def take_out(
-    hidden_TH: torch.Tensor,
-    topk_ids_TK: torch.Tensor,
-    topk_weights_TK: torch.Tensor,
-    experts: int,
-    kind: FreeExpert,
-) -> FreeChoices:
-    """Split off the choices of free experts.
-
-    Parameters
-    ----------
-    hidden_TH
-        The tokens.
-    topk_ids_TK, topk_weights_TK
-        Their choices; ids from ``experts`` on are of free experts.
-    experts
-        How many logical experts have weights.
-    kind
-        What a free expert gives back.
-    """
-    active_TK = topk_ids_TK < experts
-    ids_TK = topk_ids_TK.masked_fill(~active_TK, 0)
-    if kind is FreeExpert.ZERO:
-        return FreeChoices(ids_TK, active_TK, None)
-    weight_T1 = topk_weights_TK.float().masked_fill(active_TK, 0.0).sum(dim=1, keepdim=True)
-    return FreeChoices(ids_TK, active_TK, (hidden_TH * weight_T1).to(hidden_TH.dtype))
-
-
-@dataclass(frozen=True)
-class BlockBatch:
-    """One rank's tokens of a step, or of one of a step's two parts; ``MoEBlock.forward`` describes them."""
-
-    hidden: torch.Tensor
-    logits: torch.Tensor
-    active_T: torch.Tensor | None = None
-
-
 class MoEBlock(torch.nn.Module):
-    """What a model calls: hidden states and router logits in, the block's output out.
+    """Hidden states and router logits in, the block's output out: what a model calls.
 
-    Parameters
-    ----------
-    router
-        Over the layer's E experts, and over free ones behind them where ``free_experts`` says what those do.
-    layer
-        The expert-parallel layer, with its shared experts where it has any.
-    free_experts
-        The meaning of ids from E on. Raises ``ValueError`` where the router knows more experts than the layer and
-        this is not said, or the other way round.
+    The ``router`` chooses among the layer's E experts, and free ones behind them where ``free_experts`` says what those
+    do. Raises ``ValueError`` where the router knows more experts than the layer and this is not said, or the other way
+    round.
     """
 
     def __init__(
@@ -111,21 +53,13 @@ class MoEBlock(torch.nn.Module):
         length: int | None = None,
         profile: bool = False,
     ) -> torch.Tensor:
-        """Outputs in the shape of ``hidden``; raises ``ValueError`` as router and layer do.
+        """Return outputs in the shape of ``hidden``; raises ``ValueError`` as router and layer do.
 
-        Parameters
-        ----------
-        hidden, logits
-            ``[T, H]`` or ``[batch, T, H]``, and ``[..., E]`` with the free experts behind the others.
-        active_T
-            bool, over all tokens: which are real.
-        phase, dispatcher, length
-            As for ``ExpertParallelMoE.forward``.
-        profile
-            Choices are balanced instead of the router's, and are no heat.
+        ``hidden`` and ``logits`` are ``[T, H]`` or ``[batch, T, H]``, and ``[..., E]`` with the free experts behind the
+        others; ``active_T``, bool over all tokens, marks the real ones. In a ``profile`` run choices are balanced
+        instead of the router's, and are no heat. Arguments as for ``ExpertParallelMoE.forward`` otherwise.
         """
-        batch = BlockBatch(hidden, logits, active_T)
-        routed, free_TH = self._routed(batch, profile)
+        routed, free_TH = self._routed(hidden, logits, active_T, profile)
         out_TH: torch.Tensor = self.layer(
             routed.hidden_TH,
             routed.topk_ids_TK,
@@ -136,55 +70,55 @@ class MoEBlock(torch.nn.Module):
             length=length,
             profile=profile,
         )
-        return _finished(batch, out_TH, free_TH, phase)
+        return _finished(out_TH, free_TH, active_T, phase).view(hidden.shape)
 
     @torch.no_grad()
     def forward_two(
         self,
-        first: BlockBatch,
-        second: BlockBatch,
+        hidden: tuple[torch.Tensor, torch.Tensor],
+        logits: tuple[torch.Tensor, torch.Tensor],
         *,
+        active_T: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
         phase: StepPhase | None = None,
         dispatcher: str | None = None,
         length: int | None = None,
         profile: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two micro-batches as one step, as ``ExpertParallelMoE.forward_two`` takes them.
-
-        Parameters
-        ----------
-        first, second
-            The micro-batches.
-        phase, dispatcher, length, profile
-            As for ``forward``; ``length`` is that of either micro-batch.
-        """
-        batches = (first, second)
-        routed, free = zip(*(self._routed(batch, profile) for batch in batches), strict=True)
+        """Run two micro-batches as one step; ``length`` is that of either. Arguments as for ``forward``, in pairs."""
+        first, second = (
+            self._routed(*batch, profile) for batch in zip(hidden, logits, active_T, strict=True)
+        )
         outputs = self.layer.forward_two(
-            routed[0], routed[1], phase=phase, dispatcher=dispatcher, length=length, profile=profile
+            first[0], second[0], phase=phase, dispatcher=dispatcher, length=length, profile=profile
         )
         one, two = (
-            _finished(batch, out_TH, free_TH, phase)
-            for batch, out_TH, free_TH in zip(batches, outputs, free, strict=True)
+            _finished(out_TH, free_TH, active, phase).view(own.shape)
+            for out_TH, (_, free_TH), active, own in zip(
+                outputs, (first, second), active_T, hidden, strict=True
+            )
         )
         return one, two
 
-    def _routed(self, batch: BlockBatch, profile: bool) -> tuple[MicroBatch, torch.Tensor | None]:
-        """What the layer is to work on, and what free experts add to it; ``None`` where that is nothing."""
-        hidden_TH, logits_TE = batch.hidden.flatten(0, -2), batch.logits.flatten(0, -2)
-        weights_TK, ids_TK = self.router(logits_TE)
+    def _routed(
+        self, hidden: torch.Tensor, logits: torch.Tensor, active_T: torch.Tensor | None, profile: bool
+    ) -> tuple[MicroBatch, torch.Tensor | None]:
+        """Return the layer's own tokens and choices, and the outputs of free experts, unless they are zeros."""
+        hidden_TH = hidden.flatten(0, -2)
+        weights_TK, ids_TK = self.router(logits.flatten(0, -2))
         if profile:
             ids_TK = self._balanced(*ids_TK.shape)
         if self._free_experts is None:
-            return MicroBatch(hidden_TH, ids_TK, weights_TK, batch.active_T), None
-        free = take_out(hidden_TH, ids_TK, weights_TK, self.layer.shape.experts, self._free_experts)
-        active_TK = free.active_TK
-        if batch.active_T is not None:
-            active_TK = active_TK & batch.active_T.unsqueeze(1)
-        return MicroBatch(hidden_TH, free.topk_ids_TK, weights_TK, active_TK), free.out_TH
+            return MicroBatch(hidden_TH, ids_TK, weights_TK, active_T), None
+        own_TK = ids_TK < self.layer.shape.experts
+        free_TH = None
+        if self._free_experts is FreeExpert.IDENTITY:
+            weight_T1 = weights_TK.float().masked_fill(own_TK, 0.0).sum(dim=1, keepdim=True)
+            free_TH = (hidden_TH * weight_T1).to(hidden_TH.dtype)
+        active_TK = own_TK if active_T is None else own_TK & active_T.unsqueeze(1)
+        return MicroBatch(hidden_TH, ids_TK.masked_fill(~own_TK, 0), weights_TK, active_TK), free_TH
 
     def _balanced(self, tokens: int, top_k: int) -> torch.Tensor:
-        """Choices of the layer's own experts, of each rank's group alike where experts are grouped."""
+        """Choose the layer's own experts evenly, of each rank's group alike where experts are grouped."""
         layer = self.layer
         return balanced_choices(
             tokens,
@@ -197,9 +131,10 @@ class MoEBlock(torch.nn.Module):
 
 
 def _finished(
-    batch: BlockBatch, out_TH: torch.Tensor, free_TH: torch.Tensor | None, phase: StepPhase | None
+    out_TH: torch.Tensor,
+    free_TH: torch.Tensor | None,
+    active_T: torch.Tensor | None,
+    phase: StepPhase | None,
 ) -> torch.Tensor:
-    """A batch's outputs in the shape of its tokens, with what free experts add; zeros for padding."""
-    if free_TH is not None:
-        out_TH = out_TH + free_TH
-    return masked_outputs(out_TH, batch.active_T, phase).view(batch.hidden.shape)
+    """Add the outputs of free experts; zeros for padding."""
+    return masked_outputs(out_TH if free_TH is None else out_TH + free_TH, active_T, phase)

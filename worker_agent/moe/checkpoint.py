@@ -4,29 +4,117 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
 
 import torch
 
-from worker_agent.moe.expert_parameter import ExpertParameter, Shard
+
+class Shard(str, Enum):
+    """One of the matrices of an expert, by the names that checkpoints use; there is no w3 without a gate."""
+
+    W1 = "w1"
+    """Gate projection, the first half of w13; the only one that is there where experts have no gate."""
+
+    W2 = "w2"
+    """Down projection."""
+
+    W3 = "w3"
+    """Up projection, the second half of w13."""
+
+
+class Granularity(str, Enum):
+    """Extent of one value of a parameter."""
+
+    WEIGHT = "weight"
+    """A weight: w13 ``[S, 2*I, H]``, w2 ``[S, H, I]``."""
+
+    CHANNEL = "channel"
+    """A scale or offset for an output row: w13 ``[S, 2*I]`` or ``[S, 2*I, 1]``, w2 ``[S, H]`` or ``[S, H, 1]``.
+
+    Checkpoints may hold them with or without the last dimension as well.
+    """
+
+    BIAS = "bias"
+    """Added to an output row: shaped as a channel's scale. Tensor-parallel ranks add up, so one has all of w2's."""
 
 
 @dataclass(frozen=True)
-class NamedTensor:
-    """What a checkpoint tensor's name says of it."""
+class ExpertParameter:
+    """A tensor of all local slots.
 
-    expert: int | None
-    """``None`` where it has all experts, as its first dimension."""
+    Tensor parallelism splits w1 and w3 by rows and w2 by columns: a rank's tensor holds its part alone.
+    """
 
-    shards: tuple[Shard, ...]
-    """Both w1 and w3 where it has the rows of both."""
+    tensor_S: torch.Tensor
+    granularity: Granularity = Granularity.WEIGHT
+    gated: bool = True
+    """w13 has a half for each of w1 and w3."""
 
-    suffix: str
+    zeros: bool = False
+    """Only zeros are taken and nothing is kept: the offset of a symmetric quantization, there or not."""
+
+    def loaded_shape(self, shard: Shard, tp_size: int) -> tuple[int, ...]:
+        """Return the shape of a checkpoint tensor of one expert's shard, of which this rank takes its part."""
+        shape = list(self._destination(0, shard).shape)
+        split = self._split_dimension(shard)
+        if split is not None:
+            shape[split] *= tp_size
+        return tuple(shape)
+
+    def fitted(self, shard: Shard, loaded: torch.Tensor) -> torch.Tensor:
+        """Return a checkpoint tensor in the shape that is held here: with or without a last dimension of one."""
+        destination = self._destination(0, shard)
+        if self.granularity is not Granularity.CHANNEL:
+            return loaded
+        if loaded.ndim == destination.ndim + 1 and loaded.shape[-1] == 1:
+            return loaded.squeeze(-1)
+        return loaded.unsqueeze(-1) if loaded.ndim == destination.ndim - 1 else loaded
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Return whether values of ``dtype`` can be copied: floating point into such, integers into the same."""
+        own = self.tensor_S.dtype
+        return dtype.is_floating_point if own.is_floating_point else dtype == own
+
+    def fill(self, slot: int, shard: Shard, loaded: torch.Tensor, tp_rank: int) -> None:
+        """Copy ``tp_rank``'s part of a tensor of ``loaded_shape`` into a slot."""
+        if self.zeros:
+            return
+        destination = self._destination(slot, shard)
+        if self.granularity is Granularity.BIAS and shard is Shard.W2 and tp_rank:
+            destination.zero_()
+        else:
+            destination.copy_(self._own_part(shard, loaded, tp_rank))
+
+    def _own_part(self, shard: Shard, loaded: torch.Tensor, tp_rank: int) -> torch.Tensor:
+        split = self._split_dimension(shard)
+        if split is None:
+            return loaded
+        width = self._destination(0, shard).shape[split]
+        return loaded.narrow(split, tp_rank * width, width)
+
+    def _destination(self, slot: int, shard: Shard) -> torch.Tensor:
+        rows = self.tensor_S[slot]
+        if shard is Shard.W2 or not self.gated:
+            return rows
+        gate, up = rows.chunk(2, dim=0)
+        return gate if shard is Shard.W1 else up
+
+    def _split_dimension(self, shard: Shard) -> int | None:
+        if shard is not Shard.W2:
+            return 0
+        return 1 if self.granularity is Granularity.WEIGHT else None
+
+
+_Parsed: TypeAlias = tuple[int | None, tuple[Shard, ...], str]
+"""Of a checkpoint tensor: its expert, ``None`` where it has all as its first dimension; its shards, both w1 and w3
+where it has the rows of both; its suffix."""
 
 
 @dataclass(frozen=True)
 class CheckpointNames:
-    """How a checkpoint names its expert tensors: ``<prefix>.<expert>.<projection>.<suffix>``.
+    """Names of a checkpoint's expert tensors: ``<prefix>.<expert>.<projection>.<suffix>``.
 
     ``prefix`` is for example ``model.layers.3.mlp.experts``. Tensors of all experts, ``[E, ...]``, have no
     ``<expert>``, and no suffix where they are weights: ``<prefix>.<projection>``, ``<prefix>.<projection>_bias``.
@@ -44,56 +132,52 @@ class CheckpointNames:
     """Gate and up projection in one tensor."""
 
     interleaved: bool = False
-    """Whether rows of gate and up projection take turns in such a tensor, as in gpt-oss; else gate's come first."""
+    """Rows of gate and up projection take turns in such a tensor, as in gpt-oss; else gate's come first."""
 
     transposed: bool = False
-    """Whether tensors of all experts hold their matrices transposed: ``[E, H, 2*I]`` and ``[E, I, H]``."""
-
-    _of_one: re.Pattern[str] = field(init=False, repr=False)
-    _of_all: re.Pattern[str] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        of_one = rf"{re.escape(self.prefix)}\.(?P<expert>\d+)\.(?P<projection>[^.]+)\.(?P<suffix>[^.]+)"
-        known = "|".join(sorted(map(re.escape, self._projections()), key=len, reverse=True))
-        of_all = rf"{re.escape(self.prefix)}\.(?P<projection>{known})(?:[._](?P<suffix>[^.]+))?"
-        object.__setattr__(self, "_of_one", re.compile(of_one))
-        object.__setattr__(self, "_of_all", re.compile(of_all))
+    """Tensors of all experts hold their matrices transposed: ``[E, H, 2*I]`` and ``[E, I, H]``."""
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """Those that an expert has."""
+        """The matrices of an expert."""
         return (Shard.W1, Shard.W2) if self.up is None else (Shard.W1, Shard.W2, Shard.W3)
 
-    def parse(self, name: str) -> NamedTensor:
-        """What a name says; ``ValueError`` where it is none of an expert tensor."""
-        match = self._of_one.fullmatch(name) or self._of_all.fullmatch(name)
+    def parse(self, name: str) -> _Parsed:
+        """Read a name; ``ValueError`` where it is none of an expert tensor."""
+        prefix, projections = re.escape(self.prefix), self._projections()
+        known = "|".join(sorted(map(re.escape, projections), key=len, reverse=True))
+        match = re.fullmatch(
+            rf"{prefix}\.(?P<expert>\d+)\.(?P<projection>[^.]+)\.(?P<suffix>[^.]+)", name
+        ) or re.fullmatch(rf"{prefix}\.(?P<projection>{known})(?:[._](?P<suffix>[^.]+))?", name)
         if match is None:
             raise ValueError(f"is no expert tensor: expected {self.prefix}.<expert>.<projection>.<suffix>")
-        found, projections = match.groupdict(), self._projections()
+        found = match.groupdict()
         projection = found["projection"]
         if projection not in projections:
-            known = ", ".join(projections)
-            raise ValueError(f"has the unknown projection {projection!r}; expected one of {known}")
+            raise ValueError(
+                f"has the unknown projection {projection!r}; expected one of {', '.join(projections)}"
+            )
         expert = found.get("expert")
-        return NamedTensor(
-            None if expert is None else int(expert), projections[projection], found["suffix"] or "weight"
-        )
+        number = None if expert is None else int(expert)
+        return number, projections[projection], found["suffix"] or "weight"
 
     def tensor(self, expert: int, shard: Shard, suffix: str) -> str:
-        """The name of one expert's tensor."""
+        """Return the name of one expert's tensor."""
         projection = {Shard.W1: self.gate, Shard.W2: self.down, Shard.W3: self.up}[shard]
         return f"{self.prefix}.{expert}.{projection}.{suffix}"
 
-    def parts(self, found: NamedTensor, tensor: torch.Tensor) -> Iterator[tuple[Shard, torch.Tensor]]:
-        """One expert's tensor by shard."""
-        if found.expert is None and self.transposed and tensor.ndim == 2:
+    def parts(
+        self, shards: tuple[Shard, ...], tensor: torch.Tensor, *, of_all: bool
+    ) -> Iterator[tuple[Shard, torch.Tensor]]:
+        """Split one expert's tensor, or its part of one ``of_all`` experts, by shard."""
+        if of_all and self.transposed and tensor.ndim == 2:
             tensor = tensor.transpose(0, 1)
-        if len(found.shards) == 1 or not tensor.ndim:
-            yield from ((shard, tensor) for shard in found.shards)
+        if len(shards) == 1 or not tensor.ndim:
+            yield from ((shard, tensor) for shard in shards)
         elif self.interleaved:
-            yield from ((shard, tensor[first::2]) for first, shard in enumerate(found.shards))
+            yield from ((shard, tensor[first::2]) for first, shard in enumerate(shards))
         else:
-            yield from zip(found.shards, tensor.tensor_split(2), strict=True)
+            yield from zip(shards, tensor.tensor_split(2), strict=True)
 
     def _projections(self) -> dict[str, tuple[Shard, ...]]:
         projections: dict[str, tuple[Shard, ...]] = {self.gate: (Shard.W1,), self.down: (Shard.W2,)}
@@ -105,21 +189,10 @@ class CheckpointNames:
 class ExpertLoader:
     """Fills one layer's parameters from checkpoint tensors, in whatever order they come.
 
-    Parameters
-    ----------
-    layer
-        Layer index, for messages.
-    experts
-        E; the checkpoint has all of them, of which this rank takes those that it holds.
-    logical_S
-        The logical expert in each local slot.
-    parameters
-        By checkpoint suffix (``weight``, ``weight_scale``, ...): the layer's tensors for w1 and w3, and for
-        w2.
-    tp_rank, tp_size
-        This rank's part of each expert where experts are split further by tensor parallelism.
-
-    Raises ``ValueError`` where there is no such rank, or names and parameters disagree about a gate.
+    The checkpoint has all ``experts``, of which this rank takes those in its slots, ``logical_S``, and of each the part
+    of ``tp_rank`` where experts are split further by tensor parallelism. ``parameters`` has by checkpoint suffix
+    (``weight``, ``weight_scale``, ...) the layer's tensors for w1 and w3, and for w2. Raises ``ValueError`` where there
+    is no such rank, or names and parameters disagree about a gate.
     """
 
     def __init__(
@@ -164,16 +237,19 @@ class ExpertLoader:
         this layer, or the shape is not that of the parameter.
         """
         try:
-            found = self._names.parse(name)
-            if found.suffix not in self._parameters:
+            expert, shards, suffix = self._names.parse(name)
+            if suffix not in self._parameters:
                 known = ", ".join(self._parameters)
-                raise ValueError(f"has no parameter to go to: {found.suffix!r} is none of {known}")
-            if found.expert is not None:
-                return self._load_expert(found.expert, found, tensor)
+                raise ValueError(f"has no parameter to go to: {suffix!r} is none of {known}")
+            if expert is not None:
+                return self._load_expert(expert, suffix, self._names.parts(shards, tensor, of_all=False))
             if not tensor.ndim or tensor.shape[0] != self._experts:
                 shape = list(tensor.shape)
                 raise ValueError(f"must have the {self._experts} experts as first dimension, got {shape}")
-            return sum(self._load_expert(expert, found, tensor[expert]) for expert in self._slots_of)
+            return sum(
+                self._load_expert(held, suffix, self._names.parts(shards, tensor[held], of_all=True))
+                for held in self._slots_of
+            )
         except ValueError as problem:
             raise ValueError(f"layer {self._layer}: checkpoint tensor {name} {problem}") from None
 
@@ -188,27 +264,20 @@ class ExpertLoader:
                 f"({len(self._missing)} tensors are)"
             )
 
-    def _load_expert(self, expert: int, found: NamedTensor, tensor: torch.Tensor) -> int:
+    def _load_expert(self, expert: int, suffix: str, found: Iterable[tuple[Shard, torch.Tensor]]) -> int:
         if expert >= self._experts:
             raise ValueError(f"is of expert {expert}; the layer has experts 0..{self._experts - 1}")
-        parts = [
-            (shard, self._checked(shard, found.suffix, part))
-            for shard, part in self._names.parts(found, tensor)
-        ]
+        parts = [(shard, self._checked(shard, suffix, part)) for shard, part in found]
         slots = self._slots_of.get(expert, [])
         for shard, part in parts:
-            parameter = self._parameter(found.suffix, shard)
+            parameter = self._parameter(suffix, shard)
             for slot in slots:
-                if self._is_shared(expert, shard, found.suffix):
-                    if not parameter.holds(slot, shard, part, self._tp_rank):
-                        raise ValueError(f"differs between w1 and w3 of expert {expert}, which share it")
-                else:
-                    parameter.fill(slot, shard, part, self._tp_rank)
-            self._missing.discard((expert, shard, found.suffix))
+                parameter.fill(slot, shard, part, self._tp_rank)
+            self._missing.discard((expert, shard, suffix))
         return len(slots)
 
     def _checked(self, shard: Shard, suffix: str, tensor: torch.Tensor) -> torch.Tensor:
-        """One expert's tensor in the shape that is held here; ``ValueError`` where it does not fit."""
+        """Return one expert's tensor in the shape that is held here; ``ValueError`` where it does not fit."""
         parameter = self._parameter(suffix, shard)
         if not parameter.takes(tensor.dtype):
             own = parameter.tensor_S.dtype
@@ -223,12 +292,6 @@ class ExpertLoader:
         if parameter.zeros and fitted.any():
             raise ValueError("must be zeros: the layer's quantization is symmetric")
         return fitted
-
-    def _is_shared(self, expert: int, shard: Shard, suffix: str) -> bool:
-        """Whether the other one of w1 and w3 has brought this value already."""
-        other = {Shard.W1: Shard.W3, Shard.W3: Shard.W1}.get(shard)
-        shared = other is not None and self._parameter(suffix, shard).granularity.shared
-        return shared and other in self._names.shards and (expert, other, suffix) not in self._missing
 
     def _parameter(self, suffix: str, shard: Shard) -> ExpertParameter:
         w13, w2 = self._parameters[suffix]

@@ -1,13 +1,17 @@
-"""The same MoE layer without any parallelism: what the expert-parallel one is held against."""
+"""MoE layers and shared experts without any parallelism: twins that the expert-parallel ones are held against."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch.nn.functional import linear
 
-from worker_agent.moe.activation import SWIGLUOAI_LIMIT, SWIGLUOAI_SLOPE, Activation
-from worker_agent.moe.shape import MoEShape
+from worker_agent.moe.shape import SWIGLUOAI_LIMIT, SWIGLUOAI_SLOPE, Activation, MoEShape
 from worker_agent.moe.weights import ExpertSource, build_weights
+
+SharedModule = Callable[[torch.Tensor], torch.Tensor]
+"""Shared experts as a whole: ``[T, H]`` -> ``[T, H]``."""
 
 
 class DenseMoE(torch.nn.Module):
@@ -36,7 +40,7 @@ class DenseMoE(torch.nn.Module):
     def forward(
         self, hidden_TH: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> torch.Tensor:
-        """Tokens through their experts, ``[T, H]``; takes and refuses what ``ExpertParallelMoE`` does."""
+        """Put tokens through their experts, ``[T, H]``; takes and refuses what ``ExpertParallelMoE`` does."""
         w13 = self.w13_weight
         self.shape.check_tokens(
             hidden_TH, topk_ids_TK, topk_weights_TK, w13.dtype, w13.device, check_ids=True
@@ -47,15 +51,15 @@ class DenseMoE(torch.nn.Module):
             first = linear(hidden_TH[token], w13[expert])
             if self.w13_bias is not None:
                 first += self.w13_bias[expert]
-            output = linear(plain_activation(self.shape.activation, first), self.w2_weight[expert])
+            output = linear(_plain_activation(self.shape.activation, first), self.w2_weight[expert])
             if self.w2_bias is not None:
                 output += self.w2_bias[expert]
             out_TH.index_add_(0, token, output.float() * topk_weights_TK[token, choice].float().unsqueeze(-1))
         return out_TH.to(hidden_TH.dtype)
 
 
-def plain_activation(activation: Activation, first: torch.Tensor) -> torch.Tensor:
-    """What ``Activation`` names, by its formula alone; ``[..., I]``."""
+def _plain_activation(activation: Activation, first: torch.Tensor) -> torch.Tensor:
+    """Compute an activation by its formula alone; ``[..., I]``."""
     up = first
     if activation.gated:
         first, up = first.chunk(2, dim=-1)
@@ -69,3 +73,18 @@ def plain_activation(activation: Activation, first: torch.Tensor) -> torch.Tenso
         gate, up = first.clamp(max=SWIGLUOAI_LIMIT), up.clamp(-SWIGLUOAI_LIMIT, SWIGLUOAI_LIMIT) + 1
         inner = gate / (1 + torch.exp(-SWIGLUOAI_SLOPE * gate))
     return inner * up if activation.gated else inner
+
+
+def dense_shared_experts(
+    w13_IH: torch.Tensor,
+    w2_HI: torch.Tensor,
+    gate_H: torch.Tensor | None = None,
+    activation: Activation = Activation.SILU,
+) -> SharedModule:
+    """Make shared experts without biases in plain torch."""
+
+    def whole(hidden_TH: torch.Tensor) -> torch.Tensor:
+        out_TH = linear(_plain_activation(activation, linear(hidden_TH, w13_IH)), w2_HI)
+        return out_TH if gate_H is None else out_TH * torch.sigmoid(hidden_TH @ gate_H).unsqueeze(1)
+
+    return whole

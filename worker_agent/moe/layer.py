@@ -1,31 +1,128 @@
-"""The expert-parallel MoE layer: this rank's experts, and the forward pass that all ranks make together."""
+"""The expert-parallel MoE layer: this rank's experts under a placement, and the forward pass of all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from eplb_service.placement import Int32
 from eplb_service.wire.heat import StepPhase
-from worker_agent.moe.composition import LayerPath
-from worker_agent.moe.dispatch import DispatchRequest
-from worker_agent.moe.kernel import KernelResult, WorkBeside, run_two
-from worker_agent.moe.placed_layer import PlacedLayer
-from worker_agent.moe.prepare import Prepared, Tokens
-from worker_agent.moe.shape import MicroBatch, masked_outputs, real_ids
+from worker_agent.moe.compose import LayerOptions, LayerPath
+from worker_agent.moe.dispatch import SHARED_TOKEN_DISPATCHERS, DispatchRequest
+from worker_agent.moe.operators import check_dtype, operators_for
+from worker_agent.moe.prepare import Prepared
+from worker_agent.moe.rank_group import RankGroup
+from worker_agent.moe.shape import MicroBatch, MoEShape, masked_outputs, real_ids
+from worker_agent.moe.shared_experts import SharedExperts, SharedRun, SharedStream
+from worker_agent.moe.state import EplbState, check_grouped, checked_table
+from worker_agent.moe.stepwise import StepwiseSplit
+from worker_agent.moe.weights import ExpertSource, ExpertTensors, build_weights
 
 
-class ExpertParallelMoE(PlacedLayer):
+class ExpertParallelMoE(EplbState, ExpertTensors):
     """One MoE layer on one of R ranks, in the shape that inference engines give it; a ``LiveLayer``.
 
-    The placement lives in the tensors ``w13_weight``, ``w2_weight``, ``log2phy`` and ``expert_map`` alone,
-    which are read at each call: whoever writes another placement into them in place, on all ranks
-    between the same two steps, changes no output. Where tokens are split by step, ``install_placement`` must
-    follow. (Dispatch goes by physical id; ``expert_map`` is kept for kernels that want it.)
+    The placement lives in the tensors ``w13_weight``, ``w2_weight``, ``log2phy`` and ``expert_map`` alone, which are
+    read at each call: whoever writes another placement into them in place, on all ranks between the same two steps,
+    changes no output. Where tokens are split by step, ``install_placement`` must follow. (Dispatch goes by physical id;
+    ``expert_map`` is kept for kernels that want it.)
 
-    Parameters are ``PlacedLayer``'s.
+    Parameters
+    ----------
+    shape
+        Layer index, E, H, I and activation.
+    phy2log_RS
+        int32 ``[R, S]``: the logical expert in each slot of each rank. R is the size of ``ep_group``.
+    experts
+        Builds any logical expert's weights; asked for this rank's experts only.
+    biases
+        The same of the experts' biases, where they have any.
+    log2phy_E
+        int32 ``[E]``: this rank's table, or ``[E, D]`` a dealing table: its tokens of an expert go to the entries in
+        turn, from the first one on in each step. By default source rank ``r`` begins at replica ``r % k``, or all ranks
+        at the first where a dispatcher lets all ranks see the same tokens.
+    dealing_width
+        D of the default table. Every table that is written later has as many entries.
+    dispatcher
+        ``"all2allv"``, ``"allgather"``, ``"mc2"`` or ``"moge"``, or several of them, of which each step chooses
+        one and the first is the default. MoGE is for grouped experts: each token chooses K/R experts on each rank.
+        Where all-gather or MoGE is among them, the log2phy tables of all ranks must be the same.
+    ep_group
+        The ranks; ``None`` is a rank alone.
+    heat_rows
+        W, the steps that the heat rings hold.
+    quantized
+        W8A8: int8 weights with a scale per output row; tokens are quantized at each call, with a scale each.
+    dtype
+        The tokens' type, and the weights' unless quantized.
+    check_ids
+        Whether top-k ids are checked against E at each call. By default only on a CPU: elsewhere the check
+        would wait for the device.
+    shared_experts
+        Run beside dispatch and combine, and added to the outputs.
+    options
+        What the layer is made of, where it is not to be the default.
+
+    Raises ``ValueError`` where placement, table, group and shapes do not fit together.
     """
+
+    def __init__(
+        self,
+        shape: MoEShape,
+        phy2log_RS: Int32,
+        experts: ExpertSource,
+        *,
+        biases: ExpertSource | None = None,
+        log2phy_E: Int32 | None = None,
+        dealing_width: int = 1,
+        dispatcher: str | Sequence[str] = "all2allv",
+        ep_group: dist.ProcessGroup | RankGroup | None = None,
+        heat_rows: int = 64,
+        quantized: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        check_ids: bool | None = None,
+        shared_experts: SharedExperts | None = None,
+        options: LayerOptions | None = None,
+    ) -> None:
+        super().__init__(shape.layer)
+        self.shape = shape
+        self._device = torch.device(device)
+        check_dtype(shape.layer, self._device.type, dtype)
+        self._dtype = dtype
+        self._quantized = quantized
+        self._dispatchers = [dispatcher] if isinstance(dispatcher, str) else list(dispatcher)
+        self.shares_tokens = any(name in SHARED_TOKEN_DISPATCHERS for name in self._dispatchers)
+        self.rank_bound = "moge" in self._dispatchers
+        self._options = LayerOptions() if options is None else options
+        if self._options.split == "step":
+            StepwiseSplit.check(shape.layer, self._dispatchers, self._device.type)
+        self._shared_experts = shared_experts
+        self._stream = SharedStream.of(self._device) if self._options.multistream else None
+        self._check_ids = self._device.type == "cpu" if check_ids is None else check_ids
+        group = ep_group if isinstance(ep_group, RankGroup) else RankGroup(ep_group)
+        self._place(group, phy2log_RS, log2phy_E, dealing_width, heat_rows)
+        self._fill(experts, biases, phy2log_RS)
+
+    @property
+    def ep_rank(self) -> int:
+        """This rank's number among those of its group."""
+        return self._group.rank
+
+    @property
+    def ep_size(self) -> int:
+        """The number of ranks of its group."""
+        return self._group.size
+
+    def install_placement(self, phy2log_RS: Int32) -> None:
+        """Have splits by step go by another placement of all ranks, int32 ``[R, S]``, in place.
+
+        Whoever writes another placement into the layer calls this on all ranks, between the same two steps.
+        """
+        if self._split is not None:
+            self._split.install(phy2log_RS)
 
     @torch.no_grad()
     def forward(
@@ -41,7 +138,7 @@ class ExpertParallelMoE(PlacedLayer):
         profile: bool = False,
         workspace_set: int = 0,
     ) -> torch.Tensor:
-        """This rank's tokens through their experts on all ranks; each rank has its own T >= 0.
+        """Put this rank's tokens through their experts on all ranks; each rank has its own T >= 0.
 
         All ranks of the group call this at every step, with the same ``dispatcher``, ``length`` and kind of phase.
 
@@ -55,7 +152,7 @@ class ExpertParallelMoE(PlacedLayer):
             bool ``[T]`` or ``[T, K]``: the real tokens or choices. Others are padding: routed nowhere and counted
             nowhere. A padding token's output is zeros; one whose choices alone are masked keeps its shared experts.
         phase
-            What kind of step it is; in a dummy one nothing is real. Needed where ``heat_stage`` is not all.
+            What kind of step it is; in a dummy one nothing is real.
         dispatcher
             One of the layer's, for this step; by default its first.
         length
@@ -75,19 +172,12 @@ class ExpertParallelMoE(PlacedLayer):
         Raises
         ------
         ValueError
-            Names layer and tensor on wrong shapes, dtypes, devices or ids, before any collective is entered;
-            ``worker_agent.moe.shape`` says how that ends on the other ranks.
+            Names layer and tensor where they do not fit, before any collective is entered; ``worker_agent.moe.shape``
+            says how that ends on the other ranks.
         """
         batch = MicroBatch(hidden_TH, topk_ids_TK, topk_weights_TK, active)
-        path = self._path(dispatcher)
-        (own_TK,) = self._checked(path, (batch,), phase)
-        beside = self._beside(batch)
-        prepared, request = self._prepared(path, batch, own_TK, length)
-        result = path.kernel.run(
-            request, self._weights(), self._dtype, beside=beside, workspace_set=workspace_set
-        )
-        self._record(result.heat_S, own_TK[prepared.source].reshape(-1), self._counts(phase, profile))
-        return self._finished(path, batch, prepared, result, phase)
+        (out_TH,) = self._step((batch,), phase, dispatcher, length, profile, workspace_set)
+        return out_TH
 
     @torch.no_grad()
     def forward_two(
@@ -100,41 +190,93 @@ class ExpertParallelMoE(PlacedLayer):
         length: int | None = None,
         profile: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two micro-batches as one step: the tokens of one travel while the experts work on the other's.
+        """Run two micro-batches as one step: the tokens of one travel while the experts work on the other's.
 
-        Their heat is one row of the rings. Outputs and errors are ``forward``'s, of each micro-batch.
-
-        Parameters
-        ----------
-        first, second
-            The micro-batches.
-        phase, dispatcher, length, profile
-            As for ``forward``.
+        Their heat is one row of the rings. Outputs and errors are ``forward``'s, of each micro-batch: ``first`` and
+        ``second``. Arguments as for ``forward``.
         """
-        path = self._path(dispatcher)
-        batches = (first, second)
-        own = self._checked(path, batches, phase)
-        beside = self._beside(first), self._beside(second)
-        ready = [
-            self._prepared(path, batch, own_TK, length) for batch, own_TK in zip(batches, own, strict=True)
-        ]
-        results = run_two(
-            path.kernel,
-            (ready[0][1], ready[1][1].after(ready[0][1])),
-            self._weights(),
-            self._dtype,
-            beside=beside,
+        one, two = self._step((first, second), phase, dispatcher, length, profile)
+        return one, two
+
+    def _place(
+        self,
+        group: RankGroup,
+        phy2log_RS: Int32,
+        log2phy_E: Int32 | None,
+        dealing_width: int,
+        heat_rows: int,
+    ) -> None:
+        """Make maps, tables, heat rings and paths of this rank of a group."""
+        shape, device, names, options = self.shape, self._device, self._dispatchers, self._options
+        log2phy_E = checked_table(
+            shape.layer,
+            shape.experts,
+            phy2log_RS,
+            group.rank,
+            group.size,
+            log2phy_E,
+            self.shares_tokens,
+            dealing_width,
         )
-        sources = [
-            own_TK[prepared.source].reshape(-1) for own_TK, (prepared, _) in zip(own, ready, strict=True)
-        ]
-        received_S = results[0].heat_S + results[1].heat_S
-        self._record(received_S, torch.cat(sources), self._counts(phase, profile))
-        outputs = [
-            self._finished(path, batch, prepared, result, phase)
-            for batch, (prepared, _), result in zip(batches, ready, results, strict=True)
-        ]
-        return outputs[0], outputs[1]
+        if "moge" in names:
+            check_grouped(shape.layer, phy2log_RS)
+        self._track(phy2log_RS, group.rank, log2phy_E, heat_rows, device)
+        self._group = group
+        self._paths = LayerPath.of_each(
+            names,
+            group,
+            phy2log_RS.shape[1],
+            operators_for(device),
+            device,
+            self._quantized,
+            options,
+            shape.activation,
+        )
+        self._split = None
+        if options.split == "step":
+            self._split = StepwiseSplit(phy2log_RS, shape.experts, device, options.split_rounds)
+
+    def _fill(self, experts: ExpertSource, biases: ExpertSource | None, phy2log_RS: Int32) -> None:
+        """Build this rank's experts."""
+        shape, logical_S = self.shape, phy2log_RS[self._group.rank].tolist()
+        weights = build_weights(shape, experts, logical_S, self._dtype, self._device, biases)
+        if self._quantized:
+            weights = weights.quantize(operators_for(self._device), self._dtype)
+        self._hold(shape.layer, weights, gated=shape.activation.gated)
+
+    def _step(
+        self,
+        batches: Sequence[MicroBatch],
+        phase: StepPhase | None,
+        dispatcher: str | None,
+        length: int | None,
+        profile: bool,
+        workspace_set: int = 0,
+    ) -> list[torch.Tensor]:
+        """Run one or two micro-batches as a step; each one's own outputs, with those of its shared experts."""
+        path = self._path(dispatcher)
+        own = self._checked(path, batches, phase)
+        beside = [self._beside(batch) for batch in batches]
+        prepared, requests = [], list[DispatchRequest]()
+        for batch, own_TK in zip(batches, own, strict=True):
+            ready = self._prepare(path, batch, own_TK, length)
+            prepared.append(ready)
+            request = self._request(path, batch, own_TK, ready)
+            requests.append(request.after(requests[-1]) if requests else request)
+        results = path.kernel.run(
+            requests, self._weights(), self._dtype, beside=beside, workspace_set=workspace_set
+        )
+        received_S = results[0].heat_S if len(results) == 1 else results[0].heat_S + results[1].heat_S
+        sources = [own_TK[ready.source].reshape(-1) for own_TK, ready in zip(own, prepared, strict=True)]
+        self._record(received_S, torch.cat(sources), counts=not profile)
+        outputs = []
+        for batch, ready, result in zip(batches, prepared, results, strict=True):
+            out_TH = ready.finalize(result.out_TH)
+            if result.beside_TH is not None:
+                # Zeros for padding, which shared experts have outputs of.
+                out_TH = masked_outputs(out_TH + result.beside_TH, batch.active, phase)
+            outputs.append(out_TH)
+        return outputs
 
     def _path(self, dispatcher: str | None) -> LayerPath:
         if dispatcher is None:
@@ -149,8 +291,8 @@ class ExpertParallelMoE(PlacedLayer):
     def _checked(
         self, path: LayerPath, batches: Sequence[MicroBatch], phase: StepPhase | None
     ) -> list[torch.Tensor]:
-        """Each batch's ids ``[T, K]``, -1 where a choice is not real; raises as ``forward`` does."""
-        shape, device, tokens = self.shape, self.w13_weight.device, 0
+        """Return each batch's ids ``[T, K]``, -1 where a choice is not real; raises as ``forward`` does."""
+        shape, device = self.shape, self.w13_weight.device
         found = []
         for batch in batches:
             shape.check_tokens(
@@ -161,66 +303,45 @@ class ExpertParallelMoE(PlacedLayer):
                 device,
                 self._check_ids,
             )
-            self._check_phase(phase)
             ids_TK = real_ids(shape, batch.topk_ids_TK, batch.active, phase)
             self._options.check_choices(shape.layer, ids_TK)
             if self._check_ids:
                 path.check_distinct(shape.layer, ids_TK)
-            tokens += ids_TK.shape[0]
-            if self._routed_experts is not None:
-                self._routed_experts.check(shape.layer, tokens, ids_TK.shape[1])
             found.append(ids_TK)
-        if self._routed_experts is not None:
-            self._routed_experts.record(shape.layer, torch.cat(found))
         return found
 
-    def _prepared(
+    def _prepare(
         self, path: LayerPath, batch: MicroBatch, own_TK: torch.Tensor, length: int | None
-    ) -> tuple[Prepared[Any], DispatchRequest]:
-        tokens = Tokens(batch.hidden_TH, (own_TK, batch.topk_weights_TK))
-        prepared = path.preparation.prepare(tokens, length)
+    ) -> Prepared:
+        prepared = path.preparation.prepare(batch.hidden_TH, (own_TK, batch.topk_weights_TK), length)
         path.check_room(self.shape.layer, prepared.hidden_TH.shape[0])
+        return prepared
+
+    def _request(
+        self, path: LayerPath, batch: MicroBatch, own_TK: torch.Tensor, prepared: Prepared
+    ) -> DispatchRequest:
         ids_TK, weights_TK = prepared.routing
         masked = own_TK is not batch.topk_ids_TK
         if prepared.active_T is not None:
             masked = True
             ids_TK = ids_TK.masked_fill(~prepared.active_T.unsqueeze(1), -1)
+        physical_TK = None
+        if self._split is not None:
+            group = None if path.shares_tokens else self._group
+            physical_TK = self._split.split(ids_TK, group, prepared.common_tokens)
         request = DispatchRequest(
             prepared.hidden_TH,
             ids_TK,
             weights_TK,
             self.log2phy,
             masked=masked,
-            physical_TK=self._physical(path, ids_TK, prepared.common_tokens),
+            physical_TK=physical_TK,
             scale_T=prepared.scale_T,
             check_values=self._check_ids,
         )
-        return prepared, request.weighed_on_input() if self._options.weigh_on_input else request
+        return request.weighed_on_input() if self._options.weigh_on_input else request
 
-    def _physical(
-        self, path: LayerPath, ids_TK: torch.Tensor, common_tokens: int | None
-    ) -> torch.Tensor | None:
-        """The physical expert of each choice, where they are split by step."""
-        if self._split is None:
-            return None
-        return self._split.split(ids_TK, None if path.shares_tokens else self._group, common_tokens)
-
-    def _beside(self, batch: MicroBatch) -> WorkBeside | None:
+    def _beside(self, batch: MicroBatch) -> SharedRun | None:
         if self._shared_experts is None:
             return None
-        work = self._shared_experts.beside(batch.hidden_TH)
-        return work if self._side_stream is None else self._side_stream.beside(work, batch.hidden_TH)
-
-    def _finished(
-        self,
-        path: LayerPath,
-        batch: MicroBatch,
-        prepared: Prepared[Any],
-        result: KernelResult,
-        phase: StepPhase | None,
-    ) -> torch.Tensor:
-        """A batch's own outputs, with those of its shared experts; zeros for padding."""
-        out_TH: torch.Tensor = path.preparation.finalize(result.out_TH, prepared.metadata)
-        if result.beside_TH is None:
-            return out_TH
-        return masked_outputs(out_TH + result.beside_TH, batch.active, phase)
+        return self._shared_experts.beside(batch.hidden_TH, self._stream)

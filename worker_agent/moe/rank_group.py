@@ -1,30 +1,13 @@
-"""The ranks of one group, be it expert-, data- or tensor-parallel, and the few exchanges that a layer needs of them."""
+"""The ranks of one group, be it expert-, data- or tensor-parallel, and the few exchanges that a layer needs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn.functional import pad
-
-
-@dataclass
-class Arriving:
-    """Rows on their way. Keeps alive what is being sent until it has left."""
-
-    _rows_MX: torch.Tensor
-    _sent_NX: torch.Tensor | None
-    _work: dist.Work | None
-
-    def wait(self) -> torch.Tensor:
-        """The rows, once they are here; on an accelerator once its stream may use them."""
-        if self._work is not None:
-            self._work.wait()
-        self._sent_NX = None
-        return self._rows_MX
 
 
 class RankGroup:
@@ -42,12 +25,12 @@ class RankGroup:
 
     @classmethod
     def named(cls, name: str) -> RankGroup:
-        """The group that has this ``name`` in this process."""
+        """Return the group that has this ``name`` in this process."""
         return cls(_resolve_process_group(name) if name else None)  # type: ignore[arg-type] # newer torch: GroupName
 
     @property
     def name(self) -> str:
-        """What fused operators call the group: HCCL's name of its communicator, elsewhere torch's of the group."""
+        """The group's name for fused operators: HCCL's name of its communicator, elsewhere torch's of the group."""
         if self._group is None:
             return ""
         # A group of several backends is called "cpu:gloo,npu:hccl".
@@ -57,21 +40,34 @@ class RankGroup:
             return name
         return self._group.group_name
 
-    def start_all_to_all(self, rows_NX: torch.Tensor, sent: list[int], received: list[int]) -> Arriving:
+    def start_all_to_all(
+        self, rows_NX: torch.Tensor, sent: list[int], received: list[int]
+    ) -> Callable[[], torch.Tensor]:
         """Send ``sent[r]`` consecutive rows to each rank ``r``; all ranks' rows will arrive, in order of rank.
 
-        ``received[r]`` is how many rows rank ``r`` sends here. All ranks start their exchanges in one order.
+        ``received[r]`` is how many rows rank ``r`` sends here. All ranks start their exchanges in one order. Returns
+        what waits for the rows, on an accelerator until its stream may use them, and keeps alive what is being sent
+        until then. To be called once.
         """
         if self._group is None:
-            return Arriving(rows_NX, rows_NX, None)
+            return lambda: rows_NX
         arrived_MX = rows_NX.new_empty((sum(received), *rows_NX.shape[1:]))
-        rows_NX = rows_NX.contiguous()
-        work = dist.all_to_all_single(arrived_MX, rows_NX, received, sent, group=self._group, async_op=True)
-        return Arriving(arrived_MX, rows_NX, work)
+        sending = [rows_NX.contiguous()]
+        work = dist.all_to_all_single(
+            arrived_MX, sending[0], received, sent, group=self._group, async_op=True
+        )
+
+        def wait() -> torch.Tensor:
+            if work is not None:
+                work.wait()
+            sending.clear()
+            return arrived_MX
+
+        return wait
 
     def all_to_all(self, rows_NX: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """``start_all_to_all``, and wait for it."""
-        return self.start_all_to_all(rows_NX, sent, received).wait()
+        return self.start_all_to_all(rows_NX, sent, received)()
 
     def exchange(self, rows_RX: torch.Tensor) -> torch.Tensor:
         """Send row ``r`` to rank ``r``; row ``r`` of the result is what rank ``r`` sent here."""
@@ -79,14 +75,14 @@ class RankGroup:
         return self.all_to_all(rows_RX, ones, ones)
 
     def gather_numbers(self, *numbers: int, device: torch.device) -> list[list[int]]:
-        """Each rank's ``numbers``, in order of rank."""
+        """Exchange each rank's ``numbers``, in order of rank."""
         # Filled in on the device: a copy from the host would wait for it once more.
         own = torch.stack([torch.full((), number, dtype=torch.int64, device=device) for number in numbers])
         numbers_R: list[list[int]] = self.exchange(own.repeat(self.size, 1)).tolist()
         return numbers_R
 
     def all_gather(self, rows_TX: torch.Tensor) -> torch.Tensor:
-        """The rows of all ranks, in order of rank; every rank gives equally many."""
+        """Gather the rows of all ranks, in order of rank; every rank gives equally many."""
         if self._gathers(rows_TX.device):
             rows_NX = rows_TX.new_empty((self.size * rows_TX.shape[0], *rows_TX.shape[1:]))
             dist.all_gather_into_tensor(rows_NX, rows_TX.contiguous(), group=self._group)
@@ -102,29 +98,25 @@ class RankGroup:
         return parts_NX.view(self.size, own, *rows_NX.shape[1:]).sum(dim=0)
 
     def all_reduce(self, rows_NX: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' ``[N, ...]``, the same bits on all ranks: each row is summed on one of them."""
+        """Sum all ranks' ``[N, ...]``, the same bits on all ranks: each row is summed on one of them."""
         rows = rows_NX.shape[0]
         padding = (0, 0) * (rows_NX.ndim - 1) + (0, -rows % self.size)
         return self.all_gather(self.reduce_scatter(pad(rows_NX, padding)))[:rows]
 
     def _gathers(self, device: torch.device) -> bool:
-        """Whether the backend's own gather is used for rows of a device."""
+        """Return whether the backend's own gather is used for rows of a device."""
         return self._group is not None and device.type != "cpu"
 
 
 def pack_rows(columns: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Tensors ``[T, width]`` as one uint8 ``[T, B]``."""
-    return torch.cat([_as_bytes(column) for column in columns], dim=1)
+    """Pack tensors ``[T, width]`` into one uint8 ``[T, B]``."""
+    return torch.cat([column.contiguous().view(torch.uint8) for column in columns], dim=1)
 
 
 def unpack_rows(packed_TB: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors that ``pack_rows`` packed, with the dtypes and widths of ``like``."""
+    """Return the tensors that ``pack_rows`` packed, with the dtypes and widths of ``like``."""
     widths = [column.shape[1] * column.element_size() for column in like]
     parts = torch.split(packed_TB, widths, dim=1)
     # Always copied: even a lone row, which is contiguous, may begin where no value of its dtype can.
     copies = [part.clone(memory_format=torch.contiguous_format) for part in parts]
     return [part.view(column.dtype) for part, column in zip(copies, like, strict=True)]
-
-
-def _as_bytes(column_TX: torch.Tensor) -> torch.Tensor:
-    return column_TX.contiguous().view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Which experts a token goes to."""
+"""Routers: the choice of each token's experts from its logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RoutingFunction = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor
 
 
 class Scoring(str, Enum):
-    """How logits become scores."""
+    """The function from logits to scores."""
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
@@ -23,23 +23,11 @@ class Scoring(str, Enum):
 class Router:
     """Top-k routing as models define it; ``ValueError`` where the settings do not fit together.
 
-    Parameters
-    ----------
-    experts, top_k
-        E, zero and identity experts among them, and K.
-    scoring
-        Softmax over all experts, or a sigmoid of each.
-    renormalise
-        Whether the chosen weights are scaled to sum to one.
-    groups, top_groups
-        Only the experts of each token's ``top_groups`` best groups of consecutive experts can be chosen. A group is
-        as good as its best expert, or with a correction bias as its two best together.
-    correction_bias_E
-        Added to the scores for the choice alone: weights are the scores without it.
-    scaling_factor
-        What the weights are multiplied by in the end.
-    custom
-        A model's own function, instead of all of the above but the scaling factor.
+    ``experts`` are E, zero and identity experts among them. Only experts of each token's ``top_groups`` best groups of
+    consecutive ones can be chosen; a group is as good as its best expert, or with a correction bias, which is added to
+    the scores for the choice alone, as its two best together. The chosen weights are scaled to sum to one where
+    ``renormalise`` says so, and multiplied by ``scaling_factor`` in the end. A ``custom`` function of a model replaces
+    all but that.
     """
 
     experts: int
@@ -113,10 +101,10 @@ class Router:
 
 
 def grouped_routing(groups: int) -> RoutingFunction:
-    """Equally many experts of each of so many groups of consecutive ones (Pangu's grouped experts, MoGE).
+    """Make a routing to equally many experts of each of so many groups of consecutive ones (Pangu's MoGE).
 
-    Weights are the softmax over a token's choices, which are sorted by logit. The function raises ``ValueError`` where
-    experts or choices do not divide into groups.
+    Weights are the softmax over a token's choices, which are sorted by logit. Raises ``ValueError`` where experts or
+    choices do not divide into groups.
     """
 
     def choose(logits_TE: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,24 +129,13 @@ def balanced_choices(
     rank: int = 0,
     groups: int = 1,
 ) -> torch.Tensor:
-    """int32 ``[T, K]``: random choices as even as can be, for runs that measure memory and not a model.
+    """Draw choices as even as can be, int32 ``[T, K]``, for runs that measure memory and not a model.
 
     No token chooses an expert twice, and any two experts are chosen equally often, give or take one: on each rank, and
-    over ranks with equally many tokens, each of which begins where the one before it ends.
-
-    Parameters
-    ----------
-    tokens, experts, top_k
-        T, E and K.
-    device
-        Where the choices are to be.
-    seed
-        Of the order of experts, the same on all ranks.
-    rank
-        Of this rank.
-    groups
-        Of consecutive experts: each token chooses equally many of every one, as MoGE wants of the ranks' groups.
-        Raises ``ValueError`` where experts or choices do not divide into so many.
+    over ranks with equally many tokens, each ``rank`` of which begins where the one before it ends. ``tokens``,
+    ``experts`` and ``top_k`` are T, E and K; ``device`` gets the choices, and ``seed`` orders the experts, alike on all
+    ranks. Of several ``groups`` of consecutive experts each token chooses equally many of every one, as MoGE wants of
+    the ranks' groups; ``ValueError`` where they do not divide into so many.
     """
     if not 1 <= top_k <= experts:
         raise ValueError(f"top_k must be 1..{experts}, the number of experts, got {top_k}")

@@ -1,4 +1,4 @@
-"""The dimensions of one MoE layer, and the check that a call's tensors fit them.
+"""Dimensions and activation of one MoE layer, a step's tokens, and the check that they fit.
 
 How bad input ends
     What one rank can see for itself (a shape, a dtype, a device, an id out of range) it refuses with ``ValueError``
@@ -16,14 +16,64 @@ How bad input ends
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
+from torch.nn.functional import gelu, relu, silu
 
 from eplb_service.wire.heat import StepPhase
-from worker_agent.moe.activation import Activation
 
-ID_TYPES = (torch.int32, torch.int64)
+SWIGLUOAI_SLOPE = 1.702
+SWIGLUOAI_LIMIT = 7.0
+
+
+class Activation(str, Enum):
+    """The function between an expert's two products, by the names that engines give it.
+
+    Gated ones multiply a function of the gate's half with the up projection's half.
+    """
+
+    SILU = "silu"
+    GELU = "gelu"
+    """Exact, by the error function."""
+
+    SWIGLUOAI = "swigluoai"
+    """gpt-oss: both halves are clamped, the gate's sigmoid is steeper, and one is added to the up projection."""
+
+    SILU_NO_MUL = "silu_no_mul"
+    GELU_NO_MUL = "gelu_no_mul"
+    RELU2_NO_MUL = "relu2_no_mul"
+    """The square of what is positive."""
+
+    @property
+    def gated(self) -> bool:
+        """True where the first product has a gate beside the up projection."""
+        return not self.value.endswith("_no_mul")
+
+    def into(self, first: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Write the activation of a first product ``[..., 2*I]`` (gate first; ``[..., I]`` without) to ``[..., I]``.
+
+        Returns ``out``; ``first`` is used up.
+        """
+        if not self.gated:
+            return out.copy_(_PLAIN[self](first))
+        gate, up = first.chunk(2, dim=-1)
+        if self is Activation.SILU:
+            return torch.mul(silu(gate, inplace=True), up, out=out)
+        if self is Activation.GELU:
+            return torch.mul(gelu(gate), up, out=out)
+        gate = gate.clamp_(max=SWIGLUOAI_LIMIT)
+        up = up.clamp_(-SWIGLUOAI_LIMIT, SWIGLUOAI_LIMIT).add_(1.0)
+        return torch.mul(gate, torch.sigmoid(gate * SWIGLUOAI_SLOPE), out=out).mul_(up)
+
+
+_PLAIN: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    Activation.SILU_NO_MUL: silu,
+    Activation.GELU_NO_MUL: gelu,
+    Activation.RELU2_NO_MUL: lambda first: relu(first).square_(),
+}
 
 
 @dataclass(frozen=True)
@@ -74,14 +124,8 @@ class MoEShape:
     ) -> None:
         """Raise ``ValueError`` naming layer, tensor and what was expected, unless a call's tensors fit.
 
-        Parameters
-        ----------
-        hidden_TH, topk_ids_TK, topk_weights_TK
-            A call's tensors.
-        dtype, device
-            Type of the layer's tokens, and where all its tensors are.
-        check_ids
-            Whether values are looked at too, which on an accelerator waits for the device.
+        These are ``hidden_TH``, ``topk_ids_TK`` and ``topk_weights_TK``; the layer's tokens are of ``dtype``, on
+        ``device``. With ``check_ids`` values are looked at too, which on an accelerator waits for the device.
         """
         if hidden_TH.ndim != 2 or hidden_TH.shape[1] != self.hidden:
             self._refuse("hidden", f"the shape [T, {self.hidden}]", list(hidden_TH.shape))
@@ -92,7 +136,7 @@ class MoEShape:
             self._refuse("topk_weights", f"the shape {list(topk_ids_TK.shape)}", list(topk_weights_TK.shape))
         if hidden_TH.dtype != dtype:
             self._refuse("hidden", f"the layer's dtype {dtype}", hidden_TH.dtype)
-        if topk_ids_TK.dtype not in ID_TYPES:
+        if topk_ids_TK.dtype not in (torch.int32, torch.int64):
             self._refuse("topk_ids", "int32 or int64", topk_ids_TK.dtype)
         if not topk_weights_TK.is_floating_point():
             self._refuse("topk_weights", "a floating-point dtype", topk_weights_TK.dtype)
@@ -127,11 +171,7 @@ class MoEShape:
 def real_ids(
     shape: MoEShape, topk_ids_TK: torch.Tensor, active: torch.Tensor | None, phase: StepPhase | None
 ) -> torch.Tensor:
-    """The ids, -1 for choices that are not real; the same tensor where all are.
-
-    ``active`` bool ``[T]`` or ``[T, K]`` marks them; ``ValueError`` where it does not fit. In a dummy phase
-    none is.
-    """
+    """Return the ids, -1 for choices that are not ``active``, as none is in a dummy phase."""
     if active is not None:
         shape.check_active(active, topk_ids_TK)
     if phase is StepPhase.DUMMY:

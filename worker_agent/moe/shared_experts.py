@@ -2,50 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch.nn.functional import linear
 
-from worker_agent.moe.activation import Activation
-from worker_agent.moe.dense import plain_activation
-from worker_agent.moe.expert_batch import ExpertBatch
-from worker_agent.moe.expert_tensors import ExpertTensors
-from worker_agent.moe.experts import activated, grouped_product
+from worker_agent.moe.dense import SharedModule
+from worker_agent.moe.experts import ExpertBatch, activated, grouped_product
 from worker_agent.moe.operators import GroupListType, Operators
 from worker_agent.moe.rank_group import RankGroup
-from worker_agent.moe.weights import ExpertWeights
-
-SharedModule = Callable[[torch.Tensor], torch.Tensor]
-"""A host's own shared experts as a whole: ``[T, H]`` -> ``[T, H]``."""
+from worker_agent.moe.shape import Activation
+from worker_agent.moe.weights import ExpertTensors, ExpertWeights
 
 
 class SharedExperts(ExpertTensors):
     """A feed-forward network over all tokens, in floating point or W8A8.
 
-    Parameters
-    ----------
-    layer
-        Layer index, for messages.
-    weights
-        One slot: w13 ``[1, 2*I, H]`` (``[1, I, H]`` without a gate) and w2 ``[1, H, I]``, I that of all shared experts
-        together; with biases or without.
-    dtype
-        That of the tokens.
-    gate_H
-        ``[H]``: the outputs are multiplied by the sigmoid of its product with each token; ``None`` for no gate.
-    activation
-        Between the two products.
-    tp
-        The tensor-parallel ranks that have the same tokens, and each a part of I: ``weights`` are this rank's, and the
-        second part ends with an all-reduce. w2's bias counts on the first of them alone, so that all may hold it. By
-        default this rank has all of I.
-    whole
-        A host's own module, whose place the two parts take: ``verify`` holds them against it before they are used, on
-        all tensor-parallel ranks together. ``None`` where there is none.
+    ``weights`` are one slot: w13 ``[1, 2*I, H]`` (``[1, I, H]`` without a gate) and w2 ``[1, H, I]``, I that of all
+    shared experts together; with biases or without. Tokens are of ``dtype``. With ``gate_H`` outputs are multiplied by
+    the sigmoid of its product with each token.
 
-    Raises ``ValueError`` naming the layer where shapes do not fit, or the two parts are not the whole.
+    Ranks of ``tp`` have the same tokens, and each a part of I: ``weights`` are this rank's, and the second part ends
+    with an all-reduce. w2's bias counts on the first of them alone, so that all may hold it. ``whole`` is a host's own
+    module, whose place the two parts take: ``verify`` holds them against it before they are used, on all these ranks
+    together.
+
+    Raises ``ValueError`` naming the ``layer`` where shapes do not fit, or the two parts are not the whole.
     """
 
     gate_H: torch.Tensor | None
@@ -83,12 +66,12 @@ class SharedExperts(ExpertTensors):
             self.verify(whole)
 
     def part1(self, hidden_TH: torch.Tensor) -> torch.Tensor:
-        """The first product: gate and up projection, ``[T, 2*I]``."""
+        """Compute the first product: gate and up projection, ``[T, 2*I]``."""
         weights = self._weights()
         return self._product(hidden_TH, weights.w13_SIH, weights.w13_scale_SI, weights.w13_bias_SI)
 
     def part2(self, hidden_TH: torch.Tensor, gate_up_TI: torch.Tensor) -> torch.Tensor:
-        """Activation, down projection and gate, ``[T, H]``; summed over tensor-parallel ranks."""
+        """Compute activation, down projection and gate, ``[T, H]``; summed over tensor-parallel ranks."""
         weights, inner_TI = self._weights(), activated(self._operators, self._activation, gate_up_TI)
         bias_1H = weights.w2_bias_SH if self._tp.rank == 0 else None
         out_TH = self._product(inner_TI, weights.w2_SHI, weights.w2_scale_SH, bias_1H)
@@ -98,9 +81,9 @@ class SharedExperts(ExpertTensors):
             return out_TH
         return out_TH * torch.sigmoid(hidden_TH @ self.gate_H).unsqueeze(1)
 
-    def beside(self, hidden_TH: torch.Tensor) -> SharedRun:
-        """The two parts of one call, for the kernel to run while tokens travel."""
-        return SharedRun(self, hidden_TH)
+    def beside(self, hidden_TH: torch.Tensor, stream: SharedStream | None = None) -> SharedRun:
+        """Return one call's two parts, for the kernel to run while tokens travel, on ``stream`` if there is one."""
+        return SharedRun(self, hidden_TH, stream)
 
     @torch.no_grad()
     def verify(self, whole: SharedModule, tokens: int = 8, tolerance: float | None = None) -> None:
@@ -136,7 +119,7 @@ class SharedExperts(ExpertTensors):
         weight_scale_1M: torch.Tensor | None,
         bias_1M: torch.Tensor | None,
     ) -> torch.Tensor:
-        """All rows times the one matrix, plus its bias, ``[T, M]``; in W8A8 a grouped product of one group."""
+        """Multiply all rows by the one matrix and add its bias, ``[T, M]``; in W8A8 a grouped product of one group."""
         if weight_scale_1M is None or not rows_TK.shape[0]:
             bias_M = None if bias_1M is None else bias_1M[0].to(rows_TK.dtype)
             return linear(rows_TK, weight_1MK[0].to(rows_TK.dtype), bias_M)
@@ -148,35 +131,59 @@ class SharedExperts(ExpertTensors):
         )
 
 
-@dataclass
-class SharedRun:
-    """One call's two parts; the second needs the first."""
+class SharedStream:
+    """A stream of a device for shared experts, beside the one that the model runs on.
 
-    _experts: SharedExperts
-    _hidden_TH: torch.Tensor
-    _gate_up_TI: torch.Tensor | None = None
+    ``streams`` has what ``torch.cuda`` and ``torch.npu`` have: ``Stream``, ``current_stream`` and ``stream``.
+    """
+
+    def __init__(self, streams: Any, device: torch.device) -> None:
+        self._streams = streams
+        self._stream = streams.Stream(device=device)
+
+    @classmethod
+    def of(cls, device: torch.device) -> SharedStream | None:
+        """Make a stream of the device; ``None`` for a CPU, which has none."""
+        return None if device.type == "cpu" else cls(torch.get_device_module(device), device)
+
+    def begin(self, read: torch.Tensor) -> None:
+        """Wait for what the model has queued now, and no later; ``read`` is kept until it has been read here."""
+        self._stream.wait_stream(self._streams.current_stream())
+        read.record_stream(self._stream)
+
+    def here(self) -> AbstractContextManager[Any]:
+        """Return a context in which work is queued here."""
+        context: AbstractContextManager[Any] = self._streams.stream(self._stream)
+        return context
+
+    def give(self, result: torch.Tensor) -> torch.Tensor:
+        """Have the model's stream wait for a result."""
+        current = self._streams.current_stream()
+        current.wait_stream(self._stream)
+        result.record_stream(current)
+        return result
+
+
+class SharedRun:
+    """One call of shared experts in two parts, of which the second needs the first."""
+
+    def __init__(self, experts: SharedExperts, hidden_TH: torch.Tensor, stream: SharedStream | None) -> None:
+        self._experts = experts
+        self._hidden_TH = hidden_TH
+        self._gate_up_TI: torch.Tensor | None = None
+        self._stream = stream
+        if stream is not None:
+            stream.begin(hidden_TH)
 
     def during_dispatch(self) -> None:
-        """Part 1."""
-        self._gate_up_TI = self._experts.part1(self._hidden_TH)
+        """Compute part 1."""
+        with nullcontext() if self._stream is None else self._stream.here():
+            self._gate_up_TI = self._experts.part1(self._hidden_TH)
 
     def during_combine(self) -> torch.Tensor:
-        """Part 2, ``[T, H]``."""
+        """Compute part 2, ``[T, H]``."""
         assert self._gate_up_TI is not None, "the first part comes first"
         gate_up_TI, self._gate_up_TI = self._gate_up_TI, None
-        return self._experts.part2(self._hidden_TH, gate_up_TI)
-
-
-def dense_shared_experts(
-    w13_IH: torch.Tensor,
-    w2_HI: torch.Tensor,
-    gate_H: torch.Tensor | None = None,
-    activation: Activation = Activation.SILU,
-) -> SharedModule:
-    """The same network as a whole, in plain torch and without biases."""
-
-    def whole(hidden_TH: torch.Tensor) -> torch.Tensor:
-        out_TH = linear(plain_activation(activation, linear(hidden_TH, w13_IH)), w2_HI)
-        return out_TH if gate_H is None else out_TH * torch.sigmoid(hidden_TH @ gate_H).unsqueeze(1)
-
-    return whole
+        with nullcontext() if self._stream is None else self._stream.here():
+            out_TH = self._experts.part2(self._hidden_TH, gate_up_TI)
+        return out_TH if self._stream is None else self._stream.give(out_TH)

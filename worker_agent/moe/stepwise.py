@@ -31,44 +31,32 @@ from math import ceil, sqrt
 import torch
 
 from eplb_service.placement import Int32
+from worker_agent.moe.dispatch.interface import places
 from worker_agent.moe.operators import count_ids
 from worker_agent.moe.rank_group import RankGroup
 from worker_agent.moe.stepwise_tables import PENALTIES, most_shared, split_tables, ways_to_round
-from worker_agent.moe.turns import places
 
 ROUNDS = 22
-"""Of product and projection, in steps of up to ``_FEW_CHOICES``; ``docs/stepwise.md`` has how far from the optimum
-fewer and more end."""
+"""Rounds of product and projection, in steps of up to ``_FEW_CHOICES``; ``docs/research/stepwise.md`` has how far from
+the optimum fewer and more end."""
 _MORE_ROUNDS = 20
 """For a step of four times as many choices."""
 _FEW_CHOICES = 8192
 UNKNOWN_CHOICES = 4 * _FEW_CHOICES
-"""What a step is taken for where the ranks do not know how many choices it has."""
+"""The size of steps of which the ranks do not know how many choices they have."""
 
 
 def rounds_for(choices: int) -> int:
-    """The rounds that a step takes with so many choices of all ranks together; they grow with the square root."""
+    """Return the rounds that a step takes with so many choices of all ranks; they grow with the square root."""
     return ROUNDS + ceil(_MORE_ROUNDS * (sqrt(max(choices / _FEW_CHOICES, 1.0)) - 1.0))
 
 
 @lru_cache(maxsize=64)
-def schedule(rounds: int) -> tuple[tuple[int, int], ...]:
-    """Which of ``PENALTIES`` each round has, and which of ``StepwiseSplit.rounds_CM2``."""
+def _schedule(rounds: int) -> tuple[tuple[int, int], ...]:
+    """Return for each round its number in ``PENALTIES`` and in ``StepwiseSplit.rounds_CM2``."""
     levels = [number * len(PENALTIES) // (rounds + 1) for number in range(rounds + 1)]
     # A level's first round has the matrix before its others'.
     return tuple((level, 2 * level - (level > before)) for before, level in pairwise(levels))
-
-
-def check_splittable(layer: int, dispatchers: Sequence[str], device_type: str) -> None:
-    """Raise ``ValueError`` naming the layer where tokens cannot be split by step."""
-    if "moge" in dispatchers:
-        raise ValueError(
-            f"layer {layer}: grouped experts have no replicas to split tokens over; split by tables"
-        )
-    if device_type == "npu":
-        raise ValueError(
-            f"layer {layer}: splitting by step needs float64 products, which an NPU does not have; split by tables"
-        )
 
 
 class StepwiseSplit:
@@ -76,16 +64,8 @@ class StepwiseSplit:
 
     No ``torch.nn.Module``: a model that is cast to another dtype must not take these tensors along.
 
-    Parameters
-    ----------
-    phy2log_RS
-        int32 ``[R, S]``, the first placement: every expert placed, none twice on a rank.
-    experts
-        E.
-    device
-        Of the counts, and of all that is computed.
-    rounds
-        How often product and projection take turns; ``None`` for as often as a step of its size needs.
+    ``phy2log_RS`` is the first placement, int32 ``[R, S]``: every expert placed, none twice on a rank. Product and
+    projection take turns ``rounds`` times, by default as often as a step of its size needs.
     """
 
     physical_P1: torch.Tensor
@@ -94,12 +74,12 @@ class StepwiseSplit:
     expert_P: torch.Tensor
     expert_M: torch.Tensor
     place_M: torch.Tensor
-    """Which of the P slots each shared one is."""
+    """The number of each shared slot among the P."""
 
     parts_YE: torch.Tensor
     from_parts: torch.Tensor
     rounds_CM2: torch.Tensor
-    """C kinds of rounds: ``schedule`` has their order."""
+    """C kinds of rounds: ``_schedule`` has their order."""
 
     exact_X2: torch.Tensor
     by_sum_XM: torch.Tensor
@@ -117,6 +97,18 @@ class StepwiseSplit:
         self._matrices = self.rounds_CM2.unbind()
         self._dither_WX = torch.from_numpy(ways_to_round(ranks, self._shared)).to(device)
 
+    @staticmethod
+    def check(layer: int, dispatchers: Sequence[str], device_type: str) -> None:
+        """Raise ``ValueError`` naming the layer where tokens cannot be split by step."""
+        if "moge" in dispatchers:
+            raise ValueError(
+                f"layer {layer}: grouped experts have no replicas to split tokens over; split by tables"
+            )
+        if device_type == "npu":
+            raise ValueError(
+                f"layer {layer}: splitting by step needs float64 products, which an NPU does not have; split by tables"
+            )
+
     def install(self, phy2log_RS: Int32) -> None:
         """Compute what another placement of the same shape determines, and write it in place, between two steps."""
         tables = split_tables(phy2log_RS, self._experts, self._shared)
@@ -124,17 +116,11 @@ class StepwiseSplit:
             getattr(self, name).copy_(torch.from_numpy(table))
 
     def ends(self, counts_E: torch.Tensor, choices: int = UNKNOWN_CHOICES) -> torch.Tensor:
-        """Where the tokens of each slot end, int64 ``[P]``, never below the slot before.
+        """Return where the tokens of each slot end, int64 ``[P]``, never below the slot before.
 
-        Slots are by expert and physical id, and so are tokens counted, those of all ranks together: the ``n``-th is
-        for the first slot whose end is above ``n``.
-
-        Parameters
-        ----------
-        counts_E
-            The experts' tokens of all ranks, of any integer dtype.
-        choices
-            The most that they can add up to, as every rank's host knows it.
+        Slots are by expert and physical id, and so are tokens counted, those of all ranks together: the ``n``-th is for
+        the first slot whose end is above ``n``. ``counts_E`` are the experts' tokens of all ranks, integers that add up
+        to ``choices`` at most, as every rank's host knows.
         """
         known = torch.mv(self.from_parts, torch.mv(self.parts_YE, counts_E.to(torch.float64)))
         shared = self._shared
@@ -151,17 +137,11 @@ class StepwiseSplit:
     def split(
         self, ids_TK: torch.Tensor, group: RankGroup | None, common_tokens: int | None = None
     ) -> torch.Tensor:
-        """The physical expert of each of this rank's choices, int32 ``[T, K]``; anything for those that are -1.
+        """Return the physical expert of each of this rank's choices, int32 ``[T, K]``; anything where one is -1.
 
-        Parameters
-        ----------
-        ids_TK
-            Logical experts, -1 for a choice that is not real.
-        group
-            The ranks that have tokens of their own: each sends its counts to every other, E int32 numbers. ``None``
-            where all ranks see the same tokens, and nobody need ask.
-        common_tokens
-            The most tokens of any of these ranks, as every one of them knows it; ``None`` where they do not.
+        ``ids_TK`` are logical experts, -1 for a choice that is not real. Each rank of ``group`` has tokens of its own
+        and sends its counts to every other, E int32 numbers; without it all ranks see the same tokens, and nobody need
+        ask. ``common_tokens`` are the most of any of these ranks, where every one of them knows it.
         """
         if group is None:
             choices = ids_TK.numel()
@@ -185,20 +165,15 @@ class StepwiseSplit:
     def physical(
         self, place_N: torch.Tensor, counts_E: torch.Tensor, choices: int = UNKNOWN_CHOICES
     ) -> torch.Tensor:
-        """The physical expert of each choice, int32 ``[N]``.
+        """Return the physical expert of each choice, int32 ``[N]``; other arguments as for ``ends``.
 
-        Parameters
-        ----------
-        place_N
-            int64 ``[N]``, which of all ranks' choices each is, counted expert by expert.
-        counts_E, choices
-            As for ``ends``.
+        ``place_N``, int64 ``[N]``, is which of all ranks' choices each is, counted expert by expert.
         """
         slot_N = torch.searchsorted(self.ends(counts_E, choices), place_N, right=True)
         return self.physical_P1.index_select(0, slot_N)
 
     def _state(self, starts: Sequence[torch.Tensor], rounds: int) -> torch.Tensor:
-        """What the rounds end with, float64 ``[2 * M]`` in 64ths: sizes, and the states that they are of.
+        """Return the end of the rounds, float64 ``[2 * M]`` in 64ths: sizes, and the states that they are of.
 
         Where these are positive, they are tokens of shared slots, close to the best; an expert's need not quite add up.
         """
@@ -207,7 +182,7 @@ class StepwiseSplit:
         torch.round(starts[0], out=here_M)
         torch.abs(here_M, out=size_M)
         next_M = torch.empty_like(here_M)
-        for level, kind in schedule(rounds):
+        for level, kind in _schedule(rounds):
             torch.addmv(starts[level], self._matrices[kind], state_M2, out=next_M)
             torch.round(next_M, out=here_M)
             torch.abs(here_M, out=size_M)

@@ -1,4 +1,4 @@
-"""What a placement determines of the stepwise split: matrices of its rounds, and the forest it is rounded along.
+"""Tables of the stepwise split under a placement: matrices of its rounds, and the forest it is rounded along.
 
 Dimensions in names: M slots of experts that have several replicas (*shared* slots), padded to a number that only the
 placement's shape determines; P all slots, by expert and physical id; R ranks, E logical experts, H those with
@@ -8,11 +8,15 @@ kinds of rounds.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TypeAlias
+
 import numpy as np
 import numpy.typing as npt
 
 from eplb_service.placement import Int32, check_layer
-from worker_agent.moe.stepwise_forest import Float64, Forest, SharedSlots
+
+Float64: TypeAlias = npt.NDArray[np.float64]
 
 UNITS = 64.0
 """Of a token: the steps that splits are computed in before they are rounded."""
@@ -28,18 +32,18 @@ WAYS = 16
 
 
 def most_shared(experts: int, ranks: int, slots: int) -> int:
-    """The most shared slots that a placement can have: two for each spare slot, or all."""
+    """Return the most shared slots that a placement can have: two for each spare slot, or all."""
     return min(ranks * slots, 2 * (ranks * slots - experts))
 
 
 def split_tables(phy2log_RS: Int32, experts: int, shared: int) -> dict[str, npt.NDArray[np.generic]]:
-    """Every buffer of ``StepwiseSplit`` by name, for a placement int32 ``[R, S]``; ``shared`` is M.
+    """Compute every buffer of ``StepwiseSplit`` by name, for a placement int32 ``[R, S]``; ``shared`` is M.
 
     Raises ``PlacementError`` where the placement is not valid.
     """
     check_layer(phy2log_RS, experts)
-    slots, ranks = SharedSlots.of(phy2log_RS), phy2log_RS.shape[0]
-    used, forest = len(slots.rank_M), Forest.of(slots, ranks)
+    slots, ranks = _SharedSlots.of(phy2log_RS), phy2log_RS.shape[0]
+    used, forest = len(slots.rank_M), _Forest.of(slots, ranks)
     on_rank_RM = np.equal.outer(np.arange(ranks), slots.rank_M).astype(np.float64)
     starts, round_CM2 = _rounds(slots, on_rank_RM, shared)
     known_XY, exact_XM = _exact(slots, on_rank_RM, forest.order_R)
@@ -68,7 +72,7 @@ def split_tables(phy2log_RS: Int32, experts: int, shared: int) -> dict[str, npt.
 
 
 def ways_to_round(ranks: int, shared: int) -> Float64:
-    """What is added before rounding down, in tokens, ``[W, X]``.
+    """Return the dithers added before rounding down, in tokens, ``[W, X]``.
 
     The first way rounds to the nearest. In the others all running sums have one dither, and each slot one of its own:
     in whole numbers of ``UNITS``, so that they are the same everywhere.
@@ -81,8 +85,8 @@ def ways_to_round(ranks: int, shared: int) -> Float64:
     return np.hstack([np.repeat(by_sum_W1, ranks, axis=1), by_slot_WM]) / UNITS
 
 
-def _parts(slots: SharedSlots, phy2log_RS: Int32, experts: int) -> Float64:
-    """The parts of the counts, ``[Y, E]``: what each rank has of experts that it holds alone, then shared experts'."""
+def _parts(slots: _SharedSlots, phy2log_RS: Int32, experts: int) -> Float64:
+    """Return the parts of the counts, ``[Y, E]``: each rank's of experts that it holds alone, then shared experts'."""
     ranks, held = phy2log_RS.shape[0], len(slots.held_H)
     parts_YE = np.zeros((ranks + held, experts))
     parts_YE[np.arange(ranks)[:, None], phy2log_RS] = 1.0
@@ -91,8 +95,8 @@ def _parts(slots: SharedSlots, phy2log_RS: Int32, experts: int) -> Float64:
     return parts_YE
 
 
-def _rounds(slots: SharedSlots, on_rank_RM: Float64, shared: int) -> tuple[list[Float64], Float64]:
-    """What rounds start from, ``[M, Y]`` for each penalty, and the matrices ``[C, M, 2 * M]`` of all kinds of rounds.
+def _rounds(slots: _SharedSlots, on_rank_RM: Float64, shared: int) -> tuple[list[Float64], Float64]:
+    """Return the starts of rounds, ``[M, Y]`` for each penalty, and the matrices ``[C, M, 2 * M]`` of all kinds.
 
     A kind for the first penalty; for each of the others one for its first round, to which prices come in units of the
     penalty before, and one for the rest.
@@ -107,7 +111,7 @@ def _rounds(slots: SharedSlots, on_rank_RM: Float64, shared: int) -> tuple[list[
     return starts, np.stack(kinds)
 
 
-def _without_bounds(slots: SharedSlots, on_rank_RM: Float64, penalty: float) -> tuple[Float64, Float64]:
+def _without_bounds(slots: _SharedSlots, on_rank_RM: Float64, penalty: float) -> tuple[Float64, Float64]:
     """The split without bounds: of the counts' parts, ``[M, Y]``, plus of what the projection asks for, ``[M, M]``.
 
     Least squared rank loads and ``penalty`` times the squared distance from the projection, where each expert's slots
@@ -124,8 +128,8 @@ def _without_bounds(slots: SharedSlots, on_rank_RM: Float64, penalty: float) -> 
     return start_MY, penalty * solved[:used, :used]
 
 
-def _exact(slots: SharedSlots, on_rank_RM: Float64, order_R: list[int]) -> tuple[Float64, Float64]:
-    """Of the counts' parts, ``[X, Y]``, and of a split, ``[X, M]``, that need not add up: one that does, as rounded.
+def _exact(slots: _SharedSlots, on_rank_RM: Float64, order_R: list[int]) -> tuple[Float64, Float64]:
+    """Return matrices ``[X, Y]``, ``[X, M]`` that make counts' parts, and a split that need not add up, one that does.
 
     Ranks, in the forest's order, have the running sums of their loads; slots their tokens. What an expert's slots lack
     the first one is given.
@@ -141,8 +145,8 @@ def _exact(slots: SharedSlots, on_rank_RM: Float64, order_R: list[int]) -> tuple
     return known_XY, exact_XM
 
 
-def _bound(slots: SharedSlots, on_rank_RM: Float64) -> tuple[Float64, Float64]:
-    """What bounds the ranks' loads once slots add up: of the counts' parts, ``[R, Y]``, and of slots', ``[M, R]``.
+def _bound(slots: _SharedSlots, on_rank_RM: Float64) -> tuple[Float64, Float64]:
+    """Return the bound of loads once slots add up: matrices of the counts' parts, ``[R, Y]``, and slots', ``[M, R]``.
 
     An expert's first slot has what the others leave. Where these have too much it would be below zero: that is taken
     from one of them, and makes no rank hotter than by all that slots have too much. The bound leaves out what is the
@@ -180,3 +184,142 @@ def _padded(matrix: Float64, rows: int, columns: int) -> Float64:
     padded = np.zeros((rows, columns))
     padded[: matrix.shape[0], : matrix.shape[1]] = matrix
     return padded
+
+
+@dataclass(frozen=True)
+class _SharedSlots:
+    """The shared slots of a placement, experts in order, replicas by physical id."""
+
+    expert_M: list[int]
+    rank_M: list[int]
+    column_M: list[int]
+    """Number among its expert's replicas."""
+    physical_M: list[int]
+
+    @property
+    def same_MM(self) -> Float64:
+        """1 where two are of one expert."""
+        return np.equal.outer(self.expert_M, self.expert_M).astype(np.float64)
+
+    @property
+    def first_M(self) -> Float64:
+        """1 where a slot is its expert's first."""
+        return np.equal(self.column_M, 0).astype(np.float64)
+
+    @property
+    def held_H(self) -> list[int]:
+        """The experts, in order."""
+        return sorted(set(self.expert_M))
+
+    @property
+    def of_expert_MH(self) -> Float64:
+        """1 where a slot is of an expert."""
+        return np.equal.outer(self.expert_M, self.held_H).astype(np.float64)
+
+    @classmethod
+    def of(cls, phy2log_RS: Int32) -> _SharedSlots:
+        """Find the shared slots of a placement ``[R, S]``."""
+        slots = phy2log_RS.shape[1]
+        replicas_of: dict[int, list[int]] = {}
+        for physical, expert in enumerate(phy2log_RS.ravel().tolist()):
+            replicas_of.setdefault(expert, []).append(physical)
+        found = [
+            (expert, physical // slots, column, physical)
+            for expert, replicas in sorted(replicas_of.items())
+            if len(replicas) > 1
+            for column, physical in enumerate(replicas)
+        ]
+        return cls(*([row[field] for row in found] for field in range(4)))
+
+
+@dataclass(frozen=True)
+class _Forest:
+    """A spanning forest of ranks and shared experts, whose edges are slots; and how changes run along it."""
+
+    order_R: list[int]
+    """The ranks in the order that a walk from the roots meets them: below every edge they are consecutive."""
+
+    by_rank_MR: Float64
+    """float64 ``[M, R]``: what is taken from each slot where so much is cut from the ranks' running sums."""
+
+    by_slot_MM: Float64
+    """float64 ``[M, M]``: what is taken from each slot where so much is cut from slots beside the forest."""
+
+    @classmethod
+    def of(cls, slots: _SharedSlots, ranks: int) -> _Forest:
+        """A depth-first forest."""
+        walk = _Walk(slots, ranks)
+        used = len(slots.rank_M)
+        by_rank_MR, by_slot_MM = np.zeros((used, ranks)), np.zeros((used, used))
+        beside = sorted(set(range(used)) - {branch.slot for branch in walk.branches})
+        by_slot_MM[beside, beside] = 1.0
+        for branch in walk.branches:
+            # Of an expert below, what its ranks take more leaves less for the rank above.
+            sign = -1.0 if branch.is_expert else 1.0
+            if branch.end > branch.first:
+                by_rank_MR[branch.slot, branch.end - 1] += sign
+                if branch.first > 0:
+                    by_rank_MR[branch.slot, branch.first - 1] -= sign
+            for other in beside:
+                rank_below = branch.first <= walk.place_R[slots.rank_M[other]] < branch.end
+                expert_below = slots.expert_M[other] in branch.experts
+                by_slot_MM[branch.slot, other] -= sign * (float(rank_below) - float(expert_below))
+        return cls(walk.order_R, by_rank_MR, by_slot_MM)
+
+
+@dataclass
+class _Branch:
+    """The part of the forest below one slot."""
+
+    slot: int
+    is_expert: bool
+    """The upper end is a rank and the lower one an expert."""
+    first: int
+    """Place of the first rank below, in the forest's order."""
+    end: int
+    experts: set[int]
+
+
+class _Walk:
+    """A depth-first walk of all ranks and shared experts."""
+
+    def __init__(self, slots: _SharedSlots, ranks: int) -> None:
+        self._slots = slots
+        self._of_rank: dict[int, list[int]] = {rank: [] for rank in range(ranks)}
+        self._of_expert: dict[int, list[int]] = {}
+        for slot, (rank, expert) in enumerate(zip(slots.rank_M, slots.expert_M, strict=True)):
+            self._of_rank[rank].append(slot)
+            self._of_expert.setdefault(expert, []).append(slot)
+        self.order_R: list[int] = []
+        self.place_R: dict[int, int] = {}
+        self.branches: list[_Branch] = []
+        self._met: set[int] = set()
+        for rank in range(ranks):
+            if rank not in self.place_R:
+                self._from_rank(rank)
+
+    def _from_rank(self, rank: int) -> set[int]:
+        """Walk on from a rank; the experts met."""
+        self.place_R[rank] = len(self.order_R)
+        self.order_R.append(rank)
+        met: set[int] = set()
+        for slot in self._of_rank[rank]:
+            expert = self._slots.expert_M[slot]
+            if expert not in self._met:
+                self._met.add(expert)
+                first = len(self.order_R)
+                below = self._from_expert(expert)
+                self.branches.append(_Branch(slot, True, first, len(self.order_R), below))
+                met |= below
+        return met
+
+    def _from_expert(self, expert: int) -> set[int]:
+        met = {expert}
+        for slot in self._of_expert[expert]:
+            rank = self._slots.rank_M[slot]
+            if rank not in self.place_R:
+                first = len(self.order_R)
+                below = self._from_rank(rank)
+                self.branches.append(_Branch(slot, False, first, len(self.order_R), below))
+                met |= below
+        return met

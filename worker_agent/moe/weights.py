@@ -1,4 +1,4 @@
-"""The tensors of a rank's experts, in floating point or W8A8: where they come from, and what moves with an expert."""
+"""The tensors of a rank's experts, in floating point or W8A8: their sources, a layer's own, and those that move."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from worker_agent.moe.checkpoint import ExpertParameter, Granularity
 from worker_agent.moe.operators import Operators
 from worker_agent.moe.shape import MoEShape
+
+WEIGHT_NAMES = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale", "w13_bias", "w2_bias")
+"""Names of a layer's expert tensors, in the order of ``ExpertWeights``."""
 
 ExpertSource = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 """Logical expert id -> (``w13 [2*I, H]``, ``w2 [H, I]``), the same on whichever rank it is called.
@@ -18,10 +22,10 @@ Of biases it is (``[2*I]``, ``[H]``). Without a gate the first has I rows.
 
 
 def seeded_experts(shape: MoEShape, seed: int = 0) -> ExpertSource:
-    """Random float32 experts that keep the scale of their input, drawn from seed, layer and expert id."""
+    """Return random float32 experts that keep the scale of their input, drawn from seed, layer and expert id."""
 
     def draw(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + shape.layer) * 1_000_003 + expert)
+        generator = _generator(shape, seed, expert)
         w13_IH = torch.randn(shape.first_rows, shape.hidden, generator=generator)
         w2_HI = torch.randn(shape.hidden, shape.intermediate, generator=generator)
         return w13_IH * shape.hidden**-0.5, w2_HI * shape.intermediate**-0.5
@@ -30,16 +34,18 @@ def seeded_experts(shape: MoEShape, seed: int = 0) -> ExpertSource:
 
 
 def seeded_biases(shape: MoEShape, seed: int = 0) -> ExpertSource:
-    """Random float32 biases, drawn from seed, layer and expert id."""
+    """Return random float32 biases, drawn from seed, layer and expert id."""
 
     def draw(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + shape.layer) * 1_000_003 - 1 - expert)
-        first_I, second_H = (
-            torch.randn(rows, generator=generator) for rows in (shape.first_rows, shape.hidden)
-        )
-        return first_I, second_H
+        generator = _generator(shape, seed, -1 - expert)
+        w13_bias_I = torch.randn(shape.first_rows, generator=generator)
+        return w13_bias_I, torch.randn(shape.hidden, generator=generator)
 
     return draw
+
+
+def _generator(shape: MoEShape, seed: int, draw: int) -> torch.Generator:
+    return torch.Generator().manual_seed((seed * 1_000_003 + shape.layer) * 1_000_003 + draw)
 
 
 @dataclass(frozen=True)
@@ -64,38 +70,27 @@ class ExpertWeights:
 
     @property
     def quantized(self) -> bool:
-        """Whether the weights are int8."""
+        """True where the weights are int8."""
         return self.w13_scale_SI is not None
 
     def named(self) -> dict[str, torch.Tensor]:
-        """All tensors that there are, each ``[S, ...]``, by the names that layers give them."""
-        every = {
-            "w13_weight": self.w13_SIH,
-            "w2_weight": self.w2_SHI,
-            "w13_weight_scale": self.w13_scale_SI,
-            "w2_weight_scale": self.w2_scale_SH,
-            "w13_bias": self.w13_bias_SI,
-            "w2_bias": self.w2_bias_SH,
-        }
-        return {name: tensor for name, tensor in every.items() if tensor is not None}
+        """Return the tensors, each ``[S, ...]``, by the names that layers give them."""
+        every = zip(WEIGHT_NAMES, vars(self).values(), strict=True)
+        return {name: tensor for name, tensor in every if tensor is not None}
 
-    def tensors(self) -> list[torch.Tensor]:
-        """The same without names."""
-        return list(self.named().values())
+    @staticmethod
+    def bias_dtype(dtype: torch.dtype) -> torch.dtype:
+        """Return the type of biases for tokens of ``dtype``: as the grouped product of torch_npu wants them."""
+        return torch.float32 if dtype == torch.bfloat16 else dtype
 
     def quantize(self, operators: Operators, dtype: torch.dtype = torch.float32) -> ExpertWeights:
-        """The same weights in int8 with one scale per output row, for tokens of ``dtype``.
+        """Return the weights in int8 with one scale per output row, for tokens of ``dtype``.
 
         Scales are of that dtype where it is bfloat16, as the grouped product of torch_npu wants, and else float32.
         """
         w13_SIH, w13_scale_SI = _quantized_matrices(operators, self.w13_SIH, dtype)
         w2_SHI, w2_scale_SH = _quantized_matrices(operators, self.w2_SHI, dtype)
         return ExpertWeights(w13_SIH, w2_SHI, w13_scale_SI, w2_scale_SH, self.w13_bias_SI, self.w2_bias_SH)
-
-
-def bias_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of biases for tokens of ``dtype``: as the grouped product of torch_npu wants them."""
-    return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
 def build_weights(
@@ -106,18 +101,10 @@ def build_weights(
     device: torch.device | str,
     biases: ExpertSource | None = None,
 ) -> ExpertWeights:
-    """The weights of the expert in each slot; raises ``ValueError`` where a source gives another shape.
+    """Build the weights of the expert in each slot; raises ``ValueError`` where a source gives another shape.
 
-    Parameters
-    ----------
-    shape
-        Of the layer.
-    experts, biases
-        Where weights come from, and biases, if there are any.
-    logical_S
-        The expert in each slot of this rank.
-    dtype, device
-        Type of the weights, and where they are.
+    Weights come from ``experts``, and biases, if there are any, from ``biases``; ``logical_S`` has the expert in each
+    slot of this rank. They are of ``dtype`` on ``device``, in the ``shape`` of the layer.
     """
     slots, rows, hidden = len(logical_S), shape.first_rows, shape.hidden
     w13_SIH = torch.empty(slots, rows, hidden, dtype=dtype, device=device)
@@ -125,8 +112,8 @@ def build_weights(
     _fill(shape.layer, logical_S, experts, {"w13": w13_SIH, "w2": w2_SHI})
     if biases is None:
         return ExpertWeights(w13_SIH, w2_SHI)
-    w13_bias_SI = torch.empty(slots, rows, dtype=bias_dtype(dtype), device=device)
-    w2_bias_SH = torch.empty(slots, hidden, dtype=bias_dtype(dtype), device=device)
+    w13_bias_SI = torch.empty(slots, rows, dtype=ExpertWeights.bias_dtype(dtype), device=device)
+    w2_bias_SH = torch.empty(slots, hidden, dtype=ExpertWeights.bias_dtype(dtype), device=device)
     _fill(shape.layer, logical_S, biases, {"w13 bias": w13_bias_SI, "w2 bias": w2_bias_SH})
     return ExpertWeights(w13_SIH, w2_SHI, w13_bias_SI=w13_bias_SI, w2_bias_SH=w2_bias_SH)
 
@@ -156,24 +143,23 @@ def _quantized_matrices(
     return int8_NK.view(weight_SMK.shape), scale_N.view(weight_SMK.shape[:2])
 
 
-NOT_OF_EXPERTS = ("e_score_correction_bias", "shared_experts.", "_shared_experts.", "gate.", "_gate.")
+_NOT_OF_EXPERTS = ("e_score_correction_bias", "shared_experts.", "_shared_experts.", "gate.", "_gate.")
 """Beginnings of names of parameters that belong to the router or the shared experts, as engines call them; they never
 move."""
 
 
-def movable_weights(
+def _movable_weights(
     layer: int, slots: int, named: Iterable[tuple[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    """One ``[S, -1]`` view of each expert tensor, sharing its memory; others (router, shared experts) left out.
+    """Return one ``[S, -1]`` view of each expert tensor; others (router, shared experts) are left out.
 
-    A tensor ``[S, a, b]`` that is contiguous only when its inner dimensions are swapped (a transposed scale)
-    is viewed that way. Raises ``ValueError`` where a tensor has another number of slots or no such view
-    exists.
+    A tensor ``[S, a, b]`` that is contiguous only when its inner dimensions are swapped (a transposed scale) is viewed
+    that way. Raises ``ValueError`` where a tensor has another number of slots or no such view exists.
     """
     return {
         name: _flat_rows(layer, slots, name, tensor)
         for name, tensor in named
-        if not name.startswith(NOT_OF_EXPERTS)
+        if not name.startswith(_NOT_OF_EXPERTS)
     }
 
 
@@ -190,3 +176,59 @@ def _flat_rows(layer: int, slots: int, name: str, tensor_S: torch.Tensor) -> tor
             f"its strides are {list(tensor_S.stride())} for the shape {list(tensor_S.shape)}"
         )
     return tensor_S.view(slots, -1)
+
+
+class ExpertTensors(torch.nn.Module):
+    """A layer's tensors of its S local slots, as ``ExpertWeights`` has them.
+
+    They keep their addresses: experts move by writing into them.
+    """
+
+    w13_weight: torch.Tensor
+    w2_weight: torch.Tensor
+    w13_weight_scale: torch.Tensor | None
+    w2_weight_scale: torch.Tensor | None
+    w13_bias: torch.Tensor | None
+    w2_bias: torch.Tensor | None
+
+    def _hold(self, layer: int, weights: ExpertWeights, *, gated: bool) -> None:
+        self._of_layer = layer
+        self._gated = gated
+        named = weights.named()
+        for name in WEIGHT_NAMES:
+            self.register_buffer(name, named.get(name))
+
+    def expert_weights(self) -> list[torch.Tensor]:
+        """Return every tensor that the expert kernels read, with the local slot as first dimension."""
+        return list(self._weights().named().values())
+
+    def get_expert_weights(self) -> list[torch.Tensor]:
+        """Return the same tensors as one ``[S, -1]`` view each, in place: what balancing moves."""
+        named = self._weights().named().items()
+        return list(_movable_weights(self._of_layer, self.w13_weight.shape[0], named).values())
+
+    def checkpoint_parameters(self) -> dict[str, tuple[ExpertParameter, ExpertParameter]]:
+        """Return what an ``ExpertLoader`` fills: by checkpoint suffix, the tensors of w1 and w3, and of w2."""
+        found = {"weight": self._parameter(self.w13_weight, self.w2_weight, Granularity.WEIGHT)}
+        if self.w13_weight_scale is not None and self.w2_weight_scale is not None:
+            w13_S, w2_S = self.w13_weight_scale, self.w2_weight_scale
+            found["weight_scale"] = self._parameter(w13_S, w2_S, Granularity.CHANNEL)
+            # ModelSlim's checkpoints have offsets, all zero where tokens are quantized one by one.
+            found["weight_offset"] = self._parameter(
+                torch.empty_like(w13_S, device="meta"),
+                torch.empty_like(w2_S, device="meta"),
+                Granularity.CHANNEL,
+                zeros=True,
+            )
+        if self.w13_bias is not None and self.w2_bias is not None:
+            found["bias"] = self._parameter(self.w13_bias, self.w2_bias, Granularity.BIAS)
+        return found
+
+    def _parameter(
+        self, w13_S: torch.Tensor, w2_S: torch.Tensor, granularity: Granularity, *, zeros: bool = False
+    ) -> tuple[ExpertParameter, ExpertParameter]:
+        w13 = ExpertParameter(w13_S, granularity, gated=self._gated, zeros=zeros)
+        return w13, ExpertParameter(w2_S, granularity, gated=self._gated, zeros=zeros)
+
+    def _weights(self) -> ExpertWeights:
+        return ExpertWeights(*(getattr(self, name) for name in WEIGHT_NAMES))

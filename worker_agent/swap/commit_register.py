@@ -1,4 +1,4 @@
-"""The last word on a vote that some ranks heard and others did not: cooperative termination of a two-phase commit.
+"""Decides a vote that some ranks heard and others did not: cooperative termination of a two-phase commit.
 
 Where a link fails in the middle of the vote that would commit a layer, one rank may hold the outcome and another only
 an error. Going on would route tokens to the wrong weights. So a rank that has not heard asks the others (Bernstein,
@@ -31,7 +31,7 @@ class FatalSwitchError(RuntimeError):
 
 
 class Verdict(enum.Enum):
-    """What a rank holds of a vote that was to commit a layer; it has aborted only where it was in doubt before."""
+    """State of a vote that was to commit a layer, on one rank; ABORTED only follows IN_DOUBT."""
 
     COMMITTED = b"c"
     ABORTED = b"a"
@@ -40,16 +40,9 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True)
 class Settlement:
-    """One rank's knowledge of one vote, a value; each event gives another.
+    """Knowledge of one rank about one vote, a value; each event gives another.
 
-    Parameters
-    ----------
-    verdict
-        What this rank holds of it, ``None`` before it has heard or was asked.
-    peers
-        The other ranks.
-    in_doubt
-        Those that have answered that they are in doubt.
+    ``verdict`` is ``None`` before the rank has heard or was asked; ``in_doubt`` are the peers that have answered so.
     """
 
     peers: frozenset[int]
@@ -57,15 +50,15 @@ class Settlement:
     in_doubt: frozenset[int] = frozenset()
 
     def heard(self) -> Settlement:
-        """This rank has heard that the vote commits; that comes too late where it is in doubt already."""
+        """Note that this rank has heard that the vote commits; that comes too late where it is in doubt already."""
         return self if self.verdict is not None else replace(self, verdict=Verdict.COMMITTED)
 
     def doubted(self) -> Settlement:
-        """This rank has not heard, or a peer has asked before it did."""
+        """Note that this rank has not heard, or that a peer has asked before it did."""
         return self if self.verdict is not None else replace(self, verdict=Verdict.IN_DOUBT)
 
     def answered(self, peer: int, verdict: Verdict) -> Settlement:
-        """A peer has answered this rank, which is in doubt."""
+        """Note the answer of a peer to this rank, which is in doubt."""
         if self.verdict is not Verdict.IN_DOUBT:
             return self
         if verdict is not Verdict.IN_DOUBT:
@@ -77,40 +70,30 @@ class Settlement:
 
 
 class CommitRegister:
-    """What this rank holds of the last votes; answers for it, and settles with the peers what it has not heard.
+    """Knowledge of the last votes; answers for it, and settles with the peers what this rank has not heard.
 
-    Parameters
-    ----------
-    patience
-        Longest wait, in seconds, for a peer that does not answer: as long as the model would wait for it.
+    ``patience`` is the longest wait, in seconds, for a peer that does not answer: as long as the model would wait for
+    it.
     """
 
-    def __init__(self, patience: float) -> None:
+    def __init__(self, peers: Peers, patience: float) -> None:
+        self._peers = peers
         self._patience = patience
-        self._peers: Peers | None = None
         self._votes: dict[int, Settlement] = {}
         self._lock = threading.Lock()
 
-    def connect(self, peers: Peers) -> None:
-        """Settle with these."""
-        self._peers = peers
-
     def answer(self, vote: int) -> Verdict | None:
-        """What this rank holds of a vote, in doubt from here on where it has not heard it; ``None`` where forgotten."""
+        """Return what this rank holds of a vote, in doubt from here on if not heard; ``None`` where forgotten."""
         with self._lock:
             if self._votes and vote <= max(self._votes) - _VOTES_KEPT:
                 return None
             return self._put(vote, self._vote(vote).doubted())
 
     def may_commit(self, vote: int, *, heard: bool) -> bool:
-        """Whether the layer is committed, given whether this rank ``heard`` the vote decide so.
+        """Return whether the layer is committed, given whether this rank ``heard`` the vote decide so.
 
-        Never waits where it has heard, but for a peer that was quicker to ask.
-
-        Raises
-        ------
-        FatalSwitchError
-            Where a peer that may have committed does not answer.
+        Never waits where it has heard, but for a peer that was quicker to ask. Raises ``FatalSwitchError`` where a peer
+        that may have committed does not answer.
         """
         with self._lock:
             settlement = self._vote(vote)
@@ -118,7 +101,6 @@ class CommitRegister:
         return (self._settle(vote) if verdict is Verdict.IN_DOUBT else verdict) is Verdict.COMMITTED
 
     def _settle(self, vote: int) -> Verdict:
-        assert self._peers is not None
         end = time.monotonic() + self._patience
         waiting = self._peers.others
         while waiting:
@@ -130,16 +112,15 @@ class CommitRegister:
                     return verdict
             if time.monotonic() > end:
                 raise FatalSwitchError(
-                    f"vote {vote} may have committed a layer, and {_ranks(waiting)} did not answer within "
+                    f"vote {vote} may have committed a layer, and ranks {sorted(waiting)} did not answer within "
                     f"{self._patience:g} s"
                 )
         return Verdict.ABORTED
 
     def _asked(self, vote: int, waiting: frozenset[int]) -> Iterable[tuple[int, Verdict]]:
-        assert self._peers is not None
         for peer in sorted(waiting):
             try:
-                answers = self._peers.ask([peer], question(vote), _ROUND_SECONDS / len(waiting))
+                answers = self._peers.ask([peer], b"d%d" % vote, _ROUND_SECONDS / len(waiting))
             except PeerGoneError:
                 # Without that rank the model cannot serve another token: what it did binds nobody any more.
                 yield peer, Verdict.IN_DOUBT
@@ -148,7 +129,6 @@ class CommitRegister:
                 yield peer, Verdict(answers[peer])
 
     def _vote(self, vote: int) -> Settlement:
-        assert self._peers is not None
         return self._votes.get(vote, Settlement(self._peers.others))
 
     def _put(self, vote: int, settlement: Settlement) -> Verdict:
@@ -157,12 +137,3 @@ class CommitRegister:
             del self._votes[min(self._votes)]
         assert settlement.verdict is not None
         return settlement.verdict
-
-
-def question(vote: int) -> bytes:
-    """Asks a peer what it holds of a vote."""
-    return b"d%d" % vote
-
-
-def _ranks(ranks: frozenset[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, sorted(ranks)))}"

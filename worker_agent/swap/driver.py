@@ -6,49 +6,56 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
-from datetime import timedelta
+from dataclasses import dataclass, replace
 
 from eplb_service.placement import Placement
-from worker_agent.adapters.live_layer import LiveLayer
-from worker_agent.checked_plan import CheckedPlan
+from eplb_service.wire.agent import PlanState, PlanStatus
+from eplb_service.wire.plan import RankPlan
 from worker_agent.forward_clock import ForwardClock
-from worker_agent.history.record import History
-from worker_agent.rendezvous import Rendezvous
+from worker_agent.live_layer import LiveLayer
 from worker_agent.settings import AgentSettings
-from worker_agent.swap import actions, machine
-from worker_agent.swap.ballot import Outcome, Progress, VoteResult
-from worker_agent.swap.carrier import ByteBudget
 from worker_agent.swap.commit_register import FatalSwitchError
-from worker_agent.swap.layer_commit import LayerCommit, staged_for
-from worker_agent.swap.listener import Committed, Listener, SwitchStats
-from worker_agent.swap.restoration import restoring_plan
-from worker_agent.swap.transfer import TransferLimits, TransferResult, TransferWorker
-from worker_agent.swap.vote import VoteError, Voter
-from worker_agent.swap.vote_schedule import VoteSchedule
+from worker_agent.swap.installed import restoring_plan
+from worker_agent.swap.machine import (
+    Commit,
+    Halted,
+    Progress,
+    StartTransfer,
+    SwitchState,
+    Transition,
+    VoteOutcome,
+    VoteResult,
+)
+from worker_agent.swap.record import History
+from worker_agent.swap.rendezvous import Rendezvous
+from worker_agent.swap.staging import install_layer
+from worker_agent.swap.transfer import ByteBudget, TransferResult, TransferWorker
+from worker_agent.swap.vote import VoteError, Voter, VoteSchedule
 
 _log = logging.getLogger("eplb.agent")
 
 _RUN_OUT_POLL_SECONDS = 0.005
+_OFFER_DEADLINE_STEPS = 512
+"""Steps after which a plan that not all ranks hold is dropped."""
+
+
+@dataclass
+class SwitchStats:
+    """Switches of this rank since its start."""
+
+    layers_switched: int = 0
+    experts_received: int = 0
+    bytes_received: int = 0
+    plans_aborted: int = 0
+    commit_seconds: float = 0.0
+    transfer_seconds: float = 0.0
 
 
 class SwitchDriver:
-    """One rank's side of the switch, with its threads and links.
+    """Switch of one rank, with its threads and links.
 
-    Parameters
-    ----------
-    layers
-        The live layers.
-    settings, rendezvous
-        How to switch, and with whom.
-    clock
-        Numbers forward passes.
-    listener
-        Hears what became of plans.
-    history
-        Where events are recorded.
-    on_commit
-        Called with the index of a layer that has just been installed.
+    ``on_status`` takes what became of plans, for the service; ``before_commit`` is called with the epochs of all layers
+    just before one of them switches, ``on_commit`` with the index of one that has just been installed.
     """
 
     def __init__(
@@ -57,41 +64,37 @@ class SwitchDriver:
         settings: AgentSettings,
         rendezvous: Rendezvous,
         clock: ForwardClock,
-        listener: Listener,
         history: History,
+        on_status: Callable[[PlanStatus], None],
+        before_commit: Callable[[tuple[int, ...]], None],
         on_commit: Callable[[int], None] | None = None,
     ) -> None:
         self.stats = SwitchStats()
-        self.state = machine.SwitchState(rendezvous.installed, settings.offer_deadline_steps)
+        self.state = SwitchState(rendezvous.installed, _OFFER_DEADLINE_STEPS)
         self.budget = ByteBudget(settings.bytes_per_step)
-        self._layers = layers
-        self._identity = rendezvous.identity
-        self._listener = listener
-        self._history = history
-        self._layer_commit = LayerCommit(
-            layers, self._identity.rank, self._identity.experts, settings.verify_transfers, on_commit
-        )
-        self._clock = clock
-        self._step = 0
-        self._group = rendezvous.group
         self.votes = VoteSchedule(rendezvous, settings, clock, history)
-        limits = TransferLimits(
-            timedelta(seconds=settings.transfer_timeout_seconds),
-            settings.chunk_bytes,
-            settings.verify_transfers,
-        )
-        self.transfers = TransferWorker(rendezvous.lanes, limits, self.budget)
+        self.transfers = TransferWorker(rendezvous.lanes, settings, self.budget)
+        self._layers = layers
+        self._settings = settings
+        self._identity = rendezvous.identity
+        self._group = rendezvous.group
+        self._clock = clock
+        self._history = history
+        self._on_status = on_status
+        self._before_commit = before_commit
+        self._on_commit = on_commit
+        self._step = 0
         self._staged: TransferResult | None = None
 
     # What happens at a step boundary, in order
 
-    def take_events(self, step: int, heard: Sequence[CheckedPlan]) -> None:
-        """Step boundary ``step`` is here, and these plans have arrived since the last."""
+    def take_events(self, step: int, plans: Sequence[tuple[RankPlan, int]]) -> None:
+        """Take plans that have arrived by step boundary ``step``, each with the placement that it was checked for."""
         self._step = step
         if self._group.failure is not None:
             raise FatalSwitchError(self._group.failure)
-        for plan in heard:
-            self._apply(self.state.offer(plan.plan, step, plan.checked_for))
+        for plan, checked_for in plans:
+            self._apply(self.state.offer(plan, step, checked_for))
         self._take_transfer()
         failing = self.transfers.failing
         if failing is not None:
@@ -118,7 +121,7 @@ class SwitchDriver:
             self._cast_vote(*ballot_due)
 
     def see_term(self, term: int) -> None:
-        """A service of this leader term is connected."""
+        """Note that a service of this leader term is connected."""
         self.state = self.state.with_term(term)
 
     def halt(self, reason: str) -> None:
@@ -133,14 +136,14 @@ class SwitchDriver:
     # The end
 
     def drain(self, reason: str) -> None:
-        """Finish or abort what is under way on all ranks, and take no plans until ``resume``.
+        """Finish or abort what is under way on all ranks, and take no plans until ``resume``; a collective.
 
-        A collective, between the same two steps on every rank. Waits for a transfer that runs out, at most until its
-        deadline. Where the votes break, what is under way is dropped, as it would be in any step.
+        Waits for a transfer that runs out, at most until its deadline. Where the votes break, all that is under way is
+        dropped.
         """
         self.state = self.state.with_pause(reason)
         self.budget.open()
-        if self.votes.voter is not None and self.votes.voter.box.under_way:
+        if self.votes.voter is not None and self.votes.voter.under_way:
             self._count_votes(self.votes.voter)
         self._vote_until_nobody_holds_a_plan()
         while self.transfers.running and self.transfers.failing is None:
@@ -148,10 +151,9 @@ class SwitchDriver:
             time.sleep(_RUN_OUT_POLL_SECONDS)
 
     def restore(self, target: Placement, reason: str) -> None:
-        """Drain, then switch every layer to ``target`` by votes of the same kind; takes no plans until ``resume``.
+        """Drain, then switch every layer to ``target`` by votes of the same kind; take no plans until ``resume``.
 
-        A collective like ``drain``. Where it fails, the layers that were not switched serve what they did: the same
-        ones on all ranks.
+        Where it fails, the layers that were not switched serve what they did: the same ones on all ranks.
         """
         self.drain(reason)
         installed, groups = self.state.installed, self._identity.token_groups
@@ -169,7 +171,7 @@ class SwitchDriver:
         self.state = self.state.resumed()
 
     def close(self) -> None:
-        """End votes and threads, at a moment of this rank's own.
+        """End votes and threads, without waiting for other ranks to do so.
 
         Where a vote that could commit a layer is under way, the ranks settle it: nobody commits, unless one has done so
         at this very boundary; then this one does as well. Raises ``FatalSwitchError`` where a rank that may have
@@ -177,7 +179,7 @@ class SwitchDriver:
         """
         try:
             voter = self.votes.voter
-            if voter is not None and voter.box.under_way:
+            if voter is not None and voter.under_way:
                 with self._fatal_where(voter.may_commit):
                     self._apply(self.state.decide(voter.settle(self._step)))
             self.state = self.state.with_pause("the agent was closed")
@@ -206,8 +208,8 @@ class SwitchDriver:
         except VoteError as error:
             self._lose_votes(voter, error)
 
-    def _count_votes(self, voter: Voter) -> Outcome:
-        """What follows from the vote under way; the outcome that counted."""
+    def _count_votes(self, voter: Voter) -> VoteOutcome:
+        """Count the vote under way and do what follows from it; return the outcome that counted."""
         with self._fatal_where(voter.may_commit):
             try:
                 outcome = voter.count(self._step, self._clock.exact)
@@ -220,21 +222,21 @@ class SwitchDriver:
         self.votes.counted(outcome)
         return outcome
 
-    def _switch_layer(self, voter: Voter, outcome: Outcome) -> None:
+    def _switch_layer(self, voter: Voter, outcome: VoteOutcome) -> None:
         """Install what was voted in, and serve on only where no rank says that it could not."""
         try:
             self._apply(self.state.decide(outcome))
         except BaseException as error:
             self._group.fail(f"rank {self._identity.rank}: {error}")
             with suppress(VoteError):
-                voter.box.all_have_installed(False)
+                voter.all_have_installed(False)
             raise
-        self._group.installed = voter.box.number
+        self._group.installed = voter.number
         try:
-            if not voter.box.all_have_installed(True):
+            if not voter.all_have_installed(True):
                 raise FatalSwitchError(self._group.failure or "another rank could not install a layer")
         except VoteError as error:
-            self._group.wait_for_installs(voter.box.number)
+            self._group.wait_for_installs(voter.number)
             self._lose_votes(voter, error)
 
     @contextmanager
@@ -251,7 +253,7 @@ class SwitchDriver:
                 f"a vote that may have committed a layer could not be followed: {error}"
             ) from error
 
-    def _lose_votes(self, voter: Voter, error: VoteError) -> Outcome:
+    def _lose_votes(self, voter: Voter, error: VoteError) -> VoteOutcome:
         """The ranks can no longer be heard: settle what the last vote may have decided, then form the votes again."""
         self.votes.voter = None
         try:
@@ -259,75 +261,104 @@ class SwitchDriver:
                 outcome = voter.settle(self._step)
                 self._apply(self.state.decide(outcome))
         finally:
-            voter.box.leave()
+            voter.leave()
         if outcome.result is VoteResult.COMMIT:
-            self._group.installed = voter.box.number
-            self._group.wait_for_installs(voter.box.number)
+            self._group.installed = voter.number
+            self._group.wait_for_installs(voter.number)
         if self._group.failure is not None:
             raise FatalSwitchError(self._group.failure)
         _log.warning("rank %d: the votes are lost: %s", self._identity.rank, error)
         self._apply(self.state.lose_votes(str(error)))
-        state = self.state
-        self.votes.lost(voter, state.installed.version_digest, state.generation, state.lane)
+        self.votes.lost(voter, self.state)
         return outcome
 
     # What the machine asks for
 
-    def _apply(self, transition: machine.Transition) -> None:
-        self.state, asked_for = transition
-        for action in asked_for:
+    def _apply(self, transition: Transition) -> None:
+        self.state, actions = transition
+        for action in actions:
+            if not isinstance(action, Commit):
+                self._history.action(self._step, action)
             match action:
-                case actions.StartTransfer():
-                    self._history.transfer(self._step, action)
+                case StartTransfer():
                     self.transfers.start(action, self._layers[action.layer.layer])
-                case actions.Commit():
+                case Commit():
                     self._commit(action)
-                case actions.DropStaging():
-                    self._staged = None
-                case actions.Accepted():
-                    self._report(self._listener.accepted, action.plan_id, action.layer)
-                case actions.Refused():
-                    self._report(self._listener.refused, action.plan_id, action.reason)
-                case actions.Aborted():
-                    self.stats.plans_aborted += 1
-                    self._history.aborted(self._step, action)
-                    self._report(self._listener.aborted, action.plan_id, action.layer, action.reason)
-                case actions.Diverged():
-                    raise FatalSwitchError(f"rank {self._identity.rank}: {action.reason}")
-                case actions.Halted():
-                    self._history.halted(self._step, action.reason)
+                case Halted():
                     _log.error("rank %d: balancing has stopped: %s", self._identity.rank, action.reason)
+                    if action.diverged:
+                        raise FatalSwitchError(f"rank {self._identity.rank}: {action.reason}")
+                case PlanStatus():
+                    if action.state is PlanState.ABORTED:
+                        self._staged = None
+                        self.stats.plans_aborted += 1
+                    self._report(action)
 
     def _take_transfer(self) -> None:
         result = self.transfers.poll()
-        if result is not None:
-            self._transfer_ended(result)
-
-    def _transfer_ended(self, result: TransferResult) -> None:
+        if result is None:
+            return
         self.state = self.state.with_transfer_ended(result.generation, result.error)
         if result.error is not None:
             _log.warning("rank %d: %s", self._identity.rank, result.error)
         elif result.generation == self.state.generation and self.state.progress == Progress.READY:
             self._staged = result
-            plan = self.state.plan_under_way
-            assert plan is not None
-            self._report(self._listener.transferred, *plan, result.bytes_received, result.seconds)
+            assert self.state.plan_under_way is not None
+            plan_id, layer = self.state.plan_under_way
+            self._report(
+                PlanStatus(
+                    plan_id,
+                    PlanState.TRANSFERRED,
+                    layer,
+                    bytes_received=result.bytes_received,
+                    transfer_seconds=result.seconds,
+                )
+            )
 
-    def _commit(self, commit: actions.Commit) -> None:
+    def _commit(self, commit: Commit) -> None:
         """Switch one layer, in place, between two steps; whatever fails before it is in place is fatal."""
-        held, self._staged = self._staged, None
-        staged = staged_for(commit, held)
-        self._report(self._listener.before_commit, commit.before.layer_epochs)
-        written, seconds = self._layer_commit.install(commit.layer, staged)
-        done = Committed(commit.plan_id, commit.layer.layer, commit.after, written, staged.seconds, seconds)
-        self.stats.count(done, len(staged.slots))
-        self._history.committed(self._step, commit)
-        self._report(self._listener.committed, done)
+        layer = commit.layer.layer
+        staged, self._staged = self._staged, None
+        if staged is None or staged.generation != commit.generation:
+            raise FatalSwitchError(f"layer {layer} was voted in, but its weights are not staged on this rank")
+        self._unless_it_fails(self._before_commit, commit.before.layer_epochs)
+        began = time.perf_counter()
+        written = install_layer(
+            self._layers[layer],
+            commit.layer,
+            self._identity.rank,
+            staged.staged,
+            staged.slots,
+            verify=self._settings.verify_transfers,
+            on_commit=self._on_commit,
+        )
+        seconds = time.perf_counter() - began
+        self.stats.layers_switched += 1
+        self.stats.experts_received += len(staged.slots)
+        self.stats.bytes_received += written
+        self.stats.commit_seconds += seconds
+        self.stats.transfer_seconds += staged.seconds
+        self._history.action(self._step, commit)
+        self._report(
+            PlanStatus(
+                commit.plan_id,
+                PlanState.COMMITTED,
+                layer,
+                bytes_received=written,
+                transfer_seconds=staged.seconds,
+                commit_seconds=seconds,
+            )
+        )
 
-    def _report(self, report: Callable[..., None], *facts: object) -> None:
-        """A listener that fails stops balancing, never a switch that is half done."""
+    def _report(self, status: PlanStatus) -> None:
+        served = self.state.installed
+        whole = replace(status, step=self._step, epoch=served.epoch, digest=served.digest)
+        self._unless_it_fails(self._on_status, whole)
+
+    def _unless_it_fails(self, call: Callable[..., None], *facts: object) -> None:
+        """Call someone outside the switch: where that fails balancing stops, never a switch that is half done."""
         try:
-            report(*facts)
+            call(*facts)
         except Exception as error:
             _log.exception("rank %d: the agent failed; the model goes on", self._identity.rank)
             self.halt(f"{type(error).__name__}: {error}")

@@ -6,14 +6,13 @@ model's collectives.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import ipaddress
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -39,87 +38,54 @@ class RendezvousError(RuntimeError):
 class AgentGroup:
     """R agents of one EP group, joined without a server.
 
-    Parameters
-    ----------
-    host
-        Address of the interface that this rank's links are bound to.
-    patience
-        Longest wait, in seconds, for a rank that may have committed a layer.
-
-    ``failure`` is why a rank of the formation, this one or another, must not serve any more, or ``None``; ``installed``
-    is the last vote whose layer is in place; ``position`` gives this rank's calls and forward passes to peers that ask.
+    ``failure`` is the reason for which a rank of the formation, this one or another, must not serve any more;
+    ``installed`` the last vote whose layer is in place; ``position`` gives this rank's calls and forward passes to
+    peers that ask. ``patience`` is the longest wait, in seconds, for a rank that may have committed a layer.
     """
 
-    def __init__(self, host: str, patience: float) -> None:
-        self.host = host
-        self.store = PeerStore(_OPEN_TIMEOUT)
-        self.register = CommitRegister(patience)
-        self.rank, self.size = 0, 1
+    def __init__(
+        self, peers: Peers, secret: bytes, rank: int, addresses: Sequence[Address], patience: float
+    ) -> None:
+        self.rank, self.size = rank, len(addresses)
+        self.peers = peers
+        self.store = PeerStore(peers, _OPEN_TIMEOUT)
+        self.register = CommitRegister(peers, patience)
         self.failure: str | None = None
         self.installed = 0
         self.position: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._patience = patience
-        self.peers = Peers(host, self._answer)
+        peers.open(secret, rank, addresses, self._answer)
 
     @classmethod
     def join(
         cls, host_group: dist.ProcessGroup, node: str, address: str, facts: Any, patience: float = 60.0
     ) -> tuple[AgentGroup, list[Any]]:
-        """Join the ranks of ``host_group``; a collective, called once by each before serving.
+        """Join the ranks of ``host_group``; return the group and all ranks' ``facts``. A collective.
 
-        Parameters
-        ----------
-        host_group
-            A CPU-capable group over the EP ranks (gloo), used only here. What it carries is trusted: the formation's
-            secret is agreed over it.
-        node
-            Name of this rank's host; where all are one, the ranks meet on the loopback address.
-        address
-            Name or address at which the other ranks reach this host.
-        facts
-            Anything picklable; every rank gets the list of all ranks' facts, in order of rank.
-        patience
-            Longest wait, in seconds, for a rank that may have committed a layer.
-
-        Returns
-        -------
-        tuple
-            The group, and all ranks' facts.
-
-        Raises
-        ------
-        RendezvousError
-            On all ranks alike, where one cannot bind to its address or reach another rank.
+        The host's group (gloo) is used only here. What it carries is trusted: the formation's secret is agreed over it.
+        The other ranks reach this one at ``address``; where all are on one ``node`` they meet on the loopback address.
+        Raises ``RendezvousError`` on all ranks alike, where one cannot bind to its address or reach another rank.
+        ``patience`` is that of the group.
         """
-        rank, size = dist.get_rank(host_group), dist.get_world_size(host_group)
-        own = (node, secrets.token_bytes(_SECRET_BYTES), facts)
-        gathered: list[Any] = [None] * size
-        dist.all_gather_object(gathered, own, group=host_group)
+        gathered = _gathered(host_group, (node, secrets.token_bytes(_SECRET_BYTES), facts))
         one_node = len({there for there, _, _ in gathered}) == 1
-        complaint: str | None = None
-        group: AgentGroup | None = None
-        own_address: Address | None = None
+        complaint, peers = None, None
         try:
-            group = cls("127.0.0.1" if one_node else _reachable(address), patience)
-            own_address = group.peers.address
+            peers = Peers("127.0.0.1" if one_node else _reachable(address))
         except OSError as error:
             complaint = f"cannot bind the agents' socket to {address}: {error}"
-        addresses: list[Any] = [None] * size
-        dist.all_gather_object(addresses, own_address, group=host_group)
+        addresses = _gathered(host_group, peers and peers.address)
         agree(host_group, complaint)
-        assert group is not None
+        assert peers is not None
         secret = hashlib.sha256(b"".join(part for _, part, _ in gathered)).digest()
-        group.open(secret, rank, addresses)
-        reached = group.peers.ask(group.peers.others, b"v", _OPEN_TIMEOUT.total_seconds())
-        unreached = group.peers.others - reached.keys()
-        agree(
-            host_group,
-            f"cannot reach {[addresses[other] for other in sorted(unreached)]} (UDP)" if unreached else None,
-        )
+        group = cls(peers, secret, dist.get_rank(host_group), addresses, patience)
+        reached = peers.ask(peers.others, b"v", _OPEN_TIMEOUT.total_seconds())
+        unreached = [addresses[other] for other in sorted(peers.others - reached.keys())]
+        agree(host_group, f"cannot reach {unreached} (UDP)" if unreached else None)
         return group, [theirs for _, _, theirs in gathered]
 
     def process_group(self, name: str, timeout: timedelta = _OPEN_TIMEOUT) -> dist.ProcessGroup:
-        """A new gloo group of these ranks; every rank asks for it by the same name, in its own time.
+        """Open a new gloo group of these ranks; every rank asks for it by the same name, in its own time.
 
         ``timeout`` bounds its opening, and what is under way in it where nobody waits for it with another bound. Raises
         ``RuntimeError`` where not all ranks come, or what has linked itself to this rank is none.
@@ -128,7 +94,7 @@ class AgentGroup:
         library: Any = dist.ProcessGroupGloo
         options = library._Options()
         options._timeout = timeout
-        options._devices = [library.create_device(hostname=self.host)]
+        options._devices = [library.create_device(hostname=self.peers.host)]
         prefix = f"eplb/{name}"
         with LinkGuard(lambda: tuple(self.peers.hosts)) as guard, self.store.watched(prefix, guard.published):
             backend = library(dist.PrefixStore(prefix, self.store), self.rank, self.size, options)
@@ -155,20 +121,16 @@ class AgentGroup:
             )
 
     def fail(self, reason: str) -> None:
-        """This rank must not serve any more: the others hear of it and end as well, unless it was they who said so."""
+        """Serve no more: the others hear of it and end as well, unless it was they who reported it."""
         if self.failure is None:
             self.failure = reason[:_LONGEST_REASON]
             self.peers.announce(b"f" + self.failure.encode(), _ANNOUNCE_SECONDS)
 
     def wait_for_installs(self, vote: int) -> None:
-        """Until every rank has in place what a vote committed: asks each, where links have broken before all said so.
+        """Wait until every rank has in place what a vote committed, where links broke before all had confirmed it.
 
-        A rank whose process has ended is not waited for: without it the model serves no other token.
-
-        Raises
-        ------
-        FatalSwitchError
-            Where one has failed, or has not said so for as long as the model would wait for it.
+        A rank whose process has ended is not waited for: without it the model serves no other token. Raises
+        ``FatalSwitchError`` where one has failed, or is silent for as long as the model would wait for it.
         """
         end = time.monotonic() + self._patience
         waiting = set(self.peers.others)
@@ -193,28 +155,19 @@ class AgentGroup:
             raise FatalSwitchError(self.failure)
 
     def positions(self) -> dict[int, tuple[int, int]]:
-        """Calls and forward passes of the others, of those that answer."""
-        answers = {}
-        with contextlib.suppress(PeerGoneError):
+        """Ask the others for their calls and forward passes; return those of the ones that answer."""
+        try:
             answers = self.peers.ask(self.peers.others, b"p", _POSITION_SECONDS)
-        found = {}
-        for rank, answer in answers.items():
-            calls, forward = answer.split()
-            found[rank] = (int(calls), int(forward))
-        return found
+        except PeerGoneError:
+            return {}
+        split = {rank: answer.split() for rank, answer in answers.items()}
+        return {rank: (int(calls), int(forward)) for rank, (calls, forward) in split.items()}
 
     def close(self) -> None:
         """Answer the others for as long as they may ask what this rank has committed, then no more."""
         ending = threading.Timer(self._patience, self.peers.close)
         ending.daemon = True
         ending.start()
-
-    def open(self, secret: bytes, rank: int, addresses: list[Address]) -> None:
-        """Begin to answer, and to ask, the other members of this formation."""
-        self.rank, self.size = rank, len(addresses)
-        self.peers.open(secret, rank, addresses)
-        self.store.connect(self.peers)
-        self.register.connect(self.peers)
 
     def _answer(self, question: bytes) -> bytes | None:
         kind, subject = question[:1], question[1:].decode()
@@ -235,7 +188,7 @@ class AgentGroup:
 
 
 def _reachable(address: str) -> str:
-    """The interface's address that a name stands for; raises ``OSError`` where no other host could reach it."""
+    """Resolve a name to an interface's address; raises ``OSError`` where no other host could reach it."""
     found = str(socket.getaddrinfo(address, None, type=socket.SOCK_DGRAM)[0][4][0])
     if ipaddress.ip_address(found).is_loopback:
         raise OSError(
@@ -246,8 +199,13 @@ def _reachable(address: str) -> str:
 
 def agree(host_group: dist.ProcessGroup, complaint: str | None) -> None:
     """Raise ``RendezvousError`` on all ranks where any has a complaint. A collective."""
-    complaints: list[Any] = [None] * dist.get_world_size(host_group)
-    dist.all_gather_object(complaints, complaint, group=host_group)
-    for rank, theirs in enumerate(complaints):
+    for rank, theirs in enumerate(_gathered(host_group, complaint)):
         if theirs is not None:
             raise RendezvousError(f"rank {rank}: {theirs}")
+
+
+def _gathered(host_group: dist.ProcessGroup, own: Any) -> list[Any]:
+    """Objects of all ranks, in order."""
+    every: list[Any] = [None] * dist.get_world_size(host_group)
+    dist.all_gather_object(every, own, group=host_group)
+    return every

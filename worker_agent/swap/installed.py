@@ -1,12 +1,14 @@
-"""What this rank serves right now: the placement of all ranks, its epoch, and this rank's tables."""
+"""Placement that a rank serves, and plans that lead on from it: the service's, checked, and one that leads back."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
+from eplb_service import __version__
 from eplb_service.placement import (
     Int32,
     Placement,
@@ -14,26 +16,26 @@ from eplb_service.placement import (
     array_digest,
     check_log2phy,
     combine_digests,
+    dealing_width,
+    dealt_log2phy,
     layer_digest,
+    without_single_entries,
 )
+from eplb_service.wire.agent import Hello, Shape
+from eplb_service.wire.fields import WireError
+from eplb_service.wire.generated import agent_pb2
+from eplb_service.wire.plan import RankLayer, RankPlan, check_moves, decode_plan, table_digest
+
+_RESTORING_PLAN_ID = 0
+"""No service gives a plan this number."""
 
 
 @dataclass(frozen=True)
 class Installed:
-    """An immutable snapshot; each committed layer makes a new one, so any thread may read it at any time.
+    """Placement that this rank serves, a snapshot: each committed layer makes a new one, so any thread may read it.
 
-    Parameters
-    ----------
-    rank
-        The rank that this is.
-    placement
-        Slots of all ranks.
-    log2phy_LE
-        This rank's tables, int32 ``[L, E]``, or ``[L, E, D]`` where it deals.
-    epoch, layer_epochs
-        Version of the placement, and the version at which each layer last changed.
-    layer_digests
-        Fingerprint of each layer; ``digest`` combines them.
+    ``log2phy_LE`` are this rank's tables, int32 ``[L, E]``, or ``[L, E, D]`` where it deals; ``layer_epochs`` the
+    epochs at which each layer last changed.
     """
 
     rank: int
@@ -45,7 +47,7 @@ class Installed:
 
     @classmethod
     def first(cls, rank: int, placement: Placement, log2phy_LE: Int32) -> Installed:
-        """The placement that a rank starts with, epoch 0.
+        """Snapshot that a rank starts with, epoch 0.
 
         Raises ``PlacementError`` where a table points to a slot that does not hold its expert.
         """
@@ -57,7 +59,7 @@ class Installed:
 
     @cached_property
     def digest(self) -> int:
-        """The placement's fingerprint, equal on all ranks of a healthy group."""
+        """Fingerprint of the placement, equal on all ranks of a healthy group."""
         return combine_digests(self.placement.experts, self.layer_digests)
 
     @cached_property
@@ -67,7 +69,7 @@ class Installed:
         return array_digest(version, salt="version")
 
     def with_layer(self, layer: int, phy2log_RS: Int32, log2phy_E: Int32) -> Installed:
-        """The snapshot after one more committed layer."""
+        """Snapshot after one more committed layer."""
         changed = [(layer, phy2log_RS, log2phy_E[None])]
         placement, log2phy_1LE = apply_layers(self.placement, self.log2phy_LE[None], changed)
         return replace(
@@ -82,3 +84,110 @@ class Installed:
 
 def _replaced(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
     return (*values[:index], value, *values[index + 1 :])
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Place of this rank among its EP group: agreed once, when the ranks meet, and the same for the agent's life.
+
+    ``group_id`` is drawn by rank 0; ``token_groups`` has, per rank, the group of ranks that see the same tokens.
+    """
+
+    deployment: str
+    group_id: str
+    rank: int
+    node: str
+    token_groups: tuple[int, ...]
+    shape: Shape
+
+    def hello(self, installed: Installed, highest_term: int = 0) -> Hello:
+        """Introduction of this rank while it serves ``installed`` and follows services of this term or higher."""
+        return Hello(
+            deployment=self.deployment,
+            rank=self.rank,
+            node=self.node,
+            token_group=self.token_groups[self.rank],
+            group_id=self.group_id,
+            shape=self.shape,
+            epoch=installed.epoch,
+            digest=installed.digest,
+            layer_epochs=installed.layer_epochs,
+            slots_LS=np.ascontiguousarray(installed.placement.phy2log_LRS[:, self.rank]),
+            log2phy_LE=installed.log2phy_LE,
+            agent_version=__version__,
+            highest_term=highest_term,
+        )
+
+
+def check_plan(message: agent_pb2.Plan, identity: Identity, installed: Installed) -> RankPlan:
+    """Decode a plan that this rank could carry out; one for another epoch passes: the machine refuses it.
+
+    Raises ``WireError`` where a layer is no valid placement, its moves do not lead from what is installed to it, ranks
+    that share tokens would get different tables, or an expert would leave a rank that it is bound to.
+    """
+    plan = decode_plan(message, identity.shape, identity.rank)
+    for layer in plan.layers:
+        installed_RS = installed.placement.phy2log_LRS[layer.layer]
+        if identity.shape.rank_bound:
+            _check_bound(layer.layer, layer.phy2log_RS, installed_RS)
+        if plan.base_digest == installed.digest:
+            check_moves(installed_RS, layer.phy2log_RS, layer.moves_M5)
+        _check_shared_tables(layer.layer, layer.log2phy_digests, identity.token_groups)
+    return plan
+
+
+def _check_bound(layer: int, phy2log_RS: Int32, installed_RS: Int32) -> None:
+    for rank, (slots_S, installed_S) in enumerate(zip(phy2log_RS, installed_RS, strict=True)):
+        others = np.setdiff1d(slots_S, installed_S)
+        if others.size:
+            raise WireError(
+                f"layer {layer} phy2log: rank {rank} would get expert {others[0]}, but grouped experts stay on "
+                "their ranks"
+            )
+
+
+def _check_shared_tables(layer: int, digests: Sequence[int], token_groups: Sequence[int]) -> None:
+    first_of: dict[int, int] = {}
+    for rank, group in enumerate(token_groups):
+        first = first_of.setdefault(group, rank)
+        if digests[rank] != digests[first]:
+            raise WireError(
+                f"layer {layer} log2phy: ranks {first} and {rank} see the same tokens but would get different tables"
+            )
+
+
+def restoring_plan(
+    installed: Installed, target: Placement, token_groups: Sequence[int], leader_term: int
+) -> RankPlan | None:
+    """Plan that leads from ``installed`` to ``target``; ``None`` where nothing has to move.
+
+    Every rank makes it for itself, the same but for the rank's own tables; ranks of one token group get one table.
+    Unlike in a service's plan an expert may change its slot within a rank.
+    """
+    width = dealing_width(installed.log2phy_LE, 2)
+    first_of_group = [token_groups.index(group) for group in token_groups]
+    layers = []
+    for layer, new_RS in enumerate(target.phy2log_LRS):
+        old_RS = installed.placement.phy2log_LRS[layer]
+        if np.array_equal(old_RS, new_RS):
+            continue
+        tables_RE = without_single_entries(dealt_log2phy(new_RS, target.experts, width))[first_of_group]
+        digests = tuple(table_digest(row_E) for row_E in tables_RE)
+        moves_M5 = _restoring_moves(old_RS, new_RS)
+        layers.append(RankLayer(layer, new_RS, tables_RE[installed.rank], digests, moves_M5))
+    if not layers:
+        return None
+    return RankPlan.of(_RESTORING_PLAN_ID, leader_term, installed.epoch, installed.digest, tuple(layers))
+
+
+def _restoring_moves(old_RS: Int32, new_RS: Int32) -> Int32:
+    """Moves for each slot that changes, from the same rank where it has the expert; int32 ``[M, 5]``."""
+    moves = []
+    for rank, slot in np.argwhere(old_RS != new_RS).tolist():
+        expert = int(new_RS[rank, slot])
+        holders = np.argwhere(old_RS == expert).tolist()
+        near = [holder for holder in holders if holder[0] == rank]
+        # Ranks that want the same expert ask different holders.
+        source = near[0] if near else holders[rank % len(holders)]
+        moves.append((*source, rank, slot, expert))
+    return np.array(moves, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Who may open the agents' links: hosts of the formation while links are being opened, and nobody after that.
+"""Guards the agents' links: only hosts of the formation may open them, and nobody once they are open.
 
 gloo listens for as long as a group lives, takes every connection, and holds it: strangers could use up the process's
 file descriptors, at which gloo ends the process. Its socket cannot be closed from outside without its event loop
@@ -8,7 +8,6 @@ go on.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import ipaddress
@@ -18,7 +17,6 @@ import socket
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 
 _log = logging.getLogger("eplb.agent")
 
@@ -30,7 +28,6 @@ _IP_HEADER = 0x100000000 - 0x100000
 _SOURCE_ADDRESS = {socket.AF_INET: 12, socket.AF_INET6: 8}
 """Offset of the sender's address in it."""
 _MOST_HOSTS = 400
-_LISTENING = "0A"
 
 _Instruction = tuple[int, int, int, int]
 _TAKE: _Instruction = (_RETURN, 0, 0, 0xFFFFFFFF)
@@ -40,10 +37,7 @@ _DROP: _Instruction = (_RETURN, 0, 0, 0)
 class LinkGuard:
     """Guards the listening socket of one group that is being opened; on leaving its context nobody gets in any more.
 
-    Parameters
-    ----------
-    hosts
-        Gives the addresses from which members of the formation have been heard.
+    ``hosts`` gives the addresses from which members of the formation have been heard.
     """
 
     def __init__(self, hosts: Callable[[], Iterable[str]]) -> None:
@@ -53,9 +47,7 @@ class LinkGuard:
     def __enter__(self) -> LinkGuard:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         found, self._listening = self._listening, []
         for listening in found:
             with listening:
@@ -107,49 +99,23 @@ def _attach(listening: socket.socket, program: list[_Instruction]) -> None:
 
 
 def _listening_at_addresses_in(value: bytes) -> Iterator[socket.socket]:
-    """Duplicates of this process's listening sockets whose address, as the system writes it, is in ``value``."""
-    inodes = {inode for address, inode in _listeners() if address in value}
-    if not inodes:
-        return
+    """Duplicate this process's listening socket whose address, as the system writes it, is in ``value``."""
     for entry in Path("/proc/self/fd").iterdir():
         try:
-            if str(entry.readlink()) not in inodes:
+            if not str(entry.readlink()).startswith("socket:"):
                 continue
             found = socket.socket(fileno=os.dup(int(entry.name)))
         except OSError:
             continue
-        if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and _as_written(found) in value:
-            yield found
-            return
+        if found.family in _SOURCE_ADDRESS and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            host, port = found.getsockname()[:2]
+            packed = ipaddress.ip_address(host.partition("%")[0]).packed
+            flow = b"" if found.family == socket.AF_INET else bytes(4)
+            # The beginning of a ``sockaddr_in`` or ``sockaddr_in6``.
+            if struct.pack("=H", found.family) + struct.pack("!H", port) + flow + packed in value:
+                yield found
+                return
         found.close()
-
-
-def _listeners() -> Iterator[tuple[bytes, str]]:
-    """Address and inode of each TCP listener that this process can see, by the kernel's own table."""
-    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        with contextlib.suppress(OSError), Path(f"/proc/self/net/{name}").open() as table:
-            next(table, None)
-            for line in table:
-                _, local, _, state, *_, inode = line.split()[:10]
-                # Listeners come first.
-                if state != _LISTENING:
-                    break
-                host, port = local.split(":")
-                # The kernel prints the parts of an address as numbers of this machine's.
-                words = (int(host[at : at + 8], 16) for at in range(0, len(host), 8))
-                packed = b"".join(struct.pack("=I", word) for word in words)
-                yield _socket_address(family, packed, int(port, 16)), f"socket:[{inode}]"
-
-
-def _as_written(listening: socket.socket) -> bytes:
-    host, port = listening.getsockname()[:2]
-    return _socket_address(listening.family, ipaddress.ip_address(host.partition("%")[0]).packed, port)
-
-
-def _socket_address(family: int, packed: bytes, port: int) -> bytes:
-    """The beginning of a ``sockaddr_in`` or ``sockaddr_in6``."""
-    flow = b"" if family == socket.AF_INET else bytes(4)
-    return struct.pack("=H", family) + struct.pack("!H", port) + flow + packed
 
 
 @functools.cache

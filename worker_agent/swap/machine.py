@@ -9,58 +9,196 @@
 Two rules keep the ranks together. A rank changes between OFFERED, TRANSFERRING and the next layer, commits or aborts
 only on the outcome of a vote, never on its own. And a wish to abort waits for the next ballot, so that a rank which
 has voted READY keeps its word until it has seen what the vote decided.
+
+A vote is one integer all-reduce with MIN. Every field also travels negated, so that one reduction gives minimum and
+maximum: two equal bounds mean that all ranks voted the same. The decision is a function of the outcome alone, and the
+outcome is the same on all ranks; that is what makes ranks act together.
 """
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeAlias
 
-from eplb_service.wire.plan import RankPlan
-from worker_agent.swap.actions import (
-    Aborted,
-    Accepted,
-    Action,
-    Commit,
-    Diverged,
-    DropStaging,
-    Halted,
-    Refused,
-    StartTransfer,
-)
-from worker_agent.swap.ballot import Ballot, Outcome, Progress, VoteResult
+from eplb_service.wire.agent import PlanState, PlanStatus
+from eplb_service.wire.plan import RankLayer, RankPlan
 from worker_agent.swap.installed import Installed
 
+BALLOT_WIDTH = 9
+"""Integers in one ballot on the wire."""
+
+
+class Progress(enum.IntEnum):
+    """Progress of a rank with the layer that its plan is at."""
+
+    IDLE = 0
+    OFFERED = 1
+    TRANSFERRING = 2
+    READY = 3
+
+
+class VoteResult(enum.Enum):
+    """Decision of a vote, which all ranks carry out at this step boundary."""
+
+    NOTHING = "nothing"
+    START = "start the transfer of the plan's next layer"
+    COMMIT = "commit the layer"
+    ABORT = "drop the plan"
+    REALIGN = "drop the plan and vote again at a common forward pass: the ranks count different ones"
+    DIVERGED = "serve no more: the ranks serve different placements"
+
+
+@dataclass(frozen=True)
+class Ballot:
+    """One rank's vote.
+
+    ``plan`` is the digest of the plan that it holds, 0 for none; ``installed`` fingerprints what it serves; ``forward``
+    is the forward pass after which, by this rank's count, the vote was due.
+    """
+
+    progress: Progress
+    plan: int
+    installed: int
+    abort: bool
+    forward: int = 0
+
+    def encode(self) -> list[int]:
+        """Return ``BALLOT_WIDTH`` signed 64-bit integers for a MIN all-reduce."""
+        bounds = [self.progress, self.plan, self.installed, self.forward]
+        return [*(int(value) for value in bounds), *(-int(value) for value in bounds), -int(self.abort)]
+
+
+@dataclass(frozen=True)
+class VoteOutcome:
+    """The ballots of all ranks, reduced."""
+
+    slowest: Progress
+    plan_low: int
+    plan_high: int
+    installed_agree: bool
+    abort: bool
+    forward_low: int = 0
+    forward_high: int = 0
+    confirmed: bool = True
+
+    @classmethod
+    def decode(cls, reduced: Sequence[int]) -> VoteOutcome:
+        """Decode the reduced integers; raises ``ValueError`` where they are not a ballot's."""
+        if len(reduced) != BALLOT_WIDTH:
+            raise ValueError(f"a ballot has {BALLOT_WIDTH} integers, got {len(reduced)}")
+        progress, plan_low, installed_low, forward_low = reduced[:4]
+        _, plan_high, installed_high, forward_high, abort = reduced[4:]
+        return cls(
+            slowest=Progress(progress),
+            plan_low=plan_low,
+            plan_high=-plan_high,
+            installed_agree=installed_low == -installed_high,
+            abort=abort < 0,
+            forward_low=forward_low,
+            forward_high=-forward_high,
+        )
+
+    @classmethod
+    def unanimous(cls, plan: int) -> VoteOutcome:
+        """VoteOutcome of a vote in which all ranks are ready to commit a layer of this plan."""
+        return cls(Progress.READY, plan, plan, installed_agree=True, abort=False)
+
+    @classmethod
+    def nobody(cls) -> VoteOutcome:
+        """VoteOutcome as if no rank had held a plan: nothing follows from it."""
+        return cls(Progress.IDLE, 0, 0, installed_agree=True, abort=False)
+
+    def with_abort(self) -> VoteOutcome:
+        """VoteOutcome had one rank more voted to abort."""
+        return replace(self, abort=True)
+
+    def unconfirmed(self) -> VoteOutcome:
+        """VoteOutcome where not all ranks are at the boundary at which it is counted."""
+        return replace(self, confirmed=False)
+
+    @property
+    def plans(self) -> frozenset[int]:
+        """Digests of plans known to be held by some rank."""
+        return frozenset({self.plan_low, self.plan_high} - {0})
+
+    @property
+    def idle(self) -> bool:
+        """True if all ranks, at one forward pass, hold no plan."""
+        return self.result is VoteResult.NOTHING and not self.plans
+
+    @cached_property
+    def result(self) -> VoteResult:
+        """Decision of the vote; see the table in ARCHITECTURE.md."""
+        if not self.installed_agree:
+            return VoteResult.DIVERGED
+        if self.forward_low != self.forward_high or not self.confirmed:
+            return VoteResult.REALIGN
+        if not self.plans:
+            return VoteResult.NOTHING
+        if self.abort or self.plan_low not in (0, self.plan_high):
+            return VoteResult.ABORT
+        if self.plan_low == 0:
+            return VoteResult.NOTHING
+        return {
+            Progress.OFFERED: VoteResult.START,
+            Progress.READY: VoteResult.COMMIT,
+        }.get(self.slowest, VoteResult.NOTHING)
+
+
+@dataclass(frozen=True)
+class StartTransfer:
+    """Action: stage this rank's incoming experts of ``layer``; answer with ``with_transfer_ended``.
+
+    ``lane`` grows, on all ranks at once, whenever a transfer was aborted: bytes of an abandoned transfer must never
+    meet those of a later one.
+    """
+
+    layer: RankLayer
+    generation: int
+    lane: int
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Action: copy what the transfer of ``generation`` has staged, and the new tables, into place, now.
+
+    ``before`` is what was served until here.
+    """
+
+    plan_id: int
+    generation: int
+    layer: RankLayer
+    before: Installed
+    after: Installed
+
+
+@dataclass(frozen=True)
+class Halted:
+    """Action: report that this rank no longer takes plans; where ranks have diverged, serve no further token."""
+
+    reason: str
+    diverged: bool = False
+
+
+Action: TypeAlias = StartTransfer | Commit | PlanStatus | Halted
+"""Requests of the machine, carried out in order; a ``PlanStatus`` is to be reported, and ABORTED ends its staging."""
+
 Transition: TypeAlias = "tuple[SwitchState, tuple[Action, ...]]"
-"""The state after an event, and what is to be done about it, in order."""
+"""State after an event, and what is to be done about it, in order."""
 
 
 @dataclass(frozen=True)
 class SwitchState:
-    """One rank's side of the switch, a value: each event gives another, with what is to be done about it.
+    """Switch of one rank, a value: each event gives another, with what is to be done about it.
 
-    Parameters
-    ----------
-    installed
-        What the rank serves.
-    offer_deadline_steps
-        Steps that a plan may stay OFFERED before this rank votes to drop it: some rank may never get it.
-    progress, plan, index
-        How far the rank is with which of the plan's layers; IDLE exactly where ``plan`` is ``None``.
-    offered_at
-        Step at which the plan was accepted.
-    abort_wish
-        Why this rank's next ballot votes to abort, or ``None``.
-    generation
-        Number of the last transfer that was begun; equal on all ranks.
-    lane
-        Number of the lane that transfers use; grows, on all ranks alike, where one was aborted.
-    transfer_runs
-        Whether the last transfer has not ended yet.
-    highest_term
-        Highest leader term seen; plans of lower ones are refused.
-    paused, unheard, halted
-        Why this rank takes no plans, or ``None``: until it is resumed, until the ranks vote again, for good.
+    ``progress`` is how far the rank is with layer ``index`` of ``plan``, accepted at step ``offered_at``; IDLE exactly
+    where there is none. A plan may stay OFFERED for ``offer_deadline_steps``: some rank may never get it. With an
+    ``abort_wish`` the next ballot votes to abort. ``generation`` numbers transfers, ``lane`` what they use; both grow
+    on all ranks alike, the latter where one was aborted. Plans of terms below ``highest_term`` are refused; and all are
+    while the rank is ``paused`` until it is resumed, ``unheard`` until the ranks vote again, or ``halted`` for good.
     """
 
     installed: Installed
@@ -96,11 +234,11 @@ class SwitchState:
     # Events that only change the state
 
     def with_term(self, term: int) -> SwitchState:
-        """A service of this leader term is about: plans of older ones are refused from here on."""
+        """Note that a service of this leader term is there: plans of older ones are refused from here on."""
         return self if term <= self.highest_term else replace(self, highest_term=term)
 
     def with_transfer_ended(self, generation: int, error: str | None = None) -> SwitchState:
-        """The transfer of ``generation`` has staged everything, or failed with ``error``."""
+        """Note that the transfer of ``generation`` has staged everything, or failed with ``error``."""
         if generation != self.generation:
             return self
         ended = replace(self, transfer_runs=False)
@@ -109,7 +247,7 @@ class SwitchState:
         return replace(ended, progress=Progress.READY) if error is None else replace(ended, abort_wish=error)
 
     def at_step(self, step: int) -> SwitchState:
-        """A step boundary; turns a passed deadline into a wish to abort."""
+        """Turn a deadline passed at this step boundary into a wish to abort."""
         overdue = self.progress == Progress.OFFERED and step - self.offered_at > self.offer_deadline_steps
         if not overdue:
             return self
@@ -124,13 +262,13 @@ class SwitchState:
         return replace(self, paused=None)
 
     def reformed(self, generation: int, lane: int) -> SwitchState:
-        """The ranks vote again; ``generation`` and ``lane`` are the highest that any of them knew."""
+        """Vote again; ``generation`` and ``lane`` are the highest that any rank knew."""
         return replace(self, unheard=None, generation=generation, lane=lane + 1)
 
     # Events that ask for something
 
     def offer(self, plan: RankPlan, step: int, checked_for: int) -> Transition:
-        """A plan has arrived whose moves were checked to start from the placement with the digest ``checked_for``."""
+        """Take a plan whose moves were checked to start from the placement with the digest ``checked_for``."""
         if self.plan is not None and plan.digest == self.plan.digest:
             return self, ()
         reason = self._refusal(plan, checked_for)
@@ -144,17 +282,12 @@ class SwitchState:
                 progress=Progress.OFFERED,
                 abort_wish=None,
             )
-            return accepted, (Accepted(plan.plan_id, plan.layers[0].layer),)
+            return accepted, (PlanStatus(plan.plan_id, PlanState.ACCEPTED, plan.layers[0].layer),)
         refused = self
-        if (
-            self.halted is None
-            and self.paused is None
-            and self.unheard is None
-            and plan.leader_term >= self.highest_term
-        ):
+        if (self.halted is self.paused is self.unheard is None) and plan.leader_term >= self.highest_term:
             # The service is the one to decide, also that its earlier plan is worth nothing any more.
             refused = self._wishing(f"the service has moved on to plan {plan.plan_id}")
-        return refused, (Refused(plan.plan_id, reason),)
+        return refused, (PlanStatus(plan.plan_id, PlanState.REFUSED, reason=reason),)
 
     def halt(self, reason: str) -> Transition:
         """Take no more plans; whatever is under way, here or elsewhere, is voted down."""
@@ -167,13 +300,13 @@ class SwitchState:
         dropped, actions = self._drop(reason)
         return replace(dropped, unheard=reason), actions
 
-    def decide(self, outcome: Outcome) -> Transition:
+    def decide(self, outcome: VoteOutcome) -> Transition:
         """Act on the outcome of a vote, as every other rank does at this same step."""
         result = outcome.result
         if result is VoteResult.DIVERGED:
             reason = "the ranks serve different placements"
-            halted, actions = self._drop(reason)[0].halt(reason)
-            return halted, (*actions, Diverged(reason))
+            dropped, _ = self._drop(reason)
+            return replace(dropped, halted=self.halted or reason), (Halted(reason, diverged=True),)
         if result is VoteResult.REALIGN:
             return self._drop(
                 "the ranks are not at one forward pass: one has missed a step, made one twice, or is seconds late"
@@ -237,10 +370,9 @@ class SwitchState:
     def _drop(self, reason: str) -> Transition:
         if self.plan is None:
             return self, ()
-        aborted = Aborted(self.plan.plan_id, self.plan.layers[self.index].layer, reason)
-        if self.progress in (Progress.TRANSFERRING, Progress.READY):
-            return replace(self._idle(), lane=self.lane + 1), (DropStaging(self.generation), aborted)
-        return self._idle(), (aborted,)
+        aborted = PlanStatus(self.plan.plan_id, PlanState.ABORTED, self.plan.layers[self.index].layer, reason)
+        begun = self.progress in (Progress.TRANSFERRING, Progress.READY)
+        return replace(self._idle(), lane=self.lane + begun), (aborted,)
 
     def _idle(self) -> SwitchState:
         return replace(self, plan=None, index=0, offered_at=0, progress=Progress.IDLE, abort_wish=None)

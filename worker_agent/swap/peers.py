@@ -1,8 +1,8 @@
 """Questions between the agents of one formation: datagrams keyed by a secret that only its ranks hold.
 
 There is no server. Every rank keeps what it has to say and answers for itself, so what one rank needs to know hangs on
-no third one. A datagram without the right HMAC is dropped unread: a stranger can neither ask, nor answer, nor fill
-memory.
+no third one. A datagram without the right HMAC is dropped unread: who is no member can neither ask, nor answer, nor
+fill memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TypeAlias
 
@@ -38,44 +38,40 @@ class PeerGoneError(ConnectionError):
 
 
 class Peers:
-    """One rank's socket: answers what the others ask, on a thread of its own, and asks them.
+    """Socket of one rank: answers what the others ask, on a thread of its own, and asks them.
 
-    Parameters
-    ----------
-    host
-        Address of the interface to bind to.
-    answer
-        Gives the answer to a question, or ``None`` for none yet; called on this object's thread.
-
-    ``others`` are all ranks but this one; ``hosts`` the addresses from which members of the formation have asked.
+    Bound to an address of the interface ``host`` when made. Once opened, ``others`` are all ranks but this one, and
+    ``hosts`` the addresses from which members of the formation have asked.
     """
 
-    def __init__(self, host: str, answer: Callable[[bytes], bytes | None]) -> None:
+    rank: int
+    others: frozenset[int]
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self.hosts: set[str] = set()
         self._family = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0][0]
         self._socket = socket.socket(self._family, socket.SOCK_DGRAM)
         self._socket.bind((host, 0))
         self.address: Address = self._socket.getsockname()[:2]
-        self.rank = 0
-        self._secret = b""
-        self._answer = answer
-        self._addresses: Mapping[int, Address] = {}
-        self.others: frozenset[int] = frozenset()
-        self.hosts: set[str] = set()
 
-    def open(self, secret: bytes, rank: int, addresses: Sequence[Address]) -> None:
-        """Begin to answer; ``secret`` and ``addresses``, in order of rank, are the formation's."""
-        self._secret, self.rank = secret, rank
+    def open(
+        self, secret: bytes, rank: int, addresses: Sequence[Address], answer: Callable[[bytes], bytes | None]
+    ) -> None:
+        """Begin to answer the members of a formation, whose addresses are in order of rank.
+
+        ``answer`` gives the answer to a question, or ``None`` for none yet; it is called on this object's thread.
+        """
+        self.rank = rank
+        self._secret, self._answer = secret, answer
         self._addresses = {other: address for other, address in enumerate(addresses) if other != rank}
         self.others = frozenset(self._addresses)
         threading.Thread(target=self._serve, name="eplb-peers", daemon=True).start()
 
     def ask(self, ranks: Iterable[int], question: bytes, seconds: float) -> dict[int, bytes]:
-        """Ask each of ``ranks`` until it has answered, or for so long; the answers there are.
+        """Ask each of ``ranks`` until it has answered, or for so long; return the answers there are.
 
-        Raises
-        ------
-        PeerGoneError
-            Where a rank has not answered and its process is known to have ended.
+        Raises ``PeerGoneError`` where a rank has not answered and its process is known to have ended.
         """
         waiting = set(ranks)
         answers: dict[int, bytes] = {}
@@ -97,7 +93,7 @@ class Peers:
         return answers
 
     def announce(self, statement: bytes, seconds: float) -> None:
-        """Have every rank hear this that can within so many seconds; those whose process has ended are left out."""
+        """Send to every rank that can hear it within so many seconds; those whose process has ended are left out."""
         waiting = set(self.others)
         end = time.monotonic() + seconds
         while waiting and time.monotonic() < end:
@@ -108,7 +104,7 @@ class Peers:
                     waiting.discard(rank)
 
     def proof(self, claim: bytes) -> bytes:
-        """What only a member of the formation can send along with a claim."""
+        """Return what only a member of the formation can send along with a claim."""
         return self._sealed(_CLAIMED, claim)[:_MAC_BYTES]
 
     def close(self) -> None:
@@ -154,32 +150,20 @@ class Peers:
         return hmac.digest(self._secret, kind + body, hashlib.sha256) + body
 
     def _unsealed(self, kind: bytes, datagram: bytes) -> bytes | None:
-        mac, body = datagram[:_MAC_BYTES], datagram[_MAC_BYTES:]
-        return (
-            body if hmac.compare_digest(mac, hmac.digest(self._secret, kind + body, hashlib.sha256)) else None
-        )
+        body = datagram[_MAC_BYTES:]
+        return body if hmac.compare_digest(datagram, self._sealed(kind, body)) else None
 
 
 class PeerStore(dist.Store):
-    """What process groups open their links over: each rank keeps what it sets, and asks the others for what it reads.
+    """Store that process groups open their links over: a rank keeps what it sets, and asks the others for the rest."""
 
-    Parameters
-    ----------
-    timeout
-        Longest wait for a value, where the reader names none.
-    """
-
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(self, peers: Peers, timeout: timedelta) -> None:
         super().__init__()
-        self._peers: Peers | None = None
+        self._peers = peers
         self._patience = timeout
         self._values: dict[str, bytes] = {}
         self._watches: dict[str, Callable[[bytes], None]] = {}
         self._lock = threading.Lock()
-
-    def connect(self, peers: Peers) -> None:
-        """Read what these hold."""
-        self._peers = peers
 
     @contextlib.contextmanager
     def watched(self, prefix: str, watch: Callable[[bytes], None]) -> Iterator[None]:
@@ -191,7 +175,7 @@ class PeerStore(dist.Store):
             del self._watches[prefix]
 
     def held(self, key: str) -> bytes | None:
-        """The value that this rank has set."""
+        """Return the value that this rank has set."""
         with self._lock:
             return self._values.get(key)
 
@@ -207,16 +191,16 @@ class PeerStore(dist.Store):
             self._values[key] = data
 
     def get(self, key: str) -> bytes:
-        """The value that some rank has set, waiting for it. Raises ``TimeoutError``."""
+        """Wait for a value that some rank has set. Raises ``TimeoutError``."""
         return self._found(key, self._patience)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Until every key has been set. Raises ``TimeoutError``."""
+        """Wait until every key has been set. Raises ``TimeoutError``."""
         for key in keys:
             self.set(key, self._found(key, timeout or self._patience))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether every key has been set."""
+        """Return whether every key has been set."""
         return all(self._asked_once(key) is not None for key in keys)
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -232,7 +216,7 @@ class PeerStore(dist.Store):
 
     def _asked_once(self, key: str) -> bytes | None:
         held = self.held(key)
-        if held is not None or self._peers is None:
+        if held is not None:
             return held
         # The libraries name a value after the rank that sets it: it is asked first.
         owner = key.rpartition("/")[2]

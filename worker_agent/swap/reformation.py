@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from worker_agent.swap.commit_register import FatalSwitchError
 from worker_agent.swap.group import AgentGroup
+from worker_agent.swap.machine import SwitchState
 
 _log = logging.getLogger("eplb.agent")
 
@@ -32,76 +32,45 @@ _FIRST_MARGIN = 32
 _LAST_MARGIN = 4096
 
 
-@dataclass(frozen=True)
-class Standing:
-    """Where a rank was when it lost the votes; the last transfer, lane and vote that it knows of."""
-
-    version_digest: int
-    generation: int
-    lane: int
-    vote: int
-
-
-@dataclass(frozen=True)
-class Reformed:
-    """Votes that can be cast again, the first one at ``start``; the numbers are the highest that any rank knew."""
-
-    votes: dist.ProcessGroup
-    start: int
-    generation: int
-    lane: int
-    vote: int
-
-
 class Reformation:
     """Tries until the ranks vote again.
 
-    Parameters
-    ----------
-    group
-        The formation.
-    standing
-        Where this rank was.
-    attempts
-        Attempts before this one, over the life of the formation.
-    fruitless
-        How often in a row votes that were formed again were lost before long; each time they come later.
-    now
-        Gives the number of the last forward pass.
-
-    ``complaint`` is what came of the last attempt, or ``None``.
+    ``state`` and ``vote`` are this rank's when it lost the votes, ``attempts`` counts those of the formation's life,
+    and ``fruitless`` how often in a row votes were lost soon after they had been formed: each time they come later.
+    ``complaint`` is the last attempt's error. Once ``poll`` gives the votes, ``start`` is the forward pass of the
+    first; ``generation``, ``lane`` and ``vote`` are the last that any rank knew of.
     """
 
     def __init__(
         self,
         group: AgentGroup,
-        standing: Standing,
+        state: SwitchState,
+        vote: int,
         attempts: int,
         fruitless: int,
         now: Callable[[], int],
     ) -> None:
         self.attempts = attempts
+        self.complaint: str | None = None
+        self.start = 0
+        self.generation, self.lane, self.vote = state.generation, state.lane, vote
         self._group = group
-        self._standing = standing
+        self._version_digest = state.installed.version_digest
         self._now = now
         self._backoff = min(_FIRST_BACKOFF_SECONDS * 4**fruitless, _LONGEST_DELAY_SECONDS)
-        self.complaint: str | None = None
         self._margin = _FIRST_MARGIN
         self._closing = threading.Event()
-        self._reformed: Reformed | FatalSwitchError | None = None
+        self._votes: dist.ProcessGroup | FatalSwitchError | None = None
         threading.Thread(target=self._run, name="eplb-reformation", daemon=True).start()
 
-    def poll(self) -> Reformed | None:
-        """The new votes, or ``None`` as long as there are none; never waits.
+    def poll(self) -> dist.ProcessGroup | None:
+        """Return the new votes' group, or ``None`` as long as there is none; never waits.
 
-        Raises
-        ------
-        FatalSwitchError
-            Where the ranks have found that they serve different placements.
+        Raises ``FatalSwitchError`` where the ranks have found that they serve different placements.
         """
-        if isinstance(self._reformed, FatalSwitchError):
-            raise self._reformed
-        return self._reformed
+        if isinstance(self._votes, FatalSwitchError):
+            raise self._votes
+        return self._votes
 
     def close(self) -> None:
         """Try no more."""
@@ -111,10 +80,10 @@ class Reformation:
         backoff = self._backoff
         while not self._closing.wait(backoff):
             try:
-                self._reformed = self._attempt()
+                self._votes = self._attempt()
                 return
             except FatalSwitchError as diverged:
-                self._reformed = diverged
+                self._votes = diverged
                 return
             except Exception as error:
                 self.complaint = f"the ranks do not vote again yet: {error}"
@@ -122,22 +91,12 @@ class Reformation:
             backoff = max(self._backoff, min(2 * backoff, _LAST_BACKOFF_SECONDS))
             self._margin = min(4 * self._margin, _LAST_MARGIN)
 
-    def _attempt(self) -> Reformed:
+    def _attempt(self) -> dist.ProcessGroup:
         self._gather()
         votes = self._group.process_group(f"vote/{self.attempts}")
-        mine = self._standing
-        low, high, generation, lane, vote, earliest, latest = _all_min(
-            votes,
-            [
-                mine.version_digest,
-                -mine.version_digest,
-                -mine.generation,
-                -mine.lane,
-                -mine.vote,
-                self._now(),
-                -self._now(),
-            ],
-        )
+        digest, now = self._version_digest, self._now()
+        mine = [digest, -digest, -self.generation, -self.lane, -self.vote, now, -now]
+        low, high, generation, lane, vote, earliest, latest = _all_min(votes, mine)
         if low != -high:
             raise FatalSwitchError("the ranks serve different placements")
         if -latest - earliest > self._margin:
@@ -146,7 +105,8 @@ class Reformation:
         (in_time,) = _all_min(votes, [int(self._now() < start)])
         if not in_time:
             raise TimeoutError(f"a rank was past forward pass {start} before all had heard of it")
-        return Reformed(votes, start, -generation, -lane, -vote)
+        self.start, self.generation, self.lane, self.vote = start, -generation, -lane, -vote
+        return votes
 
     def _gather(self) -> None:
         """Agree on the number of the attempt, the highest that any rank is at, once all ranks have lost the votes."""
@@ -156,20 +116,17 @@ class Reformation:
         # One rank is waited for at a time: many that wait must not flood the one that is late.
         while waiting:
             self._group.store.set(f"attempt/{self._group.rank}", str(self.attempts))
-            theirs = self._attempt_of(waiting[-1])
+            question = f"vattempt/{waiting[-1]}".encode()
+            answer = self._group.peers.ask(waiting[-1:], question, _POLL_SECONDS).get(waiting[-1], b"-")
+            if answer[:1] == b"!":
+                raise FatalSwitchError(answer[1:].decode())
+            theirs = int(answer[1:]) if answer[:1] == b"+" else 0
             if theirs == self.attempts:
                 waiting.pop()
             elif theirs > self.attempts:
                 self.attempts, waiting = theirs, sorted(self._group.peers.others)
             elif time.monotonic() > end or self._closing.wait(_POLL_SECONDS):
                 raise TimeoutError(f"rank {waiting[-1]} has not come")
-
-    def _attempt_of(self, rank: int) -> int:
-        question = f"vattempt/{rank}".encode()
-        answer = self._group.peers.ask([rank], question, _POLL_SECONDS).get(rank, b"-")
-        if answer[:1] == b"!":
-            raise FatalSwitchError(answer[1:].decode())
-        return int(answer[1:]) if answer[:1] == b"+" else 0
 
 
 def _all_min(group: dist.ProcessGroup, values: list[int]) -> list[int]:

@@ -1,13 +1,16 @@
-"""Memory in which incoming experts wait for their commit, and the commit itself."""
+"""Memory in which incoming experts wait for their commit, and the commit itself, between two forward passes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from worker_agent.adapters.live_layer import ExpertWeights, LiveLayer
+from eplb_service.placement import expert_map
+from eplb_service.wire.plan import RankLayer
 from worker_agent.device import bytes_of, on_host
+from worker_agent.live_layer import ExpertWeights, LiveLayer, PlacementAware
+from worker_agent.swap.commit_register import FatalSwitchError
 
 
 class Staging:
@@ -25,7 +28,7 @@ class Staging:
         )
 
     def reserve(self, weights: Sequence[ExpertWeights], rows: int) -> list[ExpertWeights]:
-        """For each of ``weights`` a buffer of ``rows`` experts, in its form, dtype and device.
+        """Return for each of ``weights`` a buffer of ``rows`` experts, in its form, dtype and device.
 
         Takes new memory only where a layer needs more rows, or other shapes, than the ones before.
         """
@@ -58,32 +61,50 @@ def _fits(buffer: ExpertWeights, weight: ExpertWeights, rows: int) -> bool:
     return (held.shape, held.dtype, held.device) == (wanted.shape, wanted.dtype, wanted.device)
 
 
+def install_layer(
+    live: LiveLayer,
+    update: RankLayer,
+    rank: int,
+    staged: Sequence[ExpertWeights],
+    slots: Sequence[int],
+    *,
+    verify: bool = False,
+    on_commit: Callable[[int], None] | None = None,
+) -> int:
+    """Switch the layer ``live`` of ``rank`` to ``update``, in place; return the bytes of weights written.
+
+    ``staged[i][n]`` goes to slot ``slots[n]`` of the layer's weight ``i``. With ``verify`` what is installed is
+    compared with what was staged; then ``on_commit`` is called with the layer's index. Whatever fails is a
+    ``FatalSwitchError``.
+    """
+    try:
+        local_E = expert_map(update.phy2log_RS[rank], live.expert_map.shape[0])
+        written = copy_into(
+            live, staged, slots, torch.from_numpy(local_E), torch.from_numpy(update.log2phy_E)
+        )
+        if isinstance(live, PlacementAware):
+            live.install_placement(update.phy2log_RS)
+        if verify:
+            _check_installed(live, staged, slots)
+        if on_commit is not None:
+            on_commit(update.layer)
+    except Exception as error:
+        raise FatalSwitchError(f"layer {update.layer} could not be installed: {error}") from error
+    return written
+
+
 @torch.inference_mode()
-def install(
+def copy_into(
     layer: LiveLayer,
     staged: Sequence[ExpertWeights],
     slots: Sequence[int],
     expert_map_E: torch.Tensor,
     log2phy_E: torch.Tensor,
 ) -> int:
-    """Copy staged experts and the new tables into the live layer, in place.
+    """Copy experts (``staged``, ``slots`` as for ``install_layer``), then the tables that route to them, to ``layer``.
 
-    Weights first, then the tables that route to them, all on the caller's stream, between two forward passes. On a
-    device this only queues the copies.
-
-    Parameters
-    ----------
-    layer
-        The live layer.
-    staged, slots
-        ``staged[i][n]`` goes to slot ``slots[n]`` of the layer's weight ``i``.
-    expert_map_E, log2phy_E
-        int32 ``[E]``, the new tables; ``log2phy_E`` is ``[E, D]`` where the rank deals.
-
-    Returns
-    -------
-    int
-        Bytes of weights written.
+    ``expert_map_E`` and ``log2phy_E`` are int32 ``[E]``, the latter ``[E, D]`` where the rank deals. All is on the
+    caller's stream: on a device this only queues the copies.
     """
     written = 0
     for weight, buffer in zip(layer.expert_weights(), staged, strict=True):
@@ -96,8 +117,7 @@ def install(
     return written
 
 
-def check_installed(layer: LiveLayer, staged: Sequence[ExpertWeights], slots: Sequence[int]) -> None:
-    """Raise ``ValueError`` where a live slot does not hold the bytes that were staged for it."""
+def _check_installed(layer: LiveLayer, staged: Sequence[ExpertWeights], slots: Sequence[int]) -> None:
     for weight, buffer in zip(layer.expert_weights(), staged, strict=True):
         for row, slot in enumerate(slots):
             if not torch.equal(bytes_of(weight[slot]), bytes_of(buffer[row])):

@@ -1,23 +1,29 @@
-"""Moves experts between ranks in the background, from live slots into staging."""
+"""Moves experts between ranks in the background, from live slots into staging: chunk by chunk, within a byte budget."""
 
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
+import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from itertools import zip_longest
 
-from worker_agent.adapters.live_layer import ExpertWeights, LiveLayer
-from worker_agent.device import Mark, SideStream
-from worker_agent.swap.actions import StartTransfer
-from worker_agent.swap.carrier import ByteBudget, Carrier
-from worker_agent.swap.lane.lane import Deadline
-from worker_agent.swap.lane.lanes import Lanes
+import torch
+
+from eplb_service.placement import Int32
+from worker_agent.device import Mark, SideStream, bytes_of
+from worker_agent.live_layer import ExpertWeights, LiveLayer
+from worker_agent.settings import AgentSettings
+from worker_agent.swap.lane import Deadline, Lane, Lanes, Parcel
+from worker_agent.swap.machine import StartTransfer
 from worker_agent.swap.staging import Staging
-from worker_agent.swap.transfer_schedule import Leg, incoming_slots, legs
 
+_CHUNK_BYTES = 4 * 1024 * 1024
+"""Size of the largest single message; the same on all ranks."""
 _REST_SECONDS = 1.0
 _LATE_SECONDS = 10.0
 """A busy host wakes a thread late, which is no reason to take it for hung."""
@@ -25,7 +31,7 @@ _LATE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class TransferResult:
-    """What became of one transfer: the staged rows and their slots, or the error that ended it."""
+    """Staged rows of one transfer and their slots, or the error that ended it."""
 
     generation: int
     staged: list[ExpertWeights]
@@ -35,60 +41,61 @@ class TransferResult:
     error: str | None = None
 
 
-@dataclass(frozen=True)
-class TransferLimits:
-    """How a transfer is carried out.
+class ByteBudget:
+    """Bytes that may leave, or arrive, per step: filled at each step boundary, drawn from by the transfer thread.
 
-    Parameters
-    ----------
-    timeout
-        Bound on one whole transfer, the opening of its lane included.
-    chunk_bytes
-        Largest single message.
-    verify
-        Whether a checksum of each expert is sent along and compared.
+    ``None`` sets no limit. A chunk larger than one step's share waits for several steps.
     """
 
-    timeout: timedelta
-    chunk_bytes: int
-    verify: bool = False
+    def __init__(self, bytes_per_step: int | None) -> None:
+        self._bytes_per_step = bytes_per_step
+        self._left = 0
+        self._changed = threading.Condition()
 
+    def refill(self) -> None:
+        """Admit one step's bytes more. What was not used is not saved up."""
+        if self._bytes_per_step is None:
+            return
+        with self._changed:
+            self._left = min(self._left, 0) + self._bytes_per_step
+            self._changed.notify()
 
-@dataclass(frozen=True)
-class _Job:
-    order: StartTransfer
-    weights: Sequence[ExpertWeights]
-    ready: Mark
+    def open(self) -> None:
+        """Admit whatever is asked for until the next ``refill``: the model makes no steps that could be slowed."""
+        with self._changed:
+            self._left = sys.maxsize
+            self._changed.notify()
+
+    def draw(self, size: int, timeout: float) -> bool:
+        """Wait until the budget admits ``size`` bytes; ``False`` past ``timeout`` seconds."""
+        if self._bytes_per_step is None:
+            return True
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._left > 0, timeout):
+                return False
+            self._left -= size
+            return True
 
 
 class TransferWorker:
-    """One thread that carries out a transfer at a time; results are read with ``poll``.
+    """One thread that carries out a transfer at a time; results are read with ``poll``. It alone uses the lanes."""
 
-    Parameters
-    ----------
-    lanes
-        What experts travel over; used by this thread alone from here on.
-    limits
-        Deadline, message size and verification.
-    budget
-        Bytes per step.
-    """
-
-    def __init__(self, lanes: Lanes, limits: TransferLimits, budget: ByteBudget) -> None:
+    def __init__(self, lanes: Lanes, settings: AgentSettings, budget: ByteBudget) -> None:
         self._lanes = lanes
-        self._limits = limits
+        self._timeout = settings.transfer_timeout_seconds
+        self._verify = settings.verify_transfers
         self._budget = budget
         self._stream = SideStream(lanes.device)
         self.staging = Staging()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[TransferResult] = queue.SimpleQueue()
+        self._jobs = queue.SimpleQueue[tuple[StartTransfer, Sequence[ExpertWeights], Mark] | None]()
+        self._results = queue.SimpleQueue[TransferResult]()
         self._overdue_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="eplb-transfer", daemon=True)
         self._thread.start()
 
     @property
     def failing(self) -> str | None:
-        """Why no answer is to be hoped for any more, or ``None``: the thread is dead or has missed its own deadline."""
+        """Reason to hope for no answer any more, or ``None``: the thread is dead or has missed its own deadline."""
         if not self._thread.is_alive():
             return "the transfer thread has died"
         if self._overdue_at is not None and time.monotonic() > self._overdue_at:
@@ -97,7 +104,7 @@ class TransferWorker:
 
     @property
     def running(self) -> bool:
-        """Whether a transfer still reads live slots or writes into staging."""
+        """True while a transfer still reads live slots or writes into staging."""
         return self._overdue_at is not None and self._thread.is_alive()
 
     def start(self, order: StartTransfer, layer: LiveLayer) -> None:
@@ -106,11 +113,11 @@ class TransferWorker:
         That is a commit before all: what it copies out of staging is read before anything new is written there.
         """
         weights = layer.expert_weights()
-        self._overdue_at = time.monotonic() + 2 * self._limits.timeout.total_seconds() + _LATE_SECONDS
-        self._jobs.put(_Job(order, weights, Mark(weights[0][0].device)))
+        self._overdue_at = time.monotonic() + 2 * self._timeout + _LATE_SECONDS
+        self._jobs.put((order, weights, Mark(weights[0][0].device)))
 
     def poll(self) -> TransferResult | None:
-        """A transfer that has ended since the last call, or ``None``; never waits."""
+        """Return a transfer that has ended since the last call, or ``None``; never waits."""
         # Asked at every step: an exception costs more than the question.
         if self._results.empty():
             return None
@@ -125,47 +132,138 @@ class TransferWorker:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
+            order, weights, ready = job
             began = time.monotonic()
-            slots = incoming_slots(job.order.layer.moves_M5, self._lanes.rank)
+            moves = order.layer.moves_M5.tolist()
+            slots = [slot for _, _, destination, slot, _ in moves if destination == self._lanes.rank]
             # A layer may change its tables alone.
-            staged: list[ExpertWeights] = [weight[:0] for weight in job.weights]
+            staged: list[ExpertWeights] = [weight[:0] for weight in weights]
             error = None
             try:
-                if len(job.order.layer.moves_M5):
-                    staged = self._move(job, len(slots))
+                if moves:
+                    staged = self._move(order, weights, ready, len(slots))
             except Exception as failure:
-                error = f"transfer of layer {job.order.layer.layer} failed: {failure}"
+                error = f"transfer of layer {order.layer.layer} failed: {failure}"
                 # Late bytes may still be written into what was staged, and the other ranks must not wait for this one:
                 # without the lane's links they know at once.
                 self._lanes.retire()
                 self.staging.drop()
             received = sum(row.nbytes for buffer in staged for row in buffer) if error is None else 0
             seconds = time.monotonic() - began
-            self._results.put(TransferResult(job.order.generation, staged, slots, received, seconds, error))
+            self._results.put(TransferResult(order.generation, staged, slots, received, seconds, error))
         self._lanes.retire()
 
-    def _move(self, job: _Job, rows: int) -> list[ExpertWeights]:
-        """Send and receive this rank's part of the layer, round by round; the staged buffers, all bytes in them."""
-        deadline = Deadline(self._limits.timeout.total_seconds())
+    def _move(
+        self, order: StartTransfer, weights: Sequence[ExpertWeights], ready: Mark, rows: int
+    ) -> list[ExpertWeights]:
+        """Send and receive this rank's part of the layer, round by round; return the staged buffers, filled."""
+        deadline = Deadline(self._timeout)
         with self._stream.current():
             # Every rank joins the lane, also one that neither sends nor receives: its mesh is built by all.
-            lane = self._lanes.lane(job.order.lane)
-            carrier = Carrier(lane, self._limits.chunk_bytes, self._budget, deadline)
-            job.ready.hold_current_stream()
-            staged = self.staging.reserve(job.weights, rows)
-            for outgoing, incoming in legs(job.order.layer.moves_M5, self._lanes.rank, job.weights, staged):
-                if outgoing is not None and incoming is not None and outgoing.peer == self._lanes.rank:
-                    _copy(outgoing, incoming)
+            carrier = _Carrier(self._lanes.lane(order.lane), self._budget, deadline)
+            ready.hold_current_stream()
+            staged = self.staging.reserve(weights, rows)
+            for outgoing, incoming in _parcels(order.layer.moves_M5, self._lanes.rank, weights, staged):
+                if outgoing and incoming and outgoing[0].peer == self._lanes.rank:
+                    # An expert changes its slot on this rank.
+                    for source, target in zip(outgoing, incoming, strict=True):
+                        target.data.copy_(source.data)
                     continue
                 carrier.carry(outgoing, incoming)
-                if self._limits.verify:
+                if self._verify:
                     carrier.verify(outgoing, incoming)
         # Late is late, also where this rank had nothing to send or receive.
         deadline.left()
         return staged
 
 
-def _copy(outgoing: Leg, incoming: Leg) -> None:
-    """An expert changes its slot on this rank."""
-    for source, target in zip(outgoing.parts, incoming.parts, strict=True):
-        target.copy_(source)
+class _Carrier:
+    """Carries experts over a lane, each a parcel per tensor, and verifies what arrived."""
+
+    def __init__(self, lane: Lane, budget: ByteBudget, deadline: Deadline) -> None:
+        self._lane = lane
+        self._budget = budget
+        self._deadline = deadline
+
+    def carry(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel]) -> None:
+        """Send one expert while receiving another, tensor by tensor; either may be empty."""
+        for part_out, part_in in zip_longest(outgoing, incoming):
+            for sent, received in zip_longest(_chunks(part_out), _chunks(part_in)):
+                size = max(parcel.data.nbytes for parcel in (sent, received) if parcel is not None)
+                # The receiver draws as well: else it would hold its device for a sender that waits for its own steps.
+                if not self._budget.draw(size, self._deadline.left()):
+                    raise TimeoutError("the model made no steps that the byte budget could be drawn from")
+                self._lane.exchange(sent, received, self._deadline)
+
+    def verify(self, outgoing: Sequence[Parcel], incoming: Sequence[Parcel]) -> None:
+        """Compare what was sent with what is staged; raises ``ValueError`` where an expert came out different."""
+        sent = [_checksum_of(outgoing)] if outgoing else []
+        computed = [_checksum_of(incoming)] if incoming else []
+        reported = [Parcel(one.peer, torch.zeros_like(one.data)) for one in computed]
+        self.carry(sent, reported)
+        for staged, received in zip(computed, reported, strict=True):
+            if int(received.data) != int(staged.data):
+                raise ValueError(
+                    f"expert {staged.expert} from rank {staged.peer} has the checksum {int(staged.data):#010x}, "
+                    f"was sent as {int(received.data):#010x}"
+                )
+
+
+def _chunks(parcel: Parcel | None) -> list[Parcel]:
+    if parcel is None:
+        return []
+    return [Parcel(parcel.peer, chunk) for chunk in bytes_of(parcel.data).split(_CHUNK_BYTES)]
+
+
+def _checksum_of(parcels: Sequence[Parcel]) -> Parcel:
+    """Parcel of the CRC-32 over the bytes of an expert's tensors, in their order; reads them from their device."""
+    value = 0
+    for parcel in parcels:
+        value = zlib.crc32(bytes_of(parcel.data).cpu().numpy().data, value)
+    first = parcels[0]
+    return Parcel(first.peer, torch.tensor([value], device=first.data.device), first.expert)
+
+
+def _rounds(moves_M5: Int32) -> list[list[int]]:
+    """Conflict-free rounds of indices into the moves: in each, a rank sends and receives at most one expert.
+
+    An edge colouring of the bipartite graph of senders and receivers, greedy on the busiest ranks first, so the number
+    of rounds is at most one short of twice the best. Deterministic: all ranks find the same rounds.
+    """
+    pairs = [(source, destination) for source, _, destination, _, _ in moves_M5.tolist()]
+    sends, receives = Counter(source for source, _ in pairs), Counter(destination for _, destination in pairs)
+    waiting = sorted(range(len(pairs)), key=lambda move: -(sends[pairs[move][0]] + receives[pairs[move][1]]))
+    ordered = []
+    while waiting:
+        senders, receivers, chosen = set[int](), set[int](), list[int]()
+        for move in waiting:
+            source, destination = pairs[move]
+            if source not in senders and destination not in receivers:
+                senders.add(source)
+                receivers.add(destination)
+                chosen.append(move)
+        ordered.append(chosen)
+        carried = set(chosen)
+        waiting = [move for move in waiting if move not in carried]
+    return ordered
+
+
+def _parcels(
+    moves_M5: Int32, rank: int, weights: Sequence[ExpertWeights], staged: Sequence[ExpertWeights]
+) -> list[tuple[list[Parcel], list[Parcel]]]:
+    """Parcels that ``rank`` sends and receives in each round, one per tensor; staged rows are in order of the moves."""
+    moves = moves_M5.tolist()
+    incoming = [move for move, (_, _, destination, _, _) in enumerate(moves) if destination == rank]
+    row_of = {move: row for row, move in enumerate(incoming)}
+    found = []
+    for batch in _rounds(moves_M5):
+        sent: list[Parcel] = []
+        received: list[Parcel] = []
+        for move in batch:
+            source, source_slot, destination, _, expert = moves[move]
+            if source == rank:
+                sent = [Parcel(destination, weight[source_slot], expert) for weight in weights]
+            if destination == rank:
+                received = [Parcel(source, buffer[row_of[move]], expert) for buffer in staged]
+        found.append((sent, received))
+    return found

@@ -1,7 +1,9 @@
-"""This rank's part in the votes: its ballot out, the outcome in, the others asked where they may have heard more.
+"""Votes of the ranks, over the life of their formation: cast and counted at common forward passes, and formed again.
 
 A vote is launched at one step boundary and counted at a later one that is fixed beforehand, the same on every rank,
-waiting there if it must. Completion is never polled: two ranks would see the outcome at different steps.
+waiting there if it must. Completion is never polled: two ranks would see the outcome at different steps. Every interval
+follows from the outcome of the vote before, which is the same on all ranks; so are therefore the passes at which they
+vote next.
 """
 
 from __future__ import annotations
@@ -15,135 +17,118 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from worker_agent.history.record import History
-from worker_agent.swap.ballot import BALLOT_WIDTH, Ballot, Outcome, Progress, VoteResult
+from worker_agent.forward_clock import ForwardClock
+from worker_agent.settings import AgentSettings
 from worker_agent.swap.commit_register import CommitRegister
+from worker_agent.swap.machine import BALLOT_WIDTH, Ballot, Progress, SwitchState, VoteOutcome, VoteResult
+from worker_agent.swap.record import History
+from worker_agent.swap.reformation import Reformation
+from worker_agent.swap.rendezvous import Rendezvous
 
-_INSTALL_TIMEOUT = timedelta(seconds=30)
+_INSTALL_SECONDS = 30.0
 """A rank that is not heard by then either installs the layer or serves no more: the model's next collective waits."""
-_SUSPICION = timedelta(seconds=5)
+_SUSPICION_SECONDS = 5.0
 """After so long a rank asks where the others are: one whose count of passes hangs never comes."""
+_VOTE_LAG = 2
+"""Forward passes from a vote's launch to its consumption; no more than from one vote to the next."""
+_IDLE_INTERVALS = 4
+"""Vote intervals to the next vote while no rank holds a plan: a new plan waits so long at most."""
+_LONGEST_DELAY = 4096
+"""Forward passes, at most, to the next vote after commits that not all ranks confirmed."""
+_ASTRAY_VOTES = 3
+"""Fewer votes in a row that find the ranks at different passes are no problem: a host has missed a call."""
+_PROVEN_VOTES = 64
+"""Votes that a formation counts before its links are taken to be sound."""
 
 
 class VoteError(RuntimeError):
     """The ranks could not be heard; what the others saw is not known here."""
 
 
-class BallotBox:
-    """Carries ballots over a process group; at most one vote is under way.
+class Voter:
+    """Casts this rank's ballots over a gloo group of their own and counts them, one vote at a time.
 
-    Parameters
-    ----------
-    group
-        A gloo group used for nothing else.
-    lag
-        Step boundaries between launch and consumption.
-    timeout
-        Longest wait at consumption.
-    patience
-        Longest wait for all to be at the boundary at which a layer is committed.
-    number
-        Of the last vote before, where this box goes on for another.
-
-    ``number`` counts the votes; ``under_way`` says whether one has been launched and not been consumed.
+    ``number`` counts the votes, from that of the last one before; ``under_way`` is true while one has been cast and not
+    been counted, which is to be done from forward pass ``due`` on. The register decides a vote that may commit a layer.
+    ``never_coming``, given that pass, names a rank that will not come to it; a rank that has waited for long asks it.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup,
-        lag: int,
-        timeout: timedelta,
-        patience: timedelta = timedelta(seconds=1),
+        settings: AgentSettings,
+        register: CommitRegister,
+        history: History,
         number: int = 0,
+        never_coming: Callable[[int], str | None] = lambda _: None,
     ) -> None:
+        self.number = number
+        self.under_way = False
         self._group: dist.ProcessGroup | None = group
-        self._lag = lag
-        self._timeout = timeout
-        self._patience = patience
-        self._first_wait = min(_SUSPICION, timeout)
+        self._lag = min(_VOTE_LAG, settings.vote_interval)
+        self._timeout = settings.vote_timeout_seconds
+        self._commit_timeout = min(settings.commit_timeout_seconds, self._timeout)
+        self._register = register
+        self._history = history
+        self._never_coming = never_coming
         self._tensor = torch.zeros(BALLOT_WIDTH, dtype=torch.int64)
         self._ballot = self._tensor.numpy()
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
         self._work: dist.Work | None = None
-        self._due = 0
-        self.number = number
-        self.under_way = False
+        self.due = 0
+        self._cast: Ballot | None = None
 
-    def launch(self, ballot: Ballot) -> None:
-        """Send this rank's ballot; the outcome is due ``lag`` forward passes after its own. Raises ``VoteError``."""
+    @property
+    def may_commit(self) -> bool:
+        """True if the vote under way, or last cast, can commit a layer as far as this rank knows."""
+        return self._cast is not None and self._cast.progress == Progress.READY and not self._cast.abort
+
+    def cast(self, ballot: Ballot) -> None:
+        """Send this rank's ballot; its outcome is due a few forward passes after its own. Raises ``VoteError``."""
         assert not self.under_way, "a vote is already under way"
+        self._cast = ballot
         self.number += 1
-        if self._group is None:
-            raise VoteError(f"vote {self.number}: this rank has left the votes")
         self._ballot[:] = ballot.encode()
-        self._due = ballot.forward + self._lag
-        try:
-            self._work = self._group.allreduce([self._tensor], self._options)
-            self.under_way = True
-        except RuntimeError as error:
-            raise VoteError(f"vote {self.number} could not be sent: {error}") from error
+        self.due = ballot.forward + self._lag
+        self._work = self._reduced(self._tensor)
+        self.under_way = True
 
-    def due(self, forward: int) -> bool:
-        """Whether an outcome must be consumed after this forward pass."""
-        return self.under_way and forward >= self._due
+    def count(self, step: int, exact_forward: Callable[[], int]) -> VoteOutcome:
+        """Wait for the slowest rank; return the outcome that counts.
 
-    def consume(self, never_coming: Callable[[int], str | None] = lambda _: None) -> Outcome:
-        """The outcome, waiting for the slowest rank.
-
-        Parameters
-        ----------
-        never_coming
-            Given the forward pass after which the outcome is due, says which rank will not come to it; asked now and
-            then by a rank that has waited for long.
-
-        Raises
-        ------
-        VoteError
-            Past the timeout, on a broken link, or where a rank will not come.
+        A layer is committed only where every rank is at this very boundary, which all confirm to each other here:
+        one that missed a call has already begun another forward pass. Only for that the pass is asked of
+        ``exact_forward``. Raises ``VoteError`` past the timeout, on a broken link, or where a rank will not come: then
+        ``settle``.
         """
-        assert self.under_way
-        work, self._work, self.under_way = self._work, None, False
-        if work is None:
-            raise VoteError(f"vote {self.number}: this rank has left the votes")
-        end = time.monotonic() + self._timeout.total_seconds()
-        wait = self._first_wait
-        try:
-            while not _done(work, wait):
-                absent = never_coming(self._due)
-                if absent is None and time.monotonic() > end:
-                    absent = f"not all ranks came within {self._timeout.total_seconds():g} s"
-                if absent is not None:
-                    raise VoteError(f"vote {self.number} came to nothing: {absent}")
-                wait = min(_SUSPICION, timedelta(seconds=max(0.001, end - time.monotonic())))
-            return Outcome.decode(self._ballot.tolist())
-        except (RuntimeError, ValueError) as error:
-            if isinstance(error, VoteError):
-                raise
-            raise VoteError(f"vote {self.number} came to nothing: {error}") from error
+        outcome = self._heard()
+        if outcome.result is VoteResult.COMMIT:
+            together = self._all_are_at(exact_forward())
+            # Where not all came in time, or one that gave up has asked this rank before it heard, the ranks settle it.
+            if together is False or not self._register.may_commit(self.number, heard=together is True):
+                outcome = outcome.unconfirmed()
+        self._history.vote(step, self.number, self._cast, outcome)
+        self._cast = None
+        return outcome
 
-    def all_are_at(self, forward: int) -> bool | None:
-        """Whether every rank is at this boundary, the one after pass ``forward``; ``None`` if not all came in time.
+    def settle(self, step: int) -> VoteOutcome:
+        """Ask the others what counts of a vote that this rank has not heard, where it may have committed a layer.
 
-        Those that come later find the others' answers, so the next vote is none the worse. Raises ``VoteError`` on a
-        broken link.
+        Raises ``FatalSwitchError`` where one that may have committed does not answer.
         """
-        bounds = self._all_min([forward, -forward], min(self._patience, self._timeout))
-        return None if bounds is None else bounds[0] == -bounds[1]
+        cast = self._cast
+        if cast is None or not self.may_commit:
+            return VoteOutcome.nobody()
+        outcome = VoteOutcome.unanimous(cast.plan)
+        if not self._register.may_commit(self.number, heard=False):
+            outcome = outcome.with_abort()
+        self._history.vote(step, self.number, cast, outcome, heard=False)
+        return outcome
 
     def all_have_installed(self, done: bool) -> bool:
-        """Whether no rank says that it has failed to install the layer. Raises ``VoteError`` on a broken link."""
-        return self._all_min([int(done)], min(_INSTALL_TIMEOUT, self._timeout)) != [0]
-
-    def _all_min(self, values: list[int], timeout: timedelta) -> list[int] | None:
-        if self._group is None:
-            raise VoteError(f"vote {self.number}: this rank has left the votes")
-        tensor = torch.tensor(values, dtype=torch.int64)
-        try:
-            work = self._group.allreduce([tensor], self._options)
-            return [int(value) for value in tensor.tolist()] if _done(work, timeout) else None
-        except RuntimeError as error:
-            raise VoteError(f"vote {self.number} was not confirmed by all ranks: {error}") from error
+        """Return whether no rank reports that it failed to install the layer. Raises ``VoteError`` on a broken link."""
+        return self._all_min([int(done)], min(_INSTALL_SECONDS, self._timeout)) != [0]
 
     def leave(self) -> None:
         """Vote no more. The other ranks learn of it at once, by their broken links; returns at once as well.
@@ -156,89 +141,166 @@ class BallotBox:
         self._work = self._group = None
         threading.Thread(target=held.clear, name="eplb-votes-end").start()
 
+    def _heard(self) -> VoteOutcome:
+        """VoteOutcome of the ballots, waiting for the slowest rank."""
+        assert self.under_way
+        work, self._work, self.under_way = self._work, None, False
+        if work is None:
+            raise VoteError(f"vote {self.number}: this rank has left the votes")
+        end = time.monotonic() + self._timeout
+        wait = min(_SUSPICION_SECONDS, self._timeout)
+        try:
+            while not _done(work, wait):
+                absent = self._never_coming(self.due)
+                if absent is None and time.monotonic() > end:
+                    absent = f"not all ranks came within {self._timeout:g} s"
+                if absent is not None:
+                    raise VoteError(f"vote {self.number} came to nothing: {absent}")
+                wait = min(_SUSPICION_SECONDS, max(0.001, end - time.monotonic()))
+            return VoteOutcome.decode(self._ballot.tolist())
+        except VoteError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            raise VoteError(f"vote {self.number} came to nothing: {error}") from error
 
-class Voter:
-    """Casts this rank's ballots and counts what comes of them, one vote at a time.
+    def _all_are_at(self, forward: int) -> bool | None:
+        """Return whether every rank is at this boundary, after pass ``forward``; ``None`` if not all came in time.
 
-    Parameters
-    ----------
-    box
-        Carries ballots.
-    register
-        Has the last word on a vote that may commit a layer.
-    history
-        Where votes are recorded.
-    never_coming
-        See ``BallotBox.consume``.
-    """
-
-    def __init__(
-        self,
-        box: BallotBox,
-        register: CommitRegister,
-        history: History,
-        never_coming: Callable[[int], str | None] = lambda _: None,
-    ) -> None:
-        self.box = box
-        self._never_coming = never_coming
-        self._register = register
-        self._history = history
-        self._cast: Ballot | None = None
-
-    @property
-    def may_commit(self) -> bool:
-        """Whether the vote under way, or last cast, can commit a layer as far as this rank knows."""
-        return self._cast is not None and self._cast.progress == Progress.READY and not self._cast.abort
-
-    def cast(self, ballot: Ballot) -> None:
-        """Send this rank's ballot. Raises ``VoteError`` where it cannot be sent."""
-        self._cast = ballot
-        self.box.launch(ballot)
-
-    def count(self, step: int, exact_forward: Callable[[], int]) -> Outcome:
-        """The outcome that counts. Raises ``VoteError`` where the ranks were not heard: then ``settle``.
-
-        A layer is committed only where every rank is at this very boundary, which all confirm to each other here:
-        one that missed a call has already begun another forward pass.
-
-        Parameters
-        ----------
-        step
-            The boundary, for the history.
-        exact_forward
-            Gives the forward pass that this boundary comes after; called only where a layer is to be committed.
+        Those that come later find the others' answers, so the next vote is none the worse.
         """
-        outcome = self.box.consume(self._never_coming)
-        if outcome.result is VoteResult.COMMIT:
-            together = self.box.all_are_at(exact_forward())
-            # Where not all came in time, or one that gave up has asked this rank before it heard, the ranks settle it.
-            if together is False or not self._register.may_commit(self.box.number, heard=together is True):
-                outcome = outcome.unconfirmed()
-        self._history.vote(step, self.box.number, self._cast, outcome)
-        self._cast = None
-        return outcome
+        bounds = self._all_min([forward, -forward], self._commit_timeout)
+        return None if bounds is None else bounds[0] == -bounds[1]
 
-    def settle(self, step: int) -> Outcome:
-        """What counts of a vote that this rank has not heard: asks the others, where it may have committed a layer.
+    def _all_min(self, values: list[int], seconds: float) -> list[int] | None:
+        tensor = torch.tensor(values, dtype=torch.int64)
+        work = self._reduced(tensor)
+        try:
+            return [int(value) for value in tensor.tolist()] if _done(work, seconds) else None
+        except RuntimeError as error:
+            raise VoteError(f"vote {self.number} was not confirmed by all ranks: {error}") from error
 
-        Raises ``FatalSwitchError`` where one that may have committed does not answer.
-        """
-        cast = self._cast
-        if cast is None or not self.may_commit:
-            return Outcome.nobody()
-        unanimous = Outcome(Progress.READY, cast.plan, cast.plan, installed_agree=True, abort=False)
-        if not self._register.may_commit(self.box.number, heard=False):
-            unanimous = unanimous.with_abort()
-        self._history.vote(step, self.box.number, cast, unanimous, heard=False)
-        return unanimous
+    def _reduced(self, tensor: torch.Tensor) -> dist.Work:
+        if self._group is None:
+            raise VoteError(f"vote {self.number}: this rank has left the votes")
+        try:
+            return self._group.allreduce([tensor], self._options)
+        except RuntimeError as error:
+            raise VoteError(f"vote {self.number} could not be sent: {error}") from error
 
 
-def _done(work: dist.Work, timeout: timedelta) -> bool:
-    """Whether it is done within that time; it goes on if not. Raises ``RuntimeError`` where it has failed."""
+def _done(work: dist.Work, seconds: float) -> bool:
+    """Wait for it for so long, and return whether it is done. Raises ``RuntimeError`` where it has failed."""
     try:
-        work.wait(timeout)
+        work.wait(timedelta(seconds=seconds))
     except RuntimeError:
         if work.is_completed():
             raise
         return False
     return True
+
+
+class VoteSchedule:
+    """Decides when to cast and when to count, delays votes that lead nowhere, and forms lost ones again.
+
+    ``voter`` is ``None`` while the ranks do not vote.
+    """
+
+    def __init__(
+        self, rendezvous: Rendezvous, settings: AgentSettings, clock: ForwardClock, history: History
+    ) -> None:
+        self._group = rendezvous.group
+        self._settings = settings
+        self._lag = min(_VOTE_LAG, settings.vote_interval)
+        self._clock = clock
+        self._history = history
+        self._next = 1
+        self._astray = 0
+        self._counted = 0
+        self._fruitless = 0
+        self._attempts = 0
+        self._reformation: Reformation | None = None
+        self.voter: Voter | None = self._voter(rendezvous.votes, 0)
+        self._group.position = lambda: (clock.calls, clock.now)
+
+    @property
+    def complaint(self) -> str | None:
+        """Problem that keeps the ranks from voting, or their votes from coming to anything; or ``None``."""
+        if self._reformation is not None:
+            return self._reformation.complaint
+        if self._astray < _ASTRAY_VOTES:
+            return None
+        return f"{self._astray} votes in a row found the ranks at different forward passes"
+
+    def to_count(self, step: int) -> Voter | None:
+        """Return the voter, where a vote must be counted at this boundary."""
+        voter = self.voter
+        return voter if voter is not None and voter.under_way and step >= voter.due else None
+
+    def to_cast(self, step: int) -> tuple[Voter, int] | None:
+        """Return the voter and the forward pass of its ballot, where one begins here or has at a boundary missed."""
+        forward = step - step % self._settings.vote_interval
+        if self.voter is None or forward < self._next:
+            return None
+        self._next = forward + self._settings.vote_interval
+        return self.voter, forward
+
+    def counted(self, outcome: VoteOutcome) -> None:
+        """Set the next vote by the outcome of one that was counted."""
+        self._counted += 1
+        if self._counted == _PROVEN_VOTES:
+            self._fruitless = 0
+        if outcome.result is VoteResult.COMMIT:
+            self._astray = 0
+        if outcome.idle:
+            self._next = outcome.forward_high + _IDLE_INTERVALS * self._settings.vote_interval
+        if outcome.result is VoteResult.REALIGN:
+            # A host that always counts otherwise than its peers must not hold them up at every vote.
+            delay = min(self._settings.vote_interval * (2**self._astray - 1), _LONGEST_DELAY)
+            self._astray = min(self._astray + 1, 16)
+            self._next = outcome.forward_high + self._lag + 1 + delay
+
+    def lost(self, voter: Voter, state: SwitchState) -> None:
+        """Form the votes again, as the ranks can no longer be heard; the later the less the last ones came to."""
+        self.voter = None
+        self._reformation = Reformation(
+            self._group, state, voter.number, self._attempts, self._fruitless, lambda: self._clock.now
+        )
+        self._fruitless += 1
+        self._counted = 0
+
+    def formed_again(self, step: int) -> Reformation | None:
+        """Return what the ranks have agreed on, once the forward pass is here from which they vote again.
+
+        Raises ``FatalSwitchError`` where they have found that they may no longer serve together.
+        """
+        reformed = self._reformation
+        if reformed is None or (votes := reformed.poll()) is None or step < reformed.start:
+            return None
+        self._attempts, self._reformation = reformed.attempts, None
+        self.voter = self._voter(votes, reformed.vote)
+        self._next = reformed.start
+        return reformed
+
+    def leave(self) -> None:
+        """Vote no more."""
+        if self.voter is not None:
+            self.voter.leave()
+            self.voter = None
+        if self._reformation is not None:
+            self._reformation.close()
+
+    def _voter(self, votes: dist.ProcessGroup, number: int) -> Voter:
+        group, history = self._group, self._history
+        return Voter(votes, self._settings, group.register, history, number, self._never_coming)
+
+    def _never_coming(self, due: int) -> str | None:
+        """Name the rank that will not come to count the vote that is due after pass ``due``, or ``None``.
+
+        It was called no less often than this one, yet counts fewer passes: its count hangs, or runs apart.
+        """
+        for rank, (calls, forward) in sorted(self._group.positions().items()):
+            if calls >= self._clock.calls and forward < due:
+                return (
+                    f"rank {rank} has made {calls} calls but counts {forward} forward passes, this rank {due}"
+                )
+        return None

@@ -1,22 +1,27 @@
 """Fetches the sources of other people's balancers from a package index, without what their packages depend on.
 
 They go into the user's cache, once; of each archive, whose digest is known, only the balancers' own files are unpacked.
+They are imported beside empty modules in place of the inference engine around them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import html
+import importlib
 import io
 import os
 import re
 import shutil
+import sys
 import tarfile
+import types
 import urllib.request
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urljoin
 
 SOURCES = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eplb" / "peers"
@@ -31,18 +36,9 @@ class PeerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Package:
-    """One package of the index, and the folder of it that holds balancers.
+    """One package of the index, its archive's file and digest, and the folder in it that holds balancers.
 
-    Parameters
-    ----------
-    name, version
-        As the index has them.
-    archive
-        The file's name.
-    folder
-        In the archive.
-    sha256
-        The file's digest; empty where only the index's own is checked.
+    An empty digest leaves only the index's own to check.
     """
 
     name: str
@@ -83,10 +79,7 @@ SGLANG = Package(
 def fetch(package: Package, index: str) -> None:
     """Unpack a package's balancers unless they are there.
 
-    Raises
-    ------
-    PeerError
-        Where the index does not give them, or they are not there and ``index`` is empty.
+    Raises ``PeerError`` where the index does not give them, or they are not there and ``index`` is empty.
     """
     if package.root.exists():
         return
@@ -104,6 +97,26 @@ def fetch(package: Package, index: str) -> None:
         partial.rename(package.root)
     except (OSError, ValueError, tarfile.TarError, zipfile.BadZipFile) as error:
         raise PeerError(f"{package.name} {package.version} could not be fetched ({error})") from error
+
+
+def import_from(package: Package, module: str) -> types.ModuleType:
+    """Import ``module`` of a package's folder of balancers by its full name; its parents stay empty."""
+    parents = package.folder.strip("/").split("/")
+    for depth in range(1, len(parents) + 1):
+        name = ".".join(parents[:depth])
+        if name not in sys.modules:
+            stand_in(name, {"__path__": [str(package.root.joinpath(*parents[:depth]))]})
+    return importlib.import_module(f"{'.'.join(parents)}.{module}")
+
+
+def stand_in(name: str, contents: Mapping[str, Any]) -> None:
+    """An otherwise empty module called ``name``, and its parents."""
+    parent, _, _ = name.rpartition(".")
+    if parent and parent not in sys.modules:
+        stand_in(parent, {"__path__": []})
+    module = types.ModuleType(name)
+    module.__dict__.update(contents)
+    sys.modules[name] = module
 
 
 def _download(package: Package, index: str) -> bytes:
@@ -125,7 +138,7 @@ def _download(package: Package, index: str) -> bytes:
 
 
 def _read(address: str, timeout: float) -> bytes:
-    """What an index answers; raises ``ValueError`` on an address that is none of the web's."""
+    """Answer of an index; raises ``ValueError`` on an address that is not http."""
     if not address.startswith(("https://", "http://")):
         raise ValueError(f"{address} is no http address")
     with urllib.request.urlopen(address, timeout=timeout) as answer:  # noqa: S310

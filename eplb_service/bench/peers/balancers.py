@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -10,12 +11,17 @@ from typing import Any
 import numpy as np
 
 from eplb_service.bench.decision import Decision, Int32, Policy, Scene
-from eplb_service.bench.peers.archives import SGLANG, VLLM, VLLM_ASCEND, Package
-from eplb_service.bench.peers.stand_ins import import_from, quiet_logger, stand_in
-from eplb_service.placement import replica_counts
+from eplb_service.bench.peers.archives import (
+    SGLANG,
+    VLLM,
+    VLLM_ASCEND,
+    Package,
+    import_from,
+    stand_in,
+)
 
 
-class FlashLB:
+class _FlashLB:
     """vLLM-Ascend's FlashLB, as its factory makes it.
 
     Parameters
@@ -28,7 +34,7 @@ class FlashLB:
         self._torch = _torch()
         # It asks how many ranks there are and takes other thresholds from 32 on.
         self._group = SimpleNamespace(world_size=0)
-        stand_in("vllm.logger", {"logger": quiet_logger()})
+        stand_in("vllm.logger", {"logger": _quiet_logger()})
         stand_in("vllm_ascend.distributed.parallel_state", {"get_dynamic_eplb_group": None})
         module = import_from(VLLM_ASCEND, "policy_flashlb")
         module.get_dynamic_eplb_group = lambda: self._group  # type: ignore[attr-defined]
@@ -48,7 +54,7 @@ class FlashLB:
         return _decision(scene, placed_LRS, cpu, wall)
 
 
-class AscendPolicy:
+class _AscendPolicy:
     """vLLM-Ascend's SwiftBalancer or default: each sees the sum of the window."""
 
     def __init__(self, module: str, name: str) -> None:
@@ -66,7 +72,7 @@ class AscendPolicy:
         return _decision(scene, np.asarray(found, dtype=np.int32), cpu, wall)
 
 
-class VllmDefault:
+class _VllmDefault:
     """vLLM's default: DeepSeek's EPLB with one group and one node."""
 
     def __init__(self) -> None:
@@ -84,7 +90,7 @@ class VllmDefault:
         return _decision(scene, np.asarray(found, dtype=np.int32).reshape(layers, ranks, slots), cpu, wall)
 
 
-class Sglang:
+class _Sglang:
     """SGLang's two balancers without expert groups: DeepSeek's on the sum, and its own variant on all steps."""
 
     def __init__(self, module: str) -> None:
@@ -109,12 +115,12 @@ class Sglang:
 FLASHLB = "FlashLB"
 
 PEERS: dict[str, tuple[Package, Callable[..., Policy]]] = {
-    FLASHLB: (VLLM_ASCEND, FlashLB),
-    "Swift": (VLLM_ASCEND, lambda: AscendPolicy("policy_swift_balancer", "SwiftBalanceEplb")),
-    "Ascend default": (VLLM_ASCEND, lambda: AscendPolicy("policy_default_eplb", "DefaultEplb")),
-    "vLLM default": (VLLM, VllmDefault),
-    "SGLang deepseek": (SGLANG, lambda: Sglang("deepseek")),
-    "SGLang deepseek_vec": (SGLANG, lambda: Sglang("deepseek_vec")),
+    FLASHLB: (VLLM_ASCEND, _FlashLB),
+    "Swift": (VLLM_ASCEND, lambda: _AscendPolicy("policy_swift_balancer", "SwiftBalanceEplb")),
+    "Ascend default": (VLLM_ASCEND, lambda: _AscendPolicy("policy_default_eplb", "DefaultEplb")),
+    "vLLM default": (VLLM, _VllmDefault),
+    "SGLang deepseek": (SGLANG, lambda: _Sglang("deepseek")),
+    "SGLang deepseek_vec": (SGLANG, lambda: _Sglang("deepseek_vec")),
 }
 """Each peer by its name here: the package that it comes in, and how it is made."""
 
@@ -136,7 +142,7 @@ def _by_slot(scene: Scene) -> np.ndarray:
     steps, _, experts = scene.heat_TLE.shape
     by_slot = np.empty((steps, *scene.placement_LRS.shape))
     for layer, placed_RS in enumerate(scene.placement_LRS):
-        replicas_E = replica_counts(placed_RS, experts)
+        replicas_E = np.bincount(placed_RS.ravel(), minlength=experts)
         by_slot[:, layer] = scene.heat_TLE[:, layer][:, placed_RS] / replicas_E[placed_RS]
     return by_slot
 
@@ -150,3 +156,11 @@ def _timed(rebalance: Callable[[], Any]) -> tuple[Any, float, float]:
 def _decision(scene: Scene, placed_LRS: Int32, cpu: float, wall: float) -> Decision:
     changed = int((placed_LRS != scene.placement_LRS).any(axis=(1, 2)).sum())
     return Decision(placed_LRS, None, None, changed, cpu, wall)
+
+
+def _quiet_logger() -> logging.Logger:
+    """A logger that drops what peers log."""
+    logger = logging.getLogger("peers")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+    return logger

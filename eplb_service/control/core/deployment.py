@@ -6,59 +6,219 @@ The ranks hold the truth about what is installed; everything here follows from w
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
-from eplb_service.control.core.assembly import Assembly
 from eplb_service.control.core.decisions import Decisions
-from eplb_service.control.core.deployment_state import DeploymentState
-from eplb_service.control.core.errors import RefusedError
-from eplb_service.control.core.events import Event, LayerCommitted, PlacementKnown, PlanEnded, StreamsOutdated
-from eplb_service.control.core.first_layout import FirstLayout
+from eplb_service.control.core.errors import ConflictError, RefusedError
+from eplb_service.control.core.flow import NOWHERE, Limits, ReportSize, Shedding, Watches
+from eplb_service.control.core.group import Assembled, Attendance, Group, Member, rank_list
+from eplb_service.control.core.leader import clock_of
 from eplb_service.control.core.live_placement import LivePlacement
-from eplb_service.control.core.membership import Group, Member
-from eplb_service.control.core.offer import Offer
-from eplb_service.control.core.patience import NOWHERE
-from eplb_service.control.core.plan_tracker import ContradictionError, Outcome, PlanTracker
-from eplb_service.control.core.watches import Watches
+from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
 from eplb_service.heat.assembler import HeatAssembler, StepCounts
-from eplb_service.planner.counterfactual import Counterfactual
-from eplb_service.planner.move_price import MovePrice
-from eplb_service.planner.outlook import Outlook
-from eplb_service.planner.plan import LayerPlan
-from eplb_service.planner.switch_log import SwitchLog
+from eplb_service.planner.pace import Pace
+from eplb_service.planner.plan import LayerPlan, Outlook, Serving
+from eplb_service.planner.price import SwitchLog
+from eplb_service.wire.agent import Heartbeat, Hello, PlanStatus
 from eplb_service.wire.heat import HeatReport
-from eplb_service.wire.hello import Hello
-from eplb_service.wire.status import Heartbeat, PlanStatus
 
 _PROBLEMS_KEPT = 8
+_MOST_TOTAL = 1 << 62
+"""Bound on a total: what is stored and sent stays within 64 bits, whatever the ranks report."""
 
 
-class Deployment(DeploymentState):
-    """One served model instance: what ranks, operators and the clock do to what is known of it."""
+@dataclass(frozen=True)
+class Totals:
+    """Totals over all groups of a deployment; no sum grows past ``_MOST_TOTAL``."""
 
-    def __post_init__(self) -> None:
-        if self.group is None:
-            self.watches = Watches(report_size=self.limits.report_size)
+    layers_switched: int = 0
+    experts_moved: int = 0
+    bytes_moved: int = 0
+    steps_received: int = 0
+    steps_lost: int = 0
+
+    def plus(self, **gains: int) -> Totals:
+        """Return these and ``gains``, by field."""
+        return replace(
+            self, **{name: min(getattr(self, name) + gain, _MOST_TOTAL) for name, gain in gains.items()}
+        )
+
+
+@dataclass(frozen=True)
+class LayerCommitted:
+    """One layer of a plan has switched; ``live`` is what is served since."""
+
+    update: LayerPlan
+    live: LivePlacement
+    bytes_moved: int
+
+
+@dataclass(frozen=True)
+class StreamsOutdated:
+    """The ranks serve what the service cannot follow: end their streams, so that they introduce themselves again."""
+
+    reason: str
+
+
+Event: TypeAlias = LivePlacement | LayerCommitted | PlanTracker | StreamsOutdated
+"""A change that others must hear of; a placement on which all ranks agree now, and a plan that has ended, as such."""
+
+
+@dataclass
+class Deployment:
+    """One served model instance, and what ranks, operators and the clock do to it.
+
+    Parameters
+    ----------
+    name, limits
+        As its agents give it; its bounds.
+    paused, last_decision
+        Whether an operator has stopped planning; the last decision, for operators.
+    leader_term
+        Of this service; ranks refuse the plans of lower ones than the highest of which they have heard.
+    totals, known
+        Over all groups; whether all ranks of some forming have ever come together.
+    group, attendance
+        The ranks, and what they serve; ranks refused, waited for and gone.
+    heat
+        Counts of the ranks' steps, once the placement is known.
+    plan, ended_plan
+        The plan under way, and the one before it.
+    planned_par
+        Ratio that each switched layer's plan promised, by layer.
+    plan_problems, service_problems
+        Problems of plans since the last decision, and of the service itself.
+    watches, shedding, report_size
+        Silent failures, the share of their heat that the ranks are asked for, and the steps of their reports.
+    decisions, switch_log
+        Decisions made for this group, and durations of switches that its ranks have measured.
+    first_layout
+        Id of a forming and what its ranks came with, this group's or an earlier one's; a restarted service may know it.
+    events
+        Changes since ``take_events``.
+    """
+
+    name: str
+    limits: Limits
+    paused: bool = False
+    leader_term: int = 0
+    last_decision: str = ""
+    totals: Totals = field(default_factory=Totals)
+    group: Group | None = None
+    heat: HeatAssembler | None = None
+    plan: PlanTracker | None = None
+    ended_plan: PlanTracker | None = None
+    planned_par: dict[int, float] = field(default_factory=dict)
+    attendance: Attendance = field(default_factory=Attendance)
+    known: bool = False
+    plan_problems: list[str] = field(default_factory=list)
+    watches: Watches = field(default_factory=Watches)
+    shedding: Shedding = field(default_factory=Shedding)
+    report_size: ReportSize = field(default_factory=ReportSize)
+    service_problems: tuple[str, ...] = ()
+    decisions: Decisions = field(default_factory=Decisions)
+    first_layout: tuple[str, Serving] | None = None
+    switch_log: SwitchLog = field(default_factory=SwitchLog)
+    events: list[Event] = field(default_factory=list)
 
     def take_events(self) -> list[Event]:
-        """What has happened since the last time, in order."""
+        """Return what has happened since the last time, in order."""
         events, self.events = self.events, []
         return events
 
+    # What follows from what is known
+
+    @property
+    def _here(self) -> Group:
+        assert self.group is not None
+        return self.group
+
+    @property
+    def live(self) -> LivePlacement | None:
+        """Placement that is served, once all ranks have reported it."""
+        return self.group.live if self.group else None
+
+    @property
+    def found(self) -> Serving | None:
+        """The layout that the ranks of this group first came together with: the baseline 'left alone'."""
+        if self.group is None or self.first_layout is None:
+            return None
+        group_id, layout = self.first_layout
+        shape, placement = self.group.shape, layout.placement
+        sizes = placement.layers, placement.experts, placement.ranks, placement.slots
+        fits = (shape.layers, shape.experts, shape.ranks, shape.slots) == sizes
+        return layout if fits and self.group.group_id == group_id else None
+
+    @property
+    def assembled(self) -> int:
+        """Steps of heat that have entered the window so far."""
+        return self.heat.assembled if self.heat is not None else 0
+
+    @property
+    def connected(self) -> list[Member]:
+        """Ranks whose stream is alive."""
+        return self.group.connected if self.group else []
+
+    def renews(self, hello: Hello) -> bool:
+        """Return whether this is a rank of the forming that is here: its new stream takes the place of its old one.
+
+        Only ranks of a forming know its id, and none is there twice: the old stream is dead, or not the rank's.
+        """
+        return self.group is not None and self.group.forming == (hello.group_id, hello.shape)
+
+    @property
+    def outdated(self) -> str | None:
+        """Reason why the ranks would refuse every plan: they have followed a service of a higher term; or ``None``."""
+        seen = self.group.highest_term if self.group is not None else 0
+        if seen <= self.leader_term:
+            return None
+        return (
+            f"leader term {self.leader_term} is older than {seen}, which ranks have followed: that service started at "
+            f"{clock_of(seen)}, this one at {clock_of(self.leader_term)}, by their clocks"
+        )
+
+    def obstacle(self, *, needs_heat: bool = True) -> str | None:
+        """Return why no decision can be made now, or ``None``; one by a prior needs no heat of the ranks' own."""
+        if self.group is None or self.live is None or self.heat is None:
+            return "not all ranks have reported what they serve"
+        if self.paused:
+            return "planning is paused"
+        if self.plan is not None:
+            return f"plan {self.plan.plan_id} is under way"
+        if self.outdated is not None:
+            return self.outdated
+        if self.group.missing:
+            return f"{rank_list(self.group.missing)} not connected"
+        halted = [member.rank for member in self.connected if member.error]
+        if halted:
+            return f"{rank_list(halted)} no longer takes part"
+        if self.group.out_of_step:
+            return f"{rank_list(self.group.out_of_step)} not at epoch {self.live.epoch}"
+        return None if self.heat.steps or not needs_heat else "no heat has been gathered yet"
+
+    @property
+    def may_begin(self) -> bool:
+        """True where a first plan can be made by a prior: the ranks serve what they loaded, nothing was decided."""
+        loaded = self.live is not None and self.live.epoch == 0
+        return loaded and not self.decisions.begun and self.obstacle(needs_heat=False) is None
+
+    def is_due(self, interval: int) -> bool:
+        """Return whether a decision is due, and can be made; those by the clock are ``interval`` steps apart."""
+        return self.decisions.is_due(self.assembled, interval) and self.obstacle() is None
+
     # Ranks come and go
 
-    def hello(self, hello: Hello, assembly: Assembly | None = None) -> None:
-        """A rank introduces itself; raises ``RefusedError`` where it cannot be taken in.
+    def hello(self, hello: Hello, assembled: Assembled | None = None) -> None:
+        """Take a rank in that introduces itself; raises ``RefusedError`` where it cannot be.
 
-        An ``assembly`` is used where it is of the ranks that are here by now; otherwise it is made here.
+        What all serve together is taken from ``assembled`` if that is of the ranks that are here by now.
         """
-        self._make_way_for(hello)
-        assert self.group is not None
+        self._replace_group(hello)
         self._follow_plan(hello.rank, hello.version)
-        before = self.group.live
+        before = self.live
         try:
-            self.group = self.group.joined(hello, assembly)
+            self.group = self._here.joined(hello, assembled)
         except RefusedError as error:
             self.attendance = self.attendance.turned_away(hello.rank, str(error))
             raise
@@ -68,77 +228,69 @@ class Deployment(DeploymentState):
         elif self.group.live is not before:
             self._expect_heat_of(self.group.live)
             if self.found is None:
-                self.first_layout = FirstLayout(hello.group_id, self.group.live.serving)
+                self.first_layout = hello.group_id, self.group.live.serving
             self.known = True
-            self.events.append(PlacementKnown(self.group.live))
+            self.events.append(self.group.live)
 
     def leave(self, rank: int) -> None:
-        """The rank's stream has ended."""
+        """End the rank's stream."""
         if self.group is not None:
             self.group = self.group.left(rank)
 
     def rest(self) -> None:
-        """Nobody is connected: give back the memory; the ranks bring what they serve when they return."""
+        """Give back the memory while nobody is connected; the ranks bring what they serve when they return."""
         assert not self.connected
         self._interrupt_plan("the ranks went away")
         self.group = self.heat = self.ended_plan = None
-        self.decisions = replace(self.decisions, pacing=None)
+        self.decisions = replace(self.decisions, pace=None, promise=None, before=None)
 
     # What ranks report
 
     def heartbeat(self, rank: int, heartbeat: Heartbeat) -> None:
-        """A rank is alive and serves what it reports."""
-        version = heartbeat.epoch, heartbeat.digest
+        """Note that a rank is alive and serves what it reports."""
         reported = ("step", "error", "epoch", "digest", "staging_bytes", "ring_bytes")
         self._note(rank, **{name: getattr(heartbeat, name) for name in reported})
-        self._follow_plan(rank, version)
-        self._give_way_to_ranks(rank)
+        self._follow_plan(rank, (heartbeat.epoch, heartbeat.digest))
+        self._trust_ranks(rank)
 
     def plan_status(self, rank: int, status: PlanStatus, now: float) -> None:
-        """A rank reports on a plan; what it reports on one before the last is of no use any more."""
-        member = self._member(rank)
+        """Note a rank's report on the plan under way or the one before it; on others it is of no use any more."""
+        member = self._here.members[rank]
         self._note(rank, step=max(member.step, status.step))
         if status.epoch > member.epoch:
             self._note(rank, epoch=status.epoch, digest=status.digest)
         for plan in (self.plan, self.ended_plan):
-            if plan is not None and plan.offer.plan_id == status.plan_id:
+            if plan is not None and plan.plan_id == status.plan_id:
                 try:
                     self._advance(plan, plan.after_status(rank, status, now))
-                except ContradictionError as error:
+                except ConflictError as error:
                     self._note_problem(str(error))
         self.switch_log.heard(rank, status, now)
-        self._give_way_to_ranks(rank)
+        self._trust_ranks(rank)
 
-    def outrun_by(self, rank: int, report: HeatReport) -> int | None:
-        """How far slower ranks are, where a rank's counts come so far ahead of them that steps would be lost.
-
-        Before all ranks have come none has got anywhere. ``None`` where no step would be lost.
-        """
+    def slowest_step_if_ahead(self, rank: int, report: HeatReport) -> int | None:
+        """Step of the slowest ranks where a rank's counts are so far ahead that steps would be lost, or ``None``."""
         return NOWHERE if self.heat is None else self.heat.outrun_by(rank, report)
 
     def heat_report(self, rank: int, report: HeatReport) -> StepCounts:
-        """A rank's counts; returns how many steps they completed, and how many are lost since.
-
-        Steps that are whole enter the window by ``put_together``.
-        """
+        """Take a rank's counts; returns steps completed, for ``put_together``, and steps lost."""
         if self.heat is None:
             return StepCounts(0, 0)
-        member = self._member(rank)
-        step = max(member.step, report.first_step + report.steps)
+        step = max(self._here.members[rank].step, report.first_step + report.steps)
         self._note(rank, step=step, dropped_steps=report.dropped_steps)
-        self.watches = self.watches.after_report(report)
+        self.report_size = self.report_size.after_report(report)
         gained = self.heat.take(rank, report)
         if any(gained):
             self.totals = self.totals.plus(steps_received=gained.received, steps_lost=gained.lost)
         return gained
 
     def put_together(self, most: int | None = None) -> bool:
-        """Let at most so many whole steps enter the window, or all; whether more of them wait."""
+        """Let at most so many whole steps enter the window, or all; returns whether more of them wait."""
         if self.heat is None or not self.heat.waiting:
             return False
         before = self.heat.assembled
         self.heat.put_together(most)
-        if self.decisions.pacing is not None and self.live is not None:
+        if self.decisions.pace is not None and self.live is not None:
             par_TL = self.heat.newest_par(before, self.live.layer_epochs)
             self.decisions = self.decisions.after_steps(par_TL)
         return self.heat.waiting > 0
@@ -146,83 +298,77 @@ class Deployment(DeploymentState):
     # Decisions
 
     def beginning(self, problem: str = "") -> None:
-        """The first plan is being made by a prior, or cannot be for ``problem``; later ones are due all the same."""
-        self.decisions = self.decisions.beginning()
+        """Begin the first plan by a prior, or note why there is none; later ones are due all the same."""
+        self.decisions = replace(self.decisions, begun=True)
         if problem:
             self._note_problem(problem)
 
     def deciding(self) -> None:
-        """A decision is being made on the window as it is now."""
+        """Begin a decision on the window as it is now."""
         self.plan_problems.clear()
         self.decisions = self.decisions.deciding(self.assembled)
         if self.heat is not None:
             self.switch_log.looked_at(*self.heat.timed_steps())
 
-    def priced(self, price: MovePrice | None) -> None:
-        """The decision's moves were priced; ``None`` where it solved nothing."""
-        self.decisions = self.decisions.priced(price)
-
     def decided(self, outlook: Outlook, *, changed: bool) -> None:
-        """The decision was made: it leaves all as it is, or a plan of it is about to be offered."""
+        """Note the decision: it leaves all as it is, or a plan of it is about to be offered."""
         if self.live is not None:
             self.decisions = self.decisions.decided(outlook, self.live, changed=changed)
 
-    def appraised(self, worth: Counterfactual) -> None:
-        """What balancing is worth has been judged by the last decision's steps."""
-        self.decisions = self.decisions.appraised(worth)
-
-    def offer(self, offer: Offer, now: float) -> None:
-        """A plan is about to be sent to all ranks."""
-        assert self.group is not None
-        self.plan = PlanTracker.of(offer, self.group.shape.ranks, now)
-        self.switch_log.offered(offer.plan_id, offer.decision.layers, self.group.shape.ranks, now)
+    def offer(self, plan: PlanTracker, now: float) -> None:
+        """Follow a plan that is about to be sent to all ranks."""
+        self.plan = replace(plan, heard_at=now)
+        self.switch_log.offered(plan.plan_id, plan.decision.layers, self._here.shape.ranks, now)
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Look at the clock, in seconds."""
         if self.plan is not None:
             self.plan = self.plan.after_time(now, self.limits.plan_timeout)
             self._close_plan()
         self._look_at_clock(now)
         if self.group is not None and self.group.live is None and not self.group.missing:
-            # Nobody is still to come, so nothing would ever change: a stream that was to end has not.
+            # All ranks are connected, but a stream that should have ended is open: nothing would ever change.
             reason = "all ranks are here, but not all have reported what they serve since; say Hello again"
             self.events.append(StreamsOutdated(reason))
 
     # Transitions
 
-    def _make_way_for(self, hello: Hello) -> None:
+    def _replace_group(self, hello: Hello) -> None:
+        """Begin another group where ``hello`` opens one."""
         if self.group is not None and not self.group.yields_to(hello, self.attendance.forming_overdue):
             return
         self._interrupt_plan("the group of ranks was formed again")
         self.group, self.heat, self.ended_plan = Group(hello.group_id, hello.shape), None, None
         self.planned_par.clear()
-        self.attendance = self.attendance.formed_again()
         self.plan_problems.clear()
-        self.watches = Watches(report_size=self.limits.report_size)
+        self.attendance = Attendance(departed_since=self.attendance.departed_since)
+        self.watches, self.shedding, self.report_size = Watches(), Shedding(), self.limits.report_size
         self.decisions, self.switch_log = Decisions(), SwitchLog()
 
     def _look_at_clock(self, now: float) -> None:
-        """What only time shows: of heat and decisions, refusals that were not repeated, ranks that wait in vain."""
         ranks, counted = self.connected, self.heat.counted if self.heat is not None else None
-        decided_at = self.decisions.decided_at
-        self.watches = self.watches.after(now, ranks, counted, decided_at, self.live is not None)
+        step = max((member.step for member in ranks), default=None)
+        decided_at = self.decisions.decided_at if self.live is not None else None
+        self.watches = self.watches.after(now, step, counted, decided_at)
+        self.shedding = self.shedding.after(now, {member.rank: member.dropped_steps for member in ranks})
+        if counted is not None and step is not None:
+            self.report_size = self.report_size.after(now, len(ranks), step)
         waiting = self.group is not None and self.group.live is None and bool(ranks)
         self.attendance = self.attendance.after(now, connected=bool(ranks), waiting=waiting)
 
     def _expect_heat_of(self, live: LivePlacement) -> None:
-        assert self.group is not None
-        shape = self.group.shape
+        shape, limits = self._here.shape, self.limits
         if self.heat is None:
             self.heat = HeatAssembler(
-                shape.ranks,
-                shape.layers,
-                shape.experts,
-                shape.slots,
-                self.limits.window_steps,
-                self.limits.pending_steps,
-                self.group.topology.token_groups_R,
+                shape,
+                limits.window_steps,
+                limits.pending_steps,
+                self._here.topology.token_groups_R,
             )
-            self.decisions = self.decisions.expecting_heat(self.limits)
+            if limits.first_decision is not None:
+                self.decisions = replace(
+                    self.decisions, pace=Pace(limits.first_decision, limits.window_steps)
+                )
         for layer, (epoch, placed) in enumerate(zip(live.layer_epochs, live.placed_L, strict=True)):
             self.heat.placements.put(layer, epoch, placed)
 
@@ -233,12 +379,12 @@ class Deployment(DeploymentState):
                 self._advance(plan, after)
                 return
 
-    def _give_way_to_ranks(self, rank: int) -> None:
-        """``rank`` has reported; where the ranks agree on something else than is known, they are right."""
+    def _trust_ranks(self, rank: int) -> None:
+        """Believe the ranks, of which ``rank`` has reported, where they agree on something else than is known."""
         if self.group is None or self.plan is not None:
             return
         live = self.live
-        if live is not None and self._member(rank).version == (live.epoch, live.digest):
+        if live is not None and self.group.members[rank].version == live.version:
             # One that serves what is known: the ranks have not all moved on.
             return
         versions = {member.version for member in self.group.connected}
@@ -246,21 +392,22 @@ class Deployment(DeploymentState):
             if self.group.moved_on is not None:
                 reason = f"rank {self.group.moved_on} has switched since its Hello; say Hello again"
                 self.events.append(StreamsOutdated(reason))
-        elif len(versions) == 1 and versions != {(live.epoch, live.digest)}:
+        elif len(versions) == 1 and versions != {live.version}:
             ((epoch, _),) = versions
             self.group = self.group.without_live()
             reason = f"the ranks serve epoch {epoch}, the service knew epoch {live.epoch}; say Hello again"
             self.events.append(StreamsOutdated(reason))
 
     def _advance(self, before: PlanTracker, after: PlanTracker) -> None:
-        """The plan under way, or the one before it, is further than it was."""
+        """Take ``after`` for ``before``, which is under way or the last plan, and commit what it has switched."""
         if self.plan is before:
             self.plan = after
         elif self.ended_plan is before:
             self.ended_plan = after
-        for milestone in after.offer.milestones[before.committed : after.committed]:
-            if self.group is not None and self.live is not None and self.live.epoch + 1 == milestone.epoch:
-                self._commit(self.group, self.live, after, milestone.update)
+        for index in range(before.committed, after.committed):
+            epoch, _ = after.versions[index]
+            if self.group is not None and self.live is not None and self.live.epoch + 1 == epoch:
+                self._commit(self.group, self.live, after, after.decision.layers[index])
         self._close_plan()
 
     def _commit(self, group: Group, before: LivePlacement, plan: PlanTracker, update: LayerPlan) -> None:
@@ -269,12 +416,11 @@ class Deployment(DeploymentState):
         bytes_moved = moves * group.shape.bytes_per_expert
         self.group = replace(group, live=live)
         if self.heat is not None:
-            # Not before a rank has reported it: until then another plan may be the one that gets to this epoch. What is
-            # counted from here on a rank reports after the switch.
+            # Not before a rank has reported it: until then another plan may be the one that gets to this epoch.
             self.heat.placements.place(update.layer, live.epoch, update.phy2log_RS, update.log2phy_RE)
-        self.planned_par[update.layer] = plan.offer.decision.verdicts[update.layer].par_planned
+        self.planned_par[update.layer] = plan.decision.verdicts[update.layer].par_planned
         self.totals = self.totals.plus(layers_switched=1, experts_moved=moves, bytes_moved=bytes_moved)
-        self.events.append(LayerCommitted(plan.offer.plan_id, update, live, bytes_moved))
+        self.events.append(LayerCommitted(update, live, bytes_moved))
 
     def _interrupt_plan(self, reason: str) -> None:
         if self.plan is not None:
@@ -286,7 +432,7 @@ class Deployment(DeploymentState):
             self.ended_plan, self.plan = self.plan, None
             done = self.ended_plan.outcome is Outcome.DONE
             self.decisions = self.decisions.plan_ended(done)
-            self.events.append(PlanEnded(self.ended_plan))
+            self.events.append(self.ended_plan)
             if not done:
                 self._note_problem(self.ended_plan.summary)
 
@@ -294,11 +440,6 @@ class Deployment(DeploymentState):
         if problem not in self.plan_problems:
             self.plan_problems = [*self.plan_problems, problem][-_PROBLEMS_KEPT:]
 
-    def _member(self, rank: int) -> Member:
-        assert self.group is not None
-        return self.group.members[rank]
-
     def _note(self, rank: int, **changes: Any) -> None:
-        """What a rank has reported of itself."""
-        assert self.group is not None
-        self.group = self.group.with_member(rank, **changes)
+        """Change fields of a member by its own report."""
+        self.group = self._here.with_member(rank, **changes)

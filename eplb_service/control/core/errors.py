@@ -8,7 +8,7 @@ class RefusedError(Exception):
 
 
 class ConflictError(RefusedError):
-    """What was asked is well-formed but does not fit what is known."""
+    """A request that is well-formed but does not fit what is known."""
 
 
 class AlreadyConnectedError(RefusedError):

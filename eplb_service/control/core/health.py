@@ -1,13 +1,18 @@
-"""How well a deployment is balanced, and what is wrong with it."""
+"""Balance of a deployment, now and over time, and what is wrong with it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
-import numpy.typing as npt
 
-from eplb_service.control.core.deployment_state import DeploymentState
-from eplb_service.control.core.membership import rank_list
+from eplb_service.control.core.deployment import Deployment
+from eplb_service.control.core.group import rank_list
+from eplb_service.placement import Float64, mean_par
+from eplb_service.wire.operator import BalancePoint
 
+MOST_POINTS = 512
+"""Points of one deployment's balance; where there are more, neighbours become one."""
 _SILENT_SECONDS = 30.0
 _UNDECIDED_SECONDS = 600.0
 _UNDECIDED_WINDOWS = 16
@@ -15,7 +20,40 @@ _UNDECIDED_WINDOWS = 16
 _LOST_SHARE = 0.1
 
 
-def measured_par(deployment: DeploymentState) -> npt.NDArray[np.float64]:
+class BalanceSeries:
+    """Points of time, at most ``MOST_POINTS``, ``interval`` seconds apart; that doubles whenever the series is full."""
+
+    def __init__(self, interval: float = 1.0) -> None:
+        self._interval = interval
+        self._points: list[BalancePoint] = []
+        self._gathered: list[BalancePoint] = []
+
+    @property
+    def points(self) -> Sequence[BalancePoint]:
+        """Oldest first."""
+        return tuple(self._points)
+
+    def add(self, point: BalancePoint) -> None:
+        """Add the balance as it is now; what comes within one interval becomes one point."""
+        self._gathered.append(point)
+        if self._points and point.at - self._points[-1].at < self._interval:
+            return
+        self._points.append(_mean(self._gathered))
+        self._gathered = []
+        if len(self._points) >= MOST_POINTS:
+            pairs = zip(self._points[::2], self._points[1::2], strict=True)
+            self._points = [_mean(pair) for pair in pairs]
+            self._interval *= 2
+
+
+def _mean(points: Sequence[BalancePoint]) -> BalancePoint:
+    """One point for several: the mean of each ratio that is known, at the time of the last."""
+    ratios = np.array([(point.par, point.par_planned, point.noise_floor) for point in points])
+    par, planned, floor = mean_par(ratios, axis=0).tolist()
+    return BalancePoint(points[-1].at, par, planned, floor, points[-1].layers_switched)
+
+
+def measured_par(deployment: Deployment) -> Float64:
     """Realised peak-to-average ratio of each layer as it is now, float64 ``[L]``.
 
     From the loads that the ranks measured, not from a prediction: per step, averaged over the steps of the window with
@@ -26,7 +64,13 @@ def measured_par(deployment: DeploymentState) -> npt.NDArray[np.float64]:
     return np.nan_to_num(deployment.heat.measured_par(deployment.live.layer_epochs), nan=0.0)
 
 
-def rank_loads(deployment: DeploymentState, newest: int) -> tuple[int, npt.NDArray[np.float64]]:
+def mean_measured_par(par_L: Float64) -> float:
+    """Mean over the layers that were measured; 0 where none was."""
+    measured = par_L[par_L > 0]
+    return float(measured.mean()) if measured.size else 0.0
+
+
+def rank_loads(deployment: Deployment, newest: int) -> tuple[int, Float64]:
     """Load of each rank over its layer's mean, float64 ``[L, R]``, and the newest steps, at most ``newest``, it is of.
 
     Zero in a layer that has served no token since it is as it is now. Empty while nothing was measured.
@@ -38,14 +82,8 @@ def rank_loads(deployment: DeploymentState, newest: int) -> tuple[int, npt.NDArr
     return steps, loads_LR / np.where(mean_L1 > 0, mean_L1, 1.0)
 
 
-def mean_measured_par(par_L: npt.NDArray[np.float64]) -> float:
-    """Mean over the layers that were measured; 0 where none was."""
-    measured = par_L[par_L > 0]
-    return float(measured.mean()) if measured.size else 0.0
-
-
-def problems(deployment: DeploymentState) -> list[str]:
-    """What an operator should look at, one line each; empty while all is well."""
+def problems(deployment: Deployment) -> list[str]:
+    """Return what an operator should look at, one line each; empty while all is well."""
     group = deployment.group
     if group is None:
         return ["no agent has connected since the service started"]
@@ -58,7 +96,7 @@ def problems(deployment: DeploymentState) -> list[str]:
         found.append(
             f"{deployment.outdated}; stop this service, or have it lead: `eplb lead {deployment.name}`"
         )
-    silent = deployment.watches.heat.silent_seconds
+    silent = deployment.watches.silent_seconds
     if silent > _SILENT_SECONDS:
         found.append(f"no step's heat has been put together for {silent:.0f} s, though the ranks make steps")
     found += [f"rank {member.rank}: {member.error}" for member in group.connected if member.error]
@@ -66,15 +104,13 @@ def problems(deployment: DeploymentState) -> list[str]:
         found.append(
             f"{rank_list(group.out_of_step)} not at epoch {group.live.epoch}, which the others serve"
         )
-    found += [
-        f"rank {rank} was turned away: {refusal.reason}"
-        for rank, refusal in sorted(deployment.attendance.refused.items())
-    ]
+    refused = sorted(deployment.attendance.refused.items())
+    found += [f"rank {rank} was turned away: {reason}" for rank, (reason, _) in refused]
     return found + _useless(deployment) + deployment.plan_problems + list(deployment.service_problems)
 
 
-def _useless(deployment: DeploymentState) -> list[str]:
-    """Why balancing, though nothing fails, can do nothing."""
+def _useless(deployment: Deployment) -> list[str]:
+    """Reasons why balancing, though nothing fails, can do nothing."""
     found, heat, window = [], deployment.heat, deployment.limits.decision_steps
     if deployment.group is not None and deployment.group.shape.rank_bound and not deployment.paused:
         found.append(
@@ -90,21 +126,18 @@ def _useless(deployment: DeploymentState) -> list[str]:
             f"the newest {heat.dummy_steps} steps were dummies on all ranks: "
             "nothing is served, or steps are mislabelled"
         )
-    watches = deployment.watches
-    if watches.shedding.one_in > 1:
+    watches, one_in = deployment.watches, deployment.shedding.one_in
+    if one_in > 1:
         found.append(
-            f"the service cannot take all heat of these ranks: of every {watches.shedding.one_in} reports they send "
+            f"the service cannot take all heat of these ranks: of every {one_in} reports they send "
             "one, so that a window spans longer; give it more CPU, or fewer deployments"
         )
-    elif watches.losses.share > _LOST_SHARE:
+    elif watches.lost_share > _LOST_SHARE:
         found.append(
-            f"{watches.losses.share:.0%} of the last minute's steps are lost: some rank's heat came late or never"
+            f"{watches.lost_share:.0%} of the last minute's steps are lost: some rank's heat came late or never"
         )
-    late = watches.undecided
-    too_long = late.seconds > _UNDECIDED_SECONDS and late.steps > _UNDECIDED_WINDOWS * window
-    if too_long and not deployment.paused:
+    seconds, steps = watches.undecided_seconds, watches.undecided_steps
+    if seconds > _UNDECIDED_SECONDS and steps > _UNDECIDED_WINDOWS * window and not deployment.paused:
         reason = deployment.obstacle() or "steps are put together too slowly"
-        found.append(
-            f"no decision for {late.seconds:.0f} s, in which the ranks made {late.steps} steps: {reason}"
-        )
+        found.append(f"no decision for {seconds:.0f} s, in which the ranks made {steps} steps: {reason}")
     return found

@@ -1,15 +1,26 @@
-"""What a deployment serves right now, as its ranks have reported it."""
+"""The placement that a deployment serves right now, as its ranks have reported it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from eplb_service.heat.placement_history import PlacedLayer
-from eplb_service.placement import Int32, Placement, check_tables_follow, combine_digests, layer_digest
-from eplb_service.planner.outlook import Serving
+from eplb_service.control.core.errors import ConflictError
+from eplb_service.heat.assembler import PlacedLayer, placed_layer
+from eplb_service.placement import (
+    Int32,
+    Placement,
+    PlacementError,
+    check_tables_follow,
+    combine_digests,
+    layer_digest,
+    with_entries,
+)
+from eplb_service.planner.plan import Serving
+from eplb_service.wire.agent import Hello
 
 
 @dataclass(frozen=True)
@@ -23,12 +34,8 @@ class LivePlacement:
     tables_L
         For each layer int32 ``[R, E]``, the table of each source rank; ``[R, E, D]`` where they deal. A layer that does
         not switch shares its own with the epoch before: all tables of many ranks are large.
-    epoch
-        Version of the whole; one more with each layer that switches.
-    layer_epochs
-        Epoch at which each layer last changed.
-    layer_digests
-        Fingerprint of each layer.
+    epoch, layer_epochs, layer_digests
+        Version of the whole, one more with each layer that switches; epoch and fingerprint of each layer.
     """
 
     placement: Placement
@@ -41,13 +48,43 @@ class LivePlacement:
     def of(
         cls, placement: Placement, log2phy_RLE: Int32, epoch: int, layer_epochs: tuple[int, ...]
     ) -> LivePlacement:
-        """Fingerprints computed; raises ``PlacementError`` where a table names a slot that lacks the expert."""
+        """Compute fingerprints; raises ``PlacementError`` where a table names a slot that lacks the expert."""
         placement.check_log2phy(log2phy_RLE)
         digests = tuple(layer_digest(layer, row) for layer, row in enumerate(placement.phy2log_LRS))
         tables_L = tuple(log2phy_RLE[:, layer] for layer in range(placement.layers))
         live = cls(placement, tables_L, epoch, layer_epochs, digests)
         vars(live)["log2phy_RLE"] = log2phy_RLE
         return live
+
+    @classmethod
+    def assembled(cls, hellos: Mapping[int, Hello]) -> LivePlacement:
+        """Put together what all ranks serve, of their Hellos by rank.
+
+        With many ranks that takes long: beside the event loop. Raises ``ConflictError`` where it is not one placement.
+        """
+        in_order = [hellos[rank] for rank in range(len(hellos))]
+        first = in_order[0]
+        phy2log_LRS = np.stack([hello.slots_LS for hello in in_order], axis=1)
+        tables_RLE = np.stack([hello.log2phy_LE for hello in in_order])
+        try:
+            live = cls.of(
+                Placement(phy2log_LRS, first.shape.experts), tables_RLE, first.epoch, first.layer_epochs
+            )
+        except PlacementError as error:
+            raise ConflictError(f"the ranks' slots do not make a placement: {error}") from error
+        if live.digest != first.digest:
+            raise ConflictError(
+                f"the ranks' slots together have the digest {live.digest:#x}, the ranks say {first.digest:#x}"
+            )
+        _check_token_groups(in_order)
+        # All that reading heat under it takes is computed here as well.
+        _ = live.placed_L
+        return live
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Epoch and digest."""
+        return self.epoch, self.digest
 
     @property
     def serving(self) -> Serving:
@@ -68,8 +105,8 @@ class LivePlacement:
 
     @cached_property
     def placed_L(self) -> tuple[PlacedLayer, ...]:
-        """What counts of each layer are read under."""
-        return tuple(map(PlacedLayer.of, self.placement.phy2log_LRS, self.tables_L))
+        """Slots and targets of each layer, under which its counts are read."""
+        return tuple(map(placed_layer, self.placement.phy2log_LRS, self.tables_L))
 
     @cached_property
     def digest(self) -> int:
@@ -77,7 +114,7 @@ class LivePlacement:
         return combine_digests(self.placement.experts, self.layer_digests)
 
     def with_layer(self, layer: int, phy2log_RS: Int32, log2phy_RE: Int32) -> LivePlacement:
-        """One epoch later, with one layer switched."""
+        """Return the placement one epoch later, with one layer switched."""
         placement = self.placement.with_layers([(layer, phy2log_RS)])
         tables, epochs, digests = list(self.tables_L), list(self.layer_epochs), list(self.layer_digests)
         check_tables_follow(tables[layer], log2phy_RE, phy2log_RS, layer)
@@ -87,7 +124,19 @@ class LivePlacement:
         return LivePlacement(placement, tuple(tables), self.epoch + 1, tuple(epochs), tuple(digests))
 
     def with_table(self, rank: int, log2phy_LE: Int32) -> LivePlacement:
-        """The same placement with one rank's table as that rank has it."""
+        """Return the same placement with one rank's table as that rank has it."""
         tables_RLE = self.log2phy_RLE.copy()
         tables_RLE[rank] = log2phy_LE
         return LivePlacement.of(self.placement, tables_RLE, self.epoch, self.layer_epochs)
+
+
+def _check_token_groups(hellos: Sequence[Hello]) -> None:
+    first_of: dict[int, Hello] = {}
+    for hello in hellos:
+        first = first_of.setdefault(hello.token_group, hello)
+        differs = np.flatnonzero(with_entries(first.log2phy_LE != hello.log2phy_LE, 1).any(axis=1))
+        if differs.size:
+            raise ConflictError(
+                f"ranks {first.rank} and {hello.rank} see the same tokens (token group {hello.token_group}) but their "
+                f"log2phy differ in layer {differs[0]}"
+            )

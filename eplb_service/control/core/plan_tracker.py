@@ -1,4 +1,4 @@
-"""What becomes of one plan, from the offer to each rank's last report.
+"""One plan from the offer to each rank's last report.
 
 ::
 
@@ -18,15 +18,19 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from eplb_service.control.core.membership import rank_list
-from eplb_service.control.core.offer import Offer
-from eplb_service.wire.status import PlanState, PlanStatus
+from eplb_service.control.core.errors import ConflictError
+from eplb_service.control.core.group import rank_list
+from eplb_service.control.core.live_placement import LivePlacement
+from eplb_service.placement import combine_digests, layer_digest
+from eplb_service.planner.plan import Plan
+from eplb_service.wire.agent import PlanState, PlanStatus
+from eplb_service.wire.plan import RankLayer, RankPlan, table_digest
 
 _REASONS_NAMED = 3
 
 
 class Outcome(str, enum.Enum):
-    """How a plan ended."""
+    """The end of a plan."""
 
     DONE = "done"
     REFUSED = "refused"
@@ -36,33 +40,31 @@ class Outcome(str, enum.Enum):
     """The service stopped, or the group was formed again, before the ranks had answered."""
 
 
-class ContradictionError(Exception):
-    """A rank reports of a plan what cannot be."""
-
-
 @dataclass(frozen=True)
 class PlanTracker:
-    """One offered plan and what the ranks have reported of it; a value, of which each report makes another.
+    """One offered plan and the ranks' reports of it (immutable).
 
     Parameters
     ----------
-    offer
-        What was sent.
-    progress
-        Layers that each rank is known to have switched, by rank.
+    plan_id, base_epoch, base_digest, decision
+        Its number, the version that it starts from, and its layers in order with the verdicts.
+    versions
+        Epoch and digest that the deployment serves once each of its layers has switched.
+    progress, committed
+        Layers that each rank is known to have switched, by rank, and that any has.
     heard_at
-        Seconds, by the clock of whoever calls, at which a rank last reported.
-    committed
-        Layers that are known to have switched.
-    outcome, reason
-        How it ended, and why where it was not done; ``None`` while it is under way.
-    refusals, aborts
-        Reasons by rank.
+        Seconds, by the clock of whoever calls, at which it was offered, or a rank last reported.
+    outcome, reason, refusals, aborts
+        Its end, ``None`` while it is under way, and why where it was not done; reasons by rank.
     """
 
-    offer: Offer
+    plan_id: int
+    base_epoch: int
+    base_digest: int
+    decision: Plan
+    versions: tuple[tuple[int, int], ...]
     progress: tuple[int, ...]
-    heard_at: float
+    heard_at: float = 0.0
     committed: int = 0
     outcome: Outcome | None = None
     reason: str = ""
@@ -70,24 +72,46 @@ class PlanTracker:
     aborts: Mapping[int, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, offer: Offer, ranks: int, now: float) -> PlanTracker:
-        """A plan that has just been sent to ``ranks`` ranks."""
-        return cls(offer, (0,) * ranks, now)
+    def of(cls, plan_id: int, base: LivePlacement, decision: Plan) -> PlanTracker:
+        """Follow the decision's layers from ``base``."""
+        digests, versions = list(base.layer_digests), []
+        for epoch, update in enumerate(decision.layers, start=base.epoch + 1):
+            digests[update.layer] = layer_digest(update.layer, update.phy2log_RS)
+            versions.append((epoch, combine_digests(base.placement.experts, digests)))
+        return cls(plan_id, base.epoch, base.digest, decision, tuple(versions), (0,) * base.placement.ranks)
 
     @property
     def silent_ranks(self) -> list[int]:
         """Ranks whose last report is still missing."""
-        return [rank for rank in range(len(self.progress)) if not self._is_final(rank)]
+        return [
+            rank
+            for rank, switched in enumerate(self.progress)
+            if switched < len(self.versions) and rank not in self.refusals and rank not in self.aborts
+        ]
 
     @property
     def summary(self) -> str:
         """Its state as operators read it."""
         state = "under way" if self.outcome is None else self.outcome.value.replace("_", " ")
         reason = f": {self.reason}" if self.reason else ""
-        return f"plan {self.offer.plan_id} {state}{reason}"
+        return f"plan {self.plan_id} {state}{reason}"
+
+    def rank_plan(self, leader_term: int, rank: int) -> RankPlan:
+        """Return what a rank receives; equal for all ranks in all but the rank's own tables."""
+        layers = tuple(
+            RankLayer(
+                update.layer,
+                update.phy2log_RS,
+                update.log2phy_RE[rank],
+                tuple(map(table_digest, update.log2phy_RE)),
+                update.moves_M5,
+            )
+            for update in self.decision.layers
+        )
+        return RankPlan.of(self.plan_id, leader_term, self.base_epoch, self.base_digest, layers)
 
     def after_status(self, rank: int, status: PlanStatus, now: float) -> PlanTracker:
-        """A rank has reported; raises ``ContradictionError`` where that does not fit the plan."""
+        """Note a rank's report; raises ``ConflictError`` where that does not fit the plan."""
         heard = replace(self, heard_at=now)
         if status.state is PlanState.COMMITTED:
             heard = heard._with_progress(rank, self._reached_by(rank, status))
@@ -98,14 +122,13 @@ class PlanTracker:
         return heard._with_outcome()
 
     def after_version(self, rank: int, version: tuple[int, int]) -> PlanTracker | None:
-        """A rank serves ``version``, epoch and digest; ``None`` where the plan does not lead there."""
-        for index, milestone in enumerate(self.offer.milestones):
-            if milestone.version == version:
-                return self._with_progress(rank, index + 1)._with_outcome()
-        return None
+        """Note that a rank serves ``version``, epoch and digest; ``None`` where the plan does not lead there."""
+        if version not in self.versions:
+            return None
+        return self._with_progress(rank, self.versions.index(version) + 1)._with_outcome()
 
     def after_time(self, now: float, limit: float) -> PlanTracker:
-        """Given up after ``limit`` seconds without a report."""
+        """Give up after ``limit`` seconds without a report."""
         if self.outcome is not None or now - self.heard_at <= limit:
             return self
         silent = f"{rank_list(self.silent_ranks)} did not answer in time"
@@ -115,20 +138,20 @@ class PlanTracker:
         return replace(self, outcome=Outcome.TIMED_OUT, reason=silent)
 
     def interrupted(self, reason: str) -> PlanTracker:
-        """Ended for a reason outside the plan."""
+        """End for a reason outside the plan."""
         return self if self.outcome is not None else replace(self, outcome=Outcome.INTERRUPTED, reason=reason)
 
     def _reached_by(self, rank: int, status: PlanStatus) -> int:
         """Layers that a rank has switched which reports that it committed one."""
-        layers = [milestone.update.layer for milestone in self.offer.milestones]
+        layers = [update.layer for update in self.decision.layers]
         if status.layer not in layers:
-            raise ContradictionError(f"rank {rank} committed layer {status.layer}, which is not in its plan")
+            raise ConflictError(f"rank {rank} committed layer {status.layer}, which is not in its plan")
         index = layers.index(status.layer)
-        milestone = self.offer.milestones[index]
-        if (status.epoch, status.digest) != milestone.version:
-            raise ContradictionError(
+        epoch, digest = self.versions[index]
+        if (status.epoch, status.digest) != (epoch, digest):
+            raise ConflictError(
                 f"rank {rank} committed layer {status.layer} as epoch {status.epoch} digest {status.digest:#x}, "
-                f"the plan says epoch {milestone.epoch} digest {milestone.digest:#x}"
+                f"the plan says epoch {epoch} digest {digest:#x}"
             )
         return index + 1
 
@@ -137,17 +160,13 @@ class PlanTracker:
         progress = (*self.progress[:rank], reached, *self.progress[rank + 1 :])
         return replace(self, progress=progress, committed=max(self.committed, count))
 
-    def _is_final(self, rank: int) -> bool:
-        done = self.progress[rank] == len(self.offer.milestones)
-        return done or rank in self.refusals or rank in self.aborts
-
     def _with_outcome(self) -> PlanTracker:
         if self.outcome is not None or self.silent_ranks:
             return self
         return self._refused() if self.refusals or self.aborts else replace(self, outcome=Outcome.DONE)
 
     def _refused(self) -> PlanTracker:
-        # Most ranks only follow the one whose fault it was: the reason that the fewest give comes first.
+        # Rarest reason first: it is usually the cause, which the other ranks follow.
         reasons: dict[str, list[int]] = {}
         for rank, reason in sorted((self.refusals or self.aborts).items()):
             reasons.setdefault(reason or "no reason given", []).append(rank)

@@ -11,16 +11,14 @@ from grpc_reflection.v1alpha import reflection
 
 from eplb_service.control.server.access.gate import Gate
 from eplb_service.control.server.access.quotas import Quotas
-from eplb_service.control.server.agents.agent_stream import AgentService, agent_handlers
-from eplb_service.control.server.listening.certificates import Certificates
-from eplb_service.control.server.listening.probes import AGENT_SERVICE, OPERATOR_SERVICE, ListenError
-from eplb_service.control.server.operators.operator_api import OperatorService
+from eplb_service.control.server.agents import AgentService, agent_handlers
+from eplb_service.control.server.listening import AGENT_SERVICE, OPERATOR_SERVICE, Certificates, ListenError
+from eplb_service.control.server.operator_api import OperatorService
 from eplb_service.control.server.plane.control_plane import ControlPlane
 from eplb_service.control.server.settings import ServiceSettings
-from eplb_service.wire.address import is_loopback
-from eplb_service.wire.codec import MAX_MESSAGE_BYTES
+from eplb_service.wire.channel import is_loopback
+from eplb_service.wire.codec import LARGEST_PART, MAX_MESSAGE_BYTES
 from eplb_service.wire.generated import operator_pb2_grpc
-from eplb_service.wire.parts import LARGEST_PART
 
 _log = structlog.get_logger(__name__)
 
@@ -38,28 +36,35 @@ def grpc_server(
     probes: Any,
     gate: Gate,
     quotas: Quotas,
-) -> grpc.aio.Server:
-    """All services behind ``gate``, on no port yet.
+    certificates: Certificates | None,
+) -> tuple[grpc.aio.Server, str]:
+    """Return a server of all services behind ``gate``, not started yet, and its ``host:port`` with the real port.
 
     Parameters
     ----------
     settings
-        Of the service: bounds of messages, connections and streams among them.
+        Address, and bounds of messages and streams.
     plane, operators, probes
-        What answers agents, operators and health checks.
-    gate
-        Decides who may call.
-    quotas
-        What each host may take.
+        Answer agents, operators and health checks.
+    gate, quotas
+        Decide who may call, and how much a host may take.
+    certificates
+        Encrypt connections; ``None`` for plain text.
+
+    Raises
+    ------
+    ListenError
+        Where it cannot listen.
     """
     server = grpc.aio.server(
         interceptors=[gate],
-        # Calls beyond max_streams are refused by the gate, which counts them, and a flood of them by the library.
+        # Calls beyond max_streams are refused by the gate, which counts them, and a flood of them, or of connections,
+        # by the library.
         maximum_concurrent_rpcs=settings.max_streams + _REFUSED_AT_A_TIME,
         options=[
             ("grpc.max_receive_message_length", LARGEST_PART),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_allowed_incoming_connections", settings.max_connections),
+            ("grpc.max_allowed_incoming_connections", settings.max_streams + _REFUSED_AT_A_TIME),
             ("grpc.max_concurrent_streams", settings.max_streams_per_peer),
             ("grpc.max_metadata_size", _METADATA_BYTES),
             ("grpc.absolute_max_metadata_size", 2 * _METADATA_BYTES),
@@ -83,38 +88,20 @@ def grpc_server(
     health_pb2_grpc.add_HealthServicer_to_server(probes, server)
     names = (AGENT_SERVICE, OPERATOR_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
-    return server
-
-
-def bound(server: grpc.aio.Server, settings: ServiceSettings, certificates: Certificates | None) -> str:
-    """Have the server listen; returns ``host:port`` with the real port, raises ``ListenError`` where it cannot."""
     if settings.insecure and not is_loopback(settings.listen):
         _log.warning("serving_insecurely", address=settings.listen)
     try:
         if certificates is None:
-            bound = server.add_insecure_port(settings.listen)
+            port = server.add_insecure_port(settings.listen)
         else:
-            asks = settings.tls_client_ca is not None
-            bound = server.add_secure_port(settings.listen, _credentials(certificates, asks))
+            credentials = grpc.dynamic_ssl_server_credentials(
+                certificates.current(),
+                certificates.changed,  # type: ignore[arg-type, unused-ignore]  # None means: the same as before
+                settings.tls_client_ca is not None,
+            )
+            port = server.add_secure_port(settings.listen, credentials)
     except RuntimeError as error:
         raise ListenError(
             f"cannot listen on {settings.listen}: {error}; choose another with --listen"
         ) from error
-    if not bound:
-        raise ListenError(f"cannot listen on {settings.listen}; choose another with --listen")
-    return f"{settings.listen.rpartition(':')[0]}:{bound}"
-
-
-def certificates_of(settings: ServiceSettings) -> Certificates | None:
-    """The service's own; ``None`` where it serves without TLS."""
-    if settings.tls_cert is None or settings.tls_key is None:
-        return None
-    return Certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-
-
-def _credentials(certificates: Certificates, asks_for_clients: bool) -> grpc.ServerCredentials:
-    return grpc.dynamic_ssl_server_credentials(
-        certificates.current(),
-        certificates.changed,  # type: ignore[arg-type, unused-ignore]  # None means: the same as before
-        asks_for_clients,
-    )
+    return server, f"{settings.listen.rpartition(':')[0]}:{port}"

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -17,31 +17,26 @@ import structlog
 from grpc_health.v1 import health, health_pb2
 
 from eplb_service import __version__
-from eplb_service.control.server.access.credentials import Credentials, shared_token
-from eplb_service.control.server.access.gate import Gate
-from eplb_service.control.server.access.in_flight import InFlight
+from eplb_service.control.server.access.gate import Credentials, Gate
 from eplb_service.control.server.access.quotas import Quotas
-from eplb_service.control.server.deciding.priors import PriorError
-from eplb_service.control.server.grpc_server import bound, certificates_of, grpc_server
-from eplb_service.control.server.lease.choose import lease_of
-from eplb_service.control.server.lease.interface import LeaseLostError
-from eplb_service.control.server.lease.leadership import Leadership
-from eplb_service.control.server.listening.probes import (
-    ListenError,
-    report_health,
-    serve_health,
+from eplb_service.control.server.deciding.computing import PriorError
+from eplb_service.control.server.grpc_server import grpc_server
+from eplb_service.control.server.lease.leadership import (
+    LEASE_SECONDS,
+    Leadership,
+    LeaseLostError,
+    named_lease,
 )
-from eplb_service.control.server.operators.operator_api import OperatorService
-from eplb_service.control.server.plane.bounds import pending_steps
+from eplb_service.control.server.listening import Certificates, ListenError, report_health, serve_health
+from eplb_service.control.server.memory import short_pauses
+from eplb_service.control.server.operator_api import OperatorService
 from eplb_service.control.server.plane.control_plane import ControlPlane
+from eplb_service.control.server.plane.deployments import limits_of
 from eplb_service.control.server.settings import ServiceSettings, SettingsError
-from eplb_service.control.server.short_pauses import short_pauses
-from eplb_service.control.server.standby import stood_by
-from eplb_service.control.server.store.store import Store
-from eplb_service.control.server.store.store_writer import StoreWriter
-from eplb_service.control.server.web.http_server import HttpServer, Served
-from eplb_service.control.server.web.web_api import WebApi
-from eplb_service.io.recording import Recording
+from eplb_service.control.server.store.store import Store, StoreWriter
+from eplb_service.control.server.web.http_server import HttpServer
+from eplb_service.io.recorder import Recording
+from eplb_service.solver.warmup import warm_up
 from eplb_service.telemetry.metrics import Metrics
 
 _log = structlog.get_logger(__name__)
@@ -52,19 +47,7 @@ _GRACE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class RunningService:
-    """A service that answers.
-
-    Parameters
-    ----------
-    address, metrics_address, health_address
-        ``host:port`` where it listens, with the real ports; ``None`` where health has no port of its own.
-    page_url
-        Where browsers find the web page.
-    plane
-        Its deployments.
-    warm
-        Done when decisions can be made.
-    """
+    """A service that answers, with the real ports of its addresses; ``warm`` is done when decisions can be made."""
 
     address: str
     metrics_address: str
@@ -78,20 +61,17 @@ class RunningService:
 async def running_service(
     settings: ServiceSettings, leadership: Leadership | None = None
 ) -> AsyncIterator[RunningService]:
-    """A service in this process and event loop, for as long as the context lasts.
+    """A service in this process and event loop, as long as the context lasts.
 
     With a ``leadership``, which must be won, it has a higher leader term than those that led before it, and leaves its
     own to those after it. Raises ``ListenError``, ``StoreError``, ``SettingsError`` or ``LeaseError`` where it cannot
     start.
     """
-    _check_free(settings.listen, "listen")
-    _check_free(settings.metrics, "metrics")
-    if settings.page is not None:
-        _check_free(settings.page, "page")
+    for flag in ("listen", "metrics", "page"):
+        if (address := getattr(settings, flag)) is not None:
+            _check_free(address, flag)
     async with contextlib.AsyncExitStack() as stack:
-        metrics = Metrics()
-        metrics.service.build.labels(__version__).set(1)
-        metrics.service.leads.set(1)
+        metrics = _metrics(leads=True)
         above = 0 if leadership is None else await leadership.highest_term()
         writer = StoreWriter(await asyncio.to_thread(Store, settings.store, above))
         stack.callback(writer.close)
@@ -99,7 +79,7 @@ async def running_service(
             await leadership.announce(writer.store.leader_term)
         recording = None
         if settings.record is not None:
-            recording = Recording(settings.record, pending_steps(settings))
+            recording = Recording(settings.record, limits_of(settings).pending_steps)
             stack.callback(recording.close)
         try:
             plane = ControlPlane(settings, writer, metrics, recording)
@@ -108,18 +88,20 @@ async def running_service(
         stack.push_async_callback(plane.decider.close)
         await plane.resume()
         probes = health.aio.HealthServicer()
-        token = settings.auth_token
-        fixed = [shared_token(token.get_secret_value())] if token else []
-        in_flight = InFlight(settings.max_in_flight_bytes, settings.max_message_bytes)
-        metrics.service.in_flight_bytes.set_function(lambda: in_flight.held)
-        quotas = Quotas(settings.max_streams, settings.max_streams_per_peer, in_flight)
-        gate = Gate(Credentials(fixed, settings.credentials), quotas, metrics, plane.log)
+        quotas = Quotas(
+            settings.max_streams,
+            settings.max_streams_per_peer,
+            settings.in_flight_bytes,
+            settings.max_message_bytes,
+        )
+        token = settings.auth_token.get_secret_value() if settings.auth_token else ""
+        gate = Gate(Credentials(token, settings.credentials), quotas, metrics, plane.log)
         operators = OperatorService(plane)
-        certificates = certificates_of(settings)
-        served = Served(metrics, WebApi(operators, gate), asyncio.get_running_loop(), certificates)
-        metrics_address, page_url = _serve_http(settings, served, stack)
-        server = grpc_server(settings, plane, operators, probes, gate, quotas)
-        address = bound(server, settings, certificates)
+        certificates = None
+        if settings.tls_cert is not None and settings.tls_key is not None:
+            certificates = Certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+        metrics_address, page_url = await _serve_http(stack, settings, metrics, operators, gate, certificates)
+        server, address = grpc_server(settings, plane, operators, probes, gate, quotas, certificates)
         health_address = None
         if settings.health is not None:
             health_address = await serve_health(settings.health, probes, stack)
@@ -127,10 +109,29 @@ async def running_service(
         await server.start()
         stack.push_async_callback(_shut_down, server, plane, probes)
         warm = asyncio.create_task(_warm_up(plane, probes))
-        ticks = asyncio.create_task(_tick(plane, gate, metrics))
+        ticks = asyncio.create_task(_tick(plane, gate, quotas, metrics))
         stack.push_async_callback(_cancel, warm, ticks)
         _log.info("listening", address=address, metrics=metrics_address, leader_term=plane.leader_term)
         yield RunningService(address, metrics_address, page_url, health_address, plane, warm)
+
+
+async def _serve_http(
+    stack: contextlib.AsyncExitStack,
+    settings: ServiceSettings,
+    metrics: Metrics,
+    operators: OperatorService,
+    gate: Gate,
+    certificates: Certificates | None,
+) -> tuple[str, str]:
+    """Serve metrics, and the page where it shares their address, in plain text; returns their address and its URL."""
+    shared = (operators, gate) if settings.page is None else (None, None)
+    server = HttpServer(settings.metrics, metrics, *shared)
+    address = await stack.enter_async_context(server.serving("metrics"))
+    if settings.page is None:
+        return address, f"http://{address}/"
+    server = HttpServer(settings.page, None, operators, gate, certificates)
+    page = await stack.enter_async_context(server.serving("page"))
+    return address, f"{'http' if certificates is None else 'https'}://{page}/"
 
 
 async def serve_until_stopped(settings: ServiceSettings, announce: Callable[[RunningService], None]) -> None:
@@ -146,9 +147,9 @@ async def serve_until_stopped(settings: ServiceSettings, announce: Callable[[Run
     if settings.lease is None:
         await _lead(settings, announce, stop, None)
         return
-    leadership = Leadership(lease_of(settings.lease, settings.lease_seconds), settings.lease_seconds)
+    leadership = Leadership(named_lease(settings.lease, LEASE_SECONDS), LEASE_SECONDS)
     try:
-        if await stood_by(settings, leadership, stop):
+        if await _wait_until_leader(settings, leadership, stop):
             await _lead(settings, announce, stop, leadership)
     finally:
         await leadership.close()
@@ -188,37 +189,57 @@ async def _lead(
         os._exit(0 if stop.is_set() else 1)
 
 
-def _serve_http(
-    settings: ServiceSettings, served: Served, stack: contextlib.AsyncExitStack
-) -> tuple[str, str]:
-    """Metrics, in plain text, and the web page; the address of the first and the URL of the second."""
-    if settings.page is None:
-        both = _http(settings.metrics, "metrics", replace(served, tls=None), stack)
-        return both, f"http://{both}/"
-    page = _http(settings.page, "page", replace(served, metrics=None), stack)
-    scheme = "http" if served.tls is None else "https"
-    return _http(settings.metrics, "metrics", Served(served.metrics), stack), f"{scheme}://{page}/"
+async def _wait_until_leader(settings: ServiceSettings, leadership: Leadership, stop: asyncio.Event) -> bool:
+    """Wait until the lease is held, or ``stop`` is set; returns whether it is held.
+
+    A waiting service answers probes and scrapes, compiles its kernels, and is not reached by ranks.
+    """
+    probes = health.aio.HealthServicer()
+    async with _standing_by(settings, probes):
+        won = asyncio.create_task(_win(settings, leadership, probes))
+        stopped = asyncio.create_task(stop.wait())
+        done, _ = await asyncio.wait([won, stopped], return_when=asyncio.FIRST_COMPLETED)
+        await _cancel(won, stopped)
+        if won in done:
+            won.result()
+    return won in done and not stop.is_set()
 
 
-def _http(address: str, flag: str, served: Served, stack: contextlib.AsyncExitStack) -> str:
-    try:
-        server = HttpServer(*_split(address), served)
-    except OSError as error:
-        raise ListenError(f"cannot serve the {flag} on {address}: {error.strerror or error}") from error
-    stack.callback(server.close)
-    return f"{address.rpartition(':')[0]}:{server.port}"
+async def _win(settings: ServiceSettings, leadership: Leadership, probes: Any) -> None:
+    await asyncio.to_thread(warm_up, settings.planner().threads)
+    serving = health_pb2.HealthCheckResponse
+    await report_health(probes, serving.NOT_SERVING, ready=serving.SERVING)
+    await leadership.won()
 
 
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
+@contextlib.asynccontextmanager
+async def _standing_by(settings: ServiceSettings, probes: Any) -> AsyncIterator[None]:
+    """Answer probes and scrapes where the ports are free: on one host they may be the leader's."""
+    async with contextlib.AsyncExitStack() as stack:
+        server = HttpServer(settings.metrics, _metrics(leads=False))
+        try:
+            await stack.enter_async_context(server.serving("metrics"))
+            if settings.health is not None:
+                await report_health(probes, health_pb2.HealthCheckResponse.NOT_SERVING)
+                await serve_health(settings.health, probes, stack)
+        except ListenError as error:
+            _log.warning("standing_by_unseen", reason=str(error))
+        yield
+
+
+def _metrics(leads: bool) -> Metrics:
+    metrics = Metrics()
+    metrics.set("eplb_build_info", 1, __version__)
+    metrics.set("eplb_leads", leads)
+    return metrics
 
 
 def _check_free(address: str, flag: str) -> None:
     """Raise ``ListenError`` where a port is taken, before the store counts this as a start."""
-    host, port = _split(address)
+    host, _, port = address.rpartition(":")
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        family, kind, protocol, _, where = found[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(where)
@@ -235,18 +256,19 @@ async def _warm_up(plane: ControlPlane, probes: Any) -> None:
     _log.info("warm")
 
 
-async def _tick(plane: ControlPlane, gate: Gate, metrics: Metrics) -> None:
+async def _tick(plane: ControlPlane, gate: Gate, quotas: Quotas, metrics: Metrics) -> None:
     loop = asyncio.get_running_loop()
     while True:
         try:
             gate.refresh()
+            metrics.set("eplb_in_flight_bytes", quotas.held)
             for _ in plane.ticking():
                 await asyncio.sleep(0)
         except Exception:
             _log.exception("tick_failed")
         due = loop.time() + _TICK_SECONDS
         await asyncio.sleep(_TICK_SECONDS)
-        metrics.service.loop_delay.observe(max(0.0, loop.time() - due))
+        metrics.observe("eplb_loop_delay_seconds", max(0.0, loop.time() - due))
 
 
 async def _shut_down(server: grpc.aio.Server, plane: ControlPlane, probes: Any) -> None:

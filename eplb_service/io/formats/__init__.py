@@ -1,1 +1,1 @@
-"""What other programs save: engines' recorders, benchmarks, responses, tables; each read as heat."""
+"""Files of other programs: engines' recorders, benchmarks, responses, tables; each read as heat."""

@@ -1,4 +1,4 @@
-"""What SGLang's expert distribution recorder dumps, as heat: its ring buffer, or single forward passes of each rank.
+"""Dumps of SGLang's expert distribution recorder, as heat: its ring buffer, or single forward passes of each rank.
 
 The mode ``stat`` dumps ``logical_count`` ``[buffer, layers, experts]``, summed over the ranks, the whole ring buffer as
 it is in memory: rows that were never written are zeros, and once it has wrapped around the newest rows are in front of
@@ -22,19 +22,16 @@ from typing import Any
 import numpy as np
 
 from eplb_service.heat.window import HeatError
-from eplb_service.io.containers.numpy_file import Array
+from eplb_service.io.containers import Array, check_alone
 from eplb_service.io.named_arrays import ReadAs, as_array
-from eplb_service.io.slot_heat import heat_of_slots
+from eplb_service.io.routes import heat_of_slots
 from eplb_service.io.trace import PHASES, ArrayTrace, Int64, TraceFacts
 
 _MAP = "last_physical_to_logical_map"
 _LAST_PASS = 1 << 62
 _MIXED = PHASES.index("mixed")
 _MODES = {1: PHASES.index("prefill"), 2: PHASES.index("decode"), 3: _MIXED}
-"""What SGLang's numbers of forward modes stand for; others, such as idle, leave a step's phase unknown."""
-
-
-_RANK_FILE = re.compile(r"^(?P<stem>.+)_(?P<rank>\d+)$")
+"""Phases by SGLang's numbers of forward modes; others, such as idle, leave a step's phase unknown."""
 
 
 class _Pass:
@@ -53,7 +50,7 @@ class _Pass:
 
 
 def is_dump(document: object) -> bool:
-    """Whether a file's content is such a dump."""
+    """Return whether a file's content is such a dump."""
     return isinstance(document, Mapping) and "records" in document
 
 
@@ -111,21 +108,9 @@ def trace_of_ring_buffer(counts_TLE: Array, origin: str) -> ArrayTrace:
     return ArrayTrace(checked[np.ix_(busy, moe)], facts)
 
 
-def check_alone(path: Path) -> None:
-    """Raise ``HeatError`` where the dump at ``path`` is one rank's of several: it would be read as the whole run."""
-    own = _RANK_FILE.match(path.stem)
-    if own is None:
-        return
-    others = sorted(
-        other.name
-        for other in path.parent.glob(f"*{path.suffix}")
-        if other != path and (match := _RANK_FILE.match(other.stem)) and match["rank"] != own["rank"]
-    )
-    if others:
-        raise HeatError(
-            f"is the share of rank {own['rank']} alone, and {others[0]} is beside it: open the folder for all ranks, "
-            "or put the file elsewhere to read this rank alone"
-        )
+def check_all_ranks(path: Path) -> None:
+    """Raise ``HeatError`` where the dump at ``path`` is one rank's of several."""
+    check_alone(path, rf".+_(?P<rank>\d+){re.escape(path.suffix)}")
 
 
 def _busy_part(heat_TLE: Array, origin: str) -> tuple[Int64, Int64, TraceFacts]:
@@ -137,8 +122,7 @@ def _busy_part(heat_TLE: Array, origin: str) -> tuple[Int64, Int64, TraceFacts]:
     empty, dense = len(heat_TLE) - busy.size, heat_TLE.shape[1] - moe.size
     origin += f", {empty} rows without tokens left out" if empty else ""
     origin += f", {dense} dense layers left out" if dense else ""
-    numbers = tuple(moe.tolist()) if dense else ()
-    return busy, moe, TraceFacts(origin=origin, layer_numbers=numbers)
+    return busy, moe, TraceFacts(origin, layer_numbers=tuple(moe.tolist()) if dense else ())
 
 
 def _add(passes: dict[int, _Pass], dump: Mapping[Any, Any], phy2log: Array | None) -> set[int]:
@@ -161,9 +145,7 @@ def _add(passes: dict[int, _Pass], dump: Mapping[Any, Any], phy2log: Array | Non
             )
         who = rank, str(record.get("gatherer_key", ""))
         if who in known.reporters:
-            raise HeatError(
-                f"rank {rank} has recorded forward pass {number} twice; these are not dumps of one run"
-            )
+            raise HeatError(f"rank {rank} has recorded forward pass {number} twice; are these of one run?")
         known.reporters.add(who)
         known.counts_LP += counts_LP.astype(np.int64)
         known.tokens += len(record["input_ids"]) if isinstance(record.get("input_ids"), list) else 0
@@ -184,9 +166,7 @@ def _counts(record: Mapping[Any, Any], position: int, phy2log: Array | None) -> 
     if counts_LP is None or counts_LP.ndim != 2 or 0 in counts_LP.shape:
         raise HeatError(f"record {position} has no global_physical_count [layers, slots]")
     if counts_LP.dtype.kind not in "iu" or counts_LP.min() < 0 or counts_LP.max() > np.iinfo(np.int32).max:
-        raise HeatError(
-            f"record {position} counts what are no tokens ({counts_LP.dtype}, from {counts_LP.min()})"
-        )
+        raise HeatError(f"record {position} counts no tokens ({counts_LP.dtype}, from {counts_LP.min()})")
     return counts_LP
 
 

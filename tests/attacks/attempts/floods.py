@@ -9,8 +9,8 @@ import socket
 import grpc
 import numpy as np
 
+from eplb_service.wire.codec import in_parts
 from eplb_service.wire.generated import agent_pb2, operator_pb2
-from eplb_service.wire.parts import in_parts
 from tests.attacks import target as to
 from tests.attacks.attempts.registry import attempt, refused
 from tests.attacks.attempts.requests import (

@@ -7,8 +7,8 @@ import contextlib
 
 import grpc
 
+from eplb_service.control.server.plane.deployments import MOST_DEPLOYMENTS
 from eplb_service.wire.generated import operator_pb2
-from tests.attacks import target as to
 from tests.attacks.attempts.registry import attempt, refused
 from tests.attacks.attempts.requests import (
     Code,
@@ -40,7 +40,7 @@ refused(
 async def _push_out(target: Target) -> str:
     async with target.honest(deployment="kept"):
         await target.stub.Pause(operator_pb2.PauseRequest(deployment="kept"))
-    for number in range(3 * to.DEPLOYMENTS):
+    for number in range(2 * MOST_DEPLOYMENTS):
         rank = target.rank()
         await rank.say(hello=hello_with(deployment=f"junk-{number}"))
         with contextlib.suppress(AssertionError, grpc.aio.AioRpcError):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from eplb_service.control.core.deployment import Deployment
-from eplb_service.control.core.events import StreamsOutdated
-from eplb_service.control.core.membership import Group
-from eplb_service.control.core.offer import Offer
+from eplb_service.control.core.deployment import Deployment, StreamsOutdated
+from eplb_service.control.core.group import Group
 from eplb_service.control.core.plan_tracker import PlanTracker
 from eplb_service.planner.plan import LayerPlan
-from eplb_service.wire.hello import Hello
+from eplb_service.wire.agent import Hello
 from tests.control.core.explored_service import walk
 from tests.control.core.explored_state import Faults, Scenario
 from tests.exploring import Walk
@@ -34,12 +32,11 @@ class NeverGivesAPlanUp(Deployment):
 
 
 class ReadsHeatUnderWhatItOffered(Deployment):
-    def offer(self, offer: Offer, now: float) -> None:
+    def offer(self, offer: PlanTracker, now: float) -> None:
         super().offer(offer, now)
         assert self.heat is not None
-        for milestone in offer.milestones:
-            update = milestone.update
-            self.heat.placements.place(update.layer, milestone.epoch, update.phy2log_RS, update.log2phy_RE)
+        for update, (epoch, _) in zip(offer.decision.layers, offer.versions, strict=True):
+            self.heat.placements.place(update.layer, epoch, update.phy2log_RS, update.log2phy_RE)
 
 
 class ReadsHeatUnderTheOldLayer(Deployment):
@@ -52,7 +49,7 @@ class ReadsHeatUnderTheOldLayer(Deployment):
 
 
 class BelievesWhatItOffered(Deployment):
-    def offer(self, offer: Offer, now: float) -> None:
+    def offer(self, offer: PlanTracker, now: float) -> None:
         super().offer(offer, now)
         assert self.plan is not None
         self._advance(self.plan, replace(self.plan, committed=1))
@@ -61,9 +58,9 @@ class BelievesWhatItOffered(Deployment):
 class BelievesEachWordAgain(Deployment):
     def _advance(self, before: PlanTracker, after: PlanTracker) -> None:
         known = before.committed if after.committed > before.committed else 0
-        for milestone in after.offer.milestones[known : after.committed]:
+        for update in after.decision.layers[known : after.committed]:
             if self.group is not None and self.live is not None:
-                self._commit(self.group, self.live, after, milestone.update)
+                self._commit(self.group, self.live, after, update)
         super()._advance(before, after)
 
 
@@ -74,12 +71,12 @@ class ForgetsAPlanThatHasEnded(Deployment):
         super()._close_plan()
         self.ended_plan = None
 
-    def _give_way_to_ranks(self, rank: int) -> None:
+    def _trust_ranks(self, rank: int) -> None:
         pass
 
 
 class NeverAsksRanksAgain(Deployment):
-    def _give_way_to_ranks(self, rank: int) -> None:
+    def _trust_ranks(self, rank: int) -> None:
         pass
 
 
@@ -96,17 +93,17 @@ class TakesAnyGroupForItsOwn(Deployment):
 
 
 class GivesWayToAnyGroup(Deployment):
-    def _make_way_for(self, hello: Hello) -> None:
+    def _replace_group(self, hello: Hello) -> None:
         if self.group is not None and hello.group_id != self.group.group_id:
             for member in self.group.connected:
                 self.group = self.group.with_member(member.rank, connected=False)
-        super()._make_way_for(hello)
+        super()._replace_group(hello)
 
 
 class KeepsTheHeatOfTheGroupBefore(Deployment):
-    def _make_way_for(self, hello: Hello) -> None:
+    def _replace_group(self, hello: Hello) -> None:
         heat = self.heat
-        super()._make_way_for(hello)
+        super()._replace_group(hello)
         self.heat = heat
 
 
@@ -120,16 +117,16 @@ class KeepsWhatARankSaidBeforeItLeft(Deployment):
         def left(self, rank: int) -> Group:
             return self.with_member(rank, connected=False)
 
-    def _make_way_for(self, hello: Hello) -> None:
-        super()._make_way_for(hello)
+    def _replace_group(self, hello: Hello) -> None:
+        super()._replace_group(hello)
         if type(self.group) is Group:
             self.group = self.Memory(self.group.group_id, self.group.shape)
 
 
 class NeverAsksAGroupThatIsHalfThereAgain(Deployment):
-    def _give_way_to_ranks(self, rank: int) -> None:
+    def _trust_ranks(self, rank: int) -> None:
         if self.live is not None:
-            super()._give_way_to_ranks(rank)
+            super()._trust_ranks(rank)
 
 
 class WaitsForRanksThatAreThere(Deployment):
@@ -151,9 +148,9 @@ class GivesAnybodyASeat(Deployment):
 
 
 class TakesAnyFormingToBeOverdue(Deployment):
-    def _make_way_for(self, hello: Hello) -> None:
+    def _replace_group(self, hello: Hello) -> None:
         self.attendance = replace(self.attendance, forming_overdue=True)
-        super()._make_way_for(hello)
+        super()._replace_group(hello)
 
 
 class WaitsForAFormingThatNeverCompletes(Deployment):
@@ -162,52 +159,41 @@ class WaitsForAFormingThatNeverCompletes(Deployment):
         self.attendance = replace(self.attendance, forming_overdue=False)
 
 
-@dataclass(frozen=True)
-class _Trial:
-    """The scenario that gives a mutant away soonest."""
-
-    faults: Faults
-    plans: tuple[tuple[int, ...], ...] = ((0,), (0,))
-    joined: bool = True
-    services: int = 1
-    forming: int = 0
-
-
-MUTANTS: dict[type[Deployment], _Trial] = {
-    OffersWhileRanksAreAstray: _Trial(Faults()),
-    PlansBesideAPlan: _Trial(Faults()),
-    NeverGivesAPlanUp: _Trial(Faults(losses=1), plans=((0,),)),
-    ReadsHeatUnderWhatItOffered: _Trial(Faults()),
-    ReadsHeatUnderTheOldLayer: _Trial(Faults()),
-    BelievesWhatItOffered: _Trial(Faults()),
-    BelievesEachWordAgain: _Trial(Faults()),
-    ForgetsAPlanThatHasEnded: _Trial(Faults(losses=1), plans=((0,),)),
-    NeverAsksRanksAgain: _Trial(Faults(restarts=1), plans=((0,),)),
-    KeepsThePlanOfAGroupThatIsGone: _Trial(Faults(reforms=1), plans=((0,),)),
-    TakesAnyGroupForItsOwn: _Trial(Faults(reforms=1), plans=((0,),)),
-    GivesWayToAnyGroup: _Trial(Faults(squats=1), plans=((0,),)),
-    KeepsTheHeatOfTheGroupBefore: _Trial(Faults(reforms=1), plans=((0,),)),
-    NeverLetsARankGo: _Trial(Faults(cuts=1), plans=((0,),)),
-    KeepsWhatARankSaidBeforeItLeft: _Trial(Faults(cuts=1, restarts=1), plans=((0,),)),
-    NeverAsksAGroupThatIsHalfThereAgain: _Trial(Faults(restarts=1), plans=((0,),)),
-    WaitsForRanksThatAreThere: _Trial(Faults(restarts=1, deaf=1), plans=((0,),)),
-    OffersThoughRanksFollowAnother: _Trial(Faults(cuts=1, strays=1), plans=((0,),), services=2, forming=1),
-    GivesAnybodyASeat: _Trial(Faults(squats=1), plans=((0,),)),
-    TakesAnyFormingToBeOverdue: _Trial(Faults(squats=1), plans=((0,),)),
-    WaitsForAFormingThatNeverCompletes: _Trial(Faults(squats=1), plans=((0,),), joined=False),
-}
+_ONE = ((0,),)
+_TRIALS = [
+    Scenario(machine.__name__, faults, machine=machine, **other)
+    for machine, faults, other in (
+        (OffersWhileRanksAreAstray, Faults(), {}),
+        (PlansBesideAPlan, Faults(), {}),
+        (NeverGivesAPlanUp, Faults(losses=1), {"plans": _ONE}),
+        (ReadsHeatUnderWhatItOffered, Faults(), {}),
+        (ReadsHeatUnderTheOldLayer, Faults(), {}),
+        (BelievesWhatItOffered, Faults(), {}),
+        (BelievesEachWordAgain, Faults(), {}),
+        (ForgetsAPlanThatHasEnded, Faults(losses=1), {"plans": _ONE}),
+        (NeverAsksRanksAgain, Faults(restarts=1), {"plans": _ONE}),
+        (KeepsThePlanOfAGroupThatIsGone, Faults(reforms=1), {"plans": _ONE}),
+        (TakesAnyGroupForItsOwn, Faults(reforms=1), {"plans": _ONE}),
+        (GivesWayToAnyGroup, Faults(squats=1), {"plans": _ONE}),
+        (KeepsTheHeatOfTheGroupBefore, Faults(reforms=1), {"plans": _ONE}),
+        (NeverLetsARankGo, Faults(cuts=1), {"plans": _ONE}),
+        (KeepsWhatARankSaidBeforeItLeft, Faults(cuts=1, restarts=1), {"plans": _ONE}),
+        (NeverAsksAGroupThatIsHalfThereAgain, Faults(restarts=1), {"plans": _ONE}),
+        (WaitsForRanksThatAreThere, Faults(restarts=1, deaf=1), {"plans": _ONE}),
+        (
+            OffersThoughRanksFollowAnother,
+            Faults(cuts=1, strays=1),
+            {"plans": _ONE, "services": 2, "forming": 1},
+        ),
+        (GivesAnybodyASeat, Faults(squats=1), {"plans": _ONE}),
+        (TakesAnyFormingToBeOverdue, Faults(squats=1), {"plans": _ONE}),
+        (WaitsForAFormingThatNeverCompletes, Faults(squats=1), {"plans": _ONE, "joined": False}),
+    )
+]
+"""Each mutant with the scenario that gives it away soonest."""
 
 
 def hunt() -> Iterator[tuple[str, Walk]]:
     """Each mutant's name and walk; one that broke no promise has got away."""
-    for machine, trial in MUTANTS.items():
-        scenario = Scenario(
-            machine.__name__,
-            trial.faults,
-            trial.plans,
-            trial.services,
-            trial.joined,
-            machine,
-            trial.forming,
-        )
-        yield machine.__name__, walk(scenario)
+    for scenario in _TRIALS:
+        yield scenario.name, walk(scenario)

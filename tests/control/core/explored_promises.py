@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from eplb_service.control.core.deployment import Deployment
+from tests.control.core.explored_crew import Given, Version, live_at, offer_of
 from tests.control.core.explored_state import State
-from tests.control.core.explored_truth import Given, Version, live_at, offer_of
 from tests.exploring import must
 
 
@@ -42,7 +42,7 @@ def _check_plan(state: State, service: int, deployment: Deployment) -> None:
     must((given is None) == (plan is None), "the plan under way is not the one that was offered")
     if given is None or plan is None:
         return
-    must(plan.offer is offer_of(given), "the plan under way is not the one that was offered")
+    must(plan.decision is offer_of(given).decision, "the plan under way is not the one that was offered")
     must(plan.outcome is None, "a plan that has ended is under way")
     must(group is not None and group.group_id == f"forming {given.forming}", "a plan outlived its ranks")
 

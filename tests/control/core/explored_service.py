@@ -10,19 +10,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from eplb_service.control.core.deployment import Deployment
-from eplb_service.control.core.events import PlanEnded, StreamsOutdated
-from eplb_service.wire.status import Heartbeat, PlanStatus
-from tests.control.core.explored_crew import Status
+from eplb_service.control.core.deployment import Deployment, StreamsOutdated
+from eplb_service.control.core.plan_tracker import PlanTracker
+from eplb_service.wire.agent import Heartbeat, PlanStatus
+from tests.control.core.explored_crew import Given, Status, live_at, offer_of
 from tests.control.core.explored_promises import check_offer, check_state
-from tests.control.core.explored_state import PLAN_TIMEOUT, Faults, Scenario
-from tests.control.core.explored_streams import StreamsWorld
-from tests.control.core.explored_truth import Given, live_at, offer_of
+from tests.control.core.explored_state import PLAN_TIMEOUT, Faults, Scenario, State
 from tests.exploring import Event, Walk, happen, must, report
 from tests.exploring import walk as walk_world
 
 
-class World(StreamsWorld):
+class World(State):
     """One state; ``events`` lists what can happen next, ``after`` gives the state that follows."""
 
     def __init__(self, scenario: Scenario) -> None:
@@ -187,9 +185,9 @@ class World(StreamsWorld):
 
     def _follow_up(self, service: int) -> None:
         for event in self.services[service].take_events():
-            if isinstance(event, PlanEnded):
+            if isinstance(event, PlanTracker):
                 given = self.open_plans[service]
-                known = given is not None and event.plan.offer is offer_of(given)
+                known = given is not None and event.decision is offer_of(given).decision
                 must(known, "a plan ended twice, or one that was never open")
                 self.open_plans[service] = None
             elif isinstance(event, StreamsOutdated):

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.control.core.deployment import Deployment
-from eplb_service.control.core.events import Event
-from eplb_service.control.core.limits import Limits
+from eplb_service.control.core.deployment import Deployment, Event
+from eplb_service.control.core.flow import Limits
 from eplb_service.control.core.live_placement import LivePlacement
-from eplb_service.control.core.offer import Offer
+from eplb_service.control.core.plan_tracker import PlanTracker
 from eplb_service.placement import default_log2phy
-from eplb_service.planner.plan import LayerPlan, LayerVerdict, Plan
+from eplb_service.planner.plan import LayerPlan, Plan
+from eplb_service.wire.agent import Heartbeat, PlanState, PlanStatus, decode_hello
 from eplb_service.wire.heat import HeatReport, StepPhase
-from eplb_service.wire.hello import decode_hello
-from eplb_service.wire.status import Heartbeat, PlanState, PlanStatus
+from eplb_service.wire.operator import LayerVerdict
 from tests.control.fake_group import EXPERTS, LAYERS, RANKS, SLOTS, first_placement, hello_of, live_of
 
 PLAN_TIMEOUT = 10.0
@@ -52,27 +51,27 @@ class Story:
         for rank in ranks or range(RANKS):
             self.deployment.leave(rank)
 
-    def offers(self, *layers: int, plan_id: int = 1) -> Offer:
+    def offers(self, *layers: int, plan_id: int = 1) -> PlanTracker:
         assert self.deployment.live is not None
-        offer = Offer.of(plan_id, self.deployment.live, decision_of(self.deployment.live, *layers))
+        offer = PlanTracker.of(plan_id, self.deployment.live, decision_of(self.deployment.live, *layers))
         self.deployment.offer(offer, self.now)
         return offer
 
     def says(
-        self, rank: int, offer: Offer, state: PlanState, layer: int = 0, reason: str = ""
+        self, rank: int, offer: PlanTracker, state: PlanState, layer: int = 0, reason: str = ""
     ) -> list[Event]:
         """A status; COMMITTED with the version that the plan gives."""
         epoch, digest = offer.base_epoch, offer.base_digest
-        for milestone in offer.milestones:
-            if state == PlanState.COMMITTED and milestone.update.layer == layer:
-                epoch, digest = milestone.version
+        for update, version in zip(offer.decision.layers, offer.versions, strict=True):
+            if state == PlanState.COMMITTED and update.layer == layer:
+                epoch, digest = version
         status = PlanStatus(
             plan_id=offer.plan_id, layer=layer, state=state, reason=reason, epoch=epoch, digest=digest
         )
         self.deployment.plan_status(rank, status, self.now)
         return self.news()
 
-    def commits(self, offer: Offer, *layers: int, ranks: range = range(RANKS)) -> list[Event]:
+    def commits(self, offer: PlanTracker, *layers: int, ranks: range = range(RANKS)) -> list[Event]:
         return [
             event
             for layer in layers

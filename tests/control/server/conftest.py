@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
+import pytest_asyncio
 import structlog
 
+from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.solver.warmup import warm_up
 from eplb_service.telemetry.logs import configure_logs
+from tests.control.fake_group import FakeGroup
+from tests.control.server.test_service import settings
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -19,6 +23,20 @@ def warm_kernels() -> None:
 
 @pytest.fixture(autouse=True)
 def logs_on_stderr() -> Iterator[None]:
-    configure_logs("json", "info")
+    configure_logs()
     yield
     structlog.reset_defaults()
+
+
+@pytest_asyncio.fixture
+async def service() -> AsyncIterator[RunningService]:
+    async with running_service(settings()) as running:
+        yield running
+
+
+@pytest_asyncio.fixture
+async def group(service: RunningService) -> AsyncIterator[FakeGroup]:
+    """All ranks of a deployment, taken in."""
+    async with FakeGroup(service.address) as ranks:
+        await ranks.join()
+        yield ranks

@@ -13,12 +13,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
+from google.protobuf import text_format
 
-from eplb_service.control.server.web.http_server import _HEADERS, _finite
-from eplb_service.control.server.web.page_files import PAGE_FILES, Content
+from eplb_service.control.server.web.http_server import _HEADERS, PAGE_FILES, _finite
 from eplb_service.wire.codec import pack
-from eplb_service.wire.document import as_document
 from eplb_service.wire.generated import operator_pb2
+from eplb_service.wire.operator import as_document
 
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
 
@@ -62,14 +62,9 @@ def messages(
         operator_pb2.LayerMoves(layer=layer, moves=pack(moves_of(rng, ranks, slots, 2 + layer % 13)))
         for layer in sorted(changed)
     ]
-    decision = operator_pb2.MadeDecision(
-        at=now - 42,
-        solve_seconds=0.187,
-        plan_id=17,
-        verdicts=verdicts,
-        moves=moves,
-        outcome="done",
-        committed=len(changed),
+    decision = operator_pb2.MadeDecision(solve_seconds=0.187, plan_id=17, outcome="done")
+    decision.MergeFrom(
+        operator_pb2.MadeDecision(at=now - 42, verdicts=verdicts, moves=moves, committed=len(changed))
     )
     balance = operator_pb2.GetBalanceResponse(
         points=points(now, float(par_L.mean()), float(floor_L.mean())),
@@ -78,20 +73,14 @@ def messages(
         last_decision=decision,
         last_plan=decision,
     )
-    state = status(ranks, layers, slots, float(par_L.mean()), problems, missing)
-    whole = operator_pb2.GetStatusResponse(
-        status=state,
-        layers=[
-            operator_pb2.LayerStatus(
-                layer=layer,
-                par=par_L[layer],
-                planned_par=verdicts[layer].par_planned if layer in changed else 0,
-                epoch=600,
-            )
-            for layer in range(layers)
-        ],
-        agents=agents(ranks, missing),
-    )
+    state = text_format.Parse(STATUS, operator_pb2.DeploymentStatus())
+    state.layers, state.ranks, state.slots, state.par = layers, ranks, slots, float(par_L.mean())
+    state.experts, state.agents_connected = max(8, ranks - ranks // 5), ranks - len(missing)
+    state.problems.extend(problems)
+    whole = operator_pb2.GetStatusResponse(status=state, agents=agents(ranks, missing))
+    for layer, of_layer in enumerate(verdicts):
+        planned = of_layer.par_planned if layer in changed else 0
+        whole.layers.add(layer=layer, par=par_L[layer], planned_par=planned, epoch=600)
     others = [
         operator_pb2.DeploymentStatus(
             deployment=name, ranks=16, agents_connected=here, par=1.07, paused=paused
@@ -101,73 +90,26 @@ def messages(
     return Pictured([state, *others], whole, balance, history(verdicts, now))
 
 
-def status(
-    ranks: int, layers: int, slots: int, par: float, problems: tuple[str, ...], missing: tuple[int, ...]
-) -> operator_pb2.DeploymentStatus:
-    """Of the large deployment."""
-    return operator_pb2.DeploymentStatus(
-        deployment="decode",
-        layers=layers,
-        experts=max(8, ranks - ranks // 5),
-        ranks=ranks,
-        slots=slots,
-        agents_connected=ranks - len(missing),
-        epoch=612,
-        digest=0x1D2C,
-        par=par,
-        window_steps=256,
-        steps_received=48_211,
-        steps_lost=12,
-        layers_switched=612,
-        experts_moved=4_031,
-        bytes_moved=4_031 * 44_040_192,
-        problems=list(problems),
-        worth=worth(),
-        move_price=operator_pb2.MovePrice(
-            price=0.126,
-            kind="partly measured",
-            reason="42.0 MiB per expert",
-            ms_per_move=0.35,
-            ms_per_megabyte=0.008,
-            ms_per_switch=0.51,
-        ),
-    )
-
-
-def worth() -> operator_pb2.Worth:
-    """What balancing has won there."""
-    return operator_pb2.Worth(
-        steps=512,
-        left_alone_ms=3.115,
-        serving_ms=2.703,
-        best_ms=2.611,
-        best="hindsight",
-        gain_ms=0.412,
-        gain_low_ms=0.38,
-        gain_high_ms=0.444,
-        price_kind="fitted",
-        price="20 us",
-        verdict="helps",
-    )
+STATUS = """
+    deployment: "decode" epoch: 612 digest: 0x1D2C window_steps: 256 steps_received: 48211 steps_lost: 12
+    layers_switched: 612 experts_moved: 4031 bytes_moved: 177533413952
+    worth { steps: 512 left_alone_ms: 3.115 serving_ms: 2.703 best_ms: 2.611 best: "hindsight" gain_ms: 0.412
+            gain_low_ms: 0.38 gain_high_ms: 0.444 price_kind: "fitted" price: "20 us" verdict: "helps" }
+    move_price { price: 0.126 kind: "partly measured" reason: "42.0 MiB per expert"
+                 ms_per_move: 0.35 ms_per_megabyte: 0.008 ms_per_switch: 0.51 }
+"""
+AGENT = """
+    connected: true step: 48230 epoch: 612 agent_version: "0.1.0" silent_seconds: 0.4 ring_bytes: 1500000
+"""
 
 
 def agents(ranks: int, missing: tuple[int, ...]) -> list[operator_pb2.AgentStatus]:
     """Eight of a node; rank 5 had to drop steps."""
-    return [
-        operator_pb2.AgentStatus(
-            rank=rank,
-            node=f"node-{rank // 8:02d}",
-            connected=rank not in missing,
-            step=48_230,
-            epoch=612,
-            agent_version="0.1.0",
-            silent_seconds=0.4,
-            dropped_steps=96 if rank == 5 else 0,
-            staging_bytes=84_000_000 - rank,
-            ring_bytes=1_500_000,
-        )
-        for rank in range(ranks)
-    ]
+    found = [text_format.Parse(AGENT, operator_pb2.AgentStatus()) for _ in range(ranks)]
+    for rank, agent in enumerate(found):
+        agent.rank, agent.node, agent.connected = rank, f"node-{rank // 8:02d}", rank not in missing
+        agent.dropped_steps, agent.staging_bytes = 96 if rank == 5 else 0, 84_000_000 - rank
+    return found
 
 
 def verdict(layer: int, par_L: Any, floor_L: Any, changed: bool) -> operator_pb2.PastVerdict:
@@ -211,20 +153,15 @@ def points(now: float, par: float, floor: float) -> list[operator_pb2.BalancePoi
 
 
 def history(verdicts: list[operator_pb2.PastVerdict], now: float) -> operator_pb2.GetHistoryResponse:
-    done = operator_pb2.PastPlan(plan_id=17, at=now - 42, outcome="done", committed=21, verdicts=verdicts)
-    aborted = operator_pb2.PastPlan(
-        plan_id=16,
-        at=now - 700,
-        outcome="aborted",
-        reason="rank 3: the transfer took longer than 30 s",
-        committed=2,
-        verdicts=verdicts,
-    )
-    return operator_pb2.GetHistoryResponse(plans=[done, aborted])
+    past = operator_pb2.GetHistoryResponse()
+    past.plans.add(plan_id=17, at=now - 42, outcome="done", committed=21, verdicts=verdicts)
+    reason = "rank 3: the transfer took longer than 30 s"
+    past.plans.add(plan_id=16, at=now - 700, outcome="aborted", reason=reason, committed=2, verdicts=verdicts)
+    return past
 
 
 @contextmanager
-def pictured(answers: dict[str, Any], page: dict[str, Content] | None = None) -> Iterator[str]:
+def pictured(answers: dict[str, Any], page: dict[str, tuple[str, bytes]] | None = None) -> Iterator[str]:
     """The page over these answers; the URL. ``page`` adds files to it, or replaces some."""
     extra = page or {}
 

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import urllib.request
 
 import grpc
 
-from eplb_service.control.server.bounded_log import BoundedLog
 from eplb_service.control.server.service import running_service
+from eplb_service.telemetry.logs import BoundedLog
 from tests.control.fake_group import FakeRank
+from tests.control.server.test_scrape import scrape
 from tests.control.server.test_service import settings
-
-
-def _metric(address: str, name: str) -> float:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=20) as answer:
-        for line in answer.read().decode().splitlines():
-            if line.startswith(name + " "):
-                return float(line.rpartition(" ")[2])
-    return 0.0
 
 
 async def test_streams_of_all_hosts_and_of_one_are_bounded_and_refusals_counted() -> None:
@@ -35,8 +27,8 @@ async def test_streams_of_all_hosts_and_of_one_are_bounded_and_refusals_counted(
             (over,), others = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             code, text = over.result()
             assert (code, name in text) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
-            counted = 'eplb_refusals_total{code="resource_exhausted"}'
-            assert _metric(service.metrics_address, counted) == 1
+            counted = "eplb_refusals_total", ("resource_exhausted",)
+            assert (await asyncio.to_thread(scrape, service.metrics_address))[counted] == 1
             for task in others:
                 task.cancel()
             for channel in channels:

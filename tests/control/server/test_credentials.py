@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from eplb_service.control.server.access.credentials import Credentials, Role, read_credentials
+from eplb_service.control.server.access.gate import Credentials
 from eplb_service.control.server.service import RunningService, running_service
-from eplb_service.control.server.settings import SettingsError
-from eplb_service.control.server.settings_sources import load_settings
+from eplb_service.control.server.settings import SettingsError, load_settings
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from tests.control.fake_group import FakeRank, first_placement, hello_of, live_of
 from tests.control.server.test_service import settings, until
@@ -44,6 +45,15 @@ def path(tmp_path: Path) -> Path:
     return written
 
 
+@contextlib.asynccontextmanager
+async def serving(**flags: Any) -> AsyncIterator[tuple[RunningService, grpc.aio.Channel]]:
+    async with (
+        running_service(settings(**flags)) as service,
+        grpc.aio.insecure_channel(service.address) as channel,
+    ):
+        yield service, channel
+
+
 async def code_of(call: Any) -> grpc.StatusCode:
     try:
         await call
@@ -52,32 +62,26 @@ async def code_of(call: Any) -> grpc.StatusCode:
     return grpc.StatusCode.OK
 
 
-async def orders(
-    service: RunningService, channel: grpc.aio.Channel, token: str, deployment: str
-) -> list[Any]:
-    """What comes of reading and of giving an order."""
-    stub = operator_pb2_grpc.OperatorServiceStub(channel)
+async def orders(channel: grpc.aio.Channel, token: str, deployment: str) -> list[grpc.StatusCode]:
+    """Statuses of reading, and of giving an order."""
+    stub, proof = operator_pb2_grpc.OperatorServiceStub(channel), bearer(token)
+    read, order = operator_pb2.GetStatusRequest, operator_pb2.PauseRequest
     return [
-        await code_of(
-            stub.GetStatus(operator_pb2.GetStatusRequest(deployment=deployment), metadata=bearer(token))
-        ),
-        await code_of(stub.Pause(operator_pb2.PauseRequest(deployment=deployment), metadata=bearer(token))),
+        await code_of(stub.GetStatus(read(deployment=deployment), metadata=proof)),
+        await code_of(stub.Pause(order(deployment=deployment), metadata=proof)),
     ]
 
 
 async def test_every_role_may_what_it_is_for(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async with (
-        running_service(settings(credentials=path)) as service,
-        grpc.aio.insecure_channel(service.address) as channel,
-    ):
+    async with serving(credentials=path) as (_, channel):
         rank = FakeRank(channel, 0, bearer(AGENT))
         await rank.greet(hello_of(LIVE, 0))
         ok = grpc.StatusCode.OK
-        assert await orders(service, channel, OPERATOR, "decode") == [ok, ok]
-        assert await orders(service, channel, READER, "decode") == [ok, DENIED]
-        assert await orders(service, channel, AGENT, "decode") == [DENIED, DENIED]
-        assert await orders(service, channel, "wrong-token-of-16", "decode") == [UNKNOWN, UNKNOWN]
-        assert await orders(service, channel, READER, "prefill") == [DENIED, DENIED]
+        assert await orders(channel, OPERATOR, "decode") == [ok, ok]
+        assert await orders(channel, READER, "decode") == [ok, DENIED]
+        assert await orders(channel, AGENT, "decode") == [DENIED, DENIED]
+        assert await orders(channel, "wrong-token-of-16", "decode") == [UNKNOWN, UNKNOWN]
+        assert await orders(channel, READER, "prefill") == [DENIED, DENIED]
         # What its metadata shows is refused before it says anything.
         assert (await FakeRank(channel, 1, bearer(OPERATOR)).refusal())[0] == DENIED
         for message in (hello_of(LIVE, 2), hello_of(LIVE, 1, deployment="prefill")):
@@ -95,10 +99,7 @@ async def test_every_role_may_what_it_is_for(path: Path, capsys: pytest.CaptureF
 
 
 async def test_a_reader_sees_its_deployments_alone(path: Path) -> None:
-    async with (
-        running_service(settings(credentials=path, auth_token="everything-and-all")) as service,
-        grpc.aio.insecure_channel(service.address) as channel,
-    ):
+    async with serving(credentials=path, auth_token="everything-and-all") as (_, channel):
         ranks = [FakeRank(channel, 0, bearer("everything-and-all")) for _ in range(2)]
         for rank, name in zip(ranks, ("decode", "prefill"), strict=True):
             await rank.greet(hello_of(LIVE, 0, deployment=name))
@@ -111,10 +112,7 @@ async def test_a_reader_sees_its_deployments_alone(path: Path) -> None:
 
 
 async def test_tokens_rotate_without_a_restart(path: Path) -> None:
-    async with (
-        running_service(settings(credentials=path)) as service,
-        grpc.aio.insecure_channel(service.address) as channel,
-    ):
+    async with serving(credentials=path) as (service, channel):
         rank = FakeRank(channel, 0, bearer(AGENT))
         await rank.greet(hello_of(LIVE, 0))
         path.write_text(
@@ -191,28 +189,47 @@ def test_a_file_that_will_not_do(tmp_path: Path, entry: str, says: str) -> None:
     path = tmp_path / "credentials.yaml"
     path.write_text(entry)
     with pytest.raises(SettingsError, match=says) as refused:
-        read_credentials(path)
+        Credentials(path=path)
     assert "0123456789abcdef" not in str(refused.value)
 
 
 def test_certificates_and_tokens_prove_who_calls(path: Path) -> None:
     path.write_text("- {name: a, role: reader, deployments: ['*'], certificate: dashboard.example}\n")
-    credentials = Credentials((), path)
-    assert credentials.of("", ["dashboard.example"]) is not None
-    assert credentials.of("", []) is None
-    assert credentials.of("dashboard.example", []) is None
-    assert Credentials().of("", []) is not None, "where none are asked for, everybody is let in"
+    credentials = Credentials(path=path)
+    assert credentials.proven_by("", ["dashboard.example"]) is not None
+    assert credentials.proven_by("", []) is None
+    assert credentials.proven_by("dashboard.example", []) is None
+    assert Credentials().proven_by("", []) is not None, "where none are asked for, everybody is let in"
 
 
 def test_a_changed_file_is_noticed_whatever_its_time(path: Path) -> None:
-    credentials = Credentials((), path)
+    credentials = Credentials(path=path)
     assert not credentials.refresh()
     path.write_text(FILE.replace("dashboard", "a-dashboard"))
     os.utime(path, (0, 0))
     assert credentials.refresh()
-    found = credentials.of(READER, [])
+    found = credentials.proven_by(READER, [])
     assert found is not None
-    assert (found.name, found.roles) == ("a-dashboard", {Role.READER})
+    assert (found.name, [role.value for role in found.roles]) == ("a-dashboard", ["reader"])
+
+
+@pytest.mark.parametrize("metadata", [None, bearer("wrong"), (("authorization", "right"),)])
+async def test_calls_without_the_shared_token_are_turned_away_but_for_health(
+    metadata: tuple[tuple[str, str], ...] | None,
+) -> None:
+    async with serving(auth_token="right") as (service, channel):
+        stub = operator_pb2_grpc.OperatorServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.ListDeployments(operator_pb2.ListDeploymentsRequest(), metadata=metadata)
+        assert refused.value.code() == UNKNOWN
+        assert "right" not in str(refused.value.details())
+        assert (await FakeRank(channel, 0, metadata).refusal())[0] == UNKNOWN
+        await stub.ListDeployments(operator_pb2.ListDeploymentsRequest(), metadata=bearer("right"))
+        await service.warm
+        answer = await health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(service="eplb.v1.AgentService")
+        )
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
 @pytest.mark.parametrize(

@@ -20,44 +20,44 @@ async def metrics(service: RunningService) -> str:
     return await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=20).read().decode())
 
 
-async def test_an_order_removes_history_metrics_and_pause(capsys: pytest.CaptureFixture[str]) -> None:
-    async with running_service(settings()) as service, FakeGroup(service.address) as group:
-        await group.join()
-        await group.send_heat(skewed_heat(8))
-        await until(lambda: service.plane.deployments["decode"].totals.steps_received == 8)
-        assert await eplb(group, "pause", "decode") == 0
-        service.plane.tick()
-        assert 'deployment="decode"' in await metrics(service)
-        assert await eplb(group, "forget", "decode") == 2
-        assert "ranks 0, 1, 2, 3 of 'decode' still connected" in capsys.readouterr().err
-        await group.leave()
-        await until(lambda: not service.plane.deployments["decode"].connected)
-        assert await eplb(group, "forget", "decode", "--json") == 0
-        captured = capsys.readouterr()
-        assert held("forget", captured.out) == {"deployment": "decode", "forgotten": True}
-        audits = [line for line in captured.err.splitlines() if '"call": "Forget"' in line]
-        assert ['"result": "done"' in line for line in audits] == [True]
-        service.plane.tick()
-        assert 'deployment="decode"' not in await metrics(service)
-        assert await eplb(group, "status", "decode") == 2
-        await group.join()
-        assert not service.plane.deployments["decode"].paused
-        assert service.plane.deployments["decode"].totals.steps_received == 0
+async def test_an_order_removes_history_metrics_and_pause(
+    service: RunningService, group: FakeGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await group.send_heat(skewed_heat(8))
+    await until(lambda: service.plane.deployments["decode"].totals.steps_received == 8)
+    assert await eplb(group, "pause", "decode") == 0
+    service.plane.tick()
+    assert 'deployment="decode"' in await metrics(service)
+    assert await eplb(group, "forget", "decode") == 2
+    assert "ranks 0, 1, 2, 3 of 'decode' still connected" in capsys.readouterr().err
+    await group.leave()
+    await until(lambda: not service.plane.deployments["decode"].connected)
+    assert await eplb(group, "forget", "decode", "--json") == 0
+    captured = capsys.readouterr()
+    assert held("forget", captured.out) == {"deployment": "decode", "forgotten": True}
+    audits = [line for line in captured.err.splitlines() if '"call": "Forget"' in line]
+    assert ['"result": "done"' in line for line in audits] == [True]
+    service.plane.tick()
+    assert 'deployment="decode"' not in await metrics(service)
+    assert await eplb(group, "status", "decode") == 2
+    await group.join()
+    assert not service.plane.deployments["decode"].paused
+    assert service.plane.deployments["decode"].totals.steps_received == 0
 
 
-async def test_who_is_forgotten_between_two_parts_of_a_tick_is_shown_no_more() -> None:
-    async with running_service(settings()) as service, FakeGroup(service.address) as group:
-        await group.join()
-        await group.leave()
-        plane = service.plane
-        await until(lambda: not plane.deployments["decode"].connected)
-        ticking = plane.ticking()
-        next(ticking)
-        next(ticking)
-        plane.forget("decode")
-        for _ in ticking:
-            pass
-        assert 'deployment="decode"' not in await metrics(service)
+async def test_who_is_forgotten_between_two_parts_of_a_tick_is_shown_no_more(
+    service: RunningService, group: FakeGroup
+) -> None:
+    await group.leave()
+    plane = service.plane
+    await until(lambda: not plane.deployments["decode"].connected)
+    ticking = plane.ticking()
+    next(ticking)
+    next(ticking)
+    plane.forget("decode")
+    for _ in ticking:
+        pass
+    assert 'deployment="decode"' not in await metrics(service)
 
 
 @pytest.mark.parametrize("paused", [False, True])
@@ -69,7 +69,7 @@ async def test_whoever_does_not_come_back_is_forgotten_unless_paused(paused: boo
         await group.join()
         plane = service.plane
         deployment = plane.deployments["decode"]
-        plane.orders.set_paused(deployment, paused)
+        plane.set_paused(deployment, paused)
         plane.tick()
         assert deployment.attendance.departed_since is None, "its ranks are here"
         await group.leave()

@@ -12,15 +12,15 @@ import ssl
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
-from eplb_service.control.server.listening.probes import ListenError
 from eplb_service.control.server.service import RunningService, running_service
-from eplb_service.control.server.settings import SettingsError
-from eplb_service.control.server.settings_sources import load_settings
+from eplb_service.control.server.settings import SettingsError, load_settings
 from eplb_service.control.server.web import http_server
+from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from tests.control.fake_group import LAYERS, RANKS, FakeGroup, skewed_heat
-from tests.control.server.self_signed import self_signed
+from tests.control.server.certificates import Authority
 from tests.control.server.test_service import settings, until
 
 CREDENTIALS = """
@@ -62,8 +62,7 @@ async def get(
 async def balanced(service: RunningService, group: FakeGroup) -> None:
     """A deployment that has switched layers and counted since."""
     await group.join()
-    for _ in range(4):
-        await group.send_heat(skewed_heat(8))
+    await group.fill_window()
     await group.carry_out(await group.hear_plan())
     await group.send_heat(skewed_heat(8, seed=1))
     deployment = service.plane.deployments["decode"]
@@ -71,8 +70,8 @@ async def balanced(service: RunningService, group: FakeGroup) -> None:
     service.plane.tick()
 
 
-async def test_the_page_s_figures_are_those_of_the_service() -> None:
-    async with running_service(settings()) as service, FakeGroup(service.address) as group:
+async def test_the_page_s_figures_are_those_of_the_service(service: RunningService) -> None:
+    async with FakeGroup(service.address) as group:
         await balanced(service, group)
         at = service.metrics_address
         assert (await get(at, "/api/v1/deployments")).document["deployments"][0]["deployment"] == "decode"
@@ -95,47 +94,36 @@ async def test_the_page_s_figures_are_those_of_the_service() -> None:
         assert len(of_layer["moves"]) == plan["verdicts"][of_layer["layer"]]["moves"]
 
 
-async def test_every_answer_forbids_what_the_page_does_not_need() -> None:
-    async with running_service(settings()) as service:
-        at = service.metrics_address
-        for path in ("/", "/main.js", "/metrics", "/api/v1/service", "/nowhere"):
-            answer = await get(at, path)
-            assert answer.headers["Content-Security-Policy"].startswith(
-                "default-src 'none'; script-src 'self'"
-            )
-            assert answer.headers["X-Content-Type-Options"] == "nosniff"
-            assert "Access-Control-Allow-Origin" not in answer.headers
-        page = await get(at, "/")
-        assert page.headers["Content-Type"] == "text/html; charset=utf-8"
-        assert (await get(at, "/", method="HEAD")).body == b""
-        zipped = await get(at, "/main.js", **{"Accept-Encoding": "gzip"})
-        assert gzip.decompress(zipped.body) == (await get(at, "/main.js")).body
+async def test_every_answer_forbids_what_the_page_does_not_need(service: RunningService) -> None:
+    at = service.metrics_address
+    for path in ("/", "/main.js", "/metrics", "/api/v1/service", "/nowhere"):
+        answer = await get(at, path)
+        assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'; script-src 'self'")
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+        assert "Access-Control-Allow-Origin" not in answer.headers
+    page = await get(at, "/")
+    assert page.headers["Content-Type"] == "text/html; charset=utf-8"
+    assert (await get(at, "/", method="HEAD")).body == b""
+    zipped = await get(at, "/main.js", **{"Accept-Encoding": "gzip"})
+    assert gzip.decompress(zipped.body) == (await get(at, "/main.js")).body
 
 
-@pytest.mark.parametrize(
-    ("path", "status"),
-    [
-        ("/nowhere", 404),
-        ("/../settings.py", 404),
-        ("/%2e%2e/settings.py", 404),
-        ("/api/v1/", 404),
-        ("/api/v1/deployments/absent", 404),
-        ("/api/v1/deployments/absent/balance", 404),
-        ("/api/v1/deployments/decode/pause", 404),
-        ("/api/v1/deployments/%00", 400),
-    ],
-)
-async def test_what_is_not_there(path: str, status: int) -> None:
-    async with running_service(settings()) as service:
+async def test_what_is_not_there_and_orders_are_refused(service: RunningService) -> None:
+    for path, status in {
+        "/nowhere": 404,
+        "/../settings.py": 404,
+        "/%2e%2e/settings.py": 404,
+        "/api/v1/": 404,
+        "/api/v1/deployments/absent": 404,
+        "/api/v1/deployments/absent/balance": 404,
+        "/api/v1/deployments/decode/pause": 404,
+        "/api/v1/deployments/%00": 400,
+    }.items():
         answer = await get(service.metrics_address, path)
-    assert answer.status == status
-    assert answer.document["error"]
-
-
-async def test_nothing_can_be_ordered_over_http() -> None:
-    async with running_service(settings()) as service:
-        for method in ("POST", "PUT", "DELETE", "OPTIONS"):
-            assert (await get(service.metrics_address, "/api/v1/deployments", method=method)).status == 501
+        assert (path, answer.status) == (path, status)
+        assert answer.document["error"]
+    for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+        assert (await get(service.metrics_address, "/api/v1/deployments", method=method)).status == 405
 
 
 async def test_readers_see_their_deployments_and_others_nothing(tmp_path: Path) -> None:
@@ -156,7 +144,7 @@ async def test_readers_see_their_deployments_and_others_nothing(tmp_path: Path) 
 
 
 async def test_a_token_is_not_taken_in_plain_text_from_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server._Server, "get_request", _from_elsewhere)
+    monkeypatch.setattr(http_server, "_host_of", lambda _: "192.0.2.7")
     async with running_service(settings(auth_token="right")) as service:
         answer = await get(service.metrics_address, "/api/v1/deployments", token="right")
         assert answer.status == 403
@@ -164,23 +152,18 @@ async def test_a_token_is_not_taken_in_plain_text_from_another_host(monkeypatch:
         assert (await get(service.metrics_address, "/api/v1/deployments")).status == 401
 
 
-def _from_elsewhere(server: Any) -> Any:
-    connection, (_, port) = server.socket.accept()
-    return connection, ("192.0.2.7", port)
-
-
-async def test_another_site_s_name_for_this_machine_reads_nothing() -> None:
-    async with running_service(settings()) as service:
-        at, path = service.metrics_address, "/api/v1/deployments"
-        assert (await get(at, path, Host="rebound.example")).status == 403
-        for name in (at, "localhost", "localhost:9464", "[::1]:9464"):
-            assert (await get(at, path, Host=name)).status == 200
+async def test_another_site_s_name_for_this_machine_reads_nothing(service: RunningService) -> None:
+    at, path = service.metrics_address, "/api/v1/deployments"
+    assert (await get(at, path, Host="rebound.example")).status == 403
+    for name in (at, "localhost", "localhost:9464", "[::1]:9464"):
+        assert (await get(at, path, Host=name)).status == 200
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
 async def test_the_page_has_an_address_of_its_own_with_tls(tmp_path: Path) -> None:
-    cert, key = self_signed(tmp_path)
-    trusting = ssl.create_default_context(cafile=str(cert))
+    authority = Authority(tmp_path)
+    cert, key = authority.sign("localhost")
+    trusting = ssl.create_default_context(cafile=str(authority.ca))
     chosen = settings(tls_cert=cert, tls_key=key, page="127.0.0.1:0", auth_token="right")
     async with running_service(chosen) as service:
         assert service.page_url.startswith("https://127.0.0.1:")
@@ -192,13 +175,13 @@ async def test_the_page_has_an_address_of_its_own_with_tls(tmp_path: Path) -> No
         assert "address of its own" in (await get(service.metrics_address, "/")).document["error"]
         with pytest.raises((OSError, http.client.HTTPException)):
             await get(page, path)
-
-
-async def test_tls_files_of_the_page_that_cannot_be_read(tmp_path: Path) -> None:
-    nowhere = tmp_path / "nowhere.pem"
-    with pytest.raises((ListenError, SettingsError), match=r"No such file|cannot read"):
-        async with running_service(settings(tls_cert=nowhere, tls_key=nowhere, page="127.0.0.1:0")):
-            pass
+        credentials = grpc.ssl_channel_credentials(authority.ca.read_bytes())
+        async with grpc.aio.secure_channel(
+            service.address.replace("127.0.0.1", "localhost"), credentials
+        ) as channel:
+            stub = operator_pb2_grpc.OperatorServiceStub(channel)
+            bearer = (("authorization", "Bearer right"),)
+            assert await stub.ListDeployments(operator_pb2.ListDeploymentsRequest(), metadata=bearer)
 
 
 async def test_too_many_connections_are_turned_away_and_slow_ones_end(

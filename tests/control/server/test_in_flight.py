@@ -11,12 +11,10 @@ import pytest
 
 from eplb_service.control.core.errors import ExhaustedError
 from eplb_service.control.core.health import problems
-from eplb_service.control.server.access.in_flight import InFlight
+from eplb_service.control.server.access.quotas import Quotas
 from eplb_service.control.server.service import RunningService, running_service
-from eplb_service.control.server.settings import SettingsError
-from eplb_service.control.server.settings_sources import load_settings
+from eplb_service.wire.codec import PART_BYTES, in_parts
 from eplb_service.wire.generated import agent_pb2
-from eplb_service.wire.parts import PART_BYTES, in_parts
 from tests.control.fake_group import FakeGroup, first_placement, hello_of, live_of, refusal_of
 from tests.control.server.test_service import settings, until
 
@@ -30,13 +28,13 @@ async def _soon() -> None:
 
 
 async def test_room_is_given_in_order_and_a_greedy_host_holds_up_no_other() -> None:
-    room = InFlight(100, 25)
+    room = Quotas(1, 1, 100, 25)
     given: list[str] = []
     ends: dict[str, asyncio.Event] = {}
 
     async def ask(name: str, host: str, size: int) -> None:
         ends[name] = asyncio.Event()
-        async with room.room(host, size):
+        async with room.memory(host, size):
             given.append(name)
             await ends[name].wait()
 
@@ -61,12 +59,12 @@ async def test_room_is_given_in_order_and_a_greedy_host_holds_up_no_other() -> N
 
 
 async def test_a_large_request_is_not_starved_by_small_ones() -> None:
-    room = InFlight(100, 100)
+    room = Quotas(1, 1, 100, 100)
     async with contextlib.AsyncExitStack() as held:
-        await held.enter_async_context(room.room("a", 60))
-        large = asyncio.ensure_future(held.enter_async_context(room.room("b", 50)))
+        await held.enter_async_context(room.memory("a", 60))
+        large = asyncio.ensure_future(held.enter_async_context(room.memory("b", 50)))
         await _soon()
-        small = asyncio.ensure_future(held.enter_async_context(room.room("c", 10)))
+        small = asyncio.ensure_future(held.enter_async_context(room.memory("c", 10)))
         await _soon()
         assert not large.done()
         assert not small.done()
@@ -79,20 +77,15 @@ async def test_a_large_request_is_not_starved_by_small_ones() -> None:
 
 
 async def test_whoever_waits_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eplb_service.control.server.access.in_flight._TURN_SECONDS", 0.01)
-    room = InFlight(10, 10)
-    async with room.room("a", 10):
+    monkeypatch.setattr("eplb_service.control.server.access.quotas._TURN_SECONDS", 0.01)
+    room = Quotas(1, 1, 10, 10)
+    async with room.memory("a", 10):
         with pytest.raises(ExhaustedError, match="10 bytes are under way from this host and 10 in all"):
-            async with room.room("a", 1):
+            async with room.memory("a", 1):
                 raise AssertionError
-    async with room.room("a", 10):
+    async with room.memory("a", 10):
         assert room.held == 10
     assert room.held == 0
-
-
-def test_bounds_that_contradict_each_other() -> None:
-    with pytest.raises(SettingsError, match="has no room for a request of max_message_bytes"):
-        load_settings({"max_in_flight_bytes": 1 << 20})
 
 
 def _large(size: int) -> list[agent_pb2.ConnectRequest]:
@@ -105,8 +98,9 @@ def _hello() -> agent_pb2.ConnectRequest:
 
 
 @pytest.fixture
-async def service() -> AsyncIterator[RunningService]:
-    async with running_service(settings(max_message_bytes=MIB, max_in_flight_bytes=2 * MIB)) as running:
+async def service(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RunningService]:
+    monkeypatch.setattr("eplb_service.control.server.settings._REQUESTS_IN_FLIGHT", 2)
+    async with running_service(settings(max_message_bytes=MIB)) as running:
         yield running
 
 
@@ -134,7 +128,7 @@ async def test_requests_that_are_no_requests(
         code, text = await refusal_of(service.address, _hello(), *said)
         assert (code, reason in text) == (expected, True), text
     # Not before: whatever else the machine does, those above are refused for what they say.
-    monkeypatch.setattr("eplb_service.control.server.agents.inbox._WHOLE_SECONDS", 0.2)
+    monkeypatch.setattr("eplb_service.control.server.agents._WHOLE_SECONDS", 0.2)
     async with FakeGroup(service.address) as group:
         await group.join()
         await group.ranks[0].call.write(whole[0])
@@ -150,8 +144,8 @@ async def test_a_host_that_breaks_off_many_requests_gets_its_share_and_gives_it_
     async with FakeGroup(service.address) as group:
         await group.join()
         with monkeypatch.context() as hurried:
-            hurried.setattr("eplb_service.control.server.agents.inbox._WHOLE_SECONDS", 1.5)
-            hurried.setattr("eplb_service.control.server.access.in_flight._TURN_SECONDS", 0.05)
+            hurried.setattr("eplb_service.control.server.agents._WHOLE_SECONDS", 1.5)
+            hurried.setattr("eplb_service.control.server.access.quotas._TURN_SECONDS", 0.05)
             for rank in group.ranks:
                 await rank.call.write(_large(MIB - 100)[0])
             codes = {(await rank.refusal())[0] for rank in group.ranks}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eplb_service.control.core.leader_term import term_at
+from eplb_service.control.core.leader import term_at
 from eplb_service.control.server.service import running_service
 from eplb_service.wire.fields import LAST_VERSION
 from tests.cli.published import held

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from eplb_service.control.core.deployment import Totals
 from eplb_service.control.core.errors import ConflictError
-from eplb_service.control.core.leader_term import clock_of, term_above, term_at
-from eplb_service.control.core.totals import Totals
-from eplb_service.control.server.store.store import Store, higher_term
+from eplb_service.control.core.leader import clock_of, term_above, term_at
+from eplb_service.control.server.store.store import Store, StoredDeployment, higher_term
 from eplb_service.control.server.store.store_file import MEMORY
-from eplb_service.control.server.store.stored import StoredDeployment
 from eplb_service.wire.fields import LAST_VERSION
 
 _IN_2106 = 1 << 32

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from eplb_service.control.server.lease.choose import checked_lease, lease_of
-from eplb_service.control.server.lease.file_lease import FileLease
-from eplb_service.control.server.lease.interface import Lease, LeaseError
 from eplb_service.control.server.lease.kubernetes_lease import (
     LEADS_LABEL,
     TERM_ANNOTATION,
-    Cluster,
     KubernetesLease,
+    client_of_pod,
 )
-from eplb_service.control.server.lease.leadership import Leadership
+from eplb_service.control.server.lease.leadership import (
+    Leadership,
+    Lease,
+    LeaseError,
+    checked_lease,
+    named_lease,
+)
 from eplb_service.wire.fields import LAST_VERSION
-from tests.control.fake_kubernetes import NAMESPACE, FakeKubernetes, cluster_of, fake_kubernetes
-from tests.control.server.self_signed import self_signed
+from tests.control.fake_kubernetes import NAMESPACE, FakeKubernetes
+from tests.control.server.certificates import Authority
 
 PATH = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/eplb"
 
@@ -36,17 +39,20 @@ class Clock:
         return self.now
 
 
+def file_lease(path: Path) -> Lease:
+    return named_lease(f"file:{path}", 15)
+
+
 @pytest.fixture
-def api() -> Iterator[FakeKubernetes]:
-    with fake_kubernetes() as served:
-        yield served
+def api() -> FakeKubernetes:
+    return FakeKubernetes()
 
 
 @pytest.fixture
 def candidate(api: FakeKubernetes, tmp_path: Path) -> Callable[..., KubernetesLease]:
-    cluster = cluster_of(api, tmp_path)
+    client = api.client(tmp_path)
     return lambda holder, clock=None, pod=None: KubernetesLease(
-        cluster, "eplb", holder, 15, pod, clock or Clock()
+        client, "eplb", holder, 15, pod, clock or Clock()
     )
 
 
@@ -55,7 +61,7 @@ def rivals(
     request: pytest.FixtureRequest, tmp_path: Path, candidate: Callable[..., KubernetesLease]
 ) -> tuple[Lease, Lease]:
     if request.param == "file":
-        return FileLease(tmp_path / "lease"), FileLease(tmp_path / "lease")
+        return file_lease(tmp_path / "lease"), file_lease(tmp_path / "lease")
     return candidate("a"), candidate("b")
 
 
@@ -84,19 +90,19 @@ def test_one_holds_it_and_the_next_has_it_once_it_is_given_back(rivals: tuple[Le
 
 def test_a_file_that_is_replaced_is_lost_and_one_that_is_no_lease_refused(tmp_path: Path) -> None:
     path = tmp_path / "lease"
-    lease = FileLease(path)
+    lease = file_lease(path)
     assert lease.attempt()
     path.rename(tmp_path / "elsewhere")
     path.write_text("not a term")
     assert not lease.attempt()
     lease.give_back()
-    other = FileLease(path)
+    other = file_lease(path)
     assert other.attempt()
     with pytest.raises(LeaseError, match="is no lease"):
         other.highest_term()
     other.give_back()
     with pytest.raises(LeaseError, match="cannot open"):
-        FileLease(tmp_path / "nowhere" / "lease").attempt()
+        file_lease(tmp_path / "nowhere" / "lease").attempt()
 
 
 def test_what_a_holder_does_not_renew_expires(candidate: Callable[..., KubernetesLease]) -> None:
@@ -179,19 +185,37 @@ def test_an_api_server_that_refuses_is_reported(
     candidate("a").give_back()
 
 
-def test_a_pod_finds_its_cluster_and_nobody_else_does(tmp_path: Path) -> None:
+def test_a_token_that_is_replaced_is_read_again(api: FakeKubernetes, tmp_path: Path) -> None:
+    lease = KubernetesLease(api.client(tmp_path), "eplb", "a", 15)
+    assert lease.attempt()
+    api.token = "the pod's next token"
+    with pytest.raises(LeaseError, match="answers 401"):
+        lease.attempt()
+    (tmp_path / "token").write_text(api.token)
+    assert lease.attempt()
+
+
+def test_a_pod_finds_its_cluster_and_nobody_else_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(LeaseError, match="a Kubernetes lease needs a pod"):
-        Cluster.of_pod({})
-    environment = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "6443"}
+        client_of_pod()
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "fd00::1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")
     with pytest.raises(LeaseError, match="automountServiceAccountToken"):
-        Cluster.of_pod(environment, tmp_path / "nowhere")
-    certificate, _ = self_signed(tmp_path)
-    certificate.rename(tmp_path / "ca.crt")
+        client_of_pod(tmp_path / "nowhere")
+    Authority(tmp_path).ca.rename(tmp_path / "ca.crt")
     (tmp_path / "namespace").write_text(NAMESPACE)
-    cluster = Cluster.of_pod(environment, tmp_path)
-    assert (cluster.url, cluster.namespace) == ("https://[fd00::1]:6443", NAMESPACE)
-    assert cluster.context is not None
-    assert cluster.context.verify_mode is ssl.CERT_REQUIRED
+    (tmp_path / "token").write_text("a token")
+    client = client_of_pod(tmp_path)
+    assert (client.config.cluster.server, client.namespace) == ("https://[fd00::1]:6443", NAMESPACE)
+
+
+def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "eplb_service.control.server.lease.kubernetes_lease")
+    monkeypatch.setitem(sys.modules, "lightkube", None)
+    with pytest.raises(LeaseError, match=r"pip install 'eplb-service\[kubernetes\]'"):
+        named_lease("kubernetes:eplb", 15)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +228,7 @@ def test_a_lease_of_another_form_is_refused(text: str) -> None:
 
 def test_settings_name_a_lease(tmp_path: Path) -> None:
     assert checked_lease("kubernetes:serving/eplb")
-    assert isinstance(lease_of(checked_lease(f"file:{tmp_path}/lease"), 15), FileLease)
+    assert named_lease(checked_lease(f"file:{tmp_path}/lease"), 15).attempt()
 
 
 async def test_who_cannot_renew_leads_no_longer_before_another_may(
@@ -235,7 +259,7 @@ async def test_who_finds_another_in_its_place_leads_no_longer(
 
 
 async def test_a_standby_leads_once_the_other_is_gone(tmp_path: Path) -> None:
-    first, second = (Leadership(FileLease(tmp_path / "lease"), 3) for _ in range(2))
+    first, second = (Leadership(file_lease(tmp_path / "lease"), 3) for _ in range(2))
     await asyncio.wait_for(first.won(), 20)
     waiting = asyncio.create_task(second.won())
     await asyncio.sleep(0.6)

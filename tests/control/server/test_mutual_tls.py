@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import shutil
 import ssl
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,15 @@ import pytest
 
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.settings import SettingsError
+from eplb_service.wire.agent import Heartbeat, Shape
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
-from eplb_service.wire.status import Heartbeat
 from tests.agent import live as agents
 from tests.control.fake_group import BYTES_PER_EXPERT, EXPERTS, LAYERS, RANKS, SLOTS, first_placement
+from tests.control.server.certificates import Authority
+from tests.control.server.test_http_server import get
 from tests.control.server.test_service import settings, until
-from worker_agent.identity import Identity
-from worker_agent.outbox import Outbox
-from worker_agent.stream import ServiceStream
-from worker_agent.swap.installed import Installed
+from worker_agent.stream import Outbox, ServiceStream
+from worker_agent.swap.installed import Identity, Installed
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with openssl")
 
@@ -31,49 +31,6 @@ CREDENTIALS = """
 - {name: prefill-agents, role: agent, deployments: [prefill], certificate: prefill.agents}
 - {name: on-call, role: operator, deployments: ['*'], certificate: on-call}
 """
-
-
-def openssl(*arguments: str) -> None:
-    subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=300)
-
-
-class Authority:
-    """Signs certificates, in a folder of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(exist_ok=True)
-        self.folder = folder
-        self.ca = folder / "ca.pem"
-        new = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-        openssl(
-            *("req", "-x509", *new, "-days", "2", "-subj", f"/CN=authority {folder.name}"),
-            *("-keyout", str(folder / "ca.key"), "-out", str(self.ca)),
-        )
-
-    def sign(self, name: str, *, expired: bool = False) -> tuple[Path, Path]:
-        """Certificate and key for ``name``."""
-        stem = f"{name}.expired" if expired else name
-        key, request, certificate = (self.folder / f"{stem}.{suffix}" for suffix in ("key", "csr", "crt"))
-        openssl(
-            *("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
-            *("-subj", f"/CN={name}", "-keyout", str(key), "-out", str(request)),
-            *("-addext", f"subjectAltName=DNS:{name}"),
-        )
-        days = ("-days", "-1" if expired else "2")
-        openssl(
-            *(
-                "x509",
-                "-req",
-                "-in",
-                str(request),
-                "-CA",
-                str(self.ca),
-                "-CAkey",
-                str(self.folder / "ca.key"),
-            ),
-            *("-copy_extensions", "copy", *days, "-out", str(certificate)),
-        )
-        return certificate, key
 
 
 @pytest.fixture
@@ -99,9 +56,8 @@ def agent(
     """The stream of a real agent."""
     placement = first_placement()
     installed = Installed.first(0, placement, placement.default_log2phy()[0])
-    identity = Identity(
-        deployment, "group", 0, RANKS, "here", tuple(range(RANKS)), LAYERS, EXPERTS, SLOTS, BYTES_PER_EXPERT
-    )
+    shape = Shape(RANKS, LAYERS, EXPERTS, SLOTS, BYTES_PER_EXPERT)
+    identity = Identity(deployment, "group", 0, "here", tuple(range(RANKS)), shape)
     made = agents.settings(service=service.address, tls_ca=ca, tls_cert=proof[0], tls_key=proof[1])
     return ServiceStream(
         made, identity, Outbox(2), lambda: installed, int, lambda: Heartbeat(digest=installed.digest)
@@ -158,6 +114,20 @@ async def test_an_agent_is_its_certificate(tmp_path: Path, authority: Authority)
         assert await code_of(service, authority.ca, ours) is grpc.StatusCode.PERMISSION_DENIED
         stranger = await code_of(service, authority.ca, theirs.sign("on-call"))
         assert stranger is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_the_page_knows_its_reader_by_the_certificate(tmp_path: Path, authority: Authority) -> None:
+    given = {**flags(tmp_path, authority), "page": "localhost:0"}
+    async with running_service(settings(**given)) as service:
+        page = service.page_url.removeprefix("https://").rstrip("/")
+        statuses = []
+        for name in ("on-call", "decode.agents", "somebody"):
+            context = ssl.create_default_context(cafile=str(authority.ca))
+            context.load_cert_chain(*authority.sign(name))
+            statuses.append((await get(page, "/api/v1/deployments", context=context)).status)
+        assert statuses == [200, 403, 401]
+        with pytest.raises((OSError, http.client.HTTPException)):
+            await get(page, "/", context=ssl.create_default_context(cafile=str(authority.ca)))
 
 
 async def test_certificates_of_both_sides_rotate_without_a_restart(
@@ -229,10 +199,12 @@ async def test_a_service_does_not_start_with_another_certificates_key(
     with pytest.raises(SettingsError, match="is not the key of the certificate in"):
         async with running_service(settings(**given)):
             pass
-    given["tls_key"].write_text("no key")
-    with pytest.raises(SettingsError, match="cannot be used: "):
-        async with running_service(settings(**given)):
-            pass
+    no_key = tmp_path / "no key"
+    no_key.write_text("no key")
+    for key, says in ((no_key, "cannot be used: "), (tmp_path / "nowhere", "cannot read the TLS files")):
+        with pytest.raises(SettingsError, match=says):
+            async with running_service(settings(**{**given, "tls_key": key})):
+                pass
 
 
 def shown(address: str) -> str:

@@ -7,11 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
-from eplb_service.control.core.totals import Totals
-from eplb_service.control.server.observing.observer import Observer
-from eplb_service.planner.plan import LayerPlan, LayerVerdict, Plan
-from eplb_service.wire.status import Heartbeat
+from eplb_service.control.core.deployment import Totals
+from eplb_service.control.server.observer import Observer
+from eplb_service.planner.plan import LayerPlan, Plan
+from eplb_service.telemetry.metrics import Metrics
+from eplb_service.wire.agent import Heartbeat
+from eplb_service.wire.operator import LayerVerdict
 
 
 def verdict(layer: int, planned: float, floor: float) -> LayerVerdict:
@@ -47,8 +50,8 @@ def test_the_last_plan_stays_when_later_decisions_keep_every_layer() -> None:
     seen = observer.of("decode")
     assert seen.last_plan is not None
     assert seen.last_decision is not None
-    assert (seen.last_plan.plan_id, seen.last_plan.par_planned) == (7, 1.2)
-    assert (seen.last_decision.plan_id, seen.last_decision.par_planned) == (0, 1.3)
+    assert (seen.last_plan.plan_id, seen.last_plan.verdicts[0].par_planned) == (7, 1.2)
+    assert (seen.last_decision.plan_id, seen.last_decision.verdicts[0].par_planned) == (0, 1.3)
     observer.regrouped("decode")
     assert observer.of("decode").last_plan is None
     observer.forget("decode")
@@ -64,16 +67,23 @@ def test_silence_is_counted_from_the_last_report() -> None:
     assert observer.silent_seconds("decode", 3) == 4.5
 
 
-def test_what_agents_take_is_counted_from_one_heartbeat_to_the_next() -> None:
-    observer = Observer()
+def test_calls_of_an_agent_are_counted_from_one_heartbeat_to_the_next() -> None:
+    observer, metrics = Observer(), Metrics()
+    metrics.expect("decode", [], [])
 
-    def beat(calls: int, micros: int, votes: int) -> Any:
-        return observer.took("decode", 3, Heartbeat(calls=calls, call_micros=micros, vote_micros=votes))
+    def beat(calls: int, micros: int, votes: int) -> tuple[float | None, ...]:
+        """Send one; returns calls, seconds and seconds in votes so far."""
+        message = Heartbeat(calls=calls, call_micros=micros, vote_micros=votes)
+        observer.count_calls("decode", 3, message, metrics)
+        return tuple(
+            metrics.registry.get_sample_value(f"eplb_agent_{name}_total", {"deployment": "decode"})
+            for name in ("calls", "call_seconds", "vote_seconds")
+        )
 
-    assert beat(100, 5000, 900) is None, "what was before the service knew the rank is not of its time"
-    assert beat(120, 6000, 1000) == (20, 1000, 100)
-    assert beat(120, 6000, 1000) == (0, 0, 0)
-    assert beat(5, 300, 30) is None, "the agent has started again"
-    assert beat(7, 500, 40) == (2, 200, 10)
+    assert beat(100, 5000, 900) == (0, 0, 0), "before the service knew the rank"
+    assert beat(120, 6000, 1000) == pytest.approx((20, 1e-3, 1e-4))
+    assert beat(120, 6000, 1000) == pytest.approx((20, 1e-3, 1e-4))
+    assert beat(5, 300, 30) == pytest.approx((20, 1e-3, 1e-4)), "the agent has started again"
+    assert beat(7, 500, 40) == pytest.approx((22, 1.2e-3, 1.1e-4))
     observer.regrouped("decode")
-    assert beat(9, 600, 50) is None
+    assert beat(9, 600, 50) == pytest.approx((22, 1.2e-3, 1.1e-4))

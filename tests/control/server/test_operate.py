@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,14 +43,38 @@ async def test_deployments(group: FakeGroup, capsys: pytest.CaptureFixture[str])
 
 
 async def test_status(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> None:
-    assert await eplb(group, "status", "decode", "--json") == 0
-    document = held("status", capsys.readouterr().out)
+    async def status() -> Any:
+        assert await eplb(group, "status", "decode", "--json") == 0
+        return held("status", capsys.readouterr().out)
+
+    document = await status()
     assert document["status"]["steps_received"] == 8
     assert [layer["layer"] for layer in document["layers"]] == list(range(LAYERS))
     assert all(layer["par"] > 1 for layer in document["layers"])
-    assert [agent["connected"] for agent in document["agents"]] == [True] * RANKS
+    assert [(agent["connected"], agent["agent_version"]) for agent in document["agents"]] == [
+        (True, "test")
+    ] * RANKS
+    assert [agent["staging_bytes"] for agent in document["agents"]] == [None] * RANKS, (
+        "agents before this field"
+    )
     assert await eplb(group, "status", "decode") == 0
-    assert f"{RANKS} of {RANKS} connected" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"{RANKS} of {RANKS} connected" in shown
+    assert "memory" not in shown
+    for rank, staged in ((0, 10), (2, 84_000_000)):
+        beat = agent_pb2.Heartbeat(digest=group.live.digest, staging_bytes=staged, ring_bytes=1_500_000)
+        await group.ranks[rank].say(heartbeat=beat)
+    report = heat_report(group.live, 0, group.step, skewed_heat(8))
+    report.dropped_steps = 5
+    await group.ranks[0].say(heat_report=report)
+    agents = document["agents"]
+    while not (agents[0]["staging_bytes"] and agents[2]["staging_bytes"] and agents[0]["dropped_steps"]):
+        agents = (await status())["agents"]
+    assert [agent["staging_bytes"] for agent in agents] == [10, None, 84_000_000, None]
+    assert [agent["dropped_steps"] for agent in agents] == [5, 0, 0, 0]
+    assert await eplb(group, "status", "decode") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "per rank at most 84 MB for staging, 1.5 MB for heat" in shown
 
 
 async def test_top(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +130,7 @@ async def test_an_unknown_deployment(group: FakeGroup, capsys: pytest.CaptureFix
 
 
 def test_no_service(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("eplb_service.cli.operator.client._CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr("eplb_service.cli.client._CONNECT_SECONDS", 0.2)
     assert run(["deployments", "--address", "127.0.0.1:1"]) == 2
     assert capsys.readouterr().err.startswith("eplb: error: no service answers at 127.0.0.1:1;")
 
@@ -146,40 +170,3 @@ async def test_history_shows_what_plans_promised_and_what_became_of_them(
     assert await eplb(group, "history", "decode", "--plan", "1") == 2
     assert "decode has no plan 1 among its newest" in capsys.readouterr().err
     assert await eplb(group, "history", "nope") == 2
-
-
-async def test_status_shows_the_memory_that_agents_hold(
-    group: FakeGroup, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert await eplb(group, "status", "decode", "--json") == 0
-    agents = held("status", capsys.readouterr().out)["agents"]
-    assert [agent["staging_bytes"] for agent in agents] == [None] * RANKS, "agents before this field"
-    assert await eplb(group, "status", "decode") == 0
-    assert "memory" not in capsys.readouterr().out
-    for rank, staged in ((0, 10), (2, 84_000_000)):
-        beat = agent_pb2.Heartbeat(digest=group.live.digest, staging_bytes=staged, ring_bytes=1_500_000)
-        await group.ranks[rank].say(heartbeat=beat)
-    while not all(agents[rank]["staging_bytes"] for rank in (0, 2)):
-        assert await eplb(group, "status", "decode", "--json") == 0
-        agents = held("status", capsys.readouterr().out)["agents"]
-    assert [agent["staging_bytes"] for agent in agents] == [10, None, 84_000_000, None]
-    assert await eplb(group, "status", "decode") == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "per rank at most 84 MB for staging, 1.5 MB for heat" in shown
-
-
-async def test_status_shows_agents_releases_and_dropped_steps(
-    group: FakeGroup, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = heat_report(group.live, 0, group.step, skewed_heat(8))
-    report.dropped_steps = 5
-    await group.ranks[0].say(heat_report=report)
-    while True:
-        assert await eplb(group, "status", "decode", "--json") == 0
-        agents = json.loads(capsys.readouterr().out)["agents"]
-        if agents[0]["dropped_steps"]:
-            break
-    assert [(agent["agent_version"], agent["dropped_steps"]) for agent in agents[:2]] == [
-        ("test", 5),
-        ("test", 0),
-    ]

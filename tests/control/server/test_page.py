@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from eplb_service.control.server.web.page_files import PAGE_FILES, Content
+from eplb_service.control.server.web.http_server import PAGE_FILES
 from tests.control.server.pictured import HOSTILE, documents, pictured
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -61,14 +61,14 @@ function shades(map) {
 look();
 """
 PROBED = (
-    PAGE_FILES["/"]
-    .body.replace(b"<title>", b'<script src="early.js"></script><title>')
+    PAGE_FILES["/"][1]
+    .replace(b"<title>", b'<script src="early.js"></script><title>')
     .replace(b"</body>", b'<script src="late.js"></script></body>')
 )
 EXTRA = {
-    "/": Content("text/html; charset=utf-8", PROBED),
-    "/early.js": Content("text/javascript", EARLY),
-    "/late.js": Content("text/javascript", LATE),
+    "/": ("text/html; charset=utf-8", PROBED),
+    "/early.js": ("text/javascript", EARLY),
+    "/late.js": ("text/javascript", LATE),
 }
 
 
@@ -165,7 +165,7 @@ def test_no_deployment_and_no_service(tmp_path: Path) -> None:
 
 
 def test_the_page_fetches_nothing_from_elsewhere() -> None:
-    text = b"".join(content.body for path, content in PAGE_FILES.items() if path != "/icon.svg").decode()
+    text = b"".join(body for path, (_, body) in PAGE_FILES.items() if path != "/icon.svg").decode()
     assert re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text) == []
     assert "innerHTML" not in text
-    assert not re.search(r"\sstyle=|\son\w+=\"|<style|<script>", PAGE_FILES["/"].body.decode())
+    assert not re.search(r"\sstyle=|\son\w+=\"|<style|<script>", PAGE_FILES["/"][1].decode())

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eplb_service.control.server.deciding.priors import PriorError, parse_priors
+from eplb_service.control.server.deciding.computing import PriorError, Priors
 from eplb_service.control.server.service import running_service
 from eplb_service.control.server.settings import SettingsError
 from eplb_service.placement import mean_par, par
-from eplb_service.planner.scoring import rank_loads
+from eplb_service.planner.score import rank_loads
 from tests.control.fake_group import EXPERTS, LAYERS, FakeGroup, live_of, skewed_heat
 from tests.control.server.test_service import settings, until
 
@@ -46,26 +46,15 @@ async def test_decoding_begins_by_the_heat_of_prefill_and_goes_on_by_its_own() -
         assert deployment.last_decision.startswith("every layer kept")
 
 
-async def test_a_trace_is_a_prior_too(tmp_path: Path) -> None:
-    trace = tmp_path / "prefill.npz"
-    np.savez(trace, heat=skewed_heat(80))
-    async with (
-        running_service(settings(prior=f"decode={trace}")) as service,
-        FakeGroup(service.address) as decode,
-    ):
-        await decode.join()
-        before = ratio(decode)
-        await decode.carry_out(await decode.hear_plan())
-        assert ratio(decode) < before - 0.5
-
-
-async def test_ranks_that_have_switched_before_are_not_placed_by_a_prior(tmp_path: Path) -> None:
+async def test_a_trace_is_a_prior_too_but_not_for_ranks_that_have_switched_before(tmp_path: Path) -> None:
     trace = tmp_path / "prefill.npz"
     np.savez(trace, heat=skewed_heat(40))
     async with running_service(settings(prior=f"decode={trace}")) as service:
         async with FakeGroup(service.address) as first:
             await first.join()
+            before = ratio(first)
             await first.carry_out(await first.hear_plan())
+            assert ratio(first) < before - 0.5
             served = first.live
         async with FakeGroup(service.address, live_of(served.placement, served.epoch)) as later:
             await later.join(group_id="second")
@@ -101,7 +90,7 @@ async def test_heat_of_another_model_is_a_problem_and_no_plan(tmp_path: Path) ->
 )
 def test_text_that_names_no_prior_is_refused(text: str, why: str) -> None:
     with pytest.raises(PriorError, match=why):
-        parse_priors(text)
+        Priors(text, 16)
 
 
 async def test_a_trace_that_cannot_be_read_is_refused_at_the_start(tmp_path: Path) -> None:

@@ -1,19 +1,23 @@
-"""Whatever an agent says wrong is answered by a status that names it, and harms nobody else."""
+"""Whatever an agent says wrong is answered by a status that names it; who contradicts the others is turned away."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 import pytest_asyncio
 
+from eplb_service.control.core.health import problems
+from eplb_service.control.server.plane import deployments
 from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.wire.codec import pack
 from eplb_service.wire.generated import agent_pb2, operator_pb2, operator_pb2_grpc
 from tests.control.fake_group import (
-    EXPERTS,
     LAYERS,
     RANKS,
     SLOTS,
@@ -26,8 +30,38 @@ from tests.control.fake_group import (
     refusal_of,
     skewed_heat,
 )
-from tests.control.server.spoilt import Spoil, counts, epochs, field, phases, shape, slots
 from tests.control.server.test_service import settings, until
+
+Spoil = Callable[[agent_pb2.Hello], None]
+
+
+def shape(field: str, value: int) -> Spoil:
+    return lambda hello: setattr(hello.shape, field, value)
+
+
+def field(name: str, value: Any) -> Spoil:
+    return lambda hello: setattr(hello, name, value)
+
+
+def slots(array: Any) -> Spoil:
+    return lambda hello: hello.placement.local_physical_to_logical.CopyFrom(pack(np.asarray(array)))
+
+
+def epochs(*values: int) -> Spoil:
+    def spoil(hello: agent_pb2.Hello) -> None:
+        del hello.placement.layer_epochs[:]
+        hello.placement.layer_epochs.extend(values)
+
+    return spoil
+
+
+def counts(name: str, array: Any) -> Callable[[agent_pb2.HeatReport], None]:
+    return lambda report: getattr(report, name).CopyFrom(pack(np.asarray(array)))
+
+
+def phases(value: bytes) -> Callable[[agent_pb2.HeatReport], None]:
+    return lambda report: setattr(report, "step_phases", value)
+
 
 LIVE = live_of(first_placement())
 INVALID, CONTRADICTS = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
@@ -35,7 +69,7 @@ INVALID, CONTRADICTS = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_
 
 @pytest_asyncio.fixture
 async def service() -> AsyncIterator[RunningService]:
-    async with running_service(settings(max_message_bytes=1 << 20, max_deployments=2)) as running:
+    async with running_service(settings(max_message_bytes=1 << 20)) as running:
         yield running
 
 
@@ -49,19 +83,9 @@ async def channel(service: RunningService) -> AsyncIterator[grpc.aio.Channel]:
     ("spoil", "code", "says"),
     [
         (field("protocol_version", 99), CONTRADICTS, "protocol version 99"),
-        (field("deployment", "../etc"), INVALID, "hello.deployment"),
-        (field("deployment", "d" * 64), INVALID, "hello.deployment"),
         (field("rank", RANKS), INVALID, "hello.rank is 4, but ep_size is 4"),
-        (field("ep_size", 0), INVALID, "hello.ep_size"),
-        (field("ep_size", 5000), INVALID, "hello.ep_size"),
-        (field("group_id", ""), INVALID, "hello.group_id"),
-        (field("node", "n" * 300), INVALID, "hello.node"),
-        (field("token_group", 1 << 20), INVALID, "hello.token_group"),
         (shape("layers", 600), INVALID, "hello.shape.layers is 600; it must be 1 to 512"),
-        (shape("experts", 5000), INVALID, "hello.shape.experts"),
-        (shape("slots", 600), INVALID, "hello.shape.slots"),
         (shape("slots", 1), INVALID, "cannot hold 8 experts"),
-        (epochs(0), INVALID, "hello.layer_epochs: expected one for each of 3 layers, got 1"),
         (epochs(0, 5, 0), INVALID, "past epoch 0"),
         (slots(np.zeros((LAYERS, SLOTS + 1), np.int32)), INVALID, "hello.local_physical_to_logical"),
     ],
@@ -115,7 +139,10 @@ async def test_a_message_past_the_size_limit(service: RunningService) -> None:
     assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_more_deployments_than_allowed(channel: grpc.aio.Channel) -> None:
+async def test_more_deployments_than_allowed(
+    channel: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deployments, "MOST_DEPLOYMENTS", 2)
     # All are kept: a stream that nobody holds any more is cancelled.
     one, two, three = (FakeRank(channel, 0) for _ in range(3))
     await one.greet(hello_of(LIVE, 0, deployment="one"))
@@ -123,20 +150,13 @@ async def test_more_deployments_than_allowed(channel: grpc.aio.Channel) -> None:
     await three.say(hello=hello_of(LIVE, 0, deployment="three"))
     code, text = await three.refusal()
     assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "max_deployments" in text
+    assert "the most that one service takes" in text
 
 
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (
-            counts("slot_counts", np.zeros((2, LAYERS, SLOTS + 1), np.int32)),
-            "heat_report.slot_counts: expected",
-        ),
         (counts("slot_counts", np.full((2, LAYERS, SLOTS), -1)), "heat_report.slot_counts: a count is -1"),
-        (counts("slot_counts", np.full((2, LAYERS, SLOTS), 1 << 30)), "heat_report.slot_counts: a count"),
-        (counts("source_counts", np.zeros((2, LAYERS, EXPERTS - 1), np.int32)), "heat_report.source_counts"),
-        (phases(b""), "0 steps; a report has 1 to 64"),
         (phases(b"\x02" * 65), "65 steps; a report has 1 to 64"),
         (phases(b"\x02\x09"), "neither PREFILL, DECODE nor DUMMY"),
         (
@@ -178,32 +198,125 @@ async def test_operators_get_the_reason_for_what_cannot_be_done(
     assert list(answer.status.problems) == ["1 of 4 ranks connected, missing ranks 1, 2, 3"]
 
 
-async def test_a_paused_deployment_gathers_heat_but_is_left_alone(service: RunningService) -> None:
-    async with FakeGroup(service.address) as group:
-        await group.join()
-        operator = operator_pb2_grpc.OperatorServiceStub(group.channel)
-        await operator.Pause(operator_pb2.PauseRequest(deployment="decode"))
-        for _ in range(5):
-            await group.send_heat(skewed_heat(8))
-        deployment = service.plane.deployments["decode"]
-        await until(lambda: deployment.totals.steps_received == 40)
-        assert deployment.plan is None
-        with pytest.raises(grpc.aio.AioRpcError, match="planning is paused"):
-            await operator.Rebalance(operator_pb2.RebalanceRequest(deployment="decode"))
-        await operator.Resume(operator_pb2.ResumeRequest(deployment="decode"))
-        answer = await operator.Rebalance(operator_pb2.RebalanceRequest(deployment="decode"))
-        assert answer.layers > 0
-        assert (await group.hear_plan())[0].plan_id == answer.plan_id
-        placement = await operator.GetPlacement(operator_pb2.GetPlacementRequest(deployment="decode"))
-        assert (placement.epoch, placement.digest) == (0, group.live.digest)
-
-
-async def test_two_operators_that_rebalance_at_once_share_one_decision(service: RunningService) -> None:
-    async with FakeGroup(service.address) as group:
-        await group.join()
+async def test_a_paused_deployment_gathers_heat_but_is_left_alone(
+    service: RunningService, group: FakeGroup
+) -> None:
+    operator = operator_pb2_grpc.OperatorServiceStub(group.channel)
+    await operator.Pause(operator_pb2.PauseRequest(deployment="decode"))
+    for _ in range(5):
         await group.send_heat(skewed_heat(8))
-        await until(lambda: service.plane.deployments["decode"].totals.steps_received == 8)
-        operator = operator_pb2_grpc.OperatorServiceStub(group.channel)
-        request = operator_pb2.RebalanceRequest(deployment="decode")
-        first, second = await asyncio.gather(operator.Rebalance(request), operator.Rebalance(request))
-        assert first.plan_id == second.plan_id > 0
+    deployment = service.plane.deployments["decode"]
+    await until(lambda: deployment.totals.steps_received == 40)
+    assert deployment.plan is None
+    with pytest.raises(grpc.aio.AioRpcError, match="planning is paused"):
+        await operator.Rebalance(operator_pb2.RebalanceRequest(deployment="decode"))
+    await operator.Resume(operator_pb2.ResumeRequest(deployment="decode"))
+    answer = await operator.Rebalance(operator_pb2.RebalanceRequest(deployment="decode"))
+    assert answer.layers > 0
+    assert (await group.hear_plan())[0].plan_id == answer.plan_id
+    placement = await operator.GetPlacement(operator_pb2.GetPlacementRequest(deployment="decode"))
+    assert (placement.epoch, placement.digest) == (0, group.live.digest)
+
+
+async def test_two_operators_that_rebalance_at_once_share_one_decision(
+    service: RunningService, group: FakeGroup
+) -> None:
+    await group.send_heat(skewed_heat(8))
+    await until(lambda: service.plane.deployments["decode"].totals.steps_received == 8)
+    operator = operator_pb2_grpc.OperatorServiceStub(group.channel)
+    request = operator_pb2.RebalanceRequest(deployment="decode")
+    first, second = await asyncio.gather(operator.Rebalance(request), operator.Rebalance(request))
+    assert first.plan_id == second.plan_id > 0
+
+
+OTHER = live_of(first_placement().with_layers([(1, first_placement().phy2log_LRS[1][::-1])]))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (shape("bytes_per_expert", 7), "bytes_per_expert 7 instead of 1000"),
+        (lambda hello: hello.CopyFrom(hello_of(OTHER, 1)), "rank 1 serves epoch 0 digest"),
+        (field("group_id", "second"), "another forming of the group than rank 0"),
+    ],
+)
+async def test_a_rank_that_contradicts_the_others(channel: grpc.aio.Channel, spoil: Spoil, says: str) -> None:
+    first, second = FakeRank(channel, 0), FakeRank(channel, 1)
+    await first.greet(hello_of(LIVE, 0))
+    hello = hello_of(LIVE, 1)
+    spoil(hello)
+    await second.say(hello=hello)
+    code, text = await second.refusal()
+    assert (code, says in text) == (CONTRADICTS, True), text
+
+
+async def test_a_second_agent_with_the_same_rank_of_another_forming(
+    service: RunningService, group: FakeGroup
+) -> None:
+    second = FakeRank(group.channel, 2)
+    await second.say(hello=hello_of(LIVE, 2, group_id="second"))
+    code, text = await second.refusal()
+    assert code == grpc.StatusCode.ALREADY_EXISTS
+    assert "rank 2 is connected already" in text
+    deployment = service.plane.deployments["decode"]
+    assert len(deployment.connected) == RANKS
+
+
+async def test_a_rank_that_connects_again_is_heard_and_its_old_stream_is_not(
+    service: RunningService, group: FakeGroup
+) -> None:
+    old, group.ranks[2] = group.ranks[2], FakeRank(group.channel, 2)
+    await group.ranks[2].greet(hello_of(LIVE, 2))
+    code, text = await old.refusal()
+    assert code == grpc.StatusCode.ABORTED
+    assert "connected again" in text
+    deployment = service.plane.deployments["decode"]
+    await until(lambda: len(deployment.connected) == RANKS)
+    group.step = 5
+    await group.heartbeat()
+    await until(lambda: deployment.group is not None and deployment.group.members[2].step == 5)
+
+
+async def test_ranks_that_wait_in_vain_give_way_to_another_forming(service: RunningService) -> None:
+    async with FakeGroup(service.address) as group:
+        squatter = FakeRank(group.channel, 0)
+        await squatter.greet(hello_of(LIVE, 0, group_id="of nobody else"))
+        deployment = service.plane.deployments["decode"]
+        tick, deployment.tick = deployment.tick, lambda now: None  # the service's own clock does not move
+        for now in (1e6, 1e6 + 59):
+            tick(now)
+            rank = FakeRank(group.channel, 1)
+            await rank.say(hello=hello_of(LIVE, 1))
+            assert (await rank.refusal())[0] == CONTRADICTS
+        tick(1e6 + 61)
+        await group.join()
+        assert (await squatter.refusal())[0] == grpc.StatusCode.ABORTED
+        assert len(deployment.connected) == RANKS
+        assert deployment.live is not None
+
+
+async def test_a_refused_hello_leaves_no_lasting_problem(service: RunningService, group: FakeGroup) -> None:
+    stranger = FakeRank(group.channel, 7)
+    hello = hello_of(LIVE, 0, ep_size=8)
+    hello.rank = 7
+    await stranger.say(hello=hello)
+    assert (await stranger.refusal())[0] == CONTRADICTS
+    deployment = service.plane.deployments["decode"]
+    assert any("rank 7 was turned away" in problem for problem in problems(deployment))
+    now = time.monotonic()
+    deployment.tick(now)
+    deployment.tick(now + 61)
+    assert not deployment.attendance.refused
+
+
+async def test_a_silent_agent_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eplb_service.control.server.agents._SILENCE_SECONDS", 0.1)
+    async with (
+        running_service(settings(heartbeat_seconds=0.05)) as running,
+        FakeGroup(running.address) as group,
+    ):
+        await group.join()
+        code, text = await group.ranks[0].refusal()
+        assert code == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "nothing was heard" in text
+        await until(lambda: not running.plane.deployments["decode"].connected)

@@ -29,8 +29,7 @@ def scrape(address: str) -> Samples:
 async def test_a_scrape_shows_what_happened() -> None:
     async with running_service(settings()) as service, FakeGroup(service.address) as group:
         await group.join()
-        for _ in range(4):
-            await group.send_heat(skewed_heat(8))
+        await group.fill_window()
         plans = await group.hear_plan()
         await group.carry_out(plans)
         await group.send_heat(skewed_heat(8, seed=1))

@@ -99,7 +99,7 @@ def test_a_lost_lease_is_no_mistake_of_the_user_s(
 ) -> None:
     from eplb_service.cli import serve
     from eplb_service.cli.main import run
-    from eplb_service.control.server.lease.interface import LeaseLostError
+    from eplb_service.control.server.lease.leadership import LeaseLostError
 
     async def lost(*_: object) -> None:
         raise LeaseLostError("lease eplb is held by this service no longer")

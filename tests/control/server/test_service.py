@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from eplb_service.control.server.listening import ListenError
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.settings import ServiceSettings
 from eplb_service.control.server.store.store import Store
@@ -45,12 +46,6 @@ def settings(**changes: Any) -> ServiceSettings:
     return ServiceSettings(**{**values, **changes})
 
 
-@pytest_asyncio.fixture
-async def service() -> AsyncIterator[RunningService]:
-    async with running_service(settings()) as running:
-        yield running
-
-
 async def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
     async def poll() -> None:
         while not true():
@@ -64,8 +59,7 @@ async def test_heat_leads_to_a_plan_and_the_plan_to_an_epoch(service: RunningSer
         welcomes = await group.join()
         assert {welcome.leader_term for welcome in welcomes} == {service.plane.leader_term}
         assert {welcome.report_steps for welcome in welcomes} == {8}
-        for _ in range(4):
-            await group.send_heat(skewed_heat(8))
+        await group.fill_window()
         plans = await group.hear_plan()
         await group.carry_out(plans)
         deployment = service.plane.deployments["decode"]
@@ -92,8 +86,7 @@ async def test_heat_leads_to_a_plan_and_the_plan_to_an_epoch(service: RunningSer
 async def test_experts_that_are_bound_to_their_ranks_are_watched_alone(service: RunningService) -> None:
     async with FakeGroup(service.address) as group:
         await group.join(rank_bound=True)
-        for _ in range(4):
-            await group.send_heat(skewed_heat(8))
+        await group.fill_window()
         deployment = service.plane.deployments["decode"]
         await until(lambda: bool(deployment.last_decision))
         operator = operator_pb2_grpc.OperatorServiceStub(group.channel)
@@ -109,8 +102,7 @@ async def test_two_deployments_do_not_touch_each_other(service: RunningService) 
     async with FakeGroup(service.address) as prefill, FakeGroup(service.address) as decode:
         await prefill.join(deployment="prefill")
         await decode.join(deployment="decode")
-        for _ in range(4):
-            await decode.send_heat(skewed_heat(8))
+        await decode.fill_window()
         await decode.carry_out(await decode.hear_plan())
         known = service.plane.deployments
         await until(lambda: known["decode"].ended_plan is not None)
@@ -120,34 +112,31 @@ async def test_two_deployments_do_not_touch_each_other(service: RunningService) 
         assert known["decode"].live.epoch == decode.live.epoch > 0
 
 
-async def test_a_refused_plan_changes_nothing_and_is_reported(service: RunningService) -> None:
-    async with FakeGroup(service.address) as group:
-        await group.join()
-        for _ in range(4):
-            await group.send_heat(skewed_heat(8))
-        plan = (await group.hear_plan())[0]
-        await group.say_all(plan.plan_id, plan.layers[0].layer, agent_pb2.PLAN_STATE_REFUSED, "not now")
-        deployment = service.plane.deployments["decode"]
-        await until(lambda: deployment.ended_plan is not None)
-        assert not service.plane.streams._plans, "nobody is sent it any more"
-        operator = operator_pb2_grpc.OperatorServiceStub(group.channel)
-        answer = await operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))
-        assert answer.status.epoch == 0
-        assert list(answer.status.problems) == [f"plan {plan.plan_id} refused: ranks 0, 1, 2, 3: not now"]
+async def test_a_refused_plan_changes_nothing_and_is_reported(
+    service: RunningService, group: FakeGroup
+) -> None:
+    await group.fill_window()
+    plan = (await group.hear_plan())[0]
+    await group.say_all(plan.plan_id, plan.layers[0].layer, agent_pb2.PLAN_STATE_REFUSED, "not now")
+    deployment = service.plane.deployments["decode"]
+    await until(lambda: deployment.ended_plan is not None)
+    assert not service.plane.streams._plans, "nobody is sent it any more"
+    operator = operator_pb2_grpc.OperatorServiceStub(group.channel)
+    answer = await operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))
+    assert answer.status.epoch == 0
+    assert list(answer.status.problems) == [f"plan {plan.plan_id} refused: ranks 0, 1, 2, 3: not now"]
 
 
-async def test_ranks_that_come_back_go_on_where_they_were(service: RunningService) -> None:
-    async with FakeGroup(service.address) as group:
-        await group.join()
-        await group.leave()
-        deployment = service.plane.deployments["decode"]
-        await until(lambda: not deployment.connected)
-        await group.join()
-        assert len(deployment.connected) == RANKS
-        await group.leave()
-        await until(lambda: not deployment.connected)
-        await group.join(group_id="second")
-        assert len(deployment.connected) == RANKS
+async def test_ranks_that_come_back_go_on_where_they_were(service: RunningService, group: FakeGroup) -> None:
+    await group.leave()
+    deployment = service.plane.deployments["decode"]
+    await until(lambda: not deployment.connected)
+    await group.join()
+    assert len(deployment.connected) == RANKS
+    await group.leave()
+    await until(lambda: not deployment.connected)
+    await group.join(group_id="second")
+    assert len(deployment.connected) == RANKS
 
 
 async def test_a_stopping_service_ends_streams_with_a_status_to_come_back_on() -> None:
@@ -163,7 +152,7 @@ async def test_a_stopping_service_ends_streams_with_a_status_to_come_back_on() -
 async def test_the_service_is_not_ready_until_the_solver_is_warm(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = threading.Event()
     monkeypatch.setattr(
-        "eplb_service.control.server.deciding.planning.warm_up", lambda _threads: compiled.wait(20)
+        "eplb_service.control.server.deciding.decider.warm_up", lambda _threads: compiled.wait(20)
     )
     async with running_service(settings()) as running, FakeGroup(running.address) as group:
         health = health_pb2_grpc.HealthStub(group.channel)
@@ -171,8 +160,7 @@ async def test_the_service_is_not_ready_until_the_solver_is_warm(monkeypatch: py
         assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.NOT_SERVING
         # Agents are taken in all the same, and what is due is decided once it can be.
         await group.join()
-        for _ in range(4):
-            await group.send_heat(skewed_heat(8))
+        await group.fill_window()
         deployment = running.plane.deployments["decode"]
         await until(lambda: deployment.totals.steps_received == 32)
         compiled.set()
@@ -200,19 +188,17 @@ async def test_a_disk_that_refuses_does_not_stop_balancing(
     monkeypatch.setattr(Store, "begin_plan", full)
     async with FakeGroup(service.address) as group:
         await group.join()
-        for _ in range(4):
-            await group.send_heat(skewed_heat(8))
+        await group.fill_window()
         await group.carry_out(await group.hear_plan())
         await until(lambda: service.plane.deployments["decode"].ended_plan is not None)
     assert '"event": "store_write_failed"' in capsys.readouterr().err
 
 
 async def test_an_empty_service_believes_what_the_ranks_serve(service: RunningService) -> None:
-    live = live_of(first_placement().with_layer(2, first_placement().phy2log_LRS[2][::-1]), epoch=5)
+    live = live_of(first_placement().with_layers([(2, first_placement().phy2log_LRS[2][::-1])]), epoch=5)
     async with FakeGroup(service.address, live) as group:
         await group.join()
-        for _ in range(4):
-            await group.send_heat(skewed_heat(8))
+        await group.fill_window()
         await group.carry_out(await group.hear_plan())
         deployment = service.plane.deployments["decode"]
         await until(lambda: deployment.ended_plan is not None)
@@ -220,34 +206,44 @@ async def test_an_empty_service_believes_what_the_ranks_serve(service: RunningSe
         assert deployment.live.epoch == group.live.epoch > 5
 
 
-async def test_ranks_that_the_service_cannot_follow_are_asked_to_come_again(service: RunningService) -> None:
-    async with FakeGroup(service.address) as group:
-        await group.join()
-        group.live = live_of(first_placement(), epoch=9)
-        await group.heartbeat()
-        for rank in group.ranks:
-            code, text = await rank.refusal()
-            assert code == grpc.StatusCode.ABORTED
-            assert "the ranks serve epoch 9, the service knew epoch 0; say Hello again" in text
-        await until(lambda: not service.plane.deployments["decode"].connected)
-        await group.join()
-        live = service.plane.deployments["decode"].live
-        assert live is not None
-        assert live.epoch == 9
+async def test_ranks_that_the_service_cannot_follow_are_asked_to_come_again(
+    service: RunningService, group: FakeGroup
+) -> None:
+    group.live = live_of(first_placement(), epoch=9)
+    await group.heartbeat()
+    for rank in group.ranks:
+        code, text = await rank.refusal()
+        assert code == grpc.StatusCode.ABORTED
+        assert "the ranks serve epoch 9, the service knew epoch 0; say Hello again" in text
+    await until(lambda: not service.plane.deployments["decode"].connected)
+    await group.join()
+    live = service.plane.deployments["decode"].live
+    assert live is not None
+    assert live.epoch == 9
 
 
-async def test_many_reports_out_of_step_lose_nothing_that_all_ranks_sent(service: RunningService) -> None:
-    async with FakeGroup(service.address) as group:
-        await group.join()
-        heat_TLE = skewed_heat(24)
-        for rank in group.ranks:  # each rank sends all before the next begins
-            for first_step in range(0, 24, 8):
-                part = heat_TLE[first_step : first_step + 8]
-                await rank.say(heat_report=heat_report(group.live, rank.rank, first_step, part))
-        deployment = service.plane.deployments["decode"]
-        await until(lambda: deployment.totals.steps_received == 24)
-        assert deployment.heat is not None
-        window = Window(*deployment.heat.remembered().arrays())
-        np.testing.assert_array_equal(window.heat_TLE, RANKS * heat_TLE)
-        assert window.source_RLE is not None
-        np.testing.assert_array_equal(window.source_RLE[0], heat_TLE.sum(axis=0))
+async def test_many_reports_out_of_step_lose_nothing_that_all_ranks_sent(
+    service: RunningService, group: FakeGroup
+) -> None:
+    heat_TLE = skewed_heat(24)
+    for rank in group.ranks:  # each rank sends all before the next begins
+        for first_step in range(0, 24, 8):
+            part = heat_TLE[first_step : first_step + 8]
+            await rank.say(heat_report=heat_report(group.live, rank.rank, first_step, part))
+    deployment = service.plane.deployments["decode"]
+    await until(lambda: deployment.totals.steps_received == 24)
+    assert deployment.heat is not None
+    window = Window(*deployment.heat.remembered().arrays())
+    np.testing.assert_array_equal(window.heat_TLE, RANKS * heat_TLE)
+    assert window.source_RLE is not None
+    np.testing.assert_array_equal(window.source_RLE[0], heat_TLE.sum(axis=0))
+
+
+@pytest.mark.parametrize("flag", ["listen", "metrics"])
+async def test_an_address_in_use(flag: str, tmp_path: Path) -> None:
+    store = tmp_path / "state.sqlite3"
+    async with running_service(settings()) as service:
+        with pytest.raises(ListenError, match=f"Address already in use.*--{flag}"):
+            async with running_service(settings(**{flag: service.address, "store": str(store)})):
+                pass
+    assert not store.exists()

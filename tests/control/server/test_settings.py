@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from eplb_service.control.server.settings import ServiceSettings, SettingsError
-from eplb_service.control.server.settings_sources import load_settings
-from eplb_service.cost.curve_file import write_curves
+from eplb_service.control.server.settings import ServiceSettings, SettingsError, load_settings
+from eplb_service.cost.curve import write_curves
 from tests.cost.curves import H200
 
 
@@ -19,21 +18,14 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def test_each_source_goes_before_the_next(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = {"EPLB_WINDOW_STEPS": "20", "EPLB_SEED": "2"}
-    for variable, value in environment.items():
-        monkeypatch.setenv(variable, value)
-    settings = load_settings({"window_steps": 10, "policy": None}, config)
+def test_each_source_goes_before_the_next(config: Path) -> None:
+    environment = {"EPLB_WINDOW_STEPS": "20", "EPLB_SEED": "2", "EPLB_INSECURE": "true"}
+    settings = load_settings({"window_steps": 10, "policy": None}, config, environment)
     assert (settings.window_steps, settings.seed, settings.report_steps) == (10, 2, 5)
+    assert settings.insecure
+    assert load_settings({}, config, {"EPLB_REPORT_STEPS": "auto"}).report_steps == "auto"
+    assert load_settings({}, config, {"EPLB_REPORT_STEPS": "64"}).report_steps == 64
     assert settings.policy == ServiceSettings.model_fields["policy"].default
-
-
-@pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("64", 64)])
-def test_reports_have_a_number_of_steps_or_follow_the_ranks(
-    text: str, value: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EPLB_REPORT_STEPS", text)
-    assert load_settings({}).report_steps == value
 
 
 def test_every_setting_says_what_it_is() -> None:
@@ -57,14 +49,11 @@ def test_a_file_that_will_not_do(config: Path, content: str, says: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_and_one_that_is_empty(config: Path) -> None:
     with pytest.raises(SettingsError, match=r"cannot read .*nowhere"):
-        load_settings({}, tmp_path / "nowhere")
-
-
-def test_an_empty_file_changes_nothing(config: Path) -> None:
+        load_settings({}, config.parent / "nowhere")
     config.write_text("")
-    assert load_settings({}, config).window_steps == ServiceSettings.model_fields["window_steps"].default
+    assert load_settings({}, config) == load_settings({})
 
 
 def test_unknown_variables_are_refused_but_not_those_of_agents() -> None:

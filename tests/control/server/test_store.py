@@ -10,19 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eplb_service.control.core.first_layout import FirstLayout
-from eplb_service.control.core.offer import Offer
-from eplb_service.control.core.plan_tracker import Outcome
-from eplb_service.control.core.totals import Totals
+from eplb_service.control.core.deployment import Totals
+from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
 from eplb_service.control.server.service import running_service
 from eplb_service.control.server.store import store as store_module
-from eplb_service.control.server.store.store import Store
+from eplb_service.control.server.store.store import Store, StoredDeployment
 from eplb_service.control.server.store.store_file import MEMORY
-from eplb_service.control.server.store.stored import StoredDeployment
-from eplb_service.planner.outlook import Serving
+from eplb_service.planner.plan import Serving
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from tests.control.core.story import decision_of, swap_of
-from tests.control.fake_group import FakeGroup, first_placement, live_of, skewed_heat
+from tests.control.fake_group import FakeGroup, first_placement, live_of
 from tests.control.server.test_service import settings, until
 
 LIVE = live_of(first_placement())
@@ -41,7 +38,7 @@ def switched(layer: int, live=LIVE):  # type: ignore[no-untyped-def]
 def test_plan_numbers_grow_over_starts(path: str) -> None:
     store = Store(path)
     first = store.new_plan_id()
-    store.begin_plan("decode", Offer.of(first + 10_000, LIVE, decision_of(LIVE, 0)), 1)
+    store.begin_plan("decode", PlanTracker.of(first + 10_000, LIVE, decision_of(LIVE, 0)), 1)
     store.close()
     assert Store(path).new_plan_id() == first + 10_001
 
@@ -72,15 +69,15 @@ def test_what_ranks_came_with_is_found_again_with_its_tables(path: str, entries:
                 log2phy_RLE[:, layer, expert] = slot
         log2phy_RLE = np.repeat(log2phy_RLE[..., None], entries, axis=3)
     store = Store(path)
-    store.save_first_layout("decode", FirstLayout("before", Serving(placement, placement.default_log2phy())))
-    store.save_first_layout("decode", FirstLayout("first", Serving(placement, log2phy_RLE)))
+    store.save_first_layout("decode", "before", Serving(placement, placement.default_log2phy()))
+    store.save_first_layout("decode", "first", Serving(placement, log2phy_RLE))
     store.close()
     store = Store(path)
     found = store.first_layout("decode")
     assert found is not None
-    assert found.group_id == "first"
-    np.testing.assert_array_equal(found.layout.placement.phy2log_LRS, placement.phy2log_LRS)
-    np.testing.assert_array_equal(found.layout.log2phy_RLE, log2phy_RLE)
+    assert found[0] == "first"
+    np.testing.assert_array_equal(found[1].placement.phy2log_LRS, placement.phy2log_LRS)
+    np.testing.assert_array_equal(found[1].log2phy_RLE, log2phy_RLE)
     assert store.first_layout("prefill") is None
     store.forget("decode")
     assert store.first_layout("decode") is None
@@ -102,7 +99,7 @@ def test_history_is_bounded(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     live = LIVE
     store.save_placement("decode", live)
     for plan_id in range(1, 41):
-        store.begin_plan("decode", Offer.of(plan_id, live, decision_of(live, plan_id % 3)), 1)
+        store.begin_plan("decode", PlanTracker.of(plan_id, live, decision_of(live, plan_id % 3)), 1)
         live = switched(plan_id % 3, live)
         store.save_layer("decode", live, plan_id % 3)
     store.close()
@@ -120,15 +117,15 @@ def test_history_is_bounded(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_plan_is_found_with_its_outcome_and_verdicts(path: str) -> None:
     store = Store(path)
-    done, open_ = (Offer.of(plan_id, LIVE, decision_of(LIVE, 0)) for plan_id in (5, 6))
+    done, open_ = (PlanTracker.of(plan_id, LIVE, decision_of(LIVE, 0)) for plan_id in (5, 6))
     store.begin_plan("decode", done, 1)
     store.end_plan(5, Outcome.DONE, "", 1)
     store.begin_plan("decode", open_, 1)
     store.close()
     newest, oldest = Store(path).plans("decode")
-    assert (oldest.plan_id, oldest.outcome, oldest.committed) == (5, Outcome.DONE, 1)
+    assert (oldest.plan_id, oldest.outcome, oldest.committed) == (5, Outcome.DONE.value, 1)
     assert oldest.verdicts == done.decision.verdicts
-    assert (newest.outcome, newest.reason) == (Outcome.INTERRUPTED, "the service stopped")
+    assert (newest.outcome, newest.reason) == (Outcome.INTERRUPTED.value, "the service stopped")
 
 
 def test_what_a_deployment_has_been_through_is_remembered(path: str) -> None:
@@ -173,8 +170,7 @@ def test_no_store_at_all() -> None:
 async def test_a_restarted_service_shows_the_history_and_goes_on(path: str) -> None:
     async with running_service(settings(store=path)) as running, FakeGroup(running.address) as group:
         await group.join()
-        for _ in range(4):
-            await group.send_heat(skewed_heat(8))
+        await group.fill_window()
         await group.carry_out(await group.hear_plan())
         deployment = running.plane.deployments["decode"]
         await until(lambda: deployment.ended_plan is not None)

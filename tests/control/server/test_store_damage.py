@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from eplb_service.control.core.first_layout import FirstLayout
-from eplb_service.control.core.totals import Totals
-from eplb_service.control.server.store.store import Store
+from eplb_service.control.core.deployment import Totals
+from eplb_service.control.server.store.store import Store, StoredDeployment
 from eplb_service.control.server.store.store_file import StoreError
-from eplb_service.control.server.store.stored import StoredDeployment
 from tests.control.fake_group import first_placement, live_of
 
 LIVE = live_of(first_placement())
@@ -74,7 +72,7 @@ def test_a_damaged_store_is_set_aside_and_begun_again(tmp_path: Path, damage: st
 @pytest.mark.parametrize("content", [b"no zlib", zlib.compress(b"short"), zlib.compress(bytes(1 << 20))])
 def test_a_first_layout_that_is_damaged_is_said(path: str, content: bytes) -> None:
     store = Store(path)
-    store.save_first_layout("decode", FirstLayout("first", LIVE.serving))
+    store.save_first_layout("decode", "first", LIVE.serving)
     store.close()
     with sqlite3.connect(path) as database:
         database.execute("UPDATE first_layouts SET phy2log = ?", (content,))

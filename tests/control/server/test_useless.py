@@ -10,15 +10,15 @@ import grpc
 import pytest
 
 from eplb_service.control.core.health import problems
-from eplb_service.control.server.deciding import planning
-from eplb_service.control.server.service import running_service
+from eplb_service.control.server.deciding import decider
+from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from tests.control.fake_group import FakeGroup, skewed_heat
 from tests.control.server.test_service import settings, until
 
 
 async def test_a_solver_that_hangs_blocks_no_other_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
-    solve, hangs = planning.answer, threading.Event()
+    solve, hangs = decider.decide, threading.Event()
     asked: list[Any] = []
 
     def hang(*arguments: Any) -> Any:
@@ -27,7 +27,7 @@ async def test_a_solver_that_hangs_blocks_no_other_deployment(monkeypatch: pytes
             hangs.wait(60)
         return solve(*arguments)
 
-    monkeypatch.setattr(planning, "answer", hang)
+    monkeypatch.setattr(decider, "decide", hang)
     async with running_service(settings(solve_timeout_seconds=5)) as service:
         await service.warm
         async with FakeGroup(service.address) as stuck, FakeGroup(service.address) as other:
@@ -51,50 +51,22 @@ async def test_a_solver_that_hangs_blocks_no_other_deployment(monkeypatch: pytes
             assert answer.plan_id
 
 
-async def test_a_slow_decision_delays_no_other_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
-    solve, asked, goes_on = planning.answer, threading.Event(), threading.Event()
-
-    def slow(question: Any) -> Any:
-        if not asked.is_set():
-            asked.set()
-            goes_on.wait(60)
-        return solve(question)
-
-    monkeypatch.setattr(planning, "answer", slow)
-    async with running_service(settings()) as service:
-        await service.warm
-        async with FakeGroup(service.address) as first, FakeGroup(service.address) as other:
-            await first.join(deployment="first")
-            await other.join(deployment="other")
-            for _ in range(4):
-                await first.send_heat(skewed_heat(8))
-            await until(asked.is_set)
-            for _ in range(4):
-                await other.send_heat(skewed_heat(8))
-            assert await other.hear_plan()
-            assert not goes_on.is_set()
-            goes_on.set()
-            assert await first.hear_plan()
-
-
 async def test_a_disk_that_takes_nothing_is_a_problem_until_it_does_again(
-    monkeypatch: pytest.MonkeyPatch,
+    service: RunningService, group: FakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running_service(settings()) as service, FakeGroup(service.address) as group:
-        await group.join()
-        deployment = service.plane.deployments["decode"]
-        await until(lambda: deployment.known)
-        store = service.plane._writer.store
-        save = store.save_deployment
+    deployment = service.plane.deployments["decode"]
+    await until(lambda: deployment.known)
+    store = service.plane._writer.store
+    save = store.save_deployment
 
-        def full(*_: object) -> None:
-            raise sqlite3.OperationalError("database or disk is full")
+    def full(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
 
-        monkeypatch.setattr(store, "save_deployment", full)
-        service.plane.orders.set_paused(deployment, True)
-        await until(lambda: any("disk is full" in problem for problem in problems(deployment)))
-        monkeypatch.setattr(store, "save_deployment", save)
-        await until(lambda: problems(deployment) == [])
-        sample = service.plane._metrics.registry.get_sample_value("eplb_store_failures_total")
-        assert sample is not None
-        assert sample >= 1
+    monkeypatch.setattr(store, "save_deployment", full)
+    service.plane.set_paused(deployment, True)
+    await until(lambda: any("disk is full" in problem for problem in problems(deployment)))
+    monkeypatch.setattr(store, "save_deployment", save)
+    await until(lambda: problems(deployment) == [])
+    sample = service.plane._metrics.registry.get_sample_value("eplb_store_failures_total")
+    assert sample is not None
+    assert sample >= 1

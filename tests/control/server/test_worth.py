@@ -6,25 +6,18 @@ import asyncio
 import itertools
 import json
 import threading
-from collections.abc import AsyncIterator
 
 import pytest
-import pytest_asyncio
 
 from eplb_service.cli.main import run
-from eplb_service.control.server.deciding import appraisals
-from eplb_service.control.server.deciding.question import Question
-from eplb_service.control.server.service import RunningService, running_service
-from eplb_service.planner.counterfactual import Counterfactual
+from eplb_service.control.server.deciding import decider
+from eplb_service.control.server.deciding.computing import DecisionInputs
+from eplb_service.control.server.service import RunningService
+from eplb_service.cost.curve import CostCurve
 from eplb_service.planner.plan import Plan
+from eplb_service.wire.operator import Worth
 from tests.control.fake_group import STEP_MICROS, FakeGroup, skewed_heat
-from tests.control.server.test_service import settings, until
-
-
-@pytest_asyncio.fixture
-async def service() -> AsyncIterator[RunningService]:
-    async with running_service(settings()) as running:
-        yield running
+from tests.control.server.test_service import until
 
 
 async def eplb(service: RunningService, *arguments: str) -> int:
@@ -38,7 +31,7 @@ async def balanced(service: RunningService, group: FakeGroup) -> None:
     deployment = service.plane.deployments["decode"]
     await until(lambda: deployment.ended_plan is not None)
     await group.send_heat(skewed_heat(32, seed=1))
-    await until(lambda: deployment.decisions.worth is not None and deployment.decisions.worth.gain.mean > 0)
+    await until(lambda: deployment.decisions.worth is not None and deployment.decisions.worth.gain_ms > 0)
 
 
 async def test_status_shows_worth_and_what_it_rests_on(
@@ -55,7 +48,7 @@ async def test_status_shows_worth_and_what_it_rests_on(
         shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
         value = service.plane.deployments["decode"].decisions.worth
     assert value is not None
-    assert worth["gain_ms"] == pytest.approx(value.gain.mean)
+    assert worth["gain_ms"] == pytest.approx(value.gain_ms)
     assert worth["price_kind"] == "assumed"
     assert worth["best_ms"] <= worth["serving_ms"] < worth["left_alone_ms"]
     assert worth["step_ms"] == pytest.approx(STEP_MICROS / 1e3)
@@ -79,7 +72,7 @@ async def test_the_same_is_in_the_metrics_and_gone_with_the_ranks_that_it_is_of(
         reported = service.plane._metrics.registry.get_sample_value
         worth = service.plane.deployments["decode"].decisions.worth
         assert worth is not None
-        assert reported("eplb_gain_seconds", {"deployment": "decode"}) == pytest.approx(worth.gain.mean / 1e3)
+        assert reported("eplb_gain_seconds", {"deployment": "decode"}) == pytest.approx(worth.gain_ms / 1e3)
         assert reported("eplb_time_price_info", {"deployment": "decode", "price": "assumed"}) == 1
         serving = {"deployment": "decode", "placement": "serving"}
         assert reported("eplb_experts_seconds", serving) == pytest.approx(worth.serving_ms / 1e3)
@@ -89,22 +82,18 @@ async def test_the_same_is_in_the_metrics_and_gone_with_the_ranks_that_it_is_of(
 
 
 async def test_an_appraisal_that_fails_costs_only_itself(
-    service: RunningService, monkeypatch: pytest.MonkeyPatch
+    service: RunningService, group: FakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("no figures today")
 
-    monkeypatch.setattr("eplb_service.control.server.deciding.appraisals.appraise", broken)
-    async with FakeGroup(service.address) as group:
-        await group.join()
-        await group.send_heat(skewed_heat(32))
-        await group.carry_out(await group.hear_plan())
-        deployment = service.plane.deployments["decode"]
-        await until(
-            lambda: deployment.ended_plan is not None and not service.plane.decider.appraisals.under_way
-        )
-        assert deployment.decisions.worth is None
-        assert deployment.last_decision.startswith("plan 1")
+    monkeypatch.setattr("eplb_service.control.server.deciding.decider.appraise", broken)
+    await group.send_heat(skewed_heat(32))
+    await group.carry_out(await group.hear_plan())
+    deployment = service.plane.deployments["decode"]
+    await until(lambda: deployment.ended_plan is not None and not service.plane.decider.appraising)
+    assert deployment.decisions.worth is None
+    assert deployment.last_decision.startswith("plan 1")
 
 
 async def test_what_an_older_decision_found_does_not_replace_what_a_newer_one_did(
@@ -112,23 +101,23 @@ async def test_what_an_older_decision_found_does_not_replace_what_a_newer_one_di
 ) -> None:
     newer_is_known, asked = threading.Event(), itertools.count()
     finished: list[int] = []
-    appraise = appraisals.appraise
+    appraise = decider.appraise
 
-    def oldest_last(question: Question, decided: Plan) -> Counterfactual | None:
+    def oldest_last(inputs: DecisionInputs, decided: Plan) -> tuple[Worth, CostCurve | None] | None:
         number = next(asked)
         if number == 0:
             assert newer_is_known.wait(60)
-        found = appraise(question, decided)
+        found = appraise(inputs, decided)
         finished.append(number)
         return found
 
-    monkeypatch.setattr(appraisals, "appraise", oldest_last)
+    monkeypatch.setattr(decider, "appraise", oldest_last)
     async with FakeGroup(service.address) as group:
         await group.join()
         await balanced(service, group)
         newer_is_known.set()
-        await until(lambda: 0 in finished and not service.plane.decider.appraisals.under_way)
+        await until(lambda: 0 in finished and not service.plane.decider.appraising)
         worth = service.plane.deployments["decode"].decisions.worth
     assert finished[-1] == 0
     assert worth is not None
-    assert worth.gain.mean > 0
+    assert worth.gain_ms > 0

@@ -167,7 +167,7 @@ def test_megatron_s_ranks_and_microbatches_are_summed(
 def test_one_of_megatron_s_ranks_is_not_the_run(tmp_path: Path) -> None:
     megatron_folder(tmp_path / "trace", 0)
     alone = tmp_path / "trace" / "router_trace_rank0.jsonl"
-    with pytest.raises(HeatError, match="has the tokens of one rank alone"):
+    with pytest.raises(HeatError, match="is the share of rank 0 alone"):
         open_trace(alone)
     alone.rename(tmp_path / "elsewhere.jsonl")
     assert open_trace(tmp_path / "elsewhere.jsonl").steps == 3

@@ -158,16 +158,6 @@ def test_experts_of_each_token_in_responses(
 
 
 @FEW
-@given(seed=SEEDS, steps=st.integers(1, 6))
-def test_histories_of_loads(seed: int, steps: int, tmp_path_factory: pytest.TempPathFactory) -> None:
-    heat_TLE = np.random.default_rng(seed).integers(0, 2**40, (steps, 3, 7))
-    path = tmp_path_factory.mktemp("history") / "expert-load.json"
-    history = [{"logical_expert_load": heat_LE.tolist()} for heat_LE in heat_TLE]
-    path.write_text(json.dumps({"load_history": history}))
-    np.testing.assert_array_equal(read(path), heat_TLE)
-
-
-@FEW
 @given(
     seed=SEEDS,
     layers=st.integers(1, 9),

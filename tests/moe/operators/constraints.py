@@ -1,7 +1,7 @@
 """What torch_npu 2.13 documents of its operators beyond their schemas, as checks of each call of a 16-bit layer.
 
-``docs/operators.md`` lists them, and that (un)permute is called in float16 where bfloat16 alone is documented. A
-checked operator behaves as the reference, after an assertion about its arguments.
+``docs/research/operators.md`` lists them, and that (un)permute is called in float16 where bfloat16 alone is documented.
+A checked operator behaves as the reference, after an assertion about its arguments.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tests.moe.torch_npu.calls import form_of
-from worker_agent.moe.composition import MOST_MC2_TOKENS
+from worker_agent.moe.compose import MOST_MC2_TOKENS
 from worker_agent.moe.operators import GroupListType, QuantMode, reference
 
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -16,7 +16,7 @@ from tests.moe.option_rows import ROWS, call, case_of, layer_of, length_of, step
 from tests.moe.pairwise import Row
 from tests.moe.simulated import SimulatedGroup, run_simulated
 from tests.moe.torch_npu.calls import calls, form_of
-from worker_agent.moe import placed_layer as layer_module
+from worker_agent.moe import layer as layer_module
 from worker_agent.moe.operators import check_dtype, reference
 from worker_agent.moe.rank_group import RankGroup
 
@@ -29,7 +29,6 @@ BF16_ROWS, FP16_ROWS = (
 def run_checked(row: Row, monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
     """One step with checked operators; the forms in which they were called."""
     operators, called = checked()
-    monkeypatch.setattr(RankGroup, "named", SimulatedGroup.named)
     monkeypatch.setattr(layer_module, "operators_for", lambda device: operators)
     monkeypatch.setattr("tests.moe.option_rows.reference", operators)
     case = case_of(row, seed=0)
@@ -65,7 +64,6 @@ def test_one_slot_per_rank(dispatcher: str, kind: str, monkeypatch: pytest.Monke
     row = row | {"kind": kind, "ranks": 2, "shared": "plain", "weigh_on_input": False}
     row["quantize_before_gather"] &= kind == "W8A8"
     operators, called = checked()
-    monkeypatch.setattr(RankGroup, "named", SimulatedGroup.named)
     monkeypatch.setattr(layer_module, "operators_for", lambda device: operators)
     case = case_of(row, seed=0)
     small = type(case)(**(vars(case) | {"experts": 2, "slots": 1, "top_k": 2 if dispatcher == "moge" else 1}))

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.moe.cases import Case, alone
+from tests.moe.cases import MC2_VARIANTS, Case, alone
 from tests.moe.torch_npu.calls import OPERATORS, calls, results
 from worker_agent.moe import DenseMoE, seeded_experts
-from worker_agent.moe import placed_layer as layer_module
-from worker_agent.moe.composition import LayerOptions
+from worker_agent.moe import layer as layer_module
+from worker_agent.moe.compose import LayerOptions
 from worker_agent.moe.dispatch import DISPATCHER_NAMES, SHARED_TOKEN_DISPATCHERS, MC2Variant
 from worker_agent.moe.operators import Operators, reference
 
@@ -28,11 +28,6 @@ EXTRACT = Path(__file__).parent.parent / "torch_npu"
 SCHEMAS = [line for line in (EXTRACT / "2.13.0.schemas").read_text().splitlines() if not line.startswith("#")]
 NAMES = [schema.partition("(")[0] for schema in SCHEMAS]
 RESULTS = json.loads((EXTRACT / "2.13.0.results.json").read_text())
-VARIANTS = [
-    MC2Variant(version, a3, hierarchical)
-    for version in (1, 2)
-    for a3, hierarchical in ((True, False), (False, True))
-]
 
 
 def grouped_matmul_of_codes(*args: Any, output_dtype: int | None = None, **kwargs: Any) -> list[torch.Tensor]:
@@ -61,16 +56,10 @@ def test_every_operator_of_the_contract_is_declared():
     assert {call.operator for call in calls("meta").values()} == set(NAMES)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_contract_and_reference_agree(name: str):
-    promised = list(inspect.signature(getattr(Operators, name)).parameters.values())[1:]
-    assert list(inspect.signature(getattr(reference, name)).parameters.values()) == promised
-
-
 @pytest.mark.parametrize("schema", SCHEMAS, ids=NAMES)
 def test_every_argument_is_torch_npus_with_its_default(schema: str):
     theirs = {argument.name: argument for argument in torch._C.parse_schema(schema).arguments}
-    ours = list(inspect.signature(getattr(Operators, schema.partition("(")[0])).parameters.values())[1:]
+    ours = list(inspect.signature(getattr(Operators, schema.partition("(")[0])).parameters.values())
     positional = [argument.name for argument in theirs.values() if not argument.kwarg_only]
     for place, argument in enumerate(ours):
         if argument.kind is inspect.Parameter.KEYWORD_ONLY:
@@ -88,36 +77,29 @@ def test_what_operators_return_has_the_dtypes_and_shapes_that_torch_npu_says(dec
     assert found == {title: expected for title, expected in RESULTS.items() if title != "about"}
 
 
-def run_declared(
-    case: Case, options: LayerOptions, declared: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = alone(case) if case.quantized else DenseMoE(case.shape, seeded_experts(case.shape))
+@pytest.mark.parametrize(
+    ("dispatcher", "mc2"),
+    [*((name, None) for name in DISPATCHER_NAMES), *(("mc2", variant) for variant in MC2_VARIANTS)],
+    ids=str,
+)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_the_layer_calls_operators_as_declared(
+    declared: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    dispatcher: str,
+    mc2: MC2Variant | None,
+    quantized: bool,
+):
+    case = Case(dispatcher, experts=8, slots=8, top_k=3, tokens=(6,), quantized=quantized)
+    gathers = quantized and dispatcher in SHARED_TOKEN_DISPATCHERS
+    expected = alone(case) if quantized else DenseMoE(case.shape, seeded_experts(case.shape))
     monkeypatch.setattr(layer_module, "operators_for", lambda device: declared)
-    layer = alone(case, options)
+    layer = alone(case, LayerOptions(quantize_before_gather=gathers, mc2=mc2))
     tokens = case.step(0)
     active_T = torch.arange(tokens[0].shape[0]) < 4
     expected_TH = expected(*tokens).masked_fill(~active_T.unsqueeze(1), 0.0)
     torch.testing.assert_close(layer(*tokens, active=active_T), expected_TH)
     torch.testing.assert_close(layer(*tokens), expected(*tokens))
-
-
-@pytest.mark.parametrize("dispatcher", DISPATCHER_NAMES)
-@pytest.mark.parametrize("quantized", [False, True])
-def test_the_layer_calls_operators_as_declared(
-    declared: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, dispatcher: str, quantized: bool
-):
-    case = Case(dispatcher, experts=8, slots=8, top_k=3, tokens=(6,), quantized=quantized)
-    options = LayerOptions(quantize_before_gather=quantized and dispatcher in SHARED_TOKEN_DISPATCHERS)
-    run_declared(case, options, declared, monkeypatch)
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize("quantized", [False, True])
-def test_every_variant_of_mc2_calls_operators_as_declared(
-    declared: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, variant: MC2Variant, quantized: bool
-):
-    case = Case("mc2", experts=8, slots=8, top_k=3, tokens=(6,), quantized=quantized)
-    run_declared(case, LayerOptions(mc2=variant), declared, monkeypatch)
 
 
 def test_an_argument_that_is_not_declared_fails(declared: SimpleNamespace):

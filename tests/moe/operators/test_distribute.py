@@ -43,13 +43,6 @@ def test_masked_tokens_are_neither_sent_nor_counted(version: int, kind: int, exp
     assert torch.equal(combined_TH, torch.stack([0.75 * hidden_TH[0], torch.zeros(5), 3.0 * hidden_TH[2]]))
 
 
-def test_choices_may_be_masked_one_by_one():
-    hidden_TH, ids_TK = torch.arange(15.0).view(3, 5), torch.tensor([[2, 0], [1, 3], [2, 3]])
-    mask_TK = torch.tensor([[True, False], [False, False], [True, True]])
-    dispatched = reference.npu_moe_distribute_dispatch_v2(hidden_TH, ids_TK, *ALONE, 4, x_active_mask=mask_TK)
-    assert dispatched[3].tolist() == [0, 0, 2, 1]
-
-
 def test_version_1_gives_the_place_of_each_choice_within_its_expert():
     ids_TK = torch.tensor([[2, 0], [1, 2], [2, 0]])
     dispatched = reference.npu_moe_distribute_dispatch(torch.zeros(3, 5), ids_TK, *ALONE, 4)

@@ -7,9 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker_agent.moe.operators import GroupListType, QuantMode, operators_for, reference, token_counts
+from worker_agent.moe.operators import GroupListType, QuantMode, operators_for, reference
 from worker_agent.moe.operators.reference import local
 
+ROUTING = {
+    "active_num": 10,
+    "expert_num": 4,
+    "expert_tokens_num_type": 1,
+    "expert_tokens_num_flag": True,
+    "active_expert_range": [0, 4],
+}
 shapes = st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(1, 6), st.integers(0, 99))
 
 
@@ -62,7 +69,7 @@ def test_init_routing_keeps_the_active_range(
         (choice for choice in range(len(ids)) if ids[choice] in active), key=lambda choice: ids[choice]
     )
     assert rows_NH.shape == (ids_TK.numel(), 3)
-    assert token_counts(tokens_G, kind).tolist() == [ids.count(expert) for expert in active]
+    assert kind.counts(tokens_G).tolist() == [ids.count(expert) for expert in active]
     assert row_of_choice.tolist() == [
         kept.index(choice) if choice in kept else -1 for choice in range(len(ids))
     ]
@@ -98,17 +105,10 @@ def test_swiglu_gates_with_the_first_half():
 
 
 def test_what_the_reference_cannot_do_is_refused():
-    hidden_TH, ids_TK = choices(2, 2, 4, seed=0)
-    routing = {
-        "active_num": 4,
-        "expert_num": 4,
-        "expert_tokens_num_type": 1,
-        "expert_tokens_num_flag": True,
-        "active_expert_range": [0, 4],
-    }
+    hidden_TH, ids_TK = choices(5, 2, 4, seed=0)
     for name, value in {"active_num": 3, "active_expert_range": [3, 5], "row_idx_type": 1}.items():
         with pytest.raises(ValueError, match="reference operator: "):
-            reference.npu_moe_init_routing_v2(hidden_TH, ids_TK, **(routing | {name: value}))
+            reference.npu_moe_init_routing_v2(hidden_TH, ids_TK, **(ROUTING | {name: value}))
 
 
 def test_cpu_and_cuda_are_served_by_the_reference():
@@ -152,17 +152,8 @@ def test_grouped_matmul_of_int8_is_exact_and_scaled_by_row_and_column():
 
 def test_init_routing_quantizes_what_it_sorts():
     hidden_TH, ids_TK = choices(5, 2, 4, seed=3)
-    arguments = {
-        "active_num": 10,
-        "expert_num": 4,
-        "expert_tokens_num_type": 1,
-        "expert_tokens_num_flag": True,
-        "active_expert_range": [0, 4],
-    }
-    rows_NH, row_of_choice, tokens_G, _ = reference.npu_moe_init_routing_v2(hidden_TH, ids_TK, **arguments)
-    quantized = reference.npu_moe_init_routing_v2(
-        hidden_TH, ids_TK, **arguments, quant_mode=QuantMode.DYNAMIC
-    )
+    rows_NH, row_of_choice, tokens_G, _ = reference.npu_moe_init_routing_v2(hidden_TH, ids_TK, **ROUTING)
+    quantized = reference.npu_moe_init_routing_v2(hidden_TH, ids_TK, **ROUTING, quant_mode=QuantMode.DYNAMIC)
     int8_NH, scale_N = reference.npu_dynamic_quant(rows_NH)
     for got, expected in zip(quantized, (int8_NH, row_of_choice, tokens_G, scale_N), strict=True):
         assert torch.equal(got, expected)
@@ -183,9 +174,9 @@ def test_the_kernel_for_all_groups_equals_the_products_group_by_group(counts: li
     rows_NK = torch.randn(9, 16, generator=generator).bfloat16()
     weight_GKM = torch.randn(4, 24, 16, generator=generator).bfloat16().transpose(1, 2)
     bias_GM = torch.randn(4, 24, generator=generator) if biased else None
-    assert local.fused_product_takes(rows_NK, weight_GKM)
+    assert local._fused_product_takes(rows_NK, weight_GKM)
     counts_G = torch.tensor(counts)
-    fused_NM = local.fused_product(rows_NK, weight_GKM, counts_G, bias_GM)
+    fused_NM = local._fused_product(rows_NK, weight_GKM, counts_G, bias_GM)
     (found_NM,) = reference.npu_grouped_matmul(
         [rows_NK],
         [weight_GKM],
@@ -202,6 +193,6 @@ def test_the_kernel_for_all_groups_equals_the_products_group_by_group(counts: li
 
 def test_other_matrices_are_multiplied_group_by_group():
     weight_GKM = torch.zeros(4, 16, 24, dtype=torch.bfloat16)
-    assert not local.fused_product_takes(torch.zeros(9, 16), weight_GKM)
-    assert not local.fused_product_takes(torch.zeros(9, 12).bfloat16(), weight_GKM[:, :12])
-    assert not local.fused_product_takes(torch.zeros(9, 16).bfloat16(), weight_GKM[:, :, :20])
+    assert not local._fused_product_takes(torch.zeros(9, 16), weight_GKM)
+    assert not local._fused_product_takes(torch.zeros(9, 12).bfloat16(), weight_GKM[:, :12])
+    assert not local._fused_product_takes(torch.zeros(9, 16).bfloat16(), weight_GKM[:, :, :20])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from eplb_service.solver.search import annealing as module
-from eplb_service.solver.search.annealing_state import Move
+from eplb_service.solver import annealing as module
+from eplb_service.solver.annealing import _Move
 from tests.solver.slow import changes
 from tests.solver.slow.heat import even_shares, mean_of_max, rank_series
 from tests.solver.slow.local_search import Closest
@@ -52,4 +52,4 @@ def _drawn(phy2log_RS, scaled_EN, episode, draws, close):
         other = another
     slot, place = draws.draw(slots), draws.draw(slots)
     mine, theirs = int(phy2log_RS[rank, slot]), int(phy2log_RS[other, place])
-    return Move(rank, slot, other, place, mine, theirs, swaps, episode if guided else -1)
+    return _Move(rank, slot, other, place, mine, theirs, swaps, episode if guided else -1)

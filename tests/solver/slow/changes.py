@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from eplb_service.solver.search.annealing_state import Move
+from eplb_service.solver.annealing import _Move
 from tests.solver.slow.heat import even_shares
 
 
@@ -15,7 +15,7 @@ def every_try(phy2log_RS, episode=-1):
     places = list(np.ndindex(phy2log_RS.shape))
     for (rank, slot), (other, place), swaps in itertools.product(places, places, (True, False)):
         mine, theirs = int(phy2log_RS[rank, slot]), int(phy2log_RS[other, place])
-        yield Move(rank, slot, other, place, mine, theirs, swaps, episode)
+        yield _Move(rank, slot, other, place, mine, theirs, swaps, episode)
 
 
 def after(phy2log_RS, attempt):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.solver.search.local_search import FRUITLESS, SMALLEST_RELIEF
+from eplb_service.solver.local_search import FRUITLESS, SMALLEST_RELIEF
 from tests.solver.slow import steps
 from tests.solver.slow.heat import even_shares, rank_risks
 
@@ -27,20 +27,19 @@ class Closest:
         return one < other
 
 
-def search(phy2log_RS, scaled_EN, share_N, home_ER, z, price_K, patience, most_steps):
+def search(phy2log_RS, scaled_EN, share_N, home_ER, z, price_K, most_steps):
     """The cheapest placement of the search for each price, and by how little the closest choice was made."""
-    ranks = len(phy2log_RS)
     close, frugal = Closest(), max(price_K) > 0
     peak = steps.smooth_peak(rank_risks(phy2log_RS, even_shares(phy2log_RS), scaled_EN, share_N, z))
     cheapest = [peak + price * steps.slots_away(phy2log_RS, home_ER) for price in price_K]
     found = [phy2log_RS for _ in price_K]
-    stuck, last_gain = set(), 0
+    last_gain = 0
     for step in range(most_steps):
         if frugal and step - last_gain > FRUITLESS:
             break
         share_RS = even_shares(phy2log_RS)
         risk_R = rank_risks(phy2log_RS, share_RS, scaled_EN, share_N, z)
-        hot = close.best({r: risk for r, risk in enumerate(risk_R) if r not in stuck}, -1.0)
+        hot = close.best(dict(enumerate(risk_R)), -1.0)
         swaps = steps.swap_gains(phy2log_RS, share_RS, hot, scaled_EN, share_N, z)
         swap = close.best(swaps, SMALLEST_RELIEF)
         exchange = None
@@ -52,11 +51,7 @@ def search(phy2log_RS, scaled_EN, share_N, home_ER, z, price_K, patience, most_s
         elif swap is not None:
             phy2log_RS, share_RS = steps.swapped(phy2log_RS, share_RS, hot, swap)
         else:
-            stuck.add(hot)
-            if len(stuck) == min(patience, ranks):
-                break
-            continue
-        stuck = set()
+            break
         peak = steps.smooth_peak(rank_risks(phy2log_RS, share_RS, scaled_EN, share_N, z))
         for k, price in enumerate(price_K):
             cost = peak + price * steps.slots_away(phy2log_RS, home_ER)
@@ -65,21 +60,16 @@ def search(phy2log_RS, scaled_EN, share_N, home_ER, z, price_K, patience, most_s
     return np.array(found), close.margin
 
 
-def swapped_through_tables(phy2log_RS, share_RS, scaled_EN, share_N, z, patience, most_steps):
+def swapped_through_tables(phy2log_RS, share_RS, scaled_EN, share_N, z, most_steps):
     """Slots by their number after the best swaps, each slot with its share, and by how little a choice was made."""
     close, slot_RS = Closest(), np.arange(phy2log_RS.size).reshape(phy2log_RS.shape)
     expert_P, share_P = phy2log_RS.ravel(), share_RS.ravel()
-    stuck = set()
     for _ in range(most_steps):
         placed = expert_P[slot_RS], share_P[slot_RS]
         risk_R = rank_risks(*placed, scaled_EN, share_N, z)
-        hot = close.best({r: risk for r, risk in enumerate(risk_R) if r not in stuck}, -1.0)
+        hot = close.best(dict(enumerate(risk_R)), -1.0)
         swap = close.best(steps.swap_gains(*placed, hot, scaled_EN, share_N, z), SMALLEST_RELIEF)
-        if swap is not None:
-            stuck = set()
-            slot_RS, _ = steps.swapped(slot_RS, slot_RS, hot, swap)
-            continue
-        stuck.add(hot)
-        if len(stuck) == min(patience, len(phy2log_RS)):
+        if swap is None:
             break
+        slot_RS, _ = steps.swapped(slot_RS, slot_RS, hot, swap)
     return slot_RS, close.margin

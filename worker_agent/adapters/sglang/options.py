@@ -1,49 +1,44 @@
-"""The options of SGLang that decide how a model can be balanced, and which of them cannot be."""
+"""The options of SGLang that decide how a model can be balanced, and the refusal of those that it cannot be with."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from worker_agent.adapters.errors import UnsupportedEngineError
+from worker_agent.adapters.compat import refuse
 
 _KNOWN_BACKENDS = ("none", "deepep")
-MOST_ENTRIES = 16
+_MOST_ENTRIES = 16
 """Of a dealing table under dynamic dispatch; what the service deals by default."""
 
 
 @dataclass(frozen=True)
 class SglangOptions:
-    """What SGLang resolved from its command line; names are those of its options.
-
-    Parameters
-    ----------
-    dispatch
-        ``ep_dispatch_algorithm``: static reads one replica per expert and source rank, dynamic goes round several.
-    all_to_all
-        ``moe_a2a_backend``.
-    shares_tokens
-        Whether all ranks route the same tokens, and so need one table: as a rule those without an all-to-all, unless
-        each routes its own before they are gathered.
-    recorder
-        ``expert_distribution_recorder_mode``.
-    tensor_parallel, expert_parallel, pipeline_parallel, context_parallel
-        Ranks of each kind; of the last, prefill's and decode's multiplied.
-    replicas
-        ``dp_size``: models beside each other, each with experts of its own. Attention data parallelism is none.
-    unsupported
-        What is switched on and cannot be, as the user writes it, with the reason.
-    """
+    """Options as SGLang resolved them from its command line, by their names."""
 
     dispatch: str
+    """``ep_dispatch_algorithm``: static reads one replica per expert and source rank, dynamic goes round several."""
+
     all_to_all: str
+    """``moe_a2a_backend``."""
+
     shares_tokens: bool
+    """All ranks route the same tokens, and so need one table: as a rule those without an all-to-all, unless
+    each routes its own before they are gathered."""
+
     recorder: str | None
+    """``expert_distribution_recorder_mode``."""
+
     tensor_parallel: int
     expert_parallel: int
     pipeline_parallel: int
     context_parallel: int
+    """Prefill's and decode's multiplied."""
+
     replicas: int = 1
+    """``dp_size``: models beside each other, each with experts of its own. Attention data parallelism is none."""
+
     unsupported: tuple[tuple[str, str], ...] = ()
+    """Options that are switched on and cannot be, as the user writes them, with the reason."""
 
     @classmethod
     def of_this_process(cls) -> SglangOptions:
@@ -94,7 +89,7 @@ class SglangOptions:
         """D of the tables, given the number of physical experts, which is as many as SGLang has room for."""
         if self.dispatch == "static":
             return 1
-        most = min(slots_of_all, MOST_ENTRIES)
+        most = min(slots_of_all, _MOST_ENTRIES)
         return 1 << (most.bit_length() - 1)
 
     def check(self, *, allow_unverified: bool) -> None:
@@ -105,47 +100,49 @@ class SglangOptions:
         UnsupportedEngineError
             With the option, the reason and a remedy.
         """
-        for name, why in self.unsupported:
-            raise UnsupportedEngineError(name, why, "Start without it")
-        if self.dispatch not in ("static", "dynamic"):
-            raise UnsupportedEngineError(
+        cases = [(True, name, why, "Start without it") for name, why in self.unsupported]
+        cases += [
+            (
+                self.dispatch not in ("static", "dynamic"),
                 f"--ep-dispatch-algorithm {self.dispatch}",
                 "It does not send tokens by the tables that the agent writes",
                 "Choose static or dynamic",
-            )
-        if self.pipeline_parallel > 1:
-            raise UnsupportedEngineError(
+            ),
+            (
+                self.pipeline_parallel > 1,
                 f"pipeline parallelism (--pp-size {self.pipeline_parallel})",
                 "Each stage would be a deployment of its own, and its passes are not numbered alike",
                 "Start with --pp-size 1",
-            )
-        if self.replicas > 1:
-            raise UnsupportedEngineError(
+            ),
+            (
+                self.replicas > 1,
                 f"data parallel replicas in one server (--dp-size {self.replicas})",
                 "Each has experts of its own and is a deployment of its own, but they would have one name",
                 "Start a server for each, with an EPLB_AGENT_DEPLOYMENT of its own",
-            )
-        if self.expert_parallel != self.tensor_parallel:
-            raise UnsupportedEngineError(
+            ),
+            (
+                self.expert_parallel != self.tensor_parallel,
                 f"--ep-size {self.expert_parallel} with --tp-size {self.tensor_parallel}",
                 "Experts are then cut into parts, or there are several groups of experts",
                 f"Start with --ep-size {self.tensor_parallel}",
-            )
-        if self.context_parallel > 1:
-            raise UnsupportedEngineError(
+            ),
+            (
+                self.context_parallel > 1,
                 "context parallelism",
                 "Which ranks share tokens has not been read there",
                 "Start with --attn-cp-size 1 and --dcp-size 1",
-            )
-        if self.recorder != "stat":
-            raise UnsupportedEngineError(
+            ),
+            (
+                self.recorder != "stat",
                 f"--expert-distribution-recorder-mode {self.recorder}",
                 "Heat is read from the counts of mode stat, which stay on the device",
                 "Leave it out: with EPLB on, SGLang chooses stat",
-            )
-        if self.all_to_all not in _KNOWN_BACKENDS and not allow_unverified:
-            raise UnsupportedEngineError(
+            ),
+            (
+                self.all_to_all not in _KNOWN_BACKENDS and not allow_unverified,
                 f"--moe-a2a-backend {self.all_to_all}",
                 "Whether it reads experts and tables where the agent writes them has not been seen",
                 f"Choose {' or '.join(_KNOWN_BACKENDS)}, set EPLB_AGENT_ALLOW_UNVERIFIED_ENGINE=1 to take the risk",
-            )
+            ),
+        ]
+        refuse(cases)

@@ -1,33 +1,29 @@
-"""What of vLLM is patched, and the versions in which each of these functions is known."""
+"""Patches of vLLM: the agent in place of its balancer, and around calls that change weights."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeAlias
 
-from worker_agent.adapters import compat
-from worker_agent.adapters.errors import UnsupportedEngineError
+from worker_agent.adapters.compat import UnsupportedEngineError, read_known, release_of, require
+from worker_agent.adapters.engine_host import log
 from worker_agent.adapters.vllm.host import VllmHost
-from worker_agent.adapters.vllm.known import KNOWN
 from worker_agent.settings import AgentSettings
 
-_log = logging.getLogger("eplb.agent")
+KNOWN = read_known("worker_agent.adapters.vllm")
+"""Functions that are patched here or relied on, by release; of 0.33, which has no build for CPUs, as read."""
 
 
 def install() -> None:
     """Check this vLLM, then put the agent in place of its balancer: all of it or nothing.
 
-    Raises
-    ------
-    UnsupportedEngineError
-        Where ``known`` does not list this release, or a function in it is not the known one.
+    Raises ``UnsupportedEngineError`` where ``known.json`` does not list this release, or a function is another one.
     """
     import vllm
 
     allowed = AgentSettings().allow_unverified_engine
-    compat.require("vLLM", vllm.__version__, KNOWN, allow_unverified=allowed)
+    require("vLLM", vllm.__version__, KNOWN, allow_unverified=allowed)
     _replace_balancer()
     _guard_weights()
 
@@ -39,11 +35,11 @@ def _replace_balancer() -> None:
     add_model = EplbState.add_model
 
     def add_model_and_agent(self: Any, model: Any, model_config: Any, *rest: Any, **named: Any) -> None:
-        _refuse(self.parallel_config)
+        refuse_settings(self.parallel_config)
         add_model(self, model, model_config, *rest, **named)
         self.is_async = False
         if getattr(model_config, "runner_type", None) == "draft":
-            _log.info("the draft model keeps the placement that vLLM gave it")
+            log.info("the draft model keeps the placement that vLLM gave it")
             return
         model_state = self.model_states[model_config.compute_hash()]
         self.eplb_agent_host = VllmHost(model_state, self.parallel_config, get_ep_group())
@@ -75,7 +71,7 @@ def _replace_balancer() -> None:
 
 
 def _guard_weights() -> None:
-    """Nothing is under way while the engine sleeps, and experts are where vLLM loads them while it loads others."""
+    """Drain before the engine sleeps, and restore the first placement before it loads weights; resume afterwards."""
     from vllm.v1.worker.gpu_worker import Worker
 
     Worker.sleep = _between(
@@ -104,7 +100,7 @@ def _between(
     after: _Act | None = None,
     failed: _Act | None = None,
 ) -> Callable[..., Any]:
-    """A worker's ``call``, with what its host does before it, after it and where it raises."""
+    """Wrap a worker's ``call`` in acts of its host: before it, after it and where it raises."""
 
     @wraps(call)
     def calling(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -128,7 +124,8 @@ def _host_of(worker: Any) -> VllmHost | None:
     return getattr(getattr(worker.model_runner, "eplb_state", None), "eplb_agent_host", None)
 
 
-def _refuse(parallel_config: Any) -> None:
+def refuse_settings(parallel_config: Any) -> None:
+    """Raise ``UnsupportedEngineError`` where a setting does not go with the agent."""
     if getattr(parallel_config, "enable_elastic_ep", False):
         raise UnsupportedEngineError(
             "elastic expert parallelism (--enable-elastic-ep)",
@@ -138,7 +135,7 @@ def _refuse(parallel_config: Any) -> None:
     import vllm
     from vllm import envs
 
-    if compat.release_of(vllm.__version__, KNOWN) == "0.23" and envs.VLLM_USE_V2_MODEL_RUNNER:
+    if release_of(vllm.__version__, KNOWN) == "0.23" and envs.VLLM_USE_V2_MODEL_RUNNER:
         raise UnsupportedEngineError(
             "the second model runner of vLLM 0.23 (VLLM_USE_V2_MODEL_RUNNER)",
             "It has not been run with the agent, and is not what this release chooses for MoE models",

@@ -1,8 +1,9 @@
-"""What runs in one rank of vLLM: the agent beside one model's EPLB state, called after every forward pass."""
+"""The agent beside one model's EPLB state in a rank of vLLM, called after every forward pass."""
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,30 +11,18 @@ import torch
 
 from eplb_service.placement import Placement
 from eplb_service.wire.heat import StepPhase
-from worker_agent.adapters.errors import UnsupportedEngineError
-from worker_agent.adapters.vllm.dispatch import TokenGroup, token_group
-from worker_agent.adapters.vllm.layer import HeatRings, VllmLayer
-from worker_agent.agent import Agent
+from worker_agent.adapters.compat import UnsupportedEngineError, refuse
+from worker_agent.adapters.engine_host import EngineHost, EngineLayer, HeatRings
 from worker_agent.device import on_host
-from worker_agent.settings import AgentSettings
-
-_log = logging.getLogger("eplb.agent")
-
-RING_ROWS = 64
-"""Steps of heat kept on the device; reports are cut long before."""
 
 
-class VllmHost:
+class VllmHost(EngineHost):
     """The agent of one rank and the model that it balances.
 
-    Parameters
-    ----------
-    model_state
-        vLLM's ``EplbModelState`` of the model.
-    parallel_config
-        Its parallel configuration.
-    group
-        Its coordinator of the expert-parallel group.
+    A layer's ``log2phy`` is the first column of vLLM's ``logical_to_physical_map``: with one replica per expert in its
+    replica count, the router sends every choice there. vLLM does not count tokens per slot; the service derives them
+    from every rank's choices.
+    Arguments are vLLM's ``EplbModelState``, its parallel configuration and its coordinator of the EP group.
     """
 
     def __init__(self, model_state: Any, parallel_config: Any, group: Any) -> None:
@@ -42,57 +31,37 @@ class VllmHost:
         self._parallel, self._ranks = parallel_config, group.world_size
         self._tokens = self._token_group()
         self._first = _first_placement(model_state, group.world_size)
-        self._passes = 0
-        self._layers: list[VllmLayer] = []
-        self._heat = self._start_tables()
-        self._agent = Agent.start(
-            self._layers,
-            group.cpu_group,
-            AgentSettings(),
-            token_group=self._tokens.number,
-            on_commit=self._follow,
-        )
+        layers, experts = model_state.logical_replica_count.shape
+        self._heat = HeatRings(layers, model_state.expert_load_pass.device, experts=experts)
+        self._start(self._start_tables(), group.cpu_group, self._tokens.number)
 
-    @property
-    def agent(self) -> Agent:
-        """This rank's agent."""
-        return self._agent
-
-    def _token_group(self) -> TokenGroup:
+    def _token_group(self) -> _TokenGroup:
         return token_group(self._model.model.moe_layers, self._parallel, self._rank, self._ranks)
 
-    def _start_tables(self) -> HeatRings:
-        """One replica per expert and source in vLLM's tables, from the placement that vLLM starts with."""
+    def _start_tables(self) -> list[EngineLayer]:
+        """Write one replica per expert and source into vLLM's tables, from the placement that vLLM starts with."""
         model = self._model
-        layers, experts = model.logical_replica_count.shape
         table_LE = torch.from_numpy(self._first.default_log2phy()[self._tokens.first].astype(np.int64))
         model.logical_to_physical_map[:, :, 0].copy_(table_LE)
         model.logical_replica_count.fill_(1)
-        device = model.expert_load_pass.device
-        heat = HeatRings(layers, experts, RING_ROWS, device)
-        maps_LE = torch.from_numpy(self._first.expert_map(self._rank)).to(device)
-        self._layers = [
-            VllmLayer(
+        maps_LE = torch.from_numpy(self._first.expert_map(self._rank)).to(model.expert_load_pass.device)
+        return [
+            EngineLayer(
                 model.logical_to_physical_map[layer, :, 0],
-                maps_LE[layer],
-                model.model.expert_weights[layer],
-                heat.sources_LWE[layer],
-                heat.counter,
+                map_E,
+                list(model.model.expert_weights[layer]),
+                self._heat,
+                layer,
                 self._tokens.number is not None,
             )
-            for layer in range(layers)
+            for layer, map_E in enumerate(maps_LE)
         ]
-        return heat
-
-    # After every forward pass
 
     def confirm_dispatch(self) -> None:
-        """The model has run: its layers must dispatch as they did when the agent was started.
+        """Compare how layers dispatch, now that the model has run, with how they did when the agent was started.
 
-        Raises
-        ------
-        UnsupportedEngineError
-            Where vLLM has put other kernels in since, as 0.23 does with quantisation methods of its older kind.
+        Raises ``UnsupportedEngineError`` where vLLM has put other kernels in since, as 0.23 does with quantisation
+        methods of its older kind.
         """
         if self._token_group() != self._tokens:
             raise UnsupportedEngineError(
@@ -102,7 +71,7 @@ class VllmHost:
             )
 
     def step(self, is_dummy: bool) -> None:
-        """A forward pass is over; ``is_dummy`` where this rank had no tokens in it.
+        """Record a forward pass that is over; ``is_dummy`` where this rank had no tokens in it.
 
         Called on the thread and stream on which vLLM queues its passes: what is queued here comes after this pass and
         before the next one.
@@ -111,38 +80,92 @@ class VllmHost:
             self.confirm_dispatch()
         model = self._model
         counts = not is_dummy and self._rank == self._tokens.first
-        self._heat.record(model.expert_load_pass if counts else None, model.physical_to_logical_map)
-        self._passes += 1
+        chosen_LP = model.expert_load_pass if counts else None
+        self._heat.record(chosen_LX=chosen_LP, phy2log_LP=model.physical_to_logical_map)
         # vLLM itself relies on every rank making this call after every pass.
-        self._agent.step(StepPhase.DUMMY if is_dummy else StepPhase.DECODE, number=self._passes)
+        self._pass_done(StepPhase.DUMMY if is_dummy else StepPhase.DECODE)
 
     def _follow(self, layer: int) -> None:
-        """Keep vLLM's own view of the placement true for a layer that has just switched."""
-        row_P = self._agent.installed.placement.phy2log_LRS[layer].reshape(-1).astype(np.int64)
+        row_P = self.agent.installed.placement.phy2log_LRS[layer].reshape(-1).astype(np.int64)
         held_P = self._model.physical_to_logical_map[layer]
         held_P.copy_(on_host(torch.from_numpy(row_P), held_P.device), non_blocking=True)
 
-    # Around sleep and other weights
-
-    def drain(self, reason: str) -> None:
-        """Finish or abort the switch under way; a collective, called between the same two passes on every rank."""
-        self._agent.drain(reason)
-
     def restore(self) -> None:
         """Bring every expert to where vLLM loads it, until ``resume``; a collective like ``drain``."""
-        self._agent.restore(self._first, "vLLM loads weights")
-
-    def resume(self) -> None:
-        """Balance again, with the placement that was there."""
-        self._agent.resume()
-
-    def close(self) -> None:
-        """End the agent; vLLM serves on with what is installed."""
-        self._agent.close()
+        self.agent.restore(self._first, "vLLM loads weights")
 
 
 def _first_placement(model_state: Any, ranks: int) -> Placement:
-    """What vLLM starts with, and loads weights for."""
+    """Return the placement that vLLM starts with, and loads weights for."""
     layers, experts = model_state.logical_replica_count.shape
     phy2log_LRS = model_state.physical_to_logical_map.cpu().numpy().reshape(layers, ranks, -1)
     return Placement(phy2log_LRS.astype(np.int32), experts)
+
+
+@dataclass(frozen=True)
+class _TokenGroup:
+    """The ranks of the EP group that run their experts on the same tokens as this one."""
+
+    number: int | None
+    """Equal on all ranks of the group; ``None`` where this rank's tokens are its own."""
+
+    first: int
+    """Lowest EP rank of the group: the one that counts the tokens."""
+
+
+def _dispatch_of(layer: Any) -> tuple[bool, bool, bool]:
+    """Read how an MoE layer dispatches, from a runner that knows all, or in 0.23 a ``FusedMoE`` and its parts.
+
+    Returns three flags: tokens of all ranks are gathered before the router runs (naive), tensor-parallel ranks have
+    tokens of their own (sequence parallel), the kernel routes inside (monolithic).
+    """
+    runner = getattr(layer, "runner", layer)
+    method = layer.quant_method if runner is not layer else layer
+    return (
+        bool(runner.do_naive_dispatch_combine),
+        bool(layer.moe_config.is_sequence_parallel),
+        bool(method.is_monolithic),
+    )
+
+
+def token_group(layers: Iterable[Any], parallel_config: Any, rank: int, ranks: int) -> _TokenGroup:
+    """Derive the token group from how vLLM's layers dispatch.
+
+    Tokens are replicated over the tensor-parallel ranks of one data-parallel rank, unless the layer is sequence
+    parallel; the naive dispatcher gathers the tokens of all ranks before the router runs, so that every rank routes
+    all of them and needs the same table.
+
+    Raises ``UnsupportedEngineError`` under prefill context parallelism, where a kernel routes inside, or where layers
+    differ.
+    """
+    found = [_dispatch_of(layer) for layer in layers]
+    refuse(
+        [
+            (
+                any(monolithic for _, _, monolithic in found),
+                "an MoE layer that runs a monolithic kernel",
+                "It routes inside the kernel and follows no table",
+                "Choose another MoE backend",
+            ),
+            (
+                getattr(parallel_config, "prefill_context_parallel_size", 1) > 1,
+                "prefill context parallelism with EPLB",
+                "Which ranks share tokens then changes within a step",
+                "Start without --prefill-context-parallel-size",
+            ),
+            (
+                len(set(found)) > 1,
+                "MoE layers that dispatch differently in one model",
+                "Ranks would share tokens in some layers only",
+                "Use one MoE backend for all layers",
+            ),
+        ]
+    )
+    naive, sequence_parallel, _ = found[0]
+    if naive:
+        return _TokenGroup(0, 0)
+    tensor_parallel = ranks // parallel_config.data_parallel_size
+    if sequence_parallel or tensor_parallel == 1:
+        return _TokenGroup(None, rank)
+    first = rank - rank % tensor_parallel
+    return _TokenGroup(first, first)

@@ -1,16 +1,17 @@
-"""Which of a layer's tensors make up an expert, and whether an expert of them can be sent at all."""
+"""The tensors that make up an expert of vLLM-Ascend, and the refusal of those of which none can be sent."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from worker_agent.adapters.errors import UnsupportedEngineError
-from worker_agent.adapters.live_layer import ExpertWeights
+from worker_agent.adapters.compat import UnsupportedEngineError
+from worker_agent.adapters.engine_host import EngineLayer
+from worker_agent.live_layer import ExpertWeights
 
 _PLAIN = ("w13_weight", "w2_weight")
 _W8A8 = ("w13_weight_list", "w2_weight_list", "w13_weight_scale_fp32_list", "w2_weight_scale_list")
@@ -25,36 +26,20 @@ _BASE_FORMATS = frozenset({0, 1, 2, 30})
 _NOT_OF_AN_EXPERT = frozenset({"e_score_correction_bias"})
 
 
-def names_in(release: str) -> Mapping[str, tuple[str, ...]]:
-    """What the balancer of a release moves, by quantisation type."""
-    return _NAMES_018 if release == "0.18" else NAMES
-
-
 def expert_weights(
     layer: Any, quantised: bool, *, release: str = "0.23", allow_unverified: bool = False
 ) -> list[ExpertWeights]:
-    """The weights that the host's kernels read, by kind; of each, local slot ``s`` is at index ``s``.
+    """Return the weights that the host's kernels read, by kind; of each, local slot ``s`` is at index ``s``.
 
-    Parameters
-    ----------
-    layer
-        An ``AscendFusedMoE`` whose weights have been processed after loading.
-    quantised
-        Whether the model has a quantisation config; without one the layer's type does not count.
-    release
-        Of vLLM-Ascend, as the adapter knows it.
-    allow_unverified
-        Whether to move quantised experts, which has not been shown on a device: their tensors are in formats of the
-        NPU, and a transfer that reads one wrongly gives wrong tokens.
+    ``layer`` is an ``AscendFusedMoE`` whose weights have been processed after loading; without a quantisation config of
+    the model its type does not count. ``allow_unverified`` moves quantised experts, which has not been shown on a
+    device: their tensors are in formats of the NPU, and a transfer that reads one wrongly gives wrong tokens.
 
-    Raises
-    ------
-    UnsupportedEngineError
-        For a quantisation whose experts the host itself cannot move, tensors per expert that nobody would move, and
-        tensors in formats of the NPU of which no single expert can be sent.
+    Raises ``UnsupportedEngineError`` for a quantisation whose experts the host itself cannot move, tensors per expert
+    that nobody would move, and tensors in formats of the NPU of which no single expert can be sent.
     """
     kind = layer.quant_type.name if quantised else "NONE"
-    known = names_in(release)
+    known = _NAMES_018 if release == "0.18" else NAMES
     if kind not in known:
         raise UnsupportedEngineError(
             f"quantisation {kind} of MoE layers",
@@ -74,7 +59,7 @@ def expert_weights(
             "The weights of an expert would not be complete",
             "Report this model",
         )
-    _refuse_what_would_stay(layer, names, kind)
+    _refuse_unmoved_tensors(layer, names, kind)
     found = [getattr(layer, name) for name in names]
     for name, weight in zip(names, found, strict=True):
         _refuse_formats(name, weight)
@@ -83,14 +68,8 @@ def expert_weights(
 
 
 def check_same_formats(weights: Sequence[Sequence[ExpertWeights]], group: dist.ProcessGroup | None) -> None:
-    """Compare the formats of all layers' weights with those of the other ranks; a collective over ``group``.
-
-    Raises
-    ------
-    UnsupportedEngineError
-        On all ranks alike, where they differ.
-    """
-    own = [[_comparable(npu_format(kind[0])) for kind in of_layer] for of_layer in weights]
+    """Compare the formats of all layers' weights with other ranks', and refuse others on all alike; a collective."""
+    own = [[_comparable(_npu_format(kind[0])) for kind in of_layer] for of_layer in weights]
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)
     others = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
@@ -106,17 +85,17 @@ def _comparable(found: int) -> int:
     return 2 if found in _BASE_FORMATS else found
 
 
-def npu_format(tensor: torch.Tensor) -> int:
-    """The number of the format that a tensor's memory is in, 29 for FRACTAL_NZ; 2, ND, for those of other devices."""
+def _npu_format(tensor: torch.Tensor) -> int:
+    """Return the number of the format of a tensor's memory, 29 for FRACTAL_NZ; 2, ND, on other devices."""
     if tensor.device.type != "npu":
         return 2
     return int(importlib.import_module("torch_npu").get_npu_format(tensor))
 
 
 def _refuse_formats(name: str, weight: torch.Tensor | Iterable[torch.Tensor]) -> None:
-    """Of a tensor in blocks (NZ) torch_npu sends all, padding included, and nothing that begins in the middle of it."""
+    """Refuse tensors in blocks (NZ): torch_npu sends one whole, padding included, and no part of it."""
     if isinstance(weight, torch.Tensor):
-        found = npu_format(weight)
+        found = _npu_format(weight)
         if found not in _BASE_FORMATS:
             raise UnsupportedEngineError(
                 f"{name} of all experts as one tensor in the NPU's format {found} (29 is NZ)",
@@ -124,7 +103,7 @@ def _refuse_formats(name: str, weight: torch.Tensor | Iterable[torch.Tensor]) ->
                 "Set weight_nz_mode (VLLM_ASCEND_ENABLE_NZ) to 0 or 1",
             )
         return
-    formats = sorted({npu_format(tensor) for tensor in weight})
+    formats = sorted({_npu_format(tensor) for tensor in weight})
     if len(formats) > 1:
         raise UnsupportedEngineError(
             f"{name} with experts in the NPU's formats {' and '.join(map(str, formats))} (29 is NZ)",
@@ -133,8 +112,8 @@ def _refuse_formats(name: str, weight: torch.Tensor | Iterable[torch.Tensor]) ->
         )
 
 
-def _refuse_what_would_stay(layer: Any, names: tuple[str, ...], kind: str) -> None:
-    """A bias per expert, say, that the host's own balancer leaves behind; lists replace what they are made of."""
+def _refuse_unmoved_tensors(layer: Any, names: tuple[str, ...], kind: str) -> None:
+    """Refuse tensors that the host's own balancer leaves behind, as a bias per expert."""
     if kind != "NONE":
         return
     slots = int(layer.local_num_experts)
@@ -149,3 +128,23 @@ def _refuse_what_would_stay(layer: Any, names: tuple[str, ...], kind: str) -> No
             "vLLM-Ascend's balancer does not move them, so it is not known how its kernels read them",
             "Serve without dynamic_eplb",
         )
+
+
+class AscendLayer(EngineLayer):
+    """A layer whose host may replace tensors in its lists while it serves; arguments are ``EngineLayer``'s."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._first = [list(kind) for kind in self._weights if isinstance(kind, list)]
+
+    def expert_weights(self) -> Sequence[ExpertWeights]:
+        """Return the tensors, and refuse lists into which the host has put others: its kernels read those."""
+        lists = [kind for kind in self._weights if isinstance(kind, list)]
+        for held, first in zip(lists, self._first, strict=True):
+            if [id(tensor) for tensor in held] != [id(tensor) for tensor in first]:
+                raise UnsupportedEngineError(
+                    "a quantised expert whose tensors vLLM-Ascend replaces while it serves",
+                    "Without its custom operators it converts scales on first use, in place of the ones that it loaded",
+                    "Install vLLM-Ascend with its custom operators, or serve without dynamic_eplb",
+                )
+        return self._weights

@@ -1,37 +1,30 @@
-"""Token dispatchers: how tokens reach the ranks of their experts, and how the outputs come back."""
+"""Token dispatchers: tokens to the ranks of their experts, and the outputs back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from worker_agent.moe.dispatch.all2allv import All2AllVDispatcher
-from worker_agent.moe.dispatch.allgather import AllGatherDispatcher
-from worker_agent.moe.dispatch.interface import (
-    AsyncTokenDispatcher,
-    Dispatched,
-    DispatchRequest,
-    InFlight,
-    TokenDispatcher,
+from worker_agent.moe.dispatch.dispatchers import (
+    All2AllVDispatcher,
+    AllGatherDispatcher,
+    BatchedDispatcher,
+    MoGEDispatcher,
 )
+from worker_agent.moe.dispatch.interface import Dispatched, DispatchRequest, TokenDispatcher
 from worker_agent.moe.dispatch.mc2 import MC2Dispatcher, MC2Variant
-from worker_agent.moe.dispatch.moge import MoGEDispatcher
 from worker_agent.moe.operators import Operators
 from worker_agent.moe.rank_group import RankGroup
 
 __all__ = [
     "DISPATCHER_NAMES",
     "SHARED_TOKEN_DISPATCHERS",
-    "AsyncTokenDispatcher",
+    "BatchedDispatcher",
     "DispatchRequest",
     "Dispatched",
-    "InFlight",
     "MC2Variant",
     "TokenDispatcher",
     "build_dispatcher",
 ]
 
-_DISPATCHERS: dict[str, Callable[[RankGroup, int, Operators], TokenDispatcher[Any]]] = {
+_DISPATCHERS = {
     "all2allv": All2AllVDispatcher,
     "allgather": AllGatherDispatcher,
     "mc2": MC2Dispatcher,
@@ -46,29 +39,15 @@ SHARED_TOKEN_DISPATCHERS = ("allgather", "moge")
 
 def build_dispatcher(
     name: str, group: RankGroup, slots: int, operators: Operators, mc2: MC2Variant | None = None
-) -> TokenDispatcher[Any]:
-    """The dispatcher of that name.
+) -> TokenDispatcher:
+    """Make the dispatcher of that ``name``, one of ``DISPATCHER_NAMES``; ``ValueError`` where it is none.
 
-    Parameters
-    ----------
-    name
-        One of ``DISPATCHER_NAMES``.
-    group
-        The EP ranks.
-    slots
-        Local experts per rank.
-    operators
-        The device's.
-    mc2
-        Variant of MC2's operators, where it is MC2.
-
-    Raises
-    ------
-    ValueError
-        Where there is no dispatcher of that name.
+    ``group`` has the EP ranks with ``slots`` local experts each, ``operators`` are the device's, and ``mc2`` is the
+    variant of MC2's.
     """
     if name not in _DISPATCHERS:
         raise ValueError(f"unknown dispatcher {name!r}; use one of {', '.join(DISPATCHER_NAMES)}")
     if name == "mc2":
         return MC2Dispatcher(group, slots, operators, mc2)
-    return _DISPATCHERS[name](group, slots, operators)
+    dispatcher: TokenDispatcher = _DISPATCHERS[name](group, slots, operators)
+    return dispatcher

@@ -1,26 +1,20 @@
-"""The one interface of all token dispatchers: what goes in, what comes out, what is carried in between."""
+"""The interface of token dispatchers: choices in, rows for local experts out, and a way back for their outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Protocol
 
 import torch
 
-from worker_agent.moe.dispatch.dealing import dealt
-from worker_agent.moe.expert_batch import ActivationFormat, ExpertBatch
+from worker_agent.moe.experts import ActivationFormat, ExpertBatch
 from worker_agent.moe.operators import GroupListType, Operators, QuantMode, count_ids
-
-Metadata = TypeVar("Metadata")
-"""What ``combine`` must know of ``dispatch``; each dispatcher has its own type."""
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class DispatchRequest:
-    """This rank's tokens and where they want to go. T may be 0."""
+    """This rank's tokens and their choices. T may be 0."""
 
     hidden_TH: torch.Tensor
     topk_ids_TK: torch.Tensor
@@ -32,16 +26,16 @@ class DispatchRequest:
     deals them over several."""
 
     masked: bool = False
-    """Whether there may be choices that are not real. They are routed nowhere, weigh nothing and count nowhere."""
+    """There may be choices that are not real. They are routed nowhere, weigh nothing and count nowhere."""
 
     scale_T: torch.Tensor | None = None
     """float32: the scale of each token, where ``hidden`` is int8 already."""
 
     quantized: bool = False
-    """Whether experts want int8 rows with one scale each; dispatchers quantize before sending where they can."""
+    """Experts want int8 rows with one scale each; dispatchers quantize before sending where they can."""
 
     experts_weigh: bool = False
-    """Whether rows must bring their weights to the experts; ``combine`` then only sums."""
+    """Rows must bring their weights to the experts; ``combine`` then only sums."""
 
     begun_E: torch.Tensor | None = None
     """int64: choices of each expert that this rank has dealt before in this step; ``None`` for none."""
@@ -51,7 +45,7 @@ class DispatchRequest:
     that is not real. ``None`` where ``log2phy_E`` says it."""
 
     check_values: bool = False
-    """Whether a dispatcher with demands on the ids themselves checks them; on an accelerator that waits for it."""
+    """A dispatcher with demands on the ids themselves checks them; on an accelerator that waits for it."""
 
     @property
     def active_TK(self) -> torch.Tensor | None:
@@ -59,7 +53,7 @@ class DispatchRequest:
         return self.topk_ids_TK >= 0 if self.masked else None
 
     def physical(self, nowhere: int) -> torch.Tensor:
-        """The physical expert of each choice, ``[T, K]``; ``nowhere`` for choices that are not real."""
+        """Return the physical expert of each choice, ``[T, K]``; ``nowhere`` for choices that are not real."""
         ids_TK, active_TK, physical_TK = self.topk_ids_TK, self.active_TK, self.physical_TK
         if physical_TK is None:
             known_TK = ids_TK if active_TK is None else ids_TK.clamp(min=0)
@@ -67,14 +61,14 @@ class DispatchRequest:
         return physical_TK if active_TK is None else physical_TK.masked_fill(~active_TK, nowhere)
 
     def _by_table(self, known_N: torch.Tensor, active_TK: torch.Tensor | None) -> torch.Tensor:
-        """The physical expert that the table names for each choice, ``[N]``; anything where it is not real."""
+        """Read the table for each choice, ``[N]``; anything where it is not real."""
         if self.log2phy_E.ndim == 1:
             return self.log2phy_E.index_select(0, known_N)
         active_N = None if active_TK is None else active_TK.reshape(-1)
-        return dealt(self.log2phy_E, known_N, active_N, self.begun_E)
+        return _dealt(self.log2phy_E, known_N, active_N, self.begun_E)
 
     def after(self, before: DispatchRequest) -> DispatchRequest:
-        """The same as a part of the step that ``before`` began: tokens are dealt on from where that ended."""
+        """Return the same as a part of the step that ``before`` began: tokens are dealt on from where that ended."""
         if self.log2phy_E.ndim == 1:
             return self
         experts = self.log2phy_E.shape[0]
@@ -84,12 +78,17 @@ class DispatchRequest:
         return replace(self, begun_E=begun_E if before.begun_E is None else begun_E + before.begun_E)
 
     def real_weights(self) -> torch.Tensor:
-        """float32 ``[T, K]``: the weights, zero for choices that are not real."""
+        """Return the weights, float32 ``[T, K]``, zero for choices that are not real."""
         weights_TK, active_TK = self.topk_weights_TK.float(), self.active_TK
         return weights_TK if active_TK is None else weights_TK * active_TK
 
+    def placed_weights(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the real weights where they will be applied: for the experts, and for combine; one is ``None``."""
+        weights_TK = self.real_weights()
+        return (weights_TK, None) if self.experts_weigh else (None, weights_TK)
+
     def weighed_on_input(self) -> DispatchRequest:
-        """The same with each token multiplied by its weight, instead of its output: K is 1.
+        """Return the same with each token multiplied by its weight, instead of its output: K is 1.
 
         Of tokens that are int8 already it is the scale that is multiplied.
         """
@@ -102,89 +101,29 @@ class DispatchRequest:
 
 
 @dataclass(frozen=True)
-class Dispatched(Generic[Metadata]):
-    """What has arrived for this rank's experts, and what the way back needs."""
+class Dispatched:
+    """The rows that have arrived for this rank's experts, and the way back."""
 
     batch: ExpertBatch
-    metadata: Metadata
+    combine: Callable[[torch.Tensor], Callable[[], torch.Tensor]]
+    """Sends the experts' outputs, in the order of the batch's rows, back, to be called once; returns what waits for
+    those that come here, weighs and sums them: ``[T, H]``. It keeps nothing of the batch."""
 
 
-@dataclass(frozen=True)
-class InFlight(Generic[Result]):
-    """Something that travels while the caller does other work."""
+class TokenDispatcher(Protocol):
+    """Dispatch and combine are collective: every rank of the group calls them at every step, with or without tokens.
 
-    hook: Callable[[], object]
-    """Waits for the communication alone; an overlapping caller may call it early, and need not."""
-
-    receive: Callable[[], Result]
-    """Waits, and does what is left to do with what came. To be called once."""
-
-
-class TokenDispatcher(Protocol[Metadata]):
-    """Both halves are collective: every rank of the group calls them at every step, with or without tokens.
-
-    Nothing of a call stays on the dispatcher; what ``combine`` needs travels in ``Dispatched.metadata``.
+    Each returns once its tokens are on their way, where they can travel while the caller does other work. Nothing of a
+    call stays on the dispatcher.
     """
 
     format: ActivationFormat
     brings_weights: bool
-    """Whether it serves requests whose experts weigh."""
+    """It serves requests whose experts weigh."""
 
-    def dispatch(self, request: DispatchRequest) -> Dispatched[Metadata]:
-        """Bring token choices to the ranks of their physical experts."""
+    def dispatch(self, request: DispatchRequest) -> Callable[[], Dispatched]:
+        """Send token choices to the ranks of their physical experts; return what waits for those that come here."""
         ...
-
-    def combine(self, rows: torch.Tensor, metadata: Metadata) -> torch.Tensor:
-        """Bring expert outputs, in the order of the batch's rows, back and weigh and sum them: ``[T, H]``."""
-        ...
-
-
-@runtime_checkable
-class AsyncTokenDispatcher(Protocol[Metadata]):
-    """A dispatcher whose tokens travel while the caller does other work."""
-
-    def start_dispatch(self, request: DispatchRequest) -> InFlight[Dispatched[Metadata]]:
-        """As ``dispatch``, without waiting for the tokens."""
-        ...
-
-    def start_combine(self, rows: torch.Tensor, metadata: Metadata) -> InFlight[torch.Tensor]:
-        """As ``combine``, without waiting for the outputs."""
-        ...
-
-
-def started_dispatch(
-    dispatcher: TokenDispatcher[Metadata], request: DispatchRequest
-) -> InFlight[Dispatched[Metadata]]:
-    """Send the tokens, without waiting for them where the dispatcher can."""
-    if isinstance(dispatcher, AsyncTokenDispatcher):
-        return dispatcher.start_dispatch(request)
-    return _arrived(dispatcher.dispatch(request))
-
-
-def started_combine(
-    dispatcher: TokenDispatcher[Metadata], rows: torch.Tensor, metadata: Metadata
-) -> InFlight[torch.Tensor]:
-    """Send the outputs back, without waiting for them where the dispatcher can."""
-    if isinstance(dispatcher, AsyncTokenDispatcher):
-        return dispatcher.start_combine(rows, metadata)
-    return _arrived(dispatcher.combine(rows, metadata))
-
-
-def _arrived(result: Result) -> InFlight[Result]:
-    return InFlight(lambda: None, lambda: result)
-
-
-@dataclass(frozen=True)
-class SortedRows:
-    """A row for each choice, in order of what they were sorted by."""
-
-    rows_NH: torch.Tensor
-    scale_N: torch.Tensor | None
-    """float32, where rows are int8."""
-
-    weights_N: torch.Tensor | None
-    row_of_choice: torch.Tensor
-    """int32 ``[T*K]``."""
 
 
 def sorted_rows(
@@ -196,34 +135,20 @@ def sorted_rows(
     scale_T: torch.Tensor | None = None,
     weights_TK: torch.Tensor | None = None,
     quantize: bool = False,
-) -> SortedRows:
-    """Repeat tokens once per choice, stably sorted by ``order`` (int ``0..groups-1``), with scales and weights.
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    """Repeat tokens once per choice, stably sorted by ``order_TK``: int ``0..groups-1``, the group of each choice.
 
-    Floating-point rows are sorted by permuting, and quantized after it where ``quantize`` says so; the permutation
-    takes no int8, so that rows which have scales already are sorted by the routing operator. Operators are not called
-    for no rows at all.
-
-    Parameters
-    ----------
-    operators
-        What sorts and quantizes.
-    hidden_TH, order_TK
-        Tokens ``[T, H]``, and the group of each of their choices, int ``[T, K]``, ``0..groups-1``.
-    groups
-        How many there are.
-    scale_T
-        Scales of int8 tokens, float32 ``[T]``.
-    weights_TK
-        Weights of the choices, which go along with their rows.
-    quantize
-        Whether rows are quantized once they are sorted.
+    Returns the rows; their scales, float32 ``[N]``, where they are int8; their weights, where they were given as
+    ``weights_TK``; and the row of each choice, int32 ``[T*K]``. ``operators`` sort floating-point ``hidden_TH`` by
+    permuting, and quantize it after that where ``quantize`` says so. The permutation takes no int8: tokens that have
+    scales ``scale_T`` already are sorted by the routing operator. Operators are not called for no rows at all.
     """
     if not order_TK.numel():
         rows_NH = hidden_TH.new_empty(
             0, hidden_TH.shape[1], dtype=torch.int8 if quantize else hidden_TH.dtype
         )
         none_N = hidden_TH.new_empty(0, dtype=torch.float32)
-        return SortedRows(
+        return (
             rows_NH,
             none_N if quantize or scale_T is not None else None,
             None if weights_TK is None else none_N,
@@ -250,26 +175,12 @@ def sorted_rows(
     if weights_TK is not None:
         flat_N = weights_TK.reshape(-1)
         weights_N = torch.empty_like(flat_N).scatter_(0, row_of_choice.long(), flat_N)
-    return SortedRows(rows_NH, scale_N, weights_N, row_of_choice)
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A request's weights, put where they will be applied: one of the two is ``None``."""
-
-    by_experts_TK: torch.Tensor | None
-    by_combine_TK: torch.Tensor | None
-
-    @classmethod
-    def of(cls, request: DispatchRequest) -> Weights:
-        """Where the request wants them."""
-        weights_TK = request.real_weights()
-        return cls(weights_TK, None) if request.experts_weigh else cls(None, weights_TK)
+    return rows_NH, scale_N, weights_N, row_of_choice
 
 
 @dataclass(frozen=True)
 class WeightAndReduce:
-    """The row of each choice, and what it weighs."""
+    """The last part of combine: weighs the row of each choice and sums them by token."""
 
     row_of_choice: torch.Tensor
     """int32 ``[T*K]``; any number outside the rows for a choice that has none."""
@@ -284,7 +195,7 @@ class WeightAndReduce:
     """bool: the choices that have no row; ``None`` where all have one."""
 
     def __call__(self, operators: Operators, rows_NH: torch.Tensor) -> torch.Tensor:
-        """The tokens' outputs ``[T, H]``, of the rows' dtype; the rows are used up."""
+        """Return the tokens' outputs ``[T, H]``, of the rows' dtype; the rows are used up."""
         tokens = self.row_of_choice.shape[0] // self.choices
         if not rows_NH.shape[0]:
             return rows_NH.new_zeros(tokens, rows_NH.shape[1])
@@ -298,3 +209,29 @@ class WeightAndReduce:
             row_of_choice = row_of_choice.masked_fill(self.absent_TK.reshape(-1), 0)
             rows_NH[0].masked_fill_(self.absent_TK.all(), 0.0)
         return operators.npu_moe_token_unpermute(rows_NH, row_of_choice, weights_TK.to(rows_NH.dtype))
+
+
+def places(ids_N: torch.Tensor) -> torch.Tensor:
+    """Return the place of each id when all are sorted, equal ones in their order: int64 ``[N]``."""
+    order_N = ids_N.argsort(stable=True)
+    place_N = torch.arange(ids_N.shape[0], device=ids_N.device)
+    return torch.empty_like(place_N).scatter_(0, order_N, place_N)
+
+
+def _dealt(
+    table_ED: torch.Tensor, ids_N: torch.Tensor, active_N: torch.Tensor | None, begun_E: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the entry of each choice, of the table's dtype ``[N]``; anything for choices that are not real.
+
+    By tensor operators alone, so that graphs may capture it: the ``i``-th real choice of an expert goes to entry
+    ``i % D`` of the table, integers ``[E, D]``. ``ids_N`` has the expert of each choice in order, 0 to E - 1,
+    ``active_N`` marks the real ones where not all are, and ``begun_E`` counts those that were dealt before.
+    """
+    experts, width = table_ED.shape
+    counted_N = ids_N.long() if active_N is None else ids_N.long().masked_fill(~active_N, experts)
+    counts_E = count_ids(counted_N, experts + 1)
+    # How many of the choices before it are of the same expert.
+    turn_N = places(counted_N) - (counts_E.cumsum(0) - counts_E).index_select(0, counted_N)
+    if begun_E is not None:
+        turn_N = turn_N + begun_E.index_select(0, ids_N.long())
+    return table_ED.reshape(-1).index_select(0, ids_N.long() * width + turn_N % width)

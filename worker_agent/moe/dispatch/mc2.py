@@ -1,20 +1,21 @@
-"""MC2: one fused communication operator each way, and which of its variants a machine has."""
+"""MC2: one fused communication operator each way, in the variant that a machine has."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from worker_agent.moe.dispatch.interface import Dispatched, DispatchRequest
-from worker_agent.moe.expert_batch import ActivationFormat, ExpertBatch
+from worker_agent.moe.experts import ActivationFormat, ExpertBatch
 from worker_agent.moe.operators import DispatchQuantMode, GroupListType, Operators, count_ids
 from worker_agent.moe.rank_group import RankGroup
 
 _A3_CHIPS = range(250, 256)
-"""What ``torch_npu.npu.get_soc_version`` says of Atlas A3."""
+"""Atlas A3, as ``torch_npu.npu.get_soc_version`` numbers chips."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,10 @@ class MC2Variant:
     """1 or 2: without or with ``_v2``."""
 
     a3: bool = True
-    """Whether to name a tensor-parallel group, as A3 demands; together with version 2 a mask is understood as well."""
+    """A tensor-parallel group is named, as A3 demands; together with version 2 a mask is understood as well."""
 
     hierarchical: bool = False
-    """Whether nodes talk in two levels, as A2 can: the weights then travel with the tokens."""
+    """Nodes talk in two levels, as A2 can: the weights then travel with the tokens."""
 
     def __post_init__(self) -> None:
         if self.version not in (1, 2):
@@ -36,12 +37,12 @@ class MC2Variant:
 
     @property
     def masks(self) -> bool:
-        """Whether choices that are not real can be masked; otherwise they must go somewhere."""
+        """True where choices that are not real can be masked; otherwise they must go somewhere."""
         return self.a3 and self.version == 2
 
     @classmethod
     def of(cls, operators: Operators, device: torch.device) -> MC2Variant:
-        """What the operators and the machine of ``device`` offer."""
+        """Return the variant that the operators and the machine of ``device`` offer."""
         version = 2 if hasattr(operators, "npu_moe_distribute_dispatch_v2") else 1
         if device.type != "npu":
             return cls(version)
@@ -50,19 +51,6 @@ class MC2Variant:
         a3 = torch_npu.npu.get_soc_version() in _A3_CHIPS
         two_levels = os.environ.get("HCCL_INTRA_PCIE_ENABLE"), os.environ.get("HCCL_INTRA_ROCE_ENABLE")
         return cls(version, a3, hierarchical=not a3 and two_levels == ("1", "0"))
-
-
-@dataclass(frozen=True)
-class MC2Metadata:
-    """The tokens' choices and weights, and what the dispatch operator wants back."""
-
-    physical_TK: torch.Tensor
-    weights_TK: torch.Tensor
-    active_TK: torch.Tensor | None
-    assist_info: torch.Tensor
-    received_counts: torch.Tensor
-    tp_received_counts: torch.Tensor
-    row_weights: torch.Tensor
 
 
 class MC2Dispatcher:
@@ -84,17 +72,19 @@ class MC2Dispatcher:
         self._operators = operators
         self._variant = MC2Variant() if variant is None else variant
 
-    def dispatch(self, request: DispatchRequest) -> Dispatched[MC2Metadata]:
+    def dispatch(self, request: DispatchRequest) -> Callable[[], Dispatched]:
         """Let the fused operator send, receive and sort."""
         physical_TK, active_TK = request.physical(nowhere=0), request.active_TK
         weights_TK = request.real_weights()
         idle_S = None
         if active_TK is not None and not self._variant.masks:
             own = self._group.rank * self._slots
-            physical_TK = spread_out(physical_TK, active_TK, own, self._experts)
-            idle_S = arriving_padding(self._group, physical_TK, active_TK, self._experts)
+            physical_TK = _spread_out(physical_TK, active_TK, own, self._experts)
+            idle_S = _arriving_padding(self._group, physical_TK, active_TK, self._experts)
             active_TK = None
-        received = self._dispatch_operator()(
+        rows_AH, scale_A, assist_info, cumulative_S, received_counts, tp_counts, row_weights = self._operator(
+            "dispatch"
+        )(
             request.hidden_TH,
             physical_TK,
             *self._place(),
@@ -103,42 +93,26 @@ class MC2Dispatcher:
             **({"expert_scales": weights_TK} if self._variant.hierarchical else {}),
             **self._shared_arguments(active_TK),
         )
-        rows_AH, scale_A, assist_info, cumulative_S, received_counts, tp_counts, row_weights = received
-        batch = ExpertBatch(
-            rows_AH,
-            cumulative_S,
-            GroupListType.CUMULATIVE,
-            scale_A if request.quantized else None,
-            idle_S=idle_S,
-        )
-        metadata = MC2Metadata(
-            physical_TK, weights_TK, active_TK, assist_info, received_counts, tp_counts, row_weights
-        )
-        return Dispatched(batch, metadata)
+        scale = scale_A if request.quantized else None
+        batch = ExpertBatch(rows_AH, cumulative_S, GroupListType.CUMULATIVE, scale, idle_S=idle_S)
 
-    def combine(self, rows: torch.Tensor, metadata: MC2Metadata) -> torch.Tensor:
-        """Let the fused operator return, weigh and sum."""
-        arguments = self._shared_arguments(metadata.active_TK)
-        if self._variant.a3:
-            arguments["tp_send_counts"] = metadata.tp_received_counts
-        if self._variant.hierarchical:
-            arguments["expand_scales"] = metadata.row_weights
-        combined_TH: torch.Tensor = self._combine_operator()(
-            rows,
-            metadata.physical_TK,
-            metadata.assist_info,
-            metadata.received_counts,
-            metadata.weights_TK,
-            *self._place(),
-            **arguments,
-        )
-        return combined_TH
+        def combine(rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+            arguments = self._shared_arguments(active_TK)
+            if self._variant.a3:
+                arguments["tp_send_counts"] = tp_counts
+            if self._variant.hierarchical:
+                arguments["expand_scales"] = row_weights
+            given = (rows, physical_TK, assist_info, received_counts, weights_TK)
+            out_TH: torch.Tensor = self._operator("combine")(*given, *self._place(), **arguments)
+            return lambda: out_TH
+
+        return lambda: Dispatched(batch, combine)
 
     def _place(self) -> tuple[str, int, int, int]:
         return self._group.name, self._group.size, self._group.rank, self._experts
 
     def _shared_arguments(self, active_TK: torch.Tensor | None) -> dict[str, Any]:
-        """The arguments that both operators share."""
+        """Return the arguments that both operators share."""
         arguments: dict[str, Any] = {"expert_shard_type": 0, "shared_expert_rank_num": 0, "global_bs": 0}
         if self._variant.a3:
             arguments |= {"group_tp": self._group.name, "tp_world_size": 1, "tp_rank_id": 0}
@@ -146,19 +120,13 @@ class MC2Dispatcher:
             arguments["x_active_mask"] = active_TK
         return arguments
 
-    def _dispatch_operator(self) -> Any:
-        if self._variant.version == 2:
-            return self._operators.npu_moe_distribute_dispatch_v2
-        return self._operators.npu_moe_distribute_dispatch
-
-    def _combine_operator(self) -> Any:
-        if self._variant.version == 2:
-            return self._operators.npu_moe_distribute_combine_v2
-        return self._operators.npu_moe_distribute_combine
+    def _operator(self, direction: str) -> Any:
+        version = "_v2" if self._variant.version == 2 else ""
+        return getattr(self._operators, f"npu_moe_distribute_{direction}{version}")
 
 
-def spread_out(physical_TK: torch.Tensor, active_TK: torch.Tensor, first: int, experts: int) -> torch.Tensor:
-    """Choices ``[T, K]``, those that are not real replaced by experts that their token has not chosen.
+def _spread_out(physical_TK: torch.Tensor, active_TK: torch.Tensor, first: int, experts: int) -> torch.Tensor:
+    """Return choices ``[T, K]``, those that are not real replaced by experts that their token has not chosen.
 
     All are then distinct within a token, as the operators demand and as their buffers are sized for. Replacements
     begin with expert ``first`` and go on in order of id; ``experts`` are at least K.
@@ -174,10 +142,10 @@ def spread_out(physical_TK: torch.Tensor, active_TK: torch.Tensor, first: int, e
     return torch.where(active_TK, physical_TK, spread_TK)
 
 
-def arriving_padding(
+def _arriving_padding(
     group: RankGroup, physical_TK: torch.Tensor, active_TK: torch.Tensor, experts: int
 ) -> torch.Tensor:
-    """Padding that comes to each of this rank's slots, int64 ``[S]``; one small exchange."""
+    """Count the padding that comes to each of this rank's slots, int64 ``[S]``; one small exchange."""
     # What is no padding counts behind the experts.
     idle_P = count_ids(physical_TK.masked_fill(active_TK, experts), experts + 1)[:-1]
     return group.exchange(idle_P.view(group.size, -1)).sum(dim=0)

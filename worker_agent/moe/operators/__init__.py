@@ -8,14 +8,7 @@ from typing import cast
 import torch
 
 from worker_agent.moe.operators import reference
-from worker_agent.moe.operators.contract import (
-    DispatchQuantMode,
-    GroupListType,
-    Operators,
-    QuantMode,
-    count_ids,
-    token_counts,
-)
+from worker_agent.moe.operators.codes import DispatchQuantMode, GroupListType, QuantMode, count_ids
 
 __all__ = [
     "DispatchQuantMode",
@@ -26,15 +19,29 @@ __all__ = [
     "count_ids",
     "operators_for",
     "reference",
-    "token_counts",
 ]
+
+
+class Operators:
+    """The operators that layers call, as torch_npu has them: the part of their arguments that this package uses."""
+
+    npu_moe_token_permute = staticmethod(reference.npu_moe_token_permute)
+    npu_moe_token_unpermute = staticmethod(reference.npu_moe_token_unpermute)
+    npu_moe_init_routing_v2 = staticmethod(reference.npu_moe_init_routing_v2)
+    npu_grouped_matmul = staticmethod(reference.npu_grouped_matmul)
+    npu_moe_distribute_dispatch = staticmethod(reference.npu_moe_distribute_dispatch)
+    npu_moe_distribute_dispatch_v2 = staticmethod(reference.npu_moe_distribute_dispatch_v2)
+    npu_moe_distribute_combine = staticmethod(reference.npu_moe_distribute_combine)
+    npu_moe_distribute_combine_v2 = staticmethod(reference.npu_moe_distribute_combine_v2)
+    npu_dynamic_quant = staticmethod(reference.npu_dynamic_quant)
+    npu_swiglu = staticmethod(reference.npu_swiglu)
 
 
 def operators_for(device: torch.device) -> Operators:
     """The operators for tensors of ``device``; torch_npu is imported only where the device is an NPU."""
     if device.type == "npu":
         return cast(Operators, importlib.import_module("torch_npu"))
-    return reference
+    return cast(Operators, reference)
 
 
 def check_dtype(layer: int, device_type: str, dtype: torch.dtype) -> None:

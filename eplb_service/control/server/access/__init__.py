@@ -1,1 +1,1 @@
-"""Who may call, and how much of the service a caller may take."""
+"""Credentials of callers, and limits on what they may take."""

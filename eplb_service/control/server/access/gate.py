@@ -1,49 +1,244 @@
-"""What every call passes before its handler runs: who calls, whether that caller may, and whether there is room.
+"""Credentials and the gate of every call: who calls, whether that caller may, and whether there is room.
 
-Nothing of a call's body is read until all of that is decided. gRPC reads the one message of a unary call before it runs
-the handler, so unary calls are served as streams here: an answer to somebody unknown costs no more than its headers.
+Credentials are in a YAML file, a list that is read again whenever it changes, so that they rotate without a restart::
+
+    - name: decode-agents          # as audit lines name the caller
+      role: agent                  # agent, operator or reader
+      deployments: [decode]        # or ['*']
+      ranks: 0-15                  # agents only; absent: all
+      token_sha256: 9f86d0...      # or `token:` itself, or `certificate:` and a client certificate's name
+
+Nothing of a call's body is read until the gate is passed. gRPC reads the one message of a unary call before it runs the
+handler, so unary calls are served as streams here: a refusal costs no more than the call's headers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
+import hashlib
+import hmac
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import grpc
 import structlog
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from eplb_service.control.core.errors import ExhaustedError, RefusedError
-from eplb_service.control.server.access.credentials import ANYONE, Credential, Credentials, Role
 from eplb_service.control.server.access.quotas import Quotas, host_of
-from eplb_service.control.server.bounded_log import BoundedLog
-from eplb_service.control.server.grpc_status import StatusError, code_of
+from eplb_service.control.server.listening import StatusError, code_of
+from eplb_service.control.server.settings import SettingsError
+from eplb_service.telemetry.logs import BoundedLog
 from eplb_service.telemetry.metrics import Metrics
-from eplb_service.wire.fields import WireError, printable
+from eplb_service.wire.fields import MOST_RANKS, WireError, check_deployment, check_name, printable
 
-_log = structlog.get_logger(__name__)
-
-Continuation = Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any] | None"]]
-
+_ALL = "*"
+_SHORTEST_TOKEN = 16
 _MESSAGE_SECONDS = 10.0
 _OPERATOR = "/eplb.v1.OperatorService/"
 _READ = frozenset({"ListDeployments", "GetStatus", "GetPlacement", "GetHistory", "GetBalance", "WatchHeat"})
-_READERS, _OPERATORS, _AGENTS = (
-    frozenset({Role.READER, Role.OPERATOR}),
-    frozenset({Role.OPERATOR}),
-    frozenset({Role.AGENT}),
-)
 _OPEN = "/grpc.health.v1.Health/"
 """Probes of orchestrators bring no credentials, and health gives nothing away."""
 
+_log = structlog.get_logger(__name__)
 
-@dataclass(frozen=True)
-class Caller:
-    """Who has made the call that is being answered, and from which host."""
+
+class _Role(enum.Enum):
+    """Part that a caller plays: speaks for ranks, reads and gives orders, or only reads."""
+
+    AGENT = "agent"
+    OPERATOR = "operator"
+    READER = "reader"
+
+
+def _ranks(text: Any) -> frozenset[int]:
+    """Return ``0-15,32`` as numbers."""
+    found: set[int] = set()
+    for part in str(text).split(","):
+        first, _, last = part.strip().partition("-")
+        if not (first.isdecimal() and (last or first).isdecimal()):
+            raise ValueError(f"ranks are such as 0-15 or 0,3, not {text!r}")
+        low, high = int(first), int(last or first)
+        if not low <= high < MOST_RANKS:
+            raise ValueError(f"ranks are 0 to {MOST_RANKS - 1}, in ascending order, not {part.strip()!r}")
+        found.update(range(low, high + 1))
+    return frozenset(found)
+
+
+def _checked_deployments(names: frozenset[str]) -> frozenset[str]:
+    for name in names - {_ALL}:
+        check_deployment(name, "deployments")
+    return names
+
+
+class Credential(BaseModel):
+    """One way to prove who calls, as the file has it; ``roles`` are all where one token serves every purpose."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Annotated[str, AfterValidator(lambda name: check_name(name, "name"))] = Field(min_length=1)
+    roles: Annotated[
+        frozenset[_Role], BeforeValidator(lambda role: role if isinstance(role, frozenset) else [role])
+    ] = Field(alias="role", min_length=1)
+    deployments: Annotated[frozenset[str], AfterValidator(_checked_deployments)] = Field(min_length=1)
+    ranks: Annotated[frozenset[int], BeforeValidator(_ranks)] | None = None
+    token: str | None = Field(None, min_length=_SHORTEST_TOKEN, repr=False)
+    token_sha256: str | None = Field(None, pattern="^[0-9a-f]{64}$", repr=False)
+    certificate: str | None = Field(None, min_length=1)
+
+    @model_validator(mode="after")
+    def _proves_itself_once(self) -> Credential:
+        if sum(proof is not None for proof in (self.token, self.token_sha256, self.certificate)) != 1:
+            raise ValueError("name exactly one of token, token_sha256 and certificate")
+        if self.ranks is not None and _Role.AGENT not in self.roles:
+            raise ValueError("only agents have ranks")
+        return self
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256 of its token; no token has that of a credential without one."""
+        return _digest(self.token) if self.token else bytes.fromhex(self.token_sha256 or "00" * 32)
+
+    def reaches(self, deployment: str) -> bool:
+        """Return whether it may name ``deployment``."""
+        return _ALL in self.deployments or deployment in self.deployments
+
+    def check_reach(self, request: Any) -> None:
+        """Raise ``StatusError`` where ``request`` is of a deployment that it may not name."""
+        name = getattr(request, "deployment", None)
+        if isinstance(name, str) and not self.reaches(name):
+            raise StatusError(
+                grpc.StatusCode.PERMISSION_DENIED,
+                f"{self.name!r} has no say in deployment {printable(name)!r}",
+            )
+
+    def may_be_rank(self, rank: int) -> bool:
+        """Return whether it may speak for ``rank``."""
+        return self.ranks is None or rank in self.ranks
+
+
+_ANYONE = Credential.model_construct(
+    name="anonymous", roles=frozenset(_Role), deployments=frozenset({_ALL}), ranks=None
+)
+
+
+class Credentials:
+    """All credentials of a service: ``token``, for every role, as long as it runs, and those of a file.
+
+    Raises ``SettingsError`` where the file cannot be read; the message names the entry and what is wrong with it.
+    """
+
+    def __init__(self, token: str = "", path: Path | None = None) -> None:
+        roles, digest = frozenset(_Role), _digest(token).hex()
+        shared = Credential(name="auth_token", role=roles, deployments=frozenset({_ALL}), token_sha256=digest)
+        self._shared = (shared,) if token else ()
+        self._path = path
+        self._version: object = None
+        self._listed: tuple[Credential, ...] = ()
+        if path is not None:
+            self._version = _version_of(path)
+            self._listed = _read(path)
+
+    @property
+    def are_asked_for(self) -> bool:
+        """``False`` where everybody may call."""
+        return bool(self._shared) or self._path is not None
+
+    def refresh(self) -> bool:
+        """Read the file again if it has changed; returns whether other credentials hold now.
+
+        A file that cannot be read changes nothing: those that were valid remain so, and an error is logged.
+        """
+        if self._path is None:
+            return False
+        try:
+            version = _version_of(self._path)
+            if version == self._version:
+                return False
+            self._version = version
+            listed = _read(self._path)
+        except SettingsError as error:
+            _log.error("credentials_unreadable", reason=str(error))
+            return False
+        changed, self._listed = listed != self._listed, listed
+        _log.info("credentials_read", credentials=len(listed))
+        return changed
+
+    def hold(self, credential: Credential) -> bool:
+        """Return whether ``credential`` is one of these still."""
+        return credential in (*self._shared, *self._listed) or (
+            credential is _ANYONE and not self.are_asked_for
+        )
+
+    def proven_by(self, token: str, certificate_names: Iterable[str]) -> Credential | None:
+        """Return the credential that a token or the names in a certificate prove; ``None`` for none."""
+        if not self.are_asked_for:
+            return _ANYONE
+        digest, names = _digest(token), set(certificate_names)
+        found = None
+        for credential in (*self._shared, *self._listed):
+            # All are compared, so that the time taken does not say which came close.
+            matches = bool(token) and hmac.compare_digest(digest, credential.digest)
+            if matches or (credential.certificate and credential.certificate in names):
+                found = found or credential
+        return found
+
+
+def _read(path: Path) -> tuple[Credential, ...]:
+    """Return the credentials in a file; raises ``SettingsError``."""
+    try:
+        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"cannot read the credentials: {error}") from error
+    except yaml.YAMLError:
+        # The parser's own message would show the line, and with it a token.
+        raise SettingsError(f"{path} is not YAML") from None
+    if not isinstance(entries, list) or not entries:
+        raise SettingsError(f"{path} must hold a list of credentials")
+    found: dict[str, Credential] = {}
+    for number, entry in enumerate(entries, start=1):
+        try:
+            credential = Credential.model_validate(entry)
+        except ValidationError as error:
+            problem = error.errors(include_input=False)[0]
+            where = "".join(f"{part}: " for part in problem["loc"][:1])
+            message = problem["msg"].removeprefix("Value error, ")
+            raise SettingsError(f"{path}: credential {number}: {where}{message}") from None
+        if credential.name in found:
+            raise SettingsError(f"{path}: two credentials are called {credential.name!r}")
+        found[credential.name] = credential
+    return tuple(found.values())
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
+
+
+def _version_of(path: Path) -> object:
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise SettingsError(f"cannot read the credentials: {error}") from error
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+class Caller(NamedTuple):
+    """Credential and host of the caller of the call that is being answered."""
 
     credential: Credential
     host: str
@@ -53,7 +248,7 @@ _caller: ContextVar[Caller] = ContextVar("caller")
 
 
 def current_caller() -> Caller:
-    """Who has made the call that is being answered."""
+    """Return the caller of the call that is being answered."""
     return _caller.get()
 
 
@@ -68,47 +263,30 @@ def acting_as(caller: Caller) -> Iterator[None]:
 
 
 class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
-    """Turns calls away, or hands them on.
-
-    Parameters
-    ----------
-    credentials
-        Those that callers must have.
-    quotas
-        What each host may take.
-    metrics, log
-        Where refusals and the calls of operators are counted and written down.
-    """
+    """Turns calls away, or hands them on; refusals and orders are counted by ``metrics`` and written to ``log``."""
 
     def __init__(self, credentials: Credentials, quotas: Quotas, metrics: Metrics, log: BoundedLog) -> None:
-        self._credentials = credentials
+        self.credentials = credentials
         self._quotas = quotas
         self._metrics = metrics
         self._log = log
         self._open: dict[asyncio.Task[Any], Credential] = {}
 
     def refresh(self) -> None:
-        """Look whether other credentials hold now; calls under one that no longer does end."""
-        if not self._credentials.refresh():
+        """Read the credentials again if they have changed; calls under one that no longer holds end."""
+        if not self.credentials.refresh():
             return
         for task, credential in list(self._open.items()):
-            if not self._credentials.holds(credential):
+            if not self.credentials.hold(credential):
                 _log.warning("credential_withdrawn", caller=credential.name)
                 task.cancel()
 
-    @property
-    def asks_for_credentials(self) -> bool:
-        """Whether callers must prove who they are."""
-        return self._credentials.asked
-
-    def note_refusal(self, method: str, host: str, error: StatusError | RefusedError | WireError) -> None:
-        """A call from ``host`` was turned away: counted, and written down at a bounded rate."""
-        self._note_refused(method, host, code_of(error), str(error))
-
     async def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """The handler behind the gate."""
+        """Return the handler behind the gate."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -124,7 +302,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
             except (StatusError, RefusedError, WireError) as error:
                 code, reason = code_of(error), str(error)
             # Outside the handler: the error's traceback holds the message that was refused, and is let go of first.
-            self._note_refused(method, host, code, reason)
+            self.note_refusal(method, host, code, reason)
             await context.abort(code, reason)
             return None
 
@@ -139,10 +317,10 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         return made
 
     def admitted(self, method: str, token: str, certificate_names: Iterable[str]) -> Credential:
-        """The caller's credential; raises ``StatusError`` where there is none, or it has not the role."""
+        """Return the caller's credential; raises ``StatusError`` where there is none, or it has not the role."""
         if method.startswith(_OPEN):
-            return ANYONE
-        credential = self._credentials.of(token, certificate_names)
+            return _ANYONE
+        credential = self.credentials.proven_by(token, certificate_names)
         if credential is None:
             raise StatusError(
                 grpc.StatusCode.UNAUTHENTICATED,
@@ -158,8 +336,9 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
             )
         return credential
 
-    def _note_refused(self, method: str, host: str, code: grpc.StatusCode, reason: str) -> None:
-        self._metrics.service.refusals.labels(code.name.lower()).inc()
+    def note_refusal(self, method: str, host: str, code: grpc.StatusCode, reason: str) -> None:
+        """Count a call that was turned away, and log it at a bounded rate."""
+        self._metrics.count("eplb_refusals", code.name.lower())
         self._log.warning("call_refused", method=method, peer=host, code=code.name, reason=reason)
 
     async def _served(self, handler: Any, method: str, caller: Caller, requests: Any, context: Any) -> Any:
@@ -178,21 +357,21 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
             return await _answered(serve(requests, context), context)
         async with self._quotas.first_message(caller.host):
             request = await _only_message(context)
-        check_reach(caller.credential, request)
+        caller.credential.check_reach(request)
         serve = handler.unary_stream or handler.unary_unary
         if method.startswith(_OPERATOR) and method.rpartition("/")[2] not in _READ:
             return await self._audited(serve(request, context), method, caller, request)
         return await _answered(serve(request, context), context)
 
     async def _audited(self, answer: Awaitable[Any], method: str, caller: Caller, request: Any) -> Any:
-        """An operator's order is written down with who gave it, whether or not it is carried out."""
+        """Log an operator's order with its caller, whether or not it is carried out."""
         name, result = method.rpartition("/")[2], "failed"
         try:
             answered = await answer
             result = "done"
             return answered
         finally:
-            self._metrics.service.operator_calls.labels(name, result).inc()
+            self._metrics.count("eplb_operator_calls", name, result)
             _log.info(
                 "operator_call",
                 call=name,
@@ -203,20 +382,11 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
             )
 
 
-def _roles_for(method: str) -> frozenset[Role]:
-    if method.startswith(_OPERATOR):
-        return _READERS if method.rpartition("/")[2] in _READ else _OPERATORS
-    return _AGENTS if method.startswith("/eplb.v1.AgentService/") else _READERS
-
-
-def check_reach(credential: Credential, request: Any) -> None:
-    """Raise ``StatusError`` where ``request`` is of a deployment that the caller has no say in."""
-    name = getattr(request, "deployment", None)
-    if isinstance(name, str) and not credential.reaches(name):
-        raise StatusError(
-            grpc.StatusCode.PERMISSION_DENIED,
-            f"{credential.name!r} has no say in deployment {printable(name)!r}",
-        )
+def _roles_for(method: str) -> set[_Role]:
+    if method.startswith("/eplb.v1.AgentService/"):
+        return {_Role.AGENT}
+    orders = method.startswith(_OPERATOR) and method.rpartition("/")[2] not in _READ
+    return {_Role.OPERATOR} if orders else {_Role.READER, _Role.OPERATOR}
 
 
 def _token(metadata: Mapping[str, str | bytes]) -> str:
@@ -227,7 +397,7 @@ def _token(metadata: Mapping[str, str | bytes]) -> str:
 
 
 def _certificate_names(context: Any) -> Iterable[str]:
-    """Names in a client certificate that the listener has verified; none without mutual TLS."""
+    """Return the names in a client certificate that the listener has verified; none without mutual TLS."""
     found: Mapping[str, Iterable[bytes]] = context.auth_context() or {}
     for key in ("x509_common_name", "x509_subject_alternative_name"):
         yield from (value.decode("utf-8", "replace") for value in found.get(key, ()))

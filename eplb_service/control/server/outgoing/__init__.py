@@ -1,1 +1,1 @@
-"""What goes out: plans and requests to ranks, heat to whoever listens."""
+"""Outgoing: plans and requests to ranks, heat to whoever listens."""

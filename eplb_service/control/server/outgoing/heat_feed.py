@@ -1,4 +1,4 @@
-"""Hands on what deployments serve and count: to the service's own recording, and to operators who watch.
+"""Heat for others than the planner: the service's own recording, and operators who watch; asked of ranks accordingly.
 
 Nobody here is waited for. A watcher who is too slow loses reports, and learns how many.
 """
@@ -12,16 +12,17 @@ from collections.abc import Iterator
 
 import grpc
 
-from eplb_service.control.core.deployment_state import DeploymentState
+from eplb_service.control.core.deployment import Deployment, LayerCommitted
 from eplb_service.control.core.errors import ExhaustedError
-from eplb_service.control.core.events import LayerCommitted
 from eplb_service.control.core.live_placement import LivePlacement
-from eplb_service.control.server.grpc_status import StatusError
-from eplb_service.io.recording import Recording
+from eplb_service.control.server.listening import StatusError
+from eplb_service.io.recorder import MOST_SOURCE_COUNTS, Recording
 from eplb_service.io.trace import TraceFacts
+from eplb_service.wire.agent import Reporting
+from eplb_service.wire.codec import encode
 from eplb_service.wire.generated import agent_pb2, operator_pb2
 from eplb_service.wire.heat import HeatReport
-from eplb_service.wire.watch import ServedModel, SwitchedLayer, encode_served, encode_switched
+from eplb_service.wire.operator import ServedModel, SwitchedLayer, encode_served
 
 MOST_WATCHERS = 32
 """Calls that may watch a service's heat at a time."""
@@ -31,8 +32,8 @@ MOST_WAITING_BYTES = 16 << 20
 """Heat that waits for one watcher; what comes beyond is dropped and counted."""
 
 
-class Watcher:
-    """What one call from ``host`` has yet to receive."""
+class _Watcher:
+    """Messages that one call from ``host`` has yet to receive."""
 
     def __init__(self, host: str) -> None:
         self.host = host
@@ -42,9 +43,11 @@ class Watcher:
         self._changed = asyncio.Event()
         self._over = ""
 
-    def put(self, message: operator_pb2.WatchHeatResponse) -> None:
+    def put(self, message: operator_pb2.WatchHeatResponse, size: int = 0) -> None:
         """Queue a message that must not be lost; there is one where a layer switches, or all ranks come together."""
-        self._put(message, 0)
+        self._waiting.append((message, size))
+        self._bytes += size
+        self._changed.set()
 
     def put_heat(self, rank: int, report: agent_pb2.HeatReport) -> None:
         """Queue one rank's report, unless too much waits already."""
@@ -53,15 +56,15 @@ class Watcher:
             self.dropped_reports += 1
             return
         heat = operator_pb2.RankHeat(rank=rank, report=report)
-        self._put(operator_pb2.WatchHeatResponse(heat=heat), size)
+        self.put(operator_pb2.WatchHeatResponse(heat=heat), size)
 
     def end(self, reason: str) -> None:
-        """There will be no more."""
+        """End the stream once it is empty."""
         self._over = reason
         self._changed.set()
 
     async def next(self) -> operator_pb2.WatchHeatResponse:
-        """The next message; raises ``StatusError`` once it is over."""
+        """Return the next message; raises ``StatusError`` once it is over."""
         while not self._waiting:
             if self._over:
                 raise StatusError(grpc.StatusCode.UNAVAILABLE, self._over)
@@ -72,35 +75,25 @@ class Watcher:
         message.dropped_reports = self.dropped_reports
         return message
 
-    def _put(self, message: operator_pb2.WatchHeatResponse, size: int) -> None:
-        self._waiting.append((message, size))
-        self._bytes += size
-        self._changed.set()
-
 
 class HeatFeed:
-    """All that listen to a service's heat.
+    """Hands what deployments serve and count to the service's recording, if it has one, and to watchers.
 
-    Parameters
-    ----------
-    recording
-        The service's own, if it has one.
-    pending_steps
-        Steps that a deployment's fastest rank may be ahead of its slowest.
+    These hear that a deployment's fastest rank may be ``pending_steps`` ahead of its slowest.
     """
 
     def __init__(self, recording: Recording | None, pending_steps: int) -> None:
         self._recording = recording
         self._pending_steps = pending_steps
-        self._watchers: dict[str, list[Watcher]] = {}
+        self._watchers: dict[str, list[_Watcher]] = {}
 
     def is_heard(self, name: str) -> bool:
-        """Whether anybody hears of what a deployment counts."""
+        """Return whether anybody hears of what a deployment counts."""
         return self._recording is not None or name in self._watchers
 
     @contextlib.contextmanager
-    def watch(self, deployment: DeploymentState, host: str) -> Iterator[Watcher]:
-        """Within it, the watcher hears of ``deployment``; raises ``ExhaustedError`` where too many watch already."""
+    def watch(self, deployment: Deployment, host: str) -> Iterator[_Watcher]:
+        """Hand ``deployment``'s heat to a watcher within it; raises ``ExhaustedError`` where too many watch already."""
         hosts = [watcher.host for watchers in self._watchers.values() for watcher in watchers]
         if len(hosts) >= MOST_WATCHERS:
             raise ExhaustedError(
@@ -110,7 +103,7 @@ class HeatFeed:
             raise ExhaustedError(
                 f"{MOST_WATCHERS_OF_A_HOST} calls from this host watch heat already, the most that one host may"
             )
-        watcher = Watcher(host)
+        watcher = _Watcher(host)
         if deployment.live is not None:
             watcher.put(self._served(deployment, deployment.live))
         same = self._watchers.setdefault(deployment.name, [])
@@ -122,8 +115,8 @@ class HeatFeed:
             if not same:
                 self._watchers.pop(deployment.name, None)
 
-    def placed(self, deployment: DeploymentState, live: LivePlacement) -> None:
-        """All ranks agree on what they serve."""
+    def placed(self, deployment: Deployment, live: LivePlacement) -> None:
+        """Hand on the placement on which all ranks agree."""
         for watcher in self._watchers.get(deployment.name, ()):
             watcher.put(self._served(deployment, live))
         if self._recording is not None and deployment.group is not None:
@@ -139,17 +132,17 @@ class HeatFeed:
             )
 
     def switched(self, name: str, event: LayerCommitted) -> None:
-        """A layer of deployment ``name`` has switched."""
+        """Hand on a layer of deployment ``name`` that has switched."""
         update, layer = event.update, event.update.layer
         epoch = event.live.layer_epochs[layer]
         for watcher in self._watchers.get(name, ()):
-            switched = encode_switched(SwitchedLayer(layer, epoch, update.phy2log_RS, update.log2phy_RE))
+            switched = encode(SwitchedLayer(layer, epoch, update.phy2log_RS, update.log2phy_RE))
             watcher.put(operator_pb2.WatchHeatResponse(switched=switched))
         if self._recording is not None:
             self._recording.switched(name, layer, epoch, update.phy2log_RS, update.log2phy_RE)
 
     def counted(self, name: str, rank: int, report: HeatReport, message: agent_pb2.HeatReport) -> None:
-        """A rank of deployment ``name`` has sent ``message``, decoded as ``report``."""
+        """Hand on what a rank of deployment ``name`` has sent: ``message``, decoded as ``report``."""
         for watcher in self._watchers.get(name, ()):
             watcher.put_heat(rank, message)
         if self._recording is not None:
@@ -161,7 +154,21 @@ class HeatFeed:
             for watcher in watchers:
                 watcher.end(reason)
 
-    def _served(self, deployment: DeploymentState, live: LivePlacement) -> operator_pb2.WatchHeatResponse:
+    def reporting(self, deployment: Deployment) -> Reporting:
+        """Return what its ranks are to report: sums over each report, less where less can be taken.
+
+        Own tokens are many step by step: these are asked for where somebody listens, and in short reports.
+        """
+        by_step = _is_recordable(deployment) and self.is_heard(deployment.name)
+        size = deployment.report_size
+        steps = size.fewest if by_step else size.steps
+        return Reporting(source_sums=not by_step, one_in=deployment.shedding.one_in, report_steps=steps)
+
+    def wants(self, deployment: Deployment, report: HeatReport) -> bool:
+        """Return whether a report is for listeners: not one that was on its way when the first began to listen."""
+        return report.source_sums_LE is None or self.reporting(deployment).source_sums
+
+    def _served(self, deployment: Deployment, live: LivePlacement) -> operator_pb2.WatchHeatResponse:
         assert deployment.group is not None
         group = deployment.group
         served = ServedModel(
@@ -173,3 +180,11 @@ class HeatFeed:
             live.log2phy_RLE,
         )
         return operator_pb2.WatchHeatResponse(served=encode_served(served))
+
+
+def _is_recordable(deployment: Deployment) -> bool:
+    """Return whether all ranks' own tokens of one step are few enough for a trace."""
+    if deployment.group is None:
+        return True
+    shape = deployment.group.shape
+    return shape.ranks * shape.layers * shape.experts <= MOST_SOURCE_COUNTS

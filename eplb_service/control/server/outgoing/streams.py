@@ -1,28 +1,105 @@
-"""The live streams to agents, by deployment and rank."""
+"""Live streams to agents, by deployment and rank, and plans on their way over them.
+
+Copies of a plan go out by turns, in the order of ranks, a megabyte at a time: together they are large, and what the
+kernel takes over at once, it takes on this thread. What has not gone out by the time that the plan is over is not sent:
+ranks drop a plan that not all of them hold.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
 
-from eplb_service.control.core.patience import Patience
-from eplb_service.control.server.grpc_status import StatusError
-from eplb_service.control.server.outgoing.plan_sending import PlanRoom, PlanSending, RankCopy
+from eplb_service.control.core.flow import Patience
+from eplb_service.control.server.listening import StatusError
+from eplb_service.wire.agent import Reporting
+from eplb_service.wire.codec import encode
 from eplb_service.wire.generated import agent_pb2
-from eplb_service.wire.reporting import Reporting, encode_reporting
-from eplb_service.wire.shared_plan import SharedPlan
+from eplb_service.wire.plan import SharedPlan
+
+_MOST_BYTES = 1 << 20
+"""Of plans that may be on their way at a time."""
+_LONGEST_TURN_SECONDS = 1.0
+"""Who takes longer goes on beside those whose turn comes next: one frozen rank must not keep a plan from the others."""
+
+
+class _SendQueue:
+    """Turns to send, in the order of asking: at most ``most_bytes`` are on their way, ``held``, or one larger alone."""
+
+    def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
+        self.held = 0
+        self._most_bytes = most_bytes
+        self._waiting: dict[asyncio.Future[None], int] = {}
+        self._sending: dict[asyncio.Future[None], int] = {}
+
+    @contextlib.asynccontextmanager
+    async def turn(self, size: int) -> AsyncIterator[None]:
+        """Wait for the turn to send ``size`` bytes; it is over with the context, or a second after it began."""
+        turn = self.ask(size)
+        try:
+            await turn
+            overdue = asyncio.get_running_loop().call_later(_LONGEST_TURN_SECONDS, self.over, turn)
+            try:
+                yield
+            finally:
+                overdue.cancel()
+        finally:
+            self.over(turn)
+
+    def ask(self, size: int) -> asyncio.Future[None]:
+        """Ask for the turn to send ``size`` bytes; done once it has come."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[turn] = size
+        self._begin_next()
+        return turn
+
+    def over(self, turn: asyncio.Future[None]) -> None:
+        """End a turn, or the wait for it; nothing happens where it has ended."""
+        self._waiting.pop(turn, None)
+        self.held -= self._sending.pop(turn, 0)
+        self._begin_next()
+
+    def _begin_next(self) -> None:
+        for turn, size in list(self._waiting.items()):
+            if self._sending and self.held + size > self._most_bytes:
+                return
+            del self._waiting[turn]
+            self._sending[turn] = size
+            self.held += size
+            # Whoever has been cancelled meanwhile ends its turn by itself.
+            if not turn.done():
+                turn.set_result(None)
+
+
+class _PlanSending:
+    """One plan on its way to all ranks, by turns of ``queue``; ``over`` says that no more copies are to go out."""
+
+    def __init__(self, plan: SharedPlan, queue: _SendQueue) -> None:
+        self.over = False
+        self._plan = plan
+        self._queue = queue
+
+    async def send(self, rank: int, write: Callable[[bytes], Awaitable[None]]) -> None:
+        """Send one rank its copy by ``write`` when its turn comes, unless the plan is over by then."""
+        if self.over:
+            return
+        async with self._queue.turn(self._plan.size):
+            if not self.over:
+                await write(self._plan.response(rank))
 
 
 class RankStream:
     """The service's end of one agent's stream: what is to be sent, when it and its heat were last heard, if it ends.
 
-    ``patience`` is how long its heat still waits for that of slower ranks.
+    A plan waits in ``outbox`` as its sending and the rank; ``patience`` is with the rank's heat.
     """
 
     def __init__(self) -> None:
-        self.outbox: asyncio.Queue[agent_pb2.ConnectResponse | RankCopy] = asyncio.Queue()
+        self.outbox: asyncio.Queue[agent_pb2.ConnectResponse | tuple[_PlanSending, int]] = asyncio.Queue()
         self.heard_at = self.heat_at = time.monotonic()
         self.patience = Patience()
         self._ending = asyncio.Event()
@@ -30,7 +107,7 @@ class RankStream:
 
     @property
     def over(self) -> bool:
-        """Whether it has been asked to end: what still comes over it counts no more."""
+        """True once it has been asked to end: input that still comes counts no more."""
         return self._status is not None
 
     def end(self, code: grpc.StatusCode, reason: str) -> None:
@@ -50,63 +127,73 @@ class Streams:
     """All streams of all deployments."""
 
     def __init__(self) -> None:
-        self._streams: dict[tuple[str, int], RankStream] = {}
-        self._room = PlanRoom()
-        self._plans: dict[str, PlanSending] = {}
+        self._streams: dict[str, dict[int, RankStream]] = {}
+        self._queue = _SendQueue()
+        self._plans: dict[str, _PlanSending] = {}
+        self._asked: dict[str, Reporting] = {}
 
     def add(self, deployment: str, rank: int, stream: RankStream) -> None:
-        """A rank has been taken in."""
-        self._streams[deployment, rank] = stream
+        """Add the stream of a rank that has been taken in."""
+        self._streams.setdefault(deployment, {})[rank] = stream
 
     def remove(self, deployment: str, rank: int, stream: RankStream) -> bool:
-        """``stream`` is over; whether it was the rank's still, and not one that another has replaced."""
-        if self._streams.get((deployment, rank)) is not stream:
+        """Remove a stream that is over; returns whether it was the rank's still, and no other has replaced it."""
+        streams = self._streams.get(deployment, {})
+        if streams.get(rank) is not stream:
             return False
-        del self._streams[deployment, rank]
+        del streams[rank]
         return True
 
     def replace(self, deployment: str, rank: int, reason: str) -> bool:
-        """End the rank's stream and forget it, for another to take its place; whether there was one."""
-        stream = self._streams.pop((deployment, rank), None)
+        """End the rank's stream and forget it, for another to take its place; returns whether there was one."""
+        stream = self._streams.get(deployment, {}).pop(rank, None)
         if stream is not None:
             stream.end(grpc.StatusCode.ABORTED, reason)
         return stream is not None
 
     def replace_all(self, deployment: str, reason: str) -> None:
         """End all streams of a deployment, and forget them: others take their place."""
-        for name, rank in list(self._streams):
-            if name == deployment:
-                self.replace(name, rank, reason)
+        self.end(deployment, reason)
+        self._streams.pop(deployment, None)
+
+    def forget(self, deployment: str, reason: str) -> None:
+        """End all streams of a deployment that is removed."""
+        self.replace_all(deployment, reason)
+        self._asked.pop(deployment, None)
 
     def send(self, deployment: str, plan: SharedPlan) -> None:
-        """Its own message of a plan to each rank that is still there, by turns; none of the plan before it."""
+        """Send each rank that is still there its own message of a plan, by turns; none of the plan before it."""
         self.withdraw(deployment)
-        sending = self._plans[deployment] = PlanSending(plan, self._room)
-        for rank, stream in sorted(
-            (rank, one) for (name, rank), one in self._streams.items() if name == deployment
-        ):
-            stream.outbox.put_nowait(RankCopy(sending, rank))
+        sending = self._plans[deployment] = _PlanSending(plan, self._queue)
+        for rank, stream in sorted(self._streams.get(deployment, {}).items()):
+            stream.outbox.put_nowait((sending, rank))
 
     def withdraw(self, deployment: str) -> None:
-        """The plan that is being sent is over: ranks that do not have it yet do not get it."""
+        """Stop sending the deployment's plan: ranks that do not have it yet do not get it."""
         sending = self._plans.pop(deployment, None)
         if sending is not None:
             sending.over = True
 
+    def asked(self, deployment: str, reporting: Reporting) -> Reporting:
+        """Return what the ranks were asked to report last; ``reporting`` where this is the first."""
+        return self._asked.setdefault(deployment, reporting)
+
     def ask(self, deployment: str, reporting: Reporting) -> None:
-        """Ask all ranks that are there to report so from now on."""
-        message = agent_pb2.ConnectResponse(reporting=encode_reporting(reporting))
-        for (name, _), stream in self._streams.items():
-            if name == deployment:
-                stream.outbox.put_nowait(message)
+        """Ask all ranks that are there to report so from now on, where it is something else than before."""
+        if self.asked(deployment, reporting) == reporting:
+            return
+        self._asked[deployment] = reporting
+        message = agent_pb2.ConnectResponse(reporting=encode(reporting))
+        for stream in self._streams.get(deployment, {}).values():
+            stream.outbox.put_nowait(message)
 
     def end(self, deployment: str, reason: str) -> None:
         """End the streams of one deployment, for the agents to introduce themselves again."""
-        for (name, _), stream in self._streams.items():
-            if name == deployment:
-                stream.end(grpc.StatusCode.ABORTED, reason)
+        for stream in self._streams.get(deployment, {}).values():
+            stream.end(grpc.StatusCode.ABORTED, reason)
 
     def end_all(self, reason: str) -> None:
         """End every stream, for the agents to try again until a service is there."""
-        for stream in self._streams.values():
-            stream.end(grpc.StatusCode.UNAVAILABLE, reason)
+        for streams in self._streams.values():
+            for stream in streams.values():
+                stream.end(grpc.StatusCode.UNAVAILABLE, reason)

@@ -1,60 +1,50 @@
-"""All deployments of a service: who comes and goes, what ranks report, and the clock."""
+"""All deployments of a service: who comes and goes, what ranks report, what operators order, and the clock."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import structlog
 
-from eplb_service.control.core.assembly import Assembly
-from eplb_service.control.core.deployment import Deployment
+from eplb_service.control.core.deployment import Deployment, LayerCommitted
 from eplb_service.control.core.errors import ConflictError
-from eplb_service.control.core.membership import rank_list
-from eplb_service.control.server.bounded_log import BoundedLog
-from eplb_service.control.server.deciding.planning import Decider
-from eplb_service.control.server.deciding.priors import PriorError, Priors
-from eplb_service.control.server.observing.deployment_metrics import reporting
-from eplb_service.control.server.observing.observer import Observer
+from eplb_service.control.core.group import Assembled, rank_list
+from eplb_service.control.core.live_placement import LivePlacement
+from eplb_service.control.core.plan_tracker import PlanTracker
+from eplb_service.control.server.deciding.computing import PriorError, Priors
+from eplb_service.control.server.deciding.decider import Decider
+from eplb_service.control.server.observer import Observer, report_gauges
 from eplb_service.control.server.outgoing.heat_feed import HeatFeed
-from eplb_service.control.server.outgoing.reporting import ReportingPolicy
 from eplb_service.control.server.outgoing.streams import RankStream, Streams
-from eplb_service.control.server.plane.bounds import limits_of, pending_steps
-from eplb_service.control.server.plane.consequences import Consequences
-from eplb_service.control.server.plane.heat_budget import HeatBudget
-from eplb_service.control.server.plane.known_deployments import KnownDeployments
-from eplb_service.control.server.plane.orders import Orders
+from eplb_service.control.server.plane.deployments import KnownDeployments
 from eplb_service.control.server.settings import ServiceSettings
-from eplb_service.control.server.store.store_writer import StoreWriter
-from eplb_service.control.server.store.stored import StoredPlacement
-from eplb_service.io.recording import Recording
+from eplb_service.control.server.store.store import (
+    StoredDeployment,
+    StoreWriter,
+    higher_term,
+)
+from eplb_service.io.recorder import Recording
+from eplb_service.telemetry.logs import BoundedLog
 from eplb_service.telemetry.metrics import Metrics
+from eplb_service.wire.agent import Heartbeat, Hello, PlanState, PlanStatus
 from eplb_service.wire.generated import agent_pb2
 from eplb_service.wire.heat import HeatReport
-from eplb_service.wire.hello import Hello
-from eplb_service.wire.status import Heartbeat, PlanState, PlanStatus
+from eplb_service.wire.operator import PastPlan
 
 _log = structlog.get_logger(__name__)
 
 _END = object()
 _STEPS_AT_A_TIME = 4
 """Whole steps put together before the event loop comes to something else: one of 1,024 ranks takes a millisecond."""
+_MOST_PLANS_LISTED = 100
 
 
 class ControlPlane:
-    """Carries calls to the deployments' state machines, and sees to what follows.
+    """Carries calls to the deployments' state machines, and their events to the store, metrics, logs and streams.
 
-    Parameters
-    ----------
-    settings
-        Of the service.
-    writer, metrics
-        Where history and figures go.
-    recording
-        Where heat goes, if it is recorded.
-
-    ``log`` takes what strangers can cause; ``feed`` hands heat on; ``reporting`` says what is reported; ``observer``
-    keeps what pictures are made of; ``orders`` carries out what operators order.
+    ``deployments`` and what is ``remembered`` of them are by name; ``log`` takes lines that clients without credentials
+    can cause; ``feed`` hands heat on; ``observer`` keeps what pictures are made of.
     """
 
     def __init__(
@@ -70,77 +60,62 @@ class ControlPlane:
         self.decider = Decider(
             settings.planner(), settings.solve_timeout_seconds, writer, self.streams, metrics, self.observer
         )
-        self.log = BoundedLog(metrics.service.log_lines_left_out.inc)
+        self.log = BoundedLog(lambda: metrics.count("eplb_log_lines_left_out"))
         self._priors = Priors(settings.prior or "", settings.window_steps)
         self._writer = writer
         self._metrics = metrics
-        self.feed = HeatFeed(recording, pending_steps(settings))
-        self.reporting = ReportingPolicy(self.streams, self.feed)
-        limits = limits_of(settings)
-        self._known = KnownDeployments(settings, limits, writer, metrics)
-        self._budget = HeatBudget(limits, settings.max_heat_bytes)
-        self._consequences = Consequences(writer, metrics, self.feed, self.streams)
-        self.orders = Orders(writer, self.streams, self._consequences)
-
-    @property
-    def leader_term(self) -> int:
-        """Of this start."""
-        return self._writer.store.leader_term
-
-    @property
-    def deployments(self) -> Mapping[str, Deployment]:
-        """All that are known, by name."""
-        return self._known.by_name
-
-    @property
-    def remembered(self) -> Mapping[str, StoredPlacement]:
-        """What deployments served when their last service, or the last of their ranks, stopped."""
-        return self._known.remembered
+        self._store_failures = 0
+        self._known = known = KnownDeployments(settings, writer, metrics)
+        self.deployments, self.remembered, self.find = known.by_name, known.remembered, known.find
+        self.leader_term = writer.store.leader_term
+        self.feed = HeatFeed(recording, known.limits.pending_steps)
 
     async def resume(self) -> None:
         """Take up what the store remembers."""
         await self._known.resume()
-        self._metrics.service.leader_term.set(self.leader_term)
+        self._metrics.set("eplb_leader_term", self.leader_term)
         _log.info("resumed", leader_term=self.leader_term, deployments=len(self.deployments))
-
-    def find(self, name: str) -> Deployment:
-        """A known deployment; raises ``UnknownDeploymentError``."""
-        return self._known.find(name)
 
     # Agents
 
-    def admit(self, hello: Hello, stream: RankStream, assembly: Assembly | None = None) -> Deployment:
+    def admit(self, hello: Hello, stream: RankStream, assembled: Assembled | None = None) -> Deployment:
         """Take a rank in, the last one with what all serve; raises ``RefusedError`` where its deployment cannot."""
-        deployment = self.deployments.get(hello.deployment)
+        name = hello.deployment
+        deployment = self.deployments.get(name)
         if deployment is None or deployment.group is None or deployment.group.shape != hello.shape:
-            for idle in self._budget.to_rest(hello, self.deployments.values()):
+            for idle in self._known.idle_to_rest(hello):
                 self._known.rest(idle)
-                self._consequences.follow(idle)
-        deployment = deployment or self._make_room_for(hello.deployment)
+                self._follow(idle)
+        if deployment is None:
+            evicted = self._known.deployment_to_evict()
+            if evicted is not None:
+                self.forget(evicted)
+            deployment = self._known.add(name)
         group = deployment.group
-        if deployment.renews(hello) and self._leave_seat(hello):
+        reason = f"rank {hello.rank} has connected again; the newer stream of its forming is heard"
+        if deployment.renews(hello) and self.streams.replace(name, hello.rank, reason):
             deployment.leave(hello.rank)
         try:
-            deployment.hello(hello, assembly)
+            deployment.hello(hello, assembled)
         finally:
-            self._consequences.follow(deployment)
+            self._follow(deployment)
         if deployment.group is not None and (group is None or deployment.group.forming != group.forming):
-            self._metrics.forget_layers(deployment.name)
-            self.observer.regrouped(deployment.name)
-            self.streams.replace_all(
-                deployment.name, "another forming of the group has taken this one's place"
-            )
-        self.streams.add(deployment.name, hello.rank, stream)
-        self.observer.heard(deployment.name, hello.rank)
+            self._metrics.forget_layers(name)
+            self.observer.regrouped(name)
+            self.streams.replace_all(name, "another forming of the group has taken this one's place")
+        self.streams.add(name, hello.rank, stream)
+        self.observer.heard(name, hello.rank)
         if deployment.outdated is not None:
-            self.log.warning("outdated", deployment=deployment.name, reason=deployment.outdated)
-        self.log.info(
-            "agent_connected", deployment=deployment.name, rank=hello.rank, node=hello.node, epoch=hello.epoch
-        )
+            self.log.warning("outdated", deployment=name, reason=deployment.outdated)
+        self.log.info("agent_connected", deployment=name, rank=hello.rank, node=hello.node, epoch=hello.epoch)
         return deployment
 
+    def follow_up(self, deployment: Deployment) -> None:
+        """Ask the ranks that are there for heat as it is to be reported now, where that has changed."""
+        self.streams.ask(deployment.name, self.feed.reporting(deployment))
+
     def release(self, deployment: Deployment, rank: int, stream: RankStream) -> None:
-        """A rank's stream has ended."""
+        """End a rank's stream."""
         if not self.streams.remove(deployment.name, rank, stream):
             return
         deployment.leave(rank)
@@ -151,15 +126,15 @@ class ControlPlane:
     def heat_report(
         self, deployment: Deployment, rank: int, report: HeatReport, message: agent_pb2.HeatReport
     ) -> None:
-        """Counts have come, decoded from ``message``."""
+        """Take a rank's counts, decoded from ``message``."""
         name = deployment.name
         self.observer.heard(name, rank)
         gained = deployment.heat_report(rank, report)
-        if self.reporting.is_asked_for(deployment, report):
+        if self.feed.wants(deployment, report):
             self.feed.counted(name, rank, report, message)
         if any(gained):
-            self._metrics.agents.steps_received.labels(name).inc(gained.received)
-            self._metrics.agents.steps_lost.labels(name).inc(gained.lost)
+            self._metrics.count("eplb_steps_received", name, by=gained.received)
+            self._metrics.count("eplb_steps_lost", name, by=gained.lost)
         if gained.lost and deployment.heat is not None:
             behind, step = deployment.heat.slowest
             self.log.info(
@@ -167,7 +142,7 @@ class ControlPlane:
             )
 
     def put_together(self, deployment: Deployment) -> bool:
-        """Put a few of the steps together that are whole, and decide where enough are; whether there are more."""
+        """Put a few whole steps together, and decide where enough are; returns whether there are more."""
         if deployment.heat is None or not deployment.heat.waiting:
             return False
         more = deployment.put_together(_STEPS_AT_A_TIME)
@@ -176,23 +151,67 @@ class ControlPlane:
         return more
 
     def heartbeat(self, deployment: Deployment, rank: int, heartbeat: Heartbeat) -> None:
-        """A rank is alive."""
+        """Note that a rank is alive."""
         self.observer.heard(deployment.name, rank)
-        took = self.observer.took(deployment.name, rank, heartbeat)
-        if took is not None:
-            self._metrics.agents.called(deployment.name, *took)
+        self.observer.count_calls(deployment.name, rank, heartbeat, self._metrics)
         deployment.heartbeat(rank, heartbeat)
-        self._consequences.follow(deployment)
+        self._follow(deployment)
 
     def plan_status(self, deployment: Deployment, rank: int, status: PlanStatus) -> None:
-        """A rank reports what became of a plan."""
+        """Note what became of a plan on a rank."""
         self.observer.heard(deployment.name, rank)
         if status.state is PlanState.TRANSFERRED:
-            self._metrics.plans.transferred(deployment.name, status.transfer_seconds)
+            self._metrics.observe("eplb_transfer_seconds", status.transfer_seconds, deployment.name)
         elif status.state is PlanState.COMMITTED:
-            self._metrics.plans.committed(deployment.name, status.commit_seconds)
+            self._metrics.observe("eplb_commit_seconds", status.commit_seconds, deployment.name)
         deployment.plan_status(rank, status, time.monotonic())
-        self._consequences.follow(deployment)
+        self._follow(deployment)
+
+    # Operators
+
+    def set_paused(self, deployment: Deployment, paused: bool) -> None:
+        """Stop planning, or plan again."""
+        deployment.paused = paused
+        self._remember(deployment)
+        _log.info("paused" if paused else "resumed_planning", deployment=deployment.name)
+
+    async def lead(self, deployment: Deployment) -> bool:
+        """Have the ranks follow this service, whatever term they have followed; returns whether its term was raised.
+
+        Raises ``ConflictError`` where there is no higher term.
+        """
+        if deployment.group is None or deployment.outdated is None:
+            return False
+        before, term = deployment.leader_term, higher_term(deployment.group.highest_term)
+        # First on disk: after a restart the ranks would refuse a lower one.
+        await self._writer.write(self._writer.store.raise_term, deployment.name, term)
+        deployment.leader_term = max(deployment.leader_term, term)
+        _log.warning("leads", deployment=deployment.name, leader_term=term, before=before)
+        self.streams.end(deployment.name, "this service leads from now on; say Hello again")
+        return True
+
+    async def history(self, name: str, limit: int) -> list[PastPlan]:
+        """Return the newest plans of a deployment, newest first, at most ``limit``; 0 for as many as are listed."""
+        most = min(limit or _MOST_PLANS_LISTED, _MOST_PLANS_LISTED)
+        return await self._writer.run(self._writer.store.plans, name, most)
+
+    def forget_departed(self, deployment: Deployment) -> None:
+        """Remove a deployment for an operator; raises ``ConflictError`` where ranks would bring it back at once."""
+        if deployment.connected:
+            here = rank_list(sorted(member.rank for member in deployment.connected))
+            raise ConflictError(
+                f"{here} of {deployment.name!r} still connected; stop the engines, or the agents, first"
+            )
+        self.forget(deployment.name)
+
+    def forget(self, name: str) -> None:
+        """Remove a deployment, and all that is known of it."""
+        self.decider.drop(name)
+        self.streams.forget(name, "the deployment was removed; say Hello again")
+        self._known.forget(name)
+        self._metrics.forget(name)
+        self.observer.forget(name)
+        _log.info("deployment_forgotten", deployment=name)
 
     # Time
 
@@ -202,16 +221,17 @@ class ControlPlane:
             pass
 
     def ticking(self) -> Iterator[None]:
-        """What ``tick`` does, a part at a time: with many ranks the whole would hold the event loop for long."""
-        self._metrics.service.deployments.set(len(self.deployments))
-        self._consequences.watch_store(self.deployments.values())
-        self._metrics.service.heat_bytes.set(sum(map(self._budget.price, self.deployments.values())))
+        """Do what ``tick`` does, a part at a time: with many ranks the whole would hold the event loop for long."""
+        self._metrics.set("eplb_deployments", len(self.deployments))
+        self._watch_store()
+        heat_bytes = sum(map(self._known.heat_bytes, self.deployments.values()))
+        self._metrics.set("eplb_heat_memory_bytes", heat_bytes)
         for deployment in list(self.deployments.values()):
             for parts in (self._looking_after(deployment), self._showing(deployment)):
                 yield from self._while_known(deployment, parts)
 
     def _while_known(self, deployment: Deployment, parts: Iterator[None]) -> Iterator[None]:
-        """The parts of one deployment's tick; it may be forgotten between them."""
+        """Run the parts of one deployment's tick; it may be forgotten between them."""
         begun = True
         while begun:
             yield
@@ -220,23 +240,23 @@ class ControlPlane:
             try:
                 begun = next(parts, _END) is not _END
             except Exception:
-                # One deployment's trouble is not the others'.
+                # Failures are isolated per deployment.
                 _log.exception("tick_failed", deployment=deployment.name)
                 return
 
     def _looking_after(self, deployment: Deployment) -> Iterator[None]:
         deployment.tick(time.monotonic())
-        self._consequences.follow(deployment)
+        self._follow(deployment)
         yield
         if self._known.has_expired(deployment):
             _log.info("deployment_expired", deployment=deployment.name)
             self.forget(deployment.name)
         else:
-            self.reporting.follow_up(deployment)
+            self.follow_up(deployment)
             self._begin(deployment)
 
     def _showing(self, deployment: Deployment) -> Iterator[None]:
-        yield from reporting(deployment, self._metrics, self.observer)
+        yield from report_gauges(deployment, self._metrics, self.observer)
         yield
         self.observer.tick(deployment)
 
@@ -251,43 +271,80 @@ class ControlPlane:
             deployment.beginning(f"no first plan was made: {error}")
             return
         if prior is not None:
-            _log.info("begins_by_prior", deployment=deployment.name, source=prior.source)
+            _log.info("begins_by_prior", deployment=deployment.name, source=prior[1])
             self.decider.start(deployment, prior)
 
+    def _watch_store(self) -> None:
+        """Report where the disk does not take what is written, and try again until it does."""
+        failures, failing = self._writer.failures, self._writer.failing
+        self._metrics.count("eplb_store_failures", by=failures - self._store_failures)
+        self._store_failures = failures
+        problem = f"the store cannot be written, so that a restart forgets what happens now: {failing}"
+        for deployment in self.deployments.values():
+            deployment.service_problems = (problem,) if failing else ()
+        known = next((one for one in self.deployments.values() if one.known), None)
+        if failing and known is not None:
+            self._remember(known)
+
+    # Events
+
     def remember_all(self) -> None:
-        """Before the service stops."""
+        """Write all deployments to the store before the service stops."""
         for deployment in self.deployments.values():
             if deployment.known or deployment.paused:
-                self._consequences.remember(deployment)
+                self._remember(deployment)
 
-    # Which deployments are known
+    def _remember(self, deployment: Deployment) -> None:
+        stored = StoredDeployment(
+            deployment.name, deployment.paused, deployment.totals, deployment.last_decision
+        )
+        self._writer.post(self._writer.store.save_deployment, stored)
 
-    def _make_room_for(self, name: str) -> Deployment:
-        """A new deployment; raises ``ExhaustedError`` where there are as many as there may be."""
-        other = self._known.in_the_way()
-        if other is not None:
-            self.forget(other)
-        return self._known.add(name)
+    def _follow(self, deployment: Deployment) -> None:
+        """Carry out what follows from a deployment's events."""
+        for event in deployment.take_events():
+            if isinstance(event, LivePlacement):
+                self._placement_known(deployment, event)
+            elif isinstance(event, LayerCommitted):
+                self._layer_committed(deployment.name, event)
+            elif isinstance(event, PlanTracker):
+                self._plan_ended(deployment, event)
+            else:
+                _log.warning("streams_outdated", deployment=deployment.name, reason=event.reason)
+                self.streams.end(deployment.name, event.reason)
 
-    def _leave_seat(self, hello: Hello) -> bool:
-        reason = f"rank {hello.rank} has connected again; the newer stream of its forming is heard"
-        return self.streams.replace(hello.deployment, hello.rank, reason)
+    def _placement_known(self, deployment: Deployment, live: LivePlacement) -> None:
+        store, name = self._writer.store, deployment.name
+        self._writer.post(store.save_placement, name, live)
+        if deployment.first_layout is not None:
+            group_id, layout = deployment.first_layout
+            if layout.placement is live.placement:
+                self._writer.post(store.save_first_layout, name, group_id, layout)
+        self.feed.placed(deployment, live)
+        _log.info("placement_known", deployment=name, epoch=live.epoch, digest=f"{live.digest:#x}")
 
-    def forget_departed(self, deployment: Deployment) -> None:
-        """Remove a deployment for an operator; raises ``ConflictError`` where ranks would bring it back at once."""
-        if deployment.connected:
-            here = rank_list(sorted(member.rank for member in deployment.connected))
-            raise ConflictError(
-                f"{here} of {deployment.name!r} still connected; stop the engines, or the agents, first"
-            )
-        self.forget(deployment.name)
+    def _layer_committed(self, name: str, event: LayerCommitted) -> None:
+        layer, moves = event.update.layer, len(event.update.moves_M5)
+        self.feed.switched(name, event)
+        self._metrics.count("eplb_layers_switched", name)
+        self._metrics.count("eplb_moves", name, by=moves)
+        self._metrics.count("eplb_moved_bytes", name, by=event.bytes_moved)
+        self._writer.post(self._writer.store.save_layer, name, event.live, layer)
+        _log.info("layer_committed", deployment=name, layer=layer, epoch=event.live.epoch, moves=moves)
 
-    def forget(self, name: str) -> None:
-        """Remove a deployment, and all that is known of it."""
-        self.decider.drop(name)
-        self.streams.replace_all(name, "the deployment was removed; say Hello again")
-        self._known.forget(name)
-        self._metrics.forget(name)
-        self.observer.forget(name)
-        self.reporting.forget(name)
-        _log.info("deployment_forgotten", deployment=name)
+    def _plan_ended(self, deployment: Deployment, plan: PlanTracker) -> None:
+        assert plan.outcome is not None
+        self.streams.withdraw(deployment.name)
+        self._metrics.count("eplb_plans", deployment.name, plan.outcome.value)
+        self._writer.post(
+            self._writer.store.end_plan, plan.plan_id, plan.outcome, plan.reason, plan.committed
+        )
+        self._remember(deployment)
+        _log.info(
+            "plan_ended",
+            deployment=deployment.name,
+            plan_id=plan.plan_id,
+            outcome=plan.outcome.value,
+            reason=plan.reason,
+            committed=plan.committed,
+        )

@@ -1,1 +1,1 @@
-"""What a restart remembers: leader terms, placements and plans, in one SQLite file."""
+"""Facts that outlive a restart: leader terms, placements and plans, in one SQLite file."""

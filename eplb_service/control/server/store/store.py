@@ -1,50 +1,74 @@
-"""What outlives a service: its term, every deployment's placements, and every plan with its outcome.
+"""Facts that outlive a service: its term, every deployment's placements, and every plan with its outcome.
 
 One SQLite file, written in transactions with a write-ahead log, so that a kill at any moment leaves it whole.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import secrets
 import time
-from dataclasses import asdict
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 import numpy as np
+import structlog
 
+from eplb_service.control.core.deployment import Totals
 from eplb_service.control.core.errors import ConflictError
-from eplb_service.control.core.first_layout import FirstLayout
-from eplb_service.control.core.leader_term import RANDOM_BITS, term_above, term_at
+from eplb_service.control.core.leader import RANDOM_BITS, term_above, term_at
 from eplb_service.control.core.live_placement import LivePlacement
-from eplb_service.control.core.offer import Offer
-from eplb_service.control.core.plan_tracker import Outcome
-from eplb_service.control.core.totals import Totals
-from eplb_service.control.server.store.first_layouts import first_layout, save_first_layout
+from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
 from eplb_service.control.server.store.store_file import open_store_file
-from eplb_service.control.server.store.stored import StoredDeployment, StoredPlacement, StoredPlan
 from eplb_service.placement import Int32, Placement
-from eplb_service.planner.plan import LayerVerdict
+from eplb_service.planner.plan import Serving
+from eplb_service.wire.operator import LayerVerdict, PastPlan
 
+
+@dataclass(frozen=True)
+class StoredDeployment:
+    """A deployment as the last service left it; ``leader_term`` is 0 unless it was raised for this deployment."""
+
+    name: str
+    paused: bool
+    totals: Totals
+    last_decision: str
+    leader_term: int = 0
+
+
+@dataclass(frozen=True)
+class StoredPlacement:
+    """The newest placement known of a deployment."""
+
+    epoch: int
+    digest: int
+    placement: Placement
+
+
+T = TypeVar("T")
+
+_log = structlog.get_logger(__name__)
+
+_RAISE = "INSERT OR REPLACE INTO raised_terms VALUES (?, ?)"
 _PLANS_KEPT = 10_000
 _LAYERS_PER_SNAPSHOT = 1024
 _SNAPSHOTS_KEPT = 4
+_MOST_TABLE_BYTES = 256 << 20
+"""Where tables are larger the layout is not kept, and a restarted service measures from the one that it meets."""
 
 
 class Store:
-    """An open store; not for use by two threads at a time.
+    """Leader term, placements and plans in an open file; not for use by two threads at a time.
 
-    Parameters
-    ----------
-    path
-        A file, made where there is none, or ``MEMORY``.
-
-    above
-        Leader term that this start's must be past; 0 where no other service is known of.
-
-    Raises ``StoreError`` where the file is something else, or cannot be written. ``leader_term`` is this start's:
-    past that of the last start on the same file, and the clock, and never equal to another service's; so is the one of
-    each deployment for which it was raised. Plans that were under way are marked interrupted.
+    ``path`` is made where there is none; ``above`` is a leader term that this start's must be past. Raises
+    ``StoreError`` where the file is something else, or cannot be written. ``leader_term`` is this start's: past that of
+    the last start on the same file, and the clock, and never equal to another service's; so is the one of each
+    deployment for which it was raised. Plans that were under way are marked interrupted.
     """
 
     def __init__(self, path: str, above: int = 0) -> None:
@@ -57,7 +81,7 @@ class Store:
             self._db.execute("UPDATE service SET leader_term = MAX(leader_term + 1, ?)", (fresh,))
             for name, term in self._db.execute("SELECT deployment, leader_term FROM raised_terms").fetchall():
                 with contextlib.suppress(ConflictError):
-                    self._raise_term(name, higher_term(term))
+                    self._db.execute(_RAISE, (name, higher_term(term)))
             self._db.execute(
                 "UPDATE plans SET outcome = ?, reason = 'the service stopped' WHERE outcome IS NULL",
                 (Outcome.INTERRUPTED.value,),
@@ -73,28 +97,27 @@ class Store:
         self._db.close()
 
     def new_plan_id(self) -> int:
-        """A number that no plan of this file has, and no plan of a service without one is likely to have had."""
+        """Return a number that no plan of this file has, and no plan of a service without one is likely to have had."""
         self._last_plan_id += 1
         return self._last_plan_id
 
     # Written
 
     def save_deployment(self, deployment: StoredDeployment) -> None:
-        """Remember what is not about one placement or plan."""
-        with self._db:
-            self._name(deployment.name)
-            self._db.execute(
-                "UPDATE deployments SET paused = ?, totals = ?, last_decision = ? WHERE name = ?",
-                (
-                    deployment.paused,
-                    json.dumps(asdict(deployment.totals)),
-                    deployment.last_decision,
-                    deployment.name,
-                ),
-            )
+        """Save the facts that are not about one placement or plan."""
+        self._write(
+            deployment.name,
+            "UPDATE deployments SET paused = ?, totals = ?, last_decision = ? WHERE name = ?",
+            (
+                deployment.paused,
+                json.dumps(asdict(deployment.totals)),
+                deployment.last_decision,
+                deployment.name,
+            ),
+        )
 
     def save_placement(self, name: str, live: LivePlacement) -> None:
-        """Remember what a deployment serves, unless that is what was remembered last."""
+        """Save the placement in force, unless it is the one that was saved last."""
         known = self.latest_placement(name)
         if known is not None and (known.epoch, known.digest) == (live.epoch, live.digest):
             return
@@ -103,7 +126,7 @@ class Store:
             self._insert_snapshot(name, live)
 
     def save_layer(self, name: str, live: LivePlacement, layer: int) -> None:
-        """Remember that one layer has switched, which led to ``live``."""
+        """Save the switch of one layer, which led to ``live``."""
         with self._db:
             self._name(name)
             self._insert_placement(name, live, layer)
@@ -115,20 +138,30 @@ class Store:
             if since >= _LAYERS_PER_SNAPSHOT:
                 self._insert_snapshot(name, live)
 
-    def save_first_layout(self, name: str, first: FirstLayout) -> None:
-        """Remember what a deployment's ranks came with."""
+    def save_first_layout(self, name: str, group_id: str, layout: Serving) -> None:
+        """Save the layout that a group of ranks came with, in place of an earlier group's."""
+        placement, log2phy_RLE = layout.placement, layout.log2phy_RLE
+        by_rule = log2phy_RLE.ndim == 3 and np.array_equal(log2phy_RLE, placement.default_log2phy())
+        sizes = placement.experts, placement.layers, placement.ranks, placement.slots
+        entries = log2phy_RLE.shape[3] if log2phy_RLE.ndim == 4 else 0
         with self._db:
             self._name(name)
-            save_first_layout(self._db, name, first)
+            self._db.execute("DELETE FROM first_layouts WHERE deployment = ?", (name,))
+            if log2phy_RLE.nbytes <= _MOST_TABLE_BYTES:
+                tables = None if by_rule else _packed(log2phy_RLE)
+                self._db.execute(
+                    "INSERT INTO first_layouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    (name, group_id, *sizes, entries, _packed(placement.phy2log_LRS), tables),
+                )
 
-    def begin_plan(self, name: str, offer: Offer, leader_term: int) -> None:
-        """Remember a plan of this term before any rank hears of it."""
-        verdicts = json.dumps([asdict(verdict) for verdict in offer.decision.verdicts])
+    def begin_plan(self, name: str, plan: PlanTracker, leader_term: int) -> None:
+        """Save a plan of this term before any rank hears of it."""
+        verdicts = json.dumps([asdict(verdict) for verdict in plan.decision.verdicts])
         with self._db:
             self._name(name)
             self._db.execute(
                 "INSERT INTO plans (id, deployment, at, leader_term, base_epoch, verdicts) VALUES (?, ?, ?, ?, ?, ?)",
-                (offer.plan_id, name, time.time(), leader_term, offer.base_epoch, verdicts),
+                (plan.plan_id, name, time.time(), leader_term, plan.base_epoch, verdicts),
             )
             self._db.execute(
                 "DELETE FROM plans WHERE deployment = ?1 AND id <= (SELECT id FROM plans WHERE deployment = ?1 "
@@ -137,7 +170,7 @@ class Store:
             )
 
     def end_plan(self, plan_id: int, outcome: Outcome, reason: str, committed: int) -> None:
-        """Remember what became of a plan."""
+        """Save the outcome of a plan."""
         with self._db:
             self._db.execute(
                 "UPDATE plans SET outcome = ?, reason = ?, committed = ? WHERE id = ?",
@@ -145,10 +178,8 @@ class Store:
             )
 
     def raise_term(self, name: str, term: int) -> None:
-        """Remember that a deployment's leader term is past that of the service."""
-        with self._db:
-            self._name(name)
-            self._raise_term(name, term)
+        """Save a deployment's leader term, which is past that of the service."""
+        self._write(name, _RAISE, (name, term))
 
     def forget(self, name: str) -> None:
         """Remove a deployment and all of its history."""
@@ -158,7 +189,7 @@ class Store:
     # Read
 
     def deployments(self) -> list[StoredDeployment]:
-        """All that were ever known, by name."""
+        """Return all that were ever known, by name."""
         rows = self._db.execute(
             "SELECT name, paused, totals, last_decision, COALESCE(raised_terms.leader_term, 0) FROM deployments "
             "LEFT JOIN raised_terms ON raised_terms.deployment = name ORDER BY name"
@@ -169,7 +200,7 @@ class Store:
         ]
 
     def latest_placement(self, name: str) -> StoredPlacement | None:
-        """What a deployment served when it was last heard of."""
+        """Return the placement that a deployment served when it was last heard of."""
         whole = self._db.execute(
             "SELECT id, epoch, digest, experts, layers, ranks, slots, phy2log FROM placements "
             "WHERE deployment = ? AND layer IS NULL ORDER BY id DESC LIMIT 1",
@@ -189,38 +220,46 @@ class Store:
             epoch, digest = later[-1][:2]
         return StoredPlacement(epoch, digest, Placement(phy2log_LRS, experts))
 
-    def first_layout(self, name: str) -> FirstLayout | None:
-        """What the ranks came with that a deployment was last seen with."""
-        return first_layout(self._db, name)
+    def first_layout(self, name: str) -> tuple[str, Serving] | None:
+        """Return the last group's identity and first layout; raises ``ValueError`` where that is no layout."""
+        row = self._db.execute(
+            "SELECT group_id, experts, layers, ranks, slots, entries, phy2log, log2phy FROM first_layouts "
+            "WHERE deployment = ?",
+            (name,),
+        ).fetchone()
+        if row is None:
+            return None
+        group_id, experts, layers, ranks, slots, entries, phy2log, log2phy = row
+        placement = Placement(_unpacked(phy2log, (layers, ranks, slots)), experts)
+        if log2phy is None:
+            return group_id, Serving(placement, placement.default_log2phy())
+        behind = (entries,) if entries else ()
+        log2phy_RLE = _unpacked(log2phy, (ranks, layers, experts, *behind))
+        placement.check_log2phy(log2phy_RLE)
+        return group_id, Serving(placement, log2phy_RLE)
 
-    def plans(self, name: str, limit: int = 100) -> list[StoredPlan]:
-        """The newest plans of a deployment, newest first."""
+    def plans(self, name: str, limit: int = 100) -> list[PastPlan]:
+        """Return the newest plans of a deployment, newest first; one under way has no outcome."""
         rows = self._db.execute(
-            "SELECT id, at, leader_term, base_epoch, verdicts, outcome, reason, committed FROM plans "
+            "SELECT id, at, COALESCE(outcome, ''), reason, committed, verdicts, leader_term, base_epoch FROM plans "
             "WHERE deployment = ? ORDER BY id DESC LIMIT ?",
             (name, limit),
         )
         return [
-            StoredPlan(
-                plan_id,
-                at,
-                term,
-                base_epoch,
-                tuple(LayerVerdict(**verdict) for verdict in json.loads(verdicts)),
-                Outcome(outcome) if outcome else None,
-                reason,
-                committed,
-            )
-            for plan_id, at, term, base_epoch, verdicts, outcome, reason, committed in rows
+            PastPlan(id_, at, outcome, reason, committed, _verdicts(verdicts), term, epoch)
+            for id_, at, outcome, reason, committed, verdicts, term, epoch in rows
         ]
 
     # Rows
 
+    def _write(self, name: str, statement: str, values: tuple[Any, ...]) -> None:
+        """Execute a statement about a deployment, which need not be known yet."""
+        with self._db:
+            self._name(name)
+            self._db.execute(statement, values)
+
     def _name(self, name: str) -> None:
         self._db.execute("INSERT OR IGNORE INTO deployments (name) VALUES (?)", (name,))
-
-    def _raise_term(self, name: str, term: int) -> None:
-        self._db.execute("INSERT OR REPLACE INTO raised_terms VALUES (?, ?)", (name, term))
 
     def _insert_snapshot(self, name: str, live: LivePlacement) -> None:
         self._insert_placement(name, live, None)
@@ -233,28 +272,75 @@ class Store:
     def _insert_placement(self, name: str, live: LivePlacement, layer: int | None) -> None:
         placement = live.placement
         slots = placement.phy2log_LRS if layer is None else placement.phy2log_LRS[layer]
+        sizes = placement.experts, placement.layers, placement.ranks, placement.slots
+        blob = np.ascontiguousarray(slots, dtype="<i4").tobytes()
         self._db.execute(
             "INSERT INTO placements (deployment, at, epoch, digest, experts, layers, ranks, slots, layer, phy2log) "
             "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                name,
-                time.time(),
-                live.epoch,
-                live.digest,
-                placement.experts,
-                placement.layers,
-                placement.ranks,
-                placement.slots,
-                layer,
-                np.ascontiguousarray(slots, dtype="<i4").tobytes(),
-            ),
+            (name, time.time(), live.epoch, live.digest, *sizes, layer, blob),
         )
 
 
 def higher_term(term: int) -> int:
-    """A term above ``term`` that no other service has; raises ``ConflictError`` where there is none."""
+    """Return a term above ``term`` that no other service has; raises ``ConflictError`` where there is none."""
     return term_above(term, secrets.randbits(RANDOM_BITS))
+
+
+def _verdicts(text: str) -> tuple[LayerVerdict, ...]:
+    return tuple(LayerVerdict(**verdict) for verdict in json.loads(text))
 
 
 def _from_blob(blob: bytes) -> Int32:
     return np.frombuffer(blob, dtype="<i4").astype(np.int32)
+
+
+def _packed(values: Int32) -> bytes:
+    return zlib.compress(np.ascontiguousarray(values, dtype="<i4").tobytes(), 1)
+
+
+def _unpacked(blob: bytes, shape: tuple[int, ...]) -> Int32:
+    try:
+        content = zlib.decompressobj().decompress(blob, 4 * int(np.prod(shape)) + 1)
+    except zlib.error as error:
+        raise ValueError(f"a stored layout is damaged: {error}") from error
+    return _from_blob(content).reshape(shape)
+
+
+class StoreWriter:
+    """Runs a store's methods on a thread of its own. Balancing goes on where the disk does not.
+
+    ``failures`` counts writes that failed; ``failing`` is the error of the last one, empty where it succeeded.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.failures = 0
+        self.failing = ""
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eplb-store")
+
+    def post(self, write: Callable[..., None], *arguments: Any) -> None:
+        """Write some time soon; a failure is logged."""
+        self._thread.submit(write, *arguments).add_done_callback(self._note)
+
+    async def write(self, write: Callable[..., None], *arguments: Any) -> None:
+        """Write, and wait until it is done; a failure is logged."""
+        written = self._thread.submit(write, *arguments)
+        written.add_done_callback(self._note)
+        await asyncio.gather(asyncio.wrap_future(written), return_exceptions=True)
+
+    async def run(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Read or write, and wait for it."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+
+    def close(self) -> None:
+        """Finish what was asked for, then close the store."""
+        self._thread.shutdown(wait=True)
+        self.store.close()
+
+    def _note(self, written: Future[None]) -> None:
+        error = written.exception()
+        if error is not None:
+            self.failures += 1
+            if not self.failing:
+                _log.error("store_write_failed", error=str(error))
+        self.failing = str(error) if error is not None else ""

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import structlog
 
-from eplb_service.control.server.store.first_layouts import FIRST_LAYOUTS
-
 _log = structlog.get_logger(__name__)
 
 MEMORY = ":memory:"
@@ -64,7 +62,21 @@ CREATE TABLE IF NOT EXISTS raised_terms (
     leader_term INTEGER NOT NULL
 )
 """
-_ADDED = (_RAISED_TERMS, FIRST_LAYOUTS)
+_FIRST_LAYOUTS = """
+-- log2phy: zlib, [ranks, layers, experts] or with entries behind; NULL where it follows from the placement by the rule.
+CREATE TABLE IF NOT EXISTS first_layouts (
+    deployment TEXT PRIMARY KEY REFERENCES deployments (name) ON DELETE CASCADE,
+    group_id TEXT NOT NULL,
+    experts INTEGER NOT NULL,
+    layers INTEGER NOT NULL,
+    ranks INTEGER NOT NULL,
+    slots INTEGER NOT NULL,
+    entries INTEGER NOT NULL,
+    phy2log BLOB NOT NULL,
+    log2phy BLOB
+)
+"""
+_ADDED = (_RAISED_TERMS, _FIRST_LAYOUTS)
 """What older releases of the same schema do not know, and do not need."""
 
 

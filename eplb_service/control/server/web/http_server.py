@@ -1,7 +1,4 @@
-"""The HTTP side of a service: metrics for Prometheus, the web page, and the JSON that it shows.
-
-Requests are read on threads of their own, few and for a bounded time; answers are made on the event loop.
-"""
+"""The HTTP side of a service, by aiohttp: metrics for Prometheus, the web page, and the JSON that it shows."""
 
 from __future__ import annotations
 
@@ -10,35 +7,41 @@ import contextlib
 import gzip
 import ipaddress
 import json
+import logging
 import socket
-import ssl
-import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from importlib.resources import files
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
+import grpc
 import structlog
+from aiohttp import web
 
 from eplb_service import __version__
-from eplb_service.control.server.listening.certificates import Certificates
-from eplb_service.control.server.web.page_files import PAGE_FILES, Content
-from eplb_service.control.server.web.web_api import PREFIX, HttpError, WebApi
+from eplb_service.control.core.errors import RefusedError
+from eplb_service.control.server.access.gate import Caller, Gate, acting_as
+from eplb_service.control.server.listening import Certificates, ListenError, StatusError, code_of
+from eplb_service.control.server.operator_api import OperatorService
 from eplb_service.telemetry.metrics import Metrics
-from eplb_service.wire.address import is_loopback
-from eplb_service.wire.document import as_document
+from eplb_service.wire.channel import is_loopback
+from eplb_service.wire.fields import WireError
+from eplb_service.wire.generated import operator_pb2
+from eplb_service.wire.operator import as_document
 
 _log = structlog.get_logger(__name__)
+_SILENT = logging.Logger("eplb-http", logging.CRITICAL)
+"""aiohttp's own log lines: callers without credentials could cause as many as they like."""
 
 MOST_CONNECTIONS = 64
-"""Connections at a time; who comes beyond is turned away at once."""
+"""Connections at a time; further ones are turned away at once."""
 _CONNECTION_SECONDS = 30.0
-_SOCKET_SECONDS = 10.0
+_HANDSHAKE_SECONDS = 10.0
 _ANSWER_SECONDS = 10.0
 _COMPRESSED_FROM_BYTES = 1024
+_THREADS = 4
+_PREFIX = "/api/v1/"
 _HEADERS = {
     # Nothing of another origin is fetched, nothing inline runs, and no other page may frame this one.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -47,209 +50,284 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
+    "Server": f"eplb/{__version__}",
+}
+_CALLS: dict[str, tuple[str, type[Any], dict[str, Any]]] = {
+    "service": ("ListDeployments", operator_pb2.ListDeploymentsRequest, {}),
+    "deployments": ("ListDeployments", operator_pb2.ListDeploymentsRequest, {}),
+    "deployments/{deployment}": ("GetStatus", operator_pb2.GetStatusRequest, {}),
+    "deployments/{deployment}/balance": ("GetBalance", operator_pb2.GetBalanceRequest, {}),
+    "deployments/{deployment}/history": ("GetHistory", operator_pb2.GetHistoryRequest, {"limit": 20}),
+}
+"""Method of ``OperatorService`` and its request by path; they only read."""
+_ERRORS: dict[grpc.StatusCode, type[web.HTTPException]] = {
+    grpc.StatusCode.UNAUTHENTICATED: web.HTTPUnauthorized,
+    grpc.StatusCode.PERMISSION_DENIED: web.HTTPForbidden,
+    grpc.StatusCode.NOT_FOUND: web.HTTPNotFound,
+    grpc.StatusCode.FAILED_PRECONDITION: web.HTTPConflict,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: web.HTTPTooManyRequests,
+}
+_KINDS = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
 }
 
 
-@dataclass(frozen=True)
-class Served:
-    """What one address answers with; ``None`` for what it does not have.
+def _page_files() -> dict[str, tuple[str, bytes]]:
+    folder = files("eplb_service.control.server.web").joinpath("page")
+    kinds = {file.name: _KINDS.get(file.name.rpartition(".")[2]) for file in folder.iterdir()}
+    found = {f"/{name}": (kind, folder.joinpath(name).read_bytes()) for name, kind in kinds.items() if kind}
+    return found | {"/": found["/index.html"]}
 
-    Parameters
-    ----------
-    metrics
-        At ``/metrics``.
-    api, loop
-        The page at ``/`` and the JSON behind it, and the loop that the JSON is made on.
-    tls
-        What connections are encrypted with.
-    """
 
-    metrics: Metrics | None = None
-    api: WebApi | None = None
-    loop: asyncio.AbstractEventLoop | None = None
-    tls: Certificates | None = None
+PAGE_FILES = _page_files()
+"""Media type and bytes of every file of the page by its path; ``/`` is its HTML."""
 
 
 class HttpServer:
-    """A running server; raises ``OSError`` where it cannot listen.
+    """``host:port`` over HTTP, encrypted with ``certificates``, if any, while its context ``serving`` lasts.
 
-    Parameters
-    ----------
-    host, port
-        Where; port 0 takes a free one.
-    served
-        What it answers with.
+    It has ``metrics`` at ``/metrics``, if given, and the page with its JSON if given ``operators``, who answer,
+    and a ``gate``, which decides who may ask.
     """
 
-    def __init__(self, host: str, port: int, served: Served) -> None:
-        self._server = _Server(host, port, served)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="eplb-http", daemon=True)
-        self._thread.start()
+    def __init__(
+        self,
+        address: str,
+        metrics: Metrics | None = None,
+        operators: OperatorService | None = None,
+        gate: Gate | None = None,
+        certificates: Certificates | None = None,
+    ) -> None:
+        self._address = address
+        self._metrics = metrics
+        self._operators, self._gate = operators, gate
+        self.certificates = certificates
+        self._open: dict[asyncio.Transport, float] = {}
+        self._threads = ThreadPoolExecutor(_THREADS, "eplb-http")
+        self._runner = web.AppRunner(
+            self._application(), access_log=None, logger=_SILENT, lingering_time=0, shutdown_timeout=0.1
+        )
 
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        return int(self._server.server_port)
+    @contextlib.asynccontextmanager
+    async def serving(self, flag: str) -> AsyncIterator[str]:
+        """Answer as long as the context lasts; yields ``host:port`` with the real port.
 
-    def close(self) -> None:
-        """Stop answering."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 32
-
-    def __init__(self, host: str, port: int, served: Served) -> None:
-        self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        self.served = served
-        self.on_loopback = is_loopback(f"{host}:{port}")
-        self._open: dict[socket.socket, tuple[float, socket.socket]] = {}
-        self._lock = threading.Lock()
-        super().__init__((host, port), _Handler)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer on a thread, unless there are too many; those that take too long end."""
-        now = time.monotonic()
-        with self._lock:
-            for since, other in self._open.values():
-                if now - since > _CONNECTION_SECONDS:
-                    with contextlib.suppress(OSError):
-                        other.shutdown(socket.SHUT_RDWR)
-            if len(self._open) >= MOST_CONNECTIONS:
-                super().shutdown_request(request)
-                return
-            self._open[request] = now, request
-        super().process_request(request, client_address)
-
-    def finish_request(self, request: Any, client_address: Any) -> None:
-        """On the connection's thread: encrypt it where that is asked for, then answer."""
-        request.settimeout(_SOCKET_SECONDS)
-        if self.served.tls is None:
-            super().finish_request(request, client_address)
-            return
-        wrap = self.served.tls.context().wrap_socket
-        with wrap(request, server_side=True, do_handshake_on_connect=False) as encrypted:
-            with self._lock:
-                self._open[request] = time.monotonic(), encrypted
-            encrypted.do_handshake()
-            super().finish_request(encrypted, client_address)  # type: ignore[arg-type, unused-ignore]
-
-    def shutdown_request(self, request: Any) -> None:
-        """The connection is over."""
-        with self._lock:
-            self._open.pop(request, None)
-        super().shutdown_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
-        """What strangers send is none of the log's business, and what went wrong here is debugged there."""
-        _log.debug("http_request_failed", peer=client_address[0], exc_info=True)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-    server_version = f"eplb/{__version__}"
-    sys_version = ""
-
-    def do_GET(self) -> None:
-        """Metrics, a file of the page, or JSON."""
-        status, content = HTTPStatus.OK, None
+        Raises ``ListenError``, which names ``--flag``, where it cannot listen.
+        """
+        loop = asyncio.get_running_loop()
+        host, _, port = self._address.rpartition(":")
+        await self._runner.setup()
         try:
-            content = self._content(unquote(urlsplit(self.path).path))
-        except HttpError as error:
-            status, content = error.status, _json({"error": str(error)})
+            found = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+            family, where = found[0][0], str(found[0][4][0])
+            listener = await loop.create_server(
+                lambda: _Connection(self), where, int(port), family=family, backlog=32
+            )
+        except OSError as error:
+            reason = error.strerror or error
+            raise ListenError(f"cannot serve the {flag} on {self._address}: {reason}") from error
+        try:
+            yield f"{host}:{listener.sockets[0].getsockname()[1]}"
+        finally:
+            listener.close()
+            for transport in self._open:
+                transport.abort()
+            await self._runner.cleanup()
+            self._threads.shutdown(wait=False)
+
+    def admit(self, transport: asyncio.Transport) -> bool:
+        """Count a new connection, and end those that take too long; returns ``False`` where there are too many."""
+        now = time.monotonic()
+        for other, since in list(self._open.items()):
+            if other.is_closing():
+                del self._open[other]
+            elif now - since > _CONNECTION_SECONDS:
+                other.abort()
+        if len(self._open) >= MOST_CONNECTIONS:
+            return False
+        self._open[transport] = now
+        return True
+
+    def hand_over(self, transport: asyncio.Transport, early: bytes) -> None:
+        """Have aiohttp answer an admitted connection, on which ``early`` has been received."""
+        assert self._runner.server is not None
+        protocol = self._runner.server()
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+        if early:
+            protocol.data_received(early)
+
+    async def encrypt(
+        self, transport: asyncio.Transport, protocol: asyncio.Protocol
+    ) -> asyncio.Transport | None:
+        """Return the encrypted end of a connection; ``None`` where the handshake failed."""
+        assert self.certificates is not None
+        loop = asyncio.get_running_loop()
+        try:
+            context = await loop.run_in_executor(self._threads, self.certificates.context)
+            return await loop.start_tls(
+                transport, protocol, context, server_side=True, ssl_handshake_timeout=_HANDSHAKE_SECONDS
+            )
+        except OSError:
+            return None
+
+    def _application(self) -> web.Application:
+        application = web.Application(middlewares=[self._answered])
+        if self._metrics is not None:
+            application.router.add_get("/metrics", self._show_metrics)
+        if self._operators is not None:
+            for path in _CALLS:
+                application.router.add_get(_PREFIX + path, self._show_json)
+            for path in PAGE_FILES:
+                application.router.add_get(path, self._show_file)
+        application.router.add_get("/{path:.*}", self._show_nothing)
+        application.on_response_prepare.append(_add_headers)
+        return application
+
+    @web.middleware
+    async def _answered(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Turn errors into JSON; each connection has one request."""
+        try:
+            response: web.StreamResponse = await handler(request)
+        except web.HTTPException as error:
+            response = web.json_response({"error": error.text}, status=error.status)
         except Exception:
-            _log.exception("http_answer_failed", path=self.path[:256])
-            status = HTTPStatus.INTERNAL_SERVER_ERROR
-            content = _json({"error": "the service could not answer; its log has the reason"})
-        self._send(status, content)
+            _log.exception("http_answer_failed", path=request.path[:256])
+            message = "the service could not answer; its log has the reason"
+            response = web.json_response({"error": message}, status=500)
+        response.force_close()
+        return response
 
-    do_HEAD = do_GET
+    async def _show_metrics(self, request: web.Request) -> web.Response:
+        assert self._metrics is not None
+        metrics, accept = self._metrics, request.headers.get("Accept", "")
+        return await self._response(request, lambda: metrics.exposition(accept))
 
-    def log_message(self, format: str, *arguments: Any) -> None:
-        """Nothing: a scrape every few seconds is no news."""
+    async def _show_file(self, request: web.Request) -> web.Response:
+        return await self._response(request, lambda: PAGE_FILES[request.path])
 
-    def _content(self, path: str) -> Content:
-        served = self.server.served
-        if path == "/metrics" and served.metrics is not None:
-            kind, body = served.metrics.exposition(self.headers.get("Accept", ""))
-            return Content(kind, body)
-        if served.api is None:
-            raise HttpError(
-                HTTPStatus.NOT_FOUND, "metrics are at /metrics; the page has an address of its own"
+    async def _show_nothing(self, _request: web.Request) -> web.Response:
+        elsewhere = "metrics are at /metrics; the page has an address of its own"
+        here = "there is nothing here; the page is at /"
+        raise web.HTTPNotFound(text=here if self._operators else elsewhere)
+
+    async def _show_json(self, request: web.Request) -> web.Response:
+        host, token = _host_of(request), _token_of(request)
+        self._check_reached_as(request.headers.get("Host", ""))
+        is_local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        if token and self.certificates is None and not is_local:
+            raise web.HTTPForbidden(
+                text="a token is not taken in plain text from another host: serve the page with TLS (settings page "
+                "and tls_cert), or come through a tunnel"
             )
-        if path.startswith(PREFIX):
-            self._refuse_other_sites(served.api)
-            return _json(self._ask(served, path.removeprefix(PREFIX)))
-        if path not in PAGE_FILES:
-            raise HttpError(HTTPStatus.NOT_FOUND, "there is nothing here; the page is at /")
-        return PAGE_FILES[path]
+        answer = await asyncio.wait_for(self._ask(request, token, host), _ANSWER_SECONDS)
+        return await self._response(request, lambda: ("application/json", _json(answer)))
 
-    def _refuse_other_sites(self, api: WebApi) -> None:
+    def _check_reached_as(self, host: str) -> None:
         """Another site's name that resolves to this machine must not make a browser read what only this machine may."""
-        host = self.headers.get("Host", "")
-        if self.server.on_loopback and not api.asks_for_credentials and not is_loopback(_with_port(host)):
-            raise HttpError(
-                HTTPStatus.FORBIDDEN, f"this service is reached as localhost, not as {host[:64]!r}"
+        assert self._gate is not None
+        named = host if host.rpartition("]")[2].count(":") else f"{host}:0"
+        if is_loopback(self._address) and not self._gate.credentials.are_asked_for and not is_loopback(named):
+            raise web.HTTPForbidden(text=f"this service is reached as localhost, not as {host[:64]!r}")
+
+    async def _ask(self, request: web.Request, token: str, host: str) -> Any:
+        """Return the message, or document, that answers a request; raises ``HTTPException``."""
+        assert self._gate is not None
+        assert request.match_info.route.resource is not None
+        path = request.match_info.route.resource.canonical.removeprefix(_PREFIX)
+        call, kind, fields = _CALLS[path]
+        asked = kind(**request.match_info, **fields)
+        try:
+            credential = self._gate.admitted(
+                f"/eplb.v1.OperatorService/{call}", token, _certificate_names(request)
             )
+            credential.check_reach(asked)
+            if path == "service":
+                return {"version": __version__}
+            with acting_as(Caller(credential, host)):
+                return await getattr(self._operators, call)(asked, None)
+        except (StatusError, RefusedError, WireError) as error:
+            self._gate.note_refusal(f"GET {_PREFIX}{call}", host, code_of(error), str(error))
+            raise _ERRORS.get(code_of(error), web.HTTPBadRequest)(text=str(error)) from error
 
-    def _ask(self, served: Served, path: str) -> Mapping[str, Any]:
-        assert served.api is not None
-        assert served.loop is not None
-        kind, _, token = self.headers.get("Authorization", "").partition(" ")
-        token = token.strip() if kind == "Bearer" else ""
-        host = str(self.client_address[0])
-        if token and served.tls is None and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
-            raise HttpError(
-                HTTPStatus.FORBIDDEN,
-                "a token is not taken in plain text from another host: serve the page with TLS (settings page and "
-                "tls_cert), or come through a tunnel",
-            )
-        asked = served.api.answer(path, token, _names(self.connection), host)
-        answer = asyncio.run_coroutine_threadsafe(asked, served.loop).result(_ANSWER_SECONDS)
-        return answer if isinstance(answer, Mapping) else as_document(answer)
+    async def _response(self, request: web.Request, make: Callable[[], tuple[str, bytes]]) -> web.Response:
+        """Make the body on a thread: long texts and their compression would hold the event loop."""
+        zips = "gzip" in request.headers.get("Accept-Encoding", "")
 
-    def _send(self, status: HTTPStatus, content: Content) -> None:
-        body = content.body
-        self.send_response(status)
-        if len(body) >= _COMPRESSED_FROM_BYTES and "gzip" in self.headers.get("Accept-Encoding", ""):
-            body = gzip.compress(body, compresslevel=1)
-            self.send_header("Content-Encoding", "gzip")
-        for name, value in _HEADERS.items():
-            self.send_header(name, value)
-        self.send_header("Content-Type", content.kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        def made() -> web.Response:
+            kind, body = make()
+            headers = {"Content-Type": kind}
+            if zips and len(body) >= _COMPRESSED_FROM_BYTES:
+                body = gzip.compress(body, compresslevel=1)
+                headers["Content-Encoding"] = "gzip"
+            return web.Response(body=body, headers=headers)
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, made)
 
 
-def _json(document: Mapping[str, Any]) -> Content:
-    body = json.dumps(_finite(document), allow_nan=False, separators=(",", ":"))
-    return Content("application/json", body.encode())
+class _Connection(asyncio.Protocol):
+    """A new connection, until it is admitted, encrypted where asked for, and handed to aiohttp."""
+
+    def __init__(self, server: HttpServer) -> None:
+        self._server = server
+        self._early = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        if not self._server.admit(transport):
+            transport.abort()
+        elif self._server.certificates is None:
+            self._server.hand_over(transport, b"")
+        else:
+            self._encrypting = asyncio.create_task(self._encrypt(transport))
+
+    def data_received(self, data: bytes) -> None:
+        """Keep what arrives with the end of the handshake."""
+        self._early += data
+
+    async def _encrypt(self, transport: asyncio.Transport) -> None:
+        # Nothing is read before the handshake begins. Not earlier: Python 3.10 reads on after connection_made.
+        transport.pause_reading()
+        encrypted = await self._server.encrypt(transport, self)
+        if encrypted is not None:
+            self._server.hand_over(encrypted, self._early)
 
 
-def _finite(value: Any) -> Any:
-    """The same with ``None`` for ratios that there are not."""
-    if isinstance(value, Mapping):
-        return {name: _finite(of_name) for name, of_name in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and value != value else value  # noqa: PLR0124 - NaN alone
+async def _add_headers(_request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(_HEADERS)
 
 
-def _names(connection: Any) -> list[str]:
-    """Names in the client certificate that was verified; none without one."""
-    if not isinstance(connection, ssl.SSLSocket):
-        return []
-    certificate: Any = connection.getpeercert() or {}
+def _host_of(request: web.Request) -> str:
+    return str(request.remote)
+
+
+def _token_of(request: web.Request) -> str:
+    kind, _, token = request.headers.get("Authorization", "").partition(" ")
+    return token.strip() if kind == "Bearer" else ""
+
+
+def _certificate_names(request: web.Request) -> list[str]:
+    """Return the names in the client certificate that was verified; none without one."""
+    transport = request.transport
+    certificate = (transport.get_extra_info("peercert") if transport else None) or {}
     subject = [
         value for part in certificate.get("subject", ()) for name, value in part if name == "commonName"
     ]
     return subject + [value for _, value in certificate.get("subjectAltName", ())]
 
 
-def _with_port(host: str) -> str:
-    return host if host.rpartition("]")[2].count(":") else f"{host}:0"
+def _json(answer: Any) -> bytes:
+    document = answer if isinstance(answer, Mapping) else as_document(answer)
+    return json.dumps(_finite(document), allow_nan=False, separators=(",", ":")).encode()
+
+
+def _finite(value: Any) -> Any:
+    """Return the document with ``None`` for the ratios that there are not."""
+    if isinstance(value, Mapping):
+        return {name: _finite(of_name) for name, of_name in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and value != value else value  # noqa: PLR0124 - NaN alone

@@ -1,10 +1,8 @@
 """The operators in plain torch, for CPU and CUDA."""
 
-from worker_agent.moe.operators.reference.distribute_combine import (
+from worker_agent.moe.operators.reference.distribute import (
     npu_moe_distribute_combine,
     npu_moe_distribute_combine_v2,
-)
-from worker_agent.moe.operators.reference.distribute_dispatch import (
     npu_moe_distribute_dispatch,
     npu_moe_distribute_dispatch_v2,
 )

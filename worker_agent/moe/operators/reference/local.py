@@ -1,11 +1,11 @@
-"""The operators of one rank in plain torch; ``contract`` says what each does."""
+"""The operators of one rank in plain torch: N rows, H their width, G groups, T tokens, K choices per token."""
 
 from __future__ import annotations
 
 import torch
 from torch.nn import functional
 
-from worker_agent.moe.operators.contract import GroupListType, QuantMode, token_counts
+from worker_agent.moe.operators.codes import GroupListType, QuantMode
 
 
 def require(condition: bool, message: str) -> None:
@@ -27,7 +27,15 @@ def npu_grouped_matmul(
     group_list_type: int = 0,
     output_dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
-    """Multiply group by group, skipping empty ones; see ``Operators.npu_grouped_matmul``."""
+    """Multiply each group of rows of ``x[0] [N, K]`` with its matrix of ``weight[0] [G, K, M]``.
+
+    ``group_list`` int64 ``[G]`` is read as ``group_list_type`` says; ``group_type`` 0 groups rows and
+    ``split_item`` 2 returns one tensor ``[N, M]``. Rows past the last group are undefined.
+
+    Where both are int8, the product of a group is scaled by ``scale[0] [G, M]`` by column and by
+    ``per_token_scale[0] [N]`` by row, and returned as ``output_dtype``. To other products ``bias[0] [G, M]`` is
+    added.
+    """
     require(split_item in (2, 3) and group_type == 0, "only rows in groups, in one tensor, are supported")
     (rows_NK,), (weight_GKM,) = x, weight
     quantized = rows_NK.dtype == torch.int8
@@ -36,9 +44,9 @@ def npu_grouped_matmul(
         "int8 rows, and only they, need scales",
     )
     require(not quantized or bias is None, "biases of int8 rows are not supported")
-    counts_G = token_counts(group_list, group_list_type)
-    if rows_NK.is_cuda and fused_product_takes(rows_NK, weight_GKM):
-        return [fused_product(rows_NK, weight_GKM, counts_G, None if bias is None else bias[0])]
+    counts_G = GroupListType(group_list_type).counts(group_list)
+    if rows_NK.is_cuda and _fused_product_takes(rows_NK, weight_GKM):
+        return [_fused_product(rows_NK, weight_GKM, counts_G, None if bias is None else bias[0])]
     out_NM = torch.zeros(
         (rows_NK.shape[0], weight_GKM.shape[2]), dtype=output_dtype or rows_NK.dtype, device=rows_NK.device
     )
@@ -49,9 +57,9 @@ def npu_grouped_matmul(
             continue
         rows, matrix = rows_NK[start:end], weight_GKM[group]
         if scale is not None and per_token_scale is not None:
-            out_NM[start:end] = (
-                _exact_product(rows, matrix) * scale[0][group] * per_token_scale[0][start:end, None]
-            )
+            # In float64 the product is exact, as on hardware that sums in int32.
+            product = rows.double() @ matrix.double()
+            out_NM[start:end] = product * scale[0][group] * per_token_scale[0][start:end, None]
         else:
             torch.mm(rows, matrix, out=out_NM[start:end])
         if bias is not None:
@@ -59,13 +67,13 @@ def npu_grouped_matmul(
     return [out_NM]
 
 
-def fused_product_takes(rows_NK: torch.Tensor, weight_GKM: torch.Tensor) -> bool:
-    """Whether torch has one kernel for all groups: of bfloat16 matrices whose rows are multiples of 16 bytes."""
+def _fused_product_takes(rows_NK: torch.Tensor, weight_GKM: torch.Tensor) -> bool:
+    """Return whether torch has one kernel for all groups: of bfloat16 matrices with rows of multiples of 16 bytes."""
     aligned = all(size * rows_NK.element_size() % 16 == 0 for size in weight_GKM.shape[1:])
     return hasattr(functional, "grouped_mm") and rows_NK.dtype == torch.bfloat16 and aligned
 
 
-def fused_product(
+def _fused_product(
     rows_NK: torch.Tensor, weight_GKM: torch.Tensor, counts_G: torch.Tensor, bias_GM: torch.Tensor | None
 ) -> torch.Tensor:
     """The same without reading the counts on the host; rows behind the groups may become anything."""
@@ -79,7 +87,7 @@ def fused_product(
 
 
 def npu_dynamic_quant(input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize each row to -127..127 by its largest magnitude; a row of zeros stays one."""
+    """Quantize each row of ``[N, H]`` symmetrically: int8 ``[N, H]``, and float32 ``[N]`` to scale it back by."""
     wide_NH = input.float()
     scale_N = wide_NH.abs().amax(dim=-1) / 127
     steps_NH = wide_NH / scale_N.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
@@ -92,15 +100,14 @@ def npu_swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     return functional.silu(gate) * up
 
 
-def _exact_product(rows_NK: torch.Tensor, matrix_KM: torch.Tensor) -> torch.Tensor:
-    """The product of int8 matrices, in float64: exact, as on hardware that sums in int32."""
-    return rows_NK.double() @ matrix_KM.double()
-
-
 def npu_moe_token_permute(
     tokens: torch.Tensor, indices: torch.Tensor, num_out_tokens: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort tokens, once per choice, by index; see ``Operators.npu_moe_token_permute``."""
+    """Repeat tokens ``[T, H]`` once per choice, stably sorted by ``indices`` (``[T, K]`` or ``[T]``).
+
+    Returns the rows ``[T*K, H]`` and int32 ``[T*K]``: the row of each choice among them. With a
+    positive ``num_out_tokens`` only that many first rows are returned.
+    """
     choices = indices.shape[1] if indices.ndim == 2 else 1
     choice_of_row = torch.argsort(indices.reshape(-1), stable=True)
     kept = choice_of_row[:num_out_tokens] if num_out_tokens else choice_of_row
@@ -110,7 +117,10 @@ def npu_moe_token_permute(
 def npu_moe_token_unpermute(
     permuted_tokens: torch.Tensor, sorted_indices: torch.Tensor, probs: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Gather each token's rows and sum them, weighted, in float32 or better and in order of choice."""
+    """Undo a permutation: ``[T, H]``, each token the sum of its choices' rows times ``probs [T, K]``.
+
+    Without ``probs`` each row is a token of its own.
+    """
     rows_NH = permuted_tokens.index_select(0, sorted_indices)
     if probs is None:
         return rows_NH
@@ -132,7 +142,13 @@ def npu_moe_init_routing_v2(
     quant_mode: int = -1,
     row_idx_type: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort the choices of an expert range by expert; see ``Operators.npu_moe_init_routing_v2``."""
+    """Sort the choices ``expert_idx [T, K]`` within ``active_expert_range`` (half open) by expert.
+
+    Returns the rows ``[T*K, H]``, those of active choices first and the rest undefined; int32 ``[T*K]``,
+    the row of each choice, or -1 where it is not active; the tokens of each active expert, int64,
+    counts where ``expert_tokens_num_type`` is 1 and cumulative where it is 0; and float32 ``[T*K]``, the
+    rows' scales where they are quantized: here, or before, when ``scale [T]`` holds the tokens' own.
+    """
     choices = expert_idx.shape[1]
     require(active_num == expert_idx.numel(), f"active_num must be {expert_idx.numel()}, got {active_num}")
     require(expert_tokens_num_flag, "expert_tokens_num_flag must be set")

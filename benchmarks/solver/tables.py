@@ -1,0 +1,289 @@
+"""The results of a run as tables, one or more for each measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import rich.box
+import rich.table
+
+from benchmarks.solver.heats import KINDS, shape_name
+from benchmarks.solver.judged import Results, Rows, Target, compared_cells, promise_error, targets
+from benchmarks.solver.measures import SMALL, growth
+from eplb_service.bench.closed_loop import cpu_after_first, moves_after_first, realised_mean
+from eplb_service.bench.contest import OURS, OURS_EVEN
+from eplb_service.bench.peers.balancers import FLASHLB
+
+
+class Table(NamedTuple):
+    """Rows under columns; the first column is left-aligned, and ``marked`` rows are set off."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+    marked: Collection[int] = ()
+
+    def drawn(self) -> rich.table.Table:
+        """Lay the table out for a terminal."""
+        table = rich.table.Table(
+            title=self.title, caption=self.note or None, box=rich.box.SIMPLE_HEAD, title_justify="left"
+        )
+        for number, column in enumerate(self.columns):
+            table.add_column(column, justify="left" if number == 0 else "right")
+        for number, row in enumerate(self.rows):
+            table.add_row(*row, style="bold red" if number in self.marked else None)
+        return table
+
+
+def tables(results: Results) -> list[Table]:
+    """Targets first, then every measurement that was made."""
+    makers: Mapping[str, Callable[[Rows], list[Table]]] = {
+        "cells": lambda rows: [_cells(rows, OURS), _cells(rows, OURS_EVEN), _policies(rows)],
+        "time": _time,
+        "keeping": _keeping,
+        "tables": _source_tables,
+        "loop": lambda rows: _loop(rows, "Closed loop"),
+        "traces": lambda rows: _loop(rows, "Recorded trace"),
+        "pareto": lambda rows: _loop(rows, "Balance against moves"),
+        "scaling": _scaling,
+        "ablation": _ablation,
+        "example": _example,
+        "few_slots": _few_slots,
+    }
+    found = [target_table(targets(results))]
+    for name, maker in makers.items():
+        if results.get(name):
+            found += maker(results[name])
+    return found
+
+
+def target_table(judged: Sequence[Target]) -> Table:
+    """Targets beside what was found; those that are missed are marked."""
+    lines = [(one.what, one.wanted, one.found, "met" if one.met else "NOT MET") for one in judged]
+    missed = [number for number, one in enumerate(judged) if not one.met]
+    title = f"Targets: {len(judged) - len(missed)} of {len(judged)} met"
+    return Table(title, ("target", "wanted", "found", ""), lines, marked=missed)
+
+
+def _cells(rows: Rows, mine: str) -> Table:
+    compared = compared_cells(rows, mine)
+    how = "Ours through its tables, FlashLB by even shares." if mine == OURS else "By even shares."
+    return Table(
+        f"Balance: {mine}, beside FlashLB, placed from scratch",
+        ("shape, heat", "window: ours", "FlashLB", "worst seed", "next: ours", "FlashLB", "worst seed", ""),
+        [
+            (
+                f"{cell.shape} {cell.kind}",
+                *(f"{ratio:.4f}" for ratio in cell.in_sample[:2]),
+                f"{cell.in_sample[2]:+.4f}",
+                *(f"{ratio:.4f}" for ratio in cell.next_window[:2]),
+                f"{cell.next_window[2]:+.4f}",
+                "; ".join(cell.failings) or "ok",
+            )
+            for cell in compared
+        ],
+        f"Peak-to-average ratio per step, mean over layers and seeds; layers x experts x ranks x slots. {how}",
+        [number for number, cell in enumerate(compared) if cell.failings],
+    )
+
+
+def _policies(rows: Rows) -> Table:
+    """All policies on the first seed, the mean over the shapes."""
+    here = [row for row in rows if row["seed"] == rows[0]["seed"]]
+    kinds = list(dict.fromkeys(row["kind"] for row in here))
+
+    def line(policy: str) -> list[str]:
+        mine = [row for row in here if row["policy"] == policy]
+        ratios = [
+            " / ".join(
+                f"{np.mean(found):.3f}" if found else ""
+                for found in ([row[field] for row in mine if row["kind"] == kind] for kind in kinds)
+            )
+            for field in ("in_sample", "next_window")
+        ]
+        moved, seconds = (np.mean([row[field] for row in mine]) for field in ("moved", "cpu_seconds"))
+        return [policy, *ratios, f"{moved:.0%}", f"{seconds:.3f}"]
+
+    return Table(
+        "Balance: all policies",
+        ("policy", "window: " + " / ".join(kinds), "next window", "slots moved", "CPU s"),
+        [line(policy) for policy in dict.fromkeys(row["policy"] for row in here)],
+        f"Mean over the shapes, seed {rows[0]['seed']}; each placed from the engines' first layout; ours through its "
+        "tables, all others by even shares.",
+    )
+
+
+def _source_tables(rows: Rows) -> list[Table]:
+    return [
+        Table(
+            "Through the tables of the source ranks",
+            ("heat, spread of sources, policy", "window", "next window", "promised", "realised"),
+            [
+                (
+                    f"{row['kind']}, {row['spread']:g}, {row['policy']}",
+                    f"{row['realised_window']:.4f}",
+                    f"{row['realised_next']:.4f}",
+                    "" if row["promised_L"] is None else f"{np.mean(row['promised_L']):.4f}",
+                    "" if row["promised_L"] is None else f"{promise_error(row):+.2%}",
+                )
+                for row in rows
+            ],
+            f"{rows[0]['shape']}; each token draws its source rank from a persistent lognormal mix of this log-sd. "
+            "Ratios per step; a promise is about the window. Peers by replica `rank % replicas`.",
+        )
+    ]
+
+
+def _example(rows: Rows) -> list[Table]:
+    return [
+        Table(
+            "Known example: tokens on the hottest rank",
+            ("policy", "even shares", "tables, 8 sources"),
+            [(row["policy"], f"{row['even']:.2f}", f"{row['sources_8']:.2f}") for row in rows],
+            "[600, 560, 120, 120, 20, 10, 10, 10] on 8 ranks x 2 slots, mean 181.25; with even shares 196.67 is "
+            "optimal. Tables of 16 sources could reach 185.",
+        )
+    ]
+
+
+def _few_slots(rows: Rows) -> list[Table]:
+    def ratio(row: Mapping[str, Any], name: str) -> str:
+        return f"{row[name]:.4f}" if name in row else ""
+
+    return [
+        Table(
+            "Two slots per rank, beside a long search",
+            ("shape, heat", OURS_EVEN, FLASHLB, "long search", "ours above it"),
+            [
+                (
+                    f"{row['shape']} {row['kind']}",
+                    ratio(row, OURS_EVEN),
+                    ratio(row, FLASHLB),
+                    ratio(row, "best"),
+                    f"{row[OURS_EVEN] / row['best'] - 1:+.2%}" if OURS_EVEN in row and "best" in row else "",
+                )
+                for row in rows
+            ],
+            f"Even shares, ratio over the solver's 64 episodes; {rows[0]['long_seconds']:g} s of long search a layer.",
+        )
+    ]
+
+
+def _time(rows: Rows) -> list[Table]:
+    lines = []
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        totals: dict[str, float] = {}
+        for policy in dict.fromkeys(row["policy"] for row in rows if row["shape"] == shape):
+            here = [row["cpu_seconds"] for row in rows if (row["shape"], row["policy"]) == (shape, policy)]
+            totals[policy] = sum(min(seconds) for seconds in here)
+            by_kind = [f"{min(spent):.3f} / {np.median(spent):.3f} / {max(spent):.3f}" for spent in here]
+            over = f"{totals[policy] / totals[OURS]:.2f}" if OURS in totals else ""
+            padding = [""] * (len(KINDS) - len(here))
+            lines.append((f"{shape} {policy}", *by_kind, *padding, f"{totals[policy]:.3f}", over))
+    return [
+        Table(
+            "CPU seconds of one decision that places everything",
+            ("shape, policy", *KINDS, "sum of minima", "over ours"),
+            lines,
+            "Least / median / most of the repeats; one thread, policies asked in turn, each in a process of its own.",
+        )
+    ]
+
+
+def _keeping(rows: Rows) -> list[Table]:
+    return [
+        Table(
+            "A decision on static heat that was placed one window before",
+            ("policy", "layers changed", "CPU ms: least", "median"),
+            [
+                (
+                    f"{row['policy']}, {row['case']}",
+                    str(row["changed_layers"]),
+                    f"{min(row['cpu_seconds']) * 1e3:.1f}",
+                    f"{np.median(row['cpu_seconds']) * 1e3:.1f}",
+                )
+                for row in rows
+            ],
+            f"{rows[0]['shape']}, one thread.",
+        )
+    ]
+
+
+def _scaling(rows: Rows) -> list[Table]:
+    lines = []
+    for grows in dict.fromkeys(row["grows"] for row in rows):
+        for policy in dict.fromkeys(row["policy"] for row in rows):
+            here = [row for row in rows if (row["grows"], row["policy"]) == (grows, policy)]
+            sizes, seconds = [row["size"] for row in here], [row["cpu_seconds"] for row in here]
+            points = ", ".join(f"{size}: {spent:.3f}" for size, spent in zip(sizes, seconds, strict=True))
+            lines.append(
+                (f"{grows}, {policy}", points, f"{growth(sizes, seconds):.2f}" if len(here) > 1 else "")
+            )
+    return [
+        Table(
+            "CPU seconds as layers, experts and ranks grow",
+            ("what grows, policy", "size: seconds", "power"),
+            lines,
+            "From 16 layers, 256 experts, 32 ranks, one slot per rank more than needed; phased heat.",
+        )
+    ]
+
+
+def _loop(rows: Rows, title: str) -> list[Table]:
+    found = []
+    for course in dict.fromkeys(row["course"] for row in rows):
+        here = [row for row in rows if row["course"] == course]
+        decisions = max(1, len(here[0]["moves"]) - 1)
+        lines = [
+            (
+                row["policy"],
+                f"{realised_mean(row):.4f}",
+                str(moves_after_first(row)),
+                f"{moves_after_first(row) / decisions / row['slots']:.1%}",
+                f"{cpu_after_first(row):.3f}",
+            )
+            for row in here
+        ]
+        columns = ("policy", "realised", "slots moved", "of all slots, a decision", "CPU s a decision")
+        note = f"Ratio per step on the window after each of {decisions} decisions, through each policy's own tables."
+        found.append(Table(f"{title}: {course}", columns, lines, note))
+    return found
+
+
+def _ablation(rows: Rows) -> list[Table]:
+    traces = [name for name in dict.fromkeys(row["course"] for row in rows) if name not in KINDS]
+
+    def mean(policy: str, measure: Callable[[Mapping[str, Any]], float | None], *courses: str) -> float:
+        here = [row for row in rows if row["policy"] == policy and row["course"] in (courses or KINDS)]
+        known = [value for value in map(measure, here) if value is not None]
+        return float(np.mean(known)) if known else np.nan
+
+    def line(policy: str) -> Sequence[str]:
+        return (
+            policy,
+            f"{mean(policy, lambda row: row['in_sample']):.4f}",
+            f"{mean(policy, lambda row: row['cpu_from_scratch']):.3f}",
+            *(f"{mean(policy, lambda row, name=name: row.get(name)):.4f}" for name in SMALL),
+            " / ".join(f"{mean(policy, realised_mean, kind):.3f}" for kind in KINDS),
+            f"{mean(policy, moves_after_first):.0f}",
+            f"{mean(policy, cpu_after_first):.3f}",
+            *(
+                f"{mean(policy, realised_mean, name):.3f}, {mean(policy, moves_after_first, name):.0f}"
+                for name in traces
+            ),
+        )
+
+    columns = ("planner", "from scratch: window", "CPU s", *map(shape_name, SMALL.values()))
+    columns += ("loop: " + " / ".join(KINDS), "slots moved", "CPU s per decision")
+    return [
+        Table(
+            "Ablation: one component switched off at a time",
+            (*columns, *(f"{name}: ratio, slots moved" for name in traces)),
+            [line(policy) for policy in dict.fromkeys(row["policy"] for row in rows)],
+            f"Means over the four kinds and {len({row['seed'] for row in rows} - {None})} seeds; source ranks differ "
+            "by a log-sd of 0.3. Columns with a shape: placed from scratch for a host that splits evenly.",
+        )
+    ]

@@ -1,0 +1,444 @@
+"""Peak-to-average ratios of the window after a decision: placements of three kinds, each under five splits."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.solver.heats import generate
+from eplb_service.bench.closed_loop import Course
+from eplb_service.bench.decision import Float64
+from eplb_service.bench.scoring import peak_to_average
+from eplb_service.offline import Solution, solve
+from eplb_service.placement import Placement, with_entries
+from eplb_service.planner.score import balanced_par
+from eplb_service.solver.model import Int64
+from eplb_service.solver.stepwise import level, loads_by_step, replicas_in, split_evenly
+from worker_agent.moe.stepwise import StepwiseSplit, rounds_for
+
+FOR_EVEN, FOR_STEPS = "made for even shares", "made for the stepwise split"
+PLACEMENTS = {
+    "DeepSeek's EPLB": {"policy": "deepseek", "split": "even"},
+    FOR_EVEN: {"split": "even"},
+    FOR_STEPS: {"split": "step"},
+}
+EVEN_SHARES, RANDOM, LPLB, STEPWISE, OPTIMUM = SPLITS = (
+    "even shares",
+    "a random replica per token",
+    "LP shares, drawn (LPLB)",
+    "stepwise",
+    "optimum",
+)
+
+
+def quality(course: Course, window: int, windows: int, seed: int = 0) -> Iterator[dict[str, object]]:
+    """A row for each placement: its name, and the mean ratio of the next windows under each split, over layers.
+
+    Windows follow one another; a placement made on one serves the next. Peers that draw do so with ``seed``.
+    """
+    generator = np.random.default_rng(seed)
+    heat_TLE = course.heat_TLE.astype(np.int64)
+    for name, options in PLACEMENTS.items():
+        ratios: dict[str, list[float]] = {split: [] for split in SPLITS}
+        for start in starts_of(len(heat_TLE), window, windows):
+            seen_TLE, next_TLE = (
+                heat_TLE[start : start + window],
+                heat_TLE[start + window : start + 2 * window],
+            )
+            placed_LRS = solve(seen_TLE, course.ranks, course.slots, **options).phy2log
+            for layer, placed_RS in enumerate(placed_LRS):
+                for split, loads_TR in loads(placed_RS, next_TLE[:, layer], generator).items():
+                    ratios[split].append(peak_to_average(loads_TR))
+        yield {"placement": name, **{split: float(np.mean(found)) for split, found in ratios.items()}}
+
+
+def starts_of(steps: int, window: int, windows: int) -> list[int]:
+    """The first steps of so many windows, spread over all ``steps``, each with another one behind it."""
+    return [int(at) for at in np.linspace(0, steps - 2 * window, windows)]
+
+
+def loads(
+    placed_RS: np.ndarray, heat_TE: np.ndarray, generator: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """Tokens of each rank in each step, ``[T, R]``, under each of ``SPLITS``."""
+    ranks, slots = placed_RS.shape
+    placed_RS = np.ascontiguousarray(placed_RS, dtype=np.int32)
+    experts = heat_TE.shape[1]
+    replicas = replicas_in(placed_RS, experts)
+    split = StepwiseSplit(placed_RS, experts)
+    found: dict[str, list[np.ndarray]] = {name: [] for name in SPLITS[:-1]}
+    for heat_E in heat_TE:
+        even_P, best_P, load_R = np.empty(ranks * slots), np.empty(ranks * slots), np.empty(ranks)
+        split_evenly(replicas, heat_E.astype(np.float64), even_P, load_R, False)
+        found[EVEN_SHARES].append(load_R.copy())
+        found[RANDOM].append(_drawn(replicas, heat_E, even_P, ranks, generator))
+        split_evenly(replicas, heat_E.astype(np.float64), best_P, load_R, False)
+        level(replicas, best_P, load_R, False)
+        found[LPLB].append(_drawn(replicas, heat_E, best_P, ranks, generator))
+        found[STEPWISE].append(stepwise_loads(split, heat_E, ranks, slots))
+    stacked = {name: np.stack(rows) for name, rows in found.items()}
+    stacked[OPTIMUM] = loads_by_step(heat_TE[:, None], placed_RS[None], True)[:, 0]
+    return stacked
+
+
+def stepwise_loads(split: StepwiseSplit, heat_E: np.ndarray, ranks: int, slots: int) -> np.ndarray:
+    """What the live layer's split gives each rank."""
+    choices = int(heat_E.sum())
+    ends_P = split.ends(torch.from_numpy(np.ascontiguousarray(heat_E)), choices).numpy()
+    rank_P = split.physical_P1[:-1].numpy() // slots
+    return np.bincount(rank_P, np.diff(ends_P, prepend=0), minlength=ranks)
+
+
+def _drawn(
+    replicas: object, heat_E: np.ndarray, flow_P: np.ndarray, ranks: int, generator: np.random.Generator
+) -> np.ndarray:
+    """Each token to a replica of its expert at random, replicas as likely as their part of the expert's tokens."""
+    load_R = np.zeros(ranks)
+    for e, tokens in enumerate(heat_E):
+        slot_K = replicas.slot_P[replicas.first_E1[e] : replicas.first_E1[e + 1]]  # type: ignore[attr-defined]
+        if tokens:
+            share_K = np.maximum(flow_P[slot_K], 0.0)
+            drawn_K = generator.multinomial(tokens, share_K / share_K.sum())
+            np.add.at(load_R, replicas.rank_P[slot_K], drawn_K)  # type: ignore[attr-defined]
+    return load_R
+
+
+GREEDY, RULE, SOLVED, ROUND, DEALT = TABLES = (
+    "DeepSeek's EPLB, by rank % replicas",
+    "by rank % replicas",
+    "solved",
+    "dealt round the replicas",
+    "dealt, solved",
+)
+
+
+def by_source(
+    source_TRLE: np.ndarray, slots: int, window: int, windows: int, width: int
+) -> dict[str, list[float]]:
+    """The mean ratio of each window served, over layers, under each of ``TABLES``.
+
+    ``source_TRLE`` are the tokens of each step by the rank that they come from. Tables are made on one window's and
+    serve the next. Those that deal have ``width`` entries.
+    """
+    found: dict[str, list[float]] = {name: [] for name in TABLES}
+    for start in starts_of(len(source_TRLE), window, windows):
+        seen_TRLE = source_TRLE[start : start + window].astype(np.int64)
+        next_TRLE = source_TRLE[start + window : start + 2 * window].astype(np.int64)
+        for name, (phy2log_LRS, table_RLED) in tables_made(seen_TRLE, slots, width):
+            ratios = [
+                peak_to_average(loads_by_table(phy2log_RS, table_RLED[:, layer], next_TRLE[:, :, layer]))
+                for layer, phy2log_RS in enumerate(phy2log_LRS)
+            ]
+            found[name].append(float(np.mean(ratios)))
+    return found
+
+
+def tables_made(
+    seen_TRLE: np.ndarray, slots: int, width: int
+) -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray]]]:
+    """A placement ``[L, R, S]`` and its tables ``[R, L, E, D]`` for each of ``TABLES``, made on a window."""
+    ranks, experts = seen_TRLE.shape[1], seen_TRLE.shape[3]
+
+    def solved(**options: str) -> Solution:
+        heat_TLE = seen_TRLE.sum(axis=1)
+        return solve(heat_TLE, ranks, slots, source_heat=seen_TRLE, deal_width=width, **options)
+
+    def by_rule(solution: Solution, entries: int) -> tuple[np.ndarray, np.ndarray]:
+        table_RLE = Placement(solution.phy2log, experts).default_log2phy(entries)
+        return solution.phy2log, with_entries(table_RLE, 3)
+
+    yield GREEDY, by_rule(solved(policy="deepseek", split="tables"), 1)
+    for split, rule, own, entries in (("tables", RULE, SOLVED, 1), ("deal", ROUND, DEALT, width)):
+        solution = solved(split=split)
+        yield rule, by_rule(solution, entries)
+        yield own, (solution.phy2log, with_entries(solution.log2phy, 3))
+
+
+def drawn_sources(course: Course, seed: int = 0) -> np.ndarray:
+    """Each step's tokens by the rank that they come from, int64 ``[T, R, L, E]``: each token from any rank alike."""
+    generator = np.random.default_rng(seed)
+    heat_TLE, ranks = course.heat_TLE.astype(np.int64), course.ranks
+    mix_LER = np.full((*heat_TLE.shape[1:], ranks), 1 / ranks)
+    drawn_TLER = generator.multinomial(heat_TLE, np.broadcast_to(mix_LER, (len(heat_TLE), *mix_LER.shape)))
+    return np.moveaxis(drawn_TLER, -1, 1)
+
+
+def loads_by_table(phy2log_RS: np.ndarray, table_RED: np.ndarray, source_TRE: np.ndarray) -> np.ndarray:
+    """Tokens of each rank in each step, ``[T, R]``: a source's ``i``-th token of an expert goes to entry ``i % D``."""
+    ranks, slots = phy2log_RS.shape
+    width = table_RED.shape[2]
+    # Of c tokens, entry k gets those numbered k, k + D, and so on.
+    tokens_TRED = (source_TRE[..., None] + width - 1 - np.arange(width)) // width
+    at_RED = table_RED // slots
+    return np.stack(
+        [np.bincount(at_RED.ravel(), tokens_RED.ravel(), minlength=ranks) for tokens_RED in tokens_TRED]
+    )
+
+
+@dataclass(frozen=True)
+class EvenFloor:
+    """Peak-to-average ratios, means over layers, below which even shares are not expected to come.
+
+    Parameters
+    ----------
+    estimate
+        ``even_floor``, for any placement.
+    known
+        What a placement comes to that was made on so many steps that means are all but known.
+    noise
+        What it would come to were its ranks' means the same: the part that no search for balance can take away.
+    """
+
+    estimate: float
+    known: float
+    noise: float
+
+    @classmethod
+    def of(cls, heat_TLE: np.ndarray, ranks: int, slots: int) -> EvenFloor:
+        """Of steps of one popularity: placed on the first half of them, measured on the second."""
+        half = len(heat_TLE) // 2
+        placed_LRS = solve(heat_TLE[:half].astype(np.int64), ranks, slots, split="even").phy2log
+        found = [
+            (even_floor(heat_TE, ranks, slots), *ratio_and_noise(placed_RS, heat_TE))
+            for placed_RS, heat_TE in zip(placed_LRS, heat_TLE[half:].transpose(1, 0, 2), strict=True)
+        ]
+        return cls(*map(float, np.mean(found, axis=0)))
+
+    def __str__(self) -> str:
+        known = f"with means known {self.known:.3f}, of it noise {self.noise:.3f}"
+        return f"noise leaves {self.estimate:.3f} by estimate; {known}"
+
+
+def ratio_and_noise(phy2log_RS: np.ndarray, heat_TE: np.ndarray) -> tuple[float, float]:
+    """The ratio of a placement under even shares, and what it would be were its ranks' mean loads the same."""
+    share_RS = 1.0 / np.bincount(phy2log_RS.ravel(), minlength=heat_TE.shape[1])[phy2log_RS]
+    load_TR = (heat_TE[:, phy2log_RS] * share_RS).sum(axis=2)
+    mean_R = load_TR.mean(axis=0)
+    return float(peak_to_average(load_TR)), float(peak_to_average(load_TR - mean_R + mean_R.mean()))
+
+
+def even_floor(heat_TE: np.ndarray, ranks: int, slots: int) -> float:
+    """The peak-to-average ratio of one layer that placements come to at best where replicas share evenly.
+
+    Of an expert whose tokens vary by ``v`` from step to step, ``k`` replicas vary by ``v / k**2`` each, ``v / k``
+    together. So all ranks together vary the least where replicas are where they lower that sum most. Ranks are then
+    taken to be balanced in the mean, to vary alike, and each for itself but for the step's tokens, which are given: the
+    largest of them is Blom's. Ranks that share an expert vary together, which lowers the ratio somewhat; skewness,
+    which is left out, raises it by about as much.
+    """
+    variance_E = heat_TE.var(axis=0, ddof=1)
+    replicas_E = least_variance(variance_E, ranks, slots)
+    tokens = heat_TE.sum(axis=1).mean()
+    return float(balanced_par(np.array([(variance_E / replicas_E).sum() / tokens**2]), ranks)[0])
+
+
+def least_variance(variance_E: np.ndarray, ranks: int, slots: int) -> np.ndarray:
+    """Replicas of each expert, at most one a rank, whose variances sum up to least: the next where it lowers most."""
+    replicas_E = np.ones(variance_E.size, dtype=np.int64)
+    gains = [(-v / 2, expert) for expert, v in enumerate(variance_E.tolist())] if ranks > 1 else []
+    heapq.heapify(gains)
+    for _ in range(ranks * slots - variance_E.size):
+        if not gains:
+            break
+        expert = heapq.heappop(gains)[1]
+        replicas_E[expert] += 1
+        k = int(replicas_E[expert])
+        if k < ranks:
+            heapq.heappush(gains, (-float(variance_E[expert]) / (k * (k + 1)), expert))
+    return replicas_E
+
+
+ROUNDS = (10, 16, 22, 30, 42, 100)
+CALLS = 200
+WITHIN_A_TOKEN = "within a token"
+AT_BEST = "best in whole tokens"
+"""Steps whose hottest rank has as few whole tokens as any split gives it; the linear program may cut tokens."""
+
+
+def cost(
+    experts: int, ranks: int, slots: int, tokens: int, layers: int = 4, steps: int = 64
+) -> Iterator[dict[str, object]]:
+    """A row for each number of rounds: tokens above the linear program's optimum, and microseconds of CPU of a call.
+
+    ``over`` is the most tokens above the best split in whole ones.
+
+    Placements are made for even shares and for the stepwise split, half of the layers each, on steps of their own.
+    """
+    heat_TLE = generate("static", layers, experts, 2 * steps, tokens=tokens).astype(np.int64)
+    half = layers // 2
+    placed_LRS = np.concatenate(
+        [
+            solve(heat_TLE[:steps, part], ranks, slots, split=split).phy2log
+            for part, split in ((slice(half), "even"), (slice(half, None), "step"))
+        ]
+    )
+    above: dict[int, list[float]] = {rounds: [] for rounds in ROUNDS}
+    over: dict[int, list[float]] = {rounds: [] for rounds in ROUNDS}
+    timed: dict[int, list[float]] = {rounds: [] for rounds in ROUNDS}
+    splits = [
+        {rounds: StepwiseSplit(placed_RS, experts, rounds=rounds) for rounds in ROUNDS}
+        for placed_RS in placed_LRS
+    ]
+    for layer, placed_RS in enumerate(placed_LRS):
+        for heat_E in heat_TLE[steps:, layer]:
+            best, whole = (
+                loads_by_step(heat_E[None, None], placed_RS[None], cut).max() for cut in (False, True)
+            )
+            for rounds, split in splits[layer].items():
+                hottest = stepwise_loads(split, heat_E, ranks, slots).max()
+                above[rounds].append(hottest - best)
+                over[rounds].append(hottest - whole)
+        # By turns, so that what else the machine does meets all alike.
+        counts_E = torch.from_numpy(heat_TLE[-1, layer])
+        for rounds, split in splits[layer].items():
+            timed[rounds] += microseconds(split, counts_E)
+    for rounds in ROUNDS:
+        yield {
+            "rounds": rounds,
+            "mean": float(np.mean(above[rounds])),
+            "most": float(np.max(above[rounds])),
+            WITHIN_A_TOKEN: float(np.mean(np.array(above[rounds]) <= 1 + 1e-6)),
+            AT_BEST: float(np.mean(np.array(over[rounds]) == 0)),
+            "over": float(np.max(over[rounds])),
+            "us": [float(x) for x in np.percentile(timed[rounds], (5, 50, 95))],
+        }
+
+
+@torch.no_grad()
+def microseconds(split: StepwiseSplit, counts_E: torch.Tensor) -> list[float]:
+    """CPU time of so many calls, after some to warm up; on one thread, whatever else the machine does."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    times = []
+    try:
+        for call in range(CALLS + 50):
+            began = time.thread_time()
+            split.ends(counts_E)
+            if call >= 50:
+                times.append((time.thread_time() - began) * 1e6)
+    finally:
+        torch.set_num_threads(threads)
+    return times
+
+
+TOKENS = (256, 1024, 4096, 16384, 65536)
+RANKS = ((8, 33), (32, 9), (64, 5))
+"""With their slots: a spare one for each rank and 256 experts."""
+DRAWN, SKEWED = "drawn", "skewed"
+_CHOICES = 8
+_EXPERTS = 256
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """Of the steps of one kind."""
+
+    ranks: int
+    slots: int
+    tokens: int
+    popularity: str
+    rounds: int
+    above: Float64
+    """float64 ``[N]``: tokens of the hottest rank above the linear program, which may cut tokens."""
+
+    over: Float64
+    """float64 ``[N]``: above the best split in whole tokens."""
+
+    share: Float64
+    """float64 ``[N]``: the latter as a part of the hottest rank's tokens at best."""
+
+    @property
+    def within(self) -> float:
+        """The part of the steps within a token of the linear program."""
+        return float(np.mean(self.above <= 1 + 1e-6))
+
+
+def exactness(steps: int = 32) -> Iterator[Exactness]:
+    """One for each number of ranks and of tokens, and each popularity; half of the steps by each of two placements.
+
+    One is made for even shares and one for the stepwise split, on as many other steps.
+    """
+    for ranks, slots in RANKS:
+        for tokens in TOKENS:
+            for popularity in (DRAWN, SKEWED):
+                yield _exactness(ranks, slots, tokens, popularity, steps)
+
+
+def _exactness(ranks: int, slots: int, tokens: int, popularity: str, steps: int) -> Exactness:
+    heat_TLE = _drawn(tokens, 2 * steps) if popularity == DRAWN else _skewed(tokens, 2 * steps)
+    hottest: list[tuple[float, float, float]] = []
+    for layer, made_for in enumerate(("even", "step")):
+        solved = solve(heat_TLE[:steps, layer : layer + 1].astype(np.int32), ranks, slots, split=made_for)
+        split = StepwiseSplit(solved.phy2log[0], _EXPERTS)
+        for heat_E in heat_TLE[steps:, layer]:
+            best, whole = (
+                loads_by_step(heat_E[None, None], solved.phy2log, cut).max() for cut in (False, True)
+            )
+            hottest.append((stepwise_loads(split, heat_E, ranks, slots).max(), best, whole))
+    found_N, best_N, whole_N = np.array(hottest).T
+    over_N = found_N - whole_N
+    rounds = rounds_for(tokens * _CHOICES)
+    return Exactness(ranks, slots, tokens, popularity, rounds, found_N - best_N, over_N, over_N / whole_N)
+
+
+def _drawn(tokens: int, steps: int) -> Int64:
+    """As in the other parts, ``[steps, 2, E]``."""
+    return generate("static", 2, _EXPERTS, steps, tokens=tokens, choices=_CHOICES).astype(np.int64)
+
+
+def _skewed(tokens: int, steps: int) -> Int64:
+    """Log-popularity of deviation 2, which jumps by 0.7 from step to step; no expert has more tokens than there are."""
+    generator = np.random.default_rng(tokens)
+    log_TLE = generator.normal(0, 2, (1, 2, _EXPERTS)) + generator.normal(0, 0.7, (steps, 2, _EXPERTS))
+    share_TLE = np.exp(log_TLE)
+    share_TLE /= share_TLE.sum(axis=2, keepdims=True)
+    for _ in range(8):
+        share_TLE = np.minimum(share_TLE, 1.0 / _CHOICES)
+        share_TLE /= share_TLE.sum(axis=2, keepdims=True)
+    return generator.multinomial(tokens * _CHOICES, share_TLE)
+
+
+BATCH = 64
+"""Requests that are decoded side by side, evenly spread over the ranks."""
+
+
+def routed_sources(path: Path, ranks: int, batch: int = BATCH) -> np.ndarray:
+    """Each step's choices by the rank of their token, int16 ``[T, R, L, E]``.
+
+    ``path`` is an .npz with ``routes`` ``[tokens, L, choices]`` and ``req_ptr``, the bounds of requests. A request that
+    ends gives its place to the next in file order, and place ``p`` is on rank ``p % ranks`` as long as the run lasts.
+    Steps at the end with fewer than ``batch`` requests are left out.
+    """
+    with np.load(path) as file:
+        routes_KLC, bounds = file["routes"], file["req_ptr"].astype(np.int64)
+    step_K, place_K = steps_and_places(bounds, batch)
+    steps = int(np.count_nonzero(np.bincount(step_K) == batch))
+    kept_K = np.flatnonzero(step_K < steps)
+    layers, experts = routes_KLC.shape[1], int(routes_KLC.max()) + 1
+    source_TRLE = np.empty((steps, ranks, layers, experts), dtype=np.int16)
+    row_K1 = (step_K[kept_K] * ranks + place_K[kept_K] % ranks)[:, None]
+    for layer in range(layers):
+        cells = row_K1 * experts + routes_KLC[kept_K, layer]
+        counts = np.bincount(cells.ravel(), minlength=steps * ranks * experts)
+        source_TRLE[:, :, layer] = counts.reshape(steps, ranks, experts)
+    return source_TRLE
+
+
+def steps_and_places(bounds: np.ndarray, batch: int) -> tuple[np.ndarray, np.ndarray]:
+    """The step of each token, and which of the ``batch`` places its request is in; both int64 ``[tokens]``."""
+    step_K = np.empty(bounds[-1], dtype=np.int64)
+    place_K = np.empty(bounds[-1], dtype=np.int64)
+    free_from = np.zeros(batch, dtype=np.int64)
+    for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        place = int(np.argmin(free_from))
+        begin = int(free_from[place])
+        step_K[first:last] = np.arange(begin, begin + last - first)
+        place_K[first:last] = place
+        free_from[place] = begin + last - first
+    return step_K, place_K

@@ -1,0 +1,140 @@
+"""``eplb bench``: our policies beside those of vLLM, vLLM-Ascend and SGLang, on the user's own trace."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+
+from eplb_service.cli.options import JSON, SEVERAL, UserError, option, takes_options
+from eplb_service.cli.output import output_console, print_json, rows_table
+from eplb_service.cli.trace_options import HEAT, ReadingOptions, slots_of_redundant
+from eplb_service.cli.warmup import compile_solver
+from eplb_service.io.open_trace import naming
+from eplb_service.placement import check_shape
+
+if TYPE_CHECKING:
+    from eplb_service.bench.closed_loop import Course
+    from eplb_service.io.trace import Trace
+
+_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+_PEERS = "Peers"
+
+
+@takes_options()
+def bench(
+    reading: ReadingOptions,
+    heat: Path = HEAT,
+    ranks: int = option(help="Ranks of the expert-parallel group.", min=1),
+    redundant: int | None = option(
+        None, "Slots per layer beyond one per expert; by default one per rank.", min=0
+    ),
+    window: int = option(256, "Steps that a decision sees; it serves as many that follow.", min=1),
+    peers: str = option(
+        "vllm,vllm-ascend,sglang",
+        "Packages whose balancers take part: vllm, vllm-ascend, sglang, with commas; or none.",
+        metavar=SEVERAL,
+        section=_PEERS,
+    ),
+    fetch: bool = option(True, "Fetch the balancers' sources where they are missing: once, about 100 MB."),
+    index: str = option("https://pypi.org/simple", "Package index that they are fetched from."),
+    limit_seconds: float = option(60.0, "Give a balancer up whose decision takes longer.", min=0.1),
+    json: bool = JSON,
+) -> None:
+    """Compare our policies with those of vLLM, vLLM-Ascend and SGLang on your own trace.
+
+    All decide window after window on the same heat, each in a process and on one thread of its own, and are scored by
+    the steps that follow, by code that belongs to none of them. The peers run from the published sources of their
+    packages, which are fetched once and need torch. Ours send tokens by their own tables, the peers by the engines'
+    rule.
+    """
+    names = _balancers(peers)
+    trace = reading.open(heat)
+    with naming(heat):
+        course = _course(heat, trace, ranks, redundant, window)
+    for variable in _ONE_THREAD:
+        os.environ[variable] = "1"
+    compile_solver()
+    from eplb_service.bench.closed_loop import compare, entrants_of
+    from eplb_service.bench.contest import Contest
+
+    console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    with console.status("fetching the peers, once, and comparing"):
+        contest = Contest(names, index if fetch else "", limit_seconds, console.print)
+        try:
+            found = compare(contest, course, entrants_of(contest))
+        finally:
+            contest.close()
+    if json:
+        print_json(found)
+    else:
+        _print(found)
+
+
+def _balancers(packages: str) -> list[str]:
+    """The balancers of the packages; raises ``UserError`` on a package that has none."""
+    from eplb_service.bench.peers.balancers import PEERS
+
+    known = list(dict.fromkeys(package.name for package, _ in PEERS.values()))
+    wanted = [name.strip() for name in packages.split(",") if name.strip()]
+    if wanted == ["none"]:
+        return []
+    unknown = [name for name in wanted if name not in known]
+    if unknown or not wanted:
+        found = ", ".join(map(repr, unknown)) or "nothing"
+        raise UserError(f"--peers names {found}; choose among {', '.join(known)}, or none")
+    if find_spec("torch") is None:
+        raise UserError(
+            "the peers are programs of torch: pip install 'eplb-service[peers]', or give --peers none"
+        )
+    return [name for name, (package, _) in PEERS.items() if package.name in wanted]
+
+
+def _course(path: Path, trace: Trace, ranks: int, redundant: int | None, window: int) -> Course:
+    from eplb_service.bench.closed_loop import Course
+
+    if redundant is None:
+        redundant = -trace.experts % ranks or ranks
+    [slots] = slots_of_redundant(trace.experts, ranks, str(redundant))
+    check_shape(trace.experts, ranks, slots)
+    if trace.steps < 2 * window:
+        raise UserError(
+            f"{path}: {trace.steps} steps are no two windows of {window}: one to decide on, one to serve; "
+            "give a shorter --window"
+        )
+    heat_TLE = np.ascontiguousarray(trace.heat(0, trace.steps))
+    if heat_TLE.dtype.kind == "f":
+        raise UserError(f"{path}: holds fractions of tokens; the peers count whole ones")
+    return Course(path.name, heat_TLE, ranks, slots, window)
+
+
+def _print(found: Mapping[str, Any]) -> None:
+    console = output_console()
+    window, slots = found["window_steps"], found["layers"] * found["ranks"] * found["slots"]
+    console.print(
+        f"{found['layers']} layers x {found['experts']} experts on {found['ranks']} ranks x {found['slots']} slots; "
+        f"{found['decisions']} decisions, each on {window} steps for the next {window}"
+    )
+    rows = []
+    for label, policy in sorted(found["policies"].items(), key=lambda item: item[1]["par_realised"]):
+        moves, decides = policy["moves_per_decision"], policy["solve_ms_mean"] > 0
+        rows.append(
+            {
+                "policy": label,
+                "PAR": f"{policy['par_realised']:.3f}",
+                "moves each": f"{moves:,.1f} ({moves / slots:.0%})",
+                "time ms": f"{policy['solve_ms_mean']:,.1f}" if decides else "-",
+                "CPU ms": f"{policy['cpu_ms_mean']:,.1f}" if decides else "-",
+            }
+        )
+    console.print(rows_table(rows), soft_wrap=False)
+    console.print(
+        "PAR: hottest rank over mean rank in each step of the windows served, the first left out where there are "
+        f"more; token sampling alone leaves about {found['noise_floor']:.3f}. Times are of one decision on one thread, "
+        "here."
+    )

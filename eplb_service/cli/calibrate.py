@@ -1,0 +1,139 @@
+"""``eplb calibrate``: a cost curve from this machine's own expert kernel, or from a measured table."""
+
+from __future__ import annotations
+
+import json as json_module
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from eplb_service.atomic_write import check_output
+from eplb_service.cli.options import (
+    JSON,
+    RESULTS,
+    SEVERAL,
+    UserError,
+    one_of,
+    option,
+    takes_options,
+    whole_numbers,
+)
+from eplb_service.cli.output import compact_table, output_console, print_json
+from eplb_service.cost.curve import PHASES, CostCurve, plain_curve, write_curves
+from eplb_service.cost.fit import Measurements, curve_from_table, fit_curve
+
+_PROGRAM = "worker_agent.calibrate"
+_SHOWN_TOKENS = (1, 16, 64, 256, 1024)
+_EXPERT = "The expert"
+_TIMING = "Timing this machine's kernel"
+_TABLE = "From a measured table"
+
+
+@takes_options()
+def calibrate(
+    hidden: int | None = option(None, "Hidden size of the model.", min=1, section=_EXPERT),
+    inter: int | None = option(None, "Intermediate size of one expert.", min=1),
+    dtype: str | None = option(
+        None, "float32, bfloat16 or float16; with --table as it names them. By default float32."
+    ),
+    phase: str = option("any", f"What the curve is for: {', '.join(PHASES)}."),
+    slots: int = option(8, "Experts of one rank.", min=1, section=_TIMING),
+    tokens: str = option(
+        "1,4,16,32,64,128,256", "Tokens in a busy slot to try, with commas.", metavar=SEVERAL
+    ),
+    device: str = option("cpu", "As torch names it: cpu, cuda:0, npu:0."),
+    repeats: int = option(7, "Timed calls of each cell; the least time counts.", min=1),
+    threads: int | None = option(None, "Threads of the CPU; by default as torch chooses.", min=1),
+    table: Path | None = option(
+        None, "Parquet table of MoE kernels, as in aiconfigurator-core; nothing is timed.", section=_TABLE
+    ),
+    experts: int | None = option(None, "Experts of the layer, where the table has several.", min=1),
+    top_k: int | None = option(None, "Choices of a token, where the table has several.", min=1),
+    kernel: str | None = option(None, "kernel_source, where the table has several."),
+    out: Path = option(help="Write the curve to this .json file.", section=RESULTS),
+    json: bool = JSON,
+) -> None:
+    """Fit a cost curve: how long a rank's experts take for the tokens in each of its slots.
+
+    Times this machine's own expert kernel, before serving, on a grid of busy slots and tokens; or, with --table, fits
+    what others measured. Every fourth measurement is held out; a curve that misses them is refused and not written.
+    """
+    check_output(out, (".json",))
+    one_of("--phase is", phase, PHASES)
+    if table is not None:
+        curve = curve_from_table(
+            table,
+            phase,
+            hidden_size=hidden,
+            inter_size=inter,
+            num_experts=experts,
+            topk=top_k,
+            moe_dtype=dtype,
+            kernel_source=kernel,
+        )
+    elif hidden is None or inter is None:
+        raise UserError("give --hidden and --inter of the model's experts, or --table with a measured table")
+    else:
+        task = {
+            "hidden": hidden,
+            "inter": inter,
+            "slots": slots,
+            "tokens": whole_numbers("--tokens", tokens),
+            "dtype": dtype or "float32",
+            "device": device,
+            "repeats": repeats,
+            "threads": threads,
+        }
+        curve = _timed(task, phase)
+    write_curves(out, [curve])
+    if json:
+        print_json(plain_curve(curve))
+    else:
+        _print(output_console(), curve, out)
+
+
+def _timed(task: dict[str, Any], phase: str) -> CostCurve:
+    """The curve of this machine's kernel; raises ``UserError`` where it cannot be timed here."""
+    console = Console(stderr=True, highlight=False)
+    with console.status(f"timing experts of {task['hidden']} x {task['inter']} on {task['device']}"):
+        cells = list(_measured(task))
+    source = (
+        f"calibrated: {task['device']}, hidden_size {task['hidden']}, inter_size {task['inter']}, {task['dtype']}, "
+        f"{task['slots']} slots"
+    )
+    columns = (
+        np.array([cell[name] for cell in cells], dtype=np.float64) for name in ("busy", "tokens", "us")
+    )
+    return fit_curve(Measurements(*columns), phase=phase, source=source)
+
+
+def _measured(task: dict[str, Any]) -> Iterator[dict[str, float]]:
+    """Cells measured by the agent's program, in a process of its own: the service's side knows no torch."""
+    command = [sys.executable, "-m", _PROGRAM, json_module.dumps(task)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        if "No module named 'torch'" in lines[-1]:
+            raise UserError("timing experts needs torch: pip install 'eplb-service[agent]'")
+        raise UserError(f"the experts could not be timed: {lines[-1]}")
+    for line in done.stdout.splitlines():
+        yield json_module.loads(line)
+
+
+def _print(console: Console, curve: CostCurve, out: Path) -> None:
+    console.print(f"[bold]{curve}[/]", markup=True)
+    console.print(f"from {curve.source}; {curve.fit}", markup=False)
+    if np.isfinite(curve.knee) and curve.knee > 0:
+        console.print(
+            f"Up to {curve.knee:.0f} tokens per slot costs the same: reading its weights takes {curve.read_us:.4g} us."
+        )
+    table = compact_table("tokens in a slot", "us")
+    for tokens in _SHOWN_TOKENS:
+        table.add_row(str(tokens), f"{float(curve.slot_us(tokens)):.2f}")
+    console.print(table, soft_wrap=False)
+    console.print(f"Written to {out}.", markup=False)

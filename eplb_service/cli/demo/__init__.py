@@ -1,1 +1,0 @@
-"""``eplb demo``: service and live ranks on one machine."""

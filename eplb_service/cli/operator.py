@@ -1,0 +1,371 @@
+"""Questions and orders to a running service, from ``eplb deployments`` to ``eplb forget``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from eplb_service.cli.client import NAME, Connection
+from eplb_service.cli.options import JSON, RESULTS, UserError, option, takes_options
+from eplb_service.cli.output import compact_table, print_json
+from eplb_service.cli.trace_options import FIRST_LAYER, FORMAT, check_placement_output
+from eplb_service.io.placement_file import SUFFIXES, write_placement
+from eplb_service.placement import Placement
+from eplb_service.wire.codec import unpack
+from eplb_service.wire.generated import operator_pb2
+from eplb_service.wire.operator import as_document
+
+_FILE_HELP = f"File to write it to: {' or '.join(SUFFIXES)}."
+
+
+@takes_options()
+def deployments(service: Connection, json: bool = JSON) -> None:
+    """List the deployments."""
+    answer = _ask(service, "ListDeployments", operator_pb2.ListDeploymentsRequest())
+    if json:
+        print_json(as_document(answer))
+        return
+    table = compact_table("deployment", "agents", "epoch", "PAR", "switched", "moved", "lost steps", "state")
+    for status in answer.deployments:
+        table.add_row(
+            status.deployment,
+            f"{status.agents_connected}/{status.ranks}",
+            str(status.epoch),
+            ratio_text(status.par),
+            str(status.layers_switched),
+            size_text(status.bytes_moved),
+            str(status.steps_lost),
+            state_text(status),
+        )
+    Console().print(table if answer.deployments else "no deployments yet: no agent has connected")
+
+
+@takes_options()
+def status(service: Connection, deployment: str = NAME, json: bool = JSON) -> None:
+    """Show one deployment: balance, agents, last decision."""
+    answer = _ask(service, "GetStatus", operator_pb2.GetStatusRequest(deployment=deployment))
+    if json:
+        print_json(as_document(answer))
+        return
+    console = Console()
+    console.print(summary_table(answer))
+    for problem in answer.status.problems:
+        console.print(f"[red]problem:[/] {escape(problem)}", highlight=False)
+    console.print(layer_table(answer.layers), agent_table(answer.agents))
+
+
+@takes_options()
+def placement(
+    service: Connection,
+    deployment: str = NAME,
+    out: Path | None = option(None, _FILE_HELP, section=RESULTS),
+    format: str | None = FORMAT,
+    first_layer: int | None = FIRST_LAYER,
+    json: bool = JSON,
+) -> None:
+    """Show or save the placement in force."""
+    check_placement_output(out, format, first_layer)
+    answer = _ask(service, "GetPlacement", operator_pb2.GetPlacementRequest(deployment=deployment))
+    found = Placement(unpack(answer.physical_to_logical, (None, None, None), "placement"), answer.experts)
+    axes = (found.ranks, found.layers, found.experts)
+    entries = () if len(answer.log2phy.shape) == len(axes) else (None,)
+    tables_RLE = unpack(answer.log2phy, (*axes, *entries), "log2phy")
+    if out is not None:
+        numbers = range(first_layer or 0, (first_layer or 0) + found.layers)
+        write_placement(out, found, tables_RLE, format, numbers)
+        typer.echo(f"eplb: wrote epoch {answer.epoch} to {out}", err=json)
+    if json:
+        print_json({"epoch": answer.epoch, "phy2log": found.phy2log_LRS, "log2phy": tables_RLE})
+    elif out is None:
+        Console().print(placement_table(answer.epoch, found))
+
+
+@takes_options()
+def pause(service: Connection, deployment: str = NAME, json: bool = JSON) -> None:
+    """Stop planning for a deployment; a plan under way is finished."""
+    _ask(service, "Pause", operator_pb2.PauseRequest(deployment=deployment))
+    _report(json, {"deployment": deployment, "paused": True}, f"planning for {deployment} is paused")
+
+
+@takes_options()
+def resume(service: Connection, deployment: str = NAME, json: bool = JSON) -> None:
+    """Plan for a paused deployment again."""
+    _ask(service, "Resume", operator_pb2.ResumeRequest(deployment=deployment))
+    _report(json, {"deployment": deployment, "paused": False}, f"planning for {deployment} continues")
+
+
+@takes_options()
+def rebalance(service: Connection, deployment: str = NAME, json: bool = JSON) -> None:
+    """Decide now instead of at the next interval."""
+    answer = _ask(service, "Rebalance", operator_pb2.RebalanceRequest(deployment=deployment))
+    _report(json, as_document(answer), answer.outcome)
+
+
+@takes_options()
+def lead(service: Connection, deployment: str = NAME, json: bool = JSON) -> None:
+    """Have a deployment's ranks follow this service, though they have followed one of a higher leader term.
+
+    For a service that the ranks take to be outdated because the clock of another was once wrong, or because another was
+    started after it and is gone. Stop the other one first.
+    """
+    answer = _ask(service, "Lead", operator_pb2.LeadRequest(deployment=deployment))
+    document = {"deployment": deployment, "leader_term": answer.leader_term, "raised": answer.raised}
+    if answer.raised:
+        line = f"the ranks of {deployment} follow this service, at leader term {answer.leader_term}"
+    else:
+        line = f"the ranks of {deployment} know of no service that is newer than this one"
+    _report(json, document, line)
+
+
+@takes_options()
+def forget(service: Connection, deployment: str = NAME, json: bool = JSON) -> None:
+    """Remove a deployment whose ranks are gone: history, metrics, alerts, and whether it is paused."""
+    _ask(service, "Forget", operator_pb2.ForgetRequest(deployment=deployment))
+    _report(json, {"deployment": deployment, "forgotten": True}, f"{deployment} is forgotten")
+
+
+@takes_options()
+def history(
+    service: Connection,
+    deployment: str = NAME,
+    plan: int | None = option(None, "Show every layer of this plan."),
+    limit: int = option(20, "Most plans, the newest ones.", min=1, max=100),
+    json: bool = JSON,
+) -> None:
+    """Show past plans: PAR seen and planned, noise floor, moves, the reason for each layer, and the outcome."""
+    request = operator_pb2.GetHistoryRequest(deployment=deployment, limit=100 if plan else limit)
+    plans = list(_ask(service, "GetHistory", request).plans)
+    if plan is not None:
+        plans = [past for past in plans if past.plan_id == plan]
+        if not plans:
+            raise UserError(f"{deployment} has no plan {plan} among its newest; `eplb history` lists them")
+    if json:
+        print_json({"plans": [as_document(past) for past in plans]})
+        return
+    console = Console()
+    if plan is not None:
+        console.print(_plan_headline(plans[0]), _plan_layers(plans[0]))
+    elif plans:
+        console.print(_plans_table(deployment, plans))
+    else:
+        console.print(f"{deployment} has had no plan yet: every decision so far kept all layers")
+
+
+def _ask(service: Connection, name: str, request: Any) -> Any:
+    with service.open() as call:
+        return call(name, request)
+
+
+def _report(json: bool, document: Mapping[str, Any], line: str) -> None:
+    if json:
+        print_json(document)
+    else:
+        typer.echo(f"eplb: {line}")
+
+
+def _plans_table(deployment: str, plans: list[operator_pb2.PastPlan]) -> Table:
+    """One row per plan, newest first; figures are means over all layers."""
+    columns = ("offered", "PAR planned", "floor", "layers", "moves")
+    table = compact_table("plan", *columns, title=f"{deployment}, newest first")
+    table.add_column("outcome", min_width=12)
+    for past in plans:
+        changed = [verdict for verdict in past.verdicts if verdict.changed]
+        table.add_row(
+            str(past.plan_id),
+            _when(past),
+            f"{_mean(past, 'par_seen')} to {_mean(past, 'par_planned')}",
+            _mean(past, "noise_floor"),
+            f"{past.committed}/{len(changed)}",
+            str(sum(verdict.moves for verdict in changed)),
+            _outcome(past),
+        )
+    return table
+
+
+def _plan_layers(past: operator_pb2.PastPlan) -> Table:
+    """One row per layer, in order."""
+    table = compact_table("layer", "PAR seen", "planned", "floor", "hindsight", "moves")
+    table.add_column("why")
+    for verdict in past.verdicts:
+        table.add_row(
+            str(verdict.layer),
+            ratio_text(verdict.par_seen),
+            ratio_text(verdict.par_planned),
+            ratio_text(verdict.noise_floor),
+            ratio_text(verdict.hindsight) if verdict.HasField("hindsight") else "-",
+            str(verdict.moves),
+            escape(verdict.reason),
+            style="bold" if verdict.changed else None,
+        )
+    return table
+
+
+def _plan_headline(past: operator_pb2.PastPlan) -> str:
+    changed = sum(verdict.changed for verdict in past.verdicts)
+    return (
+        f"plan {past.plan_id}, offered {_when(past)} at epoch {past.base_epoch}: {_outcome(past)}; "
+        f"{past.committed} of {changed} layers switched"
+    )
+
+
+def _outcome(past: operator_pb2.PastPlan) -> str:
+    if not past.outcome:
+        return "under way"
+    outcome = past.outcome.replace("_", " ")
+    shown = f"[green]{outcome}[/]" if past.outcome == "done" else f"[red]{outcome}[/]"
+    return f"{shown}: {escape(past.reason)}" if past.reason else shown
+
+
+def _when(past: operator_pb2.PastPlan) -> str:
+    return datetime.fromtimestamp(past.at).astimezone().strftime("%d %b %H:%M:%S")
+
+
+def _mean(past: operator_pb2.PastPlan, field: str) -> str:
+    values = [getattr(verdict, field) for verdict in past.verdicts]
+    ratios = [value for value in values if not math.isnan(value)]
+    return ratio_text(fmean(ratios) if ratios else math.nan)
+
+
+def ratio_text(value: float) -> str:
+    """A peak-to-average ratio; a dash where none was measured, or no token served."""
+    return f"{value:.3f}" if value > 0 else "-"
+
+
+def summary_table(answer: operator_pb2.GetStatusResponse) -> Table:
+    """A deployment as a whole, a line or more for each fact."""
+    status = answer.status
+    table = Table(show_header=False, title=status.deployment)
+    rows = {
+        "shape": shape_text(status),
+        "agents": f"{status.agents_connected} of {status.ranks} connected",
+        "placement": f"epoch {status.epoch}, digest {status.digest:#018x}",
+        "PAR": f"{ratio_text(status.par)} over {status.window_steps} steps",
+        "steps": f"{status.steps_received} received, {status.steps_lost} lost",
+        "switched": f"{status.layers_switched} layers, {status.experts_moved} experts, {size_text(status.bytes_moved)}",
+        "last decision": escape(status.last_decision) or "none yet",
+        "state": state_text(status),
+    }
+    if status.HasField("worth"):
+        rows["worth"] = worth_text(status.worth)
+        rows["price of time"] = escape(f"{status.worth.price_kind}: {status.worth.price}")
+    if status.HasField("move_price"):
+        rows["price of moves"] = escape(move_price_text(status.move_price))
+    if memory := _agent_memory_text(answer.agents):
+        rows["memory of agents"] = memory
+    for name, text in rows.items():
+        table.add_row(name, text)
+    return table
+
+
+def layer_table(layers: Iterable[operator_pb2.LayerStatus]) -> Table:
+    """Balance of each layer."""
+    table = compact_table("layer", "PAR", "planned", "epoch")
+    for layer in layers:
+        table.add_row(
+            str(layer.layer), ratio_text(layer.par), ratio_text(layer.planned_par), str(layer.epoch)
+        )
+    return table
+
+
+def agent_table(agents: Iterable[operator_pb2.AgentStatus]) -> Table:
+    """Each rank's agent; text wraps beside numbers that are whole."""
+    table = compact_table("rank", "connected", "step", "epoch", "dropped")
+    for heading in ("node", "agent", "error"):
+        table.add_column(heading, overflow="fold")
+    for agent in agents:
+        table.add_row(
+            str(agent.rank),
+            "yes" if agent.connected else "[red]no[/]",
+            str(agent.step),
+            str(agent.epoch),
+            str(agent.dropped_steps),
+            escape(agent.node),
+            escape(agent.agent_version),
+            escape(agent.error),
+        )
+    return table
+
+
+def placement_table(epoch: int, placement: Placement) -> Table:
+    """A line, or more, for each rank of each layer: a column for each rank would leave no room for experts."""
+    table = compact_table("layer", "rank", title=f"epoch {epoch}")
+    table.add_column("expert in each slot", overflow="fold")
+    for layer, slots_RS in enumerate(placement.phy2log_LRS):
+        for rank, slots_S in enumerate(slots_RS):
+            table.add_row(str(layer), str(rank), " ".join(map(str, slots_S)))
+        if layer + 1 < placement.layers:
+            table.add_section()
+    return table
+
+
+def shape_text(status: operator_pb2.DeploymentStatus) -> str:
+    """Layers, experts, ranks and slots."""
+    return f"{status.layers} layers x {status.experts} experts on {status.ranks} ranks x {status.slots} slots"
+
+
+def state_text(status: operator_pb2.DeploymentStatus) -> str:
+    """Its state in one word or two, with rich's markup."""
+    if status.problems:
+        return f"[red]{len(status.problems)} problem{'s' if len(status.problems) > 1 else ''}[/]"
+    if status.paused:
+        return "[yellow]paused[/]"
+    return "switching" if status.plan_id else "[green]well[/]"
+
+
+def worth_text(worth: operator_pb2.Worth) -> str:
+    """Worth of balancing in one line: three times per step, the gain with its interval, and the verdict."""
+    colour = {"helps": "green", "costs": "red"}.get(worth.verdict, "yellow")
+    parts = [
+        f"[{colour}]{escape(worth.verdict)}[/]: {worth.gain_ms:+.3f} ms per step (95 %: {worth.gain_low_ms:+.3f} to "
+        f"{worth.gain_high_ms:+.3f})"
+    ]
+    if worth.HasField("gain_percent"):
+        parts.append(f"{worth.gain_percent:+.1f} % of a step of {worth.step_ms:.2f} ms")
+    if worth.HasField("tokens_per_second_won"):
+        parts.append(f"{worth.tokens_per_second_won:+,.0f} of {worth.tokens_per_second:,.0f} tokens/s")
+    parts.append(
+        f"experts {worth.left_alone_ms:.3f} ms left alone, {worth.serving_ms:.3f} as served, {worth.best_ms:.3f} best "
+        f"known, over {worth.steps} steps"
+    )
+    return "; ".join(parts)
+
+
+def move_price_text(priced: operator_pb2.MovePrice) -> str:
+    """Price of moving weights, and what it rests on."""
+    parts = [f"{priced.kind}: a ratio must fall by {priced.price:.2%} for every slot to move"]
+    if priced.HasField("ms_per_move"):
+        by_size = f" ({priced.ms_per_megabyte:.3g} per MB)" if priced.HasField("ms_per_megabyte") else ""
+        parts.append(
+            f"{priced.ms_per_move:.3g} ms of steps per expert moved{by_size}, {priced.ms_per_switch:.3g} ms per layer "
+            "switched"
+        )
+    return "; ".join([*parts, priced.reason])
+
+
+def _agent_memory_text(agents: Iterable[operator_pb2.AgentStatus]) -> str:
+    """Most that a connected rank's agent holds; empty where none reports it."""
+    here = [agent for agent in agents if agent.connected]
+    parts = []
+    for field, purpose in (("staging_bytes", "for staging"), ("ring_bytes", "for heat")):
+        held = [getattr(agent, field) for agent in here if agent.HasField(field)]
+        if held:
+            parts.append(f"{size_text(max(held))} {purpose}")
+    return f"per rank at most {', '.join(parts)}" if parts else ""
+
+
+def size_text(count: float) -> str:
+    """Bytes with their unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

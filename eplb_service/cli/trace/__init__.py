@@ -1,1 +1,0 @@
-"""``eplb trace``: looks at traces, records, converts, cuts and makes them."""

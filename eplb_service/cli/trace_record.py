@@ -1,0 +1,199 @@
+"""``eplb trace record``: the heat of a running service as a native trace, from wherever the service is reached."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import typer
+from rich.progress import TimeElapsedColumn, TimeRemainingColumn
+
+from eplb_service.atomic_write import OutputError
+from eplb_service.cli.client import NAME, Connection, OperatorCalls
+from eplb_service.cli.options import JSON, UserError, option, takes_options
+from eplb_service.cli.output import print_json, progress_bar
+from eplb_service.io.copy_trace import check_trace_output
+from eplb_service.io.native import SUFFIX as TRACE_SUFFIX
+from eplb_service.io.recorder import Recorder
+from eplb_service.io.trace import TraceFacts
+from eplb_service.wire.fields import WireError
+from eplb_service.wire.generated import operator_pb2
+from eplb_service.wire.heat import decode_heat_report
+from eplb_service.wire.operator import ServedModel, decode_served, decode_switched
+
+
+@takes_options()
+def record(
+    service: Connection,
+    deployment: str = NAME,
+    out: Path = option(help=f"Trace to write, a {TRACE_SUFFIX} folder."),
+    steps: int | None = option(None, "End after so many steps.", min=1),
+    seconds: float | None = option(None, "End after so many seconds.", min=0.1),
+    append: bool = option(False, "Append to the trace at --out, where it fits.", "--append"),
+    json: bool = JSON,
+) -> None:
+    """Record the heat of a deployment that is being served, from now on, until Ctrl-C or as long as asked for.
+
+    What is written is what `eplb serve --record` writes: tokens by slot and by source rank, with the placements that
+    they were counted under. The service never waits for it: a slow link loses reports, which are counted.
+    """
+    _check_output(out, append)
+    with service.open() as call:
+        trace = _Recording(out, deployment, steps)
+        try:
+            with _bar(trace, steps, seconds) as advance:
+                trace.follow(call, seconds, advance)
+        finally:
+            trace.close()
+    if trace.recorder is not None and trace.recorder.error is not None:
+        raise UserError(f"{out}: recording failed after {trace.steps} steps: {trace.recorder.error}")
+    if not trace.steps:
+        raise UserError(f"no step of {deployment!r} was recorded; is its model serving? see `eplb status`")
+    if json:
+        counts = {"steps": trace.steps, "lost_steps": trace.lost, "dropped_reports": trace.dropped}
+        print_json({"out": out, **counts})
+        return
+    lost = f"; {trace.lost} steps lost" if trace.lost else ""
+    dropped = f"; the service dropped {trace.dropped} reports, the link was too slow" if trace.dropped else ""
+    typer.echo(f"{out}: {trace.steps} steps recorded{lost}{dropped}")
+
+
+def _check_output(out: Path, append: bool) -> None:
+    if out.suffix != TRACE_SUFFIX:
+        raise OutputError(f"{out}: the name must end in {TRACE_SUFFIX}")
+    if not (append and out.is_dir()):
+        try:
+            check_trace_output(out)
+        except OutputError as error:
+            hint = "; --append goes on with a trace" if out.is_dir() else ""
+            raise OutputError(f"{error}{hint}") from error
+
+
+class _Recording:
+    """One deployment's trace, made of what the service sends.
+
+    ``recorder`` and ``served`` are ``None`` until it is known what the deployment serves; ``dropped`` are the reports
+    that the service dropped.
+    """
+
+    def __init__(self, path: Path, deployment: str, most_steps: int | None) -> None:
+        self.recorder: Recorder | None = None
+        self.served: ServedModel | None = None
+        self.dropped = 0
+        self._path = path
+        self._deployment = deployment
+        self._most_steps = most_steps
+
+    @property
+    def steps(self) -> int:
+        """Steps recorded now."""
+        return self.recorder.steps if self.recorder else 0
+
+    @property
+    def lost(self) -> int:
+        """Steps that were not recorded."""
+        return self.recorder.lost if self.recorder else 0
+
+    def follow(self, call: OperatorCalls, seconds: float | None, advance: Callable[[], None]) -> None:
+        """Record what the service sends until the trace is full, time is up, or the user has enough."""
+        request = operator_pb2.WatchHeatRequest(deployment=self._deployment)
+        stream = call.stream("WatchHeat", request, seconds)
+        try:
+            for message in stream:
+                recorder = _take(self, message)
+                advance()
+                if recorder.full or recorder.error is not None:
+                    break
+        except KeyboardInterrupt:
+            # Enough: what has been recorded is a whole trace.
+            pass
+        except WireError as error:
+            raise UserError(f"the service sent what cannot be: {error}") from error
+        except grpc.RpcError as error:
+            failed: Any = error
+            if seconds is None or failed.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                self.close()
+                if self.steps:
+                    kept = f"{self._path}: {self.steps} steps recorded before the service went away"
+                    typer.echo(kept, err=True)
+                raise
+        finally:
+            stream.cancel()
+
+    def begin(self, served: ServedModel) -> Recorder:
+        """Begin, or go on, with what all ranks serve; raises ``UserError`` where that does not fit the trace."""
+        shape, recorder = served.shape, self.recorder
+        rows = list(enumerate(zip(served.layer_epochs, served.placement.phy2log_LRS, strict=True)))
+        if recorder is None:
+            facts = TraceFacts(
+                origin="recorded by eplb trace record",
+                ranks=shape.ranks,
+                slots=shape.slots,
+                bytes_per_expert=shape.bytes_per_expert,
+                nodes_R=served.nodes_R,
+            )
+            recorder = Recorder(
+                self._path, facts, shape.layers, shape.experts, served.pending_steps, self._most_steps
+            )
+        elif self.served is not None and self.served.shape != shape:
+            raise self._other("with other sizes")
+        else:
+            recorder.begin_again()
+        self.recorder = recorder
+        if any(recorder.contradicts(layer, epoch, phy2log_RS) for layer, (epoch, phy2log_RS) in rows):
+            raise self._other("with another placement under the same epochs")
+        self.served = served
+        for layer, (epoch, phy2log_RS) in rows:
+            log2phy_RLE = served.log2phy_RLE
+            recorder.place(layer, epoch, phy2log_RS, None if log2phy_RLE is None else log2phy_RLE[:, layer])
+        return recorder
+
+    def close(self) -> None:
+        """Write what waits; the trace is whole then."""
+        if self.recorder is not None:
+            self.recorder.close()
+
+    def _other(self, how: str) -> UserError:
+        return UserError(
+            f"{self._path}: {self._deployment} has been restarted {how} than this trace has; "
+            f"its {self.steps} new steps are kept, record on into another file"
+        )
+
+
+def _take(trace: _Recording, message: operator_pb2.WatchHeatResponse) -> Recorder:
+    """Record one message; raises ``WireError`` where it cannot be, ``UserError`` where it fits no such trace."""
+    trace.dropped = message.dropped_reports
+    kind, served, recorder = message.WhichOneof("message"), trace.served, trace.recorder
+    if kind == "served":
+        return trace.begin(decode_served(message.served))
+    if served is None or recorder is None:
+        raise WireError("heat comes before what is served")
+    if kind == "switched":
+        switched = decode_switched(message.switched, served.shape)
+        recorder.place(switched.layer, switched.epoch, switched.phy2log_RS, switched.log2phy_RE)
+    elif kind == "heat":
+        if message.heat.rank >= served.shape.ranks:
+            raise WireError(f"rank {message.heat.rank} is none of {served.shape.ranks}")
+        report = decode_heat_report(message.heat.report, served.shape, served.pending_steps)
+        recorder.add(message.heat.rank, report)
+    return recorder
+
+
+@contextmanager
+def _bar(trace: _Recording, steps: int | None, seconds: float | None) -> Iterator[Callable[[], None]]:
+    """Show the steps recorded, or the seconds gone where those end it."""
+    left = () if steps is None and seconds is None else (TimeRemainingColumn(),)
+    began = time.monotonic()
+    text = "waiting for heat (Ctrl-C ends)"
+    with progress_bar(text, steps or seconds, TimeElapsedColumn(), *left) as update:
+
+        def advance() -> None:
+            done = trace.steps if steps or not seconds else time.monotonic() - began
+            lost = f", {trace.lost} lost" if trace.lost else ""
+            update(completed=done, description=f"{trace.steps} steps{lost} (Ctrl-C ends and keeps them)")
+
+        yield advance

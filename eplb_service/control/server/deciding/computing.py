@@ -1,0 +1,230 @@
+"""One decision as a planner's thread computes it: the heat it is made on, the plan, and what balancing is worth."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from eplb_service.control.core.decisions import Decisions
+from eplb_service.control.core.deployment import Deployment
+from eplb_service.control.core.live_placement import LivePlacement
+from eplb_service.cost.curve import CostCurve
+from eplb_service.cost.moving import MovingCosts
+from eplb_service.heat.assembler import RememberedHeat
+from eplb_service.heat.sources import StepTimes
+from eplb_service.heat.window import HeatError, Window
+from eplb_service.io.open_trace import open_trace
+from eplb_service.planner.counterfactual import counterfactual, priced
+from eplb_service.planner.decide import plan
+from eplb_service.planner.pace import Pace, looked_back, paying_steps
+from eplb_service.planner.plan import Outlook, Plan, Serving, gain_over, promise_for
+from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.topology import Topology
+from eplb_service.wire.fields import WireError, check_deployment
+from eplb_service.wire.operator import Worth
+
+
+class PriorError(ValueError):
+    """A prior that is of no use; the message says which and why."""
+
+
+Prior: TypeAlias = tuple[RememberedHeat, str]
+"""Heat that a deployment is placed for before it has any of its own, and where it comes from."""
+
+
+class Priors:
+    """The priors of a service, such as prefill's heat for decoding: ``DEPLOYMENT=SOURCE,...``.
+
+    A source is a trace where there is such a file, of which the newest ``most_steps`` are kept; otherwise a deployment.
+    Raises ``PriorError`` on text that names none, or a trace that cannot be read.
+    """
+
+    def __init__(self, text: str, most_steps: int) -> None:
+        self._sources = _sources(text)
+        paths = {source: Path(source) for source in self._sources.values()}
+        self._traces = {
+            source: _newest_heat(path, most_steps) for source, path in paths.items() if path.exists()
+        }
+
+    def of(self, deployment: Deployment, deployments: Mapping[str, Deployment]) -> Prior | None:
+        """Return the heat to place a deployment for now; ``None`` where it has no prior, or that has no heat yet.
+
+        Raises ``PriorError`` where the prior is heat of another model.
+        """
+        source = self._sources.get(deployment.name)
+        if source is None or deployment.group is None:
+            return None
+        heat = self._traces.get(source)
+        if heat is None:
+            other = deployments.get(source)
+            if other is None or other.heat is None or not other.heat.steps:
+                return None
+            # Nothing is known of the ranks that it comes from.
+            heat = replace(other.heat.remembered(), buckets=())
+        shape, (layers, experts) = deployment.group.shape, heat.shape
+        if heat.shape != (shape.layers, shape.experts):
+            raise PriorError(
+                f"its prior {source!r} has {layers} layers x {experts} experts, it has "
+                f"{shape.layers} x {shape.experts}: heat of another model"
+            )
+        return heat, source
+
+
+def _sources(text: str) -> dict[str, str]:
+    """Source of each deployment's prior."""
+    found: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, source = part.partition("=")
+        if not equals or not source:
+            raise PriorError(f"{part!r} is no prior; write DEPLOYMENT=SOURCE")
+        try:
+            check_deployment(name, "the deployment")
+        except WireError as error:
+            raise PriorError(f"{part!r}: {error}") from error
+        if name in found or source == name:
+            raise PriorError(f"{name!r} has one prior, and not itself; got {part!r}")
+        found[name] = source
+    return found
+
+
+def _newest_heat(path: Path, most_steps: int) -> RememberedHeat:
+    try:
+        trace = open_trace(path)
+        heat_TLE = trace.heat(max(0, trace.steps - most_steps), trace.steps)
+    except HeatError as error:
+        raise PriorError(str(error)) from error
+    if not np.any(heat_TLE):
+        raise PriorError(f"{path}: none of its newest {len(heat_TLE)} steps has a token")
+    return RememberedHeat(tuple(heat_TLE), heat_TLE.shape[1:])
+
+
+@dataclass(frozen=True)
+class DecisionInputs:
+    """All that a decision is made on.
+
+    Parameters
+    ----------
+    heat
+        Heat that the deployment remembers, or a prior.
+    live, found
+        Placement that serves, and the layout that served when the ranks first came together; ``None`` where unknown.
+    topology, settings, decisions
+        Of the ranks; of the planner; those before, and when they are due.
+    moving, times
+        Costs of moves, and durations of the remembered steps, that the ranks have measured; ``None`` for a prior.
+    interval
+        Steps between decisions by the clock; ``None`` for a prior.
+    """
+
+    heat: RememberedHeat
+    live: LivePlacement
+    found: Serving | None
+    topology: Topology
+    settings: PlannerSettings
+    decisions: Decisions
+    moving: MovingCosts
+    times: StepTimes | None = None
+    interval: int | None = None
+
+    @classmethod
+    def of(
+        cls, deployment: Deployment, settings: PlannerSettings, prior: Prior | None = None
+    ) -> DecisionInputs | None:
+        """Gather them; ``None`` where the ranks went away.
+
+        A ``prior`` stands for the ranks' own heat: nothing is known of step times or of when to decide next.
+        """
+        group, live, heat = deployment.group, deployment.live, deployment.heat
+        if group is None or live is None or heat is None:
+            return None
+        moving, topology = deployment.switch_log.costs(), group.topology
+        if prior is not None:
+            return cls(prior[0], live, None, topology, settings, Decisions(), moving)
+        return cls(
+            heat.remembered(),
+            live,
+            deployment.found,
+            topology,
+            settings,
+            deployment.decisions,
+            moving,
+            heat.step_times(live.layer_epochs),
+            deployment.limits.interval,
+        )
+
+    @cached_property
+    def pace(self) -> Pace | None:
+        """When to decide, once heat has said whether it changed; ``None`` where decisions go by the clock."""
+        pace = self.decisions.pace
+        return None if pace is None else pace.weighed(self.window.heat_TLE)
+
+    @cached_property
+    def window(self) -> Window:
+        """All steps that are remembered."""
+        return Window(*self.heat.arrays())
+
+    def newest(self, steps: int) -> Window:
+        """Return the newest steps that are remembered."""
+        whole = self.window
+        return Window(whole.heat_TLE[whole.steps - steps :], whole.source_RLE)
+
+    @property
+    def looked_at(self) -> Window:
+        """The steps to decide on."""
+        heat_TLE = self.window.heat_TLE
+        if self.pace is not None:
+            return self.newest(self.pace.window_steps(heat_TLE))
+        return self.newest(len(heat_TLE) if self.interval is None else looked_back(heat_TLE, self.interval))
+
+    @property
+    def serving_steps(self) -> float | None:
+        """Steps that the result is expected to serve; ``None`` where that is as many as are looked at."""
+        if self.pace is not None:
+            return self.pace.serving_steps
+        return None if self.interval is None else paying_steps(self.window.steps, self.interval)
+
+
+def decide(inputs: DecisionInputs) -> tuple[Plan, Outlook, float]:
+    """Return the plan, what is to be watched of it, and the seconds that it took."""
+    started = time.perf_counter()
+    live, settings, worth = inputs.live, inputs.settings, inputs.decisions.worth
+    if settings.fitted_curve and settings.cost_curve is None:
+        settings = replace(settings, cost_curve=inputs.decisions.fitted)
+    window, split = inputs.looked_at, settings.split
+    made = plan(
+        window,
+        live.placement,
+        live.log2phy_RLE,
+        inputs.topology,
+        settings,
+        inputs.serving_steps,
+        priced(inputs.moving, worth, live.placement.layers),
+    )
+    promise = promise_for(window, live.serving, made, split)
+    won = None if inputs.found is None else gain_over(window, inputs.found, live.serving, split)
+    burst = inputs.pace is not inputs.decisions.pace
+    return made, Outlook(promise, _paid(inputs), won, burst), time.perf_counter() - started
+
+
+def appraise(inputs: DecisionInputs, decided: Plan) -> tuple[Worth, CostCurve | None] | None:
+    """Return what balancing is worth on all steps that are remembered; ``None`` where that cannot be said."""
+    if inputs.found is None or inputs.times is None:
+        return None
+    return counterfactual(
+        inputs.window, inputs.found, inputs.live.serving, decided, inputs.settings, inputs.times
+    )
+
+
+def _paid(inputs: DecisionInputs) -> bool | None:
+    """Return whether the last decision's change has won anything on the steps since that are remembered."""
+    last = inputs.decisions
+    if last.pace is None or last.before is None or last.replaced_at is None:
+        return None
+    since = inputs.newest(min(last.pace.seen - last.replaced_at, inputs.window.steps))
+    return gain_over(since, last.before.serving, inputs.live.serving, inputs.settings.split).paid

@@ -1,0 +1,315 @@
+"""Decisions: made by the pure planner on threads of its own, then offered to the ranks and appraised."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import structlog
+
+from eplb_service.control.core.deployment import Deployment
+from eplb_service.control.core.errors import ConflictError
+from eplb_service.control.core.group import Group
+from eplb_service.control.core.live_placement import LivePlacement
+from eplb_service.control.core.plan_tracker import PlanTracker
+from eplb_service.control.server.deciding.computing import DecisionInputs, Prior, appraise, decide
+from eplb_service.control.server.observer import Observer
+from eplb_service.control.server.outgoing.streams import Streams
+from eplb_service.control.server.store.store import StoreWriter
+from eplb_service.placement import mean_par
+from eplb_service.planner.plan import Outlook, Plan
+from eplb_service.planner.settings import PlannerSettings
+from eplb_service.solver.warmup import warm_up
+from eplb_service.telemetry.metrics import Metrics
+from eplb_service.wire.plan import SharedPlan
+
+DECISION_RESULTS = ("plan", "kept", "dropped", "failed")
+"""A plan was offered, every layer was kept, a plan was dropped before it was offered, or the decision failed."""
+_AT_ONCE = max(2, os.cpu_count() or 1)
+"""Decisions computed at a time: a slow one never delays another deployment's, and many share the cores by turns."""
+_MOST_STUCK = 4
+"""Decisions that were given up and still take a thread each; beyond, no more are made."""
+_NICER = 5
+"""Of Linux' nice levels: where cores are scarce the event loop has three times the share of a planner's thread."""
+
+T = TypeVar("T")
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class _DecisionOutcome:
+    """Outcome of one decision: one of ``DECISION_RESULTS``, the same for operators, and the plan that was offered."""
+
+    result: str
+    message: str
+    plan_id: int = 0
+    layers: int = 0
+    moves: int = 0
+
+
+class Decider:
+    """Decides for all deployments, each on a thread of its own and one decision at a time.
+
+    After a decision its steps say what balancing is worth; nobody waits for that appraisal.
+
+    Parameters
+    ----------
+    settings
+        Of the planner.
+    deadline
+        Seconds after which a decision is given up. Its thread cannot be stopped: the deployment waits until it has
+        ended, while others are decided for on a new one.
+    writer, streams, metrics, observer
+        Where plans are remembered, sent, counted and kept to be looked at.
+    """
+
+    def __init__(
+        self,
+        settings: PlannerSettings,
+        deadline: float,
+        writer: StoreWriter,
+        streams: Streams,
+        metrics: Metrics,
+        observer: Observer,
+    ) -> None:
+        self._settings = settings
+        self._deadline = deadline
+        self._writer = writer
+        self._streams = streams
+        self._metrics = metrics
+        self._observer = observer
+        self._turns = asyncio.Semaphore(_AT_ONCE)
+        self._warm = asyncio.Event()
+        self._running: dict[str, asyncio.Task[_DecisionOutcome]] = {}
+        self._computing: set[Future[Any]] = set()
+        self._stuck: dict[str, Future[Any]] = {}
+        self._appraising: set[asyncio.Task[None]] = set()
+        self._numbers = itertools.count()
+        self._appraised: dict[str, int] = {}
+
+    @property
+    def computing(self) -> bool:
+        """True while a thread is at work; kernels cannot be interrupted."""
+        return any(not one.done() for one in self._computing)
+
+    @property
+    def appraising(self) -> bool:
+        """True while a decision's worth is being judged."""
+        return bool(self._appraising)
+
+    async def warm_up(self) -> None:
+        """Compile the kernels; decisions asked for before wait for it."""
+        await _result_of(self._compute(warm_up, self._settings.threads))
+        self._warm.set()
+
+    def may_decide(self, name: str) -> bool:
+        """Return whether no thread is taken by given-up decisions for this deployment, or too many others."""
+        self._stuck = {stuck: computing for stuck, computing in self._stuck.items() if not computing.done()}
+        return name not in self._stuck and len(self._stuck) < _MOST_STUCK
+
+    def start(self, deployment: Deployment, prior: Prior | None = None) -> asyncio.Task[_DecisionOutcome]:
+        """Decide now, on the ranks' own heat or on a prior's, or join the decision that is being made.
+
+        Raises ``ConflictError`` where the deployment is in no state for one.
+        """
+        name = deployment.name
+        if name in self._running:
+            return self._running[name]
+        obstacle = deployment.obstacle(needs_heat=prior is None)
+        if obstacle is None and not self.may_decide(name):
+            obstacle = "one that was given up is still being computed"
+        if obstacle is not None:
+            raise ConflictError(f"no decision can be made for {name!r}: {obstacle}")
+        if prior is None:
+            deployment.deciding()
+        else:
+            deployment.beginning()
+        task = self._running[name] = asyncio.create_task(self._decide(deployment, prior))
+        task.add_done_callback(lambda _: self._ended(name, task))
+        return task
+
+    def drop(self, name: str) -> None:
+        """Forget a deployment: nobody waits for the decision that is being made for it."""
+        self._appraised.pop(name, None)
+        running = self._running.pop(name, None)
+        if running is not None:
+            running.cancel()
+
+    async def close(self) -> None:
+        """Make no more decisions; one that is being computed is thrown away."""
+        tasks: list[asyncio.Task[Any]] = [*self._running.values(), *self._appraising]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ended(self, name: str, task: asyncio.Task[_DecisionOutcome]) -> None:
+        if self._running.get(name) is task:
+            del self._running[name]
+
+    def _compute(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
+        computing = _on_thread(function, *arguments)
+        self._computing = {one for one in self._computing if not one.done()} | {computing}
+        return computing
+
+    async def _in_time(self, name: str, function: Callable[..., T], *arguments: Any) -> T:
+        """Compute for a deployment; raises ``TimeoutError`` past the deadline, when its thread goes on by itself."""
+        computing = self._compute(function, *arguments)
+        try:
+            return await asyncio.wait_for(_result_of(computing), self._deadline)
+        except asyncio.TimeoutError:
+            self._stuck[name] = computing
+            raise
+
+    async def _decide(self, deployment: Deployment, prior: Prior | None) -> _DecisionOutcome:
+        await self._warm.wait()
+        try:
+            outcome = await self._decide_and_offer(deployment, prior)
+        except Exception as error:
+            _log.exception("decision_failed", deployment=deployment.name)
+            outcome = _DecisionOutcome("failed", f"the decision failed: {error}")
+        self._metrics.count("eplb_decisions", deployment.name, outcome.result)
+        deployment.last_decision = outcome.message
+        _log.info("decision", deployment=deployment.name, result=outcome.result, message=outcome.message)
+        return outcome
+
+    async def _decide_and_offer(self, deployment: Deployment, prior: Prior | None) -> _DecisionOutcome:
+        asked_for = deployment.group
+        async with self._turns:
+            group, inputs = deployment.group, DecisionInputs.of(deployment, self._settings, prior)
+            if inputs is None or group is None or asked_for is None or group.forming != asked_for.forming:
+                return _DecisionOutcome("dropped", "no decision was made: the ranks went away")
+            try:
+                solved, outlook, seconds = await self._in_time(deployment.name, decide, inputs)
+            except asyncio.TimeoutError:
+                return _DecisionOutcome("failed", f"the decision was given up after {self._deadline:g} s")
+        self._report(deployment.name, solved, outlook, seconds)
+        if solved.price is not None:
+            deployment.decisions = replace(deployment.decisions, move_price=solved.price)
+            self._metrics.report_move_price(deployment.name, solved.price)
+        if prior is not None:
+            outcome = await self._offered(deployment, group, solved, None)
+            return replace(outcome, message=f"{outcome.message}, by the heat of {prior[1]}")
+        outcome = await self._offered(deployment, group, solved, outlook)
+        task = asyncio.create_task(self._appraise(deployment, group, inputs, solved))
+        self._appraising.add(task)
+        task.add_done_callback(self._appraising.discard)
+        return outcome
+
+    async def _offered(
+        self, deployment: Deployment, group: Group, solved: Plan, outlook: Outlook | None
+    ) -> _DecisionOutcome:
+        """Offer what was decided for ``group`` as it was; ``outlook`` is ``None`` for what a prior says."""
+        if not solved.layers:
+            if outlook is not None:
+                deployment.decided(outlook, changed=False)
+            seen = "no tokens" if math.isnan(solved.par_seen) else f"PAR {solved.par_seen:.3f}"
+            why = ": experts are bound to their ranks" if group.shape.rank_bound else ""
+            return _DecisionOutcome("kept", f"every layer kept ({seen}){why}{_won(outlook)}")
+        store, term, live = self._writer.store, deployment.leader_term, group.live
+        computing = self._compute(_encoded, store.new_plan_id(), live, solved, term)
+        plan, encoded = await _result_of(computing)
+        now = deployment.group
+        changed = now is None or now.forming != group.forming or now.live is not live
+        obstacle = deployment.obstacle(needs_heat=outlook is not None)
+        obstacle = "the ranks changed meanwhile" if changed else obstacle
+        if obstacle is not None:
+            return _DecisionOutcome("dropped", f"a plan was made but not offered: {obstacle}")
+        if outlook is not None:
+            deployment.decided(outlook, changed=True)
+        deployment.offer(plan, time.monotonic())
+        self._observer.offered(deployment.name, plan.plan_id)
+        await self._writer.write(store.begin_plan, deployment.name, plan, term)
+        if deployment.plan is None or deployment.plan.plan_id != plan.plan_id:
+            return _DecisionOutcome("dropped", "a plan was made, but the ranks changed before it was sent")
+        self._streams.send(deployment.name, encoded)
+        message = (
+            f"plan {plan.plan_id}: {len(solved.layers)} layers, {solved.moves} moves, "
+            f"PAR {solved.par_seen:.3f} -> {solved.par_planned:.3f}{_won(outlook)}"
+        )
+        return _DecisionOutcome("plan", message, plan.plan_id, len(solved.layers), solved.moves)
+
+    async def _appraise(
+        self, deployment: Deployment, group: Group, inputs: DecisionInputs, solved: Plan
+    ) -> None:
+        """Judge what balancing is worth; an older decision's steps never replace what a newer one's said."""
+        number = next(self._numbers)
+        async with self._turns:
+            try:
+                found = await self._in_time(deployment.name, appraise, inputs, solved)
+            except asyncio.TimeoutError:
+                return
+            except Exception:
+                _log.exception("worth_unknown", deployment=deployment.name)
+                return
+        now = deployment.group
+        if found is None or now is None or now.forming != group.forming:
+            return
+        if number > self._appraised.get(deployment.name, -1):
+            self._appraised[deployment.name] = number
+            deployment.decisions = deployment.decisions.appraised(*found)
+            self._metrics.report_worth(deployment.name, found[0])
+
+    def _report(self, name: str, solved: Plan, outlook: Outlook, seconds: float) -> None:
+        self._metrics.observe("eplb_solve_seconds", seconds, name)
+        self._observer.decided(name, solved, seconds)
+        for verdict in solved.verdicts:
+            if not math.isnan(verdict.noise_floor):
+                self._metrics.set("eplb_noise_floor", verdict.noise_floor, name, str(verdict.layer))
+        if not math.isnan(solved.par_seen):
+            floor_L = np.array([verdict.noise_floor for verdict in solved.verdicts])
+            self._metrics.set("eplb_deployment_noise_floor", float(mean_par(floor_L)), name)
+            self._metrics.set("eplb_deployment_par_seen", solved.par_seen, name)
+            self._metrics.set("eplb_deployment_par_planned", solved.par_planned, name)
+        if outlook.won is not None and outlook.won.known:
+            self._metrics.set("eplb_deployment_gain", outlook.won.mean, name)
+            self._metrics.set("eplb_deployment_gain_low", outlook.won.low, name)
+            self._metrics.set("eplb_deployment_gain_high", outlook.won.high, name)
+
+
+def _on_thread(function: Callable[..., T], *arguments: Any) -> Future[T]:
+    """Compute on a thread of its own, which ends with it and runs behind the event loop."""
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eplb-planner", initializer=_step_back)
+    computing = thread.submit(function, *arguments)
+    thread.shutdown(wait=False)
+    return computing
+
+
+def _step_back() -> None:
+    """Let the process's other threads run before this one; on Linux, elsewhere nothing."""
+    if sys.platform == "linux":
+        # There each thread has a nice level of its own, which those that it starts begin with.
+        thread = threading.get_native_id()
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICER)
+
+
+async def _result_of(computing: Future[T]) -> T:
+    """Wait for it; who stops waiting does not stop it."""
+    return await asyncio.shield(asyncio.wrap_future(computing))
+
+
+def _won(outlook: Outlook | None) -> str:
+    """Gain of balancing so far, for operators; empty where that is not known."""
+    won = None if outlook is None else outlook.won
+    if won is None or not won.known:
+        return ""
+    return f"; {won.mean:.3f} won over the first layout (95 %: {won.low:.3f} to {won.high:.3f})"
+
+
+def _encoded(
+    plan_id: int, live: LivePlacement, solved: Plan, leader_term: int
+) -> tuple[PlanTracker, SharedPlan]:
+    plan = PlanTracker.of(plan_id, live, solved)
+    tables = [update.log2phy_RE for update in solved.layers]
+    return plan, SharedPlan(plan.rank_plan(leader_term, 0), tables)

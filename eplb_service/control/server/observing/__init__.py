@@ -1,1 +1,0 @@
-"""What is kept of deployments for pictures and metrics; nothing depends on it."""

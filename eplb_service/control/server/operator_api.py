@@ -1,0 +1,193 @@
+"""Serves ``operator.proto``: what operators and their tools may ask of a running service."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+import grpc
+import numpy as np
+
+from eplb_service.control.core.deployment import Deployment
+from eplb_service.control.core.errors import ConflictError
+from eplb_service.control.core.health import mean_measured_par, measured_par, problems, rank_loads
+from eplb_service.control.server.access.gate import current_caller
+from eplb_service.control.server.listening import StatusError
+from eplb_service.control.server.observer import (
+    Observer,
+)
+from eplb_service.control.server.plane.control_plane import ControlPlane
+from eplb_service.wire.codec import encode
+from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
+from eplb_service.wire.operator import (
+    AgentStatus,
+    Balance,
+    DeploymentStatus,
+    LayerStatus,
+    PastPlan,
+    encode_placement,
+)
+
+_LOAD_STEPS = 64
+"""Newest steps that the ranks' loads are of: what is served now, not a window ago."""
+
+
+class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
+    """Serves ``operator.proto`` from the control plane."""
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self._plane = plane
+
+    async def ListDeployments(
+        self, _request: operator_pb2.ListDeploymentsRequest, _context: Any
+    ) -> operator_pb2.ListDeploymentsResponse:
+        """List all that the caller may name."""
+        names = filter(current_caller().credential.reaches, sorted(self._plane.deployments))
+        return operator_pb2.ListDeploymentsResponse(
+            deployments=[encode(self._status(name)) for name in names]
+        )
+
+    async def GetStatus(
+        self, request: operator_pb2.GetStatusRequest, _context: Any
+    ) -> operator_pb2.GetStatusResponse:
+        """Describe one deployment with its layers and agents."""
+        deployment = self._plane.find(request.deployment)
+        return operator_pb2.GetStatusResponse(
+            status=encode(self._status(request.deployment)),
+            layers=map(encode, _layers(deployment)),
+            agents=map(encode, _agents(deployment, self._plane.observer)),
+        )
+
+    async def GetPlacement(
+        self, request: operator_pb2.GetPlacementRequest, _context: Any
+    ) -> operator_pb2.GetPlacementResponse:
+        """Return the placement and tables that are served now."""
+        live = self._plane.find(request.deployment).live
+        if live is None:
+            raise ConflictError(
+                f"the placement of {request.deployment!r} is not known: not all ranks have reported theirs"
+            )
+        return encode_placement(live.epoch, live.digest, live.placement, live.log2phy_RLE)
+
+    async def Pause(self, request: operator_pb2.PauseRequest, _context: Any) -> operator_pb2.PauseResponse:
+        """Stop planning."""
+        self._plane.set_paused(self._plane.find(request.deployment), True)
+        return operator_pb2.PauseResponse()
+
+    async def Resume(self, request: operator_pb2.ResumeRequest, _context: Any) -> operator_pb2.ResumeResponse:
+        """Plan again."""
+        self._plane.set_paused(self._plane.find(request.deployment), False)
+        return operator_pb2.ResumeResponse()
+
+    async def Lead(self, request: operator_pb2.LeadRequest, _context: Any) -> operator_pb2.LeadResponse:
+        """Have the ranks follow this service."""
+        deployment = self._plane.find(request.deployment)
+        raised = await self._plane.lead(deployment)
+        return operator_pb2.LeadResponse(leader_term=deployment.leader_term, raised=raised)
+
+    async def Forget(self, request: operator_pb2.ForgetRequest, _context: Any) -> operator_pb2.ForgetResponse:
+        """Remove a deployment that is gone."""
+        self._plane.forget_departed(self._plane.find(request.deployment))
+        return operator_pb2.ForgetResponse()
+
+    async def Rebalance(
+        self, request: operator_pb2.RebalanceRequest, _context: Any
+    ) -> operator_pb2.RebalanceResponse:
+        """Decide now; answers once the decision is made and, where there is a plan, offered."""
+        outcome = await asyncio.shield(self._plane.decider.start(self._plane.find(request.deployment)))
+        if outcome.result == "failed":
+            raise StatusError(grpc.StatusCode.INTERNAL, outcome.message)
+        return operator_pb2.RebalanceResponse(
+            plan_id=outcome.plan_id, layers=outcome.layers, moves=outcome.moves, outcome=outcome.message
+        )
+
+    async def GetHistory(
+        self, request: operator_pb2.GetHistoryRequest, _context: Any
+    ) -> operator_pb2.GetHistoryResponse:
+        """List plans of the past, newest first."""
+        self._plane.find(request.deployment)
+        plans = await self._plane.history(request.deployment, request.limit)
+        return operator_pb2.GetHistoryResponse(plans=map(encode, plans))
+
+    async def GetBalance(
+        self, request: operator_pb2.GetBalanceRequest, _context: Any
+    ) -> operator_pb2.GetBalanceResponse:
+        """Return balance over time, loads of the ranks, and the last decisions."""
+        deployment = self._plane.find(request.deployment)
+        observed = self._plane.observer.of(deployment.name)
+        steps, loads_LR = rank_loads(deployment, _LOAD_STEPS)
+        balance = Balance(
+            points=tuple(observed.series.points),
+            rank_loads_LR=np.rint(1000 * loads_LR).astype(np.int32) if steps else None,
+            load_steps=steps,
+            last_decision=_with_outcome(observed.last_decision, deployment),
+            last_plan=_with_outcome(observed.last_plan, deployment),
+        )
+        message: operator_pb2.GetBalanceResponse = encode(balance)
+        return message
+
+    async def WatchHeat(self, request: operator_pb2.WatchHeatRequest, context: Any) -> None:
+        """Send heat as it is counted, until the caller ends the call."""
+        host, deployment = current_caller().host, self._plane.find(request.deployment)
+        with self._plane.feed.watch(deployment, host) as watcher:
+            self._plane.follow_up(deployment)
+            while True:
+                await context.write(await watcher.next())
+
+    def _status(self, name: str) -> DeploymentStatus:
+        """Return a deployment's state; what agents have not reported is as remembered."""
+        deployment, remembered = self._plane.deployments[name], self._plane.remembered.get(name)
+        worth, known = deployment.decisions.worth, deployment.live or remembered
+        sized = deployment.group.shape if deployment.group else remembered and remembered.placement
+        totals = asdict(deployment.totals)
+        return DeploymentStatus(
+            name,
+            *((sized.layers, sized.experts, sized.ranks, sized.slots) if sized else (0, 0, 0, 0)),
+            agents_connected=len(deployment.connected),
+            epoch=known.epoch if known else 0,
+            digest=known.digest if known else 0,
+            par=mean_measured_par(measured_par(deployment)),
+            window_steps=deployment.heat.steps if deployment.heat else 0,
+            paused=deployment.paused,
+            plan_id=deployment.plan.plan_id if deployment.plan else 0,
+            last_decision=deployment.last_decision,
+            problems=tuple(problems(deployment)),
+            leader_term=deployment.leader_term,
+            worth=worth,
+            move_price=deployment.decisions.move_price,
+            **totals,
+        )
+
+
+def _layers(deployment: Deployment) -> list[LayerStatus]:
+    """Return one per layer, once the placement is known."""
+    if deployment.live is None:
+        return []
+    par_L, planned = measured_par(deployment).tolist(), deployment.planned_par
+    return [
+        LayerStatus(layer, par_L[layer], planned.get(layer, 0.0), epoch)
+        for layer, epoch in enumerate(deployment.live.layer_epochs)
+    ]
+
+
+def _agents(deployment: Deployment, observer: Observer) -> list[AgentStatus]:
+    """Return one per rank that has ever come, by rank."""
+    members = deployment.group.members if deployment.group else {}
+    shown = {one.name for one in fields(AgentStatus)} - {"silent_seconds"}
+    return [
+        AgentStatus(
+            **{name: getattr(member, name) for name in shown},
+            silent_seconds=observer.silent_seconds(deployment.name, rank),
+        )
+        for rank, member in sorted(members.items())
+    ]
+
+
+def _with_outcome(decision: PastPlan | None, deployment: Deployment) -> PastPlan | None:
+    """Return the decision with the outcome of its plan, where that was one of the last two."""
+    for plan in (deployment.plan, deployment.ended_plan):
+        if decision is not None and plan is not None and plan.plan_id == decision.plan_id:
+            outcome = plan.outcome.value if plan.outcome else ""
+            return replace(decision, outcome=outcome, reason=plan.reason, committed=plan.committed)
+    return decision

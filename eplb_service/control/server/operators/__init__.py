@@ -1,1 +1,0 @@
-"""What operators ask, and what they are answered."""

@@ -1,0 +1,165 @@
+"""Deployments that a service knows: found by name, taken up from the store, given room for heat, and forgotten."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+
+import structlog
+
+from eplb_service.control.core.deployment import Deployment
+from eplb_service.control.core.errors import ExhaustedError, UnknownDeploymentError
+from eplb_service.control.core.flow import FEWEST_STEPS, MOST_STEPS, Limits, ReportSize
+from eplb_service.control.core.plan_tracker import Outcome
+from eplb_service.control.server.deciding.decider import DECISION_RESULTS
+from eplb_service.control.server.settings import ServiceSettings
+from eplb_service.control.server.store.store import StoredPlacement, StoreWriter
+from eplb_service.heat.assembler import memory_bytes
+from eplb_service.telemetry.metrics import Metrics
+from eplb_service.wire.agent import Hello, Shape
+from eplb_service.wire.fields import check_deployment
+
+_FEWEST_PENDING_STEPS = 64
+_REPORTS_PENDING = 8
+_LONG_REPORTS_PENDING = 4
+MOST_DEPLOYMENTS = 256
+"""Deployments known at a time."""
+_PLAN_SECONDS = 60.0
+"""Seconds without a word from any rank after which a plan is given up."""
+
+_log = structlog.get_logger(__name__)
+
+
+def limits_of(settings: ServiceSettings) -> Limits:
+    """Return the bounds of every deployment."""
+    steps, on_change = settings.report_steps, settings.decide_on == "change"
+    if steps != "auto":
+        pending, size = max(_FEWEST_PENDING_STEPS, _REPORTS_PENDING * steps), ReportSize.fixed(steps)
+    else:
+        pending = max(_REPORTS_PENDING * FEWEST_STEPS, _LONG_REPORTS_PENDING * MOST_STEPS)
+        size = ReportSize.up_to(min(settings.window_steps, settings.decision_interval))
+        if on_change:
+            # Changes are decided on after a few steps: long reports would make that later.
+            size = ReportSize()
+    return Limits(
+        window_steps=settings.window_steps,
+        pending_steps=pending,
+        plan_timeout=_PLAN_SECONDS,
+        first_decision=settings.decision_interval if on_change else None,
+        interval=settings.decision_interval,
+        report_size=size,
+    )
+
+
+class KnownDeployments:
+    """Deployments by name, in the order in which they were last heard of.
+
+    ``limits`` bounds each; ``remembered`` holds what one served when the last service, or the last of its ranks,
+    stopped.
+    """
+
+    def __init__(self, settings: ServiceSettings, writer: StoreWriter, metrics: Metrics) -> None:
+        self.by_name: dict[str, Deployment] = {}
+        self.remembered: dict[str, StoredPlacement] = {}
+        self.limits = limits_of(settings)
+        self._settings = settings
+        self._writer = writer
+        self._metrics = metrics
+
+    async def resume(self) -> None:
+        """Take up what the store remembers."""
+        store = self._writer.store
+        for stored in await self._writer.run(store.deployments):
+            deployment = self.add(stored.name)
+            deployment.leader_term = max(store.leader_term, stored.leader_term)
+            deployment.paused, deployment.last_decision = stored.paused, stored.last_decision
+            deployment.totals, deployment.known = stored.totals, True
+            try:
+                placement = await self._writer.run(store.latest_placement, stored.name)
+                if placement is not None:
+                    self.remembered[stored.name] = placement
+                deployment.first_layout = await self._writer.run(store.first_layout, stored.name)
+            except (sqlite3.DatabaseError, ValueError) as error:
+                _log.error("stored_placement_unreadable", deployment=stored.name, reason=str(error))
+
+    def find(self, name: str) -> Deployment:
+        """Return a known deployment; raises ``UnknownDeploymentError``, ``WireError`` for what is no name."""
+        check_deployment(name, "deployment")
+        if name not in self.by_name:
+            raise UnknownDeploymentError(
+                f"no deployment {name!r}; `eplb deployments` lists those that are known"
+            )
+        return self.by_name[name]
+
+    def add(self, name: str) -> Deployment:
+        """Add a deployment."""
+        self.by_name[name] = Deployment(name, self.limits, leader_term=self._writer.store.leader_term)
+        self._metrics.expect(name, DECISION_RESULTS, [outcome.value for outcome in Outcome])
+        return self.by_name[name]
+
+    def deployment_to_evict(self) -> str | None:
+        """Return the one that is to make room for another; ``None`` where there is room.
+
+        Only names behind which no whole group has ever been make room; raises ``ExhaustedError`` where none may.
+        """
+        if len(self.by_name) < MOST_DEPLOYMENTS:
+            return None
+        unknown = [one for one in self.by_name.values() if not (one.known or one.paused)]
+        idle = [one for one in unknown if not one.connected or one.attendance.forming_overdue]
+        if not idle:
+            raise ExhaustedError(
+                f"{len(self.by_name)} deployments are known, the most that one service takes"
+            )
+        return idle[0].name
+
+    def heard_last(self, deployment: Deployment) -> None:
+        """Move a deployment to the end: nobody has been heard of more recently."""
+        if self.by_name.get(deployment.name) is deployment:
+            self.by_name[deployment.name] = self.by_name.pop(deployment.name)
+
+    def heat_bytes(self, deployment: Deployment) -> int:
+        """Return the memory for heat that a deployment takes at most."""
+        return 0 if deployment.group is None else self._bytes_for(deployment.group.shape)
+
+    def idle_to_rest(self, hello: Hello) -> list[Deployment]:
+        """Return those to which nobody is connected and whose memory is needed for what ``hello`` asks for.
+
+        Raises ``ExhaustedError`` where even all of them are too few.
+        """
+        needed, most = self._bytes_for(hello.shape), self._settings.max_heat_bytes
+        others = [one for one in self.by_name.values() if one.name != hello.deployment]
+        taken, resting = sum(map(self.heat_bytes, others)), []
+        for idle in [one for one in others if one.group is not None and not one.connected]:
+            if taken + needed <= most:
+                break
+            taken -= self.heat_bytes(idle)
+            resting.append(idle)
+        if taken + needed > most:
+            raise ExhaustedError(
+                f"heat of this shape needs {needed >> 20} MiB, and {taken >> 20} MiB of the "
+                f"{most >> 20} MiB that max_heat_bytes allows are taken"
+            )
+        return resting
+
+    def rest(self, deployment: Deployment) -> None:
+        """Give back the memory of a deployment that nobody is connected to."""
+        live = deployment.live
+        if live is not None:
+            self.remembered[deployment.name] = StoredPlacement(live.epoch, live.digest, live.placement)
+        deployment.rest()
+
+    def has_expired(self, deployment: Deployment) -> bool:
+        """Return whether all ranks left so long ago that none is expected back; a paused one waits for its operator."""
+        departed, limit = deployment.attendance.departed_since, self._settings.forget_after_seconds
+        if not limit or departed is None or deployment.paused:
+            return False
+        return time.monotonic() - departed > limit
+
+    def forget(self, name: str) -> None:
+        """Remove a deployment, and what is remembered of it."""
+        del self.by_name[name]
+        self.remembered.pop(name, None)
+        self._writer.post(self._writer.store.forget, name)
+
+    def _bytes_for(self, shape: Shape) -> int:
+        return memory_bytes(shape, self.limits.window_steps, self.limits.pending_steps)

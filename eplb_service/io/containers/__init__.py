@@ -1,1 +1,0 @@
-"""Files that hold arrays or records, whatever these mean: read with bounds on their size, never run."""

@@ -1,0 +1,319 @@
+"""Request to the solver: the layers to place, their heat, what serves them, and the search parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_service.heat.window import Window
+from eplb_service.placement import Float64, Int32, Placement, mean_par
+from eplb_service.planner.dealing import shares_of_entries, sources_of_tables, width_in_use
+from eplb_service.planner.score import expected_hottest, numbers_of, par_of_steps, source_shares, split_steps
+from eplb_service.planner.settings import EVEN, STEP, PlannerSettings
+from eplb_service.planner.topology import Topology
+from eplb_service.solver import model
+from eplb_service.solver.engine import SolverError, solve_many
+from eplb_service.solver.layer import Answer
+from eplb_service.solver.model import SearchOptions, SearchParams
+from eplb_service.solver.window import sum_episodes
+
+_DEEPSEEK = SearchParams()
+_FEW_CELLS = 20_000
+"""Slots x (experts + ranks) up to which a tree search costs next to nothing; larger layers win nothing by it."""
+_FEW_SLOTS = 3
+"""Slots per rank up to which swaps and single exchanges soon find no way on."""
+_MOST_ANNEALED_RANKS = 256
+"""Ranks up to which layers of few slots are annealed. Annealing lowers the hottest rank of every episode that was seen;
+with more ranks which one that is is chance, and the next window does not keep what a window of 64 episodes gives: with
+annealing, 512 experts on 320 ranks x 2 slots realise 0.7 % more on static heat, 3.8 % on drift, 6.4 % on bursts, and
+1.6 % less on phases; 256 experts on 256 ranks x 2 slots realise 0.8 to 5.8 % less on all four."""
+_LEAVES = 8
+"""Leaves of the tree search that are searched further."""
+_Z_OF_FEW_SLOTS = 1.5
+"""With so few experts per rank its load is far from normal, and a rank far out on the tail is no guide; 1.0
+and 2.5 are within 0.2 % on the heat that annealing was tried on."""
+_TRIES = 400
+"""Of annealing, for each slot of a layer with few slots per rank and as many spare replicas as experts; fewer spare
+ones leave less to decide. Half as many are 0.3 % worse on that heat, twice as many 0.15 % better."""
+
+_STEP_TRIES, _STEP_TRIES_PER_SLOT = 2000, 4
+"""Of the search for stepwise splits; chosen by hand on recorded and drawn steps of 8 ranks x 5 and 32 ranks x 9 slots,
+where ten times as many won less than half a percent on the next window."""
+
+
+def search_params_of(
+    settings: PlannerSettings,
+    placement: Placement,
+    width: int = 1,
+    move_price: float = 0.0,
+    options: SearchOptions | None = None,
+) -> SearchParams:
+    """Search parameters in a layer of this shape; ``tree_*``, ``*_steps`` and ``*_tries`` say how hard to search.
+
+    Parameters
+    ----------
+    settings, options
+        Settings of the decision, and the parts of the method that are left out; by default none.
+    placement
+        Placement whose shape the layer has.
+    width
+        Entries of its dealing tables.
+    move_price
+        Part of its ratio that the layer must win to have every slot moved.
+    """
+    if settings.policy == "deepseek":
+        by_split = {EVEN: model.EVEN, STEP: model.STEPWISE}
+        return _DEEPSEEK._replace(tables=by_split.get(settings.split, model.RULE), width=width)
+    options = options or SearchOptions()
+    slots = placement.ranks * placement.slots
+    tree = options.tree_search and slots * (placement.experts + placement.ranks) <= _FEW_CELLS
+    few = placement.slots <= _FEW_SLOTS and options.local_search
+    anneals = options.annealing and placement.ranks <= _MOST_ANNEALED_RANKS
+    spare = placement.redundant / placement.experts
+    z = expected_hottest(placement.ranks)
+    return SearchParams(
+        z=(min(z, _Z_OF_FEW_SLOTS) if few else z) if options.z is None else options.z,
+        move_price=move_price,
+        tree_leaves=_LEAVES if tree else 0,
+        local_search_steps=16 * slots if options.local_search else 0,
+        tables=_tables(settings.split, options, width),
+        width=width,
+        step_tries=_STEP_TRIES + _STEP_TRIES_PER_SLOT * slots if options.local_search else 0,
+        annealing_tries=int(_TRIES * slots * min(spare, 1.0)) if few and anneals else 0,
+        seed=settings.seed,
+        options=options,
+    )
+
+
+def with_options(
+    settings: PlannerSettings, options: Mapping[str, Any]
+) -> tuple[PlannerSettings, SearchOptions]:
+    """Settings with ``options`` by name, and those that switch a part of the solver's method."""
+    of_search = {one.name for one in fields(SearchOptions)}
+    switched = {name: value for name, value in options.items() if name in of_search}
+    stated = {name: value for name, value in options.items() if name not in of_search}
+    return replace(settings, **stated), SearchOptions(**switched)
+
+
+def _tables(split: str, options: SearchOptions, width: int) -> int:
+    if split in (EVEN, STEP):
+        return model.EVEN if split == EVEN else model.STEPWISE
+    if not options.solve_tables:
+        return model.RULE
+    return model.SOLVED if width == 1 else model.DEALT
+
+
+_AS_BAD = 0.7
+"""Part of the avoidable ratio of layouts made for no heat from which on a deployment is taken to be in one.
+
+Of the four kinds of heat of ``make bench-solver`` (256 experts on 32 ranks x 9 and 64 x 5 slots, seeds 0 and 1), such
+layouts come to 0.73 to 1.35 of their mean, and those of ``flashlb`` and ``deepseek`` one to five windows of 256 steps
+after they were made to 0.01 to 0.46. With 32 experts on 8 ranks x 5 slots it is 0.56 to 1.49, and 0.05 to 0.59 but on
+drift, where they come to 0.86: to place these from scratch loses nothing but moves.
+"""
+_LEAST_AVOIDABLE = 0.05
+"""Avoidable ratio of such layouts below which they are as good as any."""
+_FEWEST_STEPS = 16
+"""Steps below which that is not asked: soon after a change of the workload any layout may do so badly for a while."""
+_SHUFFLES = 4
+"""Layouts made for no heat that a deployment is compared with."""
+_STEPS_COMPARED = 32
+"""Newest steps that it is compared on, at most."""
+
+
+def _blind_layers(
+    window: Window,
+    placement: Placement,
+    par_L: Float64,
+    floor_L: Float64,
+    split: str,
+    *,
+    grouped: bool = False,
+) -> npt.NDArray[np.bool_]:
+    """Layers that do just as experts in order do, or all where the deployment does hardly better; bool ``[L]``.
+
+    A layout that keeps groups of experts on their nodes was made for that, at least: of such only experts in order are
+    recognised.
+    """
+    in_order = Placement.linear(placement.layers, placement.experts, placement.ranks, placement.slots)
+    same_L: npt.NDArray[np.bool_] = np.isclose(
+        par_L, _par_under(window, in_order, split), rtol=1e-9, atol=0.0
+    )
+    if not grouped and window.steps >= _FEWEST_STEPS and not same_L.all():
+        some = Window(window.heat_TLE[-_STEPS_COMPARED:], window.source_RLE)
+        blind_L = np.mean([_par_under(some, shuffled, split) for shuffled in _shuffles(in_order)], axis=0)
+        floor = float(mean_par(floor_L))
+        avoidable = float(mean_par(blind_L)) - floor
+        if avoidable > _LEAST_AVOIDABLE and float(mean_par(par_L)) - floor >= _AS_BAD * avoidable:
+            same_L[:] = True
+    return same_L
+
+
+def _shuffles(in_order: Placement) -> list[Placement]:
+    """Layouts of the same shape whose experts were named at random, the same every time."""
+    found = []
+    for seed in range(_SHUFFLES):
+        names_E = np.random.default_rng(seed).permutation(in_order.experts).astype(np.int32)
+        found.append(Placement(names_E[in_order.phy2log_LRS], in_order.experts))
+    return found
+
+
+def _par_under(window: Window, placement: Placement, split: str) -> Float64:
+    tables_RLE = placement.default_log2phy()
+    return par_of_steps(split_steps(window.heat_TLE, placement, tables_RLE, window.source_RLE, split))
+
+
+_MOST_STEPS = 128
+"""Steps of a window that time is lowered on: as many more won less than 0.2 % in the window after."""
+
+
+def solve_picked(
+    window: Window,
+    placement: Placement,
+    log2phy_RLE: Int32,
+    topology: Topology,
+    settings: PlannerSettings,
+    search: SearchOptions,
+    picked: npt.NDArray[np.int64],
+    par_L: Float64,
+    floor_L: Float64,
+    expert_groups: int,
+    move_price: float,
+) -> list[Answer | SolverError]:
+    """Solve the picked layers; one source for each token group, or for each entry of its dealing tables.
+
+    Parameters
+    ----------
+    window, placement, log2phy_RLE, topology, settings, search
+        As for ``decide.plan``.
+    picked
+        int64 ``[P]``, indices of layers.
+    par_L, floor_L
+        float64 ``[L]``, the ratio per step of each layer as it is served, and what token sampling alone leaves of it.
+    expert_groups
+        Groups of experts to keep together on nodes, 0 for none.
+    move_price
+        Part of its ratio that a layer must win to have every slot moved.
+
+    Returns
+    -------
+    list[Answer | SolverError]
+        One per picked layer, in their order.
+    """
+    _, first_G, group_R = topology.token_groups()
+    share_GLE = np.full((first_G.size, len(picked), placement.experts), 1.0 / first_G.size)
+    if window.source_RLE is not None:
+        # Sliced first: the split of layers that nobody looks into costs nothing.
+        shares_RLE = source_shares(
+            window.source_RLE[:, picked], placement.ranks, len(picked), placement.experts
+        )
+        share_GLE[:] = 0.0
+        np.add.at(share_GLE, group_R, shares_RLE)
+    elif first_G.size < placement.ranks:
+        share_GLE[:] = (np.bincount(group_R) / placement.ranks)[:, None, None]
+    curve = time_curve(settings)
+    if not picked.size:
+        return []
+    width = width_in_use(settings, log2phy_RLE)
+    node_R, node_G = topology.nodes()
+    params = search_params_of(settings, placement, width, move_price, search)
+    if curve is not None and params.tables == model.DEALT:
+        # Time is lowered source by source, and each entry of a dealing table is one.
+        params = params._replace(tables=model.SOLVED)
+    heat_PNE = episode_heat(window, settings, search, picked)
+    tokens_PE = heat_PNE.sum(axis=1) / window.steps
+    if settings.policy == "deepseek":
+        heat_PNE = heat_PNE.sum(axis=1, keepdims=True)
+    return solve_many(
+        heat_PNE,
+        placement.phy2log_LRS[picked],
+        sources_of_tables(log2phy_RLE[first_G][:, picked], width),
+        shares_of_entries(share_GLE, tokens_PE, width),
+        params,
+        np.array(search.half_lives) * heat_PNE.shape[1],
+        settings.min_gain,
+        _unplaced(window, placement, settings, search, par_L, floor_L)[picked],
+        settings.threads,
+        settings.budget_ms,
+        node_R,
+        np.repeat(node_G, width),
+        expert_groups,
+        curve,
+        None if curve is None else _sampled_steps(window, picked).transpose(1, 0, 2),
+    )
+
+
+def episodes_of(window: Window, search: SearchOptions) -> int:
+    """Episodes that a decision looks at: at most one per step."""
+    return min(search.episodes, window.steps)
+
+
+def episode_heat(
+    window: Window, settings: PlannerSettings, search: SearchOptions, layer_P: npt.NDArray[np.int64]
+) -> Float64:
+    """Heat of some layers by episode, float64 ``[P, N, E]``.
+
+    Steps are summed; a host that splits each step for itself has single ones, evenly from the first.
+    """
+    episodes = episodes_of(window, search)
+    if settings.split == STEP:
+        steps_N = np.arange(episodes) * window.steps // episodes
+        return np.ascontiguousarray(window.heat_TLE[steps_N][:, layer_P].transpose(1, 0, 2), dtype=np.float64)
+    return sum_episodes(window.heat_TLE, layer_P, episodes)
+
+
+def time_curve(settings: PlannerSettings) -> Float64 | None:
+    """Cost curve that the solver lowers time by; ``None`` where it balances tokens: no curve is given, or a linear one.
+
+    A host that splits by step balances tokens whatever they cost: placements are made for that, and judged by time.
+    """
+    curve = settings.cost_curve
+    if curve is None or curve.linear or settings.policy != "flashlb" or settings.split == STEP:
+        return None
+    return numbers_of(curve)
+
+
+def _sampled_steps(window: Window, picked: npt.NDArray[np.int64], most: int = _MOST_STEPS) -> Float64:
+    """At most so many single steps of the picked layers, evenly from first to last, float64 ``[N, P, E]``."""
+    count = min(most, window.steps)
+    steps_N = (np.arange(count) * window.steps + window.steps // 2) // count
+    return window.heat_TLE[steps_N][:, picked].astype(np.float64)
+
+
+def _unplaced(
+    window: Window,
+    placement: Placement,
+    settings: PlannerSettings,
+    search: SearchOptions,
+    par_L: Float64,
+    floor_L: Float64,
+) -> npt.NDArray[np.bool_]:
+    """Layers to place from scratch whatever it moves, bool ``[L]``: those in a layout that was made for no heat."""
+    if settings.policy == "deepseek" or not search.warm:
+        return np.ones(window.layers, dtype=np.bool_)
+    grouped = settings.expert_groups is not None
+    return _blind_layers(window, placement, par_L, floor_L, settings.split, grouped=grouped)
+
+
+def groups_on_nodes(settings: PlannerSettings, placement: Placement, topology: Topology) -> tuple[int, str]:
+    """Groups of experts to keep together on nodes, 0 for none; and why none, where the settings ask for some.
+
+    On one node every placement keeps them together.
+    """
+    groups = settings.expert_groups
+    ranks_K = np.bincount(topology.nodes()[0])
+    if groups is None or ranks_K.size == 1:
+        return 0, ""
+    if placement.experts % groups:
+        return 0, f"{placement.experts} experts do not divide into {groups} groups"
+    if groups % ranks_K.size:
+        return 0, f"{groups} expert groups do not spread evenly over {ranks_K.size} nodes"
+    if (ranks_K != ranks_K[0]).any():
+        return 0, f"nodes have from {ranks_K.min()} to {ranks_K.max()} ranks"
+    if placement.slots * ranks_K.size > placement.experts:
+        return 0, f"a rank has more slots than one of {ranks_K.size} nodes would have experts"
+    return groups, ""

@@ -1,0 +1,440 @@
+"""One layer's decision: what the hold-out recommends, done on the whole window and weighed against keeping.
+
+A layer can be left as it is, get new tables, a placement improved from where it is, or one from scratch: replica counts
+by tree search, local search from its best leaves, annealing where slots are few, tables, and a last touch through the
+tables. Where the host splits every step's tokens by themselves, a search for the steps' own optima (``step_search``)
+takes the place of all that is done about tables.
+
+The gap between the window seen and the next one is larger than the gap between solvers, and moves that chase bursts
+win nothing. So each course is fitted to the older half of the window and judged on the newer half (hold-out
+validation): the window itself says, per layer, whether to keep, retune or move, and how much a move must win. FlashLB
+takes what fits its window best.
+
+References
+----------
+L. J. Tashman, *Out-of-Sample Tests of Forecasting Accuracy: An Analysis and Review*, 2000.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from eplb_service.solver.annealing import anneal
+from eplb_service.solver.construction import Assignment, assignment_of, even_shares, place, tree_search
+from eplb_service.solver.dealing import solve_dealing
+from eplb_service.solver.evaluation import max_rank_loads, mean_of_max
+from eplb_service.solver.local_search import local_search
+from eplb_service.solver.model import (
+    CHOSEN,
+    DEALT,
+    EVEN,
+    FRESH,
+    KEEP,
+    LOCAL,
+    SOLVED,
+    STEPWISE,
+    TABLES,
+    Bool,
+    Candidate,
+    Deployed,
+    Float32,
+    Float64,
+    Heat,
+    Int32,
+    Layer,
+    SearchParams,
+    heat_of,
+)
+from eplb_service.solver.step_search import searched_for_steps
+from eplb_service.solver.stepwise import expected_level, levels_of_episodes
+from eplb_service.solver.tables import (
+    fixed_rule,
+    rehoused,
+    slot_shares,
+    slots_by_expert,
+    solve_tables,
+    swap_through_tables,
+)
+from eplb_service.solver.topology import crossing_share, keep_slots, localised, match_ranks
+from eplb_service.solver.window import Forecast, choose_forecast, forecast_heat, halves_of, standard_error
+
+FEWEST_EPISODES = 4
+"""Episodes below which there is no older half worth fitting."""
+_PRICE_LADDER = np.array([32.0, 16.0, 8.0, 4.0, 2.0, 1.0])
+"""Prices of a move that the local search tries, as multiples of the true one; most frugal first. Powers of two, so that
+one search serves them all; ``docs/research/solver.md`` has what it is worth."""
+_TRUSTS = (1.0, 0.5, 0.0)
+"""Parts of the way from even to fitted shares that dealt ones may go."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Placement and tables that the solver chose for one layer, and what it chose them by.
+
+    Parameters
+    ----------
+    found
+        Placement and tables, with their peak-to-average ratio on the window and the slots that move.
+    par_before
+        The deployed placement's ratio.
+    fresh
+        Placed from scratch for this very window, whatever it moves: the best that hindsight knows.
+    half_life
+        Episodes after which heat was taken to count half; infinite where old heat is as good as new.
+    taken
+        ``model.KEEP``, ``TABLES``, ``LOCAL`` or ``FRESH``.
+    crossed, crosses
+        Part of the tokens that leave their source's node, before and after; see ``topology.crossing_share``.
+    optimism
+        Ratio by which what was fitted to the older half did worse on the newer one, at least 0; ``None`` where
+        nothing was held out.
+    trimmed
+        Whether experts counted as their trimmed means say: they have bursts.
+    """
+
+    found: Candidate
+    par_before: float
+    fresh: Candidate
+    half_life: float
+    taken: int
+    crossed: float = 0.0
+    crosses: float = 0.0
+    optimism: float | None = None
+    trimmed: bool = False
+
+    @property
+    def hindsight(self) -> float:
+        """Ratio on this window of the placement from scratch for it."""
+        return self.fresh.par
+
+
+def solve_layer(
+    heat_NE: Float64,
+    deployed: Deployed,
+    params: SearchParams,
+    half_life_H: Float64,
+    min_gain: float,
+    unplaced: bool,
+) -> Answer:
+    """Decide one layer.
+
+    Parameters
+    ----------
+    heat_NE
+        float64 ``[N, E]``, tokens per episode and expert, oldest first.
+    deployed, params
+        Deployed placement and tables, and how to search.
+    half_life_H
+        float64 ``[H]``, half-lives in episodes to choose from by hold-out; the first where the window is too short.
+    min_gain
+        Peak-to-average ratio that a change must win on the window, after paying for its moves.
+    unplaced
+        Place from scratch whatever it costs: what is deployed was not made for any heat.
+    """
+    seen = Layer(heat_of(heat_NE, deployed.phy2log_RS.shape[0]), deployed)
+    now = as_deployed(seen, params.tables)
+    halves = None
+    if heat_NE.shape[0] >= FEWEST_EPISODES:
+        halves = halves_of(heat_NE, deployed.phy2log_RS.shape[0])
+    slot_price = params.slot_price(deployed.phy2log_RS)
+    fresh = from_scratch(seen, params, slot_price)
+    if params.tables == DEALT and params.options.holdout and halves is not None:
+        params = params._replace(trust=_choose_trust(*halves, fresh.phy2log_RS, deployed, params))
+        if params.trust < 1:
+            fresh = _with_tables(fresh.phy2log_RS, seen, params)
+    forecast = Forecast(float(half_life_H[0]), 0.0)
+    optimism: float | None = None
+
+    def answer(found: Candidate, taken: int) -> Answer:
+        crossed = crossing_share(now, seen, params.tables)
+        if taken != KEEP:
+            found = localised(found, seen, params)
+        crosses = crossing_share(found, seen, params.tables)
+        return Answer(
+            found, now.par, fresh, forecast.half_life, taken, crossed, crosses, optimism, forecast.trimmed
+        )
+
+    if not unplaced and now.par - fresh.par <= min_gain:
+        # Not even hindsight would have won enough.
+        return answer(now, KEEP)
+    if halves is not None:
+        chosen = choose_forecast(*halves, half_life_H, params.options.trimmed_mean)
+        # What is placed for the first time is placed for all heat that is known, but for bursts.
+        forecast = chosen if chosen.trimmed or not unplaced else forecast
+    expected = Layer(forecast_heat(seen.heat, forecast, 2.0), deployed)
+    if unplaced:
+        found = fresh if expected.heat is seen.heat else from_scratch(expected, params, slot_price)
+        return answer(found._replace(par=par_on(found, seen, params.tables)), FRESH)
+    # A step takes as long as the hottest rank, so a move's price is a part of the ratio now.
+    slot_price = params.slot_price(deployed.phy2log_RS, now.par)
+    kind, price = FRESH, slot_price
+    if params.options.holdout and halves is not None:
+        fresh_may_pay = now.par - fresh.par > slot_price * fresh.moves / 2
+        kind, price, optimism = _holdout(
+            *halves, forecast, deployed, params, slot_price, min_gain, fresh_may_pay
+        )
+    found, taken = _best(kind, price, expected, now, params, slot_price, min_gain)
+    return answer(found._replace(par=par_on(found, seen, params.tables)), taken)
+
+
+def _best(
+    most: int,
+    price: float,
+    layer: Layer,
+    now: Candidate,
+    params: SearchParams,
+    slot_price: float,
+    min_gain: float,
+) -> tuple[Candidate, int]:
+    """Take the recommended course or a cheaper one, where it still wins on the whole window; and say which one."""
+    best, taken = now, KEEP
+    cost = par_on(now, layer, params.tables) - min_gain
+    for kind in range(TABLES, most + 1):
+        if kind == FRESH:
+            found = from_scratch(layer, params, slot_price)
+        else:
+            found_RS = layer.deployed.phy2log_RS
+            if kind == LOCAL:
+                price_K = slot_price * _PRICE_LADDER
+                found_RS = _first_change(layer, params, price_K[price_K <= price * (1 + 1e-9)])
+            found = _with_tables(found_RS, layer, params)
+        if found.par + slot_price * found.moves < cost:
+            best, taken, cost = found, kind, found.par + slot_price * found.moves
+    return best, taken
+
+
+def _first_change(layer: Layer, params: SearchParams, price_K: Float64) -> Int32:
+    """Search locally at the price recommended; where so dear a move wins nothing here, at the next lower ones."""
+    found_RS: Int32
+    for found_RS in _improved(layer, params, price_K):
+        if not np.array_equal(found_RS, layer.deployed.phy2log_RS):
+            return found_RS
+    return layer.deployed.phy2log_RS
+
+
+def _choose_trust(
+    older: Heat, newer: Heat, phy2log_RS: Int32, deployed: Deployed, params: SearchParams
+) -> float:
+    """Choose how far dealt shares go from even ones to fitted ones: as, fitted to the older half, suits the newer.
+
+    ``phy2log_RS`` int32 ``[R, S]`` is the placement that they are tried on. What fitted shares win over dealing round
+    the replicas must be above zero by ``sureness`` standard errors: they lean on the heat that they were fitted to. Of
+    two that do as well the farther one is taken.
+    """
+    fit, held_out = Layer(older, deployed), Layer(newer, deployed)
+    share_N = newer.share_N
+
+    def peaks(trust: float) -> Float32:
+        dealt = _with_tables(phy2log_RS, fit, params._replace(trust=trust))
+        return _peaks_on(dealt, held_out, params.tables)
+
+    round_N = peaks(0.0)
+    chosen, lowest = 0.0, _mean_peak(round_N, share_N)
+    for trust in reversed(_TRUSTS[:-1]):
+        found_N = peaks(trust)
+        par = _mean_peak(found_N, share_N)
+        if par <= lowest and is_sure(round_N - found_N, share_N, 0.0, params.options.sureness):
+            chosen, lowest = trust, par
+    return chosen
+
+
+def _holdout(
+    older: Heat,
+    newer: Heat,
+    forecast: Forecast,
+    deployed: Deployed,
+    params: SearchParams,
+    slot_price: float,
+    min_gain: float,
+    fresh_may_pay: bool,
+) -> tuple[int, float, float]:
+    """Choose what would have done best on the newer half, moves paid for; a dearer course must win ``min_gain`` more.
+
+    What it wins over keeping must be above its moves' price by ``sureness`` standard errors besides. Where gains do not
+    last, a local search that asks more than the true price for a move stops at those that do; so several prices are
+    tried and all judged at the true one. Returns the course, the price per moved slot that the local search should ask,
+    at least the true one, and ``Answer.optimism``.
+    """
+    now = Candidate(deployed.phy2log_RS, deployed.log2phy_GE, 0.0, 0)
+    fit, held_out = Layer(forecast_heat(older, forecast, 1.0), deployed), Layer(newer, deployed)
+    now_N, share_N = _peaks_on(now, held_out, params.tables), newer.share_N
+    best, course = _mean_peak(now_N, share_N), (KEEP, slot_price, 0.0)
+    placed = [(TABLES, slot_price, deployed.phy2log_RS)]
+    if params.local_search_steps > 0:
+        price_K = move_prices(slot_price, params)
+        found_KRS = _improved(fit, params, price_K)
+        placed += [
+            (LOCAL, price, found_RS) for price, found_RS in zip(price_K.tolist(), found_KRS, strict=True)
+        ]
+    if fresh_may_pay:
+        placed.append((FRESH, slot_price, from_scratch(fit, params, slot_price).phy2log_RS))
+    for kind, price, found_RS in placed:
+        found = _with_tables(found_RS, fit, params)
+        found_N = _peaks_on(found, held_out, params.tables)
+        par, spent = _mean_peak(found_N, share_N), slot_price * found.moves
+        if par + spent < best - min_gain and is_sure(
+            now_N - found_N, share_N, spent, params.options.sureness
+        ):
+            best, course = par + spent, (kind, price, max(0.0, par - found.par))
+    return course
+
+
+def move_prices(slot_price: float, params: SearchParams) -> Float64:
+    """Prices of a move that the local search tries, dearest first."""
+    return slot_price * (_PRICE_LADDER if params.options.price_ladder else _PRICE_LADDER[-1:])
+
+
+def _mean_peak(peak_N: Float32, share_N: Float32) -> float:
+    """Peak-to-average ratio of episodes whose hottest ranks have so much, by the episodes' weights; 1.0 without any."""
+    return float((peak_N * share_N).sum(dtype=np.float64)) if share_N.any() else 1.0
+
+
+def is_sure(gain_N: Float32, share_N: Float32, spent: float, sureness: float) -> bool:
+    """Return whether the mean gain of episodes with weight is above ``spent`` by so many standard errors."""
+    if sureness == 0:
+        return True
+    won_N = gain_N[share_N > 0].astype(np.float64)
+    return bool(won_N.size) and won_N.mean() - sureness * standard_error(won_N) > spent
+
+
+def from_scratch(layer: Layer, params: SearchParams, slot_price: float) -> Candidate:
+    """Place a layer by tree search, local search from its best leaves and tables; the cheapest through its tables.
+
+    ``slot_price`` is the peak-to-average ratio that one moved slot must win.
+    """
+    heat, deployed = layer
+    ranks, slots = deployed.phy2log_RS.shape
+    best_KE, _ = tree_search(heat, ranks, slots, params.z, params.tree_leaves)
+    nowhere_ER = np.zeros_like(deployed.home_ER)
+    best = Candidate(deployed.phy2log_RS, deployed.log2phy_GE, np.inf, 0)
+    for replicas_E in best_KE:
+        assignment = place(replicas_E, heat, ranks, slots, params.z)
+        placed_RS = _searched(assignment, heat, nowhere_ER, params, np.zeros(1))[0][0]
+        if params.annealing_tries > 0:
+            tries = params.annealing_tries // best_KE.shape[0]
+            placed_RS, _ = anneal(placed_RS, heat.scaled_EN, heat.share_N, tries, params.seed)
+        best = _cheaper(best, _served(placed_RS, layer, params), slot_price)
+    if params.tables == STEPWISE and params.step_tries > 0:
+        found_KRS = searched_for_steps(best.phy2log_RS, heat, nowhere_ER, np.zeros(1), params)
+        best = _cheaper(best, _served(found_KRS[0], layer, params), slot_price)
+    return best
+
+
+def annealed(candidate: Candidate, layer: Layer, params: SearchParams, tries: int) -> Candidate:
+    """Anneal a candidate for so many tries; the candidate itself where they win nothing."""
+    if params.tables == STEPWISE:
+        nowhere_ER = np.zeros_like(layer.deployed.home_ER)
+        found_RS = searched_for_steps(candidate.phy2log_RS, layer.heat, nowhere_ER, np.zeros(1), params)[0]
+    else:
+        scaled_EN, share_N = layer.heat.scaled_EN, layer.heat.share_N
+        found_RS, _ = anneal(candidate.phy2log_RS, scaled_EN, share_N, tries, params.seed)
+    return _cheaper(candidate, _served(found_RS, layer, params), params.slot_price(found_RS))
+
+
+def as_deployed(layer: Layer, tables: int) -> Candidate:
+    """Return the deployed placement and tables as a candidate."""
+    now = Candidate(layer.deployed.phy2log_RS, layer.deployed.log2phy_GE, 0.0, 0)
+    return now._replace(par=par_on(now, layer, tables))
+
+
+def par_on(candidate: Candidate, layer: Layer, tables: int) -> float:
+    """Peak-to-average ratio of a candidate on other heat, split by step, evenly or through its tables."""
+    heat, phy2log_RS = layer.heat, candidate.phy2log_RS
+    if tables == STEPWISE:
+        return expected_level(phy2log_RS, heat.scaled_EN, heat.share_N)
+    return mean_of_max(heat.scaled_EN, heat.share_N, phy2log_RS, _weights(candidate, layer, tables))
+
+
+def _peaks_on(candidate: Candidate, layer: Layer, tables: int) -> Float32:
+    """Load of the hottest rank in each episode of other heat under a candidate, float32 ``[N]``."""
+    heat, phy2log_RS = layer.heat, candidate.phy2log_RS
+    if tables == STEPWISE:
+        return levels_of_episodes(phy2log_RS, heat.scaled_EN, heat.share_N)
+    return max_rank_loads(heat.scaled_EN, phy2log_RS, _weights(candidate, layer, tables))
+
+
+def _weights(candidate: Candidate, layer: Layer, tables: int) -> Float32:
+    """Part of its expert's tokens that each slot receives, float32 ``[R, S]``."""
+    share_GE = layer.deployed.share_GE
+    if tables == EVEN:
+        return even_shares(candidate.phy2log_RS, share_GE.shape[1])
+    return slot_shares(candidate.phy2log_RS, candidate.log2phy_GE, share_GE)
+
+
+def _improved(layer: Layer, params: SearchParams, price_K: Float64) -> Int32:
+    """Search locally from the deployed placement; int32 ``[K, R, S]``, a placement for each price of a move.
+
+    Shares are taken as even: tables that lean on the window seen fit the next one worse.
+    """
+    heat, deployed = layer
+    if params.tables == STEPWISE:
+        return searched_for_steps(deployed.phy2log_RS, heat, deployed.home_ER, price_K, params)
+    share_RS = even_shares(deployed.phy2log_RS, deployed.share_GE.shape[1])
+    assignment = assignment_of(deployed.phy2log_RS, share_RS, heat)
+    return _searched(assignment, heat, deployed.home_ER, params, price_K)[0]
+
+
+def _searched(
+    assignment: Assignment, heat: Heat, home_ER: Bool, params: SearchParams, price_K: Float64
+) -> tuple[Int32, Float64]:
+    """``local_search`` as the parameters of a layer ask for it."""
+    options = params.options
+    return local_search(
+        assignment,
+        heat,
+        home_ER,
+        price_K,
+        params.z,
+        params.local_search_steps,
+        options.swaps,
+        options.exchanges,
+    )
+
+
+def _served(phy2log_RS: Int32, layer: Layer, params: SearchParams) -> Candidate:
+    """Deal a placement to the ranks that hold most of it; add its tables and touch it up through them."""
+    deployed = layer.deployed
+    experts = deployed.share_GE.shape[1]
+    dealt_RS = match_ranks(phy2log_RS, deployed.phy2log_RS, experts, deployed.node_R)
+    candidate = _with_tables(dealt_RS, layer, params)
+    if params.tables in CHOSEN and params.options.table_swaps:
+        return _touched_up(candidate, layer, params)
+    return candidate
+
+
+def _with_tables(phy2log_RS: Int32, layer: Layer, params: SearchParams) -> Candidate:
+    """Put a placement's experts into their deployed slots, make its tables and judge both."""
+    heat, deployed = layer
+    kept_RS, moves = keep_slots(phy2log_RS, deployed.phy2log_RS)
+    if params.tables == DEALT:
+        log2phy_GE, par = solve_dealing(kept_RS, layer, params)
+    elif params.tables == SOLVED:
+        log2phy_GE, par = solve_tables(kept_RS, heat, deployed.share_GE, params.z)
+    else:
+        first_E1, slot_P = slots_by_expert(kept_RS, deployed.share_GE.shape[1])
+        log2phy_GE = fixed_rule(first_E1, slot_P, deployed.share_GE.shape[0], params.width)
+        par = par_on(Candidate(kept_RS, log2phy_GE, 0.0, moves), layer, params.tables)
+    return Candidate(kept_RS, log2phy_GE, par, moves)
+
+
+def _touched_up(candidate: Candidate, layer: Layer, params: SearchParams) -> Candidate:
+    """Swap experts at the shares that the candidate's tables give, unless that raises its realised ratio.
+
+    That ratio is the objective here: it never rises. Moves are taken as free.
+    """
+    heat, deployed = layer
+    log2phy_GE = candidate.log2phy_GE.copy()
+    found_RS = swap_through_tables(
+        candidate.phy2log_RS, log2phy_GE, heat, deployed.share_GE, params.z, params.local_search_steps
+    )
+    kept_RS, moves = keep_slots(found_RS, deployed.phy2log_RS)
+    found = Candidate(kept_RS, rehoused(log2phy_GE, kept_RS), 0.0, moves)
+    found = found._replace(par=par_on(found, layer, params.tables))
+    return found if found.par < candidate.par else candidate
+
+
+def _cheaper(one: Candidate, other: Candidate, price: float) -> Candidate:
+    """Return the candidate with the lower ratio once its moves are paid for; the first where they cost the same."""
+    return other if other.par + price * other.moves < one.par + price * one.moves else one

@@ -1,0 +1,269 @@
+"""Tables (log2phy): the replica that each source's tokens of each expert go to, solved with the placement.
+
+Engines let source ``g`` use replica ``g % replicas``. An expert's tokens arrive unevenly from the source ranks, so this
+fixed rule splits them unevenly. Here each part (one source, one expert) goes to the replica whose rank stays coolest,
+largest parts first (Graham's LPT again), and is moved on while that cools the hottest rank. Last, experts are swapped
+between ranks, each with its sources (``table_swaps``): 32 sources cannot split an expert evenly over ten replicas, and
+the placement's last touch is at the shares that the tables really give. G sources: ranks that see the same tokens are
+one, and share one table.
+
+References
+----------
+R. L. Graham, *Bounds on Multiprocessing Timing Anomalies*, 1969 (LPT).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eplb_service.solver.construction import (
+    Assignment,
+    assignment_of,
+    descending,
+    hottest_rank,
+    shift_load,
+)
+from eplb_service.solver.evaluation import (
+    SMALLEST_GAIN,
+    expert_heat,
+    hottest_of,
+    mean_of_max,
+    risk,
+    smooth_max_of,
+)
+from eplb_service.solver.jit import kernel, part
+from eplb_service.solver.local_search import SCRATCH_ROWS, SMALLEST_RELIEF, best_swap, swap
+from eplb_service.solver.model import Float32, Heat, Int32
+
+
+@kernel
+def slots_by_expert(phy2log_RS: Int32, experts: int) -> tuple[Int32, Int32]:
+    """Physical ids in order of expert: those of expert ``e`` are ``slot_P[first_E1[e]:first_E1[e + 1]]``."""
+    expert_P = phy2log_RS.ravel()
+    first_E1 = np.zeros(experts + 1, dtype=np.int32)
+    for expert in expert_P:
+        first_E1[expert + 1] += 1
+    for e in range(experts):
+        first_E1[e + 1] += first_E1[e]
+    next_E = first_E1[:-1].copy()
+    slot_P = np.empty(expert_P.shape[0], dtype=np.int32)
+    for p in range(expert_P.shape[0]):
+        slot_P[next_E[expert_P[p]]] = p
+        next_E[expert_P[p]] += 1
+    return first_E1, slot_P
+
+
+@kernel
+def fixed_rule(first_E1: Int32, slot_P: Int32, sources: int, width: int = 1) -> Int32:
+    """Source ``g`` uses replica ``g % k`` of an expert with ``k`` replicas, int32 ``[G, E]``.
+
+    Where each ``width`` sources are the entries of one dealing table, entry ``i`` of table ``g`` is replica
+    ``(g + i) % k``.
+    """
+    experts = first_E1.shape[0] - 1
+    chosen_GE = np.empty((sources, experts), dtype=np.int32)
+    for e in range(experts):
+        first, replicas = first_E1[e], first_E1[e + 1] - first_E1[e]
+        begin = 0
+        for g in range(0, sources, width):
+            at = begin
+            for v in range(g, g + width):
+                chosen_GE[v, e] = slot_P[first + at]
+                at = at + 1 if at + 1 < replicas else 0
+            begin = begin + 1 if begin + 1 < replicas else 0
+    return chosen_GE
+
+
+@kernel
+def slot_shares(phy2log_RS: Int32, chosen_GE: Int32, share_GE: Float32) -> Float32:
+    """Part of its expert's tokens that each slot receives through tables, float32 ``[R, S]``."""
+    share_RS = np.zeros(phy2log_RS.shape, dtype=np.float32)
+    share_P = share_RS.ravel()
+    for g in range(chosen_GE.shape[0]):
+        for e in range(chosen_GE.shape[1]):
+            share_P[chosen_GE[g, e]] += share_GE[g, e]
+    return share_RS
+
+
+@kernel
+def tables_par(phy2log_RS: Int32, chosen_GE: Int32, heat: Heat, share_GE: Float32) -> float:
+    """Peak-to-average ratio that tables int32 ``[G, E]`` realise; ``share_GE`` as for ``slot_shares``."""
+    return mean_of_max(heat.scaled_EN, heat.share_N, phy2log_RS, slot_shares(phy2log_RS, chosen_GE, share_GE))
+
+
+def solve_tables(phy2log_RS: Int32, heat: Heat, share_GE: Float32, z: float) -> tuple[Int32, float]:
+    """Choose each source's replicas; never worse on these episodes than the engines' rule ``source % replicas``."""
+    sources, experts = share_GE.shape
+    first_E1, slot_P = slots_by_expert(phy2log_RS, experts)
+    rule_GE = fixed_rule(first_E1, slot_P, sources, 1)
+    rule_par = tables_par(phy2log_RS, rule_GE, heat, share_GE)
+    chosen_GE = rule_GE.copy()
+    assignment = _spread_parts(phy2log_RS, chosen_GE, first_E1, slot_P, heat, share_GE, z)
+    cool(assignment, chosen_GE, first_E1, slot_P, heat, share_GE, z)
+    chosen_par = tables_par(phy2log_RS, chosen_GE, heat, share_GE)
+    if chosen_par < rule_par:
+        return chosen_GE, chosen_par
+    return rule_GE, rule_par
+
+
+@kernel
+def _spread_parts(
+    phy2log_RS: Int32,
+    chosen_GE: Int32,
+    first_E1: Int32,
+    slot_P: Int32,
+    heat: Heat,
+    share_GE: Float32,
+    z: float,
+) -> Assignment:
+    """Hottest expert first, its largest part first, each to the replica whose rank stays coolest.
+
+    Parts without tokens stay where they are. One expert at a time: its parts change the loads of the few ranks that
+    hold it only in one direction, so a part costs a few operations whatever the number of experts.
+    """
+    slots = phy2log_RS.shape[1]
+    experts = share_GE.shape[1]
+    share_RS = np.zeros(phy2log_RS.shape, dtype=np.float32)
+    for e in range(experts):
+        if first_E1[e] + 1 == first_E1[e + 1]:
+            only = slot_P[first_E1[e]]
+            share_RS[only // slots, only % slots] = 1.0
+    assignment = assignment_of(phy2log_RS, share_RS, heat)
+    added_R = np.zeros(phy2log_RS.shape[0], dtype=np.float32)
+    for e in descending(expert_heat(heat, z)):
+        first, after = first_E1[e], first_E1[e + 1]
+        if first + 1 == after:
+            continue
+        for place in range(first, after):
+            added_R[slot_P[place] // slots] = 0
+        for g in descending(share_GE[:, e].copy()):
+            share = share_GE[g, e]
+            if share <= 0:
+                break
+            lowest = np.inf
+            for place in range(first, after):
+                rank = slot_P[place] // slots
+                found = risk_with(assignment, heat, e, rank, added_R[rank] + share, z)
+                if found < lowest:
+                    lowest = found
+                    chosen_GE[g, e] = slot_P[place]
+            added_R[chosen_GE[g, e] // slots] += share
+        for place in range(first, after):
+            rank = slot_P[place] // slots
+            shift_load(assignment, heat, e, rank, added_R[rank])
+    return assignment
+
+
+@kernel
+def risk_with(assignment: Assignment, heat: Heat, expert: int, rank: int, share: float, z: float) -> float:
+    """Risk of a rank once it carries ``share`` more of an expert's tokens.
+
+    For the arguments see ``model``.
+    """
+    load = assignment.load_R[rank] + share * heat.mean_E[expert]
+    variance = assignment.variance_R[rank] + share * (
+        np.float32(2.0) * assignment.cross_RE[rank, expert] + share * heat.gram_EE[expert, expert]
+    )
+    return risk(load, variance, z)
+
+
+@kernel
+def cool(
+    assignment: Assignment,
+    chosen_GE: Int32,
+    first_E1: Int32,
+    slot_P: Int32,
+    heat: Heat,
+    share_GE: Float32,
+    z: float,
+) -> None:
+    """Move parts off the hottest rank while that leaves both ranks touched cooler than it was.
+
+    For the arguments see ``model``.
+    """
+    ranks, slots = assignment.phy2log_RS.shape
+    for _ in range(4 * ranks * slots):
+        hot, hottest = hottest_rank(assignment, z)
+        lowest = hottest - SMALLEST_GAIN
+        found_slot, found_g, found_place = -1, -1, -1
+        for slot in range(slots):
+            e = assignment.phy2log_RS[hot, slot]
+            if assignment.replicas_E[e] == 1:
+                continue
+            own = hot * slots + slot
+            for g in range(share_GE.shape[0]):
+                share = share_GE[g, e]
+                if chosen_GE[g, e] != own or share <= 0:
+                    continue
+                here = risk_with(assignment, heat, e, hot, -share, z)
+                for place in range(first_E1[e], first_E1[e + 1]):
+                    if slot_P[place] == own:
+                        continue
+                    after = max(here, risk_with(assignment, heat, e, slot_P[place] // slots, share, z))
+                    if after < lowest:
+                        lowest = after
+                        found_slot, found_g, found_place = slot, g, place
+        if found_slot < 0:
+            return
+        e = assignment.phy2log_RS[hot, found_slot]
+        share = share_GE[found_g, e]
+        shift_load(assignment, heat, e, hot, -share)
+        chosen_GE[found_g, e] = slot_P[found_place]
+        shift_load(assignment, heat, e, slot_P[found_place] // slots, share)
+
+
+@kernel
+def swap_through_tables(
+    phy2log_RS: Int32,
+    log2phy_GE: Int32,
+    heat: Heat,
+    share_GE: Float32,
+    z: float,
+    steps: int,
+) -> Int32:
+    """Swap the experts of the hottest rank while that takes pressure away; returns the placement, int32 ``[R, S]``.
+
+    Each swap takes pressure away on the scale of the risks before it, so a single one may lift the smooth peak: whoever
+    calls judges where it ends by the realised ratio. For the arguments see ``model``.
+    """
+    ranks, slots = phy2log_RS.shape
+    assignment = assignment_of(phy2log_RS, slot_shares(phy2log_RS, log2phy_GE, share_GE), heat)
+    scratch = np.empty((SCRATCH_ROWS, ranks * slots), dtype=np.float32)
+    nowhere_ER = np.zeros_like(assignment.holds_ER)
+    now = smooth_max_of(assignment.load_R, assignment.variance_R, z)
+    for _ in range(steps):
+        hot = hottest_of(now)
+        slot, rank, other, _ = best_swap(assignment, heat, now, hot, z, SMALLEST_RELIEF, scratch)
+        if slot < 0:
+            break
+        one, two = assignment.phy2log_RS[hot, slot], assignment.phy2log_RS[rank, other]
+        _readdress(log2phy_GE, one, hot * slots + slot, rank * slots + other)
+        _readdress(log2phy_GE, two, rank * slots + other, hot * slots + slot)
+        swap(assignment, heat, nowhere_ER, hot, slot, rank, other)
+        now = smooth_max_of(assignment.load_R, assignment.variance_R, z)
+    return assignment.phy2log_RS
+
+
+@kernel
+def rehoused(log2phy_GE: Int32, phy2log_RS: Int32) -> Int32:
+    """Tables whose replicas stayed on their ranks, but not in their slots; int32 ``[G, E]``."""
+    ranks, slots = phy2log_RS.shape
+    sources, experts = log2phy_GE.shape
+    slot_RE = np.full((ranks, experts), -1, dtype=np.int32)
+    for r in range(ranks):
+        for s in range(slots):
+            slot_RE[r, phy2log_RS[r, s]] = s
+    found_GE = np.empty_like(log2phy_GE)
+    for g in range(sources):
+        for e in range(experts):
+            rank = log2phy_GE[g, e] // slots
+            found_GE[g, e] = rank * slots + slot_RE[rank, e]
+    return found_GE
+
+
+@part
+def _readdress(log2phy_GE: Int32, expert: int, was: int, becomes: int) -> None:
+    """Send an expert's tokens that went to one physical slot to another."""
+    for g in range(log2phy_GE.shape[0]):
+        if log2phy_GE[g, expert] == was:
+            log2phy_GE[g, expert] = becomes

@@ -1,0 +1,264 @@
+"""A run of ``make demo-vllm`` sends one drifting load, reads it token by token, and names what it does not show."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from benchmarks.vllm_serving import __main__ as demo
+from benchmarks.vllm_serving.load import Answer, Request, drifting_requests, send, send_all
+from benchmarks.vllm_serving.run import Watched, environment, rounds_of, server_options
+from benchmarks.vllm_serving.score import (
+    ALONE,
+    BALANCED,
+    Round,
+    compare,
+    complaint,
+    figures,
+    latency,
+    summary,
+)
+from eplb_service.wire.generated.operator_pb2 import DeploymentStatus
+
+REQUEST = Request(3, "data", "SELECT ", 4)
+SWITCHED = {"layers_switched": 7, "experts_moved": 9, "bytes_moved": 10**6, "steps_lost": 0}
+PAR = {"before": 1.5, "after": 1.1, "steps": 80}
+
+
+def answer_of(text: str, shift: float = 0.0, error: str | None = None) -> Answer:
+    ids = list(text.encode())
+    candidates = [{str(token): -0.5 + shift, "a": -1.0, "b": -2.0} for token in ids]
+    return Answer(ids, candidates, [0.1 * (place + 1) for place in range(len(ids))], error)
+
+
+def _event(token: int, place: int) -> bytes:
+    top = [{f"token_id:{token}": -0.5 - place, "token_id:0": -2.0}]
+    choice = {"token_ids": [token], "logprobs": {"top_logprobs": top}}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+
+class _OpenAI(BaseHTTPRequestHandler):
+    """Answers with the bytes of the prompt, or as the prompt says."""
+
+    asked: list[dict[str, object]]
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(body)
+        self.send_response(500 if body["prompt"] == "refuse" else 200)
+        self.end_headers()
+        if body["prompt"] == "refuse":
+            self.wfile.write(b"no room")
+            return
+        for place, token in enumerate(body["prompt"].encode()[: body["max_tokens"]]):
+            self.wfile.write(_event(token, place))
+        if body["prompt"] == "break":
+            self.wfile.write(b'data: {"error": {"message": "engine died"}}\n\n')
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def _server() -> Iterator[tuple[int, list[dict[str, object]]]]:
+    asked: list[dict[str, object]] = []
+    handler = type("Handler", (_OpenAI,), {"asked": asked})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server.server_address[1], asked
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_stream_is_read_token_by_token_with_its_times() -> None:
+    with _server() as (port, asked):
+        answer = send(port, REQUEST)
+    assert (bytes(answer.token_ids), answer.error) == (b"SELE", None)
+    assert [min(found.values()) for found in answer.candidates] == [-2.0, -2.0, -2.5, -3.5]
+    assert len(answer.times) == 4
+    assert answer.times == sorted(answer.times)
+    assert (asked[0]["seed"], asked[0]["stream"]) == (3, True)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("refuse", "status 500: no room"),
+        ("break", "the server reports {'message': 'engine died'}"),
+        ("abc", "3 of 4 tokens came"),
+    ],
+)
+def test_a_failure_is_in_the_answer(prompt: str, message: str) -> None:
+    with _server() as (port, _):
+        answer = send(port, Request(0, "data", prompt, 4))
+    assert answer.error == message
+    assert "refused" in str(send(port, REQUEST).error), "the server is gone"
+
+
+def test_answers_come_in_the_order_of_the_requests() -> None:
+    requests = [Request(number, "data", f"{number:04}", 4) for number in range(20)]
+    with _server() as (port, _):
+        answers = send_all(port, requests, 5)
+    assert [bytes(answer.token_ids).decode() for answer in answers] == [
+        request.prompt for request in requests
+    ]
+
+
+def test_the_load_drifts_and_is_the_same_for_a_seed() -> None:
+    requests = drifting_requests(40, seed=1)
+    assert requests == drifting_requests(40, seed=1)
+    assert requests != drifting_requests(40, seed=2)
+    assert [request.phase for request in requests[::10]] == ["european", "code", "far scripts", "data"]
+    assert all(len(request.prompt.encode()) + request.tokens <= 192 for request in requests)
+    parts = rounds_of(requests=50, rounds=8, seed=0)
+    assert [request.number for part in parts for request in part.requests] == list(range(50))
+    assert [parts[0].phase, parts[-1].phase] == ["european", "data"]
+
+
+def test_a_draw_that_rounding_decided_is_distinguished_from_a_wrong_answer() -> None:
+    pairs = [
+        (answer_of("same"), answer_of("same", 1e-6)),
+        (answer_of("same"), answer_of("sane", 1e-6)),
+        (answer_of("same"), answer_of("same", 0.1)),
+        (answer_of("same"), answer_of("same", error="lost")),
+    ]
+    found = compare(*zip(*pairs, strict=True))
+    assert found.pop("worst_difference") == pytest.approx(0.1)
+    assert found == {"requests": 4, "identical": 1, "split_draws": 1, "different": 2}
+
+
+def test_differences_count_up_to_the_token_at_which_answers_part_and_no_further() -> None:
+    one, other = answer_of("abcd"), answer_of("abXd")
+    other.candidates[2]["a"] += 0.25
+    other.candidates[3]["a"] += 9.0
+    assert compare([one], [other])["worst_difference"] == pytest.approx(0.25)
+    other.candidates[1] = {"else": -1.0}
+    assert compare([one], [other])["worst_difference"] == float("inf")
+
+
+def test_latency_is_that_of_answers_that_did_not_fail() -> None:
+    found = latency([answer_of("abc"), answer_of("abcdefgh", error="late")])
+    assert (found["first_p50"], found["token_p50"], found["token_p99"]) == pytest.approx(
+        (100.0, 100.0, 100.0)
+    )
+    assert np.isnan(latency([])["first_p50"])
+
+
+def _served(**of_balanced: object) -> list[Round]:
+    rounds = []
+    for number in range(2):
+        answers = {kind: [answer_of("good"), answer_of("more")] for kind in (ALONE, BALANCED)}
+        if number and of_balanced:
+            answers[BALANCED][1] = answer_of(**of_balanced)  # type: ignore[arg-type]
+        rounds.append(Round([REQUEST, REQUEST], answers))
+    return rounds
+
+
+def test_a_run_without_fault_has_nothing_to_complain_of() -> None:
+    rounds = _served()
+    found = figures(rounds, SWITCHED, PAR)
+    assert complaint(found) is None
+    assert (found["identical"], found["tokens"][BALANCED], found["layers_switched"]) == (4, 16, 7)
+    assert found["latency_ratio_by_round"]["token_p50"] == {"min": 1.0, "median": 1.0, "max": 1.0}
+    assert json.loads(json.dumps(found)) == found
+    console = Console(width=140, record=True)
+    console.print(summary(found))
+    text = console.export_text()
+    assert "data: 2/2 identical" in rounds[0].line()
+    assert "4 of 4 requests, 16 tokens" in text
+    assert "1.100, while domains drift" in text
+
+
+@pytest.mark.parametrize(
+    ("of_balanced", "switched", "message"),
+    [
+        ({"text": "more", "error": "lost"}, SWITCHED, "1 requests failed"),
+        ({"text": "more", "shift": 0.5}, SWITCHED, "1 of 4 answers differ"),
+        ({"text": "more"}, dict.fromkeys(SWITCHED, 0), "no layer was switched"),
+    ],
+)
+def test_a_run_that_does_not_show_it_is_named(
+    of_balanced: dict[str, object], switched: dict[str, int], message: str
+) -> None:
+    assert message in str(complaint(figures(_served(**of_balanced), switched, PAR)))
+
+
+def test_ratios_are_those_before_the_first_switch_and_since_each_window_once() -> None:
+    watched = Watched(None)  # type: ignore[arg-type]  # it is asked for nothing
+    assert np.isnan(watched.par()["before"])
+    for steps, par, switched in [
+        (0, 0.0, 0),
+        (8, 1.5, 0),
+        (16, 1.4, 0),
+        (24, 1.3, 1),
+        (24, 1.3, 1),
+        (32, 1.1, 2),
+    ]:
+        watched.take(DeploymentStatus(steps_received=steps, par=par, layers_switched=switched))
+    assert watched.par() == {"before": 1.4, "after": pytest.approx(1.2), "steps": 32}
+    assert "PAR 1.100" in watched.line
+
+
+class Paused:
+    """A service that notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def pause(self, deployment: str) -> None:
+        self.asked.append(f"pause {deployment}")
+
+    def resume(self, deployment: str) -> None:
+        self.asked.append(f"resume {deployment}")
+
+
+def test_nothing_is_planned_until_balance_without_a_switch_was_seen() -> None:
+    service = Paused()
+    watched = Watched(service)  # type: ignore[arg-type]
+    with watched.left_alone():
+        assert service.asked == ["pause byte-moe"]
+        watched.take(DeploymentStatus(steps_received=8, par=1.5))
+    assert service.asked == ["pause byte-moe", "resume byte-moe"]
+    with pytest.raises(KeyError), watched.left_alone():
+        raise KeyError
+    assert service.asked[-1] == "resume byte-moe"
+
+
+def test_only_the_balanced_server_hears_of_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EPLB_AGENT_SERVICE", "elsewhere:1")
+    assert "EPLB_AGENT_SERVICE" not in environment(tmp_path, {})
+    assert environment(tmp_path, {"EPLB_AGENT_SERVICE": "here:2"})["EPLB_AGENT_SERVICE"] == "here:2"
+    command = server_options(ranks=2, redundant=8, sequences=4)
+    assert command[command.index("--tensor-parallel-size") + 1] == "2"
+    assert json.loads(command[command.index("--eplb-config") + 1])["num_redundant_experts"] == 8
+
+
+def test_a_demo_that_cannot_run_ends_with_the_reason_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def nothing(_: object) -> Path:
+        pytest.skip("no wheel for this machine")
+
+    monkeypatch.setattr(demo, "python_of", nothing)
+    monkeypatch.setattr(sys, "argv", ["demo-vllm"])
+    assert demo.main() == 2
+    assert "vLLM with the agent cannot be had: no wheel for this machine" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["demo-vllm", "--json", "/nowhere/out.json"])
+    with pytest.raises(SystemExit):
+        demo.main()
+    assert "there is no folder /nowhere" in capsys.readouterr().err

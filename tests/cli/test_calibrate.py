@@ -1,0 +1,55 @@
+"""``eplb calibrate`` writes the curve of this machine's kernel or of a table, and refuses one that does not fit."""
+
+from __future__ import annotations
+
+from eplb_service.cli import calibrate
+from eplb_service.cli.main import run
+from eplb_service.cost.curve import read_curve
+from tests.cli.published import held
+from tests.cost.curves import H200, plain_rank_us
+from tests.cost.test_measured_table import rows, table
+
+
+def test_a_table_becomes_a_curve_file(tmp_path, capsys):
+    path = table(tmp_path / "moe.parquet", rows(H200))
+    out = tmp_path / "curve.json"
+    assert run(["calibrate", "--table", str(path), "--phase", "decode", "--out", str(out)]) == 0
+    assert read_curve(str(out)).phase == "decode"
+    assert "median error" in capsys.readouterr().out
+
+
+def _exact(task):
+    for busy in (1, 2, 4, 8):
+        for tokens in task["tokens"]:
+            yield {"busy": busy, "tokens": tokens, "us": plain_rank_us(H200, [tokens] * busy)}
+
+
+def test_this_machines_kernel_becomes_a_curve(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(calibrate, "_measured", _exact)
+    out = tmp_path / "curve.json"
+    assert run(["calibrate", "--hidden", "64", "--inter", "32", "--out", str(out), "--json"]) == 0
+    printed = held("calibrate", capsys.readouterr().out)
+    assert printed["read_us"] == read_curve(str(out)).read_us
+    assert printed["source"].startswith("calibrated: cpu")
+
+
+def test_a_kernel_that_no_curve_fits_is_refused_and_nothing_is_written(tmp_path, monkeypatch, capsys):
+    def rising(task):
+        for at, cell in enumerate(_exact(task)):
+            yield cell | {"us": cell["us"] * (1 + 9 * (at % 3))}
+
+    monkeypatch.setattr(calibrate, "_measured", rising)
+    out = tmp_path / "curve.json"
+    assert run(["calibrate", "--hidden", "64", "--inter", "32", "--out", str(out)]) == 2
+    assert "no cost curve fits" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_what_cannot_be_timed_is_said_in_one_line(tmp_path, capsys):
+    out = ["--out", str(tmp_path / "curve.json")]
+    assert run(["calibrate", *out]) == 2
+    assert "--hidden and --inter" in capsys.readouterr().err
+    assert run(["calibrate", "--hidden", "8", "--inter", "8", "--device", "moon", *out]) == 2
+    assert "torch has no device 'moon'" in capsys.readouterr().err
+    assert run(["calibrate", "--hidden", "8", "--inter", "8", "--phase", "night", *out]) == 2
+    assert "choose one of any, decode, prefill" in capsys.readouterr().err

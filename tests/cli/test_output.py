@@ -1,0 +1,36 @@
+"""JSON output holds numpy values as plain ones, and never what JSON has not."""
+
+import json
+
+import numpy as np
+import pytest
+
+from eplb_service.cli.output import print_json, to_json, write_json
+
+DOCUMENT = {"par": np.float64(1.5), "moves": np.int32(3), "par_L": np.array([1.0, 2.0]), "name": "x"}
+PLAIN = {"par": 1.5, "moves": 3, "par_L": [1.0, 2.0], "name": "x"}
+
+
+def test_numpy_becomes_plain(tmp_path, capsys):
+    path = tmp_path / "out.json"
+    write_json(path, DOCUMENT)
+    print_json(DOCUMENT)
+    assert json.loads(path.read_text()) == PLAIN
+    assert json.loads(capsys.readouterr().out) == PLAIN
+
+
+def test_a_figure_that_there_is_not_is_null():
+    assert json.loads(to_json({"par": float("nan"), "par_L": np.array([1.5, np.nan])})) == {
+        "par": None,
+        "par_L": [1.5, None],
+    }
+
+
+def test_infinity_is_refused():
+    with pytest.raises(ValueError, match="Out of range"):
+        to_json({"par": np.float64("inf")})
+
+
+def test_other_objects_are_refused():
+    with pytest.raises(TypeError, match="object has no JSON form"):
+        to_json({"x": object()})

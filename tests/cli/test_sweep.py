@@ -1,0 +1,86 @@
+"""``eplb sweep`` shows every trace under every setting, and says before it begins what cannot be run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from eplb_service.cli import main
+from eplb_service.cli import sweep as command
+from tests.cli.published import held
+
+GRID = ("--redundant", "4,8", "--window", "32", "--interval", "16,32", "--policy", "flashlb")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    for number, name in enumerate(("monday", "tuesday")):
+        rng = np.random.default_rng(number)
+        np.savez(f"{name}.npz", heat=rng.poisson(rng.lognormal(2, 1, (1, 2, 16)), (80, 2, 16)))
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main.run(["sweep", *arguments, "--ranks", "4", "--workers", "1"])
+    return code, *capsys.readouterr()
+
+
+def test_one_table_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    code, printed, _ = run(capsys, "monday.npz", "tuesday.npz", *GRID, "--set", "par-threshold=1.02,1.5")
+    assert code == 0
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "…" not in printed
+    assert printed.startswith("2 traces, 8 settings, 1 policy\n")
+    assert printed.count("flashlb, 5 slots, interval 16,") == 2 * 2 + 2
+    assert "mean over traces" in printed
+
+
+def test_a_single_choice_of_one_trace_names_nothing_that_is_not_varied(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, printed, _ = run(capsys, "monday.npz", "--interval", "16", "--policy", "none")
+    assert code == 0
+    assert printed.startswith("1 trace, 1 setting, 1 policy\n")
+    assert " none " in printed
+    assert "mean over traces" not in printed
+
+
+def test_json_and_file_are_as_published(capsys: pytest.CaptureFixture[str]) -> None:
+    varied = ("--set", "move_price=auto,0.5", "--set", "fitted_curve=on,off", "--out", "found.json")
+    code, printed, _ = run(capsys, "monday.npz", "tuesday.npz", *GRID, *varied, "--json", "--step-ms", "30")
+    assert code == 0
+    document = held("sweep", printed)
+    assert held("sweep", Path("found.json").read_text()) == document
+    assert not document["interrupted"]
+    rows = document["rows"]
+    assert len(rows) == 2 * 4 * 2 * 2
+    assert [row["trace"] for row in rows] == ["monday.npz"] * 16 + ["tuesday.npz"] * 16
+    chosen = [tuple(row["settings"].values()) for row in rows[:16:4]]
+    assert chosen == [("auto", True), ("auto", False), (0.5, True), (0.5, False)]
+    assert {(row["slots"], row["interval_steps"]) for row in rows} == {(5, 16), (5, 32), (6, 16), (6, 32)}
+    # Figures are compared over the same steps.
+    assert {(row["first_step_scored"], row["steps_scored"]) for row in rows} == {(32, 48)}
+
+
+def test_ctrl_c_shows_what_has_been_done(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = command._rows
+    seen: list[Any] = []
+
+    def stopped(cell: Any, result: Any) -> list[Any]:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(cell)
+        return kept(cell, result)
+
+    monkeypatch.setattr(command, "_rows", stopped)
+    code, printed, _ = run(capsys, "monday.npz", "tuesday.npz", *GRID, "--json")
+    assert code == 130
+    document = held("sweep", printed)
+    assert document["interrupted"]
+    assert len(document["rows"]) == 1

@@ -1,0 +1,137 @@
+"""Every setting of the planner is an option of every command that decides, declared once and with the same default."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from eplb_service.cli.main import load_command
+from eplb_service.control.server.settings import ServiceSettings, load_settings
+from eplb_service.heat.synthetic import synthetic_heat
+from eplb_service.planner.settings import (
+    POLICIES,
+    PlannerSettings,
+    SettingsError,
+    planner_options,
+    planner_settings,
+)
+from tests.cli.arguments import eplb
+
+NAMES = [field.name for field in fields(PlannerSettings)]
+OWN = {"replay": {"policy"}, "advise": {"policy", "move_price"}, "solve": set(), "serve": set()}
+
+
+@pytest.mark.parametrize("command", OWN)
+def test_every_setting_is_an_option_of_every_command(command):
+    options = {option.name: option for option in load_command(command).params}
+    for made in planner_options():
+        if made.name not in OWN[command]:
+            option = options[made.name]
+            assert f"--{made.name.replace('_', '-')}" in option.opts
+            assert made.metadata["help"] in option.help
+            if command != "serve":
+                assert option.default == made.default
+
+
+def test_every_setting_has_help_in_plain_text():
+    assert [option.name for option in planner_options()] == NAMES
+    for option in planner_options():
+        shown = option.metadata["help"]
+        assert shown[0].isupper() or option.name == shown.split()[0], option.name
+        assert shown.endswith("."), option.name
+        assert not {"`", "None"} & set(shown.split()), option.name
+    assert all(policy in planner_options()[0].metadata["help"] for policy in POLICIES)
+
+
+def without_docstrings(*arguments):
+    """``python -OO`` strips them."""
+    command = [sys.executable, "-OO", "-m", "eplb_service.cli.main", *arguments]
+    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("command", ["serve", "solve"])
+def test_help_needs_no_docstrings(command):
+    done = without_docstrings(command, "--help")
+    assert done.returncode == 0, done.stderr
+    for option in planner_options():
+        assert f"--{option.name.replace('_', '-')}" in done.stdout
+    assert "up to which a layer is left alone (cherry-picking)" in " ".join(done.stdout.split())
+
+
+def test_a_service_starts_without_docstrings():
+    done = without_docstrings("serve", "--listen", "nowhere")
+    assert done.returncode == 2, done.stderr
+    assert "setting listen: an address is host:port" in done.stderr
+
+
+def test_defaults_make_the_default_settings():
+    assert (
+        planner_settings({option.name: option.default for option in planner_options()}) == PlannerSettings()
+    )
+    assert load_settings({}, environment={}).planner() == PlannerSettings()
+
+
+def test_the_service_takes_each_from_flag_environment_and_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("EPLB_SEED", "7")
+    (tmp_path / "eplb.yaml").write_text("fitted_curve: true\nbudget_ms: 12.5\n")
+    settings = load_settings({"layer_ms": 1.5, "max_layers": 8}, tmp_path / "eplb.yaml").planner()
+    assert (settings.seed, settings.fitted_curve, settings.budget_ms) == (7, True, 12.5)
+    assert (settings.layer_ms, settings.max_layers) == (1.5, 8)
+    assert ServiceSettings.model_fields["max_layers"].default is None
+
+
+@pytest.mark.parametrize(("text", "price"), [("auto", "auto"), ("0.3", 0.3), (0.3, 0.3), (0, 0.0)])
+def test_the_price_of_moves_is_auto_or_a_number(text, price, tmp_path):
+    assert planner_settings({"move_price": text}).move_price == price
+    assert load_settings({"move_price": text}, environment={}).planner().move_price == price
+    (tmp_path / "eplb.yaml").write_text(f"move_price: {text}\n")
+    assert load_settings({}, tmp_path / "eplb.yaml", {}).planner().move_price == price
+
+
+@pytest.mark.parametrize("text", ["dear", "", "-1", "nan"])
+def test_other_prices_of_moves_are_refused(text):
+    with pytest.raises(SettingsError, match="move_price is"):
+        planner_settings({"move_price": text})
+    with pytest.raises(ValueError, match="move_price"):
+        load_settings({"move_price": text}, environment={})
+
+
+@pytest.mark.parametrize("command", ["serve", "solve", "replay"])
+def test_help_names_auto(command):
+    (option,) = (one for one in load_command(command).params if one.name == "move_price")
+    assert option.metavar == "NUMBER|auto"
+    assert "auto" in (option.default or option.help.rpartition("default ")[2])
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "trace.npz"
+    np.savez(path, heat=synthetic_heat("drift", 60, 2, 16, tokens=256, top_k=2, seed=1))
+    return path
+
+
+def test_a_replay_decides_by_its_options(trace, capsys):
+    shape = ("--ranks", 4, "--slots", 5, "--window", 20, "--policy", "flashlb")
+    alone = ("replay", "--heat", trace, *shape, "--json")
+    code, usual, _ = eplb(capsys, *alone)
+    assert code == 0
+    settings = ("--min-gain", 9, "--split", "even", "--seed", 2)
+    code, other, _ = eplb(capsys, *alone, *settings, "--nodes", 2, "--token-group", 2)
+    assert code == 0
+    moves = [json.loads(text)["policies"]["flashlb"]["moves"] for text in (usual, other)]
+    assert moves[0] > 0
+    assert moves[1] == 0
+
+
+def test_ranks_that_share_tokens_get_one_table(trace, tmp_path, capsys):
+    out = tmp_path / "placement.npz"
+    solve = ("solve", "--heat", trace, "--ranks", 4, "--slots", 5, "--out", out)
+    assert eplb(capsys, *solve, "--token-group", 2, "--nodes", "0,0,1,1")[0] == 0
+    tables_RLE = np.load(out)["log2phy"]
+    assert np.array_equal(tables_RLE[0], tables_RLE[1])
+    assert np.array_equal(tables_RLE[2], tables_RLE[3])

@@ -1,0 +1,72 @@
+"""A deployment that decides on change is due by what its ranks measured, and tests only what all of a plan serves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from eplb_service.control.core.decisions import Decisions
+from eplb_service.planner.pace import Pace
+from eplb_service.planner.plan import Outlook, Promise
+from tests.control.core.story import Story
+
+OUTLOOK = Outlook(Promise(np.full(3, 1.2), np.full(3, 1e-4), np.ones(3), 64))
+LIVE = Story().live
+
+
+def serving(decisions: Decisions, steps: int, ratio: float) -> Decisions:
+    return decisions.after_steps(np.full((steps, 2), ratio))
+
+
+def decided_once() -> Decisions:
+    decisions = serving(Decisions(pace=Pace(first=8, memory=64)), 8, 1.2)
+    assert decisions.pace is not None
+    assert decisions.pace.due
+    return decisions.deciding(8)
+
+
+def is_alarmed(decisions: Decisions) -> bool:
+    assert decisions.pace is not None
+    return decisions.pace.alarm is not None
+
+
+def test_steps_of_one_report_are_all_counted_though_a_decision_is_due_among_them() -> None:
+    pace = serving(Decisions(pace=Pace(first=8, memory=64)), 50, 1.2).pace
+    assert pace is not None
+    assert (pace.seen, pace.due) == (50, True)
+
+
+def test_what_was_kept_is_tested_at_once() -> None:
+    decisions = decided_once().decided(OUTLOOK, LIVE, changed=False)
+    assert (decisions.before, decisions.replaced_at) == (None, None)
+    assert is_alarmed(serving(decisions, 4, 1.8))
+
+
+def test_a_plan_is_tested_once_all_of_it_serves_and_its_gain_is_counted_from_there() -> None:
+    under_way = serving(decided_once().decided(OUTLOOK, LIVE, changed=True), 6, 1.8)
+    assert not is_alarmed(under_way)
+    assert under_way.replaced_at is None
+    done = under_way.plan_ended(done=True)
+    assert (done.before, done.replaced_at, done.promise) == (LIVE, 14, None)
+    assert is_alarmed(serving(done, 4, 1.8))
+
+
+def test_of_a_plan_that_failed_nothing_is_taken_as_promised() -> None:
+    decisions = decided_once().decided(OUTLOOK, LIVE, changed=True).plan_ended(done=False)
+    assert (decisions.before, decisions.replaced_at) == (None, None)
+    assert not is_alarmed(serving(decisions, 10, 1.8))
+
+
+def test_a_departure_that_was_a_burst_is_dismissed_with_the_decision() -> None:
+    alarmed = serving(decided_once().decided(OUTLOOK, LIVE, changed=False), 4, 1.8).deciding(12)
+    for burst in (False, True):
+        decided = alarmed.decided(replace(OUTLOOK, burst=burst), LIVE, changed=False)
+        assert is_alarmed(decided) is not burst
+        assert decided.pace is not None
+        assert decided.pace.seen == 12
+
+
+def test_the_end_of_a_plan_that_this_service_did_not_make_changes_nothing() -> None:
+    decisions = decided_once()
+    assert decisions.plan_ended(done=True) is decisions

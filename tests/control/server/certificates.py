@@ -1,0 +1,38 @@
+"""Certificates for tests, by openssl."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+
+def openssl(*arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=300)
+
+
+NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+
+
+class Authority:
+    """Signs certificates, in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder = folder
+        self.ca = folder / "ca.pem"
+        key = str(folder / "ca.key")
+        subject = f"/CN=authority {folder.name}"
+        openssl(
+            "req", "-x509", *NEW_KEY, "-days", "2", "-subj", subject, "-keyout", key, "-out", str(self.ca)
+        )
+
+    def sign(self, name: str, *, expired: bool = False) -> tuple[Path, Path]:
+        """Certificate and key for ``name``."""
+        stem = f"{name}.expired" if expired else name
+        key, request, certificate = (self.folder / f"{stem}.{suffix}" for suffix in ("key", "csr", "crt"))
+        names = ("-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{name}")
+        openssl("req", *NEW_KEY, *names, "-keyout", str(key), "-out", str(request))
+        signer = ("-CA", str(self.ca), "-CAkey", str(self.folder / "ca.key"), "-copy_extensions", "copy")
+        days = ("-days", "-1" if expired else "2")
+        openssl("x509", "-req", "-in", str(request), *signer, *days, "-out", str(certificate))
+        return certificate, key

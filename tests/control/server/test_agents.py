@@ -1,0 +1,203 @@
+"""A stream ends when asked to, seldom reports wait for each other, and heat that has piled up loses no step."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+from typing import cast
+
+import grpc
+import pytest
+
+from eplb_service.control.core.deployment import Deployment
+from eplb_service.control.core.flow import HELD_SECONDS
+from eplb_service.control.server import agents
+from eplb_service.control.server.access.quotas import Quotas
+from eplb_service.control.server.agents import AgentService, _Batches, _first_of
+from eplb_service.control.server.listening import StatusError
+from eplb_service.control.server.outgoing.streams import RankStream
+from eplb_service.control.server.plane.control_plane import ControlPlane
+from eplb_service.control.server.service import running_service
+from eplb_service.wire.agent import decode_hello
+from tests.control.fake_group import (
+    RANKS,
+    FakeGroup,
+    FakeRank,
+    first_placement,
+    heat_report,
+    hello_of,
+    live_of,
+    skewed_heat,
+)
+from tests.control.server.test_service import settings, until
+
+
+async def _listen(heard: list[str]) -> None:
+    """Loses its first cancellation, as ``asyncio.wait_for`` does where a message comes in at the same moment."""
+    try:
+        await asyncio.sleep(60)
+    except asyncio.CancelledError:
+        heard.append("a message")
+    await asyncio.sleep(60)
+
+
+async def test_a_stream_ends_though_a_message_comes_in_as_it_is_cancelled() -> None:
+    stream, heard = RankStream(), list[str]()
+    asyncio.get_running_loop().call_later(0.01, stream.end, grpc.StatusCode.ABORTED, "say Hello again")
+    with pytest.raises(StatusError, match="say Hello again"):
+        await asyncio.wait_for(_first_of(_listen(heard), stream.ended()), 5)
+    assert heard == ["a message"]
+
+
+async def test_what_ends_a_stream_is_reported_and_the_others_are_over() -> None:
+    ended = []
+
+    async def fails() -> None:
+        raise ValueError("a message says nothing")
+
+    async def waits() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("waits")
+
+    with pytest.raises(ValueError, match="says nothing"):
+        await _first_of(waits(), fails())
+    assert ended == ["waits"]
+
+
+class _Plane:
+    """Notes what is asked of it; three times there are more whole steps to put together."""
+
+    settings = SimpleNamespace(heartbeat_seconds=2.0)
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def put_together(self, _: object) -> bool:
+        self.asked.append("put together")
+        return self.asked.count("put together") <= 3
+
+    def heat_report(self, *_: object) -> None:
+        self.asked.append("report")
+
+
+async def test_steps_that_wait_are_put_together_by_parts_before_the_next_report_is_taken() -> None:
+    """One that would push them out of the ring would otherwise have all of them put together at once."""
+    plane, live = _Plane(), live_of(first_placement())
+    deployment = SimpleNamespace(
+        limits=SimpleNamespace(pending_steps=8), slowest_step_if_ahead=lambda *_: None
+    )
+    service = AgentService(cast("ControlPlane", plane), cast("Quotas", None))
+    message = heat_report(live, 0, 0, skewed_heat(2))
+    stream = RankStream()
+    stream.heard_at = time.monotonic()
+    await service._take_heat(cast("Deployment", deployment), decode_hello(hello_of(live, 0)), stream, message)
+    assert plane.asked == ["put together"] * 4 + ["report", "put together"]
+
+
+async def test_a_batch_is_let_in_in_order_and_a_few_at_a_time() -> None:
+    lets_in, came = _Batches(seconds=0.01, at_once=2), list[int]()
+
+    async def report(number: int) -> None:
+        await lets_in.turn()
+        came.append(number)
+
+    tasks = [asyncio.ensure_future(report(number)) for number in range(5)]
+    await asyncio.sleep(0)
+    assert came == []
+    tasks[1].cancel()
+    sizes = set()
+    while not all(task.done() for task in tasks):
+        before = len(came)
+        await asyncio.sleep(0)
+        sizes.add(len(came) - before)
+    assert came == [0, 2, 3, 4]
+    assert max(sizes) <= 2
+    # The next one opens a batch of its own.
+    await asyncio.wait_for(report(5), 60)
+    assert came[-1] == 5
+
+
+@pytest.mark.parametrize(("seldom_seconds", "waits"), [(-1.0, True), (3600.0, False)])
+async def test_only_ranks_that_report_seldom_wait_for_each_other(
+    seldom_seconds: float, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = 0
+    turn = _Batches.turn
+
+    async def counted(self: _Batches) -> None:
+        nonlocal turns
+        turns += 1
+        await turn(self)
+
+    monkeypatch.setattr(_Batches, "turn", counted)
+    monkeypatch.setattr(agents, "_SELDOM_SECONDS", seldom_seconds)
+    async with running_service(settings()) as service, FakeGroup(service.address) as group:
+        await group.join()
+        deployment = service.plane.deployments["decode"]
+        for blocks in (1, 2):
+            await group.send_heat(skewed_heat(8))
+            await until(lambda blocks=blocks: deployment.totals.steps_received == 8 * blocks)  # type: ignore[misc]
+    assert turns == (2 * RANKS if waits else 0)
+
+
+REPORTS, STEPS = 24, 8
+"""Three times as many steps as reports of this length may be apart."""
+
+
+async def send(group: FakeGroup, rank: int) -> None:
+    """All that one rank has to report."""
+    for number in range(REPORTS):
+        report = heat_report(group.live, rank, number * STEPS, skewed_heat(STEPS))
+        await group.ranks[rank].say(heat_report=report)
+
+
+async def test_a_backlog_that_is_read_rank_after_rank_is_whole() -> None:
+    async with (
+        running_service(settings(decision_interval=4096)) as service,
+        FakeGroup(service.address) as group,
+    ):
+        await group.join()
+        for rank in range(RANKS):
+            await send(group, rank)
+        decode = service.plane.deployments["decode"]
+        await until(lambda: decode.totals.steps_received == REPORTS * STEPS, 60)
+        assert decode.totals.steps_lost == 0
+
+
+async def test_heat_of_ranks_that_come_before_the_last_one_is_not_lost() -> None:
+    async with (
+        running_service(settings(decision_interval=4096)) as service,
+        FakeGroup(service.address) as group,
+    ):
+        group.ranks = [FakeRank(group.channel, rank) for rank in range(RANKS)]
+        *early, last = group.ranks
+        for rank in early:
+            await rank.greet(hello_of(group.live, rank.rank))
+            await send(group, rank.rank)
+        # As long as agents take to try again; the heat of the others is on its way meanwhile.
+        await asyncio.sleep(HELD_SECONDS / 10)
+        await last.greet(hello_of(group.live, last.rank))
+        await send(group, last.rank)
+        decode = service.plane.deployments["decode"]
+        await until(lambda: decode.totals.steps_received == REPORTS * STEPS, 60)
+        assert decode.totals.steps_lost == 0
+
+
+async def test_a_rank_that_reports_nothing_holds_the_others_up_but_once() -> None:
+    async with (
+        running_service(settings(decision_interval=4096)) as service,
+        FakeGroup(service.address) as group,
+    ):
+        await group.join()
+        began = time.monotonic()
+        for rank in range(1, RANKS):
+            await send(group, rank)
+        decode = service.plane.deployments["decode"]
+        # Two thirds of their reports are ahead of the silent rank.
+        once = 8 * HELD_SECONDS
+        await until(lambda: {member.step for member in decode.connected[1:]} == {REPORTS * STEPS}, once)
+        assert time.monotonic() - began >= HELD_SECONDS
+        assert decode.totals.steps_received == 0

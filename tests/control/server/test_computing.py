@@ -1,0 +1,271 @@
+"""A decision looks back as far as heat is as it is now, behind the event loop, and prices what was measured."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from eplb_service.cli.main import run
+from eplb_service.control.core.decisions import Decisions
+from eplb_service.control.server.deciding.computing import DecisionInputs, decide
+from eplb_service.control.server.deciding.decider import _on_thread
+from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.cost.curve import CostCurve
+from eplb_service.cost.moving import NOTHING_MEASURED
+from eplb_service.heat.assembler import RememberedHeat
+from eplb_service.placement import Int32
+from eplb_service.planner.pace import Pace
+from eplb_service.planner.plan import Outlook, Promise
+from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.topology import Topology
+from eplb_service.wire.codec import unpack
+from eplb_service.wire.generated import agent_pb2
+from tests.control.fake_group import (
+    EXPERTS,
+    LAYERS,
+    RANKS,
+    SLOTS,
+    FakeGroup,
+    first_placement,
+    heat_report,
+    live_of,
+    skewed_heat,
+)
+from tests.control.server.test_service import settings, until
+
+
+def heat(steps: int, seed: int) -> Int32:
+    generator = np.random.default_rng(seed)
+    popularity_LE = generator.dirichlet(np.ones(EXPERTS), LAYERS)
+    drawn = [generator.multinomial(4096, row_E, size=steps) for row_E in popularity_LE]
+    return np.stack(drawn, axis=1).astype(np.int32)
+
+
+def asked(heat_TLE: Int32, interval: int | None, decisions: Decisions | None = None) -> DecisionInputs:
+    return DecisionInputs(
+        RememberedHeat(tuple(heat_TLE), (LAYERS, EXPERTS)),
+        live_of(first_placement()),
+        None,
+        Topology.flat(RANKS),
+        PlannerSettings(threads=1),
+        decisions or Decisions(),
+        NOTHING_MEASURED,
+        interval=interval,
+    )
+
+
+@pytest.mark.parametrize(
+    ("interval", "least", "serves"), [(None, 200, None), (256, 200, None), (64, 128, 64.0)]
+)
+def test_still_heat_is_looked_at_beyond_an_interval(
+    interval: int | None, least: int, serves: float | None
+) -> None:
+    inputs = asked(heat(200, 0), interval)
+    assert least <= inputs.looked_at.steps <= 200
+    assert inputs.serving_steps == serves
+
+
+def test_heat_from_before_a_change_is_left_out() -> None:
+    changed_TLE = np.concatenate([heat(136, 0), heat(64, 1)])
+    assert asked(changed_TLE, 64).looked_at.steps <= 64
+    assert asked(changed_TLE, 256).looked_at.steps == 200
+
+
+def departed(before: int) -> Decisions:
+    """After so many steps, and four more whose ratio left what was promised."""
+    promise = Promise(np.full(LAYERS + 1, 1.2), np.full(LAYERS + 1, 1e-4), np.ones(LAYERS + 1), before)
+    decisions = Decisions(pace=Pace(first=before, memory=512)).after_steps(np.full((before, LAYERS), 1.2))
+    decisions = decisions.deciding(before).decided(
+        Outlook(promise), live_of(first_placement()), changed=False
+    )
+    decisions = decisions.after_steps(np.full((4, LAYERS), 1.8))
+    assert decisions.pace is not None
+    assert decisions.pace.settling
+    return decisions
+
+
+def test_where_ratios_left_what_was_promised_heat_says_whether_that_is_a_change() -> None:
+    changed = asked(np.concatenate([heat(100, 0), heat(4, 1)]), None, departed(100))
+    assert (changed.looked_at.steps, changed.serving_steps) == (4, 100.0)
+    assert not decide(changed)[1].burst
+    burst = asked(heat(104, 0), None, departed(100))
+    assert (burst.looked_at.steps, burst.serving_steps) == (104, 8.0)
+    assert decide(burst)[1].burst
+
+
+def nice_level() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+def nice_levels() -> tuple[int, int]:
+    """Of this thread, and of one that it starts."""
+    with ThreadPoolExecutor(1) as pool:
+        return nice_level(), pool.submit(nice_level).result()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux alone")
+def test_a_planner_and_its_helpers_run_behind_the_event_loop() -> None:
+    before = nice_level()
+    planner, helper = _on_thread(nice_levels).result(timeout=60)
+    assert planner == helper == min(before + 5, 19)
+    assert nice_level() == before
+
+
+def test_a_thread_that_may_not_step_back_plans_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", refused)
+    assert _on_thread(int, "7").result(timeout=60) == 7
+
+
+STEPS = 128
+CURVE = CostCurve(5.0, 400.0, 100.0, 3.0)
+
+
+def varied_heat() -> Int32:
+    """Batches and skew that differ from step to step; every count divides by the ranks, and some experts have none."""
+    rng = np.random.default_rng(0)
+    popularity = rng.dirichlet(np.full(EXPERTS, 0.4), (STEPS, LAYERS))
+    batch_T = np.exp(rng.uniform(np.log(64), np.log(2048), STEPS))
+    heat_TLE = RANKS * rng.poisson(batch_T[:, None, None] * popularity / RANKS)
+    return heat_TLE.astype(np.int32)
+
+
+class TimedGroup(FakeGroup):
+    """Ranks whose steps take what the curve says of the tokens in their slots."""
+
+    async def serve(self, heat_TLE: Int32) -> None:
+        shape = (len(heat_TLE), LAYERS, SLOTS)
+        reports = [heat_report(self.live, rank.rank, self.step, heat_TLE) for rank in self.ranks]
+        us_TLR = np.stack(
+            [
+                CURVE.slot_us(unpack(report.slot_counts, shape, "slot_counts")).sum(axis=2)
+                for report in reports
+            ],
+            axis=2,
+        )
+        us_T = 3000 + us_TLR.max(axis=2).sum(axis=1)
+        for rank, report in zip(self.ranks, reports, strict=True):
+            report.step_micros[:] = us_T.astype(int).tolist()
+            await rank.say(heat_report=report)
+        self.step += len(heat_TLE)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+async def test_steps_that_fit_a_curve_are_planned_for_by_it_where_that_is_asked(asked: bool) -> None:
+    chosen = settings(window_steps=STEPS, decision_interval=1 << 20, fitted_curve=asked)
+    async with running_service(chosen) as service, TimedGroup(service.address) as group:
+        await group.join()
+        deployment = service.plane.deployments["decode"]
+        heat_TLE = varied_heat()
+        for first in range(0, STEPS, 32):
+            await group.serve(heat_TLE[first : first + 32])
+        await until(lambda: deployment.heat is not None and deployment.heat.assembled == group.step)
+        outcome = await service.plane.decider.start(deployment)
+        await until(lambda: deployment.decisions.worth is not None)
+        assert deployment.decisions.worth is not None
+        worth = deployment.decisions.worth
+        assert worth.price_kind == "fitted", worth.price
+        assert deployment.decisions.fitted is not None
+        assert deployment.decisions.fitted.slope_us == pytest.approx(CURVE.slope_us, rel=0.2)
+        if outcome.result == "plan":
+            await group.carry_out(await group.hear_plan())
+            await until(lambda: deployment.plan is None)
+        observed = service.plane.observer.of("decode")
+        assert observed.last_decision is not None
+        assert all(verdict.us_seen is None for verdict in observed.last_decision.verdicts)
+        await service.plane.decider.start(deployment)
+        observed = service.plane.observer.of("decode")
+        assert observed.last_decision is not None
+        assert all((verdict.us_seen is not None) == asked for verdict in observed.last_decision.verdicts)
+
+
+REPORT_STEPS, TRANSFER_STEPS = 8, 4
+CALM_US, MOVING_US = 20_000, 25_000
+SECONDS = 0.08
+"""Of a layer's transfer."""
+
+
+class MeasuringGroup(FakeGroup):
+    """Ranks whose steps take a quarter longer while weights travel, and who report how long that was."""
+
+    async def serve(self, hot: int, us: int = CALM_US, steps: int = REPORT_STEPS) -> None:
+        """Steps in which one expert per layer is hot."""
+        heat_TLE = skewed_heat(steps, seed=self.step)
+        heat_TLE = np.roll(heat_TLE, hot, axis=2)
+        for rank in self.ranks:
+            report = heat_report(self.live, rank.rank, self.step, heat_TLE)
+            report.step_micros[:] = [us] * steps
+            await rank.say(heat_report=report)
+        self.step += steps
+
+    async def switch(self, hot: int) -> None:
+        """Carry out the plan that comes, with heat between its milestones."""
+        plans = await self.hear_plan()
+        first = plans[0]
+        await self.say_all(first.plan_id, first.layers[0].layer, agent_pb2.PLAN_STATE_ACCEPTED)
+        for index, layer in enumerate(first.layers):
+            await self.serve(hot, MOVING_US, TRANSFER_STEPS)
+            await self.say_all(
+                first.plan_id, layer.layer, agent_pb2.PLAN_STATE_TRANSFERRED, transfer_seconds=SECONDS
+            )
+            tables_RE = np.stack([plan.layers[index].log2phy_E for plan in plans])
+            self.live = self.live.with_layer(layer.layer, layer.phy2log_RS, tables_RE)
+            await self.say_all(
+                first.plan_id, layer.layer, agent_pb2.PLAN_STATE_COMMITTED, commit_seconds=0.004
+            )
+
+
+async def plans_carried_out(service: RunningService, group: MeasuringGroup, plans: int) -> None:
+    """Each for another hot expert."""
+    deployment = service.plane.deployments["decode"]
+
+    def all_heard() -> bool:
+        return deployment.heat is not None and deployment.heat.assembled == group.step
+
+    for hot in range(plans):
+        for _ in range(4):
+            await group.serve(hot)
+        await until(all_heard)
+        outcome = await service.plane.decider.start(deployment)
+        assert outcome.result == "plan", outcome.message
+        await group.switch(hot)
+        await until(lambda: deployment.plan is None)
+
+
+async def test_status_shows_a_measured_price(capsys: pytest.CaptureFixture[str]) -> None:
+    by_hand = settings(window_steps=48, decision_interval=1 << 20)
+    async with running_service(by_hand) as service, MeasuringGroup(service.address) as group:
+        await group.join()
+        await plans_carried_out(service, group, 6)
+        deployment = service.plane.deployments["decode"]
+        costs = deployment.switch_log.costs()
+        price = deployment.decisions.move_price
+        arguments = ["status", "decode", "--address", service.address]
+        assert await asyncio.to_thread(run, [*arguments, "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)["status"]["move_price"]
+        assert await asyncio.to_thread(run, arguments) == 0
+        text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+        reported = service.plane._metrics.registry.get_sample_value
+        assert reported("eplb_move_price_info", {"deployment": "decode", "price": "measured"}) == 1
+        assert reported("eplb_switch_cost_seconds", {"deployment": "decode"}) == pytest.approx(0.004)
+    assert price is not None
+    assert costs.commit_seconds == pytest.approx(0.004)
+    assert costs.lost_share == pytest.approx(1 - CALM_US / MOVING_US, abs=0.02)
+    assert costs.expert_seconds is not None
+    assert SECONDS / SLOTS <= costs.expert_seconds <= SECONDS
+    assert price.kind == "measured"
+    assert shown["kind"] == "measured"
+    assert shown["price"] == pytest.approx(price.price)
+    assert shown["ms_per_move"] == pytest.approx(price.ms_per_move)
+    assert shown["ms_per_switch"] == pytest.approx(4.0)
+    assert "price of moves measured: a ratio must fall by" in text
+    assert "ms of steps per expert moved" in text

@@ -1,0 +1,318 @@
+"""Ranks are asked for no more heat than somebody needs or the service can take; who watches it is never waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from eplb_service.atomic_write import OutputError
+from eplb_service.cli.main import run
+from eplb_service.control.core.deployment import Deployment
+from eplb_service.control.core.flow import ReportSize, Shedding
+from eplb_service.control.core.health import problems
+from eplb_service.control.core.live_placement import LivePlacement
+from eplb_service.control.server.listening import StatusError
+from eplb_service.control.server.outgoing import heat_feed
+from eplb_service.control.server.outgoing.heat_feed import _Watcher
+from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.io.open_trace import open_trace
+from eplb_service.io.trace import PHASES
+from eplb_service.placement import Int32
+from eplb_service.wire.codec import pack
+from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
+from tests.cli.published import held
+from tests.control.fake_group import (
+    BYTES_PER_EXPERT,
+    EXPERTS,
+    LAYERS,
+    RANKS,
+    FakeGroup,
+    first_placement,
+    heat_report,
+    live_of,
+    skewed_heat,
+)
+from tests.control.server.test_forget import metrics
+from tests.control.server.test_service import settings, until
+
+
+def deployment_of(service: RunningService) -> Deployment:
+    return service.plane.deployments["decode"]
+
+
+async def asked(group: FakeGroup) -> list[tuple[bool, int]]:
+    """What each rank is asked for next."""
+    messages = [await asyncio.wait_for(rank.call.read(), 20) for rank in group.ranks]
+    return [(message.reporting.source_sums, message.reporting.one_in) for message in messages]
+
+
+async def test_sums_are_asked_for_and_every_step_while_somebody_watches(service: RunningService) -> None:
+    async with FakeGroup(service.address) as group:
+        welcomes = await group.join()
+        assert all(welcome.reporting.source_sums for welcome in welcomes)
+        operator = operator_pb2_grpc.OperatorServiceStub(group.channel)
+        call = operator.WatchHeat(operator_pb2.WatchHeatRequest(deployment="decode"))
+        assert (await call.read()).HasField("served")
+        assert await asked(group) == [(False, 1)] * len(group.ranks)
+        # A report that was on its way is not for the watcher: one trace has own tokens by step, or has none.
+        early = heat_report(group.live, 0, 0, skewed_heat(8))
+        early.ClearField("source_counts")
+        early.source_sums.CopyFrom(pack(np.ones((LAYERS, 8), dtype=np.int32)))
+        await group.ranks[0].say(heat_report=early)
+        await group.ranks[0].say(heat_report=heat_report(group.live, 0, 8, skewed_heat(8)))
+        first = await call.read()
+        assert (first.heat.report.first_step, first.heat.report.HasField("source_counts")) == (8, True)
+        call.cancel()
+        assert await asked(group) == [(True, 1)] * len(group.ranks)
+
+
+async def test_reports_grow_where_ranks_are_asked_to_follow_their_number() -> None:
+    async with running_service(settings(report_steps="auto")) as service, FakeGroup(service.address) as group:
+        welcomes = await group.join()
+        assert {(one.report_steps, one.reporting.report_steps) for one in welcomes} == {(16, 16)}
+        deployment = deployment_of(service)
+        await until(lambda: deployment.live is not None)
+        deployment.report_size = ReportSize(64, most=64)
+        service.plane.tick()
+        messages = [await asyncio.wait_for(rank.call.read(), 20) for rank in group.ranks]
+        assert [message.reporting.report_steps for message in messages] == [64] * len(group.ranks)
+        # Whoever watches receives own tokens step by step, in short reports.
+        operator = operator_pb2_grpc.OperatorServiceStub(group.channel)
+        call = operator.WatchHeat(operator_pb2.WatchHeatRequest(deployment="decode"))
+        await call.read()
+        messages = [await asyncio.wait_for(rank.call.read(), 20) for rank in group.ranks]
+        assert [message.reporting.report_steps for message in messages] == [16] * len(group.ranks)
+        call.cancel()
+        messages = [await asyncio.wait_for(rank.call.read(), 20) for rank in group.ranks]
+        assert [message.reporting.report_steps for message in messages] == [64] * len(group.ranks)
+        # 64 steps at once enter the window by and by.
+        group.step = 64
+        await group.send_heat(skewed_heat(64))
+        await until(lambda: deployment.heat is not None and deployment.heat.assembled == 64)
+        assert deployment.totals.steps_received == 64
+
+
+async def test_a_service_that_records_asks_for_every_step(tmp_path: Path) -> None:
+    async with running_service(settings(record=tmp_path)) as service, FakeGroup(service.address) as group:
+        assert not any(welcome.reporting.source_sums for welcome in await group.join())
+
+
+async def test_what_cannot_be_taken_is_shed_alike_by_all_ranks_and_reported(
+    service: RunningService, group: FakeGroup
+) -> None:
+    deployment = deployment_of(service)
+    await until(lambda: deployment.live is not None)
+    deployment.shedding = replace(Shedding(), one_in=4, looked_at=float("inf"))
+    service.plane.tick()
+    assert await asked(group) == [(True, 4)] * len(group.ranks)
+    assert ["of every 4 reports they send one" in problem for problem in problems(deployment)] == [True]
+    assert 'eplb_heat_one_in{deployment="decode"} 4.0' in await metrics(service)
+    # Plans go out all the same.
+    for block in range(0, 16, 4):
+        group.step = 8 * block
+        await group.send_heat(skewed_heat(8))
+    assert len(await group.hear_plan()) == len(group.ranks)
+    deployment.shedding = Shedding()
+    service.plane.tick()
+    assert await asked(group) == [(True, 1)] * len(group.ranks)
+    assert problems(deployment) == []
+
+
+async def recording(service: RunningService, *arguments: str, watched: bool = True) -> asyncio.Task[int]:
+    """``eplb trace record`` under way, once the service hands heat to it."""
+    feed = service.plane.feed
+    task = asyncio.create_task(
+        asyncio.to_thread(run, ["trace", "record", *arguments, "--address", service.address])
+    )
+    if watched:
+        await until(lambda: any(feed._watchers.values()))
+    return task
+
+
+@pytest.mark.parametrize("by_slot", [True, False], ids=["slots-counted", "slots-derived"])
+async def test_recordings_hold_what_the_ranks_counted_across_a_switch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], by_slot: bool
+) -> None:
+    """The service's own, and an operator's who watches."""
+    out = tmp_path / "watched.zarr"
+    async with (
+        running_service(settings(record=tmp_path)) as service,
+        FakeGroup(service.address, by_slot=by_slot) as group,
+    ):
+        await group.join()
+        task = await recording(service, "decode", "--out", str(out), "--steps", "40")
+        for number in range(4):
+            await group.send_heat(skewed_heat(8, seed=number))
+        await group.carry_out(await group.hear_plan())
+        deployment = service.plane.deployments["decode"]
+        await until(lambda: deployment.ended_plan is not None)
+        await group.send_heat(skewed_heat(8, seed=4))
+        await until(lambda: deployment.totals.steps_received == 40)
+        assert await task == 0
+    assert f"{out}: 40 steps recorded" in capsys.readouterr().out
+    assert not np.array_equal(group.live.placement.phy2log_LRS, first_placement().phy2log_LRS)
+    heat_TLE = np.concatenate([skewed_heat(8, seed=number) for number in range(5)])
+    for trace in (open_trace(out), open_trace(tmp_path / "decode-1.zarr")):
+        assert np.array_equal(trace.heat(0, trace.steps), RANKS * heat_TLE)
+        loads_TLR = trace.served_loads(0, 40)
+        assert loads_TLR is not None
+        assert np.array_equal(loads_TLR[:32], loads_sent(live_of(first_placement()), heat_TLE[:32]))
+        assert np.array_equal(loads_TLR[32:], loads_sent(group.live, heat_TLE[32:]))
+        sources_TRLE = trace.source_rows(0, 40)
+        assert sources_TRLE is not None
+        assert np.array_equal(sources_TRLE, np.broadcast_to(heat_TLE[:, None], (40, RANKS, LAYERS, EXPERTS)))
+        assert np.array_equal(trace.tokens(0, 40), RANKS * heat_TLE[:, 0].sum(axis=1))
+        assert {PHASES[phase] for phase in trace.phase_numbers(0, 40)} == {"decode"}
+        facts = trace.facts
+        assert (facts.nodes_R, facts.bytes_per_expert) == ((0, 0, 1, 1), BYTES_PER_EXPERT)
+
+
+def loads_sent(live: LivePlacement, heat_TLE: Int32) -> Int32:
+    """Tokens that each rank receives where every rank has those of ``heat_TLE``, int32 ``[T, L, R]``."""
+    loads_TLR = np.zeros((len(heat_TLE), LAYERS, RANKS), dtype=np.int32)
+    slots = live.placement.slots
+    for (source, layer, expert), slot in np.ndenumerate(live.log2phy_RLE):
+        assert source < RANKS
+        loads_TLR[:, layer, slot // slots] += heat_TLE[:, layer, expert]
+    return loads_TLR
+
+
+async def test_a_trace_is_gone_on_with_only_where_it_fits(
+    service: RunningService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "decode.zarr"
+    arguments = ("decode", "--out", str(out), "--steps", "8")
+    async with FakeGroup(service.address) as group:
+        await group.join()
+        for again in ((), ("--append", "--json")):
+            task = await recording(service, *arguments, *again)
+            await group.send_heat(skewed_heat(8))
+            assert await task == 0
+    _, printed = capsys.readouterr().out.split("\n", 1)
+    recorded = held("trace record", printed)
+    assert recorded == {"out": str(out), "steps": 8, "lost_steps": 0, "dropped_reports": 0}
+    assert open_trace(out).steps == 16
+    assert await (await recording(service, *arguments, watched=False)) == 2
+    assert "exists; choose another name, or remove it first; --append goes on" in capsys.readouterr().err
+    await until(lambda: not service.plane.deployments["decode"].connected)
+    other = live_of(first_placement().with_layers([(0, first_placement().phy2log_LRS[0][::-1])]))
+    async with FakeGroup(service.address, other) as group:
+        await group.join(group_id="second")
+        assert await (await recording(service, *arguments, "--append", watched=False)) == 2
+    assert "another placement under the same epochs" in capsys.readouterr().err
+    assert open_trace(out).steps == 16
+
+
+async def test_time_ends_a_recording_and_nothing_recorded_is_reported(
+    service: RunningService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "decode.zarr"
+    arguments = ("decode", "--out", str(out), "--seconds", "0.5")
+    assert await (await recording(service, *arguments, watched=False)) == 2
+    assert "no deployment 'decode'" in capsys.readouterr().err
+    async with FakeGroup(service.address) as group:
+        await group.join()
+        assert await (await recording(service, *arguments, watched=False)) == 2
+        assert "no step of 'decode' was recorded" in capsys.readouterr().err
+        task = await recording(service, *arguments, "--append")
+        await group.send_heat(skewed_heat(8))
+        assert await task == 0
+    assert open_trace(out).steps == 8
+
+
+async def test_a_service_that_stops_leaves_what_was_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from eplb_service.cli import trace_record
+
+    out, take, taken = tmp_path / "decode.zarr", trace_record._take, list[str | None]()
+
+    def counted(trace: object, message: operator_pb2.WatchHeatResponse) -> object:
+        taken.append(message.WhichOneof("message"))
+        return take(trace, message)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(trace_record, "_take", counted)
+    async with running_service(settings()) as service, FakeGroup(service.address) as group:
+        await group.join()
+        task = await recording(service, "decode", "--out", str(out))
+        await group.send_heat(skewed_heat(8))
+        await until(lambda: taken.count("heat") == RANKS)
+        await group.leave()
+    assert await task == 2
+    reported = capsys.readouterr().err
+    assert "8 steps recorded before the service went away" in reported
+    assert "the service is stopping" in reported
+    assert open_trace(out).steps == 8
+
+
+async def test_ctrl_c_ends_with_a_whole_trace(
+    service: RunningService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from eplb_service.cli import trace_record
+
+    out, take = tmp_path / "decode.zarr", trace_record._take
+
+    def until_enough(trace: object, message: operator_pb2.WatchHeatResponse) -> object:
+        recorder = take(trace, message)  # type: ignore[arg-type]
+        if message.heat.report.first_step == 8 and message.heat.rank == RANKS - 1:
+            raise KeyboardInterrupt
+        return recorder
+
+    monkeypatch.setattr(trace_record, "_take", until_enough)
+    async with FakeGroup(service.address) as group:
+        await group.join()
+        task = await recording(service, "decode", "--out", str(out))
+        for _ in range(2):
+            await group.send_heat(skewed_heat(8))
+        assert await task == 0
+    assert open_trace(out).steps == 16
+
+
+async def test_a_slow_watcher_loses_reports_and_is_notified(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = heat_report(live_of(first_placement()), 0, 0, skewed_heat(8))
+    monkeypatch.setattr(heat_feed, "MOST_WAITING_BYTES", 2 * report.ByteSize())
+    watcher = _Watcher("here")
+    for _ in range(5):
+        watcher.put_heat(0, report)
+    watcher.put(operator_pb2.WatchHeatResponse(switched=operator_pb2.SwitchedLayer(layer=1)))
+    heard = [await watcher.next() for _ in range(3)]
+    assert [message.WhichOneof("message") for message in heard] == ["heat", "heat", "switched"]
+    assert [message.dropped_reports for message in heard] == [3, 3, 3]
+    watcher.put_heat(0, report)
+    assert (await watcher.next()).heat.report == report
+    watcher.end("over")
+    with pytest.raises(StatusError, match="over"):
+        await watcher.next()
+
+
+async def test_only_so_many_watch_and_only_with_the_token() -> None:
+    async with running_service(settings(auth_token="secret")) as service:
+        channel = grpc.aio.insecure_channel(service.address)
+        stub = operator_pb2_grpc.OperatorServiceStub(channel)
+        request = operator_pb2.WatchHeatRequest(deployment="decode")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.WatchHeat(request).read()
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        service.plane._known.add("decode")
+        metadata = (("authorization", "Bearer secret"),)
+        calls = [stub.WatchHeat(request, metadata=metadata) for _ in range(heat_feed.MOST_WATCHERS_OF_A_HOST)]
+        feed = service.plane.feed
+        await until(lambda: sum(map(len, feed._watchers.values())) == heat_feed.MOST_WATCHERS_OF_A_HOST)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.WatchHeat(request, metadata=metadata).read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for call in calls:
+            call.cancel()
+        await until(lambda: not any(feed._watchers.values()))
+        await channel.close()
+
+
+async def test_a_missing_folder_is_reported_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="is no folder that traces can be written into"):
+        async with running_service(settings(record=tmp_path / "absent")):
+            pass

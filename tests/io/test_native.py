@@ -1,0 +1,295 @@
+"""A native trace reads back as it was recorded, in any slices; a crash while it is written costs the last batch."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eplb_service.atomic_write import OutputError
+from eplb_service.heat.window import HeatError
+from eplb_service.io.copy_trace import Cut, check_trace_output, copy_trace
+from eplb_service.io.native import BATCH_STEPS, TraceWriter
+from eplb_service.io.open_trace import open_trace, read_heat
+from eplb_service.io.trace import ArrayTrace, TraceFacts
+
+RANKS, SLOTS, LAYERS, EXPERTS = 4, 3, 2, 8
+FACTS = TraceFacts(
+    model="toy", ranks=RANKS, slots=SLOTS, top_k=2, phases=("prefill", "decode"), nodes_R=(0, 0, 1, 1)
+)
+RNG = np.random.default_rng(3)
+HEAT_TLE = RNG.integers(0, 50, (200, LAYERS, EXPERTS))
+SOURCE_TRLE = RNG.integers(0, 9, (200, RANKS, LAYERS, EXPERTS))
+
+
+def record(path, steps=200, batch=37):
+    with TraceWriter(path, FACTS, LAYERS, EXPERTS, sources=True) as writer:
+        for first in range(0, steps, batch):
+            rows = slice(first, min(steps, first + batch))
+            numbers = np.arange(rows.start, rows.stop)
+            writer.append(
+                HEAT_TLE[rows],
+                step_T=numbers * 2,
+                tokens_T=numbers + 1,
+                phase_T=numbers % 2,
+                source_TRLE=SOURCE_TRLE[rows],
+            )
+    return path
+
+
+def test_everything_comes_back(tmp_path):
+    trace = open_trace(record(tmp_path / "a.zarr"))
+    assert trace.shape == (200, LAYERS, EXPERTS)
+    assert trace.facts == FACTS
+    assert np.array_equal(trace.heat(0, 200), HEAT_TLE)
+    assert np.array_equal(trace.source(10, 90), SOURCE_TRLE[10:90].sum(axis=0))
+    assert trace.step_numbers(5, 8).tolist() == [10, 12, 14]
+    assert trace.tokens(5, 8).tolist() == [6, 7, 8]
+    assert trace.phase_numbers(5, 8).tolist() == [1, 0, 1]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(1, 150), min_size=1, max_size=6), st.data())
+def test_any_batches_and_any_slice(tmp_path_factory, batches, data):
+    path = tmp_path_factory.mktemp("traces") / "a.zarr"
+    heat_TLE = RNG.integers(0, 2**32, (sum(batches), 1, 3))
+    ends = np.cumsum(batches)
+    for first, last in zip([0, *ends[:-1]], ends, strict=True):
+        # A writer of its own for each batch: recording stops and goes on.
+        with TraceWriter(path, TraceFacts(), 1, 3) as writer:
+            writer.append(heat_TLE[first:last])
+    first = data.draw(st.integers(0, len(heat_TLE)))
+    last = data.draw(st.integers(first, len(heat_TLE)))
+    assert np.array_equal(open_trace(path).heat(first, last), heat_TLE[first:last])
+
+
+def placements(epoch):
+    """Each rank has two experts of its own, and one that the next has too."""
+    rows = np.random.default_rng(epoch).permutation(EXPERTS)
+    return np.stack([np.roll(rows, -2 * rank)[:SLOTS] for rank in range(RANKS)]).astype(np.int32)
+
+
+def by_slot(path, known_epochs=(0, 5)):
+    """Slots of which layer 1 switches at step 60; returns the trace's folder and the heat by expert."""
+    slot_heat_TLP = RNG.integers(0, 50, (100, LAYERS, RANKS * SLOTS))
+    epoch_TL = np.zeros((100, LAYERS), dtype=int)
+    epoch_TL[60:, 1] = 5
+    with TraceWriter(path, FACTS, LAYERS, EXPERTS, by_slot=True) as writer:
+        for layer, epoch in [(0, 0), (1, 0), (1, 5)]:
+            if epoch in known_epochs:
+                writer.place(layer, epoch, placements(epoch))
+        writer.append(slot_heat_TLP, epoch_TL)
+    heat_TLE = np.zeros((100, LAYERS, EXPERTS), dtype=int)
+    for (step, layer, slot), tokens in np.ndenumerate(slot_heat_TLP):
+        heat_TLE[step, layer, placements(epoch_TL[step, layer]).ravel()[slot]] += tokens
+    return heat_TLE
+
+
+def test_tokens_by_slot_are_read_under_the_placement_that_they_were_counted_under(tmp_path):
+    heat_TLE = by_slot(tmp_path / "a.zarr")
+    trace = open_trace(tmp_path / "a.zarr")
+    assert trace.by_slot
+    assert np.array_equal(trace.heat(0, 100), heat_TLE)
+    assert np.array_equal(trace.heat(55, 65), heat_TLE[55:65])
+
+
+def test_an_epoch_without_placement_is_refused_and_not_guessed(tmp_path):
+    by_slot(tmp_path / "a.zarr", known_epochs=(0,))
+    trace = open_trace(tmp_path / "a.zarr")
+    trace.heat(0, 60)
+    with pytest.raises(HeatError, match="layer 1 was counted at epoch 5"):
+        trace.heat(0, 61)
+
+
+def test_a_crash_loses_at_most_the_last_batch(tmp_path):
+    path = tmp_path / "a.zarr"
+    writer = TraceWriter(path, FACTS, LAYERS, EXPERTS)
+    for step in range(150):
+        writer.append(HEAT_TLE[step : step + 1])
+    # No flush and no close: the process is gone.
+    trace = open_trace(path)
+    assert 150 - BATCH_STEPS < trace.steps <= 150
+    assert np.array_equal(trace.heat(0, trace.steps), HEAT_TLE[: trace.steps])
+
+
+@pytest.mark.parametrize("nth", range(1, 9))
+def test_a_crash_at_any_write_of_a_batch_leaves_what_was_there(tmp_path, monkeypatch, nth):
+    path = record(tmp_path / "a.zarr", steps=100)
+    store = pytest.importorskip("zarr.storage").LocalStore
+    calls, write = iter(range(1, 100)), store.set
+
+    async def dying(*arguments):
+        if next(calls) == nth:
+            raise OSError(5, "the power is gone")
+        await write(*arguments)
+
+    monkeypatch.setattr(store, "set", dying)
+    writer = TraceWriter(path, FACTS, LAYERS, EXPERTS, sources=True)
+    with pytest.raises(OutputError):
+        writer.append(HEAT_TLE[100:170], source_TRLE=SOURCE_TRLE[100:170])
+    monkeypatch.undo()
+    trace = open_trace(path)
+    assert np.array_equal(trace.heat(0, trace.steps)[:100], HEAT_TLE[:100])
+    assert trace.tokens(0, 100).tolist() == list(range(1, 101))
+    # And recording goes on from there.
+    with TraceWriter(path, FACTS, LAYERS, EXPERTS, sources=True) as writer:
+        writer.append(HEAT_TLE[trace.steps : 170], source_TRLE=SOURCE_TRLE[trace.steps : 170])
+    assert np.array_equal(open_trace(path).heat(0, 170), HEAT_TLE[:170])
+
+
+def test_any_zarr_library_reads_it(tmp_path):
+    zarr = pytest.importorskip("zarr", minversion="3.0")
+    group = zarr.open_group(record(tmp_path / "a.zarr"), mode="r")
+    assert group.attrs["format"] == "eplb-trace"
+    assert np.array_equal(group["heat"][:], HEAT_TLE)
+    assert np.array_equal(group["source_heat"][60:70], SOURCE_TRLE[60:70])
+    assert group["heat"].metadata.dimension_names == ("step", "layer", "expert")
+
+
+def edited(path, change):
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+DAMAGE = {
+    "no metadata": (lambda p: (p / "heat" / "zarr.json").unlink(), "cannot be read"),
+    "cut metadata": (lambda p: (p / "heat" / "zarr.json").write_text('{"zarr'), "cannot be read"),
+    "another group": (lambda p: edited(p / "zarr.json", lambda d: d["attributes"].clear()), "no heat trace"),
+    "a newer version": (
+        lambda p: edited(p / "zarr.json", lambda d: d["attributes"].update(version=9)),
+        "version 9",
+    ),
+    "odd attributes": (
+        lambda p: edited(p / "zarr.json", lambda d: d["attributes"].update(ranks="x")),
+        "cannot be read",
+    ),
+    "no heat": (lambda p: (p / "heat").rename(p / "other"), "neither heat nor slot_heat"),
+    "no steps array": (lambda p: (p / "step").rename(p / "other"), "lacks the array step"),
+    "a missing chunk": (lambda p: (p / "heat/c/0/0/0").unlink(), "is missing"),
+    "a cut chunk": (lambda p: cut(p / "heat/c/0/0/0"), "truncated"),
+    "a flipped byte": (lambda p: flip(p / "heat/c/0/0/0"), "heat/c/0/0/0 is"),
+    "another codec": (
+        lambda p: edited(p / "heat" / "zarr.json", lambda d: d.update(codecs=[{"name": "bytes"}])),
+        "expected numbers by bytes, gzip",
+    ),
+    "a gigantic chunk": (
+        lambda p: edited(
+            p / "heat" / "zarr.json",
+            lambda d: (
+                d.update(shape=[200, 1 << 20, 1 << 20]),
+                d["chunk_grid"]["configuration"].update(chunk_shape=[1, 1 << 20, 1 << 20]),
+            ),
+        ),
+        "more than 1 GiB",
+    ),
+    "a chunk of another size": (
+        lambda p: edited(
+            p / "heat" / "zarr.json",
+            lambda d: (
+                d.update(shape=[200, LAYERS, EXPERTS + 1]),
+                d["chunk_grid"]["configuration"].update(chunk_shape=[1024, LAYERS, EXPERTS + 1]),
+            ),
+        ),
+        "expected [2, 8]",
+    ),
+    "no steps": (lambda p: edited(p / "step" / "zarr.json", lambda d: d.update(shape=[0])), "holds no steps"),
+    "more steps than memory": (
+        lambda p: [
+            edited(p / "zarr.json", lambda d: d["attributes"].pop("steps", None)),
+            *(
+                edited(p / name / "zarr.json", lambda d: d["shape"].__setitem__(0, 1 << 50))
+                for name in ("step", "tokens", "phase", "heat", "source_heat")
+            ),
+        ],
+        "more than this machine's memory",
+    ),
+    "negative steps": (
+        lambda p: edited(p / "step" / "zarr.json", lambda d: d.update(shape=[-1])),
+        "non-negative",
+    ),
+}
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_damage_is_refused_in_one_line(tmp_path, damage, message):
+    path = record(tmp_path / "a.zarr")
+    damage(path)
+    with pytest.raises(HeatError) as caught:
+        read_heat(path)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_be_recorded_is_refused(tmp_path):
+    writer = TraceWriter(tmp_path / "a.zarr", FACTS, LAYERS, EXPERTS)
+    for heat_TLE, message in [
+        (-HEAT_TLE, "finite number of tokens"),
+        (HEAT_TLE / 2, "whole tokens"),
+        (HEAT_TLE + 2**32, "below 2"),
+        (HEAT_TLE[:, :1], r"heat has the shape \[200, 2, 8\], got \[200, 1, 8\]"),
+    ]:
+        with pytest.raises(HeatError, match=message):
+            writer.append(heat_TLE)
+    assert writer.steps == 0
+    with pytest.raises(HeatError, match=r"is a trace of 8 experts with heat \[2, 8\]; to be recorded are 9"):
+        TraceWriter(tmp_path / "a.zarr", FACTS, LAYERS, EXPERTS + 1)
+    with pytest.raises(HeatError, match="needs to know the ranks"):
+        TraceWriter(tmp_path / "b.zarr", TraceFacts(), LAYERS, EXPERTS, sources=True)
+    with pytest.raises(OutputError, match="cannot be written"):
+        TraceWriter(tmp_path / "absent" / "b.zarr", FACTS, LAYERS, EXPERTS)
+
+
+@pytest.mark.parametrize("suffix", [".zarr", ".npz", ".npy"])
+def test_copies_hold_the_slice(tmp_path, suffix):
+    trace, out = open_trace(record(tmp_path / "a.zarr")), tmp_path / f"b{suffix}"
+    assert copy_trace(trace, out, Cut(20, 150, 1, None)) == (130, 1, EXPERTS)
+    copied = open_trace(out)
+    assert np.array_equal(copied.heat(0, 130), HEAT_TLE[20:150, 1:])
+    if suffix == ".zarr":
+        assert copied.facts == replace(FACTS, layer_numbers=(1,))
+        assert np.array_equal(copied.source(0, 130), SOURCE_TRLE[20:150, :, 1:].sum(axis=0))
+        assert copied.step_numbers(0, 2).tolist() == [40, 42]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.zarr", out.name]
+
+
+def test_a_native_copy_keeps_slots_and_placements(tmp_path):
+    heat_TLE = by_slot(tmp_path / "a.zarr")
+    copy_trace(open_trace(tmp_path / "a.zarr"), tmp_path / "b.zarr", Cut(50, 70, 1, 2))
+    copied = open_trace(tmp_path / "b.zarr")
+    assert copied.by_slot
+    assert np.array_equal(copied.heat(0, 20), heat_TLE[50:70, 1:])
+
+
+def test_a_copy_that_fails_leaves_nothing(tmp_path):
+    heat_TLE = HEAT_TLE.astype(float)
+    heat_TLE[120, 0, 0] = -1
+    for suffix in (".zarr", ".npz", ".npy"):
+        with pytest.raises(HeatError, match="heat is -1"):
+            copy_trace(ArrayTrace(heat_TLE), tmp_path / f"b{suffix}")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("cut", [Cut(200), Cut(5, 5), Cut(0, None, 2), Cut(0, None, 1, 1)])
+def test_empty_slices_are_refused(tmp_path, cut):
+    with pytest.raises(HeatError, match="is empty; the trace has 200 steps and 2 layers"):
+        copy_trace(ArrayTrace(HEAT_TLE), tmp_path / "b.npz", cut)
+
+
+def test_outputs_are_checked_before_the_work(tmp_path):
+    (tmp_path / "a.zarr").mkdir()
+    for name, message in [("a.zarr", "exists"), ("b.txt", "must end in"), ("c/d.npz", "does not exist")]:
+        with pytest.raises(OutputError, match=message):
+            check_trace_output(tmp_path / name)

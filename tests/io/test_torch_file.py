@@ -1,0 +1,188 @@
+"""A ``.pt`` gives exactly its tensors, as torch would load them, and nothing that it says is ever run."""
+
+import pickle
+import random
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eplb_service.heat.window import HeatError
+from eplb_service.io.containers import read_torch
+from eplb_service.io.open_trace import read_heat
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize(
+    "dtype", ["int64", "int32", "int16", "int8", "uint8", "float64", "float32", "float16", "bool"]
+)
+def test_every_type_of_number(tmp_path, dtype):
+    path = tmp_path / "a.pt"
+    tensor = (torch.arange(24).reshape(2, 3, 4) % 5).to(getattr(torch, dtype))
+    torch.save({"x": tensor, "rank": 0, "none": None, "list": [1.5, "y"]}, path)
+    read = read_torch(path)
+    assert read["x"].dtype == np.dtype(dtype)
+    assert np.array_equal(read["x"], tensor.numpy())
+    assert (read["rank"], read["none"], read["list"]) == (0, None, [1.5, "y"])
+
+
+def test_bfloat16_and_views_that_share_a_storage(tmp_path):
+    path = tmp_path / "a.pt"
+    whole = torch.arange(24.0).reshape(2, 3, 4)
+    torch.save(
+        [whole.to(torch.bfloat16), whole.transpose(0, 2), whole[1, 1:], whole[:0], torch.tensor(7)], path
+    )
+    halves, turned, part, empty, scalar = read_torch(path)
+    assert np.array_equal(halves, whole.numpy())
+    assert np.array_equal(turned, whole.numpy().transpose(2, 1, 0))
+    assert np.array_equal(part, whole.numpy()[1, 1:])
+    assert empty.shape == (0, 3, 4)
+    assert scalar == 7
+
+
+def test_a_file_cut_at_any_point_is_refused(tmp_path):
+    path = tmp_path / "a.pt"
+    torch.save({"logical_count": torch.ones(2, 3, 4)}, path)
+    data = path.read_bytes()
+    for length in range(0, len(data), 7):
+        path.write_bytes(data[:length])
+        with pytest.raises(HeatError):
+            read_torch(path)
+
+
+def with_program(path, program, storages=()):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/data.pkl", program)
+        for key, data in storages:
+            archive.writestr(f"a/data/{key}", data)
+
+
+class Trap:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+class Evaluated:
+    def __reduce__(self):
+        return eval, ("1 + 1",)
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_code_in_a_pickle_is_refused_before_it_runs(tmp_path, protocol):
+    sprung = tmp_path / "sprung"
+    path = tmp_path / "a.pt"
+    for hostile in (Trap(sprung), Evaluated(), {"logical_count": Trap(sprung)}, np.ones(3), Path("x")):
+        with_program(path, pickle.dumps(hostile, protocol=protocol))
+        with pytest.raises(HeatError, match=r"asks (for|to build)"):
+            read_torch(path)
+    assert not sprung.exists()
+
+
+def tensor_program(size, stride, offset=0, count=4, kind=b"FloatStorage", key=b"0"):
+    """A pickle of one tensor of the given geometry."""
+    ints = [b"(" + b"".join(pickle.dumps(n, 2)[2:-1] for n in numbers) + b"t" for numbers in (size, stride)]
+    text = b"".join(b"X" + len(word).to_bytes(4, "little") + word for word in (b"storage",))
+    storage = (
+        b"("
+        + text
+        + b"ctorch\n"
+        + kind
+        + b"\n"
+        + b"X"
+        + len(key).to_bytes(4, "little")
+        + key
+        + b"X\x03\x00\x00\x00cpu"
+        + pickle.dumps(count, 2)[2:-1]
+        + b"tQ"
+    )
+    return (
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n("
+        + storage
+        + pickle.dumps(offset, 2)[2:-1]
+        + ints[0]
+        + ints[1]
+        + b"\x89ccollections\nOrderedDict\n)RtR."
+    )
+
+
+def test_the_maker_of_hostile_tensors_makes_good_ones_too(tmp_path):
+    path = tmp_path / "a.pt"
+    with_program(path, tensor_program((2, 2), (2, 1)), [("0", np.arange(4, dtype="<f4").tobytes())])
+    assert read_torch(path).tolist() == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (tensor_program((2, 3), (3, 1)), "beyond the 4 numbers"),
+        (tensor_program((2, 2), (2, 1), offset=1), "beyond the 4 numbers"),
+        (tensor_program((2, 2), (2, -1)), "negative"),
+        (tensor_program((2, 2), (2, 1), offset=-1), "negative"),
+        (tensor_program((1 << 40, 1 << 10), (0, 0)), "more than this machine's memory"),
+        (tensor_program((2, 2), (1,)), "in a way that torch does not"),
+        (tensor_program((2,) * 9, (0,) * 9), "in a way that torch does not"),
+        (tensor_program((2, 2), (2, 1), count=1 << 40), "has a storage of 16 bytes"),
+        (tensor_program((2, 2), (2, 1), key=b"../../0"), "in a way that torch does not"),
+        (tensor_program((2, 2), (2, 1), key=b"7"), "holds no tensors"),
+        (tensor_program((2, 2), (2, 1), kind=b"UntypedStorage"), "asks for torch.UntypedStorage"),
+        (b"\x80\x02Nr\xff\xff\xff\x7f.", "remembers more values than it has"),
+        (b"\x80\x02", "holds no tensors"),
+        (b"\x80\x02}R.", "holds no tensors"),
+    ],
+)
+def test_hostile_programs_are_refused(tmp_path, program, message):
+    path = tmp_path / "a.pt"
+    with_program(path, program, [("0", np.arange(4, dtype="<f4").tobytes())])
+    with pytest.raises(HeatError, match=message.replace(".", r"\.")):
+        read_torch(path)
+
+
+def test_zips_that_are_no_torch_files_are_refused(tmp_path):
+    path = tmp_path / "a.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x", "y")
+    with pytest.raises(HeatError, match=r"without the data\.pkl"):
+        read_torch(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/data.pkl", b"\x80\x02N.")
+        archive.writestr("a/byteorder", "big")
+    with pytest.raises(HeatError, match="big-endian"):
+        read_torch(path)
+
+
+def damaged(data, rng):
+    data = bytearray(data)
+    for _ in range(rng.randint(1, 4)):
+        place = rng.randrange(len(data))
+        kind = rng.random()
+        if kind < 0.7:
+            data[place] = rng.choice([0, 255, rng.randrange(256), *b"9-{"])
+        elif kind < 0.85:
+            del data[place : place + rng.randint(1, 8)]
+        else:
+            data[place:place] = rng.randbytes(3)
+        data = data or bytearray(b"x")
+    return bytes(data)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_damaged_program_is_read_or_refused_in_one_line(tmp_path):
+    whole, path, rng = tmp_path / "whole.pt", tmp_path / "a.pt", random.Random(1)
+    torch.save({"rank": 0, "logical_count": torch.ones(2, 3, 4), "other": [torch.ones(2), None]}, whole)
+    with zipfile.ZipFile(whole) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    for _ in range(150):
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, data in members.items():
+                archive.writestr(name, damaged(data, rng) if name.endswith("data.pkl") else data)
+        message = ""
+        try:
+            read_heat(path)
+        except HeatError as error:
+            message = str(error)
+        assert "\n" not in message

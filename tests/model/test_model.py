@@ -1,0 +1,333 @@
+"""Training, decoding with a cache and serving expert-parallel are one function of the bytes; checkpoints are whole."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from eplb_service.placement import Placement
+from tests.model.small import CONFIG, small_model, write_small_model
+from tests.moe.simulated import SimulatedGroup, run_simulated
+from tools.train_model import TrainableMoE
+from worker_agent.model.checkpoint import EMBEDDED, Checkpoint, CheckpointError
+from worker_agent.model.expert_parallel import expert_parallel
+from worker_agent.model.serving import PHASES, Decoder, Server, Traffic, _draw, prompts_by_domain
+from worker_agent.model.transformer import ByteTransformer, ModelConfig, attend_to_the_past
+from worker_agent.moe import DenseMoE, MoEShape, stepwise
+from worker_agent.moe.rank_group import RankGroup
+
+ROWS = 4
+
+
+def _tokens(rows: int, length: int, seed: int = 5) -> torch.Tensor:
+    return torch.randint(0, 256, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def _decoded(model: ByteTransformer, tokens_BT: torch.Tensor) -> torch.Tensor:
+    decoder = Decoder(model, len(tokens_BT))
+    return torch.stack([decoder.step(column_B) for column_B in tokens_BT.T], dim=1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    tokens=st.integers(0, 9), experts=st.integers(1, 6), seed=st.integers(0, 99), choices=st.integers(1, 3)
+)
+def test_the_layer_of_training_equals_the_dense_one(
+    tokens: int, experts: int, seed: int, choices: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shape = MoEShape(0, experts, 8, 4)
+    top_k = min(choices, experts)
+    moe = TrainableMoE(shape)
+    dense = DenseMoE(shape, lambda expert: (moe.w13[expert].detach(), moe.w2[expert].detach()))
+    hidden_TH = torch.randn(tokens, 8, generator=generator)
+    weights_TK, ids_TK = torch.rand(tokens, experts, generator=generator).topk(top_k)
+    torch.testing.assert_close(moe(hidden_TH, ids_TK, weights_TK), dense(hidden_TH, ids_TK, weights_TK))
+
+
+def test_decoding_byte_by_byte_equals_one_pass_over_the_text() -> None:
+    model, moes = small_model()
+    model.double()
+    for moe in moes:
+        moe.double()
+    tokens_BT = _tokens(3, CONFIG.context)
+    positions_BT = torch.arange(CONFIG.context).expand_as(tokens_BT)
+    whole_BTV = model(tokens_BT, positions_BT, attend_to_the_past).logits_BTV
+    torch.testing.assert_close(_decoded(model, tokens_BT), whole_BTV, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dispatcher", ["all2allv", "allgather", "mc2", "moge"])
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("dual_batch", [False, True])
+def test_every_way_through_the_experts_gives_the_same_bytes(
+    dispatcher: str, quantized: bool, dual_batch: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    ask = SimulatedGroup.gather_numbers
+    monkeypatch.setattr(
+        SimulatedGroup,
+        "gather_numbers",
+        lambda group, *of, **where: asked.append(of) or ask(group, *of, **where),
+    )
+    weights = Checkpoint(write_small_model(tmp_path / "small"))
+    # One more on the first rank.
+    tokens_BT = _tokens(ROWS + 1, 6)
+    # Grouped experts have no replicas, and a group on each rank.
+    slots, groups = (4, 2) if dispatcher == "moge" else (5, 1)
+    alone, _ = expert_parallel(
+        weights, Placement.linear(2, 8, 1, 8), None, quantized=quantized, expert_groups=groups
+    )
+    expected_BTV = _decoded(alone, tokens_BT)
+
+    def serve(group: RankGroup) -> torch.Tensor:
+        model, layers = expert_parallel(
+            weights,
+            Placement.linear(2, 8, 2, slots),
+            group,
+            dispatcher,
+            quantized=quantized,
+            dual_batch=dual_batch,
+            expert_groups=groups,
+            most_rows=ROWS // 2 + 1,
+        )
+        logits_BTV = _decoded(model, tokens_BT[group.rank :: 2])
+        assert [int(layer.load_counter) for layer in layers] == [6, 6]
+        return logits_BTV
+
+    for rank, part_BTV in enumerate(run_simulated(2, serve)):
+        torch.testing.assert_close(part_BTV, expected_BTV[rank::2], rtol=0, atol=1e-6)
+    assert not asked
+
+
+@pytest.mark.parametrize("dual_batch", [False, True])
+def test_a_split_by_step_takes_the_rounds_of_steps_so_large(
+    dual_batch: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By all-to-all ranks do not ask each other, and without the length they would take rounds for thousands."""
+    sizes: set[int] = set()
+    rounds_for = stepwise.rounds_for
+    monkeypatch.setattr(stepwise, "rounds_for", lambda choices: sizes.add(choices) or rounds_for(choices))
+    weights = Checkpoint(write_small_model(tmp_path / "small"))
+
+    def serve(group: RankGroup) -> None:
+        placement = Placement.linear(2, 8, 2, 5)
+        model, _ = expert_parallel(
+            weights, placement, group, dual_batch=dual_batch, split="step", most_rows=4
+        )
+        _decoded(model, _tokens(3 + group.rank, 2))
+
+    run_simulated(2, serve)
+    # Two ranks of four rows, or of two in each half, with two choices each.
+    assert sizes == {2 * 2 * 2 if dual_batch else 2 * 4 * 2}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"experts": 4, "top_k": 5}, "top_k must be 1..4"),
+        ({"hidden": 12, "heads": 4}, "even multiple of heads"),
+        ({"kv_heads": 3}, "heads must be a multiple of kv_heads, got 4 and 3"),
+        ({"layers": 0}, "must be positive"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**sizes)
+
+
+def test_a_request_longer_than_the_context_is_refused() -> None:
+    decoder = Decoder(small_model()[0], 1)
+    decoder.positions_B[0] = CONFIG.context
+    with pytest.raises(ValueError, match="longer than the model's context of 24 bytes"):
+        decoder.step(torch.zeros(1, dtype=torch.int64))
+
+
+def test_a_placement_of_another_model_is_refused(tmp_path: Path) -> None:
+    weights = Checkpoint(write_small_model(tmp_path / "small"))
+    with pytest.raises(ValueError, match="2 layers of 8 experts, the placement 3 of 8"):
+        expert_parallel(weights, Placement.linear(3, 8, 1, 8), None)
+    with pytest.raises(ValueError, match="8 experts and 2 choices per token do not divide into 4 groups"):
+        expert_parallel(weights, Placement.linear(2, 8, 4, 2), None, expert_groups=4)
+
+
+GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def _with_tensors(folder: Path, **changes: torch.Tensor | None) -> Path:
+    """A small model whose tensors were replaced, added or taken away."""
+    weights = write_small_model(folder) / "model.safetensors"
+    with safe_open(weights, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    for name, tensor in changes.items():
+        tensors.pop(name, None)
+        if tensor is not None:
+            tensors[name] = tensor
+    save_file(tensors, weights)
+    return folder
+
+
+def _with_config(folder: Path, **changes: object) -> Path:
+    """A small model whose config says something else; ``...`` takes a key away."""
+    path = write_small_model(folder) / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
+    return folder
+
+
+def test_what_was_saved_is_read_to_the_precision_it_is_stored_in(tmp_path: Path) -> None:
+    model, moes = small_model()
+    checkpoint = Checkpoint(write_small_model(tmp_path / "small"))
+    assert checkpoint.config == CONFIG
+    read = ByteTransformer(CONFIG, moes)
+    checkpoint.fill(read)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(read.state_dict()[name], tensor.bfloat16().float()), name
+    w13_IH, w2_HI = checkpoint.experts(1)(3)
+    assert torch.equal(w13_IH, moes[1].w13[3].bfloat16().float())
+    assert torch.equal(w2_HI, moes[1].w2[3].bfloat16().float())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({GATE: None}, rf"tensor {GATE} \[6, 16\] is missing"),
+        ({"surprise": torch.ones(2)}, r"tensor surprise \[2\] is not of this model"),
+        ({GATE: torch.ones(6, 15)}, rf"tensor {GATE} must have the shape \[6, 16\], got \[6, 15\]"),
+        ({EMBEDDING: torch.ones(3, 16)}, rf"tensor {EMBEDDING} must have the shape \[256, 16\]"),
+    ],
+)
+def test_tensors_that_are_not_the_models_are_named(
+    changes: dict[str, torch.Tensor | None], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint(_with_tensors(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mixtral"}, r"config.json: model_type must be 'qwen3_moe', got 'mixtral'"),
+        ({"norm_topk_prob": False}, "norm_topk_prob must be True, got False"),
+        ({"rope_theta": 1e6}, "rope_theta must be 10000.0, got 1000000.0"),
+        ({"num_experts": ...}, "num_experts is missing"),
+        ({"num_experts": "8"}, "must be positive integers"),
+        ({"num_key_value_heads": 3}, "heads must be a multiple of kv_heads, got 4 and 3"),
+        ({"head_dim": 8}, "head_dim must be 4, got 8"),
+    ],
+)
+def test_models_that_are_computed_otherwise_are_refused(
+    changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint(_with_config(tmp_path, **changes))
+
+
+def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"missing/config.json: no readable JSON file"):
+        Checkpoint(tmp_path / "missing")
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="must hold an object, got list"):
+        Checkpoint(tmp_path)
+    write_small_model(tmp_path)
+    (tmp_path / "model.safetensors").write_text("no tensors here")
+    with pytest.raises(CheckpointError, match="no readable safetensors file"):
+        Checkpoint(tmp_path)
+
+
+def test_the_embedded_model_comes_with_the_package() -> None:
+    assert Checkpoint().config == ModelConfig()
+    assert sum(path.stat().st_size for path in EMBEDDED.iterdir()) <= 8 * 2**20
+
+
+LENGTH = 20
+
+
+class OneQuestion(Traffic):
+    """Asks the same in every row, for ever."""
+
+    def request(self, step: int, row: int) -> tuple[str, bytes]:
+        return "sql", b"SELECT"
+
+
+def _served(rows: int, steps: int) -> np.ndarray:
+    model, _ = small_model()
+    server = Server(model, OneQuestion(steps, 0, 0), rows, LENGTH, 0.0, 0)
+    return np.array([server.step()[0] for _ in range(steps)])
+
+
+def test_a_request_reads_its_prompt_and_then_its_own_bytes() -> None:
+    model, _ = small_model()
+    decoder = Decoder(model, 1)
+    fed, expected = list(b"SELECT"), []
+    for place in range(LENGTH):
+        logits_BV = decoder.step(torch.tensor([fed[place]]))
+        if place >= 5:
+            expected.append(int(logits_BV.argmax()))
+            fed.append(expected[-1])
+    answered = _served(1, 1 + LENGTH)[1:, 0]
+    assert answered.tolist() == [-1] * 5 + expected
+
+
+def test_rows_do_not_change_each_others_answers_and_end_at_different_steps() -> None:
+    alone = _served(1, 3 * LENGTH)[1 : 1 + LENGTH, 0].tolist()
+    together_TB = _served(4, 3 * LENGTH)
+    first_ends = []
+    for row_T in together_TB.T.tolist():
+        begins = [step for step in range(1, LENGTH + 1) if row_T[step : step + LENGTH] == alone]
+        assert len(begins) == 1
+        first_ends += begins
+    assert len(set(first_ends)) == 4
+
+
+def test_what_is_in_flight_is_counted_by_domain() -> None:
+    model, _ = small_model()
+    traffic = OneQuestion(9, 0, 0)
+    server = Server(model, traffic, 3, LENGTH, 1.0, 0)
+    server.step()
+    in_flight_D = server.in_flight()
+    assert in_flight_D[traffic.domains.index("sql")] == in_flight_D.sum() == 3
+
+
+def test_every_phase_asks_in_its_own_domains_and_all_domains_have_prompts() -> None:
+    traffic = Traffic(400, rank=1, seed=3)
+    asked: dict[int, Counter[str]] = {phase: Counter() for phase in range(len(PHASES))}
+    for step in range(400):
+        domain, prompt = traffic.request(step, row=step % 7)
+        asked[traffic.phase(step)][domain] += 1
+        assert prompt in prompts_by_domain()[domain]
+        assert len(prompt) <= 48
+    for phase, domains in enumerate(PHASES.values()):
+        assert asked[phase].keys() == set(domains)
+    assert sorted(domain for domains in PHASES.values() for domain in domains) == traffic.domains
+
+
+def test_the_same_is_asked_whoever_asks_again_but_not_of_every_rank() -> None:
+    def questions(rank: int, seed: int) -> list[tuple[str, bytes]]:
+        return [Traffic(64, rank, seed).request(step, 0) for step in range(64)]
+
+    assert questions(0, 1) == questions(0, 1)
+    assert questions(0, 1) != questions(1, 1)
+    assert questions(0, 1) != questions(0, 2)
+
+
+def test_bytes_are_drawn_by_their_probability_and_by_the_seed_alone() -> None:
+    logits_BV = torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64).expand(20_000, 3)
+
+    def drawn(temperature: float, seed: int) -> torch.Tensor:
+        return _draw(logits_BV, temperature, torch.Generator().manual_seed(seed))
+
+    shares = torch.bincount(drawn(1.0, 3), minlength=3) / len(logits_BV)
+    torch.testing.assert_close(shares.double(), logits_BV[0].softmax(0), rtol=0, atol=0.015)
+    assert torch.equal(drawn(1.0, 3), drawn(1.0, 3))
+    assert not torch.equal(drawn(1.0, 3), drawn(1.0, 4))
+    assert (drawn(0.0, 3) == 2).all()

@@ -1,0 +1,73 @@
+"""Rank loads follow the actual tables, the noise floor is that of sampling, and a gain comes with its interval."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from eplb_service.placement import Placement
+from eplb_service.planner.score import gain_of, noise_floor, rank_loads
+
+
+def slow_rank_loads(heat_NLE, placement, log2phy_RLE, source_RLE):
+    episodes, layers, experts = heat_NLE.shape
+    loads = np.zeros((episodes, layers, placement.ranks))
+    for layer in range(layers):
+        for expert in range(experts):
+            total = source_RLE[:, layer, expert].sum()
+            for source in range(placement.ranks):
+                share = source_RLE[source, layer, expert] / total if total else 1 / placement.ranks
+                rank = log2phy_RLE[source, layer, expert] // placement.slots
+                loads[:, layer, rank] += share * heat_NLE[:, layer, expert]
+    return loads
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_loads_are_those_of_the_slow_twin(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    placement = Placement.linear(3, 10, 4, 4)
+    heat_NLE = generator.integers(0, 50, (6, 3, 10))
+    source_RLE = generator.integers(0, 3, (4, 3, 10)).astype(float)
+    log2phy_RLE = placement.default_log2phy()
+    found = rank_loads(heat_NLE, placement, log2phy_RLE, source_RLE)
+    np.testing.assert_allclose(found, slow_rank_loads(heat_NLE, placement, log2phy_RLE, source_RLE))
+
+
+@pytest.mark.parametrize(("ranks", "tokens", "expected"), [(32, 32768, 1.065), (8, 256, 1.26), (1, 10, 1.0)])
+def test_noise_floor_is_that_of_sampling(ranks: int, tokens: int, expected: float) -> None:
+    heat_NLE = np.full((1, 1, 64), tokens / 64)
+    assert noise_floor(heat_NLE.sum(axis=2), ranks)[0] == pytest.approx(expected, abs=0.005)
+
+
+def test_there_is_no_noise_floor_without_tokens() -> None:
+    np.testing.assert_array_equal(noise_floor(np.zeros((2, 1)), 8), [np.nan])
+
+
+def test_a_gain_lies_in_its_interval() -> None:
+    generator = np.random.default_rng(0)
+    before_TL = 1.5 + 0.1 * generator.normal(size=(500, 4))
+    inside = 0
+    for seed in range(40):
+        after_TL = before_TL - 0.05 + 0.1 * np.random.default_rng(seed).normal(size=(500, 4))
+        found = gain_of(before_TL, after_TL)
+        assert found.low < found.mean < found.high
+        inside += found.low <= 0.05 <= found.high
+        assert found.paid
+    assert inside >= 34
+
+
+def test_nothing_won_has_not_paid() -> None:
+    par_TL = 1.5 + 0.1 * np.random.default_rng(0).normal(size=(100, 2))
+    assert gain_of(par_TL, par_TL).paid is False
+    assert gain_of(par_TL, par_TL + 0.1).paid is False
+
+
+def test_steps_and_layers_without_tokens_say_nothing() -> None:
+    before_TL = np.array([[1.5, np.nan], [np.nan, np.nan], [1.7, 2.0]])
+    after_TL = np.array([[1.2, 1.0], [1.0, 1.0], [1.2, 1.7]])
+    assert gain_of(before_TL, after_TL).mean == pytest.approx((0.3 + 0.4) / 2)
+    empty = gain_of(before_TL[1:2], after_TL[1:2])
+    assert math.isnan(empty.mean)
+    assert (empty.known, empty.paid) == (False, None)

@@ -1,0 +1,316 @@
+"""A replay decides on each window as the service would, and scores exactly the steps that follow, under what serves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from eplb_service.heat.synthetic import synthetic_heat
+from eplb_service.heat.window import Window, checked_heat
+from eplb_service.io.trace import ArrayTrace
+from eplb_service.placement import Placement, apply_layers, par
+from eplb_service.planner.decide import plan, plan_afresh
+from eplb_service.planner.pace import looked_back
+from eplb_service.planner.score import noise_floor, rank_loads
+from eplb_service.planner.settings import PlannerSettings
+from eplb_service.planner.topology import Topology
+from eplb_service.replay.costs import Costs
+from eplb_service.replay.jobs import jobs_for, replay, scene_for
+from eplb_service.replay.loop import Scene, SlidingHeat, arrivals
+from eplb_service.replay.policy import ABLATIONS, NAMES, ON_CHANGE, Job, ReplayError, Setup
+
+HEAT_TLE = checked_heat(synthetic_heat("phased", 130, layers=3, experts=16, tokens=256, top_k=2, seed=5))
+LINEAR = Placement.linear(layers=3, experts=16, ranks=4, slots=5)
+SETUP = Setup(slots=5, window=40, interval=30, start=40)
+
+
+def run(policies, heat_TLE=HEAT_TLE, setups=(SETUP,), costs=None, settings=None, **options):
+    jobs = jobs_for(policies, setups, settings or PlannerSettings(), **options)
+    return replay(ArrayTrace(heat_TLE), jobs, scene_for(4, costs))
+
+
+def test_none_is_the_start_placement_under_the_fixed_tables():
+    result = run(["none"], hindsight=False)
+    [none] = result.policies
+    expected_L = par(rank_loads(HEAT_TLE[40:], LINEAR, LINEAR.default_log2phy()))
+    assert none.par_realised_L == pytest.approx(expected_L)
+    assert none.moves == 0
+    score = result.score(none)
+    assert score.par_left_alone == pytest.approx(score.par)
+    assert (score.hindsight, score.regret) == (None, None)
+    assert score.floor == pytest.approx(noise_floor(HEAT_TLE[40:].sum(axis=2), 4).mean())
+
+
+def test_each_decision_is_the_planner_on_its_window():
+    result = run(["flashlb"], settings=PlannerSettings(seed=2))
+    placement, log2phy_RLE = LINEAR, LINEAR.default_log2phy()
+    for decision, step in zip(result.policies[0].decisions, (40, 70, 100), strict=True):
+        looked_at = looked_back(HEAT_TLE[step - 40 : step], 30)
+        window = Window(HEAT_TLE[step - looked_at : step])
+        decided = plan(window, placement, log2phy_RLE, Topology.flat(4), PlannerSettings(seed=2), 30.0)
+        placement, log2phy_RLE = apply_layers(placement, log2phy_RLE, decided.changes())
+        assert (decision.step, decision.steps, decision.late) == (step, 30, 0)
+        assert (decision.moves, decision.layers_changed) == (decided.moves, len(decided.layers))
+        assert (decision.par_seen, decision.par_planned) == (decided.par_seen, decided.par_planned)
+        expected_L = par(rank_loads(HEAT_TLE[step : step + 30], placement, log2phy_RLE))
+        assert decision.par_realised_L == pytest.approx(expected_L)
+
+
+def test_policies_see_the_same_steps_and_do_not_touch_each_other():
+    together = run(["deepseek", "flashlb"])
+    alone = run(["flashlb"])
+    assert together.policies[1].par_realised == alone.policies[0].par_realised
+    assert together.policies[1].moves == alone.policies[0].moves
+    assert together.steps == alone.steps == 90
+
+
+def test_hindsight_is_fitted_on_what_it_serves_and_no_policy_beats_it():
+    result = run(["none", "deepseek", "flashlb"])
+    [baseline] = result.baselines
+    for row, step in enumerate((40, 70, 100)):
+        window = Window(HEAT_TLE[step : step + 30])
+        fitted = plan_afresh(window, LINEAR, Topology.flat(4), PlannerSettings())
+        placement, log2phy_RLE = apply_layers(LINEAR, LINEAR.default_log2phy(), fitted.changes())
+        expected_L = par(rank_loads(window.heat_TLE, placement, log2phy_RLE))
+        assert baseline.rows("hindsight_L")[row] == pytest.approx(expected_L)
+    assert all(result.score(policy).regret >= 0 for policy in result.policies)
+    assert result.score(result.policies[2]).regret < result.score(result.policies[0]).regret
+
+
+def test_a_decision_takes_effect_when_it_is_solved_and_its_weights_are_there():
+    costs = Costs(step_ms=10, solve_ms=25, bytes_per_expert=1000, link_bandwidth=1e-3, move_price=0.01)
+    settings = PlannerSettings(move_price=0.01)
+    at_once = run(["flashlb"], settings=settings).policies[0].decisions[0]
+    late = run(["flashlb"], costs=costs, settings=settings).policies[0].decisions[0]
+    # 25 ms to solve and 1 ms for each expert that the busiest rank receives, in steps of 10 ms.
+    assert late.late == -(-(25 + at_once.moves_busiest) // 10)
+    decided = plan(Window(HEAT_TLE[:40]), LINEAR, LINEAR.default_log2phy(), Topology.flat(4), settings)
+    changed = apply_layers(LINEAR, LINEAR.default_log2phy(), decided.changes())
+    loads_NLR = np.concatenate(
+        [
+            rank_loads(HEAT_TLE[40 : 40 + late.late], LINEAR, LINEAR.default_log2phy()),
+            rank_loads(HEAT_TLE[40 + late.late : 70], *changed),
+        ]
+    )
+    assert late.par_realised_L == pytest.approx(par(loads_NLR))
+
+
+def test_while_weights_are_under_way_no_other_decision_is_made():
+    decisions = (
+        run(["flashlb"], costs=Costs(step_ms=1, solve_ms=44.5, bytes_per_expert=1)).policies[0].decisions
+    )
+    assert [decision.late for decision in decisions[:2]] == [30, 15]
+    assert decisions[0].layers_changed > 0
+    assert (decisions[1].layers_changed, decisions[1].moves) == (0, 0)
+
+
+def test_time_and_bytes_are_those_stated():
+    settings = PlannerSettings(link_bandwidth=1e3)
+    costs = Costs.of(settings, layers=3, step_ms=40, bytes_per_expert=10_000_000, solve_ms=0, commit_ms=2)
+    result = run(["none", "flashlb"], costs=costs, settings=settings)
+    none, flashlb = map(result.score, result.policies)
+    assert (none.saved_ms, none.stall_ms, none.bytes_moved) == (0, 0, 0)
+    assert flashlb.saved_ms == pytest.approx(20 * (1 - flashlb.par / none.par))
+    moved = result.policies[1]
+    assert flashlb.bytes_moved == 10_000_000 * moved.moves
+    # A fifth of the 10 us that each expert travels, and 2 ms for each layer.
+    charged_ms = 0.002 * moved.total("moves_busiest") + 2 * moved.total("layers_moved")
+    assert flashlb.stall_ms == pytest.approx(charged_ms / 90)
+
+
+def test_sweeps_score_the_same_steps():
+    setups = [Setup(slots, window, 20) for slots in (4, 5) for window in (20, 60)]
+    result = run(["none", "flashlb"], setups=setups, hindsight=False)
+    assert [policy.label for policy in result.policies] == [
+        f"{name}, {slots} slots, window {window}"
+        for slots in (4, 5)
+        for window in (20, 60)
+        for name in ("none", "flashlb")
+    ]
+    assert {policy.decisions[0].step for policy in result.policies} == {20}
+    assert {policy.steps for policy in result.policies} == {110}
+
+
+def rotated(heat_TLE, phy2log_LRS):
+    assert heat_TLE.shape[0] == 40
+    return np.roll(phy2log_LRS, 1, axis=1)
+
+
+def with_tables(heat_TLE, phy2log_LRS):
+    return phy2log_LRS, Placement(phy2log_LRS, heat_TLE.shape[2]).default_log2phy()
+
+
+def broken(heat_TLE, phy2log_LRS):
+    raise RuntimeError("no\nlicence")
+
+
+def absurd(heat_TLE, phy2log_LRS):
+    return phy2log_LRS * 0
+
+
+def wrong_tables(heat_TLE, phy2log_LRS):
+    return phy2log_LRS, np.zeros((4, 3, 16), dtype=int)
+
+
+def test_external_policies():
+    result = run([f"{__name__}:rotated", f"{__name__}:with_tables", "none"])
+    turned, same, none = result.policies
+    assert (
+        turned.moves_per_decision
+        == arrivals(LINEAR, Placement(np.roll(LINEAR.phy2log_LRS, 1, axis=1), 16)).sum()
+    )
+    assert same.par_realised == none.par_realised
+    assert (same.moves, same.decisions[0].layers_changed) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("greedy", "unknown policy 'greedy'"),
+        ("absent_module:f", "cannot import 'absent_module'"),
+        (f"{__name__}:absent", "has no function 'absent'"),
+        (f"{__name__}:broken", r"failed \(RuntimeError: no licence\)"),
+        (f"{__name__}:absurd", "answered no placement .*expert 1 is in no slot"),
+        (f"{__name__}:wrong_tables", "answered no placement .*does not hold it"),
+    ],
+)
+def test_policies_that_fail_are_reported_in_one_line(name, message):
+    with pytest.raises(ReplayError, match=message) as caught:
+        run([name])
+    assert "\n" not in str(caught.value)
+
+
+def test_every_ablation_is_a_setting_that_differs():
+    of_clock = [name for name in NAMES if name != ON_CHANGE]
+    policies = [Job.of(name, SETUP, name, PlannerSettings(max_layers=2)) for name in of_clock]
+    switched = {(policy.settings, policy.search) for policy in policies}
+    assert len(switched) == len(of_clock) == 3 + len(ABLATIONS)
+
+
+def test_moves_are_experts_that_a_rank_did_not_hold():
+    before = np.array([[[0, 1], [2, 3]]])
+    after = np.array([[[1, 2], [3, 0]]])
+    assert arrivals(Placement(before, 4), Placement(after, 4)).tolist() == [[1, 1]]
+    assert arrivals(Placement(before, 4), Placement(before[:, :, ::-1], 4)).tolist() == [[0, 0]]
+
+
+def test_starts_from_a_placement_that_is_given():
+    start = Placement(np.roll(LINEAR.phy2log_LRS, 1, axis=1), 16)
+    jobs = jobs_for(["none"], [SETUP], PlannerSettings(), hindsight=False)
+    scene = Scene(Topology.flat(4), Costs(), start.phy2log_LRS)
+    [none] = replay(ArrayTrace(HEAT_TLE), jobs, scene).policies
+    assert none.par_realised_L == pytest.approx(
+        par(rank_loads(HEAT_TLE[40:], start, start.default_log2phy()))
+    )
+
+
+def test_reports_every_decision_as_it_is_made():
+    reported = []
+    jobs = jobs_for(["none", "flashlb"], [SETUP], PlannerSettings())
+    result = replay(
+        ArrayTrace(HEAT_TLE), jobs, scene_for(4), lambda label, made: reported.append((label, made))
+    )
+    assert [label for label, _ in reported] == ["baseline", "none", "flashlb"] * 3
+    for policy in result.policies:
+        reported_rows = [
+            (made.step, made.moves, made.par_realised) for label, made in reported if label == policy.label
+        ]
+        assert reported_rows == [(made.step, made.moves, made.par_realised) for made in policy.decisions]
+
+
+def test_a_replay_that_is_stopped_keeps_what_all_policies_share():
+    def stop(label, done):
+        calls.append(label)
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+
+    calls = []
+    jobs = jobs_for(["none", "flashlb"], [SETUP], PlannerSettings())
+    result = replay(ArrayTrace(HEAT_TLE), jobs, scene_for(4), stop)
+    whole = run(["none", "flashlb"])
+    assert result.interrupted
+    assert not whole.interrupted
+    assert [len(policy.decisions) for policy in result.policies] == [2, 2]
+    assert len(result.baselines[0].floor_DL) == 2
+    for cut, full in zip(result.policies, whole.policies, strict=True):
+        for one, other in zip(cut.decisions, full.decisions, strict=False):
+            assert np.array_equal(one.par_realised_L, other.par_realised_L)
+
+
+def test_a_replay_that_is_stopped_at_once_has_nothing_to_report():
+    def stop(label, done):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        replay(ArrayTrace(HEAT_TLE), jobs_for(["none"], [SETUP], PlannerSettings()), scene_for(4), stop)
+
+
+def test_a_last_interval_cut_short_counts_by_its_steps():
+    [policy] = run(["none"], HEAT_TLE[:75]).policies
+    assert [decision.steps for decision in policy.decisions] == [30, 5]
+    expected = np.average([decision.par_realised for decision in policy.decisions], weights=[30, 5])
+    assert policy.par_realised == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("steps", "first_steps"), [(41, [40]), (70, [40]), (71, [40, 70])])
+def test_schedule(steps, first_steps):
+    assert list(SETUP.decisions(steps)) == first_steps
+
+
+@pytest.mark.parametrize(("window", "interval", "first"), [(40, 40, 40), (30, 40, 30), (80, 40, 40)])
+def test_the_first_decision_falls_after_a_window_or_an_interval_whichever_is_shorter(window, interval, first):
+    assert Setup(5, window, interval).decisions(100)[0] == first
+
+
+def test_refusals():
+    with pytest.raises(ReplayError, match="has 40 steps, a window of 40 leaves none"):
+        SETUP.decisions(40)
+    with pytest.raises(ReplayError, match="interval is 0"):
+        Setup(5, window=1, interval=0)
+    with pytest.raises(ReplayError, match="the first window of 9 steps ends later"):
+        Setup(5, window=9, interval=9, start=8)
+    with pytest.raises(ReplayError, match="at least one policy"):
+        run([])
+    for values, message in [
+        ({"step_ms": -1}, "step_ms is -1"),
+        ({"commit_ms": -1}, "commit_ms is -1"),
+        ({"link_bandwidth": 0}, "link_bandwidth is 0; it must be more"),
+        ({"solve_ms": float("nan")}, "solve_ms is nan"),
+    ]:
+        with pytest.raises(ReplayError, match=message):
+            Costs(**values)
+
+
+POISSON_TLE = np.random.default_rng(0).poisson(20, (90, 2, 8))
+
+
+class CountedTrace(ArrayTrace):
+    """Remembers what has been read of it."""
+
+    def heat(self, first, last):
+        self.facts.__dict__.setdefault("read", []).extend(range(first, last))
+        return super().heat(first, last)
+
+
+@pytest.fixture
+def trace():
+    made = CountedTrace(POISSON_TLE)
+    made.facts.__dict__["read"] = []
+    return made
+
+
+def test_stretches_come_as_they_are_in_the_trace(trace):
+    heat = SlidingHeat(trace, slack=20)
+    for first, last in [(20, 30), (0, 30), (10, 40), (30, 50), (25, 60), (80, 200)]:
+        assert np.array_equal(heat.heat(first, last), POISSON_TLE[first:last])
+    assert len(heat._kept) <= 30
+    with pytest.raises(AssertionError, match="forgotten"):
+        heat.heat(30, 40)
+
+
+def test_jobs_side_by_side_read_each_step_once(trace):
+    setups = [Setup(3, window, interval) for window in (7, 20) for interval in (10, 13)]
+    jobs = jobs_for(["none", "deepseek"], setups, PlannerSettings())
+    replay(trace, jobs, scene_for(4))
+    read = trace.facts.__dict__["read"]
+    assert sorted(read) == list(range(90))

@@ -1,0 +1,411 @@
+"""Annealing never ends worse than it began, judges changes truly and draws numbers as published."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eplb_service.placement import check_layer
+from eplb_service.solver import annealing as module
+from eplb_service.solver.annealing import _apply_move, _Move, _State, _state_at, anneal, draw
+from eplb_service.solver.local_search import local_search
+from tests.solver.layers_of import Case, cases, heat_of_kind
+from tests.solver.placed_layer import PlacedLayer
+from tests.solver.slow import annealing as slow
+from tests.solver.slow import changes, heat
+from tests.solver.slow.rng import Draws, splitmix
+from tests.solver.test_evaluation import assert_known
+
+SETTINGS = settings(max_examples=50)
+SEEDS = st.integers(0, 2**31)
+
+
+def true_ratio(layer: PlacedLayer, phy2log_RS: np.ndarray) -> float:
+    return heat.mean_of_max(*layer.heat, phy2log_RS, heat.even_shares(phy2log_RS))
+
+
+def annealed(layer: PlacedLayer, tries: int, seed: int) -> tuple[np.ndarray, float]:
+    """What annealing finds, once all is checked that must hold of any answer."""
+    before_RS = layer.phy2log_RS.copy()
+    found_RS, ratio = anneal(layer.phy2log_RS, layer.scaled_EN, layer.share_N, tries, seed)
+    check_layer(found_RS, layer.case.experts)
+    np.testing.assert_array_equal(layer.phy2log_RS, before_RS, "the placement given is left alone")
+    assert not np.shares_memory(found_RS, layer.phy2log_RS)
+    assert ratio == pytest.approx(true_ratio(layer, found_RS), rel=2e-5)
+    assert ratio <= true_ratio(layer, before_RS) * (1 + 1e-5)
+    return found_RS, ratio
+
+
+def bursty_layer(seed: int, ranks: int = 16, slots: int = 2, experts: int = 24) -> PlacedLayer:
+    heat_NE = heat_of_kind("bursty", 8, experts, np.random.default_rng(seed))
+    return PlacedLayer(Case(ranks, slots, heat_NE), 1.0, seed)
+
+
+@SETTINGS
+@given(cases(), SEEDS, st.sampled_from((0, 1, 50, 2000)))
+def test_never_worse_and_reported_truly(case: Case, seed: int, tries: int) -> None:
+    layer = PlacedLayer(case, 1.0, seed)
+    found_RS, ratio = annealed(layer, tries, seed)
+    again_RS, again = annealed(layer, tries, seed)
+    np.testing.assert_array_equal(found_RS, again_RS)
+    assert again == ratio
+    if tries == 0 or case.ranks == 1:
+        np.testing.assert_array_equal(found_RS, layer.phy2log_RS)
+
+
+def test_another_seed_takes_another_way() -> None:
+    layer = bursty_layer(1)
+    ways = {annealed(layer, 500, seed)[0].tobytes() for seed in range(4)}
+    assert len(ways) == 4
+
+
+@pytest.mark.parametrize("tries", [0, 1, 300])
+@pytest.mark.parametrize("heat_NE", [np.zeros((3, 6)), np.zeros((1, 4))])
+def test_without_tokens_nothing_changes(heat_NE: np.ndarray, tries: int) -> None:
+    layer = PlacedLayer(Case(4, 2, heat_NE), 1.0)
+    found_RS, ratio = annealed(layer, tries, 5)
+    np.testing.assert_array_equal(found_RS, layer.phy2log_RS)
+    assert ratio == 1.0
+
+
+NARROW = {
+    "one rank": (1, 5, 5),
+    "one slot per rank": (6, 1, 3),
+    "no spare replica": (4, 3, 12),
+    "one slot per rank and no spare replica": (4, 1, 4),
+    "every expert on every rank": (5, 3, 3),
+    "two ranks": (2, 2, 3),
+}
+
+
+@pytest.mark.parametrize("shape", NARROW.values(), ids=NARROW.keys())
+def test_narrow_layers_are_served_whatever_is_tried(shape: tuple[int, int, int]) -> None:
+    for seed in range(5):
+        annealed(bursty_layer(seed, *shape), 3_000, seed)
+
+
+def layers_apart(seeds: int) -> Iterator[tuple[int, PlacedLayer]]:
+    """Layers whose ranks are never equally hot."""
+    for seed in range(seeds):
+        generator = np.random.default_rng(seed)
+        ranks, slots, spare = generator.integers((3, 2, 1), (6, 4, 5))
+        heat_NE = generator.gamma(0.5, 100, (generator.integers(1, 5), ranks * slots - spare))
+        yield seed, PlacedLayer(Case(int(ranks), int(slots), heat_NE), 1.0, seed)
+
+
+def test_each_try_is_judged_by_what_it_would_make() -> None:
+    compared = changed = 0
+    for seed, layer in layers_apart(200):
+        wanted_RS, margin = slow.anneal(layer.phy2log_RS, *layer.heat, 40, seed)
+        if margin > 1e-5:
+            found_RS, _ = annealed(layer, 40, seed)
+            np.testing.assert_array_equal(found_RS, wanted_RS)
+            compared += 1
+            changed += not np.array_equal(wanted_RS, layer.phy2log_RS)
+    assert compared > 60
+    assert changed > 60
+
+
+def tries_of(layer: PlacedLayer, seed: int, count: int) -> Iterator[tuple[int, _Move, np.ndarray]]:
+    """Tries drawn where the layer is: episode looked at, change, and the ranks' loads in that episode."""
+    top = _state_at(layer.phy2log_RS, layer.scaled_EN).top_ranks
+    state_1 = np.array([seed], dtype=np.uint64)
+    for k in range(count):
+        episode = k % layer.scaled_EN.shape[1]
+        attempt = module._drawn(layer.phy2log_RS, top.load_NR, top.rank_KN, episode, state_1)
+        yield episode, attempt, top.load_NR[episode]
+
+
+def test_most_tries_relieve_the_hottest_rank_and_burden_the_cooler_of_two() -> None:
+    layer = bursty_layer(3, 4, 3, 9)
+    guided, swaps, others, chosen = [], [], [], []
+    for episode, attempt, load_R in tries_of(layer, 11, 8_000):
+        assert attempt.mine == layer.phy2log_RS[attempt.rank, attempt.slot]
+        assert attempt.theirs == layer.phy2log_RS[attempt.other, attempt.place]
+        assert attempt.episode in (episode, -1)
+        guided.append(attempt.episode >= 0)
+        swaps.append(attempt.swaps)
+        others.append(np.argsort(np.argsort(load_R))[attempt.other])
+        if guided[-1]:
+            assert load_R[attempt.rank] == load_R.max()
+        else:
+            chosen.append((attempt.rank, attempt.slot))
+    assert np.mean(guided) == pytest.approx(0.95, abs=0.01)
+    assert np.mean(swaps) == pytest.approx(0.68, abs=0.02)
+    # Of two of four ranks the cooler is the coolest in 7 of 16 cases, the hottest in 1.
+    np.testing.assert_allclose(np.bincount(others) / len(others), np.array([7, 5, 3, 1]) / 16, atol=0.03)
+    assert len(set(chosen)) == layer.phy2log_RS.size
+
+
+def test_losses_are_borne_as_often_as_their_temperature_says() -> None:
+    state_1 = np.array([3], dtype=np.uint64)
+    borne = np.array([module.bearable(1e-3, state_1) for _ in range(20_000)])
+    assert borne.min() >= 0
+    assert borne.max() <= 12 * 1e-3 * (1 + 1e-6)
+    for loss in (2e-4, 1e-3, 3e-3):
+        assert (borne > loss).mean() == pytest.approx(np.exp(-loss / 1e-3), abs=0.015)
+
+
+def searched(layer: PlacedLayer) -> None:
+    """Let swaps and exchanges that each must win take the layer as far as they can."""
+    nowhere_ER = np.zeros((layer.case.experts, layer.case.ranks), dtype=bool)
+    found_KRS, _ = local_search(
+        layer.assignment(), layer.heat32, nowhere_ER, np.zeros(1), 1.0, 10_000, True, True
+    )
+    layer.phy2log_RS = found_KRS[0].copy()
+
+
+def test_it_finds_what_search_alone_does_not() -> None:
+    generator = np.random.default_rng(2)
+    layer = PlacedLayer(Case(16, 2, generator.gamma(0.5, 100, (8, 16))), 1.0)
+    searched(layer)
+    _, few = annealed(layer, 100, 1)
+    _, many = annealed(layer, 20_000, 1)
+    assert many <= few
+    assert many < true_ratio(layer, layer.phy2log_RS) - 0.02
+
+
+def test_a_longer_search_ends_lower_on_average() -> None:
+    layer = bursty_layer(5)
+    means = [
+        np.mean([annealed(layer, tries, seed)[1] for seed in range(8)]) for tries in (300, 3_000, 30_000)
+    ]
+    assert means[0] > means[1] + 0.005
+    assert means[1] > means[2] + 0.001
+
+
+def test_a_long_search_reports_its_ratio_as_truly() -> None:
+    annealed(bursty_layer(6, 8, 3, 16), 1_000_000, 2)
+
+
+def test_what_piles_up_is_summed_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step loses a hundredth of all loads here; every second one has them summed afresh."""
+
+    def lossy_step(state: _State, attempt: _Move, count: int) -> None:
+        _apply_move(state, attempt, count)
+        for load in (state.top_ranks.load_RN, state.top_ranks.load_NR, state.top_ranks.peak_KN):
+            load *= np.float32(0.99)
+
+    monkeypatch.setattr(module, "_apply_move", lossy_step)
+    monkeypatch.setattr(module, "_REFRESH", 2)
+    layer = bursty_layer(6, 8, 3, 16)
+    plain = getattr(anneal, "py_func", anneal)
+    found_RS, ratio = plain(layer.phy2log_RS, layer.scaled_EN, layer.share_N, 300, 2)
+    assert ratio == pytest.approx(true_ratio(layer, found_RS), rel=1e-5)
+    assert ratio < true_ratio(layer, layer.phy2log_RS) - 0.1
+
+
+BOUNDS = st.one_of(st.integers(1, 100), st.integers(1, 2**32 - 1))
+
+
+@SETTINGS
+@given(st.integers(0, 2**64 - 1), st.lists(BOUNDS, min_size=1, max_size=5))
+def test_draws_is_the_published_generator(seed: int, bounds: list[int]) -> None:
+    state_1, draws = np.array([seed], dtype=np.uint64), Draws(seed)
+    for below in bounds:
+        found = draw(state_1, below)
+        assert 0 <= found < below
+        assert found == draws.draw(below)
+        assert int(state_1[0]) == draws.state
+
+
+def test_draws_gives_the_known_first_number() -> None:
+    assert splitmix(0)[1] == 0xE220A8397B1DCDAF
+    assert draw(np.zeros(1, dtype=np.uint64), 2**32 - 1) == 0xE220A839 - 1
+    assert draw(np.zeros(1, dtype=np.uint64), 100) == 0xE2 * 100 // 256
+
+
+def test_every_number_comes_about_as_often() -> None:
+    state_1 = np.array([7], dtype=np.uint64)
+    often = np.bincount([draw(state_1, 7) for _ in range(14_000)], minlength=7)
+    assert len(often) == 7
+    np.testing.assert_allclose(often, 2_000, rtol=0.1)
+
+
+SMALL = cases(most_ranks=6, most_slots=4)
+
+
+def started(case: Case, seed: int) -> tuple[PlacedLayer, _State]:
+    layer = PlacedLayer(case, 1.0, seed)
+    return layer, module._state_at(layer.phy2log_RS, layer.scaled_EN)
+
+
+def loads_of(layer: PlacedLayer, phy2log_RS: np.ndarray) -> np.ndarray:
+    return heat.rank_series(phy2log_RS, heat.even_shares(phy2log_RS), layer.heat[0])
+
+
+def assert_agrees(state: _State, layer: PlacedLayer) -> None:
+    """Copies, holders, loads and hottest ranks are those of the placement; nothing is marked as changed."""
+    experts = range(layer.case.experts)
+    check_layer(state.phy2log_RS, len(experts))
+    holders = [{r for r, row in enumerate(state.phy2log_RS) if expert in row} for expert in experts]
+    assert state.replicas_E.tolist() == [len(held) for held in holders]
+    for expert in experts:
+        assert sorted(state.holder_EK[expert, : state.replicas_E[expert]]) == sorted(holders[expert])
+        assert set(np.flatnonzero(state.holds_ER[expert])) == holders[expert]
+    wanted_RN = loads_of(layer, state.phy2log_RS)
+    np.testing.assert_allclose(state.top_ranks.load_RN, wanted_RN, rtol=1e-5, atol=1e-5 * layer.case.ranks)
+    assert_known(state.top_ranks, state.top_ranks.load_RN.copy())
+    assert not state.changed_R1.any()
+
+
+def note(state: _State, scaled_EN: np.ndarray, attempt: _Move) -> int:
+    load_RN, marks = state.top_ranks.load_RN, state[5:]
+    if attempt.swaps:
+        return module._swapped_loads(load_RN, scaled_EN, state.replicas_E, attempt, *marks)
+    return module._passed_loads(load_RN, scaled_EN, *state[1:4], attempt, *marks)
+
+
+def go(state: _State, layer: PlacedLayer, attempt: _Move) -> None:
+    count = note(state, layer.scaled_EN, attempt)
+    module._apply_move(state, attempt, count)
+    state.changed_R1[:] = False
+
+
+def may(state: _State, scaled_EN: np.ndarray, attempt: _Move) -> bool:
+    if attempt.swaps:
+        return module._may_swap(state.top_ranks.load_NR, scaled_EN, *state[1:3], attempt)
+    return module._may_pass(state.top_ranks.load_NR, scaled_EN, *state[1:4], attempt)
+
+
+def some_tries(layer: PlacedLayer, phy2log_RS: np.ndarray, most: int, episode: int = -1) -> list[_Move]:
+    """A few of all changes, legal or not."""
+    attempts = list(changes.every_try(phy2log_RS, episode))
+    return [attempts[k] for k in layer.generator.permutation(len(attempts))[:most]]
+
+
+def legal_tries(layer: PlacedLayer, phy2log_RS: np.ndarray, most: int) -> list[_Move]:
+    attempts = [attempt for attempt in changes.every_try(phy2log_RS) if changes.is_legal(phy2log_RS, attempt)]
+    return [attempts[k] for k in layer.generator.permutation(len(attempts))[:most]]
+
+
+@SETTINGS
+@given(SMALL, SEEDS)
+def test_a_search_starts_from_a_copy_of_what_it_is_given(case: Case, seed: int) -> None:
+    layer, state = started(case, seed)
+    np.testing.assert_array_equal(state.phy2log_RS, layer.phy2log_RS)
+    assert not np.shares_memory(state.phy2log_RS, layer.phy2log_RS)
+    assert_agrees(state, layer)
+
+
+@SETTINGS
+@given(SMALL, SEEDS)
+def test_changes_that_leave_a_placement_to_be_served_are_legal(case: Case, seed: int) -> None:
+    layer, state = started(case, seed)
+    for attempt in some_tries(layer, layer.phy2log_RS, 60):
+        assert may(state, layer.scaled_EN, attempt) == changes.is_legal(layer.phy2log_RS, attempt), attempt
+
+
+@SETTINGS
+@given(SMALL, SEEDS)
+def test_guided_changes_keep_who_is_burdened_below_the_rank_relieved(case: Case, seed: int) -> None:
+    layer, state = started(case, seed)
+    episode = int(layer.generator.integers(layer.scaled_EN.shape[1]))
+    rounding = 1e-5 * case.ranks
+    before_R = loads_of(layer, layer.phy2log_RS)[:, episode]
+    for attempt in some_tries(layer, layer.phy2log_RS, 60, episode):
+        found = may(state, layer.scaled_EN, attempt)
+        if not changes.is_legal(layer.phy2log_RS, attempt):
+            assert not found
+            continue
+        room = changes.room(layer.phy2log_RS, attempt, layer.heat[0])
+        if abs(room) > rounding:
+            assert found == (room > 0), attempt
+        if found:
+            after_R = loads_of(layer, changes.after(layer.phy2log_RS, attempt))[:, episode]
+            hotter_R = after_R > before_R + rounding
+            assert (after_R[hotter_R] < before_R[attempt.rank] + rounding).all()
+
+
+HOT_RANK = np.array([[0, 1], [2, 3], [2, 4], [5, 6]], dtype=np.int32)
+"""The first rank is to carry 2, in experts 0 and 1; heat in eighths keeps all sums exact."""
+
+
+def may_with(heat_E: list[float], attempt: _Move) -> bool:
+    scaled_EN = np.array([heat_E], dtype=np.float32).T.copy()
+    state = module._state_at(HOT_RANK, scaled_EN)
+    assert state.top_ranks.load_RN[0] == 2
+    return may(state, scaled_EN, attempt)
+
+
+def test_a_swap_must_leave_the_other_rank_below_what_the_hot_one_had() -> None:
+    swap = _Move(0, 0, 1, 0, 0, 2, True, 0)
+    assert not may_with([1.5, 0.5, 1, 0.5, 0, 1, 1], swap), "it would carry 2 as well"
+    assert may_with([1.5, 0.5, 1, 0.375, 0, 1, 1], swap)
+
+
+def test_a_swap_must_cool_the_hot_rank() -> None:
+    swap = _Move(0, 1, 1, 0, 1, 2, True, 0)
+    assert not may_with([2, 0, 0, 0.5, 0, 1, 1], swap), "both experts are idle"
+    assert may_with([1.875, 0.125, 0, 0.5, 0, 1, 1], swap)
+
+
+def test_a_copy_passed_on_must_leave_its_rank_below_what_the_hot_one_has() -> None:
+    passed = _Move(0, 0, 1, 0, 0, 2, False, 0)
+    assert not may_with([2, 0, 1, 1, 0, 0.5, 0.5], passed), "it would carry 2 as well"
+    assert may_with([2, 0, 1, 0.875, 0, 0.5, 0.5], passed)
+
+
+def test_a_copy_given_up_must_leave_those_that_remain_below_what_the_hot_rank_has() -> None:
+    passed = _Move(0, 0, 1, 0, 0, 2, False, 0)
+    assert not may_with([2, 0, 2, 0, 0, 0.5, 0.5], passed), "the other replica would carry 2 as well"
+    assert may_with([2, 0, 1.875, 0, 0, 0.5, 0.5], passed)
+
+
+@SETTINGS
+@given(SMALL, SEEDS)
+def test_a_change_is_judged_by_the_loads_that_it_would_make(case: Case, seed: int) -> None:
+    layer, state = started(case, seed)
+    before_RN = state.top_ranks.load_RN.copy()
+    for attempt in legal_tries(layer, layer.phy2log_RS, 12):
+        state.changed_RN[:] = np.nan
+        count = note(state, layer.scaled_EN, attempt)
+        after_RS = changes.after(layer.phy2log_RS, attempt)
+        concerned_R = np.isin(layer.phy2log_RS, (attempt.mine, attempt.theirs)).any(axis=1)
+        if attempt.swaps:
+            concerned_R = np.isin(np.arange(case.ranks), (attempt.rank, attempt.other))
+        assert sorted(state.rank_K[:count]) == np.flatnonzero(concerned_R).tolist()
+        assert state.changed_R1.tolist() == [*concerned_R.tolist(), False]
+        found_RN = np.where(concerned_R[:, None], state.changed_RN, before_RN)
+        np.testing.assert_allclose(found_RN, loads_of(layer, after_RS), rtol=1e-5, atol=1e-6 * case.ranks)
+        np.testing.assert_array_equal(state.top_ranks.load_RN, before_RN)
+        state.changed_R1[:] = False
+
+
+@SETTINGS
+@given(SMALL, SEEDS, st.integers(1, 25))
+def test_after_any_steps_everything_agrees_with_the_placement(case: Case, seed: int, steps: int) -> None:
+    layer, state = started(case, seed)
+    for _ in range(steps):
+        before_RS = state.phy2log_RS.copy()
+        for attempt in legal_tries(layer, before_RS, 1):
+            go(state, layer, attempt)
+            np.testing.assert_array_equal(state.phy2log_RS, changes.after(before_RS, attempt))
+            assert_agrees(state, layer)
+
+
+@SETTINGS
+@given(SMALL, SEEDS)
+def test_summing_again_takes_away_what_piled_up(case: Case, seed: int) -> None:
+    layer, state = started(case, seed)
+    state.changed_RN[:] = layer.generator.gamma(1, 1, state.changed_RN.shape)
+    state.top_ranks.load_RN[:] += 1
+    state.top_ranks.load_NR[:] += 1
+    state.top_ranks.peak_KN[:] += 2
+    module._sum_again(state, layer.scaled_EN)
+    assert_agrees(state, layer)
+    assert np.abs(state.top_ranks.load_RN - loads_of(layer, state.phy2log_RS)).max() <= 1e-6 * case.ranks
+
+
+@pytest.mark.parametrize("gainer", range(5))
+def test_all_spare_replicas_can_come_to_one_expert(gainer: int) -> None:
+    layer, state = started(Case(4, 2, np.ones((1, 5))), 3)
+    while state.replicas_E[gainer] < 4:
+        attempts = [one for one in legal_tries(layer, state.phy2log_RS, 200) if gainer != one.theirs]
+        passing = [one for one in attempts if gainer == one.mine and not one.swaps]
+        go(state, layer, (passing or attempts)[0])
+    assert_agrees(state, layer)

@@ -1,0 +1,331 @@
+"""Placements are legal and built hottest first; the tree returns counts judged as they will be placed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eplb_service.placement import check_layer
+from eplb_service.solver.construction import (
+    Assignment,
+    _clear,
+    _empty_assignment,
+    _floor_of,
+    _greedy_replicas,
+    _group_bounds,
+    _hand_out,
+    _heat_per_replica,
+    _put,
+    descending,
+    even_shares,
+    hottest_rank,
+    place,
+    replace,
+    replicas_of,
+    shift_load,
+    tree_search,
+)
+from eplb_service.solver.evaluation import expert_heat
+from tests.solver.layers_of import KNOWN_EXAMPLE, PLAIN, Case, cases, shapes
+from tests.solver.placed_layer import PlacedLayer
+from tests.solver.slow import placing, replicas, tree
+
+SETTINGS = settings(max_examples=80)
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def assert_sums_hold(assignment: Assignment, layer: PlacedLayer) -> None:
+    """All that an assignment keeps, against its slots and shares and whole episodes."""
+    ranks, experts = layer.case.ranks, layer.case.experts
+    scaled_EN, share_N = layer.heat
+    holds_ER = np.zeros((experts, ranks), dtype=bool)
+    series_RN = np.zeros((ranks, len(share_N)))
+    for r in range(ranks):
+        for expert in assignment.phy2log_RS[r, : assignment.filled_R[r]]:
+            holds_ER[expert, r] = True
+            series_RN[r] += assignment.share_ER[expert, r].astype(float) * scaled_EN[expert]
+    np.testing.assert_array_equal(assignment.holds_ER, holds_ER)
+    assert (assignment.share_ER[~holds_ER] == 0).all()
+    mean_R = series_RN @ share_N
+    centred_EN = scaled_EN - (scaled_EN @ share_N)[:, None]
+    centred_RN = series_RN - mean_R[:, None]
+    scale = max(ranks, 1)
+    np.testing.assert_allclose(assignment.load_R, mean_R, rtol=1e-5, atol=1e-5 * scale)
+    np.testing.assert_allclose(
+        assignment.variance_R, centred_RN**2 @ share_N, rtol=1e-4, atol=1e-5 * scale**2
+    )
+    cross_RE = (centred_RN * share_N) @ centred_EN.T
+    np.testing.assert_allclose(assignment.cross_RE, cross_RE, rtol=1e-4, atol=1e-5 * scale**2)
+
+
+@SETTINGS
+@given(cases(), SEEDS)
+def test_a_placement_put_together_keeps_its_sums(case: Case, seed: int) -> None:
+    layer = PlacedLayer(case, 1.0, seed)
+    share_RS = even_shares(layer.phy2log_RS, case.experts)
+    np.testing.assert_allclose(share_RS, layer.share_RS, rtol=1e-6)
+    assignment = layer.assignment()
+    assert_sums_hold(assignment, layer)
+    np.testing.assert_array_equal(assignment.phy2log_RS, layer.phy2log_RS)
+    counts_E = np.bincount(layer.phy2log_RS.ravel(), minlength=case.experts)
+    np.testing.assert_array_equal(assignment.replicas_E, counts_E)
+    np.testing.assert_array_equal(replicas_of(layer.phy2log_RS, case.experts), counts_E)
+    rank, found = hottest_rank(assignment, layer.z)
+    risk_R = layer.risks()
+    assert found == pytest.approx(risk_R.max(), abs=layer.rounding)
+    assert risk_R[rank] == pytest.approx(risk_R.max(), abs=layer.rounding)
+
+
+@SETTINGS
+@given(cases(most_ranks=5, most_slots=4), SEEDS, st.integers(1, 30))
+def test_any_changes_keep_the_sums(case: Case, seed: int, changes: int) -> None:
+    layer = PlacedLayer(case, 1.0, seed)
+    assignment = layer.assignment()
+    for _ in range(changes):
+        rank, slot = layer.generator.integers(case.ranks), layer.generator.integers(case.slots)
+        held = set(assignment.phy2log_RS[rank].tolist())
+        absent = sorted(set(range(case.experts)) - held)
+        if absent and layer.generator.random() < 0.6:
+            come = int(layer.generator.choice(absent))
+            replace(assignment, layer.heat32, rank, slot, come, layer.generator.random())
+            assert assignment.phy2log_RS[rank, slot] == come
+        else:
+            expert = assignment.phy2log_RS[rank, slot]
+            before = assignment.share_ER[expert, rank]
+            shift_load(assignment, layer.heat32, expert, rank, 0.25)
+            assert assignment.share_ER[expert, rank] == pytest.approx(before + 0.25)
+    assert_sums_hold(assignment, layer)
+
+
+@SETTINGS
+@given(cases(most_ranks=5, most_slots=4), SEEDS)
+def test_slots_fill_in_order_and_a_cleared_expert_leaves_nothing(case: Case, seed: int) -> None:
+    layer = PlacedLayer(case, 1.0, seed)
+    assignment = _empty_assignment(replicas_of(layer.phy2log_RS, case.experts), case.ranks, case.slots)
+    assert (assignment.phy2log_RS == -1).all()
+    for r, row in enumerate(layer.phy2log_RS):
+        for filled, expert in enumerate(row):
+            _put(assignment, layer.heat32, expert, r, 0.5)
+            assert assignment.filled_R[r] == filled + 1
+    np.testing.assert_array_equal(assignment.phy2log_RS, layer.phy2log_RS)
+    gone = assignment.phy2log_RS[-1, -1]
+    _clear(assignment, layer.heat32, case.ranks - 1, case.slots - 1)
+    assignment.filled_R[-1] -= 1
+    assert assignment.share_ER[gone, -1] == 0
+    assert_sums_hold(assignment, layer)
+
+
+@settings(max_examples=120)
+@given(cases(most_ranks=6, most_slots=4), st.sampled_from((0.0, 1.0, 3.0)), SEEDS, st.booleans())
+def test_each_copy_goes_to_the_coolest_rank(case: Case, z: float, seed: int, greedy: bool) -> None:
+    layer = PlacedLayer(case, z, seed)
+    # Random legal counts bring the shapes in which room must be made.
+    replicas_E = np.bincount(layer.phy2log_RS.ravel(), minlength=case.experts).astype(np.int32)
+    if greedy:
+        replicas_E = _greedy_replicas(expert_heat(layer.heat32, z), case.ranks, case.slots)
+    assignment = place(replicas_E, layer.heat32, case.ranks, case.slots, z)
+    check_layer(assignment.phy2log_RS, case.experts)
+    np.testing.assert_array_equal(
+        np.bincount(assignment.phy2log_RS.ravel(), minlength=case.experts), replicas_E
+    )
+    assert_sums_hold(assignment, layer)
+    order_E = descending(_heat_per_replica(layer.heat32, replicas_E, z))
+    if placing.in_order(assignment.phy2log_RS, order_E):
+        assert (
+            placing.regret(assignment.phy2log_RS, replicas_E, order_E, *layer.heat, z) <= 2 * layer.rounding
+        )
+    wanted_RS, margin = placing.place(replicas_E, order_E, *layer.heat, case.ranks, case.slots, z)
+    if margin > layer.rounding:
+        np.testing.assert_array_equal(assignment.phy2log_RS, wanted_RS)
+
+
+@settings(max_examples=40)
+@given(cases(), st.sampled_from((0.0, 1.0)), SEEDS)
+def test_order_is_that_of_heat_per_copy(case: Case, z: float, seed: int) -> None:
+    layer = PlacedLayer(case, z, seed)
+    replicas_E = np.bincount(layer.phy2log_RS.ravel(), minlength=case.experts).astype(np.int32)
+    np.testing.assert_allclose(
+        _heat_per_replica(layer.heat32, replicas_E, z), expert_heat(layer.heat32, z) / replicas_E, rtol=1e-6
+    )
+
+
+def test_room_is_made_where_every_rank_with_room_holds_the_expert() -> None:
+    # Cold experts 2, 3 and 4 fill rank 2; of expert 5's three replicas the last finds only ranks that hold it.
+    layer = PlacedLayer(Case(3, 3, np.array([[100.0, 90.0, 3.3, 3.2, 3.1, 3.0, 0.5]])), 0.0)
+    assignment = place(np.array([1, 1, 1, 1, 1, 3, 1], dtype=np.int32), layer.heat32, 3, 3, 0.0)
+    assert assignment.phy2log_RS.tolist() == [[0, 5, 2], [1, 5, 6], [4, 3, 5]]
+    assert_sums_hold(assignment, layer)
+
+
+HEAT = st.integers(0, 50) | st.floats(0, 2.0**100, width=32)
+
+
+@SETTINGS
+@given(st.lists(HEAT, min_size=1, max_size=12), st.integers(0, 20), st.integers(1, 6), st.data())
+def test_replicas_are_handed_to_the_hottest(
+    heat: list[float], budget: int, ranks: int, data: st.DataObject
+) -> None:
+    heat_E = np.array(heat, dtype=np.float32)
+    start = data.draw(st.lists(st.integers(1, ranks), min_size=len(heat), max_size=len(heat)))
+    replicas_E = np.array(start, dtype=np.int32)
+    left = _hand_out(replicas_E, heat_E, budget, ranks)
+    assert (replicas_E.tolist(), left) == replicas.hand_out(start, heat_E, budget, ranks)
+
+
+@SETTINGS
+@given(shapes(6, 5), st.data())
+def test_greedy_replicas_fill_every_slot(shape: tuple[int, int, int], data: st.DataObject) -> None:
+    ranks, slots, experts = shape
+    heat_E = np.array(data.draw(st.lists(HEAT, min_size=experts, max_size=experts)), dtype=np.float32)
+    replicas_E = _greedy_replicas(heat_E, ranks, slots)
+    assert replicas_E.sum() == ranks * slots
+    assert replicas_E.min() >= 1
+    assert replicas_E.max() <= ranks
+    assert replicas_E.tolist() == replicas.hand_out([1] * experts, heat_E, ranks * slots - experts, ranks)[0]
+
+
+@SETTINGS
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=15), st.integers(1, 20), st.randoms())
+def test_groups_share_the_replicas(counts: list[int], groups: int, random) -> None:
+    replicas_E = np.array(counts, dtype=np.int32)
+    by_heat_E = np.array(random.sample(range(len(counts)), len(counts)), dtype=np.int64)
+    found_G = _group_bounds(replicas_E, by_heat_E, groups)
+    assert found_G.tolist() == replicas.group_bounds(replicas_E, by_heat_E, groups)
+
+
+@SETTINGS
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.floats(0, 100, width=32)), min_size=1, max_size=9), st.randoms()
+)
+def test_floor_is_the_hottest_copy_fixed(pairs: list[tuple[int, float]], random) -> None:
+    replicas_E = np.array([pair[0] for pair in pairs], dtype=np.int32)
+    heat_E = np.array([pair[1] for pair in pairs], dtype=np.float32)
+    fixed = np.array(random.sample(range(len(pairs)), random.randint(0, len(pairs))), dtype=np.int64)
+    np.testing.assert_allclose(
+        _floor_of(replicas_E, heat_E, fixed), replicas.hottest_copy(replicas_E, heat_E, fixed), rtol=1e-6
+    )
+
+
+Z = st.sampled_from((0.0, 1.0))
+
+
+def peak_of(layer: PlacedLayer, replicas_E: np.ndarray) -> float:
+    """Risk of the hottest rank once these replicas are placed greedily."""
+    assignment = place(replicas_E, layer.heat32, layer.case.ranks, layer.case.slots, layer.z)
+    return hottest_rank(assignment, layer.z)[1]
+
+
+def greedy_peak(layer: PlacedLayer) -> float:
+    case = layer.case
+    return peak_of(layer, _greedy_replicas(expert_heat(layer.heat32, layer.z), case.ranks, case.slots))
+
+
+@SETTINGS
+@given(cases(), Z, st.integers(1, 5), st.integers(0, 2), st.integers(1, 4), st.integers(1, 5))
+def test_leaves_are_legal_and_judged_truly(
+    case: Case, z: float, groups: int, spread: int, beam: int, leaves: int
+) -> None:
+    layer = PlacedLayer(case, z)
+    found_KE, risk_K = tree_search(layer.heat32, case.ranks, case.slots, z, leaves, groups, spread, beam)
+    assert 1 <= len(found_KE) == len(risk_K) <= leaves
+    assert (found_KE.sum(axis=1) == case.ranks * case.slots).all()
+    assert found_KE.min() >= 1
+    assert found_KE.max() <= case.ranks
+    assert len({tuple(replicas_E) for replicas_E in found_KE.tolist()}) == len(found_KE)
+    if case.ranks * case.slots == case.experts:
+        assert (found_KE == 1).all()
+        return
+    assert risk_K.tolist() == sorted(risk_K)
+    for replicas_E, risk in zip(found_KE, risk_K, strict=True):
+        assert risk == pytest.approx(peak_of(layer, replicas_E), rel=1e-5)
+    assert risk_K[0] <= greedy_peak(layer) * (1 + 1e-5)
+
+
+@SETTINGS
+@given(
+    cases(kinds=(*PLAIN, "bursty")),
+    Z,
+    st.integers(1, 5),
+    st.integers(0, 2),
+    st.integers(1, 3),
+    st.integers(1, 4),
+)
+def test_the_tree_is_walked_group_by_group(
+    case: Case, z: float, groups: int, spread: int, beam: int, leaves: int
+) -> None:
+    layer = PlacedLayer(case, z)
+    if case.ranks * case.slots == case.experts:
+        return
+    heat_E = expert_heat(layer.heat32, z)
+    wanted = tree.tree_search(
+        lambda replicas_E: peak_of(layer, np.array(replicas_E, dtype=np.int32)),
+        lambda replicas_E, fixed: _floor_of(
+            np.array(replicas_E, np.int32), heat_E, np.array(fixed, np.int64)
+        ),
+        heat_E,
+        *(case.ranks, case.slots, groups, spread, beam, leaves),
+    )
+    _, risk_K = tree_search(layer.heat32, case.ranks, case.slots, z, leaves, groups, spread, beam)
+    np.testing.assert_allclose(risk_K, [risk for risk, _ in wanted], rtol=1e-5)
+
+
+@SETTINGS
+@given(cases(most_ranks=6, most_slots=4), Z)
+def test_a_leaf_is_as_cool_as_slow_placing_makes_it(case: Case, z: float) -> None:
+    layer = PlacedLayer(case, z)
+    (replicas_E, *_), _ = tree_search(layer.heat32, case.ranks, case.slots, z, 1, 3, 1, 2)
+    order_E = descending(_heat_per_replica(layer.heat32, replicas_E, z))
+    _, margin = placing.place(replicas_E, order_E, *layer.heat, case.ranks, case.slots, z)
+    if margin > layer.rounding:
+        wanted = placing.peak(replicas_E, order_E, *layer.heat, case.ranks, case.slots, z)
+        assert peak_of(layer, replicas_E) == pytest.approx(wanted, abs=layer.rounding)
+
+
+@settings(max_examples=40)
+@given(cases(most_ranks=4, most_slots=2, kinds=(*PLAIN, "bursty", "alternating")))
+def test_full_width_finds_the_best_counts_there_are(case: Case) -> None:
+    layer = PlacedLayer(case, 0.0)
+    spare = case.ranks * case.slots - case.experts
+    all_KE = list(replicas.all_counts(case.experts, case.ranks, case.slots))
+    if spare == 0 or len(all_KE) > 300:
+        return
+    leaves = 3
+    _, risk_K = tree_search(
+        layer.heat32, case.ranks, case.slots, 0.0, leaves, case.experts, spare, len(all_KE)
+    )
+    best = sorted(peak_of(layer, np.array(replicas_E, dtype=np.int32)) for replicas_E in all_KE)[:leaves]
+    np.testing.assert_allclose(risk_K, best, rtol=1e-5)
+
+
+@settings(max_examples=40)
+@given(cases(most_ranks=4, most_slots=2), Z, st.integers(1, 4), st.integers(0, 2), st.integers(1, 3))
+def test_no_leaf_is_better_than_the_best_counts_there_are(
+    case: Case, z: float, groups: int, spread: int, beam: int
+) -> None:
+    layer = PlacedLayer(case, z)
+    all_KE = list(replicas.all_counts(case.experts, case.ranks, case.slots))
+    if case.ranks * case.slots == case.experts or len(all_KE) > 300:
+        return
+    _, risk_K = tree_search(layer.heat32, case.ranks, case.slots, z, 1, groups, spread, beam)
+    assert risk_K[0] >= min(peak_of(layer, np.array(counts, dtype=np.int32)) for counts in all_KE) * (
+        1 - 1e-5
+    )
+
+
+@given(cases())
+@settings(max_examples=30)
+def test_without_leaves_the_greedy_counts_are_taken_as_they_are(case: Case) -> None:
+    layer = PlacedLayer(case, 1.0)
+    found_KE, risk_K = tree_search(layer.heat32, case.ranks, case.slots, 1.0, 0)
+    greedy_E = _greedy_replicas(expert_heat(layer.heat32, 1.0), case.ranks, case.slots)
+    np.testing.assert_array_equal(found_KE, greedy_E[None, :])
+    assert np.isinf(risk_K).all()
+
+
+def test_the_tree_beats_greedy_counts_on_the_known_example() -> None:
+    layer = PlacedLayer(Case(8, 2, KNOWN_EXAMPLE[None, :]), 0.0)
+    _, risk_K = tree_search(layer.heat32, 8, 2, 0.0, 8, 4, 2, 4)
+    assert greedy_peak(layer) * KNOWN_EXAMPLE.sum() / 8 == pytest.approx(232, abs=0.1)
+    assert risk_K[0] * KNOWN_EXAMPLE.sum() / 8 <= 200.01

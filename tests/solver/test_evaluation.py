@@ -1,0 +1,269 @@
+"""The objective is what the plain definition says, and the hottest ranks are kept at hand truly."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eplb_service.placement import Placement, par
+from eplb_service.planner.score import split_loads
+from eplb_service.solver.annealing import _mean_peak, _par_of_changed, _par_of_two_changed
+from eplb_service.solver.construction import descending, even_shares
+from eplb_service.solver.evaluation import (
+    TopRanks,
+    expert_heat,
+    mean_of_max,
+    risk,
+    top_ranks_of,
+    update_loads,
+)
+from eplb_service.solver.model import _normalise
+from eplb_service.solver.window import loads_of_ranks, served_window, sum_episodes
+from tests.solver.layers_of import Case, cases
+from tests.solver.placed_layer import PlacedLayer, random_placement
+from tests.solver.slow import heat
+from tests.solver.slow import top_ranks as slow
+
+SETTINGS = settings(max_examples=100)
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@SETTINGS
+@given(cases())
+def test_heat_is_normalised(case: Case) -> None:
+    weight_N = np.linspace(1, 2, len(case.heat_NE))
+    scaled_EN, share_N = _normalise(case.heat_NE, weight_N, case.ranks)
+    wanted_EN, wanted_N = heat.normalise(case.heat_NE, weight_N, case.ranks)
+    np.testing.assert_allclose(scaled_EN, wanted_EN, rtol=1e-6)
+    np.testing.assert_allclose(share_N, wanted_N, rtol=1e-6)
+
+
+@SETTINGS
+@given(cases(), st.sampled_from((0.0, 0.7, 2.0)))
+def test_demand_is_mean_and_covariance(case: Case, z: float) -> None:
+    layer = PlacedLayer(case, z)
+    mean_E, gram_EE = heat.demand_of(*layer.heat)
+    np.testing.assert_allclose(layer.heat32.mean_E, mean_E, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(layer.heat32.gram_EE, gram_EE, rtol=1e-4, atol=1e-5 * case.ranks**2)
+    np.testing.assert_array_equal(layer.heat32.gram_EE, layer.heat32.gram_EE.T)
+    wanted_E = [heat.risk_of(heat_N, layer.share_N, z) for heat_N in layer.heat[0]]
+    np.testing.assert_allclose(expert_heat(layer.heat32, z), wanted_E, rtol=1e-4, atol=1e-3 * case.ranks)
+
+
+def test_risk_survives_a_variance_rounded_below_zero() -> None:
+    assert risk(np.float32(2.0), np.float32(4.0), 1.5) == 5.0
+    assert risk(np.float32(2.0), np.float32(-1e-9), 1.5) == 2.0
+
+
+@SETTINGS
+@given(cases(), SEEDS)
+def test_ratio_is_the_mean_of_the_peaks(case: Case, seed: int) -> None:
+    layer = PlacedLayer(case, 1.0, seed)
+    share_RS = layer.generator.random(layer.share_RS.shape).astype(np.float32)
+    found = mean_of_max(layer.scaled_EN, layer.share_N, layer.phy2log_RS, share_RS)
+    assert found == pytest.approx(heat.mean_of_max(*layer.heat, layer.phy2log_RS, share_RS), rel=1e-5)
+
+
+@SETTINGS
+@given(st.lists(st.sampled_from((0.0, 1.0, 2.5, 9.0)) | st.floats(0, 9, width=32), max_size=40))
+def test_descending_is_a_stable_sort(values: list[float]) -> None:
+    array = np.array(values, dtype=np.float32)
+    np.testing.assert_array_equal(descending(array), np.argsort(-array, kind="stable"))
+
+
+@SETTINGS
+@given(cases(), st.integers(0, 10**6))
+def test_the_objective_is_the_one_peak_to_average_ratio(case: Case, seed: int) -> None:
+    layer = PlacedLayer(case, 1.0, seed)
+    placement = Placement(layer.phy2log_RS[None], case.experts)
+    loads_NLR = split_loads(case.heat_NE[:, None], placement, placement.default_log2phy(), None, "even")
+    expected = par(loads_NLR)[0]
+    weight_RS = even_shares(layer.phy2log_RS, case.experts)
+    found = mean_of_max(
+        *_normalise(case.heat_NE, np.ones(len(case.heat_NE)), case.ranks), layer.phy2log_RS, weight_RS
+    )
+    assert found == pytest.approx(1.0 if np.isnan(expected) else expected, rel=1e-4)
+
+
+@SETTINGS
+@given(st.integers(1, 12), st.integers(1, 12), st.booleans())
+def test_episodes_are_those_of_the_window(steps: int, episodes: int, whole: bool) -> None:
+    heat_TLE = np.random.default_rng(steps).integers(0, 9, (steps, 2, 3))
+    heat_TLE = heat_TLE if whole else heat_TLE / 4
+    wanted_NLE = heat.sum_episodes(heat_TLE, min(episodes, steps))
+    found_KNE = sum_episodes(heat_TLE, np.array([1]), min(episodes, steps))
+    np.testing.assert_allclose(found_KNE, wanted_NLE.transpose(1, 0, 2)[[1]], rtol=1e-12)
+
+
+@SETTINGS
+@given(cases(), SEEDS, st.booleans())
+def test_rank_loads_are_sums_over_slots(case: Case, seed: int, whole: bool) -> None:
+    generator = np.random.default_rng(seed)
+    phy2log_LRS = np.stack(
+        [random_placement(case.ranks, case.slots, case.experts, generator) for _ in range(2)]
+    )
+    share_LP = generator.random((2, case.ranks * case.slots))
+    heat_NLE = np.stack([case.heat_NE, np.floor(case.heat_NE[::-1] / 3)], axis=1).astype(
+        int if whole else float
+    )
+    found_NLR = loads_of_ranks(heat_NLE, phy2log_LRS, share_LP)
+    np.testing.assert_allclose(found_NLR, heat.loads_of_ranks(heat_NLE, phy2log_LRS, share_LP), rtol=1e-12)
+
+
+@SETTINGS
+@given(cases(), SEEDS, st.integers(1, 20), st.booleans())
+def test_a_window_in_short_is_what_its_loads_are(case: Case, seed: int, steps: int, whole: bool) -> None:
+    generator = np.random.default_rng(seed)
+    layer_K = np.array([2, 0])
+    phy2log_KRS = np.stack(
+        [random_placement(case.ranks, case.slots, case.experts, generator) for _ in layer_K]
+    )
+    share_KP = generator.random((2, case.ranks * case.slots))
+    heat_TLE = generator.integers(0, 100, (steps, 3, case.experts)) * generator.integers(0, 2, (steps, 3, 1))
+    heat_TLE = heat_TLE.astype(np.int32) if whole else heat_TLE / 4
+    episodes = int(generator.integers(0, steps + 1))
+    found = served_window(heat_TLE, layer_K, phy2log_KRS, share_KP, episodes)
+    loads_TKR = heat.loads_of_ranks(heat_TLE[:, layer_K], phy2log_KRS, share_KP)
+    np.testing.assert_allclose(found.peak_TK, loads_TKR.max(axis=2), rtol=1e-12)
+    np.testing.assert_allclose(found.tokens_TK, loads_TKR.sum(axis=2), rtol=1e-12)
+    alone_KR = np.ones((2, case.ranks), dtype=np.int32)
+    np.testing.assert_allclose(found.variance_K, heat.volatility(loads_TKR, alone_KR), rtol=1e-9, atol=1e-15)
+    assert found.loads_NKR.shape == (episodes, 2, case.ranks)
+    if episodes > 0:
+        heat_NKE = heat.sum_episodes(heat_TLE, episodes)[:, layer_K]
+        np.testing.assert_allclose(
+            found.loads_NKR, heat.loads_of_ranks(heat_NKE, phy2log_KRS, share_KP), rtol=1e-12, atol=1e-9
+        )
+        wanted_K = heat.volatility(found.loads_NKR, alone_KR)
+        np.testing.assert_allclose(found.rank_variance_K, wanted_K, rtol=1e-9, atol=1e-15)
+        replicas_KE = Placement(phy2log_KRS, case.experts).replicas()
+        wanted_K = heat.volatility(heat_NKE, replicas_KE)
+        np.testing.assert_allclose(found.expert_variance_K, wanted_K, rtol=1e-9, atol=1e-15)
+
+
+class Loads:
+    """Loads of a few ranks in a few episodes, many of them equal or none at all."""
+
+    def __init__(self, ranks: int, episodes: int, seed: int) -> None:
+        self.generator = np.random.default_rng(seed)
+        self.ranks, self.episodes = ranks, episodes
+        self.load_RN = self.some()
+        self.share_N = self.generator.dirichlet(np.ones(episodes)).astype(np.float32)
+        self.top = top_ranks_of(self.load_RN.copy())
+
+    def some(self) -> np.ndarray:
+        return self.generator.integers(0, 5, (self.ranks, self.episodes)).astype(np.float32) / 2
+
+    def change(self, ranks: list[int]) -> tuple:
+        """Other loads for these ranks as kernels take them, NaN for the rest; room for more ranks than come."""
+        changed_RN = np.full_like(self.load_RN, np.nan)
+        changed_RN[ranks] = self.some()[ranks]
+        changed_R1 = np.zeros(self.ranks + 1, dtype=bool)
+        changed_R1[ranks] = True
+        rank_K = np.array([*ranks, *range(self.ranks)], dtype=np.int32)
+        return rank_K, len(ranks), changed_R1, changed_RN
+
+    def peak_after_trade(self, one: int, other: int, *traded: object) -> float:
+        load_RN, _, rank_KN, peak_KN = self.top
+        return _par_of_two_changed(load_RN, rank_KN, peak_KN, self.share_N, one, other, *traded)
+
+    def after(self, change: tuple) -> np.ndarray:
+        _, _, changed_R1, changed_RN = change
+        return np.where(changed_R1[:-1, None], changed_RN, self.load_RN)
+
+    def peak_after(self, change: tuple) -> float:
+        _, load_NR, rank_KN, peak_KN = self.top
+        return _par_of_changed(load_NR, rank_KN, peak_KN, self.share_N, *change)
+
+
+@st.composite
+def loads(draw: st.DrawFn, least_ranks: int = 1) -> Loads:
+    return Loads(draw(st.integers(least_ranks, 8)), draw(st.integers(1, 6)), draw(st.integers(0, 2**32 - 1)))
+
+
+def some_ranks(given_: Loads, data: st.DataObject) -> list[int]:
+    return data.draw(st.lists(st.integers(0, given_.ranks - 1), unique=True, max_size=given_.ranks))
+
+
+def assert_known(top: TopRanks, load_RN: np.ndarray) -> None:
+    """Loads both ways round, and of each episode three ranks that carry the three largest."""
+    np.testing.assert_array_equal(top.load_RN, load_RN)
+    np.testing.assert_array_equal(top.load_NR, load_RN.T)
+    rank_KN, peak_KN = slow.hottest(load_RN)
+    np.testing.assert_array_equal(top.peak_KN, peak_KN)
+    padded_RN = np.vstack([np.maximum(load_RN, 0), np.zeros_like(load_RN[:1])])
+    np.testing.assert_array_equal(np.take_along_axis(padded_RN, top.rank_KN, axis=0), peak_KN)
+    for found_K, wanted_K in zip(top.rank_KN.T, rank_KN.T, strict=True):
+        known = [rank for rank in found_K if rank < len(load_RN)]
+        assert len(set(known)) == len(known) == min(3, len(load_RN))
+        assert found_K[len(known) :].tolist() == wanted_K[len(known) :].tolist()
+
+
+@SETTINGS
+@given(loads())
+def test_the_three_hottest_are_those_of_a_sort(given_: Loads) -> None:
+    assert_known(given_.top, given_.load_RN)
+    np.testing.assert_array_equal(given_.top.rank_KN, slow.hottest(given_.load_RN)[0])
+
+
+@SETTINGS
+@given(loads(), st.data())
+def test_they_stay_known_through_any_changes(given_: Loads, data: st.DataObject) -> None:
+    for _ in range(data.draw(st.integers(1, 4))):
+        change = given_.change(some_ranks(given_, data))
+        given_.load_RN = given_.after(change)
+        update_loads(given_.top, *change)
+        assert_known(given_.top, given_.load_RN)
+
+
+def test_no_load_is_taken_for_less_than_nothing() -> None:
+    top = top_ranks_of(np.array([[-1e-7], [-2e-7]], dtype=np.float32))
+    assert top.rank_KN.tolist() == [[0], [1], [2]]
+    assert top.peak_KN.tolist() == [[0], [0], [0]]
+
+
+@SETTINGS
+@given(loads())
+def test_the_ratio_is_the_mean_of_the_peaks(given_: Loads) -> None:
+    found = _mean_peak(given_.top.peak_KN, given_.share_N)
+    assert found == pytest.approx(slow.ratio(given_.load_RN, given_.share_N), rel=1e-6)
+
+
+@SETTINGS
+@given(loads(least_ranks=2), st.data())
+def test_the_ratio_after_two_ranks_trade(given_: Loads, data: st.DataObject) -> None:
+    one, other = data.draw(st.permutations(range(given_.ranks)))[:2]
+    out_share, come_share = (np.float32(1 / data.draw(st.integers(1, 4))) for _ in range(2))
+    out_N, come_N = given_.generator.gamma(1, 1, (2, given_.episodes)).astype(np.float32)
+    found = given_.peak_after_trade(one, other, out_share, out_N, come_share, come_N)
+    shift_N = (come_share * come_N - out_share * out_N).astype(float)
+    wanted = slow.ratio(slow.shifted(given_.load_RN.astype(float), one, other, shift_N), given_.share_N)
+    assert found == pytest.approx(wanted, rel=1e-5)
+
+
+@SETTINGS
+@given(loads(), st.data())
+def test_the_ratio_after_some_ranks_change(given_: Loads, data: st.DataObject) -> None:
+    change = given_.change(some_ranks(given_, data))
+    wanted = slow.ratio(given_.after(change), given_.share_N)
+    assert given_.peak_after(change) == pytest.approx(wanted, rel=1e-5)
+
+
+@SETTINGS
+@given(loads(least_ranks=4), st.data())
+def test_the_ratio_after_an_episodes_three_hottest_change(given_: Loads, data: st.DataObject) -> None:
+    episode = data.draw(st.integers(0, given_.episodes - 1))
+    rank, *more = given_.top.rank_KN[:, episode].tolist()
+    change = given_.change(list({rank, *more, *some_ranks(given_, data)}))
+    wanted = slow.ratio(given_.after(change), given_.share_N)
+    assert given_.peak_after(change) == pytest.approx(wanted, rel=1e-5)
+
+
+@SETTINGS
+@given(loads())
+def test_the_ratio_after_all_ranks_change(given_: Loads) -> None:
+    change = given_.change(list(range(given_.ranks)))
+    wanted = slow.ratio(given_.after(change), given_.share_N)
+    assert given_.peak_after(change) == pytest.approx(wanted, rel=1e-5)

@@ -1,0 +1,135 @@
+"""A step's split is the optimum of the linear program, whole where tokens are; its tight set proves it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from eplb_service.offline import solve
+from eplb_service.solver.model import heat_of
+from eplb_service.solver.stepwise import (
+    expected_level,
+    level,
+    loads_by_step,
+    replicas_in,
+    slots_by_step,
+    split_evenly,
+)
+from tests.solver.layers_of import KNOWN_EXAMPLE, Case, cases
+from tests.solver.placed_layer import random_placement
+from tests.solver.slow import stepwise as slow
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def levelled(phy2log_RS, heat_E, whole):
+    """The optimum found, tokens by slot and by rank, and the tight set."""
+    ranks, slots = phy2log_RS.shape
+    replicas = replicas_in(phy2log_RS, len(heat_E))
+    flow_P, load_R = np.zeros(ranks * slots), np.zeros(ranks)
+    split_evenly(replicas, heat_E, flow_P, load_R, whole)
+    return level(replicas, flow_P, load_R, whole), flow_P, load_R, replicas.tight_R
+
+
+# Searches go on after the set that raised the level, and do not end at a tight one.
+@example(Case(3, 3, np.array([[66.0, 22.0, 21.0, 16.0, 94.0]])), 3)
+@settings(max_examples=80)
+@given(cases(most_ranks=7), SEEDS)
+def test_the_level_is_the_optimum_of_the_linear_program(case: Case, seed: int) -> None:
+    phy2log_RS = random_placement(case.ranks, case.slots, case.experts, np.random.default_rng(seed))
+    heat_E = case.heat_NE[0]
+    found, flow_P, load_R, tight_R = levelled(phy2log_RS, heat_E, whole=False)
+    scale = max(heat_E.sum(), 1.0)
+    heat_E = heat_E / scale
+    assert found / scale == pytest.approx(slow.optimum(phy2log_RS, heat_E), abs=1e-6)
+    assert found / scale == pytest.approx(slow.by_sets(phy2log_RS, heat_E), abs=1e-6)
+    assert load_R.max() / scale == pytest.approx(found / scale, abs=1e-6)
+    if tight_R.any():
+        assert slow.bound_of(phy2log_RS, heat_E, tight_R) == pytest.approx(found / scale, abs=1e-6)
+    assert flow_P.min() >= -1e-9 * scale
+    split_E = np.bincount(phy2log_RS.ravel(), flow_P, minlength=case.experts)
+    np.testing.assert_allclose(split_E / scale, heat_E, atol=1e-9)
+    np.testing.assert_allclose(flow_P.reshape(phy2log_RS.shape).sum(axis=1), load_R, atol=1e-6 * scale)
+
+
+@settings(max_examples=80)
+@given(cases(most_ranks=7, kinds=("even", "skewed", "zero", "sparse")), SEEDS)
+def test_whole_tokens_cost_less_than_one_token(case: Case, seed: int) -> None:
+    phy2log_RS = random_placement(case.ranks, case.slots, case.experts, np.random.default_rng(seed))
+    heat_E = np.floor(case.heat_NE[0])
+    found, flow_P, load_R, _ = levelled(phy2log_RS, heat_E, whole=True)
+    assert found == load_R.max() == np.ceil(slow.by_sets(phy2log_RS, heat_E) - 1e-9)
+    assert (flow_P >= 0).all()
+    assert (flow_P == np.floor(flow_P)).all()
+    np.testing.assert_array_equal(np.bincount(phy2log_RS.ravel(), flow_P, minlength=case.experts), heat_E)
+
+
+@settings(max_examples=30)
+@given(cases(most_ranks=6, kinds=("even", "skewed", "zero")), SEEDS)
+def test_rows_are_split_each_for_itself(case: Case, seed: int) -> None:
+    phy2log_RS = random_placement(case.ranks, case.slots, case.experts, np.random.default_rng(seed))
+    heat_NE = np.floor(case.heat_NE).astype(np.int64)
+    loads_NR = loads_by_step(heat_NE[:, None], phy2log_RS[None], True)[:, 0]
+    np.testing.assert_array_equal(loads_NR.sum(axis=1), heat_NE.sum(axis=1))
+    for heat_E, load_R in zip(heat_NE, loads_NR, strict=True):
+        assert load_R.max() == np.ceil(slow.by_sets(phy2log_RS, heat_E) - 1e-9)
+
+
+def test_the_expected_level_is_the_weighted_mean_of_the_episodes() -> None:
+    generator = np.random.default_rng(0)
+    phy2log_RS = random_placement(5, 3, 9, generator)
+    heat = heat_of(generator.integers(1, 90, (4, 9)).astype(float), 5)
+    share_N = np.array([0.5, 0.0, 0.25, 0.25], dtype=np.float32)
+    by_episode = [slow.optimum(phy2log_RS, heat.scaled_EN[:, n].astype(float)) for n in range(4)]
+    found = expected_level(phy2log_RS, heat.scaled_EN, share_N)
+    assert found == pytest.approx(float(np.dot(share_N, by_episode)), abs=1e-5)
+    assert expected_level(phy2log_RS, heat.scaled_EN, np.zeros(4, dtype=np.float32)) == 1.0
+
+
+def test_a_chain_of_replicas_is_balanced_from_end_to_end() -> None:
+    # Rank 0's surplus reaches rank 3 only by way of experts 0, 1 and 2, each handed on by the next rank.
+    phy2log_RS = np.array([[0, 3], [0, 1], [1, 2], [2, 4]], dtype=np.int32)
+    found, _, load_R, _ = levelled(phy2log_RS, np.array([20.0, 20.0, 20.0, 20.0, 0.0]), whole=True)
+    assert found == 20
+    np.testing.assert_array_equal(load_R, [20, 20, 20, 20])
+
+
+def test_the_known_example_reaches_its_mean() -> None:
+    solution = solve(KNOWN_EXAMPLE.astype(np.int64)[None, None], 8, 2, split="step")
+    # 1450 tokens on 8 ranks, none of them cut: equal shares reach 196.67 at best.
+    assert solution.hottest_after_L[0] == 182
+
+
+@settings(max_examples=40)
+@given(cases(most_ranks=6, kinds=("even", "skewed", "zero", "sparse")), SEEDS)
+def test_whole_tokens_go_to_their_experts_slots_as_well_as_can_be(case: Case, seed: int) -> None:
+    phy2log_RS = random_placement(case.ranks, case.slots, case.experts, np.random.default_rng(seed))
+    heat_NE = np.floor(case.heat_NE).astype(np.int64)
+    tokens_NP = slots_by_step(heat_NE[:, None], phy2log_RS[None], True)[:, 0]
+    loads_NR = loads_by_step(heat_NE[:, None], phy2log_RS[None], True)[:, 0]
+    for heat_E, tokens_P, load_R in zip(heat_NE, tokens_NP, loads_NR, strict=True):
+        assert (tokens_P >= 0).all()
+        assert (tokens_P == np.floor(tokens_P)).all()
+        np.testing.assert_array_equal(
+            np.bincount(phy2log_RS.ravel(), tokens_P, minlength=case.experts), heat_E
+        )
+        np.testing.assert_array_equal(tokens_P.reshape(phy2log_RS.shape).sum(axis=1), load_R)
+        assert load_R.max() == np.ceil(slow.by_sets(phy2log_RS, heat_E) - 1e-9)
+
+
+@settings(max_examples=30)
+@given(cases(most_ranks=6), SEEDS)
+def test_cut_tokens_are_the_optimum_and_slots_without_any_have_none(case: Case, seed: int) -> None:
+    phy2log_RS = random_placement(case.ranks, case.slots, case.experts, np.random.default_rng(seed))
+    for heat_E, tokens_P in zip(
+        case.heat_NE, slots_by_step(case.heat_NE[:, None], phy2log_RS[None], False)[:, 0], strict=True
+    ):
+        scale = max(heat_E.sum(), 1.0)
+        split_E = np.bincount(phy2log_RS.ravel(), tokens_P, minlength=case.experts)
+        np.testing.assert_allclose(split_E / scale, heat_E / scale, atol=1e-5)
+        hottest = tokens_P.reshape(phy2log_RS.shape).sum(axis=1).max()
+        assert hottest / scale == pytest.approx(slow.optimum(phy2log_RS, heat_E / scale), abs=1e-5)
+        # Nothing in between: what is left of a slot by rounding would wake it.
+        assert not ((tokens_P > 0) & (tokens_P <= 1e-7 * scale / case.ranks)).any()

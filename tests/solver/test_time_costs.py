@@ -1,0 +1,166 @@
+"""Times are those of the plain definition; tables that lower them are judged exactly and may leave replicas unused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eplb_service.placement import Placement, check_log2phy
+from eplb_service.solver.evaluation import top_ranks_of
+from eplb_service.solver.tables import slots_by_expert
+from eplb_service.solver.time_costs import (
+    _time_after_move,
+    cool_tables,
+    even_tables,
+    mean_slowest,
+    one_replica_each,
+    rank_us,
+    replica_counts_to_try,
+    slowest_in_steps,
+    split_us,
+    with_all_slots_used,
+)
+from tests.solver.layers_of import Case, cases, shares_of_sources
+from tests.solver.slow import time as plain_time
+
+CURVE = np.array([20.0, 11.6, 5.0, 0.0615])
+TOKENS_ALONE = np.array([0.0, 0.0, 0.0, 1.0])
+CURVES = st.sampled_from(
+    (CURVE, *(np.array(one) for one in ((0.0, 3, 3, 1), (5.0, 0, 0, 0.5), (1.0, 9, 0, 0))))
+)
+TIMED_KINDS = ("even", "skewed", "zero", "one hot", "sparse", "bursty", "alternating")
+SHARES = st.tuples(st.integers(1, 5), st.sampled_from(("uniform", "skewed", "silent")), st.integers(0, 99))
+
+
+def steps_of(heat_NE: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens ``[E, N]`` and weights of steps, all that have tokens of the same weight."""
+    busy_N = heat_NE.sum(axis=1) > 0
+    tokens_EN = np.ascontiguousarray(heat_NE.T, dtype=np.float32)
+    return tokens_EN, (busy_N / max(1, busy_N.sum())).astype(np.float32)
+
+
+def linear(case: Case) -> np.ndarray:
+    return Placement.linear(1, case.experts, case.ranks, case.slots).phy2log_LRS[0].copy()
+
+
+@given(cases(kinds=TIMED_KINDS), CURVES, st.integers(0, 99))
+def test_the_slowest_ranks_time_is_that_of_the_plain_definition(case, curve, seed):
+    phy2log_RS = linear(case)
+    share_RS = np.random.default_rng(seed).random(phy2log_RS.shape).astype(np.float32)
+    share_RS[share_RS < 0.2] = 0
+    found = mean_slowest(*steps_of(case.heat_NE), phy2log_RS, share_RS, curve)
+    plain = plain_time.mean_slowest(case.heat_NE, phy2log_RS, share_RS, curve)
+    assert found == pytest.approx(plain, rel=1e-4)
+
+
+@given(cases(kinds=TIMED_KINDS), CURVES)
+def test_each_step_and_layer_is_timed_by_itself(case, curve):
+    phy2log_RS = linear(case)
+    share_RS = np.full(phy2log_RS.shape, 0.5)
+    found_NL = slowest_in_steps(case.heat_NE[:, None], phy2log_RS[None], share_RS.reshape(1, -1), curve)
+    for us, tokens_E in zip(found_NL[:, 0], case.heat_NE, strict=True):
+        if tokens_E.sum() == 0:
+            assert np.isnan(us)
+        else:
+            plain = plain_time.mean_slowest(tokens_E[None], phy2log_RS, share_RS, curve)
+            assert us == pytest.approx(plain)
+
+
+@given(cases(kinds=TIMED_KINDS), CURVES, st.integers(1, 4))
+def test_replicas_take_no_less_time_together_than_one_does(case, curve, replicas):
+    tokens_EN, _ = steps_of(case.heat_NE)
+    alone = split_us(tokens_EN, np.ones(case.experts, dtype=np.int32), curve)
+    shared = split_us(tokens_EN, np.full(case.experts, replicas, dtype=np.int32), curve)
+    assert (shared >= alone * (1 - 1e-5)).all()
+
+
+@given(cases(kinds=TIMED_KINDS), CURVES)
+def test_replica_counts_fit_the_slots_and_the_ranks(case, curve):
+    steps = steps_of(case.heat_NE)
+    tried = replica_counts_to_try(*steps, curve, case.ranks, case.slots, 1.0)
+    assert tried[0].tolist() == [1] * case.experts
+    for replicas_E in tried:
+        assert replicas_E.sum() <= case.ranks * case.slots
+        assert replicas_E.max() <= case.ranks
+        full_E = with_all_slots_used(*steps, curve, replicas_E, case.ranks, case.slots)
+        assert full_E.sum() == case.ranks * case.slots
+        assert (full_E >= replicas_E).all()
+        assert full_E.max() <= case.ranks
+
+
+def test_where_reading_takes_the_time_no_replica_is_worth_having():
+    steps = steps_of(np.full((3, 8), 5.0))
+    assert [counts.tolist() for counts in replica_counts_to_try(*steps, CURVE, 4, 3, 1.0)] == [[1] * 8]
+    hot = steps_of(np.array([[5000.0, *[5] * 7]]))
+    assert replica_counts_to_try(*hot, CURVE, 4, 3, 1.0)[-1][0] == 4
+    assert replica_counts_to_try(*hot, np.array([0.0, 9.0, 9.0, 0.0]), 4, 3, 1.0)[-1].sum() == 8
+
+
+@given(cases(kinds=TIMED_KINDS), CURVES, SHARES)
+def test_cooled_tables_are_valid_and_never_slower(case, curve, sources):
+    phy2log_RS = linear(case)
+    share_GE = shares_of_sources(sources[0], case.experts, *sources[1:])
+    chosen_GE = even_tables(*slots_by_expert(phy2log_RS, case.experts), share_GE)
+    before = plain_time.through_tables(case.heat_NE, phy2log_RS, chosen_GE, share_GE, curve)
+    cool_tables(phy2log_RS, chosen_GE, *steps_of(case.heat_NE), share_GE, curve, 64)
+    after = plain_time.through_tables(case.heat_NE, phy2log_RS, chosen_GE, share_GE, curve)
+    for table_E in chosen_GE:
+        check_log2phy(table_E, phy2log_RS)
+    assert after <= before * (1 + 1e-4)
+
+
+@given(cases(kinds=TIMED_KINDS), CURVES, st.integers(0, 99))
+def test_a_move_is_judged_as_the_plain_definition_does(case, curve, seed):
+    rng = np.random.default_rng(seed)
+    phy2log_RS = linear(case)
+    replicas_E = np.bincount(phy2log_RS.ravel(), minlength=case.experts)
+    if replicas_E.max() == 1 or not case.heat_NE.any():
+        return
+    expert = int(replicas_E.argmax())
+    own, other = map(int, rng.permutation(np.flatnonzero(phy2log_RS.ravel() == expert))[:2])
+    share_P = rng.random(phy2log_RS.size).astype(np.float32)
+    tokens_EN, weight_N = steps_of(case.heat_NE)
+    tops = top_ranks_of(rank_us(tokens_EN, phy2log_RS, share_P.reshape(phy2log_RS.shape), curve))
+    moved = np.float32(share_P[own] * rng.choice([0.5, 1.0]))
+    left = np.float32(share_P[own] - moved)
+    found = _time_after_move(
+        tokens_EN[expert], weight_N, tops, curve, own, other, share_P, left, moved, case.slots
+    )
+    share_P[own], share_P[other] = left, share_P[other] + moved
+    plain = plain_time.mean_slowest(case.heat_NE, phy2log_RS, share_P.reshape(phy2log_RS.shape), curve)
+    assert curve[0] + found == pytest.approx(plain, rel=1e-4)
+
+
+def test_where_reading_takes_the_time_a_second_replica_is_left_unused():
+    phy2log_RS = np.array([[0, 1], [2, 0]], dtype=np.int32)
+    share_GE = np.full((2, 3), 0.5, dtype=np.float32)
+    chosen_GE = np.array([[0, 1, 2], [3, 1, 2]], dtype=np.int32)
+    cool_tables(phy2log_RS, chosen_GE, *steps_of(np.array([[4.0, 0, 4]])), share_GE, CURVE, 8)
+    assert chosen_GE[0, 0] == chosen_GE[1, 0]
+    cool_tables(phy2log_RS, chosen_GE, *steps_of(np.array([[4000.0, 40, 40]])), share_GE, CURVE, 8)
+    assert chosen_GE[0, 0] != chosen_GE[1, 0]
+
+
+def test_single_replicas_go_to_the_rank_that_has_least():
+    phy2log_RS = np.array([[0, 1], [0, 2]], dtype=np.int32)
+    used_RE = one_replica_each(phy2log_RS, 3, np.array([2.0, 9.0, 1.0], dtype=np.float32))
+    assert used_RE.tolist() == [[False, True, False], [True, False, True]]
+
+
+def test_sources_are_split_as_evenly_as_they_go():
+    placement_RS = Placement.linear(1, 1, 3, 1).phy2log_LRS[0].copy()
+    share_GE = np.array([[0.4], [0.1], [0.3], [0.2]], dtype=np.float32)
+    tables_GE = even_tables(*slots_by_expert(placement_RS, 1), share_GE)
+    received_P = plain_time.shares_of(placement_RS, tables_GE, share_GE)
+    assert sorted(received_P.ravel().round(3).tolist()) == [0.3, 0.3, 0.4]
+
+
+def test_a_curve_of_tokens_alone_is_lowered_too():
+    phy2log_RS = np.array([[0, 1], [2, 0]], dtype=np.int32)
+    share_GE = np.full((4, 3), 0.25, dtype=np.float32)
+    chosen_GE = np.zeros((4, 3), dtype=np.int32) + np.array([0, 1, 2], dtype=np.int32)
+    heat_NE = np.array([[100.0, 50, 0]])
+    cool_tables(phy2log_RS, chosen_GE, *steps_of(heat_NE), share_GE, TOKENS_ALONE, 8)
+    assert plain_time.through_tables(heat_NE, phy2log_RS, chosen_GE, share_GE, TOKENS_ALONE) == 75

@@ -1,0 +1,199 @@
+"""A window is continued by what forecast its newer half best; errors of means allow for neighbours that are alike."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from eplb_service.solver.model import heat_of
+from eplb_service.solver.window import (
+    CLEARLY_BETTER,
+    FEWEST_TO_TRIM,
+    MOST_LAGS,
+    Forecast,
+    _fading,
+    _trimmed_mean,
+    choose_forecast,
+    forecast_heat,
+    halves_of,
+    inflation,
+    standard_error,
+)
+from tests.solver.layers_of import heat_of_kind, with_bursts_of
+from tests.solver.slow import forecast as slow
+from tests.solver.slow import heat
+
+SETTINGS = settings(max_examples=60)
+SEEDS = st.integers(0, 2**32 - 1)
+
+HALF_LIVES = st.lists(st.sampled_from((math.inf, 16.0, 4.0, 1.0, 0.3)), min_size=1, max_size=4, unique=True)
+RANKS = 4
+
+
+def drifting(episodes: int, experts: int, seed: int) -> np.ndarray:
+    """Heat that walks, jumps or stays, with some episodes empty."""
+    generator = np.random.default_rng(seed)
+    heat_NE = heat_of_kind("skewed", episodes, experts, generator)
+    if seed % 3 == 0:
+        heat_NE[episodes // 3 :] = heat_of_kind("skewed", episodes - episodes // 3, experts, generator)
+    if seed % 3 == 1:
+        heat_NE *= np.exp(np.cumsum(generator.normal(0, 0.5, heat_NE.shape), axis=0))
+    heat_NE[generator.random(episodes) < 0.2] = 0
+    return heat_NE
+
+
+def as_floats(of_heat) -> tuple[np.ndarray, np.ndarray]:
+    return of_heat.scaled_EN.astype(float), of_heat.share_N.astype(float)
+
+
+@SETTINGS
+@given(st.integers(1, 40), st.sampled_from((math.inf, 16.0, 1.0, 0.3)))
+def test_weights_halve_every_half_life(episodes: int, half_life: float) -> None:
+    np.testing.assert_allclose(_fading(episodes, half_life), slow.fading(episodes, half_life), rtol=1e-12)
+
+
+@SETTINGS
+@example(4, 4, 5804429, [1.0, math.inf])
+@given(st.integers(4, 12), st.integers(1, 6), SEEDS, HALF_LIVES)
+def test_the_half_life_is_the_one_that_forecast_best(
+    episodes: int, experts: int, seed: int, half_lives: list[float]
+) -> None:
+    heat_NE = drifting(episodes, experts, seed)
+    older, newer = halves_of(heat_NE, RANKS)
+    for half, part_NE in zip(
+        (older, newer), (heat_NE[: episodes // 2], heat_NE[episodes // 2 :]), strict=True
+    ):
+        wanted = heat.normalise(part_NE, np.ones(len(part_NE)), RANKS)
+        for one, other in zip(as_floats(half), wanted, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+    found = choose_forecast(older, newer, np.array(half_lives))
+    errors = slow.squared_errors(*map(as_floats, (older, newer)), half_lives)
+    if found.half_life == half_lives[0]:
+        assert found.wander == 0
+        silent = not newer.mean_E.any()
+        assert silent or min(errors) >= 0.999 * CLEARLY_BETTER * errors[0] - 1e-9
+        return
+    chosen = half_lives.index(found.half_life)
+    assert errors[chosen] <= 1.001 * min(errors) + 1e-9
+    assert errors[chosen] <= 1.001 * CLEARLY_BETTER * errors[0] + 1e-9
+    newer_E = newer.scaled_EN @ newer.share_N
+    assert found.wander * (newer_E**2).sum() == pytest.approx(errors[chosen], rel=1e-3, abs=1e-6)
+
+
+@SETTINGS
+@given(
+    st.integers(1, 8),
+    st.integers(1, 5),
+    SEEDS,
+    st.sampled_from((math.inf, 4.0, 0.5)),
+    st.sampled_from((0.5, 2.0)),
+)
+def test_leaning_heat_follows_its_newest_episodes(
+    episodes: int, experts: int, seed: int, half_life: float, ahead: float
+) -> None:
+    seen = heat_of(drifting(episodes, experts, seed), RANKS)
+    found = forecast_heat(seen, Forecast(half_life, 0.3), ahead)
+    scaled_EN, share_N = as_floats(seen)
+    np.testing.assert_array_equal(found.scaled_EN, seen.scaled_EN)
+    if math.isinf(half_life) or share_N.sum() == 0:
+        assert found is seen
+        return
+    mean_E = slow.faded_mean(scaled_EN, share_N, half_life)
+    np.testing.assert_allclose(found.mean_E, mean_E, rtol=1e-5, atol=1e-6)
+    assert found.share_N.sum() == pytest.approx(1.0, rel=1e-5)
+    wanted_EE = seen.gram_EE + np.diag(ahead * 0.3 * mean_E**2)
+    np.testing.assert_allclose(found.gram_EE, wanted_EE, rtol=1e-4, atol=1e-5)
+
+
+def test_stationary_heat_does_not_fade_and_a_jump_does() -> None:
+    generator = np.random.default_rng(0)
+    steady_NE = generator.multinomial(4000, generator.dirichlet(np.ones(12)), 16).astype(float)
+    half_life_H = np.array([math.inf, 4.0, 1.0])
+    assert choose_forecast(*halves_of(steady_NE, RANKS), half_life_H).half_life == math.inf
+    jumping_NE = steady_NE.copy()
+    jumping_NE[:6] = steady_NE[:6, ::-1]
+    assert choose_forecast(*halves_of(jumping_NE, RANKS), half_life_H).half_life == 1.0
+
+
+@SETTINGS
+@given(st.integers(1, 40), st.integers(1, 6), SEEDS, st.booleans())
+def test_the_trimmed_mean_is_of_the_half_with_least(
+    episodes: int, experts: int, seed: int, with_bursts: bool
+) -> None:
+    seen = heat_of((with_bursts_of if with_bursts else drifting)(episodes, experts, seed), RANKS)
+    scaled_EN, share_N = as_floats(seen)
+    wanted_E = slow.trimmed_mean(scaled_EN, share_N)
+    np.testing.assert_allclose(_trimmed_mean(seen), wanted_E, rtol=1e-4, atol=1e-6)
+    found = forecast_heat(seen, Forecast(math.inf, 0.0, trimmed=True), 2.0)
+    wanted_EN = slow.trimmed_heat(scaled_EN, share_N, RANKS)
+    np.testing.assert_allclose(found.scaled_EN, wanted_EN, rtol=1e-3, atol=1e-5)
+    left_N = share_N * wanted_EN.any(axis=0)
+    np.testing.assert_allclose(found.share_N, left_N / max(left_N.sum(), 1e-30), rtol=1e-5)
+
+
+def test_bursts_are_left_out_of_what_is_expected_and_drift_is_not() -> None:
+    half_life_H = np.array([math.inf, 16.0, 4.0])
+    chosen = [
+        choose_forecast(*halves_of(with_bursts_of(64, 64, seed), RANKS), half_life_H) for seed in range(8)
+    ]
+    assert sum(forecast.trimmed for forecast in chosen) >= 7
+    base_NE, walking_NE = np.full((64, 64), 5.0), drifting(64, 64, 1)
+    for heat_NE in (base_NE, walking_NE):
+        assert not choose_forecast(*halves_of(heat_NE, RANKS), half_life_H).trimmed
+
+
+def test_means_are_not_trimmed_of_few_episodes_or_where_that_is_switched_off() -> None:
+    half_life_H = np.array([math.inf])
+    heat_NE = with_bursts_of(2 * FEWEST_TO_TRIM, 64, 5)
+    assert choose_forecast(*halves_of(heat_NE, RANKS), half_life_H).trimmed
+    assert not choose_forecast(*halves_of(heat_NE, RANKS), half_life_H, trim=False).trimmed
+    few, newer = halves_of(heat_NE[:-1], RANKS)[0], halves_of(heat_NE, RANKS)[1]
+    assert not choose_forecast(few, newer, half_life_H).trimmed
+
+
+def test_experts_that_are_mostly_silent_keep_their_mean() -> None:
+    seen = heat_of(np.eye(6)[:, :4] * 12, RANKS)
+    np.testing.assert_array_equal(_trimmed_mean(seen), seen.mean_E)
+
+
+def plain_inflation(values: list[float]) -> float:
+    mean = sum(values) / len(values)
+    centred = [value - mean for value in values]
+    spread = sum(value * value for value in centred)
+    if spread == 0:
+        return 1.0
+    lags, total = min(MOST_LAGS, len(values) // 4), spread
+    for lag in range(1, lags + 1):
+        products = [centred[n] * centred[n - lag] for n in range(lag, len(values))]
+        total += 2.0 * (1.0 - lag / (lags + 1)) * sum(products)
+    return max(1.0, total / spread)
+
+
+@given(st.integers(1, 90), st.integers(0, 2**32 - 1))
+def test_inflation_is_bartletts_sum_over_lags(count: int, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    values_NK = np.cumsum(generator.normal(size=(count, 3)), axis=0)
+    values_NK[:, 2] = 1.5
+    expected = [plain_inflation(values_NK[:, k].tolist()) for k in range(3)]
+    np.testing.assert_allclose(inflation(values_NK), expected, rtol=1e-9)
+
+
+def test_error_of_independent_values_is_the_textbooks() -> None:
+    values_N = np.random.default_rng(0).normal(size=4000)
+    assert standard_error(values_N) == pytest.approx(1 / np.sqrt(4000), rel=0.15)
+
+
+def test_error_of_values_that_last_is_wider() -> None:
+    generator = np.random.default_rng(0)
+    lasting_N = np.repeat(generator.normal(size=500), 8)
+    # 500 independent values, whatever the number of their repetitions; the lag window sees most of it.
+    assert standard_error(lasting_N) == pytest.approx(1 / np.sqrt(500), rel=0.25)
+
+
+@pytest.mark.parametrize("values", [[], [1.0]])
+def test_too_few_values_have_no_error(values: list[float]) -> None:
+    assert standard_error(np.array(values)) == np.inf

@@ -1,0 +1,100 @@
+"""Moves go in rounds within a budget, staging keeps its memory, a layer switches to what its transfer has staged."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eplb_service.placement import Placement
+from eplb_service.wire.plan import RankLayer
+from worker_agent.swap.commit_register import FatalSwitchError
+from worker_agent.swap.driver import SwitchDriver
+from worker_agent.swap.installed import Installed
+from worker_agent.swap.machine import Commit
+from worker_agent.swap.staging import Staging
+from worker_agent.swap.transfer import ByteBudget, TransferResult, _rounds
+
+
+def test_a_budget_admits_what_the_steps_allow() -> None:
+    budget = ByteBudget(100)
+    assert not budget.draw(10, timeout=0.01)
+    budget.refill()
+    assert budget.draw(250, timeout=0.01)
+    budget.refill()
+    assert not budget.draw(1, timeout=0.01)
+    waited = threading.Thread(target=lambda: (time.sleep(0.05), budget.refill(), budget.refill()))
+    waited.start()
+    assert budget.draw(1, timeout=5)
+    waited.join()
+
+
+def test_no_budget_never_waits() -> None:
+    assert ByteBudget(None).draw(1 << 40, timeout=0)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.integers(0, 5)).filter(lambda pair: pair[0] != pair[1]), max_size=40
+    )
+)
+def test_rounds_hold_every_move_once_and_never_double_a_rank(pairs: list[tuple[int, int]]) -> None:
+    moves_M5 = np.array([(source, 0, target, 0, 0) for source, target in pairs], dtype=np.int32).reshape(
+        -1, 5
+    )
+    planned = _rounds(moves_M5)
+    assert sorted(move for batch in planned for move in batch) == list(range(len(pairs)))
+    for batch in planned:
+        assert len({pairs[move][0] for move in batch}) == len(batch)
+        assert len({pairs[move][1] for move in batch}) == len(batch)
+
+
+def test_staging_is_reused_while_it_fits_and_given_up_when_dropped() -> None:
+    staging = Staging()
+    assert staging.nbytes == 0
+    weights = [torch.zeros(4, 3, 2), torch.zeros(4, 5)]
+    first = staging.reserve(weights, 3)
+    again = staging.reserve(weights, 2)
+    assert staging.nbytes == 3 * 4 * (6 + 5), "three experts of float32, though two are asked for now"
+    assert [buffer.data_ptr() for buffer in first] == [buffer.data_ptr() for buffer in again]
+    assert [tuple(buffer.shape) for buffer in again] == [(2, 3, 2), (2, 5)]
+    staging.drop()
+    assert staging.nbytes == 0
+    fresh = staging.reserve(weights, 2)
+    assert all(new.data_ptr() != old.data_ptr() for new, old in zip(fresh, first, strict=True))
+
+
+def test_a_list_of_experts_is_staged_in_tensors_of_their_own() -> None:
+    staging = Staging()
+    weights = [[torch.zeros(3, 2) for _ in range(4)], torch.zeros(4, 5)]
+    rows, _ = staging.reserve(weights, 2)
+    assert [tuple(row.shape) for row in rows] == [(3, 2), (3, 2)]
+    assert staging.nbytes == 2 * 4 * (6 + 5)
+    assert {row.storage_offset() for row in rows} == {0}
+    assert len({row.untyped_storage().data_ptr() for row in rows}) == 2
+    # Tensors and lists of the same experts are not each other's buffers.
+    stacked, _ = staging.reserve([torch.zeros(4, 3, 2), torch.zeros(4, 5)], 2)
+    assert isinstance(stacked, torch.Tensor)
+    assert [len(buffer) for buffer in staging.reserve(weights, 0)] == [0, 0]
+
+
+PLACEMENT = Placement.linear(2, 4, 2, 3)
+BEFORE = Installed.first(0, PLACEMENT, PLACEMENT.default_log2phy()[0])
+UPDATE = RankLayer(
+    1, PLACEMENT.phy2log_LRS[1], BEFORE.log2phy_LE[1], (0, 0), np.zeros((0, 5), dtype=np.int32)
+)
+
+
+@pytest.mark.parametrize("held", [None, TransferResult(2, [], [], 0, 0.0), TransferResult(4, [], [], 0, 0.0)])
+def test_a_commit_without_its_staged_weights_is_fatal(held: TransferResult | None) -> None:
+    driver: Any = object.__new__(SwitchDriver)
+    driver._staged = held
+    after = BEFORE.with_layer(1, UPDATE.phy2log_RS, UPDATE.log2phy_E)
+    with pytest.raises(FatalSwitchError, match="layer 1 was voted in, but its weights are not staged"):
+        driver._commit(Commit(9, 3, UPDATE, BEFORE, after))

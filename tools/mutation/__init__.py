@@ -1,1 +1,0 @@
-"""Mutation testing of a room: ``python -m tools.mutation``."""

@@ -1,1 +1,0 @@
-"""Trains the embedded model that ``eplb demo`` serves: corpus, training, evaluation. No part of any wheel."""

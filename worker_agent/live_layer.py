@@ -1,0 +1,86 @@
+"""Interface of one live MoE layer to the agent, whatever engine it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import torch
+
+from eplb_service.placement import Int32
+
+ExpertWeights: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
+"""One kind of weight of all local slots: a tensor ``[S, ...]``, or S tensors of one shape and type."""
+
+
+class LiveLayer(Protocol):
+    """One MoE layer on this rank.
+
+    S local slots, E logical experts, W rows of the heat ring. All tensors keep their addresses for the life of
+    the layer: graphs have captured them, and an agent only ever writes into them in place.
+    """
+
+    expert_map: torch.Tensor
+    """int32 ``[E]``: local slot of each expert, -1 where this rank has none.
+
+    Where the host has no such tensor, or reads its own for something that must not change, the adapter makes one for
+    the agent: it is the agent's record of what this rank serves.
+    """
+
+    log2phy: torch.Tensor
+    """int32 ``[E]``: physical id that this rank's tokens of each expert go to; or ``[E, D]``, a dealing table.
+
+    Of a dealing table the ``i``-th token that this rank sends to an expert in a step goes to entry ``i % D``. D, at
+    most 64, is the host's choice, the same in all layers on all ranks.
+    """
+
+    @property
+    def moe_load(self) -> torch.Tensor | None:
+        """int32 ``[W, S]``: tokens received by each slot; step ``n`` (counted from 0) is row ``n % W``.
+
+        ``None`` where the host does not count them: the service then derives them from the source counts and the tables
+        of all ranks.
+        """
+        ...
+
+    @property
+    def source_load(self) -> torch.Tensor | None:
+        """int32 ``[W, E]``: this rank's own tokens by logical expert, before dispatch; ``None`` where not counted.
+
+        A sum over all ranks counts each token once: of ranks that see the same tokens one counts them, the others have
+        rows of zeros. One of ``moe_load`` and ``source_load`` must be there, the same on all ranks.
+        """
+        ...
+
+    load_counter: torch.Tensor
+    """int64 scalar: forward passes so far, also those without tokens; each adds one on every rank.
+
+    On the device, where it is counted in a captured graph, or on the host, where the adapter counts calls.
+    """
+
+    shares_tokens: bool
+    """True if ranks see the same tokens before they route them (all-gather dispatch): their tables must be one."""
+
+    def expert_weights(self) -> Sequence[ExpertWeights]:
+        """Every weight that the expert kernels read, by kind; of each, slot ``s`` is at index ``s``, contiguous.
+
+        Those of all layers are on one device.
+        """
+        ...
+
+
+@runtime_checkable
+class RankBound(Protocol):
+    """A live layer that knows whether its experts may leave their ranks; those of others may."""
+
+    rank_bound: bool
+    """True if they may not, as grouped experts (MoGE), of which every rank has a group."""
+
+
+@runtime_checkable
+class PlacementAware(Protocol):
+    """A live layer that must know where all ranks' replicas are, and not only where its own tokens go."""
+
+    def install_placement(self, phy2log_RS: Int32) -> None:
+        """Take note of a placement, int32 ``[R, S]``: called as its tables are written, between the same two steps."""
+        ...
