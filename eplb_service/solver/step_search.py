@@ -88,11 +88,11 @@ def _step_search(
         bound = ratio - price * more + bearable(temperature, state_1)
         if not _may_improve(replicas, now, scaled_EN, share_N, mine, rank, theirs, other, bound):
             continue
-        _apply(here_RS, change, slots)
+        _set_slots(here_RS, change, slots, mine, theirs)
         changed = replicas_in(here_RS, experts)
         found = _solve_changed(replicas, changed, now, tried, share_N, change, bound)
         if found > bound:
-            _undo(here_RS, change, slots, theirs)
+            _set_slots(here_RS, change, slots, theirs, mine)
             continue
         replicas = changed
         now, tried = tried, now
@@ -245,23 +245,13 @@ def _inside(replicas: Replicas, tight_R: Bool, expert: int, leaves: int, comes: 
 
 
 @kernel
-def _apply(here_RS: Int32, change: Int64, slots: int) -> None:
-    """Make a change of ``_drawn_change``, in place."""
+def _set_slots(here_RS: Int32, change: Int64, slots: int, comes: int, leaves: int) -> None:
+    """Put the expert that comes to rank ``other`` there, and in a swap the one that leaves it into its slot."""
     if change[0] == 1:
-        here_RS[change[1] // slots, change[1] % slots] = change[2]
-        return
-    mine = here_RS[change[1] // slots, change[1] % slots]
-    here_RS[change[1] // slots, change[1] % slots] = here_RS[change[2] // slots, change[2] % slots]
-    here_RS[change[2] // slots, change[2] % slots] = mine
-
-
-@kernel
-def _undo(here_RS: Int32, change: Int64, slots: int, theirs: int) -> None:
-    """Undo a change that has been made; ``theirs`` is the expert that went."""
-    if change[0] == 1:
-        here_RS[change[1] // slots, change[1] % slots] = theirs
+        here_RS[change[1] // slots, change[1] % slots] = comes
     else:
-        _apply(here_RS, change, slots)
+        here_RS[change[2] // slots, change[2] % slots] = comes
+        here_RS[change[1] // slots, change[1] % slots] = leaves
 
 
 @kernel

@@ -1,8 +1,8 @@
 """Compiles every kernel (or loads it from numba's cache), so that no decision waits for a compiler.
 
-numba compiles on one core, whatever threads ask. So helper processes, one for each further core and two at most, take
-kernels from one end of a list while this process takes them from the other; what they compile reaches this process
-through numba's cache. What a helper leaves undone, because it could not be started or was killed, is compiled here.
+numba compiles on one core, whatever threads ask. So helper processes, one for each further core and two at most, and
+this one compile a share of the kernels each; what a helper compiles reaches this process through numba's cache. What it
+leaves undone, because it could not be started or was killed, is compiled where it is called.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import re
 import signal
 import subprocess
 import sys
-import threading
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any, get_args, get_origin, get_type_hints
@@ -82,7 +80,6 @@ _SEARCH = ("construction.assignment_of", "local_search.local_search")
 _FEWEST = 4
 """Kernels to compile for which a helper is started: it takes a second to be there."""
 _MOST_HELPERS = 2
-_DONE = "done"
 _ENOUGH_MS = 1e6
 """A budget that is never spent: it is there so that what budgets buy is compiled too."""
 
@@ -135,10 +132,9 @@ def warm_up(threads: int | None = None) -> None:
 
 
 def kernels_of(params: SearchParams, heat_type: str, *, fitted: bool = False) -> list[str]:
-    """Names of the kernels that placing layers from scratch runs, in the order in which they should be compiled.
+    """Names of the kernels that placing layers from scratch runs.
 
-    Long ones are at both ends, so that two processes that begin there have about as much to do. Kernels that only
-    kernels call come with those; what is missing is compiled when it is first called.
+    Kernels that only kernels call come with those; what is missing is compiled when it is first called.
 
     Parameters
     ----------
@@ -178,11 +174,20 @@ def precompile(names: Sequence[str]) -> None:
     missing = [name for name in names if is_cached(*_kernel_and_types(name)) is False]
     if helpers < 1 or len(missing) < _FEWEST or not sys.executable:
         return
-    left = deque(missing)
-    with _helped(left, helpers):
-        while left:
-            with contextlib.suppress(IndexError):
-                _compile(left.popleft())
+    mine, *others = (missing[at :: helpers + 1] for at in range(helpers + 1))
+    with contextlib.ExitStack() as stack:
+        started = []
+        for share in others:
+            with contextlib.suppress(OSError):
+                started.append(stack.enter_context(_start(share)))
+                # Whatever ends this, no helper goes on.
+                stack.callback(started[-1].wait)
+                stack.callback(started[-1].kill)
+        for name in mine:
+            _compile(name)
+        for helper in started:
+            for line in helper.stdout or ():
+                compiled_elsewhere(line.rstrip("\n"))
 
 
 @cache
@@ -219,79 +224,26 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@contextlib.contextmanager
-def _helped(left: deque[str], helpers: int) -> Iterator[None]:
-    """Within it, helpers take names from the end of ``left``; it ends once they are done, or at once in an error."""
-    started: list[subprocess.Popen[str]] = []
-    feeders: list[threading.Thread] = []
-    try:
-        for _ in range(helpers):
-            # Without a helper, this process compiles all.
-            with contextlib.suppress(OSError):
-                started.append(_start())
-        for helper in started:
-            feeders.append(threading.Thread(target=_feed, args=(helper, left), daemon=True))
-            feeders[-1].start()
-        yield
-        for feeder in feeders:
-            feeder.join()
-    finally:
-        for helper in started:
-            helper.kill()
-            helper.wait()
-        for feeder in feeders:
-            feeder.join()
-        for helper in started:
-            for pipe in (helper.stdin, helper.stdout):
-                with contextlib.suppress(OSError):
-                    pipe.close()  # type: ignore[union-attr]
-
-
-def _start() -> subprocess.Popen[str]:
-    # Imports what this process does, and nothing from the folder that it happens to run in.
-    program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import _serve; _serve()"
+def _start(names: Sequence[str]) -> subprocess.Popen[str]:
+    """Start a helper, which imports what this process does, and nothing from the folder that it happens to run in."""
+    program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import _help; _help(sys.argv[1:])"
     return subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdin=subprocess.PIPE,
+        [sys.executable, "-c", program, *names],
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
     )
 
 
-def _feed(helper: subprocess.Popen[str], left: deque[str]) -> None:
-    """Have a helper compile one kernel after another, until none is left or the helper is gone."""
-    assert helper.stdin is not None
-    assert helper.stdout is not None
-    while left:
-        try:
-            name = left.pop()
-        except IndexError:
-            return
-        try:
-            helper.stdin.write(f"{name}\n")
-            helper.stdin.flush()
-        except OSError:
-            left.append(name)
-            return
-        for line in helper.stdout:
-            if line.rstrip("\n") == _DONE:
-                break
-            compiled_elsewhere(line.rstrip("\n"))
-        else:
-            left.append(name)
-            return
-
-
-def _serve() -> None:
-    """Compile the kernels named on stdin and name those that are begun on stdout: a helper's work."""
+def _help(names: Sequence[str]) -> None:
+    """Compile kernels and name those that are begun on stdout: a helper's work."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # numba or a library of its may print: only what is meant for the parent gets there.
     answers, sys.stdout = sys.stdout, sys.stderr
     with compilations(lambda kernel: print(kernel, file=answers, flush=True)):
-        for line in sys.stdin:
-            _compile(line.rstrip("\n"))
-            print(_DONE, file=answers, flush=True)
+        for name in names:
+            _compile(name)
 
 
 def _compile(name: str) -> None:

@@ -20,6 +20,7 @@ from eplb_service.solver.local_search import (
     local_search,
     swap,
 )
+from eplb_service.solver.model import homes
 from tests.solver.layers_of import Case, cases
 from tests.solver.placed_layer import PlacedLayer, random_placement
 from tests.solver.slow import heat, steps
@@ -27,13 +28,6 @@ from tests.solver.slow import local_search as slow_search
 from tests.solver.test_construction import assert_sums_hold
 
 SEEDS = st.integers(0, 2**32 - 1)
-
-
-def homes(phy2log_RS: np.ndarray, experts: int) -> np.ndarray:
-    home_ER = np.zeros((experts, len(phy2log_RS)), dtype=bool)
-    for r, row in enumerate(phy2log_RS):
-        home_ER[row, r] = True
-    return home_ER
 
 
 def cost(phy2log_RS: np.ndarray, layer: PlacedLayer, home_ER: np.ndarray, price: float) -> float:
@@ -251,24 +245,3 @@ def test_best_exchange_is_the_best_of_all(case: Case, z: float, seed: int) -> No
         )
         assert farther == hot.away() - away
         assert_sums_hold(assignment, layer)
-
-
-def test_a_swap_helps_two_ranks_that_are_hot_at_different_times() -> None:
-    # Ranks 0 and 1 hold what bursts together; the means alone see nothing to gain.
-    case = Case(2, 2, np.array([[9.0, 9.0, 1.0, 1.0], [1.0, 1.0, 9.0, 9.0]]))
-    layer = PlacedLayer(case, 1.0)
-    layer.phy2log_RS = np.array([[0, 1], [2, 3]], dtype=np.int32)
-    layer.share_RS = heat.even_shares(layer.phy2log_RS)
-    assignment = layer.assignment()
-    scratch = np.empty((SCRATCH_ROWS, 4), dtype=np.float32)
-    slot, rank, _, won = best_swap(
-        assignment,
-        layer.heat32,
-        smooth_max_of(assignment.load_R, assignment.variance_R, 1.0),
-        0,
-        1.0,
-        BOUND,
-        scratch,
-    )
-    assert (slot >= 0, rank) == (True, 1)
-    assert won > 0.5

@@ -233,14 +233,3 @@ def test_swaps_through_tables_are_the_best_there_are() -> None:
             np.testing.assert_array_equal(table_GE, wanted_RS.ravel().argsort()[given_.rule_GE])
             compared += (found_RS != given_.phy2log_RS).any()
     assert compared >= 8
-
-
-def test_swaps_even_out_what_tables_cannot() -> None:
-    # Through two sources' tables each of these ranks carries a hot expert's whole half.
-    case = Case(2, 2, np.array([[8.0, 7.0, 2.0, 1.0]]))
-    given_ = Sources(case, 0.0, 2, "uniform", 1)
-    phy2log_RS = np.array([[0, 1], [2, 3]], dtype=np.int32)
-    table_GE = np.array([[0, 1, 2, 3]] * 2, dtype=np.int32)
-    found_RS = swap_through_tables(phy2log_RS, table_GE, given_.layer.heat32, given_.share_GE, 0.0, 100)
-    peak = slow.tables_par(found_RS, table_GE, *given_.layer.heat, given_.share_GE)
-    assert peak == pytest.approx(1.0, abs=1e-5)

@@ -15,7 +15,6 @@ from eplb_service.solver.window import (
     FEWEST_TO_TRIM,
     MOST_LAGS,
     Forecast,
-    _fading,
     _trimmed_mean,
     choose_forecast,
     forecast_heat,
@@ -48,12 +47,6 @@ def drifting(episodes: int, experts: int, seed: int) -> np.ndarray:
 
 def as_floats(of_heat) -> tuple[np.ndarray, np.ndarray]:
     return of_heat.scaled_EN.astype(float), of_heat.share_N.astype(float)
-
-
-@SETTINGS
-@given(st.integers(1, 40), st.sampled_from((math.inf, 16.0, 1.0, 0.3)))
-def test_weights_halve_every_half_life(episodes: int, half_life: float) -> None:
-    np.testing.assert_allclose(_fading(episodes, half_life), slow.fading(episodes, half_life), rtol=1e-12)
 
 
 @SETTINGS
