@@ -113,10 +113,10 @@ def test_an_edit_of_the_search_recompiles_the_tables_but_not_the_window() -> Non
     assert reached["window"] == {"window", "model", "jit"}
 
 
-def run_apart(module: str, **environment: str) -> int:
-    """Number that a module prints when it is run in a process of its own."""
+def run_apart(*program: str, **environment: str) -> int:
+    """Number that a program, as the interpreter takes it, prints last in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", module],
+        [sys.executable, "-W", "error", *program],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -131,7 +131,9 @@ def run_apart(module: str, **environment: str) -> int:
 @pytest.mark.timeout(900)
 def test_no_kernel_leaves_its_arrays(tmp_path: Path) -> None:
     """Compiled with bounds checking: catches indices past the end, whatever the types make of them."""
-    changed = run_apart("tests.solver.awkward_plans", NUMBA_BOUNDSCHECK="1", NUMBA_CACHE_DIR=str(tmp_path))
+    changed = run_apart(
+        "-m", "tests.solver.awkward_plans", NUMBA_BOUNDSCHECK="1", NUMBA_CACHE_DIR=str(tmp_path)
+    )
     assert changed > 20
 
 
@@ -139,7 +141,7 @@ def test_no_kernel_leaves_its_arrays(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_no_index_of_a_kernel_wraps_round() -> None:
     """Uncompiled, every index watched: catches negative ones, which bounds checking lets through."""
-    assert run_apart("tests.solver.plain_kernels") > 10
+    assert run_apart("-m", "tests.solver.plain_kernels") > 10
 
 
 def test_watched_indices_are_refused_where_they_are_negative() -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import subprocess
 import sys
-from collections import deque
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -20,7 +17,6 @@ from eplb_service.solver.model import SearchParams
 from eplb_service.solver.warmup import _HEAT_TYPES, _all_kernels, _kernel_and_types, kernels_of, warm_up
 from tests.solver.test_jit import run_apart
 
-IDLE = [sys.executable, "-c", "import sys; sys.stdin.read()"]
 KERNELS = [
     "model.homes",
     "tables.fixed_rule",
@@ -72,55 +68,49 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return here
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[str]]:
-    """Helpers that take what they are given and answer nothing, in place of real ones."""
-    processes: list[subprocess.Popen[str]] = []
+def helped_by(program: str, monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[str]]:
+    """Helpers that run another program in place of real ones, as they are started."""
+    started: list[subprocess.Popen[str]] = []
 
-    def start() -> subprocess.Popen[str]:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        processes.append(subprocess.Popen(IDLE, text=True, **pipes))
-        return processes[-1]
+    def start(_names: list[str]) -> subprocess.Popen[str]:
+        started.append(subprocess.Popen([sys.executable, "-c", program], text=True, stdout=subprocess.PIPE))
+        return started[-1]
 
     monkeypatch.setattr(module, "_start", start)
-    return processes
+    return started
 
 
-def test_an_interrupt_leaves_no_helper_behind(
-    compiled: list[str], started: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_leaves_no_helper_behind(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(_name: str) -> None:
         raise KeyboardInterrupt
 
+    started = helped_by("import time; time.sleep(600)", monkeypatch)
     monkeypatch.setattr(module, "_compile", interrupted)
     with pytest.raises(KeyboardInterrupt):
         module.precompile(KERNELS)
     assert [process.returncode is not None for process in started] == [True]
 
 
-def test_a_helper_that_dies_leaves_its_kernel_to_this_process(
+def test_each_compiles_a_share_and_what_a_helper_begins_is_reported_even_if_it_dies(
     compiled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start() -> subprocess.Popen[str]:
-        dead = [sys.executable, "-c", "input()"]
-        return subprocess.Popen(dead, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-    monkeypatch.setattr(module, "_start", start)
-    left = deque(KERNELS)
-    with module._helped(left, 1):
-        pass
-    assert sorted(left) == sorted(KERNELS)
+    helped_by("print('construction.even_shares', flush=True); raise SystemExit(3)", monkeypatch)
+    seen: list[str] = []
+    with compilations(seen.append):
+        module.precompile(KERNELS)
+    assert compiled == KERNELS[::2]
+    assert seen == ["construction.even_shares"]
 
 
-def test_without_a_second_process_all_is_compiled_here(
+def test_where_no_helper_can_be_started_this_process_compiles_its_share(
     compiled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse() -> subprocess.Popen[str]:
+    def refuse(_names: list[str]) -> subprocess.Popen[str]:
         raise BlockingIOError("no more processes")
 
     monkeypatch.setattr(module, "_start", refuse)
     module.precompile(KERNELS)
-    assert compiled == KERNELS
+    assert compiled == KERNELS[::2]
 
 
 @pytest.mark.parametrize(
@@ -130,36 +120,25 @@ def test_without_a_second_process_all_is_compiled_here(
 )
 def test_no_helper_is_started_where_it_could_not_help(
     compiled: list[str],
-    started: list[subprocess.Popen[str]],
     monkeypatch: pytest.MonkeyPatch,
     cores: int,
     names: list[str],
     cached: bool | None,
 ) -> None:
+    started = helped_by("", monkeypatch)
     monkeypatch.setattr(module, "_cores", lambda: cores)
     monkeypatch.setattr(module, "is_cached", lambda *_: cached)
     module.precompile(names)
     assert (compiled, started) == ([], [])
 
 
-def test_a_helper_gets_kernels_from_the_end_and_what_it_compiles_is_reported() -> None:
-    said = "model.homes\nconstruction.put\ndone\ndone\n"
-    helper = SimpleNamespace(stdin=io.StringIO(), stdout=io.StringIO(said))
-    left, seen = deque(["first", "second"]), []
-    with compilations(seen.append):
-        module._feed(helper, left)
-    assert helper.stdin.getvalue() == "second\nfirst\n"
-    assert seen == ["model.homes", "construction.put"]
-    assert not left
-
-
 def test_a_helper_compiles_what_it_is_given_and_survives_what_it_cannot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    helper = module._start()
-    answers, _ = helper.communicate("no.such.kernel\ntables.fixed_rule\n", timeout=100)
-    assert answers.splitlines() == ["done", "tables.fixed_rule", "done"]
+    helper = module._start(["no.such.kernel", "tables.fixed_rule"])
+    answers, _ = helper.communicate(timeout=100)
+    assert answers.splitlines() == ["tables.fixed_rule"]
     assert helper.returncode == 0
     assert [path.name.split("-")[0] for path in tmp_path.rglob("*.nbi")] == ["tables.fixed_rule"]
 
@@ -171,7 +150,17 @@ def test_cached_kernels_are_known_without_loading_them() -> None:
     assert is_cached(lambda: None, ()) is None
 
 
+COLD_START = """
+from eplb_service.solver import jit, warmup
+warmup.precompile(warmup._all_kernels())
+late = []
+with jit.compilations(late.append):
+    warmup.warm_up(1)
+print(*late, len(late), sep="\\n")
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_after_all_that_is_listed_warming_up_compiles_nothing_more(tmp_path: Path) -> None:
-    assert run_apart("tests.solver.cold_start", NUMBA_CACHE_DIR=str(tmp_path)) == 0
+    assert run_apart("-c", COLD_START, NUMBA_CACHE_DIR=str(tmp_path)) == 0
