@@ -14,7 +14,7 @@ from eplb_service.planner.score import rank_loads
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.solver import layer as decision_module
-from tests.solver.slow.table_locality import crossing
+from tests.solver.slow.topology import crossing
 
 LAYERS, EXPERTS, RANKS, SLOTS, GROUPS = 3, 32, 8, 5, 8
 EACH = np.arange(RANKS)

@@ -16,8 +16,7 @@ from eplb_service.solver.local_search import local_search
 from tests.solver.layers_of import Case, cases, heat_of_kind
 from tests.solver.placed_layer import PlacedLayer
 from tests.solver.slow import annealing as slow
-from tests.solver.slow import changes, heat
-from tests.solver.slow.rng import Draws, splitmix
+from tests.solver.slow import heat
 from tests.solver.test_evaluation import assert_known
 
 SETTINGS = settings(max_examples=50)
@@ -156,7 +155,7 @@ BOUNDS = st.one_of(st.integers(1, 100), st.integers(1, 2**32 - 1))
 @SETTINGS
 @given(st.integers(0, 2**64 - 1), st.lists(BOUNDS, min_size=1, max_size=5))
 def test_draws_is_the_published_generator(seed: int, bounds: list[int]) -> None:
-    state_1, draws = np.array([seed], dtype=np.uint64), Draws(seed)
+    state_1, draws = np.array([seed], dtype=np.uint64), slow.Draws(seed)
     for below in bounds:
         found = draw(state_1, below)
         assert 0 <= found < below
@@ -165,7 +164,7 @@ def test_draws_is_the_published_generator(seed: int, bounds: list[int]) -> None:
 
 
 def test_draws_gives_the_known_first_number() -> None:
-    assert splitmix(0)[1] == 0xE220A8397B1DCDAF
+    assert slow.splitmix(0)[1] == 0xE220A8397B1DCDAF
     assert draw(np.zeros(1, dtype=np.uint64), 2**32 - 1) == 0xE220A839 - 1
     assert draw(np.zeros(1, dtype=np.uint64), 100) == 0xE2 * 100 // 256
 
@@ -218,12 +217,12 @@ def may(state: _State, scaled_EN: np.ndarray, attempt: _Move) -> bool:
 
 def some_tries(layer: PlacedLayer, phy2log_RS: np.ndarray, most: int, episode: int = -1) -> list[_Move]:
     """A few of all changes, legal or not."""
-    attempts = list(changes.every_try(phy2log_RS, episode))
+    attempts = list(slow.every_try(phy2log_RS, episode))
     return [attempts[k] for k in layer.generator.permutation(len(attempts))[:most]]
 
 
 def legal_tries(layer: PlacedLayer, phy2log_RS: np.ndarray, most: int) -> list[_Move]:
-    attempts = [attempt for attempt in changes.every_try(phy2log_RS) if changes.is_legal(phy2log_RS, attempt)]
+    attempts = [attempt for attempt in slow.every_try(phy2log_RS) if slow.is_legal(phy2log_RS, attempt)]
     return [attempts[k] for k in layer.generator.permutation(len(attempts))[:most]]
 
 
@@ -235,16 +234,16 @@ def test_guided_changes_keep_who_is_burdened_below_the_rank_relieved(case: Case,
     rounding = 1e-5 * case.ranks
     before_R = loads_of(layer, layer.phy2log_RS)[:, episode]
     for attempt in some_tries(layer, layer.phy2log_RS, 60, episode):
-        found, legal = may(state, layer.scaled_EN, attempt), changes.is_legal(layer.phy2log_RS, attempt)
+        found, legal = may(state, layer.scaled_EN, attempt), slow.is_legal(layer.phy2log_RS, attempt)
         assert may(state, layer.scaled_EN, attempt._replace(episode=-1)) == legal, attempt
         if not legal:
             assert not found
             continue
-        room = changes.room(layer.phy2log_RS, attempt, layer.heat[0])
+        room = slow.room(layer.phy2log_RS, attempt, layer.heat[0])
         if abs(room) > rounding:
             assert found == (room > 0), attempt
         if found:
-            after_R = loads_of(layer, changes.after(layer.phy2log_RS, attempt))[:, episode]
+            after_R = loads_of(layer, slow.after(layer.phy2log_RS, attempt))[:, episode]
             hotter_R = after_R > before_R + rounding
             assert (after_R[hotter_R] < before_R[attempt.rank] + rounding).all()
 
@@ -288,7 +287,7 @@ def test_after_any_steps_everything_agrees_with_the_placement(case: Case, seed: 
         before_RS = state.phy2log_RS.copy()
         for attempt in legal_tries(layer, before_RS, 1):
             go(state, layer, attempt)
-            np.testing.assert_array_equal(state.phy2log_RS, changes.after(before_RS, attempt))
+            np.testing.assert_array_equal(state.phy2log_RS, slow.after(before_RS, attempt))
             assert_agrees(state, layer)
 
 

@@ -27,7 +27,7 @@ from eplb_service.solver.construction import (
 from eplb_service.solver.evaluation import expert_heat
 from tests.solver.layers_of import KNOWN_EXAMPLE, PLAIN, Case, cases
 from tests.solver.placed_layer import PlacedLayer
-from tests.solver.slow import placing, replicas, tree
+from tests.solver.slow import construction as slow
 
 SETTINGS = settings(max_examples=80)
 SEEDS = st.integers(0, 2**32 - 1)
@@ -113,7 +113,7 @@ def test_each_copy_goes_to_the_coolest_rank(case: Case, z: float, seed: int, gre
     heat_E = _heat_per_replica(layer.heat32, replicas_E, z)
     np.testing.assert_allclose(heat_E, expert_heat(layer.heat32, z) / replicas_E, rtol=1e-6)
     order_E = descending(heat_E)
-    wanted_RS, margin = placing.place(replicas_E, order_E, *layer.heat, case.ranks, case.slots, z)
+    wanted_RS, margin = slow.place(replicas_E, order_E, *layer.heat, case.ranks, case.slots, z)
     if margin > layer.rounding:
         np.testing.assert_array_equal(assignment.phy2log_RS, wanted_RS)
 
@@ -138,7 +138,7 @@ def test_replicas_are_handed_to_the_hottest(
     start = data.draw(st.lists(st.integers(1, ranks), min_size=len(heat), max_size=len(heat)))
     replicas_E = np.array(start, dtype=np.int32)
     left = _hand_out(replicas_E, heat_E, budget, ranks)
-    assert (replicas_E.tolist(), left) == replicas.hand_out(start, heat_E, budget, ranks)
+    assert (replicas_E.tolist(), left) == slow.hand_out(start, heat_E, budget, ranks)
 
 
 @SETTINGS
@@ -147,7 +147,7 @@ def test_groups_share_the_replicas(counts: list[int], groups: int, random) -> No
     replicas_E = np.array(counts, dtype=np.int32)
     by_heat_E = np.array(random.sample(range(len(counts)), len(counts)), dtype=np.int64)
     found_G = _group_bounds(replicas_E, by_heat_E, groups)
-    assert found_G.tolist() == replicas.group_bounds(replicas_E, by_heat_E, groups)
+    assert found_G.tolist() == slow.group_bounds(replicas_E, by_heat_E, groups)
 
 
 @SETTINGS
@@ -159,7 +159,7 @@ def test_floor_is_the_hottest_copy_fixed(pairs: list[tuple[int, float]], random)
     heat_E = np.array([pair[1] for pair in pairs], dtype=np.float32)
     fixed = np.array(random.sample(range(len(pairs)), random.randint(0, len(pairs))), dtype=np.int64)
     np.testing.assert_allclose(
-        _floor_of(replicas_E, heat_E, fixed), replicas.hottest_copy(replicas_E, heat_E, fixed), rtol=1e-6
+        _floor_of(replicas_E, heat_E, fixed), slow.hottest_copy(replicas_E, heat_E, fixed), rtol=1e-6
     )
 
 
@@ -214,7 +214,7 @@ def test_the_tree_is_walked_group_by_group(
     if case.ranks * case.slots == case.experts:
         return
     heat_E = expert_heat(layer.heat32, z)
-    wanted = tree.tree_search(
+    wanted = slow.tree_search(
         lambda replicas_E: peak_of(layer, np.array(replicas_E, dtype=np.int32)),
         lambda replicas_E, fixed: _floor_of(
             np.array(replicas_E, np.int32), heat_E, np.array(fixed, np.int64)
@@ -231,7 +231,7 @@ def test_the_tree_is_walked_group_by_group(
 def test_full_width_finds_the_best_counts_there_are(case: Case) -> None:
     layer = PlacedLayer(case, 0.0)
     spare = case.ranks * case.slots - case.experts
-    all_KE = list(replicas.all_counts(case.experts, case.ranks, case.slots))
+    all_KE = list(slow.all_counts(case.experts, case.ranks, case.slots))
     if spare == 0 or len(all_KE) > 300:
         return
     leaves = 3

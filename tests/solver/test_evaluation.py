@@ -24,7 +24,6 @@ from eplb_service.solver.window import loads_of_ranks, served_window, sum_episod
 from tests.solver.layers_of import Case, cases
 from tests.solver.placed_layer import PlacedLayer, random_placement
 from tests.solver.slow import heat
-from tests.solver.slow import top_ranks as slow
 
 SETTINGS = settings(max_examples=100)
 SEEDS = st.integers(0, 2**32 - 1)
@@ -191,7 +190,7 @@ def assert_known(top: TopRanks, load_RN: np.ndarray) -> None:
     """Loads both ways round, and of each episode three ranks that carry the three largest."""
     np.testing.assert_array_equal(top.load_RN, load_RN)
     np.testing.assert_array_equal(top.load_NR, load_RN.T)
-    rank_KN, peak_KN = slow.hottest(load_RN)
+    rank_KN, peak_KN = heat.hottest(load_RN)
     np.testing.assert_array_equal(top.peak_KN, peak_KN)
     padded_RN = np.vstack([np.maximum(load_RN, 0), np.zeros_like(load_RN[:1])])
     np.testing.assert_array_equal(np.take_along_axis(padded_RN, top.rank_KN, axis=0), peak_KN)
@@ -205,7 +204,7 @@ def assert_known(top: TopRanks, load_RN: np.ndarray) -> None:
 @given(loads())
 def test_the_three_hottest_are_those_of_a_sort(given_: Loads) -> None:
     assert_known(given_.top, given_.load_RN)
-    np.testing.assert_array_equal(given_.top.rank_KN, slow.hottest(given_.load_RN)[0])
+    np.testing.assert_array_equal(given_.top.rank_KN, heat.hottest(given_.load_RN)[0])
 
 
 @SETTINGS
@@ -228,7 +227,7 @@ def test_no_load_is_taken_for_less_than_nothing() -> None:
 @given(loads())
 def test_the_ratio_is_the_mean_of_the_peaks(given_: Loads) -> None:
     found = _mean_peak(given_.top.peak_KN, given_.share_N)
-    assert found == pytest.approx(slow.ratio(given_.load_RN, given_.share_N), rel=1e-6)
+    assert found == pytest.approx(heat.ratio(given_.load_RN, given_.share_N), rel=1e-6)
 
 
 @SETTINGS
@@ -239,7 +238,7 @@ def test_the_ratio_after_two_ranks_trade(given_: Loads, data: st.DataObject) -> 
     out_N, come_N = given_.generator.gamma(1, 1, (2, given_.episodes)).astype(np.float32)
     found = given_.peak_after_trade(one, other, out_share, out_N, come_share, come_N)
     shift_N = (come_share * come_N - out_share * out_N).astype(float)
-    wanted = slow.ratio(slow.shifted(given_.load_RN.astype(float), one, other, shift_N), given_.share_N)
+    wanted = heat.ratio(heat.shifted(given_.load_RN.astype(float), one, other, shift_N), given_.share_N)
     assert found == pytest.approx(wanted, rel=1e-5)
 
 
@@ -250,5 +249,5 @@ def test_the_ratio_after_some_ranks_change(given_: Loads, data: st.DataObject) -
     hottest = [rank for rank in given_.top.rank_KN[:, episode].tolist() if rank < given_.ranks]
     also = data.draw(st.sampled_from(([], hottest, range(given_.ranks))))
     change = given_.change(sorted({*some_ranks(given_, data), *also}))
-    wanted = slow.ratio(given_.after(change), given_.share_N)
+    wanted = heat.ratio(given_.after(change), given_.share_N)
     assert given_.peak_after(change) == pytest.approx(wanted, rel=1e-5)

@@ -23,8 +23,8 @@ from eplb_service.solver.local_search import (
 from eplb_service.solver.model import homes
 from tests.solver.layers_of import Case, cases
 from tests.solver.placed_layer import PlacedLayer, random_placement
-from tests.solver.slow import heat, steps
-from tests.solver.slow import local_search as slow_search
+from tests.solver.slow import heat
+from tests.solver.slow import local_search as slow
 from tests.solver.test_construction import assert_sums_hold
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -32,7 +32,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 def cost(phy2log_RS: np.ndarray, layer: PlacedLayer, home_ER: np.ndarray, price: float) -> float:
     risk_R = heat.rank_risks(phy2log_RS, heat.even_shares(phy2log_RS), *layer.heat, layer.z)
-    return steps.smooth_peak(risk_R) + price * steps.slots_away(phy2log_RS, home_ER)
+    return slow.smooth_peak(risk_R) + price * slow.slots_away(phy2log_RS, home_ER)
 
 
 @settings(max_examples=80)
@@ -53,7 +53,7 @@ def test_no_search_ends_dearer_than_it_began(
     found_KRS, risk_K = local_search(layer.assignment(), layer.heat32, home_ER, price_K, z, most, True, True)
     for found_RS, risk, price in zip(found_KRS, risk_K, price_K, strict=True):
         check_layer(found_RS, case.experts)
-        assert _slots_away(found_RS, home_ER) == steps.slots_away(found_RS, home_ER)
+        assert _slots_away(found_RS, home_ER) == slow.slots_away(found_RS, home_ER)
         before = cost(layer.phy2log_RS, layer, home_ER, price)
         assert cost(found_RS, layer, home_ER, price) <= before + 2 * layer.rounding
         risk_R = heat.rank_risks(found_RS, heat.even_shares(found_RS), *layer.heat, z)
@@ -69,7 +69,7 @@ def test_each_step_is_the_best_there_is() -> None:
         layer = PlacedLayer(Case(int(ranks), int(slots), heat_NE), 0.0, seed)
         home_ER = homes(layer.phy2log_RS, layer.case.experts)
         price_K = np.array(((0.0,), (0.1, 0.01), (0.02,))[seed % 3])
-        wanted_KRS, margin = slow_search.search(layer.phy2log_RS, *layer.heat, home_ER, 0.0, price_K, 12)
+        wanted_KRS, margin = slow.search(layer.phy2log_RS, *layer.heat, home_ER, 0.0, price_K, 12)
         found_KRS, _ = local_search(layer.assignment(), layer.heat32, home_ER, price_K, 0.0, 12, True, True)
         # Where two steps are worth the same, rounding chooses.
         if margin > 3e-5:
@@ -88,14 +88,14 @@ def test_a_search_ends_where_no_step_cools_the_hottest_rank(case: Case, seed: in
     end_RS, share_RS = assignment.phy2log_RS, heat.even_shares(assignment.phy2log_RS)
     check_layer(end_RS, case.experts)
     assert_sums_hold(assignment, layer)
-    _, span = steps.scale_of(heat.rank_risks(end_RS, share_RS, *layer.heat, 0.0))
+    _, span = slow.scale_of(heat.rank_risks(end_RS, share_RS, *layer.heat, 0.0))
     if layer.rounding / span > 1e-2:
         return
     most = SMALLEST_RELIEF + 1e-3 + 16 * layer.rounding / span
     hot, _ = hottest_rank(assignment, 0.0)
-    gains = steps.swap_gains(end_RS, share_RS, hot, *layer.heat, 0.0)
+    gains = slow.swap_gains(end_RS, share_RS, hot, *layer.heat, 0.0)
     assert max(gains.values(), default=0.0) <= most
-    gains = steps.exchange_gains(end_RS, hot, *layer.heat, 0.0, relief_over=most)
+    gains = slow.exchange_gains(end_RS, hot, *layer.heat, 0.0, relief_over=most)
     assert max(gains.values(), default=0.0) <= most
 
 
@@ -140,17 +140,17 @@ def test_pressures_follow_the_risks(ranks: list[tuple[float, float]], z: float) 
     load_R, variance_R = np.array(ranks, dtype=np.float32).T.copy()
     now = smooth_max_of(load_R, variance_R, z)
     risk_R = load_R.astype(float) + z * np.sqrt(variance_R.astype(float))
-    base, span = steps.scale_of(risk_R)
+    base, span = slow.scale_of(risk_R)
     assert now.peak == pytest.approx(risk_R.max(), rel=1e-6)
     # The 8-norm of R equal ranks lies R**(1/8) times as far above the base.
-    assert smooth_peak(now) == pytest.approx(steps.smooth_peak(risk_R), abs=1e-4)
+    assert smooth_peak(now) == pytest.approx(slow.smooth_peak(risk_R), abs=1e-4)
     assert smooth_peak(now) >= risk_R.max() - 1e-5
     if span > 1e-2:
         assert (now.base, 1 / now.scale) == pytest.approx((base, span), rel=1e-3, abs=1e-4)
-        wanted_R = [steps.pressure_of(np.array([risk]), base, span) for risk in risk_R]
+        wanted_R = [slow.pressure_of(np.array([risk]), base, span) for risk in risk_R]
         np.testing.assert_allclose(now.of_R, wanted_R, atol=4e-3)
         found = smooth_term(np.float32(risk_R[0] + 1), now.base, now.scale)
-        assert found == pytest.approx(steps.pressure_of(risk_R[:1] + 1, base, span), rel=4e-3, abs=4e-3)
+        assert found == pytest.approx(slow.pressure_of(risk_R[:1] + 1, base, span), rel=4e-3, abs=4e-3)
 
 
 @SETTINGS
@@ -170,12 +170,12 @@ class Hot:
         self.rank = (
             int(self.layer.generator.integers(case.ranks)) if seed % 3 == 0 else int(self.now.of_R.argmax())
         )
-        _, span = steps.scale_of(self.layer.risks())
+        _, span = slow.scale_of(self.layer.risks())
         self.blurred = self.layer.rounding / span
         self.home_ER = self.layer.generator.random((case.experts, case.ranks)) < 0.5
 
     def away(self) -> int:
-        return steps.slots_away(self.assignment.phy2log_RS, self.home_ER)
+        return slow.slots_away(self.assignment.phy2log_RS, self.home_ER)
 
     def tolerance(self, gain: float) -> float:
         """Rounding of a pressure near 1, and of the larger ones that a bad step makes."""
@@ -204,12 +204,12 @@ def test_best_swap_is_the_best_of_all(case: Case, z: float, seed: int) -> None:
     scratch = np.full((SCRATCH_ROWS, case.ranks * case.slots), np.nan, dtype=np.float32)
     *step, won = best_swap(assignment, layer.heat32, hot.now, hot.rank, z, BOUND, scratch)
     if hot.blurred < 1e-2:
-        gains = steps.swap_gains(layer.phy2log_RS, layer.share_RS, hot.rank, *layer.heat, z)
+        gains = slow.swap_gains(layer.phy2log_RS, layer.share_RS, hot.rank, *layer.heat, z)
         assert_is_best(hot, gains, tuple(step), won)
     if step[0] >= 0:
         away = hot.away()
         farther = swap(assignment, layer.heat32, hot.home_ER, hot.rank, *step)
-        wanted_RS, share_RS = steps.swapped(layer.phy2log_RS, layer.share_RS, hot.rank, step)
+        wanted_RS, share_RS = slow.swapped(layer.phy2log_RS, layer.share_RS, hot.rank, step)
         np.testing.assert_array_equal(assignment.phy2log_RS, wanted_RS)
         np.testing.assert_allclose(
             assignment.share_ER[wanted_RS, np.arange(case.ranks)[:, None]], share_RS, rtol=1e-6
@@ -227,15 +227,15 @@ def test_best_exchange_is_the_best_of_all(case: Case, z: float, seed: int) -> No
     if hot.blurred < 1e-2:
         # A gainer that takes no more than the bound away by itself is passed over.
         relief = BOUND + hot.tolerance(won)
-        gains = steps.exchange_gains(layer.phy2log_RS, hot.rank, *layer.heat, z, relief)
+        gains = slow.exchange_gains(layer.phy2log_RS, hot.rank, *layer.heat, z, relief)
         if step[0] >= 0:
-            every = steps.exchange_gains(layer.phy2log_RS, hot.rank, *layer.heat, z)
+            every = slow.exchange_gains(layer.phy2log_RS, hot.rank, *layer.heat, z)
             gains[tuple(step)] = every[tuple(step)]
         assert_is_best(hot, gains, tuple(step), won)
     if step[0] >= 0:
         away, expert = hot.away(), layer.phy2log_RS[hot.rank, step[0]]
         farther = _exchange(assignment, layer.heat32, hot.home_ER, expert, step[1], step[2])
-        wanted_RS, share_RS = steps.exchanged(layer.phy2log_RS, hot.rank, step)
+        wanted_RS, share_RS = slow.exchanged(layer.phy2log_RS, hot.rank, step)
         np.testing.assert_array_equal(assignment.phy2log_RS, wanted_RS)
         np.testing.assert_array_equal(
             assignment.replicas_E, np.bincount(wanted_RS.ravel(), minlength=case.experts)

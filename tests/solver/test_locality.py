@@ -32,7 +32,7 @@ from eplb_service.solver.topology import (
 )
 from tests.solver.layers_of import Case, cases, shares_of_sources
 from tests.solver.placed_layer import PlacedLayer
-from tests.solver.slow import table_locality as slow
+from tests.solver.slow import topology as slow
 from tests.solver.slow.heat import rank_series
 
 SETTINGS = settings(max_examples=50)

@@ -27,7 +27,7 @@ from eplb_service.solver.tables import (
 from eplb_service.solver.topology import keep_slots
 from tests.solver.layers_of import Case, cases, shares_of_sources
 from tests.solver.placed_layer import PlacedLayer, random_placement
-from tests.solver.slow import heat, steps
+from tests.solver.slow import heat
 from tests.solver.slow import local_search as slow_search
 from tests.solver.slow import tables as slow
 
@@ -165,10 +165,10 @@ def test_swaps_through_tables_end_where_none_cools_the_hottest_rank(
     for e in range(case.experts):
         assert (found_RS == e).sum() == (given_.phy2log_RS == e).sum()
     share_RS = slow.slot_shares(found_RS, table_GE, share_GE)
-    blurred = layer.rounding / steps.scale_of(heat.rank_risks(found_RS, share_RS, *layer.heat, z))[1]
+    blurred = layer.rounding / slow_search.scale_of(heat.rank_risks(found_RS, share_RS, *layer.heat, z))[1]
     if blurred < 1e-2:
         hot = hottest_rank(assignment_of(found_RS, share_RS.astype(np.float32), layer.heat32), z)[0]
-        gains = steps.swap_gains(found_RS, share_RS, hot, *layer.heat, z)
+        gains = slow_search.swap_gains(found_RS, share_RS, hot, *layer.heat, z)
         assert max(gains.values(), default=0.0) <= SMALLEST_RELIEF + 1e-3 + 32 * blurred
 
 

@@ -10,7 +10,7 @@ from scipy.optimize import linear_sum_assignment
 from eplb_service.solver.topology import choose_senders, keep_slots, match_ranks
 from tests.solver.layers_of import shapes
 from tests.solver.placed_layer import random_placement
-from tests.solver.slow import relabel
+from tests.solver.slow import topology as slow
 
 SETTINGS = settings(max_examples=50)
 SEEDS = st.integers(0, 2**32 - 1)
@@ -32,11 +32,11 @@ def test_rows_go_where_most_of_them_is(shape: tuple[int, int, int], seed: int, n
     new_RS, deployed_RS = two_placements(shape, seed)
     nodes_R = np.random.default_rng(seed).integers(0, nodes, len(new_RS)).astype(np.int32)
     dealt_RS = match_ranks(new_RS, deployed_RS, shape[2], nodes_R)
-    np.testing.assert_array_equal(dealt_RS, relabel.match_ranks(new_RS, deployed_RS, nodes_R))
+    np.testing.assert_array_equal(dealt_RS, slow.match_ranks(new_RS, deployed_RS, nodes_R))
     assert sorted(dealt_RS.tolist()) == sorted(new_RS.tolist())
-    shared_RR = relabel.overlaps(new_RS, deployed_RS)
+    shared_RR = slow.overlaps(new_RS, deployed_RS)
     best = shared_RR[linear_sum_assignment(-shared_RR)].sum()
-    found = np.trace(relabel.overlaps(dealt_RS, deployed_RS))
+    found = np.trace(slow.overlaps(dealt_RS, deployed_RS))
     # A greedy matching has at least half of the largest one's weight.
     assert best / 2 <= found <= best
     if not seed % 2:
@@ -47,10 +47,10 @@ def test_dealing_greedily_loses_little_to_the_best_assignment() -> None:
     found, best = 0, 0
     for seed in range(40):
         new_RS, deployed_RS = two_placements((16, 6, 70), 2 * seed + 1)
-        shared_RR = relabel.overlaps(new_RS, deployed_RS)
+        shared_RR = slow.overlaps(new_RS, deployed_RS)
         best += shared_RR[linear_sum_assignment(-shared_RR)].sum()
         dealt_RS = match_ranks(new_RS, deployed_RS, 70, np.zeros(16, dtype=np.int32))
-        found += np.trace(relabel.overlaps(dealt_RS, deployed_RS))
+        found += np.trace(slow.overlaps(dealt_RS, deployed_RS))
     assert found >= 0.9 * best
 
 
@@ -59,7 +59,7 @@ def test_dealing_greedily_loses_little_to_the_best_assignment() -> None:
 def test_what_stays_keeps_its_slot(shape: tuple[int, int, int], seed: int) -> None:
     new_RS, deployed_RS = two_placements(shape, seed)
     kept_RS, moves = keep_slots(new_RS, deployed_RS)
-    wanted_RS, wanted_moves = relabel.keep_slots(new_RS, deployed_RS)
+    wanted_RS, wanted_moves = slow.keep_slots(new_RS, deployed_RS)
     np.testing.assert_array_equal(kept_RS, wanted_RS)
     assert moves == wanted_moves == np.count_nonzero(kept_RS != deployed_RS)
     np.testing.assert_array_equal(np.sort(kept_RS, axis=1), np.sort(new_RS, axis=1))
@@ -72,7 +72,7 @@ def test_the_nearest_least_busy_holder_sends(shape: tuple[int, int, int], seed: 
     kept_RS, moves = keep_slots(new_RS, deployed_RS)
     nodes_R = np.random.default_rng(seed).integers(0, nodes, len(new_RS)).astype(np.int32)
     move_M5 = choose_senders(deployed_RS, kept_RS, nodes_R)
-    np.testing.assert_array_equal(move_M5, relabel.choose_senders(deployed_RS, kept_RS, nodes_R))
+    np.testing.assert_array_equal(move_M5, slow.choose_senders(deployed_RS, kept_RS, nodes_R))
     rebuilt_RS = deployed_RS.copy()
     for sender, sender_slot, rank, slot, expert in move_M5.tolist():
         assert deployed_RS[sender, sender_slot] == expert

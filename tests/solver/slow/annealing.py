@@ -1,15 +1,16 @@
-"""Annealing try by try, each judged from scratch."""
+"""Annealing try by try: numbers drawn as published, each change judged from scratch."""
 
 from __future__ import annotations
 
+import itertools
 import math
+
+import numpy as np
 
 from eplb_service.solver import annealing as module
 from eplb_service.solver.annealing import _Move
-from tests.solver.slow import changes
 from tests.solver.slow.heat import even_shares, mean_of_max, rank_series
 from tests.solver.slow.local_search import Closest
-from tests.solver.slow.rng import Draws
 
 
 def anneal(phy2log_RS, scaled_EN, share_N, tries, seed):
@@ -27,16 +28,16 @@ def anneal(phy2log_RS, scaled_EN, share_N, tries, seed):
             cooled = math.log(module._COLDEST / module._HOTTEST) * k / tries
             temperature = module._HOTTEST * math.exp(cooled)
         attempt = _drawn(phy2log_RS, scaled_EN, episode, draws, close)
-        if not changes.is_legal(phy2log_RS, attempt):
+        if not is_legal(phy2log_RS, attempt):
             continue
-        if attempt.episode >= 0 and not close.less(0, changes.room(phy2log_RS, attempt, scaled_EN)):
+        if attempt.episode >= 0 and not close.less(0, room(phy2log_RS, attempt, scaled_EN)):
             continue
-        found = ratio(changes.after(phy2log_RS, attempt))
+        found = ratio(after(phy2log_RS, attempt))
         if close.less(now, found):
             loss = -math.log((1 + draws.draw(module._FINE)) / module._FINE)
             if close.less(now + min(loss, module._HOPELESS) * temperature, found):
                 continue
-        phy2log_RS, now = changes.after(phy2log_RS, attempt), found
+        phy2log_RS, now = after(phy2log_RS, attempt), found
         if close.less(now, best):
             best_RS, best = phy2log_RS, now
     return best_RS, close.margin
@@ -53,3 +54,69 @@ def _drawn(phy2log_RS, scaled_EN, episode, draws, close):
     slot, place = draws.draw(slots), draws.draw(slots)
     mine, theirs = int(phy2log_RS[rank, slot]), int(phy2log_RS[other, place])
     return _Move(rank, slot, other, place, mine, theirs, swaps, episode if guided else -1)
+
+
+def every_try(phy2log_RS, episode=-1):
+    """All changes, the illegal ones included."""
+    places = list(np.ndindex(phy2log_RS.shape))
+    for (rank, slot), (other, place), swaps in itertools.product(places, places, (True, False)):
+        mine, theirs = int(phy2log_RS[rank, slot]), int(phy2log_RS[other, place])
+        yield _Move(rank, slot, other, place, mine, theirs, swaps, episode)
+
+
+def after(phy2log_RS, attempt):
+    """The placement once a change is made."""
+    phy2log_RS = phy2log_RS.copy()
+    phy2log_RS[attempt.other, attempt.place] = attempt.mine
+    if attempt.swaps:
+        phy2log_RS[attempt.rank, attempt.slot] = attempt.theirs
+    return phy2log_RS
+
+
+def is_legal(phy2log_RS, attempt):
+    """Two ranks and two experts, of which none ends up twice on a rank, and none nowhere."""
+    after_RS = after(phy2log_RS, attempt)
+    apart = attempt.rank != attempt.other and attempt.mine != attempt.theirs
+    whole = set(after_RS.flat) == set(phy2log_RS.flat)
+    return apart and whole and all(len(set(row)) == len(row) for row in after_RS.tolist())
+
+
+def room(phy2log_RS, attempt, scaled_EN):
+    """How far the ranks that a change may burden stay below what ``rank`` has in the episode now.
+
+    A swap has ``rank`` itself among them: it must get cooler. A replica that passes on burdens who gets it and who
+    still holds the expert that gave it up; that older replicas of the other get thinner is not counted.
+    """
+    after_RS = after(phy2log_RS, attempt)
+    share_RS, heat_E = even_shares(phy2log_RS), scaled_EN[:, attempt.episode]
+    limit = (share_RS * heat_E[phy2log_RS])[attempt.rank].sum()
+    if attempt.swaps:
+        burdened = [attempt.rank, attempt.other]
+        after_share_RS = even_shares(after_RS)
+    else:
+        burdened = (phy2log_RS == attempt.theirs).any(axis=1)
+        after_share_RS = np.where(phy2log_RS == attempt.mine, share_RS, even_shares(after_RS))
+    load_R = (after_share_RS * heat_E[after_RS]).sum(axis=1)
+    return (limit - load_R[burdened]).min()
+
+
+_WORD = 2**64 - 1
+
+
+def splitmix(state):
+    """Next state and its number."""
+    state = state + 0x9E3779B97F4A7C15 & _WORD
+    mixed = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _WORD
+    return state, mixed ^ mixed >> 31
+
+
+class Draws:
+    """One sequence of draws."""
+
+    def __init__(self, seed: int) -> None:
+        self.state = seed
+
+    def draw(self, below):
+        self.state, number = splitmix(self.state)
+        return number // 2**32 * below // 2**32
