@@ -12,7 +12,7 @@ PARALLEL = --numprocesses $(PROCESSES) --maxprocesses 8 --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: attack help size stack dashboard notebook demo demo-vllm e2e-observability test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
+.PHONY: proofs properties attack help size stack dashboard notebook demo demo-vllm e2e-observability test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
 .PHONY: test-engines explore fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-replay bench-decide bench-engine bench-split bench-time bench-scale
 
 help: ## show this list
@@ -33,8 +33,12 @@ test: $(READY) ## lint, types, layer contracts, docs and the tests: the gate of 
 	@$(MAKE) --no-print-directory --jobs 2 check warm
 	@$(MAKE) --no-print-directory unit
 
-test-slow: warm ## the proofs that take long, real faults, and properties on twice the examples; CI runs them after `make test`
+test-slow: proofs properties ## the proofs that take long, real faults, and properties on twice the examples; CI runs them after `make test`
+
+proofs: warm
 	@$(BIN)/pytest $(PARALLEL) -m "slow or faults" $(ARGS)
+
+properties: warm
 	@$(BIN)/python -m pytest $(PARALLEL) -m "hypothesis and not slow and not faults" -p tests.properties --examples-times 2 $(ARGS)
 
 check: lint types layers docs size
