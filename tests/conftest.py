@@ -25,13 +25,12 @@ settings.register_profile(
 )
 settings.load_profile("gate")
 
-_stderr = 2
+_STDERR = pytest.StashKey[int]()
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Keep standard error as it is before tests' output is captured."""
-    global _stderr
-    _stderr = os.dup(2)
+    config.stash[_STDERR] = os.dup(2)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -40,7 +39,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     marker = item.get_closest_marker("timeout")
     everywhere = item.config.getoption("timeout") or item.config.getini("timeout")
     seconds = float(marker.args[0] if marker else everywhere)
-    faulthandler.dump_traceback_later(seconds + _CLEANUP_SECONDS, exit=True, file=_stderr)
+    faulthandler.dump_traceback_later(seconds + _CLEANUP_SECONDS, exit=True, file=item.config.stash[_STDERR])
     try:
         return (yield)
     finally:
