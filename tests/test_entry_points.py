@@ -52,7 +52,7 @@ def entries(sources: dict[str, ast.Module]) -> set[str]:
     documented = re.findall(
         r"^::: ([\w.]+)\.\w+$", (ROOT / "docs/reference/api.md").read_text(), flags=re.MULTILINE
     )
-    commands = {f"eplb_service.cli.{entry.module}" for entry in COMMANDS.values()}
+    commands = {f"eplb_service.cli.{module}" for module, _, _ in COMMANDS.values()}
     return {target.partition(":")[0] for target in targets} | run | set(documented) | commands
 
 

@@ -8,7 +8,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -27,44 +27,33 @@ _INTERRUPT_EXIT_CODE = 130
 _BROKEN_PIPE_EXIT_CODE = 141
 """Exit code where the reader of the output has left, as shells have it for SIGPIPE."""
 
-
-class _CommandEntry(NamedTuple):
-    """A command's module in ``eplb_service.cli``, and its heading and sentence in the list of commands.
-
-    The function, or the group of commands, has the command's name.
-    """
-
-    module: str
-    panel: str
-    summary: str
-
-
 _OFFLINE, _SERVICE, _OPERATE = "On recorded heat", "The service", "Ask a running service"
 COMMANDS = {
-    "demo": _CommandEntry("demo", _SERVICE, "Run service and live ranks here and watch them balance."),
-    "serve": _CommandEntry("serve", _SERVICE, "Run the control plane that agents connect to."),
-    "solve": _CommandEntry("solve", _OFFLINE, "Compute a placement from recorded heat."),
-    "replay": _CommandEntry("replay", _OFFLINE, "Run the planner along a trace and score each policy."),
-    "sweep": _CommandEntry("sweep", _OFFLINE, "Replay many traces under many settings, in one table."),
-    "advise": _CommandEntry("advise", _OFFLINE, "Advise what to set, and whether balancing pays."),
-    "bench": _CommandEntry("bench", _OFFLINE, "Compare with vLLM's, vLLM-Ascend's and SGLang's balancers."),
-    "calibrate": _CommandEntry("calibrate", _OFFLINE, "Fit how long a rank's experts take for their tokens."),
-    "trace": _CommandEntry("trace", _OFFLINE, "Look at heat traces, record, convert, or cut them."),
-    "warmup": _CommandEntry("warmup", _OFFLINE, "Compile the solver once, so that later starts need not."),
-    "deployments": _CommandEntry("operator", _OPERATE, "List the deployments."),
-    "status": _CommandEntry("operator", _OPERATE, "Show one deployment: balance, agents, last decision."),
-    "top": _CommandEntry("top", _OPERATE, "Watch a service live: balance, ranks, layers, switches."),
-    "history": _CommandEntry(
-        "operator", _OPERATE, "Show past plans: what they promised and what became of them."
-    ),
-    "placement": _CommandEntry("operator", _OPERATE, "Show or save the placement in force."),
-    "pause": _CommandEntry("operator", _OPERATE, "Stop planning for a deployment."),
-    "resume": _CommandEntry("operator", _OPERATE, "Plan for a paused deployment again."),
-    "rebalance": _CommandEntry("operator", _OPERATE, "Decide now instead of at the next interval."),
-    "lead": _CommandEntry("operator", _OPERATE, "Have a deployment's ranks follow this service again."),
-    "forget": _CommandEntry("operator", _OPERATE, "Remove a deployment whose ranks are gone."),
+    "demo": ("demo", _SERVICE, "Run service and live ranks here and watch them balance."),
+    "serve": ("serve", _SERVICE, "Run the control plane that agents connect to."),
+    "solve": ("solve", _OFFLINE, "Compute a placement from recorded heat."),
+    "replay": ("replay", _OFFLINE, "Run the planner along a trace and score each policy."),
+    "sweep": ("sweep", _OFFLINE, "Replay many traces under many settings, in one table."),
+    "advise": ("advise", _OFFLINE, "Advise what to set, and whether balancing pays."),
+    "bench": ("bench", _OFFLINE, "Compare with vLLM's, vLLM-Ascend's and SGLang's balancers."),
+    "calibrate": ("calibrate", _OFFLINE, "Fit how long a rank's experts take for their tokens."),
+    "trace": ("trace", _OFFLINE, "Look at heat traces, record, convert, or cut them."),
+    "warmup": ("warmup", _OFFLINE, "Compile the solver once, so that later starts need not."),
+    "deployments": ("operator", _OPERATE, "List the deployments."),
+    "status": ("operator", _OPERATE, "Show one deployment: balance, agents, last decision."),
+    "top": ("top", _OPERATE, "Watch a service live: balance, ranks, layers, switches."),
+    "history": ("operator", _OPERATE, "Show past plans: what they promised and what became of them."),
+    "placement": ("operator", _OPERATE, "Show or save the placement in force."),
+    "pause": ("operator", _OPERATE, "Stop planning for a deployment."),
+    "resume": ("operator", _OPERATE, "Plan for a paused deployment again."),
+    "rebalance": ("operator", _OPERATE, "Decide now instead of at the next interval."),
+    "lead": ("operator", _OPERATE, "Have a deployment's ranks follow this service again."),
+    "forget": ("operator", _OPERATE, "Remove a deployment whose ranks are gone."),
 }
-"""All commands; nothing of a command is imported for their list."""
+"""Module in ``eplb_service.cli``, heading and sentence of each command; none is imported for their list.
+
+The function, or the group of commands, has the command's name.
+"""
 EXAMPLES = """\
 eplb demo
 eplb demo --ranks 8 --redundant 16 --json summary.json
@@ -115,8 +104,8 @@ class _LazyGroup(HelpGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        for name, entry in COMMANDS.items():
-            stand_in = HelpCommand(name, help=entry.summary, rich_help_panel=entry.panel)
+        for name, (_, panel, summary) in COMMANDS.items():
+            stand_in = HelpCommand(name, help=summary, rich_help_panel=panel)
             self.add_command(stand_in)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -127,7 +116,7 @@ class _LazyGroup(HelpGroup):
 
 def load_command(name: str) -> Any:
     """Import the command's module and build its parser."""
-    module = importlib.import_module(f"eplb_service.cli.{COMMANDS[name].module}")
+    module = importlib.import_module(f"eplb_service.cli.{COMMANDS[name][0]}")
     command = getattr(module, name)
     if isinstance(command, typer.Typer):
         parser: Any = typer.main.get_command(command)

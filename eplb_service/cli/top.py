@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 from rich import box
@@ -47,14 +47,9 @@ _LINES_BESIDE_MAP = 21
 _FEWEST_MAP_ROWS = 8
 _MOVES_NAMED = 6
 _LAYERS_NAMED = 5
-
-
-class ServiceView(NamedTuple):
-    """One look at a service: its deployments, and one of them in full where there is any."""
-
-    known: Sequence[operator_pb2.DeploymentStatus]
-    whole: operator_pb2.GetStatusResponse | None = None
-    balance: operator_pb2.GetBalanceResponse | None = None
+_Deployments: TypeAlias = Sequence[operator_pb2.DeploymentStatus]
+_Status: TypeAlias = operator_pb2.GetStatusResponse | None
+_Balance: TypeAlias = operator_pb2.GetBalanceResponse | None
 
 
 @takes_options()
@@ -72,7 +67,7 @@ def top(
     if once or not console.is_terminal:
         with service.open() as call:
             console.print(
-                render(_look(call, deployment), console.width, console.height if not once else None)
+                render(*_look(call, deployment), console.width, console.height if not once else None)
             )
         return
     with Live(Text("connecting", style="dim"), console=console, screen=True, auto_refresh=False) as live:
@@ -81,7 +76,7 @@ def top(
             try:
                 with service.open() as call:
                     while True:
-                        shown = render(_look(call, deployment), console.width, console.height)
+                        shown = render(*_look(call, deployment), console.width, console.height)
                         live.update(shown, refresh=True)
                         time.sleep(every)
             except UserError as error:
@@ -90,37 +85,42 @@ def top(
                 time.sleep(every)
 
 
-def _look(call: OperatorCalls, name: str | None) -> ServiceView:
+def _look(call: OperatorCalls, name: str | None) -> tuple[_Deployments, _Status, _Balance]:
     """Ask for all that one look shows; raises ``UserError`` where there is no such deployment."""
     known = list(call("ListDeployments", operator_pb2.ListDeploymentsRequest()).deployments)
     if name is None and known:
         name = max(known, key=lambda status: (status.agents_connected, status.ranks)).deployment
     if name is None:
-        return ServiceView(known)
+        return known, None, None
     whole = call("GetStatus", operator_pb2.GetStatusRequest(deployment=name))
     balance = call("GetBalance", operator_pb2.GetBalanceRequest(deployment=name))
-    return ServiceView(known, whole, balance)
+    return known, whole, balance
 
 
-def render(look: ServiceView, width: int, height: int | None) -> RenderableType:
-    """The look as text for a terminal of this size; every layer has its line where there is no ``height``."""
-    if look.whole is None or look.balance is None:
+def render(
+    known: _Deployments, whole: _Status, balance: _Balance, width: int, height: int | None
+) -> RenderableType:
+    """Draw deployments, and one of them in full, for a terminal of this size.
+
+    Every layer has its line where there is no ``height``.
+    """
+    if whole is None or balance is None:
         return Text("no deployments yet: no agent has connected")
-    status, balance = look.whole.status, look.balance
+    status = whole.status
     priced = _worth_and_price(status, cut=height is not None)
     beside = _LINES_BESIDE_MAP + len(status.problems) + len(priced)
     rows = None if height is None else max(_FEWEST_MAP_ROWS, height - beside)
     parts: list[RenderableType] = []
-    if len(look.known) > 1:
-        parts.append(_deployments(look.known, status.deployment))
+    if len(known) > 1:
+        parts.append(_deployments(known, status.deployment))
     parts += [
         _headline(status),
         *(Text.from_markup(f"[red]problem:[/] {escape(problem)}") for problem in status.problems),
         *priced,
         _over_time(balance.points, width),
-        _map(balance, look.whole.layers, width, rows),
+        _map(balance, whole.layers, width, rows),
         _last_switch(balance, width),
-        _agents(look.whole.agents, status.ranks),
+        _agents(whole.agents, status.ranks),
     ]
     return Group(*parts)
 

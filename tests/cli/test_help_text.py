@@ -78,9 +78,9 @@ def test_options_are_grouped(capsys, command, headings):
 def test_the_list_of_commands_is_grouped(capsys):
     assert main.run(["--help"]) == 0
     shown = capsys.readouterr().out
-    for name, entry in COMMANDS.items():
-        assert entry.summary in shown
-        assert f"{entry.panel}:" in shown
+    for name, (_, panel, summary) in COMMANDS.items():
+        assert summary in shown
+        assert f"{panel}:" in shown
         assert re.search(rf"^  {name} ", shown, flags=re.MULTILINE)
 
 

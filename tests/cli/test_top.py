@@ -7,26 +7,22 @@ import io
 import pytest
 from rich.console import Console
 
-from eplb_service.cli.top import ServiceView, render
+from eplb_service.cli.top import render
 from eplb_service.wire.generated import operator_pb2
-from tests.control.server.pictured import messages
+from tests.control.server.pictured import Pictured, messages
 
 
-def drawn(picture: ServiceView, width: int, height: int | None = None) -> list[str]:
+def drawn(look: Pictured | None, width: int, height: int | None = None) -> list[str]:
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(render(picture, width, height))
+    shown = (look.known, look.whole, look.balance) if look else ([], None, None)
+    console.print(render(*shown, width, height))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
 
-def picture(*sizes: int, **facts: object) -> ServiceView:
-    look = messages(*sizes, **facts)
-    return ServiceView(look.known, look.whole, look.balance)
-
-
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (80, 50), (120, 40), (200, 70)])
 def test_a_large_deployment_fits(width: int, height: int) -> None:
-    lines = drawn(picture(320, 61), width, height)
+    lines = drawn(messages(320, 61), width, height)
     assert max(map(len, lines)) <= width
     rows = [line for line in lines if line.count("■") > 20]
     assert 8 <= len(rows) <= 61
@@ -37,12 +33,11 @@ def test_a_large_deployment_fits(width: int, height: int) -> None:
 
 
 def test_every_layer_has_its_line_where_there_is_room() -> None:
-    look = picture(8, 12, problems=("rank 3: [red]the host[/] is slow",))
+    look = messages(8, 12, problems=("rank 3: [red]the host[/] is slow",))
     lines = drawn(look, 100)
     assert sum(line.count("■") == 8 for line in lines) == 12
     text = "\n".join(lines)
     assert "problem: rank 3: [red]the host[/] is slow" in text
-    assert look.whole is not None
     for layer in look.whole.layers:
         assert f"{layer.par:.3f}" in text
     assert "plan 17" in text
@@ -51,13 +46,13 @@ def test_every_layer_has_its_line_where_there_is_room() -> None:
 
 
 def test_worth_and_the_price_of_moves_have_a_line_each_that_is_cut_off_on_a_screen() -> None:
-    lines = drawn(picture(8, 4), 80, 24)
+    lines = drawn(messages(8, 4), 80, 24)
     (worth,) = (line for line in lines if line.startswith("worth:"))
     (price,) = (line for line in lines if line.startswith("price of moves,"))
     assert worth.startswith("worth: helps: +0.412 ms per step (95 %: +0.380 to +0.444)")
     assert price.endswith("…")
-    assert "…" not in "".join(drawn(picture(8, 4), 80)), "what is printed once has room"
-    whole = next(line for line in drawn(picture(8, 4), 300) if line.startswith("price of moves,"))
+    assert "…" not in "".join(drawn(messages(8, 4), 80)), "what is printed once has room"
+    whole = next(line for line in drawn(messages(8, 4), 300) if line.startswith("price of moves,"))
     assert (
         "partly measured: a ratio must fall by 12.60% for every slot to move; 0.35 ms of steps per" in whole
     )
@@ -65,9 +60,10 @@ def test_worth_and_the_price_of_moves_have_a_line_each_that_is_cut_off_on_a_scre
 
 
 def test_nothing_yet() -> None:
-    assert drawn(ServiceView([]), 80) == ["no deployments yet: no agent has connected"]
+    assert drawn(None, 80) == ["no deployments yet: no agent has connected"]
     status = operator_pb2.DeploymentStatus(deployment="decode", ranks=4)
     whole = operator_pb2.GetStatusResponse(status=status)
-    lines = drawn(ServiceView([status], whole, operator_pb2.GetBalanceResponse()), 80)
+    look = Pictured([status], whole, operator_pb2.GetBalanceResponse(), operator_pb2.GetHistoryResponse())
+    lines = drawn(look, 80)
     assert "nothing measured yet" in lines
     assert lines[-1].startswith("0 of 4 ranks connected")
