@@ -25,7 +25,6 @@ from benchmarks.split.measures import (
     SPLITS,
     STEPWISE,
     WITHIN_A_TOKEN,
-    EvenFloor,
     Exactness,
     by_source,
     cost,
@@ -40,8 +39,6 @@ from worker_agent.moe.stepwise import ROUNDS
 
 PARTS = ("recorded", "drawn", "cost", "exact", "example")
 _CHOICES = 8 * 1024
-_KNOWN_STEPS = 4096
-"""Of one popularity: half of them say what its means are."""
 
 
 def main() -> None:
@@ -80,8 +77,7 @@ def _drawn(options: argparse.Namespace, console: Console) -> Iterator[Target]:
         course = Course(f"drawn of {name}", np.ascontiguousarray(drawn_TLE), 32, 9, options.window)
         rows = _quality(course, options, console)
         _by_source(course, drawn_sources(course), options, console)
-        more_TLE = generate("static", options.layers, 256, _KNOWN_STEPS, tokens=tokens, jitter=jitter)
-        yield from of_drawn(name, rows, EvenFloor.of(more_TLE, course.ranks, course.slots))
+        yield from of_drawn(name, rows)
 
 
 def _quality(course: Course, options: argparse.Namespace, console: Console) -> list[dict[str, object]]:
@@ -198,18 +194,11 @@ def of_recorded(by_source: Mapping[str, Sequence[float]], quality: Rows) -> Iter
         yield _most(f"gpt-oss-20b, 8 ranks x 5 slots, next window: {labels[name]}", wanted, found[name])
 
 
-def of_drawn(heat: str, quality: Rows, floor: EvenFloor) -> Iterator[Target]:
-    """Drawn steps; ``floor`` is what their noise leaves of even shares."""
-    found = {
-        EVEN_SHARES: _ratio(quality, FOR_EVEN, EVEN_SHARES),
-        STEPWISE: _ratio(quality, FOR_STEPS, STEPWISE),
-    }
-    for name, wanted in DRAWN.items():
+def of_drawn(heat: str, quality: Rows) -> Iterator[Target]:
+    """Drawn steps."""
+    for name, placement in ((EVEN_SHARES, FOR_EVEN), (STEPWISE, FOR_STEPS)):
         what = f"256 experts, 32 ranks x 9 slots, {heat}, next window: {name}"
-        if name == EVEN_SHARES:
-            reach = "below the floor" if wanted < floor.estimate else "above the floor"
-            what += f" (aimed at is {reach}: {floor})"
-        yield _most(what, wanted, found[name])
+        yield _most(what, DRAWN[name], _ratio(quality, placement, name))
 
 
 def of_cost(cost: Rows) -> Iterator[Target]:
