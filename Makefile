@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: proofs properties attack help size stack dashboard notebook demo demo-vllm e2e-observability test test-slow test-oldest check lint types layers docs unit warm format proto wheels clean
-.PHONY: test-engines explore fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-replay bench-decide bench-engine bench-split bench-time bench-scale
+.PHONY: test-engines explore fuzz fuzz-properties mutate faults soak bench-switch bench-solver bench-decide bench-engine bench-split bench-time bench-scale
 
 help: ## show this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -142,5 +142,3 @@ bench-decide: warm ## when to decide: false alarms, delays, and change against c
 bench-scale: warm ## one service under the heat of 64, 256 and 1,024 agents (minutes); ARGS="--ranks 64 --seconds 10"
 	@$(BIN)/python -m benchmarks.scale $(ARGS)
 
-bench-replay: warm ## a long replay beside a plain loop: time, memory, part spent in the solver; ARGS="--steps 2560"
-	@$(BIN)/python -m benchmarks.replay $(ARGS)

@@ -1,1 +1,0 @@
-"""What a replay costs: its time, beside a plain loop's, and its memory."""
