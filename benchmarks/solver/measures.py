@@ -53,7 +53,10 @@ def _cell(
 ) -> Iterator[dict[str, Any]]:
     scene, heat_TLE = generated_scene(kind, shape, 2, seed)
     for name in [NONE, OURS, OURS_EVEN, *peers]:
-        decision = _as_it_is(scene) if name == NONE else contest.decide_from_scratch(name, scene)
+        if name == NONE:
+            decision: Decision | None = Decision(scene.placement_LRS, None, None, 0, 0.0, 0.0)
+        else:
+            decision = contest.decide_from_scratch(name, scene)
         if decision is None:
             continue
         placed_LRS = decision.placement_LRS
@@ -65,10 +68,6 @@ def _cell(
             "moved": arrivals(scene.placement_LRS, placed_LRS) / placed_LRS.size,
             "cpu_seconds": decision.cpu_seconds,
         }
-
-
-def _as_it_is(scene: Scene) -> Decision:
-    return Decision(scene.placement_LRS, None, None, 0, 0.0, 0.0)
 
 
 def _par(heat_TLE: np.ndarray, placed_LRS: Int32, tables_RLE: Int32 | None) -> float:
@@ -95,10 +94,7 @@ def keeping(contest: Contest, repeats: int, seed: int) -> Iterator[dict[str, Any
         placed = contest.decide(name, first)
         if placed is None:
             continue
-        tables_RLE = placed.tables_RLE
-        if tables_RLE is None:
-            tables_RLE = rule_tables(placed.placement_LRS, shape[1])
-        scene = Scene(heat_TLE[WINDOW:].copy(), placed.placement_LRS, tables_RLE)
+        scene = Scene(heat_TLE[WINDOW:].copy(), placed.placement_LRS, _tables(placed, shape[1]))
         decisions = [contest.decide(name, scene, fresh=name == OURS, **options) for _ in range(repeats)]
         done = [decision for decision in decisions if decision is not None]
         if done:
@@ -288,9 +284,7 @@ def known_example(contest: Contest) -> Iterator[dict[str, Any]]:
         decision = contest.decide(name, scene, **options)
         if decision is None:
             continue
-        tables_RLE = decision.tables_RLE
-        if tables_RLE is None:
-            tables_RLE = rule_tables(decision.placement_LRS, HEAT.size)
+        tables_RLE = _tables(decision, HEAT.size)
         yield {
             "policy": label,
             "even": float(even_par(scene.heat_TLE, decision.placement_LRS)[0] * MEAN),

@@ -6,7 +6,8 @@ import numpy as np
 
 from eplb_service.placement import check_layer
 from eplb_service.solver.construction import Assignment, assignment_of
-from eplb_service.solver.model import _normalise, with_covariance
+from eplb_service.solver.model import Deployed, _normalise, homes, with_covariance
+from eplb_service.solver.tables import fixed_rule, slots_by_expert
 from tests.solver.layers_of import Case
 from tests.solver.slow import heat
 
@@ -50,3 +51,21 @@ def random_placement(ranks: int, slots: int, experts: int, generator: np.random.
     phy2log_RS = generator.permuted(np.array(rows, dtype=np.int32), axis=1)
     check_layer(phy2log_RS, experts)
     return np.ascontiguousarray(phy2log_RS)
+
+
+def deployed_on(
+    phy2log_RS: np.ndarray,
+    share_GE: np.ndarray,
+    log2phy_GE: np.ndarray | None = None,
+    node_R: np.ndarray | None = None,
+    node_G: np.ndarray | None = None,
+) -> Deployed:
+    """What serves: on one node and through the engines' tables where nothing else is given."""
+    sources, experts = share_GE.shape
+    if log2phy_GE is None:
+        log2phy_GE = fixed_rule(*slots_by_expert(phy2log_RS, experts), sources)
+    node_R, node_G = (
+        np.zeros(size, dtype=np.int32) if node is None else node
+        for node, size in ((node_R, len(phy2log_RS)), (node_G, sources))
+    )
+    return Deployed(phy2log_RS, log2phy_GE, share_GE, homes(phy2log_RS, experts), node_R, node_G)

@@ -14,11 +14,11 @@ from eplb_service.placement import check_log2phy
 from eplb_service.solver import dealing
 from eplb_service.solver.construction import assignment_of, hottest_rank
 from eplb_service.solver.layer import _TRUSTS, _choose_trust
-from eplb_service.solver.model import DEALT, Deployed, Layer, SearchParams, homes
+from eplb_service.solver.model import DEALT, Layer, SearchParams
 from eplb_service.solver.tables import slot_shares, slots_by_expert
 from eplb_service.solver.window import halves_of
 from tests.solver.layers_of import Case, cases, shares_of_sources
-from tests.solver.placed_layer import PlacedLayer
+from tests.solver.placed_layer import PlacedLayer, deployed_on
 from tests.solver.slow import tables as slow
 from tests.solver.slow.heat import rank_risks
 
@@ -41,17 +41,8 @@ class Dealt:
         self.rule_VE = slow.fixed_rule(self.phy2log_RS, sources * width, case.experts, width)
 
     def solver_layer(self) -> Layer:
-        layer = self.layer
-        ranks = layer.case.ranks
-        deployed = Deployed(
-            self.phy2log_RS,
-            self.rule_VE.astype(np.int32),
-            self.share_VE,
-            homes(self.phy2log_RS, layer.case.experts),
-            np.zeros(ranks, dtype=np.int32),
-            np.zeros(len(self.share_VE), dtype=np.int32),
-        )
-        return Layer(layer.heat32, deployed)
+        deployed = deployed_on(self.phy2log_RS, self.share_VE, self.rule_VE.astype(np.int32))
+        return Layer(self.layer.heat32, deployed)
 
     def par(self, chosen_VE: np.ndarray) -> float:
         return slow.tables_par(self.phy2log_RS, chosen_VE, *self.layer.heat, self.share_VE.astype(float))
@@ -212,14 +203,8 @@ def test_shares_are_trusted_where_the_heat_keeps_them_up(lasting: bool) -> None:
     heat_NE[:, 1] = 80.0
     if not lasting:
         heat_NE[8:, 1] = 20.0
-    deployed = Deployed(
-        phy2log_RS,
-        np.array([[0, 1, 3]] * 8, dtype=np.int32),
-        np.full((8, 3), 1 / 8, dtype=np.float32),
-        homes(phy2log_RS, 3),
-        np.zeros(2, dtype=np.int32),
-        np.zeros(8, dtype=np.int32),
-    )
+    tables_VE = np.array([[0, 1, 3]] * 8, dtype=np.int32)
+    deployed = deployed_on(phy2log_RS, np.full((8, 3), 1 / 8, dtype=np.float32), tables_VE)
     params = SearchParams(z=0.0, tables=DEALT, width=4)
     trust = _choose_trust(*halves_of(heat_NE, 2), phy2log_RS, deployed, params)
     assert trust == (1.0 if lasting else 0.0)

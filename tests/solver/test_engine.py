@@ -28,6 +28,7 @@ from eplb_service.solver.model import EVEN, FRESH, KEEP, RULE, SOLVED, Deployed,
 from eplb_service.solver.tables import fixed_rule, slots_by_expert
 from tests.solver.asked import SEARCH, solve
 from tests.solver.layers_of import Case, heat_of_kind, shares_of_sources
+from tests.solver.placed_layer import deployed_on
 
 LAYERS, EXPERTS, RANKS, SLOTS = 5, 32, 8, 5
 HEAT_LNE = np.random.default_rng(3).gamma(0.6, 100, (LAYERS, 6, EXPERTS))
@@ -191,8 +192,7 @@ def serving(experts: int, node_R: np.ndarray, slots: int) -> Deployed:
     ranks = node_R.size
     phy2log_RS = Placement.linear(1, experts, ranks, slots).phy2log_LRS[0].copy()
     share_GE = shares_of_sources(ranks, experts, "uneven", 3)
-    rule_GE = fixed_rule(*slots_by_expert(phy2log_RS, experts), ranks)
-    return Deployed(phy2log_RS, rule_GE, share_GE, homes(phy2log_RS, experts), node_R, node_R.copy())
+    return deployed_on(phy2log_RS, share_GE, node_R=node_R, node_G=node_R.copy())
 
 
 def solve_grouped(deployed, heat_NE, groups, *, unplaced=False, tables=SOLVED, move_price=0.0):

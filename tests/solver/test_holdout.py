@@ -24,13 +24,11 @@ from eplb_service.solver.model import (
     Layer,
     SearchOptions,
     SearchParams,
-    homes,
 )
-from eplb_service.solver.tables import fixed_rule, slots_by_expert
 from eplb_service.solver.window import Forecast, choose_forecast, halves_of
 from tests.solver import asked
 from tests.solver.layers_of import Case, cases, shares_of_sources
-from tests.solver.placed_layer import random_placement
+from tests.solver.placed_layer import deployed_on, random_placement
 from tests.solver.slow import forecast as slow
 from tests.solver.slow import heat
 from tests.solver.slow import tables as slow_tables
@@ -43,11 +41,7 @@ SPLITS = st.sampled_from((EVEN, RULE, SOLVED))
 
 def deployment(case: Case, sources: int, seed: int) -> Deployed:
     phy2log_RS = random_placement(case.ranks, case.slots, case.experts, np.random.default_rng(seed))
-    table_GE = fixed_rule(*slots_by_expert(phy2log_RS, case.experts), sources)
-    share_GE = shares_of_sources(sources, case.experts, "uneven", seed)
-    one_node_R, one_node_G = np.zeros(case.ranks, dtype=np.int32), np.zeros(sources, dtype=np.int32)
-    home_ER = homes(phy2log_RS, case.experts)
-    return Deployed(phy2log_RS, table_GE, share_GE, home_ER, one_node_R, one_node_G)
+    return deployed_on(phy2log_RS, shares_of_sources(sources, case.experts, "uneven", seed))
 
 
 def surely(sureness: float) -> SearchParams:

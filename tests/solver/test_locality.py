@@ -14,11 +14,9 @@ from eplb_service.solver.model import (
     RULE,
     SOLVED,
     Candidate,
-    Deployed,
     Layer,
     SearchParams,
     heat_of,
-    homes,
 )
 from eplb_service.solver.tables import fixed_rule, slot_shares, slots_by_expert
 from eplb_service.solver.topology import (
@@ -31,7 +29,7 @@ from eplb_service.solver.topology import (
     localised,
 )
 from tests.solver.layers_of import Case, cases, shares_of_sources
-from tests.solver.placed_layer import PlacedLayer
+from tests.solver.placed_layer import PlacedLayer, deployed_on
 from tests.solver.slow import topology as slow
 from tests.solver.slow.heat import rank_series
 
@@ -160,9 +158,7 @@ def test_equal_sources_trade_replicas_so_that_both_are_at_home() -> None:
     log2phy_GE = np.array([[4, 1, 2, 3, 5, 6, 7], [0, 1, 2, 3, 5, 6, 7]], dtype=np.int32)
     share_GE = np.full((2, 7), 0.5, dtype=np.float32)
     node_R = np.array([0, 0, 1, 1], dtype=np.int32)
-    serving = Deployed(
-        phy2log_RS, log2phy_GE, share_GE, homes(phy2log_RS, 7), node_R, np.array([0, 1], dtype=np.int32)
-    )
+    serving = deployed_on(phy2log_RS, share_GE, log2phy_GE, node_R, np.array([0, 1], dtype=np.int32))
     candidate = Candidate(phy2log_RS, log2phy_GE, 1.5, 0)
     near = localised(candidate, Layer(heat, serving), SearchParams(tables=SOLVED))
     assert near.log2phy_GE[:, 0].tolist() == [0, 4]

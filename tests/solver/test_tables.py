@@ -14,7 +14,7 @@ from eplb_service.solver.construction import assignment_of, descending, hottest_
 from eplb_service.solver.evaluation import expert_heat
 from eplb_service.solver.layer import _touched_up, par_on
 from eplb_service.solver.local_search import SMALLEST_RELIEF
-from eplb_service.solver.model import SOLVED, Candidate, Deployed, Layer, SearchParams, homes
+from eplb_service.solver.model import SOLVED, Candidate, Layer, SearchParams
 from eplb_service.solver.tables import (
     fixed_rule,
     rehoused,
@@ -26,7 +26,7 @@ from eplb_service.solver.tables import (
 )
 from eplb_service.solver.topology import keep_slots
 from tests.solver.layers_of import Case, cases, shares_of_sources
-from tests.solver.placed_layer import PlacedLayer, random_placement
+from tests.solver.placed_layer import PlacedLayer, deployed_on, random_placement
 from tests.solver.slow import heat
 from tests.solver.slow import local_search as slow_search
 from tests.solver.slow import tables as slow
@@ -180,10 +180,7 @@ def test_a_candidate_touched_up_through_its_tables_is_never_hotter(
 ) -> None:
     given_ = Sources(case, z, sources, kind, seed)
     layer, table_GE = given_.layer, given_.rule_GE
-    one_node_R, one_node_G = np.zeros(case.ranks, np.int32), np.zeros(sources, np.int32)
-    home_ER = homes(given_.phy2log_RS, case.experts)
-    deployed = Deployed(given_.phy2log_RS, table_GE, given_.share_GE, home_ER, one_node_R, one_node_G)
-    seen = Layer(layer.heat32, deployed)
+    seen = Layer(layer.heat32, deployed_on(given_.phy2log_RS, given_.share_GE, table_GE))
     candidate = Candidate(given_.phy2log_RS, table_GE, 0.0, 0)
     candidate = candidate._replace(par=par_on(candidate, seen, SOLVED))
     found = _touched_up(candidate, seen, SearchParams(z=z, local_search_steps=5_000, tables=SOLVED))

@@ -34,7 +34,7 @@ from eplb_service.solver.time_layer import (
 from eplb_service.solver.window import Forecast
 from tests.solver.asked import SEARCH, assert_servable
 from tests.solver.layers_of import cases, with_bursts_of
-from tests.solver.placed_layer import random_placement
+from tests.solver.placed_layer import deployed_on, random_placement
 from tests.solver.slow import time as plain_time
 from tests.solver.test_time_costs import CURVE, CURVES, TIMED_KINDS
 
@@ -43,12 +43,8 @@ STAYS = Forecast(np.inf, 0.0)
 
 
 def deployed_of(experts: int, ranks: int, slots: int) -> Deployed:
-    first = Placement.linear(1, experts, ranks, slots)
-    phy2log_RS = first.phy2log_LRS[0].copy()
-    log2phy_GE = np.ascontiguousarray(first.default_log2phy()[:, 0])
-    share_GE = np.full((ranks, experts), 1 / ranks, dtype=np.float32)
-    node = np.zeros(ranks, dtype=np.int32)
-    return Deployed(phy2log_RS, log2phy_GE, share_GE, homes(phy2log_RS, experts), node, node)
+    phy2log_RS = Placement.linear(1, experts, ranks, slots).phy2log_LRS[0].copy()
+    return deployed_on(phy2log_RS, np.full((ranks, experts), 1 / ranks, dtype=np.float32))
 
 
 def realised(heat_NE, answer_RS, log2phy_GE, deployed, tables, curve) -> float:
