@@ -37,7 +37,6 @@ from eplb_service.bench.closed_loop import Course
 from eplb_service.offline import solve
 from worker_agent.moe.stepwise import ROUNDS
 
-PARTS = ("recorded", "drawn", "cost", "exact", "example")
 _CHOICES = 8 * 1024
 
 
@@ -45,16 +44,9 @@ def main() -> None:
     """Print a table for each part, and at the end every figure beside its target."""
     options = _parser().parse_args()
     console = Console(width=150, highlight=False)
-    parts = {
-        "recorded": _recorded,
-        "drawn": _drawn,
-        "cost": _cost,
-        "exact": _exact,
-        "example": _example,
-    }
     found: list[Target] = []
     for name in options.only or PARTS:
-        found += parts[name](options, console)
+        found += PARTS[name](options, console)
     if found:
         console.print(target_table(found).drawn())
 
@@ -261,6 +253,8 @@ def _ratio(quality: Rows, placement: str, split: str) -> float:
 def _most(what: str, wanted: float, found: float) -> Target:
     return Target(what, f"at most {wanted:g}", f"{found:.3f}", round(found, 3) <= wanted)
 
+
+PARTS = {"recorded": _recorded, "drawn": _drawn, "cost": _cost, "exact": _exact, "example": _example}
 
 if __name__ == "__main__":
     main()

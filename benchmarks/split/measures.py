@@ -14,6 +14,7 @@ from benchmarks.solver.heats import generate
 from eplb_service.bench.closed_loop import Course
 from eplb_service.bench.decision import Float64
 from eplb_service.bench.scoring import peak_to_average
+from eplb_service.io.routes import DEFAULT_BATCH, steps_and_places
 from eplb_service.offline import Solution, solve
 from eplb_service.placement import Placement, with_entries
 from eplb_service.solver.model import Int64
@@ -329,11 +330,7 @@ def _skewed(tokens: int, steps: int) -> Int64:
     return generator.multinomial(tokens * _CHOICES, share_TLE)
 
 
-BATCH = 64
-"""Requests that are decoded side by side, evenly spread over the ranks."""
-
-
-def routed_sources(path: Path, ranks: int, batch: int = BATCH) -> np.ndarray:
+def routed_sources(path: Path, ranks: int, batch: int = DEFAULT_BATCH) -> np.ndarray:
     """Each step's choices by the rank of their token, int16 ``[T, R, L, E]``.
 
     ``path`` is an .npz with ``routes`` ``[tokens, L, choices]`` and ``req_ptr``, the bounds of requests. A request that
@@ -353,17 +350,3 @@ def routed_sources(path: Path, ranks: int, batch: int = BATCH) -> np.ndarray:
         counts = np.bincount(cells.ravel(), minlength=steps * ranks * experts)
         source_TRLE[:, :, layer] = counts.reshape(steps, ranks, experts)
     return source_TRLE
-
-
-def steps_and_places(bounds: np.ndarray, batch: int) -> tuple[np.ndarray, np.ndarray]:
-    """The step of each token, and which of the ``batch`` places its request is in; both int64 ``[tokens]``."""
-    step_K = np.empty(bounds[-1], dtype=np.int64)
-    place_K = np.empty(bounds[-1], dtype=np.int64)
-    free_from = np.zeros(batch, dtype=np.int64)
-    for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        place = int(np.argmin(free_from))
-        begin = int(free_from[place])
-        step_K[first:last] = np.arange(begin, begin + last - first)
-        place_K[first:last] = place
-        free_from[place] = begin + last - first
-    return step_K, place_K

@@ -56,7 +56,7 @@ def heat_of_routes(
         raise HeatError(f"a step has at least one token, got a batch of {batch}")
     _check_routes(routes_KLC, experts, -1 if padded else 0)
     tokens, layers, _ = routes_KLC.shape
-    step_K = _steps(_checked_bounds(request_bounds, tokens, batch), batch, tokens)
+    step_K, _ = steps_and_places(_checked_bounds(request_bounds, tokens, batch), batch)
     tokens_T = np.bincount(step_K)
     steps = int(np.count_nonzero(tokens_T == batch))
     if steps == 0:
@@ -116,18 +116,23 @@ def _checked_bounds(request_bounds: npt.ArrayLike | None, tokens: int, batch: in
     return bounds.astype(np.int64)
 
 
-def _steps(bounds: Int64, batch: int, tokens: int) -> Int64:
-    """The step of each token, int64 ``[tokens]``."""
+def steps_and_places(bounds: Int64, batch: int) -> tuple[Int64, Int64]:
+    """Step of each token, and which of ``batch`` places its request takes; both int64 ``[tokens]``.
+
+    A request that ends gives its place to the next in file order. One request alone is cut into steps of ``batch``.
+    """
+    tokens = int(bounds[-1])
     if bounds.size == 2:
-        return np.arange(tokens, dtype=np.int64) // batch
-    step_K = np.empty(tokens, dtype=np.int64)
+        return np.divmod(np.arange(tokens, dtype=np.int64), batch)
+    step_K, place_K = np.empty((2, tokens), dtype=np.int64)
     free_from = np.zeros(batch, dtype=np.int64)
     for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         place = int(np.argmin(free_from))
         start = int(free_from[place])
         step_K[first:last] = np.arange(start, start + last - first)
+        place_K[first:last] = place
         free_from[place] = start + last - first
-    return step_K
+    return step_K, place_K
 
 
 def heat_of_slots(slot_heat_TLP: Array, phy2log: npt.ArrayLike, experts: int | None = None) -> Array:
