@@ -17,15 +17,7 @@ from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
 import eplb_service
 from eplb_service.atomic_write import check_output, write_atomically
-from eplb_service.cli.options import (
-    JSON,
-    RESULTS,
-    SEVERAL,
-    UserError,
-    option,
-    takes_options,
-    whole_numbers,
-)
+from eplb_service.cli.options import JSON, RESULTS, SEVERAL, UserError, option, takes_options, whole_numbers
 from eplb_service.cli.output import output_console, print_json, progress_bar, rows_table, write_json
 from eplb_service.cli.trace_options import (
     HEAT,

@@ -13,15 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eplb_service.atomic_write import check_output
-from eplb_service.cli.options import (
-    JSON,
-    SEVERAL,
-    UserError,
-    argument,
-    option,
-    takes_options,
-    whole_numbers,
-)
+from eplb_service.cli.options import JSON, SEVERAL, UserError, argument, option, takes_options, whole_numbers
 from eplb_service.cli.output import output_console, print_json, rows_table, write_json
 from eplb_service.cli.replay import INTERVAL, OUT, WINDOW, policies_of, policy_figures
 from eplb_service.cli.trace_options import (
@@ -36,12 +28,7 @@ from eplb_service.cli.trace_options import (
 from eplb_service.cli.warmup import compile_solver
 from eplb_service.io.open_trace import KNOWN
 from eplb_service.placement import PlacementError, mean_par
-from eplb_service.planner.settings import (
-    NumberOrAuto,
-    number_or_auto,
-    planner_options,
-    planner_settings,
-)
+from eplb_service.planner.settings import NumberOrAuto, number_or_auto, planner_options, planner_settings
 from eplb_service.replay.policy import ReplayError
 
 if TYPE_CHECKING:

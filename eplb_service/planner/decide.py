@@ -36,13 +36,7 @@ from eplb_service.placement import (
 from eplb_service.planner.dealing import as_host_deals, first_tables, tables_of_sources
 from eplb_service.planner.plan import LayerPlan, Plan
 from eplb_service.planner.price import move_price
-from eplb_service.planner.request import (
-    episode_heat,
-    episodes_of,
-    groups_on_nodes,
-    solve_picked,
-    time_curve,
-)
+from eplb_service.planner.request import episode_heat, episodes_of, groups_on_nodes, solve_picked, time_curve
 from eplb_service.planner.score import (
     balanced_par,
     noise_floor,

@@ -8,15 +8,7 @@ from itertools import product
 from typing import Any
 
 from eplb_service.io.open_trace import naming
-from eplb_service.replay.jobs import (
-    TraceFile,
-    cores,
-    in_processes,
-    on_ray,
-    replay,
-    shared_out,
-    with_threads,
-)
+from eplb_service.replay.jobs import TraceFile, cores, in_processes, on_ray, replay, shared_out, with_threads
 from eplb_service.replay.loop import Scene
 from eplb_service.replay.policy import Job
 from eplb_service.replay.result import Replay

@@ -13,12 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from eplb_service.solver.construction import even_shares, replicas_of, share_of
-from eplb_service.solver.evaluation import (
-    TopRanks,
-    loads_in_episodes,
-    top_ranks_of,
-    update_loads,
-)
+from eplb_service.solver.evaluation import TopRanks, loads_in_episodes, top_ranks_of, update_loads
 from eplb_service.solver.jit import kernel, part
 from eplb_service.solver.model import Bool, Float32, Int32, UInt64, homes, set_placement, set_row
 

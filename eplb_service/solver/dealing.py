@@ -21,25 +21,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.solver.construction import (
-    Assignment,
-    assignment_of,
-    even_shares,
-    hottest_rank,
-    shift_load,
-)
+from eplb_service.solver.construction import Assignment, assignment_of, even_shares, hottest_rank, shift_load
 from eplb_service.solver.evaluation import SMALLEST_GAIN, risk, smooth_max_of
 from eplb_service.solver.jit import kernel
 from eplb_service.solver.local_search import risk_of_both
 from eplb_service.solver.model import Float32, Heat, Int32, Layer, SearchParams
-from eplb_service.solver.tables import (
-    cool,
-    fixed_rule,
-    risk_with,
-    slot_shares,
-    slots_by_expert,
-    tables_par,
-)
+from eplb_service.solver.tables import cool, fixed_rule, risk_with, slot_shares, slots_by_expert, tables_par
 
 _HALVINGS = 12
 """Bisections for the share that two ranks are equally hot at: to a 4096th of what there is to move."""

@@ -16,13 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.solver.construction import (
-    Assignment,
-    assignment_of,
-    descending,
-    hottest_rank,
-    shift_load,
-)
+from eplb_service.solver.construction import Assignment, assignment_of, descending, hottest_rank, shift_load
 from eplb_service.solver.evaluation import (
     SMALLEST_GAIN,
     expert_heat,

@@ -11,10 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from eplb_service.solver.construction import descending
-from eplb_service.solver.evaluation import (
-    SMALLEST_GAIN,
-    loads_in_episodes,
-)
+from eplb_service.solver.evaluation import SMALLEST_GAIN, loads_in_episodes
 from eplb_service.solver.jit import kernel
 from eplb_service.solver.model import (
     CHOSEN,

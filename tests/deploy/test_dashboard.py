@@ -6,10 +6,7 @@ import pytest
 import yaml
 
 from eplb_service.telemetry.metrics import Metrics, declared_series
-from tests.deploy.files import (
-    DEPLOY,
-    load,
-)
+from tests.deploy.files import DEPLOY, load
 from tools.dashboard import layout
 from tools.dashboard.operator_rules import operator_rules
 

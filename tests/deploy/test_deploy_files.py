@@ -15,15 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from eplb_service.control.server.service import running_service
 from eplb_service.control.server.settings import SettingsError, load_settings
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
-from tests.deploy.files import (
-    DEPLOY,
-    DOCKERFILE,
-    GRPC_PORT,
-    METRICS_PORT,
-    ROOT,
-    load,
-    settings_from,
-)
+from tests.deploy.files import DEPLOY, DOCKERFILE, GRPC_PORT, METRICS_PORT, ROOT, load, settings_from
 
 YAML_FILES = sorted(path for suffix in ("yaml", "yml") for path in DEPLOY.rglob(f"*.{suffix}"))
 JSON_FILES = sorted(DEPLOY.rglob("*.json"))

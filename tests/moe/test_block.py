@@ -9,14 +9,7 @@ import torch
 from eplb_service.wire.heat import StepPhase
 from tests.moe.cases import Case, alone, layer_on
 from tests.moe.simulated import run_simulated
-from worker_agent.moe import (
-    DenseMoE,
-    MoEBlock,
-    MoEShape,
-    Router,
-    SharedExperts,
-    seeded_experts,
-)
+from worker_agent.moe import DenseMoE, MoEBlock, MoEShape, Router, SharedExperts, seeded_experts
 from worker_agent.moe.block import FreeExpert
 from worker_agent.moe.operators import reference
 from worker_agent.moe.rank_group import RankGroup

@@ -15,10 +15,7 @@ from worker_agent.moe import DenseMoE, ExpertParallelMoE, LayerOptions, seeded_e
 from worker_agent.moe.compose import LayerPath
 from worker_agent.moe.dispatch import MC2Variant
 from worker_agent.moe.operators import reference
-from worker_agent.moe.prepare import (
-    All2AllPreparation,
-    SequenceParallelPreparation,
-)
+from worker_agent.moe.prepare import All2AllPreparation, SequenceParallelPreparation
 from worker_agent.moe.rank_group import RankGroup
 
 OWN = {"preparations": {"allgather": SequenceParallelPreparation(RankGroup(None))}}

@@ -17,9 +17,7 @@ from worker_agent.moe.dispatch import MC2Variant
 from worker_agent.moe.dispatch.interface import DispatchRequest, WeightAndReduce, _dealt
 from worker_agent.moe.experts import GroupedExperts
 from worker_agent.moe.operators import reference
-from worker_agent.moe.prepare import (
-    All2AllPreparation,
-)
+from worker_agent.moe.prepare import All2AllPreparation
 from worker_agent.moe.rank_group import RankGroup
 
 ROWS_NH = torch.tensor([[1.0, 2.0], [10.0, 20.0], [100.0, 200.0]])

@@ -10,13 +10,7 @@ from eplb_service.heat.synthetic import synthetic_heat
 from eplb_service.io.trace import ArrayTrace
 from eplb_service.planner.price import SplitCost
 from eplb_service.planner.settings import PlannerSettings
-from eplb_service.replay.advise import (
-    MOVE_PRICES,
-    Option,
-    _reasons_of_memory,
-    advise,
-    cheapest,
-)
+from eplb_service.replay.advise import MOVE_PRICES, Option, _reasons_of_memory, advise, cheapest
 from eplb_service.replay.costs import Costs
 from eplb_service.replay.jobs import replay, scene_for
 from eplb_service.replay.policy import ReplayError, Setup

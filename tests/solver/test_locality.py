@@ -9,15 +9,7 @@ from hypothesis import strategies as st
 
 from eplb_service.placement import check_log2phy
 from eplb_service.solver.evaluation import loads_in_episodes
-from eplb_service.solver.model import (
-    EVEN,
-    RULE,
-    SOLVED,
-    Candidate,
-    Layer,
-    SearchParams,
-    heat_of,
-)
+from eplb_service.solver.model import EVEN, RULE, SOLVED, Candidate, Layer, SearchParams, heat_of
 from eplb_service.solver.tables import fixed_rule, slot_shares, slots_by_expert
 from eplb_service.solver.topology import (
     _best_local_move,

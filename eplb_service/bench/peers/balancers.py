@@ -11,14 +11,7 @@ from typing import Any
 import numpy as np
 
 from eplb_service.bench.decision import Decision, Int32, Policy, Scene
-from eplb_service.bench.peers.archives import (
-    SGLANG,
-    VLLM,
-    VLLM_ASCEND,
-    Package,
-    import_from,
-    stand_in,
-)
+from eplb_service.bench.peers.archives import SGLANG, VLLM, VLLM_ASCEND, Package, import_from, stand_in
 
 
 class _FlashLB:

@@ -14,9 +14,7 @@ from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.health import mean_measured_par, measured_par, problems, rank_loads
 from eplb_service.control.server.access.gate import current_caller
 from eplb_service.control.server.listening import StatusError
-from eplb_service.control.server.observer import (
-    Observer,
-)
+from eplb_service.control.server.observer import Observer
 from eplb_service.control.server.plane.control_plane import ControlPlane
 from eplb_service.wire.codec import encode
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc

@@ -10,12 +10,7 @@ import grpc
 from eplb_service.control.server.plane.deployments import MOST_DEPLOYMENTS
 from eplb_service.wire.generated import operator_pb2
 from tests.attacks.attempts.registry import attempt, refused
-from tests.attacks.attempts.requests import (
-    Code,
-    hello_with,
-    inflating_hello,
-    shaped_hello,
-)
+from tests.attacks.attempts.requests import Code, hello_with, inflating_hello, shaped_hello
 from tests.attacks.target import LIVE, Target
 from tests.control.fake_group import FakeRank, hello_of
 

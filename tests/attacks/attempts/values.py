@@ -9,14 +9,7 @@ import numpy as np
 from eplb_service.wire.codec import pack
 from eplb_service.wire.generated import agent_pb2, operator_pb2
 from tests.attacks.attempts.registry import attempt, refused
-from tests.attacks.attempts.requests import (
-    LIST,
-    MIB,
-    Code,
-    hello_with,
-    refused_with,
-    spoilt_heat,
-)
+from tests.attacks.attempts.requests import LIST, MIB, Code, hello_with, refused_with, spoilt_heat
 from tests.attacks.target import LIVE, Target
 from tests.control.fake_group import FakeGroup
 

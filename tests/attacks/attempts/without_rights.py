@@ -9,14 +9,7 @@ from grpc_health.v1 import health_pb2
 from eplb_service.wire.generated import operator_pb2
 from tests.attacks import target as to
 from tests.attacks.attempts.registry import attempt, refused
-from tests.attacks.attempts.requests import (
-    LIST,
-    MIB,
-    PAUSE,
-    Code,
-    hello_with,
-    raw_call,
-)
+from tests.attacks.attempts.requests import LIST, MIB, PAUSE, Code, hello_with, raw_call
 from tests.attacks.target import Target, bearer
 
 refused("read without a token", Code.UNAUTHENTICATED, True, lambda t: t.code_of("ListDeployments", LIST))

@@ -19,11 +19,7 @@ from eplb_service.control.server.outgoing.heat_feed import HeatFeed
 from eplb_service.control.server.outgoing.streams import RankStream, Streams
 from eplb_service.control.server.plane.deployments import KnownDeployments
 from eplb_service.control.server.settings import ServiceSettings
-from eplb_service.control.server.store.store import (
-    StoredDeployment,
-    StoreWriter,
-    higher_term,
-)
+from eplb_service.control.server.store.store import StoredDeployment, StoreWriter, higher_term
 from eplb_service.io.recorder import Recording
 from eplb_service.telemetry.logs import BoundedLog
 from eplb_service.telemetry.metrics import Metrics
