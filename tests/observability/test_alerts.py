@@ -177,7 +177,11 @@ def trouble(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
     async def knock() -> None:
         while True:
-            await order(service, "ListDeployments", operator_pb2.ListDeploymentsRequest(), token="wrong")
+            request = operator_pb2.ListDeploymentsRequest()
+            # A call takes several turns of the loop, which has about one a second here: many at once.
+            await asyncio.gather(
+                *(order(service, "ListDeployments", request, token="wrong") for _ in range(16))
+            )
             await asyncio.sleep(0.1)
 
     async def hold() -> None:
