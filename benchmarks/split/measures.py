@@ -297,7 +297,7 @@ def exactness(steps: int = 32) -> Iterator[Exactness]:
 
 
 def _exactness(ranks: int, slots: int, tokens: int, popularity: str, steps: int) -> Exactness:
-    heat_TLE = _drawn(tokens, 2 * steps) if popularity == DRAWN else _skewed(tokens, 2 * steps)
+    heat_TLE = _drawn_heat(tokens, 2 * steps) if popularity == DRAWN else _skewed_heat(tokens, 2 * steps)
     hottest: list[tuple[float, float, float]] = []
     for layer, made_for in enumerate(("even", "step")):
         solved = solve(heat_TLE[:steps, layer : layer + 1].astype(np.int32), ranks, slots, split=made_for)
@@ -313,12 +313,12 @@ def _exactness(ranks: int, slots: int, tokens: int, popularity: str, steps: int)
     return Exactness(ranks, slots, tokens, popularity, rounds, found_N - best_N, over_N, over_N / whole_N)
 
 
-def _drawn(tokens: int, steps: int) -> Int64:
+def _drawn_heat(tokens: int, steps: int) -> Int64:
     """As in the other parts, ``[steps, 2, E]``."""
     return generate("static", 2, _EXPERTS, steps, tokens=tokens, choices=_CHOICES).astype(np.int64)
 
 
-def _skewed(tokens: int, steps: int) -> Int64:
+def _skewed_heat(tokens: int, steps: int) -> Int64:
     """Log-popularity of deviation 2, which jumps by 0.7 from step to step; no expert has more tokens than there are."""
     generator = np.random.default_rng(tokens)
     log_TLE = generator.normal(0, 2, (1, 2, _EXPERTS)) + generator.normal(0, 0.7, (steps, 2, _EXPERTS))
