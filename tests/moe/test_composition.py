@@ -86,9 +86,7 @@ def test_mc2_takes_no_expert_twice_and_no_more_tokens_than_its_operators():
     run_simulated(2, one_step)
     npu: Any = SimpleNamespace(type="npu")
     options = LayerOptions(mc2=MC2Variant())
-    path = LayerPath.of_each(["mc2"], RankGroup(None), 4, reference, npu, quantized=False, options=options)[
-        "mc2"
-    ]
+    path = LayerPath.of("mc2", RankGroup(None), 4, reference, npu, quantized=False, options=options)
     path.check_room(3, 512)
     with pytest.raises(ValueError, match="layer 3: 513 tokens, padding among them, are more than the 512"):
         path.check_room(3, 513)

@@ -63,36 +63,37 @@ class ExpertParameter:
             shape[split] *= tp_size
         return tuple(shape)
 
-    def fitted(self, shard: Shard, loaded: torch.Tensor) -> torch.Tensor:
-        """Return a checkpoint tensor in the shape that is held here: with or without a last dimension of one."""
-        destination = self._destination(0, shard)
-        if self.granularity is not Granularity.CHANNEL:
-            return loaded
-        if loaded.ndim == destination.ndim + 1 and loaded.shape[-1] == 1:
-            return loaded.squeeze(-1)
-        return loaded.unsqueeze(-1) if loaded.ndim == destination.ndim - 1 else loaded
+    def fitted(self, shard: Shard, loaded: torch.Tensor, tp_size: int) -> torch.Tensor:
+        """Return one expert's checkpoint tensor in the shape that is held here; ``ValueError`` where it does not fit.
 
-    def takes(self, dtype: torch.dtype) -> bool:
-        """Return whether values of ``dtype`` can be copied: floating point into such, integers into the same."""
-        own = self.tensor_S.dtype
-        return dtype.is_floating_point if own.is_floating_point else dtype == own
+        Floating point goes into such, integers into the same.
+        """
+        own, expected = self.tensor_S.dtype, self.loaded_shape(shard, tp_size)
+        if own.is_floating_point and not loaded.dtype.is_floating_point:
+            raise ValueError(f"must have a floating-point dtype, got {loaded.dtype}")
+        if not own.is_floating_point and loaded.dtype != own:
+            raise ValueError(f"must have {own}, got {loaded.dtype}")
+        shape = tuple(loaded.shape)
+        if self.granularity is Granularity.CHANNEL and ((*shape, 1) == expected or shape == (*expected, 1)):
+            loaded = loaded.reshape(expected)
+        if loaded.shape != expected:
+            raise ValueError(f"must have the shape {list(expected)} for {shard.value}, got {list(shape)}")
+        if self.zeros and loaded.any():
+            raise ValueError("must be zeros: the layer's quantization is symmetric")
+        return loaded
 
     def fill(self, slot: int, shard: Shard, loaded: torch.Tensor, tp_rank: int) -> None:
         """Copy ``tp_rank``'s part of a tensor of ``loaded_shape`` into a slot."""
         if self.zeros:
             return
-        destination = self._destination(slot, shard)
-        if self.granularity is Granularity.BIAS and shard is Shard.W2 and tp_rank:
+        destination, split = self._destination(slot, shard), self._split_dimension(shard)
+        if split is not None:
+            width = destination.shape[split]
+            destination.copy_(loaded.narrow(split, tp_rank * width, width))
+        elif self.granularity is Granularity.BIAS and tp_rank:
             destination.zero_()
         else:
-            destination.copy_(self._own_part(shard, loaded, tp_rank))
-
-    def _own_part(self, shard: Shard, loaded: torch.Tensor, tp_rank: int) -> torch.Tensor:
-        split = self._split_dimension(shard)
-        if split is None:
-            return loaded
-        width = self._destination(0, shard).shape[split]
-        return loaded.narrow(split, tp_rank * width, width)
+            destination.copy_(loaded)
 
     def _destination(self, slot: int, shard: Shard) -> torch.Tensor:
         rows = self.tensor_S[slot]
@@ -144,7 +145,10 @@ class CheckpointNames:
 
     def parse(self, name: str) -> _Parsed:
         """Read a name; ``ValueError`` where it is none of an expert tensor."""
-        prefix, projections = re.escape(self.prefix), self._projections()
+        prefix = re.escape(self.prefix)
+        projections: dict[str, tuple[Shard, ...]] = {self.gate: (Shard.W1,), self.down: (Shard.W2,)}
+        if self.up is not None:
+            projections |= {self.up: (Shard.W3,), self.gate_up: (Shard.W1, Shard.W3)}
         known = "|".join(sorted(map(re.escape, projections), key=len, reverse=True))
         match = re.fullmatch(
             rf"{prefix}\.(?P<expert>\d+)\.(?P<projection>[^.]+)\.(?P<suffix>[^.]+)", name
@@ -178,12 +182,6 @@ class CheckpointNames:
             yield from ((shard, tensor[first::2]) for first, shard in enumerate(shards))
         else:
             yield from zip(shards, tensor.tensor_split(2), strict=True)
-
-    def _projections(self) -> dict[str, tuple[Shard, ...]]:
-        projections: dict[str, tuple[Shard, ...]] = {self.gate: (Shard.W1,), self.down: (Shard.W2,)}
-        if self.up is not None:
-            projections |= {self.up: (Shard.W3,), self.gate_up: (Shard.W1, Shard.W3)}
-        return projections
 
 
 class ExpertLoader:
@@ -267,31 +265,16 @@ class ExpertLoader:
     def _load_expert(self, expert: int, suffix: str, found: Iterable[tuple[Shard, torch.Tensor]]) -> int:
         if expert >= self._experts:
             raise ValueError(f"is of expert {expert}; the layer has experts 0..{self._experts - 1}")
-        parts = [(shard, self._checked(shard, suffix, part)) for shard, part in found]
-        slots = self._slots_of.get(expert, [])
-        for shard, part in parts:
+        parts = []
+        for shard, part in found:
             parameter = self._parameter(suffix, shard)
+            parts.append((shard, parameter, parameter.fitted(shard, part, self._tp_size)))
+        slots = self._slots_of.get(expert, [])
+        for shard, parameter, part in parts:
             for slot in slots:
                 parameter.fill(slot, shard, part, self._tp_rank)
             self._missing.discard((expert, shard, suffix))
         return len(slots)
-
-    def _checked(self, shard: Shard, suffix: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return one expert's tensor in the shape that is held here; ``ValueError`` where it does not fit."""
-        parameter = self._parameter(suffix, shard)
-        if not parameter.takes(tensor.dtype):
-            own = parameter.tensor_S.dtype
-            wanted = "a floating-point dtype" if own.is_floating_point else str(own)
-            raise ValueError(f"must have {wanted}, got {tensor.dtype}")
-        expected = parameter.loaded_shape(shard, self._tp_size)
-        fitted = parameter.fitted(shard, tensor)
-        if tuple(fitted.shape) != expected:
-            raise ValueError(
-                f"must have the shape {list(expected)} for {shard.value}, got {list(tensor.shape)}"
-            )
-        if parameter.zeros and fitted.any():
-            raise ValueError("must be zeros: the layer's quantization is symmetric")
-        return fitted
 
     def _parameter(self, suffix: str, shard: Shard) -> ExpertParameter:
         w13, w2 = self._parameters[suffix]

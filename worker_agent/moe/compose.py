@@ -215,6 +215,35 @@ class LayerOptions:
         if self.slotwise and self.max_rank_tokens is not None:
             raise ValueError("experts are either slotwise or batched (max_rank_tokens), not both")
 
+    def completed(
+        self, dispatchers: Sequence[str], quantized: bool, operators: Operators, device: torch.device
+    ) -> LayerOptions:
+        """Return the options with what operators and ``device`` offer, and workspaces, in place of ``None``.
+
+        Raises ``ValueError`` where they do not fit a layer of these ``dispatchers``, of int8 weights if ``quantized``.
+        """
+        given = " and ".join(dispatchers)
+        if not dispatchers:
+            raise ValueError("a layer needs at least one dispatcher")
+        unused = [name for name in self.preparations if name not in dispatchers]
+        if unused:
+            raise ValueError(f"preparations are given for {' and '.join(unused)}, dispatchers are {given}")
+        if self.quantize_before_gather and not quantized:
+            raise ValueError(
+                "quantize_before_gather is for W8A8 layers; this one's weights are floating-point"
+            )
+        gathering = [name for name in dispatchers if name in SHARED_TOKEN_DISPATCHERS]
+        if self.quantize_before_gather and all(name in self.preparations for name in gathering):
+            own = " with preparations of their own" if gathering else ""
+            raise ValueError(
+                f"quantize_before_gather needs a dispatcher that gathers by a default preparation, got {given}{own}"
+            )
+        return replace(
+            self,
+            mc2=MC2Variant.of(operators, device) if self.mc2 is None else self.mc2,
+            workspaces=Workspaces(sets=2) if self.workspaces is None else self.workspaces,
+        )
+
     def check_choices(self, layer: int, topk_ids_TK: torch.Tensor) -> None:
         """Raise ``ValueError`` naming the layer where the options do not allow so many choices of a token."""
         choices = topk_ids_TK.shape[1]
@@ -238,9 +267,9 @@ class LayerPath:
     """The part that needs the real choices of a token to be distinct experts, if any does."""
 
     @classmethod
-    def of_each(
+    def of(
         cls,
-        dispatchers: Sequence[str],
+        name: str,
         group: RankGroup,
         slots: int,
         operators: Operators,
@@ -248,48 +277,47 @@ class LayerPath:
         quantized: bool,
         options: LayerOptions,
         activation: Activation = Activation.SILU,
-    ) -> dict[str, LayerPath]:
-        """Make the path of each dispatcher by name; ``ValueError`` where there is none, or parts do not fit together.
+    ) -> LayerPath:
+        """Make the path of the dispatcher ``name``; ``ValueError`` where there is none, or parts do not fit together.
 
         Each rank of ``group`` has as many local experts as ``slots``, of int8 where ``quantized`` and with an
-        ``activation`` between their two matrices; ``operators`` compute on ``device``. ``dispatchers`` are names,
-        ``options`` the layer's.
+        ``activation`` between their two matrices; ``operators`` compute on ``device``. ``options`` are the layer's,
+        ``completed``.
         """
-        if not dispatchers:
-            raise ValueError("a layer needs at least one dispatcher")
-        unused = [name for name in options.preparations if name not in dispatchers]
-        if unused:
-            raise ValueError(
-                f"preparations are given for {' and '.join(unused)}, dispatchers are {' and '.join(dispatchers)}"
-            )
-        mc2 = MC2Variant.of(operators, device) if options.mc2 is None else options.mc2
-        workspaces = Workspaces(sets=2) if options.workspaces is None else options.workspaces
-        _check_quantized_gather(dispatchers, quantized, options)
-        quantize_with = operators if options.quantize_before_gather else None
-        paths = {}
-        for name in dispatchers:
-            sender: TokenDispatcher = build_dispatcher(name, group, slots, operators, mc2)
-            if options.max_rank_tokens is not None:
-                sender = BatchedDispatcher(sender, group.size, slots, options.max_rank_tokens)
-            kernel = ModularKernel(
-                sender,
-                _experts(operators, options, activation),
-                quantized=quantized,
-                workspaces=workspaces,
-                chunk_rows=options.chunk_rows,
-            )
-            distinct_for = "for MC2" if name == "mc2" else None
-            if options.max_rank_tokens is not None:
-                distinct_for = "in the batched format"
-            preparation = options.preparations.get(name) or _preparation(name, group, quantize_with)
-            paths[name] = cls(
-                preparation,
-                kernel,
-                _rooms(name, group, device, options),
-                name in SHARED_TOKEN_DISPATCHERS,
-                distinct_for,
-            )
-        return paths
+        sender: TokenDispatcher = build_dispatcher(name, group, slots, operators, options.mc2)
+        experts: Experts
+        weighs, gathers, most = (
+            options.experts_weigh,
+            name in SHARED_TOKEN_DISPATCHERS,
+            options.max_rank_tokens,
+        )
+        rooms, distinct_for = {}, "for MC2" if name == "mc2" else None
+        if name == "mc2" and device.type == "npu":
+            rooms["MC2"] = MOST_MC2_TOKENS
+        if most is not None:
+            sender = BatchedDispatcher(sender, group.size, slots, most)
+            experts = BatchedExperts(weighs=weighs, activation=activation)
+            # A gathered dispatch has the tokens of all ranks.
+            rooms["the batched format"] = most * group.size if gathers else most
+            distinct_for = "in the batched format"
+        elif options.slotwise:
+            experts = SlotwiseExperts(weighs=weighs, activation=activation)
+        else:
+            experts = GroupedExperts(operators, weighs=weighs, activation=activation)
+        kernel = ModularKernel(
+            sender,
+            experts,
+            quantized=quantized,
+            workspaces=options.workspaces,
+            chunk_rows=options.chunk_rows,
+        )
+        preparation, alone = options.preparations.get(name), RankGroup(None)
+        if preparation is None and gathers:
+            quantize_with = operators if options.quantize_before_gather else None
+            preparation = SequenceParallelPreparation(group, quantize_with)
+        elif preparation is None:
+            preparation = MC2Preparation(group, alone) if name == "mc2" else All2AllPreparation(alone)
+        return cls(preparation, kernel, rooms, gathers, distinct_for)
 
     def check_room(self, layer: int, tokens: int) -> None:
         """Raise ``ValueError`` naming the layer where a rank dispatches more ``tokens``, padding among them."""
@@ -312,45 +340,3 @@ class LayerPath:
                 f"layer {layer}: topk_ids must have distinct experts for each token {self.distinct_for}, "
                 f"got {topk_ids_TK[token].tolist()} at token {token}"
             )
-
-
-def _rooms(name: str, group: RankGroup, device: torch.device, options: LayerOptions) -> dict[str, int]:
-    """Return the tokens that one dispatch has room for, by the part that has no more."""
-    rooms = {}
-    if name == "mc2" and device.type == "npu":
-        rooms["MC2"] = MOST_MC2_TOKENS
-    if options.max_rank_tokens is not None:
-        # A gathered dispatch has the tokens of all ranks.
-        gathered = group.size if name in SHARED_TOKEN_DISPATCHERS else 1
-        rooms["the batched format"] = options.max_rank_tokens * gathered
-    return rooms
-
-
-def _check_quantized_gather(dispatchers: Sequence[str], quantized: bool, options: LayerOptions) -> None:
-    """Raise ``ValueError`` where tokens are to be quantized before a gather, and nothing would do so."""
-    if not options.quantize_before_gather:
-        return
-    if not quantized:
-        raise ValueError("quantize_before_gather is for W8A8 layers; this one's weights are floating-point")
-    gathering = [name for name in dispatchers if name in SHARED_TOKEN_DISPATCHERS]
-    if not any(name not in options.preparations for name in gathering):
-        raise ValueError(
-            "quantize_before_gather needs a dispatcher that gathers by a default preparation, "
-            f"got {' and '.join(dispatchers)}" + (" with preparations of their own" if gathering else "")
-        )
-
-
-def _experts(operators: Operators, options: LayerOptions, activation: Activation) -> Experts:
-    weighs = options.experts_weigh
-    if options.max_rank_tokens is not None:
-        return BatchedExperts(weighs=weighs, activation=activation)
-    if options.slotwise:
-        return SlotwiseExperts(weighs=weighs, activation=activation)
-    return GroupedExperts(operators, weighs=weighs, activation=activation)
-
-
-def _preparation(dispatcher: str, group: RankGroup, quantize_with: Operators | None) -> Preparation:
-    if dispatcher in SHARED_TOKEN_DISPATCHERS:
-        return SequenceParallelPreparation(group, quantize_with)
-    alone = RankGroup(None)
-    return MC2Preparation(group, alone) if dispatcher == "mc2" else All2AllPreparation(alone)

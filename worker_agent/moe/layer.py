@@ -15,7 +15,7 @@ from worker_agent.moe.operators import check_dtype, operators_for
 from worker_agent.moe.prepare import Prepared
 from worker_agent.moe.rank_group import RankGroup
 from worker_agent.moe.shape import MicroBatch, MoEShape, masked_outputs, real_ids
-from worker_agent.moe.shared_experts import SharedExperts, SharedRun, SharedStream
+from worker_agent.moe.shared_experts import SharedExperts, SharedStream
 from worker_agent.moe.state import EplbState, check_grouped, checked_table
 from worker_agent.moe.stepwise import StepwiseSplit
 from worker_agent.moe.weights import ExpertSource, ExpertTensors, build_weights
@@ -222,16 +222,12 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
             check_grouped(shape.layer, phy2log_RS)
         self._track(phy2log_RS, group.rank, log2phy_E, heat_rows, device)
         self._group = group
-        self._paths = LayerPath.of_each(
-            names,
-            group,
-            phy2log_RS.shape[1],
-            operators_for(device),
-            device,
-            self._quantized,
-            options,
-            shape.activation,
-        )
+        slots, operators, quantized = phy2log_RS.shape[1], operators_for(device), self._quantized
+        options = options.completed(names, quantized, operators, device)
+        self._paths = {
+            name: LayerPath.of(name, group, slots, operators, device, quantized, options, shape.activation)
+            for name in names
+        }
         self._split = None
         if options.split == "step":
             self._split = StepwiseSplit(phy2log_RS, shape.experts, device, options.split_rounds)
@@ -256,12 +252,12 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         """Run one or two micro-batches as a step; each one's own outputs, with those of its shared experts."""
         path = self._path(dispatcher)
         own = self._checked(path, batches, phase)
-        beside = [self._beside(batch) for batch in batches]
+        shared = self._shared_experts
+        beside = [] if shared is None else [shared.beside(batch.hidden_TH, self._stream) for batch in batches]
         prepared, requests = [], list[DispatchRequest]()
         for batch, own_TK in zip(batches, own, strict=True):
-            ready = self._prepare(path, batch, own_TK, length)
+            ready, request = self._prepare(path, batch, own_TK, length)
             prepared.append(ready)
-            request = self._request(path, batch, own_TK, ready)
             requests.append(request.after(requests[-1]) if requests else request)
         results = path.kernel.run(
             requests, self._weights(), self._dtype, beside=beside, workspace_set=workspace_set
@@ -312,14 +308,9 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
 
     def _prepare(
         self, path: LayerPath, batch: MicroBatch, own_TK: torch.Tensor, length: int | None
-    ) -> Prepared:
+    ) -> tuple[Prepared, DispatchRequest]:
         prepared = path.preparation.prepare(batch.hidden_TH, (own_TK, batch.topk_weights_TK), length)
         path.check_room(self.shape.layer, prepared.hidden_TH.shape[0])
-        return prepared
-
-    def _request(
-        self, path: LayerPath, batch: MicroBatch, own_TK: torch.Tensor, prepared: Prepared
-    ) -> DispatchRequest:
         ids_TK, weights_TK = prepared.routing
         masked = own_TK is not batch.topk_ids_TK
         if prepared.active_T is not None:
@@ -339,9 +330,4 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
             scale_T=prepared.scale_T,
             check_values=self._check_ids,
         )
-        return request.weighed_on_input() if self._options.weigh_on_input else request
-
-    def _beside(self, batch: MicroBatch) -> SharedRun | None:
-        if self._shared_experts is None:
-            return None
-        return self._shared_experts.beside(batch.hidden_TH, self._stream)
+        return prepared, request.weighed_on_input() if self._options.weigh_on_input else request

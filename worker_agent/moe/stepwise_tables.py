@@ -43,12 +43,13 @@ def split_tables(phy2log_RS: Int32, experts: int, shared: int) -> dict[str, npt.
     """
     check_layer(phy2log_RS, experts)
     slots, ranks = _SharedSlots.of(phy2log_RS), phy2log_RS.shape[0]
-    used, forest = len(slots.rank_M), _Forest.of(slots, ranks)
+    used = len(slots.rank_M)
+    order_R, by_rank_MR, by_slot_MM = _forest(slots, ranks)
     on_rank_RM = np.equal.outer(np.arange(ranks), slots.rank_M).astype(np.float64)
     starts, round_CM2 = _rounds(slots, on_rank_RM, shared)
-    known_XY, exact_XM = _exact(slots, on_rank_RM, forest.order_R)
+    known_XY, exact_XM = _exact(slots, on_rank_RM, order_R)
     first_RY, bound_MR = _bound(slots, on_rank_RM)
-    by_sum_MX = np.hstack([forest.by_rank_MR, forest.by_slot_MM])
+    by_sum_MX = np.hstack([by_rank_MR, by_slot_MM])
     # The forest's slots carry what sums say, so that what is left depends on counts alone, in whole tokens.
     uncut_MY = known_XY[ranks:] - by_sum_MX @ known_XY
     parts, rows = ranks + shared // 2, (*[shared] * len(PENALTIES), ranks + shared, shared, ranks)
@@ -232,94 +233,46 @@ class _SharedSlots:
         return cls(*([row[field] for row in found] for field in range(4)))
 
 
-@dataclass(frozen=True)
-class _Forest:
-    """A spanning forest of ranks and shared experts, whose edges are slots; and how changes run along it."""
+def _forest(slots: _SharedSlots, ranks: int) -> tuple[list[int], Float64, Float64]:
+    """Walk a depth-first spanning forest of ranks and shared experts, whose edges are slots.
 
-    order_R: list[int]
-    """The ranks in the order that a walk from the roots meets them: below every edge they are consecutive."""
+    Returns the ranks in the order that the walk meets them: below every edge they are consecutive. And how changes run
+    along the forest: what is taken from each slot where so much is cut from the ranks' running sums, ``[M, R]``, and
+    where so much is cut from slots beside the forest, ``[M, M]``.
+    """
+    used = len(slots.rank_M)
+    expert_M = [ranks + expert for expert in slots.expert_M]
+    edges: dict[int, list[tuple[int, int]]] = {node: [] for node in (*range(ranks), *expert_M)}
+    for slot, (rank, expert) in enumerate(zip(slots.rank_M, expert_M, strict=True)):
+        edges[rank].append((slot, expert))
+        edges[expert].append((slot, rank))
+    met: dict[int, None] = {}
+    below_of: dict[int, list[int]] = {}
+    by_rank_MR, by_slot_MM = np.zeros((used, ranks)), np.zeros((used, used))
 
-    by_rank_MR: Float64
-    """float64 ``[M, R]``: what is taken from each slot where so much is cut from the ranks' running sums."""
+    def walk(node: int) -> None:
+        met[node] = None
+        for slot, other in edges[node]:
+            if other not in met:
+                first = len(met)
+                walk(other)
+                below_of[slot] = list(met)[first:]
 
-    by_slot_MM: Float64
-    """float64 ``[M, M]``: what is taken from each slot where so much is cut from slots beside the forest."""
-
-    @classmethod
-    def of(cls, slots: _SharedSlots, ranks: int) -> _Forest:
-        """A depth-first forest."""
-        walk = _Walk(slots, ranks)
-        used = len(slots.rank_M)
-        by_rank_MR, by_slot_MM = np.zeros((used, ranks)), np.zeros((used, used))
-        beside = sorted(set(range(used)) - {branch.slot for branch in walk.branches})
-        by_slot_MM[beside, beside] = 1.0
-        for branch in walk.branches:
-            # Of an expert below, what its ranks take more leaves less for the rank above.
-            sign = -1.0 if branch.is_expert else 1.0
-            if branch.end > branch.first:
-                by_rank_MR[branch.slot, branch.end - 1] += sign
-                if branch.first > 0:
-                    by_rank_MR[branch.slot, branch.first - 1] -= sign
-            for other in beside:
-                rank_below = branch.first <= walk.place_R[slots.rank_M[other]] < branch.end
-                expert_below = slots.expert_M[other] in branch.experts
-                by_slot_MM[branch.slot, other] -= sign * (float(rank_below) - float(expert_below))
-        return cls(walk.order_R, by_rank_MR, by_slot_MM)
-
-
-@dataclass
-class _Branch:
-    """The part of the forest below one slot."""
-
-    slot: int
-    is_expert: bool
-    """The upper end is a rank and the lower one an expert."""
-    first: int
-    """Place of the first rank below, in the forest's order."""
-    end: int
-    experts: set[int]
-
-
-class _Walk:
-    """A depth-first walk of all ranks and shared experts."""
-
-    def __init__(self, slots: _SharedSlots, ranks: int) -> None:
-        self._slots = slots
-        self._of_rank: dict[int, list[int]] = {rank: [] for rank in range(ranks)}
-        self._of_expert: dict[int, list[int]] = {}
-        for slot, (rank, expert) in enumerate(zip(slots.rank_M, slots.expert_M, strict=True)):
-            self._of_rank[rank].append(slot)
-            self._of_expert.setdefault(expert, []).append(slot)
-        self.order_R: list[int] = []
-        self.place_R: dict[int, int] = {}
-        self.branches: list[_Branch] = []
-        self._met: set[int] = set()
-        for rank in range(ranks):
-            if rank not in self.place_R:
-                self._from_rank(rank)
-
-    def _from_rank(self, rank: int) -> set[int]:
-        """Walk on from a rank; the experts met."""
-        self.place_R[rank] = len(self.order_R)
-        self.order_R.append(rank)
-        met: set[int] = set()
-        for slot in self._of_rank[rank]:
-            expert = self._slots.expert_M[slot]
-            if expert not in self._met:
-                self._met.add(expert)
-                first = len(self.order_R)
-                below = self._from_expert(expert)
-                self.branches.append(_Branch(slot, True, first, len(self.order_R), below))
-                met |= below
-        return met
-
-    def _from_expert(self, expert: int) -> set[int]:
-        met = {expert}
-        for slot in self._of_expert[expert]:
-            rank = self._slots.rank_M[slot]
-            if rank not in self.place_R:
-                first = len(self.order_R)
-                below = self._from_rank(rank)
-                self.branches.append(_Branch(slot, False, first, len(self.order_R), below))
-                met |= below
-        return met
+    for rank in range(ranks):
+        if rank not in met:
+            walk(rank)
+    order_R = [node for node in met if node < ranks]
+    beside = sorted(set(range(used)) - set(below_of))
+    by_slot_MM[beside, beside] = 1.0
+    for slot, below in below_of.items():
+        # Of an expert below, what its ranks take more leaves less for the rank above.
+        sign = -1.0 if below[0] >= ranks else 1.0
+        places = [order_R.index(node) for node in below if node < ranks]
+        if places:
+            by_rank_MR[slot, places[-1]] += sign
+            if places[0] > 0:
+                by_rank_MR[slot, places[0] - 1] -= sign
+        for other in beside:
+            rank_below, expert_below = slots.rank_M[other] in below, expert_M[other] in below
+            by_slot_MM[slot, other] -= sign * (float(rank_below) - float(expert_below))
+    return order_R, by_rank_MR, by_slot_MM

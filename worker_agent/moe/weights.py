@@ -25,9 +25,7 @@ def seeded_experts(shape: MoEShape, seed: int = 0) -> ExpertSource:
     """Return random float32 experts that keep the scale of their input, drawn from seed, layer and expert id."""
 
     def draw(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        generator = _generator(shape, seed, expert)
-        w13_IH = torch.randn(shape.first_rows, shape.hidden, generator=generator)
-        w2_HI = torch.randn(shape.hidden, shape.intermediate, generator=generator)
+        w13_IH, w2_HI = _drawn(shape, seed, expert, (shape.hidden,), (shape.intermediate,))
         return w13_IH * shape.hidden**-0.5, w2_HI * shape.intermediate**-0.5
 
     return draw
@@ -35,17 +33,15 @@ def seeded_experts(shape: MoEShape, seed: int = 0) -> ExpertSource:
 
 def seeded_biases(shape: MoEShape, seed: int = 0) -> ExpertSource:
     """Return random float32 biases, drawn from seed, layer and expert id."""
-
-    def draw(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        generator = _generator(shape, seed, -1 - expert)
-        w13_bias_I = torch.randn(shape.first_rows, generator=generator)
-        return w13_bias_I, torch.randn(shape.hidden, generator=generator)
-
-    return draw
+    return lambda expert: _drawn(shape, seed, -1 - expert, (), ())
 
 
-def _generator(shape: MoEShape, seed: int, draw: int) -> torch.Generator:
-    return torch.Generator().manual_seed((seed * 1_000_003 + shape.layer) * 1_000_003 + draw)
+def _drawn(
+    shape: MoEShape, seed: int, draw: int, w13_columns: tuple[int, ...], w2_columns: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + shape.layer) * 1_000_003 + draw)
+    w13 = torch.randn(shape.first_rows, *w13_columns, generator=generator)
+    return w13, torch.randn(shape.hidden, *w2_columns, generator=generator)
 
 
 @dataclass(frozen=True)
@@ -106,28 +102,35 @@ def build_weights(
     Weights come from ``experts``, and biases, if there are any, from ``biases``; ``logical_S`` has the expert in each
     slot of this rank. They are of ``dtype`` on ``device``, in the ``shape`` of the layer.
     """
-    slots, rows, hidden = len(logical_S), shape.first_rows, shape.hidden
-    w13_SIH = torch.empty(slots, rows, hidden, dtype=dtype, device=device)
-    w2_SHI = torch.empty(slots, hidden, shape.intermediate, dtype=dtype, device=device)
-    _fill(shape.layer, logical_S, experts, {"w13": w13_SIH, "w2": w2_SHI})
+    rows, hidden, inner = shape.first_rows, shape.hidden, shape.intermediate
+    shapes: dict[str, tuple[int, ...]] = {"w13": (rows, hidden), "w2": (hidden, inner)}
+    w13_SIH, w2_SHI = _filled(shape.layer, logical_S, experts, shapes, dtype, device)
     if biases is None:
         return ExpertWeights(w13_SIH, w2_SHI)
-    w13_bias_SI = torch.empty(slots, rows, dtype=ExpertWeights.bias_dtype(dtype), device=device)
-    w2_bias_SH = torch.empty(slots, hidden, dtype=ExpertWeights.bias_dtype(dtype), device=device)
-    _fill(shape.layer, logical_S, biases, {"w13 bias": w13_bias_SI, "w2 bias": w2_bias_SH})
-    return ExpertWeights(w13_SIH, w2_SHI, w13_bias_SI=w13_bias_SI, w2_bias_SH=w2_bias_SH)
+    shapes, dtype = {"w13 bias": (rows,), "w2 bias": (hidden,)}, ExpertWeights.bias_dtype(dtype)
+    w13_SI, w2_SH = _filled(shape.layer, logical_S, biases, shapes, dtype, device)
+    return ExpertWeights(w13_SIH, w2_SHI, w13_bias_SI=w13_SI, w2_bias_SH=w2_SH)
 
 
-def _fill(layer: int, logical_S: list[int], source: ExpertSource, stacked: dict[str, torch.Tensor]) -> None:
-    """Copy what a source gives for each slot's expert, in order, into tensors ``[S, ...]``."""
+def _filled(
+    layer: int,
+    logical_S: list[int],
+    source: ExpertSource,
+    shapes: dict[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> list[torch.Tensor]:
+    """Return tensors ``[S, ...]`` of what a source gives for each slot's expert, which must have these shapes."""
+    stacked = [torch.empty(len(logical_S), *shape, dtype=dtype, device=device) for shape in shapes.values()]
     for slot, expert in enumerate(logical_S):
-        for (name, tensor_S), given in zip(stacked.items(), source(expert), strict=True):
-            if given.shape != tensor_S.shape[1:]:
+        for (name, shape), tensor_S, given in zip(shapes.items(), stacked, source(expert), strict=True):
+            if given.shape != shape:
                 raise ValueError(
                     f"layer {layer}: {name} of expert {expert} must have the shape "
-                    f"{list(tensor_S.shape[1:])}, got {list(given.shape)}"
+                    f"{list(shape)}, got {list(given.shape)}"
                 )
             tensor_S[slot].copy_(given)
+    return stacked
 
 
 def _quantized_matrices(
@@ -156,26 +159,22 @@ def _movable_weights(
     A tensor ``[S, a, b]`` that is contiguous only when its inner dimensions are swapped (a transposed scale) is viewed
     that way. Raises ``ValueError`` where a tensor has another number of slots or no such view exists.
     """
-    return {
-        name: _flat_rows(layer, slots, name, tensor)
-        for name, tensor in named
-        if not name.startswith(_NOT_OF_EXPERTS)
-    }
-
-
-def _flat_rows(layer: int, slots: int, name: str, tensor_S: torch.Tensor) -> torch.Tensor:
-    if tensor_S.ndim == 0 or tensor_S.shape[0] != slots:
-        raise ValueError(
-            f"layer {layer}: {name} must have the shape [{slots}, ...], got {list(tensor_S.shape)}"
-        )
-    if not tensor_S.is_contiguous() and tensor_S.ndim == 3:
-        tensor_S = tensor_S.transpose(1, 2)
-    if not tensor_S.is_contiguous():
-        raise ValueError(
-            f"layer {layer}: {name} must be contiguous, up to a swap of its inner dimensions; "
-            f"its strides are {list(tensor_S.stride())} for the shape {list(tensor_S.shape)}"
-        )
-    return tensor_S.view(slots, -1)
+    views = {}
+    for name, tensor_S in named:
+        if name.startswith(_NOT_OF_EXPERTS):
+            continue
+        shape = list(tensor_S.shape)
+        if shape[:1] != [slots]:
+            raise ValueError(f"layer {layer}: {name} must have the shape [{slots}, ...], got {shape}")
+        if not tensor_S.is_contiguous() and tensor_S.ndim == 3:
+            tensor_S = tensor_S.transpose(1, 2)
+        if not tensor_S.is_contiguous():
+            raise ValueError(
+                f"layer {layer}: {name} must be contiguous, up to a swap of its inner dimensions; "
+                f"its strides are {list(tensor_S.stride())} for the shape {list(tensor_S.shape)}"
+            )
+        views[name] = tensor_S.view(slots, -1)
+    return views
 
 
 class ExpertTensors(torch.nn.Module):

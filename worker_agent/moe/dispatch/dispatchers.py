@@ -119,27 +119,39 @@ class AllGatherDispatcher(_Dispatcher):
         first = self._group.rank * self._slots
         end = first + self._slots
         quantize = request.quantized and request.scale_T is None
-        if not physical_TK.numel():
-            return self._nothing(request, physical_TK)
-        rows_NH, row_of_choice, counts_S, scale_N = self._operators.npu_moe_init_routing_v2(
-            request.hidden_TH,
-            physical_TK.to(torch.int32),
-            scale=request.scale_T,
-            active_num=physical_TK.numel(),
-            expert_num=nowhere + 1 if request.masked else nowhere,
-            expert_tokens_num_type=GroupListType.COUNTS,
-            expert_tokens_num_flag=True,
-            active_expert_range=[first, end],
-            quant_mode=QuantMode.DYNAMIC if quantize else QuantMode.NONE,
-        )
-        elsewhere_TK = (physical_TK < first) | (physical_TK >= end)
         by_experts_TK, by_combine_TK = request.placed_weights()
-        weights_N = None
-        if by_experts_TK is not None:
-            # Choices served elsewhere have row -1: the last place takes them, and is dropped.
-            places_N = by_experts_TK.new_zeros(by_experts_TK.numel() + 1)
-            place_N = (row_of_choice % places_N.shape[0]).long()
-            weights_N = places_N.index_copy_(0, place_N, by_experts_TK.reshape(-1))[:-1]
+        elsewhere_TK = (physical_TK < first) | (physical_TK >= end)
+        scale_N: torch.Tensor | None
+        if physical_TK.numel():
+            rows_NH, row_of_choice, counts_S, scale_N = self._operators.npu_moe_init_routing_v2(
+                request.hidden_TH,
+                physical_TK.to(torch.int32),
+                scale=request.scale_T,
+                active_num=physical_TK.numel(),
+                expert_num=nowhere + 1 if request.masked else nowhere,
+                expert_tokens_num_type=GroupListType.COUNTS,
+                expert_tokens_num_flag=True,
+                active_expert_range=[first, end],
+                quant_mode=QuantMode.DYNAMIC if quantize else QuantMode.NONE,
+            )
+            weights_N = None
+            if by_experts_TK is not None:
+                # Choices served elsewhere have row -1: the last place takes them, and is dropped.
+                places_N = by_experts_TK.new_zeros(by_experts_TK.numel() + 1)
+                place_N = (row_of_choice % places_N.shape[0]).long()
+                weights_N = places_N.index_copy_(0, place_N, by_experts_TK.reshape(-1))[:-1]
+        else:
+            # No tokens on any rank: no operator is called.
+            rows_NH, scale_N, weights_N, row_of_choice = sorted_rows(
+                self._operators,
+                request.hidden_TH,
+                physical_TK,
+                nowhere,
+                scale_T=request.scale_T,
+                weights_TK=by_experts_TK,
+                quantize=quantize,
+            )
+            counts_S = physical_TK.new_zeros(self._slots)
         batch = ExpertBatch(
             rows_NH,
             counts_S.to(torch.int64),
@@ -150,21 +162,6 @@ class AllGatherDispatcher(_Dispatcher):
         return self._arrived(
             batch, WeightAndReduce(row_of_choice, physical_TK.shape[1], by_combine_TK, elsewhere_TK)
         )
-
-    def _nothing(self, request: DispatchRequest, physical_TK: torch.Tensor) -> Callable[[], Dispatched]:
-        """No tokens on any rank: no operator is called."""
-        hidden_TH, none_N = request.hidden_TH, request.hidden_TH.new_empty(0, dtype=torch.float32)
-        batch = ExpertBatch(
-            hidden_TH.new_empty(
-                0, hidden_TH.shape[1], dtype=torch.int8 if request.quantized else hidden_TH.dtype
-            ),
-            physical_TK.new_zeros(self._slots, dtype=torch.int64),
-            GroupListType.COUNTS,
-            none_N if request.quantized else None,
-            none_N if request.experts_weigh else None,
-        )
-        no_rows = physical_TK.new_empty(0, dtype=torch.int32)
-        return self._arrived(batch, WeightAndReduce(no_rows, physical_TK.shape[1], request.real_weights()))
 
 
 class MoGEDispatcher(_Dispatcher):
@@ -179,10 +176,10 @@ class MoGEDispatcher(_Dispatcher):
         """Take each token's choices of this rank's group, and sort them by slot; counts are cumulative."""
         ranks, slots = self._group.size, self._slots
         nowhere = ranks * slots
-        self._check(request, nowhere)
+        physical_TK = request.physical(nowhere)
+        self._check(physical_TK // slots, request.check_values)
         # A token's choices on this rank first, in order of slot; whatever is elsewhere or not real after them.
         first = self._group.rank * slots
-        physical_TK = request.physical(nowhere)
         here_TK = (physical_TK >= first) & (physical_TK < first + slots)
         slot_TK, order_TK = (physical_TK - first).masked_fill(~here_TK, slots).sort(dim=1)
         share = physical_TK.shape[1] // ranks
@@ -210,16 +207,14 @@ class MoGEDispatcher(_Dispatcher):
         batch = ExpertBatch(rows_NH, counts_S.cumsum(0), GroupListType.CUMULATIVE, scale_N, weights_N)
         return self._arrived(batch, WeightAndReduce(row_of_choice, share, by_combine_TC, absent_TC))
 
-    def _check(self, request: DispatchRequest, nowhere: int) -> None:
-        ranks, choices = self._group.size, request.topk_ids_TK.shape[1]
+    def _check(self, rank_TK: torch.Tensor, check_values: bool) -> None:
+        ranks, choices = self._group.size, rank_TK.shape[1]
         if choices % ranks:
             raise ValueError(
                 f"grouped experts: topk_ids must have a multiple of {ranks} choices, got {choices}"
             )
-        if not request.check_values:
+        if not check_values:
             return
-        physical_TK = request.physical(nowhere)
-        rank_TK = physical_TK // self._slots
         here_TKR = rank_TK.unsqueeze(2) == torch.arange(ranks, device=rank_TK.device)
         wrong_T = (here_TKR.sum(dim=1) > choices // ranks).any(dim=1)
         if wrong_T.any():
