@@ -61,8 +61,9 @@ class Service:
     def start(self) -> None:
         """Start it and wait until it can make decisions: its solver may have to be compiled first."""
         command = [sys.executable, "-m", "eplb_service.cli.main", "serve", *self._flags]
+        # Linux shares out a busy machine by sessions: in one of its own the service is not the last of many tests.
         self._process = subprocess.Popen(
-            command, stdout=self._log, stderr=self._log, stdin=subprocess.DEVNULL
+            command, stdout=self._log, stderr=self._log, stdin=subprocess.DEVNULL, start_new_session=True
         )
         deadline = time.monotonic() + _START_SECONDS
         while not self._serves():
