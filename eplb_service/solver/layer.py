@@ -311,7 +311,7 @@ def from_scratch(layer: Layer, params: SearchParams, slot_price: float) -> Candi
     best = Candidate(deployed.phy2log_RS, deployed.log2phy_GE, np.inf, 0)
     for replicas_E in best_KE:
         assignment = place(replicas_E, heat, ranks, slots, params.z)
-        placed_RS = _searched(assignment, heat, nowhere_ER, params, np.zeros(1))[0][0]
+        placed_RS = searched(assignment, heat, nowhere_ER, np.zeros(1), params)[0]
         if params.annealing_tries > 0:
             tries = params.annealing_tries // best_KE.shape[0]
             placed_RS, _ = anneal(placed_RS, heat.scaled_EN, heat.share_N, tries, params.seed)
@@ -373,24 +373,21 @@ def _improved(layer: Layer, params: SearchParams, price_K: Float64) -> Int32:
         return searched_for_steps(deployed.phy2log_RS, heat, deployed.home_ER, price_K, params)
     share_RS = even_shares(deployed.phy2log_RS, deployed.share_GE.shape[1])
     assignment = assignment_of(deployed.phy2log_RS, share_RS, heat)
-    return _searched(assignment, heat, deployed.home_ER, params, price_K)[0]
+    return searched(assignment, heat, deployed.home_ER, price_K, params)
 
 
-def _searched(
-    assignment: Assignment, heat: Heat, home_ER: Bool, params: SearchParams, price_K: Float64
-) -> tuple[Int32, Float64]:
-    """``local_search`` as the parameters of a layer ask for it."""
-    options = params.options
-    return local_search(
-        assignment,
-        heat,
-        home_ER,
-        price_K,
-        params.z,
-        params.local_search_steps,
-        options.swaps,
-        options.exchanges,
-    )
+def searched(
+    assignment: Assignment,
+    heat: Heat,
+    home_ER: Bool,
+    price_K: Float64,
+    params: SearchParams,
+    exchanges: bool = True,
+) -> Int32:
+    """``local_search`` as the parameters ask for it; without ``exchanges`` where replica counts are settled."""
+    steps, options = params.local_search_steps, params.options
+    exchanges = exchanges and options.exchanges
+    return local_search(assignment, heat, home_ER, price_K, params.z, steps, options.swaps, exchanges)[0]
 
 
 def _served(phy2log_RS: Int32, layer: Layer, params: SearchParams) -> Candidate:

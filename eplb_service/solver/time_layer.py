@@ -22,8 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from eplb_service.solver.construction import Assignment, assignment_of, even_shares, place
-from eplb_service.solver.layer import FEWEST_EPISODES, Answer, from_scratch, is_sure, move_prices
-from eplb_service.solver.local_search import local_search
+from eplb_service.solver.layer import FEWEST_EPISODES, Answer, from_scratch, is_sure, move_prices, searched
 from eplb_service.solver.model import (
     EVEN,
     FRESH,
@@ -140,7 +139,7 @@ def solve_layer_for_time(
     forecast = _between_bursts(episodes_NE, deployed, params, half_life_H)
     seen = _timed(episodes_NE, steps_NE, deployed, curve_4, forecast)
     now = seen.judged(Candidate(deployed.phy2log_RS, deployed.log2phy_GE, 0.0, 0), params.tables)
-    tables = _retabled(deployed.phy2log_RS, seen, params)
+    tables = _tabled(deployed.phy2log_RS, seen, params)
     halves = []
     if episodes_NE.shape[0] >= FEWEST_EPISODES:
         cut, step_cut = episodes_NE.shape[0] // 2, steps_NE.shape[0] // 2
@@ -229,10 +228,7 @@ def _clearly_saved(
     by_tokens_N = held_out.slowest_N(balanced, params.tables)
     saved_of = {}
     for way in ways:
-        if way == _RETABLED:
-            found = _retabled(balanced.phy2log_RS, fit, params)
-        else:
-            found = min(_placed_for_time(fit, params), key=attrgetter("par"))
+        found = _by_way(way, balanced, fit, params)
         saved_N = by_tokens_N - held_out.slowest_N(found, params.tables)
         saved, error = float(saved_N.mean()), standard_error(saved_N.astype(np.float64))
         if saved > max(_HARDLY * held_out.even_us, _SURE * error):
@@ -243,12 +239,17 @@ def _clearly_saved(
 def _placed(seen: _TimedLayer, params: SearchParams, slot_price: float, way: int) -> Candidate:
     """Place from scratch by one of the ways, unless balanced tokens are faster on this very heat."""
     balanced = from_scratch(seen.layer, params, slot_price)
-    found = [seen.judged(balanced, params.tables)]
+    found = seen.judged(balanced, params.tables)
+    if way == _BALANCED:
+        return found
+    return min(found, _by_way(way, balanced, seen, params), key=attrgetter("par"))
+
+
+def _by_way(way: int, balanced: Candidate, seen: _TimedLayer, params: SearchParams) -> Candidate:
+    """Give balanced tokens tables for time, or place for time."""
     if way == _RETABLED:
-        found.append(_retabled(balanced.phy2log_RS, seen, params))
-    elif way == _FOR_TIME:
-        found += _placed_for_time(seen, params)
-    return min(found, key=attrgetter("par"))
+        return _tabled(balanced.phy2log_RS, seen, params)
+    return _placed_for_time(seen, params)
 
 
 def _courses(
@@ -257,7 +258,7 @@ def _courses(
     """Candidates, each with its course, of ``TABLES``, ``LOCAL`` and ``FRESH`` up to ``most``."""
     if most == KEEP:
         return []
-    tables = _retabled(now.phy2log_RS, seen, params)
+    tables = _tabled(now.phy2log_RS, seen, params)
     found = [(tables, TABLES)]
     if most >= LOCAL and params.local_search_steps > 0:
         # The search does not see the floor.
@@ -290,26 +291,35 @@ def _cheapest(
     return best, taken
 
 
-def _retabled(phy2log_RS: Int32, seen: _TimedLayer, params: SearchParams) -> Candidate:
+def _tabled(
+    phy2log_RS: Int32, seen: _TimedLayer, params: SearchParams, used_RE: Bool | None = None
+) -> Candidate:
     """Give a placement, its experts in their deployed slots, the tables that take least time.
 
-    From two beginnings: one replica of each expert in use, and all of them as the balance of tokens has them.
+    From the replicas ``used_RE`` (bool ``[R, E]``); where not given, from two beginnings: one replica of each expert in
+    use, and all of them as the balance of tokens has them.
     """
-    deployed = seen.deployed
-    kept_RS, moves = keep_slots(phy2log_RS, deployed.phy2log_RS)
+    share_GE = seen.deployed.share_GE
+    sources, experts = share_GE.shape
+    kept_RS, moves = keep_slots(phy2log_RS, seen.deployed.phy2log_RS)
     if params.tables != SOLVED:
-        return _by_rule(kept_RS, moves, seen, params)
-    heat, experts = seen.layer.heat, deployed.share_GE.shape[1]
-    us_E = split_us(seen.tokens_EN, np.ones(experts, dtype=np.int32), seen.curve_4) @ seen.weight_N
-    alone_RE = one_replica_each(kept_RS, experts, us_E.astype(np.float32))
-    beginnings = (
-        even_tables(*_slots_in_use(kept_RS, alone_RE), deployed.share_GE),
-        solve_tables(kept_RS, heat, deployed.share_GE, params.z)[0],
-    )
-    return min((_cooled(kept_RS, table_GE, seen, moves) for table_GE in beginnings), key=attrgetter("par"))
+        rule_GE = fixed_rule(*slots_by_expert(kept_RS, experts), sources, params.width)
+        return seen.judged(Candidate(kept_RS, rule_GE, 0.0, moves), params.tables)
+    beginnings = []
+    if used_RE is None:
+        beginnings.append(solve_tables(kept_RS, seen.layer.heat, share_GE, params.z)[0])
+        us_E = split_us(seen.tokens_EN, np.ones(experts, dtype=np.int32), seen.curve_4) @ seen.weight_N
+        used_RE = one_replica_each(kept_RS, experts, us_E.astype(np.float32))
+    # The first of equals is the one with fewest replicas in use.
+    beginnings.insert(0, even_tables(*_slots_in_use(kept_RS, used_RE), share_GE))
+    found = []
+    for table_GE in beginnings:
+        cool_tables(kept_RS, table_GE, seen.tokens_EN, seen.weight_N, share_GE, seen.curve_4, _TABLE_MOVES)
+        found.append(seen.judged(Candidate(kept_RS, table_GE, 0.0, moves), SOLVED))
+    return min(found, key=attrgetter("par"))
 
 
-def _placed_for_time(seen: _TimedLayer, params: SearchParams) -> list[Candidate]:
+def _placed_for_time(seen: _TimedLayer, params: SearchParams) -> Candidate:
     """Place from scratch for a few replica counts, dealt to the ranks so that much stays.
 
     All counts are placed greedily; the most promising ones are searched further.
@@ -328,10 +338,10 @@ def _placed_for_time(seen: _TimedLayer, params: SearchParams) -> list[Candidate]
     found = []
     for _, assignment, heat, replicas_E in begun[:_SEARCHED]:
         nowhere_ER = np.zeros_like(assignment.holds_ER)
-        found_KRS = _swapped(assignment, heat, nowhere_ER, np.zeros(1), params)
+        found_KRS = searched(assignment, heat, nowhere_ER, np.zeros(1), params, exchanges=False)
         used_RE = _used(found_KRS[0], replicas_E.size)
         found.append(_served(_dealt(used_RE, seen), seen, params))
-    return found
+    return min(found, key=attrgetter("par"))
 
 
 def _improved_for_time(
@@ -356,31 +366,12 @@ def _improved_for_time(
     padded_E = np.concatenate([replicas_E, np.ones(unused, dtype=np.int32)])
     share_RS = (1.0 / padded_E[begin_RS]).astype(np.float32)
     home_ER = np.concatenate([deployed.home_ER, np.ones((unused, ranks), dtype=np.bool_)])
-    found_KRS = _swapped(assignment_of(begin_RS, share_RS, heat), heat, home_ER, price_K, params)
+    assignment = assignment_of(begin_RS, share_RS, heat)
+    found_KRS = searched(assignment, heat, home_ER, price_K, params, exchanges=False)
     distinct = {
         found_RS.tobytes(): found_RS for found_RS in found_KRS if not np.array_equal(found_RS, begin_RS)
     }
     return [_served(_used(found_RS, experts), seen, params) for found_RS in distinct.values()]
-
-
-def _swapped(
-    assignment: Assignment, heat: Heat, home_ER: Bool, price_K: Float64, params: SearchParams
-) -> Int32:
-    """Search locally by swaps alone: replica counts are settled."""
-    steps, swaps = params.local_search_steps, params.options.swaps
-    return local_search(assignment, heat, home_ER, price_K, params.z, steps, swaps, False)[0]
-
-
-def _cooled(phy2log_RS: Int32, log2phy_GE: Int32, seen: _TimedLayer, moves: int) -> Candidate:
-    share_GE = seen.deployed.share_GE
-    cool_tables(phy2log_RS, log2phy_GE, seen.tokens_EN, seen.weight_N, share_GE, seen.curve_4, _TABLE_MOVES)
-    return seen.judged(Candidate(phy2log_RS, log2phy_GE, 0.0, moves), SOLVED)
-
-
-def _by_rule(phy2log_RS: Int32, moves: int, seen: _TimedLayer, params: SearchParams) -> Candidate:
-    sources, experts = seen.deployed.share_GE.shape
-    log2phy_GE = fixed_rule(*slots_by_expert(phy2log_RS, experts), sources, params.width)
-    return seen.judged(Candidate(phy2log_RS, log2phy_GE, 0.0, moves), params.tables)
 
 
 def _greedy_us(assignment: Assignment, replicas_E: Int32, seen: _TimedLayer) -> float:
@@ -436,13 +427,7 @@ def _dealt(used_RE: Bool, seen: _TimedLayer) -> Bool:
 
 def _served(used_RE: Bool, seen: _TimedLayer, params: SearchParams) -> Candidate:
     """Fill unused slots with what is there already, and make tables."""
-    deployed = seen.deployed
-    full_RS = _completed(used_RE, deployed.home_ER.T, seen)
-    kept_RS, moves = keep_slots(full_RS, deployed.phy2log_RS)
-    if params.tables != SOLVED:
-        return _by_rule(kept_RS, moves, seen, params)
-    table_GE = even_tables(*_slots_in_use(kept_RS, used_RE), deployed.share_GE)
-    return _cooled(kept_RS, table_GE, seen, moves)
+    return _tabled(_completed(used_RE, seen.deployed.home_ER.T, seen), seen, params, used_RE)
 
 
 def _completed(used_RE: Bool, there_RE: Bool, seen: _TimedLayer) -> Int32:

@@ -66,17 +66,6 @@ def test_whole_tokens_cost_less_than_one_token(case: Case, seed: int) -> None:
     np.testing.assert_array_equal(np.bincount(phy2log_RS.ravel(), flow_P, minlength=case.experts), heat_E)
 
 
-@settings(max_examples=30)
-@given(cases(most_ranks=6, kinds=("even", "skewed", "zero")), SEEDS)
-def test_rows_are_split_each_for_itself(case: Case, seed: int) -> None:
-    phy2log_RS = random_placement(case.ranks, case.slots, case.experts, np.random.default_rng(seed))
-    heat_NE = np.floor(case.heat_NE).astype(np.int64)
-    loads_NR = loads_by_step(heat_NE[:, None], phy2log_RS[None], True)[:, 0]
-    np.testing.assert_array_equal(loads_NR.sum(axis=1), heat_NE.sum(axis=1))
-    for heat_E, load_R in zip(heat_NE, loads_NR, strict=True):
-        assert load_R.max() == np.ceil(slow.by_sets(phy2log_RS, heat_E) - 1e-9)
-
-
 def test_the_expected_level_is_the_weighted_mean_of_the_episodes() -> None:
     generator = np.random.default_rng(0)
     phy2log_RS = random_placement(5, 3, 9, generator)
