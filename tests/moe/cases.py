@@ -67,6 +67,10 @@ class Case:
     def biases(self) -> ExpertSource | None:
         return seeded_biases(self.shape, self.seed) if self.biased else None
 
+    def dense(self) -> DenseMoE:
+        """The twin that a layer must equal."""
+        return DenseMoE(self.shape, seeded_experts(self.shape, self.seed), dtype=self.dtype)
+
     def placement(self, draw: int = 0) -> Int32:
         """A random valid placement ``[R, S]``; another for each ``draw``. Grouped experts stay on their rank."""
         rng = np.random.default_rng((self.seed, draw))
@@ -140,12 +144,13 @@ def build_on(
     layer = layer_on(case, group, heat_rows=heat_rows)
     if case.quantized:
         return layer, alone(case)
-    return layer, DenseMoE(case.shape, seeded_experts(case.shape, case.seed), dtype=case.dtype)
+    return layer, case.dense()
 
 
 def layer_on(case: Case, group: RankGroup, **more: Any) -> ExpertParallelMoE:
     """The case's layer on a rank of a group, with other arguments than the case's where they are given."""
     arguments = {
+        "phy2log_RS": case.placement(),
         "log2phy_E": case.tables()[group.rank],
         "dispatcher": case.dispatcher,
         "quantized": case.quantized,
@@ -153,7 +158,7 @@ def layer_on(case: Case, group: RankGroup, **more: Any) -> ExpertParallelMoE:
         "ep_group": group,
     }
     experts = seeded_experts(case.shape, case.seed)
-    return ExpertParallelMoE(case.shape, case.placement(), experts, **(arguments | more))
+    return ExpertParallelMoE(case.shape, experts=experts, **(arguments | more))
 
 
 def in_order(experts: int) -> Int32:
@@ -161,18 +166,10 @@ def in_order(experts: int) -> Int32:
     return Placement.linear(1, experts, 1, experts).phy2log_LRS[0]
 
 
-def alone(case: Case, options: LayerOptions | None = None) -> ExpertParallelMoE:
+def alone(case: Case, options: LayerOptions | None = None, **more: Any) -> ExpertParallelMoE:
     """The case's layer on one rank, which holds expert ``e`` in slot ``e``."""
-    experts = seeded_experts(case.shape, case.seed)
-    return ExpertParallelMoE(
-        case.shape,
-        in_order(case.experts),
-        experts,
-        dispatcher=case.dispatcher,
-        quantized=case.quantized,
-        dtype=case.dtype,
-        options=options,
-    )
+    here = {"phy2log_RS": in_order(case.experts), "log2phy_E": None, "options": options}
+    return layer_on(case, RankGroup(None), **(here | more))
 
 
 def dealt_by_hand(case: Case, chosen: list[torch.Tensor], draw: int = 0) -> list[int]:

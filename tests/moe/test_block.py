@@ -9,7 +9,7 @@ import torch
 from eplb_service.wire.heat import StepPhase
 from tests.moe.cases import Case, alone, layer_on
 from tests.moe.simulated import run_simulated
-from worker_agent.moe import DenseMoE, MoEBlock, MoEShape, Router, SharedExperts, seeded_experts
+from worker_agent.moe import MoEBlock, MoEShape, Router, SharedExperts, seeded_experts
 from worker_agent.moe.block import FreeExpert
 from worker_agent.moe.operators import reference
 from worker_agent.moe.rank_group import RankGroup
@@ -23,17 +23,13 @@ def logits(experts: int) -> torch.Tensor:
     return torch.randn(12, experts, generator=torch.Generator().manual_seed(5))
 
 
-def dense(case: Case = CASE) -> DenseMoE:
-    return DenseMoE(case.shape, seeded_experts(case.shape))
-
-
 @pytest.mark.parametrize("shape", [(12, 8), (3, 4, 8), (12, 1, 8)])
 def test_outputs_come_in_the_shape_of_the_tokens(shape: tuple[int, ...]):
     block = MoEBlock(Router(experts=6, top_k=3), alone(CASE))
     hidden_TH = CASE.step(0)[0]
     out = block(hidden_TH.view(shape), logits(6).view(*shape[:-1], 6))
     weights_TK, ids_TK = block.router(logits(6))
-    torch.testing.assert_close(out, dense()(hidden_TH, ids_TK, weights_TK).view(shape))
+    torch.testing.assert_close(out, CASE.dense()(hidden_TH, ids_TK, weights_TK).view(shape))
 
 
 @pytest.mark.parametrize("kind", FreeExpert)
@@ -46,7 +42,7 @@ def test_free_experts_neither_travel_nor_count(kind: FreeExpert, some_padding: b
     out_TH = block(hidden_TH, logits(9), active_T=active_T)
     weights_TK, ids_TK = block.router(logits(9))
     real_TK = ids_TK < 6
-    expected_TH = dense()(hidden_TH, ids_TK.masked_fill(~real_TK, 0), weights_TK * real_TK)
+    expected_TH = CASE.dense()(hidden_TH, ids_TK.masked_fill(~real_TK, 0), weights_TK * real_TK)
     if kind is FreeExpert.IDENTITY:
         expected_TH += hidden_TH * (weights_TK * ~real_TK).sum(dim=1, keepdim=True)
     seen_T = torch.ones(12, dtype=torch.bool) if active_T is None else active_T
@@ -114,7 +110,7 @@ def test_a_blocks_step_chooses_its_dispatcher_and_length():
         hidden_TH = case.step(group.rank)[0]
         logits_TE = torch.randn(hidden_TH.shape[0], 6, generator=torch.Generator().manual_seed(group.rank))
         weights_TK, ids_TK = block.router(logits_TE)
-        expected_TH = dense(case)(hidden_TH, ids_TK, weights_TK)
+        expected_TH = case.dense()(hidden_TH, ids_TK, weights_TK)
         for dispatcher in ("mc2", None):
             torch.testing.assert_close(
                 block(hidden_TH, logits_TE, dispatcher=dispatcher, length=7), expected_TH

@@ -37,6 +37,11 @@ def weights(slots: int = 2, tp_size: int = 1) -> tuple[ExpertParameter, ExpertPa
     return ExpertParameter(torch.zeros(slots, 2 * width, H)), ExpertParameter(torch.zeros(slots, H, width))
 
 
+def check_outputs(layer: ExpertParallelMoE, dense: DenseMoE) -> None:
+    tokens = torch.randn(5, H), torch.arange(10).view(5, 2) % E, torch.rand(5, 2)
+    torch.testing.assert_close(layer(*tokens), dense(*tokens))
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
@@ -87,12 +92,7 @@ def test_a_layer_loaded_from_a_checkpoint_equals_its_dense_twin():
         for shard, tensor in parts.items():
             loading.load(NAMES.tensor(expert, shard, "weight"), tensor)
     loading.finish()
-    tokens = (
-        torch.randn(5, H),
-        torch.tensor([[0, 1], [2, 3], [3, 0], [1, 2], [0, 2]]),
-        torch.full((5, 2), 0.5),
-    )
-    torch.testing.assert_close(layer(*tokens), DenseMoE(shape, wanted)(*tokens))
+    check_outputs(layer, DenseMoE(shape, wanted))
 
 
 @pytest.mark.parametrize("with_last_dimension", [False, True])
@@ -145,8 +145,7 @@ def test_tensors_of_all_experts_with_biases_fill_a_layer(transposed: bool, inter
         assert loading.load(name, tensor) == E
     loading.finish()
     dense = DenseMoE(shape, seeded_experts(shape, seed=2), biases=seeded_biases(shape, seed=2))
-    tokens = torch.randn(5, H), torch.arange(10).view(5, 2) % E, torch.rand(5, 2)
-    torch.testing.assert_close(layer(*tokens), dense(*tokens))
+    check_outputs(layer, dense)
 
 
 def test_experts_without_a_gate_have_two_matrices():
@@ -161,8 +160,7 @@ def test_experts_without_a_gate_have_two_matrices():
         for projection, tensor in zip(("up_proj", "down_proj"), experts(expert), strict=True):
             loading.load(f"{NAMES.prefix}.{expert}.{projection}.weight", tensor)
     loading.finish()
-    tokens = torch.randn(5, H), torch.arange(10).view(5, 2) % E, torch.rand(5, 2)
-    torch.testing.assert_close(layer(*tokens), DenseMoE(shape, experts)(*tokens))
+    check_outputs(layer, DenseMoE(shape, experts))
     with pytest.raises(ValueError, match="layer 3: weight has no gate, but the name of the up projection is"):
         ExpertLoader(3, E, placement_RS[0].tolist(), NAMES, parameters)
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.moe.cases import MC2_VARIANTS, Case, alone, layer_on
 from tests.moe.simulated import run_simulated
-from worker_agent.moe import DenseMoE, ExpertParallelMoE, LayerOptions, seeded_experts
+from worker_agent.moe import LayerOptions
 from worker_agent.moe.compose import LayerPath
 from worker_agent.moe.dispatch import MC2Variant
 from worker_agent.moe.operators import reference
@@ -80,7 +80,7 @@ def test_mc2_takes_no_expert_twice_and_no_more_tokens_than_its_operators():
             ValueError, match=r"layer 3: topk_ids must have distinct.*for MC2, got \[3, 0, 3\] at token 1"
         ):
             layer(hidden_TH, ids_TK, weights_TK)
-        expected_TH = DenseMoE(case.shape, seeded_experts(case.shape))(hidden_TH, ids_TK, weights_TK)
+        expected_TH = case.dense()(hidden_TH, ids_TK, weights_TK)
         torch.testing.assert_close(layer(hidden_TH, ids_TK, weights_TK, dispatcher="all2allv"), expected_TH)
 
     run_simulated(2, one_step)
@@ -98,14 +98,10 @@ def test_a_grouped_token_with_more_than_its_share_on_a_rank_is_not_a_number(expe
     case = Case("moge", experts=4, slots=2, top_k=2, tokens=(2, 2))
 
     def one_step(group: RankGroup) -> torch.Tensor:
-        layer = ExpertParallelMoE(
-            case.shape,
-            np.arange(4, dtype=np.int32).reshape(2, 2),
-            seeded_experts(case.shape),
-            dispatcher="moge",
-            ep_group=group,
-            check_ids=False,
-            options=LayerOptions(experts_weigh=experts_weigh),
+        options = LayerOptions(experts_weigh=experts_weigh)
+        in_order_RS = np.arange(4, dtype=np.int32).reshape(2, 2)
+        layer = layer_on(
+            case, group, phy2log_RS=in_order_RS, log2phy_E=None, check_ids=False, options=options
         )
         layer.log2phy[1], layer.log2phy[2] = 2, 1
         ids_TK = torch.tensor([[0, 2], [0, 3]])
@@ -149,8 +145,7 @@ def test_mc2_with_choices_masked_one_by_one_stays_within_its_buffers(variant: MC
         tokens = case.step(group.rank)
         active_TK = torch.rand(32, 6, generator=torch.Generator().manual_seed(group.rank)) < 0.3
         layer = layer_on(case, group, dispatcher="mc2", options=LayerOptions(mc2=variant))
-        dense = DenseMoE(case.shape, seeded_experts(case.shape))
-        expected_TH = dense(tokens[0], tokens[1], tokens[2] * active_TK)
+        expected_TH = case.dense()(tokens[0], tokens[1], tokens[2] * active_TK)
         return float((layer(*tokens, active=active_TK) - expected_TH).abs().max())
 
     assert max(run_simulated(2, one_step)) <= 1e-5

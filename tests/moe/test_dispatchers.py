@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.moe.cases import MC2_VARIANTS, Case, alone, layer_on
 from tests.moe.simulated import run_simulated
-from worker_agent.moe import DenseMoE, LayerOptions, MicroBatch, seeded_experts
+from worker_agent.moe import LayerOptions, MicroBatch
 from worker_agent.moe.dispatch import MC2Variant
 from worker_agent.moe.dispatch.interface import DispatchRequest, WeightAndReduce, _dealt
 from worker_agent.moe.experts import GroupedExperts
@@ -116,16 +116,14 @@ def test_masked_choices_may_repeat_an_expert_in_the_batched_format():
     ids_TK = torch.tensor([[0, 0, 3], [1, 0, 1]])
     active_TK = torch.tensor([[True, False, True], [True, True, False]])
     found_TH = alone(case, LayerOptions(max_rank_tokens=2))(hidden_TH, ids_TK, weights_TK, active=active_TK)
-    dense = DenseMoE(case.shape, seeded_experts(case.shape))
-    torch.testing.assert_close(found_TH, dense(hidden_TH, ids_TK, weights_TK * active_TK))
+    torch.testing.assert_close(found_TH, case.dense()(hidden_TH, ids_TK, weights_TK * active_TK))
 
 
 @pytest.mark.parametrize("variant", MC2_VARIANTS, ids=str)
 def test_padding_that_a_batch_has_no_room_for_is_refused(variant: MC2Variant):
     case = Case("mc2", experts=4, slots=4, top_k=2, tokens=(3,))
     layer = alone(case, LayerOptions(max_rank_tokens=4, mc2=variant))
-    dense = DenseMoE(case.shape, seeded_experts(case.shape))
-    torch.testing.assert_close(layer(*case.step(0), length=4), dense(*case.step(0)))
+    torch.testing.assert_close(layer(*case.step(0), length=4), case.dense()(*case.step(0)))
     with pytest.raises(ValueError, match=r"layer 3: 5 tokens, padding among them, are more than the 4"):
         layer(*case.step(0), length=5)
 
@@ -135,8 +133,7 @@ def test_a_batch_has_room_for_each_tensor_parallel_ranks_slice():
         case = Case("all2allv", experts=4, slots=2, top_k=2, tokens=(8, 8))
         options = LayerOptions(max_rank_tokens=4, preparations={"all2allv": All2AllPreparation(group)})
         layer = layer_on(case, group, options=options)
-        expected_TH = DenseMoE(case.shape, seeded_experts(case.shape))(*case.step(0))
-        difference: torch.Tensor = (layer(*case.step(0)) - expected_TH).abs().max()
+        difference: torch.Tensor = (layer(*case.step(0)) - case.dense()(*case.step(0))).abs().max()
         return difference
 
     assert max(run_simulated(2, one_step)) <= 1e-5

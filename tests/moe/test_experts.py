@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from tests.moe.cases import Case, in_order
+from tests.moe.cases import Case, alone, in_order
 from tests.moe.simulated import run_simulated
 from worker_agent.moe import (
     Activation,
@@ -277,13 +277,7 @@ def layer_of(options: LayerOptions) -> ExpertParallelMoE:
     shared = SharedExperts(
         3, ExpertWeights(w13_IH.unsqueeze(0), w2_HI.unsqueeze(0)), reference, torch.float32
     )
-    return ExpertParallelMoE(
-        CASE.shape,
-        in_order(CASE.experts),
-        seeded_experts(CASE.shape),
-        shared_experts=shared,
-        options=options,
-    )
+    return alone(CASE, options, shared_experts=shared)
 
 
 def test_shared_experts_wait_for_the_model_and_the_model_for_them(monkeypatch: pytest.MonkeyPatch):

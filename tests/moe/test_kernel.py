@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.moe.cases import Case
-from worker_agent.moe import DenseMoE, seeded_experts
+from worker_agent.moe import seeded_experts
 from worker_agent.moe.compose import ModularKernel
 from worker_agent.moe.dispatch import BatchedDispatcher, DispatchRequest, build_dispatcher
 from worker_agent.moe.experts import (
@@ -54,12 +54,6 @@ def kernel_of(
     if part == "batched":
         sender = BatchedDispatcher(sender, group.size, case.slots, max(case.tokens) + 1)
     return ModularKernel(sender, PARTS[part](weighs), **options)  # type: ignore[arg-type]
-
-
-def expected(case: Case, rank: int, step: int = 0) -> torch.Tensor:
-    dense = DenseMoE(case.shape, seeded_experts(case.shape, case.seed))
-    out_TH: torch.Tensor = dense(*case.step(rank, step))
-    return out_TH
 
 
 def test_formats_must_agree():
@@ -141,7 +135,7 @@ def test_other_work_runs_while_tokens_travel():
     kernel = watched(kernel_of(CASE, "grouped"), events)
     weights = weights_of(CASE, CASE.placement()[0].tolist())
     (result,) = kernel.run([request_of(CASE, 0)], weights, torch.float32, beside=[Recorded(events)])
-    torch.testing.assert_close(result.out_TH, expected(CASE, 0))
+    torch.testing.assert_close(result.out_TH, CASE.dense()(*CASE.step(0)))
     assert result.beside_TH is not None
     assert events == [
         "dispatch sent", "part 1", "dispatch received", "combine sent", "part 2", "combine received",

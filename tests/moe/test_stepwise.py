@@ -30,6 +30,16 @@ def layers(draw: st.DrawFn, most_ranks: int = 10) -> tuple[np.ndarray, int, np.r
     return random_placement(ranks, slots, experts, generator), experts, generator
 
 
+def splitting(
+    shape: MoEShape, phy2log_RS: np.ndarray, dispatcher: str, group: SimulatedGroup
+) -> ExpertParallelMoE:
+    """A rank's layer that splits by step."""
+    experts, options = seeded_experts(shape), LayerOptions(split="step")
+    return ExpertParallelMoE(
+        shape, phy2log_RS, experts, dispatcher=dispatcher, ep_group=group, options=options
+    )
+
+
 def received(split: StepwiseSplit, phy2log_RS: np.ndarray, counts_E: np.ndarray) -> np.ndarray:
     """Tokens of each slot, after every one was seen to go to a replica of its own expert."""
     ids_N = np.repeat(np.arange(len(counts_E)), counts_E)
@@ -104,14 +114,8 @@ def test_all_ranks_take_a_step_for_as_large(
     shape, top_k = MoEShape(0, 6, 8, 6), 2
 
     def step(group: SimulatedGroup) -> None:
-        layer = ExpertParallelMoE(
-            shape,
-            random_placement(3, 3, 6, np.random.default_rng(0)),
-            seeded_experts(shape),
-            dispatcher=dispatcher,
-            ep_group=group,
-            options=LayerOptions(split="step"),
-        )
+        phy2log_RS = random_placement(3, 3, 6, np.random.default_rng(0))
+        layer = splitting(shape, phy2log_RS, dispatcher, group)
         own = tokens[group.rank]
         ids_TK = torch.arange(top_k).repeat(own, 1)
         layer(torch.zeros(own, 8), ids_TK, torch.ones(own, top_k), length=length)
@@ -214,23 +218,14 @@ def test_a_layer_splits_under_the_placement_that_it_was_given(dispatcher: str) -
     ids = np.repeat(np.arange(experts), counts_E)
 
     def two_steps(group):
-        layer = ExpertParallelMoE(
-            shape,
-            placements[0],
-            seeded_experts(shape),
-            dispatcher=dispatcher,
-            ep_group=group,
-            options=LayerOptions(split="step"),
-        )
+        layer = splitting(shape, placements[0], dispatcher, group)
         assert isinstance(layer, PlacementAware)
         layer.to(torch.float32)
         ids_T1 = torch.from_numpy(ids[group.rank :: ranks].copy()).unsqueeze(1)
         hidden_TH = torch.randn(len(ids_T1), 8)
         outputs = [layer(hidden_TH, ids_T1, torch.ones(len(ids_T1), 1))]
-        weights = ExpertParallelMoE(
-            shape, placements[1], seeded_experts(shape), ep_group=group
-        ).expert_weights()
-        for live, new in zip(layer.expert_weights(), weights, strict=True):
+        other = splitting(shape, placements[1], dispatcher, group)
+        for live, new in zip(layer.expert_weights(), other.expert_weights(), strict=True):
             live.copy_(new)
         layer.install_placement(placements[1])
         outputs.append(layer(hidden_TH, ids_T1, torch.ones(len(ids_T1), 1)))

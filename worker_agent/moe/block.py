@@ -106,7 +106,13 @@ class MoEBlock(torch.nn.Module):
         hidden_TH = hidden.flatten(0, -2)
         weights_TK, ids_TK = self.router(logits.flatten(0, -2))
         if profile:
-            ids_TK = self._balanced(*ids_TK.shape)
+            # Of each rank's group alike where experts are grouped.
+            layer = self.layer
+            groups, device = layer.ep_size if layer.rank_bound else 1, layer.w13_weight.device
+            experts, rank = layer.shape.experts, layer.ep_rank
+            ids_TK = balanced_choices(
+                ids_TK.shape[0], experts, ids_TK.shape[1], device, rank=rank, groups=groups
+            )
         if self._free_experts is None:
             return MicroBatch(hidden_TH, ids_TK, weights_TK, active_T), None
         own_TK = ids_TK < self.layer.shape.experts
@@ -116,18 +122,6 @@ class MoEBlock(torch.nn.Module):
             free_TH = (hidden_TH * weight_T1).to(hidden_TH.dtype)
         active_TK = own_TK if active_T is None else own_TK & active_T.unsqueeze(1)
         return MicroBatch(hidden_TH, ids_TK.masked_fill(~own_TK, 0), weights_TK, active_TK), free_TH
-
-    def _balanced(self, tokens: int, top_k: int) -> torch.Tensor:
-        """Choose the layer's own experts evenly, of each rank's group alike where experts are grouped."""
-        layer = self.layer
-        return balanced_choices(
-            tokens,
-            layer.shape.experts,
-            top_k,
-            layer.w13_weight.device,
-            rank=layer.ep_rank,
-            groups=layer.ep_size if layer.rank_bound else 1,
-        )
 
 
 def _finished(

@@ -104,7 +104,11 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         self._check_ids = self._device.type == "cpu" if check_ids is None else check_ids
         group = ep_group if isinstance(ep_group, RankGroup) else RankGroup(ep_group)
         self._place(group, phy2log_RS, log2phy_E, dealing_width, heat_rows)
-        self._fill(experts, biases, phy2log_RS)
+        logical_S = phy2log_RS[group.rank].tolist()
+        weights = build_weights(shape, experts, logical_S, dtype, self._device, biases)
+        if quantized:
+            weights = weights.quantize(operators_for(self._device), dtype)
+        self._hold(shape.layer, weights, gated=shape.activation.gated)
 
     @property
     def ep_rank(self) -> int:
@@ -231,14 +235,6 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         self._split = None
         if options.split == "step":
             self._split = StepwiseSplit(phy2log_RS, shape.experts, device, options.split_rounds)
-
-    def _fill(self, experts: ExpertSource, biases: ExpertSource | None, phy2log_RS: Int32) -> None:
-        """Build this rank's experts."""
-        shape, logical_S = self.shape, phy2log_RS[self._group.rank].tolist()
-        weights = build_weights(shape, experts, logical_S, self._dtype, self._device, biases)
-        if self._quantized:
-            weights = weights.quantize(operators_for(self._device), self._dtype)
-        self._hold(shape.layer, weights, gated=shape.activation.gated)
 
     def _step(
         self,

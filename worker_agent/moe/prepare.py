@@ -123,7 +123,12 @@ class MC2Preparation(All2AllPreparation):
     ) -> Prepared:
         """Take this rank's padded slice, with its mask; without ``length`` the ranks exchange theirs, and wait."""
         own, device = hidden_TH.shape[0], hidden_TH.device
-        length = self._common_length(own, length, device)
+        if length is None:
+            length = max(tokens for (tokens,) in self._ep.gather_numbers(own, device=device))
+        elif own > length:
+            raise ValueError(f"MC2: {own} tokens are more than the step's common length of {length}")
+        # A multiple of the tensor-parallel size, at least one each: the operators take no empty batch.
+        length = max(length + -length % self._tp.size, self._tp.size)
         active_T = torch.arange(length, device=device) < own
         if self._tp.size == 1:
             padded_TH, *padded = (_padded(rows_TX, length) for rows_TX in (hidden_TH, *routing))
@@ -133,17 +138,6 @@ class MC2Preparation(All2AllPreparation):
         source = _own_part(self._tp, length)
         part = self._slice(hidden_TH, routing, length, source, source.stop - source.start)
         return replace(part, active_T=active_T[source])
-
-    def _common_length(self, own: int, length: int | None, device: torch.device) -> int:
-        """Round up to a multiple of the tensor-parallel size, at least one each: the operators take no empty batch."""
-        if length is None:
-            longest = max(tokens for (tokens,) in self._ep.gather_numbers(own, device=device))
-        elif own > length:
-            raise ValueError(f"MC2: {own} tokens are more than the step's common length of {length}")
-        else:
-            longest = length
-        parts = self._tp.size
-        return max(longest + -longest % parts, parts)
 
 
 def _gather(
@@ -159,7 +153,14 @@ def _gather(
     packed_TB = pack_rows(flat)
     own = packed_TB.shape[0]
     if length is None:
-        length = _longest(group, packed_TB)
+        everyone = group.gather_numbers(*packed_TB.shape, device=packed_TB.device)
+        sizes, widths = zip(*everyone, strict=True)
+        if len(set(widths)) > 1:
+            raise ValueError(
+                f"gathering tokens: ranks disagree about bytes per token {list(widths)}; "
+                "hidden and routing must have the same width and dtype on all ranks"
+            )
+        length = int(max(sizes))
     elif own > length:
         raise ValueError(f"gathering: {own} tokens are more than the step's common length of {length}")
     parts = unpack_rows(group.all_gather(_padded(packed_TB, length)), flat)
@@ -167,18 +168,6 @@ def _gather(
         part.view(part.shape[0], *like.shape[1:]) for part, like in zip(parts, columns, strict=True)
     )
     return hidden_NH, gathered
-
-
-def _longest(group: RankGroup, packed_TB: torch.Tensor) -> int:
-    """Exchange the numbers of tokens and return the largest."""
-    everyone = group.gather_numbers(*packed_TB.shape, device=packed_TB.device)
-    sizes, widths = zip(*everyone, strict=True)
-    if len(set(widths)) > 1:
-        raise ValueError(
-            f"gathering tokens: ranks disagree about bytes per token {list(widths)}; "
-            "hidden and routing must have the same width and dtype on all ranks"
-        )
-    return int(max(sizes))
 
 
 class AllGatherPreparation:

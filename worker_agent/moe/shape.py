@@ -144,8 +144,13 @@ class MoEShape:
         for name, tensor in tensors.items():
             if tensor.device != device:
                 self._refuse(name, f"the layer's device {device}", tensor.device)
-        if check_ids:
-            self._check_ids(topk_ids_TK)
+        if not check_ids:
+            return
+        outside_TK = (topk_ids_TK < 0) | (topk_ids_TK >= self.experts)
+        if outside_TK.any():
+            token, choice = outside_TK.nonzero()[0].tolist()
+            found = f"{int(topk_ids_TK[token, choice])} at token {token}, choice {choice}"
+            self._refuse("topk_ids", f"expert ids 0..{self.experts - 1}", found)
 
     def check_active(self, active: torch.Tensor, topk_ids_TK: torch.Tensor) -> None:
         """Raise ``ValueError`` unless ``active`` marks real tokens ``[T]`` or choices ``[T, K]`` of a call."""
@@ -156,13 +161,6 @@ class MoEShape:
             self._refuse("active", "the dtype torch.bool", active.dtype)
         if active.device != topk_ids_TK.device:
             self._refuse("active", f"the layer's device {topk_ids_TK.device}", active.device)
-
-    def _check_ids(self, topk_ids_TK: torch.Tensor) -> None:
-        outside_TK = (topk_ids_TK < 0) | (topk_ids_TK >= self.experts)
-        if outside_TK.any():
-            token, choice = outside_TK.nonzero()[0].tolist()
-            found = f"{int(topk_ids_TK[token, choice])} at token {token}, choice {choice}"
-            self._refuse("topk_ids", f"expert ids 0..{self.experts - 1}", found)
 
     def _refuse(self, tensor: str, expected: str, found: object) -> None:
         raise ValueError(f"layer {self.layer}: {tensor} must have {expected}, got {found}")

@@ -107,21 +107,15 @@ class EplbState(torch.nn.Module):
         if heat_rows < 1:
             raise ValueError(f"layer {self._layer}: a heat ring has at least one row, got {heat_rows}")
         slots, experts = phy2log_RS.shape[1], log2phy_E.shape[0]
-        maps = {
-            "expert_map": expert_map(phy2log_RS[rank], experts),
-            "log2phy": log2phy_E,
+        tables = {
+            "expert_map": torch.tensor(expert_map(phy2log_RS[rank], experts), dtype=torch.int32),
+            "log2phy": torch.tensor(log2phy_E, dtype=torch.int32),
+            "moe_load": torch.zeros(heat_rows, slots, dtype=torch.int32),
+            "source_load": torch.zeros(heat_rows, experts, dtype=torch.int32),
+            "load_counter": torch.zeros((), dtype=torch.int64),
         }
-        rings = {
-            "moe_load": torch.zeros(heat_rows, slots, dtype=torch.int32, device=device),
-            "source_load": torch.zeros(heat_rows, experts, dtype=torch.int32, device=device),
-            "load_counter": torch.zeros((), dtype=torch.int64, device=device),
-        }
-        for name, table in maps.items():
-            self.register_buffer(
-                name, torch.tensor(table, dtype=torch.int32, device=device), persistent=False
-            )
-        for name, ring in rings.items():
-            self.register_buffer(name, ring, persistent=False)
+        for name, table in tables.items():
+            self.register_buffer(name, table.to(device), persistent=False)
 
     def _record(self, received_S: torch.Tensor, ids_N: torch.Tensor, counts: bool) -> None:
         """Write a step's heat to its row of the rings; zeros where the step does not count.

@@ -18,7 +18,6 @@ import torch
 
 from tests.moe.cases import MC2_VARIANTS, Case, alone
 from tests.moe.torch_npu.calls import OPERATORS, calls, results
-from worker_agent.moe import DenseMoE, seeded_experts
 from worker_agent.moe import layer as layer_module
 from worker_agent.moe.compose import LayerOptions
 from worker_agent.moe.dispatch import DISPATCHER_NAMES, SHARED_TOKEN_DISPATCHERS, MC2Variant
@@ -92,7 +91,7 @@ def test_the_layer_calls_operators_as_declared(
 ):
     case = Case(dispatcher, experts=8, slots=8, top_k=3, tokens=(6,), quantized=quantized)
     gathers = quantized and dispatcher in SHARED_TOKEN_DISPATCHERS
-    expected = alone(case) if quantized else DenseMoE(case.shape, seeded_experts(case.shape))
+    expected = alone(case) if quantized else case.dense()
     monkeypatch.setattr(layer_module, "operators_for", lambda device: declared)
     layer = alone(case, LayerOptions(quantize_before_gather=gathers, mc2=mc2))
     tokens = case.step(0)

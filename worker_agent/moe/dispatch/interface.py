@@ -56,16 +56,15 @@ class DispatchRequest:
         """Return the physical expert of each choice, ``[T, K]``; ``nowhere`` for choices that are not real."""
         ids_TK, active_TK, physical_TK = self.topk_ids_TK, self.active_TK, self.physical_TK
         if physical_TK is None:
-            known_TK = ids_TK if active_TK is None else ids_TK.clamp(min=0)
-            physical_TK = self._by_table(known_TK.reshape(-1), active_TK).view_as(ids_TK)
+            # Anything will do for choices that are not real.
+            known_N = (ids_TK if active_TK is None else ids_TK.clamp(min=0)).reshape(-1)
+            if self.log2phy_E.ndim == 1:
+                physical_N = self.log2phy_E.index_select(0, known_N)
+            else:
+                active_N = None if active_TK is None else active_TK.reshape(-1)
+                physical_N = _dealt(self.log2phy_E, known_N, active_N, self.begun_E)
+            physical_TK = physical_N.view_as(ids_TK)
         return physical_TK if active_TK is None else physical_TK.masked_fill(~active_TK, nowhere)
-
-    def _by_table(self, known_N: torch.Tensor, active_TK: torch.Tensor | None) -> torch.Tensor:
-        """Read the table for each choice, ``[N]``; anything where it is not real."""
-        if self.log2phy_E.ndim == 1:
-            return self.log2phy_E.index_select(0, known_N)
-        active_N = None if active_TK is None else active_TK.reshape(-1)
-        return _dealt(self.log2phy_E, known_N, active_N, self.begun_E)
 
     def after(self, before: DispatchRequest) -> DispatchRequest:
         """Return the same as a part of the step that ``before`` began: tokens are dealt on from where that ended."""
