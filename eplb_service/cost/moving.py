@@ -34,7 +34,7 @@ _MOST_COMMIT_SECONDS = 10.0
 _CONFIDENCE = 0.95
 """Of the intervals."""
 _PAUSE = 8.0
-"""Medians from which on a step's time is taken for a wait for requests, as in ``heat.step_times``."""
+"""Medians from which on a step's time is taken for a wait for requests."""
 _NEAR = 64
 """Steps beside a plan's that its own are compared with, at most."""
 _FEWEST_CALM = 8
@@ -148,7 +148,7 @@ def moving_costs(switches: Sequence[Switch], slowdowns: Sequence[Slowdown]) -> M
 
 def calm_steps(step_T: Float64, us_T: Float64, plans: Sequence[SwitchedPlan]) -> float | None:
     """Mean time of the newest steps of known time in which no plan was under way; ``None`` where they are too few."""
-    kept_T = _served(us_T)
+    kept_T = served_steps(us_T)
     for plan in plans:
         kept_T &= (step_T < plan.first_step) | (step_T >= plan.end_step)
     return _mean(us_T[kept_T][-_NEAR:])
@@ -180,7 +180,7 @@ def slowdown_of(
     Slowdown | None
         ``None`` where no step is known in which weights travelled, or too few beside them.
     """
-    served_T = _served(us_T)
+    served_T = served_steps(us_T)
     moving_T = np.zeros(len(step_T), dtype=bool)
     for switch in plan.switches:
         moving_T |= _travelled(switch, step_T, us_T)
@@ -204,8 +204,8 @@ def _travelled(switch: Switch, step_T: Float64, us_T: Float64) -> npt.NDArray[np
     return travelled_T
 
 
-def _served(us_T: Float64) -> npt.NDArray[np.bool_]:
-    """Steps whose time is known and no wait for requests, bool ``[T]``."""
+def served_steps(us_T: Float64) -> npt.NDArray[np.bool_]:
+    """Steps whose time is known and no wait for requests, bool ``[T]``: at most eight times the median."""
     known_T = np.isfinite(us_T)
     if not known_T.any():
         return known_T

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -93,14 +92,14 @@ class PlacementHistory:
         known = self._stacked.get(layer_epochs)
         if known is not None:
             return known
-        layers = list(zip(self.by_layer, layer_epochs, strict=True))
-        if not all(epoch in epochs for epochs, epoch in layers):
+        placed_L = [epochs.get(epoch) for epochs, epoch in zip(self.by_layer, layer_epochs, strict=True)]
+        rows = [
+            experts * layer + placed[0].astype(np.intp) for layer, placed in enumerate(placed_L) if placed
+        ]
+        if len(rows) < len(placed_L):
             return None
         if len(self._stacked) >= _PLACEMENTS_KEPT:
             self._stacked.pop(next(iter(self._stacked)))
-        rows = [
-            experts * layer + epochs[epoch][0].astype(np.intp) for layer, (epochs, epoch) in enumerate(layers)
-        ]
         self._stacked[layer_epochs] = np.stack(rows)
         return self._stacked[layer_epochs]
 
@@ -110,7 +109,7 @@ class PlacementHistory:
         return np.stack([epochs[epoch][1][rank] for epochs, epoch in layers])
 
 
-class _PendingSteps:
+class PendingSteps:
     """A ring of the newest ``capacity`` steps, each filled rank by rank; one that falls out unfinished is lost.
 
     Rows of steps are by the positions that ``add`` returns, and hold while those steps are in the ring
@@ -139,19 +138,11 @@ class _PendingSteps:
         # Tokens by slot, where ranks count them: a rank's reports are written in one piece, and in 16 bits where those
         # hold them, for the first touch of so much memory is most of what it costs.
         self._slots_RPLS: npt.NDArray[np.integer[Any]] | None = None
+        # Tokens by expert and by rank, where they follow from the ranks' own.
+        self._sums: tuple[Int32, Int32] | None = None
         self._leapt = 0
         self._first: int | None = None
         self._end = 0
-
-    @cached_property
-    def _heat_PLE(self) -> Int32:
-        """Tokens by expert, where they follow from the ranks' own."""
-        return np.zeros((self.capacity, self._shape.layers, self._shape.experts), dtype=np.int32)
-
-    @cached_property
-    def _loads_PLR(self) -> Int32:
-        """Tokens by rank, where they follow from the ranks' own."""
-        return np.zeros((self.capacity, self._shape.layers, self._shape.ranks), dtype=np.int32)
 
     def add(self, rank: int, report: HeatReport, targets_LED: npt.NDArray[np.integer[Any]] | None) -> _Cells:
         """Fill in what the slots of a rank received, or its own tokens chose, which went to ``targets_LED`` in turn.
@@ -160,12 +151,17 @@ class _PendingSteps:
         before, or that has fallen out of the ring, is left as it is. At most ``capacity`` steps at a time.
         """
         rows, taken = self._open(rank, report)
-        if report.slot_counts_TLS is not None:
-            self._add_slots(rank, rows, report.slot_counts_TLS[taken])
+        counts_TLX = report.source_counts_TLE if targets_LED is not None else report.slot_counts_TLS
+        assert counts_TLX is not None
+        counts_TLX = counts_TLX[taken]
+        if targets_LED is None:
+            self._add_slots(rank, rows, counts_TLX)
         else:
-            assert report.source_counts_TLE is not None
-            assert targets_LED is not None
-            self._add_sources(rows, report.source_counts_TLE[taken], targets_LED)
+            self._add_sources(rows, counts_TLX, targets_LED)
+        # Steps that carry a token; the first rank's counts usually say so of all of them.
+        blank_T = ~self._counted_P[rows]
+        if blank_T.any():
+            self._counted_P[_numbers(rows)[blank_T]] = counts_TLX[blank_T].any(axis=(1, 2))
         return self._close(rank, report, rows, taken)
 
     @property
@@ -202,7 +198,9 @@ class _PendingSteps:
         the ranks' own tokens.
         """
         if cells_LRS is None:
-            return self._heat_PLE[position].copy(), self._loads_PLR[position]
+            assert self._sums is not None
+            heat_PLE, loads_PLR = self._sums
+            return heat_PLE[position].copy(), loads_PLR[position]
         assert self._slots_RPLS is not None
         layers, experts = self._shape.layers, self._shape.experts
         # Layer by layer, as the sums are: ranks' rows are too far apart to be gone through in their own order.
@@ -219,28 +217,36 @@ class _PendingSteps:
         if self._slots_RPLS.dtype == np.uint16 and counts_TLS.max(initial=0) > _MOST_IN_16_BITS:
             self._slots_RPLS = self._slots_RPLS.astype(np.int32)
         self._slots_RPLS[rank, rows] = counts_TLS
-        self._note_counted(rows, counts_TLS)
 
     def _add_sources(
         self, rows: _Rows, counts_TLE: npt.NDArray[np.integer[Any]], targets_LED: npt.NDArray[np.integer[Any]]
     ) -> None:
-        self._heat_PLE[rows] += counts_TLE
-        self._note_counted(rows, counts_TLE)
         ranks, layers, width = self._shape.ranks, self._shape.layers, targets_LED.shape[2]
+        if self._sums is None:
+            steps = self.capacity, layers
+            self._sums = (
+                np.zeros((*steps, self._shape.experts), np.int32),
+                np.zeros((*steps, ranks), np.int32),
+            )
+        heat_PLE, loads_PLR = self._sums
+        heat_PLE[rows] += counts_TLE
         cells_C = (targets_LED + ranks * np.arange(layers)[:, None, None]).ravel()
         for position, counts_LE in zip(_numbers(rows), counts_TLE, strict=True):
             dealt_LED = np.stack([dealt_to(counts_LE, entry, width) for entry in range(width)], axis=2)
             # Sums of whole numbers, exact in float64.
             sums_C = np.bincount(cells_C, dealt_LED.ravel(), minlength=layers * ranks)
-            self._loads_PLR[position] += sums_C.reshape(layers, ranks).astype(np.int32)
+            loads_PLR[position] += sums_C.reshape(layers, ranks).astype(np.int32)
 
     def _open(self, rank: int, report: HeatReport) -> tuple[_Rows, _Rows]:
         """Find the positions of the steps that this rank may still fill in, and which of the report's they are."""
         start, steps = report.first_step, report.steps
         end = start + steps
         self._latest_end_R[rank] = end
-        if end <= self._end - self.capacity and self._is_contradicted():
-            self._go_back()
+        # Where every rank is before the ring it is emptied, and begins again with the report at hand.
+        if self._first is not None and (self._latest_end_R <= self._end - self.capacity).all():
+            self.step_P[:] = -1
+            self._first, self._leapt = None, 0
+            self.restarts += 1
         if self._first is None or end > self._end:
             self._make_room(start, end)
         steps_T = np.arange(start, end)
@@ -267,26 +273,15 @@ class _PendingSteps:
         if not done.any():
             return np.zeros(0, dtype=np.intp)
         positions = _numbers(rows)
-        self._look_at(positions[done])
+        for busy, tokens in zip(self._busy_P[positions[done]], self._counted_P[positions[done]], strict=True):
+            self.dummy_steps = 0 if busy else self.dummy_steps + 1
+            if busy:
+                self.empty_steps = 0 if tokens else self.empty_steps + 1
         self.completed += int(done.sum())
         self.lost += self._leapt
         self._leapt = 0
         complete: _Cells = positions[done & self._busy_P[rows]]
         return complete
-
-    def _note_counted(self, rows: _Rows, counts_TLX: npt.NDArray[np.integer[Any]]) -> None:
-        """Note the steps that carry a token; the first rank's counts usually say so of all of them."""
-        blank_T = ~self._counted_P[rows]
-        if blank_T.any():
-            self._counted_P[_numbers(rows)[blank_T]] = counts_TLX[blank_T].any(axis=(1, 2))
-
-    def _look_at(self, complete: _Cells) -> None:
-        """Count the newest whole steps that carried nothing, and why."""
-        for position in complete:
-            busy, tokens = self._busy_P[position], self._counted_P[position]
-            self.dummy_steps = 0 if busy else self.dummy_steps + 1
-            if busy:
-                self.empty_steps = 0 if tokens else self.empty_steps + 1
 
     def _done(self, rows: _Rows) -> npt.NDArray[np.bool_]:
         whole = self._reported_P[rows] == self._shape.ranks
@@ -307,17 +302,6 @@ class _PendingSteps:
         if other_TL.any() or other_T.any():
             self._spoilt_P[rows] |= other_TL.any(axis=1) | other_T
 
-    def _is_contradicted(self) -> bool:
-        """Return whether no rank is where the ring is."""
-        reported = self._latest_end_R[self._latest_end_R >= 0]
-        return self._first is not None and bool((reported <= self._end - self.capacity).all())
-
-    def _go_back(self) -> None:
-        """Empty the ring; the report at hand begins it again."""
-        self.step_P[:] = -1
-        self._first, self._leapt = None, 0
-        self.restarts += 1
-
     def _make_room(self, start: int, end: int) -> None:
         """Begin steps up to ``end``, past those that the ring has; as many leave it."""
         if self._first is None:
@@ -330,9 +314,8 @@ class _PendingSteps:
         positions = coming % self.capacity
         self.step_P[positions] = coming
         # Counts by slot are written whole by each rank; those by source are added up, where there are any.
-        sums = [self.__dict__[name] for name in ("_heat_PLE", "_loads_PLR") if name in self.__dict__]
         flags = (self._seen_PR, self._reported_P, self._busy_P, self._counted_P, self._spoilt_P)
-        for rows in (*sums, self.micros_PR, *flags):
+        for rows in (*(self._sums or ()), self.micros_PR, *flags):
             rows[positions] = 0
         self.tokens_PR[positions] = -1
         self._end = end
@@ -373,8 +356,9 @@ class HeatAssembler:
     ``pending_steps`` is how far the fastest rank may be ahead of the slowest; also the most steps of one report. Ranks
     with the same number in ``token_groups_R`` see the same tokens; by default each has its own.
 
-    ``placements`` is what counts are read under; ``assembled`` counts the steps that ever entered the window. A step
-    enters it where ``put_together`` comes to it: long reports make many steps whole at once.
+    ``placements`` is what counts are read under, ``pending`` are the newest steps of the ranks' reports; ``assembled``
+    counts the steps that ever entered the window. A step enters it where ``put_together`` comes to it: long reports
+    make many steps whole at once.
     """
 
     def __init__(
@@ -385,7 +369,7 @@ class HeatAssembler:
         self._shape = shape
         # Steps that all ranks have reported, by their position in the ring, and the cells of their counts if by slot.
         self._whole: deque[tuple[int, _Cells | None]] = deque()
-        self._pending = _PendingSteps(shape, pending_steps)
+        self.pending = PendingSteps(shape, pending_steps)
         self._sources = SourceHeat(shape.ranks, window_steps)
         self._steps_W = np.full(window_steps, -1, dtype=np.int64)
         # Rows are replaced, never written to: they can be read while steps come in. What ranks received is kept in 16
@@ -400,17 +384,7 @@ class HeatAssembler:
     @property
     def counted(self) -> StepCounts:
         """Steps so far; lost are those that some rank never reported in time, or under another placement."""
-        return StepCounts(self._pending.completed, self._pending.lost)
-
-    @property
-    def dummy_steps(self) -> int:
-        """Newest steps in a row that were dummies on all ranks."""
-        return self._pending.dummy_steps
-
-    @property
-    def empty_steps(self) -> int:
-        """Newest steps in a row, dummies apart, in which no rank counted a token."""
-        return self._pending.empty_steps
+        return StepCounts(self.pending.completed, self.pending.lost)
 
     @property
     def steps(self) -> int:
@@ -421,15 +395,6 @@ class HeatAssembler:
     def waiting(self) -> int:
         """Steps that all ranks have reported and that are not in the window yet."""
         return len(self._whole)
-
-    @property
-    def slowest(self) -> tuple[int, int]:
-        """The rank that has reported least far, and the step that its latest report ended before; -1 for none yet."""
-        return self._pending.slowest
-
-    def outrun_by(self, rank: int, report: HeatReport) -> int | None:
-        """Return the step of the slowest other rank, where a report would lose steps that it may yet report."""
-        return self._pending.outrun_by(rank, report)
 
     def add(self, rank: int, report: HeatReport) -> StepCounts:
         """Take one rank's report, and put together what is whole; returns as ``take`` does."""
@@ -445,16 +410,15 @@ class HeatAssembler:
         cells_LRS = self.placements.cells(report.layer_epochs, self._shape.experts)
         if cells_LRS is None:
             return StepCounts(0, 0)
-        pending = self._pending
+        pending = self.pending
         kept_from = pending.kept_from(report)
         if any(pending.step_P[position] < kept_from for position, _ in self._whole):
             self.put_together()
         received, lost, restarts = pending.completed, pending.lost, pending.restarts
+        targets_LED = None
         if report.slot_counts_TLS is None:
-            whole = pending.add(rank, report, self.placements.targets(report.layer_epochs, rank))
-            cells_LRS = None
-        else:
-            whole = pending.add(rank, report, None)
+            targets_LED, cells_LRS = self.placements.targets(report.layer_epochs, rank), None
+        whole = pending.add(rank, report, targets_LED)
         self._whole.extend((position, cells_LRS) for position in whole.tolist())
         if pending.restarts != restarts:
             self._sources.clear()
@@ -465,7 +429,7 @@ class HeatAssembler:
         """Let steps that all ranks have reported enter the window: all, or at most so many, the first ones first."""
         for _ in range(len(self._whole) if most is None else min(most, len(self._whole))):
             position, cells_LRS = self._whole.popleft()
-            self._append(position, *self._pending.heat_and_loads(position, cells_LRS))
+            self._append(position, *self.pending.heat_and_loads(position, cells_LRS))
 
     def remembered(self) -> RememberedHeat:
         """Heat of the window by now."""
@@ -522,7 +486,7 @@ class HeatAssembler:
 
     def _append(self, position: int, heat_LE: Int32, loads_LR: Int32) -> None:
         row = self.assembled % len(self._steps_W)
-        self._steps_W[row] = self._pending.step_P[position]
+        self._steps_W[row] = self.pending.step_P[position]
         most = int(loads_LR.max(initial=0))
         kept_LR = loads_LR.astype(np.uint16 if most <= _MOST_IN_16_BITS else np.int32)
         if row == len(self._heat_W):
@@ -531,6 +495,6 @@ class HeatAssembler:
         else:
             self._heat_W[row], self._loads_W[row] = heat_LE, kept_LR
         self._par_WL[row] = step_par(loads_LR)
-        self._epochs_WL[row] = self._pending.epochs_PL[position]
-        self._times.put(row, self._pending.micros_PR[position], self._pending.tokens_PR[position])
+        self._epochs_WL[row] = self.pending.epochs_PL[position]
+        self._times.put(row, self.pending.micros_PR[position], self.pending.tokens_PR[position])
         self.assembled += 1

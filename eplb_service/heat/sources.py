@@ -9,11 +9,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from eplb_service.cost.moving import served_steps
 from eplb_service.placement import Float64
 from eplb_service.wire.heat import HeatReport
 
-_PAUSE = 8.0
-"""Medians from which on a step's time is taken for a wait for requests."""
 _BUCKETS_PER_WINDOW = 4
 SOURCE_BUCKETS = _BUCKETS_PER_WINDOW + 1
 """Buckets kept: a window, and the one that fills."""
@@ -36,13 +35,7 @@ class StepTimes:
     @property
     def served_T(self) -> npt.NDArray[np.bool_]:
         """Steps whose time is known and no wait for requests, bool ``[T]``: at most eight times the median."""
-        known_T = np.isfinite(self.us_T)
-        if not known_T.any():
-            return known_T
-        served_T: npt.NDArray[np.bool_] = known_T & (
-            np.nan_to_num(self.us_T, nan=np.inf) <= _PAUSE * np.median(self.us_T[known_T])
-        )
-        return served_T
+        return served_steps(self.us_T)
 
     @property
     def mean_us(self) -> float | None:

@@ -14,14 +14,14 @@ vLLM-Ascend pull requests 3042 and 6477, *FlashLB algorithm*, https://github.com
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from eplb_service.cost.moving import NOTHING_MEASURED, MovingCosts
-from eplb_service.heat.window import HeatError, Window
+from eplb_service.heat.window import Counts, Window
 from eplb_service.placement import (
     Float64,
     Int32,
@@ -36,7 +36,7 @@ from eplb_service.placement import (
 from eplb_service.planner.dealing import as_host_deals, first_tables, tables_of_sources
 from eplb_service.planner.plan import LayerPlan, Plan
 from eplb_service.planner.price import move_price
-from eplb_service.planner.request import episode_heat, episodes_of, groups_on_nodes, solve_picked, time_curve
+from eplb_service.planner.request import Question, groups_on_nodes, solve_picked, time_curve
 from eplb_service.planner.score import (
     balanced_par,
     noise_floor,
@@ -47,7 +47,7 @@ from eplb_service.planner.score import (
     volatility_bound,
 )
 from eplb_service.planner.settings import STEP, PlannerSettings
-from eplb_service.planner.topology import Topology, TopologyError
+from eplb_service.planner.topology import Topology
 from eplb_service.solver.engine import OutOfTimeError, SolverError
 from eplb_service.solver.layer import Answer
 from eplb_service.solver.model import FRESH, KEEP, TABLES, Candidate, SearchOptions
@@ -96,38 +96,24 @@ def plan(
     HeatError, PlacementError, TopologyError
         Where the arguments contradict each other.
     """
-    _check_arguments(window, placement, log2phy_RLE, topology)
-    search = search or SearchOptions()
+    asked = Question(window, placement, log2phy_RLE, topology, settings, search or SearchOptions())
     steps = serving_steps or float(window.steps)
     price = move_price(settings, placement.slots, topology.bytes_per_expert, steps, moving)
     groups, why_ungrouped = groups_on_nodes(settings, placement, topology)
-    judge = _judge(window, placement, log2phy_RLE, topology, settings, search, why_ungrouped)
+    judge = _judge(asked, why_ungrouped)
     if settings.policy == "none" or topology.rank_bound:
         reason = "its experts are bound to their ranks" if topology.rank_bound else "the policy is none"
         return Plan((), tuple(judge.kept(layer, f"kept: {reason}") for layer in range(window.layers)))
-    picked = _picked(judge, search)
-    answers = solve_picked(
-        window,
-        placement,
-        log2phy_RLE,
-        topology,
-        settings,
-        search,
-        picked,
-        judge.par_L,
-        judge.floor_L,
-        groups,
-        price.price,
-    )
+    picked = _picked(judge, asked.search)
+    answers = solve_picked(asked, picked, judge.par_L, judge.floor_L, groups, price.price)
     verdicts = [judge.not_picked(layer) for layer in range(window.layers)]
     changed, hindsight = [], []
     for layer, answer in zip(picked.tolist(), answers, strict=True):
-        solved = _solved(layer, answer, judge, window, placement, topology, dealing_width(log2phy_RLE, 3))
-        verdicts[layer], change, from_scratch = solved
+        verdicts[layer], change, from_scratch = _solved(layer, answer, judge, asked)
         changed += [] if change is None else [change]
         hindsight += [] if from_scratch is None else [from_scratch]
     if settings.cost_curve is not None:
-        verdicts = _with_times(verdicts, changed, window, placement, log2phy_RLE, settings)
+        verdicts = _with_times(verdicts, changed, asked)
         if settings.split == STEP and not settings.cost_curve.linear:
             # Searched by tokens: whether that is worth the replicas that it wakes, only the curve says.
             verdicts, changed = _without_slower(verdicts, changed, settings.min_gain, price.price)
@@ -160,23 +146,6 @@ def _cherry_pick(par_L: Float64, lost_L: Float64, settings: PlannerSettings) -> 
     worst_first = np.argsort(lost_L - par_L, kind="stable")
     worth_it_L = (par_L > settings.par_threshold) & (par_L - lost_L > settings.min_gain)
     return worst_first[worth_it_L[worst_first]][: settings.max_layers]
-
-
-def _check_arguments(window: Window, placement: Placement, log2phy_RLE: Int32, topology: Topology) -> None:
-    if (window.layers, window.experts) != (placement.layers, placement.experts):
-        raise HeatError(
-            f"heat of {window.layers} layers x {window.experts} experts does not fit a placement of "
-            f"{placement.layers} x {placement.experts}"
-        )
-    placement.check_log2phy(log2phy_RLE)
-    if window.source_RLE is not None and window.source_RLE.shape[0] != placement.ranks:
-        raise HeatError(
-            f"source heat of {window.source_RLE.shape[0]} ranks does not fit {placement.ranks} ranks"
-        )
-    if topology.ranks != placement.ranks:
-        raise TopologyError(f"a topology of {topology.ranks} ranks does not fit {placement.ranks} ranks")
-    if window.steps == 0:
-        raise HeatError("the window holds no steps")
 
 
 def _picked(judge: _Judge, search: SearchOptions) -> npt.NDArray[np.int64]:
@@ -281,36 +250,27 @@ class _Judge:
         return "per step" if self.episode_steps == 1 else f"in episodes of {self.episode_steps:g} steps"
 
 
-def _judge(
-    window: Window,
-    placement: Placement,
-    log2phy_RLE: Int32,
-    topology: Topology,
-    settings: PlannerSettings,
-    search: SearchOptions,
-    why_ungrouped: str,
-) -> _Judge:
+def _judge(asked: Question, why_ungrouped: str) -> _Judge:
     """Ratios of all layers as they are served, per step for people and per episode for the decision."""
-    episodes = episodes_of(window, search)
-    steps = split_steps(
-        window.heat_TLE, placement, log2phy_RLE, window.source_RLE, settings.split, episodes=episodes
-    )
+    window, episodes, ranks = asked.window, asked.episodes, asked.placement.ranks
+    served = asked.placement, asked.log2phy_RLE, window.source_RLE, asked.settings.split
+    steps = split_steps(window.heat_TLE, *served, episodes=episodes)
     par_L = par_of_steps(steps)
-    if settings.split == STEP:
-        heat_NLE = episode_heat(window, settings, search, np.arange(window.layers)).transpose(1, 0, 2)
-        loads_NLR = split_loads(heat_NLE, placement, log2phy_RLE, window.source_RLE, settings.split)
+    if asked.settings.split == STEP:
+        heat_NLE = asked.episode_heat(np.arange(window.layers)).transpose(1, 0, 2)
+        loads_NLR = split_loads(heat_NLE, *served)
         # Every step is balanced for itself, so neither token sampling nor experts' jumps set a floor.
         floor_L = np.where(np.isnan(par_L), np.nan, 1.0)
         drawn_L = bound_L = np.ones(window.layers)
     else:
         loads_NLR = steps.loads_NKR
-        floor_L = noise_floor(steps.tokens_TK, placement.ranks)
+        floor_L = noise_floor(steps.tokens_TK, ranks)
         # For a decision a layer without tokens is balanced, since nothing can be won there.
-        drawn_L = np.nan_to_num(noise_floor(loads_NLR.sum(axis=2), placement.ranks), nan=1.0)
+        drawn_L = np.nan_to_num(noise_floor(loads_NLR.sum(axis=2), ranks), nan=1.0)
         bound_L = drawn_L
         # Real routers' choices are not independent draws: what was measured may lie below what is computed for those.
         if window.steps > 1:
-            floor_L = np.minimum(floor_L, balanced_par(steps.variance_K, placement.ranks))
+            floor_L = np.minimum(floor_L, balanced_par(steps.variance_K, ranks))
         if episodes > 1:
             bound_L = volatility_bound(steps)
     return _Judge(
@@ -320,8 +280,8 @@ def _judge(
         episode_floor_L=np.minimum(drawn_L, bound_L),
         volatility_bound_L=bound_L,
         episode_steps=window.steps / episodes,
-        bytes_per_expert=topology.bytes_per_expert,
-        settings=settings,
+        bytes_per_expert=asked.topology.bytes_per_expert,
+        settings=asked.settings,
         why_ungrouped=why_ungrouped,
     )
 
@@ -331,77 +291,65 @@ _FromScratch = tuple[int, Int32, Int32]
 
 
 def _solved(
-    layer: int,
-    answer: Answer | SolverError,
-    judge: _Judge,
-    window: Window,
-    placement: Placement,
-    topology: Topology,
-    width: int,
+    layer: int, answer: Answer | SolverError, judge: _Judge, asked: Question
 ) -> tuple[LayerVerdict, LayerPlan | None, _FromScratch | None]:
     """Verdict on a layer by its answer, the change, if it is one, and its solution from scratch."""
     if isinstance(answer, SolverError):
         return judge.unanswered(layer, answer), None, None
-    found, fresh = answer.found, answer.fresh
+    found, fresh, topology = answer.found, answer.fresh, asked.topology
     for candidate in (found, fresh):
         # No layer is switched unless its answer was checked.
         try:
-            check_layer(candidate.phy2log_RS, placement.experts)
+            check_layer(candidate.phy2log_RS, asked.placement.experts)
             check_log2phy(candidate.log2phy_GE, candidate.phy2log_RS, "log2phy", source="source")
         except PlacementError as error:
             return judge.unanswered(layer, str(error)), None, None
     _, first_G, group_R = topology.token_groups()
+    width = dealing_width(asked.log2phy_RLE, 3)
 
-    def tables(candidate: Candidate) -> Int32:
-        return tables_of_sources(candidate.log2phy_GE, first_G.size)[group_R]
+    def judged(candidate: Candidate) -> tuple[float, Int32]:
+        """Ratio per step of a candidate, and its tables for the host."""
+        log2phy_RE = tables_of_sources(candidate.log2phy_GE, first_G.size)[group_R]
+        steps = split_steps(*_alone(asked, layer, candidate.phy2log_RS, log2phy_RE))
+        return float(par_of_steps(steps)[0]), as_host_deals(log2phy_RE, width)
 
-    fresh_RE = tables(fresh)
-    hindsight = _step_par(window, layer, fresh.phy2log_RS, fresh_RE, judge.settings.split)
-    from_scratch = layer, fresh.phy2log_RS, as_host_deals(fresh_RE, width)
+    hindsight, fresh_RE = judged(fresh)
+    from_scratch = layer, fresh.phy2log_RS, fresh_RE
     if answer.taken == KEEP:
         return judge.not_worth_it(layer, answer, hindsight), None, from_scratch
-    log2phy_RE = tables(found)
-    planned = hindsight
-    if found is not fresh:
-        planned = _step_par(window, layer, found.phy2log_RS, log2phy_RE, judge.settings.split)
-    moves_M5 = choose_senders(placement.phy2log_LRS[layer].copy(), found.phy2log_RS, topology.nodes_R.copy())
-    change = LayerPlan(layer, found.phy2log_RS, as_host_deals(log2phy_RE, width), moves_M5)
+    planned, log2phy_RE = (hindsight, fresh_RE) if found is fresh else judged(found)
+    before_RS = asked.placement.phy2log_LRS[layer].copy()
+    moves_M5 = choose_senders(before_RS, found.phy2log_RS, topology.nodes_R.copy())
+    change = LayerPlan(layer, found.phy2log_RS, log2phy_RE, moves_M5)
     return judge.changed(layer, answer, len(moves_M5), planned, hindsight), change, from_scratch
 
 
-def _step_par(window: Window, layer: int, phy2log_RS: Int32, log2phy_RE: Int32, split: str) -> float:
-    """Peak-to-average ratio per step of one layer under another placement."""
-    placement = Placement(phy2log_RS[None], window.experts)
-    log2phy_R1E = log2phy_RE[:, None]
+def _alone(
+    asked: Question, layer: int, phy2log_RS: Int32, log2phy_RE: Int32
+) -> tuple[Counts, Placement, Int32, Float64 | None, str]:
+    """One layer under another placement, as ``split_steps`` and ``split_us`` take it."""
+    window, placement = asked.window, Placement(phy2log_RS[None], asked.window.experts)
     source_R1E = None if window.source_RLE is None else window.source_RLE[:, layer, None]
-    steps = split_steps(window.heat_TLE, placement, log2phy_R1E, source_R1E, split, (layer,))
-    return float(par_of_steps(steps)[0])
+    return window.heat_TLE[:, layer, None], placement, log2phy_RE[:, None], source_R1E, asked.settings.split
 
 
 def _with_times(
-    verdicts: Sequence[LayerVerdict],
-    changed: Sequence[LayerPlan],
-    window: Window,
-    placement: Placement,
-    log2phy_RLE: Int32,
-    settings: PlannerSettings,
+    verdicts: Sequence[LayerVerdict], changed: Sequence[LayerPlan], asked: Question
 ) -> list[LayerVerdict]:
     """Verdicts with the microseconds of each layer's slowest rank; those that change say so."""
-    split, curve = settings.split, settings.cost_curve
+    window, split, curve = asked.window, asked.settings.split, asked.settings.cost_curve
     assert curve is not None
-    us_TL = split_us(window.heat_TLE, placement, log2phy_RLE, window.source_RLE, split, curve)
-    by_layer: Mapping[int, LayerPlan] = {change.layer: change for change in changed}
+    us_TL = split_us(window.heat_TLE, asked.placement, asked.log2phy_RLE, window.source_RLE, split, curve)
+    by_layer = {change.layer: change for change in changed}
     timed = []
     for verdict, seen in zip(verdicts, mean_par(us_TL, axis=0).tolist(), strict=True):
         if np.isnan(seen):
             timed.append(verdict)
             continue
-        planned, reason, layer = seen, verdict.reason, verdict.layer
-        if change := by_layer.get(layer):
-            after = Placement(change.phy2log_RS[None], placement.experts)
-            source_R1E = None if window.source_RLE is None else window.source_RLE[:, layer, None]
-            heat_T1E, tables_R1E = window.heat_TLE[:, layer, None], change.log2phy_RE[:, None]
-            planned = float(mean_par(split_us(heat_T1E, after, tables_R1E, source_R1E, split, curve)))
+        planned, reason = seen, verdict.reason
+        if change := by_layer.get(verdict.layer):
+            alone = _alone(asked, change.layer, change.phy2log_RS, change.log2phy_RE)
+            planned = float(mean_par(split_us(*alone, curve)))
             reason = f"{reason}; its slowest rank {seen:.1f} us to {planned:.1f}"
         timed.append(replace(verdict, us_seen=seen, us_planned=planned, reason=reason))
     return timed

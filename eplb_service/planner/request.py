@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.heat.window import Window
+from eplb_service.heat.window import HeatError, Window
 from eplb_service.placement import Float64, Int32, Placement, mean_par
 from eplb_service.planner.dealing import shares_of_entries, sources_of_tables, width_in_use
 from eplb_service.planner.score import expected_hottest, numbers_of, par_of_steps, source_shares, split_steps
 from eplb_service.planner.settings import EVEN, STEP, PlannerSettings
-from eplb_service.planner.topology import Topology
+from eplb_service.planner.topology import Topology, TopologyError
 from eplb_service.solver import model
 from eplb_service.solver.engine import SolverError, solve_many
 from eplb_service.solver.layer import Answer
@@ -43,6 +43,56 @@ ones leave less to decide. Half as many are 0.3 % worse on that heat, twice as m
 _STEP_TRIES, _STEP_TRIES_PER_SLOT = 2000, 4
 """Of the search for stepwise splits; chosen by hand on recorded and drawn steps of 8 ranks x 5 and 32 ranks x 9 slots,
 where ten times as many won less than half a percent on the next window."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """All that one decision is asked, as ``decide.plan`` takes it.
+
+    Raises ``HeatError``, ``PlacementError`` or ``TopologyError`` where the parts contradict each other.
+    """
+
+    window: Window
+    placement: Placement
+    log2phy_RLE: Int32
+    topology: Topology
+    settings: PlannerSettings
+    search: SearchOptions
+
+    def __post_init__(self) -> None:
+        window, placement = self.window, self.placement
+        if (window.layers, window.experts) != (placement.layers, placement.experts):
+            raise HeatError(
+                f"heat of {window.layers} layers x {window.experts} experts does not fit a placement of "
+                f"{placement.layers} x {placement.experts}"
+            )
+        placement.check_log2phy(self.log2phy_RLE)
+        if window.source_RLE is not None and window.source_RLE.shape[0] != placement.ranks:
+            raise HeatError(
+                f"source heat of {window.source_RLE.shape[0]} ranks does not fit {placement.ranks} ranks"
+            )
+        if self.topology.ranks != placement.ranks:
+            raise TopologyError(
+                f"a topology of {self.topology.ranks} ranks does not fit {placement.ranks} ranks"
+            )
+        if window.steps == 0:
+            raise HeatError("the window holds no steps")
+
+    @property
+    def episodes(self) -> int:
+        """Episodes that the decision looks at: at most one per step."""
+        return min(self.search.episodes, self.window.steps)
+
+    def episode_heat(self, layer_P: npt.NDArray[np.int64]) -> Float64:
+        """Heat of some layers by episode, float64 ``[P, N, E]``.
+
+        Steps are summed; a host that splits each step for itself has single ones, evenly from the first.
+        """
+        heat_TLE, steps, episodes = self.window.heat_TLE, self.window.steps, self.episodes
+        if self.settings.split != STEP:
+            return sum_episodes(heat_TLE, layer_P, episodes)
+        steps_N = np.arange(episodes) * steps // episodes
+        return np.ascontiguousarray(heat_TLE[steps_N][:, layer_P].transpose(1, 0, 2), dtype=np.float64)
 
 
 def search_params_of(
@@ -172,12 +222,7 @@ _MOST_STEPS = 128
 
 
 def solve_picked(
-    window: Window,
-    placement: Placement,
-    log2phy_RLE: Int32,
-    topology: Topology,
-    settings: PlannerSettings,
-    search: SearchOptions,
+    asked: Question,
     picked: npt.NDArray[np.int64],
     par_L: Float64,
     floor_L: Float64,
@@ -188,8 +233,8 @@ def solve_picked(
 
     Parameters
     ----------
-    window, placement, log2phy_RLE, topology, settings, search
-        As for ``decide.plan``.
+    asked
+        The decision's question.
     picked
         int64 ``[P]``, indices of layers.
     par_L, floor_L
@@ -204,39 +249,37 @@ def solve_picked(
     list[Answer | SolverError]
         One per picked layer, in their order.
     """
-    _, first_G, group_R = topology.token_groups()
-    share_GLE = np.full((first_G.size, len(picked), placement.experts), 1.0 / first_G.size)
-    if window.source_RLE is not None:
-        # Sliced first: the split of layers that nobody looks into costs nothing.
-        shares_RLE = source_shares(
-            window.source_RLE[:, picked], placement.ranks, len(picked), placement.experts
-        )
-        share_GLE[:] = 0.0
-        np.add.at(share_GLE, group_R, shares_RLE)
-    elif first_G.size < placement.ranks:
-        share_GLE[:] = (np.bincount(group_R) / placement.ranks)[:, None, None]
-    curve = time_curve(settings)
     if not picked.size:
         return []
-    width = width_in_use(settings, log2phy_RLE)
-    node_R, node_G = topology.nodes()
+    window, placement, settings, search = asked.window, asked.placement, asked.settings, asked.search
+    _, first_G, group_R = asked.topology.token_groups()
+    share_GLE = np.zeros((first_G.size, len(picked), placement.experts))
+    if window.source_RLE is None:
+        share_GLE[:] = (np.bincount(group_R) / placement.ranks)[:, None, None]
+    else:
+        # Sliced first: the split of layers that nobody looks into costs nothing.
+        source_RPE = window.source_RLE[:, picked]
+        np.add.at(share_GLE, group_R, source_shares(source_RPE, placement.ranks, *share_GLE.shape[1:]))
+    curve = time_curve(settings)
+    width = width_in_use(settings, asked.log2phy_RLE)
+    node_R, node_G = asked.topology.nodes()
     params = search_params_of(settings, placement, width, move_price, search)
     if curve is not None and params.tables == model.DEALT:
         # Time is lowered source by source, and each entry of a dealing table is one.
         params = params._replace(tables=model.SOLVED)
-    heat_PNE = episode_heat(window, settings, search, picked)
+    heat_PNE = asked.episode_heat(picked)
     tokens_PE = heat_PNE.sum(axis=1) / window.steps
     if settings.policy == "deepseek":
         heat_PNE = heat_PNE.sum(axis=1, keepdims=True)
     return solve_many(
         heat_PNE,
         placement.phy2log_LRS[picked],
-        sources_of_tables(log2phy_RLE[first_G][:, picked], width),
+        sources_of_tables(asked.log2phy_RLE[first_G][:, picked], width),
         shares_of_entries(share_GLE, tokens_PE, width),
         params,
         np.array(search.half_lives) * heat_PNE.shape[1],
         settings.min_gain,
-        _unplaced(window, placement, settings, search, par_L, floor_L)[picked],
+        _unplaced(asked, par_L, floor_L)[picked],
         settings.threads,
         settings.budget_ms,
         node_R,
@@ -245,25 +288,6 @@ def solve_picked(
         curve,
         None if curve is None else _sampled_steps(window, picked).transpose(1, 0, 2),
     )
-
-
-def episodes_of(window: Window, search: SearchOptions) -> int:
-    """Episodes that a decision looks at: at most one per step."""
-    return min(search.episodes, window.steps)
-
-
-def episode_heat(
-    window: Window, settings: PlannerSettings, search: SearchOptions, layer_P: npt.NDArray[np.int64]
-) -> Float64:
-    """Heat of some layers by episode, float64 ``[P, N, E]``.
-
-    Steps are summed; a host that splits each step for itself has single ones, evenly from the first.
-    """
-    episodes = episodes_of(window, search)
-    if settings.split == STEP:
-        steps_N = np.arange(episodes) * window.steps // episodes
-        return np.ascontiguousarray(window.heat_TLE[steps_N][:, layer_P].transpose(1, 0, 2), dtype=np.float64)
-    return sum_episodes(window.heat_TLE, layer_P, episodes)
 
 
 def time_curve(settings: PlannerSettings) -> Float64 | None:
@@ -284,19 +308,13 @@ def _sampled_steps(window: Window, picked: npt.NDArray[np.int64], most: int = _M
     return window.heat_TLE[steps_N][:, picked].astype(np.float64)
 
 
-def _unplaced(
-    window: Window,
-    placement: Placement,
-    settings: PlannerSettings,
-    search: SearchOptions,
-    par_L: Float64,
-    floor_L: Float64,
-) -> npt.NDArray[np.bool_]:
+def _unplaced(asked: Question, par_L: Float64, floor_L: Float64) -> npt.NDArray[np.bool_]:
     """Layers to place from scratch whatever it moves, bool ``[L]``: those in a layout that was made for no heat."""
-    if settings.policy == "deepseek" or not search.warm:
-        return np.ones(window.layers, dtype=np.bool_)
+    settings = asked.settings
+    if settings.policy == "deepseek" or not asked.search.warm:
+        return np.ones(asked.window.layers, dtype=np.bool_)
     grouped = settings.expert_groups is not None
-    return _blind_layers(window, placement, par_L, floor_L, settings.split, grouped=grouped)
+    return _blind_layers(asked.window, asked.placement, par_L, floor_L, settings.split, grouped=grouped)
 
 
 def groups_on_nodes(settings: PlannerSettings, placement: Placement, topology: Topology) -> tuple[int, str]:

@@ -39,16 +39,24 @@ def loads_of(heat: HeatAssembler, layer_epochs: tuple[int, ...]) -> np.ndarray:
     return np.diff([np.zeros((LAYERS, RANKS)), *sums], axis=0)[::-1]
 
 
+def window_of(heat: HeatAssembler) -> Window:
+    return Window(*heat.remembered().arrays())
+
+
+def add_all(heat: HeatAssembler, sent: HeatReport) -> None:
+    """All ranks send the same report."""
+    for rank in range(RANKS):
+        heat.add(rank, sent)
+
+
 def report(
     first_step: int, *counts: int, epochs: tuple[int, ...] = (0, 0), dummy: bool = False
 ) -> HeatReport:
     """``counts[t]`` tokens in each slot of each layer in step ``t``."""
-    slot_counts = np.broadcast_to(
-        np.array(counts, dtype=np.int32)[:, None, None], (len(counts), LAYERS, SLOTS)
-    )
-    sources = np.broadcast_to(np.array(counts, dtype=np.int32)[:, None, None], (len(counts), LAYERS, EXPERTS))
+    counts_T11 = np.array(counts, dtype=np.int32)[:, None, None]
+    slots, sources = (np.tile(counts_T11, (1, LAYERS, cells)) for cells in (SLOTS, EXPERTS))
     phase_T = np.full(len(counts), StepPhase.DUMMY if dummy else StepPhase.DECODE, dtype=np.uint8)
-    return HeatReport(first_step, epochs, slot_counts, phase_T, sources)
+    return HeatReport(first_step, epochs, slots, phase_T, sources)
 
 
 def sources_only(first_step: int, counts_TLE: np.ndarray, epochs: tuple[int, ...] = (0, 0)) -> HeatReport:
@@ -59,9 +67,9 @@ def sources_only(first_step: int, counts_TLE: np.ndarray, epochs: tuple[int, ...
 def test_a_step_counts_once_all_ranks_have_reported_it() -> None:
     heat = assembler()
     assert heat.add(0, report(10, 1, 2)).received == 0
-    assert Window(*heat.remembered().arrays()).steps == 0
+    assert window_of(heat).steps == 0
     assert heat.add(1, report(10, 10, 20)).received == 2
-    window = Window(*heat.remembered().arrays())
+    window = window_of(heat)
     # Layer 0: expert 0 is on both ranks, 1 on rank 0, 2 on rank 1. Layer 1: 1 on both, 2 on rank 0, 0 on rank 1.
     np.testing.assert_array_equal(window.heat_TLE, [[[11, 1, 10], [10, 11, 1]], [[22, 2, 20], [20, 22, 2]]])
     np.testing.assert_array_equal(loads_of(heat, (0, 0))[:, 0], [[2, 20], [4, 40]])
@@ -87,25 +95,24 @@ def test_a_step_that_a_rank_skipped_is_lost() -> None:
 
 def test_a_report_outruns_ranks_that_it_would_leave_behind() -> None:
     heat = assembler(pending_steps=4)
-    assert heat.outrun_by(0, report(100, 1)) is None
+    assert heat.pending.outrun_by(0, report(100, 1)) is None
     heat.add(0, report(100, 1, 1))
-    assert heat.outrun_by(0, report(102, 1, 1)) is None
+    assert heat.pending.outrun_by(0, report(102, 1, 1)) is None
     # Rank 1 has not reported step 100, which a fifth step would push out.
-    assert heat.outrun_by(0, report(104, 1)) == -1
+    assert heat.pending.outrun_by(0, report(104, 1)) == -1
     heat.add(1, report(100, 1))
-    assert heat.outrun_by(0, report(104, 1)) is None
-    assert heat.outrun_by(0, report(104, 1, 1)) == 101
+    assert heat.pending.outrun_by(0, report(104, 1)) is None
+    assert heat.pending.outrun_by(0, report(104, 1, 1)) == 101
     # Nobody catches up with a leap.
-    assert heat.outrun_by(0, report(107, 1)) is None
+    assert heat.pending.outrun_by(0, report(107, 1)) is None
     # A rank whose own steps were dropped on the way waits for nobody.
-    assert heat.outrun_by(1, report(105, 1)) is None
+    assert heat.pending.outrun_by(1, report(105, 1)) is None
 
 
 def test_steps_that_no_rank_reported_are_lost() -> None:
     heat = assembler(pending_steps=4)
     for first_step in (0, 1000):
-        for rank in range(RANKS):
-            heat.add(rank, report(first_step, 1, 1))
+        add_all(heat, report(first_step, 1, 1))
     assert heat.counted.received == 4
     assert heat.counted.lost == 1000 + 2 - 4 - 2  # the two steps before 1000 can still come
 
@@ -159,8 +166,7 @@ def test_memory_is_priced_before_it_is_taken() -> None:
 def test_a_late_or_repeated_report_changes_nothing() -> None:
     heat = assembler(pending_steps=2)
     for first_step in (0, 2):
-        for rank in range(RANKS):
-            heat.add(rank, report(first_step, 1, 1))
+        add_all(heat, report(first_step, 1, 1))
     before_TLE, _ = heat.remembered().arrays()
     assert heat.add(0, report(0, 9, 9)).received == 0
     assert heat.add(1, report(2, 9, 9)).received == 0
@@ -176,7 +182,7 @@ def test_counts_are_read_under_the_placement_that_they_were_taken_under() -> Non
     for rank in range(RANKS):
         heat.add(rank, report(0, 1))
         heat.add(rank, report(1, 1, epochs=(1, 0)))
-    window = Window(*heat.remembered().arrays())
+    window = window_of(heat)
     np.testing.assert_array_equal(window.heat_TLE[:, 0], [[2, 1, 1], [1, 2, 1]])
     # Loads of the step before the switch say nothing about the layer as it is now.
     np.testing.assert_array_equal(loads_of(heat, (1, 0)).sum(axis=2), [[0, 4], [4, 4]])
@@ -187,8 +193,7 @@ def test_a_step_under_two_placements_is_lost() -> None:
     place(heat, 0, 1, PLACEMENT_LRS[0])
     heat.add(0, report(0, 1))
     assert heat.add(1, report(0, 1, epochs=(1, 0))).received == 0
-    for rank in range(RANKS):
-        heat.add(rank, report(1, 1, 1))
+    add_all(heat, report(1, 1, 1))
     assert heat.counted == (2, 1)
 
 
@@ -196,14 +201,13 @@ def test_counts_under_an_unknown_placement_are_left_out() -> None:
     heat = assembler()
     assert heat.add(0, report(0, 1, epochs=(7, 0))).received == 0
     assert heat.add(1, report(0, 1)).received == 0
-    assert Window(*heat.remembered().arrays()).steps == 0
+    assert window_of(heat).steps == 0
 
 
 def test_steps_of_dummies_alone_carry_no_heat() -> None:
     heat = assembler()
-    for rank in range(RANKS):
-        heat.add(rank, report(0, 0, dummy=True))
-    assert Window(*heat.remembered().arrays()).steps == 0
+    add_all(heat, report(0, 0, dummy=True))
+    assert window_of(heat).steps == 0
     assert heat.counted == (1, 0)
     heat.add(0, report(1, 0, dummy=True))
     assert heat.add(1, report(1, 3)).received == 1
@@ -212,9 +216,8 @@ def test_steps_of_dummies_alone_carry_no_heat() -> None:
 def test_the_window_slides() -> None:
     heat = assembler(window_steps=3, pending_steps=2)
     for step in range(7):
-        for rank in range(RANKS):
-            heat.add(rank, report(step, step))
-    window = Window(*heat.remembered().arrays())
+        add_all(heat, report(step, step))
+    window = window_of(heat)
     np.testing.assert_array_equal(window.heat_TLE[:, 0, 1], [4, 5, 6])
 
 
@@ -230,7 +233,7 @@ def test_whatever_order_reports_come_in_no_step_is_read_twice_or_made_up(data: s
         if data.draw(st.booleans()):
             heat.add(rank, report(at[rank], *range(at[rank] + 1, at[rank] + size + 1)))
         at[rank] += size
-    window = Window(*heat.remembered().arrays())
+    window = window_of(heat)
     assert heat.counted.received + heat.counted.lost <= max(at)
     steps = window.heat_TLE[:, 0, 1] - 1
     assert (np.diff(steps) > 0).all()
@@ -241,10 +244,7 @@ def test_whatever_order_reports_come_in_no_step_is_read_twice_or_made_up(data: s
 @given(st.data())
 def test_steps_that_enter_the_window_little_by_little_are_those_that_do_at_once(data: st.DataObject) -> None:
     """Whatever is reported meanwhile: leaps, steps long gone, and reports that push whole steps out of the ring."""
-    at_once, by_turns = (
-        assembler(window_steps=16, pending_steps=6),
-        assembler(window_steps=16, pending_steps=6),
-    )
+    at_once, by_turns = (assembler(window_steps=16, pending_steps=6) for _ in range(2))
     step = 0
     for _ in range(data.draw(st.integers(1, 20))):
         rank = data.draw(st.integers(0, RANKS - 1))
@@ -272,7 +272,7 @@ def test_whole_steps_are_put_together_before_the_ring_is_written_over() -> None:
     assert (heat.steps, heat.waiting) == (1, 2), "all of them are still in the ring"
     heat.take(0, report(4, 5, 6))
     assert (heat.steps, heat.waiting) == (3, 0)
-    np.testing.assert_array_equal(Window(*heat.remembered().arrays()).heat_TLE[:, 0, 1], [1, 2, 3])
+    np.testing.assert_array_equal(window_of(heat).heat_TLE[:, 0, 1], [1, 2, 3])
 
 
 @given(seed=st.integers(0, 2**32 - 1), reports=st.integers(0, 12))
@@ -292,13 +292,11 @@ def test_ratios_taken_as_steps_come_in_are_those_of_the_loads(seed: int, reports
 
 def test_what_is_remembered_does_not_change_while_steps_come_in() -> None:
     heat = assembler(window_steps=2, pending_steps=4)
-    for rank in range(RANKS):
-        heat.add(rank, report(0, 1, 2))
+    add_all(heat, report(0, 1, 2))
     remembered = heat.remembered()
     before_TLE, before_RLE = (array.copy() for array in remembered.arrays())
     for first_step in range(2, 20, 2):
-        for rank in range(RANKS):
-            heat.add(rank, report(first_step, 7, 9))
+        add_all(heat, report(first_step, 7, 9))
     np.testing.assert_array_equal(remembered.arrays()[0], before_TLE)
     np.testing.assert_array_equal(remembered.arrays()[1], before_RLE)
     assert (heat.remembered().arrays()[0] != before_TLE).all()
@@ -307,30 +305,23 @@ def test_what_is_remembered_does_not_change_while_steps_come_in() -> None:
 def test_sources_are_summed_where_all_ranks_report_the_same_steps() -> None:
     heat = assembler(window_steps=8)
     heat.add(0, report(0, 1, 1))
-    assert Window(*heat.remembered().arrays()).steps == 0
+    assert window_of(heat).steps == 0
     heat.add(1, report(0, 5, 5))
     heat.add(0, report(2, 7))  # rank 1 has not reported this bucket yet
-    window = Window(*heat.remembered().arrays())
+    window = window_of(heat)
     assert window.source_RLE is not None
     np.testing.assert_array_equal(window.source_RLE[:, 0, 0], [2, 10])
 
 
 def test_sums_over_reports_are_as_good_as_counts_by_step() -> None:
     rng = np.random.default_rng(0)
-    by_step, by_report = (
-        assembler(window_steps=16, pending_steps=8),
-        assembler(window_steps=16, pending_steps=8),
-    )
+    by_step, by_report = (assembler(window_steps=16, pending_steps=8) for _ in range(2))
     for first_step in range(0, 32, 4):
         for rank in range(RANKS):
             sent = report(first_step, *rng.integers(0, 9, 4))
-            summed = replace(
-                sent,
-                source_counts_TLE=None,
-                source_sums_LE=sent.source_counts_TLE.sum(axis=0, dtype=np.int32),
-            )
+            sums_LE = sent.source_counts_TLE.sum(axis=0, dtype=np.int32)
             by_step.add(rank, sent)
-            by_report.add(rank, summed)
+            by_report.add(rank, replace(sent, source_counts_TLE=None, source_sums_LE=sums_LE))
     expected_RLE, found_RLE = by_step.remembered().arrays()[1], by_report.remembered().arrays()[1]
     assert expected_RLE.sum() > 0
     np.testing.assert_array_equal(found_RLE, expected_RLE)
@@ -362,8 +353,7 @@ def test_tokens_went_where_the_table_of_their_epoch_sent_them() -> None:
     elsewhere_RE = np.array([[2, 1, 3], [0, 3, 2]], dtype=np.int32)
     heat.placements.place(0, 1, np.array([[0, 1], [2, 1]], dtype=np.int32), elsewhere_RE)
     counts_TLE = np.ones((1, LAYERS, EXPERTS), dtype=np.int32)
-    for rank in range(RANKS):
-        heat.add(rank, sources_only(0, counts_TLE, epochs=(1, 0)))
+    add_all(heat, sources_only(0, counts_TLE, epochs=(1, 0)))
     # Rank 0 sends experts 0 and 2 away and keeps 1; rank 1 sends 0 away and keeps the others.
     np.testing.assert_array_equal(loads_of(heat, (1, 0))[0, 0], [2, 4])
 
@@ -372,8 +362,7 @@ def test_a_step_that_only_some_ranks_count_by_slot_is_lost() -> None:
     heat = assembler(pending_steps=2)
     heat.add(0, report(0, 1))
     assert heat.add(1, sources_only(0, np.ones((1, LAYERS, EXPERTS), dtype=np.int32))).received == 0
-    for rank in range(RANKS):
-        heat.add(rank, report(1, 1, 1))
+    add_all(heat, report(1, 1, 1))
     assert heat.counted == (2, 1)
 
 

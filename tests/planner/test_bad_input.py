@@ -21,23 +21,20 @@ def whole_heat() -> np.ndarray:
 
 def decided(heat_TLE: np.ndarray, **settings: object) -> Plan:
     placement = Placement.linear(3, 8, 4, 3)
-    return plan(
-        Window(heat_TLE),
-        placement,
-        placement.default_log2phy(),
-        Topology.flat(4),
-        PlannerSettings(**settings),
-    )
+    tables_RLE = placement.default_log2phy()
+    return plan(Window(heat_TLE), placement, tables_RLE, Topology.flat(4), PlannerSettings(**settings))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -1.0])
-def test_heat_that_is_no_number_of_tokens_is_refused(value: float) -> None:
-    heat_TLE = whole_heat()
-    heat_TLE[3, 1, 2] = value
+def test_what_is_no_number_of_tokens_is_refused(value: float) -> None:
+    heat_TLE, source_RLE = whole_heat(), np.ones((4, 3, 8))
+    heat_TLE[3, 1, 2] = source_RLE[0, 2, 5] = value
     with pytest.raises(
         HeatError, match=rf"heat is {value} at step 3, layer 1, expert 2; it must be a finite"
     ):
         decided(heat_TLE)
+    with pytest.raises(HeatError, match="source heat holds negative or non-finite values"):
+        Window(whole_heat(), source_RLE)
 
 
 def test_sums_that_float64_cannot_distinguish_are_refused() -> None:
@@ -47,14 +44,6 @@ def test_sums_that_float64_cannot_distinguish_are_refused() -> None:
         decided(np.full((5, 3, 8), most + 1))
     with pytest.raises(HeatError, match=r"past 2\*\*53"):
         decided(np.full((5, 3, 8), 2**62))
-
-
-@pytest.mark.parametrize("value", [np.nan, -1.0, np.inf])
-def test_source_heat_that_is_no_number_of_tokens_is_refused(value: float) -> None:
-    source_RLE = np.ones((4, 3, 8))
-    source_RLE[0, 2, 5] = value
-    with pytest.raises(HeatError, match="source heat holds negative or non-finite values"):
-        Window(whole_heat(), source_RLE)
 
 
 def test_an_empty_window_is_refused() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from eplb_service.planner.pace import Pace
 from eplb_service.planner.plan import Promise
+from tests.planner.drawn import still_heat
 
 PROMISE = Promise(np.full(3, 1.2), np.full(3, 1e-4), np.ones(3), 64)
 CALM, WORSE = 1.2, 1.6
@@ -30,9 +31,7 @@ def calm() -> Pace:
 
 
 def heat(count: int, seed: int = 0) -> np.ndarray:
-    generator = np.random.default_rng(seed)
-    popularity_LE = generator.dirichlet(np.ones(8), 2)
-    return np.stack([generator.multinomial(4096, row_E, size=count) for row_E in popularity_LE], axis=1)
+    return still_heat(count, 2, 8, 4096, seed)
 
 
 def test_the_first_decision_falls_after_the_steps_asked_for_and_looks_at_all_of_them() -> None:

@@ -15,6 +15,7 @@ from eplb_service.planner.plan import Plan
 from eplb_service.planner.request import with_options
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
+from tests.planner.drawn import still_heat
 from tests.solver.layers_of import KNOWN_EXAMPLE
 
 
@@ -26,19 +27,8 @@ def afresh(heat_TLE: np.ndarray, ranks: int, slots: int, **settings: object) -> 
 
 def decided(heat_TLE: np.ndarray, **settings: object) -> Plan:
     placement = Placement.linear(heat_TLE.shape[1], 16, 4, 5)
-    return plan(
-        Window(heat_TLE),
-        placement,
-        placement.default_log2phy(),
-        Topology.flat(4),
-        PlannerSettings(**settings),
-    )
-
-
-def steady(layers: int, steps: int) -> np.ndarray:
-    generator = np.random.default_rng(5)
-    popularity_LE = generator.dirichlet(np.full(16, 0.6), layers)
-    return np.stack([generator.multinomial(4000, row_E, size=steps) for row_E in popularity_LE], axis=1)
+    tables_RLE = placement.default_log2phy()
+    return plan(Window(heat_TLE), placement, tables_RLE, Topology.flat(4), PlannerSettings(**settings))
 
 
 def assert_changes_are_legal(found: Plan, experts: int) -> None:
@@ -71,7 +61,7 @@ def test_redundancy_above_the_ranks_is_placed(experts: int, ranks: int, slots: i
 
 
 def test_a_window_that_grows_is_planned_on_at_every_length_as_it_is() -> None:
-    heat_TLE = steady(2, 80)
+    heat_TLE = still_heat(80, 2, 16, 4000, seed=5, skew=0.6)
     mean_L = heat_TLE.sum(axis=2).mean(axis=0)
     for steps in (1, 2, 3, 5, 63, 64, 65, 80):
         found = decided(heat_TLE[:steps])

@@ -33,6 +33,11 @@ FIRST = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
 STEP = PlannerSettings(split="step", cost_curve=H200, threads=1)
 
 
+def decided(settings: PlannerSettings, **options: bool) -> Plan:
+    tables_RLE, flat = FIRST.default_log2phy(), Topology.flat(RANKS)
+    return plan(Window(HEAT), FIRST, tables_RLE, flat, settings, search=SearchOptions(**options))
+
+
 def plain_us(heat_TLE: np.ndarray, placement: Placement, curve: CostCurve) -> list[list[float]]:
     """By the definition, of the slots' tokens; which are a best split of each step by an oracle."""
     tokens_TLRS = _stepwise_tokens(heat_TLE, placement)
@@ -108,39 +113,25 @@ def test_what_evens_tokens_out_and_saves_no_time_is_not_done() -> None:
     # Below the knee all that counts is how many slots have tokens.
     reading = CostCurve(0.0, 50.0, 0.0, 1e-6)
     settings = replace(STEP, cost_curve=reading, par_threshold=1.0, min_gain=0.0, move_price=0.0)
-    by_tokens = plan(
-        Window(HEAT), FIRST, FIRST.default_log2phy(), Topology.flat(RANKS), replace(settings, cost_curve=None)
-    )
+    by_tokens, by_time = decided(replace(settings, cost_curve=None)), decided(settings)
     assert by_tokens.layers
-    by_time = plan(Window(HEAT), FIRST, FIRST.default_log2phy(), Topology.flat(RANKS), settings)
     for layer_plan in by_tokens.layers:
         verdict = by_time.verdicts[layer_plan.layer]
         assert not verdict.changed
         assert verdict.reason.startswith("kept: what was found, from ")
-        assert (verdict.moves, verdict.par_planned, verdict.us_planned) == (
-            0,
-            verdict.par_seen,
-            verdict.us_seen,
-        )
+        planned = verdict.moves, verdict.par_planned, verdict.us_planned
+        assert planned == (0, verdict.par_seen, verdict.us_seen)
     assert by_time.layers == ()
 
 
 def test_moves_must_be_worth_their_part_of_the_time() -> None:
     settings = replace(STEP, par_threshold=1.0, min_gain=0.0, move_price=0.0)
-    free = plan(Window(HEAT), FIRST, FIRST.default_log2phy(), Topology.flat(RANKS), settings)
+    free = decided(settings)
     (worst, *_) = free.layers
     verdict = free.verdicts[worst.layer]
     won = 1 - verdict.us_planned / verdict.us_seen
     for min_gain, changes in ((0.9 * won, True), (1.1 * won, False)):
-        tried = replace(settings, min_gain=min_gain)
-        found = plan(
-            Window(HEAT),
-            FIRST,
-            FIRST.default_log2phy(),
-            Topology.flat(RANKS),
-            tried,
-            search=SearchOptions(holdout=False),
-        )
+        found = decided(replace(settings, min_gain=min_gain), holdout=False)
         assert found.verdicts[worst.layer].changed is changes
 
 

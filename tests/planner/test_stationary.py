@@ -7,12 +7,11 @@ import pytest
 
 from benchmarks.solver.heats import generate
 from eplb_service.planner.pace import _has_changed, _stationary_steps, looked_back, paying_steps
+from tests.planner.drawn import still_heat
 
 
 def drawn(steps: int, seed: int) -> np.ndarray:
-    generator = np.random.default_rng(seed)
-    popularity_LE = generator.dirichlet(np.ones(16), 3)
-    return np.stack([generator.multinomial(8192, row_E, size=steps) for row_E in popularity_LE], axis=1)
+    return still_heat(steps, 3, 16, 8192, seed)
 
 
 def test_all_of_still_heat_is_used() -> None:
@@ -96,15 +95,8 @@ def test_bursts_are_seldom_a_change(since: int) -> None:
 
 @pytest.mark.parametrize("tokens", [64, 8192])
 def test_a_change_is_seen_in_few_tokens_too(tokens: int) -> None:
-    generator = np.random.default_rng(0)
-    before_LE, after_LE = (generator.dirichlet(np.ones(16), 3) for _ in range(2))
-    parts = ((before_LE, 100), (after_LE, 16))
-    heat_TLE = np.concatenate(
-        [
-            np.stack([generator.multinomial(tokens, row_E, size=count) for row_E in popularity_LE], axis=1)
-            for popularity_LE, count in parts
-        ]
-    )
+    parts = (still_heat(steps, 3, 16, tokens, seed) for steps, seed in ((100, 0), (16, 1)))
+    heat_TLE = np.concatenate(list(parts))
     assert _has_changed(heat_TLE, 16)
     assert not _has_changed(heat_TLE[:100], 16)
 
@@ -114,9 +106,9 @@ def test_where_there_is_nothing_to_compare_heat_counts_as_changed() -> None:
     assert _has_changed(drawn(8, 0), 1)
 
 
-def test_few_steps_are_all_used() -> None:
-    assert _stationary_steps(drawn(20, 0), 8) == 20
-    assert _stationary_steps(drawn(20, 0), 0) == 20
+@pytest.mark.parametrize("ahead", [0, 8])
+def test_few_steps_are_all_used(ahead: int) -> None:
+    assert _stationary_steps(drawn(20, 0), ahead) == 20
 
 
 def test_layers_without_tokens_do_not_matter() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from eplb_service.heat.window import Window
-from eplb_service.placement import Placement, check_log2phy, par
+from eplb_service.placement import Placement, apply_layers, par
 from eplb_service.planner.decide import plan
 from eplb_service.planner.plan import Plan
 from eplb_service.planner.request import with_options
@@ -14,6 +14,7 @@ from eplb_service.planner.score import rank_loads
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.planner.topology import Topology
 from eplb_service.solver import layer as decision_module
+from tests.planner.drawn import still_heat
 from tests.solver.slow.topology import crossing
 
 LAYERS, EXPERTS, RANKS, SLOTS, GROUPS = 3, 32, 8, 5, 8
@@ -23,10 +24,8 @@ TWO_NODES = Topology(EACH // 4, EACH)
 
 def window_of(seed: int, spread: float = 0.3) -> Window:
     """Heat that stays as it is, and sources that send unlike amounts, or the same where ``spread`` is 0."""
-    generator = np.random.default_rng(seed)
-    popularity_LE = generator.dirichlet(np.full(EXPERTS, 0.8), LAYERS)
-    heat_TLE = np.stack([generator.multinomial(8000, row_E, size=48) for row_E in popularity_LE], axis=1)
-    return Window(heat_TLE, generator.lognormal(0, spread, (RANKS, LAYERS, EXPERTS)))
+    source_RLE = np.random.default_rng(seed).lognormal(0, spread, (RANKS, LAYERS, EXPERTS))
+    return Window(still_heat(48, LAYERS, EXPERTS, 8000, seed, skew=0.8), source_RLE)
 
 
 LINEAR = Placement.linear(LAYERS, EXPERTS, RANKS, SLOTS)
@@ -42,12 +41,8 @@ def decided(
     after, table_RLE = start or (LINEAR, LINEAR.default_log2phy())
     switched, search = with_options(PlannerSettings(), settings)
     made = plan(window or window_of(5), after, table_RLE, topology, switched, search=search)
-    table_RLE = table_RLE.copy()
-    for changed in made.layers:
-        after = after.with_layers([(changed.layer, changed.phy2log_RS)])
-        table_RLE[:, changed.layer] = changed.log2phy_RE
-        for table_E in changed.log2phy_RE:
-            check_log2phy(table_E, changed.phy2log_RS)
+    after, table_RLE = apply_layers(after, table_RLE, made.changes())
+    after.check_log2phy(table_RLE)
     return made, (after, table_RLE)
 
 

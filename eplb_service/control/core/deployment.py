@@ -270,7 +270,7 @@ class Deployment:
 
     def slowest_step_if_ahead(self, rank: int, report: HeatReport) -> int | None:
         """Step of the slowest ranks where a rank's counts are so far ahead that steps would be lost, or ``None``."""
-        return NOWHERE if self.heat is None else self.heat.outrun_by(rank, report)
+        return NOWHERE if self.heat is None else self.heat.pending.outrun_by(rank, report)
 
     def heat_report(self, rank: int, report: HeatReport) -> StepCounts:
         """Take a rank's counts; returns steps completed, for ``put_together``, and steps lost."""

@@ -116,14 +116,14 @@ def _useless(deployment: Deployment) -> list[str]:
         found.append(
             "experts are bound to their ranks (grouped experts), so that no plan can be made: heat is watched alone"
         )
-    if heat is not None and heat.empty_steps >= window:
+    if heat is not None and heat.pending.empty_steps >= window:
         found.append(
-            f"no rank has counted a token in the newest {heat.empty_steps} steps, though they are no dummies: "
+            f"no rank has counted a token in the newest {heat.pending.empty_steps} steps, though they are no dummies: "
             "the layers' counters stay zero"
         )
-    if heat is not None and heat.dummy_steps >= _UNDECIDED_WINDOWS * window:
+    if heat is not None and heat.pending.dummy_steps >= _UNDECIDED_WINDOWS * window:
         found.append(
-            f"the newest {heat.dummy_steps} steps were dummies on all ranks: "
+            f"the newest {heat.pending.dummy_steps} steps were dummies on all ranks: "
             "nothing is served, or steps are mislabelled"
         )
     watches, one_in = deployment.watches, deployment.shedding.one_in

@@ -125,8 +125,8 @@ def report_gauges(deployment: Deployment, metrics: Metrics, observer: Observer) 
     metrics.set("eplb_last_decision_age_seconds", deployment.watches.undecided_seconds, name)
     metrics.set("eplb_problems", len(problems(deployment)), name)
     if deployment.heat is not None:
-        metrics.set("eplb_empty_steps", deployment.heat.empty_steps, name)
-        metrics.set("eplb_dummy_steps", deployment.heat.dummy_steps, name)
+        metrics.set("eplb_empty_steps", deployment.heat.pending.empty_steps, name)
+        metrics.set("eplb_dummy_steps", deployment.heat.pending.dummy_steps, name)
     if deployment.live is not None:
         metrics.set("eplb_epoch", deployment.live.epoch, name)
     if not connected:

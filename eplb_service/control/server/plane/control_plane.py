@@ -132,7 +132,7 @@ class ControlPlane:
             self._metrics.count("eplb_steps_received", name, by=gained.received)
             self._metrics.count("eplb_steps_lost", name, by=gained.lost)
         if gained.lost and deployment.heat is not None:
-            behind, step = deployment.heat.slowest
+            behind, step = deployment.heat.pending.slowest
             self.log.info(
                 "heat_lost", deployment=name, steps=gained.lost, slowest_rank=behind, reported_to=step
             )
