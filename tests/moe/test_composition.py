@@ -15,10 +15,10 @@ from worker_agent.moe import LayerOptions
 from worker_agent.moe.compose import LayerPath
 from worker_agent.moe.dispatch import MC2Variant
 from worker_agent.moe.operators import reference
-from worker_agent.moe.prepare import All2AllPreparation, SequenceParallelPreparation
+from worker_agent.moe.prepare import All2AllPreparation, AllGatherPreparation
 from worker_agent.moe.rank_group import RankGroup
 
-OWN = {"preparations": {"allgather": SequenceParallelPreparation(RankGroup(None))}}
+OWN = {"preparations": {"allgather": AllGatherPreparation([RankGroup(None)])}}
 UNUSED = {"preparations": {"all2all": All2AllPreparation(RankGroup(None))}}
 
 

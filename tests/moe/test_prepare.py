@@ -17,7 +17,6 @@ from worker_agent.moe.prepare import (
     MC2Preparation,
     Preparation,
     Prepared,
-    SequenceParallelPreparation,
 )
 from worker_agent.moe.rank_group import RankGroup
 
@@ -92,7 +91,7 @@ def gathered_over(ep: SimulatedGroup, counts: list[int], kind: str) -> list[floa
     elif kind == "context-parallel":
         tokens, preparation = tokens_of(ep.rank, counts[dp.rank] + tp.rank), AllGatherPreparation([dp, tp])
     else:
-        tokens, preparation = tokens_of(ep.rank, counts[dp.rank] * tp.rank), SequenceParallelPreparation(ep)
+        tokens, preparation = tokens_of(ep.rank, counts[dp.rank] * tp.rank), AllGatherPreparation([ep])
     prepared = round_trip(preparation, tokens, 8, ep.rank)
     assert prepared.active_T is not None
     return prepared.hidden_TH[prepared.active_T][:, 0].tolist()
@@ -120,7 +119,7 @@ def test_gathering_gives_every_rank_the_tokens_of_all(counts: list[int], kind: s
 def quantized_gather(ep: SimulatedGroup) -> None:
     counts = [3, 0, 1, 5]
     tokens = tokens_of(ep.rank, counts[ep.rank % 4])
-    preparation = SequenceParallelPreparation(ep, quantize_with=reference)
+    preparation = AllGatherPreparation([ep], quantize_with=reference)
     prepared = preparation.prepare(*tokens)
     check_padding(prepared)
     assert prepared.hidden_TH.dtype == torch.int8

@@ -29,7 +29,15 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path = EMBEDDED) -> None:
-        self.config = _read_config(folder / CONFIG)
+        path = folder / CONFIG
+        try:
+            contents = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: no readable JSON file: {error}") from error
+        try:
+            self.config = ModelConfig.from_hugging_face(contents)
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {error}") from error
         self._path = folder / WEIGHTS
         try:
             with safe_open(self._path, framework="pt") as file:
@@ -73,17 +81,6 @@ class Checkpoint:
 def expert_tensor_name(layer: int, expert: int, part: str) -> str:
     """Return the name of one tensor of an expert; ``part`` is ``gate_proj``, ``up_proj`` or ``down_proj``."""
     return f"model.layers.{layer}.mlp.experts.{expert}.{part}.weight"
-
-
-def _read_config(path: Path) -> ModelConfig:
-    try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: no readable JSON file: {error}") from error
-    try:
-        return ModelConfig.from_hugging_face(contents)
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {error}") from error
 
 
 def _expert_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -29,9 +29,9 @@ from worker_agent.moe.experts import (
 from worker_agent.moe.operators import Operators
 from worker_agent.moe.prepare import (
     All2AllPreparation,
+    AllGatherPreparation,
     MC2Preparation,
     Preparation,
-    SequenceParallelPreparation,
 )
 from worker_agent.moe.rank_group import RankGroup
 from worker_agent.moe.shape import Activation
@@ -314,7 +314,7 @@ class LayerPath:
         preparation, alone = options.preparations.get(name), RankGroup(None)
         if preparation is None and gathers:
             quantize_with = operators if options.quantize_before_gather else None
-            preparation = SequenceParallelPreparation(group, quantize_with)
+            preparation = AllGatherPreparation([group], quantize_with=quantize_with)
         elif preparation is None:
             preparation = MC2Preparation(group, alone) if name == "mc2" else All2AllPreparation(alone)
         return cls(preparation, kernel, rooms, gathers, distinct_for)

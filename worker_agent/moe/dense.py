@@ -8,19 +8,14 @@ import torch
 from torch.nn.functional import linear
 
 from worker_agent.moe.shape import SWIGLUOAI_LIMIT, SWIGLUOAI_SLOPE, Activation, MoEShape
-from worker_agent.moe.weights import ExpertSource, build_weights
+from worker_agent.moe.weights import ExpertSource, ExpertTensors, build_weights
 
 SharedModule = Callable[[torch.Tensor], torch.Tensor]
 """Shared experts as a whole: ``[T, H]`` -> ``[T, H]``."""
 
 
-class DenseMoE(torch.nn.Module):
+class DenseMoE(ExpertTensors):
     """All E experts in one place, run one after the other in plain torch."""
-
-    w13_weight: torch.Tensor
-    w2_weight: torch.Tensor
-    w13_bias: torch.Tensor | None
-    w2_bias: torch.Tensor | None
 
     def __init__(
         self,
@@ -34,8 +29,7 @@ class DenseMoE(torch.nn.Module):
         super().__init__()
         self.shape = shape
         weights = build_weights(shape, experts, list(range(shape.experts)), dtype, device, biases)
-        for name in ("w13_weight", "w2_weight", "w13_bias", "w2_bias"):
-            self.register_buffer(name, weights.named().get(name))
+        self._hold(shape.layer, weights, gated=shape.activation.gated)
 
     def forward(
         self, hidden_TH: torch.Tensor, topk_ids_TK: torch.Tensor, topk_weights_TK: torch.Tensor

@@ -174,19 +174,32 @@ class AllGatherPreparation:
     """Pads to the step's length and gathers; the way back reduce-scatters partial sums and cuts off the padding.
 
     Gathers over one of the ``groups`` after the other: data-parallel ranks, then those of prefill context parallelism.
-    Ranks of ``tp`` have the same tokens and other experts: their partial sums are added up last.
+    Ranks of ``tp`` have the same tokens and other experts: their partial sums are added up last. With ``quantize_with``
+    tokens are quantized to int8 before the gather, so that less travels (W8A8).
     """
 
-    def __init__(self, groups: Sequence[RankGroup], tp: RankGroup | None = None) -> None:
+    def __init__(
+        self,
+        groups: Sequence[RankGroup],
+        tp: RankGroup | None = None,
+        quantize_with: Operators | None = None,
+    ) -> None:
         self._groups = list(groups)
         self._tp = tp
+        self._operators = quantize_with
 
     def prepare(
         self, hidden_TH: torch.Tensor, routing: tuple[torch.Tensor, ...], length: int | None = None
     ) -> Prepared:
-        """Gather the tokens of all ranks."""
+        """Gather the tokens of all ranks, in int8 with their scales where they are quantized."""
         dtype, gathered = hidden_TH.dtype, [*routing]
         gathered.append(torch.ones(hidden_TH.shape[0], dtype=torch.bool, device=hidden_TH.device))
+        if self._operators is not None and hidden_TH.shape[0]:
+            hidden_TH, scale_T = self._operators.npu_dynamic_quant(hidden_TH)
+            gathered.append(scale_T)
+        elif self._operators is not None:
+            gathered.append(hidden_TH.new_empty(0, dtype=torch.float32))
+            hidden_TH = hidden_TH.to(torch.int8)
         source = slice(None) if self._tp is None else _own_part(self._tp, hidden_TH.shape[0])
         owns: list[int] = []
         for group in self._groups:
@@ -202,39 +215,6 @@ class AllGatherPreparation:
                 out_TH = self._tp.all_reduce(out_TH)
             return out_TH.to(dtype)
 
+        scale_N = None if self._operators is None else gathered.pop()
         *routed, active_N = gathered
-        return Prepared(hidden_TH, tuple(routed), finalize, active_N, source=source)
-
-
-class SequenceParallelPreparation:
-    """Gathers over the whole EP group; the way back reduce-scatters over it.
-
-    With ``quantize_with`` tokens are quantized to int8 before the gather, so that less travels (W8A8).
-    """
-
-    def __init__(self, ep: RankGroup, quantize_with: Operators | None = None) -> None:
-        self._ep = ep
-        self._operators = quantize_with
-
-    def prepare(
-        self, hidden_TH: torch.Tensor, routing: tuple[torch.Tensor, ...], length: int | None = None
-    ) -> Prepared:
-        """Gather the tokens of all ranks, in int8 with their scales where they are quantized."""
-        own, dtype = hidden_TH.shape[0], hidden_TH.dtype
-        more = [torch.ones(own, dtype=torch.bool, device=hidden_TH.device)]
-        if self._operators is not None:
-            scale_T = hidden_TH.new_empty(own, dtype=torch.float32)
-            if own:
-                hidden_TH, scale_T = self._operators.npu_dynamic_quant(hidden_TH)
-            else:
-                hidden_TH = hidden_TH.new_empty(hidden_TH.shape, dtype=torch.int8)
-            more.append(scale_T)
-        hidden_NH, gathered = _gather(self._ep, hidden_TH, [*routing, *more], length)
-        count = len(routing)
-        return Prepared(
-            hidden_NH,
-            tuple(gathered[:count]),
-            lambda out_TH: self._ep.reduce_scatter(out_TH)[:own].to(dtype),
-            gathered[count],
-            gathered[count + 1] if self._operators is not None else None,
-        )
+        return Prepared(hidden_TH, tuple(routed), finalize, active_N, scale_N, source=source)
