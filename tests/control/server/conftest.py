@@ -23,9 +23,10 @@ def warm_kernels() -> None:
 
 @pytest.fixture(autouse=True)
 def logs_on_stderr() -> Iterator[None]:
+    before = structlog.get_config()
     configure_logs()
     yield
-    structlog.reset_defaults()
+    structlog.configure(**before)
 
 
 @pytest_asyncio.fixture
