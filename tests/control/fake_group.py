@@ -13,7 +13,7 @@ from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.placement import Int32, Placement
 from eplb_service.wire.agent import Shape
 from eplb_service.wire.codec import PROTOCOL_VERSION, in_parts, pack
-from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc
+from eplb_service.wire.generated import agent_pb2, agent_pb2_grpc, operator_pb2_grpc
 from eplb_service.wire.plan import RankPlan, check_moves, decode_plan
 
 LAYERS, EXPERTS, RANKS, SLOTS = 3, 8, 4, 3
@@ -151,6 +151,7 @@ class FakeGroup:
         self.by_slot = by_slot
         self.step = 0
         self.channel = grpc.aio.insecure_channel(address)
+        self.operator = operator_pb2_grpc.OperatorServiceStub(self.channel)
         self.address = address
         self.ranks: list[FakeRank] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -41,3 +42,9 @@ async def group(service: RunningService) -> AsyncIterator[FakeGroup]:
     async with FakeGroup(service.address) as ranks:
         await ranks.join()
         yield ranks
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """Where a store is, or is to be."""
+    return str(tmp_path / "state.sqlite3")

@@ -18,7 +18,7 @@ from eplb_service.control.server.agents import AgentService, _Batches, _first_of
 from eplb_service.control.server.listening import StatusError
 from eplb_service.control.server.outgoing.streams import RankStream
 from eplb_service.control.server.plane.control_plane import ControlPlane
-from eplb_service.control.server.service import running_service
+from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.wire.agent import decode_hello
 from tests.control.fake_group import (
     RANKS,
@@ -122,7 +122,11 @@ async def test_a_batch_is_let_in_in_order_and_a_few_at_a_time() -> None:
 
 @pytest.mark.parametrize(("seldom_seconds", "waits"), [(-1.0, True), (3600.0, False)])
 async def test_only_ranks_that_report_seldom_wait_for_each_other(
-    seldom_seconds: float, waits: bool, monkeypatch: pytest.MonkeyPatch
+    service: RunningService,
+    group: FakeGroup,
+    seldom_seconds: float,
+    waits: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     turns = 0
     turn = _Batches.turn
@@ -134,12 +138,10 @@ async def test_only_ranks_that_report_seldom_wait_for_each_other(
 
     monkeypatch.setattr(_Batches, "turn", counted)
     monkeypatch.setattr(agents, "_SELDOM_SECONDS", seldom_seconds)
-    async with running_service(settings()) as service, FakeGroup(service.address) as group:
-        await group.join()
-        deployment = service.plane.deployments["decode"]
-        for blocks in (1, 2):
-            await group.send_heat(skewed_heat(8))
-            await until(lambda blocks=blocks: deployment.totals.steps_received == 8 * blocks)  # type: ignore[misc]
+    deployment = service.plane.deployments["decode"]
+    for blocks in (1, 2):
+        await group.send_heat(skewed_heat(8))
+        await until(lambda blocks=blocks: deployment.totals.steps_received == 8 * blocks)  # type: ignore[misc]
     assert turns == (2 * RANKS if waits else 0)
 
 

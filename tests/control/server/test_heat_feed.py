@@ -55,8 +55,7 @@ async def test_sums_are_asked_for_and_every_step_while_somebody_watches(service:
     async with FakeGroup(service.address) as group:
         welcomes = await group.join()
         assert all(welcome.reporting.source_sums for welcome in welcomes)
-        operator = operator_pb2_grpc.OperatorServiceStub(group.channel)
-        call = operator.WatchHeat(operator_pb2.WatchHeatRequest(deployment="decode"))
+        call = group.operator.WatchHeat(operator_pb2.WatchHeatRequest(deployment="decode"))
         assert (await call.read()).HasField("served")
         assert await asked(group) == [(False, 1)] * len(group.ranks)
         # A report that was on its way is not for the watcher: one trace has own tokens by step, or has none.
@@ -82,8 +81,7 @@ async def test_reports_grow_where_ranks_are_asked_to_follow_their_number() -> No
         messages = [await asyncio.wait_for(rank.call.read(), 20) for rank in group.ranks]
         assert [message.reporting.report_steps for message in messages] == [64] * len(group.ranks)
         # Whoever watches receives own tokens step by step, in short reports.
-        operator = operator_pb2_grpc.OperatorServiceStub(group.channel)
-        call = operator.WatchHeat(operator_pb2.WatchHeatRequest(deployment="decode"))
+        call = group.operator.WatchHeat(operator_pb2.WatchHeatRequest(deployment="decode"))
         await call.read()
         messages = [await asyncio.wait_for(rank.call.read(), 20) for rank in group.ranks]
         assert [message.reporting.report_steps for message in messages] == [16] * len(group.ranks)
@@ -251,7 +249,7 @@ async def test_a_service_that_stops_leaves_what_was_recorded(
 
 
 async def test_ctrl_c_ends_with_a_whole_trace(
-    service: RunningService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    service: RunningService, group: FakeGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from eplb_service.cli import trace_record
 
@@ -264,12 +262,10 @@ async def test_ctrl_c_ends_with_a_whole_trace(
         return recorder
 
     monkeypatch.setattr(trace_record, "_take", until_enough)
-    async with FakeGroup(service.address) as group:
-        await group.join()
-        task = await recording(service, "decode", "--out", str(out))
-        for _ in range(2):
-            await group.send_heat(skewed_heat(8))
-        assert await task == 0
+    task = await recording(service, "decode", "--out", str(out))
+    for _ in range(2):
+        await group.send_heat(skewed_heat(8))
+    assert await task == 0
     assert open_trace(out).steps == 16
 
 

@@ -104,13 +104,9 @@ async def service(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RunningServi
         yield running
 
 
-async def test_a_request_in_parts_is_heard(service: RunningService) -> None:
-    async with FakeGroup(service.address) as group:
-        await group.join()
-        await group.ranks[0].say(heartbeat=agent_pb2.Heartbeat(digest=LIVE.digest, error="x" * (MIB - 100)))
-        await until(
-            lambda: any("xxx" in problem for problem in problems(service.plane.deployments["decode"]))
-        )
+async def test_a_request_in_parts_is_heard(service: RunningService, group: FakeGroup) -> None:
+    await group.ranks[0].say(heartbeat=agent_pb2.Heartbeat(digest=LIVE.digest, error="x" * (MIB - 100)))
+    await until(lambda: any("xxx" in problem for problem in problems(service.plane.deployments["decode"])))
 
 
 async def test_requests_that_are_no_requests(

@@ -18,11 +18,6 @@ _IN_2106 = 1 << 32
 """What a clock may say that was never set, in seconds."""
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> str:
-    return str(tmp_path / "state.sqlite3")
-
-
 def test_the_term_grows_with_every_start(path: str) -> None:
     terms = []
     for _ in range(3):

@@ -198,34 +198,13 @@ async def test_operators_get_the_reason_for_what_cannot_be_done(
     assert list(answer.status.problems) == ["1 of 4 ranks connected, missing ranks 1, 2, 3"]
 
 
-async def test_a_paused_deployment_gathers_heat_but_is_left_alone(
-    service: RunningService, group: FakeGroup
-) -> None:
-    operator = operator_pb2_grpc.OperatorServiceStub(group.channel)
-    await operator.Pause(operator_pb2.PauseRequest(deployment="decode"))
-    for _ in range(5):
-        await group.send_heat(skewed_heat(8))
-    deployment = service.plane.deployments["decode"]
-    await until(lambda: deployment.totals.steps_received == 40)
-    assert deployment.plan is None
-    with pytest.raises(grpc.aio.AioRpcError, match="planning is paused"):
-        await operator.Rebalance(operator_pb2.RebalanceRequest(deployment="decode"))
-    await operator.Resume(operator_pb2.ResumeRequest(deployment="decode"))
-    answer = await operator.Rebalance(operator_pb2.RebalanceRequest(deployment="decode"))
-    assert answer.layers > 0
-    assert (await group.hear_plan())[0].plan_id == answer.plan_id
-    placement = await operator.GetPlacement(operator_pb2.GetPlacementRequest(deployment="decode"))
-    assert (placement.epoch, placement.digest) == (0, group.live.digest)
-
-
 async def test_two_operators_that_rebalance_at_once_share_one_decision(
     service: RunningService, group: FakeGroup
 ) -> None:
     await group.send_heat(skewed_heat(8))
     await until(lambda: service.plane.deployments["decode"].totals.steps_received == 8)
-    operator = operator_pb2_grpc.OperatorServiceStub(group.channel)
     request = operator_pb2.RebalanceRequest(deployment="decode")
-    first, second = await asyncio.gather(operator.Rebalance(request), operator.Rebalance(request))
+    first, second = await asyncio.gather(group.operator.Rebalance(request), group.operator.Rebalance(request))
     assert first.plan_id == second.plan_id > 0
 
 

@@ -8,10 +8,10 @@ import urllib.request
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from eplb_service.control.server.service import running_service
+from eplb_service.control.server.service import RunningService
 from eplb_service.wire.generated import agent_pb2
 from tests.control.fake_group import BYTES_PER_EXPERT, LAYERS, FakeGroup, skewed_heat
-from tests.control.server.test_service import settings, until
+from tests.control.server.test_service import until
 
 Samples = dict[tuple[str, tuple[str, ...]], float]
 
@@ -26,33 +26,31 @@ def scrape(address: str) -> Samples:
     }
 
 
-async def test_a_scrape_shows_what_happened() -> None:
-    async with running_service(settings()) as service, FakeGroup(service.address) as group:
-        await group.join()
-        await group.fill_window()
-        plans = await group.hear_plan()
-        await group.carry_out(plans)
-        await group.send_heat(skewed_heat(8, seed=1))
-        deployment = service.plane.deployments["decode"]
-        await until(lambda: deployment.ended_plan is not None and deployment.totals.steps_received == 40)
-        for calls in (100, 120):
-            beat = agent_pb2.Heartbeat(
-                step=group.step,
-                epoch=group.live.epoch,
-                digest=group.live.digest,
-                calls=calls,
-                call_micros=300 * calls,
-                vote_micros=100 * calls,
-                staging_bytes=50 * calls,
-                ring_bytes=4096,
-            )
-            await group.ranks[1].say(heartbeat=beat)
-            beat.staging_bytes = 7
-            await group.ranks[2].say(heartbeat=beat)
-        beats_R = service.plane.observer.of("decode").beats_R
-        await until(lambda: {1, 2} <= set(beats_R) and all(beats_R[rank].calls == 120 for rank in (1, 2)))
-        service.plane.tick()
-        samples = await asyncio.to_thread(scrape, service.metrics_address)
+async def test_a_scrape_shows_what_happened(service: RunningService, group: FakeGroup) -> None:
+    await group.fill_window()
+    plans = await group.hear_plan()
+    await group.carry_out(plans)
+    await group.send_heat(skewed_heat(8, seed=1))
+    deployment = service.plane.deployments["decode"]
+    await until(lambda: deployment.ended_plan is not None and deployment.totals.steps_received == 40)
+    for calls in (100, 120):
+        beat = agent_pb2.Heartbeat(
+            step=group.step,
+            epoch=group.live.epoch,
+            digest=group.live.digest,
+            calls=calls,
+            call_micros=300 * calls,
+            vote_micros=100 * calls,
+            staging_bytes=50 * calls,
+            ring_bytes=4096,
+        )
+        await group.ranks[1].say(heartbeat=beat)
+        beat.staging_bytes = 7
+        await group.ranks[2].say(heartbeat=beat)
+    beats_R = service.plane.observer.of("decode").beats_R
+    await until(lambda: {1, 2} <= set(beats_R) and all(beats_R[rank].calls == 120 for rank in (1, 2)))
+    service.plane.tick()
+    samples = await asyncio.to_thread(scrape, service.metrics_address)
 
     layers, decode = plans[0].layers, ("decode",)
     moves = sum(len(layer.moves_M5) for layer in layers)

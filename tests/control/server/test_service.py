@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -19,15 +18,13 @@ from eplb_service.control.server.listening import ListenError
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.settings import ServiceSettings
 from eplb_service.control.server.store.store import Store
-from eplb_service.heat.window import Window
-from eplb_service.wire.generated import agent_pb2, operator_pb2, operator_pb2_grpc
+from eplb_service.wire.generated import agent_pb2, operator_pb2
 from tests.control.fake_group import (
     BYTES_PER_EXPERT,
     LAYERS,
     RANKS,
     FakeGroup,
     first_placement,
-    heat_report,
     live_of,
     skewed_heat,
 )
@@ -65,8 +62,7 @@ async def test_heat_leads_to_a_plan_and_the_plan_to_an_epoch(service: RunningSer
         deployment = service.plane.deployments["decode"]
         await until(lambda: deployment.ended_plan is not None)
 
-        operator = operator_pb2_grpc.OperatorServiceStub(group.channel)
-        answer = await operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))
+        answer = await group.operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))
         status = answer.status
         assert (status.epoch, status.digest) == (group.live.epoch, group.live.digest)
         assert status.layers_switched == len(plans[0].layers) == group.live.epoch > 0
@@ -78,7 +74,7 @@ async def test_heat_leads_to_a_plan_and_the_plan_to_an_epoch(service: RunningSer
         # Loads measured after the switch are better than those that led to it.
         await group.send_heat(skewed_heat(8, seed=1))
         await until(lambda: deployment.totals.steps_received == 40)
-        answer = await operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))
+        answer = await group.operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))
         assert len(answer.layers) == LAYERS
         assert 1.0 <= answer.status.par < 1.5
 
@@ -89,8 +85,7 @@ async def test_experts_that_are_bound_to_their_ranks_are_watched_alone(service: 
         await group.fill_window()
         deployment = service.plane.deployments["decode"]
         await until(lambda: bool(deployment.last_decision))
-        operator = operator_pb2_grpc.OperatorServiceStub(group.channel)
-        status = (await operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))).status
+        status = (await group.operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))).status
         assert status.last_decision.startswith("every layer kept (PAR ")
         assert "experts are bound to their ranks" in status.last_decision
         assert [problem.split(" (")[0] for problem in status.problems] == ["experts are bound to their ranks"]
@@ -121,22 +116,9 @@ async def test_a_refused_plan_changes_nothing_and_is_reported(
     deployment = service.plane.deployments["decode"]
     await until(lambda: deployment.ended_plan is not None)
     assert not service.plane.streams._plans, "nobody is sent it any more"
-    operator = operator_pb2_grpc.OperatorServiceStub(group.channel)
-    answer = await operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))
+    answer = await group.operator.GetStatus(operator_pb2.GetStatusRequest(deployment="decode"))
     assert answer.status.epoch == 0
     assert list(answer.status.problems) == [f"plan {plan.plan_id} refused: ranks 0, 1, 2, 3: not now"]
-
-
-async def test_ranks_that_come_back_go_on_where_they_were(service: RunningService, group: FakeGroup) -> None:
-    await group.leave()
-    deployment = service.plane.deployments["decode"]
-    await until(lambda: not deployment.connected)
-    await group.join()
-    assert len(deployment.connected) == RANKS
-    await group.leave()
-    await until(lambda: not deployment.connected)
-    await group.join(group_id="second")
-    assert len(deployment.connected) == RANKS
 
 
 async def test_a_stopping_service_ends_streams_with_a_status_to_come_back_on() -> None:
@@ -180,17 +162,18 @@ async def test_reflection_names_the_services(service: RunningService) -> None:
 
 
 async def test_a_disk_that_refuses_does_not_stop_balancing(
-    service: RunningService, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    service: RunningService,
+    group: FakeGroup,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def full(*_: object) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
     monkeypatch.setattr(Store, "begin_plan", full)
-    async with FakeGroup(service.address) as group:
-        await group.join()
-        await group.fill_window()
-        await group.carry_out(await group.hear_plan())
-        await until(lambda: service.plane.deployments["decode"].ended_plan is not None)
+    await group.fill_window()
+    await group.carry_out(await group.hear_plan())
+    await until(lambda: service.plane.deployments["decode"].ended_plan is not None)
     assert '"event": "store_write_failed"' in capsys.readouterr().err
 
 
@@ -220,23 +203,6 @@ async def test_ranks_that_the_service_cannot_follow_are_asked_to_come_again(
     live = service.plane.deployments["decode"].live
     assert live is not None
     assert live.epoch == 9
-
-
-async def test_many_reports_out_of_step_lose_nothing_that_all_ranks_sent(
-    service: RunningService, group: FakeGroup
-) -> None:
-    heat_TLE = skewed_heat(24)
-    for rank in group.ranks:  # each rank sends all before the next begins
-        for first_step in range(0, 24, 8):
-            part = heat_TLE[first_step : first_step + 8]
-            await rank.say(heat_report=heat_report(group.live, rank.rank, first_step, part))
-    deployment = service.plane.deployments["decode"]
-    await until(lambda: deployment.totals.steps_received == 24)
-    assert deployment.heat is not None
-    window = Window(*deployment.heat.remembered().arrays())
-    np.testing.assert_array_equal(window.heat_TLE, RANKS * heat_TLE)
-    assert window.source_RLE is not None
-    np.testing.assert_array_equal(window.source_RLE[0], heat_TLE.sum(axis=0))
 
 
 @pytest.mark.parametrize("flag", ["listen", "metrics"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sqlite3
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,19 +14,13 @@ from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
 from eplb_service.control.server.service import running_service
 from eplb_service.control.server.store import store as store_module
 from eplb_service.control.server.store.store import Store, StoredDeployment
-from eplb_service.control.server.store.store_file import MEMORY
 from eplb_service.planner.plan import Serving
-from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
+from eplb_service.wire.generated import operator_pb2
 from tests.control.core.story import decision_of, swap_of
 from tests.control.fake_group import FakeGroup, first_placement, live_of
 from tests.control.server.test_service import settings, until
 
 LIVE = live_of(first_placement())
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> str:
-    return str(tmp_path / "state.sqlite3")
 
 
 def switched(layer: int, live=LIVE):  # type: ignore[no-untyped-def]
@@ -160,13 +153,6 @@ def test_a_killed_writer_leaves_a_whole_store(path: str) -> None:
     store.close()
 
 
-def test_no_store_at_all() -> None:
-    store = Store(MEMORY)
-    assert store.leader_term > 0
-    assert store.deployments() == []
-    store.close()
-
-
 async def test_a_restarted_service_shows_the_history_and_goes_on(path: str) -> None:
     async with running_service(settings(store=path)) as running, FakeGroup(running.address) as group:
         await group.join()
@@ -176,8 +162,7 @@ async def test_a_restarted_service_shows_the_history_and_goes_on(path: str) -> N
         await until(lambda: deployment.ended_plan is not None)
         live, totals = group.live, deployment.totals
     async with running_service(settings(store=path)) as running, FakeGroup(running.address, live) as group:
-        operator = operator_pb2_grpc.OperatorServiceStub(group.channel)
-        (before,) = (await operator.ListDeployments(operator_pb2.ListDeploymentsRequest())).deployments
+        (before,) = (await group.operator.ListDeployments(operator_pb2.ListDeploymentsRequest())).deployments
         assert (before.epoch, before.digest, before.agents_connected) == (live.epoch, live.digest, 0)
         assert before.layers_switched == totals.layers_switched > 0
         assert list(before.problems) == ["no agent has connected since the service started"]

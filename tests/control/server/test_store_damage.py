@@ -16,11 +16,6 @@ from tests.control.fake_group import first_placement, live_of
 LIVE = live_of(first_placement())
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> str:
-    return str(tmp_path / "state.sqlite3")
-
-
 def test_files_of_something_else_are_refused(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("not a database, but long enough to be taken for one" * 100)

@@ -12,7 +12,7 @@ import pytest
 from eplb_service.control.core.health import problems
 from eplb_service.control.server.deciding import decider
 from eplb_service.control.server.service import RunningService, running_service
-from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
+from eplb_service.wire.generated import operator_pb2
 from tests.control.fake_group import FakeGroup, skewed_heat
 from tests.control.server.test_service import settings, until
 
@@ -38,16 +38,15 @@ async def test_a_solver_that_hangs_blocks_no_other_deployment(monkeypatch: pytes
             await until(
                 lambda: all(one.heat and one.heat.steps for one in service.plane.deployments.values())
             )
-            stub = operator_pb2_grpc.OperatorServiceStub(stuck.channel)
             with pytest.raises(grpc.aio.AioRpcError, match="given up after 5 s"):
-                await stub.Rebalance(operator_pb2.RebalanceRequest(deployment="stuck"))
-            answer = await stub.Rebalance(operator_pb2.RebalanceRequest(deployment="other"))
+                await stuck.operator.Rebalance(operator_pb2.RebalanceRequest(deployment="stuck"))
+            answer = await stuck.operator.Rebalance(operator_pb2.RebalanceRequest(deployment="other"))
             assert answer.plan_id
             with pytest.raises(grpc.aio.AioRpcError, match="is still being computed"):
-                await stub.Rebalance(operator_pb2.RebalanceRequest(deployment="stuck"))
+                await stuck.operator.Rebalance(operator_pb2.RebalanceRequest(deployment="stuck"))
             hangs.set()
             await until(lambda: service.plane.decider.may_decide("stuck"))
-            answer = await stub.Rebalance(operator_pb2.RebalanceRequest(deployment="stuck"))
+            answer = await stuck.operator.Rebalance(operator_pb2.RebalanceRequest(deployment="stuck"))
             assert answer.plan_id
 
 

@@ -35,18 +35,16 @@ async def balanced(service: RunningService, group: FakeGroup) -> None:
 
 
 async def test_status_shows_worth_and_what_it_rests_on(
-    service: RunningService, capsys: pytest.CaptureFixture[str]
+    service: RunningService, group: FakeGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with FakeGroup(service.address) as group:
-        await group.join()
-        assert await eplb(service, "status", "decode", "--json") == 0
-        assert json.loads(capsys.readouterr().out)["status"]["worth"] is None
-        await balanced(service, group)
-        assert await eplb(service, "status", "decode", "--json") == 0
-        worth = json.loads(capsys.readouterr().out)["status"]["worth"]
-        assert await eplb(service, "status", "decode") == 0
-        shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-        value = service.plane.deployments["decode"].decisions.worth
+    assert await eplb(service, "status", "decode", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["status"]["worth"] is None
+    await balanced(service, group)
+    assert await eplb(service, "status", "decode", "--json") == 0
+    worth = json.loads(capsys.readouterr().out)["status"]["worth"]
+    assert await eplb(service, "status", "decode") == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    value = service.plane.deployments["decode"].decisions.worth
     assert value is not None
     assert worth["gain_ms"] == pytest.approx(value.gain_ms)
     assert worth["price_kind"] == "assumed"
@@ -91,13 +89,13 @@ async def test_an_appraisal_that_fails_costs_only_itself(
     await group.send_heat(skewed_heat(32))
     await group.carry_out(await group.hear_plan())
     deployment = service.plane.deployments["decode"]
-    await until(lambda: deployment.ended_plan is not None and not service.plane.decider.appraising)
+    await until(lambda: deployment.ended_plan is not None and not service.plane.decider._appraising)
     assert deployment.decisions.worth is None
     assert deployment.last_decision.startswith("plan 1")
 
 
 async def test_what_an_older_decision_found_does_not_replace_what_a_newer_one_did(
-    service: RunningService, monkeypatch: pytest.MonkeyPatch
+    service: RunningService, group: FakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     newer_is_known, asked = threading.Event(), itertools.count()
     finished: list[int] = []
@@ -112,12 +110,10 @@ async def test_what_an_older_decision_found_does_not_replace_what_a_newer_one_di
         return found
 
     monkeypatch.setattr(decider, "appraise", oldest_last)
-    async with FakeGroup(service.address) as group:
-        await group.join()
-        await balanced(service, group)
-        newer_is_known.set()
-        await until(lambda: 0 in finished and not service.plane.decider.appraising)
-        worth = service.plane.deployments["decode"].decisions.worth
+    await balanced(service, group)
+    newer_is_known.set()
+    await until(lambda: 0 in finished and not service.plane.decider._appraising)
+    worth = service.plane.deployments["decode"].decisions.worth
     assert finished[-1] == 0
     assert worth is not None
     assert worth.gain_ms > 0

@@ -297,7 +297,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
             host = host_of(context.peer())
             try:
                 caller = Caller(self.admitted(method, token, _certificate_names(context)), host)
-                with self._quotas.call(host):
+                with self._quotas.call(host), acting_as(caller), self._kept_open(caller.credential):
                     return await self._served(handler, method, caller, requests, context)
             except (StatusError, RefusedError, WireError) as error:
                 code, reason = code_of(error), str(error)
@@ -341,17 +341,18 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         self._metrics.count("eplb_refusals", code.name.lower())
         self._log.warning("call_refused", method=method, peer=host, code=code.name, reason=reason)
 
-    async def _served(self, handler: Any, method: str, caller: Caller, requests: Any, context: Any) -> Any:
+    @contextlib.contextmanager
+    def _kept_open(self, credential: Credential) -> Iterator[None]:
+        """Within it, the call that is being answered ends once ``credential`` no longer holds."""
         task = asyncio.current_task()
         assert task is not None
-        self._open[task] = caller.credential
+        self._open[task] = credential
         try:
-            with acting_as(caller):
-                return await self._handled(handler, method, caller, requests, context)
+            yield
         finally:
             del self._open[task]
 
-    async def _handled(self, handler: Any, method: str, caller: Caller, requests: Any, context: Any) -> Any:
+    async def _served(self, handler: Any, method: str, caller: Caller, requests: Any, context: Any) -> Any:
         if handler.request_streaming:
             serve = handler.stream_stream or handler.stream_unary
             return await _answered(serve(requests, context), context)

@@ -103,11 +103,6 @@ class Decider:
         """True while a thread is at work; kernels cannot be interrupted."""
         return any(not one.done() for one in self._computing)
 
-    @property
-    def appraising(self) -> bool:
-        """True while a decision's worth is being judged."""
-        return bool(self._appraising)
-
     async def warm_up(self) -> None:
         """Compile the kernels; decisions asked for before wait for it."""
         await _result_of(self._compute(warm_up, self._settings.threads))

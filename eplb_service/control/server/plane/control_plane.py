@@ -224,21 +224,16 @@ class ControlPlane:
         self._metrics.set("eplb_heat_memory_bytes", heat_bytes)
         for deployment in list(self.deployments.values()):
             for parts in (self._looking_after(deployment), self._showing(deployment)):
-                yield from self._while_known(deployment, parts)
-
-    def _while_known(self, deployment: Deployment, parts: Iterator[None]) -> Iterator[None]:
-        """Run the parts of one deployment's tick; it may be forgotten between them."""
-        begun = True
-        while begun:
-            yield
-            if self.deployments.get(deployment.name) is not deployment:
-                return
-            try:
-                begun = next(parts, _END) is not _END
-            except Exception:
-                # Failures are isolated per deployment.
-                _log.exception("tick_failed", deployment=deployment.name)
-                return
+                yield
+                try:
+                    # It may be forgotten between them.
+                    while (
+                        self.deployments.get(deployment.name) is deployment and next(parts, _END) is not _END
+                    ):
+                        yield
+                except Exception:
+                    # Failures are isolated per deployment.
+                    _log.exception("tick_failed", deployment=deployment.name)
 
     def _looking_after(self, deployment: Deployment) -> Iterator[None]:
         deployment.tick(time.monotonic())
