@@ -80,16 +80,7 @@ def _refusing(otherwise: str) -> Iterator[None]:
         ) from error
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, OverflowError) as error:
         raise HeatError(f"is truncated or damaged ({one_line(error)})") from error
-    except (
-        LookupError,
-        ValueError,
-        EOFError,
-        TypeError,
-        AttributeError,
-        SyntaxError,
-        TokenError,
-        pickle.UnpicklingError,
-    ) as error:
+    except _NOT_PLAIN as error:
         raise HeatError(f"is truncated or damaged, or {otherwise} ({one_line(error)})") from error
 
 

@@ -15,7 +15,8 @@ def configure_logs(level: str = "info") -> None:
     """Log to stderr from ``level`` on: readable lines on a terminal, JSON otherwise."""
     renderer: Any = structlog.processors.JSONRenderer()
     if sys.stderr.isatty():
-        renderer = _console(colors=True)
+        # Plain tracebacks: local variables would fill thousands of lines with heat.
+        renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
@@ -28,16 +29,6 @@ def configure_logs(level: str = "info") -> None:
         cache_logger_on_first_use=False,
     )
 
-
-def _console(**options: Any) -> Any:
-    """Return a renderer for people, whose tracebacks leave out local variables: heat would fill thousands of lines."""
-    return structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback, **options)
-
-
-if not structlog.is_configured():
-    # A service inside another program logs as that one chose, or like structlog itself, but for the local variables.
-    *_before, _ = structlog.get_config()["processors"]
-    structlog.configure(processors=[*_before, _console()])
 
 _log = structlog.get_logger(__name__)
 
