@@ -384,7 +384,7 @@ def searched(
     params: SearchParams,
     exchanges: bool = True,
 ) -> Int32:
-    """``local_search`` as the parameters ask for it; without ``exchanges`` where replica counts are settled."""
+    """Search as the parameters ask for it, arguments as ``local_search``; no ``exchanges`` where counts are settled."""
     steps, options = params.local_search_steps, params.options
     exchanges = exchanges and options.exchanges
     return local_search(assignment, heat, home_ER, price_K, params.z, steps, options.swaps, exchanges)[0]
