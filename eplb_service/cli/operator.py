@@ -220,7 +220,7 @@ def _plan_headline(past: operator_pb2.PastPlan) -> str:
 def _outcome(past: operator_pb2.PastPlan) -> str:
     if not past.outcome:
         return "under way"
-    outcome = past.outcome.replace("_", " ")
+    outcome = escape(past.outcome.replace("_", " "))
     shown = f"[green]{outcome}[/]" if past.outcome == "done" else f"[red]{outcome}[/]"
     return f"{shown}: {escape(past.reason)}" if past.reason else shown
 

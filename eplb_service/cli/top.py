@@ -231,7 +231,7 @@ def _last_switch(balance: operator_pb2.GetBalanceResponse, width: int) -> Render
         (verdict for verdict in plan.verdicts if verdict.changed),
         key=lambda verdict: verdict.par_planned - verdict.par_seen,
     )
-    outcome = plan.outcome.replace("_", " ") or "under way"
+    outcome = escape(plan.outcome.replace("_", " ")) or "under way"
     title = (
         f"plan {plan.plan_id}, {_duration(time.time() - plan.at)} ago, {outcome}: "
         f"{plan.committed} of {len(changed)} layers, {sum(verdict.moves for verdict in changed)} moves"

@@ -60,17 +60,6 @@ def synthetic_heat(
     return _draw_choices(capped_NE, tokens, top_k, rng).reshape(steps, layers, experts)
 
 
-def source_shares(ranks: int, layers: int, experts: int, log_sd: float = 0.3, seed: int = 0) -> Float64:
-    """Share of each expert's tokens that each source rank sends, float64 ``[R, L, E]``, summing to 1 over R.
-
-    A lognormal mix of ``ranks``, ``layers`` and ``experts`` that persists, drawn from ``seed``: ``log_sd``, the
-    standard deviation of a share's logarithm, is even at 0 and strongly skewed at 0.5.
-    """
-    weights_RLE = np.exp(log_sd * np.random.default_rng(seed).standard_normal((ranks, layers, experts)))
-    shares_RLE: Float64 = weights_RLE / weights_RLE.sum(axis=0)
-    return shares_RLE
-
-
 def _base_popularity(layer: int, experts: int, rng: np.random.Generator) -> Float64:
     """Zipf in odd layers, lognormal in even ones, float64 ``[E]``."""
     if layer % 2:

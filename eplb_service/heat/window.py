@@ -73,7 +73,7 @@ def checked_heat(heat_TLE: npt.ArrayLike) -> Counts:
         raise HeatError(f"heat has the shape [steps, layers, experts], got {list(heat.shape)}")
     if heat.dtype.kind not in "iuf":
         raise HeatError(f"heat holds numbers, got {heat.dtype}")
-    least, most = _bounds(heat)
+    least, most = (float(heat.min()), float(heat.max())) if heat.size else (0.0, 0.0)
     # Comparisons with NaN are false, so a NaN anywhere fails too.
     if not (least >= 0 and most < np.inf):
         step, layer, expert = np.argwhere(~np.isfinite(heat) | (heat < 0))[0]
@@ -81,7 +81,7 @@ def checked_heat(heat_TLE: npt.ArrayLike) -> Counts:
             f"heat is {heat[step, layer, expert]} at step {step}, layer {layer}, expert {expert}; "
             "it must be a finite number of tokens, zero or more"
         )
-    could_overflow = float(most) * heat.shape[0] * heat.shape[2] > _MOST_TOKENS
+    could_overflow = most * heat.shape[0] * heat.shape[2] > _MOST_TOKENS
     if could_overflow and float(heat.sum(axis=(0, 2), dtype=np.float64).max()) > _MOST_TOKENS:
         raise HeatError("heat sums past 2**53 tokens in one layer; no real trace does")
     return _for_kernels(heat, np.int32) if heat.dtype == np.int32 else widened(heat)
@@ -98,16 +98,3 @@ def _for_kernels(heat: npt.NDArray[Any], kind: type[np.generic]) -> npt.NDArray[
     For one that is only readable, a mapped file say, each kernel would be compiled once more.
     """
     return np.require(heat, dtype=kind, requirements=["C", "A", "W"])
-
-
-def _bounds(heat: npt.NDArray[np.generic]) -> tuple[float, float]:
-    """Numbers that none of these is below or above; of whole numbers in one pass.
-
-    All bits together are negative where any number is, and no number is above them.
-    """
-    if not heat.size:
-        return 0.0, 0.0
-    if heat.dtype.kind == "f":
-        return float(heat.min()), float(heat.max())
-    bits = int(np.bitwise_or.reduce(heat.reshape(-1)))
-    return float(min(bits, 0)), float(bits)

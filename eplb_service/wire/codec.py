@@ -28,7 +28,7 @@ PROTOCOL_VERSION = 2
 """Version of the stream; both sides refuse another."""
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""Bound on one gRPC message, and on one array after inflation."""
+"""Bound on one gRPC message, and on one array after inflation: what 0.1.0 sends may be deflated."""
 
 PART_BYTES = 128 << 10
 """Data of one part of a request, at most."""
@@ -44,10 +44,6 @@ _DTYPES: dict[int, np.dtype[np.generic]] = {
     tensor_pb2.DATA_TYPE_INT32: np.dtype("<i4"),
     tensor_pb2.DATA_TYPE_INT64: np.dtype("<i8"),
 }
-_COMPRESS_FROM_BYTES = 4096
-_SAMPLE_BYTES = 16384
-_WORTH_INFLATING = 3
-"""Deflating must win this factor: the service inflates what all ranks send, and links are faster than that."""
 _DIMENSIONS = re.compile(r"_[A-Z][A-Z0-9]*$")
 
 _Value = TypeVar("_Value")
@@ -95,7 +91,6 @@ class _Field:
         self.is_read = hint is not None
         hint, self._notes, self._may_lack = _without_notes(hint)
         self._read = _reader(hint, self._notes)
-        self._item_notes = _without_notes(get_args(hint)[0])[1] if get_origin(hint) is tuple else ()
         named = [note for note in self._notes if isinstance(note, str)]
         path = named[0] if named else _DIMENSIONS.sub("", name)
         *self._within, self._leaf = path.split(".")
@@ -127,19 +122,19 @@ class _Field:
         elif dataclasses.is_dataclass(value):
             getattr(message, self._leaf).SetInParent()
             encode(value, getattr(message, self._leaf))
-        elif not _repeats(self._kind):
+        elif not repeats(self._kind):
             setattr(message, self._leaf, value)
         elif value and dataclasses.is_dataclass(value[0]):
             for item in value:
                 encode(item, getattr(message, self._leaf).add())
         else:
-            getattr(message, self._leaf).extend(_sent(item, self._item_notes) for item in value)
+            getattr(message, self._leaf).extend(value)
 
     def _write_array(self, message: Any, array: Integers) -> None:
         assert self._kind is not None
         if self._kind.message_type is not None:
             getattr(message, self._leaf).CopyFrom(pack(array))
-        elif _repeats(self._kind):
+        elif repeats(self._kind):
             getattr(message, self._leaf).extend(array.tolist())
         else:
             setattr(message, self._leaf, array.astype(np.uint8).tobytes())
@@ -189,8 +184,8 @@ def _reader(hint: Any, notes: Sequence[Any]) -> Check:
     elif isinstance(hint, type) and issubclass(hint, enum.Enum):
         steps.append(functools.partial(_member, hint))
     elif get_origin(hint) is tuple:
-        item, item_notes, _ = _without_notes(get_args(hint)[0])
-        steps.append(functools.partial(_items, None if item is int else _reader(item, item_notes)))
+        item = get_args(hint)[0]
+        steps.append(functools.partial(_items, None if item is int else _reader(item, ())))
 
     def read(value: Any, field: str, sizes: Sizes) -> Any:
         for step in steps:
@@ -213,25 +208,18 @@ def _items(item: Check | None, values: Sequence[Any], field: str, sizes: Sizes) 
     return tuple(item(value, f"{field}[{number}]", sizes) for number, value in enumerate(values))
 
 
-def _repeats(field: Any) -> bool:
+def repeats(field: Any) -> bool:
+    """Return whether a message's field is a list."""
     # protobuf 5 has labels in place of the property.
     return bool(field.is_repeated if hasattr(field, "is_repeated") else field.label == field.LABEL_REPEATED)
 
 
-def packed(*axes: str | int | None, least: int | None = None, most: int | None = None) -> Check:
-    """Packed arrays of int32 with values from ``least`` to ``most``.
+def packed(*axes: str | int | None) -> Check:
+    """Packed arrays of int32.
 
     An axis is a size, the name of one, or ``None`` for any; that of ``entries`` is not there where it is 1.
     """
-
-    def check(value: tensor_pb2.PackedArray, field: str, sizes: Sizes) -> Int32:
-        array = unpack(value, axes_of(axes, sizes), field)
-        low, high = (int(array.min()), int(array.max())) if array.size else (least or 0, least or 0)
-        if (least is not None and low < least) or (most is not None and high > most):
-            raise WireError(f"{field}: a value is {low} or {high}; they must be {least} to {most or 'any'}")
-        return array
-
-    return check
+    return lambda value, field, sizes: unpack(value, axes_of(axes, sizes), field)
 
 
 def axes_of(axes: Sequence[str | int | None], sizes: Sizes) -> list[int | None]:
@@ -250,16 +238,9 @@ def placed(value: tensor_pb2.PackedArray, field: str, sizes: Sizes) -> Placement
 
 
 def pack(array: npt.NDArray[np.integer]) -> tensor_pb2.PackedArray:
-    """Pack an integer array in the narrowest type that holds it (heat is mostly small numbers).
-
-    Arrays of 4 KiB and more are deflated where that makes them a third or less.
-    """
+    """Pack an integer array in the narrowest type that holds it (heat is mostly small numbers)."""
     code, narrow = narrowed(array)
-    data = narrow.tobytes()
-    packed = tensor_pb2.PackedArray(dtype=code, shape=array.shape, data=data)  # type: ignore[arg-type]
-    if len(data) >= _COMPRESS_FROM_BYTES and _deflates_well(data[:_SAMPLE_BYTES]):
-        packed.data, packed.compression = zlib.compress(data, level=1), tensor_pb2.COMPRESSION_ZLIB
-    return packed
+    return tensor_pb2.PackedArray(dtype=code, shape=array.shape, data=narrow.tobytes())  # type: ignore[arg-type]
 
 
 def narrowed(array: npt.NDArray[np.integer]) -> tuple[int, Integers]:
@@ -305,10 +286,6 @@ def unpack_as_sent(packed: tensor_pb2.PackedArray, shape: Sequence[int | None], 
         raise WireError(f"{field}: shape {list(found)} of {dtype.name} needs {size} bytes, got {len(data)}")
     array: Integers = np.frombuffer(data, dtype=dtype).reshape(found)
     return array
-
-
-def _deflates_well(sample: bytes) -> bool:
-    return _WORTH_INFLATING * len(zlib.compress(sample, level=1)) <= len(sample)
 
 
 def _inflate(packed: tensor_pb2.PackedArray, size: int, field: str) -> bytes:

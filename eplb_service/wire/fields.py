@@ -7,7 +7,6 @@ cleaned instead, for nothing depends on what it says.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
@@ -20,8 +19,6 @@ MOST_TABLE_ENTRIES = 1 << 25
 """Bound on ranks x layers x experts x table entries: 320 ranks of DeepSeek-V3 have 4.8 million for one entry."""
 MOST_LAYER_ENTRIES = 1 << 18
 """Bound on layers x experts and on layers x ranks, both kept for every step of a window."""
-MOST_WINDOW_STEPS = 1 << 16
-"""Bound on the steps of a window."""
 LAST_STEP = 1 << 48
 """Bound on step numbers and counts of steps: a thousand steps per second for 8,900 years."""
 LAST_VERSION = 1 << 62
@@ -38,8 +35,6 @@ LONGEST_TEXT = 256
 """Characters in one text."""
 LONGEST_LINE = 4096
 """Characters in one line that a service writes for operators."""
-LAST_TIME = float(1 << 36)
-"""Bound on points in time, in seconds since 1970: the year 4147."""
 
 Sizes: TypeAlias = Mapping[str, int]
 """Sizes of the deployment by name, that other fields must agree with."""
@@ -95,26 +90,10 @@ def below(limit: int | str, least: int = 0) -> Check:
     )
 
 
-def number(least: float = -math.inf, most: float = math.inf, *, or_nan: bool = False) -> Check:
-    """Finite numbers within bounds, and NaN where it stands for a ratio that there is not."""
-
-    def check(value: float, field: str, _sizes: Sizes) -> float:
-        if not (math.isfinite(value) and least <= value <= most) and not (or_nan and math.isnan(value)):
-            raise WireError(f"{field} is {value}; it must be a finite number, {least:g} to {most:g}")
-        return value
-
-    return check
-
-
-def one_of(choices: Sequence[str]) -> Check:
-    """One of some known texts."""
-
-    def check(value: str, field: str, _sizes: Sizes) -> str:
-        if value not in choices:
-            raise WireError(f"{field} is {printable(value)!r}, none that is known")
-        return value
-
-    return check
+def _seconds(value: float, field: str, _sizes: Sizes) -> float:
+    if not 0 <= value <= LONGEST_SECONDS:
+        raise WireError(f"{field} is {value}; it must be a finite number, 0 to {LONGEST_SECONDS:g}")
+    return value
 
 
 def each(size: str, limit: int) -> Check:
@@ -130,35 +109,16 @@ def each(size: str, limit: int) -> Check:
     return check
 
 
-class UpTo:
-    """A bound on the length of a list, which is cut to it when it is sent."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-
-    def __call__(self, values: Sequence[Any], field: str, _sizes: Sizes) -> Sequence[Any]:
-        """Return the list if it is within the bound."""
-        check_count(len(values), f"the length of {field}", self._most + 1)
-        return values
-
-    def sent(self, values: Sequence[Any]) -> Sequence[Any]:
-        """Return the list as it travels."""
-        return values[: self._most]
-
-
 class _Clean:
     """Free text, cleaned by ``printable`` on both sides."""
 
-    def __init__(self, longest: int) -> None:
-        self._longest = longest
-
     def __call__(self, text: str, _field: str, _sizes: Sizes) -> str:
         """Return the text, cleaned."""
-        return printable(text, self._longest)
+        return printable(text)
 
     def sent(self, text: str) -> str:
         """Return the text as it travels."""
-        return printable(text, self._longest)
+        return printable(text)
 
 
 Step = Annotated[int, below(LAST_STEP)]
@@ -166,17 +126,9 @@ Version = Annotated[int, below(LAST_VERSION)]
 Digest = Annotated[int, below(LAST_DIGEST)]
 Bytes = Annotated[int, below(MOST_BYTES)]
 Micros = Annotated[int, below(LAST_MICROS)]
-Total = Annotated[int, below(LAST_VERSION + 1)]
-WindowSteps = Annotated[int, below(MOST_WINDOW_STEPS + 1)]
 Layer = Annotated[int, below(MOST_LAYERS)]
-Layers = Annotated[int, below(MOST_LAYERS + 1)]
 LayerEpochs = Annotated[tuple[int, ...], each("layers", LAST_VERSION)]
-Seconds = Annotated[float, number(0, LONGEST_SECONDS)]
-Time = Annotated[float, number(0, LAST_TIME)]
-Finite = Annotated[float, number()]
-Ratio = Annotated[float, number(0)]
-Measured = Annotated[float, number(0, or_nan=True)]
+Seconds = Annotated[float, _seconds]
 Deployment = Annotated[str, check_deployment]
 Name = Annotated[str, check_name]
-Text = Annotated[str, _Clean(LONGEST_TEXT)]
-Line = Annotated[str, _Clean(LONGEST_LINE)]
+Text = Annotated[str, _Clean()]

@@ -28,7 +28,7 @@ class StepPhase(enum.IntEnum):
     """The rank had no tokens of its own."""
 
 
-_PHASES, _DUMMY = frozenset(map(int, StepPhase)), int(StepPhase.DUMMY)
+_PHASES = frozenset(map(int, StepPhase))
 
 
 def _phases(sent: bytes, field: str, sizes: Sizes) -> npt.NDArray[np.uint8]:
@@ -112,12 +112,6 @@ class HeatReport:
     def steps(self) -> int:
         """T."""
         return len(self.phase_T)
-
-    @property
-    def dummy_T(self) -> npt.NDArray[np.bool_]:
-        """Steps in which this rank had no tokens of its own, bool ``[T]``."""
-        dummy: npt.NDArray[np.bool_] = self.phase_T == _DUMMY
-        return dummy
 
     def check(self, field: str) -> None:
         """Raise ``WireError`` where the counts do not go together."""

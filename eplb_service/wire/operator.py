@@ -1,8 +1,9 @@
-"""Messages between a service and its operators: status, history, balance, heat as it is counted, all of it checked."""
+"""Messages between a service and its operators: decisions and balance as they are sent, and heat as it is counted."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
@@ -11,25 +12,20 @@ from google.protobuf.message import Message
 from eplb_service.placement import Int32, Placement, PlacementError
 from eplb_service.wire import fields
 from eplb_service.wire.agent import Shape
-from eplb_service.wire.codec import decode, encode, pack, packed, placed, unpack
+from eplb_service.wire.codec import decode, encode, pack, packed, placed, repeats, unpack
 from eplb_service.wire.fields import WireError, check_count
 from eplb_service.wire.generated import operator_pb2, tensor_pb2
 
-MOST_PLANS = 100
-"""Plans in one answer."""
-MOST_POINTS = 1 << 16
 MOST_PENDING_STEPS = 1 << 20
 """Steps that one rank may be ahead of another."""
 MOST_WATCHED_ENTRIES = 1 << 23
 """Entries of all ranks' tables that watchers are sent; beyond, a message would be too large."""
-OUTCOMES = ("", "done", "refused", "aborted", "timed_out", "interrupted")
-"""Ends of a plan; empty while it is under way."""
 MOVE_PRICES = ("measured", "partly measured", "stated", "assumed")
 """Sources of the price of moves, best first."""
 TIME_PRICES = ("measured", "fitted", "stated", "assumed")
 """Sources of what tokens cost in time, best first."""
-_MOST_DEPLOYMENTS = 1 << 16
-_Problems = Annotated[tuple[fields.Line, ...], fields.UpTo(2 * fields.MOST_RANKS)]
+_LEAST_SHOWN, _MOST_SHOWN = -1e9, float(1 << 36)
+"""Bounds on numbers that are shown, such as milliseconds, tokens per second, or seconds since 1970."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +39,12 @@ class MovePrice:
 
     MESSAGE: ClassVar = operator_pb2.MovePrice
 
-    price: fields.Ratio
-    kind: Annotated[str, fields.one_of(MOVE_PRICES)]
-    reason: fields.Line
-    ms_per_move: fields.Ratio | None = None
-    ms_per_megabyte: fields.Ratio | None = None
-    ms_per_switch: fields.Ratio | None = None
+    price: float
+    kind: str
+    reason: str
+    ms_per_move: float | None = None
+    ms_per_megabyte: float | None = None
+    ms_per_switch: float | None = None
 
 
 @dataclass(frozen=True)
@@ -62,21 +58,21 @@ class Worth:
 
     MESSAGE: ClassVar = operator_pb2.Worth
 
-    steps: fields.WindowSteps
-    left_alone_ms: fields.Ratio
-    serving_ms: fields.Ratio
-    best_ms: fields.Ratio
-    best: fields.Line
-    gain_ms: fields.Finite
-    gain_low_ms: fields.Finite
-    gain_high_ms: fields.Finite
-    price_kind: Annotated[str, fields.one_of(TIME_PRICES)]
-    price: fields.Line
-    timed_steps: fields.WindowSteps = 0
-    step_ms: fields.Finite | None = None
-    gain_percent: fields.Finite | None = None
-    tokens_per_second: fields.Finite | None = None
-    tokens_per_second_won: fields.Finite | None = None
+    steps: int
+    left_alone_ms: float
+    serving_ms: float
+    best_ms: float
+    best: str
+    gain_ms: float
+    gain_low_ms: float
+    gain_high_ms: float
+    price_kind: str
+    price: str
+    timed_steps: int = 0
+    step_ms: float | None = None
+    gain_percent: float | None = None
+    tokens_per_second: float | None = None
+    tokens_per_second_won: float | None = None
 
     @property
     def verdict(self) -> str:
@@ -84,76 +80,6 @@ class Worth:
         if self.gain_low_ms > 0:
             return "helps"
         return "costs" if self.gain_high_ms < 0 else "not shown to help"
-
-
-@dataclass(frozen=True)
-class DeploymentStatus:
-    """A deployment as a whole; sizes are 0 while they are not known.
-
-    ``par`` is the realised peak-to-average ratio of the window, 0 while that is empty; the five counts after
-    ``window_steps`` are totals over its life; ``plan_id`` is 0 where no plan is under way; ``worth`` and ``move_price``
-    are ``None`` until a decision has judged its steps, or solved anything.
-    """
-
-    MESSAGE: ClassVar = operator_pb2.DeploymentStatus
-
-    deployment: fields.Deployment
-    layers: fields.Layers = 0
-    experts: Annotated[int, fields.below(fields.MOST_EXPERTS + 1)] = 0
-    ranks: Annotated[int, fields.below(fields.MOST_RANKS + 1)] = 0
-    slots: Annotated[int, fields.below(fields.MOST_SLOTS + 1)] = 0
-    agents_connected: Annotated[int, fields.below(fields.MOST_RANKS + 1)] = 0
-    epoch: fields.Version = 0
-    digest: fields.Digest = 0
-    par: fields.Ratio = 0.0
-    window_steps: fields.WindowSteps = 0
-    steps_received: fields.Total = 0
-    steps_lost: fields.Total = 0
-    layers_switched: fields.Total = 0
-    experts_moved: fields.Total = 0
-    bytes_moved: fields.Total = 0
-    paused: bool = False
-    plan_id: fields.Version = 0
-    last_decision: fields.Line = ""
-    problems: _Problems = ()
-    leader_term: fields.Version = 0
-    worth: Worth | None = None
-    move_price: MovePrice | None = None
-
-
-@dataclass(frozen=True)
-class LayerStatus:
-    """One layer: its realised ratio, what the last plan for it promised (0: none), and when it last changed."""
-
-    MESSAGE: ClassVar = operator_pb2.LayerStatus
-
-    layer: fields.Layer
-    par: fields.Ratio
-    planned_par: fields.Measured
-    epoch: fields.Version
-
-
-@dataclass(frozen=True)
-class AgentStatus:
-    """One rank's agent as it last reported; what is ``None`` is not known.
-
-    ``staging_bytes`` and ``ring_bytes`` are held for experts that wait for their commit, and in which layers count
-    heat.
-    """
-
-    MESSAGE: ClassVar = operator_pb2.AgentStatus
-
-    rank: Annotated[int, fields.below(fields.MOST_RANKS)]
-    node: fields.Name
-    connected: bool
-    step: Annotated[int, fields.below(2 * fields.LAST_STEP)]
-    epoch: fields.Version
-    error: fields.Line
-    agent_version: fields.Name
-    dropped_steps: fields.Step
-    silent_seconds: fields.Time | None = None
-    staging_bytes: fields.Bytes | None = None
-    ring_bytes: fields.Bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -183,15 +109,15 @@ class LayerVerdict:
 
     MESSAGE: ClassVar = operator_pb2.PastVerdict
 
-    layer: fields.Layer
-    par_seen: fields.Measured
-    par_planned: fields.Measured
-    noise_floor: fields.Measured
-    moves: Annotated[int, fields.below(fields.MOST_RANKS * fields.MOST_SLOTS + 1)]
+    layer: int
+    par_seen: float
+    par_planned: float
+    noise_floor: float
+    moves: int
     changed: bool
-    reason: fields.Line
-    hindsight: fields.Measured | None = None
-    bytes: fields.Bytes = 0
+    reason: str
+    hindsight: float | None = None
+    bytes: int = 0
     us_seen: float | None = None
     us_planned: float | None = None
     optimism: float | None = 0.0
@@ -202,16 +128,8 @@ class LayerVerdict:
         return None if self.hindsight is None else max(0.0, self.par_seen - self.hindsight)
 
 
-class _MovesByLayer:
+class _ByLayer:
     """Moves of a plan by layer, which travel as a list."""
-
-    def __call__(self, listed: Sequence[Any], field: str, _sizes: fields.Sizes) -> dict[int, Int32]:
-        check_count(len(listed), f"the length of {field}", fields.MOST_LAYERS + 1)
-        moves = {}
-        for number, one in enumerate(listed):
-            layer = check_count(one.layer, f"{field}[{number}].layer", fields.MOST_LAYERS)
-            moves[layer] = packed(None, 5, least=0)(one.moves, f"{field}[{number}].moves", {})
-        return moves
 
     def sent(self, moves: Mapping[int, Int32]) -> list[operator_pb2.LayerMoves]:
         """Return the list as it travels."""
@@ -228,16 +146,16 @@ class PastPlan:
 
     MESSAGE: ClassVar = operator_pb2.PastPlan
 
-    plan_id: fields.Version
-    at: fields.Time
-    outcome: Annotated[str, fields.one_of(OUTCOMES)]
-    reason: fields.Line
-    committed: fields.Layers
-    verdicts: Annotated[tuple[LayerVerdict, ...], fields.UpTo(fields.MOST_LAYERS)] = ()
-    leader_term: fields.Version = 0
-    base_epoch: fields.Version = 0
-    solve_seconds: fields.Seconds = 0.0
-    moves: Annotated[Mapping[int, Int32], _MovesByLayer()] = field(default_factory=dict)
+    plan_id: int
+    at: float
+    outcome: str
+    reason: str
+    committed: int
+    verdicts: tuple[LayerVerdict, ...] = ()
+    leader_term: int = 0
+    base_epoch: int = 0
+    solve_seconds: float = 0.0
+    moves: Annotated[Mapping[int, Int32], _ByLayer()] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -249,28 +167,11 @@ class BalancePoint:
 
     MESSAGE: ClassVar = operator_pb2.BalancePoint
 
-    at: fields.Time
-    par: fields.Measured
-    par_planned: fields.Measured
-    noise_floor: fields.Measured
-    layers_switched: fields.Total
-
-
-@dataclass(frozen=True)
-class Balance:
-    """Balance over time, oldest first, and the last decisions.
-
-    ``rank_loads_LR`` are loads over their layer's mean in thousandths, int32 ``[L, R]``, over ``load_steps`` steps, or
-    ``None`` where none was measured.
-    """
-
-    MESSAGE: ClassVar = operator_pb2.GetBalanceResponse
-
-    points: Annotated[tuple[BalancePoint, ...], fields.UpTo(MOST_POINTS)] = ()
-    rank_loads_LR: Annotated[Int32 | None, packed(None, None, least=0, most=1000 * fields.MOST_RANKS)] = None
-    load_steps: fields.WindowSteps = 0
-    last_decision: PastPlan | None = None
-    last_plan: PastPlan | None = None
+    at: float
+    par: float
+    par_planned: float
+    noise_floor: float
+    layers_switched: int
 
 
 @dataclass(frozen=True)
@@ -375,42 +276,31 @@ def _check_tables(placement: Placement, log2phy_RLE: Int32, field: str) -> None:
         raise WireError(f"{field}.log2phy: {error}") from error
 
 
-_PARTS: dict[Any, tuple[type[Any], int]] = {
-    operator_pb2.DeploymentStatus: (DeploymentStatus, _MOST_DEPLOYMENTS),
-    operator_pb2.LayerStatus: (LayerStatus, fields.MOST_LAYERS),
-    operator_pb2.AgentStatus: (AgentStatus, fields.MOST_RANKS),
-    operator_pb2.PastPlan: (PastPlan, MOST_PLANS),
-}
-"""Values that answers consist of, and the most of them in one."""
-
-
 def checked_answer(message: Any) -> Any:
-    """Return a service's answer as it may be shown: fields within bounds, texts fit for a terminal.
+    """Return a service's answer as it may be shown: texts fit for a terminal, numbers that people can read.
 
     Raises
     ------
     WireError
-        A field cannot be what it is; the text names it.
+        A name, a number or a placement cannot be what it is; the text names it.
     """
     if isinstance(message, operator_pb2.GetPlacementResponse):
         decode_placement(message)
-        return message
-    if isinstance(message, operator_pb2.GetBalanceResponse):
-        return encode(decode(Balance, message))
-    if isinstance(message, operator_pb2.RebalanceResponse):
-        check_count(message.plan_id, "rebalance.plan_id", fields.LAST_VERSION)
-        message.outcome = fields.printable(message.outcome, fields.LONGEST_LINE)
-    for name, descriptor in type(message).DESCRIPTOR.fields_by_name.items():
-        if descriptor.message_type is None:
-            continue
-        kind, most = _PARTS[descriptor.message_type._concrete_class]
-        value = getattr(message, name)
-        if isinstance(value, Message):
-            value.CopyFrom(encode(decode(kind, value, name=name)))
-            continue
-        check_count(len(value), f"the length of {name}", most + 1)
-        for number, part in enumerate(value):
-            part.CopyFrom(encode(decode(kind, part, name=f"{name}[{number}]")))
+    for descriptor, value in message.ListFields():
+        name, parts = descriptor.name, list(value) if repeats(descriptor) else [value]
+        if name == "deployment":
+            fields.check_deployment(value, name)
+        if descriptor.type == descriptor.TYPE_STRING:
+            cleaned = [fields.printable(text, fields.LONGEST_LINE) for text in parts]
+            if repeats(descriptor):
+                value[:] = cleaned
+            else:
+                setattr(message, name, cleaned[0])
+        for part in parts:
+            if isinstance(part, Message):
+                checked_answer(part)
+            elif isinstance(part, float) and not (math.isnan(part) or _LEAST_SHOWN <= part <= _MOST_SHOWN):
+                raise WireError(f"{name} is {part}; it must be {_LEAST_SHOWN:g} to {_MOST_SHOWN:g}")
     return message
 
 
@@ -425,7 +315,7 @@ def as_document(message: Any) -> dict[str, Any]:
 
 def _document_value(message: Any, field: Any) -> Any:
     value = getattr(message, field.name)
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+    if repeats(field):
         return [as_document(item) if field.message_type else item for item in value]
     if field.has_presence and not message.HasField(field.name):
         return None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from eplb_service.placement import (
     Int32,
@@ -17,7 +18,7 @@ from eplb_service.placement import (
     layer_digest,
 )
 from eplb_service.wire.agent import Shape
-from eplb_service.wire.codec import Integers, decode, encode, narrowed, packed
+from eplb_service.wire.codec import decode, encode, narrowed, packed
 from eplb_service.wire.fields import LAST_DIGEST, Digest, Version, WireError, below, each
 from eplb_service.wire.generated import agent_pb2, tensor_pb2
 
@@ -85,8 +86,8 @@ def _plan_digest(plan_id: int, base_epoch: int, base_digest: int, layers: tuple[
 class SharedPlan:
     """One plan for all ranks, whose messages differ in nothing but their own tables.
 
-    A plan names all ranks' slots, so that all ranks' messages together grow with the square of the ranks. Protobuf
-    messages concatenate: what ranks share is encoded once, and joined with a rank's own tables when it is sent.
+    A plan names all ranks' slots, so that all ranks' messages together grow with the square of the ranks: each is made
+    when it is sent, of what they share and the rank's own tables.
 
     Parameters
     ----------
@@ -99,37 +100,22 @@ class SharedPlan:
     """
 
     def __init__(self, plan: RankPlan, tables: Sequence[Int32]) -> None:
-        message = encode(plan)
-        self._layers = [
-            _shared_layer(update, table) for update, table in zip(message.layers, tables, strict=True)
-        ]
-        plan_bytes = message.ByteSize()
-        response = agent_pb2.ConnectResponse(plan=message).SerializeToString()
-        self._begin = response[: len(response) - plan_bytes]
-        del message.layers[:]
-        self._begin += message.SerializeToString()
-        self.size = len(self._begin) + sum(len(shared) + own[0].nbytes for shared, own in self._layers)
+        self._shared = agent_pb2.ConnectResponse(plan=encode(plan))
+        self._tables = []
+        for update, table in zip(self._shared.plan.layers, tables, strict=True):
+            code, narrow = narrowed(table)
+            own = tensor_pb2.PackedArray(dtype=code, shape=narrow.shape[1:], data=narrow[0].tobytes())  # type: ignore[arg-type]
+            update.log2phy.CopyFrom(own)
+            self._tables.append(narrow)
+        self.size = self._shared.ByteSize()
 
     def response(self, rank: int) -> bytes:
         """Return the ``ConnectResponse`` for one rank, encoded."""
-        pieces = [self._begin]
-        for shared, own in self._layers:
-            pieces += shared, own[rank].tobytes()
-        return b"".join(pieces)
-
-
-def _shared_layer(update: agent_pb2.LayerUpdate, tables: Int32) -> tuple[bytes, Integers]:
-    """Encode a layer up to the ranks' own tables, which it ends with; they are as they travel, ``[R, ...]``."""
-    code, narrow = narrowed(tables)
-    own = tensor_pb2.PackedArray(dtype=code, shape=narrow.shape[1:], data=narrow[0].tobytes())  # type: ignore[arg-type]
-    update.log2phy.CopyFrom(own)
-    whole = agent_pb2.Plan(layers=[update]).SerializeToString()
-    before = len(whole) - update.ByteSize()
-    last = agent_pb2.LayerUpdate(log2phy=own).SerializeToString()
-    shared = agent_pb2.LayerUpdate()
-    shared.CopyFrom(update)
-    shared.ClearField("log2phy")
-    return whole[:before] + shared.SerializeToString() + last[: len(last) - narrow[0].nbytes], narrow
+        response = agent_pb2.ConnectResponse()
+        response.CopyFrom(self._shared)
+        for update, table in zip(response.plan.layers, self._tables, strict=True):
+            update.log2phy.data = table[rank].tobytes()
+        return response.SerializeToString()
 
 
 def decode_plan(message: agent_pb2.Plan, shape: Shape, rank: int) -> RankPlan:
@@ -159,21 +145,15 @@ def decode_plan(message: agent_pb2.Plan, shape: Shape, rank: int) -> RankPlan:
 
 def check_moves(old_RS: Int32, new_RS: Int32, moves_M5: Int32) -> None:
     """Raise ``WireError`` unless the moves turn ``old_RS`` into ``new_RS``, one for each changed slot."""
-    source_rank, source_slot, rank, slot, expert = moves_M5.T
-    sent = old_RS[source_rank, source_slot]
-    if (sent != expert).any():
-        move = int(np.flatnonzero(sent != expert)[0])
-        raise WireError(
-            f"moves[{move}]: rank {source_rank[move]} slot {source_slot[move]} holds expert {sent[move]}, "
-            f"not {expert[move]}"
-        )
+    sent_M = old_RS[moves_M5[:, 0], moves_M5[:, 1]]
+    _refuse(sent_M != moves_M5[:, 4], moves_M5, "moves", "its source holds another expert")
     moved_RS = np.zeros(old_RS.shape, dtype=bool)
-    moved_RS[rank, slot] = True
+    moved_RS[moves_M5[:, 2], moves_M5[:, 3]] = True
     wrong = np.argwhere(moved_RS != (old_RS != new_RS))
     if wrong.size:
-        at = int(wrong[0, 0]), int(wrong[0, 1])
-        fault = "receives a move but keeps" if moved_RS[at] else f"has no move to change from {old_RS[at]} to"
-        raise WireError(f"moves: rank {at[0]} slot {at[1]} {fault} expert {new_RS[at]}")
+        rank, slot = wrong[0].tolist()
+        fault = "receives a move but keeps" if moved_RS[rank, slot] else "has no move to change to"
+        raise WireError(f"moves: rank {rank} slot {slot} {fault} expert {new_RS[rank, slot]}")
 
 
 def _check_layer(layer: RankLayer, shape: Shape, rank: int) -> None:
@@ -190,25 +170,19 @@ def _check_layer(layer: RankLayer, shape: Shape, rank: int) -> None:
 
 def _check_destinations(new_RS: Int32, moves_M5: Int32, field: str) -> None:
     ranks, slots = new_RS.shape
-    bounds = np.array([ranks, slots, ranks, slots])
-    outside = ((moves_M5[:, :4] < 0) | (moves_M5[:, :4] >= bounds)).any(axis=1)
-    if outside.any():
-        move = int(np.flatnonzero(outside)[0])
-        raise WireError(
-            f"{field}[{move}]: {moves_M5[move].tolist()} is not among {ranks} ranks x {slots} slots"
-        )
-    source_rank, _, rank, slot, expert = moves_M5.T
-    within = np.flatnonzero(source_rank == rank)
-    if within.size:
-        raise WireError(
-            f"{field}[{within[0]}]: an expert that stays on rank {rank[within[0]]} keeps its slot"
-        )
-    wrong = np.flatnonzero(new_RS[rank, slot] != expert)
+    ends_M4, bounds = moves_M5[:, :4], np.array([ranks, slots, ranks, slots])
+    outside_M = ((ends_M4 < 0) | (ends_M4 >= bounds)).any(axis=1)
+    _refuse(outside_M, moves_M5, field, f"not among {ranks} ranks x {slots} slots")
+    source_rank_M, _, rank_M, slot_M, expert_M = moves_M5.T
+    _refuse(source_rank_M == rank_M, moves_M5, field, "an expert that stays on its rank keeps its slot")
+    _refuse(new_RS[rank_M, slot_M] != expert_M, moves_M5, field, "its destination is to hold another expert")
+    if np.unique(rank_M * slots + slot_M).size != len(moves_M5):
+        raise WireError(f"{field}: two moves have the same destination")
+
+
+def _refuse(wrong_M: npt.ArrayLike, moves_M5: Int32, field: str, fault: str) -> None:
+    """Raise ``WireError`` for the first move that is wrong: source rank and slot, destination, expert."""
+    wrong = np.flatnonzero(wrong_M)
     if wrong.size:
         move = int(wrong[0])
-        raise WireError(
-            f"{field}[{move}]: brings expert {expert[move]} to rank {rank[move]} slot {slot[move]}, "
-            f"which is to hold {new_RS[rank[move], slot[move]]}"
-        )
-    if np.unique(rank * slots + slot).size != rank.size:
-        raise WireError(f"{field}: two moves have the same destination")
+        raise WireError(f"{field}[{move}] is {moves_M5[move].tolist()}: {fault}")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
+from hypothesis import strategies as st
 
 from eplb_service.control.core.errors import RefusedError
 from eplb_service.heat.window import HeatError
@@ -40,6 +41,31 @@ IDENTITY = Identity("default", "group", 1, "here", (0, 1, 2), SHAPE)
 _NATIVE_FILES = ("zarr.json", "heat/zarr.json", "heat/c/0/0/0", "step/zarr.json", "step/c/0")
 _WIRE_ERRORS = (WireError, RefusedError, DecodeError)
 _kept: list[tempfile.TemporaryDirectory[str]] = []
+
+
+EDITS = st.lists(
+    st.tuples(
+        st.sampled_from(["flip", "cut", "insert", "repeat"]), st.integers(0, 1 << 16), st.binary(max_size=8)
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def edited(data: bytes, edits: list[tuple[str, int, bytes]]) -> bytes:
+    """Valid bytes, damaged as a bad link or a bad program would."""
+    changed = bytearray(data)
+    for kind, where, piece in edits:
+        at = where % (len(changed) + 1)
+        if kind == "flip" and at < len(changed):
+            changed[at] ^= (piece or b"\x01")[0] or 1
+        elif kind == "cut":
+            del changed[at : at + max(1, len(piece))]
+        elif kind == "insert":
+            changed[at:at] = piece
+        else:
+            changed[at:at] = changed[at : at + 16]
+    return bytes(changed)
 
 
 class Decoder(NamedTuple):

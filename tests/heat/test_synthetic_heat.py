@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_service.heat.synthetic import KINDS, source_shares, synthetic_heat
+from eplb_service.heat.synthetic import KINDS, synthetic_heat
 from eplb_service.heat.window import HeatError
 
 
@@ -70,11 +70,3 @@ def test_kinds_move_as_they_say():
 def test_refuses_what_no_router_could_do(changed, message):
     with pytest.raises(HeatError, match=message):
         synthetic_heat(**{"kind": "static", "steps": 4, "layers": 2, "experts": 32, **changed})
-
-
-def test_source_shares_split_each_expert_over_the_ranks():
-    shares_RLE = source_shares(ranks=8, layers=2, experts=16, log_sd=0.5, seed=1)
-    assert shares_RLE.shape == (8, 2, 16)
-    assert np.allclose(shares_RLE.sum(axis=0), 1)
-    assert np.allclose(source_shares(8, 2, 16, log_sd=0), 1 / 8)
-    assert shares_RLE.std() > source_shares(8, 2, 16, log_sd=0.3, seed=1).std()

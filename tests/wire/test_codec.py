@@ -7,7 +7,6 @@ import zlib
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from eplb_service.wire.codec import MAX_MESSAGE_BYTES, pack, unpack
@@ -37,10 +36,10 @@ def test_heat_travels_in_the_narrowest_type(highest: int, dtype: int) -> None:
     assert pack(np.array([0, highest])).dtype == dtype
 
 
-def test_large_repetitive_heat_is_deflated() -> None:
-    packed = pack(np.zeros((16, 58, 256), dtype=np.int32))
-    assert packed.compression == tensor_pb2.COMPRESSION_ZLIB
-    assert len(packed.data) < 10_000
+def test_what_other_releases_deflate_is_read() -> None:
+    packed = pack(np.arange(6).reshape(2, 3))
+    packed.data, packed.compression = zlib.compress(packed.data), tensor_pb2.COMPRESSION_ZLIB
+    np.testing.assert_array_equal(unpack(packed, (2, 3), "x"), np.arange(6).reshape(2, 3))
 
 
 def _array(**changes: object) -> tensor_pb2.PackedArray:
@@ -75,17 +74,3 @@ def test_a_malformed_array_is_refused_by_name(packed: tensor_pb2.PackedArray, co
     with pytest.raises(WireError, match=complaint) as caught:
         unpack(packed, (2, None), "heat")
     assert str(caught.value).startswith("heat: ")
-
-
-@given(st.binary(max_size=64))
-def test_any_bytes_are_an_array_or_a_wire_error(data: bytes) -> None:
-    packed = tensor_pb2.PackedArray()
-    try:
-        packed.ParseFromString(data)
-    except Exception:
-        return
-    try:
-        unpacked = unpack(packed, (None, None), "x")
-    except WireError:
-        return
-    assert unpacked.nbytes <= MAX_MESSAGE_BYTES

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from eplb_service.control.core.decisions import Decisions
 from eplb_service.control.core.errors import ConflictError, RefusedError
-from eplb_service.control.core.flow import NOWHERE, Limits, ReportSize, Shedding, Watches
+from eplb_service.control.core.flow import Limits, Shedding, Stall
 from eplb_service.control.core.group import Assembled, Attendance, Group, Member, rank_list
 from eplb_service.control.core.leader import clock_of
 from eplb_service.control.core.live_placement import LivePlacement
@@ -89,8 +89,8 @@ class Deployment:
         Ratio that each switched layer's plan promised, by layer.
     plan_problems, service_problems
         Problems of plans since the last decision, and of the service itself.
-    watches, shedding, report_size
-        Silent failures, the share of their heat that the ranks are asked for, and the steps of their reports.
+    without_heat, without_decision, shedding
+        Time since a step was completed, and since a decision; the share of their heat that the ranks are asked for.
     decisions, switch_log
         Decisions made for this group, and durations of switches that its ranks have measured.
     first_layout
@@ -113,9 +113,9 @@ class Deployment:
     attendance: Attendance = field(default_factory=Attendance)
     known: bool = False
     plan_problems: list[str] = field(default_factory=list)
-    watches: Watches = field(default_factory=Watches)
+    without_heat: Stall = field(default_factory=Stall)
+    without_decision: Stall = field(default_factory=Stall)
     shedding: Shedding = field(default_factory=Shedding)
-    report_size: ReportSize = field(default_factory=ReportSize)
     service_problems: tuple[str, ...] = ()
     decisions: Decisions = field(default_factory=Decisions)
     first_layout: tuple[str, Serving] | None = None
@@ -145,10 +145,7 @@ class Deployment:
         if self.group is None or self.first_layout is None:
             return None
         group_id, layout = self.first_layout
-        shape, placement = self.group.shape, layout.placement
-        sizes = placement.layers, placement.experts, placement.ranks, placement.slots
-        fits = (shape.layers, shape.experts, shape.ranks, shape.slots) == sizes
-        return layout if fits and self.group.group_id == group_id else None
+        return layout if self.group.group_id == group_id else None
 
     @property
     def assembled(self) -> int:
@@ -268,9 +265,9 @@ class Deployment:
         self.switch_log.heard(rank, status, now)
         self._trust_ranks(rank)
 
-    def slowest_step_if_ahead(self, rank: int, report: HeatReport) -> int | None:
-        """Step of the slowest ranks where a rank's counts are so far ahead that steps would be lost, or ``None``."""
-        return NOWHERE if self.heat is None else self.heat.pending.outrun_by(rank, report)
+    def is_ahead(self, rank: int, report: HeatReport) -> bool:
+        """Return whether a rank's counts are so far ahead of slower ranks' that steps would be lost."""
+        return self.heat is None or self.heat.pending.is_ahead(rank, report)
 
     def heat_report(self, rank: int, report: HeatReport) -> StepCounts:
         """Take a rank's counts; returns steps completed, for ``put_together``, and steps lost."""
@@ -278,7 +275,6 @@ class Deployment:
             return StepCounts(0, 0)
         step = max(self._here.members[rank].step, report.first_step + report.steps)
         self._note(rank, step=step, dropped_steps=report.dropped_steps)
-        self.report_size = self.report_size.after_report(report)
         gained = self.heat.take(rank, report)
         if any(gained):
             self.totals = self.totals.plus(steps_received=gained.received, steps_lost=gained.lost)
@@ -342,35 +338,30 @@ class Deployment:
         self.planned_par.clear()
         self.plan_problems.clear()
         self.attendance = Attendance(departed_since=self.attendance.departed_since)
-        self.watches, self.shedding, self.report_size = Watches(), Shedding(), self.limits.report_size
+        self.without_heat, self.without_decision, self.shedding = Stall(), Stall(), Shedding()
         self.decisions, self.switch_log = Decisions(), SwitchLog()
 
     def _look_at_clock(self, now: float) -> None:
-        ranks, counted = self.connected, self.heat.counted if self.heat is not None else None
-        step = max((member.step for member in ranks), default=None)
+        ranks = self.connected
+        step = max((member.step for member in ranks), default=0)
+        completed = self.heat.pending.completed if self.heat is not None and ranks else None
         decided_at = self.decisions.decided_at if self.live is not None else None
-        self.watches = self.watches.after(now, step, counted, decided_at)
+        self.without_heat = self.without_heat.after(now, step, completed)
+        self.without_decision = self.without_decision.after(now, step, decided_at)
         self.shedding = self.shedding.after(now, {member.rank: member.dropped_steps for member in ranks})
-        if counted is not None and step is not None:
-            self.report_size = self.report_size.after(now, len(ranks), step)
         waiting = self.group is not None and self.group.live is None and bool(ranks)
         self.attendance = self.attendance.after(now, connected=bool(ranks), waiting=waiting)
 
     def _expect_heat_of(self, live: LivePlacement) -> None:
         shape, limits = self._here.shape, self.limits
         if self.heat is None:
-            self.heat = HeatAssembler(
-                shape,
-                limits.window_steps,
-                limits.pending_steps,
-                self._here.topology.token_groups_R,
-            )
+            groups_R = self._here.topology.token_groups_R
+            self.heat = HeatAssembler(shape, limits.window_steps, limits.pending_steps, groups_R)
             if limits.first_decision is not None:
-                self.decisions = replace(
-                    self.decisions, pace=Pace(limits.first_decision, limits.window_steps)
-                )
-        for layer, (epoch, placed) in enumerate(zip(live.layer_epochs, live.placed_L, strict=True)):
-            self.heat.placements.put(layer, epoch, placed)
+                pace = Pace(limits.first_decision, limits.window_steps)
+                self.decisions = replace(self.decisions, pace=pace)
+        for layer, (epoch, table_RE) in enumerate(zip(live.layer_epochs, live.tables_L, strict=True)):
+            self.heat.placements.place(layer, epoch, live.placement.phy2log_LRS[layer], table_RE)
 
     def _follow_plan(self, rank: int, version: tuple[int, int]) -> None:
         for plan in (self.plan, self.ended_plan):

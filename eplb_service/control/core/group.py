@@ -10,10 +10,8 @@ import numpy as np
 
 from eplb_service.control.core.errors import AlreadyConnectedError, ConflictError
 from eplb_service.control.core.live_placement import LivePlacement
-from eplb_service.placement import PlacementError
 from eplb_service.planner.topology import Topology
 from eplb_service.wire.agent import Hello, Shape
-from eplb_service.wire.operator import AgentStatus
 
 _RANKS_NAMED = 8
 _REFUSALS_KEPT = 16
@@ -27,16 +25,27 @@ Assembled: TypeAlias = tuple[Mapping[int, Hello], LivePlacement | ConflictError]
 
 
 @dataclass(frozen=True)
-class Member(AgentStatus):
-    """One rank as it last reported, in the fields that operators see and these.
+class Member:
+    """One rank as it last reported; what is ``None`` is not known.
 
-    Ranks of one token group see the same tokens; the digest is of the placement that it serves, with ``epoch``; and the
-    highest leader term is the one of which it had heard when it said Hello.
+    Ranks of one token group see the same tokens; epoch and digest are of the placement that it serves; the highest
+    leader term is the one of which it had heard when it said Hello. ``staging_bytes`` and ``ring_bytes`` are held for
+    experts that wait for their commit, and in which layers count heat.
     """
 
-    token_group: int = 0
-    digest: int = 0
-    highest_term: int = 0
+    rank: int
+    node: str
+    epoch: int
+    digest: int
+    token_group: int
+    agent_version: str
+    highest_term: int
+    connected: bool = True
+    step: int = 0
+    error: str = ""
+    dropped_steps: int = 0
+    staging_bytes: int | None = None
+    ring_bytes: int | None = None
 
     @property
     def version(self) -> tuple[int, int]:
@@ -157,20 +166,13 @@ class Group:
                 raise ConflictError(_other_version(hello, *self.live.version))
             # Nobody is left who served what was known: the ranks hold the truth, so start over from theirs.
             group = self.without_live()
-        group = (
-            group._waiting_with(hello, assembled)
-            if group.live is None
-            else group._rejoined(hello, group.live)
-        )
-        said = ("rank", "node", "epoch", "agent_version", "token_group", "digest", "highest_term")
-        known = self.members.get(hello.rank)
-        member = Member(
-            connected=True,
-            step=known.step if known else 0,
-            error="",
-            dropped_steps=0,
-            **{name: getattr(hello, name) for name in said},
-        )
+        if group.live is None:
+            group = group._waiting_with(hello, assembled)
+        else:
+            _check_rejoining(hello, group.live)
+        said = ("rank", "node", "epoch", "digest", "token_group", "agent_version", "highest_term")
+        step = self.members[hello.rank].step if hello.rank in self.members else 0
+        member = Member(**{name: getattr(hello, name) for name in said}, step=step)
         return replace(group, members={**self.members, hello.rank: member})
 
     def left(self, rank: int) -> Group:
@@ -205,20 +207,6 @@ class Group:
         if isinstance(live, ConflictError):
             raise live
         return replace(self, live=live, waiting={})
-
-    def _rejoined(self, hello: Hello, live: LivePlacement) -> Group:
-        known_LS = live.placement.phy2log_LRS[:, hello.rank]
-        differs = np.flatnonzero((known_LS != hello.slots_LS).any(axis=1))
-        if differs.size:
-            raise ConflictError(
-                f"rank {hello.rank} holds other experts in layer {differs[0]} than its digest says"
-            )
-        if np.array_equal(live.log2phy_of(hello.rank), hello.log2phy_LE):
-            return self
-        try:
-            return replace(self, live=live.with_table(hello.rank, hello.log2phy_LE))
-        except PlacementError as error:
-            raise ConflictError(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -264,6 +252,16 @@ def rank_list(ranks: Sequence[int]) -> str:
     named = ", ".join(str(rank) for rank in ranks[:_RANKS_NAMED])
     more = f" and {len(ranks) - _RANKS_NAMED} more" if len(ranks) > _RANKS_NAMED else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {named}{more}"
+
+
+def _check_rejoining(hello: Hello, live: LivePlacement) -> None:
+    for layer, (slots_S, table_E) in enumerate(zip(hello.slots_LS, hello.log2phy_LE, strict=True)):
+        if not np.array_equal(live.placement.phy2log_LRS[layer, hello.rank], slots_S):
+            raise ConflictError(
+                f"rank {hello.rank} holds other experts in layer {layer} than its digest says"
+            )
+        if not np.array_equal(live.tables_L[layer][hello.rank], table_E):
+            raise ConflictError(f"rank {hello.rank} has another log2phy in layer {layer} than it was given")
 
 
 def _other_version(hello: Hello, epoch: int, digest: int) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.group import rank_list
-from eplb_service.placement import Float64, mean_par
+from eplb_service.placement import Float64
 from eplb_service.wire.operator import BalancePoint
 
 MOST_POINTS = 512
@@ -17,7 +15,6 @@ _SILENT_SECONDS = 30.0
 _UNDECIDED_SECONDS = 600.0
 _UNDECIDED_WINDOWS = 16
 """Windows of steps without a decision, or of dummies alone, that are too many: far past any decision interval."""
-_LOST_SHARE = 0.1
 
 
 class BalanceSeries:
@@ -25,32 +22,16 @@ class BalanceSeries:
 
     def __init__(self, interval: float = 1.0) -> None:
         self._interval = interval
-        self._points: list[BalancePoint] = []
-        self._gathered: list[BalancePoint] = []
-
-    @property
-    def points(self) -> Sequence[BalancePoint]:
-        """Oldest first."""
-        return tuple(self._points)
+        self.points: list[BalancePoint] = []
 
     def add(self, point: BalancePoint) -> None:
-        """Add the balance as it is now; what comes within one interval becomes one point."""
-        self._gathered.append(point)
-        if self._points and point.at - self._points[-1].at < self._interval:
+        """Add the balance as it is now, unless the last point is too recent."""
+        if self.points and point.at - self.points[-1].at < self._interval:
             return
-        self._points.append(_mean(self._gathered))
-        self._gathered = []
-        if len(self._points) >= MOST_POINTS:
-            pairs = zip(self._points[::2], self._points[1::2], strict=True)
-            self._points = [_mean(pair) for pair in pairs]
+        self.points.append(point)
+        if len(self.points) >= MOST_POINTS:
+            self.points = self.points[1::2]
             self._interval *= 2
-
-
-def _mean(points: Sequence[BalancePoint]) -> BalancePoint:
-    """One point for several: the mean of each ratio that is known, at the time of the last."""
-    ratios = np.array([(point.par, point.par_planned, point.noise_floor) for point in points])
-    par, planned, floor = mean_par(ratios, axis=0).tolist()
-    return BalancePoint(points[-1].at, par, planned, floor, points[-1].layers_switched)
 
 
 def measured_par(deployment: Deployment) -> Float64:
@@ -96,9 +77,6 @@ def problems(deployment: Deployment) -> list[str]:
         found.append(
             f"{deployment.outdated}; stop this service, or have it lead: `eplb lead {deployment.name}`"
         )
-    silent = deployment.watches.silent_seconds
-    if silent > _SILENT_SECONDS:
-        found.append(f"no step's heat has been put together for {silent:.0f} s, though the ranks make steps")
     found += [f"rank {member.rank}: {member.error}" for member in group.connected if member.error]
     if group.out_of_step and deployment.plan is None and group.live is not None:
         found.append(
@@ -111,33 +89,36 @@ def problems(deployment: Deployment) -> list[str]:
 
 def _useless(deployment: Deployment) -> list[str]:
     """Reasons why balancing, though nothing fails, can do nothing."""
-    found, heat, window = [], deployment.heat, deployment.limits.decision_steps
+    found, heat, limits = [], deployment.heat, deployment.limits
+    one_in, windows = deployment.shedding.one_in, _UNDECIDED_WINDOWS * limits.decision_steps
     if deployment.group is not None and deployment.group.shape.rank_bound and not deployment.paused:
         found.append(
             "experts are bound to their ranks (grouped experts), so that no plan can be made: heat is watched alone"
         )
-    if heat is not None and heat.pending.empty_steps >= window:
+    if heat is not None and heat.pending.empty_steps >= limits.decision_steps:
         found.append(
             f"no rank has counted a token in the newest {heat.pending.empty_steps} steps, though they are no dummies: "
             "the layers' counters stay zero"
         )
-    if heat is not None and heat.pending.dummy_steps >= _UNDECIDED_WINDOWS * window:
+    if heat is not None and heat.pending.dummy_steps >= windows:
         found.append(
             f"the newest {heat.pending.dummy_steps} steps were dummies on all ranks: "
             "nothing is served, or steps are mislabelled"
         )
-    watches, one_in = deployment.watches, deployment.shedding.one_in
     if one_in > 1:
         found.append(
             f"the service cannot take all heat of these ranks: of every {one_in} reports they send "
             "one, so that a window spans longer; give it more CPU, or fewer deployments"
         )
-    elif watches.lost_share > _LOST_SHARE:
+    stall = deployment.without_heat
+    if stall.seconds > _SILENT_SECONDS and stall.steps > one_in * limits.pending_steps:
         found.append(
-            f"{watches.lost_share:.0%} of the last minute's steps are lost: some rank's heat came late or never"
+            f"no step's heat has been put together for {stall.seconds:.0f} s, though the ranks make steps"
         )
-    seconds, steps = watches.undecided_seconds, watches.undecided_steps
-    if seconds > _UNDECIDED_SECONDS and steps > _UNDECIDED_WINDOWS * window and not deployment.paused:
+    stall = deployment.without_decision
+    if stall.seconds > _UNDECIDED_SECONDS and stall.steps > windows and not deployment.paused:
         reason = deployment.obstacle() or "steps are put together too slowly"
-        found.append(f"no decision for {seconds:.0f} s, in which the ranks made {steps} steps: {reason}")
+        found.append(
+            f"no decision for {stall.seconds:.0f} s, in which the ranks made {stall.steps} steps: {reason}"
+        )
     return found

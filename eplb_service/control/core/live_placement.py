@@ -9,7 +9,6 @@ from functools import cached_property
 import numpy as np
 
 from eplb_service.control.core.errors import ConflictError
-from eplb_service.heat.assembler import PlacedLayer, placed_layer
 from eplb_service.placement import (
     Int32,
     Placement,
@@ -52,9 +51,7 @@ class LivePlacement:
         placement.check_log2phy(log2phy_RLE)
         digests = tuple(layer_digest(layer, row) for layer, row in enumerate(placement.phy2log_LRS))
         tables_L = tuple(log2phy_RLE[:, layer] for layer in range(placement.layers))
-        live = cls(placement, tables_L, epoch, layer_epochs, digests)
-        vars(live)["log2phy_RLE"] = log2phy_RLE
-        return live
+        return cls(placement, tables_L, epoch, layer_epochs, digests)
 
     @classmethod
     def assembled(cls, hellos: Mapping[int, Hello]) -> LivePlacement:
@@ -77,8 +74,6 @@ class LivePlacement:
                 f"the ranks' slots together have the digest {live.digest:#x}, the ranks say {first.digest:#x}"
             )
         _check_token_groups(in_order)
-        # All that reading heat under it takes is computed here as well.
-        _ = live.placed_L
         return live
 
     @property
@@ -99,15 +94,6 @@ class LivePlacement:
         """
         return np.stack(self.tables_L, axis=1)
 
-    def log2phy_of(self, rank: int) -> Int32:
-        """One rank's tables, int32 ``[L, E]`` or ``[L, E, D]``."""
-        return np.stack([table[rank] for table in self.tables_L])
-
-    @cached_property
-    def placed_L(self) -> tuple[PlacedLayer, ...]:
-        """Slots and targets of each layer, under which its counts are read."""
-        return tuple(map(placed_layer, self.placement.phy2log_LRS, self.tables_L))
-
     @cached_property
     def digest(self) -> int:
         """The placement's fingerprint, as the ranks compute it."""
@@ -122,12 +108,6 @@ class LivePlacement:
         epochs[layer] = self.epoch + 1
         digests[layer] = layer_digest(layer, phy2log_RS)
         return LivePlacement(placement, tuple(tables), self.epoch + 1, tuple(epochs), tuple(digests))
-
-    def with_table(self, rank: int, log2phy_LE: Int32) -> LivePlacement:
-        """Return the same placement with one rank's table as that rank has it."""
-        tables_RLE = self.log2phy_RLE.copy()
-        tables_RLE[rank] = log2phy_LE
-        return LivePlacement.of(self.placement, tables_RLE, self.epoch, self.layer_epochs)
 
 
 def _check_token_groups(hellos: Sequence[Hello]) -> None:

@@ -54,8 +54,8 @@ class PlanTracker:
         Layers that each rank is known to have switched, by rank, and that any has.
     heard_at
         Seconds, by the clock of whoever calls, at which it was offered, or a rank last reported.
-    outcome, reason, refusals, aborts
-        Its end, ``None`` while it is under way, and why where it was not done; reasons by rank.
+    outcome, reason, objections
+        Its end, ``None`` while it is under way, and why where it was not done; refusals and aborts by rank.
     """
 
     plan_id: int
@@ -68,8 +68,7 @@ class PlanTracker:
     committed: int = 0
     outcome: Outcome | None = None
     reason: str = ""
-    refusals: Mapping[int, str] = field(default_factory=dict)
-    aborts: Mapping[int, str] = field(default_factory=dict)
+    objections: Mapping[int, PlanStatus] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan_id: int, base: LivePlacement, decision: Plan) -> PlanTracker:
@@ -86,7 +85,7 @@ class PlanTracker:
         return [
             rank
             for rank, switched in enumerate(self.progress)
-            if switched < len(self.versions) and rank not in self.refusals and rank not in self.aborts
+            if switched < len(self.versions) and rank not in self.objections
         ]
 
     @property
@@ -115,10 +114,8 @@ class PlanTracker:
         heard = replace(self, heard_at=now)
         if status.state is PlanState.COMMITTED:
             heard = heard._with_progress(rank, self._reached_by(rank, status))
-        elif status.state is PlanState.REFUSED:
-            heard = replace(heard, refusals={**self.refusals, rank: status.reason})
-        elif status.state is PlanState.ABORTED:
-            heard = replace(heard, aborts={**self.aborts, rank: status.reason})
+        elif status.state in (PlanState.REFUSED, PlanState.ABORTED):
+            heard = replace(heard, objections={**self.objections, rank: status})
         return heard._with_outcome()
 
     def after_version(self, rank: int, version: tuple[int, int]) -> PlanTracker | None:
@@ -132,7 +129,7 @@ class PlanTracker:
         if self.outcome is not None or now - self.heard_at <= limit:
             return self
         silent = f"{rank_list(self.silent_ranks)} did not answer in time"
-        if self.refusals or self.aborts:
+        if self.objections:
             refused = self._refused()
             return replace(refused, reason=f"{refused.reason}; {silent}")
         return replace(self, outcome=Outcome.TIMED_OUT, reason=silent)
@@ -163,16 +160,16 @@ class PlanTracker:
     def _with_outcome(self) -> PlanTracker:
         if self.outcome is not None or self.silent_ranks:
             return self
-        return self._refused() if self.refusals or self.aborts else replace(self, outcome=Outcome.DONE)
+        return self._refused() if self.objections else replace(self, outcome=Outcome.DONE)
 
     def _refused(self) -> PlanTracker:
-        # Rarest reason first: it is usually the cause, which the other ranks follow.
+        states = {status.state for status in self.objections.values()}
+        end = PlanState.REFUSED if PlanState.REFUSED in states else PlanState.ABORTED
         reasons: dict[str, list[int]] = {}
-        for rank, reason in sorted((self.refusals or self.aborts).items()):
-            reasons.setdefault(reason or "no reason given", []).append(rank)
+        for rank, status in sorted(self.objections.items()):
+            if status.state is end:
+                reasons.setdefault(status.reason or "no reason given", []).append(rank)
+        # Rarest reason first: it is usually the cause, which the other ranks follow.
         rarest = sorted(reasons.items(), key=lambda item: len(item[1]))[:_REASONS_NAMED]
-        return replace(
-            self,
-            outcome=Outcome.REFUSED if self.refusals else Outcome.ABORTED,
-            reason="; ".join(f"{rank_list(ranks)}: {reason}" for reason, ranks in rarest),
-        )
+        reason = "; ".join(f"{rank_list(ranks)}: {reason}" for reason, ranks in rarest)
+        return replace(self, outcome=Outcome[end.name], reason=reason)

@@ -14,6 +14,7 @@ import grpc
 from eplb_service import __version__
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import ExhaustedError
+from eplb_service.control.core.flow import HELD_SECONDS
 from eplb_service.control.core.group import Assembled
 from eplb_service.control.server.access.gate import Credential, current_caller
 from eplb_service.control.server.access.quotas import Quotas
@@ -244,8 +245,11 @@ async def _let_others_catch_up(
     pause = _FIRST_PAUSE_SECONDS
     while not stream.over:
         now = time.monotonic()
-        stream.patience = stream.patience.after(now, deployment.slowest_step_if_ahead(rank, report))
-        if not stream.patience.holds(now):
+        if not deployment.is_ahead(rank, report):
+            stream.ahead_since = None
+            return
+        stream.ahead_since = now if stream.ahead_since is None else stream.ahead_since
+        if now - stream.ahead_since >= HELD_SECONDS:
             return
         # Unread input counts as activity.
         stream.heard_at = now

@@ -122,7 +122,7 @@ def report_gauges(deployment: Deployment, metrics: Metrics, observer: Observer) 
     metrics.set("eplb_agents_halted", sum(bool(member.error) for member in connected), name)
     metrics.set("eplb_dropped_steps", sum(member.dropped_steps for member in connected), name)
     metrics.set("eplb_heat_one_in", deployment.shedding.one_in, name)
-    metrics.set("eplb_last_decision_age_seconds", deployment.watches.undecided_seconds, name)
+    metrics.set("eplb_last_decision_age_seconds", deployment.without_decision.seconds, name)
     metrics.set("eplb_problems", len(problems(deployment)), name)
     if deployment.heat is not None:
         metrics.set("eplb_empty_steps", deployment.heat.pending.empty_steps, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import grpc
@@ -16,16 +16,9 @@ from eplb_service.control.server.access.gate import current_caller
 from eplb_service.control.server.listening import StatusError
 from eplb_service.control.server.observer import Observer
 from eplb_service.control.server.plane.control_plane import ControlPlane
-from eplb_service.wire.codec import encode
+from eplb_service.wire.codec import encode, pack
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
-from eplb_service.wire.operator import (
-    AgentStatus,
-    Balance,
-    DeploymentStatus,
-    LayerStatus,
-    PastPlan,
-    encode_placement,
-)
+from eplb_service.wire.operator import PastPlan, encode_placement
 
 _LOAD_STEPS = 64
 """Newest steps that the ranks' loads are of: what is served now, not a window ago."""
@@ -42,9 +35,7 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
     ) -> operator_pb2.ListDeploymentsResponse:
         """List all that the caller may name."""
         names = filter(current_caller().credential.reaches, sorted(self._plane.deployments))
-        return operator_pb2.ListDeploymentsResponse(
-            deployments=[encode(self._status(name)) for name in names]
-        )
+        return operator_pb2.ListDeploymentsResponse(deployments=map(self._status, names))
 
     async def GetStatus(
         self, request: operator_pb2.GetStatusRequest, _context: Any
@@ -52,9 +43,9 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
         """Describe one deployment with its layers and agents."""
         deployment = self._plane.find(request.deployment)
         return operator_pb2.GetStatusResponse(
-            status=encode(self._status(request.deployment)),
-            layers=map(encode, _layers(deployment)),
-            agents=map(encode, _agents(deployment, self._plane.observer)),
+            status=self._status(request.deployment),
+            layers=_layers(deployment),
+            agents=_agents(deployment, self._plane.observer),
         )
 
     async def GetPlacement(
@@ -115,15 +106,13 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
         deployment = self._plane.find(request.deployment)
         observed = self._plane.observer.of(deployment.name)
         steps, loads_LR = rank_loads(deployment, _LOAD_STEPS)
-        balance = Balance(
-            points=tuple(observed.series.points),
-            rank_loads_LR=np.rint(1000 * loads_LR).astype(np.int32) if steps else None,
+        return operator_pb2.GetBalanceResponse(
+            points=map(encode, observed.series.points),
+            rank_loads=pack(np.rint(1000 * loads_LR).astype(np.int32)) if steps else None,
             load_steps=steps,
             last_decision=_with_outcome(observed.last_decision, deployment),
             last_plan=_with_outcome(observed.last_plan, deployment),
         )
-        message: operator_pb2.GetBalanceResponse = encode(balance)
-        return message
 
     async def WatchHeat(self, request: operator_pb2.WatchHeatRequest, context: Any) -> None:
         """Send heat as it is counted, until the caller ends the call."""
@@ -133,15 +122,19 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
             while True:
                 await context.write(await watcher.next())
 
-    def _status(self, name: str) -> DeploymentStatus:
+    def _status(self, name: str) -> operator_pb2.DeploymentStatus:
         """Return a deployment's state; what agents have not reported is as remembered."""
         deployment, remembered = self._plane.deployments[name], self._plane.remembered.get(name)
-        worth, known = deployment.decisions.worth, deployment.live or remembered
+        worth, price = deployment.decisions.worth, deployment.decisions.move_price
+        known = deployment.live or remembered
         sized = deployment.group.shape if deployment.group else remembered and remembered.placement
         totals = asdict(deployment.totals)
-        return DeploymentStatus(
-            name,
-            *((sized.layers, sized.experts, sized.ranks, sized.slots) if sized else (0, 0, 0, 0)),
+        return operator_pb2.DeploymentStatus(
+            deployment=name,
+            layers=sized.layers if sized else 0,
+            experts=sized.experts if sized else 0,
+            ranks=sized.ranks if sized else 0,
+            slots=sized.slots if sized else 0,
             agents_connected=len(deployment.connected),
             epoch=known.epoch if known else 0,
             digest=known.digest if known else 0,
@@ -150,31 +143,33 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
             paused=deployment.paused,
             plan_id=deployment.plan.plan_id if deployment.plan else 0,
             last_decision=deployment.last_decision,
-            problems=tuple(problems(deployment)),
+            problems=problems(deployment),
             leader_term=deployment.leader_term,
-            worth=worth,
-            move_price=deployment.decisions.move_price,
+            worth=encode(worth) if worth else None,
+            move_price=encode(price) if price else None,
             **totals,
         )
 
 
-def _layers(deployment: Deployment) -> list[LayerStatus]:
+def _layers(deployment: Deployment) -> list[operator_pb2.LayerStatus]:
     """Return one per layer, once the placement is known."""
     if deployment.live is None:
         return []
     par_L, planned = measured_par(deployment).tolist(), deployment.planned_par
     return [
-        LayerStatus(layer, par_L[layer], planned.get(layer, 0.0), epoch)
+        operator_pb2.LayerStatus(
+            layer=layer, par=par_L[layer], planned_par=planned.get(layer, 0.0), epoch=epoch
+        )
         for layer, epoch in enumerate(deployment.live.layer_epochs)
     ]
 
 
-def _agents(deployment: Deployment, observer: Observer) -> list[AgentStatus]:
+def _agents(deployment: Deployment, observer: Observer) -> list[operator_pb2.AgentStatus]:
     """Return one per rank that has ever come, by rank."""
     members = deployment.group.members if deployment.group else {}
-    shown = {one.name for one in fields(AgentStatus)} - {"silent_seconds"}
+    shown = set(operator_pb2.AgentStatus.DESCRIPTOR.fields_by_name) - {"silent_seconds"}
     return [
-        AgentStatus(
+        operator_pb2.AgentStatus(
             **{name: getattr(member, name) for name in shown},
             silent_seconds=observer.silent_seconds(deployment.name, rank),
         )
@@ -182,10 +177,13 @@ def _agents(deployment: Deployment, observer: Observer) -> list[AgentStatus]:
     ]
 
 
-def _with_outcome(decision: PastPlan | None, deployment: Deployment) -> PastPlan | None:
+def _with_outcome(decision: PastPlan | None, deployment: Deployment) -> operator_pb2.MadeDecision | None:
     """Return the decision with the outcome of its plan, where that was one of the last two."""
+    if decision is None:
+        return None
     for plan in (deployment.plan, deployment.ended_plan):
-        if decision is not None and plan is not None and plan.plan_id == decision.plan_id:
+        if plan is not None and plan.plan_id == decision.plan_id:
             outcome = plan.outcome.value if plan.outcome else ""
-            return replace(decision, outcome=outcome, reason=plan.reason, committed=plan.committed)
-    return decision
+            decision = replace(decision, outcome=outcome, reason=plan.reason, committed=plan.committed)
+    message: operator_pb2.MadeDecision = encode(decision, operator_pb2.MadeDecision())
+    return message

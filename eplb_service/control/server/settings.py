@@ -122,7 +122,7 @@ class ServiceSettings(_PlannerFields):
         None, description="folder to write each deployment's heat into, as native traces"
     )
     report_steps: _ReportSteps = Field(
-        "auto", description="steps per report, 1 to 1024; auto: 16, and up to 64 where many ranks step fast"
+        "auto", description="steps per report, 1 to 1024; auto: 16, and up to 64 of many ranks"
     )
     heartbeat_seconds: float = Field(2.0, ge=0.05, le=60, description="seconds between an agent's heartbeats")
     forget_after_seconds: float = Field(

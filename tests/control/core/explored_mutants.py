@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from eplb_service.control.core.deployment import Deployment, StreamsOutdated
 from eplb_service.control.core.group import Group
-from eplb_service.control.core.plan_tracker import PlanTracker
+from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
 from eplb_service.planner.plan import LayerPlan
 from eplb_service.wire.agent import Hello
 from tests.control.core.explored_service import walk
@@ -53,6 +53,13 @@ class BelievesWhatItOffered(Deployment):
         super().offer(offer, now)
         assert self.plan is not None
         self._advance(self.plan, replace(self.plan, committed=1))
+
+
+class TakesAnyEndForSuccess(Deployment):
+    def _close_plan(self) -> None:
+        if self.plan is not None and self.plan.outcome is not None:
+            self.plan = replace(self.plan, outcome=Outcome.DONE)
+        super()._close_plan()
 
 
 class BelievesEachWordAgain(Deployment):
@@ -169,6 +176,7 @@ _TRIALS = [
         (ReadsHeatUnderWhatItOffered, Faults(), {}),
         (ReadsHeatUnderTheOldLayer, Faults(), {}),
         (BelievesWhatItOffered, Faults(), {}),
+        (TakesAnyEndForSuccess, Faults(), {"plans": _ONE}),
         (BelievesEachWordAgain, Faults(), {}),
         (ForgetsAPlanThatHasEnded, Faults(losses=1), {"plans": _ONE}),
         (NeverAsksRanksAgain, Faults(restarts=1), {"plans": _ONE}),

@@ -27,6 +27,13 @@ def check_offer(state: State, service: int, given: Given) -> None:
             must(shown.epoch == offer.base_epoch, "offered a plan under an epoch that a rank has left")
 
 
+def check_done(state: State, given: Given | None) -> None:
+    """A service takes a plan for carried out."""
+    assert given is not None
+    switched = sum(version.path.count(given) for version in (state.crew.version, *state.gone))
+    must(switched == len(given.layers), "took a plan for done that was not carried out")
+
+
 def check_state(state: State) -> None:
     """What must hold whatever has happened."""
     for service, deployment in enumerate(state.services):

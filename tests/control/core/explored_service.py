@@ -11,10 +11,10 @@ import sys
 from collections.abc import Iterator
 
 from eplb_service.control.core.deployment import Deployment, StreamsOutdated
-from eplb_service.control.core.plan_tracker import PlanTracker
+from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
 from eplb_service.wire.agent import Heartbeat, PlanStatus
 from tests.control.core.explored_crew import Given, Status, live_at, offer_of
-from tests.control.core.explored_promises import check_offer, check_state
+from tests.control.core.explored_promises import check_done, check_offer, check_state
 from tests.control.core.explored_state import PLAN_TIMEOUT, Faults, Scenario, State
 from tests.exploring import Event, Walk, happen, must, report
 from tests.exploring import walk as walk_world
@@ -189,6 +189,8 @@ class World(State):
                 given = self.open_plans[service]
                 known = given is not None and event.decision is offer_of(given).decision
                 must(known, "a plan ended twice, or one that was never open")
+                if event.outcome is Outcome.DONE:
+                    check_done(self, given)
                 self.open_plans[service] = None
             elif isinstance(event, StreamsOutdated):
                 streams = (rank for rank, one in enumerate(self.crew.ranks) if one.service == service)

@@ -279,7 +279,7 @@ def _seen_of(rank: int, deployment: Deployment) -> tuple[Any, ...]:
         *(
             None
             if plan is None or rank >= len(plan.progress)
-            else (plan.progress[rank], rank in plan.refusals, rank in plan.aborts)
+            else (plan.progress[rank], rank in plan.objections and plan.objections[rank].state)
             for plan in (deployment.plan, deployment.ended_plan)
         ),
     )

@@ -7,7 +7,6 @@ import pytest
 from eplb_service.control.core.deployment import LayerCommitted, StreamsOutdated
 from eplb_service.control.core.errors import RefusedError
 from eplb_service.control.core.health import problems
-from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
 from eplb_service.wire.agent import PlanState, PlanStatus, decode_hello
 from tests.control.core.story import PLAN_TIMEOUT, Story
@@ -27,25 +26,6 @@ def story() -> Story:
 def version(story: Story) -> tuple[int, int]:
     assert story.deployment.live is not None
     return story.deployment.live.epoch, story.deployment.live.digest
-
-
-# Ranks come and go
-
-
-def test_only_all_ranks_together_make_a_placement(story: Story) -> None:
-    assert story.joins(0, 1, 2) == []
-    assert story.deployment.obstacle() == "not all ranks have reported what they serve"
-    assert story.joins(3) == [story.deployment.live]
-    assert version(story) == (0, story.live.digest)
-
-
-def test_a_new_group_waits_until_the_old_one_is_gone(story: Story) -> None:
-    story.joins()
-    story.leaves(0, 1, 2)
-    with pytest.raises(RefusedError, match="another forming of the group than rank 3"):
-        story.joins(0, group_id="second")
-    story.leaves(3)
-    assert [type(event) for event in story.joins(group_id="second")] == [LivePlacement]
 
 
 # Ranks and service disagree
@@ -72,49 +52,38 @@ def test_a_rank_that_no_longer_takes_part_stops_planning(story: Story) -> None:
 # When to decide
 
 
-def test_a_decision_is_due_after_every_interval(story: Story) -> None:
+def test_a_decision_is_due_after_every_interval_but_not_while_paused_or_beside_a_plan(story: Story) -> None:
+    deployment, due = story.deployment, []
     story.joins()
-    story.counts(0, 4)
-    assert not story.deployment.is_due(8)
-    story.counts(4, 4)
-    assert story.deployment.is_due(8)
-    story.deployment.deciding()
-    assert not story.deployment.is_due(8)
-    story.counts(8, 8)
-    assert story.deployment.is_due(8)
-
-
-def test_nothing_is_due_while_paused_or_while_a_plan_is_under_way(story: Story) -> None:
-    story.joins()
-    story.counts(0, 8)
-    story.deployment.paused = True
-    assert not story.deployment.is_due(8)
-    story.deployment.paused = False
+    for first_step, steps in ((0, 4), (4, 4), (8, 8)):
+        story.counts(first_step, steps)
+        due.append(deployment.is_due(8))
+        if due[-1]:
+            deployment.deciding()
+            assert not deployment.is_due(8)
+    assert due == [False, True, True]
+    story.counts(16, 8)
+    deployment.paused = True
+    assert not deployment.is_due(8)
+    deployment.paused = False
     offer = story.offers(0)
-    assert not story.deployment.is_due(8)
+    assert not deployment.is_due(8)
     story.commits(offer, 0)
-    assert story.deployment.is_due(8)
+    assert deployment.is_due(8)
 
 
-def test_heat_that_stops_while_the_ranks_make_steps_is_a_problem(story: Story) -> None:
+@pytest.mark.parametrize("steps", [1, 0], ids=["the ranks make steps", "at rest"])
+def test_heat_that_stops_is_a_problem_while_the_ranks_make_steps(story: Story, steps: int) -> None:
     story.joins()
     story.counts(0, 4)
     for second in range(60):
-        story.beats(0, 0, story.live.digest, step=10 + second)
+        story.beats(0, 0, story.live.digest, step=10 + second * steps)
         story.waits(1)
-    (problem,) = problems(story.deployment)
-    assert problem.startswith("no step's heat has been put together for 5")
+    assert [problem[:55] for problem in problems(story.deployment)] == [
+        "no step's heat has been put together for 59 s, though t"
+    ] * steps
     story.counts(4, 4)
     story.waits(1)
-    assert problems(story.deployment) == []
-
-
-def test_a_model_at_rest_is_no_problem(story: Story) -> None:
-    story.joins()
-    story.counts(0, 4)
-    for _ in range(60):
-        story.beats(0, 0, story.live.digest)
-        story.waits(1)
     assert problems(story.deployment) == []
 
 
@@ -140,54 +109,44 @@ def test_a_plan_that_all_ranks_carry_out_is_done(story: Story) -> None:
     assert problems(story.deployment) == []
 
 
-def test_an_abort_keeps_the_layers_before_it(story: Story) -> None:
+SILENT = "did not answer in time"
+
+
+@pytest.mark.parametrize(
+    ("committed", "objections", "outcome", "why"),
+    [
+        (1, dict.fromkeys(range(RANKS), (ABORTED, "link")), Outcome.ABORTED, "ranks 0, 1, 2, 3: link"),
+        (
+            0,
+            dict.fromkeys(range(RANKS), (ABORTED, "link")) | {2: (REFUSED, "stale")},
+            Outcome.REFUSED,
+            "rank 2: stale",
+        ),
+        (0, {}, Outcome.TIMED_OUT, f"ranks 0, 1, 2, 3 {SILENT}"),
+        (0, {0: (ABORTED, "")}, Outcome.ABORTED, f"rank 0: no reason given; ranks 1, 2, 3 {SILENT}"),
+        (
+            0,
+            {0: (ABORTED, "a"), 1: (ABORTED, "b"), 2: (ABORTED, "a")},
+            Outcome.ABORTED,
+            f"rank 1: b; ranks 0, 2: a; rank 3 {SILENT}",
+        ),
+    ],
+)
+def test_a_plan_that_is_not_carried_out_says_why_and_keeps_the_layers_before(
+    story: Story, committed: int, objections: dict[int, tuple[PlanState, str]], outcome: Outcome, why: str
+) -> None:
     story.joins()
     offer = story.offers(0, 1, 2)
-    story.commits(offer, 0)
-    for rank in range(RANKS):
-        story.says(rank, offer, ABORTED, 1, "transfer timed out")
-    assert outcome_of(story) is Outcome.ABORTED
-    assert version(story) == offer.versions[0]
-    assert problems(story.deployment) == ["plan 1 aborted: ranks 0, 1, 2, 3: transfer timed out"]
-
-
-def test_the_next_decision_clears_the_problems_of_the_last_plan(story: Story) -> None:
-    story.joins()
-    story.offers(0)
-    story.waits(PLAN_TIMEOUT + 1)
-    assert problems(story.deployment)
+    story.commits(offer, *range(committed))
+    for rank, (state, reason) in objections.items():
+        story.says(rank, offer, state, committed, reason)
+    assert story.waits(PLAN_TIMEOUT - 1) == []
+    story.waits(2)
+    assert outcome_of(story) is outcome
+    assert version(story) == (offer.versions[0] if committed else (0, story.live.digest))
+    assert problems(story.deployment) == [f"plan 1 {outcome.value.replace('_', ' ')}: {why}"]
     story.deployment.deciding()
     assert problems(story.deployment) == []
-
-
-def test_one_refusal_refuses_the_plan(story: Story) -> None:
-    story.joins()
-    offer = story.offers(0)
-    story.says(2, offer, REFUSED, 0, "stale epoch")
-    for rank in (0, 1, 3):
-        story.says(rank, offer, ABORTED, 0, "another rank refused")
-    assert outcome_of(story) is Outcome.REFUSED
-    assert problems(story.deployment) == ["plan 1 refused: rank 2: stale epoch"]
-
-
-def test_a_plan_that_nobody_answers_is_given_up_and_says_who_was_silent(story: Story) -> None:
-    story.joins()
-    story.offers(0)
-    assert story.waits(PLAN_TIMEOUT - 1) == []
-    assert [type(event) for event in story.waits(2)] == [PlanTracker]
-    assert outcome_of(story) is Outcome.TIMED_OUT
-    assert problems(story.deployment) == ["plan 1 timed out: ranks 0, 1, 2, 3 did not answer in time"]
-
-
-def test_a_plan_that_only_some_abort_is_aborted_and_says_who_was_silent(story: Story) -> None:
-    story.joins()
-    offer = story.offers(0)
-    story.says(0, offer, ABORTED, 0, "offer deadline")
-    story.waits(PLAN_TIMEOUT + 1)
-    assert outcome_of(story) is Outcome.ABORTED
-    assert problems(story.deployment) == [
-        "plan 1 aborted: rank 0: offer deadline; ranks 1, 2, 3 did not answer in time"
-    ]
 
 
 def test_any_word_puts_the_deadline_off(story: Story) -> None:
@@ -208,23 +167,19 @@ def test_heartbeats_alone_prove_a_switch(story: Story) -> None:
     assert outcome_of(story) is Outcome.DONE
 
 
-def test_a_commit_that_is_not_the_plans_is_a_problem_and_changes_nothing(story: Story) -> None:
+def test_a_status_that_fits_no_plan_changes_nothing(story: Story) -> None:
     story.joins()
     offer = story.offers(0)
-    status = PlanStatus(plan_id=1, layer=0, state=COMMITTED, epoch=1, digest=7)
-    story.deployment.plan_status(3, status, 0.0)
+    story.deployment.plan_status(0, PlanStatus(plan_id=99, state=ABORTED), 0.0)
+    assert problems(story.deployment) == []
+    story.deployment.plan_status(3, PlanStatus(plan_id=1, layer=0, state=COMMITTED, epoch=1, digest=7), 0.0)
+    story.deployment.plan_status(3, PlanStatus(plan_id=1, layer=2, state=COMMITTED, epoch=1, digest=7), 0.0)
     assert story.news() == []
     assert version(story) == (0, story.live.digest)
-    assert "rank 3 committed layer 0 as epoch 1 digest 0x7" in problems(story.deployment)[0]
+    foreign, unknown = problems(story.deployment)
+    assert "rank 3 committed layer 0 as epoch 1 digest 0x7" in foreign
+    assert unknown == "rank 3 committed layer 2, which is not in its plan"
     assert offer.versions[0] != (1, 7)
-
-
-def test_a_word_about_an_unknown_plan_is_of_no_use(story: Story) -> None:
-    story.joins()
-    status = PlanStatus(plan_id=99, state=ABORTED)
-    story.deployment.plan_status(0, status, 0.0)
-    assert story.news() == []
-    assert problems(story.deployment) == []
 
 
 def test_what_a_refused_rank_proved_is_not_lost(story: Story) -> None:

@@ -10,7 +10,6 @@ import pytest
 from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.group import Assembled
 from eplb_service.control.core.live_placement import LivePlacement
-from eplb_service.heat.assembler import placed_layer
 from eplb_service.wire.agent import Hello, decode_hello
 from tests.control.core.story import Story, swap_of
 from tests.control.fake_group import RANKS, first_placement, hello_of, live_of
@@ -86,13 +85,18 @@ def test_a_layer_that_switches_leaves_the_other_tables_where_they_are() -> None:
     assert after.tables_L[2] is before.tables_L[2]
     np.testing.assert_array_equal(after.log2phy_RLE[:, 1], update.log2phy_RE)
     np.testing.assert_array_equal(after.log2phy_RLE[:, [0, 2]], before.log2phy_RLE[:, [0, 2]])
-    for rank in range(RANKS):
-        np.testing.assert_array_equal(after.log2phy_of(rank), after.log2phy_RLE[rank])
 
 
-def test_counts_are_read_under_the_same_tables_as_layer_by_layer() -> None:
-    live = live_of(first_placement())
-    for layer, placed in enumerate(live.placed_L):
-        expected = placed_layer(live.placement.phy2log_LRS[layer], live.log2phy_RLE[:, layer])
-        np.testing.assert_array_equal(placed[0], expected[0])
-        np.testing.assert_array_equal(placed[1], expected[1])
+def test_a_rank_that_returns_with_other_experts_or_another_table_is_refused() -> None:
+    story = Story()
+    story.joins()
+    story.leaves(0)
+    said = hellos()[0]
+    for changes, says in (
+        ({"slots_LS": said.slots_LS[:, ::-1]}, "holds other experts in layer 0"),
+        ({"log2phy_LE": said.log2phy_LE + 1}, "has another log2phy in layer 0"),
+    ):
+        with pytest.raises(ConflictError, match=says):
+            story.deployment.hello(replace(said, **changes))
+    story.deployment.hello(said)
+    assert story.deployment.obstacle() == "no heat has been gathered yet"

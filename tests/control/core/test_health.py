@@ -37,7 +37,8 @@ def deployment_of(loads_TLR: np.ndarray) -> SimpleNamespace:
     phase_T = np.full(steps, StepPhase.DECODE, dtype=np.uint8)
     for rank in range(ranks if steps else 0):
         counts_TLS = loads_TLR[:, :, rank : rank + 1].astype(np.int32)
-        heat.add(rank, HeatReport(0, (0,) * layers, counts_TLS, phase_T))
+        heat.take(rank, HeatReport(0, (0,) * layers, counts_TLS, phase_T))
+    heat.put_together()
     return SimpleNamespace(heat=heat, live=SimpleNamespace(layer_epochs=(0,) * layers))
 
 
@@ -71,40 +72,18 @@ def test_loads_of_ranks_are_over_the_mean_of_their_layer_and_of_the_newest_steps
     assert rank_loads(SimpleNamespace(heat=None, live=None), newest=2)[0] == 0
 
 
-def series(seconds: int) -> BalanceSeries:
-    made = BalanceSeries(interval=1.0)
+@pytest.mark.parametrize("seconds", [10, MOST_POINTS, 3 * MOST_POINTS, 100_000])
+def test_points_are_few_evenly_spaced_and_reach_from_the_start_to_now(seconds: int) -> None:
+    series = BalanceSeries(interval=1.0)
     for second in range(seconds):
-        floor = math.nan if second < 3 else 1.1
-        made.add(BalancePoint(1000.0 + second, 1.0 + second / seconds, 1.05, floor, second // 10))
-    return made
-
-
-def test_a_point_per_second_at_first() -> None:
-    points = series(10).points
-    assert [point.at for point in points] == [1000.0 + second for second in range(10)]
-    assert math.isnan(points[0].noise_floor)
-    assert points[-1].noise_floor == 1.1
-
-
-@pytest.mark.parametrize("seconds", [MOST_POINTS, 3 * MOST_POINTS, 100_000])
-def test_it_stays_small_even_and_whole(seconds: int) -> None:
-    points = series(seconds).points
-    assert MOST_POINTS / 2 <= len(points) <= MOST_POINTS
-    gaps = {round(b.at - a.at) for a, b in pairwise(points[1:])}
-    assert max(gaps) <= 2 * min(gaps)
-    assert points[-1].at >= 1000 + seconds - 1 - max(gaps)
-    assert [point.par for point in points] == sorted(point.par for point in points)
-    assert points[-1].layers_switched >= (seconds - 1 - max(gaps)) // 10
-
-
-def test_what_is_not_known_is_in_no_mean() -> None:
-    made = BalanceSeries(interval=10.0)
-    for second, floor in enumerate([math.nan] * 6 + [1.2] * 6):
-        made.add(BalancePoint(float(second), 1.5, math.nan, floor, 0))
-    first, second_point = made.points
-    assert math.isnan(first.noise_floor)
-    assert second_point.noise_floor == pytest.approx(1.2)
-    assert math.isnan(second_point.par_planned)
+        series.add(BalancePoint(1000.0 + second, 1.0, 1.05, math.nan, second))
+    points = series.points
+    assert min(seconds, MOST_POINTS / 2 - 1) <= len(points) <= MOST_POINTS
+    gap = points[-1].at - points[-2].at
+    assert {round(b.at - a.at) for a, b in pairwise(points)} == {gap}
+    assert points[0].at <= 1000 + gap
+    assert points[-1].at > 1000 + seconds - 1 - gap
+    assert all(point.layers_switched == point.at - 1000 for point in points)
 
 
 WINDOW = 8
@@ -117,30 +96,28 @@ def story() -> Story:
     return made
 
 
-def report(story: Story, first_step: int, tokens: int, phase: StepPhase, *ranks: int) -> None:
+def report(story: Story, first_step: int, tokens: int, phase: StepPhase) -> None:
     counts = np.full((WINDOW, LAYERS, SLOTS), tokens, dtype=np.int32)
-    for rank in ranks or range(RANKS):
-        epochs = (story.live.epoch,) * LAYERS
+    for rank in range(RANKS):
         phases = np.full(WINDOW, phase, dtype=np.uint8)
-        story.deployment.heat_report(rank, HeatReport(first_step, epochs, counts, phases))
+        story.deployment.heat_report(rank, HeatReport(first_step, (0,) * LAYERS, counts, phases))
     story.deployment.put_together()
 
 
-def test_counters_that_stay_zero(story: Story) -> None:
-    report(story, 0, 0, StepPhase.DECODE)
-    (problem,) = problems(story.deployment)
-    assert problem.startswith(f"no rank has counted a token in the newest {WINDOW} steps")
-    report(story, WINDOW, 1, StepPhase.DECODE)
-    assert problems(story.deployment) == []
-
-
-def test_nothing_but_dummies(story: Story) -> None:
-    for number in range(16):
+@pytest.mark.parametrize(
+    ("phase", "windows", "says"),
+    [
+        (StepPhase.DECODE, 1, f"no rank has counted a token in the newest {WINDOW} steps"),
+        (StepPhase.DUMMY, 16, f"the newest {16 * WINDOW} steps were dummies on all ranks"),
+    ],
+)
+def test_steps_without_a_token(story: Story, phase: StepPhase, windows: int, says: str) -> None:
+    for number in range(windows):
         assert problems(story.deployment) == []
-        report(story, number * WINDOW, 0, StepPhase.DUMMY)
+        report(story, number * WINDOW, 0, phase)
     (problem,) = problems(story.deployment)
-    assert "were dummies on all ranks" in problem
-    report(story, 16 * WINDOW, 1, StepPhase.DECODE)
+    assert problem.startswith(says)
+    report(story, windows * WINDOW, 1, StepPhase.DECODE)
     assert problems(story.deployment) == []
 
 
@@ -156,44 +133,19 @@ def test_experts_that_are_bound_to_their_ranks() -> None:
     assert problems(story.deployment) == []
 
 
-def at(story: Story, now: float, step: int) -> None:
-    live = story.live
-    for rank in range(RANKS):
-        story.deployment.heartbeat(rank, Heartbeat(step=step, epoch=live.epoch, digest=live.digest))
-    story.deployment.tick(now)
-
-
 def test_decisions_that_never_come(story: Story) -> None:
-    at(story, 0.0, 0)
-    at(story, 300.0, 1000)
-    assert not any("no decision" in problem for problem in problems(story.deployment))
-    at(story, 601.0, 2000)
-    assert any(
-        "no decision for 601 s, in which the ranks made 2000 steps" in one
-        for one in problems(story.deployment)
-    )
+    def at(now: float, step: int) -> bool:
+        for rank in range(RANKS):
+            story.deployment.heartbeat(rank, Heartbeat(step=step, digest=story.live.digest))
+        story.deployment.tick(now)
+        return any(
+            f"no decision for {now:.0f} s, in which" in problem for problem in problems(story.deployment)
+        )
+
+    assert [at(0.0, 0), at(300.0, 1000), at(601.0, 2000)] == [False, False, True]
     story.deployment.paused = True
-    assert not any("no decision" in problem for problem in problems(story.deployment))
+    assert not at(602.0, 2001)
     story.deployment.paused = False
-    decisions = story.deployment.decisions
-    story.deployment.decisions = replace(decisions, decided_at=decisions.decided_at + 1)
-    at(story, 602.0, 2001)
-    assert story.deployment.watches.undecided_seconds == 0
-
-
-def test_steps_that_are_lost(story: Story) -> None:
-    at(story, 0.0, 0)
-    for number in range(8):
-        report(story, number * WINDOW, 1, StepPhase.DECODE, *([] if number % 2 else [0, 1]))
-    at(story, 61.0, 64)
-    assert any("of the last minute's steps are lost" in problem for problem in problems(story.deployment))
-    for number in range(8, 16):
-        report(story, number * WINDOW, 1, StepPhase.DECODE)
-    at(story, 122.0, 128)
-    at(story, 183.0, 128)
-    assert problems(story.deployment) == []
-
-
-def test_what_is_wrong_with_the_service_is_a_problem_of_each_deployment(story: Story) -> None:
-    story.deployment = replace(story.deployment, service_problems=("the disk is full",))
-    assert problems(story.deployment) == ["the disk is full"]
+    story.deployment.decisions = replace(story.deployment.decisions, decided_at=1)
+    assert not at(603.0, 2002)
+    assert story.deployment.without_decision.seconds == 0

@@ -86,9 +86,7 @@ class _Plane:
 async def test_steps_that_wait_are_put_together_by_parts_before_the_next_report_is_taken() -> None:
     """One that would push them out of the ring would otherwise have all of them put together at once."""
     plane, live = _Plane(), live_of(first_placement())
-    deployment = SimpleNamespace(
-        limits=SimpleNamespace(pending_steps=8), slowest_step_if_ahead=lambda *_: None
-    )
+    deployment = SimpleNamespace(limits=SimpleNamespace(pending_steps=8), is_ahead=lambda *_: False)
     service = AgentService(cast("ControlPlane", plane), cast("Quotas", None))
     message = heat_report(live, 0, 0, skewed_heat(2))
     stream = RankStream()

@@ -12,8 +12,9 @@ import pytest
 
 from eplb_service.atomic_write import OutputError
 from eplb_service.cli.main import run
+from eplb_service.control.core import flow
 from eplb_service.control.core.deployment import Deployment
-from eplb_service.control.core.flow import ReportSize, Shedding
+from eplb_service.control.core.flow import Shedding
 from eplb_service.control.core.health import problems
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.server.listening import StatusError
@@ -70,16 +71,14 @@ async def test_sums_are_asked_for_and_every_step_while_somebody_watches(service:
         assert await asked(group) == [(True, 1)] * len(group.ranks)
 
 
-async def test_reports_grow_where_ranks_are_asked_to_follow_their_number() -> None:
-    async with running_service(settings(report_steps="auto")) as service, FakeGroup(service.address) as group:
+async def test_many_ranks_send_long_reports_unless_somebody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow, "_RANKS_PER_STEP", 0.065)
+    many = settings(report_steps="auto", window_steps=256, decision_interval=256)
+    async with running_service(many) as service, FakeGroup(service.address) as group:
         welcomes = await group.join()
-        assert {(one.report_steps, one.reporting.report_steps) for one in welcomes} == {(16, 16)}
+        assert {(one.report_steps, one.reporting.report_steps) for one in welcomes} == {(64, 64)}
         deployment = deployment_of(service)
         await until(lambda: deployment.live is not None)
-        deployment.report_size = ReportSize(64, most=64)
-        service.plane.tick()
-        messages = [await asyncio.wait_for(rank.call.read(), 20) for rank in group.ranks]
-        assert [message.reporting.report_steps for message in messages] == [64] * len(group.ranks)
         # Whoever watches receives own tokens step by step, in short reports.
         call = group.operator.WatchHeat(operator_pb2.WatchHeatRequest(deployment="decode"))
         await call.read()

@@ -66,7 +66,7 @@ class Priors:
             if other is None or other.heat is None or not other.heat.steps:
                 return None
             # Nothing is known of the ranks that it comes from.
-            heat = replace(other.heat.remembered(), buckets=())
+            heat = replace(other.heat.remembered(), sources=())
         shape, (layers, experts) = deployment.group.shape, heat.shape
         if heat.shape != (shape.layers, shape.experts):
             raise PriorError(

@@ -160,8 +160,8 @@ class HeatFeed:
         Own tokens are many step by step: these are asked for where somebody listens, and in short reports.
         """
         by_step = _is_recordable(deployment) and self.is_heard(deployment.name)
-        size = deployment.report_size
-        steps = size.fewest if by_step else size.steps
+        ranks = 1 if by_step or deployment.group is None else deployment.group.shape.ranks
+        steps = deployment.limits.steps_per_report(ranks)
         return Reporting(source_sums=not by_step, one_in=deployment.shedding.one_in, report_steps=steps)
 
     def wants(self, deployment: Deployment, report: HeatReport) -> bool:

@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
 
-from eplb_service.control.core.flow import Patience
 from eplb_service.control.server.listening import StatusError
 from eplb_service.wire.agent import Reporting
 from eplb_service.wire.codec import encode
@@ -95,13 +94,13 @@ class _PlanSending:
 class RankStream:
     """The service's end of one agent's stream: what is to be sent, when it and its heat were last heard, if it ends.
 
-    A plan waits in ``outbox`` as its sending and the rank; ``patience`` is with the rank's heat.
+    A plan waits in ``outbox`` as its sending and the rank; its heat waits for others since ``ahead_since``.
     """
 
     def __init__(self) -> None:
         self.outbox: asyncio.Queue[agent_pb2.ConnectResponse | tuple[_PlanSending, int]] = asyncio.Queue()
         self.heard_at = self.heat_at = time.monotonic()
-        self.patience = Patience()
+        self.ahead_since: float | None = None
         self._ending = asyncio.Event()
         self._status: StatusError | None = None
 

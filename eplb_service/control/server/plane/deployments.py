@@ -9,7 +9,7 @@ import structlog
 
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import ExhaustedError, UnknownDeploymentError
-from eplb_service.control.core.flow import FEWEST_STEPS, MOST_STEPS, Limits, ReportSize
+from eplb_service.control.core.flow import FEWEST_STEPS, MOST_STEPS, Limits
 from eplb_service.control.core.plan_tracker import Outcome
 from eplb_service.control.server.deciding.decider import DECISION_RESULTS
 from eplb_service.control.server.settings import ServiceSettings
@@ -32,22 +32,17 @@ _log = structlog.get_logger(__name__)
 
 def limits_of(settings: ServiceSettings) -> Limits:
     """Return the bounds of every deployment."""
-    steps, on_change = settings.report_steps, settings.decide_on == "change"
-    if steps != "auto":
-        pending, size = max(_FEWEST_PENDING_STEPS, _REPORTS_PENDING * steps), ReportSize.fixed(steps)
-    else:
-        pending = max(_REPORTS_PENDING * FEWEST_STEPS, _LONG_REPORTS_PENDING * MOST_STEPS)
-        size = ReportSize.up_to(min(settings.window_steps, settings.decision_interval))
-        if on_change:
-            # Changes are decided on after a few steps: long reports would make that later.
-            size = ReportSize()
+    steps = None if settings.report_steps == "auto" else settings.report_steps
+    pending = max(_REPORTS_PENDING * FEWEST_STEPS, _LONG_REPORTS_PENDING * MOST_STEPS)
+    if steps is not None:
+        pending = max(_FEWEST_PENDING_STEPS, _REPORTS_PENDING * steps)
     return Limits(
         window_steps=settings.window_steps,
         pending_steps=pending,
         plan_timeout=_PLAN_SECONDS,
-        first_decision=settings.decision_interval if on_change else None,
+        first_decision=settings.decision_interval if settings.decide_on == "change" else None,
         interval=settings.decision_interval,
-        report_size=size,
+        report_steps=steps,
     )
 
 
