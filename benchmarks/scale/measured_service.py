@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import multiprocessing
 import os
 import resource
@@ -16,12 +17,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from eplb_service.control.server.memory import short_pauses
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.settings import load_settings
 from eplb_service.telemetry.logs import configure_logs
 
-LONG_SECONDS = 0.02
+LONG_SECONDS = 0.1
 """Nothing should hold the loop for longer."""
 _NAMED = 8
 _NAMED_SECONDS = 0.001
@@ -229,16 +229,17 @@ async def _run(pipe: Connection, flags: dict[str, Any], holds: Holds) -> None:
     asked: asyncio.Queue[str] = asyncio.Queue()
     async with running_service(load_settings(flags, environment={})) as service:
         await service.warm
-        async with short_pauses():
-            # Beginning it holds the loop once, before there is a rank.
-            await asyncio.sleep(0)
+        # As a service does it once it is warm: this holds the loop once, before there is a rank.
+        gc.collect()
+        gc.freeze()
+        await asyncio.sleep(0)
+        holds.clear()
+        asyncio.get_running_loop().add_reader(pipe.fileno(), lambda: asked.put_nowait(asked_by(pipe)))
+        pipe.send(service.address)
+        while await asked.get() == "read":
+            pipe.send(_reading(service, holds))
             holds.clear()
-            asyncio.get_running_loop().add_reader(pipe.fileno(), lambda: asked.put_nowait(asked_by(pipe)))
-            pipe.send(service.address)
-            while await asked.get() == "read":
-                pipe.send(_reading(service, holds))
-                holds.clear()
-            asyncio.get_running_loop().remove_reader(pipe.fileno())
+        asyncio.get_running_loop().remove_reader(pipe.fileno())
 
 
 def _reading(service: RunningService, holds: Holds) -> Reading:

@@ -38,8 +38,8 @@ def record(
 ) -> None:
     """Record the heat of a deployment that is being served, from now on, until Ctrl-C or as long as asked for.
 
-    What is written is what `eplb serve --record` writes: tokens by slot and by source rank, with the placements that
-    they were counted under. The service never waits for it: a slow link loses reports, which are counted.
+    Tokens are written by slot and by source rank, with the placements that they were counted under. The service never
+    waits for it: a slow link loses reports, which are counted.
     """
     _check_output(out, append)
     with service.open() as call:

@@ -1,4 +1,4 @@
-"""Records deployments' heat while they are served: the ranks' reports, step by step, into native traces."""
+"""Records a deployment's heat while it is served: the ranks' reports, step by step, into a native trace."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import structlog
 
-from eplb_service.atomic_write import OutputError
 from eplb_service.heat.window import HeatError
-from eplb_service.io.native import BATCH_STEPS, SUFFIX, TraceWriter, check_zarr
+from eplb_service.io.native import BATCH_STEPS, TraceWriter
 from eplb_service.io.trace import PHASES, TraceFacts
-from eplb_service.placement import Int32, Placement, dealt_to, with_entries
+from eplb_service.placement import Int32, dealt_to, with_entries
 from eplb_service.wire.heat import HeatReport, StepPhase
 
 MOST_SOURCE_COUNTS = 1 << 21
@@ -39,8 +37,6 @@ _UNKNOWN_TOKENS = -1
 _Epochs: TypeAlias = tuple[int, ...]
 _Tables: TypeAlias = tuple[Int32, ...]
 """The tables of all source ranks, int32 ``[R, E]`` or ``[R, E, D]``, layer by layer."""
-
-_log = structlog.get_logger(__name__)
 
 
 class _Step:
@@ -184,8 +180,8 @@ class Recorder:
         """Take one rank's report, whose arrays must not change any more."""
         if report.slot_counts_TLS is None and not self._has_tables:
             self.error = self.error or HeatError(
-                f"rank {rank} does not count tokens by slot, and the tables that they would follow from are not known: "
-                "the service is of an older release, or they are too large to be sent; record with eplb serve --record"
+                f"rank {rank} does not count tokens by slot, and the tables that they would follow from are too large "
+                "to be sent, so that such a deployment cannot be recorded"
             )
             return
         end = report.first_step + report.steps
@@ -306,90 +302,3 @@ class Recorder:
             call(*arguments)
         except Exception as error:
             self.error = error
-
-
-class Recording:
-    """Receives what deployments serve and count; what it cannot record is logged and never stops the service.
-
-    A trace is written each time that a deployment's ranks come together, into ``folder``, which must exist, as
-    ``NAME-1.zarr``, ``NAME-2.zarr`` …; ``pending_steps`` bounds how far a deployment's fastest rank may be ahead.
-    Raises ``OutputError`` where nothing can be written there.
-    """
-
-    def __init__(self, folder: Path, pending_steps: int) -> None:
-        if not folder.is_dir():
-            raise OutputError(f"{folder}: is no folder that traces can be written into; create it first")
-        try:
-            check_zarr()
-        except HeatError as error:
-            raise OutputError(f"a recording {error}") from error
-        self._folder = folder
-        self._pending_steps = pending_steps
-        self._recorders: dict[str, Recorder] = {}
-
-    def placed(
-        self,
-        name: str,
-        facts: TraceFacts,
-        placement: Placement,
-        log2phy_RLE: Int32,
-        layer_epochs: tuple[int, ...],
-    ) -> None:
-        """Record what all ranks of deployment ``name`` agree that they serve: ``placement`` and ``log2phy_RLE``.
-
-        Begins a trace, which says ``facts`` of itself, where the last one does not fit; ``layer_epochs`` are those at
-        which each layer last changed.
-        """
-        rows = list(zip(range(placement.layers), layer_epochs, placement.phy2log_LRS, strict=True))
-        recorder = self._recorders.get(name)
-        if recorder is not None and any(recorder.contradicts(*row) for row in rows):
-            self._end(name)
-            recorder = None
-        if recorder is None:
-            recorder = self._begin(name, facts, placement)
-        else:
-            recorder.begin_again()
-        if recorder is not None:
-            for layer, epoch, phy2log_RS in rows:
-                recorder.place(layer, epoch, phy2log_RS, log2phy_RLE[:, layer])
-
-    def switched(self, name: str, layer: int, epoch: int, phy2log_RS: Int32, log2phy_RE: Int32) -> None:
-        """Record that ``layer`` of deployment ``name`` serves ``phy2log_RS`` and ``log2phy_RE`` from ``epoch`` on."""
-        if name in self._recorders:
-            self._recorders[name].place(layer, epoch, phy2log_RS, log2phy_RE)
-
-    def heat(self, name: str, rank: int, report: HeatReport) -> None:
-        """Record what one rank of deployment ``name`` has reported."""
-        recorder = self._recorders.get(name)
-        if recorder is None:
-            return
-        recorder.add(rank, report)
-        if recorder.error is not None:
-            self._end(name)
-
-    def close(self) -> None:
-        """Write what waits and end all traces."""
-        for name in list(self._recorders):
-            self._end(name)
-
-    def _begin(self, name: str, facts: TraceFacts, placement: Placement) -> Recorder | None:
-        paths = (self._folder / f"{name}-{number}{SUFFIX}" for number in range(1, 1 << 20))
-        path = next(path for path in paths if not path.exists())
-        try:
-            recorder = Recorder(path, facts, placement.layers, placement.experts, self._pending_steps)
-        except (OutputError, HeatError) as error:
-            _log.warning("recording_failed", deployment=name, reason=str(error))
-            return None
-        _log.info("recording", deployment=name, path=str(path))
-        self._recorders[name] = recorder
-        return recorder
-
-    def _end(self, name: str) -> None:
-        recorder = self._recorders.pop(name)
-        recorder.close()
-        if recorder.error is None:
-            _log.info("recorded", deployment=name, lost_steps=recorder.lost)
-            return
-        _log.warning(
-            "recording_failed", deployment=name, reason=str(recorder.error), lost_steps=recorder.lost
-        )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Histogram, Metric, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
-
-from eplb_service.wire.operator import MovePrice, Worth
 
 TABLE = """
 Balance:
@@ -84,7 +84,6 @@ The service:
   counter eplb_log_lines_left_out{} Log lines about callers that were left out, beyond the rate that is written.
   counter eplb_operator_calls{call,result} Orders of operators: done or failed. The log names the caller.
   gauge eplb_heat_memory_bytes{} Memory that the deployments' heat may take.
-  gauge eplb_in_flight_bytes{} Memory given to large requests of agents that are under way.
   counter eplb_store_failures{} Writes to the store that failed.
   histogram eplb_loop_delay_seconds{} Delay of the service's event loop, which every stream waits for.
 """
@@ -96,15 +95,9 @@ _BUCKETS = {
     "eplb_commit_seconds": (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0),
     "eplb_loop_delay_seconds": (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0),
 }
-_OF_LAYERS = ("eplb_par_realised", "eplb_par_planned", "eplb_noise_floor", "eplb_rank_load")
-_OF_RANKS = (
-    "eplb_deployment_par_realised",
-    "eplb_agent_silent_seconds",
-    "eplb_agent_staging_bytes",
-    "eplb_agent_heat_ring_bytes",
-)
-
 Row = tuple[str, str, tuple[str, ...], str]
+Shown: TypeAlias = tuple[Any, ...]
+"""Name of a gauge, its value and its labels."""
 
 
 def declared_series() -> dict[str, list[Row]]:
@@ -129,42 +122,45 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        series = declared_series()
-        self._metrics = {row[1]: self._made(*row) for rows in series.values() for row in rows}
-        self._counters = [
-            name
-            for rows in series.values()
-            for kind, name, labels, _ in rows
-            if kind == "counter" and labels == ("deployment",)
-        ]
-        self._of_worth = [name for _, name, _, _ in series["What balancing is worth"]]
+        self._rows = [row for rows in declared_series().values() for row in rows]
+        self._values: dict[str, dict[tuple[str, ...], float]] = {}
+        self._histograms: dict[str, Histogram] = {}
+        for kind, name, labels, text in self._rows:
+            if kind == "histogram":
+                buckets = _BUCKETS[name]
+                self._histograms[name] = Histogram(
+                    name, text, labels, buckets=buckets, registry=self.registry
+                )
+            else:
+                self._values[name] = {(): 0.0} if kind == "counter" and not labels else {}
+        self.registry.register(self)  # type: ignore[arg-type, unused-ignore]  # it is no subclass
         ProcessCollector(namespace="eplb", registry=self.registry)
 
-    def set(self, name: str, value: float | None, *labels: str) -> None:
-        """Set a gauge; where there is no value its series of the deployment are removed."""
-        if value is None:
-            self._remove(name, labels[0])
-        else:
-            self._labelled(name, labels).set(value)
-
-    def set_info(self, name: str, deployment: str, value: str) -> None:
-        """Set a gauge to 1 for this value of its second label alone."""
-        self._remove(name, deployment)
-        self.set(name, 1, deployment, value)
+    def show(self, gauges: Iterable[Shown]) -> None:
+        """Have all gauges be these from now on, and no other."""
+        shown: dict[str, dict[tuple[str, ...], float]] = {
+            name: {} for kind, name, _, _ in self._rows if kind == "gauge"
+        }
+        for name, value, *labels in gauges:
+            shown[name][tuple(labels)] = float(value)
+        self._values.update(shown)
 
     def count(self, name: str, *labels: str, by: float = 1) -> None:
         """Increase a counter."""
-        self._labelled(name, labels).inc(by)
+        values = self._values[name]
+        values[labels] = values.get(labels, 0.0) + by
 
     def observe(self, name: str, seconds: float, *labels: str) -> None:
         """Add to a histogram; reported durations that cannot be are left out."""
         if math.isfinite(seconds) and seconds >= 0:
-            self._labelled(name, labels).observe(seconds)
+            histogram = self._histograms[name]
+            (histogram.labels(*labels) if labels else histogram).observe(seconds)
 
     def expect(self, deployment: str, results: Sequence[str], outcomes: Sequence[str]) -> None:
         """Begin the counters of a deployment at 0, so that the first failure is an increase like any other."""
-        for name in self._counters:
-            self.count(name, deployment, by=0)
+        for kind, name, labels, _ in self._rows:
+            if kind == "counter" and labels == ("deployment",):
+                self.count(name, deployment, by=0)
         for result in results:
             self.count("eplb_decisions", deployment, result, by=0)
         for outcome in outcomes:
@@ -172,61 +168,29 @@ class Metrics:
 
     def forget(self, deployment: str) -> None:
         """Remove every series of a deployment that is known no more."""
-        for name in self._metrics:
-            self._remove(name, deployment)
+        for _, name, labels, _ in self._rows:
+            if labels[:1] != ("deployment",):
+                continue
+            if name in self._histograms:
+                with contextlib.suppress(KeyError):
+                    self._histograms[name].remove(deployment)
+            else:
+                kept = {of: value for of, value in self._values[name].items() if of[0] != deployment}
+                self._values[name] = kept
 
-    def forget_layers(self, deployment: str) -> None:
-        """Remove the series of a deployment's layers and ranks; another group may have others."""
-        for name in (*_OF_LAYERS, *self._of_worth):
-            self._remove(name, deployment)
-
-    def forget_balance(self, deployment: str) -> None:
-        """Remove the series that are measured while ranks serve; none is connected."""
-        self.forget_layers(deployment)
-        for name in _OF_RANKS:
-            self._remove(name, deployment)
-
-    def report_worth(self, deployment: str, worth: Worth) -> None:
-        """Set the series of the time that balancing saves; remove those that are not known any more."""
-        for placement in ("left_alone", "serving", "best"):
-            shown = "best_known" if placement == "best" else placement
-            self.set("eplb_experts_seconds", getattr(worth, f"{placement}_ms") / 1e3, deployment, shown)
-        for end in ("", "_low", "_high"):
-            self.set(f"eplb_gain{end}_seconds", getattr(worth, f"gain{end}_ms") / 1e3, deployment)
-        self.set_info("eplb_time_price_info", deployment, worth.price_kind)
-        self.set("eplb_step_seconds", _scaled(worth.step_ms, 1e-3), deployment)
-        self.set("eplb_gain_tokens_per_second", worth.tokens_per_second_won, deployment)
-
-    def report_move_price(self, deployment: str, priced: MovePrice) -> None:
-        """Set the series of the price of moves; remove those that are not known any more."""
-        self.set("eplb_move_price", priced.price, deployment)
-        self.set_info("eplb_move_price_info", deployment, priced.kind)
-        self.set("eplb_move_cost_seconds", _scaled(priced.ms_per_move, 1e-3), deployment)
-        self.set("eplb_move_cost_seconds_per_byte", _scaled(priced.ms_per_megabyte, 1e-9), deployment)
-        self.set("eplb_switch_cost_seconds", _scaled(priced.ms_per_switch, 1e-3), deployment)
+    def collect(self) -> Iterator[Metric]:
+        """Gauges and counters, as the registry asks for them."""
+        for kind, name, labels, text in self._rows:
+            if kind == "histogram":
+                continue
+            family = (GaugeMetricFamily if kind == "gauge" else CounterMetricFamily)(
+                name, text, labels=labels
+            )
+            for of, value in list(self._values[name].items()):
+                family.add_metric(of, value)
+            yield family
 
     def exposition(self, accept: str) -> tuple[str, bytes]:
         """Media type and text of all series, in the newest format that ``accept``, a header of HTTP, names."""
         encode, kind = choose_encoder(accept)
         return kind, encode(self.registry)
-
-    def _made(self, kind: str, name: str, labels: Sequence[str], text: str) -> Any:
-        if kind == "histogram":
-            return Histogram(name, text, labels, buckets=_BUCKETS[name], registry=self.registry)
-        return (Gauge if kind == "gauge" else Counter)(name, text, labels, registry=self.registry)
-
-    def _labelled(self, name: str, labels: Sequence[str]) -> Any:
-        return self._metrics[name].labels(*labels) if labels else self._metrics[name]
-
-    def _remove(self, name: str, deployment: str) -> None:
-        metric = self._metrics[name]
-        names = metric._labelnames
-        samples = (sample.labels for family in metric.collect() for sample in family.samples)
-        for labels in {
-            tuple(of[label] for label in names) for of in samples if of.get("deployment") == deployment
-        }:
-            metric.remove(*labels)
-
-
-def _scaled(value: float | None, scale: float) -> float | None:
-    return None if value is None else value * scale

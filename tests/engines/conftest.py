@@ -26,8 +26,6 @@ UNCOMPILED = {"TORCH_COMPILE_DISABLE": "1"}
 """For engines that serve few tokens: to compile a handful of small functions would take longer than the tokens do."""
 TRITON_IN_PYTHON = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 """For an engine of the second model runner: slow, so that few steps must do."""
-TRACES = "traces"
-"""Folder in a test's own where its service records."""
 DECIDE_OFTEN = "--window-steps 32 --decision-interval 32 --report-steps 8 --par-threshold 1.0 --min-gain 0.0"
 
 
@@ -72,11 +70,9 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def service(tmp_path, request):
-    """A service that records and decides every 32 steps, or by the options that it is parametrised with."""
+    """A service that decides every 32 steps, or by the options that it is parametrised with."""
     options = getattr(request, "param", DECIDE_OFTEN).split()
-    (tmp_path / TRACES).mkdir()
-    places = ("--store", str(tmp_path / "store.sqlite3"), "--record", str(tmp_path / TRACES))
-    with Service(tmp_path, *places, *options) as running:
+    with Service(tmp_path, "--store", str(tmp_path / "store.sqlite3"), *options) as running:
         yield running
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from eplb_service.cli.main import run
 from eplb_service.io.open_trace import open_trace
-from tests.engines.conftest import TRACES, TRITON_IN_PYTHON
+from tests.engines.conftest import TRITON_IN_PYTHON
 from tests.engines.environments import VLLM_023_SERVED, VLLM_032, VLLM_032_TRITON, python_of
 from tests.engines.generate_vllm import DIFFERENT_ROUNDS, prompts
 
@@ -44,6 +44,7 @@ GATHERS = "0.23-dp2"
 WITHOUT_WEIGHTS = {"EPLB_AGENT_VERIFY_TRANSFERS": "false", "EPLB_TEST_COMMIT_WITHOUT_WEIGHTS": "1"}
 """The defect that every comparison of answers must be able to see; checksums would end the agent before."""
 LOAD = {"requests": 8, "max_tokens": 160, "rounds": 4}
+TRACE = "served.zarr"
 MOST_LOST = 0.1
 """Steps of heat, of those that arrived."""
 
@@ -112,6 +113,9 @@ def switched_and_answered_the_same(engine, parallel, load, run_vllm, alone, serv
     agent = {"EPLB_AGENT_SERVICE": service.address, "EPLB_AGENT_DEPLOYMENT": "default"}
     endless = load | {"rounds": 1000, "until": str(enough), "engine": parallel}
     balanced = run_vllm(engine, endless, **agent)
+    service.wait_until(lambda status: status.status.layers_switched >= 5, 900)
+    recording = ["default", "--out", str(folder / TRACE), "--steps", "64", "--address", service.address]
+    assert run(["trace", "record", *recording]) == 0
     service.wait_until(lambda status: status.status.layers_switched >= 20, 900)
     enough.touch()
     answers = balanced.answers()
@@ -121,7 +125,7 @@ def switched_and_answered_the_same(engine, parallel, load, run_vllm, alone, serv
 
 def what_was_recorded_can_be_replayed(folder, case):
     """vLLM counts no tokens by slot: they follow from every rank's own choices and the tables of the time."""
-    path = folder / TRACES / "default-1.zarr"
+    path = folder / TRACE
     trace = open_trace(path)
     heat_TLE, loads_TLR = trace.heat(0, trace.steps), trace.served_loads(0, trace.steps)
     chosen_TL = heat_TLE.sum(axis=2)

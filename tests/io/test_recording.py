@@ -8,7 +8,7 @@ import pytest
 from eplb_service.atomic_write import OutputError
 from eplb_service.io import recorder as recorder_module
 from eplb_service.io.open_trace import open_trace
-from eplb_service.io.recorder import Recorder, Recording
+from eplb_service.io.recorder import Recorder
 from eplb_service.io.trace import PHASES, TraceFacts
 from eplb_service.placement import Placement, dealt_log2phy
 from eplb_service.wire.heat import HeatReport, StepPhase
@@ -52,115 +52,102 @@ def by_expert(counts_TLRS, placement):
 
 
 @pytest.fixture
-def recording(tmp_path):
-    recording = Recording(tmp_path, pending_steps=32)
-    placed(recording)
-    return recording
+def recorder(tmp_path):
+    recorder = Recorder(tmp_path / "decode.zarr", FACTS, LAYERS, EXPERTS, pending_steps=32)
+    placed(recorder)
+    return recorder
 
 
-def placed(recording, placement=LINEAR):
-    recording.placed("decode", FACTS, placement, placement.default_log2phy(), (0, 0))
+def placed(recorder, placement=LINEAR, tables_RLE=None):
+    tables_RLE = placement.default_log2phy() if tables_RLE is None else tables_RLE
+    for layer, phy2log_RS in enumerate(placement.phy2log_LRS):
+        recorder.place(layer, 0, phy2log_RS, tables_RLE[:, layer])
 
 
-def test_steps_come_out_as_the_ranks_reported_them(tmp_path, recording):
+def test_steps_come_out_as_the_ranks_reported_them(tmp_path, recorder):
     for first in range(0, 300, 20):
         for rank in np.random.default_rng(first).permutation(RANKS):
-            recording.heat("decode", int(rank), report(int(rank), first, first + 20))
-    recording.close()
-    trace = open_trace(tmp_path / "decode-1.zarr")
+            recorder.add(int(rank), report(int(rank), first, first + 20))
+    recorder.close()
+    trace = open_trace(tmp_path / "decode.zarr")
     assert trace.shape == (300, LAYERS, EXPERTS)
     assert trace.facts == replace(FACTS, phases=PHASES)
     assert np.array_equal(trace.heat(0, 300), by_expert(COUNTS_TLRS, LINEAR))
     assert trace.step_numbers(0, 300).tolist() == list(range(300))
 
 
-def test_a_switch_is_recorded_whenever_it_is_reported(tmp_path, recording):
+def test_a_switch_is_recorded_whenever_it_is_reported(tmp_path, recorder):
     for rank in range(RANKS):
-        recording.heat("decode", rank, report(rank, 0, 10))
-        recording.heat("decode", rank, report(rank, 10, 20, epochs=(0, 1)))
-    recording.switched("decode", 1, 1, OTHER.phy2log_LRS[1], OTHER.default_log2phy()[:, 1])
-    recording.close()
-    trace = open_trace(tmp_path / "decode-1.zarr")
+        recorder.add(rank, report(rank, 0, 10))
+        recorder.add(rank, report(rank, 10, 20, epochs=(0, 1)))
+    recorder.place(1, 1, OTHER.phy2log_LRS[1], OTHER.default_log2phy()[:, 1])
+    recorder.close()
+    trace = open_trace(tmp_path / "decode.zarr")
     assert np.array_equal(trace.heat(0, 10), by_expert(COUNTS_TLRS[:10], LINEAR))
     assert np.array_equal(trace.heat(10, 20)[:, 0], by_expert(COUNTS_TLRS[10:20], LINEAR)[:, 0])
     assert np.array_equal(trace.heat(10, 20)[:, 1], by_expert(COUNTS_TLRS[10:20], OTHER)[:, 1])
 
 
-def test_steps_that_a_rank_did_not_report_are_lost_and_not_guessed(tmp_path, recording):
+def test_steps_that_a_rank_did_not_report_are_lost_and_not_guessed(tmp_path, recorder):
     for rank in range(RANKS):
-        recording.heat("decode", rank, report(rank, 0, 10))
-        recording.heat("decode", rank, report(rank, 10, 20, epochs=(0, int(rank == 2))))
+        recorder.add(rank, report(rank, 0, 10))
+        recorder.add(rank, report(rank, 10, 20, epochs=(0, int(rank == 2))))
         if rank != 3:
-            recording.heat("decode", rank, report(rank, 20, 30))
+            recorder.add(rank, report(rank, 20, 30))
     for first in range(30, 90, 20):
         for rank in range(RANKS):
-            recording.heat("decode", rank, report(rank, first, first + 20))
+            recorder.add(rank, report(rank, first, first + 20))
     # Too late: the steps have made room for newer ones.
-    recording.heat("decode", 3, report(3, 20, 30))
-    recorder = recording._recorders["decode"]
-    recording.close()
-    assert open_trace(tmp_path / "decode-1.zarr").step_numbers(0, 70).tolist() == [*range(10), *range(30, 90)]
+    recorder.add(3, report(3, 20, 30))
+    recorder.close()
+    assert open_trace(tmp_path / "decode.zarr").step_numbers(0, 70).tolist() == [*range(10), *range(30, 90)]
     assert recorder.lost == 20
 
 
-def test_steps_without_tokens_are_left_out(tmp_path, recording):
+def test_steps_without_tokens_are_left_out(tmp_path, recorder):
     for rank in range(RANKS):
-        recording.heat("decode", rank, report(rank, 0, 10, dummy=True))
-        recording.heat("decode", rank, report(rank, 10, 20, dummy=rank > 0))
-    recording.close()
-    assert open_trace(tmp_path / "decode-1.zarr").step_numbers(0, 10).tolist() == list(range(10, 20))
+        recorder.add(rank, report(rank, 0, 10, dummy=True))
+        recorder.add(rank, report(rank, 10, 20, dummy=rank > 0))
+    recorder.close()
+    assert open_trace(tmp_path / "decode.zarr").step_numbers(0, 10).tolist() == list(range(10, 20))
 
 
-def test_ranks_that_come_back_go_on_and_others_begin_again(tmp_path, recording):
-    for placement in (LINEAR, LINEAR, OTHER):
-        placed(recording, placement)
-        for rank in range(RANKS):
-            recording.heat("decode", rank, report(rank, 0, 10))
-    recording.close()
-    assert open_trace(tmp_path / "decode-1.zarr").steps == 20
-    assert np.array_equal(
-        open_trace(tmp_path / "decode-2.zarr").heat(0, 10), by_expert(COUNTS_TLRS[:10], OTHER)
-    )
+def test_another_placement_under_a_known_epoch_is_noticed(recorder):
+    known, other = (placement.phy2log_LRS[1] for placement in (LINEAR, OTHER))
+    assert recorder.contradicts(1, 0, other)
+    assert not recorder.contradicts(1, 0, known)
+    assert not recorder.contradicts(1, 1, other)
+    recorder.close()
 
 
-def test_a_disk_that_fails_ends_the_recording_and_nothing_else(tmp_path, recording, monkeypatch):
+def test_a_disk_that_fails_ends_the_recording_and_nothing_else(recorder, monkeypatch):
     def full(self):
         raise OutputError("no space left on device")
 
     monkeypatch.setattr(recorder_module.TraceWriter, "flush", full)
     for first in range(0, 280, 20):
         for rank in range(RANKS):
-            recording.heat("decode", rank, report(rank, first, first + 20))
-    recording.close()
-    recording.heat("decode", 0, report(0, 0, 10))
+            recorder.add(rank, report(rank, first, first + 20))
+    recorder.close()
+    assert str(recorder.error) == "no space left on device"
 
 
-def test_deployments_that_were_never_placed_are_not_recorded(tmp_path, recording):
-    recording.heat("prefill", 0, report(0, 0, 10))
-    recording.switched("prefill", 0, 1, OTHER.phy2log_LRS[0], OTHER.default_log2phy()[:, 0])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["decode-1.zarr"]
-    recording.close()
-    with pytest.raises(OutputError, match="is no folder"):
-        Recording(tmp_path / "absent", 32)
-
-
-def test_ranks_that_start_over_are_recorded_from_their_first_step(tmp_path, recording):
+def test_ranks_that_start_over_are_recorded_from_their_first_step(tmp_path, recorder):
     for _ in range(2):
-        placed(recording)
+        recorder.begin_again()
         for first in range(0, 200, 20):
             for rank in range(RANKS):
-                recording.heat("decode", rank, report(rank, first, first + 20))
-    recording.close()
-    assert open_trace(tmp_path / "decode-1.zarr").step_numbers(0, 400).tolist() == [*range(200), *range(200)]
+                recorder.add(rank, report(rank, first, first + 20))
+    recorder.close()
+    assert open_trace(tmp_path / "decode.zarr").step_numbers(0, 400).tolist() == [*range(200), *range(200)]
 
 
-def test_steps_under_a_placement_that_is_never_reported_are_lost(tmp_path, recording):
+def test_steps_under_a_placement_that_is_never_reported_are_lost(tmp_path, recorder):
     for rank in range(RANKS):
-        recording.heat("decode", rank, report(rank, 0, 10))
-        recording.heat("decode", rank, report(rank, 10, 20, epochs=(0, 1)))
-    recorder = recording._recorders["decode"]
-    recording.close()
-    assert open_trace(tmp_path / "decode-1.zarr").steps == 10
+        recorder.add(rank, report(rank, 0, 10))
+        recorder.add(rank, report(rank, 10, 20, epochs=(0, 1)))
+    recorder.close()
+    assert open_trace(tmp_path / "decode.zarr").steps == 10
     assert recorder.lost == 10
 
 
@@ -168,7 +155,7 @@ def sources_of(rank, steps, offset=0):
     return np.random.default_rng([rank, offset]).integers(0, 9, (steps, LAYERS, EXPERTS)).astype(np.uint8)
 
 
-def test_sources_tokens_and_phases_are_recorded_as_reported(tmp_path, recording):
+def test_sources_tokens_and_phases_are_recorded_as_reported(tmp_path, recorder):
     phases = {0: StepPhase.PREFILL, 1: StepPhase.DECODE, 2: StepPhase.DUMMY, 3: StepPhase.DUMMY}
     for first in (0, 10, 20):
         for rank in range(RANKS):
@@ -180,9 +167,9 @@ def test_sources_tokens_and_phases_are_recorded_as_reported(tmp_path, recording)
                 source_counts_TLE=sources_of(rank, 10, first),
                 tokens_T=None if (first, rank) == (10, 2) else np.full(10, 5 + rank),
             )
-            recording.heat("decode", rank, sent)
-    recording.close()
-    trace = open_trace(tmp_path / "decode-1.zarr")
+            recorder.add(rank, sent)
+    recorder.close()
+    trace = open_trace(tmp_path / "decode.zarr")
     names = [trace.facts.phases[number] for number in trace.phase_numbers(0, 30)]
     assert names == ["decode"] * 10 + ["mixed"] * 10 + ["prefill"] * 10
     wanted = [np.concatenate([sources_of(rank, 10, first) for first in (0, 10, 20)]) for rank in range(RANKS)]
@@ -191,39 +178,37 @@ def test_sources_tokens_and_phases_are_recorded_as_reported(tmp_path, recording)
     assert trace.tokens(0, 30) is None
 
 
-def test_steps_without_sources_are_left_out_of_a_trace_that_has_them(tmp_path, recording):
+def test_steps_without_sources_are_left_out_of_a_trace_that_has_them(tmp_path, recorder):
     for first in range(0, 80, 20):
         for rank in range(RANKS):
             sent = report(rank, first, first + 20)
             if (first, rank) != (60, 1):
                 sent = replace(sent, source_counts_TLE=sources_of(rank, 20))
-            recording.heat("decode", rank, sent)
-    recorder = recording._recorders["decode"]
-    recording.close()
-    assert open_trace(tmp_path / "decode-1.zarr").steps == 60
+            recorder.add(rank, sent)
+    recorder.close()
+    assert open_trace(tmp_path / "decode.zarr").steps == 60
     assert recorder.lost == 20
 
 
 def test_sources_of_very_large_deployments_are_not_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(recorder_module, "MOST_SOURCE_COUNTS", RANKS * LAYERS * EXPERTS - 1)
-    recording = Recording(tmp_path, pending_steps=32)
-    placed(recording)
+    recorder = Recorder(tmp_path / "decode.zarr", FACTS, LAYERS, EXPERTS, pending_steps=32)
+    placed(recorder)
     for rank in range(RANKS):
-        recording.heat("decode", rank, replace(report(rank, 0, 10), source_counts_TLE=sources_of(rank, 10)))
-    recording.close()
-    trace = open_trace(tmp_path / "decode-1.zarr")
+        recorder.add(rank, replace(report(rank, 0, 10), source_counts_TLE=sources_of(rank, 10)))
+    recorder.close()
+    trace = open_trace(tmp_path / "decode.zarr")
     assert trace.steps == 10
     assert trace.source_rows(0, 10) is None
 
 
-def test_a_recording_that_begins_in_the_midst_of_reports_has_lost_nothing(tmp_path, recording):
-    recording.heat("decode", 3, report(3, 0, 20))
+def test_a_recording_that_begins_in_the_midst_of_reports_has_lost_nothing(tmp_path, recorder):
+    recorder.add(3, report(3, 0, 20))
     for first in range(20, 100, 20):
         for rank in range(RANKS):
-            recording.heat("decode", rank, report(rank, first, first + 20))
-    recorder = recording._recorders["decode"]
-    recording.close()
-    assert open_trace(tmp_path / "decode-1.zarr").step_numbers(0, 80).tolist() == list(range(20, 100))
+            recorder.add(rank, report(rank, first, first + 20))
+    recorder.close()
+    assert open_trace(tmp_path / "decode.zarr").step_numbers(0, 80).tolist() == list(range(20, 100))
     assert recorder.lost == 0
 
 
@@ -236,15 +221,15 @@ def test_slots_that_nobody_counts_follow_from_sources_and_tables(tmp_path, deals
         for placement in (LINEAR, OTHER)
     ]
     source_TLRE = np.random.default_rng(2).integers(0, 9, (20, LAYERS, RANKS, EXPERTS)).astype(np.uint8)
-    recording = Recording(tmp_path, pending_steps=32)
-    recording.placed("decode", FACTS, LINEAR, tables[0], (0, 0))
+    recorder = Recorder(tmp_path / "decode.zarr", FACTS, LAYERS, EXPERTS, pending_steps=32)
+    placed(recorder, LINEAR, tables[0])
     for rank in range(RANKS):
-        recording.heat("decode", rank, source_report(rank, 0, source_TLRE[:10, :, rank]))
-        recording.heat("decode", rank, source_report(rank, 10, source_TLRE[10:, :, rank], (0, 1)))
+        recorder.add(rank, source_report(rank, 0, source_TLRE[:10, :, rank]))
+        recorder.add(rank, source_report(rank, 10, source_TLRE[10:, :, rank], (0, 1)))
     # The switch of layer 1 is heard of after what was counted under it.
-    recording.switched("decode", 1, 1, OTHER.phy2log_LRS[1], tables[1][:, 1])
-    recording.close()
-    trace = open_trace(tmp_path / "decode-1.zarr")
+    recorder.place(1, 1, OTHER.phy2log_LRS[1], tables[1][:, 1])
+    recorder.close()
+    trace = open_trace(tmp_path / "decode.zarr")
     assert np.array_equal(trace.heat(0, 20), source_TLRE.sum(axis=2, dtype=int))
     assert np.array_equal(trace.source_rows(0, 20), source_TLRE.transpose(0, 2, 1, 3))
     expected_TLP = sent_one_by_one(source_TLRE, LINEAR, tables[0])
@@ -255,19 +240,18 @@ def test_slots_that_nobody_counts_follow_from_sources_and_tables(tmp_path, deals
     )
 
 
-def test_a_step_that_only_some_ranks_count_by_slot_is_lost(tmp_path, recording):
+def test_a_step_that_only_some_ranks_count_by_slot_is_lost(tmp_path, recorder):
     for rank in range(RANKS):
-        recording.heat("decode", rank, report(rank, 0, 10))
+        recorder.add(rank, report(rank, 0, 10))
         sources = np.ones((10, LAYERS, EXPERTS), dtype=np.uint8)
-        recording.heat("decode", rank, report(rank, 10, 20) if rank else source_report(0, 10, sources))
-    recorder = recording._recorders["decode"]
-    recording.close()
-    assert open_trace(tmp_path / "decode-1.zarr").steps == 10
+        recorder.add(rank, report(rank, 10, 20) if rank else source_report(0, 10, sources))
+    recorder.close()
+    assert open_trace(tmp_path / "decode.zarr").steps == 10
     assert recorder.lost == 10
 
 
 def test_slots_that_nobody_counts_are_refused_where_tables_are_unknown(tmp_path):
-    recorder = Recorder(tmp_path / "a.zarr", FACTS, LAYERS, EXPERTS, 32)
+    recorder = Recorder(tmp_path / "decode.zarr", FACTS, LAYERS, EXPERTS, 32)
     for layer in range(LAYERS):
         recorder.place(layer, 0, LINEAR.phy2log_LRS[layer], None)
     recorder.add(2, source_report(2, 0, np.ones((4, LAYERS, EXPERTS), dtype=np.uint8)))
@@ -276,7 +260,7 @@ def test_slots_that_nobody_counts_are_refused_where_tables_are_unknown(tmp_path)
 
 
 def test_tables_of_the_newest_epochs_are_kept(tmp_path):
-    recorder = Recorder(tmp_path / "a.zarr", FACTS, LAYERS, EXPERTS, 32)
+    recorder = Recorder(tmp_path / "decode.zarr", FACTS, LAYERS, EXPERTS, 32)
     for epoch in range(40):
         recorder.place(0, epoch, LINEAR.phy2log_LRS[0], np.full((RANKS, EXPERTS), epoch))
     recorder.place(1, 0, LINEAR.phy2log_LRS[1], np.zeros((RANKS, EXPERTS)))

@@ -19,7 +19,7 @@ from eplb_service.control.server.deciding import decider
 from eplb_service.control.server.deciding.computing import DecisionInputs
 from eplb_service.control.server.plane import deployments
 from eplb_service.control.server.service import RunningService, running_service
-from eplb_service.control.server.store.store import Store
+from eplb_service.control.server.store import Store
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from tests.control.server.test_service import settings
 from tests.observability.prometheus import RATE_SECONDS, RULES, Alert, Prometheus, prometheus

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import ExhaustedError
 from eplb_service.control.core.flow import HELD_SECONDS
 from eplb_service.control.core.group import Assembled
-from eplb_service.control.server.access.gate import Credential, current_caller
+from eplb_service.control.server.access.gate import current_caller
 from eplb_service.control.server.access.quotas import Quotas
 from eplb_service.control.server.listening import AGENT_SERVICE, StatusError
 from eplb_service.control.server.outgoing.streams import RankStream
@@ -36,11 +35,9 @@ _INSIST_SECONDS = 0.1
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 0.002, 0.128
 """Between two looks at whether slower ranks have caught up: many ranks may wait at once."""
 _SELDOM_SECONDS = 1.0
-"""A rank whose report comes so long after its last one is kept back by nothing if it waits for other ranks' reports."""
+"""A rank whose report comes so long after its last one loses nothing by waiting for other ranks' reports."""
 _BATCH_SECONDS = 0.2
-"""Time that the first report of a batch waits for others: little beside the seconds that its steps took."""
-_BATCH_AT_ONCE = 16
-"""Reports that are let in before the event loop comes to something else."""
+"""Such reports are let in together so often: in a row they cost less CPU than one at a time between other work."""
 
 
 class AgentService(agent_pb2_grpc.AgentServiceServicer):
@@ -49,16 +46,15 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
     def __init__(self, plane: ControlPlane, quotas: Quotas) -> None:
         self._plane = plane
         self._quotas = quotas
-        self._batches = _Batches()
         self._silence = _HEARTBEATS_MISSED * plane.settings.heartbeat_seconds + _SILENCE_SECONDS
 
     async def Connect(self, request_iterator: AsyncIterator[agent_pb2.ConnectRequest], context: Any) -> None:  # noqa: ARG002
         """Serve one rank; every way in which its conversation can go wrong has a status that agents understand."""
         caller = current_caller()
         inbox = _Inbox(context, caller.host, self._quotas, self._plane.settings.max_message_bytes)
-        async with self._quotas.first_message(caller.host):
+        async with self._quotas.first_messages.turn(caller.host):
             hello = await self._read_hello(inbox)
-        _check_credential(caller.credential, hello)
+        caller.credential.check_reach(hello, hello.rank)
         stream = RankStream()
         deployment = self._plane.admit(hello, stream, await _assembled(self._plane, hello))
         try:
@@ -102,7 +98,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         most_steps = deployment.limits.pending_steps
         before, stream.heat_at = stream.heat_at, stream.heard_at
         if stream.heat_at - before > _SELDOM_SECONDS:
-            await self._batches.turn()
+            await asyncio.sleep(_BATCH_SECONDS - stream.heard_at % _BATCH_SECONDS)
         if is_quick_to_decode(report):
             counts = decode_heat_report(report, hello.shape, most_steps)
         else:
@@ -136,37 +132,6 @@ def agent_handlers(service: AgentService) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler(AGENT_SERVICE, {"Connect": connect})
 
 
-class _Batches:
-    """Lets reports that come seldom in by batches, in the order in which they came.
-
-    A batch is let in ``seconds`` after its first report, ``at_once`` by one turn of the event loop. Many in a row cost
-    less CPU than one at a time between other work: code and data would have left the processor's caches.
-    """
-
-    def __init__(self, seconds: float = _BATCH_SECONDS, at_once: int = _BATCH_AT_ONCE) -> None:
-        self._seconds = seconds
-        self._at_once = at_once
-        self._waiting: deque[asyncio.Future[None]] = deque()
-
-    async def turn(self) -> None:
-        """Wait for the batch."""
-        loop = asyncio.get_running_loop()
-        if not self._waiting:
-            loop.call_later(self._seconds, self._let_in, loop)
-        turn: asyncio.Future[None] = loop.create_future()
-        self._waiting.append(turn)
-        await turn
-
-    def _let_in(self, loop: asyncio.AbstractEventLoop) -> None:
-        for _ in range(min(self._at_once, len(self._waiting))):
-            turn = self._waiting.popleft()
-            # Whoever waited for it may have been cancelled.
-            if not turn.done():
-                turn.set_result(None)
-        if self._waiting:
-            loop.call_soon(self._let_in, loop)
-
-
 class _Inbox:
     """Requests of one stream; large ones come in parts, for which there must be room in flight."""
 
@@ -188,7 +153,7 @@ class _Inbox:
             raise ExhaustedError(
                 f"a request of {parts.size} bytes is past the {self._most_bytes} that max_message_bytes allows"
             )
-        async with self._quotas.memory(self._host, parts.size):
+        async with self._quotas.large_requests.turn(self._host):
             try:
                 await asyncio.wait_for(self._complete(parts), _WHOLE_SECONDS)
             except asyncio.TimeoutError:
@@ -217,16 +182,6 @@ class _Inbox:
 
 def _as_bytes(answer: agent_pb2.ConnectResponse | bytes) -> bytes:
     return answer if isinstance(answer, bytes) else answer.SerializeToString()
-
-
-def _check_credential(credential: Credential, hello: Hello) -> None:
-    if not credential.reaches(hello.deployment):
-        reason = f"{credential.name!r} has no say in deployment {hello.deployment!r}"
-    elif not credential.may_be_rank(hello.rank):
-        reason = f"{credential.name!r} may not be rank {hello.rank}"
-    else:
-        return
-    raise StatusError(grpc.StatusCode.PERMISSION_DENIED, reason)
 
 
 async def _assembled(plane: ControlPlane, hello: Hello) -> Assembled | None:

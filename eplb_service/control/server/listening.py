@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ssl
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -103,30 +102,25 @@ class Certificates:
     def __init__(self, certificate: Path, key: Path, client_authority: Path | None) -> None:
         self._certificate, self._key, self._client_authority = certificate, key, client_authority
         self._paths = tuple(filter(None, (key, certificate, client_authority)))
-        self._lock = threading.Lock()
         self._contents = self._shown = self._read()
         self._context = self._usable(self._contents)
         self._complaint = ""
 
+    @property
     def context(self) -> ssl.SSLContext:
-        """Return the TLS of a new connection over HTTP."""
-        with self._lock:
-            self._refresh()
-            return self._context
+        """TLS of a new connection over HTTP."""
+        self._refresh()
+        return self._context
 
     def current(self) -> grpc.ServerCertificateConfiguration:
         """Return the certificate of new connections over gRPC."""
-        with self._lock:
-            self._shown = self._contents
-            key, certificate, *authority = self._contents
-            return grpc.ssl_server_certificate_configuration([(key, certificate)], *authority)
+        key, certificate, *authority = self._shown = self._contents
+        return grpc.ssl_server_certificate_configuration([(key, certificate)], *authority)
 
     def changed(self) -> grpc.ServerCertificateConfiguration | None:
         """Return ``current()`` where it is another than the last one; asked by gRPC at each handshake."""
-        with self._lock:
-            self._refresh()
-            same = self._shown == self._contents
-        return None if same else self.current()
+        self._refresh()
+        return None if self._shown == self._contents else self.current()
 
     def _refresh(self) -> None:
         """Take over the files as they are now, where they can be used; else say so once, and keep those before."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -18,25 +19,35 @@ from eplb_service.control.core.health import (
     rank_loads,
 )
 from eplb_service.placement import mean_par
-from eplb_service.planner.plan import Plan
-from eplb_service.telemetry.metrics import Metrics
+from eplb_service.planner.plan import Outlook, Plan
+from eplb_service.planner.score import Gain
+from eplb_service.telemetry.metrics import Metrics, Shown
 from eplb_service.wire.agent import Heartbeat
 from eplb_service.wire.operator import BalancePoint, PastPlan
 
 _LOAD_STEPS = 16
 """Newest steps of a rank's load: few, because this is done every second on the event loop."""
-_RANKS_AT_A_TIME = 256
 
 
 @dataclass
 class _Observed:
-    """Records of one deployment: balance over time, last decision and plan, per rank the last report and heartbeat."""
+    """Records of one deployment: balance over time, last decision and plan, per rank the last report and heartbeat.
+
+    ``won`` is what the last decision found to be won over the ranks' first placement.
+    """
 
     series: BalanceSeries = field(default_factory=BalanceSeries)
+    won: Gain | None = None
     last_decision: PastPlan | None = None
     last_plan: PastPlan | None = None
     heard_R: dict[int, float] = field(default_factory=dict)
     beats_R: dict[int, Heartbeat] = field(default_factory=dict)
+
+    def mean(self, ratio: str) -> float:
+        """Mean over layers of a ratio of the last decision's verdicts; NaN where there is none."""
+        verdicts = self.last_decision.verdicts if self.last_decision else ()
+        values = [getattr(verdict, ratio) for verdict in verdicts]
+        return float(mean_par(np.array(values))) if values else math.nan
 
 
 class Observer:
@@ -75,8 +86,9 @@ class Observer:
         heard = self.of(name).heard_R.get(rank)
         return None if heard is None else max(0.0, self._clock() - heard)
 
-    def decided(self, name: str, plan: Plan, seconds: float) -> None:
+    def decided(self, name: str, plan: Plan, outlook: Outlook, seconds: float) -> None:
         """Record a decision that took ``seconds``."""
+        self.of(name).won = outlook.won
         moves = {layer.layer: layer.moves_M5 for layer in plan.layers}
         self.of(name).last_decision = PastPlan(
             0, self._wall_clock(), "", "", 0, plan.verdicts, solve_seconds=seconds, moves=moves
@@ -95,11 +107,9 @@ class Observer:
         par = mean_measured_par(measured_par(deployment))
         if not par:
             return
-        verdicts = observed.last_decision.verdicts if observed.last_decision else ()
-        planned = mean_par(np.array([verdict.par_planned for verdict in verdicts])) if verdicts else math.nan
-        floor = mean_par(np.array([verdict.noise_floor for verdict in verdicts])) if verdicts else math.nan
+        planned, floor = observed.mean("par_planned"), observed.mean("noise_floor")
         switched = deployment.totals.layers_switched
-        observed.series.add(BalancePoint(self._wall_clock(), par, float(planned), float(floor), switched))
+        observed.series.add(BalancePoint(self._wall_clock(), par, planned, floor, switched))
 
     def regrouped(self, name: str) -> None:
         """Keep only the balance over time: the ranks have formed another group, perhaps of another shape."""
@@ -110,58 +120,93 @@ class Observer:
         self._observed.pop(name, None)
 
 
-def report_gauges(deployment: Deployment, metrics: Metrics, observer: Observer) -> Iterator[None]:
-    """Set the gauges of ``deployment``, part by part; those that need ranks are removed while none is connected.
-
-    Done every second: many ranks at once would hold the event loop.
-    """
-    name, connected = deployment.name, deployment.connected
-    metrics.set("eplb_agents_connected", len(connected), name)
-    metrics.set("eplb_agents_expected", deployment.group.shape.ranks if deployment.group else 0, name)
-    metrics.set("eplb_paused", deployment.paused, name)
-    metrics.set("eplb_agents_halted", sum(bool(member.error) for member in connected), name)
-    metrics.set("eplb_dropped_steps", sum(member.dropped_steps for member in connected), name)
-    metrics.set("eplb_heat_one_in", deployment.shedding.one_in, name)
-    metrics.set("eplb_last_decision_age_seconds", deployment.without_decision.seconds, name)
-    metrics.set("eplb_problems", len(problems(deployment)), name)
-    if deployment.heat is not None:
-        metrics.set("eplb_empty_steps", deployment.heat.pending.empty_steps, name)
-        metrics.set("eplb_dummy_steps", deployment.heat.pending.dummy_steps, name)
-    if deployment.live is not None:
-        metrics.set("eplb_epoch", deployment.live.epoch, name)
-    if not connected:
-        metrics.forget_balance(name)
-        return
-    silent = [observer.silent_seconds(name, member.rank) or 0.0 for member in connected]
-    metrics.set("eplb_agent_silent_seconds", max(silent), name)
-    staging = [member.staging_bytes for member in connected if member.staging_bytes is not None]
-    rings = [member.ring_bytes for member in connected if member.ring_bytes is not None]
-    metrics.set("eplb_agent_staging_bytes", max(staging, default=None), name)
-    metrics.set("eplb_agent_heat_ring_bytes", max(rings, default=None), name)
-    if deployment.live is not None:
-        yield
-        _report_par(deployment, metrics)
-        yield
-        yield from _reporting_loads(deployment, metrics)
+def gauges(deployment: Deployment, observer: Observer) -> list[Shown]:
+    """Gauges of ``deployment``; those of its ranks and their balance while any is connected."""
+    ranks, heat, live = deployment.connected, deployment.heat, deployment.live
+    found: dict[str, Any] = {
+        "eplb_agents_connected": len(ranks),
+        "eplb_agents_expected": deployment.group.shape.ranks if deployment.group else 0,
+        "eplb_paused": deployment.paused,
+        "eplb_agents_halted": sum(bool(member.error) for member in ranks),
+        "eplb_dropped_steps": sum(member.dropped_steps for member in ranks),
+        "eplb_heat_one_in": deployment.shedding.one_in,
+        "eplb_last_decision_age_seconds": deployment.without_decision.seconds,
+        "eplb_problems": len(problems(deployment)),
+        "eplb_empty_steps": heat.pending.empty_steps if heat else None,
+        "eplb_dummy_steps": heat.pending.dummy_steps if heat else None,
+        "eplb_epoch": live.epoch if live else None,
+    }
+    if ranks:
+        silent = [observer.silent_seconds(deployment.name, member.rank) or 0.0 for member in ranks]
+        found["eplb_agent_silent_seconds"] = max(silent)
+        found["eplb_agent_staging_bytes"] = max(member.staging_bytes or 0 for member in ranks) or None
+        found["eplb_agent_heat_ring_bytes"] = max(member.ring_bytes or 0 for member in ranks) or None
+        found |= _balance(deployment) | _last_decision(observer.of(deployment.name)) | _worth(deployment)
+    shown = []
+    for name, value in found.items():
+        # Some have a second label, and a value for each of it.
+        labelled = value if isinstance(value, dict) else {(): value}
+        for label, number in labelled.items():
+            if number is not None and not math.isnan(number):
+                labels = () if label == () else (str(label),)
+                shown.append((name, number, deployment.name, *labels))
+    return shown
 
 
-def _report_par(deployment: Deployment, metrics: Metrics) -> None:
+def _balance(deployment: Deployment) -> dict[str, Any]:
     par_L = measured_par(deployment)
-    for layer, par in enumerate(par_L.tolist()):
-        if par > 0:  # 0 where nothing was measured
-            metrics.set("eplb_par_realised", par, deployment.name, str(layer))
-    for layer, par in deployment.planned_par.items():
-        metrics.set("eplb_par_planned", par, deployment.name, str(layer))
-    if mean_measured_par(par_L):
-        metrics.set("eplb_deployment_par_realised", mean_measured_par(par_L), deployment.name)
-
-
-def _reporting_loads(deployment: Deployment, metrics: Metrics) -> Iterator[None]:
     steps, loads_LR = rank_loads(deployment, _LOAD_STEPS)
     measured_L = loads_LR.any(axis=1) if steps else np.zeros(0, dtype=bool)
-    if not measured_L.any():
-        return
-    for rank, load in enumerate(loads_LR[measured_L].mean(axis=0).tolist()):
-        if rank % _RANKS_AT_A_TIME == 0:
-            yield
-        metrics.set("eplb_rank_load", load, deployment.name, str(rank))
+    loads_R = loads_LR[measured_L].mean(axis=0) if measured_L.any() else np.zeros(0)
+    return {
+        "eplb_par_realised": {layer: par for layer, par in enumerate(par_L.tolist()) if par > 0},
+        "eplb_par_planned": deployment.planned_par,
+        "eplb_deployment_par_realised": mean_measured_par(par_L) or None,
+        "eplb_rank_load": dict(enumerate(loads_R.tolist())),
+    }
+
+
+def _last_decision(observed: _Observed) -> dict[str, Any]:
+    verdicts = observed.last_decision.verdicts if observed.last_decision else ()
+    won = observed.won if observed.won and observed.won.known else None
+    return {
+        "eplb_noise_floor": {verdict.layer: verdict.noise_floor for verdict in verdicts},
+        "eplb_deployment_noise_floor": observed.mean("noise_floor"),
+        "eplb_deployment_par_seen": observed.mean("par_seen"),
+        "eplb_deployment_par_planned": observed.mean("par_planned"),
+        "eplb_deployment_gain": won and won.mean,
+        "eplb_deployment_gain_low": won and won.low,
+        "eplb_deployment_gain_high": won and won.high,
+    }
+
+
+def _worth(deployment: Deployment) -> dict[str, Any]:
+    """Gauges of the time that balancing saves and of the price of moves, as far as they are known."""
+    worth, price, found = deployment.decisions.worth, deployment.decisions.move_price, dict[str, Any]()
+    if worth is not None:
+        found = {
+            "eplb_experts_seconds": {
+                "left_alone": worth.left_alone_ms / 1e3,
+                "serving": worth.serving_ms / 1e3,
+                "best_known": worth.best_ms / 1e3,
+            },
+            "eplb_gain_seconds": worth.gain_ms / 1e3,
+            "eplb_gain_low_seconds": worth.gain_low_ms / 1e3,
+            "eplb_gain_high_seconds": worth.gain_high_ms / 1e3,
+            "eplb_time_price_info": {worth.price_kind: 1},
+            "eplb_step_seconds": _scaled(worth.step_ms, 1e-3),
+            "eplb_gain_tokens_per_second": worth.tokens_per_second_won,
+        }
+    if price is not None:
+        found |= {
+            "eplb_move_price": price.price,
+            "eplb_move_price_info": {price.kind: 1},
+            "eplb_move_cost_seconds": _scaled(price.ms_per_move, 1e-3),
+            "eplb_move_cost_seconds_per_byte": _scaled(price.ms_per_megabyte, 1e-9),
+            "eplb_switch_cost_seconds": _scaled(price.ms_per_switch, 1e-3),
+        }
+    return found
+
+
+def _scaled(value: float | None, scale: float) -> float | None:
+    return None if value is None else value * scale

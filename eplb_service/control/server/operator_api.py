@@ -16,6 +16,7 @@ from eplb_service.control.server.access.gate import current_caller
 from eplb_service.control.server.listening import StatusError
 from eplb_service.control.server.observer import Observer
 from eplb_service.control.server.plane.control_plane import ControlPlane
+from eplb_service.control.server.store import StoredDeployment
 from eplb_service.wire.codec import encode, pack
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from eplb_service.wire.operator import PastPlan, encode_placement
@@ -72,7 +73,7 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
     async def Lead(self, request: operator_pb2.LeadRequest, _context: Any) -> operator_pb2.LeadResponse:
         """Have the ranks follow this service."""
         deployment = self._plane.find(request.deployment)
-        raised = await self._plane.lead(deployment)
+        raised = self._plane.lead(deployment)
         return operator_pb2.LeadResponse(leader_term=deployment.leader_term, raised=raised)
 
     async def Forget(self, request: operator_pb2.ForgetRequest, _context: Any) -> operator_pb2.ForgetResponse:
@@ -124,20 +125,22 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
 
     def _status(self, name: str) -> operator_pb2.DeploymentStatus:
         """Return a deployment's state; what agents have not reported is as remembered."""
-        deployment, remembered = self._plane.deployments[name], self._plane.remembered.get(name)
+        deployment = self._plane.deployments[name]
+        remembered = self._plane.remembered.get(name, StoredDeployment(name))
         worth, price = deployment.decisions.worth, deployment.decisions.move_price
-        known = deployment.live or remembered
-        sized = deployment.group.shape if deployment.group else remembered and remembered.placement
-        totals = asdict(deployment.totals)
+        served, sized = (
+            deployment.live or remembered,
+            deployment.group.shape if deployment.group else remembered,
+        )
         return operator_pb2.DeploymentStatus(
             deployment=name,
-            layers=sized.layers if sized else 0,
-            experts=sized.experts if sized else 0,
-            ranks=sized.ranks if sized else 0,
-            slots=sized.slots if sized else 0,
+            layers=sized.layers,
+            experts=sized.experts,
+            ranks=sized.ranks,
+            slots=sized.slots,
             agents_connected=len(deployment.connected),
-            epoch=known.epoch if known else 0,
-            digest=known.digest if known else 0,
+            epoch=served.epoch,
+            digest=served.digest,
             par=mean_measured_par(measured_par(deployment)),
             window_steps=deployment.heat.steps if deployment.heat else 0,
             paused=deployment.paused,
@@ -147,7 +150,7 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
             leader_term=deployment.leader_term,
             worth=encode(worth) if worth else None,
             move_price=encode(price) if price else None,
-            **totals,
+            **asdict(deployment.totals),
         )
 
 

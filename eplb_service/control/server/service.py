@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from typing import Any
 
 import grpc
 import structlog
-from grpc_health.v1 import health, health_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from eplb_service import __version__
 from eplb_service.control.server.access.gate import Credentials, Gate
 from eplb_service.control.server.access.quotas import Quotas
+from eplb_service.control.server.agents import AgentService, agent_handlers
 from eplb_service.control.server.deciding.computing import PriorError
-from eplb_service.control.server.grpc_server import grpc_server
 from eplb_service.control.server.lease.leadership import (
     LEASE_SECONDS,
     Leadership,
@@ -28,21 +28,26 @@ from eplb_service.control.server.lease.leadership import (
     named_lease,
 )
 from eplb_service.control.server.listening import Certificates, ListenError, report_health, serve_health
-from eplb_service.control.server.memory import short_pauses
 from eplb_service.control.server.operator_api import OperatorService
 from eplb_service.control.server.plane.control_plane import ControlPlane
-from eplb_service.control.server.plane.deployments import limits_of
 from eplb_service.control.server.settings import ServiceSettings, SettingsError
-from eplb_service.control.server.store.store import Store, StoreWriter
+from eplb_service.control.server.store import Store, StoreWriter
 from eplb_service.control.server.web.http_server import HttpServer
-from eplb_service.io.recorder import Recording
 from eplb_service.solver.warmup import warm_up
 from eplb_service.telemetry.metrics import Metrics
+from eplb_service.wire.channel import is_loopback
+from eplb_service.wire.codec import LARGEST_PART, MAX_MESSAGE_BYTES
+from eplb_service.wire.generated import operator_pb2_grpc
 
 _log = structlog.get_logger(__name__)
 
 _TICK_SECONDS = 1.0
 _GRACE_SECONDS = 2.0
+_HANDSHAKE_SECONDS = 10.0
+_IDLE_SECONDS = 600.0
+_WINDOW_BYTES = 64 << 10
+_METADATA_BYTES = 8 << 10
+_REFUSED_AT_A_TIME = 256
 
 
 @dataclass(frozen=True)
@@ -67,41 +72,28 @@ async def running_service(
     own to those after it. Raises ``ListenError``, ``StoreError``, ``SettingsError`` or ``LeaseError`` where it cannot
     start.
     """
-    for flag in ("listen", "metrics", "page"):
-        if (address := getattr(settings, flag)) is not None:
-            _check_free(address, flag)
     async with contextlib.AsyncExitStack() as stack:
-        metrics = _metrics(leads=True)
+        metrics = Metrics()
         above = 0 if leadership is None else await leadership.highest_term()
         writer = StoreWriter(await asyncio.to_thread(Store, settings.store, above))
         stack.callback(writer.close)
         if leadership is not None:
             await leadership.announce(writer.store.leader_term)
-        recording = None
-        if settings.record is not None:
-            recording = Recording(settings.record, limits_of(settings).pending_steps)
-            stack.callback(recording.close)
         try:
-            plane = ControlPlane(settings, writer, metrics, recording)
+            plane = ControlPlane(settings, writer, metrics)
         except PriorError as error:
             raise SettingsError(f"setting prior: {error}") from error
         stack.push_async_callback(plane.decider.close)
         await plane.resume()
         probes = health.aio.HealthServicer()
-        quotas = Quotas(
-            settings.max_streams,
-            settings.max_streams_per_peer,
-            settings.in_flight_bytes,
-            settings.max_message_bytes,
-        )
+        quotas = Quotas(settings.max_streams, settings.max_streams_per_peer)
         token = settings.auth_token.get_secret_value() if settings.auth_token else ""
         gate = Gate(Credentials(token, settings.credentials), quotas, metrics, plane.log)
-        operators = OperatorService(plane)
         certificates = None
         if settings.tls_cert is not None and settings.tls_key is not None:
             certificates = Certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-        metrics_address, page_url = await _serve_http(stack, settings, metrics, operators, gate, certificates)
-        server, address = grpc_server(settings, plane, operators, probes, gate, quotas, certificates)
+        metrics_address, page_url = await _serve_http(stack, settings, metrics, plane, gate, certificates)
+        server, address = _grpc_server(settings, plane, probes, gate, quotas, certificates)
         health_address = None
         if settings.health is not None:
             health_address = await serve_health(settings.health, probes, stack)
@@ -109,21 +101,80 @@ async def running_service(
         await server.start()
         stack.push_async_callback(_shut_down, server, plane, probes)
         warm = asyncio.create_task(_warm_up(plane, probes))
-        ticks = asyncio.create_task(_tick(plane, gate, quotas, metrics))
+        ticks = asyncio.create_task(_tick(plane, gate, metrics))
         stack.push_async_callback(_cancel, warm, ticks)
         _log.info("listening", address=address, metrics=metrics_address, leader_term=plane.leader_term)
         yield RunningService(address, metrics_address, page_url, health_address, plane, warm)
+
+
+def _grpc_server(
+    settings: ServiceSettings,
+    plane: ControlPlane,
+    probes: Any,
+    gate: Gate,
+    quotas: Quotas,
+    certificates: Certificates | None,
+) -> tuple[grpc.aio.Server, str]:
+    """Return a server of all services behind ``gate``, not started yet, and its ``host:port`` with the real port."""
+    server = grpc.aio.server(
+        interceptors=[gate],
+        # Calls beyond max_streams are refused by the gate, which counts them, and a flood of them, or of connections,
+        # by the library.
+        maximum_concurrent_rpcs=settings.max_streams + _REFUSED_AT_A_TIME,
+        options=[
+            ("grpc.max_receive_message_length", LARGEST_PART),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_allowed_incoming_connections", settings.max_streams + _REFUSED_AT_A_TIME),
+            ("grpc.max_concurrent_streams", settings.max_streams_per_peer),
+            ("grpc.max_metadata_size", _METADATA_BYTES),
+            ("grpc.absolute_max_metadata_size", 2 * _METADATA_BYTES),
+            # A connection that says nothing ends; one that is served is kept up by its streams.
+            ("grpc.server_handshake_timeout_ms", int(1000 * _HANDSHAKE_SECONDS)),
+            ("grpc.http2.settings_timeout", int(1000 * _HANDSHAKE_SECONDS)),
+            ("grpc.max_connection_idle_ms", int(1000 * _IDLE_SECONDS)),
+            # What a call sends before anybody reads it stays this small: windows do not grow by themselves.
+            ("grpc.http2.bdp_probe", 0),
+            ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
+            # Two services on one port would share its connections unseen.
+            ("grpc.so_reuseport", 0),
+            ("grpc.keepalive_time_ms", 20_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ],
+    )
+    server.add_generic_rpc_handlers((agent_handlers(AgentService(plane, quotas)),))
+    operator_pb2_grpc.add_OperatorServiceServicer_to_server(OperatorService(plane), server)
+    health_pb2_grpc.add_HealthServicer_to_server(probes, server)
+    if settings.insecure and not is_loopback(settings.listen):
+        _log.warning("serving_insecurely", address=settings.listen)
+    try:
+        if certificates is None:
+            port = server.add_insecure_port(settings.listen)
+        else:
+            credentials = grpc.dynamic_ssl_server_credentials(
+                certificates.current(),
+                certificates.changed,  # type: ignore[arg-type, unused-ignore]  # None means: the same as before
+                settings.tls_client_ca is not None,
+            )
+            port = server.add_secure_port(settings.listen, credentials)
+    except RuntimeError as error:
+        raise ListenError(
+            f"cannot listen on {settings.listen}: {error}; choose another with --listen"
+        ) from error
+    return server, f"{settings.listen.rpartition(':')[0]}:{port}"
 
 
 async def _serve_http(
     stack: contextlib.AsyncExitStack,
     settings: ServiceSettings,
     metrics: Metrics,
-    operators: OperatorService,
+    plane: ControlPlane,
     gate: Gate,
     certificates: Certificates | None,
 ) -> tuple[str, str]:
     """Serve metrics, and the page where it shares their address, in plain text; returns their address and its URL."""
+    operators = OperatorService(plane)
     shared = (operators, gate) if settings.page is None else (None, None)
     server = HttpServer(settings.metrics, metrics, *shared)
     address = await stack.enter_async_context(server.serving("metrics"))
@@ -175,9 +226,10 @@ async def _lead(
         await asyncio.wait([*over, service.warm], return_when=asyncio.FIRST_COMPLETED)
         if service.warm.done():
             service.warm.result()
-            async with short_pauses() as set_aside:
-                _log.info("settled", objects=set_aside)
-                await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
+            # The compiler left some 100,000 objects, which no later collection needs to go through.
+            gc.collect()
+            gc.freeze()
+            await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
         await _cancel(*over)
         _log.info("stopping")
     if service.plane.decider.computing:
@@ -194,60 +246,30 @@ async def _wait_until_leader(settings: ServiceSettings, leadership: Leadership, 
 
     A waiting service answers probes and scrapes, compiles its kernels, and is not reached by ranks.
     """
-    probes = health.aio.HealthServicer()
-    async with _standing_by(settings, probes):
-        won = asyncio.create_task(_win(settings, leadership, probes))
-        stopped = asyncio.create_task(stop.wait())
-        done, _ = await asyncio.wait([won, stopped], return_when=asyncio.FIRST_COMPLETED)
-        await _cancel(won, stopped)
-        if won in done:
-            won.result()
-    return won in done and not stop.is_set()
+    probes, serving = health.aio.HealthServicer(), health_pb2.HealthCheckResponse
+    metrics = Metrics()
+    metrics.show([("eplb_build_info", 1, __version__), ("eplb_leads", 0)])
 
+    async def win() -> None:
+        await asyncio.to_thread(warm_up, settings.planner().threads)
+        await report_health(probes, serving.NOT_SERVING, ready=serving.SERVING)
+        await leadership.won()
 
-async def _win(settings: ServiceSettings, leadership: Leadership, probes: Any) -> None:
-    await asyncio.to_thread(warm_up, settings.planner().threads)
-    serving = health_pb2.HealthCheckResponse
-    await report_health(probes, serving.NOT_SERVING, ready=serving.SERVING)
-    await leadership.won()
-
-
-@contextlib.asynccontextmanager
-async def _standing_by(settings: ServiceSettings, probes: Any) -> AsyncIterator[None]:
-    """Answer probes and scrapes where the ports are free: on one host they may be the leader's."""
     async with contextlib.AsyncExitStack() as stack:
-        server = HttpServer(settings.metrics, _metrics(leads=False))
         try:
-            await stack.enter_async_context(server.serving("metrics"))
+            await stack.enter_async_context(HttpServer(settings.metrics, metrics).serving("metrics"))
             if settings.health is not None:
-                await report_health(probes, health_pb2.HealthCheckResponse.NOT_SERVING)
+                await report_health(probes, serving.NOT_SERVING)
                 await serve_health(settings.health, probes, stack)
         except ListenError as error:
+            # On one host the ports may be the leader's.
             _log.warning("standing_by_unseen", reason=str(error))
-        yield
-
-
-def _metrics(leads: bool) -> Metrics:
-    metrics = Metrics()
-    metrics.set("eplb_build_info", 1, __version__)
-    metrics.set("eplb_leads", leads)
-    return metrics
-
-
-def _check_free(address: str, flag: str) -> None:
-    """Raise ``ListenError`` where a port is taken, before the store counts this as a start."""
-    host, _, port = address.rpartition(":")
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-        family, kind, protocol, _, where = found[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(where)
-    except OSError as error:
-        raise ListenError(
-            f"cannot listen on {address}: {error.strerror or error}; stop what listens there, or choose another "
-            f"address with --{flag}"
-        ) from error
+        won, stopped = asyncio.create_task(win()), asyncio.create_task(stop.wait())
+        done, _ = await asyncio.wait([won, stopped], return_when=asyncio.FIRST_COMPLETED)
+        await _cancel(won, stopped)
+    if won in done:
+        won.result()
+    return won in done and not stop.is_set()
 
 
 async def _warm_up(plane: ControlPlane, probes: Any) -> None:
@@ -256,12 +278,11 @@ async def _warm_up(plane: ControlPlane, probes: Any) -> None:
     _log.info("warm")
 
 
-async def _tick(plane: ControlPlane, gate: Gate, quotas: Quotas, metrics: Metrics) -> None:
+async def _tick(plane: ControlPlane, gate: Gate, metrics: Metrics) -> None:
     loop = asyncio.get_running_loop()
     while True:
         try:
             gate.refresh()
-            metrics.set("eplb_in_flight_bytes", quotas.held)
             for _ in plane.ticking():
                 await asyncio.sleep(0)
         except Exception:

@@ -39,8 +39,6 @@ _OTHERS = re.compile("EPLB_(AGENT_.*|ADDRESS|CONFIG|TLS_CA|TLS_CLIENT_CERT|TLS_C
 """Variables of agents and of commands that ask a service."""
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})")
 _MOST_REPORT_STEPS = 1024
-_REQUESTS_IN_FLIGHT = 16
-"""Largest requests that there is memory for at a time."""
 
 
 class SettingsError(ValueError):
@@ -118,9 +116,6 @@ class ServiceSettings(_PlannerFields):
     prior: str | None = Field(
         None, description="heat for first plans, as DEPLOYMENT=SOURCE,...: another deployment, or a trace"
     )
-    record: Path | None = Field(
-        None, description="folder to write each deployment's heat into, as native traces"
-    )
     report_steps: _ReportSteps = Field(
         "auto", description="steps per report, 1 to 1024; auto: 16, and up to 64 of many ranks"
     )
@@ -182,11 +177,6 @@ class ServiceSettings(_PlannerFields):
         except PlannerSettingsError as error:
             raise ValueError(str(error)) from error
         return self
-
-    @property
-    def in_flight_bytes(self) -> int:
-        """Most memory that large requests may take while they are under way."""
-        return _REQUESTS_IN_FLIGHT * self.max_message_bytes
 
     def planner(self) -> PlannerSettings:
         """Return the planner's own among these."""

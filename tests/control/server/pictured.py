@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import mimetypes
 import threading
 import time
 from collections.abc import Iterator
@@ -15,11 +16,16 @@ from typing import Any
 import numpy as np
 from google.protobuf import text_format
 
-from eplb_service.control.server.web.http_server import _HEADERS, PAGE_FILES, _finite
+from eplb_service.control.server.web.http_server import _HEADERS, PAGE, _finite
 from eplb_service.wire.codec import pack
 from eplb_service.wire.generated import operator_pb2
 from eplb_service.wire.operator import as_document
 
+PAGE_FILES = {
+    f"/{file.name}": (mimetypes.guess_type(file.name)[0] or "", file.read_bytes()) for file in PAGE.iterdir()
+}
+PAGE_FILES["/"] = PAGE_FILES["/index.html"]
+"""Media type and bytes of every file of the page by its path; ``/`` is its HTML."""
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -14,7 +14,7 @@ from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.flow import HELD_SECONDS
 from eplb_service.control.server import agents
 from eplb_service.control.server.access.quotas import Quotas
-from eplb_service.control.server.agents import AgentService, _Batches, _first_of
+from eplb_service.control.server.agents import AgentService, _first_of
 from eplb_service.control.server.listening import StatusError
 from eplb_service.control.server.outgoing.streams import RankStream
 from eplb_service.control.server.plane.control_plane import ControlPlane
@@ -95,29 +95,6 @@ async def test_steps_that_wait_are_put_together_by_parts_before_the_next_report_
     assert plane.asked == ["put together"] * 4 + ["report", "put together"]
 
 
-async def test_a_batch_is_let_in_in_order_and_a_few_at_a_time() -> None:
-    lets_in, came = _Batches(seconds=0.01, at_once=2), list[int]()
-
-    async def report(number: int) -> None:
-        await lets_in.turn()
-        came.append(number)
-
-    tasks = [asyncio.ensure_future(report(number)) for number in range(5)]
-    await asyncio.sleep(0)
-    assert came == []
-    tasks[1].cancel()
-    sizes = set()
-    while not all(task.done() for task in tasks):
-        before = len(came)
-        await asyncio.sleep(0)
-        sizes.add(len(came) - before)
-    assert came == [0, 2, 3, 4]
-    assert max(sizes) <= 2
-    # The next one opens a batch of its own.
-    await asyncio.wait_for(report(5), 60)
-    assert came[-1] == 5
-
-
 @pytest.mark.parametrize(("seldom_seconds", "waits"), [(-1.0, True), (3600.0, False)])
 async def test_only_ranks_that_report_seldom_wait_for_each_other(
     service: RunningService,
@@ -126,21 +103,21 @@ async def test_only_ranks_that_report_seldom_wait_for_each_other(
     waits: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    turns = 0
-    turn = _Batches.turn
-
-    async def counted(self: _Batches) -> None:
-        nonlocal turns
-        turns += 1
-        await turn(self)
-
-    monkeypatch.setattr(_Batches, "turn", counted)
     monkeypatch.setattr(agents, "_SELDOM_SECONDS", seldom_seconds)
-    deployment = service.plane.deployments["decode"]
-    for blocks in (1, 2):
+    monkeypatch.setattr(agents, "_BATCH_SECONDS", 1.0)
+    deployment, taken_at = service.plane.deployments["decode"], list[float]()
+    take = deployment.heat_report
+
+    def noted(rank: int, report: Any) -> Any:
+        taken_at.append(time.monotonic() % 1.0)
+        return take(rank, report)
+
+    monkeypatch.setattr(deployment, "heat_report", noted)
+    for blocks, pause in ((1, 0.4), (2, 0.4), (3, 0.0)):
         await group.send_heat(skewed_heat(8))
         await until(lambda blocks=blocks: deployment.totals.steps_received == 8 * blocks)  # type: ignore[misc]
-    assert turns == (2 * RANKS if waits else 0)
+        await asyncio.sleep(pause)
+    assert (max(taken_at) < 0.35) is waits
 
 
 REPORTS, STEPS = 24, 8

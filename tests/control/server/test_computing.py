@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -15,7 +11,6 @@ import pytest
 from eplb_service.cli.main import run
 from eplb_service.control.core.decisions import Decisions
 from eplb_service.control.server.deciding.computing import DecisionInputs, decide
-from eplb_service.control.server.deciding.decider import _on_thread
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.cost.curve import CostCurve
 from eplb_service.cost.moving import NOTHING_MEASURED
@@ -98,32 +93,6 @@ def test_where_ratios_left_what_was_promised_heat_says_whether_that_is_a_change(
     burst = asked(heat(104, 0), None, departed(100))
     assert (burst.looked_at.steps, burst.serving_steps) == (104, 8.0)
     assert decide(burst)[1].burst
-
-
-def nice_level() -> int:
-    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-
-def nice_levels() -> tuple[int, int]:
-    """Of this thread, and of one that it starts."""
-    with ThreadPoolExecutor(1) as pool:
-        return nice_level(), pool.submit(nice_level).result()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux alone")
-def test_a_planner_and_its_helpers_run_behind_the_event_loop() -> None:
-    before = nice_level()
-    planner, helper = _on_thread(nice_levels).result(timeout=60)
-    assert planner == helper == min(before + 5, 19)
-    assert nice_level() == before
-
-
-def test_a_thread_that_may_not_step_back_plans_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: int) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(os, "setpriority", refused)
-    assert _on_thread(int, "7").result(timeout=60) == 7
 
 
 STEPS = 128
@@ -254,6 +223,7 @@ async def test_status_shows_a_measured_price(capsys: pytest.CaptureFixture[str])
         shown = json.loads(capsys.readouterr().out)["status"]["move_price"]
         assert await asyncio.to_thread(run, arguments) == 0
         text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+        service.plane.tick()
         reported = service.plane._metrics.registry.get_sample_value
         assert reported("eplb_move_price_info", {"deployment": "decode", "price": "measured"}) == 1
         assert reported("eplb_switch_cost_seconds", {"deployment": "decode"}) == pytest.approx(0.004)

@@ -210,7 +210,7 @@ def test_a_changed_file_is_noticed_whatever_its_time(path: Path) -> None:
     assert credentials.refresh()
     found = credentials.proven_by(READER, [])
     assert found is not None
-    assert (found.name, [role.value for role in found.roles]) == ("a-dashboard", ["reader"])
+    assert (found.name, list(found.roles)) == ("a-dashboard", ["reader"])
 
 
 @pytest.mark.parametrize("metadata", [None, bearer("wrong"), (("authorization", "right"),)])

@@ -45,14 +45,13 @@ async def test_an_order_removes_history_metrics_and_pause(
     assert service.plane.deployments["decode"].totals.steps_received == 0
 
 
-async def test_who_is_forgotten_between_two_parts_of_a_tick_is_shown_no_more(
+async def test_who_is_forgotten_in_the_midst_of_a_tick_is_looked_after_no_more(
     service: RunningService, group: FakeGroup
 ) -> None:
     await group.leave()
     plane = service.plane
     await until(lambda: not plane.deployments["decode"].connected)
     ticking = plane.ticking()
-    next(ticking)
     next(ticking)
     plane.forget("decode")
     for _ in ticking:

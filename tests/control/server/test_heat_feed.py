@@ -10,7 +10,6 @@ import grpc
 import numpy as np
 import pytest
 
-from eplb_service.atomic_write import OutputError
 from eplb_service.cli.main import run
 from eplb_service.control.core import flow
 from eplb_service.control.core.deployment import Deployment
@@ -94,11 +93,6 @@ async def test_many_ranks_send_long_reports_unless_somebody_watches(monkeypatch:
         assert deployment.totals.steps_received == 64
 
 
-async def test_a_service_that_records_asks_for_every_step(tmp_path: Path) -> None:
-    async with running_service(settings(record=tmp_path)) as service, FakeGroup(service.address) as group:
-        assert not any(welcome.reporting.source_sums for welcome in await group.join())
-
-
 async def test_what_cannot_be_taken_is_shed_alike_by_all_ranks_and_reported(
     service: RunningService, group: FakeGroup
 ) -> None:
@@ -132,15 +126,11 @@ async def recording(service: RunningService, *arguments: str, watched: bool = Tr
 
 
 @pytest.mark.parametrize("by_slot", [True, False], ids=["slots-counted", "slots-derived"])
-async def test_recordings_hold_what_the_ranks_counted_across_a_switch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], by_slot: bool
+async def test_a_recording_holds_what_the_ranks_counted_across_a_switch(
+    service: RunningService, tmp_path: Path, capsys: pytest.CaptureFixture[str], by_slot: bool
 ) -> None:
-    """The service's own, and an operator's who watches."""
     out = tmp_path / "watched.zarr"
-    async with (
-        running_service(settings(record=tmp_path)) as service,
-        FakeGroup(service.address, by_slot=by_slot) as group,
-    ):
+    async with FakeGroup(service.address, by_slot=by_slot) as group:
         await group.join()
         task = await recording(service, "decode", "--out", str(out), "--steps", "40")
         for number in range(4):
@@ -154,19 +144,19 @@ async def test_recordings_hold_what_the_ranks_counted_across_a_switch(
     assert f"{out}: 40 steps recorded" in capsys.readouterr().out
     assert not np.array_equal(group.live.placement.phy2log_LRS, first_placement().phy2log_LRS)
     heat_TLE = np.concatenate([skewed_heat(8, seed=number) for number in range(5)])
-    for trace in (open_trace(out), open_trace(tmp_path / "decode-1.zarr")):
-        assert np.array_equal(trace.heat(0, trace.steps), RANKS * heat_TLE)
-        loads_TLR = trace.served_loads(0, 40)
-        assert loads_TLR is not None
-        assert np.array_equal(loads_TLR[:32], loads_sent(live_of(first_placement()), heat_TLE[:32]))
-        assert np.array_equal(loads_TLR[32:], loads_sent(group.live, heat_TLE[32:]))
-        sources_TRLE = trace.source_rows(0, 40)
-        assert sources_TRLE is not None
-        assert np.array_equal(sources_TRLE, np.broadcast_to(heat_TLE[:, None], (40, RANKS, LAYERS, EXPERTS)))
-        assert np.array_equal(trace.tokens(0, 40), RANKS * heat_TLE[:, 0].sum(axis=1))
-        assert {PHASES[phase] for phase in trace.phase_numbers(0, 40)} == {"decode"}
-        facts = trace.facts
-        assert (facts.nodes_R, facts.bytes_per_expert) == ((0, 0, 1, 1), BYTES_PER_EXPERT)
+    trace = open_trace(out)
+    assert np.array_equal(trace.heat(0, trace.steps), RANKS * heat_TLE)
+    loads_TLR = trace.served_loads(0, 40)
+    assert loads_TLR is not None
+    assert np.array_equal(loads_TLR[:32], loads_sent(live_of(first_placement()), heat_TLE[:32]))
+    assert np.array_equal(loads_TLR[32:], loads_sent(group.live, heat_TLE[32:]))
+    sources_TRLE = trace.source_rows(0, 40)
+    assert sources_TRLE is not None
+    assert np.array_equal(sources_TRLE, np.broadcast_to(heat_TLE[:, None], (40, RANKS, LAYERS, EXPERTS)))
+    assert np.array_equal(trace.tokens(0, 40), RANKS * heat_TLE[:, 0].sum(axis=1))
+    assert {PHASES[phase] for phase in trace.phase_numbers(0, 40)} == {"decode"}
+    facts = trace.facts
+    assert (facts.nodes_R, facts.bytes_per_expert) == ((0, 0, 1, 1), BYTES_PER_EXPERT)
 
 
 def loads_sent(live: LivePlacement, heat_TLE: Int32) -> Int32:
@@ -305,9 +295,3 @@ async def test_only_so_many_watch_and_only_with_the_token() -> None:
             call.cancel()
         await until(lambda: not any(feed._watchers.values()))
         await channel.close()
-
-
-async def test_a_missing_folder_is_reported_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="is no folder that traces can be written into"):
-        async with running_service(settings(record=tmp_path / "absent")):
-            pass

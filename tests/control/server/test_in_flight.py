@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 
 import grpc
@@ -11,7 +10,7 @@ import pytest
 
 from eplb_service.control.core.errors import ExhaustedError
 from eplb_service.control.core.health import problems
-from eplb_service.control.server.access.quotas import Quotas
+from eplb_service.control.server.access.quotas import Turns
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.wire.codec import PART_BYTES, in_parts
 from eplb_service.wire.generated import agent_pb2
@@ -23,69 +22,45 @@ MIB = 1 << 20
 
 
 async def _soon() -> None:
-    for _ in range(5):
+    for _ in range(20):
         await asyncio.sleep(0)
 
 
-async def test_room_is_given_in_order_and_a_greedy_host_holds_up_no_other() -> None:
-    room = Quotas(1, 1, 100, 25)
-    given: list[str] = []
-    ends: dict[str, asyncio.Event] = {}
+async def test_turns_come_in_order_and_a_greedy_host_holds_up_no_other() -> None:
+    turns, given, ends = Turns(6), list[str](), dict[str, asyncio.Event]()
 
-    async def ask(name: str, host: str, size: int) -> None:
+    async def ask(name: str) -> None:
         ends[name] = asyncio.Event()
-        async with room.memory(host, size):
+        async with turns.turn(name[0]):
             given.append(name)
             await ends[name].wait()
 
-    asked = [("a1", "a", 25), ("a2", "a", 5), ("b", "b", 25), ("c", "c", 20), ("d", "d", 20), ("e", "e", 25)]
-    tasks = [asyncio.ensure_future(ask(*one)) for one in asked]
+    tasks = [asyncio.ensure_future(ask(f"{host}{number}")) for host in "abc" for number in range(5)]
     await _soon()
-    # The host a has its share, and e waits for room behind nobody.
-    assert given == ["a1", "b", "c", "d"]
-    assert room.held == 90
-    tasks[5].cancel()
-    await _soon()
+    # The host a has its share, though b and c came later.
+    assert given == ["a0", "a1", "a2", "a3", "b0", "b1"]
+    tasks[7].cancel()
     ends["a1"].set()
+    ends["b0"].set()
     await _soon()
-    assert given[4:] == ["a2"]
-    assert room.held == 70
-    for end in ends.values():
-        end.set()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    assert room.held == 0
-    assert not room._held_by
-    assert not room._waiting
-
-
-async def test_a_large_request_is_not_starved_by_small_ones() -> None:
-    room = Quotas(1, 1, 100, 100)
-    async with contextlib.AsyncExitStack() as held:
-        await held.enter_async_context(room.memory("a", 60))
-        large = asyncio.ensure_future(held.enter_async_context(room.memory("b", 50)))
+    assert given[6:] == ["b3", "c0"], "whoever has gone holds nobody up"
+    while not all(task.done() for task in tasks):
+        for end in ends.values():
+            end.set()
         await _soon()
-        small = asyncio.ensure_future(held.enter_async_context(room.memory("c", 10)))
-        await _soon()
-        assert not large.done()
-        assert not small.done()
-        assert room.held == 60
-        large.cancel()
-        await small
-        assert room.held == 70
-        with pytest.raises(asyncio.CancelledError):
-            await large
+    assert sorted({*given, "b2"}) == [f"{host}{number}" for host in "abc" for number in range(5)]
 
 
 async def test_whoever_waits_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eplb_service.control.server.access.quotas._TURN_SECONDS", 0.01)
-    room = Quotas(1, 1, 10, 10)
-    async with room.memory("a", 10):
-        with pytest.raises(ExhaustedError, match="10 bytes are under way from this host and 10 in all"):
-            async with room.memory("a", 1):
+    turns = Turns(1)
+    async with turns.turn("a"):
+        with pytest.raises(ExhaustedError, match="too much is being read already"):
+            async with turns.turn("b"):
                 raise AssertionError
-    async with room.memory("a", 10):
-        assert room.held == 10
-    assert room.held == 0
+    async with turns.turn("c"):
+        assert "c" in turns._of_host
+    assert "c" not in turns._of_host, "nothing is kept of hosts that are gone"
 
 
 def _large(size: int) -> list[agent_pb2.ConnectRequest]:
@@ -98,8 +73,7 @@ def _hello() -> agent_pb2.ConnectRequest:
 
 
 @pytest.fixture
-async def service(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RunningService]:
-    monkeypatch.setattr("eplb_service.control.server.settings._REQUESTS_IN_FLIGHT", 2)
+async def service() -> AsyncIterator[RunningService]:
     async with running_service(settings(max_message_bytes=MIB)) as running:
         yield running
 
@@ -134,18 +108,17 @@ async def test_requests_that_are_no_requests(
     await until(lambda: not service.plane.deployments["decode"].connected)
 
 
-async def test_a_host_that_breaks_off_many_requests_gets_its_share_and_gives_it_back(
+async def test_a_host_that_breaks_off_as_many_requests_as_it_may_have_gives_its_turns_back(
     service: RunningService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with FakeGroup(service.address) as group:
         await group.join()
         with monkeypatch.context() as hurried:
-            hurried.setattr("eplb_service.control.server.agents._WHOLE_SECONDS", 1.5)
-            hurried.setattr("eplb_service.control.server.access.quotas._TURN_SECONDS", 0.05)
+            hurried.setattr("eplb_service.control.server.agents._WHOLE_SECONDS", 0.5)
             for rank in group.ranks:
                 await rank.call.write(_large(MIB - 100)[0])
             codes = {(await rank.refusal())[0] for rank in group.ranks}
-    assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED}
+    assert codes == {grpc.StatusCode.DEADLINE_EXCEEDED}
     async with FakeGroup(service.address) as group:
         await group.join()
         await group.ranks[1].say(heartbeat=agent_pb2.Heartbeat(digest=LIVE.digest, error="y" * (MIB - 100)))

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path
 
 import pytest
 
-from eplb_service.control.core.deployment import Totals
 from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.leader import clock_of, term_above, term_at
-from eplb_service.control.server.store.store import Store, StoredDeployment, higher_term
-from eplb_service.control.server.store.store_file import MEMORY
+from eplb_service.control.server.store import MEMORY, Store, StoredDeployment, higher_term
 from eplb_service.wire.fields import LAST_VERSION
 
 _IN_2106 = 1 << 32
@@ -41,31 +38,15 @@ def test_a_service_that_lost_its_store_is_not_taken_for_an_older_one(path: str) 
 def test_a_term_that_was_raised_for_a_deployment_is_kept_and_grows_with_every_start(path: str) -> None:
     store = Store(path)
     raised = higher_term(term_at(_IN_2106, 0))
-    store.raise_term("decode", raised)
-    store.save_deployment(StoredDeployment("prefill", False, Totals(), ""))
+    for name, term in (("decode", raised), ("last", LAST_VERSION - 1), ("prefill", store.leader_term)):
+        store.save_deployment(StoredDeployment(name, leader_term=term))
     store.close()
     store = Store(path)
-    decode, prefill = store.deployments()
+    decode, last, prefill = store.deployments()
     assert decode.leader_term > raised > store.leader_term
-    assert prefill.leader_term == 0, "a wrong clock is no other deployment's"
-    store.forget("decode")
-    store.save_deployment(StoredDeployment("decode", False, Totals(), ""))
-    assert [stored.leader_term for stored in store.deployments()] == [0, 0]
+    assert last.leader_term == LAST_VERSION - 1, "there is no higher one: the service starts all the same"
+    assert prefill.leader_term < store.leader_term, "a wrong clock is no other deployment's"
     store.close()
-
-
-def test_a_store_of_an_older_release_knows_no_raised_terms(path: str) -> None:
-    Store(path).close()
-    with sqlite3.connect(path) as database:
-        database.execute("DROP TABLE raised_terms")
-    database.close()
-    store = Store(path)
-    assert store.deployments() == []
-    store.raise_term("decode", LAST_VERSION - 1)
-    store.close()
-    # There is no higher one: the service starts all the same.
-    (decode,) = Store(path).deployments()
-    assert decode.leader_term == LAST_VERSION - 1
 
 
 def test_terms_are_the_clock_and_chance_and_have_an_end() -> None:

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from eplb_service.control.server.web.http_server import PAGE_FILES
-from tests.control.server.pictured import HOSTILE, documents, pictured
+from tests.control.server.pictured import HOSTILE, PAGE_FILES, documents, pictured
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium here (Debian package: chromium)")

@@ -51,13 +51,6 @@ def test_it_logs_where_it_listens_and_stops_on_a_signal(
     assert '"event": "stopping"' in errors
 
 
-@pytest.mark.e2e
-def test_once_it_can_decide_collections_leave_out_what_it_loaded(served: subprocess.Popen[str]) -> None:
-    assert served.stderr is not None
-    settled = next(line for line in served.stderr if '"event": "settled"' in line)
-    assert int(re.search(r'"objects": (\d+)', settled)[1]) > 10_000  # type: ignore[index]
-
-
 def test_help_shows_every_setting(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

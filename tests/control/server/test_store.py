@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 import subprocess
 import sys
 
@@ -11,21 +10,16 @@ import pytest
 
 from eplb_service.control.core.deployment import Totals
 from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
+from eplb_service.control.server import store as store_module
 from eplb_service.control.server.service import running_service
-from eplb_service.control.server.store import store as store_module
-from eplb_service.control.server.store.store import Store, StoredDeployment
+from eplb_service.control.server.store import Store, StoredDeployment
 from eplb_service.planner.plan import Serving
 from eplb_service.wire.generated import operator_pb2
-from tests.control.core.story import decision_of, swap_of
+from tests.control.core.story import decision_of
 from tests.control.fake_group import FakeGroup, first_placement, live_of
 from tests.control.server.test_service import settings, until
 
 LIVE = live_of(first_placement())
-
-
-def switched(layer: int, live=LIVE):  # type: ignore[no-untyped-def]
-    update = swap_of(live, layer)
-    return live.with_layer(layer, update.phy2log_RS, update.log2phy_RE)
 
 
 def test_plan_numbers_grow_over_starts(path: str) -> None:
@@ -34,21 +28,6 @@ def test_plan_numbers_grow_over_starts(path: str) -> None:
     store.begin_plan("decode", PlanTracker.of(first + 10_000, LIVE, decision_of(LIVE, 0)), 1)
     store.close()
     assert Store(path).new_plan_id() == first + 10_001
-
-
-def test_what_is_served_is_found_again_layer_by_layer(path: str) -> None:
-    store = Store(path)
-    store.save_placement("decode", LIVE)
-    one = switched(1)
-    two = switched(2, one)
-    store.save_layer("decode", one, 1)
-    store.save_layer("decode", two, 2)
-    store.close()
-    found = Store(path).latest_placement("decode")
-    assert found is not None
-    assert (found.epoch, found.digest) == (2, two.digest)
-    np.testing.assert_array_equal(found.placement.phy2log_LRS, two.placement.phy2log_LRS)
-    assert Store(path).latest_placement("prefill") is None
 
 
 @pytest.mark.parametrize("entries", [0, 1, 3])
@@ -76,36 +55,15 @@ def test_what_ranks_came_with_is_found_again_with_its_tables(path: str, entries:
     assert store.first_layout("decode") is None
 
 
-def test_a_store_of_an_older_release_knows_no_first_layouts(path: str) -> None:
-    Store(path).close()
-    with sqlite3.connect(path) as database:
-        database.execute("DROP TABLE first_layouts")
-    database.close()
-    assert Store(path).first_layout("decode") is None
-
-
 def test_history_is_bounded(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_LAYERS_PER_SNAPSHOT", 4)
-    monkeypatch.setattr(store_module, "_SNAPSHOTS_KEPT", 2)
     monkeypatch.setattr(store_module, "_PLANS_KEPT", 3)
     store = Store(path)
-    live = LIVE
-    store.save_placement("decode", live)
     for plan_id in range(1, 41):
-        store.begin_plan("decode", PlanTracker.of(plan_id, live, decision_of(live, plan_id % 3)), 1)
-        live = switched(plan_id % 3, live)
-        store.save_layer("decode", live, plan_id % 3)
+        name = "prefill" if plan_id == 20 else "decode"
+        store.begin_plan(name, PlanTracker.of(plan_id, LIVE, decision_of(LIVE, 0)), 1)
+    assert [plan.plan_id for plan in store.plans("decode")] == [40, 39, 38]
+    assert [plan.plan_id for plan in store.plans("prefill")] == [20]
     store.close()
-    with sqlite3.connect(path) as database:
-        (rows,) = database.execute("SELECT COUNT(*) FROM placements").fetchone()
-    database.close()
-    assert rows <= 2 * (4 + 1)
-    again = Store(path)
-    assert [plan.plan_id for plan in again.plans("decode")] == [40, 39, 38]
-    found = again.latest_placement("decode")
-    assert found is not None
-    assert found.digest == live.digest
-    again.close()
 
 
 def test_a_plan_is_found_with_its_outcome_and_verdicts(path: str) -> None:
@@ -121,34 +79,35 @@ def test_a_plan_is_found_with_its_outcome_and_verdicts(path: str) -> None:
     assert (newest.outcome, newest.reason) == (Outcome.INTERRUPTED.value, "the service stopped")
 
 
-def test_what_a_deployment_has_been_through_is_remembered(path: str) -> None:
-    stored = StoredDeployment("decode", True, Totals(3, 4, 5, 6, 7), "kept")
+STORED = StoredDeployment("decode", True, 9, Totals(3, 4, 5, 6, 7), "kept", 12, (1 << 64) - 1, 3, 8, 4, 3)
+
+
+def test_a_deployment_is_found_as_it_was_left(path: str) -> None:
     store = Store(path)
-    store.save_deployment(stored)
+    store.save_deployment(StoredDeployment("decode"))
+    store.save_deployment(STORED)
+    store.begin_plan("decode", PlanTracker.of(5, LIVE, decision_of(LIVE, 0)), 1)
     store.close()
     store = Store(path)
-    assert store.deployments() == [stored]
+    assert store.deployments() == [STORED]
     store.forget("decode")
-    assert store.deployments() == []
+    assert (store.deployments(), store.plans("decode")) == ([], [])
     store.close()
 
 
 def test_a_killed_writer_leaves_a_whole_store(path: str) -> None:
     script = (
         "import os, sys\n"
-        "from tests.control.server.test_store import LIVE, Store, switched\n"
+        "from tests.control.server.test_store import STORED, Store\n"
         f"store = Store({path!r})\n"
-        "store.save_placement('decode', LIVE)\n"
-        "store.save_layer('decode', switched(0), 0)\n"
-        "store._db.execute('BEGIN'); store._db.execute('DELETE FROM placements')\n"
+        "store.save_deployment(STORED)\n"
+        "store._db.execute('BEGIN'); store._db.execute('DELETE FROM deployments')\n"
         "os.kill(os.getpid(), 9)\n"
     )
     killed = subprocess.run([sys.executable, "-c", script], check=False, timeout=300)
     assert killed.returncode == -9
     store = Store(path)
-    found = store.latest_placement("decode")
-    assert found is not None
-    assert found.digest == switched(0).digest
+    assert store.deployments() == [STORED]
     assert store.leader_term > 1
     store.close()
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import sqlite3
-import zlib
 from pathlib import Path
 
 import pytest
 
-from eplb_service.control.core.deployment import Totals
-from eplb_service.control.server.store.store import Store, StoredDeployment
-from eplb_service.control.server.store.store_file import StoreError
+from eplb_service.control.server.store import Store, StoredDeployment, StoreError
 from tests.control.fake_group import first_placement, live_of
 
 LIVE = live_of(first_placement())
@@ -46,7 +43,7 @@ def test_a_damaged_store_is_set_aside_and_begun_again(tmp_path: Path, damage: st
     store = Store(str(path))
     term = store.leader_term
     for number in range(200):
-        store.save_deployment(StoredDeployment(f"deployment-{number}", True, Totals(), "x" * 500))
+        store.save_deployment(StoredDeployment(f"deployment-{number}", last_decision="x" * 500))
     store.close()
     content = bytearray(path.read_bytes())
     if damage == "truncated":
@@ -64,13 +61,14 @@ def test_a_damaged_store_is_set_aside_and_begun_again(tmp_path: Path, damage: st
     assert aside.read_bytes() == content
 
 
-@pytest.mark.parametrize("content", [b"no zlib", zlib.compress(b"short"), zlib.compress(bytes(1 << 20))])
-def test_a_first_layout_that_is_damaged_is_said(path: str, content: bytes) -> None:
+@pytest.mark.parametrize("part", [slice(0, 100), slice(100, None), slice(0, 0)])
+def test_a_first_layout_that_is_damaged_is_said(path: str, part: slice) -> None:
     store = Store(path)
     store.save_first_layout("decode", "first", LIVE.serving)
     store.close()
     with sqlite3.connect(path) as database:
-        database.execute("UPDATE first_layouts SET phy2log = ?", (content,))
+        (content,) = database.execute("SELECT layout FROM first_layouts").fetchone()
+        database.execute("UPDATE first_layouts SET layout = ?", (content[part],))
     database.close()
-    with pytest.raises(ValueError, match=r"damaged|buffer|reshape"):
+    with pytest.raises(ValueError, match="a stored layout is damaged"):
         Store(path).first_layout("decode")

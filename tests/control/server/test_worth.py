@@ -24,6 +24,10 @@ async def eplb(service: RunningService, *arguments: str) -> int:
     return await asyncio.to_thread(run, [*arguments, "--address", service.address])
 
 
+def appraised(service: RunningService) -> bool:
+    return all(task.done() for task in service.plane.decider._appraising.values())
+
+
 async def balanced(service: RunningService, group: FakeGroup) -> None:
     """Have the ranks switch, and serve a whole window since."""
     await group.send_heat(skewed_heat(32))
@@ -67,6 +71,7 @@ async def test_the_same_is_in_the_metrics_and_gone_with_the_ranks_that_it_is_of(
     async with FakeGroup(service.address) as group:
         await group.join()
         await balanced(service, group)
+        service.plane.tick()
         reported = service.plane._metrics.registry.get_sample_value
         worth = service.plane.deployments["decode"].decisions.worth
         assert worth is not None
@@ -74,6 +79,7 @@ async def test_the_same_is_in_the_metrics_and_gone_with_the_ranks_that_it_is_of(
         assert reported("eplb_time_price_info", {"deployment": "decode", "price": "assumed"}) == 1
         serving = {"deployment": "decode", "placement": "serving"}
         assert reported("eplb_experts_seconds", serving) == pytest.approx(worth.serving_ms / 1e3)
+        assert reported("eplb_step_seconds", {"deployment": "decode"}) == pytest.approx(STEP_MICROS / 1e6)
     await until(lambda: not service.plane.deployments["decode"].connected)
     service.plane.tick()
     assert reported("eplb_gain_seconds", {"deployment": "decode"}) is None
@@ -89,7 +95,7 @@ async def test_an_appraisal_that_fails_costs_only_itself(
     await group.send_heat(skewed_heat(32))
     await group.carry_out(await group.hear_plan())
     deployment = service.plane.deployments["decode"]
-    await until(lambda: deployment.ended_plan is not None and not service.plane.decider._appraising)
+    await until(lambda: deployment.ended_plan is not None and appraised(service))
     assert deployment.decisions.worth is None
     assert deployment.last_decision.startswith("plan 1")
 
@@ -112,7 +118,7 @@ async def test_what_an_older_decision_found_does_not_replace_what_a_newer_one_di
     monkeypatch.setattr(decider, "appraise", oldest_last)
     await balanced(service, group)
     newer_is_known.set()
-    await until(lambda: 0 in finished and not service.plane.decider._appraising)
+    await until(lambda: 0 in finished and appraised(service))
     worth = service.plane.deployments["decode"].decisions.worth
     assert finished[-1] == 0
     assert worth is not None

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import hashlib
 import hmac
 import inspect
@@ -24,7 +23,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import grpc
 import structlog
@@ -58,12 +57,9 @@ _OPEN = "/grpc.health.v1.Health/"
 _log = structlog.get_logger(__name__)
 
 
-class _Role(enum.Enum):
-    """Part that a caller plays: speaks for ranks, reads and gives orders, or only reads."""
-
-    AGENT = "agent"
-    OPERATOR = "operator"
-    READER = "reader"
+_Role: TypeAlias = Literal["agent", "operator", "reader"]
+"""Part that a caller plays: speaks for ranks, reads and gives orders, or only reads."""
+_EVERY_ROLE: frozenset[_Role] = frozenset(("agent", "operator", "reader"))
 
 
 def _ranks(text: Any) -> frozenset[int]:
@@ -105,7 +101,7 @@ class Credential(BaseModel):
     def _proves_itself_once(self) -> Credential:
         if sum(proof is not None for proof in (self.token, self.token_sha256, self.certificate)) != 1:
             raise ValueError("name exactly one of token, token_sha256 and certificate")
-        if self.ranks is not None and _Role.AGENT not in self.roles:
+        if self.ranks is not None and "agent" not in self.roles:
             raise ValueError("only agents have ranks")
         return self
 
@@ -118,22 +114,19 @@ class Credential(BaseModel):
         """Return whether it may name ``deployment``."""
         return _ALL in self.deployments or deployment in self.deployments
 
-    def check_reach(self, request: Any) -> None:
-        """Raise ``StatusError`` where ``request`` is of a deployment that it may not name."""
-        name = getattr(request, "deployment", None)
+    def check_reach(self, request: Any, rank: int | None = None) -> None:
+        """Raise ``StatusError`` where ``request`` is of a deployment, or ``rank``, that it may not name."""
+        name, reason = getattr(request, "deployment", None), ""
         if isinstance(name, str) and not self.reaches(name):
-            raise StatusError(
-                grpc.StatusCode.PERMISSION_DENIED,
-                f"{self.name!r} has no say in deployment {printable(name)!r}",
-            )
-
-    def may_be_rank(self, rank: int) -> bool:
-        """Return whether it may speak for ``rank``."""
-        return self.ranks is None or rank in self.ranks
+            reason = f"{self.name!r} has no say in deployment {printable(name)!r}"
+        elif rank is not None and self.ranks is not None and rank not in self.ranks:
+            reason = f"{self.name!r} may not be rank {rank}"
+        if reason:
+            raise StatusError(grpc.StatusCode.PERMISSION_DENIED, reason)
 
 
 _ANYONE = Credential.model_construct(
-    name="anonymous", roles=frozenset(_Role), deployments=frozenset({_ALL}), ranks=None
+    name="anonymous", roles=_EVERY_ROLE, deployments=frozenset({_ALL}), ranks=None
 )
 
 
@@ -144,20 +137,13 @@ class Credentials:
     """
 
     def __init__(self, token: str = "", path: Path | None = None) -> None:
-        roles, digest = frozenset(_Role), _digest(token).hex()
+        roles, digest = _EVERY_ROLE, _digest(token).hex()
         shared = Credential(name="auth_token", role=roles, deployments=frozenset({_ALL}), token_sha256=digest)
         self._shared = (shared,) if token else ()
         self._path = path
-        self._version: object = None
-        self._listed: tuple[Credential, ...] = ()
-        if path is not None:
-            self._version = _version_of(path)
-            self._listed = _read(path)
-
-    @property
-    def are_asked_for(self) -> bool:
-        """``False`` where everybody may call."""
-        return bool(self._shared) or self._path is not None
+        self._content = b"" if path is None else _content(path)
+        self._all = self._shared if path is None else (*self._shared, *_listed(path, self._content))
+        self.are_asked_for = bool(self._all)
 
     def refresh(self) -> bool:
         """Read the file again if it has changed; returns whether other credentials hold now.
@@ -166,24 +152,22 @@ class Credentials:
         """
         if self._path is None:
             return False
+        before = self._all
         try:
-            version = _version_of(self._path)
-            if version == self._version:
+            content = _content(self._path)
+            if content == self._content:
                 return False
-            self._version = version
-            listed = _read(self._path)
+            self._content = content
+            self._all = (*self._shared, *_listed(self._path, content))
         except SettingsError as error:
             _log.error("credentials_unreadable", reason=str(error))
             return False
-        changed, self._listed = listed != self._listed, listed
-        _log.info("credentials_read", credentials=len(listed))
-        return changed
+        _log.info("credentials_read", credentials=len(self._all))
+        return self._all != before
 
     def hold(self, credential: Credential) -> bool:
         """Return whether ``credential`` is one of these still."""
-        return credential in (*self._shared, *self._listed) or (
-            credential is _ANYONE and not self.are_asked_for
-        )
+        return credential in self._all or not self.are_asked_for
 
     def proven_by(self, token: str, certificate_names: Iterable[str]) -> Credential | None:
         """Return the credential that a token or the names in a certificate prove; ``None`` for none."""
@@ -191,7 +175,7 @@ class Credentials:
             return _ANYONE
         digest, names = _digest(token), set(certificate_names)
         found = None
-        for credential in (*self._shared, *self._listed):
+        for credential in self._all:
             # All are compared, so that the time taken does not say which came close.
             matches = bool(token) and hmac.compare_digest(digest, credential.digest)
             if matches or (credential.certificate and credential.certificate in names):
@@ -199,13 +183,18 @@ class Credentials:
         return found
 
 
-def _read(path: Path) -> tuple[Credential, ...]:
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SettingsError(f"cannot read the credentials: {error}") from error
+
+
+def _listed(path: Path, content: bytes) -> tuple[Credential, ...]:
     """Return the credentials in a file; raises ``SettingsError``."""
     try:
-        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"cannot read the credentials: {error}") from error
-    except yaml.YAMLError:
+        entries = yaml.safe_load(content)
+    except (yaml.YAMLError, UnicodeDecodeError):
         # The parser's own message would show the line, and with it a token.
         raise SettingsError(f"{path} is not YAML") from None
     if not isinstance(entries, list) or not entries:
@@ -227,14 +216,6 @@ def _read(path: Path) -> tuple[Credential, ...]:
 
 def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode()).digest()
-
-
-def _version_of(path: Path) -> object:
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise SettingsError(f"cannot read the credentials: {error}") from error
-    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 class Caller(NamedTuple):
@@ -329,7 +310,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
             )
         roles = _roles_for(method)
         if not roles & credential.roles:
-            asked = " or ".join(sorted(role.value for role in roles))
+            asked = " or ".join(sorted(roles))
             raise StatusError(
                 grpc.StatusCode.PERMISSION_DENIED,
                 f"{credential.name!r} may not call {method.rpartition('/')[2]}, which is for {asked}",
@@ -356,7 +337,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         if handler.request_streaming:
             serve = handler.stream_stream or handler.stream_unary
             return await _answered(serve(requests, context), context)
-        async with self._quotas.first_message(caller.host):
+        async with self._quotas.first_messages.turn(caller.host):
             request = await _only_message(context)
         caller.credential.check_reach(request)
         serve = handler.unary_stream or handler.unary_unary
@@ -385,9 +366,9 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
 
 def _roles_for(method: str) -> set[_Role]:
     if method.startswith("/eplb.v1.AgentService/"):
-        return {_Role.AGENT}
+        return {"agent"}
     orders = method.startswith(_OPERATOR) and method.rpartition("/")[2] not in _READ
-    return {_Role.OPERATOR} if orders else {_Role.READER, _Role.OPERATOR}
+    return {"operator"} if orders else {"reader", "operator"}
 
 
 def _token(metadata: Mapping[str, str | bytes]) -> str:

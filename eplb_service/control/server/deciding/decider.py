@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import math
 import os
-import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-import numpy as np
 import structlog
 
 from eplb_service.control.core.deployment import Deployment
@@ -26,8 +21,7 @@ from eplb_service.control.core.plan_tracker import PlanTracker
 from eplb_service.control.server.deciding.computing import DecisionInputs, Prior, appraise, decide
 from eplb_service.control.server.observer import Observer
 from eplb_service.control.server.outgoing.streams import Streams
-from eplb_service.control.server.store.store import StoreWriter
-from eplb_service.placement import mean_par
+from eplb_service.control.server.store import StoreWriter
 from eplb_service.planner.plan import Outlook, Plan
 from eplb_service.planner.settings import PlannerSettings
 from eplb_service.solver.warmup import warm_up
@@ -40,8 +34,6 @@ _AT_ONCE = max(2, os.cpu_count() or 1)
 """Decisions computed at a time: a slow one never delays another deployment's, and many share the cores by turns."""
 _MOST_STUCK = 4
 """Decisions that were given up and still take a thread each; beyond, no more are made."""
-_NICER = 5
-"""Of Linux' nice levels: where cores are scarce the event loop has three times the share of a planner's thread."""
 
 T = TypeVar("T")
 _log = structlog.get_logger(__name__)
@@ -61,7 +53,7 @@ class _DecisionOutcome:
 class Decider:
     """Decides for all deployments, each on a thread of its own and one decision at a time.
 
-    After a decision its steps say what balancing is worth; nobody waits for that appraisal.
+    After a decision its steps say what balancing is worth; nobody waits for that appraisal, which ends the one before.
 
     Parameters
     ----------
@@ -94,9 +86,7 @@ class Decider:
         self._running: dict[str, asyncio.Task[_DecisionOutcome]] = {}
         self._computing: set[Future[Any]] = set()
         self._stuck: dict[str, Future[Any]] = {}
-        self._appraising: set[asyncio.Task[None]] = set()
-        self._numbers = itertools.count()
-        self._appraised: dict[str, int] = {}
+        self._appraising: dict[str, asyncio.Task[None]] = {}
 
     @property
     def computing(self) -> bool:
@@ -136,14 +126,13 @@ class Decider:
 
     def drop(self, name: str) -> None:
         """Forget a deployment: nobody waits for the decision that is being made for it."""
-        self._appraised.pop(name, None)
-        running = self._running.pop(name, None)
-        if running is not None:
-            running.cancel()
+        for tasks in (self._running, self._appraising):
+            if name in tasks:
+                tasks.pop(name).cancel()
 
     async def close(self) -> None:
         """Make no more decisions; one that is being computed is thrown away."""
-        tasks: list[asyncio.Task[Any]] = [*self._running.values(), *self._appraising]
+        tasks: list[asyncio.Task[Any]] = [*self._running.values(), *self._appraising.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -188,17 +177,18 @@ class Decider:
                 solved, outlook, seconds = await self._in_time(deployment.name, decide, inputs)
             except asyncio.TimeoutError:
                 return _DecisionOutcome("failed", f"the decision was given up after {self._deadline:g} s")
-        self._report(deployment.name, solved, outlook, seconds)
+        self._metrics.observe("eplb_solve_seconds", seconds, deployment.name)
+        self._observer.decided(deployment.name, solved, outlook, seconds)
         if solved.price is not None:
             deployment.decisions = replace(deployment.decisions, move_price=solved.price)
-            self._metrics.report_move_price(deployment.name, solved.price)
         if prior is not None:
             outcome = await self._offered(deployment, group, solved, None)
             return replace(outcome, message=f"{outcome.message}, by the heat of {prior[1]}")
         outcome = await self._offered(deployment, group, solved, outlook)
+        if deployment.name in self._appraising:
+            self._appraising[deployment.name].cancel()
         task = asyncio.create_task(self._appraise(deployment, group, inputs, solved))
-        self._appraising.add(task)
-        task.add_done_callback(self._appraising.discard)
+        self._appraising[deployment.name] = task
         return outcome
 
     async def _offered(
@@ -210,7 +200,7 @@ class Decider:
                 deployment.decided(outlook, changed=False)
             seen = "no tokens" if math.isnan(solved.par_seen) else f"PAR {solved.par_seen:.3f}"
             why = ": experts are bound to their ranks" if group.shape.rank_bound else ""
-            return _DecisionOutcome("kept", f"every layer kept ({seen}){why}{_won(outlook)}")
+            return _DecisionOutcome("kept", f"every layer kept ({seen}){why}")
         store, term, live = self._writer.store, deployment.leader_term, group.live
         computing = self._compute(_encoded, store.new_plan_id(), live, solved, term)
         plan, encoded = await _result_of(computing)
@@ -230,15 +220,14 @@ class Decider:
         self._streams.send(deployment.name, encoded)
         message = (
             f"plan {plan.plan_id}: {len(solved.layers)} layers, {solved.moves} moves, "
-            f"PAR {solved.par_seen:.3f} -> {solved.par_planned:.3f}{_won(outlook)}"
+            f"PAR {solved.par_seen:.3f} -> {solved.par_planned:.3f}"
         )
         return _DecisionOutcome("plan", message, plan.plan_id, len(solved.layers), solved.moves)
 
     async def _appraise(
         self, deployment: Deployment, group: Group, inputs: DecisionInputs, solved: Plan
     ) -> None:
-        """Judge what balancing is worth; an older decision's steps never replace what a newer one's said."""
-        number = next(self._numbers)
+        """Judge what balancing is worth."""
         async with self._turns:
             try:
                 found = await self._in_time(deployment.name, appraise, inputs, solved)
@@ -248,58 +237,21 @@ class Decider:
                 _log.exception("worth_unknown", deployment=deployment.name)
                 return
         now = deployment.group
-        if found is None or now is None or now.forming != group.forming:
-            return
-        if number > self._appraised.get(deployment.name, -1):
-            self._appraised[deployment.name] = number
+        if found is not None and now is not None and now.forming == group.forming:
             deployment.decisions = deployment.decisions.appraised(*found)
-            self._metrics.report_worth(deployment.name, found[0])
-
-    def _report(self, name: str, solved: Plan, outlook: Outlook, seconds: float) -> None:
-        self._metrics.observe("eplb_solve_seconds", seconds, name)
-        self._observer.decided(name, solved, seconds)
-        for verdict in solved.verdicts:
-            if not math.isnan(verdict.noise_floor):
-                self._metrics.set("eplb_noise_floor", verdict.noise_floor, name, str(verdict.layer))
-        if not math.isnan(solved.par_seen):
-            floor_L = np.array([verdict.noise_floor for verdict in solved.verdicts])
-            self._metrics.set("eplb_deployment_noise_floor", float(mean_par(floor_L)), name)
-            self._metrics.set("eplb_deployment_par_seen", solved.par_seen, name)
-            self._metrics.set("eplb_deployment_par_planned", solved.par_planned, name)
-        if outlook.won is not None and outlook.won.known:
-            self._metrics.set("eplb_deployment_gain", outlook.won.mean, name)
-            self._metrics.set("eplb_deployment_gain_low", outlook.won.low, name)
-            self._metrics.set("eplb_deployment_gain_high", outlook.won.high, name)
 
 
 def _on_thread(function: Callable[..., T], *arguments: Any) -> Future[T]:
-    """Compute on a thread of its own, which ends with it and runs behind the event loop."""
-    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eplb-planner", initializer=_step_back)
+    """Compute on a thread of its own, which ends with it."""
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eplb-planner")
     computing = thread.submit(function, *arguments)
     thread.shutdown(wait=False)
     return computing
 
 
-def _step_back() -> None:
-    """Let the process's other threads run before this one; on Linux, elsewhere nothing."""
-    if sys.platform == "linux":
-        # There each thread has a nice level of its own, which those that it starts begin with.
-        thread = threading.get_native_id()
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICER)
-
-
 async def _result_of(computing: Future[T]) -> T:
     """Wait for it; who stops waiting does not stop it."""
     return await asyncio.shield(asyncio.wrap_future(computing))
-
-
-def _won(outlook: Outlook | None) -> str:
-    """Gain of balancing so far, for operators; empty where that is not known."""
-    won = None if outlook is None else outlook.won
-    if won is None or not won.known:
-        return ""
-    return f"; {won.mean:.3f} won over the first layout (95 %: {won.low:.3f} to {won.high:.3f})"
 
 
 def _encoded(

@@ -1,4 +1,4 @@
-"""Heat for others than the planner: the service's own recording, and operators who watch; asked of ranks accordingly.
+"""Heat for operators who watch it, asked of the ranks accordingly.
 
 Nobody here is waited for. A watcher who is too slow loses reports, and learns how many.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import Iterator
 
 import grpc
@@ -16,8 +15,7 @@ from eplb_service.control.core.deployment import Deployment, LayerCommitted
 from eplb_service.control.core.errors import ExhaustedError
 from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.server.listening import StatusError
-from eplb_service.io.recorder import MOST_SOURCE_COUNTS, Recording
-from eplb_service.io.trace import TraceFacts
+from eplb_service.io.recorder import MOST_SOURCE_COUNTS
 from eplb_service.wire.agent import Reporting
 from eplb_service.wire.codec import encode
 from eplb_service.wire.generated import agent_pb2, operator_pb2
@@ -38,16 +36,13 @@ class _Watcher:
     def __init__(self, host: str) -> None:
         self.host = host
         self.dropped_reports = 0
-        self._waiting: deque[tuple[operator_pb2.WatchHeatResponse, int]] = deque()
+        self._waiting: asyncio.Queue[tuple[operator_pb2.WatchHeatResponse | str, int]] = asyncio.Queue()
         self._bytes = 0
-        self._changed = asyncio.Event()
-        self._over = ""
 
     def put(self, message: operator_pb2.WatchHeatResponse, size: int = 0) -> None:
         """Queue a message that must not be lost; there is one where a layer switches, or all ranks come together."""
-        self._waiting.append((message, size))
+        self._waiting.put_nowait((message, size))
         self._bytes += size
-        self._changed.set()
 
     def put_heat(self, rank: int, report: agent_pb2.HeatReport) -> None:
         """Queue one rank's report, unless too much waits already."""
@@ -60,36 +55,27 @@ class _Watcher:
 
     def end(self, reason: str) -> None:
         """End the stream once it is empty."""
-        self._over = reason
-        self._changed.set()
+        self._waiting.put_nowait((reason, 0))
 
     async def next(self) -> operator_pb2.WatchHeatResponse:
         """Return the next message; raises ``StatusError`` once it is over."""
-        while not self._waiting:
-            if self._over:
-                raise StatusError(grpc.StatusCode.UNAVAILABLE, self._over)
-            self._changed.clear()
-            await self._changed.wait()
-        message, size = self._waiting.popleft()
+        message, size = await self._waiting.get()
+        if isinstance(message, str):
+            raise StatusError(grpc.StatusCode.UNAVAILABLE, message)
         self._bytes -= size
         message.dropped_reports = self.dropped_reports
         return message
 
 
 class HeatFeed:
-    """Hands what deployments serve and count to the service's recording, if it has one, and to watchers.
+    """Hands what deployments serve and count to watchers.
 
-    These hear that a deployment's fastest rank may be ``pending_steps`` ahead of its slowest.
+    They hear that a deployment's fastest rank may be ``pending_steps`` ahead of its slowest.
     """
 
-    def __init__(self, recording: Recording | None, pending_steps: int) -> None:
-        self._recording = recording
+    def __init__(self, pending_steps: int) -> None:
         self._pending_steps = pending_steps
         self._watchers: dict[str, list[_Watcher]] = {}
-
-    def is_heard(self, name: str) -> bool:
-        """Return whether anybody hears of what a deployment counts."""
-        return self._recording is not None or name in self._watchers
 
     @contextlib.contextmanager
     def watch(self, deployment: Deployment, host: str) -> Iterator[_Watcher]:
@@ -119,17 +105,6 @@ class HeatFeed:
         """Hand on the placement on which all ranks agree."""
         for watcher in self._watchers.get(deployment.name, ()):
             watcher.put(self._served(deployment, live))
-        if self._recording is not None and deployment.group is not None:
-            facts = TraceFacts(
-                origin="recorded by eplb serve",
-                ranks=live.placement.ranks,
-                slots=live.placement.slots,
-                bytes_per_expert=deployment.group.shape.bytes_per_expert,
-                nodes_R=tuple(deployment.group.topology.nodes_R.tolist()),
-            )
-            self._recording.placed(
-                deployment.name, facts, live.placement, live.log2phy_RLE, live.layer_epochs
-            )
 
     def switched(self, name: str, event: LayerCommitted) -> None:
         """Hand on a layer of deployment ``name`` that has switched."""
@@ -138,15 +113,11 @@ class HeatFeed:
         for watcher in self._watchers.get(name, ()):
             switched = encode(SwitchedLayer(layer, epoch, update.phy2log_RS, update.log2phy_RE))
             watcher.put(operator_pb2.WatchHeatResponse(switched=switched))
-        if self._recording is not None:
-            self._recording.switched(name, layer, epoch, update.phy2log_RS, update.log2phy_RE)
 
-    def counted(self, name: str, rank: int, report: HeatReport, message: agent_pb2.HeatReport) -> None:
-        """Hand on what a rank of deployment ``name`` has sent: ``message``, decoded as ``report``."""
+    def counted(self, name: str, rank: int, message: agent_pb2.HeatReport) -> None:
+        """Hand on what a rank of deployment ``name`` has sent."""
         for watcher in self._watchers.get(name, ()):
             watcher.put_heat(rank, message)
-        if self._recording is not None:
-            self._recording.heat(name, rank, report)
 
     def close(self, reason: str) -> None:
         """End the watchers' streams."""
@@ -159,7 +130,7 @@ class HeatFeed:
 
         Own tokens are many step by step: these are asked for where somebody listens, and in short reports.
         """
-        by_step = _is_recordable(deployment) and self.is_heard(deployment.name)
+        by_step = deployment.name in self._watchers and _is_recordable(deployment)
         ranks = 1 if by_step or deployment.group is None else deployment.group.shape.ranks
         steps = deployment.limits.steps_per_report(ranks)
         return Reporting(source_sums=not by_step, one_in=deployment.shedding.one_in, report_steps=steps)

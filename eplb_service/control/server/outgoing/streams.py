@@ -1,16 +1,14 @@
 """Live streams to agents, by deployment and rank, and plans on their way over them.
 
-Copies of a plan go out by turns, in the order of ranks, a megabyte at a time: together they are large, and what the
-kernel takes over at once, it takes on this thread. What has not gone out by the time that the plan is over is not sent:
-ranks drop a plan that not all of them hold.
+Copies of a plan go out by turns, in the order of ranks: together they are large. What has not gone out by the time that
+the plan is over is not sent: ranks drop a plan that not all of them hold.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 import grpc
 
@@ -20,75 +18,32 @@ from eplb_service.wire.codec import encode
 from eplb_service.wire.generated import agent_pb2
 from eplb_service.wire.plan import SharedPlan
 
-_MOST_BYTES = 1 << 20
-"""Of plans that may be on their way at a time."""
+_AT_A_TIME = 2
+"""Copies of plans that may be on their way."""
 _LONGEST_TURN_SECONDS = 1.0
 """Who takes longer goes on beside those whose turn comes next: one frozen rank must not keep a plan from the others."""
 
 
-class _SendQueue:
-    """Turns to send, in the order of asking: at most ``most_bytes`` are on their way, ``held``, or one larger alone."""
-
-    def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
-        self.held = 0
-        self._most_bytes = most_bytes
-        self._waiting: dict[asyncio.Future[None], int] = {}
-        self._sending: dict[asyncio.Future[None], int] = {}
-
-    @contextlib.asynccontextmanager
-    async def turn(self, size: int) -> AsyncIterator[None]:
-        """Wait for the turn to send ``size`` bytes; it is over with the context, or a second after it began."""
-        turn = self.ask(size)
-        try:
-            await turn
-            overdue = asyncio.get_running_loop().call_later(_LONGEST_TURN_SECONDS, self.over, turn)
-            try:
-                yield
-            finally:
-                overdue.cancel()
-        finally:
-            self.over(turn)
-
-    def ask(self, size: int) -> asyncio.Future[None]:
-        """Ask for the turn to send ``size`` bytes; done once it has come."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[turn] = size
-        self._begin_next()
-        return turn
-
-    def over(self, turn: asyncio.Future[None]) -> None:
-        """End a turn, or the wait for it; nothing happens where it has ended."""
-        self._waiting.pop(turn, None)
-        self.held -= self._sending.pop(turn, 0)
-        self._begin_next()
-
-    def _begin_next(self) -> None:
-        for turn, size in list(self._waiting.items()):
-            if self._sending and self.held + size > self._most_bytes:
-                return
-            del self._waiting[turn]
-            self._sending[turn] = size
-            self.held += size
-            # Whoever has been cancelled meanwhile ends its turn by itself.
-            if not turn.done():
-                turn.set_result(None)
-
-
 class _PlanSending:
-    """One plan on its way to all ranks, by turns of ``queue``; ``over`` says that no more copies are to go out."""
+    """One plan on its way to all ranks, as ``turns`` allow; ``over`` says that no more copies are to go out."""
 
-    def __init__(self, plan: SharedPlan, queue: _SendQueue) -> None:
+    def __init__(self, plan: SharedPlan, turns: asyncio.Semaphore) -> None:
         self.over = False
         self._plan = plan
-        self._queue = queue
+        self._turns = turns
 
     async def send(self, rank: int, write: Callable[[bytes], Awaitable[None]]) -> None:
         """Send one rank its copy by ``write`` when its turn comes, unless the plan is over by then."""
-        if self.over:
-            return
-        async with self._queue.turn(self._plan.size):
-            if not self.over:
-                await write(self._plan.response(rank))
+        async with self._turns:
+            if self.over:
+                return
+            writing = asyncio.ensure_future(write(self._plan.response(rank)))
+            try:
+                await asyncio.wait([writing], timeout=_LONGEST_TURN_SECONDS)
+            except asyncio.CancelledError:
+                writing.cancel()
+                raise
+        await writing
 
 
 class RankStream:
@@ -127,7 +82,7 @@ class Streams:
 
     def __init__(self) -> None:
         self._streams: dict[str, dict[int, RankStream]] = {}
-        self._queue = _SendQueue()
+        self._turns = asyncio.Semaphore(_AT_A_TIME)
         self._plans: dict[str, _PlanSending] = {}
         self._asked: dict[str, Reporting] = {}
 
@@ -163,7 +118,7 @@ class Streams:
     def send(self, deployment: str, plan: SharedPlan) -> None:
         """Send each rank that is still there its own message of a plan, by turns; none of the plan before it."""
         self.withdraw(deployment)
-        sending = self._plans[deployment] = _PlanSending(plan, self._queue)
+        sending = self._plans[deployment] = _PlanSending(plan, self._turns)
         for rank, stream in sorted(self._streams.get(deployment, {}).items()):
             stream.outbox.put_nowait((sending, rank))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import structlog
 
+from eplb_service import __version__
 from eplb_service.control.core.deployment import Deployment, LayerCommitted
 from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.group import Assembled, rank_list
@@ -14,15 +15,14 @@ from eplb_service.control.core.live_placement import LivePlacement
 from eplb_service.control.core.plan_tracker import PlanTracker
 from eplb_service.control.server.deciding.computing import PriorError, Priors
 from eplb_service.control.server.deciding.decider import Decider
-from eplb_service.control.server.observer import Observer, report_gauges
+from eplb_service.control.server.observer import Observer, gauges
 from eplb_service.control.server.outgoing.heat_feed import HeatFeed
 from eplb_service.control.server.outgoing.streams import RankStream, Streams
 from eplb_service.control.server.plane.deployments import KnownDeployments
 from eplb_service.control.server.settings import ServiceSettings
-from eplb_service.control.server.store.store import StoredDeployment, StoreWriter, higher_term
-from eplb_service.io.recorder import Recording
+from eplb_service.control.server.store import StoreWriter, higher_term
 from eplb_service.telemetry.logs import BoundedLog
-from eplb_service.telemetry.metrics import Metrics
+from eplb_service.telemetry.metrics import Metrics, Shown
 from eplb_service.wire.agent import Heartbeat, Hello, PlanState, PlanStatus
 from eplb_service.wire.generated import agent_pb2
 from eplb_service.wire.heat import HeatReport
@@ -30,7 +30,6 @@ from eplb_service.wire.operator import PastPlan
 
 _log = structlog.get_logger(__name__)
 
-_END = object()
 _STEPS_AT_A_TIME = 4
 """Whole steps put together before the event loop comes to something else: one of 1,024 ranks takes a millisecond."""
 _MOST_PLANS_LISTED = 100
@@ -43,13 +42,7 @@ class ControlPlane:
     can cause; ``feed`` hands heat on; ``observer`` keeps what pictures are made of.
     """
 
-    def __init__(
-        self,
-        settings: ServiceSettings,
-        writer: StoreWriter,
-        metrics: Metrics,
-        recording: Recording | None = None,
-    ) -> None:
+    def __init__(self, settings: ServiceSettings, writer: StoreWriter, metrics: Metrics) -> None:
         self.settings = settings
         self.streams = Streams()
         self.observer = Observer()
@@ -64,12 +57,11 @@ class ControlPlane:
         self._known = known = KnownDeployments(settings, writer, metrics)
         self.deployments, self.remembered, self.find = known.by_name, known.remembered, known.find
         self.leader_term = writer.store.leader_term
-        self.feed = HeatFeed(recording, known.limits.pending_steps)
+        self.feed = HeatFeed(known.limits.pending_steps)
 
     async def resume(self) -> None:
         """Take up what the store remembers."""
         await self._known.resume()
-        self._metrics.set("eplb_leader_term", self.leader_term)
         _log.info("resumed", leader_term=self.leader_term, deployments=len(self.deployments))
 
     # Agents
@@ -79,8 +71,7 @@ class ControlPlane:
         name = hello.deployment
         deployment = self.deployments.get(name)
         if deployment is None or deployment.group is None or deployment.group.shape != hello.shape:
-            for idle in self._known.idle_to_rest(hello):
-                self._known.rest(idle)
+            for idle in self._known.make_room(hello):
                 self._follow(idle)
         if deployment is None:
             evicted = self._known.deployment_to_evict()
@@ -96,7 +87,6 @@ class ControlPlane:
         finally:
             self._follow(deployment)
         if deployment.group is not None and (group is None or deployment.group.forming != group.forming):
-            self._metrics.forget_layers(name)
             self.observer.regrouped(name)
             self.streams.replace_all(name, "another forming of the group has taken this one's place")
         self.streams.add(name, hello.rank, stream)
@@ -115,8 +105,6 @@ class ControlPlane:
         if not self.streams.remove(deployment.name, rank, stream):
             return
         deployment.leave(rank)
-        if not deployment.connected:
-            self._known.heard_last(deployment)
         self.log.info("agent_disconnected", deployment=deployment.name, rank=rank)
 
     def heat_report(
@@ -127,7 +115,7 @@ class ControlPlane:
         self.observer.heard(name, rank)
         gained = deployment.heat_report(rank, report)
         if self.feed.wants(deployment, report):
-            self.feed.counted(name, rank, report, message)
+            self.feed.counted(name, rank, message)
         if any(gained):
             self._metrics.count("eplb_steps_received", name, by=gained.received)
             self._metrics.count("eplb_steps_lost", name, by=gained.lost)
@@ -168,10 +156,10 @@ class ControlPlane:
     def set_paused(self, deployment: Deployment, paused: bool) -> None:
         """Stop planning, or plan again."""
         deployment.paused = paused
-        self._remember(deployment)
+        self._known.remember(deployment)
         _log.info("paused" if paused else "resumed_planning", deployment=deployment.name)
 
-    async def lead(self, deployment: Deployment) -> bool:
+    def lead(self, deployment: Deployment) -> bool:
         """Have the ranks follow this service, whatever term they have followed; returns whether its term was raised.
 
         Raises ``ConflictError`` where there is no higher term.
@@ -179,9 +167,8 @@ class ControlPlane:
         if deployment.group is None or deployment.outdated is None:
             return False
         before, term = deployment.leader_term, higher_term(deployment.group.highest_term)
-        # First on disk: after a restart the ranks would refuse a lower one.
-        await self._writer.write(self._writer.store.raise_term, deployment.name, term)
-        deployment.leader_term = max(deployment.leader_term, term)
+        deployment.leader_term = term
+        self._known.remember(deployment)
         _log.warning("leads", deployment=deployment.name, leader_term=term, before=before)
         self.streams.end(deployment.name, "this service leads from now on; say Hello again")
         return True
@@ -217,39 +204,39 @@ class ControlPlane:
             pass
 
     def ticking(self) -> Iterator[None]:
-        """Do what ``tick`` does, a part at a time: with many ranks the whole would hold the event loop for long."""
-        self._metrics.set("eplb_deployments", len(self.deployments))
+        """Do what ``tick`` does, a deployment at a time: all of them could hold the event loop for long."""
         self._watch_store()
         heat_bytes = sum(map(self._known.heat_bytes, self.deployments.values()))
-        self._metrics.set("eplb_heat_memory_bytes", heat_bytes)
+        shown: list[Shown] = [
+            ("eplb_build_info", 1, __version__),
+            ("eplb_leads", 1),
+            ("eplb_leader_term", self.leader_term),
+            ("eplb_deployments", len(self.deployments)),
+            ("eplb_heat_memory_bytes", heat_bytes),
+        ]
         for deployment in list(self.deployments.values()):
-            for parts in (self._looking_after(deployment), self._showing(deployment)):
-                yield
-                try:
-                    # It may be forgotten between them.
-                    while (
-                        self.deployments.get(deployment.name) is deployment and next(parts, _END) is not _END
-                    ):
-                        yield
-                except Exception:
-                    # Failures are isolated per deployment.
-                    _log.exception("tick_failed", deployment=deployment.name)
+            yield
+            try:
+                shown += self._looked_after(deployment)
+            except Exception:
+                # Failures are isolated per deployment.
+                _log.exception("tick_failed", deployment=deployment.name)
+        self._metrics.show(shown)
 
-    def _looking_after(self, deployment: Deployment) -> Iterator[None]:
+    def _looked_after(self, deployment: Deployment) -> list[Shown]:
+        """Look after one deployment, which may have been forgotten meanwhile; returns its gauges."""
+        if self.deployments.get(deployment.name) is not deployment:
+            return []
         deployment.tick(time.monotonic())
         self._follow(deployment)
-        yield
         if self._known.has_expired(deployment):
             _log.info("deployment_expired", deployment=deployment.name)
             self.forget(deployment.name)
-        else:
-            self.follow_up(deployment)
-            self._begin(deployment)
-
-    def _showing(self, deployment: Deployment) -> Iterator[None]:
-        yield from report_gauges(deployment, self._metrics, self.observer)
-        yield
+            return []
+        self.follow_up(deployment)
+        self._begin(deployment)
         self.observer.tick(deployment)
+        return gauges(deployment, self.observer)
 
     def _begin(self, deployment: Deployment) -> None:
         """Make the first plan by the heat of a deployment's prior, as soon as its ranks are together."""
@@ -275,7 +262,7 @@ class ControlPlane:
             deployment.service_problems = (problem,) if failing else ()
         known = next((one for one in self.deployments.values() if one.known), None)
         if failing and known is not None:
-            self._remember(known)
+            self._known.remember(known)
 
     # Events
 
@@ -283,13 +270,7 @@ class ControlPlane:
         """Write all deployments to the store before the service stops."""
         for deployment in self.deployments.values():
             if deployment.known or deployment.paused:
-                self._remember(deployment)
-
-    def _remember(self, deployment: Deployment) -> None:
-        stored = StoredDeployment(
-            deployment.name, deployment.paused, deployment.totals, deployment.last_decision
-        )
-        self._writer.post(self._writer.store.save_deployment, stored)
+                self._known.remember(deployment)
 
     def _follow(self, deployment: Deployment) -> None:
         """Carry out what follows from a deployment's events."""
@@ -297,7 +278,7 @@ class ControlPlane:
             if isinstance(event, LivePlacement):
                 self._placement_known(deployment, event)
             elif isinstance(event, LayerCommitted):
-                self._layer_committed(deployment.name, event)
+                self._layer_committed(deployment, event)
             elif isinstance(event, PlanTracker):
                 self._plan_ended(deployment, event)
             else:
@@ -306,7 +287,7 @@ class ControlPlane:
 
     def _placement_known(self, deployment: Deployment, live: LivePlacement) -> None:
         store, name = self._writer.store, deployment.name
-        self._writer.post(store.save_placement, name, live)
+        self._known.remember(deployment)
         if deployment.first_layout is not None:
             group_id, layout = deployment.first_layout
             if layout.placement is live.placement:
@@ -314,13 +295,13 @@ class ControlPlane:
         self.feed.placed(deployment, live)
         _log.info("placement_known", deployment=name, epoch=live.epoch, digest=f"{live.digest:#x}")
 
-    def _layer_committed(self, name: str, event: LayerCommitted) -> None:
-        layer, moves = event.update.layer, len(event.update.moves_M5)
+    def _layer_committed(self, deployment: Deployment, event: LayerCommitted) -> None:
+        name, layer, moves = deployment.name, event.update.layer, len(event.update.moves_M5)
         self.feed.switched(name, event)
         self._metrics.count("eplb_layers_switched", name)
         self._metrics.count("eplb_moves", name, by=moves)
         self._metrics.count("eplb_moved_bytes", name, by=event.bytes_moved)
-        self._writer.post(self._writer.store.save_layer, name, event.live, layer)
+        self._known.remember(deployment)
         _log.info("layer_committed", deployment=name, layer=layer, epoch=event.live.epoch, moves=moves)
 
     def _plan_ended(self, deployment: Deployment, plan: PlanTracker) -> None:
@@ -330,12 +311,5 @@ class ControlPlane:
         self._writer.post(
             self._writer.store.end_plan, plan.plan_id, plan.outcome, plan.reason, plan.committed
         )
-        self._remember(deployment)
-        _log.info(
-            "plan_ended",
-            deployment=deployment.name,
-            plan_id=plan.plan_id,
-            outcome=plan.outcome.value,
-            reason=plan.reason,
-            committed=plan.committed,
-        )
+        self._known.remember(deployment)
+        _log.info("plan_ended", deployment=deployment.name, plan=plan.summary, committed=plan.committed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
+from dataclasses import replace
 
 import structlog
 
@@ -13,7 +14,7 @@ from eplb_service.control.core.flow import FEWEST_STEPS, MOST_STEPS, Limits
 from eplb_service.control.core.plan_tracker import Outcome
 from eplb_service.control.server.deciding.decider import DECISION_RESULTS
 from eplb_service.control.server.settings import ServiceSettings
-from eplb_service.control.server.store.store import StoredPlacement, StoreWriter
+from eplb_service.control.server.store import StoredDeployment, StoreWriter
 from eplb_service.heat.assembler import memory_bytes
 from eplb_service.telemetry.metrics import Metrics
 from eplb_service.wire.agent import Hello, Shape
@@ -47,15 +48,14 @@ def limits_of(settings: ServiceSettings) -> Limits:
 
 
 class KnownDeployments:
-    """Deployments by name, in the order in which they were last heard of.
+    """Deployments by name.
 
-    ``limits`` bounds each; ``remembered`` holds what one served when the last service, or the last of its ranks,
-    stopped.
+    ``limits`` bounds each; ``remembered`` is each as it was last saved, by this service or the one before.
     """
 
     def __init__(self, settings: ServiceSettings, writer: StoreWriter, metrics: Metrics) -> None:
         self.by_name: dict[str, Deployment] = {}
-        self.remembered: dict[str, StoredPlacement] = {}
+        self.remembered: dict[str, StoredDeployment] = {}
         self.limits = limits_of(settings)
         self._settings = settings
         self._writer = writer
@@ -69,13 +69,11 @@ class KnownDeployments:
             deployment.leader_term = max(store.leader_term, stored.leader_term)
             deployment.paused, deployment.last_decision = stored.paused, stored.last_decision
             deployment.totals, deployment.known = stored.totals, True
+            self.remembered[stored.name] = stored
             try:
-                placement = await self._writer.run(store.latest_placement, stored.name)
-                if placement is not None:
-                    self.remembered[stored.name] = placement
                 deployment.first_layout = await self._writer.run(store.first_layout, stored.name)
             except (sqlite3.DatabaseError, ValueError) as error:
-                _log.error("stored_placement_unreadable", deployment=stored.name, reason=str(error))
+                _log.error("stored_layout_unreadable", deployment=stored.name, reason=str(error))
 
     def find(self, name: str) -> Deployment:
         """Return a known deployment; raises ``UnknownDeploymentError``, ``WireError`` for what is no name."""
@@ -107,17 +105,12 @@ class KnownDeployments:
             )
         return idle[0].name
 
-    def heard_last(self, deployment: Deployment) -> None:
-        """Move a deployment to the end: nobody has been heard of more recently."""
-        if self.by_name.get(deployment.name) is deployment:
-            self.by_name[deployment.name] = self.by_name.pop(deployment.name)
-
     def heat_bytes(self, deployment: Deployment) -> int:
         """Return the memory for heat that a deployment takes at most."""
         return 0 if deployment.group is None else self._bytes_for(deployment.group.shape)
 
-    def idle_to_rest(self, hello: Hello) -> list[Deployment]:
-        """Return those to which nobody is connected and whose memory is needed for what ``hello`` asks for.
+    def make_room(self, hello: Hello) -> list[Deployment]:
+        """Take memory that ``hello`` needs from those to which nobody is connected; returns them.
 
         Raises ``ExhaustedError`` where even all of them are too few.
         """
@@ -134,14 +127,28 @@ class KnownDeployments:
                 f"heat of this shape needs {needed >> 20} MiB, and {taken >> 20} MiB of the "
                 f"{most >> 20} MiB that max_heat_bytes allows are taken"
             )
+        for idle in resting:
+            self.remember(idle)
+            idle.rest()
         return resting
 
-    def rest(self, deployment: Deployment) -> None:
-        """Give back the memory of a deployment that nobody is connected to."""
-        live = deployment.live
+    def remember(self, deployment: Deployment) -> None:
+        """Note, and write to the store, a deployment as it is now; what it serves as its ranks last reported it."""
+        name, live = deployment.name, deployment.live
+        stored = replace(
+            self.remembered.get(name, StoredDeployment(name)),
+            paused=deployment.paused,
+            leader_term=deployment.leader_term,
+            totals=deployment.totals,
+            last_decision=deployment.last_decision,
+        )
         if live is not None:
-            self.remembered[deployment.name] = StoredPlacement(live.epoch, live.digest, live.placement)
-        deployment.rest()
+            placement = live.placement
+            layers, ranks, slots = placement.phy2log_LRS.shape
+            sizes = {"layers": layers, "experts": placement.experts, "ranks": ranks, "slots": slots}
+            stored = replace(stored, epoch=live.epoch, digest=live.digest, **sizes)
+        self.remembered[name] = stored
+        self._writer.post(self._writer.store.save_deployment, stored)
 
     def has_expired(self, deployment: Deployment) -> bool:
         """Return whether all ranks left so long ago that none is expected back; a paused one waits for its operator."""

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gzip
 import ipaddress
 import json
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from importlib.resources import files
-from typing import Any
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any, cast
 
 import grpc
 import structlog
@@ -39,8 +37,7 @@ MOST_CONNECTIONS = 64
 _CONNECTION_SECONDS = 30.0
 _HANDSHAKE_SECONDS = 10.0
 _ANSWER_SECONDS = 10.0
-_COMPRESSED_FROM_BYTES = 1024
-_THREADS = 4
+_PAUSE_SECONDS = 0.1
 _PREFIX = "/api/v1/"
 _HEADERS = {
     # Nothing of another origin is fetched, nothing inline runs, and no other page may frame this one.
@@ -67,23 +64,8 @@ _ERRORS: dict[grpc.StatusCode, type[web.HTTPException]] = {
     grpc.StatusCode.FAILED_PRECONDITION: web.HTTPConflict,
     grpc.StatusCode.RESOURCE_EXHAUSTED: web.HTTPTooManyRequests,
 }
-_KINDS = {
-    "html": "text/html; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml",
-}
-
-
-def _page_files() -> dict[str, tuple[str, bytes]]:
-    folder = files("eplb_service.control.server.web").joinpath("page")
-    kinds = {file.name: _KINDS.get(file.name.rpartition(".")[2]) for file in folder.iterdir()}
-    found = {f"/{name}": (kind, folder.joinpath(name).read_bytes()) for name, kind in kinds.items() if kind}
-    return found | {"/": found["/index.html"]}
-
-
-PAGE_FILES = _page_files()
-"""Media type and bytes of every file of the page by its path; ``/`` is its HTML."""
+PAGE = Path(__file__).parent / "page"
+"""Folder of the page's files."""
 
 
 class HttpServer:
@@ -104,9 +86,9 @@ class HttpServer:
         self._address = address
         self._metrics = metrics
         self._operators, self._gate = operators, gate
-        self.certificates = certificates
-        self._open: dict[asyncio.Transport, float] = {}
-        self._threads = ThreadPoolExecutor(_THREADS, "eplb-http")
+        self._certificates = certificates
+        self._beginning: set[asyncio.Task[None]] = set()
+        self._open: dict[asyncio.BaseTransport, float] = {}
         self._runner = web.AppRunner(
             self._application(), access_log=None, logger=_SILENT, lingering_time=0, shutdown_timeout=0.1
         )
@@ -117,62 +99,58 @@ class HttpServer:
 
         Raises ``ListenError``, which names ``--flag``, where it cannot listen.
         """
-        loop = asyncio.get_running_loop()
         host, _, port = self._address.rpartition(":")
-        await self._runner.setup()
         try:
-            found = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-            family, where = found[0][0], str(found[0][4][0])
-            listener = await loop.create_server(
-                lambda: _Connection(self), where, int(port), family=family, backlog=32
-            )
+            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+            listener = socket.create_server(found[0][4][:2], family=found[0][0], backlog=32)
         except OSError as error:
             reason = error.strerror or error
             raise ListenError(f"cannot serve the {flag} on {self._address}: {reason}") from error
+        listener.setblocking(False)
+        await self._runner.setup()
+        accepting = asyncio.create_task(self._accept(listener))
         try:
-            yield f"{host}:{listener.sockets[0].getsockname()[1]}"
+            yield f"{host}:{listener.getsockname()[1]}"
         finally:
+            for task in (accepting, *self._beginning):
+                task.cancel()
+            await asyncio.gather(accepting, *self._beginning, return_exceptions=True)
             listener.close()
-            for transport in self._open:
-                transport.abort()
             await self._runner.cleanup()
-            self._threads.shutdown(wait=False)
 
-    def admit(self, transport: asyncio.Transport) -> bool:
-        """Count a new connection, and end those that take too long; returns ``False`` where there are too many."""
-        now = time.monotonic()
-        for other, since in list(self._open.items()):
-            if other.is_closing():
-                del self._open[other]
-            elif now - since > _CONNECTION_SECONDS:
-                other.abort()
-        if len(self._open) >= MOST_CONNECTIONS:
-            return False
-        self._open[transport] = now
-        return True
-
-    def hand_over(self, transport: asyncio.Transport, early: bytes) -> None:
-        """Have aiohttp answer an admitted connection, on which ``early`` has been received."""
-        assert self._runner.server is not None
-        protocol = self._runner.server()
-        transport.set_protocol(protocol)
-        protocol.connection_made(transport)
-        if early:
-            protocol.data_received(early)
-
-    async def encrypt(
-        self, transport: asyncio.Transport, protocol: asyncio.Protocol
-    ) -> asyncio.Transport | None:
-        """Return the encrypted end of a connection; ``None`` where the handshake failed."""
-        assert self.certificates is not None
+    async def _accept(self, listener: socket.socket) -> None:
+        """Let connections in while there is room for them, and end those that take too long."""
         loop = asyncio.get_running_loop()
-        try:
-            context = await loop.run_in_executor(self._threads, self.certificates.context)
-            return await loop.start_tls(
-                transport, protocol, context, server_side=True, ssl_handshake_timeout=_HANDSHAKE_SECONDS
-            )
-        except OSError:
-            return None
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError:
+                # Too many files are open.
+                await asyncio.sleep(_PAUSE_SECONDS)
+                continue
+            now = time.monotonic()
+            for other, since in list(self._open.items()):
+                if other.is_closing():
+                    del self._open[other]
+                elif now - since > _CONNECTION_SECONDS:
+                    cast("asyncio.Transport", other).abort()
+            if len(self._beginning) + len(self._open) >= MOST_CONNECTIONS:
+                connection.close()
+                continue
+            task = asyncio.create_task(self._begin(connection))
+            self._beginning.add(task)
+            task.add_done_callback(self._beginning.discard)
+
+    async def _begin(self, connection: socket.socket) -> None:
+        """Encrypt a connection where asked for, and have aiohttp answer it."""
+        assert self._runner.server is not None
+        encryption: dict[str, Any] = {}
+        if self._certificates is not None:
+            encryption = {"ssl": self._certificates.context, "ssl_handshake_timeout": _HANDSHAKE_SECONDS}
+        with contextlib.suppress(OSError):
+            loop = asyncio.get_running_loop()
+            transport, _ = await loop.connect_accepted_socket(self._runner.server, connection, **encryption)
+            self._open[transport] = time.monotonic()
 
     def _application(self) -> web.Application:
         application = web.Application(middlewares=[self._answered])
@@ -181,9 +159,10 @@ class HttpServer:
         if self._operators is not None:
             for path in _CALLS:
                 application.router.add_get(_PREFIX + path, self._show_json)
-            for path in PAGE_FILES:
-                application.router.add_get(path, self._show_file)
-        application.router.add_get("/{path:.*}", self._show_nothing)
+            application.router.add_get("/", _show_page)
+            application.router.add_static("/", PAGE)
+        else:
+            application.router.add_get("/{path:.*}", _show_nothing)
         application.on_response_prepare.append(_add_headers)
         return application
 
@@ -203,28 +182,21 @@ class HttpServer:
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
         assert self._metrics is not None
-        metrics, accept = self._metrics, request.headers.get("Accept", "")
-        return await self._response(request, lambda: metrics.exposition(accept))
-
-    async def _show_file(self, request: web.Request) -> web.Response:
-        return await self._response(request, lambda: PAGE_FILES[request.path])
-
-    async def _show_nothing(self, _request: web.Request) -> web.Response:
-        elsewhere = "metrics are at /metrics; the page has an address of its own"
-        here = "there is nothing here; the page is at /"
-        raise web.HTTPNotFound(text=here if self._operators else elsewhere)
+        # On a thread: with many ranks the text is long.
+        shown = await asyncio.to_thread(self._metrics.exposition, request.headers.get("Accept", ""))
+        return _response(request, *shown)
 
     async def _show_json(self, request: web.Request) -> web.Response:
         host, token = _host_of(request), _token_of(request)
         self._check_reached_as(request.headers.get("Host", ""))
         is_local = ipaddress.ip_address(host.partition("%")[0]).is_loopback
-        if token and self.certificates is None and not is_local:
+        if token and self._certificates is None and not is_local:
             raise web.HTTPForbidden(
                 text="a token is not taken in plain text from another host: serve the page with TLS (settings page "
                 "and tls_cert), or come through a tunnel"
             )
         answer = await asyncio.wait_for(self._ask(request, token, host), _ANSWER_SECONDS)
-        return await self._response(request, lambda: ("application/json", _json(answer)))
+        return _response(request, "application/json", await asyncio.to_thread(_json, answer))
 
     def _check_reached_as(self, host: str) -> None:
         """Another site's name that resolves to this machine must not make a browser read what only this machine may."""
@@ -253,47 +225,20 @@ class HttpServer:
             self._gate.note_refusal(f"GET {_PREFIX}{call}", host, code_of(error), str(error))
             raise _ERRORS.get(code_of(error), web.HTTPBadRequest)(text=str(error)) from error
 
-    async def _response(self, request: web.Request, make: Callable[[], tuple[str, bytes]]) -> web.Response:
-        """Make the body on a thread: long texts and their compression would hold the event loop."""
-        zips = "gzip" in request.headers.get("Accept-Encoding", "")
 
-        def made() -> web.Response:
-            kind, body = make()
-            headers = {"Content-Type": kind}
-            if zips and len(body) >= _COMPRESSED_FROM_BYTES:
-                body = gzip.compress(body, compresslevel=1)
-                headers["Content-Encoding"] = "gzip"
-            return web.Response(body=body, headers=headers)
-
-        return await asyncio.get_running_loop().run_in_executor(self._threads, made)
+def _response(request: web.Request, kind: str, body: bytes) -> web.Response:
+    response = web.Response(body=body, headers={"Content-Type": kind})
+    if "gzip" in request.headers.get("Accept-Encoding", ""):
+        response.enable_compression(web.ContentCoding.gzip)
+    return response
 
 
-class _Connection(asyncio.Protocol):
-    """A new connection, until it is admitted, encrypted where asked for, and handed to aiohttp."""
+async def _show_page(_request: web.Request) -> web.FileResponse:
+    return web.FileResponse(PAGE / "index.html")
 
-    def __init__(self, server: HttpServer) -> None:
-        self._server = server
-        self._early = b""
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        if not self._server.admit(transport):
-            transport.abort()
-        elif self._server.certificates is None:
-            self._server.hand_over(transport, b"")
-        else:
-            self._encrypting = asyncio.create_task(self._encrypt(transport))
-
-    def data_received(self, data: bytes) -> None:
-        """Keep what arrives with the end of the handshake."""
-        self._early += data
-
-    async def _encrypt(self, transport: asyncio.Transport) -> None:
-        # Nothing is read before the handshake begins. Not earlier: Python 3.10 reads on after connection_made.
-        transport.pause_reading()
-        encrypted = await self._server.encrypt(transport, self)
-        if encrypted is not None:
-            self._server.hand_over(encrypted, self._early)
+async def _show_nothing(_request: web.Request) -> web.Response:
+    raise web.HTTPNotFound(text="metrics are at /metrics; the page has an address of its own")
 
 
 async def _add_headers(_request: web.Request, response: web.StreamResponse) -> None:

@@ -1,0 +1,331 @@
+"""Facts that outlive a service: its term, every deployment as it was left, and every plan with its outcome.
+
+One SQLite file, written in transactions with a write-ahead log, so that a kill at any moment leaves it whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import structlog
+
+from eplb_service.control.core.deployment import Totals
+from eplb_service.control.core.errors import ConflictError
+from eplb_service.control.core.leader import RANDOM_BITS, term_above, term_at
+from eplb_service.control.core.plan_tracker import Outcome, PlanTracker
+from eplb_service.placement import Placement
+from eplb_service.planner.plan import Serving
+from eplb_service.wire.operator import LayerVerdict, PastPlan
+
+MEMORY = ":memory:"
+"""A store that keeps nothing."""
+T = TypeVar("T")
+
+_log = structlog.get_logger(__name__)
+
+_PLANS_KEPT = 10_000
+_MOST_TABLE_BYTES = 256 << 20
+"""Where tables are larger the layout is not kept, and a restarted service measures from the one that it meets."""
+_APPLICATION_ID = 0x45504C42  # "EPLB"
+_LOOKED_AT_BYTES = 1 << 16
+_SCHEMA_VERSION = 2
+_SCHEMA = """
+CREATE TABLE service (leader_term INTEGER NOT NULL);
+INSERT INTO service VALUES (0);
+-- state: a StoredDeployment as JSON.
+CREATE TABLE deployments (name TEXT PRIMARY KEY, state TEXT NOT NULL);
+-- layout: an npz file of the placement and, where they do not follow from it by the rule, the tables.
+CREATE TABLE first_layouts (deployment TEXT PRIMARY KEY, group_id TEXT NOT NULL, layout BLOB NOT NULL);
+CREATE TABLE plans (
+    id INTEGER PRIMARY KEY,
+    deployment TEXT NOT NULL,
+    at REAL NOT NULL,
+    leader_term INTEGER NOT NULL,
+    base_epoch INTEGER NOT NULL,
+    verdicts TEXT NOT NULL,
+    outcome TEXT,
+    reason TEXT NOT NULL DEFAULT '',
+    committed INTEGER NOT NULL DEFAULT 0
+);
+CREATE INDEX plans_of ON plans (deployment, id);
+"""
+
+
+class StoreError(Exception):
+    """A file that cannot be this service's store; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class StoredDeployment:
+    """A deployment as it was left: what is shown of it until its ranks return, and its leader term.
+
+    Version and sizes of what it serves are 0 while they are not known.
+    """
+
+    name: str
+    paused: bool = False
+    leader_term: int = 0
+    totals: Totals = Totals()  # noqa: RUF009 - immutable
+    last_decision: str = ""
+    epoch: int = 0
+    digest: int = 0
+    layers: int = 0
+    experts: int = 0
+    ranks: int = 0
+    slots: int = 0
+
+
+class Store:
+    """Leader term, deployments and plans in an open file; not for use by two threads at a time.
+
+    ``path`` is made where there is none; ``above`` is a leader term that this start's must be past. Raises
+    ``StoreError`` where the file is something else, or cannot be written. ``leader_term`` is this start's: past that of
+    the last start on the same file, and the clock, and never equal to another service's; so is the one of each
+    deployment that has a higher one. Plans that were under way are marked interrupted.
+    """
+
+    def __init__(self, path: str, above: int = 0) -> None:
+        self._db = _open(path)
+        with self._db:
+            # At least the clock: ranks follow a service that has lost its store, or has another, if it started last.
+            fresh = term_at(time.time(), secrets.randbits(RANDOM_BITS))
+            if above >= fresh:
+                fresh = higher_term(above)
+            self._db.execute("UPDATE service SET leader_term = MAX(leader_term + 1, ?)", (fresh,))
+            self._db.execute(
+                "UPDATE plans SET outcome = ?, reason = 'the service stopped' WHERE outcome IS NULL",
+                (Outcome.INTERRUPTED.value,),
+            )
+        (term,) = self._db.execute("SELECT leader_term FROM service").fetchone()
+        self.leader_term: int = term
+        for stored in self.deployments():
+            if stored.leader_term >= term:
+                with contextlib.suppress(ConflictError):
+                    self.save_deployment(replace(stored, leader_term=higher_term(stored.leader_term)))
+        (last,) = self._db.execute("SELECT COALESCE(MAX(id), 0) FROM plans").fetchone()
+        # Agents outlive services: where no file remembers the last number, the clock is past it.
+        self._last_plan_id: int = max(last, int(time.time()))
+
+    def close(self) -> None:
+        """Write everything into the one file."""
+        self._db.close()
+
+    def new_plan_id(self) -> int:
+        """Return a number that no plan of this file has, and no plan of a service without one is likely to have had."""
+        self._last_plan_id += 1
+        return self._last_plan_id
+
+    def save_deployment(self, deployment: StoredDeployment) -> None:
+        """Save a deployment as it is now."""
+        state = json.dumps(asdict(deployment))
+        self._write("INSERT OR REPLACE INTO deployments VALUES (?, ?)", deployment.name, state)
+
+    def deployments(self) -> list[StoredDeployment]:
+        """Return all that were ever known, by name."""
+        rows = self._db.execute("SELECT state FROM deployments ORDER BY name").fetchall()
+        states = [json.loads(state) for (state,) in rows]
+        return [StoredDeployment(**{**state, "totals": Totals(**state["totals"])}) for state in states]
+
+    def forget(self, name: str) -> None:
+        """Remove a deployment and all of its history."""
+        self._write("DELETE FROM deployments WHERE name = ?", name)
+        self._write("DELETE FROM first_layouts WHERE deployment = ?", name)
+        self._write("DELETE FROM plans WHERE deployment = ?", name)
+
+    def save_first_layout(self, name: str, group_id: str, layout: Serving) -> None:
+        """Save the layout that a group of ranks came with, in place of an earlier group's."""
+        placement, log2phy_RLE = layout.placement, layout.log2phy_RLE
+        arrays: dict[str, Any] = {"phy2log_LRS": placement.phy2log_LRS, "experts": placement.experts}
+        if not np.array_equal(log2phy_RLE, placement.default_log2phy()):
+            arrays["log2phy_RLE"] = log2phy_RLE
+        self._write("DELETE FROM first_layouts WHERE deployment = ?", name)
+        if log2phy_RLE.nbytes <= _MOST_TABLE_BYTES:
+            content = io.BytesIO()
+            np.savez_compressed(content, **arrays)
+            self._write("INSERT INTO first_layouts VALUES (?, ?, ?)", name, group_id, content.getvalue())
+
+    def first_layout(self, name: str) -> tuple[str, Serving] | None:
+        """Return the last group's identity and first layout; raises ``ValueError`` where that is no layout."""
+        row = self._db.execute(
+            "SELECT group_id, layout FROM first_layouts WHERE deployment = ?", (name,)
+        ).fetchone()
+        if row is None:
+            return None
+        group_id, content = row
+        try:
+            with np.load(io.BytesIO(content), allow_pickle=False) as held:
+                placement = Placement(held["phy2log_LRS"], int(held["experts"]))
+                if "log2phy_RLE" not in held:
+                    return group_id, Serving(placement, placement.default_log2phy())
+                log2phy_RLE = held["log2phy_RLE"]
+            placement.check_log2phy(log2phy_RLE)
+        except Exception as error:
+            # Whatever numpy and its decompression make of damage.
+            raise ValueError(f"a stored layout is damaged: {error}") from error
+        return group_id, Serving(placement, log2phy_RLE)
+
+    def begin_plan(self, name: str, plan: PlanTracker, leader_term: int) -> None:
+        """Save a plan of this term before any rank hears of it."""
+        verdicts = json.dumps([asdict(verdict) for verdict in plan.decision.verdicts])
+        self._write(
+            "INSERT INTO plans (id, deployment, at, leader_term, base_epoch, verdicts) VALUES (?, ?, ?, ?, ?, ?)",
+            *(plan.plan_id, name, time.time(), leader_term, plan.base_epoch, verdicts),
+        )
+        self._write(
+            "DELETE FROM plans WHERE deployment = ?1 AND id <= (SELECT id FROM plans WHERE deployment = ?1 "
+            "ORDER BY id DESC LIMIT 1 OFFSET ?2)",
+            *(name, _PLANS_KEPT),
+        )
+
+    def end_plan(self, plan_id: int, outcome: Outcome, reason: str, committed: int) -> None:
+        """Save the outcome of a plan."""
+        self._write(
+            "UPDATE plans SET outcome = ?, reason = ?, committed = ? WHERE id = ?",
+            *(outcome.value, reason, committed, plan_id),
+        )
+
+    def plans(self, name: str, limit: int = 100) -> list[PastPlan]:
+        """Return the newest plans of a deployment, newest first; one under way has no outcome."""
+        rows = self._db.execute(
+            "SELECT id, at, COALESCE(outcome, ''), reason, committed, verdicts, leader_term, base_epoch FROM plans "
+            "WHERE deployment = ? ORDER BY id DESC LIMIT ?",
+            (name, limit),
+        )
+        return [
+            PastPlan(id_, at, outcome, reason, committed, _verdicts(verdicts), term, epoch)
+            for id_, at, outcome, reason, committed, verdicts, term, epoch in rows
+        ]
+
+    def _write(self, statement: str, *values: Any) -> None:
+        with self._db:
+            self._db.execute(statement, values)
+
+
+def higher_term(term: int) -> int:
+    """Return a term above ``term`` that no other service has; raises ``ConflictError`` where there is none."""
+    return term_above(term, secrets.randbits(RANDOM_BITS))
+
+
+def _verdicts(text: str) -> tuple[LayerVerdict, ...]:
+    return tuple(LayerVerdict(**verdict) for verdict in json.loads(text))
+
+
+def _open(path: str) -> sqlite3.Connection:
+    """Open ``path``, made where there is none; raises ``StoreError`` where it is something else or cannot be used."""
+    if path != MEMORY and not Path(path).parent.is_dir():
+        raise StoreError(f"cannot make the store {path!r}: its directory does not exist")
+    database = None
+    try:
+        database = _connect(path)
+        _check_kind(database, path)
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = NORMAL")
+    except (sqlite3.Error, StoreError) as error:
+        if database is not None:
+            database.close()
+        if isinstance(error, StoreError):
+            raise
+        raise StoreError(
+            f"cannot use {path!r} as the store: {error}; name a writable path that is new or was made by eplb"
+        ) from error
+    return database
+
+
+def _connect(path: str) -> sqlite3.Connection:
+    """An open database that is whole; one of ours that is damaged is set aside, and a new one begun.
+
+    The ranks hold the truth about what they serve, so that a service without its history is better than none.
+    """
+    database = sqlite3.connect(path, timeout=5.0, check_same_thread=False)
+    try:
+        (state,) = database.execute("PRAGMA quick_check(1)").fetchone()
+        reason = "" if state == "ok" else str(state)
+    except sqlite3.OperationalError:
+        # Locked, unreadable, or on a full disk: nothing is said of the file.
+        database.close()
+        raise
+    except sqlite3.DatabaseError as error:
+        reason = str(error)
+    if not reason:
+        return database
+    database.close()
+    with Path(path).open("rb") as file:
+        was_ours = b"CREATE TABLE deployments" in file.read(_LOOKED_AT_BYTES)
+    if not was_ours:
+        raise StoreError(f"{path!r} is no store of eplb ({reason}); name another, or move it away")
+    aside = f"{path}.damaged-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}"
+    for suffix in ("", "-wal", "-shm"):
+        if Path(path + suffix).exists():
+            Path(path + suffix).rename(aside + suffix)
+    _log.error("store_damaged", path=path, set_aside=aside, reason=reason)
+    return sqlite3.connect(path, timeout=5.0, check_same_thread=False)
+
+
+def _check_kind(database: sqlite3.Connection, path: str) -> None:
+    (application,) = database.execute("PRAGMA application_id").fetchone()
+    (version,) = database.execute("PRAGMA user_version").fetchone()
+    (tables,) = database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+    if not tables:
+        database.executescript(
+            f"BEGIN; {_SCHEMA} PRAGMA application_id = {_APPLICATION_ID}; "
+            f"PRAGMA user_version = {_SCHEMA_VERSION}; COMMIT;"
+        )
+    elif application != _APPLICATION_ID:
+        raise StoreError(f"{path!r} is a database of something else; name another store")
+    elif version != _SCHEMA_VERSION:
+        raise StoreError(
+            f"{path!r} has schema version {version}, this release reads {_SCHEMA_VERSION}; "
+            "use the release that wrote it, or name another store"
+        )
+
+
+class StoreWriter:
+    """Runs a store's methods on a thread of its own. Balancing goes on where the disk does not.
+
+    ``failures`` counts writes that failed; ``failing`` is the error of the last one, empty where it succeeded.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.failures = 0
+        self.failing = ""
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eplb-store")
+
+    def post(self, write: Callable[..., None], *arguments: Any) -> Future[None]:
+        """Write some time soon; a failure is logged."""
+        written = self._thread.submit(write, *arguments)
+        written.add_done_callback(self._note)
+        return written
+
+    async def write(self, write: Callable[..., None], *arguments: Any) -> None:
+        """Write, and wait until it is done; a failure is logged."""
+        await asyncio.gather(asyncio.wrap_future(self.post(write, *arguments)), return_exceptions=True)
+
+    async def run(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Read or write, and wait for it."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+
+    def close(self) -> None:
+        """Finish what was asked for, then close the store."""
+        self._thread.shutdown(wait=True)
+        self.store.close()
+
+    def _note(self, written: Future[None]) -> None:
+        error = written.exception()
+        if error is not None:
+            self.failures += 1
+            if not self.failing:
+                _log.error("store_write_failed", error=str(error))
+        self.failing = str(error) if error is not None else ""

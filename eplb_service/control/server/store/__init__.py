@@ -1,1 +1,0 @@
-"""Facts that outlive a restart: leader terms, placements and plans, in one SQLite file."""
