@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from worker_agent.moe.experts import ExpertBatch, SlotwiseExperts
-from worker_agent.moe.operators import GroupListType
+from worker_agent.moe.experts import ExpertBatch, GroupedExperts
+from worker_agent.moe.operators import GroupListType, operators_for
 from worker_agent.moe.weights import ExpertWeights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -98,11 +98,9 @@ class _Call:
         counts_S[task.slots - busy :] = tokens
         rows_NH = torch.randn(rows, task.hidden, device=task.device).to(dtype)
         self._batch = ExpertBatch(rows_NH, counts_S, GroupListType.COUNTS)
-        wide = torch.empty(rows * max(2 * task.inter, task.hidden), dtype=dtype, device=task.device)
-        self._workspaces = wide, torch.empty(rows * task.inter, dtype=dtype, device=task.device)
-        self._weights = weights
-        self._experts = SlotwiseExperts()
+        self._weights, self._dtype = weights, dtype
         self._device = torch.device(task.device)
+        self._experts = GroupedExperts(operators_for(self._device))
         # One thread's own time is free of whatever else runs; of several threads, or a device, only a clock knows.
         alone = self._device.type == "cpu" and torch.get_num_threads() == 1
         self._clock = time.thread_time if alone else time.perf_counter
@@ -111,7 +109,7 @@ class _Call:
         """Microseconds of one call."""
         self._wait()
         began = self._clock()
-        self._experts.run(self._batch, self._weights, *self._workspaces)
+        self._experts.run(self._batch, self._weights, self._dtype)
         self._wait()
         return (self._clock() - began) * 1e6
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,23 +17,20 @@ from worker_agent.moe import (
     ExpertParallelMoE,
     ExpertSource,
     MoEShape,
-    seeded_biases,
+    SharedExperts,
     seeded_experts,
 )
 from worker_agent.moe.compose import LayerOptions
 from worker_agent.moe.dispatch import SHARED_TOKEN_DISPATCHERS, MC2Variant
+from worker_agent.moe.operators import Operators, reference
 from worker_agent.moe.rank_group import RankGroup
+from worker_agent.moe.router import grouped_routing
+from worker_agent.moe.shared_experts import SharedModule
+from worker_agent.moe.weights import ExpertWeights
 
 _groups: dict[int, dist.ProcessGroup | None] = {}
 
-MC2_VARIANTS = [
-    MC2Variant(2),
-    MC2Variant(2, a3=False),
-    MC2Variant(1),
-    MC2Variant(1, a3=False),
-    MC2Variant(2, a3=False, hierarchical=True),
-    MC2Variant(1, a3=False, hierarchical=True),
-]
+MC2_VARIANTS = [MC2Variant(), MC2Variant(a3=False), MC2Variant(a3=False, hierarchical=True)]
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,8 @@ class Case:
 
     @property
     def biases(self) -> ExpertSource | None:
-        return seeded_biases(self.shape, self.seed) if self.biased else None
+        weights = seeded_experts(self.shape, self.seed + 1)
+        return (lambda expert: tuple(weight[:, 0] for weight in weights(expert))) if self.biased else None
 
     def dense(self) -> DenseMoE:
         """The twin that a layer must equal."""
@@ -109,19 +107,40 @@ class Case:
         popularity_E = -self.skew * torch.arange(self.experts).float()
         logits_TE = torch.randn(count, self.experts, generator=generator) + popularity_E
         if self.dispatcher == "moge":
-            weights_TK, ids_TK = grouped_top_k(logits_TE, self.ranks, self.top_k // self.ranks)
+            weights_TK, ids_TK = grouped_routing(self.ranks)(logits_TE, self.top_k)
         else:
             weights_TK, ids_TK = logits_TE.topk(self.top_k)
         return hidden_TH.to(self.dtype), ids_TK.to(torch.int32), weights_TK.softmax(-1)
 
 
-def grouped_top_k(logits_TE: torch.Tensor, groups: int, share: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``share`` best experts of each group of consecutive ones, in order of logit, ``[T, groups * share]``."""
-    in_groups_TGS = logits_TE.unflatten(1, (groups, -1))
-    chosen_TGC, place_TGC = in_groups_TGS.topk(share, dim=2)
-    ids_TGC = place_TGC + torch.arange(groups).view(1, groups, 1) * in_groups_TGS.shape[2]
-    chosen_TK, order_TK = chosen_TGC.flatten(1).sort(dim=1, descending=True)
-    return chosen_TK, ids_TGC.flatten(1).gather(1, order_TK)
+def shared_weights(case: Case, gated: bool = False) -> tuple[ExpertWeights, torch.Tensor | None]:
+    """Shared experts as wide as one of the case's, and their gate if they have one; of the case's dtype."""
+    w13_IH, w2_HI = seeded_experts(replace(case, experts=1).shape, seed=99)(0)
+    weights = ExpertWeights(w13_IH.unsqueeze(0).to(case.dtype), w2_HI.unsqueeze(0).to(case.dtype))
+    return weights, torch.linspace(-1, 1, case.hidden).to(case.dtype) if gated else None
+
+
+def shared_of(case: Case, gated: bool = False, operators: Operators | None = None) -> SharedExperts:
+    """The case's shared experts in two parts."""
+    weights, gate_H = shared_weights(case, gated)
+    own = reference if operators is None else operators
+    return SharedExperts(3, weights, own, case.dtype, gate_H, case.activation)
+
+
+def whole_of(case: Case, gated: bool = False) -> SharedModule:
+    """The case's shared experts as a whole, in float32: a dense layer of one expert."""
+    weights, gate_H = shared_weights(case, gated)
+    dense = DenseMoE(replace(case, experts=1).shape, lambda _: (weights.w13_SIH[0], weights.w2_SHI[0]))
+
+    def whole(hidden_TH: torch.Tensor) -> torch.Tensor:
+        hidden_TH = hidden_TH.float()
+        weight_T1 = torch.ones(len(hidden_TH), 1)
+        if gate_H is not None:
+            weight_T1 = torch.sigmoid(hidden_TH @ gate_H.float()).unsqueeze(1)
+        out_TH: torch.Tensor = dense(hidden_TH, torch.zeros(weight_T1.shape).int(), weight_T1)
+        return out_TH
+
+    return whole
 
 
 def ep_group(ranks: int) -> dist.ProcessGroup | None:
@@ -129,12 +148,6 @@ def ep_group(ranks: int) -> dist.ProcessGroup | None:
     if ranks not in _groups:
         _groups[ranks] = dist.new_group(list(range(ranks))) if ranks > 1 else None
     return _groups[ranks]
-
-
-def build(case: Case, heat_rows: int = 4) -> tuple[ExpertParallelMoE, DenseMoE | ExpertParallelMoE] | None:
-    """As ``build_on``, of the first ranks of this process's group; ``None`` on a rank that has no part in the case."""
-    group = ep_group(case.ranks)
-    return build_on(case, RankGroup(group), heat_rows) if dist.get_rank() < case.ranks else None
 
 
 def build_on(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from eplb_service.wire.heat import StepPhase
-from tests.moe.cases import MC2_VARIANTS, Case
+from tests.moe.cases import MC2_VARIANTS, Case, layer_on, shared_of, whole_of
 from tests.moe.pairwise import Row, pairwise
 from tests.moe.simulated import SimulatedGroup
 from worker_agent.moe import (
@@ -18,29 +18,24 @@ from worker_agent.moe import (
     ExpertParallelMoE,
     LayerOptions,
     MicroBatch,
-    SharedExperts,
     seeded_experts,
 )
-from worker_agent.moe.dense import dense_shared_experts
 from worker_agent.moe.dispatch import DISPATCHER_NAMES, SHARED_TOKEN_DISPATCHERS
 from worker_agent.moe.operators import reference
 from worker_agent.moe.prepare import All2AllPreparation, AllGatherPreparation, MC2Preparation, Preparation
-from worker_agent.moe.shape import MoEShape
 from worker_agent.moe.weights import ExpertWeights
 
 OPTIONS: dict[str, list[Any]] = {
     "dispatcher": list(DISPATCHER_NAMES),
     "ranks": [1, 2, 3, 4, 5, 6, 7, 8],
-    "kind": ["grouped", "W8A8", "slotwise", "batched"],
+    "kind": ["grouped", "W8A8", "batched"],
     "dtype": [torch.float32, torch.float16, torch.bfloat16],
     "top_k": ["least", "some", "all"],
     "redundant": [False, True],
     "mask": ["none", "tokens", "choices", "one rank idle", "all idle"],
     "tokens": ["different", "one rank", "none"],
-    "experts_weigh": [False, True],
     "weigh_on_input": [False, True],
     "quantize_before_gather": [False, True],
-    "chunk_rows": [None, 2],
     "mc2": MC2_VARIANTS,
     "length": ["asked for", "longest", "longer"],
     "shared": ["none", "plain", "gated"],
@@ -57,7 +52,6 @@ MOST_TOKENS = 5
 
 def allowed(row: Row) -> bool:
     """Whether options, of which some may be missing, are meant to go together."""
-    mc2 = row.get("dispatcher") == "mc2"
     if row.get("mc2", OPTIONS["mc2"][0]) != OPTIONS["mc2"][0] and row.get("dispatcher", "mc2") != "mc2":
         return False
     if row.get("dispatcher") == "moge" and (row.get("redundant") or row.get("split") == "step"):
@@ -75,10 +69,8 @@ def allowed(row: Row) -> bool:
             return False
         if row.get("dispatcher") == "moge" and row.get("ranks") not in (None, 1):
             return False
-    # MC2's operators weigh in their combine; a batched layer has no room for longer padding.
-    return not (mc2 and row.get("experts_weigh")) and not (
-        row.get("length") == "longer" and row.get("kind") == "batched"
-    )
+    # A batched layer has no room for longer padding.
+    return not (row.get("length") == "longer" and row.get("kind") == "batched")
 
 
 @dataclass(frozen=True)
@@ -158,43 +150,20 @@ def step_of(case: Case, row: Row, rank: int) -> Step:
     return Step(tokens, active, StepPhase.DUMMY if idle else None)
 
 
-def shared_weights(case: Case, gated: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    shape = MoEShape(99, 1, case.hidden, case.intermediate, case.activation)
-    w13_IH, w2_HI = seeded_experts(shape)(0)
-    return (
-        w13_IH.to(case.dtype),
-        w2_HI.to(case.dtype),
-        torch.linspace(-1, 1, case.hidden).to(case.dtype) if gated else None,
-    )
-
-
 def layer_of(case: Case, row: Row, group: SimulatedGroup) -> ExpertParallelMoE:
-    shared = None
-    if row["shared"] != "none":
-        w13_IH, w2_HI, gate_H = shared_weights(case, row["shared"] == "gated")
-        weights = ExpertWeights(w13_IH.unsqueeze(0), w2_HI.unsqueeze(0))
-        shared = SharedExperts(3, weights, reference, case.dtype, gate_H, case.activation)
-    return ExpertParallelMoE(
-        case.shape,
-        case.placement(),
-        seeded_experts(case.shape, case.seed),
+    shared = None if row["shared"] == "none" else shared_of(case, row["shared"] == "gated", reference)
+    return layer_on(
+        case,
+        group,
         biases=case.biases,
-        log2phy_E=case.tables()[group.rank],
-        dispatcher=case.dispatcher,
-        ep_group=group,
         heat_rows=2,
-        quantized=case.quantized,
-        dtype=case.dtype,
         check_ids=row["check_ids"],
         shared_experts=shared,
         options=LayerOptions(
             preparations=_preparations(row, group),
-            slotwise=row["kind"] == "slotwise",
             max_rank_tokens=MOST_TOKENS if row["kind"] == "batched" else None,
-            experts_weigh=row["experts_weigh"],
             weigh_on_input=row["weigh_on_input"],
             quantize_before_gather=row["quantize_before_gather"],
-            chunk_rows=row["chunk_rows"],
             mc2=row["mc2"],
             split=row["split"],
         ),
@@ -259,19 +228,11 @@ def expected(case: Case, row: Row, step: Step) -> torch.Tensor:
     dense = DenseMoE(
         case.shape,
         lambda e: _rounded(experts(e), case.dtype),
-        biases=None
-        if biases is None
-        else lambda e: _rounded(biases(e), ExpertWeights.bias_dtype(case.dtype)),
+        biases=biases and (lambda e: _rounded(biases(e), ExpertWeights.bias_dtype(case.dtype))),
     )
     out_TH = dense(hidden_TH.float(), ids_TK, weights_TK)
     if row["shared"] != "none":
-        w13_IH, w2_HI, gate_H = (
-            None if part is None else part.float() for part in shared_weights(case, row["shared"] == "gated")
-        )
-        assert w13_IH is not None
-        assert w2_HI is not None
-        whole = dense_shared_experts(w13_IH, w2_HI, gate_H, case.activation)
-        out_TH = out_TH + whole(step.tokens[0].float())
+        out_TH = out_TH + whole_of(case, row["shared"] == "gated")(step.tokens[0])
     return out_TH.masked_fill(~step.real_T.unsqueeze(1), 0.0)
 
 

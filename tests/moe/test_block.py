@@ -7,14 +7,12 @@ import pytest
 import torch
 
 from eplb_service.wire.heat import StepPhase
-from tests.moe.cases import Case, alone, layer_on
+from tests.moe.cases import Case, alone, layer_on, shared_of
 from tests.moe.simulated import run_simulated
-from worker_agent.moe import MoEBlock, MoEShape, Router, SharedExperts, seeded_experts
+from worker_agent.moe import MoEBlock, Router
 from worker_agent.moe.block import FreeExpert
-from worker_agent.moe.operators import reference
 from worker_agent.moe.rank_group import RankGroup
 from worker_agent.moe.router import balanced_choices, grouped_routing
-from worker_agent.moe.weights import ExpertWeights
 
 CASE = Case("all2allv", experts=6, slots=6, top_k=3, tokens=(12,))
 
@@ -96,70 +94,21 @@ def test_a_profile_run_of_grouped_experts_is_balanced_within_every_group(tokens:
     assert torch.bincount(chosen.flatten()).tolist() == [tokens] * 9
 
 
-def test_balanced_choices_that_do_not_divide_into_groups():
-    with pytest.raises(ValueError, match="9 experts and 4 choices do not divide into 3 groups"):
-        balanced_choices(1, 9, 4, torch.device("cpu"), groups=3)
-
-
 def test_a_blocks_step_chooses_its_dispatcher_and_length():
-    case = Case("mc2", experts=6, slots=3, top_k=3, tokens=(5, 2, 4), skew=0.2)
-
-    def steps(group: RankGroup) -> None:
-        layer = layer_on(case, group, dispatcher=("all2allv", "mc2"))
-        block = MoEBlock(Router(6, 3), layer)
-        hidden_TH = case.step(group.rank)[0]
-        logits_TE = torch.randn(hidden_TH.shape[0], 6, generator=torch.Generator().manual_seed(group.rank))
-        weights_TK, ids_TK = block.router(logits_TE)
-        expected_TH = case.dense()(hidden_TH, ids_TK, weights_TK)
-        for dispatcher in ("mc2", None):
-            torch.testing.assert_close(
-                block(hidden_TH, logits_TE, dispatcher=dispatcher, length=7), expected_TH
-            )
-        with pytest.raises(ValueError, match=r"dispatcher must be one.*got 'moge'"):
-            block(hidden_TH, logits_TE, dispatcher="moge")
-        if group.rank == 0:
-            with pytest.raises(ValueError, match="MC2: 5 tokens are more than the step's common length of 4"):
-                block(hidden_TH, logits_TE, dispatcher="mc2", length=4)
-        assert int(layer.load_counter) == 2
-
-    run_simulated(3, steps)
-
-
-@pytest.mark.parametrize("kind", [None, *FreeExpert])
-def test_a_block_takes_two_micro_batches_as_one_step(kind: FreeExpert | None):
-    case = Case("all2allv", experts=6, slots=4, top_k=3, tokens=(5, 4), skew=0.2)
-
-    def step(group: RankGroup) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
-        experts = 6 if kind is None else 8
-        generator = torch.Generator().manual_seed(group.rank)
-        batches = [
-            (
-                case.step(group.rank, number)[0],
-                torch.randn(case.tokens[group.rank], experts, generator=generator),
-                torch.arange(case.tokens[group.rank]) != number,
-            )
-            for number in range(2)
-        ]
-        block = MoEBlock(Router(experts, 3), layer_on(case, group), kind)
-        hidden, logits, active_T = zip(*batches, strict=True)
-        together = block.forward_two(hidden, logits, active_T=active_T, phase=StepPhase.DECODE, length=5)
-        twin = MoEBlock(Router(experts, 3), layer_on(case, group), kind)
-        apart = [twin(hidden, logits, active_T=active_T) for hidden, logits, active_T in batches]
-        assert int(block.layer.load_counter) == 1
-        assert torch.equal(block.layer.moe_load[0], twin.layer.moe_load[:2].sum(dim=0))
-        return list(together), apart, int(block.layer.moe_load.sum())
-
-    for together, apart, received in run_simulated(2, step):
-        assert received > 0
-        torch.testing.assert_close(together, apart)
+    layer = alone(CASE, dispatcher=("all2allv", "mc2"))
+    block, hidden_TH = MoEBlock(Router(6, 3), layer), CASE.step(0)[0]
+    wanted_TH = block(hidden_TH, logits(6))
+    torch.testing.assert_close(block(hidden_TH, logits(6), dispatcher="mc2", length=13), wanted_TH)
+    with pytest.raises(ValueError, match=r"dispatcher must be one.*got 'moge'"):
+        block(hidden_TH, logits(6), dispatcher="moge")
+    with pytest.raises(ValueError, match="MC2: 12 tokens are more than the step's common length of 4"):
+        block(hidden_TH, logits(6), dispatcher="mc2", length=4)
+    assert int(layer.load_counter) == 2
 
 
 @pytest.mark.parametrize("kind", FreeExpert)
 def test_padding_has_no_shared_experts_where_there_are_free_ones(kind: FreeExpert):
-    w13_IH, w2_HI = seeded_experts(MoEShape(9, 1, CASE.hidden, CASE.intermediate))(0)
-    weights = ExpertWeights(w13_IH.unsqueeze(0), w2_HI.unsqueeze(0))
-    shared = SharedExperts(3, weights, reference, torch.float32)
-    layer = layer_on(CASE, RankGroup(None), shared_experts=shared)
+    layer = alone(CASE, shared_experts=shared_of(CASE))
     active_T = torch.arange(12) % 3 != 0
     out_TH = MoEBlock(Router(9, 3), layer, kind)(CASE.step(0)[0], logits(9), active_T=active_T)
     assert out_TH.any(dim=1).tolist() == active_T.tolist()
@@ -173,6 +122,8 @@ def test_balanced_choices_are_distinct_and_even(tokens: int):
     assert counts.max() - counts.min() <= 1
     with pytest.raises(ValueError, match=r"top_k must be 1\.\.6"):
         balanced_choices(tokens, 6, 7, torch.device("cpu"))
+    with pytest.raises(ValueError, match="6 experts and 4 choices do not divide into 3 groups"):
+        balanced_choices(tokens, 6, 4, torch.device("cpu"), groups=3)
 
 
 def test_ranks_go_on_from_one_another():

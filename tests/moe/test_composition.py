@@ -20,53 +20,36 @@ from worker_agent.moe.rank_group import RankGroup
 
 OWN = {"preparations": {"allgather": AllGatherPreparation([RankGroup(None)])}}
 UNUSED = {"preparations": {"all2all": All2AllPreparation(RankGroup(None))}}
+EARLY = {"quantize_before_gather": True}
 
 
 @pytest.mark.parametrize(
     ("dispatcher", "quantized", "options", "message"),
     [
-        ("mc2", False, {"experts_weigh": True}, "MC2Dispatcher weighs in its combine"),
-        ("all2allv", True, {"slotwise": True}, "SlotwiseExperts does not take int8 weights"),
-        ("all2allv", False, {"chunk_rows": 0}, "takes no chunks of 0 rows"),
+        ("all2allv", True, {"max_rank_tokens": 3}, "takes floating-point weights alone"),
         ("all2allv", False, {"max_rank_tokens": 0}, "room for one token per rank, got 0"),
-        ("allgather", False, {"quantize_before_gather": True}, "this one's weights are floating-point"),
-        ("mc2", True, {"quantize_before_gather": True}, "a default preparation, got mc2$"),
-        ("allgather", True, {"quantize_before_gather": True} | OWN, "with preparations of their own"),
+        ("allgather", False, EARLY, "this one's weights are floating-point"),
+        ("mc2", True, EARLY, "a default preparation, got mc2$"),
+        ("allgather", True, EARLY | OWN, "a default preparation, got allgather$"),
         ("mc2", False, UNUSED, "preparations are given for all2all, dispatchers are mc2"),
-        ("all2allv", False, {"slotwise": True, "max_rank_tokens": 3}, "either slotwise or batched"),
+        ([], False, {}, "a layer needs at least one dispatcher"),
         ("all2allv", False, {"split": "steps"}, "split is 'steps'; use one of tables, step"),
-        ("all2allv", False, {"split_rounds": 0}, "a split takes at least one round"),
     ],
 )
 def test_parts_that_do_not_fit_together(
-    dispatcher: str, quantized: bool, options: dict[str, Any], message: str
+    dispatcher: Any, quantized: bool, options: dict[str, Any], message: str
 ):
+    case = Case("mc2", 4, 4, 2, (3,), quantized=quantized)
     with pytest.raises(ValueError, match=message):
-        alone(Case(dispatcher, 4, 4, 2, (3,), quantized=quantized), LayerOptions(**options))
+        alone(case, LayerOptions(**options), dispatcher=dispatcher)
 
 
-def test_mc2_has_two_versions():
-    with pytest.raises(ValueError, match="MC2 has versions 1 and 2, got 3"):
-        MC2Variant(3)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            LayerOptions(max_rank_tokens=2),
-            "layer 3: 3 tokens, padding among them, are more than the 2 of a rank's dispatch that the batched",
-        ),
-        (
-            LayerOptions(weigh_on_input=True),
-            "layer 3: weights can be applied to the input of one choice per token alone, got 2",
-        ),
-    ],
-)
-def test_tokens_that_do_not_fit_the_parts(options: LayerOptions, message: str):
+def test_one_choice_alone_is_weighed_on_the_input():
     case = Case("all2allv", experts=4, slots=4, top_k=2, tokens=(3,))
-    with pytest.raises(ValueError, match=message):
-        alone(case, options)(*case.step(0))
+    with pytest.raises(
+        ValueError, match=r"layer 3: weights can be applied to the input of one choice .*got 2"
+    ):
+        alone(case, LayerOptions(weigh_on_input=True))(*case.step(0))
 
 
 def test_mc2_takes_no_expert_twice_and_no_more_tokens_than_its_operators():
@@ -85,24 +68,19 @@ def test_mc2_takes_no_expert_twice_and_no_more_tokens_than_its_operators():
 
     run_simulated(2, one_step)
     npu: Any = SimpleNamespace(type="npu")
-    options = LayerOptions(mc2=MC2Variant())
-    path = LayerPath.of("mc2", RankGroup(None), 4, reference, npu, quantized=False, options=options)
+    path = LayerPath.of("mc2", RankGroup(None), 4, reference, npu, LayerOptions(mc2=MC2Variant()))
     path.check_room(3, 512)
     with pytest.raises(ValueError, match="layer 3: 513 tokens, padding among them, are more than the 512"):
         path.check_room(3, 513)
 
 
-@pytest.mark.parametrize("experts_weigh", [False, True])
-def test_a_grouped_token_with_more_than_its_share_on_a_rank_is_not_a_number(experts_weigh: bool):
+def test_a_grouped_token_with_more_than_its_share_on_a_rank_is_not_a_number():
     """Where ids are not checked, as on a device, an expert that has left its group must not go unnoticed."""
     case = Case("moge", experts=4, slots=2, top_k=2, tokens=(2, 2))
 
     def one_step(group: RankGroup) -> torch.Tensor:
-        options = LayerOptions(experts_weigh=experts_weigh)
         in_order_RS = np.arange(4, dtype=np.int32).reshape(2, 2)
-        layer = layer_on(
-            case, group, phy2log_RS=in_order_RS, log2phy_E=None, check_ids=False, options=options
-        )
+        layer = layer_on(case, group, phy2log_RS=in_order_RS, log2phy_E=None, check_ids=False)
         layer.log2phy[1], layer.log2phy[2] = 2, 1
         ids_TK = torch.tensor([[0, 2], [0, 3]])
         out_TH: torch.Tensor = layer(torch.ones(2, 8), ids_TK, torch.ones(2, 2))
@@ -111,30 +89,6 @@ def test_a_grouped_token_with_more_than_its_share_on_a_rank_is_not_a_number(expe
     for out_TH in run_simulated(2, one_step):
         assert out_TH[0].isnan().all()
         assert not out_TH[1].isnan().any()
-
-
-def test_weights_on_the_input_reach_tokens_that_were_quantized_before():
-    case = Case("allgather", experts=4, slots=4, top_k=1, tokens=(6,), hidden=32, quantized=True)
-    hidden_TH, ids_TK, _ = case.step(0)
-    weights_T1 = torch.linspace(0.1, 2.0, 6).unsqueeze(1)
-    options = LayerOptions(weigh_on_input=True, quantize_before_gather=True)
-    found_TH = alone(case, options)(hidden_TH, ids_TK, weights_T1)
-    wanted_TH = alone(case, LayerOptions(weigh_on_input=True))(hidden_TH, ids_TK, weights_T1)
-    torch.testing.assert_close(found_TH, wanted_TH)
-
-
-@pytest.mark.parametrize(
-    ("active", "message"),
-    [
-        (torch.ones(4, dtype=torch.bool), r"active must have the shape \[5\] or \[5, 3\], got \[4\]"),
-        (torch.ones(5), "active must have the dtype torch.bool, got torch.float32"),
-        (torch.ones(5, dtype=torch.bool, device="meta"), "active must have the layer's device cpu, got meta"),
-    ],
-)
-def test_a_mask_that_does_not_fit(active: torch.Tensor, message: str):
-    case = Case("all2allv", experts=4, slots=4, top_k=3, tokens=(5,))
-    with pytest.raises(ValueError, match=f"layer 3: {message}"):
-        alone(case)(*case.step(0), active=active)
 
 
 @pytest.mark.parametrize("variant", MC2_VARIANTS, ids=str)

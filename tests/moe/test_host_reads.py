@@ -110,8 +110,8 @@ def captured() -> list[Row]:
     chosen = {}
     for row in ROWS:
         way = row["dispatcher"], row["kind"], row["split"], row["mc2"]
-        # All-to-all waits for its counts, and slot by slot the experts read theirs.
-        if row["dispatcher"] != "all2allv" and row["kind"] != "slotwise":
+        # All-to-all waits for its counts.
+        if row["dispatcher"] != "all2allv":
             same = {"check_ids": False, "ranks": 4, "tokens": "different", "dtype": torch.float32}
             chosen.setdefault(way, row | same | {"weigh_on_input": False})
     return list(chosen.values())

@@ -10,7 +10,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.moe.simulated import SimulatedGroup, run_simulated
-from worker_agent.moe.operators import reference
 from worker_agent.moe.prepare import (
     All2AllPreparation,
     AllGatherPreparation,
@@ -114,28 +113,6 @@ def test_gathering_gives_every_rank_the_tokens_of_all(counts: list[int], kind: s
         ],
     }[kind]
     assert results[0] == torch.cat([tokens[0] for tokens in expected])[:, 0].tolist()
-
-
-def quantized_gather(ep: SimulatedGroup) -> None:
-    counts = [3, 0, 1, 5]
-    tokens = tokens_of(ep.rank, counts[ep.rank % 4])
-    preparation = AllGatherPreparation([ep], quantize_with=reference)
-    prepared = preparation.prepare(*tokens)
-    check_padding(prepared)
-    assert prepared.hidden_TH.dtype == torch.int8
-    assert prepared.scale_T is not None
-    assert prepared.active_T is not None
-    everybody = [tokens_of(rank, counts[rank % 4])[0] for rank in range(8)]
-    int8_NH, scale_N = reference.npu_dynamic_quant(torch.cat(everybody))
-    assert torch.equal(prepared.hidden_TH[prepared.active_T], int8_NH)
-    assert torch.equal(prepared.scale_T[prepared.active_T], scale_N)
-    out_TH = prepared.finalize(prepared.hidden_TH * prepared.scale_T.unsqueeze(1) / 8)
-    assert out_TH.dtype == tokens[0].dtype
-    torch.testing.assert_close(out_TH, tokens[0], atol=0.05, rtol=0)
-
-
-def test_tokens_can_be_quantized_before_they_are_gathered():
-    run_simulated(8, quantized_gather)
 
 
 ALONE = RankGroup(None)

@@ -7,7 +7,7 @@ from worker_agent.moe.layer import ExpertParallelMoE
 from worker_agent.moe.router import Router, Scoring
 from worker_agent.moe.shape import Activation, MicroBatch, MoEShape
 from worker_agent.moe.shared_experts import SharedExperts
-from worker_agent.moe.weights import ExpertSource, seeded_biases, seeded_experts
+from worker_agent.moe.weights import ExpertSource, seeded_experts
 
 __all__ = [
     "Activation",
@@ -21,6 +21,5 @@ __all__ = [
     "Router",
     "Scoring",
     "SharedExperts",
-    "seeded_biases",
     "seeded_experts",
 ]

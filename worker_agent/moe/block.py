@@ -9,7 +9,7 @@ import torch
 from eplb_service.wire.heat import StepPhase
 from worker_agent.moe.layer import ExpertParallelMoE
 from worker_agent.moe.router import Router, balanced_choices
-from worker_agent.moe.shape import MicroBatch, masked_outputs
+from worker_agent.moe.shape import masked_outputs
 
 
 class FreeExpert(str, Enum):
@@ -59,76 +59,27 @@ class MoEBlock(torch.nn.Module):
         others; ``active_T``, bool over all tokens, marks the real ones. In a ``profile`` run choices are balanced
         instead of the router's, and are no heat. Arguments as for ``ExpertParallelMoE.forward`` otherwise.
         """
-        routed, free_TH = self._routed(hidden, logits, active_T, profile)
-        out_TH: torch.Tensor = self.layer(
-            routed.hidden_TH,
-            routed.topk_ids_TK,
-            routed.topk_weights_TK,
-            active=routed.active,
+        hidden_TH, layer = hidden.flatten(0, -2), self.layer
+        weights_TK, ids_TK = self.router(logits.flatten(0, -2))
+        experts = layer.shape.experts
+        if profile:
+            # Of each rank's group alike where experts are grouped.
+            groups = layer.ep_size if layer.rank_bound else 1
+            size = ids_TK.shape[0], experts, ids_TK.shape[1]
+            ids_TK = balanced_choices(*size, ids_TK.device, rank=layer.ep_rank, groups=groups)
+        own_TK = ids_TK < experts
+        active_TK = own_TK if active_T is None else own_TK & active_T.unsqueeze(1)
+        out_TH: torch.Tensor = layer(
+            hidden_TH,
+            ids_TK.masked_fill(~own_TK, 0),
+            weights_TK,
+            active=active_T if self._free_experts is None else active_TK,
             phase=phase,
             dispatcher=dispatcher,
             length=length,
             profile=profile,
         )
-        return _finished(out_TH, free_TH, active_T, phase).view(hidden.shape)
-
-    @torch.no_grad()
-    def forward_two(
-        self,
-        hidden: tuple[torch.Tensor, torch.Tensor],
-        logits: tuple[torch.Tensor, torch.Tensor],
-        *,
-        active_T: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-        phase: StepPhase | None = None,
-        dispatcher: str | None = None,
-        length: int | None = None,
-        profile: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run two micro-batches as one step; ``length`` is that of either. Arguments as for ``forward``, in pairs."""
-        first, second = (
-            self._routed(*batch, profile) for batch in zip(hidden, logits, active_T, strict=True)
-        )
-        outputs = self.layer.forward_two(
-            first[0], second[0], phase=phase, dispatcher=dispatcher, length=length, profile=profile
-        )
-        one, two = (
-            _finished(out_TH, free_TH, active, phase).view(own.shape)
-            for out_TH, (_, free_TH), active, own in zip(
-                outputs, (first, second), active_T, hidden, strict=True
-            )
-        )
-        return one, two
-
-    def _routed(
-        self, hidden: torch.Tensor, logits: torch.Tensor, active_T: torch.Tensor | None, profile: bool
-    ) -> tuple[MicroBatch, torch.Tensor | None]:
-        """Return the layer's own tokens and choices, and the outputs of free experts, unless they are zeros."""
-        hidden_TH = hidden.flatten(0, -2)
-        weights_TK, ids_TK = self.router(logits.flatten(0, -2))
-        if profile:
-            # Of each rank's group alike where experts are grouped.
-            layer = self.layer
-            groups, device = layer.ep_size if layer.rank_bound else 1, layer.w13_weight.device
-            experts, rank = layer.shape.experts, layer.ep_rank
-            ids_TK = balanced_choices(
-                ids_TK.shape[0], experts, ids_TK.shape[1], device, rank=rank, groups=groups
-            )
-        if self._free_experts is None:
-            return MicroBatch(hidden_TH, ids_TK, weights_TK, active_T), None
-        own_TK = ids_TK < self.layer.shape.experts
-        free_TH = None
         if self._free_experts is FreeExpert.IDENTITY:
             weight_T1 = weights_TK.float().masked_fill(own_TK, 0.0).sum(dim=1, keepdim=True)
-            free_TH = (hidden_TH * weight_T1).to(hidden_TH.dtype)
-        active_TK = own_TK if active_T is None else own_TK & active_T.unsqueeze(1)
-        return MicroBatch(hidden_TH, ids_TK.masked_fill(~own_TK, 0), weights_TK, active_TK), free_TH
-
-
-def _finished(
-    out_TH: torch.Tensor,
-    free_TH: torch.Tensor | None,
-    active_T: torch.Tensor | None,
-    phase: StepPhase | None,
-) -> torch.Tensor:
-    """Add the outputs of free experts; zeros for padding."""
-    return masked_outputs(out_TH if free_TH is None else out_TH + free_TH, active_T, phase)
+            out_TH = out_TH + (hidden_TH * weight_T1).to(hidden_TH.dtype)
+        return masked_outputs(out_TH, active_T, phase).view(hidden.shape)

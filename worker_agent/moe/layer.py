@@ -88,27 +88,33 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         options: LayerOptions | None = None,
     ) -> None:
         super().__init__(shape.layer)
-        self.shape = shape
-        self._device = torch.device(device)
-        check_dtype(shape.layer, self._device.type, dtype)
-        self._dtype = dtype
-        self._quantized = quantized
-        self._dispatchers = [dispatcher] if isinstance(dispatcher, str) else list(dispatcher)
-        self.shares_tokens = any(name in SHARED_TOKEN_DISPATCHERS for name in self._dispatchers)
-        self.rank_bound = "moge" in self._dispatchers
-        self._options = LayerOptions() if options is None else options
-        if self._options.split == "step":
-            StepwiseSplit.check(shape.layer, self._dispatchers, self._device.type)
+        names = [dispatcher] if isinstance(dispatcher, str) else list(dispatcher)
+        options = LayerOptions() if options is None else options
+        options.check(names, quantized)
+        self.shape, self._options = shape, options
+        self._device = device = torch.device(device)
+        check_dtype(shape.layer, device.type, dtype)
+        self._dtype, self._quantized = dtype, quantized
+        self._check_ids = device.type == "cpu" if check_ids is None else check_ids
         self._shared_experts = shared_experts
-        self._stream = SharedStream.of(self._device) if self._options.multistream else None
-        self._check_ids = self._device.type == "cpu" if check_ids is None else check_ids
-        group = ep_group if isinstance(ep_group, RankGroup) else RankGroup(ep_group)
-        self._place(group, phy2log_RS, log2phy_E, dealing_width, heat_rows)
-        logical_S = phy2log_RS[group.rank].tolist()
-        weights = build_weights(shape, experts, logical_S, dtype, self._device, biases)
-        if quantized:
-            weights = weights.quantize(operators_for(self._device), dtype)
-        self._hold(shape.layer, weights, gated=shape.activation.gated)
+        self._stream = SharedStream.of(device) if options.multistream else None
+        self._group = group = ep_group if isinstance(ep_group, RankGroup) else RankGroup(ep_group)
+        self.shares_tokens = any(name in SHARED_TOKEN_DISPATCHERS for name in names)
+        self.rank_bound = "moge" in names
+        place = shape.layer, shape.experts, phy2log_RS, group.rank, group.size
+        log2phy_E = checked_table(*place, log2phy_E, self.shares_tokens, dealing_width)
+        if self.rank_bound:
+            check_grouped(shape.layer, phy2log_RS)
+        self._track(phy2log_RS, group.rank, log2phy_E, heat_rows, device)
+        operators = operators_for(device)
+        parts = group, phy2log_RS.shape[1], operators, device, options, shape.activation
+        self._paths = {name: LayerPath.of(name, *parts) for name in names}
+        self._split = None
+        if options.split == "step":
+            StepwiseSplit.check(shape.layer, names, device.type)
+            self._split = StepwiseSplit(phy2log_RS, shape.experts, device)
+        weights = build_weights(shape, experts, phy2log_RS[group.rank].tolist(), dtype, device, biases)
+        self._hold(shape.layer, weights.quantize(operators, dtype) if quantized else weights)
 
     @property
     def ep_rank(self) -> int:
@@ -140,7 +146,6 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         dispatcher: str | None = None,
         length: int | None = None,
         profile: bool = False,
-        workspace_set: int = 0,
     ) -> torch.Tensor:
         """Put this rank's tokens through their experts on all ranks; each rank has its own T >= 0.
 
@@ -165,8 +170,6 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
             always waits for its counts). All-to-all pads nothing; a split by step goes by it there, too.
         profile
             Whether the step measures the machine and serves nobody: its heat is a row of zeros.
-        workspace_set
-            Which of the layer's workspaces is used: steps that overlap need one each.
 
         Returns
         -------
@@ -180,7 +183,7 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
             says how that ends on the other ranks.
         """
         batch = MicroBatch(hidden_TH, topk_ids_TK, topk_weights_TK, active)
-        (out_TH,) = self._step((batch,), phase, dispatcher, length, profile, workspace_set)
+        (out_TH,) = self._step((batch,), phase, dispatcher, length, profile)
         return out_TH
 
     @torch.no_grad()
@@ -202,40 +205,6 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         one, two = self._step((first, second), phase, dispatcher, length, profile)
         return one, two
 
-    def _place(
-        self,
-        group: RankGroup,
-        phy2log_RS: Int32,
-        log2phy_E: Int32 | None,
-        dealing_width: int,
-        heat_rows: int,
-    ) -> None:
-        """Make maps, tables, heat rings and paths of this rank of a group."""
-        shape, device, names, options = self.shape, self._device, self._dispatchers, self._options
-        log2phy_E = checked_table(
-            shape.layer,
-            shape.experts,
-            phy2log_RS,
-            group.rank,
-            group.size,
-            log2phy_E,
-            self.shares_tokens,
-            dealing_width,
-        )
-        if "moge" in names:
-            check_grouped(shape.layer, phy2log_RS)
-        self._track(phy2log_RS, group.rank, log2phy_E, heat_rows, device)
-        self._group = group
-        slots, operators, quantized = phy2log_RS.shape[1], operators_for(device), self._quantized
-        options = options.completed(names, quantized, operators, device)
-        self._paths = {
-            name: LayerPath.of(name, group, slots, operators, device, quantized, options, shape.activation)
-            for name in names
-        }
-        self._split = None
-        if options.split == "step":
-            self._split = StepwiseSplit(phy2log_RS, shape.experts, device, options.split_rounds)
-
     def _step(
         self,
         batches: Sequence[MicroBatch],
@@ -243,11 +212,10 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         dispatcher: str | None,
         length: int | None,
         profile: bool,
-        workspace_set: int = 0,
     ) -> list[torch.Tensor]:
         """Run one or two micro-batches as a step; each one's own outputs, with those of its shared experts."""
         path = self._path(dispatcher)
-        own = self._checked(path, batches, phase)
+        own = [self._checked(path, batch, phase) for batch in batches]
         shared = self._shared_experts
         beside = [] if shared is None else [shared.beside(batch.hidden_TH, self._stream) for batch in batches]
         prepared, requests = [], list[DispatchRequest]()
@@ -255,20 +223,17 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
             ready, request = self._prepare(path, batch, own_TK, length)
             prepared.append(ready)
             requests.append(request.after(requests[-1]) if requests else request)
-        results = path.kernel.run(
-            requests, self._weights(), self._dtype, beside=beside, workspace_set=workspace_set
-        )
-        received_S = results[0].heat_S if len(results) == 1 else results[0].heat_S + results[1].heat_S
+        results, received_S, beside_TH = path.kernel.run(requests, self._weights(), self._dtype, beside)
         sources = [own_TK[ready.source].reshape(-1) for own_TK, ready in zip(own, prepared, strict=True)]
         self._record(received_S, torch.cat(sources), counts=not profile)
-        outputs = []
-        for batch, ready, result in zip(batches, prepared, results, strict=True):
-            out_TH = ready.finalize(result.out_TH)
-            if result.beside_TH is not None:
-                # Zeros for padding, which shared experts have outputs of.
-                out_TH = masked_outputs(out_TH + result.beside_TH, batch.active, phase)
-            outputs.append(out_TH)
-        return outputs
+        outputs = [ready.finalize(out_TH) for ready, out_TH in zip(prepared, results, strict=True)]
+        if not beside_TH:
+            return outputs
+        # Zeros for padding, which shared experts have outputs of.
+        return [
+            masked_outputs(out_TH + extra_TH, batch.active, phase)
+            for batch, out_TH, extra_TH in zip(batches, outputs, beside_TH, strict=True)
+        ]
 
     def _path(self, dispatcher: str | None) -> LayerPath:
         if dispatcher is None:
@@ -280,27 +245,20 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
             )
         return self._paths[dispatcher]
 
-    def _checked(
-        self, path: LayerPath, batches: Sequence[MicroBatch], phase: StepPhase | None
-    ) -> list[torch.Tensor]:
-        """Return each batch's ids ``[T, K]``, -1 where a choice is not real; raises as ``forward`` does."""
-        shape, device = self.shape, self.w13_weight.device
-        found = []
-        for batch in batches:
-            shape.check_tokens(
-                batch.hidden_TH,
-                batch.topk_ids_TK,
-                batch.topk_weights_TK,
-                self._dtype,
-                device,
-                self._check_ids,
+    def _checked(self, path: LayerPath, batch: MicroBatch, phase: StepPhase | None) -> torch.Tensor:
+        """Return a batch's ids ``[T, K]``, -1 where a choice is not real; raises as ``forward`` does."""
+        shape = self.shape
+        tokens = batch.hidden_TH, batch.topk_ids_TK, batch.topk_weights_TK
+        shape.check_tokens(*tokens, self._dtype, self.w13_weight.device, self._check_ids)
+        ids_TK = real_ids(shape, batch.topk_ids_TK, batch.active, phase)
+        if self._options.weigh_on_input and ids_TK.shape[1] != 1:
+            raise ValueError(
+                f"layer {shape.layer}: weights can be applied to the input of one choice per token alone, "
+                f"got {ids_TK.shape[1]}"
             )
-            ids_TK = real_ids(shape, batch.topk_ids_TK, batch.active, phase)
-            self._options.check_choices(shape.layer, ids_TK)
-            if self._check_ids:
-                path.check_distinct(shape.layer, ids_TK)
-            found.append(ids_TK)
-        return found
+        if self._check_ids:
+            path.check_distinct(shape.layer, ids_TK)
+        return ids_TK
 
     def _prepare(
         self, path: LayerPath, batch: MicroBatch, own_TK: torch.Tensor, length: int | None
@@ -308,9 +266,7 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
         prepared = path.preparation.prepare(batch.hidden_TH, (own_TK, batch.topk_weights_TK), length)
         path.check_room(self.shape.layer, prepared.hidden_TH.shape[0])
         ids_TK, weights_TK = prepared.routing
-        masked = own_TK is not batch.topk_ids_TK
         if prepared.active_T is not None:
-            masked = True
             ids_TK = ids_TK.masked_fill(~prepared.active_T.unsqueeze(1), -1)
         physical_TK = None
         if self._split is not None:
@@ -321,9 +277,9 @@ class ExpertParallelMoE(EplbState, ExpertTensors):
             ids_TK,
             weights_TK,
             self.log2phy,
-            masked=masked,
-            physical_TK=physical_TK,
             scale_T=prepared.scale_T,
+            quantized=self._quantized,
+            physical_TK=physical_TK,
             check_values=self._check_ids,
         )
         return prepared, request.weighed_on_input() if self._options.weigh_on_input else request

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -27,7 +27,7 @@ class Prepared:
     """Brings outputs in the order of the prepared tokens back to this rank's own, whatever the dispatch between."""
 
     active_T: torch.Tensor | None = None
-    """bool: the real tokens; ``None`` where all are. MC2's mask."""
+    """bool: the real tokens; ``None`` where all are."""
 
     scale_T: torch.Tensor | None = None
     """float32: the scale of each int8 token."""
@@ -75,13 +75,10 @@ class All2AllPreparation:
     ) -> Prepared:
         """Take this rank's slice; ``length``, the most tokens of any rank, is passed on and not padded to."""
         own = hidden_TH.shape[0]
-        if self._tp.size == 1:
-            return Prepared(hidden_TH, routing, lambda out_TH: out_TH[:own], common_tokens=length)
-        padded = own + -own % self._tp.size
         common = None if length is None else -(-length // self._tp.size)
-        return self._slice(hidden_TH, routing, padded, _own_part(self._tp, own), common)
+        return self._sliced(hidden_TH, routing, own + -own % self._tp.size, _own_part(self._tp, own), common)
 
-    def _slice(
+    def _sliced(
         self,
         hidden_TH: torch.Tensor,
         routing: tuple[torch.Tensor, ...],
@@ -95,21 +92,19 @@ class All2AllPreparation:
         """
         own, tp = hidden_TH.shape[0], self._tp
         part_TH, *parts = (_padded(rows_TX, length)[source] for rows_TX in (hidden_TH, *routing))
-        active_T = None
-        if length != own:
-            active_T = source.start + torch.arange(part_TH.shape[0], device=part_TH.device) < own
+        active_T = source.start + torch.arange(part_TH.shape[0], device=part_TH.device) < own
         return Prepared(
             part_TH,
             tuple(parts),
             lambda out_TH: tp.all_gather(out_TH)[:own],
-            active_T,
+            active_T if length != own else None,
             common_tokens=common_tokens,
             source=source,
         )
 
 
 class MC2Preparation(All2AllPreparation):
-    """Pads to the length common to the step, then slices tokens and mask over tensor-parallel ranks.
+    """Pads to the length common to the step, then slices over tensor-parallel ranks.
 
     The ranks of ``ep`` agree about the length: the largest number of tokens of any, at least one.
     """
@@ -122,22 +117,14 @@ class MC2Preparation(All2AllPreparation):
         self, hidden_TH: torch.Tensor, routing: tuple[torch.Tensor, ...], length: int | None = None
     ) -> Prepared:
         """Take this rank's padded slice, with its mask; without ``length`` the ranks exchange theirs, and wait."""
-        own, device = hidden_TH.shape[0], hidden_TH.device
+        own, tp = hidden_TH.shape[0], self._tp.size
         if length is None:
-            length = max(tokens for (tokens,) in self._ep.gather_numbers(own, device=device))
+            length = max(tokens for (tokens,) in self._ep.gather_numbers(own, device=hidden_TH.device))
         elif own > length:
             raise ValueError(f"MC2: {own} tokens are more than the step's common length of {length}")
         # A multiple of the tensor-parallel size, at least one each: the operators take no empty batch.
-        length = max(length + -length % self._tp.size, self._tp.size)
-        active_T = torch.arange(length, device=device) < own
-        if self._tp.size == 1:
-            padded_TH, *padded = (_padded(rows_TX, length) for rows_TX in (hidden_TH, *routing))
-            return Prepared(
-                padded_TH, tuple(padded), lambda out_TH: out_TH[:own], active_T, common_tokens=length
-            )
-        source = _own_part(self._tp, length)
-        part = self._slice(hidden_TH, routing, length, source, source.stop - source.start)
-        return replace(part, active_T=active_T[source])
+        length = max(length + -length % tp, tp)
+        return self._sliced(hidden_TH, routing, length, _own_part(self._tp, length), length // tp)
 
 
 def _gather(

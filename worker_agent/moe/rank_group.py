@@ -83,6 +83,8 @@ class RankGroup:
 
     def all_gather(self, rows_TX: torch.Tensor) -> torch.Tensor:
         """Gather the rows of all ranks, in order of rank; every rank gives equally many."""
+        if self._group is None and self.size == 1:
+            return rows_TX
         if self._gathers(rows_TX.device):
             rows_NX = rows_TX.new_empty((self.size * rows_TX.shape[0], *rows_TX.shape[1:]))
             dist.all_gather_into_tensor(rows_NX, rows_TX.contiguous(), group=self._group)

@@ -16,24 +16,20 @@ How bad input ends
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
-from torch.nn.functional import gelu, relu, silu
+from torch.nn.functional import gelu, silu
 
 from eplb_service.wire.heat import StepPhase
 
-SWIGLUOAI_SLOPE = 1.702
-SWIGLUOAI_LIMIT = 7.0
+_SWIGLUOAI_SLOPE = 1.702
+_SWIGLUOAI_LIMIT = 7.0
 
 
 class Activation(str, Enum):
-    """The function between an expert's two products, by the names that engines give it.
-
-    Gated ones multiply a function of the gate's half with the up projection's half.
-    """
+    """The function of an expert's first product, by the names that engines give it: of its gate, times its up part."""
 
     SILU = "silu"
     GELU = "gelu"
@@ -42,38 +38,16 @@ class Activation(str, Enum):
     SWIGLUOAI = "swigluoai"
     """gpt-oss: both halves are clamped, the gate's sigmoid is steeper, and one is added to the up projection."""
 
-    SILU_NO_MUL = "silu_no_mul"
-    GELU_NO_MUL = "gelu_no_mul"
-    RELU2_NO_MUL = "relu2_no_mul"
-    """The square of what is positive."""
-
-    @property
-    def gated(self) -> bool:
-        """True where the first product has a gate beside the up projection."""
-        return not self.value.endswith("_no_mul")
-
-    def into(self, first: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Write the activation of a first product ``[..., 2*I]`` (gate first; ``[..., I]`` without) to ``[..., I]``.
-
-        Returns ``out``; ``first`` is used up.
-        """
-        if not self.gated:
-            return out.copy_(_PLAIN[self](first))
+    def __call__(self, first: torch.Tensor) -> torch.Tensor:
+        """Return the activation ``[..., I]`` of a first product ``[..., 2*I]``, gate first."""
         gate, up = first.chunk(2, dim=-1)
         if self is Activation.SILU:
-            return torch.mul(silu(gate, inplace=True), up, out=out)
+            return silu(gate) * up
         if self is Activation.GELU:
-            return torch.mul(gelu(gate), up, out=out)
-        gate = gate.clamp_(max=SWIGLUOAI_LIMIT)
-        up = up.clamp_(-SWIGLUOAI_LIMIT, SWIGLUOAI_LIMIT).add_(1.0)
-        return torch.mul(gate, torch.sigmoid(gate * SWIGLUOAI_SLOPE), out=out).mul_(up)
-
-
-_PLAIN: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
-    Activation.SILU_NO_MUL: silu,
-    Activation.GELU_NO_MUL: gelu,
-    Activation.RELU2_NO_MUL: lambda first: relu(first).square_(),
-}
+            return gelu(gate) * up
+        gate = gate.clamp(max=_SWIGLUOAI_LIMIT)
+        up = up.clamp(-_SWIGLUOAI_LIMIT, _SWIGLUOAI_LIMIT) + 1.0
+        return gate * torch.sigmoid(gate * _SWIGLUOAI_SLOPE) * up
 
 
 @dataclass(frozen=True)
@@ -101,11 +75,6 @@ class MoEShape:
     """I, the width inside an expert."""
 
     activation: Activation = Activation.SILU
-
-    @property
-    def first_rows(self) -> int:
-        """Rows of an expert's first matrix: I, or 2 * I where it has a gate."""
-        return 2 * self.intermediate if self.activation.gated else self.intermediate
 
     def __post_init__(self) -> None:
         if min(self.experts, self.hidden, self.intermediate) < 1:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.nn.functional import linear
 
-from worker_agent.moe.dense import SharedModule
 from worker_agent.moe.experts import ExpertBatch, activated, grouped_product
 from worker_agent.moe.operators import GroupListType, Operators
 from worker_agent.moe.rank_group import RankGroup
 from worker_agent.moe.shape import Activation
 from worker_agent.moe.weights import ExpertTensors, ExpertWeights
 
+SharedModule = Callable[[torch.Tensor], torch.Tensor]
+"""Shared experts as a whole: ``[T, H]`` -> ``[T, H]``."""
+
 
 class SharedExperts(ExpertTensors):
     """A feed-forward network over all tokens, in floating point or W8A8.
 
-    ``weights`` are one slot: w13 ``[1, 2*I, H]`` (``[1, I, H]`` without a gate) and w2 ``[1, H, I]``, I that of all
-    shared experts together; with biases or without. Tokens are of ``dtype``. With ``gate_H`` outputs are multiplied by
+    ``weights`` are one slot: w13 ``[1, 2*I, H]`` and w2 ``[1, H, I]``, I that of all shared experts together; with
+    biases or without. Tokens are of ``dtype``. With ``gate_H`` outputs are multiplied by
     the sigmoid of its product with each token.
 
     Ranks of ``tp`` have the same tokens, and each a part of I: ``weights`` are this rank's, and the second part ends
@@ -55,9 +58,8 @@ class SharedExperts(ExpertTensors):
                 f"layer {layer}: shared experts' gate must have the shape [{hidden}], got {list(gate_H.shape)}"
             )
         super().__init__()
-        self._hold(layer, weights, gated=activation.gated)
+        self._hold(layer, weights)
         self.register_buffer("gate_H", gate_H)
-        self._layer = layer
         self._operators = operators
         self._dtype = dtype
         self._activation = activation
@@ -96,19 +98,19 @@ class SharedExperts(ExpertTensors):
         w2_1HI = self.w2_weight
         if tolerance is None:
             tolerance = 5e-2 if self._weights().quantized else 1e-2
-        generator = torch.Generator().manual_seed(self._layer)
+        generator = torch.Generator().manual_seed(self.layer_index)
         hidden_TH = torch.randn(tokens, w2_1HI.shape[1], generator=generator).to(w2_1HI.device, self._dtype)
         expected_TH = whole(hidden_TH).float()
         found_TH = self.part2(hidden_TH, self.part1(hidden_TH)).float()
         if found_TH.shape != expected_TH.shape:
             raise ValueError(
-                f"layer {self._layer}: shared experts give the shape {list(expected_TH.shape)} as a whole and "
+                f"layer {self.layer_index}: shared experts give the shape {list(expected_TH.shape)} as a whole and "
                 f"{list(found_TH.shape)} in two parts"
             )
         difference = float((found_TH - expected_TH).norm() / expected_TH.norm().clamp(min=1e-20))
         if not difference <= tolerance:
             raise ValueError(
-                f"layer {self._layer}: shared experts in two parts differ from the whole by {difference:.3g} "
+                f"layer {self.layer_index}: shared experts in two parts differ from the whole by {difference:.3g} "
                 f"of its norm, past {tolerance:g}; run them unsplit, or mend the weights"
             )
 

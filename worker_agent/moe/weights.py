@@ -1,13 +1,12 @@
-"""The tensors of a rank's experts, in floating point or W8A8: their sources, a layer's own, and those that move."""
+"""The tensors of a rank's experts, in floating point or W8A8: their sources, and a layer's own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from worker_agent.moe.checkpoint import ExpertParameter, Granularity
 from worker_agent.moe.operators import Operators
 from worker_agent.moe.shape import MoEShape
 
@@ -17,7 +16,7 @@ WEIGHT_NAMES = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale"
 ExpertSource = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 """Logical expert id -> (``w13 [2*I, H]``, ``w2 [H, I]``), the same on whichever rank it is called.
 
-Of biases it is (``[2*I]``, ``[H]``). Without a gate the first has I rows.
+Of biases it is (``[2*I]``, ``[H]``).
 """
 
 
@@ -25,23 +24,12 @@ def seeded_experts(shape: MoEShape, seed: int = 0) -> ExpertSource:
     """Return random float32 experts that keep the scale of their input, drawn from seed, layer and expert id."""
 
     def draw(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        w13_IH, w2_HI = _drawn(shape, seed, expert, (shape.hidden,), (shape.intermediate,))
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + shape.layer) * 1_000_003 + expert)
+        w13_IH = torch.randn(2 * shape.intermediate, shape.hidden, generator=generator)
+        w2_HI = torch.randn(shape.hidden, shape.intermediate, generator=generator)
         return w13_IH * shape.hidden**-0.5, w2_HI * shape.intermediate**-0.5
 
     return draw
-
-
-def seeded_biases(shape: MoEShape, seed: int = 0) -> ExpertSource:
-    """Return random float32 biases, drawn from seed, layer and expert id."""
-    return lambda expert: _drawn(shape, seed, -1 - expert, (), ())
-
-
-def _drawn(
-    shape: MoEShape, seed: int, draw: int, w13_columns: tuple[int, ...], w2_columns: tuple[int, ...]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + shape.layer) * 1_000_003 + draw)
-    w13 = torch.randn(shape.first_rows, *w13_columns, generator=generator)
-    return w13, torch.randn(shape.hidden, *w2_columns, generator=generator)
 
 
 @dataclass(frozen=True)
@@ -49,7 +37,7 @@ class ExpertWeights:
     """Every tensor that S experts read. With scales, weights are int8 and tokens are quantized as well."""
 
     w13_SIH: torch.Tensor
-    """``[S, 2*I, H]``, the gate's rows before the up projection's; ``[S, I, H]`` without a gate."""
+    """``[S, 2*I, H]``, the gate's rows before the up projection's."""
 
     w2_SHI: torch.Tensor
     w13_scale_SI: torch.Tensor | None = None
@@ -102,7 +90,7 @@ def build_weights(
     Weights come from ``experts``, and biases, if there are any, from ``biases``; ``logical_S`` has the expert in each
     slot of this rank. They are of ``dtype`` on ``device``, in the ``shape`` of the layer.
     """
-    rows, hidden, inner = shape.first_rows, shape.hidden, shape.intermediate
+    rows, hidden, inner = 2 * shape.intermediate, shape.hidden, shape.intermediate
     shapes: dict[str, tuple[int, ...]] = {"w13": (rows, hidden), "w2": (hidden, inner)}
     w13_SIH, w2_SHI = _filled(shape.layer, logical_S, experts, shapes, dtype, device)
     if biases is None:
@@ -146,37 +134,6 @@ def _quantized_matrices(
     return int8_NK.view(weight_SMK.shape), scale_N.view(weight_SMK.shape[:2])
 
 
-_NOT_OF_EXPERTS = ("e_score_correction_bias", "shared_experts.", "_shared_experts.", "gate.", "_gate.")
-"""Beginnings of names of parameters that belong to the router or the shared experts, as engines call them; they never
-move."""
-
-
-def _movable_weights(
-    layer: int, slots: int, named: Iterable[tuple[str, torch.Tensor]]
-) -> dict[str, torch.Tensor]:
-    """Return one ``[S, -1]`` view of each expert tensor; others (router, shared experts) are left out.
-
-    A tensor ``[S, a, b]`` that is contiguous only when its inner dimensions are swapped (a transposed scale) is viewed
-    that way. Raises ``ValueError`` where a tensor has another number of slots or no such view exists.
-    """
-    views = {}
-    for name, tensor_S in named:
-        if name.startswith(_NOT_OF_EXPERTS):
-            continue
-        shape = list(tensor_S.shape)
-        if shape[:1] != [slots]:
-            raise ValueError(f"layer {layer}: {name} must have the shape [{slots}, ...], got {shape}")
-        if not tensor_S.is_contiguous() and tensor_S.ndim == 3:
-            tensor_S = tensor_S.transpose(1, 2)
-        if not tensor_S.is_contiguous():
-            raise ValueError(
-                f"layer {layer}: {name} must be contiguous, up to a swap of its inner dimensions; "
-                f"its strides are {list(tensor_S.stride())} for the shape {list(tensor_S.shape)}"
-            )
-        views[name] = tensor_S.view(slots, -1)
-    return views
-
-
 class ExpertTensors(torch.nn.Module):
     """A layer's tensors of its S local slots, as ``ExpertWeights`` has them.
 
@@ -190,9 +147,10 @@ class ExpertTensors(torch.nn.Module):
     w13_bias: torch.Tensor | None
     w2_bias: torch.Tensor | None
 
-    def _hold(self, layer: int, weights: ExpertWeights, *, gated: bool) -> None:
-        self._of_layer = layer
-        self._gated = gated
+    layer_index: int
+
+    def _hold(self, layer: int, weights: ExpertWeights) -> None:
+        self.layer_index = layer
         named = weights.named()
         for name in WEIGHT_NAMES:
             self.register_buffer(name, named.get(name))
@@ -200,34 +158,6 @@ class ExpertTensors(torch.nn.Module):
     def expert_weights(self) -> list[torch.Tensor]:
         """Return every tensor that the expert kernels read, with the local slot as first dimension."""
         return list(self._weights().named().values())
-
-    def get_expert_weights(self) -> list[torch.Tensor]:
-        """Return the same tensors as one ``[S, -1]`` view each, in place: what balancing moves."""
-        named = self._weights().named().items()
-        return list(_movable_weights(self._of_layer, self.w13_weight.shape[0], named).values())
-
-    def checkpoint_parameters(self) -> dict[str, tuple[ExpertParameter, ExpertParameter]]:
-        """Return what an ``ExpertLoader`` fills: by checkpoint suffix, the tensors of w1 and w3, and of w2."""
-        found = {"weight": self._parameter(self.w13_weight, self.w2_weight, Granularity.WEIGHT)}
-        if self.w13_weight_scale is not None and self.w2_weight_scale is not None:
-            w13_S, w2_S = self.w13_weight_scale, self.w2_weight_scale
-            found["weight_scale"] = self._parameter(w13_S, w2_S, Granularity.CHANNEL)
-            # ModelSlim's checkpoints have offsets, all zero where tokens are quantized one by one.
-            found["weight_offset"] = self._parameter(
-                torch.empty_like(w13_S, device="meta"),
-                torch.empty_like(w2_S, device="meta"),
-                Granularity.CHANNEL,
-                zeros=True,
-            )
-        if self.w13_bias is not None and self.w2_bias is not None:
-            found["bias"] = self._parameter(self.w13_bias, self.w2_bias, Granularity.BIAS)
-        return found
-
-    def _parameter(
-        self, w13_S: torch.Tensor, w2_S: torch.Tensor, granularity: Granularity, *, zeros: bool = False
-    ) -> tuple[ExpertParameter, ExpertParameter]:
-        w13 = ExpertParameter(w13_S, granularity, gated=self._gated, zeros=zeros)
-        return w13, ExpertParameter(w2_S, granularity, gated=self._gated, zeros=zeros)
 
     def _weights(self) -> ExpertWeights:
         return ExpertWeights(*(getattr(self, name) for name in WEIGHT_NAMES))

@@ -23,10 +23,15 @@ INDICES = (torch.int32, torch.int64)
 MOST_INDEX = 16777215
 
 
+def matrix(rows: torch.Tensor, *dtypes: torch.dtype) -> None:
+    """Rows of one of these dtypes, of which there are some."""
+    assert rows.dtype in dtypes, f"rows are of {dtypes}, got {rows.dtype}"
+    assert rows.ndim == 2, f"rows are [N, H], got {list(rows.shape)}"
+    assert rows.numel(), "rows are not empty"
+
+
 def permute(tokens: torch.Tensor, indices: torch.Tensor, *_: Any, **__: Any) -> None:
-    assert tokens.dtype in (BF16, FP16), f"tokens are bfloat16, got {tokens.dtype}"
-    assert tokens.ndim == 2, "tokens are [T, H]"
-    assert tokens.numel(), "tokens are not empty"
+    matrix(tokens, BF16, FP16)
     assert indices.ndim == 2, "indices are [T, K]"
     assert indices.dtype == torch.int64, f"indices are int64, got {indices.dtype}"
     assert 0 <= int(indices.min()) <= int(indices.max()) < MOST_INDEX, "indices fit 24 bits"
@@ -37,18 +42,14 @@ def permute(tokens: torch.Tensor, indices: torch.Tensor, *_: Any, **__: Any) -> 
 def unpermute(
     permuted_tokens: torch.Tensor, sorted_indices: torch.Tensor, probs: torch.Tensor | None = None
 ) -> None:
-    assert permuted_tokens.dtype in (BF16, FP16), f"rows are bfloat16, got {permuted_tokens.dtype}"
-    assert permuted_tokens.ndim == 2, "rows are [N, H]"
-    assert permuted_tokens.numel(), "rows are not empty"
+    matrix(permuted_tokens, BF16, FP16)
     assert sorted_indices.dtype in INDICES, "indices are integers"
     assert sorted_indices.ndim == 1, "indices are [T * K]"
     assert probs is None or probs.dtype == permuted_tokens.dtype, f"probs are of the rows' dtype, got {probs}"
 
 
 def init_routing(x: torch.Tensor, expert_idx: torch.Tensor, **more: Any) -> None:
-    assert x.dtype in (FP16, BF16, torch.float32, torch.int8), f"tokens of a known dtype, got {x.dtype}"
-    assert x.ndim == 2, "tokens are [T, H]"
-    assert x.numel(), "tokens are not empty"
+    matrix(x, FP16, BF16, torch.float32, torch.int8)
     assert expert_idx.ndim == 2, "expert_idx is [T, K]"
     assert expert_idx.dtype == torch.int32, f"expert_idx is int32, got {expert_idx.dtype}"
     assert 0 < more["expert_num"] <= 10240, "expert_num is 1 to 10240"
@@ -70,9 +71,8 @@ def init_routing(x: torch.Tensor, expert_idx: torch.Tensor, **more: Any) -> None
 
 def grouped_matmul(x: list[torch.Tensor], weight: list[torch.Tensor], **more: Any) -> None:
     rows_NK, weight_GKM = x[0], weight[0]
-    assert rows_NK.numel(), "rows are not empty"
+    matrix(rows_NK, FP16, BF16, torch.int8)
     assert rows_NK.is_contiguous(), "x is not transposed"
-    assert rows_NK.ndim == 2, "x is [N, K]"
     assert weight_GKM.ndim == 3, "weights are [G, K, M]"
     # Of a transposed weight the axis that is last in memory counts.
     inner = weight_GKM.shape[2] if weight_GKM.is_contiguous() else weight_GKM.shape[1]
@@ -89,7 +89,6 @@ def grouped_matmul(x: list[torch.Tensor], weight: list[torch.Tensor], **more: An
         assert "bias" not in more, "biases of int8 rows are int32, before scaling"
     else:
         assert rows_NK.dtype == weight_GKM.dtype, "rows and weights are of one dtype"
-        assert rows_NK.dtype in BIASES, f"rows have 16 bits, got {rows_NK.dtype}"
     if "bias" in more:
         groups, columns = weight_GKM.shape[0], weight_GKM.shape[2]
         assert more["bias"][0].shape == (groups, columns), "a bias for each column of each group"
@@ -109,20 +108,16 @@ def _group_list(group_list_G: torch.Tensor, kind: int, rows: int, groups: int) -
 
 
 def dynamic_quant(input: torch.Tensor) -> None:
-    assert input.dtype in (FP16, BF16), f"the input is float16 or bfloat16, got {input.dtype}"
-    assert input.ndim > 1, "the input is 2-D at least"
-    assert input.numel(), "the input is not empty"
+    matrix(input, FP16, BF16)
 
 
 def swiglu(input: torch.Tensor, dim: int = -1) -> None:
-    assert input.dtype in (FP16, BF16, torch.float32), f"the input is floating-point, got {input.dtype}"
-    assert 1 <= input.ndim <= 8, "the input has 1 to 8 dimensions"
-    assert input.numel(), "the input is not empty"
+    matrix(input, FP16, BF16, torch.float32)
     assert input.shape[dim] % 2 == 0, "the input has two halves"
 
 
 def distribute(x: torch.Tensor, expert_ids: torch.Tensor, *place: Any, **more: Any) -> None:
-    assert x.dtype in (FP16, BF16), f"rows are float16 or bfloat16, got {x.dtype}"
+    matrix(x, FP16, BF16)
     assert expert_ids.dtype == torch.int32, f"expert_ids is int32, got {expert_ids.dtype}"
     assert 1 <= expert_ids.shape[0] <= MOST_MC2_TOKENS, "every rank has a token, and up to 512"
     experts = place[-1]
@@ -148,9 +143,7 @@ CHECKS: dict[str, Callable[..., None]] = {
     "npu_grouped_matmul": grouped_matmul,
     "npu_dynamic_quant": dynamic_quant,
     "npu_swiglu": swiglu,
-    "npu_moe_distribute_dispatch": distribute,
     "npu_moe_distribute_dispatch_v2": distribute,
-    "npu_moe_distribute_combine": distribute,
     "npu_moe_distribute_combine_v2": distribute,
 }
 

@@ -104,7 +104,3 @@ def test_the_layer_calls_operators_as_declared(
 def test_an_argument_that_is_not_declared_fails(declared: SimpleNamespace):
     with pytest.raises(RuntimeError, match="Unknown keyword argument 'active_rows'"):
         declared.npu_swiglu(torch.zeros(2, 4), active_rows=3)
-    with pytest.raises(RuntimeError, match="Unknown keyword argument 'comm_alg'"):
-        declared.npu_moe_distribute_dispatch(
-            torch.zeros(1, 2), torch.zeros(1, 1, dtype=torch.int32), "", 1, 0, 1, comm_alg=""
-        )

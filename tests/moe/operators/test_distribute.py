@@ -19,41 +19,29 @@ def tokens_and_ids(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(3, 5, generator=generator), ids_TK
 
 
-VERSIONS = {
-    1: (reference.npu_moe_distribute_dispatch, reference.npu_moe_distribute_combine),
-    2: (reference.npu_moe_distribute_dispatch_v2, reference.npu_moe_distribute_combine_v2),
-}
+DISPATCH, COMBINE = reference.npu_moe_distribute_dispatch_v2, reference.npu_moe_distribute_combine_v2
 
 
-@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(("kind", "expected"), [(0, [1, 1, 3, 4]), (1, [1, 0, 2, 1])])
-def test_masked_tokens_are_neither_sent_nor_counted(version: int, kind: int, expected: list[int]):
-    dispatch, combine = VERSIONS[version]
+def test_masked_tokens_are_neither_sent_nor_counted(kind: int, expected: list[int]):
     hidden_TH = torch.arange(15.0).view(3, 5)
     ids_TK = torch.tensor([[2, 0], [1, 3], [2, 3]])
     mask_T = torch.tensor([True, False, True])
-    dispatched = dispatch(hidden_TH, ids_TK, *ALONE, 4, x_active_mask=mask_T, expert_token_nums_type=kind)
+    dispatched = DISPATCH(hidden_TH, ids_TK, *ALONE, 4, x_active_mask=mask_T, expert_token_nums_type=kind)
     rows_AH, _, assist_info, tokens_S, counts = dispatched[:5]
     assert tokens_S.tolist() == expected
     assert torch.equal(
         rows_AH, torch.stack([hidden_TH[0], hidden_TH[0], hidden_TH[2], hidden_TH[2], *torch.zeros(2, 5)])
     )
     weights_TK = torch.tensor([[0.5, 0.25], [9.0, 9.0], [1.0, 2.0]])
-    combined_TH = combine(rows_AH, ids_TK, assist_info, counts, weights_TK, *ALONE, 4, x_active_mask=mask_T)
+    combined_TH = COMBINE(rows_AH, ids_TK, assist_info, counts, weights_TK, *ALONE, 4, x_active_mask=mask_T)
     assert torch.equal(combined_TH, torch.stack([0.75 * hidden_TH[0], torch.zeros(5), 3.0 * hidden_TH[2]]))
 
 
-def test_version_1_gives_the_place_of_each_choice_within_its_expert():
-    ids_TK = torch.tensor([[2, 0], [1, 2], [2, 0]])
-    dispatched = reference.npu_moe_distribute_dispatch(torch.zeros(3, 5), ids_TK, *ALONE, 4)
-    assert dispatched[2].tolist() == [0, 0, 0, 1, 2, 1]
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_in_two_levels_each_row_brings_its_weight(version: int):
+def test_in_two_levels_each_row_brings_its_weight():
     hidden_TH, ids_TK = tokens_and_ids()
     weights_TK = torch.arange(6.0).view(3, 2)
-    dispatched = VERSIONS[version][0](hidden_TH, ids_TK, *ALONE, 4, expert_scales=weights_TK)
+    dispatched = DISPATCH(hidden_TH, ids_TK, *ALONE, 4, expert_scales=weights_TK)
     order = ids_TK.flatten().argsort(stable=True)
     assert torch.equal(dispatched[6], weights_TK.flatten()[order])
 
@@ -64,9 +52,7 @@ def rows_by_source(experts: int) -> tuple[list[list[float]], list[int]]:
     tokens = torch.arange(2.0)
     marked_TH = torch.stack([torch.full((2,), float(group.rank)), tokens], dim=1)
     ids_TK = torch.tensor([[group.rank, experts - 1], [experts - 1, 0]])
-    dispatched = reference.npu_moe_distribute_dispatch_v2(
-        marked_TH, ids_TK, group.name, group.size, group.rank, experts
-    )
+    dispatched = DISPATCH(marked_TH, ids_TK, group.name, group.size, group.rank, experts)
     return dispatched[0].tolist(), dispatched[4].tolist()
 
 
@@ -84,47 +70,41 @@ def test_rows_are_in_order_of_expert_and_then_source(eight_ranks: Ranks):
 def test_a_bound_that_is_too_small_is_refused():
     hidden_TH, ids_TK = tokens_and_ids()
     with pytest.raises(ValueError, match="6 rows arrive, past global_bs's bound of 4"):
-        reference.npu_moe_distribute_dispatch_v2(hidden_TH, ids_TK, *ALONE, 4, global_bs=2)
+        DISPATCH(hidden_TH, ids_TK, *ALONE, 4, global_bs=2)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(
     "arguments",
     [{"tp_world_size": 2}, {"tp_world_size": 1, "group_tp": "another"}, {"shared_expert_rank_num": 1}],
 )
-def test_experts_that_are_split_further_are_refused(version: int, arguments: dict[str, object]):
+def test_experts_that_are_split_further_are_refused(arguments: dict[str, object]):
     hidden_TH, ids_TK = tokens_and_ids()
-    dispatch, combine = VERSIONS[version]
     with pytest.raises(ValueError, match="reference operator: "):
-        dispatch(hidden_TH, ids_TK, *ALONE, 4, **arguments)
-    rows_AH, _, assist_info, _, counts, _, _ = dispatch(hidden_TH, ids_TK, *ALONE, 4)
+        DISPATCH(hidden_TH, ids_TK, *ALONE, 4, **arguments)
+    rows_AH, _, assist_info, _, counts, _, _ = DISPATCH(hidden_TH, ids_TK, *ALONE, 4)
     with pytest.raises(ValueError, match="reference operator: "):
-        combine(rows_AH, ids_TK, assist_info, counts, torch.ones(3, 2), *ALONE, 4, **arguments)
+        COMBINE(rows_AH, ids_TK, assist_info, counts, torch.ones(3, 2), *ALONE, 4, **arguments)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_combine_wants_what_dispatch_gave(version: int):
+def test_combine_wants_what_dispatch_gave():
     hidden_TH, ids_TK = tokens_and_ids()
-    dispatch, combine = VERSIONS[version]
-    rows_AH, _, assist_info, _, counts, _, _ = dispatch(hidden_TH, ids_TK, *ALONE, 4, tp_world_size=1)
+    rows_AH, _, assist_info, _, counts, _, _ = DISPATCH(hidden_TH, ids_TK, *ALONE, 4, tp_world_size=1)
     with pytest.raises(ValueError, match="tp_send_counts must be the dispatch's sixth result"):
-        combine(rows_AH, ids_TK, assist_info, counts, torch.ones(3, 2), *ALONE, 4, tp_world_size=1)
+        COMBINE(rows_AH, ids_TK, assist_info, counts, torch.ones(3, 2), *ALONE, 4, tp_world_size=1)
 
 
 @pytest.mark.parametrize(("ranks", "quant_mode"), [(2, 0), (1, 1)])
 def test_what_the_reference_cannot_do_is_refused(ranks: int, quant_mode: int):
     hidden_TH, ids_TK = tokens_and_ids()
     with pytest.raises(ValueError, match="reference operator: "):
-        reference.npu_moe_distribute_dispatch_v2(hidden_TH, ids_TK, "", ranks, 0, 4, quant_mode=quant_mode)
+        DISPATCH(hidden_TH, ids_TK, "", ranks, 0, 4, quant_mode=quant_mode)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_rows_of_double_precision_are_summed_in_it(version: int):
-    dispatch, combine = VERSIONS[version]
+def test_rows_of_double_precision_are_summed_in_it():
     hidden_TH, ids_TK = (
         torch.full((2, 3), 1.0 + 2.0**-40, dtype=torch.float64),
         torch.tensor([[0, 1], [1, 0]]),
     )
-    rows_AH, _, assist_info, _, counts = dispatch(hidden_TH, ids_TK, *ALONE, 2)[:5]
-    combined_TH = combine(rows_AH, ids_TK, assist_info, counts, torch.full((2, 2), 0.5), *ALONE, 2)
+    rows_AH, _, assist_info, _, counts = DISPATCH(hidden_TH, ids_TK, *ALONE, 2)[:5]
+    combined_TH = COMBINE(rows_AH, ids_TK, assist_info, counts, torch.full((2, 2), 0.5), *ALONE, 2)
     assert torch.equal(combined_TH, hidden_TH)

@@ -3,155 +3,136 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from worker_agent.moe.operators import DispatchQuantMode, GroupListType, Operators, QuantMode, reference
 
-ALONE = ("", 1, 0)
 T, K, E, H, INNER = 5, 2, 4, 16, 12
+ALONE = ("", 1, 0, E)
+ROUTING: dict[str, Any] = {
+    "active_num": T * K,
+    "expert_num": E,
+    "expert_tokens_num_type": GroupListType.COUNTS,
+    "expert_tokens_num_flag": True,
+    "active_expert_range": [0, E],
+    "quant_mode": QuantMode.NONE,
+}
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """An operator and its arguments."""
 
     operator: str
     args: tuple[Any, ...]
-    kwargs: dict[str, Any] = field(default_factory=dict)
-
-
-class _Arguments:
-    """Tensors of a device, for layers of a dtype."""
-
-    def __init__(self, device: str, dtype: torch.dtype) -> None:
-        self._device = device
-        self.dtype = dtype
-        self.ids_TK = (torch.arange(T * K, dtype=torch.int32) % E).view(T, K).to(device)
-        self.counts_E = torch.tensor([3, 3, 2, 2], device=device)
-
-    def floats(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return torch.ones(shape, dtype=self.dtype if dtype is None else dtype, device=self._device)
-
-    def ints(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self._device)
+    kwargs: dict[str, Any]
 
 
 def calls(device: str) -> dict[str, Call]:
     """The calls by what they show."""
     found = {}
-    for dtype, name in ((torch.bfloat16, ""), (torch.float16, ", float16")):
-        given = _Arguments(device, dtype)
-        each = {**_permuting(given), **_multiplying(given), **_travelling(given)}
-        found |= {f"{title}{name}": call for title, call in each.items()}
+    for dtype, suffix in ((torch.bfloat16, ""), (torch.float16, ", float16")):
+        each = [*_local(device, dtype), *_travelling(device, dtype)]
+        found |= {f"{title}{suffix}": Call(operator, args, more) for title, operator, args, more in each}
     return found
 
 
-def _permuting(given: _Arguments) -> dict[str, Call]:
-    floats, ints, ids_TK = given.floats, given.ints, given.ids_TK
-    routing = {
-        "active_num": T * K,
-        "expert_num": E,
-        "expert_tokens_num_type": GroupListType.COUNTS,
-        "expert_tokens_num_flag": True,
-        "active_expert_range": [0, E],
-        "quant_mode": QuantMode.NONE,
-    }
-    return {
-        "permute": Call("npu_moe_token_permute", (floats(T, H), ids_TK.long())),
-        "permute, fewer rows": Call("npu_moe_token_permute", (floats(T, H), ids_TK.long(), 7)),
-        "unpermute": Call("npu_moe_token_unpermute", (floats(T * K, H), ints(T * K))),
-        "unpermute, weighed": Call("npu_moe_token_unpermute", (floats(T * K, H), ints(T * K), floats(T, K))),
-        "routing": Call("npu_moe_init_routing_v2", (floats(T, H), ids_TK), routing),
-        "routing, part of the experts": Call(
-            "npu_moe_init_routing_v2", (floats(T, H), ids_TK), routing | {"active_expert_range": [1, 3]}
-        ),
-        "routing, quantizing": Call(
-            "npu_moe_init_routing_v2", (floats(T, H), ids_TK), routing | {"quant_mode": QuantMode.DYNAMIC}
-        ),
-        "routing, quantized before": Call(
-            "npu_moe_init_routing_v2",
-            (ints(T, H, dtype=torch.int8), ids_TK),
-            routing | {"scale": floats(T, dtype=torch.float32)},
-        ),
-    }
+_Titled = tuple[str, str, tuple[Any, ...], dict[str, Any]]
 
 
-def _multiplying(given: _Arguments) -> dict[str, Call]:
-    floats, ints, bfloat16 = given.floats, given.ints, given.dtype == torch.bfloat16
-    bias_dtype, scale_dtype = (torch.float32, torch.bfloat16) if bfloat16 else (torch.float16, torch.float32)
-    lists = {"": (1, given.counts_E), ", cumulative": (0, given.counts_E.cumsum(0))}
-    found = {
-        "dynamic quant": Call("npu_dynamic_quant", (floats(T, H),)),
-        "swiglu": Call("npu_swiglu", (floats(T, 2 * INNER),)),
+def _local(device: str, dtype: torch.dtype) -> list[_Titled]:
+    def floats(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.ones(shape, dtype=dtype, device=device)
+
+    ids_TK = (torch.arange(T * K, dtype=torch.int32) % E).view(T, K).to(device)
+    counts_E = torch.tensor([3, 3, 2, 2], device=device)
+    tokens, rows, row_of_choice = floats(T, H), floats(T * K, H), ids_TK.flatten()
+    permute, unpermute, routing, product = (
+        "npu_moe_token_permute",
+        "npu_moe_token_unpermute",
+        "npu_moe_init_routing_v2",
+        "npu_grouped_matmul",
+    )
+    scaled = {"scale": floats(T, dtype=torch.float32)}
+    found: list[_Titled] = [
+        ("permute", permute, (tokens, ids_TK.long()), {}),
+        ("permute, fewer rows", permute, (tokens, ids_TK.long(), 7), {}),
+        ("unpermute", unpermute, (rows, row_of_choice), {}),
+        ("unpermute, weighed", unpermute, (rows, row_of_choice, floats(T, K)), {}),
+        ("routing", routing, (tokens, ids_TK), ROUTING),
+        (
+            "routing, part of the experts",
+            routing,
+            (tokens, ids_TK),
+            ROUTING | {"active_expert_range": [1, 3]},
+        ),
+        ("routing, quantizing", routing, (tokens, ids_TK), ROUTING | {"quant_mode": QuantMode.DYNAMIC}),
+        ("routing, quantized before", routing, (tokens.to(torch.int8), ids_TK), ROUTING | scaled),
+        ("dynamic quant", "npu_dynamic_quant", (tokens,), {}),
+        ("swiglu", "npu_swiglu", (floats(T, 2 * INNER),), {}),
+    ]
+    bfloat16 = dtype == torch.bfloat16
+    weight = floats(E, 2 * INNER, H).transpose(1, 2)
+    bias = {"bias": [floats(E, 2 * INNER, dtype=torch.float32 if bfloat16 else dtype)]}
+    w8a8 = {
+        "scale": [floats(E, 2 * INNER, dtype=dtype if bfloat16 else torch.float32)],
+        "per_token_scale": [floats(T * K, dtype=torch.float32)],
+        "output_dtype": dtype,
     }
-    for name, (kind, group_list_E) in lists.items():
-        product = {"split_item": 2, "group_type": 0, "group_list": group_list_E, "group_list_type": kind}
-        plain = [floats(T * K, H)], [floats(E, 2 * INNER, H).transpose(1, 2)]
-        bias = {"bias": [floats(E, 2 * INNER, dtype=bias_dtype)]}
-        found[f"grouped matmul{name}"] = Call("npu_grouped_matmul", plain, product)
-        found[f"grouped matmul, biased{name}"] = Call("npu_grouped_matmul", plain, product | bias)
-        found[f"grouped matmul, W8A8{name}"] = Call(
-            "npu_grouped_matmul",
-            ([ints(T * K, H, dtype=torch.int8)], [ints(E, H, 2 * INNER, dtype=torch.int8)]),
-            product
-            | {
-                "scale": [floats(E, 2 * INNER, dtype=scale_dtype)],
-                "per_token_scale": [floats(T * K, dtype=torch.float32)],
-                "output_dtype": given.dtype,
-            },
-        )
+    for name, kind, group_list_E in (("", 1, counts_E), (", cumulative", 0, counts_E.cumsum(0))):
+        given = {"split_item": 2, "group_type": 0, "group_list": group_list_E, "group_list_type": kind}
+        int8 = [rows.to(torch.int8)], [weight.to(torch.int8)]
+        found += [
+            (f"grouped matmul{name}", product, ([rows], [weight]), given),
+            (f"grouped matmul, biased{name}", product, ([rows], [weight]), given | bias),
+            (f"grouped matmul, W8A8{name}", product, int8, given | w8a8),
+        ]
     return found
 
 
-def _travelling(given: _Arguments) -> dict[str, Call]:
-    floats, ints, ids_TK = given.floats, given.ints, given.ids_TK
-    rows = T * min(K, E)
-    weights_TK = floats(T, K, dtype=torch.float32)
-    row_weights = {"expand_scales": floats(rows, dtype=torch.float32)}
+def _travelling(device: str, dtype: torch.dtype) -> list[_Titled]:
+    def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    rows, weights_TK = T * min(K, E), zeros(T, K, dtype=torch.float32)
+    ids_TK = (torch.arange(T * K, dtype=torch.int32) % E).view(T, K).to(device)
+    counts_E = torch.tensor([3, 6, 8, 10], dtype=torch.int32, device=device)
     a3 = {"group_tp": "", "tp_world_size": 1, "tp_rank_id": 0}
+    # Hardware understands masks on A3.
+    masked = a3 | {"x_active_mask": zeros(T, K, dtype=torch.bool)}
+    tp_counts = {"tp_send_counts": zeros(1, dtype=torch.int32)}
+    two_levels = {"expert_scales": weights_TK}, {"expand_scales": zeros(rows, dtype=torch.float32)}
     machines: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "": ({}, {}),
-        ", A3": (a3, a3 | {"tp_send_counts": ints(1)}),
-        ", two levels": ({"expert_scales": weights_TK}, row_weights),
+        "_v2": ({}, {}),
+        "_v2, A3": (a3, a3 | tp_counts),
+        "_v2, A3, masked": (masked, masked | tp_counts),
+        "_v2, two levels": two_levels,
     }
-    found = {}
-    for version, (machine, (sending, returning)) in itertools.product(("", "_v2"), machines.items()):
-        dispatch, combine = f"npu_moe_distribute_dispatch{version}", f"npu_moe_distribute_combine{version}"
-        sent = (floats(T, H), ids_TK, *ALONE, E)
-        counted = sending | {"expert_token_nums_type": GroupListType.CUMULATIVE}
-        assist = ints(T * K) if version == "" else ints(rows * 128)
-        counts_E = given.counts_E.cumsum(0).to(torch.int32)
-        returned = (floats(rows, H), ids_TK, assist, counts_E, weights_TK, *ALONE, E)
-        # Hardware understands masks in version 2 on A3.
-        masks: dict[str, dict[str, Any]] = {"": {}}
-        if version and machine == ", A3":
-            masks[", masked"] = {"x_active_mask": floats(T, K, dtype=torch.bool)}
-        for masked, mask in masks.items():
-            title = f"{version}{machine}{masked}"
-            found[f"dispatch{title}"] = Call(dispatch, sent, counted | mask)
-            quantizing = counted | mask | {"quant_mode": DispatchQuantMode.DYNAMIC}
-            found[f"dispatch{title}, quantizing"] = Call(dispatch, sent, quantizing)
-            found[f"combine{title}"] = Call(combine, returned, returning | mask)
+    dispatch, combine = "npu_moe_distribute_dispatch_v2", "npu_moe_distribute_combine_v2"
+    sent = (zeros(T, H), ids_TK, *ALONE)
+    returned = (zeros(rows, H), ids_TK, zeros(rows * 128, dtype=torch.int32), counts_E, weights_TK, *ALONE)
+    found: list[_Titled] = []
+    for title, (sending, returning) in machines.items():
+        sending = sending | {"expert_token_nums_type": GroupListType.CUMULATIVE}
+        quantizing = sending | {"quant_mode": DispatchQuantMode.DYNAMIC}
+        found += [
+            (f"dispatch{title}", dispatch, sent, sending),
+            (f"dispatch{title}, quantizing", dispatch, sent, quantizing),
+            (f"combine{title}", combine, returned, returning),
+        ]
     return found
-
-
-def described(result: Any) -> list[list[Any]]:
-    """Dtype and shape of each tensor that an operator returned."""
-    tensors = [result] if isinstance(result, torch.Tensor) else list(result)
-    return [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
 
 
 def results(device: str, operator_of: Callable[[str], Any]) -> dict[str, list[list[Any]]]:
-    """What each call returns."""
-    return {
-        title: described(operator_of(call.operator)(*call.args, **call.kwargs))
-        for title, call in calls(device).items()
-    }
+    """Dtype and shape of each tensor that each call returns."""
+    found = {}
+    for title, call in calls(device).items():
+        result = operator_of(call.operator)(*call.args, **call.kwargs)
+        tensors = [result] if isinstance(result, torch.Tensor) else list(result)
+        found[title] = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in tensors]
+    return found
 
 
 OPERATORS = sorted(name for name in vars(Operators) if name.startswith("npu_"))

@@ -38,7 +38,7 @@ SHARED_TOKEN_DISPATCHERS = ("allgather", "moge")
 
 
 def build_dispatcher(
-    name: str, group: RankGroup, slots: int, operators: Operators, mc2: MC2Variant | None = None
+    name: str, group: RankGroup, slots: int, operators: Operators, mc2: MC2Variant
 ) -> TokenDispatcher:
     """Make the dispatcher of that ``name``, one of ``DISPATCHER_NAMES``; ``ValueError`` where it is none.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -21,7 +20,6 @@ from worker_agent.moe.rank_group import RankGroup, pack_rows, unpack_rows
 
 class _Dispatcher:
     format = ActivationFormat.STANDARD
-    brings_weights = True
 
     def __init__(self, group: RankGroup, slots: int, operators: Operators) -> None:
         self._group = group
@@ -52,24 +50,21 @@ class All2AllVDispatcher(_Dispatcher):
         physical_TK = request.physical(nowhere)
         outgoing_RS = count_ids(physical_TK, nowhere + 1)[:-1].view(ranks, slots)
         arriving_RS = self._group.exchange(outgoing_RS)
-        by_experts_TK, by_combine_TK = request.placed_weights()
-        rows_NH, scale_N, weights_N, row_of_choice = sorted_rows(
+        rows_NH, scale_N, row_of_choice = sorted_rows(
             operators,
             request.hidden_TH,
             physical_TK,
             nowhere + 1,
             scale_T=request.scale_T,
-            weights_TK=by_experts_TK,
-            quantize=request.quantized and request.scale_T is None,
+            quantize=request.quantizes,
         )
         # The one wait for the device, with the sort queued before it.
         sent, received = torch.stack((outgoing_RS, arriving_RS)).sum(dim=2).tolist()
-        scaled, weighed = scale_N is not None, weights_N is not None
-        columns = [rows_NH, *(column.unsqueeze(1) for column in (scale_N, weights_N) if column is not None)]
+        scaled = scale_N is not None
+        columns = [rows_NH] if scale_N is None else [rows_NH, scale_N.unsqueeze(1)]
         forms = [column[:0].clone() for column in columns]
         packed_NB = pack_rows([column[: sum(sent)] for column in columns])
-        absent_TK = request.topk_ids_TK < 0 if request.masked else None
-        reduce = WeightAndReduce(row_of_choice, physical_TK.shape[1], by_combine_TK, absent_TK)
+        reduce = WeightAndReduce(row_of_choice, request.real_weights_TK, ~request.active_TK)
         arriving = self._group.start_all_to_all(packed_NB, sent, received)
 
         def receive() -> Dispatched:
@@ -77,15 +72,14 @@ class All2AllVDispatcher(_Dispatcher):
             # Each rank's rows arrive sorted by slot, so the counts alone give the slot of every row.
             slot_of_block = torch.arange(slots, dtype=torch.int32, device=arriving_RS.device).repeat(ranks)
             slot_N = slot_of_block.repeat_interleave(arriving_RS.view(-1), output_size=sum(received))
-            rows_NH, scale_N, weights_N, row_of_arrival = sorted_rows(
+            rows_NH, scale_N, row_of_arrival = sorted_rows(
                 operators,
                 next(arrived),
                 slot_N.unsqueeze(1),
                 slots,
                 scale_T=next(arrived).squeeze(1) if scaled else None,
-                weights_TK=next(arrived) if weighed else None,
             )
-            batch = ExpertBatch(rows_NH, arriving_RS.sum(dim=0), GroupListType.COUNTS, scale_N, weights_N)
+            batch = ExpertBatch(rows_NH, arriving_RS.sum(dim=0), GroupListType.COUNTS, scale_N)
             return Dispatched(batch, self._way_back(reduce, row_of_arrival, sent, received))
 
         return receive
@@ -118,8 +112,6 @@ class AllGatherDispatcher(_Dispatcher):
         physical_TK = request.physical(nowhere)
         first = self._group.rank * self._slots
         end = first + self._slots
-        quantize = request.quantized and request.scale_T is None
-        by_experts_TK, by_combine_TK = request.placed_weights()
         elsewhere_TK = (physical_TK < first) | (physical_TK >= end)
         scale_N: torch.Tensor | None
         if physical_TK.numel():
@@ -128,28 +120,21 @@ class AllGatherDispatcher(_Dispatcher):
                 physical_TK.to(torch.int32),
                 scale=request.scale_T,
                 active_num=physical_TK.numel(),
-                expert_num=nowhere + 1 if request.masked else nowhere,
+                expert_num=nowhere + 1,
                 expert_tokens_num_type=GroupListType.COUNTS,
                 expert_tokens_num_flag=True,
                 active_expert_range=[first, end],
-                quant_mode=QuantMode.DYNAMIC if quantize else QuantMode.NONE,
+                quant_mode=QuantMode.DYNAMIC if request.quantizes else QuantMode.NONE,
             )
-            weights_N = None
-            if by_experts_TK is not None:
-                # Choices served elsewhere have row -1: the last place takes them, and is dropped.
-                places_N = by_experts_TK.new_zeros(by_experts_TK.numel() + 1)
-                place_N = (row_of_choice % places_N.shape[0]).long()
-                weights_N = places_N.index_copy_(0, place_N, by_experts_TK.reshape(-1))[:-1]
         else:
             # No tokens on any rank: no operator is called.
-            rows_NH, scale_N, weights_N, row_of_choice = sorted_rows(
+            rows_NH, scale_N, row_of_choice = sorted_rows(
                 self._operators,
                 request.hidden_TH,
                 physical_TK,
                 nowhere,
                 scale_T=request.scale_T,
-                weights_TK=by_experts_TK,
-                quantize=quantize,
+                quantize=request.quantizes,
             )
             counts_S = physical_TK.new_zeros(self._slots)
         batch = ExpertBatch(
@@ -157,11 +142,8 @@ class AllGatherDispatcher(_Dispatcher):
             counts_S.to(torch.int64),
             GroupListType.COUNTS,
             scale_N if request.quantized else None,
-            weights_N,
         )
-        return self._arrived(
-            batch, WeightAndReduce(row_of_choice, physical_TK.shape[1], by_combine_TK, elsewhere_TK)
-        )
+        return self._arrived(batch, WeightAndReduce(row_of_choice, request.real_weights_TK, elsewhere_TK))
 
 
 class MoGEDispatcher(_Dispatcher):
@@ -190,22 +172,17 @@ class MoGEDispatcher(_Dispatcher):
 
         # A token with more choices here than its share cannot be served right: its output is NaN, on every device.
         too_many_T1 = here_TK.sum(dim=1, keepdim=True) > share
-        checked_TK = request.topk_weights_TK.float().masked_fill(too_many_T1, torch.nan)
-        by_experts_TC, by_combine_TC = (
-            None if weights_TK is None else weights_TK.gather(1, order_TC)
-            for weights_TK in replace(request, topk_weights_TK=checked_TK).placed_weights()
-        )
-        rows_NH, scale_N, weights_N, row_of_choice = sorted_rows(
+        weights_TK = request.real_weights_TK.masked_fill(too_many_T1, torch.nan)
+        rows_NH, scale_N, row_of_choice = sorted_rows(
             self._operators,
             request.hidden_TH,
             slot_TC,
             slots + 1,
             scale_T=request.scale_T,
-            weights_TK=by_experts_TC,
-            quantize=request.quantized and request.scale_T is None,
+            quantize=request.quantizes,
         )
-        batch = ExpertBatch(rows_NH, counts_S.cumsum(0), GroupListType.CUMULATIVE, scale_N, weights_N)
-        return self._arrived(batch, WeightAndReduce(row_of_choice, share, by_combine_TC, absent_TC))
+        batch = ExpertBatch(rows_NH, counts_S.cumsum(0), GroupListType.CUMULATIVE, scale_N)
+        return self._arrived(batch, WeightAndReduce(row_of_choice, weights_TK.gather(1, order_TC), absent_TC))
 
     def _check(self, rank_TK: torch.Tensor, check_values: bool) -> None:
         ranks, choices = self._group.size, rank_TK.shape[1]
@@ -229,18 +206,15 @@ class BatchedDispatcher:
     """The rows of any dispatcher as ``[S, M, H]``: no routing changes its size, as graphs and batched products like it.
 
     M is R times ``max_rank_tokens``, all that can come to one slot. No rank may have more tokens, and no token may
-    choose an expert twice: whoever calls sees to that. Raises ``ValueError`` where ``max_rank_tokens`` is not positive.
+    choose an expert twice: whoever calls sees to that.
     """
 
     format = ActivationFormat.BATCHED
 
     def __init__(self, inner: TokenDispatcher, ranks: int, slots: int, max_rank_tokens: int) -> None:
-        if max_rank_tokens < 1:
-            raise ValueError(f"the batched format needs room for one token per rank, got {max_rank_tokens}")
         self._inner = inner
         self._slots = slots
         self._max_tokens = ranks * max_rank_tokens
-        self.brings_weights = inner.brings_weights
 
     def dispatch(self, request: DispatchRequest) -> Callable[[], Dispatched]:
         """Dispatch, and put the rows of each slot behind one another, zeros after them."""
@@ -250,25 +224,16 @@ class BatchedDispatcher:
     def _laid_out(self, arrived: Dispatched) -> Dispatched:
         batch, inner_combine = arrived.batch, arrived.combine
         place_N = self._places(batch.counts_S, batch.rows.shape[0])
-
-        def spread(rows: torch.Tensor) -> torch.Tensor:
-            # The last row takes what belongs to no slot, and is dropped.
-            flat = rows.new_zeros(self._slots * self._max_tokens + 1, *rows.shape[1:])
-            flat.index_copy_(0, place_N, rows)
-            return flat[:-1].view(self._slots, self._max_tokens, *rows.shape[1:])
+        # The last row takes what belongs to no slot, and is dropped.
+        flat_NH = batch.rows.new_zeros(self._slots * self._max_tokens + 1, batch.rows.shape[1])
+        flat_NH.index_copy_(0, place_N, batch.rows)
+        rows_SMH = flat_NH[:-1].view(self._slots, self._max_tokens, -1)
 
         def combine(rows: torch.Tensor) -> Callable[[], torch.Tensor]:
             real_N = place_N.clamp(max=self._slots * self._max_tokens - 1)
             return inner_combine(rows.flatten(0, 1)[real_N])
 
-        batched = ExpertBatch(
-            spread(batch.rows),
-            batch.counts_S,
-            GroupListType.COUNTS,
-            None if batch.scale is None else spread(batch.scale),
-            None if batch.weights is None else spread(batch.weights),
-            batch.idle_S,
-        )
+        batched = ExpertBatch(rows_SMH, batch.counts_S, GroupListType.COUNTS, idle_S=batch.idle_S)
         return Dispatched(batched, combine)
 
     def _places(self, counts_S: torch.Tensor, rows: int) -> torch.Tensor:

@@ -18,24 +18,18 @@ class DispatchRequest:
 
     hidden_TH: torch.Tensor
     topk_ids_TK: torch.Tensor
-    """Logical experts, int32 or int64; where ``masked``, -1 for a choice that is not real."""
+    """Logical experts, int32 or int64; -1 for a choice that is not real: it is routed nowhere and counts nowhere."""
 
     topk_weights_TK: torch.Tensor
     log2phy_E: torch.Tensor
     """int32: the physical expert that serves each logical one, for the tokens that this rank sends; ``[E, D]`` where it
     deals them over several."""
 
-    masked: bool = False
-    """There may be choices that are not real. They are routed nowhere, weigh nothing and count nowhere."""
-
     scale_T: torch.Tensor | None = None
     """float32: the scale of each token, where ``hidden`` is int8 already."""
 
     quantized: bool = False
     """Experts want int8 rows with one scale each; dispatchers quantize before sending where they can."""
-
-    experts_weigh: bool = False
-    """Rows must bring their weights to the experts; ``combine`` then only sums."""
 
     begun_E: torch.Tensor | None = None
     """int64: choices of each expert that this rank has dealt before in this step; ``None`` for none."""
@@ -48,43 +42,36 @@ class DispatchRequest:
     """A dispatcher with demands on the ids themselves checks them; on an accelerator that waits for it."""
 
     @property
-    def active_TK(self) -> torch.Tensor | None:
-        """bool: the choices that are real; ``None`` where all are."""
-        return self.topk_ids_TK >= 0 if self.masked else None
+    def active_TK(self) -> torch.Tensor:
+        """bool: the choices that are real."""
+        return self.topk_ids_TK >= 0
+
+    @property
+    def real_weights_TK(self) -> torch.Tensor:
+        """float32: the weights, zero for choices that are not real."""
+        return self.topk_weights_TK.float() * self.active_TK
+
+    @property
+    def quantizes(self) -> bool:
+        """True where the dispatcher has to quantize rows, which are not int8 yet."""
+        return self.quantized and self.scale_T is None
 
     def physical(self, nowhere: int) -> torch.Tensor:
         """Return the physical expert of each choice, ``[T, K]``; ``nowhere`` for choices that are not real."""
-        ids_TK, active_TK, physical_TK = self.topk_ids_TK, self.active_TK, self.physical_TK
+        physical_TK = self.physical_TK
         if physical_TK is None:
-            # Anything will do for choices that are not real.
-            known_N = (ids_TK if active_TK is None else ids_TK.clamp(min=0)).reshape(-1)
-            if self.log2phy_E.ndim == 1:
-                physical_N = self.log2phy_E.index_select(0, known_N)
-            else:
-                active_N = None if active_TK is None else active_TK.reshape(-1)
-                physical_N = _dealt(self.log2phy_E, known_N, active_N, self.begun_E)
-            physical_TK = physical_N.view_as(ids_TK)
-        return physical_TK if active_TK is None else physical_TK.masked_fill(~active_TK, nowhere)
+            table_ED = self.log2phy_E.reshape(self.log2phy_E.shape[0], -1)
+            physical_TK = _dealt(table_ED, self.topk_ids_TK.reshape(-1), self.begun_E).view_as(
+                self.topk_ids_TK
+            )
+        return physical_TK.masked_fill(~self.active_TK, nowhere)
 
     def after(self, before: DispatchRequest) -> DispatchRequest:
         """Return the same as a part of the step that ``before`` began: tokens are dealt on from where that ended."""
-        if self.log2phy_E.ndim == 1:
-            return self
         experts = self.log2phy_E.shape[0]
-        ids_N = before.topk_ids_TK.reshape(-1).long()
         # What is not real, -1, counts behind the experts.
-        begun_E = count_ids(ids_N % (experts + 1), experts + 1)[:-1]
-        return replace(self, begun_E=begun_E if before.begun_E is None else begun_E + before.begun_E)
-
-    def real_weights(self) -> torch.Tensor:
-        """Return the weights, float32 ``[T, K]``, zero for choices that are not real."""
-        weights_TK, active_TK = self.topk_weights_TK.float(), self.active_TK
-        return weights_TK if active_TK is None else weights_TK * active_TK
-
-    def placed_weights(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the real weights where they will be applied: for the experts, and for combine; one is ``None``."""
-        weights_TK = self.real_weights()
-        return (weights_TK, None) if self.experts_weigh else (None, weights_TK)
+        ids_N = before.topk_ids_TK.reshape(-1).long() % (experts + 1)
+        return replace(self, begun_E=count_ids(ids_N, experts + 1)[:-1])
 
     def weighed_on_input(self) -> DispatchRequest:
         """Return the same with each token multiplied by its weight, instead of its output: K is 1.
@@ -117,8 +104,7 @@ class TokenDispatcher(Protocol):
     """
 
     format: ActivationFormat
-    brings_weights: bool
-    """It serves requests whose experts weigh."""
+    """Of the rows that it gives."""
 
     def dispatch(self, request: DispatchRequest) -> Callable[[], Dispatched]:
         """Send token choices to the ranks of their physical experts; return what waits for those that come here."""
@@ -132,27 +118,22 @@ def sorted_rows(
     groups: int,
     *,
     scale_T: torch.Tensor | None = None,
-    weights_TK: torch.Tensor | None = None,
     quantize: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Repeat tokens once per choice, stably sorted by ``order_TK``: int ``0..groups-1``, the group of each choice.
 
-    Returns the rows; their scales, float32 ``[N]``, where they are int8; their weights, where they were given as
-    ``weights_TK``; and the row of each choice, int32 ``[T*K]``. ``operators`` sort floating-point ``hidden_TH`` by
-    permuting, and quantize it after that where ``quantize`` says so. The permutation takes no int8: tokens that have
-    scales ``scale_T`` already are sorted by the routing operator. Operators are not called for no rows at all.
+    Returns the rows; their scales, float32 ``[N]``, where they are int8; and the row of each choice, int32 ``[T*K]``.
+    ``operators`` sort floating-point ``hidden_TH`` by permuting, and quantize it after that where ``quantize`` says so.
+    The permutation takes no int8: tokens that have scales ``scale_T`` already are sorted by the routing
+    operator. Operators are not called for no rows at all.
     """
     if not order_TK.numel():
+        quantized = quantize or scale_T is not None
         rows_NH = hidden_TH.new_empty(
-            0, hidden_TH.shape[1], dtype=torch.int8 if quantize else hidden_TH.dtype
+            0, hidden_TH.shape[1], dtype=torch.int8 if quantized else hidden_TH.dtype
         )
-        none_N = hidden_TH.new_empty(0, dtype=torch.float32)
-        return (
-            rows_NH,
-            none_N if quantize or scale_T is not None else None,
-            None if weights_TK is None else none_N,
-            order_TK.new_empty(0, dtype=torch.int32),
-        )
+        none_N = hidden_TH.new_empty(0, dtype=torch.float32) if quantized else None
+        return rows_NH, none_N, order_TK.new_empty(0, dtype=torch.int32)
     if scale_T is not None:
         rows_NH, row_of_choice, _, scale_N = operators.npu_moe_init_routing_v2(
             hidden_TH,
@@ -165,16 +146,11 @@ def sorted_rows(
             active_expert_range=[0, groups],
             quant_mode=QuantMode.NONE,
         )
-    else:
-        scale_N = None
-        rows_NH, row_of_choice = operators.npu_moe_token_permute(hidden_TH, order_TK.long())
-        if quantize:
-            rows_NH, scale_N = operators.npu_dynamic_quant(rows_NH)
-    weights_N = None
-    if weights_TK is not None:
-        flat_N = weights_TK.reshape(-1)
-        weights_N = torch.empty_like(flat_N).scatter_(0, row_of_choice.long(), flat_N)
-    return rows_NH, scale_N, weights_N, row_of_choice
+        return rows_NH, scale_N, row_of_choice
+    rows_NH, row_of_choice = operators.npu_moe_token_permute(hidden_TH, order_TK.long())
+    if not quantize:
+        return rows_NH, None, row_of_choice
+    return *operators.npu_dynamic_quant(rows_NH), row_of_choice
 
 
 @dataclass(frozen=True)
@@ -184,29 +160,18 @@ class WeightAndReduce:
     row_of_choice: torch.Tensor
     """int32 ``[T*K]``; any number outside the rows for a choice that has none."""
 
-    choices: int
-    """K."""
-
-    weights_TK: torch.Tensor | None
-    """``None`` where the experts have weighed: rows are then only summed."""
-
-    absent_TK: torch.Tensor | None = None
-    """bool: the choices that have no row; ``None`` where all have one."""
+    weights_TK: torch.Tensor
+    absent_TK: torch.Tensor
+    """bool: the choices that have no row."""
 
     def __call__(self, operators: Operators, rows_NH: torch.Tensor) -> torch.Tensor:
         """Return the tokens' outputs ``[T, H]``, of the rows' dtype; the rows are used up."""
-        tokens = self.row_of_choice.shape[0] // self.choices
         if not rows_NH.shape[0]:
-            return rows_NH.new_zeros(tokens, rows_NH.shape[1])
-        weights_TK = self.weights_TK
-        if weights_TK is None:
-            weights_TK = rows_NH.new_ones(tokens, self.choices, dtype=torch.float32)
-        row_of_choice = self.row_of_choice
-        if self.absent_TK is not None:
-            # Row 0 replaces a missing one and weighs nothing; where it is nobody's it may hold anything, even NaN.
-            weights_TK = weights_TK.masked_fill(self.absent_TK, 0.0)
-            row_of_choice = row_of_choice.masked_fill(self.absent_TK.reshape(-1), 0)
-            rows_NH[0].masked_fill_(self.absent_TK.all(), 0.0)
+            return rows_NH.new_zeros(self.weights_TK.shape[0], rows_NH.shape[1])
+        # Row 0 replaces a missing one and weighs nothing; where it is nobody's it may hold anything, even NaN.
+        weights_TK = self.weights_TK.masked_fill(self.absent_TK, 0.0)
+        row_of_choice = self.row_of_choice.masked_fill(self.absent_TK.reshape(-1), 0)
+        rows_NH[0].masked_fill_(self.absent_TK.all(), 0.0)
         return operators.npu_moe_token_unpermute(rows_NH, row_of_choice, weights_TK.to(rows_NH.dtype))
 
 
@@ -217,20 +182,21 @@ def places(ids_N: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(place_N).scatter_(0, order_N, place_N)
 
 
-def _dealt(
-    table_ED: torch.Tensor, ids_N: torch.Tensor, active_N: torch.Tensor | None, begun_E: torch.Tensor | None
-) -> torch.Tensor:
+def _dealt(table_ED: torch.Tensor, ids_N: torch.Tensor, begun_E: torch.Tensor | None) -> torch.Tensor:
     """Return the entry of each choice, of the table's dtype ``[N]``; anything for choices that are not real.
 
     By tensor operators alone, so that graphs may capture it: the ``i``-th real choice of an expert goes to entry
-    ``i % D`` of the table, integers ``[E, D]``. ``ids_N`` has the expert of each choice in order, 0 to E - 1,
-    ``active_N`` marks the real ones where not all are, and ``begun_E`` counts those that were dealt before.
+    ``i % D`` of the table, integers ``[E, D]``. ``ids_N`` has the expert of each choice in order, -1 for one that is
+    not real, and ``begun_E`` counts those that were dealt before.
     """
     experts, width = table_ED.shape
-    counted_N = ids_N.long() if active_N is None else ids_N.long().masked_fill(~active_N, experts)
+    known_N = ids_N.long().clamp(min=0)
+    if width == 1:
+        return table_ED.view(-1).index_select(0, known_N)
+    counted_N = ids_N.long() % (experts + 1)
     counts_E = count_ids(counted_N, experts + 1)
     # How many of the choices before it are of the same expert.
     turn_N = places(counted_N) - (counts_E.cumsum(0) - counts_E).index_select(0, counted_N)
     if begun_E is not None:
-        turn_N = turn_N + begun_E.index_select(0, ids_N.long())
-    return table_ED.reshape(-1).index_select(0, ids_N.long() * width + turn_N % width)
+        turn_N = turn_N + begun_E.index_select(0, known_N)
+    return table_ED.reshape(-1).index_select(0, known_N * width + turn_N % width)
