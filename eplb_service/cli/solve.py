@@ -24,7 +24,7 @@ from eplb_service.cli.trace_options import (
     check_placement_output,
     planner_flags,
 )
-from eplb_service.cli.warmup import compile_progress, compile_search
+from eplb_service.cli.warmup import compile_progress
 from eplb_service.io.open_trace import naming
 from eplb_service.io.placement_file import write_placement
 from eplb_service.placement import Placement, check_shape, mean_par
@@ -88,7 +88,6 @@ def solve(
         )
 
     with compile_progress():
-        compile_search(heat_TLE, Placement.linear(trace.layers, trace.experts, group.ranks, slots), settings)
         # One layer first, so that the time shown is not the compiler's.
         solved(replace(settings, budget_ms=None), slice(1))
         began = time.perf_counter()

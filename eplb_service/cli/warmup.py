@@ -5,19 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-import numpy as np
 import typer
 from rich.console import Console
 
 from eplb_service.cli.options import takes_options
-from eplb_service.planner.settings import DEAL
-
-if TYPE_CHECKING:
-    from eplb_service.heat.window import Counts
-    from eplb_service.placement import Placement
-    from eplb_service.planner.settings import PlannerSettings
 
 _LINE_SECONDS = 5.0
 """Between two lines where stderr is no terminal."""
@@ -37,18 +29,6 @@ def compile_solver() -> None:
 
     with compile_progress():
         warm_up(threads=1)
-
-
-def compile_search(heat_TLE: Counts, placement: Placement, settings: PlannerSettings) -> None:
-    """Compile the kernels that place these layers from scratch, within ``compile_progress``."""
-    from eplb_service.planner.request import search_params_of
-    from eplb_service.solver.warmup import kernels_of, precompile
-
-    params = search_params_of(settings, placement, settings.deal_width if settings.split == DEAL else 1)
-    heat_type = (
-        "float64" if heat_TLE.dtype.kind == "f" else "int32" if heat_TLE.dtype == np.int32 else "int64"
-    )
-    precompile(kernels_of(params, heat_type, fitted=settings.cost_curve is not None))
 
 
 @contextmanager

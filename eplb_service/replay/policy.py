@@ -18,8 +18,6 @@ ABLATIONS: Mapping[str, Mapping[str, Any]] = {
     "flashlb-no-tree": {"tree_search": False},
     "flashlb-no-annealing": {"annealing": False},
     "flashlb-no-local": {"local_search": False},
-    "flashlb-no-swaps": {"swaps": False},
-    "flashlb-no-exchanges": {"exchanges": False},
     "flashlb-no-table-swaps": {"table_swaps": False},
     "flashlb-no-holdout": {"holdout": False},
     "flashlb-no-price-ladder": {"price_ladder": False},

@@ -13,9 +13,15 @@ from typing import NamedTuple
 import numpy as np
 
 from eplb_service.solver.construction import even_shares, replicas_of, share_of
-from eplb_service.solver.evaluation import TopRanks, loads_in_episodes, top_ranks_of, update_loads
+from eplb_service.solver.evaluation import (
+    TopRanks,
+    loads_in_episodes,
+    peak_of_two_changed,
+    top_ranks_of,
+    update_loads,
+)
 from eplb_service.solver.jit import kernel, part
-from eplb_service.solver.model import Bool, Float32, Int32, UInt64, homes, set_placement, set_row
+from eplb_service.solver.model import Bool, Float32, Int32, UInt64, homes, set_placement
 
 _HOTTEST, _COLDEST = 1e-3, 1e-5
 """Temperatures at the first and the last try, in peak-to-average ratio.
@@ -24,8 +30,6 @@ Placed from scratch, 2 layers x 256 experts on 256 ranks x 2 slots (the four kin
 seeds 1 to 3, mean ratio on the window) come out 1.1 % worse with a first one of 3e-3 and 0.2 % with 3e-4; a last one of
 1e-4 or 1e-6 is within 0.2 %.
 """
-_REFRESH = 512
-"""Steps taken after which rank loads are summed afresh, so that rounding does not pile up."""
 _LOOK = 8
 """Tries at the same episode's hottest rank, one after the other; 1, 4 and 16 are within 0.2 % on that heat."""
 _GUIDED = 95
@@ -58,9 +62,7 @@ def draw(state_1: UInt64, below: int) -> int:
 
 
 @kernel
-def anneal(
-    phy2log_RS: Int32, scaled_EN: Float32, share_N: Float32, tries: int, seed: int
-) -> tuple[Int32, float]:
+def anneal(phy2log_RS: Int32, scaled_EN: Float32, share_N: Float32, tries: int, seed: int) -> Int32:
     """Improve a placement by so many tries: swaps of two experts, and replicas that pass from one expert to another.
 
     Parameters
@@ -74,45 +76,33 @@ def anneal(
 
     Returns
     -------
-    best_RS, best
-        int32 ``[R, S]`` and its peak-to-average ratio under even shares, never above that of ``phy2log_RS``.
+    Int32
+        int32 ``[R, S]``; its peak-to-average ratio under even shares is no higher, but for rounding.
 
     References
     ----------
     S. Kirkpatrick, C. D. Gelatt, M. P. Vecchi, *Optimization by Simulated Annealing*, 1983.
     """
     ranks = phy2log_RS.shape[0]
-    if share_N.sum() <= 0:
-        return phy2log_RS.copy(), 1.0
     state = _state_at(phy2log_RS, scaled_EN)
     here_RS, replicas_E, holds_ER, holder_EK, top, rank_K, changed_R1, changed_RN = state
     load_RN, load_NR, rank_KN, peak_KN = top
-    now = _mean_peak(peak_KN, share_N)
-    best_RS, best = phy2log_RS.copy(), now
+    now = _par_of_changed(load_NR, rank_KN, peak_KN, share_N, rank_K, 0, changed_R1, changed_RN)
+    best_RS: Int32 = phy2log_RS.copy()
+    best = now
     state_1 = np.full(1, np.uint64(seed), dtype=np.uint64)
-    taken = 0
     episode, temperature = 0, _HOTTEST
-    for k in range(tries if ranks > 1 else 0):
+    for k in range(tries if ranks > 1 and now > 0 else 0):
         if k % _LOOK == 0:
             episode = draw(state_1, share_N.shape[0])
             temperature = _HOTTEST * (_COLDEST / _HOTTEST) ** (k / tries)
         attempt = _drawn(here_RS, load_NR, rank_KN, episode, state_1)
-        count = 0
         if attempt.swaps:
             if not _may_swap(load_NR, scaled_EN, replicas_E, holds_ER, attempt):
                 continue
-            found = _par_of_two_changed(
-                load_RN,
-                rank_KN,
-                peak_KN,
-                share_N,
-                attempt.rank,
-                attempt.other,
-                share_of(replicas_E[attempt.mine]),
-                scaled_EN[attempt.mine],
-                share_of(replicas_E[attempt.theirs]),
-                scaled_EN[attempt.theirs],
-            )
+            count = _swapped_loads(load_RN, scaled_EN, replicas_E, attempt, rank_K, changed_R1, changed_RN)
+            rank, other = attempt.rank, attempt.other
+            found = peak_of_two_changed(top, share_N, rank, other, changed_RN[rank], changed_RN[other])
         else:
             if not _may_pass(load_NR, scaled_EN, replicas_E, holds_ER, holder_EK, attempt):
                 continue
@@ -121,23 +111,14 @@ def anneal(
             )
             found = _par_of_changed(load_NR, rank_KN, peak_KN, share_N, rank_K, count, changed_R1, changed_RN)
         if found <= now or found <= now + bearable(temperature, state_1):
-            if attempt.swaps:
-                count = _swapped_loads(
-                    load_RN, scaled_EN, replicas_E, attempt, rank_K, changed_R1, changed_RN
-                )
             _apply_move(state, attempt, count)
             now = found
-            taken += 1
         for j in range(count):
             changed_R1[rank_K[j]] = False
-        if taken == _REFRESH:
-            _sum_again(state, scaled_EN)
-            now = _mean_peak(peak_KN, share_N)
-            taken = 0
         if now < best:
             best = now
             set_placement(best_RS, here_RS)
-    return best_RS, best
+    return best_RS
 
 
 @part
@@ -223,21 +204,6 @@ def _state_at(phy2log_RS: Int32, scaled_EN: Float32) -> _State:
         np.zeros(ranks + 1, dtype=np.bool_),
         np.zeros_like(load_RN),
     )
-
-
-@kernel
-def _sum_again(state: _State, scaled_EN: Float32) -> None:
-    """Sum the rank loads afresh: many small changes pile up rounding."""
-    share_RS = even_shares(state.phy2log_RS, scaled_EN.shape[0])
-    ranks = state.rank_K.shape[0]
-    load_RN = loads_in_episodes(state.phy2log_RS, share_RS, scaled_EN)
-    for r in range(ranks):
-        set_row(state.changed_RN[r], load_RN[r])
-        state.rank_K[r] = r
-        state.changed_R1[r] = True
-    update_loads(state.top_ranks, state.rank_K, ranks, state.changed_R1, state.changed_RN)
-    for r in range(ranks):
-        state.changed_R1[r] = False
 
 
 @part
@@ -331,41 +297,6 @@ def _passed_loads(
             changed_R1[rank] = True
             count += 1
     return count
-
-
-@kernel
-def _mean_peak(peak_KN: Float32, share_N: Float32) -> float:
-    """Peak-to-average ratio of normalised loads: the episodes' peaks, averaged by their weights."""
-    total = 0.0
-    for n in range(share_N.shape[0]):
-        total += share_N[n] * peak_KN[0, n]
-    return total
-
-
-@part
-def _par_of_two_changed(
-    load_RN: Float32,
-    rank_KN: Int32,
-    peak_KN: Float32,
-    share_N: Float32,
-    one: int,
-    other: int,
-    out_share: float,
-    out_N: Float32,
-    come_share: float,
-    come_N: Float32,
-) -> float:
-    """The ratio once ``one`` gives ``out_share`` of heat ``out_N`` for ``come_share`` of ``come_N`` of ``other``."""
-    total = np.float32(0.0)
-    for n in range(share_N.shape[0]):
-        shift = come_share * come_N[n] - out_share * out_N[n]
-        rest = peak_KN[2, n]
-        if rank_KN[1, n] != one and rank_KN[1, n] != other:
-            rest = peak_KN[1, n]
-        if rank_KN[0, n] != one and rank_KN[0, n] != other:
-            rest = peak_KN[0, n]
-        total += share_N[n] * max(rest, load_RN[one, n] + shift, load_RN[other, n] - shift)
-    return float(total)
 
 
 @part

@@ -8,14 +8,12 @@ hot together are kept apart. Where every rank with room holds the expert already
 The tree searches replica counts and placement jointly over groups of experts: the first of FlashLB's three ideas.
 Experts are sorted by heat and cut into groups. A node of the tree has fixed the replicas of the experts of the first
 groups. Its children give the next group a little more or less of what is left than a greedy allotment would.
-Look-ahead judges a child by completing and placing it greedily; pruning drops children that cannot beat the best leaf.
-A beam of the most promising nodes goes on to the next group.
+Look-ahead judges a child by completing and placing it greedily. A beam of the most promising nodes goes on to the next
+group.
 
-Ours departs from FlashLB in three ways. A leaf is judged by the risk of its hottest rank with full covariance, the same
-figure that the local search goes on from. The bound that prunes is of the means alone, because two experts that
-alternate may share a rank at less risk than one has by itself. And several leaves are searched further, not the best
-one alone. The other two ideas are the multi-episode objective (``evaluation``) and layer-wise cherry-picking
-(``planner.decide``).
+Ours departs from FlashLB in two ways. A leaf is judged by the risk of its hottest rank with full covariance, the same
+figure that the local search goes on from; and several leaves are searched further, not the best one alone. The other
+two ideas are the multi-episode objective (``evaluation``) and layer-wise cherry-picking (``planner.decide``).
 
 References
 ----------
@@ -26,38 +24,20 @@ vLLM-Ascend pull requests 3042 and 6477, *FlashLB algorithm*, https://github.com
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from eplb_service.solver.evaluation import expert_heat, risk
 from eplb_service.solver.jit import kernel, part
-from eplb_service.solver.model import Bool, Float32, Float64, Heat, Int32, Int64, set_row
+from eplb_service.solver.model import Bool, Float32, Float64, Heat, Int32
 
 
-@kernel
 def descending(values: Float32) -> Int32:
-    """Indices of ``values`` from largest to smallest, equal ones in order; int32. A bottom-up merge sort."""
-    size = values.shape[0]
-    order = np.empty(size, dtype=np.int32)
-    merged = np.empty(size, dtype=np.int32)
-    for at in range(size):
-        order[at] = at
-    width = 1
-    while width < size:
-        for first in range(0, size, 2 * width):
-            middle, last = min(first + width, size), min(first + 2 * width, size)
-            left, right = first, middle
-            for at in range(first, last):
-                if left < middle and (right == last or values[order[left]] >= values[order[right]]):
-                    merged[at] = order[left]
-                    left += 1
-                else:
-                    merged[at] = order[right]
-                    right += 1
-        order, merged = merged, order
-        width *= 2
-    return order
+    """Indices of ``values`` along the first axis from largest to smallest, equal ones in order; int32."""
+    return np.argsort(-values, axis=0, kind="stable").astype(np.int32)
 
 
 @kernel
@@ -223,61 +203,49 @@ def hottest_rank(assignment: Assignment, z: float) -> tuple[int, float]:
     return worst, worst_risk
 
 
+def place(replicas_E: Int32, heat: Heat, ranks: int, slots: int, z: float) -> Assignment:
+    """Place these replicas greedily, hottest first.
+
+    For the arguments see ``model``.
+    """
+    order_E = descending(np.divide(expert_heat(heat, z), replicas_E, dtype=np.float32))
+    return _place_in_order(replicas_E, heat, ranks, slots, order_E, z)
+
+
 @kernel
-def _place_in_order(assignment: Assignment, heat: Heat, order_E: Int32, z: float) -> None:
+def _place_in_order(
+    replicas_E: Int32, heat: Heat, ranks: int, slots: int, order_E: Int32, z: float
+) -> Assignment:
     """Place all replicas of the experts of ``order_E``, each on the rank that stays coolest with it."""
+    assignment = _empty_assignment(replicas_E, ranks, slots)
     for expert in order_E:
-        for _ in range(assignment.replicas_E[expert]):
+        for _ in range(replicas_E[expert]):
             rank = _coolest_rank(assignment, heat, expert, z)
             if rank < 0:
                 rank = _make_room(assignment, heat, expert)
-            _put(assignment, heat, expert, rank, share_of(assignment.replicas_E[expert]))
+            _put(assignment, heat, expert, rank, share_of(replicas_E[expert]))
+    return assignment
 
 
 @part
 def _coolest_rank(assignment: Assignment, heat: Heat, expert: int, z: float) -> int:
-    """Rank with a free slot, without the expert, and with the lowest risk once it holds it; -1 where none is.
-
-    The least loaded rank is judged first: most others then carry more than it would, and need no judging.
-    """
+    """Rank with a free slot, without the expert, and with the lowest risk once it holds it; -1 where none is."""
     slots = assignment.phy2log_RS.shape[1]
     share = share_of(assignment.replicas_E[expert])
     mean = share * heat.mean_E[expert]
     own = share * share * heat.gram_EE[expert, expert]
-    ranks: int = assignment.load_R.shape[0]
-    least = ranks
-    for r in range(ranks):
+    chosen, lowest = -1, np.float32(np.inf)
+    for r in range(assignment.load_R.shape[0]):
+        # No risk is below the mean load.
+        if assignment.load_R[r] + mean >= lowest:
+            continue
         if assignment.filled_R[r] == slots or assignment.holds_ER[expert, r]:
             continue
-        if least == ranks or assignment.load_R[r] < assignment.load_R[least]:
-            least = r
-    if least == ranks:
-        return -1
-    chosen = least
-    lowest = _risk_with(assignment, least, expert, share, mean, own, z)
-    for r in range(ranks):
-        if (
-            assignment.load_R[r] + mean >= lowest
-            or assignment.filled_R[r] == slots
-            or assignment.holds_ER[expert, r]
-        ):
-            continue
-        # Empty ranks are alike, and the first of them has been judged.
-        if assignment.filled_R[r] == 0 and assignment.filled_R[least] == 0:
-            continue
-        found = _risk_with(assignment, r, expert, share, mean, own, z)
+        variance = assignment.variance_R[r] + np.float32(2.0) * share * assignment.cross_RE[r, expert] + own
+        found = risk(assignment.load_R[r] + mean, variance, z)
         if found < lowest:
             chosen, lowest = r, found
     return chosen
-
-
-@part
-def _risk_with(
-    assignment: Assignment, rank: int, expert: int, share: float, mean: float, own: float, z: float
-) -> float:
-    """Risk of a rank once it holds a replica with this share, mean load and variance."""
-    variance = assignment.variance_R[rank] + np.float32(2.0) * share * assignment.cross_RE[rank, expert] + own
-    return risk(assignment.load_R[rank] + mean, variance, z)
 
 
 @part
@@ -335,182 +303,63 @@ def tree_search(
         Nodes that go on from each level.
     """
     heat_E = expert_heat(heat, z)
-    replicas_E = _greedy_replicas(heat_E, ranks, slots)
-    if leaves == 0 or ranks * slots == replicas_E.size:
-        return replicas_E[None, :], np.array([np.inf])
-    return _search_counts(replicas_E, heat_E, heat, ranks, slots, z, groups, spread, beam, leaves)
+    greedy_E = _greedy_replicas(heat_E, ranks, slots)
+    spare = ranks * slots - greedy_E.size
+    if leaves == 0 or spare == 0:
+        return greedy_E[None, :], np.array([np.inf])
+    risk_of: dict[bytes, float] = {}
 
+    def judged(leaf_E: Int32) -> float:
+        key = leaf_E.tobytes()
+        if key not in risk_of:
+            order_E = descending(np.divide(heat_E, leaf_E, dtype=np.float32))
+            risk_of[key] = _risk_once_placed(leaf_E, heat, ranks, slots, order_E, z)
+        return risk_of[key]
 
-@kernel
-def _search_counts(
-    replicas_E: Int32,
-    heat_E: Float32,
-    heat: Heat,
-    ranks: int,
-    slots: int,
-    z: float,
-    groups: int,
-    spread: int,
-    beam: int,
-    leaves: int,
-) -> tuple[Int32, Float64]:
-    """``tree_search`` where there is a choice."""
-    experts = heat_E.shape[0]
-    best_KE = np.empty((leaves, experts), dtype=np.int32)
-    risk_K = np.full(leaves, np.inf)
-    spare = ranks * slots - experts
-    _, greedy_risk = hottest_rank(place(replicas_E, heat, ranks, slots, z), z)
-    _remember(best_KE, risk_K, replicas_E, greedy_risk)
+    judged(greedy_E)
     by_heat_E = descending(heat_E)
-    first_G = _group_bounds(replicas_E, by_heat_E, groups)
-    frontier_BE = np.ones((1, experts), dtype=np.int32)
-    for group in range(first_G.shape[0] - 1):
-        low, high = first_G[group], first_G[group + 1]
-        children_CE = np.empty((frontier_BE.shape[0] * (2 * spread + 1), experts), dtype=np.int32)
-        cool_C = np.empty(children_CE.shape[0], dtype=np.float32)
-        found = 0
-        for b in range(frontier_BE.shape[0]):
-            node_E = frontier_BE[b]
-            left = spare - _spare_of(node_E, by_heat_E[:low])
-            greedy_E = _complete(node_E, heat_E, by_heat_E, low, left, ranks)
-            usual = _spare_of(greedy_E, by_heat_E[low:high])
+    frontier = [np.ones_like(greedy_E)]
+    for group_M, rest_M in _cut_into_groups(greedy_E, by_heat_E, groups):
+        children: dict[bytes, tuple[float, Int32]] = {}
+        for node_E in frontier:
+            left = ranks * slots - int(node_E.sum())
+            greedily_E, _ = _with_more(node_E, heat_E, np.concatenate([group_M, rest_M]), left, ranks)
+            usual = int((greedily_E - node_E)[group_M].sum())
             for given in range(max(0, usual - spread), min(left, usual + spread) + 1):
-                child_E = node_E.copy()
-                unplaced = _hand_out_to(child_E, heat_E, by_heat_E[low:high], given, ranks)
-                if unplaced > 0 or _floor_of(child_E, heat.mean_E, by_heat_E[:high]) >= risk_K[-1]:
-                    continue
-                leaf_E = _complete(child_E, heat_E, by_heat_E, high, left - given, ranks)
-                if _spare_of(leaf_E, by_heat_E) < spare or _is_known(child_E, children_CE[:found]):
-                    continue
-                _, leaf_risk = hottest_rank(place(leaf_E, heat, ranks, slots, z), z)
-                set_row(children_CE[found], child_E)
-                cool_C[found] = -leaf_risk
-                found += 1
-                _remember(best_KE, risk_K, leaf_E, leaf_risk)
-        if found == 0:
-            break
-        frontier_BE = np.empty((min(found, beam), experts), dtype=np.int32)
-        hottest_last_C = descending(cool_C[:found])
-        for b in range(frontier_BE.shape[0]):
-            set_row(frontier_BE[b], children_CE[hottest_last_C[b]])
-    kept = _known(risk_K)
-    return best_KE[:kept], risk_K[:kept]
+                child_E, unplaced = _with_more(node_E, heat_E, group_M, given, ranks)
+                leaf_E, left_over = _with_more(child_E, heat_E, rest_M, left - given, ranks)
+                if unplaced == 0 == left_over:
+                    children[child_E.tobytes()] = judged(leaf_E), child_E
+        coolest = sorted(children.values(), key=lambda child: child[0])[:beam]
+        frontier = [child_E for _, child_E in coolest]
+    best = sorted(risk_of.items(), key=lambda leaf: leaf[1])[:leaves]
+    best_KE = np.array([np.frombuffer(key, dtype=np.int32) for key, _ in best])
+    return best_KE, np.array([found for _, found in best])
 
 
 @kernel
-def place(replicas_E: Int32, heat: Heat, ranks: int, slots: int, z: float) -> Assignment:
-    """Place these replicas greedily, hottest first.
-
-    For the arguments see ``model``.
-    """
-    assignment = _empty_assignment(replicas_E, ranks, slots)
-    _place_in_order(assignment, heat, descending(_heat_per_replica(heat, replicas_E, z)), z)
-    return assignment
+def _risk_once_placed(
+    replicas_E: Int32, heat: Heat, ranks: int, slots: int, order_E: Int32, z: float
+) -> float:
+    """Risk of the hottest rank where these replicas are placed in this order."""
+    found: float = hottest_rank(_place_in_order(replicas_E, heat, ranks, slots, order_E, z), z)[1]
+    return found
 
 
-@part
-def _heat_per_replica(heat: Heat, replicas_E: Int32, z: float) -> Float32:
-    """Mean + z*std of each expert over its replicas, float32 ``[E]``."""
-    heat_E = expert_heat(heat, z)
-    for e in range(heat_E.shape[0]):
-        heat_E[e] /= np.float32(replicas_E[e])
-    return heat_E
+def _cut_into_groups(replicas_E: Int32, by_heat_E: Int32, groups: int) -> Iterator[tuple[Int32, Int32]]:
+    """Groups of experts with about equal numbers of replicas, hottest first, each with all experts after it."""
+    seen_E = replicas_E[by_heat_E].cumsum()
+    groups = min(groups, seen_E.size)
+    bounds = [0, *(np.searchsorted(seen_E * groups, seen_E[-1] * np.arange(1, groups)) + 1), seen_E.size]
+    for low, high in pairwise(bounds):
+        yield by_heat_E[low:high], by_heat_E[high:]
 
 
-@kernel
-def _remember(best_KE: Int32, risk_K: Float64, replicas_E: Int32, risk: float) -> None:
-    """Sort a leaf into the best ones unless its counts are there already."""
-    if risk >= risk_K[-1] or _is_known(replicas_E, best_KE[: _known(risk_K)]):
-        return
-    at = risk_K.shape[0] - 1
-    while at > 0 and risk < risk_K[at - 1]:
-        risk_K[at] = risk_K[at - 1]
-        set_row(best_KE[at], best_KE[at - 1])
-        at -= 1
-    risk_K[at] = risk
-    set_row(best_KE[at], replicas_E)
-
-
-@kernel
-def _group_bounds(replicas_E: Int32, by_heat_E: Int32, groups: int) -> Int64:
-    """Cut the experts, hottest first, into groups with about equal numbers of replicas; int64 ``[groups + 1]``."""
-    experts = replicas_E.shape[0]
-    groups = min(groups, experts)
-    first_G: Int64 = np.zeros(groups + 1, dtype=np.int64)
-    total = experts + _spare_of(replicas_E, by_heat_E)
-    seen = 0
-    group = 1
-    for place in range(experts):
-        seen += replicas_E[by_heat_E[place]]
-        if group < groups and seen * groups >= total * group:
-            first_G[group] = place + 1
-            group += 1
-    first_G[group:] = experts
-    return first_G
-
-
-@kernel
-def _floor_of(replicas_E: Int32, mean_E: Float32, fixed: Int32) -> float:
-    """No completion is cooler than the hottest replica already fixed: what else a rank holds only adds to its mean.
-
-    Of the means alone, because two experts that alternate may have less risk together than one by itself.
-    """
-    floor = 0.0
-    for e in fixed:
-        floor = max(floor, mean_E[e] / replicas_E[e])
-    return floor
-
-
-@kernel
-def _complete(
-    replicas_E: Int32, heat_E: Float32, by_heat_E: Int32, first: int, left: int, ranks: int
-) -> Int32:
-    """Hand ``left`` replicas greedily to the experts from place ``first`` on."""
-    done_E: Int32 = replicas_E.copy()
-    _hand_out_to(done_E, heat_E, by_heat_E[first:], left, ranks)
-    return done_E
-
-
-@kernel
-def _hand_out_to(replicas_E: Int32, heat_E: Float32, members: Int32, budget: int, ranks: int) -> int:
-    """Hand ``budget`` replicas greedily to ``members`` only; returns those that found no taker."""
-    if members.shape[0] == 0:
-        return budget
-    own_M = np.empty(members.shape[0], dtype=np.int32)
-    heat_M = np.empty(members.shape[0], dtype=np.float32)
-    for m in range(members.shape[0]):
-        own_M[m], heat_M[m] = replicas_E[members[m]], heat_E[members[m]]
-    unplaced = _hand_out(own_M, heat_M, budget, ranks)
-    for m in range(members.shape[0]):
-        replicas_E[members[m]] = own_M[m]
-    return unplaced
-
-
-@kernel
-def _spare_of(replicas_E: Int32, members: Int32) -> int:
-    """Replicas that these experts have beside their first."""
-    spare = 0
-    for e in members:
-        spare += replicas_E[e] - 1
-    return spare
-
-
-@kernel
-def _known(risk_K: Float64) -> int:
-    """Leaves that there are so far."""
-    known = 0
-    while known < risk_K.shape[0] and risk_K[known] < np.inf:
-        known += 1
-    return known
-
-
-@kernel
-def _is_known(replicas_E: Int32, seen_CE: Int32) -> bool:
-    """Return whether these counts were tried already."""
-    for c in range(seen_CE.shape[0]):
-        same = True
-        for e in range(replicas_E.shape[0]):
-            same = same and seen_CE[c, e] == replicas_E[e]
-        if same:
-            return True
-    return False
+def _with_more(
+    replicas_E: Int32, heat_E: Float32, member_M: Int32, budget: int, ranks: int
+) -> tuple[Int32, int]:
+    """Hand ``budget`` replicas greedily to some experts; and how many found no taker."""
+    done_E, done_M = replicas_E.copy(), replicas_E[member_M]
+    unplaced = _hand_out(done_M, heat_E[member_M], budget, ranks)
+    done_E[member_M] = done_M
+    return done_E, unplaced

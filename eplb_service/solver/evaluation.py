@@ -64,19 +64,17 @@ def max_rank_loads(scaled_EN: Float32, phy2log_RS: Int32, weight_RS: Float32) ->
     return peak_N
 
 
-@kernel
+def mean_peak(peak_N: Float32, share_N: Float32) -> float:
+    """Peak-to-average ratio of episodes whose hottest ranks have so much, by the episodes' weights; 1.0 without any."""
+    return float((peak_N * share_N).sum(dtype=np.float64)) if share_N.any() else 1.0
+
+
 def mean_of_max(scaled_EN: Float32, share_N: Float32, phy2log_RS: Int32, weight_RS: Float32) -> float:
     """Peak-to-average ratio: the hottest rank of each episode, averaged with the episodes' weights.
 
     ``weight_RS`` as for ``max_rank_loads``. 1.0 where there are no tokens.
     """
-    peak_N = max_rank_loads(scaled_EN, phy2log_RS, weight_RS)
-    total = 0.0
-    weights = 0.0
-    for n in range(peak_N.shape[0]):
-        total += peak_N[n] * share_N[n]
-        weights += share_N[n]
-    return total if weights > 0 else 1.0
+    return mean_peak(max_rank_loads(scaled_EN, phy2log_RS, weight_RS), share_N)
 
 
 @kernel
@@ -222,3 +220,24 @@ def update_loads(top: TopRanks, rank_K: Int32, count: int, changed_R1: Bool, cha
             stale = stale or load > peak_KN[2, n]
         if stale:
             _look(load_NR, rank_KN, peak_KN, n)
+
+
+@kernel
+def peak_of_two_changed(
+    top: TopRanks, share_N: Float32, one: int, other: int, one_N: Float32, other_N: Float32
+) -> float:
+    """Mean of the peaks of ``top``, by the weights ``share_N``, once two ranks have other loads.
+
+    Rank ``one`` has ``one_N`` and rank ``other`` ``other_N``, float32 ``[N]`` both.
+    """
+    rank_KN, peak_KN = top.rank_KN, top.peak_KN
+    total = np.float32(0.0)
+    for n in range(share_N.shape[0]):
+        rest = peak_KN[2, n]
+        if rank_KN[1, n] != one and rank_KN[1, n] != other:
+            rest = peak_KN[1, n]
+        if rank_KN[0, n] != one and rank_KN[0, n] != other:
+            rest = peak_KN[0, n]
+        total += share_N[n] * max(rest, one_N[n], other_N[n])
+    mean: float = total
+    return mean

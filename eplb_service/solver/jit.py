@@ -13,12 +13,10 @@ up to two seconds to compile; and they give what they call one type for each arg
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from threading import Lock
 from typing import Any, TypeVar, cast
 
 import numba
@@ -27,7 +25,6 @@ from numba.core import event
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
-_IMPORTED = re.compile(rb"^from eplb_service\.solver\.(\w+) import", flags=re.MULTILINE)
 
 
 def kernel(function: Function) -> Function:
@@ -47,16 +44,12 @@ class _Listener(event.Listener):
     """Passes on each kernel of this package whose compilation begins; numba compiles parts of its own besides."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
-        self._report, self._lock = report, Lock()
-
-    def report(self, kernel: str) -> None:
-        with self._lock:
-            self._report(kernel)
+        self._report = report
 
     def on_start(self, event: Any) -> None:
         function = event.data["dispatcher"].py_func
         if function.__module__.startswith(f"{__package__}."):
-            self.report(f"{_module_of(function)}.{function.__name__}")
+            self._report(f"{function.__module__.removeprefix(f'{__package__}.')}.{function.__name__}")
 
     def on_end(self, event: Any) -> None:
         pass
@@ -64,41 +57,12 @@ class _Listener(event.Listener):
 
 @contextmanager
 def compilations(report: Callable[[str], None]) -> Iterator[None]:
-    """Within it, ``report`` is called with the name of each kernel that begins to be compiled.
+    """Within it, ``report`` is called with the name of each kernel that begins to be compiled, one at a time.
 
-    A kernel that is loaded from its cache is not compiled. Calls come from whatever thread compiles, one at a time.
+    A kernel that is loaded from its cache is not compiled.
     """
-    listener = _Listener(report)
-    event.register("numba:compile", listener)  # type: ignore[no-untyped-call]
-    _listening.append(listener)
-    try:
+    with event.install_listener("numba:compile", _Listener(report)):
         yield
-    finally:
-        _listening.remove(listener)
-        event.unregister("numba:compile", listener)  # type: ignore[no-untyped-call]
-
-
-_listening: list[_Listener] = []
-
-
-def compiled_elsewhere(kernel: str) -> None:
-    """Report a kernel whose compilation has begun in another process, to whoever asked for ``compilations``."""
-    for listener in tuple(_listening):
-        listener.report(kernel)
-
-
-def is_cached(dispatcher: Any, types: tuple[Any, ...]) -> bool | None:
-    """Return whether a kernel is compiled for these types, here or on disk; ``None`` where nothing is cached.
-
-    That is without a folder for numba's cache, and where kernels are not compiled at all.
-    """
-    cache: Any = getattr(dispatcher, "_cache", None)
-    if not hasattr(cache, "_cache_file"):
-        return None
-    if types in dispatcher.overloads:
-        return True
-    key = cache._index_key(types, dispatcher.targetctx.codegen())
-    return key in cache._cache_file._load_index()
 
 
 def _compiled(function: Function, more: dict[str, Any]) -> Function:
@@ -119,7 +83,7 @@ def _compiled(function: Function, more: dict[str, Any]) -> Function:
         return cast(Function, numba.njit(**options)(function))
     cache_file: Any = dispatcher._cache._cache_file
     # A cached kernel holds the code of those that it calls, but numba stamps it with its own file alone.
-    cache_file._source_stamp = _stamp_of(_module_of(function))
+    cache_file._source_stamp = _stamp()
     load_index = cache_file._load_index
 
     def load_index_of_today() -> dict[Any, str]:
@@ -134,35 +98,10 @@ def _compiled(function: Function, more: dict[str, Any]) -> Function:
     return cast(Function, dispatcher)
 
 
-def _module_of(function: Callable[..., Any]) -> str:
-    """Name of a function's module within this package, like ``construction``."""
-    return function.__module__.removeprefix(f"{__package__}.")
-
-
 @cache
-def _stamp_of(module: str) -> str:
-    """Fingerprint of the sources that the kernels of a module, like ``construction``, are compiled from.
-
-    They are the module's own and those of all modules of this package that it reaches through its imports, so that an
-    edit recompiles what it may change and nothing else.
-    """
+def _stamp() -> str:
+    """Fingerprint of this package's sources: an edit of any of them recompiles all kernels."""
     digest = hashlib.blake2b(digest_size=16)
-    for reached in sorted(_reached_from(module)):
-        digest.update(_source(reached))
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def _reached_from(module: str) -> set[str]:
-    # How kernels are compiled is part of each.
-    reached, ahead = {"jit"}, [module]
-    while ahead:
-        found = ahead.pop()
-        if found not in reached:
-            reached.add(found)
-            ahead += [name.decode() for name in _IMPORTED.findall(_source(found))]
-    return reached
-
-
-@cache
-def _source(module: str) -> bytes:
-    return Path(__file__).with_name(f"{module}.py").read_bytes()

@@ -22,13 +22,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from eplb_service.solver.annealing import anneal
-from eplb_service.solver.construction import Assignment, assignment_of, even_shares, place, tree_search
-from eplb_service.solver.dealing import solve_dealing
-from eplb_service.solver.evaluation import max_rank_loads, mean_of_max
+from eplb_service.solver.construction import assignment_of, even_shares, place, tree_search
+from eplb_service.solver.evaluation import max_rank_loads, mean_peak
 from eplb_service.solver.local_search import local_search
 from eplb_service.solver.model import (
     CHOSEN,
-    DEALT,
     EVEN,
     FRESH,
     KEEP,
@@ -36,7 +34,6 @@ from eplb_service.solver.model import (
     SOLVED,
     STEPWISE,
     TABLES,
-    Bool,
     Candidate,
     Deployed,
     Float32,
@@ -48,7 +45,7 @@ from eplb_service.solver.model import (
     heat_of,
 )
 from eplb_service.solver.step_search import searched_for_steps
-from eplb_service.solver.stepwise import expected_level, levels_of_episodes
+from eplb_service.solver.stepwise import levels_of_episodes
 from eplb_service.solver.tables import (
     fixed_rule,
     rehoused,
@@ -65,8 +62,6 @@ FEWEST_EPISODES = 4
 _PRICE_LADDER = np.array([32.0, 16.0, 8.0, 4.0, 2.0, 1.0])
 """Prices of a move that the local search tries, as multiples of the true one; most frugal first. Powers of two, so that
 one search serves them all; ``docs/research/solver.md`` has what it is worth."""
-_TRUSTS = (1.0, 0.5, 0.0)
-"""Parts of the way from even to fitted shares that dealt ones may go."""
 
 
 @dataclass(frozen=True)
@@ -140,10 +135,6 @@ def solve_layer(
         halves = halves_of(heat_NE, deployed.phy2log_RS.shape[0])
     slot_price = params.slot_price(deployed.phy2log_RS)
     fresh = from_scratch(seen, params, slot_price)
-    if params.tables == DEALT and params.options.holdout and halves is not None:
-        params = params._replace(trust=_choose_trust(*halves, fresh.phy2log_RS, deployed, params))
-        if params.trust < 1:
-            fresh = _with_tables(fresh.phy2log_RS, seen, params)
     forecast = Forecast(float(half_life_H[0]), 0.0)
     optimism: float | None = None
 
@@ -214,32 +205,6 @@ def _first_change(layer: Layer, params: SearchParams, price_K: Float64) -> Int32
     return layer.deployed.phy2log_RS
 
 
-def _choose_trust(
-    older: Heat, newer: Heat, phy2log_RS: Int32, deployed: Deployed, params: SearchParams
-) -> float:
-    """Choose how far dealt shares go from even ones to fitted ones: as, fitted to the older half, suits the newer.
-
-    ``phy2log_RS`` int32 ``[R, S]`` is the placement that they are tried on. What fitted shares win over dealing round
-    the replicas must be above zero by ``sureness`` standard errors: they lean on the heat that they were fitted to. Of
-    two that do as well the farther one is taken.
-    """
-    fit, held_out = Layer(older, deployed), Layer(newer, deployed)
-    share_N = newer.share_N
-
-    def peaks(trust: float) -> Float32:
-        dealt = _with_tables(phy2log_RS, fit, params._replace(trust=trust))
-        return _peaks_on(dealt, held_out, params.tables)
-
-    round_N = peaks(0.0)
-    chosen, lowest = 0.0, _mean_peak(round_N, share_N)
-    for trust in reversed(_TRUSTS[:-1]):
-        found_N = peaks(trust)
-        par = _mean_peak(found_N, share_N)
-        if par <= lowest and is_sure(round_N - found_N, share_N, 0.0, params.options.sureness):
-            chosen, lowest = trust, par
-    return chosen
-
-
 def _holdout(
     older: Heat,
     newer: Heat,
@@ -260,7 +225,7 @@ def _holdout(
     now = Candidate(deployed.phy2log_RS, deployed.log2phy_GE, 0.0, 0)
     fit, held_out = Layer(forecast_heat(older, forecast, 1.0), deployed), Layer(newer, deployed)
     now_N, share_N = _peaks_on(now, held_out, params.tables), newer.share_N
-    best, course = _mean_peak(now_N, share_N), (KEEP, slot_price, 0.0)
+    best, course = mean_peak(now_N, share_N), (KEEP, slot_price, 0.0)
     placed = [(TABLES, slot_price, deployed.phy2log_RS)]
     if params.local_search_steps > 0:
         price_K = move_prices(slot_price, params)
@@ -273,7 +238,7 @@ def _holdout(
     for kind, price, found_RS in placed:
         found = _with_tables(found_RS, fit, params)
         found_N = _peaks_on(found, held_out, params.tables)
-        par, spent = _mean_peak(found_N, share_N), slot_price * found.moves
+        par, spent = mean_peak(found_N, share_N), slot_price * found.moves
         if par + spent < best - min_gain and is_sure(
             now_N - found_N, share_N, spent, params.options.sureness
         ):
@@ -284,11 +249,6 @@ def _holdout(
 def move_prices(slot_price: float, params: SearchParams) -> Float64:
     """Prices of a move that the local search tries, dearest first."""
     return slot_price * (_PRICE_LADDER if params.options.price_ladder else _PRICE_LADDER[-1:])
-
-
-def _mean_peak(peak_N: Float32, share_N: Float32) -> float:
-    """Peak-to-average ratio of episodes whose hottest ranks have so much, by the episodes' weights; 1.0 without any."""
-    return float((peak_N * share_N).sum(dtype=np.float64)) if share_N.any() else 1.0
 
 
 def is_sure(gain_N: Float32, share_N: Float32, spent: float, sureness: float) -> bool:
@@ -311,10 +271,12 @@ def from_scratch(layer: Layer, params: SearchParams, slot_price: float) -> Candi
     best = Candidate(deployed.phy2log_RS, deployed.log2phy_GE, np.inf, 0)
     for replicas_E in best_KE:
         assignment = place(replicas_E, heat, ranks, slots, params.z)
-        placed_RS = searched(assignment, heat, nowhere_ER, np.zeros(1), params)[0]
+        placed_RS = local_search(
+            assignment, heat, nowhere_ER, np.zeros(1), params.z, params.local_search_steps
+        )[0]
         if params.annealing_tries > 0:
             tries = params.annealing_tries // best_KE.shape[0]
-            placed_RS, _ = anneal(placed_RS, heat.scaled_EN, heat.share_N, tries, params.seed)
+            placed_RS = anneal(placed_RS, heat.scaled_EN, heat.share_N, tries, params.seed)
         best = _cheaper(best, _served(placed_RS, layer, params), slot_price)
     if params.tables == STEPWISE and params.step_tries > 0:
         found_KRS = searched_for_steps(best.phy2log_RS, heat, nowhere_ER, np.zeros(1), params)
@@ -329,7 +291,7 @@ def annealed(candidate: Candidate, layer: Layer, params: SearchParams, tries: in
         found_RS = searched_for_steps(candidate.phy2log_RS, layer.heat, nowhere_ER, np.zeros(1), params)[0]
     else:
         scaled_EN, share_N = layer.heat.scaled_EN, layer.heat.share_N
-        found_RS, _ = anneal(candidate.phy2log_RS, scaled_EN, share_N, tries, params.seed)
+        found_RS = anneal(candidate.phy2log_RS, scaled_EN, share_N, tries, params.seed)
     return _cheaper(candidate, _served(found_RS, layer, params), params.slot_price(found_RS))
 
 
@@ -341,26 +303,23 @@ def as_deployed(layer: Layer, tables: int) -> Candidate:
 
 def par_on(candidate: Candidate, layer: Layer, tables: int) -> float:
     """Peak-to-average ratio of a candidate on other heat, split by step, evenly or through its tables."""
-    heat, phy2log_RS = layer.heat, candidate.phy2log_RS
-    if tables == STEPWISE:
-        return expected_level(phy2log_RS, heat.scaled_EN, heat.share_N)
-    return mean_of_max(heat.scaled_EN, heat.share_N, phy2log_RS, _weights(candidate, layer, tables))
+    return mean_peak(_peaks_on(candidate, layer, tables), layer.heat.share_N)
 
 
 def _peaks_on(candidate: Candidate, layer: Layer, tables: int) -> Float32:
     """Load of the hottest rank in each episode of other heat under a candidate, float32 ``[N]``."""
     heat, phy2log_RS = layer.heat, candidate.phy2log_RS
     if tables == STEPWISE:
-        return levels_of_episodes(phy2log_RS, heat.scaled_EN, heat.share_N)
-    return max_rank_loads(heat.scaled_EN, phy2log_RS, _weights(candidate, layer, tables))
+        return levels_of_episodes(phy2log_RS, heat.scaled_EN)
+    share_RS = shares_of(candidate, layer.deployed, tables)
+    return max_rank_loads(heat.scaled_EN, phy2log_RS, share_RS)
 
 
-def _weights(candidate: Candidate, layer: Layer, tables: int) -> Float32:
+def shares_of(candidate: Candidate, deployed: Deployed, tables: int) -> Float32:
     """Part of its expert's tokens that each slot receives, float32 ``[R, S]``."""
-    share_GE = layer.deployed.share_GE
     if tables == EVEN:
-        return even_shares(candidate.phy2log_RS, share_GE.shape[1])
-    return slot_shares(candidate.phy2log_RS, candidate.log2phy_GE, share_GE)
+        return even_shares(candidate.phy2log_RS, deployed.share_GE.shape[1])
+    return slot_shares(candidate.phy2log_RS, candidate.log2phy_GE, deployed.share_GE)
 
 
 def _improved(layer: Layer, params: SearchParams, price_K: Float64) -> Int32:
@@ -373,21 +332,7 @@ def _improved(layer: Layer, params: SearchParams, price_K: Float64) -> Int32:
         return searched_for_steps(deployed.phy2log_RS, heat, deployed.home_ER, price_K, params)
     share_RS = even_shares(deployed.phy2log_RS, deployed.share_GE.shape[1])
     assignment = assignment_of(deployed.phy2log_RS, share_RS, heat)
-    return searched(assignment, heat, deployed.home_ER, price_K, params)
-
-
-def searched(
-    assignment: Assignment,
-    heat: Heat,
-    home_ER: Bool,
-    price_K: Float64,
-    params: SearchParams,
-    exchanges: bool = True,
-) -> Int32:
-    """Search as the parameters ask for it, arguments as ``local_search``; no ``exchanges`` where counts are settled."""
-    steps, options = params.local_search_steps, params.options
-    exchanges = exchanges and options.exchanges
-    return local_search(assignment, heat, home_ER, price_K, params.z, steps, options.swaps, exchanges)[0]
+    return local_search(assignment, heat, deployed.home_ER, price_K, params.z, params.local_search_steps)
 
 
 def _served(phy2log_RS: Int32, layer: Layer, params: SearchParams) -> Candidate:
@@ -405,9 +350,7 @@ def _with_tables(phy2log_RS: Int32, layer: Layer, params: SearchParams) -> Candi
     """Put a placement's experts into their deployed slots, make its tables and judge both."""
     heat, deployed = layer
     kept_RS, moves = keep_slots(phy2log_RS, deployed.phy2log_RS)
-    if params.tables == DEALT:
-        log2phy_GE, par = solve_dealing(kept_RS, layer, params)
-    elif params.tables == SOLVED:
+    if params.tables == SOLVED:
         log2phy_GE, par = solve_tables(kept_RS, heat, deployed.share_GE, params.z)
     else:
         first_E1, slot_P = slots_by_expert(kept_RS, deployed.share_GE.shape[1])

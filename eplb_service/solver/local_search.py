@@ -49,9 +49,8 @@ def local_search(
     price_K: Float64,
     z: float,
     steps: int,
-    swaps: bool,
-    exchanges: bool,
-) -> tuple[Int32, Float64]:
+    exchanges: bool = True,
+) -> Int32:
     """Go downhill; returns, for each price, the placement with the lowest smooth peak + price * slots away.
 
     Parameters
@@ -66,14 +65,14 @@ def local_search(
         Weight of the standard deviation.
     steps
         Most changes that are made.
-    swaps, exchanges
-        Which changes may be made.
+    exchanges
+        Whether replicas may be exchanged besides; not where their counts are settled.
 
     Returns
     -------
-    best_KRS, risk_K
-        int32 ``[K, R, S]`` and the risks of their hottest ranks, float64 ``[K]``. Where moves have a price, an exchange
-        (one slot) is taken before a swap (two) if it wins more for each slot.
+    Int32
+        int32 ``[K, R, S]``. Where moves have a price, an exchange (one slot) is taken before a swap (two) if it wins
+        more for each slot.
     """
     ranks, slots = assignment.phy2log_RS.shape
     scratch = np.empty((SCRATCH_ROWS, ranks * slots), dtype=np.float32)
@@ -83,19 +82,16 @@ def local_search(
     away = _slots_away(assignment.phy2log_RS, home_ER)
     now = smooth_max_of(assignment.load_R, assignment.variance_R, z)
     best_KRS = np.empty((price_K.shape[0], ranks, slots), dtype=np.int32)
-    risk_K = np.empty(price_K.shape[0], dtype=np.float64)
     cost_K = np.empty(price_K.shape[0], dtype=np.float64)
     for k in range(price_K.shape[0]):
         set_placement(best_KRS[k], assignment.phy2log_RS)
-        cost_K[k], risk_K[k] = smooth_peak(now) + price_K[k] * away, now.peak
+        cost_K[k] = smooth_peak(now) + price_K[k] * away
     last_gain = 0
     for step in range(steps):
         if frugal and step - last_gain > FRUITLESS:
             break
         hot = hottest_of(now)
-        slot, rank, other, won = -1, -1, -1, 0.0
-        if swaps:
-            slot, rank, other, won = best_swap(assignment, heat, now, hot, z, SMALLEST_RELIEF, scratch)
+        slot, rank, other, won = best_swap(assignment, heat, now, hot, z, SMALLEST_RELIEF, scratch)
         gainer = -1
         if exchanges and (frugal or slot < 0):
             # A swap fills two slots, an exchange one.
@@ -113,10 +109,10 @@ def local_search(
         for k in range(price_K.shape[0]):
             cost = peak + price_K[k] * away
             if cost < cost_K[k]:
-                cost_K[k], risk_K[k] = cost, now.peak
+                cost_K[k] = cost
                 set_placement(best_KRS[k], assignment.phy2log_RS)
                 last_gain = step
-    return best_KRS, risk_K
+    return best_KRS
 
 
 @part

@@ -34,8 +34,8 @@ Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 EVEN, RULE, SOLVED, DEALT = 0, 1, 2, 3
 """How an expert's tokens reach its replicas: evenly, because the host spreads them itself; or through each source's
-table, made by the engines' fixed rule, or the split that cools the hottest rank: a replica for each source, or several
-that it deals its tokens to."""
+table, made by the engines' fixed rule, or the split that cools the hottest rank: a replica for each source; or several
+that it deals its tokens to in turn."""
 STEPWISE = 4
 """Or split in each step, as well as its own tokens can be split over the replicas (``stepwise``)."""
 CHOSEN = (SOLVED, DEALT)
@@ -67,10 +67,6 @@ class SearchOptions:
     """Anneal placements made from scratch where ranks have few slots."""
     local_search: bool = True
     """Improve placements by swapping experts and exchanging replicas."""
-    swaps: bool = True
-    """Let the local search swap two experts between ranks."""
-    exchanges: bool = True
-    """Let the local search turn a spare replica of one expert into a replica of another."""
     solve_tables: bool = True
     """Choose dealing tables from the measured source heat; else by the engines' fixed rule."""
     table_swaps: bool = True
@@ -101,9 +97,7 @@ class SearchParams(NamedTuple):
     tables: int = RULE
     """``EVEN``, ``RULE``, ``SOLVED``, ``DEALT`` or ``STEPWISE``."""
     width: int = 1
-    """Entries of a dealing table; each is a source of its own, see ``dealing``."""
-    trust: float = 1.0
-    """How far dealt shares go from even ones to those fitted to the heat."""
+    """D, entries of a dealing table: each is a source of its own, and entry ``k`` of source ``g`` is ``g*D + k``."""
     step_tries: int = 0
     """Tries of searching a placement for stepwise splits; 0 for none."""
     seed: int = 0

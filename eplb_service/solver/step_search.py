@@ -40,10 +40,8 @@ def searched_for_steps(
 ) -> Int32:
     """A placement improved for stepwise splits, int32 ``[K, R, S]``, one for each price; see ``_step_search``."""
     scaled_EN, share_N = _scenarios_of(heat)
-    found_KRS, _ = _step_search(
-        np.ascontiguousarray(phy2log_RS), scaled_EN, share_N, home_ER, price_K, params.step_tries, params.seed
-    )
-    return found_KRS
+    begin_RS = np.ascontiguousarray(phy2log_RS)
+    return _step_search(begin_RS, scaled_EN, share_N, home_ER, price_K, params.step_tries, params.seed)
 
 
 @kernel
@@ -55,44 +53,43 @@ def _step_search(
     price_K: Float64,
     tries: int,
     seed: int,
-) -> tuple[Int32, Float64]:
+) -> Int32:
     """So many tries to take heat out of tight sets; returns, for each price, the placement with the lowest cost."""
     ranks, slots = phy2log_RS.shape
     experts = scaled_EN.shape[0]
     here_RS = phy2log_RS.copy()
     replicas = replicas_in(here_RS, experts)
     now = _scenarios_under(replicas, scaled_EN, share_N, ranks)
-    tried = _Scenarios(
-        now.flow_NP.copy(), now.load_NR.copy(), now.level_N.copy(), now.tight_NR.copy(), now.size_N.copy()
-    )
-    ratio, away = _ratio_of(now, share_N), 0
+    tried = _scenarios_under(replicas, scaled_EN, share_N, ranks)
+    ratio, away = 0.0, 0
+    for n in range(share_N.shape[0]):
+        ratio += share_N[n] * now.level_N[n]
     for r in range(ranks):
         for s in range(slots):
             away += not home_ER[here_RS[r, s], r]
     best_KRS = np.empty((price_K.shape[0], ranks, slots), dtype=np.int32)
-    ratio_K, cost_K = np.empty(price_K.shape[0]), np.empty(price_K.shape[0])
+    cost_K = np.empty(price_K.shape[0])
     for k in range(price_K.shape[0]):
         set_placement(best_KRS[k], here_RS)
-        ratio_K[k], cost_K[k] = ratio, ratio + price_K[k] * away
+        cost_K[k] = ratio + price_K[k] * away
     price = price_K[-1]
     state_1 = np.full(1, np.uint64(seed), dtype=np.uint64)
-    change = np.empty(4, dtype=np.int64)
     for k in range(tries):
         if ratio <= 1.0 + 1e-6 or ranks < 2:
             break
-        if not _drawn_change(here_RS, replicas, now, share_N, state_1, change):
+        change = _drawn_change(here_RS, replicas, now, share_N, state_1)
+        if change.other < 0:
             continue
         temperature = _HOTTEST * (_COLDEST / _HOTTEST) ** (k / tries)
-        mine, rank, theirs, other = _experts_and_ranks(here_RS, change, slots)
-        more = _extra_moves(home_ER, mine, rank, theirs, other, change[0] == 1)
+        more = _extra_moves(home_ER, change)
         bound = ratio - price * more + bearable(temperature, state_1)
-        if not _may_improve(replicas, now, scaled_EN, share_N, mine, rank, theirs, other, bound):
+        if not _may_improve(replicas, now, scaled_EN, share_N, change, bound):
             continue
-        _set_slots(here_RS, change, slots, mine, theirs)
+        _set_slots(here_RS, change, change.mine, change.theirs)
         changed = replicas_in(here_RS, experts)
         found = _solve_changed(replicas, changed, now, tried, share_N, change, bound)
         if found > bound:
-            _set_slots(here_RS, change, slots, theirs, mine)
+            _set_slots(here_RS, change, change.theirs, change.mine)
             continue
         replicas = changed
         now, tried = tried, now
@@ -100,9 +97,9 @@ def _step_search(
         for j in range(price_K.shape[0]):
             cost = ratio + price_K[j] * away
             if cost < cost_K[j] - 1e-9:
-                cost_K[j], ratio_K[j] = cost, ratio
+                cost_K[j] = cost
                 set_placement(best_KRS[j], here_RS)
-    return best_KRS, ratio_K
+    return best_KRS
 
 
 @kernel
@@ -112,12 +109,11 @@ def _solve_changed(
     now: _Scenarios,
     tried: _Scenarios,
     share_N: Float32,
-    change: Int64,
+    change: _Change,
     bound: float,
 ) -> float:
     """The ratio after a change, each scenario levelled on from its split so far; gives up past ``bound``."""
     ranks = now.load_NR.shape[1]
-    slots = now.flow_NP.shape[1] // ranks
     left = 0.0
     for n in range(share_N.shape[0]):
         left += share_N[n]
@@ -129,7 +125,7 @@ def _solve_changed(
                 tried.flow_NP[n, p] = now.flow_NP[n, p]
             for r in range(ranks):
                 tried.load_NR[n, r] = now.load_NR[n, r]
-            _carry_over(before, tried.flow_NP[n], tried.load_NR[n], change, slots)
+            _carry_over(before, tried.flow_NP[n], tried.load_NR[n], change)
             _level_scenario(after, tried, n)
             total += share_N[n] * tried.level_N[n]
             if total + left > bound:
@@ -141,33 +137,49 @@ _PASSES = 50
 """Of 100 tries those that turn a spare replica into another expert's; the others swap two experts."""
 
 
+class _Change(NamedTuple):
+    """The expert ``mine`` comes to a slot of rank ``other``, in place of ``theirs``."""
+
+    mine: int
+    theirs: int
+    other: int
+    """-1 for no change at all."""
+    place: int
+    """That physical slot."""
+    rank: int
+    """Rank that gets ``theirs`` for ``mine``; -1 where that replica is given up, and ``mine`` gets one more."""
+    slot: int
+    """The physical slot of ``rank``."""
+
+
 @kernel
 def _drawn_change(
-    here_RS: Int32, replicas: Replicas, now: _Scenarios, share_N: Float32, state_1: UInt64, change: Int64
-) -> bool:
-    """A random change that takes an expert out of a random tight set, into ``change``; whether there is one."""
+    here_RS: Int32, replicas: Replicas, now: _Scenarios, share_N: Float32, state_1: UInt64
+) -> _Change:
+    """A random change that takes an expert out of a random tight set."""
+    none = _Change(-1, -1, -1, -1, -1, -1)
     ranks, slots = here_RS.shape
     n = draw(state_1, share_N.shape[0])
     if now.size_N[n] == 0 or now.size_N[n] == ranks:
-        return False
+        return none
     inside, outside = draw(state_1, ranks), draw(state_1, ranks)
     while not now.tight_NR[n, inside]:
         inside = (inside + 1) % ranks
     while now.tight_NR[n, outside]:
         outside = (outside + 1) % ranks
-    mine, theirs = draw(state_1, slots), draw(state_1, slots)
-    if draw(state_1, 100) < _PASSES:
+    slot, place = inside * slots + draw(state_1, slots), outside * slots + draw(state_1, slots)
+    mine, theirs = np.int64(replicas.expert_P[slot]), np.int64(replicas.expert_P[place])
+    passes = draw(state_1, 100) < _PASSES
+    if _holds(here_RS, outside, mine):
+        return none
+    if passes:
         # Anybody's spare replica outside gives way to an expert from inside.
-        gone, come = here_RS[outside, theirs], here_RS[inside, mine]
-        if replicas.first_E1[gone + 1] - replicas.first_E1[gone] < 2 or _holds(here_RS, outside, come):
-            return False
-        change[0], change[1], change[2] = 1, outside * slots + theirs, come
-        return True
-    one, another = here_RS[inside, mine], here_RS[outside, theirs]
-    if _holds(here_RS, outside, one) or _holds(here_RS, inside, another):
-        return False
-    change[0], change[1], change[2] = 0, inside * slots + mine, outside * slots + theirs
-    return True
+        if replicas.first_E1[theirs + 1] - replicas.first_E1[theirs] < 2:
+            return none
+        return _Change(mine, theirs, outside, place, -1, -1)
+    if _holds(here_RS, inside, theirs):
+        return none
+    return _Change(mine, theirs, outside, place, inside, slot)
 
 
 @kernel
@@ -179,26 +191,12 @@ def _holds(here_RS: Int32, rank: int, expert: int) -> bool:
 
 
 @kernel
-def _experts_and_ranks(here_RS: Int32, change: Int64, slots: int) -> tuple[int, int, int, int]:
-    """The expert that comes to rank ``other``, the rank that it leaves (-1 for none), the one that goes, ``other``."""
-    if change[0] == 1:
-        other = change[1] // slots
-        return change[2], -1, np.int64(here_RS[other, change[1] % slots]), other
-    rank, other = change[1] // slots, change[2] // slots
-    return (
-        np.int64(here_RS[rank, change[1] % slots]),
-        rank,
-        np.int64(here_RS[other, change[2] % slots]),
-        other,
-    )
-
-
-@kernel
-def _extra_moves(home_ER: Bool, mine: int, rank: int, theirs: int, other: int, passes: bool) -> int:
+def _extra_moves(home_ER: Bool, change: _Change) -> int:
     """Slots that the change takes away from home, less those that it brings back."""
-    more: int = np.int64(not home_ER[mine, other]) - np.int64(not home_ER[theirs, other])
-    if not passes:
-        more += np.int64(not home_ER[theirs, rank]) - np.int64(not home_ER[mine, rank])
+    mine, theirs = change.mine, change.theirs
+    more: int = np.int64(home_ER[theirs, change.other]) - np.int64(home_ER[mine, change.other])
+    if change.rank >= 0:
+        more += np.int64(home_ER[mine, change.rank]) - np.int64(home_ER[theirs, change.rank])
     return more
 
 
@@ -208,13 +206,11 @@ def _may_improve(
     now: _Scenarios,
     scaled_EN: Float32,
     share_N: Float32,
-    mine: int,
-    rank: int,
-    theirs: int,
-    other: int,
+    change: _Change,
     bound: float,
 ) -> bool:
     """Return whether the tight sets as they are leave room for a ratio of ``bound`` after the change."""
+    mine, theirs, rank, other = change.mine, change.theirs, change.rank, change.other
     least = 0.0
     for n in range(share_N.shape[0]):
         level_of = 1.0
@@ -245,36 +241,30 @@ def _inside(replicas: Replicas, tight_R: Bool, expert: int, leaves: int, comes: 
 
 
 @kernel
-def _set_slots(here_RS: Int32, change: Int64, slots: int, comes: int, leaves: int) -> None:
-    """Put the expert that comes to rank ``other`` there, and in a swap the one that leaves it into its slot."""
-    if change[0] == 1:
-        here_RS[change[1] // slots, change[1] % slots] = comes
-    else:
-        here_RS[change[2] // slots, change[2] % slots] = comes
-        here_RS[change[1] // slots, change[1] % slots] = leaves
+def _set_slots(here_RS: Int32, change: _Change, comes: int, leaves: int) -> None:
+    """Put one expert into the slot of ``other``, and in a swap the other one into that of ``rank``."""
+    slots = here_RS.shape[1]
+    here_RS[change.other, change.place % slots] = comes
+    if change.rank >= 0:
+        here_RS[change.rank, change.slot % slots] = leaves
 
 
 @kernel
-def _carry_over(before: Replicas, flow_P: Float64, load_R: Float64, change: Int64, slots: int) -> None:
+def _carry_over(before: Replicas, flow_P: Float64, load_R: Float64, change: _Change) -> None:
     """A split that the changed placement allows, close to the one before."""
-    one = change[1]
-    if change[0] == 1:
+    to, kept = change.slot, 0.0
+    if change.rank >= 0:
+        kept = flow_P[to]
+    else:
         # The tokens of the slot that gives way go to the first other replica.
-        expert = before.expert_P[one]
-        heir = before.slot_P[before.first_E1[expert]]
-        if heir == one:
-            heir = before.slot_P[before.first_E1[expert] + 1]
-        flow_P[heir] += flow_P[one]
-        load_R[before.rank_P[heir]] += flow_P[one]
-        load_R[before.rank_P[one]] -= flow_P[one]
-        flow_P[one] = 0.0
-        return
-    another = change[2]
-    moved = flow_P[one] - flow_P[another]
-    load_R[one // slots] -= moved
-    load_R[another // slots] += moved
-    flow_P[one] -= moved
-    flow_P[another] += moved
+        to = np.int64(before.slot_P[before.first_E1[change.theirs]])
+        if to == change.place:
+            to = np.int64(before.slot_P[before.first_E1[change.theirs] + 1])
+    moved = flow_P[change.place] - kept
+    flow_P[to] += moved
+    flow_P[change.place] -= moved
+    load_R[before.rank_P[to]] += moved
+    load_R[change.other] -= moved
 
 
 _MOST_SCENARIOS = 32
@@ -342,12 +332,3 @@ def _level_scenario(replicas: Replicas, found: _Scenarios, n: int) -> None:
         found.tight_NR[n, r] = replicas.tight_R[r]
         size += replicas.tight_R[r]
     found.size_N[n] = size
-
-
-@kernel
-def _ratio_of(found: _Scenarios, share_N: Float32) -> float:
-    """Peak-to-average ratio under the best splits, by the scenarios' weights."""
-    total = 0.0
-    for n in range(share_N.shape[0]):
-        total += share_N[n] * found.level_N[n]
-    return total

@@ -205,34 +205,12 @@ def _push(replicas: Replicas, flow_P: Float64, load_R: Float64, cool: int, targe
         rank = replicas.rank_P[giver]
 
 
-@kernel
-def levels_of_episodes(phy2log_RS: Int32, scaled_EN: Float32, share_N: Float32) -> Float32:
-    """Load of the hottest rank under the best split of each episode, float32 ``[N]``; 0 in those without weight."""
-    ranks, slots = phy2log_RS.shape
-    experts, episodes = scaled_EN.shape
-    replicas = replicas_in(phy2log_RS, experts)
-    flow_P, load_R, heat_E = np.empty(ranks * slots), np.empty(ranks), np.empty(experts)
-    level_N = np.zeros(episodes, dtype=np.float32)
-    for n in range(episodes):
-        if share_N[n] <= 0:
-            continue
-        for e in range(experts):
-            heat_E[e] = scaled_EN[e, n]
-        split_evenly(replicas, heat_E, flow_P, load_R, False)
-        level_N[n] = level(replicas, flow_P, load_R, False)
+def levels_of_episodes(phy2log_RS: Int32, scaled_EN: Float32) -> Float32:
+    """Load of the hottest rank under the best split of each episode, float32 ``[N]``; 0 without tokens."""
+    heat_NLE = np.ascontiguousarray(scaled_EN.T[:, None], dtype=np.float64)
+    loads_N1R = loads_by_step(heat_NLE, phy2log_RS[None], False)
+    level_N: Float32 = loads_N1R.max(axis=(1, 2)).astype(np.float32)
     return level_N
-
-
-@kernel
-def expected_level(phy2log_RS: Int32, scaled_EN: Float32, share_N: Float32) -> float:
-    """Peak-to-average ratio under the best split of each episode, by the episodes' weights; 1.0 without tokens."""
-    level_N = levels_of_episodes(phy2log_RS, scaled_EN, share_N)
-    total, weights = 0.0, 0.0
-    for n in range(share_N.shape[0]):
-        total += share_N[n] * level_N[n]
-        weights += share_N[n]
-    mean: float = total / weights if weights > 0 else 1.0
-    return mean
 
 
 @kernel

@@ -79,7 +79,6 @@ def slot_shares(phy2log_RS: Int32, chosen_GE: Int32, share_GE: Float32) -> Float
     return share_RS
 
 
-@kernel
 def tables_par(phy2log_RS: Int32, chosen_GE: Int32, heat: Heat, share_GE: Float32) -> float:
     """Peak-to-average ratio that tables int32 ``[G, E]`` realise; ``share_GE`` as for ``slot_shares``."""
     return mean_of_max(heat.scaled_EN, heat.share_N, phy2log_RS, slot_shares(phy2log_RS, chosen_GE, share_GE))
@@ -89,10 +88,11 @@ def solve_tables(phy2log_RS: Int32, heat: Heat, share_GE: Float32, z: float) -> 
     """Choose each source's replicas; never worse on these episodes than the engines' rule ``source % replicas``."""
     sources, experts = share_GE.shape
     first_E1, slot_P = slots_by_expert(phy2log_RS, experts)
-    rule_GE = fixed_rule(first_E1, slot_P, sources, 1)
+    rule_GE = fixed_rule(first_E1, slot_P, sources)
     rule_par = tables_par(phy2log_RS, rule_GE, heat, share_GE)
     chosen_GE = rule_GE.copy()
-    assignment = _spread_parts(phy2log_RS, chosen_GE, first_E1, slot_P, heat, share_GE, z)
+    order_E, order_GE = descending(expert_heat(heat, z)), descending(share_GE)
+    assignment = _spread_parts(phy2log_RS, chosen_GE, first_E1, slot_P, heat, share_GE, order_E, order_GE, z)
     cool(assignment, chosen_GE, first_E1, slot_P, heat, share_GE, z)
     chosen_par = tables_par(phy2log_RS, chosen_GE, heat, share_GE)
     if chosen_par < rule_par:
@@ -108,11 +108,14 @@ def _spread_parts(
     slot_P: Int32,
     heat: Heat,
     share_GE: Float32,
+    order_E: Int32,
+    order_GE: Int32,
     z: float,
 ) -> Assignment:
     """Hottest expert first, its largest part first, each to the replica whose rank stays coolest.
 
-    Parts without tokens stay where they are. One expert at a time: its parts change the loads of the few ranks that
+    These orders are ``order_E`` int32 ``[E]`` and ``order_GE`` int32 ``[G, E]``. Parts without tokens stay where they
+    are. One expert at a time: its parts change the loads of the few ranks that
     hold it only in one direction, so a part costs a few operations whatever the number of experts.
     """
     slots = phy2log_RS.shape[1]
@@ -124,13 +127,13 @@ def _spread_parts(
             share_RS[only // slots, only % slots] = 1.0
     assignment = assignment_of(phy2log_RS, share_RS, heat)
     added_R = np.zeros(phy2log_RS.shape[0], dtype=np.float32)
-    for e in descending(expert_heat(heat, z)):
+    for e in order_E:
         first, after = first_E1[e], first_E1[e + 1]
         if first + 1 == after:
             continue
         for place in range(first, after):
             added_R[slot_P[place] // slots] = 0
-        for g in descending(share_GE[:, e].copy()):
+        for g in order_GE[:, e]:
             share = share_GE[g, e]
             if share <= 0:
                 break

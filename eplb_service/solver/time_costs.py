@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from eplb_service.solver.construction import descending
-from eplb_service.solver.evaluation import TopRanks, top_ranks_of, update_loads
+from eplb_service.solver.evaluation import TopRanks, peak_of_two_changed, top_ranks_of, update_loads
 from eplb_service.solver.jit import kernel, part
 from eplb_service.solver.model import Bool, Float32, Float64, Int32
 from eplb_service.solver.tables import slot_shares
@@ -56,7 +56,6 @@ def rank_us(tokens_EN: Float32, phy2log_RS: Int32, share_RS: Float32, curve_4: F
     return us_RN
 
 
-@kernel
 def mean_slowest(
     tokens_EN: Float32, weight_N: Float32, phy2log_RS: Int32, share_RS: Float32, curve_4: Float64
 ) -> float:
@@ -65,14 +64,7 @@ def mean_slowest(
     For the arguments see ``model``.
     """
     us_RN = rank_us(tokens_EN, phy2log_RS, share_RS, curve_4)
-    total = 0.0
-    for n in range(us_RN.shape[1]):
-        slowest = us_RN[0, n]
-        for r in range(1, us_RN.shape[0]):
-            slowest = max(slowest, us_RN[r, n])
-        total += weight_N[n] * slowest
-    mean: float = curve_4[0] + total
-    return mean
+    return float(curve_4[0] + (us_RN.max(axis=0) * weight_N).sum(dtype=np.float64))
 
 
 @kernel
@@ -210,21 +202,20 @@ def _slot_risk(
     return found
 
 
-@kernel
 def even_tables(first_E1: Int32, slot_P: Int32, share_GE: Float32) -> Int32:
     """Split sources over the replicas given as evenly as they go: largest first, each to the emptiest; ``[G, E]``."""
-    sources, experts = share_GE.shape
-    chosen_GE = np.empty((sources, experts), dtype=np.int32)
+    return _even_tables(first_E1, slot_P, share_GE, descending(share_GE))
+
+
+@kernel
+def _even_tables(first_E1: Int32, slot_P: Int32, share_GE: Float32, order_GE: Int32) -> Int32:
+    """``even_tables`` with the sources of each expert in order, int32 ``[G, E]``."""
+    chosen_GE = np.empty(share_GE.shape, dtype=np.int32)
     part_P = np.zeros(slot_P.shape[0], dtype=np.float32)
-    for e in range(experts):
-        first, after = first_E1[e], first_E1[e + 1]
-        if first + 1 == after:
-            for g in range(sources):
-                chosen_GE[g, e] = slot_P[first]
-            continue
-        for g in descending(share_GE[:, e].copy()):
-            emptiest = first
-            for place in range(first + 1, after):
+    for e in range(share_GE.shape[1]):
+        for g in order_GE[:, e]:
+            emptiest = first_E1[e]
+            for place in range(first_E1[e], first_E1[e + 1]):
                 if part_P[place] < part_P[emptiest]:
                     emptiest = place
             part_P[emptiest] += share_GE[g, e]
@@ -232,18 +223,13 @@ def even_tables(first_E1: Int32, slot_P: Int32, share_GE: Float32) -> Int32:
     return chosen_GE
 
 
-@kernel
 def one_replica_each(phy2log_RS: Int32, experts: int, us_E: Float32) -> Bool:
     """One replica in use of each expert, the longest expert first, on the rank that has least so far; ``[R, E]``."""
-    ranks, slots = phy2log_RS.shape
-    used_RE = np.zeros((ranks, experts), dtype=np.bool_)
-    us_R = np.zeros(ranks, dtype=np.float32)
+    ranks = len(phy2log_RS)
+    used_RE, us_R = np.zeros((ranks, experts), dtype=np.bool_), np.zeros(ranks)
     for e in descending(us_E):
-        least = -1
-        for r in range(ranks):
-            for s in range(slots):
-                if phy2log_RS[r, s] == e and (least < 0 or us_R[r] < us_R[least]):
-                    least = r
+        holders_K = np.flatnonzero((phy2log_RS == e).any(axis=1))
+        least = holders_K[us_R[holders_K].argmin()]
         used_RE[least, e] = True
         us_R[least] += us_E[e]
     return used_RE
@@ -275,7 +261,7 @@ def cool_tables(
         hot = _slowest(tops, weight_N, stuck_R)
         now = _mean_top(tops, weight_N)
         own, other, g, found = _best_move(
-            phy2log_RS, chosen_GE, tokens_EN, weight_N, share_GE, share_P, tops, curve_4, hot
+            phy2log_RS, chosen_GE, tokens_EN, weight_N, share_GE, share_P, tops, curve_4, hot, changed_RN
         )
         if own < 0 or found >= now * (1 - _SMALLEST_GAIN):
             stuck_R[hot] = True
@@ -350,6 +336,7 @@ def _best_move(
     tops: TopRanks,
     curve_4: Float64,
     hot: int,
+    changed_RN: Float32,
 ) -> tuple[int, int, int, float]:
     """Best move of one source (or all of a slot: -1) from ``hot``: its slot, the other, the source, the mean time.
 
@@ -379,43 +366,35 @@ def _best_move(
                             continue
                         moved = share_GE[g, expert]
                     left = share_P[own] - moved if g >= 0 else np.float32(0.0)
-                    found = _time_after_move(
-                        tokens_EN[expert], weight_N, tops, curve_4, own, other, share_P, left, moved, slots
+                    _note_move(
+                        tokens_EN[expert], tops, curve_4, slots, own, other, share_P, left, moved, changed_RN
                     )
+                    found = peak_of_two_changed(tops, weight_N, hot, r, changed_RN[hot], changed_RN[r])
                     if found < lowest:
                         lowest = found
                         best = (own, other, g)
     return best[0], best[1], best[2], lowest
 
 
-@kernel
-def _time_after_move(
+@part
+def _note_move(
     tokens_N: Float32,
-    weight_N: Float32,
     tops: TopRanks,
     curve_4: Float64,
+    slots: int,
     own: int,
     other: int,
     share_P: Float32,
     left: float,
     moved: float,
-    slots: int,
-) -> float:
-    """Mean of the slowest ranks' times once slot ``own`` keeps the share ``left`` and ``other`` has ``moved`` more."""
+    changed_RN: Float32,
+) -> None:
+    """Note both ranks' times once slot ``own`` keeps the share ``left`` and ``other`` has ``moved`` more."""
     read, launch, slope = np.float32(curve_4[1]), np.float32(curve_4[2]), np.float32(curve_4[3])
     here, there = own // slots, other // slots
-    total = np.float32(0.0)
-    for n in range(weight_N.shape[0]):
+    for n in range(tokens_N.shape[0]):
         tokens = tokens_N[n]
-        rest = tops.peak_KN[2, n]
-        if tops.rank_KN[1, n] not in (here, there):
-            rest = tops.peak_KN[1, n]
-        if tops.rank_KN[0, n] not in (here, there):
-            rest = tops.peak_KN[0, n]
         mine = tops.load_RN[here, n] - _slot_us(share_P[own] * tokens, read, launch, slope)
-        mine += _slot_us(left * tokens, read, launch, slope)
+        changed_RN[here, n] = mine + _slot_us(left * tokens, read, launch, slope)
         theirs = tops.load_RN[there, n] - _slot_us(share_P[other] * tokens, read, launch, slope)
-        theirs += _slot_us((share_P[other] + moved) * tokens, read, launch, slope)
-        total += weight_N[n] * max(rest, mine, theirs)
-    mean: float = total
-    return mean
+        changed_RN[there, n] = theirs + _slot_us((share_P[other] + moved) * tokens, read, launch, slope)

@@ -21,10 +21,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb_service.solver.construction import Assignment, assignment_of, even_shares, place
-from eplb_service.solver.layer import FEWEST_EPISODES, Answer, from_scratch, is_sure, move_prices, searched
+from eplb_service.solver.construction import Assignment, assignment_of, place
+from eplb_service.solver.layer import (
+    FEWEST_EPISODES,
+    Answer,
+    from_scratch,
+    is_sure,
+    move_prices,
+    shares_of,
+)
+from eplb_service.solver.local_search import local_search
 from eplb_service.solver.model import (
-    EVEN,
     FRESH,
     KEEP,
     LOCAL,
@@ -61,8 +68,6 @@ _HARDLY = 0.001
 """Part of the time by which another way must be faster than balanced tokens on heat that neither was fitted to."""
 _SURE = 2.0
 """Standard errors of the difference, step by step, that it must be faster by."""
-_BALANCED, _RETABLED, _FOR_TIME = 0, 1, 2
-"""Ways to place from scratch: balanced tokens; the same with tables for time; a placement for time."""
 _SEARCHED = 3
 """Replica counts whose greedy placement is searched further."""
 _TABLE_MOVES = 256
@@ -88,23 +93,18 @@ class _TimedLayer(NamedTuple):
         """Deployed placement and tables."""
         return self.layer.deployed
 
-    def share_RS(self, one: Candidate, tables: int) -> Float32:
-        """Part of its expert's tokens that each slot receives."""
-        if tables == EVEN:
-            return even_shares(one.phy2log_RS, self.tokens_EN.shape[0])
-        return slot_shares(one.phy2log_RS, one.log2phy_GE, self.deployed.share_GE)
-
     def judged(self, one: Candidate, tables: int) -> Candidate:
         """Return the candidate with the slowest rank's mean time over ``even_us`` as its ratio; 1.0 without tokens."""
         if not self.weight_N.any():
             return one._replace(par=1.0)
-        share_RS = self.share_RS(one, tables)
+        share_RS = shares_of(one, self.deployed, tables)
         us = mean_slowest(self.tokens_EN, self.weight_N, one.phy2log_RS, share_RS, self.curve_4)
         return one._replace(par=us / self.even_us)
 
     def slowest_N(self, one: Candidate, tables: int) -> Float32:
         """Microseconds of the slowest rank in each step that has tokens, the floor left out."""
-        us_RN = rank_us(self.tokens_EN, one.phy2log_RS, self.share_RS(one, tables), self.curve_4)
+        share_RS = shares_of(one, self.deployed, tables)
+        us_RN = rank_us(self.tokens_EN, one.phy2log_RS, share_RS, self.curve_4)
         slowest_N: Float32 = us_RN.max(axis=0)[self.weight_N > 0]
         return slowest_N
 
@@ -150,9 +150,9 @@ def solve_layer_for_time(
                 (episodes_NE[cut:], steps_NE[step_cut:]),
             )
         ]
-    way = _lasting_way(halves[0], halves[1], params) if halves else _FOR_TIME
+    for_time = _lasts(halves[0], halves[1], params) if halves else True
     slot_price = params.slot_price(deployed.phy2log_RS)
-    fresh = min((now, tables, _placed(seen, params, slot_price, way)), key=attrgetter("par"))
+    fresh = min((now, tables, _placed(seen, params, slot_price, for_time)), key=attrgetter("par"))
 
     def answer(found: Candidate, taken: int) -> Answer:
         return Answer(found, now.par, fresh, float("inf"), taken, trimmed=forecast.trimmed)
@@ -167,12 +167,12 @@ def solve_layer_for_time(
         older, newer = halves
         judged = [
             (newer.judged(one, params.tables), kind)
-            for one, kind in _courses(older, now, params, slot_price, FRESH, way)
+            for one, kind in _courses(older, now, params, slot_price, FRESH, for_time)
             if _surely_pays(one, now, newer, params, slot_price)
         ]
         limit = newer.judged(now, params.tables).par - min_gain
         _, most = _cheapest(judged, now, slot_price, limit)
-    courses = _courses(seen, now, params, slot_price, most, way)
+    courses = _courses(seen, now, params, slot_price, most, for_time)
     return answer(*_cheapest(courses, now, slot_price, now.par - min_gain))
 
 
@@ -201,59 +201,34 @@ def _between_bursts(
     return Forecast(float("inf"), 0.0)
 
 
-def _lasting_way(older: _TimedLayer, newer: _TimedLayer, params: SearchParams) -> int:
-    """Choose the way to place from scratch that, fitted to either half, is clearly faster on the other; else balanced.
+def _lasts(older: _TimedLayer, newer: _TimedLayer, params: SearchParams) -> bool:
+    """Return whether placements for time, fitted to either half, are clearly faster than balanced tokens on the other.
 
     Not to the older one alone: where heat moves, placements that are alike on one stretch of steps differ on another
     by more than those steps scatter.
     """
-    halves = (older, newer)
-    if not all(half.weight_N.any() for half in halves):
-        return _FOR_TIME
-    ways: Sequence[int] = (_RETABLED, _FOR_TIME) if params.tables == SOLVED else (_FOR_TIME,)
-    saved_of = dict.fromkeys(ways, 0.0)
-    for fit, held_out in (halves, halves[::-1]):
-        here = _clearly_saved(fit, held_out, params, tuple(saved_of))
-        saved_of = {way: saved_of[way] + us for way, us in here.items()}
-    return max(saved_of, key=saved_of.__getitem__, default=_BALANCED)
+    if not (older.weight_N.any() and newer.weight_N.any()):
+        return True
+    for fit, held_out in ((older, newer), (newer, older)):
+        balanced = from_scratch(fit.layer, params, params.slot_price(fit.deployed.phy2log_RS))
+        found = _placed_for_time(fit, params)
+        saved_N = held_out.slowest_N(balanced, params.tables) - held_out.slowest_N(found, params.tables)
+        error = standard_error(saved_N.astype(np.float64))
+        if saved_N.mean() <= max(_HARDLY * held_out.even_us, _SURE * error):
+            return False
+    return True
 
 
-def _clearly_saved(
-    fit: _TimedLayer, held_out: _TimedLayer, params: SearchParams, ways: Sequence[int]
-) -> dict[int, float]:
-    """Microseconds that the ways, fitted to some steps, save on others; of those alone of which that is clear."""
-    if not ways:
-        return {}
-    balanced = from_scratch(fit.layer, params, params.slot_price(fit.deployed.phy2log_RS))
-    by_tokens_N = held_out.slowest_N(balanced, params.tables)
-    saved_of = {}
-    for way in ways:
-        found = _by_way(way, balanced, fit, params)
-        saved_N = by_tokens_N - held_out.slowest_N(found, params.tables)
-        saved, error = float(saved_N.mean()), standard_error(saved_N.astype(np.float64))
-        if saved > max(_HARDLY * held_out.even_us, _SURE * error):
-            saved_of[way] = saved
-    return saved_of
-
-
-def _placed(seen: _TimedLayer, params: SearchParams, slot_price: float, way: int) -> Candidate:
-    """Place from scratch by one of the ways, unless balanced tokens are faster on this very heat."""
-    balanced = from_scratch(seen.layer, params, slot_price)
-    found = seen.judged(balanced, params.tables)
-    if way == _BALANCED:
-        return found
-    return min(found, _by_way(way, balanced, seen, params), key=attrgetter("par"))
-
-
-def _by_way(way: int, balanced: Candidate, seen: _TimedLayer, params: SearchParams) -> Candidate:
-    """Give balanced tokens tables for time, or place for time."""
-    if way == _RETABLED:
-        return _tabled(balanced.phy2log_RS, seen, params)
-    return _placed_for_time(seen, params)
+def _placed(seen: _TimedLayer, params: SearchParams, slot_price: float, for_time: bool) -> Candidate:
+    """Place from scratch, for time where that lasts, unless balanced tokens are faster on this very heat."""
+    balanced = seen.judged(from_scratch(seen.layer, params, slot_price), params.tables)
+    if not for_time:
+        return balanced
+    return min(balanced, _placed_for_time(seen, params), key=attrgetter("par"))
 
 
 def _courses(
-    seen: _TimedLayer, now: Candidate, params: SearchParams, slot_price: float, most: int, way: int
+    seen: _TimedLayer, now: Candidate, params: SearchParams, slot_price: float, most: int, for_time: bool
 ) -> list[tuple[Candidate, int]]:
     """Candidates, each with its course, of ``TABLES``, ``LOCAL`` and ``FRESH`` up to ``most``."""
     if most == KEEP:
@@ -266,7 +241,7 @@ def _courses(
         price_K = move_prices(slot_price * scale, params)
         found += [(one, LOCAL) for one in _improved_for_time(tables, seen, params, price_K)]
     if most == FRESH:
-        found.append((_placed(seen, params, slot_price, way), FRESH))
+        found.append((_placed(seen, params, slot_price, for_time), FRESH))
     return found
 
 
@@ -324,7 +299,7 @@ def _placed_for_time(seen: _TimedLayer, params: SearchParams) -> Candidate:
 
     All counts are placed greedily; the most promising ones are searched further.
     """
-    ranks, slots = seen.deployed.phy2log_RS.shape
+    (ranks, slots), steps = seen.deployed.phy2log_RS.shape, params.local_search_steps
     timing = seen.tokens_EN, seen.weight_N, seen.curve_4
     begun: list[tuple[float, Assignment, Heat, Int32]] = []
     for replicas_E in replica_counts_to_try(*timing, ranks, slots, params.z):
@@ -338,7 +313,7 @@ def _placed_for_time(seen: _TimedLayer, params: SearchParams) -> Candidate:
     found = []
     for _, assignment, heat, replicas_E in begun[:_SEARCHED]:
         nowhere_ER = np.zeros_like(assignment.holds_ER)
-        found_KRS = searched(assignment, heat, nowhere_ER, np.zeros(1), params, exchanges=False)
+        found_KRS = local_search(assignment, heat, nowhere_ER, np.zeros(1), params.z, steps, False)
         used_RE = _used(found_KRS[0], replicas_E.size)
         found.append(_served(_dealt(used_RE, seen), seen, params))
     return min(found, key=attrgetter("par"))
@@ -367,7 +342,8 @@ def _improved_for_time(
     share_RS = (1.0 / padded_E[begin_RS]).astype(np.float32)
     home_ER = np.concatenate([deployed.home_ER, np.ones((unused, ranks), dtype=np.bool_)])
     assignment = assignment_of(begin_RS, share_RS, heat)
-    found_KRS = searched(assignment, heat, home_ER, price_K, params, exchanges=False)
+    steps = params.local_search_steps
+    found_KRS = local_search(assignment, heat, home_ER, price_K, params.z, steps, False)
     distinct = {
         found_RS.tobytes(): found_RS for found_RS in found_KRS if not np.array_equal(found_RS, begin_RS)
     }

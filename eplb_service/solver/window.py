@@ -9,9 +9,6 @@ import numpy as np
 from eplb_service.solver.jit import kernel, part
 from eplb_service.solver.model import Float32, Float64, Heat, Int32, Int64, heat_of
 
-_BLOCK = 8
-"""Steps whose loads are summed side by side: one SIMD register, or two."""
-
 
 @kernel
 def sum_episodes(heat_TLE: Float64 | Int64 | Int32, layer_K: Int64, episodes: int) -> Float64:
@@ -30,44 +27,14 @@ def sum_episodes(heat_TLE: Float64 | Int64 | Int32, layer_K: Int64, episodes: in
 
 
 @part
-def _fill_block(heat_TLE: Float64 | Int64 | Int32, layer: int, first: int, heat_EB: Float64) -> None:
-    """Copy one layer's block of steps from ``first`` on; steps past the end stay empty."""
-    experts, steps = heat_TLE.shape[2], heat_TLE.shape[0] - first
-    if steps < _BLOCK:
-        for e in range(experts):
-            for b in range(_BLOCK):
-                heat_EB[e, b] = heat_TLE[first + b, layer, e] if b < steps else 0.0
-        return
-    # Written out, so that the compiler stores eight steps at once: a loop over them takes twice as long.
-    a_E, b_E = heat_TLE[first, layer], heat_TLE[first + 1, layer]
-    c_E, d_E = heat_TLE[first + 2, layer], heat_TLE[first + 3, layer]
-    e_E, f_E = heat_TLE[first + 4, layer], heat_TLE[first + 5, layer]
-    g_E, h_E = heat_TLE[first + 6, layer], heat_TLE[first + 7, layer]
-    for e in range(experts):
-        heat_EB[e, 0] = a_E[e]
-        heat_EB[e, 1] = b_E[e]
-        heat_EB[e, 2] = c_E[e]
-        heat_EB[e, 3] = d_E[e]
-        heat_EB[e, 4] = e_E[e]
-        heat_EB[e, 5] = f_E[e]
-        heat_EB[e, 6] = g_E[e]
-        heat_EB[e, 7] = h_E[e]
-
-
-@part
-def _loads_of_block(heat_EB: Float64, phy2log_RS: Int32, share_P: Float64, loads_RB: Float64) -> None:
-    """Fill in the ranks' loads in a block of steps."""
+def _sum_ranks(heat_E: Float64 | Int64 | Int32, phy2log_RS: Int32, share_P: Float64, load_R: Float64) -> None:
+    """Fill in the ranks' loads in one step."""
     ranks, slots = phy2log_RS.shape
-    slot = 0
     for r in range(ranks):
-        for b in range(_BLOCK):
-            loads_RB[r, b] = 0.0
+        load = 0.0
         for s in range(slots):
-            e = np.uint32(phy2log_RS[r, s])
-            share = share_P[slot]
-            slot += 1
-            for b in range(_BLOCK):
-                loads_RB[r, b] += heat_EB[e, b] * share
+            load += heat_E[np.uint32(phy2log_RS[r, s])] * share_P[r * slots + s]
+        load_R[r] = load
 
 
 @kernel
@@ -77,16 +44,10 @@ def loads_of_ranks(heat_NLE: Float64 | Int64 | Int32, phy2log_LRS: Int32, share_
     ``share_LP`` float64 ``[L, R*S]`` is the part of its expert's tokens that each slot receives.
     """
     layers, ranks, _ = phy2log_LRS.shape
-    episodes, _, experts = heat_NLE.shape
-    loads_NLR = np.empty((episodes, layers, ranks))
-    heat_EB, loads_RB = np.empty((experts, _BLOCK)), np.empty((ranks, _BLOCK))
+    loads_NLR = np.empty((heat_NLE.shape[0], layers, ranks))
     for layer in range(layers):
-        for first in range(0, episodes, _BLOCK):
-            _fill_block(heat_NLE, layer, first, heat_EB)
-            _loads_of_block(heat_EB, phy2log_LRS[layer], share_LP[layer], loads_RB)
-            for b in range(min(_BLOCK, episodes - first)):
-                for r in range(ranks):
-                    loads_NLR[first + b, layer, r] = loads_RB[r, b]
+        for n in range(heat_NLE.shape[0]):
+            _sum_ranks(heat_NLE[n, layer], phy2log_LRS[layer], share_LP[layer], loads_NLR[n, layer])
     return loads_NLR
 
 
@@ -134,35 +95,25 @@ def served_window(
         N, as for ``sum_episodes``; 0 where episodes are not asked for.
     """
     layers, ranks, _ = phy2log_KRS.shape
-    steps, _, experts = heat_TLE.shape
+    steps = heat_TLE.shape[0]
     peak_TK, tokens_TK = np.empty((steps, layers)), np.empty((steps, layers))
     loads_NKR = np.zeros((episodes, layers, ranks))
     variance_3K = np.zeros((3, layers))
-    heat_EB, loads_RB = np.empty((experts, _BLOCK)), np.empty((ranks, _BLOCK))
-    peak_B, load_R = np.empty(_BLOCK), np.empty(ranks)
-    before_R, jump_R = np.empty(ranks), np.empty(ranks)
+    load_R, before_R, jump_R = np.empty(ranks), np.empty(ranks), np.empty(ranks)
     for k in range(layers):
         busy, n = _start_jumps(before_R, jump_R), 0
-        for first in range(0, steps, _BLOCK):
-            _fill_block(heat_TLE, layer_K[k], first, heat_EB)
-            _loads_of_block(heat_EB, phy2log_KRS[k], share_KP[k], loads_RB)
-            for b in range(_BLOCK):
-                peak_B[b] = 0.0
+        for t in range(steps):
+            _sum_ranks(heat_TLE[t, layer_K[k]], phy2log_KRS[k], share_KP[k], load_R)
+            peak, tokens = 0.0, 0.0
             for r in range(ranks):
-                for b in range(_BLOCK):
-                    peak_B[b] = max(peak_B[b], loads_RB[r, b])
-            for b in range(min(_BLOCK, steps - first)):
-                tokens = 0.0
+                peak = max(peak, load_R[r])
+                tokens += load_R[r]
+            peak_TK[t, k], tokens_TK[t, k] = peak, tokens
+            busy += _add_jumps(load_R, tokens, before_R, jump_R)
+            if episodes > 0:
                 for r in range(ranks):
-                    load_R[r] = loads_RB[r, b]
-                    tokens += load_R[r]
-                peak_TK[first + b, k] = peak_B[b]
-                tokens_TK[first + b, k] = tokens
-                busy += _add_jumps(load_R, tokens, before_R, jump_R)
-                if episodes > 0:
-                    for r in range(ranks):
-                        loads_NKR[n, k, r] += load_R[r]
-                    n += first + b + 1 == (n + 1) * steps // episodes
+                    loads_NKR[n, k, r] += load_R[r]
+                n += t + 1 == (n + 1) * steps // episodes
         variance_3K[0, k] = jump_R.sum() / (2.0 * max(busy - 1, 1))
         if episodes > 1:
             busy = _start_jumps(before_R, jump_R)

@@ -18,7 +18,7 @@ from tests.solver.layers_of import KNOWN_EXAMPLE
         ({"split": "even"}, 196.66, 196.68),
         ({}, 181.25, 200.01),
         ({"split": "deal", "deal_width": 1}, 181.25, 200.01),
-        ({"split": "deal", "deal_width": 4}, 181.25, 196.0),
+        ({"split": "deal"}, 181.25, 196.0),
         ({"policy": "deepseek", "split": "even"}, 231.9, 232.1),
     ],
 )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from eplb_service.placement import check_layer
 from eplb_service.solver import annealing as module
-from eplb_service.solver.annealing import _apply_move, _Move, _State, anneal, draw
+from eplb_service.solver.annealing import _Move, _State, anneal, draw
 from eplb_service.solver.local_search import local_search
 from tests.solver.layers_of import Case, cases, heat_of_kind
 from tests.solver.placed_layer import PlacedLayer
@@ -28,13 +28,13 @@ def true_ratio(layer: PlacedLayer, phy2log_RS: np.ndarray) -> float:
 
 
 def annealed(layer: PlacedLayer, tries: int, seed: int) -> tuple[np.ndarray, float]:
-    """What annealing finds, once all is checked that must hold of any answer."""
+    """What annealing finds and its ratio, once all is checked that must hold of any answer."""
     before_RS = layer.phy2log_RS.copy()
-    found_RS, ratio = anneal(layer.phy2log_RS, layer.scaled_EN, layer.share_N, tries, seed)
+    found_RS = anneal(layer.phy2log_RS, layer.scaled_EN, layer.share_N, tries, seed)
     check_layer(found_RS, layer.case.experts)
     np.testing.assert_array_equal(layer.phy2log_RS, before_RS, "the placement given is left alone")
     assert not np.shares_memory(found_RS, layer.phy2log_RS)
-    assert ratio == pytest.approx(true_ratio(layer, found_RS), rel=2e-5)
+    ratio = true_ratio(layer, found_RS)
     assert ratio <= true_ratio(layer, before_RS) * (1 + 1e-5)
     return found_RS, ratio
 
@@ -46,12 +46,10 @@ def bursty_layer(seed: int, ranks: int = 16, slots: int = 2, experts: int = 24) 
 
 @SETTINGS
 @given(cases(), SEEDS, st.sampled_from((0, 1, 50, 2000)))
-def test_never_worse_and_reported_truly(case: Case, seed: int, tries: int) -> None:
+def test_never_worse_and_always_the_same(case: Case, seed: int, tries: int) -> None:
     layer = PlacedLayer(case, 1.0, seed)
-    found_RS, ratio = annealed(layer, tries, seed)
-    again_RS, again = annealed(layer, tries, seed)
-    np.testing.assert_array_equal(found_RS, again_RS)
-    assert again == ratio
+    found_RS, _ = annealed(layer, tries, seed)
+    np.testing.assert_array_equal(found_RS, annealed(layer, tries, seed)[0])
     if tries == 0 or case.ranks == 1:
         np.testing.assert_array_equal(found_RS, layer.phy2log_RS)
 
@@ -69,22 +67,6 @@ def test_without_tokens_nothing_changes(heat_NE: np.ndarray, tries: int) -> None
     found_RS, ratio = annealed(layer, tries, 5)
     np.testing.assert_array_equal(found_RS, layer.phy2log_RS)
     assert ratio == 1.0
-
-
-NARROW = {
-    "one rank": (1, 5, 5),
-    "one slot per rank": (6, 1, 3),
-    "no spare replica": (4, 3, 12),
-    "one slot per rank and no spare replica": (4, 1, 4),
-    "every expert on every rank": (5, 3, 3),
-    "two ranks": (2, 2, 3),
-}
-
-
-@pytest.mark.parametrize("shape", NARROW.values(), ids=NARROW.keys())
-def test_narrow_layers_are_served_whatever_is_tried(shape: tuple[int, int, int]) -> None:
-    for seed in range(5):
-        annealed(bursty_layer(seed, *shape), 3_000, seed)
 
 
 def layers_apart(seeds: int) -> Iterator[tuple[int, PlacedLayer]]:
@@ -112,9 +94,7 @@ def test_each_try_is_judged_by_what_it_would_make() -> None:
 def searched(layer: PlacedLayer) -> None:
     """Let swaps and exchanges that each must win take the layer as far as they can."""
     nowhere_ER = np.zeros((layer.case.experts, layer.case.ranks), dtype=bool)
-    found_KRS, _ = local_search(
-        layer.assignment(), layer.heat32, nowhere_ER, np.zeros(1), 1.0, 10_000, True, True
-    )
+    found_KRS = local_search(layer.assignment(), layer.heat32, nowhere_ER, np.zeros(1), 1.0, 10_000)
     layer.phy2log_RS = found_KRS[0].copy()
 
 
@@ -128,24 +108,9 @@ def test_it_finds_what_search_alone_does_not() -> None:
     assert many < true_ratio(layer, layer.phy2log_RS) - 0.02
 
 
-def test_a_long_search_reports_its_ratio_as_truly() -> None:
-    annealed(bursty_layer(6, 8, 3, 16), 1_000_000, 2)
-
-
-def test_what_piles_up_is_summed_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step loses a hundredth of all loads here; every second one has them summed afresh."""
-
-    def lossy_step(state: _State, attempt: _Move, count: int) -> None:
-        _apply_move(state, attempt, count)
-        for load in (state.top_ranks.load_RN, state.top_ranks.load_NR, state.top_ranks.peak_KN):
-            load *= np.float32(0.99)
-
-    monkeypatch.setattr(module, "_apply_move", lossy_step)
-    monkeypatch.setattr(module, "_REFRESH", 2)
+def test_a_long_search_piles_no_rounding_up() -> None:
     layer = bursty_layer(6, 8, 3, 16)
-    plain = getattr(anneal, "py_func", anneal)
-    found_RS, ratio = plain(layer.phy2log_RS, layer.scaled_EN, layer.share_N, 300, 2)
-    assert ratio == pytest.approx(true_ratio(layer, found_RS), rel=1e-5)
+    _, ratio = annealed(layer, 1_000_000, 2)
     assert ratio < true_ratio(layer, layer.phy2log_RS) - 0.1
 
 
@@ -248,35 +213,6 @@ def test_guided_changes_keep_who_is_burdened_below_the_rank_relieved(case: Case,
             assert (after_R[hotter_R] < before_R[attempt.rank] + rounding).all()
 
 
-HOT_RANK = np.array([[0, 1], [2, 3], [2, 4], [5, 6]], dtype=np.int32)
-"""The first rank is to carry 2, in experts 0 and 1; heat in eighths keeps all sums exact."""
-SWAP, COOLING, PASSED = (
-    _Move(0, 0, 1, 0, 0, 2, True, 0),
-    _Move(0, 1, 1, 0, 1, 2, True, 0),
-    _Move(0, 0, 1, 0, 0, 2, False, 0),
-)
-
-
-@pytest.mark.parametrize(
-    ("attempt", "equal_E", "below_E"),
-    [
-        (SWAP, [1.5, 0.5, 1, 0.5, 0, 1, 1], [1.5, 0.5, 1, 0.375, 0, 1, 1]),
-        (COOLING, [2, 0, 0, 0.5, 0, 1, 1], [1.875, 0.125, 0, 0.5, 0, 1, 1]),
-        (PASSED, [2, 0, 1, 1, 0, 0.5, 0.5], [2, 0, 1, 0.875, 0, 0.5, 0.5]),
-        (PASSED, [2, 0, 2, 0, 0, 0.5, 0.5], [2, 0, 1.875, 0, 0, 0.5, 0.5]),
-    ],
-    ids=["other rank of a swap", "two idle experts", "rank passed on to", "rank that keeps a replica"],
-)
-def test_whoever_is_burdened_must_stay_below_what_the_hot_rank_had(
-    attempt: _Move, equal_E: list[float], below_E: list[float]
-) -> None:
-    for heat_E, allowed in ((equal_E, False), (below_E, True)):
-        scaled_EN = np.array([heat_E], dtype=np.float32).T.copy()
-        state = module._state_at(HOT_RANK, scaled_EN)
-        assert state.top_ranks.load_RN[0] == 2
-        assert may(state, scaled_EN, attempt) is allowed
-
-
 @SETTINGS
 @given(SMALL, SEEDS, st.integers(1, 25))
 def test_after_any_steps_everything_agrees_with_the_placement(case: Case, seed: int, steps: int) -> None:
@@ -289,13 +225,3 @@ def test_after_any_steps_everything_agrees_with_the_placement(case: Case, seed: 
             go(state, layer, attempt)
             np.testing.assert_array_equal(state.phy2log_RS, slow.after(before_RS, attempt))
             assert_agrees(state, layer)
-
-
-@pytest.mark.parametrize("gainer", range(5))
-def test_all_spare_replicas_can_come_to_one_expert(gainer: int) -> None:
-    layer, state = started(Case(4, 2, np.ones((1, 5))), 3)
-    while state.replicas_E[gainer] < 4:
-        attempts = [one for one in legal_tries(layer, state.phy2log_RS, 200) if gainer != one.theirs]
-        passing = [one for one in attempts if gainer == one.mine and not one.swaps]
-        go(state, layer, (passing or attempts)[0])
-    assert_agrees(state, layer)

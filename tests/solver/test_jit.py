@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,8 +38,8 @@ def test_without_a_cache_directory_kernels_still_compile(monkeypatch: pytest.Mon
     assert jit.kernel(add)(2, 3) == 5
 
 
-def test_a_cached_kernel_is_stamped_with_the_sources_of_its_module() -> None:
-    assert _greedy_replicas._cache._cache_file._source_stamp == jit._stamp_of("construction")
+def test_a_cached_kernel_is_stamped_with_all_sources() -> None:
+    assert _greedy_replicas._cache._cache_file._source_stamp == jit._stamp()
 
 
 def test_a_cache_of_another_version_is_taken_for_an_empty_one(
@@ -53,64 +52,17 @@ def test_a_cache_of_another_version_is_taken_for_an_empty_one(
     monkeypatch.setattr(IndexDataCacheFile, "_load_index", of_another_version)
     monkeypatch.setattr(add, "__module__", "eplb_service.solver.model")
     kernel = jit.kernel(add)
-    assert jit.is_cached(kernel, (numba.int64, numba.int64)) is False
     assert kernel(2, 3) == 5
 
 
-IMPORTS = {"top": "middle", "middle": "bottom", "bottom": "jit", "apart": "jit"}
-
-
-@pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Three modules in a row, ``top`` above ``middle`` above ``bottom``, and ``apart``."""
-    for name, imported in IMPORTS.items():
-        path = tmp_path / f"{name}.py"
-        path.write_text(f"import numpy\n\nfrom eplb_service.solver.{imported} import kernel\n")
-    (tmp_path / "jit.py").write_text("how = 1\n")
+def test_an_edit_of_any_source_recompiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "search.py"
+    source.write_text("effort = 1\n")
     monkeypatch.setattr(jit, "__file__", str(tmp_path / "jit.py"))
-    jit._source.cache_clear()
-    yield tmp_path
-    jit._source.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("edited", "recompiled"),
-    [
-        ("top", {"top"}),
-        ("middle", {"top", "middle"}),
-        ("bottom", {"top", "middle", "bottom"}),
-        ("apart", {"apart"}),
-        ("jit", set(IMPORTS)),
-    ],
-)
-def test_an_edit_recompiles_what_depends_on_it_and_nothing_else(
-    package: Path, edited: str, recompiled: set[str]
-) -> None:
-    before = {name: jit._stamp_of.__wrapped__(name) for name in IMPORTS}
-    with (package / f"{edited}.py").open("a") as file:
-        file.write("# another line\n")
-    jit._source.cache_clear()
-    after = {name: jit._stamp_of.__wrapped__(name) for name in IMPORTS}
-    assert {name for name in IMPORTS if before[name] != after[name]} == recompiled
-
-
-def test_modules_of_kernels_import_each_other_by_name_alone() -> None:
-    """A stamp is found from lines ``from eplb_service.solver.MODULE import``: no other form may reach a kernel."""
-    root = Path(jit.__file__).parent
-    for path in root.rglob("*.py"):
-        for line in path.read_text().splitlines():
-            if "eplb_service.solver" in line and "import" in line.split("#")[0].split():
-                imported = re.match(r"from eplb_service\.solver\.([\w.]+) import ", line)
-                assert imported, f"{path.relative_to(root)}: {line}"
-                module = root.joinpath(*imported[1].split(".")).with_suffix(".py")
-                assert module.is_file(), f"{path.relative_to(root)}: {line} names a package"
-
-
-def test_an_edit_of_the_search_recompiles_the_tables_but_not_the_window() -> None:
-    reached = {name: jit._reached_from(name) for name in ("tables", "time_costs", "window")}
-    assert {"construction", "evaluation", "model", "jit"} <= reached["tables"]
-    assert {"tables", "evaluation"} <= reached["time_costs"]
-    assert reached["window"] == {"window", "model", "jit"}
+    before = jit._stamp.__wrapped__()
+    assert jit._stamp.__wrapped__() == before
+    source.write_text("effort = 2\n")
+    assert jit._stamp.__wrapped__() != before
 
 
 def run_apart(*program: str, **environment: str) -> int:

@@ -2,93 +2,53 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from eplb_service.placement import check_log2phy
-from eplb_service.solver.evaluation import loads_in_episodes
+from eplb_service.solver.evaluation import loads_in_episodes, top_ranks_of
 from eplb_service.solver.model import EVEN, RULE, SOLVED, Candidate, Layer, SearchParams, heat_of
-from eplb_service.solver.tables import fixed_rule, slot_shares, slots_by_expert
-from eplb_service.solver.topology import (
-    _best_local_move,
-    _crossing,
-    _hottest_of_others,
-    _localise_tables,
-    _Parts,
-    crossing_share,
-    localised,
-)
+from eplb_service.solver.tables import slot_shares, slots_by_expert
+from eplb_service.solver.topology import _best_way_home, crossing_share, localised
 from tests.solver.layers_of import Case, cases, shares_of_sources
 from tests.solver.placed_layer import PlacedLayer, deployed_on
 from tests.solver.slow import topology as slow
-from tests.solver.slow.heat import rank_series
 
 SETTINGS = settings(max_examples=50)
 SEEDS = st.integers(0, 2**32 - 1)
 KINDS = st.sampled_from(("uniform", "uneven", "silent"))
-SMALLEST_GAIN = 1e-5
 
 
 class OnNodes:
     """A placed layer whose ranks and sources are on nodes, some sources on several; the engines' tables."""
 
     def __init__(self, case: Case, sources: int, nodes: int, kind: str, seed: int) -> None:
-        self.layer = PlacedLayer(case, 1.0, seed)
-        self.case, self.phy2log_RS = case, self.layer.phy2log_RS
+        self.placed = PlacedLayer(case, 1.0, seed)
+        self.phy2log_RS = self.placed.phy2log_RS
         generator = np.random.default_rng(seed)
-        self.node_R = generator.integers(0, nodes, case.ranks).astype(np.int32)
-        self.node_G = generator.integers(-1, nodes, sources).astype(np.int32)
-        self.share_GE = shares_of_sources(sources, case.experts, kind, seed)
-        self.first_E1, self.slot_P = slots_by_expert(self.phy2log_RS, case.experts)
-        self.rule_GE = fixed_rule(self.first_E1, self.slot_P, sources)
+        node_R = generator.integers(0, nodes, case.ranks).astype(np.int32)
+        node_G = generator.integers(-1, nodes, sources).astype(np.int32)
+        share_GE = shares_of_sources(sources, case.experts, kind, seed)
+        deployed = deployed_on(self.phy2log_RS, share_GE, None, node_R, node_G)
+        self.layer = Layer(self.placed.heat32, deployed)
+        self.rule = Candidate(self.phy2log_RS, deployed.log2phy_GE, 0.0, 0)
 
-    def near(self) -> tuple[np.ndarray, float]:
-        layer = self.layer
-        return _localise_tables(
-            self.phy2log_RS,
-            self.rule_GE,
-            layer.heat32,
-            self.share_GE,
-            self.node_G,
-            self.node_R,
-            1,
-        )
-
-    def crossing(self, table_GE: np.ndarray) -> float:
-        arrays = table_GE, self.share_GE, self.layer.heat32.mean_E, self.node_G, self.node_R, self.case.slots
-        found = _crossing(*arrays)
-        assert found == pytest.approx(slow.crossing(*arrays), abs=1e-5)
+    def crossing(self, candidate: Candidate) -> float:
+        heat, deployed = self.layer
+        found = crossing_share(candidate, self.layer, SOLVED)
+        if deployed.node_R.any():
+            arrays = deployed.share_GE, heat.mean_E, deployed.node_G, deployed.node_R
+            wanted = slow.crossing(candidate.log2phy_GE, *arrays, self.phy2log_RS.shape[1])
+            assert found == pytest.approx(wanted, abs=1e-5)
         return found
 
     def peak(self, table_GE: np.ndarray) -> float:
-        return slow.peak_of(self.phy2log_RS, table_GE, *self.layer.heat, self.share_GE.astype(float))
-
-    def parts(self, expert: int) -> _Parts:
-        layer = self.layer
-        share_RS = slot_shares(self.phy2log_RS, self.rule_GE, self.share_GE)
-        load_RN = loads_in_episodes(self.phy2log_RS, share_RS, layer.scaled_EN)
-        np.testing.assert_allclose(
-            load_RN, rank_series(self.phy2log_RS, share_RS, layer.heat[0]), rtol=1e-4, atol=1e-4
-        )
-        replica_K = self.slot_P[self.first_E1[expert] : self.first_E1[expert + 1]]
-        holds_R = (self.phy2log_RS == expert).any(axis=1)
-        others_N = _hottest_of_others(load_RN, np.flatnonzero(holds_R), 1)
-        np.testing.assert_array_equal(others_N, load_RN[~holds_R].max(axis=0, initial=0))
-        return _Parts(
-            self.rule_GE[:, expert].copy(),
-            self.share_GE[:, expert].copy(),
-            self.node_G,
-            np.repeat(self.node_R, self.case.slots),
-            replica_K,
-            layer.heat32.mean_E[expert],
-            layer.scaled_EN[expert],
-            layer.share_N,
-            load_RN,
-            others_N,
-            1,
-        )
+        share_GE = self.layer.deployed.share_GE.astype(float)
+        return slow.peak_of(self.phy2log_RS, table_GE, *self.placed.heat, share_GE)
 
 
 @SETTINGS
@@ -97,16 +57,16 @@ def test_tokens_come_home_and_no_peak_rises(
     case: Case, sources: int, nodes: int, kind: str, seed: int
 ) -> None:
     given_ = OnNodes(case, sources, nodes, kind, seed)
-    found_GE, par = given_.near()
-    for table_E in found_GE:
+    found = localised(given_.rule, given_.layer, SearchParams(tables=SOLVED))
+    for table_E in found.log2phy_GE:
         check_log2phy(table_E, given_.phy2log_RS)
     rounding = 1e-5 * case.ranks
-    assert given_.peak(found_GE) <= given_.peak(given_.rule_GE) + rounding
-    if case.heat_NE.any():
-        assert par == pytest.approx(given_.peak(found_GE), abs=rounding)
-    assert given_.crossing(found_GE) <= given_.crossing(given_.rule_GE) + 1e-6
-    if nodes == 1:
-        np.testing.assert_array_equal(found_GE, given_.rule_GE)
+    assert given_.peak(found.log2phy_GE) <= given_.peak(given_.rule.log2phy_GE) + rounding
+    assert given_.crossing(found) <= given_.crossing(given_.rule) + 1e-6
+    if not given_.layer.deployed.node_R.any():
+        assert found is given_.rule
+    elif case.heat_NE.any():
+        assert found.par == pytest.approx(given_.peak(found.log2phy_GE), abs=rounding)
 
 
 @SETTINGS
@@ -116,32 +76,26 @@ def test_a_part_gets_home_the_best_of_all_ways(
     case: Case, sources: int, kind: str, room: float, seed: int
 ) -> None:
     given_ = OnNodes(case, sources, 2, kind, seed)
-    peak = given_.peak(given_.rule_GE)
-    limit, rounding = peak + room, 1e-5 * case.ranks
-    share_GE = given_.share_GE.astype(float)
-    for expert in range(case.experts):
-        parts = given_.parts(expert)
-        for source in range(sources):
-            to, back, found = _best_local_move(parts, source, peak, limit)
-            ways = list(
-                slow.ways_home(
-                    given_.phy2log_RS, given_.rule_GE, share_GE, source, expert, given_.node_G, given_.node_R
-                )
-            )
-            peaks = {
-                (target, other): given_.peak(tried_GE)
-                for tried_GE, target, other, won in ways
-                if won * parts.mean > SMALLEST_GAIN * 1.01
-            }
-            lowest = min(peaks.values(), default=np.inf)
-            if to < 0:
-                assert lowest > limit - rounding
-                continue
-            assert (to, back) in [(target, other) for _, target, other, _ in ways]
-            if peaks:
-                assert found <= limit + rounding
-                assert found == pytest.approx(lowest, abs=rounding)
-                assert peaks.get((to, back), lowest) == pytest.approx(lowest, abs=rounding)
+    (heat, deployed), table_GE = given_.layer, given_.rule.log2phy_GE
+    limit, rounding = given_.peak(table_GE) + room, 1e-5 * case.ranks
+    share_RS = slot_shares(given_.phy2log_RS, table_GE, deployed.share_GE)
+    top = top_ranks_of(loads_in_episodes(given_.phy2log_RS, share_RS, heat.scaled_EN))
+    first_E1, slot_P = slots_by_expert(given_.phy2log_RS, case.experts)
+    for expert, source in itertools.product(range(case.experts), range(sources)):
+        home = deployed.node_G[source]
+        if home < 0 or deployed.node_R[table_GE[source, expert] // case.slots] == home:
+            continue
+        replica_K = slot_P[first_E1[expert] : first_E1[expert + 1]]
+        scratch_RN = np.empty_like(top.load_RN)
+        to, back = _best_way_home(table_GE, heat, deployed, replica_K, top, scratch_RN, source, expert, limit)
+        ways = slow.ways_home(given_.phy2log_RS, table_GE, source, expert, deployed.node_G, deployed.node_R)
+        peaks = {way: given_.peak(tried_GE) for way, tried_GE in ways}
+        lowest = min(peaks.values(), default=np.inf)
+        if to < 0:
+            assert lowest > limit - rounding
+        else:
+            assert peaks[to, back] == pytest.approx(lowest, abs=rounding)
+            assert peaks[to, back] <= limit + rounding
 
 
 def test_equal_sources_trade_replicas_so_that_both_are_at_home() -> None:

@@ -27,20 +27,18 @@ def mean_optimum(phy2log_RS, scaled_EN, share_N):
 @example(Case(1, 1, np.zeros((1, 1))), 0, 0.0)
 @settings(max_examples=40)
 @given(cases(most_ranks=6, most_slots=4), SEEDS, st.sampled_from((0.0, 0.002, 0.05)))
-def test_a_search_ends_no_worse_and_reports_what_it_found(case: Case, seed: int, price: float) -> None:
+def test_a_search_ends_no_worse(case: Case, seed: int, price: float) -> None:
     start_RS = random_placement(case.ranks, case.slots, case.experts, np.random.default_rng(seed))
     home_ER = homes(start_RS, case.experts)
     heat = heat_of(case.heat_NE, case.ranks)
     price_K = np.array([4 * price, price])
-    found_KRS, ratio_K = _step_search(start_RS, heat.scaled_EN, heat.share_N, home_ER, price_K, 300, seed)
+    found_KRS = _step_search(start_RS, heat.scaled_EN, heat.share_N, home_ER, price_K, 300, seed)
     before = mean_optimum(start_RS, heat.scaled_EN, heat.share_N)
-    for found_RS, ratio, asked in zip(found_KRS, ratio_K, price_K, strict=True):
+    for found_RS, asked in zip(found_KRS, price_K, strict=True):
         check_layer(found_RS, case.experts)
         away = sum(not home_ER[e, r] for r, row in enumerate(found_RS) for e in row)
         if before is not None:
-            assert ratio == pytest.approx(mean_optimum(found_RS, heat.scaled_EN, heat.share_N), abs=2e-5)
-            assert ratio + asked * away <= before + 2e-5
-            assert asked > 0 or ratio >= 1.0 - 1e-5
+            assert mean_optimum(found_RS, heat.scaled_EN, heat.share_N) + asked * away <= before + 2e-5
 
 
 def test_one_seed_gives_one_placement() -> None:
@@ -49,7 +47,7 @@ def test_one_seed_gives_one_placement() -> None:
     heat = heat_of(generator.integers(0, 60, (6, 24)).astype(float), 8)
     home_ER = homes(start_RS, 24)
     searches = [
-        _step_search(start_RS, heat.scaled_EN, heat.share_N, home_ER, np.zeros(1), 400, seed)[0]
+        _step_search(start_RS, heat.scaled_EN, heat.share_N, home_ER, np.zeros(1), 400, seed)
         for seed in (1, 1, 2)
     ]
     np.testing.assert_array_equal(searches[0], searches[1])

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from eplb_service.offline import solve
 from eplb_service.solver.model import heat_of
 from eplb_service.solver.stepwise import (
-    expected_level,
     level,
+    levels_of_episodes,
     loads_by_step,
     replicas_in,
     slots_by_step,
@@ -66,15 +66,12 @@ def test_whole_tokens_cost_less_than_one_token(case: Case, seed: int) -> None:
     np.testing.assert_array_equal(np.bincount(phy2log_RS.ravel(), flow_P, minlength=case.experts), heat_E)
 
 
-def test_the_expected_level_is_the_weighted_mean_of_the_episodes() -> None:
+def test_each_episode_has_a_level_of_its_own() -> None:
     generator = np.random.default_rng(0)
     phy2log_RS = random_placement(5, 3, 9, generator)
-    heat = heat_of(generator.integers(1, 90, (4, 9)).astype(float), 5)
-    share_N = np.array([0.5, 0.0, 0.25, 0.25], dtype=np.float32)
-    by_episode = [slow.optimum(phy2log_RS, heat.scaled_EN[:, n].astype(float)) for n in range(4)]
-    found = expected_level(phy2log_RS, heat.scaled_EN, share_N)
-    assert found == pytest.approx(float(np.dot(share_N, by_episode)), abs=1e-5)
-    assert expected_level(phy2log_RS, heat.scaled_EN, np.zeros(4, dtype=np.float32)) == 1.0
+    heat = heat_of(np.vstack([generator.integers(1, 90, (3, 9)), np.zeros((1, 9))]), 5)
+    wanted = [slow.optimum(phy2log_RS, heat.scaled_EN[:, n].astype(float)) for n in range(4)]
+    np.testing.assert_allclose(levels_of_episodes(phy2log_RS, heat.scaled_EN), wanted, atol=1e-5)
 
 
 def test_a_chain_of_replicas_is_balanced_from_end_to_end() -> None:

@@ -89,15 +89,15 @@ def test_parts_are_spread_to_where_it_stays_coolest(
 ) -> None:
     given_ = Sources(case, z, sources, kind, seed)
     layer = given_.layer
-    chosen_GE = given_.rule_GE.copy()
+    chosen_GE, order_E = given_.rule_GE.copy(), descending(expert_heat(layer.heat32, z))
     assignment = tables._spread_parts(
-        given_.phy2log_RS, chosen_GE, given_.first_E1, given_.slot_P, layer.heat32, given_.share_GE, z
+        *(given_.phy2log_RS, chosen_GE, given_.first_E1, given_.slot_P, layer.heat32, given_.share_GE),
+        *(order_E, descending(given_.share_GE), z),
     )
     share_RS = slow.slot_shares(given_.phy2log_RS, chosen_GE, given_.share_GE.astype(float))
     np.testing.assert_allclose(
         assignment.share_ER[given_.phy2log_RS, np.arange(case.ranks)[:, None]], share_RS, atol=1e-5
     )
-    order_E = descending(expert_heat(layer.heat32, z))
     wanted_GE, margin = slow.spread(given_.phy2log_RS, order_E, *layer.heat, given_.share_GE.astype(float), z)
     if margin > layer.rounding:
         np.testing.assert_array_equal(chosen_GE, wanted_GE)
@@ -112,10 +112,11 @@ def test_parts_leave_the_hottest_rank_while_that_cools_it(
     layer = given_.layer
     arrays = given_.first_E1, given_.slot_P, layer.heat32, given_.share_GE, z
     chosen_GE = given_.rule_GE.copy()
-    assignment = tables._spread_parts(given_.phy2log_RS, chosen_GE, *arrays)
-    before_GE = chosen_GE.copy()
-    tables.cool(assignment, chosen_GE, *arrays)
-    wanted_GE, margin = slow.cool(given_.phy2log_RS, before_GE, *layer.heat, given_.share_GE.astype(float), z)
+    share_RS = slot_shares(given_.phy2log_RS, chosen_GE, given_.share_GE)
+    tables.cool(assignment_of(given_.phy2log_RS, share_RS, layer.heat32), chosen_GE, *arrays)
+    wanted_GE, margin = slow.cool(
+        given_.phy2log_RS, given_.rule_GE, *layer.heat, given_.share_GE.astype(float), z
+    )
     if margin > layer.rounding:
         np.testing.assert_array_equal(chosen_GE, wanted_GE)
 

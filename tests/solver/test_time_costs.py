@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eplb_service.placement import Placement, check_log2phy
-from eplb_service.solver.evaluation import top_ranks_of
+from eplb_service.solver.evaluation import peak_of_two_changed, top_ranks_of
 from eplb_service.solver.tables import slots_by_expert
 from eplb_service.solver.time_costs import (
-    _time_after_move,
+    _note_move,
     cool_tables,
     even_tables,
     mean_slowest,
@@ -125,9 +125,10 @@ def test_a_move_is_judged_as_the_plain_definition_does(case, curve, seed):
     tops = top_ranks_of(rank_us(tokens_EN, phy2log_RS, share_P.reshape(phy2log_RS.shape), curve))
     moved = np.float32(share_P[own] * rng.choice([0.5, 1.0]))
     left = np.float32(share_P[own] - moved)
-    found = _time_after_move(
-        tokens_EN[expert], weight_N, tops, curve, own, other, share_P, left, moved, case.slots
-    )
+    changed_RN = np.empty_like(tops.load_RN)
+    _note_move(tokens_EN[expert], tops, curve, case.slots, own, other, share_P, left, moved, changed_RN)
+    here, there = own // case.slots, other // case.slots
+    found = peak_of_two_changed(tops, weight_N, here, there, changed_RN[here], changed_RN[there])
     share_P[own], share_P[other] = left, share_P[other] + moved
     plain = plain_time.mean_slowest(case.heat_NE, phy2log_RS, share_P.reshape(phy2log_RS.shape), curve)
     assert curve[0] + found == pytest.approx(plain, rel=1e-4)

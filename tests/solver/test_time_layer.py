@@ -26,7 +26,7 @@ from eplb_service.solver.tables import slots_by_expert
 from eplb_service.solver.time_costs import split_us
 from eplb_service.solver.time_layer import (
     _heat_in_time,
-    _lasting_way,
+    _lasts,
     _slots_in_use,
     _timed,
     solve_layer_for_time,
@@ -138,13 +138,12 @@ def drifting(seed: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_way_must_be_clearly_faster_on_either_half(seed):
+def test_placements_for_time_must_be_clearly_faster_on_either_half(seed):
     heat_NE, deployed = drifting(seed), deployed_of(64, 8, 10)
     older, newer = (
         _timed(part_NE, part_NE, deployed, CURVE, STAYS) for part_NE in (heat_NE[:32], heat_NE[32:])
     )
-    ways = [_lasting_way(*halves, PARAMS) for halves in ((older, newer), (newer, older))]
-    assert ways[0] == ways[1]
+    assert _lasts(older, newer, PARAMS) == _lasts(newer, older, PARAMS)
 
 
 @pytest.mark.parametrize(("sureness", "kept"), [(0.0, False), (1e6, True)])

@@ -98,11 +98,3 @@ def hottest(load_RN):
 
 def ratio(load_RN, share_N):
     return float(sum(share * max(load_R) for share, load_R in zip(share_N, load_RN.T, strict=True)))
-
-
-def shifted(load_RN, one, other, shift_N):
-    """The loads once ``one`` carries so much more, and ``other`` so much less."""
-    load_RN = load_RN.copy()
-    load_RN[one] += shift_N
-    load_RN[other] -= shift_N
-    return load_RN

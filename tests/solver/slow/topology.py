@@ -63,30 +63,19 @@ def crossing(log2phy_GE, share_GE, mean_E, node_G, node_R, slots):
     return leaving / total if total else 0.0
 
 
-def ways_home(phy2log_RS, log2phy_GE, share_GE, source, expert, node_G, node_R):
-    """Every rerouting of a part to its source's node, alone or for another's: tables, target, other, share won."""
+def ways_home(phy2log_RS, log2phy_GE, source, expert, node_G, node_R):
+    """Every way of a part to its node, alone or for one that is not at home there: ``(slot, other)`` and tables."""
     slots = phy2log_RS.shape[1]
-    own = log2phy_GE[source, expert]
-
-    def away(table_GE):
-        return sum(
-            share_GE[g, expert]
-            for g in range(len(table_GE))
-            if node_G[g] not in (-1, node_R[table_GE[g, expert] // slots])
-        )
-
-    if node_G[source] == -1 or node_R[own // slots] == node_G[source] or share_GE[source, expert] <= 0:
-        return
     for target in holders_of(phy2log_RS, expert):
         if node_R[target // slots] != node_G[source]:
             continue
         there = [int(g) for g in np.flatnonzero(log2phy_GE[:, expert] == target)]
-        for other in (-1, *there):
+        for other in (-1, *(g for g in there if node_G[g] != node_G[source])):
             tried_GE = log2phy_GE.copy()
             tried_GE[source, expert] = target
             if other >= 0:
-                tried_GE[other, expert] = own
-            yield tried_GE, int(target), other, away(log2phy_GE) - away(tried_GE)
+                tried_GE[other, expert] = log2phy_GE[source, expert]
+            yield (int(target), other), tried_GE
 
 
 def peak_of(phy2log_RS, log2phy_GE, scaled_EN, share_N, share_GE):
