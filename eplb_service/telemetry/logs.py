@@ -49,7 +49,6 @@ class BoundedLog:
         self._clock = clock
         self._left = float(_BURST)
         self._at = clock()
-        self._left_out = 0
 
     def info(self, event: str, **facts: Any) -> None:
         """Log an event."""
@@ -66,11 +65,7 @@ class BoundedLog:
         self._left = min(float(_BURST), self._left + (now - self._at) * _PER_SECOND)
         self._at = now
         if self._left < 1:
-            self._left_out += 1
             self._on_left_out()
             return False
         self._left -= 1
-        if self._left_out:
-            _log.warning("log_lines_left_out", lines=self._left_out)
-            self._left_out = 0
         return True

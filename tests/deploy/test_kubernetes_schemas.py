@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -88,22 +87,3 @@ def test_of_two_replicas_one_is_selected() -> None:
     selector = manifests()["ha/leader-only.yaml Service"]["spec"]["selector"]
     assert selector["eplb-service/leads"] == "true"
     assert manifests()["base/service.yaml Service"]["spec"]["selector"].items() < selector.items()
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        (("spec", "template", "spec", "containers", 0, "startupProbes"), {}),
-        (("spec", "template", "spec", "containers", 0, "ports", 0, "containerPort"), "50551"),
-        (("spec", "replicas"), "one"),
-    ],
-    ids=["unknown field", "text for a port", "no number"],
-)
-def test_a_mistake_is_found(path: tuple[str | int, ...], value: object) -> None:
-    wrong = copy.deepcopy(manifests()["base/deployment.yaml Deployment"])
-    part: Any = wrong
-    for step in path[:-1]:
-        part = part[step]
-    part[path[-1]] = value
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(wrong, VERSIONS[-1], strict=True)

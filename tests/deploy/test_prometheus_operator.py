@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -33,33 +32,6 @@ def test_both_kinds_are_there_and_no_other() -> None:
 @pytest.mark.parametrize("kind", OBJECTS)
 def test_an_object_is_what_the_operator_takes(kind: str) -> None:
     validate(OBJECTS[kind])
-
-
-@pytest.mark.parametrize(
-    ("kind", "path", "value"),
-    [
-        ("ServiceMonitor", ("apiVersion",), "monitoring.coreos.com/v2"),
-        ("ServiceMonitor", ("spec", "selectors"), {}),
-        ("ServiceMonitor", ("spec", "endpoints"), []),
-        ("ServiceMonitor", ("spec", "endpoints", 0, "port"), 9464),
-        ("ServiceMonitor", ("spec", "endpoints", 0, "intervall"), "15s"),
-        ("ServiceMonitor", ("spec", "endpoints", 0, "interval"), "15 s"),
-        ("ServiceMonitor", ("metadata", "name"), "Eplb"),
-        ("PrometheusRule", ("spec", "groups", 0, "name"), ""),
-        ("PrometheusRule", ("spec", "groups", 0, "rules", 0, "for"), "1 minute"),
-        ("PrometheusRule", ("spec", "groups", 0, "rules", 0, "severity"), "warning"),
-        ("PrometheusRule", ("spec", "groups", 0, "rules", 0, "labels", "severity"), 1),
-        ("PrometheusRule", ("spec", "groups", 0, "rules", 0, "record"), "eplb:alerts"),
-    ],
-)
-def test_a_mistake_is_found(kind: str, path: tuple[str | int, ...], value: object) -> None:
-    wrong = copy.deepcopy(OBJECTS[kind])
-    part: Any = wrong
-    for step in path[:-1]:
-        part = part[step]
-    part[path[-1]] = value
-    with pytest.raises(jsonschema.ValidationError):
-        validate(wrong)
 
 
 def test_the_monitor_finds_a_service_by_its_label_and_port() -> None:

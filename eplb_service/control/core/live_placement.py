@@ -51,7 +51,9 @@ class LivePlacement:
         placement.check_log2phy(log2phy_RLE)
         digests = tuple(layer_digest(layer, row) for layer, row in enumerate(placement.phy2log_LRS))
         tables_L = tuple(log2phy_RLE[:, layer] for layer in range(placement.layers))
-        return cls(placement, tables_L, epoch, layer_epochs, digests)
+        live = cls(placement, tables_L, epoch, layer_epochs, digests)
+        vars(live)["log2phy_RLE"] = log2phy_RLE
+        return live
 
     @classmethod
     def assembled(cls, hellos: Mapping[int, Hello]) -> LivePlacement:

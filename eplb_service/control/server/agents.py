@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -15,7 +16,7 @@ from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import ExhaustedError
 from eplb_service.control.core.flow import HELD_SECONDS
 from eplb_service.control.core.group import Assembled
-from eplb_service.control.server.access.gate import current_caller
+from eplb_service.control.server.access.gate import CALLER
 from eplb_service.control.server.access.quotas import Quotas
 from eplb_service.control.server.listening import AGENT_SERVICE, StatusError
 from eplb_service.control.server.outgoing.streams import RankStream
@@ -50,7 +51,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
 
     async def Connect(self, request_iterator: AsyncIterator[agent_pb2.ConnectRequest], context: Any) -> None:  # noqa: ARG002
         """Serve one rank; every way in which its conversation can go wrong has a status that agents understand."""
-        caller = current_caller()
+        caller = CALLER.get()
         inbox = _Inbox(context, caller.host, self._quotas, self._plane.settings.max_message_bytes)
         async with self._quotas.first_messages.turn(caller.host):
             hello = await self._read_hello(inbox)
@@ -132,14 +133,14 @@ def agent_handlers(service: AgentService) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler(AGENT_SERVICE, {"Connect": connect})
 
 
+@dataclass(frozen=True)
 class _Inbox:
-    """Requests of one stream; large ones come in parts, for which there must be room in flight."""
+    """Requests of one stream; large ones come in parts, which are read by turns."""
 
-    def __init__(self, context: Any, host: str, quotas: Quotas, most_bytes: int) -> None:
-        self._context = context
-        self._host = host
-        self._quotas = quotas
-        self._most_bytes = most_bytes
+    _context: Any
+    _host: str
+    _quotas: Quotas
+    _most_bytes: int
 
     @contextlib.asynccontextmanager
     async def next(self, seconds: float | None = None) -> AsyncIterator[agent_pb2.ConnectRequest | None]:

@@ -145,12 +145,7 @@ class Certificates:
                 context.load_verify_locations(self._client_authority)
                 context.verify_mode = ssl.CERT_REQUIRED
         except OSError as error:
-            reason = getattr(error, "reason", None) or error
-            if reason == "KEY_VALUES_MISMATCH":
-                raise SettingsError(
-                    f"{self._key} is not the key of the certificate in {self._certificate}"
-                ) from error
-            paths = ", ".join(map(str, self._paths))
+            reason, paths = getattr(error, "reason", None) or error, ", ".join(map(str, self._paths))
             raise SettingsError(f"the TLS files {paths} cannot be used: {reason}") from error
         if self._read() != contents:
             raise SettingsError("the TLS files are being replaced")

@@ -12,7 +12,7 @@ import numpy as np
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.errors import ConflictError
 from eplb_service.control.core.health import mean_measured_par, measured_par, problems, rank_loads
-from eplb_service.control.server.access.gate import current_caller
+from eplb_service.control.server.access.gate import CALLER
 from eplb_service.control.server.listening import StatusError
 from eplb_service.control.server.observer import Observer
 from eplb_service.control.server.plane.control_plane import ControlPlane
@@ -35,7 +35,7 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
         self, _request: operator_pb2.ListDeploymentsRequest, _context: Any
     ) -> operator_pb2.ListDeploymentsResponse:
         """List all that the caller may name."""
-        names = filter(current_caller().credential.reaches, sorted(self._plane.deployments))
+        names = filter(CALLER.get().credential.reaches, sorted(self._plane.deployments))
         return operator_pb2.ListDeploymentsResponse(deployments=map(self._status, names))
 
     async def GetStatus(
@@ -117,7 +117,7 @@ class OperatorService(operator_pb2_grpc.OperatorServiceServicer):
 
     async def WatchHeat(self, request: operator_pb2.WatchHeatRequest, context: Any) -> None:
         """Send heat as it is counted, until the caller ends the call."""
-        host, deployment = current_caller().host, self._plane.find(request.deployment)
+        host, deployment = CALLER.get().host, self._plane.find(request.deployment)
         with self._plane.feed.watch(deployment, host) as watcher:
             self._plane.follow_up(deployment)
             while True:

@@ -75,7 +75,8 @@ async def running_service(
     async with contextlib.AsyncExitStack() as stack:
         metrics = Metrics()
         above = 0 if leadership is None else await leadership.highest_term()
-        writer = StoreWriter(await asyncio.to_thread(Store, settings.store, above))
+        store = await asyncio.to_thread(Store, settings.store, above)
+        writer = StoreWriter(store, lambda: metrics.count("eplb_store_failures"))
         stack.callback(writer.close)
         if leadership is not None:
             await leadership.announce(writer.store.leader_term)

@@ -96,7 +96,7 @@ class ServiceSettings(_PlannerFields):
     store: str = Field(
         "eplb-state.sqlite3",
         min_length=1,
-        description="SQLite file of terms, placements and plans; or ':memory:'",
+        description="SQLite file of terms, deployments and plans; or ':memory:'",
     )
     window_steps: int = Field(
         512,

@@ -294,13 +294,14 @@ def _check_kind(database: sqlite3.Connection, path: str) -> None:
 class StoreWriter:
     """Runs a store's methods on a thread of its own. Balancing goes on where the disk does not.
 
-    ``failures`` counts writes that failed; ``failing`` is the error of the last one, empty where it succeeded.
+    ``on_failure`` is called for each write that failed; ``failing`` is the error of the last one, empty where it
+    succeeded.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, on_failure: Callable[[], object]) -> None:
         self.store = store
-        self.failures = 0
         self.failing = ""
+        self._on_failure = on_failure
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eplb-store")
 
     def post(self, write: Callable[..., None], *arguments: Any) -> Future[None]:
@@ -325,7 +326,7 @@ class StoreWriter:
     def _note(self, written: Future[None]) -> None:
         error = written.exception()
         if error is not None:
-            self.failures += 1
+            self._on_failure()
             if not self.failing:
                 _log.error("store_write_failed", error=str(error))
         self.failing = str(error) if error is not None else ""

@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import grpc
 import pytest
 
 from eplb_service.control.core.deployment import Deployment
 from eplb_service.control.core.flow import HELD_SECONDS
-from eplb_service.control.server import agents
 from eplb_service.control.server.access.quotas import Quotas
 from eplb_service.control.server.agents import AgentService, _first_of
 from eplb_service.control.server.listening import StatusError
 from eplb_service.control.server.outgoing.streams import RankStream
 from eplb_service.control.server.plane.control_plane import ControlPlane
-from eplb_service.control.server.service import RunningService, running_service
+from eplb_service.control.server.service import running_service
 from eplb_service.wire.agent import decode_hello
 from tests.control.fake_group import (
     RANKS,
@@ -93,31 +92,6 @@ async def test_steps_that_wait_are_put_together_by_parts_before_the_next_report_
     stream.heard_at = time.monotonic()
     await service._take_heat(cast("Deployment", deployment), decode_hello(hello_of(live, 0)), stream, message)
     assert plane.asked == ["put together"] * 4 + ["report", "put together"]
-
-
-@pytest.mark.parametrize(("seldom_seconds", "waits"), [(-1.0, True), (3600.0, False)])
-async def test_only_ranks_that_report_seldom_wait_for_each_other(
-    service: RunningService,
-    group: FakeGroup,
-    seldom_seconds: float,
-    waits: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(agents, "_SELDOM_SECONDS", seldom_seconds)
-    monkeypatch.setattr(agents, "_BATCH_SECONDS", 1.0)
-    deployment, taken_at = service.plane.deployments["decode"], list[float]()
-    take = deployment.heat_report
-
-    def noted(rank: int, report: Any) -> Any:
-        taken_at.append(time.monotonic() % 1.0)
-        return take(rank, report)
-
-    monkeypatch.setattr(deployment, "heat_report", noted)
-    for blocks, pause in ((1, 0.4), (2, 0.4), (3, 0.0)):
-        await group.send_heat(skewed_heat(8))
-        await until(lambda blocks=blocks: deployment.totals.steps_received == 8 * blocks)  # type: ignore[misc]
-        await asyncio.sleep(pause)
-    assert (max(taken_at) < 0.35) is waits
 
 
 REPORTS, STEPS = 24, 8

@@ -12,7 +12,7 @@ from eplb_service.control.server.service import RunningService, running_service
 from tests.cli.published import held
 from tests.control.fake_group import FakeGroup, skewed_heat
 from tests.control.server.test_operate import eplb
-from tests.control.server.test_service import settings, until
+from tests.control.server.test_service import settings, tick, until
 
 
 async def metrics(service: RunningService) -> str:
@@ -26,7 +26,7 @@ async def test_an_order_removes_history_metrics_and_pause(
     await group.send_heat(skewed_heat(8))
     await until(lambda: service.plane.deployments["decode"].totals.steps_received == 8)
     assert await eplb(group, "pause", "decode") == 0
-    service.plane.tick()
+    tick(service.plane)
     assert 'deployment="decode"' in await metrics(service)
     assert await eplb(group, "forget", "decode") == 2
     assert "ranks 0, 1, 2, 3 of 'decode' still connected" in capsys.readouterr().err
@@ -37,7 +37,7 @@ async def test_an_order_removes_history_metrics_and_pause(
     assert held("forget", captured.out) == {"deployment": "decode", "forgotten": True}
     audits = [line for line in captured.err.splitlines() if '"call": "Forget"' in line]
     assert ['"result": "done"' in line for line in audits] == [True]
-    service.plane.tick()
+    tick(service.plane)
     assert 'deployment="decode"' not in await metrics(service)
     assert await eplb(group, "status", "decode") == 2
     await group.join()
@@ -69,14 +69,14 @@ async def test_whoever_does_not_come_back_is_forgotten_unless_paused(paused: boo
         plane = service.plane
         deployment = plane.deployments["decode"]
         plane.set_paused(deployment, paused)
-        plane.tick()
+        tick(plane)
         assert deployment.attendance.departed_since is None, "its ranks are here"
         await group.leave()
         await until(lambda: not deployment.connected)
-        plane.tick()
+        tick(plane)
         since = deployment.attendance.departed_since
         assert since is not None
         assert "decode" in plane.deployments, "they may come back"
         deployment.attendance = replace(deployment.attendance, departed_since=since - 61)
-        plane.tick()
+        tick(plane)
         assert ("decode" in plane.deployments) is paused

@@ -38,7 +38,7 @@ from tests.control.fake_group import (
     skewed_heat,
 )
 from tests.control.server.test_forget import metrics
-from tests.control.server.test_service import settings, until
+from tests.control.server.test_service import settings, tick, until
 
 
 def deployment_of(service: RunningService) -> Deployment:
@@ -99,7 +99,7 @@ async def test_what_cannot_be_taken_is_shed_alike_by_all_ranks_and_reported(
     deployment = deployment_of(service)
     await until(lambda: deployment.live is not None)
     deployment.shedding = replace(Shedding(), one_in=4, looked_at=float("inf"))
-    service.plane.tick()
+    tick(service.plane)
     assert await asked(group) == [(True, 4)] * len(group.ranks)
     assert ["of every 4 reports they send one" in problem for problem in problems(deployment)] == [True]
     assert 'eplb_heat_one_in{deployment="decode"} 4.0' in await metrics(service)
@@ -109,7 +109,7 @@ async def test_what_cannot_be_taken_is_shed_alike_by_all_ranks_and_reported(
         await group.send_heat(skewed_heat(8))
     assert len(await group.hear_plan()) == len(group.ranks)
     deployment.shedding = Shedding()
-    service.plane.tick()
+    tick(service.plane)
     assert await asked(group) == [(True, 1)] * len(group.ranks)
     assert problems(deployment) == []
 

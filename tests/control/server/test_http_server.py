@@ -21,7 +21,7 @@ from eplb_service.control.server.web import http_server
 from eplb_service.wire.generated import operator_pb2, operator_pb2_grpc
 from tests.control.fake_group import LAYERS, RANKS, FakeGroup, skewed_heat
 from tests.control.server.certificates import Authority
-from tests.control.server.test_service import settings, until
+from tests.control.server.test_service import settings, tick, until
 
 CREDENTIALS = """
 - {name: looker, role: reader, deployments: [decode], token: reader-0123456789}
@@ -67,7 +67,7 @@ async def balanced(service: RunningService, group: FakeGroup) -> None:
     await group.send_heat(skewed_heat(8, seed=1))
     deployment = service.plane.deployments["decode"]
     await until(lambda: deployment.ended_plan is not None and deployment.totals.steps_received == 40)
-    service.plane.tick()
+    tick(service.plane)
 
 
 async def test_the_page_s_figures_are_those_of_the_service(service: RunningService) -> None:

@@ -226,11 +226,6 @@ def test_a_lease_of_another_form_is_refused(text: str) -> None:
         checked_lease(text)
 
 
-def test_settings_name_a_lease(tmp_path: Path) -> None:
-    assert checked_lease("kubernetes:serving/eplb")
-    assert named_lease(checked_lease(f"file:{tmp_path}/lease"), 15).attempt()
-
-
 async def test_who_cannot_renew_leads_no_longer_before_another_may(
     api: FakeKubernetes, candidate: Callable[..., KubernetesLease]
 ) -> None:

@@ -102,14 +102,6 @@ async def test_placement(group: FakeGroup, tmp_path: Path, capsys: pytest.Captur
     assert (tmp_path / "both.json").exists()
 
 
-@pytest.mark.parametrize("options", [("--format", "sglang"), ("--first-layer", "3")])
-async def test_options_of_a_placement_s_file_go_with_a_file(
-    group: FakeGroup, options: tuple[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert await eplb(group, "placement", "decode", *options) == 2
-    assert "say how a file is written; give it with --out" in capsys.readouterr().err
-
-
 async def test_pause_resume_and_rebalance(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> None:
     assert await eplb(group, "pause", "decode", "--json") == 0
     assert held("pause", capsys.readouterr().out)["paused"]
@@ -127,12 +119,6 @@ async def test_an_unknown_deployment(group: FakeGroup, capsys: pytest.CaptureFix
     # The service of this process may log beside it.
     reported = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("{")]
     assert reported == ["eplb: error: no deployment 'nope'; `eplb deployments` lists those that are known"]
-
-
-def test_no_service(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("eplb_service.cli.client._CONNECT_SECONDS", 0.2)
-    assert run(["deployments", "--address", "127.0.0.1:1"]) == 2
-    assert capsys.readouterr().err.startswith("eplb: error: no service answers at 127.0.0.1:1;")
 
 
 async def test_history_shows_what_plans_promised_and_what_became_of_them(

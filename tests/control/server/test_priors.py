@@ -13,7 +13,7 @@ from eplb_service.control.server.settings import SettingsError
 from eplb_service.placement import mean_par, par
 from eplb_service.planner.score import rank_loads
 from tests.control.fake_group import EXPERTS, LAYERS, FakeGroup, live_of, skewed_heat
-from tests.control.server.test_service import settings, until
+from tests.control.server.test_service import settings, tick, until
 
 
 def ratio(group: FakeGroup) -> float:
@@ -30,7 +30,7 @@ async def test_decoding_begins_by_the_heat_of_prefill_and_goes_on_by_its_own() -
     ):
         await decode.join()
         await until(lambda: service.plane.deployments["decode"].live is not None)
-        service.plane.tick()
+        tick(service.plane)
         assert service.plane.deployments["decode"].may_begin, "prefill has no heat yet"
         await prefill.join(deployment="prefill")
         await prefill.send_heat(skewed_heat(16))
@@ -84,7 +84,7 @@ async def test_heat_of_another_model_is_a_problem_and_no_plan(tmp_path: Path) ->
         ("prefill", "write DEPLOYMENT=SOURCE"),
         ("decode=", "write DEPLOYMENT=SOURCE"),
         ("decode=decode", "not itself"),
-        ("decode=a,decode=b", "has one prior"),
+        ("decode=a,decode=b", "one for each"),
         ("de code=a", "the deployment is"),
     ],
 )

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from eplb_service.control.server.service import RunningService
 from eplb_service.wire.generated import agent_pb2
 from tests.control.fake_group import BYTES_PER_EXPERT, LAYERS, FakeGroup, skewed_heat
-from tests.control.server.test_service import until
+from tests.control.server.test_service import tick, until
 
 Samples = dict[tuple[str, tuple[str, ...]], float]
 
@@ -49,7 +49,7 @@ async def test_a_scrape_shows_what_happened(service: RunningService, group: Fake
         await group.ranks[2].say(heartbeat=beat)
     beats_R = service.plane.observer.of("decode").beats_R
     await until(lambda: {1, 2} <= set(beats_R) and all(beats_R[rank].calls == 120 for rank in (1, 2)))
-    service.plane.tick()
+    tick(service.plane)
     samples = await asyncio.to_thread(scrape, service.metrics_address)
 
     layers, decode = plans[0].layers, ("decode",)

@@ -13,6 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from eplb_service.control.server.listening import ListenError
+from eplb_service.control.server.plane.control_plane import ControlPlane
 from eplb_service.control.server.service import RunningService, running_service
 from eplb_service.control.server.settings import ServiceSettings
 from eplb_service.control.server.store import Store
@@ -39,6 +40,12 @@ def settings(**changes: Any) -> ServiceSettings:
         "threads": 1,
     }
     return ServiceSettings(**{**values, **changes})
+
+
+def tick(plane: ControlPlane) -> None:
+    """Have the service do what it does every second."""
+    for _ in plane.ticking():
+        pass
 
 
 async def until(true: Callable[[], bool], seconds: float = 60.0) -> None:

@@ -17,7 +17,7 @@ from eplb_service.cost.curve import CostCurve
 from eplb_service.planner.plan import Plan
 from eplb_service.wire.operator import Worth
 from tests.control.fake_group import STEP_MICROS, FakeGroup, skewed_heat
-from tests.control.server.test_service import until
+from tests.control.server.test_service import tick, until
 
 
 async def eplb(service: RunningService, *arguments: str) -> int:
@@ -71,17 +71,21 @@ async def test_the_same_is_in_the_metrics_and_gone_with_the_ranks_that_it_is_of(
     async with FakeGroup(service.address) as group:
         await group.join()
         await balanced(service, group)
-        service.plane.tick()
+        tick(service.plane)
         reported = service.plane._metrics.registry.get_sample_value
         worth = service.plane.deployments["decode"].decisions.worth
+        price = service.plane.deployments["decode"].decisions.move_price
         assert worth is not None
+        assert price is not None
+        assert reported("eplb_move_price", {"deployment": "decode"}) == price.price
+        assert reported("eplb_move_price_info", {"deployment": "decode", "price": price.kind}) == 1
         assert reported("eplb_gain_seconds", {"deployment": "decode"}) == pytest.approx(worth.gain_ms / 1e3)
         assert reported("eplb_time_price_info", {"deployment": "decode", "price": "assumed"}) == 1
         serving = {"deployment": "decode", "placement": "serving"}
         assert reported("eplb_experts_seconds", serving) == pytest.approx(worth.serving_ms / 1e3)
         assert reported("eplb_step_seconds", {"deployment": "decode"}) == pytest.approx(STEP_MICROS / 1e6)
     await until(lambda: not service.plane.deployments["decode"].connected)
-    service.plane.tick()
+    tick(service.plane)
     assert reported("eplb_gain_seconds", {"deployment": "decode"}) is None
 
 

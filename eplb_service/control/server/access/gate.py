@@ -15,11 +15,10 @@ handler, so unary calls are served as streams here: a refusal costs no more than
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextvars import ContextVar
 from functools import cached_property
 from pathlib import Path
@@ -225,22 +224,8 @@ class Caller(NamedTuple):
     host: str
 
 
-_caller: ContextVar[Caller] = ContextVar("caller")
-
-
-def current_caller() -> Caller:
-    """Return the caller of the call that is being answered."""
-    return _caller.get()
-
-
-@contextlib.contextmanager
-def acting_as(caller: Caller) -> Iterator[None]:
-    """Within it, ``caller`` has made the call that is being answered."""
-    token = _caller.set(caller)
-    try:
-        yield
-    finally:
-        _caller.reset(token)
+CALLER: ContextVar[Caller] = ContextVar("caller")
+"""Caller of the call that is being answered; each is answered in a task, and so in a context, of its own."""
 
 
 class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
@@ -275,13 +260,18 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         token = _token(dict(handler_call_details.invocation_metadata or ()))
 
         async def guarded(requests: Any, context: Any) -> Any:
-            host = host_of(context.peer())
+            host, task = host_of(context.peer()), asyncio.current_task()
+            assert task is not None
             try:
                 caller = Caller(self.admitted(method, token, _certificate_names(context)), host)
-                with self._quotas.call(host), acting_as(caller), self._kept_open(caller.credential):
+                CALLER.set(caller)
+                self._open[task] = caller.credential
+                with self._quotas.call(host):
                     return await self._served(handler, method, caller, requests, context)
             except (StatusError, RefusedError, WireError) as error:
                 code, reason = code_of(error), str(error)
+            finally:
+                self._open.pop(task, None)
             # Outside the handler: the error's traceback holds the message that was refused, and is let go of first.
             self.note_refusal(method, host, code, reason)
             await context.abort(code, reason)
@@ -321,17 +311,6 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
         """Count a call that was turned away, and log it at a bounded rate."""
         self._metrics.count("eplb_refusals", code.name.lower())
         self._log.warning("call_refused", method=method, peer=host, code=code.name, reason=reason)
-
-    @contextlib.contextmanager
-    def _kept_open(self, credential: Credential) -> Iterator[None]:
-        """Within it, the call that is being answered ends once ``credential`` no longer holds."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._open[task] = credential
-        try:
-            yield
-        finally:
-            del self._open[task]
 
     async def _served(self, handler: Any, method: str, caller: Caller, requests: Any, context: Any) -> Any:
         if handler.request_streaming:

@@ -80,15 +80,13 @@ def _sources(text: str) -> dict[str, str]:
     """Source of each deployment's prior."""
     found: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, source = part.partition("=")
-        if not equals or not source:
-            raise PriorError(f"{part!r} is no prior; write DEPLOYMENT=SOURCE")
+        name, _, source = part.partition("=")
         try:
             check_deployment(name, "the deployment")
         except WireError as error:
-            raise PriorError(f"{part!r}: {error}") from error
-        if name in found or source == name:
-            raise PriorError(f"{name!r} has one prior, and not itself; got {part!r}")
+            raise PriorError(f"{part!r} is no prior: {error}") from error
+        if not source or name in found or source == name:
+            raise PriorError(f"{part!r} is no prior; write DEPLOYMENT=SOURCE, one for each, and not itself")
         found[name] = source
     return found
 
@@ -106,20 +104,11 @@ def _newest_heat(path: Path, most_steps: int) -> RememberedHeat:
 
 @dataclass(frozen=True)
 class DecisionInputs:
-    """All that a decision is made on.
+    """All that a decision is made on: heat that the deployment remembers, or a prior, what serves, and what is known.
 
-    Parameters
-    ----------
-    heat
-        Heat that the deployment remembers, or a prior.
-    live, found
-        Placement that serves, and the layout that served when the ranks first came together; ``None`` where unknown.
-    topology, settings, decisions
-        Of the ranks; of the planner; those before, and when they are due.
-    moving, times
-        Costs of moves, and durations of the remembered steps, that the ranks have measured; ``None`` for a prior.
-    interval
-        Steps between decisions by the clock; ``None`` for a prior.
+    ``found`` is the layout that served when the ranks first came together, ``None`` where unknown; ``decisions`` are
+    those before, and when they are due. Costs of ``moving`` and ``times`` of the remembered steps are what the ranks
+    have measured; ``interval`` is steps between decisions by the clock. Both last are ``None`` for a prior.
     """
 
     heat: RememberedHeat

@@ -109,8 +109,9 @@ class Decider:
         Raises ``ConflictError`` where the deployment is in no state for one.
         """
         name = deployment.name
-        if name in self._running:
-            return self._running[name]
+        running = self._running.get(name)
+        if running is not None and not running.done():
+            return running
         obstacle = deployment.obstacle(needs_heat=prior is None)
         if obstacle is None and not self.may_decide(name):
             obstacle = "one that was given up is still being computed"
@@ -120,9 +121,8 @@ class Decider:
             deployment.deciding()
         else:
             deployment.beginning()
-        task = self._running[name] = asyncio.create_task(self._decide(deployment, prior))
-        task.add_done_callback(lambda _: self._ended(name, task))
-        return task
+        self._running[name] = asyncio.create_task(self._decide(deployment, prior))
+        return self._running[name]
 
     def drop(self, name: str) -> None:
         """Forget a deployment: nobody waits for the decision that is being made for it."""
@@ -136,10 +136,6 @@ class Decider:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _ended(self, name: str, task: asyncio.Task[_DecisionOutcome]) -> None:
-        if self._running.get(name) is task:
-            del self._running[name]
 
     def _compute(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
         computing = _on_thread(function, *arguments)

@@ -50,19 +50,15 @@ class Lease(Protocol):
 
     def attempt(self) -> bool:
         """Take it, or renew it; returns whether it is held now. Raises ``LeaseError`` where that cannot be said."""
-        ...
 
     def highest_term(self) -> int:
         """Return the highest leader term of any holder so far, as it was when this one took it."""
-        ...
 
     def announce(self, term: int) -> None:
         """Leave this holder's leader term for those after it, before any rank hears of it; raises ``LeaseError``."""
-        ...
 
     def give_back(self) -> None:
         """Let the next one have it at once; never raises."""
-        ...
 
 
 def checked_lease(text: str) -> str:

@@ -81,13 +81,9 @@ class HeatFeed:
     def watch(self, deployment: Deployment, host: str) -> Iterator[_Watcher]:
         """Hand ``deployment``'s heat to a watcher within it; raises ``ExhaustedError`` where too many watch already."""
         hosts = [watcher.host for watchers in self._watchers.values() for watcher in watchers]
-        if len(hosts) >= MOST_WATCHERS:
+        if len(hosts) >= MOST_WATCHERS or hosts.count(host) >= MOST_WATCHERS_OF_A_HOST:
             raise ExhaustedError(
-                f"{MOST_WATCHERS} calls watch this service's heat already, the most that it allows"
-            )
-        if hosts.count(host) >= MOST_WATCHERS_OF_A_HOST:
-            raise ExhaustedError(
-                f"{MOST_WATCHERS_OF_A_HOST} calls from this host watch heat already, the most that one host may"
+                f"at most {MOST_WATCHERS} calls may watch this service's heat, {MOST_WATCHERS_OF_A_HOST} from one host"
             )
         watcher = _Watcher(host)
         if deployment.live is not None:

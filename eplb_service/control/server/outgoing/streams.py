@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import grpc
 
@@ -24,13 +25,13 @@ _LONGEST_TURN_SECONDS = 1.0
 """Who takes longer goes on beside those whose turn comes next: one frozen rank must not keep a plan from the others."""
 
 
+@dataclass
 class _PlanSending:
-    """One plan on its way to all ranks, as ``turns`` allow; ``over`` says that no more copies are to go out."""
+    """One plan on its way to all ranks, by turns; ``over`` says that no more copies are to go out."""
 
-    def __init__(self, plan: SharedPlan, turns: asyncio.Semaphore) -> None:
-        self.over = False
-        self._plan = plan
-        self._turns = turns
+    _plan: SharedPlan
+    _turns: asyncio.Semaphore
+    over: bool = False
 
     async def send(self, rank: int, write: Callable[[bytes], Awaitable[None]]) -> None:
         """Send one rank its copy by ``write`` when its turn comes, unless the plan is over by then."""
@@ -106,13 +107,9 @@ class Streams:
         return stream is not None
 
     def replace_all(self, deployment: str, reason: str) -> None:
-        """End all streams of a deployment, and forget them: others take their place."""
+        """End all streams of a deployment, and forget them and what they were asked for: others take their place."""
         self.end(deployment, reason)
         self._streams.pop(deployment, None)
-
-    def forget(self, deployment: str, reason: str) -> None:
-        """End all streams of a deployment that is removed."""
-        self.replace_all(deployment, reason)
         self._asked.pop(deployment, None)
 
     def send(self, deployment: str, plan: SharedPlan) -> None:

@@ -53,16 +53,11 @@ class ControlPlane:
         self._priors = Priors(settings.prior or "", settings.window_steps)
         self._writer = writer
         self._metrics = metrics
-        self._store_failures = 0
         self._known = known = KnownDeployments(settings, writer, metrics)
-        self.deployments, self.remembered, self.find = known.by_name, known.remembered, known.find
+        self.deployments, self.remembered = known.by_name, known.remembered
+        self.find, self.resume = known.find, known.resume
         self.leader_term = writer.store.leader_term
         self.feed = HeatFeed(known.limits.pending_steps)
-
-    async def resume(self) -> None:
-        """Take up what the store remembers."""
-        await self._known.resume()
-        _log.info("resumed", leader_term=self.leader_term, deployments=len(self.deployments))
 
     # Agents
 
@@ -190,7 +185,7 @@ class ControlPlane:
     def forget(self, name: str) -> None:
         """Remove a deployment, and all that is known of it."""
         self.decider.drop(name)
-        self.streams.forget(name, "the deployment was removed; say Hello again")
+        self.streams.replace_all(name, "the deployment was removed; say Hello again")
         self._known.forget(name)
         self._metrics.forget(name)
         self.observer.forget(name)
@@ -198,13 +193,8 @@ class ControlPlane:
 
     # Time
 
-    def tick(self) -> None:
-        """Look after deadlines and update the metrics; called every second or so."""
-        for _ in self.ticking():
-            pass
-
     def ticking(self) -> Iterator[None]:
-        """Do what ``tick`` does, a deployment at a time: all of them could hold the event loop for long."""
+        """Look after deadlines and update the metrics, a deployment at a time; done every second or so."""
         self._watch_store()
         heat_bytes = sum(map(self._known.heat_bytes, self.deployments.values()))
         shown: list[Shown] = [
@@ -254,9 +244,7 @@ class ControlPlane:
 
     def _watch_store(self) -> None:
         """Report where the disk does not take what is written, and try again until it does."""
-        failures, failing = self._writer.failures, self._writer.failing
-        self._metrics.count("eplb_store_failures", by=failures - self._store_failures)
-        self._store_failures = failures
+        failing = self._writer.failing
         problem = f"the store cannot be written, so that a restart forgets what happens now: {failing}"
         for deployment in self.deployments.values():
             deployment.service_problems = (problem,) if failing else ()

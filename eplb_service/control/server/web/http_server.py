@@ -19,7 +19,7 @@ from aiohttp import web
 
 from eplb_service import __version__
 from eplb_service.control.core.errors import RefusedError
-from eplb_service.control.server.access.gate import Caller, Gate, acting_as
+from eplb_service.control.server.access.gate import CALLER, Caller, Gate
 from eplb_service.control.server.listening import Certificates, ListenError, StatusError, code_of
 from eplb_service.control.server.operator_api import OperatorService
 from eplb_service.telemetry.metrics import Metrics
@@ -219,8 +219,8 @@ class HttpServer:
             credential.check_reach(asked)
             if path == "service":
                 return {"version": __version__}
-            with acting_as(Caller(credential, host)):
-                return await getattr(self._operators, call)(asked, None)
+            CALLER.set(Caller(credential, host))
+            return await getattr(self._operators, call)(asked, None)
         except (StatusError, RefusedError, WireError) as error:
             self._gate.note_refusal(f"GET {_PREFIX}{call}", host, code_of(error), str(error))
             raise _ERRORS.get(code_of(error), web.HTTPBadRequest)(text=str(error)) from error
