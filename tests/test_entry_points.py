@@ -41,19 +41,17 @@ def names_in(tree: ast.Module) -> set[str]:
 
 def entries(sources: dict[str, ast.Module]) -> set[str]:
     declared = [tomllib.loads((ROOT / name).read_text())["project"] for name in PROJECTS]
-    tables = [one.get("scripts", {}) for one in declared]
-    tables += [table for one in declared for table in one.get("entry-points", {}).values()]
-    targets = [target for table in tables for target in table.values()]
-    run = {
-        name
-        for name, tree in sources.items()
-        if name.endswith("__main__") or "'__main__'" in ast.unparse(tree)
-    }
-    documented = re.findall(
-        r"^::: ([\w.]+)\.\w+$", (ROOT / "docs/reference/api.md").read_text(), flags=re.MULTILINE
-    )
+    targets = [
+        target
+        for one in declared
+        for table in (one.get("scripts", {}), *one.get("entry-points", {}).values())
+        for target in table.values()
+    ]
+    run = [name for name, tree in sources.items() if "__main__" in name + ast.unparse(tree)]
+    page = (ROOT / "docs/reference/api.md").read_text()
+    documented = re.findall(r"^::: ([\w.]+)\.\w+$", page, flags=re.MULTILINE)
     commands = {f"eplb_service.cli.{module}" for module, _, _ in COMMANDS.values()}
-    return {target.partition(":")[0] for target in targets} | run | set(documented) | commands
+    return {target.partition(":")[0] for target in targets} | {*run, *documented} | commands
 
 
 def test_every_module_is_reached() -> None:

@@ -51,14 +51,10 @@ def test_version_is_one():
     assert SERVICE["optional-dependencies"]["agent"] == [f"eplb-agent[model]=={AGENT['version']}"]
 
 
-def test_the_command_exists():
+def test_the_command_exists_and_packages_are_typed():
     module, _, function = SERVICE["scripts"]["eplb"].partition(":")
     assert callable(getattr(importlib.import_module(module), function))
-
-
-@pytest.mark.parametrize("package", ["eplb_service", "worker_agent"])
-def test_packages_are_typed(package):
-    assert (ROOT / package / "py.typed").is_file()
+    assert all((ROOT / package / "py.typed").is_file() for package in ("eplb_service", "worker_agent"))
 
 
 def test_the_service_declares_what_it_imports_and_no_more():

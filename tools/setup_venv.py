@@ -2,13 +2,11 @@
 
 With ``--oldest``: for its tests, on the oldest dependencies that it allows.
 Called by the Makefile, once; again only when the dependencies change. Where no accelerator is present, torch is taken
-as a CPU build: from the configured index where that offers one, otherwise from PyTorch's own index of CPU builds; where
-that cannot be reached, torch is whatever the configured index has.
+as a CPU build from PyTorch's own index; where that cannot be reached, torch is whatever the configured index has.
 """
 
 from __future__ import annotations
 
-import json
 import pathlib
 import platform
 import shutil
@@ -47,10 +45,11 @@ def install_torch() -> None:
         "installing a CPU build of torch, as no accelerator was found (once; takes a minute or two)",
         flush=True,
     )
-    if index_offers_cpu_build():
-        pip(*quietly)
-    elif attempt_pip(*quietly, "--index-url", CPU_INDEX).returncode != 0:
-        print(f"{CPU_INDEX} has no such build or cannot be reached: taking torch with CUDA", flush=True)
+    # The configured index may offer the CPU build as well, where PyTorch's own is out of reach.
+    if attempt_pip(*quietly, "--retries", "1", "--index-url", CPU_INDEX).returncode != 0:
+        print(
+            f"{CPU_INDEX} has no such build or cannot be reached: taking the configured index's", flush=True
+        )
         pip(*quietly)
 
 
@@ -63,17 +62,6 @@ def torch_requirement() -> str:
 def accelerator() -> bool:
     """Whether the tools of an NVIDIA GPU or an Ascend NPU are there."""
     return any(shutil.which(tool) for tool in ("nvidia-smi", "npu-smi"))
-
-
-def index_offers_cpu_build() -> bool:
-    """Whether the index that pip is configured with would hand out a CPU build of the pinned torch."""
-    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--quiet", "--report", "-"]
-    answer = subprocess.run([*command, torch_requirement()], capture_output=True, text=True, check=False)
-    try:
-        version: str = json.loads(answer.stdout)["install"][0]["metadata"]["version"]
-    except (ValueError, LookupError):
-        return False
-    return version.endswith("+cpu")
 
 
 def installed(package: str) -> bool:

@@ -7,9 +7,7 @@ pydantic model. A small module is one under 110 lines that one other module alon
 
 from __future__ import annotations
 
-import argparse
 import ast
-import json
 import os
 import re
 import subprocess
@@ -89,17 +87,10 @@ class Source(NamedTuple):
 
 def main() -> None:
     """Print the figures per room and in total; exit with 1 where a ceiling is passed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
-    arguments = parser.parse_args()
     sources = [read(path) for package in PRODUCT for path in python_files(package)]
     rooms = room_figures(sources)
     totals = total_figures(rooms, sources)
-    if arguments.json:
-        figures = {"rooms": rooms, "totals": totals, "targets": TARGETS, "ceilings": CEILINGS}
-        print(json.dumps(figures, indent=2))
-    else:
-        show(rooms, totals)
+    show(rooms, totals)
     if over := [name for name, most in CEILINGS.items() if totals[name] > most]:
         sys.exit(f"make size: above the ceiling: {', '.join(over)}")
 

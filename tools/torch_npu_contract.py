@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import inspect
 import json
 import re
 import subprocess
@@ -27,7 +26,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.moe.torch_npu.calls import OPERATORS, results  # noqa: E402
-from worker_agent.moe.operators import Operators  # noqa: E402
 
 VERSION = "2.13.0"
 EXTRACT = ROOT / "tests" / "moe" / "torch_npu"
@@ -53,10 +51,11 @@ def main() -> None:
             f"{VERSION}.schemas": schema_file(schemas),
             f"{VERSION}.results.json": results_file(schemas, Path(folder) / META_FILE),
         }
-    for operator in OPERATORS:
-        arguments = list(inspect.signature(getattr(Operators, operator)).parameters)
-        print(f"{operator}: {', '.join(arguments)}")
-    differing = [name for name, text in found.items() if not is_same(EXTRACT / name, text)]
+    differing = [
+        name
+        for name, text in found.items()
+        if not ((EXTRACT / name).exists() and (EXTRACT / name).read_text() == text)
+    ]
     if options.refresh:
         for name, text in found.items():
             (EXTRACT / name).write_text(text)
@@ -116,32 +115,21 @@ def load_shape_functions(meta: Path) -> None:
     versions.get_cann_version = lambda *_: "8.5.0"
     chips: Any = types.ModuleType("torch_npu.npu._backends")
     chips.get_soc_version = lambda: 220
-    for number, name in (
-        (285, "int4"),
-        (290, "hifloat8"),
-        (293, "float8_e8m0fnu"),
-        (296, "float4_e2m1fn_x2"),
-    ):
-        setattr(stub, name, number)
-    stub.float4_e1m2fn_x2 = 297
-    modules = [
-        stub,
-        types.ModuleType("torch_npu.utils"),
-        codes,
-        types.ModuleType("torch_npu.npu"),
-        versions,
-        chips,
-    ]
+    names = {
+        "int4": 285,
+        "hifloat8": 290,
+        "float8_e8m0fnu": 293,
+        "float4_e2m1fn_x2": 296,
+        "float4_e1m2fn_x2": 297,
+    }
+    vars(stub).update(names)
+    parents = [types.ModuleType(name) for name in ("torch_npu.utils", "torch_npu.npu")]
+    modules = [stub, codes, versions, chips, *parents]
     sys.modules.update({module.__name__: module for module in modules})
     spec = importlib.util.spec_from_file_location("torch_npu_meta_registrations", meta)
     assert spec is not None
     assert spec.loader is not None
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
-def is_same(path: Path, text: str) -> bool:
-    """Whether the file holds the text."""
-    return path.exists() and path.read_text() == text
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from eplb_service.cli.options import JSON, SEVERAL, UserError, option, takes_options
-from eplb_service.cli.output import output_console, print_json, rows_table
+from eplb_service.cli.output import output_console, print_json, table_of
 from eplb_service.cli.trace_options import HEAT, ReadingOptions, slots_of_redundant
 from eplb_service.cli.warmup import compile_solver
 from eplb_service.io.open_trace import naming
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from eplb_service.io.trace import Trace
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
-_PEERS = "Peers"
 
 
 @takes_options()
@@ -39,7 +38,6 @@ def bench(
         "vllm,vllm-ascend,sglang",
         "Packages whose balancers take part: vllm, vllm-ascend, sglang, with commas; or none.",
         metavar=SEVERAL,
-        section=_PEERS,
     ),
     fetch: bool = option(True, "Fetch the balancers' sources where they are missing: once, about 100 MB."),
     index: str = option("https://pypi.org/simple", "Package index that they are fetched from."),
@@ -115,26 +113,24 @@ def _course(path: Path, trace: Trace, ranks: int, redundant: int | None, window:
 
 def _print(found: Mapping[str, Any]) -> None:
     console = output_console()
-    window, slots = found["window_steps"], found["layers"] * found["ranks"] * found["slots"]
+    window = found["window_steps"]
     console.print(
         f"{found['layers']} layers x {found['experts']} experts on {found['ranks']} ranks x {found['slots']} slots; "
         f"{found['decisions']} decisions, each on {window} steps for the next {window}"
     )
-    rows = []
-    for label, policy in sorted(found["policies"].items(), key=lambda item: item[1]["par_realised"]):
-        moves, decides = policy["moves_per_decision"], policy["solve_ms_mean"] > 0
-        rows.append(
-            {
-                "policy": label,
-                "PAR": f"{policy['par_realised']:.3f}",
-                "moves each": f"{moves:,.1f} ({moves / slots:.0%})",
-                "time ms": f"{policy['solve_ms_mean']:,.1f}" if decides else "-",
-                "CPU ms": f"{policy['cpu_ms_mean']:,.1f}" if decides else "-",
-            }
-        )
-    console.print(rows_table(rows), soft_wrap=False)
+    rows = [{"label": label, **policy} for label, policy in found["policies"].items()]
+    table = table_of(
+        sorted(rows, key=lambda row: row["par_realised"]),
+        {
+            "policy": lambda row: row["label"],
+            "PAR": lambda row: f"{row['par_realised']:.3f}",
+            "moves each": lambda row: f"{row['moves_per_decision']:,.1f}",
+            "time ms": lambda row: f"{row['solve_ms_mean']:,.1f}",
+            "CPU ms": lambda row: f"{row['cpu_ms_mean']:,.1f}",
+        },
+    )
+    console.print(table, soft_wrap=False)
     console.print(
-        "PAR: hottest rank over mean rank in each step of the windows served, the first left out where there are "
-        f"more; token sampling alone leaves about {found['noise_floor']:.3f}. Times are of one decision on one thread, "
-        "here."
+        "PAR: hottest rank over mean rank in each step of the windows served; token sampling alone leaves about "
+        f"{found['noise_floor']:.3f}. Times are of one decision on one thread, here."
     )

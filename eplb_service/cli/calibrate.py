@@ -23,20 +23,19 @@ from eplb_service.cli.options import (
     takes_options,
     whole_numbers,
 )
-from eplb_service.cli.output import compact_table, output_console, print_json
+from eplb_service.cli.output import output_console, print_json, table_of
 from eplb_service.cost.curve import PHASES, CostCurve, plain_curve, write_curves
 from eplb_service.cost.fit import Measurements, curve_from_table, fit_curve
 
 _PROGRAM = "worker_agent.calibrate"
 _SHOWN_TOKENS = (1, 16, 64, 256, 1024)
-_EXPERT = "The expert"
 _TIMING = "Timing this machine's kernel"
 _TABLE = "From a measured table"
 
 
 @takes_options()
 def calibrate(
-    hidden: int | None = option(None, "Hidden size of the model.", min=1, section=_EXPERT),
+    hidden: int | None = option(None, "Hidden size of the model.", min=1),
     inter: int | None = option(None, "Intermediate size of one expert.", min=1),
     dtype: str | None = option(
         None, "float32, bfloat16 or float16; with --table as it names them. By default float32."
@@ -132,8 +131,9 @@ def _print(console: Console, curve: CostCurve, out: Path) -> None:
         console.print(
             f"Up to {curve.knee:.0f} tokens per slot costs the same: reading its weights takes {curve.read_us:.4g} us."
         )
-    table = compact_table("tokens in a slot", "us")
-    for tokens in _SHOWN_TOKENS:
-        table.add_row(str(tokens), f"{float(curve.slot_us(tokens)):.2f}")
-    console.print(table, soft_wrap=False)
+    columns = {
+        "tokens in a slot": lambda tokens: tokens,
+        "us": lambda tokens: f"{float(curve.slot_us(tokens)):.2f}",
+    }
+    console.print(table_of(_SHOWN_TOKENS, columns), soft_wrap=False)
     console.print(f"Written to {out}.", markup=False)

@@ -11,21 +11,18 @@ from collections.abc import Sequence
 from typing import Annotated, Any, cast
 
 import typer
+from typer.core import TyperGroup
 
 import eplb_service
-from eplb_service.cli.help_text import HelpCommand, HelpGroup
-from eplb_service.cli.options import UserError
+from eplb_service.cli.options import HelpCommand, UserError, write_section
 
 # typer brings a click of its own or uses the installed one; either way its usage errors have this base.
 _UsageError = cast("type[Exception]", typer.BadParameter.__base__)
 
 _USAGE_EXIT_CODE = 2
 """Exit code of everything that the user can correct: arguments, files, addresses."""
-_INTERRUPT_EXIT_CODE = 130
-"""Exit code after Ctrl-C, as shells have it."""
-
-_BROKEN_PIPE_EXIT_CODE = 141
-"""Exit code where the reader of the output has left, as shells have it for SIGPIPE."""
+_INTERRUPT_EXIT_CODE, _BROKEN_PIPE_EXIT_CODE = 130, 141
+"""Exit codes after Ctrl-C, and where the reader of the output has left, as shells have them."""
 
 _OFFLINE, _SERVICE, _OPERATE = "On recorded heat", "The service", "Ask a running service"
 COMMANDS = {
@@ -57,20 +54,17 @@ The function, or the group of commands, has the command's name.
 EXAMPLES = """\
 eplb demo
 eplb demo --ranks 8 --redundant 16 --json summary.json
-eplb demo --trace heat.zarr
 eplb demo --address 127.0.0.1:50551 --steps 20000
 eplb serve
 eplb serve --listen 0.0.0.0:50551 --config eplb.yaml
-eplb solve --heat heat.zarr --ranks 8 --redundant 16
 eplb solve --heat heat.zarr --ranks 8 --redundant 16 --out placement.npz
-eplb solve --heat heat.npz --ranks 8 --slots 9 --out map.json --format sglang
+eplb solve --heat heat.pt --ranks 8 --slots 9 --out map.json --format sglang
 eplb replay --heat heat.zarr --ranks 8 --redundant 0,8,16 --step-ms 30
 eplb replay --heat heat.zarr --ranks 8 --policy all --report report.html
 eplb sweep mon.zarr tue.zarr --ranks 8 --redundant 8,16 --interval 128,256
 eplb sweep *.zarr --ranks 8 --set par_threshold=1.02,1.1 --ray local
-eplb advise --heat heat.zarr --ranks 8 --step-ms 30 --bytes-per-expert 4000000
-eplb bench --heat heat.zarr --ranks 8
-eplb bench --heat heat.zarr --ranks 8 --redundant 16 --peers vllm --json
+eplb advise --heat heat.zarr --ranks 8 --bytes-per-expert 4000000
+eplb bench --heat heat.zarr --ranks 8 --redundant 16 --peers vllm
 eplb calibrate --hidden 2048 --inter 1024 --out curve.json
 eplb calibrate --table h200_moe_perf.parquet --phase decode --out h200.json
 eplb trace info heat.zarr
@@ -81,11 +75,8 @@ eplb trace slice heat.zarr --steps 1000:3000 --layers 0:8 --out part.zarr
 eplb trace synth --kind bursty --layers 4 --experts 32 --out made-up.zarr
 eplb warmup
 eplb deployments --address balancer:50551
-eplb status my-deployment
 eplb status my-deployment --json
-eplb top
-eplb top my-deployment --once
-eplb history my-deployment
+eplb top my-deployment
 eplb history my-deployment --plan 7
 eplb placement my-deployment --out map.json --format sglang --first-layer 3
 eplb pause my-deployment
@@ -99,14 +90,19 @@ eplb forget my-deployment
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class _LazyGroup(HelpGroup):
+class _LazyGroup(TyperGroup):
     """Lists commands from ``COMMANDS`` alone and imports a command's module only when it is called."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        for name, (_, panel, summary) in COMMANDS.items():
-            stand_in = HelpCommand(name, help=summary, rich_help_panel=panel)
-            self.add_command(stand_in)
+        for name, (_, _, summary) in COMMANDS.items():
+            self.add_command(HelpCommand(name, help=summary))
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
+        """Write each command with its sentence, by section."""
+        for heading in (_OFFLINE, _SERVICE, _OPERATE):
+            found = [(name, text) for name, (_, section, text) in COMMANDS.items() if section == heading]
+            write_section(formatter, heading, found)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command itself, for the first of ``args``, and the arguments that are left for it."""
@@ -118,20 +114,21 @@ def load_command(name: str) -> Any:
     """Import the command's module and build its parser."""
     module = importlib.import_module(f"eplb_service.cli.{COMMANDS[name][0]}")
     command = getattr(module, name)
-    if isinstance(command, typer.Typer):
-        parser: Any = typer.main.get_command(command)
-    else:
+    if not isinstance(command, typer.Typer):
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
         single.command(name, cls=HelpCommand)(command)
-        parser = typer.main.get_command(single)
-    parser.examples = _examples(name)
+        command = single
+    parser: Any = typer.main.get_command(command)
+    parser.epilog = _examples(name)
     for child in getattr(parser, "commands", {}).values():
-        child.examples = _examples(f"{name} {child.name}")
+        child.epilog = _examples(f"{name} {child.name}")
     return parser
 
 
-def _examples(name: str) -> list[str]:
-    return [line for line in EXAMPLES if f"{line} ".startswith(f"eplb {name} ")]
+def _examples(name: str) -> str:
+    """The command's examples, each on a line of its own."""
+    lines = [line for line in EXAMPLES if f"{line} ".startswith(f"eplb {name} ")]
+    return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
 
 
 app = typer.Typer(name="eplb", cls=_LazyGroup, rich_markup_mode=None)
@@ -156,13 +153,13 @@ def eplb(
         typer.echo(context.get_help())
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run ``eplb`` and leave with its exit code; ``arguments`` default to those of the process."""
-    sys.exit(run(arguments))
+def main() -> None:
+    """Run ``eplb`` with the process' arguments, and leave with its exit code."""
+    sys.exit(run())
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run ``eplb`` and return its exit code.
+    """Run ``eplb`` and return its exit code; ``arguments`` default to those of the process.
 
     What the user can correct ends in one line on stderr and ``_USAGE_EXIT_CODE``; any other exception is a bug
     and passes through.
@@ -175,14 +172,14 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _INTERRUPT_EXIT_CODE
     except (BrokenPipeError, SystemExit) as error:
         # Where the reader has left while a command prints, typer turns that into an exit.
-        if not isinstance(error.__context__ if isinstance(error, SystemExit) else error, BrokenPipeError):
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
             raise
         _discard_output()
         return _BROKEN_PIPE_EXIT_CODE
-    except typer.Abort:
-        return _refuse("aborted")
     except _UsageError as error:
-        return _refuse(_usage_message(error))
+        context = getattr(error, "ctx", None)
+        see = f" (see '{context.command_path} --help')" if context else ""
+        return _refuse(cast("Any", error).format_message() + see)
     except Exception as error:
         if isinstance(error, OSError) and error.filename is None and error.errno in _FULL:
             _discard_output()
@@ -208,12 +205,6 @@ def _discard_output() -> None:
     """Give stdout a place to go, so that what is left in its buffer raises nothing while Python ends."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _usage_message(error: Exception) -> str:
-    message = str(cast("Any", error).format_message())
-    context = getattr(error, "ctx", None)
-    return f"{message} (see '{context.command_path} --help')" if context else message
 
 
 def _refuse(message: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +16,7 @@ from rich.table import Table
 
 from eplb_service.cli.client import NAME, Connection
 from eplb_service.cli.options import JSON, RESULTS, UserError, option, takes_options
-from eplb_service.cli.output import compact_table, print_json
+from eplb_service.cli.output import print_json, table_of
 from eplb_service.cli.trace_options import FIRST_LAYER, FORMAT, check_placement_output
 from eplb_service.io.placement_file import SUFFIXES, write_placement
 from eplb_service.placement import Placement
@@ -34,19 +34,17 @@ def deployments(service: Connection, json: bool = JSON) -> None:
     if json:
         print_json(as_document(answer))
         return
-    table = compact_table("deployment", "agents", "epoch", "PAR", "switched", "moved", "lost steps", "state")
-    for status in answer.deployments:
-        table.add_row(
-            status.deployment,
-            f"{status.agents_connected}/{status.ranks}",
-            str(status.epoch),
-            ratio_text(status.par),
-            str(status.layers_switched),
-            size_text(status.bytes_moved),
-            str(status.steps_lost),
-            state_text(status),
-        )
-    Console().print(table if answer.deployments else "no deployments yet: no agent has connected")
+    columns = {
+        "deployment": lambda one: one.deployment,
+        "agents": lambda one: f"{one.agents_connected}/{one.ranks}",
+        "epoch": lambda one: one.epoch,
+        "PAR": lambda one: ratio_text(one.par),
+        "moved": lambda one: size_text(one.bytes_moved),
+        "lost steps": lambda one: one.steps_lost,
+        "state": state_text,
+    }
+    none = "no deployments yet: no agent has connected"
+    Console().print(table_of(answer.deployments, columns) if answer.deployments else none)
 
 
 @takes_options()
@@ -93,21 +91,21 @@ def placement(
 def pause(service: Connection, deployment: str = NAME, json: bool = JSON) -> None:
     """Stop planning for a deployment; a plan under way is finished."""
     _ask(service, "Pause", operator_pb2.PauseRequest(deployment=deployment))
-    _report(json, {"deployment": deployment, "paused": True}, f"planning for {deployment} is paused")
+    _report(json, f"planning for {deployment} is paused", deployment=deployment, paused=True)
 
 
 @takes_options()
 def resume(service: Connection, deployment: str = NAME, json: bool = JSON) -> None:
     """Plan for a paused deployment again."""
     _ask(service, "Resume", operator_pb2.ResumeRequest(deployment=deployment))
-    _report(json, {"deployment": deployment, "paused": False}, f"planning for {deployment} continues")
+    _report(json, f"planning for {deployment} continues", deployment=deployment, paused=False)
 
 
 @takes_options()
 def rebalance(service: Connection, deployment: str = NAME, json: bool = JSON) -> None:
     """Decide now instead of at the next interval."""
     answer = _ask(service, "Rebalance", operator_pb2.RebalanceRequest(deployment=deployment))
-    _report(json, as_document(answer), answer.outcome)
+    _report(json, answer.outcome, **as_document(answer))
 
 
 @takes_options()
@@ -118,19 +116,17 @@ def lead(service: Connection, deployment: str = NAME, json: bool = JSON) -> None
     started after it and is gone. Stop the other one first.
     """
     answer = _ask(service, "Lead", operator_pb2.LeadRequest(deployment=deployment))
-    document = {"deployment": deployment, "leader_term": answer.leader_term, "raised": answer.raised}
+    line = f"the ranks of {deployment} know of no service that is newer than this one"
     if answer.raised:
         line = f"the ranks of {deployment} follow this service, at leader term {answer.leader_term}"
-    else:
-        line = f"the ranks of {deployment} know of no service that is newer than this one"
-    _report(json, document, line)
+    _report(json, line, deployment=deployment, leader_term=answer.leader_term, raised=answer.raised)
 
 
 @takes_options()
 def forget(service: Connection, deployment: str = NAME, json: bool = JSON) -> None:
     """Remove a deployment whose ranks are gone: history, metrics, alerts, and whether it is paused."""
     _ask(service, "Forget", operator_pb2.ForgetRequest(deployment=deployment))
-    _report(json, {"deployment": deployment, "forgotten": True}, f"{deployment} is forgotten")
+    _report(json, f"{deployment} is forgotten", deployment=deployment, forgotten=True)
 
 
 @takes_options()
@@ -152,12 +148,21 @@ def history(
         print_json({"plans": [as_document(past) for past in plans]})
         return
     console = Console()
-    if plan is not None:
-        console.print(_plan_headline(plans[0]), _plan_layers(plans[0]))
-    elif plans:
-        console.print(_plans_table(deployment, plans))
-    else:
+    if not plans:
         console.print(f"{deployment} has had no plan yet: every decision so far kept all layers")
+        return
+    columns = {
+        "plan": lambda past: past.plan_id,
+        "offered": lambda past: datetime.fromtimestamp(past.at).astimezone().strftime("%d %b %H:%M:%S"),
+        "PAR planned": lambda past: f"{_mean(past, 'par_seen')} to {_mean(past, 'par_planned')}",
+        "floor": lambda past: _mean(past, "noise_floor"),
+        "layers": lambda past: f"{past.committed}/{sum(verdict.changed for verdict in past.verdicts)}",
+        "moves": lambda past: sum(verdict.moves for verdict in past.verdicts if verdict.changed),
+        "outcome": _outcome,
+    }
+    console.print(table_of(plans, columns, ("outcome",), f"{deployment}, newest first"))
+    if plan is not None:
+        console.print(_plan_layers(plans[0]))
 
 
 def _ask(service: Connection, name: str, request: Any) -> Any:
@@ -165,56 +170,24 @@ def _ask(service: Connection, name: str, request: Any) -> Any:
         return call(name, request)
 
 
-def _report(json: bool, document: Mapping[str, Any], line: str) -> None:
+def _report(json: bool, line: str, **document: Any) -> None:
     if json:
         print_json(document)
     else:
         typer.echo(f"eplb: {line}")
 
 
-def _plans_table(deployment: str, plans: list[operator_pb2.PastPlan]) -> Table:
-    """One row per plan, newest first; figures are means over all layers."""
-    columns = ("offered", "PAR planned", "floor", "layers", "moves")
-    table = compact_table("plan", *columns, title=f"{deployment}, newest first")
-    table.add_column("outcome", min_width=12)
-    for past in plans:
-        changed = [verdict for verdict in past.verdicts if verdict.changed]
-        table.add_row(
-            str(past.plan_id),
-            _when(past),
-            f"{_mean(past, 'par_seen')} to {_mean(past, 'par_planned')}",
-            _mean(past, "noise_floor"),
-            f"{past.committed}/{len(changed)}",
-            str(sum(verdict.moves for verdict in changed)),
-            _outcome(past),
-        )
-    return table
-
-
 def _plan_layers(past: operator_pb2.PastPlan) -> Table:
     """One row per layer, in order."""
-    table = compact_table("layer", "PAR seen", "planned", "floor", "hindsight", "moves")
-    table.add_column("why")
-    for verdict in past.verdicts:
-        table.add_row(
-            str(verdict.layer),
-            ratio_text(verdict.par_seen),
-            ratio_text(verdict.par_planned),
-            ratio_text(verdict.noise_floor),
-            ratio_text(verdict.hindsight) if verdict.HasField("hindsight") else "-",
-            str(verdict.moves),
-            escape(verdict.reason),
-            style="bold" if verdict.changed else None,
-        )
-    return table
-
-
-def _plan_headline(past: operator_pb2.PastPlan) -> str:
-    changed = sum(verdict.changed for verdict in past.verdicts)
-    return (
-        f"plan {past.plan_id}, offered {_when(past)} at epoch {past.base_epoch}: {_outcome(past)}; "
-        f"{past.committed} of {changed} layers switched"
-    )
+    columns = {
+        "layer": lambda verdict: verdict.layer,
+        "PAR seen": lambda verdict: ratio_text(verdict.par_seen),
+        "planned": lambda verdict: ratio_text(verdict.par_planned),
+        "floor": lambda verdict: ratio_text(verdict.noise_floor),
+        "moves": lambda verdict: verdict.moves,
+        "why": lambda verdict: escape(verdict.reason),
+    }
+    return table_of(past.verdicts, columns, ("why",))
 
 
 def _outcome(past: operator_pb2.PastPlan) -> str:
@@ -223,10 +196,6 @@ def _outcome(past: operator_pb2.PastPlan) -> str:
     outcome = escape(past.outcome.replace("_", " "))
     shown = f"[green]{outcome}[/]" if past.outcome == "done" else f"[red]{outcome}[/]"
     return f"{shown}: {escape(past.reason)}" if past.reason else shown
-
-
-def _when(past: operator_pb2.PastPlan) -> str:
-    return datetime.fromtimestamp(past.at).astimezone().strftime("%d %b %H:%M:%S")
 
 
 def _mean(past: operator_pb2.PastPlan, field: str) -> str:
@@ -259,8 +228,6 @@ def summary_table(answer: operator_pb2.GetStatusResponse) -> Table:
         rows["price of time"] = escape(f"{status.worth.price_kind}: {status.worth.price}")
     if status.HasField("move_price"):
         rows["price of moves"] = escape(move_price_text(status.move_price))
-    if memory := _agent_memory_text(answer.agents):
-        rows["memory of agents"] = memory
     for name, text in rows.items():
         table.add_row(name, text)
     return table
@@ -268,43 +235,39 @@ def summary_table(answer: operator_pb2.GetStatusResponse) -> Table:
 
 def layer_table(layers: Iterable[operator_pb2.LayerStatus]) -> Table:
     """Balance of each layer."""
-    table = compact_table("layer", "PAR", "planned", "epoch")
-    for layer in layers:
-        table.add_row(
-            str(layer.layer), ratio_text(layer.par), ratio_text(layer.planned_par), str(layer.epoch)
-        )
-    return table
+    columns = {
+        "layer": lambda layer: layer.layer,
+        "PAR": lambda layer: ratio_text(layer.par),
+        "planned": lambda layer: ratio_text(layer.planned_par),
+        "epoch": lambda layer: layer.epoch,
+    }
+    return table_of(layers, columns)
 
 
 def agent_table(agents: Iterable[operator_pb2.AgentStatus]) -> Table:
     """Each rank's agent; text wraps beside numbers that are whole."""
-    table = compact_table("rank", "connected", "step", "epoch", "dropped")
-    for heading in ("node", "agent", "error"):
-        table.add_column(heading, overflow="fold")
-    for agent in agents:
-        table.add_row(
-            str(agent.rank),
-            "yes" if agent.connected else "[red]no[/]",
-            str(agent.step),
-            str(agent.epoch),
-            str(agent.dropped_steps),
-            escape(agent.node),
-            escape(agent.agent_version),
-            escape(agent.error),
-        )
-    return table
+    columns = {
+        "rank": lambda agent: agent.rank,
+        "connected": lambda agent: "yes" if agent.connected else "[red]no[/]",
+        "step": lambda agent: agent.step,
+        "epoch": lambda agent: agent.epoch,
+        "dropped": lambda agent: agent.dropped_steps,
+        "node": lambda agent: escape(agent.node),
+        "agent": lambda agent: escape(agent.agent_version),
+        "error": lambda agent: escape(agent.error),
+    }
+    return table_of(agents, columns, ("node", "agent", "error"))
 
 
 def placement_table(epoch: int, placement: Placement) -> Table:
     """A line, or more, for each rank of each layer: a column for each rank would leave no room for experts."""
-    table = compact_table("layer", "rank", title=f"epoch {epoch}")
-    table.add_column("expert in each slot", overflow="fold")
-    for layer, slots_RS in enumerate(placement.phy2log_LRS):
-        for rank, slots_S in enumerate(slots_RS):
-            table.add_row(str(layer), str(rank), " ".join(map(str, slots_S)))
-        if layer + 1 < placement.layers:
-            table.add_section()
-    return table
+    places = [(layer, rank) for layer in range(placement.layers) for rank in range(placement.ranks)]
+    columns = {
+        "layer": lambda place: place[0],
+        "rank": lambda place: place[1],
+        "expert in each slot": lambda place: " ".join(map(str, placement.phy2log_LRS[place])),
+    }
+    return table_of(places, columns, ("expert in each slot",), f"epoch {epoch}")
 
 
 def shape_text(status: operator_pb2.DeploymentStatus) -> str:
@@ -324,42 +287,17 @@ def state_text(status: operator_pb2.DeploymentStatus) -> str:
 def worth_text(worth: operator_pb2.Worth) -> str:
     """Worth of balancing in one line: three times per step, the gain with its interval, and the verdict."""
     colour = {"helps": "green", "costs": "red"}.get(worth.verdict, "yellow")
-    parts = [
+    percent = f", {worth.gain_percent:+.1f} % of a step" if worth.HasField("gain_percent") else ""
+    return (
         f"[{colour}]{escape(worth.verdict)}[/]: {worth.gain_ms:+.3f} ms per step (95 %: {worth.gain_low_ms:+.3f} to "
-        f"{worth.gain_high_ms:+.3f})"
-    ]
-    if worth.HasField("gain_percent"):
-        parts.append(f"{worth.gain_percent:+.1f} % of a step of {worth.step_ms:.2f} ms")
-    if worth.HasField("tokens_per_second_won"):
-        parts.append(f"{worth.tokens_per_second_won:+,.0f} of {worth.tokens_per_second:,.0f} tokens/s")
-    parts.append(
-        f"experts {worth.left_alone_ms:.3f} ms left alone, {worth.serving_ms:.3f} as served, {worth.best_ms:.3f} best "
-        f"known, over {worth.steps} steps"
+        f"{worth.gain_high_ms:+.3f}){percent}; experts {worth.left_alone_ms:.3f} ms left alone, {worth.serving_ms:.3f} "
+        f"as served, {worth.best_ms:.3f} best known, over {worth.steps} steps"
     )
-    return "; ".join(parts)
 
 
 def move_price_text(priced: operator_pb2.MovePrice) -> str:
     """Price of moving weights, and what it rests on."""
-    parts = [f"{priced.kind}: a ratio must fall by {priced.price:.2%} for every slot to move"]
-    if priced.HasField("ms_per_move"):
-        by_size = f" ({priced.ms_per_megabyte:.3g} per MB)" if priced.HasField("ms_per_megabyte") else ""
-        parts.append(
-            f"{priced.ms_per_move:.3g} ms of steps per expert moved{by_size}, {priced.ms_per_switch:.3g} ms per layer "
-            "switched"
-        )
-    return "; ".join([*parts, priced.reason])
-
-
-def _agent_memory_text(agents: Iterable[operator_pb2.AgentStatus]) -> str:
-    """Most that a connected rank's agent holds; empty where none reports it."""
-    here = [agent for agent in agents if agent.connected]
-    parts = []
-    for field, purpose in (("staging_bytes", "for staging"), ("ring_bytes", "for heat")):
-        held = [getattr(agent, field) for agent in here if agent.HasField(field)]
-        if held:
-            parts.append(f"{size_text(max(held))} {purpose}")
-    return f"per rank at most {', '.join(parts)}" if parts else ""
+    return f"{priced.kind}: a ratio must fall by {priced.price:.2%} for every slot to move; {priced.reason}"
 
 
 def size_text(count: float) -> str:

@@ -1,4 +1,4 @@
-"""Options of commands: a field or a parameter declares each one with its help, and this module makes typer's of it."""
+"""Options of commands: a field or a parameter declares each one with its help, by section, whole at 80 columns."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, Field, field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import typer
+from typer.core import TyperCommand
+from typer.models import OptionInfo
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -20,25 +22,29 @@ SEVERAL = "VALUE,..."
 RESULTS = "Results"
 """Heading of the options on what is printed and written."""
 
-_METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
+_METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH", bool: None}
+_WIDEST_NAME = 22
+"""Characters of an option beside which its help begins on the same line."""
 
 
 class UserError(Exception):
     """A user's mistake, in one line: what was wrong and how to correct it."""
 
 
-def option(default: Any = MISSING, help: str = "", *flags: str, **details: Any) -> Any:
+def option(
+    default: Any = ..., help: str = "", *flags: str, section: str | None = None, **details: Any
+) -> Any:
     """Declare an option, as the value of a dataclass's field or of a command's parameter; required without a default.
 
-    ``flags`` take the place of the one made of the name. Of ``details``, ``section`` is the heading in the help, of the
-    options that follow, too; all others are ``typer.Option``'s.
+    ``flags`` take the place of the one made of the name; ``section`` is its heading in the help; ``details`` are
+    ``typer.Option``'s.
     """
-    return field(default=default, metadata={"help": help, "flags": flags, **details})
+    return typer.Option(default, *flags, help=help, rich_help_panel=section, **details)
 
 
-def argument(default: Any = MISSING, help: str = "") -> Any:
+def argument(default: Any = ..., help: str = "") -> Any:
     """Declare an argument of a command, which is given by its place."""
-    return field(default=default, metadata={"help": help, "argument": True})
+    return typer.Argument(default, help=help)
 
 
 JSON = option(False, "Print JSON instead of text.", "--json", section=RESULTS)
@@ -54,19 +60,14 @@ def takes_options(*more: inspect.Parameter) -> Callable[[Command], Command]:
 
     def decorated(command: Command) -> Command:
         hints = typing.get_type_hints(command)
-        groups: dict[str, Any] = {}
+        groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
         made: list[inspect.Parameter] = []
-        section = None
-        for parameter in inspect.signature(command).parameters.values():
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                continue
-            kind = hints[parameter.name]
-            if is_dataclass(kind):
-                groups[parameter.name] = kind
-                made += _options_of(kind)
-            else:
-                section = parameter.default.metadata.get("section", section)
-                made.append(_declared(parameter.name, kind, parameter.default, section))
+        for name, parameter in inspect.signature(command).parameters.items():
+            if name in groups:
+                made += _options_of(groups[name])
+            elif parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+                made.append(_parameter(name, hints[name], parameter.default))
+        made += more
 
         @functools.wraps(command)
         def with_groups(**values: Any) -> None:
@@ -75,7 +76,6 @@ def takes_options(*more: inspect.Parameter) -> Callable[[Command], Command]:
             command(**values)
 
         del with_groups.__wrapped__
-        made += more
         with_groups.__signature__ = inspect.Signature(made)  # type: ignore[attr-defined]
         with_groups.__annotations__ = {parameter.name: parameter.annotation for parameter in made}
         return typing.cast("Command", with_groups)
@@ -84,20 +84,50 @@ def takes_options(*more: inspect.Parameter) -> Callable[[Command], Command]:
 
 
 def setting_option(name: str, kind: Any, default: Any, help: str, **details: Any) -> inspect.Parameter:
-    """The option of one setting: ``--some-name``, and ``--no-some-name`` beside it where it is a ``bool``.
+    """The option of one setting; arguments as for ``option``, and the type that its text is parsed as."""
+    return _parameter(name, kind, option(default, help, **details))
 
-    Parameters
-    ----------
-    name, kind, default, help
-        Those of the setting. Text is parsed as ``kind``, and stays text where that is none of typer's types.
-    details
-        As for ``option``.
-    """
-    flag = f"--{name.replace('_', '-')}"
-    flags = details.pop("flags", ()) or ([f"{flag}/--no-{flag[2:]}"] if kind is bool else [flag])
-    details = {"metavar": _metavar(kind), "rich_help_panel": details.pop("section", None), **details}
-    info = typer.Option(... if default is MISSING else default, *flags, help=help, **details)
-    return _parameter(name, kind, default, info)
+
+def _options_of(group: Any) -> Iterator[inspect.Parameter]:
+    kinds = typing.get_type_hints(group)
+    for one in fields(group):
+        declared: Any = one.default
+        declared.rich_help_panel = group.SECTION
+        yield _parameter(one.name, kinds[one.name], declared)
+
+
+def _parameter(name: str, kind: Any, declared: Any) -> inspect.Parameter:
+    """The parameter that typer reads; what may be several things, or is none of typer's types, is text."""
+    union = typing.get_origin(kind) in (types.UnionType, typing.Union)
+    choices = [one for one in (typing.get_args(kind) if union else (kind,)) if one is not types.NoneType]
+    parsed = choices[0] if len(choices) == 1 else str
+    if parsed not in _METAVARS and typing.get_origin(parsed) is not list:
+        parsed = str
+    if isinstance(declared, OptionInfo):
+        declared.metavar = declared.metavar or _METAVARS.get(parsed)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=declared, annotation=parsed)
+
+
+class HelpCommand(TyperCommand):
+    """A command whose help has its options by section, in the order in which they are declared."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments and options, those without a section first."""
+        found: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                heading = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                found.setdefault(getattr(parameter, "rich_help_panel", None) or heading, []).append(record)
+        for heading, records in found.items():
+            write_section(formatter, heading, records)
+
+
+def write_section(formatter: Any, heading: str, records: list[tuple[str, str]]) -> None:
+    """Write names with their help under a heading; nothing where there are none."""
+    if records:
+        with formatter.section(heading):
+            formatter.write_dl(records, col_max=_WIDEST_NAME)
 
 
 def whole_numbers(name: str, text: str, least: int = 1) -> list[int]:
@@ -119,46 +149,3 @@ def one_of(what: str, value: str, choices: typing.Collection[str]) -> Any:
     if value not in choices:
         raise UserError(f"{what} {value!r}; choose one of {', '.join(choices)}")
     return value
-
-
-def _options_of(group: Any) -> Iterator[inspect.Parameter]:
-    hints = typing.get_type_hints(group)
-    for one in fields(group):
-        yield _declared(one.name, hints[one.name], one, getattr(group, "SECTION", None))
-
-
-def _declared(name: str, kind: Any, declared: Field[Any], section: str | None = None) -> inspect.Parameter:
-    details = {"section": section, **declared.metadata}
-    if details.pop("argument", False):
-        info = typer.Argument(... if declared.default is MISSING else declared.default, help=details["help"])
-        return _parameter(name, kind, declared.default, info)
-    return setting_option(name, kind, declared.default, **details)
-
-
-def _parameter(name: str, kind: Any, default: Any, info: Any) -> inspect.Parameter:
-    annotation = _parsed_type(kind) | None if default is None else _parsed_type(kind)
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=info, annotation=annotation)
-
-
-def _parsed_type(kind: Any) -> Any:
-    """The type that typer parses the shell's text as; what may be several things, or is none of typer's, is text."""
-    choices = _choices(kind)
-    plain = len(choices) == 1 and (choices[0] in (bool, *_METAVARS) or typing.get_origin(choices[0]) is list)
-    return choices[0] if plain else str
-
-
-def _metavar(kind: Any) -> str | None:
-    """Placeholder of a value in the help."""
-    choices = _choices(kind)
-    if any(typing.get_origin(choice) is Literal for choice in choices):
-        return "|".join(
-            "|".join(typing.get_args(choice)) if typing.get_origin(choice) is Literal else "NUMBER"
-            for choice in choices
-        )
-    return _METAVARS.get(_parsed_type(kind))
-
-
-def _choices(kind: Any) -> list[Any]:
-    """Types that a value may have, where there is one."""
-    union = typing.get_origin(kind) in (types.UnionType, typing.Union)
-    return [one for one in (typing.get_args(kind) if union else (kind,)) if one is not types.NoneType]

@@ -6,18 +6,22 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 from rich.table import Table
 
 from eplb_service.atomic_write import write_atomically
+from eplb_service.placement import Float64, mean_par
+
+Row = TypeVar("Row")
 
 
 def output_console() -> Console:
@@ -25,8 +29,28 @@ def output_console() -> Console:
     return Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
 
 
-def compact_table(label: str, *numbers: str, title: str | None = None) -> Table:
-    """A table without side borders: a column of text that wraps, then columns of numbers that are always whole."""
+def table_of(
+    rows: Iterable[Row],
+    columns: Mapping[str, Callable[[Row], object]],
+    texts: Collection[str] = (),
+    title: str | None = None,
+) -> Table:
+    """A table without side borders.
+
+    Parameters
+    ----------
+    rows
+        One for each line.
+    columns
+        By its heading what makes a column's cell of a row; a column of nothing but ``None`` is left out.
+    texts
+        Headings of the columns that wrap, beside the first; all others are numbers that are always whole.
+    title
+        Above it.
+    """
+    rows = list(rows)
+    cells = {heading: [cell(row) for row in rows] for heading, cell in columns.items()}
+    shown = {heading: column for heading, column in cells.items() if any(cell is not None for cell in column)}
     table = Table(
         title=title,
         title_justify="left",
@@ -35,18 +59,35 @@ def compact_table(label: str, *numbers: str, title: str | None = None) -> Table:
         pad_edge=False,
         collapse_padding=True,
     )
-    table.add_column(label, overflow="fold")
-    for heading in numbers:
-        table.add_column(heading, justify="right", no_wrap=True)
+    for number, heading in enumerate(shown):
+        is_text = number == 0 or heading in texts
+        table.add_column(
+            heading, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold"
+        )
+    for line in zip(*shown.values(), strict=True):
+        table.add_row(*("-" if cell is None else str(cell) for cell in line))
     return table
 
 
-def rows_table(rows: Sequence[Mapping[str, str]], title: str | None = None) -> Table:
-    """A ``compact_table`` of rows that are all alike: cells by the headings of their columns."""
-    table = compact_table(*rows[0], title=title)
-    for row in rows:
-        table.add_row(*row.values())
-    return table
+def figure(value: float | None, form: str = ".3f") -> str | None:
+    """A number for people: ``None`` where it does not apply, a dash where there was nothing to measure."""
+    if value is None:
+        return None
+    return "-" if math.isnan(value) else format(value, form)
+
+
+def layers_table(columns: Mapping[str, tuple[Float64, str]], worst_L: Float64, most: int = 5) -> Table:
+    """The mean over layers, then the layers that are worst: by heading, each layer's figure and the form of one."""
+
+    def cell(values_L: Float64, form: str, layer: int | None) -> str | None:
+        return figure(float(mean_par(values_L) if layer is None else values_L[layer]), form)
+
+    cells: dict[str, Callable[[int | None], object]] = {
+        "layer": lambda layer: f"all {len(worst_L)}" if layer is None else layer
+    }
+    for heading, (values_L, form) in columns.items():
+        cells[heading] = functools.partial(cell, values_L, form)
+    return table_of([None, *np.argsort(-worst_L, kind="stable")[:most].tolist()], cells)
 
 
 @contextmanager
@@ -55,11 +96,8 @@ def progress_bar(
 ) -> Iterator[Callable[..., None]]:
     """Show a bar on stderr, which each call updates as rich's ``Progress.update`` does; without a terminal nothing."""
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda **_: None
-        return
     shown = (TextColumn("{task.description}"), BarColumn(), *columns)
-    with Progress(*shown, console=console, transient=True) as bar:
+    with Progress(*shown, console=console, transient=True, disable=not console.is_terminal) as bar:
         yield functools.partial(bar.update, bar.add_task(description, total=total))
 
 

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from rich.table import Table
-
 from eplb_service.cli.options import JSON, RESULTS, option, takes_options
-from eplb_service.cli.output import compact_table, output_console, print_json
+from eplb_service.cli.output import layers_table, output_console, print_json
 from eplb_service.cli.trace_options import (
     FIRST_LAYER,
     FORMAT,
     HEAT,
+    PLACEMENT,
     RankOptions,
     ReadingOptions,
     SlotOptions,
-    StartOptions,
     check_placement_output,
+    placed_at_start,
     planner_flags,
 )
-from eplb_service.cli.warmup import compile_progress
+from eplb_service.cli.warmup import compile_solver
 from eplb_service.io.open_trace import naming
 from eplb_service.io.placement_file import write_placement
 from eplb_service.placement import Placement, check_shape, mean_par
@@ -42,16 +40,14 @@ if TYPE_CHECKING:
 
     Solver = Callable[..., Solution]
 
-_WORST_LAYERS = 5
-
 
 @takes_options(*planner_flags())
 def solve(
     group: RankOptions,
     layout: SlotOptions,
-    start: StartOptions,
     reading: ReadingOptions,
     heat: Path = HEAT,
+    placement: Path | None = PLACEMENT,
     out: Path | None = option(
         None, "File to write: .npz (with tables), .json, .yaml or .jsonl; none by default.", section=RESULTS
     ),
@@ -69,37 +65,33 @@ def solve(
     with naming(heat):
         heat_TLE = trace.heat(0, trace.steps)
         source_RLE = trace.source(0, trace.steps) if trace.facts.ranks == group.ranks else None
-    start_LRS = start.placed(trace, group.ranks, [slots])
-    prior_TLE = start.prior_heat(trace, reading)
+    start_LRS = placed_at_start(placement, trace, group.ranks, [slots])
     topology = group.topology(trace)
 
-    def solved(by: PlannerSettings, layers: slice = slice(None)) -> Solution:
+    def solved(by: PlannerSettings) -> Solution:
         from eplb_service import offline
 
+        source_heat = None if source_RLE is None else source_RLE[None]
         return offline.solve(
-            heat_TLE[:, layers],
+            heat_TLE,
             group.ranks,
             slots,
-            placement=None if start_LRS is None else start_LRS[layers],
-            prior=None if prior_TLE is None else prior_TLE[:, layers],
-            source_heat=None if source_RLE is None else source_RLE[None, :, layers],
+            placement=start_LRS,
+            source_heat=source_heat,
             topology=topology,
             **vars(by),
         )
 
-    with compile_progress():
-        # One layer first, so that the time shown is not the compiler's.
-        solved(replace(settings, budget_ms=None), slice(1))
-        began = time.perf_counter()
-        solution = solved(settings)
-        milliseconds = (time.perf_counter() - began) * 1e3
-        if out is not None:
-            numbers: Sequence[int] = trace.facts.layer_numbers
-            if first_layer is not None:
-                numbers = range(first_layer, first_layer + trace.layers)
-            placed = Placement(solution.phy2log, trace.experts)
-            write_placement(out, placed, solution.log2phy, format, numbers)
-        report = _report(heat_TLE, source_RLE, settings, solution, solved, milliseconds)
+    compile_solver()
+    began = time.perf_counter()
+    solution = solved(settings)
+    milliseconds = (time.perf_counter() - began) * 1e3
+    if out is not None:
+        numbers = trace.facts.layer_numbers
+        if first_layer is not None:
+            numbers = tuple(range(first_layer, first_layer + trace.layers))
+        write_placement(out, Placement(solution.phy2log, trace.experts), solution.log2phy, format, numbers)
+    report = _report(heat_TLE, source_RLE, settings, solution, solved, milliseconds)
     if json:
         print_json(report)
     else:
@@ -116,7 +108,7 @@ def _report(
 ) -> dict[str, Any]:
     """The solution beside those for other hosts, as JSON has it; ``None`` are those that do not apply.
 
-    PARs are means over layers and steps, ``moe_ms`` the slowest ranks of all layers in a step.
+    PARs are means over layers and steps, ``ms_after`` the slowest ranks of all layers in a step.
     """
     layers, ranks, slots = solution.phy2log.shape
     steps, _, experts = heat_TLE.shape
@@ -129,6 +121,7 @@ def _report(
     if settings.split == STEP and settings.cost_curve is not None:
         by_tables = solved(replace(settings, split=TABLES, budget_ms=None))
         split = SplitCost.of(settings, ranks, experts, float(heat_TLE.sum(axis=2).mean()))
+    figures = {name: value for name, value in vars(solution).items() if name not in ("phy2log", "log2phy")}
     return {
         "policy": settings.policy,
         "steps": steps,
@@ -140,20 +133,14 @@ def _report(
         "par_after": solution.par_after,
         "par_after_fixed_tables": float(mean_par(par_of_steps(fixed))),
         "par_after_split_even": even and even.par_after,
-        "moe_ms_before": solution.ms_before,
-        "moe_ms_after": solution.ms_after,
-        "moe_ms_by_tables": by_tables and by_tables.ms_after,
+        "hottest_after_split_even_L": even and even.hottest_after_L,
+        "ms_by_tables": by_tables and by_tables.ms_after,
         "split_ms": split and split.ms_of_step(layers),
         "split": split,
         "replicas_woken_per_rank": split and replicas_woken(heat_TLE, placed),
         "moves": solution.moves,
         "solve_ms": milliseconds,
-        "par_before_per_layer": solution.par_before_L,
-        "par_after_per_layer": solution.par_after_L,
-        "hottest_before_per_layer": solution.hottest_before_L,
-        "hottest_after_per_layer": solution.hottest_after_L,
-        "hottest_after_split_even_per_layer": even and even.hottest_after_L,
-        "moves_per_layer": solution.moves_L.tolist(),
+        **figures,
         "verdicts": [verdict.reason for verdict in solution.verdicts],
     }
 
@@ -164,23 +151,33 @@ def _print(report: Mapping[str, Any], out: Path | None) -> None:
         f"{report['policy']}: {report['layers']} layers x {report['experts']} experts on {report['ranks']} ranks x "
         f"{report['slots']} slots"
     )
-    console.print(_table(report), soft_wrap=False)
+    names = {
+        "PAR before": ("par_before_L", ".3f"),
+        "after": ("par_after_L", ".3f"),
+        "hottest rank before": ("hottest_before_L", ",.2f"),
+        "hottest after": ("hottest_after_L", ",.2f"),
+        "moves": ("moves_L", ".4g"),
+    }
+    columns = {heading: (report[name], form) for heading, (name, form) in names.items()}
+    console.print(layers_table(columns, report["par_after_L"]), soft_wrap=False)
     console.print(
-        f"PAR: hottest rank over mean rank in each of {report['steps']} steps, mean over steps; "
-        "hottest rank: its tokens per step."
+        f"PAR: hottest rank over mean rank in each of {report['steps']} steps; hottest rank: its tokens per step."
     )
-    if report["moe_ms_before"] is not None:
+    if report["ms_before"] is not None:
         console.print(
-            f"Under the cost curve the slowest ranks of all layers take {report['moe_ms_after']:.3f} ms of a step, "
-            f"before {report['moe_ms_before']:.3f} ms."
+            f"The slowest ranks of all layers take {report['ms_after']:.3f} ms of a step by the cost curve, before "
+            f"{report['ms_before']:.3f} ms."
         )
     if report["split"] is not None:
-        console.print(_split_verdict(report), markup=False)
-    if report["hottest_after_split_even_per_layer"] is not None:
+        net_ms = report["ms_after"] + report["split_ms"]
         console.print(
-            "For a host that itself spreads an expert's tokens evenly over its replicas (vLLM), --split even reaches "
-            f"PAR {report['par_after_split_even']:.3f}, hottest rank "
-            f"{report['hottest_after_split_even_per_layer'].mean():,.2f}."
+            f"The stepwise split itself takes {report['split_ms']:.3f} ms of a step: {net_ms:.3f} ms in all; placed "
+            f"for tables, without it, {report['ms_by_tables']:.3f} ms."
+        )
+    if report["par_after_split_even"] is not None:
+        console.print(
+            "A host that spreads an expert's tokens evenly over its replicas (vLLM, --split even) reaches PAR "
+            f"{report['par_after_split_even']:.3f}, hottest rank {report['hottest_after_split_even_L'].mean():,.2f}."
         )
     if out is not None and out.suffix != ".npz":
         console.print(
@@ -188,40 +185,4 @@ def _print(report: Mapping[str, Any], out: Path | None) -> None:
             f"{report['par_after_fixed_tables']:.3f}."
         )
     written = "nothing is written without --out" if out is None else f"written to {out}"
-    console.print(f"Solved in {report['solve_ms']:.0f} ms; {written}.")
-
-
-def _split_verdict(report: Mapping[str, Any]) -> str:
-    """Cost and worth of the stepwise split itself, beside tables without it; only where all of it is known."""
-    split_ms, after_ms = report["split_ms"] or 0.0, report["moe_ms_after"] or 0.0
-    by_tables_ms, net_ms = report["moe_ms_by_tables"] or 0.0, after_ms + split_ms
-    won = by_tables_ms - net_ms
-    verdict = f"pays, by {won:.3f} ms" if won > 0 else f"does not pay: it loses {-won:.3f} ms"
-    return (
-        f"The split itself takes {split_ms:.3f} ms of a step more, {net_ms:.3f} ms in all: {report['split']}. "
-        f"It wakes {report['replicas_woken_per_rank']:.2f} replicas per rank and layer. Placed for tables, without it, "
-        f"{by_tables_ms:.3f} ms: on these steps the stepwise split {verdict}."
-    )
-
-
-def _table(report: Mapping[str, Any]) -> Table:
-    """All layers together, then those that are worst afterwards."""
-    table = compact_table("layer", "PAR before", "after", "hottest rank before", "after", "moves")
-    columns_L = (
-        report["par_before_per_layer"],
-        report["par_after_per_layer"],
-        report["hottest_before_per_layer"],
-        report["hottest_after_per_layer"],
-    )
-    means = (report["par_before"], report["par_after"], *(column_L.mean() for column_L in columns_L[2:]))
-
-    def cells(values: Sequence[float]) -> list[str]:
-        return [f"{value:.3f}" for value in values[:2]] + [f"{value:,.2f}" for value in values[2:]]
-
-    table.add_row(
-        f"all {report['layers']}", *cells(means), str(report["moves"]), style="bold", end_section=True
-    )
-    for layer in np.argsort(-report["par_after_per_layer"])[:_WORST_LAYERS]:
-        values = [column_L[layer] for column_L in columns_L]
-        table.add_row(str(layer), *cells(values), str(report["moves_per_layer"][layer]))
-    return table
+    console.print(f"Solved in {report['solve_ms']:.0f} ms, {report['moves']} moves; {written}.")

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from eplb_service.atomic_write import check_output
 from eplb_service.cli.options import JSON, SEVERAL, UserError, argument, option, takes_options, whole_numbers
-from eplb_service.cli.output import output_console, print_json, rows_table, write_json
-from eplb_service.cli.replay import INTERVAL, OUT, WINDOW, policies_of, policy_figures
+from eplb_service.cli.output import figure, output_console, print_json, table_of, write_json
+from eplb_service.cli.replay import INTERVAL, OUT, TERMS, WINDOW, figures_table, policies_of, policy_figures
 from eplb_service.cli.trace_options import (
     RAY,
     WORKERS,
@@ -27,7 +26,7 @@ from eplb_service.cli.trace_options import (
 )
 from eplb_service.cli.warmup import compile_solver
 from eplb_service.io.open_trace import KNOWN
-from eplb_service.placement import PlacementError, mean_par
+from eplb_service.placement import PlacementError
 from eplb_service.planner.settings import NumberOrAuto, number_or_auto, planner_options, planner_settings
 from eplb_service.replay.policy import ReplayError
 
@@ -38,9 +37,8 @@ if TYPE_CHECKING:
 
     Row = Mapping[str, Any]
 
-_BOOLEANS = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
+_BOOLEANS = {"on": True, "off": False}
 _VARIED = "What is varied"
-_SETUP = {"slots": "{} slots", "window_steps": "window {}", "interval_steps": "interval {}"}
 
 
 @takes_options(*planner_flags("policy"))
@@ -177,117 +175,51 @@ def _run(cells: Sequence[SweepCell], workers: int | None, ray: str | None) -> tu
 def _rows(cell: SweepCell, result: Replay) -> list[Row]:
     """A row for each policy of a cell, as JSON has it."""
     return [
-        {
-            "trace": cell.file.path,
-            "settings": cell.varied,
-            **policy_figures(result, policy),
-            "layers": result.layers,
-            "experts": result.experts,
-            "ranks": result.ranks,
-            "first_step_scored": result.first,
-            "steps_scored": result.steps,
-            "decisions_made": len(policy.decisions),
-        }
+        {"trace": cell.file.path, "settings": cell.varied, **policy_figures(result, policy)}
         for policy in result.policies
     ]
 
 
-def _choice(row: Row) -> tuple[tuple[str, Any], ...]:
-    """Slots, schedule and settings of a row, by name."""
-    return (*((name, row[name]) for name in _SETUP), *row["settings"].items())
+def _labelled(rows: Sequence[Row]) -> list[Row]:
+    """The rows with labels that name what is not the same in all of them."""
+    choices = [
+        [f"{row['slots']} slots", f"window {row['window']}", f"interval {row['interval']}"]
+        + [f"{name}={value}" for name, value in row["settings"].items()]
+        for row in rows
+    ]
+    shared = set.intersection(*map(set, choices))
+    return [
+        {**row, "label": ", ".join([row["policy"], *(part for part in parts if part not in shared)])}
+        for row, parts in zip(rows, choices, strict=True)
+    ]
 
 
 def _print(
     console: Console, rows: Sequence[Row], rests_on: Sequence[Assumption], *, interrupted: bool
 ) -> None:
-    """Print a table per trace, with a row per choice and policy, and where there are several traces their means."""
-    varied = _varied(rows)
-    traces = list(dict.fromkeys(row["trace"] for row in rows))
-    console.print(
-        ", ".join(
-            _counted(count, noun)
-            for count, noun in (
-                (len(traces), "trace"),
-                (len({_choice(row) for row in rows}), "setting"),
-                (len({row["policy"] for row in rows}), "policy"),
-            )
-        )
-        + ("; stopped early, what had been done by then" if interrupted else "")
-    )
-    for trace in traces:
-        console.print(
-            _trace_table(trace, [row for row in rows if row["trace"] == trace], varied), soft_wrap=False
-        )
-    if len(traces) > 1 and not interrupted:
-        console.print(_means_table(rows, varied), soft_wrap=False)
-    console.print("PAR: hottest rank over mean rank in each step; alone: all experts left alone.")
-    if any(row["saved_ms_per_step"] or row["moe_ms_per_step"] for row in rows):
-        console.print(f"This rests on: {'; '.join(map(str, rests_on))}.", markup=False)
-
-
-def _trace_table(trace: Path, rows: Sequence[Row], varied: set[str]) -> Table:
-    cells = []
-    for row in rows:
-        time_ms = row["moe_ms_per_step"]
-        cells.append(
+    """Print a table per trace, with a line per choice and policy, and where there are several traces their means."""
+    by_trace: dict[Path, list[Row]] = {}
+    by_label: dict[str, list[Row]] = {}
+    for row in _labelled(rows):
+        by_trace.setdefault(row["trace"], []).append(row)
+        by_label.setdefault(row["label"], []).append(row)
+    stopped = "; stopped early, what had been done by then" if interrupted else ""
+    console.print(f"traces {len(by_trace)}, choices {len(by_label)}{stopped}")
+    for trace, of_trace in by_trace.items():
+        console.print(figures_table(of_trace, str(trace)), soft_wrap=False)
+    if len(by_trace) > 1:
+        means: list[Row] = [
             {
-                "policy": _label(row, varied),
-                **({} if time_ms is None else {"MoE ms": f"{time_ms:.3f}"}),
-                "PAR": f"{row['par_realised']:.3f}",
-                "alone": f"{row['par_left_alone']:.3f}",
-                "moves each": f"{row['moves'] / row['decisions_made']:,.1f}",
-                "solve ms": f"{row['solve_ms_mean']:.1f}",
+                "label": label,
+                **{name: fmean(row[name] for row in alike) for name in ("par", "par_left_alone")},
             }
-        )
-    return rows_table(cells, str(trace))
-
-
-def _means_table(rows: Sequence[Row], varied: set[str]) -> Table:
-    """Over all traces, the best choice first; of slots by their number, which may be others on another trace."""
-    by_choice: dict[str, list[Row]] = {}
-    for row in rows:
-        by_choice.setdefault(_label(row, varied), []).append(row)
-    cells = [
-        {
-            "mean over traces": label,
-            "PAR": f"{_mean(of_label, 'par_realised'):.3f}",
-            "alone": f"{_mean(of_label, 'par_left_alone'):.3f}",
-            "traces": str(len(of_label)),
+            for label, alike in by_label.items()
+        ]
+        columns = {
+            "mean over traces": lambda row: row["label"],
+            "PAR": lambda row: figure(row["par"]),
+            "alone": lambda row: figure(row["par_left_alone"]),
         }
-        for label, of_label in by_choice.items()
-    ]
-    return rows_table(sorted(cells, key=lambda row: float(row["PAR"])))
-
-
-def _mean(rows: Sequence[Row], name: str) -> float:
-    return float(mean_par(np.array([row[name] for row in rows])))
-
-
-def _varied(rows: Sequence[Row]) -> set[str]:
-    """Names whose values are not the same in all rows."""
-    values: dict[str, set[Any]] = {}
-    for row in rows:
-        for name, value in _choice(row):
-            values.setdefault(name, set()).add(value)
-    return {name for name, found in values.items() if len(found) > 1}
-
-
-def _label(row: Row, varied: set[str]) -> str:
-    parts = [
-        _SETUP.get(name, f"{name}={{}}").format(_text(value))
-        for name, value in _choice(row)
-        if name in varied
-    ]
-    return ", ".join([row["policy"], *parts])
-
-
-def _counted(count: int, noun: str) -> str:
-    """``1 trace``, ``2 policies``."""
-    several = f"{noun.removesuffix('y')}ies" if noun.endswith("y") else f"{noun}s"
-    return f"{count} {noun if count == 1 else several}"
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+        console.print(table_of(sorted(means, key=lambda row: row["par"]), columns), soft_wrap=False)
+    console.print(TERMS)
+    console.print(f"This rests on: {'; '.join(map(str, rests_on))}.", markup=False)

@@ -11,12 +11,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TypeAlias
 
-import numpy as np
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from eplb_service.cli.client import Connection, OperatorCalls
@@ -29,12 +26,11 @@ from eplb_service.cli.operator import (
     worth_text,
 )
 from eplb_service.cli.options import UserError, argument, option, takes_options
-from eplb_service.cli.output import compact_table
+from eplb_service.cli.output import table_of
 from eplb_service.placement import Float64
 from eplb_service.wire.codec import unpack
 from eplb_service.wire.generated import operator_pb2
 
-_FEWEST_SECONDS = 0.2
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _HOT = 1.25
 _SHADES = ((1.0, "blue"), (1.1, "green"), (_HOT, "yellow"), (1.5, "dark_orange"))
@@ -43,9 +39,8 @@ _ABOVE = "red"
 _CHART_ROWS = 6
 _MOST_CHART_WIDTH = 100
 _MARGIN = 22
-_LINES_BESIDE_MAP = 21
+_LINES_BESIDE_MAP = 20
 _FEWEST_MAP_ROWS = 8
-_MOVES_NAMED = 6
 _LAYERS_NAMED = 5
 _Deployments: TypeAlias = Sequence[operator_pb2.DeploymentStatus]
 _Status: TypeAlias = operator_pb2.GetStatusResponse | None
@@ -56,7 +51,7 @@ _Balance: TypeAlias = operator_pb2.GetBalanceResponse | None
 def top(
     service: Connection,
     deployment: str | None = argument(None, "Deployment to look into; by default the one with most ranks."),
-    every: float = option(2.0, "Seconds from one look to the next.", min=_FEWEST_SECONDS),
+    every: float = option(2.0, "Seconds from one look to the next.", min=0.2),
     once: bool = option(False, "Print one look and leave.", "--once"),
 ) -> None:
     """Watch a running service: balance over time, ranks and layers, the last switch, agents, problems.
@@ -66,12 +61,9 @@ def top(
     console = Console()
     if once or not console.is_terminal:
         with service.open() as call:
-            console.print(
-                render(*_look(call, deployment), console.width, console.height if not once else None)
-            )
+            console.print(render(*_look(call, deployment), console.width, None if once else console.height))
         return
     with Live(Text("connecting", style="dim"), console=console, screen=True, auto_refresh=False) as live:
-        shown: RenderableType = Text("")
         while True:
             try:
                 with service.open() as call:
@@ -107,77 +99,50 @@ def render(
     if whole is None or balance is None:
         return Text("no deployments yet: no agent has connected")
     status = whole.status
-    priced = _worth_and_price(status, cut=height is not None)
-    beside = _LINES_BESIDE_MAP + len(status.problems) + len(priced)
-    rows = None if height is None else max(_FEWEST_MAP_ROWS, height - beside)
-    parts: list[RenderableType] = []
-    if len(known) > 1:
-        parts.append(_deployments(known, status.deployment))
-    parts += [
-        _headline(status),
-        *(Text.from_markup(f"[red]problem:[/] {escape(problem)}") for problem in status.problems),
-        *priced,
+    known_of = [
+        f"[bold]{status.deployment}[/]  {state_text(status)}  {shape_text(status)}, {status.layers_switched} layers "
+        f"switched, {size_text(status.bytes_moved)} moved, {status.steps_lost} steps lost",
+        *(f"[red]problem:[/] {escape(problem)}" for problem in status.problems),
+    ]
+    if status.HasField("worth"):
+        known_of.append(f"worth: {worth_text(status.worth)}")
+    if status.HasField("move_price"):
+        known_of.append(f"price of moves, {escape(move_price_text(status.move_price))}")
+    lines = [Text.from_markup(line, overflow="ellipsis") for line in known_of]
+    for line in lines if height is not None else ():
+        line.no_wrap = True
+    rows = None if height is None else max(_FEWEST_MAP_ROWS, height - _LINES_BESIDE_MAP - len(lines))
+    columns = {
+        "deployment": lambda one: one.deployment,
+        "agents": lambda one: f"{one.agents_connected}/{one.ranks}",
+        "PAR": lambda one: ratio_text(one.par),
+        "state": state_text,
+    }
+    return Group(
+        *([table_of(known, columns)] if len(known) > 1 else []),
+        *lines,
         _over_time(balance.points, width),
         _map(balance, whole.layers, width, rows),
-        _last_switch(balance, width),
+        _last_switch(balance),
         _agents(whole.agents, status.ranks),
-    ]
-    return Group(*parts)
-
-
-def _deployments(known: Sequence[operator_pb2.DeploymentStatus], shown: str) -> Table:
-    table = compact_table("deployment", "agents", "PAR", "state")
-    for status in known:
-        agents = f"{status.agents_connected}/{status.ranks}"
-        style = "bold" if status.deployment == shown else None
-        table.add_row(status.deployment, agents, ratio_text(status.par), state_text(status), style=style)
-    return table
-
-
-def _headline(status: operator_pb2.DeploymentStatus) -> Text:
-    return Text.from_markup(
-        f"[bold]{status.deployment}[/]  {state_text(status)}  {shape_text(status)}, "
-        f"{status.layers_switched} layers switched, "
-        f"{status.experts_moved} experts ({size_text(status.bytes_moved)}) moved, {status.steps_lost} steps lost"
     )
 
 
-def _worth_and_price(status: operator_pb2.DeploymentStatus, cut: bool) -> list[Text]:
-    """Worth of balancing and price of moves where they are known: a line each if ``cut``, whole if not."""
-    known = []
-    if status.HasField("worth"):
-        known.append(f"worth: {worth_text(status.worth)}")
-    if status.HasField("move_price"):
-        known.append(f"price of moves, {escape(move_price_text(status.move_price))}")
-    lines = [Text.from_markup(line) for line in known]
-    for line in lines if cut else ():
-        line.no_wrap, line.overflow = True, "ellipsis"
-    return lines
-
-
 def _over_time(points: Sequence[operator_pb2.BalancePoint], width: int) -> RenderableType:
-    """Realised PAR as columns of blocks from 1 to the highest, the floor's height in another colour."""
+    """Realised PAR as columns of blocks from 1 to the highest."""
     if not points:
         return Text("nothing measured yet", style="dim")
-    columns = min(_MOST_CHART_WIDTH, max(10, width - _MARGIN))
     newest = points[-1]
-    values = np.array([(point.par, point.noise_floor) for point in points[-columns:]])
-    high = max(1.05, float(np.nanmax(values)))
+    shown = points[-min(_MOST_CHART_WIDTH, max(10, width - _MARGIN)) :]
+    high = max(1.05, *(point.par for point in shown if not math.isnan(point.par)))
     lines = []
     for row in reversed(range(_CHART_ROWS)):
-        line = Text(f"{1 + (high - 1) * (row + 1) / _CHART_ROWS:5.2f} ", style="dim")
-        for par, floor in values:
-            filled = np.clip((par - 1) / (high - 1) * _CHART_ROWS - row, 0, 1)
-            chance = not math.isnan(floor) and (floor - 1) / (high - 1) * _CHART_ROWS > row + 0.5
-            line.append(_BLOCKS[round(float(filled) * 8)], style="bright_black" if chance else "blue")
-        lines.append(line)
-    known = {"now": newest.par, "planned": newest.par_planned, "floor": newest.noise_floor}
-    facts = [f"{name:<9}{ratio_text(value)}" for name, value in known.items()]
-    for line, fact in zip(lines, facts, strict=False):
-        line.pad_right(columns + 6 - line.cell_len)
-        line.append(f"  {fact}")
-    since = f"      PAR over {_duration(newest.at - points[-columns:][0].at)}; grey: about what chance leaves"
-    return Group(*lines, Text(since, style="dim"))
+        heights = [(point.par - 1) / (high - 1) * _CHART_ROWS - row for point in shown]
+        blocks = "".join(_BLOCKS[round(8 * min(max(height, 0.0), 1.0))] for height in heights)
+        lines.append(Text(f"{1 + (high - 1) * (row + 1) / _CHART_ROWS:5.2f} {blocks}", style="blue"))
+    facts = {"now": newest.par, "planned": newest.par_planned, "floor": newest.noise_floor}
+    figures = ", ".join(f"{name} {ratio_text(value)}" for name, value in facts.items())
+    return Group(*lines, Text(f"      PAR over {_duration(newest.at - shown[0].at)}: {figures}", style="dim"))
 
 
 def _map(
@@ -190,10 +155,9 @@ def _map(
     if not balance.HasField("rank_loads"):
         return Text("")
     loads_LR: Float64 = unpack(balance.rank_loads, (None, None), "rank_loads") / 1000.0
-    labels = _parts(len(loads_LR), rows or len(loads_LR))
     columns = _parts(loads_LR.shape[1], max(8, width - _MARGIN))
     lines = [Text(f"load over mean by layer and rank, newest {balance.load_steps} steps", style="dim")]
-    for first, last in labels:
+    for first, last in _parts(len(loads_LR), rows or len(loads_LR)):
         name = f"{first}" if last == first + 1 else f"{first}-{last - 1}"
         line = Text(f"{name:>7} ", style="dim")
         for begin, end in columns:
@@ -206,8 +170,7 @@ def _map(
     legend = Text("        ")
     for bound, shade in _SHADES:
         legend.append("■ ", style=shade).append(f"to {bound:g}  ", style="dim")
-    legend.append("■ ", style=_ABOVE).append("above; ", style="dim")
-    legend.append("then PAR, planned", style="dim")
+    legend.append("■ ", style=_ABOVE).append("above; then PAR, planned", style="dim")
     return Group(*lines, legend)
 
 
@@ -222,42 +185,24 @@ def _parts(count: int, most: int) -> list[tuple[int, int]]:
     return list(pairwise(bounds))
 
 
-def _last_switch(balance: operator_pb2.GetBalanceResponse, width: int) -> RenderableType:
+def _last_switch(balance: operator_pb2.GetBalanceResponse) -> RenderableType:
     if not balance.HasField("last_plan"):
         return Text("no plan since the service started", style="dim")
     plan = balance.last_plan
-    moves = {of_layer.layer: unpack(of_layer.moves, (None, 5), "moves") for of_layer in plan.moves}
-    changed = sorted(
-        (verdict for verdict in plan.verdicts if verdict.changed),
-        key=lambda verdict: verdict.par_planned - verdict.par_seen,
-    )
+    changed = [verdict for verdict in plan.verdicts if verdict.changed]
+    most = sorted(changed, key=lambda verdict: verdict.par_planned - verdict.par_seen)[:_LAYERS_NAMED]
     outcome = escape(plan.outcome.replace("_", " ")) or "under way"
     title = (
-        f"plan {plan.plan_id}, {_duration(time.time() - plan.at)} ago, {outcome}: "
-        f"{plan.committed} of {len(changed)} layers, {sum(verdict.moves for verdict in changed)} moves"
+        f"plan {plan.plan_id}, {_duration(time.time() - plan.at)} ago, {outcome}: {plan.committed} of {len(changed)} "
+        f"layers, {sum(verdict.moves for verdict in changed)} moves"
     )
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        width=width,
-    )
-    table.add_column("layer", justify="right", no_wrap=True)
-    table.add_column("PAR", no_wrap=True)
-    table.add_column("expert: from > to rank", ratio=2)
-    table.add_column("why", ratio=2)
-    for verdict in changed[:_LAYERS_NAMED]:
-        named = [
-            f"{expert}:{source}>{target}" for source, _, target, _, expert in moves.get(verdict.layer, [])
-        ]
-        more = f" +{len(named) - _MOVES_NAMED}" if len(named) > _MOVES_NAMED else ""
-        ratios = f"{verdict.par_seen:.3f} to {verdict.par_planned:.3f}"
-        table.add_row(
-            str(verdict.layer), ratios, " ".join(named[:_MOVES_NAMED]) + more, escape(verdict.reason)
-        )
-    return table
+    columns = {
+        "layer": lambda verdict: verdict.layer,
+        "PAR": lambda verdict: f"{verdict.par_seen:.3f} to {verdict.par_planned:.3f}",
+        "moves": lambda verdict: verdict.moves,
+        "why": lambda verdict: escape(verdict.reason),
+    }
+    return table_of(most, columns, ("why",), title)
 
 
 def _agents(agents: Sequence[operator_pb2.AgentStatus], ranks: int) -> RenderableType:

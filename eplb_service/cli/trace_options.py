@@ -21,7 +21,7 @@ from eplb_service.cli.options import (
     setting_option,
     whole_numbers,
 )
-from eplb_service.heat.window import Counts, HeatError
+from eplb_service.heat.window import HeatError
 from eplb_service.io.named_arrays import MEANINGS, ReadAs
 from eplb_service.io.open_trace import KNOWN, naming, open_trace
 from eplb_service.io.placement_file import FORMATS, SUFFIXES, placement_format, read_phy2log, read_placement
@@ -35,8 +35,10 @@ from eplb_service.replay.costs import Assumption, Costs
 
 PLANNER = "How decisions are made"
 """Heading of the planner's settings."""
-HEAT = option(help=f"Trace: {KNOWN}; the content decides the format.")
-TRACE = argument(help=f"Trace: {KNOWN}; the content decides the format.")
+_TRACE_HELP = f"Trace: {KNOWN}; the content decides the format."
+_SLOTS = "Ranks and slots"
+HEAT = option(help=_TRACE_HELP)
+TRACE = argument(help=_TRACE_HELP)
 FORMAT = option(
     None,
     f"One of {', '.join(FORMATS)}; by default by the name of the file (.json: vllm-ascend).",
@@ -48,10 +50,12 @@ FIRST_LAYER = option(
     min=0,
     section="Results",
 )
+PLACEMENT = option(
+    None, "Placement at the start (.npz, .json, .yaml, .pt); by default experts in order.", section=_SLOTS
+)
 WORKERS = option(None, "Processes; as many as cores by default.", min=1, section="How it is run")
 RAY = option(None, "Run on the Ray cluster at this address ('local': here).", section="How it is run")
 
-_COSTS = Costs()
 _STEPS_READ = 64
 
 
@@ -96,7 +100,7 @@ class ReadingOptions:
 class RankOptions:
     """The expert-parallel group."""
 
-    SECTION: ClassVar = "Ranks and slots"
+    SECTION: ClassVar = _SLOTS
 
     ranks: int = option(help="Ranks of the expert-parallel group.", min=1)
     nodes: str | None = option(
@@ -109,33 +113,29 @@ class RankOptions:
         """Nodes and token groups of the ranks; raises ``UserError`` where that cannot be."""
         if self.ranks % self.token_group:
             raise UserError(f"--token-group {self.token_group} does not divide {self.ranks} ranks")
-        recorded = trace.facts.nodes_R if len(trace.facts.nodes_R) == self.ranks else (0,) * self.ranks
-        nodes_R = recorded if self.nodes is None else self._nodes(self.nodes)
+        nodes_R = trace.facts.nodes_R if len(trace.facts.nodes_R) == self.ranks else (0,) * self.ranks
+        if self.nodes is not None:
+            nodes_R = self._nodes([part.strip() for part in self.nodes.split(",")])
         groups_R = np.arange(self.ranks, dtype=np.int32) // self.token_group
         return Topology(np.asarray(nodes_R, dtype=np.int32), groups_R, trace.facts.bytes_per_expert)
 
-    def _nodes(self, text: str) -> tuple[int, ...]:
-        ranks = self.ranks
-        if "," not in text:
-            (count,) = whole_numbers("--nodes", text)
-            if ranks % count:
-                raise UserError(
-                    f"--nodes {count}: {ranks} ranks do not spread evenly over them; name each rank's node"
-                )
-            return tuple(rank * count // ranks for rank in range(ranks))
-        parts = [part.strip() for part in text.split(",")]
-        if len(parts) != ranks or not all(part.isdecimal() and len(part) < 5 for part in parts):
-            raise UserError(
-                f"--nodes {text!r}: expected a count, or the number of each of {ranks} ranks' node"
-            )
-        return tuple(map(int, parts))
+    def _nodes(self, parts: list[str]) -> tuple[int, ...]:
+        numbers = [int(part) for part in parts if part.isdecimal() and len(part) < 5]
+        if len(numbers) == len(parts) == self.ranks:
+            return tuple(numbers)
+        if len(numbers) == len(parts) == 1 and numbers[0] and self.ranks % numbers[0] == 0:
+            return tuple(rank * numbers[0] // self.ranks for rank in range(self.ranks))
+        raise UserError(
+            f"--nodes {self.nodes!r}: expected a count over which {self.ranks} ranks spread evenly, or the number of "
+            "each rank's node"
+        )
 
 
 @dataclass(frozen=True)
 class SlotOptions:
     """The number of slots."""
 
-    SECTION: ClassVar = "Ranks and slots"
+    SECTION: ClassVar = _SLOTS
 
     slots: str | None = option(
         None, "Expert slots per rank and layer; several for replay and sweep.", metavar=SEVERAL
@@ -165,62 +165,22 @@ class SlotOptions:
 
 
 @dataclass(frozen=True)
-class StartOptions:
-    """Placement at the start."""
-
-    SECTION: ClassVar = "Ranks and slots"
-
-    placement: Path | None = option(
-        None, "Placement at the start (.npz, .json, .yaml, .pt); by default experts in order."
-    )
-    prior: Path | None = option(
-        None, "Trace of similar heat, such as prefill's: the start is placed for it, instead of --placement."
-    )
-
-    def prior_heat(self, trace: Trace, reading: ReadingOptions) -> Counts | None:
-        """Heat of --prior, ``[P, L, E]``; raises ``UserError`` or ``HeatError`` where it is of no use for ``trace``."""
-        if self.prior is None:
-            return None
-        prior = reading.open(self.prior)
-        if (prior.layers, prior.experts) != (trace.layers, trace.experts):
-            raise UserError(
-                f"{self.prior}: has {prior.layers} layers x {prior.experts} experts, the trace {trace.layers} x "
-                f"{trace.experts}; a prior is heat of the same model"
-            )
-        return prior.heat(0, prior.steps)
-
-    def placed(self, trace: Trace, ranks: int, slots: Collection[int]) -> Int32 | None:
-        """The placement given ``[L, R, S]``, or ``None``; raises ``UserError`` or ``PlacementError``."""
-        if self.placement is not None and self.prior is not None:
-            raise UserError("give either --placement or --prior: both are what serves at the start")
-        if self.placement is None:
-            return None
-        numbers = trace.facts.layer_numbers
-        placed_LRS = read_placement(self.placement, trace.experts, ranks, numbers).phy2log_LRS
-        if {placed_LRS.shape[2]} != set(slots):
-            raise UserError(f"--placement has {placed_LRS.shape[2]} slots per rank, asked for {list(slots)}")
-        if len(placed_LRS) != trace.layers:
-            raise UserError(f"--placement has {len(placed_LRS)} layers, the trace {trace.layers}")
-        return placed_LRS
-
-
-@dataclass(frozen=True)
 class CostOptions:
     """Costs of a step, of an expert's weights and of a switch."""
 
     SECTION: ClassVar = "Costs (stated, not measured)"
 
-    step_ms: float = option(
-        0.0, "Time of a model step; 0: decisions take effect at once, no times are given."
+    step_ms: float | None = option(
+        None, "Time of a model step; by default decisions take effect at once and no times are given."
     )
-    bytes_per_expert: int = option(
-        0, "Bytes of the weights of one expert in one layer; as recorded where not given.", min=0
+    bytes_per_expert: int | None = option(
+        None, "Bytes of the weights of one expert in one layer; by default as recorded.", min=0
     )
     solve_ms: float | None = option(
-        None, f"From the end of a window to the plan; {_COSTS.solve_ms:g} where not given."
+        None, f"From the end of a window to the plan; {Costs().solve_ms:g} by default."
     )
     commit_ms: float | None = option(
-        None, "Standstill of all ranks per switched layer; 0.5 and a copy where not given."
+        None, "Standstill of all ranks per switched layer; 0.5 and a copy by default."
     )
 
     def costs(self, settings: PlannerSettings, trace: Trace, ranks: int) -> Costs:
@@ -229,17 +189,16 @@ class CostOptions:
         Raises ``ReplayError`` on a value out of bounds.
         """
         split = SplitCost.of(settings, ranks, trace.experts, choices_per_step(trace))
-        given = {"bytes_per_expert": trace.facts.bytes_per_expert, **self._given()}
-        return Costs.of(settings, trace.layers, split=split, **given)
+        stated = {"bytes_per_expert": trace.facts.bytes_per_expert, **self._given()}
+        return Costs.of(settings, trace.layers, split=split, **stated)
 
     def assumptions(self, settings: PlannerSettings, costs: Costs) -> tuple[Assumption, ...]:
         """The numbers that results with these costs rest on."""
-        stated = {one.name for one in planner_options() if not settings.is_default(one.name)}
-        return costs.assumptions(stated | set(self._given()))
+        changed = {one.name for one in planner_options() if not settings.is_default(one.name)}
+        return costs.assumptions(changed | set(self._given()))
 
     def _given(self) -> dict[str, float]:
-        nothing = {"step_ms": 0.0, "bytes_per_expert": 0}
-        return {name: value for name, value in vars(self).items() if value != nothing.get(name)}
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 def planner_flags(*without: str) -> list[inspect.Parameter]:
@@ -250,6 +209,18 @@ def planner_flags(*without: str) -> list[inspect.Parameter]:
         for one in planner_options()
         if one.name not in without
     ]
+
+
+def placed_at_start(path: Path | None, trace: Trace, ranks: int, slots: Collection[int]) -> Int32 | None:
+    """The placement of --placement ``[L, R, S]``, or ``None``; raises ``UserError`` or ``PlacementError``."""
+    if path is None:
+        return None
+    placed_LRS = read_placement(path, trace.experts, ranks, trace.facts.layer_numbers).phy2log_LRS
+    if {placed_LRS.shape[2]} != set(slots):
+        raise UserError(f"--placement has {placed_LRS.shape[2]} slots per rank, asked for {list(slots)}")
+    if len(placed_LRS) != trace.layers:
+        raise UserError(f"--placement has {len(placed_LRS)} layers, the trace {trace.layers}")
+    return placed_LRS
 
 
 def check_placement_output(out: Path | None, format: str | None, first_layer: int | None) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import typer
-from rich.progress import TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import TimeElapsedColumn
 
 from eplb_service.atomic_write import OutputError
 from eplb_service.cli.client import NAME, Connection, OperatorCalls
@@ -36,41 +33,37 @@ def record(
     append: bool = option(False, "Append to the trace at --out, where it fits.", "--append"),
     json: bool = JSON,
 ) -> None:
-    """Record the heat of a deployment that is being served, from now on, until Ctrl-C or as long as asked for.
+    """Record the heat that a deployment serves from now on.
 
-    Tokens are written by slot and by source rank, with the placements that they were counted under. The service never
-    waits for it: a slow link loses reports, which are counted.
+    It ends with Ctrl-C, or as asked for. What is written is tokens by slot and by source rank, with the placements that
+    they were counted under. The service never waits for it: a slow link loses reports, which are counted.
     """
-    _check_output(out, append)
+    if out.suffix != TRACE_SUFFIX:
+        raise OutputError(f"{out}: the name must end in {TRACE_SUFFIX}")
+    if out.is_dir() and not append:
+        raise OutputError(
+            f"{out}: exists; choose another name, or remove it first; --append goes on with a trace"
+        )
+    if not out.is_dir():
+        check_trace_output(out)
+    trace = _Recording(out, deployment, steps)
     with service.open() as call:
-        trace = _Recording(out, deployment, steps)
         try:
-            with _bar(trace, steps, seconds) as advance:
-                trace.follow(call, seconds, advance)
+            _follow(trace, call, seconds)
         finally:
             trace.close()
     if trace.recorder is not None and trace.recorder.error is not None:
         raise UserError(f"{out}: recording failed after {trace.steps} steps: {trace.recorder.error}")
-    if not trace.steps:
+    if trace.recorder is None or not trace.steps:
         raise UserError(f"no step of {deployment!r} was recorded; is its model serving? see `eplb status`")
     if json:
-        counts = {"steps": trace.steps, "lost_steps": trace.lost, "dropped_reports": trace.dropped}
+        counts = {"steps": trace.steps, "lost_steps": trace.recorder.lost, "dropped_reports": trace.dropped}
         print_json({"out": out, **counts})
-        return
-    lost = f"; {trace.lost} steps lost" if trace.lost else ""
-    dropped = f"; the service dropped {trace.dropped} reports, the link was too slow" if trace.dropped else ""
-    typer.echo(f"{out}: {trace.steps} steps recorded{lost}{dropped}")
-
-
-def _check_output(out: Path, append: bool) -> None:
-    if out.suffix != TRACE_SUFFIX:
-        raise OutputError(f"{out}: the name must end in {TRACE_SUFFIX}")
-    if not (append and out.is_dir()):
-        try:
-            check_trace_output(out)
-        except OutputError as error:
-            hint = "; --append goes on with a trace" if out.is_dir() else ""
-            raise OutputError(f"{error}{hint}") from error
+    else:
+        lost = (
+            f"{trace.recorder.lost} steps lost, {trace.dropped} reports dropped on a link that was too slow"
+        )
+        typer.echo(f"{out}: {trace.steps} steps recorded; {lost}")
 
 
 class _Recording:
@@ -84,45 +77,14 @@ class _Recording:
         self.recorder: Recorder | None = None
         self.served: ServedModel | None = None
         self.dropped = 0
-        self._path = path
-        self._deployment = deployment
+        self.path = path
+        self.deployment = deployment
         self._most_steps = most_steps
 
     @property
     def steps(self) -> int:
         """Steps recorded now."""
         return self.recorder.steps if self.recorder else 0
-
-    @property
-    def lost(self) -> int:
-        """Steps that were not recorded."""
-        return self.recorder.lost if self.recorder else 0
-
-    def follow(self, call: OperatorCalls, seconds: float | None, advance: Callable[[], None]) -> None:
-        """Record what the service sends until the trace is full, time is up, or the user has enough."""
-        request = operator_pb2.WatchHeatRequest(deployment=self._deployment)
-        stream = call.stream("WatchHeat", request, seconds)
-        try:
-            for message in stream:
-                recorder = _take(self, message)
-                advance()
-                if recorder.full or recorder.error is not None:
-                    break
-        except KeyboardInterrupt:
-            # Enough: what has been recorded is a whole trace.
-            pass
-        except WireError as error:
-            raise UserError(f"the service sent what cannot be: {error}") from error
-        except grpc.RpcError as error:
-            failed: Any = error
-            if seconds is None or failed.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
-                self.close()
-                if self.steps:
-                    kept = f"{self._path}: {self.steps} steps recorded before the service went away"
-                    typer.echo(kept, err=True)
-                raise
-        finally:
-            stream.cancel()
 
     def begin(self, served: ServedModel) -> Recorder:
         """Begin, or go on, with what all ranks serve; raises ``UserError`` where that does not fit the trace."""
@@ -137,7 +99,7 @@ class _Recording:
                 nodes_R=served.nodes_R,
             )
             recorder = Recorder(
-                self._path, facts, shape.layers, shape.experts, served.pending_steps, self._most_steps
+                self.path, facts, shape.layers, shape.experts, served.pending_steps, self._most_steps
             )
         elif self.served is not None and self.served.shape != shape:
             raise self._other("with other sizes")
@@ -159,9 +121,37 @@ class _Recording:
 
     def _other(self, how: str) -> UserError:
         return UserError(
-            f"{self._path}: {self._deployment} has been restarted {how} than this trace has; "
+            f"{self.path}: {self.deployment} has been restarted {how} than this trace has; "
             f"its {self.steps} new steps are kept, record on into another file"
         )
+
+
+def _follow(trace: _Recording, call: OperatorCalls, seconds: float | None) -> None:
+    """Record what the service sends until the trace is full, time is up, or the user has enough."""
+    request = operator_pb2.WatchHeatRequest(deployment=trace.deployment)
+    stream = call.stream("WatchHeat", request, seconds)
+    with progress_bar("waiting for heat (Ctrl-C ends)", None, TimeElapsedColumn()) as update:
+        try:
+            for message in stream:
+                recorder = _take(trace, message)
+                update(description=f"{trace.steps} steps, {recorder.lost} lost (Ctrl-C ends and keeps them)")
+                if recorder.full or recorder.error is not None:
+                    break
+        except KeyboardInterrupt:
+            # Enough: what has been recorded is a whole trace.
+            pass
+        except WireError as error:
+            raise UserError(f"the service sent what cannot be: {error}") from error
+        except grpc.RpcError as error:
+            failed: Any = error
+            if seconds is None or failed.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                trace.close()
+                if trace.steps:
+                    kept = f"{trace.path}: {trace.steps} steps recorded before the service went away"
+                    typer.echo(kept, err=True)
+                raise
+        finally:
+            stream.cancel()
 
 
 def _take(trace: _Recording, message: operator_pb2.WatchHeatResponse) -> Recorder:
@@ -181,19 +171,3 @@ def _take(trace: _Recording, message: operator_pb2.WatchHeatResponse) -> Recorde
         report = decode_heat_report(message.heat.report, served.shape, served.pending_steps)
         recorder.add(message.heat.rank, report)
     return recorder
-
-
-@contextmanager
-def _bar(trace: _Recording, steps: int | None, seconds: float | None) -> Iterator[Callable[[], None]]:
-    """Show the steps recorded, or the seconds gone where those end it."""
-    left = () if steps is None and seconds is None else (TimeRemainingColumn(),)
-    began = time.monotonic()
-    text = "waiting for heat (Ctrl-C ends)"
-    with progress_bar(text, steps or seconds, TimeElapsedColumn(), *left) as update:
-
-        def advance() -> None:
-            done = trace.steps if steps or not seconds else time.monotonic() - began
-            lost = f", {trace.lost} lost" if trace.lost else ""
-            update(completed=done, description=f"{trace.steps} steps{lost} (Ctrl-C ends and keeps them)")
-
-        yield advance

@@ -1,18 +1,13 @@
-"""``eplb warmup``, and progress on stderr while kernels are compiled: which one, and how many so far."""
+"""``eplb warmup``, and what each command that solves does first: compile the solver where it is not cached yet."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import typer
 from rich.console import Console
 
 from eplb_service.cli.options import takes_options
-
-_LINE_SECONDS = 5.0
-"""Between two lines where stderr is no terminal."""
 
 
 @takes_options()
@@ -24,46 +19,13 @@ def warmup() -> None:
 
 
 def compile_solver() -> None:
-    """Compile the whole solver where it is not yet cached, before several processes use it."""
+    """Compile the whole solver where it is not yet cached; a terminal shows on stderr which kernel it is at."""
+    from eplb_service.solver.jit import compilations
     from eplb_service.solver.warmup import warm_up
 
-    with compile_progress():
+    status = Console(stderr=True, highlight=False).status("loading the solver")
+    with (
+        status,
+        compilations(lambda kernel: status.update(f"compiling the solver, once per machine: {kernel}")),
+    ):
         warm_up(threads=1)
-
-
-@contextmanager
-def compile_progress() -> Iterator[None]:
-    """Within it, kernels that are compiled are named and counted on stderr; nothing is shown where all are cached.
-
-    A terminal shows one line that changes, anything else a line at the beginning, every five seconds and at the end.
-    """
-    from eplb_service.solver.jit import compilations
-
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    status = console.status("") if console.is_terminal else None
-    began, shown, compiled = time.monotonic(), 0.0, 0
-
-    def report(kernel: str) -> None:
-        nonlocal began, shown, compiled
-        now = time.monotonic()
-        if compiled == 0:
-            began = now
-            if status is not None:
-                status.start()
-        compiled += 1
-        text = f"compiling the solver, once per machine: kernel {compiled}, {kernel} ({now - began:.0f} s)"
-        if status is not None:
-            status.update(text)
-        elif now - shown >= _LINE_SECONDS:
-            shown = now
-            console.print(text)
-
-    try:
-        with compilations(report):
-            yield
-    finally:
-        if status is not None:
-            status.stop()
-    if compiled:
-        kernels = "1 kernel" if compiled == 1 else f"{compiled} kernels"
-        console.print(f"compiled {kernels} of the solver, cached for later commands")

@@ -1,10 +1,11 @@
-"""Runs commands: with some arguments changed, as an option may be given only once; and those that are refused."""
+"""Runs commands, those that are refused too, and draws what they show."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import io
 
 import pytest
+from rich.console import Console, RenderableType
 
 from eplb_service.cli import main
 
@@ -24,15 +25,11 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return err
 
 
-def changed(good: Iterable[object], *changes: object) -> list[str]:
-    """The arguments ``good``, each option with its value, but for those that ``changes`` give; these follow."""
-    other = [str(part) for part in changes]
-    names = {part.partition("=")[0] for part in other if part.startswith("--")}
-    kept: list[str] = []
-    keeping = True
-    for part in map(str, good):
-        if part.startswith("--"):
-            keeping = part not in names
-        if keeping:
-            kept.append(part)
-    return [*kept, *other]
+def drawn(shown: RenderableType, width: int = 80) -> list[str]:
+    """Lines on a terminal of so many columns."""
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(shown)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    return lines

@@ -10,49 +10,41 @@ FIT = "samples held_out median_error p90_error worst_error residuals"
 CURVE = "phase floor_us read_us launch_us slope_us_per_token source fit"
 SPLIT = "us bytes rounds"
 TRACE = (
-    "origin steps layers experts first_step last_step model ranks slots tokens_per_step top_k bytes_per_expert nodes "
+    "origin steps layers experts first_step last_step model ranks slots tokens_per_step top_k bytes_per_expert nodes_R "
     "layer_numbers phases batching counted_by"
 )
+SETUP = "slots window interval start"
 FIGURES = (
-    "policy slots window_steps interval_steps par_realised par_left_alone noise_floor par_hindsight regret par_planned "
-    "moves bytes_moved moe_ms_per_step moe_ms_per_step_left_alone saved_ms_per_step stall_ms_per_step solve_ms_mean "
-    "solve_ms_max"
+    f"label policy {SETUP} par par_left_alone floor avoidable hindsight regret par_planned moves moves_per_decision "
+    "bytes_moved moe_ms moe_ms_left_alone saved_ms stall_ms solve_ms_mean solve_ms_max"
 )
-ADVISED = (
-    "redundant slots window_steps interval_steps move_price par moves_per_decision moved_share net_ms moe_ms "
-    "bytes_per_rank"
-)
+ADVISED = "label setup move_price par moves_per_decision moved_share net_ms moe_ms bytes_per_rank"
 COPY = {"": "out steps layers experts"}
 ASSUMPTIONS = {"assumptions": "name value source"}
 KEYS: dict[str, dict[str, str]] = {
     "solve": {
         "": "policy steps layers experts ranks slots par_before par_after par_after_fixed_tables par_after_split_even "
-        "moe_ms_before moe_ms_after moe_ms_by_tables split_ms split replicas_woken_per_rank moves solve_ms "
-        "par_before_per_layer par_after_per_layer hottest_before_per_layer hottest_after_per_layer "
-        "hottest_after_split_even_per_layer moves_per_layer verdicts",
+        "ms_before ms_after ms_by_tables split_ms split replicas_woken_per_rank moves solve_ms par_before_L "
+        "par_after_L hottest_before_L hottest_after_L hottest_after_split_even_L moves_L verdicts",
         "split": SPLIT,
     },
     "replay": {
-        "": "layers experts ranks slots window_steps interval_steps first_step_scored steps_scored interrupted costs "
-        "assumptions policies",
+        "": "layers experts ranks first steps interrupted costs assumptions policies",
         "costs": "step_ms solve_ms link_bandwidth bytes_per_expert commit_ms layer_ms move_price curve split",
         "costs.curve": CURVE,
         "costs.curve.fit": FIT,
         "costs.split": SPLIT,
-        "policies.*": f"{FIGURES} par_realised_per_layer decisions",
-        "policies.*.decisions": "step steps steps_before_it_took_effect layers_changed moves par_seen par_planned "
-        "par_realised solve_ms",
+        "policies.*": f"{FIGURES} par_L decisions",
+        "policies.*.decisions": "step steps late layers_changed layers_moved moves moves_busiest par_seen par_planned "
+        "par seconds decisions",
         **ASSUMPTIONS,
     },
-    "sweep": {
-        "": "interrupted assumptions rows",
-        "rows": f"{FIGURES} trace settings layers experts ranks first_step_scored steps_scored decisions_made",
-        **ASSUMPTIONS,
-    },
+    "sweep": {"": "interrupted assumptions rows", "rows": f"{FIGURES} trace settings", **ASSUMPTIONS},
     "advise": {
-        "": "pays reasons par_left_alone par noise_floor moe_ms_left_alone advised by_redundancy by_schedule "
-        "by_move_price gain_per_layer assumptions",
-        **dict.fromkeys(("advised", "by_redundancy", "by_schedule", "by_move_price"), ADVISED),
+        "": "pays reasons par_left_alone par floor redundant moe_ms_left_alone chosen by_redundancy by_schedule "
+        "by_moves gain_L assumptions",
+        **dict.fromkeys(("chosen", "by_redundancy", "by_schedule", "by_moves"), ADVISED),
+        "chosen.setup": SETUP,
         **ASSUMPTIONS,
     },
     "bench": {
@@ -65,8 +57,7 @@ KEYS: dict[str, dict[str, str]] = {
     "trace record": {"": "out steps lost_steps dropped_reports"},
     "trace info": {"": TRACE},
     "trace stats": {
-        "": f"{TRACE} window_steps choices_per_step hottest_over_mean share_of_hottest_tenth drift drift_by_sampling",
-        "?": "par_in_order noise_floor par_served",
+        "": f"{TRACE} window choices_L hottest_L top_tenth_L drift_L drift_noise_L par_L floor_L par_served_L",
     },
     "trace convert": COPY,
     "trace slice": COPY,

@@ -31,14 +31,6 @@ def test_help_imports_nothing_heavy():
     assert done.stderr == "[]\n"
 
 
-def test_what_may_be_repeated_is_not_refused(capsys):
-    code, _, err = eplb(
-        capsys, "sweep", "x", "--ranks", "4", "--set", "gain=1", "--set", "horizon=2", "--json", "--json"
-    )
-    assert code == 2
-    assert "twice" not in err
-
-
 def command_that_raises(monkeypatch, error):
     def load(name):
         raise error
@@ -81,12 +73,6 @@ def shell(command):
 def test_a_reader_that_leaves_early_ends_the_command_quietly():
     done = shell("(sleep 1; {eplb} --help; echo $? >&2) | true")
     assert done.stderr == "141\n"
-
-
-def test_a_full_disk_under_the_output_is_one_line():
-    done = shell("{eplb} --help > /dev/full")
-    assert done.returncode == 2
-    assert done.stderr == "eplb: error: the output cannot be written (No space left on device)\n"
 
 
 def test_a_full_disk_under_the_output_is_not_taken_for_a_trace_that_cannot_be_read(tmp_path):

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
-from rich.console import Console
-from rich.table import Table
 
 from eplb_service.cli.operator import agent_table, layer_table, placement_table, summary_table
 from eplb_service.placement import Placement
 from eplb_service.wire.generated import operator_pb2
+from tests.cli.arguments import drawn
 from tests.control.server.pictured import messages
-
-COLUMNS = 80
-
-
-def drawn(table: Table) -> list[str]:
-    console = Console(file=io.StringIO(), width=COLUMNS, color_system=None)
-    console.print(table)
-    assert isinstance(console.file, io.StringIO)
-    lines = console.file.getvalue().splitlines()
-    assert max(map(len, lines)) <= COLUMNS
-    assert "…" not in "".join(lines)
-    return lines
 
 
 @pytest.mark.parametrize(("experts", "ranks", "slots"), [(8, 4, 3), (256, 32, 9), (4096, 320, 64)])
@@ -57,6 +42,7 @@ def test_an_agent_s_long_names_and_errors_wrap_beside_whole_numbers() -> None:
         error="the transfer thread has missed its deadline and does not answer",
     )
     lines = drawn(agent_table([agent]))
+    assert "…" not in "".join(lines)
     (heading,) = (line for line in lines if "dropped" in line)
     assert heading.split() == ["rank", "connected", "step", "epoch", "dropped", "node", "agent", "error"]
     (first,) = (line for line in lines if line.startswith(" 319"))

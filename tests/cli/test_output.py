@@ -19,14 +19,9 @@ def test_numpy_becomes_plain(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out) == PLAIN
 
 
-def test_a_figure_that_there_is_not_is_null():
-    assert json.loads(to_json({"par": float("nan"), "par_L": np.array([1.5, np.nan])})) == {
-        "par": None,
-        "par_L": [1.5, None],
-    }
-
-
-def test_infinity_is_refused():
+def test_a_figure_that_there_is_not_is_null_and_infinity_refused():
+    plain = json.loads(to_json({"par": float("nan"), "par_L": np.array([1.5, np.nan])}))
+    assert plain == {"par": None, "par_L": [1.5, None]}
     with pytest.raises(ValueError, match="Out of range"):
         to_json({"par": np.float64("inf")})
 

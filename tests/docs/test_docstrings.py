@@ -17,19 +17,16 @@ def functions():
     for package in ("eplb_service", "worker_agent"):
         for path in sorted((ROOT / package).rglob("*.py")):
             place = str(path.relative_to(ROOT))
-            if "/generated/" not in place and not place.startswith(ELSEWHERE):
-                yield from _functions(ast.parse(path.read_text()), place)
-
-
-def _functions(parent, place):
-    for node in parent.body:
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-            yield from _functions(node, f"{place}:{node.name}")
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
-            names = [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
-            names = [name for name in names if name not in ("self", "cls")]
-            if len(names) >= MANY:
-                yield pytest.param(names, ast.get_docstring(node) or "", id=f"{place}:{node.name}")
+            if "/generated/" in place or place.startswith(ELSEWHERE):
+                continue
+            top = ast.parse(path.read_text()).body
+            classes = [node for node in top if isinstance(node, ast.ClassDef) and node.name[0] != "_"]
+            for node in [*top, *(member for one in classes for member in one.body)]:
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name[0] != "_":
+                    names = [one.arg for one in (*node.args.args, *node.args.kwonlyargs)]
+                    names = [name for name in names if name not in ("self", "cls")]
+                    if len(names) >= MANY:
+                        yield pytest.param(names, ast.get_docstring(node) or "", id=f"{place}:{node.name}")
 
 
 @pytest.mark.parametrize(("names", "text"), list(functions()))

@@ -14,6 +14,8 @@ COMMANDS = {
     command.name: {flag for option in command.options for flag in option.flags} for command in commands()
 }
 
+SETTINGS = settings_page()
+
 
 def blocks(page, kind=r"[\w ]*"):
     return re.findall(rf"^```{kind}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
@@ -34,22 +36,17 @@ def name_of(line):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_and_options_exist(page):
+def test_commands_options_and_variables_exist(page):
     for line in command_lines(page):
         name = name_of(line)
         assert name, line
         assert set(re.findall(r"(?<!\S)--[\w-]+", line)) - COMMANDS[name] == set(), line
+    for variable in re.findall(r"\bEPLB_[A-Z_]*[A-Z]\b", page.read_text()):
+        assert f"`{variable}`" in SETTINGS, variable
 
 
 def test_there_are_commands_to_check():
     assert len([line for page in PAGES for line in command_lines(page)]) > 30
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_variables_exist(page):
-    settings = settings_page()
-    for variable in re.findall(r"\bEPLB_[A-Z_]*[A-Z]\b", page.read_text()):
-        assert f"`{variable}`" in settings, variable
 
 
 def test_the_first_example_balances(capsys):

@@ -38,7 +38,8 @@ def texts():
     ]
     pages = (ROOT / "docs").rglob("*.md")
     files += [*pages, *(ROOT / "deploy").rglob("*.y*ml"), *(ROOT / "deploy").rglob("*.json")]
-    return {str(path.relative_to(ROOT)): path.read_text() for path in files}
+    pages = {str(path.relative_to(ROOT)): path.read_text() for path in files}
+    return {**pages, "cli": cli_page(), "settings": settings_page()}
 
 
 def found(text):
@@ -53,52 +54,30 @@ def found(text):
     ]
 
 
-def tokens_of_sources():
-    """Tokens of the packages, their tests and benchmarks, by place; of files in which nothing is found, none."""
+def wrong_tokens():
+    """Place and finding of each name, docstring, comment, message or other string of the sources that is wrong."""
     for folder in ("eplb_service", "worker_agent", "tests", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):
             place, text = path.relative_to(ROOT), path.read_text()
             about_texts = place.parts[:2] in (("tests", "docs"), ("tests", "tools"))
-            if "generated" not in path.parts and not about_texts and found(text.replace("_", " ")):
-                for token in tokenize.generate_tokens(io.StringIO(text).readline):
-                    yield f"{place}:{token.start[0]}", token
+            if "generated" in path.parts or about_texts or not found(text.replace("_", " ")):
+                continue
+            for token in tokenize.generate_tokens(io.StringIO(text).readline):
+                kind, is_name = tokenize.tok_name[token.type], token.type == tokenize.NAME
+                if is_name and ("stand_in" in token.string or str(place) == OTHERS_NAMES):
+                    continue
+                if is_name or kind in ("STRING", "COMMENT") or "FSTRING" in kind:
+                    shown = token.string.replace("_", " ") if is_name else token.string
+                    yield from ((f"{place}:{token.start[0]}", wrong) for wrong in found(shown))
 
 
-def texts_of_sources():
-    """Docstrings, comments, messages and all other strings, by place."""
-    for place, token in tokens_of_sources():
-        if token.type in (tokenize.STRING, tokenize.COMMENT) or "FSTRING" in tokenize.tok_name[token.type]:
-            yield place, token.string
-
-
-def names_of_sources():
-    """All names, as text, by place."""
-    for place, token in tokens_of_sources():
-        if (
-            token.type == tokenize.NAME
-            and "stand_in" not in token.string
-            and not place.startswith(OTHERS_NAMES)
-        ):
-            yield place, token.string.replace("_", " ")
-
-
-@pytest.mark.parametrize("name", texts())
-def test_a_page_uses_the_glossary_s_terms(name):
-    assert found(texts()[name]) == []
-
-
-@pytest.mark.parametrize("page", [cli_page, settings_page])
-def test_help_uses_the_glossary_s_terms(page):
-    assert found(page()) == []
+@pytest.mark.parametrize(("name", "text"), texts().items())
+def test_a_page_uses_the_glossary_s_terms(name, text):
+    assert found(text) == []
 
 
 def test_sources_use_the_glossary_s_terms():
-    assert [(place, wrong) for place, text in texts_of_sources() for wrong in found(text)] == []
-
-
-def test_names_use_the_glossary_s_terms():
-    names = {name: place for place, name in names_of_sources()}
-    assert [(place, wrong) for name, place in names.items() for wrong in found(name)] == []
+    assert list(wrong_tokens()) == []
 
 
 def test_the_terms_that_are_refused_are_found():

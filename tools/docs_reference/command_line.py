@@ -22,11 +22,6 @@ class Option(NamedTuple):
     help: str
     section: str
 
-    @property
-    def is_argument(self) -> bool:
-        """It is given by its place."""
-        return not self.flags[0].startswith("-")
-
 
 class Command(NamedTuple):
     """One command: its full name such as ``eplb trace stats``, its help, its options in order, and examples."""
@@ -39,45 +34,31 @@ class Command(NamedTuple):
 
 def commands() -> Iterator[Command]:
     """Every command of ``eplb``, subcommands included, in the order of ``eplb --help``."""
-    from eplb_service.cli.main import COMMANDS, load_command
+    from eplb_service.cli.main import COMMANDS, EXAMPLES, load_command
 
-    for name in COMMANDS:
-        yield from _walk(f"eplb {name}", load_command(name))
-
-
-def _walk(name: str, command: Any) -> Iterator[Command]:
-    subcommands = getattr(command, "commands", None)
-    if subcommands:
-        for child, subcommand in subcommands.items():
-            yield from _walk(f"{name} {child}", subcommand)
-        return
-    options = (_option(parameter) for parameter in command.params if parameter.name != "help")
-    examples = tuple(getattr(command, "examples", ()))
-    yield Command(name, plain(command.help or ""), tuple(options), examples)
+    for top in COMMANDS:
+        parser = load_command(top)
+        children = {f"eplb {top} {child}": one for child, one in getattr(parser, "commands", {}).items()}
+        for name, command in (children or {f"eplb {top}": parser}).items():
+            options = tuple(_option(parameter) for parameter in command.params if parameter.name != "help")
+            examples = tuple(line for line in EXAMPLES if f"{line} ".startswith(f"{name} "))
+            yield Command(name, plain(command.help or ""), options, examples)
 
 
 def _option(parameter: Any) -> Option:
-    is_argument = not parameter.opts[0].startswith("-")
+    is_argument = parameter.param_type_name == "argument"
     flags = [parameter.name.upper()] if is_argument else [*parameter.opts, *parameter.secondary_opts]
-    variable = parameter.envvar or ""
+    default = "" if parameter.default is None or callable(parameter.default) else str(parameter.default)
+    if isinstance(parameter.default, bool):
+        default = ("on" if parameter.default else "off") if parameter.secondary_opts else ""
     return Option(
         flags=tuple(flags),
-        value="" if is_argument or getattr(parameter, "is_flag", False) else str(parameter.metavar),
-        default=_default(parameter),
-        variable=variable if isinstance(variable, str) else ", ".join(variable),
+        value="" if is_argument or parameter.is_flag else str(parameter.metavar),
+        default="required" if parameter.required else default,
+        variable=parameter.envvar or "",
         help=plain(parameter.help or ""),
         section=getattr(parameter, "rich_help_panel", None) or "",
     )
-
-
-def _default(parameter: Any) -> str:
-    if parameter.required:
-        return "required"
-    if parameter.default is None or callable(parameter.default):
-        return ""
-    if isinstance(parameter.default, bool):
-        return ("on" if parameter.default else "off") if parameter.secondary_opts else ""
-    return str(parameter.default)
 
 
 def cli_page() -> str:
@@ -95,11 +76,8 @@ def cli_page() -> str:
         "`eplb --show-completion` prints the script instead. A mistyped command is answered with those that are near."
     ]
     for command in commands():
-        arguments = " ".join(option.flags[0] for option in command.options if option.is_argument)
-        options = " [OPTIONS]" if any(not option.is_argument for option in command.options) else ""
-        usage = " ".join(f"{command.name}{options} {arguments}".split())
         parts.append(f"## {command.name}\n\n{escaped(command.help)}\n")
-        parts.append("\n".join(["```", *(command.examples or (usage,)), "```\n"]))
+        parts.append("\n".join(["```", *command.examples, "```\n"]))
         for section in sorted(dict.fromkeys(option.section for option in command.options), key=bool):
             parts.append(f"**{section}**\n" if section else "")
             rows = [_row(option) for option in command.options if option.section == section]

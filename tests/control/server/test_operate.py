@@ -60,7 +60,6 @@ async def test_status(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> N
     assert await eplb(group, "status", "decode") == 0
     shown = capsys.readouterr().out
     assert f"{RANKS} of {RANKS} connected" in shown
-    assert "memory" not in shown
     for rank, staged in ((0, 10), (2, 84_000_000)):
         beat = agent_pb2.Heartbeat(digest=group.live.digest, staging_bytes=staged, ring_bytes=1_500_000)
         await group.ranks[rank].say(heartbeat=beat)
@@ -72,9 +71,6 @@ async def test_status(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> N
         agents = (await status())["agents"]
     assert [agent["staging_bytes"] for agent in agents] == [10, None, 84_000_000, None]
     assert [agent["dropped_steps"] for agent in agents] == [5, 0, 0, 0]
-    assert await eplb(group, "status", "decode") == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "per rank at most 84 MB for staging, 1.5 MB for heat" in shown
 
 
 async def test_top(group: FakeGroup, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,7 +148,7 @@ async def test_history_shows_what_plans_promised_and_what_became_of_them(
     assert await eplb(group, "history", "decode") == 0
     assert "done" in capsys.readouterr().out
     assert await eplb(group, "history", "decode", "--plan", str(reported["plan_id"])) == 0
-    assert f"{len(moved)} of {len(moved)} layers switched" in " ".join(capsys.readouterr().out.split())
+    assert f"{len(moved)}/{len(moved)}" in capsys.readouterr().out
     assert await eplb(group, "history", "decode", "--plan", "1") == 2
     assert "decode has no plan 1 among its newest" in capsys.readouterr().err
     assert await eplb(group, "history", "nope") == 2
