@@ -20,6 +20,7 @@ AGENTS_PART = ("worker_agent", "eplb_service/__init__.py", "eplb_service/placeme
 IMPORT_NAMES = {
     "grpcio": "grpc",
     "grpcio-health-checking": "grpc_health",
+    "grpcio-reflection": "grpc_reflection",
     "kubernetes-validate": "kubernetes_validate",
     "prometheus-client": "prometheus_client",
     "protobuf": "google",

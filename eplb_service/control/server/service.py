@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 
 from eplb_service import __version__
 from eplb_service.control.server.access.gate import Credentials, Gate
@@ -27,7 +28,14 @@ from eplb_service.control.server.lease.leadership import (
     LeaseLostError,
     named_lease,
 )
-from eplb_service.control.server.listening import Certificates, ListenError, report_health, serve_health
+from eplb_service.control.server.listening import (
+    AGENT_SERVICE,
+    OPERATOR_SERVICE,
+    Certificates,
+    ListenError,
+    report_health,
+    serve_health,
+)
 from eplb_service.control.server.operator_api import OperatorService
 from eplb_service.control.server.plane.control_plane import ControlPlane
 from eplb_service.control.server.settings import ServiceSettings, SettingsError
@@ -147,6 +155,8 @@ def _grpc_server(
     server.add_generic_rpc_handlers((agent_handlers(AgentService(plane, quotas)),))
     operator_pb2_grpc.add_OperatorServiceServicer_to_server(OperatorService(plane), server)
     health_pb2_grpc.add_HealthServicer_to_server(probes, server)
+    names = (AGENT_SERVICE, OPERATOR_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
     if settings.insecure and not is_loopback(settings.listen):
         _log.warning("serving_insecurely", address=settings.listen)
     try:

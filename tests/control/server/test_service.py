@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from eplb_service.control.server.listening import ListenError
 from eplb_service.control.server.plane.control_plane import ControlPlane
@@ -154,6 +155,16 @@ async def test_the_service_is_not_ready_until_the_solver_is_warm(monkeypatch: py
         await running.warm
         assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
         assert (await group.hear_plan())[0].layers
+
+
+async def test_reflection_names_the_services(service: RunningService) -> None:
+    async with grpc.aio.insecure_channel(service.address) as channel:
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        async for answer in stub.ServerReflectionInfo(iter([request])):
+            names = {listed.name for listed in answer.list_services_response.service}
+            break
+    assert {"eplb.v1.AgentService", "eplb.v1.OperatorService", "grpc.health.v1.Health"} <= names
 
 
 async def test_a_disk_that_refuses_does_not_stop_balancing(
